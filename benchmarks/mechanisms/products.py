@@ -25,7 +25,7 @@ from lowbit.kernels.parts.step import Step
 from lowbit.kernels.sm80.small_m_gemm import RingPlan
 from lowbit.ops.fragment_gemm import plan_for
 from lowbit.ops.workspace import workspace
-from lowbit.pack import FragmentWeight, weight_form
+from lowbit.pack import FragmentWeight
 from lowbit.tune.timing import copies_needed, gaussian, l2_bytes, quantized
 
 N = K = 8192
@@ -75,9 +75,7 @@ class Product:
         self.shape = GemmShape(m, n, k, self.q.scheme.weight.bits)
         self.tile = choose(self.shape, self.machine) if tile is None else tile
         self.dtype = TORCH[dtype]
-        scale, channel = (None if t is None else t.dtype for t in (self.weight.scale, self.weight.channel_scale))
-        form = weight_form(self.q.scheme, scale, channel)
-        self.plan: Any = plan_for(self.tile, self.shape, form, self.dtype, False, self.machine)
+        self.plan: Any = plan_for(self.tile, self.shape, self.weight.form, self.dtype, False, self.machine)
 
     @functools.cached_property
     def x(self) -> Tensor:

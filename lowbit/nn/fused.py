@@ -92,6 +92,7 @@ class AlternatingMLP(nn.Module):
                 setattr(layer, name, None)
         self.scheme, self.shape, self.function, self.down_proj = weight.scheme, weight.shape, function, down_proj
         self.batch_invariant = gate_proj.batch_invariant
+        self.subnormal = weight.subnormal
         self.register_buffer("kernel_codes", weight.codes, persistent=False)
         self.register_buffer("kernel_scale", weight.scale, persistent=False)
         self.register_buffer("kernel_channel_scale", weight.channel_scale, persistent=False)
@@ -114,7 +115,8 @@ class AlternatingMLP(nn.Module):
         """Gate and up."""
         codes = self.kernel_codes
         assert isinstance(codes, Tensor)
-        return FragmentWeight(codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)  # type: ignore[arg-type]
+        tensors = codes, self.kernel_scale, self.kernel_channel_scale
+        return FragmentWeight(*tensors, self.scheme, self.shape, self.subnormal)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         rows, invariant = x.reshape(-1, x.shape[-1]), self.batch_invariant

@@ -28,7 +28,7 @@ from lowbit.ops.cpu_gemm import pack_for_cpu
 from lowbit.ops.table import Problem, UnsupportedProblem, choose, problem_on, warn_slow, weight_refusals, why_slow
 from lowbit.ops.workspace import make_counters
 from lowbit.pack import FragmentWeight, OperandWeight
-from lowbit.pack.cpu import CpuWeight, unpack_cpu_codes
+from lowbit.pack.cpu import CpuWeight
 from lowbit.pack.gemm_weight import GemmWeight, RowWeight
 from lowbit.pack.scaled import scaled_refusals
 from lowbit.quantize.rtn import scale_dtype
@@ -111,6 +111,7 @@ class PackedWeight(nn.Module):
         )
         for name in KERNEL_TENSORS:
             self.register_buffer(name, None, persistent=False)
+        self.kernel_subnormal = False
         self.cpu_weight: CpuWeight | None = None
         self.decode_bytes = 0
         self.batch_invariant = False
@@ -212,10 +213,21 @@ class PackedWeight(nn.Module):
 
     def _pack_for_gpu(self) -> None:
         q = self._weight_alone()
-        packed = FragmentWeight.pack(q) if self.scheme.activation is None else OperandWeight.pack(q)
-        self.kernel_codes, self.kernel_scale = packed.codes, packed.scale
-        self.kernel_channel_scale = packed.channel_scale
-        self.kernel_sums = packed.sums if isinstance(packed, OperandWeight) else None
+        self.set_gpu_weight(FragmentWeight.pack(q) if self.scheme.activation is None else OperandWeight.pack(q))
+
+    @property
+    def gpu_weight(self) -> FragmentWeight | OperandWeight | None:
+        """The weights in the form of a GPU's kernels, where they are in it."""
+        if self.kernel_codes is None:
+            return None
+        return self.kernel_weight() if self.scheme.activation is None else self.scaled_weight()
+
+    def set_gpu_weight(self, w: FragmentWeight | OperandWeight) -> None:
+        """Makes the tensors of `w`, which has this module's weights, the buffers that products read."""
+        held = w.tensors()
+        for name in KERNEL_TENSORS:
+            setattr(self, name, held.get(name.removeprefix("kernel_")))
+        self.kernel_subnormal = isinstance(w, FragmentWeight) and w.subnormal
 
     def _weight_alone(self) -> QuantTensor:
         """The weights without what is done to x; raises ValueError if that would index memory wrongly."""
@@ -239,12 +251,10 @@ class PackedWeight(nn.Module):
 
     def _form_for(self, dtype: torch.dtype) -> GemmWeight | None:
         """The form of the device's kernels, where it is held and multiplies x of `dtype`."""
-        scaled, held = self.scheme.activation is not None, self.cpu_weight
+        held = self.cpu_weight
         if held is not None:
-            return held if scaled or held.dtype == dtype else None
-        if self.kernel_codes is None or dtype not in self.kernel_dtypes:
-            return None
-        return self.scaled_weight() if scaled else self.kernel_weight()
+            return held if self.scheme.activation is not None or held.dtype == dtype else None
+        return self.gpu_weight if dtype in self.kernel_dtypes else None
 
     def _rows(self) -> RowWeight:
         """The form on disk, for a product that no kernel takes; made anew where only a form for others is held."""
@@ -259,7 +269,8 @@ class PackedWeight(nn.Module):
         """The prepared weights of a scheme with 16-bit activations."""
         codes = self.kernel_codes
         assert codes is not None
-        return FragmentWeight(codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)
+        tensors = codes, self.kernel_scale, self.kernel_channel_scale
+        return FragmentWeight(*tensors, self.scheme, self.shape, self.kernel_subnormal)
 
     def scaled_weight(self) -> OperandWeight:
         """The prepared weights of a scheme with 8-bit activations."""
@@ -268,11 +279,9 @@ class PackedWeight(nn.Module):
         return OperandWeight(codes, self.kernel_scale, self.kernel_channel_scale, sums, self.scheme, self.shape)
 
     def _prepared_codes(self) -> Tensor:
-        if self.cpu_weight is not None:
-            return unpack_cpu_codes(self.cpu_weight)
-        if self.scheme.activation is not None:
-            return self.scaled_weight().unpack().codes
-        return self.kernel_weight().unpack().codes
+        prepared = self.gpu_weight if self.cpu_weight is None else self.cpu_weight
+        assert prepared is not None
+        return prepared.unpack_codes()
 
     def restore(self) -> None:
         """Undoes `prepare`."""

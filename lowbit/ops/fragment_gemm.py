@@ -44,13 +44,13 @@ def fragment_gemm(x: Tensor, w: FragmentWeight, bias: Tensor | None = None, *, b
     order than those of large ones. Raises ValueError for tensors that do not fit together.
     """
     return torch.ops.lowbit.fragment_gemm(
-        x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], batch_invariant
+        x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], batch_invariant, w.subnormal
     )
 
 
 def check_product(
     operator: str, x: Tensor, codes: Tensor, scale: Tensor | None, channel: Tensor | None, bias: Tensor | None,
-    s: Scheme, n: int,
+    s: Scheme, n: int, subnormal: bool = False,
 ) -> None:  # fmt: skip
     """Raises ValueError, which names `operator`, unless the tensors are of one product under the scheme."""
     if x.dtype not in (torch.float16, torch.bfloat16) or x.dim() < 1:
@@ -71,21 +71,25 @@ def check_product(
         shape = (strips(n), -(-k // 128) * (128 // group), 8, pair)
         if tuple(scale.shape) != shape or scale.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"{operator}: {s} takes fp16 or bf16 scales {shape}, got {scale.dtype} {tuple(scale.shape)}")
-    kinds_of_channel = (torch.float32, torch.bfloat16) if may_be_subnormal(s) else (torch.float32,)
-    if channel is not None and (tuple(channel.shape) != (n,) or channel.dtype not in kinds_of_channel):
-        types = "float32 or bf16" if may_be_subnormal(s) else "float32"
-        raise ValueError(f"{operator}: {s} takes {types} scales [{n}], got {channel.dtype} {tuple(channel.shape)}")
+    if subnormal and (channel is None or not may_be_subnormal(s)):
+        raise ValueError(
+            f"{operator}: subnormal codes are symmetric integers of 2 to 7 bits with both kinds of scales, not {s}"
+        )
+    expected_type = torch.bfloat16 if subnormal else torch.float32
+    if channel is not None and (tuple(channel.shape) != (n,) or channel.dtype != expected_type):
+        kind = f"{'bf16' if subnormal else 'float32'} scales [{n}]{' with subnormal codes' if subnormal else ''}"
+        raise ValueError(f"{operator}: {s} takes {kind}, got {channel.dtype} {tuple(channel.shape)}")
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(f"{operator}: bias is [{n}], got {tuple(bias.shape)}")
 
 
 def _fragment_gemm(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
-    batch_invariant: bool = False,
+    batch_invariant: bool = False, subnormal: bool = False,
 ) -> Tensor:  # fmt: skip
     rows = aligned_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
     others = (described(codes), described(scale), described(channel_scale), described(bias))
-    plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, others, batch_invariant)
+    plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, others, batch_invariant, subnormal)
     if plan is None:
         return x.new_empty((*x.shape[:-1], n))
     y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
@@ -95,7 +99,7 @@ def _fragment_gemm(
 @functools.lru_cache(maxsize=4096)
 def _plan(
     scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
-    batch_invariant: bool,
+    batch_invariant: bool, subnormal: bool,
 ) -> RingPlan | MmaPlan | WgmmaPlan | None:  # fmt: skip
     """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
     parsed = _scheme(scheme)
@@ -103,7 +107,7 @@ def _plan(
     assert codes is not None
     scale, channel_scale, bias = optional
     x = torch.empty((m, k), dtype=dtype, device="meta")
-    check_product("fragment_gemm", x, codes, scale, channel_scale, bias, parsed, n)
+    check_product("fragment_gemm", x, codes, scale, channel_scale, bias, parsed, n, subnormal)
     devices = {on, *(t[2] for t in others if t is not None)}
     if len(devices) > 1:
         raise ValueError(f"fragment_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
@@ -113,7 +117,7 @@ def _plan(
         return None
     machine = machine_of(on)
     shape = GemmShape(m, n, k, parsed.weight.bits)
-    form = weight_form(parsed, *(None if t is None else t[1] for t in others[1:3]))
+    form = weight_form(parsed, None if scale is None else scale.dtype, channel_scale is not None, subnormal)
     return plan_for(choose(shape, machine, batch_invariant), shape, form, dtype, others[3] is not None, machine)
 
 
@@ -143,15 +147,15 @@ def wide_plan(
 
 def _fake(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
-    batch_invariant: bool = False,
+    batch_invariant: bool = False, subnormal: bool = False,
 ) -> Tensor:  # fmt: skip
-    check_product("fragment_gemm", x, codes, scale, channel_scale, bias, _scheme(scheme), n)
+    check_product("fragment_gemm", x, codes, scale, channel_scale, bias, _scheme(scheme), n, subnormal)
     return x.new_empty((*x.shape[:-1], n))
 
 
 register(
     "fragment_gemm(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor? bias, str scheme, SymInt n,"
-    " bool batch_invariant=False) -> Tensor",
+    " bool batch_invariant=False, bool subnormal=False) -> Tensor",
     cuda=_fragment_gemm,
     fake=_fake,
 )

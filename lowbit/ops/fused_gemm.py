@@ -107,9 +107,9 @@ def norm_gemm(
     M. Raises ValueError for tensors that do not fit together.
     """
     _check_weight("norm_gemm", w, x)
-    codes, scale, channel, scheme = _as_passed(w)
+    codes, scale, channel, scheme, subnormal = _as_passed(w)
     return torch.ops.lowbit.norm_gemm(
-        x, codes, scale, channel, squares, bias, scheme, w.shape[0], width, eps, factor, gated, batch_invariant
+        x, codes, scale, channel, squares, bias, scheme, w.shape[0], width, eps, factor, gated, batch_invariant, subnormal
     )
 
 
@@ -124,15 +124,15 @@ def residual_gemm(
     `norm_gemm`. Raises ValueError for tensors that do not fit together.
     """
     _check_weight("residual_gemm", w, x)
-    codes, scale, channel, scheme = _as_passed(w)
-    return torch.ops.lowbit.residual_gemm(x, codes, scale, channel, h, gamma, bias, scheme, factor, batch_invariant)
+    codes, scale, channel, scheme, subnormal = _as_passed(w)
+    return torch.ops.lowbit.residual_gemm(x, codes, scale, channel, h, gamma, bias, scheme, factor, batch_invariant, subnormal)
 
 
-def _as_passed(w: Weight) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
-    """A weight as the operators take it: codes, scales of groups and of channels, name of the scheme."""
+def _as_passed(w: Weight) -> tuple[Tensor, Tensor | None, Tensor | None, str, bool]:
+    """A weight as the operators take it: codes, scales of groups and of channels, name of the scheme, subnormal codes."""
     if isinstance(w, DenseWeight):
-        return w.values, None, None, DENSE
-    return w.codes, w.scale, w.channel_scale, w.scheme.name
+        return w.values, None, None, DENSE, False
+    return w.codes, w.scale, w.channel_scale, w.scheme.name, w.subnormal
 
 
 def _check_weight(operator: str, w: Weight, x: Tensor) -> None:
@@ -146,11 +146,11 @@ def _check_weight(operator: str, w: Weight, x: Tensor) -> None:
 
 def _check_product(
     operator: str, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
-    scheme: str, n: int,
+    scheme: str, n: int, subnormal: bool,
 ) -> None:  # fmt: skip
     """As `check_product`, for weights of 16 bits too."""
     if scheme != DENSE:
-        return check_product(operator, x, codes, scale, channel_scale, bias, _scheme(scheme), n)
+        return check_product(operator, x, codes, scale, channel_scale, bias, _scheme(scheme), n, subnormal)
     expected = (n, x.shape[-1])
     if x.dtype not in (torch.float16, torch.bfloat16) or codes.dtype != x.dtype or tuple(codes.shape) != expected:
         raise ValueError(
@@ -165,11 +165,10 @@ def _shape(scheme: str, m: int, n: int, k: int) -> GemmShape:
     return GemmShape(m, n, k, DENSE_BITS if scheme == DENSE else _scheme(scheme).weight.bits)
 
 
-def _form(scheme: str, scale: Tensor | None, channel_scale: Tensor | None) -> WeightForm:
+def _form(scheme: str, scale: Tensor | None, channel_scale: Tensor | None, subnormal: bool) -> WeightForm:
     if scheme == DENSE:
         return DENSE_FORM
-    types = (None if t is None else t.dtype for t in (scale, channel_scale))
-    return weight_form(_scheme(scheme), *types)
+    return weight_form(_scheme(scheme), None if scale is None else scale.dtype, channel_scale is not None, subnormal)
 
 
 class NormArguments(NamedTuple):
@@ -188,6 +187,7 @@ class NormArguments(NamedTuple):
     factor: float
     gated: Gated
     batch_invariant: bool = False
+    subnormal: bool = False
 
     @property
     def weight(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -208,6 +208,7 @@ class ResidualArguments(NamedTuple):
     scheme: str
     factor: float
     batch_invariant: bool = False
+    subnormal: bool = False
 
     @property
     def weight(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -217,7 +218,7 @@ class ResidualArguments(NamedTuple):
 
 def _check_norm(a: NormArguments) -> None:
     """Raises ValueError unless the tensors are of one product with the norm in its epilogue."""
-    _check_product("norm_gemm", a.x, *a.weight, a.bias, a.scheme, a.n)
+    _check_product("norm_gemm", a.x, *a.weight, a.bias, a.scheme, a.n, a.subnormal)
     m, squares, gated = a.x.shape[0], a.squares, a.gated
     if squares.dim() != 2 or squares.shape[1] != m or squares.dtype != torch.float32 or not 1 <= squares.shape[0] <= MOST_PARTS:
         raise ValueError(
@@ -237,7 +238,7 @@ def _check_residual(a: ResidualArguments) -> None:
             f"residual_gemm: h is fp16 or bf16 [{x.shape[0]}, N], contiguous; got {h.dtype} {tuple(h.shape)}, "
             f"strides {tuple(h.stride())}"
         )
-    _check_product("residual_gemm", x, *a.weight, a.bias, a.scheme, h.shape[1])
+    _check_product("residual_gemm", x, *a.weight, a.bias, a.scheme, h.shape[1], a.subnormal)
     if tuple(gamma.shape) != (h.shape[1],) or not gamma.is_floating_point():
         raise ValueError(f"residual_gemm: gamma is floating-point [{h.shape[1]}], got {gamma.dtype} {tuple(gamma.shape)}")
 
@@ -248,7 +249,7 @@ def _check_residual(a: ResidualArguments) -> None:
 def _norm_gemm(a: NormArguments) -> Tensor:
     x, squares = aligned_rows(a.x), a.squares.contiguous()
     others = tuple(described(t) for t in (*a.weight, squares, a.bias))
-    plan = _norm_plan(a.scheme, x.shape[0], a.n, x.shape[1], x.dtype, x.device, others, a.gated, a.batch_invariant)
+    plan = _norm_plan(a.scheme, x.shape[0], a.n, x.shape[1], x.dtype, x.device, others, a.gated, a.batch_invariant, a.subnormal)
     return plan(x, a.weight, squares, a.bias, a.width, a.eps, a.factor, *workspace(x.device, *plan.workspace))
 
 
@@ -257,14 +258,14 @@ def _residual_gemm(a: ResidualArguments) -> tuple[Tensor, Tensor]:
     others = tuple(described(t) for t in (*a.weight, a.h, gamma, a.bias))
     if not a.h.is_contiguous():
         _check_residual(a)
-    plan = _residual_plan(a.scheme, x.shape[0], x.shape[1], x.dtype, x.device, others, a.batch_invariant)
+    plan = _residual_plan(a.scheme, x.shape[0], x.shape[1], x.dtype, x.device, others, a.batch_invariant, a.subnormal)
     return plan(x, a.weight, a.h, gamma, a.bias, a.factor, *workspace(x.device, *plan.workspace))
 
 
 @functools.lru_cache(maxsize=4096)
 def _norm_plan(
     scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
-    gated: Gated, batch_invariant: bool,
+    gated: Gated, batch_invariant: bool, subnormal: bool,
 ) -> NormPlan | WgmmaNormPlan:  # fmt: skip
     """The plan of a product with the norm at its end. Raises ValueError when the tensors do not fit."""
     from lowbit.kernels.sm80.small_m_gemm import NormPlan
@@ -273,9 +274,9 @@ def _norm_plan(
     assert codes is not None and squares is not None
     x = torch.empty((m, k), dtype=dtype, device="meta")
     weight = codes, scale, channel_scale
-    _check_norm(NormArguments(x, *weight, squares, bias, scheme, n, k, 0.0, 1.0, gated))
+    _check_norm(NormArguments(x, *weight, squares, bias, scheme, n, k, 0.0, 1.0, gated, batch_invariant, subnormal))
     _check_places("norm_gemm", on, others)
-    machine, shape, form = machine_of(on), _shape(scheme, m, n, k), _form(scheme, scale, channel_scale)
+    machine, shape, form = machine_of(on), _shape(scheme, m, n, k), _form(scheme, scale, channel_scale, subnormal)
     role: Role = "norm" if gated == "none" else "gated"
     tile, parts = choose_chain(role, shape, machine, batch_invariant), squares.shape[0]
     if isinstance(tile, RingTile):
@@ -288,7 +289,7 @@ def _norm_plan(
 @functools.lru_cache(maxsize=4096)
 def _residual_plan(
     scheme: str, m: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
-    batch_invariant: bool,
+    batch_invariant: bool, subnormal: bool,
 ) -> ResidualPlan | WgmmaResidualPlan:  # fmt: skip
     """The plan of a product with the residual at its end. Raises ValueError when the tensors do not fit."""
     from lowbit.kernels.sm80.small_m_gemm import ResidualPlan
@@ -298,9 +299,9 @@ def _residual_plan(
     described_h = others[3]
     assert described_h is not None
     x, weight = torch.empty((m, k), dtype=dtype, device="meta"), (codes, scale, channel_scale)
-    _check_residual(ResidualArguments(x, *weight, h, gamma, bias, scheme, 1.0))
+    _check_residual(ResidualArguments(x, *weight, h, gamma, bias, scheme, 1.0, batch_invariant, subnormal))
     _check_places("residual_gemm", on, others)
-    machine, shape, form = machine_of(on), _shape(scheme, m, h.shape[1], k), _form(scheme, scale, channel_scale)
+    machine, shape, form = machine_of(on), _shape(scheme, m, h.shape[1], k), _form(scheme, scale, channel_scale, subnormal)
     tile = choose_chain("residual", shape, machine, batch_invariant)
     if isinstance(tile, RingTile):
         return ResidualPlan(shape, tile, form, dtype, bias is not None, machine.arch)
@@ -324,16 +325,21 @@ def _check_places(operator: str, on: torch.device, others: tuple[Described | Non
 
 
 def _unpacked(
-    codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, scheme: str, shape: tuple[int, int]
+    codes: Tensor,
+    scale: Tensor | None,
+    channel_scale: Tensor | None,
+    scheme: str,
+    shape: tuple[int, int],
+    subnormal: bool,
 ) -> QuantTensor | DenseWeight:
     if scheme == DENSE:
         return DenseWeight(codes)
-    return FragmentWeight(codes, scale, channel_scale, _scheme(scheme), shape).unpack()
+    return FragmentWeight(codes, scale, channel_scale, _scheme(scheme), shape, subnormal).unpack()
 
 
 def _norm_gemm_cpu(a: NormArguments) -> Tensor:
     _check_norm(a)
-    w, bias = _unpacked(*a.weight, a.scheme, (a.n, a.x.shape[1])), a.bias
+    w, bias = _unpacked(*a.weight, a.scheme, (a.n, a.x.shape[1]), a.subnormal), a.bias
     if isinstance(w, DenseWeight) and a.gated != "none":
         w, bias = DenseWeight(alternate(*a.codes.chunk(2))), None if bias is None else alternate(*bias.chunk(2))
     y = norm_gemm_reference(a.x, w, a.squares, bias, width=a.width, eps=a.eps, gated=a.gated, x_factor=a.factor)
@@ -342,7 +348,7 @@ def _norm_gemm_cpu(a: NormArguments) -> Tensor:
 
 def _residual_gemm_cpu(a: ResidualArguments) -> tuple[Tensor, Tensor]:
     _check_residual(a)
-    w = _unpacked(*a.weight, a.scheme, (a.h.shape[1], a.x.shape[1]))
+    w = _unpacked(*a.weight, a.scheme, (a.h.shape[1], a.x.shape[1]), a.subnormal)
     added, following, squares = residual_gemm_reference(a.x, w, a.h, a.gamma, a.bias, x_factor=a.factor)
     a.h.copy_(added)
     return following, squares
@@ -366,7 +372,7 @@ def _residual_fake(a: ResidualArguments) -> tuple[Tensor, Tensor]:
 
 register(
     "norm_gemm(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor squares, Tensor? bias, str scheme,"
-    " SymInt n, int width, float eps, float factor, str gated, bool batch_invariant=False) -> Tensor",
+    " SymInt n, int width, float eps, float factor, str gated, bool batch_invariant=False, bool subnormal=False) -> Tensor",
     cuda=_norm_gemm,
     cpu=_norm_gemm_cpu,
     fake=_norm_fake,
@@ -374,7 +380,7 @@ register(
 )
 register(
     "residual_gemm(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor(a!) h, Tensor gamma, Tensor? bias,"
-    " str scheme, float factor, bool batch_invariant=False) -> (Tensor, Tensor)",
+    " str scheme, float factor, bool batch_invariant=False, bool subnormal=False) -> (Tensor, Tensor)",
     cuda=_residual_gemm,
     cpu=_residual_gemm_cpu,
     fake=_residual_fake,

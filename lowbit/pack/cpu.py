@@ -6,10 +6,9 @@
     int8     int8 [N, K], two's complement                  bf16 [N]; float32 where x is quantized too
     decoded  x's type [N, K], each weight rounded once      none
 
-int4 holds integers of 2, 3 and 4 bits (code4 is the code, moved so that their middle is 8), int8 those of 5 to 8: both are
-other arrangements of the codes, and `unpack_cpu_codes` returns these bit for bit. Decoded weights do not say which codes they
-came from; they stand beside the form on disk. The order of int4 is asked of torch (`_column_order`), never written down
-or saved.
+int4 holds integers of 2, 3 and 4 bits (code4 is the code, moved so that their middle is 8), int8 those of 5 to 8. Both are
+other arrangements of the codes, and `CpuWeight.unpack_codes` returns these bit for bit. Decoded weights have no codes; a layer
+keeps the form on disk beside them. `_column_order` finds out the order of int4 from torch; it is never saved.
 
 Torch's products of bf16 x want scales in bf16: rounded by at most 2^-8 of themselves, the error that each weight has where
 weights are rounded to bf16 (docs/numerics.md).
@@ -19,12 +18,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lowbit.formats import IntFormat, PerChannel, PerTensor, QuantTensor, Scheme, ZeroPoint
+from lowbit.pack.form import PackedMatrix
 
 Form = Literal["int4", "int8", "decoded"]
 
@@ -45,9 +45,11 @@ VECTOR_CPUS = ("AVX2", "AVX512")
 
 
 @dataclass(frozen=True, eq=False)
-class CpuWeight:
+class CpuWeight(PackedMatrix):
     """The tensors described in the module, for a matrix of `shape` (N, K); `group` is that of int4, else 0; `sums`
     int32 [N], of rows of int8, are there for x that has zero points."""
+
+    NAMES = ("codes", "scale", "sums")
 
     form: Form
     codes: Tensor
@@ -62,10 +64,30 @@ class CpuWeight:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", self.codes.dtype if self.form == "decoded" else torch.bfloat16)
 
+    def row_axes(self) -> dict[str, tuple[int, int]]:
+        return {name: (1 if name == "scale" and self.form == "int4" else 0, 1) for name in self.tensors()}
+
     @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(t.nbytes for t in (self.codes, self.scale, self.sums) if t is not None)
+    def row_multiple(self) -> int:
+        """Rows of a block of torch's int4 product; 1 for other forms."""
+        return block_rows() if self.form == "int4" else 1
+
+    def _kind(self) -> dict[str, Any]:
+        return {**super()._kind(), "form": self.form, "group": self.group}
+
+    def unpack_codes(self) -> Tensor:
+        """The codes uint8 [N, K] that `pack_int4` or `pack_int8` rearranged, bit for bit; decoded weights have none."""
+        if self.form == "int8":
+            return (self.codes.to(torch.int16) + _offset(self.scheme)).to(torch.uint8)
+        if self.form == "decoded":
+            raise ValueError("decoded weights have no codes; unpack the form on disk")
+        n, k = self.shape
+        codes = torch.empty((n, k), dtype=torch.uint8)
+        for start, end in _pieces(self.shape):
+            order, pairs = int4_columns(self.codes, start, end)
+            columns = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(-1, k, len(order))
+            codes[start:end].view(-1, len(order), k)[:, order] = columns.transpose(-1, -2)
+        return codes - _shift(self.scheme)
 
 
 def int4_refusals(scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
@@ -107,7 +129,7 @@ def pack_int4(q: QuantTensor) -> CpuWeight:
     """`q` in the form of torch's int4 product, its correction, order and input scale left out.
 
     Raises ValueError with every reason where there is no such form, or where torch's order is not the one that
-    `unpack_cpu_codes` undoes.
+    `CpuWeight.unpack_codes` undoes.
     """
     reasons = int4_refusals(q.scheme, q.shape)
     if reasons:
@@ -127,7 +149,7 @@ def pack_int4(q: QuantTensor) -> CpuWeight:
         z = _of_groups(q.zero, q, group) + (8 - shift) * exact
     scale = torch.stack((s.T, z.T), dim=-1).to(torch.bfloat16).contiguous()
     weight = CpuWeight("int4", packed, scale, q.scheme, q.shape, group)
-    if not torch.equal(unpack_cpu_codes(weight), q.codes):
+    if not torch.equal(weight.unpack_codes(), q.codes):
         raise ValueError(f"torch {torch.__version__} orders the weights of its int4 product in a way not known here")
     return weight
 
@@ -145,20 +167,6 @@ def pack_int8(q: QuantTensor) -> CpuWeight:
     scale = q.scale.to(dtype).expand(q.shape[0], 1)[:, 0].contiguous()
     sums = codes.sum(1, dtype=torch.int32) if q.scheme.activation_zero else None
     return CpuWeight("int8", codes, scale, q.scheme, q.shape, sums=sums)
-
-
-def unpack_cpu_codes(w: CpuWeight) -> Tensor:
-    """The codes uint8 [N, K] that `pack_int4` or `pack_int8` arranged, bit for bit."""
-    if w.form == "int8":
-        return (w.codes.to(torch.int16) + _offset(w.scheme)).to(torch.uint8)
-    assert w.form == "int4"
-    n, k = w.shape
-    codes = torch.empty((n, k), dtype=torch.uint8)
-    for start, end in _pieces(w.shape):
-        order, pairs = int4_columns(w.codes, start, end)
-        columns = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(-1, k, len(order))
-        codes[start:end].view(-1, len(order), k)[:, order] = columns.transpose(-1, -2)
-    return codes - _shift(w.scheme)
 
 
 def int4_columns(codes: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ The kernels know groups of 16, 32, 64 and 128, a whole number of which make a st
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -50,7 +50,8 @@ from lowbit.formats import (
 )
 from lowbit.hardware.half import BIAS, HalfType
 from lowbit.hardware.mma import MMA_M16N8K16_F16
-from lowbit.pack.fragment import FragmentOrder
+from lowbit.pack.form import PackedMatrix
+from lowbit.pack.fragment import STRIP, FragmentOrder
 from lowbit.pack.layout import Layout
 from lowbit.pack.scales import pack_scales, unpack_scales
 
@@ -113,25 +114,31 @@ DENSE_FORM = WeightForm("dense", 0, "none", "fp16")
 """Of weights that are halves, in the type of x (pack/dense.py): no scales."""
 
 
-def weight_form(scheme: Scheme, scale_dtype: torch.dtype | None, channel_dtype: torch.dtype | None) -> WeightForm:
-    """The form of weights of a scheme; the types are those of their scales of groups and of channels, None without."""
+def weight_form(scheme: Scheme, scale_dtype: torch.dtype | None, channel_scale: bool, subnormal: bool = False) -> WeightForm:
+    """The form of weights of a scheme: the type of their scales of groups, None without; whether they have scales of channels;
+    whether the scales of groups are those of subnormal codes."""
     zeros: dict[ZeroPoint, Literal["none", "integer", "float"]]
     zeros = {ZeroPoint.NONE: "none", ZeroPoint.INTEGER: "integer", ZeroPoint.FLOAT: "float"}
     half: HalfType = "bf16" if scale_dtype == torch.bfloat16 else "fp16"
     group = kernel_group(scheme)
-    twice, subnormal = group > 0 and channel_dtype is not None, channel_dtype == torch.bfloat16
-    return WeightForm(scheme.weight.name, group, zeros[scheme.zero], half, twice, subnormal)
+    return WeightForm(scheme.weight.name, group, zeros[scheme.zero], half, group > 0 and channel_scale, subnormal)
 
 
 @dataclass(frozen=True, eq=False)
-class FragmentWeight:
-    """The tensors described in the module, for a matrix of `shape` (N, K) under `scheme`; codes in the order of `layout`."""
+class FragmentWeight(PackedMatrix):
+    """The tensors described in the module, for a matrix of `shape` (N, K) under `scheme`; codes in the order of `layout`.
+
+    With `subnormal`, scales of groups are stored multiplied by 2^24 and `channel_scale` is bf16, else float32.
+    """
+
+    NAMES = ("codes", "scale", "channel_scale")
 
     codes: Tensor
     scale: Tensor | None
     channel_scale: Tensor | None
     scheme: Scheme
     shape: tuple[int, int]
+    subnormal: bool = False
 
     @staticmethod
     def layout(fmt: NumberFormat) -> Layout:
@@ -154,12 +161,12 @@ class FragmentWeight:
         if plane is None:
             (plane,) = cls.layout(q.scheme.weight).pack(q.codes, q.scheme.weight.bits)
         channel = scale = None
-        scales, zeros = q.scale, q.zero
+        scales, zeros, subnormal = q.scale, q.zero, _as_subnormals(q)
         if has_channel_scale(q.scheme):
             channel = q.scale.float().expand(q.shape[0], 1).reshape(-1).contiguous()
             # Integers of 8 bits are exact in bf16, which a kernel with bf16 activations need not convert.
             scales = torch.ones_like(q.scale, dtype=torch.bfloat16)
-        elif (subnormal := _as_subnormals(q)) or scales.dtype not in _HALVES or not _normal_in_fp16(q):
+        elif subnormal or scales.dtype not in _HALVES or not _normal_in_fp16(q):
             factor = _row_factors(q, 2.0**-16 if subnormal else 1.0)
             half = torch.bfloat16 if scales.dtype == torch.bfloat16 else torch.float16
             scales = (scales.float() / factor[:, None]).to(half)
@@ -170,13 +177,11 @@ class FragmentWeight:
         if group:
             parts = [_by_group(values.to(scales.dtype), q, group) for values in (scales, zeros) if values is not None]
             scale = torch.cat(parts, dim=-1).contiguous()
-        return cls(plane.view(torch.int32), scale, channel, q.scheme, q.shape)
+        return cls(plane.view(torch.int32), scale, channel, q.scheme, q.shape, subnormal)
 
     def unpack(self) -> QuantTensor:
         """The matrix that `pack` packed; its inverse, but for scales that are float32 then: those per channel or tensor, and
         those of groups beside a power of two for each row, which are as they were rounded."""
-        layout = self.layout(self.scheme.weight)
-        codes = layout.unpack((self.codes.view(layout.plane_dtype),), self.scheme.weight.bits, self.shape)
         parts = [] if self.scale is None else [_from_groups(part, self) for part in self.scale.split(2, dim=-1)]
         zero = parts[1] if len(parts) == 2 else None
         if zero is not None and self.scheme.zero is ZeroPoint.INTEGER:
@@ -190,21 +195,24 @@ class FragmentWeight:
         else:
             rows = 1 if isinstance(self.scheme.granularity, PerTensor) else self.shape[0]
             scale = self.channel_scale[:rows, None].clone()
-        return QuantTensor(codes, scale, zero, self.scheme)
+        return QuantTensor(self.unpack_codes(), scale, zero, self.scheme)
+
+    def unpack_codes(self) -> Tensor:
+        """The codes uint8 [N, K]."""
+        layout = self.layout(self.scheme.weight)
+        return layout.unpack((self.codes.view(layout.plane_dtype),), self.scheme.weight.bits, self.shape)
+
+    def row_axes(self) -> dict[str, tuple[int, int]]:
+        return {name: (0, 1 if name == "channel_scale" else STRIP) for name in self.tensors()}
+
+    def _kind(self) -> dict[str, Any]:
+        return {**super()._kind(), "subnormal": self.subnormal}
 
     @property
-    def _tensors(self) -> dict[str, Any]:
-        named = {name: getattr(self, name) for name in ("codes", "scale", "channel_scale")}
-        return {name: t for name, t in named.items() if t is not None}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, padding included."""
-        return sum(t.nbytes for t in self._tensors.values())
-
-    def clone(self) -> Self:
-        """An equal weight in memory of its own."""
-        return replace(self, **{name: t.clone() for name, t in self._tensors.items()})
+    def form(self) -> WeightForm:
+        """The constants for which a kernel that reads this weight is compiled."""
+        scale_dtype = None if self.scale is None else self.scale.dtype
+        return weight_form(self.scheme, scale_dtype, self.channel_scale is not None, self.subnormal)
 
 
 def _normal_in_fp16(q: QuantTensor) -> bool:

@@ -258,19 +258,16 @@ def test_rows_of_the_ring_kernel_have_the_same_bits_in_every_batch(scheme):
     from lowbit.kernels.choose.gemm import choose as choose_tile
     from lowbit.ops.fragment_gemm import plan_for
     from lowbit.ops.workspace import workspace
-    from lowbit.pack import FragmentWeight, weight_form
+    from lowbit.pack import FragmentWeight
 
     n, k, older = 1024, 4096, typical_machine(80)
     q = rtn(torch.randn(n, k, device="cuda"), scheme)
     w = FragmentWeight.pack(q)
-    form = weight_form(
-        q.scheme, None if w.scale is None else w.scale.dtype, None if w.channel_scale is None else w.channel_scale.dtype
-    )
     x = torch.randn(300, k, device="cuda", dtype=torch.float16)
 
     def product(rows):
         shape = GemmShape(len(rows), n, k, q.scheme.weight.bits)
-        plan = plan_for(choose_tile(shape, older, True), shape, form, torch.float16, False, older)
+        plan = plan_for(choose_tile(shape, older, True), shape, w.form, torch.float16, False, older)
         return plan(rows, w.codes, w.scale, w.channel_scale, None, *workspace(x.device, *plan.workspace))
 
     whole = product(x)
