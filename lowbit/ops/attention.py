@@ -1,8 +1,8 @@
 """Attention over a paged cache of keys and values: operators `lowbit::decode_attention` and `lowbit::append_kv`, and prompts.
 
 Keys and values of a layer lie in pages of PAGE tokens, k and v [pages, kv_heads, PAGE, head_dim]. `tables` int32 [slots, P]
-names the pages of each slot in order, `positions` int32 [slots] the position of the token that it processes next. Which pages
-a slot has is its owner's affair: nothing here checks what the tables hold.
+names the pages of each slot in order, `positions` int32 [slots] the position of the token that it processes next. Nothing
+here checks what the tables hold.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.attention import PAGE, AttentionShape, attention_refusals, choose_decode, shape_refusals
 from lowbit.kernels.reference.attention import append_reference, attend, decode_reference, gathered
-from lowbit.ops.operands import Described, described, on_meta, triton_refusals
+from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of, triton_refusals
 from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
 
@@ -48,10 +48,11 @@ def decode_attention(
     qkv [B, (heads + 2 kv_heads) head_dim] holds each row's heads of q, then k, then v; `rows` int32 [B] names its slot. Heads
     of q and k are normed where q_norm and k_norm [head_dim] are given, and turned by cos_sin float32 [positions, rotary_dim]:
     cos of each pair, then sin. The new k and v are written to the slot's position, and the token sees positions 0 to its own.
-    On a GPU types are fp16 or bf16, it is one launch, and rows, positions, tables, cos_sin, gammas and older keys are read
-    before the kernel before it has finished, so neither that kernel nor one that it did not wait for may write them. With
-    `batch_invariant` a row has the same bits in every batch; else a row is cut into parts as suits the batch. `longest`: tokens
-    of the longest context for which to choose how (default: all that the tables can name); longer ones come out right, slower.
+    On a GPU types are fp16 or bf16 and there is one launch. It reads rows, positions, tables, cos_sin, gammas and older keys
+    before the preceding kernel has finished, so that kernel must not write them, nor one that is still running beside it. With
+    `batch_invariant` a row has the same bits in every batch; else the number of splits of a row depends on the batch. `longest`
+    is the longest context, in tokens, for which the tile is chosen (default: all that the tables can name); longer contexts are
+    computed correctly, but slower.
     Raises ValueError for tensors that do not fit together and for a shape no kernel takes.
     """
     return torch.ops.lowbit.decode_attention(
@@ -141,7 +142,7 @@ def _check(
         raise ValueError(f"{operator}: {'; '.join(reasons)}")
 
 
-def _check_cuda(operator: str, shape: AttentionShape, tensors: tuple[Described | None, ...]) -> None:
+def _check_cuda(operator: str, shape: AttentionShape, tensors: tuple[TensorSpec | None, ...]) -> None:
     """Raises ValueError unless a kernel takes the shape and the tensors, of which the first is qkv."""
     reasons = [*attention_refusals(shape), *triton_refusals()]
     given = [t for t in tensors if t is not None]
@@ -172,7 +173,7 @@ def _contiguous(operator: str, tensors: Tensors) -> Tensors:
 def _decode(*arguments: Any) -> Tensor:
     given, shape, options = _split(arguments)
     tensors = _contiguous("decode_attention", given)
-    plan = _decode_plan(shape, *_options(*options), tuple(described(t) for t in tensors))
+    plan = _decode_plan(shape, *_options(*options), tuple(spec_of(t) for t in tensors))
     if plan is None:
         return tensors[0].new_empty(0, shape.heads * shape.head_dim)
     return plan(*tensors, *workspace(tensors[0].device, *plan.workspace))
@@ -184,7 +185,7 @@ def _options(batch_invariant: bool = False, longest: int = 0) -> tuple[bool, int
 
 @functools.lru_cache(maxsize=1024)
 def _decode_plan(
-    shape: AttentionShape, batch_invariant: bool, longest: int, tensors: tuple[Described | None, ...]
+    shape: AttentionShape, batch_invariant: bool, longest: int, tensors: tuple[TensorSpec | None, ...]
 ) -> PagedAttentionPlan | None:
     """The plan of a step; None without rows. Raises ValueError when the tensors do not fit."""
     on_meta_tensors = _on_meta(tensors)
@@ -200,11 +201,11 @@ def _decode_plan(
     return PagedAttentionPlan(len(rows), shape, tile, machine)
 
 
-def _on_meta(tensors: tuple[Described | None, ...]) -> Tensors:
-    return tuple(None if t is None else on_meta(t) for t in tensors)  # type: ignore[return-value]
+def _on_meta(tensors: tuple[TensorSpec | None, ...]) -> Tensors:
+    return tuple(None if t is None else meta_tensor(t) for t in tensors)  # type: ignore[return-value]
 
 
-def _device_of(tensors: tuple[Described | None, ...]) -> torch.device:
+def _device_of(tensors: tuple[TensorSpec | None, ...]) -> torch.device:
     assert tensors[0] is not None
     return tensors[0][2]
 
@@ -238,11 +239,11 @@ register(
 def _append(*arguments: Any) -> Tensor:
     given, shape, _ = _split(arguments)
     tensors = _contiguous("append_kv", given)
-    return _append_plan(shape, tuple(described(t) for t in tensors))(*tensors)
+    return _append_plan(shape, tuple(spec_of(t) for t in tensors))(*tensors)
 
 
 @functools.lru_cache(maxsize=1024)
-def _append_plan(shape: AttentionShape, tensors: tuple[Described | None, ...]) -> AppendPlan:
+def _append_plan(shape: AttentionShape, tensors: tuple[TensorSpec | None, ...]) -> AppendPlan:
     """The plan of a prompt's tokens. Raises ValueError when the tensors do not fit."""
     on_meta_tensors = _on_meta(tensors)
     _check_append(on_meta_tensors, shape)

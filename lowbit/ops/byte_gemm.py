@@ -1,7 +1,7 @@
 """The torch operator `lowbit::byte_gemm`: 8-bit activations on the tensor cores, weights in their own form (pack/scaled.py).
 
 Like `lowbit::fragment_gemm` it is opaque to torch.compile and costs little per call; the choice of kernel stays inside and
-depends on shapes alone. `lowbit::scaled_gemm` computes the same on any device from weights as they lie on disk.
+depends on shapes alone. `lowbit::scaled_gemm` computes the same on any device from weights in the form on disk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from lowbit.formats import PerBlock, PerGroup, Scheme, parse_scheme
 from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile, choose_scaled
-from lowbit.ops.operands import Described, described, on_meta
+from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of
 from lowbit.ops.register import register
 from lowbit.ops.scaled_gemm import check_activations, check_output
 from lowbit.ops.table import scaled_shape
@@ -111,7 +111,7 @@ def _byte_gemm(a: ByteOperands) -> Tensor:
     if x_zero is not None:
         x_zero = x_zero.reshape(-1).expand(rows.shape[0]).contiguous()
     weight = (a.codes, a.scale, a.channel_scale, a.sums, a.bias)
-    others = tuple(described(t) for t in (*weight, x_scale, x_zero, a.y_scale))
+    others = tuple(spec_of(t) for t in (*weight, x_scale, x_zero, a.y_scale))
     sums = a.batch_invariant, a.fast_accum
     plan = _plan(a.scheme, rows.shape[0], a.n, x.shape, x.dtype, x.device, a.dtype, a.function, others, *sums)
     if plan is None:
@@ -123,12 +123,12 @@ def _byte_gemm(a: ByteOperands) -> Tensor:
 @functools.lru_cache(maxsize=4096)
 def _plan(
     scheme: str, m: int, n: int, x_shape: torch.Size, x_type: torch.dtype, on: torch.device, dtype: torch.dtype,
-    function: str, others: tuple[Described | None, ...], batch_invariant: bool, fast_accum: bool,
+    function: str, others: tuple[TensorSpec | None, ...], batch_invariant: bool, fast_accum: bool,
 ) -> ScaledPlan | NarrowPlan | PlainPlan | None:  # fmt: skip
     """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
     parsed = _scheme(scheme)
     k = x_shape[-1]
-    codes, scale, channel, sums, bias, x_scale, x_zero, y_scale = (None if t is None else on_meta(t) for t in others)
+    codes, scale, channel, sums, bias, x_scale, x_zero, y_scale = (None if t is None else meta_tensor(t) for t in others)
     assert codes is not None and sums is not None and x_scale is not None
     x = torch.empty(x_shape, dtype=x_type, device="meta")
     zero = None if x_zero is None else x_zero.new_empty((*x_shape[:-1], 1))

@@ -1,4 +1,4 @@
-"""What a layer does to the channels of x before the product: rotate, scale and reorder them (`formats.InputTransform`)."""
+"""Rotation, scaling and reordering of the channels of x before a product (`formats.InputTransform`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.formats import check_block, rotate_blocks
 from lowbit.hardware.machine import machine_of, machine_refusals
-from lowbit.ops.operands import Described, described, on_meta, triton_refusals
+from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of, triton_refusals
 from lowbit.ops.register import register
 
 if TYPE_CHECKING:
@@ -57,17 +57,17 @@ def _gather_on_gpu(x: Tensor, order: Tensor | None, factors: Tensor | None) -> T
     order = None if order is None else order.contiguous()
     factors = None if factors is None else factors.contiguous()
     aligned = (rows.stride(0) % 8 == 0, rows.data_ptr() % 16 == 0)
-    plan = _gather_plan(*rows.shape, x.dtype, x.device, aligned, described(order), described(factors))
+    plan = _gather_plan(*rows.shape, x.dtype, x.device, aligned, spec_of(order), spec_of(factors))
     return plan(rows, order, factors).view(x.shape)
 
 
 @functools.lru_cache(maxsize=4096)
 def _gather_plan(
-    m: int, k: int, dtype: torch.dtype, on: torch.device, aligned: tuple[bool, bool], order: Described | None,
-    factors: Described | None,
+    m: int, k: int, dtype: torch.dtype, on: torch.device, aligned: tuple[bool, bool], order: TensorSpec | None,
+    factors: TensorSpec | None,
 ) -> GatherPlan:  # fmt: skip
     """The plan of a call. Raises ValueError when the tensors do not fit."""
-    _check_channels(k, *(None if t is None else on_meta(t) for t in (order, factors)))
+    _check_channels(k, *(None if t is None else meta_tensor(t) for t in (order, factors)))
     given = [t for t in (order, factors) if t is not None]
     devices = {on, *(t[2] for t in given)}
     if len(devices) > 1:
@@ -98,14 +98,14 @@ def _on_gpu(x: Tensor, block: int) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    plan = _plan(block, rows.stride(0) % 8 == 0, described(rows))
+    plan = _plan(block, rows.stride(0) % 8 == 0, spec_of(rows))
     if plan is None:
         return rotate_blocks(x, block)
     return plan(rows).view(x.shape)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(block: int, stride: bool, rows: Described) -> RotatePlan | None:
+def _plan(block: int, stride: bool, rows: TensorSpec) -> RotatePlan | None:
     """The plan of a call, None where the kernel does not run; `stride` is one of whole pieces. Raises ValueError as
     `rotate_channels` does."""
     (m, k), dtype, on, aligned = rows

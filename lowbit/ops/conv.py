@@ -34,7 +34,7 @@ STEM_POOL = ((3, 3), (2, 2), (1, 1))
 
 
 def conv_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ...]:
-    """Why the kernels cannot run a layer on `device`; empty if they can."""
+    """Returns the reasons why the kernels cannot run a layer on `device`; empty if they can."""
     device = torch.device(device)
     if device.type == "cpu":
         return ()
@@ -182,7 +182,7 @@ def prepare_stem(layer: ConvLayer, size: Size, device: torch.device | str | None
 
 
 def stem_pool_refusals(layer: ConvLayer, machine: Machine | None) -> tuple[str, ...]:
-    """Why a stem cannot have its max-pool inside on a GPU (None: the CPU); empty if it can."""
+    """Returns the reasons why a stem cannot have its max-pool inside on a GPU (None: the CPU); empty if it can."""
     reasons = []
     if layer.y not in ACTIVATIONS:
         reasons.append(f"its output is stored as {layer.y}, not as codes")
@@ -229,7 +229,7 @@ def average_pool_to_codes(x: Tensor, storage: str, channels: int, scale: float, 
 
 
 def _device(layer: ConvLayer, device: torch.device | str | None) -> torch.device:
-    """Where the layer is to run, with the number of the GPU."""
+    """The device of the layer, with the index of the GPU."""
     wanted = layer.weight.device if device is None else torch.device(device)
     if wanted.type == "cuda" and wanted.index is None:
         return torch.device("cuda", torch.cuda.current_device())

@@ -44,7 +44,8 @@ class ConvBlock:
         """Packed codes (y, z), uint8 [N, H, W, bytes], of packed x [N, H, W, bytes].
 
         `added` are the third convolution's residual, or the shortcut's input where it has a second product. `out` are
-        contiguous and written if given; neither may lie in x's memory. Raises ValueError for tensors that are not the layers'.
+        contiguous and written if given; neither may share memory with x. Raises ValueError for tensors that are not the
+        layers'.
         """
         self._check(x, added, out)
         if self._kernel is None:

@@ -1,8 +1,8 @@
-"""Products on a CPU of weights that were brought into one of its forms (pack/cpu.py).
+"""Products on a CPU of weights in one of its forms (pack/cpu.py).
 
-These are calls of torch's operators, with nothing in between: a call of an operator written in Python takes as long as some of
-these products. What torch.compile traces of 16 bits calls `lowbit::cpu_gemm` instead, in which the choice between few rows and
-many is made when it runs, not when it is traced. In float32 there is no choice.
+They call torch's operators directly, since calling an operator written in Python takes as long as some of these products. A
+16-bit product traced by torch.compile calls `lowbit::cpu_gemm` instead, which chooses between few rows and many when it runs,
+not when it is traced. In float32 there is no choice.
 """
 
 from __future__ import annotations

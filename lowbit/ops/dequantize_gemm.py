@@ -1,7 +1,6 @@
-"""The torch operator `lowbit::mixed_gemm`: 16- or 32-bit activations times weights as they lie on disk, on any device.
+"""The torch operator `lowbit::mixed_gemm`: 16- or 32-bit activations times weights in the form on disk, on any device.
 
-It decodes them at every call: the truth that kernels are compared with, and what runs where no kernel does (ops/table.py). It
-is registered with `torch.library.define` and `impl` rather than `custom_op`, which costs three times as much per call.
+It dequantizes them at every call. Kernels are compared with it, and it runs where no kernel does (ops/table.py).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def _mixed_gemm(
     parsed = _scheme(scheme)
     _check(x, packed, scale, zero, bias, parsed)
     if parsed.activation is not None:
-        raise ValueError(f"mixed_gemm: multiplies 16- or 32-bit activations, {parsed} asks for {parsed.activation.name}")
+        raise ValueError(f"mixed_gemm: multiplies 16- or 32-bit activations, {parsed} has {parsed.activation.name} activations")
     return mixed_gemm_blocked(x, packed, scale, zero, bias, parsed)
 
 

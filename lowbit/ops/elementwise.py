@@ -23,7 +23,7 @@ from lowbit.kernels.reference.elementwise import (
     norm_reference,
     scaled_reference,
 )
-from lowbit.ops.operands import Described, check_one_device, described, on_meta
+from lowbit.ops.operands import TensorSpec, check_one_device, meta_tensor, spec_of
 from lowbit.ops.register import register
 from lowbit.quantize import rtn
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lowbit.kernels.elementwise.norm import EmbedPlan, NormPlan
 
 ENDS = ("", "norm", "squares")
-"""What follows an embedding or a sum in the same launch, as kernels/elementwise/norm.py counts it."""
+"""What is computed after an embedding or a sum in the same launch; kernels/elementwise/norm.py uses the index."""
 MOST_COLUMNS = 16384
 """Widest row that the kernels' registers hold."""
 _HALVES = (torch.float16, torch.bfloat16)
@@ -188,13 +188,13 @@ def _check_gamma(who: str, width: int, offset: float, **gammas: Tensor | None) -
 
 
 def _check_contiguous(who: str, **tensors: Tensor | None) -> None:
-    """Plans know shapes, not strides."""
+    """Raises ValueError for tensors with gaps: plans depend on shapes, not on strides."""
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{who}: {name} is contiguous, got strides {tensor.stride()} of {tuple(tensor.shape)}")
 
 
-def _check_together(who: str, tensors: tuple[Described | None, ...]) -> torch.device:
+def _check_together(who: str, tensors: tuple[TensorSpec | None, ...]) -> torch.device:
     """The device of all tensors; raises ValueError if there are several."""
     devices = {t[2] for t in tensors if t is not None}
     if len(devices) > 1:
@@ -238,7 +238,7 @@ def _check_embed(on: torch.device, a: EmbedArguments) -> None:
         raise ValueError(f"embed_rows: the table is {a.dtype} like the rows, or an EmbeddingTable, got {a.table.dtype}")
     _check_gamma("embed_rows", width, a.offset, gamma=a.gamma, bias=a.bias)
     if a.bias is not None and a.end != "norm":
-        raise ValueError("embed_rows: a bias belongs to a norm, and none is asked for")
+        raise ValueError("embed_rows: a bias belongs to a norm, and the call has none")
     places = a.position_table
     if (a.positions is None) != (places is None) or (
         places is not None and (places.dim() != 2 or places.shape[1] != width or places.dtype != a.dtype)
@@ -250,11 +250,11 @@ def _check_embed(on: torch.device, a: EmbedArguments) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _embed_plan(dtype: torch.dtype, scaled: bool, end: str, offset: float, *tensors: Described | None) -> EmbedPlan:
+def _embed_plan(dtype: torch.dtype, scaled: bool, end: str, offset: float, *tensors: TensorSpec | None) -> EmbedPlan:
     """The plan of a call; raises ValueError when the tensors do not fit together."""
     from lowbit.kernels.elementwise.norm import EmbedPlan, NormRequest
 
-    tokens, rows, table, row_scale, gamma, *others = (None if t is None else on_meta(t) for t in tensors)
+    tokens, rows, table, row_scale, gamma, *others = (None if t is None else meta_tensor(t) for t in tensors)
     assert tokens is not None and table is not None
     on = _check_together("embed_rows", tensors)
     _check_embed(on, EmbedArguments(tokens, rows, table, row_scale, dtype, 1.0, gamma, 0.0, offset, 1.0, end, *others))
@@ -270,7 +270,7 @@ def _rounded(scale: float, dtype: torch.dtype) -> float:
 def _embed_on_gpu(a: EmbedArguments) -> list[Tensor]:
     tensors = a.tensors()
     _check_contiguous("embed_rows", **tensors)
-    plan = _embed_plan(a.dtype, a.scale != 1.0, a.end, a.offset, *(described(t) for t in tensors.values()))
+    plan = _embed_plan(a.dtype, a.scale != 1.0, a.end, a.offset, *(spec_of(t) for t in tensors.values()))
     given = (a.tokens, a.rows, a.table, a.row_scale, a.positions, a.position_table, a.gamma, a.bias)
     made = plan(*given, a.dtype, _rounded(a.scale, a.dtype), a.eps, a.factor)
     return [each for each in made if each is not None]
@@ -317,11 +317,11 @@ def _check_norm(
 
 
 @functools.lru_cache(maxsize=4096)
-def _norm_plan(end: str, offset: float, *tensors: Described | None) -> NormPlan:
+def _norm_plan(end: str, offset: float, *tensors: TensorSpec | None) -> NormPlan:
     """The plan of a call; raises ValueError when the tensors do not fit together."""
     from lowbit.kernels.elementwise.norm import NormPlan, NormRequest
 
-    h, delta, gamma, *others = (None if t is None else on_meta(t) for t in tensors)
+    h, delta, gamma, *others = (None if t is None else meta_tensor(t) for t in tensors)
     assert h is not None and gamma is not None
     on = _check_together("add_norm", tensors)
     _check_norm(on, offset, h, delta, gamma, *others)
@@ -342,7 +342,7 @@ class NormArguments(NamedTuple):
 
 def _norm_on_gpu(end: str, a: NormArguments, factor: float = 1.0) -> Any:
     _check_contiguous("add_norm", h=a.h, delta=a.delta, gamma=a.gamma, post_gamma=a.post_gamma, bias=a.bias)
-    plan = _norm_plan(end, a.offset, *(described(t) for t in (a.h, a.delta, a.gamma, a.post_gamma, a.bias)))
+    plan = _norm_plan(end, a.offset, *(spec_of(t) for t in (a.h, a.delta, a.gamma, a.post_gamma, a.bias)))
     return plan(a.h, a.delta, a.gamma, a.bias, a.post_gamma, a.eps, factor)
 
 
@@ -412,11 +412,11 @@ def _check_gate(on: torch.device, gate: Tensor, up: Tensor | None, function: str
 
 
 @functools.lru_cache(maxsize=4096)
-def _gate_plan(pieces: bool, function: str, alternate: bool, gated: bool, *tensors: Described | None) -> GatePlan:
+def _gate_plan(pieces: bool, function: str, alternate: bool, gated: bool, *tensors: TensorSpec | None) -> GatePlan:
     """The plan of a call; raises ValueError when the tensors do not fit together."""
     from lowbit.kernels.elementwise.gate import GatePlan
 
-    gate, up = (None if t is None else on_meta(t) for t in tensors)
+    gate, up = (None if t is None else meta_tensor(t) for t in tensors)
     assert gate is not None
     on = _check_together("gate", tensors)
     _check_gate(on, gate, up, function, alternate, gated)
@@ -430,7 +430,7 @@ def _gate_on_gpu(gate: Tensor, up: Tensor | None, function: str, alternate: bool
     halves = gated and up is None
     width = gate.shape[-1] // 2 if halves else gate.shape[-1]
     pieces = width % 8 == 0 and all(t is None or (t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0) for t in (gate, up))
-    plan = _gate_plan(pieces, function, alternate, gated, described(gate), described(up))
+    plan = _gate_plan(pieces, function, alternate, gated, spec_of(gate), spec_of(up))
     second = gate[:, 8 if alternate else width :] if halves else up
     return plan(gate, second)
 

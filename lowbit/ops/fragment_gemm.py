@@ -15,7 +15,7 @@ from torch import Tensor
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, Tile, WgmmaTile, choose
-from lowbit.ops.operands import Described, described, on_meta
+from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of
 from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
 from lowbit.pack import (
@@ -88,7 +88,7 @@ def _fragment_gemm(
     batch_invariant: bool = False, subnormal: bool = False,
 ) -> Tensor:  # fmt: skip
     rows = aligned_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
-    others = (described(codes), described(scale), described(channel_scale), described(bias))
+    others = (spec_of(codes), spec_of(scale), spec_of(channel_scale), spec_of(bias))
     plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, others, batch_invariant, subnormal)
     if plan is None:
         return x.new_empty((*x.shape[:-1], n))
@@ -98,12 +98,12 @@ def _fragment_gemm(
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
+    scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
     batch_invariant: bool, subnormal: bool,
 ) -> RingPlan | MmaPlan | WgmmaPlan | None:  # fmt: skip
     """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
     parsed = _scheme(scheme)
-    codes, *optional = (None if t is None else on_meta(t) for t in others)
+    codes, *optional = (None if t is None else meta_tensor(t) for t in others)
     assert codes is not None
     scale, channel_scale, bias = optional
     x = torch.empty((m, k), dtype=dtype, device="meta")

@@ -8,12 +8,12 @@ engine takes them for as many where there is wgmma, sm_90, else for 8):
     gate-up  norm_gemm(x, gate_up, squares, gated="silu")  y = silu(gate) * up
     down     residual_gemm(y, down, h, gamma of the next layer)
 
-x is h * gamma before it is divided by its rms, which the next product does to its sums. It is not bounded as a normalised x is:
-in fp16 it is multiplied by `factor`, a power of two, which the next product takes back (`factor_of`). How many `parts`
-squares [parts, M] have is for the kernel that made them to say. Opaque to torch.compile, as `lowbit::fragment_gemm` is.
+x is h * gamma; the next product divides its sums by the rms. Unlike a normalised x it is not bounded: in fp16 it is multiplied
+by `factor`, a power of two, by which the next product divides (`factor_of`). The kernel that writes squares [parts, M] chooses
+`parts`. Opaque to torch.compile, as `lowbit::fragment_gemm` is.
 
-A weight that is not quantized, as `nn.Linear` holds it, is taken by the ring kernel for up to 16 tokens; in the operators
-`codes` is then the matrix itself, `scheme` "dense", and gate and up follow each other instead of alternating.
+The small-M kernel takes a weight that is not quantized, as `nn.Linear` holds it, for up to 16 tokens. In the operators `codes`
+is then the matrix itself, `scheme` is "dense", and all rows of gate come before those of up instead of alternating.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS, MOST_PARTS, Role, cho
 from lowbit.kernels.choose.gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile
 from lowbit.kernels.reference.fused_gemm import norm_gemm_reference, residual_gemm_reference
 from lowbit.ops.fragment_gemm import aligned_rows, check_product
-from lowbit.ops.operands import Described, described, on_meta
+from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of
 from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
 from lowbit.pack import DENSE_FORM, DenseWeight, FragmentWeight, WeightForm, weight_form
@@ -47,13 +47,15 @@ Gated = Literal["none", "silu", "gelu_tanh"]
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
 DENSE = "dense"
-"""In place of a scheme's name: the weight is not quantized."""
+"""Given in place of a scheme's name for a weight that is not quantized."""
 
 Weight = FragmentWeight | DenseWeight
 
 
 def chain_refusals(w: GemmWeight | DenseWeight, m: int, dtype: torch.dtype) -> tuple[str, ...]:
-    """Why a weight is not multiplied by m tokens of `dtype` with norm, gate or residual at the end; empty if it is."""
+    """Returns the reasons why no product of m tokens of `dtype` by `w` has norm, gate or residual as its epilogue; empty if one
+    does.
+    """
     if isinstance(w, DenseWeight):
         return _dense_refusals(w, m, dtype)
     reasons = []
@@ -84,7 +86,7 @@ def _dense_refusals(w: DenseWeight, m: int, dtype: torch.dtype) -> tuple[str, ..
 def factor_of(gamma: Tensor, dtype: torch.dtype) -> float:
     """The power of two with which h * gamma * factor is finite in `dtype` wherever h is, and otherwise as large as can be.
 
-    It brings the largest |gamma| [N] to between 1/2 and 1; 1.0 in bf16, which has float32's range. What that may cost: fp16
+    With it the largest |gamma| [N] is between 1/2 and 1; it is 1.0 in bf16, which has float32's range. The cost: fp16
     rounds numbers below 2^-14 to multiples of 2^-24, no more error than rounding anyway makes while the root mean square of
     h * gamma * factor is 2^-13 or more.
     """
@@ -248,14 +250,14 @@ def _check_residual(a: ResidualArguments) -> None:
 
 def _norm_gemm(a: NormArguments) -> Tensor:
     x, squares = aligned_rows(a.x), a.squares.contiguous()
-    others = tuple(described(t) for t in (*a.weight, squares, a.bias))
+    others = tuple(spec_of(t) for t in (*a.weight, squares, a.bias))
     plan = _norm_plan(a.scheme, x.shape[0], a.n, x.shape[1], x.dtype, x.device, others, a.gated, a.batch_invariant, a.subnormal)
     return plan(x, a.weight, squares, a.bias, a.width, a.eps, a.factor, *workspace(x.device, *plan.workspace))
 
 
 def _residual_gemm(a: ResidualArguments) -> tuple[Tensor, Tensor]:
     x, gamma = aligned_rows(a.x), a.gamma.contiguous()
-    others = tuple(described(t) for t in (*a.weight, a.h, gamma, a.bias))
+    others = tuple(spec_of(t) for t in (*a.weight, a.h, gamma, a.bias))
     if not a.h.is_contiguous():
         _check_residual(a)
     plan = _residual_plan(a.scheme, x.shape[0], x.shape[1], x.dtype, x.device, others, a.batch_invariant, a.subnormal)
@@ -264,13 +266,13 @@ def _residual_gemm(a: ResidualArguments) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=4096)
 def _norm_plan(
-    scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
+    scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
     gated: Gated, batch_invariant: bool, subnormal: bool,
 ) -> NormPlan | WgmmaNormPlan:  # fmt: skip
     """The plan of a product with the norm at its end. Raises ValueError when the tensors do not fit."""
     from lowbit.kernels.sm80.small_m_gemm import NormPlan
 
-    codes, scale, channel_scale, squares, bias = (None if t is None else on_meta(t) for t in others)
+    codes, scale, channel_scale, squares, bias = (None if t is None else meta_tensor(t) for t in others)
     assert codes is not None and squares is not None
     x = torch.empty((m, k), dtype=dtype, device="meta")
     weight = codes, scale, channel_scale
@@ -288,16 +290,16 @@ def _norm_plan(
 
 @functools.lru_cache(maxsize=4096)
 def _residual_plan(
-    scheme: str, m: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
+    scheme: str, m: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
     batch_invariant: bool, subnormal: bool,
 ) -> ResidualPlan | WgmmaResidualPlan:  # fmt: skip
     """The plan of a product with the residual at its end. Raises ValueError when the tensors do not fit."""
     from lowbit.kernels.sm80.small_m_gemm import ResidualPlan
 
-    codes, scale, channel_scale, h, gamma, bias = (None if t is None else on_meta(t) for t in others)
+    codes, scale, channel_scale, h, gamma, bias = (None if t is None else meta_tensor(t) for t in others)
     assert codes is not None and h is not None and gamma is not None
-    described_h = others[3]
-    assert described_h is not None
+    spec_of_h = others[3]
+    assert spec_of_h is not None
     x, weight = torch.empty((m, k), dtype=dtype, device="meta"), (codes, scale, channel_scale)
     _check_residual(ResidualArguments(x, *weight, h, gamma, bias, scheme, 1.0, batch_invariant, subnormal))
     _check_places("residual_gemm", on, others)
@@ -305,14 +307,14 @@ def _residual_plan(
     tile = choose_chain("residual", shape, machine, batch_invariant)
     if isinstance(tile, RingTile):
         return ResidualPlan(shape, tile, form, dtype, bias is not None, machine.arch)
-    if not described_h[3]:
+    if not spec_of_h[3]:
         raise ValueError("residual_gemm: h must start at a multiple of 16 bytes; clone() it")
     from lowbit.kernels.sm90.large_m_gemm import WgmmaResidualPlan
 
     return WgmmaResidualPlan(shape, tile, form, dtype, bias is not None, h.dtype, machine.sm_count)
 
 
-def _check_places(operator: str, on: torch.device, others: tuple[Described | None, ...]) -> None:
+def _check_places(operator: str, on: torch.device, others: tuple[TensorSpec | None, ...]) -> None:
     """Raises ValueError unless all tensors are on one device, weights where the kernels read pieces of 16 bytes."""
     devices = {on, *(t[2] for t in others if t is not None)}
     if len(devices) > 1:

@@ -1,4 +1,4 @@
-"""The torch operator `lowbit::quantize_activations`: 16-bit activations to codes, alone or fused with what makes them.
+"""The torch operator `lowbit::quantize_activations`: 16-bit activations to codes, alone or fused with the step before.
 
 One pass over memory on NVIDIA GPUs (kernels/elementwise/quantize_rows.py), plain torch (kernels/reference/) everywhere else.
 """
@@ -22,7 +22,7 @@ from lowbit.kernels.reference.activations import (
     silu_mul_reference,
 )
 from lowbit.ops.channels import rotate_channels
-from lowbit.ops.operands import Described, described, triton_refusals
+from lowbit.ops.operands import TensorSpec, spec_of, triton_refusals
 from lowbit.ops.register import register
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Activations(NamedTuple):
 
     codes: int8, float8_e4m3fn or float8_e5m2 [.., K]. scale: float32 [.., 1], [.., groups] or the given [1]. zero: int32 [..,
     1], the given [1] or None. sum: x + residual where one was added, else None. dtype: the type that x had, and that y of a
-    product has. It stands in for x between what makes it, such as a norm, and the layers that read it.
+    product has. It takes the place of x between the step that computes it, such as a norm, and the layers that read it.
     """
 
     codes: Tensor
@@ -109,7 +109,7 @@ def add_norm_quantize(
             h, weight, eps, fmt, group=group, scale=scale, symmetric=symmetric, zero=zero, rule=rule, hadamard=hadamard
         )
     name = fmt if isinstance(fmt, str) else fmt.name
-    if rule:  # which no fused step has: the check says so
+    if rule:  # `_check` raises: no fused step has another rule
         _check(Arguments(h, name, group, scale, symmetric, "rms_norm", delta, weight, None, eps, zero, rule))
     codes, found, zeros = torch.ops.lowbit.add_norm_quantize(
         h, delta, weight, eps, name, group, scale, symmetric, zero, hadamard
@@ -136,7 +136,8 @@ def silu_mul_quantize(
 
 
 def quantize_refusals(fmt: NumberFormat, dtype: torch.dtype, k: int, device: torch.device | str) -> tuple[str, ...]:
-    """Why the kernel cannot quantize activations of `dtype` with K `k` on `device` (plain torch does then); empty if it can."""
+    """Returns the reasons why the kernel cannot quantize activations of `dtype` with K `k` on `device`, where plain torch does;
+    empty if it can."""
     device = torch.device(device)
     if device.type != "cuda":
         return (f"runs on NVIDIA GPUs, x is on {device.type}",)
@@ -258,7 +259,7 @@ def _on_gpu(a: Arguments, total: Tensor | None = None) -> list[Tensor]:
     x = a.x
     rows = _rows(x)
     beside_rows = None if a.beside is None else _rows(a.beside)
-    others = tuple(described(t) for t in (a.beside, a.weight, a.bias, a.scale, a.zero, total))
+    others = tuple(spec_of(t) for t in (a.beside, a.weight, a.bias, a.scale, a.zero, total))
     strides = rows.stride(0), None if beside_rows is None else beside_rows.stride(0)
     aligned = rows.data_ptr() % 16 == 0 and all(stride is None or stride % 8 == 0 for stride in strides)
     plan = _plan(a.format, x.shape, x.dtype, x.device, a.group, a.symmetric, a.before, others, aligned, a.rule, a.hadamard)
@@ -278,7 +279,7 @@ def _rows(x: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=4096)
 def _plan(
     fmt: str, shape: torch.Size, dtype: torch.dtype, on: torch.device, group: int, symmetric: bool, before: str,
-    others: tuple[Described | None, ...], aligned: bool, rule: str, hadamard: int,
+    others: tuple[TensorSpec | None, ...], aligned: bool, rule: str, hadamard: int,
 ) -> QuantizePlan | None:  # fmt: skip
     """The plan of a call, None where the kernel does not take it. Raises ValueError when the tensors do not fit together."""
     made = (None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in others[:-1])

@@ -1,7 +1,7 @@
 """The torch operator `lowbit::scaled_gemm`: 8-bit activations times low-bit weights, on any device.
 
-It reads weights as they lie on disk and is exact but for its one rounding: the truth that the tensor-core kernels, which want
-weights in a form of their own (ops/byte_gemm.py), are compared with, and what runs where those do not.
+It reads weights in the form on disk and is exact but for its one rounding. The tensor-core kernels, which read weights in a
+form of their own (ops/byte_gemm.py), are compared with it, and it runs where they do not.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def scaled_gemm(
     [1], with int8 only and not together with blocks, is what an asymmetrically quantized x has as its zero.
 
     packed uint8 [N, ceil(K * bits / 8)], scale and zero are the weight as nn.PackedWeight and `mixed_gemm` hold it: int8 codes
-    are offset by 128 there. `scheme` is a scheme's name, such as w8a8, w8e4m3a8e4m3_t, w4a8_g128 or w6e3m2a8e4m3. An order or
-    an input scale of the weight concern x before it is quantized and are the caller's.
+    are offset by 128 there. `scheme` is a scheme's name, such as w8a8, w8e4m3a8e4m3_t, w4a8_g128 or w6e3m2a8e4m3. The caller
+    applies the input transform to x before quantizing it.
 
     `dtype` is fp16, bf16, fp32 or int8. `function` is none, relu, gelu (0.5 y (1 + tanh(sqrt(2 / pi) (y + 0.044715 y^3)))) or
     silu (y / (1 + exp(-y))). int8 goes with `y_scale` float32 [1], for all of y: a code is y in float32 times the float32

@@ -1,4 +1,4 @@
-"""How codes lie in memory: lossless layouts between codes [N, K] and the bytes that a kernel reads."""
+"""The layout of codes in memory: lossless orders between codes [N, K] and the bytes that a kernel reads."""
 
 from lowbit.pack.dense import DenseWeight
 from lowbit.pack.fragment import FragmentOrder

@@ -1,4 +1,4 @@
-"""A quantized matrix [N, K] as torch's products on a CPU read it, in one of three forms.
+"""A quantized matrix [N, K] in one of three forms that torch's products on a CPU read.
 
     form     codes                                          scale
     int4     uint8 [N, K/2], the order of torch's int4      bf16 [K/group, N, 2]: s and z of w = (code4 - 8) * s + z
@@ -38,10 +38,10 @@ INT8_K_STEP = 16
 """Torch 2.13's int8 product walks K in steps of 16 without a tail: wrong results or a crash for others (1, 8, 17, 24, 72)."""
 
 PIECE_WEIGHTS = 1 << 22
-"""Weights brought into torch's order at once, which takes 4 bytes for each."""
+"""Weights rearranged into torch's order at a time, at 4 bytes each."""
 
 VECTOR_CPUS = ("AVX2", "AVX512")
-"""What `torch.backends.cpu.get_cpu_capability` calls the CPUs for which torch has fast int4 and int8 products."""
+"""Values of `torch.backends.cpu.get_cpu_capability` for which torch has fast int4 and int8 products."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class CpuWeight(PackedMatrix):
     group: int = 0
     sums: Tensor | None = None
     dtype: torch.dtype = field(init=False)
-    """The type of x that they are multiplied by, where x is not quantized; a field, since every call of a layer asks for it."""
+    """The type of x where x is not quantized; a field rather than a property, since every call of a layer reads it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", self.codes.dtype if self.form == "decoded" else torch.bfloat16)
@@ -91,7 +91,7 @@ class CpuWeight(PackedMatrix):
 
 
 def int4_refusals(scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
-    """Why a matrix cannot be brought into the form of torch's int4 product; empty if it can."""
+    """Returns the reasons why a matrix cannot be packed for torch's int4 product; empty if it can."""
     reasons = []
     if not isinstance(scheme.weight, IntFormat) or scheme.weight.bits > 4:
         reasons.append(f"takes integers of 2 to 4 bits, not {scheme.weight.name}")
@@ -103,7 +103,7 @@ def int4_refusals(scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
 
 
 def int8_refusals(scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
-    """Why a matrix cannot be brought into the form of torch's int8 products; empty if it can."""
+    """Returns the reasons why a matrix cannot be packed for torch's int8 products; empty if it can."""
     reasons = []
     signed = isinstance(scheme.weight, IntFormat) and scheme.weight.signed
     if not signed or scheme.weight.bits < 5 or not isinstance(scheme.granularity, (PerChannel, PerTensor)):
@@ -115,7 +115,7 @@ def int8_refusals(scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
 
 def _cpu_refusals() -> tuple[str, ...]:
     capability = torch.backends.cpu.get_cpu_capability()
-    return () if capability in VECTOR_CPUS else (f"is fast with AVX2 or AVX-512 only, torch finds {capability} here",)
+    return () if capability in VECTOR_CPUS else (f"is fast with AVX2 or AVX-512 only, torch reports {capability} here",)
 
 
 def int4_group(scheme: Scheme, shape: tuple[int, int]) -> int:
@@ -150,7 +150,7 @@ def pack_int4(q: QuantTensor) -> CpuWeight:
     scale = torch.stack((s.T, z.T), dim=-1).to(torch.bfloat16).contiguous()
     weight = CpuWeight("int4", packed, scale, q.scheme, q.shape, group)
     if not torch.equal(weight.unpack_codes(), q.codes):
-        raise ValueError(f"torch {torch.__version__} orders the weights of its int4 product in a way not known here")
+        raise ValueError(f"torch {torch.__version__} orders the weights of its int4 product in an unknown way")
     return weight
 
 
@@ -178,7 +178,8 @@ def int4_columns(codes: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
 
 
 def row_blocks(n: int, blocks: int) -> list[tuple[int, int]]:
-    """Rows [start, end) that lie together in an int4 form of N rows: at most so many whole blocks, and what is left of N."""
+    """Ranges [start, end) of contiguous rows of an int4 form of N rows: at most `blocks` whole blocks each, then the rest of
+    N."""
     step = block_rows() * blocks
     whole = n - n % block_rows()
     pieces = [(start, min(start + step, whole)) for start in range(0, whole, step)]
@@ -199,7 +200,7 @@ def block_rows() -> int:
 
 @functools.cache
 def _column_order(rows: int) -> Tensor:
-    """Which row of a block of so many each entry of a column belongs to, found by packing the rows' own numbers."""
+    """The row of each entry of a column within a block of `rows` rows, found by packing the row numbers."""
     number = torch.arange(rows, dtype=torch.int32, device="cpu")[:, None].expand(rows, 2)
     low, high = (_nibbles(part.contiguous())[:rows] for part in (number & 15, number >> 4))
     return (low + 16 * high).long()
@@ -222,7 +223,7 @@ def _offset(scheme: Scheme) -> int:
 
 
 def _shift(scheme: Scheme) -> int:
-    """What code4 is more than the code: the middle of the codes becomes 8."""
+    """The difference code4 - code, with which the middle of the codes is 8."""
     return 8 - (1 << (scheme.weight.bits - 1))
 
 

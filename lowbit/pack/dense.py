@@ -28,7 +28,7 @@ class DenseWeight(PackedMatrix):
 
     @property
     def form(self) -> WeightForm:
-        """What a kernel must know of it when it is compiled."""
+        """The properties for which a kernel is compiled."""
         return DENSE_FORM
 
     @classmethod
@@ -53,5 +53,5 @@ class DenseWeight(PackedMatrix):
         return self
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The matrix in another type, as of a quantized one."""
+        """The matrix in another type, as a quantized form returns it."""
         return self.values.to(dtype)

@@ -1,4 +1,4 @@
-"""What all forms of a weight have in common: named tensors that can be counted, copied, concatenated and split by rows."""
+"""The common base of all forms of a weight: named tensors that can be counted, copied, concatenated and split by rows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PackedMatrix(ABC):
         return self._rebuilt({name: t.clone() for name, t in self.tensors().items()}, self.shape[0])
 
     def _rebuilt(self, tensors: dict[str, Tensor], n: int) -> Self:
-        """The same form of N other rows."""
+        """The same form with other tensors, of `n` rows."""
         return replace(self, **tensors, shape=(n, self.shape[1]))  # type: ignore[type-var, misc]
 
     def _with_scales_of_channels(self) -> Self:
@@ -63,13 +63,13 @@ class PackedMatrix(ABC):
         return math.lcm(*(rows for _, rows in self.row_axes().values()))
 
     def _kind(self) -> dict[str, Any]:
-        """What weights that are concatenated have in common."""
+        """The properties that concatenated weights must share."""
         types = {f"type of {name}": t.dtype for name, t in self.tensors().items()}
         return {"scheme": self.scheme.name, "K": self.shape[1], **types}
 
     @classmethod
     def concat_refusals(cls, weights: Sequence[Self]) -> tuple[str, ...]:
-        """Why weights cannot be concatenated along N; empty if they can."""
+        """Returns the reasons why weights cannot be concatenated along N; empty if they can."""
         kinds = [w._kind() for w in weights]
         names = dict.fromkeys(name for kind in kinds for name in kind)
         reasons = [

@@ -47,7 +47,8 @@ _DTYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torc
 
 
 def scaled_refusals(scheme: Scheme, scale_dtype: torch.dtype | None = None) -> tuple[str, ...]:
-    """Why the kernels for 8-bit activations cannot take weights of a scheme, with scales of a type; empty if they can."""
+    """Returns the reasons why the kernels for 8-bit activations cannot take weights of a scheme, with scales of a type; empty
+    if they can."""
     if scheme.activation is None or scheme.activation.name not in _DTYPES:
         return (f"multiplies int8, e4m3 or e5m2 activations, not those of {scheme}",)
     reasons = []

@@ -152,7 +152,7 @@ class _Preprocessed(Layout):
 
     @abstractmethod
     def step_k(self, bits: int) -> int:
-        """What K is a multiple of."""
+        """The number of which K is a multiple."""
 
     @property
     def plane_dtype(self) -> torch.dtype:

@@ -3,29 +3,29 @@
     codes           int32 [N/16, K/64, 32 * bits]            pack.fragment
     scale           fp16 or bf16 [N/16, G, 8, 2]             groups along K: scales of rows g and g + 8 for lane group g
                     fp16 or bf16 [N/16, G, 8, 4]             with zeros: those scales, then the zeros of both rows
-    channel_scale   float32 [N]                              one scale per output channel, applied at the end
+    channel_scale   float32 [N]                              one scale per output channel, applied in the epilogue
                                                              (beside scales of groups: a power of two)
-                    bf16 [N]                                 a power of two beside scales of groups that wait times 2^24
+                    bf16 [N]                                 a power of two beside scales of groups stored times 2^24
 
-Zeros go with the codes, so they stand in groups even where scales do not: with integer zeros, a scale per channel or tensor
-stays `channel_scale` in float32, and the groups hold scales of 1 and the zeros, all exact.
+Zeros are subtracted from codes, so they are stored by group even where scales are not: with integer zeros, a scale per channel
+or tensor stays `channel_scale` in float32, and the groups hold scales of 1 and the zeros, all exact.
 
-Scales of groups and floating-point zeros of 32 bits (GGUF's K types, DeepSeek's blocks) are rounded to fp16, each row divided
-by the power of two that brings its largest scale to 1/2 or beyond; that factor waits for the end. A scale is then off by 2^-11
-of itself at most, as a weight in fp16 is, or by 2^-24 of the largest of its row where it is 2^-13 of that and less. What a
-module saves are the scales as they were. Scales of 16 bits are divided in the same way where they, or the weights they make,
-would leave fp16's normal range, in which a kernel with fp16 activations multiplies codes by them: fp8_e5m2's are a 57344th of
-the largest weight. They stay of their type, and exact, but for such as are 2^-13 of the largest of their row and less.
+Scales of groups and floating-point zeros of 32 bits (GGUF's K types, DeepSeek's blocks) are rounded to fp16. Each row is first
+divided by the power of two that makes its largest scale 1/2 to 1; the epilogue multiplies by that factor. The error of a scale
+is at most 2^-11 of itself, or 2^-24 of the largest of its row if it is below 2^-13 of that. A module saves the original scales.
+Scales of 16 bits are divided in the same way where they, or the weights, would leave fp16's normal range, in which a kernel
+with fp16 activations multiplies codes by them: fp8_e5m2's are a 57344th of the largest weight. Their dtype is kept; values are
+exact unless they are below 2^-13 of the row maximum.
 
-Scales of groups of symmetric integers of b = 2 to 7 bits are divided so that the largest of each row is 2^-9 to 2^-8, and wait
-times 2^24. fp16 then multiplies a code as the subnormal number that a mask leaves, by one fma: code * 2^-24, times the scale as
-it waits, minus offset * scale; the sum is rounded once, to fp16 (parts/dequantize.py). The weights have the bits they would
-have otherwise where a scale is a 32nd of its row's largest or more, and are off by no more than others of their group where it
-is 2^-(3 + b) of that. Where a row has smaller ones, other than 0, scales wait as said above. bf16 does the same with
-code * 2^-133 where the scales are bf16: the first binade goes on where subnormal numbers end, so its lowest 8 bits count alike.
+Subnormal codes: scales of groups of symmetric integers of b = 2 to 7 bits are divided so that the largest of each row is 2^-9
+to 2^-8, and stored multiplied by 2^24. fp16 then multiplies a code as the subnormal number that a mask leaves, by one fma:
+code * 2^-24 times the stored scale, minus offset * scale; the sum is rounded once, to fp16 (parts/dequantize.py). The weights
+have the same bits as without this where a scale is at least a 32nd of the row maximum. Down to 2^-(3 + b) of it, their error is
+no larger than that of others of their group. A row with smaller scales, other than 0, is stored as described above. bf16 does
+the same with code * 2^-133 where the scales are bf16: subnormal numbers and the first binade have one spacing, so 8 bits fit.
 
-The kernels know groups of 16, 32, 64 and 128, a whole number of which make a step of 128 k. Scales of other groups (48,
-256, blocks of rows and k) are repeated until they are such groups: more bytes, the same weights.
+The kernels support groups of 16, 32, 64 and 128; a k block of 128 has a whole number of them. Scales of other groups (48, 256,
+blocks of rows and k) are repeated to fit: more bytes, the same weights.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 STEP_K = 128
-"""K of a step of the kernels; a step has a whole number of groups."""
+"""K of a k block of the kernels, which has a whole number of groups."""
 
 _GROUPS = (128, 64, 32, 16)
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 def kernel_group(scheme: Scheme) -> int:
-    """Size of the groups that the kernels see: 0 (scales per channel), 128, 64, 32 or 16; ValueError if there is none."""
+    """The group size in the kernels: 0 (scales per channel), 128, 64, 32 or 16; ValueError if there is none."""
     granularity = scheme.granularity
     if isinstance(granularity, (PerGroup, PerBlock)):
         size = granularity.size if isinstance(granularity, PerGroup) else granularity.k
@@ -74,17 +74,17 @@ def kernel_group(scheme: Scheme) -> int:
             if size % group == 0:
                 return group
         raise ValueError(f"groups of the kernels are multiples of 16, got {size} ({scheme})")
-    # One scale per channel can wait for the end; zeros cannot, since they multiply sums of x.
+    # The epilogue can apply one scale per channel, but no zeros: they multiply sums of x.
     return 0 if scheme.zero is ZeroPoint.NONE else 128
 
 
 def has_channel_scale(scheme: Scheme) -> bool:
-    """Whether scales of a scheme wait for the end: one per channel or tensor, unless its zeros are added to scaled codes."""
+    """True if the epilogue applies the scales: one per channel or tensor, unless zeros are added to scaled codes."""
     return isinstance(scheme.granularity, (PerChannel, PerTensor)) and scheme.zero is not ZeroPoint.FLOAT
 
 
 def may_be_subnormal(scheme: Scheme) -> bool:
-    """Whether kernels can multiply codes of a scheme as the subnormal numbers that masks leave: symmetric integers of 2 to 7
+    """True if kernels can multiply codes of a scheme as the subnormal numbers that masks leave: symmetric integers of 2 to 7
     bits with scales of groups."""
     fmt = scheme.weight
     symmetric = isinstance(fmt, IntFormat) and fmt.signed and scheme.zero is ZeroPoint.NONE
@@ -93,25 +93,25 @@ def may_be_subnormal(scheme: Scheme) -> bool:
 
 @dataclass(frozen=True)
 class WeightForm:
-    """What a kernel must know of weights when it is compiled: names of formats, size of the kernels' groups, kind of zeros."""
+    """The properties of a weight for which a kernel is compiled: number format, group size, kind of zeros, types of scales."""
 
     format: str
     group: int
     zero: Literal["none", "integer", "float"]
     scale_dtype: HalfType
     scaled_twice: bool = False
-    """Whether scales per channel follow those of the groups; without groups they are the only ones."""
+    """True if there are scales per channel beside those of the groups; without groups they are the only ones."""
     subnormal: bool = False
-    """Whether scales of groups wait times 2^24, for codes as subnormal numbers."""
+    """True if scales of groups are stored times 2^24, for codes as subnormal numbers."""
 
     @property
     def channel_scale(self) -> bool:
-        """Whether there are scales per channel."""
+        """True if there are scales per channel."""
         return self.scaled_twice or (self.group == 0 and self != DENSE_FORM)
 
 
 DENSE_FORM = WeightForm("dense", 0, "none", "fp16")
-"""Of weights that are halves, in the type of x (pack/dense.py): no scales."""
+"""The form of weights in 16 bits, in the type of x (pack/dense.py): no scales."""
 
 
 def weight_form(scheme: Scheme, scale_dtype: torch.dtype | None, channel_scale: bool, subnormal: bool = False) -> WeightForm:
@@ -147,11 +147,11 @@ class FragmentWeight(PackedMatrix):
 
     @classmethod
     def pack(cls, q: QuantTensor, plane: Tensor | None = None) -> Self:
-        """The kernels' form of `q`, on its device. `plane`: its codes, if they are in the layout's order already; those of `q`
-        are not looked at then and may be on the meta device.
+        """The kernels' form of `q`, on its device. `plane`: its codes in the layout's order already; those of `q` are then
+        not read and may be on the meta device.
 
-        Raises ValueError for groups that are no multiple of 16, scales that are not finite, and what is no part of the product
-        (`QuantTensor.require_product`).
+        Raises ValueError for groups that are no multiple of 16, scales that are not finite, and an input transform or a
+        low-rank correction (`QuantTensor.require_product`).
         """
         q.require_product()
         group = kernel_group(q.scheme)
@@ -180,8 +180,8 @@ class FragmentWeight(PackedMatrix):
         return cls(plane.view(torch.int32), scale, channel, q.scheme, q.shape, subnormal)
 
     def unpack(self) -> QuantTensor:
-        """The matrix that `pack` packed; its inverse, but for scales that are float32 then: those per channel or tensor, and
-        those of groups beside a power of two for each row, which are as they were rounded."""
+        """The matrix that `pack` packed. Scales per channel or tensor are float32 then, and so are those of groups beside a
+        power of two for each row, which keep their rounding."""
         parts = [] if self.scale is None else [_from_groups(part, self) for part in self.scale.split(2, dim=-1)]
         zero = parts[1] if len(parts) == 2 else None
         if zero is not None and self.scheme.zero is ZeroPoint.INTEGER:
@@ -216,10 +216,10 @@ class FragmentWeight(PackedMatrix):
 
 
 def _normal_in_fp16(q: QuantTensor) -> bool:
-    """Whether scales of groups, what they make of the codes, and floating-point zeros are 0 or in fp16's normal range, half of
-    the largest number apart, which is left to sums with zeros."""
+    """True if scales of groups, the products of codes and scales, and floating-point zeros are 0 or in fp16's normal range,
+    with a factor of 2 left for sums with zeros."""
     fmt = q.scheme.weight
-    # Codes of floats are halves that are too small by this much, which the kernels give to the scale.
+    # Kernels read codes of floats as halves that are too small by this factor, which the scale makes up for.
     shift = 2.0 ** (BIAS["fp16"] - fmt.bias) if isinstance(fmt, FloatFormat) else 1.0
     scale = q.scale.float().abs()
     normal = (scale == 0) | ((scale >= 2.0**-14) & (scale * max(fmt.max, -fmt.min, shift) <= 2.0**15))
@@ -229,7 +229,7 @@ def _normal_in_fp16(q: QuantTensor) -> bool:
 
 
 def _as_subnormals(q: QuantTensor) -> bool:
-    """Whether codes may be multiplied as subnormal numbers: see the module."""
+    """True if codes may be multiplied as subnormal numbers: see the module."""
     if not may_be_subnormal(q.scheme):
         return False
     scale = q.scale.float().abs()

@@ -88,7 +88,7 @@ def test_sums_of_batch_invariant_tiles_do_not_depend_on_m():
 def test_why_the_other_kernel_is_not_it():
     said = {kernel.name: "; ".join(reasons) for kernel, reasons in rows(on_h200("w4a16_g128", 16))}
     assert said["ring_gemm"] == "" and "would take" in said["wgmma_gemm"] and "the other kernel" in said["wgmma_gemm"]
-    assert said["scaled_gemm"] == "multiplies 8-bit activations, the scheme asks for 16 bits"
+    assert said["scaled_gemm"] == "multiplies 8-bit activations, the scheme has 16 bits"
     assert said["torch_int4"] == "runs on a CPU, x is on a GPU"
     said = {kernel.name: "; ".join(reasons) for kernel, reasons in rows(on_h200("w4a16_g128", 64))}
     assert said["wgmma_gemm"] == "" and said["ring_gemm"] == "is not for M 64"

@@ -91,7 +91,7 @@ def test_what_torch_cannot_take_is_refused_with_every_reason():
 
 def test_other_cpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    reason = "is fast with AVX2 or AVX-512 only, torch finds DEFAULT here"
+    reason = "is fast with AVX2 or AVX-512 only, torch reports DEFAULT here"
     assert int4_refusals(parse_scheme("w4a16_g64"), (64, 64)) == int8_refusals(parse_scheme("w8a16"), (64, 64)) == (reason,)
 
 
@@ -102,7 +102,7 @@ def test_an_order_that_is_not_known_is_an_error(monkeypatch):
     q = quantized("w4a16_g32", 64, 64)
     cpu.block_rows(), cpu._column_order(cpu.block_rows()), cpu._column_order(64)
     monkeypatch.setattr(cpu, "_pack_with_torch", lambda codes: torchs(codes).flip(0))
-    with pytest.raises(ValueError, match="orders the weights of its int4 product in a way not known here"):
+    with pytest.raises(ValueError, match="orders the weights of its int4 product in an unknown way"):
         pack_int4(q)
 
 
