@@ -52,7 +52,7 @@ def byte_gemm(
     )  # fmt: skip
 
 
-class ByteOperands(NamedTuple):
+class ByteGemmArguments(NamedTuple):
     """The arguments of `lowbit::byte_gemm`."""
 
     x: Tensor
@@ -72,7 +72,7 @@ class ByteOperands(NamedTuple):
     fast_accum: bool = False
 
 
-def _check(a: ByteOperands) -> None:
+def _check(a: ByteGemmArguments) -> None:
     """Raises ValueError unless the tensors are of one product under the scheme."""
     s, x, n, codes, scale, channel, sums, bias = _scheme(a.scheme), a.x, a.n, a.codes, a.scale, a.channel_scale, a.sums, a.bias
     check_activations("byte_gemm", x, a.x_scale, a.x_zero, s)
@@ -104,7 +104,7 @@ def _check(a: ByteOperands) -> None:
         raise ValueError("byte_gemm: fast sums differ between small and large batches: batch_invariant or fast_accum, not both")
 
 
-def _byte_gemm(a: ByteOperands) -> Tensor:
+def _byte_gemm(a: ByteGemmArguments) -> Tensor:
     x, k = a.x, a.x.shape[-1]
     rows = _aligned_rows(x if x.dim() == 2 else x.reshape(-1, k))
     x_scale, x_zero = a.x_scale.contiguous(), a.x_zero
@@ -133,7 +133,7 @@ def _plan(
     x = torch.empty(x_shape, dtype=x_type, device="meta")
     zero = None if x_zero is None else x_zero.new_empty((*x_shape[:-1], 1))
     weight = codes, scale, channel, sums, bias
-    _check(ByteOperands(x, x_scale, *weight, scheme, n, dtype, zero, function, y_scale, batch_invariant, fast_accum))
+    _check(ByteGemmArguments(x, x_scale, *weight, scheme, n, dtype, zero, function, y_scale, batch_invariant, fast_accum))
     devices = {on, *(t[2] for t in others if t is not None)}
     if len(devices) > 1:
         raise ValueError(f"byte_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
@@ -167,7 +167,7 @@ def plan_for_scaled(
     return NarrowPlan(shape, tile, narrow_config(*made), machine.sm_count)
 
 
-def _fake(a: ByteOperands) -> Tensor:
+def _fake(a: ByteGemmArguments) -> Tensor:
     _check(a)
     return a.x.new_empty((*a.x.shape[:-1], a.n), dtype=a.dtype)
 
@@ -178,7 +178,7 @@ register(
     " bool batch_invariant=False, bool fast_accum=False) -> Tensor",
     cuda=_byte_gemm,
     fake=_fake,
-    arguments=ByteOperands,
+    arguments=ByteGemmArguments,
 )
 
 

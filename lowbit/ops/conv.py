@@ -46,7 +46,7 @@ def conv_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ..
     return features_refusals(layer.spec, features_of(device))
 
 
-class Launcher(Protocol):
+class ConvLauncher(Protocol):
     """A layer on a GPU as one kernel reads it."""
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]: ...
@@ -67,7 +67,7 @@ class Conv:
         self.outputs = layer.weight.shape[0]
         machine = machine_of(device) if device.type == "cuda" else None
         self.choice = choose_conv(layer.spec, size, machine, images, pooled)
-        self._kernel = None if machine is None else on_device_of_first(OnGpu(layer, self.choice, machine, images))
+        self._kernel = None if machine is None else on_device_of_first(GpuConv(layer, self.choice, machine, images))
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output [N, Ho, Wo, bytes or channels] for an input of packed shape `size`."""
@@ -242,7 +242,7 @@ def _refuse(layer: ConvLayer, device: torch.device) -> None:
         raise ValueError(f"{layer.name or 'the layer'} cannot run on {device}: {'; '.join(reasons)}")
 
 
-class OnGpu:
+class GpuConv:
     """A layer packed for the kernel of `choice`. Inputs of other sizes run too; images that are too wide for the strips that
     were chosen take the kernel that copies taps, which reads the same packed weights."""
 
@@ -252,7 +252,7 @@ class OnGpu:
         self.spec, self.choice, self.machine, self.images = layer.spec, choice, machine, images
         self.packed = choice.layout.pack_layer(layer)
         self.launcher = launcher(self.spec, self.packed, choice, machine, images)
-        self._wide: Launcher | None = None
+        self._wide: ConvLauncher | None = None
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output for an input of packed shape `size`."""
@@ -273,7 +273,7 @@ class OnGpu:
 
 def launcher(
     spec: ConvSpec, packed: PackedConv, choice: Candidate, machine: Machine, images: StemImages | None = None
-) -> Launcher:
+) -> ConvLauncher:
     """A packed layer on a GPU, with the kernel and tile that were chosen."""
     if choice.kernel == "sm80/conv":
         from lowbit.kernels.sm80.conv import PreparedMmaConv

@@ -14,7 +14,7 @@ from lowbit.formats import QuantTensor, ZeroPoint, pack_words
 from lowbit.kernels.cpu import torch_int4, torch_int8
 from lowbit.kernels.cpu.blocked import block_rows, decode_rows
 from lowbit.ops.register import register
-from lowbit.pack.cpu import CpuWeight, Form, pack_int4, pack_int8
+from lowbit.pack.cpu import CpuForm, CpuWeight, pack_int4, pack_int8
 
 
 def _fake_cpu_gemm(x: Tensor, codes: Tensor, scale: Tensor | None, form: str, group: int, zeros: bool) -> Tensor:
@@ -69,7 +69,7 @@ def scaled_cpu_gemm(
     return y.to(dtype).reshape(*x.shape[:-1], w.shape[0])
 
 
-def pack_for_cpu(q: QuantTensor, form: Form, dtype: torch.dtype) -> CpuWeight:
+def pack_for_cpu(q: QuantTensor, form: CpuForm, dtype: torch.dtype) -> CpuWeight:
     """`q`, which is on a CPU, in a form that ops/table.py chose for x of `dtype`; raises ValueError for what is no part of the
     product (`QuantTensor.require_product`)."""
     q.require_product()

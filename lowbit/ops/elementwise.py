@@ -328,7 +328,7 @@ def _norm_plan(end: str, offset: float, *tensors: TensorSpec | None) -> NormPlan
     return NormPlan(h.shape[0], h.shape[1], NormRequest(ENDS.index(end), offset), machine_of(on))
 
 
-class NormArguments(NamedTuple):
+class AddNormArguments(NamedTuple):
     """The arguments of `lowbit::add_norm`."""
 
     h: Tensor
@@ -340,25 +340,25 @@ class NormArguments(NamedTuple):
     bias: Tensor | None = None
 
 
-def _norm_on_gpu(end: str, a: NormArguments, factor: float = 1.0) -> Any:
+def _norm_on_gpu(end: str, a: AddNormArguments, factor: float = 1.0) -> Any:
     _check_contiguous("add_norm", h=a.h, delta=a.delta, gamma=a.gamma, post_gamma=a.post_gamma, bias=a.bias)
     plan = _norm_plan(end, a.offset, *(spec_of(t) for t in (a.h, a.delta, a.gamma, a.post_gamma, a.bias)))
     return plan(a.h, a.delta, a.gamma, a.bias, a.post_gamma, a.eps, factor)
 
 
-def _add_on_cpu(a: NormArguments) -> None:
+def _add_on_cpu(a: AddNormArguments) -> None:
     _check_contiguous("add_norm", h=a.h, delta=a.delta)
     check_one_device("add_norm", a.h, a.delta, a.gamma, a.post_gamma, a.bias)
     _check_norm(a.h.device, a.offset, a.h, a.delta, a.gamma, a.post_gamma, a.bias)
     add_reference(a.h, a.delta, a.eps, a.offset, a.post_gamma)
 
 
-def _add_norm_on_gpu(a: NormArguments) -> Tensor:
+def _add_norm_on_gpu(a: AddNormArguments) -> Tensor:
     x: Tensor = _norm_on_gpu("norm", a)[0]
     return x
 
 
-def _add_norm_on_cpu(a: NormArguments) -> Tensor:
+def _add_norm_on_cpu(a: AddNormArguments) -> Tensor:
     _add_on_cpu(a)
     return norm_reference(a.h, a.gamma, a.eps, a.offset, a.bias)
 
@@ -369,21 +369,21 @@ register(
     cuda=_add_norm_on_gpu,
     cpu=_add_norm_on_cpu,
     fake=lambda a: torch.empty_like(a.h),
-    arguments=NormArguments,
+    arguments=AddNormArguments,
 )
 
 
 def _add_norm_squares_on_gpu(
     h: Tensor, delta: Tensor | None, gamma: Tensor, offset: float = 0.0, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    x, squares = _norm_on_gpu("squares", NormArguments(h, delta, gamma, 0.0, offset), factor)
+    x, squares = _norm_on_gpu("squares", AddNormArguments(h, delta, gamma, 0.0, offset), factor)
     return x, squares
 
 
 def _add_norm_squares_on_cpu(
     h: Tensor, delta: Tensor | None, gamma: Tensor, offset: float = 0.0, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    _add_on_cpu(NormArguments(h, delta, gamma, 0.0, offset))
+    _add_on_cpu(AddNormArguments(h, delta, gamma, 0.0, offset))
     return scaled_reference(h, gamma, offset, factor)
 
 

@@ -173,7 +173,7 @@ def _form(scheme: str, scale: Tensor | None, channel_scale: Tensor | None, subno
     return weight_form(_scheme(scheme), None if scale is None else scale.dtype, channel_scale is not None, subnormal)
 
 
-class NormArguments(NamedTuple):
+class NormGemmArguments(NamedTuple):
     """The arguments of `lowbit::norm_gemm`."""
 
     x: Tensor
@@ -197,7 +197,7 @@ class NormArguments(NamedTuple):
         return self.codes, self.scale, self.channel_scale
 
 
-class ResidualArguments(NamedTuple):
+class ResidualGemmArguments(NamedTuple):
     """The arguments of `lowbit::residual_gemm`."""
 
     x: Tensor
@@ -218,7 +218,7 @@ class ResidualArguments(NamedTuple):
         return self.codes, self.scale, self.channel_scale
 
 
-def _check_norm(a: NormArguments) -> None:
+def _check_norm(a: NormGemmArguments) -> None:
     """Raises ValueError unless the tensors are of one product with the norm in its epilogue."""
     _check_product("norm_gemm", a.x, *a.weight, a.bias, a.scheme, a.n, a.subnormal)
     m, squares, gated = a.x.shape[0], a.squares, a.gated
@@ -232,7 +232,7 @@ def _check_norm(a: NormArguments) -> None:
         )
 
 
-def _check_residual(a: ResidualArguments) -> None:
+def _check_residual(a: ResidualGemmArguments) -> None:
     """Raises ValueError unless the tensors are of one product with the residual in its epilogue."""
     x, h, gamma = a.x, a.h, a.gamma
     if h.dim() != 2 or h.shape[0] != x.shape[0] or h.dtype not in (torch.float16, torch.bfloat16) or not h.is_contiguous():
@@ -248,14 +248,14 @@ def _check_residual(a: ResidualArguments) -> None:
 # ---- on a GPU
 
 
-def _norm_gemm(a: NormArguments) -> Tensor:
+def _norm_gemm(a: NormGemmArguments) -> Tensor:
     x, squares = aligned_rows(a.x), a.squares.contiguous()
     others = tuple(spec_of(t) for t in (*a.weight, squares, a.bias))
     plan = _norm_plan(a.scheme, x.shape[0], a.n, x.shape[1], x.dtype, x.device, others, a.gated, a.batch_invariant, a.subnormal)
     return plan(x, a.weight, squares, a.bias, a.width, a.eps, a.factor, *workspace(x.device, *plan.workspace))
 
 
-def _residual_gemm(a: ResidualArguments) -> tuple[Tensor, Tensor]:
+def _residual_gemm(a: ResidualGemmArguments) -> tuple[Tensor, Tensor]:
     x, gamma = aligned_rows(a.x), a.gamma.contiguous()
     others = tuple(spec_of(t) for t in (*a.weight, a.h, gamma, a.bias))
     if not a.h.is_contiguous():
@@ -269,14 +269,14 @@ def _norm_plan(
     scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
     gated: Gated, batch_invariant: bool, subnormal: bool,
 ) -> NormPlan | WgmmaNormPlan:  # fmt: skip
-    """The plan of a product with the norm at its end. Raises ValueError when the tensors do not fit."""
+    """The plan of a product with the norm in its epilogue. Raises ValueError when the tensors do not fit."""
     from lowbit.kernels.sm80.small_m_gemm import NormPlan
 
     codes, scale, channel_scale, squares, bias = (None if t is None else meta_tensor(t) for t in others)
     assert codes is not None and squares is not None
     x = torch.empty((m, k), dtype=dtype, device="meta")
     weight = codes, scale, channel_scale
-    _check_norm(NormArguments(x, *weight, squares, bias, scheme, n, k, 0.0, 1.0, gated, batch_invariant, subnormal))
+    _check_norm(NormGemmArguments(x, *weight, squares, bias, scheme, n, k, 0.0, 1.0, gated, batch_invariant, subnormal))
     _check_places("norm_gemm", on, others)
     machine, shape, form = machine_of(on), _shape(scheme, m, n, k), _form(scheme, scale, channel_scale, subnormal)
     role: Role = "norm" if gated == "none" else "gated"
@@ -293,7 +293,7 @@ def _residual_plan(
     scheme: str, m: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
     batch_invariant: bool, subnormal: bool,
 ) -> ResidualPlan | WgmmaResidualPlan:  # fmt: skip
-    """The plan of a product with the residual at its end. Raises ValueError when the tensors do not fit."""
+    """The plan of a product with the residual in its epilogue. Raises ValueError when the tensors do not fit."""
     from lowbit.kernels.sm80.small_m_gemm import ResidualPlan
 
     codes, scale, channel_scale, h, gamma, bias = (None if t is None else meta_tensor(t) for t in others)
@@ -301,7 +301,7 @@ def _residual_plan(
     spec_of_h = others[3]
     assert spec_of_h is not None
     x, weight = torch.empty((m, k), dtype=dtype, device="meta"), (codes, scale, channel_scale)
-    _check_residual(ResidualArguments(x, *weight, h, gamma, bias, scheme, 1.0, batch_invariant, subnormal))
+    _check_residual(ResidualGemmArguments(x, *weight, h, gamma, bias, scheme, 1.0, batch_invariant, subnormal))
     _check_places("residual_gemm", on, others)
     machine, shape, form = machine_of(on), _shape(scheme, m, h.shape[1], k), _form(scheme, scale, channel_scale, subnormal)
     tile = choose_chain("residual", shape, machine, batch_invariant)
@@ -339,7 +339,7 @@ def _unpacked(
     return FragmentWeight(codes, scale, channel_scale, _scheme(scheme), shape, subnormal).unpack()
 
 
-def _norm_gemm_cpu(a: NormArguments) -> Tensor:
+def _norm_gemm_cpu(a: NormGemmArguments) -> Tensor:
     _check_norm(a)
     w, bias = _unpacked(*a.weight, a.scheme, (a.n, a.x.shape[1]), a.subnormal), a.bias
     if isinstance(w, DenseWeight) and a.gated != "none":
@@ -348,7 +348,7 @@ def _norm_gemm_cpu(a: NormArguments) -> Tensor:
     return y.to(a.x.dtype)
 
 
-def _residual_gemm_cpu(a: ResidualArguments) -> tuple[Tensor, Tensor]:
+def _residual_gemm_cpu(a: ResidualGemmArguments) -> tuple[Tensor, Tensor]:
     _check_residual(a)
     w = _unpacked(*a.weight, a.scheme, (a.h.shape[1], a.x.shape[1]), a.subnormal)
     added, following, squares = residual_gemm_reference(a.x, w, a.h, a.gamma, a.bias, x_factor=a.factor)
@@ -356,12 +356,12 @@ def _residual_gemm_cpu(a: ResidualArguments) -> tuple[Tensor, Tensor]:
     return following, squares
 
 
-def _norm_fake(a: NormArguments) -> Tensor:
+def _norm_fake(a: NormGemmArguments) -> Tensor:
     _check_norm(a)
     return a.x.new_empty((a.x.shape[0], a.n if a.gated == "none" else a.n // 2))
 
 
-def _residual_fake(a: ResidualArguments) -> tuple[Tensor, Tensor]:
+def _residual_fake(a: ResidualGemmArguments) -> tuple[Tensor, Tensor]:
     _check_residual(a)
     parts = 1
     if a.x.device.type == "cuda":
@@ -378,7 +378,7 @@ register(
     cuda=_norm_gemm,
     cpu=_norm_gemm_cpu,
     fake=_norm_fake,
-    arguments=NormArguments,
+    arguments=NormGemmArguments,
 )
 register(
     "residual_gemm(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor(a!) h, Tensor gamma, Tensor? bias,"
@@ -386,5 +386,5 @@ register(
     cuda=_residual_gemm,
     cpu=_residual_gemm_cpu,
     fake=_residual_fake,
-    arguments=ResidualArguments,
+    arguments=ResidualGemmArguments,
 )

@@ -110,7 +110,7 @@ def add_norm_quantize(
         )
     name = fmt if isinstance(fmt, str) else fmt.name
     if rule:  # `_check` raises: no fused step has another rule
-        _check(Arguments(h, name, group, scale, symmetric, "rms_norm", delta, weight, None, eps, zero, rule))
+        _check(QuantizeArguments(h, name, group, scale, symmetric, "rms_norm", delta, weight, None, eps, zero, rule))
     codes, found, zeros = torch.ops.lowbit.add_norm_quantize(
         h, delta, weight, eps, name, group, scale, symmetric, zero, hadamard
     )
@@ -168,7 +168,7 @@ def _quantize(
     return Activations(made[0], made[1] if scale is None else scale, zero, total, x.dtype)
 
 
-class Arguments(NamedTuple):
+class QuantizeArguments(NamedTuple):
     """The arguments of `lowbit::quantize_activations`. `before` is the function whose result is quantized, and `beside` its
     second operand: the residual of a norm, or up of silu(gate) * up."""
 
@@ -187,7 +187,7 @@ class Arguments(NamedTuple):
     hadamard: int = 0
 
 
-def _check(a: Arguments) -> NumberFormat:
+def _check(a: QuantizeArguments) -> NumberFormat:
     """Returns the format. Raises ValueError unless the arguments fit together."""
     x, fmt, group, scale, symmetric, before, beside, weight, bias, _, zero, rule, hadamard = a
     who = "quantize_activations"
@@ -232,7 +232,7 @@ def _check(a: Arguments) -> NumberFormat:
     return _format(fmt)
 
 
-def _plain(a: Arguments) -> list[Tensor]:
+def _plain(a: QuantizeArguments) -> list[Tensor]:
     parsed, values, total = _check(a), a.x, None
     if a.before == "silu":
         assert a.beside is not None
@@ -254,7 +254,7 @@ def _plain(a: Arguments) -> list[Tensor]:
     return [t for t in (codes, *(found if a.scale is None else ()), total) if t is not None]
 
 
-def _on_gpu(a: Arguments, total: Tensor | None = None) -> list[Tensor]:
+def _on_gpu(a: QuantizeArguments, total: Tensor | None = None) -> list[Tensor]:
     """`total` is the memory for x + residual, which may be that of x; by default it is allocated."""
     x = a.x
     rows = _rows(x)
@@ -285,7 +285,7 @@ def _plan(
     made = (None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in others[:-1])
     beside, weight, bias, scale, zero = made
     x = torch.empty(shape, dtype=dtype, device="meta")
-    parsed = _check(Arguments(x, fmt, group, scale, symmetric, before, beside, weight, bias, 0.0, zero, rule, hadamard))
+    parsed = _check(QuantizeArguments(x, fmt, group, scale, symmetric, before, beside, weight, bias, 0.0, zero, rule, hadamard))
     devices = {on, *(t[2] for t in others if t is not None)}
     if len(devices) > 1:
         raise ValueError(f"quantize_activations: all tensors must be on one device, got {sorted(map(str, devices))}")
@@ -300,7 +300,7 @@ def _plan(
     return QuantizePlan(shape[:-1].numel(), k, request, pieces, machine_of(on))
 
 
-def _fake(a: Arguments) -> list[Tensor]:
+def _fake(a: QuantizeArguments) -> list[Tensor]:
     _check(a)
     x, k = a.x, a.x.shape[-1]
     groups = -(-k // a.group) if a.group else 1
@@ -322,11 +322,11 @@ register(
     cuda=_on_gpu,
     cpu=_plain,
     fake=_fake,
-    arguments=Arguments,
+    arguments=QuantizeArguments,
 )
 
 
-class AddNormArguments(NamedTuple):
+class AddNormQuantizeArguments(NamedTuple):
     """The arguments of `lowbit::add_norm_quantize`."""
 
     h: Tensor
@@ -340,9 +340,9 @@ class AddNormArguments(NamedTuple):
     zero: Tensor | None = None
     hadamard: int = 0
 
-    def without_addition(self) -> Arguments:
+    def without_addition(self) -> QuantizeArguments:
         """The arguments of `lowbit::quantize_activations` that return the sum instead of writing it to h."""
-        return Arguments(
+        return QuantizeArguments(
             self.h, self.format, self.group, self.scale, self.symmetric, "rms_norm", self.delta, self.weight, None, self.eps,
             self.zero, "", self.hadamard,
         )  # fmt: skip
@@ -355,20 +355,20 @@ def _three(made: list[Tensor], h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes, scale, zero
 
 
-def _add_norm_plain(a: AddNormArguments) -> tuple[Tensor, Tensor, Tensor]:
+def _add_norm_plain(a: AddNormQuantizeArguments) -> tuple[Tensor, Tensor, Tensor]:
     *made, total = _plain(a.without_addition())
     a.h.copy_(total)
     return _three(made, a.h)
 
 
-def _add_norm_on_gpu(a: AddNormArguments) -> tuple[Tensor, Tensor, Tensor]:
+def _add_norm_on_gpu(a: AddNormQuantizeArguments) -> tuple[Tensor, Tensor, Tensor]:
     if not a.h.is_contiguous():
         raise ValueError(f"add_norm_quantize: h is contiguous, got strides {a.h.stride()} of {tuple(a.h.shape)}")
     *made, _ = _on_gpu(a.without_addition(), a.h)
     return _three(made, a.h)
 
 
-def _add_norm_fake(a: AddNormArguments) -> tuple[Tensor, Tensor, Tensor]:
+def _add_norm_fake(a: AddNormQuantizeArguments) -> tuple[Tensor, Tensor, Tensor]:
     *made, _ = _fake(a.without_addition())
     return _three(made, a.h)
 
@@ -379,5 +379,5 @@ register(
     cuda=_add_norm_on_gpu,
     cpu=_add_norm_plain,
     fake=_add_norm_fake,
-    arguments=AddNormArguments,
+    arguments=AddNormQuantizeArguments,
 )

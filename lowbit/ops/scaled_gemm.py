@@ -90,7 +90,7 @@ def check_output(operator: str, dtype: torch.dtype, function: str, y_scale: Tens
         )
 
 
-class ScaledOperands(NamedTuple):
+class ScaledGemmArguments(NamedTuple):
     """The arguments of `lowbit::scaled_gemm`."""
 
     x: Tensor
@@ -106,7 +106,7 @@ class ScaledOperands(NamedTuple):
     y_scale: Tensor | None = None
 
 
-def _check(a: ScaledOperands) -> Scheme:
+def _check(a: ScaledGemmArguments) -> Scheme:
     """Returns the scheme. Raises ValueError unless the tensors are of one product under it."""
     scheme = _scheme(a.scheme)
     check_activations("scaled_gemm", a.x, a.x_scale, a.x_zero, scheme)
@@ -116,11 +116,11 @@ def _check(a: ScaledOperands) -> Scheme:
     return scheme
 
 
-def _scaled_gemm(a: ScaledOperands) -> Tensor:
+def _scaled_gemm(a: ScaledGemmArguments) -> Tensor:
     return scaled_gemm_blocked(*a._replace(scheme=_check(a)))  # type: ignore[arg-type]
 
 
-def _fake(a: ScaledOperands) -> Tensor:
+def _fake(a: ScaledGemmArguments) -> Tensor:
     _check(a)
     return a.x.new_empty((*a.x.shape[:-1], a.packed.shape[0]), dtype=a.dtype)
 
@@ -131,5 +131,5 @@ register(
     cuda=_scaled_gemm,
     cpu=_scaled_gemm,
     fake=_fake,
-    arguments=ScaledOperands,
+    arguments=ScaledGemmArguments,
 )

@@ -26,7 +26,7 @@ from torch import Tensor
 from lowbit.formats import IntFormat, PerChannel, PerTensor, QuantTensor, Scheme, ZeroPoint
 from lowbit.pack.form import PackedMatrix
 
-Form = Literal["int4", "int8", "decoded"]
+CpuForm = Literal["int4", "int8", "decoded"]
 
 GROUPS = (256, 128, 64, 32)
 """Weights that share a scale in torch's int4 product."""
@@ -51,7 +51,7 @@ class CpuWeight(PackedMatrix):
 
     NAMES = ("codes", "scale", "sums")
 
-    form: Form
+    form: CpuForm
     codes: Tensor
     scale: Tensor | None
     scheme: Scheme
