@@ -30,7 +30,7 @@ from lowbit.kernels.reference.activations import quantize_activations_reference
 from lowbit.ops.byte_gemm import plan_for_scaled
 from lowbit.ops.fragment_gemm import plan_for
 from lowbit.ops.table import scaled_shape
-from lowbit.pack import FragmentWeight, OperandWeight, weight_form
+from lowbit.pack import FragmentWeight, OperandWeight
 from lowbit.quantize import rtn
 from lowbit.tune.timing import (
     ROW_TOLERANCE,
@@ -138,10 +138,7 @@ class Products:
 
     def plan(self, tile: Any, m: int, n: int, k: int, w: Any) -> Any:
         """The plan of a product by a tile."""
-        form = weight_form(
-            self.scheme, None if w.scale is None else w.scale.dtype, None if w.channel_scale is None else w.channel_scale.dtype
-        )
-        return plan_for(tile, self.shape(m, n, k), form, torch.float16, False, self.machine)
+        return plan_for(tile, self.shape(m, n, k), w.form, torch.float16, False, self.machine)
 
     def multiply(self, plan: Any, x: Any, w: Any, room: tuple[Tensor, Tensor]) -> Tensor:
         """y [M, N]; `room` is the workspace."""

@@ -207,8 +207,9 @@ def operands(device, m=3, n=64, k=64, dense=False):
     weight, scheme = (w.codes, w.scale, w.channel_scale), "w4a16_g32"
     if dense:
         weight, scheme = (torch.randn(n, k, device=device, dtype=torch.float16), None, None), "dense"
-    norm = x, *weight, squares, None, scheme, n, k, 1e-5, 1.0, "silu"
-    return norm, (x, *weight, h, gamma, None, scheme, 1.0)
+    options = False, w.subnormal and not dense
+    norm = x, *weight, squares, None, scheme, n, k, 1e-5, 1.0, "silu", *options
+    return norm, (x, *weight, h, gamma, None, scheme, 1.0, *options)
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -353,13 +354,11 @@ def test_every_tile_on_a_gpu(ms, part):
     from lowbit.kernels.sm80.small_m_gemm import NormPlan, ResidualPlan
     from lowbit.kernels.sm90.large_m_gemm import WgmmaNormPlan, WgmmaResidualPlan
     from lowbit.ops.workspace import workspace
-    from lowbit.pack import weight_form
 
     machine, n, k = machine_of("cuda"), 1008, 2176
     q = quantized("w4a16_g128", n, k, "cuda")
     w = FragmentWeight.pack(q)
-    form = weight_form(q.scheme, torch.float16, w.channel_scale.dtype)
-    weight, given = (w.codes, w.scale, w.channel_scale), (form, torch.float16, False)
+    weight, given = (w.codes, w.scale, w.channel_scale), (w.form, torch.float16, False)
     for m in ms:
         shape = GemmShape(m, n, k, 4)
         x, h0 = (torch.randn(m, size, device="cuda", dtype=torch.float16) for size in (k, n))

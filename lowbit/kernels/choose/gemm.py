@@ -220,19 +220,6 @@ def _candidate(tile: Tile, shape: GemmShape, machine: Machine) -> GemmCandidate:
     return wgmma_candidate(tile, shape, machine) if isinstance(tile, WgmmaTile) else mma_candidate(tile, shape, machine)
 
 
-def line_candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = False) -> list[GemmCandidate]:
-    """Every tile considered for weights in TensorRT-LLM's lines, which the mma.sync kernel reads for any number of tokens; its
-    costs are those of fragment order."""
-    rows = [mma_candidate(tile, shape, machine) for tile in mma_tiles(shape, machine)]
-    return ordered([row for row in rows if row.tile.splits == 1 or not batch_invariant])
-
-
-@functools.lru_cache(maxsize=4096)
-def choose_for_lines(shape: GemmShape, machine: Machine, batch_invariant: bool = False) -> Tile:
-    """The first of `line_candidates` that can; raises ValueError with everybody's reasons when none can."""
-    return first_that_can(line_candidates(shape, machine, batch_invariant=batch_invariant), shape, machine)
-
-
 # ---- the ring kernel
 
 

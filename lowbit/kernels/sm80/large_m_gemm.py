@@ -1,7 +1,7 @@
 """y[M, N] = x[M, K] . dequant(w)[N, K]^T for many tokens, any code width, mma.sync and cp.async: sm_80 and newer.
 
 Computes y^T = w x^T: decoded weights are operand A of mma.sync m16n8k16, from registers; x is operand B, by ldmatrix.
-Reads   x fp16 or bf16, rows of 16-byte pieces; w in FragmentOrder, or in ColumnMajorTileInterleave; scales in fragment order
+Reads   x fp16 or bf16, rows of 16-byte pieces; w and scales in fragment order
 Grid    tiles of rows x tokens, times splits of K; neighbours in groups of tokens, so that a wave shares x and w in L2
 Warps   warps_n x warps_m: each has `strips` strips of 16 rows and a share of the tokens; warps of a row decode the same codes.
         With warps_k > 1 as many share K: x of their slices is columns of one matrix, 8 tokens of each in turn, since a warp
@@ -30,7 +30,6 @@ from lowbit.kernels.parts.dequantize import Decode
 from lowbit.kernels.parts.end import End, Gate
 from lowbit.kernels.parts.gluon import aggregate, asm, barrier, gl, gluon, half_type, mma_v2, ptx, run, source_digest
 from lowbit.kernels.parts.launch import Launcher
-from lowbit.kernels.parts.line_stage import LineDecode, LineStage, first_line_piece
 from lowbit.kernels.parts.schedule import SplitK, Tiles, iterations_of, meet, meet_in_turn, tile_at
 from lowbit.kernels.parts.smem import Regions, allocate, view
 from lowbit.kernels.parts.tile_end import Applied, gated
@@ -168,13 +167,7 @@ class MmaGemm:
 
     @property
     def stage(self) -> TileStage:
-        kind = LineStage if self.lines else TileStage
-        return kind(self.decode, self.tokens, self.strips * self.warps_n, self.stages, self.warps, self.warps_k)
-
-    @property
-    def lines(self) -> bool:
-        """Whether weights come in lines of several channels."""
-        return isinstance(self.decode, LineDecode)
+        return TileStage(self.decode, self.tokens, self.strips * self.warps_n, self.stages, self.warps, self.warps_k)
 
     @property
     def regions(self) -> Regions:
@@ -504,10 +497,7 @@ def mma_gemm(
     k = piece * 8
     codes = ()
     for plane in gl.static_range(PLANES):
-        if C.lines:
-            codes = codes + (first_line_piece(w, first_strip, thread, w_strip // 4, S),)
-        else:
-            codes = codes + (first_piece(w, first_strip, thread, w_strip // 4, ptx(S.pieces, plane), 4),)
+        codes = codes + (first_piece(w, first_strip, thread, w_strip // 4, ptx(S.pieces, plane), 4),)
     scales = codes[0]
     if S.scale_bytes > 0:
         scales = first_piece(scale, first_strip, thread, scale_strip // 2, S.scale_pieces, 8)
@@ -581,8 +571,7 @@ class MmaPlan:
 
 @functools.lru_cache(maxsize=1024)
 def _config(tile: MmaTile, form: WeightForm, dtype: HalfType, end: End, whole: bool) -> MmaGemm:
-    kind = LineDecode if form.interleaved else Decode
-    decode = kind(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
+    decode = Decode(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
     return MmaGemm(
         decode, tile.tokens, tile.strips, tile.warps_n, tile.warps_m, tile.warps_k, tile.stages, tile.splits, tile.token_group,
         tile.in_turn, end, whole,

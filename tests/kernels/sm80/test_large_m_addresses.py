@@ -16,7 +16,6 @@ from lowbit.formats import number_format
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.gemm import GemmShape, MmaTile, mma_tiles
 from lowbit.kernels.parts import tile_stage as stage
-from lowbit.kernels.parts.line_stage import first_line_piece
 from lowbit.kernels.parts.schedule import iterations_of, part_of, places, tile_at
 from lowbit.kernels.sm80.large_m_gemm import MmaPlan, mma_gemm
 from lowbit.pack.weight import WeightForm
@@ -78,7 +77,6 @@ class Blocks:
         order = {"tile_at": lambda *_: self.place}
         order["iterations_of"] = plain(iterations_of, part_of=plain(part_of))
         pieces = {"first_piece": plain(stage.first_piece, gl=NAMES)}
-        pieces["first_line_piece"] = plain(first_line_piece, gl=NAMES, STRIP=16)
         gl = SimpleNamespace(**vars(NAMES), program_id=lambda axis: None)
         ends = {name: self.end_of(name) for name in ("finish_tile", "meet", "meet_in_turn")}
         self.run_block = plain(
@@ -134,10 +132,10 @@ class Blocks:
         return [np.concatenate(each) for each in zip(*self.copies, strict=True)]
 
 
-def check(shape, tile, fmt="int4", group=128, zero="none", lines=False):
+def check(shape, tile, fmt="int4", group=128, zero="none"):
     """Every piece that is read is in x, in the codes or in the scales, every piece that is written in its stage, and a stage
     is written whole; sums and counters of splits are in their workspaces."""
-    form = WeightForm(fmt, group, zero, "fp16", False, False, lines)
+    form = WeightForm(fmt, group, zero, "fp16", False, False)
     plan = MmaPlan(shape, tile, form, torch.float16, False)
     blocks = Blocks(plan, group, 32 if zero == "none" else 64)
     C, S = plan.config, plan.config.stage
@@ -191,14 +189,11 @@ SLICED = MmaTile(64, 2, 4, 1, 4, 2, warps_k=2)
 
 @pytest.mark.parametrize("tile", [MmaTile(128, 2, 8, 1, 3, 3), MmaTile(64, 2, 8, 1, 4, 2, in_turn=True), SLICED], ids=str)
 @pytest.mark.parametrize(
-    ("fmt", "group", "zero", "lines"),
-    [("fp6_e3m2", 0, "none", False), ("int3", 128, "none", False), ("uint4", 16, "integer", False), ("int7", 64, "none", False),
-     ("int4", 128, "none", True), ("int8", 0, "none", True)],
-)  # fmt: skip
-def test_other_forms_and_ragged_shapes(fmt, group, zero, lines, tile):
+    ("fmt", "group", "zero"),
+    [("fp6_e3m2", 0, "none"), ("int3", 128, "none"), ("uint4", 16, "integer"), ("int7", 64, "none"), ("int8", 0, "none")],
+)
+def test_other_forms_and_ragged_shapes(fmt, group, zero, tile):
     """A part of a tile of rows, of 64 k and of tokens; fewer stages in a split than there is room for."""
-    if lines and tile.warps_k > 1:
-        pytest.skip("no tile of lines shares K")
     bits = number_format(fmt).bits
-    for m, n, k in ((77, 4000 if lines else 3989, 1096 if not lines else 1088), (130, 512, 64 * 3)):
-        check(GemmShape(m, n, k, bits), tile, fmt, group, zero, lines)
+    for m, n, k in ((77, 3989, 1096), (130, 512, 64 * 3)):
+        check(GemmShape(m, n, k, bits), tile, fmt, group, zero)

@@ -15,7 +15,7 @@ from lowbit.hardware.emulate import mma
 from lowbit.hardware.mma import MMA_M16N8K16_F16
 from lowbit.kernels.choose.gemm import DENSE_BITS, GemmShape, RingTile
 from lowbit.kernels.reference.fused_gemm import norm_gemm_reference, residual_gemm_reference
-from lowbit.pack import DENSE_FORM, DenseWeight, FragmentWeight, weight_form
+from lowbit.pack import DENSE_FORM, DenseWeight, FragmentWeight
 from lowbit.pack.gated import alternate
 from lowbit.quantize import rtn
 
@@ -111,11 +111,8 @@ def made(scheme, n, k, m):
     generator = torch.Generator().manual_seed(n + m)
     q = rtn(torch.randn(n, k, generator=generator) * k**-0.5, scheme)
     w = FragmentWeight.pack(q)
-    form = weight_form(
-        q.scheme, None if w.scale is None else w.scale.dtype, None if w.channel_scale is None else w.channel_scale.dtype
-    )
     x, bias = torch.randn(m, k, generator=generator).half(), torch.randn(n, generator=generator).half()
-    return q, (w.codes, w.scale, w.channel_scale), form, x, bias
+    return q, (w.codes, w.scale, w.channel_scale), w.form, x, bias
 
 
 def room(plan):
