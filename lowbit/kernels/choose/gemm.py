@@ -373,7 +373,7 @@ def _wide_ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float
 
 def wgmma_tiles(shape: GemmShape, y_tiles: float = 1, *, in_chain: bool = False) -> list[WgmmaTile]:
     """Tiles of the wgmma kernel that are considered for a problem. Beside its stages shared memory holds `y_tiles` tiles of y
-    (half a one behind a gate, h too where it is added), and in a chain squares (parts/tile_end.py)."""
+    (half a one behind a gate, h too where it is added), and in a chain squares (parts/large_m_epilogue.py)."""
     tiles = []
     for tokens, warpgroups in _STAGE_CYCLES:
         stage = 64 * warpgroups * 8 * shape.bits + 128 * tokens

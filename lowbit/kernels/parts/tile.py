@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from lowbit.kernels.parts.epilogue import OUTPUTS, TYPES
 from lowbit.kernels.parts.gluon import gl
 from lowbit.kernels.parts.pair import Pair
 from lowbit.kernels.parts.pipeline import StageBarriers
+from lowbit.kernels.parts.scaled_epilogue import OUTPUTS, TYPES
 from lowbit.kernels.parts.smem import UNIT, Regions
 
 STAGE_K = 128

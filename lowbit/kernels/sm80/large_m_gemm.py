@@ -11,7 +11,7 @@ Steps   four of 16 k, in each a warp's tokens by chunks of 32: while a chunk is 
         weights of the next step are decoded, into other registers; copies are spread over a stage (sm80/large_m_gemm.py)
 Sum     in fp32, K in order; with splits > 1 the block that comes last adds the splits in order, or each adds to what the one
         before has left: same input, same bits
-End     y with scales and bias, gated or not, transposed through shared memory, stored in pieces of 16 bytes
+Epilogue     y with scales and bias, gated or not, transposed through shared memory, stored in pieces of 16 bytes
 Exact   every weight is decoded exactly and rounded once after scaling, as a dequantized model's would be
 Source  mma.m16n8k16 and ldmatrix: PTX ISA; the order of copies, barrier and products: CUTLASS 2.x; measurements: docs/log.md
 """
@@ -27,13 +27,13 @@ from torch import Tensor
 from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose.gemm import GemmShape, MmaTile
 from lowbit.kernels.parts.dequantize import Decode
-from lowbit.kernels.parts.end import End, Gate
+from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.gluon import aggregate, asm, barrier, gl, gluon, half_type, mma_v2, ptx, run, source_digest
+from lowbit.kernels.parts.large_m_epilogue import Applied, gated
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.line_stage import LineDecode, LineStage, first_line_piece
 from lowbit.kernels.parts.schedule import SplitK, Tiles, iterations_of, meet, meet_in_turn, tile_at
 from lowbit.kernels.parts.smem import Regions, allocate, view
-from lowbit.kernels.parts.tile_end import Applied, gated
 from lowbit.kernels.parts.tile_stage import Copy, Source, TileStage, commit, copy_piece, first_piece, x_piece
 from lowbit.pack.weight import WeightForm
 
@@ -139,7 +139,7 @@ class MmaGemm:
     splits: int
     token_group: int
     in_turn: bool
-    end: End
+    epilogue: Epilogue
     whole: bool
     digest: str = source_digest()
 
@@ -152,7 +152,7 @@ class MmaGemm:
     @property
     def channels(self) -> int:
         """Of y, in a tile."""
-        return self.rows if self.end.gate == "none" else self.rows // 2
+        return self.rows if self.epilogue.gate == "none" else self.rows // 2
 
     @property
     def columns(self) -> int:
@@ -457,14 +457,14 @@ def finish_tile(y, acc, applied, first_row, first_token, M, N, columns, C: gl.co
     SUMS: gl.constexpr = C.accumulator
     STORED: gl.constexpr = C.store_layout
     rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, SUMS))
-    if C.end.channel_scale:
+    if C.epilogue.channel_scale:
         scale = gl.load(applied.channel_scale + rows, mask=rows < N, other=0.0).to(gl.float32)
         acc = acc * (scale * applied.factor)[:, None]  # the factor is a power of two
     else:
         acc = acc * applied.factor
-    if C.end.bias:
+    if C.epilogue.bias:
         acc = acc + gl.load(applied.bias + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
-    if C.end.gate != "none":
+    if C.epilogue.gate != "none":
         acc = gated(acc, C)
         first_row = first_row // 2
     result = gl.convert_layout(acc.to(C.decode.operand_type), STORED)
@@ -537,15 +537,14 @@ def mma_gemm(
 
 
 class MmaPlan:
-    """All of a product that does not depend on the tensors' contents: made once for a shape, called many times."""
+    """A large-M GEMM for one shape, with scales, bias and gate in its epilogue: made once, called many times."""
 
-    def __init__(
-        self, shape: GemmShape, tile: MmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, gate: Gate = "none"
-    ) -> None:
+    def __init__(self, shape: GemmShape, tile: MmaTile, form: WeightForm, dtype: torch.dtype, epilogue: Epilogue) -> None:
+        if epilogue.norm_parts or epilogue.residual:
+            raise ValueError("mma_gemm has no norm and no residual in its epilogue")
         self.shape, self.tile = shape, tile
-        self.columns = shape.n if gate == "none" else shape.n // 2
-        end = End(form.channel_scale, bias, gate=gate)
-        self.config = _config(tile, form, half_type(dtype), end, self.columns % 8 == 0)
+        self.columns = shape.n if epilogue.gate == "none" else shape.n // 2
+        self.config = _config(tile, form, half_type(dtype), epilogue, self.columns % 8 == 0)
         self.tiles = (-(-shape.m // tile.tokens), -(-shape.strips // (tile.rows // 16)))
         grid = (self.tiles[0] * self.tiles[1] * tile.splits, 1, 1)
         # Left to itself ptxas spills some in small tiles, so that more blocks might share an SM.
@@ -580,10 +579,10 @@ class MmaPlan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _config(tile: MmaTile, form: WeightForm, dtype: HalfType, end: End, whole: bool) -> MmaGemm:
+def _config(tile: MmaTile, form: WeightForm, dtype: HalfType, epilogue: Epilogue, whole: bool) -> MmaGemm:
     kind = LineDecode if form.interleaved else Decode
     decode = kind(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
     return MmaGemm(
         decode, tile.tokens, tile.strips, tile.warps_n, tile.warps_m, tile.warps_k, tile.stages, tile.splits, tile.token_group,
-        tile.in_turn, end, whole,
+        tile.in_turn, epilogue, whole,
     )  # fmt: skip

@@ -19,7 +19,6 @@ from torch import Tensor
 from lowbit.formats import Scheme
 from lowbit.kernels.choose.scaled_gemm import ScaledShape
 from lowbit.kernels.parts.byte_dequantize import TILES, ByteDecode, decode
-from lowbit.kernels.parts.epilogue import CODE_TYPES, OUTPUTS, TYPES, Applied, XScale, finished, of_channels, of_tokens
 from lowbit.kernels.parts.gluon import (
     Scalar,
     aggregate,
@@ -35,6 +34,7 @@ from lowbit.kernels.parts.gluon import (
 )
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.operand import operand_a, registers_layout, split_words
+from lowbit.kernels.parts.scaled_epilogue import CODE_TYPES, OUTPUTS, TYPES, Applied, XScale, finished, of_channels, of_tokens
 
 ROWS = 64
 STEP_K = 128

@@ -8,7 +8,7 @@ Ring    every warp fills and reads a ring of its own: no barrier in the main loo
 Step    codes -> halves -> mma.sync, group scales in fp32 on the group's sum (parts/step.py)
 Sum     the slices of K meet once, in shared memory, in a fixed order: same input, same bits. With splits > 1 the block that
         comes last adds the sums of all splits, again in order
-End     y with scales and bias; for up to 16 tokens of a decode step also norm, gate and residual (parts/ring_end.py)
+Epilogue  scales and bias; for up to 16 tokens of a decode step also norm, gate, residual (parts/small_m_epilogue.py)
 Exact   decoding is exact; sums in fp32; one rounding at the store. Tested: tests/ops/test_fragment_gemm.py
 Source  fragments: PTX ISA; the private ring and measurements: docs/log.md
 """
@@ -24,11 +24,11 @@ from torch import Tensor
 from lowbit.hardware.arch import Arch
 from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose.gemm import GemmShape, RingTile, shared_by
-from lowbit.kernels.parts.end import End, Gate
+from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, gl, gluon, half_type, ptx, run, source_digest
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.ring import Ring, RowRing
-from lowbit.kernels.parts.ring_end import (
+from lowbit.kernels.parts.small_m_epilogue import (
     Applied,
     Place,
     Residual,
@@ -56,7 +56,7 @@ class RingGemm:
     warps_n: int
     warps_k: int
     splits: int
-    end: End
+    epilogue: Epilogue
     overlap: bool
     shared_bytes: int = 0
     digest: str = source_digest()
@@ -87,21 +87,21 @@ class RingGemm:
     def shared_rows(self) -> int:
         """Shared memory in rows of one float32 per thread: the rings, and in their place at the end the accumulators, with the
         residual the squares of its octets of rows behind them."""
-        squares = 2 * self.block_strips * self.ring.step.tokens if self.end.residual else 0
+        squares = 2 * self.block_strips * self.ring.step.tokens if self.epilogue.residual else 0
         at_end = self.accumulators + -(-squares // self.threads)
         return max(-(-max(self.ring.bytes * self.warps, self.shared_bytes) // (4 * self.threads)), at_end)
 
     @property
     def outputs(self) -> int:
         """Sums of accumulators that each thread finishes: a gate and what it gates by the same."""
-        together = 1 if self.end.gate == "none" else 2
+        together = 1 if self.epilogue.gate == "none" else 2
         return together * -(-self.accumulators // (together * self.warps_k))
 
     @property
     def row_period(self) -> int:
         """Neighbouring accumulators of a thread, from the first that it finishes, that lie in the same rows for all threads: a
         strip's, two tokens of a row's, or 0."""
-        together = 1 if self.end.gate == "none" else 2
+        together = 1 if self.epilogue.gate == "none" else 2
         outputs, of_strip = self.outputs, self.ring.step.accumulators
         if outputs % of_strip == 0 or (of_strip % outputs == 0 and (together == 2 or outputs % 4 == 0)):
             return of_strip
@@ -114,7 +114,7 @@ class RingGemm:
         period = range(i // self.row_period * self.row_period, i + 1)
 
         def half(j: int) -> int:  # row g of a strip or row g + 8
-            return j % 2 if self.end.gate != "none" else j // 2 % 2
+            return j % 2 if self.epilogue.gate != "none" else j // 2 % 2
 
         return next(j for j in period if half(j) == half(i))
 
@@ -122,7 +122,7 @@ class RingGemm:
     def rows_early(self) -> bool:
         """Whether what belongs to rows is asked for before the main loop, through which it takes a register for each of a
         thread's rows: in a chain of short kernels, and where they are few. Otherwise when the sums are there, from the L2."""
-        in_chain = self.splits == 1 and (self.end.parts > 0 or self.end.residual)
+        in_chain = self.splits == 1 and (self.epilogue.norm_parts > 0 or self.epilogue.residual)
         return in_chain or len({self.first_of_row(i) for i in range(self.outputs)}) <= 8
 
     @property
@@ -305,7 +305,7 @@ def rows_of(w, strip, slice_k, lane, N, K, C: gl.constexpr):
     """Where a lane's pieces begin in both halves of its warp's first strip, bytes from strip to strip, and how many rows there
     are from there on. Where a product is gated the halves are of gate and of up, which follows all of gate."""
     row, k = lane >> 3, slice_k * STEP + (lane & 7) * 8
-    if C.end.gate == "none":
+    if C.epilogue.gate == "none":
         first = strip * 16 + row
         second = first + 8
         w_strip = 32 * K
@@ -386,11 +386,11 @@ def ring_gemm(
     at = Place(lane, warp, first_strip, first_token, gl.program_id(0) * C.block_strips * 16, M, N)
     for d in gl.static_range(DEPTH):
         copy_step(ring, source, C, d, True, not C.overlap)
-    if C.rows_early and C.end.channel_scale:
+    if C.rows_early and C.epilogue.channel_scale:
         channel_scale = rows_ahead(channel_scale, at, C)
-    if C.rows_early and C.end.bias:
+    if C.rows_early and C.epilogue.bias:
         bias = rows_ahead(bias, at, C)
-    if C.rows_early and C.end.residual:
+    if C.rows_early and C.epilogue.residual:
         gamma = rows_ahead(gamma, at, C)
     if not C.rows_early:
         prefetch_rows(channel_scale, bias, gamma, thread, at, C)
@@ -404,9 +404,9 @@ def ring_gemm(
             copy_step(ring, source, C, d, False, True)
     rms = ()
     old = ()
-    if C.end.parts > 0:
+    if C.epilogue.norm_parts > 0:
         rms = rms_factors(squares, at, inverse_width, eps, x_factor, C)
-    if C.end.residual and C.h_early:
+    if C.epilogue.residual and C.h_early:
         old = outputs_ahead(h, at, C)
 
     THREADS: gl.constexpr = C.threads
@@ -420,11 +420,11 @@ def ring_gemm(
         source = advance(source, C)
     read, acc = iteration(ring, source, read, acc, C, True)
     sums = sum_of_slices(shared, acc, lane, warp, C)
-    if not C.rows_early and C.end.channel_scale:
+    if not C.rows_early and C.epilogue.channel_scale:
         channel_scale = rows_ahead(channel_scale, at, C)
-    if not C.rows_early and C.end.bias:
+    if not C.rows_early and C.epilogue.bias:
         bias = rows_ahead(bias, at, C)
-    if not C.rows_early and C.end.residual:
+    if not C.rows_early and C.epilogue.residual:
         gamma = rows_ahead(gamma, at, C)
     applied = Applied(factor, channel_scale, rms, bias)
     residual = Residual(h, gamma, squares, x_factor, old)
@@ -436,13 +436,16 @@ def ring_gemm(
             finish(y, totals, applied, residual, at, C)
 
 
-class RingLaunch:
-    """What plans of the ring kernel have in common: its configuration, grid and workspace, and how it is launched."""
+class RingPlan:
+    """A small-M GEMM with its epilogue, for one shape: made once, called many times."""
 
-    def __init__(self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, end: End, arch: Arch) -> None:
+    def __init__(
+        self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, epilogue: Epilogue, arch: Arch
+    ) -> None:
         self.shape, self.tile, self.dtype = shape, tile, dtype
         overlap = arch.sm >= 90
-        self.config = _config(tile, form, half_type(dtype), shape.n, shape.k, end, overlap, shared_by(tile, arch))
+        self.config = _config(tile, form, half_type(dtype), shape.n, shape.k, epilogue, overlap, shared_by(tile, arch))
+        self.columns = shape.n if epilogue.gate == "none" else shape.n // 2
         self.grid = (-(-shape.strips // tile.block_strips), -(-shape.m // tile.tokens), tile.splits)
         self.launch = Launcher(ring_gemm, self.grid, self.config.warps, overlap=overlap)
         self.iterations = -(-shape.steps(STEP_K) // (self.config.slices * tile.rounds))
@@ -456,87 +459,36 @@ class RingLaunch:
         blocks = self.grid[0] * self.grid[1]
         return blocks * self.tile.splits * self.config.outputs * self.config.threads, blocks
 
-    def run(
-        self, y: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, room: tuple[Tensor, Tensor],
-        of_h: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
-        numbers: tuple[float | None, float | None, float | None] = (None, None, None),
-    ) -> None:  # fmt: skip
-        """`room` is the workspace; `of_h` h, gamma and squares, `numbers` x_factor, 1 / width and eps, as the end asks for."""
-        codes, scale, channel_scale = weight
-        some = next(t for t in (scale, channel_scale, codes) if t is not None)  # where there are no scales, nothing is read
-        tiles = 0 if self.config.ring.step.dense else codes.shape[1]
-        self.launch(
-            y, x, codes, some, channel_scale, bias, *room, *of_h, self.shape.m, self.shape.n, self.shape.k, x.stride(0),
-            self.shape.strips, tiles, 0 if scale is None else scale.stride(0), self.iterations, self.factor, *numbers,
-            self.config,
-        )  # fmt: skip
-
-
-class RingPlan(RingLaunch):
-    """All of a product that does not depend on the tensors' contents: made once for a shape, called many times."""
-
-    def __init__(self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, bias: bool, arch: Arch) -> None:
-        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias), arch)
-
-    def __call__(
-        self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
-        sums: Tensor, arrived: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
-        y = torch.empty((self.shape.m, self.shape.n), dtype=x.dtype, device=x.device)
-        self.run(y, x, (codes, scale, channel_scale), bias, (sums, arrived))
-        return y
-
-
-class NormPlan(RingLaunch):
-    """The same for a product of h * gamma * x_factor with the norm at its end, and a gate."""
-
-    def __init__(
-        self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, bias: bool, parts: int, gate: Gate,
-        arch: Arch,
-    ) -> None:  # fmt: skip
-        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias, parts, gate), arch)
-        self.columns = shape.n if gate == "none" else shape.n // 2
-
-    def __call__(
-        self, x: Tensor, weight: Weight, squares: Tensor, bias: Tensor | None, width: int, eps: float, x_factor: float,
-        sums: Tensor, arrived: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """y [M, N], or [M, N / 2] behind a gate, of x [M, K] and `squares` [parts, M] of rows of h of `width` elements."""
-        y = torch.empty((self.shape.m, self.columns), dtype=x.dtype, device=x.device)
-        self.run(y, x, weight, bias, (sums, arrived), (None, None, squares), (x_factor, 1.0 / width, eps))
-        return y
-
-
-class ResidualPlan(RingLaunch):
-    """The same for a product that is added to h, whose next norm starts at its end."""
-
-    def __init__(self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, bias: bool, arch: Arch) -> None:
-        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias, residual=True), arch)
-
     @property
-    def parts(self) -> int:
-        """Sums of squares that each token gets."""
+    def squares_parts(self) -> int:
+        """Partial sums of squares per token that a residual epilogue stores."""
         return self.grid[0]
 
     def __call__(
-        self, x: Tensor, weight: Weight, h: Tensor, gamma: Tensor, bias: Tensor | None, x_factor: float,
-        sums: Tensor, arrived: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """(h * gamma * x_factor [M, N], squares [parts, M]) after h += y, in place."""
-        following = torch.empty((self.shape.m, self.shape.n), dtype=x.dtype, device=x.device)
-        squares = torch.empty((self.parts, self.shape.m), dtype=torch.float32, device=x.device)
-        self.run(following, x, weight, bias, (sums, arrived), (h, gamma, squares), (x_factor, None, None))
-        return following, squares
+        self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
+        sums: Tensor, arrived: Tensor, squares: Tensor | None = None, h: Tensor | None = None, gamma: Tensor | None = None,
+        x_factor: float | None = None, inverse_width: float | None = None, eps: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Returns y [M, N], or [M, N / 2] behind a gate, of x [M, K], whose rows start at multiples of 16 bytes.
 
-
-Weight = tuple[Tensor, Tensor | None, Tensor | None]
-"""Codes, scales of groups and scales of channels, as pack/weight.py has them; or the rows of pack/dense.py alone."""
+        Codes and scales as pack/weight.py has them, or the rows of pack/dense.py alone; `sums` and `arrived` are the workspace;
+        all tensors on the current device. A norm reads `squares` float32 [norm_parts, M] of rows of h of 1 / `inverse_width`
+        elements. A residual adds y to h [M, N] in place, writes `squares` [squares_parts, M] and returns h * gamma * x_factor.
+        """
+        y = torch.empty((self.shape.m, self.columns), dtype=x.dtype, device=x.device)
+        some = next(t for t in (scale, channel_scale, codes) if t is not None)  # without scales nothing is read from it
+        tiles = 0 if self.config.ring.step.dense else codes.shape[1]
+        self.launch(
+            y, x, codes, some, channel_scale, bias, sums, arrived, h, gamma, squares, self.shape.m, self.shape.n, self.shape.k,
+            x.stride(0), self.shape.strips, tiles, 0 if scale is None else scale.stride(0), self.iterations, self.factor,
+            x_factor, inverse_width, eps, self.config,
+        )  # fmt: skip
+        return y
 
 
 @functools.lru_cache(maxsize=1024)
 def _config(
-    tile: RingTile, form: WeightForm, dtype: HalfType, n: int, k: int, end: End, overlap: bool, shared_bytes: int
+    tile: RingTile, form: WeightForm, dtype: HalfType, n: int, k: int, epilogue: Epilogue, overlap: bool, shared_bytes: int
 ) -> RingGemm:
     step = Step(form.format, dtype, tile.tokens, form.group, form.zero, form.scale_dtype)
     tail = k % (STEP_K * tile.warps_k * tile.splits * tile.rounds) != 0
@@ -544,4 +496,4 @@ def _config(
         ring: Ring = RowRing(step, tile.strips, tile.rounds, tail, tile.slots, n % 16 != 0)
     else:
         ring = Ring(step, tile.strips, tile.rounds, tail, tile.slots)
-    return RingGemm(ring, tile.warps_n, tile.warps_k, tile.splits, end, overlap, shared_bytes)
+    return RingGemm(ring, tile.warps_n, tile.warps_k, tile.splits, epilogue, overlap, shared_bytes)

@@ -8,7 +8,7 @@ Ahead   codes and scales of the first stages are asked for before the kernel bef
 Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps run free of one another
 Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
 Sum     in fp32, K in order; parts that several blocks have of a tile are added by one of them in order: same input, same bits
-End     y with scales and bias; for up to 64 tokens of a decode step also norm, gate and residual (parts/tile_end.py)
+Epilogue  scales and bias; for up to 64 tokens of a decode step also norm, gate, residual (parts/large_m_epilogue.py)
 Exact   every weight is decoded exactly and rounded once after scaling, as a dequantized model's would be
 Source  wgmma fragments: PTX ISA; the shape of the pipeline and what was measured: docs/log.md
 """
@@ -20,13 +20,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose.gemm import GemmShape, WgmmaTile, share_refusals
 from lowbit.kernels.parts.dequantize import Decode, decode
-from lowbit.kernels.parts.end import End, Gate
-from lowbit.kernels.parts.epilogue import Output
+from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.gluon import (
     Descriptor,
     Scalar,
@@ -47,10 +45,22 @@ from lowbit.kernels.parts.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from lowbit.kernels.parts.large_m_epilogue import (
+    SQUARES,
+    SUMS,
+    Applied,
+    Squares,
+    Stream,
+    await_h,
+    begin_end,
+    finish_end,
+    prefetch_rows,
+)
 from lowbit.kernels.parts.launch import TilePlan, descriptors, plane_descriptors
 from lowbit.kernels.parts.operand import finish, nothing_decoded, operand_a, read_words, registers_layout, words_layout
 from lowbit.kernels.parts.pipeline import advance, make_barriers, previous
 from lowbit.kernels.parts.producer import load
+from lowbit.kernels.parts.scaled_epilogue import Output
 from lowbit.kernels.parts.schedule import (
     SplitK,
     Tiles,
@@ -64,7 +74,6 @@ from lowbit.kernels.parts.schedule import (
 )
 from lowbit.kernels.parts.smem import UNIT, Regions, allocate, view, view_stages
 from lowbit.kernels.parts.tile import WarpgroupTile
-from lowbit.kernels.parts.tile_end import SQUARES, SUMS, Applied, Squares, Stream, await_h, begin_end, finish_end, prefetch_rows
 from lowbit.pack.weight import WeightForm
 
 STAGE_K = 64
@@ -88,7 +97,7 @@ class WgmmaGemm(WarpgroupTile, Squares):
     splits: int
     sections: int
     token_group: int
-    end: End
+    epilogue: Epilogue
     store_by_tma: bool
     digest: str = source_digest()
 
@@ -132,9 +141,9 @@ class WgmmaGemm(WarpgroupTile, Squares):
         (tokens, channels), squares = self.store_block, 4 * SUMS * self.tokens
         of_end = (
             ("y", 2 * tokens * channels if self.store_by_tma else 0),
-            ("h", 2 * tokens * channels if self.end.residual else 0),
-            ("squares", squares if self.end.parts or self.end.residual else 0),
-            ("h_there", UNIT if self.end.residual else 0),
+            ("h", 2 * tokens * channels if self.epilogue.residual else 0),
+            ("squares", squares if self.epilogue.norm_parts or self.epilogue.residual else 0),
+            ("h_there", UNIT if self.epilogue.residual else 0),
         )
         return Regions((("x", self.stages * self.tokens * 128), *w, *of_end, ("barriers", UNIT)))
 
@@ -162,7 +171,7 @@ class WgmmaGemm(WarpgroupTile, Squares):
     @property
     def store_block(self) -> list[int]:
         """[tokens, channels] of one store."""
-        return [self.tokens, self.rows if self.end.gate == "none" else self.rows // 2]
+        return [self.tokens, self.rows if self.epilogue.gate == "none" else self.rows // 2]
 
     @property
     def accumulator(self) -> gl.NVMMADistributedLayout:
@@ -351,7 +360,7 @@ def math(p, C: gl.constexpr):
     if C.decode.pair_words > 0:
         prefetch_scales(p, gl.program_id(0), thread, C)
     ahead = first_scales(p, gl.program_id(0), thread, C)
-    if not C.end.plain:
+    if not C.epilogue.plain:
         token_tile, row_tile, split = tile_at(gl.program_id(0), p.tiles, C)
         begin_end(p.stream, row_tile * C.rows, first_token_of(token_tile, p.tiles, C), p.out.M, C)
     words = read_words(p.w, stage, phase, gl.program_id(0) < tiles, C)
@@ -398,7 +407,7 @@ def wgmma_gemm(
     if PLANES > 2:
         prefetch_descriptor(w_desc_2, "wgmma_gemm")
     prefetch_descriptor(x_desc, "wgmma_gemm")
-    if C.end.residual:
+    if C.epilogue.residual:
         prefetch_descriptor(h_desc, "wgmma_gemm")
     if C.store_by_tma:
         prefetch_descriptor(y_desc, "wgmma_gemm")
@@ -413,9 +422,9 @@ def wgmma_gemm(
     h_tile = x
     h_there = x
     sums = x
-    if C.end.parts > 0 or C.end.residual:
+    if C.epilogue.norm_parts > 0 or C.epilogue.residual:
         sums = view(shared, C.regions, "squares", gl.float32, [SQUARES, C.tokens], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    if C.end.residual:
+    if C.epilogue.residual:
         h_tile = view(shared, C.regions, "h", h_desc.dtype, h_desc.block_type.shape, h_desc.layout)
         h_there = view(shared, C.regions, "h_there", gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(h_there, count=1)
@@ -434,117 +443,69 @@ def wgmma_gemm(
     gl.warp_specialize([(math, (products, C)), (load, (copies, gl.constexpr(load_weights), C))], [1], [24])
 
 
-class WgmmaLaunch(TilePlan):
-    """What plans of the wgmma kernel have in common: its configuration and descriptors, and how it is launched."""
+class WgmmaPlan(TilePlan):
+    """A large-M GEMM with its epilogue, for one shape: made once, called many times."""
 
     def __init__(
-        self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, end: End, sm_count: int
+        self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, epilogue: Epilogue, sm_count: int
     ) -> None:
-        # Rows of y that do not start at multiples of 16 bytes are beyond TMA.
-        by_tma = shape.n % 8 == 0 and (tile.splits <= 1 or end.residual or end.gate != "none")
-        config = _config(tile, form, half_type(dtype), end, by_tma)
-        # An iteration's first stage is waited for before those of the one before are given back.
+        # TMA cannot store rows of y that do not start at multiples of 16 bytes.
+        by_tma = shape.n % 8 == 0 and (tile.splits <= 1 or epilogue.residual or epilogue.gate != "none")
+        config = _config(tile, form, half_type(dtype), epilogue, by_tma)
+        # The math role waits for an iteration's first stage before it frees those of the iteration before.
         if config.stages < (least := 2 * config.iteration_stages):
             raise ValueError(f"{tile}: the kernel waits for itself with less than {least} stages")
         if refused := share_refusals(tile, shape, sm_count):
             raise ValueError(f"{tile}: {'; '.join(refused)}")
-        columns = shape.n if end.gate == "none" else shape.n // 2
+        columns = shape.n if epilogue.gate == "none" else shape.n // 2
         super().__init__(wgmma_gemm, shape, tile, config, sm_count, columns)
-        if (end.parts or end.residual) and self.tiles[0] > 1:
+        if (epilogue.norm_parts or epilogue.residual) and self.tiles[0] > 1:
             raise ValueError(f"a norm or residual needs all {shape.m} tokens in one tile, {tile} has {tile.tokens}")
         self.iterations = shape.steps(2 * STAGE_K)
         self.last_group = (shape.k - 1) // max(form.group, 1)
         self.factor = config.decode.epilogue_factor
         blocks = [(config.warps, 32 * config.decode.plane_words(p)) for p in range(config.decode.planes)]
         self.weight_descriptors = plane_descriptors(shape.strips, shape.steps(64) * 32 * shape.bits, blocks)
+        if epilogue.h_type is not None:
+            if shape.n % 8 or not 0 < self.tiles[1] * tile.splits <= sm_count:
+                raise ValueError(
+                    f"a residual needs N to be a multiple of 8 and each block has one tile, not {tile} for {shape}"
+                )
+            stored = gl.NVMMASharedLayout.get_default_for(config.store_block, config.y)
+            h_type = torch.float16 if epilogue.h_type == "fp16" else torch.bfloat16
+            self.h_descriptor = descriptors(h_type, (shape.m, shape.n), config.store_block, stored)
 
-    def run(
-        self, y: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, room: tuple[Tensor, Tensor],
-        h: TensorDescriptor | None = None, gamma: Tensor | None = None, squares: Tensor | None = None,
-        numbers: tuple[float | None, float | None, float | None] = (None, None, None),
-    ) -> None:  # fmt: skip
-        """`room` is the workspace; `numbers` are x_factor, 1 / width and eps, as the end asks for."""
-        codes, scale, channel_scale = weight
-        self.launch(
-            *self.weight_descriptors(codes.data_ptr()), self.x_descriptor(x.data_ptr(), x.stride(0)),
-            self.y_descriptor(y.data_ptr()), h, y, codes if scale is None else scale.view(torch.int32), channel_scale, bias,
-            *room, gamma, squares, self.shape.m, self.shape.n, *self.tiles, self.iterations,
-            0 if scale is None else scale.stride(0) // 2, self.last_group, codes.shape[0], self.factor, *numbers, self.config,
-        )  # fmt: skip
-
-
-class WgmmaPlan(WgmmaLaunch):
-    """The plan of a product, gated or not."""
-
-    def __init__(
-        self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, sm_count: int,
-        gate: Gate = "none",
-    ) -> None:  # fmt: skip
-        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias, gate=gate), sm_count)
+    @property
+    def squares_parts(self) -> int:
+        """Partial sums of squares per token that a residual epilogue stores."""
+        return self.tiles[1]
 
     def __call__(
         self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
-        sums: Tensor, arrived: Tensor,
+        sums: Tensor, arrived: Tensor, squares: Tensor | None = None, h: Tensor | None = None, gamma: Tensor | None = None,
+        x_factor: float | None = None, inverse_width: float | None = None, eps: float | None = None,
     ) -> Tensor:  # fmt: skip
-        """y [M, N], or [M, N / 2] behind a gate, of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the
-        current device."""
+        """Returns y [M, N], or [M, N / 2] behind a gate, of x [M, K], whose rows start at multiples of 16 bytes.
+
+        Codes and scales as pack/weight.py has them; `sums` and `arrived` are the workspace; all tensors on the current device.
+        A norm reads `squares` float32 [norm_parts, M] of rows of h of 1 / `inverse_width` elements. A residual adds y to
+        h [M, N] in place, writes `squares` [squares_parts, M] and returns h * gamma * x_factor.
+        """
         y = torch.empty((self.shape.m, self.columns), dtype=x.dtype, device=x.device)
-        self.run(y, x, (codes, scale, channel_scale), bias, (sums, arrived))
+        self.launch(
+            *self.weight_descriptors(codes.data_ptr()), self.x_descriptor(x.data_ptr(), x.stride(0)),
+            self.y_descriptor(y.data_ptr()), None if h is None else self.h_descriptor(h.data_ptr()), y,
+            codes if scale is None else scale.view(torch.int32), channel_scale, bias, sums, arrived, gamma, squares,
+            self.shape.m, self.shape.n, *self.tiles, self.iterations, 0 if scale is None else scale.stride(0) // 2,
+            self.last_group, codes.shape[0], self.factor, x_factor, inverse_width, eps, self.config,
+        )  # fmt: skip
         return y
-
-
-class WgmmaNormPlan(WgmmaLaunch):
-    """The same for a product of h * gamma * x_factor with the norm at its end, and a gate."""
-
-    def __init__(
-        self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, parts: int, gate: Gate,
-        sm_count: int,
-    ) -> None:  # fmt: skip
-        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias, parts, gate), sm_count)
-
-    def __call__(
-        self, x: Tensor, weight: Weight, squares: Tensor, bias: Tensor | None, width: int, eps: float, x_factor: float,
-        sums: Tensor, arrived: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """y [M, N], or [M, N / 2] behind a gate, of x [M, K] and `squares` [parts, M] of rows of h of `width` elements."""
-        y = torch.empty((self.shape.m, self.columns), dtype=x.dtype, device=x.device)
-        self.run(y, x, weight, bias, (sums, arrived), squares=squares, numbers=(x_factor, 1.0 / width, eps))
-        return y
-
-
-class WgmmaResidualPlan(WgmmaLaunch):
-    """The same for a product that is added to h of type `h_type`, whose next norm starts at its end."""
-
-    def __init__(
-        self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, h_type: torch.dtype,
-        sm_count: int,
-    ) -> None:  # fmt: skip
-        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias, residual=True), sm_count)
-        if shape.n % 8 or not 0 < self.tiles[1] * tile.splits <= sm_count:
-            raise ValueError(f"h is added where N is a multiple of 8 and each block has one tile, not by {tile} for {shape}")
-        stored = gl.NVMMASharedLayout.get_default_for(self.config.store_block, self.config.y)
-        self.h_descriptor = descriptors(h_type, (shape.m, shape.n), self.config.store_block, stored)
-
-    def __call__(
-        self, x: Tensor, weight: Weight, h: Tensor, gamma: Tensor, bias: Tensor | None, x_factor: float,
-        sums: Tensor, arrived: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """(h * gamma * x_factor [M, N], squares [parts, M]) after h += y, in place."""
-        following = torch.empty((self.shape.m, self.shape.n), dtype=x.dtype, device=x.device)
-        squares = torch.empty((self.tiles[1], self.shape.m), dtype=torch.float32, device=x.device)
-        h_desc = self.h_descriptor(h.data_ptr())
-        self.run(following, x, weight, bias, (sums, arrived), h_desc, gamma, squares, (x_factor, None, None))
-        return following, squares
-
-
-Weight = tuple[Tensor, Tensor | None, Tensor | None]
-"""Codes, scales of groups and scales of channels, as pack/weight.py has them."""
 
 
 @functools.lru_cache(maxsize=1024)
-def _config(tile: WgmmaTile, form: WeightForm, dtype: HalfType, end: End, store_by_tma: bool) -> WgmmaGemm:
+def _config(tile: WgmmaTile, form: WeightForm, dtype: HalfType, epilogue: Epilogue, store_by_tma: bool) -> WgmmaGemm:
     decode = Decode(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
-    token_group = 0 if end.parts or end.residual else tile.token_group
+    token_group = 0 if epilogue.norm_parts or epilogue.residual else tile.token_group
     return WgmmaGemm(
-        decode, tile.tokens, tile.warpgroups, tile.stages, tile.splits, tile.sections, token_group, end, store_by_tma
+        decode, tile.tokens, tile.warpgroups, tile.stages, tile.splits, tile.sections, token_group, epilogue, store_by_tma
     )

@@ -10,7 +10,7 @@ Sum     int8 in s32, exact. fp8 in the tensor core, whose sums of fp8 products k
         go to a sum in fp32. With splits > 1 the block that comes last adds the splits in order, or both blocks of a pair swap
         halves of the tile (parts/pair.py): same input, same bits
 Scales  per token and per channel at the end, in fp32, then bias and function; blocks of 128 x 128 on the sum of each 128 k. One
-        rounding, or codes of y (parts/epilogue.py)
+        rounding, or codes of y (parts/scaled_epilogue.py)
 Source  wgmma: PTX ISA; what was measured: docs/log.md
 """
 
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from lowbit.formats import Scheme
 from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile
-from lowbit.kernels.parts.epilogue import CODE_TYPES, TYPES, Applied, Output, XScale, complete, of_tokens, prefetch
 from lowbit.kernels.parts.gluon import (
     Descriptor,
     Scalar,
@@ -45,6 +44,7 @@ from lowbit.kernels.parts.pair import say_ready
 from lowbit.kernels.parts.pipeline import advance, make_barriers, previous, release, wait_full
 from lowbit.kernels.parts.producer import load
 from lowbit.kernels.parts.promote import add_here
+from lowbit.kernels.parts.scaled_epilogue import CODE_TYPES, TYPES, Applied, Output, XScale, complete, of_tokens, prefetch
 from lowbit.kernels.parts.schedule import SplitK, Tiles, count, first_token_of, iterations_of, tile_at
 from lowbit.kernels.parts.smem import allocate, view, view_stages
 from lowbit.kernels.parts.tile import OPERAND_LAYOUT, STAGE_K, TILE_K, ByteTile

@@ -23,7 +23,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lowbit.formats import Scheme
 from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile
 from lowbit.kernels.parts.byte_dequantize import TILES, ByteDecode, decode
-from lowbit.kernels.parts.epilogue import CODE_TYPES, Applied, Output, XScale, complete, prefetch
 from lowbit.kernels.parts.gluon import (
     Descriptor,
     Tuple,
@@ -46,6 +45,7 @@ from lowbit.kernels.parts.pair import say_ready
 from lowbit.kernels.parts.pipeline import advance, make_barriers, previous
 from lowbit.kernels.parts.producer import load
 from lowbit.kernels.parts.promote import add_here, add_scaled_here
+from lowbit.kernels.parts.scaled_epilogue import CODE_TYPES, Applied, Output, XScale, complete, prefetch
 from lowbit.kernels.parts.schedule import SplitK, Tiles, count, first_token_of, iterations_of, tile_at
 from lowbit.kernels.parts.smem import allocate, view, view_stages
 from lowbit.kernels.parts.tile import STAGE_K, ByteTile

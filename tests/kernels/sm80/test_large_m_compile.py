@@ -16,6 +16,7 @@ from tests.kernels.sass import TRITON, batches, compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
+from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.sm80.large_m_gemm import MmaPlan
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -34,7 +35,7 @@ def compiled(
     assert isinstance(tile, MmaTile)
     subnormal = group > 0 and zero == "none" and isinstance(number, IntFormat) and number.bits < 8
     form = WeightForm(fmt, group, zero, scale_dtype, subnormal, subnormal, interleaved)
-    plan = MmaPlan(shape, tile, form, HALVES[dtype], bias)
+    plan = MmaPlan(shape, tile, form, HALVES[dtype], Epilogue(form.channel_scale, bias))
     x, codes, scale, channel, *rest = mixed_call(shape, HALVES[dtype], group, HALVES[scale_dtype])
     call = x, codes, scale, channel.to(torch.bfloat16) if subnormal else channel, *rest
     return tile, compile_plan(plan, call, sm)

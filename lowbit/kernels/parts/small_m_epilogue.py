@@ -1,4 +1,4 @@
-"""The end of a product of the ring kernel: its slices of K come together, then what parts/end.py says, thread by thread.
+"""The end of a product of the ring kernel: its slices of K come together, then what parts/epilogue.py says, thread by thread.
 
 Every warp adds up the squares that a norm needs by itself; a gate and what it gates are sums of one thread. What the end needs
 from memory is asked for before the main loop, or brought to the L2 then and read when the sums are there.
@@ -6,7 +6,7 @@ from memory is asked for before the main loop, or brought to the L2 then and rea
 
 from __future__ import annotations
 
-from lowbit.kernels.parts.end import activated
+from lowbit.kernels.parts.epilogue import activated
 from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, asm, barrier, gl, gluon, ptx, run
 
 ADD_GROUPS = gl.constexpr(
@@ -76,7 +76,7 @@ def element_of(i: gl.constexpr, warp, C: gl.constexpr):
     Sums of a thread are neighbours where they then lie in few rows, with few scales and biases (`RingGemm.first_of_row`);
     otherwise those of neighbouring warps are."""
     PAIRS: gl.constexpr = C.ring.step.accumulators // 2
-    TOGETHER: gl.constexpr = 1 if C.end.gate == "none" else 2
+    TOGETHER: gl.constexpr = 1 if C.epilogue.gate == "none" else 2
     if C.row_period > 0:
         index = warp // C.warps_n * (C.outputs // TOGETHER) + i // TOGETHER
     else:
@@ -153,7 +153,7 @@ def across_groups(value, C: gl.constexpr):
 def rms_factors(squares, at, inverse_width, eps, x_factor, C: gl.constexpr):
     """1 / (rms * x_factor) of tokens 2t and 2t + 1 of each 8 tokens, t being the lane's place in its group."""
     EIGHTS: gl.constexpr = C.ring.step.eights
-    TURNS: gl.constexpr = (C.end.parts + 7) // 8
+    TURNS: gl.constexpr = (C.epilogue.norm_parts + 7) // 8
     factors = ()
     inverse = 1.0 / x_factor
     for i in gl.static_range(2 * EIGHTS):
@@ -161,7 +161,7 @@ def rms_factors(squares, at, inverse_width, eps, x_factor, C: gl.constexpr):
         total = (at.lane * 0).to(gl.float32)
         for turn in gl.static_range(TURNS):
             part = turn * 8 + (at.lane >> 2)
-            exists = (part < C.end.parts) & (token < at.M)
+            exists = (part < C.epilogue.norm_parts) & (token < at.M)
             total += gl.load(squares + part * at.M + token, mask=exists, other=0.0)
         factors = factors + (gl.rsqrt(across_groups(total, C) * inverse_width + eps) * inverse,)
     return factors
@@ -181,7 +181,7 @@ def rms_of(factors, element, C: gl.constexpr):
 @gluon.jit
 def channel_of(row, at, C: gl.constexpr):
     """The channel that a row of a strip is: itself, but where strips take gates and what they gate from two places."""
-    if C.ring.step.dense and C.end.gate != "none":
+    if C.ring.step.dense and C.epilogue.gate != "none":
         return row // 16 * 8 + row % 8 + row // 8 % 2 * (at.N // 2)
     else:
         return row
@@ -191,11 +191,11 @@ def channel_of(row, at, C: gl.constexpr):
 def applied_to(total, applied, i: gl.constexpr, element, C: gl.constexpr):
     """A thread's i-th sum with all that is applied to it."""
     total *= applied.factor
-    if C.end.channel_scale:
+    if C.epilogue.channel_scale:
         total *= applied.channel_scale[i]
-    if C.end.parts > 0:
+    if C.epilogue.norm_parts > 0:
         total *= rms_of(applied.rms, element, C)
-    if C.end.bias:
+    if C.epilogue.bias:
         total += applied.bias[i].to(gl.float32)
     return total
 
@@ -250,11 +250,11 @@ def rows_ahead(channels, at, C: gl.constexpr):
 def prefetch_rows(channel_scale, bias, gamma, thread, at, C: gl.constexpr):
     """What belongs to the rows of a block to the L2: it would come from memory at the end, which nothing hides."""
     row = channel_of(gl.minimum(at.first_strip * 16 + thread, at.N - 1), at, C)
-    if C.end.channel_scale:
+    if C.epilogue.channel_scale:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [channel_scale + row])
-    if C.end.bias:
+    if C.epilogue.bias:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [bias + row])
-    if C.end.residual:
+    if C.epilogue.residual:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [gamma + row])
 
 
@@ -310,10 +310,10 @@ def add_to_residual(x, sums, applied, residual, at, C: gl.constexpr):
 
 @gluon.jit
 def finish(y, sums, applied, residual, at, C: gl.constexpr):
-    """What C.end says of the sums."""
-    if C.end.residual:
+    """What C.epilogue says of the sums."""
+    if C.epilogue.residual:
         add_to_residual(y, sums, applied, residual, at, C)
-    elif C.end.gate != "none":
+    elif C.epilogue.gate != "none":
         store_gated(y, sums, applied, at, C)
     else:
         store(y, sums, applied, at, C)

@@ -1,17 +1,16 @@
-"""The end of a product of the wgmma kernel: scales and bias, then what parts/end.py says, on the sums of a whole tile.
+"""The end of a product of the wgmma kernel: scales and bias, then what parts/epilogue.py says, on the sums of a whole tile.
 
 Squares that a norm needs are added up in two turns: by all threads before the main loop, 16 sums for each token, which meet in
 shared memory at the end. h comes by TMA while the product is made and leaves the same way, as x of the next norm does.
 
-The functions take the configuration C of a kernel, which has `end` (parts/end.py), `rows`, `tokens`, `warps`, `threads`,
+The functions take the configuration C of a kernel, which has `end` (parts/epilogue.py), `rows`, `tokens`, `warps`, `threads`,
 `threads_layout`, `accumulator`, `store_by_tma` and the layouts of `Squares`. A block has one tile of tokens, and where h is
 added, one tile.
 """
 
 from __future__ import annotations
 
-from lowbit.kernels.parts.end import activated
-from lowbit.kernels.parts.epilogue import put
+from lowbit.kernels.parts.epilogue import activated
 from lowbit.kernels.parts.gluon import (
     Descriptor,
     Scalar,
@@ -26,6 +25,7 @@ from lowbit.kernels.parts.gluon import (
     tma_store,
 )
 from lowbit.kernels.parts.prologue import await_previous
+from lowbit.kernels.parts.scaled_epilogue import put
 from lowbit.kernels.parts.tile import Warpgroups
 
 SUMS = 16
@@ -90,21 +90,21 @@ def prefetch_rows(applied, stream, first_row, N, C: gl.constexpr):
     """What belongs to the rows of a tile to the L2, while it multiplies: it would come from memory at its end."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     row = gl.minimum(first_row + thread * 8 % C.rows, N - 1)  # memory comes in 32 bytes and more
-    if C.end.channel_scale:
+    if C.epilogue.channel_scale:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [applied.channel_scale + row])
-    if C.end.bias:
+    if C.epilogue.bias:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [applied.bias + row])
-    if C.end.residual:
+    if C.epilogue.residual:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [stream.gamma + row])
 
 
 @gluon.jit
 def begin_end(stream, first_row, first_token, M, C: gl.constexpr):
     """What the end needs of kernels before this one, asked for before the main loop."""
-    if C.end.parts > 0:
+    if C.epilogue.norm_parts > 0:
         await_previous()
         add_squares(stream, first_token, M, C)
-    if C.end.residual:
+    if C.epilogue.residual:
         await_previous()
         mbarrier.expect(stream.h_there, 2 * C.rows * C.tokens)
         tma_load(stream.h, [first_token, first_row], stream.h_there, stream.h_tile)
@@ -113,7 +113,7 @@ def begin_end(stream, first_row, first_token, M, C: gl.constexpr):
 @gluon.jit
 def await_h(stream, C: gl.constexpr):
     """Until h is there. Every block waits, also one whose split another one finishes: a copy must not outlive its block."""
-    if C.end.residual:
+    if C.epilogue.residual:
         mbarrier.wait(stream.h_there, 0)
 
 
@@ -122,12 +122,12 @@ def add_squares(stream, first_token, M, C: gl.constexpr):
     """Part i of a token goes to sum i % SUMS. They are read behind a barrier, of which the main loop has some."""
     TOKENS: gl.constexpr = C.tokens
     LAYOUT: gl.constexpr = C.of_parts
-    TURNS: gl.constexpr = (C.end.parts + SQUARES - 1) // SQUARES
+    TURNS: gl.constexpr = (C.epilogue.norm_parts + SQUARES - 1) // SQUARES
     part = gl.arange(0, SQUARES, gl.SliceLayout(1, LAYOUT))[:, None]
     token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))[None, :]
     total = gl.zeros((SQUARES, TOKENS), gl.float32, LAYOUT)
     for turn in gl.static_range(TURNS):
-        exists = (part + turn * SQUARES < C.end.parts) & (token < M)
+        exists = (part + turn * SQUARES < C.epilogue.norm_parts) & (token < M)
         total += gl.load(stream.squares + (part + turn * SQUARES) * M + token, mask=exists, other=0.0)
     stream.sums.store(total)
 
@@ -180,21 +180,20 @@ def add_to_residual(out, sums, stream, row_tile, first_row, first_token, C: gl.c
 
 @gluon.jit
 def finish_end(out, sums, applied, stream, row_tile, first_row, first_token, C: gl.constexpr):
-    """Scales, norm and bias, then what C.end says of the sums; one rounding, and y to memory: transposed through shared memory
-    by TMA, or element by element."""
+    """Applies C.epilogue to a tile of sums, rounds once and stores y: through shared memory by TMA, or element by element."""
     rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
-    if C.end.channel_scale:
+    if C.epilogue.channel_scale:
         scale = gl.load(applied.channel_scale + rows, mask=rows < out.N, other=0.0).to(gl.float32)
         sums = sums * (scale * applied.factor)[:, None]  # the factor is a power of two
     else:
         sums = sums * applied.factor
-    if C.end.parts > 0:
+    if C.epilogue.norm_parts > 0:
         sums = sums * rms_factors(stream, C)[None, :]
-    if C.end.bias:
+    if C.epilogue.bias:
         sums = sums + gl.load(applied.bias + rows, mask=rows < out.N, other=0.0).to(gl.float32)[:, None]
-    if C.end.residual:
+    if C.epilogue.residual:
         add_to_residual(out, sums, stream, row_tile, first_row, first_token, C)
-    elif C.end.gate != "none":
+    elif C.epilogue.gate != "none":
         put(out, gated(sums, C).to(C.y), first_token, first_row // 2, False)
     elif C.store_by_tma:
         put(out, sums.to(C.y), first_token, first_row, False)
