@@ -15,7 +15,7 @@ TILES = 2
 
 
 @dataclass(frozen=True)
-class ByteDecode:
+class ByteDequantizer:
     """Codes of `format` to s8 or e4m3."""
 
     format: str
@@ -69,7 +69,7 @@ class ByteDecode:
 
 
 @gluon.jit
-def decode(words, C: gl.constexpr):
+def dequantize(words, C: gl.constexpr):
     """The weights of 128 k: the registers of operand A."""
-    D: gl.constexpr = C.decode
+    D: gl.constexpr = C.dequantizer
     return gl.inline_asm_elementwise(D.asm, D.constraints, words, dtype=D.types, is_pure=True, pack=1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lowbit.formats.conv import ACTIVATIONS
 from lowbit.kernels.choose.conv import UNIT
 from lowbit.kernels.parts.gluon import gl, source_digest
-from lowbit.kernels.parts.operand import hold
+from lowbit.kernels.parts.operand import register_fence
 from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.requantize import Requantize
 from lowbit.kernels.parts.tile import Warpgroups
@@ -113,9 +113,9 @@ class WgmmaConv(Warpgroups):
         return Requantize(self.y, self.residual, self.relu)
 
     @property
-    def hold(self) -> str:
+    def register_fence(self) -> str:
         """Keeps the registers of a stage."""
-        return hold(2 * self.ring.registers)
+        return register_fence(2 * self.ring.registers)
 
     @property
     def decoded(self) -> tuple[gl.dtype, ...]:

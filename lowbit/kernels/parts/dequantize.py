@@ -26,7 +26,7 @@ INSTRUCTION = 4
 
 
 @dataclass(frozen=True)
-class Decode:
+class Dequantizer:
     """Codes of `format` to fp16 or bf16, with scales per group of k (`group` 16, 32, 64, 128) or without (0).
 
     `zero` is "none", "integer" (w = (code - zero) * scale) or "float" (w = code * scale + zero). Every weight is rounded once.
@@ -112,83 +112,83 @@ class Decode:
         words = [f"${REGISTERS + i}" for i in range(self.bits)]
         scales = [f"${REGISTERS + self.bits + i}" for i in range(self.scale_words)]
         lines = [f".reg .b32 a<{REGISTERS}>, t;", *self._convert(words)]
-        ready, per_group = [f"f{i}" for i in range(self.ready)], REGISTERS // max(self.groups, 1)
+        prepared, per_group = [f"f{i}" for i in range(self.prepared)], REGISTERS // max(self.groups, 1)
         for group in range(self.groups):
-            lines.append(f"{{ .reg .b32 {', '.join(ready)};")
-            lines += self._prepare(scales[group * self.group_words :][: self.group_words], ready)
-            lines += [*self._scale(range(group * per_group, (group + 1) * per_group), ready), "}"]
+            lines.append(f"{{ .reg .b32 {', '.join(prepared)};")
+            lines += self._prepare(scales[group * self.group_words :][: self.group_words], prepared)
+            lines += [*self._scale(range(group * per_group, (group + 1) * per_group), prepared), "}"]
         lines += [f"mov.b32 ${i}, a{i};" for i in range(REGISTERS)]
         return "{\n" + "\n".join(lines) + "\n}"
 
     # ---- the same in turns, for kernels whose products take operand A a part at a time
 
     @property
-    def turns(self) -> int:
+    def blocks(self) -> int:
         """Turns in which a tile is decoded: each a whole number of matrix instructions along K whose codes share no word with
         others."""
         return min(REGISTERS // self.conversion.fields.registers, REGISTERS // INSTRUCTION)
 
     @property
-    def turn_registers(self) -> int:
-        return REGISTERS // self.turns
+    def block_registers(self) -> int:
+        return REGISTERS // self.blocks
 
     @property
-    def turn_words(self) -> int:
+    def block_words(self) -> int:
         """Words of codes of a turn: they lie one behind the other."""
-        return self.bits // self.turns
+        return self.bits // self.blocks
 
-    def turn_groups(self, turn: int) -> range:
+    def block_groups(self, block: int) -> range:
         """Groups of a tile whose scales a turn needs."""
         per_group = REGISTERS // max(self.groups, 1)
-        first, last = turn * self.turn_registers // per_group, ((turn + 1) * self.turn_registers - 1) // per_group
+        first, last = block * self.block_registers // per_group, ((block + 1) * self.block_registers - 1) // per_group
         return range(first, last + 1) if self.groups else range(0)
 
-    def first_group(self, turn: int) -> int:
-        """The first of `turn_groups`."""
-        return self.turn_groups(turn).start
+    def first_group(self, block: int) -> int:
+        """The first of `block_groups`."""
+        return self.block_groups(block).start
 
-    def end_group(self, turn: int) -> int:
+    def end_group(self, block: int) -> int:
         """The one after their last."""
-        return self.turn_groups(turn).stop
+        return self.block_groups(block).stop
 
     @property
-    def ready(self) -> int:
+    def prepared(self) -> int:
         """Registers that a group's scales and zeros take, as the decoding of its codes wants them; 0 without groups."""
-        return len(self._ready) if self.group else 0
+        return len(self._prepared) if self.group else 0
 
     @property
-    def ready_types(self) -> tuple[gl.dtype, ...]:
-        return (gl.int32,) * self.ready
+    def prepared_types(self) -> tuple[gl.dtype, ...]:
+        return (gl.int32,) * self.prepared
 
     @property
-    def ready_constraints(self) -> str:
-        return ",".join(["=&r"] * self.ready + ["r"] * self.group_words)
+    def prepare_constraints(self) -> str:
+        return ",".join(["=&r"] * self.prepared + ["r"] * self.group_words)
 
     @property
-    def ready_asm(self) -> str:
-        """Outputs: what `turn_asm` takes of a group. Inputs: its words of scales and zeros."""
-        ready = [f"${i}" for i in range(self.ready)]
-        words = [f"${self.ready + i}" for i in range(self.group_words)]
-        return "{\n.reg .b32 t;\n" + "\n".join(self._prepare(words, ready)) + "\n}"
+    def prepare_asm(self) -> str:
+        """Outputs: what `block_asm` takes of a group. Inputs: its words of scales and zeros."""
+        prepared = [f"${i}" for i in range(self.prepared)]
+        words = [f"${self.prepared + i}" for i in range(self.group_words)]
+        return "{\n.reg .b32 t;\n" + "\n".join(self._prepare(words, prepared)) + "\n}"
 
     @property
-    def turn_types(self) -> tuple[gl.dtype, ...]:
-        return (gl.int32,) * self.turn_registers
+    def block_types(self) -> tuple[gl.dtype, ...]:
+        return (gl.int32,) * self.block_registers
 
-    def turn_constraints(self, turn: int) -> str:
-        """Of the operands of `turn_asm`."""
-        inputs = self.turn_words + self.ready * len(self.turn_groups(turn))
-        return ",".join(["=&r"] * self.turn_registers + ["r"] * inputs)
+    def block_constraints(self, block: int) -> str:
+        """Of the operands of `block_asm`."""
+        inputs = self.block_words + self.prepared * len(self.block_groups(block))
+        return ",".join(["=&r"] * self.block_registers + ["r"] * inputs)
 
-    def turn_asm(self, turn: int) -> str:
-        """Outputs: the registers of a turn. Inputs: its words, then for each of its groups what `ready_asm` made of it."""
-        count, groups = self.turn_registers, self.turn_groups(turn)
-        words = [f"${count + i}" for i in range(self.turn_words)]
+    def block_asm(self, block: int) -> str:
+        """Outputs: the registers of a turn. Inputs: its words, then for each of its groups what `prepare_asm` made of it."""
+        count, groups = self.block_registers, self.block_groups(block)
+        words = [f"${count + i}" for i in range(self.block_words)]
         lines = [f".reg .b32 a<{count}>, t;", *self._convert(words)]
         for i in range(len(groups)):
-            ready = [f"${count + self.turn_words + i * self.ready + j}" for j in range(self.ready)]
+            prepared = [f"${count + self.block_words + i * self.prepared + j}" for j in range(self.prepared)]
             share = count // len(groups)
-            lines += self._scale(range(i * share, (i + 1) * share), ready)
+            lines += self._scale(range(i * share, (i + 1) * share), prepared)
         lines += [f"mov.b32 ${i}, a{i};" for i in range(count)]
         return "{\n" + "\n".join(lines) + "\n}"
 
@@ -236,7 +236,7 @@ class Decode:
         return self.dtype == "bf16" and self.scale_dtype == "fp16" and not self._in_two_parts
 
     @property
-    def _ready(self) -> tuple[str, ...]:
+    def _prepared(self) -> tuple[str, ...]:
         """What a group's scales become, for row g and row g + 8 of each."""
         if self.masked:
             ups = sorted({(self._subnormal_codes.up[self.output_of(i)], i % 2) for i in range(REGISTERS)})
@@ -245,9 +245,9 @@ class Decode:
         kinds = ("high", "low", *zero) if self._in_two_parts else ("scale", *zero)
         return tuple(f"{kind}_{row}" for kind in kinds for row in (0, 1))
 
-    def _prepare(self, words: list[str], ready: list[str]) -> list[str]:
-        """Words of scales and zeros of a group to the registers `ready`, which are called as `_ready` says."""
-        name = dict(zip(self._ready, ready, strict=True))
+    def _prepare(self, words: list[str], prepared: list[str]) -> list[str]:
+        """Words of scales and zeros of a group to the registers `prepared`, which are called as `_prepared` says."""
+        name = dict(zip(self._prepared, prepared, strict=True))
         if self.masked:
             return self._prepare_subnormal(words[0], name)
         factors = {"scale": self.conversion.scale_factor}
@@ -260,7 +260,7 @@ class Decode:
             return [line for lines in widened for line in lines]
         lines = [line for word, what in zip(words, factors, strict=True) for line in _both(word, name, what)]
         if self.scale_dtype != self.dtype:  # bf16 scales, fp16 weights: exact within the range of fp16
-            lines += [_bf16_to_fp16(register) for register in ready]
+            lines += [_bf16_to_fp16(register) for register in prepared]
         for kind, by in factors.items():
             if by != 1:
                 lines.append(f"mov.b32 t, 0x{half_pair(by, self.dtype):08x};")
@@ -294,9 +294,9 @@ class Decode:
                 lines += [*_half_times(f"h{row}", factors["zero"]), f"cvt.rn.bf16x2.f32 {name[f'zero_{row}']}, f, f;"]
         return [*lines, "}"]
 
-    def _scale(self, registers: range, ready: list[str]) -> list[str]:
+    def _scale(self, registers: range, prepared: list[str]) -> list[str]:
         """Scales and zeros applied to some registers; register i belongs to row g for even i, g + 8 for odd i."""
-        name = dict(zip(self._ready, ready, strict=True))
+        name = dict(zip(self._prepared, prepared, strict=True))
         if self._in_float32:
             return self._scale_in_float32(registers, name)
         lines = []
@@ -353,9 +353,9 @@ class Decode:
 
 
 @gluon.jit
-def decode(words, scales, odd: gl.constexpr, C: gl.constexpr):
+def dequantize(words, scales, odd: gl.constexpr, C: gl.constexpr):
     """The weights of the even or odd tile of 128 k: the registers of operand A."""
-    D: gl.constexpr = C.decode
+    D: gl.constexpr = C.dequantizer
     first: gl.constexpr = D.pair_words - D.scale_words if odd else 0  # with groups of 128 both have the same scale
     own = scales[first : first + D.scale_words]
     return gl.inline_asm_elementwise(D.asm, D.constraints, words + own, dtype=D.types, is_pure=True, pack=1)

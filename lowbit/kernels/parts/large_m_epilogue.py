@@ -4,7 +4,7 @@ Squares that a norm needs are added up in two turns: by all threads before the m
 shared memory at the end. h comes by TMA while the product is made and leaves the same way, as x of the next norm does.
 
 The functions take the configuration C of a kernel, which has `end` (parts/epilogue.py), `rows`, `tokens`, `warps`, `threads`,
-`threads_layout`, `accumulator`, `store_by_tma` and the layouts of `Squares`. A block has one tile of tokens, and where h is
+`threads_layout`, `accumulator`, `store_by_tma` and the layouts of `SquaresLayouts`. A block has one tile of tokens, and where h is
 added, one tile.
 """
 
@@ -24,7 +24,7 @@ from lowbit.kernels.parts.gluon import (
     tma_load,
     tma_store,
 )
-from lowbit.kernels.parts.prologue import await_previous
+from lowbit.kernels.parts.prologue import wait_for_previous_kernel
 from lowbit.kernels.parts.scaled_epilogue import put
 from lowbit.kernels.parts.tile import Warpgroups
 
@@ -34,7 +34,7 @@ SUMS = 16
 SQUARES = gl.constexpr(SUMS)
 
 
-class Squares(Warpgroups):
+class SquaresLayouts(Warpgroups):
     """Who adds up squares: layouts of a configuration's tile."""
 
     tokens: int
@@ -60,7 +60,7 @@ class Squares(Warpgroups):
 
 
 @aggregate
-class Applied:
+class LargeMEpilogueArgs:
     """What is applied to sums: scales float32 and biases of channels, or None, and what all sums are multiplied by."""
 
     channel_scale: Scalar
@@ -69,7 +69,7 @@ class Applied:
 
 
 @aggregate
-class Stream:
+class ResidualStream:
     """What the residual stream has for an end: `squares` [parts, M] float32, of which the norm makes 1 / rms or which are left
     for the next one; h with its tile in shared memory and the barrier of its copy, the next norm's gamma. `sums` is where
     squares meet, [SUMS, tokens]."""
@@ -86,49 +86,49 @@ class Stream:
 
 
 @gluon.jit
-def prefetch_rows(applied, stream, first_row, N, C: gl.constexpr):
+def prefetch_rows(epilogue_args, stream, first_row, N, C: gl.constexpr):
     """What belongs to the rows of a tile to the L2, while it multiplies: it would come from memory at its end."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     row = gl.minimum(first_row + thread * 8 % C.rows, N - 1)  # memory comes in 32 bytes and more
     if C.epilogue.channel_scale:
-        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [applied.channel_scale + row])
+        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [epilogue_args.channel_scale + row])
     if C.epilogue.bias:
-        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [applied.bias + row])
+        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [epilogue_args.bias + row])
     if C.epilogue.residual:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [stream.gamma + row])
 
 
 @gluon.jit
-def begin_end(stream, first_row, first_token, M, C: gl.constexpr):
+def load_epilogue_inputs(stream, first_row, first_token, M, C: gl.constexpr):
     """What the end needs of kernels before this one, asked for before the main loop."""
     if C.epilogue.norm_parts > 0:
-        await_previous()
-        add_squares(stream, first_token, M, C)
+        wait_for_previous_kernel()
+        load_squares(stream, first_token, M, C)
     if C.epilogue.residual:
-        await_previous()
+        wait_for_previous_kernel()
         mbarrier.expect(stream.h_there, 2 * C.rows * C.tokens)
         tma_load(stream.h, [first_token, first_row], stream.h_there, stream.h_tile)
 
 
 @gluon.jit
-def await_h(stream, C: gl.constexpr):
+def wait_for_h(stream, C: gl.constexpr):
     """Until h is there. Every block waits, also one whose split another one finishes: a copy must not outlive its block."""
     if C.epilogue.residual:
         mbarrier.wait(stream.h_there, 0)
 
 
 @gluon.jit
-def add_squares(stream, first_token, M, C: gl.constexpr):
+def load_squares(stream, first_token, M, C: gl.constexpr):
     """Part i of a token goes to sum i % SUMS. They are read behind a barrier, of which the main loop has some."""
     TOKENS: gl.constexpr = C.tokens
     LAYOUT: gl.constexpr = C.of_parts
-    TURNS: gl.constexpr = (C.epilogue.norm_parts + SQUARES - 1) // SQUARES
+    CHUNKS: gl.constexpr = (C.epilogue.norm_parts + SQUARES - 1) // SQUARES
     part = gl.arange(0, SQUARES, gl.SliceLayout(1, LAYOUT))[:, None]
     token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))[None, :]
     total = gl.zeros((SQUARES, TOKENS), gl.float32, LAYOUT)
-    for turn in gl.static_range(TURNS):
-        exists = (part + turn * SQUARES < C.epilogue.norm_parts) & (token < M)
-        total += gl.load(stream.squares + (part + turn * SQUARES) * M + token, mask=exists, other=0.0)
+    for chunk in gl.static_range(CHUNKS):
+        exists = (part + chunk * SQUARES < C.epilogue.norm_parts) & (token < M)
+        total += gl.load(stream.squares + (part + chunk * SQUARES) * M + token, mask=exists, other=0.0)
     stream.sums.store(total)
 
 
@@ -149,14 +149,14 @@ def gated(sums, C: gl.constexpr):
 
 
 @gluon.jit
-def leave_squares(stream, values, row_tile, first_token, M, C: gl.constexpr):
+def store_squares(stream, values, row_tile, first_token, M, C: gl.constexpr):
     """Sums of squares of a tile's rows: those of a strip meet in its warp, those of strips in shared memory."""
-    STRIPS: gl.constexpr = C.rows // 16
+    ROW_BLOCKS: gl.constexpr = C.rows // 16
     LAYOUT: gl.constexpr = C.of_tokens
-    of_strips = gl.sum(gl.reshape(values * values, [STRIPS, 16, C.tokens]), axis=1)
-    stream.sums.slice(0, STRIPS).store(of_strips)
+    row_block_sums = gl.sum(gl.reshape(values * values, [ROW_BLOCKS, 16, C.tokens]), axis=1)
+    stream.sums.slice(0, ROW_BLOCKS).store(row_block_sums)
     barrier()
-    total = gl.sum(stream.sums.slice(0, STRIPS).load(LAYOUT), axis=0)
+    total = gl.sum(stream.sums.slice(0, ROW_BLOCKS).load(LAYOUT), axis=0)
     token = first_token + gl.arange(0, C.tokens, gl.SliceLayout(0, LAYOUT))
     gl.store(stream.squares + row_tile * M + token, total, mask=token < M)
 
@@ -173,24 +173,24 @@ def add_to_residual(out, sums, stream, row_tile, first_row, first_token, C: gl.c
     values = gl.where(exists[:, None], kept.to(gl.float32), 0.0)
     out.tile.permute([1, 0]).store((values * gamma[:, None]).to(C.y))
     fence_async_shared()
-    leave_squares(stream, values, row_tile, first_token, out.M, C)  # has a barrier, behind which both tiles are there
+    store_squares(stream, values, row_tile, first_token, out.M, C)  # has a barrier, behind which both tiles are there
     tma_store(stream.h, [first_token, first_row], stream.h_tile)
     tma_store(out.descriptor, [first_token, first_row], out.tile)
 
 
 @gluon.jit
-def finish_end(out, sums, applied, stream, row_tile, first_row, first_token, C: gl.constexpr):
+def apply_epilogue(out, sums, epilogue_args, stream, row_tile, first_row, first_token, C: gl.constexpr):
     """Applies C.epilogue to a tile of sums, rounds once and stores y: through shared memory by TMA, or element by element."""
     rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
     if C.epilogue.channel_scale:
-        scale = gl.load(applied.channel_scale + rows, mask=rows < out.N, other=0.0).to(gl.float32)
-        sums = sums * (scale * applied.factor)[:, None]  # the factor is a power of two
+        scale = gl.load(epilogue_args.channel_scale + rows, mask=rows < out.N, other=0.0).to(gl.float32)
+        sums = sums * (scale * epilogue_args.factor)[:, None]  # the factor is a power of two
     else:
-        sums = sums * applied.factor
+        sums = sums * epilogue_args.factor
     if C.epilogue.norm_parts > 0:
         sums = sums * rms_factors(stream, C)[None, :]
     if C.epilogue.bias:
-        sums = sums + gl.load(applied.bias + rows, mask=rows < out.N, other=0.0).to(gl.float32)[:, None]
+        sums = sums + gl.load(epilogue_args.bias + rows, mask=rows < out.N, other=0.0).to(gl.float32)[:, None]
     if C.epilogue.residual:
         add_to_residual(out, sums, stream, row_tile, first_row, first_token, C)
     elif C.epilogue.gate != "none":

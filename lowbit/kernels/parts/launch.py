@@ -143,13 +143,13 @@ WORDS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, r
 
 
 def plane_descriptors(
-    strips: int, row_words: int, blocks: Sequence[Sequence[int]]
+    row_blocks: int, row_words: int, blocks: Sequence[Sequence[int]]
 ) -> Callable[[int], tuple[TensorDescriptor | None, ...]]:
     """The same for codes [strips, row_words]: one for each plane, filled up with None to the three that kernels take."""
 
     @functools.lru_cache(maxsize=1024)
     def planes(address: int) -> tuple[TensorDescriptor | None, ...]:
-        codes, shape = Address(address, torch.int32), [strips, row_words]
+        codes, shape = Address(address, torch.int32), [row_blocks, row_words]
         made = [TensorDescriptor(codes, shape, [row_words, 1], [*block], WORDS_LAYOUT) for block in blocks]
         return (*made, *(None,) * (3 - len(made)))
 

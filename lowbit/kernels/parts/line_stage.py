@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowbit.kernels.parts.dequantize import INSTRUCTION, Decode
+from lowbit.kernels.parts.dequantize import INSTRUCTION, Dequantizer
 from lowbit.kernels.parts.gluon import gl, gluon
 from lowbit.kernels.parts.operand import REGISTERS
 from lowbit.kernels.parts.tile_stage import PIECE, TileStage
@@ -23,16 +23,16 @@ STRIP = gl.constexpr(16)
 
 
 @dataclass(frozen=True)
-class LineDecode(Decode):
+class LineDecode(Dequantizer):
     """Codes in words of one channel: a turn takes a word of channel g, then one of channel g + 8."""
 
     @property
-    def turns(self) -> int:
+    def blocks(self) -> int:
         return REGISTERS // max(2 * self.conversion.fields.registers, INSTRUCTION)
 
     def register_of(self, run: int, output: int) -> int:
-        turn, row = divmod(run, 2)
-        return turn * self.turn_registers + 2 * output + row
+        block, row = divmod(run, 2)
+        return block * self.block_registers + 2 * output + row
 
     def output_of(self, register: int) -> int:
         return register // 2 % self.conversion.fields.registers
@@ -44,7 +44,7 @@ class LineStage(TileStage):
 
     @property
     def planes(self) -> tuple[int, ...]:
-        return (self.decode.bits,)
+        return (self.dequantizer.bits,)
 
     @property
     def tile_words(self) -> int:
@@ -53,28 +53,28 @@ class LineStage(TileStage):
     @property
     def columns(self) -> int:
         """Channels in a line."""
-        return 16 // self.decode.bits
+        return 16 // self.dequantizer.bits
 
     @property
     def row_pieces(self) -> int:
         """Pieces of a channel."""
-        return self.decode.bits // 2
+        return self.dequantizer.bits // 2
 
     @property
     def swizzle_rows(self) -> int:
         """Rows after which pieces change places."""
         return 8 // self.row_pieces
 
-    def _read_codes(self, strip: int, slot: str, own: str, lane: str) -> list[str]:
+    def _read_codes(self, row_block: int, slot: str, own: str, lane: str) -> list[str]:
         """Matrices of an ldmatrix: 16 bytes of channels 0 to 7, the same of 8 to 15, then the next 16 bytes of both."""
-        row_bytes, start = PIECE * self.row_pieces, strip * 128 * self.decode.bits
+        row_bytes, start = PIECE * self.row_pieces, row_block * 128 * self.dequantizer.bits
         lines = [
             ".reg .b32 piece;",
             f"and.b32 here, {lane}, 7; shr.u32 piece, here, {self.swizzle_rows.bit_length() - 1}; shr.u32 at, {lane}, 4;",
             f"xor.b32 piece, piece, at; and.b32 at, {lane}, 8; add.s32 here, here, at;",
             f"mad.lo.s32 at, {own}, {STRIP.value * row_bytes}, {slot}; mad.lo.s32 here, here, {row_bytes}, at;",
         ]
-        for out in range(0, self.decode.bits, 4):
+        for out in range(0, self.dequantizer.bits, 4):
             if out:
                 lines.append("xor.b32 piece, piece, 2;")
             registers = ", ".join(f"${out + i}" for i in range(4))
@@ -85,11 +85,11 @@ class LineStage(TileStage):
 
 
 @gluon.jit
-def first_line_piece(base, first_strip, thread, stride, S: gl.constexpr):
+def first_line_piece(base, first_row_block, thread, stride, S: gl.constexpr):
     """Where the piece lies that a thread copies first, in words; `stride` words from strip to strip."""
     PIECES: gl.constexpr = S.row_pieces
     row = thread // PIECES % STRIP
     piece = thread % PIECES ^ row // S.swizzle_rows % PIECES
-    strip = first_strip + thread // (STRIP * PIECES)
-    line = strip.to(gl.int64) * stride + row // S.columns * (stride // (STRIP // S.columns))
+    row_block = first_row_block + thread // (STRIP * PIECES)
+    line = row_block.to(gl.int64) * stride + row // S.columns * (stride // (STRIP // S.columns))
     return base + line + (row % S.columns * PIECES + piece) * 4

@@ -34,10 +34,10 @@ def words_layout(warps: int, words: int) -> gl.DistributedLinearLayout:
     return gl.DistributedLinearLayout(register, lane, warp, [], [warps, 32 * words])
 
 
-def hold(count: int) -> str:
+def register_fence(count: int) -> str:
     """Stores of the registers $1 to $count that never happen, the operand after them being at least 0.
 
-    So they may not be written before; see `finish`.
+    So they may not be written before; see `release_stage`.
     """
     quads = [", ".join(f"${1 + 4 * i + j}" for j in range(4)) for i in range(count // 4)]
     stores = [f"@p st.shared.v4.b32 [at+{16 * i}], {{{quad}}};" for i, quad in enumerate(quads)]
@@ -48,13 +48,13 @@ def hold(count: int) -> str:
     )
 
 
-HOLD = gl.constexpr(hold(REGISTERS))
+REGISTER_FENCE = gl.constexpr(register_fence(REGISTERS))
 
 
 @gluon.jit
 def words_of(plane, C: gl.constexpr, p: gl.constexpr):
     """The words of a plane [strips, 32 lanes * words] as one tensor per word, one element per thread."""
-    WORDS: gl.constexpr = ptx(C.decode.plane_words, p)
+    WORDS: gl.constexpr = ptx(C.dequantizer.plane_words, p)
     if WORDS == 8:  # two vectors of 4 words
         plane = gl.permute(gl.reshape(plane, [C.warps, 2, 32, 4]), [0, 2, 1, 3])
     return split_words(gl.reshape(plane, [C.threads, WORDS]), WORDS, C)
@@ -76,7 +76,7 @@ def read_words(w, stage, phase, there, C: gl.constexpr):
 
     If `there` is False, nothing comes any more: there is no wait, and what is returned is not to be used.
     """
-    PLANES: gl.constexpr = C.decode.planes
+    PLANES: gl.constexpr = C.dequantizer.planes
     TILES: gl.constexpr = C.stage_tiles
     wait_full(stage, phase, there, C)
     words = ()
@@ -87,7 +87,7 @@ def read_words(w, stage, phase, there, C: gl.constexpr):
 
 
 @gluon.jit
-def nothing_decoded(C: gl.constexpr):
+def empty_registers(C: gl.constexpr):
     """Registers for the stage before the first one, which does not exist."""
     THREADS: gl.constexpr = C.threads
     EACH: gl.constexpr = C.threads_layout
@@ -113,9 +113,9 @@ def operand_a(registers, C: gl.constexpr):
     """The decoded registers as operand A, C.rows x 64 k of halves or 128 k of bytes; this takes no instruction.
 
     They are kept as whole registers and not as elements because elements are copied where they have two uses: here and in
-    `keep`.
+    `fence_registers`.
     """
-    ELEMENTS: gl.constexpr = 32 // C.decode.operand_type.primitive_bitwidth
+    ELEMENTS: gl.constexpr = 32 // C.dequantizer.operand_type.primitive_bitwidth
     LAYOUT: gl.constexpr = C.registers_layout
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     parts = ()
@@ -123,7 +123,7 @@ def operand_a(registers, C: gl.constexpr):
         column = gl.expand_dims(gl.convert_layout(registers[i], ROWS, assert_trivial=True), 1)
         whole = gl.convert_layout(column.broadcast_to([C.threads, ELEMENTS]), LAYOUT, assert_trivial=True)
         part = gl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r" + ",r" * ELEMENTS, [whole], dtype=C.decode.operand_type, is_pure=True, pack=ELEMENTS
+            "mov.b32 $0, $1;", "=r" + ",r" * ELEMENTS, [whole], dtype=C.dequantizer.operand_type, is_pure=True, pack=ELEMENTS
         )  # fmt: skip
         parts = parts + (part,)
     # [warp, lane group, lane of the group, k step, k half, row half, element] -> rows, k
@@ -133,19 +133,19 @@ def operand_a(registers, C: gl.constexpr):
 
 
 @gluon.jit
-def keep(registers, stage, C: gl.constexpr):
+def fence_registers(registers, stage, C: gl.constexpr):
     """Has registers decoded by here, as compilers would put that behind the next wait, and not written again before."""
     thread = gl.arange(0, C.threads, C.threads_layout)
-    run(HOLD, "=r" + ",r" * (OPERAND_REGISTERS + 1), registers + (thread * 0 + stage,))
+    run(REGISTER_FENCE, "=r" + ",r" * (OPERAND_REGISTERS + 1), registers + (thread * 0 + stage,))
 
 
 @gluon.jit
-def finish(registers, stage, exists, C: gl.constexpr):
+def release_stage(registers, stage, exists, C: gl.constexpr):
     """Of a stage whose products are done: it goes back to the loader, and its registers may be written again.
 
-    wgmma reads operand A while it runs, but for ptxas its registers are free once it has been issued: without `keep`, stores
+    wgmma reads operand A while it runs, but for ptxas its registers are free once it has been issued: without `fence_registers`, stores
     that never happen, the next stage is decoded into them too early (seen with Triton 3.6: weights of 1024 and more, the
     magic number).
     """
-    keep(registers, stage, C)
+    fence_registers(registers, stage, C)
     release(stage, exists, C)

@@ -9,18 +9,18 @@ from lowbit.kernels.parts.gluon import gluon, run
 
 
 @gluon.jit
-def start_next():
-    """The kernel after this one may start; what this one writes it sees only after its own `await_previous`."""
+def launch_next_kernel():
+    """The kernel after this one may start; what this one writes it sees only after its own `wait_for_previous_kernel`."""
     run("griddepcontrol.launch_dependents;\n mov.b32 $0, 0;", "=r", [])
 
 
 @gluon.jit
-def await_previous():
+def wait_for_previous_kernel():
     """Until the kernel before this one, which may have made x or may still read what is written here, is through."""
     run("griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [])
 
 
 @gluon.jit
-def start_next_and_await_previous():
+def launch_next_and_wait_for_previous():
     """Both at once, where nothing is to be asked for in between."""
     run("griddepcontrol.launch_dependents;\n griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [])

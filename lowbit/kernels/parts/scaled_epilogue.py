@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from lowbit.kernels.parts.cluster_split_k import exchange_halves
 from lowbit.kernels.parts.gluon import (
     Descriptor,
     Scalar,
@@ -23,8 +24,7 @@ from lowbit.kernels.parts.gluon import (
     tma_store,
     tma_store_wait,
 )
-from lowbit.kernels.parts.pair import swap
-from lowbit.kernels.parts.schedule import meet
+from lowbit.kernels.parts.schedule import reduce_splits
 
 XScale = Literal["tensor", "token", "block"]
 
@@ -38,7 +38,7 @@ OUTPUTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32
 
 
 @aggregate
-class Applied:
+class ScaledEpilogueArgs:
     """Pointers to what is applied to sums, None where it is not: float32, `x_zero` int32, `bias` of any type."""
 
     x_scale: Scalar
@@ -50,7 +50,7 @@ class Applied:
 
 
 @aggregate
-class Output:
+class OutputTile:
     """y [M, N]; without a descriptor it is stored element by element, and `tile` of shared memory is not used."""
 
     descriptor: Descriptor | gl.constexpr
@@ -73,38 +73,38 @@ def of_channels(values, C: gl.constexpr):
 
 
 @gluon.jit
-def prefetch(applied, first_channel, N, C: gl.constexpr):
+def prefetch(epilogue_args, first_channel, N, C: gl.constexpr):
     """Scales and biases of a tile's channels to the L2, while it multiplies: they would come from memory at its end."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     channel = gl.minimum(first_channel + thread * 8 % C.tile_channels, N - 1)  # memory comes in 32 bytes and more
     if C.channel_scale:
-        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [applied.channel_scale + channel])
+        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [epilogue_args.channel_scale + channel])
     if C.bias:
-        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [applied.bias + channel])
+        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [epilogue_args.bias + channel])
 
 
 @gluon.jit
-def finished(acc, applied, tokens, channels, M, N, C: gl.constexpr):
+def finished(acc, epilogue_args, tokens, channels, M, N, C: gl.constexpr):
     """Some sums with everything that is applied at the end, of y's type."""
     y = acc.to(gl.float32)
     if C.factor != 1.0:
         y = y * C.factor
     is_token, is_channel = tokens < M, channels < N
     if C.x_zero:
-        zero = gl.load(applied.x_zero + tokens, mask=is_token, other=0).to(gl.float32)
-        of_w = gl.load(applied.sums + channels, mask=is_channel, other=0.0)
+        zero = gl.load(epilogue_args.x_zero + tokens, mask=is_token, other=0).to(gl.float32)
+        of_w = gl.load(epilogue_args.sums + channels, mask=is_channel, other=0.0)
         y = y - of_tokens(zero, C) * of_channels(of_w, C)
     if C.x_scale == "token":
-        y = y * of_tokens(gl.load(applied.x_scale + tokens, mask=is_token, other=0.0), C)
+        y = y * of_tokens(gl.load(epilogue_args.x_scale + tokens, mask=is_token, other=0.0), C)
     if C.x_scale == "tensor":
-        y = y * gl.load(applied.x_scale)
+        y = y * gl.load(epilogue_args.x_scale)
     if C.channel_scale:
-        y = y * of_channels(gl.load(applied.channel_scale + channels, mask=is_channel, other=0.0), C)
+        y = y * of_channels(gl.load(epilogue_args.channel_scale + channels, mask=is_channel, other=0.0), C)
     if C.bias:
-        y = y + of_channels(gl.load(applied.bias + channels, mask=is_channel, other=0.0).to(gl.float32), C)
+        y = y + of_channels(gl.load(epilogue_args.bias + channels, mask=is_channel, other=0.0).to(gl.float32), C)
     y = function_of(y, C)
     if C.y == gl.int8:
-        return nearest_code(y * gl.div_rn(1.0, gl.load(applied.y_scale)))
+        return nearest_code(y * gl.div_rn(1.0, gl.load(epilogue_args.y_scale)))
     return y.to(C.y)
 
 
@@ -142,7 +142,7 @@ def put(out, result, first_token, first_channel, tokens_are_rows: gl.constexpr):
 
 
 @gluon.jit
-def store_piece(out, acc, applied, first_token, first_channel, C: gl.constexpr):
+def store_piece(out, acc, epilogue_args, first_token, first_channel, C: gl.constexpr):
     """Finishes and stores C.store_columns columns of a tile."""
     rows = gl.arange(0, C.rows, gl.SliceLayout(1, C.store_layout))
     columns = gl.arange(0, C.store_columns, gl.SliceLayout(0, C.store_layout))
@@ -150,7 +150,7 @@ def store_piece(out, acc, applied, first_token, first_channel, C: gl.constexpr):
         tokens, channels = first_token + rows, first_channel + columns
     else:
         tokens, channels = first_token + columns, first_channel + rows
-    result = finished(acc, applied, tokens, channels, out.M, out.N, C)
+    result = finished(acc, epilogue_args, tokens, channels, out.M, out.N, C)
     if C.store_by_tma:
         put(out, result, first_token, first_channel, C.tokens_are_rows)
     else:
@@ -159,29 +159,29 @@ def store_piece(out, acc, applied, first_token, first_channel, C: gl.constexpr):
 
 
 @gluon.jit
-def store_half(out, acc, applied, first_token, first_channel, half, C: gl.constexpr):
+def store_half(out, acc, epilogue_args, first_token, first_channel, half, C: gl.constexpr):
     """Finishes and stores one half of the columns of a tile."""
     if C.tokens_are_rows:
-        store_piece(out, acc, applied, first_token, first_channel + half * C.store_columns, C)
+        store_piece(out, acc, epilogue_args, first_token, first_channel + half * C.store_columns, C)
     else:
-        store_piece(out, acc, applied, first_token + half * C.store_columns, first_channel, C)
+        store_piece(out, acc, epilogue_args, first_token + half * C.store_columns, first_channel, C)
 
 
 @gluon.jit
-def store_halves(out, halves, applied, first_token, first_channel, C: gl.constexpr):
+def store_halves(out, halves, epilogue_args, first_token, first_channel, C: gl.constexpr):
     """Finishes and stores a tile given as the two halves of its columns."""
     low, high = halves
-    store_half(out, low, applied, first_token, first_channel, 0, C)
-    store_half(out, high, applied, first_token, first_channel, 1, C)
+    store_half(out, low, epilogue_args, first_token, first_channel, 0, C)
+    store_half(out, high, epilogue_args, first_token, first_channel, 1, C)
 
 
 @gluon.jit
-def store(out, acc, applied, first_token, first_channel, C: gl.constexpr):
+def store(out, acc, epilogue_args, first_token, first_channel, C: gl.constexpr):
     """Finishes and stores a tile, at most 128 columns at a time."""
     if C.stores == 1:
-        store_piece(out, acc, applied, first_token, first_channel, C)
+        store_piece(out, acc, epilogue_args, first_token, first_channel, C)
     else:
-        store_halves(out, halves(acc, C), applied, first_token, first_channel, C)
+        store_halves(out, halves(acc, C), epilogue_args, first_token, first_channel, C)
 
 
 @gluon.jit
@@ -193,16 +193,16 @@ def halves(acc, C: gl.constexpr):
 
 
 @gluon.jit
-def complete(out, acc, applied, splits, tile, split, first_token, first_channel, C: gl.constexpr):
+def complete(out, acc, epilogue_args, splits, tile, split, first_token, first_channel, C: gl.constexpr):
     """Brings the splits of a tile together, where there are any, and stores it; C.by_halves gives `acc` as two halves."""
     if C.paired:
         low, high = acc if C.by_halves else halves(acc, C)
-        store_half(out, swap(low, high, split, C), applied, first_token, first_channel, split, C)
+        store_half(out, exchange_halves(low, high, split, C), epilogue_args, first_token, first_channel, split, C)
     elif C.by_halves:
-        store_halves(out, acc, applied, first_token, first_channel, C)
+        store_halves(out, acc, epilogue_args, first_token, first_channel, C)
     elif C.splits == 1:
-        store(out, acc, applied, first_token, first_channel, C)
+        store(out, acc, epilogue_args, first_token, first_channel, C)
     else:
-        last, total = meet(splits, acc, tile, split, C)
+        last, total = reduce_splits(splits, acc, tile, split, C)
         if last:
-            store(out, total, applied, first_token, first_channel, C)
+            store(out, total, epilogue_args, first_token, first_channel, C)

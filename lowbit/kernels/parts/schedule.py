@@ -15,17 +15,17 @@ from __future__ import annotations
 
 from lowbit.kernels.parts.gluon import Scalar, aggregate, asm, barrier, gl, gluon, run
 
-TURN = gl.constexpr(
+WAIT_COUNT = gl.constexpr(
     "{ .reg .pred early; WAIT: ld.acquire.gpu.global.b32 $0, [$1]; setp.lt.s32 early, $0, $2; @early bra WAIT; }"
 )
 """Until the counter $1 is at least $2."""
 
-ADDED = gl.constexpr("{ .reg .f32 before; ld.global.cg.f32 before, [$1]; add.rn.f32 $0, before, $2; }")
+ADD_LOADED = gl.constexpr("{ .reg .f32 before; ld.global.cg.f32 before, [$1]; add.rn.f32 $0, before, $2; }")
 """$2 behind what lies at $1. As one: all loads before all sums take the registers of two tiles."""
 
 
 @aggregate
-class Tiles:
+class TileGrid:
     """How many tiles there are of tokens and of channels, how many iterations of a main loop cover K, and how many tokens
     there are."""
 
@@ -36,7 +36,7 @@ class Tiles:
 
 
 @aggregate
-class SplitK:
+class SplitKWorkspace:
     """Where the parts of a tile meet: sums float32 or int32, and a counter int32 for each tile, zero before and after."""
 
     partial: Scalar
@@ -44,10 +44,10 @@ class SplitK:
 
 
 @gluon.jit
-def count(tiles, C: gl.constexpr):
+def tile_count(tiles, C: gl.constexpr):
     """Tiles times splits; of stream-K what it would be if all blocks had as many turns as this one."""
     if C.splits == 0:
-        whole, begin, end = stretch_of(tiles)
+        whole, begin, end = stream_k_range(tiles)
         return whole + ((end - 1) // tiles.iterations - begin // tiles.iterations + 1) * gl.num_programs(0)
     return tiles.of_tokens * tiles.of_channels * C.splits
 
@@ -61,7 +61,7 @@ def tile_at(index, tiles, C: gl.constexpr):
         return asm("mov.b32 $0, 0;", "=r", [], gl.int32), index // C.splits, index % C.splits
     if C.splits == 0:
         split = index
-        whole, begin, _end = stretch_of(tiles)
+        whole, begin, _end = stream_k_range(tiles)
         shared = whole + begin // tiles.iterations + (index - whole) // gl.num_programs(0)
         index = gl.where(index < whole, index, shared)
     else:
@@ -88,15 +88,15 @@ def first_token_of(token_tile, tiles, C: gl.constexpr):
 def iterations_of(split, tiles, C: gl.constexpr):
     """The first iteration along K of a split, and the one after its last."""
     if C.splits == 0:
-        whole, begin, end = stretch_of(tiles)
+        whole, begin, end = stream_k_range(tiles)
         start = (begin // tiles.iterations + (split - whole) // gl.num_programs(0)) * tiles.iterations
         begin = gl.where(split < whole, 0, gl.maximum(begin - start, 0))
         return begin, gl.where(split < whole, tiles.iterations, gl.minimum(end - start, tiles.iterations))
-    return part_of(split, tiles, C.splits)
+    return k_range_of(split, tiles, C.splits)
 
 
 @gluon.jit
-def stretch_of(tiles):
+def stream_k_range(tiles):
     """Of stream-K: how many tiles blocks compute whole, and this block's first iteration of all those of the other tiles, with
     the one after its last."""
     blocks = gl.num_programs(0)
@@ -107,13 +107,13 @@ def stretch_of(tiles):
 
 
 @gluon.jit
-def part_of(part, tiles, parts: gl.constexpr):
+def k_range_of(part, tiles, parts: gl.constexpr):
     """The same of one of so many parts."""
     return tiles.iterations * part // parts, tiles.iterations * (part + 1) // parts
 
 
 @gluon.jit
-def places(C: gl.constexpr):
+def workspace_offsets(C: gl.constexpr):
     """Where the sums of a tile lie in memory: neighbouring lanes, which hold rows g and pairs of columns 2t (hardware/mma.py),
     have neighbouring words."""
     rows = gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
@@ -124,9 +124,9 @@ def places(C: gl.constexpr):
 
 
 @gluon.jit
-def meet(at, acc, tile, split, C: gl.constexpr):
+def reduce_splits(at, acc, tile, split, C: gl.constexpr):
     """Leaves the sums of one split to the block that comes last for this tile; that one gets True and the total."""
-    place = places(C)
+    place = workspace_offsets(C)
     SPLITS: gl.constexpr = C.splits
     base = at.partial + tile.to(gl.int64) * (C.splits * C.rows * C.columns)
     gl.store(base + split * (C.rows * C.columns) + place, acc)
@@ -142,8 +142,8 @@ def meet(at, acc, tile, split, C: gl.constexpr):
 
 
 @gluon.jit
-def places_from(base, C: gl.constexpr):
-    """Pointers to `places` behind `base`: one address for each thread, to which constants are added last. With an address for
+def workspace_pointers(base, C: gl.constexpr):
+    """Pointers to `workspace_offsets` behind `base`: one address for each thread, to which constants are added last. With an address for
     each sum Triton 3.6 leaves registers for 9 loads of 128 at a time, so for 75."""
     rows = gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
     columns = gl.arange(0, C.columns, gl.SliceLayout(0, C.accumulator))
@@ -153,47 +153,47 @@ def places_from(base, C: gl.constexpr):
 
 
 @gluon.jit
-def meet_shares(at, acc, index, tiles, C: gl.constexpr):
+def reduce_stream_k(at, acc, index, tiles, C: gl.constexpr):
     """The same of stream-K, for the block that begins a tile: it waits for those that have the rest, and adds theirs to its own
     sums in the order of K. Their stretches come later, so that they are blocks of smaller numbers, which are under way: blocks
     start in that order. Each leaves one part at most, since all but the first of a stretch begin their tiles."""
     SIZE: gl.constexpr = C.rows * C.columns
     begin, end = iterations_of(index, tiles, C)
-    whole, first, _end = stretch_of(tiles)
+    whole, first, _end = stream_k_range(tiles)
     if end - begin < tiles.iterations:
         blocks = gl.num_programs(0)
         own = blocks - 1 - gl.program_id(0)
         tile = first // tiles.iterations + (index - whole) // blocks
         part = at.partial + own.to(gl.int64) * SIZE
         if begin > 0:
-            gl.store(places_from(part, C), acc)
+            gl.store(workspace_pointers(part, C), acc)
             barrier()
             gl.atomic_add(at.arrived + tile, 1, sem="acq_rel")
         else:
             dealt = tiles.of_tokens * tiles.of_channels % blocks * tiles.iterations
             last = ((tile + 1) * tiles.iterations * blocks - 1) // dealt
-            run(TURN, "=&r,l,r", [at.arrived + tile, last - own])
+            run(WAIT_COUNT, "=&r,l,r", [at.arrived + tile, last - own])
             barrier()
             gl.store(at.arrived + tile, 0)
             for _ in range(own, last):
                 part += SIZE
-                theirs = places_from(part, C).to(gl.int64)
-                acc = gl.inline_asm_elementwise(ADDED, "=f,l,f", [theirs, acc], dtype=gl.float32, is_pure=False, pack=1)
+                theirs = workspace_pointers(part, C).to(gl.int64)
+                acc = gl.inline_asm_elementwise(ADD_LOADED, "=f,l,f", [theirs, acc], dtype=gl.float32, is_pure=False, pack=1)
     return begin == 0, acc
 
 
 @gluon.jit
-def meet_in_turn(at, acc, tile, split, C: gl.constexpr):
+def reduce_splits_serially(at, acc, tile, split, C: gl.constexpr):
     """The same sums in the same order, one block after the other: each waits for the split before it, adds what that has left
     and leaves the sum. Of a tile, memory holds one sum, not one for each split. Blocks start in the order of their numbers, so
     that what a block waits for is under way."""
-    place = places(C)
+    place = workspace_offsets(C)
     base = at.partial + tile.to(gl.int64) * (C.rows * C.columns)
     if split > 0:
-        run(TURN, "=&r,l,r", [at.arrived + tile, split])
+        run(WAIT_COUNT, "=&r,l,r", [at.arrived + tile, split])
         barrier()
         acc = gl.inline_asm_elementwise(
-            ADDED, "=&f,l,f", [(base + place).to(gl.int64), acc], dtype=gl.float32, is_pure=False, pack=1
+            ADD_LOADED, "=&f,l,f", [(base + place).to(gl.int64), acc], dtype=gl.float32, is_pure=False, pack=1
         )
     last = split == C.splits - 1
     if last:

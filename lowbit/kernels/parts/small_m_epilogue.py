@@ -35,12 +35,12 @@ def add_strided(count, stride):
 
 
 @aggregate
-class Place:
+class ThreadCoordinates:
     """A thread of a block, and the block's share: its first strip and token, the first row that no other block finishes."""
 
     lane: gl.tensor
     warp: gl.tensor
-    first_strip: Scalar
+    first_row_block: Scalar
     first_token: Scalar
     own_row: Scalar
     M: Scalar
@@ -48,8 +48,8 @@ class Place:
 
 
 @aggregate
-class Applied:
-    """What the sums are multiplied by and what is added, scales and biases for each of a thread's outputs (`rows_ahead`), or
+class SmallMEpilogueArgs:
+    """What the sums are multiplied by and what is added, scales and biases for each of a thread's outputs (`load_rows`), or
     nothing; `rms` has 1 / rms of tokens 2t and 2t + 1 of each 8, or nothing."""
 
     factor: Scalar
@@ -59,8 +59,8 @@ class Applied:
 
 
 @aggregate
-class Residual:
-    """h [M, N], the next norm's gamma [N] (as in `Applied`; with C.h_early, `old` is what h was), squares of blocks."""
+class ResidualArgs:
+    """h [M, N], the next norm's gamma [N] (as in `SmallMEpilogueArgs`; with C.h_early, `old` is what h was), squares of blocks."""
 
     h: Scalar
     gamma: Scalar | Tuple
@@ -75,7 +75,7 @@ def element_of(i: gl.constexpr, warp, C: gl.constexpr):
 
     Sums of a thread are neighbours where they then lie in few rows, with few scales and biases (`RingGemm.first_of_row`);
     otherwise those of neighbouring warps are."""
-    PAIRS: gl.constexpr = C.ring.step.accumulators // 2
+    PAIRS: gl.constexpr = C.ring.k_block.accumulators // 2
     TOGETHER: gl.constexpr = 1 if C.epilogue.gate == "none" else 2
     if C.row_period > 0:
         index = warp // C.warps_n * (C.outputs // TOGETHER) + i // TOGETHER
@@ -90,16 +90,16 @@ def element_of(i: gl.constexpr, warp, C: gl.constexpr):
 @gluon.jit
 def output_of(element, row_of_warps, at, C: gl.constexpr):
     """Row of w and token of an accumulator, and whether they exist."""
-    S: gl.constexpr = C.ring.step
-    strip = at.first_strip + row_of_warps * C.ring.strips + element // S.accumulators
-    row = strip * 16 + (at.lane >> 2) + 8 * ((element >> 1) & 1)
+    S: gl.constexpr = C.ring.k_block
+    row_block = at.first_row_block + row_of_warps * C.ring.row_blocks + element // S.accumulators
+    row = row_block * 16 + (at.lane >> 2) + 8 * ((element >> 1) & 1)
     token = at.first_token + (element % S.accumulators) // 4 * 8 + (at.lane & 3) * 2 + (element & 1)
     exists = (element < C.accumulators) & (row < at.N) & (token < at.M)
     return row, token, exists
 
 
 @gluon.jit
-def sum_of_slices(shared, acc, lane, warp, C: gl.constexpr):
+def reduce_slices(shared, acc, lane, warp, C: gl.constexpr):
     """Adds what the warps of a block have for their slices of K. Thread by thread, C.outputs sums; see `element_of`."""
     ACCUMULATORS: gl.constexpr = C.accumulators
     OUTPUTS: gl.constexpr = C.outputs
@@ -118,7 +118,7 @@ def sum_of_slices(shared, acc, lane, warp, C: gl.constexpr):
 
 
 @gluon.jit
-def meet(partial, arrived, sums, thread, C: gl.constexpr):
+def reduce_splits(partial, arrived, sums, thread, C: gl.constexpr):
     """Leaves this block's sums to the last block of its rows and tokens; that block gets True and the sums of all splits.
 
     `arrived` counts the blocks that are through and is 0 again afterwards.
@@ -152,15 +152,15 @@ def across_groups(value, C: gl.constexpr):
 @gluon.jit
 def rms_factors(squares, at, inverse_width, eps, x_factor, C: gl.constexpr):
     """1 / (rms * x_factor) of tokens 2t and 2t + 1 of each 8 tokens, t being the lane's place in its group."""
-    EIGHTS: gl.constexpr = C.ring.step.eights
-    TURNS: gl.constexpr = (C.epilogue.norm_parts + 7) // 8
+    N8_TILES: gl.constexpr = C.ring.k_block.n8_tiles
+    CHUNKS: gl.constexpr = (C.epilogue.norm_parts + 7) // 8
     factors = ()
     inverse = 1.0 / x_factor
-    for i in gl.static_range(2 * EIGHTS):
+    for i in gl.static_range(2 * N8_TILES):
         token = at.first_token + i // 2 * 8 + (at.lane & 3) * 2 + i % 2
         total = (at.lane * 0).to(gl.float32)
-        for turn in gl.static_range(TURNS):
-            part = turn * 8 + (at.lane >> 2)
+        for chunk in gl.static_range(CHUNKS):
+            part = chunk * 8 + (at.lane >> 2)
             exists = (part < C.epilogue.norm_parts) & (token < at.M)
             total += gl.load(squares + part * at.M + token, mask=exists, other=0.0)
         factors = factors + (gl.rsqrt(across_groups(total, C) * inverse_width + eps) * inverse,)
@@ -170,7 +170,7 @@ def rms_factors(squares, at, inverse_width, eps, x_factor, C: gl.constexpr):
 @gluon.jit
 def rms_of(factors, element, C: gl.constexpr):
     """The factor of the token of an accumulator."""
-    COUNT: gl.constexpr = 2 * C.ring.step.eights
+    COUNT: gl.constexpr = 2 * C.ring.k_block.n8_tiles
     which = element % (2 * COUNT) // 4 * 2 + (element & 1)
     chosen = factors[0]
     for i in gl.static_range(1, COUNT):
@@ -181,51 +181,51 @@ def rms_of(factors, element, C: gl.constexpr):
 @gluon.jit
 def channel_of(row, at, C: gl.constexpr):
     """The channel that a row of a strip is: itself, but where strips take gates and what they gate from two places."""
-    if C.ring.step.dense and C.epilogue.gate != "none":
+    if C.ring.k_block.dense and C.epilogue.gate != "none":
         return row // 16 * 8 + row % 8 + row // 8 % 2 * (at.N // 2)
     else:
         return row
 
 
 @gluon.jit
-def applied_to(total, applied, i: gl.constexpr, element, C: gl.constexpr):
+def scaled_sum(total, epilogue_args, i: gl.constexpr, element, C: gl.constexpr):
     """A thread's i-th sum with all that is applied to it."""
-    total *= applied.factor
+    total *= epilogue_args.factor
     if C.epilogue.channel_scale:
-        total *= applied.channel_scale[i]
+        total *= epilogue_args.channel_scale[i]
     if C.epilogue.norm_parts > 0:
-        total *= rms_of(applied.rms, element, C)
+        total *= rms_of(epilogue_args.rms, element, C)
     if C.epilogue.bias:
-        total += applied.bias[i].to(gl.float32)
+        total += epilogue_args.bias[i].to(gl.float32)
     return total
 
 
 @gluon.jit
-def store(y, sums, applied, at, C: gl.constexpr):
+def store(y, sums, epilogue_args, at, C: gl.constexpr):
     """Stores what is applied to the sums: lanes of a warp write 8 neighbouring rows of w for each of 4 tokens."""
     OUTPUTS: gl.constexpr = C.outputs
     for i in gl.static_range(OUTPUTS):
         element, row_of_warps = element_of(i, at.warp, C)
         row, token, exists = output_of(element, row_of_warps, at, C)
-        total = applied_to(sums[i], applied, i, element, C)
+        total = scaled_sum(sums[i], epilogue_args, i, element, C)
         gl.store(y + token.to(gl.int64) * at.N + row, total.to(y.dtype.element_ty), mask=exists)
 
 
 @gluon.jit
-def store_gated(y, sums, applied, at, C: gl.constexpr):
+def store_gated(y, sums, epilogue_args, at, C: gl.constexpr):
     """Stores y [M, N / 2] = act(gate) * up; the pair of rows 16 s + g and 16 s + 8 + g of w is column 8 s + g of y."""
     PAIRS: gl.constexpr = C.outputs // 2
     for i in gl.static_range(PAIRS):
         element, row_of_warps = element_of(2 * i, at.warp, C)
         row, token, exists = output_of(element, row_of_warps, at, C)
-        gate = applied_to(sums[2 * i], applied, 2 * i, element, C)
-        up = applied_to(sums[2 * i + 1], applied, 2 * i + 1, element, C)
+        gate = scaled_sum(sums[2 * i], epilogue_args, 2 * i, element, C)
+        up = scaled_sum(sums[2 * i + 1], epilogue_args, 2 * i + 1, element, C)
         to = token.to(gl.int64) * (at.N // 2) + row // 16 * 8 + row % 16
         gl.store(y + to, (activated(gate, C) * up).to(y.dtype.element_ty), mask=exists)
 
 
 @gluon.jit
-def row_ahead(channels, values, i: gl.constexpr, at, C: gl.constexpr):
+def load_row(channels, values, i: gl.constexpr, at, C: gl.constexpr):
     """What `channels` [N] has for the row of a thread's i-th sum: one of the `values` of the sums before, or loaded."""
     first: gl.constexpr = ptx(C.first_of_row, i)
     if first < i:
@@ -237,19 +237,19 @@ def row_ahead(channels, values, i: gl.constexpr, at, C: gl.constexpr):
 
 
 @gluon.jit
-def rows_ahead(channels, at, C: gl.constexpr):
+def load_rows(channels, at, C: gl.constexpr):
     """The same for all sums of a thread, on its way while the product is made."""
     OUTPUTS: gl.constexpr = C.outputs
     values = ()
     for i in gl.static_range(OUTPUTS):
-        values = values + (row_ahead(channels, values, i, at, C),)
+        values = values + (load_row(channels, values, i, at, C),)
     return values
 
 
 @gluon.jit
 def prefetch_rows(channel_scale, bias, gamma, thread, at, C: gl.constexpr):
     """What belongs to the rows of a block to the L2: it would come from memory at the end, which nothing hides."""
-    row = channel_of(gl.minimum(at.first_strip * 16 + thread, at.N - 1), at, C)
+    row = channel_of(gl.minimum(at.first_row_block * 16 + thread, at.N - 1), at, C)
     if C.epilogue.channel_scale:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [channel_scale + row])
     if C.epilogue.bias:
@@ -259,7 +259,7 @@ def prefetch_rows(channel_scale, bias, gamma, thread, at, C: gl.constexpr):
 
 
 @gluon.jit
-def outputs_ahead(h, at, C: gl.constexpr):
+def load_h(h, at, C: gl.constexpr):
     """The same of h [M, N]; the rows that this block finishes."""
     OUTPUTS: gl.constexpr = C.outputs
     values = ()
@@ -272,22 +272,22 @@ def outputs_ahead(h, at, C: gl.constexpr):
 
 
 @gluon.jit
-def add_to_residual(x, sums, applied, residual, at, C: gl.constexpr):
+def add_to_residual(x, sums, epilogue_args, residual, at, C: gl.constexpr):
     """h += y, x = h * gamma * x_factor, and the block's sums of squares of h; of rows that two blocks have, the first's count.
 
     Squares of 8 rows meet in a warp, those of the block's octets of rows in shared memory, behind the accumulators.
     """
-    S: gl.constexpr = C.ring.step
+    S: gl.constexpr = C.ring.k_block
     OUTPUTS: gl.constexpr = C.outputs
     BASE: gl.constexpr = 4 * C.accumulators * C.threads
     old = residual.old
     if not C.h_early:
-        old = outputs_ahead(residual.h, at, C)
+        old = load_h(residual.h, at, C)
     for i in gl.static_range(OUTPUTS):
         element, row_of_warps = element_of(i, at.warp, C)
         row, token, exists = output_of(element, row_of_warps, at, C)
         exists = exists & (row >= at.own_row)
-        total = applied_to(sums[i], applied, i, element, C) + old[i].to(gl.float32)
+        total = scaled_sum(sums[i], epilogue_args, i, element, C) + old[i].to(gl.float32)
         kept = total.to(residual.h.dtype.element_ty)
         to = token.to(gl.int64) * at.N + row
         gl.store(residual.h + to, kept, mask=exists)
@@ -296,24 +296,24 @@ def add_to_residual(x, sums, applied, residual, at, C: gl.constexpr):
         scaled = total * (gamma * residual.x_factor)
         gl.store(x + to, scaled.to(x.dtype.element_ty), mask=exists)
         square = across_groups(total * total, C)
-        octet = (row - at.first_strip * 16) // 8
+        octet = (row - at.first_row_block * 16) // 8
         slot = BASE + (octet * S.tokens + token - at.first_token) * 4
         some = ((at.lane < 4) & (element < C.accumulators)).to(gl.int32)
         run(STORE_IF, "=r,r,f,r", [slot, square, some])
     barrier()
     slot = at.warp * 32 + at.lane
     own = gl.minimum(slot, S.tokens - 1)
-    total = asm(add_strided(2 * C.block_strips, 4 * S.tokens), "=&f,r", [BASE + own * 4], gl.float32)
+    total = asm(add_strided(2 * C.row_blocks, 4 * S.tokens), "=&f,r", [BASE + own * 4], gl.float32)
     token = at.first_token + slot
     gl.store(residual.squares + gl.program_id(0) * at.M + token, total, mask=(slot < S.tokens) & (token < at.M))
 
 
 @gluon.jit
-def finish(y, sums, applied, residual, at, C: gl.constexpr):
+def apply_epilogue(y, sums, epilogue_args, residual, at, C: gl.constexpr):
     """What C.epilogue says of the sums."""
     if C.epilogue.residual:
-        add_to_residual(y, sums, applied, residual, at, C)
+        add_to_residual(y, sums, epilogue_args, residual, at, C)
     elif C.epilogue.gate != "none":
-        store_gated(y, sums, applied, at, C)
+        store_gated(y, sums, epilogue_args, at, C)
     else:
-        store(y, sums, applied, at, C)
+        store(y, sums, epilogue_args, at, C)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from lowbit.kernels.parts.cluster_split_k import ClusterExchange
 from lowbit.kernels.parts.gluon import gl
-from lowbit.kernels.parts.pair import Pair
 from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.scaled_epilogue import OUTPUTS, TYPES
 from lowbit.kernels.parts.smem import UNIT, Regions
@@ -126,8 +126,8 @@ class ByteTile(WarpgroupTile):
         return [self.rows, self.store_columns] if self.tokens_are_rows else [self.store_columns, self.rows]
 
     @property
-    def pair(self) -> Pair:
-        return Pair(self.barriers.end, self.warps, 4 * self.rows * self.store_columns)
+    def pair(self) -> ClusterExchange:
+        return ClusterExchange(self.barriers.end, self.warps, 4 * self.rows * self.store_columns)
 
     @property
     def x(self) -> gl.dtype:

@@ -3,7 +3,7 @@
 Computes y^T = w x^T: decoded weights are operand A of mma.sync m16n8k16, from registers; x is operand B, by ldmatrix.
 Reads   x fp16 or bf16, rows of 16-byte pieces; w in FragmentOrder, or in ColumnMajorTileInterleave; scales in fragment order
 Grid    tiles of rows x tokens, times splits of K; neighbours in groups of tokens, so that a wave shares x and w in L2
-Warps   warps_n x warps_m: each has `strips` strips of 16 rows and a share of the tokens; warps of a row decode the same codes.
+Warps   warps_n x warps_m: each has `row_blocks` strips of 16 rows and a share of the tokens; warps of a row decode the same codes.
         With warps_k > 1 as many share K: x of their slices is columns of one matrix, 8 tokens of each in turn, since a warp
         multiplies its own columns alone; at the end the columns of a token are added up
 Stages  of 64 k for each slice, copied by all threads, `stages` - 1 ahead; one barrier for each (parts/tile_stage.py)
@@ -26,15 +26,22 @@ from torch import Tensor
 
 from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose.gemm import GemmShape, MmaTile
-from lowbit.kernels.parts.dequantize import Decode
+from lowbit.kernels.parts.dequantize import Dequantizer
 from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.gluon import aggregate, asm, barrier, gl, gluon, half_type, mma_v2, ptx, run, source_digest
-from lowbit.kernels.parts.large_m_epilogue import Applied, gated
+from lowbit.kernels.parts.large_m_epilogue import LargeMEpilogueArgs, gated
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.line_stage import LineDecode, LineStage, first_line_piece
-from lowbit.kernels.parts.schedule import SplitK, Tiles, iterations_of, meet, meet_in_turn, tile_at
+from lowbit.kernels.parts.schedule import (
+    SplitKWorkspace,
+    TileGrid,
+    iterations_of,
+    reduce_splits,
+    reduce_splits_serially,
+    tile_at,
+)
 from lowbit.kernels.parts.smem import Regions, allocate, view
-from lowbit.kernels.parts.tile_stage import Copy, Source, TileStage, commit, copy_piece, first_piece, x_piece
+from lowbit.kernels.parts.tile_stage import StageCopy, StageSource, TileStage, commit, copy_piece, first_piece, x_piece
 from lowbit.pack.weight import WeightForm
 
 # In which order a stage of parts/tile_stage.py is multiplied: mma.sync kernels, for each 16 k the tokens of a warp in chunks.
@@ -63,11 +70,11 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class StageOrder:
-    """The order for warps of `tokens` tokens and `strips` strips; `copies` is what each thread copies of a stage."""
+    """The order for warps of `tokens` tokens and `row_blocks` strips; `copies` is what each thread copies of a stage."""
 
     tokens: int
-    strips: int
-    copies: tuple[Copy, ...]
+    row_blocks: int
+    copies: tuple[StageCopy, ...]
 
     @property
     def chunks(self) -> int:
@@ -93,7 +100,7 @@ class StageOrder:
         """Copies of a stage."""
         return len(self.copies)
 
-    def copy(self, i: int) -> Copy:
+    def copy(self, i: int) -> StageCopy:
         """The i-th of them; a kernel takes no tuple of constants."""
         return self.copies[i]
 
@@ -103,15 +110,15 @@ class StageOrder:
         room = self.positions - self.ahead
         return position * len(self.copies) // room if position < room - 1 else len(self.copies)
 
-    def first_strip(self, position: int) -> int:
+    def first_row_block(self, position: int) -> int:
         """The first strip that is decoded for the next step with a chunk; of the next stage once it is there."""
         step, chunk = divmod(position, self.chunks)
         start = self.chunks - self.ahead if step == STEPS - 1 else 0
-        return max(chunk - start, 0) * self.strips // (self.chunks - start)
+        return max(chunk - start, 0) * self.row_blocks // (self.chunks - start)
 
-    def end_strip(self, position: int) -> int:
+    def end_row_block(self, position: int) -> int:
         """The one after the last of them."""
-        return self.strips if (position + 1) % self.chunks == 0 else self.first_strip(position + 1)
+        return self.row_blocks if (position + 1) % self.chunks == 0 else self.first_row_block(position + 1)
 
 
 STAGE_K = 64
@@ -129,9 +136,9 @@ STEP_REGISTERS = gl.constexpr(4)
 class MmaGemm:
     """All that is fixed when the kernel is compiled. Of two equal ones, results are equal to the last bit."""
 
-    decode: Decode
+    dequantizer: Dequantizer
     tokens: int
-    strips: int
+    row_blocks: int
     warps_n: int
     warps_m: int
     warps_k: int
@@ -147,7 +154,7 @@ class MmaGemm:
 
     @property
     def rows(self) -> int:
-        return 16 * self.strips * self.warps_n
+        return 16 * self.row_blocks * self.warps_n
 
     @property
     def channels(self) -> int:
@@ -169,12 +176,12 @@ class MmaGemm:
     @property
     def stage(self) -> TileStage:
         kind = LineStage if self.lines else TileStage
-        return kind(self.decode, self.tokens, self.strips * self.warps_n, self.stages, self.warps, self.warps_k)
+        return kind(self.dequantizer, self.tokens, self.row_blocks * self.warps_n, self.stages, self.warps, self.warps_k)
 
     @property
     def lines(self) -> bool:
         """Whether weights come in lines of several channels."""
-        return isinstance(self.decode, LineDecode)
+        return isinstance(self.dequantizer, LineDecode)
 
     @property
     def regions(self) -> Regions:
@@ -185,13 +192,13 @@ class MmaGemm:
         return STAGE_K * self.warps_k
 
     @property
-    def turn_steps(self) -> int:
+    def block_steps(self) -> int:
         """Steps whose weights are decoded together."""
-        return self.decode.turn_registers // 4
+        return self.dequantizer.block_registers // 4
 
     @property
     def order(self) -> StageOrder:
-        return StageOrder(self.tokens // self.warps_m, self.strips, self.stage.copies)
+        return StageOrder(self.tokens // self.warps_m, self.row_blocks, self.stage.copies)
 
     @property
     def chunk_columns(self) -> int:
@@ -241,28 +248,28 @@ class MmaGemm:
 
 
 @aggregate
-class Reader:
+class StageReader:
     """What a lane reads weights by: the start of shared memory, its warp's strip, its number."""
 
     start: gl.tensor
-    strip: gl.tensor
+    row_block: gl.tensor
     lane: gl.tensor
 
 
 @gluon.jit
-def await_stage(C: gl.constexpr):
+def wait_for_stage(C: gl.constexpr):
     """Until the oldest stage on its way is there, for all warps; the one that was read before may then be filled again."""
     run(ptx("cp.async.wait_group {};\n mov.b32 $0, 0;".format, C.stages - 2), "=r", [])
     barrier()
 
 
 @gluon.jit
-def ready_scales(read, group: gl.constexpr, C: gl.constexpr):
+def prepare_scales(read, group: gl.constexpr, C: gl.constexpr):
     """What the scales and zeros of a group become, of what was read of a strip."""
-    D: gl.constexpr = C.decode
+    D: gl.constexpr = C.dequantizer
     first: gl.constexpr = D.bits + group * D.group_words
     return gl.inline_asm_elementwise(
-        D.ready_asm, D.ready_constraints, read[first : first + D.group_words], dtype=D.ready_types, is_pure=True, pack=1
+        D.prepare_asm, D.prepare_constraints, read[first : first + D.group_words], dtype=D.prepared_types, is_pure=True, pack=1
     )
 
 
@@ -270,32 +277,32 @@ def ready_scales(read, group: gl.constexpr, C: gl.constexpr):
 def read_weights(reader, slot, C: gl.constexpr):
     """Words of codes of a stage, strip by strip, and what its scales become."""
     S: gl.constexpr = C.stage
-    BITS: gl.constexpr = C.decode.bits
-    STRIPS: gl.constexpr = C.strips
-    GROUPS: gl.constexpr = C.decode.groups
+    BITS: gl.constexpr = C.dequantizer.bits
+    ROW_BLOCKS: gl.constexpr = C.row_blocks
+    GROUPS: gl.constexpr = C.dequantizer.groups
     words = ()
-    ready = ()
+    prepared = ()
     at = reader.start + S.w_start + slot * S.w_bytes
-    for strip in gl.static_range(STRIPS):
-        read = asm(ptx(S.read, strip * C.warps_n), S.read_constraints, [at, reader.strip, reader.lane], S.read_types)
+    for row_block in gl.static_range(ROW_BLOCKS):
+        read = asm(ptx(S.read, row_block * C.warps_n), S.read_constraints, [at, reader.row_block, reader.lane], S.read_types)
         words = words + read[0:BITS]
         for group in gl.static_range(GROUPS):
-            ready = ready + ready_scales(read, group, C)
-    return words, ready
+            prepared = prepared + prepare_scales(read, group, C)
+    return words, prepared
 
 
 @gluon.jit
-def decode_strip(words, ready, strip: gl.constexpr, turn: gl.constexpr, C: gl.constexpr):
+def dequantize_row_block(words, prepared, row_block: gl.constexpr, block: gl.constexpr, C: gl.constexpr):
     """The registers of operand A of a strip and turn."""
-    D: gl.constexpr = C.decode
-    first: gl.constexpr = strip * D.bits + turn * D.turn_words
-    inputs = words[first : first + D.turn_words]
+    D: gl.constexpr = C.dequantizer
+    first: gl.constexpr = row_block * D.bits + block * D.block_words
+    inputs = words[first : first + D.block_words]
     if D.group > 0:
-        low: gl.constexpr = (strip * D.groups + ptx(D.first_group, turn)) * D.ready
-        high: gl.constexpr = (strip * D.groups + ptx(D.end_group, turn)) * D.ready
-        inputs = inputs + ready[low:high]
+        low: gl.constexpr = (row_block * D.groups + ptx(D.first_group, block)) * D.prepared
+        high: gl.constexpr = (row_block * D.groups + ptx(D.end_group, block)) * D.prepared
+        inputs = inputs + prepared[low:high]
     return gl.inline_asm_elementwise(
-        ptx(D.turn_asm, turn), ptx(D.turn_constraints, turn), inputs, dtype=D.turn_types, is_pure=True, pack=1
+        ptx(D.block_asm, block), ptx(D.block_constraints, block), inputs, dtype=D.block_types, is_pure=True, pack=1
     )
 
 
@@ -315,19 +322,19 @@ def operand_of(registers, step: gl.constexpr, C: gl.constexpr):
     """Operand A of a step of a turn, C.rows x 16 k; this takes no instruction."""
     LAYOUT: gl.constexpr = C.registers_layout
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    STRIPS: gl.constexpr = C.strips
+    ROW_BLOCKS: gl.constexpr = C.row_blocks
     parts = ()
-    for strip in gl.static_range(STRIPS):
+    for row_block in gl.static_range(ROW_BLOCKS):
         for i in gl.static_range(STEP_REGISTERS):
-            register = registers[strip * C.decode.turn_registers + step * STEP_REGISTERS + i]
+            register = registers[row_block * C.dequantizer.block_registers + step * STEP_REGISTERS + i]
             column = gl.expand_dims(gl.convert_layout(register, ROWS, assert_trivial=True), 1)
             whole = gl.convert_layout(column.broadcast_to([32 * C.warps_n, 2]), LAYOUT, assert_trivial=True)
             part = gl.inline_asm_elementwise(
-                "mov.b32 $0, $1;", "=r,r,r", [whole], dtype=C.decode.operand_type, is_pure=True, pack=2
+                "mov.b32 $0, $1;", "=r,r,r", [whole], dtype=C.dequantizer.operand_type, is_pure=True, pack=2
             )  # fmt: skip
             parts = parts + (part,)
     # [warp, lane group, lane of the group, strip, k half, row half, element] -> rows, k
-    joined = gl.reshape(join(parts, STRIPS * STEP_REGISTERS, C), [C.warps_n, 8, 4, STRIPS, 2, 2, 2])
+    joined = gl.reshape(join(parts, ROW_BLOCKS * STEP_REGISTERS, C), [C.warps_n, 8, 4, ROW_BLOCKS, 2, 2, 2])
     matrix = gl.reshape(gl.permute(joined, [3, 0, 5, 1, 4, 2, 6]), [C.rows, 16])
     return gl.convert_layout(matrix, C.operand_layout, assert_trivial=True)
 
@@ -349,7 +356,7 @@ def read_x(x, block, C: gl.constexpr):
 def operand_b(registers, C: gl.constexpr):
     """The same as the instruction takes it."""
     return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r,r", [registers], dtype=C.decode.operand_type, is_pure=True, pack=2
+        "mov.b32 $0, $1;", "=r,r,r", [registers], dtype=C.dequantizer.operand_type, is_pure=True, pack=2
     )  # fmt: skip
 
 
@@ -380,19 +387,19 @@ def of_slices(sums, C: gl.constexpr):
 def multiply(sums, registers, b, position: gl.constexpr, C: gl.constexpr):
     """The sums with the products of a chunk."""
     CHUNK: gl.constexpr = position % C.order.chunks
-    STEP: gl.constexpr = position // C.order.chunks % C.turn_steps
+    STEP: gl.constexpr = position // C.order.chunks % C.block_steps
     new = mma_v2(operand_of(registers, STEP, C), operand_b(b, C), sums[CHUNK])
     return sums[0:CHUNK] + (new,) + sums[CHUNK + 1 :]
 
 
 @gluon.jit
-def decode_ahead(decoded, words, ready, position: gl.constexpr, C: gl.constexpr):
-    """`decoded`, and what a chunk adds to it of the next turn's registers of operand A."""
+def dequantize_ahead(dequantized, words, prepared, position: gl.constexpr, C: gl.constexpr):
+    """`dequantized`, and what a chunk adds to it of the next turn's registers of operand A."""
     STEP: gl.constexpr = ptx(C.order.next_step, position)
-    if STEP % C.turn_steps == 0:
-        for strip in gl.static_range(ptx(C.order.first_strip, position), ptx(C.order.end_strip, position)):
-            decoded = decoded + decode_strip(words, ready, strip, STEP // C.turn_steps, C)
-    return decoded
+    if STEP % C.block_steps == 0:
+        for row_block in gl.static_range(ptx(C.order.first_row_block, position), ptx(C.order.end_row_block, position)):
+            dequantized = dequantized + dequantize_row_block(words, prepared, row_block, STEP // C.block_steps, C)
+    return dequantized
 
 
 @gluon.jit
@@ -403,7 +410,7 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
     AHEAD: gl.constexpr = C.order.ahead
     CHUNKS: gl.constexpr = C.order.chunks
     COPIES: gl.constexpr = C.order.copy_count
-    STRIPS: gl.constexpr = C.strips
+    ROW_BLOCKS: gl.constexpr = C.row_blocks
     ROWS: gl.constexpr = C.rows
     COLUMNS: gl.constexpr = C.chunk_columns
     SUMS: gl.constexpr = C.accumulator
@@ -414,11 +421,11 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
         for i in gl.static_range(COPIES):
             copy_piece(source, begin + stage, stage, i, C)
         commit()
-    await_stage(C)
-    words, ready = read_weights(reader, 0, C)
+    wait_for_stage(C)
+    words, prepared = read_weights(reader, 0, C)
     registers = ()
-    for strip in gl.static_range(STRIPS):
-        registers = registers + decode_strip(words, ready, strip, 0, C)
+    for row_block in gl.static_range(ROW_BLOCKS):
+        registers = registers + dequantize_row_block(words, prepared, row_block, 0, C)
     b = ()
     for position in gl.static_range(AHEAD):
         b = b + (read_x(x, position, C),)
@@ -426,24 +433,24 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
     for iteration in range(begin, end):
         filled = gl.where(slot == 0, C.stages, slot) - 1
         following = gl.where(slot + 1 == C.stages, 0, slot + 1)
-        decoded = ()
+        dequantized = ()
         for position in gl.static_range(POSITIONS):
             if position + AHEAD == POSITIONS:
                 commit()
-                await_stage(C)
-                words, ready = read_weights(reader, following, C)
+                wait_for_stage(C)
+                words, prepared = read_weights(reader, following, C)
             if position + AHEAD < POSITIONS:
                 b = b + (read_x(x, slot * POSITIONS + (position + AHEAD), C),)
             else:
                 b = b + (read_x(x, following * POSITIONS + (position + AHEAD - POSITIONS), C),)
             for i in gl.static_range(ptx(C.order.first_copy, position), ptx(C.order.first_copy, position + 1)):
                 copy_piece(source, iteration + STAGES_AHEAD, filled, i, C)
-            decoded = decode_ahead(decoded, words, ready, position, C)
+            dequantized = dequantize_ahead(dequantized, words, prepared, position, C)
             sums = multiply(sums, registers, b[0], position, C)
             b = b[1:]
-            if (position + 1) % (CHUNKS * C.turn_steps) == 0:
-                registers = decoded
-                decoded = ()
+            if (position + 1) % (CHUNKS * C.block_steps) == 0:
+                registers = dequantized
+                dequantized = ()
         slot = following
     # Zeros of stages beyond the end may still be on their way to where y is transposed.
     run("cp.async.wait_group 0;\n mov.b32 $0, 0;", "=r", [])
@@ -452,35 +459,47 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
 
 
 @gluon.jit
-def finish_tile(y, acc, applied, first_row, first_token, M, N, columns, C: gl.constexpr):
+def store_tile(y, acc, epilogue_args, first_row, first_token, M, N, columns, C: gl.constexpr):
     """Scales, bias and gate, one rounding, and y [M, columns] to memory: 8 neighbouring channels of a token at a time."""
     SUMS: gl.constexpr = C.accumulator
     STORED: gl.constexpr = C.store_layout
     rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, SUMS))
     if C.epilogue.channel_scale:
-        scale = gl.load(applied.channel_scale + rows, mask=rows < N, other=0.0).to(gl.float32)
-        acc = acc * (scale * applied.factor)[:, None]  # the factor is a power of two
+        scale = gl.load(epilogue_args.channel_scale + rows, mask=rows < N, other=0.0).to(gl.float32)
+        acc = acc * (scale * epilogue_args.factor)[:, None]  # the factor is a power of two
     else:
-        acc = acc * applied.factor
+        acc = acc * epilogue_args.factor
     if C.epilogue.bias:
-        acc = acc + gl.load(applied.bias + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
+        acc = acc + gl.load(epilogue_args.bias + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
     if C.epilogue.gate != "none":
         acc = gated(acc, C)
         first_row = first_row // 2
-    result = gl.convert_layout(acc.to(C.decode.operand_type), STORED)
+    result = gl.convert_layout(acc.to(C.dequantizer.operand_type), STORED)
     channels = first_row + gl.arange(0, C.channels, gl.SliceLayout(1, STORED))
     tokens = first_token + gl.arange(0, C.tokens, gl.SliceLayout(0, STORED))
     at = y + tokens.to(gl.int64)[None, :] * columns + channels[:, None]
     gl.store(at, result, mask=(channels < columns)[:, None] & (tokens < M)[None, :])
 
 
-SIZES = ["M", "N", "K", "columns", "x_stride", "token_tiles", "row_tiles", "iterations", "strips", "w_strip", "scale_strip"]
+SIZES = [
+    "M",
+    "N",
+    "K",
+    "columns",
+    "x_stride",
+    "token_tiles",
+    "row_tiles",
+    "iterations",
+    "row_blocks",
+    "w_stride",
+    "scale_stride",
+]
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def mma_gemm(
     y, x, w, scale, channel_scale, bias, partial, arrived, M, N, K, columns, x_stride, token_tiles, row_tiles, iterations,
-    strips, w_strip, scale_strip, factor, C: gl.constexpr,
+    row_blocks, w_stride, scale_stride, factor, C: gl.constexpr,
 ):  # fmt: skip
     """One block: a tile, or its share of K. The last tile of rows begins where it is full: rows of two are stored twice, with
     the same bits. `columns` of y are pieces of 8 where C.whole."""
@@ -490,12 +509,12 @@ def mma_gemm(
         columns = columns * 8
     shared = allocate(C)
     x_shared = view(
-        shared, C.regions, "stages", C.decode.operand_type, [C.stages * C.order.positions, C.chunk_columns, 16], S.x_layout
+        shared, C.regions, "stages", C.dequantizer.operand_type, [C.stages * C.order.positions, C.chunk_columns, 16], S.x_layout
     )
-    tiles = Tiles(token_tiles, row_tiles, iterations, M)
+    tiles = TileGrid(token_tiles, row_tiles, iterations, M)
     token_tile, row_tile, split = tile_at(gl.program_id(0), tiles, C)
     begin, end = iterations_of(split, tiles, C)
-    first_strip = gl.minimum(row_tile * (C.rows // 16), strips - C.rows // 16)
+    first_row_block = gl.minimum(row_tile * (C.rows // 16), row_blocks - C.rows // 16)
     first_token = token_tile * C.tokens
 
     thread = gl.arange(0, C.threads, C.threads_layout)
@@ -505,15 +524,15 @@ def mma_gemm(
     codes = ()
     for plane in gl.static_range(PLANES):
         if C.lines:
-            codes = codes + (first_line_piece(w, first_strip, thread, w_strip // 4, S),)
+            codes = codes + (first_line_piece(w, first_row_block, thread, w_stride // 4, S),)
         else:
-            codes = codes + (first_piece(w, first_strip, thread, w_strip // 4, ptx(S.pieces, plane), 4),)
+            codes = codes + (first_piece(w, first_row_block, thread, w_stride // 4, ptx(S.pieces, plane), 4),)
     scales = codes[0]
     if S.scale_bytes > 0:
-        scales = first_piece(scale, first_strip, thread, scale_strip // 2, S.scale_pieces, 8)
-    source = Source(
+        scales = first_piece(scale, first_row_block, thread, scale_stride // 2, S.scale_pieces, 8)
+    source = StageSource(
         x + (token.to(gl.int64) * x_stride + k), thread * 0 + x_stride * (8 * C.warps), M - token,
-        gl.minimum(K, end * C.stage_k) - k, codes, thread * 0 + w_strip, scales, thread * 0 + scale_strip,
+        gl.minimum(K, end * C.stage_k) - k, codes, thread * 0 + w_stride, scales, thread * 0 + scale_stride,
         thread * 0 + gl.minimum((K + 63) // 64, end * C.warps_k),
     )  # fmt: skip
     each = gl.arange(0, 32 * C.warps_n, C.lanes_layout)
@@ -521,19 +540,19 @@ def mma_gemm(
     if C.warps_k > 1:  # what layouts take to be the same in all columns of warps differs from slice to slice
         own = asm("{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 $0, t, 5; }", "=r", [], gl.int32) % C.warps_k
         start += own * S.slice_bytes
-    reader = Reader(each * 0 + start, each // 32, each & 31)
+    reader = StageReader(each * 0 + start, each // 32, each & 31)
     acc = products(x_shared, reader, source, begin, end, C)
-    applied = Applied(channel_scale, bias, factor)
+    epilogue_args = LargeMEpilogueArgs(channel_scale, bias, factor)
     if C.splits == 1:
-        finish_tile(y, acc, applied, first_strip * 16, first_token, M, N, columns, C)
+        store_tile(y, acc, epilogue_args, first_row_block * 16, first_token, M, N, columns, C)
     else:
-        at, tile = SplitK(partial, arrived), token_tile * row_tiles + row_tile
+        at, tile = SplitKWorkspace(partial, arrived), token_tile * row_tiles + row_tile
         if C.in_turn:
-            last, total = meet_in_turn(at, acc, tile, split, C)
+            last, total = reduce_splits_serially(at, acc, tile, split, C)
         else:
-            last, total = meet(at, acc, tile, split, C)
+            last, total = reduce_splits(at, acc, tile, split, C)
         if last:
-            finish_tile(y, total, applied, first_strip * 16, first_token, M, N, columns, C)
+            store_tile(y, total, epilogue_args, first_row_block * 16, first_token, M, N, columns, C)
 
 
 class MmaPlan:
@@ -550,7 +569,7 @@ class MmaPlan:
         # Left to itself ptxas spills some in small tiles, so that more blocks might share an SM.
         registers = min(MOST_REGISTERS, REGISTERS_PER_SM // self.config.threads)
         self.launch = Launcher(mma_gemm, grid, self.config.warps, registers=registers)
-        self.factor = self.config.decode.epilogue_factor
+        self.factor = self.config.dequantizer.epilogue_factor
 
     @property
     def workspace(self) -> tuple[int, int]:
@@ -580,9 +599,9 @@ class MmaPlan:
 
 @functools.lru_cache(maxsize=1024)
 def _config(tile: MmaTile, form: WeightForm, dtype: HalfType, epilogue: Epilogue, whole: bool) -> MmaGemm:
-    kind = LineDecode if form.interleaved else Decode
-    decode = kind(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
+    kind = LineDecode if form.interleaved else Dequantizer
+    dequantizer = kind(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
     return MmaGemm(
-        decode, tile.tokens, tile.strips, tile.warps_n, tile.warps_m, tile.warps_k, tile.stages, tile.splits, tile.token_group,
+        dequantizer, tile.tokens, tile.strips, tile.warps_n, tile.warps_m, tile.warps_k, tile.stages, tile.splits, tile.token_group,
         tile.in_turn, epilogue, whole,
     )  # fmt: skip

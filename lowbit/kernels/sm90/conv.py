@@ -189,7 +189,7 @@ def finish(held, stage, PLANES: gl.constexpr, C: gl.constexpr):
     """Of a stage whose products are done: its registers may be written again, and it may be filled again."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     if PLANES == 2:
-        run(C.hold, "=r" + ",r" * (2 * C.ring.registers + 1), held + (thread * 0 + stage,))
+        run(C.register_fence, "=r" + ",r" * (2 * C.ring.registers + 1), held + (thread * 0 + stage,))
     run(C.barriers.give, "=r,r,r", [thread * 0 + stage, ((thread & 31) == 0).to(gl.int32)])
 
 

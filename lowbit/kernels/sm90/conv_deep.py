@@ -37,7 +37,7 @@ from lowbit.kernels.parts.gluon import (
     run,
     wait_alone,
 )
-from lowbit.kernels.parts.operand import hold
+from lowbit.kernels.parts.operand import register_fence
 from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.strip_ring import StripRing
 from lowbit.kernels.parts.window_ring import WindowRing
@@ -252,9 +252,9 @@ class DeepConv(WgmmaConv):
         return f"setmaxnreg.{'inc' if count > 128 else 'dec'}.sync.aligned.u32 {count};\nmov.b32 $0, 0;"
 
     @property
-    def hold(self) -> str:
+    def register_fence(self) -> str:
         """Keeps the registers of a step."""
-        return hold(self.strip.registers)
+        return register_fence(self.strip.registers)
 
     @property
     def operands(self) -> tuple[gl.dtype, ...]:
@@ -409,7 +409,7 @@ def end_step(registers, w_stage, exists, thread, C: gl.constexpr):
     """Of a step whose products are done: its registers may be written again, and its weights go back."""
     REGISTERS: gl.constexpr = C.strip.registers
     nought = thread * 0
-    run(C.hold, "=r" + ",r" * (REGISTERS + 1), registers + (nought + w_stage,))
+    run(C.register_fence, "=r" + ",r" * (REGISTERS + 1), registers + (nought + w_stage,))
     if not C.resident:
         run(C.w_barriers.give, "=r,r,r", [nought + w_stage, (((thread & 31) == 0) & exists).to(gl.int32)])
 

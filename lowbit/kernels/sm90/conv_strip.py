@@ -32,7 +32,7 @@ from lowbit.kernels.parts.gluon import (
     run,
     warpgroup_mma_wait,
 )
-from lowbit.kernels.parts.operand import hold
+from lowbit.kernels.parts.operand import register_fence
 from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.strip_ring import StripRing
 from lowbit.kernels.sm90.tensor_map import row_map
@@ -74,9 +74,9 @@ class StripConv(WgmmaConv):
         )  # fmt: skip
 
     @property
-    def hold(self) -> str:
+    def register_fence(self) -> str:
         """Keeps the registers of a row of taps."""
-        return hold(self.kernel * self.strip.registers)
+        return register_fence(self.kernel * self.strip.registers)
 
     @property
     def keeps_constants(self) -> bool:
@@ -123,7 +123,7 @@ def multiply_strip(acc, w_ring, strip, place, C: gl.constexpr):
             acc = multiply_tap(acc, down + beside > 0, w_ring, down * KERNEL + beside, registers, C)
             held = held + registers
         acc = warpgroup_mma_wait(0, deps=[acc])
-        run(C.hold, "=r" + ",r" * (HELD + 1), held + (nought + strip,))
+        run(C.register_fence, "=r" + ",r" * (HELD + 1), held + (nought + strip,))
     return acc
 
 

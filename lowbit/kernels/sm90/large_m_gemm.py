@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose.gemm import GemmShape, WgmmaTile, share_refusals
-from lowbit.kernels.parts.dequantize import Decode, decode
+from lowbit.kernels.parts.dequantize import Dequantizer, dequantize
 from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.gluon import (
     Descriptor,
@@ -48,29 +48,29 @@ from lowbit.kernels.parts.gluon import (
 from lowbit.kernels.parts.large_m_epilogue import (
     SQUARES,
     SUMS,
-    Applied,
-    Squares,
-    Stream,
-    await_h,
-    begin_end,
-    finish_end,
+    LargeMEpilogueArgs,
+    ResidualStream,
+    SquaresLayouts,
+    apply_epilogue,
+    load_epilogue_inputs,
     prefetch_rows,
+    wait_for_h,
 )
 from lowbit.kernels.parts.launch import TilePlan, descriptors, plane_descriptors
-from lowbit.kernels.parts.operand import finish, nothing_decoded, operand_a, read_words, registers_layout, words_layout
+from lowbit.kernels.parts.operand import empty_registers, operand_a, read_words, registers_layout, release_stage, words_layout
 from lowbit.kernels.parts.pipeline import advance, make_barriers, previous
 from lowbit.kernels.parts.producer import load
-from lowbit.kernels.parts.scaled_epilogue import Output
+from lowbit.kernels.parts.scaled_epilogue import OutputTile
 from lowbit.kernels.parts.schedule import (
-    SplitK,
-    Tiles,
-    count,
+    SplitKWorkspace,
+    TileGrid,
     first_token_of,
     iterations_of,
-    meet,
-    meet_shares,
-    part_of,
+    k_range_of,
+    reduce_splits,
+    reduce_stream_k,
     tile_at,
+    tile_count,
 )
 from lowbit.kernels.parts.smem import UNIT, Regions, allocate, view, view_stages
 from lowbit.kernels.parts.tile import WarpgroupTile
@@ -83,14 +83,14 @@ PREFETCHED = gl.constexpr(6)
 
 
 @dataclass(frozen=True)
-class WgmmaGemm(WarpgroupTile, Squares):
+class WgmmaGemm(WarpgroupTile, SquaresLayouts):
     """All that is fixed when the kernel is compiled. Of two equal ones, results are equal to the last bit.
 
     A tile is `tokens` x 64 * warpgroups rows of w; `stages` (of 64 k each) is even, and K counts as if it were a multiple of
     128. With 0 splits blocks share the tiles that fill no whole wave (parts/schedule.py).
     """
 
-    decode: Decode
+    dequantizer: Dequantizer
     tokens: int
     warpgroups: int
     stages: int
@@ -128,7 +128,7 @@ class WgmmaGemm(WarpgroupTile, Squares):
 
     @property
     def stage_bytes(self) -> int:
-        return self.rows * 8 * self.decode.bits + self.tokens * 128
+        return self.rows * 8 * self.dequantizer.bits + self.tokens * 128
 
     @property
     def stages_ahead(self) -> int:
@@ -137,7 +137,7 @@ class WgmmaGemm(WarpgroupTile, Squares):
 
     @property
     def regions(self) -> Regions:
-        w = [(f"w{p}", self.stages * self.rows * 8 * self.decode.plane_words(p)) for p in range(self.decode.planes)]
+        w = [(f"w{p}", self.stages * self.rows * 8 * self.dequantizer.plane_words(p)) for p in range(self.dequantizer.planes)]
         (tokens, channels), squares = self.store_block, 4 * SUMS * self.tokens
         of_end = (
             ("y", 2 * tokens * channels if self.store_by_tma else 0),
@@ -149,7 +149,7 @@ class WgmmaGemm(WarpgroupTile, Squares):
 
     @property
     def x_type(self) -> torch.dtype:
-        return torch.float16 if self.decode.dtype == "fp16" else torch.bfloat16
+        return torch.float16 if self.dequantizer.dtype == "fp16" else torch.bfloat16
 
     @property
     def y_type(self) -> torch.dtype:
@@ -157,7 +157,7 @@ class WgmmaGemm(WarpgroupTile, Squares):
 
     @property
     def y(self) -> gl.dtype:
-        return self.decode.operand_type
+        return self.dequantizer.operand_type
 
     @property
     def x_block(self) -> tuple[int, int]:
@@ -187,11 +187,11 @@ class WgmmaGemm(WarpgroupTile, Squares):
 
     def words_layout(self, plane: int) -> gl.DistributedLinearLayout:
         """Words of a plane of a tile, as they are loaded."""
-        return words_layout(self.warps, self.decode.plane_words(plane))
+        return words_layout(self.warps, self.dequantizer.plane_words(plane))
 
 
 @aggregate
-class Copies:
+class WgmmaLoaderArgs:
     """What the loader works with: descriptors, the stages of w (one for each plane of its codes) and x, their barriers."""
 
     w_descs: Tuple
@@ -199,7 +199,7 @@ class Copies:
     w: Tuple
     x: gl.shared_memory_descriptor
     barriers: gl.shared_memory_descriptor
-    tiles: Tiles
+    tiles: TileGrid
 
 
 @aggregate
@@ -209,55 +209,55 @@ class Scales:
     words: Scalar
     stride: Scalar
     last_group: Scalar
-    strips: Scalar
+    row_blocks: Scalar
 
 
 @aggregate
-class Products:
+class WgmmaMathArgs:
     """What the warpgroups work with: stages of w and x, scales, where splits meet, what the end applies, where y goes."""
 
     w: Tuple
     x: gl.shared_memory_descriptor
     scales: Scales
-    splits: SplitK
-    applied: Applied
-    stream: Stream
-    out: Output
-    tiles: Tiles
+    splits: SplitKWorkspace
+    epilogue_args: LargeMEpilogueArgs
+    stream: ResidualStream
+    out: OutputTile
+    tiles: TileGrid
 
 
 @gluon.jit
-def load_weights(copies, full, stage, row_tile, k, C: gl.constexpr):
+def load_weights(loader_args, full, stage, row_tile, k, C: gl.constexpr):
     """Asks for the codes of a stage."""
-    PLANES: gl.constexpr = C.decode.planes
+    PLANES: gl.constexpr = C.dequantizer.planes
     for plane in gl.static_range(PLANES):
-        column = k * (32 * C.decode.bits) + ptx(C.decode.plane_start, plane)
-        tma_load(copies.w_descs[plane], [row_tile * C.warps, column], full, copies.w[plane].index(stage))
+        column = k * (32 * C.dequantizer.bits) + ptx(C.dequantizer.plane_start, plane)
+        tma_load(loader_args.w_descs[plane], [row_tile * C.warps, column], full, loader_args.w[plane].index(stage))
 
 
 @gluon.jit
-def scales_of_strip(scales, row_tile, thread, C: gl.constexpr):
+def scales_of_row_block(scales, row_tile, thread, C: gl.constexpr):
     """Where the scales of a warp's strip begin; strips beyond the last, which are computed and not stored, have those of the
     last."""
-    strip = gl.minimum(row_tile * (C.rows // 16) + (thread >> 5), scales.strips - 1)
-    return scales.words + strip.to(gl.int64) * scales.stride
+    row_block = gl.minimum(row_tile * (C.rows // 16) + (thread >> 5), scales.row_blocks - 1)
+    return scales.words + row_block.to(gl.int64) * scales.stride
 
 
 @gluon.jit
 def scales_of_pair(scales, row_tile, thread, C: gl.constexpr):
     """The same for the pair of rows of a thread."""
-    return scales_of_strip(scales, row_tile, thread, C) + ((thread & 31) >> 2) * C.decode.group_words
+    return scales_of_row_block(scales, row_tile, thread, C) + ((thread & 31) >> 2) * C.dequantizer.group_words
 
 
 @gluon.jit
 def prefetch_scales(p, index, thread, C: gl.constexpr):
     """Brings the scales of a tile's first 32 groups to the L2, a group for each lane: nothing hides their way from memory."""
-    if index < count(p.tiles, C):
+    if index < tile_count(p.tiles, C):
         _token_tile, row_tile, split = tile_at(index, p.tiles, C)
         begin, _end = iterations_of(split, p.tiles, C)
-        group = gl.minimum(begin * (C.decode.pair_words // C.decode.group_words) + (thread & 31), p.scales.last_group)
-        scale = scales_of_strip(p.scales, row_tile, thread, C)
-        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [scale + group * (8 * C.decode.group_words)])
+        group = gl.minimum(begin * (C.dequantizer.pair_words // C.dequantizer.group_words) + (thread & 31), p.scales.last_group)
+        scale = scales_of_row_block(p.scales, row_tile, thread, C)
+        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [scale + group * (8 * C.dequantizer.group_words)])
 
 
 @gluon.jit
@@ -266,14 +266,14 @@ def load_scales(scale, iteration, last, C: gl.constexpr):
 
     Beyond the `last` group, where K has ended and x is zero, that group is read again.
     """
-    WORDS: gl.constexpr = C.decode.pair_words
+    WORDS: gl.constexpr = C.dequantizer.pair_words
     words = ()
     for i in gl.static_range(WORDS):
-        group = gl.minimum(iteration * (WORDS // C.decode.group_words) + i // C.decode.group_words, last)
-        words = words + (gl.load(scale + group * (8 * C.decode.group_words) + i % C.decode.group_words),)
+        group = gl.minimum(iteration * (WORDS // C.dequantizer.group_words) + i // C.dequantizer.group_words, last)
+        words = words + (gl.load(scale + group * (8 * C.dequantizer.group_words) + i % C.dequantizer.group_words),)
     if WORDS > 0:
-        ahead = gl.minimum((iteration + PREFETCHED) * (WORDS // C.decode.group_words), last)
-        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [scale + ahead * (8 * C.decode.group_words)])
+        ahead = gl.minimum((iteration + PREFETCHED) * (WORDS // C.dequantizer.group_words), last)
+        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [scale + ahead * (8 * C.dequantizer.group_words)])
     return words
 
 
@@ -281,7 +281,7 @@ def load_scales(scale, iteration, last, C: gl.constexpr):
 def first_scales(p, index, thread, C: gl.constexpr):
     """Scale and zero words of a tile's first two iterations. They are asked for before what a tile waits for: its first stage,
     or the end of the tile before. Beyond the last tile, those of the last."""
-    _token_tile, row_tile, split = tile_at(gl.minimum(index, count(p.tiles, C) - 1), p.tiles, C)
+    _token_tile, row_tile, split = tile_at(gl.minimum(index, tile_count(p.tiles, C) - 1), p.tiles, C)
     begin, _end = iterations_of(split, p.tiles, C)
     scale = scales_of_pair(p.scales, row_tile, thread, C)
     last = p.scales.last_group
@@ -307,27 +307,27 @@ def multiply(p, scale, ahead, words, stage, phase, begin, end, more, C: gl.const
     SUMS: gl.constexpr = C.accumulator
     last_group = p.scales.last_group
     acc = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
-    odd = nothing_decoded(C)
-    scales = ahead[0 : C.decode.pair_words]
-    next_scales = ahead[C.decode.pair_words :]
+    odd = empty_registers(C)
+    scales = ahead[0 : C.dequantizer.pair_words]
+    next_scales = ahead[C.dequantizer.pair_words :]
     barrier()  # Triton wants one between the stores of the tile before and loads; better here than in the loop
     for iteration in range(begin, end):
         before = previous(stage, C)
-        even = decode(words, scales, False, C)
+        even = dequantize(words, scales, False, C)
         words = read_words(p.w, stage + 1, phase, True, C)
         acc = start(even, p.x, acc, stage, C)
-        finish(odd, before, iteration > begin, C)
+        release_stage(odd, before, iteration > begin, C)
 
-        odd = decode(words, scales, True, C)
+        odd = dequantize(words, scales, True, C)
         following, phase = advance(stage, phase, 2, C)
         words = read_words(p.w, following, phase, (iteration + 1 < end) | more, C)
         scales = next_scales
         next_scales = load_scales(scale, iteration + 2, last_group, C)
         acc = start(odd, p.x, acc, stage + 1, C)
-        finish(even, stage, True, C)
+        release_stage(even, stage, True, C)
         stage = following
     acc = warpgroup_mma_wait(0, deps=[acc])
-    finish(odd, previous(stage, C), begin < end, C)
+    release_stage(odd, previous(stage, C), begin < end, C)
     return acc, words, stage, phase
 
 
@@ -340,7 +340,7 @@ def multiply_in_sections(p, scale, ahead, words, stage, phase, more, C: gl.const
     SUMS: gl.constexpr = C.accumulator
     total = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
     for section in range(C.sections):
-        begin, end = part_of(section, p.tiles, C.sections)
+        begin, end = k_range_of(section, p.tiles, C.sections)
         if section > 0:
             last = p.scales.last_group
             ahead = load_scales(scale, begin, last, C) + load_scales(scale, begin + 1, last, C)
@@ -354,21 +354,21 @@ def multiply_in_sections(p, scale, ahead, words, stage, phase, more, C: gl.const
 def math(p, C: gl.constexpr):
     """The warpgroups that decode, multiply and store."""
     thread = gl.arange(0, C.threads, C.threads_layout)
-    tiles = count(p.tiles, C)
+    tiles = tile_count(p.tiles, C)
     stage = 0
     phase = 0
-    if C.decode.pair_words > 0:
+    if C.dequantizer.pair_words > 0:
         prefetch_scales(p, gl.program_id(0), thread, C)
     ahead = first_scales(p, gl.program_id(0), thread, C)
     if not C.epilogue.plain:
         token_tile, row_tile, split = tile_at(gl.program_id(0), p.tiles, C)
-        begin_end(p.stream, row_tile * C.rows, first_token_of(token_tile, p.tiles, C), p.out.M, C)
+        load_epilogue_inputs(p.stream, row_tile * C.rows, first_token_of(token_tile, p.tiles, C), p.out.M, C)
     words = read_words(p.w, stage, phase, gl.program_id(0) < tiles, C)
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, row_tile, split = tile_at(index, p.tiles, C)
         first_row, first_token = row_tile * C.rows, first_token_of(token_tile, p.tiles, C)
-        prefetch_rows(p.applied, p.stream, first_row, p.out.N, C)
-        if C.decode.pair_words > 0:
+        prefetch_rows(p.epilogue_args, p.stream, first_row, p.out.N, C)
+        if C.dequantizer.pair_words > 0:
             prefetch_scales(p, index + gl.num_programs(0), thread, C)
         scale = scales_of_pair(p.scales, row_tile, thread, C)
         begin, end = iterations_of(split, p.tiles, C)
@@ -378,28 +378,30 @@ def math(p, C: gl.constexpr):
         else:
             acc, words, stage, phase = multiply(p, scale, ahead, words, stage, phase, begin, end, more, C)
         ahead = first_scales(p, index + gl.num_programs(0), thread, C)
-        await_h(p.stream, C)
+        wait_for_h(p.stream, C)
         if C.splits == 1:
-            finish_end(p.out, acc, p.applied, p.stream, row_tile, first_row, first_token, C)
+            apply_epilogue(p.out, acc, p.epilogue_args, p.stream, row_tile, first_row, first_token, C)
         else:
             if C.splits == 0:
-                last, total = meet_shares(p.splits, acc, split, p.tiles, C)
+                last, total = reduce_stream_k(p.splits, acc, split, p.tiles, C)
             else:
-                last, total = meet(p.splits, acc, token_tile * p.tiles.of_channels + row_tile, split, C)
+                last, total = reduce_splits(p.splits, acc, token_tile * p.tiles.of_channels + row_tile, split, C)
             if last:
-                finish_end(p.out, total, p.applied, p.stream, row_tile, first_row, first_token, C)
+                apply_epilogue(p.out, total, p.epilogue_args, p.stream, row_tile, first_row, first_token, C)
     if C.store_by_tma:
         tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "token_tiles", "channel_tiles", "iterations", "scale_strip", "last_group", "strips"])
+@gluon.jit(
+    do_not_specialize=["M", "N", "token_tiles", "channel_tiles", "iterations", "scale_stride", "last_group", "row_blocks"]
+)
 def wgmma_gemm(
     w_desc, w_desc_1, w_desc_2, x_desc, y_desc, h_desc, y, scale, channel_scale, bias, partial, arrived, gamma, squares, M, N,
-    token_tiles, channel_tiles, iterations, scale_strip, last_group, strips, factor, x_factor, inverse_width, eps,
+    token_tiles, channel_tiles, iterations, scale_stride, last_group, row_blocks, factor, x_factor, inverse_width, eps,
     C: gl.constexpr,
 ):  # fmt: skip
     """The kernel: stages, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
-    PLANES: gl.constexpr = C.decode.planes
+    PLANES: gl.constexpr = C.dequantizer.planes
     w_descs = (w_desc, w_desc_1, w_desc_2)
     prefetch_descriptor(w_desc, "wgmma_gemm")
     if PLANES > 1:
@@ -431,16 +433,16 @@ def wgmma_gemm(
     barriers = make_barriers(shared, C)
     fence_async_shared()
     barrier()
-    tiles = Tiles(token_tiles, channel_tiles, iterations, M)
-    stream = Stream(squares, inverse_width, eps, x_factor, gamma, h_desc, h_tile, h_there, sums)
-    products = Products(
-        w, x, Scales(scale, scale_strip, last_group, strips), SplitK(partial, arrived), Applied(channel_scale, bias, factor),
-        stream, Output(y_desc, y, y_tile, M, N), tiles,
+    tiles = TileGrid(token_tiles, channel_tiles, iterations, M)
+    stream = ResidualStream(squares, inverse_width, eps, x_factor, gamma, h_desc, h_tile, h_there, sums)
+    math_args = WgmmaMathArgs(
+        w, x, Scales(scale, scale_stride, last_group, row_blocks), SplitKWorkspace(partial, arrived), LargeMEpilogueArgs(channel_scale, bias, factor),
+        stream, OutputTile(y_desc, y, y_tile, M, N), tiles,
     )  # fmt: skip
-    copies = Copies(w_descs, x_desc, w, x, barriers, tiles)
+    loader_args = WgmmaLoaderArgs(w_descs, x_desc, w, x, barriers, tiles)
     # All warpgroups are one role: it takes the registers that the loader leaves, 240 a thread for two. (As roles of their
     # own, ptxas serializes their wgmma as soon as registers move between roles: Triton 3.6 and 3.9, remark C7512.)
-    gl.warp_specialize([(math, (products, C)), (load, (copies, gl.constexpr(load_weights), C))], [1], [24])
+    gl.warp_specialize([(math, (math_args, C)), (load, (loader_args, gl.constexpr(load_weights), C))], [1], [24])
 
 
 class WgmmaPlan(TilePlan):
@@ -463,8 +465,8 @@ class WgmmaPlan(TilePlan):
             raise ValueError(f"a norm or residual needs all {shape.m} tokens in one tile, {tile} has {tile.tokens}")
         self.iterations = shape.steps(2 * STAGE_K)
         self.last_group = (shape.k - 1) // max(form.group, 1)
-        self.factor = config.decode.epilogue_factor
-        blocks = [(config.warps, 32 * config.decode.plane_words(p)) for p in range(config.decode.planes)]
+        self.factor = config.dequantizer.epilogue_factor
+        blocks = [(config.warps, 32 * config.dequantizer.plane_words(p)) for p in range(config.dequantizer.planes)]
         self.weight_descriptors = plane_descriptors(shape.strips, shape.steps(64) * 32 * shape.bits, blocks)
         if epilogue.h_type is not None:
             if shape.n % 8 or not 0 < self.tiles[1] * tile.splits <= sm_count:
@@ -504,8 +506,8 @@ class WgmmaPlan(TilePlan):
 
 @functools.lru_cache(maxsize=1024)
 def _config(tile: WgmmaTile, form: WeightForm, dtype: HalfType, epilogue: Epilogue, store_by_tma: bool) -> WgmmaGemm:
-    decode = Decode(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
+    dequantizer = Dequantizer(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
     token_group = 0 if epilogue.norm_parts or epilogue.residual else tile.token_group
     return WgmmaGemm(
-        decode, tile.tokens, tile.warpgroups, tile.stages, tile.splits, tile.sections, token_group, epilogue, store_by_tma
+        dequantizer, tile.tokens, tile.warpgroups, tile.stages, tile.splits, tile.sections, token_group, epilogue, store_by_tma
     )

@@ -8,7 +8,7 @@ Stages  of both, in one allocation with their barriers (parts/pipeline.py); warp
 Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
 Sum     int8 in s32, exact. fp8 in the tensor core, whose sums of fp8 products keep about 14 bits; with `promote` every 128 k
         go to a sum in fp32. With splits > 1 the block that comes last adds the splits in order, or both blocks of a pair swap
-        halves of the tile (parts/pair.py): same input, same bits
+        halves of the tile (parts/cluster_split_k.py): same input, same bits
 Scales  per token and per channel at the end, in fp32, then bias and function; blocks of 128 x 128 on the sum of each 128 k. One
         rounding, or codes of y (parts/scaled_epilogue.py)
 Source  wgmma: PTX ISA; what was measured: docs/log.md
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lowbit.formats import Scheme
 from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile
+from lowbit.kernels.parts.cluster_split_k import arrive_cluster
 from lowbit.kernels.parts.gluon import (
     Descriptor,
     Scalar,
@@ -40,12 +41,20 @@ from lowbit.kernels.parts.gluon import (
     warpgroup_mma_wait,
 )
 from lowbit.kernels.parts.launch import TilePlan, descriptors
-from lowbit.kernels.parts.pair import say_ready
 from lowbit.kernels.parts.pipeline import advance, make_barriers, previous, release, wait_full
 from lowbit.kernels.parts.producer import load
 from lowbit.kernels.parts.promote import add_here
-from lowbit.kernels.parts.scaled_epilogue import CODE_TYPES, TYPES, Applied, Output, XScale, complete, of_tokens, prefetch
-from lowbit.kernels.parts.schedule import SplitK, Tiles, count, first_token_of, iterations_of, tile_at
+from lowbit.kernels.parts.scaled_epilogue import (
+    CODE_TYPES,
+    TYPES,
+    OutputTile,
+    ScaledEpilogueArgs,
+    XScale,
+    complete,
+    of_tokens,
+    prefetch,
+)
+from lowbit.kernels.parts.schedule import SplitKWorkspace, TileGrid, first_token_of, iterations_of, tile_at, tile_count
 from lowbit.kernels.parts.smem import allocate, view, view_stages
 from lowbit.kernels.parts.tile import OPERAND_LAYOUT, STAGE_K, TILE_K, ByteTile
 
@@ -106,7 +115,7 @@ class ScaledGemm(ByteTile):
 
 
 @aggregate
-class Copies:
+class ScaledLoaderArgs:
     """What the loader works with: descriptors, the stages of x and w, their barriers."""
 
     x_desc: Descriptor
@@ -114,21 +123,21 @@ class Copies:
     x: gl.shared_memory_descriptor
     w: gl.shared_memory_descriptor
     barriers: gl.shared_memory_descriptor
-    tiles: Tiles
+    tiles: TileGrid
 
 
 @aggregate
-class Products:
+class ScaledMathArgs:
     """What the warpgroups work with: stages of x and w, scales of w by `groups` of 128 k, what is applied, where y goes."""
 
     x: gl.shared_memory_descriptor
     w: gl.shared_memory_descriptor
     w_scale: Scalar
     groups: Scalar
-    splits: SplitK
-    applied: Applied
-    out: Output
-    tiles: Tiles
+    splits: SplitKWorkspace
+    epilogue_args: ScaledEpilogueArgs
+    out: OutputTile
+    tiles: TileGrid
 
 
 @aggregate
@@ -143,20 +152,20 @@ class BlockScales:
 
 
 @gluon.jit
-def load_weights(copies, full, stage, channel_tile, k, C: gl.constexpr):
+def load_weights(loader_args, full, stage, channel_tile, k, C: gl.constexpr):
     """Asks for the rows of w of a stage."""
-    tma_load(copies.w_desc, [channel_tile * C.tile_channels, k * TILE_K], full, copies.w.index(stage))
+    tma_load(loader_args.w_desc, [channel_tile * C.tile_channels, k * TILE_K], full, loader_args.w.index(stage))
 
 
 @gluon.jit
-def start(p, acc, stage, adds, part_of: gl.constexpr, C: gl.constexpr):
+def start(p, acc, stage, adds, k_range_of: gl.constexpr, C: gl.constexpr):
     """Starts the products of a stage with all columns or with C.store_columns of them, in the registers of `acc`."""
     if C.tokens_are_rows:
         a, b = p.x.index(stage), p.w.index(stage)
     else:
         a, b = p.w.index(stage), p.x.index(stage)
-    if part_of is not None:
-        b = b.slice(part_of * C.store_columns, C.store_columns)
+    if k_range_of is not None:
+        b = b.slice(k_range_of * C.store_columns, C.store_columns)
     return warpgroup_mma(a, b.permute([1, 0]), acc, use_acc=adds, is_async=True)
 
 
@@ -290,9 +299,9 @@ def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
 @gluon.jit
 def math(p, C: gl.constexpr):
     """The warpgroups that multiply and store."""
-    tiles = count(p.tiles, C)
+    tiles = tile_count(p.tiles, C)
     if C.paired:
-        say_ready(C.warps, C)
+        arrive_cluster(C.warps, C)
     stage = 0
     phase = 0
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -300,13 +309,13 @@ def math(p, C: gl.constexpr):
         first_token, first_channel = first_token_of(token_tile, p.tiles, C), channel_tile * C.tile_channels
         begin, end = iterations_of(split, p.tiles, C)
         begin, end = begin * C.iteration_stages, end * C.iteration_stages
-        prefetch(p.applied, first_channel, p.out.N, C)
+        prefetch(p.epilogue_args, first_channel, p.out.N, C)
         if C.by_halves:
             acc, stage, phase = multiply_by_halves(p, stage, phase, begin, end, p.groups < 0, C)
         elif C.promote:
             tokens = first_token + gl.arange(0, C.tile_tokens, gl.SliceLayout(1 if C.tokens_are_rows else 0, C.accumulator))
             of_w = p.w_scale + first_channel // 128 * p.groups
-            scales = BlockScales(p.applied.x_scale, of_w, p.groups, tokens, tokens < p.out.M)
+            scales = BlockScales(p.epilogue_args.x_scale, of_w, p.groups, tokens, tokens < p.out.M)
             if C.iteration_stages == 2:
                 acc, stage, phase = multiply_and_promote_alone(p, scales, stage, phase, begin, end, C)
             else:
@@ -314,7 +323,7 @@ def math(p, C: gl.constexpr):
         else:
             acc, stage, phase = multiply(p, stage, phase, begin, end, C)
         tile = token_tile * p.tiles.of_channels + channel_tile
-        complete(p.out, acc, p.applied, p.splits, tile, split, first_token, first_channel, C)
+        complete(p.out, acc, p.epilogue_args, p.splits, tile, split, first_token, first_channel, C)
     if C.store_by_tma:
         tma_store_wait(0)
 
@@ -341,18 +350,18 @@ def scaled_gemm(
         run(P.init, "=r,r", [gl.arange(0, C.threads, C.threads_layout)])
     fence_async_shared()
     barrier()
-    tiles = Tiles(token_tiles, channel_tiles, iterations, M)
-    applied = Applied(x_scale, x_zero, w_scale, sums, bias, y_scale)
-    out = Output(y_desc, y, y_tile, M, N)
-    products = Products(x, w, w_scale, groups, SplitK(partial, arrived), applied, out, tiles)
-    copies = Copies(x_desc, w_desc, x, w, barriers, tiles)
+    tiles = TileGrid(token_tiles, channel_tiles, iterations, M)
+    epilogue_args = ScaledEpilogueArgs(x_scale, x_zero, w_scale, sums, bias, y_scale)
+    out = OutputTile(y_desc, y, y_tile, M, N)
+    math_args = ScaledMathArgs(x, w, w_scale, groups, SplitKWorkspace(partial, arrived), epilogue_args, out, tiles)
+    loader_args = ScaledLoaderArgs(x_desc, w_desc, x, w, barriers, tiles)
     if C.paired:
         gl.warp_specialize(
-            [(math, (products, C)), (load, (copies, gl.constexpr(load_weights), C)), (say_ready, (1, C)), (say_ready, (2, C))],
+            [(math, (math_args, C)), (load, (loader_args, gl.constexpr(load_weights), C)), (arrive_cluster, (1, C)), (arrive_cluster, (2, C))],
             [1, 1, 2], [24, 24, 24],
         )  # fmt: skip
     else:
-        gl.warp_specialize([(math, (products, C)), (load, (copies, gl.constexpr(load_weights), C))], [1], [24])
+        gl.warp_specialize([(math, (math_args, C)), (load, (loader_args, gl.constexpr(load_weights), C))], [1], [24])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -389,10 +398,10 @@ class ScaledPlan(TilePlan):
         """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
         m, n = self.shape.m, self.shape.n
         y = torch.empty((m, n), dtype=self.config.y_type, device=x.device)
-        meeting = partial.view(torch.int32) if self.config.total is gl.int32 else partial
+        workspace = partial.view(torch.int32) if self.config.total is gl.int32 else partial
         self.launch(
             self.x_descriptor(x.data_ptr(), x.stride(0)), self.w_descriptor(codes.data_ptr(), codes.stride(0)),
             self.y_descriptor(y.data_ptr()), y, x_scale, x_zero, channel_scale if scale is None else scale, sums, bias, y_scale,
-            meeting, arrived, m, n, *self.tiles, self.iterations, self.groups, self.config,
+            workspace, arrived, m, n, *self.tiles, self.iterations, self.groups, self.config,
         )  # fmt: skip
         return y

@@ -6,7 +6,7 @@ Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, decode while the stage befo
 Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps run free of one another
 Sum     int8 in s32, exact; fp8 in the tensor core, about 14 bits. With groups (or `promote`) every 128 k go, scaled, to a sum
         in fp32; of 256 tokens one half after the other. With splits > 1 the block that comes last adds the splits in order, or
-        both blocks of a pair swap halves of the tile (parts/pair.py): same input, same bits
+        both blocks of a pair swap halves of the tile (parts/cluster_split_k.py): same input, same bits
 Exact   every weight is decoded exactly (hardware/byte_conversions.py) and never rounded; one rounding at the store
 Source  wgmma fragments: PTX ISA; the pipeline is that of large_m_gemm.py
 """
@@ -22,7 +22,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowbit.formats import Scheme
 from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile
-from lowbit.kernels.parts.byte_dequantize import TILES, ByteDecode, decode
+from lowbit.kernels.parts.byte_dequantize import TILES, ByteDequantizer, dequantize
+from lowbit.kernels.parts.cluster_split_k import arrive_cluster
 from lowbit.kernels.parts.gluon import (
     Descriptor,
     Tuple,
@@ -40,13 +41,20 @@ from lowbit.kernels.parts.gluon import (
     warpgroup_mma_wait,
 )
 from lowbit.kernels.parts.launch import Address, TilePlan, plane_descriptors
-from lowbit.kernels.parts.operand import finish, keep, nothing_decoded, operand_a, read_words, registers_layout, words_layout
-from lowbit.kernels.parts.pair import say_ready
+from lowbit.kernels.parts.operand import (
+    empty_registers,
+    fence_registers,
+    operand_a,
+    read_words,
+    registers_layout,
+    release_stage,
+    words_layout,
+)
 from lowbit.kernels.parts.pipeline import advance, make_barriers, previous
 from lowbit.kernels.parts.producer import load
 from lowbit.kernels.parts.promote import add_here, add_scaled_here
-from lowbit.kernels.parts.scaled_epilogue import CODE_TYPES, Applied, Output, XScale, complete, prefetch
-from lowbit.kernels.parts.schedule import SplitK, Tiles, count, first_token_of, iterations_of, tile_at
+from lowbit.kernels.parts.scaled_epilogue import CODE_TYPES, OutputTile, ScaledEpilogueArgs, XScale, complete, prefetch
+from lowbit.kernels.parts.schedule import SplitKWorkspace, TileGrid, first_token_of, iterations_of, tile_at, tile_count
 from lowbit.kernels.parts.smem import allocate, view, view_stages
 from lowbit.kernels.parts.tile import STAGE_K, ByteTile
 
@@ -84,17 +92,17 @@ class NarrowGemm(ByteTile):
     """Stages of an iteration of the main loop."""
 
     @property
-    def decode(self) -> ByteDecode:
-        return ByteDecode(self.format, "s8" if self.x_type == torch.int8 else "e4m3")
+    def dequantizer(self) -> ByteDequantizer:
+        return ByteDequantizer(self.format, "s8" if self.x_type == torch.int8 else "e4m3")
 
     @property
     def bits(self) -> int:
-        return self.decode.bits
+        return self.dequantizer.bits
 
     @property
     def factor(self) -> float:
         """What the decoded numbers must still be multiplied by."""
-        return self.decode.conversion.scale_factor
+        return self.dequantizer.conversion.scale_factor
 
     @property
     def channel_scale(self) -> bool:
@@ -111,7 +119,7 @@ class NarrowGemm(ByteTile):
 
     @property
     def operand_regions(self) -> tuple[tuple[str, int], ...]:
-        w = [self.stages * TILES * self.rows * 8 * self.decode.plane_words(p) for p in range(self.decode.planes)]
+        w = [self.stages * TILES * self.rows * 8 * self.dequantizer.plane_words(p) for p in range(self.dequantizer.planes)]
         x = ("x", self.stages * self.columns * STAGE_K)
         return (x, *((f"w{p}", size) for p, size in enumerate(w)), ("scales", self.stages * self.scale_bytes))
 
@@ -130,11 +138,11 @@ class NarrowGemm(ByteTile):
 
     def words_layout(self, plane: int) -> gl.DistributedLinearLayout:
         """Words of a plane of a tile, as they are loaded."""
-        return words_layout(self.warps, self.decode.plane_words(plane))
+        return words_layout(self.warps, self.dequantizer.plane_words(plane))
 
 
 @aggregate
-class Copies:
+class NarrowLoaderArgs:
     """What the loader works with: descriptors, stages of w (one for each plane of its codes), x and scales, their barriers."""
 
     w_descs: Tuple
@@ -144,32 +152,34 @@ class Copies:
     x: gl.shared_memory_descriptor
     scales: gl.shared_memory_descriptor
     barriers: gl.shared_memory_descriptor
-    tiles: Tiles
+    tiles: TileGrid
 
 
 @aggregate
-class Products:
+class NarrowMathArgs:
     """What the warpgroups work with: stages of w, x and scales, where splits meet, what is applied, where y goes."""
 
     w: Tuple
     x: gl.shared_memory_descriptor
     scales: gl.shared_memory_descriptor
-    splits: SplitK
-    applied: Applied
-    out: Output
-    tiles: Tiles
+    splits: SplitKWorkspace
+    epilogue_args: ScaledEpilogueArgs
+    out: OutputTile
+    tiles: TileGrid
 
 
 @gluon.jit
-def load_weights(copies, full, stage, row_tile, k, C: gl.constexpr):
+def load_weights(loader_args, full, stage, row_tile, k, C: gl.constexpr):
     """Asks for the codes of a stage and their scales."""
-    PLANES: gl.constexpr = C.decode.planes
+    PLANES: gl.constexpr = C.dequantizer.planes
     if C.grouped:
-        tma_load(copies.scale_desc, [k, row_tile * C.rows], full, copies.scales.index(stage))
+        tma_load(loader_args.scale_desc, [k, row_tile * C.rows], full, loader_args.scales.index(stage))
     for plane in gl.static_range(PLANES):
         for tile in gl.static_range(2):
-            column = (2 * k + tile) * (32 * C.bits) + ptx(C.decode.plane_start, plane)
-            tma_load(copies.w_descs[plane], [row_tile * C.warps, column], full, copies.w[plane].index(2 * stage + tile))
+            column = (2 * k + tile) * (32 * C.bits) + ptx(C.dequantizer.plane_start, plane)
+            tma_load(
+                loader_args.w_descs[plane], [row_tile * C.warps, column], full, loader_args.w[plane].index(2 * stage + tile)
+            )
 
 
 @gluon.jit
@@ -204,22 +214,22 @@ def multiply(p, words, stage, phase, begin, end, more, C: gl.constexpr):
     SUMS: gl.constexpr = C.accumulator
     TYPE: gl.constexpr = C.sums
     acc = gl.zeros((ROWS, TOKENS), TYPE, SUMS)
-    odd = nothing_decoded(C)
+    odd = empty_registers(C)
     for iteration in range(begin, end):
         before = previous(stage, C)
-        even = decode(words, C)
+        even = dequantize(words, C)
         words = read_words(p.w, stage + 1, phase, True, C)
         acc = warpgroup_mma_wait(1, deps=[start(even, p.x, acc, stage, True, C)])
-        finish(odd, before, iteration > begin, C)
+        release_stage(odd, before, iteration > begin, C)
 
-        odd = decode(words, C)
+        odd = dequantize(words, C)
         following, phase = advance(stage, phase, 2, C)
         words = read_words(p.w, following, phase, (iteration + 1 < end) | more, C)
         acc = warpgroup_mma_wait(1, deps=[start(odd, p.x, acc, stage + 1, True, C)])
-        finish(even, stage, True, C)
+        release_stage(even, stage, True, C)
         stage = following
     acc = warpgroup_mma_wait(0, deps=[acc])
-    finish(odd, previous(stage, C), begin < end, C)
+    release_stage(odd, previous(stage, C), begin < end, C)
     return acc, words, stage, phase
 
 
@@ -257,22 +267,22 @@ def multiply_and_promote(p, even, words, stage, phase, begin, end, more, never, 
     for iteration in range(begin, end):
         sums = start_from_zero(even, p.x, sums, never, stage, C)
         scale = scale_of(p.scales, stage, C)
-        odd = decode(words, C)
+        odd = dequantize(words, C)
         following, phase = advance(stage, phase, 2, C)
         words = read_words(p.w, following, phase, (iteration + 1 < end) | more, C)
-        keep(odd, stage, C)
+        fence_registers(odd, stage, C)
         sums = warpgroup_mma_wait(0, deps=[sums])
         total = add_stage(total, sums, scale, C)
-        finish(even, stage, True, C)
+        release_stage(even, stage, True, C)
 
         sums = start_from_zero(odd, p.x, sums, never, stage + 1, C)
         scale = scale_of(p.scales, stage + 1, C)
-        even = decode(words, C)
+        even = dequantize(words, C)
         words = read_words(p.w, following + 1, phase, (iteration + 1 < end) | more, C)
-        keep(even, stage, C)
+        fence_registers(even, stage, C)
         sums = warpgroup_mma_wait(0, deps=[sums])
         total = add_stage(total, sums, scale, C)
-        finish(odd, stage + 1, True, C)
+        release_stage(odd, stage + 1, True, C)
         stage = following
     return total, even, words, stage, phase
 
@@ -301,7 +311,7 @@ def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
     sums = gl.zeros((ROWS, TOKENS), TYPE, SUMS)
     low = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
     high = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
-    registers = decode(read_words(p.w, stage, phase, begin < end, C), C)
+    registers = dequantize(read_words(p.w, stage, phase, begin < end, C), C)
     for k in range(2 * begin + 1, 2 * end + 1):
         sums = start_half(registers, p.x, sums, never, stage, 0, C)
         scale = scale_of(p.scales, stage, C)
@@ -309,10 +319,10 @@ def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
         sums = warpgroup_mma_wait(0, deps=[sums])
         low = add_stage(low, sums, scale, C)
         sums = start_half(registers, p.x, sums, never, stage, 1, C)
-        ahead = decode(read_words(p.w, following, phase, k < 2 * end, C), C)
-        keep(ahead, stage, C)
+        ahead = dequantize(read_words(p.w, following, phase, k < 2 * end, C), C)
+        fence_registers(ahead, stage, C)
         sums = warpgroup_mma_wait(0, deps=[sums])
-        finish(registers, stage, True, C)
+        release_stage(registers, stage, True, C)
         high = add_stage(high, sums, scale, C)
         registers, stage = ahead, following
     return (low, high), stage, phase
@@ -321,20 +331,20 @@ def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
 @gluon.jit
 def math(p, C: gl.constexpr):
     """The warpgroups that decode, multiply and store."""
-    tiles = count(p.tiles, C)
+    tiles = tile_count(p.tiles, C)
     if C.paired:
-        say_ready(C.warps, C)
+        arrive_cluster(C.warps, C)
     stage = 0
     phase = 0
     if not C.by_halves:
         words = read_words(p.w, 0, 0, gl.program_id(0) < tiles, C)
         if C.promote:
-            even = decode(words, C)
+            even = dequantize(words, C)
             words = read_words(p.w, 1, 0, gl.program_id(0) < tiles, C)
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, row_tile, split = tile_at(index, p.tiles, C)
         begin, end = iterations_of(split, p.tiles, C)
-        prefetch(p.applied, row_tile * C.rows, p.out.N, C)
+        prefetch(p.epilogue_args, row_tile * C.rows, p.out.N, C)
         more = index + gl.num_programs(0) < tiles
         if C.by_halves:
             acc, stage, phase = multiply_by_halves(p, stage, phase, begin, end, p.out.M < 0, C)
@@ -345,7 +355,7 @@ def math(p, C: gl.constexpr):
             acc, words, stage, phase = multiply(p, words, stage, phase, begin, end, more, C)
         tile = token_tile * p.tiles.of_channels + row_tile
         first_token = first_token_of(token_tile, p.tiles, C)
-        complete(p.out, acc, p.applied, p.splits, tile, split, first_token, row_tile * C.rows, C)
+        complete(p.out, acc, p.epilogue_args, p.splits, tile, split, first_token, row_tile * C.rows, C)
     if C.store_by_tma:
         tma_store_wait(0)
 
@@ -356,7 +366,7 @@ def narrow_scaled_gemm(
     arrived, M, N, token_tiles, channel_tiles, iterations, C: gl.constexpr,
 ):  # fmt: skip
     """The kernel: stages, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
-    PLANES: gl.constexpr = C.decode.planes
+    PLANES: gl.constexpr = C.dequantizer.planes
     w_descs = (w_desc, w_desc_1, w_desc_2)
     shared = allocate(C)
     x = view_stages(shared, C.regions, "x", C.stages, x_desc)
@@ -378,17 +388,19 @@ def narrow_scaled_gemm(
         run(P.init, "=r,r", [gl.arange(0, C.threads, C.threads_layout)])
     fence_async_shared()
     barrier()
-    tiles = Tiles(token_tiles, channel_tiles, iterations, M)
-    applied = Applied(x_scale, x_zero, channel_scale, sums, bias, y_scale)
-    products = Products(w, x, scales, SplitK(partial, arrived), applied, Output(y_desc, y, y_tile, M, N), tiles)
-    copies = Copies(w_descs, x_desc, scale_desc, w, x, scale_stages, barriers, tiles)
+    tiles = TileGrid(token_tiles, channel_tiles, iterations, M)
+    epilogue_args = ScaledEpilogueArgs(x_scale, x_zero, channel_scale, sums, bias, y_scale)
+    math_args = NarrowMathArgs(
+        w, x, scales, SplitKWorkspace(partial, arrived), epilogue_args, OutputTile(y_desc, y, y_tile, M, N), tiles
+    )
+    loader_args = NarrowLoaderArgs(w_descs, x_desc, scale_desc, w, x, scale_stages, barriers, tiles)
     if C.paired:
         gl.warp_specialize(
-            [(math, (products, C)), (load, (copies, gl.constexpr(load_weights), C)), (say_ready, (1, C)), (say_ready, (2, C))],
+            [(math, (math_args, C)), (load, (loader_args, gl.constexpr(load_weights), C)), (arrive_cluster, (1, C)), (arrive_cluster, (2, C))],
             [1, 1, 2], [24, 24, 24],
         )  # fmt: skip
     else:
-        gl.warp_specialize([(math, (products, C)), (load, (copies, gl.constexpr(load_weights), C))], [1], [24])
+        gl.warp_specialize([(math, (math_args, C)), (load, (loader_args, gl.constexpr(load_weights), C))], [1], [24])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -411,7 +423,7 @@ class NarrowPlan(TilePlan):
     def __init__(self, shape: ScaledShape, tile: ScaledTile, config: NarrowGemm, sm_count: int) -> None:
         super().__init__(narrow_scaled_gemm, shape, tile, config, sm_count)
         self.iterations = -(-shape.k // (2 * STAGE_K))
-        blocks = [(config.warps, 32 * config.decode.plane_words(p)) for p in range(config.decode.planes)]
+        blocks = [(config.warps, 32 * config.dequantizer.plane_words(p)) for p in range(config.dequantizer.planes)]
         self.weight_descriptors = plane_descriptors(-(-shape.n // 16), -(-shape.k // 64) * 32 * shape.bits, blocks)
         self.scale_descriptor = functools.lru_cache(maxsize=1024)(self._scale_descriptor)
 
@@ -427,11 +439,11 @@ class NarrowPlan(TilePlan):
         """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
         m, n = self.shape.m, self.shape.n
         y = torch.empty((m, n), dtype=self.config.y_type, device=x.device)
-        meeting = partial.view(torch.int32) if self.config.total is gl.int32 else partial
+        workspace = partial.view(torch.int32) if self.config.total is gl.int32 else partial
         self.launch(
             *self.weight_descriptors(codes.data_ptr()), self.x_descriptor(x.data_ptr(), x.stride(0)),
             None if scale is None else self.scale_descriptor(scale.data_ptr(), scale.shape, scale.dtype),
-            self.y_descriptor(y.data_ptr()), y, x_scale, x_zero, channel_scale, sums, bias, y_scale, meeting, arrived,
+            self.y_descriptor(y.data_ptr()), y, x_scale, x_zero, channel_scale, sums, bias, y_scale, workspace, arrived,
             m, n, *self.tiles, self.iterations, self.config,
         )  # fmt: skip
         return y

@@ -78,10 +78,10 @@ def device(name, **more):
     nothing = lambda *given: None  # noqa: E731
     names = {
         "gl": GL, "tma_load": tma_load, "tma_store": tma_store, "put": put, "barrier": nothing, "fence_async_shared": nothing,
-        "await_previous": nothing, "mbarrier": SimpleNamespace(expect=nothing, wait=nothing), "SQUARES": SUMS,
+        "wait_for_previous_kernel": nothing, "mbarrier": SimpleNamespace(expect=nothing, wait=nothing), "SQUARES": SUMS,
         "activated": plain(activated, gl=GL),
     }  # fmt: skip
-    others = {"add_squares", "rms_factors", "gated", "leave_squares", "add_to_residual"} - {name}
+    others = {"load_squares", "rms_factors", "gated", "store_squares", "add_to_residual"} - {name}
     names |= {other: device(other) for other in others if other in getattr(large_m_epilogue, name).fn.__code__.co_names}
     return plain(getattr(large_m_epilogue, name), **names)
 
@@ -99,7 +99,7 @@ def run(epilogue, m, n, tokens, rows, generator, half=torch.float16):
     squares = n * torch.rand(parts, m, generator=generator) if parts else torch.full((tiles, m), torch.nan)
     h = torch.randn(m, n, generator=generator).to(half)
     before, y = h.clone(), torch.full((m, n // 2 if gated else n), torch.nan, dtype=half)
-    applied = SimpleNamespace(channel_scale=Pointer(scale), bias=Pointer(bias.to(half)), factor=0.5)
+    epilogue_args = SimpleNamespace(channel_scale=Pointer(scale), bias=Pointer(bias.to(half)), factor=0.5)
     stream = SimpleNamespace(
         squares=Pointer(squares.view(-1)), inverse_width=1 / n, eps=1e-3, x_factor=0.25, gamma=Pointer(gamma), h=h, h_there=None
     )  # fmt: skip
@@ -114,9 +114,9 @@ def run(epilogue, m, n, tokens, rows, generator, half=torch.float16):
             M=m,
             N=n,
         )
-        device("begin_end")(stream, tile * rows, 0, m, config)
-        device("await_h")(stream, config)
-        device("finish_end")(out, sums[tile * rows :][:rows], applied, stream, tile, tile * rows, 0, config)
+        device("load_epilogue_inputs")(stream, tile * rows, 0, m, config)
+        device("wait_for_h")(stream, config)
+        device("apply_epilogue")(out, sums[tile * rows :][:rows], epilogue_args, stream, tile, tile * rows, 0, config)
     total = (sums[:n, :m].double() * 0.5 * (scale.double()[:, None] if epilogue.channel_scale else 1)).T
     if epilogue.norm_parts:
         total = total / (squares.double().sum(0) / n + 1e-3).sqrt()[:, None] / 0.25
@@ -164,7 +164,7 @@ def test_residual(m, n, tokens, rows, half):
 def test_sums_of_squares_are_where_lanes_have_their_columns():
     """`of_columns` gives a lane of mma's sums its own two columns of every eight, and its share of the rows."""
 
-    class Config(large_m_epilogue.Squares):
+    class Config(large_m_epilogue.SquaresLayouts):
         warpgroups, tokens = 2, 64
 
     layout, seen = Config().of_columns, {}

@@ -12,7 +12,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 from lowbit.formats import QuantTensor, decode, parse_scheme
 from lowbit.hardware.emulate import ldmatrix, mma
 from lowbit.hardware.mma import MMA_M16N8K16_F16
-from lowbit.kernels.parts.dequantize import Decode
+from lowbit.kernels.parts.dequantize import Dequantizer
 from lowbit.kernels.parts.line_stage import LineDecode, LineStage, first_line_piece
 from lowbit.pack import InterleavedWeight
 from tests.kernels.parts import threads
@@ -31,8 +31,8 @@ class Threads(Array):
         return self
 
 
-def line_stage(bits=4, strips=4, stages=3, warps=4, group=128, slices=1, subnormal=False):
-    return LineStage(LineDecode(f"int{bits}", "fp16", group, "none", "fp16", subnormal), 64, strips, stages, warps, slices)
+def line_stage(bits=4, row_blocks=4, stages=3, warps=4, group=128, slices=1, subnormal=False):
+    return LineStage(LineDecode(f"int{bits}", "fp16", group, "none", "fp16", subnormal), 64, row_blocks, stages, warps, slices)
 
 
 def weights(n, k, bits, group, seed=0):
@@ -45,17 +45,17 @@ def weights(n, k, bits, group, seed=0):
     return QuantTensor(codes, scale.half() if group else scale, None, scheme)
 
 
-def copied(made, plane, first_strip, iteration, slot, shared, exist=None):
+def copied(made, plane, first_row_block, iteration, slot, shared, exist=None):
     """Codes of a stage in shared memory, copied as the kernel does."""
     memory, slices = plane.numpy().reshape(-1).view(np.uint8), made.slices
     thread = np.arange(made.threads).view(Threads)
-    k = plane.shape[1] * 32 // made.decode.bits // made.columns
-    row = 2 * made.decode.bits * k  # bytes of a strip
+    k = plane.shape[1] * 32 // made.dequantizer.bits // made.columns
+    row = 2 * made.dequantizer.bits * k  # bytes of a strip
     of = plain(first_line_piece, STRIP=16, gl=GL)
-    source = 4 * (of(0, first_strip, thread, row // 4, made) + iteration * made.tile_words * slices)
+    source = 4 * (of(0, first_row_block, thread, row // 4, made) + iteration * made.tile_words * slices)
     at = START + made.w_start + slot * made.w_bytes
     call = [at + 16 * thread, source, np.full(made.threads, row), thread, np.full(made.threads, exist or slices)]
-    for turn in range(made.code_turns(0)):
+    for turn in range(made.code_copies(0)):
         run(made.copy_codes(turn, 0), call, 1, shared, START, memory)
     return at
 
@@ -65,15 +65,21 @@ def executed(text, inputs, outputs):
     return run(text.replace("{", "").replace("}", ""), inputs, outputs)
 
 
-@pytest.mark.parametrize(("strips", "warps", "slices"), [(4, 4, 1), (8, 8, 1), (16, 8, 1), (4, 8, 2)])
+@pytest.mark.parametrize(("row_blocks", "warps", "slices"), [(4, 4, 1), (8, 8, 1), (16, 8, 1), (4, 8, 2)])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_lanes_read_the_codes_of_their_own_k(bits, strips, warps, slices):
+def test_lanes_read_the_codes_of_their_own_k(bits, row_blocks, warps, slices):
     """A word of a lane is its two elements of B of 16 k, at 4 bits those of two such blocks; of channel g, then of g + 8."""
-    made, tiles, slot, iteration, first_strip = line_stage(bits, strips, warps=warps, slices=slices), 3 * slices, 1, 1, 2
-    q = weights(16 * (strips + first_strip), 64 * tiles, bits, 0)
+    made, tiles, slot, iteration, first_row_block = (
+        line_stage(bits, row_blocks, warps=warps, slices=slices),
+        3 * slices,
+        1,
+        1,
+        2,
+    )
+    q = weights(16 * (row_blocks + first_row_block), 64 * tiles, bits, 0)
     plane = InterleavedWeight.pack(q).codes
     shared = np.full(made.bytes, 255, dtype=np.uint8)
-    at = copied(made, plane, first_strip, iteration, slot, shared)
+    at = copied(made, plane, first_row_block, iteration, slot, shared)
     assert made.w_bytes == slices * made.slice_bytes
     outside = np.delete(shared, np.s_[at - START : at - START + made.w_bytes])
     assert (outside == 255).all(), "nothing else is written"
@@ -87,7 +93,7 @@ def test_lanes_read_the_codes_of_their_own_k(bits, strips, warps, slices):
         per_word, first = 32 // bits, 64 * (iteration * slices + of_slice)
         places = [0, 4, 1, 5, 2, 6, 3, 7] if bits == 4 else [0, 2, 1, 3]  # of elements 0, 1, .., from below
         for word in range(bits):
-            row = 8 * (word % 2) + lane // 4 + 16 * (first_strip + own + 2)
+            row = 8 * (word % 2) + lane // 4 + 16 * (first_row_block + own + 2)
             for element in range(per_word):
                 block, inside = divmod(element, 4)
                 k = first + 8 * per_word // 2 * (word // 2) + 16 * block + 2 * (lane % 4) + inside % 2 + 8 * (inside // 2)
@@ -113,7 +119,7 @@ def test_no_bank_is_met_twice(bits, monkeypatch):
 
 
 def test_a_later_slice_beyond_k_is_zeros():
-    made = line_stage(strips=4, warps=8, slices=2)
+    made = line_stage(row_blocks=4, warps=8, slices=2)
     plane = InterleavedWeight.pack(weights(64, 128, 4, 0)).codes
     shared = np.full(made.bytes, 255, dtype=np.uint8)
     at = copied(made, plane, 0, 0, 0, shared, exist=1) - START
@@ -130,7 +136,7 @@ def test_products(bits, group):
     subnormal = w.channel_scale is not None and w.channel_scale.dtype == torch.bfloat16
     assert subnormal == (bits == 4 and group > 0)
     made = line_stage(bits, group=group, subnormal=subnormal)
-    d = made.decode
+    d = made.dequantizer
     x = np.random.default_rng(1).integers(-4, 5, (m, k)).astype(np.float16)
     thread = np.arange(made.threads)
     total = np.zeros((made.threads // 32, 32, ATOM.c.registers))
@@ -142,20 +148,20 @@ def test_products(bits, group):
             pieces, row = made.scale_pieces, 2 * w.scale[0].numel()
             source = thread // pieces * row + thread % pieces * 16 + tile * 64 // group * (32 * d.group_words)
             call = [at + 16 * thread, source, np.full(made.threads, row), thread, np.ones(made.threads)]
-            for turn in range(made.scale_turns):
+            for turn in range(made.scale_copies):
                 run(made.copy_scales(turn), call, 1, shared, START, memory)
         start = np.full(made.threads, at)
         found = run(made.read(0), [start, thread // 32, thread % 32], len(made.read_types), shared, START)
         words, scales = found[:bits], found[bits:]
         ready = []
         for i in range(d.groups):
-            ready += executed(d.ready_asm, scales[i * d.group_words : (i + 1) * d.group_words], d.ready)
-        for turn in range(d.turns):
-            inputs = words[turn * d.turn_words : (turn + 1) * d.turn_words]
-            inputs += ready[d.first_group(turn) * d.ready : d.end_group(turn) * d.ready] if group else []
-            registers = executed(d.turn_asm(turn), inputs, d.turn_registers)
-            for step in range(d.turn_registers // 4):
-                first = 64 * tile + 16 * (turn * d.turn_registers // 4 + step)
+            ready += executed(d.prepare_asm, scales[i * d.group_words : (i + 1) * d.group_words], d.prepared)
+        for turn in range(d.blocks):
+            inputs = words[turn * d.block_words : (turn + 1) * d.block_words]
+            inputs += ready[d.first_group(turn) * d.prepared : d.end_group(turn) * d.prepared] if group else []
+            registers = executed(d.block_asm(turn), inputs, d.block_registers)
+            for step in range(d.block_registers // 4):
+                first = 64 * tile + 16 * (turn * d.block_registers // 4 + step)
                 a = np.stack(registers[4 * step : 4 * step + 4], axis=1).reshape(-1, 32, 4)
                 b = np.ascontiguousarray(ATOM.b.gather(x[:, first : first + 16].T)).view(np.uint32)[..., 0]
                 for warp in range(len(total)):
@@ -171,13 +177,13 @@ def test_products(bits, group):
 def test_registers_are_those_of_fragment_order(bits, dtype):
     """Each of a tile has one output of the conversion, and its arithmetic is that of the other order."""
     for group, subnormal in ((0, False), (64, False), (32, bits == 4)):
-        own, other = (kind(f"int{bits}", dtype, group, "none", dtype, subnormal) for kind in (LineDecode, Decode))
-        assert own.turns * own.turn_words == bits and own.turns * own.turn_registers == 16
+        own, other = (kind(f"int{bits}", dtype, group, "none", dtype, subnormal) for kind in (LineDecode, Dequantizer))
+        assert own.blocks * own.block_words == bits and own.blocks * own.block_registers == 16
         places = [own.register_of(run, i) for run in range(bits) for i in range(own.conversion.fields.registers)]
         assert sorted(places) == list(range(16))
         for run_, i in ((r, i) for r in range(bits) for i in range(own.conversion.fields.registers)):
             assert own.output_of(own.register_of(run_, i)) == i
-        count = [sum(d.turn_asm(turn).count(".rn.") for turn in range(d.turns)) for d in (own, other)]
+        count = [sum(d.block_asm(turn).count(".rn.") for turn in range(d.blocks)) for d in (own, other)]
         assert count[0] == count[1]
 
 

@@ -55,9 +55,9 @@ def check_loop(tile, kernel, of_weights=0) -> None:
         return sum(name in line for line in loop)
 
     assert count("LDL") == 0 and count("STL") == 0, "registers spilled"
-    eights = tile.tokens // tile.warps_m // 8
-    assert count("HMMA.16816") == 4 * tile.strips * eights
-    assert count("LDSM") == 4 * max(eights // 2, 1) + of_weights and count("BAR.SYNC") == 1
+    n8_tiles = tile.tokens // tile.warps_m // 8
+    assert count("HMMA.16816") == 4 * tile.strips * n8_tiles
+    assert count("LDSM") == 4 * max(n8_tiles // 2, 1) + of_weights and count("BAR.SYNC") == 1
     assert count("DEPBAR.LE") == 1 and count("LDGSTS") >= tile.tokens * 8 // 256 + 1
     branches = [line for line in loop if re.search(r"\b(BRA|BSSY)\b", line)]
     assert len(branches) <= 2, "one stretch of code"

@@ -32,31 +32,31 @@ TILES = [
 ]  # fmt: skip
 
 
-def multiply(read, x, sums, acc, C, strip):
+def multiply(read, x, sums, acc, C, row_block):
     """As the device function of this name, for scales without zeros."""
-    step, warps = C.ring.step, [slice(first, first + 32) for first in range(0, C.threads, 32)]
-    per_group = 8 // max(step.groups, 1)
+    k_block, warps = C.ring.k_block, [slice(first, first + 32) for first in range(0, C.threads, 32)]
+    per_group = 8 // max(k_block.groups, 1)
     found = [np.array(one) for one in acc]
     for warp in warps:
         words = [np.asarray(one[warp]).view(np.uint32) for one in read]
         a = words
-        if not step.dense:
-            c, a = step.conversion, []
-            for first in range(0, step.words, c.fields.words):
+        if not k_block.dense:
+            c, a = k_block.conversion, []
+            for first in range(0, k_block.words, c.fields.words):
                 a += c.program.run(words[first : first + c.fields.words])
         a = np.stack(a, axis=1)
         tokens = np.stack([np.asarray(one[warp]).view(np.uint32) for one in x], axis=1)
-        for eight in range(step.eights):
-            for group in range(max(step.groups, 1)):
+        for n8_tile in range(k_block.n8_tiles):
+            for group in range(max(k_block.groups, 1)):
                 part = np.zeros((32, 4))
                 for i in range(group * per_group, (group + 1) * per_group):
-                    b = tokens[:, 16 * eight + 2 * i : 16 * eight + 2 * i + 2]
+                    b = tokens[:, 16 * n8_tile + 2 * i : 16 * n8_tile + 2 * i + 2]
                     part = mma(MMA_M16N8K16_F16, "f16", a[:, 4 * i : 4 * i + 4], b, part)
-                if step.groups:
-                    scales = words[step.words + group].view(np.float16).reshape(-1, 2)
+                if k_block.groups:
+                    scales = words[k_block.words + group].view(np.float16).reshape(-1, 2)
                     part *= np.repeat(scales.astype(np.float64), 2, axis=1)
                 for i in range(4):
-                    found[step.accumulators * strip + 4 * eight + i][warp] += part[:, i]
+                    found[k_block.accumulators * row_block + 4 * n8_tile + i][warp] += part[:, i]
     return tuple(lanes(one.astype(np.float32)) for one in found)
 
 

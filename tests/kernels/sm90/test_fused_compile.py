@@ -92,7 +92,7 @@ def test_a_block_starts_at_once():
         first = next(i for i, line in enumerate(role) if "UTMALDG" in line)
         assert not any("MUFU.RCP" in line for line in role[:first]) and kernel.count("SYNCS.EXCH") <= 4
         descriptors = re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", kernel.ptx)
-        assert len(descriptors) == plan.config.decode.planes + (3 if end == "residual" else 2)
+        assert len(descriptors) == plan.config.dequantizer.planes + (3 if end == "residual" else 2)
         assert sorted(re.findall(r"prefetch\.param\.tensormap \[(\w+)\]", kernel.ptx)) == sorted(descriptors)
 
 
@@ -150,7 +150,7 @@ def test_arguments_arrive_under_their_names():
             assert following.shape == (20, 64) and plan.squares_parts == plan.tiles[1]
         given = dict(zip(names, noted[0], strict=True))
         own |= {"channel_scale": None, "bias": bias, "x_factor": 0.25, "partial": room[0], "arrived": room[1], "M": 20, "N": 64}
-        own |= {"C": plan.config, "factor": plan.factor, "iterations": 2, "strips": 4, "scale_strip": 16, "last_group": 1}
+        own |= {"C": plan.config, "factor": plan.factor, "iterations": 2, "row_blocks": 4, "scale_stride": 16, "last_group": 1}
         assert all(given[name] is value or given[name] == value for name, value in own.items())
         stored = given["y_desc"]
         assert stored.shape == ([20, 32] if end == "silu" else [20, 64])

@@ -18,7 +18,7 @@ from lowbit.kernels.parts.gluon import gl, gluon, run
 
 
 @dataclass(frozen=True)
-class Pair:
+class ClusterExchange:
     """Both barriers, from byte `start` of shared memory on, for `warps` warps that get `bytes` of sums together."""
 
     start: int
@@ -79,7 +79,7 @@ class Pair:
 
 
 @gluon.jit
-def swap(low, high, half, C: gl.constexpr):
+def exchange_halves(low, high, half, C: gl.constexpr):
     """Of the sums of both halves of the columns those of `half`, 0 or 1, in total; the other block has the other half."""
     P: gl.constexpr = C.pair
     thread = gl.arange(0, C.threads, C.threads_layout)
@@ -107,7 +107,7 @@ def swap(low, high, half, C: gl.constexpr):
 
 
 @gluon.jit
-def say_ready(warps: gl.constexpr, C: gl.constexpr):
+def arrive_cluster(warps: gl.constexpr, C: gl.constexpr):
     """For the barrier of the cluster, by a role of so many warps; all that warps without work have to do."""
     P: gl.constexpr = C.pair
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])

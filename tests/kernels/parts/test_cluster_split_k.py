@@ -9,13 +9,13 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.formats import parse_scheme
 from lowbit.kernels.choose.scaled_gemm import ScaledTile
-from lowbit.kernels.parts.pair import Pair
+from lowbit.kernels.parts.cluster_split_k import ClusterExchange
 from lowbit.kernels.parts.smem import UNIT
 from lowbit.kernels.sm90.scaled_gemm import scaled_config
 from lowbit.ops.byte_gemm import scaled_shape
 from tests.kernels.parts.plain import operands
 
-PAIR = Pair(start=5000, warps=8, bytes=65536)
+PAIR = ClusterExchange(start=5000, warps=8, bytes=65536)
 
 
 def test_ptx_names_its_operands():
