@@ -1,4 +1,4 @@
-"""The arithmetic of one step as PTX: 16 rows of w, 128 k, some tokens; codes -> halves -> mma.sync -> scales.
+"""One k block (128 k) as PTX: 16 rows of w times some tokens; codes -> halves -> mma.sync -> group scales.
 
 PTX ISA, "Matrix Fragments for mma.m16n8k16": the four registers of A are codes of rows g and g + 8 (lane group g), the
 accumulator holds rows g and g + 8 of tokens 2t and 2t + 1 (lane t of the group).
@@ -16,22 +16,22 @@ from lowbit.kernels.parts.gluon import gl
 
 BLOCK_K = 128
 BLOCK_TILES = 2
-"""Tiles of 64 k in a step."""
+"""Tiles of 64 k in a k block."""
 
 BLOCK_MMAS = BLOCK_K // 16
-"""Matrix instructions along K in a step."""
+"""Matrix instructions along K in a k block."""
 
 DENSE = "dense"
-"""The name of weights that are halves already, in the type of x."""
+"""Name of the format of weights that are halves already, in the type of x."""
 
 
 @dataclass(frozen=True)
 class KBlock:
-    """What one warp does with one strip and 128 k.
+    """The arithmetic of one warp for one m16 row block and 128 k.
 
-    `format` is the name of a number format, or `DENSE`, whose words are fragments as they are. `tokens` is a multiple of 8.
-    `group` is 0 where the scales wait for the end (per channel, per tensor), else 16, 32, 64 or 128. `zero` is "none",
-    "integer" (w = (code - zero) * scale) or "float" (w = code * scale + zero).
+    `format` is the name of a number format, or `DENSE`, whose words are fragments already. `tokens` is a multiple of 8. `group`
+    is 0 where scales are applied in the epilogue (per channel, per tensor), else 16, 32, 64 or 128. `zero` is "none", "integer"
+    (w = (code - zero) * scale) or "float" (w = code * scale + zero).
     """
 
     format: str
@@ -47,7 +47,7 @@ class KBlock:
 
     @property
     def dense(self) -> bool:
-        """Whether words are fragments already."""
+        """True if words are fragments already."""
         return self.format == DENSE
 
     @property
@@ -56,7 +56,7 @@ class KBlock:
 
     @property
     def factor(self) -> float:
-        """By how much converted codes are too small."""
+        """Factor by which converted codes are too small."""
         return 1.0 if self.dense else self.conversion.scale_factor
 
     @property
@@ -66,7 +66,7 @@ class KBlock:
 
     @property
     def groups(self) -> int:
-        """Groups of scales in a step; 0 without group scales."""
+        """Scale groups in a k block; 0 without group scales."""
         return BLOCK_K // self.group if self.group else 0
 
     @property
@@ -81,7 +81,7 @@ class KBlock:
 
     @property
     def n8_tiles(self) -> int:
-        """Groups of 8 tokens."""
+        """n8 tiles of tokens."""
         return self.tokens // 8
 
     @property
@@ -96,10 +96,10 @@ class KBlock:
 
     @property
     def sums(self) -> int:
-        """Sums of x per lane that zero points need: two tokens for each 8, for each group."""
+        """Sums of x per lane that zero points need: two tokens per n8 tile and group."""
         return 2 * self.n8_tiles * self.groups if self.zero != "none" else 0
 
-    # ---- operands of the PTX, in the order in which the kernel passes them
+    # ---- operands of the PTX, in order
 
     @property
     def types(self) -> tuple[gl.dtype, ...]:
@@ -144,7 +144,8 @@ class KBlock:
 
     @property
     def sum_asm(self) -> str:
-        """Outputs: sums of x. Inputs: words of x. A matrix instruction whose A is all ones adds up its tokens."""
+        """Sums x over each group, as zero points need: a matrix instruction whose A is all ones. Outputs: sums of x. Inputs:
+        words of x."""
         out, x = operands_of(self.sums, self.token_words)
         per_group = BLOCK_MMAS // self.groups
         ones = "0x3c003c00" if self.dtype == "fp16" else "0x3f803f80"
@@ -181,7 +182,7 @@ class KBlock:
         lines = _widen("s", words[0], self.scale_dtype)
         if self.zero != "none":
             lines += _widen("z", words[1], self.scale_dtype)
-            if self.factor != 1:  # all sums are multiplied by it at the end, but zeros are not too small
+            if self.factor != 1:  # the epilogue multiplies all sums by it, but zeros are not too small
                 lines += [f"mul.f32 z{row}, z{row}, {float_constant(1 / self.factor)};" for row in (0, 1)]
         for n8_tile in range(self.n8_tiles):
             for i in range(4):
@@ -200,7 +201,7 @@ class KBlock:
 
 
 def operands_of(*counts: int) -> list[list[str]]:
-    """$0, $1, ... dealt to groups of so many operands."""
+    """Returns operand names $0, $1, ... in groups of the given sizes."""
     groups, first = [], 0
     for count in counts:
         groups.append([f"${first + i}" for i in range(count)])
@@ -209,14 +210,14 @@ def operands_of(*counts: int) -> list[list[str]]:
 
 
 def mma(dtype: HalfType, d: list[str], a: list[str], b: list[str], c: list[str]) -> str:
-    """mma.sync m16n8k16 as PTX, of the registers of its four operands."""
+    """Returns mma.sync m16n8k16 as PTX, with the registers of its four operands."""
     kind = "f16" if dtype == "fp16" else "bf16"
     registers = ", ".join("{" + ", ".join(group) + "}" for group in (d, a, b, c))
     return f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {registers};"
 
 
 def _widen(name: str, word: str, dtype: HalfType) -> list[str]:
-    """Both halves of a word to the float32 registers name0 and name1."""
+    """Converts both halves of a word to the float32 registers name0 and name1."""
     if dtype == "fp16":
         return [
             "{ .reg .b16 lo, hi;",

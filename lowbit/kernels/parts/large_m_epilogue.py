@@ -1,11 +1,11 @@
-"""The end of a product of the wgmma kernel: scales and bias, then what parts/epilogue.py says, on the sums of a whole tile.
+"""The epilogue of the large-M GEMM: scales and bias, then parts/epilogue.py, on the sums of a whole tile.
 
-Squares that a norm needs are added up in two turns: by all threads before the main loop, 16 sums for each token, which meet in
-shared memory at the end. h comes by TMA while the product is made and leaves the same way, as x of the next norm does.
+Squares that a norm needs are added up in two steps: all threads compute 16 sums per token before the main loop, which are
+reduced through shared memory in the epilogue. TMA loads h during the main loop and stores h and x of the next norm.
 
-The functions take the configuration C of a kernel, which has `end` (parts/epilogue.py), `rows`, `tokens`, `warps`, `threads`,
-`threads_layout`, `accumulator`, `store_by_tma` and the layouts of `SquaresLayouts`. A block has one tile of tokens, and where h is
-added, one tile.
+The functions take the configuration C of a kernel, which has `epilogue`, `rows`, `tokens`, `warps`, `threads`,
+`threads_layout`, `accumulator`, `store_by_tma` and the layouts of `SquaresLayouts`. A block has one token tile, and with a
+residual one tile.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from lowbit.kernels.parts.scaled_epilogue import put
 from lowbit.kernels.parts.tile import Warpgroups
 
 SUMS = 16
-"""Sums of squares of a token that meet in shared memory."""
+"""Sums of squares per token that are reduced through shared memory."""
 
 SQUARES = gl.constexpr(SUMS)
 
 
 class SquaresLayouts(Warpgroups):
-    """Who adds up squares: layouts of a configuration's tile."""
+    """Layouts in which a tile's squares are added up."""
 
     tokens: int
 
     @property
     def of_parts(self) -> gl.BlockedLayout:
-        """[SUMS, tokens]: as they are read, neighbouring lanes neighbouring tokens."""
+        """[SUMS, tokens] for loads: neighbouring lanes read neighbouring tokens."""
         lanes = min(32, self.tokens)
         warps = min(self.warps, self.tokens // lanes)
         return gl.BlockedLayout([1, 1], [32 // lanes, lanes], [self.warps // warps, warps], [1, 0])
 
     @property
     def of_columns(self) -> gl.DistributedLinearLayout:
-        """[SUMS, tokens]: columns where `accumulator` has them, the same in every warp; a token's sums are 8 lanes' pairs."""
+        """[SUMS, tokens] with the columns of `accumulator`, the same in every warp; 8 lanes have pairs of a token's sums."""
         register = [[0, 1], [8, 0], *([0, 1 << i] for i in range(3, self.tokens.bit_length() - 1))]
         lane = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
         return gl.DistributedLinearLayout(register, lane, [[0, 0]] * (self.warps.bit_length() - 1), [], [SUMS, self.tokens])
 
     @property
     def of_tokens(self) -> gl.BlockedLayout:
-        """[strips, tokens]: all of a token in one thread."""
+        """[row blocks, tokens]: all of a token in one thread."""
         return gl.BlockedLayout([self.warps, 1], [1, 32], [1, self.warps], [1, 0])
 
 
 @aggregate
 class LargeMEpilogueArgs:
-    """What is applied to sums: scales float32 and biases of channels, or None, and what all sums are multiplied by."""
+    """Scales float32 and biases of channels, or None, and the factor of all sums."""
 
     channel_scale: Scalar
     bias: Scalar
@@ -70,9 +70,9 @@ class LargeMEpilogueArgs:
 
 @aggregate
 class ResidualStream:
-    """What the residual stream has for an end: `squares` [parts, M] float32, of which the norm makes 1 / rms or which are left
-    for the next one; h with its tile in shared memory and the barrier of its copy, the next norm's gamma. `sums` is where
-    squares meet, [SUMS, tokens]."""
+    """Inputs and outputs of norm and residual: `squares` [parts, M] float32, read by the norm or written for the next one; h
+    with its tile in shared memory and the barrier of its copy; gamma of the next norm; `sums` [SUMS, tokens] in shared
+    memory."""
 
     squares: Scalar
     inverse_width: Scalar
@@ -87,9 +87,10 @@ class ResidualStream:
 
 @gluon.jit
 def prefetch_rows(epilogue_args, stream, first_row, N, C: gl.constexpr):
-    """What belongs to the rows of a tile to the L2, while it multiplies: it would come from memory at its end."""
+    """Prefetches scales, biases and gamma of a tile's rows into L2 during the main loop; else the epilogue would load from
+    memory."""
     thread = gl.arange(0, C.threads, C.threads_layout)
-    row = gl.minimum(first_row + thread * 8 % C.rows, N - 1)  # memory comes in 32 bytes and more
+    row = gl.minimum(first_row + thread * 8 % C.rows, N - 1)  # memory sectors have 32 bytes
     if C.epilogue.channel_scale:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [epilogue_args.channel_scale + row])
     if C.epilogue.bias:
@@ -100,7 +101,7 @@ def prefetch_rows(epilogue_args, stream, first_row, N, C: gl.constexpr):
 
 @gluon.jit
 def load_epilogue_inputs(stream, first_row, first_token, M, C: gl.constexpr):
-    """What the end needs of kernels before this one, asked for before the main loop."""
+    """Loads what the epilogue needs of previous kernels, before the main loop."""
     if C.epilogue.norm_parts > 0:
         wait_for_previous_kernel()
         load_squares(stream, first_token, M, C)
@@ -112,14 +113,14 @@ def load_epilogue_inputs(stream, first_row, first_token, M, C: gl.constexpr):
 
 @gluon.jit
 def wait_for_h(stream, C: gl.constexpr):
-    """Until h is there. Every block waits, also one whose split another one finishes: a copy must not outlive its block."""
+    """Waits for h, also in blocks whose split another one finishes: a copy must not outlive its block."""
     if C.epilogue.residual:
         mbarrier.wait(stream.h_there, 0)
 
 
 @gluon.jit
 def load_squares(stream, first_token, M, C: gl.constexpr):
-    """Part i of a token goes to sum i % SUMS. They are read behind a barrier, of which the main loop has some."""
+    """Adds partial sum i of a token to sum i % SUMS in shared memory. A barrier of the main loop precedes their use."""
     TOKENS: gl.constexpr = C.tokens
     LAYOUT: gl.constexpr = C.of_parts
     CHUNKS: gl.constexpr = (C.epilogue.norm_parts + SQUARES - 1) // SQUARES
@@ -134,7 +135,7 @@ def load_squares(stream, first_token, M, C: gl.constexpr):
 
 @gluon.jit
 def rms_factors(stream, C: gl.constexpr):
-    """1 / (rms * x_factor) of the tokens of a tile."""
+    """Returns 1 / (rms * x_factor) of the tokens of a tile."""
     total = gl.sum(stream.sums.load(C.of_columns), axis=0)
     factors = gl.rsqrt(total * stream.inverse_width + stream.eps) * (1.0 / stream.x_factor)
     return gl.convert_layout(factors, gl.SliceLayout(0, C.accumulator), assert_trivial=True)
@@ -142,7 +143,7 @@ def rms_factors(stream, C: gl.constexpr):
 
 @gluon.jit
 def gated(sums, C: gl.constexpr):
-    """act(gate) * up [rows / 2, tokens]; rows g and g + 8 of a strip are in one lane."""
+    """Returns act(gate) * up [rows / 2, tokens]; rows g and g + 8 of a row block are in one lane."""
     pairs = gl.reshape(sums, [C.rows // 16, 2, 8, C.tokens])
     gate, up = gl.split(gl.permute(pairs, [0, 2, 3, 1]))
     return gl.reshape(activated(gate, C) * up, [C.rows // 2, C.tokens])
@@ -150,7 +151,7 @@ def gated(sums, C: gl.constexpr):
 
 @gluon.jit
 def store_squares(stream, values, row_tile, first_token, M, C: gl.constexpr):
-    """Sums of squares of a tile's rows: those of a strip meet in its warp, those of strips in shared memory."""
+    """Stores sums of squares of a tile's rows: reduced in a warp within row blocks, then through shared memory."""
     ROW_BLOCKS: gl.constexpr = C.rows // 16
     LAYOUT: gl.constexpr = C.of_tokens
     row_block_sums = gl.sum(gl.reshape(values * values, [ROW_BLOCKS, 16, C.tokens]), axis=1)
@@ -163,7 +164,7 @@ def store_squares(stream, values, row_tile, first_token, M, C: gl.constexpr):
 
 @gluon.jit
 def add_to_residual(out, sums, stream, row_tile, first_row, first_token, C: gl.constexpr):
-    """h += y, x = h * gamma * x_factor, and the tile's sums of squares of h. Rows that do not exist are not stored."""
+    """Computes h += y, x = h * gamma * x_factor, and the tile's sums of squares of h. Rows that do not exist are not stored."""
     rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
     exists = rows < out.N
     gamma = gl.load(stream.gamma + rows, mask=exists, other=0.0).to(gl.float32) * stream.x_factor
@@ -173,7 +174,7 @@ def add_to_residual(out, sums, stream, row_tile, first_row, first_token, C: gl.c
     values = gl.where(exists[:, None], kept.to(gl.float32), 0.0)
     out.tile.permute([1, 0]).store((values * gamma[:, None]).to(C.y))
     fence_async_shared()
-    store_squares(stream, values, row_tile, first_token, out.M, C)  # has a barrier, behind which both tiles are there
+    store_squares(stream, values, row_tile, first_token, out.M, C)  # contains a barrier, after which both tiles are complete
     tma_store(stream.h, [first_token, first_row], stream.h_tile)
     tma_store(out.descriptor, [first_token, first_row], out.tile)
 

@@ -1,9 +1,9 @@
-"""The warp that keeps the stages of a product full, by TMA: weights ahead of x, which the kernel before may have made.
+"""The loader warp: fills the stages by TMA, weights before x, since the previous kernel may have written x.
 
-A kernel says what a stage of weights is, by a function `load_weights(copies, full, stage, channel_tile, k, C)` that asks for
-the `k`-th one to be copied to `stage`; the rest is one order for all. `loader_args` is the kernel's own aggregate, with `x_desc`,
-the stages `x`, `barriers` and `tiles`; C is its configuration, with `stages`, `stages_ahead`, `stage_bytes`, the stages of an
-iteration of its main loop, `iteration_stages`, and whether blocks are `paired`.
+A kernel passes `load_weights(loader_args, full, stage, channel_tile, k, C)`, which starts the copy of the `k`-th weight stage
+to `stage`. `loader_args` is the kernel's own aggregate, with `x_desc`, the stages `x`, `barriers` and `tiles`. C is its
+configuration, with `stages`, `stages_ahead`, `stage_bytes`, `iteration_stages` (stages per main-loop iteration) and `paired`
+(cluster split-K).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lowbit.kernels.parts.schedule import first_token_of, iterations_of, tile_at
 
 @gluon.jit
 def load(loader_args, load_weights: gl.constexpr, C: gl.constexpr):
-    """The role of that warp, from the first tile of its block to the last.
+    """Loads all stages of all tiles of a block.
 
-    The first weights do not wait for the kernel before this one. Warps that multiply need no wait of their own: they do
-    nothing but read weights before x is there.
+    The first weights do not wait for the previous kernel. Math warps need no wait of their own: they read nothing but weights
+    before x arrives.
     """
     TILE_K: gl.constexpr = C.x_block[1]
     STAGES: gl.constexpr = C.iteration_stages

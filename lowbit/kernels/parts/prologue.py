@@ -10,17 +10,17 @@ from lowbit.kernels.parts.gluon import gluon, run
 
 @gluon.jit
 def launch_next_kernel():
-    """The kernel after this one may start; what this one writes it sees only after its own `wait_for_previous_kernel`."""
+    """Lets the next kernel start; it sees what this one writes only after its own `wait_for_previous_kernel`."""
     run("griddepcontrol.launch_dependents;\n mov.b32 $0, 0;", "=r", [])
 
 
 @gluon.jit
 def wait_for_previous_kernel():
-    """Until the kernel before this one, which may have made x or may still read what is written here, is through."""
+    """Waits until the previous kernel has finished: it may have written x, or may still read what this one writes."""
     run("griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [])
 
 
 @gluon.jit
 def launch_next_and_wait_for_previous():
-    """Both at once, where nothing is to be asked for in between."""
+    """Does both at once, where nothing can be loaded in between."""
     run("griddepcontrol.launch_dependents;\n griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [])

@@ -1,8 +1,8 @@
-"""From the sums of a tile to y in memory.
+"""The epilogue of 8-bit GEMMs: from the sums of a tile to y in memory.
 
-What is applied to the sums of 8-bit products in fp32: zeros of x, scales, bias, a function, and the rounding of y to its type
-or, with a scale for all of y, to int8. How a tile is stored: through shared memory by TMA, or element by element. The functions
-take the configuration C of a kernel: ByteTile of parts/tile.py has what they ask it for.
+In fp32: zeros of x, scales, bias, a function, then rounding to y's type or, with a scale of y, to int8. A tile is stored
+through shared memory by TMA, or element by element. The functions take the configuration C of a kernel, a ByteTile of
+parts/tile.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OUTPUTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32
 
 @aggregate
 class ScaledEpilogueArgs:
-    """Pointers to what is applied to sums, None where it is not: float32, `x_zero` int32, `bias` of any type."""
+    """Pointers to what is applied to sums, or None: float32, `x_zero` int32, `bias` of any type."""
 
     x_scale: Scalar
     x_zero: Scalar
@@ -51,7 +51,7 @@ class ScaledEpilogueArgs:
 
 @aggregate
 class OutputTile:
-    """y [M, N]; without a descriptor it is stored element by element, and `tile` of shared memory is not used."""
+    """y [M, N]; without a descriptor it is stored element by element, and `tile` of shared memory is unused."""
 
     descriptor: Descriptor | gl.constexpr
     pointer: Scalar
@@ -62,21 +62,22 @@ class OutputTile:
 
 @gluon.jit
 def of_tokens(values, C: gl.constexpr):
-    """Values of tokens spread over a tile."""
+    """Broadcasts values of tokens over a tile."""
     return values[:, None] if C.tokens_are_rows else values[None, :]
 
 
 @gluon.jit
 def of_channels(values, C: gl.constexpr):
-    """Values of channels spread over a tile."""
+    """Broadcasts values of channels over a tile."""
     return values[None, :] if C.tokens_are_rows else values[:, None]
 
 
 @gluon.jit
 def prefetch(epilogue_args, first_channel, N, C: gl.constexpr):
-    """Scales and biases of a tile's channels to the L2, while it multiplies: they would come from memory at its end."""
+    """Prefetches scales and biases of a tile's channels into L2 during the main loop; else the epilogue would load from
+    memory."""
     thread = gl.arange(0, C.threads, C.threads_layout)
-    channel = gl.minimum(first_channel + thread * 8 % C.tile_channels, N - 1)  # memory comes in 32 bytes and more
+    channel = gl.minimum(first_channel + thread * 8 % C.tile_channels, N - 1)  # memory sectors have 32 bytes
     if C.channel_scale:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [epilogue_args.channel_scale + channel])
     if C.bias:
@@ -85,7 +86,7 @@ def prefetch(epilogue_args, first_channel, N, C: gl.constexpr):
 
 @gluon.jit
 def finished(acc, epilogue_args, tokens, channels, M, N, C: gl.constexpr):
-    """Some sums with everything that is applied at the end, of y's type."""
+    """Applies the epilogue to sums and rounds to y's type."""
     y = acc.to(gl.float32)
     if C.factor != 1.0:
         y = y * C.factor
@@ -110,9 +111,9 @@ def finished(acc, epilogue_args, tokens, channels, M, N, C: gl.constexpr):
 
 @gluon.jit
 def function_of(y, C: gl.constexpr):
-    """C.function, as kernels/reference/gemm.py has them."""
+    """Applies C.function, as defined in kernels/reference/gemm.py."""
     if C.function == "relu":
-        y = gl.where(y < 0.0, 0.0, y)  # NaN stays
+        y = gl.where(y < 0.0, 0.0, y)  # keeps NaN
     if C.function == "silu":
         y = y / (1.0 + gl.exp(-y))
     if C.function == "gelu":  # 1 + tanh(u) = 2 / (1 + exp(-2 u)), u = sqrt(2 / pi) (y + 0.044715 y^3)
@@ -122,14 +123,14 @@ def function_of(y, C: gl.constexpr):
 
 @gluon.jit
 def nearest_code(y):
-    """int8 of fp32: nearest, ties to even, clamped. 1.5 * 2^23 + y has y, rounded, in its low bits."""
+    """Rounds fp32 to int8: nearest, ties to even, clamped. 1.5 * 2^23 + y has the rounded y in its low bits."""
     y = gl.minimum(gl.maximum(y, -128.0), 127.0) + 12582912.0
     return y.to(gl.int32, bitcast=True).to(gl.int8)
 
 
 @gluon.jit
 def put(out, result, first_token, first_channel, tokens_are_rows: gl.constexpr):
-    """A tile of y through shared memory by TMA, once the tile before has left it."""
+    """Stores a tile of y through shared memory by TMA, once the store of the previous tile has read it."""
     tma_store_wait(0)
     barrier()
     if tokens_are_rows:
@@ -143,7 +144,7 @@ def put(out, result, first_token, first_channel, tokens_are_rows: gl.constexpr):
 
 @gluon.jit
 def store_piece(out, acc, epilogue_args, first_token, first_channel, C: gl.constexpr):
-    """Finishes and stores C.store_columns columns of a tile."""
+    """Applies the epilogue to C.store_columns columns of a tile and stores them."""
     rows = gl.arange(0, C.rows, gl.SliceLayout(1, C.store_layout))
     columns = gl.arange(0, C.store_columns, gl.SliceLayout(0, C.store_layout))
     if C.tokens_are_rows:
@@ -160,7 +161,7 @@ def store_piece(out, acc, epilogue_args, first_token, first_channel, C: gl.const
 
 @gluon.jit
 def store_half(out, acc, epilogue_args, first_token, first_channel, half, C: gl.constexpr):
-    """Finishes and stores one half of the columns of a tile."""
+    """Applies the epilogue to one half of the columns of a tile and stores it."""
     if C.tokens_are_rows:
         store_piece(out, acc, epilogue_args, first_token, first_channel + half * C.store_columns, C)
     else:
@@ -169,7 +170,7 @@ def store_half(out, acc, epilogue_args, first_token, first_channel, half, C: gl.
 
 @gluon.jit
 def store_halves(out, halves, epilogue_args, first_token, first_channel, C: gl.constexpr):
-    """Finishes and stores a tile given as the two halves of its columns."""
+    """Applies the epilogue to a tile given as two halves of its columns and stores it."""
     low, high = halves
     store_half(out, low, epilogue_args, first_token, first_channel, 0, C)
     store_half(out, high, epilogue_args, first_token, first_channel, 1, C)
@@ -177,7 +178,7 @@ def store_halves(out, halves, epilogue_args, first_token, first_channel, C: gl.c
 
 @gluon.jit
 def store(out, acc, epilogue_args, first_token, first_channel, C: gl.constexpr):
-    """Finishes and stores a tile, at most 128 columns at a time."""
+    """Applies the epilogue to a tile and stores it, at most 128 columns at a time."""
     if C.stores == 1:
         store_piece(out, acc, epilogue_args, first_token, first_channel, C)
     else:
@@ -186,7 +187,7 @@ def store(out, acc, epilogue_args, first_token, first_channel, C: gl.constexpr):
 
 @gluon.jit
 def halves(acc, C: gl.constexpr):
-    """Both halves of the columns; this takes no instruction."""
+    """Returns both halves of the columns; this takes no instruction."""
     low, high = gl.split(gl.permute(gl.reshape(acc, [C.rows, 2, C.store_columns]), [0, 2, 1]))
     low = gl.convert_layout(low, C.store_layout, assert_trivial=True)
     return low, gl.convert_layout(high, C.store_layout, assert_trivial=True)
@@ -194,7 +195,7 @@ def halves(acc, C: gl.constexpr):
 
 @gluon.jit
 def complete(out, acc, epilogue_args, splits, tile, split, first_token, first_channel, C: gl.constexpr):
-    """Brings the splits of a tile together, where there are any, and stores it; C.by_halves gives `acc` as two halves."""
+    """Reduces the splits of a tile, if any, applies the epilogue and stores y; with C.by_halves, `acc` is two halves."""
     if C.paired:
         low, high = acc if C.by_halves else halves(acc, C)
         store_half(out, exchange_halves(low, high, split, C), epilogue_args, first_token, first_channel, split, C)

@@ -1,16 +1,16 @@
-"""Stages of x and of packed weights in shared memory, filled by cp.async and read by every warp of a block: mma.sync kernels.
+"""Stages of x and of packed weights in shared memory, filled by cp.async and read by every warp of a block: sm_80 large-M GEMM.
 
-A stage is 64 k for each slice of K that warps of a block share. All threads copy what they all use, pieces of 16 bytes, and
-meet once for each stage.
+A stage is 64 k for each slice of K that the block's warps share. All threads copy what all warps use, 16 bytes at a time, and
+synchronise once per stage.
 
     x        4 blocks, one for each matrix instruction along K: [tokens / 8, slices, 8 tokens, 16 k], rows of 32 bytes whose two
-             pieces change places with every 4 rows, so that ldmatrix meets no bank twice
-    weights  slice by slice: codes as pack/fragment.py orders them, plane by plane: [strips, 32 lanes * words]; then scales and
-             zeros of the groups of these 64 k (of 128 k, where groups are as long): [strips, groups, 8, 2 or 4] halves
+             vectors swap places every 4 rows, so that ldmatrix has no bank conflicts
+    weights  slice by slice: codes as in pack/fragment.py, plane by plane: [row blocks, 32 lanes * words]; then scales and
+             zeros of the groups of these 64 k (of 128 k, where groups are as long): [row blocks, groups, 8, 2 or 4] halves
 
-PTX with addresses that threads bring along, one piece each; $0 is written and dropped where nothing is read. Pieces that do not
-exist, of x and of slices and stages beyond the end, become zeros, and their addresses are not read.
-Tested: tests/kernels/parts/test_tile_stage.py
+Threads pass addresses to the PTX, one 16-byte vector each; $0 is a dummy output where nothing is read. Vectors that do not
+exist, of x and of slices and stages beyond K, become zeros, and their addresses are not read. Tested:
+tests/kernels/parts/test_tile_stage.py
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ X_ROW = 2 * TILE_K
 """Bytes of a token in a slice of a stage."""
 
 X_PIECES = 32
-"""Of them, those of a matrix instruction."""
+"""Bytes of it for one matrix instruction."""
 
 
 @dataclass(frozen=True)
 class StageCopy:
-    """A piece that every thread copies: of x, of a plane of codes or of scales, the turn-th of them."""
+    """A 16-byte vector that every thread copies, of x, of a plane of codes or of scales; `index` counts them."""
 
     of: Literal["x", "codes", "scales"]
     index: int
@@ -43,8 +43,8 @@ class StageCopy:
 
 @dataclass(frozen=True)
 class TileStage:
-    """A stage of `tokens` tokens and `row_blocks` strips of 16 rows; `stages` of them, filled by `warps` warps, for `slices` slices
-    of K. x of all stages begins at byte 0 of shared memory, their weights at `w_start`."""
+    """A stage of `tokens` tokens and `row_blocks` m16 row blocks, `stages` of them, filled by `warps` warps, for `slices`
+    slices of K. x of all stages begins at byte 0 of shared memory, their weights at `w_start`."""
 
     dequantizer: Dequantizer
     tokens: int
@@ -54,7 +54,7 @@ class TileStage:
     slices: int = 1
 
     def __post_init__(self) -> None:
-        copied_tokens = 4 * self.warps  # tokens; of two turns the second begins 8 tokens on, or 16, ..., where rows lie alike
+        copied_tokens = 4 * self.warps  # at once; the next copy begins a multiple of 8 later: the same swizzle
         if self.tokens % copied_tokens or (self.tokens > copied_tokens and copied_tokens % 8):
             raise ValueError(f"{self.warps} warps copy {copied_tokens} tokens at once, a tile of {self.tokens} is no multiple")
 
@@ -78,7 +78,7 @@ class TileStage:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of scales of a strip in a stage."""
+        """Bytes of scales of a row block in a stage."""
         return 32 * self.dequantizer.scale_words
 
     @property
@@ -106,19 +106,19 @@ class TileStage:
 
     @property
     def x_layout(self) -> gl.SwizzledSharedLayout:
-        """[rows, 16 k] of x."""
+        """Layout [rows, 16 k] of x."""
         return gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
 
     # ---- copies
 
     @property
     def x_copies(self) -> int:
-        """Pieces of x that a thread copies: of all slices, then of the token that is 4 for each warp further on."""
+        """Vectors of x that a thread copies: of all slices, then of the token 4 * warps later."""
         return self.slices * self.tokens * 8 // self.threads
 
     def copy_x(self, index: int) -> str:
-        """$1 slot's x + the place of the thread's first piece in it, $2 where that lies in memory, $3 bytes to the token of the
-        next, below 2^31, $4 how many tokens exist from the first on, $5 how many k exist from the piece on."""
+        """Copies x. $1 slot's x + the place of the thread's first vector in it, $2 its source, $3 bytes to the token of the
+        next vector, below 2^31, $4 how many tokens exist from the first on, $5 how many k exist from the vector on."""
         further, own = divmod(index, self.slices)
         tokens, k = 4 * self.warps * further, TILE_K * own
         to = X_PIECES * (tokens * self.slices + 8 * own)
@@ -130,7 +130,7 @@ class TileStage:
         ])  # fmt: skip
 
     def pieces(self, plane: int) -> int:
-        """Pieces of a strip's codes in a plane of a stage."""
+        """Vectors of a row block's codes in a plane of a stage."""
         return 8 * self.planes[plane]
 
     @property
@@ -139,16 +139,16 @@ class TileStage:
 
     @property
     def tile_words(self) -> int:
-        """Words of codes from a tile of 64 k of a strip to the next."""
+        """Words of codes of a tile of 64 k of a row block."""
         return 32 * self.dequantizer.bits
 
     @property
     def group_shift(self) -> int:
-        """Bits to shift a k by to its group: of a division the sign would be looked at."""
+        """log2 of the group size: a division would also handle negative k."""
         return self.dequantizer.group.bit_length() - 1
 
     def code_copies(self, plane: int) -> int:
-        """Pieces of a plane that a thread copies, of all slices in turn; with the last of a slice some threads have none."""
+        """Vectors of a plane that a thread copies, over all slices; in the last of a slice some threads copy none."""
         return self.slices * -(-self.row_blocks * self.pieces(plane) // self.threads)
 
     @property
@@ -165,19 +165,20 @@ class TileStage:
         return (*(StageCopy("x", index) for index in range(self.x_copies)), *codes, *scales)
 
     def copy_codes(self, index: int, plane: int) -> str:
-        """$1 slot's weights + 16 thread, $2 the thread's first piece of the stage, $3 bytes from strip to strip, $4 thread, $5
-        how many slices of the stage there are within K, at most 0 beyond the end."""
+        """Copies codes. $1 slot's weights + 16 thread, $2 the thread's first vector of the stage, $3 bytes between row blocks,
+        $4 thread, $5 how many slices of the stage are within K, at most 0 beyond it."""
         start = 128 * sum(self.planes[:plane]) + index % self.slices * 4 * self.tile_words
         return self._copy(index, self.pieces(plane), self.plane_at(plane), start)
 
     def copy_scales(self, index: int) -> str:
-        """The same for scales of the stage's groups."""
+        """Copies scales of the stage's groups, with the operands of `copy_codes`."""
         of_group = 32 * self.dequantizer.group_words  # bytes
         start = index % self.slices * TILE_K // self.dequantizer.group * of_group
         return self._copy(index, self.scale_pieces, self.scales_at, start)
 
     def _copy(self, index: int, pieces_per_row_block: int, to: int, start: int) -> str:
-        """Copies one of `pieces_per_row_block` pieces of each strip, which begin `start` bytes behind $2, to a slice's byte `to` and on."""
+        """Copies one of `pieces_per_row_block` vectors of each row block, from `start` bytes after $2 to byte `to` of a
+        slice."""
         further, own = divmod(index, self.slices)
         first = further * self.threads
         left, there = self.row_blocks * pieces_per_row_block - first, ""
@@ -190,7 +191,7 @@ class TileStage:
         lines.append(f"{there}cp.async.cg.shared.global.L2::128B [$1+{at}], [from+{start}], 16, none;")
         return _block(lines)
 
-    # ---- reads, by the lanes of the warp that has a strip
+    # ---- reads, by the lanes of the warp that has a row block
 
     @property
     def read_types(self) -> tuple[gl.dtype, ...]:
@@ -201,8 +202,8 @@ class TileStage:
         return ",".join(["=&r"] * len(self.read_types) + ["r"] * 3)
 
     def read(self, row_block: int) -> str:
-        """A lane's words of codes, then of scales, of the strip so many behind the warp's own. Inputs: the slice's weights in
-        the slot, the warp's strip, the lane."""
+        """Reads a lane's words of codes, then of scales, of the row block `row_block` after the warp's first. Inputs: the
+        slice's weights in the slot, the warp's first row block, the lane."""
         count = len(self.read_types)
         slot, own, lane = (f"${count + i}" for i in range(3))
         lines = [".reg .b32 at, here;", *self._read_codes(row_block, slot, own, lane)]
@@ -217,7 +218,7 @@ class TileStage:
         return "{\n" + "\n".join(lines) + "\n}"
 
     def _read_codes(self, row_block: int, slot: str, own: str, lane: str) -> list[str]:
-        """Lines that read the words of codes, to $0 and on; `at` and `here` are free."""
+        """Lines that read the words of codes to $0 and on; `at` and `here` are temporaries."""
         lines, out = [], 0
         for plane, words in enumerate(self.planes):
             vector = min(words, 4)
@@ -245,9 +246,8 @@ def _load(words: int, out: int, at: str) -> str:
 
 @aggregate
 class StageSource:
-    """Where this thread's first pieces of x, codes (one for each plane) and scales lie, bytes from piece to piece or from strip
-    to strip; how many tokens there are from the piece of x on; how many k from it on, and tiles of 64 k, to where the block
-    ends."""
+    """Addresses of this thread's first vectors of x, codes (one per plane) and scales, with their strides in bytes; number of
+    tokens from its vector of x on, of k from it on, and of tiles of 64 k, up to the end of the block's range."""
 
     x: gl.tensor
     x_step: gl.tensor
@@ -262,29 +262,29 @@ class StageSource:
 
 @gluon.jit
 def x_piece(thread):
-    """(token, piece of its 8) that a thread copies first. A warp has 4 tokens, lanes 8 i to 8 i + 7 pieces 2 i and 2 i + 1 of
-    each: whole rows of memory, and no bank of shared memory twice."""
+    """Returns (token, vector of its 8) that a thread copies first. A warp has 4 tokens, lanes 8 i to 8 i + 7 vectors 2 i and 2
+    i + 1 of each: whole rows of memory, no bank conflicts."""
     lane = thread % 32
     return thread // 32 * 4 + lane % 8 // 2, lane % 2 + lane // 8 * 2
 
 
 @gluon.jit
 def x_at(token, piece, S: gl.constexpr):
-    """Byte of a piece of 8 k of a token within the x of a stage, of its first slice."""
+    """Byte offset of the vector of 8 k of a token within the x of a stage, of its first slice."""
     row = token + token // 8 * (8 * S.slices - 8)
     return piece // 2 * (S.slices * S.tokens * 32) + row * 32 + (piece % 2 ^ token // 4 % 2) * 16
 
 
 @gluon.jit
 def first_piece(base, first_row_block, thread, stride, pieces_per_row_block: gl.constexpr, elements: gl.constexpr):
-    """Where a thread's first piece of `elements` lies, of `pieces_per_row_block` for each strip."""
+    """Address of a thread's first vector of `elements`, with `pieces_per_row_block` vectors per row block."""
     row_block = first_row_block + thread // pieces_per_row_block
     return base + row_block.to(gl.int64) * stride + thread % pieces_per_row_block * elements
 
 
 @gluon.jit
 def copy_piece(source, iteration, slot, i: gl.constexpr, C: gl.constexpr):
-    """Starts copy i of a stage; what is beyond the end becomes zeros."""
+    """Starts copy i of a stage; what does not exist becomes zeros."""
     S: gl.constexpr = C.stage
     COPY: gl.constexpr = ptx(C.order.copy, i)
     thread = gl.arange(0, C.threads, C.threads_layout)
@@ -313,5 +313,5 @@ def copy_piece(source, iteration, slot, i: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def commit():
-    """Ends a group of copies, of none beyond the end."""
+    """Commits a group of copies, an empty one beyond K."""
     run("cp.async.commit_group;\n mov.b32 $0, 0;", "=r", [])

@@ -1,18 +1,18 @@
-"""y[M, N] = x[M, K] . dequant(w)[N, K]^T for many tokens, any code width, mma.sync and cp.async: sm_80 and newer.
+"""y[M, N] = x[M, K] . dequant(w)[N, K]^T for large M, any code width, mma.sync and cp.async: sm_80 and newer.
 
-Computes y^T = w x^T: decoded weights are operand A of mma.sync m16n8k16, from registers; x is operand B, by ldmatrix.
-Reads   x fp16 or bf16, rows of 16-byte pieces; w in FragmentOrder, or in ColumnMajorTileInterleave; scales in fragment order
+Computes y^T = w x^T: dequantized weights are operand A of mma.sync m16n8k16, from registers; x is operand B, by ldmatrix.
+Reads   x fp16 or bf16, rows of 16-byte vectors; w in FragmentOrder, or in ColumnMajorTileInterleave; scales in fragment order
 Grid    tiles of rows x tokens, times splits of K; neighbours in groups of tokens, so that a wave shares x and w in L2
-Warps   warps_n x warps_m: each has `row_blocks` strips of 16 rows and a share of the tokens; warps of a row decode the same codes.
-        With warps_k > 1 as many share K: x of their slices is columns of one matrix, 8 tokens of each in turn, since a warp
-        multiplies its own columns alone; at the end the columns of a token are added up
+Warps   warps_n x warps_m: each has `row_blocks` m16 row blocks and a share of the tokens; warps of a row dequantize the same
+        codes. With warps_k > 1 that many warps share K: x of their slices is columns of one matrix, 8 tokens of each slice in
+        turn, since a warp multiplies only its own columns; at the end the columns of a token are added up
 Stages  of 64 k for each slice, copied by all threads, `stages` - 1 ahead; one barrier for each (parts/tile_stage.py)
-Steps   four of 16 k, in each a warp's tokens by chunks of 32: while a chunk is multiplied, x of the fourth one on is read, and
-        weights of the next step are decoded, into other registers; copies are spread over a stage (sm80/large_m_gemm.py)
-Sum     in fp32, K in order; with splits > 1 the block that comes last adds the splits in order, or each adds to what the one
-        before has left: same input, same bits
-Epilogue     y with scales and bias, gated or not, transposed through shared memory, stored in pieces of 16 bytes
-Exact   every weight is decoded exactly and rounded once after scaling, as a dequantized model's would be
+Steps   four of 16 k, each over a warp's tokens in chunks of 32. While a chunk is multiplied, x of the fourth chunk after it is
+        read, and weights of the next step are dequantized, into other registers; copies are spread over a stage (below)
+Sum     in fp32, K in order; with splits > 1 the last block to arrive adds the splits in order (split-K), or each block adds to
+        the sum of the one before (serial split-K): same input, same bits
+Epilogue  scales, bias and gate; transposed through shared memory, stored in vectors of 16 bytes
+Exact   every weight is dequantized exactly and rounded once after scaling, as a dequantized model's would be
 Source  mma.m16n8k16 and ldmatrix: PTX ISA; the order of copies, barrier and products: CUTLASS 2.x; measurements: docs/log.md
 """
 
@@ -44,16 +44,15 @@ from lowbit.kernels.parts.smem import Regions, allocate, view
 from lowbit.kernels.parts.tile_stage import StageCopy, StageSource, TileStage, commit, copy_piece, first_piece, x_piece
 from lowbit.pack.weight import WeightForm
 
-# In which order a stage of parts/tile_stage.py is multiplied: mma.sync kernels, for each 16 k the tokens of a warp in chunks.
+# Order of work within a stage of parts/tile_stage.py: for each step of 16 k, the tokens of a warp in chunks.
 #
-# While a chunk is multiplied, x of one some chunks further on is read, some weights of the next step are decoded, and
-# some copies of a later stage start. ptxas moves no read of x past a copy: spread over a stage, they keep ldmatrix ahead of
-# products.
+# While a chunk is multiplied, x of a later chunk is read, some weights of the next step are dequantized, and some copies of a
+# later stage start. ptxas moves no read of x past a copy: copies spread over a stage keep ldmatrix ahead of the products.
 #
 #     position    0  1  2  3 |  4  5  6  7 |  8  9 10 11 | 12 13 14 15      16 k after 16 k, a chunk each
 #     copies      --------------------------------           of the stage that is furthest ahead
-#     barrier                                             |  the next stage is there; x of it is read from here on
-#     decoded     of step 1  |  of step 2  |  of step 3   |  of step 0 of the next stage
+#     barrier                                             |  the next stage is complete; its x is read from here on
+#     dequantized of step 1  |  of step 2  |  of step 3   |  of step 0 of the next stage
 #
 # Tested: tests/kernels/sm80/test_stage_order.py, tests/kernels/sm80/test_large_m_in_numpy.py
 
@@ -70,7 +69,7 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class StageOrder:
-    """The order for warps of `tokens` tokens and `row_blocks` strips; `copies` is what each thread copies of a stage."""
+    """The order for warps of `tokens` tokens and `row_blocks` row blocks; `copies` are all copies of a thread for one stage."""
 
     tokens: int
     row_blocks: int
@@ -78,7 +77,7 @@ class StageOrder:
 
     @property
     def chunks(self) -> int:
-        """Of a warp's tokens."""
+        """Chunks of a warp's tokens."""
         return max(self.tokens // CHUNK, 1)
 
     @property
@@ -88,11 +87,12 @@ class StageOrder:
 
     @property
     def ahead(self) -> int:
-        """Chunks of x that are read before they are multiplied: a step at most, so that the barrier is within the last."""
+        """Chunks of x that are read before they are multiplied: one step at most, so that the barrier is within the last
+        step."""
         return min(AHEAD, self.chunks)
 
     def next_step(self, position: int) -> int:
-        """The step behind that of a chunk, 0 of the next stage behind the last."""
+        """The step after that of a chunk; after the last, 0 of the next stage."""
         return (position // self.chunks + 1) % STEPS
 
     @property
@@ -101,40 +101,40 @@ class StageOrder:
         return len(self.copies)
 
     def copy(self, i: int) -> StageCopy:
-        """The i-th of them; a kernel takes no tuple of constants."""
+        """The i-th copy; a kernel cannot take a tuple of constants."""
         return self.copies[i]
 
     def first_copy(self, position: int) -> int:
-        """The first copy that starts with a chunk: all of them before the next stage is waited for, the last with the one
-        before it, since ptxas puts three idle reads before each that stands alone."""
+        """The first copy that starts with a chunk. All start before the wait for the next stage, the last one with the copy
+        before it, since ptxas inserts three idle reads before a single one."""
         room = self.positions - self.ahead
         return position * len(self.copies) // room if position < room - 1 else len(self.copies)
 
     def first_row_block(self, position: int) -> int:
-        """The first strip that is decoded for the next step with a chunk; of the next stage once it is there."""
+        """The first row block that is dequantized for the next step with a chunk; of the next stage once it is complete."""
         step, chunk = divmod(position, self.chunks)
         start = self.chunks - self.ahead if step == STEPS - 1 else 0
         return max(chunk - start, 0) * self.row_blocks // (self.chunks - start)
 
     def end_row_block(self, position: int) -> int:
-        """The one after the last of them."""
+        """The one after the last of these row blocks."""
         return self.row_blocks if (position + 1) % self.chunks == 0 else self.first_row_block(position + 1)
 
 
 STAGE_K = 64
 
 MOST_REGISTERS = 255
-"""Of a thread."""
+"""Limit per thread."""
 
 REGISTERS_PER_SM = 65536
 
 STEP_REGISTERS = gl.constexpr(4)
-"""Registers of operand A of one."""
+"""Registers of operand A of one step."""
 
 
 @dataclass(frozen=True)
 class MmaGemm:
-    """All that is fixed when the kernel is compiled. Of two equal ones, results are equal to the last bit."""
+    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit."""
 
     dequantizer: Dequantizer
     tokens: int
@@ -158,7 +158,7 @@ class MmaGemm:
 
     @property
     def channels(self) -> int:
-        """Of y, in a tile."""
+        """Channels of y in a tile."""
         return self.rows if self.epilogue.gate == "none" else self.rows // 2
 
     @property
@@ -180,7 +180,7 @@ class MmaGemm:
 
     @property
     def lines(self) -> bool:
-        """Whether weights come in lines of several channels."""
+        """True if weights come in lines of several channels."""
         return isinstance(self.dequantizer, LineDecode)
 
     @property
@@ -193,7 +193,7 @@ class MmaGemm:
 
     @property
     def block_steps(self) -> int:
-        """Steps whose weights are decoded together."""
+        """Steps whose weights are dequantized together."""
         return self.dequantizer.block_registers // 4
 
     @property
@@ -231,7 +231,7 @@ class MmaGemm:
 
     @property
     def registers_layout(self) -> gl.DistributedLinearLayout:
-        """The same, two elements for each."""
+        """Two elements for each lane of the warps of a column."""
         lane, warp = [[1 << i, 0] for i in range(5)], self._warp_bases(2)
         return gl.DistributedLinearLayout([[0, 1]], lane, warp, [], [32 * self.warps_n, 2])
 
@@ -242,14 +242,14 @@ class MmaGemm:
 
     @property
     def store_layout(self) -> gl.BlockedLayout:
-        """[channels, tokens] with 8 channels a thread, neighbouring lanes neighbouring channels."""
+        """[channels, tokens] with 8 channels a thread, neighbouring lanes having neighbouring channels."""
         lanes = min(32, self.channels // 8)
         return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, self.warps], [0, 1])
 
 
 @aggregate
 class StageReader:
-    """What a lane reads weights by: the start of shared memory, its warp's strip, its number."""
+    """A lane's position for reading weights: start of shared memory, its warp's first row block, its lane number."""
 
     start: gl.tensor
     row_block: gl.tensor
@@ -258,14 +258,14 @@ class StageReader:
 
 @gluon.jit
 def wait_for_stage(C: gl.constexpr):
-    """Until the oldest stage on its way is there, for all warps; the one that was read before may then be filled again."""
+    """Waits, in all warps, for the oldest stage in flight; the stage read before may then be overwritten."""
     run(ptx("cp.async.wait_group {};\n mov.b32 $0, 0;".format, C.stages - 2), "=r", [])
     barrier()
 
 
 @gluon.jit
 def prepare_scales(read, group: gl.constexpr, C: gl.constexpr):
-    """What the scales and zeros of a group become, of what was read of a strip."""
+    """Prepares the scales and zeros of a group for dequantization, from the words read of a row block."""
     D: gl.constexpr = C.dequantizer
     first: gl.constexpr = D.bits + group * D.group_words
     return gl.inline_asm_elementwise(
@@ -275,7 +275,7 @@ def prepare_scales(read, group: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def read_weights(reader, slot, C: gl.constexpr):
-    """Words of codes of a stage, strip by strip, and what its scales become."""
+    """Reads the words of codes of a stage, row block by row block, and prepares its scales."""
     S: gl.constexpr = C.stage
     BITS: gl.constexpr = C.dequantizer.bits
     ROW_BLOCKS: gl.constexpr = C.row_blocks
@@ -293,7 +293,7 @@ def read_weights(reader, slot, C: gl.constexpr):
 
 @gluon.jit
 def dequantize_row_block(words, prepared, row_block: gl.constexpr, block: gl.constexpr, C: gl.constexpr):
-    """The registers of operand A of a strip and turn."""
+    """Returns the registers of operand A of a row block and dequantization block."""
     D: gl.constexpr = C.dequantizer
     first: gl.constexpr = row_block * D.bits + block * D.block_words
     inputs = words[first : first + D.block_words]
@@ -319,7 +319,7 @@ def join(registers, count: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def operand_of(registers, step: gl.constexpr, C: gl.constexpr):
-    """Operand A of a step of a turn, C.rows x 16 k; this takes no instruction."""
+    """Operand A of a step of a dequantization block, C.rows x 16 k; this takes no instruction."""
     LAYOUT: gl.constexpr = C.registers_layout
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     ROW_BLOCKS: gl.constexpr = C.row_blocks
@@ -333,7 +333,7 @@ def operand_of(registers, step: gl.constexpr, C: gl.constexpr):
                 "mov.b32 $0, $1;", "=r,r,r", [whole], dtype=C.dequantizer.operand_type, is_pure=True, pack=2
             )  # fmt: skip
             parts = parts + (part,)
-    # [warp, lane group, lane of the group, strip, k half, row half, element] -> rows, k
+    # [warp, lane group, lane of the group, row block, k half, row half, element] -> rows, k
     joined = gl.reshape(join(parts, ROW_BLOCKS * STEP_REGISTERS, C), [C.warps_n, 8, 4, ROW_BLOCKS, 2, 2, 2])
     matrix = gl.reshape(gl.permute(joined, [3, 0, 5, 1, 4, 2, 6]), [C.rows, 16])
     return gl.convert_layout(matrix, C.operand_layout, assert_trivial=True)
@@ -341,8 +341,8 @@ def operand_of(registers, step: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def read_x(x, block, C: gl.constexpr):
-    """Operand B of a chunk, 16 k x its columns, as whole registers: each in the first of its two elements, 0 in the other.
-    Halves that the main loop carries are taken apart and put together again in every iteration, a permutation each."""
+    """Reads operand B of a chunk, 16 k x its columns, as whole registers: each in the first of its two elements, 0 in the
+    other. Halves carried by the main loop would be split and joined again in every iteration, a permutation each."""
     LAYOUT: gl.constexpr = C.x_layout
     halves = x.index(block).permute([1, 0]).load(LAYOUT)
     pairs = gl.inline_asm_elementwise(
@@ -354,7 +354,7 @@ def read_x(x, block, C: gl.constexpr):
 
 @gluon.jit
 def operand_b(registers, C: gl.constexpr):
-    """The same as the instruction takes it."""
+    """Returns operand B as the instruction takes it."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r,r", [registers], dtype=C.dequantizer.operand_type, is_pure=True, pack=2
     )  # fmt: skip
@@ -362,7 +362,7 @@ def operand_b(registers, C: gl.constexpr):
 
 @gluon.jit
 def together(sums, count: gl.constexpr, C: gl.constexpr):
-    """Sums of `count` chunks, in order, as one matrix; this takes no instruction."""
+    """Joins the sums of `count` chunks, in order, to one matrix; this takes no instruction."""
     if count == 1:
         return sums[0]
     else:
@@ -374,7 +374,7 @@ def together(sums, count: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def of_slices(sums, C: gl.constexpr):
-    """The sums of all slices of K, in a fixed order."""
+    """Reduces the slices of K in a fixed order."""
     if C.warps_k == 1:
         return sums
     else:
@@ -385,7 +385,7 @@ def of_slices(sums, C: gl.constexpr):
 
 @gluon.jit
 def multiply(sums, registers, b, position: gl.constexpr, C: gl.constexpr):
-    """The sums with the products of a chunk."""
+    """Adds the products of a chunk to the sums."""
     CHUNK: gl.constexpr = position % C.order.chunks
     STEP: gl.constexpr = position // C.order.chunks % C.block_steps
     new = mma_v2(operand_of(registers, STEP, C), operand_b(b, C), sums[CHUNK])
@@ -394,7 +394,7 @@ def multiply(sums, registers, b, position: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def dequantize_ahead(dequantized, words, prepared, position: gl.constexpr, C: gl.constexpr):
-    """`dequantized`, and what a chunk adds to it of the next turn's registers of operand A."""
+    """Appends to `dequantized` the registers of the next dequantization block that belong to a chunk."""
     STEP: gl.constexpr = ptx(C.order.next_step, position)
     if STEP % C.block_steps == 0:
         for row_block in gl.static_range(ptx(C.order.first_row_block, position), ptx(C.order.end_row_block, position)):
@@ -404,7 +404,7 @@ def dequantize_ahead(dequantized, words, prepared, position: gl.constexpr, C: gl
 
 @gluon.jit
 def products(x, reader, source, begin, end, C: gl.constexpr):
-    """The sums of one tile over the iterations from `begin` to `end`, a stage each."""
+    """Computes the sums of one tile over the iterations from `begin` to `end`, a stage each."""
     STAGES_AHEAD: gl.constexpr = C.stages - 1
     POSITIONS: gl.constexpr = C.order.positions
     AHEAD: gl.constexpr = C.order.ahead
@@ -452,7 +452,7 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
                 registers = dequantized
                 dequantized = ()
         slot = following
-    # Zeros of stages beyond the end may still be on their way to where y is transposed.
+    # Zeros of stages beyond K may still be in flight to the place where y is transposed.
     run("cp.async.wait_group 0;\n mov.b32 $0, 0;", "=r", [])
     barrier()
     return of_slices(together(sums, CHUNKS, C), C)
@@ -460,7 +460,7 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
 
 @gluon.jit
 def store_tile(y, acc, epilogue_args, first_row, first_token, M, N, columns, C: gl.constexpr):
-    """Scales, bias and gate, one rounding, and y [M, columns] to memory: 8 neighbouring channels of a token at a time."""
+    """Applies scales, bias and gate, rounds once and stores y [M, columns]: 8 neighbouring channels of a token at a time."""
     SUMS: gl.constexpr = C.accumulator
     STORED: gl.constexpr = C.store_layout
     rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, SUMS))
@@ -501,8 +501,8 @@ def mma_gemm(
     y, x, w, scale, channel_scale, bias, partial, arrived, M, N, K, columns, x_stride, token_tiles, row_tiles, iterations,
     row_blocks, w_stride, scale_stride, factor, C: gl.constexpr,
 ):  # fmt: skip
-    """One block: a tile, or its share of K. The last tile of rows begins where it is full: rows of two are stored twice, with
-    the same bits. `columns` of y are pieces of 8 where C.whole."""
+    """One block: a tile, or its split of K. The last row tile begins where it is full: rows of two tiles are stored twice, with
+    the same bits. `columns` of y are vectors of 8 where C.whole."""
     S: gl.constexpr = C.stage
     PLANES: gl.constexpr = len(S.planes)
     if C.whole:
@@ -537,7 +537,7 @@ def mma_gemm(
     )  # fmt: skip
     each = gl.arange(0, 32 * C.warps_n, C.lanes_layout)
     start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32)
-    if C.warps_k > 1:  # what layouts take to be the same in all columns of warps differs from slice to slice
+    if C.warps_k > 1:  # layouts assume equal values in all columns of warps, but slices differ
         own = asm("{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 $0, t, 5; }", "=r", [], gl.int32) % C.warps_k
         start += own * S.slice_bytes
     reader = StageReader(each * 0 + start, each // 32, each & 31)
@@ -566,7 +566,7 @@ class MmaPlan:
         self.config = _config(tile, form, half_type(dtype), epilogue, self.columns % 8 == 0)
         self.tiles = (-(-shape.m // tile.tokens), -(-shape.strips // (tile.rows // 16)))
         grid = (self.tiles[0] * self.tiles[1] * tile.splits, 1, 1)
-        # Left to itself ptxas spills some in small tiles, so that more blocks might share an SM.
+        # Without a limit ptxas spills in small tiles to fit more blocks on an SM.
         registers = min(MOST_REGISTERS, REGISTERS_PER_SM // self.config.threads)
         self.launch = Launcher(mma_gemm, grid, self.config.warps, registers=registers)
         self.factor = self.config.dequantizer.epilogue_factor
@@ -584,8 +584,8 @@ class MmaPlan:
         self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
         sums: Tensor, arrived: Tensor,
     ) -> Tensor:  # fmt: skip
-        """y [M, N], or [M, N / 2] behind a gate, of x [M, K], whose rows start at multiples of 16 bytes, with zeros up to the
-        next one behind K; all tensors on the current device."""
+        """Returns y [M, N], or [M, N / 2] behind a gate, of x [M, K], whose rows start at multiples of 16 bytes and are
+        followed by zeros up to the next one; all tensors on the current device."""
         m, n, k = self.shape.m, self.shape.n, self.shape.k
         y = torch.empty((m, self.columns), dtype=x.dtype, device=x.device)
         self.launch(
@@ -602,6 +602,6 @@ def _config(tile: MmaTile, form: WeightForm, dtype: HalfType, epilogue: Epilogue
     kind = LineDecode if form.interleaved else Dequantizer
     dequantizer = kind(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
     return MmaGemm(
-        dequantizer, tile.tokens, tile.strips, tile.warps_n, tile.warps_m, tile.warps_k, tile.stages, tile.splits, tile.token_group,
-        tile.in_turn, epilogue, whole,
+        dequantizer, tile.tokens, tile.strips, tile.warps_n, tile.warps_m, tile.warps_k, tile.stages, tile.splits,
+        tile.token_group, tile.in_turn, epilogue, whole,
     )  # fmt: skip

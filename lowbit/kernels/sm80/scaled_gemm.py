@@ -1,11 +1,11 @@
 """y[M, N] = (x[M, K] . dequant(w)[N, K]^T) scaled, x of 8 bits, w of 8 or fewer, mma.sync: sm_80 and newer, fp8 from sm_89 on.
 
-Computes y^T = w x^T. The plain kernel: right on every machine that has the instructions, tuned for none.
+Computes y^T = w x^T. The plain kernel: correct on every GPU that has the instructions, tuned for none.
 Reads   x and w of 8 bits row-major, by ldmatrix; codes of fewer bits in FragmentOrder, each lane its own
 Grid    blocks of 64 rows of w x blocks of tokens; 4 warps of 16 rows each
 Stages  of 128 k, copied by cp.async, `stages` - 1 ahead; one barrier for each
-Sum     int8 in s32, exact; fp8 in fp32. Where scales change along K, every 128 k go, scaled, to a sum in fp32
-Exact   every weight is decoded exactly (hardware/byte_conversions.py) and never rounded; one rounding at the store
+Sum     int8 in s32, exact; fp8 in fp32. Where scales change along K, sums of 128 k are scaled and added to a sum in fp32
+Exact   every weight is dequantized exactly (hardware/byte_conversions.py), never rounded; one rounding at the store
 Source  mma.m16n8k32 and its fragments: PTX ISA
 """
 
@@ -56,7 +56,7 @@ WORD_TILES = gl.constexpr(TILES)
 
 @dataclass(frozen=True)
 class PlainGemm:
-    """All that is fixed when the kernel is compiled. `narrow` is the format of codes of fewer than 8 bits, "" for 8 bits."""
+    """The kernel's compile-time configuration. `narrow` is the format of codes of fewer than 8 bits, "" for 8 bits."""
 
     narrow: str
     w_type: torch.dtype
@@ -83,7 +83,7 @@ class PlainGemm:
 
     @property
     def planes(self) -> int:
-        """Of narrow codes."""
+        """Planes of narrow codes."""
         return self.dequantizer.planes if self.narrow else 0
 
     @property
@@ -96,7 +96,7 @@ class PlainGemm:
 
     @property
     def promote(self) -> bool:
-        """Whether 128 k are summed on their own first."""
+        """True if 128 k are summed separately and added to fp32 totals."""
         return self.grouped or self.block_scale or self.x_scale == "block"
 
     @property
@@ -129,7 +129,7 @@ class PlainGemm:
 
     @property
     def copy_layout(self) -> gl.BlockedLayout:
-        """[rows, 128]: 16 bytes a thread."""
+        """Layout [rows, 128]: 16 bytes a thread."""
         return gl.BlockedLayout([1, 16], [4, 8], [self.warps, 1], [1, 0])
 
     @property
@@ -137,7 +137,7 @@ class PlainGemm:
         return gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
 
     def words_layout(self, plane: int) -> gl.BlockedLayout:
-        """[strips, 32 lanes * words] of a plane of narrow codes."""
+        """Layout [row blocks, 32 lanes * words] of a plane of narrow codes."""
         return gl.BlockedLayout([1, self.dequantizer.plane_words(plane)], [1, 32], [self.warps, 1], [1, 0])
 
     @property
@@ -156,8 +156,8 @@ class PlainGemm:
 
 @aggregate
 class ScaledSource:
-    """Where x and w lie, and from row to row; how many rows of each there are from the block's first on; of narrow codes the
-    first strip, how many there are, and tiles of 64 k of each; how many k there are, a multiple of 16."""
+    """Addresses of x and w, their row strides, and the rows of each from the block's first on; of narrow codes the first row
+    block, the number of row blocks and of tiles of 64 k; the number of k, a multiple of 16."""
 
     x: Scalar
     x_stride: Scalar
@@ -173,7 +173,7 @@ class ScaledSource:
 
 @gluon.jit
 def copy_rows(source, stride, shared, k, rows_exist, k_exist, COUNT: gl.constexpr, C: gl.constexpr):
-    """Starts to copy 128 k of some rows, zeros where there are none."""
+    """Starts to copy 128 k of some rows; rows that do not exist become zeros."""
     rows = gl.arange(0, COUNT, gl.SliceLayout(1, C.copy_layout))
     columns = k + gl.arange(0, BLOCK, gl.SliceLayout(0, C.copy_layout))
     at = source + rows.to(gl.int64)[:, None] * stride + columns[None, :]
@@ -182,13 +182,13 @@ def copy_rows(source, stride, shared, k, rows_exist, k_exist, COUNT: gl.constexp
 
 @gluon.jit
 def copy_words(source, shared, slot, group, plane: gl.constexpr, C: gl.constexpr):
-    """The same of a plane of narrow codes."""
+    """Starts to copy 128 k of a plane of narrow codes."""
     LAYOUT: gl.constexpr = ptx(C.words_layout, plane)
     WORDS: gl.constexpr = ptx(C.dequantizer.plane_words, plane) * 32
     COUNT: gl.constexpr = WORDS * WORD_TILES
     WARPS: gl.constexpr = C.warps
     row_block = source.first_row_block + gl.arange(0, WARPS, gl.SliceLayout(1, LAYOUT))
-    row_block = gl.minimum(row_block, source.row_blocks - 1)  # strips beyond the last are computed, not stored
+    row_block = gl.minimum(row_block, source.row_blocks - 1)  # row blocks beyond the last are computed, not stored
     word = gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
     tile = group * WORD_TILES + word // WORDS
     inside = tile * (32 * C.dequantizer.bits) + word % WORDS + ptx(C.dequantizer.plane_start, plane)
@@ -211,7 +211,7 @@ def copy_block(source, x_shared, w_shared, group, slot, C: gl.constexpr):
 
 @gluon.jit
 def read_plane(shared, slot, plane: gl.constexpr, C: gl.constexpr):
-    """A lane's words of a plane: those of the first tile, then of the second."""
+    """Reads a lane's words of a plane: those of the first tile, then of the second."""
     LAYOUT: gl.constexpr = ptx(C.words_layout, plane)
     WORDS: gl.constexpr = ptx(C.dequantizer.plane_words, plane)
     read = gl.reshape(shared.index(slot).load(LAYOUT), [C.warps, WORD_TILES, 32, WORDS])
@@ -220,7 +220,7 @@ def read_plane(shared, slot, plane: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def read_words(shared, slot, C: gl.constexpr):
-    """A lane's words of 128 k."""
+    """Reads a lane's words of 128 k."""
     PLANES: gl.constexpr = C.planes
     first = ()
     second = ()
@@ -233,7 +233,7 @@ def read_words(shared, slot, C: gl.constexpr):
 
 @gluon.jit
 def block_scale_of(x_scale, scale, group, groups, stride, tokens, channels, M, N, C: gl.constexpr):
-    """What the sums of 128 k are multiplied by."""
+    """Returns the scales of the sums of 128 k."""
     factor = gl.full([C.rows, C.columns], 1.0, gl.float32, C.accumulator)
     if C.x_scale == "block":
         factor = factor * gl.load(x_scale + tokens.to(gl.int64) * groups + group, mask=tokens < M, other=0.0)[None, :]
@@ -246,7 +246,7 @@ def block_scale_of(x_scale, scale, group, groups, stride, tokens, channels, M, N
 
 @gluon.jit
 def words_memory(plane: gl.constexpr, C: gl.constexpr):
-    """Shared memory for all stages of a plane of narrow codes."""
+    """Allocates shared memory for all stages of a plane of narrow codes."""
     COUNT: gl.constexpr = ptx(C.dequantizer.plane_words, plane) * (32 * WORD_TILES)
     return gl.allocate_shared_memory(gl.int32, [C.stages, C.warps, COUNT], C.words_shared_layout)
 
@@ -301,14 +301,14 @@ def plain_scaled_gemm(
             acc += part_sum * block_scale_of(x_scale, scale, group, groups, scale_stride, tokens, channels, M, N, C)
         else:
             acc = mma_v2(a, b, acc)
-    wait_copies(0)  # of zeros beyond K, which must not outlive the block
+    wait_copies(0)  # zeros beyond K: copies must not outlive the block
     result = finished(acc, ScaledEpilogueArgs(x_scale, x_zero, channel_scale, sums, bias, y_scale), tokens, channels, M, N, C)
     at = y + of_tokens(tokens.to(gl.int64) * N, C) + of_channels(channels, C)
     gl.store(at, result, mask=of_tokens(tokens < M, C) & of_channels(channels < N, C))
 
 
 class PlainPlan:
-    """All of a product that does not depend on the tensors' contents: made once for a shape, called many times."""
+    """The plan of an 8-bit GEMM by the plain kernel, for one shape: made once, called many times."""
 
     workspace = (0, 0)
 
@@ -333,9 +333,9 @@ class PlainPlan:
         channel_scale: Tensor | None, sums: Tensor, bias: Tensor | None, partial: Tensor, arrived: Tensor,
         y_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
+        """Returns y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
         m, n, k = self.shape.m, self.shape.n, self.shape.k
-        if k % 16:  # the kernel reads whole pieces of 16 bytes
+        if k % 16:  # the kernel reads whole vectors of 16 bytes
             filled = x.new_zeros((m, -(-k // 16) * 16), dtype=torch.uint8)
             filled[:, :k] = x.view(torch.uint8)
             x = filled.view(x.dtype)

@@ -1,16 +1,16 @@
-"""y[M, N] = x[M, K] . dequant(w)[N, K]^T for few tokens, any code width, mma.sync and cp.async: sm_80 and newer.
+"""y[M, N] = x[M, K] . dequant(w)[N, K]^T for small M, any code width, mma.sync and cp.async: sm_80 and newer.
 
-Reads   x fp16 or bf16, rows of 16-byte pieces; w in FragmentOrder, one stream per strip of 16 rows; scales in the same order;
-        or w of x's type as nn.Linear holds it, whose rows a gated product pairs by itself (parts/ring.py)
+Reads   x fp16 or bf16, rows of 16-byte vectors; w in FragmentOrder, one stream per m16 row block; scales in the same order;
+        or w of x's type as nn.Linear stores it, whose rows a gated GEMM pairs by itself (parts/ring.py)
 Grid    blocks of rows x blocks of tokens x splits of K; about one block of threads per SM, all in one wave
-Warps   warps_n x warps_k: rows of warps own `row_blocks` strips each, columns of warps share the steps of 128 k in turn
-Ring    every warp fills and reads a ring of its own: no barrier in the main loop, all slots in flight (parts/ring.py)
-Step    codes -> halves -> mma.sync, group scales in fp32 on the group's sum (parts/k_block.py)
-Sum     the slices of K meet once, in shared memory, in a fixed order: same input, same bits. With splits > 1 the block that
-        comes last adds the sums of all splits, again in order
+Warps   warps_n x warps_k: each row of warps has `row_blocks` row blocks, columns of warps take k blocks (128 k) in turn
+Ring    every warp fills and reads its own ring buffer: no barrier in the main loop, all slots in flight (parts/ring.py)
+K block codes -> halves -> mma.sync, group scales in fp32 on the group's sum (parts/k_block.py)
+Sum     slices of K are reduced once, through shared memory, in a fixed order: same input, same bits. With splits > 1 the last
+        block to arrive adds the sums of all splits, also in order
 Epilogue  scales and bias; for up to 16 tokens of a decode step also norm, gate, residual (parts/small_m_epilogue.py)
-Exact   decoding is exact; sums in fp32; one rounding at the store. Tested: tests/ops/test_fragment_gemm.py
-Source  fragments: PTX ISA; the private ring and measurements: docs/log.md
+Exact   dequantization is exact; sums in fp32; one rounding at the store. Tested: tests/ops/test_fragment_gemm.py
+Source  fragments: PTX ISA; the ring per warp and measurements: docs/log.md
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from lowbit.pack.weight import WeightForm
 
 @dataclass(frozen=True)
 class RingGemm:
-    """All that is fixed when the kernel is compiled. Of two equal ones, results are equal to the last bit.
+    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
 
-    `overlap` starts the weight copies before the kernel before has finished (programmatic dependent launch, sm_90). A block
-    takes `shared_bytes` of shared memory at least, so that no more than wanted share an SM.
+    `overlap` starts the weight copies before the previous kernel has finished (programmatic dependent launch, sm_90). A block
+    takes at least `shared_bytes` of shared memory, which limits how many share an SM.
     """
 
     ring: Ring
@@ -71,12 +71,12 @@ class RingGemm:
 
     @property
     def slices(self) -> int:
-        """Slices of K over all blocks; slice i takes the steps i, i + slices, i + 2 slices, ..."""
+        """Slices of K over all blocks; slice i takes the k blocks i, i + slices, i + 2 slices, ..."""
         return self.warps_k * self.splits
 
     @property
     def row_blocks(self) -> int:
-        """Strips of 16 rows of a block."""
+        """m16 row blocks of a block of threads."""
         return self.warps_n * self.ring.row_blocks
 
     @property
@@ -85,22 +85,22 @@ class RingGemm:
 
     @property
     def shared_rows(self) -> int:
-        """Shared memory in rows of one float32 per thread: the rings, and in their place at the end the accumulators, with the
-        residual the squares of its octets of rows behind them."""
+        """Shared memory in rows of one float32 per thread: the rings. The epilogue puts the accumulators in their place, and
+        with a residual the squares of octets of rows behind them."""
         squares = 2 * self.row_blocks * self.ring.k_block.tokens if self.epilogue.residual else 0
         at_end = self.accumulators + -(-squares // self.threads)
         return max(-(-max(self.ring.bytes * self.warps, self.shared_bytes) // (4 * self.threads)), at_end)
 
     @property
     def outputs(self) -> int:
-        """Sums of accumulators that each thread finishes: a gate and what it gates by the same."""
+        """Sums that each thread finishes; a gate and its up belong to the same thread."""
         together = 1 if self.epilogue.gate == "none" else 2
         return together * -(-self.accumulators // (together * self.warps_k))
 
     @property
     def row_period(self) -> int:
-        """Neighbouring accumulators of a thread, from the first that it finishes, that lie in the same rows for all threads: a
-        strip's, two tokens of a row's, or 0."""
+        """Length of runs of a thread's outputs in which rows repeat alike in all threads: that of a row block, 2 tokens, or
+        0."""
         together = 1 if self.epilogue.gate == "none" else 2
         outputs, pieces_per_row_block = self.outputs, self.ring.k_block.accumulators
         if outputs % pieces_per_row_block == 0 or (pieces_per_row_block % outputs == 0 and (together == 2 or outputs % 4 == 0)):
@@ -108,26 +108,26 @@ class RingGemm:
         return 2 if together == 1 and outputs % 2 == 0 else 0
 
     def first_of_row(self, i: int) -> int:
-        """The first of a thread's outputs in the row of output i, as far as that is the same for all threads."""
+        """First of a thread's outputs with the row of output i, as far as that is the same for all threads."""
         if self.row_period == 0:
             return i
         period = range(i // self.row_period * self.row_period, i + 1)
 
-        def half(j: int) -> int:  # row g of a strip or row g + 8
+        def half(j: int) -> int:  # row g of a row block or row g + 8
             return j % 2 if self.epilogue.gate != "none" else j // 2 % 2
 
         return next(j for j in period if half(j) == half(i))
 
     @property
     def rows_early(self) -> bool:
-        """Whether what belongs to rows is asked for before the main loop, through which it takes a register for each of a
-        thread's rows: in a chain of short kernels, and where they are few. Otherwise when the sums are there, from the L2."""
+        """True if values of rows are loaded before the main loop, which takes a register for each of a thread's rows: in a
+        chain of short kernels, and where rows are few. Otherwise they are loaded from L2 in the epilogue."""
         in_chain = self.splits == 1 and (self.epilogue.norm_parts > 0 or self.epilogue.residual)
         return in_chain or len({self.first_of_row(i) for i in range(self.outputs)}) <= 8
 
     @property
     def h_early(self) -> bool:
-        """The same of h; not where only the last of several blocks needs it."""
+        """True if h is loaded before the main loop; not where only the last of several blocks needs it."""
         return self.splits == 1
 
     @property
@@ -142,7 +142,7 @@ TILES = gl.constexpr(BLOCK_TILES)
 
 @aggregate
 class RingAddresses:
-    """A lane, and where in the ring of its warp it copies weights to and reads them from, copies x to and reads it from."""
+    """A lane, and its addresses in its warp's ring: where it copies weights to and reads them, copies x to and reads it."""
 
     lane: gl.tensor
     copies: Tuple
@@ -153,10 +153,11 @@ class RingAddresses:
 
 @aggregate
 class SliceAddresses:
-    """Where in global memory the next step's weights, scales and x lie for this lane, from strip to strip and from 8 tokens to
-    the next; which tokens exist; how many tiles of codes, or k of rows, are left, how many rows, and how many k of x.
+    """A lane's addresses in global memory of the next k block's weights, scales and x, with strides between row blocks and n8
+    tiles; which tokens exist; how many tiles of codes (or k of rows), how many rows, and how many k of x are left.
 
-    Of rows `w` has both halves of a strip; `w_stride` and `w_quad`, from row to the fourth after it, are bytes."""
+    Of 16-bit rows `w` has both halves of a row block; `w_stride` and `w_quad` (four rows) are bytes.
+    """
 
     w: Tuple
     w_stride: Scalar
@@ -173,7 +174,7 @@ class SliceAddresses:
 
 @gluon.jit
 def addresses_of(start, lane, C: gl.constexpr):
-    """Where in the ring at byte `start` a lane copies and reads."""
+    """Returns a lane's addresses in the ring at byte `start`."""
     S: gl.constexpr = C.ring.k_block
     place, group = lane & 3, lane >> 2
     at16 = start + lane * 16
@@ -193,7 +194,7 @@ def addresses_of(start, lane, C: gl.constexpr):
 
 @gluon.jit
 def copy_weights(ring, source, C: gl.constexpr, row_block: gl.constexpr, ahead: gl.constexpr, d: gl.constexpr):
-    """Starts the copies of one strip's weights, `ahead` steps of K on."""
+    """Starts the copies of one row block's weights, `ahead` k blocks later."""
     R: gl.constexpr = C.ring
     s = source
     if R.k_block.dense:
@@ -213,11 +214,11 @@ def copy_weights(ring, source, C: gl.constexpr, row_block: gl.constexpr, ahead: 
 
 @gluon.jit
 def copy_block(ring, source, C: gl.constexpr, d: gl.constexpr, codes: gl.constexpr, tokens: gl.constexpr):
-    """Starts the copies of step d, counted from where `source` stands: one strip's weights; x with the first strip."""
+    """Starts the copies of pair d from `source` on: one row block's weights; with the first row block also x."""
     R: gl.constexpr = C.ring
     N8_TILES: gl.constexpr = R.k_block.n8_tiles
     row_block: gl.constexpr = d % R.row_blocks
-    ahead: gl.constexpr = d // R.row_blocks * C.slices  # steps of K
+    ahead: gl.constexpr = d // R.row_blocks * C.slices  # k blocks
     s = source
     if tokens and row_block == 0:
         for n8_tile in gl.static_range(N8_TILES):
@@ -236,7 +237,7 @@ def copy_block(ring, source, C: gl.constexpr, d: gl.constexpr, codes: gl.constex
 
 @gluon.jit
 def advance(source, C: gl.constexpr):
-    """`source` one iteration further along K."""
+    """Advances `source` by one iteration along K."""
     s = source
     steps: gl.constexpr = C.ring.rounds * C.slices
     if C.ring.k_block.dense:
@@ -272,7 +273,7 @@ def read_block(ring, C: gl.constexpr, d: gl.constexpr, pending: gl.constexpr):
 
 @gluon.jit
 def multiply(read, x, sums, acc, C: gl.constexpr, row_block: gl.constexpr):
-    """One step of one strip; the accumulators of the other strips pass through."""
+    """Multiplies one k block of one row block; the accumulators of the other row blocks are unchanged."""
     S: gl.constexpr = C.ring.k_block
     first: gl.constexpr = row_block * S.accumulators
     end: gl.constexpr = first + S.accumulators
@@ -285,7 +286,8 @@ def multiply(read, x, sums, acc, C: gl.constexpr, row_block: gl.constexpr):
 
 @gluon.jit
 def iteration(ring, source, read, acc, C: gl.constexpr, last: gl.constexpr):
-    """All strips, `rounds` steps of K. `read` is what was read of the first slot; each freed slot is filled again at once."""
+    """One iteration: all row blocks, `rounds` k blocks. `read` is the first slot's content; each freed slot is refilled at
+    once."""
     R: gl.constexpr = C.ring
     S: gl.constexpr = C.ring.k_block
     TURN: gl.constexpr = R.iteration_blocks
@@ -312,8 +314,8 @@ def iteration(ring, source, read, acc, C: gl.constexpr, last: gl.constexpr):
 
 @gluon.jit
 def rows_of(w, row_block, slice_k, lane, N, K, C: gl.constexpr):
-    """Where a lane's pieces begin in both halves of its warp's first strip, bytes from strip to strip, and how many rows there
-    are from there on. Where a product is gated the halves are of gate and of up, which follows all of gate."""
+    """Addresses of a lane's vectors in both halves of its warp's first row block, bytes between row blocks, and number of rows
+    left. In a gated GEMM the halves are of gate and of up, whose rows follow all gate rows."""
     row, k = lane >> 3, slice_k * BLOCK + (lane & 7) * 8
     if C.epilogue.gate == "none":
         first = row_block * 16 + row
@@ -328,7 +330,7 @@ def rows_of(w, row_block, slice_k, lane, N, K, C: gl.constexpr):
 
 @gluon.jit
 def source_of(x, w, scale, row_block, slice_k, first_token, lane, M, N, K, x_stride, tiles, scale_stride, C: gl.constexpr):
-    """Where a lane of a slice of K begins."""
+    """Addresses at which a lane of a slice of K begins."""
     R: gl.constexpr = C.ring
     S: gl.constexpr = C.ring.k_block
     N8_TILES: gl.constexpr = S.n8_tiles
@@ -352,7 +354,7 @@ def source_of(x, w, scale, row_block, slice_k, first_token, lane, M, N, K, x_str
     x_size = ()
     for n8_tile in gl.static_range(N8_TILES):
         x_size = x_size + (gl.where(first_token + n8_tile * 8 + group < M, 16, 0),)
-    # Tokens that do not exist are not read; their addresses only have to be somewhere.
+    # Tokens that do not exist are not read; their addresses may be anything.
     x += (first_token + group).to(gl.int64) * x_stride + slice_k * BLOCK + place * 8
     return SliceAddresses(
         w, w_stride, w_quad, scale, scale_stride, x, 8 * x_stride, x_size, left, rows, K - slice_k * BLOCK - place * 8
@@ -361,7 +363,7 @@ def source_of(x, w, scale, row_block, slice_k, first_token, lane, M, N, K, x_str
 
 @gluon.jit
 def clear_x(ring, source, C: gl.constexpr):
-    """Zeros in the places of tokens that do not exist, which nothing is ever copied to."""
+    """Zeroes the places of tokens that do not exist, which no copy writes."""
     R: gl.constexpr = C.ring
     N8_TILES: gl.constexpr = R.k_block.n8_tiles if R.skips_absent_tokens else 0
     for n8_tile in gl.static_range(N8_TILES):
@@ -370,12 +372,12 @@ def clear_x(ring, source, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "x_stride", "row_blocks", "tiles", "scale_stride", "iterations"])
 def ring_gemm(
-    y, x, w, scale, channel_scale, bias, partial, arrived, h, gamma, squares, M, N, K, x_stride, row_blocks, tiles, scale_stride,
-    iterations, factor, x_factor, inverse_width, eps, C: gl.constexpr,
+    y, x, w, scale, channel_scale, bias, partial, arrived, h, gamma, squares, M, N, K, x_stride, row_blocks, tiles,
+    scale_stride, iterations, factor, x_factor, inverse_width, eps, C: gl.constexpr,
 ):  # fmt: skip
-    """One block: C.block_strips strips of w, C.ring.step.tokens tokens, its slices of K.
+    """One block of threads: C.row_blocks row blocks of w, C.ring.k_block.tokens tokens, its slices of K.
 
-    Before the wait only weights are read; what kernels before this one write, x, h and squares, after it.
+    Before griddepcontrol.wait it reads only weights; x, h and squares, which previous kernels write, after it.
     """
     R: gl.constexpr = C.ring
     S: gl.constexpr = C.ring.k_block
@@ -386,7 +388,7 @@ def ring_gemm(
     lane = thread & 31
     warp = thread >> 5
     slice_k = gl.program_id(2) * C.warps_k + warp % C.warps_k
-    # The last block may overlap the one before: both then store the same values, but only one adds to h.
+    # The last block may overlap the previous one: both store the same values, but only one adds to h.
     first_row_block = gl.minimum(gl.program_id(0) * C.row_blocks, row_blocks - C.row_blocks)
     first_token = gl.program_id(1) * S.tokens
     row_block = first_row_block + warp // C.warps_k * R.row_blocks
@@ -486,7 +488,7 @@ class RingPlan:
         elements. A residual adds y to h [M, N] in place, writes `squares` [squares_parts, M] and returns h * gamma * x_factor.
         """
         y = torch.empty((self.shape.m, self.columns), dtype=x.dtype, device=x.device)
-        some = next(t for t in (scale, channel_scale, codes) if t is not None)  # without scales nothing is read from it
+        some = next(t for t in (scale, channel_scale, codes) if t is not None)  # an unused pointer where there are no scales
         tiles = 0 if self.config.ring.k_block.dense else codes.shape[1]
         self.launch(
             y, x, codes, some, channel_scale, bias, sums, arrived, h, gamma, squares, self.shape.m, self.shape.n, self.shape.k,

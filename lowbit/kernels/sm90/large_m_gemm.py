@@ -1,16 +1,16 @@
-"""y[M, N] = x[M, K] . dequant(w)[N, K]^T for many tokens, any code width, wgmma and TMA: sm_90a.
+"""y[M, N] = x[M, K] . dequant(w)[N, K]^T for large M, any code width, wgmma and TMA: sm_90a.
 
-Computes y^T = w x^T: decoded weights are the register operand A of wgmma, 64 rows for each warpgroup; x is operand B.
+Computes y^T = w x^T: dequantized weights are the register operand A of wgmma, 64 rows per warpgroup; x is operand B.
 Reads   x by TMA in swizzled tiles of tokens x 64; w in FragmentOrder by TMA, 64 rows x 64 k a warpgroup and stage
-Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, decode, scale, wgmma with two steps in flight, store by TMA
-Ahead   codes and scales of the first stages are asked for before the kernel before has finished; x, which it may have made,
-        and what the end needs of it, after that, side by side; descriptors before anything else
-Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps run free of one another
+Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, dequantize, scale, wgmma with two steps in flight, store by TMA
+Ahead   codes and scales of the first stages are loaded before the previous kernel has finished; x, which it may write, and
+        inputs of the epilogue after that, concurrently; descriptors are prefetched first of all
+Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps are not synchronised with each other
 Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
-Sum     in fp32, K in order; parts that several blocks have of a tile are added by one of them in order: same input, same bits
+Sum     in fp32, K in order; partial sums of several blocks are added by one of them in order: same input, same bits
 Epilogue  scales and bias; for up to 64 tokens of a decode step also norm, gate, residual (parts/large_m_epilogue.py)
-Exact   every weight is decoded exactly and rounded once after scaling, as a dequantized model's would be
-Source  wgmma fragments: PTX ISA; the shape of the pipeline and what was measured: docs/log.md
+Exact   every weight is dequantized exactly and rounded once after scaling, as a dequantized model's would be
+Source  wgmma fragments: PTX ISA; the shape of the pipeline and measurements: docs/log.md
 """
 
 from __future__ import annotations
@@ -79,15 +79,15 @@ from lowbit.pack.weight import WeightForm
 STAGE_K = 64
 
 PREFETCHED = gl.constexpr(6)
-"""Iterations by which scales are brought into the L2 before they are loaded: more than the latency of memory."""
+"""Iterations by which scales are prefetched into L2 before they are loaded: more than the latency of memory."""
 
 
 @dataclass(frozen=True)
 class WgmmaGemm(WarpgroupTile, SquaresLayouts):
-    """All that is fixed when the kernel is compiled. Of two equal ones, results are equal to the last bit.
+    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
 
-    A tile is `tokens` x 64 * warpgroups rows of w; `stages` (of 64 k each) is even, and K counts as if it were a multiple of
-    128. With 0 splits blocks share the tiles that fill no whole wave (parts/schedule.py).
+    A tile is `tokens` x 64 * warpgroups rows of w; `stages` (of 64 k each) is even, and K is padded to a multiple of 128. 0
+    splits: stream-K (parts/schedule.py).
     """
 
     dequantizer: Dequantizer
@@ -105,8 +105,8 @@ class WgmmaGemm(WarpgroupTile, SquaresLayouts):
 
     @property
     def last_is_full(self) -> bool:
-        """Whether the last of several tiles of tokens begins where it is full. Not where blocks share tiles: tokens of two of
-        them would have sums of other parts of K."""
+        """True if the last of several token tiles begins earlier where that fills it. Not with stream-K: tokens of two tiles
+        would have sums of different ranges of K."""
         return self.splits > 0
 
     stage_tiles = 1
@@ -132,7 +132,7 @@ class WgmmaGemm(WarpgroupTile, SquaresLayouts):
 
     @property
     def stages_ahead(self) -> int:
-        """Stages whose weights are asked for before x may be: not many where x is much, which then waits behind them."""
+        """Stages whose weights are loaded before x may be: few where x is large, which would be queued behind them."""
         return self.stages if self.tokens < 128 else 2
 
     @property
@@ -161,7 +161,7 @@ class WgmmaGemm(WarpgroupTile, SquaresLayouts):
 
     @property
     def x_block(self) -> tuple[int, int]:
-        """Tokens and k of x that come at a time."""
+        """Tokens and k of one copy of x."""
         return self.tokens, STAGE_K
 
     @property
@@ -186,13 +186,13 @@ class WgmmaGemm(WarpgroupTile, SquaresLayouts):
         return registers_layout(self.warps, 2)
 
     def words_layout(self, plane: int) -> gl.DistributedLinearLayout:
-        """Words of a plane of a tile, as they are loaded."""
+        """Layout in which the words of a plane of a tile are loaded."""
         return words_layout(self.warps, self.dequantizer.plane_words(plane))
 
 
 @aggregate
 class WgmmaLoaderArgs:
-    """What the loader works with: descriptors, the stages of w (one for each plane of its codes) and x, their barriers."""
+    """Arguments of the loader: descriptors, the stages of w (one for each plane of its codes) and x, their barriers."""
 
     w_descs: Tuple
     x_desc: Descriptor
@@ -204,7 +204,7 @@ class WgmmaLoaderArgs:
 
 @aggregate
 class Scales:
-    """Scale and zero words of groups, by strips of `stride` words; K ends within the group `last_group`."""
+    """Scale and zero words of groups; row blocks are `stride` words apart, and K ends within the group `last_group`."""
 
     words: Scalar
     stride: Scalar
@@ -214,7 +214,7 @@ class Scales:
 
 @aggregate
 class WgmmaMathArgs:
-    """What the warpgroups work with: stages of w and x, scales, where splits meet, what the end applies, where y goes."""
+    """Arguments of the math warps: stages of w and x, scales, split-K workspace, arguments of the epilogue, y."""
 
     w: Tuple
     x: gl.shared_memory_descriptor
@@ -228,7 +228,7 @@ class WgmmaMathArgs:
 
 @gluon.jit
 def load_weights(loader_args, full, stage, row_tile, k, C: gl.constexpr):
-    """Asks for the codes of a stage."""
+    """Starts the copy of the codes of a stage."""
     PLANES: gl.constexpr = C.dequantizer.planes
     for plane in gl.static_range(PLANES):
         column = k * (32 * C.dequantizer.bits) + ptx(C.dequantizer.plane_start, plane)
@@ -237,21 +237,22 @@ def load_weights(loader_args, full, stage, row_tile, k, C: gl.constexpr):
 
 @gluon.jit
 def scales_of_row_block(scales, row_tile, thread, C: gl.constexpr):
-    """Where the scales of a warp's strip begin; strips beyond the last, which are computed and not stored, have those of the
-    last."""
+    """Address of the scales of a warp's row block. Row blocks beyond the last, which are computed and not stored, use those of
+    the last."""
     row_block = gl.minimum(row_tile * (C.rows // 16) + (thread >> 5), scales.row_blocks - 1)
     return scales.words + row_block.to(gl.int64) * scales.stride
 
 
 @gluon.jit
 def scales_of_pair(scales, row_tile, thread, C: gl.constexpr):
-    """The same for the pair of rows of a thread."""
+    """Address of the scales of a thread's row pair."""
     return scales_of_row_block(scales, row_tile, thread, C) + ((thread & 31) >> 2) * C.dequantizer.group_words
 
 
 @gluon.jit
 def prefetch_scales(p, index, thread, C: gl.constexpr):
-    """Brings the scales of a tile's first 32 groups to the L2, a group for each lane: nothing hides their way from memory."""
+    """Prefetches the scales of a tile's first 32 groups into L2, one group per lane: nothing else hides the latency of
+    memory."""
     if index < tile_count(p.tiles, C):
         _token_tile, row_tile, split = tile_at(index, p.tiles, C)
         begin, _end = iterations_of(split, p.tiles, C)
@@ -262,9 +263,9 @@ def prefetch_scales(p, index, thread, C: gl.constexpr):
 
 @gluon.jit
 def load_scales(scale, iteration, last, C: gl.constexpr):
-    """Scale and zero words of this thread's row pair for one iteration; `scale` points to its strip.
+    """Loads scale and zero words of this thread's row pair for one iteration; `scale` points to its row block.
 
-    Beyond the `last` group, where K has ended and x is zero, that group is read again.
+    Beyond the `last` group, where K has ended and x is zero, that group is loaded again.
     """
     WORDS: gl.constexpr = C.dequantizer.pair_words
     words = ()
@@ -279,8 +280,8 @@ def load_scales(scale, iteration, last, C: gl.constexpr):
 
 @gluon.jit
 def first_scales(p, index, thread, C: gl.constexpr):
-    """Scale and zero words of a tile's first two iterations. They are asked for before what a tile waits for: its first stage,
-    or the end of the tile before. Beyond the last tile, those of the last."""
+    """Loads scale and zero words of a tile's first two iterations, before the wait for its first stage or the epilogue of the
+    previous tile. Beyond the last tile, those of the last."""
     _token_tile, row_tile, split = tile_at(gl.minimum(index, tile_count(p.tiles, C) - 1), p.tiles, C)
     begin, _end = iterations_of(split, p.tiles, C)
     scale = scales_of_pair(p.scales, row_tile, thread, C)
@@ -290,17 +291,18 @@ def first_scales(p, index, thread, C: gl.constexpr):
 
 @gluon.jit
 def start(registers, x, acc, stage, C: gl.constexpr):
-    """Starts the products of a stage and waits for those of the stage before."""
+    """Starts the products of a stage and waits for those of the previous stage."""
     acc = warpgroup_mma(operand_a(registers, C), x.index(stage).permute([1, 0]), acc, is_async=True)
     return warpgroup_mma_wait(1, deps=[acc])
 
 
 @gluon.jit
 def multiply(p, scale, ahead, words, stage, phase, begin, end, more, C: gl.constexpr):
-    """The sums of one tile, two stages an iteration. While one multiplies, the next is decoded, into other registers.
+    """Computes the sums of one tile, two stages an iteration. While one multiplies, the next is dequantized into other
+    registers.
 
-    `ahead` are its `first_scales`; `words` are those of its first stage; returned are those of the next tile's, if there is
-    `more`, with the stage and the phase that come next.
+    `ahead` are its `first_scales`; `words` are those of its first stage. Returns the sums, the words of the next tile's first
+    stage if there is `more`, and the next stage and phase.
     """
     ROWS: gl.constexpr = C.rows
     TOKENS: gl.constexpr = C.tokens
@@ -310,7 +312,7 @@ def multiply(p, scale, ahead, words, stage, phase, begin, end, more, C: gl.const
     odd = empty_registers(C)
     scales = ahead[0 : C.dequantizer.pair_words]
     next_scales = ahead[C.dequantizer.pair_words :]
-    barrier()  # Triton wants one between the stores of the tile before and loads; better here than in the loop
+    barrier()  # Triton inserts one between stores of the previous tile and loads; here it is outside the loop
     for iteration in range(begin, end):
         before = previous(stage, C)
         even = dequantize(words, scales, False, C)
@@ -333,8 +335,8 @@ def multiply(p, scale, ahead, words, stage, phase, begin, end, more, C: gl.const
 
 @gluon.jit
 def multiply_in_sections(p, scale, ahead, words, stage, phase, more, C: gl.constexpr):
-    """The sums of one tile by parts of K, as many as splits elsewhere and cut in the same places; each is summed on its own and
-    then added, which gives the bits of those splits."""
+    """Computes the sums of one tile section by section of K, cut where splits of that number would be. Each section is summed
+    separately and then added, which gives the bits of those splits."""
     ROWS: gl.constexpr = C.rows
     TOKENS: gl.constexpr = C.tokens
     SUMS: gl.constexpr = C.accumulator
@@ -346,13 +348,13 @@ def multiply_in_sections(p, scale, ahead, words, stage, phase, more, C: gl.const
             ahead = load_scales(scale, begin, last, C) + load_scales(scale, begin + 1, last, C)
         follows = (section + 1 < C.sections) | more
         acc, words, stage, phase = multiply(p, scale, ahead, words, stage, phase, begin, end, follows, C)
-        total = gl.where(section > 0, total + acc, acc)  # nothing else, lest -0 become 0
+        total = gl.where(section > 0, total + acc, acc)  # not 0 + acc, which turns -0 into 0
     return total, words, stage, phase
 
 
 @gluon.jit
 def math(p, C: gl.constexpr):
-    """The warpgroups that decode, multiply and store."""
+    """The math role: warpgroups that dequantize, multiply and store."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     tiles = tile_count(p.tiles, C)
     stage = 0
@@ -400,7 +402,7 @@ def wgmma_gemm(
     token_tiles, channel_tiles, iterations, scale_stride, last_group, row_blocks, factor, x_factor, inverse_width, eps,
     C: gl.constexpr,
 ):  # fmt: skip
-    """The kernel: stages, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
+    """Sets up stages, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
     PLANES: gl.constexpr = C.dequantizer.planes
     w_descs = (w_desc, w_desc_1, w_desc_2)
     prefetch_descriptor(w_desc, "wgmma_gemm")
@@ -436,12 +438,12 @@ def wgmma_gemm(
     tiles = TileGrid(token_tiles, channel_tiles, iterations, M)
     stream = ResidualStream(squares, inverse_width, eps, x_factor, gamma, h_desc, h_tile, h_there, sums)
     math_args = WgmmaMathArgs(
-        w, x, Scales(scale, scale_stride, last_group, row_blocks), SplitKWorkspace(partial, arrived), LargeMEpilogueArgs(channel_scale, bias, factor),
-        stream, OutputTile(y_desc, y, y_tile, M, N), tiles,
+        w, x, Scales(scale, scale_stride, last_group, row_blocks), SplitKWorkspace(partial, arrived),
+        LargeMEpilogueArgs(channel_scale, bias, factor), stream, OutputTile(y_desc, y, y_tile, M, N), tiles,
     )  # fmt: skip
     loader_args = WgmmaLoaderArgs(w_descs, x_desc, w, x, barriers, tiles)
-    # All warpgroups are one role: it takes the registers that the loader leaves, 240 a thread for two. (As roles of their
-    # own, ptxas serializes their wgmma as soon as registers move between roles: Triton 3.6 and 3.9, remark C7512.)
+    # All warpgroups are one role: it gets the registers that the loader leaves, 240 a thread for two. (With a role each, ptxas
+    # serializes their wgmma as soon as registers move between roles: Triton 3.6 and 3.9, remark C7512.)
     gl.warp_specialize([(math, (math_args, C)), (load, (loader_args, gl.constexpr(load_weights), C))], [1], [24])
 
 

@@ -1,13 +1,13 @@
 """y[M, N] = (x[M, K] . dequant(w)[N, K]^T) scaled, x of 8 bits, w of fewer, wgmma and TMA: sm_90a.
 
-Computes y^T = w x^T: codes decoded to int8 or e4m3 are the register operand A of wgmma, 64 rows a warpgroup; x is operand B.
+Computes y^T = w x^T: codes converted to int8 or e4m3 are the register operand A of wgmma, 64 rows a warpgroup; x is operand B.
 Reads   x by TMA, 128 k of some tokens a stage; w in FragmentOrder for 8-bit operands by TMA, two tiles of 64 k
-Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, decode while the stage before multiplies, wgmma, scale, store by TMA
-Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps run free of one another
-Sum     int8 in s32, exact; fp8 in the tensor core, about 14 bits. With groups (or `promote`) every 128 k go, scaled, to a sum
-        in fp32; of 256 tokens one half after the other. With splits > 1 the block that comes last adds the splits in order, or
-        both blocks of a pair swap halves of the tile (parts/cluster_split_k.py): same input, same bits
-Exact   every weight is decoded exactly (hardware/byte_conversions.py) and never rounded; one rounding at the store
+Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, dequantize during the previous products, wgmma, scale, store by TMA
+Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps are not synchronised with each other
+Sum     int8 in s32, exact; fp8 in the tensor core, about 14 bits. With groups (or `promote`) every 128 k are scaled and added to
+        a sum in fp32; of 256 tokens one half after the other. With splits > 1 the last block to arrive adds the splits in
+        order, or both blocks of a cluster exchange halves of the tile (parts/cluster_split_k.py): same input, same bits
+Exact   every weight is dequantized exactly (hardware/byte_conversions.py), never rounded; one rounding at the store
 Source  wgmma fragments: PTX ISA; the pipeline is that of large_m_gemm.py
 """
 
@@ -61,10 +61,10 @@ from lowbit.kernels.parts.tile import STAGE_K, ByteTile
 
 @dataclass(frozen=True)
 class NarrowGemm(ByteTile):
-    """All that is fixed when the kernel is compiled. Of two equal ones, results are equal to the last bit.
+    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
 
-    Columns are tokens; `stages` is even, and K counts as if it were a multiple of 256. `grouped`: scales of groups of 128 k in
-    16 bits, and `promote`; without, one per channel in fp32.
+    Columns are tokens; `stages` is even, and K is padded to a multiple of 256. `grouped`: scales of groups of 128 k in 16 bits,
+    and `promote`; without, one per channel in fp32.
     """
 
     format: str
@@ -101,7 +101,7 @@ class NarrowGemm(ByteTile):
 
     @property
     def factor(self) -> float:
-        """What the decoded numbers must still be multiplied by."""
+        """Factor left for the epilogue."""
         return self.dequantizer.conversion.scale_factor
 
     @property
@@ -129,7 +129,7 @@ class NarrowGemm(ByteTile):
 
     @property
     def part_layout(self) -> gl.NVMMADistributedLayout:
-        """The sums that are added to totals at a time."""
+        """Layout of the sums that are added to totals at a time."""
         return self.store_layout if self.by_halves else self.accumulator
 
     @property
@@ -137,13 +137,13 @@ class NarrowGemm(ByteTile):
         return registers_layout(self.warps, 4)
 
     def words_layout(self, plane: int) -> gl.DistributedLinearLayout:
-        """Words of a plane of a tile, as they are loaded."""
+        """Layout in which the words of a plane of a tile are loaded."""
         return words_layout(self.warps, self.dequantizer.plane_words(plane))
 
 
 @aggregate
 class NarrowLoaderArgs:
-    """What the loader works with: descriptors, stages of w (one for each plane of its codes), x and scales, their barriers."""
+    """Arguments of the loader: descriptors, stages of w (one for each plane of its codes), x and scales, their barriers."""
 
     w_descs: Tuple
     x_desc: Descriptor
@@ -157,7 +157,7 @@ class NarrowLoaderArgs:
 
 @aggregate
 class NarrowMathArgs:
-    """What the warpgroups work with: stages of w, x and scales, where splits meet, what is applied, where y goes."""
+    """Arguments of the math warps: stages of w, x and scales, split-K workspace, arguments of the epilogue, y."""
 
     w: Tuple
     x: gl.shared_memory_descriptor
@@ -170,7 +170,7 @@ class NarrowMathArgs:
 
 @gluon.jit
 def load_weights(loader_args, full, stage, row_tile, k, C: gl.constexpr):
-    """Asks for the codes of a stage and their scales."""
+    """Starts the copies of the codes of a stage and their scales."""
     PLANES: gl.constexpr = C.dequantizer.planes
     if C.grouped:
         tma_load(loader_args.scale_desc, [k, row_tile * C.rows], full, loader_args.scales.index(stage))
@@ -191,7 +191,7 @@ def start(registers, x_stages, acc, stage, adds, C: gl.constexpr):
 
 @gluon.jit
 def start_from_zero(registers, x_stages, before, never, stage, C: gl.constexpr):
-    """Starts the products of a stage, from zero. Of 128 tokens, in the registers of the sums `before`: see `start_half`."""
+    """Starts the products of a stage from zero; with 128 tokens in the registers of the sums `before`, see `start_half`."""
     ROWS: gl.constexpr = C.rows
     TOKENS: gl.constexpr = C.columns
     SUMS: gl.constexpr = C.accumulator
@@ -204,10 +204,11 @@ def start_from_zero(registers, x_stages, before, never, stage, C: gl.constexpr):
 
 @gluon.jit
 def multiply(p, words, stage, phase, begin, end, more, C: gl.constexpr):
-    """The sums of one tile, two stages an iteration. While one multiplies, the next is decoded, into other registers.
+    """Computes the sums of one tile, two stages an iteration. While one multiplies, the next is dequantized into other
+    registers.
 
-    `words` are those of the tile's first stage; returned are those of the next tile's, if there is `more`, with the stage
-    and the phase that come next.
+    `words` are those of the tile's first stage. Returns the sums, the words of the next tile's first stage if there is `more`,
+    and the next stage and phase.
     """
     ROWS: gl.constexpr = C.rows
     TOKENS: gl.constexpr = C.columns
@@ -235,7 +236,7 @@ def multiply(p, words, stage, phase, begin, end, more, C: gl.constexpr):
 
 @gluon.jit
 def scale_of(scales, stage, C: gl.constexpr):
-    """The scale of each row for a stage that is there; 1 where they do not change along K."""
+    """Loads the scale of each row for a stage that is complete; 1 where scales do not change along K."""
     if C.grouped:
         return scales.index(stage).load(gl.SliceLayout(1, C.part_layout)).to(gl.float32)
     else:
@@ -244,7 +245,7 @@ def scale_of(scales, stage, C: gl.constexpr):
 
 @gluon.jit
 def add_stage(total, sums, scale, C: gl.constexpr):
-    """The total with the sums of a stage, times its scales, in just this place."""
+    """Returns the total plus the scaled sums of a stage; compilers do not move the addition."""
     if C.grouped:
         return add_scaled_here(total, sums, scale[:, None])
     else:
@@ -253,10 +254,10 @@ def add_stage(total, sums, scale, C: gl.constexpr):
 
 @gluon.jit
 def multiply_and_promote(p, even, words, stage, phase, begin, end, more, never, C: gl.constexpr):
-    """As `multiply`, but each stage is summed on its own and then added, scaled, to a total in fp32.
+    """As `multiply`, but each stage is summed separately, scaled and added to a total in fp32.
 
-    `even` is the tile's first stage, decoded, `words` those of the second one; returned are those of the next tile. While the
-    sums of a stage are added, other warpgroups have the tensor cores.
+    `even` is the tile's first stage, dequantized, `words` those of the second one; both are returned for the next tile. While
+    the sums of a stage are added, other warpgroups use the tensor cores.
     """
     ROWS: gl.constexpr = C.rows
     TOKENS: gl.constexpr = C.columns
@@ -291,7 +292,7 @@ def multiply_and_promote(p, even, words, stage, phase, begin, end, more, never, 
 def start_half(registers, x_stages, before, never, stage, half: gl.constexpr, C: gl.constexpr):
     """Starts the products of a stage with one half of the tokens, into the registers of the sums `before`.
 
-    They start at zero, as `never` is False, but the compiler does not know it and gives them no registers of their own.
+    They start at zero, as `never` is False; compilers cannot see that and use no other registers.
     """
     x = x_stages.index(stage).slice(half * C.store_columns, C.store_columns).permute([1, 0])
     return warpgroup_mma(operand_a(registers, C), x, before, use_acc=never, is_async=True)
@@ -301,8 +302,8 @@ def start_half(registers, x_stages, before, never, stage, half: gl.constexpr, C:
 def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
     """As `multiply_and_promote` for 256 tokens, whose totals leave registers for the sums of 128: one half after the other.
 
-    While the second half multiplies, the next stage is decoded. Returned are the totals of both halves, with the stage and the
-    phase that come next. Nothing of the next tile is read ahead: no registers could keep it while this one is stored.
+    While the second half multiplies, the next stage is dequantized. Returns the totals of both halves, the next stage and
+    phase. Nothing of the next tile is read ahead: there are no registers for it while this one is stored.
     """
     ROWS: gl.constexpr = C.rows
     TOKENS: gl.constexpr = C.store_columns
@@ -330,7 +331,7 @@ def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
 
 @gluon.jit
 def math(p, C: gl.constexpr):
-    """The warpgroups that decode, multiply and store."""
+    """The math role: warpgroups that dequantize, multiply and store."""
     tiles = tile_count(p.tiles, C)
     if C.paired:
         arrive_cluster(C.warps, C)
@@ -365,7 +366,7 @@ def narrow_scaled_gemm(
     w_desc, w_desc_1, w_desc_2, x_desc, scale_desc, y_desc, y, x_scale, x_zero, channel_scale, sums, bias, y_scale, partial,
     arrived, M, N, token_tiles, channel_tiles, iterations, C: gl.constexpr,
 ):  # fmt: skip
-    """The kernel: stages, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
+    """Sets up stages, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
     PLANES: gl.constexpr = C.dequantizer.planes
     w_descs = (w_desc, w_desc_1, w_desc_2)
     shared = allocate(C)
@@ -374,7 +375,7 @@ def narrow_scaled_gemm(
     for p in gl.static_range(PLANES):
         w = w + (view_stages(shared, C.regions, f"w{p}", 2 * C.stages, w_descs[p]),)
     scale_stages = x
-    scales = x  # the same, as the warps read it
+    scales = x  # the layout that the warps read
     if C.grouped:
         scale_stages = view_stages(shared, C.regions, "scales", C.stages, scale_desc)
         rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -384,7 +385,7 @@ def narrow_scaled_gemm(
         y_tile = view(shared, C.regions, "y", C.y, y_desc.block_type.shape, y_desc.layout)
     barriers = make_barriers(shared, C)
     if C.paired:
-        P: gl.constexpr = C.pair
+        P: gl.constexpr = C.exchange
         run(P.init, "=r,r", [gl.arange(0, C.threads, C.threads_layout)])
     fence_async_shared()
     barrier()
@@ -396,7 +397,8 @@ def narrow_scaled_gemm(
     loader_args = NarrowLoaderArgs(w_descs, x_desc, scale_desc, w, x, scale_stages, barriers, tiles)
     if C.paired:
         gl.warp_specialize(
-            [(math, (math_args, C)), (load, (loader_args, gl.constexpr(load_weights), C)), (arrive_cluster, (1, C)), (arrive_cluster, (2, C))],
+            [(math, (math_args, C)), (load, (loader_args, gl.constexpr(load_weights), C)), (arrive_cluster, (1, C)),
+             (arrive_cluster, (2, C))],
             [1, 1, 2], [24, 24, 24],
         )  # fmt: skip
     else:
@@ -408,7 +410,7 @@ def narrow_config(
     shape: ScaledShape, tile: ScaledTile, scheme: Scheme, dtype: torch.dtype, x_scale: XScale, x_zero: bool, bias: bool,
     function: str = "none",
 ) -> NarrowGemm:  # fmt: skip
-    """What is compiled for a product."""
+    """Returns the kernel's configuration for a shape, tile and scheme."""
     assert scheme.activation is not None
     by_tma = (tile.splits == 1 or tile.pair) and shape.n * dtype.itemsize % 16 == 0 and dtype != torch.float32
     return NarrowGemm(
@@ -418,7 +420,7 @@ def narrow_config(
 
 
 class NarrowPlan(TilePlan):
-    """The plan of a product with weights of fewer bits."""
+    """The plan of a GEMM with 8-bit activations and weights of fewer bits."""
 
     def __init__(self, shape: ScaledShape, tile: ScaledTile, config: NarrowGemm, sm_count: int) -> None:
         super().__init__(narrow_scaled_gemm, shape, tile, config, sm_count)
@@ -436,7 +438,7 @@ class NarrowPlan(TilePlan):
         channel_scale: Tensor | None, sums: Tensor, bias: Tensor | None, partial: Tensor, arrived: Tensor,
         y_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
+        """Returns y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
         m, n = self.shape.m, self.shape.n
         y = torch.empty((m, n), dtype=self.config.y_type, device=x.device)
         workspace = partial.view(torch.int32) if self.config.total is gl.int32 else partial

@@ -75,10 +75,8 @@ def test_the_last_block_gets_the_sum_of_all_splits(rows, columns):
     partial, arrived = np.full(3 * splits * rows * columns, np.nan), np.zeros(3, dtype=int)
     at = SimpleNamespace(partial=Pointer(partial), arrived=Pointer(arrived))
     sums = np.random.default_rng(0).integers(0, 100, (splits, rows, columns))
-    results = [
-        plain(reduce_splits, gl=GL, barrier=lambda: None, workspace_offsets=plain(workspace_offsets, gl=GL))(at, sums[split], tile, split, config)
-        for split in (2, 0, 1)
-    ]  # fmt: skip
+    reduce = plain(reduce_splits, gl=GL, barrier=lambda: None, workspace_offsets=plain(workspace_offsets, gl=GL))
+    results = [reduce(at, sums[split], tile, split, config) for split in (2, 0, 1)]
     assert [bool(last) for last, _ in results] == [False, False, True]
     assert np.array_equal(results[-1][1], sums.sum(0)) and not arrived.any()
     one = splits * rows * columns

@@ -21,7 +21,7 @@ from lowbit.kernels.sm90.sub_byte_scaled_gemm import narrow_config
 from tests.kernels.sm90.test_compile import check_barriers, check_operands_in_flight, main_loop
 
 
-def n8_tile(
+def eight(
     scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_scale="token", x_zero=False, function="none", tile=None, fast=False
 ):
     return compiled(scheme, m, n, k, dtype, x_scale, x_zero, function, tile, fast)
@@ -53,7 +53,7 @@ def product_name(scheme):
     ],
 )
 def test_eight_bits(scheme, m):
-    config, kernel = n8_tile(scheme, m, x_scale="block" if scheme == "fp8_block" else "token")
+    config, kernel = eight(scheme, m, x_scale="block" if scheme == "fp8_block" else "token")
     assert kernel.stack_bytes == 0 and kernel.count("LDL") == kernel.count("STL") == 0, "registers spilled"
     products = [line for line in kernel.lines if product_name(scheme) in line]
     per_stage = 4 * (config.columns // config.accumulator.instr_shape[1])
@@ -70,8 +70,8 @@ def test_eight_bits(scheme, m):
 
 def test_fast_sums_stay_in_the_tensor_core():
     """No addition between products, and one stage's are under way while the next one's start."""
-    config, kernel = n8_tile("fp8_dynamic", 4096, fast=True)
-    _, exact = n8_tile("fp8_dynamic", 4096)
+    config, kernel = eight("fp8_dynamic", 4096, fast=True)
+    _, exact = eight("fp8_dynamic", 4096)
     assert not config.promote and config.columns == 256 and kernel.stack_bytes == 0
 
     def additions(lines):
@@ -106,8 +106,8 @@ def test_fewer_bits(scheme, m):
 @pytest.mark.parametrize(
     ("make", "scheme", "m", "columns"),
     [
-        (n8_tile, "fp8_dynamic", 256, 256),
-        (n8_tile, "w8a8", 100, 128),
+        (eight, "fp8_dynamic", 256, 256),
+        (eight, "w8a8", 100, 128),
         (narrow, "w4a8e4m3", 256, 256),
         (narrow, "w4a8_g128", 64, 64),
     ],
@@ -126,9 +126,9 @@ def test_pairs(make, scheme, m, columns):
 
 def test_other_outputs_and_scales_of_x():
     for dtype, x_scale in ((torch.float16, "tensor"), (torch.float32, "block")):
-        _, kernel = n8_tile("fp8_dynamic", 64, 1000, 576, dtype, x_scale)
+        _, kernel = eight("fp8_dynamic", 64, 1000, 576, dtype, x_scale)
         assert kernel.stack_bytes == 0
-    _, kernel = n8_tile("w8a8", 64, 1001, 576, x_zero=True)
+    _, kernel = eight("w8a8", 64, 1001, 576, x_zero=True)
     assert kernel.stack_bytes == 0
     _, kernel = narrow("w4a8_g128", 64, 1001, 576, torch.float32, x_zero=True)
     assert kernel.stack_bytes == 0
@@ -136,7 +136,7 @@ def test_other_outputs_and_scales_of_x():
 
 @pytest.mark.parametrize(("m", "function"), [(1, "gelu"), (4096, "silu")])
 def test_functions_and_codes(m, function):
-    _, kernel = n8_tile("w8a8", m, dtype=torch.int8, function=function)
+    _, kernel = eight("w8a8", m, dtype=torch.int8, function=function)
     assert kernel.stack_bytes == 0 and kernel.count("MUFU.EX2") > 0 and kernel.count("UTMASTG") > 0
     config, kernel = narrow("w4a8_g128", m, dtype=torch.int8, function="relu")
     # Triton 3.9 keeps more of the epilogue of 256 tokens in local memory than 3.6 does, but nothing of the main loop.
