@@ -200,8 +200,8 @@ def _load(words: int, out: int, base: int, offset: int) -> str:
 #
 #     | k 0 to 63: row 0, row 1, .. row 15 | k 64 to 127: row 0, .. |
 #
-# The eight 16-byte vectors of row r are stored in the order c ^ (r & 7). Eight lanes that copy a row, and `ldmatrix`, which
-# reads the same vector of eight rows, then have no bank conflicts. Each copy of a warp takes whole lines, 128 bytes of four rows.
+# The eight 16-byte vectors of row r are stored in the order c ^ (r & 7). Lanes that copy a row, and `ldmatrix`, which
+# reads the same vector of eight rows, then have no bank conflicts. Each copy of a warp takes whole 128-byte lines of four rows.
 TILE_BYTES = 2048
 """16 rows of 64 k."""
 

@@ -4,7 +4,7 @@ Computes y^T = w x^T: codes converted to int8 or e4m3 are the register operand A
 Reads   x by TMA, 128 k of some tokens a stage; w in FragmentOrder for 8-bit operands by TMA, two tiles of 64 k
 Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, dequantize during the previous products, wgmma, scale, store by TMA
 Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps are not synchronised with each other
-Sum     int8 in s32, exact; fp8 in the tensor core, about 14 bits. With groups (or `promote`) every 128 k are scaled and added to
+Sum     int8 in s32, exact; fp8 in the tensor core, about 14 bits. With groups (or `promote`) every 128 k are scaled, added to
         a sum in fp32; of 256 tokens one half after the other. With splits > 1 the last block to arrive adds the splits in
         order, or both blocks of a cluster exchange halves of the tile (parts/cluster_split_k.py): same input, same bits
 Exact   every weight is dequantized exactly (hardware/byte_conversions.py), never rounded; one rounding at the store

@@ -107,7 +107,7 @@ def test_fewer_slots_than_steps(row_blocks, rounds, slots):
         if following % row_blocks == 0:
             assert x_held.get(made.x_slot(following), -1) <= read_x
             x_held[made.x_slot(following)] = following // row_blocks
-    with pytest.raises(ValueError, match="5 slots are no part of 2 steps of 3 strips"):
+    with pytest.raises(ValueError, match="5 slots do not divide 2 k blocks of 3 row blocks"):
         Ring(KBlock("int8", "fp16", 8, 0, "none", "fp16"), 3, 2, False, 5)
 
 
