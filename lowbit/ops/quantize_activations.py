@@ -25,7 +25,7 @@ from lowbit.ops.channels import rotate_channels
 from lowbit.ops.operands import Described, described, triton_refusals
 
 if TYPE_CHECKING:
-    from lowbit.kernels.elementwise.quantize_rows import QuantizePlan, Request
+    from lowbit.kernels.elementwise.quantize_rows import QuantizePlan, QuantizeRequest
 
 torch.library.define(
     "lowbit::quantize_activations",
@@ -303,10 +303,12 @@ def _plan(
     k = shape[-1]
     if quantize_refusals(parsed, dtype, k, on):
         return None
-    from lowbit.kernels.elementwise.quantize_rows import QuantizePlan, Request
+    from lowbit.kernels.elementwise.quantize_rows import QuantizePlan, QuantizeRequest
 
     residual = before != "silu" and beside is not None
-    request: Request = Request(before, parsed, group, scale is not None, symmetric, residual, ActivationRule(rule), hadamard)
+    request: QuantizeRequest = QuantizeRequest(
+        before, parsed, group, scale is not None, symmetric, residual, ActivationRule(rule), hadamard
+    )
     pieces = aligned and k % 8 == 0 and all(t is None or t[3] for t in others)
     return QuantizePlan(shape[:-1].numel(), k, request, pieces, machine_of(on))
 

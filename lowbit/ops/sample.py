@@ -294,12 +294,12 @@ def _on_gpu(
     _check(*given)
     if not len(rows):
         return
-    from lowbit.kernels.elementwise.sample import Given
+    from lowbit.kernels.elementwise.sample import SampleInputs
 
     aligned = logits.data_ptr() % 16 == 0
     plan = _plan(logits.shape, logits.stride(0), logits.dtype, aligned, len(settings), len(ends), any_filter, logits.device)
     with torch.cuda.device(logits.device):
-        plan(Given(*given), *workspace(logits.device, *plan.workspace))
+        plan(SampleInputs(*given), *workspace(logits.device, *plan.workspace))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from lowbit.hardware.machine import Machine
-from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
+from lowbit.kernels.choose.candidate import Candidate, first_feasible, ordered
 
 PAGE = 128
 """Tokens of a page."""
@@ -178,7 +178,7 @@ def choose_decode(
     rows: int, shape: AttentionShape, longest: int, machine: Machine, batch_invariant: bool = False
 ) -> DecodeTile:
     """The first feasible candidate; raises ValueError with the reasons against each when there is none."""
-    return first_that_can(candidates_decode(rows, shape, longest, machine, batch_invariant=batch_invariant), shape, machine)
+    return first_feasible(candidates_decode(rows, shape, longest, machine, batch_invariant=batch_invariant), shape, machine)
 
 
 def _tiles(shape: AttentionShape, longest: int) -> list[DecodeTile]:

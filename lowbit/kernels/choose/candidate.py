@@ -33,7 +33,7 @@ def ordered(rows: Iterable[C]) -> list[C]:
     return sorted(rows, key=lambda row: row.rank)
 
 
-def first_that_can(rows: Sequence[Candidate[T]], shape: object, machine: Machine) -> T:
+def first_feasible(rows: Sequence[Candidate[T]], shape: object, machine: Machine) -> T:
     """The tile of the first feasible candidate; raises ValueError with the reasons against each when there is none."""
     for row in rows:
         if not row.reasons:

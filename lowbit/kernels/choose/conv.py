@@ -92,7 +92,7 @@ class ConvTile:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ConvCandidate:
     """A kernel and a tile: reasons against the layer (empty: feasible), cost, and why it is ranked where it is.
 
     `kernel` is its file below lowbit/kernels/, and `layout` the layout of weights that it reads.
@@ -117,13 +117,13 @@ STEM_TILE = ConvTile(2, 64, 64, 4, 3)
 
 def conv_candidates(
     spec: ConvSpec, size: Size, machine: Machine | None, images: StemImages | None = None, pooled: bool = False
-) -> list[Candidate]:
+) -> list[ConvCandidate]:
     """All candidates for inputs of `size` (images, height, width), the best first, infeasible ones last.
 
     `machine` is None for a CPU. With `images` the layer is a stem; with `pooled` the following max-pool is fused.
     """
     if machine is None:
-        return [Candidate("reference/conv", None, None, (), 0.0, "no GPU: computed in plain torch, exact and slow")]
+        return [ConvCandidate("reference/conv", None, None, (), 0.0, "no GPU: computed in plain torch, exact and slow")]
     height, width = spec.output_size(*size[1:]) if images is None else images.output
     pixels = size[0] * height * width
     refused = features_refusals(spec, machine.arch.features)
@@ -144,7 +144,7 @@ def conv_candidates(
 
 def choose_conv(
     spec: ConvSpec, size: Size, machine: Machine | None, images: StemImages | None = None, pooled: bool = False
-) -> Candidate:
+) -> ConvCandidate:
     """The kernel and tile for a layer; raises ValueError with every kernel's reasons where none is feasible."""
     rows = conv_candidates(spec, size, machine, images, pooled)
     if rows[0].reasons:
@@ -169,26 +169,26 @@ def _blocks(count: int) -> str:
     return f"{count} block{'s' if count > 1 else ''} an SM"
 
 
-def _refused(row: Candidate, reason: str) -> Candidate:
+def _refused(row: ConvCandidate, reason: str) -> ConvCandidate:
     return dataclasses.replace(row, reasons=(*row.reasons, reason))
 
 
-def _mma_candidate(spec: ConvSpec, pixels: int, machine: Machine, images: StemImages | None) -> Candidate:
+def _mma_candidate(spec: ConvSpec, pixels: int, machine: Machine, images: StemImages | None) -> ConvCandidate:
     """The only tile of sm80/conv.py; 4-bit codes and weights use INT4 tensor cores where the GPU has them."""
     int4 = "mma_s4" in machine.arch.features
     layout = MmaFragments(spec.x, fragment_bits(spec, int4), spec.y, int4, images)
     tile = ConvTile(2, 64, 32, 0, 4)
     kinds = [fragment_bits(product, int4) for product in spec.products]
     why = " and ".join("m16n8k64 on INT4 tensor cores" if bits == 4 else "m16n8k32 in int8" for bits in dict.fromkeys(kinds))
-    return Candidate("sm80/conv", tile, layout, (), tile.turns(pixels, spec.outputs, machine), f"no wgmma; {why}")
+    return ConvCandidate("sm80/conv", tile, layout, (), tile.turns(pixels, spec.outputs, machine), f"no wgmma; {why}")
 
 
-def _stem_candidates(spec: ConvSpec, pixels: int, machine: Machine, images: StemImages) -> list[Candidate]:
+def _stem_candidates(spec: ConvSpec, pixels: int, machine: Machine, images: StemImages) -> list[ConvCandidate]:
     codes = () if spec.y in ACTIVATIONS else (f"its output is stored as {spec.y}, not as codes",)
-    pooling = Candidate("sm90/stem_pool", None, StemFragments(images), codes, 0.0, "its max-pool runs inside")
+    pooling = ConvCandidate("sm90/stem_pool", None, StemFragments(images), codes, 0.0, "its max-pool runs inside")
     layout = WgmmaPieces(spec.x, spec.y, STEM_TILE.outputs, STEM_TILE.step_bytes, images=images)
     turns = STEM_TILE.turns(pixels, spec.outputs, machine)
-    return [pooling, Candidate("sm90/conv", STEM_TILE, layout, (), turns, "rows of 4 packed pixels at a time")]
+    return [pooling, ConvCandidate("sm90/conv", STEM_TILE, layout, (), turns, "rows of 4 packed pixels at a time")]
 
 
 def strip_rows(pixels: int, width: int, kernel: int, step_bytes: int) -> int:
@@ -197,7 +197,7 @@ def strip_rows(pixels: int, width: int, kernel: int, step_bytes: int) -> int:
     return -(-rows // unit) * unit
 
 
-def _strip_candidate(spec: ConvSpec, size: Size, pixels: int, machine: Machine) -> Candidate:
+def _strip_candidate(spec: ConvSpec, size: Size, pixels: int, machine: Machine) -> ConvCandidate:
     """64 channels in and out, same size: pixels are copied once per tile, weights once per block.
 
     Layers of multiples of 128 channels use sm90/conv_deep.py, which has strips of its own.
@@ -213,7 +213,7 @@ def _strip_candidate(spec: ConvSpec, size: Size, pixels: int, machine: Machine) 
     layout = WgmmaPieces(spec.x, spec.y, tile.outputs, tile.step_bytes)
     turns = tile.turns(pixels, spec.outputs, machine)
     why = "pixels copied once a tile, weights once a block: measured first"
-    return Candidate("sm90/conv_strip", tile, layout, tuple(reasons), turns, why)
+    return ConvCandidate("sm90/conv_strip", tile, layout, tuple(reasons), turns, why)
 
 
 def strip_refusals(spec: ConvSpec, tile: ConvTile, width: int, machine: Machine) -> tuple[str, ...]:
@@ -252,7 +252,7 @@ def deep_tile(spec: ConvSpec, multipliers: int, blocks: int) -> ConvTile:
     return ConvTile(multipliers, DEEP_OUTPUTS, 16 * CODES[spec.x].bits, 0, blocks)
 
 
-def _deep_candidates(spec: ConvSpec, pixels: int, machine: Machine) -> list[Candidate]:
+def _deep_candidates(spec: ConvSpec, pixels: int, machine: Machine) -> list[ConvCandidate]:
     """Both tiles, first the one with less work on the busiest SM.
 
     H200, 2026-11-21, ResNet-50: small tiles win at batches 1 and 8 and in the last stages up to batch 64, large ones otherwise;
@@ -265,15 +265,15 @@ def _deep_candidates(spec: ConvSpec, pixels: int, machine: Machine) -> list[Cand
     why, reasons = "whole 128 channels: warpgroups share the weights of a step", deep_refusals(spec)
     costs = [(wide, wide.turns(pixels, spec.outputs, machine))]
     costs.append((narrow, NARROW_COST * narrow.turns(pixels, spec.outputs, machine)))
-    rows = [Candidate("sm90/conv_deep", tile, layout, reasons, turns, why) for tile, turns in costs]
+    rows = [ConvCandidate("sm90/conv_deep", tile, layout, reasons, turns, why) for tile, turns in costs]
     return sorted(rows, key=lambda row: row.turns)
 
 
-def _window_candidate(spec: ConvSpec, pixels: int, machine: Machine) -> Candidate:
+def _window_candidate(spec: ConvSpec, pixels: int, machine: Machine) -> ConvCandidate:
     tile = window_tile(spec, pixels)
     layout = WgmmaPieces(spec.x, spec.y, tile.outputs, tile.step_bytes)
     turns = tile.turns(pixels, spec.outputs, machine)
-    return Candidate("sm90/conv", tile, layout, (), turns, "takes any layer, a tap of a window at a time")
+    return ConvCandidate("sm90/conv", tile, layout, (), turns, "takes any layer, a tap of a window at a time")
 
 
 def window_tile(spec: ConvSpec, pixels: int) -> ConvTile:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lowbit.hardware.machine import Machine
-from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
+from lowbit.kernels.choose.candidate import Candidate, first_feasible, ordered
 from lowbit.kernels.choose.gemm import (
     DENSE_BITS,
     INVARIANT_WARPS,
@@ -101,7 +101,7 @@ def chain_candidates(role: Role, shape: GemmShape, machine: Machine, *, batch_in
 @functools.lru_cache(maxsize=4096)
 def choose_chain(role: Role, shape: GemmShape, machine: Machine, batch_invariant: bool = False) -> ChainTile:
     """The first feasible candidate; raises ValueError with the reasons against each when there is none."""
-    return first_that_can(chain_candidates(role, shape, machine, batch_invariant=batch_invariant), shape, machine)
+    return first_feasible(chain_candidates(role, shape, machine, batch_invariant=batch_invariant), shape, machine)
 
 
 def parts_of(tile: ChainTile, shape: GemmShape) -> int:
@@ -218,22 +218,22 @@ MEASURED: tuple[MeasuredChain, ...] = (
     MeasuredChain(
         "H200", "2026-11-23", "residual", (9, 16), 4096, 4096, 4,
         WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=4, token_group=2),
-        "o; a step of 4 layers 449.3 us, 454.1 with 48 rows of the ring kernel",
+        "o; a step of 4 layers 449.3 us, 454.1 with 48 rows of the small-M kernel",
     ),
     MeasuredChain(
         "H200", "2026-11-23", "residual", (9, 16), 4096, 14336, 4,
         WgmmaTile(tokens=16, warpgroups=4, stages=8, splits=8, token_group=2),
-        "down; 469.5 us, 488.0 with the ring kernel's 128 rows in 4 splits",
+        "down; 469.5 us, 488.0 with the small-M kernel's 128 rows in 4 splits",
     ),
     MeasuredChain(
         "H200", "2026-11-23", "gated", (9, 16), 28672, 4096, 4,
         RingTile(tokens=16, strips=7, rounds=1, warps_n=2, warps_k=4, splits=1),
-        "gate-up; 488.0 us, 491.0 with 256 rows of the wgmma kernel",
+        "gate-up; 488.0 us, 491.0 with 256 rows of the large-M kernel",
     ),
     MeasuredChain(
         "H200", "2026-11-23", "residual", (9, 16), 4096, 14336, 6,
         WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=4, token_group=2),
-        "down; a step of 4 layers 489.9 us, 523.2 with the ring kernel's 128 rows in 4 splits",
+        "down; a step of 4 layers 489.9 us, 523.2 with the small-M kernel's 128 rows in 4 splits",
     ),
     MeasuredChain(
         "H200", "2026-11-22", "norm", (1, 2), 128256, 4096, 8,
@@ -243,20 +243,20 @@ MEASURED: tuple[MeasuredChain, ...] = (
     MeasuredChain(
         "H200", "2026-11-23", "norm", (9, 16), 128256, 4096, 8,
         WgmmaTile(tokens=16, warpgroups=4, stages=8, splits=1, token_group=2),
-        "head; a step of 4 layers 466.8 us, 472.4 with 256 rows of the ring kernel",
+        "head; a step of 4 layers 466.8 us, 472.4 with 256 rows of the small-M kernel",
     ),
     *(
         MeasuredChain(
             "H200", "2026-11-23", "gated", (9, 16), 28672, 4096, bits,
             WgmmaTile(tokens=16, warpgroups=4, stages=8, splits=1, token_group=2),
-            f"gate-up; a step of 4 layers {us} with 224 rows of the ring kernel",
+            f"gate-up; a step of 4 layers {us} with 224 rows of the small-M kernel",
         )
         for bits, us in ((6, "523.2 us, 536.1"), (8, "512.0 us, 514.8"))
     ),
     MeasuredChain(
         "H200", "2026-11-23", "residual", (9, 16), 4096, 14336, 8,
         WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=4, token_group=2),
-        "down; a step of 4 layers 512.0 us, 529.1 with 64 rows of the ring kernel in 2 splits",
+        "down; a step of 4 layers 512.0 us, 529.1 with 64 rows of the small-M kernel in 2 splits",
     ),
     MeasuredChain(
         "H200", "2026-11-23", "norm", (33, 64), 128256, 4096, 8,
@@ -269,7 +269,7 @@ MEASURED: tuple[MeasuredChain, ...] = (
             WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=4, token_group=2),
             f"o; a step of 4 layers {us}",
         )
-        for bits, us in ((6, "472.1 us, 481.1 with 48 rows of the ring kernel"), (8, "509.7 us, 512.0 with the ring kernel"))
+        for bits, us in ((6, "472.1 us, 481.1 with 48 rows of the small-M kernel"), (8, "509.7 us, 512.0 with the ring kernel"))
     ),
     MeasuredChain(
         "H200", "2026-11-23", "residual", (1, 8), 4096, 14336, DENSE_BITS,

@@ -16,8 +16,8 @@ from typing import Any
 
 from lowbit.hardware.arch import Arch
 from lowbit.hardware.machine import Machine
-from lowbit.kernels.choose import kept
-from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
+from lowbit.kernels.choose import tuned
+from lowbit.kernels.choose.candidate import Candidate, first_feasible, ordered
 
 RING_TOKENS = 16
 """Largest M of the small-M GEMM. Beyond it the large-M GEMM wins: its warps share x, while here each warp copies its own."""
@@ -179,7 +179,7 @@ class Measured:
 class GemmCandidate(Candidate[Tile]):
     """A candidate with the measurement that ranks it first, if there is one."""
 
-    measured: Measured | kept.Kept | None = None
+    measured: Measured | tuned.TunedRow | None = None
 
 
 def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = False) -> list[GemmCandidate]:
@@ -201,7 +201,7 @@ def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = Fa
         if batch_invariant:  # the slices of K are fixed by the warps that share K
             return ordered([row for row in rings if (row.tile.warps_k, row.tile.splits) == (INVARIANT_WARPS, 1)])  # type: ignore[union-attr]
         rows = rows + rings
-    here = kept.first(rows, machine.tuned, shape, KINDS, lambda tile: _candidate(tile, shape, machine))
+    here = tuned.first(rows, machine.tuned, shape, KINDS, lambda tile: _candidate(tile, shape, machine))
     if here is not None:
         return ordered(here)
     known = {row.tile: row for row in MEASURED if row.holds_for(shape, machine)}
@@ -211,7 +211,7 @@ def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = Fa
 @functools.lru_cache(maxsize=4096)
 def choose(shape: GemmShape, machine: Machine, batch_invariant: bool = False) -> Tile:
     """The first feasible candidate; raises ValueError with the reasons against each when there is none."""
-    return first_that_can(candidates(shape, machine, batch_invariant=batch_invariant), shape, machine)
+    return first_feasible(candidates(shape, machine, batch_invariant=batch_invariant), shape, machine)
 
 
 def _candidate(tile: Tile, shape: GemmShape, machine: Machine) -> GemmCandidate:
@@ -230,7 +230,7 @@ def line_candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool
 @functools.lru_cache(maxsize=4096)
 def choose_for_lines(shape: GemmShape, machine: Machine, batch_invariant: bool = False) -> Tile:
     """The first of `line_candidates` that can; raises ValueError with everybody's reasons when none can."""
-    return first_that_can(line_candidates(shape, machine, batch_invariant=batch_invariant), shape, machine)
+    return first_feasible(line_candidates(shape, machine, batch_invariant=batch_invariant), shape, machine)
 
 
 # ---- the small-M GEMM

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lowbit.hardware.machine import Machine
-from lowbit.kernels.choose import kept
-from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
+from lowbit.kernels.choose import tuned
+from lowbit.kernels.choose.candidate import Candidate, first_feasible, ordered
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ def candidates_scaled(shape: ScaledShape, machine: Machine, *, batch_invariant: 
         return Candidate(tile, _reasons(tile, shape), _cost(tile, shape, machine))
 
     rows = [candidate(tile) for tile in tiles]
-    here = None if batch_invariant else kept.first(rows, machine.tuned, shape, KINDS, candidate)
+    here = None if batch_invariant else tuned.first(rows, machine.tuned, shape, KINDS, candidate)
     return ordered(rows if here is None else here)
 
 
 @functools.lru_cache(maxsize=4096)
 def choose_scaled(shape: ScaledShape, machine: Machine, batch_invariant: bool = False) -> ScaledTile:
     """The first feasible candidate; raises ValueError with the reasons against each when there is none."""
-    return first_that_can(candidates_scaled(shape, machine, batch_invariant=batch_invariant), shape, machine)
+    return first_feasible(candidates_scaled(shape, machine, batch_invariant=batch_invariant), shape, machine)
 
 
 def shared_bytes(tile: ScaledTile, shape: ScaledShape) -> int:

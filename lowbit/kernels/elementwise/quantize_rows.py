@@ -406,7 +406,7 @@ def quantize_rows(
 
 
 @dataclass(frozen=True)
-class Request:
+class QuantizeRequest:
     """What a call computes: step before, format, group (0: per token), whether a scale is given (and a zero, if not symmetric),
     zero points, residual, rule of quantization, and channels of a rotated block (0: none)."""
 
@@ -420,7 +420,7 @@ class Request:
     hadamard: int = 0
 
 
-def shape_of(few: bool, k: int, request: Request) -> tuple[int, int, bool, int]:
+def shape_of(few: bool, k: int, request: QuantizeRequest) -> tuple[int, int, bool, int]:
     """Returns threads per block, contiguous elements per thread, whether x is loaded again when the scale is known, and the
     register limit (0: none). Chosen on one H200, 2026-11-21, triton 3.6, 16 to 16384 rows of 4096, 8192 and 28672."""
     wanted = 512 if few else 128 if request.before == "layer_norm" else max(k // 32, 1)
@@ -456,7 +456,7 @@ class QuantizePlan:
     serves one GPU, one alignment and one set of dtypes.
     """
 
-    def __init__(self, m: int, k: int, request: Request, pieces: bool, machine: Machine) -> None:
+    def __init__(self, m: int, k: int, request: QuantizeRequest, pieces: bool, machine: Machine) -> None:
         self.m, self.k, self.request = m, k, request
         self.code_pieces = -(-k // CODE_PIECE)
         self.x_unit = PIECE if pieces else 1

@@ -29,7 +29,7 @@ from typing import Any
 from triton import knobs
 
 from lowbit.kernels.parts.gluon import CompiledKernel, build_launcher, without_gpu
-from lowbit.kernels.parts.launch import Wanted
+from lowbit.kernels.parts.launch import RecordedKernel
 
 FEW = 3
 """Fewer kernels are compiled faster here than worker processes start, which import torch and Triton first."""
@@ -37,15 +37,15 @@ MOST_PROCESSES = 16
 """All workers fork from one process, so their imports, torch and Triton, take memory once: 0.4 GB."""
 
 
-def compile_all(wanted: Sequence[Wanted], sm: int, processes: int | None = None) -> Iterator[int]:
+def compile_all(kernels: Sequence[RecordedKernel], sm: int, processes: int | None = None) -> Iterator[int]:
     """Compiles kernels for GPUs of compute capability `sm` (90: 9.0); yields after each the number that is done.
 
     `processes` workers (default: one per core, at most MOST_PROCESSES) do it; they end when the iterator is closed. If a worker
     dies, the others do its work; kernels that no worker is left for count as done, and compile at their launch.
     """
-    count = min(processes or len(os.sched_getaffinity(0)), MOST_PROCESSES, len(wanted))
-    left: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
-    for each in [*wanted, *[None] * count]:
+    count = min(processes or len(os.sched_getaffinity(0)), MOST_PROCESSES, len(kernels))
+    left: queue.SimpleQueue[RecordedKernel | None] = queue.SimpleQueue()
+    for each in [*kernels, *[None] * count]:
         left.put(each)
     done: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: a kernel is done; False: a worker has ended
     first: subprocess.Popen[bytes] | None = None
@@ -62,7 +62,7 @@ def compile_all(wanted: Sequence[Wanted], sm: int, processes: int | None = None)
                 yield number
             else:
                 living -= 1
-        yield from range(number + 1, len(wanted) + 1)
+        yield from range(number + 1, len(kernels) + 1)
     finally:
         for end in ends:
             with contextlib.suppress(OSError):  # closed by its thread
@@ -101,7 +101,7 @@ def _processes(sm: int, count: int) -> tuple[subprocess.Popen[bytes], list[socke
     return first, ends
 
 
-def _feed(end: socket.socket, left: queue.SimpleQueue[Wanted | None], done: queue.SimpleQueue[bool]) -> None:
+def _feed(end: socket.socket, left: queue.SimpleQueue[RecordedKernel | None], done: queue.SimpleQueue[bool]) -> None:
     """Sends a worker one kernel after the other, until there are no more or it has ended."""
     try:
         lives = True
@@ -117,12 +117,12 @@ def _feed(end: socket.socket, left: queue.SimpleQueue[Wanted | None], done: queu
         done.put(False)
 
 
-def compile_one(wanted: Wanted) -> CompiledKernel:
+def compile_one(kernels: RecordedKernel) -> CompiledKernel:
     """Compiles a kernel for the current GPU, or the one that `without_gpu` names."""
-    function: Any = importlib.import_module(wanted.module)
-    for name in wanted.name.split("."):
+    function: Any = importlib.import_module(kernels.module)
+    for name in kernels.name.split("."):
         function = getattr(function, name)
-    return function.warmup(*wanted.arguments, grid=(1, 1, 1), **wanted.options)
+    return function.warmup(*kernels.arguments, grid=(1, 1, 1), **kernels.options)
 
 
 @contextlib.contextmanager
@@ -144,14 +144,14 @@ def misses() -> Iterator[list[str]]:
         knobs.compilation.listener = before
 
 
-def compiled(wanted: Sequence[Wanted], sm: int) -> Iterator[int]:
+def compiled(kernels: Sequence[RecordedKernel], sm: int) -> Iterator[int]:
     """Compiles kernels into this process, for GPUs of compute capability `sm`; yields before each the number that is done.
     After the first one that Triton's cache on disk lacks, worker processes compile the rest."""
-    for number, each in enumerate(wanted):
+    for number, each in enumerate(kernels):
         yield number
         with misses() as missing:  # a hook, not the time: a process's first kernel always takes long
             compile_one(each)
-        left = wanted[number + 1 :]
+        left = kernels[number + 1 :]
         if missing and len(left) >= FEW:
             for more in compile_all(left, sm):
                 yield number + more

@@ -33,7 +33,7 @@ class Address:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RecordedKernel:
     """A kernel to compile: its function by name, and its arguments as far as the compiler specialises on them."""
 
     module: str
@@ -46,19 +46,19 @@ _thread = threading.local()
 
 
 @contextmanager
-def recording() -> Iterator[list[Wanted]]:
+def recording() -> Iterator[list[RecordedKernel]]:
     """Records the kernels that this thread launches instead of launching them, and lists on exit those not compiled yet, each
     once. Outputs are uninitialised memory. An outer recording does not get what an inner one records."""
-    listed: list[Wanted] = []
-    met: dict[Launcher, Wanted] = {}
-    around, _thread.met = getattr(_thread, "met", None), met
+    kernels: list[RecordedKernel] = []
+    recorded: dict[Launcher, RecordedKernel] = {}
+    around, _thread.recorded = getattr(_thread, "met", None), recorded
     try:
-        yield listed
+        yield kernels
     finally:
-        _thread.met = around
-        for each in met.values():
-            if each not in listed:
-                listed.append(each)
+        _thread.recorded = around
+        for each in recorded.values():
+            if each not in kernels:
+                kernels.append(each)
 
 
 class Launcher:
@@ -90,10 +90,10 @@ class Launcher:
 
     def __call__(self, *arguments: Any) -> None:
         """Launches the kernel; the first call compiles it or takes it from Triton's cache."""
-        met = getattr(_thread, "met", None)
-        if met is not None:
-            if self.kernel is None and self not in met:
-                met[self] = self._wanted(arguments)
+        recorded = getattr(_thread, "met", None)
+        if recorded is not None:
+            if self.kernel is None and self not in recorded:
+                recorded[self] = self._recorded(arguments)
         elif self.kernel is not None:
             self.kernel[self.grid](*arguments)
         elif self.cluster == 1:  # compiles and launches
@@ -105,11 +105,11 @@ class Launcher:
             self.kernel = made  # assigned when complete: another thread may use it at once
             made[self.grid](*arguments)
 
-    def _wanted(self, arguments: Sequence[Any]) -> Wanted:
+    def _recorded(self, arguments: Sequence[Any]) -> RecordedKernel:
         """The kernel by name, with its arguments without their contents."""
         function = self.function.fn
         described = tuple(map(_described, arguments, self.function.params))
-        return Wanted(function.__module__, function.__qualname__, described, self.options)
+        return RecordedKernel(function.__module__, function.__qualname__, described, self.options)
 
 
 def _described(argument: Any, parameter: Any) -> Any:

@@ -80,7 +80,7 @@ def thread_floats(count):
 
 
 @gluon.constexpr_function
-def keep_asm(count):
+def fence_asm(count):
     """Register fence of $1 to $count: stores that are never executed, as the operand after them is at least 0;
     parts/operand.py."""
     last = f"${count + 1}"
@@ -91,8 +91,8 @@ def keep_asm(count):
 
 
 @gluon.constexpr_function
-def keep_takes(count):
-    """Constraints of `keep_asm`."""
+def fence_constraints(count):
+    """Constraints of `fence_asm`."""
     return "=r" + ",r" * (count + 1)
 
 
@@ -113,7 +113,7 @@ def load_asm(offset, words):
 
 
 @gluon.constexpr_function
-def load_takes(words):
+def load_constraints(words):
     """Constraints of `load_asm`."""
     return ",".join(["=&r"] * words + ["l", "r"])
 
@@ -129,7 +129,7 @@ def store_asm(offset, words):
 
 
 @gluon.constexpr_function
-def store_takes(words):
+def store_constraints(words):
     """Constraints of `store_asm`."""
     return "=r" + ",r" * words + ",l,r"
 
@@ -141,7 +141,7 @@ def wait_asm(later):
 
 
 @gluon.constexpr_function
-def wait_takes(count):
+def wait_constraints(count):
     """Constraints of `wait_asm`: sums pass through."""
     return ",".join(["=r"] * count + [str(i) for i in range(count)])
 
@@ -158,13 +158,13 @@ def start(sums, operand, base, first: gl.constexpr, steps: gl.constexpr, adds: g
 @gluon.jit
 def wait(sums, later: gl.constexpr, count: gl.constexpr):
     """Returns `count` registers of sums, once at most `later` younger products are unfinished."""
-    return asm(wait_asm(later), wait_takes(count), sums, thread_words(count))
+    return asm(wait_asm(later), wait_constraints(count), sums, thread_words(count))
 
 
 @gluon.jit
-def keep(registers, turn, count: gl.constexpr):
+def fence_registers(registers, turn, count: gl.constexpr):
     """Register fence: operand A may not be overwritten before; `turn` is not negative, which compilers must not see."""
-    run(keep_asm(count), keep_takes(count), registers + (turn,))
+    run(fence_asm(count), fence_constraints(count), registers + (turn,))
 
 
 @gluon.jit
@@ -176,10 +176,10 @@ def shared_floats(at, offset: gl.constexpr):
 @gluon.jit
 def load_words(at, exists, offset: gl.constexpr, count: gl.constexpr):
     """Loads `count` words of global memory from `at` + `offset` bytes on; zeros where `exists` is 0."""
-    return asm(load_asm(offset, count), load_takes(count), (at, exists), thread_words(count))
+    return asm(load_asm(offset, count), load_constraints(count), (at, exists), thread_words(count))
 
 
 @gluon.jit
 def store_words(at, words, exists, offset: gl.constexpr, count: gl.constexpr):
     """Stores `count` words at `at` + `offset` bytes, where `exists` is not 0."""
-    run(store_asm(offset, count), store_takes(count), words + (at, exists))
+    run(store_asm(offset, count), store_constraints(count), words + (at, exists))

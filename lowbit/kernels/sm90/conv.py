@@ -50,7 +50,7 @@ from lowbit.pack.stem import StemImages
 
 
 @aggregate
-class Step:
+class CopyCursor:
     """The next k block to be copied: its ring stage with its parity, product, block of channels and tap; its weight tile; its
     tile, of this block's, and the output position of the tile's first pixel."""
 
@@ -68,7 +68,7 @@ class Step:
 
 
 @aggregate
-class Walk:
+class TileWalk:
     """A block's path over the output: output size, number of output tiles, number of this block's pixel tiles, and the distance
     from one of them to the next."""
 
@@ -82,7 +82,7 @@ class Walk:
 
 
 @gluon.jit
-def copy_step(at, exists, first, second, walk, C: gl.constexpr):
+def copy_block(at, exists, first, second, walk, C: gl.constexpr):
     """Starts the copies of the k block `at` and returns the next one: every thread counts, one issues.
 
     Positions are those of output pixels. From one tile of this block to its next they move by a constant, with carries.
@@ -155,7 +155,7 @@ def copy_step(at, exists, first, second, walk, C: gl.constexpr):
             piece = first_piece(first, walk.tiles_across)
         else:
             piece = first_piece(second, walk.tiles_across)
-    return Step(slot, parity, product, block, across, down, piece, tile, column, row, image)
+    return CopyCursor(slot, parity, product, block, across, down, piece, tile, column, row, image)
 
 
 @gluon.jit
@@ -173,23 +173,23 @@ def multiply(acc, adds, x_ring, w_ring, stage, piece, PLANES: gl.constexpr, C: g
         acc = warpgroup_mma(x_ring.index(stage), w_ring.index(piece).permute([1, 0]), acc, use_acc=adds, is_async=True)
         return acc, ()
     else:
-        held = gl.inline_asm_elementwise(
+        fenced = gl.inline_asm_elementwise(
             C.ring.decode, C.ring.decode_constraints, [thread * 0 + stage, thread],
             dtype=C.decoded, is_pure=False, pack=1,
         )  # fmt: skip
-        even = operand_a(held[0:COUNT], COUNT, C)
-        odd = operand_a(held[COUNT:], COUNT, C)
+        even = operand_a(fenced[0:COUNT], COUNT, C)
+        odd = operand_a(fenced[COUNT:], COUNT, C)
         acc = warpgroup_mma(even, w_ring.index(piece).permute([1, 0]), acc, use_acc=adds, is_async=True)
         acc = warpgroup_mma(odd, w_ring.index(piece + 1).permute([1, 0]), acc, is_async=True)
-        return acc, held
+        return acc, fenced
 
 
 @gluon.jit
-def finish(held, stage, PLANES: gl.constexpr, C: gl.constexpr):
+def release_stage(fenced, stage, PLANES: gl.constexpr, C: gl.constexpr):
     """Fences the registers of a stage whose products are done, and releases the stage."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     if PLANES == 2:
-        run(C.register_fence, "=r" + ",r" * (2 * C.ring.registers + 1), held + (thread * 0 + stage,))
+        run(C.register_fence, "=r" + ",r" * (2 * C.ring.registers + 1), fenced + (thread * 0 + stage,))
     run(C.barriers.give, "=r,r,r", [thread * 0 + stage, ((thread & 31) == 0).to(gl.int32)])
 
 
@@ -205,10 +205,10 @@ def product(acc, at, stage, phase, first_piece, steps, rings, two, walk, PLANES:
     for step in range(steps):
         run(C.barriers.wait, "=r,r,r,r", [thread * 0 + stage, thread * 0 + phase, thread * 0 + 1])
         piece = first_piece + step * PLANES if C.resident else C.most_planes * stage
-        acc, held = multiply(acc, step > 0, x_ring, w_ring, stage, piece, PLANES, C)
-        at = copy_step(at, at.tile < walk.own, two[0], two[1], walk, C)
+        acc, fenced = multiply(acc, step > 0, x_ring, w_ring, stage, piece, PLANES, C)
+        at = copy_block(at, at.tile < walk.own, two[0], two[1], walk, C)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        finish(held, stage, PLANES, C)
+        release_stage(fenced, stage, PLANES, C)
         stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
         phase = gl.where(stage == 0, phase ^ 1, phase)
     return acc, at, stage, phase
@@ -247,12 +247,12 @@ def fill_ring(first_tile, two, walk, C: gl.constexpr):
     zero = walk.own * 0
     pixel = first_tile * C.pixels
     line = pixel // walk.out_width
-    at = Step(
+    at = CopyCursor(
         zero, zero + 1, zero, zero, zero, zero, first_piece(two[0], walk.tiles_across), zero, pixel % walk.out_width,
         line % walk.out_height, line // walk.out_height,
     )  # fmt: skip
     for _filled in range(C.stages - 1):
-        at = copy_step(at, at.tile < walk.own, two[0], two[1], walk, C)
+        at = copy_block(at, at.tile < walk.own, two[0], two[1], walk, C)
     return at
 
 
@@ -289,7 +289,7 @@ def wgmma_conv(
     first_tile = gl.program_id(0) // tiles_across
     stride = gl.num_programs(0) // tiles_across
     own = (tiles_down - first_tile + stride - 1) // stride  # tiles of this block
-    walk = Walk(out_height, out_width, tiles_across, own, column_step, row_step, image_step)
+    walk = TileWalk(out_height, out_width, tiles_across, own, column_step, row_step, image_step)
     one = Product(maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across)
     two = (one, one)
     if C.second is not None:

@@ -39,7 +39,7 @@ from lowbit.kernels.parts.requantize import LinkedRequantize, Requantize
 from lowbit.kernels.parts.strip_ring import StripRing
 from lowbit.kernels.parts.thread_product import (
     ThreadProduct,
-    keep,
+    fence_registers,
     load_words,
     shared_floats,
     start,
@@ -339,11 +339,11 @@ def second_convolution(base, center, zeros, place, at, turn, C: gl.constexpr):
             taps = load_taps(down + 1, center, zeros, place, C)
         if down < 2:
             sums = wait(sums, 0, 32)
-            keep(held, turn, 24)
+            fence_registers(held, turn, 24)
     s = table(at, 0)
     b = table(at, 2)
     sums = wait(sums, 0, 32)
-    keep(held, turn, 24)
+    fence_registers(held, turn, 24)
     operand = ()
     for group in gl.static_range(2):
         own_s, own_b = s, b
@@ -456,9 +456,9 @@ def third_convolution(y, added, exists, residuals, middle, entry, base, at, g, t
             operand = operand + registers
             words = (words[0] + found[0], words[1] + found[1])
         store_rows(y, words, exists, 64 * unit, 4, ROW_BYTES)
-    keep(middle, turn, 8)
+    fence_registers(middle, turn, 8)
     if C.shortcut:
-        keep(entry, turn, 8)
+        fence_registers(entry, turn, 8)
     return operand
 
 
@@ -486,7 +486,7 @@ def next_convolution(z, exists, operand, base, at, turn, C: gl.constexpr):
         b = table(at, 4 + 2 * HALVES + 2 * half)
         sums = wait(under_way[half], (HALVES - 1 - half) * CHUNKS, 32)
         if half == HALVES - 1:
-            keep(operand, turn, ALL)
+            fence_registers(operand, turn, ALL)
         for group in gl.static_range(2):
             own_s, own_b = s, b
             if group == 0:

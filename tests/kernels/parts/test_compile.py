@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from lowbit.kernels.parts.launch import Wanted
+from lowbit.kernels.parts.launch import RecordedKernel
 
 ROOT = Path(__file__).parents[3]
 H200 = typical_machine(90)
@@ -129,7 +129,7 @@ def compiled_into():
     assert list(compile_all(broken, 90, processes=1)) == [1, 2]
 
 
-BROKEN = Wanted("lowbit.kernels.parts.launch", "no_such_kernel", (), {})
+BROKEN = RecordedKernel("lowbit.kernels.parts.launch", "no_such_kernel", (), {})
 
 
 def run(code, folder, tmp_path, **environment):

@@ -18,7 +18,7 @@ from typing import Any
 
 from lowbit._version import __version__
 
-KEPT = "lowbit tune"
+RESULT = "lowbit tune"
 SCHEMA = 1
 NO_SLOWER = 1.05
 """Limit of the modelled cost, relative to the cheapest tile, for using a measured tile with fewer tokens than it was measured
@@ -29,7 +29,7 @@ MOST_SPLITS = 64
 
 
 @dataclass(frozen=True)
-class Kept:
+class TunedRow:
     """A measurement: at `m` tokens the fastest tile took `us`, the modelled choice `modelled_us`."""
 
     m: int
@@ -62,7 +62,7 @@ def problem_of(shape: Any) -> str:
     return " ".join([type(shape).__name__, *map(str, numbers)])
 
 
-def kept_for(file: str, shape: Any) -> Kept | None:
+def tuned_row_for(file: str, shape: Any) -> TunedRow | None:
     """The row of the file for as many tokens, or for the next larger number, below twice as many. None for file ""."""
     if not file:
         return None
@@ -77,7 +77,7 @@ def first(rows: list[Any], file: str, shape: Any, kinds: Mapping[str, type[Any]]
     A row without gain is not used. A row for more tokens is used only if the model does not rank its tile clearly slower: these
     tokens may hardly fill it.
     """
-    row = kept_for(file, shape)
+    row = tuned_row_for(file, shape)
     tile = None if row is None or row.us >= row.modelled_us else read(row.tile, kinds)
     if row is None or tile is None or not _plausible(tile, [each.tile for each in rows]):
         return None
@@ -88,7 +88,7 @@ def first(rows: list[Any], file: str, shape: Any, kinds: Mapping[str, type[Any]]
     return [replace(found, measured=row), *(each for each in rows if each.tile != tile)]
 
 
-def kept_in(file: Path) -> dict[str, tuple[Kept, ...]]:
+def read_rows(file: Path) -> dict[str, tuple[TunedRow, ...]]:
     """Reads the rows of a file by problem. Raises OSError if it cannot be read, ValueError if it is no file of this version's
     `lowbit tune`, in one line that names the problem and the field."""
     if not file.is_file():
@@ -97,7 +97,7 @@ def kept_in(file: Path) -> dict[str, tuple[Kept, ...]]:
         document = json.loads(file.read_bytes())
     except RecursionError as error:
         raise ValueError(str(error)) from error
-    if not isinstance(document, dict) or (document.get("result"), document.get("schema")) != (KEPT, SCHEMA):
+    if not isinstance(document, dict) or (document.get("result"), document.get("schema")) != (RESULT, SCHEMA):
         raise ValueError("it is no file of `lowbit tune`")
     if document.get("lowbit") != __version__:
         raise ValueError(f"lowbit {document.get('lowbit')} measured it, this is {__version__}")
@@ -107,12 +107,12 @@ def kept_in(file: Path) -> dict[str, tuple[Kept, ...]]:
     return {problem: tuple(_row(problem, row) for row in rows) for problem, rows in products.items()}
 
 
-def _row(problem: str, row: Any) -> Kept:
-    names = {each.name for each in fields(Kept)}
+def _row(problem: str, row: Any) -> TunedRow:
+    names = {each.name for each in fields(TunedRow)}
     if not isinstance(row, dict) or set(row) != names:
         raise ValueError(f"{problem!r}: a measurement has the fields {', '.join(sorted(names))}, got {str(row)[:80]}")
     try:
-        return Kept(**row)
+        return TunedRow(**row)
     except ValueError as error:
         raise ValueError(f"{problem!r}: {error}") from error
 
@@ -127,9 +127,9 @@ def _plausible(tile: Any, considered: list[Any]) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def _rows(file: str) -> dict[str, tuple[Kept, ...]]:
+def _rows(file: str) -> dict[str, tuple[TunedRow, ...]]:
     try:
-        return kept_in(Path(file))
+        return read_rows(Path(file))
     except (OSError, ValueError) as error:
         warnings.warn(
             f"{file}: {error}; tiles are chosen by the model of costs. `lowbit tune` measures them anew", stacklevel=2
