@@ -10,7 +10,7 @@ Steps   survey: chunks of 2048 tokens: largest logit and sum of exponentials of 
         also counts of masses in 20 levels of two octaves each, from which the last block computes which levels have candidates
         collect: writes keys of candidates to a list, in order
         settle: one block a row searches the thresholds in the list, two bits at a time, and samples
-Overlap each may start while the previous one still runs (programmatic dependent launch, sm_90): before the wait it reads what no
+Overlap each may start while the previous one runs (programmatic dependent launch, sm_90): before the wait it reads what no
         kernel writes, slots of rows and their settings
 Wrong   a row with a NaN or +inf, or with nothing but -inf: its log-probability is NaN, its token as if a NaN were -inf
 Exact   sums of masses are integers and chunks depend on V alone, so a row's token and log-probability depend on neither B nor

@@ -51,7 +51,7 @@ def recording() -> Iterator[list[RecordedKernel]]:
     once. Outputs are uninitialised memory. An outer recording does not get what an inner one records."""
     kernels: list[RecordedKernel] = []
     recorded: dict[Launcher, RecordedKernel] = {}
-    around, _thread.recorded = getattr(_thread, "met", None), recorded
+    around, _thread.recorded = getattr(_thread, "recorded", None), recorded
     try:
         yield kernels
     finally:
@@ -90,7 +90,7 @@ class Launcher:
 
     def __call__(self, *arguments: Any) -> None:
         """Launches the kernel; the first call compiles it or takes it from Triton's cache."""
-        recorded = getattr(_thread, "met", None)
+        recorded = getattr(_thread, "recorded", None)
         if recorded is not None:
             if self.kernel is None and self not in recorded:
                 recorded[self] = self._recorded(arguments)
