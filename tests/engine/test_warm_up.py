@@ -43,7 +43,7 @@ class Kernel(Launcher):
         return RecordedKernel("", self.name, (), {})
 
     def __call__(self):
-        if getattr(_thread, "met", None) is None:
+        if getattr(_thread, "recorded", None) is None:
             self.events.append(("launched", self.name))
         else:
             super().__call__()
