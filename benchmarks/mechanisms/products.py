@@ -21,7 +21,7 @@ from lowbit.hardware.conversions import Conversion
 from lowbit.hardware.half import HalfType
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, Tile, WgmmaTile, choose
-from lowbit.kernels.parts.step import Step
+from lowbit.kernels.parts.k_block import KBlock
 from lowbit.kernels.sm80.small_m_gemm import RingPlan
 from lowbit.ops.fragment_gemm import plan_for
 from lowbit.ops.workspace import workspace
@@ -44,21 +44,21 @@ MMA = MmaTile(128, 2, 8, 1, 4, 1)
 def decode_by(plan: Any, by: Conversion) -> None:
     """Gives a plan another conversion of codes."""
     if isinstance(plan, RingPlan):
-        step_by(plan, Stepping(**_fields(plan.config.ring.step), by=by))
+        step_by(plan, Stepping(**_fields(plan.config.ring.k_block), by=by))
     else:
-        plan.config = replace(plan.config, decode=Decoding(**_fields(plan.config.decode), by=by))
-        plan.factor = plan.config.decode.epilogue_factor
+        plan.config = replace(plan.config, dequantizer=Decoding(**_fields(plan.config.dequantizer), by=by))
+        plan.factor = plan.config.dequantizer.epilogue_factor
 
 
-def step_by(plan: RingPlan, step: Step) -> None:
+def step_by(plan: RingPlan, step: KBlock) -> None:
     """Gives a plan of the ring kernel another step."""
-    plan.config = replace(plan.config, ring=replace(plan.config.ring, step=step))
+    plan.config = replace(plan.config, ring=replace(plan.config.ring, k_block=step))
     plan.factor = step.factor
 
 
 def scale_first(plan: RingPlan) -> None:
     """Has a plan of the ring kernel scale weights before the product."""
-    step_by(plan, ScaledFirst(**_fields(plan.config.ring.step)))
+    step_by(plan, ScaledFirst(**_fields(plan.config.ring.k_block)))
 
 
 def _fields(of: Any) -> dict[str, Any]:

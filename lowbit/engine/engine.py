@@ -44,7 +44,7 @@ from lowbit.hardware.machine import machine_of
 from lowbit.ops.sample import top_logprobs
 
 if TYPE_CHECKING:
-    from lowbit.kernels.parts.launch import Wanted
+    from lowbit.kernels.parts.launch import RecordedKernel
 
 logger = logging.getLogger(__name__)
 
@@ -323,14 +323,14 @@ class Engine:
         elif planned.pieces:
             self._launch_one_by_one(planned.pieces, planned)
 
-    def _compiled(self, wanted: Sequence[Wanted]) -> Iterator[Stage]:
+    def _compiled(self, wanted: Sequence[RecordedKernel]) -> Iterator[Stage]:
         if wanted:
             from lowbit.kernels.parts.compile import compiled
 
             for done in compiled(wanted, machine_of(self.device).arch.sm):
                 yield Stage("kernels", done, len(wanted))
 
-    def _compile(self, wanted: Sequence[Wanted]) -> None:
+    def _compile(self, wanted: Sequence[RecordedKernel]) -> None:
         """Compiles the kernels of a round before it launches them, where one after the other would be."""
         for stage in self._compiled(wanted):
             self._progress(stage)

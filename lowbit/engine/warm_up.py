@@ -15,7 +15,7 @@ from lowbit.engine.slots import on_device
 from lowbit.engine.steps import Steps, draw, filters
 
 if TYPE_CHECKING:
-    from lowbit.kernels.parts.launch import Wanted
+    from lowbit.kernels.parts.launch import RecordedKernel
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Rehearsal:
         return [part for part in dict.fromkeys(parts) if part not in self._known]
 
     @torch.inference_mode()
-    def kernels(self, parts: Sequence[Part]) -> list[Wanted]:
+    def kernels(self, parts: Sequence[Part]) -> list[RecordedKernel]:
         """The kernels of some parts, but for those that are compiled already."""
         from lowbit.kernels.parts.launch import recording
 

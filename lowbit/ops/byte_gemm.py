@@ -25,7 +25,7 @@ from lowbit.pack.fragment import LANES, STRIP, k_tiles, strips
 from lowbit.pack.scaled import GROUP, ROW_BYTES
 
 if TYPE_CHECKING:
-    from lowbit.kernels.parts.epilogue import XScale
+    from lowbit.kernels.parts.scaled_epilogue import XScale
     from lowbit.kernels.sm80.scaled_gemm import PlainPlan
     from lowbit.kernels.sm90.scaled_gemm import ScaledPlan
     from lowbit.kernels.sm90.sub_byte_scaled_gemm import NarrowPlan

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowbit.formats.conv import ACTIVATIONS, CODES, ConvLayer, ConvSpec, output_size, stored_dtype
 from lowbit.hardware.machine import Machine, features_of, machine_of, machine_refusals
-from lowbit.kernels.choose.conv import Candidate, Size, choose_conv, features_refusals, strip_refusals
+from lowbit.kernels.choose.conv import ConvCandidate, Size, choose_conv, features_refusals, strip_refusals
 from lowbit.kernels.reference.conv import (
     average_pool_reference,
     conv_reference,
@@ -246,7 +246,7 @@ class GpuConv:
     """A layer packed for the kernel of `choice`. Inputs of other sizes run too; images that are too wide for the strips that
     were chosen take the kernel that copies taps, which reads the same packed weights."""
 
-    def __init__(self, layer: ConvLayer, choice: Candidate, machine: Machine, images: StemImages | None = None) -> None:
+    def __init__(self, layer: ConvLayer, choice: ConvCandidate, machine: Machine, images: StemImages | None = None) -> None:
         if choice.layout is None:
             raise ValueError(f"{choice.kernel} is no kernel of a GPU")
         self.spec, self.choice, self.machine, self.images = layer.spec, choice, machine, images
@@ -272,7 +272,7 @@ class GpuConv:
 
 
 def launcher(
-    spec: ConvSpec, packed: PackedConv, choice: Candidate, machine: Machine, images: StemImages | None = None
+    spec: ConvSpec, packed: PackedConv, choice: ConvCandidate, machine: Machine, images: StemImages | None = None
 ) -> ConvLauncher:
     """A packed layer on a GPU, with the kernel and tile that were chosen."""
     if choice.kernel == "sm80/conv":

@@ -29,7 +29,7 @@ from lowbit.pack import (
 from lowbit.pack.fragment import LANES, k_tiles, strips
 
 if TYPE_CHECKING:
-    from lowbit.kernels.parts.end import Gate
+    from lowbit.kernels.parts.epilogue import Gate
     from lowbit.kernels.sm80.large_m_gemm import MmaPlan
     from lowbit.kernels.sm80.small_m_gemm import RingPlan
     from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
@@ -125,10 +125,11 @@ def plan_for(
     tile: Tile, shape: GemmShape, form: WeightForm, dtype: torch.dtype, bias: bool, machine: Machine
 ) -> RingPlan | MmaPlan | WgmmaPlan:
     """The plan of a product with a given tile on a machine."""
+    from lowbit.kernels.parts.epilogue import Epilogue
     from lowbit.kernels.sm80.small_m_gemm import RingPlan
 
     if isinstance(tile, RingTile):
-        return RingPlan(shape, tile, form, dtype, bias, machine.arch)
+        return RingPlan(shape, tile, form, dtype, Epilogue(form.channel_scale, bias), machine.arch)
     return wide_plan(tile, shape, form, dtype, bias, machine)
 
 
@@ -137,12 +138,14 @@ def wide_plan(
     gate: Gate = "none",
 ) -> MmaPlan | WgmmaPlan:  # fmt: skip
     """The same with a tile of the kernels for many tokens, gated or not."""
+    from lowbit.kernels.parts.epilogue import Epilogue
     from lowbit.kernels.sm80.large_m_gemm import MmaPlan
     from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
 
+    epilogue = Epilogue(form.channel_scale, bias, gate=gate)
     if isinstance(tile, MmaTile):
-        return MmaPlan(shape, tile, form, dtype, bias, gate)
-    return WgmmaPlan(shape, tile, form, dtype, bias, machine.sm_count, gate)
+        return MmaPlan(shape, tile, form, dtype, epilogue)
+    return WgmmaPlan(shape, tile, form, dtype, epilogue, machine.sm_count)
 
 
 def _fake(

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import QuantTensor, parse_scheme
-from lowbit.hardware.machine import machine_of
+from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS, MOST_PARTS, Role, choose_chain, parts_of
-from lowbit.kernels.choose.gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile
+from lowbit.kernels.choose.gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile, WgmmaTile
 from lowbit.kernels.reference.fused_gemm import norm_gemm_reference, residual_gemm_reference
 from lowbit.ops.fragment_gemm import aligned_rows, check_product
 from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of
@@ -39,8 +39,9 @@ from lowbit.pack.gated import alternate
 from lowbit.pack.gemm_weight import GemmWeight
 
 if TYPE_CHECKING:
-    from lowbit.kernels.sm80.small_m_gemm import NormPlan, ResidualPlan
-    from lowbit.kernels.sm90.large_m_gemm import WgmmaNormPlan, WgmmaResidualPlan
+    from lowbit.kernels.parts.epilogue import Epilogue
+    from lowbit.kernels.sm80.small_m_gemm import RingPlan
+    from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
 
 Gated = Literal["none", "silu", "gelu_tanh"]
 
@@ -252,7 +253,8 @@ def _norm_gemm(a: NormGemmArguments) -> Tensor:
     x, squares = aligned_rows(a.x), a.squares.contiguous()
     others = tuple(spec_of(t) for t in (*a.weight, squares, a.bias))
     plan = _norm_plan(a.scheme, x.shape[0], a.n, x.shape[1], x.dtype, x.device, others, a.gated, a.batch_invariant, a.subnormal)
-    return plan(x, a.weight, squares, a.bias, a.width, a.eps, a.factor, *workspace(x.device, *plan.workspace))
+    space = workspace(x.device, *plan.workspace)
+    return plan(x, *a.weight, a.bias, *space, squares, None, None, a.factor, 1.0 / a.width, a.eps)
 
 
 def _residual_gemm(a: ResidualGemmArguments) -> tuple[Tensor, Tensor]:
@@ -261,16 +263,17 @@ def _residual_gemm(a: ResidualGemmArguments) -> tuple[Tensor, Tensor]:
     if not a.h.is_contiguous():
         _check_residual(a)
     plan = _residual_plan(a.scheme, x.shape[0], x.shape[1], x.dtype, x.device, others, a.batch_invariant, a.subnormal)
-    return plan(x, a.weight, a.h, gamma, a.bias, a.factor, *workspace(x.device, *plan.workspace))
+    squares = torch.empty((plan.squares_parts, x.shape[0]), dtype=torch.float32, device=x.device)
+    return plan(x, *a.weight, a.bias, *workspace(x.device, *plan.workspace), squares, a.h, gamma, a.factor), squares
 
 
 @functools.lru_cache(maxsize=4096)
 def _norm_plan(
     scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
     gated: Gated, batch_invariant: bool, subnormal: bool,
-) -> NormPlan | WgmmaNormPlan:  # fmt: skip
+) -> RingPlan | WgmmaPlan:  # fmt: skip
     """The plan of a product with the norm in its epilogue. Raises ValueError when the tensors do not fit."""
-    from lowbit.kernels.sm80.small_m_gemm import NormPlan
+    from lowbit.kernels.parts.epilogue import Epilogue
 
     codes, scale, channel_scale, squares, bias = (None if t is None else meta_tensor(t) for t in others)
     assert codes is not None and squares is not None
@@ -280,21 +283,18 @@ def _norm_plan(
     _check_places("norm_gemm", on, others)
     machine, shape, form = machine_of(on), _shape(scheme, m, n, k), _form(scheme, scale, channel_scale, subnormal)
     role: Role = "norm" if gated == "none" else "gated"
-    tile, parts = choose_chain(role, shape, machine, batch_invariant), squares.shape[0]
-    if isinstance(tile, RingTile):
-        return NormPlan(shape, tile, form, dtype, bias is not None, parts, gated, machine.arch)
-    from lowbit.kernels.sm90.large_m_gemm import WgmmaNormPlan
-
-    return WgmmaNormPlan(shape, tile, form, dtype, bias is not None, parts, gated, machine.sm_count)
+    tile = choose_chain(role, shape, machine, batch_invariant)
+    epilogue = Epilogue(form.channel_scale, bias is not None, squares.shape[0], gated)
+    return _plan(shape, tile, form, dtype, epilogue, machine)
 
 
 @functools.lru_cache(maxsize=4096)
 def _residual_plan(
     scheme: str, m: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
     batch_invariant: bool, subnormal: bool,
-) -> ResidualPlan | WgmmaResidualPlan:  # fmt: skip
+) -> RingPlan | WgmmaPlan:  # fmt: skip
     """The plan of a product with the residual in its epilogue. Raises ValueError when the tensors do not fit."""
-    from lowbit.kernels.sm80.small_m_gemm import ResidualPlan
+    from lowbit.kernels.parts.epilogue import Epilogue
 
     codes, scale, channel_scale, h, gamma, bias = (None if t is None else meta_tensor(t) for t in others)
     assert codes is not None and h is not None and gamma is not None
@@ -305,13 +305,22 @@ def _residual_plan(
     _check_places("residual_gemm", on, others)
     machine, shape, form = machine_of(on), _shape(scheme, m, h.shape[1], k), _form(scheme, scale, channel_scale, subnormal)
     tile = choose_chain("residual", shape, machine, batch_invariant)
-    if isinstance(tile, RingTile):
-        return ResidualPlan(shape, tile, form, dtype, bias is not None, machine.arch)
-    if not spec_of_h[3]:
+    if not isinstance(tile, RingTile) and not spec_of_h[3]:
         raise ValueError("residual_gemm: h must start at a multiple of 16 bytes; clone() it")
-    from lowbit.kernels.sm90.large_m_gemm import WgmmaResidualPlan
+    epilogue = Epilogue(form.channel_scale, bias is not None, h_type="fp16" if h.dtype == torch.float16 else "bf16")
+    return _plan(shape, tile, form, dtype, epilogue, machine)
 
-    return WgmmaResidualPlan(shape, tile, form, dtype, bias is not None, h.dtype, machine.sm_count)
+
+def _plan(
+    shape: GemmShape, tile: RingTile | WgmmaTile, form: WeightForm, dtype: torch.dtype, epilogue: Epilogue, machine: Machine
+) -> RingPlan | WgmmaPlan:
+    """The plan of a product with a given tile and epilogue."""
+    from lowbit.kernels.sm80.small_m_gemm import RingPlan
+    from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
+
+    if isinstance(tile, RingTile):
+        return RingPlan(shape, tile, form, dtype, epilogue, machine.arch)
+    return WgmmaPlan(shape, tile, form, dtype, epilogue, machine.sm_count)
 
 
 def _check_places(operator: str, on: torch.device, others: tuple[TensorSpec | None, ...]) -> None:

@@ -26,7 +26,7 @@ from lowbit.ops.operands import TensorSpec, spec_of, triton_refusals
 from lowbit.ops.register import register
 
 if TYPE_CHECKING:
-    from lowbit.kernels.elementwise.quantize_rows import QuantizePlan, Request
+    from lowbit.kernels.elementwise.quantize_rows import QuantizePlan, QuantizeRequest
 
 BEFORE = ("", "rms_norm", "layer_norm", "silu")
 MOST_COLUMNS = 65536
@@ -292,10 +292,12 @@ def _plan(
     k = shape[-1]
     if quantize_refusals(parsed, dtype, k, on):
         return None
-    from lowbit.kernels.elementwise.quantize_rows import QuantizePlan, Request
+    from lowbit.kernels.elementwise.quantize_rows import QuantizePlan, QuantizeRequest
 
     residual = before != "silu" and beside is not None
-    request: Request = Request(before, parsed, group, scale is not None, symmetric, residual, ActivationRule(rule), hadamard)
+    request: QuantizeRequest = QuantizeRequest(
+        before, parsed, group, scale is not None, symmetric, residual, ActivationRule(rule), hadamard
+    )
     pieces = aligned and k % 8 == 0 and all(t is None or t[3] for t in others)
     return QuantizePlan(shape[:-1].numel(), k, request, pieces, machine_of(on))
 

@@ -295,12 +295,12 @@ def _on_gpu(a: SampleArguments) -> None:
     _check(a)
     if not len(a.rows):
         return
-    from lowbit.kernels.elementwise.sample import Given
+    from lowbit.kernels.elementwise.sample import SampleInputs
 
     logits, aligned = a.logits, a.logits.data_ptr() % 16 == 0
     sizes = len(a.settings), len(a.ends)
     plan = _plan(logits.shape, logits.stride(0), logits.dtype, aligned, *sizes, a.any_filter, logits.device)
-    plan(Given(*a[:-1]), *workspace(logits.device, *plan.workspace))
+    plan(SampleInputs(*a[:-1]), *workspace(logits.device, *plan.workspace))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""Gate and up of an MLP as one matrix, for a product with the gate in its epilogue (kernels/parts/end.py).
+"""Gate and up of an MLP as one matrix, for a product with the gate in its epilogue (kernels/parts/epilogue.py).
 
 Each strip of 16 rows has 8 rows of gate, then the same 8 of up: a lane of mma.sync holds rows g and g + 8 of a strip, so both
 numbers of a pair are its own.

@@ -23,9 +23,9 @@ from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.candidate import Candidate
 from lowbit.kernels.choose.gemm import KINDS as MIXED
 from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, WgmmaTile, candidates, ring_candidate
-from lowbit.kernels.choose.kept import written
 from lowbit.kernels.choose.scaled_gemm import KINDS as SCALED
 from lowbit.kernels.choose.scaled_gemm import ScaledTile, candidates_scaled
+from lowbit.kernels.choose.tuned import written
 from lowbit.kernels.reference.activations import quantize_activations_reference
 from lowbit.ops.byte_gemm import plan_for_scaled
 from lowbit.ops.fragment_gemm import plan_for
@@ -47,7 +47,7 @@ from lowbit.tune.timing import (
 )
 
 if TYPE_CHECKING:
-    from lowbit.kernels.parts.launch import Wanted
+    from lowbit.kernels.parts.launch import RecordedKernel
 
 STATIC_LARGEST = 6.0
 """What a static scale maps to the largest code; Gaussian numbers are hardly ever larger."""
@@ -226,11 +226,11 @@ def neighbours(tile: AnyTile, shape: Any, machine: Machine) -> list[AnyTile]:
     return []
 
 
-def kernels(asked: TrialGrid, machine: Machine) -> list[Wanted]:
+def kernels(asked: TrialGrid, machine: Machine) -> list[RecordedKernel]:
     """The distinct kernels of a run; needs Triton but no GPU."""
     from lowbit.kernels.parts.launch import recording
 
-    wanted: list[Wanted] = []
+    wanted: list[RecordedKernel] = []
     for scheme in asked.schemes:
         of = products_of(scheme, machine)
         small = of.pack(rtn(torch.ones(16, 128), of.scheme))

@@ -16,6 +16,7 @@ from tests.kernels.sass import TRITON, batches, compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
+from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.sm80.large_m_gemm import MmaPlan
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -33,7 +34,7 @@ def compiled(
     assert isinstance(tile, MmaTile)
     subnormal = group > 0 and zero == "none" and isinstance(number, IntFormat) and number.bits < 8
     form = WeightForm(fmt, group, zero, scale_dtype, subnormal, subnormal)
-    plan = MmaPlan(shape, tile, form, HALVES[dtype], bias)
+    plan = MmaPlan(shape, tile, form, HALVES[dtype], Epilogue(form.channel_scale, bias))
     x, codes, scale, channel, *rest = mixed_call(shape, HALVES[dtype], group, HALVES[scale_dtype])
     call = x, codes, scale, channel.to(torch.bfloat16) if subnormal else channel, *rest
     return tile, compile_plan(plan, call, sm)
@@ -53,9 +54,9 @@ def check_loop(tile, kernel) -> None:
         return sum(name in line for line in loop)
 
     assert count("LDL") == 0 and count("STL") == 0, "registers spilled"
-    eights = tile.tokens // tile.warps_m // 8
-    assert count("HMMA.16816") == 4 * tile.strips * eights
-    assert count("LDSM") == 4 * max(eights // 2, 1) and count("BAR.SYNC") == 1
+    n8_tiles = tile.tokens // tile.warps_m // 8
+    assert count("HMMA.16816") == 4 * tile.strips * n8_tiles
+    assert count("LDSM") == 4 * max(n8_tiles // 2, 1) and count("BAR.SYNC") == 1
     assert count("DEPBAR.LE") == 1 and count("LDGSTS") >= tile.tokens * 8 // 256 + 1
     branches = [line for line in loop if re.search(r"\b(BRA|BSSY)\b", line)]
     assert len(branches) <= 2, "one stretch of code"
