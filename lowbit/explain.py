@@ -20,7 +20,7 @@ from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, WgmmaTile
 from lowbit.kernels.choose.gemm import choose as choose_tile
 from lowbit.models.complete import require_complete
 from lowbit.models.hf import plan_for
-from lowbit.models.names import Names
+from lowbit.models.names import TensorNames
 from lowbit.models.skeleton import skeleton
 from lowbit.ops import KERNELS, Problem, choose, problem_on
 from lowbit.pack import FragmentOrder, scaled_refusals
@@ -151,7 +151,7 @@ def _sixteen_bit(reader: CheckpointReader, layer: str | None, row: int, column: 
     if "quantization_config" in reader.config:
         raise CheckpointError(f"{reader.folder}: is quantized already; leave out the scheme {scheme!r}")
     model = skeleton(reader.folder)
-    names = Names(model)
+    names = TensorNames(model)
     require_complete(reader.folder, model, {tensor: reader.info(tensor).shape for tensor in reader.names()}, names)
     plan = names.followed(plan_for(model, scheme, None, False), reader.names())
     stored = {module: tensor for tensor, module in names.modules(plan, reader.names()).items()}

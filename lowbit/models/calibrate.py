@@ -28,9 +28,10 @@ from lowbit.checkpoint.reader import file_sha256, read_text
 from lowbit.checkpoint.target import PARTIAL, discard, sync
 from lowbit.formats import InputTransform, LowRank, QuantTensor, Scheme
 from lowbit.methods import Learned, Method
-from lowbit.models.decoder import Decoder
+from lowbit.models.decoder import LayerwiseDecoder
 from lowbit.models.hf import give_back_freed_memory
-from lowbit.models.quantize_layer import LayerQuantizer, LayerResult
+from lowbit.models.layer_methods import LayerResult
+from lowbit.models.quantize_layer import LayerQuantizer
 from lowbit.models.skeleton import tokenizer_of
 from lowbit.progress import Progress
 
@@ -97,7 +98,7 @@ _PARTS = ("*.tmp", PARTIAL)
 _LAYERS = ("layer-*.safetensors", *_PARTS)
 
 
-class Finished:
+class FinishedLayers:
     """The finished layers of a run, in a hidden folder beside its target: kept when the run is killed, gone when it is done.
 
     `recipe` says what the layers come from; raises CheckpointError when the folder holds those of another one. `say` gets a
@@ -175,10 +176,10 @@ class Finished:
         return None
 
 
-class Results:
+class CalibratedWeights:
     """What a calibrated run found, by the names of the model and of its files; one decoder layer in memory at a time."""
 
-    def __init__(self, decoder: Decoder, finished: Finished, schemes: Mapping[str, Scheme]) -> None:
+    def __init__(self, decoder: LayerwiseDecoder, finished: FinishedLayers, schemes: Mapping[str, Scheme]) -> None:
         self.finished = finished
         self._decoder, self._schemes = decoder, schemes
         self._at, self._result = -1, LayerResult()
@@ -223,11 +224,11 @@ def finished_bytes(target: Path) -> int:
 
 
 def calibrate_layers(
-    decoder: Decoder,
+    decoder: LayerwiseDecoder,
     schemes: Mapping[str, Scheme],
     method: Method,
     tokens: Tensor,
-    finished: Finished,
+    finished: FinishedLayers,
     *,
     embeddings: Mapping[str, Tensor] | None = None,
     low_rank: int = 0,
@@ -271,7 +272,7 @@ def calibrate_layers(
     return notes
 
 
-def _together(decoder: Decoder, method: Method, tokens: Tensor) -> int:
+def _together(decoder: LayerwiseDecoder, method: Method, tokens: Tensor) -> int:
     """How many texts go through a layer in one call."""
     if isinstance(method, Learned):
         return method.batch
@@ -279,7 +280,12 @@ def _together(decoder: Decoder, method: Method, tokens: Tensor) -> int:
 
 
 def recipe_of(
-    reader: CheckpointReader, schemes: Mapping[str, Scheme], method: Method, low_rank: int, tokens: Tensor, decoder: Decoder
+    reader: CheckpointReader,
+    schemes: Mapping[str, Scheme],
+    method: Method,
+    low_rank: int,
+    tokens: Tensor,
+    decoder: LayerwiseDecoder,
 ) -> dict[str, Any]:
     """What a run's results depend on."""
     files = sorted({reader.info(name).file for name in reader.names()})

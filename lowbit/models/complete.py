@@ -13,17 +13,19 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lowbit.checkpoint import CheckpointError
-from lowbit.models.names import Names
+from lowbit.models.names import TensorNames
 
 Shape = tuple[int, ...]
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def incomplete(model: PreTrainedModel, tensors: Mapping[str, Shape | None], names: Names | None = None) -> tuple[str, ...]:
+def incomplete(
+    model: PreTrainedModel, tensors: Mapping[str, Shape | None], names: TensorNames | None = None
+) -> tuple[str, ...]:
     """Why files with `tensors` (name -> shape, None where it is not known yet) are not those of `model`, whose quantized layers
     are in place; empty when they are. What Transformers' classes may lack or ignore does not count, of tied weights one is
     enough, and what is made of several tensors has as many numbers as they have."""
-    names = Names(model) if names is None else names
+    names = TensorNames(model) if names is None else names
     found: dict[str, str] = {}
     made: dict[tuple[str, ...], list[str]] = {}
     unexpected, reasons = [], []
@@ -31,7 +33,7 @@ def incomplete(model: PreTrainedModel, tensors: Mapping[str, Shape | None], name
         place = names.place(tensor)
         if place is None:
             unexpected.append(tensor)
-        elif place.through:
+        elif place.operations:
             made.setdefault(place.parameters, []).append(tensor)
         else:
             (name,) = place.parameters
@@ -59,7 +61,7 @@ def incomplete(model: PreTrainedModel, tensors: Mapping[str, Shape | None], name
 
 
 def require_complete(
-    where: Path | str, model: PreTrainedModel, tensors: Mapping[str, Shape | None], names: Names | None = None
+    where: Path | str, model: PreTrainedModel, tensors: Mapping[str, Shape | None], names: TensorNames | None = None
 ) -> None:
     """Raises CheckpointError with all reasons of `incomplete`."""
     reasons = incomplete(model, tensors, names)
@@ -126,7 +128,9 @@ def _persistent(model: nn.Module) -> dict[str, Tensor]:
     return held
 
 
-def _unlike(parameters: tuple[str, ...], sources: list[str], tensors: Mapping[str, Shape | None], names: Names) -> list[str]:
+def _unlike(
+    parameters: tuple[str, ...], sources: list[str], tensors: Mapping[str, Shape | None], names: TensorNames
+) -> list[str]:
     shapes = [tensors[source] for source in sources]
     held = sum(math.prod(shape) for shape in shapes if shape is not None)
     wanted = sum(names.own[name].numel() for name in parameters)
@@ -135,7 +139,7 @@ def _unlike(parameters: tuple[str, ...], sources: list[str], tensors: Mapping[st
     return [f"{some(parameters)}: made of {some(sources)}, which hold {held:,} numbers, by config.json it is {wanted:,}"]
 
 
-def _missing(model: PreTrainedModel, names: Names, found: set[str]) -> list[str]:
+def _missing(model: PreTrainedModel, names: TensorNames, found: set[str]) -> list[str]:
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     groups: dict[str, set[str]] = {}
     for follower, owner in ties.items():

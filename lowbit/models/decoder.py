@@ -14,7 +14,7 @@ from torch.func import functional_call
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.formats import rotate_blocks
 from lowbit.models.complete import require_finite_tensor
-from lowbit.models.names import Names
+from lowbit.models.names import TensorNames
 from lowbit.models.skeleton import build, config_as_read, require_causal
 
 _NONE: Mapping[str, int] = MappingProxyType({})
@@ -25,7 +25,7 @@ class _Stop(Exception):
 
 
 @dataclass(frozen=True)
-class Input:
+class SharedInput:
     """Linear layers of one decoder layer that read the same tensor, in the order in which they run, and `producer`, the
     module whose output that tensor is (None when it comes from other operations). Names are relative to the layer."""
 
@@ -33,7 +33,7 @@ class Input:
     producer: str | None
 
 
-class Decoder:
+class LayerwiseDecoder:
     """The decoder of the checkpoint that `reader` has open: a skeleton on the meta device whose layers come and go.
 
     Computes on `device` in `dtype`. The inputs of the linear layers in `rotated_inputs` are rotated in blocks of so many
@@ -54,7 +54,7 @@ class Decoder:
         require_causal(model, reader.folder)
         self.model: nn.Module = model.eval()
         self.name, self.layers = _decoder_layers(self.model, reader)
-        names = Names(model)
+        names = TensorNames(model)
         own = {tensor: names.parameter(tensor) for tensor in reader.names()}
         self._names = {tensor: name for tensor, name in own.items() if name is not None}
         self._files = {name: tensor for tensor, name in self._names.items()}
@@ -69,6 +69,10 @@ class Decoder:
     def layer_name(self, i: int) -> str:
         """Full name of layer i: `model.layers.3`."""
         return f"{self.name}.{i}"
+
+    def weight(self, i: int, name: str) -> Tensor:
+        """Returns the weight [N, K] of a linear layer of loaded layer i, which may be changed in place."""
+        return self.layers[i].get_parameter(f"{name}.weight").data
 
     def file_name(self, parameter: str) -> str | None:
         """The name in the files of a parameter of the model; None when they have no such tensor."""
@@ -156,7 +160,7 @@ class Decoder:
         return out
 
     @torch.no_grad()
-    def inputs(self, i: int, hidden: Tensor, linears: list[str]) -> list[Input]:
+    def inputs(self, i: int, hidden: Tensor, linears: list[str]) -> list[SharedInput]:
         """Which of `linears` (names in the layer) run for `hidden` [S, T, hidden], and which of them read the same tensor."""
         layer = self.layers[i]
         seen: list[tuple[Tensor, int, list[str]]] = []
@@ -186,7 +190,7 @@ class Decoder:
         finally:
             for hook in hooks:
                 hook.remove()
-        return [Input(tuple(names), next((name for y, name in reversed(made) if y is x), None)) for x, _, names in seen]
+        return [SharedInput(tuple(names), next((name for y, name in reversed(made) if y is x), None)) for x, _, names in seen]
 
     @torch.no_grad()
     def observe(self, i: int, hidden: list[Tensor], watch: Mapping[str, Callable[[Tensor], None]]) -> None:

@@ -34,7 +34,7 @@ from lowbit.models.complete import require_complete, require_finite, some
 from lowbit.models.cpu import plan_on_cpu
 from lowbit.models.dequantize import dequantize_model, quantized_layers
 from lowbit.models.fuse import prepare_on_gpu
-from lowbit.models.names import Names
+from lowbit.models.names import TensorNames
 from lowbit.models.parallel import parallel_refusals
 from lowbit.nn.convert import Plan, empty_like, plan_conversion, quantized, swap, tie
 from lowbit.nn.linear import make_batch_invariant
@@ -168,7 +168,7 @@ class LowbitQuantizer(HfQuantizer):
         self.plan = plan_for(model, config.scheme, config.modules_to_not_convert, config.embeddings, config.head)
         if stored:
             with CheckpointReader(where) as reader:
-                shapes, names = {name: reader.info(name).shape for name in reader.names()}, Names(model)
+                shapes, names = {name: reader.info(name).shape for name in reader.names()}, TensorNames(model)
             if _is_as_stated(model):
                 require_complete(where, model, shapes, names)
             self.plan = names.followed(self.plan, shapes)

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from lowbit.formats import PerBlock, Scheme
 from lowbit.kernels.reference.activations import quantize_activations_reference
 from lowbit.methods import Learned
-from lowbit.models.decoder import Decoder
+from lowbit.models.decoder import LayerwiseDecoder
 from lowbit.quantize.learned import LearnedRounding
 
 ENOUGH_TOKENS = 4096
@@ -38,7 +38,7 @@ worse than it began; at the second, it ended at 0.0042 (2026-11-23)."""
 
 
 def learn(
-    decoder: Decoder,
+    decoder: LayerwiseDecoder,
     i: int,
     hidden: list[Tensor],
     exact: list[Tensor],
@@ -47,7 +47,7 @@ def learn(
     method: Learned,
 ) -> tuple[float, float]:
     """Learns `roundings` of the linear layers of layer i (by their names in it), whose inputs are `hidden` and are to become
-    `exact`, in pieces as `Decoder.embed` made them. Linear layers whose scheme has 8-bit activations get them rounded, by the
+    `exact`, in pieces as `LayerwiseDecoder.embed` made them. Linear layers whose scheme has 8-bit activations get them rounded, by the
     range in `ranges` where it is calibrated. Returns the squared error of the outputs, relative to what the layer adds to its
     inputs, on all pieces, before and after. Where it would be larger than before, the layer stays rounded to nearest.
 
@@ -71,7 +71,7 @@ def learn(
 
 
 def _descend(
-    decoder: Decoder,
+    decoder: LayerwiseDecoder,
     i: int,
     hidden: list[Tensor],
     exact: list[Tensor],
@@ -114,7 +114,7 @@ def _order(pieces: int, together: int, iterations: int, seed: int) -> list[list[
     return batches[:iterations]
 
 
-def _output(decoder: Decoder, i: int, x: Tensor, roundings: Mapping[str, LearnedRounding]) -> Tensor:
+def _output(decoder: LayerwiseDecoder, i: int, x: Tensor, roundings: Mapping[str, LearnedRounding]) -> Tensor:
     dtype = product_dtype(decoder.device)
     with torch.autocast(decoder.device.type, torch.bfloat16, enabled=dtype is torch.bfloat16):
         weights = {f"{name}.weight": r.dense(dtype) for name, r in roundings.items()}
@@ -123,7 +123,7 @@ def _output(decoder: Decoder, i: int, x: Tensor, roundings: Mapping[str, Learned
 
 @torch.no_grad()
 def _relative_error(
-    decoder: Decoder, i: int, hidden: list[Tensor], exact: list[Tensor], roundings: Mapping[str, LearnedRounding]
+    decoder: LayerwiseDecoder, i: int, hidden: list[Tensor], exact: list[Tensor], roundings: Mapping[str, LearnedRounding]
 ) -> float:
     """The squared error of the outputs over the squared size of what the layer adds to its inputs."""
     error, size = torch.zeros(2, dtype=torch.float64, device=decoder.device).unbind()

@@ -14,15 +14,15 @@ from lowbit.nn.convert import Kept, Plan
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorTarget:
     """Where a tensor goes: `parameters`, more than one where it is split, and the operations on the way (`through`), none where
     it is a parameter just as it lies in the file."""
 
     parameters: tuple[str, ...]
-    through: tuple[str, ...] = ()
+    operations: tuple[str, ...] = ()
 
 
-class Names:
+class TensorNames:
     """The mapping of the tensors of a model's files to its parameters and buffers. Files may have names of older releases, and
     those of a base model lack the prefix that the names of a model with a head have."""
 
@@ -34,23 +34,23 @@ class Names:
         self._prefix: str = model.base_model_prefix
         self.own = dict(model.state_dict())
 
-    def place(self, tensor: str) -> Place | None:
+    def place(self, tensor: str) -> TensorTarget | None:
         """Where a tensor goes; None if the model has no place for it."""
         name, pattern = rename_source_key(tensor, self._renamings, self._converters, self._prefix, self.own)
         if name not in self.own and tensor in self.own:
-            return Place((tensor,))
+            return TensorTarget((tensor,))
         if pattern is None:
-            return Place((name,)) if name in self.own else None
+            return TensorTarget((name,)) if name in self.own else None
         converter = self._by_pattern[pattern]
         first, *_ = converter.target_patterns
         targets = tuple(dict.fromkeys(name.replace(first, target) for target in converter.target_patterns))
         operations = tuple(type(operation).__name__ for operation in converter.operations)
-        return Place(targets, operations) if all(target in self.own for target in targets) else None
+        return TensorTarget(targets, operations) if all(target in self.own for target in targets) else None
 
     def parameter(self, tensor: str) -> str | None:
         """The parameter or buffer that a tensor is as it lies in the file; None if there is none."""
         place = self.place(tensor)
-        return None if place is None or place.through else place.parameters[0]
+        return None if place is None or place.operations else place.parameters[0]
 
     def written(self, tensor: str, packed: Container[str]) -> str:
         """The name under which a tensor that is not quantized is written: that of the source, which servers know. The model's
@@ -98,6 +98,6 @@ class Names:
         for tensor in tensors:
             place = self.place(tensor)
             if place is not None and f"{module}.weight" in place.parameters:
-                how = ", ".join(place.through)
+                how = ", ".join(place.operations)
                 return f"Transformers makes its weight of {tensor}, which the files have instead, while loading ({how})"
         return f"the files have no tensor that is {module}.weight"

@@ -17,12 +17,12 @@ from lowbit.checkpoint.target import check_space, discard
 from lowbit.formats import QuantTensor, Scheme, parse_scheme, rotate_blocks
 from lowbit.hardware.machine import torch_device
 from lowbit.methods import DATA_FREE, Hqq, Learned, Method, Mixed, Rtn, Search, SmoothQuant, method_of, method_record
-from lowbit.models.calibrate import Calibration, Finished, Results, calibrate_layers, finished_bytes, recipe_of
+from lowbit.models.calibrate import CalibratedWeights, Calibration, FinishedLayers, calibrate_layers, finished_bytes, recipe_of
 from lowbit.models.complete import require_complete, require_finite_tensor
-from lowbit.models.decoder import Decoder
+from lowbit.models.decoder import LayerwiseDecoder
 from lowbit.models.hf import give_back_freed_memory, plan_for
 from lowbit.models.learn import ENOUGH_TOKENS
-from lowbit.models.names import Names
+from lowbit.models.names import TensorNames
 from lowbit.models.rotate import RotatedReader
 from lowbit.models.sensitivity import SCRATCH_FILES, measure_sensitivity
 from lowbit.models.skeleton import build, config_as_read
@@ -85,7 +85,7 @@ def quantize_checkpoint(
     ):
         discard(_scratch_folder(target), SCRATCH_FILES)  # left by a run that was killed
         model = build(config_as_read(reader), source / "config.json")
-        names = Names(model)
+        names = TensorNames(model)
         require_complete(source, model, {tensor: reader.info(tensor).shape for tensor in reader.names()}, names)
         skip = None if skip is None else _fitting(tuple(skip), model)
         plan = names.followed(plan_for(model, scheme, skip, embeddings), reader.names())
@@ -152,14 +152,14 @@ class _Weights:
         self.reader, self.plan, self.method, self.device, self.low_rank = reader, plan, method, device, low_rank
         self.rotated_inputs = rotated_inputs
         self.schemes: dict[str, Scheme] = dict.fromkeys(plan.shapes, plan.scheme) | plan.others
-        self._results: Results | None = None
+        self._results: CalibratedWeights | None = None
 
     def choose_schemes(
         self, mixed: Mixed, target: Path, calibration: Calibration, say: Callable[[str], None], progress: bool
     ) -> None:
         """Gives each unit of linear layers in the decoder a scheme, and says which."""
         # In float32, since gradients may be smaller than 16 bits can say.
-        decoder = Decoder(self.reader, self.device, torch.float32, self.rotated_inputs)
+        decoder = LayerwiseDecoder(self.reader, self.device, torch.float32, self.rotated_inputs)
         schemes = [parse_scheme(name) for name in mixed.schemes]
         shapes = [shape for name, shape in self.plan.linears.items() if name.startswith(f"{decoder.name}.")]
         weights = sum(n * k for n, k in shapes)
@@ -200,7 +200,7 @@ class _Weights:
         beside = sum(kept) - finished_bytes(target)
         check_space(target, needed_bytes + beside, "the checkpoint, with its finished layers at a byte per weight,")
         recipe = recipe_of(self.reader, self.schemes, self.method, self.low_rank, tokens, decoder)
-        finished = Finished(target, recipe, say)
+        finished = FinishedLayers(target, recipe, say)
         if isinstance(self.method, Learned) and tokens.numel() < ENOUGH_TOKENS:
             samples = -(-ENOUGH_TOKENS // tokens.shape[1])
             took = f"{tokens.shape[0]} x {tokens.shape[1]}"
@@ -217,7 +217,7 @@ class _Weights:
         )
         for line in notes:
             say(line)
-        self._results = Results(decoder, finished, self.schemes)
+        self._results = CalibratedWeights(decoder, finished, self.schemes)
 
     def quantized(self, tensor: str, module: str) -> QuantTensor:
         """The quantized weight of a module, whose tensor in the files is `tensor`."""
@@ -237,14 +237,14 @@ class _Weights:
         if self._results is not None:
             self._results.finished.clear()
 
-    def _decoder(self) -> Decoder:
+    def _decoder(self) -> LayerwiseDecoder:
         """Computes in float32 on a CPU and where rounding is learned, else in the type that most weights are stored in."""
         sizes: dict[torch.dtype, int] = {}
         for info in map(self.reader.info, self.reader.names()):
             sizes[info.dtype] = sizes.get(info.dtype, 0) + info.end - info.begin
         stored = max(sizes, key=lambda dtype: sizes[dtype])
         exact = self.device.type == "cpu" or isinstance(self.method, Learned)
-        return Decoder(self.reader, self.device, torch.float32 if exact else stored, self.rotated_inputs)
+        return LayerwiseDecoder(self.reader, self.device, torch.float32 if exact else stored, self.rotated_inputs)
 
     def _rounded(self, tensor: str | None, module: str) -> QuantTensor:
         assert tensor is not None

@@ -19,8 +19,8 @@ from torch.func import functional_call
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.models.complete import require_complete, require_finite_tensor
-from lowbit.models.decoder import Decoder
-from lowbit.models.names import Names
+from lowbit.models.decoder import LayerwiseDecoder
+from lowbit.models.names import TensorNames
 from lowbit.models.skeleton import skeleton
 from lowbit.quantize.rotate import Rotation
 
@@ -49,7 +49,7 @@ class RotatedReader(CheckpointReader):
     def __init__(self, folder: str | Path, seed: int) -> None:
         super().__init__(folder)
         model = skeleton(self.folder)
-        names, prefix = Names(model), f"{model.base_model_prefix}."
+        names, prefix = TensorNames(model), f"{model.base_model_prefix}."
         require_complete(self.folder, model, {tensor: self.info(tensor).shape for tensor in self.names()}, names)
         own = {tensor: names.parameter(tensor) or tensor for tensor in self.names() if not tensor.endswith(_COMPUTED)}
         self._roles = {tensor: name.removeprefix(prefix) for tensor, name in own.items()}
@@ -98,7 +98,7 @@ class RotatedReader(CheckpointReader):
         tokens = torch.arange(32)[None] % self._tensors[self._files[_EMBEDDING]].shape[0]
         added, outputs, logits = [], [], []
         for reader in (CheckpointReader(self.folder), self):
-            decoder = Decoder(reader, "cpu", torch.float32)
+            decoder = LayerwiseDecoder(reader, "cpu", torch.float32)
             hidden = decoder.embed(tokens)
             decoder.load(0)
             after = next(decoder.run(0, hidden))

@@ -13,7 +13,7 @@ from torch import Tensor
 from lowbit.checkpoint import CheckpointError
 from lowbit.checkpoint.target import PARTIAL
 from lowbit.formats import Scheme
-from lowbit.models.decoder import Decoder
+from lowbit.models.decoder import LayerwiseDecoder
 from lowbit.progress import Progress
 from lowbit.quantize.mixed import Candidate, sensitivity
 
@@ -25,7 +25,7 @@ SCRATCH_FILES = ("[0-9]*.safetensors", PARTIAL)
 
 
 def measure_sensitivity(
-    decoder: Decoder,
+    decoder: LayerwiseDecoder,
     linears: list[str],
     schemes: list[Scheme],
     tokens: Tensor,

@@ -23,7 +23,7 @@ from lowbit.checkpoint.reader import read_json
 from lowbit.formats import ActivationRule, PerChannel, PerTensor, QuantTensor
 from lowbit.models.complete import Shape, require_complete, require_finite_tensor, some
 from lowbit.models.gguf import GgufSource
-from lowbit.models.names import Names
+from lowbit.models.names import TensorNames
 from lowbit.models.skeleton import build, config_of
 from lowbit.models.tensorrt_llm import WEIGHTS, TensorrtLlmSource, is_tensorrt_llm
 from lowbit.ops.table import scheme_refusals
@@ -166,7 +166,7 @@ class Contents:
 
     def __init__(self, where: Path, opened: Opened, to: str = "lowbit") -> None:
         self.where, self.opened, self.source, self.to = where, opened, opened.source, to
-        self.names, self.modules = Names(opened.model), dict(opened.model.named_modules())
+        self.names, self.modules = TensorNames(opened.model), dict(opened.model.named_modules())
         self.refused: dict[str, list[str]] = {}
         self.noted: dict[str, list[str]] = {}
 
@@ -290,6 +290,6 @@ class Contents:
             yield f"{self.to} files have quantized linear layers only, this is an embedding"
         elif self.to == "lowbit":
             found = f"has a {type(module).__name__} there"
-            if place is not None and place.through:
-                found = f"makes {some(place.parameters)} of it while loading ({', '.join(place.through)})"
+            if place is not None and place.operations:
+                found = f"makes {some(place.parameters)} of it while loading ({', '.join(place.operations)})"
             yield f"a linear layer is expected, but Transformers' {type(self.opened.model).__name__} {found}"

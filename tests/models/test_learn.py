@@ -12,7 +12,7 @@ from lowbit import quantize_checkpoint
 from lowbit.checkpoint import CheckpointReader
 from lowbit.formats import parse_scheme
 from lowbit.models import learn as learn_module
-from lowbit.models.decoder import Decoder
+from lowbit.models.decoder import LayerwiseDecoder
 from lowbit.models.learn import learn, rounded_activations
 from lowbit.ops import quantize_activations
 from lowbit.quantize import Gptq, Learned, Mixed, Rtn
@@ -120,7 +120,7 @@ def test_targets_are_the_float_models_and_inputs_the_quantized_ones(tiny, tmp_pa
         seen.append((torch.cat(hidden), torch.cat(exact)))
         return learn(decoder, i, hidden, exact, *rest)
 
-    monkeypatch.setattr("lowbit.models.quantize_layer.learn", watch)
+    monkeypatch.setattr("lowbit.models.layer_methods.learn", watch)
     quantize_checkpoint(tiny, tmp_path / "q", "w3a16_g32", method=METHOD, calibration=CALIBRATION)
     tokens = CALIBRATION.tokens(tiny)
     for path, at, index in ((tiny, 2, 1), (tmp_path / "q", 1, 0)):
@@ -133,7 +133,7 @@ def test_targets_are_the_float_models_and_inputs_the_quantized_ones(tiny, tmp_pa
 
 
 def test_a_rate_that_is_too_high_is_followed_by_a_lower_one(lively, monkeypatch):
-    decoder = Decoder(CheckpointReader(lively), "cpu", torch.float32)
+    decoder = LayerwiseDecoder(CheckpointReader(lively), "cpu", torch.float32)
     hidden = decoder.embed(CALIBRATION.tokens(lively), together=3)
     layer = decoder.load(0)
     exact = list(decoder.run(0, hidden))
@@ -149,7 +149,7 @@ def test_a_rate_that_is_too_high_is_followed_by_a_lower_one(lively, monkeypatch)
 
 
 def test_what_learning_makes_worse_is_left_rounded(lively, monkeypatch):
-    decoder = Decoder(CheckpointReader(lively), "cpu", torch.float32)
+    decoder = LayerwiseDecoder(CheckpointReader(lively), "cpu", torch.float32)
     hidden = decoder.embed(CALIBRATION.tokens(lively), together=3)
     layer = decoder.load(0)
     exact = list(decoder.run(0, hidden))
