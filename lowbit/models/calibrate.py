@@ -287,7 +287,7 @@ def recipe_of(
     tokens: Tensor,
     decoder: LayerwiseDecoder,
 ) -> dict[str, Any]:
-    """What a run's results depend on."""
+    """Returns everything that the results of a run depend on, for JSON."""
     files = sorted({reader.info(name).file for name in reader.names()})
     return {
         "lowbit": __version__,

@@ -28,7 +28,7 @@ class LayerResult:
     """The result of quantizing a decoder layer; names are relative to the layer.
 
     quantized: weights by the name of their linear layer. changed: other parameters, scaled, in the dtype of the files. notes:
-    lines about layers that were only rounded. error: for a method that learns, the error of the layer's output before and after.
+    lines about layers that were only rounded. error: of the layer's output before and after learning, if the method learns.
     """
 
     quantized: dict[str, QuantTensor] = field(default_factory=dict)
@@ -182,7 +182,7 @@ def observe_inputs(
     hessian: bool = True,
     sample: int = 0,
 ) -> dict[str, InputStatistics]:
-    """Runs decoder layer `i` and returns the statistics of `inputs` by linear layer, one object for those that share an input."""
+    """Runs decoder layer i and returns the statistics of `inputs` by linear layer, shared by those that read one input."""
     statistics = [
         InputStatistics(decoder.weight(i, each.linears[0]).shape[1], hessian=hessian, keep=sample, device=decoder.device)
         for each in inputs

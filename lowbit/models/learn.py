@@ -46,13 +46,15 @@ def learn(
     ranges: Mapping[str, Mapping[str, Tensor]],
     method: Learned,
 ) -> tuple[float, float]:
-    """Learns `roundings` of the linear layers of layer i (by their names in it), whose inputs are `hidden` and are to become
-    `exact`, in pieces as `LayerwiseDecoder.embed` made them. Linear layers whose scheme has 8-bit activations get them rounded, by the
-    range in `ranges` where it is calibrated. Returns the squared error of the outputs, relative to what the layer adds to its
-    inputs, on all pieces, before and after. Where it would be larger than before, the layer stays rounded to nearest.
+    """Learns the roundings of linear layers of decoder layer i, so that its outputs for `hidden` become those in `exact`.
 
-    Offsets and factors go by Adam. Products are in `product_dtype`, the residual stream and what is learned in float32. Each
-    iteration takes the next `method.batch` pieces of an order that `method.seed` and i decide. Nothing in it waits for a GPU.
+    roundings: by the name of the linear layer in the decoder layer. hidden, exact: batches as `LayerwiseDecoder.embed` returns
+    them. ranges: static activation scales; inputs of linear layers with 8-bit activations are rounded.
+
+    Returns the squared error of the outputs on all batches before and after, relative to what the layer adds to its inputs. If
+    the error would grow, the layer stays rounded to nearest. Offsets and factors are optimized by Adam. Products are in
+    `product_dtype`; the residual stream and the parameters are float32. `method.seed` and i decide the order of sequences. No
+    step synchronizes with a GPU.
     """
     together = len(hidden[0])
     pieces = sum(len(x) for x in hidden)

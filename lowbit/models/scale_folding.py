@@ -1,4 +1,4 @@
-"""Moves a scale per input channel into the weights of linear layers and, where possible, into the module that computes the input."""
+"""Moves a scale per input channel into linear layers and its inverse into the module that computes the input."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class ScaleFolder:
             for name in each.linears:
                 multiply_inputs(layer.get_submodule(name), scale)
             if fold is None:
-                out.pre_quant_scales.update(dict.fromkeys(each.linears, 1 / scale))  # files hold no tensor twice
+                for name in each.linears:
+                    out.pre_quant_scales[name] = 1 / scale  # a tensor each: safetensors refuses shared memory
             else:
                 out.changed.update(self._divide_producer(i, fold, scale, schemes))
         return out

@@ -4,6 +4,7 @@ the bit, and rounds inputs as the layers will."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from tests.models.test_calibrate import CALIBRATION, decoder_of, files, linears,
 from tests.tiny import eager_llama, tiny_tokenizer
 
 METHOD = Learned(iterations=60, batch=3)
+LICENSE = Path(__file__).parents[2] / "LICENSE"
+"""A text that no edit of the tests changes: whether a rate is too high depends on the text."""
 TEXT = replace(CALIBRATION, samples=12, length=48)
 
 
@@ -134,7 +137,7 @@ def test_targets_are_the_float_models_and_inputs_the_quantized_ones(tiny, tmp_pa
 
 def test_a_rate_that_is_too_high_is_followed_by_a_lower_one(lively, monkeypatch):
     decoder = LayerwiseDecoder(CheckpointReader(lively), "cpu", torch.float32)
-    hidden = decoder.embed(CALIBRATION.tokens(lively), together=3)
+    hidden = decoder.embed(replace(CALIBRATION, text=LICENSE).tokens(lively), together=3)
     layer = decoder.load(0)
     exact = list(decoder.run(0, hidden))
     found = {}
@@ -150,7 +153,7 @@ def test_a_rate_that_is_too_high_is_followed_by_a_lower_one(lively, monkeypatch)
 
 def test_what_learning_makes_worse_is_left_rounded(lively, monkeypatch):
     decoder = LayerwiseDecoder(CheckpointReader(lively), "cpu", torch.float32)
-    hidden = decoder.embed(CALIBRATION.tokens(lively), together=3)
+    hidden = decoder.embed(replace(CALIBRATION, text=LICENSE).tokens(lively), together=3)
     layer = decoder.load(0)
     exact = list(decoder.run(0, hidden))
     roundings = {n: LearnedRounding(layer.get_submodule(n).weight.data, parse_scheme("w4a16_g32")) for n in linears(decoder)}
