@@ -22,11 +22,11 @@ from lowbit.models.complete import require_complete
 from lowbit.models.hf import plan_for
 from lowbit.models.names import TensorNames
 from lowbit.models.skeleton import skeleton
+from lowbit.models.source import resolve
 from lowbit.ops import KERNELS, Problem, choose, problem_on
 from lowbit.pack import FragmentOrder, scaled_refusals
 from lowbit.pack.fragment import STRIP, TILE_K, word_places
 from lowbit.quantize import rtn
-from lowbit.sources import local_model
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def explain(
     atom = (
         wgmma_f16(64) if "wgmma" in typical_machine(sm).arch.features else MMA_M16N8K16_F16
     )  # also says whether `sm` is known
-    with CheckpointReader(local_model(checkpoint)) as reader:
+    with resolve(checkpoint).reader() as reader:
         if scheme is None:
             weight, origin = _quantized(reader, layer, row, column)
         else:

@@ -46,7 +46,7 @@ _SIZES = {
 _BLOCK_NAME = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
 
 
-class GgufSource:
+class GgufLayerReader:
     """The layers and plain tensors of one GGUF file under Transformers' names; raises CheckpointError for other architectures
     than llama, qwen2 and qwen3, and for tensors without a counterpart."""
 

@@ -10,7 +10,6 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader
-from lowbit.checkpoint.detect import quantization_of
 from lowbit.checkpoint.reader import pickle_refusal, read_json
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import torch_device
@@ -18,9 +17,10 @@ from lowbit.models.complete import Shape, incomplete, is_finite, require_complet
 from lowbit.models.cpu import cpu_dtype, plan_on_cpu, quantizing_dtype
 from lowbit.models.head import quantize_head
 from lowbit.models.hf import METHOD, LowbitConfig, place_empty_modules
+from lowbit.models.layer_importer import LayerImporter
 from lowbit.models.load_foreign import load_foreign
 from lowbit.models.skeleton import build, config_of, damaged, is_encoder_decoder, require_causal, skeleton
-from lowbit.models.source import Contents, is_foreign, open_checkpoint
+from lowbit.models.source import ResolvedSource, resolve
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import make_batch_invariant
 from lowbit.nn.packed import PackedWeight
@@ -29,7 +29,7 @@ from lowbit.sources import local_model
 
 
 def load(
-    source: str | Path,
+    source: str | Path | ResolvedSource,
     *,
     scheme: str | None = None,
     device: str | torch.device | None = None,
@@ -59,7 +59,7 @@ def load(
 
 
 def load_causal(
-    source: str | Path,
+    source: str | Path | ResolvedSource,
     *,
     scheme: str | None = None,
     device: str | torch.device | None = None,
@@ -85,31 +85,34 @@ def load_causal(
 
 
 def _load(
-    source: str | Path, scheme: str | None, device: str | torch.device | None, dtype: torch.dtype | None, *, verify: bool,
-    progress: bool, causal: bool = False, head: str | None = None, or_encoder_decoder: bool = False,
+    source: str | Path | ResolvedSource, scheme: str | None, device: str | torch.device | None, dtype: torch.dtype | None, *,
+    verify: bool, progress: bool, causal: bool = False, head: str | None = None, or_encoder_decoder: bool = False,
 ) -> PreTrainedModel:  # fmt: skip
-    device, folder = torch_device(device), local_model(source)
-    opened = open_checkpoint(folder) if is_foreign(folder) else None
-    config = config_of(folder) if opened is None else opened.config
+    device, resolved = torch_device(device), resolve(source)
+    source, folder = resolved.name, resolved.path
+    checkpoint = resolved.open_quantized() if resolved.is_foreign else None
+    config = config_of(folder) if checkpoint is None else checkpoint.config
     # Building a model changes its configuration, and the one that Transformers gets below is as config_of made it.
-    model = build(copy.deepcopy(config), folder / "config.json") if opened is None else opened.model
+    model = build(copy.deepcopy(config), folder / "config.json") if checkpoint is None else checkpoint.model
     if causal:
         require_causal(model, source, or_encoder_decoder=or_encoder_decoder)
     head = None if is_encoder_decoder(model) else head
-    held = opened.tool if opened is not None else _held(config)
-    options = _quantization(source, held, scheme, head)
+    quantized_to = resolved.quantized_to if checkpoint is None else checkpoint.tool
+    options = _quantization(source, quantized_to, scheme, head)
     if verify:
         verify_checkpoint(folder, progress=progress)
     if folder.is_dir():
         _check_generation(folder)
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
-    wanted = dtype or (own if device.type == "cuda" else cpu_dtype(bool(held or options)))
-    if opened is not None:
-        model, info = load_foreign(folder, opened, device=device, dtype=wanted, progress=progress)
+    wanted = dtype or (own if device.type == "cuda" else cpu_dtype(bool(quantized_to or options)))
+    if checkpoint is not None:
+        model, info = load_foreign(checkpoint, device=device, dtype=wanted, progress=progress)
         _require_all(source, model, info)
         return model
     if folder.is_dir():
-        _check_headers(folder, model)
+        if resolved.tool is None:  # lowbit's quantizer compares its own; other tools have layouts of their own
+            with resolved.reader() as reader:
+                require_complete(folder, model, _shapes(reader))
         _check_adapter(folder)
     read = quantizing_dtype(config, wanted) if options else wanted
     try:
@@ -173,18 +176,18 @@ def verified_files(reader: CheckpointReader, *, progress: bool = False) -> tuple
         return reader.verify_files(bar.update)
 
 
-def check_checkpoint(folder: str | Path) -> tuple[str, ...]:
+def check_checkpoint(source: str | Path | ResolvedSource) -> tuple[str, ...]:
     """What is wrong with the files of a checkpoint, read whole: names, shapes and types as config.json's model has them, and
     every number finite; empty when nothing is. Of lowbit's own, codes, zeros and factors are looked into as well, of another
     tool's what its reader checks. Raises CheckpointError for files that cannot be read at all, and of another tool's for the
     first thing that is wrong."""
-    folder = local_model(folder)
-    if is_foreign(folder):
-        refused = Contents(folder, open_checkpoint(folder)).check()
+    source = resolve(source)
+    if source.is_foreign:
+        refused = LayerImporter(source.open_quantized()).check()
         return (refused,) if refused else ()
-    with CheckpointReader(folder) as reader:
-        if reader.manifest is None and quantization_of(folder, reader.config) is not None:
-            Contents(folder, open_checkpoint(folder), "dequantized").check()
+    with source.reader() as reader:
+        if reader.manifest is None and source.tool is not None:
+            LayerImporter(source.open_quantized(), "dequantized").check()
             return ()
         reasons = incomplete(_placed_skeleton(reader), _shapes(reader))
         if reader.manifest is not None:
@@ -202,31 +205,16 @@ def _placed_skeleton(reader: CheckpointReader) -> PreTrainedModel:
     return model
 
 
-def _held(config: Any) -> str | None:
-    """To what a checkpoint is quantized by its config.json; None if it is not."""
-    stored = getattr(config, "quantization_config", None)
-    return None if stored is None else str(stored.get("scheme", stored.get("quant_method")))
-
-
-def _quantization(source: str | Path, held: str | None, scheme: str | None, head: str | None) -> dict[str, Any]:
-    """The arguments of from_pretrained that quantize to a scheme while loading, LM head and embedding to that of `head`, of a
-    checkpoint that is quantized to `held`."""
+def _quantization(source: str, quantized_to: str | None, scheme: str | None, head: str | None) -> dict[str, Any]:
+    """Returns the arguments of from_pretrained that quantize to `scheme` while loading, and LM head and embedding to `head`."""
     if scheme is None:
         return {}
     wanted = parse_scheme(scheme)
-    if held is None:
+    if quantized_to is None:
         return {"quantization_config": LowbitConfig(wanted.name, head=head)}
-    if held != wanted.name:
-        raise ValueError(f"{source} is quantized already, to {held}; leave out the scheme {scheme!r}")
+    if quantized_to != wanted.name:
+        raise ValueError(f"{source} is quantized already, to {quantized_to}; leave out the scheme {scheme!r}")
     return {}
-
-
-def _check_headers(folder: Path, model: PreTrainedModel) -> None:
-    """Compares the headers of a folder's files with the model before anything is loaded; those of lowbit's own checkpoints are
-    compared by its quantizer, those of other tools have the layout that Transformers' quantizer for them knows."""
-    with CheckpointReader(folder) as reader:
-        if quantization_of(folder, reader.config) is None:
-            require_complete(folder, model, _shapes(reader))
 
 
 def _check_adapter(folder: Path) -> None:

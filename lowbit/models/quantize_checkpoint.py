@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
-from lowbit.checkpoint.detect import quantization_of
 from lowbit.checkpoint.target import check_space, discard
 from lowbit.formats import QuantTensor, Scheme, parse_scheme, rotate_blocks
 from lowbit.hardware.machine import torch_device
@@ -26,12 +25,12 @@ from lowbit.models.names import TensorNames
 from lowbit.models.rotate import RotatedReader
 from lowbit.models.sensitivity import SCRATCH_FILES, measure_sensitivity
 from lowbit.models.skeleton import build, config_as_read
+from lowbit.models.source import ResolvedSource, resolve
 from lowbit.nn.convert import Plan, matches, quantized
 from lowbit.progress import Progress
 from lowbit.quantize.hqq import hqq
 from lowbit.quantize.lorc import lorc
 from lowbit.quantize.mixed import choose, stored_bits
-from lowbit.sources import local_model
 
 
 def _silent(line: str) -> None:
@@ -78,10 +77,11 @@ def quantize_checkpoint(
     that cannot be used, and where nothing can be quantized.
     """
     method = _chosen(method, search, options)
-    source, target, device = local_model(source), Path(target), torch_device(device)
+    resolved, target, device = resolve(source), Path(target), torch_device(device)
+    source = resolved.path
     with (
         CheckpointWriter(target, overwrite=overwrite, sources=[source], say=say) as writer,
-        _opened(source, rotation, say) as reader,
+        _opened(resolved, rotation, say) as reader,
     ):
         discard(_scratch_folder(target), SCRATCH_FILES)  # left by a run that was killed
         model = build(config_as_read(reader), source / "config.json")
@@ -269,14 +269,12 @@ def _warn(line: str, say: Callable[[str], None]) -> None:
         say(f"warning: {line}")
 
 
-def _opened(source: Path, rotation: int | None, say: Callable[[str], None]) -> CheckpointReader:
-    """The reader of a 16-bit checkpoint, rotated where a seed is given."""
-    reader = CheckpointReader(source)
-    if (found := quantization_of(source, reader.config)) is not None:
-        raise CheckpointError(f"{source}: is quantized already ({found[0]}); quantize the 16-bit checkpoint it came from")
+def _opened(source: ResolvedSource, rotation: int | None, say: Callable[[str], None]) -> CheckpointReader:
+    """Returns the reader of a 16-bit checkpoint, rotated by the seed `rotation` unless it is None."""
+    source.require_unquantized("quantize the 16-bit checkpoint it came from")
     if rotation is None:
-        return reader
-    rotated = RotatedReader(source, rotation)
+        return source.reader()
+    rotated = RotatedReader(source.path, rotation)
     rotated.check()
     if rotated.untied:
         more = rotated.info("lm_head.weight")

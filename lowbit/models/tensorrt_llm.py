@@ -63,7 +63,7 @@ def is_tensorrt_llm(config: Mapping[str, Any]) -> bool:
     return isinstance(config.get("architecture"), str) and isinstance(config.get("quantization"), dict)
 
 
-class TensorrtLlmSource:
+class TensorrtLlmReader:
     """The layers and plain tensors of a checkpoint under Transformers' names. Opening it checks names, types and shapes of all
     tensors; raises CheckpointError for other models, algorithms and layouts than those read."""
 
