@@ -15,7 +15,7 @@ from lowbit.checkpoint.target import PARTIAL
 from lowbit.formats import Scheme
 from lowbit.models.decoder import LayerwiseDecoder
 from lowbit.progress import Progress
-from lowbit.quantize.mixed import Candidate, sensitivity
+from lowbit.quantize.mixed import SchemeCost, sensitivity
 
 TOKENS = 4096
 """Of the calibration text, enough: docs/quantize.md has the figures."""
@@ -33,7 +33,7 @@ def measure_sensitivity(
     *,
     low_rank: int = 0,
     progress: bool = False,
-) -> dict[tuple[str, ...], list[Candidate]]:
+) -> dict[tuple[str, ...], list[SchemeCost]]:
     """For each unit of `linears` (full names), layers that read one input and that serving engines therefore fuse, what each of
     `schemes` costs: see `quantize.mixed`. Of the texts `tokens` [S, T] so many are used, evenly spread, as make about `TOKENS`.
 
@@ -56,7 +56,7 @@ def measure_sensitivity(
         decoder.free(i)
         bar.update()
     slopes = decoder.head_gradients(hidden)
-    found: dict[tuple[str, ...], list[Candidate]] = {}
+    found: dict[tuple[str, ...], list[SchemeCost]] = {}
     for i in reversed(range(len(decoder))):
         layer = decoder.load(i)
         weights = {name: layer.get_parameter(f"{name}.weight").data for group in groups[i] for name in group}

@@ -180,7 +180,7 @@ def test_a_mix_and_layers_left_in_16_bits_learn_too(lively, tmp_path):
 def test_fewer_pieces_than_a_batch_has(tiny, tmp_path):  # noqa: F811
     few = replace(CALIBRATION, samples=2)
     quantize_checkpoint(tiny, tmp_path / "q", "w4a16_g32", method=Learned(5, 8), calibration=few)
-    with pytest.raises(ValueError, match="1 or more iterations of 1 or more pieces, got 0 of 8"):
+    with pytest.raises(ValueError, match="1 or more iterations of 1 or more sequences, got 0 of 8"):
         Learned(iterations=0)
 
 
