@@ -151,13 +151,13 @@ class LayerImporter:
 
     def _misplaced(self, name: str) -> Iterator[str]:
         """Yields why the model has no module for a quantized layer of this name."""
-        place, module = self.names.place(f"{name}.weight"), self.modules.get(self.module(name) or "")
+        target, module = self.names.target(f"{name}.weight"), self.modules.get(self.module(name) or "")
         if isinstance(module, nn.Linear) or (isinstance(module, nn.Embedding) and self.to == "lowbit"):
             return
         if isinstance(module, nn.Embedding):
             yield f"{self.to} files have quantized linear layers only, this is an embedding"
         elif self.to == "lowbit":
             found = f"has a {type(module).__name__} there"
-            if place is not None and place.operations:
-                found = f"makes {some(place.parameters)} of it while loading ({', '.join(place.operations)})"
+            if target is not None and target.operations:
+                found = f"makes {some(target.parameters)} of it while loading ({', '.join(target.operations)})"
             yield f"a linear layer is expected, but Transformers' {type(self.checkpoint.model).__name__} {found}"

@@ -1,4 +1,4 @@
-"""Which parameter of a model a tensor of its files is, by the mapping that Transformers applies while it loads."""
+"""Maps the tensors of a model's files to its parameters, by the mapping that Transformers applies while loading."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from lowbit.nn.convert import Kept, Plan
 
 @dataclass(frozen=True)
 class TensorTarget:
-    """Where a tensor goes: `parameters`, more than one where it is split, and the operations on the way (`through`), none where
-    it is a parameter just as it lies in the file."""
+    """The parameters that a tensor of the files becomes, several if it is split, and the operations that convert it, if any."""
 
     parameters: tuple[str, ...]
     operations: tuple[str, ...] = ()
 
 
 class TensorNames:
-    """The mapping of the tensors of a model's files to its parameters and buffers. Files may have names of older releases, and
-    those of a base model lack the prefix that the names of a model with a head have."""
+    """Maps names of tensors in a model's files to names of its parameters and buffers.
+
+    Files may have names of older releases, and those of a base model lack the prefix that a model with a head adds.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         mapping = get_model_conversion_mapping(model)
@@ -34,8 +35,8 @@ class TensorNames:
         self._prefix: str = model.base_model_prefix
         self.own = dict(model.state_dict())
 
-    def place(self, tensor: str) -> TensorTarget | None:
-        """Where a tensor goes; None if the model has no place for it."""
+    def target(self, tensor: str) -> TensorTarget | None:
+        """Returns the target of a tensor; None if the model has none."""
         name, pattern = rename_source_key(tensor, self._renamings, self._converters, self._prefix, self.own)
         if name not in self.own and tensor in self.own:
             return TensorTarget((tensor,))
@@ -48,14 +49,16 @@ class TensorNames:
         return TensorTarget(targets, operations) if all(target in self.own for target in targets) else None
 
     def parameter(self, tensor: str) -> str | None:
-        """The parameter or buffer that a tensor is as it lies in the file; None if there is none."""
-        place = self.place(tensor)
-        return None if place is None or place.operations else place.parameters[0]
+        """Returns the parameter or buffer that a tensor is without conversion; None if there is none."""
+        target = self.target(tensor)
+        return None if target is None or target.operations else target.parameters[0]
 
     def written(self, tensor: str, packed: Container[str]) -> str:
-        """The name under which a tensor that is not quantized is written: that of the source, which servers know. The model's
-        own for tensors of the modules `packed`, whose codes have that, and where names of the source are those of a base model,
-        without the prefix that the codes have."""
+        """Returns the name under which a tensor that is not quantized is written: that of the source, which servers expect.
+
+        The model's own name is used for tensors of the modules `packed`, like that of their codes, and if the source has the
+        names of a base model, without the prefix.
+        """
         name = self.parameter(tensor)
         if name is None or self.parameter(name) != name:
             return tensor
@@ -96,8 +99,8 @@ class TensorNames:
 
     def _made(self, module: str, tensors: Iterable[str]) -> str:
         for tensor in tensors:
-            place = self.place(tensor)
-            if place is not None and f"{module}.weight" in place.parameters:
-                how = ", ".join(place.operations)
+            target = self.target(tensor)
+            if target is not None and f"{module}.weight" in target.parameters:
+                how = ", ".join(target.operations)
                 return f"Transformers makes its weight of {tensor}, which the files have instead, while loading ({how})"
         return f"the files have no tensor that is {module}.weight"
