@@ -27,9 +27,12 @@ _ADVICE = "--to lowbit can hold every layer that is read, --to dequantized write
 
 
 @dataclass
-class Conversion:
-    """What `convert_checkpoint` did: the tool whose files were read (`source`), `target`, the scheme of each layer, and
-    `notes`, a line for everything that the target does not say as the source did."""
+class ConversionReport:
+    """The report of `convert_checkpoint`.
+
+    source: the tool whose files were read. layers: name -> scheme. notes: a line for everything that the target states
+    differently from the source.
+    """
 
     source: str
     target: str
@@ -37,7 +40,7 @@ class Conversion:
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """The report, a line each."""
+        """Returns the lines of the report."""
         schemes = ", ".join(f"{count} of {name}" for name, count in Counter(self.layers.values()).most_common())
         return [f"{self.source} to {self.target}: {len(self.layers)} layers ({schemes})", *self.notes]
 
@@ -45,19 +48,18 @@ class Conversion:
 def convert_checkpoint(
     source: str | Path, target: str | Path, to: str = "lowbit", *, overwrite: bool = False, progress: bool = False,
     say: Callable[[str], None] = lambda line: None,
-) -> Conversion:  # fmt: skip
+) -> ConversionReport:  # fmt: skip
     """Writes the quantized checkpoint `source` to the folder `target` in the files of another tool.
 
     source: a Transformers folder, or a name on the hub, quantized by AutoAWQ, GPTQ tools, compressed-tensors, FP8 or
     bitsandbytes (4 bits), one of lowbit's own, one of TensorRT-LLM, or a GGUF file (or a folder with one). to: "lowbit",
     "gptq", "awq", "compressed-tensors", "tensorrt-llm" (one file, in memory as a whole), or "dequantized" for plain weights in
-    the model's dtype, or the 16-bit one that rounds least where the files state none. Codes, scales and zero points are carried
-    over as they are; only "dequantized" rounds.
-    Peak memory is one shard of the output (2 GiB at most) plus one layer. `target` appears complete or not at all; `say` gets a
-    line on what it replaced.
+    the model's dtype, or the 16-bit one that rounds least where the files state none. Codes, scales and zero points are
+    unchanged; only "dequantized" rounds. Peak memory is one shard of the output (2 GiB at most) plus one layer. `target` is
+    written atomically; `say` is called with a line about what it replaced.
 
-    Raises CheckpointError for files that cannot be read or written, and for layers that the target's files cannot hold: it
-    names each reason, a layer that has it, and what to do.
+    Raises CheckpointError for files that cannot be read or written, and for layers that the target's files cannot hold, with
+    each reason, a layer that has it, and the remedy.
     """
     if to not in TARGETS:
         raise CheckpointError(f"checkpoints are converted to {', '.join(TARGETS)}, not to {to!r}")
@@ -68,7 +70,7 @@ def convert_checkpoint(
         tempfile.TemporaryDirectory() as scratch,
     ):
         checkpoint = resolved.open_quantized()
-        report = Conversion(checkpoint.tool, to)
+        report = ConversionReport(checkpoint.tool, to)
         if checkpoint.tool == to == "lowbit":
             raise CheckpointError(
                 f"{resolved.path}: is a lowbit checkpoint already; --to names what to make of it: {', '.join(TARGETS)}"
@@ -87,9 +89,9 @@ def convert_checkpoint(
 
 
 class _Converter:
-    """One conversion: reads and writes every layer; once one is refused, only looks for further reasons."""
+    """Reads and writes every layer; after the first refusal, only collects further reasons."""
 
-    def __init__(self, checkpoint: QuantizedCheckpoint, to: str, writer: CheckpointWriter, report: Conversion) -> None:
+    def __init__(self, checkpoint: QuantizedCheckpoint, to: str, writer: CheckpointWriter, report: ConversionReport) -> None:
         self.checkpoint, self.reader, self.writer, self.report = checkpoint, checkpoint.reader, writer, report
         self.importer = LayerImporter(checkpoint, to)
         zeros = any(e.scheme is not None and e.scheme.zero is ZeroPoint.INTEGER for e in self.reader.entries.values())
@@ -99,8 +101,8 @@ class _Converter:
         self.rounded = 0.0
 
     def _plain_dtype(self, to: str) -> torch.dtype:
-        """The type of weights that are not quantized: the model's, or, where files name none and one must be stated, that of 16
-        bits which rounds least; noted then."""
+        """Returns the dtype of plain weights: the model's, or, if none is stated, the 16-bit one with the least rounding
+        error."""
         stated = str(self.checkpoint.stated.get("dtype") or self.checkpoint.stated.get("torch_dtype")).removeprefix("torch.")
         if stated in _DTYPES or to not in ("dequantized", "tensorrt-llm"):
             return _DTYPES.get(stated, torch.bfloat16)
@@ -115,7 +117,7 @@ class _Converter:
         return chosen
 
     def least_bytes(self) -> int:
-        """What the output takes at least: the codes of every layer, or its weights where they are written dequantized."""
+        """Returns a lower bound of the output's bytes: the codes of every layer, or its dequantized weights."""
         total = 0
         for entry in self.reader.entries.values():
             n, k = entry.shape
@@ -126,7 +128,7 @@ class _Converter:
         return total
 
     def run(self, progress: bool) -> Manifest | dict[str, Any] | None:
-        """Converts everything; the quantization configuration for config.json, None for plain weights."""
+        """Converts everything; returns `quantization_config`, None for plain weights."""
         self.importer.require_complete()
         for name in Progress(self.reader.entries, desc=f"to {self.report.target}", unit="layers", shown=progress):
             self._layer(name)
@@ -159,7 +161,7 @@ class _Converter:
         self.report.layers[written] = q.scheme.name
 
     def _dequantized(self, name: str) -> None:
-        """Writes a layer's plain weights, rounded once."""
+        """Writes the dequantized weights of a layer, rounded once."""
         exact = self.reader.dequantize(name, torch.float32)
         weight = exact.to(self.dtype)
         error = rounding_error(exact, self.dtype)
