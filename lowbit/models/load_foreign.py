@@ -1,7 +1,7 @@
 """Loads another tool's quantized checkpoint into a model, layer by layer, without files in between.
 
-Transformers loads it as a model that is quantized on the way: it asks for each tensor in turn, and here a quantized layer comes
-as codes instead of 16-bit numbers. So devices, types, names, ties and buffers are what they are for a checkpoint of our own.
+Transformers loads it as a model that is quantized while loading, with codes instead of 16-bit numbers for quantized layers. So
+devices, dtypes, names, ties and buffers are the same as for a lowbit checkpoint.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def load_foreign(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Returns the model of a checkpoint on `device`, computing in `dtype`, and the loading information of Transformers.
 
-    Its state is that of `convert_checkpoint` to a folder and from_pretrained of that; one layer is in memory beside it in
-    another form. What is taken over in another way than the files say is a warning. Raises CheckpointError for layers that have
-    no scheme or no place in the model, and for files that are not those of the model.
+    The result equals `convert_checkpoint` followed by from_pretrained; one layer at a time is in memory twice. Logs a warning
+    for everything that is not carried over unchanged. Raises CheckpointError for layers without a scheme or a module in the
+    model, and for files of another model.
     """
     where, reader, importer = checkpoint.path, checkpoint.reader, LayerImporter(checkpoint)
     importer.require_complete()
@@ -71,7 +71,7 @@ def load_foreign(
 
 
 class _Loader:
-    """Hands the layers and tensors of a checkpoint to Transformers and remembers what the layers are."""
+    """Provides the layers and tensors of a checkpoint to Transformers and records the entries of the layers."""
 
     def __init__(self, importer: LayerImporter, device: torch.device) -> None:
         self.importer, self.reader, self.device = importer, importer.reader, device
@@ -79,7 +79,8 @@ class _Loader:
         self.entries: dict[str, LayerEntry] = {}
 
     def expected(self) -> LowbitConfig:
-        """Which modules take up quantized weights, for the quantizer; their schemes show when they are read."""
+        """Returns the configuration for the quantizer, with the modules that get quantized weights but not yet their
+        schemes."""
         layers = {self.modules[name]: {"shape": list(entry.shape)} for name, entry in self.reader.entries.items()}
         schemes = [entry.scheme.name for entry in self.reader.entries.values() if entry.scheme is not None]
         if not schemes:
@@ -87,7 +88,7 @@ class _Loader:
         return LowbitConfig(schemes[0], layers=layers, tied=self.importer.tied(layers))
 
     def tensors(self, done: Callable[[], object]) -> dict[str, _LazyTensor]:
-        """All that the model needs, under the names of the files; `done` is called after each layer."""
+        """Returns lazy tensors for the whole model by their names in the files; calls `done` after each layer is read."""
 
         def layer(name: str) -> Quantized:
             q = self.importer.layer(name, self.device)
@@ -100,14 +101,14 @@ class _Loader:
         return layers | {name: _LazyTensor(lambda name=name: self.importer.plain(name)) for name in plain}  # type: ignore[misc]
 
     def manifest(self) -> Manifest:
-        """What config.json would state of the layers, once all are read."""
+        """Returns the manifest of the layers; all must have been read."""
         entries = {module: self.entries[module] for module in self.modules.values()}
         stated = manifest_of(entries, self.importer.unquantized_linears(), self.importer.tied(entries))
         return replace(stated, method=converted_record(self.importer.checkpoint.tool))
 
 
 def _generation(checkpoint: QuantizedCheckpoint) -> GenerationConfig:
-    """How the model generates: what a file of its own says of it, else the model's configuration."""
+    """Returns the generation config from its file, or else from the model's configuration."""
     if (checkpoint.path / _GENERATION).is_file():
         return GenerationConfig.from_pretrained(checkpoint.path)
     return GenerationConfig.from_model_config(dict(checkpoint.stated))

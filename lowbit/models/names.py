@@ -66,20 +66,20 @@ class TensorNames:
         return name if renamed != name or name.rpartition(".")[0] in packed else tensor
 
     def modules(self, plan: Plan, tensors: Iterable[str]) -> dict[str, str]:
-        """Tensor name in the files -> name of the module whose weight it is, for modules of the plan. One tensor of tied
-        modules is that of the module that owns it, whichever of their names it has."""
-        wanted = {f"{module}.weight": module for module in (*plan.shapes, *plan.tied)}
+        """Returns tensor name in the files -> module of the plan whose weight it is. One tensor of tied modules belongs to the
+        module that owns the weight, whichever of their names it has."""
+        by_parameter = {f"{module}.weight": module for module in (*plan.shapes, *plan.tied)}
         own = {tensor: self.parameter(tensor) for tensor in tensors}
-        found = {tensor: wanted[name] for tensor, name in own.items() if name in wanted}
-        for tensor, module in list(found.items()):
+        modules = {tensor: by_parameter[name] for tensor, name in own.items() if name in by_parameter}
+        for tensor, module in list(modules.items()):
             owner = plan.tied.get(module)
-            if owner is not None and owner not in found.values():
-                found[tensor] = owner
-        return found
+            if owner is not None and owner not in modules.values():
+                modules[tensor] = owner
+        return modules
 
     def followed(self, plan: Plan, tensors: Iterable[str]) -> Plan:
-        """The plan without the modules whose weights Transformers makes of other tensors while it loads; they stay as they are,
-        with that reason."""
+        """Returns the plan without modules whose weights Transformers converts from other tensors while loading; the plan
+        states the reason."""
         tensors = list(tensors)
         whole = set(self.modules(plan, tensors).values())
         kept = []
