@@ -110,15 +110,15 @@ def columns_of(q: QuantTensor, rank: int, ranks: int) -> tuple[QuantTensor, Tens
         order = None
     begin, end = part_range(q.shape[1], q.shape[1] // ranks, rank, ranks)
     if order is None:
-        return _neighbours(q, begin, end), None
-    meets = ((order >= begin) & (order < end)).nonzero()[:, 0]
-    if int(meets[0]) == begin and int(meets[-1]) == end - 1:  # as many as there are between: no others among them
-        return _neighbours(q, begin, end).with_input(order=order[begin:end] - begin), None
-    return _scattered(q, meets, begin, end)
+        return _column_range(q, begin, end), None
+    columns_of_rank = ((order >= begin) & (order < end)).nonzero()[:, 0]
+    if int(columns_of_rank[0]) == begin and int(columns_of_rank[-1]) == end - 1:  # consecutive columns
+        return _column_range(q, begin, end).with_input(order=order[begin:end] - begin), None
+    return _scattered(q, columns_of_rank, begin, end)
 
 
-def _neighbours(q: QuantTensor, begin: int, end: int) -> QuantTensor:
-    """Columns `begin` to `end` without their order; they are 1 / ranks of all, so that all ranks find the same group."""
+def _column_range(q: QuantTensor, begin: int, end: int) -> QuantTensor:
+    """Returns columns `begin` to `end` without an order; all ranks have equally many, so they compute the same group size."""
     scheme, granularity = q.scheme, q.scheme.granularity
     scale, zero = q.scale, q.zero
     if isinstance(granularity, (PerGroup, PerBlock)):
@@ -129,39 +129,40 @@ def _neighbours(q: QuantTensor, begin: int, end: int) -> QuantTensor:
         scheme = replace(
             scheme, granularity=PerGroup(own) if isinstance(granularity, PerGroup) else replace(granularity, k=own)
         )
-    beside: dict[str, Any] = {"input_transform": q.input_transform.select(slice(begin, end))}
+    fields: dict[str, Any] = {"input_transform": q.input_transform.select(slice(begin, end))}
     if q.low_rank is not None:
-        beside["low_rank"] = LowRank(q.low_rank.up, q.low_rank.down[:, begin:end])
-    return replace(q, codes=q.codes[:, begin:end], scale=scale, zero=zero, scheme=scheme, **beside)
+        fields["low_rank"] = LowRank(q.low_rank.up, q.low_rank.down[:, begin:end])
+    return replace(q, codes=q.codes[:, begin:end], scale=scale, zero=zero, scheme=scheme, **fields)
 
 
-def _scattered(q: QuantTensor, meets: Tensor, begin: int, end: int) -> tuple[QuantTensor, Tensor]:
-    """Columns `meets`, which meet channels `begin` to `end` of x, each group filled up with columns of weight 0."""
+def _scattered(q: QuantTensor, columns_of_rank: Tensor, begin: int, end: int) -> tuple[QuantTensor, Tensor]:
+    """Returns the columns that multiply channels `begin` to `end` of x, each group padded with columns of weight 0, and the
+    index of their channels."""
     order = q.input_transform.order
     assert isinstance(q.scheme.granularity, PerGroup) and order is not None
-    groups = meets // q.scheme.granularity.size
+    groups = columns_of_rank // q.scheme.granularity.size
     counts = torch.bincount(groups, minlength=q.scale.shape[1])
-    filled = -(-counts // ORDERED_GROUP) * ORDERED_GROUP
-    # The place of each column: where its group begins, and how many of the group are before it.
-    place = (filled.cumsum(0) - filled)[groups] + torch.arange(len(meets), device=meets.device)
-    place -= (counts.cumsum(0) - counts)[groups]
-    group_of = torch.arange(len(counts), device=meets.device).repeat_interleave(filled // ORDERED_GROUP)
+    padded = -(-counts // ORDERED_GROUP) * ORDERED_GROUP
+    # The position of each column: the start of its group plus its index in the group.
+    position = (padded.cumsum(0) - padded)[groups] + torch.arange(len(columns_of_rank), device=columns_of_rank.device)
+    position -= (counts.cumsum(0) - counts)[groups]
+    group_of = torch.arange(len(counts), device=columns_of_rank.device).repeat_interleave(padded // ORDERED_GROUP)
     scale, zero = q.scale[:, group_of], None if q.zero is None else q.zero[:, group_of]
-    n, columns = q.shape[0], int(filled.sum())
+    n, columns = q.shape[0], int(padded.sum())
     if zero is not None:
         codes = zero.repeat_interleave(ORDERED_GROUP, dim=1)
     else:
         codes = torch.full((n, columns), _code_of_zero(q), dtype=torch.uint8, device=q.codes.device)
-    codes[:, place] = q.codes[:, meets]
-    index = torch.zeros(columns, dtype=torch.int64, device=meets.device)
-    index[place] = order[meets].long() - begin
-    beside: dict[str, Any] = {"input_transform": q.input_transform.select(begin + index)}
+    codes[:, position] = q.codes[:, columns_of_rank]
+    index = torch.zeros(columns, dtype=torch.int64, device=columns_of_rank.device)
+    index[position] = order[columns_of_rank].long() - begin
+    fields: dict[str, Any] = {"input_transform": q.input_transform.select(begin + index)}
     if q.low_rank is not None:
         down = torch.zeros((q.low_rank.rank, columns), dtype=q.low_rank.down.dtype, device=q.codes.device)
-        down[:, place] = q.low_rank.down[:, order[meets].long()]
-        beside["low_rank"] = LowRank(q.low_rank.up, down)
+        down[:, position] = q.low_rank.down[:, order[columns_of_rank].long()]
+        fields["low_rank"] = LowRank(q.low_rank.up, down)
     scheme = replace(q.scheme, granularity=PerGroup(ORDERED_GROUP))
-    return replace(q, codes=codes, scale=scale, zero=zero, scheme=scheme, **beside), index
+    return replace(q, codes=codes, scale=scale, zero=zero, scheme=scheme, **fields), index
 
 
 def _code_of_zero(q: QuantTensor) -> int:
