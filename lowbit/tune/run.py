@@ -17,9 +17,7 @@ import torch
 from torch import nn
 
 from lowbit._version import __version__
-from lowbit.checkpoint.detect import quantization_of
 from lowbit.checkpoint.lock import Lock
-from lowbit.checkpoint.reader import CheckpointReader, read_json
 from lowbit.checkpoint.target import check_file
 from lowbit.eval.results import versions, write_json
 from lowbit.folders import tuned_file
@@ -29,9 +27,10 @@ from lowbit.kernels.choose import tuned
 from lowbit.kernels.choose.tuned import RESULT, SCHEMA, TunedRow, problem_of
 from lowbit.models.hf import plan_for
 from lowbit.models.skeleton import causal_skeleton
+from lowbit.models.source import resolve
 from lowbit.ops.table import weight_refusals
 from lowbit.pack import scaled_refusals
-from lowbit.sources import CONFIG, local_model
+from lowbit.sources import CONFIG
 from lowbit.tune.timing import gaussian, warm_up
 from lowbit.tune.trials import TrialGrid, Trials, Watch, kernels, products_of, tried
 
@@ -67,12 +66,11 @@ def products_of_model(source: str | Path, scheme: str | None) -> Products:
     Layers that are computed as one count as one, and by themselves too. Of a model in 16 bits config.json only is read. Raises
     ValueError for a folder whose scheme nobody says.
     """
-    folder = local_model(source, CONFIG)
-    found = quantization_of(folder, read_json(folder / "config.json"))
+    resolved = resolve(source, CONFIG)
+    folder, tool = resolved.path, resolved.tool
     layers: dict[str, tuple[str, tuple[int, int]]] = {}
-    if found is not None and found[0] == "lowbit" and scheme is None:
-        folder = local_model(source)
-        with CheckpointReader(folder) as reader:
+    if tool == "lowbit" and scheme is None:
+        with resolve(source).reader() as reader:
             assert reader.manifest is not None
             manifest = reader.manifest
         model = causal_skeleton(folder)
@@ -80,11 +78,11 @@ def products_of_model(source: str | Path, scheme: str | None) -> Products:
         for name, entry in manifest.layers.items():
             if name in owners or not isinstance(model.get_submodule(name), nn.Embedding):
                 layers[name] = entry.scheme.name, entry.shape
-    elif found is not None and found[0] == "lowbit":
+    elif tool == "lowbit":
         raise ValueError(f"{folder}: is quantized by lowbit and states its schemes; leave out --scheme")
     elif scheme is None:
-        what = "is not quantized" if found is None else f"is quantized by {found[0]}"
-        where = "`lowbit schemes` explains them" if found is None else "`lowbit inspect` prints it"
+        what = "is not quantized" if tool is None else f"is quantized by {tool}"
+        where = "`lowbit schemes` explains them" if tool is None else "`lowbit inspect` prints it"
         raise ValueError(f"{folder}: {what}; name the scheme that it will be run with: --scheme ({where})")
     else:
         plan = plan_for(causal_skeleton(folder), scheme, None, False)
