@@ -26,7 +26,7 @@ from benchmarks.results import default_path, machine
 from lowbit.eval.results import versions, write_json
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import Machine, machine_of
-from lowbit.kernels.choose.kept import written
+from lowbit.kernels.choose.tuned import written
 from lowbit.tune.timing import (
     ROW_TOLERANCE,
     TOLERANCE,

@@ -434,7 +434,7 @@ def mechanisms(
     """Measure why the kernels are fast: each mechanism with and without, in a loop over registers or in a whole product.
 
     Conversions of codes by cast and by logic, with and without the shift of exponents, FP6 in segments of 4 + 2 bits; scales
-    before or after the product; order of tiles, stages, split-K, sliced-K; TensorRT-LLM's order of weights; one kernel or two;
+    before or after the product; order of tiles, stages, split-K, sliced-K; one kernel or two;
     fp8 sums that stay in the tensor core; what the GPU's counters say (needs ncu); channels of convolutions.
     docs/internals/mechanisms.md explains the rows. Some three minutes on an H100 or H200.
     The file is complete after every row, so Ctrl-C keeps what was measured.
@@ -451,6 +451,8 @@ def mechanisms(
     else:
         import torch
 
+        if parts is not None and (removed := [part for part in wanted if part in report.REMOVED_PARTS]):
+            raise ValueError(f"the kernel of --parts {','.join(removed)} was removed; --report FILE prints its kept results")
         if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
             raise ValueError(
                 f"bench mechanisms measures an H100 or H200 (sm_90) and torch {torch.__version__} sees none; --report FILE "

@@ -16,7 +16,7 @@ from benchmarks.request import Request
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.gemm import GemmShape, Tile, candidates, choose
-from lowbit.pack import FragmentWeight, weight_form
+from lowbit.pack import FragmentWeight
 from lowbit.tune.timing import WrongResult, copies_needed, gaussian, l2_bytes, quantized
 
 TRIED = 6
@@ -85,12 +85,7 @@ def _time(tile: Tile, shape: GemmShape, machine: Machine, x: Tensor, weights: li
     from lowbit.ops.workspace import workspace
 
     first = weights[0]
-    form = weight_form(
-        first.scheme,
-        None if first.scale is None else first.scale.dtype,
-        None if first.channel_scale is None else first.channel_scale.dtype,
-    )
-    plan = plan_for(tile, shape, form, x.dtype, False, machine)
+    plan = plan_for(tile, shape, first.form, x.dtype, False, machine)
 
     def call(w: FragmentWeight) -> Any:
         return plan(x, w.codes, w.scale, w.channel_scale, None, *workspace(x.device, *plan.workspace))

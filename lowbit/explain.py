@@ -20,13 +20,13 @@ from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, WgmmaTile
 from lowbit.kernels.choose.gemm import choose as choose_tile
 from lowbit.models.complete import require_complete
 from lowbit.models.hf import plan_for
-from lowbit.models.names import Names
+from lowbit.models.names import TensorNames
 from lowbit.models.skeleton import skeleton
+from lowbit.models.source import resolve
 from lowbit.ops import KERNELS, Problem, choose, problem_on
 from lowbit.pack import FragmentOrder, scaled_refusals
 from lowbit.pack.fragment import STRIP, TILE_K, word_places
 from lowbit.quantize import rtn
-from lowbit.sources import local_model
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def explain(
     atom = (
         wgmma_f16(64) if "wgmma" in typical_machine(sm).arch.features else MMA_M16N8K16_F16
     )  # also says whether `sm` is known
-    with CheckpointReader(local_model(checkpoint)) as reader:
+    with resolve(checkpoint).reader() as reader:
         if scheme is None:
             weight, origin = _quantized(reader, layer, row, column)
         else:
@@ -151,7 +151,7 @@ def _sixteen_bit(reader: CheckpointReader, layer: str | None, row: int, column: 
     if "quantization_config" in reader.config:
         raise CheckpointError(f"{reader.folder}: is quantized already; leave out the scheme {scheme!r}")
     model = skeleton(reader.folder)
-    names = Names(model)
+    names = TensorNames(model)
     require_complete(reader.folder, model, {tensor: reader.info(tensor).shape for tensor in reader.names()}, names)
     plan = names.followed(plan_for(model, scheme, None, False), reader.names())
     stored = {module: tensor for tensor, module in names.modules(plan, reader.names()).items()}

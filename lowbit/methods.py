@@ -1,5 +1,4 @@
-"""The quantization algorithms by name, each with its options. Needs no torch, so that options are checked before it is
-imported."""
+"""Options of the quantization methods by name; needs no torch, so that the command line checks them before importing it."""
 
 from __future__ import annotations
 
@@ -9,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Search = Literal["max", "mse"]
-"""How `quantize.rtn` finds scales."""
+"""The search for scales of `quantize.rtn`."""
 GptqSearch = Literal["max", "mse", "loss"]
-"""How `quantize.gptq` finds scales."""
+"""The search for scales of `quantize.gptq`."""
 
 
 @dataclass(frozen=True)
@@ -28,50 +27,52 @@ class Hqq:
 
 @dataclass(frozen=True)
 class Gptq:
-    """Columns one after the other, see `quantize.gptq`."""
+    """Column-wise rounding with error compensation, see `quantize.gptq`."""
 
     act_order: bool = False
     static_groups: bool = False
     search: GptqSearch = "loss"
     damping: float = 0.05
     smooth: SmoothQuant | None = None
-    """Done first where it is given, for schemes with 8-bit activations."""
+    """Applied first if given, for schemes with 8-bit activations."""
 
 
 @dataclass(frozen=True)
 class Awq:
-    """Channels scaled by their activations, see `quantize.awq`. `search` "max" takes scales from the largest weight, "loss"
-    clips them as the paper does, which docs/internals/quantization.md shows to lose on texts unlike those calibrated on."""
+    """Channels scaled by their activations, see `quantize.awq`. `search` "max": scales from the largest weight. "loss":
+    clipping as in the paper, which is worse on text unlike the calibration text (docs/internals/quantization.md)."""
 
     search: Literal["max", "loss"] = "max"
 
 
 @dataclass(frozen=True)
 class SmoothQuant:
-    """The range of activations moved into the weights, see `quantize.smoothquant`; `alpha` None searches it per input."""
+    """The range of activations moved into the weights, see `quantize.smoothquant`; `alpha` None is searched per input."""
 
     alpha: float | None = 0.5
 
 
 @dataclass(frozen=True)
 class Learned:
-    """Offsets and scales learned for a whole decoder layer at once, see `quantize.learned` and `models.learn`: `iterations` of
-    `batch` pieces of text, drawn by `seed`."""
+    """Offsets and scales trained for a whole decoder layer at once, see `quantize.learned` and `models.learn`: `iterations` of
+    `batch` sequences, sampled by `seed`."""
 
     iterations: int = 200
     batch: int = 8
     seed: int = 0
     smooth: SmoothQuant | None = None
-    """Done first where it is given, for schemes with 8-bit activations."""
+    """Applied first if given, for schemes with 8-bit activations."""
 
     def __post_init__(self) -> None:
         if self.iterations < 1 or self.batch < 1:
-            raise ValueError(f"learning takes 1 or more iterations of 1 or more pieces, got {self.iterations} of {self.batch}")
+            raise ValueError(
+                f"learning takes 1 or more iterations of 1 or more sequences, got {self.iterations} of {self.batch}"
+            )
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """The schemes to choose from, layer by layer, and the bits per weight, scales included, that they may take on average."""
+    """Candidate schemes per unit of layers, and the average bits per weight, scales included, that they may take."""
 
     schemes: tuple[str, ...]
     bits: float
@@ -82,7 +83,7 @@ DATA_FREE = (Rtn, Hqq)
 
 
 def method_record(method: Method) -> dict[str, Any]:
-    """Returns the "name" of a method and its options, those that are None left out: what config.json records."""
+    """Returns the "name" of a method and its options that are not None, for config.json."""
     options = {key: value for key, value in asdict(method).items() if value is not None}
     return {"name": type(method).__name__.lower(), **options}
 
@@ -90,7 +91,7 @@ def method_record(method: Method) -> dict[str, Any]:
 METHODS: dict[str, type[Method]] = {
     "rtn": Rtn, "hqq": Hqq, "gptq": Gptq, "awq": Awq, "smoothquant": SmoothQuant, "learned": Learned,
 }  # fmt: skip
-"""Every method by its name, in Python and on the command line."""
+"""The methods by their name in Python and on the command line."""
 
 _SEARCHES = {"rtn": ("max", "mse"), "gptq": ("max", "mse", "loss"), "awq": ("max", "loss")}
 _OWNERS = {
@@ -102,11 +103,11 @@ _OWNERS = {
 
 
 def method_of(name: str, options: dict[str, Any] | None = None, spelled: Callable[[str], str] = str) -> Method:
-    """The method called `name` with its options, which are named as in `lowbit quantize`.
+    """Returns the method called `name` with `options`, which are named as in `lowbit quantize`.
 
     options: `search`, `act_order`, `static_groups`, `damping`, `smooth` (True: SmoothQuant first), `alpha` (a number from 0 to
-    1 or "auto"), `iterations`, `batch`, `seed`; None and False stand for absent ones. spelled: how messages write the name of
-    an option. Raises ValueError for an unknown method, an option of another method or a value that is not allowed, TypeError
+    1 or "auto"), `iterations`, `batch`, `seed`; None and False mean absent. spelled: returns the spelling of an option in
+    messages. Raises ValueError for an unknown method, an option of another method or a value that is not allowed, TypeError
     for an unknown option.
     """
     given = {key: value for key, value in (options or {}).items() if value is not None and value is not False}

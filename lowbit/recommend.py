@@ -20,19 +20,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lowbit.checkpoint import CheckpointError
-from lowbit.checkpoint.detect import quantization_of
-from lowbit.checkpoint.reader import read_json
 from lowbit.engine.block_pool import pages_for
 from lowbit.engine.cache import CacheSpec
 from lowbit.formats import PerGroup, Scheme, ZeroPoint, parse_scheme
 from lowbit.models.hf import plan_for
 from lowbit.models.rotate import rotation_refusals
 from lowbit.models.skeleton import causal_skeleton
+from lowbit.models.source import resolve
 from lowbit.nn.convert import Plan
 from lowbit.quantize.mixed import stored_bits
 from lowbit.quantize.rotate import rotation_factors
-from lowbit.sources import CONFIG, local_model
+from lowbit.sources import CONFIG
 
 GROUPS = (128, 64, 32, 16)
 SIMILAR = 1.25
@@ -121,10 +119,9 @@ def recommend(
         raise ValueError(
             "say what is wanted: a budget of memory (--budget-gb 6) or a bound on the divergence (--divergence 0.05)"
         )
-    path = local_model(model, CONFIG)
-    found = quantization_of(path, read_json(path / "config.json"))
-    if found is not None:
-        raise CheckpointError(f"{path}: is quantized already ({found[0]}); give the 16-bit model it came from")
+    source = resolve(model, CONFIG)
+    source.require_unquantized("give the 16-bit model it came from")
+    path = source.path
     skeleton = causal_skeleton(path)
     kv = cache_bytes(skeleton, context)
     candidates = _candidates(skeleton)

@@ -1,7 +1,7 @@
-"""Where a model is, by the name that a user gives: a folder, a GGUF file, or `org/name` on the Hugging Face hub.
+"""Finds a model by the name that a user gives: a folder, a GGUF file, or `org/name` on the Hugging Face hub.
 
-Needs no torch, so that a wrong name is refused before torch is imported. The hub's own client downloads, resumes and caches;
-its settings (HF_ENDPOINT, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN) hold here too."""
+Needs no torch, so that a wrong name is refused before torch is imported. huggingface_hub downloads, resumes and caches; its
+settings (HF_ENDPOINT, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN) apply."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FILES = (
     *("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"),
     *("README.md", "LICENSE*"),  # whose licence a model card states
 )
-"""The files of a model on the hub that are downloaded: never pickles or code."""
+"""Patterns of the files that are downloaded from the hub: no pickles, no code."""
 CONFIG = ("config.json",)
-"""The files that say what a model's layers are."""
+"""The files that describe a model's layers."""
 TEMPLATES = "additional_chat_templates"
-"""The one folder of a model's folder from which Transformers reads files by itself."""
+"""The one subfolder from which Transformers reads files by itself."""
 _NOT_NEEDED = ("*/*", "consolidated*.safetensors", "consolidated*.json")
-"""Copies of the weights in other layouts that some repositories have beside Transformers' files."""
+"""Copies of the weights in other layouts that some repositories contain."""
 _OR_HUB = ", or a name on the hub such as org/name"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _FOLDER = "give the folder of a Transformers model (with config.json and *.safetensors)"
@@ -29,18 +29,17 @@ _QUANTIZED = "give the folder of a quantized model (config.json and *.safetensor
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written; the message names the file, the tensor, and what to do, in one line."""
+    """A checkpoint cannot be read or written; the message names file, tensor and remedy in one line."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(part.strip() for part in message.splitlines()))  # names of tensors may have line breaks
 
 
 def local_model(name: str | Path, files: tuple[str, ...] = FILES, *, quantized: bool = False) -> Path:
-    """The folder or GGUF file of the model `name`: a path, or `org/name` or `org/name@revision` on the hub.
+    """Returns the folder or GGUF file of the model `name`: a path, or `org/name` or `org/name@revision` on the hub.
 
-    Of a model on the hub, those `files` that the client's cache does not have are downloaded first. quantized: messages ask for
-    a quantized model. Raises CheckpointError for a path at which no model is and for a model that the hub does not have or that
-    cannot be downloaded.
+    Downloads those `files` of a hub model that are not cached. quantized: messages ask for a quantized model. Raises
+    CheckpointError for a path without a model, and for a hub model that does not exist or cannot be downloaded.
     """
     path = Path(name)
     if is_on_hub(name):
@@ -60,7 +59,7 @@ def local_model(name: str | Path, files: tuple[str, ...] = FILES, *, quantized: 
 
 
 def is_on_hub(name: str | Path) -> bool:
-    """True if `local_model` takes `name` for a name on the hub, False if for a path."""
+    """Returns True if `name` is a name on the hub, False if it is a path."""
     path = Path(name)
     return (
         _HUB_NAME.fullmatch(str(name)) is not None and path.suffix != ".gguf" and not path.exists() and not path.parent.exists()
@@ -68,8 +67,8 @@ def is_on_hub(name: str | Path) -> bool:
 
 
 def model_folder(path: Path) -> Path:
-    """`path`, if it is a folder without pipes and devices, which could block a reader, and without links to files elsewhere
-    (`linked_inside`); raises CheckpointError if not."""
+    """Returns `path`; raises CheckpointError unless it is a folder without pipes and devices, which could block a reader, and
+    without links to files elsewhere (`linked_inside`)."""
     check_name(path)
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path}: is a file; {_FOLDER}")
@@ -86,16 +85,16 @@ def model_folder(path: Path) -> Path:
 
 
 def linked_inside(file: Path, folder: Path) -> Path:
-    """`file`, which stands in `folder`; raises CheckpointError for a link to a place outside the folder.
+    """Returns `file`, an entry of `folder`; raises CheckpointError for a link to a path outside the folder.
 
-    A link in a snapshot of the hub's cache (snapshots/REVISION/FILE) may also lead to the `blobs` folder beside `snapshots`,
-    where the cache keeps the files themselves.
+    A link in a snapshot of the hub's cache (snapshots/REVISION/FILE) may also point to the `blobs` folder beside `snapshots`,
+    where the cache stores file contents.
     """
     if not file.is_symlink():
         return file
     home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
     caches = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]  # of real paths: never links
-    if not any(target.is_relative_to(place) for place in (home, *caches)):
+    if not any(target.is_relative_to(folder) for folder in (home, *caches)):
         raise CheckpointError(
             f"{file}: a link to {target}, outside {home}; only files of the model's own folder are read: copy the file there"
         )
@@ -111,8 +110,10 @@ def check_name(path: Path) -> None:
 
 
 def regular_file(path: Path) -> Path:
-    """`path`, unless a pipe, socket, device or folder is there, links followed: reading one may never end. Raises
-    CheckpointError, naming what it is; a path at which nothing is passes, for whoever opens it to say what was expected."""
+    """Returns `path`; raises CheckpointError if it is a pipe, socket, device or folder, since reading one may never end.
+
+    Follows links. A path that does not exist passes; opening it raises a better message.
+    """
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -126,7 +127,7 @@ def regular_file(path: Path) -> Path:
 
 
 def _downloaded(name: str, repo: str, revision: str | None, files: tuple[str, ...]) -> Path:
-    """The folder of a model in the cache of the hub's client, with the files downloaded that it lacks."""
+    """Downloads missing files and returns the model's folder in the hub's cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -157,7 +158,7 @@ def _downloaded(name: str, repo: str, revision: str | None, files: tuple[str, ..
         raise CheckpointError(
             f"{name}: downloading it failed ({why}); the same command goes on from what is downloaded"
         ) from error
-    path = Path(folder)  # not there where the hub has none of the files
+    path = Path(folder)  # does not exist if the hub has none of the files
     if not (path / "config.json").is_file() or ("*.safetensors" in files and not any(path.glob("*.safetensors"))):
         raise CheckpointError(
             f"{name}: the hub has no config.json and *.safetensors of it, and pickles (pytorch_model.bin) are not opened; of "

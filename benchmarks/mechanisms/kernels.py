@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowbit.kernels.parts.dequantize import Decode
+from lowbit.kernels.parts.dequantize import Dequantizer
 from lowbit.kernels.parts.gluon import asm, barrier, gl, gluon, run, source_digest
-from lowbit.kernels.parts.operand import HOLD, REGISTERS
-from lowbit.kernels.parts.step import Step
+from lowbit.kernels.parts.k_block import KBlock
+from lowbit.kernels.parts.operand import REGISTER_FENCE, REGISTERS
 
 CLOCK = gl.constexpr("mov.u32 $0, %clock;")
 HELD = gl.constexpr(",".join(["=r"] + ["r"] * (REGISTERS + 1)))
@@ -31,16 +31,16 @@ class Warps:
 class DecodeLoop(Warps):
     """Compile-time facts of `decode_loop`."""
 
-    decode: Decode
+    dequantizer: Dequantizer
     warps: int
     chained: bool
     digest: str = source_digest()
 
 
 @gluon.jit
-def decoded(words, C: gl.constexpr):
+def dequantized(words, C: gl.constexpr):
     """The registers of a tile of words."""
-    D: gl.constexpr = C.decode
+    D: gl.constexpr = C.dequantizer
     return gl.inline_asm_elementwise(D.asm, D.constraints, words, dtype=D.types, is_pure=True, pack=1)
 
 
@@ -48,15 +48,15 @@ def decoded(words, C: gl.constexpr):
 def decode_loop(out, clocks, words, step, turns, C: gl.constexpr):
     """out int32 [16, threads of all blocks]: the registers of words int32 [bits, threads], which are decoded `turns` times
     more; clocks int32 [threads] of those."""
-    BITS: gl.constexpr = C.decode.bits
-    OUT: gl.constexpr = len(C.decode.types)
+    BITS: gl.constexpr = C.dequantizer.bits
+    OUT: gl.constexpr = len(C.dequantizer.types)
     shared = gl.allocate_shared_memory(gl.int32, [C.threads], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     thread = gl.program_id(0) * C.threads + gl.arange(0, C.threads, C.threads_layout)
     total = gl.num_programs(0) * C.threads
     w = ()
     for i in gl.static_range(BITS):
         w = w + (gl.load(words + i * total + thread),)
-    registers = decoded(w, C)
+    registers = dequantized(w, C)
     for i in gl.static_range(OUT):
         gl.store(out + i * total + thread, registers[i])
     shared.store(thread)
@@ -64,8 +64,8 @@ def decode_loop(out, clocks, words, step, turns, C: gl.constexpr):
     never = thread * 0 + turns  # stores to shared memory happen at -1
     begin = asm(CLOCK, "=r", [], gl.int32)
     for _ in range(turns):
-        registers = decoded(w, C)
-        run(HOLD, HELD, registers + (never,))
+        registers = dequantized(w, C)
+        run(REGISTER_FENCE, HELD, registers + (never,))
         following = ()
         if C.chained:
             all_of = registers[0]
@@ -85,7 +85,7 @@ def decode_loop(out, clocks, words, step, turns, C: gl.constexpr):
 class StepLoop(Warps):
     """Compile-time facts of `step_loop`."""
 
-    step: Step
+    step: KBlock
     warps: int
     digest: str = source_digest()
 
@@ -93,7 +93,7 @@ class StepLoop(Warps):
 @gluon.jit
 def stepped(words, held, sums, C: gl.constexpr):
     """The sums after one more step."""
-    S: gl.constexpr = C.step
+    S: gl.constexpr = C.k_block
     return gl.inline_asm_elementwise(S.asm, S.constraints, words + held + sums, dtype=S.types, is_pure=True, pack=1)
 
 
@@ -101,7 +101,7 @@ def stepped(words, held, sums, C: gl.constexpr):
 def step_loop(out, clocks, words, step, turns, C: gl.constexpr):
     """out float32 [2 sums, threads of all blocks]: of one step, and of `turns` of them, of changing codes; words int32 [words
     of codes, of x and of scales, threads]; clocks int32 [threads] of those turns."""
-    S: gl.constexpr = C.step
+    S: gl.constexpr = C.k_block
     WORDS: gl.constexpr = S.words
     HELD: gl.constexpr = S.token_words + S.scale_words
     OUT: gl.constexpr = S.accumulators

@@ -27,9 +27,9 @@ from benchmarks.tiles import TOLERANCE
 from lowbit.formats import code_values
 from lowbit.hardware.half import HalfType
 from lowbit.hardware.mma import MMA_M16N8K16_F16
+from lowbit.kernels.parts.k_block import BLOCK_K, KBlock
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.operand import REGISTERS
-from lowbit.kernels.parts.step import STEP_K, Step
 from lowbit.pack.fragment import FragmentOrder, word_places
 from lowbit.tune.timing import WrongResult
 
@@ -81,8 +81,8 @@ class _DecodeTrial:
     def __init__(self, way: Way, sms: int, alone: bool) -> None:
         c = way.conversion
         self.way, warps = way, 1 if alone else BLOCK_WARPS
-        decode = Decoding(c.format.name, c.dtype, 0, "none", "fp16", by=c)
-        self.config = DecodeLoop(decode, warps, alone)
+        dequantizer = Decoding(c.format.name, c.dtype, 0, "none", "fp16", by=c)
+        self.config = DecodeLoop(dequantizer, warps, alone)
         self.threads = sms * self.config.threads
         self.launcher = Launcher(decode_loop, (sms, 1, 1), warps)
 
@@ -90,7 +90,7 @@ class _DecodeTrial:
         """Words int32 [bits, threads], random, their registers int32 [16, threads], clocks int32 [threads]."""
         generator = torch.Generator("cuda").manual_seed(turns)
         low, high = -(1 << 31), (1 << 31) - 1
-        shape = (self.config.decode.bits, self.threads)
+        shape = (self.config.dequantizer.bits, self.threads)
         words = torch.randint(low, high, shape, dtype=torch.int32, device="cuda", generator=generator)
         out = torch.zeros(REGISTERS, self.threads, dtype=torch.int32, device="cuda")
         clocks = torch.zeros(self.threads, dtype=torch.int32, device="cuda")
@@ -114,7 +114,7 @@ def step_trials(sms: int) -> Iterator[Trial]:
     """Rows of int4 in groups: scales on the sums after the product, as the ring kernel has them, or on the weights before."""
     for group in STEP_GROUPS:
         for tokens in STEP_TOKENS:
-            for name, kind in (("after", Step), ("before", ScaledFirst)):
+            for name, kind in (("after", KBlock), ("before", ScaledFirst)):
                 trial = _StepTrial(kind("int4", "fp16", tokens, group, "none", "fp16"), sms)
                 row = blank("scales", f"group {group}", name, m=tokens)
                 yield Trial(row, lambda trial=trial: trial.launch(0), trial.measure)  # type: ignore[misc]
@@ -123,7 +123,7 @@ def step_trials(sms: int) -> Iterator[Trial]:
 class _StepTrial:
     """A step of 16 rows x 128 k in `step_loop`; all warps have the same numbers."""
 
-    def __init__(self, step: Step, sms: int) -> None:
+    def __init__(self, step: KBlock, sms: int) -> None:
         self.step, self.config = step, StepLoop(step, STEP_WARPS)
         self.threads = sms * self.config.threads
         self.launcher = Launcher(step_loop, (sms, 1, 1), STEP_WARPS)
@@ -149,13 +149,13 @@ class _StepTrial:
         return {"figures": {"instructions": count, "clocks": per_step}, "rel_err": error}
 
 
-def step_operands(step: Step) -> tuple[Tensor, Tensor]:
+def step_operands(step: KBlock) -> tuple[Tensor, Tensor]:
     """What lanes hold of random weights 16 x 128, tokens and scales, int32 [words, 32], and the sums float64 [sums, 32] that
     they should find (rows g and g + 8 of tokens 2t and 2t + 1: PTX ISA, fragments of mma.m16n8k16)."""
     generator = torch.Generator().manual_seed(step.tokens)
     fmt = step.conversion.format
-    codes = torch.randint(0, 1 << fmt.bits, (16, STEP_K), dtype=torch.uint8, generator=generator)
-    x = torch.randn(step.tokens, STEP_K, generator=generator).half()
+    codes = torch.randint(0, 1 << fmt.bits, (16, BLOCK_K), dtype=torch.uint8, generator=generator)
+    x = torch.randn(step.tokens, BLOCK_K, generator=generator).half()
     scale = ((0.5 + torch.rand(16, step.groups, generator=generator)) * 2.0**15).half()  # as they are stored (pack/weight.py)
     order = FragmentOrder(MMA_M16N8K16_F16, fmt)
     tiles = order.pack(codes, fmt.bits)[0][0]  # [tile, words of 32 lanes]
@@ -164,17 +164,19 @@ def step_operands(step: Step) -> tuple[Tensor, Tensor]:
     k = torch.tensor(np.concatenate([of_tile, of_tile + 64], axis=1))
     lane = torch.arange(32)
     of_x = []
-    for eight in range(step.eights):
+    for n8_tile in range(step.n8_tiles):
         for register in (i for i in range(32) if i % 2 == 0):  # registers of row g: those of k, then of k + 8, of each product
-            pair = x[(8 * eight + lane // 4)[:, None], k[:, register]]
+            pair = x[(8 * n8_tile + lane // 4)[:, None], k[:, register]]
             of_x.append(pair.contiguous().view(torch.int32)[:, 0])
     of_scale = [
         torch.stack([scale[lane // 4, group], scale[lane // 4 + 8, group]], dim=1).contiguous().view(torch.int32)[:, 0]
         for group in range(step.groups)
     ]
-    values = code_values(fmt)[codes.long()].double() * scale.double().repeat_interleave(STEP_K // step.groups, dim=1)
+    values = code_values(fmt)[codes.long()].double() * scale.double().repeat_interleave(BLOCK_K // step.groups, dim=1)
     y = values @ x.double().T
-    sums = [y[lane // 4 + 8 * (i // 2), 8 * eight + 2 * (lane % 4) + i % 2] for eight in range(step.eights) for i in range(4)]
+    sums = [
+        y[lane // 4 + 8 * (i // 2), 8 * n8_tile + 2 * (lane % 4) + i % 2] for n8_tile in range(step.n8_tiles) for i in range(4)
+    ]
     return torch.cat([words, torch.stack([*of_x, *of_scale])]), torch.stack(sums)
 
 

@@ -21,11 +21,11 @@ from lowbit.hardware.conversions import Conversion
 from lowbit.hardware.half import HalfType
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, Tile, WgmmaTile, choose
-from lowbit.kernels.parts.step import Step
+from lowbit.kernels.parts.k_block import KBlock
 from lowbit.kernels.sm80.small_m_gemm import RingPlan
 from lowbit.ops.fragment_gemm import plan_for
 from lowbit.ops.workspace import workspace
-from lowbit.pack import FragmentWeight, InterleavedWeight, weight_form
+from lowbit.pack import FragmentWeight
 from lowbit.tune.timing import copies_needed, gaussian, l2_bytes, quantized
 
 N = K = 8192
@@ -44,21 +44,21 @@ MMA = MmaTile(128, 2, 8, 1, 4, 1)
 def decode_by(plan: Any, by: Conversion) -> None:
     """Gives a plan another conversion of codes."""
     if isinstance(plan, RingPlan):
-        step_by(plan, Stepping(**_fields(plan.config.ring.step), by=by))
+        step_by(plan, Stepping(**_fields(plan.config.ring.k_block), by=by))
     else:
-        plan.config = replace(plan.config, decode=Decoding(**_fields(plan.config.decode), by=by))
-        plan.factor = plan.config.decode.epilogue_factor
+        plan.config = replace(plan.config, dequantizer=Decoding(**_fields(plan.config.dequantizer), by=by))
+        plan.factor = plan.config.dequantizer.epilogue_factor
 
 
-def step_by(plan: RingPlan, step: Step) -> None:
+def step_by(plan: RingPlan, step: KBlock) -> None:
     """Gives a plan of the ring kernel another step."""
-    plan.config = replace(plan.config, ring=replace(plan.config.ring, step=step))
+    plan.config = replace(plan.config, ring=replace(plan.config.ring, k_block=step))
     plan.factor = step.factor
 
 
 def scale_first(plan: RingPlan) -> None:
     """Has a plan of the ring kernel scale weights before the product."""
-    step_by(plan, ScaledFirst(**_fields(plan.config.ring.step)))
+    step_by(plan, ScaledFirst(**_fields(plan.config.ring.k_block)))
 
 
 def _fields(of: Any) -> dict[str, Any]:
@@ -68,18 +68,14 @@ def _fields(of: Any) -> dict[str, Any]:
 class Product:
     """One product y [m, n] = x w^T by a plan, over copies of a weight that come from memory."""
 
-    def __init__(
-        self, scheme: str, m: int, tile: Tile | None, dtype: HalfType = "fp16", n: int = N, k: int = K, lines: bool = False
-    ) -> None:
+    def __init__(self, scheme: str, m: int, tile: Tile | None, dtype: HalfType = "fp16", n: int = N, k: int = K) -> None:
         self.machine = machine_of("cuda")
         self.q = _quantized(scheme, n, k)
-        self.weight = _packed(scheme, n, k, lines)
+        self.weight = _packed(scheme, n, k)
         self.shape = GemmShape(m, n, k, self.q.scheme.weight.bits)
         self.tile = choose(self.shape, self.machine) if tile is None else tile
         self.dtype = TORCH[dtype]
-        scale, channel = (None if t is None else t.dtype for t in (self.weight.scale, self.weight.channel_scale))
-        form = weight_form(self.q.scheme, scale, channel, interleaved=lines)
-        self.plan: Any = plan_for(self.tile, self.shape, form, self.dtype, False, self.machine)
+        self.plan: Any = plan_for(self.tile, self.shape, self.weight.form, self.dtype, False, self.machine)
 
     @functools.cached_property
     def x(self) -> Tensor:
@@ -91,7 +87,7 @@ class Product:
             self.weight = replace(self.weight, codes=_plane(self.q.scheme.name, *self.q.shape, way))
             decode_by(self.plan, way.conversion)
 
-    def __call__(self, w: FragmentWeight | InterleavedWeight | None = None) -> Tensor:
+    def __call__(self, w: FragmentWeight | None = None) -> Tensor:
         w = w or self.weight
         room = workspace(self.x.device, *self.plan.workspace)
         return self.plan(self.x, w.codes, w.scale, w.channel_scale, None, *room)  # type: ignore[no-any-return]
@@ -111,8 +107,8 @@ def _quantized(scheme: str, n: int, k: int) -> QuantTensor:
 
 
 @functools.lru_cache(maxsize=4)
-def _packed(scheme: str, n: int, k: int, lines: bool) -> FragmentWeight | InterleavedWeight:
-    return (InterleavedWeight if lines else FragmentWeight).pack(_quantized(scheme, n, k))
+def _packed(scheme: str, n: int, k: int) -> FragmentWeight:
+    return FragmentWeight.pack(_quantized(scheme, n, k))
 
 
 @functools.lru_cache(maxsize=4)
@@ -161,16 +157,6 @@ def _scaled(scheme: str, m: int, first: bool) -> Product:
     if first:
         scale_first(product.plan)
     return product
-
-
-def order_trials() -> Iterator[Trial]:
-    """Weights in fragment order and in TensorRT-LLM's lines: one kernel, one tile, the same registers of each instruction."""
-    for scheme in ("w4a16_g128", "w4a16_pc", "w8a16"):
-        for m, tile in ((64, MmaTile(64, 2, 8, 1, 4, 4)), (256, MMA), (1024, MMA), (4096, MMA)):
-            for lines in (False, True):
-                way = "TensorRT-LLM's lines" if lines else "fragment order"
-                row = blank("lines", scheme, way, m=m, n=N, k=K)
-                yield trial_of(row, functools.partial(Product, scheme, m, tile, lines=lines))
 
 
 def tile_trials() -> Iterator[Trial]:

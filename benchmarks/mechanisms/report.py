@@ -28,6 +28,9 @@ PARTS = {
 }
 """What each part of the rows measures, in the order of a run."""
 
+REMOVED_PARTS = ("lines",)
+"""Parts of kept result files that can be printed but not measured: their kernel was removed."""
+
 ROW_KEYS = frozenset(("part", "case", "way", "dtype", "m", "n", "k", "us", "figures", "rel_err", "error"))
 
 

@@ -48,8 +48,6 @@ def trials(parts: Sequence[str], ceilings: Ceilings) -> Iterator[Trial]:
         yield from products.scale_trials()
     if "tiles" in parts:
         yield from products.tile_trials()
-    if "lines" in parts:
-        yield from products.order_trials()
     yield from (trial for trial in fused.trials(ceilings) if trial.row["part"] in parts)
     if "sums" in parts:
         yield from sums.trials()

@@ -28,8 +28,8 @@ from lowbit.hardware.fields import FieldOrder
 from lowbit.hardware.half import HalfType, half_pair
 from lowbit.hardware.mma import MMA_M16N8K16_F16
 from lowbit.hardware.ptx import Builder, Instruction, Program, Words, lut
-from lowbit.kernels.parts.dequantize import Decode
-from lowbit.kernels.parts.step import K_STEPS, Step, mma, operands_of
+from lowbit.kernels.parts.dequantize import Dequantizer
+from lowbit.kernels.parts.k_block import BLOCK_MMAS, KBlock, mma, operands_of
 from lowbit.pack.fragment import FragmentOrder
 
 OWN = "own"
@@ -62,7 +62,7 @@ class _Order(FragmentOrder):
 
 
 @dataclass(frozen=True)
-class Decoding(Decode):
+class Decoding(Dequantizer):
     """The library's decoding of a tile, with another conversion."""
 
     by: Conversion = field(kw_only=True)
@@ -73,7 +73,7 @@ class Decoding(Decode):
 
 
 @dataclass(frozen=True)
-class Stepping(Step):
+class Stepping(KBlock):
     """A step of the library's ring kernel, with another conversion."""
 
     by: Conversion = field(kw_only=True)
@@ -84,7 +84,7 @@ class Stepping(Step):
 
 
 @dataclass(frozen=True)
-class ScaledFirst(Step):
+class ScaledFirst(KBlock):
     """A step whose scales of groups multiply the weights before the product, as halves, not the sums after it. Scales may be
     2^16 and more (pack/weight.py), so they are made smaller by as much."""
 
@@ -102,14 +102,14 @@ class ScaledFirst(Step):
         lines = [".reg .b32 a<32>, small, s<2>;", f"mov.b32 small, 0x{half_pair(2.0**-16, 'fp16'):08x};", *self._convert(words)]
         for group in range(self.groups):
             lines += [f"mul.rn.f16x2 s0, {scales[group]}, small;", "prmt.b32 s1, s0, 0, 0x3232; prmt.b32 s0, s0, 0, 0x1010;"]
-            share = 4 * K_STEPS // self.groups
+            share = 4 * BLOCK_MMAS // self.groups
             lines += [f"mul.rn.f16x2 a{i}, a{i}, s{i % 2};" for i in range(group * share, (group + 1) * share)]
-        for step in range(K_STEPS):
+        for step in range(BLOCK_MMAS):
             a = [f"a{4 * step + i}" for i in range(4)]
-            for eight in range(self.eights):
-                sums = out[4 * eight : 4 * eight + 4]
-                b = x[16 * eight + 2 * step : 16 * eight + 2 * step + 2]
-                lines.append(mma(self.dtype, sums, a, b, sums if step else acc[4 * eight : 4 * eight + 4]))
+            for n8_tile in range(self.n8_tiles):
+                sums = out[4 * n8_tile : 4 * n8_tile + 4]
+                b = x[16 * n8_tile + 2 * step : 16 * n8_tile + 2 * step + 2]
+                lines.append(mma(self.dtype, sums, a, b, sums if step else acc[4 * n8_tile : 4 * n8_tile + 4]))
         return "{\n" + "\n".join(lines) + "\n}"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +15,7 @@ from lowbit.cli.terminal import AnyModel, Json, check_json, load_layers, out, wr
 if TYPE_CHECKING:
     from lowbit.checkpoint import CheckpointReader
     from lowbit.formats import QuantTensor
+    from lowbit.models.source import ResolvedSource
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 """The number of a layer or an expert in a name."""
@@ -36,15 +36,16 @@ def inspect(
     path = local_model(model)
     load_layers()
     from lowbit.models.load import check_checkpoint
-    from lowbit.models.source import is_foreign
+    from lowbit.models.source import resolve
     from lowbit.nn.convert import slow_lines
 
     check_json(json_file, "lowbit inspect")
-    wrong = check_checkpoint(path) if check else ()
+    source = resolve(path)
+    wrong = check_checkpoint(source) if check else ()
     if wrong:
         raise ValueError(f"{model}: {'; '.join(wrong)}")
-    rows, rest, kept, lines, tool = _foreign_contents(path) if is_foreign(path) else _contents(path, check)
-    if check and is_foreign(path):
+    rows, rest, kept, lines, tool = _foreign_contents(source) if source.is_foreign else _contents(source, check)
+    if check and source.is_foreign:
         lines.append("every tensor is as its tool writes it, and config.json's model takes all of them")
     lines += slow_lines((row["scheme"], row["n"], row["k"]) for row in rows)
     if str(json_file) != "-":
@@ -106,11 +107,11 @@ Inspected = tuple[list[dict[str, Any]], int, tuple[str, ...], list[str], str]
 """Rows of layers, bytes of all other tensors, linear layers that are not quantized, further lines, and the tool."""
 
 
-def _contents(model: Path, check: bool) -> Inspected:
-    from lowbit.checkpoint import CheckpointReader, expected_tensors
+def _contents(source: ResolvedSource, check: bool) -> Inspected:
+    from lowbit.checkpoint import expected_tensors
     from lowbit.progress import Progress
 
-    with CheckpointReader(model) as reader:
+    with source.reader() as reader:
         checked = _checked(reader) if check else []
         manifest = reader.manifest
         layers = manifest.layers if manifest else {}
@@ -121,17 +122,17 @@ def _contents(model: Path, check: bool) -> Inspected:
     return rows, rest, manifest.modules_to_not_convert if manifest else (), rotated + checked, "lowbit" if manifest else "none"
 
 
-def _foreign_contents(model: Path) -> Inspected:
-    from lowbit.models.source import Contents, open_checkpoint
+def _foreign_contents(source: ResolvedSource) -> Inspected:
+    from lowbit.models.layer_importer import LayerImporter
     from lowbit.progress import Progress
 
-    contents = Contents(model, open_checkpoint(model))
-    bar = Progress(contents.source.entries, desc="layers", unit="layers")
-    rows = [_layer_row(contents.module(name) or name, contents.layer(name)) for name in bar if contents.judge(name)]
-    rest = sum(contents.plain(name).nbytes for name in contents.source.plain if not contents.left_out(name))
-    refused = contents.refusals()
-    lines = [*contents.notes(), *([f"cannot be loaded: {refused}"] if refused else [])]
-    return rows, rest, tuple(contents.kept()), lines, contents.opened.tool
+    importer = LayerImporter(source.open_quantized())
+    bar = Progress(importer.reader.entries, desc="layers", unit="layers")
+    rows = [_layer_row(importer.module(name) or name, importer.layer(name)) for name in bar if importer.judge(name)]
+    rest = sum(importer.plain(name).nbytes for name in importer.reader.plain if not importer.left_out(name))
+    refused = importer.refusals()
+    lines = [*importer.notes(), *([f"cannot be loaded: {refused}"] if refused else [])]
+    return rows, rest, tuple(importer.unquantized_linears()), lines, importer.checkpoint.tool
 
 
 def _checked(reader: CheckpointReader) -> list[str]:

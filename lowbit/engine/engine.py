@@ -41,7 +41,7 @@ from lowbit.hardware.machine import machine_of
 from lowbit.ops.sample import top_logprobs
 
 if TYPE_CHECKING:
-    from lowbit.kernels.parts.launch import Wanted
+    from lowbit.kernels.parts.launch import RecordedKernel
 
 logger = logging.getLogger(__name__)
 
@@ -320,14 +320,14 @@ class Engine:
         elif planned.chunks:
             self._launch_one_by_one(planned.chunks, planned)
 
-    def _compiled(self, kernels: Sequence[Wanted]) -> Iterator[Stage]:
+    def _compiled(self, kernels: Sequence[RecordedKernel]) -> Iterator[Stage]:
         if kernels:
             from lowbit.kernels.parts.compile import compiled
 
             for done in compiled(kernels, machine_of(self.device).arch.sm):
                 yield Stage("kernels", done, len(kernels))
 
-    def _compile(self, kernels: Sequence[Wanted]) -> None:
+    def _compile(self, kernels: Sequence[RecordedKernel]) -> None:
         """Compiles the kernels of a step in parallel; its launches would compile them one after the other."""
         for stage in self._compiled(kernels):
             self._progress(stage)

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from lowbit.formats import PerBlock, PerGroup
 from lowbit.kernels.reference.elementwise import Gate
 from lowbit.nn import QuantLinear
 from lowbit.nn.fused import AlternatingMLP, quantize_alike
 from lowbit.ops import Activations, gemm
 from lowbit.ops.gated_gemm import gated_gemm
 from lowbit.pack import DenseWeight, FragmentWeight, OperandWeight
-from lowbit.pack.fragment import STRIP
 
 BLOCK = 64
 """Rows of x in each product of 16-bit weights under `batch_invariant`."""
@@ -96,9 +94,9 @@ def product(modules: Sequence[nn.Module], batch_invariant: bool) -> Product:
     layers = [module for module in modules if isinstance(module, QuantLinear)]
     if len(layers) == len(modules):
         if _in_one_form(layers):
-            return Packed(_joined_fragments(layers), _bias(layers), batch_invariant)
+            return Packed(_joined(layers), _bias(layers), batch_invariant)
         if quantize_alike(list(layers)):
-            return Scaled(layers, _joined_operands(layers), _bias(layers), batch_invariant)
+            return Scaled(layers, _joined(layers), _bias(layers), batch_invariant)
     if not layers and all(type(module) is nn.Linear for module in modules):
         dense, of_all = _joined_linear([module for module in modules if isinstance(module, nn.Linear)])
         return Dense(DenseWeight(dense), of_all, batch_invariant)
@@ -120,67 +118,27 @@ def gated_product(
 
 
 def _in_one_form(layers: Sequence[QuantLinear]) -> bool:
-    """True if the weights of all layers have the same GPU layout, in whole m16 row blocks."""
-    first = layers[0]
-    return not any(layer.out_features % STRIP for layer in layers[:-1]) and all(
-        layer.kernel_codes is not None
-        and layer.scheme.activation is None
-        and not (layer.input_transform.parts or layer.has_correction)
-        and (layer.scheme_name, layer.in_features) == (first.scheme_name, first.in_features)
-        and _scale_types(layer) == _scale_types(first)
-        for layer in layers
-    )
+    """Whether the weights of some layers are all in the same form for a GPU, which can be concatenated."""
+    if any(layer.scheme.activation is not None or layer.input_transform.parts or layer.has_correction for layer in layers):
+        return False
+    return _weights_to_join(layers) is not None
 
 
-def _scale_types(layer: QuantLinear) -> tuple[torch.dtype | None, ...]:
-    """Dtypes of group and channel scales; concatenating two dtypes would give float32, which kernels do not support."""
-    return tuple(None if t is None else t.dtype for t in (layer.kernel_scale, layer.kernel_channel_scale))
+def _weights_to_join(layers: Sequence[QuantLinear]) -> list[Any] | None:
+    """The weights of some layers for a GPU if they can be concatenated, else None."""
+    weights: list[Any] = [weight for layer in layers if (weight := layer.gpu_weight) is not None]
+    return weights if len(weights) == len(layers) and not type(weights[0]).concat_refusals(weights) else None
 
 
-def _joined_fragments(layers: Sequence[QuantLinear]) -> FragmentWeight:
-    """The weights of some layers in one form as one, of which their own become parts."""
-    first = layers[0]
-    if len(layers) == 1:
-        return first.kernel_weight()
-    shape = (sum(layer.out_features for layer in layers), first.in_features)
-    codes = _join(layers, "kernel_codes")
-    assert codes is not None
-    return FragmentWeight(codes, _join(layers, "kernel_scale"), _join(layers, "kernel_channel_scale"), first.scheme, shape)
-
-
-def _joined_operands(layers: Sequence[QuantLinear]) -> OperandWeight | None:
-    """The weights of some layers with 8-bit activations as one, of which their own become parts; None where they have no such
-    form, or are not made of whole strips or blocks."""
-    first = layers[0]
-    if any(layer.kernel_codes is None or layer.scheme_name != first.scheme_name for layer in layers):
+def _joined(layers: Sequence[QuantLinear]) -> Any:
+    """The weights of some layers as one, of which their own become parts; None where they cannot be concatenated."""
+    weights = _weights_to_join(layers)
+    if weights is None:
         return None
-    if len(layers) == 1:
-        return first.scaled_weight()
-    granularity = first.scheme.granularity
-    whole = granularity.n if isinstance(granularity, PerBlock) else STRIP
-    if any(layer.out_features % whole for layer in layers[:-1]):
-        return None
-    shape = (sum(layer.out_features for layer in layers), first.in_features)
-    codes, sums = _join(layers, "kernel_codes"), _join(layers, "kernel_sums")
-    assert codes is not None and sums is not None
-    # Scales of groups lie [K / 128, N]: the layers keep their own, which are small.
-    along = 1 if isinstance(granularity, PerGroup) else 0
-    scale = None if first.kernel_scale is None else torch.cat(_buffers(layers, "kernel_scale"), dim=along)
-    return OperandWeight(codes, scale, _join(layers, "kernel_channel_scale"), sums, first.scheme, shape)
-
-
-def _buffers(layers: Sequence[QuantLinear], name: str) -> list[Tensor]:
-    return [buffer for buffer in (getattr(layer, name) for layer in layers) if buffer is not None]
-
-
-def _join(layers: Sequence[QuantLinear], name: str) -> Tensor | None:
-    """One tensor of a buffer of all layers, whose own become parts of it."""
-    buffers = _buffers(layers, name)
-    if not buffers:
-        return None
-    joined = torch.cat(buffers)
-    for layer, part in zip(layers, joined.split([len(buffer) for buffer in buffers]), strict=True):
-        setattr(layer, name, part)
+    joined = type(weights[0]).concat(weights)
+    if len(layers) > 1:
+        for layer, part in zip(layers, joined.split([layer.out_features for layer in layers]), strict=True):
+            layer.set_gpu_weight(part)
     return joined
 
 
@@ -202,7 +160,7 @@ def _joined_linear(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """The weights of layers that are not quantized as one, of which their own become parts."""
     if len(layers) == 1:
         return layers[0].weight.data, _bias(layers)
-    joined = torch.cat([layer.weight.data for layer in layers])
+    joined = DenseWeight.concat([DenseWeight(layer.weight.data) for layer in layers])
     for layer, part in zip(layers, joined.split([layer.out_features for layer in layers]), strict=True):
-        layer.weight.data = part
-    return joined, _bias(layers)
+        layer.weight.data = part.values
+    return joined.values, _bias(layers)

@@ -14,7 +14,7 @@ from lowbit.engine.scheduler import SchedulerOutput
 from lowbit.engine.slots import on_device
 
 if TYPE_CHECKING:
-    from lowbit.kernels.parts.launch import Wanted
+    from lowbit.kernels.parts.launch import RecordedKernel
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class WarmUpRun:
         return [part for part in dict.fromkeys(parts) if part not in self._known]
 
     @torch.inference_mode()
-    def kernels(self, parts: Sequence[Part]) -> list[Wanted]:
-        """The kernels of some parts that are not compiled yet."""
+    def kernels(self, parts: Sequence[Part]) -> list[RecordedKernel]:
+        """The kernels of some parts, but for those that are compiled already."""
         from lowbit.kernels.parts.launch import recording
 
         self.count += 1

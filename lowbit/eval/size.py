@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, expected_tensors
-from lowbit.models.source import is_foreign, stored_bytes
+from lowbit.models.source import ResolvedSource, resolve
 from lowbit.nn.packed import PackedWeight
-from lowbit.sources import local_model
 
 
 @dataclass(frozen=True)
@@ -32,11 +30,11 @@ class Size:
 def size_of(name: str, model: PreTrainedModel) -> Size | None:
     """Size of the checkpoint in the folder or GGUF file `name`, or of the hub's model of that name, which `model` was loaded
     of; None if it holds no safetensors."""
-    folder = local_model(name)
-    if is_foreign(folder):
-        return _foreign_size(folder, model)
+    source = resolve(name)
+    if source.is_foreign:
+        return _foreign_size(source, model)
     try:
-        with CheckpointReader(folder) as reader:
+        with source.reader() as reader:
             return _size(reader, model)
     except CheckpointError:
         return None
@@ -62,7 +60,7 @@ def _size(reader: CheckpointReader, model: PreTrainedModel) -> Size:
     return Size(total, weights, None if foreign or not weights else 8 * stored / weights, scheme)
 
 
-def _foreign_size(path: Path, model: PreTrainedModel) -> Size:
+def _foreign_size(source: ResolvedSource, model: PreTrainedModel) -> Size:
     outside = {id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
     weights = held = 0
     schemes: Counter[str] = Counter()
@@ -77,7 +75,7 @@ def _foreign_size(path: Path, model: PreTrainedModel) -> Size:
             weights += module.weight.numel()
             held += module.weight.nbytes
     return Size(
-        stored_bytes(path),
+        source.stored_bytes(),
         weights,
         8 * held / weights if weights else None,
         next((scheme for scheme, _ in schemes.most_common(1)), None),

@@ -1,6 +1,6 @@
-"""What a code means: number formats, their codec, granularities, schemes and the quantized tensor. Pure torch.
+"""Number formats, their codec, granularities, schemes and the quantized tensor, in plain torch.
 
-Schemes, number formats and granularities need no torch; the names that do import it when they are first used.
+Schemes, number formats and granularities need no torch; the other names import it on first use.
 """
 
 import importlib

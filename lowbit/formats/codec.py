@@ -27,12 +27,12 @@ def _values(fmt: NumberFormat) -> Tensor:
 
 
 def code_values(fmt: NumberFormat) -> Tensor:
-    """Values of all codes, [2^bits] float32: the table that decodes the format. A fresh copy at each call."""
+    """Returns a copy of the table that decodes the format: the values of all codes, float32 [2^bits]."""
     return _values(fmt).clone()
 
 
 def encode(x: Tensor, fmt: NumberFormat, *, saturate: bool = True) -> Tensor:
-    """Codes (uint8, same shape) of the values `x` (any float dtype) in `fmt`.
+    """Returns codes (uint8, same shape) of the values `x` (any float dtype) in `fmt`.
 
     Raises ValueError for NaN in a format that has none, and for `saturate=False` in a format without a special value.
     """
@@ -43,8 +43,10 @@ def encode(x: Tensor, fmt: NumberFormat, *, saturate: bool = True) -> Tensor:
 
 
 def decode(codes: Tensor, fmt: NumberFormat, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values (`dtype`, same shape) of `codes` (uint8). Exact: fp16 and bf16 hold every format's values but those whose
-    exponent is out of their range (fp16: 6 and more exponent bits)."""
+    """Returns values (`dtype`, same shape) of `codes` (uint8), exact unless the exponent is out of range for `dtype`.
+
+    Out of range is fp16 for formats with 6 or more exponent bits.
+    """
     if isinstance(fmt, IntFormat):
         return codes.to(dtype) - fmt.offset
     table = code_values(fmt).to(device=codes.device, dtype=dtype)
@@ -63,8 +65,8 @@ def _encode_float(x: Tensor, fmt: FloatFormat, saturate: bool) -> Tensor:
         if not saturate:
             raise ValueError(f"{fmt.name} has neither infinity nor NaN: it can only saturate")
         _refuse_nan(x, fmt)
-    # The binade of each value, from its own exponent: 2^e <= magnitude < 2^(e + 1). Subnormals share the lowest, what is beyond
-    # the largest value the next one.
+    # The binade of each value: 2^e <= magnitude < 2^(e + 1).
+    # Subnormals take the lowest binade, overflow the one above the largest.
     integers, mantissa, bias = (torch.int32, 23, 127) if x.dtype == torch.float32 else (torch.int64, 52, 1023)
     magnitude, lowest, next_one = x.detach().abs(), 1 - fmt.bias, (1 << fmt.exponent) - fmt.bias
     exponent = ((magnitude.view(integers) >> mantissa) - bias).clamp(lowest, next_one)

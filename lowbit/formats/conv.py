@@ -1,4 +1,4 @@
-"""What a convolution of codes is: how its numbers are stored, its windows, and exactly what it computes.
+"""Low-bit convolutions: the storage of codes, the windows, and the exact arithmetic.
 
 Activations are codes in NCHW: "u4" holds 0..15 and "s8" holds -128..127; the value of a code is code * scale, and there is no
 zero point anywhere, so that padding is code 0. Weights are "s8", or "s4" where all of them lie in -8..7.
@@ -29,39 +29,39 @@ CODES: dict[str, IntFormat] = {"u4": uint_format(4), "s4": int_format(4), "s8": 
 """The number formats of stored codes, by the names that PTX has for them; in memory they are two's complement."""
 
 FLOATS: dict[str, torch.dtype] = {"f16": torch.float16, "f32": torch.float32}
-"""What a convolution also writes: values."""
+"""Output storages that hold values instead of codes."""
 
 ACTIVATIONS = ("u4", "s8")
 """The codes that a convolution reads and writes."""
 
 STORAGES = (*ACTIVATIONS, *FLOATS)
-"""How a value may be stored."""
+"""All storages of an output."""
 
 U4_STEPS = 16.0
-"""Steps of the byte from which a u4 code is cut for one step of the code."""
+"""A u4 code is the upper half of a byte: one step of the code is 16 steps of the byte."""
 
 Pair = tuple[int, int]
 
 
 def code_range(storage: str) -> tuple[int, int]:
-    """Smallest and largest code: (0, 15) of u4."""
+    """Returns the smallest and largest code: (0, 15) for u4."""
     return int(CODES[storage].min), int(CODES[storage].max)
 
 
 def stored_dtype(storage: str) -> torch.dtype:
-    """What a stored value is a tensor of: packed codes are bytes."""
+    """Returns the dtype of a stored tensor; packed codes are uint8."""
     return FLOATS.get(storage, torch.uint8)
 
 
 def weight_storage(codes: Tensor) -> str:
-    """ "s4" if all codes lie in -8 to 7, else "s8"."""
+    """Returns "s4" if all codes are in -8 to 7, else "s8"."""
     low, high = code_range("s4")
     return "s4" if codes.numel() == 0 or (int(codes.min()) >= low and int(codes.max()) <= high) else "s8"
 
 
 @dataclass(frozen=True)
 class ProductSpec:
-    """What one product of a convolution is: storages of its input and weights, channels, and its windows (down, across)."""
+    """One product of a convolution: storages of x and w, input channels, and windows as (height, width)."""
 
     x: str
     w: str
@@ -76,18 +76,18 @@ class ProductSpec:
 
     @property
     def keeps_size(self) -> bool:
-        """Whether the windows are square and the output is as large as the input."""
+        """True if the windows are square and the output is as large as the input."""
         half = self.kernel[0] // 2
         return self.kernel == (2 * half + 1,) * 2 and self.stride == (1, 1) and self.padding == (half, half)
 
     def output_size(self, height: int, width: int) -> Pair:
-        """Height and width of the output for an input of this height and width."""
+        """Returns height and width of the output for an input of this height and width."""
         return output_size((height, width), self.kernel, self.stride, self.padding)
 
 
 @dataclass(frozen=True)
 class ConvSpec(ProductSpec):
-    """What a convolution is apart from its numbers: what a kernel is chosen by. `residual` is the storage of what is added.
+    """A convolution without its tensors, by which a kernel is chosen. `residual` is the storage of the tensor that is added.
 
     Groups and dilation are 1.
     """
@@ -100,7 +100,7 @@ class ConvSpec(ProductSpec):
 
     @property
     def products(self) -> tuple[ProductSpec, ...]:
-        """The first product and, where there is one, the second."""
+        """The first product and the second, if there is one."""
         return (self,) if self.second is None else (self, self.second)
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class ConvSpec(ProductSpec):
 
 @dataclass(frozen=True, eq=False)
 class SecondProduct:
-    """A convolution of another input, added before requantizing: the downsample branch folded into the last convolution.
+    """A convolution of another input, added before requantizing: a downsample branch folded into the last convolution.
 
     weight int8 [O, C2, R, S]; s float32 [O] multiplies its sum; `x` is the storage of its input.
     """
@@ -128,16 +128,16 @@ class SecondProduct:
         _check_product("the second product", self.weight, self.s, self.x, self.stride, self.padding)
 
     def to(self, device: torch.device | str) -> SecondProduct:
-        """The same product with its tensors on `device`."""
+        """Returns the same product with its tensors on `device`."""
         return SecondProduct(self.weight.to(device), self.s.to(device), self.x, self.stride, self.padding)
 
 
 @dataclass(frozen=True, eq=False)
 class ConvLayer:
-    """One lowered convolution: weight int8 [O, C, R, S]; s, b float32 [O]; groups 1, dilation 1. `spec` is it without numbers.
+    """One lowered convolution: weight int8 [O, C, R, S]; s, b float32 [O]; groups 1, dilation 1.
 
-    `x`, `y` and `residual` are storages; `residual` is None where nothing is added, and `g` is what its codes count. At most
-    one of `residual` and `second` is given. `name` is for tables. Raises ValueError for anything that is not so.
+    `x`, `y` and `residual` are storages; `residual` is None if nothing is added, and `g` is the scale of its codes. At most one
+    of `residual` and `second` is given. `name` is for tables. Raises ValueError for other tensors and storages.
     """
 
     weight: Tensor
@@ -171,7 +171,7 @@ class ConvLayer:
 
     @functools.cached_property
     def spec(self) -> ConvSpec:
-        """What the layer is apart from its numbers."""
+        """The layer without its tensors."""
         second = None if self.second is None else ProductSpec(*_product(self.second))
         outputs = int(self.weight.shape[0])
         return ConvSpec(*_product(self), outputs, self.y, self.relu, self.residual, second)
@@ -181,11 +181,11 @@ class ConvLayer:
         return int(self.weight.shape[2]), int(self.weight.shape[3])
 
     def output_size(self, height: int, width: int) -> Pair:
-        """Height and width of the output for an input of this height and width."""
+        """Returns height and width of the output for an input of this height and width."""
         return output_size((height, width), self.kernel, self.stride, self.padding)
 
     def to(self, device: torch.device | str) -> ConvLayer:
-        """The same layer with its tensors on `device`."""
+        """Returns the same layer with its tensors on `device`."""
         return ConvLayer(
             self.weight.to(device), self.s.to(device), self.b.to(device), self.x, self.y, self.stride, self.padding, self.relu,
             self.residual, self.g, None if self.second is None else self.second.to(device), self.name,
@@ -193,19 +193,18 @@ class ConvLayer:
 
 
 def _product(layer: ConvLayer | SecondProduct) -> tuple[str, str, int, Pair, Pair, Pair]:
-    """The fields of a `ProductSpec`."""
+    """Returns the fields of a `ProductSpec`."""
     _, channels, *kernel = layer.weight.shape
     return layer.x, weight_storage(layer.weight), channels, (kernel[0], kernel[1]), layer.stride, layer.padding
 
 
 @dataclass(frozen=True)
 class SumSpec:
-    """A sum of codes, or one value's ReLU or other scale, that no convolution has inside: what `ConvLayer` says of its sums
-    and residuals, of codes and scalars.
+    """A sum of two code tensors, or a ReLU or rescaling of one, that is fused into no convolution.
 
-        t = fma(float32(x code), s, b), then fma(float32(other code), g, t) with another value; y from t as everywhere
+        t = fma(float32(x code), s, b), then fma(float32(other code), g, t) with another value; y from t as in `ConvLayer`
 
-    `x`, `y` and `other` are u4 or s8; s, b and g come from `requantize`. Raises ValueError for anything that is not so.
+    `x`, `y` and `other` are u4 or s8; s, b and g come from `requantize`. Raises ValueError for other storages.
     """
 
     x: str
@@ -225,7 +224,7 @@ class SumSpec:
 
 
 def output_size(size: Pair, kernel: Pair, stride: Pair, padding: Pair) -> Pair:
-    """Height and width that a window of `kernel` leaves of `size`; raises ValueError where nothing is left."""
+    """Returns the output height and width; raises ValueError if the window does not fit."""
     out = tuple((size[i] + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i in (0, 1))
     if min(out) < 1:
         raise ValueError(f"a window of {kernel} with padding {padding} does not fit into {size[0]} x {size[1]} pixels")
@@ -235,7 +234,7 @@ def output_size(size: Pair, kernel: Pair, stride: Pair, padding: Pair) -> Pair:
 def requantize(
     weight_scale: Tensor, bias: Tensor | None, x_scale: float, y_scale: float, y: str, residual_scale: float | None = None
 ) -> tuple[Tensor, Tensor, float]:
-    """(s, b, g) of a `ConvLayer` from real scales, rounded to float32 once: value = code * scale everywhere.
+    """Returns (s, b, g) of a `ConvLayer` from real scales, rounded to float32 once; value = code * scale everywhere.
 
     weight_scale [O] per output channel, bias [O] or None, x_scale, y_scale and residual_scale per tensor; y_scale is 1 for f16
     and f32, whose output is the value itself. The weight scale of a second product gives its s in the same way.

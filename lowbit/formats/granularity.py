@@ -1,7 +1,6 @@
-"""How many weights share one scale.
+"""Granularities: how many elements of a matrix [N, K] share one scale.
 
-Each granularity says which shape its scales have for a matrix [N, K] (weights: rows are output channels; activations:
-rows are tokens) and how they spread over it.
+Rows are output channels of weights or tokens of activations. `block` returns the rows and columns that share a scale.
 """
 
 from __future__ import annotations
@@ -73,13 +72,13 @@ Granularity = PerTensor | PerChannel | PerToken | PerGroup | PerBlock
 
 
 def scale_shape(granularity: Granularity, shape: tuple[int, int]) -> tuple[int, int]:
-    """Shape of the scales of a matrix of `shape` [N, K]."""
+    """Returns the shape of the scales of a matrix of `shape` [N, K]."""
     n, k = granularity.block(shape)
     return -(-shape[0] // n), -(-shape[1] // k)
 
 
 def spread(scale: Tensor, granularity: Granularity, shape: tuple[int, int]) -> Tensor:
-    """Scales (or zeros) of `scale_shape` as one value per element, [N, K].
+    """Returns scales (or zeros) of `scale_shape` expanded to one value per element, [N, K].
 
     Raises ValueError when the scales do not have the granularity's shape.
     """

@@ -1,8 +1,8 @@
-"""What a layer does to its input x before the product with the codes, and what that means for the weights.
+"""The transform of a layer's input x before the product with the codes, and its inverse on the weights.
 
-In this order: x is rotated in blocks of channels (`hadamard`), each channel is multiplied (`pre_quant_scale`, AWQ's), channels
-are put in the order of the codes (`order`, GPTQ's act-order), and, under a scheme with 8-bit activations, x is quantized, by
-`activation_scale` (and `activation_zero`) for all of x, or else by a scale for each token.
+First x is rotated in blocks of channels (`hadamard`). Then channels are multiplied by AWQ's `pre_quant_scale` and permuted by
+GPTQ's act-order (`order`). Under a scheme with 8-bit activations x is then quantized, by `activation_scale` (and
+`activation_zero`) for all of x, or else by a scale per token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class InputParts:
-    """Which parts an `InputTransform` has: what a module allocates before tensors are loaded. `hadamard` is its block size."""
+    """The parts of an `InputTransform`, for allocating a module before loading; `hadamard` is the block size, 0 for none."""
 
     order: bool = False
     pre_quant_scale: bool = False
@@ -35,16 +35,16 @@ class InputParts:
     hadamard: int = 0
 
     def __bool__(self) -> bool:
-        """Returns whether x is changed by anything but a quantization token by token."""
+        """Returns True if the transform does anything but quantize token by token."""
         return any(getattr(self, field.name) for field in fields(self))
 
     @property
     def has_channels(self) -> bool:
-        """Whether channels of x are multiplied or reordered."""
+        """True if channels of x are multiplied or permuted."""
         return self.order or self.pre_quant_scale
 
     def words(self, *supported: str) -> tuple[str, ...]:
-        """Returns the parts that there are but the `supported` ones, in words for a refusal, in the order of computation."""
+        """Returns the parts that are not `supported`, in words for an error message, in the order of computation."""
         return tuple(word for name, word in _WORDS.items() if getattr(self, name) and name not in supported)
 
     def check(self, scheme: Scheme, k: int) -> None:
@@ -65,7 +65,7 @@ NO_PARTS = InputParts()
 
 @dataclass(frozen=True, eq=False)
 class InputTransform:
-    """Tensors and the block size of what is done to x [.., K] (see the module).
+    """The input transform of one layer; see the module for the order of its parts.
 
     order: int32 [K], a permutation: column i of the codes multiplies channel order[i] of x. pre_quant_scale: float [K].
     activation_scale: float32 [1]. activation_zero: int32 [1]. hadamard: channels of a block of the rotation, 0 for none.
@@ -79,11 +79,11 @@ class InputTransform:
 
     @property
     def parts(self) -> InputParts:
-        """Which parts there are."""
+        """The parts that are present."""
         return InputParts(**dict.fromkeys(self.tensors(), True), hadamard=self.hadamard)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors that there are, by field name."""
+        """Returns the tensors that are not None, by field name."""
         named = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "hadamard"}
         return {name: t for name, t in named.items() if t is not None}
 
@@ -98,7 +98,7 @@ class InputTransform:
         return replace(self, **changed)
 
     def select(self, channels: slice | Tensor) -> InputTransform:
-        """Returns the transform of some channels of x, without an order."""
+        """Returns the transform restricted to `channels` of x, without an order."""
         factors = None if self.pre_quant_scale is None else self.pre_quant_scale[channels]
         return replace(self, order=None, pre_quant_scale=factors)
 
@@ -117,20 +117,24 @@ class InputTransform:
         )
         for name, value, dtype in of_all:
             if value is not None and (tuple(value.shape) != (1,) or value.dtype != dtype):
-                wanted = f"{str(dtype).removeprefix('torch.')} [1]"
-                raise ValueError(f"{scheme}: an {name.replace('_', ' ')} is {wanted}, got {value.dtype} {tuple(value.shape)}")
+                expected = f"{str(dtype).removeprefix('torch.')} [1]"
+                raise ValueError(f"{scheme}: an {name.replace('_', ' ')} is {expected}, got {value.dtype} {tuple(value.shape)}")
         self.parts.check(scheme, k)
 
     def check_values(self) -> None:
-        """Raises ValueError for an order that is no permutation, which a kernel would index memory with, and for factors that
-        are not finite. Reads the tensors."""
+        """Raises ValueError for an order that is no permutation, since kernels index memory by it, and for infinite scales or
+        NaN.
+
+        Synchronizes with the device.
+        """
         if self.order is not None and not is_permutation(self.order):
             raise ValueError(f"order is a permutation of 0 to {self.order.numel() - 1}, this one is not")
         if self.pre_quant_scale is not None and not bool(torch.isfinite(self.pre_quant_scale).all()):
             raise ValueError("factors of x must be finite, some are not")
 
     def fold_channels(self, weight: Tensor) -> Tensor:
-        """Returns [N, K] weights for x before `pre_quant_scale` and `order`, of weights for x after; overwrites those."""
+        """Returns the weights [N, K] for x before `pre_quant_scale` and `order`, given those for x after; may overwrite
+        them."""
         if self.order is not None:
             weight = torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
         if self.pre_quant_scale is not None:
@@ -138,11 +142,11 @@ class InputTransform:
         return weight
 
     def fold_rotation(self, weight: Tensor) -> Tensor:
-        """Returns [N, K] weights for x before its rotation, of weights for x after it."""
+        """Returns the weights [N, K] that multiply x before its rotation, given those for x after it."""
         return rotate_blocks(weight, self.hadamard) if self.hadamard else weight
 
     def differences(self, other: InputTransform) -> tuple[str, ...]:
-        """Returns what two transforms differ in, empty if nothing."""
+        """Returns the differences of two transforms as reasons, empty if there are none."""
         own, others = self.tensors(), other.tensors()
         named = [field.name for field in fields(self) if field.name != "hadamard"]
         reasons = [f"{name} differs" for name in named if not _same(own.get(name), others.get(name))]
@@ -150,11 +154,11 @@ class InputTransform:
 
 
 IDENTITY = InputTransform()
-"""Nothing is done to x, or it is quantized token by token."""
+"""x is unchanged, or quantized token by token."""
 
 
 def is_permutation(order: Tensor) -> bool:
-    """Returns whether `order`, integers [K], holds each of 0 to K - 1 once."""
+    """Returns True if `order`, integers [K], holds each of 0 to K - 1 once."""
     return torch.equal(order.sort().values, torch.arange(order.numel(), dtype=order.dtype, device=order.device))
 
 

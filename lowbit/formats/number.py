@@ -1,7 +1,7 @@
-"""What a code means: integer and float formats of at most 8 bits, one frozen row each.
+"""Integer and float formats of at most 8 bits.
 
-A *code* is an unsigned integer of `bits` bits. An integer format decodes it as `code - offset` (offset binary: what
-GPTQ, AWQ and compressed-tensors files store, and what the +8 and +128 of the fast conversions expect). A float format
+A *code* is an unsigned integer of `bits` bits. An integer format decodes it as `code - offset` (offset binary, as
+GPTQ, AWQ and compressed-tensors files store it, and as the fast conversions with +8 and +128 expect it). A float format
 reads it as sign | exponent | mantissa, most significant bit first.
 """
 
@@ -57,7 +57,7 @@ class FloatFormat:
     """Floats of 1 sign, `exponent` and `mantissa` bits, at most 8 bits in all.
 
     value = (-1)^s 2^(E-bias) (1 + m/2^M) for E > 0 and (-1)^s 2^(1-bias) m/2^M (a subnormal) for E = 0, with
-    bias = 2^(exponent-1) - 1. `special` says which codes are not numbers:
+    bias = 2^(exponent-1) - 1. `special` states which codes are not finite:
 
     - "none": all are finite (fp4_e2m1, fp5_e2m2, fp6_e3m2, fp6_e2m3 and every other format of less than 8 bits);
     - "nan": only the all-ones code of either sign is NaN, no infinity (fp8_e4m3, torch.float8_e4m3fn);
@@ -126,17 +126,17 @@ NumberFormat = IntFormat | FloatFormat
 
 
 def int_format(bits: int) -> IntFormat:
-    """Signed integers of `bits` bits: `int_format(4)` is int4."""
+    """Returns the signed integer format of `bits` bits: `int_format(4)` is int4."""
     return IntFormat(bits, 1 << (bits - 1))
 
 
 def uint_format(bits: int) -> IntFormat:
-    """Unsigned integers of `bits` bits: `uint_format(4)` is uint4."""
+    """Returns the unsigned integer format of `bits` bits: `uint_format(4)` is uint4."""
     return IntFormat(bits, 0)
 
 
 def float_format(exponent: int, mantissa: int) -> FloatFormat:
-    """The eXmY format in its usual meaning: e4m3 and e5m2 as torch has them, all others without NaN and infinity."""
+    """Returns the eXmY format: e4m3 and e5m2 as in torch, all others without NaN and infinity."""
     special = {(4, 3): "nan", (5, 2): "ieee"}.get((exponent, mantissa), "none")
     return FloatFormat(exponent, mantissa, special)
 
@@ -147,9 +147,9 @@ _FLOAT_NAME = re.compile(r"fp(\d)_e(\d)m(\d)")
 
 @functools.cache
 def number_format(name: str) -> NumberFormat:
-    """The format called `name`: `int2`..`int8`, `uint2`..`uint8`, or `fp<bits>_e<X>m<Y>` such as `fp6_e3m2`.
+    """Returns the format called `name`: `int2`..`int8`, `uint2`..`uint8`, or `fp<bits>_e<X>m<Y>` such as `fp6_e3m2`.
 
-    Raises ValueError that says what is supported.
+    Raises ValueError with the supported names.
     """
     if match := _INT_NAME.fullmatch(name):
         bits = int(match[2])

@@ -7,17 +7,16 @@ Grammar (lower case):
     format       <bits>            integers: w4, a8        (w16 and a16: left in fp16/bf16)
                  <bits>e<X>m<Y>    floats:   w6e3m2, a8e4m3
     granularity  _g<size>          groups along K          (per output channel when absent, but for w4a16, see below)
-                 _pc               per output channel, said outright
+                 _pc               per output channel, explicitly
                  _b<n>x<k>         blocks
                  _t                one scale per tensor, of activations too if they are quantized (calibrated)
     zero         _z                integer zero points     w = (code - zero) * scale
                  _fz               floating-point zeros    w = code * scale + zero
     _az                            zero points of integer activations, of each token or calibrated  x = (code - zero) * scale
-    rule         _ct _hf _fb       activations quantized as another tool does it, for files that it made (`ActivationRule`)
+    rule         _ct _hf _fb       activations quantized by another tool's rule, for its files (`ActivationRule`)
 
-`w4a16_g128`, `w6e3m2a16`, `w4a16_g32_fz`, `w8a8`, `w8a8_az`, `w8a8_ct`. Names that other tools use are aliases, see `ALIASES`.
-`w4a16` is one of them, compressed-tensors' preset with groups of 128, everywhere and in either case; one scale per channel is
-`w4a16_pc`.
+`w4a16_g128`, `w6e3m2a16`, `w4a16_g32_fz`, `w8a8`, `w8a8_az`, `w8a8_ct`. `ALIASES` has names of other tools.
+`w4a16` is one of them: compressed-tensors' preset with groups of 128. One scale per channel is `w4a16_pc`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ ALIASES: dict[str, str] = {
     "fp8_dynamic": "w8e4m3a8e4m3",
     "fp8_block": "w8e4m3a8e4m3_b128x128",
 }
-"""Names of other tools (lower case; matched without regard to case) and the scheme each means."""
+"""Names of other tools (lower case, matched case-insensitively) and their schemes."""
 
 _NAME = re.compile(
     r"w(?P<w>\d+(?:e\d+m\d+)?)a(?P<a>\d+(?:e\d+m\d+)?)"
@@ -55,13 +54,13 @@ _NAME = re.compile(
 )
 GRAMMAR = "w<bits>[e<X>m<Y>]a<16|8|8e4m3|8e5m2>[_g<size>|_b<n>x<k>|_t|_pc][_z|_fz][_az][_ct|_hf|_fb]"
 PRESET = "w4a16 means groups of 128; w4a16_pc has one scale per channel"
-"""The one bare name that is no grammar's: other tools had it first."""
+"""The one name that the grammar reads differently: other tools defined it first."""
 
 _GGUF = {
     "q2": "w2a16_g16_fz", "q3": "w3a16_g16", "q4": "w4a16_g32_fz", "q5": "w5a16_g32_fz", "q6": "w6a16_g16",
     "q8": "w8a16_g32", "q4_0": "w4a16_g32", "q5_0": "w5a16_g32",
 }  # fmt: skip
-"""What comes closest to llama.cpp's types; files of them are read as they are."""
+"""The scheme closest to each of llama.cpp's types, for error messages; GGUF files need no scheme."""
 _NEAR_MISSES = {
     "int2": "w2a16_g64", "int3": "w3a16_g64", "int4": "w4a16_g128", "int5": "w5a16", "int6": "w6a16", "uint4": "w4a16_g128_z",
     "i4": "w4a16_g128", "w4": "w4a16_g128", "4bit": "w4a16_g128", "8bit": "w8a16", "i8": "w8a8", "w8": "w8a16",
@@ -69,29 +68,28 @@ _NEAR_MISSES = {
     "fp6": "w6e3m2a16", "mxfp6": "w6e3m2a16_g32", "f8": "fp8", "float8": "fp8", "e4m3": "fp8", "mxfp8": "w8e4m3a16_g32",
     "w4a8": "w4a8_g128",
 }  # fmt: skip
-"""Names that are no schemes, in letters and digits only, and the scheme to use."""
+"""Names that are no schemes (letters and digits only) and the scheme that an error message proposes."""
 _METHODS = ("rtn", "hqq", "gptq", "awq", "smoothquant", "learned")
 _EXAMPLES = (
     "w4a16_g64", "w4a16_g128", "w4a16_pc", "w4a16_g32_fz", "w4a16_g64_fz", "w4a16_g64_z", "w4a16_g128_z", "w6e3m2a16",
     "w5e2m2a16", "w8a8_az", "w4a8_g128",
 )  # fmt: skip
-"""Names that a typing mistake may be near to, beside the aliases."""
+"""Further names that an error message may propose for a typing mistake."""
 
 
 class ZeroPoint(Enum):
-    """What the zeros of a scheme are."""
+    """The kind of zero points of a scheme."""
 
     NONE = ""
     INTEGER = "z"
-    """An unsigned code of the weight format: w = (code - zero) * scale, as GPTQ and AWQ files have it."""
+    """An unsigned code of the weight format: w = (code - zero) * scale, as in GPTQ and AWQ files."""
     FLOAT = "fz"
-    """A number in units of the weight: w = code * scale + zero, as TensorRT-LLM's GPTQ path and GGUF's Q4_1 have it."""
+    """A number in units of the weight: w = code * scale + zero, as in TensorRT-LLM's GPTQ path and GGUF's Q4_1."""
 
 
 class ActivationRule(Enum):
-    """How numbers of x become codes: in which type, by which scale, what is rounded. Tools differ in this, and a file that one
-    of them made means what that tool computes. kernels/reference/ has the arithmetic, docs/internals/numerics.md where it is
-    from."""
+    """How activations become codes: the dtype of the arithmetic, the scale and the rounding. Tools differ in these; a file is
+    run by the rule of the tool that wrote it. kernels/reference/ has the arithmetic, docs/internals/numerics.md its sources."""
 
     OWN = ""
     """In float32: scale = max|x| / largest code (int8: 127), code = x * (1 / scale)."""
@@ -108,7 +106,7 @@ class Scheme:
     """Weight format, activation format (None: fp16 or bf16), scale granularity of the weight, kind of its zero
     points, whether activations have zero points as well, and the rule by which they are quantized.
 
-    `name` is canonical: `parse_scheme(scheme.name) == scheme`. It is made once, since every call of a layer asks for it.
+    `name` is canonical: `parse_scheme(scheme.name) == scheme`. It is computed once, since every call of a layer reads it.
     """
 
     weight: NumberFormat
@@ -139,13 +137,13 @@ class Scheme:
             return
         e4m3 = self.activation == float_format(4, 3)
         if self.rule is ActivationRule.COMPRESSED_TENSORS:
-            fits = e4m3 or self.activation == float_format(2, 1) or isinstance(self.activation, IntFormat)
-            taken = "integers, e4m3 or e2m1"
+            allowed = e4m3 or self.activation == float_format(2, 1) or isinstance(self.activation, IntFormat)
+            formats = "integers, e4m3 or e2m1"
         else:
-            fits, taken = e4m3, "e4m3"
-        if not fits:
-            found = "16 bits" if self.activation is None else self.activation.name
-            raise ValueError(f"the rule _{self.rule.value} quantizes activations to {taken}, not to {found}")
+            allowed, formats = e4m3, "e4m3"
+        if not allowed:
+            given = "16 bits" if self.activation is None else self.activation.name
+            raise ValueError(f"the rule _{self.rule.value} quantizes activations to {formats}, not to {given}")
 
     @property
     def weight_only(self) -> Scheme:
@@ -154,7 +152,7 @@ class Scheme:
 
     @property
     def static_activations(self) -> bool:
-        """Whether activations have one calibrated scale, as the weights have one for the whole tensor."""
+        """True if activations have one calibrated scale, as the weights have one for the whole tensor."""
         return self.activation is not None and isinstance(self.granularity, PerTensor)
 
     def __str__(self) -> str:
@@ -162,9 +160,9 @@ class Scheme:
 
 
 def parse_scheme(name: str | Scheme) -> Scheme:
-    """The scheme called `name`, in this library's grammar or by another tool's name; a Scheme is returned as it is.
+    """Returns the scheme called `name`, in this library's grammar or by another tool's name; returns a Scheme as it is.
 
-    Raises ValueError with the grammar and the scheme that was probably meant when the name means nothing.
+    Raises ValueError with the grammar and a proposal for an unknown name.
     """
     if isinstance(name, Scheme):
         return name
@@ -193,7 +191,7 @@ def parse_scheme(name: str | Scheme) -> Scheme:
 
 
 def _meant(lower: str) -> str:
-    """The beginning of an error that names the scheme that was probably meant; empty where none is near."""
+    """Returns the beginning of an error message that proposes a scheme; empty if none is similar."""
     bare = re.sub(r"[^a-z0-9]", "", lower)
     if bare in _METHODS:
         return f"{lower} is a method: say it as method, and for the scheme for example w4a16_g128; "
@@ -242,6 +240,6 @@ def _granularity_part(scheme: Scheme) -> str:
         case PerTensor():
             return "_t"
     plain = f"w{_format_part(scheme.weight)}a{'16' if scheme.activation is None else _format_part(scheme.activation)}"
-    # The bare name of an alias means something else (w4a16 is a preset with groups): say "per channel" there.
+    # The bare name of an alias has another meaning (w4a16 is a preset with groups): add "per channel" there.
     bare_is_taken = scheme.zero is ZeroPoint.NONE and ALIASES.get(plain, plain) != plain
     return "_pc" if bare_is_taken else ""

@@ -1,15 +1,16 @@
-"""What one of several GPUs holds of a quantized matrix, and several matrices that read one x as one.
+"""Shards of a quantized matrix for tensor parallelism, and the concatenation of matrices that read one x.
 
-Tensor parallelism gives each of R ranks a part of the output channels (rows of w) or of the input channels (columns), whose
-partial sums are added. A part is a `QuantTensor` of its own that means exactly what these rows or columns mean in the whole:
+Each of R ranks has a shard of the output channels (rows of w) or of the input channels (columns); partial sums of column shards
+are added. A shard is a `QuantTensor` with exactly the weights of its rows or columns:
 
-- K / R that is no multiple of the group gets scales repeated at gcd(group, K / R): more bytes, the same weights. Blocks too.
-- Columns in another order (GPTQ's act-order) are scattered over all channels. A rank takes those that meet its channels, each
-  group filled up to a multiple of `ORDERED_GROUP` with codes of weight 0, and an index that says which of its channels each of
-  them meets. With one scale for each row or for all weights there is nothing to keep together: the columns are sorted instead.
-- A calibrated scale of x stays that of the whole x; one found at each call is that of the rank's part, at most as large.
-- A low-rank correction is split with the side that is split.
-- x that is rotated in blocks of channels is split between blocks, and not where columns are scattered.
+- If the group does not divide K / R, scales are repeated for groups of gcd(group, K / R): more bytes, the same weights. Blocks
+  likewise.
+- Columns in act-order (GPTQ) are scattered over all channels. A rank has the columns that multiply its channels, each
+  group padded to a multiple of `ORDERED_GROUP` by codes of weight 0, and an index from columns to its channels. With one scale
+  per row or per tensor the columns are sorted instead.
+- A calibrated scale of x stays that of the whole x; a dynamic scale is that of the shard of x, which is at most as large.
+- A low-rank correction is split along the same dimension.
+- If x is rotated in blocks of channels, shards end between blocks; columns in act-order are then not split.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from lowbit.formats.scheme import ZeroPoint
 from lowbit.formats.tensor import LowRank, QuantTensor
 
 ORDERED_GROUP = 16
-"""Columns to a multiple of which groups are filled up where act-order is split: the smallest group of the kernels."""
+"""Groups in act-order are padded to a multiple of this many columns: the smallest group of the kernels."""
 
 Range = tuple[int, int]
-"""Begin and end, as of a slice."""
+"""Begin and end, as in a slice."""
 
 
 def part_range(total: int, part: int, rank: int, ranks: int) -> Range:
-    """Which of `total` channels `rank` holds when each of `ranks` holds `part` of them.
+    """Returns the range of `total` channels of `rank` if each of `ranks` has `part` of them.
 
-    Ranks hold different parts in order; where `part` times `ranks` is more than `total`, each part is held by as many ranks
-    that follow each other (heads of keys and values, of which there are fewer than ranks). Raises ValueError for other sizes.
+    Shards are in order of the ranks. If `part` times `ranks` exceeds `total`, consecutive ranks have the same shard (with fewer
+    KV heads than ranks). Raises ValueError for other sizes.
     """
     if part < 1 or total % part or ranks % (total // part):
         raise ValueError(f"{total} channels cannot be split into parts of {part} for {ranks} ranks")
@@ -47,12 +48,12 @@ def part_range(total: int, part: int, rank: int, ranks: int) -> Range:
 
 
 def rows_of(q: QuantTensor, ranges: Sequence[Range]) -> QuantTensor:
-    """The output channels in `ranges`, one after the other; of blocks too, which become smaller where a range cuts one."""
+    """Returns the output channels in `ranges`, concatenated; blocks of scales become smaller where a range cuts one."""
     n = q.shape[0]
     if list(ranges) == [(0, n)]:
         return q
     taken = [slice(*each) for each in ranges]
-    held: dict[str, Any] = {"codes": torch.cat([q.codes[rows] for rows in taken])}
+    fields: dict[str, Any] = {"codes": torch.cat([q.codes[rows] for rows in taken])}
     scheme, granularity = q.scheme, q.scheme.granularity
     if not isinstance(granularity, PerTensor):
         at = torch.cat([torch.arange(*each, device=q.scale.device) for each in ranges])
@@ -61,14 +62,14 @@ def rows_of(q: QuantTensor, ranges: Sequence[Range]) -> QuantTensor:
             size = math.gcd(granularity.n, *(begin for begin, _ in ranges), *ends)
             scheme = replace(scheme, granularity=PerBlock(size, granularity.k))
             at = at[::size] // granularity.n
-        held |= {"scale": q.scale[at], "zero": None if q.zero is None else q.zero[at]}
+        fields |= {"scale": q.scale[at], "zero": None if q.zero is None else q.zero[at]}
     if q.low_rank is not None:
-        held["low_rank"] = LowRank(torch.cat([q.low_rank.up[rows] for rows in taken]), q.low_rank.down)
-    return replace(q, scheme=scheme, **held)
+        fields["low_rank"] = LowRank(torch.cat([q.low_rank.up[rows] for rows in taken]), q.low_rank.down)
+    return replace(q, scheme=scheme, **fields)
 
 
 def columns_refusals(q: QuantTensor, ranks: int) -> tuple[str, ...]:
-    """Why the input channels of a matrix cannot be split over so many ranks; empty if they can."""
+    """Returns why the input channels of a matrix cannot be split over `ranks`; empty if they can."""
     k = q.shape[1]
     if k % ranks:
         return (f"{k} input channels are no multiple of {ranks} ranks",)
@@ -92,8 +93,9 @@ def columns_refusals(q: QuantTensor, ranks: int) -> tuple[str, ...]:
 
 
 def columns_of(q: QuantTensor, rank: int, ranks: int) -> tuple[QuantTensor, Tensor | None]:
-    """What `rank` multiplies its K / ranks channels of x by, and int64 [K'], the channel of its own that each of the K' columns
-    meets: `x[:, index]` is what is multiplied. None where x is multiplied as it is.
+    """Returns the shard of `rank` with K' columns, and an index int64 [K'] into its K / ranks channels of x.
+
+    The shard multiplies `x[:, index]`, or x itself if the index is None.
 
     Raises ValueError with `columns_refusals`.
     """
@@ -108,15 +110,15 @@ def columns_of(q: QuantTensor, rank: int, ranks: int) -> tuple[QuantTensor, Tens
         order = None
     begin, end = part_range(q.shape[1], q.shape[1] // ranks, rank, ranks)
     if order is None:
-        return _neighbours(q, begin, end), None
-    meets = ((order >= begin) & (order < end)).nonzero()[:, 0]
-    if int(meets[0]) == begin and int(meets[-1]) == end - 1:  # as many as there are between: no others among them
-        return _neighbours(q, begin, end).with_input(order=order[begin:end] - begin), None
-    return _scattered(q, meets, begin, end)
+        return _column_range(q, begin, end), None
+    columns_of_rank = ((order >= begin) & (order < end)).nonzero()[:, 0]
+    if int(columns_of_rank[0]) == begin and int(columns_of_rank[-1]) == end - 1:  # consecutive columns
+        return _column_range(q, begin, end).with_input(order=order[begin:end] - begin), None
+    return _scattered(q, columns_of_rank, begin, end)
 
 
-def _neighbours(q: QuantTensor, begin: int, end: int) -> QuantTensor:
-    """Columns `begin` to `end` without their order; they are 1 / ranks of all, so that all ranks find the same group."""
+def _column_range(q: QuantTensor, begin: int, end: int) -> QuantTensor:
+    """Returns columns `begin` to `end` without an order; all ranks have equally many, so they compute the same group size."""
     scheme, granularity = q.scheme, q.scheme.granularity
     scale, zero = q.scale, q.zero
     if isinstance(granularity, (PerGroup, PerBlock)):
@@ -127,39 +129,40 @@ def _neighbours(q: QuantTensor, begin: int, end: int) -> QuantTensor:
         scheme = replace(
             scheme, granularity=PerGroup(own) if isinstance(granularity, PerGroup) else replace(granularity, k=own)
         )
-    beside: dict[str, Any] = {"input_transform": q.input_transform.select(slice(begin, end))}
+    fields: dict[str, Any] = {"input_transform": q.input_transform.select(slice(begin, end))}
     if q.low_rank is not None:
-        beside["low_rank"] = LowRank(q.low_rank.up, q.low_rank.down[:, begin:end])
-    return replace(q, codes=q.codes[:, begin:end], scale=scale, zero=zero, scheme=scheme, **beside)
+        fields["low_rank"] = LowRank(q.low_rank.up, q.low_rank.down[:, begin:end])
+    return replace(q, codes=q.codes[:, begin:end], scale=scale, zero=zero, scheme=scheme, **fields)
 
 
-def _scattered(q: QuantTensor, meets: Tensor, begin: int, end: int) -> tuple[QuantTensor, Tensor]:
-    """Columns `meets`, which meet channels `begin` to `end` of x, each group filled up with columns of weight 0."""
+def _scattered(q: QuantTensor, columns_of_rank: Tensor, begin: int, end: int) -> tuple[QuantTensor, Tensor]:
+    """Returns the columns that multiply channels `begin` to `end` of x, each group padded with columns of weight 0, and the
+    index of their channels."""
     order = q.input_transform.order
     assert isinstance(q.scheme.granularity, PerGroup) and order is not None
-    groups = meets // q.scheme.granularity.size
+    groups = columns_of_rank // q.scheme.granularity.size
     counts = torch.bincount(groups, minlength=q.scale.shape[1])
-    filled = -(-counts // ORDERED_GROUP) * ORDERED_GROUP
-    # The place of each column: where its group begins, and how many of the group are before it.
-    place = (filled.cumsum(0) - filled)[groups] + torch.arange(len(meets), device=meets.device)
-    place -= (counts.cumsum(0) - counts)[groups]
-    group_of = torch.arange(len(counts), device=meets.device).repeat_interleave(filled // ORDERED_GROUP)
+    padded = -(-counts // ORDERED_GROUP) * ORDERED_GROUP
+    # The position of each column: the start of its group plus its index in the group.
+    position = (padded.cumsum(0) - padded)[groups] + torch.arange(len(columns_of_rank), device=columns_of_rank.device)
+    position -= (counts.cumsum(0) - counts)[groups]
+    group_of = torch.arange(len(counts), device=columns_of_rank.device).repeat_interleave(padded // ORDERED_GROUP)
     scale, zero = q.scale[:, group_of], None if q.zero is None else q.zero[:, group_of]
-    n, columns = q.shape[0], int(filled.sum())
+    n, columns = q.shape[0], int(padded.sum())
     if zero is not None:
         codes = zero.repeat_interleave(ORDERED_GROUP, dim=1)
     else:
         codes = torch.full((n, columns), _code_of_zero(q), dtype=torch.uint8, device=q.codes.device)
-    codes[:, place] = q.codes[:, meets]
-    index = torch.zeros(columns, dtype=torch.int64, device=meets.device)
-    index[place] = order[meets].long() - begin
-    beside: dict[str, Any] = {"input_transform": q.input_transform.select(begin + index)}
+    codes[:, position] = q.codes[:, columns_of_rank]
+    index = torch.zeros(columns, dtype=torch.int64, device=columns_of_rank.device)
+    index[position] = order[columns_of_rank].long() - begin
+    fields: dict[str, Any] = {"input_transform": q.input_transform.select(begin + index)}
     if q.low_rank is not None:
         down = torch.zeros((q.low_rank.rank, columns), dtype=q.low_rank.down.dtype, device=q.codes.device)
-        down[:, place] = q.low_rank.down[:, order[meets].long()]
-        beside["low_rank"] = LowRank(q.low_rank.up, down)
+        down[:, position] = q.low_rank.down[:, order[columns_of_rank].long()]
+        fields["low_rank"] = LowRank(q.low_rank.up, down)
     scheme = replace(q.scheme, granularity=PerGroup(ORDERED_GROUP))
-    return replace(q, codes=codes, scale=scale, zero=zero, scheme=scheme, **beside), index
+    return replace(q, codes=codes, scale=scale, zero=zero, scheme=scheme, **fields), index
 
 
 def _code_of_zero(q: QuantTensor) -> int:
@@ -167,7 +170,7 @@ def _code_of_zero(q: QuantTensor) -> int:
 
 
 def by_channel(q: QuantTensor) -> QuantTensor:
-    """A matrix with one scale for all as one with a scale for each row, all alike; any other as it is."""
+    """Returns a matrix with one scale per tensor as one with equal scales per row; any other as it is."""
     if not isinstance(q.scheme.granularity, PerTensor):
         return q
     n = q.shape[0]
@@ -176,7 +179,7 @@ def by_channel(q: QuantTensor) -> QuantTensor:
 
 
 def stack_refusals(first: QuantTensor, second: QuantTensor) -> tuple[str, ...]:
-    """Why the rows of two matrices that read one x cannot be those of one; empty if they can."""
+    """Returns why two matrices that read one x cannot be concatenated along N; empty if they can."""
     one, other = by_channel(first), by_channel(second)
     if one.scheme != other.scheme:
         return (f"schemes differ, {first.scheme} and {second.scheme}",)
@@ -192,7 +195,7 @@ def stack_refusals(first: QuantTensor, second: QuantTensor) -> tuple[str, ...]:
 
 
 def stacked(parts: Sequence[QuantTensor]) -> QuantTensor:
-    """The rows of all parts, one after the other, as one matrix; `stack_refusals` of neighbours must be empty."""
+    """Returns all parts concatenated along N; `stack_refusals` of neighbours must be empty."""
     if len(parts) == 1:
         return parts[0]
     rows = [by_channel(q) for q in parts]
@@ -202,7 +205,7 @@ def stacked(parts: Sequence[QuantTensor]) -> QuantTensor:
 
 
 def filled_up(q: QuantTensor, rows: int) -> QuantTensor:
-    """The matrix with rows of weight 0 at its end, `rows` in all."""
+    """Returns the matrix padded with rows of weight 0 to `rows` rows."""
     missing = rows - q.shape[0]
     if missing == 0:
         return q
@@ -211,18 +214,18 @@ def filled_up(q: QuantTensor, rows: int) -> QuantTensor:
     if isinstance(q.scheme.granularity, PerBlock):
         q = q if q.zero is None else _without_cut_blocks(q)
         more = scale_shape(q.scheme.granularity, (rows, q.shape[1]))[0] - q.scale.shape[0]
-    held: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "codes": pad(q.codes, (0, 0, 0, missing), value=_code_of_zero(q)),
         "scale": pad(q.scale, (0, 0, 0, more)),
         "zero": None if q.zero is None else pad(q.zero, (0, 0, 0, more)),
     }
     if q.low_rank is not None:
-        held["low_rank"] = LowRank(pad(q.low_rank.up, (0, 0, 0, missing)), q.low_rank.down)
-    return replace(q, **held)
+        fields["low_rank"] = LowRank(pad(q.low_rank.up, (0, 0, 0, missing)), q.low_rank.down)
+    return replace(q, **fields)
 
 
 def _without_cut_blocks(q: QuantTensor) -> QuantTensor:
-    """Blocks so small that none reaches beyond the last row."""
+    """Returns the matrix with blocks small enough that none reaches beyond the last row."""
     assert isinstance(q.scheme.granularity, PerBlock)
     size = math.gcd(q.scheme.granularity.n, q.shape[0])
     at = torch.arange(0, q.shape[0], size, device=q.scale.device) // q.scheme.granularity.n

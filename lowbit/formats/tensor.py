@@ -1,5 +1,4 @@
-"""A quantized matrix: codes, scales, zeros and what they mean. What `dequantize` returns is the truth that every
-kernel, layout and file is compared with."""
+"""A quantized matrix: codes, scales, zeros and scheme. `dequantize` is the reference for every kernel, layout and file."""
 
 from __future__ import annotations
 
@@ -17,9 +16,10 @@ from lowbit.formats.scheme import Scheme, ZeroPoint
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """A correction beside a quantized weight [N, K]: up [N, r] and down [r, K], floats of 16 or 32 bits, whose product is added
-    to it. The layer computes y = x dequant(w)^T + (x down^T) up^T, with x as it comes. Raises ValueError for factors that do
-    not fit each other."""
+    """A low-rank correction of a quantized weight [N, K]: the product of up [N, r] and down [r, K], 16- or 32-bit floats.
+
+    The layer computes y = x dequant(w)^T + (x down^T) up^T. Raises ValueError for factors of incompatible shapes or dtypes.
+    """
 
     up: Tensor
     down: Tensor
@@ -44,22 +44,22 @@ class LowRank:
         return self.up.nbytes + self.down.nbytes
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix up . down [N, K], computed in float32 (float64 when asked for it)."""
+        """Returns up . down [N, K], computed in float32 (float64 if `dtype` is)."""
         compute = torch.float64 if dtype == torch.float64 else torch.float32
         return (self.up.to(compute) @ self.down.to(compute)).to(dtype)
 
     def to(self, device: torch.device | str) -> LowRank:
-        """The same factors on `device`."""
+        """Returns the same factors on `device`."""
         return LowRank(self.up.to(device), self.down.to(device))
 
 
 @dataclass(frozen=True, eq=False)
 class QuantTensor:
-    """codes uint8 [N, K], scale float [scale_shape], zero None or [scale_shape], and their scheme.
+    """A quantized weight: codes uint8 [N, K], scale float [scale_shape], zero None or [scale_shape], and their scheme.
 
-    zero is uint8 for `ZeroPoint.INTEGER` and has the scale's dtype for `ZeroPoint.FLOAT`. `input_transform` is what is done to
-    the layer's input x before these codes multiply it. `low_rank` is a correction that is added; it multiplies x after its
-    rotation and before the rest of the transform. Raises ValueError when shapes or dtypes do not fit the scheme.
+    zero is uint8 for `ZeroPoint.INTEGER` and has the scale's dtype for `ZeroPoint.FLOAT`. `input_transform` is applied to the
+    layer's input x before the product. `low_rank` is added to the weight; it multiplies x after the rotation and before the
+    rest of the transform. Raises ValueError for shapes or dtypes that do not match the scheme.
     """
 
     codes: Tensor
@@ -96,10 +96,10 @@ class QuantTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes (dense) and everything beside them."""
+        """Bytes of codes (dense) and all other tensors."""
         n, k = self.shape
-        beside = (self.scale, self.zero, self.low_rank, self.input_transform)
-        return n * (-(-k * self.scheme.weight.bits // 8)) + sum(t.nbytes for t in beside if t is not None)
+        tensors = (self.scale, self.zero, self.low_rank, self.input_transform)
+        return n * (-(-k * self.scheme.weight.bits // 8)) + sum(t.nbytes for t in tensors if t is not None)
 
     @property
     def bits_per_weight(self) -> float:
@@ -107,8 +107,10 @@ class QuantTensor:
         return 8 * self.nbytes / max(self.codes.numel(), 1)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights [N, K] that multiply x as the layer gets it, `input_transform` and `low_rank` applied: computed in
-        float32 (float64 when asked for it) and rounded once to `dtype`."""
+        """Returns the weights [N, K] that multiply the layer's untransformed input, with `low_rank` added.
+
+        Computed in float32 (float64 if `dtype` is) and rounded once to `dtype`.
+        """
         compute = torch.float64 if dtype == torch.float64 else torch.float32
         weight = self.input_transform.fold_channels(self.dequantize_codes(compute))
         if self.low_rank is not None:
@@ -116,8 +118,7 @@ class QuantTensor:
         return self.input_transform.fold_rotation(weight).to(dtype)
 
     def dequantize_codes(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights [N, K] in the order of the codes, without `input_transform` and `low_rank`: what the codes, scales and
-        zeros alone mean."""
+        """Returns the weights [N, K] of codes, scales and zeros alone, without `input_transform` and `low_rank`."""
         compute = torch.float64 if dtype == torch.float64 else torch.float32
         values = decode(self.codes, self.scheme.weight, compute)
         scale = spread(self.scale.to(compute), self.scheme.granularity, self.shape)
@@ -133,24 +134,24 @@ class QuantTensor:
         return replace(self, input_transform=replace(self.input_transform, **parts))
 
     def rotated_by(self, block: int) -> QuantTensor:
-        """Returns the same codes for x that is rotated in blocks of so many channels first, 0 for none."""
+        """Returns the same codes for x that is first rotated in blocks of `block` channels, 0 for none."""
         return self.with_input(hadamard=block)
 
     def without_input(self) -> QuantTensor:
-        """Returns what the product alone sees: codes, scale and zero, no `input_transform`, no `low_rank`."""
+        """Returns codes, scale and zero only, without `input_transform` and `low_rank`: the operand of the product."""
         return replace(self, input_transform=IDENTITY, low_rank=None)
 
     def require_product(self) -> None:
-        """Raises ValueError unless the codes multiply x as it comes: kernels' forms of a weight hold nothing else."""
-        beside = (*self.input_transform.parts.words(), *(() if self.low_rank is None else ("low-rank correction",)))
-        if beside:
+        """Raises ValueError for an `input_transform` or `low_rank`, which packed weights do not hold."""
+        extra = (*self.input_transform.parts.words(), *(() if self.low_rank is None else ("low-rank correction",)))
+        if extra:
             raise ValueError(
-                f"{self.scheme} {self.shape}: {', '.join(beside)} is no part of the product; nn.QuantLinear computes it, "
+                f"{self.scheme} {self.shape}: {', '.join(extra)} is no part of the product; nn.QuantLinear computes it, "
                 "pack without_input() for the rest"
             )
 
     def to(self, device: torch.device | str) -> QuantTensor:
-        """The same tensor on `device`."""
+        """Returns the same tensor on `device`."""
         zero = None if self.zero is None else self.zero.to(device)
         correction = None if self.low_rank is None else self.low_rank.to(device)
         moved = self.input_transform.map(lambda t: t.to(device))

@@ -1,8 +1,8 @@
-"""Codes as bytes: dense little-endian n-bit words, the form in which codes lie on disk.
+"""Codes as bytes: dense little-endian n-bit words, the layout on disk.
 
 Code i of a row occupies bits i*bits .. i*bits + bits - 1 of that row's bit stream; bit j of the stream is bit j % 8 of
 byte j // 8. No code is padded; only the last byte of a row may have unused high bits, which are zero. For 2, 4 and 8
-bits this equals compressed-tensors' `weight_packed` words read as bytes; 3, 5, 6 and 7 bits cross byte borders.
+bits this equals compressed-tensors' `weight_packed` words read as bytes; 3, 5, 6 and 7 bits cross byte boundaries.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 
 
 def packed_bytes(k: int, bits: int) -> int:
-    """Bytes of one row of `k` codes of `bits` bits."""
+    """Returns the bytes of one row of `k` codes of `bits` bits."""
     return -(-k * bits // 8)
 
 
 def _period(bits: int) -> tuple[int, int]:
-    """(codes, bytes) after which the bit stream of `bits`-bit codes is at a byte border again."""
+    """Returns (codes, bytes) of the shortest run of `bits`-bit codes that ends at a byte boundary."""
     return 8 // math.gcd(8, bits), bits // math.gcd(8, bits)
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """Packs codes uint8 [..., K] into bytes uint8 [..., ceil(K * bits / 8)]. Codes must be below 2^bits."""
+    """Returns codes uint8 [..., K], each below 2^bits, packed into bytes uint8 [..., ceil(K * bits / 8)]."""
     k = codes.shape[-1]
     if bits == 8:
         return codes.clone(memory_format=torch.contiguous_format)
@@ -36,16 +36,16 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     out = torch.zeros((*codes.shape[:-1], periods, period_bytes), dtype=torch.uint8, device=codes.device)
     for i in range(per_period):
         byte, shift = divmod(i * bits, 8)
-        out[..., byte] |= c[..., i] << shift  # uint8 shifts drop what belongs to the next byte
+        out[..., byte] |= c[..., i] << shift  # uint8 shifts drop the bits of the next byte
         if shift + bits > 8:
             out[..., byte + 1] |= c[..., i] >> (8 - shift)
     return out.flatten(-2)[..., : packed_bytes(k, bits)].contiguous()
 
 
 def unpack_words(packed: Tensor, bits: int, k: int) -> Tensor:
-    """Codes uint8 [..., k] of bytes uint8 [..., ceil(k * bits / 8)]; the inverse of `pack_words`.
+    """Returns codes uint8 [..., k] from bytes uint8 [..., ceil(k * bits / 8)]; the inverse of `pack_words`.
 
-    Raises ValueError when the number of bytes is not that of k codes.
+    Raises ValueError for another number of bytes.
     """
     if packed.shape[-1] != packed_bytes(k, bits):
         raise ValueError(f"{k} codes of {bits} bits are {packed_bytes(k, bits)} bytes a row, got {packed.shape[-1]}")

@@ -1,1 +1,1 @@
-"""What the machine wants: device figures, instruction fragments, and the register programs that turn codes into numbers."""
+"""Hardware facts: figures of devices, fragments of instructions, and register programs that convert codes to numbers."""

@@ -1,4 +1,4 @@
-"""What an SM version can do: one row each. What differs between two GPUs of one version is in `machine.py`.
+"""Instructions and limits of each SM version, one row each. `machine.py` has what differs between GPUs of one version.
 
 Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" (registers, shared memory).
 """
@@ -47,7 +47,7 @@ ARCHS: tuple[Arch, ...] = (
 
 
 def arch_refusals(sm: int, name: str) -> tuple[str, ...]:
-    """Why no kernel runs on a GPU called `name` of an SM version; empty if some may."""
+    """Returns the reasons why no kernel runs on a GPU called `name` of an SM version; empty if some may."""
     if any(arch.sm == sm for arch in ARCHS):
         return ()
     return (f"is for {', '.join(f'sm_{arch.sm}' for arch in ARCHS)}; {name} is sm_{sm}",)

@@ -1,6 +1,6 @@
 """Codes to int8 or fp8 e4m3 operands, four to a register, with logic operations only.
 
-Integers to s8     The code goes to the top of its byte and its top bit is flipped: a two's complement number, 2^(8 - bits)
+Integers to s8     The code is moved to the top of its byte and its top bit is flipped: a two's complement number, 2^(8 - bits)
                    times too large, which the scale takes back (`scale_factor`). 8 weights of 4 bits take a shift and 2 LOP3:
                    (w << 4) & 0xF0F0F0F0 ^ 0x80808080 and w & 0xF0F0F0F0 ^ 0x80808080.
 Floats to e4m3     Sign to bit 7, exponent and mantissa to the top of e4m3's: 2^(7 - bias) too small, subnormals included.
@@ -38,7 +38,7 @@ _E4M3_MANTISSA = 3
 
 @dataclass(frozen=True)
 class ByteConversion:
-    """A program that turns the words of some codes into registers of four operands, value = operand * `scale_factor`.
+    """A program that converts words of codes to registers of four operands, value = operand * `scale_factor`.
 
     Inputs are the words of `fields` in order, element 0 of an output in its lowest byte. `stored[code]` is what the words hold
     instead of a code; empty where they hold the code itself.
@@ -96,7 +96,7 @@ def byte_conversion(fmt: NumberFormat, operand: ByteOperand) -> ByteConversion:
 
 
 def _refusal(fmt: NumberFormat, operand: ByteOperand) -> str:
-    """Why the operand cannot hold the format; empty if it can."""
+    """Returns the reasons why the operand cannot hold the format; empty if it can."""
     if fmt.bits == 8:
         return f"{fmt.name} needs no conversion: its bytes are the operand"
     if isinstance(fmt, IntFormat) and not fmt.signed:

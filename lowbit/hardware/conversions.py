@@ -39,12 +39,12 @@ from lowbit.hardware.ptx import Builder, Program, Words
 _BOTH = 0x00010001  # the same bits in both halves of a register
 _FP16_MAGIC = 0x6400  # 1024
 _MISSING = 2.0**6
-"""By how much integers come out too small in bf16, which has no 2^133 but 2^127."""
+"""Factor by which integers are too small in bf16, whose largest power of two is 2^127 instead of 2^133."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A program that turns the words of some codes into registers of two halves, value = half * `scale_factor`.
+    """A program that converts words of codes to registers of two halves, value = half * `scale_factor`.
 
     Inputs are the words of `fields` in order; outputs are `registers` f16x2 or bf16x2 registers, element 0 in the low half.
     """
@@ -100,7 +100,7 @@ def conversion(fmt: NumberFormat, dtype: HalfType) -> Conversion:
 
 @dataclass(frozen=True)
 class SubnormalCodes:
-    """A program that turns words of integer codes into registers whose halves are code * 2^(up - 24) in fp16, in bf16
+    """A program that converts words of integer codes to registers whose halves are code * 2^(up - 24) in fp16, in bf16
     code * 2^(up - 133), as masks leave them. `up` has a number for each register, the bits by which its codes stay up."""
 
     fields: FieldOrder
@@ -109,13 +109,13 @@ class SubnormalCodes:
 
 
 _CODE_BITS: dict[HalfType, int] = {"fp16": MANTISSA_BITS["fp16"], "bf16": MANTISSA_BITS["bf16"] + 1}
-"""Low bits of a half that are a whole number times its least one. Those of the first binade go on where subnormal numbers end:
-fp16 can do without that bit, bf16 needs it for 4-bit codes that stay up."""
+"""Low bits of a half whose value is linear. Subnormal numbers and the first binade have one spacing, which adds a bit: fp16
+does not need it, bf16 does for 4-bit codes that are not shifted down."""
 
 
 @functools.cache
 def subnormal_codes(fmt: IntFormat, dtype: HalfType) -> SubnormalCodes:
-    """The codes of an integer format of up to 7 bits as subnormal halves; offsets are left to who multiplies them."""
+    """The codes of an integer format of up to 7 bits as subnormal halves; the caller subtracts offsets."""
     fields = field_order(fmt)
     builder = Builder([f"w{i}" for i in range(fields.words)])
     placed = list(_placed(_codes(builder, fields), _CODE_BITS[dtype]))

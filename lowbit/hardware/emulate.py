@@ -58,7 +58,7 @@ def mma(atom: MmaAtom, operand: str, a: Registers, b: Registers, c: Values) -> V
 
     Sums in float64, so the result is exact whenever the true sum fits 53 bits; tensor cores round or truncate sums of
     floats in their own way, which is not modelled. Raises ValueError when the instruction takes B from shared memory or
-    does not know the operand type.
+    does not support the operand type.
     """
     if atom.b is None:
         raise ValueError(f"{atom} takes B from shared memory, not from registers")

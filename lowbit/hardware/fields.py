@@ -1,11 +1,11 @@
-"""Where the bits of a code lie in 32-bit words, so that few instructions put them into registers.
+"""Positions of the bits of codes in 32-bit words, chosen so that few instructions extract them into registers.
 
-A 16-bit operand register has two elements; a code of element e lies in half e of a word, so one LOP3 or one shift treats
+A 16-bit operand register has two elements; a code of element e is in half e of a word, so one LOP3 or one shift processes
 both. A half of 16 bits is cut into *slots*, one per register, and what is left over is *spare*:
 
     int4       | slot 3 | slot 2 | slot 1 | slot 0 |                       4 registers a word
     int3       | x | slot 4 | slot 3 | slot 2 | slot 1 | slot 0 |          5 registers a word, 1 spare bit
-    fp6_e3m2   | A: s | x x | A: e e e m m | B: s | x x | B: e e e m m |   A where fp16 wants it, B 8 bits lower; 4 spare
+    fp6_e3m2   | A: s | x x | A: e e e m m | B: s | x x | B: e e e m m |   A where fp16 has it, B 8 bits lower; 4 spare
 
 Codes of odd width do not fill words, so the spare bits of several words carry the codes of further registers: 3 words of
 int3 hold 15 registers and, one bit in each, the sixteenth; 3 words of fp6 hold 6 registers and, in 4 spare bits each, two
@@ -27,12 +27,12 @@ from lowbit.formats import FloatFormat, NumberFormat
 WORD_BITS = 32
 
 WORD_GROUPS: dict[int, tuple[int, ...]] = {8: (4, 4), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
-"""How the words of 32 codes (as many as a code has bits) are grouped in memory: in loads of up to 128 bits."""
+"""Grouping in memory of the words of 32 codes (as many words as a code has bits), in loads of up to 128 bits."""
 
 Slot = tuple[int, ...]
-"""Bit of the half at which each bit of a code lies, lowest first."""
+"""Position within the half of each bit of a code, lowest first."""
 
-# Sign and magnitude of the first code lie where fp16 wants them; see the module.
+# Sign and magnitude of the first code are at their positions in fp16; see the module.
 _FLOAT_SLOTS: dict[tuple[int, int], tuple[Slot, ...]] = {
     (3, 2): ((8, 9, 10, 11, 12, 15), (0, 1, 2, 3, 4, 7)),
     (2, 3): ((7, 8, 9, 10, 11, 15), (2, 3, 4, 5, 6, 14)),
@@ -42,7 +42,7 @@ _FLOAT_SLOTS: dict[tuple[int, int], tuple[Slot, ...]] = {
 }
 
 
-# The same for operands of 8 bits: sign and magnitude where fp8 e4m3 wants them.
+# The same for operands of 8 bits: sign and magnitude at their positions in fp8 e4m3.
 _BYTE_FLOAT_SLOTS: dict[tuple[int, int], tuple[Slot, ...]] = {
     (3, 3): ((0, 1, 2, 3, 4, 5, 7),),
     (3, 2): ((1, 2, 3, 4, 5, 7),),
@@ -63,7 +63,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class FieldOrder:
-    """The places of the codes of `registers` registers in `words` words; element e lies `window` bits higher than e - 1.
+    """The places of the codes of `registers` registers in `words` words; element e is `window` bits higher than e - 1.
 
     Register r is slot r % len(slots) of word r // len(slots); word numbers from `words` on are the gathered ones.
     """

@@ -1,4 +1,4 @@
-"""What a GPU can do: how many SMs it has, its L2, its memory. The one in hand is asked; products stand for those that are not.
+"""Figures of GPUs: SMs, L2, memory bandwidth and peaks, of the GPU in this machine by its driver, of others by a table.
 
 Sources of the rows: NVIDIA's architecture whitepapers and data sheets of A100, A10, Jetson AGX Orin 64GB, L40S, H200, HGX B200,
 HGX B300, Jetson T5000, RTX 5090 and DGX Spark (SMs, L2, bandwidth, dense peaks; where only the peak of another type is given,
@@ -16,19 +16,20 @@ from lowbit.folders import tuned_file
 from lowbit.hardware.arch import Arch, arch_for, arch_refusals
 
 READ_SHARE = 0.95
-"""Of the data sheet's bandwidth, what a pure read kernel gets where nobody measured it: 4.58 of 4.8 TB/s on an H200."""
+"""Share of the data sheet's bandwidth that a pure read kernel reaches, where it was not measured: 4.58 of 4.8 TB/s on an
+H200."""
 
 MMA_SHARES = {"wgmma": 0.62, "tcgen05": 0.25}
-"""Of the peak of fp16, what mma.sync gets where the peak is that of another instruction: wgmma, as others measured it (Luo et
-al., arXiv:2402.13499); tcgen05, as many operations per SM and cycle as on sm_90, not measured."""
+"""Share of the fp16 peak of another instruction that mma.sync reaches: of wgmma as measured by Luo et al. (arXiv:2402.13499);
+of tcgen05 as many operations per SM and cycle as on sm_90, not measured."""
 
 
 @dataclass(frozen=True)
 class Machine:
     """One GPU; peaks are dense (no sparsity), in operations per second, None where the type has no tensor-core path.
 
-    `product` is the name the driver gives it, less "NVIDIA"; `measured_read_bytes` the read bandwidth of a pure read kernel,
-    where somebody measured it (bytes per second). `tuned`: the file of `lowbit tune` with tiles measured on this very GPU.
+    `product` is the driver's name without "NVIDIA"; `measured_read_bytes` is the measured bandwidth of a pure read kernel
+    (bytes per second), None where it was not measured. `tuned`: the file of `lowbit tune` with tiles measured on this very GPU.
     """
 
     product: str
@@ -82,12 +83,12 @@ def typical_machine(sm: int) -> Machine:
 
 
 def machine_refusals(device: torch.device | str) -> tuple[str, ...]:
-    """Why no kernel runs on a GPU, because of its SM version; empty if some may."""
+    """Returns the reasons why no kernel runs on a GPU, because of its SM version; empty if some may."""
     return arch_refusals(_sm(device), torch.cuda.get_device_name(device))
 
 
 def features_of(device: torch.device | str) -> frozenset[str]:
-    """What the instructions of a GPU are (`Arch.features`); nothing where its SM version is not known."""
+    """The instructions of a GPU (`Arch.features`); empty for an unknown SM version."""
     sm = _sm(device)
     return frozenset() if arch_refusals(sm, "") else arch_for(sm).features
 
@@ -112,7 +113,7 @@ def _machine_of(device: int) -> Machine:
         return here
     share = here.sm_count / typical.sm_count
     clock_khz, bus_bits = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
-    # Memory transfers on both edges of its clock. Builds of torch that do not tell it leave the share of the SMs.
+    # Memory transfers on both edges of its clock. Without it, as in some builds of torch, bandwidth is scaled by the SMs.
     bandwidth = 2e3 * clock_khz * bus_bits / 8 if clock_khz and bus_bits else share * typical.bandwidth_bytes
     fp8, int8, int4 = (None if p is None else share * p for p in (typical.peak_fp8, typical.peak_int8, typical.peak_int4))
     return replace(
@@ -140,7 +141,7 @@ def torch_device(device: str | torch.device | None = None) -> torch.device:
     try:
         found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
-        raise ValueError(f"computing is done on cpu, or on cuda or one GPU such as cuda:1, not on {str(device)!r}") from None
+        raise ValueError(f"devices are cpu, cuda or one GPU such as cuda:1, not {str(device)!r}") from None
     if found.type == "cuda" and (found.index or 0) >= count:
         why = f"it finds {count} GPUs" if count or torch.version.cuda else "it was built without CUDA"
         raise ValueError(f"{found}: torch {torch.__version__} has no such device, {why}; compute on cpu instead")

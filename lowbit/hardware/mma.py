@@ -11,7 +11,7 @@ element number. The A operand of mma.sync m16n8k16, for instance:
 Axes are those of the instruction, D[m, n] = A[m, k] B[k, n] + C[m, n]: A has rows m and columns k, B rows k and columns
 n, C and D rows m and columns n. Kernels of this library compute y^T = w x^T, so w is A and x^T is B.
 
-Every row proves itself when it is built: a fragment must reach each element of its tile exactly once, and the three
+Every row is checked when it is built: a fragment must reach each element of its tile exactly once, and the three
 fragments must agree with the shape. Source: PTX ISA, "Matrix Fragments for mma.*" and "Register Fragments" of
 wgmma.mma_async; each row names its section.
 """
@@ -65,7 +65,7 @@ def merged(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
 
 @dataclass(frozen=True)
 class Fragment:
-    """How the registers of `threads` threads hold a tile of `rows` x `cols` elements.
+    """The distribution of a tile of `rows` x `cols` elements over the registers of `threads` threads.
 
     Digits are least significant first. Raises ValueError unless every element of the tile has exactly one place.
     """
@@ -122,7 +122,7 @@ class Fragment:
         )
 
     def gather(self, tile: NDArray[Any]) -> NDArray[Any]:
-        """What the threads hold of `tile` [rows, cols]: [threads, registers, elements]."""
+        """The elements of `tile` [rows, cols] that the threads hold: [threads, registers, elements]."""
         row, col = self.coordinates()
         return tile[row, col]
 

@@ -48,14 +48,14 @@ def float_constant(value: float) -> str:
 
 
 class Instruction:
-    """One instruction: writes register `dest` once, reads its operands, knows its PTX text and its meaning."""
+    """One instruction: writes register `dest` once, reads its operands, and has a PTX text and a meaning in NumPy."""
 
     dest: str
     min_sm = 50
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """What the instruction reads: register names and 32-bit immediates."""
+        """The operands: register names and 32-bit immediates."""
         raise NotImplementedError
 
     @property
@@ -69,7 +69,7 @@ class Instruction:
 
     @property
     def pipe(self) -> Pipe:
-        """Where it executes; constants are loop-invariant and cost nothing per weight."""
+        """The pipe that executes it; constants are loop-invariant and cost nothing per weight."""
         return "integer"
 
     def evaluate(self, *values: Words) -> Words:
@@ -376,7 +376,7 @@ class Program:
 
 
 class Builder:
-    """Writes a `Program`; an instruction asked for twice is emitted once, so that shifted views are shared for free."""
+    """Writes a `Program`; an instruction requested twice is emitted once, so that shifted views are shared."""
 
     def __init__(self, inputs: Sequence[str], begun: Sequence[Instruction] = ()) -> None:
         """`begun`: instructions of a Builder that go before."""

@@ -1,5 +1,5 @@
-"""How packed weights are multiplied.
+"""Multiplication of packed weights, and the other kernels of a model.
 
-What must be computed: `reference`. In plain torch: `cpu`. By a GPU: `sm80`, `sm90` (a kernel a file, none imports another) and
-`elementwise`, made of `parts`. Which kernel with which tile: `choose`, which needs no Triton.
+`reference`: definitions in plain torch. `cpu`: fast plain torch. GPU kernels: `sm80`, `sm90` (one kernel per file, none imports
+another) and `elementwise`, built from `parts`. `choose`: which kernel with which tile, without Triton.
 """

@@ -1,4 +1,7 @@
-"""Models of Transformers, which is imported before anything here: it calls for `hf.py` when it is (lowbit/__init__.py), and
-that must not find another module of this package half imported."""
+"""Transformers models: loading, quantizing and converting them.
+
+Transformers is imported first: its import triggers that of `hf.py` (lowbit/__init__.py), which must not find another module of
+this package half imported.
+"""
 
 import transformers.modeling_utils  # noqa: F401

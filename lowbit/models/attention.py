@@ -1,9 +1,9 @@
 """Transformers' attention without repeated keys and values: `attn_implementation="lowbit"`.
 
-Where heads of q share keys (grouped queries), Transformers' "sdpa" repeats keys and values for a step over a static cache that
-is compiled: with a mask, torch's fused attention takes no groups, and its way of folding a group into the query is for eager
-calls only (Transformers 5.23; 5.17 repeats in eager calls too). A step has one token a sequence, so the heads that share a key
-take the place of tokens: q [B, kv_heads, group, head_dim] over keys as they lie in the cache. All else is "sdpa".
+With grouped-query attention, Transformers' "sdpa" repeats keys and values in a compiled decode step over a static cache:
+torch's fused attention takes no groups together with a mask, and folding a group into the query is for eager calls only
+(Transformers 5.23; 5.17 repeats in eager calls too). A decode step has one token per sequence, so here the heads of a group
+take the token dimension: q [B, kv_heads, group, head_dim] over the unrepeated keys of the cache. All other calls use "sdpa".
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def grouped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention of query [B, heads, T, head_dim] over key and value [B, kv_heads, S, head_dim] as Transformers asks for it.
+    """Returns the attention of query [B, heads, T, head_dim] over key and value [B, kv_heads, S, head_dim], and None.
 
-    Returns [B, T, heads, head_dim] and None. With T 1 and a mask that all heads share, keys and values are read where they lie.
-    Raises ValueError for a soft cap.
+    The output is [B, T, heads, head_dim]. With T = 1 and a mask shared by all heads, keys and values are not repeated. Raises
+    ValueError for a soft cap.
     """
     if options.get("softcap") is not None:
         raise ValueError(f"attn_implementation={NAME!r} has no softcap, got {options['softcap']}: use 'eager'")
@@ -44,6 +44,6 @@ def grouped_attention(
 
 
 def register_attention() -> None:
-    """Makes the name known to Transformers."""
+    """Registers the attention implementation with Transformers."""
     AttentionInterface.register(NAME, grouped_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,10 +1,9 @@
-"""Calibrated quantization of a checkpoint on disk: one decoder layer after the other, from the inputs that it will really get.
+"""Calibrated quantization of a checkpoint on disk, one decoder layer after the other.
 
-Layer i is read, its inputs on the calibration texts are observed, it is quantized, and the quantized layer makes the inputs of
-layer i + 1; then its memory is given back. What a layer brought is on disk before the next one begins, so a run that was killed
-goes on where it was: its finished layers are read back and run once more on the texts (one pass; quantizing takes several),
-which gives the same inputs, and in the end the same files, as a run that was not. The name of a finished layer's file holds its
-SHA-256; a layer whose file does not match is quantized again.
+Layer i is read, its inputs on the calibration texts are observed, it is quantized, and the quantized layer computes the inputs
+of layer i + 1; then its memory is freed. The result of a layer is written to disk before the next one starts, so a killed run
+resumes: it reads its finished layers and runs them once on the texts (one pass; quantizing takes several), which gives the same
+inputs and files. The file name of a finished layer contains its SHA-256; a layer whose file does not match is quantized again.
 """
 
 from __future__ import annotations
@@ -28,22 +27,25 @@ from lowbit.checkpoint.reader import file_sha256, read_text
 from lowbit.checkpoint.target import PARTIAL, discard, sync
 from lowbit.formats import InputTransform, LowRank, QuantTensor, Scheme
 from lowbit.methods import Learned, Method
-from lowbit.models.decoder import Decoder
+from lowbit.models.decoder import LayerwiseDecoder
 from lowbit.models.hf import give_back_freed_memory
-from lowbit.models.quantize_layer import LayerQuantizer, LayerResult
+from lowbit.models.layer_methods import LayerResult
+from lowbit.models.quantize_layer import LayerQuantizer
 from lowbit.models.skeleton import tokenizer_of
 from lowbit.progress import Progress
 
 TOKENS_AT_ONCE = 8192
-"""Tokens that a GPU takes through a layer in one call, in whole texts: enough that it does not wait for Python. A CPU takes one
-text, which gives the same bytes whatever else is calibrated on."""
+"""Tokens per call of a layer on a GPU, in whole texts, enough to hide the launch overhead. A CPU takes one text per call, so
+the result does not depend on the batch."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Text to calibrate with: `samples` pieces of `length` tokens, drawn without overlap by `seed` from the file `text`, plain
-    text or JSON lines with a "text" each. None is the topics of Python's own help, 465,000 characters that come with Python.
-    Measure on another text than this."""
+    """The calibration text: `samples` sequences of `length` tokens, sampled without overlap by `seed` from the file `text`.
+
+    text: plain text, or JSON lines with a "text" each; None is the topics of Python's help, 465,000 characters. Evaluate on
+    another text.
+    """
 
     samples: int = 128
     length: int = 512
@@ -51,12 +53,12 @@ class Calibration:
     text: Path | None = None
 
     def record(self) -> dict[str, Any]:
-        """The name of the text, not its path, and how pieces are drawn from it: what config.json records."""
+        """Returns the file name of the text and the sampling options, for config.json."""
         text = "topics of Python's help" if self.text is None else self.text.name
         return {"text": text, "samples": self.samples, "length": self.length, "seed": self.seed}
 
     def read(self) -> str:
-        """The text."""
+        """Returns the text."""
         if self.text is None:
             from pydoc_data.topics import topics
 
@@ -71,16 +73,16 @@ class Calibration:
         return "\n\n".join(texts)
 
     def tokens(self, folder: Path) -> Tensor:
-        """Token ids [samples, length] by the tokenizer in `folder`. Raises ValueError when the text is too short."""
+        """Returns token ids [samples, length] by the tokenizer in `folder`; raises ValueError for a text that is too short."""
         ids = tokenizer_of(folder)(self.read(), return_tensors="pt", verbose=False).input_ids[0]
-        pieces = len(ids) // self.length
-        if self.samples < 1 or self.length < 2 or pieces < self.samples:
+        available = len(ids) // self.length
+        if self.samples < 1 or self.length < 2 or available < self.samples:
             raise ValueError(
                 f"calibration takes {self.samples} x {self.length} tokens, {self.text or 'the built-in text'} has "
-                f"{len(ids):,}, enough for {pieces} pieces; take fewer or shorter samples, or give a longer text"
+                f"{len(ids):,}, enough for {available} pieces; take fewer or shorter samples, or give a longer text"
             )
-        chosen = torch.randperm(pieces, generator=torch.Generator().manual_seed(self.seed))[: self.samples].sort().values
-        return ids[: pieces * self.length].reshape(pieces, self.length)[chosen]
+        chosen = torch.randperm(available, generator=torch.Generator().manual_seed(self.seed))[: self.samples].sort().values
+        return ids[: available * self.length].reshape(available, self.length)[chosen]
 
 
 def _text_of(line: str, where: str) -> str:
@@ -97,11 +99,11 @@ _PARTS = ("*.tmp", PARTIAL)
 _LAYERS = ("layer-*.safetensors", *_PARTS)
 
 
-class Finished:
-    """The finished layers of a run, in a hidden folder beside its target: kept when the run is killed, gone when it is done.
+class FinishedLayers:
+    """The finished layers of a run, in a hidden folder beside its target that is removed when the run is done.
 
-    `recipe` says what the layers come from; raises CheckpointError when the folder holds those of another one. `say` gets a
-    line for each layer whose file is damaged. The caller holds the lock of `target`.
+    recipe: everything that the layers depend on; raises CheckpointError if the folder has the layers of another recipe. say: is
+    called with a line for each damaged file. The caller has the lock of `target`.
     """
 
     def __init__(self, target: Path, recipe: dict[str, Any], say: Callable[[str], None] = lambda line: None) -> None:
@@ -114,34 +116,34 @@ class Finished:
                 f"{self.folder}: holds the finished layers of another run for {target} (another method, scheme, model or "
                 "text); repeat that command to finish it, or delete the folder"
             )
-        # Layers without a recipe are those of a run that was killed while it removed them.
+        # Layers without a recipe are left by a run that was killed while removing them.
         discard(self.folder, _PARTS if known else _LAYERS)
         self.folder.mkdir(parents=True, exist_ok=True)
         if not known:
             _replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
     def write(self, i: int, result: LayerResult) -> None:
-        """Puts what layer i brought on disk, whole or not at all."""
+        """Writes the result of layer i atomically."""
         tensors: dict[str, Tensor] = {}
         for n, q in result.quantized.items():
-            held = {"codes": q.codes, "scale": q.scale, "zero": q.zero, **q.input_transform.tensors()}
-            tensors |= {f"quantized {n} {key}": t for key, t in held.items() if t is not None}
+            named = {"codes": q.codes, "scale": q.scale, "zero": q.zero, **q.input_transform.tensors()}
+            tensors |= {f"quantized {n} {key}": t for key, t in named.items() if t is not None}
         tensors |= {f"changed {n}": t for n, t in result.changed.items()}
         for n, correction in ((n, q.low_rank) for n, q in result.quantized.items() if q.low_rank is not None):
             tensors |= {f"quantized {n} up": correction.up, f"quantized {n} down": correction.down}
         plain = {name: t.cpu().contiguous() for name, t in tensors.items()}
-        said = {"notes": json.dumps(result.notes), "error": json.dumps(result.error)}
-        _replace(self.folder / f"layer-{i:05}.safetensors", lambda path: save_file(plain, str(path), said), checksum=True)
+        metadata = {"notes": json.dumps(result.notes), "error": json.dumps(result.error)}
+        _replace(self.folder / f"layer-{i:05}.safetensors", lambda path: save_file(plain, str(path), metadata), checksum=True)
 
     def read(self, i: int, schemes: Mapping[str, Scheme]) -> LayerResult | None:
-        """What layer i brought; None when it is not finished, or its file was damaged: it is removed then."""
+        """Returns the result of layer i; None if it is not finished or its file is damaged, which is then removed."""
         path = self._intact(i)
         if path is None:
             return None
         fields: dict[str, dict[str, Tensor]] = {}
         with safe_open(str(path), framework="pt") as file:
-            said = {key: json.loads(text) for key, text in file.metadata().items()}
-            result = LayerResult(notes=said["notes"], error=said["error"])
+            metadata = {key: json.loads(text) for key, text in file.metadata().items()}
+            result = LayerResult(notes=metadata["notes"], error=metadata["error"])
             for key in file.keys():  # noqa: SIM118  (not a dict)
                 kind, name, *rest = key.split(" ")
                 if kind == "changed":
@@ -158,48 +160,48 @@ class Finished:
 
     def clear(self) -> None:
         """Removes the folder."""
-        discard(self.folder, _LAYERS)  # before the recipe, without which they would say nothing
+        discard(self.folder, _LAYERS)  # before the recipe, without which they are invalid
         discard(self.folder, ("recipe.json",))
 
     def _intact(self, i: int) -> Path | None:
-        """The file of layer i, if it has the SHA-256 in its name; removes one that has not, and says so."""
+        """Returns the file of layer i if its SHA-256 is the one in its name; else removes and reports it."""
         for path in self.folder.glob(f"layer-{i:05}.*.safetensors"):
             try:
                 if path.name.split(".")[1] == file_sha256(path):
                     return path
                 why = "its SHA-256 is not the one in its name"
-            except CheckpointError as error:  # a part of the disk that cannot be read
+            except CheckpointError as error:  # a read error of the disk
                 why = str(error)
             self._say(f"layer {i} is quantized again: {path.name.split('.')[0]} in {self.folder} is damaged ({why})")
             path.unlink()
         return None
 
 
-class Results:
-    """What a calibrated run found, by the names of the model and of its files; one decoder layer in memory at a time."""
+class CalibratedWeights:
+    """The quantized weights and changed tensors of a calibrated run, by name; one decoder layer is in memory at a time."""
 
-    def __init__(self, decoder: Decoder, finished: Finished, schemes: Mapping[str, Scheme]) -> None:
+    def __init__(self, decoder: LayerwiseDecoder, finished: FinishedLayers, schemes: Mapping[str, Scheme]) -> None:
         self.finished = finished
         self._decoder, self._schemes = decoder, schemes
-        self._at, self._result = -1, LayerResult()
+        self._index, self._result = -1, LayerResult()
 
     def quantized(self, module: str) -> QuantTensor | None:
-        """The weight of a module; None when it is not in a decoder layer."""
-        found = self._layer_of(module)
-        return None if found is None else self._result.quantized[found]
+        """Returns the weight of a module; None if it is not in a decoder layer."""
+        name = self._read_layer_of(module)
+        return None if name is None else self._result.quantized[name]
 
     def changed(self, tensor: str) -> Tensor | None:
-        """A tensor of the files that took up factors; None when it stays as it is."""
+        """Returns the new value of a tensor of the files that took up a scale; None if it is unchanged."""
         parameter = self._decoder.model_name(tensor)
-        found = None if parameter is None else self._layer_of(parameter)
-        return None if found is None else self._result.changed.get(found)
+        name = None if parameter is None else self._read_layer_of(parameter)
+        return None if name is None else self._result.changed.get(name)
 
-    def _layer_of(self, name: str) -> str | None:
-        """Brings the layer that `name` is in into memory and returns the name in it."""
+    def _read_layer_of(self, name: str) -> str | None:
+        """Reads the decoder layer of `name` and returns the name relative to it; None outside of decoder layers."""
         number, _, rest = name.removeprefix(f"{self._decoder.name}.").partition(".")
         if not name.startswith(f"{self._decoder.name}.") or not rest:
             return None
-        if int(number) != self._at:
+        if int(number) != self._index:
             prefix = f"{self._decoder.layer_name(int(number))}."
             own = {n.removeprefix(prefix): scheme for n, scheme in self._schemes.items() if n.startswith(prefix)}
             result = self.finished.read(int(number), own)
@@ -208,42 +210,42 @@ class Results:
                     f"{self.finished.folder}: the file of layer {number} was damaged after it was written; the same command "
                     "quantizes that layer again"
                 )
-            self._at, self._result = int(number), result
+            self._index, self._result = int(number), result
         return rest
 
 
 def unfinished_folder(target: Path) -> Path:
-    """Where a calibrated run for `target` keeps its finished layers until it is done."""
+    """Returns the folder of the finished layers of a calibrated run for `target`."""
     return target.absolute().parent / f".{target.name}.unfinished"
 
 
 def finished_bytes(target: Path) -> int:
-    """What is on the disk already of the finished layers of a run for `target`."""
+    """Returns the bytes on disk of the finished layers of a run for `target`."""
     return sum(path.stat().st_size for path in unfinished_folder(target).glob("layer-*.safetensors"))
 
 
 def calibrate_layers(
-    decoder: Decoder,
+    decoder: LayerwiseDecoder,
     schemes: Mapping[str, Scheme],
     method: Method,
     tokens: Tensor,
-    finished: Finished,
+    finished: FinishedLayers,
     *,
     embeddings: Mapping[str, Tensor] | None = None,
     low_rank: int = 0,
     progress: bool = False,
 ) -> list[str]:
-    """Quantizes the linear layers named in `schemes` (full names) that are in decoder layers, with corrections of the rank
-    `low_rank` unless it is 0, and leaves the results in `finished`. Returns notes on layers that were only rounded, and on what
-    learning brought.
+    """Quantizes the linear layers named in `schemes` (full names) in decoder layers, and writes the results to `finished`.
 
-    `tokens` [S, T] are the calibration texts; `embeddings` holds parameters by name that the model will have quantized. Peak
-    memory: the embedding or one decoder layer in the type of computing, the activations of all texts twice, the Hessians of one
-    decoder layer (4 K^2 bytes for each input of K channels; GPTQ takes one at a time, and three times as much of float64 to
-    factorize it), and what Python and torch hold.
+    low_rank: the rank of corrections, 0 for none. tokens [S, T]: the calibration texts. embeddings: dequantized parameters by
+    name that replace those of the files. Returns notes on layers that were only rounded, and on the errors of learning.
+
+    Peak memory: the embedding or one decoder layer in the dtype of computing, the activations of all texts twice, the Hessians
+    of one decoder layer (4 K^2 bytes per input of K channels; GPTQ has one at a time, and three float64 matrices of that size
+    to factorize it), and what Python and torch allocate.
     """
     hidden = decoder.embed(tokens, embeddings, _together(decoder, method, tokens))
-    exact = hidden if isinstance(method, Learned) else None  # as the float model has them
+    expected = hidden if isinstance(method, Learned) else None  # the hidden states of the float model
     quantizer = LayerQuantizer(decoder, method, low_rank)
     notes = []
     bar = Progress(range(len(decoder)), desc=type(method).__name__.lower(), unit="layers", shown=progress)
@@ -251,12 +253,12 @@ def calibrate_layers(
         prefix = f"{decoder.layer_name(i)}."
         own = {name.removeprefix(prefix): scheme for name, scheme in schemes.items() if name.startswith(prefix)}
         result = finished.read(i, own)
-        if result is None or exact is not None:
+        if result is None or expected is not None:
             decoder.load(i)
-        if exact is not None:
-            exact = list(decoder.run(i, exact))
+        if expected is not None:
+            expected = list(decoder.run(i, expected))
         if result is None:
-            result = quantizer.quantize(i, hidden, own, exact) if own else LayerResult()
+            result = quantizer.quantize(i, hidden, own, expected) if own else LayerResult()
             finished.write(i, result)
         else:
             dense = {f"{name}.weight": q.dequantize() for name, q in result.quantized.items()}
@@ -271,17 +273,22 @@ def calibrate_layers(
     return notes
 
 
-def _together(decoder: Decoder, method: Method, tokens: Tensor) -> int:
-    """How many texts go through a layer in one call."""
+def _together(decoder: LayerwiseDecoder, method: Method, tokens: Tensor) -> int:
+    """Returns the number of texts per call of a layer."""
     if isinstance(method, Learned):
         return method.batch
     return 1 if decoder.device.type == "cpu" else max(1, TOKENS_AT_ONCE // tokens.shape[1])
 
 
 def recipe_of(
-    reader: CheckpointReader, schemes: Mapping[str, Scheme], method: Method, low_rank: int, tokens: Tensor, decoder: Decoder
+    reader: CheckpointReader,
+    schemes: Mapping[str, Scheme],
+    method: Method,
+    low_rank: int,
+    tokens: Tensor,
+    decoder: LayerwiseDecoder,
 ) -> dict[str, Any]:
-    """What a run's results depend on."""
+    """Returns everything that the results of a run depend on, for JSON."""
     files = sorted({reader.info(name).file for name in reader.names()})
     return {
         "lowbit": __version__,
@@ -296,7 +303,7 @@ def recipe_of(
 
 
 def _replace(path: Path, write: Callable[[Path], object], *, checksum: bool = False) -> None:
-    """Writes a file under another name, brings it to the disk and then renames it, with `checksum` to STEM.SHA256.SUFFIX."""
+    """Writes a file under a temporary name, syncs and renames it, with `checksum` to STEM.SHA256.SUFFIX."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         write(temporary)

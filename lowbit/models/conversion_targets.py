@@ -1,4 +1,4 @@
-"""What a checkpoint can be converted to: each target writes layers and, at the end, states them for config.json."""
+"""The checkpoint formats that a conversion writes: the tensors of each layer and, at the end, `quantization_config`."""
 
 from __future__ import annotations
 
@@ -30,38 +30,39 @@ NOTHING_QUANTIZED = (
 
 
 class Target(ABC):
-    """A kind of checkpoint."""
+    """A checkpoint format to convert to."""
 
     @abstractmethod
     def refusals(self, name: str, q: QuantTensor) -> tuple[str, ...]:
-        """Why the files cannot hold this layer beside those written before; empty when they can."""
+        """Returns why the files cannot hold this layer beside those written before; empty if they can."""
 
     @abstractmethod
     def tensors(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
-        """The tensors to write now that this layer is there, by their names in the files."""
+        """Returns the tensors that can be written after this layer, by their names in the files."""
 
     def plain(self, name: str) -> tuple[str, ...]:
-        """Names in the files of a tensor that belongs to no quantized layer."""
+        """Returns the names in the files of a tensor that belongs to no quantized layer."""
         return (name,)
 
     @abstractmethod
     def config(self, kept: list[str], tied: Mapping[str, str]) -> Manifest | dict[str, Any]:
-        """`quantization_config`; `kept` are linear layers in 16 bits, `tied` modules that share a quantized layer's weights."""
+        """Returns `quantization_config`; `kept`: linear layers in 16 bits, `tied`: modules that share a quantized layer's
+        weights."""
 
 
-class _LayerByLayer(Target):
-    """Files in which each layer has its own tensors, under its name."""
+class _TensorsPerLayer(Target):
+    """Formats in which each layer has its own tensors, under its name."""
 
     @abstractmethod
     def write(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
-        """The layer's tensors by suffix."""
+        """Returns the layer's tensors by suffix."""
 
     def tensors(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
         return {f"{name}.{suffix}": tensor for suffix, tensor in self.write(name, q).items()}
 
 
 @dataclass
-class _Lowbit(_LayerByLayer):
+class _LowbitTarget(_TensorsPerLayer):
     entries: dict[str, LayerEntry] = field(default_factory=dict)
 
     def refusals(self, name: str, q: QuantTensor) -> tuple[str, ...]:
@@ -76,7 +77,7 @@ class _Lowbit(_LayerByLayer):
 
 
 @dataclass
-class _Gptq(_LayerByLayer):
+class _GptqTarget(_TensorsPerLayer):
     """GPTQ files state one width and group size, and exceptions by name."""
 
     v2: bool
@@ -105,7 +106,7 @@ class _Gptq(_LayerByLayer):
 
 
 @dataclass
-class _Awq(_LayerByLayer):
+class _AwqTarget(_TensorsPerLayer):
     """AWQ files state one group size for all layers."""
 
     group: int | None = None
@@ -127,7 +128,7 @@ class _Awq(_LayerByLayer):
 
 
 @dataclass
-class _CompressedTensors(_LayerByLayer):
+class _CompressedTensorsTarget(_TensorsPerLayer):
     layers: dict[WeightArgs, list[str]] = field(default_factory=dict)
 
     def refusals(self, name: str, q: QuantTensor) -> tuple[str, ...]:
@@ -143,13 +144,13 @@ class _CompressedTensors(_LayerByLayer):
 
 
 @dataclass
-class _TensorrtLlm(Target):
+class _TensorrtLlmTarget(Target):
     """Fuses q, k and v; all of the decoder must be quantized, in groups of one size. `model` is Transformers' configuration."""
 
     model: Mapping[str, Any]
     dtype: torch.dtype
     group: int | None = None
-    waiting: dict[str, QuantTensor] = field(default_factory=dict)
+    pending: dict[str, QuantTensor] = field(default_factory=dict)
     inputs: dict[str, InputTransform] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -171,11 +172,11 @@ class _TensorrtLlm(Target):
 
     def tensors(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
         fused, parts = tensorrt_llm.fused_name(name)
-        self.waiting[name] = q
-        if not all(part in self.waiting for part in parts):
+        self.pending[name] = q
+        if not all(part in self.pending for part in parts):
             return {}
-        made = tensorrt_llm.fused_layer([self.waiting.pop(part) for part in parts], self.dtype)
-        return {f"{fused}.{suffix}": tensor for suffix, tensor in made.items()}
+        tensors = tensorrt_llm.fused_layer([self.pending.pop(part) for part in parts], self.dtype)
+        return {f"{fused}.{suffix}": tensor for suffix, tensor in tensors.items()}
 
     def plain(self, name: str) -> tuple[str, ...]:
         new = tensorrt_llm.plain_name(name)
@@ -193,36 +194,39 @@ class _TensorrtLlm(Target):
 
 
 def target_of(name: str, *, gptq_v2: bool, model: Mapping[str, Any], dtype: torch.dtype) -> Target | None:
-    """The target called `name`, one of `TARGETS`; None for plain weights. GPTQ files are of version 2 if `gptq_v2`; `model` is
-    the model's configuration and `dtype` the type of its weights. Raises CheckpointError for a model the target cannot hold."""
+    """Returns the target called `name`, one of `TARGETS`; None for plain weights.
+
+    gptq_v2: write GPTQ files of version 2. model: the model's configuration. dtype: that of plain weights. Raises
+    CheckpointError for a model that the format cannot hold.
+    """
     match name:
         case "lowbit":
-            return _Lowbit()
+            return _LowbitTarget()
         case "gptq":
-            return _Gptq(gptq_v2)
+            return _GptqTarget(gptq_v2)
         case "awq":
-            return _Awq()
+            return _AwqTarget()
         case "compressed-tensors":
-            return _CompressedTensors()
+            return _CompressedTensorsTarget()
         case "tensorrt-llm":
-            return _TensorrtLlm(model, dtype)
+            return _TensorrtLlmTarget(model, dtype)
     return None
 
 
 def manifest_of(entries: dict[str, LayerEntry], kept: Iterable[str], tied: Mapping[str, str]) -> Manifest:
-    """What a lowbit checkpoint states of these layers: their most common scheme, linear layers `kept` in 16 bits, and ties."""
+    """Returns the manifest of a lowbit checkpoint, with the most common scheme and the linear layers `kept` in 16 bits."""
     return Manifest(
         _most_common(e.scheme for e in entries.values()), entries, tuple(k for k in kept if k not in tied), dict(tied)
     )
 
 
 def converted_record(tool: str) -> dict[str, Any]:
-    """What config.json records as the method of weights that `tool` quantized."""
+    """Returns the method that config.json records for weights that `tool` quantized."""
     return {"name": "converted", "from": tool}
 
 
 def rounding_error(weight: Tensor, dtype: torch.dtype) -> float:
-    """The largest error of `weight` (float32) in `dtype`, as a part of its largest magnitude; infinity beyond its range."""
+    """Returns the largest error of `weight` (float32) in `dtype`, relative to its largest magnitude; inf on overflow."""
     if not weight.numel():
         return 0.0
     largest = float(weight.abs().max())
@@ -230,7 +234,7 @@ def rounding_error(weight: Tensor, dtype: torch.dtype) -> float:
 
 
 def rounding_errors(tensors: Iterable[Tensor]) -> dict[torch.dtype, float]:
-    """The largest `rounding_error` of all floating-point tensors in bfloat16 and in float16."""
+    """Returns the largest `rounding_error` of all floating-point tensors, for bfloat16 and float16."""
     errors = {torch.bfloat16: 0.0, torch.float16: 0.0}
     for tensor in tensors:
         if tensor.is_floating_point():
@@ -243,7 +247,7 @@ def _group(scheme: Scheme) -> int:
 
 
 def _most_common(schemes: Iterable[Scheme]) -> Scheme:
-    found = Counter(schemes).most_common(1)
-    if not found:
+    most_common = Counter(schemes).most_common(1)
+    if not most_common:
         raise CheckpointError(NOTHING_QUANTIZED)
-    return found[0][0]
+    return most_common[0][0]

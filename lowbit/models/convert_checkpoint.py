@@ -17,19 +17,22 @@ from torch import Tensor
 from lowbit.checkpoint import CheckpointError, CheckpointWriter, Manifest
 from lowbit.formats import ZeroPoint
 from lowbit.models.conversion_targets import TARGETS, converted_record, rounding_error, rounding_errors, target_of
-from lowbit.models.source import Contents, Opened, open_checkpoint
+from lowbit.models.layer_importer import LayerImporter
+from lowbit.models.source import QuantizedCheckpoint, resolve
 from lowbit.models.tensorrt_llm import WEIGHTS
 from lowbit.progress import Progress
-from lowbit.sources import local_model
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _ADVICE = "--to lowbit can hold every layer that is read, --to dequantized writes 16-bit weights"
 
 
 @dataclass
-class Conversion:
-    """What `convert_checkpoint` did: the tool whose files were read (`source`), `target`, the scheme of each layer, and
-    `notes`, a line for everything that the target does not say as the source did."""
+class ConversionReport:
+    """The report of `convert_checkpoint`.
+
+    source: the tool whose files were read. layers: name -> scheme. notes: a line for everything that the target states
+    differently from the source.
+    """
 
     source: str
     target: str
@@ -37,7 +40,7 @@ class Conversion:
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """The report, a line each."""
+        """Returns the lines of the report."""
         schemes = ", ".join(f"{count} of {name}" for name, count in Counter(self.layers.values()).most_common())
         return [f"{self.source} to {self.target}: {len(self.layers)} layers ({schemes})", *self.notes]
 
@@ -45,80 +48,78 @@ class Conversion:
 def convert_checkpoint(
     source: str | Path, target: str | Path, to: str = "lowbit", *, overwrite: bool = False, progress: bool = False,
     say: Callable[[str], None] = lambda line: None,
-) -> Conversion:  # fmt: skip
+) -> ConversionReport:  # fmt: skip
     """Writes the quantized checkpoint `source` to the folder `target` in the files of another tool.
 
     source: a Transformers folder, or a name on the hub, quantized by AutoAWQ, GPTQ tools, compressed-tensors, FP8 or
     bitsandbytes (4 bits), one of lowbit's own, one of TensorRT-LLM, or a GGUF file (or a folder with one). to: "lowbit",
     "gptq", "awq", "compressed-tensors", "tensorrt-llm" (one file, in memory as a whole), or "dequantized" for plain weights in
-    the model's dtype, or the 16-bit one that rounds least where the files state none. Codes, scales and zero points are carried
-    over as they are; only "dequantized" rounds.
-    Peak memory is one shard of the output (2 GiB at most) plus one layer. `target` appears complete or not at all; `say` gets a
-    line on what it replaced.
+    the model's dtype, or the 16-bit one that rounds least where the files state none. Codes, scales and zero points are
+    unchanged; only "dequantized" rounds. Peak memory is one shard of the output (2 GiB at most) plus one layer. `target` is
+    written atomically; `say` is called with a line about what it replaced.
 
-    Raises CheckpointError for files that cannot be read or written, and for layers that the target's files cannot hold: it
-    names each reason, a layer that has it, and what to do.
+    Raises CheckpointError for files that cannot be read or written, and for layers that the target's files cannot hold, with
+    each reason, a layer that has it, and the remedy.
     """
     if to not in TARGETS:
         raise CheckpointError(f"checkpoints are converted to {', '.join(TARGETS)}, not to {to!r}")
-    source, target = local_model(source, quantized=True), Path(target)
+    resolved, target = resolve(source, quantized=True), Path(target)
     single: dict[str, Any] = {"single": WEIGHTS, "shard_bytes": 1 << 62} if to == "tensorrt-llm" else {}
     with (
-        CheckpointWriter(target, overwrite=overwrite, sources=[source], say=say, **single) as writer,
+        CheckpointWriter(target, overwrite=overwrite, sources=[resolved.path], say=say, **single) as writer,
         tempfile.TemporaryDirectory() as scratch,
     ):
-        opened = open_checkpoint(source)
-        report = Conversion(opened.tool, to)
-        if opened.tool == to == "lowbit":
+        checkpoint = resolved.open_quantized()
+        report = ConversionReport(checkpoint.tool, to)
+        if checkpoint.tool == to == "lowbit":
             raise CheckpointError(
-                f"{source}: is a lowbit checkpoint already; --to names what to make of it: {', '.join(TARGETS)}"
+                f"{resolved.path}: is a lowbit checkpoint already; --to names what to make of it: {', '.join(TARGETS)}"
             )
-        converter = _Converter(source, opened, to, writer, report)
+        converter = _Converter(checkpoint, to, writer, report)
         writer.reserve(converter.least_bytes())
-        companions = opened.companions(source, Path(scratch))
+        companions = checkpoint.tokenizer_folder(Path(scratch))
         written = converter.run(progress)
         if single and isinstance(written, dict):
             writer.finish(written, None, copy_from=companions)
         else:
             if isinstance(written, Manifest):
-                written = replace(written, method=converted_record(opened.tool))
-            writer.finish(opened.stated, written, copy_from=companions)
+                written = replace(written, method=converted_record(checkpoint.tool))
+            writer.finish(checkpoint.stated, written, copy_from=companions)
     return report
 
 
 class _Converter:
-    """One conversion: reads and writes every layer; once one is refused, only looks for further reasons."""
+    """Reads and writes every layer; after the first refusal, only collects further reasons."""
 
-    def __init__(self, source: Path, opened: Opened, to: str, writer: CheckpointWriter, report: Conversion) -> None:
-        self.where, self.opened, self.writer, self.report = source, opened, writer, report
-        self.contents = Contents(source, opened, to)
-        zeros = any(e.scheme is not None and e.scheme.zero is ZeroPoint.INTEGER for e in opened.source.entries.values())
+    def __init__(self, checkpoint: QuantizedCheckpoint, to: str, writer: CheckpointWriter, report: ConversionReport) -> None:
+        self.checkpoint, self.reader, self.writer, self.report = checkpoint, checkpoint.reader, writer, report
+        self.importer = LayerImporter(checkpoint, to)
+        zeros = any(e.scheme is not None and e.scheme.zero is ZeroPoint.INTEGER for e in self.reader.entries.values())
         self.dtype = self._plain_dtype(to)
-        v2 = zeros if opened.gptq_v2 is None else opened.gptq_v2
-        self.target = target_of(to, gptq_v2=v2, model=opened.stated, dtype=self.dtype)
+        v2 = zeros if checkpoint.gptq_v2 is None else checkpoint.gptq_v2
+        self.target = target_of(to, gptq_v2=v2, model=checkpoint.stated, dtype=self.dtype)
         self.rounded = 0.0
 
     def _plain_dtype(self, to: str) -> torch.dtype:
-        """The type of weights that are not quantized: the model's, or, where files name none and one must be stated, that of 16
-        bits which rounds least; noted then."""
-        stated = str(self.opened.stated.get("dtype") or self.opened.stated.get("torch_dtype")).removeprefix("torch.")
+        """Returns the dtype of plain weights: the model's, or, if none is stated, the 16-bit one with the least rounding
+        error."""
+        stated = str(self.checkpoint.stated.get("dtype") or self.checkpoint.stated.get("torch_dtype")).removeprefix("torch.")
         if stated in _DTYPES or to not in ("dequantized", "tensorrt-llm"):
             return _DTYPES.get(stated, torch.bfloat16)
-        source = self.opened.source
-        layers = (source.dequantize(name, torch.float32) for name in source.entries)
-        errors = rounding_errors(itertools.chain(layers, map(source.get, source.plain)))
+        layers = (self.reader.dequantize(name, torch.float32) for name in self.reader.entries)
+        errors = rounding_errors(itertools.chain(layers, map(self.reader.get, self.reader.plain)))
         chosen, other = sorted(errors, key=errors.__getitem__)
-        self.opened.stated["dtype"] = _name(chosen)
-        self.opened.notes.append(
+        self.checkpoint.stated["dtype"] = _name(chosen)
+        self.checkpoint.notes.append(
             f"no type of weights is stated; {_name(chosen)} is taken, which is at most {errors[chosen]:.1e} of a tensor's "
             f"largest weight off ({_name(other)}: {errors[other]:.1e})"
         )
         return chosen
 
     def least_bytes(self) -> int:
-        """What the output takes at least: the codes of every layer, or its weights where they are written dequantized."""
+        """Returns a lower bound of the output's bytes: the codes of every layer, or its dequantized weights."""
         total = 0
-        for entry in self.opened.source.entries.values():
+        for entry in self.reader.entries.values():
             n, k = entry.shape
             if self.target is None:
                 total += n * k * self.dtype.itemsize
@@ -127,56 +128,55 @@ class _Converter:
         return total
 
     def run(self, progress: bool) -> Manifest | dict[str, Any] | None:
-        """Converts everything; the quantization configuration for config.json, None for plain weights."""
-        source = self.opened.source
-        self.contents.require_complete()
-        for name in Progress(source.entries, desc=f"to {self.report.target}", unit="layers", shown=progress):
+        """Converts everything; returns `quantization_config`, None for plain weights."""
+        self.importer.require_complete()
+        for name in Progress(self.reader.entries, desc=f"to {self.report.target}", unit="layers", shown=progress):
             self._layer(name)
-        if self.contents.refused:
+        if self.importer.refused:
             advice = "" if self.report.target == "lowbit" else f"; {_ADVICE}"
-            raise CheckpointError(f"{self.where}: {self.contents.refusals()}. Nothing was written{advice}")
-        for name in source.plain:
-            if not self.contents.left_out(name):
+            raise CheckpointError(f"{self.checkpoint.path}: {self.importer.refusals()}. Nothing was written{advice}")
+        for name in self.reader.plain:
+            if not self.importer.left_out(name):
                 self._plain(name)
-        self.report.notes += self.contents.notes()
+        self.report.notes += self.importer.notes()
         if self.target is None:
             self.report.notes.append(f"weights are rounded to {_name(self.dtype)}, by {self.rounded:.1e} of a layer's largest")
             return None
-        return self.target.config(self.contents.kept(), self.contents.tied(self.report.layers))
+        return self.target.config(self.importer.unquantized_linears(), self.importer.tied(self.report.layers))
 
     def _layer(self, name: str) -> None:
         if self.target is None:
-            for note in self.opened.source.entries[name].notes:
-                self.contents.note(note, name)
+            for note in self.reader.entries[name].notes:
+                self.importer.note(note, name)
             self._dequantized(name)
             return
-        if not self.contents.judge(name) and self.opened.source.entries[name].scheme is None:
+        if not self.importer.judge(name) and self.reader.entries[name].scheme is None:
             return
-        q = self.contents.layer(name)
-        self.contents.refuse(name, *self.target.refusals(name, q))
-        if self.contents.refused:
+        q = self.importer.layer(name)
+        self.importer.refuse(name, *self.target.refusals(name, q))
+        if self.importer.refused:
             return
-        written = (self.contents.module(name) or name) if self.report.target == "lowbit" else name
+        written = (self.importer.module(name) or name) if self.report.target == "lowbit" else name
         self._add(self.target.tensors(written, q))
         self.report.layers[written] = q.scheme.name
 
     def _dequantized(self, name: str) -> None:
-        """Writes a layer's plain weights, rounded once."""
-        exact = self.opened.source.dequantize(name, torch.float32)
+        """Writes the dequantized weights of a layer, rounded once."""
+        exact = self.reader.dequantize(name, torch.float32)
         weight = exact.to(self.dtype)
         error = rounding_error(exact, self.dtype)
         if math.isinf(error):
             raise CheckpointError(
-                f"{self.where}: {name}: weights up to {float(exact.abs().max()):.3g} are beyond {_name(self.dtype)}, the type "
-                "that config.json states; state bfloat16 or float32 there"
+                f"{self.checkpoint.path}: {name}: weights up to {float(exact.abs().max()):.3g} are beyond {_name(self.dtype)}, "
+                "the type that config.json states; state bfloat16 or float32 there"
             )
         self.rounded = max(self.rounded, error)
         self._add({f"{name}.weight": weight})
         self.report.layers[name] = _name(self.dtype)
 
     def _plain(self, name: str) -> None:
-        tensor = self.contents.plain(name)
-        written = self.contents.names.written(name, self.report.layers) if self.report.target == "lowbit" else name
+        tensor = self.importer.plain(name)
+        written = self.importer.names.written(name, self.report.layers) if self.report.target == "lowbit" else name
         names = (written,) if self.target is None else self.target.plain(written)
         self._add({new: tensor if i == 0 else tensor.clone() for i, new in enumerate(names)})
 

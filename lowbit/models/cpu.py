@@ -1,4 +1,4 @@
-"""How a model runs on a CPU: the type of its activations, and which layers hold decoded weights."""
+"""How a model runs on a CPU: the dtype of its activations, and which layers hold dequantized weights."""
 
 from __future__ import annotations
 
@@ -16,27 +16,32 @@ logger = logging.get_logger(__name__)
 
 
 def cpu_dtype(quantized: bool) -> torch.dtype:
-    """The type of activations on a CPU when nobody says which: bfloat16 for quantized models, since torch's products of int4
-    and int8 weights take no other, and float32 for others and where torch has no such products."""
+    """Returns the default dtype of activations on a CPU: bfloat16 for quantized models on CPUs with torch's int4 and int8
+    products, which take no other dtype, else float32."""
     fast = torch.backends.cpu.get_cpu_capability() in VECTOR_CPUS
     return torch.bfloat16 if quantized and fast else torch.float32
 
 
-def quantizing_dtype(config: PretrainedConfig, wanted: torch.dtype) -> torch.dtype:
-    """The type in which to read the weights of a checkpoint that are quantized while loading, of a model that shall then run in
-    `wanted`: their own, since bf16 would round those in fp16 before they are quantized, and scales would be of others."""
+def quantizing_dtype(config: PretrainedConfig, compute_dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which to read weights that are quantized while loading, for a model that will compute in
+    `compute_dtype`.
+
+    It is the files' dtype, since a cast from fp16 to bf16 would round the weights before they are quantized.
+    """
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    return wanted if own == wanted or wanted == torch.float32 else own
+    return compute_dtype if own == compute_dtype or compute_dtype == torch.float32 else own
 
 
 def measuring_dtype(device: str | torch.device | None = None) -> torch.dtype | None:
-    """The type in which models are compared with each other: on a CPU float32 for all, else (None) each model's own."""
+    """Returns the dtype for comparing models: float32 on a CPU, else None, for each model's own."""
     return torch.float32 if torch_device(device).type == "cpu" else None
 
 
 def plan_on_cpu(model: PreTrainedModel, again: bool = False) -> None:
-    """Decides how the layers of a loaded quantized model run if it stays on a CPU, and logs that, slow ones as a
-    warning; nothing if it did so before, in another type."""
+    """Chooses how the layers of a loaded quantized model run on a CPU and logs it, slow ones as a warning.
+
+    again: the model was planned before in another dtype; logs nothing.
+    """
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype != torch.float32:
             new = RowLinear.of(layer)

@@ -1,4 +1,4 @@
-"""A causal language model's decoder, run one layer at a time with weights read from disk as they are needed."""
+"""Runs the decoder of a causal language model one layer at a time, with weights read from disk."""
 
 from __future__ import annotations
 
@@ -14,32 +14,35 @@ from torch.func import functional_call
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.formats import rotate_blocks
 from lowbit.models.complete import require_finite_tensor
-from lowbit.models.names import Names
+from lowbit.models.names import TensorNames
 from lowbit.models.skeleton import build, config_as_read, require_causal
 
 _NONE: Mapping[str, int] = MappingProxyType({})
 
 
 class _Stop(Exception):
-    """Ends a forward pass whose rest is not needed."""
+    """Stops a forward pass whose remainder is not needed."""
 
 
 @dataclass(frozen=True)
-class Input:
-    """Linear layers of one decoder layer that read the same tensor, in the order in which they run, and `producer`, the
-    module whose output that tensor is (None when it comes from other operations). Names are relative to the layer."""
+class SharedInput:
+    """Linear layers of one decoder layer that read the same tensor, in the order in which they run.
+
+    producer: the module whose output the tensor is, None if it is computed by other operations. Names are relative to the
+    layer.
+    """
 
     linears: tuple[str, ...]
     producer: str | None
 
 
-class Decoder:
-    """The decoder of the checkpoint that `reader` has open: a skeleton on the meta device whose layers come and go.
+class LayerwiseDecoder:
+    """The decoder of a checkpoint, on the meta device except for the layers that are loaded.
 
-    Computes on `device` in `dtype`. The inputs of the linear layers in `rotated_inputs` are rotated in blocks of so many
-    channels (`formats.rotate_blocks`), and their weights as they are read: the model stays the same one. Raises
-    CheckpointError for models that have no list of decoder layers or do not predict the next token, and for weights that
-    Transformers splits or merges while loading.
+    Computes on `device` in `dtype`. rotated_inputs: linear layers -> block size; their inputs are rotated in blocks of channels
+    (`formats.rotate_blocks`), and their weights when read, so the model computes the same. Raises CheckpointError for models
+    without a list of decoder layers or that do not predict the next token, and for weights that Transformers splits or merges
+    while loading.
     """
 
     def __init__(
@@ -54,11 +57,11 @@ class Decoder:
         require_causal(model, reader.folder)
         self.model: nn.Module = model.eval()
         self.name, self.layers = _decoder_layers(self.model, reader)
-        names = Names(model)
+        names = TensorNames(model)
         own = {tensor: names.parameter(tensor) for tensor in reader.names()}
         self._names = {tensor: name for tensor, name in own.items() if name is not None}
         self._files = {name: tensor for tensor, name in self._names.items()}
-        self._contexts: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}  # by how many texts a call has
+        self._contexts: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}  # by batch size
         self._returns_tuples = False
         for name, block in self.rotated_inputs.items():
             self.model.get_submodule(name).register_forward_pre_hook(_rotating(block))
@@ -67,22 +70,28 @@ class Decoder:
         return len(self.layers)
 
     def layer_name(self, i: int) -> str:
-        """Full name of layer i: `model.layers.3`."""
+        """Returns the full name of layer i: `model.layers.3`."""
         return f"{self.name}.{i}"
 
+    def weight(self, i: int, name: str) -> Tensor:
+        """Returns the weight [N, K] of a linear layer of loaded layer i, which may be changed in place."""
+        return self.layers[i].get_parameter(f"{name}.weight").data
+
     def file_name(self, parameter: str) -> str | None:
-        """The name in the files of a parameter of the model; None when they have no such tensor."""
+        """Returns the name in the files of a parameter of the model; None if they have no such tensor."""
         return self._files.get(parameter)
 
     def model_name(self, tensor: str) -> str | None:
-        """The model's own name of a tensor in the files; None when it has no such parameter."""
+        """Returns the model's name of a tensor in the files; None if it has no such parameter."""
         return self._names.get(tensor)
 
     @torch.no_grad()
     def embed(self, tokens: Tensor, replaced: Mapping[str, Tensor] | None = None, together: int = 1) -> list[Tensor]:
-        """The input of the first layer for all rows of `tokens` [S, T], a list of [together, T, hidden], the last maybe
-        shorter. `replaced` holds parameters by name to take instead of the files'. Also remembers what else each layer is
-        called with (masks, positions)."""
+        """Returns the input of the first layer for all rows of `tokens` [S, T], in batches [together, T, hidden].
+
+        The last batch may be smaller. replaced: parameters by name that replace those of the files. Records the other arguments
+        of each layer (masks, positions) for later calls.
+        """
         inner = str(getattr(self.model, "base_model_prefix", ""))
         base: nn.Module = getattr(self.model, inner, self.model)
         prefix = "" if base is self.model else f"{inner}."
@@ -103,8 +112,10 @@ class Decoder:
         return first
 
     def _recorder(self, i: int, first: list[Tensor]) -> Callable[..., Tensor]:
-        """Stands in for layer i while embedding: keeps the layer's other arguments (of the first call with so many texts; they
-        are the same for all, which have one length) and the first layer's input."""
+        """Returns a replacement for the forward of layer i that records its arguments and the first layer's input.
+
+        Arguments are recorded for the first call of each batch size; they are equal for all, since texts have one length.
+        """
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
@@ -120,22 +131,24 @@ class Decoder:
         return forward
 
     def load(self, i: int, replaced: Mapping[str, Tensor] | None = None) -> nn.Module:
-        """Layer i with its weights, on the device and in the type of computing. `replaced` holds parameters by their name in
-        the layer to take instead of the files'."""
+        """Loads the weights of layer i onto the device in the dtype of computing, and returns the layer.
+
+        replaced: parameters by their name in the layer that replace those of the files.
+        """
         layer = self.layers[i]
         names = [n for n, _ in layer.named_parameters()] + [n for n, b in layer.named_buffers() if self._has(i, n)]
-        given = replaced or {}
-        values = {n: given[n] if n in given else self._read(f"{self.layer_name(i)}.{n}") for n in names}
+        replaced = replaced or {}
+        values = {n: replaced[n] if n in replaced else self._read(f"{self.layer_name(i)}.{n}") for n in names}
         _fill(layer, values, self.device, self.dtype)
         return layer
 
     def free(self, i: int) -> None:
-        """Gives back the memory of layer i."""
+        """Frees the memory of layer i."""
         _empty(self.layers[i], [n for n, _ in self.layers[i].named_parameters()])
 
     @torch.no_grad()
     def run(self, i: int, hidden: list[Tensor], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-        """The outputs of layer i for its inputs, in the pieces that `embed` made; computed in `dtype` where it is given."""
+        """Yields the outputs of layer i for batches of inputs as returned by `embed`; computes in `dtype` if given."""
         for x in hidden:
             yield self._call(i, x, dtype)
 
@@ -148,21 +161,24 @@ class Decoder:
         return out
 
     def call(self, i: int, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        """The output of layer i for x [S, T, hidden], of as many texts as one of the pieces that `embed` made, with `weights`
-        in place of the parameters of these names; gradients pass."""
+        """Returns the output of layer i for x [S, T, hidden] with `weights` instead of the parameters of these names.
+
+        S is the size of a batch of `embed`. Differentiable.
+        """
         args, kwargs = self._contexts[len(x)][i]
         y = functional_call(self.layers[i], dict(weights), (x, *args), kwargs)
         out: Tensor = y[0] if isinstance(y, tuple) else y
         return out
 
     @torch.no_grad()
-    def inputs(self, i: int, hidden: Tensor, linears: list[str]) -> list[Input]:
-        """Which of `linears` (names in the layer) run for `hidden` [S, T, hidden], and which of them read the same tensor."""
+    def inputs(self, i: int, hidden: Tensor, linears: list[str]) -> list[SharedInput]:
+        """Returns the linear layers of `linears` (names in the layer) that run for `hidden` [S, T, hidden], grouped by
+        input."""
         layer = self.layers[i]
         seen: list[tuple[Tensor, int, list[str]]] = []
-        made: list[tuple[Tensor, str]] = []
+        outputs: list[tuple[Tensor, str]] = []
 
-        def reads(name: str) -> Callable[..., None]:
+        def record_input(name: str) -> Callable[..., None]:
             block = self.rotated_inputs.get(f"{self.layer_name(i)}.{name}", 0)
 
             def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -174,40 +190,44 @@ class Decoder:
 
             return hook
 
-        def makes(name: str) -> Callable[..., None]:
-            return lambda module, args, output: made.append((output, name)) if isinstance(output, Tensor) else None
+        def record_output(name: str) -> Callable[..., None]:
+            return lambda module, args, output: outputs.append((output, name)) if isinstance(output, Tensor) else None
 
-        # Before what rotates: layers whose inputs are rotated alike read the same tensor.
-        hooks = [layer.get_submodule(name).register_forward_pre_hook(reads(name), prepend=True) for name in linears]
+        # Before the rotation hooks: layers with equal rotations read the same tensor.
+        hooks = [layer.get_submodule(name).register_forward_pre_hook(record_input(name), prepend=True) for name in linears]
         leaves = [(n, m) for n, m in layer.named_modules() if n and next(m.parameters(recurse=False), None) is not None]
-        hooks += [module.register_forward_hook(makes(name)) for name, module in leaves]
+        hooks += [module.register_forward_hook(record_output(name)) for name, module in leaves]
         try:
             list(self.run(i, [hidden]))
         finally:
             for hook in hooks:
                 hook.remove()
-        return [Input(tuple(names), next((name for y, name in reversed(made) if y is x), None)) for x, _, names in seen]
+        return [
+            SharedInput(tuple(names), next((name for y, name in reversed(outputs) if y is x), None)) for x, _, names in seen
+        ]
 
     @torch.no_grad()
-    def observe(self, i: int, hidden: list[Tensor], watch: Mapping[str, Callable[[Tensor], None]]) -> None:
-        """Runs layer i on all inputs and hands the input of each linear layer named in `watch` to its function. A run ends
-        where the last of them begins: the rest of the layer is not computed."""
+    def observe(self, i: int, hidden: list[Tensor], callbacks: Mapping[str, Callable[[Tensor], None]]) -> None:
+        """Runs layer i on all inputs and calls the function of each linear layer in `callbacks` with its input.
+
+        A run stops at the last of these linear layers; the rest of the layer is not computed.
+        """
         layer = self.layers[i]
-        left: set[str] = set()
+        pending: set[str] = set()
 
         def hook(name: str, take: Callable[[Tensor], None]) -> Callable[..., None]:
             def before(module: nn.Module, args: tuple[Tensor, ...]) -> None:
                 take(args[0])
-                left.discard(name)
-                if not left:
+                pending.discard(name)
+                if not pending:
                     raise _Stop
 
             return before
 
-        hooks = [layer.get_submodule(n).register_forward_pre_hook(hook(n, take)) for n, take in watch.items()]
+        hooks = [layer.get_submodule(n).register_forward_pre_hook(hook(n, take)) for n, take in callbacks.items()]
         try:
             for x in hidden:
-                left.update(watch)
+                pending.update(callbacks)
                 with _stopped():
                     list(self.run(i, [x]))
         finally:
@@ -215,8 +235,10 @@ class Decoder:
                 handle.remove()
 
     def head_gradients(self, hidden: list[Tensor], seed: int = 0) -> list[Tensor]:
-        """For the outputs of the last layer, [1, T, hidden] each, the gradients of the sum over all positions of the
-        log-probability of a token that is drawn there from the model's own distribution."""
+        """Returns the gradients, at outputs of the last layer [1, T, hidden], of the summed log-probability of sampled tokens.
+
+        At each position one token is sampled from the model's distribution.
+        """
         inputs: nn.Module = self.model.get_input_embeddings()  # type: ignore[operator]
         skipped = {f"{name}.weight" for name, module in self.model.named_modules() if module is inputs}
         everything = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
@@ -238,17 +260,21 @@ class Decoder:
             for layer in self.layers:
                 layer.forward = lambda *args, **kwargs: (leaf,) if self._returns_tuples else leaf  # type: ignore[method-assign]
             logits = self.model(inputs_embeds=x, use_cache=False).logits
-            slope = logits.detach().float().softmax(dim=-1)
-            drawn = torch.multinomial(slope[0], 1, generator=generator)[None]
-            # The gradient of a log-probability at the logits: 1 for the token itself, less the probability of each.
-            slope = slope.neg_().scatter_add_(-1, drawn, torch.ones_like(drawn, dtype=slope.dtype))
-            logits.backward(slope.to(logits.dtype))
+            gradient = logits.detach().float().softmax(dim=-1)
+            sampled = torch.multinomial(gradient[0], 1, generator=generator)[None]
+            # The gradient of a log-probability at the logits is one-hot minus the probabilities.
+            gradient = gradient.neg_().scatter_add_(-1, sampled, torch.ones_like(sampled, dtype=gradient.dtype))
+            logits.backward(gradient.to(logits.dtype))
         assert leaf.grad is not None
         return leaf.grad
 
-    def backward(self, i: int, x: Tensor, slope: Tensor, watch: Mapping[str, Callable[[Tensor, Tensor], None]]) -> Tensor:
-        """The gradient at the input x [1, T, hidden] of layer i, given that at its output. The function of each linear layer in
-        `watch` (names in the layer) gets its input and the gradient at its output."""
+    def backward(
+        self, i: int, x: Tensor, output_gradient: Tensor, callbacks: Mapping[str, Callable[[Tensor, Tensor], None]]
+    ) -> Tensor:
+        """Returns the gradient at the input x [1, T, hidden] of layer i, given that at its output.
+
+        Calls the function of each linear layer in `callbacks` (names in the layer) with its input and its output gradient.
+        """
 
         def hook(take: Callable[[Tensor, Tensor], None]) -> Callable[..., None]:
             def after(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -257,11 +283,11 @@ class Decoder:
 
             return after
 
-        hooks = [self.layers[i].get_submodule(n).register_forward_hook(hook(take)) for n, take in watch.items()]
+        hooks = [self.layers[i].get_submodule(n).register_forward_hook(hook(take)) for n, take in callbacks.items()]
         try:
             with torch.enable_grad():
                 leaf = x.detach().requires_grad_()
-                self._call(i, leaf).backward(slope)
+                self._call(i, leaf).backward(output_gradient)
         finally:
             for handle in hooks:
                 handle.remove()
@@ -269,11 +295,11 @@ class Decoder:
         return leaf.grad
 
     def stored_dtype(self, i: int, parameter: str) -> torch.dtype:
-        """The type in which the files hold a parameter of layer i."""
+        """Returns the dtype in the files of a parameter of layer i."""
         return self.reader.info(self._files[f"{self.layer_name(i)}.{parameter}"]).dtype
 
     def head_dim(self, channels: int) -> int:
-        """Channels of an attention head, `channels` being all of them; 0 where the model's config names no heads."""
+        """Returns the channels per attention head, of `channels` in all; 0 if the model's config has no heads."""
         config: Any = self.model.config
         heads = getattr(config, "num_attention_heads", None)
         return int(getattr(config, "head_dim", None) or (channels // heads if heads else 0))
@@ -299,7 +325,7 @@ def _rotating(block: int) -> Callable[..., tuple[Tensor]]:
 
 
 class _stopped:
-    """A block that `_Stop` ends."""
+    """Context manager that suppresses `_Stop`."""
 
     def __enter__(self) -> None: ...
 
@@ -308,7 +334,7 @@ class _stopped:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Every floating-point tensor in nested tuples, lists and dicts in `dtype`."""
+    """Returns nested tuples, lists and dicts with every floating-point tensor cast to `dtype`."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, (tuple, list)):
@@ -321,7 +347,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _decoder_layers(model: nn.Module, reader: CheckpointReader) -> tuple[str, nn.ModuleList]:
-    """The outermost list of modules with the most weights in it."""
+    """Returns name and module of the outermost ModuleList with the most parameters."""
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
     lists = [(n, m) for n, m in lists if not any(n.startswith(f"{outer}.") for outer, _ in lists)]
     if not lists:

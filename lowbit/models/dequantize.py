@@ -1,4 +1,4 @@
-"""Plain layers in the place of quantized ones, in a model in memory, and which layers of a model are quantized."""
+"""Replaces quantized layers of a model in memory by plain ones, and lists the quantized layers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from lowbit.ops.table import UnsupportedProblem
 
 
 def quantized_layers(model: nn.Module, ties: Mapping[str, str] | None = None) -> tuple[dict[str, LayerEntry], dict[str, str]]:
-    """The layers of a model that are quantized now, by name, and the modules that share a layer's weights, with that layer. Of
-    modules that share, the first has the weights, unless `ties` names it among those that follow."""
+    """Returns the quantized layers of a model by name, and the modules that share a layer's weights, with that layer.
+
+    Of modules that share weights, the first owns them, unless it is a key of `ties`.
+    """
     packed = _packed(model)
     owners: dict[int, str] = {}
     for name in sorted(packed, key=lambda name: name in (ties or {})):
@@ -27,10 +29,10 @@ def quantized_layers(model: nn.Module, ties: Mapping[str, str] | None = None) ->
 
 
 def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None, ties: Mapping[str, str] | None = None) -> nn.Module:
-    """The same Transformers model with plain layers in the place of the quantized ones, replaced one at a time; their weights,
-    and parameters that had the model's type, are in `dtype`, by default that type. `ties` as for `quantized_layers`.
+    """Replaces the quantized layers of a Transformers model by plain ones, one at a time, and returns the model.
 
-    Raises UnsupportedProblem, naming the layer and before anything is changed, for weights that are not here as a whole.
+    Their weights, and parameters that had the model's dtype, get `dtype`, by default the model's. ties: as for
+    `quantized_layers`. Raises UnsupportedProblem before any change, naming the layer, for weights that are split over devices.
     """
     own = getattr(model, "dtype", torch.bfloat16)
     dtype = own if dtype is None else dtype
@@ -46,7 +48,7 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None, ties: M
         assert isinstance(packed, PackedWeight)
         shared = model.get_parameter(f"{tied[name]}.weight") if name in tied else None
         model.set_submodule(name, dequantized(packed, dtype, shared))
-    for parameter in model.parameters():  # buffers keep their type: rotary frequencies in 16 bits are wrong positions
+    for parameter in model.parameters():  # buffers keep their dtype: rotary frequencies in 16 bits give wrong positions
         if parameter.dtype == own:
             parameter.data = parameter.data.to(dtype)
     _restate_ties(model, {*entries, *tied}, tied)
@@ -55,12 +57,12 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None, ties: M
 
 
 def _restate_ties(model: nn.Module, names: set[str], tied: Mapping[str, str]) -> None:
-    """Has Transformers tie the `weight` of modules that shared packed tensors, and no weights that come apart here."""
+    """Makes Transformers tie the `weight` of modules that shared packed tensors, and untie weights that no longer share."""
     mapping = dict(getattr(model, "all_tied_weights_keys", None) or {})
     mapping = {target: source for target, source in mapping.items() if target.rpartition(".")[0] not in names}
     mapping |= {f"{name}.weight": f"{owner}.weight" for name, owner in tied.items()}
     model.all_tied_weights_keys = mapping  # type: ignore[assignment]
-    model.__dict__.pop("_tied_weights_keys", None)  # set where they shared packed tensors; the class has its own
+    model.__dict__.pop("_tied_weights_keys", None)  # set when they shared packed tensors; the class has its own
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     if head is not None and getattr(head, "weight", None) is not getattr(embedding, "weight", None):
         model.config.tie_word_embeddings = False  # type: ignore[union-attr]
@@ -71,6 +73,6 @@ def _packed(model: nn.Module) -> dict[str, PackedWeight]:
 
 
 def _entry(module: PackedWeight) -> LayerEntry:
-    """What config.json states of a layer."""
+    """Returns the entry of a layer in config.json."""
     rank = 0 if module.weight_down is None else module.weight_down.shape[0]
     return LayerEntry(module.shape, module.scheme, module.input_transform.parts, rank)

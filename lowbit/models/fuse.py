@@ -1,7 +1,7 @@
-"""Decoder layers in which an input is quantized once, in one pass with the norm or the gate that makes it.
+"""Fuses the quantization of activations with the norm or gate that computes them.
 
-A QuantLinear with 8-bit activations quantizes its input by itself: three times for q, k and v, and after a norm has written it
-in 16 bits. Here a norm makes the codes for all layers that read it, and the gate of an MLP makes those of `down_proj`.
+A QuantLinear with 8-bit activations quantizes its own input: three times for q, k and v, after a norm has stored it in 16 bits.
+A fused norm outputs the codes for all layers that read it, and the fused gate of an MLP those of `down_proj`.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from lowbit.nn import QuantLinear
 from lowbit.nn.fused import GatedMLP, QuantizingNorm, quantize_alike
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-"""Families of Transformers whose decoder layers do this with their inputs: norm, then q, k and v of self_attn; norm, then
-down(act(gate) * up) of mlp. Classes that derive from theirs may do something else and are left alone."""
+"""Transformers' model families whose decoder layers compute norm, then q, k and v of self_attn; norm, then down(act(gate) * up)
+of mlp. Derived classes may differ and are not fused."""
 
 _NORM_ERROR = 2.0**-7
 """Largest relative difference between a norm and RMSNorm in float32; norms round to 16 bits, bf16 has 8."""
 
 
 def prepare_on_gpu(model: nn.Module) -> None:
-    """Brings the quantized linear layers of a model on a GPU into the order of its kernels and fuses what precedes them.
+    """Packs the quantized linear layers of a model on a GPU for its kernels and fuses the quantization of activations.
 
-    A model that is not there yet, and quantizes activations, does so when it is first called there (not if that call is one
-    that torch.compile traces: call the model once before).
+    A model with quantized activations that is not on a GPU yet is prepared at its first call there, unless torch.compile traces
+    that call: call the model once before.
     """
     layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
-    there = [layer for layer in layers if layer.weight_packed.is_cuda]
-    for layer in there:
+    on_gpu = [layer for layer in layers if layer.weight_packed.is_cuda]
+    for layer in on_gpu:
         layer.prepare(getattr(model, "dtype", torch.bfloat16))
-    if any(layer.is_prepared for layer in there):
+    if any(layer.is_prepared for layer in on_gpu):
         fuse_quantization(model)
-    elif not there and any(layer.activation_format is not None for layer in layers):
-        model.register_forward_pre_hook(_before_a_call)
+    elif not on_gpu and any(layer.activation_format is not None for layer in layers):
+        model.register_forward_pre_hook(_prepare_before_call)
 
 
-def _before_a_call(model: nn.Module, args: object) -> None:
-    """Waits for the model to be on a GPU. A function of this module, not a closure: models are copied and pickled."""
+def _prepare_before_call(model: nn.Module, args: object) -> None:
+    """Prepares a model that has moved to a GPU. A module-level function, since models are copied and pickled."""
     if torch.compiler.is_compiling() or not next(model.parameters()).is_cuda:
         return
     _cancel(model)
@@ -47,19 +47,19 @@ def _before_a_call(model: nn.Module, args: object) -> None:
 
 def _cancel(model: nn.Module) -> None:
     hooks = model._forward_pre_hooks
-    for number in [number for number, hook in hooks.items() if hook is _before_a_call]:
+    for number in [number for number, hook in hooks.items() if hook is _prepare_before_call]:
         del hooks[number]
 
 
 @torch.no_grad()
 def fuse_quantization(model: nn.Module) -> list[str]:
-    """Puts modules that quantize an input once for all its readers into `model`; returns the names of those replaced.
+    """Replaces norms and MLPs of `model` by modules that quantize an input once for all its readers; returns the replaced
+    names.
 
-    Weights stay where they are and keep their names, in memory and in files. Decoder layers of other families, norms that are
-    no RMSNorm, gates other than SiLU, layers with 16-bit inputs, with an order or an input scale, and modules with hooks are
-    left alone. What the fused modules compute differs from the separate ones by roundings that they leave out (`nn.fused`), or
-    not at all where a scheme quantizes by another tool's rule: there the same modules as before compute an input, which is
-    quantized once for all its readers.
+    Weights keep their storage and names. Decoder layers of other families, norms that are no RMSNorm, gates other than SiLU,
+    layers with 16-bit inputs, with an order or a pre_quant_scale, and modules with hooks are not replaced. The fused modules
+    omit some roundings of the separate ones (`nn.fused`). Under another tool's activation rule the results are equal: the
+    original modules compute the input, which is quantized once.
     """
     replaced = []
     for name, layer in list(model.named_modules()):
@@ -77,7 +77,7 @@ def fuse_quantization(model: nn.Module) -> list[str]:
 
 
 def undo_fusion(model: nn.Module) -> None:
-    """Puts the modules that `fuse_quantization` replaced back in their places, and cancels a fusion at the first call."""
+    """Restores the modules that `fuse_quantization` replaced, and cancels a pending fusion at the first call."""
     _cancel(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, (GatedMLP, QuantizingNorm)):
@@ -89,7 +89,7 @@ def _is_a(module: nn.Module, kind: str) -> bool:
 
 
 def _fuse_norm(layer: nn.Module, name: str, part: str, reader: nn.Module) -> list[str]:
-    """Replaces a norm of a decoder layer if it is an RMSNorm; the name of what was replaced."""
+    """Replaces a norm of a decoder layer if it is an RMSNorm; returns its name in a list, or []."""
     norm = layer.get_submodule(part)
     eps = getattr(norm, "variance_epsilon", None)
     if not _plain(norm) or not isinstance(eps, float) or not _is_rms_norm(norm, eps):
@@ -99,10 +99,10 @@ def _fuse_norm(layer: nn.Module, name: str, part: str, reader: nn.Module) -> lis
 
 
 def _plain(*modules: nn.Module) -> bool:
-    """Whether nobody else sees what goes into and out of the modules, and they are where they compute."""
+    """Returns True if the modules have no hooks and their parameters are on the device where they compute."""
     hooks = ("_forward_pre_hooks", "_forward_hooks", "_hf_hook")
-    watched = any(getattr(module, hook, None) for module in modules for hook in hooks)
-    return not watched and not any(p.is_meta for module in modules for p in module.parameters(recurse=False))
+    hooked = any(getattr(module, hook, None) for module in modules for hook in hooks)
+    return not hooked and not any(p.is_meta for module in modules for p in module.parameters(recurse=False))
 
 
 def _is_rms_norm(norm: nn.Module, eps: float) -> bool:
@@ -115,6 +115,6 @@ def _is_rms_norm(norm: nn.Module, eps: float) -> bool:
 
 
 def _is_gated(mlp: nn.Module) -> bool:
-    """Whether a module is an MLP of the families with SiLU as its gate."""
+    """Returns True for an MLP of the families with SiLU as its gate."""
     x = torch.linspace(-8, 8, 65)
     return _is_a(mlp, "MLP") and torch.allclose(mlp.act_fn(x), nn.functional.silu(x), rtol=1e-4, atol=1e-6)  # type: ignore[operator]

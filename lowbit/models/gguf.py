@@ -1,8 +1,8 @@
-"""A GGUF file as a source of layers with Transformers' names.
+"""Reads the layers of a GGUF file under Transformers' names.
 
-Config and tokenizer come from Transformers (which needs the package gguf for that), blocks from `checkpoint.gguf`, untouched.
-Only llama, qwen2 and qwen3 models are converted: for these the names and the order of rows are known. Llama's q and k rows
-are interleaved in GGUF and in halves in Transformers; they change their places.
+Transformers reads config and tokenizer (with the package gguf), `checkpoint.gguf` the blocks, unchanged. Only llama, qwen2 and
+qwen3 models are converted, whose names and row order are known. Llama's q and k rows are interleaved in GGUF and in halves in
+Transformers; they are permuted.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ _BLOCK = {
     "ffn_down": "mlp.down_proj",
 }
 _PERMUTED = {"llama": ("attn_q", "attn_k"), "qwen2": (), "qwen3": ()}
-"""Architecture -> tensors whose rows GGUF keeps in another order."""
+"""Architecture -> tensors whose rows GGUF stores in another order."""
 _SIZES = {
     "block_count": True, "embedding_length": True, "feed_forward_length": True, "attention.head_count": True,
     "attention.head_count_kv": False, "attention.key_length": False, "attention.value_length": False,
     "context_length": False, "vocab_size": False, "rope.dimension_count": False,
 }  # fmt: skip
-"""Fields of the metadata that are whole numbers -> whether every file has them."""
+"""Integer fields of the metadata -> True if every file has them."""
 _BLOCK_NAME = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
 
 
-class GgufSource:
-    """The layers and plain tensors of one GGUF file under Transformers' names; raises CheckpointError for other architectures
-    than llama, qwen2 and qwen3, and for tensors without a counterpart."""
+class GgufLayerReader:
+    """Reads the layers and plain tensors of one GGUF file under Transformers' names.
+
+    Raises CheckpointError for architectures other than llama, qwen2 and qwen3, and for tensors without a counterpart.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -70,8 +72,10 @@ class GgufSource:
                 self.entries[new.removesuffix(".weight")] = entry
 
     def config(self) -> PretrainedConfig:
-        """The model's configuration, as Transformers makes it of the metadata. Raises CheckpointError, naming the field, for
-        one that is missing, an array, or a number that no model has."""
+        """Returns the model's configuration, which Transformers derives from the metadata.
+
+        Raises CheckpointError, naming the field, for one that is missing, an array, or out of range.
+        """
         for field, required in _SIZES.items():
             value = self._field(field, required)
             if value is not None and (type(value) is not int or not 0 < value < MAX_DIMENSION):
@@ -91,7 +95,7 @@ class GgufSource:
                 ) from error
 
     def _field(self, name: str, required: bool) -> Any:
-        """A field of the architecture; None where the file lacks one that is not required."""
+        """Returns a field of the architecture; None for a missing one that is not required."""
         key = f"{self.architecture}.{name}"
         if key in self.file.arrays:
             raise CheckpointError(
@@ -107,7 +111,7 @@ class GgufSource:
         tokenizer_of(self.path).save_pretrained(folder)
 
     def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor:
-        """One layer, rows in Transformers' order, made on a device."""
+        """Returns one layer, computed on `device`, with rows in Transformers' order."""
         old = self._names[f"{name}.weight"]
         q = self.file.layer(old, device)
         rows = self._rows(old, q.shape[0])
@@ -116,18 +120,20 @@ class GgufSource:
         return QuantTensor(q.codes[rows], q.scale[rows], None if q.zero is None else q.zero[rows], q.scheme)
 
     def dequantize(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One layer's weights [N, K]."""
+        """Returns one layer's weights [N, K]."""
         return self.layer(name).dequantize(dtype)
 
     def get(self, name: str) -> Tensor:
-        """A plain tensor, rows in Transformers' order."""
+        """Returns a plain tensor with rows in Transformers' order."""
         tensor = self.file.get(self._names[name])
         rows = self._rows(self._names[name], tensor.shape[0])
         return tensor if rows is None else tensor[rows]
 
     def _rows(self, name: str, n: int) -> Tensor | None:
-        """Where row i of Transformers' order is in GGUF's; None where both are the same. GGUF interleaves the two halves that
-        rotary embeddings pair."""
+        """Returns the GGUF row of each of Transformers' rows, int64 [n]; None if the order is the same.
+
+        GGUF interleaves the two halves that rotary embeddings pair.
+        """
         parts = name.split(".")
         if len(parts) != 4 or parts[2] not in _PERMUTED[self.architecture]:
             return None

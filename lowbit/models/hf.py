@@ -34,7 +34,7 @@ from lowbit.models.complete import require_complete, require_finite, some
 from lowbit.models.cpu import plan_on_cpu
 from lowbit.models.dequantize import dequantize_model, quantized_layers
 from lowbit.models.fuse import prepare_on_gpu
-from lowbit.models.names import Names
+from lowbit.models.names import TensorNames
 from lowbit.models.parallel import parallel_refusals
 from lowbit.nn.convert import Plan, empty_like, plan_conversion, quantized, swap, tie
 from lowbit.nn.linear import make_batch_invariant
@@ -56,14 +56,13 @@ register_attention()
 
 @register_quantization_config(METHOD)
 class LowbitConfig(QuantizationConfigMixin):
-    """How to quantize a model, and what a saved one holds (`quantization_config` in its config.json).
+    """The quantization of a model, as an argument of loading and as `quantization_config` in a saved config.json.
 
     scheme: a scheme's name, such as "w4a16_g64" or "wf6af16". modules_to_not_convert: names or patterns to leave in 16 bits; by
     default the LM head (and embeddings, which take `embeddings=True`). search: "max" or "mse", see `lowbit.quantize.rtn`.
-    head: a scheme of their own for LM head and embedding, whatever the former say. batch_invariant: quantized layers give a
-    token the same bits in every batch, on a GPU; a choice of this run, which files do not keep. The other arguments are what a
-    checkpoint states about itself; the checksums `files` and `sha256` are forgotten, since `save_pretrained` writes others.
-    Raises ValueError for a scheme that does not exist.
+    head: a scheme for LM head and embedding; overrides the former. batch_invariant: quantized layers give a
+    token the same bits in every batch, on a GPU; not saved. The other arguments are read from config.json; the checksums
+    `files` and `sha256` are dropped, since `save_pretrained` writes others. Raises ValueError for a scheme that does not exist.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class LowbitConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """The configuration that config.json holds; raises CheckpointError, naming the field, for anything amiss."""
+        """Returns the configuration of a config.json; raises CheckpointError, naming the field, for invalid ones."""
         if "layers" in config_dict:
             Manifest.from_dict(config_dict, "config.json")
         known = set(inspect.signature(cls).parameters)
@@ -116,7 +115,7 @@ class LowbitConfig(QuantizationConfigMixin):
         return super().from_dict(dict(config_dict), return_unused_kwargs, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """What config.json holds: the arguments of quantizing are gone once there are layers."""
+        """Returns the fields of config.json; the arguments of quantizing are dropped once there are layers."""
         out = {k: v for k, v in self.__dict__.items() if v is not None and k != "batch_invariant"}
         if self.layers is not None:
             out.pop("search"), out.pop("embeddings"), out.pop("head", None)
@@ -135,7 +134,7 @@ class LowbitQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.failures: list[str] = []
         self.layers: dict[str, str] = {}
-        """Modules that take up weights while loading -> the module that owns these, itself unless it is tied to another."""
+        """Modules whose weights are loaded -> the module that owns them, itself unless it is tied to another."""
 
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -160,7 +159,7 @@ class LowbitQuantizer(HfQuantizer):
             return
         refuse(where, parallel_refusals(model, None))
         config = self.quantization_config
-        if config.layers is not None:  # they come as codes, of another tool's files (load_foreign)
+        if config.layers is not None:  # codes of another tool's files (load_foreign)
             _untie(model, config.layers)
             self.layers = {**{name: name for name in config.layers}, **(config.tied or {})}
             _leave_as_loaded(model, self.layers)
@@ -168,7 +167,7 @@ class LowbitQuantizer(HfQuantizer):
         self.plan = plan_for(model, config.scheme, config.modules_to_not_convert, config.embeddings, config.head)
         if stored:
             with CheckpointReader(where) as reader:
-                shapes, names = {name: reader.info(name).shape for name in reader.names()}, Names(model)
+                shapes, names = {name: reader.info(name).shape for name in reader.names()}, TensorNames(model)
             if _is_as_stated(model):
                 require_complete(where, model, shapes, names)
             self.plan = names.followed(self.plan, shapes)
@@ -176,14 +175,14 @@ class LowbitQuantizer(HfQuantizer):
         _leave_as_loaded(model, self.layers)
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """The configuration without the guard that stops Transformers where lowbit is not imported. Transformers calls this
-        before it looks for files."""
+        """Returns the configuration without the guard that stops Transformers if lowbit is not imported. Transformers calls
+        this before it opens files."""
         if self.pre_quantized and hasattr(config, GUARD_KEY):
             delattr(config, GUARD_KEY)
         return config
 
     update_tp_plan = update_attn_implementation
-    """What Transformers 5.17 calls with the configuration, which has no `update_attn_implementation` yet."""
+    """Called by Transformers 5.17, which has no `update_attn_implementation`."""
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         module, _, parameter = param_name.rpartition(".")
@@ -201,7 +200,7 @@ class LowbitQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         where = getattr(model, "name_or_path", "") or "the model"
-        self._refuse_disk(getattr(model, "hf_device_map", None))  # which Transformers may have worked out by itself
+        self._refuse_disk(getattr(model, "hf_device_map", None))  # which Transformers may have inferred
         refuse(where, tuple(self.failures[:3]))
         left = [name for name in self.layers if not isinstance(model.get_submodule(name), PackedWeight)]
         if left:
@@ -214,8 +213,8 @@ class LowbitQuantizer(HfQuantizer):
             for line in self.plan.lines():
                 logger.info(line)
         require_finite(where, model)
-        # Files are written with the model's own names, whatever names those had that were loaded: quantized layers have tensors
-        # that Transformers' mapping back to older names does not know.
+        # Files are written with the model's own names: Transformers' mapping back to older names lacks the tensors of quantized
+        # layers.
         model._weight_conversions = []  # type: ignore[assignment]
         if self.quantization_config.batch_invariant:
             make_batch_invariant(model, getattr(model, "dtype", torch.bfloat16))
@@ -226,13 +225,13 @@ class LowbitQuantizer(HfQuantizer):
             return model
         put_plain_weights_first(model)
         plan_on_cpu(model)
-        # Now rather than at the first call, which torch.compile may be tracing; not as each layer comes: Transformers asks for
-        # the state dict before this, which would bring back the form on disk of all of them at once.
+        # Not at the first call, which torch.compile may trace, and not per loaded layer: Transformers reads the state dict
+        # before this, which would unpack all layers at once.
         prepare_on_gpu(model)
         return model
 
     def get_weight_conversions(self) -> list[WeightRenaming]:
-        """Tensors of files of before the first release -> the parameters that they are."""
+        """Returns the renamings of tensors in files from before the first release."""
         if not self.pre_quantized:
             return []
         return [WeightRenaming(rf"\.{old}$", f".{new}") for old, new in OLD_NAMES.items()]
@@ -241,8 +240,10 @@ class LowbitQuantizer(HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[None, dict[str, str]]:
-        """States the layers that the model has now, before config.json is written: some may have been quantized since it was
-        loaded, dequantized, or replaced by merged adapters. None and {}, since the state dict is the model's own."""
+        """Updates the layers of the configuration before config.json is written; returns None and {}.
+
+        Layers may have been quantized, dequantized or merged with adapters since loading. The state dict is the model's own.
+        """
         if not getattr(model, "_hf_peft_config_loaded", False):  # else adapters alone are saved
             config = self.quantization_config
             entries, tied = quantized_layers(model, config.tied)
@@ -253,7 +254,7 @@ class LowbitQuantizer(HfQuantizer):
         return None, {}
 
     def update_device_map(self, device_map: Any) -> Any:
-        """The same; raises ValueError for a model that would be quantized while it is loaded, with layers on disk."""
+        """Returns `device_map`; raises ValueError for layers on disk in a model that is quantized while loading."""
         self._refuse_disk(device_map)
         return device_map
 
@@ -269,8 +270,7 @@ class LowbitQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether adapters can be trained: with 16-bit activations. On a GPU no gradient passes through a norm or a gate that
-        quantizes the input of the next layer."""
+        """True if adapters can be trained: with 16-bit activations, since fused quantizing norms and gates have no gradient."""
         return parse_scheme(self.quantization_config.scheme).activation is None
 
     @property
@@ -279,22 +279,22 @@ class LowbitQuantizer(HfQuantizer):
 
 
 def _entry(plan: Plan, name: str) -> dict[str, Any]:
-    """What config.json states of a layer."""
+    """Returns the entry of a layer in config.json."""
     other = plan.others.get(name)
     return {"shape": list(plan.shapes[name])} | ({} if other is None else {"scheme": other.name})
 
 
 def _is_as_stated(model: nn.Module) -> bool:
-    """Whether the model is of the class that config.json names. Of another one, such as a classifier over a language model's
-    layers, Transformers says what the files lack and it makes anew."""
+    """Returns True if the model is of the class that config.json names. For another one, such as a classifier over a language
+    model's layers, Transformers initialises and reports missing weights itself."""
     stated: list[str] | None = getattr(model.config, "architectures", None)
     return not stated or type(model).__name__ in stated
 
 
 def _guarded(save: Callable[..., None]) -> Callable[..., None]:
-    """`PreTrainedConfig.save_pretrained` that makes a folder with a lowbit configuration complete: config.json states the
-    guard, and there is a model card unless somebody else's README.md is there. Transformers has no hook for either, drops the
-    guard's key from configurations that it saves, and uploads a folder right after the weights are saved."""
+    """Returns `PreTrainedConfig.save_pretrained` extended for lowbit: it writes the guard to config.json, and a model card
+    unless another README.md exists. Transformers has no hook for either, drops the guard's key from configurations that it
+    saves, and uploads a folder right after saving the weights."""
 
     @functools.wraps(save)
     def save_pretrained(self: PreTrainedConfig, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
@@ -318,18 +318,18 @@ PreTrainedConfig.save_pretrained = _guarded(PreTrainedConfig.save_pretrained)  #
 
 
 class Quantized:
-    """A weight that is quantized already, in the place of a tensor that Transformers moves to its device and hands on."""
+    """A quantized weight with the interface of a tensor that Transformers moves to a device while loading."""
 
     def __init__(self, q: QuantTensor, dtype: torch.dtype | None = None) -> None:
         self.q, self.dtype = q, dtype
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Quantized:
-        """The same on `device`, in a model of type `dtype`."""
+        """Returns the same weight on `device`, for a model of `dtype`."""
         return Quantized(self.q if device is None else self.q.to(device), self.dtype if dtype is None else dtype)
 
 
 class _QuantizeOnLoad(ConversionOps):
-    """Takes one weight as it comes, in 16 bits or quantized already, and puts a quantized module in place of its layer."""
+    """Replaces a layer by a quantized module when its weight, in 16 bits or quantized, is loaded."""
 
     def __init__(self, quantizer: LowbitQuantizer) -> None:
         self.quantizer = quantizer
@@ -386,7 +386,7 @@ class _QuantizeOnLoad(ConversionOps):
 
 
 def give_back_freed_memory() -> None:
-    """Returns freed pages of the C library's heap to the system, where that is glibc; takes some milliseconds.
+    """Returns freed heap pages to the operating system with glibc; takes some milliseconds.
 
     Once glibc has freed blocks of up to 32 MB it serves such sizes from the heap, where small allocations between them keep
     their pages: after two decoder layers of 57 million weights, 30 to 100 MB of 180 (tests/models/test_hf.py's model).
@@ -405,10 +405,10 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 _READ_BY_THE_MODEL = {"longt5": ("wo",), "switch_transformers": ("wo",)}
-"""Layers whose `weight` a model's code looks at, though its class does not keep them in float32 as T5's does, by model type."""
+"""Layers whose `weight` a model's code reads though its class does not keep them in float32, by model type."""
 
 _GATES = ("shared_expert_gate",)
-"""Layers of one output that weigh an expert, which engines have in 16 bits, as they have routers."""
+"""Layers of one output that gate an expert; engines have them in 16 bits, like routers."""
 
 
 def _model_type(model: nn.Module) -> str:
@@ -416,10 +416,12 @@ def _model_type(model: nn.Module) -> str:
 
 
 def plan_for(model: nn.Module, scheme: str, skip: Iterable[str] | None, embeddings: bool, head: str | None = None) -> Plan:
-    """`plan_conversion` for a Transformers model: knows its output embedding, the ties its config asks for, and what its class
-    keeps in float32 (T5's `wo`, which overflows fp16 and whose `weight` it looks at), which stays so, as do gates of experts.
-    With `head`, LM head and embedding of a model that has layers to quantize are in this scheme, whatever `skip` and
-    `embeddings` say."""
+    """Returns `plan_conversion` for a Transformers model, with its output embedding, ties and layers kept in float32.
+
+    The class of a model names layers that stay in float32 (T5's `wo`, which overflows fp16 and whose `weight` its code reads);
+    gates of experts also stay. head: a scheme for LM head and embedding of a model with layers to quantize; overrides `skip`
+    and `embeddings`.
+    """
     if skip is None and not embeddings:
         output = model.get_output_embeddings()  # type: ignore[operator]
         skip = [name for name, module in model.named_modules() if module is output] or ["lm_head"]
@@ -432,13 +434,13 @@ def plan_for(model: nn.Module, scheme: str, skip: Iterable[str] | None, embeddin
     kept = [*(getattr(model, "_keep_in_fp32_modules", None) or ()), *_READ_BY_THE_MODEL.get(_model_type(model), ()), *_GATES]
     skip = (*(skip or ()), *(pattern for name in kept for pattern in (name, f"*.{name}")))
     plan = plan_conversion(model, scheme, skip=skip, embeddings=embeddings, tied=ties)
-    return plan if head is None else _with_ends(plan, model, ties, parse_scheme(head))
+    return plan if head is None else _with_head(plan, model, ties, parse_scheme(head))
 
 
-def _with_ends(plan: Plan, model: nn.Module, ties: Mapping[str, str], scheme: Scheme) -> Plan:
-    """The plan with embedding and LM head in `scheme`; the same plan where no other layer is quantized."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
-    names = {name: module for name, module in model.named_modules() if module in ends}
+def _with_head(plan: Plan, model: nn.Module, ties: Mapping[str, str], scheme: Scheme) -> Plan:
+    """Returns the plan with embedding and LM head in `scheme`; the same plan if no other layer is quantized."""
+    head_modules = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    names = {name: module for name, module in model.named_modules() if module in head_modules}
     if not set(plan.linears) - set(names):
         return plan
     linears, embeddings, tied = dict(plan.linears), dict(plan.embeddings), dict(plan.tied)
@@ -458,8 +460,11 @@ def _with_ends(plan: Plan, model: nn.Module, ties: Mapping[str, str], scheme: Sc
 def place_empty_modules(
     model: nn.Module, manifest: Manifest, types: Mapping[str, torch.dtype], where: Path | str = "config.json"
 ) -> None:
-    """Puts quantized modules without weights where a checkpoint has quantized ones; `types` are those of its tensors. Raises
-    CheckpointError, naming `where`, for layers that the model does not have or that cannot be quantized so."""
+    """Replaces the layers that a checkpoint has quantized by quantized modules without weights.
+
+    types: dtypes of the checkpoint's tensors. Raises CheckpointError, naming `where`, for layers that the model does not have
+    or that cannot have this scheme.
+    """
     for name, owner in {**{name: name for name in manifest.layers}, **manifest.tied}.items():
         try:
             _place_empty_module(model, name, manifest.layers[owner], owner, types)
@@ -471,7 +476,7 @@ def place_empty_modules(
 def _place_empty_module(model: nn.Module, name: str, entry: LayerEntry, owner: str, types: Mapping[str, torch.dtype]) -> None:
     layer = _layer(model, name)
     new = empty_like(layer, entry.scheme, device="meta", input_parts=entry.input_parts, low_rank=entry.low_rank)
-    # Transformers loads a tensor in the type of the parameter it finds: scales must be as wide as in the file, unlike biases.
+    # Transformers casts a tensor to the dtype of the parameter: scales must have that of the file, unlike biases.
     for suffix, parameter in list(new.named_parameters(recurse=False)):
         dtype = types.get(f"{owner}.{suffix}", parameter.dtype)
         if dtype != parameter.dtype and suffix != "bias":
@@ -490,8 +495,7 @@ def _layer(model: nn.Module, name: str) -> nn.Module:
 
 
 def _untie(model: nn.Module, layers: Container[str]) -> None:
-    """Tells Transformers that modules with quantized weights of their own share none, whatever config.json says of ties: their
-    files do not, as Transformers finds of plain weights by itself."""
+    """Removes the ties of modules that have quantized weights of their own in the files, whatever config.json states."""
     mapping = dict(getattr(model, "all_tied_weights_keys", None) or {})
     kept = {target: source for target, source in mapping.items() if target.removesuffix(".weight") not in layers}
     if len(kept) < len(mapping):
@@ -499,7 +503,7 @@ def _untie(model: nn.Module, layers: Container[str]) -> None:
 
 
 def _retie(model: nn.Module, ties: dict[str, str]) -> None:
-    """Tells Transformers that these modules now share packed tensors instead of a `weight`."""
+    """Declares to Transformers that these modules share packed tensors instead of a `weight`."""
     if not ties:
         return
     mapping = dict(model.all_tied_weights_keys)  # type: ignore[arg-type]
@@ -512,9 +516,11 @@ def _retie(model: nn.Module, ties: dict[str, str]) -> None:
 
 
 def put_plain_weights_first(model: nn.Module) -> None:
-    """Lists a module with plain weights before a quantized embedding: Transformers takes the type of the first floating-point
-    parameter for the model's, also to state it in config.json, and that of an embedding's scales is another. The order of
-    modules means nothing but in lists and sequences, which stay as they are."""
+    """Moves a module with plain weights before a quantized embedding in the order of submodules.
+
+    Transformers takes the dtype of the first floating-point parameter for the model's, also in config.json, and the scales of
+    an embedding have another. The order matters only in lists and sequences, which are not changed.
+    """
     first = next((name for name, p in model.named_parameters() if p.is_floating_point()), "")
     if not isinstance(model.get_submodule(first.rpartition(".")[0]), PackedWeight):
         return
@@ -531,9 +537,11 @@ def put_plain_weights_first(model: nn.Module) -> None:
 
 
 def _leave_as_loaded(model: nn.Module, layers: Iterable[str]) -> None:
-    """Keeps Transformers from initialising the modules that hold these layers, all of whose weights come from files: some do it
-    by the `weight` of their layers (T5's attention), which quantized ones have not. What has parameters or buffers of its own
-    is left to it, and a model of another class than config.json's, which has weights that files lack."""
+    """Keeps Transformers from initialising the parents of these layers, whose weights all come from files.
+
+    Some parents initialise the `weight` of their layers (T5's attention), which quantized ones lack. Modules with parameters or
+    buffers of their own are still initialised, and so is a model of another class than config.json's, whose files lack weights.
+    """
     for name in layers:
         parent = model.get_submodule(name.rpartition(".")[0])
         own = any(True for _ in (*parent.parameters(recurse=False), *parent.buffers(recurse=False)))

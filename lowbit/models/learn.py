@@ -1,4 +1,4 @@
-"""Learns how the weights of a decoder layer are rounded, against what the layer puts out in floating point."""
+"""Trains the rounding of the weights of a decoder layer against the layer's output in the float model."""
 
 from __future__ import annotations
 
@@ -13,56 +13,59 @@ from torch.nn.functional import pad
 from lowbit.formats import PerBlock, Scheme
 from lowbit.kernels.reference.activations import quantize_activations_reference
 from lowbit.methods import Learned
-from lowbit.models.decoder import Decoder
+from lowbit.models.decoder import LayerwiseDecoder
 from lowbit.quantize.learned import LearnedRounding
 
 ENOUGH_TOKENS = 4096
-"""Calibration tokens below which learning may be worse than rounding to nearest: each weight has an offset of its own, and few
-inputs do not decide them. SmolLM2-135M-Instruct in w4a16_g64, 50 iterations, pieces of 64 tokens, perplexity on 4 windows of
+"""Calibration tokens below which learning may be worse than rounding to nearest: each weight has its own offset, and few inputs
+do not determine them. SmolLM2-135M-Instruct in w4a16_g64, 50 iterations, sequences of 64 tokens, perplexity on 4 windows of
 512 tokens of Opticks: 30.7 rounded to nearest, 35.1 learned from 256 tokens, 33.3 from 512, 29.9 from 1,024 (one core of a
 Xeon, 2026-11-24). Four times that, since more iterations fit few tokens more closely; from 32,768 it is far better
 (docs/internals/quantization.md)."""
 
 BETAS = (0.9, 0.98)
-"""Adam's. With the first three layers of SmolLM2-135M in w4a16_g64, by 100 iterations of 8 pieces, the mean divergence on 4
-windows of Opticks was 0.0131; by the signs of the gradients at a rate of 1, as in the paper, 0.0149, by those of their momentum
-of 0.9, 0.0143 (a Xeon, 2026-11-23)."""
+"""Betas of Adam. With the first three layers of SmolLM2-135M in w4a16_g64 and 100 iterations of 8 sequences, the mean
+divergence on 4 windows of Opticks was 0.0131; with sign descent at a rate of 1, as in the paper, 0.0149, with signs of a
+momentum of 0.9 0.0143 (a Xeon, 2026-11-23)."""
 
 RATES = (2.0, 0.25)
-"""Adam's first rate, times the iterations; it falls to 0 in a line, so that an offset can get from 0 to 0.5 and back. With 1,
-the divergence above was 0.0136; with factors at 2^-bits of the offsets' rate, by which they move the ends of a range as fast as
-offsets move weights, 0.0206. The second is for layers that the first leaves worse than rounding to nearest: Adam's first step
-is the same for all offsets of a row, and where inputs are rotated, so that no channel is small, that adds up. In 40 iterations
-the first layer of SmolLM2-135M, rotated, went from a relative error of 0.0092 to 5.8 in one step of the first rate and ended
-worse than it began; at the second, it ended at 0.0042 (2026-11-23)."""
+"""Initial learning rates of Adam, times the iterations; each decays linearly to 0, so that an offset can move from 0 to 0.5 and
+back. With 1 the divergence above was 0.0136; with clip factors at 2^-bits of the offsets' rate, 0.0206.
+
+The second rate is for layers that the first leaves worse than rounding to nearest. Adam's first step has equal size for all
+offsets of a row, which adds up for rotated inputs, where no channel is small. In 40 iterations the first layer of a rotated
+SmolLM2-135M went from a relative error of 0.0092 to 5.8 in one step of the first rate and ended worse than it started; with the
+second rate it ended at 0.0042 (2026-11-23)."""
 
 
 def learn(
-    decoder: Decoder,
+    decoder: LayerwiseDecoder,
     i: int,
     hidden: list[Tensor],
-    exact: list[Tensor],
+    expected: list[Tensor],
     roundings: Mapping[str, LearnedRounding],
     ranges: Mapping[str, Mapping[str, Tensor]],
     method: Learned,
 ) -> tuple[float, float]:
-    """Learns `roundings` of the linear layers of layer i (by their names in it), whose inputs are `hidden` and are to become
-    `exact`, in pieces as `Decoder.embed` made them. Linear layers whose scheme has 8-bit activations get them rounded, by the
-    range in `ranges` where it is calibrated. Returns the squared error of the outputs, relative to what the layer adds to its
-    inputs, on all pieces, before and after. Where it would be larger than before, the layer stays rounded to nearest.
+    """Learns the roundings of linear layers of decoder layer i, so that its outputs for `hidden` become those in `expected`.
 
-    Offsets and factors go by Adam. Products are in `product_dtype`, the residual stream and what is learned in float32. Each
-    iteration takes the next `method.batch` pieces of an order that `method.seed` and i decide. Nothing in it waits for a GPU.
+    roundings: by the name of the linear layer in the decoder layer. hidden, expected: batches as `LayerwiseDecoder.embed`
+    returns them. ranges: static activation scales; inputs of linear layers with 8-bit activations are rounded.
+
+    Returns the squared error of the outputs on all batches before and after, relative to what the layer adds to its inputs. If
+    the error would grow, the layer stays rounded to nearest. Offsets and factors are optimized by Adam. Products are in
+    `product_dtype`; the residual stream and the parameters are float32. `method.seed` and i decide the order of sequences. No
+    step synchronizes with a GPU.
     """
     together = len(hidden[0])
-    pieces = sum(len(x) for x in hidden)
-    order = _order(pieces, together, method.iterations, method.seed + i)
+    sequences = sum(len(x) for x in hidden)
+    order = _order(sequences, together, method.iterations, method.seed + i)
     layer = decoder.layers[i]
     with _rounded_inputs(layer, {n: r.scheme for n, r in roundings.items()}, ranges), _repeatable(decoder.device):
-        before = _relative_error(decoder, i, hidden, exact, roundings)
+        before = _relative_error(decoder, i, hidden, expected, roundings)
         for rate in RATES:
-            _descend(decoder, i, hidden, exact, roundings, order, rate)
-            after = _relative_error(decoder, i, hidden, exact, roundings)
+            _descend(decoder, i, hidden, expected, roundings, order, rate)
+            after = _relative_error(decoder, i, hidden, expected, roundings)
             if after <= before:
                 return before, after
             for rounding in roundings.values():
@@ -71,21 +74,21 @@ def learn(
 
 
 def _descend(
-    decoder: Decoder,
+    decoder: LayerwiseDecoder,
     i: int,
     hidden: list[Tensor],
-    exact: list[Tensor],
+    expected: list[Tensor],
     roundings: Mapping[str, LearnedRounding],
     order: list[list[int]],
     rate: float,
 ) -> None:
-    """The iterations of `learn`, of the pieces in `order`, at one of `RATES`."""
+    """Runs the iterations of `learn` on the sequences in `order`, at one of `RATES`."""
     together = len(hidden[0])
     parameters = [p for r in roundings.values() for p in r.parameters]
     optimizer = torch.optim.Adam(parameters, betas=BETAS, eps=1e-12, fused=True)
     for step, batch in enumerate(order):
         x = torch.stack([hidden[j // together][j % together] for j in batch])
-        target = torch.stack([exact[j // together][j % together] for j in batch])
+        target = torch.stack([expected[j // together][j % together] for j in batch])
         with torch.enable_grad():
             loss = (_output(decoder, i, x, roundings) - target).square().sum()
             loss.backward(inputs=parameters)
@@ -98,23 +101,23 @@ def _descend(
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the machine multiplies it, else float32. On one core of a Xeon with AMX, a step of SmolLM2-135M took
-    0.35 s in the one and 0.78 s in the other (2026-11-23)."""
+    """Returns bfloat16 if the device has instructions for its products, else float32. On one core of a Xeon with AMX, an
+    iteration of SmolLM2-135M took 0.35 s in bfloat16 and 0.78 s in float32 (2026-11-23)."""
     fast = device.type != "cpu" or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if fast else torch.float32
 
 
-def _order(pieces: int, together: int, iterations: int, seed: int) -> list[list[int]]:
-    """The pieces of each iteration: one random order of all after the other, in whole batches."""
+def _order(sequences: int, together: int, iterations: int, seed: int) -> list[list[int]]:
+    """Returns the sequences of each iteration: whole batches of one random permutation of all after the other."""
     generator = torch.Generator().manual_seed(seed)
     batches: list[list[int]] = []
     while len(batches) < iterations:
-        shuffled = torch.randperm(pieces, generator=generator).tolist()
-        batches += [shuffled[j : j + together] for j in range(0, pieces - together + 1, together)]
+        shuffled = torch.randperm(sequences, generator=generator).tolist()
+        batches += [shuffled[j : j + together] for j in range(0, sequences - together + 1, together)]
     return batches[:iterations]
 
 
-def _output(decoder: Decoder, i: int, x: Tensor, roundings: Mapping[str, LearnedRounding]) -> Tensor:
+def _output(decoder: LayerwiseDecoder, i: int, x: Tensor, roundings: Mapping[str, LearnedRounding]) -> Tensor:
     dtype = product_dtype(decoder.device)
     with torch.autocast(decoder.device.type, torch.bfloat16, enabled=dtype is torch.bfloat16):
         weights = {f"{name}.weight": r.dense(dtype) for name, r in roundings.items()}
@@ -123,11 +126,11 @@ def _output(decoder: Decoder, i: int, x: Tensor, roundings: Mapping[str, Learned
 
 @torch.no_grad()
 def _relative_error(
-    decoder: Decoder, i: int, hidden: list[Tensor], exact: list[Tensor], roundings: Mapping[str, LearnedRounding]
+    decoder: LayerwiseDecoder, i: int, hidden: list[Tensor], expected: list[Tensor], roundings: Mapping[str, LearnedRounding]
 ) -> float:
-    """The squared error of the outputs over the squared size of what the layer adds to its inputs."""
+    """Returns the squared error of the outputs over the squared norm of what the layer adds to its inputs."""
     error, size = torch.zeros(2, dtype=torch.float64, device=decoder.device).unbind()
-    for x, target in zip(hidden, exact, strict=True):
+    for x, target in zip(hidden, expected, strict=True):
         error += (_output(decoder, i, x, roundings) - target).double().square().sum()
         size += (target - x).double().square().sum()
     return float(error / size)
@@ -157,8 +160,7 @@ def _rounding(scheme: Scheme, given: Mapping[str, Tensor]) -> Callable[..., tupl
 def rounded_activations(
     x: Tensor, scheme: Scheme, activation_scale: Tensor | None = None, activation_zero: Tensor | None = None
 ) -> Tensor:
-    """x [.., K] as a layer of `scheme`, which quantizes activations, multiplies it, in x's type; gradients pass as if it were
-    not rounded."""
+    """Returns x [.., K] quantized and dequantized as by a layer of `scheme`, in x's dtype, with a straight-through gradient."""
     assert scheme.activation is not None
     group = scheme.granularity.k if isinstance(scheme.granularity, PerBlock) and activation_scale is None else 0
     with torch.no_grad():
@@ -175,7 +177,7 @@ def rounded_activations(
 
 @contextmanager
 def _repeatable(device: torch.device) -> Iterator[None]:
-    """Has a GPU's attention add its gradients in one order, where it knows how to."""
+    """Makes a GPU's attention sum its gradients in a fixed order, where that is implemented."""
     if device.type == "cpu":
         yield
         return

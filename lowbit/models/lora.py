@@ -1,4 +1,4 @@
-"""LoRA by PEFT on quantized layers: adapters are trained, the weights under them stay quantized (QLoRA, arXiv 2305.14314)."""
+"""LoRA by PEFT on quantized layers: adapters are trained, the base weights stay quantized (QLoRA, arXiv 2305.14314)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _INITIALIZATIONS = (True, False, "gaussian")
 
 
 def support_lora(config: LoraConfig, model: PreTrainedModel) -> LoraConfig:
-    """The configuration, changed so that PEFT can adapt the quantized layers of `model`: pass it to `get_peft_model`, or as
-    `config` to `PeftModel.from_pretrained`.
+    """Changes a configuration so that PEFT can adapt the quantized layers of `model`, and returns it for `get_peft_model` or
+    `PeftModel.from_pretrained`.
 
     `target_modules="all-linear"` becomes the names of all linear layers but the LM head, quantized or not. Merged layers are
     plain ones in the model's dtype. Raises ValueError for a variant of LoRA other than LoRA itself and rsLoRA.
@@ -77,7 +77,7 @@ class LoraQuantLinear(nn.Module, LoraLayer):
         LoraLayer.__init__(self, base_layer)
         self.fan_in_fan_out = False
         self._dtype = dtype
-        self._quantized: tuple[QuantLinear, ...] = ()  # a tuple, so that it is no part of the state dict
+        self._quantized: tuple[QuantLinear, ...] = ()  # a tuple keeps it out of the state dict
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, config=config, **options)
 
@@ -86,12 +86,12 @@ class LoraQuantLinear(nn.Module, LoraLayer):
         return module.in_features, module.out_features
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device, torch.dtype]:
-        held = base_layer.weight_scale if isinstance(base_layer, QuantLinear) else base_layer.weight
-        assert isinstance(held, Tensor)
-        return held.device, self._dtype
+        weight = base_layer.weight_scale if isinstance(base_layer, QuantLinear) else base_layer.weight
+        assert isinstance(weight, Tensor)
+        return weight.device, self._dtype
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """y [.., N] of x [.., K]."""
+        """Returns y [.., N] for x [.., K]."""
         self._check_forward_args(x, *args, **kwargs)
         if kwargs.pop("adapter_names", None) is not None:
             raise ValueError("adapters are not mixed in a batch on quantized layers; give one adapter a batch")
@@ -109,8 +109,10 @@ class LoraQuantLinear(nn.Module, LoraLayer):
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds the active adapters, or those named, to the dequantized weights; with `safe_merge`, raises ValueError for sums
-        that are not finite, before anything is changed."""
+        """Adds the active or named adapters to the dequantized weights.
+
+        With `safe_merge`, raises ValueError for sums that are not finite, before any change.
+        """
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
         if not names:
             return
@@ -133,13 +135,13 @@ class LoraQuantLinear(nn.Module, LoraLayer):
         self.merged_adapters.extend(names)
 
     def unmerge(self) -> None:
-        """Puts the quantized layer back, to the bit."""
+        """Restores the quantized layer exactly."""
         if self._quantized:
             (self.base_layer,), self._quantized = self._quantized, ()
             self.merged_adapters.clear()
 
     def get_delta_weight(self, adapter: str) -> Tensor:
-        """scaling * B A [N, K] of an adapter, in float32."""
+        """Returns scaling * B A [N, K] of an adapter, in float32."""
         return self.lora_B[adapter].weight.float() @ self.lora_A[adapter].weight.float() * self.scaling[adapter]
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Which parameter of a model a tensor of its files is, by the mapping that Transformers applies while it loads."""
+"""Maps the tensors of a model's files to its parameters, by the mapping that Transformers applies while loading."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from lowbit.nn.convert import Kept, Plan
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor goes: `parameters`, more than one where it is split, and the operations on the way (`through`), none where
-    it is a parameter just as it lies in the file."""
+class TensorTarget:
+    """The parameters that a tensor of the files becomes, several if it is split, and the operations that convert it, if any."""
 
     parameters: tuple[str, ...]
-    through: tuple[str, ...] = ()
+    operations: tuple[str, ...] = ()
 
 
-class Names:
-    """The mapping of the tensors of a model's files to its parameters and buffers. Files may have names of older releases, and
-    those of a base model lack the prefix that the names of a model with a head have."""
+class TensorNames:
+    """Maps names of tensors in a model's files to names of its parameters and buffers.
+
+    Files may have names of older releases, and those of a base model lack the prefix that a model with a head adds.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         mapping = get_model_conversion_mapping(model)
@@ -34,28 +35,30 @@ class Names:
         self._prefix: str = model.base_model_prefix
         self.own = dict(model.state_dict())
 
-    def place(self, tensor: str) -> Place | None:
-        """Where a tensor goes; None if the model has no place for it."""
+    def target(self, tensor: str) -> TensorTarget | None:
+        """Returns the target of a tensor; None if the model has none."""
         name, pattern = rename_source_key(tensor, self._renamings, self._converters, self._prefix, self.own)
         if name not in self.own and tensor in self.own:
-            return Place((tensor,))
+            return TensorTarget((tensor,))
         if pattern is None:
-            return Place((name,)) if name in self.own else None
+            return TensorTarget((name,)) if name in self.own else None
         converter = self._by_pattern[pattern]
         first, *_ = converter.target_patterns
         targets = tuple(dict.fromkeys(name.replace(first, target) for target in converter.target_patterns))
         operations = tuple(type(operation).__name__ for operation in converter.operations)
-        return Place(targets, operations) if all(target in self.own for target in targets) else None
+        return TensorTarget(targets, operations) if all(target in self.own for target in targets) else None
 
     def parameter(self, tensor: str) -> str | None:
-        """The parameter or buffer that a tensor is as it lies in the file; None if there is none."""
-        place = self.place(tensor)
-        return None if place is None or place.through else place.parameters[0]
+        """Returns the parameter or buffer that a tensor is without conversion; None if there is none."""
+        target = self.target(tensor)
+        return None if target is None or target.operations else target.parameters[0]
 
     def written(self, tensor: str, packed: Container[str]) -> str:
-        """The name under which a tensor that is not quantized is written: that of the source, which servers know. The model's
-        own for tensors of the modules `packed`, whose codes have that, and where names of the source are those of a base model,
-        without the prefix that the codes have."""
+        """Returns the name under which a tensor that is not quantized is written: that of the source, which servers expect.
+
+        The model's own name is used for tensors of the modules `packed`, like that of their codes, and if the source has the
+        names of a base model, without the prefix.
+        """
         name = self.parameter(tensor)
         if name is None or self.parameter(name) != name:
             return tensor
@@ -63,20 +66,20 @@ class Names:
         return name if renamed != name or name.rpartition(".")[0] in packed else tensor
 
     def modules(self, plan: Plan, tensors: Iterable[str]) -> dict[str, str]:
-        """Tensor name in the files -> name of the module whose weight it is, for modules of the plan. One tensor of tied
-        modules is that of the module that owns it, whichever of their names it has."""
-        wanted = {f"{module}.weight": module for module in (*plan.shapes, *plan.tied)}
+        """Returns tensor name in the files -> module of the plan whose weight it is. One tensor of tied modules belongs to the
+        module that owns the weight, whichever of their names it has."""
+        by_parameter = {f"{module}.weight": module for module in (*plan.shapes, *plan.tied)}
         own = {tensor: self.parameter(tensor) for tensor in tensors}
-        found = {tensor: wanted[name] for tensor, name in own.items() if name in wanted}
-        for tensor, module in list(found.items()):
+        modules = {tensor: by_parameter[name] for tensor, name in own.items() if name in by_parameter}
+        for tensor, module in list(modules.items()):
             owner = plan.tied.get(module)
-            if owner is not None and owner not in found.values():
-                found[tensor] = owner
-        return found
+            if owner is not None and owner not in modules.values():
+                modules[tensor] = owner
+        return modules
 
     def followed(self, plan: Plan, tensors: Iterable[str]) -> Plan:
-        """The plan without the modules whose weights Transformers makes of other tensors while it loads; they stay as they are,
-        with that reason."""
+        """Returns the plan without modules whose weights Transformers converts from other tensors while loading; the plan
+        states the reason."""
         tensors = list(tensors)
         whole = set(self.modules(plan, tensors).values())
         kept = []
@@ -96,8 +99,8 @@ class Names:
 
     def _made(self, module: str, tensors: Iterable[str]) -> str:
         for tensor in tensors:
-            place = self.place(tensor)
-            if place is not None and f"{module}.weight" in place.parameters:
-                how = ", ".join(place.through)
+            target = self.target(tensor)
+            if target is not None and f"{module}.weight" in target.parameters:
+                how = ", ".join(target.operations)
                 return f"Transformers makes its weight of {tensor}, which the files have instead, while loading ({how})"
         return f"the files have no tensor that is {module}.weight"

@@ -1,8 +1,8 @@
-"""What tensor parallelism of Transformers may split of a quantized model, and why it may not split the rest.
+"""Checks which layers of a quantized model Transformers' tensor parallelism can split.
 
-A layer split by output channels ("colwise") keeps rows of its tensors on each GPU, one split by input channels ("rowwise")
-columns; tensors of one dimension are cut in either case. Each rank judges the whole model from the same files before anything
-is communicated, so that all raise or none.
+A layer split by output channels ("colwise") has rows of its tensors on each GPU, one split by input channels ("rowwise")
+columns; one-dimensional tensors are split in both cases. Each rank checks the whole model from the same files before any
+communication, so either all ranks raise or none.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ _BY_INPUT = ("rowwise", "rowwise_rep", "rowwise_split_input")
 
 
 def parallel_refusals(model: nn.Module, manifest: Manifest | None) -> tuple[str, ...]:
-    """Why a model whose quantized layers `manifest` lists cannot be loaded on several GPUs as its config asks, empty if it can
-    or if there is one; None stands for a model that is quantized, or made of another tool's files, while it is loaded."""
+    """Returns why a quantized model cannot be split over several GPUs as its config states; empty if it can.
+
+    manifest: its quantized layers; None for a model that is quantized, or imported from another tool's files, while loading.
+    """
     distributed: Any = getattr(model.config, "distributed_config", None)
     ranks = 1 if distributed is None else distributed.tp_size or 1
     others = {name: getattr(distributed, f"{name}_size", None) or 1 for name in ("pp", "ep", "fsdp")}
@@ -51,7 +53,7 @@ def parallel_refusals(model: nn.Module, manifest: Manifest | None) -> tuple[str,
 
 
 def _layer_refusals(style: str | None, entry: LayerEntry, ranks: int) -> Iterator[str]:
-    """Why a layer cannot be split over so many ranks in this style."""
+    """Yields why a layer cannot be split over `ranks` in this style."""
     if style is None or style in ("replicate", "replicated_with_grad_allreduce"):
         return
     n, k = entry.shape

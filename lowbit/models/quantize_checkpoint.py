@@ -1,4 +1,4 @@
-"""Quantizes a checkpoint on disk to another one, a tensor at a time: no model of 16-bit weights is ever in memory."""
+"""Quantizes a checkpoint on disk a tensor at a time; the 16-bit model is never in memory as a whole."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
-from lowbit.checkpoint.detect import quantization_of
 from lowbit.checkpoint.target import check_space, discard
 from lowbit.formats import QuantTensor, Scheme, parse_scheme, rotate_blocks
 from lowbit.hardware.machine import torch_device
 from lowbit.methods import DATA_FREE, Hqq, Learned, Method, Mixed, Rtn, Search, SmoothQuant, method_of, method_record
-from lowbit.models.calibrate import Calibration, Finished, Results, calibrate_layers, finished_bytes, recipe_of
+from lowbit.models.calibrate import CalibratedWeights, Calibration, FinishedLayers, calibrate_layers, finished_bytes, recipe_of
 from lowbit.models.complete import require_complete, require_finite_tensor
-from lowbit.models.decoder import Decoder
+from lowbit.models.decoder import LayerwiseDecoder
 from lowbit.models.hf import give_back_freed_memory, plan_for
 from lowbit.models.learn import ENOUGH_TOKENS
-from lowbit.models.names import Names
+from lowbit.models.names import TensorNames
 from lowbit.models.rotate import RotatedReader
 from lowbit.models.sensitivity import SCRATCH_FILES, measure_sensitivity
 from lowbit.models.skeleton import build, config_as_read
+from lowbit.models.source import ResolvedSource, resolve
 from lowbit.nn.convert import Plan, matches, quantized
 from lowbit.progress import Progress
 from lowbit.quantize.hqq import hqq
 from lowbit.quantize.lorc import lorc
 from lowbit.quantize.mixed import choose, stored_bits
-from lowbit.sources import local_model
 
 
 def _silent(line: str) -> None:
-    """Says nothing."""
+    """Discards a line."""
 
 
 def quantize_checkpoint(
@@ -62,30 +61,33 @@ def quantize_checkpoint(
     """Writes the Transformers checkpoint `source` to the folder `target` with quantized weights.
 
     source: a folder, or a name on the hub. method: the name of one ("rtn", "gptq", ...), with `search` and `options` named as
-    on the command line (act_order=True, `methods.method_of`), or an object of `methods` that has its own; round-to-nearest when
-    absent. device: "cuda" when torch sees a GPU, else "cpu".
+    on the command line (act_order=True, `methods.method_of`), or an object of `methods` with its options; default: round to
+    nearest. device: "cuda" if torch sees a GPU, else "cpu".
 
     Without calibration one tensor is read, quantized on `device` and written at a time, so peak memory is one shard of the
-    output (2 GiB at most) plus one layer; with it, see `calibrate_layers`: layers outside the decoder are rounded to nearest,
-    and a run that was killed goes on when it is called again. `mixed` chooses a scheme for each unit of layers in the decoder.
-    Unless `low_rank` is 0, each linear layer has a correction of that rank (`quantize.lorc`), for its inputs where the method
-    observes them. Layers that fit one of the patterns `wide_inputs` have the scheme's weights with 16-bit activations. With
-    `rotation`, a seed, the residual stream and heads are rotated first (`models.rotate`). Layers that fit one of the patterns
-    `rotate_inputs` have their inputs rotated when the model runs, in blocks of channels (`formats.rotate_blocks`). `target`
-    appears complete or not at all. `say` gets a line for every choice made on the way; warnings without it are Python's.
-    Returns the report of what was converted and what was not. Other arguments as for `lowbit.LowbitConfig`. Raises
-    CheckpointError for files that cannot be read or written and ValueError for schemes, weights, texts, patterns and devices
-    that cannot be used, and where nothing can be quantized.
+    output (2 GiB at most) plus one layer. With calibration see `calibrate_layers`: layers outside the decoder are rounded to
+    nearest, and a killed run resumes when it is called again.
+
+    mixed: a scheme for each unit of layers in the decoder. low_rank: the rank of a correction per linear layer
+    (`quantize.lorc`), weighted by the inputs if the method observes them; 0 for none. wide_inputs: patterns of layers with
+    16-bit activations. rotation: a seed; rotates residual stream and heads first (`models.rotate`). rotate_inputs: patterns of
+    layers whose inputs are rotated at run time, in blocks of channels (`formats.rotate_blocks`). say: called with a line for
+    every choice; without it, warnings are Python's. Other arguments as for `lowbit.LowbitConfig`.
+
+    `target` is written atomically. Returns the plan: the layers that were quantized and those that were not. Raises
+    CheckpointError for files that cannot be read or written, and ValueError for unusable schemes, weights, texts, patterns and
+    devices, and if nothing can be quantized.
     """
     method = _chosen(method, search, options)
-    source, target, device = local_model(source), Path(target), torch_device(device)
+    resolved, target, device = resolve(source), Path(target), torch_device(device)
+    source = resolved.path
     with (
         CheckpointWriter(target, overwrite=overwrite, sources=[source], say=say) as writer,
-        _opened(source, rotation, say) as reader,
+        _opened(resolved, rotation, say) as reader,
     ):
-        discard(_scratch_folder(target), SCRATCH_FILES)  # left by a run that was killed
+        discard(_scratch_folder(target), SCRATCH_FILES)  # left by a killed run
         model = build(config_as_read(reader), source / "config.json")
-        names = Names(model)
+        names = TensorNames(model)
         require_complete(source, model, {tensor: reader.info(tensor).shape for tensor in reader.names()}, names)
         skip = None if skip is None else _fitting(tuple(skip), model)
         plan = names.followed(plan_for(model, scheme, skip, embeddings), reader.names())
@@ -100,7 +102,7 @@ def quantize_checkpoint(
         rotated_inputs = _rotated(plan, rotate_inputs)
         if rotated_inputs and (isinstance(method, SmoothQuant) or getattr(method, "smooth", None) is not None):
             say(f"the inputs of {len(rotated_inputs)} layers are rotated, not smoothed: no factor passes through a rotation")
-        weights = _Weights(reader, plan, method, device, low_rank, rotated_inputs)
+        weights = _OutputTensors(reader, plan, method, device, low_rank, rotated_inputs)
         if mixed is not None:
             for candidate in mixed.schemes:
                 _same_layers(plan_for(model, candidate, skip, embeddings), plan)
@@ -128,12 +130,12 @@ def quantize_checkpoint(
             manifest_of(plan, entries), rotation=rotation, method=method_record(method), calibration=used
         )
         writer.finish(reader.config, manifest, copy_from=source)
-        weights.done()
+        weights.remove_finished()
     return plan
 
 
 def manifest_of(plan: Plan, entries: dict[str, LayerEntry]) -> Manifest:
-    """What config.json states about the layers of a plan, which `entries` describes."""
+    """Returns the manifest of the layers of a plan with their `entries`."""
     return Manifest(
         scheme=plan.scheme,
         layers={name: entries[name] for name in plan.shapes},
@@ -142,8 +144,8 @@ def manifest_of(plan: Plan, entries: dict[str, LayerEntry]) -> Manifest:
     )
 
 
-class _Weights:
-    """The tensors to write: rounded as they are asked for, or from the finished layers of a calibrated run."""
+class _OutputTensors:
+    """Computes the tensors to write, by rounding or from the finished layers of a calibrated run."""
 
     def __init__(
         self, reader: CheckpointReader, plan: Plan, method: Method, device: torch.device, low_rank: int,
@@ -152,14 +154,14 @@ class _Weights:
         self.reader, self.plan, self.method, self.device, self.low_rank = reader, plan, method, device, low_rank
         self.rotated_inputs = rotated_inputs
         self.schemes: dict[str, Scheme] = dict.fromkeys(plan.shapes, plan.scheme) | plan.others
-        self._results: Results | None = None
+        self._results: CalibratedWeights | None = None
 
     def choose_schemes(
         self, mixed: Mixed, target: Path, calibration: Calibration, say: Callable[[str], None], progress: bool
     ) -> None:
-        """Gives each unit of linear layers in the decoder a scheme, and says which."""
-        # In float32, since gradients may be smaller than 16 bits can say.
-        decoder = Decoder(self.reader, self.device, torch.float32, self.rotated_inputs)
+        """Chooses and reports a scheme for each unit of linear layers in the decoder."""
+        # In float32, since gradients may underflow 16 bits.
+        decoder = LayerwiseDecoder(self.reader, self.device, torch.float32, self.rotated_inputs)
         schemes = [parse_scheme(name) for name in mixed.schemes]
         shapes = [shape for name, shape in self.plan.linears.items() if name.startswith(f"{decoder.name}.")]
         weights = sum(n * k for n, k in shapes)
@@ -192,20 +194,19 @@ class _Weights:
     def calibrate(
         self, target: Path, calibration: Calibration, needed_bytes: int, say: Callable[[str], None], progress: bool
     ) -> None:
-        """Quantizes the decoder's layers, or what is left of them when an earlier run was killed; the output will take
-        `needed_bytes` beside them."""
+        """Quantizes the decoder's layers that are not finished yet; the output will take `needed_bytes` more on disk."""
         decoder = self._decoder()
         tokens = calibration.tokens(self.reader.folder)
-        kept = [n * k for name, (n, k) in self.plan.linears.items() if name.startswith(f"{decoder.name}.")]
-        beside = sum(kept) - finished_bytes(target)
-        check_space(target, needed_bytes + beside, "the checkpoint, with its finished layers at a byte per weight,")
+        weights = [n * k for name, (n, k) in self.plan.linears.items() if name.startswith(f"{decoder.name}.")]
+        layer_bytes = sum(weights) - finished_bytes(target)
+        check_space(target, needed_bytes + layer_bytes, "the checkpoint, with its finished layers at a byte per weight,")
         recipe = recipe_of(self.reader, self.schemes, self.method, self.low_rank, tokens, decoder)
-        finished = Finished(target, recipe, say)
+        finished = FinishedLayers(target, recipe, say)
         if isinstance(self.method, Learned) and tokens.numel() < ENOUGH_TOKENS:
             samples = -(-ENOUGH_TOKENS // tokens.shape[1])
-            took = f"{tokens.shape[0]} x {tokens.shape[1]}"
+            size = f"{tokens.shape[0]} x {tokens.shape[1]}"
             _warn(
-                f"learned from {tokens.numel():,} tokens ({took}), weights may be worse than rounded to nearest; take "
+                f"learned from {tokens.numel():,} tokens ({size}), weights may be worse than rounded to nearest; take "
                 f"{samples} samples of {tokens.shape[1]} tokens or more (--samples {samples}), or --method rtn",
                 say,
             )
@@ -217,34 +218,34 @@ class _Weights:
         )
         for line in notes:
             say(line)
-        self._results = Results(decoder, finished, self.schemes)
+        self._results = CalibratedWeights(decoder, finished, self.schemes)
 
     def quantized(self, tensor: str, module: str) -> QuantTensor:
-        """The quantized weight of a module, whose tensor in the files is `tensor`."""
-        found = None if self._results is None else self._results.quantized(module)
-        found = self._rounded(tensor, module) if found is None else found
-        return found.rotated_by(self.rotated_inputs.get(module, 0))
+        """Returns the quantized weight of a module, whose tensor in the files is `tensor`."""
+        q = None if self._results is None else self._results.quantized(module)
+        q = self._rounded(tensor, module) if q is None else q
+        return q.rotated_by(self.rotated_inputs.get(module, 0))
 
     def plain(self, tensor: str) -> Tensor:
-        """A tensor that is not quantized."""
-        found = None if self._results is None else self._results.changed(tensor)
-        value = self.reader.get(tensor) if found is None else found
+        """Returns a tensor that is not quantized."""
+        changed = None if self._results is None else self._results.changed(tensor)
+        value = self.reader.get(tensor) if changed is None else changed
         info = self.reader.info(tensor)
         return require_finite_tensor(info.file, tensor, value.to(info.dtype))
 
-    def done(self) -> None:
-        """Removes what a killed run would have needed."""
+    def remove_finished(self) -> None:
+        """Removes the finished layers of a calibrated run."""
         if self._results is not None:
             self._results.finished.clear()
 
-    def _decoder(self) -> Decoder:
-        """Computes in float32 on a CPU and where rounding is learned, else in the type that most weights are stored in."""
+    def _decoder(self) -> LayerwiseDecoder:
+        """Returns a decoder in float32 on a CPU and for learned rounding, else in the dtype of most weights."""
         sizes: dict[torch.dtype, int] = {}
         for info in map(self.reader.info, self.reader.names()):
             sizes[info.dtype] = sizes.get(info.dtype, 0) + info.end - info.begin
         stored = max(sizes, key=lambda dtype: sizes[dtype])
         exact = self.device.type == "cpu" or isinstance(self.method, Learned)
-        return Decoder(self.reader, self.device, torch.float32 if exact else stored, self.rotated_inputs)
+        return LayerwiseDecoder(self.reader, self.device, torch.float32 if exact else stored, self.rotated_inputs)
 
     def _rounded(self, tensor: str | None, module: str) -> QuantTensor:
         assert tensor is not None
@@ -262,21 +263,19 @@ class _Weights:
 
 
 def _warn(line: str, say: Callable[[str], None]) -> None:
-    """A line of warning by `say`, or by Python's warnings where the caller takes no lines."""
+    """Reports a warning by `say`, or by Python's warnings if the caller gave none."""
     if say is _silent:
         warnings.warn(line, stacklevel=4)
     else:
         say(f"warning: {line}")
 
 
-def _opened(source: Path, rotation: int | None, say: Callable[[str], None]) -> CheckpointReader:
-    """The reader of a 16-bit checkpoint, rotated where a seed is given."""
-    reader = CheckpointReader(source)
-    if (found := quantization_of(source, reader.config)) is not None:
-        raise CheckpointError(f"{source}: is quantized already ({found[0]}); quantize the 16-bit checkpoint it came from")
+def _opened(source: ResolvedSource, rotation: int | None, say: Callable[[str], None]) -> CheckpointReader:
+    """Returns the reader of a 16-bit checkpoint, rotated by the seed `rotation` unless it is None."""
+    source.require_unquantized("quantize the 16-bit checkpoint it came from")
     if rotation is None:
-        return reader
-    rotated = RotatedReader(source, rotation)
+        return source.reader()
+    rotated = RotatedReader(source.path, rotation)
     rotated.check()
     if rotated.untied:
         more = rotated.info("lm_head.weight")
@@ -285,7 +284,7 @@ def _opened(source: Path, rotation: int | None, say: Callable[[str], None]) -> C
 
 
 def _chosen(method: str | Method | None, search: Search | None, options: dict[str, Any]) -> Method:
-    """The method of a call; raises TypeError for options beside a method that has its own, or that no method has."""
+    """Returns the method of a call; raises TypeError for options beside a method object, and for unknown options."""
     given = options if search is None else {"search": search, **options}
     if method is None or isinstance(method, str):
         return method_of(method or "rtn", given)
@@ -295,7 +294,7 @@ def _chosen(method: str | Method | None, search: Search | None, options: dict[st
 
 
 def _fitting(patterns: tuple[str, ...], model: nn.Module) -> tuple[str, ...]:
-    """`patterns`, each of which fits a module; raises ValueError for one that does not, which would skip nothing."""
+    """Returns `patterns`; raises ValueError for one that matches no module."""
     names = [name for name, _ in model.named_modules()]
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
@@ -304,7 +303,7 @@ def _fitting(patterns: tuple[str, ...], model: nn.Module) -> tuple[str, ...]:
 
 
 def _wide(plan: Plan, patterns: Iterable[str], mixed: Mixed | None) -> dict[str, Scheme]:
-    """The schemes of the linear layers that fit one of the patterns: the plan's with 16-bit activations."""
+    """Returns the scheme with 16-bit activations for the linear layers that match a pattern."""
     patterns = tuple(patterns)
     if not patterns:
         return {}
@@ -320,8 +319,10 @@ def _wide(plan: Plan, patterns: Iterable[str], mixed: Mixed | None) -> dict[str,
 
 
 def _rotated(plan: Plan, patterns: Iterable[str]) -> dict[str, int]:
-    """The linear layers that fit one of the patterns, with the channels of a block in which their inputs are rotated: 64, where
-    they divide K, else 16, so that scales of groups of a multiple of 64 see whole blocks."""
+    """Returns the linear layers that match a pattern -> channels per block of the rotation of their inputs.
+
+    Blocks have 64 channels if that divides K, else 16, so that groups of a multiple of 64 contain whole blocks.
+    """
     blocks = {}
     for pattern in patterns:
         fitting = [name for name in plan.linears if matches(name, pattern)]
@@ -336,7 +337,7 @@ def _rotated(plan: Plan, patterns: Iterable[str]) -> dict[str, int]:
 
 
 def _announce(low_rank: int, plan: Plan, say: Callable[[str], None]) -> None:
-    """Says what corrections of a rank cost; raises ValueError, naming the layer, for a rank that a layer cannot have."""
+    """Reports the bits of corrections; raises ValueError, naming the layer, for a rank that a layer cannot have."""
     if low_rank == 0 or not plan.linears:
         return
     for name, shape in plan.linears.items():
@@ -348,21 +349,21 @@ def _announce(low_rank: int, plan: Plan, say: Callable[[str], None]) -> None:
 
 
 def _scratch_folder(target: Path) -> Path:
-    """Where a run that mixes schemes for `target` keeps the inputs of layers until the schemes are chosen."""
+    """Returns the folder for the inputs of layers while schemes are chosen."""
     return target.absolute().parent / f".{target.name}.sensitivity"
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, made if it is not there."""
+    """Creates the folder if it does not exist, and returns it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be made ({error})") from error
+        raise CheckpointError(f"{folder}: cannot be created ({error})") from error
     return folder
 
 
 def _same_weights(reader: CheckpointReader, plan: Plan, modules: dict[str, str]) -> None:
-    """Raises CheckpointError for weights that are to be tied, and differ in the files."""
+    """Raises CheckpointError for tied weights that differ in the files."""
     tensors = {module: tensor for tensor, module in modules.items()}
     for follower, owner in plan.tied.items():
         a, b = tensors.get(follower), tensors.get(owner)
@@ -373,7 +374,7 @@ def _same_weights(reader: CheckpointReader, plan: Plan, modules: dict[str, str])
 
 
 def _output_bytes(reader: CheckpointReader, modules: dict[str, str], plan: Plan, mixed: Mixed | None, low_rank: int) -> int:
-    """What the tensors of the output take; with `mixed`, at least."""
+    """Returns the bytes of the output; a lower bound with `mixed`."""
     schemes = [plan.scheme] if mixed is None else [parse_scheme(name) for name in mixed.schemes]
     plain = [name for name in reader.names() if modules.get(name) not in plan.shapes and modules.get(name) not in plan.tied]
     total = sum(info.end - info.begin for info in map(reader.info, plain))
@@ -384,7 +385,7 @@ def _output_bytes(reader: CheckpointReader, modules: dict[str, str], plan: Plan,
 
 
 def _same_layers(candidate: Plan, plan: Plan) -> None:
-    """Raises ValueError when a scheme offered for mixing cannot take a layer that the default takes."""
+    """Raises ValueError if a candidate scheme cannot quantize a layer that the default scheme can."""
     for row in candidate.kept:
         if row.name in plan.linears:
             raise ValueError(f"{candidate.scheme} cannot take {row.name}: {row.reason}")

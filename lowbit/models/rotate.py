@@ -1,9 +1,9 @@
-"""A checkpoint as it reads when the model's residual stream and its attention heads are rotated (`quantize.rotate`).
+"""Reads a checkpoint with the model's residual stream and attention heads rotated (`quantize.rotate`).
 
-The model computes the same: what writes to the residual stream (embedding, output and down projection) does so rotated by one
-matrix R, and what reads it (query, key, value, gate, up, LM head) turns it back, for x R (W R)^T = x W^T. RMSNorm lies between;
-it keeps the length of x and so commutes with R once its weight is moved into the layers that read it. The channels of each head
-are rotated by another matrix, from the value projection to the output projection. Nothing is left to do at run time.
+The model computes the same. Layers that write to the residual stream (embedding, output and down projection) are multiplied by
+a matrix R, and layers that read it (query, key, value, gate, up, LM head) by its inverse: x R (W R)^T = x W^T. RMSNorm
+preserves the norm of x, so it commutes with R once its weight is folded into the layers that read it. The channels of each head
+are rotated by another matrix, from the value to the output projection. There is no cost at run time.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from torch.func import functional_call
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.models.complete import require_complete, require_finite_tensor
-from lowbit.models.decoder import Decoder
-from lowbit.models.names import Names
+from lowbit.models.decoder import LayerwiseDecoder
+from lowbit.models.names import TensorNames
 from lowbit.models.skeleton import skeleton
 from lowbit.quantize.rotate import Rotation
 
 TOLERANCE = 1e-4
-"""Largest relative difference, in float32, between what the rotated model computes and what the model does, rotated."""
+"""Largest relative difference, in float32, between the outputs of the rotated model and the rotated outputs of the model."""
 
 _EMBEDDING, _NORM, _HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
 _COMPUTED = "rotary_emb.inv_freq"
-"""A tensor that older files have, and nothing reads."""
+"""A tensor of older files that is not used."""
 _LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 _BEFORE = {"self_attn": "input_layernorm.weight", "mlp": "post_attention_layernorm.weight"}
-"""The norm through which a part of a layer reads the residual stream."""
+"""The norm between the residual stream and a part of a layer."""
 _READS = re.compile(r"self_attn\.((q|k|v)_proj\.weight|v_proj\.bias)|mlp\.(gate|up)_proj\.weight")
 _WRITES = re.compile(r"(self_attn\.o|mlp\.down)_proj\.(weight|bias)")
 _STAYS = re.compile(r"self_attn\.((q|k)_proj\.bias|(q|k)_norm\.weight)|mlp\.(gate|up)_proj\.bias")
 
 
 class RotatedReader(CheckpointReader):
-    """The files of a 16-bit decoder of Llama's kind, its tensors rotated as they are read, by matrices that follow from `seed`.
+    """Reads a 16-bit Llama-like decoder and rotates its tensors by matrices determined by `seed`.
 
-    Matrices come in float32; `info` says what the files have. Of tied weights the LM head comes apart under a name of its own,
-    since it alone takes up the weight of the last norm, and `config` says so. Raises CheckpointError for other models, saying
-    what is in the way, and for those that do not compute the same then (`check`).
+    Rotated matrices are float32; `info` describes the files. A tied LM head is untied, since only the head contains the weight
+    of the last norm, and `config` states that. Raises CheckpointError for other models, with the reason; `check` compares
+    outputs.
     """
 
     def __init__(self, folder: str | Path, seed: int) -> None:
         super().__init__(folder)
         model = skeleton(self.folder)
-        names, prefix = Names(model), f"{model.base_model_prefix}."
+        names, prefix = TensorNames(model), f"{model.base_model_prefix}."
         require_complete(self.folder, model, {tensor: self.info(tensor).shape for tensor in self.names()}, names)
         own = {tensor: names.parameter(tensor) or tensor for tensor in self.names() if not tensor.endswith(_COMPUTED)}
         self._roles = {tensor: name.removeprefix(prefix) for tensor, name in own.items()}
@@ -70,7 +70,7 @@ class RotatedReader(CheckpointReader):
         self.rotation = seed
 
     def get(self, name: str) -> Tensor:
-        """One tensor, rotated."""
+        """Returns one tensor, rotated."""
         raw, role = self._raw(name), self._roles.get(name)
         if role is None:
             return raw
@@ -86,19 +86,19 @@ class RotatedReader(CheckpointReader):
         if _STAYS.fullmatch(part):
             return raw
         if _WRITES.fullmatch(part):
-            turned = self._heads(raw, int(layer), -1) if part == "self_attn.o_proj.weight" else raw.float()
-            return self.residual.apply(turned, 0)
-        turned = self._heads(raw, int(layer), 0) if part.startswith("self_attn.v_proj") else raw
-        return turned if part.endswith("bias") else self._read_by(turned, f"layers.{layer}.{_BEFORE[part.split('.')[0]]}")
+            rotated = self._heads(raw, int(layer), -1) if part == "self_attn.o_proj.weight" else raw.float()
+            return self.residual.apply(rotated, 0)
+        rotated = self._heads(raw, int(layer), 0) if part.startswith("self_attn.v_proj") else raw
+        return rotated if part.endswith("bias") else self._read_by(rotated, f"layers.{layer}.{_BEFORE[part.split('.')[0]]}")
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raises CheckpointError unless embedding, first layer and last norm with LM head compute the same in float32 as those
-        of the files: tried out, so that norms which add 1 to their weight or take off a mean are found, whatever their name."""
+        """Runs embedding, first layer and last norm with LM head in float32, rotated and not; raises CheckpointError if they
+        differ, as for norms that add 1 to their weight or subtract a mean."""
         tokens = torch.arange(32)[None] % self._tensors[self._files[_EMBEDDING]].shape[0]
         added, outputs, logits = [], [], []
         for reader in (CheckpointReader(self.folder), self):
-            decoder = Decoder(reader, "cpu", torch.float32)
+            decoder = LayerwiseDecoder(reader, "cpu", torch.float32)
             hidden = decoder.embed(tokens)
             decoder.load(0)
             after = next(decoder.run(0, hidden))
@@ -108,8 +108,8 @@ class RotatedReader(CheckpointReader):
             added.append(after - hidden[0])
             outputs.append(after)
             logits.append(last @ reader.get(self._files[head]).float().T)
-        turned = [(self.residual.apply(added[0]), added[1]), (self.residual.apply(outputs[0]), outputs[1]), tuple(logits)]
-        worst = max(float((a - b).norm() / a.norm()) for a, b in turned)
+        pairs = [(self.residual.apply(added[0]), added[1]), (self.residual.apply(outputs[0]), outputs[1]), tuple(logits)]
+        worst = max(float((a - b).norm() / a.norm()) for a, b in pairs)
         if not worst <= TOLERANCE:
             raise CheckpointError(
                 f"{self.folder}: {type(decoder.model).__name__} computes something else when it is rotated (a relative "
@@ -117,32 +117,32 @@ class RotatedReader(CheckpointReader):
             )
 
     def _read_by(self, weight: Tensor, norm: str) -> Tensor:
-        """The weight [N, D] of a layer that reads the residual stream through a norm."""
+        """Returns the rotated weight [N, D] of a layer that reads the residual stream through `norm`."""
         return self.residual.apply(weight.float() * self._raw(self._files[norm]).float())
 
     def _raw(self, name: str) -> Tensor:
-        """One tensor as the files have it, its numbers finite: rotated, one that is not would spoil others."""
+        """Returns one tensor of the files; raises CheckpointError if it is not finite, since a rotation would spread that."""
         return require_finite_tensor(self.info(name).file, name, super().get(name))
 
     def _heads(self, x: Tensor, layer: int, dim: int) -> Tensor:
-        """x with the channels of each head rotated, along `dim` 0 or -1."""
+        """Returns x with the channels of each head rotated, along `dim` 0 or -1."""
         parts = x.float().unflatten(dim, (-1, self._head_dim))
         rotation = Rotation(self._head_dim, self.rotation + 1 + layer)  # type: ignore[operator]
         return rotation.apply(parts, 1 if dim == 0 else -1).reshape(x.shape)
 
     def _refuse(self, model: str) -> None:
-        """Raises CheckpointError for tensors that no rotation is known for here."""
-        found = rotation_refusals(self._roles.values())
-        if found:
+        """Raises CheckpointError for tensors without a known rotation."""
+        reasons = rotation_refusals(self._roles.values())
+        if reasons:
             raise CheckpointError(
-                f"{self.folder}: {model} {found[0]}; rotated are decoders such as Llama, Mistral, Qwen 2 and Qwen 3, whose "
+                f"{self.folder}: {model} {reasons[0]}; rotated are decoders such as Llama, Mistral, Qwen 2 and Qwen 3, whose "
                 "layers have an RMSNorm before attention and one before a gated MLP; quantize it without --rotate"
             )
 
 
 def rotation_refusals(tensors: Iterable[str]) -> tuple[str, ...]:
-    """What a decoder with `tensors` of these names (without the prefix of its base model) has that no rotation is known for, or
-    lacks; empty where there is nothing."""
+    """Returns why a decoder with these tensor names, without the prefix of the base model, cannot be rotated; empty if it
+    can."""
     roles = set(tensors)
     layers = {match[1] for match in map(_LAYER.fullmatch, roles) if match is not None}
     norms = [f"layers.{layer}.{norm}" for layer in sorted(layers, key=int) for norm in _BEFORE.values()]

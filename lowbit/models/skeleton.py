@@ -1,6 +1,6 @@
-"""The model that config.json describes, on the meta device: modules, names and shapes without weights.
+"""Builds the model that config.json describes on the meta device: modules, names and shapes without weights.
 
-All of Transformers' ways to fail on a damaged config.json or tokenizer end here, in one line that names the file.
+Transformers' exceptions for a damaged config.json or tokenizer become a CheckpointError of one line that names the file.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ CONFIG_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError, TypeError,
     ValueError, StrictDataclassError, re.error,
 )  # fmt: skip
-"""What Transformers 5 raises for files whose fields have other types or values than it expects: strict dataclasses check the
-declared fields of a configuration, everything else fails where a module is built from it."""
+"""Exceptions of Transformers 5 for fields of unexpected types or values: strict dataclasses check the declared fields of a
+configuration; others fail when a module is built."""
 ATTENTION = ("eager", "sdpa", "flex_attention")
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
-"""What a config.json may ask for: kernels of PyTorch."""
+"""Values that a config.json may state: kernels of PyTorch."""
 PANIC = "PanicException"
-"""The name of the BaseException that a panic of a Rust library becomes; no module exports the class."""
+"""The name of the BaseException that a panic of a Rust library raises; no module exports the class."""
 MAX_LAYERS = 1000
-"""Of a model; building more modules than this from one damaged number would take minutes."""
+"""Maximum number of layers; building the modules of one damaged number would take minutes."""
 MAX_POSITIONS = 1 << 27
-"""Of a text; tables of more would take gigabytes before the first token."""
+"""Maximum number of positions; larger tables would take gigabytes."""
 _POSITIONS = re.compile(r"(^|[._])(max_position_embeddings|n_positions|max_sequence_length|max_seq_len|n_ctx)$")
 _EPSILON = re.compile(r"(^|[._])(\w+_)?(eps|epsilon)$")
 _SCALE = re.compile(r"(^|[._])(rope_theta|rotary_emb_base|\w*_theta|factor|\w*softcapping)$")
@@ -61,8 +61,10 @@ _LAYER_COUNT = re.compile(r"(^|_)(n_layers?|num_layers|num_\w*layers|layers|dept
 
 
 class damaged:
-    """A block whose errors of `CONFIG_ERRORS` are about the file or folder `where`: they become a CheckpointError of one line.
-    `fields` are the file's contents, in which the value is looked for that an error is about."""
+    """Context manager that turns `CONFIG_ERRORS` into a CheckpointError of one line about the file or folder `where`.
+
+    fields: the file's contents, of which the message names suspect values.
+    """
 
     def __init__(self, where: Path | str, what: str, fields: Mapping[str, Any] | None = None) -> None:
         self.where, self.what, self.fields = where, what, fields or {}
@@ -84,7 +86,7 @@ class damaged:
 
 
 def config_of(source: str | Path) -> PreTrainedConfig:
-    """The configuration of the model in a folder or on a hub; raises CheckpointError for one that is damaged."""
+    """Returns the configuration of the model in a folder or on a hub; raises CheckpointError for a damaged one."""
     path = Path(source)
     fields: Mapping[str, Any] = read_json(model_folder(path) / "config.json") if path.is_dir() else {}
     stated = fields.get("quantization_config")
@@ -99,13 +101,13 @@ def config_of(source: str | Path) -> PreTrainedConfig:
 
 
 def skeleton(source: str | Path) -> PreTrainedModel:
-    """The model of a Transformers folder (or a hub's) on the meta device: its modules and shapes, no weights. Raises
-    CheckpointError for a config.json of which Transformers can make none."""
+    """Returns the model of a Transformers folder or a hub name on the meta device. Raises CheckpointError for a config.json
+    that Transformers cannot read."""
     return build(config_of(source), _file(source))
 
 
 def config_as_read(reader: CheckpointReader) -> PreTrainedConfig:
-    """The configuration of the model whose files `reader` reads, with weights tied as the reader's own says."""
+    """Returns the configuration of the model of `reader`, with its tie_word_embeddings."""
     config = config_of(reader.folder)
     if "tie_word_embeddings" in reader.config:
         config.tie_word_embeddings = reader.config["tie_word_embeddings"]
@@ -113,7 +115,7 @@ def config_as_read(reader: CheckpointReader) -> PreTrainedConfig:
 
 
 def build(config: PreTrainedConfig, where: Path | str, *, buffers: bool = False) -> PreTrainedModel:
-    """The model that a configuration describes, on the meta device; with `buffers`, those are on the CPU and have values."""
+    """Returns the model of a configuration on the meta device; with `buffers`, buffers are on the CPU with values."""
     fields = config.to_dict()
     for key, value in _leaves(fields):
         if _LAYER_COUNT.search(key) and type(value) is int and value > MAX_LAYERS:
@@ -121,8 +123,8 @@ def build(config: PreTrainedConfig, where: Path | str, *, buffers: bool = False)
         _check_number(key, value, where)
     cls = _architecture(config, where)
     name = "causal language model" if cls is None else cls.__name__
-    place = init_empty_weights(include_buffers=False) if buffers else torch.device("meta")
-    with damaged(where, f"Transformers cannot build a {name} from it", fields), place:
+    device_context = init_empty_weights(include_buffers=False) if buffers else torch.device("meta")
+    with damaged(where, f"Transformers cannot build a {name} from it", fields), device_context:
         model: PreTrainedModel = (
             AutoModelForCausalLM.from_config(config, trust_remote_code=False) if cls is None else cls(config)
         )
@@ -131,13 +133,13 @@ def build(config: PreTrainedConfig, where: Path | str, *, buffers: bool = False)
 
 
 def is_encoder_decoder(model: PreTrainedModel) -> bool:
-    """Whether a model writes a text of its own about the one that it is given, as BART and T5 do."""
+    """Returns True for an encoder-decoder such as BART or T5."""
     known = type(model).__name__ in _names(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
     return known and bool(getattr(model.config, "is_encoder_decoder", False))
 
 
 def causal_refusals(model: PreTrainedModel) -> tuple[str, ...]:
-    """Why a model does not predict the next token of its text, empty if it does."""
+    """Returns why a model does not predict the next token; empty if it does."""
     name = type(model).__name__
     if is_encoder_decoder(model):
         return (
@@ -159,27 +161,30 @@ def causal_refusals(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def causal_skeleton(source: str | Path) -> PreTrainedModel:
-    """`skeleton` of a model that predicts the next token; raises CheckpointError, naming the architecture, for others."""
+    """Returns `skeleton` of a model that predicts the next token; raises CheckpointError for other architectures."""
     model = skeleton(source)
     require_causal(model, source)
     return model
 
 
 def require_causal(model: PreTrainedModel, source: str | Path, *, or_encoder_decoder: bool = False) -> None:
-    """Raises CheckpointError unless the model predicts the next token, or is an encoder-decoder where that will do too."""
+    """Raises CheckpointError unless the model predicts the next token, or is an allowed encoder-decoder."""
     reasons = () if or_encoder_decoder and is_encoder_decoder(model) else causal_refusals(model)
     if reasons:
         raise CheckpointError(f"{source}: {'; '.join(reasons)}")
 
 
 def tokenizer_of(source: str | Path, model: nn.Module | None = None) -> Any:
-    """The tokenizer of a folder, in a GGUF file or on a hub. Raises CheckpointError for a damaged one, and for one with more
-    tokens (without those added later) than the embedding of `model` has rows."""
+    """Returns the tokenizer of a folder, a GGUF file or a hub name.
+
+    Raises CheckpointError for a damaged one, and for one with more tokens (without added ones) than the embedding of `model`
+    has rows.
+    """
     path = Path(source)
     gguf = gguf_file(path)
     if path.is_dir():
         model_folder(path)
-    elif gguf is not None:  # Transformers reads these from the folder of the file, which may hold anything else as well
+    elif gguf is not None:  # Transformers reads companions from the folder of the file
         for name in ("config.json", TEMPLATES, *COMPANIONS):
             linked_inside(gguf.parent / name, gguf.parent)
     stated: dict[str, Any] = {}
@@ -204,11 +209,11 @@ def tokenizer_of(source: str | Path, model: nn.Module | None = None) -> Any:
 
 
 SAMPLE = "Hello, world! 1 + 1 = 2\n  naïve 世界 👍"
-"""What a tokenizer encodes and decodes once when it is loaded: many damaged files are read without an error."""
+"""A text that a loaded tokenizer encodes and decodes once, since many damaged files are read without an error."""
 
 
 def _try(tokenizer: Any) -> None:
-    """Raises an error where a tokenizer does not make numbers of a text and a text of numbers."""
+    """Raises an error if a tokenizer does not encode a text to integers and decode them to a text."""
     ids = tokenizer(SAMPLE).input_ids
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise ValueError(f"it makes {type(ids).__name__} of a text instead of token numbers")
@@ -222,13 +227,13 @@ def _try(tokenizer: Any) -> None:
 
 
 def _last_token(tokenizer: Any) -> int:
-    """The largest number of a token, without those added later; -1 if there is none."""
+    """Returns the largest token id without added tokens; -1 if there is none."""
     added = tokenizer.get_added_vocab()
     return max((number for token, number in tokenizer.get_vocab().items() if token not in added), default=-1)
 
 
 def _check_length(path: Path, fields: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for a model_max_length that is no number, with which texts are compared."""
+    """Raises CheckpointError for a model_max_length that is no number."""
     length = fields.get("model_max_length")
     if length is not None and (type(length) not in (int, float) or math.isnan(length)):
         raise CheckpointError(f"{path}: model_max_length is a number of tokens, got {length!r}; correct it or remove it")
@@ -236,8 +241,7 @@ def _check_length(path: Path, fields: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _without_panics() -> Iterator[None]:
-    """A block in which a panic of a Rust library, which prints its own lines on stderr, raises and prints nothing. What else is
-    written to stderr meanwhile, by the whole process, comes at the end of the block."""
+    """Suppresses the stderr output of a Rust panic inside. Other output of the process to stderr is written at the end."""
     try:
         stderr = os.dup(2)
     except OSError:  # it is closed
@@ -261,7 +265,7 @@ def _without_panics() -> Iterator[None]:
 
 
 def _architecture(config: PreTrainedConfig, where: Path | str) -> type[PreTrainedModel] | None:
-    """The class that config.json names; None where it names none, and the causal model of its type is meant."""
+    """Returns the class that config.json names; None if it names none, which means the causal model of its type."""
     stated = config.architectures
     if not stated:
         return None
@@ -279,7 +283,7 @@ def _architecture(config: PreTrainedConfig, where: Path | str) -> type[PreTraine
 
 
 def _code_refusal(fields: Mapping[str, Any]) -> str:
-    """Why a model that comes with its own code is not read, and what to do."""
+    """Returns why a model with its own code is not read, and the remedy."""
     stated = fields.get("auto_map")
     lists = (value if isinstance(value, list) else [value] for _, value in _leaves(stated))
     named = sorted({str(name) for names in lists for name in names if name})
@@ -292,7 +296,7 @@ def _code_refusal(fields: Mapping[str, Any]) -> str:
 
 
 def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """A configuration and those inside it, as of a text and a vision model."""
+    """Yields a configuration and those nested in it, such as of a text and a vision model."""
     yield config
     for value in vars(config).values():
         for part in value if isinstance(value, list) else [value]:
@@ -301,8 +305,8 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def _drop_kernels(config: PreTrainedConfig, where: Path | str) -> None:
-    """Takes back what config.json says of kernels unless PyTorch has them: Transformers downloads others from a hub and runs
-    them, also for flash_attention_2 where the package kernels is installed."""
+    """Removes kernel names that are not PyTorch's: Transformers would download others from a hub and run them, even for
+    flash_attention_2 if the package kernels is installed."""
     for key, ours in (("attn_implementation", ATTENTION), ("experts_implementation", EXPERTS)):
         stated = getattr(config, f"_{key}", None)
         if stated is not None and stated not in ours:
@@ -312,12 +316,12 @@ def _drop_kernels(config: PreTrainedConfig, where: Path | str) -> None:
 
 @functools.cache
 def _warn(line: str) -> None:
-    """Logs a warning, once in a process: a configuration is read several times on the way to a model."""
+    """Logs a warning once per process, since a configuration is read several times."""
     logger.warning(line)
 
 
 def _check_weights_file(config: PreTrainedConfig, source: str | Path) -> None:
-    """Raises CheckpointError where config.json sends Transformers to another file than those whose headers are checked."""
+    """Raises CheckpointError if config.json names another weights file than those whose headers are checked."""
     stated = getattr(config, "transformers_weights", None)
     if stated not in (None, GUARD):
         raise CheckpointError(
@@ -327,20 +331,20 @@ def _check_weights_file(config: PreTrainedConfig, source: str | Path) -> None:
 
 
 def _check_number(key: str, value: Any, where: Path | str) -> None:
-    """Raises CheckpointError for a number of a configuration with which a model computes nonsense."""
+    """Raises CheckpointError for a number of a configuration that is out of range."""
     numbers = [each for each in (value if isinstance(value, (list, tuple)) else [value]) if type(each) in (int, float)]
     for number in numbers:
-        wanted = ""
+        allowed = ""
         if math.isnan(number):
-            wanted = "a number"
+            allowed = "a number"
         elif _POSITIONS.search(key) and number > MAX_POSITIONS:
-            wanted = f"at most {MAX_POSITIONS:,} tokens"
+            allowed = f"at most {MAX_POSITIONS:,} tokens"
         elif _EPSILON.search(key) and not 0 <= number <= 1:
-            wanted = "from 0 to 1"
+            allowed = "from 0 to 1"
         elif _SCALE.search(key) and not 0 < number < math.inf:
-            wanted = "a number above 0"
-        if wanted:
-            raise CheckpointError(f"{where}: {key} is {number!r}, it has to be {wanted}; take the file of the original model")
+            allowed = "a number above 0"
+        if allowed:
+            raise CheckpointError(f"{where}: {key} is {number!r}, it has to be {allowed}; take the file of the original model")
 
 
 def _file(source: str | Path) -> Path | str:
@@ -352,7 +356,7 @@ def _names(mapping: Mapping[str, Any]) -> set[str]:
 
 
 def _leaves(fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value in nested objects with its name, such as rope_parameters.rope_type."""
+    """Yields every value in nested objects with its name, such as rope_parameters.rope_type."""
     if isinstance(fields, Mapping):
         for key, value in fields.items():
             yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
@@ -361,7 +365,7 @@ def _leaves(fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _suspects(fields: Mapping[str, Any], error: BaseException | None) -> list[tuple[str, Any]]:
-    """Fields whose value a KeyError did not find, else sizes below 1 or beyond any model's; three at most."""
+    """Returns up to three fields: those with the missing key of a KeyError, else sizes below 1 or above 2^31."""
     leaves = [(key, value) for key, value in _leaves(fields) if not key.startswith("quantization_config")]
     if isinstance(error, KeyError) and error.args:
         return [(key, value) for key, value in leaves if value == error.args[0] and value is not None][:3]

@@ -1,17 +1,14 @@
-"""A quantized checkpoint of any tool, opened: its layers and plain tensors as a model of Transformers takes them, one by one.
-
-`convert_checkpoint` writes them to files, `load_foreign` puts them in a model; what is refused, left out and said is the same.
-"""
+"""A model where it is stored, resolved once: its path, the tool that quantized it, and readers of its config and tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, ForeignReader, Manifest, expected_tensors
@@ -20,22 +17,21 @@ from lowbit.checkpoint.foreign import ForeignEntry
 from lowbit.checkpoint.gguf import GgufReader, gguf_file
 from lowbit.checkpoint.gptq import Gptq
 from lowbit.checkpoint.reader import read_json
-from lowbit.formats import ActivationRule, PerChannel, PerTensor, QuantTensor
-from lowbit.models.complete import Shape, require_complete, require_finite_tensor, some
-from lowbit.models.gguf import GgufSource
-from lowbit.models.names import Names
+from lowbit.formats import QuantTensor
+from lowbit.models.gguf import GgufLayerReader
 from lowbit.models.skeleton import build, config_of
-from lowbit.models.tensorrt_llm import WEIGHTS, TensorrtLlmSource, is_tensorrt_llm
-from lowbit.ops.table import scheme_refusals
-from lowbit.sources import model_folder
+from lowbit.models.tensorrt_llm import WEIGHTS, TensorrtLlmReader, is_tensorrt_llm
+from lowbit.sources import FILES, local_model
 
-_CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 _ONLY_DEQUANTIZED = "bitsandbytes"
-"""A tool whose weights have no scheme here; Transformers loads them, with that tool."""
+"""A tool whose weights have no scheme here; Transformers loads its checkpoints, with that tool."""
 
 
-class Source(Protocol):
-    """Layers and plain tensors of some checkpoint."""
+class LayerReader(Protocol):
+    """Reads the layers of a quantized checkpoint under the names of Transformers' model.
+
+    entries: quantized layers by name. plain: names of all other tensors.
+    """
 
     entries: dict[str, ForeignEntry]
     plain: list[str]
@@ -47,14 +43,14 @@ class Source(Protocol):
     def get(self, name: str) -> Tensor: ...
 
 
-class _LowbitSource:
-    """One of lowbit's own checkpoints."""
+class _LowbitLayerReader:
+    """Reads one of lowbit's own checkpoints."""
 
     def __init__(self, reader: CheckpointReader, manifest: Manifest) -> None:
         self._reader = reader
         self.entries = {name: ForeignEntry(entry.shape, entry.scheme) for name, entry in manifest.layers.items()}
-        taken = {tensor for name, entry in manifest.layers.items() for tensor in expected_tensors(name, entry)}
-        self.plain = [name for name in reader.names() if name not in taken]
+        quantized = {tensor for name, entry in manifest.layers.items() for tensor in expected_tensors(name, entry)}
+        self.plain = [name for name in reader.names() if name not in quantized]
 
     def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor:
         return self._reader.layer(name).to(device)
@@ -67,229 +63,118 @@ class _LowbitSource:
 
 
 @dataclass
-class Opened:
-    """A source with what surrounds it: the tool's name, the model's configuration without its quantization (and `stated`, as
-    config.json says it), the model on the meta device, and whether GPTQ files are of version 2."""
+class QuantizedCheckpoint:
+    """A quantized checkpoint with checked headers.
 
+    tool: whose files they are. config: without the quantization. stated: config.json without it. model: on the meta device.
+    gptq_v2: for GPTQ files, whether they are of version 2. notes: lines about fields that the files lack.
+    """
+
+    path: Path
     tool: str
-    source: Source
+    reader: LayerReader
     config: PreTrainedConfig
     stated: dict[str, Any]
     model: PreTrainedModel
     gptq_v2: bool | None = None
     notes: list[str] = field(default_factory=list)
 
-    def companions(self, path: Path, scratch: Path) -> Path:
-        """The folder to copy tokenizer files from: that at `path`, or `scratch`, in which those of a GGUF file are written."""
-        if not isinstance(self.source, GgufSource):
-            return path
-        self.source.save_tokenizer(scratch)
+    def tokenizer_folder(self, scratch: Path) -> Path:
+        """Returns the folder with the tokenizer's files: the checkpoint's, or `scratch` after writing a GGUF file's there."""
+        if not isinstance(self.reader, GgufLayerReader):
+            return self.path
+        self.reader.save_tokenizer(scratch)
         return scratch
 
 
-def is_foreign(path: str | Path) -> bool:
-    """Whether a quantized checkpoint is at `path` that another tool wrote and whose weights have schemes here."""
-    path = Path(path)
-    if path.is_dir():
-        model_folder(path)
-    if gguf_file(path) is not None:
-        return True
-    if not path.is_dir():
-        if path.suffix == ".gguf":
-            raise CheckpointError(f"{path}: there is no such file")
-        return False
-    config = read_json(path / "config.json")
-    found = quantization_of(path, config)
-    return _is_tensorrt_llm(path, config) or (found is not None and found[0] in SCHEMAS and found[0] != _ONLY_DEQUANTIZED)
+@dataclass(frozen=True)
+class ResolvedSource:
+    """A model on disk: the result of `resolve`.
 
-
-def open_checkpoint(path: Path) -> Opened:
-    """Opens the quantized checkpoint at `path`, a folder or a GGUF file; raises CheckpointError for anything else, and for
-    files whose headers are not as their tool writes them."""
-    file = gguf_file(path)
-    if not path.is_dir() and file is None:
-        what = "is a file" if path.exists() else "no such folder or file"
-        raise CheckpointError(
-            f"{path}: {what}; give the folder of a quantized model (config.json and *.safetensors), or a GGUF file (*.gguf)"
-        )
-    if path.is_dir():
-        model_folder(path)
-    if file is not None:
-        gguf = GgufSource(file)
-        return _made("gguf", gguf, gguf.config(), file)
-    if _is_tensorrt_llm(path, read_json(path / "config.json")):
-        found = TensorrtLlmSource(path)
-        return _made("tensorrt-llm", found, found.model_config, path / "config.json", found.notes)
-    reader = CheckpointReader(path)
-    stated = {key: value for key, value in reader.config.items() if key != "quantization_config"}
-    tool, v2 = "lowbit", None
-    if reader.manifest is not None:
-        source: Source = _LowbitSource(reader, reader.manifest)
-    else:
-        foreign = ForeignReader(path)
-        source, tool = foreign, foreign.schema.name
-        v2 = foreign.schema.v2 if isinstance(foreign.schema, Gptq) else None
-    config = config_of(path)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    return Opened(tool, source, config, stated, build(config, path / "config.json"), v2)
-
-
-def stored_bytes(path: Path) -> int:
-    """Bytes of all tensors of another tool's checkpoint."""
-    file = gguf_file(path)
-    if file is not None:
-        return sum(tensor.end - tensor.begin for tensor in GgufReader(file).tensors.values())
-    weights = {"weights": WEIGHTS} if _is_tensorrt_llm(path, read_json(path / "config.json")) else {}
-    with CheckpointReader(path, **weights) as reader:
-        return sum(info.end - info.begin for info in map(reader.info, reader.names()))
-
-
-def _made(tool: str, source: Source, config: PreTrainedConfig, where: Path, notes: list[str] | None = None) -> Opened:
-    """A source whose configuration is made of what its files say in other words."""
-    model = build(config, where)
-    config.architectures = [type(model).__name__]
-    return Opened(tool, source, config, {**config.to_dict()}, model, notes=list(notes or []))
-
-
-def _is_tensorrt_llm(path: Path, config: dict[str, Any]) -> bool:
-    return (path / WEIGHTS).is_file() and is_tensorrt_llm(config)
-
-
-class Contents:
-    """What an opened checkpoint holds, as the files of the kind `to` (`conversion_targets.TARGETS`) can state it and the model
-    has a place for it.
-
-    `refused` has reasons with the layers that have them, `noted` what is not carried over as it was, likewise; both grow while
-    layers and tensors are read.
+    name: as given. path: its folder or GGUF file. gguf: the GGUF file, if it is one. fields: config.json, {} for a GGUF file.
+    tool: what quantized it by its files (lowbit, gptq, gguf, tensorrt-llm, ..); None for a model that is not quantized.
     """
 
-    def __init__(self, where: Path, opened: Opened, to: str = "lowbit") -> None:
-        self.where, self.opened, self.source, self.to = where, opened, opened.source, to
-        self.names, self.modules = Names(opened.model), dict(opened.model.named_modules())
-        self.refused: dict[str, list[str]] = {}
-        self.noted: dict[str, list[str]] = {}
+    name: str
+    path: Path
+    gguf: Path | None
+    fields: Mapping[str, Any]
+    tool: str | None
 
-    def require_complete(self) -> None:
-        """Raises CheckpointError unless the files hold all parameters of the model and nothing else."""
-        require_complete(self.where, self.opened.model, self._tensors(), self.names)
+    @property
+    def is_foreign(self) -> bool:
+        """True for a checkpoint of another tool whose weights have schemes here, so that lowbit reads its layers."""
+        ours = self.tool in SCHEMAS and self.tool != _ONLY_DEQUANTIZED
+        return ours or self.gguf is not None or self.tool == "tensorrt-llm"
 
-    def check(self) -> str:
-        """Reads everything; what is refused of it. Raises CheckpointError for tensors that are damaged, lacking or too many."""
-        self.require_complete()
-        for name, entry in self.source.entries.items():
-            if self.judge(name) or entry.scheme is not None:
-                self.layer(name)
-        for name in self.source.plain:
-            if not self.left_out(name):
-                self.plain(name)
-        return self.refusals()
+    @property
+    def quantized_to(self) -> str | None:
+        """The scheme of a lowbit checkpoint, the tool of another quantized one; None for a model that is not quantized."""
+        stated = self.fields.get("quantization_config")
+        return str(stated["scheme"]) if isinstance(stated, Mapping) and "scheme" in stated else self.tool
 
-    def note(self, what: str, name: str) -> None:
-        """Keeps a line for the report of something that belongs to a layer or tensor."""
-        self.noted.setdefault(what, []).append(name)
+    def require_unquantized(self, advice: str) -> None:
+        """Raises CheckpointError for a quantized model; `advice` ends the message."""
+        if self.tool is not None:
+            raise CheckpointError(f"{self.path}: is quantized already ({self.tool}); {advice}")
 
-    def notes(self) -> list[str]:
-        """The lines of the report so far."""
-        return [*self.opened.notes, *(f"{some(names, 1)}: {note}" for note, names in self.noted.items())]
+    def reader(self) -> CheckpointReader:
+        """Returns a reader of the folder's safetensors files."""
+        return CheckpointReader(self.path, **({"weights": WEIGHTS} if self.tool == "tensorrt-llm" else {}))
 
-    def refuse(self, name: str, *reasons: str) -> None:
-        """Keeps the reasons why a layer cannot be carried over."""
-        for reason in reasons:
-            self.refused.setdefault(reason, []).append(name)
+    def stored_bytes(self) -> int:
+        """Returns the bytes of all tensors in the files."""
+        if self.gguf is not None:
+            return sum(tensor.end - tensor.begin for tensor in GgufReader(self.gguf).tensors.values())
+        with self.reader() as reader:
+            return sum(info.end - info.begin for info in map(reader.info, reader.names()))
 
-    def refusals(self) -> str:
-        """All reasons, the most frequent first, each with layers that have it; empty when there are none."""
-        rows = sorted(self.refused.items(), key=lambda row: -len(row[1]))
-        return "; ".join(f"{some(names, 1)}: {reason}" for reason, names in rows)
+    def open_quantized(self) -> QuantizedCheckpoint:
+        """Opens a quantized checkpoint; raises CheckpointError for other models, unsupported tools and damaged headers."""
+        if self.gguf is not None:
+            gguf = GgufLayerReader(self.gguf)
+            return self._translated(gguf, gguf.config(), self.gguf)
+        if self.tool == "tensorrt-llm":
+            tensorrt = TensorrtLlmReader(self.path)
+            return self._translated(tensorrt, tensorrt.model_config, self.path / "config.json", tensorrt.notes)
+        files = CheckpointReader(self.path)
+        tool, v2 = "lowbit", None
+        if files.manifest is not None:
+            reader: LayerReader = _LowbitLayerReader(files, files.manifest)
+        else:
+            foreign = ForeignReader(self.path)
+            reader, tool = foreign, foreign.schema.name
+            v2 = foreign.schema.v2 if isinstance(foreign.schema, Gptq) else None
+        config = config_of(self.path)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        stated = {key: value for key, value in files.config.items() if key != "quantization_config"}
+        return QuantizedCheckpoint(self.path, tool, reader, config, stated, build(config, self.path / "config.json"), v2)
 
-    def judge(self, name: str) -> bool:
-        """Keeps why a layer has no scheme or no place in the model, which is known before it is read; whether there is none."""
-        entry = self.source.entries[name]
-        for note in entry.notes:
-            self.note(note, name)
-        reasons = (entry.refusal,) if entry.scheme is None else tuple(self._misplaced(name))
-        self.refuse(name, *reasons)
-        return not reasons
+    def _translated(
+        self, reader: LayerReader, config: PreTrainedConfig, where: Path, notes: list[str] | None = None
+    ) -> QuantizedCheckpoint:
+        """Returns a checkpoint whose configuration is translated from another format than config.json."""
+        assert self.tool is not None
+        model = build(config, where)
+        config.architectures = [type(model).__name__]
+        return QuantizedCheckpoint(self.path, self.tool, reader, config, config.to_dict(), model, notes=list(notes or []))
 
-    def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor:
-        """The weights of a layer as they can be stated and run, on a device, which makes them: no order where scales do not
-        depend on it, activations in 16 bits where the files have no word or this library no kernel for fewer."""
-        q = self.source.layer(name, device)
-        order = q.input_transform.order
-        if order is not None and isinstance(q.scheme.granularity, (PerChannel, PerTensor)):
-            codes = torch.empty_like(q.codes).index_copy_(1, order.long(), q.codes)
-            q = replace(q.with_input(order=None), codes=codes)
-        stated = self.to == "compressed-tensors" or (self.to == "lowbit" and not scheme_refusals(q.scheme, *q.shape))
-        if q.scheme.activation is not None and not stated:
-            self.note(f"activations stay in 16 bits, the files asked for {q.scheme.activation.name}", name)
-            transform = replace(q.input_transform, activation_scale=None, activation_zero=None)
-            q = replace(q, scheme=q.scheme.weight_only, input_transform=transform)
-        theirs = ActivationRule.COMPRESSED_TENSORS
-        if q.scheme.activation is not None and self.to == "compressed-tensors" and q.scheme.rule is not theirs:
-            self.note("activations are quantized by compressed-tensors' rule from here on (docs/internals/numerics.md)", name)
-        return q
 
-    def plain(self, name: str) -> Tensor:
-        """A tensor of no quantized layer that the model has a place for (`left_out`); raises CheckpointError for one of another
-        shape, or with numbers that are not finite."""
-        tensor = self.source.get(name)
-        own = self.names.parameter(name)
-        shape = None if own is None else tuple(self.names.own[own].shape)
-        if shape is not None and tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{self.where}: {name} is {list(tensor.shape)}, by config.json it is {list(shape)}")
-        return require_finite_tensor(self.where, name, tensor)
+def resolve(source: str | Path | ResolvedSource, files: tuple[str, ...] = FILES, *, quantized: bool = False) -> ResolvedSource:
+    """Returns the model of a path or of a name on the hub (`sources.local_model`) with the tool that quantized it.
 
-    def left_out(self, name: str) -> bool:
-        """Whether a plain tensor says nothing that the model needs, with a note: scales of the cache, and biases of zeros that
-        the model does not have. Raises CheckpointError for such a bias of other numbers."""
-        if name.endswith(_CACHE_SCALES):
-            self.note("left out, the key and value cache stays in 16 bits", name)
-            return True
-        if not self._is_bias_of_none(name):
-            return False
-        if bool(self.source.get(name).any()):
-            raise CheckpointError(f"{self.where}: {name}: {type(self.opened.model).__name__} has no such bias, and it is not 0")
-        self.note("left out, the model has no such bias and it is zero", name)
-        return True
-
-    def module(self, layer: str) -> str | None:
-        """The name in the model of a layer of the files; None if it has no such module."""
-        name = self.names.parameter(f"{layer}.weight")
-        return None if name is None else name.removesuffix(".weight")
-
-    def kept(self) -> list[str]:
-        """Linear layers of the model that are not quantized."""
-        linear = [name for name, module in self.modules.items() if isinstance(module, nn.Linear)]
-        quantized = {self.module(name) for name in self.source.entries}
-        return [name for name in linear if name not in quantized]
-
-    def tied(self, layers: Collection[str]) -> dict[str, str]:
-        """Modules that share the weights of one of the quantized `layers`, named as in the model, and are none themselves."""
-        mapping: dict[str, str] = getattr(self.opened.model, "all_tied_weights_keys", None) or {}
-        pairs = {target.removesuffix(".weight"): owner.removesuffix(".weight") for target, owner in mapping.items()}
-        return {name: owner for name, owner in pairs.items() if owner in layers and name not in layers}
-
-    def _tensors(self) -> dict[str, Shape | None]:
-        """What the files hold for the model; shapes of plain tensors are looked at when they are read."""
-        source = self.source
-        tensors: dict[str, Shape | None] = {f"{name}.weight": entry.shape for name, entry in source.entries.items()}
-        return tensors | {n: None for n in source.plain if not n.endswith(_CACHE_SCALES) and not self._is_bias_of_none(n)}
-
-    def _is_bias_of_none(self, name: str) -> bool:
-        """Whether a tensor is the bias of a linear layer that has none in the model."""
-        module = self.modules.get(self.module(name.removesuffix(".bias")) or "")
-        return name.endswith(".bias") and isinstance(module, nn.Linear) and module.bias is None
-
-    def _misplaced(self, name: str) -> Iterator[str]:
-        """Why the model has no place for a quantized layer of this name."""
-        place, module = self.names.place(f"{name}.weight"), self.modules.get(self.module(name) or "")
-        if isinstance(module, nn.Linear) or (isinstance(module, nn.Embedding) and self.to == "lowbit"):
-            return
-        if isinstance(module, nn.Embedding):
-            yield f"{self.to} files have quantized linear layers only, this is an embedding"
-        elif self.to == "lowbit":
-            found = f"has a {type(module).__name__} there"
-            if place is not None and place.through:
-                found = f"makes {some(place.parameters)} of it while loading ({', '.join(place.through)})"
-            yield f"a linear layer is expected, but Transformers' {type(self.opened.model).__name__} {found}"
+    Reads config.json and no tensors. Returns a ResolvedSource as it is. Raises CheckpointError for what is no model, and for a
+    damaged config.json.
+    """
+    if isinstance(source, ResolvedSource):
+        return source
+    path = local_model(source, files, quantized=quantized)
+    gguf = gguf_file(path)
+    if gguf is not None:
+        return ResolvedSource(str(source), path, gguf, {}, "gguf")
+    fields = read_json(path / "config.json")
+    if (path / WEIGHTS).is_file() and is_tensorrt_llm(fields):
+        return ResolvedSource(str(source), path, None, fields, "tensorrt-llm")
+    stated = quantization_of(path, fields)
+    return ResolvedSource(str(source), path, None, fields, None if stated is None else stated[0])

@@ -59,18 +59,21 @@ _CONFIGS: dict[str, type[PreTrainedConfig]] = {
 
 
 def is_tensorrt_llm(config: Mapping[str, Any]) -> bool:
-    """Whether config.json is that of a TensorRT-LLM checkpoint."""
+    """Returns True for the config.json of a TensorRT-LLM checkpoint."""
     return isinstance(config.get("architecture"), str) and isinstance(config.get("quantization"), dict)
 
 
-class TensorrtLlmSource:
-    """The layers and plain tensors of a checkpoint under Transformers' names. Opening it checks names, types and shapes of all
-    tensors; raises CheckpointError for other models, algorithms and layouts than those read."""
+class TensorrtLlmReader:
+    """Reads the layers and plain tensors of a checkpoint under Transformers' names.
+
+    The constructor checks names, dtypes and shapes of all tensors; it raises CheckpointError for unsupported models, algorithms
+    and layouts.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.reader = CheckpointReader(folder, weights=WEIGHTS)
         self.config, self._where = self.reader.config, folder / "config.json"
-        self._held = frozenset(self.reader.names())
+        self._tensor_names = frozenset(self.reader.names())
         mapping = self.config.get("mapping") or {}
         if not isinstance(mapping, dict):
             raise CheckpointError(f"{self._where}: mapping is a JSON object, got {mapping!r}")
@@ -91,7 +94,7 @@ class TensorrtLlmSource:
         self._fused: dict[str, str] = {}
         self._names: dict[str, str] = {}
         for name in self.reader.names():
-            self._place(name)
+            self._add_tensor(name)
         for name in self.reader.names():
             base, _, suffix = name.rpartition(".")
             if suffix in self.schema.suffixes and name not in self._names.values() and base not in self._fused.values():
@@ -100,9 +103,9 @@ class TensorrtLlmSource:
                 )
 
     def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor:
-        """One layer, on a device, made on the host; factors of x that are all 1 are left out."""
+        """Returns one layer on `device`, computed on the host, without a pre_quant_scale of ones."""
         fused = self._fused[name]
-        tensors = {s: self.reader.get(f"{fused}.{s}") for s in self.schema.suffixes if f"{fused}.{s}" in self._held}
+        tensors = {s: self.reader.get(f"{fused}.{s}") for s in self.schema.suffixes if f"{fused}.{s}" in self._tensor_names}
         q = self.schema.read(ForeignLayer(fused, tensors, self.reader.folder / WEIGHTS))
         begin, end = self._rows_of(name, q.shape[0])
         zero = None if q.zero is None else q.zero[begin:end].contiguous()
@@ -110,11 +113,11 @@ class TensorrtLlmSource:
         return QuantTensor(codes, scale, zero, q.scheme, q.input_transform).to(device)
 
     def dequantize(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One layer's weights [N, K]."""
+        """Returns one layer's weights [N, K]."""
         return self.layer(name).dequantize(dtype)
 
     def get(self, name: str) -> Tensor:
-        """A plain tensor."""
+        """Returns a plain tensor."""
         tensor = self.reader.get(self._names[name])
         if not name.endswith("_proj.bias"):
             return tensor
@@ -122,9 +125,9 @@ class TensorrtLlmSource:
         return tensor[begin:end].contiguous()
 
     def _weight_type(self) -> torch.dtype:
-        """In which type the files hold a weight of the decoder."""
-        found = (name for name in self._held if any(name.endswith(f".{linear}.weight") for linear in _LINEAR))
-        name = min(found, default=None)
+        """Returns the dtype of the decoder's weights in the files."""
+        weights = (name for name in self._tensor_names if any(name.endswith(f".{linear}.weight") for linear in _LINEAR))
+        name = min(weights, default=None)
         if name is None:
             raise CheckpointError(f"{self.reader.folder / WEIGHTS}: holds no layer such as transformer.layers.0.mlp.fc.weight")
         return self.reader.info(name).dtype
@@ -161,19 +164,19 @@ class TensorrtLlmSource:
             )
 
     def _has_bias(self, linear: str) -> bool:
-        return any(name.endswith(f".{linear}.bias") for name in self._held)
+        return any(name.endswith(f".{linear}.bias") for name in self._tensor_names)
 
     def _rows_of(self, name: str, n: int) -> tuple[int, int]:
-        """Which of the n rows of a layer of the files are those of a layer of Transformers' name."""
+        """Returns the range of the n rows of a fused layer that belongs to a layer of Transformers."""
         return self._rows.get(name.split(".", 3)[-1], (0, n))
 
-    def _place(self, tensor: str) -> None:
-        """Finds out what a tensor is under Transformers' names."""
+    def _add_tensor(self, tensor: str) -> None:
+        """Maps a tensor to Transformers' names."""
         base, _, suffix = tensor.rpartition(".")
         match = _IN_LAYER.fullmatch(base)
         if match is not None and match[3] in _LINEAR and suffix in self.schema.suffixes:
             if suffix == "weight":
-                self._place_layer(base, [f"model.layers.{match[2]}.{part}" for part in _LINEAR[match[3]]])
+                self._add_layer(base, [f"model.layers.{match[2]}.{part}" for part in _LINEAR[match[3]]])
             return
         names = {old: new for new, old in _GLOBAL.items()}
         match = _IN_LAYER.fullmatch(tensor)
@@ -195,12 +198,12 @@ class TensorrtLlmSource:
             self._names[name] = tensor
             self.plain.append(name)
 
-    def _place_layer(self, base: str, parts: list[str]) -> None:
-        """Checks types and shapes of a quantized layer and enters its parts."""
+    def _add_layer(self, base: str, parts: list[str]) -> None:
+        """Checks dtypes and shapes of a quantized layer and adds the layers that are fused in it."""
         tensors: dict[str, Any] = {}
         for suffix in self.schema.suffixes:
             full = f"{base}.{suffix}"
-            if full in self._held:
+            if full in self._tensor_names:
                 tensors[suffix] = self.reader.get(full) if suffix in self.schema.small else self.reader.info(full)
         layer = ForeignLayer(base, tensors, self.reader.folder / WEIGHTS)
         entry = self.schema.entry(layer)
@@ -215,7 +218,7 @@ class TensorrtLlmSource:
 
 
 def _bias_parts(tensor: str) -> tuple[str, ...]:
-    """Transformers' names of the bias of a linear layer of the files; none for other tensors."""
+    """Returns Transformers' names of a bias tensor of the files; () for other tensors."""
     match = _IN_LAYER.fullmatch(tensor.removesuffix(".bias"))
     if not tensor.endswith(".bias") or match is None or match[3] not in _LINEAR:
         return ()
@@ -223,7 +226,7 @@ def _bias_parts(tensor: str) -> tuple[str, ...]:
 
 
 def refusals(name: str, q: QuantTensor) -> tuple[str, ...]:
-    """Why a checkpoint of TensorRT-LLM cannot hold a layer of this name; empty when it can."""
+    """Returns why a checkpoint of TensorRT-LLM cannot hold a layer of this name; empty if it can."""
     match, scheme, reasons = _IN_LAYER.fullmatch(name), q.scheme, []
     if match is None or match[3] not in _FUSED:
         return ("TensorRT-LLM's checkpoints of Llama have quantized layers in the decoder only, under known names",)
@@ -247,8 +250,10 @@ def refusals(name: str, q: QuantTensor) -> tuple[str, ...]:
 
 
 def fused_layer(parts: list[QuantTensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of one of TensorRT-LLM's layers by suffix, made of the layers below one another in it. Without factors of x,
-    these are ones of `dtype`, the model's."""
+    """Returns the tensors of a TensorRT-LLM layer by suffix, concatenated from `parts` along N.
+
+    Without a pre_quant_scale the prequant_scaling_factor is ones of `dtype`, the model's.
+    """
     codes, factor = torch.cat([q.codes for q in parts]), parts[0].input_transform.pre_quant_scale
     factor = torch.ones(codes.shape[1], dtype=dtype) if factor is None else factor
     return {
@@ -259,7 +264,7 @@ def fused_layer(parts: list[QuantTensor], dtype: torch.dtype) -> dict[str, Tenso
 
 
 def fused_name(name: str) -> tuple[str, tuple[str, ...]]:
-    """TensorRT-LLM's name of the layer that a linear layer is part of, and the full names of all its parts in order."""
+    """Returns TensorRT-LLM's name of the fused layer of a linear layer, and the names of all linear layers in it, in order."""
     match = _IN_LAYER.fullmatch(name)
     assert match is not None
     fused = _FUSED[match[3]]
@@ -267,7 +272,7 @@ def fused_name(name: str) -> tuple[str, tuple[str, ...]]:
 
 
 def plain_name(name: str) -> str | None:
-    """TensorRT-LLM's name of a plain tensor; None when it has none."""
+    """Returns TensorRT-LLM's name of a plain tensor; None if it has none."""
     match = _IN_LAYER.fullmatch(name)
     if match is not None and match[3] in _NORMS:
         return f"transformer.layers.{match[2]}.{_NORMS[match[3]]}"
@@ -275,7 +280,7 @@ def plain_name(name: str) -> str | None:
 
 
 def config_refusals(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Why a model of this configuration cannot be written; empty when it can."""
+    """Returns why a model of this configuration cannot be written; empty if it can."""
     reasons = []
     if config.get("model_type") != "llama":
         reasons.append(f"models of the type {config.get('model_type')!r} are not written for TensorRT-LLM, llama ones are")
@@ -285,7 +290,7 @@ def config_refusals(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def config_of(config: Mapping[str, Any], group: int, version: str) -> dict[str, Any]:
-    """TensorRT-LLM's config.json of a Llama model with Transformers' `config`, quantized in groups."""
+    """Returns TensorRT-LLM's config.json of a Llama model with Transformers' `config`, quantized in groups."""
     model = LlamaConfig(**config)
     rope = dict(model.rope_parameters or {})
     base = rope.pop("rope_theta", 10000.0)

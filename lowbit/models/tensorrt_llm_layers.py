@@ -1,10 +1,10 @@
-"""What the tensors of a quantized layer mean in TensorRT-LLM's checkpoints, by `quant_algo` in config.json.
+"""The tensors of a quantized layer in TensorRT-LLM's checkpoints, by `quant_algo` in config.json.
 
-    W4A16_AWQ as ModelOpt exports it: weights in plain order, which `trtllm-build` brings into that of a GPU
+    W4A16_AWQ as ModelOpt exports it: weights in row-major order, which `trtllm-build` repacks for a GPU
         weight                    int8 [N/2, K], two's complement, the even row of two in the low nibble
         weights_scaling_factor    float [N, K/g]
-        prequant_scaling_factor   float [K] or [1, K], what x is multiplied by first
-    W8A16, W4A16: bytes in the order of one generation of GPUs
+        prequant_scaling_factor   float [K] or [1, K], the pre_quant_scale of x
+    W8A16, W4A16: bytes in the layout of one generation of GPUs
         weight                    int8 [K, N * bits / 8]
         per_channel_scale         float [N]
     W4A16_GPTQ, W8A16_GPTQ, and W4A16_AWQ that TensorRT-LLM converted itself: likewise
@@ -13,9 +13,9 @@
         zero                      float [K/g, N], (8 - zero point) * scale, rounded: w = (code - 8) * scale + zero
         prequant_scaling_factor   as above
 
-A shape [K, ..] is only that of w^T: the bytes below it are those of `pack/tensorrt_llm.py`, in one of three orders. Which one
-follows from the GPU that converted the model and from the release, and no field of config.json says it; whoever has the files
-adds the field `weight_order`, which TensorRT-LLM's own readers pass over.
+A shape [K, ..] is that of w^T, but the bytes have one of three layouts of `pack/tensorrt_llm.py`. The layout depends on the GPU
+that converted the model and on the release, and config.json does not state it. The user adds the field `weight_order`, which
+TensorRT-LLM's readers ignore.
 
 Source: TensorRT-LLM, load_weights_from_gptq (tensorrt_llm/models/llama/convert.py), weight_only_quantize_dict
 (tensorrt_llm/models/convert_utils.py), preprocess_perlayer_weights (tensorrt_llm/models/modeling_utils.py),
@@ -70,8 +70,11 @@ READ = (AWQ, *_CHANNELS, "W4A16_GPTQ", "W8A16_GPTQ")
 
 
 def schema(config: Mapping[str, Any], where: Path, weight_type: torch.dtype) -> ForeignSchema:
-    """How layers of a checkpoint with this config.json, at `where`, lie in its files, whose quantized weights have the type
-    `weight_type`. Raises CheckpointError for algorithms that are not read, and where the order of weights is not stated."""
+    """Returns the schema of the layers of a checkpoint with this config.json, at `where`.
+
+    weight_type: the dtype of its quantized weights. Raises CheckpointError for unsupported algorithms, and if the order of
+    weights is not stated.
+    """
     stated = config["quantization"]
     algorithm, group, zeros = stated.get("quant_algo"), stated.get("group_size"), bool(stated.get("has_zero_point"))
     if algorithm not in READ:
@@ -103,7 +106,7 @@ def _order(config: Mapping[str, Any], where: Path, algorithm: str) -> Layout:
 
 
 class _Schema(ForeignSchema):
-    """What all have in common: they are read, and the names of a layer."""
+    """Base class: schemas that are only read."""
 
     name: ClassVar[str] = "tensorrt-llm"
 
@@ -158,10 +161,10 @@ class PerChannelWeights(_Schema):
 
 @dataclass(frozen=True)
 class GroupedWeights(_Schema):
-    """W4A16_GPTQ and its like: integers of `bits` bits in an `order`, scales of groups, and with `zeros` what is added to them.
+    """W4A16_GPTQ and similar: integers of `bits` bits in an `order`, group scales, and with `zeros` floating-point zeros.
 
-    Zeros that are all 0 are none. Others are kept as they are stored, in the numbers' float32: GPTQ's own integers were rounded
-    away with them, and (code - 8) * scale + zero is code * scale + (zero - 8 * scale) exactly there.
+    Zeros that are all 0 are dropped. Others are converted in float32, in which (code - 8) * scale + zero equals
+    code * scale + (zero - 8 * scale); the integer zero points of GPTQ cannot be recovered from the rounded zeros.
     """
 
     bits: int
@@ -205,7 +208,7 @@ class GroupedWeights(_Schema):
 
 
 def _shape(layer: ForeignLayer, bits: int, order: Layout, types: tuple[torch.dtype, ...]) -> tuple[int, int]:
-    """(N, K) of bytes under the shape of w^T; raises CheckpointError where they cannot lie in the order."""
+    """Returns (N, K) of weights stored under the shape of w^T; raises CheckpointError if `order` cannot have that shape."""
     k, width = layer.matrix("weight", types)
     n = width * layer.tensors["weight"].dtype.itemsize * 8 // bits
     if reasons := order.refusals(bits, (n, k)):
@@ -214,7 +217,7 @@ def _shape(layer: ForeignLayer, bits: int, order: Layout, types: tuple[torch.dty
 
 
 def _codes(layer: ForeignLayer, bits: int, order: Layout, shape: tuple[int, int]) -> Tensor:
-    """Codes uint8 [N, K] of preprocessed bytes."""
+    """Returns codes uint8 [N, K] of preprocessed bytes."""
     (plane,) = order.plane_shapes(bits, shape)
     return order.unpack((layer.tensor("weight").contiguous().view(torch.uint8).reshape(plane),), bits, shape)
 
@@ -230,7 +233,7 @@ def _check_factors(layer: ForeignLayer, k: int) -> None:
 
 
 def _input_transform(layer: ForeignLayer) -> InputTransform:
-    """What x is multiplied by; nothing where that is 1 everywhere."""
+    """Returns the pre_quant_scale, or the identity if it is 1 everywhere."""
     if not layer.has("prequant_scaling_factor"):
         return IDENTITY
     factor = layer.scales("prequant_scaling_factor").reshape(-1)

@@ -1,4 +1,4 @@
-"""Turns a model's linear layers into quantized ones, and says what it did not turn and why."""
+"""Converts the linear layers of a model to quantized ones and reports which modules it kept and why."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lowbit.quantize.rtn import rtn
 
 @dataclass(frozen=True)
 class Kept:
-    """A module with weights that stays as it is, and why."""
+    """A module that is not converted, with the reason."""
 
     name: str
     kind: str
@@ -32,9 +32,9 @@ class Kept:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which modules get quantized weights: `linears` and `embeddings` by name, `tied` (name -> name of the module whose
-    weights it shares, which is among the other two), and `kept` with reasons. `others` has the modules whose scheme is another
-    than `scheme`."""
+    """The modules that get quantized weights: `linears` and `embeddings` by name, `tied` (name -> name of the module whose
+    weights it shares, which is among the other two), and `kept` with reasons. `others` has the modules whose scheme
+    differs from `scheme`."""
 
     scheme: Scheme
     linears: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Plan:
 
 
 def slow_lines(layers: Iterable[tuple[str, int, int]]) -> list[str]:
-    """Which linear layers (scheme, N, K) would decode their weights at every call on a GPU, why, and what to do about it."""
+    """Lines of the report on linear layers (scheme, N, K) that would dequantize their weights at every call on a GPU."""
     slow: dict[tuple[Scheme, tuple[str, ...], Scheme | None], int] = {}
     for scheme, n, k in layers:
         problem = Problem(parse_scheme(scheme), 1, n, k, torch.bfloat16, typical_machine(90))
@@ -135,14 +135,14 @@ def plan_conversion(
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a module's name fits a pattern, or its last part is the pattern."""
+    """True if a module's name fits a pattern, or its last part is the pattern."""
     return fnmatchcase(name, pattern) or name.rpartition(".")[2] == pattern
 
 
 def _refusal(
     name: str, module: nn.Module, scheme: Scheme, skip: tuple[str, ...], embeddings: bool, ties: dict[str, str]
 ) -> str | None:
-    """Why a module with matrices is not converted; None when it is."""
+    """Returns the reason why a module with matrices is not converted; None if it is."""
     matching = [p for p in skip if matches(name, p)]
     if matching:
         return f"skipped by {matching[0]!r}"
@@ -212,7 +212,7 @@ def swap(model: nn.Module, name: str, q: QuantTensor) -> PackedWeight:
 
 def dequantized(module: PackedWeight, dtype: torch.dtype, shared: nn.Parameter | None = None) -> nn.Linear | nn.Embedding:
     """A plain layer or embedding with the weights of a quantized one in `dtype`, on its device, with the same bias; with the
-    weights `shared` where they are given. Raises UnsupportedProblem for weights that are not here as a whole."""
+    weights `shared` where they are given. Raises UnsupportedProblem for sharded or offloaded weights."""
     weight = nn.Parameter(module.dequantized_weight(dtype)) if shared is None else shared
     new: nn.Linear | nn.Embedding
     if isinstance(module, QuantLinear):
@@ -241,8 +241,8 @@ def empty_like(
     input_parts: InputParts = NO_PARTS,
     low_rank: int = 0,
 ) -> PackedWeight:
-    """A quantized stand-in for a linear layer or embedding, its weights not set, with parts of an input transform and a
-    correction of a rank, if asked for.
+    """A quantized layer or embedding of the same shape, its weights not set, with the parts of an input transform and the rank
+    of a low-rank correction that are given.
 
     Raises ValueError for an embedding that should have one of these.
     """

@@ -1,7 +1,7 @@
-"""Which layers of a model on a CPU may hold their weights decoded, because torch has no fast product for their form.
+"""Dequantizing layers of a model on a CPU once, where torch has no fast product for their form.
 
-Decoding at every call takes several times as long as the product of one token; decoded once, a layer is as fast as an
-unquantized one, at 2 or 4 bytes a weight beside the form on disk.
+Dequantizing at every call takes several times as long as the product of one token. Dequantized once, a layer is as fast as
+an unquantized one, at 2 or 4 bytes a weight beside the form on disk.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from lowbit.nn.linear import QuantLinear
 from lowbit.ops.table import choose, problem_on
 
 SHARE = 0.5
-"""Of the machine's memory, that a model's parameters may take together with its decoded weights."""
+"""Share of the machine's memory that the parameters of a model may take together with its dequantized weights."""
 
 
 def allow_decoding(model: nn.Module, dtype: torch.dtype, memory_bytes: int | None = None) -> list[str]:
-    """Lets quantized linear layers on a CPU decode their weights once, at the first call with x of `dtype`, if all fit; says
-    how the layers will run, a line for each form.
+    """Lets quantized linear layers on a CPU dequantize their weights once, at the first call with x of `dtype`, if all fit.
+
+    Returns one line for each form in which the layers will run.
 
     They fit if they and all parameters take at most `SHARE` of `memory_bytes`, by default the memory that the machine has
     (not what happens to be free: the same model runs the same way every time). Unknown memory allows nothing.
@@ -33,7 +34,7 @@ def allow_decoding(model: nn.Module, dtype: torch.dtype, memory_bytes: int | Non
     limit = SHARE * (_machine_memory() if memory_bytes is None else memory_bytes)
     for layer in layers:
         layer.decode_bytes = dtype.itemsize if held + decoded <= limit else 0
-        layer.ask_again()
+        layer.clear_refusals()
         if not layer.decode_bytes and layer.cpu_weight is not None and layer.cpu_weight.form == "decoded":
             layer.restore()
     groups: dict[tuple[str, str], int] = {}
@@ -45,7 +46,7 @@ def allow_decoding(model: nn.Module, dtype: torch.dtype, memory_bytes: int | Non
 
 
 SLOW = "decoded at every call, several times slower than without quantization"
-"""What the report says of layers for which nothing else is left."""
+"""The report's words for layers without another form."""
 
 _HOW = {
     "int4": "torch's int4 product, packed once",

@@ -12,9 +12,9 @@ from lowbit.nn.packed import PackedWeight
 class QuantEmbedding(PackedWeight):
     """Rows [.., embedding_dim] of a packed matrix [num_embeddings, embedding_dim] for token ids [..].
 
-    `dtype` is the type of the rows it returns. Only the rows asked for are decoded. Scales must belong to single rows:
-    schemes per tensor or per block raise ValueError, and so do weights with an input transform or a low-rank correction, since
-    an embedding multiplies no input.
+    `dtype` is the type of the rows it returns. Only the rows of the token ids are dequantized. Scales must belong to single
+    rows: schemes per tensor or per block raise ValueError, and so do weights with an input transform or a low-rank correction,
+    since an embedding multiplies no input.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Modules that quantize an input once for all layers that read it, together with what makes it."""
+"""Modules that compute an input, such as a norm, and quantize it once for all layers that read it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lowbit.pack.gated import HALF, alternate, pack_gated
 
 
 class QuantizingNorm(nn.Module):
-    """RMSNorm whose result is a `Activations` for layers that quantize like `reader`, one of them: one pass over memory.
+    """RMSNorm that returns `Activations` for layers that quantize like `reader`, one of them: one pass over memory.
 
     `norm` is the module that it replaces, with `weight` [K]. Computed in float32 and not rounded to x's type before it is
-    quantized, or rotated and quantized, where a norm by itself rounds once or twice: codes next to a tie may differ by one. By
-    another tool's rule, which takes x as it was rounded, `norm` computes it, and it is quantized once for all.
+    quantized, or rotated and quantized, where a norm by itself rounds once or twice: codes next to a tie may differ by one.
+    Under another tool's rule, which quantizes the rounded x, `norm` computes x, and x is quantized once for all layers.
     """
 
     def __init__(self, norm: nn.Module, eps: float, reader: QuantLinear) -> None:
@@ -80,8 +80,8 @@ class GatedMLP(nn.Module):
 class AlternatingMLP(nn.Module):
     """down(f(gate(x)) * up(x)) with gate and up as one packed weight whose rows alternate (pack/gated.py).
 
-    f is "silu" or "gelu_tanh". The layers `gate_proj` and `up_proj` that it is made of give their weights up, so a model that
-    has it can compute but not be saved. For x on a GPU, in fp16 or bf16.
+    f is "silu" or "gelu_tanh". It takes the weights of the layers `gate_proj` and `up_proj`, so a model with it can compute but
+    not be saved. For x on a GPU, in fp16 or bf16.
     """
 
     def __init__(self, gate_proj: QuantLinear, up_proj: QuantLinear, down_proj: nn.Module, function: Gate) -> None:
@@ -92,6 +92,7 @@ class AlternatingMLP(nn.Module):
                 setattr(layer, name, None)
         self.scheme, self.shape, self.function, self.down_proj = weight.scheme, weight.shape, function, down_proj
         self.batch_invariant = gate_proj.batch_invariant
+        self.subnormal = weight.subnormal
         self.register_buffer("kernel_codes", weight.codes, persistent=False)
         self.register_buffer("kernel_scale", weight.scale, persistent=False)
         self.register_buffer("kernel_channel_scale", weight.channel_scale, persistent=False)
@@ -102,7 +103,7 @@ class AlternatingMLP(nn.Module):
 
     @staticmethod
     def refusals(gate_proj: QuantLinear, up_proj: QuantLinear) -> tuple[str, ...]:
-        """Why two layers whose weights are in one form for a GPU cannot be one; empty if they can."""
+        """Returns the reasons why two layers in the form of a GPU's kernels cannot be joined; empty if they can."""
         reasons = []
         if gate_proj.out_features != up_proj.out_features or gate_proj.out_features % HALF:
             reasons.append(f"rows of gate and up, {gate_proj.out_features} and {up_proj.out_features}, alternate by {HALF}")
@@ -114,7 +115,8 @@ class AlternatingMLP(nn.Module):
         """Gate and up."""
         codes = self.kernel_codes
         assert isinstance(codes, Tensor)
-        return FragmentWeight(codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)  # type: ignore[arg-type]
+        tensors = codes, self.kernel_scale, self.kernel_channel_scale
+        return FragmentWeight(*tensors, self.scheme, self.shape, self.subnormal)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         rows, invariant = x.reshape(-1, x.shape[-1]), self.batch_invariant
@@ -134,8 +136,8 @@ def _cannot_be_saved(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def quantize_alike(linears: list[nn.Module]) -> bool:
-    """Whether all are layers that may share one quantized input: 8-bit activations, in the same format by the same scales,
-    rotated alike, and nothing else that is done to x in 16 bits."""
+    """True if all are layers that can share one quantized input: 8-bit activations in the same format with the same scales and
+    rotation, and no other transform of x in 16 bits."""
     layers = [layer for layer in linears if type(layer) is QuantLinear and layer.takes_quantized_input]
     if len(layers) < len(linears) or not layers:
         return False

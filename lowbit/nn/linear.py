@@ -23,8 +23,8 @@ class QuantLinear(PackedWeight):
     activations has x quantized next, by the scale of the transform or else token by token (by blocks of K where the weights
     have blocks), and is rotated in the same pass where nothing is done in between. A low-rank correction costs two small
     products and two roundings to x's type: of x down^T, and of the quantized product before the correction is added. The first
-    call brings the weights into the form of the device's kernels (`prepare`), but not one that torch.compile traces: call the
-    layer before.
+    call packs the weights for the device's kernels (`prepare`), except while torch.compile traces: call the layer before
+    compiling it.
 
     Gradients reach x and the bias, never the weights: backward dequantizes the weight of one layer at a time, as QLoRA does.
     The gradient of x does not see that x is rounded to 8 bits (straight-through).
@@ -32,7 +32,7 @@ class QuantLinear(PackedWeight):
 
     bias: nn.Parameter | None
 
-    # Transformers' tensor parallelism hands such modules plain local shards.
+    # With this attribute Transformers' tensor parallelism passes plain local shards to the module.
     _hf_quantized_needs_local_tp = True
 
     def __init__(
@@ -87,7 +87,8 @@ class QuantLinear(PackedWeight):
         return self._corrected(y, rotated) if self.has_correction else y  # type: ignore[arg-type]
 
     def _transformed(self, x: Tensor) -> Tensor | Activations:
-        """x as the codes multiply it: scaled, in their order, quantized; rotated before, or with the quantization."""
+        """x after the input transform: scaled, reordered and quantized. The rotation is done before, or with the
+        quantization."""
         if self.has_channels:
             x = gather_channels(x, self.weight_order, self.pre_quant_scale)
         if self.activation_format is None:
@@ -104,17 +105,17 @@ class QuantLinear(PackedWeight):
 
     @property
     def takes_quantized_input(self) -> bool:
-        """Whether the layer does nothing with x but rotate and quantize it, so that others may do that."""
+        """True if the layer only rotates and quantizes x, so that the module that computes x can do it instead."""
         return self.activation_format is not None and not self.has_channels and not self.has_correction
 
     @property
     def quantizes_rounded_input(self) -> bool:
-        """Whether x is rounded to its type before it is quantized, by another tool's rule. What makes x may not quantize it in
-        float32 then, only have the layer do it (`quantize_input`)."""
+        """True if x is rounded to its type before it is quantized, by another tool's rule. The module that computes x then
+        calls `quantize_input` instead of quantizing float32 values."""
         return self.scheme.rule is not ActivationRule.OWN
 
     def quantization(self) -> dict[str, Any]:
-        """How x is rotated and quantized: arguments of `ops.quantize_activations`."""
+        """The arguments of `ops.quantize_activations` with which x is rotated and quantized."""
         static = self.activation_scale
         return {
             "fmt": self.activation_format,
@@ -155,16 +156,16 @@ class _Differentiable(torch.autograd.Function):
 
 
 def make_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:
-    """Has the quantized linear layers of a model give a row of y the same bits in every batch, for x of `dtype`.
+    """Makes the quantized linear layers of a model compute a row of y with the same bits in every batch, for x of `dtype`.
 
-    What else the model computes (attention, layers in 16 bits) is its own affair. Costs up to 3.8 times the time of small
+    It changes nothing else in the model (attention, layers in 16 bits). Costs up to 3.8 times the time of small
     products (docs/log). Raises UnsupportedProblem, naming the layer, where no kernel does this on its device.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
     for name, layer in layers.items():
         if layer.has_correction:
             raise UnsupportedProblem(f"{name}: its low-rank correction is two products of torch, which are not batch-invariant")
-        reasons = layer.reasons_of_place()
+        reasons = layer.placement_refusals()
         if reasons:
             raise UnsupportedProblem(f"{name}: a batch-invariant kernel {'; '.join(reasons)}")
         try:
@@ -173,4 +174,4 @@ def make_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:
             raise UnsupportedProblem(f"{name}: {error}") from error
     for layer in layers.values():
         layer.batch_invariant = True
-        layer.ask_again()
+        layer.clear_refusals()

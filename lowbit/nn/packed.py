@@ -1,4 +1,4 @@
-"""What QuantLinear and QuantEmbedding share: a quantized matrix held as parameters in its form on disk."""
+"""The base of QuantLinear and QuantEmbedding: a quantized matrix as parameters in its form on disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lowbit.ops.cpu_gemm import pack_for_cpu
 from lowbit.ops.table import Problem, UnsupportedProblem, choose, problem_on, warn_slow, weight_refusals, why_slow
 from lowbit.ops.workspace import make_counters
 from lowbit.pack import FragmentWeight, OperandWeight
-from lowbit.pack.cpu import CpuWeight, unpack_cpu_codes
+from lowbit.pack.cpu import CpuWeight
 from lowbit.pack.gemm_weight import GemmWeight, RowWeight
 from lowbit.pack.scaled import scaled_refusals
 from lowbit.quantize.rtn import scale_dtype
@@ -53,8 +53,8 @@ class PackedWeight(nn.Module):
     The parts of its input transform that `input_parts` names are parameters too: `weight_order` int32 [K] and, by the names of
     `InputTransform`, pre_quant_scale float [K] (float32 until loaded otherwise), activation_scale float32 [1], activation_zero
     int32 [1]. With `low_rank` r there are `weight_up` [N, r] and `weight_down` [r, K], fp16. Parameters rather than buffers,
-    because tensor parallelism shards parameters only; never one called `weight`, which a reader without this library would
-    take for floats.
+    because tensor parallelism shards parameters only; never one called `weight`, which
+    other libraries would read as floats.
     """
 
     weight_zero: nn.Parameter | None
@@ -111,6 +111,7 @@ class PackedWeight(nn.Module):
         )
         for name in KERNEL_TENSORS:
             self.register_buffer(name, None, persistent=False)
+        self.kernel_subnormal = False
         self.cpu_weight: CpuWeight | None = None
         self.decode_bytes = 0
         self.batch_invariant = False
@@ -126,12 +127,12 @@ class PackedWeight(nn.Module):
         for part, name in INPUT_PARAMETERS.items():
             t = held.get(part)
             self.register_parameter(name, t if t is None or isinstance(t, nn.Parameter) else _parameter(t))
-        # Read at every call, where finding out that a parameter is None would take longer.
+        # Read at every call: an attribute is faster than looking up whether a parameter is None.
         self.has_channels, self.hadamard = parts.has_channels, parts.hadamard
 
     @property
     def input_transform(self) -> InputTransform:
-        """What is done to x before the product; its tensors are this module's parameters."""
+        """The transform of x before the product; its tensors are this module's parameters."""
         held = {part: getattr(self, name) for part, name in INPUT_PARAMETERS.items()}
         return InputTransform(**held, hadamard=self.hadamard)
 
@@ -142,54 +143,54 @@ class PackedWeight(nn.Module):
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the weights are in a form of their own for the kernels of their device."""
+        """True if the weights are packed for the kernels of their device."""
         return self.kernel_codes is not None or self.cpu_weight is not None
 
     def prepare(self, dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
-        """Brings weights into the form of their device's kernels for x of `dtype`, which replaces the form on disk in memory:
-        the order of the tensor cores on a GPU, that of torch's products on a CPU.
+        """Packs the weights for their device's kernels and x of `dtype`: in fragment order on a GPU, for torch's products on a
+        CPU. The form on disk is then dropped from memory.
 
-        Returns the reasons why not, empty if done. Saving, moving to another device and `quant_tensor` bring the form on disk
-        back without loss. Tied weights keep both forms, since others read the one on disk. A CPU that has no product for the
-        scheme decodes once if `decode_bytes`, bytes for each weight, allow it (nn/decoding.py); decoded weights stand beside
-        the form on disk.
+        Returns the reasons why not, empty if done. Saving, moving to another device and `quant_tensor` restore the form on disk
+        without loss. Tied weights keep both forms, since other modules read the one on disk. A CPU without a product for the
+        scheme dequantizes once if `decode_bytes`, bytes for each weight, allow it (nn/decoding.py); the form on disk is kept
+        beside it.
         """
         if self.cpu_weight is not None and self.scheme.activation is None and self.cpu_weight.dtype != dtype:
             self.restore()
         if self.is_prepared and (self.kernel_codes is None or dtype in self.kernel_dtypes):
             return ()
-        reasons = self.reasons_of_place()  # asked every time: hooks come and go
+        reasons = self.placement_refusals()  # checked every time, since hooks can change
         if not reasons:
             if dtype not in self._refused:
-                with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the call that makes it
+                with torch.inference_mode(False), torch.no_grad():  # the tensors outlive this call
                     self._refused[dtype] = why_slow(self.problem(dtype)) if self.is_prepared else self._prepare(dtype)
             reasons = self._refused[dtype]
         if reasons and self.weight_scale.device.type == "cuda":
             warn_slow(self.scheme_name, reasons)
         return reasons
 
-    def ask_again(self) -> None:
-        """Forgets why kernels did not take the layer, of which something has changed."""
+    def clear_refusals(self) -> None:
+        """Clears the cached refusals of kernels, after a change of the layer."""
         self._refused.clear()
 
     def problem(self, dtype: torch.dtype, m: int = 1) -> Problem:
-        """The product of the layer where it is, for `m` rows of x of `dtype`."""
+        """The product of the layer on its device, for `m` rows of x of `dtype`."""
         return problem_on(
             self.weight_packed.device, self.scheme, m, self.shape, dtype, scale_dtype=self.weight_scale.dtype,
             batch_invariant=self.batch_invariant, decode_bytes=self.decode_bytes,
         )  # fmt: skip
 
-    def reasons_of_place(self) -> tuple[str, ...]:
-        """Why a layer as this one is held has to decode its weights at every call, whatever its scheme."""
+    def placement_refusals(self) -> tuple[str, ...]:
+        """Returns the reasons, whatever the scheme, why the layer must dequantize its weights at every call."""
         if self.is_split:
             return ("takes a whole matrix, this is one rank's part of it",)
         if getattr(getattr(self, "_hf_hook", None), "offload", False):
-            return ("keeps weights in memory, these are brought in and taken away at every call (offloaded by Accelerate)",)
+            return ("keeps weights in memory, these are loaded and dropped at every call (offloaded by Accelerate)",)
         return ()
 
     @property
     def is_split(self) -> bool:
-        """Whether tensor parallelism keeps only a part of the matrix here."""
+        """True if tensor parallelism holds only a part of the matrix here."""
         if self.is_prepared:
             return False
         packed = self.weight_packed
@@ -202,10 +203,9 @@ class PackedWeight(nn.Module):
         if form == "rows":
             return why_slow(problem)
         if form == "fragments" or form == "operands":
-            make_counters(self.weight_packed.device)  # a graph that captures the first product could not
+            make_counters(self.weight_packed.device)  # a graph that captures the first product cannot allocate them
             self._pack_for_gpu()
         else:
-            assert form != "interleaved", "which is never chosen for weights on disk"
             self.cpu_weight = pack_for_cpu(self._weight_alone(), form, dtype)
         if form != "decoded":
             self._drop_form_on_disk()
@@ -213,13 +213,24 @@ class PackedWeight(nn.Module):
 
     def _pack_for_gpu(self) -> None:
         q = self._weight_alone()
-        packed = FragmentWeight.pack(q) if self.scheme.activation is None else OperandWeight.pack(q)
-        self.kernel_codes, self.kernel_scale = packed.codes, packed.scale
-        self.kernel_channel_scale = packed.channel_scale
-        self.kernel_sums = packed.sums if isinstance(packed, OperandWeight) else None
+        self.set_gpu_weight(FragmentWeight.pack(q) if self.scheme.activation is None else OperandWeight.pack(q))
+
+    @property
+    def gpu_weight(self) -> FragmentWeight | OperandWeight | None:
+        """The weights in the form of a GPU's kernels, where they are in it."""
+        if self.kernel_codes is None:
+            return None
+        return self.kernel_weight() if self.scheme.activation is None else self.scaled_weight()
+
+    def set_gpu_weight(self, w: FragmentWeight | OperandWeight) -> None:
+        """Makes the tensors of `w`, which has this module's weights, the buffers that products read."""
+        held = w.tensors()
+        for name in KERNEL_TENSORS:
+            setattr(self, name, held.get(name.removeprefix("kernel_")))
+        self.kernel_subnormal = isinstance(w, FragmentWeight) and w.subnormal
 
     def _weight_alone(self) -> QuantTensor:
-        """The weights without what is done to x; raises ValueError if that would index memory wrongly."""
+        """The weights without the input transform; raises ValueError if its order would index memory wrongly."""
         self.input_transform.check_values()
         return self.quant_tensor().without_input()
 
@@ -228,7 +239,7 @@ class PackedWeight(nn.Module):
             self.weight_packed = _parameter(self.weight_packed.new_empty(0))
 
     def weight_for(self, dtype: torch.dtype) -> GemmWeight:
-        """The weights in the form in which they are multiplied by x of `dtype`; the first call makes it (`prepare`).
+        """The weights in the form in which x of `dtype` is multiplied by them; the first call packs them (`prepare`).
 
         Raises UnsupportedProblem for a `batch_invariant` layer that no kernel takes.
         """
@@ -239,16 +250,14 @@ class PackedWeight(nn.Module):
         return self._rows() if found is None else found
 
     def _form_for(self, dtype: torch.dtype) -> GemmWeight | None:
-        """The form of the device's kernels, where it is held and multiplies x of `dtype`."""
-        scaled, held = self.scheme.activation is not None, self.cpu_weight
+        """The form of the device's kernels, if the weights are in it and it is for x of `dtype`; else None."""
+        held = self.cpu_weight
         if held is not None:
-            return held if scaled or held.dtype == dtype else None
-        if self.kernel_codes is None or dtype not in self.kernel_dtypes:
-            return None
-        return self.scaled_weight() if scaled else self.kernel_weight()
+            return held if self.scheme.activation is not None or held.dtype == dtype else None
+        return self.gpu_weight if dtype in self.kernel_dtypes else None
 
     def _rows(self) -> RowWeight:
-        """The form on disk, for a product that no kernel takes; made anew where only a form for others is held."""
+        """The form on disk, for a product that no kernel takes; unpacked from another form if necessary."""
         if self.batch_invariant:
             raise UnsupportedProblem(f"{self.scheme}: no kernel for x of this type, or here, has batch-invariant sums")
         packed: Tensor = self.weight_packed
@@ -260,7 +269,8 @@ class PackedWeight(nn.Module):
         """The prepared weights of a scheme with 16-bit activations."""
         codes = self.kernel_codes
         assert codes is not None
-        return FragmentWeight(codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)
+        tensors = codes, self.kernel_scale, self.kernel_channel_scale
+        return FragmentWeight(*tensors, self.scheme, self.shape, self.kernel_subnormal)
 
     def scaled_weight(self) -> OperandWeight:
         """The prepared weights of a scheme with 8-bit activations."""
@@ -269,14 +279,12 @@ class PackedWeight(nn.Module):
         return OperandWeight(codes, self.kernel_scale, self.kernel_channel_scale, sums, self.scheme, self.shape)
 
     def _prepared_codes(self) -> Tensor:
-        if self.cpu_weight is not None:
-            return unpack_cpu_codes(self.cpu_weight)
-        if self.scheme.activation is not None:
-            return self.scaled_weight().unpack().codes
-        return self.kernel_weight().unpack().codes
+        prepared = self.gpu_weight if self.cpu_weight is None else self.cpu_weight
+        assert prepared is not None
+        return prepared.unpack_codes()
 
     def restore(self) -> None:
-        """Undoes `prepare`."""
+        """Restores the form on disk; the inverse of `prepare`."""
         if not self.is_prepared:
             return
         if self.weight_packed.numel() == 0:
@@ -289,7 +297,7 @@ class PackedWeight(nn.Module):
         self._refused.clear()
 
     def set_weight(self, q: QuantTensor) -> None:
-        """Takes over what `q` holds, which must have this module's shape and scheme."""
+        """Sets the weights and everything else to those of `q`. Raises ValueError for another shape or scheme."""
         if q.shape != self.shape or q.scheme != self.scheme:
             raise ValueError(f"this module holds {self.scheme} {self.shape}, got {q.scheme} {q.shape}")
         self._set_input(q.input_transform)
@@ -302,7 +310,7 @@ class PackedWeight(nn.Module):
             self.weight_zero = _parameter(q.zero)
 
     def share_weight(self, other: PackedWeight) -> None:
-        """Ties this module to `other`: both then hold the same parameters."""
+        """Ties this module to `other`: both then have the same parameters."""
         if other.shape != self.shape or other.scheme != self.scheme:
             raise ValueError(f"cannot tie {self.scheme} {self.shape} to {other.scheme} {other.shape}")
         self._set_input(other.input_transform)
@@ -315,7 +323,7 @@ class PackedWeight(nn.Module):
             self.weight_zero = other.weight_zero
 
     def quant_tensor(self) -> QuantTensor:
-        """The weights as codes, scales, zeros, what belongs to their input, and their correction."""
+        """The weights as codes, scales and zeros, with the input transform and the low-rank correction."""
         if self.weight_packed.numel() == 0 and self.is_prepared:
             codes = self._prepared_codes()
         else:
@@ -327,7 +335,7 @@ class PackedWeight(nn.Module):
         return QuantTensor(codes, self.weight_scale.data, zero, self.scheme, transform, correction)
 
     def dequantize_refusals(self) -> tuple[str, ...]:
-        """Why the weights cannot be dequantized here; empty where they can."""
+        """Returns the reasons why the weights cannot be dequantized here; empty if they can."""
         if self.is_split:
             return ("tensor parallelism has split the weights, load the model without it to dequantize them",)
         if self.weight_scale.is_meta:
@@ -352,7 +360,7 @@ class PackedWeight(nn.Module):
         return sum(p.nbytes for p in held if p is not None) + beside + form
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles hold: the form on disk, since the order of a CPU's form is that of one machine."""
+        """Copies and pickles hold the form on disk, since the order of a CPU's form depends on the machine."""
         state = self.__dict__.copy()
         if self.cpu_weight is not None:
             state |= {"cpu_weight": None, "_refused": {}, "_parameters": self._parameters.copy()}
@@ -366,15 +374,14 @@ class PackedWeight(nn.Module):
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.weight_packed.numel() == 0 and self.is_prepared:
-            # Made for the file, so that a model and its state dict take the weights twice; the kernels' form stays, which a
-            # captured graph may read.
+            # Allocated for the file beside the kernels' form, which a captured graph may read.
             packed = self._form_on_disk()
             destination[f"{prefix}weight_packed"] = packed if keep_vars else packed.detach()
 
     def _load_from_state_dict(self, state_dict, prefix, *arguments, **options):  # type: ignore[no-untyped-def]
-        """What is loaded has the form on disk, and scales have the types that they come in: which 16 bits hold them goes with
-        the weights. A GPU's tensors are filled again where they are, for captured graphs that read them, unless weights of
-        other magnitudes have other ones (pack/weight.py): such graphs have to be captured again."""
+        """Loads the form on disk; scales take the types of the loaded tensors. A GPU's tensors are overwritten in place, for
+        captured graphs that read them, unless the new weights have tensors of other shapes or types (pack/weight.py): such
+        graphs must be captured again."""
         before = {name: getattr(self, name) for name in KERNEL_TENSORS}
         with torch.inference_mode(False), torch.no_grad():
             self.restore()
@@ -395,12 +402,12 @@ class PackedWeight(nn.Module):
                 for old, new, name in pairs:
                     setattr(self, name, old if old is None else old.copy_(new))
             else:
-                warnings.warn("CUDA graphs captured with the weights before are to be captured again", stacklevel=2)
+                warnings.warn("CUDA graphs that were captured with the previous weights must be captured again", stacklevel=2)
             self._drop_form_on_disk()
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         """Moves devices as any module does, but keeps the type of scales and corrections: `.half()` must not round float32
-        scales, nor `.bfloat16()` the factors. What stays on its device keeps the kernels' form, where it is."""
+        scales, nor `.bfloat16()` the factors. What stays on its device keeps the kernels' form in place."""
         here = self.weight_packed.device
         if fn(torch.empty(0, dtype=torch.uint8, device=here)).device != here:
             self.restore()
@@ -430,7 +437,7 @@ def _kernel_dtypes(scheme: Scheme) -> tuple[torch.dtype, ...]:
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether one may take the other's place in memory."""
+    """True if both have the same shape and dtype, or are None."""
     return a is b or (a is not None and b is not None and (a.shape, a.dtype) == (b.shape, b.dtype))
 
 

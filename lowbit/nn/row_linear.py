@@ -12,19 +12,19 @@ class RowLinear(nn.Linear):
     """`nn.Linear` with its weight [N, K] and bias as they are, for layers of a model on a CPU that stay in 16 bits.
 
     Torch's product of 16-bit matrices on a CPU reorders all of the weight at each call: for one token (49152 x 576, bf16, 2
-    cores of a Xeon with AMX, 2026-11-22) 3.8 ms, where `torch.mv` takes 2.2, sums in float32 too. Moved to another device it is
-    an `nn.Linear` again, which all know that look at a model there (engine/family.py, engine/product.py, models/head.py).
+    cores of a Xeon with AMX, 2026-11-22) 3.8 ms, where `torch.mv` takes 2.2, sums in float32 too. On another device it becomes
+    an `nn.Linear` again, the class that engine/family.py, engine/product.py and models/head.py look for.
     """
 
     @classmethod
     def of(cls, linear: nn.Linear) -> RowLinear:
-        """The layer that computes with the parameters of `linear`, which both then hold."""
+        """The layer that shares the parameters of `linear`."""
         new = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         new.weight, new.bias = linear.weight, linear.bias
         return new.train(linear.training)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowLinear:
-        """What `to`, `cuda` and their like do to the parameters."""
+        """Applies `fn` (of `to`, `cuda`, ..) to the parameters, and becomes `nn.Linear` on another device than a CPU."""
         super()._apply(fn, recurse)
         if self.weight.device.type != "cpu":
             self.__class__ = nn.Linear  # type: ignore[assignment]

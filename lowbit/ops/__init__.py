@@ -1,4 +1,4 @@
-"""How torch calls the kernels: the table of all of them, one product over it, and operators with schema, checks and fakes."""
+"""The torch interface of the kernels: the table of all kernels, one product that uses it, and the registered operators."""
 
 from lowbit.ops.byte_gemm import byte_gemm
 from lowbit.ops.dequantize_gemm import mixed_gemm

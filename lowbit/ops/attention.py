@@ -1,14 +1,15 @@
 """Attention over a paged cache of keys and values: operators `lowbit::decode_attention` and `lowbit::append_kv`, and prompts.
 
 Keys and values of a layer lie in pages of PAGE tokens, k and v [pages, kv_heads, PAGE, head_dim]. `tables` int32 [slots, P]
-names the pages of each slot in order, `positions` int32 [slots] the position of the token that it processes next. Which pages
-a slot has is its owner's affair: nothing here checks what the tables hold.
+names the pages of each slot in order, `positions` int32 [slots] the position of the token that it processes next. Nothing
+here checks what the tables hold.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.attention import PAGE, AttentionShape, attention_refusals, choose_decode, shape_refusals
 from lowbit.kernels.reference.attention import append_reference, attend, decode_reference, gathered
-from lowbit.ops.operands import Described, described, on_meta, triton_refusals
+from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of, triton_refusals
+from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
 
 if TYPE_CHECKING:
@@ -30,16 +32,11 @@ _SHAPE = (
     " float norm_eps, float norm_offset"
 )
 _CACHE = "Tensor qkv, Tensor(a!) k, Tensor(b!) v, Tensor tables"
+_attention_shape = functools.lru_cache(maxsize=256)(AttentionShape)
 
-torch.library.define(
-    "lowbit::decode_attention",
-    f"({_CACHE}, Tensor positions, Tensor rows, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, {_SHAPE},"
-    " bool batch_invariant=False, int longest=0) -> Tensor",
-)
-torch.library.define(
-    "lowbit::append_kv",
-    f"({_CACHE}, Tensor slot_of, Tensor position_of, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, {_SHAPE}) -> Tensor",
-)
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+"""qkv, k, v, tables, positions and rows (or slot_of and position_of), cos_sin, q_norm and k_norm: what comes before the shape
+in both operators."""
 
 
 def decode_attention(
@@ -51,10 +48,11 @@ def decode_attention(
     qkv [B, (heads + 2 kv_heads) head_dim] holds each row's heads of q, then k, then v; `rows` int32 [B] names its slot. Heads
     of q and k are normed where q_norm and k_norm [head_dim] are given, and turned by cos_sin float32 [positions, rotary_dim]:
     cos of each pair, then sin. The new k and v are written to the slot's position, and the token sees positions 0 to its own.
-    On a GPU types are fp16 or bf16, it is one launch, and rows, positions, tables, cos_sin, gammas and older keys are read
-    before the kernel before it has finished, so neither that kernel nor one that it did not wait for may write them. With
-    `batch_invariant` a row has the same bits in every batch; else a row is cut into parts as suits the batch. `longest`: tokens
-    of the longest context for which to choose how (default: all that the tables can name); longer ones come out right, slower.
+    On a GPU types are fp16 or bf16 and there is one launch. It reads rows, positions, tables, cos_sin, gammas and older keys
+    before the preceding kernel has finished, so that kernel must not write them, nor one that is still running beside it. With
+    `batch_invariant` a row has the same bits in every batch; else the number of splits of a row depends on the batch. `longest`
+    is the longest context, in tokens, for which the tile is chosen (default: all that the tables can name); longer contexts are
+    computed correctly, but slower.
     Raises ValueError for tensors that do not fit together and for a shape no kernel takes.
     """
     return torch.ops.lowbit.decode_attention(
@@ -118,7 +116,7 @@ def _fields(shape: AttentionShape) -> tuple[int | float, ...]:
 
 def _check(
     operator: str, shape: AttentionShape, qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, of_slots: Tensor | None,
-    of_rows: tuple[Tensor, ...], cos_sin: Tensor, norms: tuple[Tensor | None, Tensor | None],
+    of_rows: tuple[Tensor, ...], cos_sin: Tensor, norms: Sequence[Tensor | None],
 ) -> None:  # fmt: skip
     """Raises ValueError unless the tensors belong together under the shape."""
     reasons = list(shape_refusals(shape))
@@ -144,7 +142,7 @@ def _check(
         raise ValueError(f"{operator}: {'; '.join(reasons)}")
 
 
-def _check_cuda(operator: str, shape: AttentionShape, tensors: tuple[Described | None, ...]) -> None:
+def _check_cuda(operator: str, shape: AttentionShape, tensors: tuple[TensorSpec | None, ...]) -> None:
     """Raises ValueError unless a kernel takes the shape and the tensors, of which the first is qkv."""
     reasons = [*attention_refusals(shape), *triton_refusals()]
     given = [t for t in tensors if t is not None]
@@ -158,117 +156,124 @@ def _check_cuda(operator: str, shape: AttentionShape, tensors: tuple[Described |
         raise ValueError(f"{operator}: {'; '.join(reasons)}")
 
 
-def _require_contiguous(operator: str, *tensors: Tensor) -> None:
-    """Raises ValueError for a cache that is not laid out as its kernels see it: a copy would not be the cache."""
-    if not all(t.is_contiguous() for t in tensors):
-        raise ValueError(f"{operator}: pages and tables are contiguous, got strides {[t.stride() for t in tensors]}")
+def _split(arguments: tuple[Any, ...]) -> tuple[Tensors, AttentionShape, tuple[Any, ...]]:
+    """The tensors, the shape and the options among the arguments of an operator."""
+    return arguments[:9], _attention_shape(*arguments[9:18]), arguments[18:]  # type: ignore[return-value]
 
 
-@torch.library.impl("lowbit::decode_attention", "CUDA")
-def _decode(
-    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, q_norm: Tensor | None,
-    k_norm: Tensor | None, heads: int, kv_heads: int, head_dim: int, scale: float, rotary_dim: int, softcap: float,
-    window: int, norm_eps: float, norm_offset: float, batch_invariant: bool = False, longest: int = 0,
-) -> Tensor:  # fmt: skip
-    shape = AttentionShape(heads, kv_heads, head_dim, scale, rotary_dim, softcap, window, norm_eps, norm_offset)
-    _require_contiguous("decode_attention", k, v, tables)
-    qkv, positions, rows = qkv.contiguous(), positions.contiguous(), rows.contiguous()
-    given = (qkv, k, v, tables, positions, rows, cos_sin.contiguous(), q_norm, k_norm)
-    plan = _decode_plan(shape, batch_invariant, longest, tuple(described(t) for t in given))
+def _contiguous(operator: str, tensors: Tensors) -> Tensors:
+    """The tensors, copied where they have gaps. Raises ValueError for such pages and tables: a copy is not the cache."""
+    qkv, k, v, tables, first, second, cos_sin, *norms = tensors
+    if not (k.is_contiguous() and v.is_contiguous() and tables.is_contiguous()):
+        strides = [t.stride() for t in (k, v, tables)]
+        raise ValueError(f"{operator}: pages and tables are contiguous, got strides {strides}")
+    return (qkv.contiguous(), k, v, tables, first.contiguous(), second.contiguous(), cos_sin.contiguous(), *norms)  # type: ignore[return-value]
+
+
+def _decode(*arguments: Any) -> Tensor:
+    given, shape, options = _split(arguments)
+    tensors = _contiguous("decode_attention", given)
+    plan = _decode_plan(shape, *_options(*options), tuple(spec_of(t) for t in tensors))
     if plan is None:
-        return qkv.new_empty(0, heads * head_dim)
-    if qkv.device.index != torch.cuda.current_device():
-        with torch.cuda.device(qkv.device):
-            return plan(*given, *workspace(qkv.device, *plan.workspace))
-    return plan(*given, *workspace(qkv.device, *plan.workspace))
+        return tensors[0].new_empty(0, shape.heads * shape.head_dim)
+    return plan(*tensors, *workspace(tensors[0].device, *plan.workspace))
+
+
+def _options(batch_invariant: bool = False, longest: int = 0) -> tuple[bool, int]:
+    return batch_invariant, longest
 
 
 @functools.lru_cache(maxsize=1024)
 def _decode_plan(
-    shape: AttentionShape, batch_invariant: bool, longest: int, tensors: tuple[Described | None, ...]
+    shape: AttentionShape, batch_invariant: bool, longest: int, tensors: tuple[TensorSpec | None, ...]
 ) -> PagedAttentionPlan | None:
     """The plan of a step; None without rows. Raises ValueError when the tensors do not fit."""
-    qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm = (None if t is None else on_meta(t) for t in tensors)
-    assert (
-        qkv is not None and k is not None and v is not None and tables is not None and rows is not None and cos_sin is not None
-    )
-    _check("decode_attention", shape, qkv, k, v, tables, positions, (rows,), cos_sin, (q_norm, k_norm))
+    on_meta_tensors = _on_meta(tensors)
+    _check_decode(on_meta_tensors, shape)
+    tables, rows = on_meta_tensors[3], on_meta_tensors[5]
     if len(rows) == 0:
         return None
     _check_cuda("decode_attention", shape, tensors)
-    assert tensors[0] is not None
-    machine = machine_of(tensors[0][2])
+    machine = machine_of(_device_of(tensors))
     tile = choose_decode(len(rows), shape, longest or PAGE * tables.shape[1], machine, batch_invariant)
     from lowbit.kernels.sm80.paged_attention import PagedAttentionPlan
 
     return PagedAttentionPlan(len(rows), shape, tile, machine)
 
 
-@torch.library.impl("lowbit::decode_attention", "CPU")
-def _decode_on_cpu(
-    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, q_norm: Tensor | None,
-    k_norm: Tensor | None, heads: int, kv_heads: int, head_dim: int, scale: float, rotary_dim: int, softcap: float,
-    window: int, norm_eps: float, norm_offset: float, batch_invariant: bool = False, longest: int = 0,
-) -> Tensor:  # fmt: skip
-    shape = AttentionShape(heads, kv_heads, head_dim, scale, rotary_dim, softcap, window, norm_eps, norm_offset)
-    _check("decode_attention", shape, qkv, k, v, tables, positions, (rows,), cos_sin, (q_norm, k_norm))
-    return decode_reference(qkv, k, v, tables, positions, rows, cos_sin, shape, q_norm, k_norm)
+def _on_meta(tensors: tuple[TensorSpec | None, ...]) -> Tensors:
+    return tuple(None if t is None else meta_tensor(t) for t in tensors)  # type: ignore[return-value]
 
 
-@torch.library.register_fake("lowbit::decode_attention")
-def _fake_decode(
-    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, q_norm: Tensor | None,
-    k_norm: Tensor | None, heads: int, kv_heads: int, head_dim: int, scale: float, rotary_dim: int, softcap: float,
-    window: int, norm_eps: float, norm_offset: float, batch_invariant: bool = False, longest: int = 0,
-) -> Tensor:  # fmt: skip
-    return qkv.new_empty((qkv.shape[0], heads * head_dim))
+def _device_of(tensors: tuple[TensorSpec | None, ...]) -> torch.device:
+    assert tensors[0] is not None
+    return tensors[0][2]
 
 
-@torch.library.impl("lowbit::append_kv", "CUDA")
-def _append(
-    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor,
-    q_norm: Tensor | None, k_norm: Tensor | None, heads: int, kv_heads: int, head_dim: int, scale: float, rotary_dim: int,
-    softcap: float, window: int, norm_eps: float, norm_offset: float,
-) -> Tensor:  # fmt: skip
-    shape = AttentionShape(heads, kv_heads, head_dim, scale, rotary_dim, softcap, window, norm_eps, norm_offset)
-    _require_contiguous("append_kv", k, v, tables)
-    qkv, slot_of, position_of = qkv.contiguous(), slot_of.contiguous(), position_of.contiguous()
-    given = (qkv, k, v, tables, slot_of, position_of, cos_sin.contiguous(), q_norm, k_norm)
-    plan = _append_plan(shape, tuple(described(t) for t in given))
-    if qkv.device.index != torch.cuda.current_device():
-        with torch.cuda.device(qkv.device):
-            return plan(*given)
-    return plan(*given)
+def _check_decode(tensors: Tensors, shape: AttentionShape) -> None:
+    qkv, k, v, tables, positions, rows, cos_sin, *norms = tensors
+    _check("decode_attention", shape, qkv, k, v, tables, positions, (rows,), cos_sin, norms)
+
+
+def _decode_on_cpu(*arguments: Any) -> Tensor:
+    tensors, shape, _ = _split(arguments)
+    _check_decode(tensors, shape)
+    return decode_reference(*tensors[:7], shape, *tensors[7:])
+
+
+def _fake_decode(*arguments: Any) -> Tensor:
+    qkv, heads, head_dim = arguments[0], arguments[9], arguments[11]
+    made: Tensor = qkv.new_empty((qkv.shape[0], heads * head_dim))
+    return made
+
+
+register(
+    f"decode_attention({_CACHE}, Tensor positions, Tensor rows, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, {_SHAPE},"
+    " bool batch_invariant=False, int longest=0) -> Tensor",
+    cuda=_decode,
+    cpu=_decode_on_cpu,
+    fake=_fake_decode,
+)
+
+
+def _append(*arguments: Any) -> Tensor:
+    given, shape, _ = _split(arguments)
+    tensors = _contiguous("append_kv", given)
+    return _append_plan(shape, tuple(spec_of(t) for t in tensors))(*tensors)
 
 
 @functools.lru_cache(maxsize=1024)
-def _append_plan(shape: AttentionShape, tensors: tuple[Described | None, ...]) -> AppendPlan:
+def _append_plan(shape: AttentionShape, tensors: tuple[TensorSpec | None, ...]) -> AppendPlan:
     """The plan of a prompt's tokens. Raises ValueError when the tensors do not fit."""
-    qkv, k, v, tables, slot_of, position_of, cos_sin, q_norm, k_norm = (None if t is None else on_meta(t) for t in tensors)
-    assert qkv is not None and k is not None and v is not None and tables is not None and cos_sin is not None
-    assert slot_of is not None and position_of is not None and tensors[0] is not None
-    _check("append_kv", shape, qkv, k, v, tables, None, (slot_of, position_of), cos_sin, (q_norm, k_norm))
+    on_meta_tensors = _on_meta(tensors)
+    _check_append(on_meta_tensors, shape)
     _check_cuda("append_kv", shape, tensors)
     from lowbit.kernels.elementwise.append import AppendPlan
 
-    return AppendPlan(len(qkv), shape, machine_of(tensors[0][2]))
+    return AppendPlan(len(on_meta_tensors[0]), shape, machine_of(_device_of(tensors)))
 
 
-@torch.library.impl("lowbit::append_kv", "CPU")
-def _append_on_cpu(
-    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor,
-    q_norm: Tensor | None, k_norm: Tensor | None, heads: int, kv_heads: int, head_dim: int, scale: float, rotary_dim: int,
-    softcap: float, window: int, norm_eps: float, norm_offset: float,
-) -> Tensor:  # fmt: skip
-    shape = AttentionShape(heads, kv_heads, head_dim, scale, rotary_dim, softcap, window, norm_eps, norm_offset)
-    _check("append_kv", shape, qkv, k, v, tables, None, (slot_of, position_of), cos_sin, (q_norm, k_norm))
-    return append_reference(qkv, k, v, tables, slot_of, position_of, cos_sin, shape, q_norm, k_norm)
+def _check_append(tensors: Tensors, shape: AttentionShape) -> None:
+    qkv, k, v, tables, slot_of, position_of, cos_sin, *norms = tensors
+    _check("append_kv", shape, qkv, k, v, tables, None, (slot_of, position_of), cos_sin, norms)
 
 
-@torch.library.register_fake("lowbit::append_kv")
-def _fake_append(
-    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor,
-    q_norm: Tensor | None, k_norm: Tensor | None, heads: int, kv_heads: int, head_dim: int, scale: float, rotary_dim: int,
-    softcap: float, window: int, norm_eps: float, norm_offset: float,
-) -> Tensor:  # fmt: skip
-    return qkv.new_empty((qkv.shape[0], heads, head_dim))
+def _append_on_cpu(*arguments: Any) -> Tensor:
+    tensors, shape, _ = _split(arguments)
+    _check_append(tensors, shape)
+    return append_reference(*tensors[:7], shape, *tensors[7:])
+
+
+def _fake_append(*arguments: Any) -> Tensor:
+    qkv, heads, head_dim = arguments[0], arguments[9], arguments[11]
+    made: Tensor = qkv.new_empty((qkv.shape[0], heads, head_dim))
+    return made
+
+
+register(
+    f"append_kv({_CACHE}, Tensor slot_of, Tensor position_of, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, {_SHAPE})"
+    " -> Tensor",
+    cuda=_append,
+    cpu=_append_on_cpu,
+    fake=_fake_append,
+)

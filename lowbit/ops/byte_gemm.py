@@ -1,13 +1,13 @@
 """The torch operator `lowbit::byte_gemm`: 8-bit activations on the tensor cores, weights in their own form (pack/scaled.py).
 
 Like `lowbit::fragment_gemm` it is opaque to torch.compile and costs little per call; the choice of kernel stays inside and
-depends on shapes alone. `lowbit::scaled_gemm` computes the same on any device from weights as they lie on disk.
+depends on shapes alone. `lowbit::scaled_gemm` computes the same on any device from weights in the form on disk.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from torch import Tensor
 from lowbit.formats import PerBlock, PerGroup, Scheme, parse_scheme
 from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile, choose_scaled
-from lowbit.ops.operands import Described, described, on_meta
+from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of
+from lowbit.ops.register import register
 from lowbit.ops.scaled_gemm import check_activations, check_output
 from lowbit.ops.table import scaled_shape
 from lowbit.ops.workspace import workspace
@@ -24,17 +25,10 @@ from lowbit.pack.fragment import LANES, STRIP, k_tiles, strips
 from lowbit.pack.scaled import GROUP, ROW_BYTES
 
 if TYPE_CHECKING:
-    from lowbit.kernels.parts.epilogue import XScale
+    from lowbit.kernels.parts.scaled_epilogue import XScale
     from lowbit.kernels.sm80.scaled_gemm import PlainPlan
     from lowbit.kernels.sm90.scaled_gemm import ScaledPlan
     from lowbit.kernels.sm90.sub_byte_scaled_gemm import NarrowPlan
-
-torch.library.define(
-    "lowbit::byte_gemm",
-    "(Tensor x, Tensor x_scale, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor sums, Tensor? bias, str scheme,"
-    " SymInt n, ScalarType dtype, Tensor? x_zero=None, str function='none', Tensor? y_scale=None,"
-    " bool batch_invariant=False, bool fast_accum=False) -> Tensor",
-)
 
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
@@ -58,14 +52,31 @@ def byte_gemm(
     )  # fmt: skip
 
 
-def _check(
-    x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor | None, channel: Tensor | None, sums: Tensor,
-    bias: Tensor | None, s: Scheme, n: int, dtype: torch.dtype, x_zero: Tensor | None, function: str,
-    y_scale: Tensor | None,
-) -> None:  # fmt: skip
+class ByteGemmArguments(NamedTuple):
+    """The arguments of `lowbit::byte_gemm`."""
+
+    x: Tensor
+    x_scale: Tensor
+    codes: Tensor
+    scale: Tensor | None
+    channel_scale: Tensor | None
+    sums: Tensor
+    bias: Tensor | None
+    scheme: str
+    n: int
+    dtype: torch.dtype
+    x_zero: Tensor | None = None
+    function: str = "none"
+    y_scale: Tensor | None = None
+    batch_invariant: bool = False
+    fast_accum: bool = False
+
+
+def _check(a: ByteGemmArguments) -> None:
     """Raises ValueError unless the tensors are of one product under the scheme."""
-    check_activations("byte_gemm", x, x_scale, x_zero, s)
-    check_output("byte_gemm", dtype, function, y_scale)
+    s, x, n, codes, scale, channel, sums, bias = _scheme(a.scheme), a.x, a.n, a.codes, a.scale, a.channel_scale, a.sums, a.bias
+    check_activations("byte_gemm", x, a.x_scale, a.x_zero, s)
+    check_output("byte_gemm", a.dtype, a.function, a.y_scale)
     reasons = scaled_refusals(s)
     if reasons:
         raise ValueError(f"byte_gemm: the kernel {'; '.join(reasons)}")
@@ -87,54 +98,42 @@ def _check(
         raise ValueError(f"byte_gemm: {s} takes {'no channel_scale' if grouped or blocks else f'channel_scale [{n}]'}")
     if tuple(sums.shape) != (n,) or (bias is not None and tuple(bias.shape) != (n,)):
         raise ValueError(f"byte_gemm: sums and bias are [{n}], got {tuple(sums.shape)}, {None if bias is None else bias.shape}")
-    if bits < 8 and k > GROUP and x_scale.dim() and x_scale.shape[-1] > 1:
+    if bits < 8 and k > GROUP and a.x_scale.dim() and a.x_scale.shape[-1] > 1:
         raise ValueError("byte_gemm: x with scales of blocks goes with 8-bit weights; `scaled_gemm` takes it with all")
-
-
-def _check_sums(batch_invariant: bool, fast_accum: bool) -> None:
-    if batch_invariant and fast_accum:
+    if a.batch_invariant and a.fast_accum:
         raise ValueError("byte_gemm: fast sums differ between small and large batches: batch_invariant or fast_accum, not both")
 
 
-@torch.library.impl("lowbit::byte_gemm", "CUDA")
-def _byte_gemm(
-    x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, sums: Tensor,
-    bias: Tensor | None, scheme: str, n: int, dtype: torch.dtype, x_zero: Tensor | None = None, function: str = "none",
-    y_scale: Tensor | None = None, batch_invariant: bool = False, fast_accum: bool = False,
-) -> Tensor:  # fmt: skip
-    k = x.shape[-1]
+def _byte_gemm(a: ByteGemmArguments) -> Tensor:
+    x, k = a.x, a.x.shape[-1]
     rows = _aligned_rows(x if x.dim() == 2 else x.reshape(-1, k))
-    x_scale = x_scale.contiguous()
+    x_scale, x_zero = a.x_scale.contiguous(), a.x_zero
     if x_zero is not None:
         x_zero = x_zero.reshape(-1).expand(rows.shape[0]).contiguous()
-    others = tuple(described(t) for t in (codes, scale, channel_scale, sums, bias, x_scale, x_zero, y_scale))
-    asked = batch_invariant, fast_accum
-    plan = _plan(scheme, rows.shape[0], n, x.shape, x.dtype, x.device, dtype, function, others, *asked)
+    weight = (a.codes, a.scale, a.channel_scale, a.sums, a.bias)
+    others = tuple(spec_of(t) for t in (*weight, x_scale, x_zero, a.y_scale))
+    sums = a.batch_invariant, a.fast_accum
+    plan = _plan(a.scheme, rows.shape[0], a.n, x.shape, x.dtype, x.device, a.dtype, a.function, others, *sums)
     if plan is None:
-        return x.new_empty((*x.shape[:-1], n), dtype=dtype)
-    arguments = (rows, x_scale, x_zero, codes, scale, channel_scale, sums, bias)
-    if x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            y = plan(*arguments, *workspace(x.device, *plan.workspace), y_scale)
-    else:
-        y = plan(*arguments, *workspace(x.device, *plan.workspace), y_scale)
-    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], n)
+        return x.new_empty((*x.shape[:-1], a.n), dtype=a.dtype)
+    y = plan(rows, x_scale, x_zero, *weight, *workspace(x.device, *plan.workspace), a.y_scale)
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], a.n)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
     scheme: str, m: int, n: int, x_shape: torch.Size, x_type: torch.dtype, on: torch.device, dtype: torch.dtype,
-    function: str, others: tuple[Described | None, ...], batch_invariant: bool, fast_accum: bool,
+    function: str, others: tuple[TensorSpec | None, ...], batch_invariant: bool, fast_accum: bool,
 ) -> ScaledPlan | NarrowPlan | PlainPlan | None:  # fmt: skip
     """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
     parsed = _scheme(scheme)
     k = x_shape[-1]
-    codes, scale, channel, sums, bias, x_scale, x_zero, y_scale = (None if t is None else on_meta(t) for t in others)
+    codes, scale, channel, sums, bias, x_scale, x_zero, y_scale = (None if t is None else meta_tensor(t) for t in others)
     assert codes is not None and sums is not None and x_scale is not None
     x = torch.empty(x_shape, dtype=x_type, device="meta")
     zero = None if x_zero is None else x_zero.new_empty((*x_shape[:-1], 1))
-    _check(x, x_scale, codes, scale, channel, sums, bias, parsed, n, dtype, zero, function, y_scale)
-    _check_sums(batch_invariant, fast_accum)
+    weight = codes, scale, channel, sums, bias
+    _check(ByteGemmArguments(x, x_scale, *weight, scheme, n, dtype, zero, function, y_scale, batch_invariant, fast_accum))
     devices = {on, *(t[2] for t in others if t is not None)}
     if len(devices) > 1:
         raise ValueError(f"byte_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
@@ -168,15 +167,19 @@ def plan_for_scaled(
     return NarrowPlan(shape, tile, narrow_config(*made), machine.sm_count)
 
 
-@torch.library.register_fake("lowbit::byte_gemm")
-def _fake(
-    x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, sums: Tensor,
-    bias: Tensor | None, scheme: str, n: int, dtype: torch.dtype, x_zero: Tensor | None = None, function: str = "none",
-    y_scale: Tensor | None = None, batch_invariant: bool = False, fast_accum: bool = False,
-) -> Tensor:  # fmt: skip
-    _check(x, x_scale, codes, scale, channel_scale, sums, bias, _scheme(scheme), n, dtype, x_zero, function, y_scale)
-    _check_sums(batch_invariant, fast_accum)
-    return x.new_empty((*x.shape[:-1], n), dtype=dtype)
+def _fake(a: ByteGemmArguments) -> Tensor:
+    _check(a)
+    return a.x.new_empty((*a.x.shape[:-1], a.n), dtype=a.dtype)
+
+
+register(
+    "byte_gemm(Tensor x, Tensor x_scale, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor sums, Tensor? bias,"
+    " str scheme, SymInt n, ScalarType dtype, Tensor? x_zero=None, str function='none', Tensor? y_scale=None,"
+    " bool batch_invariant=False, bool fast_accum=False) -> Tensor",
+    cuda=_byte_gemm,
+    fake=_fake,
+    arguments=ByteGemmArguments,
+)
 
 
 def _aligned_rows(x: Tensor) -> Tensor:

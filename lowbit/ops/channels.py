@@ -1,4 +1,4 @@
-"""What a layer does to the channels of x before the product: rotate, scale and reorder them (`formats.InputTransform`)."""
+"""Rotation, scaling and reordering of the channels of x before a product (`formats.InputTransform`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from torch import Tensor
 
 from lowbit.formats import check_block, rotate_blocks
 from lowbit.hardware.machine import machine_of, machine_refusals
-from lowbit.ops.operands import Described, described, on_meta, triton_refusals
+from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of, triton_refusals
+from lowbit.ops.register import register
 
 if TYPE_CHECKING:
     from lowbit.kernels.elementwise.gather import GatherPlan
     from lowbit.kernels.elementwise.rotate import RotatePlan
-
-torch.library.define("lowbit::rotate_channels", "(Tensor x, int block) -> Tensor")
-torch.library.define("lowbit::gather_channels", "(Tensor x, Tensor? order, Tensor? factors) -> Tensor")
 
 FACTOR_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -49,7 +47,6 @@ def _check_channels(k: int, order: Tensor | None, factors: Tensor | None) -> Non
         raise ValueError(f"gather_channels: factors are fp16, bf16 or fp32 [{k}], got {factors.dtype} {tuple(factors.shape)}")
 
 
-@torch.library.impl("lowbit::gather_channels", "CUDA")
 def _gather_on_gpu(x: Tensor, order: Tensor | None, factors: Tensor | None) -> Tensor:
     """Rows start at multiples of 16 bytes, with zeros behind K up to there, as the matrix kernels read them."""
     if machine_refusals(x.device) or triton_refusals():
@@ -60,18 +57,17 @@ def _gather_on_gpu(x: Tensor, order: Tensor | None, factors: Tensor | None) -> T
     order = None if order is None else order.contiguous()
     factors = None if factors is None else factors.contiguous()
     aligned = (rows.stride(0) % 8 == 0, rows.data_ptr() % 16 == 0)
-    plan = _gather_plan(*rows.shape, x.dtype, x.device, aligned, described(order), described(factors))
-    with torch.cuda.device(x.device):
-        return plan(rows, order, factors).view(x.shape)
+    plan = _gather_plan(*rows.shape, x.dtype, x.device, aligned, spec_of(order), spec_of(factors))
+    return plan(rows, order, factors).view(x.shape)
 
 
 @functools.lru_cache(maxsize=4096)
 def _gather_plan(
-    m: int, k: int, dtype: torch.dtype, on: torch.device, aligned: tuple[bool, bool], order: Described | None,
-    factors: Described | None,
+    m: int, k: int, dtype: torch.dtype, on: torch.device, aligned: tuple[bool, bool], order: TensorSpec | None,
+    factors: TensorSpec | None,
 ) -> GatherPlan:  # fmt: skip
     """The plan of a call. Raises ValueError when the tensors do not fit."""
-    _check_channels(k, *(None if t is None else on_meta(t) for t in (order, factors)))
+    _check_channels(k, *(None if t is None else meta_tensor(t) for t in (order, factors)))
     given = [t for t in (order, factors) if t is not None]
     devices = {on, *(t[2] for t in given)}
     if len(devices) > 1:
@@ -82,10 +78,12 @@ def _gather_plan(
     return GatherPlan(m, k, order is not None, pieces, machine_of(on))
 
 
-@torch.library.register_fake("lowbit::gather_channels")
 def _gathered_fake(x: Tensor, order: Tensor | None, factors: Tensor | None) -> Tensor:
     _check_channels(x.shape[-1], order, factors)
     return x.new_empty((*x.shape[:-1], -(-x.shape[-1] // 8) * 8))[..., : x.shape[-1]]
+
+
+register("gather_channels(Tensor x, Tensor? order, Tensor? factors) -> Tensor", cuda=_gather_on_gpu, fake=_gathered_fake)
 
 
 def rotate_channels(x: Tensor, block: int) -> Tensor:
@@ -96,25 +94,18 @@ def rotate_channels(x: Tensor, block: int) -> Tensor:
     return rotated
 
 
-@torch.library.impl("lowbit::rotate_channels", "CPU")
-def _on_cpu(x: Tensor, block: int) -> Tensor:
-    return rotate_blocks(x, block)
-
-
-@torch.library.impl("lowbit::rotate_channels", "CUDA")
 def _on_gpu(x: Tensor, block: int) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    plan = _plan(block, rows.stride(0) % 8 == 0, described(rows))
+    plan = _plan(block, rows.stride(0) % 8 == 0, spec_of(rows))
     if plan is None:
         return rotate_blocks(x, block)
-    with torch.cuda.device(x.device):
-        return plan(rows).view(x.shape)
+    return plan(rows).view(x.shape)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(block: int, stride: bool, rows: Described) -> RotatePlan | None:
+def _plan(block: int, stride: bool, rows: TensorSpec) -> RotatePlan | None:
     """The plan of a call, None where the kernel does not run; `stride` is one of whole pieces. Raises ValueError as
     `rotate_channels` does."""
     (m, k), dtype, on, aligned = rows
@@ -126,7 +117,9 @@ def _plan(block: int, stride: bool, rows: Described) -> RotatePlan | None:
     return RotatePlan(m, k, block, aligned and stride, machine_of(on))
 
 
-@torch.library.register_fake("lowbit::rotate_channels")
 def _rotated_fake(x: Tensor, block: int) -> Tensor:
     check_block(block, x.shape[-1])
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+register("rotate_channels(Tensor x, int block) -> Tensor", cuda=_on_gpu, cpu=rotate_blocks, fake=_rotated_fake)

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from lowbit.formats.conv import ACTIVATIONS, CODES, ConvLayer, ConvSpec, output_size, stored_dtype
 from lowbit.hardware.machine import Machine, features_of, machine_of, machine_refusals
-from lowbit.kernels.choose.conv import Candidate, Size, choose_conv, features_refusals, strip_refusals
+from lowbit.kernels.choose.conv import ConvCandidate, Size, choose_conv, features_refusals, strip_refusals
 from lowbit.kernels.reference.conv import (
     average_pool_reference,
     conv_reference,
     max_pool_reference,
     quantize_reference,
 )
+from lowbit.ops.register import on_device_of_first
 from lowbit.pack.conv_layout import PackedConv
 from lowbit.pack.nhwc64 import Nhwc64, pixel_elements
 from lowbit.pack.stem import StemImages
@@ -33,7 +34,7 @@ STEM_POOL = ((3, 3), (2, 2), (1, 1))
 
 
 def conv_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ...]:
-    """Why the kernels cannot run a layer on `device`; empty if they can."""
+    """Returns the reasons why the kernels cannot run a layer on `device`; empty if they can."""
     device = torch.device(device)
     if device.type == "cpu":
         return ()
@@ -45,7 +46,7 @@ def conv_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ..
     return features_refusals(layer.spec, features_of(device))
 
 
-class Launcher(Protocol):
+class ConvLauncher(Protocol):
     """A layer on a GPU as one kernel reads it."""
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]: ...
@@ -66,7 +67,7 @@ class Conv:
         self.outputs = layer.weight.shape[0]
         machine = machine_of(device) if device.type == "cuda" else None
         self.choice = choose_conv(layer.spec, size, machine, images, pooled)
-        self._kernel = None if machine is None else OnGpu(layer, self.choice, machine, images)
+        self._kernel = None if machine is None else on_device_of_first(GpuConv(layer, self.choice, machine, images))
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output [N, Ho, Wo, bytes or channels] for an input of packed shape `size`."""
@@ -85,8 +86,7 @@ class Conv:
         """
         self._check(x, residual, second, out)
         if self._kernel is not None:
-            with torch.cuda.device(self.device):
-                return self._kernel(x, residual, second, out)
+            return self._kernel(x, residual, second, out)
         y = self._on_cpu(x, residual, second)
         return y if out is None else out.copy_(y)
 
@@ -182,7 +182,7 @@ def prepare_stem(layer: ConvLayer, size: Size, device: torch.device | str | None
 
 
 def stem_pool_refusals(layer: ConvLayer, machine: Machine | None) -> tuple[str, ...]:
-    """Why a stem cannot have its max-pool inside on a GPU (None: the CPU); empty if it can."""
+    """Returns the reasons why a stem cannot have its max-pool inside on a GPU (None: the CPU); empty if it can."""
     reasons = []
     if layer.y not in ACTIVATIONS:
         reasons.append(f"its output is stored as {layer.y}, not as codes")
@@ -229,7 +229,7 @@ def average_pool_to_codes(x: Tensor, storage: str, channels: int, scale: float, 
 
 
 def _device(layer: ConvLayer, device: torch.device | str | None) -> torch.device:
-    """Where the layer is to run, with the number of the GPU."""
+    """The device of the layer, with the index of the GPU."""
     wanted = layer.weight.device if device is None else torch.device(device)
     if wanted.type == "cuda" and wanted.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -242,17 +242,17 @@ def _refuse(layer: ConvLayer, device: torch.device) -> None:
         raise ValueError(f"{layer.name or 'the layer'} cannot run on {device}: {'; '.join(reasons)}")
 
 
-class OnGpu:
+class GpuConv:
     """A layer packed for the kernel of `choice`. Inputs of other sizes run too; images that are too wide for the strips that
     were chosen take the kernel that copies taps, which reads the same packed weights."""
 
-    def __init__(self, layer: ConvLayer, choice: Candidate, machine: Machine, images: StemImages | None = None) -> None:
+    def __init__(self, layer: ConvLayer, choice: ConvCandidate, machine: Machine, images: StemImages | None = None) -> None:
         if choice.layout is None:
             raise ValueError(f"{choice.kernel} is no kernel of a GPU")
         self.spec, self.choice, self.machine, self.images = layer.spec, choice, machine, images
         self.packed = choice.layout.pack_layer(layer)
         self.launcher = launcher(self.spec, self.packed, choice, machine, images)
-        self._wide: Launcher | None = None
+        self._wide: ConvLauncher | None = None
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output for an input of packed shape `size`."""
@@ -272,8 +272,8 @@ class OnGpu:
 
 
 def launcher(
-    spec: ConvSpec, packed: PackedConv, choice: Candidate, machine: Machine, images: StemImages | None = None
-) -> Launcher:
+    spec: ConvSpec, packed: PackedConv, choice: ConvCandidate, machine: Machine, images: StemImages | None = None
+) -> ConvLauncher:
     """A packed layer on a GPU, with the kernel and tile that were chosen."""
     if choice.kernel == "sm80/conv":
         from lowbit.kernels.sm80.conv import PreparedMmaConv

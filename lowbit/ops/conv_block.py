@@ -17,6 +17,7 @@ from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose.conv import MOST_WIDTH, Size, block_refusals
 from lowbit.kernels.reference.conv import conv_reference
 from lowbit.ops.conv import ALIGNED_BYTES
+from lowbit.ops.register import on_device_of_first
 from lowbit.pack.conv_block import CHANNELS, EXPANDED, BlockLayout
 from lowbit.pack.nhwc64 import Nhwc64
 
@@ -30,7 +31,9 @@ class ConvBlock:
     def __init__(self, second: ConvLayer, third: ConvLayer, following: ConvLayer, device: torch.device) -> None:
         self.second, self.third, self.following, self.device = second, third, following, device
         self.outputs = following.weight.shape[0]
-        self._kernel = block_launcher(second, third, following, machine_of(device)) if device.type == "cuda" else None
+        self._kernel = None
+        if device.type == "cuda":
+            self._kernel = on_device_of_first(block_launcher(second, third, following, machine_of(device)))
 
     def output_shapes(self, size: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes [N, H, W, bytes] of y and z for an input of packed shape `size`."""
@@ -41,7 +44,8 @@ class ConvBlock:
         """Packed codes (y, z), uint8 [N, H, W, bytes], of packed x [N, H, W, bytes].
 
         `added` are the third convolution's residual, or the shortcut's input where it has a second product. `out` are
-        contiguous and written if given; neither may lie in x's memory. Raises ValueError for tensors that are not the layers'.
+        contiguous and written if given; neither may share memory with x. Raises ValueError for tensors that are not the
+        layers'.
         """
         self._check(x, added, out)
         if self._kernel is None:
@@ -50,8 +54,7 @@ class ConvBlock:
         if out is None:
             first, last = self.output_shapes(tuple(x.shape))
             out = (x.new_empty(first), x.new_empty(last))
-        with torch.cuda.device(self.device):
-            return self._kernel(x, added, out)
+        return self._kernel(x, added, out)
 
     def _check(self, x: Tensor, added: Tensor, out: tuple[Tensor, Tensor] | None) -> None:
         layout = Nhwc64(self.second.x)

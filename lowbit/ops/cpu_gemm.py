@@ -1,8 +1,8 @@
-"""Products on a CPU of weights that were brought into one of its forms (pack/cpu.py).
+"""Products on a CPU of weights in one of its forms (pack/cpu.py).
 
-These are calls of torch's operators, with nothing in between: a call of an operator written in Python takes as long as some of
-these products. What torch.compile traces of 16 bits calls `lowbit::cpu_gemm` instead, in which the choice between few rows and
-many is made when it runs, not when it is traced. In float32 there is no choice.
+They call torch's operators directly, since calling an operator written in Python takes as long as some of these products. A
+16-bit product traced by torch.compile calls `lowbit::cpu_gemm` instead, which chooses between few rows and many when it runs,
+not when it is traced. In float32 there is no choice.
 """
 
 from __future__ import annotations
@@ -13,17 +13,10 @@ from torch import Tensor
 from lowbit.formats import QuantTensor, ZeroPoint, pack_words
 from lowbit.kernels.cpu import torch_int4, torch_int8
 from lowbit.kernels.cpu.blocked import block_rows, decode_rows
-from lowbit.pack.cpu import CpuWeight, Form, pack_int4, pack_int8
-
-torch.library.define("lowbit::cpu_gemm", "(Tensor x, Tensor codes, Tensor? scale, str form, int group, bool zeros) -> Tensor")
-
-
-@torch.library.impl("lowbit::cpu_gemm", "CPU")
-def _cpu_gemm(x: Tensor, codes: Tensor, scale: Tensor | None, form: str, group: int, zeros: bool) -> Tensor:
-    return _product(x, codes, scale, form, group, zeros)
+from lowbit.ops.register import register
+from lowbit.pack.cpu import CpuForm, CpuWeight, pack_int4, pack_int8
 
 
-@torch.library.register_fake("lowbit::cpu_gemm")
 def _fake_cpu_gemm(x: Tensor, codes: Tensor, scale: Tensor | None, form: str, group: int, zeros: bool) -> Tensor:
     return x.new_empty((x.shape[0], codes.shape[0]))
 
@@ -57,6 +50,13 @@ def _product(x: Tensor, codes: Tensor, scale: Tensor | None, form: str, group: i
     return torch.mv(codes, x[0])[None] if m == 1 else torch_int4.product_by_rows(x, codes)
 
 
+register(
+    "cpu_gemm(Tensor x, Tensor codes, Tensor? scale, str form, int group, bool zeros) -> Tensor",
+    cpu=_product,
+    fake=_fake_cpu_gemm,
+)
+
+
 def scaled_cpu_gemm(
     x: Tensor, x_scale: Tensor, w: CpuWeight, bias: Tensor | None, dtype: torch.dtype, x_zero: Tensor | None
 ) -> Tensor:
@@ -69,7 +69,7 @@ def scaled_cpu_gemm(
     return y.to(dtype).reshape(*x.shape[:-1], w.shape[0])
 
 
-def pack_for_cpu(q: QuantTensor, form: Form, dtype: torch.dtype) -> CpuWeight:
+def pack_for_cpu(q: QuantTensor, form: CpuForm, dtype: torch.dtype) -> CpuWeight:
     """`q`, which is on a CPU, in a form that ops/table.py chose for x of `dtype`; raises ValueError for what is no part of the
     product (`QuantTensor.require_product`)."""
     q.require_product()

@@ -1,7 +1,6 @@
-"""The torch operator `lowbit::mixed_gemm`: 16- or 32-bit activations times weights as they lie on disk, on any device.
+"""The torch operator `lowbit::mixed_gemm`: 16- or 32-bit activations times weights in the form on disk, on any device.
 
-It decodes them at every call: the truth that kernels are compared with, and what runs where no kernel does (ops/table.py). It
-is registered with `torch.library.define` and `impl` rather than `custom_op`, which costs three times as much per call.
+It dequantizes them at every call. Kernels are compared with it, and it runs where no kernel does (ops/table.py).
 """
 
 from __future__ import annotations
@@ -14,11 +13,7 @@ from torch import Tensor
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.kernels.cpu.blocked import mixed_gemm_blocked
 from lowbit.ops.operands import check_one_device, check_weight
-
-torch.library.define(
-    "lowbit::mixed_gemm",
-    "(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor? bias, str scheme) -> Tensor",
-)
+from lowbit.ops.register import register
 
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
@@ -44,20 +39,26 @@ def _check(
     check_one_device("mixed_gemm", x, packed, scale, zero, bias)
 
 
-@torch.library.impl("lowbit::mixed_gemm", ("CPU", "CUDA"))
 def _mixed_gemm(
     x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str,
 ) -> Tensor:  # fmt: skip
     parsed = _scheme(scheme)
     _check(x, packed, scale, zero, bias, parsed)
     if parsed.activation is not None:
-        raise ValueError(f"mixed_gemm: multiplies 16- or 32-bit activations, {parsed} asks for {parsed.activation.name}")
+        raise ValueError(f"mixed_gemm: multiplies 16- or 32-bit activations, {parsed} has {parsed.activation.name} activations")
     return mixed_gemm_blocked(x, packed, scale, zero, bias, parsed)
 
 
-@torch.library.register_fake("lowbit::mixed_gemm")
 def _fake(
     x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str,
 ) -> Tensor:  # fmt: skip
     _check(x, packed, scale, zero, bias, _scheme(scheme))
     return x.new_empty((*x.shape[:-1], packed.shape[0]))
+
+
+register(
+    "mixed_gemm(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor? bias, str scheme) -> Tensor",
+    cuda=_mixed_gemm,
+    cpu=_mixed_gemm,
+    fake=_fake,
+)

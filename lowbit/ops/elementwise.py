@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,32 +23,16 @@ from lowbit.kernels.reference.elementwise import (
     norm_reference,
     scaled_reference,
 )
-from lowbit.ops.operands import Described, check_one_device, described, on_meta
+from lowbit.ops.operands import TensorSpec, check_one_device, meta_tensor, spec_of
+from lowbit.ops.register import register
 from lowbit.quantize import rtn
 
 if TYPE_CHECKING:
     from lowbit.kernels.elementwise.gate import GatePlan
     from lowbit.kernels.elementwise.norm import EmbedPlan, NormPlan
 
-torch.library.define(
-    "lowbit::embed_rows",
-    "(Tensor tokens, Tensor? rows, Tensor table, Tensor? row_scale, ScalarType dtype, float scale, Tensor? gamma=None,"
-    " float eps=0.0, float offset=0.0, float factor=1.0, str end='', Tensor? bias=None, Tensor? positions=None,"
-    " Tensor? position_table=None) -> Tensor[]",
-)
-torch.library.define(
-    "lowbit::add_norm",
-    "(Tensor(a!) h, Tensor? delta, Tensor gamma, float eps, float offset=0.0, Tensor? post_gamma=None, Tensor? bias=None)"
-    " -> Tensor",
-)
-torch.library.define(
-    "lowbit::add_norm_squares",
-    "(Tensor(a!) h, Tensor? delta, Tensor gamma, float offset=0.0, float factor=1.0) -> (Tensor, Tensor)",
-)
-torch.library.define("lowbit::gate", "(Tensor gate, Tensor? up, str function, bool alternate=False, bool gated=True) -> Tensor")
-
 ENDS = ("", "norm", "squares")
-"""What follows an embedding or a sum in the same launch, as kernels/elementwise/norm.py counts it."""
+"""What is computed after an embedding or a sum in the same launch; kernels/elementwise/norm.py uses the index."""
 MOST_COLUMNS = 16384
 """Widest row that the kernels' registers hold."""
 _HALVES = (torch.float16, torch.bfloat16)
@@ -204,13 +188,13 @@ def _check_gamma(who: str, width: int, offset: float, **gammas: Tensor | None) -
 
 
 def _check_contiguous(who: str, **tensors: Tensor | None) -> None:
-    """Plans know shapes, not strides."""
+    """Raises ValueError for tensors with gaps: plans depend on shapes, not on strides."""
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{who}: {name} is contiguous, got strides {tensor.stride()} of {tuple(tensor.shape)}")
 
 
-def _check_together(who: str, tensors: tuple[Described | None, ...]) -> torch.device:
+def _check_together(who: str, tensors: tuple[TensorSpec | None, ...]) -> torch.device:
     """The device of all tensors; raises ValueError if there are several."""
     devices = {t[2] for t in tensors if t is not None}
     if len(devices) > 1:
@@ -218,49 +202,62 @@ def _check_together(who: str, tensors: tuple[Described | None, ...]) -> torch.de
     return devices.pop()
 
 
-def _launched(on: torch.device, plan: Any, *arguments: Any) -> Any:
-    """What a plan makes, on the GPU where its tensors are."""
-    if on.index == torch.cuda.current_device():
-        return plan(*arguments)
-    with torch.cuda.device(on):
-        return plan(*arguments)
+class EmbedArguments(NamedTuple):
+    """The arguments of `lowbit::embed_rows`."""
+
+    tokens: Tensor
+    rows: Tensor | None
+    table: Tensor
+    row_scale: Tensor | None
+    dtype: torch.dtype
+    scale: float
+    gamma: Tensor | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+    factor: float = 1.0
+    end: str = ""
+    bias: Tensor | None = None
+    positions: Tensor | None = None
+    position_table: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """All tensors by name."""
+        names = ("tokens", "rows", "table", "row_scale", "gamma", "bias", "positions", "position_table")
+        return {name: getattr(self, name) for name in names}
 
 
-def _check_embed(
-    on: torch.device, dtype: torch.dtype, offset: float, end: str, tokens: Tensor, rows: Tensor | None, table: Tensor,
-    row_scale: Tensor | None, gamma: Tensor | None, bias: Tensor | None, positions: Tensor | None,
-    position_table: Tensor | None,
-) -> None:  # fmt: skip
-    for name, ids in (("tokens", tokens), ("rows", rows), ("positions", positions)):
+def _check_embed(on: torch.device, a: EmbedArguments) -> None:
+    for name, ids in (("tokens", a.tokens), ("rows", a.rows), ("positions", a.positions)):
         if ids is not None and (ids.dim() != 1 or ids.dtype != torch.int32):
             raise ValueError(f"embed_rows: {name} are int32 [..], got {ids.dtype} {tuple(ids.shape)}")
-    if table.dim() != 2 or not table.shape[1]:
-        raise ValueError(f"embed_rows: the table is [V, H], got {tuple(table.shape)}")
-    _check_row("embed_rows", dtype, table.shape[1], on)
-    if row_scale is None and table.dtype != dtype:
-        raise ValueError(f"embed_rows: the table is {dtype} like the rows, or an EmbeddingTable, got {table.dtype}")
-    _check_gamma("embed_rows", table.shape[1], offset, gamma=gamma, bias=bias)
-    if bias is not None and end != "norm":
-        raise ValueError("embed_rows: a bias belongs to a norm, and none is asked for")
-    if (positions is None) != (position_table is None) or (
-        position_table is not None
-        and (position_table.dim() != 2 or position_table.shape[1] != table.shape[1] or position_table.dtype != dtype)
+    if a.table.dim() != 2 or not a.table.shape[1]:
+        raise ValueError(f"embed_rows: the table is [V, H], got {tuple(a.table.shape)}")
+    width = a.table.shape[1]
+    _check_row("embed_rows", a.dtype, width, on)
+    if a.row_scale is None and a.table.dtype != a.dtype:
+        raise ValueError(f"embed_rows: the table is {a.dtype} like the rows, or an EmbeddingTable, got {a.table.dtype}")
+    _check_gamma("embed_rows", width, a.offset, gamma=a.gamma, bias=a.bias)
+    if a.bias is not None and a.end != "norm":
+        raise ValueError("embed_rows: a bias belongs to a norm, and the call has none")
+    places = a.position_table
+    if (a.positions is None) != (places is None) or (
+        places is not None and (places.dim() != 2 or places.shape[1] != width or places.dtype != a.dtype)
     ):
         raise ValueError(
-            f"embed_rows: positions have a table of {dtype} [P, {table.shape[1]}] like the rows, got "
-            f"{None if position_table is None else (position_table.dtype, tuple(position_table.shape))}"
+            f"embed_rows: positions have a table of {a.dtype} [P, {width}] like the rows, got "
+            f"{None if places is None else (places.dtype, tuple(places.shape))}"
         )
 
 
 @functools.lru_cache(maxsize=4096)
-def _embed_plan(dtype: torch.dtype, scaled: bool, end: str, offset: float, *tensors: Described | None) -> EmbedPlan:
+def _embed_plan(dtype: torch.dtype, scaled: bool, end: str, offset: float, *tensors: TensorSpec | None) -> EmbedPlan:
     """The plan of a call; raises ValueError when the tensors do not fit together."""
     from lowbit.kernels.elementwise.norm import EmbedPlan, NormRequest
 
-    tokens, rows, table, *others = (None if t is None else on_meta(t) for t in tensors)
+    tokens, rows, table, row_scale, gamma, *others = (None if t is None else meta_tensor(t) for t in tensors)
     assert tokens is not None and table is not None
     on = _check_together("embed_rows", tensors)
-    _check_embed(on, dtype, offset, end, tokens, rows, table, *others)
+    _check_embed(on, EmbedArguments(tokens, rows, table, row_scale, dtype, 1.0, gamma, 0.0, offset, 1.0, end, *others))
     m = (tokens if rows is None else rows).shape[0]
     return EmbedPlan(m, table.shape[1], NormRequest(ENDS.index(end), offset), scaled, machine_of(on))
 
@@ -270,44 +267,39 @@ def _rounded(scale: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(scale, dtype=dtype, device="cpu"))
 
 
-@torch.library.impl("lowbit::embed_rows", "CUDA")
-def _embed_on_gpu(
-    tokens: Tensor, rows: Tensor | None, table: Tensor, row_scale: Tensor | None, dtype: torch.dtype, scale: float,
-    gamma: Tensor | None = None, eps: float = 0.0, offset: float = 0.0, factor: float = 1.0, end: str = "",
-    bias: Tensor | None = None, positions: Tensor | None = None, position_table: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
-    _check_contiguous("embed_rows", tokens=tokens, rows=rows, table=table, row_scale=row_scale, gamma=gamma)
-    _check_contiguous("embed_rows", bias=bias, positions=positions, position_table=position_table)
-    others = tuple(described(t) for t in (tokens, rows, table, row_scale, gamma, bias, positions, position_table))
-    plan = _embed_plan(dtype, scale != 1.0, end, offset, *others)
-    given = (tokens, rows, table, row_scale, positions, position_table, gamma, bias)
-    made = _launched(table.device, plan, *given, dtype, _rounded(scale, dtype), eps, factor)
+def _embed_on_gpu(a: EmbedArguments) -> list[Tensor]:
+    tensors = a.tensors()
+    _check_contiguous("embed_rows", **tensors)
+    plan = _embed_plan(a.dtype, a.scale != 1.0, a.end, a.offset, *(spec_of(t) for t in tensors.values()))
+    given = (a.tokens, a.rows, a.table, a.row_scale, a.positions, a.position_table, a.gamma, a.bias)
+    made = plan(*given, a.dtype, _rounded(a.scale, a.dtype), a.eps, a.factor)
     return [each for each in made if each is not None]
 
 
-@torch.library.impl("lowbit::embed_rows", "CPU")
-def _embed_on_cpu(
-    tokens: Tensor, rows: Tensor | None, table: Tensor, row_scale: Tensor | None, dtype: torch.dtype, scale: float,
-    gamma: Tensor | None = None, eps: float = 0.0, offset: float = 0.0, factor: float = 1.0, end: str = "",
-    bias: Tensor | None = None, positions: Tensor | None = None, position_table: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
-    check_one_device("embed_rows", tokens, rows, table, row_scale, gamma, bias, positions, position_table)
-    _check_embed(table.device, dtype, offset, end, tokens, rows, table, row_scale, gamma, bias, positions, position_table)
-    h = embed_rows_reference(tokens, rows, table, row_scale, dtype, scale, positions, position_table)
-    if end == "squares" and gamma is not None:
-        return [h, *scaled_reference(h, gamma, offset, factor)]
-    return [h] if gamma is None else [h, norm_reference(h, gamma, eps, offset, bias)]
+def _embed_on_cpu(a: EmbedArguments) -> list[Tensor]:
+    check_one_device("embed_rows", *a.tensors().values())
+    _check_embed(a.table.device, a)
+    h = embed_rows_reference(*a[:6], a.positions, a.position_table)
+    if a.end == "squares" and a.gamma is not None:
+        return [h, *scaled_reference(h, a.gamma, a.offset, a.factor)]
+    return [h] if a.gamma is None else [h, norm_reference(h, a.gamma, a.eps, a.offset, a.bias)]
 
 
-@torch.library.register_fake("lowbit::embed_rows")
-def _embed_fake(
-    tokens: Tensor, rows: Tensor | None, table: Tensor, row_scale: Tensor | None, dtype: torch.dtype, scale: float,
-    gamma: Tensor | None = None, eps: float = 0.0, offset: float = 0.0, factor: float = 1.0, end: str = "",
-    bias: Tensor | None = None, positions: Tensor | None = None, position_table: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
-    h = table.new_empty(((tokens if rows is None else rows).shape[0], table.shape[1]), dtype=dtype)
+def _embed_fake(a: EmbedArguments) -> list[Tensor]:
+    h = a.table.new_empty(((a.tokens if a.rows is None else a.rows).shape[0], a.table.shape[1]), dtype=a.dtype)
     made = [h, torch.empty_like(h), h.new_empty((1, h.shape[0]), dtype=torch.float32)]
-    return made[: ENDS.index(end) + 1]
+    return made[: ENDS.index(a.end) + 1]
+
+
+register(
+    "embed_rows(Tensor tokens, Tensor? rows, Tensor table, Tensor? row_scale, ScalarType dtype, float scale,"
+    " Tensor? gamma=None, float eps=0.0, float offset=0.0, float factor=1.0, str end='', Tensor? bias=None,"
+    " Tensor? positions=None, Tensor? position_table=None) -> Tensor[]",
+    cuda=_embed_on_gpu,
+    cpu=_embed_on_cpu,
+    fake=_embed_fake,
+    arguments=EmbedArguments,
+)
 
 
 def _check_norm(
@@ -325,83 +317,86 @@ def _check_norm(
 
 
 @functools.lru_cache(maxsize=4096)
-def _norm_plan(end: str, offset: float, *tensors: Described | None) -> NormPlan:
+def _norm_plan(end: str, offset: float, *tensors: TensorSpec | None) -> NormPlan:
     """The plan of a call; raises ValueError when the tensors do not fit together."""
     from lowbit.kernels.elementwise.norm import NormPlan, NormRequest
 
-    h, delta, gamma, *others = (None if t is None else on_meta(t) for t in tensors)
+    h, delta, gamma, *others = (None if t is None else meta_tensor(t) for t in tensors)
     assert h is not None and gamma is not None
     on = _check_together("add_norm", tensors)
     _check_norm(on, offset, h, delta, gamma, *others)
     return NormPlan(h.shape[0], h.shape[1], NormRequest(ENDS.index(end), offset), machine_of(on))
 
 
-def _norm_on_gpu(
-    end: str, h: Tensor, delta: Tensor | None, gamma: Tensor, eps: float, offset: float, post_gamma: Tensor | None = None,
-    bias: Tensor | None = None, factor: float = 1.0,
-) -> Any:  # fmt: skip
-    _check_contiguous("add_norm", h=h, delta=delta, gamma=gamma, post_gamma=post_gamma, bias=bias)
-    plan = _norm_plan(end, offset, *(described(t) for t in (h, delta, gamma, post_gamma, bias)))
-    return _launched(h.device, plan, h, delta, gamma, bias, post_gamma, eps, factor)
+class AddNormArguments(NamedTuple):
+    """The arguments of `lowbit::add_norm`."""
+
+    h: Tensor
+    delta: Tensor | None
+    gamma: Tensor
+    eps: float
+    offset: float = 0.0
+    post_gamma: Tensor | None = None
+    bias: Tensor | None = None
 
 
-def _add_on_cpu(
-    h: Tensor, delta: Tensor | None, gamma: Tensor, eps: float, offset: float, post_gamma: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> None:  # fmt: skip
-    _check_contiguous("add_norm", h=h, delta=delta)
-    check_one_device("add_norm", h, delta, gamma, post_gamma, bias)
-    _check_norm(h.device, offset, h, delta, gamma, post_gamma, bias)
-    add_reference(h, delta, eps, offset, post_gamma)
+def _norm_on_gpu(end: str, a: AddNormArguments, factor: float = 1.0) -> Any:
+    _check_contiguous("add_norm", h=a.h, delta=a.delta, gamma=a.gamma, post_gamma=a.post_gamma, bias=a.bias)
+    plan = _norm_plan(end, a.offset, *(spec_of(t) for t in (a.h, a.delta, a.gamma, a.post_gamma, a.bias)))
+    return plan(a.h, a.delta, a.gamma, a.bias, a.post_gamma, a.eps, factor)
 
 
-@torch.library.impl("lowbit::add_norm", "CUDA")
-def _add_norm_on_gpu(
-    h: Tensor, delta: Tensor | None, gamma: Tensor, eps: float, offset: float = 0.0, post_gamma: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    x: Tensor = _norm_on_gpu("norm", h, delta, gamma, eps, offset, post_gamma, bias)[0]
+def _add_on_cpu(a: AddNormArguments) -> None:
+    _check_contiguous("add_norm", h=a.h, delta=a.delta)
+    check_one_device("add_norm", a.h, a.delta, a.gamma, a.post_gamma, a.bias)
+    _check_norm(a.h.device, a.offset, a.h, a.delta, a.gamma, a.post_gamma, a.bias)
+    add_reference(a.h, a.delta, a.eps, a.offset, a.post_gamma)
+
+
+def _add_norm_on_gpu(a: AddNormArguments) -> Tensor:
+    x: Tensor = _norm_on_gpu("norm", a)[0]
     return x
 
 
-@torch.library.impl("lowbit::add_norm", "CPU")
-def _add_norm_on_cpu(
-    h: Tensor, delta: Tensor | None, gamma: Tensor, eps: float, offset: float = 0.0, post_gamma: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    _add_on_cpu(h, delta, gamma, eps, offset, post_gamma, bias)
-    return norm_reference(h, gamma, eps, offset, bias)
+def _add_norm_on_cpu(a: AddNormArguments) -> Tensor:
+    _add_on_cpu(a)
+    return norm_reference(a.h, a.gamma, a.eps, a.offset, a.bias)
 
 
-@torch.library.register_fake("lowbit::add_norm")
-def _add_norm_fake(
-    h: Tensor, delta: Tensor | None, gamma: Tensor, eps: float, offset: float = 0.0, post_gamma: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    return torch.empty_like(h)
+register(
+    "add_norm(Tensor(a!) h, Tensor? delta, Tensor gamma, float eps, float offset=0.0, Tensor? post_gamma=None,"
+    " Tensor? bias=None) -> Tensor",
+    cuda=_add_norm_on_gpu,
+    cpu=_add_norm_on_cpu,
+    fake=lambda a: torch.empty_like(a.h),
+    arguments=AddNormArguments,
+)
 
 
-@torch.library.impl("lowbit::add_norm_squares", "CUDA")
 def _add_norm_squares_on_gpu(
     h: Tensor, delta: Tensor | None, gamma: Tensor, offset: float = 0.0, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    x, squares = _norm_on_gpu("squares", h, delta, gamma, 0.0, offset, factor=factor)
+    x, squares = _norm_on_gpu("squares", AddNormArguments(h, delta, gamma, 0.0, offset), factor)
     return x, squares
 
 
-@torch.library.impl("lowbit::add_norm_squares", "CPU")
 def _add_norm_squares_on_cpu(
     h: Tensor, delta: Tensor | None, gamma: Tensor, offset: float = 0.0, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    _add_on_cpu(h, delta, gamma, 0.0, offset)
+    _add_on_cpu(AddNormArguments(h, delta, gamma, 0.0, offset))
     return scaled_reference(h, gamma, offset, factor)
 
 
-@torch.library.register_fake("lowbit::add_norm_squares")
-def _add_norm_squares_fake(
-    h: Tensor, delta: Tensor | None, gamma: Tensor, offset: float = 0.0, factor: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def _add_norm_squares_fake(h: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(h), h.new_empty((1, h.shape[0]), dtype=torch.float32)
+
+
+register(
+    "add_norm_squares(Tensor(a!) h, Tensor? delta, Tensor gamma, float offset=0.0, float factor=1.0) -> (Tensor, Tensor)",
+    cuda=_add_norm_squares_on_gpu,
+    cpu=_add_norm_squares_on_cpu,
+    fake=_add_norm_squares_fake,
+)
 
 
 def _check_gate(on: torch.device, gate: Tensor, up: Tensor | None, function: str, alternate: bool, gated: bool) -> None:
@@ -417,11 +412,11 @@ def _check_gate(on: torch.device, gate: Tensor, up: Tensor | None, function: str
 
 
 @functools.lru_cache(maxsize=4096)
-def _gate_plan(pieces: bool, function: str, alternate: bool, gated: bool, *tensors: Described | None) -> GatePlan:
+def _gate_plan(pieces: bool, function: str, alternate: bool, gated: bool, *tensors: TensorSpec | None) -> GatePlan:
     """The plan of a call; raises ValueError when the tensors do not fit together."""
     from lowbit.kernels.elementwise.gate import GatePlan
 
-    gate, up = (None if t is None else on_meta(t) for t in tensors)
+    gate, up = (None if t is None else meta_tensor(t) for t in tensors)
     assert gate is not None
     on = _check_together("gate", tensors)
     _check_gate(on, gate, up, function, alternate, gated)
@@ -429,20 +424,17 @@ def _gate_plan(pieces: bool, function: str, alternate: bool, gated: bool, *tenso
     return GatePlan(gate.shape[0], width, function, pieces, machine_of(on), alternate)
 
 
-@torch.library.impl("lowbit::gate", "CUDA")
 def _gate_on_gpu(gate: Tensor, up: Tensor | None, function: str, alternate: bool = False, gated: bool = True) -> Tensor:
     if gate.stride(-1) != 1 or (up is not None and up.stride(-1) != 1):
         raise ValueError("gate: the columns of a row follow each other in memory; call .contiguous() on gate and up")
     halves = gated and up is None
     width = gate.shape[-1] // 2 if halves else gate.shape[-1]
     pieces = width % 8 == 0 and all(t is None or (t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0) for t in (gate, up))
-    plan = _gate_plan(pieces, function, alternate, gated, described(gate), described(up))
+    plan = _gate_plan(pieces, function, alternate, gated, spec_of(gate), spec_of(up))
     second = gate[:, 8 if alternate else width :] if halves else up
-    made: Tensor = _launched(gate.device, plan, gate, second)
-    return made
+    return plan(gate, second)
 
 
-@torch.library.impl("lowbit::gate", "CPU")
 def _gate_on_cpu(gate: Tensor, up: Tensor | None, function: str, alternate: bool = False, gated: bool = True) -> Tensor:
     check_one_device("gate", gate, up)
     _check_gate(gate.device, gate, up, function, alternate, gated)
@@ -453,6 +445,13 @@ def _gate_on_cpu(gate: Tensor, up: Tensor | None, function: str, alternate: bool
     return gate_reference(gate, up, function)
 
 
-@torch.library.register_fake("lowbit::gate")
 def _gate_fake(gate: Tensor, up: Tensor | None, function: str, alternate: bool = False, gated: bool = True) -> Tensor:
     return gate.new_empty((gate.shape[0], gate.shape[1] // 2 if gated and up is None else gate.shape[1]))
+
+
+register(
+    "gate(Tensor gate, Tensor? up, str function, bool alternate=False, bool gated=True) -> Tensor",
+    cuda=_gate_on_gpu,
+    cpu=_gate_on_cpu,
+    fake=_gate_fake,
+)

@@ -14,15 +14,14 @@ from torch import Tensor
 
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.machine import Machine, machine_of
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, Tile, WgmmaTile, choose, choose_for_lines
-from lowbit.ops.operands import Described, described, on_meta
+from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, Tile, WgmmaTile, choose
+from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of
+from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
 from lowbit.pack import (
     FragmentWeight,
-    InterleavedWeight,
     WeightForm,
     has_channel_scale,
-    interleaved_refusals,
     kernel_group,
     may_be_subnormal,
     weight_form,
@@ -30,51 +29,37 @@ from lowbit.pack import (
 from lowbit.pack.fragment import LANES, k_tiles, strips
 
 if TYPE_CHECKING:
-    from lowbit.kernels.parts.end import Gate
+    from lowbit.kernels.parts.epilogue import Gate
     from lowbit.kernels.sm80.large_m_gemm import MmaPlan
     from lowbit.kernels.sm80.small_m_gemm import RingPlan
     from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
 
-torch.library.define(
-    "lowbit::fragment_gemm",
-    "(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor? bias, str scheme, SymInt n,"
-    " bool batch_invariant=False, bool interleaved=False) -> Tensor",
-)
-
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
 
-def fragment_gemm(
-    x: Tensor, w: FragmentWeight | InterleavedWeight, bias: Tensor | None = None, *, batch_invariant: bool = False
-) -> Tensor:
+def fragment_gemm(x: Tensor, w: FragmentWeight, bias: Tensor | None = None, *, batch_invariant: bool = False) -> Tensor:
     """y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype, fp16 or bf16.
 
     With `batch_invariant`, a row of y has the same bits in every batch; else sums of small batches are formed in another
     order than those of large ones. Raises ValueError for tensors that do not fit together.
     """
-    of_weight = (w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], batch_invariant)
-    if isinstance(w, InterleavedWeight):
-        return torch.ops.lowbit.fragment_gemm(x, *of_weight, True)
-    return torch.ops.lowbit.fragment_gemm(x, *of_weight)
+    return torch.ops.lowbit.fragment_gemm(
+        x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], batch_invariant, w.subnormal
+    )
 
 
 def check_product(
     operator: str, x: Tensor, codes: Tensor, scale: Tensor | None, channel: Tensor | None, bias: Tensor | None,
-    s: Scheme, n: int, interleaved: bool = False,
+    s: Scheme, n: int, subnormal: bool = False,
 ) -> None:  # fmt: skip
     """Raises ValueError, which names `operator`, unless the tensors are of one product under the scheme."""
     if x.dtype not in (torch.float16, torch.bfloat16) or x.dim() < 1:
         raise ValueError(f"{operator}: x is fp16 or bf16 [.., K], got {x.dtype} {tuple(x.shape)}")
     k = x.shape[-1]
-    expected: tuple[int, ...] = (strips(n), k_tiles(k), LANES * s.weight.bits)
-    maker = "FragmentWeight"
-    if interleaved:
-        if reasons := interleaved_refusals(s, (n, k)):
-            raise ValueError(f"{operator}: {s} with N {n} and K {k}: {'; '.join(reasons)}")
-        expected, maker = (n * s.weight.bits // 16, k // 2), "InterleavedWeight"
+    expected = (strips(n), k_tiles(k), LANES * s.weight.bits)
     if tuple(codes.shape) != expected or codes.dtype != torch.int32:
         raise ValueError(
-            f"{operator}: {s} with N {n} and K {k} takes codes int32 {expected} ({maker}.pack makes them), "
+            f"{operator}: {s} with N {n} and K {k} takes codes int32 {expected} (FragmentWeight.pack makes them), "
             f"got {codes.dtype} {tuple(codes.shape)}: another K, another scheme, or packed for another kernel"
         )
     group, of_channels = kernel_group(s), has_channel_scale(s)
@@ -86,44 +71,43 @@ def check_product(
         shape = (strips(n), -(-k // 128) * (128 // group), 8, pair)
         if tuple(scale.shape) != shape or scale.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"{operator}: {s} takes fp16 or bf16 scales {shape}, got {scale.dtype} {tuple(scale.shape)}")
-    kinds_of_channel = (torch.float32, torch.bfloat16) if may_be_subnormal(s) else (torch.float32,)
-    if channel is not None and (tuple(channel.shape) != (n,) or channel.dtype not in kinds_of_channel):
-        types = "float32 or bf16" if may_be_subnormal(s) else "float32"
-        raise ValueError(f"{operator}: {s} takes {types} scales [{n}], got {channel.dtype} {tuple(channel.shape)}")
+    if subnormal and (channel is None or not may_be_subnormal(s)):
+        raise ValueError(
+            f"{operator}: subnormal codes are symmetric integers of 2 to 7 bits with both kinds of scales, not {s}"
+        )
+    expected_type = torch.bfloat16 if subnormal else torch.float32
+    if channel is not None and (tuple(channel.shape) != (n,) or channel.dtype != expected_type):
+        kind = f"{'bf16' if subnormal else 'float32'} scales [{n}]{' with subnormal codes' if subnormal else ''}"
+        raise ValueError(f"{operator}: {s} takes {kind}, got {channel.dtype} {tuple(channel.shape)}")
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(f"{operator}: bias is [{n}], got {tuple(bias.shape)}")
 
 
-@torch.library.impl("lowbit::fragment_gemm", "CUDA")
 def _fragment_gemm(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
-    batch_invariant: bool = False, interleaved: bool = False,
+    batch_invariant: bool = False, subnormal: bool = False,
 ) -> Tensor:  # fmt: skip
     rows = aligned_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
-    others = (described(codes), described(scale), described(channel_scale), described(bias))
-    plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, others, batch_invariant, interleaved)
+    others = (spec_of(codes), spec_of(scale), spec_of(channel_scale), spec_of(bias))
+    plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, others, batch_invariant, subnormal)
     if plan is None:
         return x.new_empty((*x.shape[:-1], n))
-    if x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
-    else:
-        y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
+    y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], n)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
-    batch_invariant: bool, interleaved: bool,
+    scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
+    batch_invariant: bool, subnormal: bool,
 ) -> RingPlan | MmaPlan | WgmmaPlan | None:  # fmt: skip
     """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
     parsed = _scheme(scheme)
-    codes, *optional = (None if t is None else on_meta(t) for t in others)
+    codes, *optional = (None if t is None else meta_tensor(t) for t in others)
     assert codes is not None
     scale, channel_scale, bias = optional
     x = torch.empty((m, k), dtype=dtype, device="meta")
-    check_product("fragment_gemm", x, codes, scale, channel_scale, bias, parsed, n, interleaved)
+    check_product("fragment_gemm", x, codes, scale, channel_scale, bias, parsed, n, subnormal)
     devices = {on, *(t[2] for t in others if t is not None)}
     if len(devices) > 1:
         raise ValueError(f"fragment_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
@@ -133,19 +117,19 @@ def _plan(
         return None
     machine = machine_of(on)
     shape = GemmShape(m, n, k, parsed.weight.bits)
-    types = (None if t is None else t[1] for t in others[1:3])
-    form, pick = weight_form(parsed, *types, interleaved=interleaved), choose_for_lines if interleaved else choose
-    return plan_for(pick(shape, machine, batch_invariant), shape, form, dtype, others[3] is not None, machine)
+    form = weight_form(parsed, None if scale is None else scale.dtype, channel_scale is not None, subnormal)
+    return plan_for(choose(shape, machine, batch_invariant), shape, form, dtype, others[3] is not None, machine)
 
 
 def plan_for(
     tile: Tile, shape: GemmShape, form: WeightForm, dtype: torch.dtype, bias: bool, machine: Machine
 ) -> RingPlan | MmaPlan | WgmmaPlan:
     """The plan of a product with a given tile on a machine."""
+    from lowbit.kernels.parts.epilogue import Epilogue
     from lowbit.kernels.sm80.small_m_gemm import RingPlan
 
     if isinstance(tile, RingTile):
-        return RingPlan(shape, tile, form, dtype, bias, machine.arch)
+        return RingPlan(shape, tile, form, dtype, Epilogue(form.channel_scale, bias), machine.arch)
     return wide_plan(tile, shape, form, dtype, bias, machine)
 
 
@@ -154,21 +138,30 @@ def wide_plan(
     gate: Gate = "none",
 ) -> MmaPlan | WgmmaPlan:  # fmt: skip
     """The same with a tile of the kernels for many tokens, gated or not."""
+    from lowbit.kernels.parts.epilogue import Epilogue
     from lowbit.kernels.sm80.large_m_gemm import MmaPlan
     from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
 
+    epilogue = Epilogue(form.channel_scale, bias, gate=gate)
     if isinstance(tile, MmaTile):
-        return MmaPlan(shape, tile, form, dtype, bias, gate)
-    return WgmmaPlan(shape, tile, form, dtype, bias, machine.sm_count, gate)
+        return MmaPlan(shape, tile, form, dtype, epilogue)
+    return WgmmaPlan(shape, tile, form, dtype, epilogue, machine.sm_count)
 
 
-@torch.library.register_fake("lowbit::fragment_gemm")
 def _fake(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
-    batch_invariant: bool = False, interleaved: bool = False,
+    batch_invariant: bool = False, subnormal: bool = False,
 ) -> Tensor:  # fmt: skip
-    check_product("fragment_gemm", x, codes, scale, channel_scale, bias, _scheme(scheme), n, interleaved)
+    check_product("fragment_gemm", x, codes, scale, channel_scale, bias, _scheme(scheme), n, subnormal)
     return x.new_empty((*x.shape[:-1], n))
+
+
+register(
+    "fragment_gemm(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor? bias, str scheme, SymInt n,"
+    " bool batch_invariant=False, bool subnormal=False) -> Tensor",
+    cuda=_fragment_gemm,
+    fake=_fake,
+)
 
 
 def aligned_rows(x: Tensor) -> Tensor:

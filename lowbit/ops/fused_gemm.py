@@ -8,62 +8,55 @@ engine takes them for as many where there is wgmma, sm_90, else for 8):
     gate-up  norm_gemm(x, gate_up, squares, gated="silu")  y = silu(gate) * up
     down     residual_gemm(y, down, h, gamma of the next layer)
 
-x is h * gamma before it is divided by its rms, which the next product does to its sums. It is not bounded as a normalised x is:
-in fp16 it is multiplied by `factor`, a power of two, which the next product takes back (`factor_of`). How many `parts`
-squares [parts, M] have is for the kernel that made them to say. Opaque to torch.compile, as `lowbit::fragment_gemm` is.
+x is h * gamma; the next product divides its sums by the rms. Unlike a normalised x it is not bounded: in fp16 it is multiplied
+by `factor`, a power of two, by which the next product divides (`factor_of`). The kernel that writes squares [parts, M] chooses
+`parts`. Opaque to torch.compile, as `lowbit::fragment_gemm` is.
 
-A weight that is not quantized, as `nn.Linear` holds it, is taken by the ring kernel for up to 16 tokens; in the operators
-`codes` is then the matrix itself, `scheme` "dense", and gate and up follow each other instead of alternating.
+The small-M kernel takes a weight that is not quantized, as `nn.Linear` holds it, for up to 16 tokens. In the operators `codes`
+is then the matrix itself, `scheme` is "dense", and all rows of gate come before those of up instead of alternating.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit.formats import QuantTensor, parse_scheme
-from lowbit.hardware.machine import machine_of
+from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS, MOST_PARTS, Role, choose_chain, parts_of
-from lowbit.kernels.choose.gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile
+from lowbit.kernels.choose.gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile, WgmmaTile
 from lowbit.kernels.reference.fused_gemm import norm_gemm_reference, residual_gemm_reference
 from lowbit.ops.fragment_gemm import aligned_rows, check_product
-from lowbit.ops.operands import Described, described, on_meta
+from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of
+from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
 from lowbit.pack import DENSE_FORM, DenseWeight, FragmentWeight, WeightForm, weight_form
 from lowbit.pack.gated import alternate
 from lowbit.pack.gemm_weight import GemmWeight
 
 if TYPE_CHECKING:
-    from lowbit.kernels.sm80.small_m_gemm import NormPlan, ResidualPlan
-    from lowbit.kernels.sm90.large_m_gemm import WgmmaNormPlan, WgmmaResidualPlan
+    from lowbit.kernels.parts.epilogue import Epilogue
+    from lowbit.kernels.sm80.small_m_gemm import RingPlan
+    from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
 
 Gated = Literal["none", "silu", "gelu_tanh"]
-
-torch.library.define(
-    "lowbit::norm_gemm",
-    "(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor squares, Tensor? bias, str scheme, SymInt n,"
-    " int width, float eps, float factor, str gated, bool batch_invariant=False) -> Tensor",
-)
-torch.library.define(
-    "lowbit::residual_gemm",
-    "(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor(a!) h, Tensor gamma, Tensor? bias, str scheme,"
-    " float factor, bool batch_invariant=False) -> (Tensor, Tensor)",
-)
 
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
 DENSE = "dense"
-"""In place of a scheme's name: the weight is not quantized."""
+"""Given in place of a scheme's name for a weight that is not quantized."""
 
 Weight = FragmentWeight | DenseWeight
 
 
 def chain_refusals(w: GemmWeight | DenseWeight, m: int, dtype: torch.dtype) -> tuple[str, ...]:
-    """Why a weight is not multiplied by m tokens of `dtype` with norm, gate or residual at the end; empty if it is."""
+    """Returns the reasons why no product of m tokens of `dtype` by `w` has norm, gate or residual as its epilogue; empty if one
+    does.
+    """
     if isinstance(w, DenseWeight):
         return _dense_refusals(w, m, dtype)
     reasons = []
@@ -94,7 +87,7 @@ def _dense_refusals(w: DenseWeight, m: int, dtype: torch.dtype) -> tuple[str, ..
 def factor_of(gamma: Tensor, dtype: torch.dtype) -> float:
     """The power of two with which h * gamma * factor is finite in `dtype` wherever h is, and otherwise as large as can be.
 
-    It brings the largest |gamma| [N] to between 1/2 and 1; 1.0 in bf16, which has float32's range. What that may cost: fp16
+    With it the largest |gamma| [N] is between 1/2 and 1; it is 1.0 in bf16, which has float32's range. The cost: fp16
     rounds numbers below 2^-14 to multiples of 2^-24, no more error than rounding anyway makes while the root mean square of
     h * gamma * factor is 2^-13 or more.
     """
@@ -117,9 +110,9 @@ def norm_gemm(
     M. Raises ValueError for tensors that do not fit together.
     """
     _check_weight("norm_gemm", w, x)
-    codes, scale, channel, scheme = _as_passed(w)
+    codes, scale, channel, scheme, subnormal = _as_passed(w)
     return torch.ops.lowbit.norm_gemm(
-        x, codes, scale, channel, squares, bias, scheme, w.shape[0], width, eps, factor, gated, batch_invariant
+        x, codes, scale, channel, squares, bias, scheme, w.shape[0], width, eps, factor, gated, batch_invariant, subnormal
     )
 
 
@@ -134,15 +127,15 @@ def residual_gemm(
     `norm_gemm`. Raises ValueError for tensors that do not fit together.
     """
     _check_weight("residual_gemm", w, x)
-    codes, scale, channel, scheme = _as_passed(w)
-    return torch.ops.lowbit.residual_gemm(x, codes, scale, channel, h, gamma, bias, scheme, factor, batch_invariant)
+    codes, scale, channel, scheme, subnormal = _as_passed(w)
+    return torch.ops.lowbit.residual_gemm(x, codes, scale, channel, h, gamma, bias, scheme, factor, batch_invariant, subnormal)
 
 
-def _as_passed(w: Weight) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
-    """A weight as the operators take it: codes, scales of groups and of channels, name of the scheme."""
+def _as_passed(w: Weight) -> tuple[Tensor, Tensor | None, Tensor | None, str, bool]:
+    """A weight as the operators take it: codes, scales of groups and of channels, name of the scheme, subnormal codes."""
     if isinstance(w, DenseWeight):
-        return w.values, None, None, DENSE
-    return w.codes, w.scale, w.channel_scale, w.scheme.name
+        return w.values, None, None, DENSE, False
+    return w.codes, w.scale, w.channel_scale, w.scheme.name, w.subnormal
 
 
 def _check_weight(operator: str, w: Weight, x: Tensor) -> None:
@@ -156,11 +149,11 @@ def _check_weight(operator: str, w: Weight, x: Tensor) -> None:
 
 def _check_product(
     operator: str, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
-    scheme: str, n: int,
+    scheme: str, n: int, subnormal: bool,
 ) -> None:  # fmt: skip
     """As `check_product`, for weights of 16 bits too."""
     if scheme != DENSE:
-        return check_product(operator, x, codes, scale, channel_scale, bias, _scheme(scheme), n)
+        return check_product(operator, x, codes, scale, channel_scale, bias, _scheme(scheme), n, subnormal)
     expected = (n, x.shape[-1])
     if x.dtype not in (torch.float16, torch.bfloat16) or codes.dtype != x.dtype or tuple(codes.shape) != expected:
         raise ValueError(
@@ -175,39 +168,80 @@ def _shape(scheme: str, m: int, n: int, k: int) -> GemmShape:
     return GemmShape(m, n, k, DENSE_BITS if scheme == DENSE else _scheme(scheme).weight.bits)
 
 
-def _form(scheme: str, scale: Tensor | None, channel_scale: Tensor | None) -> WeightForm:
+def _form(scheme: str, scale: Tensor | None, channel_scale: Tensor | None, subnormal: bool) -> WeightForm:
     if scheme == DENSE:
         return DENSE_FORM
-    types = (None if t is None else t.dtype for t in (scale, channel_scale))
-    return weight_form(_scheme(scheme), *types)
+    return weight_form(_scheme(scheme), None if scale is None else scale.dtype, channel_scale is not None, subnormal)
 
 
-def _check_norm(
-    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, squares: Tensor, bias: Tensor | None,
-    scheme: str, n: int, gated: str,
-) -> None:  # fmt: skip
-    """Raises ValueError unless the tensors are of one product with the norm at its end."""
-    _check_product("norm_gemm", x, codes, scale, channel_scale, bias, scheme, n)
-    m = x.shape[0]
+class NormGemmArguments(NamedTuple):
+    """The arguments of `lowbit::norm_gemm`."""
+
+    x: Tensor
+    codes: Tensor
+    scale: Tensor | None
+    channel_scale: Tensor | None
+    squares: Tensor
+    bias: Tensor | None
+    scheme: str
+    n: int
+    width: int
+    eps: float
+    factor: float
+    gated: Gated
+    batch_invariant: bool = False
+    subnormal: bool = False
+
+    @property
+    def weight(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Codes, scales of groups and scales of channels."""
+        return self.codes, self.scale, self.channel_scale
+
+
+class ResidualGemmArguments(NamedTuple):
+    """The arguments of `lowbit::residual_gemm`."""
+
+    x: Tensor
+    codes: Tensor
+    scale: Tensor | None
+    channel_scale: Tensor | None
+    h: Tensor
+    gamma: Tensor
+    bias: Tensor | None
+    scheme: str
+    factor: float
+    batch_invariant: bool = False
+    subnormal: bool = False
+
+    @property
+    def weight(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Codes, scales of groups and scales of channels."""
+        return self.codes, self.scale, self.channel_scale
+
+
+def _check_norm(a: NormGemmArguments) -> None:
+    """Raises ValueError unless the tensors are of one product with the norm in its epilogue."""
+    _check_product("norm_gemm", a.x, *a.weight, a.bias, a.scheme, a.n, a.subnormal)
+    m, squares, gated = a.x.shape[0], a.squares, a.gated
     if squares.dim() != 2 or squares.shape[1] != m or squares.dtype != torch.float32 or not 1 <= squares.shape[0] <= MOST_PARTS:
         raise ValueError(
             f"norm_gemm: squares are float32 [parts, {m}], 1 to {MOST_PARTS} parts, got {squares.dtype} {tuple(squares.shape)}"
         )
-    if gated not in ("none", "silu", "gelu_tanh") or (gated != "none" and n % 16):
-        raise ValueError(f"norm_gemm: gated is none, or silu or gelu_tanh with strips of 8 gates and 8 ups; got {gated}, N {n}")
+    if gated not in ("none", "silu", "gelu_tanh") or (gated != "none" and a.n % 16):
+        raise ValueError(
+            f"norm_gemm: gated is none, or silu or gelu_tanh with strips of 8 gates and 8 ups; got {gated}, N {a.n}"
+        )
 
 
-def _check_residual(
-    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, h: Tensor, gamma: Tensor,
-    bias: Tensor | None, scheme: str,
-) -> None:  # fmt: skip
-    """Raises ValueError unless the tensors are of one product with the residual at its end."""
+def _check_residual(a: ResidualGemmArguments) -> None:
+    """Raises ValueError unless the tensors are of one product with the residual in its epilogue."""
+    x, h, gamma = a.x, a.h, a.gamma
     if h.dim() != 2 or h.shape[0] != x.shape[0] or h.dtype not in (torch.float16, torch.bfloat16) or not h.is_contiguous():
         raise ValueError(
             f"residual_gemm: h is fp16 or bf16 [{x.shape[0]}, N], contiguous; got {h.dtype} {tuple(h.shape)}, "
             f"strides {tuple(h.stride())}"
         )
-    _check_product("residual_gemm", x, codes, scale, channel_scale, bias, scheme, h.shape[1])
+    _check_product("residual_gemm", x, *a.weight, a.bias, a.scheme, h.shape[1], a.subnormal)
     if tuple(gamma.shape) != (h.shape[1],) or not gamma.is_floating_point():
         raise ValueError(f"residual_gemm: gamma is floating-point [{h.shape[1]}], got {gamma.dtype} {tuple(gamma.shape)}")
 
@@ -215,87 +249,81 @@ def _check_residual(
 # ---- on a GPU
 
 
-@torch.library.impl("lowbit::norm_gemm", "CUDA")
-def _norm_gemm(
-    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, squares: Tensor, bias: Tensor | None,
-    scheme: str, n: int, width: int, eps: float, factor: float, gated: Gated, batch_invariant: bool = False,
-) -> Tensor:  # fmt: skip
-    x, squares = aligned_rows(x), squares.contiguous()
-    others = (described(codes), described(scale), described(channel_scale), described(squares), described(bias))
-    plan = _norm_plan(scheme, x.shape[0], n, x.shape[1], x.dtype, x.device, others, gated, batch_invariant)
-    weight = codes, scale, channel_scale
-    if x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            return plan(x, weight, squares, bias, width, eps, factor, *workspace(x.device, *plan.workspace))
-    return plan(x, weight, squares, bias, width, eps, factor, *workspace(x.device, *plan.workspace))
+def _norm_gemm(a: NormGemmArguments) -> Tensor:
+    x, squares = aligned_rows(a.x), a.squares.contiguous()
+    others = tuple(spec_of(t) for t in (*a.weight, squares, a.bias))
+    plan = _norm_plan(a.scheme, x.shape[0], a.n, x.shape[1], x.dtype, x.device, others, a.gated, a.batch_invariant, a.subnormal)
+    space = workspace(x.device, *plan.workspace)
+    return plan(x, *a.weight, a.bias, *space, squares, None, None, a.factor, 1.0 / a.width, a.eps)
 
 
-@torch.library.impl("lowbit::residual_gemm", "CUDA")
-def _residual_gemm(
-    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, h: Tensor, gamma: Tensor,
-    bias: Tensor | None, scheme: str, factor: float, batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    x, gamma = aligned_rows(x), gamma.contiguous()
-    others = (described(codes), described(scale), described(channel_scale), described(h), described(gamma), described(bias))
-    if not h.is_contiguous():
-        _check_residual(x, codes, scale, channel_scale, h, gamma, bias, scheme)
-    plan = _residual_plan(scheme, x.shape[0], x.shape[1], x.dtype, x.device, others, batch_invariant)
-    weight = codes, scale, channel_scale
-    if x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            return plan(x, weight, h, gamma, bias, factor, *workspace(x.device, *plan.workspace))
-    return plan(x, weight, h, gamma, bias, factor, *workspace(x.device, *plan.workspace))
+def _residual_gemm(a: ResidualGemmArguments) -> tuple[Tensor, Tensor]:
+    x, gamma = aligned_rows(a.x), a.gamma.contiguous()
+    others = tuple(spec_of(t) for t in (*a.weight, a.h, gamma, a.bias))
+    if not a.h.is_contiguous():
+        _check_residual(a)
+    plan = _residual_plan(a.scheme, x.shape[0], x.shape[1], x.dtype, x.device, others, a.batch_invariant, a.subnormal)
+    squares = torch.empty((plan.squares_parts, x.shape[0]), dtype=torch.float32, device=x.device)
+    return plan(x, *a.weight, a.bias, *workspace(x.device, *plan.workspace), squares, a.h, gamma, a.factor), squares
 
 
 @functools.lru_cache(maxsize=4096)
 def _norm_plan(
-    scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
-    gated: Gated, batch_invariant: bool,
-) -> NormPlan | WgmmaNormPlan:  # fmt: skip
-    """The plan of a product with the norm at its end. Raises ValueError when the tensors do not fit."""
-    from lowbit.kernels.sm80.small_m_gemm import NormPlan
+    scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
+    gated: Gated, batch_invariant: bool, subnormal: bool,
+) -> RingPlan | WgmmaPlan:  # fmt: skip
+    """The plan of a product with the norm in its epilogue. Raises ValueError when the tensors do not fit."""
+    from lowbit.kernels.parts.epilogue import Epilogue
 
-    codes, scale, channel_scale, squares, bias = (None if t is None else on_meta(t) for t in others)
+    codes, scale, channel_scale, squares, bias = (None if t is None else meta_tensor(t) for t in others)
     assert codes is not None and squares is not None
     x = torch.empty((m, k), dtype=dtype, device="meta")
-    _check_norm(x, codes, scale, channel_scale, squares, bias, scheme, n, gated)
+    weight = codes, scale, channel_scale
+    _check_norm(NormGemmArguments(x, *weight, squares, bias, scheme, n, k, 0.0, 1.0, gated, batch_invariant, subnormal))
     _check_places("norm_gemm", on, others)
-    machine, shape, form = machine_of(on), _shape(scheme, m, n, k), _form(scheme, scale, channel_scale)
+    machine, shape, form = machine_of(on), _shape(scheme, m, n, k), _form(scheme, scale, channel_scale, subnormal)
     role: Role = "norm" if gated == "none" else "gated"
-    tile, parts = choose_chain(role, shape, machine, batch_invariant), squares.shape[0]
-    if isinstance(tile, RingTile):
-        return NormPlan(shape, tile, form, dtype, bias is not None, parts, gated, machine.arch)
-    from lowbit.kernels.sm90.large_m_gemm import WgmmaNormPlan
-
-    return WgmmaNormPlan(shape, tile, form, dtype, bias is not None, parts, gated, machine.sm_count)
+    tile = choose_chain(role, shape, machine, batch_invariant)
+    epilogue = Epilogue(form.channel_scale, bias is not None, squares.shape[0], gated)
+    return _plan(shape, tile, form, dtype, epilogue, machine)
 
 
 @functools.lru_cache(maxsize=4096)
 def _residual_plan(
-    scheme: str, m: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
-    batch_invariant: bool,
-) -> ResidualPlan | WgmmaResidualPlan:  # fmt: skip
-    """The plan of a product with the residual at its end. Raises ValueError when the tensors do not fit."""
-    from lowbit.kernels.sm80.small_m_gemm import ResidualPlan
+    scheme: str, m: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
+    batch_invariant: bool, subnormal: bool,
+) -> RingPlan | WgmmaPlan:  # fmt: skip
+    """The plan of a product with the residual in its epilogue. Raises ValueError when the tensors do not fit."""
+    from lowbit.kernels.parts.epilogue import Epilogue
 
-    codes, scale, channel_scale, h, gamma, bias = (None if t is None else on_meta(t) for t in others)
+    codes, scale, channel_scale, h, gamma, bias = (None if t is None else meta_tensor(t) for t in others)
     assert codes is not None and h is not None and gamma is not None
-    described_h = others[3]
-    assert described_h is not None
-    _check_residual(torch.empty((m, k), dtype=dtype, device="meta"), codes, scale, channel_scale, h, gamma, bias, scheme)
+    spec_of_h = others[3]
+    assert spec_of_h is not None
+    x, weight = torch.empty((m, k), dtype=dtype, device="meta"), (codes, scale, channel_scale)
+    _check_residual(ResidualGemmArguments(x, *weight, h, gamma, bias, scheme, 1.0, batch_invariant, subnormal))
     _check_places("residual_gemm", on, others)
-    machine, shape, form = machine_of(on), _shape(scheme, m, h.shape[1], k), _form(scheme, scale, channel_scale)
+    machine, shape, form = machine_of(on), _shape(scheme, m, h.shape[1], k), _form(scheme, scale, channel_scale, subnormal)
     tile = choose_chain("residual", shape, machine, batch_invariant)
-    if isinstance(tile, RingTile):
-        return ResidualPlan(shape, tile, form, dtype, bias is not None, machine.arch)
-    if not described_h[3]:
+    if not isinstance(tile, RingTile) and not spec_of_h[3]:
         raise ValueError("residual_gemm: h must start at a multiple of 16 bytes; clone() it")
-    from lowbit.kernels.sm90.large_m_gemm import WgmmaResidualPlan
+    epilogue = Epilogue(form.channel_scale, bias is not None, h_type="fp16" if h.dtype == torch.float16 else "bf16")
+    return _plan(shape, tile, form, dtype, epilogue, machine)
 
-    return WgmmaResidualPlan(shape, tile, form, dtype, bias is not None, h.dtype, machine.sm_count)
+
+def _plan(
+    shape: GemmShape, tile: RingTile | WgmmaTile, form: WeightForm, dtype: torch.dtype, epilogue: Epilogue, machine: Machine
+) -> RingPlan | WgmmaPlan:
+    """The plan of a product with a given tile and epilogue."""
+    from lowbit.kernels.sm80.small_m_gemm import RingPlan
+    from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
+
+    if isinstance(tile, RingTile):
+        return RingPlan(shape, tile, form, dtype, epilogue, machine.arch)
+    return WgmmaPlan(shape, tile, form, dtype, epilogue, machine.sm_count)
 
 
-def _check_places(operator: str, on: torch.device, others: tuple[Described | None, ...]) -> None:
+def _check_places(operator: str, on: torch.device, others: tuple[TensorSpec | None, ...]) -> None:
     """Raises ValueError unless all tensors are on one device, weights where the kernels read pieces of 16 bytes."""
     devices = {on, *(t[2] for t in others if t is not None)}
     if len(devices) > 1:
@@ -308,57 +336,64 @@ def _check_places(operator: str, on: torch.device, others: tuple[Described | Non
 
 
 def _unpacked(
-    codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, scheme: str, shape: tuple[int, int]
+    codes: Tensor,
+    scale: Tensor | None,
+    channel_scale: Tensor | None,
+    scheme: str,
+    shape: tuple[int, int],
+    subnormal: bool,
 ) -> QuantTensor | DenseWeight:
     if scheme == DENSE:
         return DenseWeight(codes)
-    return FragmentWeight(codes, scale, channel_scale, _scheme(scheme), shape).unpack()
+    return FragmentWeight(codes, scale, channel_scale, _scheme(scheme), shape, subnormal).unpack()
 
 
-@torch.library.impl("lowbit::norm_gemm", "CPU")
-def _norm_gemm_cpu(
-    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, squares: Tensor, bias: Tensor | None,
-    scheme: str, n: int, width: int, eps: float, factor: float, gated: Gated, batch_invariant: bool = False,
-) -> Tensor:  # fmt: skip
-    _check_norm(x, codes, scale, channel_scale, squares, bias, scheme, n, gated)
-    w = _unpacked(codes, scale, channel_scale, scheme, (n, x.shape[1]))
-    if isinstance(w, DenseWeight) and gated != "none":
-        w, bias = DenseWeight(alternate(*codes.chunk(2))), None if bias is None else alternate(*bias.chunk(2))
-    y = norm_gemm_reference(x, w, squares, bias, width=width, eps=eps, gated=gated, x_factor=factor)
-    return y.to(x.dtype)
+def _norm_gemm_cpu(a: NormGemmArguments) -> Tensor:
+    _check_norm(a)
+    w, bias = _unpacked(*a.weight, a.scheme, (a.n, a.x.shape[1]), a.subnormal), a.bias
+    if isinstance(w, DenseWeight) and a.gated != "none":
+        w, bias = DenseWeight(alternate(*a.codes.chunk(2))), None if bias is None else alternate(*bias.chunk(2))
+    y = norm_gemm_reference(a.x, w, a.squares, bias, width=a.width, eps=a.eps, gated=a.gated, x_factor=a.factor)
+    return y.to(a.x.dtype)
 
 
-@torch.library.impl("lowbit::residual_gemm", "CPU")
-def _residual_gemm_cpu(
-    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, h: Tensor, gamma: Tensor,
-    bias: Tensor | None, scheme: str, factor: float, batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check_residual(x, codes, scale, channel_scale, h, gamma, bias, scheme)
-    w = _unpacked(codes, scale, channel_scale, scheme, (h.shape[1], x.shape[1]))
-    added, following, squares = residual_gemm_reference(x, w, h, gamma, bias, x_factor=factor)
-    h.copy_(added)
+def _residual_gemm_cpu(a: ResidualGemmArguments) -> tuple[Tensor, Tensor]:
+    _check_residual(a)
+    w = _unpacked(*a.weight, a.scheme, (a.h.shape[1], a.x.shape[1]), a.subnormal)
+    added, following, squares = residual_gemm_reference(a.x, w, a.h, a.gamma, a.bias, x_factor=a.factor)
+    a.h.copy_(added)
     return following, squares
 
 
-@torch.library.register_fake("lowbit::norm_gemm")
-def _norm_fake(
-    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, squares: Tensor, bias: Tensor | None,
-    scheme: str, n: int, width: int, eps: float, factor: float, gated: Gated, batch_invariant: bool = False,
-) -> Tensor:  # fmt: skip
-    _check_norm(x, codes, scale, channel_scale, squares, bias, scheme, n, gated)
-    return x.new_empty((x.shape[0], n if gated == "none" else n // 2))
+def _norm_fake(a: NormGemmArguments) -> Tensor:
+    _check_norm(a)
+    return a.x.new_empty((a.x.shape[0], a.n if a.gated == "none" else a.n // 2))
 
 
-@torch.library.register_fake("lowbit::residual_gemm")
-def _residual_fake(
-    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, h: Tensor, gamma: Tensor,
-    bias: Tensor | None, scheme: str, factor: float, batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check_residual(x, codes, scale, channel_scale, h, gamma, bias, scheme)
+def _residual_fake(a: ResidualGemmArguments) -> tuple[Tensor, Tensor]:
+    _check_residual(a)
     parts = 1
-    if x.device.type == "cuda":
-        m, n, k = int(x.shape[0]), int(h.shape[1]), int(x.shape[1])  # a tile is chosen for numbers, also in a dynamic trace
-        shape = _shape(scheme, m, n, k)
-        tile = choose_chain("residual", shape, machine_of(x.device), batch_invariant)
+    if a.x.device.type == "cuda":
+        m, n, k = int(a.x.shape[0]), int(a.h.shape[1]), int(a.x.shape[1])  # the choice of a tile takes numbers, no symbols
+        shape = _shape(a.scheme, m, n, k)
+        tile = choose_chain("residual", shape, machine_of(a.x.device), a.batch_invariant)
         parts = parts_of(tile, shape)
-    return torch.empty_like(h, dtype=x.dtype), x.new_empty((parts, x.shape[0]), dtype=torch.float32)
+    return torch.empty_like(a.h, dtype=a.x.dtype), a.x.new_empty((parts, a.x.shape[0]), dtype=torch.float32)
+
+
+register(
+    "norm_gemm(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor squares, Tensor? bias, str scheme,"
+    " SymInt n, int width, float eps, float factor, str gated, bool batch_invariant=False, bool subnormal=False) -> Tensor",
+    cuda=_norm_gemm,
+    cpu=_norm_gemm_cpu,
+    fake=_norm_fake,
+    arguments=NormGemmArguments,
+)
+register(
+    "residual_gemm(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor(a!) h, Tensor gamma, Tensor? bias,"
+    " str scheme, float factor, bool batch_invariant=False, bool subnormal=False) -> (Tensor, Tensor)",
+    cuda=_residual_gemm,
+    cpu=_residual_gemm_cpu,
+    fake=_residual_fake,
+    arguments=ResidualGemmArguments,
+)

@@ -1,7 +1,7 @@
-"""The torch operator `lowbit::gated_gemm`: gate and up of an MLP as one product, gated where it is made.
+"""The torch operator `lowbit::gated_gemm`: gate and up of an MLP as one product with the gate in its epilogue.
 
-Opaque to torch.compile, as `lowbit::fragment_gemm` is, whose checks and whose choice of tile it has. Small batches take a
-kernel for the product and one for the gate: it is in a chain that they do with one (ops/fused_gemm.py).
+Opaque to torch.compile, as `lowbit::fragment_gemm` is; checks and choice of tile are the same. Small batches run one kernel
+for the product and one for the gate; in a decode step ops/fused_gemm.py does both with one kernel.
 """
 
 from __future__ import annotations
@@ -18,19 +18,14 @@ from lowbit.kernels.choose.gemm import GemmShape, RingTile, choose
 from lowbit.kernels.reference.elementwise import GATES, Gate
 from lowbit.ops.elementwise import gate
 from lowbit.ops.fragment_gemm import aligned_rows, check_product, fragment_gemm, wide_plan
-from lowbit.ops.operands import Described, described, on_meta
+from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of
+from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
 from lowbit.pack import FragmentWeight, weight_form
 
 if TYPE_CHECKING:
     from lowbit.kernels.sm80.large_m_gemm import MmaPlan
     from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
-
-torch.library.define(
-    "lowbit::gated_gemm",
-    "(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor? bias, str scheme, SymInt n, str gated,"
-    " bool batch_invariant=False) -> Tensor",
-)
 
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
@@ -46,17 +41,17 @@ def gated_gemm(
     fit together.
     """
     made: Tensor = torch.ops.lowbit.gated_gemm(
-        x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], gated, batch_invariant
+        x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], gated, batch_invariant, w.subnormal
     )
     return made
 
 
 def _check(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
-    gated: str,
+    gated: str, subnormal: bool,
 ) -> None:  # fmt: skip
     """Raises ValueError unless the tensors are of one gated product."""
-    check_product("gated_gemm", x, codes, scale, channel_scale, bias, _scheme(scheme), n)
+    check_product("gated_gemm", x, codes, scale, channel_scale, bias, _scheme(scheme), n, subnormal)
     if x.dim() != 2 or gated not in GATES or n % 16:
         raise ValueError(
             f"gated_gemm: x is [M, K], gated {', '.join(GATES)}, and strips have 8 gates and 8 ups; got x "
@@ -64,49 +59,51 @@ def _check(
         )
 
 
-@torch.library.impl("lowbit::gated_gemm", "CUDA")
 def _gated_gemm(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
-    gated: Gate, batch_invariant: bool = False,
+    gated: Gate, batch_invariant: bool = False, subnormal: bool = False,
 ) -> Tensor:  # fmt: skip
-    others = (described(codes), described(scale), described(channel_scale), described(bias))
-    plan = _plan(scheme, x.shape, n, x.dtype, x.device, others, gated, batch_invariant)
+    others = (spec_of(codes), spec_of(scale), spec_of(channel_scale), spec_of(bias))
+    plan = _plan(scheme, x.shape, n, x.dtype, x.device, others, gated, batch_invariant, subnormal)
     if plan is None:
-        w = FragmentWeight(codes, scale, channel_scale, _scheme(scheme), (n, x.shape[1]))
+        w = FragmentWeight(codes, scale, channel_scale, _scheme(scheme), (n, x.shape[1]), subnormal)
         return gate(fragment_gemm(x, w, bias, batch_invariant=batch_invariant), gated, alternate=True)
-    rows = aligned_rows(x)
-    if x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            return plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
-    return plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
+    return plan(aligned_rows(x), codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    scheme: str, size: torch.Size, n: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
-    gated: Gate, batch_invariant: bool,
+    scheme: str, size: torch.Size, n: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
+    gated: Gate, batch_invariant: bool, subnormal: bool,
 ) -> MmaPlan | WgmmaPlan | None:  # fmt: skip
-    """The plan of a product with the gate at its end; None where two kernels do it. Raises ValueError for tensors that do not
-    fit."""
-    codes, scale, channel_scale, bias = (None if t is None else on_meta(t) for t in others)
+    """The plan of a product with the gate in its epilogue; None where two kernels compute it. Raises ValueError for tensors
+    that do not fit."""
+    codes, scale, channel_scale, bias = (None if t is None else meta_tensor(t) for t in others)
     assert codes is not None
     parsed = _scheme(scheme)
-    _check(torch.empty(size, dtype=dtype, device="meta"), codes, scale, channel_scale, bias, scheme, n, gated)
+    _check(torch.empty(size, dtype=dtype, device="meta"), codes, scale, channel_scale, bias, scheme, n, gated, subnormal)
     if batch_invariant or gated == "relu" or 0 in (size[0], n):
         return None
     machine, shape = machine_of(on), GemmShape(size[0], n, size[1], parsed.weight.bits)
     tile = choose(shape, machine)
     whole = len({on, *(t[2] for t in others if t is not None)}) == 1 and all(t is None or t[3] for t in others[:3])
-    if isinstance(tile, RingTile) or not whole:  # the product alone says what it does not take
+    if isinstance(tile, RingTile) or not whole:  # `fragment_gemm` raises the error
         return None
-    form = weight_form(parsed, None if scale is None else scale.dtype, None if channel_scale is None else channel_scale.dtype)
+    form = weight_form(parsed, None if scale is None else scale.dtype, channel_scale is not None, subnormal)
     return wide_plan(tile, shape, form, dtype, bias is not None, machine, gated)
 
 
-@torch.library.register_fake("lowbit::gated_gemm")
 def _fake(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
-    gated: str, batch_invariant: bool = False,
+    gated: str, batch_invariant: bool = False, subnormal: bool = False,
 ) -> Tensor:  # fmt: skip
-    _check(x, codes, scale, channel_scale, bias, scheme, n, gated)
+    _check(x, codes, scale, channel_scale, bias, scheme, n, gated, subnormal)
     return x.new_empty((x.shape[0], n // 2))
+
+
+register(
+    "gated_gemm(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor? bias, str scheme, SymInt n, str gated,"
+    " bool batch_invariant=False, bool subnormal=False) -> Tensor",
+    cuda=_gated_gemm,
+    fake=_fake,
+)

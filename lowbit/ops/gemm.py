@@ -17,17 +17,16 @@ from lowbit.ops.workspace import make_counters
 from lowbit.pack.cpu import CpuWeight
 from lowbit.pack.gemm_weight import GemmWeight, RowWeight
 from lowbit.pack.scaled import OperandWeight
-from lowbit.pack.weight import FragmentWeight, InterleavedWeight
+from lowbit.pack.weight import FragmentWeight
 
 
 def pack_for(
     q: QuantTensor, dtype: torch.dtype = torch.bfloat16, *, batch_invariant: bool = False, form: Form | None = None
 ) -> GemmWeight:
-    """`q` in the form that the first kernel of ops/table.py reads that takes it on its device, for x of `dtype`, or in `form`:
-    "interleaved" is TensorRT-LLM's order for sm_80 (`InterleavedWeight`), which is never the first.
+    """Returns `q` in the form of the first kernel of ops/table.py that takes it on its device for x of `dtype`, or in `form`.
 
-    Raises UnsupportedProblem, with every kernel's reasons, where there is none, and ValueError for what is no part of a
-    product, an input transform or a low-rank correction, which `nn.QuantLinear` computes.
+    Raises UnsupportedProblem, with every kernel's reasons, where there is none, and ValueError for an input transform or a
+    low-rank correction: `nn.QuantLinear` computes them, a product does not.
     """
     device = q.codes.device
     known = {"scale_dtype": q.scale.dtype, "batch_invariant": batch_invariant, "form": form}
@@ -35,11 +34,8 @@ def pack_for(
     q.require_product()
     match chosen:
         case "fragments":
-            make_counters(device)  # a graph that captures the first product could not
+            make_counters(device)  # memory cannot be allocated while a graph captures the first product
             return FragmentWeight.pack(q)
-        case "interleaved":
-            make_counters(device)
-            return InterleavedWeight.pack(q)
         case "operands":
             make_counters(device)
             return OperandWeight.pack(q)
@@ -60,8 +56,7 @@ def gemm(
     for 8-bit activations only. With `batch_invariant`, a row of y has the same bits in every batch. `fast_accum`, as that of
     `torch._scaled_mm`: sums of fp8 by fp8 stay in the tensor core, which has few bits for them, a little faster and 10 to 600
     times less exact, the longer K and the more of one sign (docs/internals/numerics.md); for other 8-bit x it changes nothing.
-    Raises ValueError for tensors that do not fit together, and UnsupportedProblem where no kernel for this form does what is
-    asked.
+    Raises ValueError for tensors that do not fit together, and UnsupportedProblem where no kernel for this form computes it.
     """
     if batch_invariant and isinstance(w, (RowWeight, CpuWeight)):
         problem = problem_on(w.codes.device, w.scheme, 1, w.shape, torch.bfloat16, batch_invariant=True)
@@ -73,9 +68,7 @@ def gemm(
         wanted = "x in 16 or 32 bits, and y is of its type, with no function after the product and no fast_accum"
         raise ValueError(f"gemm: {w.scheme} takes {wanted}")
     match w:
-        case FragmentWeight() | InterleavedWeight():
-            if isinstance(w, InterleavedWeight):  # which a GPU has to be asked about: no choice brought w into this form
-                choose(problem_on(w.codes.device, w.scheme, 1, w.shape, x.dtype, form="interleaved"))
+        case FragmentWeight():
             return fragment_gemm(x, w, bias, batch_invariant=batch_invariant)
         case CpuWeight():
             if x.dtype != w.dtype or not x.dim() or x.shape[-1] != w.shape[1]:

@@ -1,4 +1,4 @@
-"""What the operators on packed weights require of their operands, and of Triton."""
+"""Checks of the operands of operators on packed weights, and of the installed Triton."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ def check_one_device(operator: str, *tensors: Tensor | None) -> None:
         raise ValueError(f"{operator}: all tensors must be on one device, got {sorted(map(str, devices))}")
 
 
-Described = tuple[torch.Size, torch.dtype, torch.device, bool]
-"""What the choice and the compilation of a kernel see of a tensor: shape, dtype, device, whether it starts at 16 bytes."""
+TensorSpec = tuple[torch.Size, torch.dtype, torch.device, bool]
+"""The properties of a tensor on which a plan depends: shape, dtype, device, whether it starts at a multiple of 16 bytes."""
 
 
-def described(t: Tensor | None) -> Described | None:
-    """A tensor as plans see it."""
+def spec_of(t: Tensor | None) -> TensorSpec | None:
+    """The properties of a tensor on which a plan depends; None for None."""
     return None if t is None else (t.shape, t.dtype, t.device, t.data_ptr() % 16 == 0)
 
 
-def on_meta(t: Described) -> Tensor:
-    """A tensor without memory of this description."""
+def meta_tensor(t: TensorSpec) -> Tensor:
+    """A tensor of this shape and dtype on the meta device."""
     return torch.empty(t[0], dtype=t[1], device="meta")
 
 
 @functools.cache
 def triton_refusals() -> tuple[str, ...]:
-    """Why the installed Triton cannot compile the kernels; empty if it can."""
+    """Returns the reasons why the installed Triton cannot compile the kernels; empty if it can."""
     if importlib.util.find_spec("triton") is None:
         return ("is written in Gluon, which comes with Triton 3.6 or newer: pip install triton",)
     version = importlib.import_module("triton").__version__

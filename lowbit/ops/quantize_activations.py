@@ -1,4 +1,4 @@
-"""The torch operator `lowbit::quantize_activations`: 16-bit activations to codes, alone or fused with what makes them.
+"""The torch operator `lowbit::quantize_activations`: 16-bit activations to codes, alone or fused with the step before.
 
 One pass over memory on NVIDIA GPUs (kernels/elementwise/quantize_rows.py), plain torch (kernels/reference/) everywhere else.
 """
@@ -22,22 +22,11 @@ from lowbit.kernels.reference.activations import (
     silu_mul_reference,
 )
 from lowbit.ops.channels import rotate_channels
-from lowbit.ops.operands import Described, described, triton_refusals
+from lowbit.ops.operands import TensorSpec, spec_of, triton_refusals
+from lowbit.ops.register import register
 
 if TYPE_CHECKING:
-    from lowbit.kernels.elementwise.quantize_rows import QuantizePlan, Request
-
-torch.library.define(
-    "lowbit::quantize_activations",
-    "(Tensor x, str format, SymInt group=0, Tensor? scale=None, bool symmetric=True, str before='', Tensor? beside=None,"
-    " Tensor? weight=None, Tensor? bias=None, float eps=0.0, Tensor? zero=None, str rule='', SymInt hadamard=0) -> Tensor[]",
-)
-
-torch.library.define(
-    "lowbit::add_norm_quantize",
-    "(Tensor(a!) h, Tensor delta, Tensor weight, float eps, str format, SymInt group=0, Tensor? scale=None,"
-    " bool symmetric=True, Tensor? zero=None, SymInt hadamard=0) -> (Tensor, Tensor, Tensor)",
-)
+    from lowbit.kernels.elementwise.quantize_rows import QuantizePlan, QuantizeRequest
 
 BEFORE = ("", "rms_norm", "layer_norm", "silu")
 MOST_COLUMNS = 65536
@@ -61,7 +50,7 @@ class Activations(NamedTuple):
 
     codes: int8, float8_e4m3fn or float8_e5m2 [.., K]. scale: float32 [.., 1], [.., groups] or the given [1]. zero: int32 [..,
     1], the given [1] or None. sum: x + residual where one was added, else None. dtype: the type that x had, and that y of a
-    product has. It stands in for x between what makes it, such as a norm, and the layers that read it.
+    product has. It takes the place of x between the step that computes it, such as a norm, and the layers that read it.
     """
 
     codes: Tensor
@@ -120,8 +109,8 @@ def add_norm_quantize(
             h, weight, eps, fmt, group=group, scale=scale, symmetric=symmetric, zero=zero, rule=rule, hadamard=hadamard
         )
     name = fmt if isinstance(fmt, str) else fmt.name
-    if rule:  # which no fused step has: the check says so
-        _check(h, name, group, scale, symmetric, "rms_norm", delta, weight, None, zero, rule)
+    if rule:  # `_check` raises: no fused step has another rule
+        _check(QuantizeArguments(h, name, group, scale, symmetric, "rms_norm", delta, weight, None, eps, zero, rule))
     codes, found, zeros = torch.ops.lowbit.add_norm_quantize(
         h, delta, weight, eps, name, group, scale, symmetric, zero, hadamard
     )
@@ -147,7 +136,8 @@ def silu_mul_quantize(
 
 
 def quantize_refusals(fmt: NumberFormat, dtype: torch.dtype, k: int, device: torch.device | str) -> tuple[str, ...]:
-    """Why the kernel cannot quantize activations of `dtype` with K `k` on `device` (plain torch does then); empty if it can."""
+    """Returns the reasons why the kernel cannot quantize activations of `dtype` with K `k` on `device`, where plain torch does;
+    empty if it can."""
     device = torch.device(device)
     if device.type != "cuda":
         return (f"runs on NVIDIA GPUs, x is on {device.type}",)
@@ -178,12 +168,28 @@ def _quantize(
     return Activations(made[0], made[1] if scale is None else scale, zero, total, x.dtype)
 
 
-def _check(
-    x: Tensor, fmt: str, group: int, scale: Tensor | None, symmetric: bool, before: str, beside: Tensor | None,
-    weight: Tensor | None, bias: Tensor | None, zero: Tensor | None,
-    rule: str, hadamard: int = 0,
-) -> NumberFormat:  # fmt: skip
-    """The format; raises ValueError unless everything fits together."""
+class QuantizeArguments(NamedTuple):
+    """The arguments of `lowbit::quantize_activations`. `before` is the function whose result is quantized, and `beside` its
+    second operand: the residual of a norm, or up of silu(gate) * up."""
+
+    x: Tensor
+    format: str
+    group: int = 0
+    scale: Tensor | None = None
+    symmetric: bool = True
+    before: str = ""
+    beside: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 0.0
+    zero: Tensor | None = None
+    rule: str = ""
+    hadamard: int = 0
+
+
+def _check(a: QuantizeArguments) -> NumberFormat:
+    """Returns the format. Raises ValueError unless the arguments fit together."""
+    x, fmt, group, scale, symmetric, before, beside, weight, bias, _, zero, rule, hadamard = a
     who = "quantize_activations"
     if fmt not in CODE_DTYPES:
         raise ValueError(f"{who}: activations become {', '.join(CODE_DTYPES)}, not {fmt}")
@@ -226,59 +232,42 @@ def _check(
     return _format(fmt)
 
 
-def _plain(
-    x: Tensor, fmt: str, group: int = 0, scale: Tensor | None = None, symmetric: bool = True, before: str = "",
-    beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
-    zero: Tensor | None = None, rule: str = "", hadamard: int = 0,
-) -> list[Tensor]:  # fmt: skip
-    parsed = _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero, rule, hadamard)
-    total = None
-    if before == "silu":
-        assert beside is not None
-        values = silu_mul_reference(x, beside)
+def _plain(a: QuantizeArguments) -> list[Tensor]:
+    parsed, values, total = _check(a), a.x, None
+    if a.before == "silu":
+        assert a.beside is not None
+        values = silu_mul_reference(a.x, a.beside)
     else:
-        if beside is not None:
-            total = (x.float() + beside.float()).to(x.dtype)
-        values = x if total is None else total
-        if weight is not None:
-            norm = rms_norm_reference(values, weight, eps) if before == "rms_norm" else None
-            values = layer_norm_reference(values, weight, bias, eps) if norm is None else norm
-    if hadamard:
-        values = rotate_channels(values, hadamard)
-    if fmt == "int8" and symmetric and scale is None and not (group or rule) and x.numel():
+        if a.beside is not None:
+            values = total = (a.x.float() + a.beside.float()).to(a.x.dtype)
+        if a.before == "rms_norm" and a.weight is not None:
+            values = rms_norm_reference(values, a.weight, a.eps)
+        elif a.weight is not None:
+            values = layer_norm_reference(values, a.weight, a.bias, a.eps)
+    if a.hadamard:
+        values = rotate_channels(values, a.hadamard)
+    if a.format == "int8" and a.symmetric and a.scale is None and not (a.group or a.rule) and a.x.numel():
         codes, x_scale = quantize_rows(values)
         return [codes, x_scale] if total is None else [codes, x_scale, total]
-    codes, *found = quantize_activations_reference(values, parsed, group, scale, symmetric, zero, ActivationRule(rule))
-    return [t for t in (codes, *(found if scale is None else ()), total) if t is not None]
+    rule = ActivationRule(a.rule)
+    codes, *found = quantize_activations_reference(values, parsed, a.group, a.scale, a.symmetric, a.zero, rule)
+    return [t for t in (codes, *(found if a.scale is None else ()), total) if t is not None]
 
 
-torch.library.impl("lowbit::quantize_activations", "CPU", _plain)
-
-
-def _on_gpu(
-    x: Tensor, fmt: str, group: int = 0, scale: Tensor | None = None, symmetric: bool = True, before: str = "",
-    beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
-    zero: Tensor | None = None, rule: str = "", hadamard: int = 0, total: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """`total`: where x + residual goes, x itself maybe; without, to new memory."""
+def _on_gpu(a: QuantizeArguments, total: Tensor | None = None) -> list[Tensor]:
+    """`total` is the memory for x + residual, which may be that of x; by default it is allocated."""
+    x = a.x
     rows = _rows(x)
-    beside_rows = None if beside is None else _rows(beside)
-    others = tuple(described(t) for t in (beside, weight, bias, scale, zero, total))
+    beside_rows = None if a.beside is None else _rows(a.beside)
+    others = tuple(spec_of(t) for t in (a.beside, a.weight, a.bias, a.scale, a.zero, total))
     strides = rows.stride(0), None if beside_rows is None else beside_rows.stride(0)
     aligned = rows.data_ptr() % 16 == 0 and all(stride is None or stride % 8 == 0 for stride in strides)
-    plan = _plan(fmt, x.shape, x.dtype, x.device, group, symmetric, before, others, aligned, rule, hadamard)
+    plan = _plan(a.format, x.shape, x.dtype, x.device, a.group, a.symmetric, a.before, others, aligned, a.rule, a.hadamard)
     if plan is None:
-        made = _plain(x, fmt, group, scale, symmetric, before, beside, weight, bias, eps, zero, rule, hadamard)
+        made = _plain(a)
         return made if total is None else [*made[:-1], total.copy_(made[-1])]
-    if x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            made = plan(rows, beside_rows, weight, bias, scale, eps, zero, total)
-    else:
-        made = plan(rows, beside_rows, weight, bias, scale, eps, zero, total)
+    made = plan(rows, beside_rows, a.weight, a.bias, a.scale, a.eps, a.zero, total)
     return made if x.dim() == 2 else [t.reshape(*x.shape[:-1], t.shape[-1]) for t in made]
-
-
-torch.library.impl("lowbit::quantize_activations", "CUDA", _on_gpu)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -290,78 +279,107 @@ def _rows(x: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=4096)
 def _plan(
     fmt: str, shape: torch.Size, dtype: torch.dtype, on: torch.device, group: int, symmetric: bool, before: str,
-    others: tuple[Described | None, ...], aligned: bool, rule: str, hadamard: int,
+    others: tuple[TensorSpec | None, ...], aligned: bool, rule: str, hadamard: int,
 ) -> QuantizePlan | None:  # fmt: skip
     """The plan of a call, None where the kernel does not take it. Raises ValueError when the tensors do not fit together."""
     made = (None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in others[:-1])
     beside, weight, bias, scale, zero = made
     x = torch.empty(shape, dtype=dtype, device="meta")
-    parsed = _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero, rule, hadamard)
+    parsed = _check(QuantizeArguments(x, fmt, group, scale, symmetric, before, beside, weight, bias, 0.0, zero, rule, hadamard))
     devices = {on, *(t[2] for t in others if t is not None)}
     if len(devices) > 1:
         raise ValueError(f"quantize_activations: all tensors must be on one device, got {sorted(map(str, devices))}")
     k = shape[-1]
     if quantize_refusals(parsed, dtype, k, on):
         return None
-    from lowbit.kernels.elementwise.quantize_rows import QuantizePlan, Request
+    from lowbit.kernels.elementwise.quantize_rows import QuantizePlan, QuantizeRequest
 
     residual = before != "silu" and beside is not None
-    request: Request = Request(before, parsed, group, scale is not None, symmetric, residual, ActivationRule(rule), hadamard)
+    request: QuantizeRequest = QuantizeRequest(
+        before, parsed, group, scale is not None, symmetric, residual, ActivationRule(rule), hadamard
+    )
     pieces = aligned and k % 8 == 0 and all(t is None or t[3] for t in others)
     return QuantizePlan(shape[:-1].numel(), k, request, pieces, machine_of(on))
 
 
-@torch.library.register_fake("lowbit::quantize_activations")
-def _fake(
-    x: Tensor, fmt: str, group: int = 0, scale: Tensor | None = None, symmetric: bool = True, before: str = "",
-    beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
-    zero: Tensor | None = None, rule: str = "", hadamard: int = 0,
-) -> list[Tensor]:  # fmt: skip
-    _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero, rule, hadamard)
-    groups = -(-x.shape[-1] // group) if group else 1
-    filled = -(-x.shape[-1] // CODE_PIECE) * CODE_PIECE if x.device.type == "cuda" else x.shape[-1]
-    made = [x.new_empty((*x.shape[:-1], filled), dtype=CODE_DTYPES[fmt])[..., : x.shape[-1]]]
-    if scale is None:
+def _fake(a: QuantizeArguments) -> list[Tensor]:
+    _check(a)
+    x, k = a.x, a.x.shape[-1]
+    groups = -(-k // a.group) if a.group else 1
+    filled = -(-k // CODE_PIECE) * CODE_PIECE if x.device.type == "cuda" else k
+    made = [x.new_empty((*x.shape[:-1], filled), dtype=CODE_DTYPES[a.format])[..., :k]]
+    if a.scale is None:
         made.append(x.new_empty((*x.shape[:-1], groups), dtype=torch.float32))
-    if scale is None and not symmetric:
+    if a.scale is None and not a.symmetric:
         made.append(x.new_empty((*x.shape[:-1], groups), dtype=torch.int32))
-    if before != "silu" and beside is not None:
+    if a.before != "silu" and a.beside is not None:
         made.append(torch.empty_like(x))
     return made
 
 
+register(
+    "quantize_activations(Tensor x, str format, SymInt group=0, Tensor? scale=None, bool symmetric=True, str before='',"
+    " Tensor? beside=None, Tensor? weight=None, Tensor? bias=None, float eps=0.0, Tensor? zero=None, str rule='',"
+    " SymInt hadamard=0) -> Tensor[]",
+    cuda=_on_gpu,
+    cpu=_plain,
+    fake=_fake,
+    arguments=QuantizeArguments,
+)
+
+
+class AddNormQuantizeArguments(NamedTuple):
+    """The arguments of `lowbit::add_norm_quantize`."""
+
+    h: Tensor
+    delta: Tensor
+    weight: Tensor
+    eps: float
+    format: str
+    group: int = 0
+    scale: Tensor | None = None
+    symmetric: bool = True
+    zero: Tensor | None = None
+    hadamard: int = 0
+
+    def without_addition(self) -> QuantizeArguments:
+        """The arguments of `lowbit::quantize_activations` that return the sum instead of writing it to h."""
+        return QuantizeArguments(
+            self.h, self.format, self.group, self.scale, self.symmetric, "rms_norm", self.delta, self.weight, None, self.eps,
+            self.zero, "", self.hadamard,
+        )  # fmt: skip
+
+
 def _three(made: list[Tensor], h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scale and zero, empty where the caller has given them: an operator that writes to its arguments returns a fixed
-    number of tensors."""
+    """Codes, scale and zero, empty where the caller gave them: an operator that writes to an argument returns a fixed number
+    of tensors."""
     codes, scale, zero = (*made, *(h.new_empty(0) for _ in range(3 - len(made))))
     return codes, scale, zero
 
 
-@torch.library.impl("lowbit::add_norm_quantize", "CPU")
-def _add_norm_plain(
-    h: Tensor, delta: Tensor, weight: Tensor, eps: float, fmt: str, group: int = 0, scale: Tensor | None = None,
-    symmetric: bool = True, zero: Tensor | None = None, hadamard: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    *made, total = _plain(h, fmt, group, scale, symmetric, "rms_norm", delta, weight, None, eps, zero, "", hadamard)
-    h.copy_(total)
-    return _three(made, h)
+def _add_norm_plain(a: AddNormQuantizeArguments) -> tuple[Tensor, Tensor, Tensor]:
+    *made, total = _plain(a.without_addition())
+    a.h.copy_(total)
+    return _three(made, a.h)
 
 
-@torch.library.impl("lowbit::add_norm_quantize", "CUDA")
-def _add_norm_on_gpu(
-    h: Tensor, delta: Tensor, weight: Tensor, eps: float, fmt: str, group: int = 0, scale: Tensor | None = None,
-    symmetric: bool = True, zero: Tensor | None = None, hadamard: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if not h.is_contiguous():
-        raise ValueError(f"add_norm_quantize: h is contiguous, got strides {h.stride()} of {tuple(h.shape)}")
-    *made, _ = _on_gpu(h, fmt, group, scale, symmetric, "rms_norm", delta, weight, None, eps, zero, "", hadamard, h)
-    return _three(made, h)
+def _add_norm_on_gpu(a: AddNormQuantizeArguments) -> tuple[Tensor, Tensor, Tensor]:
+    if not a.h.is_contiguous():
+        raise ValueError(f"add_norm_quantize: h is contiguous, got strides {a.h.stride()} of {tuple(a.h.shape)}")
+    *made, _ = _on_gpu(a.without_addition(), a.h)
+    return _three(made, a.h)
 
 
-@torch.library.register_fake("lowbit::add_norm_quantize")
-def _add_norm_fake(
-    h: Tensor, delta: Tensor, weight: Tensor, eps: float, fmt: str, group: int = 0, scale: Tensor | None = None,
-    symmetric: bool = True, zero: Tensor | None = None, hadamard: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    *made, _ = _fake(h, fmt, group, scale, symmetric, "rms_norm", delta, weight, None, eps, zero, "", hadamard)
-    return _three(made, h)
+def _add_norm_fake(a: AddNormQuantizeArguments) -> tuple[Tensor, Tensor, Tensor]:
+    *made, _ = _fake(a.without_addition())
+    return _three(made, a.h)
+
+
+register(
+    "add_norm_quantize(Tensor(a!) h, Tensor delta, Tensor weight, float eps, str format, SymInt group=0, Tensor? scale=None,"
+    " bool symmetric=True, Tensor? zero=None, SymInt hadamard=0) -> (Tensor, Tensor, Tensor)",
+    cuda=_add_norm_on_gpu,
+    cpu=_add_norm_plain,
+    fake=_add_norm_fake,
+    arguments=AddNormQuantizeArguments,
+)

@@ -1,7 +1,7 @@
-"""Attention of prompts one after the other, whose lengths the host need not know; operator `lowbit::gather_kv`.
+"""Variable-length attention of prompts whose lengths are on the device alone; operator `lowbit::gather_kv`.
 
-Their keys and values are brought together from the pages of a layer (ops/attention.py says how those lie), then torch's flash
-attention computes all texts in one call.
+`gather_kv` copies keys and values from the pages of a layer (ops/attention.py) into one tensor, then torch's flash attention
+computes all sequences in one call.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from torch import Tensor
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.attention import PAGE, AttentionShape, shape_refusals
 from lowbit.kernels.reference.attention import gather_reference, ragged_reference
-from lowbit.ops.operands import Described, described, on_meta, triton_refusals
+from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of, triton_refusals
+from lowbit.ops.register import register
 
 if TYPE_CHECKING:
     from lowbit.kernels.elementwise.gather_kv import GatherKvPlan
-
-torch.library.define("lowbit::gather_kv", "(Tensor k, Tensor v, Tensor where, Tensor count) -> (Tensor, Tensor)")
 
 
 def gather_kv(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,12 +34,12 @@ def gather_kv(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tenso
 
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins: Tensor, shape: AttentionShape) -> Tensor:
-    """Attention of texts one after the other: [T, heads * head_dim] of q [T, heads, head_dim], k and v [K, kv_heads, head_dim].
+    """Causal attention of packed sequences: [T, heads * head_dim] of q [T, heads, head_dim], k and v [K, kv_heads, head_dim].
 
-    Of text i are the tokens of q from q_begins[i] to q_begins[i + 1] and those of k and v from k_begins[i] to k_begins[i + 1],
-    int32 [texts + 1]; its tokens of q are its last ones and see those up to their own. Rows of no text hold whatever memory
-    did. On a GPU torch's flash attention, where no bit of a text depends on others; only lengths of tensors are known to the
-    host, so that a CUDA graph may hold it. Raises ValueError for a soft cap, which that does not have.
+    Sequence i has the tokens of q from q_begins[i] to q_begins[i + 1] and those of k and v from k_begins[i] to k_begins[i + 1],
+    int32 [sequences + 1]; its tokens of q are its last ones. Rows of no sequence are uninitialised. On a GPU torch's flash
+    attention computes it, where no bit of a sequence depends on others; the host reads lengths of tensors alone, so a CUDA
+    graph can capture it. Raises ValueError for a soft cap, which flash attention does not have.
     """
     reasons = shape_refusals(shape)
     if shape.softcap:
@@ -53,8 +52,8 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins
     if not q.is_cuda:
         return ragged_reference(q, k, v, q_begins, k_begins, shape)
     # The operator that torch.nn.attention.varlen calls, which torch 2.9 does not have, and whose arguments changed since.
-    # Told of no more keys than a window has, it would take another kernel, with other tiles on some GPUs: for it others' keys
-    # would then decide.
+    # With a maximum of no more keys than the window it would choose another kernel, with other tiles on some GPUs: the bits of
+    # a sequence would then depend on others.
     most_keys = max(len(k), shape.window)
     out = torch.ops.aten._flash_attention_forward(
         q, k, v, q_begins, k_begins, len(q), most_keys, 0.0, True, False, scale=shape.scale,
@@ -73,22 +72,17 @@ def _check(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> None:
         raise ValueError(f"gather_kv: where is int64 [T] and count int32 [1], got {found}")
 
 
-@torch.library.impl("lowbit::gather_kv", "CUDA")
 def _gather(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    plan = _plan(*(described(t) for t in (k, v, where)), count.device)
+    plan = _plan(*(spec_of(t) for t in (k, v, where)), count.device)
     if not (k.is_contiguous() and v.is_contiguous()):
         raise ValueError(f"gather_kv: pages are contiguous, got strides {k.stride()} and {v.stride()}")
-    given = (k, v, where.contiguous(), count)
-    if k.device.index != torch.cuda.current_device():
-        with torch.cuda.device(k.device):
-            return plan(*given)
-    return plan(*given)
+    return plan(k, v, where.contiguous(), count)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(k: Described, v: Described, where: Described, counted: torch.device) -> GatherKvPlan:
+def _plan(k: TensorSpec, v: TensorSpec, where: TensorSpec, counted: torch.device) -> GatherKvPlan:
     """The plan of a call. Raises ValueError when the tensors do not fit."""
-    meta_k, meta_v, meta_where = (on_meta(t) for t in (k, v, where))
+    meta_k, meta_v, meta_where = (meta_tensor(t) for t in (k, v, where))
     _check(meta_k, meta_v, meta_where, torch.empty(1, dtype=torch.int32, device="meta"))
     reasons = [*triton_refusals()]
     if k[1] not in (torch.float16, torch.bfloat16):
@@ -104,13 +98,19 @@ def _plan(k: Described, v: Described, where: Described, counted: torch.device) -
     return GatherKvPlan(len(meta_where), meta_k.shape[1], meta_k.shape[3], machine_of(k[2]))
 
 
-@torch.library.impl("lowbit::gather_kv", "CPU")
 def _gather_on_cpu(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     _check(k, v, where, count)
     return gather_reference(k, where, count), gather_reference(v, where, count)
 
 
-@torch.library.register_fake("lowbit::gather_kv")
 def _fake(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     size = (where.shape[0], k.shape[1], k.shape[3])
     return k.new_empty(size), v.new_empty(size)
+
+
+register(
+    "gather_kv(Tensor k, Tensor v, Tensor where, Tensor count) -> (Tensor, Tensor)",
+    cuda=_gather,
+    cpu=_gather_on_cpu,
+    fake=_fake,
+)

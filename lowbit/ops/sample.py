@@ -1,7 +1,7 @@
 """The torch operator `lowbit::sample`: the next token of each row of a decode step, with the settings of its request.
 
 On NVIDIA GPUs one launch where all is greedy, else four (kernels/elementwise/sample.py), all of which a CUDA graph may
-capture; plain torch (kernels/reference/sampling.py) on a CPU. Both draw the same tokens, to the bit.
+capture; plain torch (kernels/reference/sampling.py) on a CPU. Both sample the same tokens, to the bit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,16 +20,11 @@ from torch import Tensor
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.reference import sampling
 from lowbit.ops.operands import check_one_device
+from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
 
 if TYPE_CHECKING:
     from lowbit.kernels.elementwise.sample import SamplePlan
-
-torch.library.define(
-    "lowbit::sample",
-    "(Tensor logits, Tensor rows, Tensor(a!) settings, Tensor(b!) counts, Tensor bias, Tensor ends, Tensor(c!) tokens,"
-    " Tensor(d!) positions, Tensor(e!) out_tokens, Tensor(f!) out_logprobs, bool any_filter=True) -> ()",
-)
 
 LEAST_TEMPERATURE = 1e-3
 """Below it, other than 0, a temperature is a mistake: float32 then holds the scaled logits no longer."""
@@ -52,14 +47,14 @@ def is_real(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one request are drawn; the defaults are greedy and without any penalty.
+    """The sampling settings of one request; the defaults are greedy and without any penalty.
 
-    `temperature` 0 takes the likeliest token, of equals the first; otherwise it is 0.001 or more. `top_k` 0, `top_p` 1 and
-    `min_p` 0 keep all tokens; those equal at a threshold are all kept. `repetition_penalty` (1: none) divides positive and
-    multiplies negative logits of tokens of prompt and answer; `presence_penalty` and `frequency_penalty` are subtracted from
-    logits of tokens of the answer, once, and as often as they occur. `seed` is any 64-bit number: with it and the logits a
-    token is determined. `logit_bias` is added to the logits of tokens: a mapping of token to number, or pairs. Before
-    `min_new_tokens` tokens no end-of-text token comes. Raises ValueError for what is out of range.
+    `temperature` 0 takes the token with the largest logit, the first of equal ones; otherwise it is 0.001 or more. `top_k` 0,
+    `top_p` 1 and `min_p` 0 keep all tokens; those equal at a threshold are all kept. `repetition_penalty` (1: none) divides
+    positive and multiplies negative logits of tokens of prompt and answer; `presence_penalty` and `frequency_penalty` are
+    subtracted from logits of tokens of the answer, once, and as often as they occur. `seed` is any 64-bit number: with it and
+    the logits a token is determined. `logit_bias` is added to the logits of tokens: a mapping of token to number, or pairs.
+    Before `min_new_tokens` tokens no end-of-text token comes. Raises ValueError for what is out of range.
     """
 
     temperature: float = 0.0
@@ -104,12 +99,12 @@ class Sampling:
 
     @functools.cached_property
     def greedy(self) -> bool:
-        """Whether `sample` with `any_filter=False` is enough for it."""
+        """True if `sample` with `any_filter=False` computes it."""
         return self.temperature == 0 and not self.flags & ~sampling.CUT
 
     @property
     def flags(self) -> int:
-        """Which of the costly parts it uses, bits of `SamplingState.flags`."""
+        """The costly parts that it uses, as bits of `SamplingState.flags`."""
         penalized = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
         cut = self.top_k > 0 or self.top_p < 1
         used = (
@@ -141,7 +136,7 @@ class SamplingState:
     `settings` int32 [slots, 16] has the scalars of a slot side by side, named by the properties below, as float32, int32 and
     for `seed` int64 [slots] views. `counts` int32 [slots, V] is how often each token was generated, and bit 30 where the prompt
     has it; `bias` float32 [slots, V]; both are read for slots only whose `flags` say so. `ends` int32 [E] are the end-of-text
-    tokens. The last slot is nobody's: rows that fill up a step name it, and `sample` leaves it as it is.
+    tokens. The last slot is a dummy slot: padding rows of a step use it, and `sample` does not change it.
     """
 
     settings: Tensor
@@ -163,14 +158,15 @@ class SamplingState:
 
     @classmethod
     def make(cls, slots: int, vocab: int, ends: Iterable[int], device: torch.device | str) -> SamplingState:
-        """State of `slots` greedy slots, the last of them nobody's, for logits [.., vocab]; 8 bytes for each slot and token.
+        """State of `slots` greedy slots, the last of them the dummy slot, for logits [.., vocab]; 8 bytes for each slot and
+        token.
 
         Raises ValueError for ends that are not in the vocabulary and for less than two slots.
         """
         found = sorted(set(ends))
         if slots < 2 or vocab < 1 or not all(0 <= end < vocab for end in found):
             raise ValueError(
-                f"sampling: {slots} slots (2 or more, the last nobody's) with ends {found} below {vocab} are needed"
+                f"sampling: {slots} slots (2 or more, the last a dummy) with ends {found} below {vocab} are needed"
             )
         settings = torch.frombuffer(bytearray(_row(Sampling()) * slots), dtype=torch.int32).view(slots, -1)
         counts = torch.zeros((slots, vocab), dtype=torch.int32, device=device)
@@ -178,15 +174,16 @@ class SamplingState:
         return cls(settings.to(device), counts, bias, torch.tensor(found, dtype=torch.int32, device=device))
 
     def set(self, slot: int, settings: Sampling, prompt_ids: Sequence[int], generated_ids: Sequence[int] = ()) -> None:
-        """Gives a slot to a request that has generated some tokens, elsewhere, or none yet: on a GPU copies and kernels on the
-        current stream, for which the host does not wait.
+        """Writes the settings of a request to a slot; it may have generated tokens already, in another slot.
+
+        On a GPU this enqueues copies and kernels on the current stream without synchronising the host.
 
         The ids are read if the settings have penalties. Raises ValueError for a slot, token or bias that does not exist.
         """
         slots, vocab = self.counts.shape
         if not 0 <= slot < slots - 1:
-            raise ValueError(f"sampling: slots are 0 to {slots - 2} (the last one is nobody's), got {slot}")
-        penalized = bool(settings.flags & sampling.PENALIZED)  # else nobody reads what the prompt has
+            raise ValueError(f"sampling: slots are 0 to {slots - 2} (the last one is a dummy), got {slot}")
+        penalized = bool(settings.flags & sampling.PENALIZED)  # without penalties the prompt is not read
         tokens, biased = sorted(set(prompt_ids)) if penalized else [], dict(settings.bias)
         for what, ids in (("the prompt has", tokens), ("the answer has", generated_ids), ("logit_bias has", list(biased))):
             if ids and not 0 <= min(ids) <= max(ids) < vocab:
@@ -223,13 +220,13 @@ def sample(
     logits: Tensor, rows: Tensor, state: SamplingState, tokens: Tensor, positions: Tensor, out_tokens: Tensor,
     out_logprobs: Tensor, *, any_filter: bool = True,
 ) -> None:  # fmt: skip
-    """Draws the next token of each row of logits [B, V] (fp16, bf16 or fp32, any row stride) with the settings of its slot.
+    """Samples the next token of each row of logits [B, V] (fp16, bf16 or fp32, any row stride) with the settings of its slot.
 
     For row i of slot s = rows[i] (int32 [B]) and token t: out_tokens[i] = tokens[s] = t (int32 [B], int32 [slots]),
     positions[s] += 1 (int32 [slots]), state.generated[s] += 1, state.counts[s, t] += 1 where the slot has penalties, and
-    out_logprobs[i] (float32 [B]) is log softmax of the logits as they are given, before penalties and temperature, at t. Of the
-    last slot nothing changes; it may be named by several rows, others by one. A NaN among the logits counts as -inf; if all
-    are, or are banned, all are equal. The log-probability of a row with a NaN or +inf, or with nothing but -inf, is NaN.
+    out_logprobs[i] (float32 [B]) is log softmax of the logits as they are given, before penalties and temperature, at t. The
+    last slot does not change; several rows may use it, but only one any other slot. A NaN among the logits counts as -inf; if
+    all are, or are banned, all are equal. The log-probability of a row with a NaN or +inf, or with nothing but -inf, is NaN.
     `any_filter=False` promises that all settings are `greedy`. The meaning of each setting and the order of operations are said
     in kernels/reference/sampling.py. On sm_90 the kernels read `rows` and the settings while the one before in the stream may
     still run: that one must not write them. Raises ValueError for tensors that do not fit together.
@@ -243,28 +240,42 @@ def sample(
 def top_logprobs(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """The n largest of log softmax of logits [B, V], float32 [B, n] in falling order, and their tokens, int32 [B, n].
 
-    torch's own operations, as `sample` has it before penalties and temperature; of equal logits any come.
+    Computed by torch, before penalties and temperature as in `sample`; the order of equal logits is not defined.
     """
     values, ids = logits.topk(n, dim=-1)
     return values.float() - logits.float().logsumexp(-1, keepdim=True), ids.int()
 
 
-def _check(
-    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor,
-    positions: Tensor, out_tokens: Tensor, out_logprobs: Tensor,
-) -> None:  # fmt: skip
+class SampleArguments(NamedTuple):
+    """The arguments of `lowbit::sample`."""
+
+    logits: Tensor
+    rows: Tensor
+    settings: Tensor
+    counts: Tensor
+    bias: Tensor
+    ends: Tensor
+    tokens: Tensor
+    positions: Tensor
+    out_tokens: Tensor
+    out_logprobs: Tensor
+    any_filter: bool = True
+
+
+def _check(a: SampleArguments) -> None:
     """Raises ValueError unless the tensors are of one call."""
+    logits = a.logits
     if logits.dim() != 2 or logits.dtype not in (torch.float16, torch.bfloat16, torch.float32) or logits.stride(1) != 1:
         raise ValueError(
             f"sample: logits are fp16, bf16 or fp32 [B, V] without gaps in a row, got {logits.dtype} {tuple(logits.shape)}"
         )
-    (b, vocab), slots = logits.shape, settings.shape[0]
+    (b, vocab), slots = logits.shape, a.settings.shape[0]
     wanted = (
-        ("rows", rows, (b,), torch.int32), ("settings", settings, (slots, sampling.WORDS), torch.int32),
-        ("counts", counts, (slots, vocab), torch.int32), ("bias", bias, (slots, vocab), torch.float32),
-        ("ends", ends, (ends.numel(),), torch.int32), ("tokens", tokens, (slots,), torch.int32),
-        ("positions", positions, (slots,), torch.int32), ("out_tokens", out_tokens, (b,), torch.int32),
-        ("out_logprobs", out_logprobs, (b,), torch.float32),
+        ("rows", a.rows, (b,), torch.int32), ("settings", a.settings, (slots, sampling.WORDS), torch.int32),
+        ("counts", a.counts, (slots, vocab), torch.int32), ("bias", a.bias, (slots, vocab), torch.float32),
+        ("ends", a.ends, (a.ends.numel(),), torch.int32), ("tokens", a.tokens, (slots,), torch.int32),
+        ("positions", a.positions, (slots,), torch.int32), ("out_tokens", a.out_tokens, (b,), torch.int32),
+        ("out_logprobs", a.out_logprobs, (b,), torch.float32),
     )  # fmt: skip
     for name, t, shape, dtype in wanted:
         if tuple(t.shape) != shape or t.dtype != dtype or not t.is_contiguous():
@@ -275,31 +286,21 @@ def _check(
     check_one_device("sample", logits, *(t for _, t, _, _ in wanted))
 
 
-@torch.library.impl("lowbit::sample", "CPU")
-def _on_cpu(
-    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor,
-    positions: Tensor, out_tokens: Tensor, out_logprobs: Tensor, any_filter: bool = True,
-) -> None:  # fmt: skip
-    given = (logits, rows, settings, counts, bias, ends, tokens, positions, out_tokens, out_logprobs)
-    _check(*given)
-    sampling.sample_reference(*given)
+def _on_cpu(a: SampleArguments) -> None:
+    _check(a)
+    sampling.sample_reference(*a[:-1])
 
 
-@torch.library.impl("lowbit::sample", "CUDA")
-def _on_gpu(
-    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor,
-    positions: Tensor, out_tokens: Tensor, out_logprobs: Tensor, any_filter: bool = True,
-) -> None:  # fmt: skip
-    given = (logits, rows, settings, counts, bias, ends, tokens, positions, out_tokens, out_logprobs)
-    _check(*given)
-    if not len(rows):
+def _on_gpu(a: SampleArguments) -> None:
+    _check(a)
+    if not len(a.rows):
         return
-    from lowbit.kernels.elementwise.sample import Given
+    from lowbit.kernels.elementwise.sample import SampleInputs
 
-    aligned = logits.data_ptr() % 16 == 0
-    plan = _plan(logits.shape, logits.stride(0), logits.dtype, aligned, len(settings), len(ends), any_filter, logits.device)
-    with torch.cuda.device(logits.device):
-        plan(Given(*given), *workspace(logits.device, *plan.workspace))
+    logits, aligned = a.logits, a.logits.data_ptr() % 16 == 0
+    sizes = len(a.settings), len(a.ends)
+    plan = _plan(logits.shape, logits.stride(0), logits.dtype, aligned, *sizes, a.any_filter, logits.device)
+    plan(SampleInputs(*a[:-1]), *workspace(logits.device, *plan.workspace))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -311,9 +312,11 @@ def _plan(
     return SamplePlan(shape[0], shape[1], stride, slots, ends, filters, machine_of(on).arch.sm >= 90)
 
 
-@torch.library.register_fake("lowbit::sample")
-def _fake(
-    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor,
-    positions: Tensor, out_tokens: Tensor, out_logprobs: Tensor, any_filter: bool = True,
-) -> None:  # fmt: skip
-    _check(logits, rows, settings, counts, bias, ends, tokens, positions, out_tokens, out_logprobs)
+register(
+    "sample(Tensor logits, Tensor rows, Tensor(a!) settings, Tensor(b!) counts, Tensor bias, Tensor ends, Tensor(c!) tokens,"
+    " Tensor(d!) positions, Tensor(e!) out_tokens, Tensor(f!) out_logprobs, bool any_filter=True) -> ()",
+    cuda=_on_gpu,
+    cpu=_on_cpu,
+    fake=_check,
+    arguments=SampleArguments,
+)

@@ -1,12 +1,13 @@
 """The torch operator `lowbit::scaled_gemm`: 8-bit activations times low-bit weights, on any device.
 
-It reads weights as they lie on disk and is exact but for its one rounding: the truth that the tensor-core kernels, which want
-weights in a form of their own (ops/byte_gemm.py), are compared with, and what runs where those do not.
+It reads weights in the form on disk and is exact but for its one rounding. The tensor-core kernels, which read weights in a
+form of their own (ops/byte_gemm.py), are compared with it, and it runs where they do not.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +16,7 @@ from lowbit.formats import IntFormat, NumberFormat, Scheme, parse_scheme
 from lowbit.kernels.cpu.scaled_blocked import X_BLOCK, scaled_gemm_blocked
 from lowbit.kernels.reference.gemm import FUNCTIONS
 from lowbit.ops.operands import check_one_device, check_weight
-
-torch.library.define(
-    "lowbit::scaled_gemm",
-    "(Tensor x, Tensor x_scale, Tensor packed, Tensor scale, Tensor? zero, Tensor? bias, str scheme, ScalarType dtype,"
-    " Tensor? x_zero=None, str function='none', Tensor? y_scale=None) -> Tensor",
-)
+from lowbit.ops.register import register
 
 OUTPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -39,8 +35,8 @@ def scaled_gemm(
     [1], with int8 only and not together with blocks, is what an asymmetrically quantized x has as its zero.
 
     packed uint8 [N, ceil(K * bits / 8)], scale and zero are the weight as nn.PackedWeight and `mixed_gemm` hold it: int8 codes
-    are offset by 128 there. `scheme` is a scheme's name, such as w8a8, w8e4m3a8e4m3_t, w4a8_g128 or w6e3m2a8e4m3. An order or
-    an input scale of the weight concern x before it is quantized and are the caller's.
+    are offset by 128 there. `scheme` is a scheme's name, such as w8a8, w8e4m3a8e4m3_t, w4a8_g128 or w6e3m2a8e4m3. The caller
+    applies the input transform to x before quantizing it.
 
     `dtype` is fp16, bf16, fp32 or int8. `function` is none, relu, gelu (0.5 y (1 + tanh(sqrt(2 / pi) (y + 0.044715 y^3)))) or
     silu (y / (1 + exp(-y))). int8 goes with `y_scale` float32 [1], for all of y: a code is y in float32 times the float32
@@ -94,31 +90,46 @@ def check_output(operator: str, dtype: torch.dtype, function: str, y_scale: Tens
         )
 
 
-def _check(
-    x: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: Scheme,
-    dtype: torch.dtype, x_zero: Tensor | None, function: str, y_scale: Tensor | None,
-) -> None:  # fmt: skip
-    """Raises ValueError unless the tensors are of one product under `scheme`."""
-    check_activations("scaled_gemm", x, x_scale, x_zero, scheme)
-    check_output("scaled_gemm", dtype, function, y_scale)
-    check_weight("scaled_gemm", x.shape[-1], packed, scale, zero, bias, scheme)
-    check_one_device("scaled_gemm", x, x_scale, packed, scale, zero, bias, x_zero, y_scale)
+class ScaledGemmArguments(NamedTuple):
+    """The arguments of `lowbit::scaled_gemm`."""
+
+    x: Tensor
+    x_scale: Tensor
+    packed: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    bias: Tensor | None
+    scheme: str
+    dtype: torch.dtype
+    x_zero: Tensor | None = None
+    function: str = "none"
+    y_scale: Tensor | None = None
 
 
-@torch.library.impl("lowbit::scaled_gemm", ("CPU", "CUDA"))
-def _scaled_gemm(
-    x: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str,
-    dtype: torch.dtype, x_zero: Tensor | None = None, function: str = "none", y_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    parsed = _scheme(scheme)
-    _check(x, x_scale, packed, scale, zero, bias, parsed, dtype, x_zero, function, y_scale)
-    return scaled_gemm_blocked(x, x_scale, packed, scale, zero, bias, parsed, dtype, x_zero, function, y_scale)
+def _check(a: ScaledGemmArguments) -> Scheme:
+    """Returns the scheme. Raises ValueError unless the tensors are of one product under it."""
+    scheme = _scheme(a.scheme)
+    check_activations("scaled_gemm", a.x, a.x_scale, a.x_zero, scheme)
+    check_output("scaled_gemm", a.dtype, a.function, a.y_scale)
+    check_weight("scaled_gemm", a.x.shape[-1], a.packed, a.scale, a.zero, a.bias, scheme)
+    check_one_device("scaled_gemm", a.x, a.x_scale, a.packed, a.scale, a.zero, a.bias, a.x_zero, a.y_scale)
+    return scheme
 
 
-@torch.library.register_fake("lowbit::scaled_gemm")
-def _fake(
-    x: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str,
-    dtype: torch.dtype, x_zero: Tensor | None = None, function: str = "none", y_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    _check(x, x_scale, packed, scale, zero, bias, _scheme(scheme), dtype, x_zero, function, y_scale)
-    return x.new_empty((*x.shape[:-1], packed.shape[0]), dtype=dtype)
+def _scaled_gemm(a: ScaledGemmArguments) -> Tensor:
+    return scaled_gemm_blocked(*a._replace(scheme=_check(a)))  # type: ignore[arg-type]
+
+
+def _fake(a: ScaledGemmArguments) -> Tensor:
+    _check(a)
+    return a.x.new_empty((*a.x.shape[:-1], a.packed.shape[0]), dtype=a.dtype)
+
+
+register(
+    "scaled_gemm(Tensor x, Tensor x_scale, Tensor packed, Tensor scale, Tensor? zero, Tensor? bias, str scheme,"
+    " ScalarType dtype, Tensor? x_zero=None, str function='none', Tensor? y_scale=None) -> Tensor",
+    cuda=_scaled_gemm,
+    cpu=_scaled_gemm,
+    fake=_fake,
+    arguments=ScaledGemmArguments,
+)

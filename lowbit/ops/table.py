@@ -1,8 +1,8 @@
 """Every kernel that multiplies a quantized weight, in order of preference, and why each does or does not take a problem.
 
 A kernel states its refusals as data: a tuple of reasons, empty when it takes the problem. Layers choose the form of their
-weights by this table, `gemm` runs what it names, and explain, reports, warnings and errors print its rows: which kernel runs,
-and why, is said in one place. Only `problem_on` asks a GPU, so a laptop can say what a server would do.
+weights by this table, `gemm` runs the kernel that it names, and explain, reports, warnings and errors print its rows. Only
+`problem_on` queries a GPU, so a laptop can print what a server would run.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from lowbit.formats import PerBlock, PerGroup, Scheme, ZeroPoint, parse_scheme
 from lowbit.hardware.conversions import conversion
 from lowbit.hardware.machine import Machine, machine_of, machine_refusals
 from lowbit.kernels.choose.candidate import Candidate
-from lowbit.kernels.choose.gemm import GemmCandidate, GemmShape, MmaTile, RingTile, WgmmaTile, candidates, line_candidates
+from lowbit.kernels.choose.gemm import GemmCandidate, GemmShape, MmaTile, RingTile, WgmmaTile, candidates
 from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile, candidates_scaled
 from lowbit.kernels.cpu import torch_int8
 from lowbit.kernels.cpu.scaled_blocked import X_BLOCK
 from lowbit.kernels.reference.activations import CODE_DTYPES
 from lowbit.ops.operands import triton_refusals
-from lowbit.pack import interleaved_refusals, kernel_group, scaled_refusals
+from lowbit.pack import kernel_group, scaled_refusals
 from lowbit.pack.cpu import int4_refusals, int8_refusals
 
-Form = Literal["fragments", "interleaved", "operands", "int4", "int8", "decoded", "rows"]
-"""In which of its forms a weight is multiplied: pack/gemm_weight.py."""
+Form = Literal["fragments", "operands", "int4", "int8", "decoded", "rows"]
+"""The form in which a weight is multiplied: pack/gemm_weight.py."""
 
 
 @dataclass(frozen=True)
 class Problem:
     """One product: y[m, n] = x[m, k] . w[n, k]^T under a scheme, for x of `dtype` before it is quantized.
 
-    `machine` is the GPU, None on a CPU; `excluded` says why nothing of this library's runs on it. `scale_dtype` is the type of
-    the weight's scales, where that is known; `decode_bytes` what a decoded weight may take on a CPU. `form` is the one in
-    which the weight waits already; None: it is brought into that of the kernel.
+    `machine` is the GPU, None on a CPU; `excluded` are the reasons why no kernel of this library runs on it. `scale_dtype` is
+    the type of the weight's scales, where known; `decode_bytes` are the bytes that a dequantized weight may take on a CPU.
+    `form` is the form in which the weight is packed already; with None it is packed for the kernel.
     """
 
     scheme: Scheme
@@ -65,7 +65,7 @@ class Problem:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether this is a problem of a GPU, known or not."""
+        """True if the product runs on a GPU, supported or not."""
         return self.machine is not None or bool(self.excluded)
 
 
@@ -92,7 +92,7 @@ def _place(device: torch.device) -> tuple[Machine | None, tuple[str, ...]]:
 
 
 def scaled_shape(scheme: Scheme, m: int, n: int, k: int, x_blocks: bool = False, fast_accum: bool = False) -> ScaledShape:
-    """What the choice of a tile for 8-bit activations sees of a product; `x_blocks`: x has scales of blocks."""
+    """The properties of a product on which the tile for 8-bit activations depends; `x_blocks`: x has scales of blocks."""
     blocks = isinstance(scheme.granularity, PerBlock)
     integer = scheme.activation is not None and scheme.activation.name == "int8"
     grouped = isinstance(scheme.granularity, PerGroup)
@@ -102,10 +102,10 @@ def scaled_shape(scheme: Scheme, m: int, n: int, k: int, x_blocks: bool = False,
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel: the file that has it, where it runs, whether its x has 8 bits (`scaled`), and the form of weight that it reads.
+    """A kernel: its file, where it runs, whether its x has 8 bits (`scaled`), and the form of weight that it reads.
 
-    `own` are its refusals of a problem of such a device and such x. `tile` says in words which tile it takes and why, then what
-    the next best would cost.
+    `own` returns its refusals of a problem on such a device with such x. `tile` returns the chosen tile with the reason, then
+    the cost of the next best.
     """
 
     name: str
@@ -118,29 +118,29 @@ class Kernel:
 
     @property
     def is_slow(self) -> bool:
-        """Whether it decodes the whole weight at every call."""
+        """True if it dequantizes the whole weight at every call."""
         return self.form == "rows"
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it needs a GPU."""
-        return self.form in ("fragments", "interleaved", "operands")
+        """True if it needs a GPU."""
+        return self.form in ("fragments", "operands")
 
     def concerns(self, p: Problem) -> bool:
-        """Whether it is made for the device, the x and the form of weight of a problem."""
-        form = self.form == p.form if p.form else self.form != "interleaved"
-        return form and (self.is_slow or self.on_gpu == p.on_gpu) and self.scaled == (p.scheme.activation is not None)
+        """True if it is written for the device, the x and the form of weight of a problem."""
+        device = self.is_slow or self.on_gpu == p.on_gpu
+        return p.form in (None, self.form) and device and self.scaled == (p.scheme.activation is not None)
 
     def refusals(self, p: Problem) -> tuple[str, ...]:
-        """Why it does not take a problem; empty if it does."""
+        """Returns the reasons why it refuses a problem; empty if it does."""
         reasons = []
         if p.form is not None and self.form != p.form:
-            reasons.append(f"reads weights in the form {self.form}, this one waits in the form {p.form}")
+            reasons.append(f"reads weights in the form {self.form}, this one is in the form {p.form}")
         if not self.is_slow and self.on_gpu != p.on_gpu:
             reasons.append("runs on NVIDIA GPUs, x is on a CPU" if self.on_gpu else "runs on a CPU, x is on a GPU")
         if self.scaled != (p.scheme.activation is not None):
-            asked = "16 bits" if p.scheme.activation is None else p.scheme.activation.name
-            reasons.append(f"multiplies {'8-bit' if self.scaled else '16-bit'} activations, the scheme asks for {asked}")
+            given = "16 bits" if p.scheme.activation is None else p.scheme.activation.name
+            reasons.append(f"multiplies {'8-bit' if self.scaled else '16-bit'} activations, the scheme has {given}")
         if not self.on_gpu and p.batch_invariant:
             reasons.append("sums small and large batches in different orders (batch_invariant)")
         if self.on_gpu and p.excluded:
@@ -159,7 +159,7 @@ def rows(problem: Problem) -> list[tuple[Kernel, tuple[str, ...]]]:
 
 @functools.lru_cache(maxsize=4096)
 def choose(problem: Problem) -> Kernel:
-    """The first kernel that takes the problem; raises UnsupportedProblem with everybody's reasons when there is none."""
+    """The first kernel that takes the problem; raises UnsupportedProblem with the reasons of all kernels when there is none."""
     for kernel in KERNELS:
         if not kernel.refusals(problem):
             return kernel
@@ -174,8 +174,10 @@ def describe(problem: Problem) -> str:
 
 
 def why_slow(problem: Problem) -> tuple[str, ...]:
-    """Why no kernel that keeps weights packed or decodes them once takes the problem, said by those made for such a device and
-    such x; empty if one does. What several say alike is said once."""
+    """Returns the reasons why each fast kernel for such a device and such x refuses the problem; empty if one takes it.
+
+    A fast kernel keeps weights packed or dequantizes them once. Equal reasons of several kernels are listed once.
+    """
     if not choose(problem).is_slow:
         return ()
     said: dict[str, str] = {}
@@ -187,8 +189,8 @@ def why_slow(problem: Problem) -> tuple[str, ...]:
 
 
 def instead(problem: Problem) -> Scheme | None:
-    """The scheme nearest to a problem's, other groups first, then without zero points, that has a kernel which keeps weights
-    packed; None if none of those tried has."""
+    """The scheme nearest to a problem's that a fast kernel takes: other groups are tried first, then no zero points. None if
+    there is none."""
     name = problem.scheme.name
     plain = re.sub(r"_(fz|z)(?=_|$)", "", name)
     for base in (name, plain):
@@ -203,7 +205,7 @@ def instead(problem: Problem) -> Scheme | None:
 
 @functools.cache
 def warn_slow(scheme: str, reasons: tuple[str, ...]) -> None:
-    """Warns, once for a scheme and its reasons, that layers decode their weights at every call."""
+    """Warns, once for a scheme and its reasons, that layers dequantize their weights at every call."""
     warnings.warn(
         f"layers of {scheme} decode their weights at every call, several times slower than without quantization, since no "
         f"kernel takes them ({'; '.join(reasons)})",
@@ -212,14 +214,14 @@ def warn_slow(scheme: str, reasons: tuple[str, ...]) -> None:
 
 
 def scheme_refusals(scheme: Scheme, n: int, k: int) -> tuple[str, ...]:
-    """Why a layer [n, k] of a scheme cannot run anywhere; empty if it can, at least on a CPU in float32."""
+    """Returns the reasons why a layer [n, k] of a scheme cannot run anywhere; empty if it can, at least on a CPU in float32."""
     problem = Problem(scheme, 1, n, k, torch.float32)
     rows_ = [(kernel, kernel.refusals(problem)) for kernel in KERNELS if kernel.is_slow and kernel.concerns(problem)]
     return tuple(f"{kernel.name} {reason}" for kernel, reasons in rows_ for reason in reasons)
 
 
 def weight_refusals(scheme: Scheme, dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
-    """Why weights of a scheme cannot be brought into the form of the kernels for 16-bit x; empty if they can."""
+    """Returns the reasons why weights of a scheme cannot be packed for the kernels for 16-bit x; empty if they can."""
     reasons = []
     for check in (
         lambda: kernel_group(scheme),
@@ -259,7 +261,7 @@ def _tiles_16(p: Problem) -> tuple[GemmCandidate, ...]:
 
 
 def _better_tile(p: Problem, kind: type[RingTile] | type[MmaTile] | type[WgmmaTile]) -> tuple[str, ...]:
-    """Why another kernel for 16-bit x has the better tile."""
+    """Returns the reasons why another kernel for 16-bit x has the better tile."""
     tiles = _tiles_16(p)
     if not tiles:
         return (f"has no tile for {p.scheme} with M {p.m}, N {p.n} and K {p.k}",)
@@ -283,26 +285,6 @@ def _mma(p: Problem) -> tuple[str, ...]:
 
 def _ring(p: Problem) -> tuple[str, ...]:
     return _of_16_bits(p) or _better_tile(p, RingTile)
-
-
-def _interleaved(p: Problem) -> tuple[str, ...]:
-    if p.form is None:
-        return ("is for weights that wait in TensorRT-LLM's order, these are brought into fragments",)
-    reasons = (*_of_16_bits(p), *interleaved_refusals(p.scheme, (p.n, p.k)))
-    return reasons or (() if _tiles_of_lines(p) else (f"has no tile for {p.scheme} with M {p.m}, N {p.n} and K {p.k}",))
-
-
-@functools.lru_cache(maxsize=4096)
-def _tiles_of_lines(p: Problem) -> tuple[GemmCandidate, ...]:
-    assert p.machine is not None
-    shape = GemmShape(p.m, p.n, p.k, p.scheme.weight.bits)
-    found = line_candidates(shape, p.machine, batch_invariant=p.batch_invariant)
-    return tuple(row for row in found if not row.reasons)
-
-
-def _tile_of_lines(p: Problem) -> tuple[str, ...]:
-    chosen, *next_best = _in_words(*_tiles_of_lines(p))
-    return f"{chosen} as if in fragment order", *next_best
 
 
 def _tile_16(p: Problem) -> tuple[str, ...]:
@@ -391,7 +373,7 @@ def _scaled_blocked(p: Problem) -> tuple[str, ...]:
     activation, granularity, reasons = p.scheme.activation, p.scheme.granularity, []
     assert activation is not None
     if activation.name not in CODE_DTYPES:
-        reasons.append(f"multiplies activations of {', '.join(CODE_DTYPES)}, the scheme asks for {activation.name}")
+        reasons.append(f"multiplies activations of {', '.join(CODE_DTYPES)}, the scheme has {activation.name}")
     if isinstance(granularity, PerBlock) and granularity.k != X_BLOCK:
         reasons.append(f"takes blocks of {X_BLOCK} columns together with quantized activations, not {p.scheme}")
     return tuple(reasons)
@@ -401,10 +383,6 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("wgmma_gemm", "kernels/sm90/large_m_gemm.py", "sm_90", False, "fragments", _wgmma, _tile_16),
     Kernel("mma_gemm", "kernels/sm80/large_m_gemm.py", "sm_80 and newer", False, "fragments", _mma, _tile_16),
     Kernel("ring_gemm", "kernels/sm80/small_m_gemm.py", "sm_80 and newer", False, "fragments", _ring, _tile_16),
-    Kernel(
-        "interleaved_gemm", "kernels/sm80/large_m_gemm.py", "sm_80 and newer", False, "interleaved", _interleaved,
-        _tile_of_lines,
-    ),
     Kernel(
         "scaled_gemm", "kernels/sm90/scaled_gemm.py", "sm_90", True, "operands", partial(_scaled_wgmma, narrow=False), _tile_8
     ),

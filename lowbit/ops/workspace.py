@@ -1,11 +1,11 @@
-"""Memory in which the blocks that share a tile of a product meet: sums of the splits of K, and a counter for each tile.
+"""Memory for split-K: partial sums of the splits, and one counter for each output tile.
 
-Sums come from torch's allocator at every call and go back to it: nothing else has them meanwhile, and in a captured CUDA graph
-they are the graph's. Counters are zero whenever no kernel runs, each kernel leaves them so, and who counts in them must be
-alone. So every stream has its own, and every launch that a graph captures has some that nobody else ever gets: two graphs may
-then run at once, whichever stream they were captured on. They are parts of one allocation for each GPU, made when a weight is
-packed for use (`nn.QuantLinear.prepare`, `ops.pack_for`): before anything is captured, outside the pools that captures, and the
-first runs of what torch.compile will capture, allocate from.
+Partial sums are allocated by torch at every call; in a captured CUDA graph they belong to the graph's pool. Counters are zero
+whenever no kernel runs, and each kernel resets its own, so only one kernel at a time may use a counter. Every stream therefore
+has its own, and every launch that a graph captures has some that no other launch gets: two graphs can run at once, whichever
+stream they were captured on. All are parts of one allocation for each GPU. It is made when a weight is packed
+(`nn.QuantLinear.prepare`, `ops.pack_for`): before any capture, outside the pools of captures and of torch.compile's warm-up
+runs.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ ALIGNED = 32
 
 @dataclass
 class _Counters:
-    """The counters of one GPU: parts are handed out one after the other and never come back."""
+    """The counters of one GPU, allocated one range after the other and never freed."""
 
     memory: Tensor
     nothing: tuple[Tensor, Tensor]
-    """What a launch without splits gets: one float32 and one int32, which it does not touch."""
+    """The arguments of a launch without splits: one float32 and one int32, which it does not access."""
     used: int = ALIGNED
     of_streams: dict[int, Tensor] = field(default_factory=dict)
 
     def part(self, count: int) -> Tensor | None:
-        """`count` counters that nobody else gets; None if no so many are left."""
+        """`count` counters of its own; None if not so many are left."""
         begin, self.used = self.used, self.used + -(-count // ALIGNED) * ALIGNED
         if self.used > self.memory.numel():
             self.used = begin
@@ -47,7 +47,7 @@ _lock = threading.Lock()
 
 
 def make_counters(device: torch.device) -> None:
-    """Makes the counters of a GPU if there are none, which takes a call that no graph captures."""
+    """Allocates the counters of a GPU if there are none and no graph is being captured."""
     if device not in _counters and not torch.cuda.is_current_stream_capturing():
         with _lock, torch.inference_mode(False), torch.cuda.device(device):
             if device not in _counters:

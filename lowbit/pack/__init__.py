@@ -1,4 +1,4 @@
-"""How codes lie in memory: lossless layouts between codes [N, K] and the bytes that a kernel reads."""
+"""The layout of codes in memory: lossless orders between codes [N, K] and the bytes that a kernel reads."""
 
 from lowbit.pack.dense import DenseWeight
 from lowbit.pack.fragment import FragmentOrder
@@ -10,10 +10,8 @@ from lowbit.pack.tensorrt_llm import ColumnMajorTileInterleave, PermutedColumnMa
 from lowbit.pack.weight import (
     DENSE_FORM,
     FragmentWeight,
-    InterleavedWeight,
     WeightForm,
     has_channel_scale,
-    interleaved_refusals,
     kernel_group,
     may_be_subnormal,
     weight_form,
@@ -25,7 +23,6 @@ __all__ = [
     "DenseWeight",
     "FragmentOrder",
     "FragmentWeight",
-    "InterleavedWeight",
     "Layout",
     "OperandWeight",
     "PermutedColumnMajor",
@@ -33,7 +30,6 @@ __all__ = [
     "WeightForm",
     "gated_refusals",
     "has_channel_scale",
-    "interleaved_refusals",
     "kernel_group",
     "may_be_subnormal",
     "pack_gated",

@@ -17,7 +17,7 @@ from lowbit.pack.conv_weight import WgmmaPieces, swizzled
 from lowbit.pack.nhwc64 import Nhwc64
 
 CHANNELS = 64
-"""Of x, of the shortcut's input and of what the 3 x 3 convolution makes."""
+"""Channels of x, of the shortcut's input and of the output of the 3 x 3 convolution."""
 
 EXPANDED = 256
 """Channels of what the block makes."""
@@ -79,12 +79,12 @@ class LinkedPieces(ConvLayout):
         return swizzled(matrix.reshape(-1, self.chunk, len(self.places)).contiguous())
 
     def constants(self, values: Tensor) -> Tensor:
-        raise ValueError("the constants of a block lie together: BlockLayout.pack_layers")
+        raise ValueError("the constants of a block are packed together: BlockLayout.pack_layers")
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """All weights and constants of a block as they lie in shared memory, int8: the 3 x 3 convolution, the one that ends the
+    """All weights and constants of a block in the order of shared memory, int8: the 3 x 3 convolution, the one that ends the
     block, its shortcut if there is one, and the first convolution of the next block, of `following` outputs; then constants.
 
     `storage` is that of all activations.
@@ -96,7 +96,7 @@ class BlockLayout:
 
     @property
     def layouts(self) -> tuple[ConvLayout, ...]:
-        """Of the weights, in their order."""
+        """The layouts of the weights, in their order."""
         x = self.storage
         expanded = column_order(x, EXPANDED)
         second = WgmmaPieces(x, "f32", CHANNELS, Nhwc64(x).pixel_bytes(CHANNELS))
@@ -108,7 +108,7 @@ class BlockLayout:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Of the weights [O, C, R, S], in their order."""
+        """The shapes [O, C, R, S] of the weights, in their order."""
         expansions: list[Shape] = [(EXPANDED, CHANNELS, 1, 1)] * (1 + self.shortcut)
         return ((CHANNELS, CHANNELS, 3, 3), *expansions, (self.following, EXPANDED, 1, 1))
 
@@ -127,8 +127,8 @@ class BlockLayout:
         return tuple(layout.unpack(piece, shape) for layout, piece, shape in parts)
 
     def _constants(self, second: ConvLayer, third: ConvLayer, following: ConvLayer) -> list[Tensor]:
-        """All constants in the order in which they lie in shared memory, as bytes."""
-        steps = U4_STEPS if self.storage == "u4" else 1.0  # what bytes of codes in registers are of the codes
+        """All constants in the order of shared memory, as bytes."""
+        steps = U4_STEPS if self.storage == "u4" else 1.0  # factor by which codes are multiplied in registers
         constants = [(values, "f32", CHANNELS) for values in (second.s / steps, second.b)]
         constants += [(values, following.y, self.following) for values in (following.s / steps, following.b)]
         constants += [(values, third.y, EXPANDED) for values in (third.s / steps, third.b)]

@@ -72,7 +72,7 @@ class MmaFragments(ConvLayout):
         low, high = code_range(f"s{self.bits}")
         if weight.numel() and (int(weight.min()) < low or int(weight.max()) > high):
             found = f"{int(weight.min())}..{int(weight.max())}"
-            raise ValueError(f"{self.bits}-bit weights lie in {low}..{high}, got {found}")
+            raise ValueError(f"{self.bits}-bit weights are in {low}..{high}, got {found}")
         fields = super().pack(weight).to(torch.int64) & ((1 << self.bits) - 1)
         words = (fields << self._shifts(weight.device)).sum(-1)
         return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

@@ -45,15 +45,15 @@ class ConvLayout(ABC):
 
     @abstractmethod
     def refusals(self, shape: Shape) -> tuple[str, ...]:
-        """Why the layout cannot hold weights of this shape; empty if it can."""
+        """Returns the reasons why the layout cannot hold weights of this shape; empty if it can."""
 
     @abstractmethod
     def arrange(self, weight: Tensor) -> Tensor:
-        """The elements of `weight`, of any type, in the order in which they lie in memory, and zeros that fill up."""
+        """The elements of `weight`, of any type, in memory order, padded with zeros."""
 
     @abstractmethod
     def constants(self, values: Tensor) -> Tensor:
-        """Constants [O] of the outputs, float32, in the order in which the kernel loads them, filled up with zeros."""
+        """Constants [O] of the outputs, float32, in the order in which the kernel loads them, padded with zeros."""
 
     def of_second(self, product: ProductSpec) -> ConvLayout:
         """The layout of a second product's weights beside this one's."""
@@ -89,14 +89,14 @@ class ConvLayout(ABC):
 
 @functools.cache
 def held_columns(columns: int) -> tuple[tuple[int, ...], ...]:
-    """Of each of a row's four threads the columns that it holds of sums [64, columns], in the order of its registers."""
+    """The columns of sums [64, columns] that each of a row's four threads holds, in the order of its registers."""
     rows, places = (part[:4, :, 0] for part in wgmma_s8(columns).c.coordinates())
     return tuple(tuple(int(place) for place, row in zip(places[q], rows[q], strict=True) if row == 0) for q in range(4))
 
 
 @functools.cache
 def held_places(count: int) -> tuple[tuple[int, ...], ...]:
-    """Of each of a row's four threads the places of K that it holds of operand A [64, count], register by register."""
+    """The indices along K of operand A [64, count] that each of a row's four threads holds, register by register."""
     rows, places = (part[:4].reshape(4, -1) for part in wgmma_s8(64).a.tiled(64, count).coordinates())
     return tuple(tuple(int(place) for place, row in zip(places[q], rows[q], strict=True) if row == 0) for q in range(4))
 

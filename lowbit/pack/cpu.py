@@ -1,4 +1,4 @@
-"""A quantized matrix [N, K] as torch's products on a CPU read it, in one of three forms.
+"""A quantized matrix [N, K] in one of three forms that torch's products on a CPU read.
 
     form     codes                                          scale
     int4     uint8 [N, K/2], the order of torch's int4      bf16 [K/group, N, 2]: s and z of w = (code4 - 8) * s + z
@@ -6,10 +6,9 @@
     int8     int8 [N, K], two's complement                  bf16 [N]; float32 where x is quantized too
     decoded  x's type [N, K], each weight rounded once      none
 
-int4 holds integers of 2, 3 and 4 bits (code4 is the code, moved so that their middle is 8), int8 those of 5 to 8: both are
-other arrangements of the codes, and `unpack_cpu_codes` returns these bit for bit. Decoded weights do not say which codes they
-came from; they stand beside the form on disk. The order of int4 is asked of torch (`_column_order`), never written down
-or saved.
+int4 holds integers of 2, 3 and 4 bits (code4 is the code, moved so that their middle is 8), int8 those of 5 to 8. Both are
+other arrangements of the codes, and `CpuWeight.unpack_codes` returns these bit for bit. Decoded weights have no codes; a layer
+keeps the form on disk beside them. `_column_order` finds out the order of int4 from torch; it is never saved.
 
 Torch's products of bf16 x want scales in bf16: rounded by at most 2^-8 of themselves, the error that each weight has where
 weights are rounded to bf16 (docs/internals/numerics.md).
@@ -19,14 +18,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lowbit.formats import IntFormat, PerChannel, PerTensor, QuantTensor, Scheme, ZeroPoint
+from lowbit.pack.form import PackedMatrix
 
-Form = Literal["int4", "int8", "decoded"]
+CpuForm = Literal["int4", "int8", "decoded"]
 
 GROUPS = (256, 128, 64, 32)
 """Weights that share a scale in torch's int4 product."""
@@ -38,18 +38,20 @@ INT8_K_STEP = 16
 """Torch 2.13's int8 product walks K in steps of 16 without a tail: wrong results or a crash for others (1, 8, 17, 24, 72)."""
 
 PIECE_WEIGHTS = 1 << 22
-"""Weights brought into torch's order at once, which takes 4 bytes for each."""
+"""Weights rearranged into torch's order at a time, at 4 bytes each."""
 
 VECTOR_CPUS = ("AVX2", "AVX512")
-"""What `torch.backends.cpu.get_cpu_capability` calls the CPUs for which torch has fast int4 and int8 products."""
+"""Values of `torch.backends.cpu.get_cpu_capability` for which torch has fast int4 and int8 products."""
 
 
 @dataclass(frozen=True, eq=False)
-class CpuWeight:
+class CpuWeight(PackedMatrix):
     """The tensors described in the module, for a matrix of `shape` (N, K); `group` is that of int4, else 0; `sums`
     int32 [N], of rows of int8, are there for x that has zero points."""
 
-    form: Form
+    NAMES = ("codes", "scale", "sums")
+
+    form: CpuForm
     codes: Tensor
     scale: Tensor | None
     scheme: Scheme
@@ -57,19 +59,39 @@ class CpuWeight:
     group: int = 0
     sums: Tensor | None = None
     dtype: torch.dtype = field(init=False)
-    """The type of x that they are multiplied by, where x is not quantized; a field, since every call of a layer asks for it."""
+    """The type of x where x is not quantized; a field rather than a property, since every call of a layer reads it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", self.codes.dtype if self.form == "decoded" else torch.bfloat16)
 
+    def row_axes(self) -> dict[str, tuple[int, int]]:
+        return {name: (1 if name == "scale" and self.form == "int4" else 0, 1) for name in self.tensors()}
+
     @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(t.nbytes for t in (self.codes, self.scale, self.sums) if t is not None)
+    def row_multiple(self) -> int:
+        """Rows of a block of torch's int4 product; 1 for other forms."""
+        return block_rows() if self.form == "int4" else 1
+
+    def _kind(self) -> dict[str, Any]:
+        return {**super()._kind(), "form": self.form, "group": self.group}
+
+    def unpack_codes(self) -> Tensor:
+        """The codes uint8 [N, K] that `pack_int4` or `pack_int8` rearranged, bit for bit; decoded weights have none."""
+        if self.form == "int8":
+            return (self.codes.to(torch.int16) + _offset(self.scheme)).to(torch.uint8)
+        if self.form == "decoded":
+            raise ValueError("decoded weights have no codes; unpack the form on disk")
+        n, k = self.shape
+        codes = torch.empty((n, k), dtype=torch.uint8)
+        for start, end in _pieces(self.shape):
+            order, pairs = int4_columns(self.codes, start, end)
+            columns = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(-1, k, len(order))
+            codes[start:end].view(-1, len(order), k)[:, order] = columns.transpose(-1, -2)
+        return codes - _shift(self.scheme)
 
 
 def int4_refusals(scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
-    """Why a matrix cannot be brought into the form of torch's int4 product; empty if it can."""
+    """Returns the reasons why a matrix cannot be packed for torch's int4 product; empty if it can."""
     reasons = []
     if not isinstance(scheme.weight, IntFormat) or scheme.weight.bits > 4:
         reasons.append(f"takes integers of 2 to 4 bits, not {scheme.weight.name}")
@@ -81,7 +103,7 @@ def int4_refusals(scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
 
 
 def int8_refusals(scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
-    """Why a matrix cannot be brought into the form of torch's int8 products; empty if it can."""
+    """Returns the reasons why a matrix cannot be packed for torch's int8 products; empty if it can."""
     reasons = []
     signed = isinstance(scheme.weight, IntFormat) and scheme.weight.signed
     if not signed or scheme.weight.bits < 5 or not isinstance(scheme.granularity, (PerChannel, PerTensor)):
@@ -93,7 +115,7 @@ def int8_refusals(scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
 
 def _cpu_refusals() -> tuple[str, ...]:
     capability = torch.backends.cpu.get_cpu_capability()
-    return () if capability in VECTOR_CPUS else (f"is fast with AVX2 or AVX-512 only, torch finds {capability} here",)
+    return () if capability in VECTOR_CPUS else (f"is fast with AVX2 or AVX-512 only, torch reports {capability} here",)
 
 
 def int4_group(scheme: Scheme, shape: tuple[int, int]) -> int:
@@ -107,7 +129,7 @@ def pack_int4(q: QuantTensor) -> CpuWeight:
     """`q` in the form of torch's int4 product, its correction, order and input scale left out.
 
     Raises ValueError with every reason where there is no such form, or where torch's order is not the one that
-    `unpack_cpu_codes` undoes.
+    `CpuWeight.unpack_codes` undoes.
     """
     reasons = int4_refusals(q.scheme, q.shape)
     if reasons:
@@ -127,8 +149,8 @@ def pack_int4(q: QuantTensor) -> CpuWeight:
         z = _of_groups(q.zero, q, group) + (8 - shift) * exact
     scale = torch.stack((s.T, z.T), dim=-1).to(torch.bfloat16).contiguous()
     weight = CpuWeight("int4", packed, scale, q.scheme, q.shape, group)
-    if not torch.equal(unpack_cpu_codes(weight), q.codes):
-        raise ValueError(f"torch {torch.__version__} orders the weights of its int4 product in a way not known here")
+    if not torch.equal(weight.unpack_codes(), q.codes):
+        raise ValueError(f"torch {torch.__version__} orders the weights of its int4 product in an unknown way")
     return weight
 
 
@@ -147,20 +169,6 @@ def pack_int8(q: QuantTensor) -> CpuWeight:
     return CpuWeight("int8", codes, scale, q.scheme, q.shape, sums=sums)
 
 
-def unpack_cpu_codes(w: CpuWeight) -> Tensor:
-    """The codes uint8 [N, K] that `pack_int4` or `pack_int8` arranged, bit for bit."""
-    if w.form == "int8":
-        return (w.codes.to(torch.int16) + _offset(w.scheme)).to(torch.uint8)
-    assert w.form == "int4"
-    n, k = w.shape
-    codes = torch.empty((n, k), dtype=torch.uint8)
-    for start, end in _pieces(w.shape):
-        order, pairs = int4_columns(w.codes, start, end)
-        columns = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(-1, k, len(order))
-        codes[start:end].view(-1, len(order), k)[:, order] = columns.transpose(-1, -2)
-    return codes - _shift(w.scheme)
-
-
 def int4_columns(codes: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
     """(order int64 [R], uint8 [B, K, R / 2]) of the rows [start, end) of an int4 form, which are B blocks of R rows: nibble r
     of a column, low ones first, belongs to row order[r] of its block."""
@@ -170,7 +178,8 @@ def int4_columns(codes: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
 
 
 def row_blocks(n: int, blocks: int) -> list[tuple[int, int]]:
-    """Rows [start, end) that lie together in an int4 form of N rows: at most so many whole blocks, and what is left of N."""
+    """Ranges [start, end) of contiguous rows of an int4 form of N rows: at most `blocks` whole blocks each, then the rest of
+    N."""
     step = block_rows() * blocks
     whole = n - n % block_rows()
     pieces = [(start, min(start + step, whole)) for start in range(0, whole, step)]
@@ -191,7 +200,7 @@ def block_rows() -> int:
 
 @functools.cache
 def _column_order(rows: int) -> Tensor:
-    """Which row of a block of so many each entry of a column belongs to, found by packing the rows' own numbers."""
+    """The row of each entry of a column within a block of `rows` rows, found by packing the row numbers."""
     number = torch.arange(rows, dtype=torch.int32, device="cpu")[:, None].expand(rows, 2)
     low, high = (_nibbles(part.contiguous())[:rows] for part in (number & 15, number >> 4))
     return (low + 16 * high).long()
@@ -214,7 +223,7 @@ def _offset(scheme: Scheme) -> int:
 
 
 def _shift(scheme: Scheme) -> int:
-    """What code4 is more than the code: the middle of the codes becomes 8."""
+    """The difference code4 - code, with which the middle of the codes is 8."""
     return 8 - (1 << (scheme.weight.bits - 1))
 
 

@@ -1,18 +1,22 @@
-"""A weight of 16 bits as the ring kernel reads it: as `nn.Linear` holds it, row by row, not a byte of it a second time."""
+"""A weight of 16 bits as the small-M kernel reads it: the rows of `nn.Linear`, without a copy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowbit.pack.form import PackedMatrix
 from lowbit.pack.weight import DENSE_FORM, WeightForm
 
 
 @dataclass(frozen=True, eq=False)
-class DenseWeight:
-    """A matrix [N, K] in fp16 or bf16. Of gate and up it is all rows of gate, then those of up: a product pairs them itself."""
+class DenseWeight(PackedMatrix):
+    """A matrix [N, K] in fp16 or bf16. For gate and up it has all rows of gate, then those of up: the product pairs them."""
+
+    NAMES = ("values",)
 
     values: Tensor
 
@@ -24,14 +28,30 @@ class DenseWeight:
 
     @property
     def form(self) -> WeightForm:
-        """What a kernel must know of it when it is compiled."""
+        """The properties for which a kernel is compiled."""
         return DENSE_FORM
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrix."""
-        return self.values.nbytes
+    @classmethod
+    def pack(cls, values: Tensor) -> DenseWeight:
+        """The form of a matrix [N, K] in 16 bits: its rows as they are."""
+        return cls(values.contiguous())
+
+    def unpack(self) -> Tensor:
+        """The matrix."""
+        return self.values
+
+    def row_axes(self) -> dict[str, tuple[int, int]]:
+        return {"values": (0, 1)}
+
+    def _kind(self) -> dict[str, Any]:
+        return {"K": self.shape[1], "type": self.values.dtype}
+
+    def _rebuilt(self, tensors: dict[str, Tensor], n: int) -> DenseWeight:
+        return DenseWeight(**tensors)
+
+    def _with_scales_of_channels(self) -> DenseWeight:
+        return self
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The matrix in another type, as of a quantized one."""
+        """The matrix in another type, as a quantized form returns it."""
         return self.values.to(dtype)

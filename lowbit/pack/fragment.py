@@ -1,17 +1,17 @@
-"""Fragment order: each thread's codes of its A fragments lie next to each other, ready to be loaded into registers.
+"""Fragment order: the codes of a thread's A fragments are contiguous, so that it loads them straight into registers.
 
-The order is computed from a row of `hardware.mma`; no permutation is written by hand. A strip is 16 rows, what one warp
-holds of an A operand: mma.sync has one, a wgmma warpgroup four, one for each of its warps, alike. A tile is a strip x
+The order is computed from a row of `hardware.mma`; no permutation is written by hand. A strip is an m16 row block, the part of
+an A operand that one warp holds: mma.sync has one, a wgmma warpgroup four, one for each of its warps. A tile is a strip x
 64 k, held by 32 lanes. Each lane owns 32 codes of it: as many words as a code has bits. They are stored in groups of at
 most 4 words (6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1), so that every load is aligned and a warp reads neighbouring bytes:
 
     int32 [N/16, K/64, 32 * bits]; the words of one tile, 6 bits:  lane 0: 4 words | lane 1: 4 words | ... | lane 31: 4 words
                                                                    lane 0: 2 words | lane 1: 2 words | ... | lane 31: 2 words
 
-No bank conflict, no ldmatrix, no shuffle. All of K of a strip lies in one piece: a warp that walks along K reads a stream,
-and the distance from strip to strip is the same everywhere.
+It needs no ldmatrix and no shuffle and has no bank conflict. All of K of a strip is contiguous: a warp reads one stream along
+K, and the stride from strip to strip is constant.
 
-Inside the words codes lie as `hardware.fields` orders them: one code of a register in each half (16-bit operands), so that
+Within a word, `hardware.fields` orders the codes: one code of a register in each half (16-bit operands), so that
 one mask picks both. For f16 A fragments and 4 bits a word is one k step:
 
     bit      31..28  27..24  23..20  19..16 | 15..12  11..8   7..4    3..0
@@ -41,12 +41,11 @@ TILE_K = 64
 LANES = 32
 
 CODES_AT_ONCE = 1 << 22
-"""Codes brought into another order at once: temporary tensors take up to 9 bytes for each, 40 MB whatever the size of a
-matrix."""
+"""Codes rearranged at a time: temporary tensors take up to 9 bytes for each, 40 MB whatever the size of the matrix."""
 
 TIMES_ON_GPU = 4
-"""As many times more at once on a GPU, 150 MB, where each piece took some 25 launches: 28672 x 8192 codes of 4 bits
-in 5.0 instead of 19.9 ms (H200, 2026-11-23)."""
+"""Factor by which a GPU rearranges more codes at a time, 150 MB, since each chunk takes some 25 launches: 28672 x 8192 codes of
+4 bits in 5.0 instead of 19.9 ms (H200, 2026-11-23)."""
 
 
 def strips(n: int) -> int:
@@ -171,7 +170,7 @@ def _shifted(words: Tensor, left: int) -> Tensor:
 
 @functools.cache
 def word_places(bits: int, device: torch.device | None = None) -> Tensor:
-    """Where in a tile's 32 * bits words each word of each lane lies: int64 [32, bits]."""
+    """The index of each word of each lane among the 32 * bits words of a tile: int64 [32, bits]."""
     places, start = [], 0
     for words in WORD_GROUPS[bits]:
         lane, word = torch.arange(LANES, device="cpu"), torch.arange(words, device="cpu")  # whatever the default is

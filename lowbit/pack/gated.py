@@ -1,4 +1,4 @@
-"""Gate and up of an MLP as one matrix whose product is gated where it is made (kernels/parts/end.py).
+"""Gate and up of an MLP as one matrix, for a product with the gate in its epilogue (kernels/parts/epilogue.py).
 
 Each strip of 16 rows has 8 rows of gate, then the same 8 of up: a lane of mma.sync holds rows g and g + 8 of a strip, so both
 numbers of a pair are its own.
@@ -30,7 +30,7 @@ def alternate(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gated_refusals(gate: QuantTensor, up: QuantTensor) -> tuple[str, ...]:
-    """Why gate and up cannot be one matrix; empty if they can."""
+    """Returns the reasons why gate and up cannot be one matrix; empty if they can."""
     reasons = []
     if gate.scheme != up.scheme:
         reasons.append(f"gate and up have one scheme, got {gate.scheme} and {up.scheme}")
@@ -61,7 +61,7 @@ def pack_gated(gate: QuantTensor, up: QuantTensor) -> FragmentWeight:
 
 
 def _plane(gate: QuantTensor, up: QuantTensor) -> Tensor:
-    """The codes of both in fragment order, made of some rows at once: as one matrix they would be in memory twice."""
+    """The codes of both in fragment order, some rows at a time: as one matrix they would be in memory twice."""
     order, bits = FragmentOrder(MMA_M16N8K16_F16, gate.scheme.weight), gate.scheme.weight.bits
     (n, k), step = gate.shape, strips_at_once(gate.shape[1], gate.codes.device)
     plane = torch.empty(order.plane_shapes(bits, (2 * n, k))[0], dtype=torch.int32, device=gate.codes.device)
@@ -71,7 +71,7 @@ def _plane(gate: QuantTensor, up: QuantTensor) -> Tensor:
 
 
 def with_scales_of_rows(q: QuantTensor) -> QuantTensor:
-    """The same weights with scales (and zeros) that no two rows share."""
+    """The same weights with scales (and zeros) of their own for each row."""
     granularity = q.scheme.granularity
     if not isinstance(granularity, (PerTensor, PerBlock)):
         return q

@@ -1,26 +1,28 @@
-"""The forms in which a weight waits for its products, one at a time: rows as on disk, fragments, TensorRT-LLM's lines, 8-bit
-operands, a CPU's own.
+"""The forms in which a weight is multiplied, one at a time: rows as on disk, fragments, 8-bit operands, torch's on a CPU.
 
-Each is a class with `pack` (of a `QuantTensor`), `unpack` (its inverse) and `nbytes`; ops/table.py says which kernel reads it.
+Each is a `PackedMatrix` with `pack` (of a `QuantTensor`) and `unpack` (its inverse); ops/table.py says which kernel reads it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from lowbit.formats import QuantTensor, Scheme, pack_words, unpack_words
+from lowbit.formats import PerTensor, QuantTensor, Scheme, pack_words, unpack_words
 from lowbit.pack.cpu import CpuWeight
+from lowbit.pack.form import PackedMatrix
 from lowbit.pack.scaled import OperandWeight
-from lowbit.pack.weight import FragmentWeight, InterleavedWeight
+from lowbit.pack.weight import FragmentWeight
 
 
 @dataclass(frozen=True, eq=False)
-class RowWeight:
+class RowWeight(PackedMatrix):
     """A matrix of `shape` (N, K) as files hold it: dense codes uint8 [N, ceil(K * bits / 8)] (formats/words.py), scales and
     zeros in the scheme's shape."""
+
+    NAMES = ("codes", "scale", "zero")
 
     codes: Tensor
     scale: Tensor
@@ -36,23 +38,23 @@ class RowWeight:
 
     def unpack(self) -> QuantTensor:
         """The matrix that `pack` packed."""
-        codes = unpack_words(self.codes, self.scheme.weight.bits, self.shape[1])
-        return QuantTensor(codes, self.scale, self.zero, self.scheme)
+        return QuantTensor(self.unpack_codes(), self.scale, self.zero, self.scheme)
 
-    @property
-    def _tensors(self) -> dict[str, Any]:
-        named = {name: getattr(self, name) for name in ("codes", "scale", "zero")}
-        return {name: t for name, t in named.items() if t is not None}
+    def row_axes(self) -> dict[str, tuple[int, int]]:
+        rows = self.scheme.granularity.block(self.shape)[0]
+        return {name: (0, 1 if name == "codes" else rows) for name in self.tensors()}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(t.nbytes for t in self._tensors.values())
+    @classmethod
+    def concat_refusals(cls, weights: Sequence[RowWeight]) -> tuple[str, ...]:
+        """As of every form; one scale of the whole tensor cannot be concatenated here."""
+        reasons = super().concat_refusals(weights)
+        shared = len(weights) > 1 and isinstance(weights[0].scheme.granularity, PerTensor)
+        return (*reasons, *["one scale for the whole tensor, which has no rows"] * shared)
 
-    def clone(self) -> RowWeight:
-        """An equal weight in memory of its own."""
-        return replace(self, **{name: t.clone() for name, t in self._tensors.items()})
+    def unpack_codes(self) -> Tensor:
+        """The codes uint8 [N, K]."""
+        return unpack_words(self.codes, self.scheme.weight.bits, self.shape[1])
 
 
-GemmWeight = RowWeight | FragmentWeight | InterleavedWeight | OperandWeight | CpuWeight
+GemmWeight = RowWeight | FragmentWeight | OperandWeight | CpuWeight
 """A weight in one of its forms."""

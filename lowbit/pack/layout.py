@@ -49,7 +49,7 @@ class Layout(ABC):
     def _unpack(self, planes: tuple[Tensor, ...], bits: int, shape: Shape) -> Tensor: ...
 
     def refusals(self, bits: int, shape: Shape) -> tuple[str, ...]:
-        """Why this layout cannot hold codes of `bits` bits and shape (N, K); empty if it can."""
+        """Returns the reasons why this layout cannot hold codes of `bits` bits and shape (N, K); empty if it can."""
         return ()
 
     def pack(self, codes: Tensor, bits: int) -> tuple[Tensor, ...]:

@@ -49,7 +49,7 @@ class Nhwc64:
         if codes.is_floating_point() or codes.dim() != 4:
             raise ValueError(f"codes are an integer tensor [N, C, H, W], got {codes.dtype} {list(codes.shape)}")
         if codes.numel() and (int(codes.min()) < low or int(codes.max()) > high):
-            raise ValueError(f"{self.storage} codes lie in {low}..{high}, got {int(codes.min())}..{int(codes.max())}")
+            raise ValueError(f"{self.storage} codes are in {low}..{high}, got {int(codes.min())}..{int(codes.max())}")
         c = codes.shape[1]
         rows = functional.pad(codes.permute(0, 2, 3, 1), (0, padded_channels(c) - c)).to(torch.int8).contiguous()
         if self.storage == "s8":

@@ -15,8 +15,7 @@ There is `scale` or `channel_scale`, never both. Groups of a multiple of 128 are
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,6 +34,7 @@ from lowbit.formats import (
 )
 from lowbit.hardware.byte_conversions import ByteOperand, byte_conversion
 from lowbit.hardware.mma import MMA_M16N8K32_S8
+from lowbit.pack.form import PackedMatrix
 from lowbit.pack.fragment import CODES_AT_ONCE, STRIP, FragmentOrder
 
 GROUP = 128
@@ -47,7 +47,8 @@ _DTYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torc
 
 
 def scaled_refusals(scheme: Scheme, scale_dtype: torch.dtype | None = None) -> tuple[str, ...]:
-    """Why the kernels for 8-bit activations cannot take weights of a scheme, with scales of a type; empty if they can."""
+    """Returns the reasons why the kernels for 8-bit activations cannot take weights of a scheme, with scales of a type; empty
+    if they can."""
     if scheme.activation is None or scheme.activation.name not in _DTYPES:
         return (f"multiplies int8, e4m3 or e5m2 activations, not those of {scheme}",)
     reasons = []
@@ -82,8 +83,10 @@ def _operand(scheme: Scheme) -> ByteOperand:
 
 
 @dataclass(frozen=True, eq=False)
-class OperandWeight:
+class OperandWeight(PackedMatrix):
     """The tensors described in the module, for a matrix of `shape` (N, K) under `scheme`."""
+
+    NAMES = ("codes", "scale", "channel_scale", "sums")
 
     codes: Tensor
     scale: Tensor | None
@@ -128,21 +131,27 @@ class OperandWeight:
             scale = self.scale
             if isinstance(scheme.granularity, PerGroup):
                 scale = scale[:: scheme.granularity.size // GROUP, :n].T.contiguous()
-        return QuantTensor(_unpack_codes(self), scale, None, scheme)
+        return QuantTensor(self.unpack_codes(), scale, None, scheme)
 
-    @property
-    def _tensors(self) -> dict[str, Any]:
-        named = {name: getattr(self, name) for name in ("codes", "scale", "channel_scale", "sums")}
-        return {name: t for name, t in named.items() if t is not None}
+    def unpack_codes(self) -> Tensor:
+        """The codes uint8 [N, K]."""
+        fmt, k = self.scheme.weight, self.shape[1]
+        if fmt.bits == 8:
+            codes = self.codes.view(torch.uint8)[:, :k]
+            return codes ^ 128 if isinstance(fmt, IntFormat) else codes.contiguous()
+        codes = _order(self.scheme).unpack((self.codes,), fmt.bits, self.shape)
+        stored = byte_conversion(fmt, _operand(self.scheme)).stored
+        if not stored:
+            return codes
+        code_of = torch.empty(len(stored), dtype=torch.uint8)
+        code_of[list(stored)] = torch.arange(len(stored), dtype=torch.uint8)
+        return code_of.to(codes.device)[codes.int()]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, padding included."""
-        return sum(t.nbytes for t in self._tensors.values())
-
-    def clone(self) -> OperandWeight:
-        """An equal weight in memory of its own."""
-        return replace(self, **{name: t.clone() for name, t in self._tensors.items()})
+    def row_axes(self) -> dict[str, tuple[int, int]]:
+        granularity, strip = self.scheme.granularity, 1 if self.scheme.weight.bits == 8 else STRIP
+        scale = (0, granularity.n) if isinstance(granularity, PerBlock) else (1, 1)
+        axes = {"codes": (0, strip), "scale": scale, "channel_scale": (0, 1), "sums": (0, 1)}
+        return {name: axes[name] for name in self.tensors()}
 
 
 def _sums(q: QuantTensor, scaled: bool) -> Tensor:
@@ -179,18 +188,3 @@ def _pack_codes(q: QuantTensor) -> Tensor:
         codes = torch.cat([table[part.int()] for part in codes.split(step)])
     (packed,) = _order(q.scheme).pack(codes, fmt.bits)
     return packed
-
-
-def _unpack_codes(w: OperandWeight) -> Tensor:
-    k = w.shape[1]
-    fmt = w.scheme.weight
-    if fmt.bits == 8:
-        codes = w.codes.view(torch.uint8)[:, :k]
-        return codes ^ 128 if isinstance(fmt, IntFormat) else codes.contiguous()
-    codes = _order(w.scheme).unpack((w.codes,), fmt.bits, w.shape)
-    stored = byte_conversion(fmt, _operand(w.scheme)).stored
-    if not stored:
-        return codes
-    code_of = torch.empty(len(stored), dtype=torch.uint8)
-    code_of[list(stored)] = torch.arange(len(stored), dtype=torch.uint8)
-    return code_of.to(codes.device)[codes.int()]

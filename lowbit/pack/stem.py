@@ -32,7 +32,7 @@ class StemImages:
     padding: tuple[int, int]
 
     def refusals(self) -> tuple[str, ...]:
-        """Why the images cannot be packed so; empty if they can."""
+        """Returns the reasons why the images cannot be packed so; empty if they can."""
         reasons = []
         if self.channels > MOST_CHANNELS:
             reasons.append(f"{self.channels} channels, at most {MOST_CHANNELS} fit")

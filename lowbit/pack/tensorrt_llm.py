@@ -40,7 +40,7 @@ from lowbit.pack.layout import Layout, Shape
 _LINE_BITS = 1024  # of a cache line of 128 bytes
 
 
-class Step(Protocol):
+class PreprocessingStep(Protocol):
     """One step of the preprocessing. It maps elements, one per uint8 of the tensor, and `undo(apply(x))` is x."""
 
     def apply(self, elements: Tensor) -> Tensor: ...
@@ -50,7 +50,8 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class PermuteRows:
-    """Step 1, [K, N] -> [K, N]: inside each 32 (16 at 8 bits) rows, those of one lane's B fragments come together."""
+    """Step 1, [K, N] -> [K, N]: inside each 32 (16 at 8 bits) rows, those of one lane's B fragments are
+    adjacent."""
 
     bits: int
     activation_bits: int = 16
@@ -87,8 +88,8 @@ class ToColumnMajor:
 
 @dataclass(frozen=True)
 class InterleaveColumns:
-    """Step 3, [N, K] -> [N / c, K * c]: tiles of 64 k of c neighbouring columns alternate; c = 4 at 4 bits, 2 at 8. For
-    activations of 8 bits tiles are of 128 k, and c is 2 at 4 bits."""
+    """Step 3, [N, K] -> [N / c, K * c]: tiles of 64 k of c neighbouring columns alternate; c = 4 at 4 bits, 2 at
+    8. For activations of 8 bits tiles are of 128 k, and c is 2 at 4 bits."""
 
     bits: int
     activation_bits: int = 16
@@ -115,7 +116,8 @@ class InterleaveColumns:
 
 @dataclass(frozen=True)
 class BiasAndRegisterOrder:
-    """Step 4, [..., L] -> [..., L]: add 2^(bits-1); in each 32-bit register even elements first, then the odd ones."""
+    """Step 4, [..., L] -> [..., L]: add 2^(bits-1); in each 32-bit register even elements first, then the odd
+    ones."""
 
     bits: int
 
@@ -143,7 +145,7 @@ class _Preprocessed(Layout):
     preprocessing, in the same order. Codes here are offset binary (value + 8 or + 128)."""
 
     @abstractmethod
-    def steps(self, bits: int) -> tuple[Step, ...]:
+    def steps(self, bits: int) -> tuple[PreprocessingStep, ...]:
         """The steps in order, from signed elements [K, N] to those of the plane."""
 
     @abstractmethod
@@ -152,7 +154,7 @@ class _Preprocessed(Layout):
 
     @abstractmethod
     def step_k(self, bits: int) -> int:
-        """What K is a multiple of."""
+        """The number of which K is a multiple."""
 
     @property
     def plane_dtype(self) -> torch.dtype:
@@ -193,7 +195,7 @@ class ColumnMajorTileInterleave(_Preprocessed):
 
     activation_bits: int = 16
 
-    def steps(self, bits: int) -> tuple[Step, ...]:
+    def steps(self, bits: int) -> tuple[PreprocessingStep, ...]:
         width = self.activation_bits
         return PermuteRows(bits, width), ToColumnMajor(), InterleaveColumns(bits, width), BiasAndRegisterOrder(bits)
 
@@ -214,7 +216,7 @@ class PermutedColumnMajor(_Preprocessed):
     """The order for sm_90: all steps but the interleaving of columns. One plane uint8 [N, K * bits / 8]; K must be a multiple
     of 32 at 4 bits, of 16 at 8."""
 
-    def steps(self, bits: int) -> tuple[Step, ...]:
+    def steps(self, bits: int) -> tuple[PreprocessingStep, ...]:
         return PermuteRows(bits), ToColumnMajor(), BiasAndRegisterOrder(bits)
 
     def columns(self, bits: int) -> int:
@@ -229,7 +231,7 @@ class SignedColumnMajor(_Preprocessed):
     """The order for sm_90 in earlier releases, and for sm_100: w [N, K] row by row in two's complement, the even k in the low
     nibble. One plane uint8 [N, K * bits / 8]."""
 
-    def steps(self, bits: int) -> tuple[Step, ...]:
+    def steps(self, bits: int) -> tuple[PreprocessingStep, ...]:
         return (ToColumnMajor(),)
 
     def columns(self, bits: int) -> int:

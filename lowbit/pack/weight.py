@@ -1,38 +1,36 @@
 """A quantized matrix as the tensor-core kernels read it: codes in fragment order, scales beside them.
 
-    codes           int32 [N/16, K/64, 32 * bits]            pack.fragment (`FragmentWeight`)
-                    int32 [N/c, K * c * bits / 32]           pack.tensorrt_llm, c = 16 / bits channels (`InterleavedWeight`)
+    codes           int32 [N/16, K/64, 32 * bits]            pack.fragment
     scale           fp16 or bf16 [N/16, G, 8, 2]             groups along K: scales of rows g and g + 8 for lane group g
                     fp16 or bf16 [N/16, G, 8, 4]             with zeros: those scales, then the zeros of both rows
-    channel_scale   float32 [N]                              one scale per output channel, applied at the end
+    channel_scale   float32 [N]                              one scale per output channel, applied in the epilogue
                                                              (beside scales of groups: a power of two)
-                    bf16 [N]                                 a power of two beside scales of groups that wait times 2^24
+                    bf16 [N]                                 a power of two beside scales of groups stored times 2^24
 
-Zeros go with the codes, so they stand in groups even where scales do not: with integer zeros, a scale per channel or tensor
-stays `channel_scale` in float32, and the groups hold scales of 1 and the zeros, all exact.
+Zeros are subtracted from codes, so they are stored by group even where scales are not: with integer zeros, a scale per channel
+or tensor stays `channel_scale` in float32, and the groups hold scales of 1 and the zeros, all exact.
 
-Scales of groups and floating-point zeros of 32 bits (GGUF's K types, DeepSeek's blocks) are rounded to fp16, each row divided
-by the power of two that brings its largest scale to 1/2 or beyond; that factor waits for the end. A scale is then off by 2^-11
-of itself at most, as a weight in fp16 is, or by 2^-24 of the largest of its row where it is 2^-13 of that and less. What a
-module saves are the scales as they were. Scales of 16 bits are divided in the same way where they, or the weights they make,
-would leave fp16's normal range, in which a kernel with fp16 activations multiplies codes by them: fp8_e5m2's are a 57344th of
-the largest weight. They stay of their type, and exact, but for such as are 2^-13 of the largest of their row and less.
+Scales of groups and floating-point zeros of 32 bits (GGUF's K types, DeepSeek's blocks) are rounded to fp16. Each row is first
+divided by the power of two that makes its largest scale 1/2 to 1; the epilogue multiplies by that factor. The error of a scale
+is at most 2^-11 of itself, or 2^-24 of the largest of its row if it is below 2^-13 of that. A module saves the original scales.
+Scales of 16 bits are divided in the same way where they, or the weights, would leave fp16's normal range, in which a kernel
+with fp16 activations multiplies codes by them: fp8_e5m2's are a 57344th of the largest weight. Their dtype is kept; values are
+exact unless they are below 2^-13 of the row maximum.
 
-Scales of groups of symmetric integers of b = 2 to 7 bits are divided so that the largest of each row is 2^-9 to 2^-8, and wait
-times 2^24. fp16 then multiplies a code as the subnormal number that a mask leaves, by one fma: code * 2^-24, times the scale as
-it waits, minus offset * scale; the sum is rounded once, to fp16 (parts/dequantize.py). The weights have the bits they would
-have otherwise where a scale is a 32nd of its row's largest or more, and are off by no more than others of their group where it
-is 2^-(3 + b) of that. Where a row has smaller ones, other than 0, scales wait as said above. bf16 does the same with
-code * 2^-133 where the scales are bf16: the first binade goes on where subnormal numbers end, so its lowest 8 bits count alike.
+Subnormal codes: scales of groups of symmetric integers of b = 2 to 7 bits are divided so that the largest of each row is 2^-9
+to 2^-8, and stored multiplied by 2^24. fp16 then multiplies a code as the subnormal number that a mask leaves, by one fma:
+code * 2^-24 times the stored scale, minus offset * scale; the sum is rounded once, to fp16 (parts/dequantize.py). The weights
+have the same bits as without this where a scale is at least a 32nd of the row maximum. Down to 2^-(3 + b) of it, their error is
+no larger than that of others of their group. A row with smaller scales, other than 0, is stored as described above. bf16 does
+the same with code * 2^-133 where the scales are bf16: subnormal numbers and the first binade have one spacing, so 8 bits fit.
 
-The kernels know groups of 16, 32, 64 and 128, a whole number of which make a step of 128 k. Scales of other groups (48,
-256, blocks of rows and k) are repeated until they are such groups: more bytes, the same weights.
+The kernels support groups of 16, 32, 64 and 128; a k block of 128 has a whole number of them. Scales of other groups (48, 256,
+blocks of rows and k) are repeated to fit: more bytes, the same weights.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -52,25 +50,23 @@ from lowbit.formats import (
 )
 from lowbit.hardware.half import BIAS, HalfType
 from lowbit.hardware.mma import MMA_M16N8K16_F16
-from lowbit.pack.fragment import FragmentOrder
+from lowbit.pack.form import PackedMatrix
+from lowbit.pack.fragment import STRIP, FragmentOrder
 from lowbit.pack.layout import Layout
 from lowbit.pack.scales import pack_scales, unpack_scales
-from lowbit.pack.tensorrt_llm import ColumnMajorTileInterleave
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_STRIP = 16
-
 STEP_K = 128
-"""K of a step of the kernels; a step has a whole number of groups."""
+"""K of a k block of the kernels, which has a whole number of groups."""
 
 _GROUPS = (128, 64, 32, 16)
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 def kernel_group(scheme: Scheme) -> int:
-    """Size of the groups that the kernels see: 0 (scales per channel), 128, 64, 32 or 16; ValueError if there is none."""
+    """The group size in the kernels: 0 (scales per channel), 128, 64, 32 or 16; ValueError if there is none."""
     granularity = scheme.granularity
     if isinstance(granularity, (PerGroup, PerBlock)):
         size = granularity.size if isinstance(granularity, PerGroup) else granularity.k
@@ -78,17 +74,17 @@ def kernel_group(scheme: Scheme) -> int:
             if size % group == 0:
                 return group
         raise ValueError(f"groups of the kernels are multiples of 16, got {size} ({scheme})")
-    # One scale per channel can wait for the end; zeros cannot, since they multiply sums of x.
+    # The epilogue can apply one scale per channel, but no zeros: they multiply sums of x.
     return 0 if scheme.zero is ZeroPoint.NONE else 128
 
 
 def has_channel_scale(scheme: Scheme) -> bool:
-    """Whether scales of a scheme wait for the end: one per channel or tensor, unless its zeros are added to scaled codes."""
+    """True if the epilogue applies the scales: one per channel or tensor, unless zeros are added to scaled codes."""
     return isinstance(scheme.granularity, (PerChannel, PerTensor)) and scheme.zero is not ZeroPoint.FLOAT
 
 
 def may_be_subnormal(scheme: Scheme) -> bool:
-    """Whether kernels can multiply codes of a scheme as the subnormal numbers that masks leave: symmetric integers of 2 to 7
+    """True if kernels can multiply codes of a scheme as the subnormal numbers that masks leave: symmetric integers of 2 to 7
     bits with scales of groups."""
     fmt = scheme.weight
     symmetric = isinstance(fmt, IntFormat) and fmt.signed and scheme.zero is ZeroPoint.NONE
@@ -97,63 +93,65 @@ def may_be_subnormal(scheme: Scheme) -> bool:
 
 @dataclass(frozen=True)
 class WeightForm:
-    """What a kernel must know of weights when it is compiled: names of formats, size of the kernels' groups, kind of zeros."""
+    """The properties of a weight for which a kernel is compiled: number format, group size, kind of zeros, types of scales."""
 
     format: str
     group: int
     zero: Literal["none", "integer", "float"]
     scale_dtype: HalfType
     scaled_twice: bool = False
-    """Whether scales per channel follow those of the groups; without groups they are the only ones."""
+    """True if there are scales per channel beside those of the groups; without groups they are the only ones."""
     subnormal: bool = False
-    """Whether scales of groups wait times 2^24, for codes as subnormal numbers."""
-    interleaved: bool = False
-    """Whether codes lie in TensorRT-LLM's interleaved lines, not in fragment order."""
+    """True if scales of groups are stored times 2^24, for codes as subnormal numbers."""
 
     @property
     def channel_scale(self) -> bool:
-        """Whether there are scales per channel."""
+        """True if there are scales per channel."""
         return self.scaled_twice or (self.group == 0 and self != DENSE_FORM)
 
 
 DENSE_FORM = WeightForm("dense", 0, "none", "fp16")
-"""Of weights that are halves, in the type of x (pack/dense.py): no scales."""
+"""The form of weights in 16 bits, in the type of x (pack/dense.py): no scales."""
 
 
-def weight_form(
-    scheme: Scheme, scale_dtype: torch.dtype | None, channel_dtype: torch.dtype | None, *, interleaved: bool = False
-) -> WeightForm:
-    """The form of weights of a scheme; the types are those of their scales of groups and of channels, None without."""
+def weight_form(scheme: Scheme, scale_dtype: torch.dtype | None, channel_scale: bool, subnormal: bool = False) -> WeightForm:
+    """The form of weights of a scheme: the type of their scales of groups, None without; whether they have scales of channels;
+    whether the scales of groups are those of subnormal codes."""
     zeros: dict[ZeroPoint, Literal["none", "integer", "float"]]
     zeros = {ZeroPoint.NONE: "none", ZeroPoint.INTEGER: "integer", ZeroPoint.FLOAT: "float"}
     half: HalfType = "bf16" if scale_dtype == torch.bfloat16 else "fp16"
     group = kernel_group(scheme)
-    twice, subnormal = group > 0 and channel_dtype is not None, channel_dtype == torch.bfloat16
-    return WeightForm(scheme.weight.name, group, zeros[scheme.zero], half, twice, subnormal, interleaved)
+    return WeightForm(scheme.weight.name, group, zeros[scheme.zero], half, group > 0 and channel_scale, subnormal)
 
 
 @dataclass(frozen=True, eq=False)
-class PlaneWeight:
-    """The tensors described in the module, for a matrix of `shape` (N, K) under `scheme`; codes in the order of `layout`."""
+class FragmentWeight(PackedMatrix):
+    """The tensors described in the module, for a matrix of `shape` (N, K) under `scheme`; codes in the order of `layout`.
+
+    With `subnormal`, scales of groups are stored multiplied by 2^24 and `channel_scale` is bf16, else float32.
+    """
+
+    NAMES = ("codes", "scale", "channel_scale")
 
     codes: Tensor
     scale: Tensor | None
     channel_scale: Tensor | None
     scheme: Scheme
     shape: tuple[int, int]
+    subnormal: bool = False
 
-    @classmethod
-    @abstractmethod
-    def layout(cls, fmt: NumberFormat) -> Layout:
-        """The order of codes of a format, in one plane."""
+    @staticmethod
+    def layout(fmt: NumberFormat) -> Layout:
+        """The fragment order of codes of a format, in one plane."""
+        return FragmentOrder(MMA_M16N8K16_F16, fmt)
 
     @classmethod
     def pack(cls, q: QuantTensor, plane: Tensor | None = None) -> Self:
-        """The kernels' form of `q`, on its device. `plane`: its codes, if they are in the layout's order already; those of `q`
-        are not looked at then and may be on the meta device.
+        """The kernels' form of `q`, on its device. `plane`: its codes in the layout's order already; those of `q` are then
+        not read and may be on the meta device.
 
-        Raises ValueError for groups that are no multiple of 16, scales that are not finite, and what is no part of the product
-        (`QuantTensor.require_product`).
+        Raises ValueError for groups that are no multiple of 16, scales that are not finite, and an input transform or a
+        low-rank correction (`QuantTensor.require_product`).
         """
         q.require_product()
         group = kernel_group(q.scheme)
@@ -163,12 +161,12 @@ class PlaneWeight:
         if plane is None:
             (plane,) = cls.layout(q.scheme.weight).pack(q.codes, q.scheme.weight.bits)
         channel = scale = None
-        scales, zeros = q.scale, q.zero
+        scales, zeros, subnormal = q.scale, q.zero, _as_subnormals(q)
         if has_channel_scale(q.scheme):
             channel = q.scale.float().expand(q.shape[0], 1).reshape(-1).contiguous()
             # Integers of 8 bits are exact in bf16, which a kernel with bf16 activations need not convert.
             scales = torch.ones_like(q.scale, dtype=torch.bfloat16)
-        elif (subnormal := _as_subnormals(q)) or scales.dtype not in _HALVES or not _normal_in_fp16(q):
+        elif subnormal or scales.dtype not in _HALVES or not _normal_in_fp16(q):
             factor = _row_factors(q, 2.0**-16 if subnormal else 1.0)
             half = torch.bfloat16 if scales.dtype == torch.bfloat16 else torch.float16
             scales = (scales.float() / factor[:, None]).to(half)
@@ -179,13 +177,11 @@ class PlaneWeight:
         if group:
             parts = [_by_group(values.to(scales.dtype), q, group) for values in (scales, zeros) if values is not None]
             scale = torch.cat(parts, dim=-1).contiguous()
-        return cls(plane.view(torch.int32), scale, channel, q.scheme, q.shape)
+        return cls(plane.view(torch.int32), scale, channel, q.scheme, q.shape, subnormal)
 
     def unpack(self) -> QuantTensor:
-        """The matrix that `pack` packed; its inverse, but for scales that are float32 then: those per channel or tensor, and
-        those of groups beside a power of two for each row, which are as they were rounded."""
-        layout = self.layout(self.scheme.weight)
-        codes = layout.unpack((self.codes.view(layout.plane_dtype),), self.scheme.weight.bits, self.shape)
+        """The matrix that `pack` packed. Scales per channel or tensor are float32 then, and so are those of groups beside a
+        power of two for each row, which keep their rounding."""
         parts = [] if self.scale is None else [_from_groups(part, self) for part in self.scale.split(2, dim=-1)]
         zero = parts[1] if len(parts) == 2 else None
         if zero is not None and self.scheme.zero is ZeroPoint.INTEGER:
@@ -199,62 +195,31 @@ class PlaneWeight:
         else:
             rows = 1 if isinstance(self.scheme.granularity, PerTensor) else self.shape[0]
             scale = self.channel_scale[:rows, None].clone()
-        return QuantTensor(codes, scale, zero, self.scheme)
+        return QuantTensor(self.unpack_codes(), scale, zero, self.scheme)
+
+    def unpack_codes(self) -> Tensor:
+        """The codes uint8 [N, K]."""
+        layout = self.layout(self.scheme.weight)
+        return layout.unpack((self.codes.view(layout.plane_dtype),), self.scheme.weight.bits, self.shape)
+
+    def row_axes(self) -> dict[str, tuple[int, int]]:
+        return {name: (0, 1 if name == "channel_scale" else STRIP) for name in self.tensors()}
+
+    def _kind(self) -> dict[str, Any]:
+        return {**super()._kind(), "subnormal": self.subnormal}
 
     @property
-    def _tensors(self) -> dict[str, Any]:
-        named = {name: getattr(self, name) for name in ("codes", "scale", "channel_scale")}
-        return {name: t for name, t in named.items() if t is not None}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, padding included."""
-        return sum(t.nbytes for t in self._tensors.values())
-
-    def clone(self) -> Self:
-        """An equal weight in memory of its own."""
-        return replace(self, **{name: t.clone() for name, t in self._tensors.items()})
-
-
-class FragmentWeight(PlaneWeight):
-    """Codes in fragment order, which all kernels for 16-bit x read."""
-
-    @classmethod
-    def layout(cls, fmt: NumberFormat) -> Layout:
-        return FragmentOrder(MMA_M16N8K16_F16, fmt)
-
-
-class InterleavedWeight(PlaneWeight):
-    """Codes in TensorRT-LLM's interleaved lines (pack/tensorrt_llm.py), int32 [N / c, K * c * bits / 32], as its checkpoints
-    have them for sm_80; `interleaved_refusals` says what they cannot be."""
-
-    @classmethod
-    def layout(cls, fmt: NumberFormat) -> Layout:
-        return ColumnMajorTileInterleave()
-
-    @classmethod
-    def pack(cls, q: QuantTensor, plane: Tensor | None = None) -> Self:
-        """As `FragmentWeight.pack`; ValueError, too, for what the lines do not hold."""
-        if reasons := interleaved_refusals(q.scheme, q.shape):
-            raise ValueError(f"{q.scheme} {q.shape}: {'; '.join(reasons)}")
-        return super().pack(q, plane)
-
-
-def interleaved_refusals(scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
-    """Why no weight of a scheme and shape (N, K) waits in TensorRT-LLM's lines for a kernel; empty if it does."""
-    if not isinstance(scheme.weight, IntFormat) or scheme.weight.bits not in (4, 8):
-        return (f"TensorRT-LLM's lines hold integers of 4 and 8 bits, not {scheme.weight.name}",)
-    reasons = [f"TensorRT-LLM's lines: {why}" for why in ColumnMajorTileInterleave().refusals(scheme.weight.bits, shape)]
-    if shape[0] % _STRIP:
-        reasons.append(f"warps take {_STRIP} channels of TensorRT-LLM's lines at a time, N {shape[0]} is no multiple")
-    return tuple(reasons)
+    def form(self) -> WeightForm:
+        """The constants for which a kernel that reads this weight is compiled."""
+        scale_dtype = None if self.scale is None else self.scale.dtype
+        return weight_form(self.scheme, scale_dtype, self.channel_scale is not None, self.subnormal)
 
 
 def _normal_in_fp16(q: QuantTensor) -> bool:
-    """Whether scales of groups, what they make of the codes, and floating-point zeros are 0 or in fp16's normal range, half of
-    the largest number apart, which is left to sums with zeros."""
+    """True if scales of groups, the products of codes and scales, and floating-point zeros are 0 or in fp16's normal range,
+    with a factor of 2 left for sums with zeros."""
     fmt = q.scheme.weight
-    # Codes of floats are halves that are too small by this much, which the kernels give to the scale.
+    # Kernels read codes of floats as halves that are too small by this factor, which the scale makes up for.
     shift = 2.0 ** (BIAS["fp16"] - fmt.bias) if isinstance(fmt, FloatFormat) else 1.0
     scale = q.scale.float().abs()
     normal = (scale == 0) | ((scale >= 2.0**-14) & (scale * max(fmt.max, -fmt.min, shift) <= 2.0**15))
@@ -264,7 +229,7 @@ def _normal_in_fp16(q: QuantTensor) -> bool:
 
 
 def _as_subnormals(q: QuantTensor) -> bool:
-    """Whether codes may be multiplied as subnormal numbers: see the module."""
+    """True if codes may be multiplied as subnormal numbers: see the module."""
     if not may_be_subnormal(q.scheme):
         return False
     scale = q.scale.float().abs()
@@ -298,7 +263,7 @@ def _by_group(values: Tensor, q: QuantTensor, group: int) -> Tensor:
     return pack_scales(padded).unflatten(-1, (8, 2))
 
 
-def _from_groups(part: Tensor, w: PlaneWeight) -> Tensor:
+def _from_groups(part: Tensor, w: FragmentWeight) -> Tensor:
     n, k = w.shape
     size = w.scheme.granularity.block((n, k))
     values = unpack_scales(part.flatten(-2), n)

@@ -29,12 +29,12 @@ from lowbit.hardware.machine import torch_device
 from lowbit.models.head import SCHEME
 from lowbit.models.load import load_causal
 from lowbit.models.skeleton import is_encoder_decoder, tokenizer_of
+from lowbit.models.source import resolve
 from lowbit.nn.linear import make_batch_invariant
 from lowbit.pipeline.params import GenerateParams, Response, UnknownArgument
 from lowbit.pipeline.requests import config_refusals, requests_of
 from lowbit.pipeline.stream import Stream
 from lowbit.progress import Progress
-from lowbit.sources import local_model
 
 
 class Pipeline:
@@ -314,15 +314,15 @@ def pipeline(
             )
         warnings.warn("quantization_mode is the old name of scheme", DeprecationWarning, stacklevel=2)
         scheme = quantization_mode
-    device, model_at = torch_device(device), local_model(model_name_or_path)
+    device, source = torch_device(device), resolve(model_name_or_path)
     model = load_causal(
-        model_at, scheme=scheme, device=device, dtype=dtype, verify=verify, progress=progress,
+        source, scheme=scheme, device=device, dtype=dtype, verify=verify, progress=progress,
         head=head if engine in (True, None) and device.type == "cuda" else None, or_encoder_decoder=True,
     )  # fmt: skip
     if batch_invariant:
         make_batch_invariant(model, model.dtype)
     if tokenizer is None or isinstance(tokenizer, (str, Path)):
-        tokenizer = tokenizer_of(tokenizer or model_at, model)
+        tokenizer = tokenizer_of(tokenizer or source.path, model)
     return Pipeline(
         model, tokenizer, max_length=max_length, engine=engine, batch_invariant=batch_invariant,
         max_concurrent=max_concurrent, cache_bytes=cache_bytes, progress=Bar() if progress else None,

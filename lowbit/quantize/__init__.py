@@ -1,8 +1,8 @@
-"""Which code to choose for each weight: float [N, K] -> QuantTensor.
+"""Quantization algorithms: float weights [N, K] -> QuantTensor.
 
-`rtn` and `hqq` need nothing but the weight; `gptq`, `awq`, `smoothquant` and `mixed` also what calibration saw of the layer's
-inputs (`statistics`). `learned` has what `models.learn` moves in a whole decoder layer at once. `fold` moves factors into the
-layer before, `lorc` takes back part of the error by a low-rank matrix.
+`rtn` and `hqq` need only the weight; `gptq`, `awq`, `smoothquant` and `mixed` also statistics of the layer's calibration inputs
+(`statistics`). `learned` has the parameters that `models.learn` trains for a whole decoder layer. `fold` moves scales into the
+preceding module; `lorc` corrects part of the error by a low-rank matrix.
 """
 
 from lowbit.methods import Awq, Gptq, Hqq, Learned, Method, Mixed, Rtn, SmoothQuant

@@ -1,4 +1,4 @@
-"""The range of activations: one scale for all inputs of a layer, from what calibration saw of them."""
+"""Static activation scales: one scale for all inputs of a layer, from the range of its calibration inputs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lowbit.formats import ActivationRule, Scheme
 
 
 def static_range(scheme: Scheme, low: Tensor, high: Tensor) -> dict[str, Any]:
-    """`activation_scale` float32 [1] and, where activations have zero points, `activation_zero` int32 [1], for inputs between
-    `low` and `high` (of channels, or of all; low <= 0 <= high); nothing for a scheme that scales activations token by token.
+    """Returns `activation_scale` float32 [1] and, with activation zero points, `activation_zero` int32 [1].
 
-    The largest magnitude seen becomes the largest of the format; with zero points the whole range becomes -128..127, as
-    `ops.quantize_activations` has it for a token. By compressed-tensors' rule the largest becomes half the range of codes.
+    low, high: the range of the inputs, per channel or in all, with low <= 0 <= high. The largest magnitude maps to the largest
+    value of the format; with zero points the range maps to -128..127, as in `ops.quantize_activations`. By compressed-tensors'
+    rule it maps to half the range of codes. Returns {} for a scheme that scales activations token by token.
     """
     if not scheme.static_activations:
         return {}

@@ -1,9 +1,9 @@
-"""AWQ: input channels that meet large activations are scaled up before rounding, so that rounding hurts them less.
+"""AWQ: weights of input channels with large activations are scaled up before rounding, which reduces their relative error.
 
 Source: J. Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", arXiv:2306.00978:
-s = (mean |x|)^ratio, the ratio by grid search, then clipping, here if asked for. The second family of scales, divided by the
-mean size of the weights, is the one of the authors' code. Here the error is that of the outputs of the layers which share the
-input, from the Hessian of all calibration inputs.
+s = (mean |x|)^ratio with the ratio by grid search, then clipping, which is optional here. The second family of scales, divided
+by the mean magnitude of the weights, is that of the authors' code. Here the error is the output error of all layers that share
+the input, from the Hessian of all calibration inputs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _CLIPS = CLIP_FACTORS[:26:2]
 def search_scale(
     weights: Sequence[Tensor], schemes: Sequence[Scheme], statistics: InputStatistics, shared: Tensor | None = None
 ) -> Tensor | None:
-    """The factors s [K] float32, positive, for the channels of `weights` [N_i, K] that read one input: of the candidates, those
-    for which quantizing W s and dividing by s changes the outputs least; None when no candidate is better than s = 1.
+    """Returns the scale s [K] float32, positive, of the input channels of `weights` [N_i, K], which read one input.
 
-    `shared` [K] holds numbers of channels of the layer before: input channels with the same number get the same factor.
+    It is the candidate for which quantizing W s and dividing by s has the least output error; None if none is better than 1.
+    shared [K]: channels of the producer; input channels with the same number get the same scale.
     """
     weights = [w.float() for w in weights]
     least = sum(_error(w, rtn(w, s).dequantize(), statistics) for w, s in zip(weights, schemes, strict=True))
@@ -45,8 +45,10 @@ def search_scale(
 
 
 def clipped(weight: Tensor, scheme: Scheme, hessian: Tensor, stored: torch.dtype | None = None) -> QuantTensor:
-    """Rounds `weight` [N, K] to nearest with, for each group, the clip factor whose error in the group's share of the output is
-    least, for inputs whose sum of x^T x is `hessian` [K, K]; `stored` as for `rtn`."""
+    """Returns `weight` [N, K] rounded to nearest, each group with the clip factor of least error in its part of the output.
+
+    hessian [K, K]: the sum of x^T x. stored: as for `rtn`.
+    """
     check_weight(weight, "awq")
     n, k = weight.shape
     dtype = scale_dtype(scheme, weight, stored)
@@ -75,7 +77,7 @@ def _candidates(weights: Sequence[Tensor], statistics: InputStatistics) -> list[
 
 
 def _centered(scale: Tensor) -> Tensor:
-    """Largest times smallest is 1, so that folded weights keep their size; at most 2^10 apart from 1."""
+    """Returns the scale normalised to largest times smallest = 1, clamped to 2^-10..2^10."""
     scale = scale / (scale.max() * scale.min()).sqrt()
     return scale.clamp(2.0**-10, 2.0**10)
 

@@ -1,4 +1,4 @@
-"""Moves a factor per channel from the input of linear layers into what computes that input: y = (x / s) (W s)^T."""
+"""Moves a scale per channel from the input of linear layers into the module that computes that input: y = (x / s) (W s)^T."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """`producer`, the name of a norm or linear layer, makes the input of the linear layers `consumers`: input channel k comes
-    from its output channel `channels[k]` (int64 [K]). Several input channels may come from one (grouped-query attention)."""
+    """The norm or linear layer `producer` computes the input of the linear layers `consumers`.
+
+    channels: int64 [K]; input channel k comes from output channel channels[k] of the producer. Several input channels may come
+    from one (grouped-query attention).
+    """
 
     producer: str
     consumers: tuple[str, ...]
@@ -20,14 +23,16 @@ class Fold:
 
     @property
     def shared(self) -> Tensor | None:
-        """`channels` where some input channels have the same source, else None."""
+        """`channels` if some input channels come from one output channel, else None."""
         return None if len(self.channels.unique()) == len(self.channels) else self.channels
 
 
 @torch.no_grad()
 def divide_outputs(module: nn.Module, channels: Tensor, scale: Tensor, types: Mapping[str, torch.dtype]) -> None:
-    """Divides the output channels of `module`, a norm or linear layer, by `scale` [K]: output channel channels[k] by scale[k],
-    which is the same wherever channels[k] is. Parameters named in `types` are rounded to the type they will be stored in."""
+    """Divides output channel channels[k] of `module`, a norm or linear layer, by scale[k].
+
+    Equal channels[k] have equal scale[k]. Parameters named in `types` are rounded to that dtype, in which they will be stored.
+    """
     for name, parameter in module.named_parameters(recurse=False):
         factor = torch.ones(parameter.shape[0], device=parameter.device)
         factor[channels.to(parameter.device)] = scale.to(parameter.device).float()
@@ -44,7 +49,7 @@ def multiply_inputs(module: nn.Module, scale: Tensor) -> None:
 
 
 def pooled(scale: Tensor, shared: Tensor | None) -> Tensor:
-    """`scale` [K] with the geometric mean of the factors that have the same number in `shared` [K]; as it is without."""
+    """Returns `scale` [K] with the geometric mean over channels that have the same number in `shared` [K], if given."""
     if shared is None:
         return scale
     logs = torch.zeros(int(shared.max()) + 1, device=scale.device).index_add_(0, shared, scale.log())

@@ -1,4 +1,4 @@
-"""GPTQ: rounds weights column by column and lets the columns still to come make up for each error.
+"""GPTQ: rounds weights column by column and compensates each error in the columns that follow.
 
 Source: E. Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
 arXiv:2210.17323: the order of columns, the inverse Hessian's Cholesky factor, lazy updates in blocks. `act_order` and
@@ -18,7 +18,7 @@ from lowbit.quantize.rtn import CLIP_FACTORS, check_weight, fit_columns, nearest
 from lowbit.quantize.threads import one_thread
 
 BLOCK = 128
-"""Columns whose errors reach the columns beyond them in one matrix product; the paper's number."""
+"""Columns whose errors update the following columns in one matrix product; the paper's number."""
 
 
 def gptq(
@@ -34,15 +34,17 @@ def gptq(
 ) -> QuantTensor:
     """Quantizes `weight` [N, K] (any float dtype, any device) for inputs whose sum of x^T x is `hessian` [K, K].
 
-    A group's scales are found when its first column is reached, from the weights as corrected until then; with `static_groups`
-    all are found from the original weights. `search` "max" and "mse" are those of `rtn`; "loss" weighs the squared error of
-    each column by what it costs in the outputs once the columns after it have made up for it, which is the loss of the paper.
-    `act_order` takes the columns with the largest inputs first. Groups then hold columns of like size and the result has an
-    `order`, unless `static_groups` leaves them as they are, or one scale spans the row. `damping` times the mean of the
-    Hessian's diagonal is added to it; docs/internals/quantization.md says how 0.05 was chosen. Channels that were zero in all
-    inputs are rounded to nearest. Columns are corrected in float32, the Hessian is factorized in float64; on a GPU the columns
-    are walked by kernels (`gptq_kernels`), whose sums come in another order. `stored` is as for `rtn`. Raises ValueError for
-    weights that are no matrix of finite numbers and a Hessian that does not fit them or cannot be factorized.
+    search: "max" and "mse" as for `rtn`; "loss" weighs the squared error of each column by its cost in the outputs after
+    compensation by the following columns, which is the loss of the paper. A group's scales are computed when its first column
+    is reached, from the weights as updated so far; with `static_groups` all are computed from the original weights. `act_order`
+    takes the columns with the largest inputs first; groups are then made of columns in that order, and the result has an
+    `order`, unless `static_groups` keeps the groups or one scale spans the row. `damping` times the mean of the Hessian's
+    diagonal is added to the diagonal (docs/internals/quantization.md says how 0.05 was chosen). Channels that were zero in all
+    inputs are rounded to nearest. stored: as for `rtn`.
+
+    Columns are updated in float32, the Hessian is factorized in float64; on a GPU, kernels (`gptq_kernels`) update the columns
+    with another order of summation. Raises ValueError for weights that are no matrix of finite numbers, and for a Hessian of
+    another shape or one that cannot be factorized.
     """
     scheme = parse_scheme(scheme)
     if search not in ("max", "mse", "loss"):
@@ -54,7 +56,7 @@ def gptq(
     hessian = hessian.to(weight.device)
     order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(k, device=weight.device)
     factor = inverse_factor(hessian[order][:, order] if act_order else hessian, damping).float()
-    # What a column's squared error costs, by the numbers of the channels.
+    # The cost of a column's squared error, in the original order of channels.
     cost = torch.empty(k, device=weight.device).index_copy_(0, order, factor.diagonal().square().reciprocal())
     on_gpu = weight.is_cuda and importlib.util.find_spec("triton") is not None
     grid = (_GpuGrid if on_gpu else _Grid)(weight, scheme, search, stored)
@@ -74,10 +76,10 @@ def gptq(
 
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
-    """The upper triangular U [K, K] with U^T U = (H + d I)^-1, d = damping * mean(diagonal), float64.
+    """Returns the upper triangular U [K, K] with U^T U = (H + d I)^-1, d = damping * mean(diagonal), float64.
 
-    H = R R^T with R upper triangular is the Cholesky factorization of H read from its last row and column; U = R^-1. This
-    never forms the inverse of H. Raises ValueError when H + d I is not positive definite.
+    With H = R R^T, R upper triangular (the Cholesky factorization from the last row and column), U = R^-1. The inverse of H is
+    never computed. Raises ValueError when H + d I is not positive definite.
     """
     extra = damping * float(hessian.diagonal().double().mean())
     damped = hessian.flip(0, 1).double()
@@ -93,7 +95,7 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
 
 
 class _Grid:
-    """The scales and zeros of a weight [N, K], found one column of them at a time, and the rounding of columns on them."""
+    """The scales and zeros of a weight [N, K], computed one group at a time, and the rounding of columns with them."""
 
     def __init__(self, weight: Tensor, scheme: Scheme, search: GptqSearch, stored: torch.dtype | None = None) -> None:
         shape = (weight.shape[0], weight.shape[1])
@@ -109,15 +111,17 @@ class _Grid:
             self.zero = torch.empty_like(empty, dtype=torch.uint8)
 
     def fit(self, group: int, w: Tensor, cost: Tensor) -> None:
-        """Finds the scales of a group from its columns [N, k]; `cost` [k] is what their squared errors cost."""
+        """Computes the scales of a group from its columns [N, k]; `cost` [k] weighs their squared errors."""
         scale, zero = self._fitted(w, cost)
         self.scale[:, group] = scale
         if self.zero is not None and zero is not None:
             self.zero[:, group] = zero
 
     def round_columns(self, w: Tensor, factor: Tensor, groups: Tensor, cost: Tensor | None) -> Tensor:
-        """Codes [K, N] of the columns of the weight, the rows of `w` [K, N], which is used up. `groups` [K] names the column of
-        scales of each; with `cost` [K] scales are found whenever a group begins."""
+        """Returns codes [K, N] of the columns of the weight, the rows of `w` [K, N], which is overwritten.
+
+        groups [K]: the column of scales of each. With `cost` [K], scales are computed at the start of each group.
+        """
         k, n = w.shape
         codes = torch.empty(k, n, dtype=torch.uint8, device=w.device)
         rows = torch.arange(n, device=w.device) // self.rows
@@ -143,11 +147,11 @@ class _Grid:
 
 
 class _GpuGrid(_Grid):
-    """The same by kernels: nothing waits for the GPU before the last column."""
+    """The same by kernels, without a synchronization before the last column."""
 
     def __init__(self, weight: Tensor, scheme: Scheme, search: GptqSearch, stored: torch.dtype | None = None) -> None:
         super().__init__(weight, scheme, search, stored)
-        self._tried = torch.tensor(self._factors, device=weight.device)
+        self._clip_factors = torch.tensor(self._factors, device=weight.device)
 
     def round_columns(self, w: Tensor, factor: Tensor, groups: Tensor, cost: Tensor | None) -> Tensor:
         from lowbit.quantize.gptq_kernels import round_columns
@@ -160,11 +164,11 @@ class _GpuGrid(_Grid):
             if cost is not None and start % self.width == 0:
                 self.fit(start // self.width, w[start : start + self.width].T, cost[start : start + self.width])
             own = slice(start, end)
-            made = errors[: end - start]
+            block_errors = errors[: end - start]
             round_columns(
-                codes[own], made, w[own], factor[own, own], groups[own], self.scale, self.zero, self.scheme, self.rows
+                codes[own], block_errors, w[own], factor[own, own], groups[own], self.scale, self.zero, self.scheme, self.rows
             )
-            w[end:].addmm_(factor[own, end:].T, made, alpha=-1)
+            w[end:].addmm_(factor[own, end:].T, block_errors, alpha=-1)
         if not all(bool(t.isfinite().all()) for t in (self.scale, self.zero) if t is not None):
             raise ValueError(f"some scales or zeros are beyond {self.scale.dtype}: weights this large cannot be quantized")
         return codes
@@ -173,12 +177,12 @@ class _GpuGrid(_Grid):
         from lowbit.quantize.gptq_kernels import fit
 
         cost = cost if self._by_loss else torch.ones_like(cost)
-        return fit(w.T, self.scheme, self.scale.dtype, self._tried, cost, self.rows)
+        return fit(w.T, self.scheme, self.scale.dtype, self._clip_factors, cost, self.rows)
 
 
 def _blocks(k: int, width: int) -> list[tuple[int, int]]:
-    """Ranges of about BLOCK columns such that a group starts where a block does, or lies inside one as a whole: its scales
-    are found from weights that know of every error made before."""
+    """Returns ranges of about BLOCK columns; a group starts with a range or is inside one, so that its scales are computed from
+    weights with all earlier errors compensated."""
     if width > BLOCK:
         return _inside_groups(k, width)
     step = BLOCK // width * width
@@ -186,7 +190,7 @@ def _blocks(k: int, width: int) -> list[tuple[int, int]]:
 
 
 def _inside_groups(k: int, width: int) -> list[tuple[int, int]]:
-    """Ranges of at most BLOCK columns, none of which has columns of two groups."""
+    """Returns ranges of at most BLOCK columns, each inside one group."""
     return [
         (start, min(start + BLOCK, group + width, k))
         for group in range(0, k, width)

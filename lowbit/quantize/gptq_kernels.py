@@ -1,11 +1,11 @@
-"""GPTQ's column loop on a GPU: one launch rounds a block of columns, another finds what each clip factor of a group costs.
+"""GPTQ's column loop on a GPU: one kernel rounds a block of columns, another computes the error of each clip factor of a group.
 
-round_block   a program holds some rows of up to BLOCK columns and walks the columns: round, divide the error by the factor's
-              diagonal, correct the columns behind; writes codes and errors. Rows know nothing of each other.
-clip_errors   a program holds some rows of all clip factors and walks the columns of the group once, adding squared errors times
-              their cost, one column after the other
-Exact         the same roundings in the same order as plain torch, one operation after the other (no fused multiply-add, true
-              divisions, ties to even), so that tests can compare bits. Tested: tests/quantize/test_gptq_kernels.py
+round_block   a program loads ROWS rows of up to BLOCK columns. Per column it rounds, divides the error by the factor's diagonal
+              and updates the following columns; it stores codes and errors. Rows are independent.
+clip_errors   a program computes FIT_ROWS rows for all clip factors; it sums squared errors times their cost over the columns of
+              the group, one column after the other
+Exact         the same roundings in the same order as plain torch (no fused multiply-add, true divisions, ties to even), so
+              that tests compare bits. Tested: tests/quantize/test_gptq_kernels.py
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lowbit.formats import FloatFormat, Scheme, ZeroPoint
 from lowbit.quantize.rtn import spanning
 
 ROWS = 16
-"""Rows in a program of `round_block`, which is one warp: 64 weights a thread."""
+"""Rows per program of `round_block`, which is one warp: 64 weights per thread."""
 
 FIT_ROWS = 32
-"""Rows in a program of `clip_errors`."""
+"""Rows per program of `clip_errors`."""
 
 _ZEROS = {ZeroPoint.NONE: 0, ZeroPoint.INTEGER: 1, ZeroPoint.FLOAT: 2}
 # Added and subtracted again it rounds numbers below 2^22 to integers, ties to even.
@@ -86,7 +86,7 @@ def round_block(
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, ZERO: tl.constexpr, FLOAT: tl.constexpr, SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr, LOWEST: tl.constexpr, MANTISSA: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """codes and errors [columns, n] of w [columns, n]; groups [columns] names the column of scales of each column."""
+    """Stores codes and errors [columns, n] of w [columns, n]; groups [columns] is the column of scales of each."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     exist = row < n
@@ -116,7 +116,7 @@ def clip_errors(
     FACTORS: tl.constexpr, ROWS: tl.constexpr, ZERO: tl.constexpr, FLOAT: tl.constexpr, SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr, LOWEST: tl.constexpr, MANTISSA: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """errors [factors, n] of rounding w [columns, n] with scales [factors, scale_rows]."""
+    """Stores errors [factors, n] of rounding w [columns, n] with scales [factors, scale_rows]."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     factor = tl.arange(0, FACTORS)
     exist = (factor < factors)[:, None] & (row < n)[None, :]
@@ -140,10 +140,11 @@ def round_columns(
     codes: Tensor, errors: Tensor, w: Tensor, factor: Tensor, groups: Tensor, scale: Tensor, zero: Tensor | None,
     scheme: Scheme, rows: int,
 ) -> None:  # fmt: skip
-    """Rounds the columns `w` [k, N] float32 (transposed: a column lies together) of a weight: writes `codes` uint8 and `errors`
-    float32 [k, N], what the columns behind are to be corrected by. `factor` [k, k] float32 is those columns' part of the factor
-    of the inverse Hessian; `scale` and `zero` are all of the weight's, `groups` int [k] names a column of them for each column,
-    `rows` rows of the weight share one."""
+    """Rounds k columns of a weight; writes `codes` uint8 and `errors` float32 [k, N], the update of the following columns.
+
+    w: float32 [k, N], columns contiguous. factor: float32 [k, k], these columns of the inverse Hessian's factor. scale, zero:
+    of the whole weight; groups int [k]: their column for each column of w; rows: rows of the weight that share a scale.
+    """
     k, n = w.shape
     columns = max(16, triton.next_power_of_2(k))
     round_block[(triton.cdiv(n, ROWS),)](
@@ -155,8 +156,10 @@ def round_columns(
 def fit(
     w: Tensor, scheme: Scheme, dtype: torch.dtype, factors: Tensor, cost: Tensor, rows: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero [S] of one group from its columns `w` [k, N] float32, N / S = `rows` of which share a scale: of the clip
-    `factors` [F] the one with the least squared error, column j's counted `cost[j]` times; the first of several."""
+    """Returns scale and zero [S] of one group from its columns `w` [k, N] float32; `rows` = N / S rows share a scale.
+
+    Of the clip `factors` [F] it takes the first with the least squared error, weighted by `cost` [k].
+    """
     k, n = w.shape
     w = w.contiguous()
     over = -n % rows
@@ -175,9 +178,9 @@ def fit(
 
 
 def _format(scheme: Scheme) -> dict[str, Any]:
-    """What the kernels are compiled for."""
+    """Returns the constexpr arguments of the kernels for a scheme."""
     fmt = scheme.weight
-    found = {"ZERO": _ZEROS[scheme.zero], "FLOAT": isinstance(fmt, FloatFormat), "SMALLEST": fmt.min, "LARGEST": fmt.max}
+    constants = {"ZERO": _ZEROS[scheme.zero], "FLOAT": isinstance(fmt, FloatFormat), "SMALLEST": fmt.min, "LARGEST": fmt.max}
     if isinstance(fmt, FloatFormat):
-        return found | {"LOWEST": 1 - fmt.bias, "MANTISSA": fmt.mantissa, "SIGN": fmt.bits - 1}
-    return found | {"LOWEST": 0, "MANTISSA": 0, "SIGN": 0}
+        return constants | {"LOWEST": 1 - fmt.bias, "MANTISSA": fmt.mantissa, "SIGN": fmt.bits - 1}
+    return constants | {"LOWEST": 0, "MANTISSA": 0, "SIGN": 0}

@@ -1,4 +1,4 @@
-"""HQQ: floating-point zero points that make few large rounding errors out of many small ones; needs no data.
+"""HQQ: floating-point zero points that minimise a sparse norm of the rounding errors; needs no data.
 
 Source: H. Badri and A. Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023 (Mobius Labs): the
 objective, the shrinking step and its constants.
@@ -19,10 +19,10 @@ POWER, BETA, GROWTH, STEPS = 0.7, 10.0, 1.01, 20
 def hqq(weight: Tensor, scheme: str | Scheme) -> QuantTensor:
     """Quantizes `weight` [N, K] (any float dtype, any device) with zeros that minimise the sum of |error|^0.7.
 
-    Scales are round-to-nearest's, from the smallest and largest weight they cover. Each of at most 20 steps takes the errors e,
-    shrinks them to what a p-norm with p = 0.7 would keep as outliers, and moves the zero to the mean of what is left; every
-    group keeps the best zero it saw, so it is never worse than where it began. Raises ValueError for a scheme without
-    floating-point zeros, and as `rtn` does.
+    Scales are those of rounding to nearest, from the smallest and largest weight of each group. Each of at most 20 steps
+    shrinks the errors to the outliers of a p-norm with p = 0.7 and moves the zero to the mean of the rest. Every group takes
+    the best zero of all steps, so it is never worse than the first. Raises ValueError for a scheme without floating-point
+    zeros, and as `rtn` does.
     """
     scheme = parse_scheme(scheme)
     if scheme.zero is not ZeroPoint.FLOAT:
@@ -47,7 +47,7 @@ def _quantize_rows(w: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tenso
 
 
 def _best_zero(w: Tensor, scale: Tensor, zero: Tensor, scheme: Scheme) -> Tensor:
-    """The zero [R, 1] of least objective among those that the steps visit, for weights [R, E] and scales [R, 1]."""
+    """Returns the zero [R, 1] of least objective over all steps, for weights [R, E] and scales [R, 1]."""
     best, least, beta = zero, None, BETA
     for _ in range(STEPS + 1):
         rounded = values(nearest(w, scale, zero, scheme), scale, zero, scheme)

@@ -1,9 +1,9 @@
-"""Learned rounding: an offset for each weight and a factor for each end of a scale's range, moved down the gradient of a loss.
+"""Learned rounding: an offset per weight and a clip factor per end of a scale's range, trained by gradient descent.
 
-A weight w becomes s Q(w / s + v), where Q rounds to the nearest value of the format, v is the offset, in spacings of the values
-around w / s and within half of one, and s the scale, whose range the factors clip. Rounding passes gradients on as if it were
-not there (straight-through), saturation passes none. Source: W. Cheng et al., "Optimize Weight Rounding via Signed Gradient
-Descent for the Quantization of LLMs", arXiv:2309.05516. How offsets and factors are learned is in `models.learn`.
+A weight w becomes s Q(w / s + v): Q rounds to the nearest value of the format, s is the scale, whose range the factors clip,
+and v is the offset, in units of the spacing of values around w / s, at most half of one. Rounding has a straight-through
+gradient, saturation has gradient zero. Source: W. Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the
+Quantization of LLMs", arXiv:2309.05516. `models.learn` has the training loop.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from lowbit.formats import IntFormat, NumberFormat, QuantTensor, Scheme, ZeroPoi
 from lowbit.quantize.rtn import check_weight, cover, scale_dtype, uncover
 
 FACTORS = (0.1, 1.0)
-"""What a factor on the range of a scale may become. Up to 1.2 was tried and is no better (docs/internals/quantization.md)."""
+"""Bounds of the clip factors. An upper bound of 1.2 is no better (docs/internals/quantization.md)."""
 
 
 class LearnedRounding:
-    """How `weight` [N, K] is rounded by `scheme`: `offset`, from -0.5 to 0.5 for each weight, and `factors` [1, S], or [2, S]
-    for both ends of the range of schemes with zero points, from 0.1 to 1 for each of the S scales. Both are float32 and first 0
-    and 1: rounding to nearest. `stored` as for `rtn`. Raises ValueError for weights that are no matrix of finite numbers.
+    """The trainable rounding of `weight` [N, K] by `scheme`; it starts as rounding to nearest.
 
-    Without zero points, the largest weight of a scale becomes the code of largest magnitude. Of integers that is the lowest, so
-    scales are negative where that weight is positive, and all codes are used.
+    offset: float32, -0.5 to 0.5 per weight, initially 0. factors: float32 [1, S], or [2, S] for both ends of the range with
+    zero points, 0.1 to 1 for each of the S scales, initially 1. stored: as for `rtn`. Raises ValueError for weights that are no
+    matrix of finite numbers.
+
+    Without zero points, the largest weight of a scale maps to the code of largest magnitude. For integers that is the lowest
+    code, so scales are negative where that weight is positive, and all codes are used.
     """
 
     def __init__(self, weight: Tensor, scheme: Scheme, stored: torch.dtype | None = None) -> None:
@@ -44,33 +46,33 @@ class LearnedRounding:
         self.factors = torch.ones_like(self._ends).requires_grad_()
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The rounded weight [N, K], with gradients."""
+        """Returns the rounded weight [N, K], differentiable."""
         scale, zero = self._grid()
-        rounded: Tensor = _Round.apply(self._weight, self.offset, scale, zero, self.scheme, dtype)  # type: ignore[no-untyped-call]
+        rounded: Tensor = _RoundWeight.apply(self._weight, self.offset, scale, zero, self.scheme, dtype)  # type: ignore[no-untyped-call]
         return uncover(rounded, self.scheme, self.shape)
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What is learned, for an optimizer of torch."""
+        """The trainable tensors, for an optimizer of torch."""
         return [self.offset, self.factors]
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Back to rounding to nearest."""
+        """Resets to rounding to nearest."""
         self.offset.zero_()
         self.factors.fill_(1.0)
 
     @torch.no_grad()
     def clamp(self) -> None:
-        """Brings offsets and factors back to where they may be."""
+        """Clamps offsets and factors to their bounds."""
         self.offset.clamp_(-0.5, 0.5)
         self.factors.clamp_(*FACTORS)
 
     @torch.no_grad()
     def quantized(self) -> QuantTensor:
-        """The codes, scales and zeros of `dense`."""
+        """Returns the codes, scales and zeros of `dense`."""
         scale, zero = self._grid()
-        values, _ = _snapped(self._weight, self.offset, scale, zero, self.scheme)
+        values, _ = _rounded_values(self._weight, self.offset, scale, zero, self.scheme)
         codes = uncover(encode(values, self.scheme.weight), self.scheme, self.shape)
         grid = scale_shape(self.scheme.granularity, self.shape)
         if zero is not None:
@@ -78,28 +80,28 @@ class LearnedRounding:
         return QuantTensor(codes, scale.to(self._dtype).reshape(grid), zero, self.scheme)
 
     def _grid(self) -> tuple[Tensor, Tensor | None]:
-        """Scale and zero [S], float32, as they will be stored."""
+        """Returns scale and zero [S], float32, rounded to their stored dtype."""
         fmt, ends = self.scheme.weight, self._ends * self.factors
         if self.scheme.zero is ZeroPoint.NONE:
             return self._stored(ends[0] / _largest(fmt)), None
         low, high = ends
         scale = self._stored((high - low) / fmt.max)
         if self.scheme.zero is ZeroPoint.INTEGER:
-            return scale, _passing(-low / scale, lambda z: z.round().clamp(0, fmt.max))
-        return scale, _passing(low, lambda z: z.to(self._dtype).float())
+            return scale, _straight_through(-low / scale, lambda z: z.round().clamp(0, fmt.max))
+        return scale, _straight_through(low, lambda z: z.to(self._dtype).float())
 
     def _stored(self, scale: Tensor) -> Tensor:
-        """The scale as it will be stored, never zero."""
+        """Returns the scale rounded to its stored dtype, never zero."""
         smallest = torch.finfo(self._dtype).smallest_normal * torch.finfo(self._dtype).eps
 
         def stored(s: Tensor) -> Tensor:
             return torch.where(s == 0, 1.0, s.abs().clamp(min=smallest).copysign(s)).to(self._dtype).float()
 
-        return _passing(scale, stored)
+        return _straight_through(scale, stored)
 
 
 def _extreme(low: Tensor, high: Tensor, scheme: Scheme) -> Tensor:
-    """What the code of largest magnitude is to stand for, for weights between `low` and `high`."""
+    """Returns the value of the code of largest magnitude, for weights between `low` and `high`."""
     if isinstance(scheme.weight, IntFormat):
         return torch.where(-low > high, low, high)
     return torch.maximum(-low, high)
@@ -109,15 +111,15 @@ def _largest(fmt: NumberFormat) -> float:
     return fmt.min if isinstance(fmt, IntFormat) else fmt.max
 
 
-def _passing(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """function(x), whose gradient counts as 1."""
+def _straight_through(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns function(x) with the gradient of x (straight-through)."""
     with torch.no_grad():
         value = function(x)
     return x + (value - x).detach()
 
 
-def _snapped(w: Tensor, offset: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Values of the format, float32 [S, E], before scale and zero, and which of them did not saturate."""
+def _rounded_values(w: Tensor, offset: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """Returns values of the format, float32 [S, E], before scale and zero, and a mask of those that did not saturate."""
     fmt = scheme.weight
     s = scale[:, None]
     u = w / s if zero is None or scheme.zero is ZeroPoint.INTEGER else (w - zero[:, None]) / s
@@ -135,13 +137,13 @@ def _snapped(w: Tensor, offset: Tensor, scale: Tensor, zero: Tensor | None, sche
 
 
 def _spacing(u: Tensor, fmt: Any) -> Tensor:
-    """The distance between neighbouring values of a float format around u, a power of two."""
+    """Returns the distance between neighbouring values of a float format around u, a power of two."""
     exponent = ((u.abs().view(torch.int32) >> 23) - 127).clamp(1 - fmt.bias, (1 << fmt.exponent) - 1 - fmt.bias)
     return ((exponent - fmt.mantissa + 127) << 23).view(torch.float32)
 
 
-class _Round(torch.autograd.Function):
-    """w [S, E] rounded, and the gradients at offset [S, E], scale [S] and zero [S].
+class _RoundWeight(torch.autograd.Function):
+    """Rounds w [S, E]; gradients of offset [S, E], scale [S] and zero [S].
 
     With q the value of the format, u = w / s and c = 1 where q did not saturate, s q has the derivatives s c by v (times the
     spacing) and q - c u by s. With integer zeros, s (q - z) has s (c - 1) by z, and with others s q + z has 1 - c.
@@ -151,18 +153,18 @@ class _Round(torch.autograd.Function):
     def forward(
         ctx: Any, w: Tensor, offset: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, dtype: torch.dtype
     ) -> Tensor:
-        q, inside = _snapped(w, offset, scale, zero, scheme)
+        q, inside = _rounded_values(w, offset, scale, zero, scheme)
         s = scale[:, None]
         z = None if zero is None else zero[:, None]
         floating = scheme.zero is ZeroPoint.FLOAT
         if z is not None and not floating:
             q = q.sub_(z)
-        made = torch.addcmul(z, q, s) if floating else q * s  # type: ignore[arg-type]
+        weight = torch.addcmul(z, q, s) if floating else q * s  # type: ignore[arg-type]
         u = ((w - z) if floating else w) / s  # type: ignore[operator]
         unit = None if isinstance(scheme.weight, IntFormat) else _spacing(u, scheme.weight)
         ctx.save_for_backward(q.addcmul_(u, inside, value=-1), inside, scale, unit)
         ctx.zero = scheme.zero
-        return made.to(dtype)
+        return weight.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -1,8 +1,8 @@
-"""LoRC: a low-rank matrix beside a quantized one that takes back the largest part of the rounding error.
+"""LoRC: a low-rank matrix added to a quantized one that corrects the largest part of the rounding error.
 
 Source: Z. Yao et al., "ZeroQuant-V2: Exploring Post-training Quantization in LLMs from Comprehensive Study to Low Rank
-Compensation", arXiv:2303.08302. Weighing the error by the layer's inputs: C. Zhang et al., "QERA: an Analytical Framework for
-Quantization Error Reconstruction", arXiv:2410.06040, theorem 1, here with x^T x as it was summed.
+Compensation", arXiv:2303.08302. Weighting of the error by the layer's inputs: C. Zhang et al., "QERA: an Analytical Framework
+for Quantization Error Reconstruction", arXiv:2410.06040, theorem 1, here with the sum of x^T x.
 """
 
 from __future__ import annotations
@@ -13,39 +13,38 @@ from torch import Tensor
 from lowbit.formats import LowRank, QuantTensor
 
 DAMPING = 0.01
-"""Times the mean of the Hessian's diagonal, added to it: channels that were zero in all inputs count a little."""
+"""This times the mean of the Hessian's diagonal is added to it, so that channels that were zero in all inputs count."""
 
 
 def lorc(
     weight: Tensor, q: QuantTensor, rank: int, hessian: Tensor | None = None, *, dtype: torch.dtype = torch.float16
 ) -> LowRank:
-    """The best correction of rank `rank` to E = `weight` [N, K] - dequantize(q), as two factors in `dtype`.
+    """Returns the best approximation of rank `rank` of E = `weight` [N, K] - dequantize(q), as two factors in `dtype`.
 
-    Before they are rounded, no matrix of that rank leaves a smaller squared error: what is left are the squares of the other
-    singular values of E. With `hessian` [K, K], the sum of x^T x of the layer's inputs, it is the squared error of the outputs
-    that is least. Takes 12 N K bytes and 24 min(N, K)^2. Raises ValueError for a rank outside 1..min(N, K), shapes that do not
-    fit, and a Hessian that cannot be factorized.
+    Before rounding of the factors, no matrix of that rank has a smaller squared error. With `hessian` [K, K], the sum of x^T x
+    of the layer's inputs, the squared error of the outputs is minimised instead. Takes 12 N K bytes and 24 min(N, K)^2. Raises
+    ValueError for a rank outside 1..min(N, K), shapes that do not fit, and a Hessian that cannot be factorized.
     """
     if tuple(weight.shape) != q.shape:
         raise ValueError(f"the quantized weight is {q.shape}, got a weight {tuple(weight.shape)}")
     if not 1 <= rank <= min(q.shape):
         raise ValueError(f"the rank of a correction of {q.shape} is 1 to {min(q.shape)}, got {rank}")
     error = weight.float() - q.dequantize().to(weight.device)
-    # Of all U V the best is U U^T E, where U are the first left singular vectors of E R and R R^T is the Hessian.
-    seen = error if hessian is None else error @ _root(hessian.to(weight.device), q.shape[1])
+    # The best product is U U^T E, where U are the first left singular vectors of E R and R R^T is the Hessian.
+    weighted = error if hessian is None else error @ _root(hessian.to(weight.device), q.shape[1])
     if q.shape[0] <= q.shape[1]:
-        up = torch.linalg.eigh((seen @ seen.T).double()).eigenvectors[:, -rank:].float()
+        up = torch.linalg.eigh((weighted @ weighted.T).double()).eigenvectors[:, -rank:].float()
     else:
-        right = torch.linalg.eigh((seen.T @ seen).double()).eigenvectors[:, -rank:].float()
-        up = torch.linalg.qr(seen @ right).Q
+        right = torch.linalg.eigh((weighted.T @ weighted).double()).eigenvectors[:, -rank:].float()
+        up = torch.linalg.qr(weighted @ right).Q
     down = up.T @ error
-    # Each vector of `up` has length 1; sharing the size keeps both factors well inside the range of halves.
+    # Each column of `up` has norm 1; splitting the norm keeps both factors inside the range of fp16.
     root = down.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny).sqrt()
     return LowRank((up * root).to(dtype).contiguous(), (down / root[:, None]).to(dtype).contiguous())
 
 
 def _root(hessian: Tensor, k: int) -> Tensor:
-    """R [K, K] lower triangular with R R^T = H + d I, float32."""
+    """Returns R [K, K] lower triangular, float32, with R R^T = H + d I."""
     if tuple(hessian.shape) != (k, k):
         raise ValueError(f"the Hessian of inputs of {k} channels is [{k}, {k}], got {tuple(hessian.shape)}")
     damped = hessian.double()

@@ -1,9 +1,9 @@
-"""Mixed bits: a scheme for each unit of layers, such that all errors together are small and the weights fit a budget.
+"""Mixed precision: a scheme for each unit of layers that minimises the sum of errors within a budget of bits.
 
-What a change d of weights does to a model's predictions is, to second order, the Kullback-Leibler divergence 1/2 d^T F d, with
-F the Fisher information of the weights. Its diagonal F[n, k] is the mean over tokens of (g[n] x[k])^2, where x is what a layer
-reads and g the gradient, at what the layer puts out, of the log-probability of a token drawn from the model itself. Source: S.
-Kim et al., "SqueezeLLM: Dense-and-Sparse Quantization", arXiv:2306.07629, weighs weights so (with the tokens of the text).
+A change d of the weights changes the model's predictions, to second order, by a Kullback-Leibler divergence of 1/2 d^T F d,
+with F the Fisher information of the weights. Its diagonal F[n, k] is the mean over tokens of (g[n] x[k])^2: x is the input of a
+layer and g the gradient, at its output, of the log-probability of a token sampled from the model. Source: S. Kim et al.,
+"SqueezeLLM: Dense-and-Sparse Quantization", arXiv:2306.07629, weights the error this way, with the tokens of the text.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lowbit.quantize.rtn import rtn, scale_dtype
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One scheme for one unit: `error`, what it costs in nats per token (see `sensitivity`), and `bits`, all it stores."""
+class SchemeCost:
+    """The cost of one scheme for one unit: `error` in nats per token (see `sensitivity`) and `bits` stored in all."""
 
     scheme: Scheme
     error: float
@@ -30,10 +30,12 @@ class Candidate:
 
 def sensitivity(
     weights: Sequence[Tensor], fisher: Sequence[Tensor], schemes: Sequence[Scheme], low_rank: int = 0
-) -> list[Candidate]:
-    """What each scheme does to a unit, layers with the weights [N_i, K] that read one input and take one scheme: half the sum
-    of the squared differences, each times the Fisher information of its weight, `fisher` [N_i, K]. Weights are rounded to
-    nearest, whatever quantizes them in the end, and without corrections, whose bits count if they will have rank `low_rank`."""
+) -> list[SchemeCost]:
+    """Returns the cost of each scheme for a unit: layers with `weights` [N_i, K] that read one input and share a scheme.
+
+    The error is half the sum of squared differences, weighted by the Fisher information `fisher` [N_i, K]. Weights are rounded
+    to nearest, without low-rank corrections; the bits include those of a correction of rank `low_rank`.
+    """
     out = []
     for scheme in schemes:
         error, bits = 0.0, 0
@@ -42,24 +44,24 @@ def sensitivity(
             difference = (q.dequantize() - weight.float()).square_().mul_(information)
             error += 0.5 * float(difference.sum(dim=1).double().sum())
             bits += stored_bits(q.shape, scheme, low_rank)
-        out.append(Candidate(scheme, error, bits))
+        out.append(SchemeCost(scheme, error, bits))
     return out
 
 
 def stored_bits(shape: tuple[int, int], scheme: Scheme, low_rank: int = 0) -> int:
-    """What a weight of `shape` (N, K) stores, scales, zeros and a correction of rank `low_rank` included."""
+    """Returns the bits of a quantized weight [N, K] with scales, zeros and a correction of rank `low_rank`."""
     grid = torch.empty(scale_shape(scheme.granularity, shape), dtype=scale_dtype(scheme), device="meta")
     zeros = {ZeroPoint.NONE: None, ZeroPoint.INTEGER: grid.to(torch.uint8), ZeroPoint.FLOAT: grid}
     q = QuantTensor(torch.empty(shape, dtype=torch.uint8, device="meta"), grid, zeros[scheme.zero], scheme)
     return 8 * q.nbytes + 16 * low_rank * sum(shape)
 
 
-def choose(units: Mapping[str, Sequence[Candidate]], budget_bits: float) -> dict[str, Candidate]:
-    """A candidate for each unit with at most `budget_bits` in all: begins with the fewest bits everywhere, then takes the steps
-    that save the most error per bit while they fit. Raises ValueError when even the fewest bits are too many.
+def choose(units: Mapping[str, Sequence[SchemeCost]], budget_bits: float) -> dict[str, SchemeCost]:
+    """Returns a scheme for each unit with at most `budget_bits` in all.
 
-    Only candidates on the lower convex hull of (bits, error) are considered, so the steps of a unit come in order of worth; the
-    sum of errors is within one step of the least there is.
+    Starts with the fewest bits everywhere and takes the steps that reduce the error most per bit while they fit. Only
+    candidates on the lower convex hull of (bits, error) are considered, so the steps of a unit have falling gain, and the sum
+    of errors is within one step of the minimum. Raises ValueError if even the fewest bits exceed the budget.
     """
     hulls = {name: _hull(candidates) for name, candidates in units.items()}
     at = dict.fromkeys(hulls, 0)
@@ -81,9 +83,9 @@ def choose(units: Mapping[str, Sequence[Candidate]], budget_bits: float) -> dict
     return {name: hull[at[name]] for name, hull in hulls.items()}
 
 
-def _hull(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates by growing bits with falling error, each step saving less per bit than the one before."""
-    hull: list[Candidate] = []
+def _hull(candidates: Sequence[SchemeCost]) -> list[SchemeCost]:
+    """Returns the lower convex hull of the candidates, by growing bits."""
+    hull: list[SchemeCost] = []
     for c in sorted(candidates, key=lambda c: (c.bits, c.error)):
         if hull and c.error >= hull[-1].error:
             continue
@@ -93,5 +95,5 @@ def _hull(candidates: Sequence[Candidate]) -> list[Candidate]:
     return hull
 
 
-def _slope(a: Candidate, b: Candidate) -> float:
+def _slope(a: SchemeCost, b: SchemeCost) -> float:
     return (a.error - b.error) / (b.bits - a.bits)

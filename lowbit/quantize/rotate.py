@@ -1,7 +1,7 @@
 """Rotations by Hadamard matrices: x R, with R = S H / sqrt(n), S random signs and H of ones and minus ones with H H^T = n I.
 
-A rotation spreads what lies in a few channels over all of them, so that a group of weights or a token of activations has a
-smaller range for the same sum of squares. Sources: S. Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs",
+A rotation spreads outlier channels over all channels, so that a group of weights or a token of activations has a smaller range
+for the same sum of squares. Sources: S. Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs",
 arXiv:2404.00456; Z. Liu et al., "SpinQuant: LLM Quantization with Learned Rotations", arXiv:2405.16406. H is the Kronecker
 product of one matrix of Paley's (R. Paley, "On Orthogonal Matrices", 1933) and of Sylvester's, so x R costs no n x n product.
 """
@@ -11,16 +11,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROWS_AT_ONCE = 1 << 22
-"""Numbers that are rotated at a time, in float64."""
+ELEMENTS_AT_ONCE = 1 << 22
+"""Elements that are rotated at a time, in float64."""
 LARGEST = 128
-"""Order of Paley's matrix where a smaller one would do: multiplying by one of order n takes n products a number, and there is
-one of order 8192."""
+"""Largest order of Paley's matrix if a smaller one exists: order n takes n products per element."""
 
 
 class Rotation:
-    """An orthogonal matrix R [n, n], the same for a seed. Raises ValueError where no Hadamard matrix of order n is known here:
-    n is a power of two times 1, times q + 1 for a prime q of 4k + 3, or times 2 (q + 1) for a prime q of 4k + 1."""
+    """An orthogonal matrix R [n, n] determined by a seed.
+
+    n is a power of two times 1, times q + 1 for a prime q = 4k + 3, or times 2 (q + 1) for a prime q = 4k + 1. Raises
+    ValueError for other n.
+    """
 
     def __init__(self, n: int, seed: int) -> None:
         self.factors = rotation_factors(n)
@@ -28,12 +30,12 @@ class Rotation:
         self.signs = (2 * bits - 1).double()
 
     def apply(self, x: Tensor, dim: int = -1) -> Tensor:
-        """x R over the channels of `dim`, computed in float64, in float32; for a weight [N, K] and dim 0 that is R^T x."""
+        """Returns x R along `dim` in float32, computed in float64; for a weight [N, K] and dim 0 that is R^T x."""
         moved = x.movedim(dim, -1)
         rows = moved.reshape(-1, moved.shape[-1])
         out = torch.empty(rows.shape, dtype=torch.float32, device=x.device)
-        for some, into in zip(rows.split(step := max(1, ROWS_AT_ONCE // rows.shape[1])), out.split(step), strict=True):
-            into.copy_(self._product(some.double()))
+        for block, target in zip(rows.split(step := max(1, ELEMENTS_AT_ONCE // rows.shape[1])), out.split(step), strict=True):
+            target.copy_(self._product(block.double()))
         return out.reshape(moved.shape).movedim(-1, dim).contiguous()
 
     def _product(self, rows: Tensor) -> Tensor:
@@ -44,15 +46,18 @@ class Rotation:
 
 
 def rotation_factors(n: int) -> list[Tensor]:
-    """Matrices of ones and minus ones, float64, whose Kronecker product is a Hadamard matrix of order n: Paley's, the largest
-    of at most `LARGEST` or else the smallest, and Sylvester's, none larger than 64. Raises ValueError where there is none."""
+    """Returns matrices of ones and minus ones, float64, whose Kronecker product is a Hadamard matrix of order n.
+
+    The first is Paley's, the largest of at most `LARGEST` or else the smallest; the others are Sylvester's, at most of order
+    64. Raises ValueError if there is none.
+    """
     size = n & -n  # the largest power of two in n
     first = None
     for rest in (n // size << i for i in range(size.bit_length())):
         if first is not None and rest > LARGEST:
             break
-        found = _paley(rest)
-        first = found if found is not None else first
+        paley = _paley(rest)
+        first = paley if paley is not None else first
     if first is None:
         raise ValueError(f"no Hadamard matrix of order {n:,} is known here, by which {n:,} channels could be rotated")
     factors, left = [first], n // len(first)
@@ -64,8 +69,8 @@ def rotation_factors(n: int) -> list[Tensor]:
 
 
 def _paley(n: int) -> Tensor | None:
-    """A Hadamard matrix of order n that is no multiple of a smaller one: of order 1, or by one of Paley's constructions from
-    the quadratic residues of a prime."""
+    """Returns a Hadamard matrix of order n by one of Paley's constructions from the quadratic residues of a prime, or [[1]] for
+    n = 1; None if neither construction has this order."""
     if n == 1:
         return torch.ones(1, 1, dtype=torch.float64)
     one = _conference(n - 1) if n % 4 == 0 and (n - 1) % 4 == 3 else None
@@ -80,8 +85,8 @@ def _paley(n: int) -> Tensor | None:
 
 
 def _conference(q: int) -> Tensor | None:
-    """C [q + 1, q + 1] with C C^T = q I, zeros on the diagonal and ones or minus ones elsewhere, symmetric for a prime q of
-    4k + 1 and skew for one of 4k + 3; None where q is no odd prime."""
+    """Returns C [q + 1, q + 1] with C C^T = q I, zeros on the diagonal and ones or minus ones elsewhere; None if q is no odd
+    prime. C is symmetric for q = 4k + 1 and skew for q = 4k + 3."""
     if q < 3 or q % 2 == 0 or any(q % d == 0 for d in range(3, int(q**0.5) + 1, 2)):
         return None
     residue = torch.full((q,), -1.0, dtype=torch.float64)
@@ -96,7 +101,7 @@ def _conference(q: int) -> Tensor | None:
 
 
 def _sylvester(n: int) -> Tensor:
-    """A Hadamard matrix of order n, a power of two."""
+    """Returns Sylvester's Hadamard matrix of order n, a power of two."""
     h = torch.ones(1, 1, dtype=torch.float64)
     pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     while len(h) < n:

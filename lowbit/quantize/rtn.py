@@ -1,7 +1,7 @@
 """Round-to-nearest quantization: each scale from the weights it covers, each weight to its nearest code.
 
-The scale is rounded to the type it is stored in *before* the codes are chosen, so the codes are the nearest ones for
-the scale that the kernels will use.
+The scale is rounded to its stored dtype *before* the codes are computed, so they are the nearest codes for the scale that the
+kernels use.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from lowbit.methods import Search
 from lowbit.quantize.threads import MOST, map_rows
 
 WEIGHTS_AT_ONCE = 1 << 16
-"""Weights quantized at once by one thread of a CPU. Their float32 temporaries, 2.5 MB, stay in a core's cache, and those of all
-threads (`threads.MOST`) are some 40 MB whatever the size of a layer."""
+"""Weights that one CPU thread quantizes at a time. Their float32 temporaries, 2.5 MB, fit a core's cache; those of all threads
+(`threads.MOST`) are about 40 MB for a layer of any size."""
 
 TIMES_ON_GPU = 64
-"""So many times as many at once on a GPU, where 40 kernels for a million weights take longer to launch than to run."""
+"""A GPU quantizes this many times more at a time: 40 kernels for a million weights take longer to launch than to run."""
 
 _WEIGHTS_OF_A_THREAD = 1 << 15
-"""Weights of a thread at least where columns are shared among threads; torch's own number."""
+"""Minimum number of weights per thread when columns are split among threads; torch's grain size."""
 
-# Clip factors tried by search="mse": 1 keeps the largest weight, 0.4 saturates everything above 40 % of it.
+# Clip factors of search="mse": 1 keeps the largest weight, 0.4 saturates everything above 40 % of it.
 CLIP_FACTORS = tuple(1.0 - 0.02 * i for i in range(31))
 
 _FP16_NORMAL = (2.0**-14, 2.0**15)
-"""The smallest normal number of fp16, and half of what it cannot hold: zeros may still be moved."""
+"""The smallest normal number of fp16, and half of its range, which leaves a margin for zeros."""
 
 Metric = Callable[[Tensor], Tensor]
 
 
 def scale_dtype(scheme: Scheme, weight: Tensor | None = None, stored: torch.dtype | None = None) -> torch.dtype:
-    """The type in which the scales of `weight` [N, K] are stored; without it, those of weights of ordinary size. `stored`: the
-    type of the weight in its model's files, if not its own (calibration may hold it in float32).
+    """Returns the dtype in which the scales of `weight` [N, K] are stored; without a weight, for weights of ordinary magnitude.
 
-    One scale per channel or tensor costs nothing: float32. Group scales are read with the weights and are 16 bits:
-    fp16, or bf16 where one of them would not be a normal number of fp16. Of formats whose largest value is so big (fp8) that
-    weight / max is ordinarily an fp16 subnormal, they are always bf16. So are those of weights that are stored in bf16, which
-    will be multiplied as such: with fp16's three digits more, decoding takes half as many instructions again
-    (kernels/parts/dequantize.py), and they are worth at most 0.1 % of the rounding error of Gaussian weights up to 6 bits,
-    0.4 % with 7 (8 bits: 1 %, kept in fp16).
+    stored: the dtype of the weight in the files, if not its own (calibration may compute in float32).
+
+    Scales per channel or tensor are float32, since they are few. Group scales are fp16, or bf16 if one of them would not be a
+    normal number of fp16. For formats with a large maximum (fp8), weight / max is usually an fp16 subnormal, so they are bf16.
+    Weights stored in bf16 up to 7 bits also have bf16 scales: fp16 scales would cost half as many dequantization instructions
+    again (kernels/parts/dequantize.py) and reduce the rounding error of Gaussian weights by 0.1 % up to 6 bits, 0.4 % with 7
+    bits (1 % with 8 bits, which are therefore fp16).
     """
     if not isinstance(scheme.granularity, (PerGroup, PerBlock)):
         return torch.float32
@@ -67,7 +67,7 @@ def scale_dtype(scheme: Scheme, weight: Tensor | None = None, stored: torch.dtyp
 
 
 def _fp16_holds_scales(weight: Tensor, scheme: Scheme) -> bool:
-    """Whether the scales, and zeros, of all groups of `weight` are normal numbers of fp16 or 0."""
+    """Returns True if the scales, and zeros, of all groups of `weight` are normal numbers of fp16 or 0."""
     if weight.numel() == 0:
         return True
 
@@ -76,22 +76,22 @@ def _fp16_holds_scales(weight: Tensor, scheme: Scheme) -> bool:
         low, high = (extreme.float() for extreme in (covered.amin(dim=1), covered.amax(dim=1)))
         sizes = [_span(low, high, scheme) / scheme.weight.max]
         if scheme.zero is ZeroPoint.FLOAT:
-            # Beside a scale, a small zero may lose digits; alone, it is all that is stored.
+            # A small zero may lose digits beside a scale, but not if all weights of the group are equal to it.
             sizes += [low.abs() * (high == low), low.abs().clamp(min=1.0)]
         s = torch.stack(sizes)
         return ((s == 0) | ((s >= _FP16_NORMAL[0]) & (s <= _FP16_NORMAL[1]))).all()
 
-    # One answer for all parts: on a GPU each waits for all that is queued.
+    # One synchronization with a GPU for all parts.
     return bool(torch.stack(list(map_rows(holds, weight.detach(), rows_at_once(scheme, weight)))).all())
 
 
 def rtn(weight: Tensor, scheme: str | Scheme, *, search: Search = "max", stored: torch.dtype | None = None) -> QuantTensor:
     """Quantizes `weight` [N, K] (any float dtype, any device) by rounding every weight to its nearest code.
 
-    search="max" takes the scale that just holds the largest weight; "mse" tries 31 smaller ones as well and keeps, for
-    each scale, the one with the least mean squared error. Channels and groups of zeros come back as zeros. `stored`, the type
-    of the weight in its model's files if not its own, has a say in that of the scales (`scale_dtype`). Raises ValueError for a
-    weight that is not a matrix of finite numbers.
+    search="max": the scale maps the largest weight to the largest code. "mse": of 31 clip factors, the one with the least mean
+    squared error per scale. Channels and groups of zeros dequantize to zeros. stored: the dtype of the weight in the files, if
+    not its own, for the dtype of the scales (`scale_dtype`). Raises ValueError for a weight that is not a matrix of finite
+    numbers.
 
     Source: per-channel scales max|W| / 28 for FP6 are ZeroQuant(4+2)'s (arXiv:2312.08583); the clip search is the
     usual MSE observer.
@@ -112,7 +112,7 @@ def rtn(weight: Tensor, scheme: str | Scheme, *, search: Search = "max", stored:
 
 
 def rows_at_once(scheme: Scheme, weight: Tensor) -> int:
-    """Rows of one part: about `_at_once` weights, and whole blocks of rows that share scales."""
+    """Returns the rows of one part: about `_at_once` weights, in whole blocks of rows that share scales."""
     n = scheme.granularity.block((weight.shape[0], weight.shape[1]))[0]
     return max(1, _at_once(weight) // max(1, weight.shape[1] * n)) * n
 
@@ -124,9 +124,11 @@ def _at_once(weight: Tensor) -> int:
 def fit(
     w: Tensor, scheme: Scheme, dtype: torch.dtype, factors: tuple[float, ...], metric: Metric | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale [R] and zero [R] (None where the scheme has none) of weights [R, E] float32 with one scale per row: of the clip
-    `factors`, for each row the one whose rounding error is least by `metric` (the sum of squares when None). `metric` maps
-    differences [R, E] to errors [R]. Scales and floating-point zeros are numbers of `dtype`, in which they are stored."""
+    """Returns scale [R] and zero [R] (None without zero points) of weights [R, E] float32 with one scale per row.
+
+    Each row takes the clip factor with the least rounding error. metric: maps differences [R, E] to errors [R]; the sum of
+    squares if None. Scales and floating-point zeros have `dtype`, in which they are stored.
+    """
     measure = _squares if metric is None else metric
     scale, zero = spanning(w, scheme, dtype, factors[0])
     if len(factors) == 1:
@@ -145,8 +147,11 @@ def fit(
 def fit_columns(
     w: Tensor, scheme: Scheme, dtype: torch.dtype, factors: tuple[float, ...], metric: Metric | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """`fit` for the columns [N, k] float32 that one column of scales covers: scale and zero [ceil(N / n), 1], where n rows
-    share a scale. `metric` maps differences [N', k] of rows to errors [N']; it is called from several threads at once."""
+    """Returns scale and zero [ceil(N / n), 1] of the columns [N, k] float32 of one column of scales, as `fit`; n rows share
+    one.
+
+    metric: maps differences [N', k] of rows to errors [N']; called from several threads concurrently.
+    """
     n = scheme.granularity.block((w.shape[0], w.shape[1]))[0]
     least = max(_WEIGHTS_OF_A_THREAD // max(1, w.shape[1]), -(-w.shape[0] // min(torch.get_num_threads(), MOST)))
     step = -(-least // n) * n if w.device.type == "cpu" else max(1, w.shape[0])
@@ -171,7 +176,7 @@ def _fit_columns(
 
 
 def nearest(w: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
-    """Nearest codes (uint8, the shape of `w`) for scales and zeros that broadcast with `w`."""
+    """Returns the nearest codes (uint8, the shape of `w`) for scales and zeros that broadcast with `w`."""
     if zero is None:
         return encode(w / scale.float(), scheme.weight)
     if scheme.zero is ZeroPoint.INTEGER:
@@ -180,7 +185,7 @@ def nearest(w: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Te
 
 
 def values(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
-    """The weights (float32, the shape of `codes`) that codes stand for, with scales and zeros that broadcast with them."""
+    """Returns dequantized weights (float32, the shape of `codes`) for scales and zeros that broadcast with `codes`."""
     decoded = decode(codes, scheme.weight)
     if zero is None:
         return decoded * scale.float()
@@ -190,7 +195,7 @@ def values(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) ->
 
 
 def clip_factors(search: Search) -> tuple[float, ...]:
-    """The clip factors that a search tries."""
+    """Returns the clip factors of a search."""
     if search not in ("max", "mse"):
         raise ValueError(f"search is 'max' or 'mse', got {search!r}")
     return (1.0,) if search == "max" else CLIP_FACTORS
@@ -206,15 +211,15 @@ def check_weight(weight: Tensor, who: str) -> None:
 
 
 def _is_finite(weight: Tensor) -> bool:
-    """Whether all numbers are finite: one pass without a copy, NaN is the smallest number as well as the largest."""
-    values = weight.detach() if weight.dtype.itemsize > 1 else weight.detach().float()  # 8-bit floats know no order
+    """Returns True if all numbers are finite, in one pass without a copy: aminmax returns NaN if there is one."""
+    values = weight.detach() if weight.dtype.itemsize > 1 else weight.detach().float()  # 8-bit floats have no comparison
     return values.numel() == 0 or bool(torch.stack(torch.aminmax(values)).isfinite().all())
 
 
 def _quantize_rows(
     w: Tensor, scheme: Scheme, dtype: torch.dtype, factors: tuple[float, ...]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes [N, K], scales and zeros [scale_shape] of some rows that share no scale with others."""
+    """Returns codes [N, K], scales and zeros [scale_shape] of rows that share no scale with other rows."""
     w = w.to(torch.float32)
     shape = (w.shape[0], w.shape[1])
     grid = scale_shape(scheme.granularity, shape)
@@ -227,8 +232,8 @@ def _quantize_rows(
 
 
 def cover(w: Tensor, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
-    """Weights [S, n * k] with one row per scale; ragged edges repeat the scale's own last weights, which changes
-    neither its largest nor its smallest one."""
+    """Returns weights [S, n * k] with one row per scale; ragged edges repeat the last weights of the scale, which leaves its
+    minimum and maximum unchanged."""
     n, k = scheme.granularity.block(shape)
     rows, cols = scale_shape(scheme.granularity, shape)
     pick_n = _edge_repeated(shape[0], n, rows, w.device)
@@ -241,7 +246,7 @@ def cover(w: Tensor, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
 
 
 def _inside(scheme: Scheme, shape: tuple[int, int], device: torch.device) -> Tensor | None:
-    """Which elements of `cover`'s rows are weights and not repetitions, [S, n * k]; None when all are."""
+    """Returns the mask [S, n * k] of elements of `cover` that are not repetitions; None if none are."""
     n, k = scheme.granularity.block(shape)
     rows, cols = scale_shape(scheme.granularity, shape)
     if (rows * n, cols * k) == shape:
@@ -258,7 +263,7 @@ def _edge_repeated(length: int, block: int, blocks: int, device: torch.device) -
 
 
 def uncover(codes: Tensor, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
-    """The inverse of `cover`: codes [N, K]."""
+    """Returns codes [N, K]: the inverse of `cover`."""
     n, k = scheme.granularity.block(shape)
     rows, cols = scale_shape(scheme.granularity, shape)
     blocks = codes.reshape(rows, cols, n, k).transpose(1, 2).reshape(rows * n, cols * k)
@@ -266,7 +271,7 @@ def uncover(codes: Tensor, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
 
 
 def spanning(w: Tensor, scheme: Scheme, dtype: torch.dtype, factor: float | Tensor) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero [R] that hold `factor` of the range of each row of w [R, E], in `dtype`; [F, R] for factors [F, 1]."""
+    """Returns scale and zero [R] in `dtype` for `factor` times the range of each row of w [R, E]; [F, R] for factors [F, 1]."""
     fmt = scheme.weight
     low, high = w.amin(dim=1) * factor, w.amax(dim=1) * factor
     scale = _stored(_span(low, high, scheme) / fmt.max, dtype)
@@ -278,16 +283,16 @@ def spanning(w: Tensor, scheme: Scheme, dtype: torch.dtype, factor: float | Tens
 
 
 def _span(low: Tensor, high: Tensor, scheme: Scheme) -> Tensor:
-    """What the largest code stands for, so that the codes reach from `low` to `high`."""
+    """Returns the range that the codes have to cover: scale times the largest code."""
     if scheme.zero is ZeroPoint.NONE:
         return torch.maximum(-low, high)
-    if scheme.zero is ZeroPoint.INTEGER:  # zero itself must be on the grid, at an integer code
+    if scheme.zero is ZeroPoint.INTEGER:  # 0 must be representable, at an integer code
         return high.clamp(min=0) - low.clamp(max=0)
     return high - low
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale as it will be stored: never zero (all-zero weights take 1), never below the type's smallest number."""
+    """Returns the scale in its stored dtype: 1 for all-zero weights, never below the dtype's smallest number."""
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     return torch.where(scale > 0, scale.clamp(min=smallest), 1.0).to(dtype)
 

@@ -1,4 +1,4 @@
-"""SmoothQuant: a factor per channel that moves the range of activations into the weights, so that both fit 8 bits.
+"""SmoothQuant: a scale per channel that moves the range of activations into the weights, so that both fit 8 bits.
 
 Source: G. Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models",
 arXiv:2211.10438, equation 4: s = max|x|^alpha / max|w|^(1 - alpha).
@@ -17,13 +17,14 @@ from lowbit.quantize.rtn import rtn
 from lowbit.quantize.statistics import InputStatistics
 
 ALPHAS = tuple(0.05 * i for i in range(6, 19))
-"""Migration strengths that a search tries, 0.3 to 0.9."""
+"""Migration strengths of the search, 0.3 to 0.9."""
 
 
 def smoothing_scale(weights: Sequence[Tensor], abs_max: Tensor, alpha: float, shared: Tensor | None = None) -> Tensor:
-    """The factors s [K] float32 by which the inputs of `weights` [N_i, K] are divided and the weights multiplied; `abs_max` [K]
-    is the largest |x| of each channel. Channels without input or weights keep s = 1. `shared` as for `awq.search_scale`. Raises
-    ValueError for alpha outside 0..1.
+    """Returns s [K] float32, by which the inputs of `weights` [N_i, K] are divided and the weights multiplied.
+
+    abs_max [K]: the largest |x| of each channel. Channels with all-zero inputs or weights have s = 1. shared: as for
+    `awq.search_scale`. Raises ValueError for alpha outside 0..1.
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha is from 0 to 1, got {alpha}")
@@ -33,9 +34,10 @@ def smoothing_scale(weights: Sequence[Tensor], abs_max: Tensor, alpha: float, sh
 
 
 def best_alpha(weights: Sequence[Tensor], scheme: Scheme, statistics: InputStatistics) -> float | None:
-    """The alpha of ALPHAS whose outputs on `statistics.sample` are nearest to the float ones when the weights are rounded by
-    `scheme` and the inputs, token by token, to its activation format (int8 when it has none); None where no factors at all are
-    better than any."""
+    """Returns the alpha of ALPHAS with the least output error on `statistics.sample`; None if no scaling is better than any.
+
+    Weights are rounded by `scheme` and inputs, token by token, to its activation format (int8 without one).
+    """
     x = statistics.sample
     weight_only = scheme.weight_only
     errors = []
@@ -51,5 +53,5 @@ def best_alpha(weights: Sequence[Tensor], scheme: Scheme, statistics: InputStati
 
 
 def per_token(x: Tensor, fmt: NumberFormat) -> Tensor:
-    """x [M, K] rounded to the values of `fmt` with one scale per row, float32."""
+    """Returns x [M, K] rounded to the values of `fmt` with one scale per row, float32."""
     return rtn(x, Scheme(fmt, granularity=PerChannel())).dequantize()

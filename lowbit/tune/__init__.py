@@ -2,5 +2,5 @@
 
 timing.py   CUDA graphs, rotating weights, a warm machine: how anything is timed here and in benchmarks/
 trials.py   which tiles are tried for a product, and what each takes
-run.py      the products of a model, the run, and the file in which the result is kept (kernels/choose/kept.py reads it)
+run.py      the products of a model, the run, and the file in which the result is kept (kernels/choose/tuned.py reads it)
 """

@@ -1,6 +1,6 @@
 """`lowbit tune`: times the tiles that make sense for a model's products on this GPU, and keeps the fastest for this machine.
 
-trials.py says what is tried and how it is timed; kernels/choose/kept.py what is kept and who reads it.
+trials.py says what is tried and how it is timed; kernels/choose/tuned.py what is kept and who reads it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ import torch
 from torch import nn
 
 from lowbit._version import __version__
-from lowbit.checkpoint.detect import quantization_of
 from lowbit.checkpoint.lock import Lock
-from lowbit.checkpoint.reader import CheckpointReader, read_json
 from lowbit.checkpoint.target import check_file
 from lowbit.eval.results import versions, write_json
 from lowbit.folders import tuned_file
 from lowbit.formats import PerBlock, parse_scheme
 from lowbit.hardware.machine import Machine, machine_of
-from lowbit.kernels.choose import kept
-from lowbit.kernels.choose.kept import KEPT, SCHEMA, Kept, problem_of
+from lowbit.kernels.choose import tuned
+from lowbit.kernels.choose.tuned import RESULT, SCHEMA, TunedRow, problem_of
 from lowbit.models.hf import plan_for
 from lowbit.models.skeleton import causal_skeleton
+from lowbit.models.source import resolve
 from lowbit.ops.table import weight_refusals
 from lowbit.pack import scaled_refusals
-from lowbit.sources import CONFIG, local_model
+from lowbit.sources import CONFIG
 from lowbit.tune.timing import gaussian, warm_up
 from lowbit.tune.trials import TrialGrid, Trials, Watch, kernels, products_of, tried
 
@@ -53,7 +52,7 @@ class Tuned:
     scheme: str
     n: int
     k: int
-    kept: Kept
+    kept: TunedRow
 
     @property
     def gain(self) -> float:
@@ -67,12 +66,11 @@ def products_of_model(source: str | Path, scheme: str | None) -> Products:
     Layers that are computed as one count as one, and by themselves too. Of a model in 16 bits config.json only is read. Raises
     ValueError for a folder whose scheme nobody says.
     """
-    folder = local_model(source, CONFIG)
-    found = quantization_of(folder, read_json(folder / "config.json"))
+    resolved = resolve(source, CONFIG)
+    folder, tool = resolved.path, resolved.tool
     layers: dict[str, tuple[str, tuple[int, int]]] = {}
-    if found is not None and found[0] == "lowbit" and scheme is None:
-        folder = local_model(source)
-        with CheckpointReader(folder) as reader:
+    if tool == "lowbit" and scheme is None:
+        with resolve(source).reader() as reader:
             assert reader.manifest is not None
             manifest = reader.manifest
         model = causal_skeleton(folder)
@@ -80,11 +78,11 @@ def products_of_model(source: str | Path, scheme: str | None) -> Products:
         for name, entry in manifest.layers.items():
             if name in owners or not isinstance(model.get_submodule(name), nn.Embedding):
                 layers[name] = entry.scheme.name, entry.shape
-    elif found is not None and found[0] == "lowbit":
+    elif tool == "lowbit":
         raise ValueError(f"{folder}: is quantized by lowbit and states its schemes; leave out --scheme")
     elif scheme is None:
-        what = "is not quantized" if found is None else f"is quantized by {found[0]}"
-        where = "`lowbit schemes` explains them" if found is None else "`lowbit inspect` prints it"
+        what = "is not quantized" if tool is None else f"is quantized by {tool}"
+        where = "`lowbit schemes` explains them" if tool is None else "`lowbit inspect` prints it"
         raise ValueError(f"{folder}: {what}; name the scheme that it will be run with: --scheme ({where})")
     else:
         plan = plan_for(causal_skeleton(folder), scheme, None, False)
@@ -111,7 +109,7 @@ def run(products: Products, tokens: Sequence[int], seconds: float, say: Callable
     if not torch.cuda.is_available():
         raise ValueError(f"tune measures an NVIDIA GPU and torch {torch.__version__} sees none")
     here = replace(machine_of("cuda"), tuned="")
-    end, file = time.monotonic() + seconds, check_file(tuned_file(here.product), KEPT)
+    end, file = time.monotonic() + seconds, check_file(tuned_file(here.product), RESULT)
     file.parent.mkdir(parents=True, exist_ok=True)  # before minutes go into what could not be kept
     schemes = with_a_choice(products, here, say)
     asked = [TrialGrid(tuple(products[scheme]), (scheme,), tuple(tokens)) for scheme in schemes]
@@ -185,37 +183,37 @@ def _measured(asked: TrialGrid, shape: tuple[int, int], here: Machine) -> Iterat
     torch.cuda.empty_cache()
 
 
-def fastest(modelled: str, us: dict[str, float], m: int, date: str) -> Kept:
+def fastest(modelled: str, us: dict[str, float], m: int, date: str) -> TunedRow:
     """What is kept of the times of tiles: the fastest, but the modelled one where no other gains MARGIN."""
     best = min(us, key=lambda tile: us[tile])
     of_model = us.get(modelled, math.inf)
     tile = best if us[best] < (1 - MARGIN) * of_model else modelled
-    return Kept(m, tile, us[tile], of_model if modelled in us else us[tile], date)
+    return TunedRow(m, tile, us[tile], of_model if modelled in us else us[tile], date)
 
 
 def keep(file: Path, rows: Iterable[Tuned], here: Machine, say: Callable[[str], None] = lambda line: None) -> None:
     """Writes what was measured into the machine's file; of products that are there already the newer figures stay. Waits while
     another process writes the file; `say` gets a line then."""
     with Lock(file, say):
-        products: dict[str, dict[int, Kept]] = {}
+        products: dict[str, dict[int, TunedRow]] = {}
         for problem, found in _there(file).items():
             products[problem] = {row.m: row for row in found}
         for row in rows:
             shape = products_of(row.scheme, here).shape(row.kept.m, row.n, row.k)
             products.setdefault(problem_of(shape), {})[row.kept.m] = row.kept
         document: dict[str, Any] = {
-            "result": KEPT, "schema": SCHEMA, "lowbit": __version__, "gpu": here.product, "versions": versions(()),
+            "result": RESULT, "schema": SCHEMA, "lowbit": __version__, "gpu": here.product, "versions": versions(()),
             "products": {
                 problem: [asdict(found[m]) for m in sorted(found)] for problem, found in sorted(products.items())
             },
         }  # fmt: skip
         write_json(file, document)
-    kept.forget()
+    tuned.forget()
 
 
-def _there(file: Path) -> dict[str, tuple[Kept, ...]]:
+def _there(file: Path) -> dict[str, tuple[TunedRow, ...]]:
     """What this version has kept in the file before; nothing where the file is damaged or of another version."""
     try:
-        return kept.kept_in(file)
+        return tuned.read_rows(file)
     except (OSError, ValueError):
         return {}

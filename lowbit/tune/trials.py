@@ -23,14 +23,14 @@ from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.candidate import Candidate
 from lowbit.kernels.choose.gemm import KINDS as MIXED
 from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, WgmmaTile, candidates, ring_candidate
-from lowbit.kernels.choose.kept import written
 from lowbit.kernels.choose.scaled_gemm import KINDS as SCALED
 from lowbit.kernels.choose.scaled_gemm import ScaledTile, candidates_scaled
+from lowbit.kernels.choose.tuned import written
 from lowbit.kernels.reference.activations import quantize_activations_reference
 from lowbit.ops.byte_gemm import plan_for_scaled
 from lowbit.ops.fragment_gemm import plan_for
 from lowbit.ops.table import scaled_shape
-from lowbit.pack import FragmentWeight, OperandWeight, weight_form
+from lowbit.pack import FragmentWeight, OperandWeight
 from lowbit.quantize import rtn
 from lowbit.tune.timing import (
     ROW_TOLERANCE,
@@ -47,7 +47,7 @@ from lowbit.tune.timing import (
 )
 
 if TYPE_CHECKING:
-    from lowbit.kernels.parts.launch import Wanted
+    from lowbit.kernels.parts.launch import RecordedKernel
 
 STATIC_LARGEST = 6.0
 """What a static scale maps to the largest code; Gaussian numbers are hardly ever larger."""
@@ -138,10 +138,7 @@ class Products:
 
     def plan(self, tile: Any, m: int, n: int, k: int, w: Any) -> Any:
         """The plan of a product by a tile."""
-        form = weight_form(
-            self.scheme, None if w.scale is None else w.scale.dtype, None if w.channel_scale is None else w.channel_scale.dtype
-        )
-        return plan_for(tile, self.shape(m, n, k), form, torch.float16, False, self.machine)
+        return plan_for(tile, self.shape(m, n, k), w.form, torch.float16, False, self.machine)
 
     def multiply(self, plan: Any, x: Any, w: Any, room: tuple[Tensor, Tensor]) -> Tensor:
         """y [M, N]; `room` is the workspace."""
@@ -229,11 +226,11 @@ def neighbours(tile: AnyTile, shape: Any, machine: Machine) -> list[AnyTile]:
     return []
 
 
-def kernels(asked: TrialGrid, machine: Machine) -> list[Wanted]:
+def kernels(asked: TrialGrid, machine: Machine) -> list[RecordedKernel]:
     """The distinct kernels of a run; needs Triton but no GPU."""
     from lowbit.kernels.parts.launch import recording
 
-    wanted: list[Wanted] = []
+    wanted: list[RecordedKernel] = []
     for scheme in asked.schemes:
         of = products_of(scheme, machine)
         small = of.pack(rtn(torch.ones(16, 128), of.scheme))

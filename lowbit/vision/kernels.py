@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowbit.hardware.machine import Machine, machine_of, machine_refusals
-from lowbit.kernels.choose.conv import Candidate, block_tile, conv_candidates
+from lowbit.kernels.choose.conv import ConvCandidate, block_tile, conv_candidates
 from lowbit.pack.stem import StemImages
 from lowbit.vision.fusion import fused
 from lowbit.vision.lower import FLOAT
@@ -71,7 +71,7 @@ def kernel_rows(program: Program, batch: int, machine: Machine | None) -> list[K
 
 def convolution_candidates(
     op: Convolve, program: Program, batch: int, machine: Machine | None, images: StemImages | None, of_torch: bool = False
-) -> list[Candidate]:
+) -> list[ConvCandidate]:
     """What was considered for a convolution of the program; `of_torch` says whether only torch reads what it makes."""
     _, height, width = program.values[op.x].shape
     spec = replace(op.layer.spec, y="f16") if of_torch else op.layer.spec
@@ -91,7 +91,7 @@ def kernel_lines(program: Program, batch: int, machine: Machine | None) -> list[
     return lines
 
 
-def _row(name: str, choices: list[Candidate]) -> KernelRow:
+def _row(name: str, choices: list[ConvCandidate]) -> KernelRow:
     best = choices[0]
     if best.reasons:
         return KernelRow(name, "no kernel", "", str(best), 0.0, tuple(map(str, choices[1:])))

@@ -14,7 +14,7 @@ from lowbit.nn import QuantLinear
 from lowbit.vllm.product import Product
 
 if TYPE_CHECKING:
-    from lowbit.kernels.parts.launch import Wanted
+    from lowbit.kernels.parts.launch import RecordedKernel
 
 FEW = 64
 """Up to so many tokens every number may have a tile of its own."""
@@ -43,7 +43,7 @@ _compiled: set[Any] = set()
 """What was compiled for in this process: a model has many layers alike."""
 
 
-_noted: list[tuple[Wanted, int]] | None = None
+_noted: list[tuple[RecordedKernel, int]] | None = None
 """Kernels of layers before, with their GPU's compute capability, within `together`."""
 
 
@@ -62,7 +62,7 @@ def together() -> Iterator[None]:
         compile_soon([each for each, of in noted if of == sm], sm)
 
 
-def compile_soon(wanted: Sequence[Wanted], sm: int) -> None:
+def compile_soon(wanted: Sequence[RecordedKernel], sm: int) -> None:
     """Compiles kernels, now or where `together` ends, each once."""
     from lowbit.kernels.parts.compile import compiled
 

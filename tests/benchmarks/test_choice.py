@@ -11,7 +11,7 @@ from benchmarks import choice, choice_report, grid
 from benchmarks.choice_report import beside_cublas, falls, load, regrets, summary
 from benchmarks.cli import app
 from lowbit.hardware.machine import machine_of, typical_machine
-from lowbit.kernels.choose.kept import written
+from lowbit.kernels.choose.tuned import written
 from lowbit.tune import trials
 
 H200 = typical_machine(90)
@@ -111,10 +111,10 @@ def test_a_result_file_is_printed_without_a_gpu(result_file):
     assert "WrongResult: relative error 1" in result.output
 
 
-KEPT = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*/*-choice*.json"))
+RESULT = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*/*-choice*.json"))
 
 
-@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", RESULT, ids=lambda path: path.name)
 def test_kept_result_files_are_printed(path):
     """One of them has no times of cuBLAS."""
     done = CliRunner().invoke(app, ["choice", "--report", str(path)])

@@ -14,7 +14,7 @@ from benchmarks.choice import as_chosen_now, chosen_now
 from benchmarks.choice_report import falls, load, summary
 from benchmarks.cli import app
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.kept import written
+from lowbit.kernels.choose.tuned import written
 from lowbit.tune.trials import TILES, products_of
 
 MEASURED = Path(__file__).parent.parent.parent / "benchmarks/results/h200/2026-11-23-choice.json"

@@ -18,7 +18,7 @@ from lowbit.engine.scheduler import PrefillChunk, SchedulerOutput
 from lowbit.engine.warm_up import Stage, WarmUpRun
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.parts import compile as compiling
-from lowbit.kernels.parts.launch import Launcher, Wanted, _thread
+from lowbit.kernels.parts.launch import Launcher, RecordedKernel, _thread
 from tests.tiny import eager_llama
 
 VOCAB = 160
@@ -39,11 +39,11 @@ class Kernel(Launcher):
     def __init__(self, name, events):
         self.name, self.events, self.kernel = name, events, None
 
-    def _wanted(self, arguments):
-        return Wanted("", self.name, (), {})
+    def _recorded(self, arguments):
+        return RecordedKernel("", self.name, (), {})
 
     def __call__(self):
-        if getattr(_thread, "met", None) is None:
+        if getattr(_thread, "recorded", None) is None:
             self.events.append(("launched", self.name))
         else:
             super().__call__()
@@ -164,7 +164,7 @@ def test_a_kernel_that_cannot_be_compiled_fails_where_it_is_launched(noted, monk
 
 @pytest.mark.parametrize(("count", "missing", "processes"), [(3, True, False), (4, True, True), (9, False, False)])
 def test_processes_are_started_for_more_than_a_few_kernels(monkeypatch, count, missing, processes):
-    wanted = [Wanted("", str(number), (), {}) for number in range(count)]
+    wanted = [RecordedKernel("", str(number), (), {}) for number in range(count)]
     done, by_processes = [], []
 
     def compile_one(each):

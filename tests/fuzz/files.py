@@ -23,7 +23,7 @@ from lowbit import quantize_checkpoint
 from lowbit._version import __version__
 from lowbit.engine import RequestFailed
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose import kept
+from lowbit.kernels.choose import tuned
 from lowbit.kernels.choose.gemm import KINDS, GemmShape, candidates
 from lowbit.models.load import check_checkpoint, load_causal
 from lowbit.pipeline import Pipeline
@@ -46,8 +46,13 @@ def originals():
     write_gguf(root / "gguf" / GGUF, LlamaForCausalLM(GGUF_CONFIG))
     (root / "tuned").mkdir()
     tile = next(row.tile for row in candidates(SHAPE, MACHINE)[1:] if not row.reasons)
-    row = asdict(kept.Kept(64, kept.written(tile, KINDS), 20.0, 25.0, "2026-11-23"))
-    document = {"result": kept.KEPT, "schema": kept.SCHEMA, "lowbit": __version__, "products": {kept.problem_of(SHAPE): [row]}}
+    row = asdict(tuned.TunedRow(64, tuned.written(tile, KINDS), 20.0, 25.0, "2026-11-23"))
+    document = {
+        "result": tuned.RESULT,
+        "schema": tuned.SCHEMA,
+        "lowbit": __version__,
+        "products": {tuned.problem_of(SHAPE): [row]},
+    }
     (root / "tuned" / TUNED).write_text(json.dumps(document))
     return root
 
@@ -117,12 +122,12 @@ def check(case):
 
 def _choose(file):
     """A damaged file of tiles says so, or is as good as none."""
-    kept.forget()
+    tuned.forget()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         rows = candidates(SHAPE, _tuned_machine(file))
     assert rows and all("\n" not in str(each.message) for each in said)
-    kept.forget()
+    tuned.forget()
 
 
 def _tuned_machine(file):

@@ -29,11 +29,11 @@ def scaled_call(scheme, m, n, k, *, x_scale="token", x_zero=False, bias=torch.bf
     grouped = isinstance(parsed.granularity, PerGroup)
     x = meta((m, -(-k // 16) * 16), CODE_DTYPES[parsed.activation.name])[:, :k]
     of_x = {"token": (m, 1), "tensor": (1,), "block": (m, groups)}[x_scale]
-    strips, row = -(-n // 16), -(-k // 64) * 32 * parsed.weight.bits
-    of_groups = meta((groups, 16 * strips), torch.float16)
+    row_blocks, row = -(-n // 16), -(-k // 64) * 32 * parsed.weight.bits
+    of_groups = meta((groups, 16 * row_blocks), torch.float16)
     of_w = of_groups if grouped else meta((-(-n // 128), groups), float32) if blocks else None
     channel = None if grouped or blocks else meta((n,), float32)
-    codes = meta((strips, row), torch.int32) if narrow else meta((n, x.stride(0)), CODE_DTYPES[parsed.weight.name])
+    codes = meta((row_blocks, row), torch.int32) if narrow else meta((n, x.stride(0)), CODE_DTYPES[parsed.weight.name])
     zero = meta((m, 1), torch.int32) if x_zero else None
     before = x, meta(of_x, float32), zero, codes, of_w, channel, meta((n,), float32), meta((n,), bias)
     return *before, meta((1,), float32), meta((1,), torch.int32), meta((1,), float32) if codes_of_y else None

@@ -20,10 +20,10 @@ from lowbit.kernels.choose.conv import block_tile
 from lowbit.kernels.elementwise.append import Append
 from lowbit.kernels.elementwise.gather_kv import GatherKv
 from lowbit.kernels.parts.conv_tile import WgmmaConv
-from lowbit.kernels.parts.dequantize import Decode
-from lowbit.kernels.parts.end import End
+from lowbit.kernels.parts.dequantize import Dequantizer
+from lowbit.kernels.parts.epilogue import Epilogue
+from lowbit.kernels.parts.k_block import KBlock
 from lowbit.kernels.parts.ring import Ring, RowRing
-from lowbit.kernels.parts.step import Step
 from lowbit.kernels.sm80.conv import MmaConv, MmaProduct
 from lowbit.kernels.sm80.large_m_gemm import MmaGemm
 from lowbit.kernels.sm80.paged_attention import PagedAttention
@@ -46,13 +46,13 @@ CONFIGS = [
     BlockConv(**vars(block_tile("u4", 56, 64, False))),
     StemPool("u4", True, 4, False, False),
     MmaConv(MmaProduct("u4", 4), None, "s8", None, True),
-    WgmmaGemm(Decode("int4", "fp16", 128, "none", "fp16"), 64, 2, 4, 1, 1, 8, End(False, False), True),
+    WgmmaGemm(Dequantizer("int4", "fp16", 128, "none", "fp16"), 64, 2, 4, 1, 1, 8, Epilogue(False, False), True),
     ScaledGemm(torch.int8, torch.int8, HALF, True, 2, 128, 4, 1, 8, False, "token", False, False, False, "none", False, True),
     NarrowGemm("int4", torch.int8, HALF, 128, 2, 4, 1, 8, True, True, "token", False, False, "none", False, True),
     PlainGemm("int4", torch.int8, torch.int8, HALF, 16, 6, True, False, "token", False, False, "none"),
-    MmaGemm(Decode("int4", "fp16", 128, "none", "fp16"), 128, 4, 4, 2, 1, 4, 1, 2, False, End(False, False), True),
-    RingGemm(Ring(Step("int4", "fp16", 8, 128, "none", "fp16"), 1, 2, False), 4, 2, 1, End(False, False), True),
-    RingGemm(RowRing(Step("dense", "fp16", 8, 0, "none", "fp16"), 2, 1, False), 4, 2, 1, End(False, False), True),
+    MmaGemm(Dequantizer("int4", "fp16", 128, "none", "fp16"), 128, 4, 4, 2, 1, 4, 1, 2, False, Epilogue(False, False), True),
+    RingGemm(Ring(KBlock("int4", "fp16", 8, 128, "none", "fp16"), 1, 2, False), 4, 2, 1, Epilogue(False, False), True),
+    RingGemm(RowRing(KBlock("dense", "fp16", 8, 0, "none", "fp16"), 2, 1, False), 4, 2, 1, Epilogue(False, False), True),
     PagedAttention(HEADS, DecodeTile(8, 128, 64, 4), True),
     Append(HEADS, True),
     GatherKv(8, 128, True),

@@ -18,10 +18,11 @@ from lowbit import quantize_checkpoint
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.eval import sample_text
 from lowbit.formats import parse_scheme
-from lowbit.models import calibrate, quantize_layer
-from lowbit.models.calibrate import Calibration, Finished, unfinished_folder
-from lowbit.models.decoder import Decoder
+from lowbit.models import calibrate, scale_folding
+from lowbit.models.calibrate import Calibration, FinishedLayers, unfinished_folder
+from lowbit.models.decoder import LayerwiseDecoder
 from lowbit.models.quantize_layer import LayerQuantizer
+from lowbit.models.scale_folding import ScaleFolder, input_scale
 from lowbit.quantize import Awq, Gptq, Hqq, InputStatistics, Learned, Mixed, SmoothQuant, gptq, rtn
 from lowbit.quantize.fold import divide_outputs, multiply_inputs
 from lowbit.quantize.smoothquant import smoothing_scale
@@ -59,7 +60,7 @@ def tiny(tmp_path_factory):
 
 
 def decoder_of(path):
-    return Decoder(CheckpointReader(path), "cpu", torch.float32)
+    return LayerwiseDecoder(CheckpointReader(path), "cpu", torch.float32)
 
 
 def linears(decoder):
@@ -175,12 +176,12 @@ def test_folding_leaves_the_float_model_unchanged(smooth, tiny):
     model, decoder = load(tiny), decoder_of(tiny)
     expected = logits(model)
     hidden = decoder.embed(CALIBRATION.tokens(tiny))
-    quantizer = LayerQuantizer(decoder, SmoothQuant(0.7) if smooth else Awq())
+    method, folder = SmoothQuant(0.7) if smooth else Awq(), ScaleFolder(decoder)
     factors = 0
     for i in range(len(decoder)):
         layer = decoder.load(i)
         groups = decoder.inputs(i, hidden[0], linears(decoder))
-        folds = quantizer._find_folds(i, hidden[0], groups)
+        folds = folder.find_folds(i, hidden[0], groups)
         assert [fold.producer for fold in folds] == [
             "input_layernorm", "self_attn.v_proj", "post_attention_layernorm", "mlp.up_proj",
         ]  # fmt: skip
@@ -189,9 +190,7 @@ def test_folding_leaves_the_float_model_unchanged(smooth, tiny):
         decoder.observe(i, hidden, {g.linears[0]: s.add for g, s in zip(groups, seen, strict=True)})
         for group, fold, statistics in zip(groups, folds, seen, strict=True):
             weights = [layer.get_submodule(n).weight.data for n in group.linears]
-            scale = quantize_layer._factors(
-                quantizer.method, weights, [parse_scheme("w3a16_g16")] * len(weights), statistics, fold
-            )
+            scale = input_scale(method, weights, [parse_scheme("w3a16_g16")] * len(weights), statistics, fold)
             if scale is None:
                 continue
             factors += 1
@@ -222,7 +221,7 @@ def test_smoothing_by_hand(tiny, tmp_path):
 
 def test_awq_clips_when_asked(tiny, tmp_path, monkeypatch):
     """Without factors, AWQ is rounding to nearest from the largest weight, or from scales that cut it."""
-    monkeypatch.setattr(quantize_layer, "search_scale", lambda *rest: None)
+    monkeypatch.setattr(scale_folding, "search_scale", lambda *rest: None)
     for search in ("max", "loss"):
         quantize_checkpoint(tiny, tmp_path / search, "w3a16_g32", method=Awq(search), calibration=CALIBRATION)
     with CheckpointReader(tiny) as fp16, CheckpointReader(tmp_path / "max") as m, CheckpointReader(tmp_path / "loss") as loss:
@@ -233,7 +232,7 @@ def test_awq_clips_when_asked(tiny, tmp_path, monkeypatch):
 
 
 def test_without_a_fold_the_factor_stays_with_the_layer(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(quantize_layer, "_PAIRS", ())
+    monkeypatch.setattr(scale_folding, "_PAIRS", ())
     quantize_checkpoint(tiny, tmp_path / "q", "w3a16_g32", method=Awq(), calibration=CALIBRATION)
     with CheckpointReader(tmp_path / "q") as reader:
         layers = {name: reader.layer(name) for name in reader.manifest.layers}
@@ -293,8 +292,7 @@ def test_other_families_fold_where_it_is_right(make, producers, tmp_path):
     decoder = decoder_of(tmp_path / "fp16")
     hidden = decoder.embed(CALIBRATION.tokens(tmp_path / "fp16"))
     decoder.load(0)
-    quantizer = LayerQuantizer(decoder, Awq())
-    folds = quantizer._find_folds(0, hidden[0], decoder.inputs(0, hidden[0], linears(decoder)))
+    folds = ScaleFolder(decoder).find_folds(0, hidden[0], decoder.inputs(0, hidden[0], linears(decoder)))
     assert [fold and fold.producer for fold in folds] == producers
     for method in (Awq(), Gptq()):
         quantize_checkpoint(
@@ -329,14 +327,14 @@ def test_a_killed_run_goes_on_to_the_same_files(method, tiny, tmp_path, monkeypa
 
 def test_a_full_disk_keeps_what_was_finished(tiny, tmp_path, monkeypatch):
     """The second layer's file and, in a mixed run, the first inputs meet a limit on the size of files, like a full disk."""
-    original, soft = calibrate.Finished.write, resource.getrlimit(resource.RLIMIT_FSIZE)
+    original, soft = calibrate.FinishedLayers.write, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limited(self, i, result):
         if i == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, soft[1]))
         original(self, i, result)
 
-    monkeypatch.setattr(calibrate.Finished, "write", limited)
+    monkeypatch.setattr(calibrate.FinishedLayers, "write", limited)
     try:
         with pytest.raises(CheckpointError, match=r"layer-00001.* cannot be written .*the same command goes on"):
             quantize_checkpoint(tiny, tmp_path / "q", "w4a16_g32", method=Gptq(), calibration=CALIBRATION)
@@ -355,11 +353,11 @@ from lowbit.models import calibrate
 from lowbit import quantize_checkpoint
 from lowbit.quantize import Gptq
 torch.set_num_threads(int(sys.argv[3]))
-write = calibrate.Finished.write
+write = calibrate.FinishedLayers.write
 def then_die(self, i, result):
     write(self, i, result)
     os.kill(os.getpid(), 9)
-calibrate.Finished.write = then_die
+calibrate.FinishedLayers.write = then_die
 calibration = calibrate.Calibration(6, 24, text=Path(sys.argv[4]))
 quantize_checkpoint(sys.argv[1], sys.argv[2], "w4a16_g32", method=Gptq(), calibration=calibration)
 """
@@ -435,5 +433,5 @@ def test_layers_that_no_recipe_explains_are_not_taken_over(tmp_path):
     folder = unfinished_folder(tmp_path / "q")
     folder.mkdir()
     (folder / "layer-0.safetensors").write_bytes(b"of another run")
-    Finished(tmp_path / "q", {"seed": 7})
+    FinishedLayers(tmp_path / "q", {"seed": 7})
     assert [path.name for path in folder.iterdir()] == ["recipe.json"]

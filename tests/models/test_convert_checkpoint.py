@@ -22,7 +22,7 @@ from lowbit.checkpoint import (
 )
 from lowbit.formats import parse_scheme
 from lowbit.models.convert_checkpoint import convert_checkpoint
-from lowbit.models.gguf import GgufSource
+from lowbit.models.gguf import GgufLayerReader
 from lowbit.nn.packed import PackedWeight
 from lowbit.quantize import rtn
 from tests.checkpoint.foreign import DATA, same, sha
@@ -434,7 +434,7 @@ def test_plain_weights_have_the_type_that_rounds_least(tmp_path):
     assert set(report.layers.values()) == {"float16"}
     said = next(line for line in report.lines() if "no type of weights is stated; float16 is taken" in line)
     made = load_file(tmp_path / "c" / "model.safetensors")
-    exact = GgufSource(tmp_path / "m.gguf")
+    exact = GgufLayerReader(tmp_path / "m.gguf")
     errors = []
     for name in exact.entries:
         weight = exact.dequantize(name, torch.float32)

@@ -4,6 +4,7 @@ the bit, and rounds inputs as the layers will."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from lowbit import quantize_checkpoint
 from lowbit.checkpoint import CheckpointReader
 from lowbit.formats import parse_scheme
 from lowbit.models import learn as learn_module
-from lowbit.models.decoder import Decoder
+from lowbit.models.decoder import LayerwiseDecoder
 from lowbit.models.learn import learn, rounded_activations
 from lowbit.ops import quantize_activations
 from lowbit.quantize import Gptq, Learned, Mixed, Rtn
@@ -21,6 +22,8 @@ from tests.models.test_calibrate import CALIBRATION, decoder_of, files, linears,
 from tests.tiny import eager_llama, tiny_tokenizer
 
 METHOD = Learned(iterations=60, batch=3)
+LICENSE = Path(__file__).parents[2] / "LICENSE"
+"""A text that no edit of the tests changes: whether a rate is too high depends on the text."""
 TEXT = replace(CALIBRATION, samples=12, length=48)
 
 
@@ -106,7 +109,7 @@ def test_the_seed_decides(tiny, tmp_path):  # noqa: F811
 
 
 def test_each_piece_is_taken_once_before_any_is_taken_again():
-    order = learn_module._order(pieces=7, together=3, iterations=5, seed=0)
+    order = learn_module._order(sequences=7, together=3, iterations=5, seed=0)
     assert [len(batch) for batch in order] == [3] * 5
     assert all(len({*a, *b}) == 6 for a, b in (order[:2], order[2:4])) and order[:2] != order[2:4]
     assert learn_module._order(2, 2, 3, 0) == learn_module._order(2, 2, 3, 0)
@@ -120,7 +123,7 @@ def test_targets_are_the_float_models_and_inputs_the_quantized_ones(tiny, tmp_pa
         seen.append((torch.cat(hidden), torch.cat(exact)))
         return learn(decoder, i, hidden, exact, *rest)
 
-    monkeypatch.setattr("lowbit.models.quantize_layer.learn", watch)
+    monkeypatch.setattr("lowbit.models.layer_methods.learn", watch)
     quantize_checkpoint(tiny, tmp_path / "q", "w3a16_g32", method=METHOD, calibration=CALIBRATION)
     tokens = CALIBRATION.tokens(tiny)
     for path, at, index in ((tiny, 2, 1), (tmp_path / "q", 1, 0)):
@@ -133,8 +136,8 @@ def test_targets_are_the_float_models_and_inputs_the_quantized_ones(tiny, tmp_pa
 
 
 def test_a_rate_that_is_too_high_is_followed_by_a_lower_one(lively, monkeypatch):
-    decoder = Decoder(CheckpointReader(lively), "cpu", torch.float32)
-    hidden = decoder.embed(CALIBRATION.tokens(lively), together=3)
+    decoder = LayerwiseDecoder(CheckpointReader(lively), "cpu", torch.float32)
+    hidden = decoder.embed(replace(CALIBRATION, text=LICENSE).tokens(lively), together=3)
     layer = decoder.load(0)
     exact = list(decoder.run(0, hidden))
     found = {}
@@ -149,8 +152,8 @@ def test_a_rate_that_is_too_high_is_followed_by_a_lower_one(lively, monkeypatch)
 
 
 def test_what_learning_makes_worse_is_left_rounded(lively, monkeypatch):
-    decoder = Decoder(CheckpointReader(lively), "cpu", torch.float32)
-    hidden = decoder.embed(CALIBRATION.tokens(lively), together=3)
+    decoder = LayerwiseDecoder(CheckpointReader(lively), "cpu", torch.float32)
+    hidden = decoder.embed(replace(CALIBRATION, text=LICENSE).tokens(lively), together=3)
     layer = decoder.load(0)
     exact = list(decoder.run(0, hidden))
     roundings = {n: LearnedRounding(layer.get_submodule(n).weight.data, parse_scheme("w4a16_g32")) for n in linears(decoder)}
@@ -177,7 +180,7 @@ def test_a_mix_and_layers_left_in_16_bits_learn_too(lively, tmp_path):
 def test_fewer_pieces_than_a_batch_has(tiny, tmp_path):  # noqa: F811
     few = replace(CALIBRATION, samples=2)
     quantize_checkpoint(tiny, tmp_path / "q", "w4a16_g32", method=Learned(5, 8), calibration=few)
-    with pytest.raises(ValueError, match="1 or more iterations of 1 or more pieces, got 0 of 8"):
+    with pytest.raises(ValueError, match="1 or more iterations of 1 or more sequences, got 0 of 8"):
         Learned(iterations=0)
 
 

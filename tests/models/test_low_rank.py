@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from lowbit import convert_checkpoint, quantize_checkpoint
 from lowbit.checkpoint import CheckpointError, CheckpointReader
-from lowbit.models import quantize_layer
+from lowbit.models import scale_folding
 from lowbit.models.calibrate import Calibration, unfinished_folder
 from lowbit.models.quantize_layer import LayerQuantizer
 from lowbit.quantize import Awq, Gptq, Hqq, Rtn, SmoothQuant, lorc, rtn
@@ -80,7 +80,7 @@ METHODS = [
 @pytest.mark.parametrize(("method", "scheme"), METHODS, ids=lambda v: v if isinstance(v, str) else type(v).__name__)
 def test_every_method_gains(method, scheme, fold, tiny, tmp_path, monkeypatch):
     if not fold:
-        monkeypatch.setattr(quantize_layer, "_PAIRS", ())
+        monkeypatch.setattr(scale_folding, "_PAIRS", ())
     errors = []
     for rank in (0, 16):
         quantize_checkpoint(tiny, tmp_path / "q", scheme, method=method, calibration=CALIBRATION, low_rank=rank, overwrite=True)

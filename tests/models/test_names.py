@@ -31,7 +31,7 @@ from lowbit import LowbitConfig, convert_checkpoint
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.models.calibrate import Calibration
 from lowbit.models.load import check_checkpoint, load_causal
-from lowbit.models.names import Names
+from lowbit.models.names import TensorNames
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.models.skeleton import skeleton
 from lowbit.nn import QuantLinear
@@ -117,7 +117,7 @@ def test_what_is_not_quantized_keeps_its_name(name, tmp_path):
     source = saved(name, tmp_path / "plain")
     plan = quantize_checkpoint(source, tmp_path / "q", "w8a16")
     with CheckpointReader(source) as before, CheckpointReader(tmp_path / "q") as after:
-        names, found = Names(skeleton(source)), set(after.names())
+        names, found = TensorNames(skeleton(source)), set(after.names())
         own = {tensor: names.parameter(tensor) or tensor for tensor in before.names()}
         quantized = {tensor for tensor in own if own[tensor].rpartition(".")[0] in plan.shapes}
         assert {tensor for tensor in own if tensor not in quantized} <= found
@@ -233,7 +233,7 @@ def test_converting_from_and_to_mapped_names(tmp_path):
     quantize_checkpoint(source, tmp_path / "own", "w4a16_g32", skip=["classifier"])
     convert_checkpoint(tmp_path / "own", tmp_path / "gptq", "gptq")
     file = tmp_path / "gptq" / "model.safetensors"
-    names = Names(skeleton(source))
+    names = TensorNames(skeleton(source))
     with CheckpointReader(source) as reader:
         old = {names.parameter(t).rpartition(".")[0]: t.rpartition(".")[0] for t in reader.names()}
     parts = {n: n.rpartition(".") for n in load_file(file)}

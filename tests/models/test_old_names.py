@@ -77,7 +77,7 @@ def test_files_of_the_old_name_are_read_by_every_path(folders, tmp_path):
             ), name
     assert check_checkpoint(old) == ()
     done = CliRunner().invoke(app, ["inspect", str(old), "--check"])
-    assert done.exit_code == 0 and "pre quant" in done.output and "SHA-256 as config.json states" in done.output
+    assert done.exit_code == 0 and "scale of" in done.output and "SHA-256 as config.json states" in done.output
 
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (new, old)]
     assert same_state(*models)

@@ -17,7 +17,7 @@ from lowbit.checkpoint import CheckpointError, CheckpointReader, LayerEntry
 from lowbit.checkpoint.schema import Manifest
 from lowbit.formats import NO_PARTS, InputParts, parse_scheme, rotate_blocks
 from lowbit.models.calibrate import Calibration
-from lowbit.models.decoder import Decoder
+from lowbit.models.decoder import LayerwiseDecoder
 from lowbit.models.quantize_layer import LayerQuantizer
 from lowbit.quantize import Awq, Gptq, Hqq, Learned, Mixed, Rtn, SmoothQuant, rtn
 from tests.models.written import files, layers
@@ -79,7 +79,7 @@ def test_calibration_sees_inputs_as_the_layer_multiplies_them(tiny):
     with CheckpointReader(tiny) as reader:
         seen = []
         for hadamard in ({}, {DOWN: 16}):
-            decoder = Decoder(reader, "cpu", torch.float32, hadamard)
+            decoder = LayerwiseDecoder(reader, "cpu", torch.float32, hadamard)
             hidden = decoder.embed(IDS)
             for i in range(2):
                 decoder.load(i)
@@ -96,10 +96,10 @@ def test_calibration_sees_inputs_as_the_layer_multiplies_them(tiny):
 def test_layers_that_rotate_alike_share_an_input(patterns, count, tiny):
     """q, k and v are calibrated, scaled and mixed as one, whether their input is rotated or not."""
     with CheckpointReader(tiny) as reader:
-        decoder = Decoder(reader, "cpu", torch.float32)
+        decoder = LayerwiseDecoder(reader, "cpu", torch.float32)
         linears = [name for name, module in decoder.layers[0].named_modules() if isinstance(module, torch.nn.Linear)]
         rotated = {f"{decoder.layer_name(0)}.{name}": 16 for name in linears if any(fnmatch(name, f"*{p}") for p in patterns)}
-        decoder = Decoder(reader, "cpu", torch.float32, rotated)
+        decoder = LayerwiseDecoder(reader, "cpu", torch.float32, rotated)
         hidden = decoder.embed(IDS)
         decoder.load(0)
         found = decoder.inputs(0, hidden[0], linears)

@@ -12,7 +12,7 @@ from lowbit.checkpoint import CheckpointReader
 from lowbit.formats import parse_scheme
 from lowbit.models import sensitivity as module
 from lowbit.models.calibrate import Calibration
-from lowbit.models.decoder import Decoder
+from lowbit.models.decoder import LayerwiseDecoder
 from lowbit.models.sensitivity import measure_sensitivity
 from lowbit.quantize import rtn
 from tests.tiny import save_tiny, tiny_tokenizer
@@ -47,7 +47,7 @@ MAKERS = {
 
 
 def measured(path, tmp_path, tokens):
-    decoder = Decoder(CheckpointReader(path), "cpu", torch.float32)
+    decoder = LayerwiseDecoder(CheckpointReader(path), "cpu", torch.float32)
     linears = [n for n, m in decoder.model.named_modules() if isinstance(m, torch.nn.Linear) and ".layers." in n]
     units = measure_sensitivity(decoder, linears, [SCHEME], tokens, tmp_path)
     assert all(p.device.type == "meta" for p in decoder.model.parameters()), "nothing stays in memory"

@@ -150,7 +150,7 @@ def test_skip_patterns():
 
 def test_schemes_without_a_kernel_are_kept_with_the_reason():
     for scheme, reason in (
-        ("w4a4", "no kernel: scaled_blocked multiplies activations of int8, fp8_e4m3, fp8_e5m2, the scheme asks for int4"),
+        ("w4a4", "no kernel: scaled_blocked multiplies activations of int8, fp8_e4m3, fp8_e5m2, the scheme has int4"),
         ("w8a8_b64x32", "no kernel: scaled_blocked takes blocks of 128 columns together with quantized activations, not {}"),
     ):
         plan = plan_conversion(Tied(), scheme)

@@ -34,8 +34,7 @@ def pack(module: QuantLinear) -> FragmentWeight:
 def as_if_prepared(module: QuantLinear) -> QuantLinear:
     """What `prepare` does on a GPU, by hand."""
     packed = FragmentWeight.pack(module.quant_tensor().without_input())
-    module.kernel_codes, module.kernel_scale = packed.codes, packed.scale
-    module.kernel_channel_scale = packed.channel_scale
+    module.set_gpu_weight(packed)
     module.weight_packed = nn.Parameter(module.weight_packed.new_empty(0), requires_grad=False)
     return module
 

@@ -155,7 +155,7 @@ def test_compiles_fullgraph_with_dynamic_m():
         (dict(bias=torch.ones(15)), r"bias is \[16\]"),
         (dict(scheme="w4a16_g64_z"), "needs zeros"),
         (dict(scheme="q4_k"), "unknown scheme"),
-        (dict(scheme="w4a8_g64"), "multiplies 16- or 32-bit activations, w4a8_g64 asks for int8"),
+        (dict(scheme="w4a8_g64"), "multiplies 16- or 32-bit activations, w4a8_g64 has int8 activations"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(change, message):

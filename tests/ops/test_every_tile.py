@@ -12,9 +12,8 @@ from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.ops import fragment_gemm
 from lowbit.ops.fragment_gemm import plan_for
 from lowbit.ops.workspace import workspace
-from lowbit.pack import FragmentWeight, weight_form
+from lowbit.pack import FragmentWeight
 from lowbit.quantize import rtn
-from tests.tiny import with_channels
 
 LAYERS = [
     # N, K: Llama-3-8B, Llama-2-13B, Llama-3-70B, and a small one
@@ -55,11 +54,10 @@ def test_there_are_many(scheme):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_tile(scheme, dtype, invariant):
-    """With a bias; every second layer with an order and factors of x as well."""
+    """With a bias."""
     for place, (n, k, ms) in enumerate(new_tiles(scheme, invariant)):
         generator = torch.Generator("cuda").manual_seed(place)
         q = rtn(torch.randn(n, k, device="cuda", generator=generator) * 0.05, scheme)
-        q = with_channels(q) if place % 2 else q
         w, bias = FragmentWeight.pack(q), torch.randn(n, device="cuda", dtype=dtype, generator=generator)
         plain_w = q.dequantize(dtype)
         for m in ms:
@@ -87,14 +85,13 @@ def test_shares_of_the_last_wave(scheme, dtype):
         generator = torch.Generator("cuda").manual_seed(place)
         q = rtn(torch.randn(n, k, device="cuda", generator=generator) * 0.05, scheme)
         w, bias = FragmentWeight.pack(q), torch.randn(n, device="cuda", dtype=dtype, generator=generator)
-        types = [None if t is None else t.dtype for t in (w.scale, w.channel_scale)]
         x = torch.randn(m, k, device="cuda", dtype=dtype, generator=generator)
         reference, shape = mixed_gemm_reference(x, q, bias), GemmShape(m, n, k, q.scheme.weight.bits)
         plain = torch.nn.functional.linear(x, q.dequantize(dtype), bias).double()
         honest = float(((plain - reference).norm(dim=1) / reference.norm(dim=1)).max())
         tiles = [row.tile for row in candidates(shape, machine) if not row.reasons]
         for tile in (t for t in tiles if isinstance(t, WgmmaTile) and t.splits == 0):
-            plan = plan_for(tile, shape, weight_form(q.scheme, *types), dtype, True, machine)
+            plan = plan_for(tile, shape, w.form, dtype, True, machine)
             sums, arrived = workspace(x.device, *plan.workspace)
             torch.full((m, n), float("nan"), dtype=dtype, device="cuda")  # what the allocator hands out next is poisoned
             y = plan(x, w.codes, w.scale, w.channel_scale, bias, sums.fill_(float("nan")), arrived)
@@ -121,10 +118,9 @@ def test_every_tile_without_wgmma(scheme, dtype, machine):
         q = rtn(torch.randn(n, k, device="cuda", generator=generator) * 0.05, scheme)
         w, bias = FragmentWeight.pack(q), torch.randn(n, device="cuda", dtype=dtype, generator=generator)
         plain_w = q.dequantize(dtype)
-        types = [None if t is None else t.dtype for t in (w.scale, w.channel_scale)]
         for m in ms:
             shape = GemmShape(m, n, k, q.scheme.weight.bits)
-            plan = plan_for(choose(shape, machine), shape, weight_form(q.scheme, *types), dtype, True, machine)
+            plan = plan_for(choose(shape, machine), shape, w.form, dtype, True, machine)
             x = torch.randn(m, k, device="cuda", dtype=dtype, generator=generator)
             torch.full((m, n), float("nan"), dtype=dtype, device="cuda")  # what the allocator hands out next is poisoned
             call = x, w.codes, w.scale, w.channel_scale, bias, *workspace(x.device, *plan.workspace)

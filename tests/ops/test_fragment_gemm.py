@@ -182,7 +182,7 @@ def test_opcheck_compile_and_graphs():
     q = quantized("w4a16_g128", 512, 1024)
     w = FragmentWeight.pack(q)
     x = torch.randn(2, 3, 1024, device="cuda", dtype=torch.float16)
-    arguments = (x, w.codes, w.scale, w.channel_scale, None, "w4a16_g128", 512)
+    arguments = (x, w.codes, w.scale, w.channel_scale, None, "w4a16_g128", 512, False, w.subnormal)
     torch.library.opcheck(torch.ops.lowbit.fragment_gemm.default, arguments)
 
     def layer(x):
@@ -311,21 +311,25 @@ def test_order_in_graphs_behind_a_kernel_that_writes_x(m):
 
 
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w4a16_g128_z", "w4a16_g32_fz", "w8a16_g128", "w6e3m2a16_g128", "w4a16_pc"])
-def test_which_weights_may_have_bf16_scales_of_channels(scheme):
-    """They say that scales of groups wait times 2^24, which is for symmetric integers of 2 to 7 bits."""
+def test_which_weights_may_have_subnormal_codes(scheme):
+    """Those of symmetric integers of 2 to 7 bits, whose scales of channels are bf16 then; float32 without."""
     w = FragmentWeight.pack(quantized(scheme, 128, 256, device="cpu"))
     x, channel = torch.empty(4, 256, dtype=torch.float16, device="meta"), torch.ones(128, dtype=torch.bfloat16)
     codes, scale, channel = (None if t is None else t.to("meta") for t in (w.codes, w.scale, channel))
 
-    def product(channel):
-        return torch.ops.lowbit.fragment_gemm(x, codes, scale, channel, None, scheme, 128)
+    def product(channel, subnormal):
+        return torch.ops.lowbit.fragment_gemm(x, codes, scale, channel, None, scheme, 128, False, subnormal)
 
-    assert product(channel.float()).shape == (4, 128)
+    assert product(channel.float(), False).shape == (4, 128)
+    with pytest.raises(ValueError, match=r"takes float32 scales \[128\], got torch.bfloat16"):
+        product(channel, False)
     if scheme == "w4a16_g128":
-        assert w.channel_scale.dtype == torch.bfloat16 and product(channel).shape == (4, 128)
+        assert w.subnormal and w.channel_scale.dtype == torch.bfloat16 and product(channel, True).shape == (4, 128)
+        with pytest.raises(ValueError, match=r"takes bf16 scales \[128\] with subnormal codes, got torch.float32"):
+            product(channel.float(), True)
     else:
-        with pytest.raises(ValueError, match=r"takes float32 scales \[128\], got torch.bfloat16"):
-            product(channel)
+        with pytest.raises(ValueError, match="subnormal codes are symmetric integers of 2 to 7 bits"):
+            product(channel, True)
 
 
 @gpu

@@ -207,8 +207,9 @@ def operands(device, m=3, n=64, k=64, dense=False):
     weight, scheme = (w.codes, w.scale, w.channel_scale), "w4a16_g32"
     if dense:
         weight, scheme = (torch.randn(n, k, device=device, dtype=torch.float16), None, None), "dense"
-    norm = x, *weight, squares, None, scheme, n, k, 1e-5, 1.0, "silu"
-    return norm, (x, *weight, h, gamma, None, scheme, 1.0)
+    options = False, w.subnormal and not dense
+    norm = x, *weight, squares, None, scheme, n, k, 1e-5, 1.0, "silu", *options
+    return norm, (x, *weight, h, gamma, None, scheme, 1.0, *options)
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -350,16 +351,22 @@ def test_every_tile_on_a_gpu(ms, part):
     from lowbit.hardware.machine import machine_of
     from lowbit.kernels.choose.fused_gemm import chain_candidates
     from lowbit.kernels.choose.gemm import GemmShape, RingTile
-    from lowbit.kernels.sm80.small_m_gemm import NormPlan, ResidualPlan
-    from lowbit.kernels.sm90.large_m_gemm import WgmmaNormPlan, WgmmaResidualPlan
+    from lowbit.kernels.parts.epilogue import Epilogue
+    from lowbit.kernels.sm80.small_m_gemm import RingPlan
+    from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
     from lowbit.ops.workspace import workspace
-    from lowbit.pack import weight_form
 
     machine, n, k = machine_of("cuda"), 1008, 2176
     q = quantized("w4a16_g128", n, k, "cuda")
     w = FragmentWeight.pack(q)
-    form = weight_form(q.scheme, torch.float16, w.channel_scale.dtype)
-    weight, given = (w.codes, w.scale, w.channel_scale), (form, torch.float16, False)
+    form = w.form
+    weight = w.codes, w.scale, w.channel_scale, None
+
+    def plan_of(shape, tile, epilogue):
+        if isinstance(tile, RingTile):
+            return RingPlan(shape, tile, form, torch.float16, epilogue, machine.arch)
+        return WgmmaPlan(shape, tile, form, torch.float16, epilogue, machine.sm_count)
+
     for m in ms:
         shape = GemmShape(m, n, k, 4)
         x, h0 = (torch.randn(m, size, device="cuda", dtype=torch.float16) for size in (k, n))
@@ -370,24 +377,18 @@ def test_every_tile_on_a_gpu(ms, part):
         added, _, _ = residual_gemm_reference(x, q, h0, gamma)
         wanted = {gated: norm_gemm_reference(x, q, squares, width=k, eps=1e-5, gated=gated) for gated in ("silu", "none")}
         for tile in sorted(tiles, key=str)[part]:
-            if isinstance(tile, RingTile):
-                plan = ResidualPlan(shape, tile, *given, machine.arch)
-            else:
-                plan = WgmmaResidualPlan(shape, tile, *given, torch.float16, machine.sm_count)
-            h = h0.clone()
+            plan = plan_of(shape, tile, Epilogue(form.channel_scale, False, h_type="fp16"))
+            h, parts = h0.clone(), torch.full((plan.squares_parts, m), float("nan"), device="cuda")
             poison((m, n), (n, m))
-            following, parts = plan(x, weight, h, gamma, None, 1.0, *workspace(x.device, *plan.workspace))
+            following = plan(x, *weight, *workspace(x.device, *plan.workspace), parts, h, gamma, 1.0)
             assert relative_error(h, added) < 1e-3 and relative_error(parts.sum(0), h.double().square().sum(1)) < 1e-5, str(
                 tile
             )
             assert torch.equal(following, (h.float() * gamma).half()), str(tile)
             for gated, expected in wanted.items():
-                if isinstance(tile, RingTile):
-                    norm = NormPlan(shape, tile, *given, 11, gated, machine.arch)
-                else:
-                    norm = WgmmaNormPlan(shape, tile, *given, 11, gated, machine.sm_count)
+                norm = plan_of(shape, tile, Epilogue(form.channel_scale, False, 11, gated))
                 poison((m, n))
-                y = norm(x, weight, squares, None, k, 1e-5, 1.0, *workspace(x.device, *norm.workspace))
+                y = norm(x, *weight, *workspace(x.device, *norm.workspace), squares, None, None, 1.0, 1 / k, 1e-5)
                 assert relative_error(y, expected) < 2e-3, (str(tile), gated)
 
 
@@ -553,7 +554,8 @@ def test_every_tile_of_16_bit_weights_on_a_gpu(ms, part):
     from lowbit.hardware.machine import machine_of
     from lowbit.kernels.choose.fused_gemm import chain_candidates
     from lowbit.kernels.choose.gemm import DENSE_BITS, GemmShape
-    from lowbit.kernels.sm80.small_m_gemm import NormPlan, ResidualPlan
+    from lowbit.kernels.parts.epilogue import Epilogue
+    from lowbit.kernels.sm80.small_m_gemm import RingPlan
     from lowbit.ops.workspace import workspace
 
     machine, n, k = machine_of("cuda"), 1003, 2184
@@ -568,13 +570,16 @@ def test_every_tile_of_16_bit_weights_on_a_gpu(ms, part):
         tiles = [row.tile for row in chain_candidates("residual", shape, machine) if not row.reasons]
         assert len(tiles) > 8
         for tile in sorted(tiles, key=str)[part]:
-            plan, h = ResidualPlan(shape, tile, DENSE_FORM, torch.float16, False, machine.arch), h0.clone()
+            residual = Epilogue(False, False, h_type="fp16")
+            plan, h = RingPlan(shape, tile, DENSE_FORM, torch.float16, residual, machine.arch), h0.clone()
+            parts = torch.full((plan.squares_parts, m), float("nan"), device="cuda")
             poison((m, n), (n, m))
-            _, parts = plan(x, (values, None, None), h, gamma, None, 1.0, *workspace(x.device, *plan.workspace))
+            plan(x, values, None, None, None, *workspace(x.device, *plan.workspace), parts, h, gamma, 1.0)
             assert relative_error(h, added) < 1e-3 and relative_error(parts.sum(0), h.double().square().sum(1)) < 1e-5, str(
                 tile
             )
-            norm = NormPlan(shape, tile, DENSE_FORM, torch.float16, False, 11, "none", machine.arch)
+            norm = RingPlan(shape, tile, DENSE_FORM, torch.float16, Epilogue(False, False, 11), machine.arch)
             poison((m, n))
-            y = norm(x, (values, None, None), squares, None, k, 1e-5, 1.0, *workspace(x.device, *norm.workspace))
+            space = workspace(x.device, *norm.workspace)
+            y = norm(x, values, None, None, None, *space, squares, None, None, 1.0, 1 / k, 1e-5)
             assert relative_error(y, expected) < 2e-3, str(tile)

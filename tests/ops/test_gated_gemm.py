@@ -53,7 +53,7 @@ def test_rows_do_not_depend_on_the_batch_where_they_must_not():
 
 
 def on_meta(w):
-    return FragmentWeight(w.codes.to("meta"), w.scale.to("meta"), w.channel_scale, w.scheme, w.shape)
+    return FragmentWeight(w.codes.to("meta"), w.scale.to("meta"), w.channel_scale, w.scheme, w.shape, w.subnormal)
 
 
 def test_without_data():

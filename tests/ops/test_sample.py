@@ -19,7 +19,7 @@ PROMPT, ANSWER = (5, 7, 7, 9), (9, 11, 11, 11, 2, 40)
 
 
 def state_with(*requests, answer=()):
-    """A slot for each request, so far into its answer, and one that is nobody's."""
+    """A slot for each request, at some token of its answer, and the dummy slot."""
     state = SamplingState.make(len(requests) + 1, VOCAB, ENDS, "cpu")
     for slot, request in enumerate(requests):
         state.set(slot, request, PROMPT)
@@ -222,7 +222,7 @@ def test_what_a_call_writes():
     torch.testing.assert_close(logprobs, logits.float().log_softmax(1).gather(1, out.long()[:, None])[:, 0])
     assert out[1:].tolist() == logits[1:].argmax(1).tolist()
     assert int(state.counts[1, out[0]]) & 0xFFFF == 1 and not state.counts[0].any(), "counted only where penalties read it"
-    assert torch.equal(state.settings[2], before[2]), "the last slot is nobody's"
+    assert torch.equal(state.settings[2], before[2]), "the last slot is a dummy"
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_settings_out_of_range_are_refused(wrong, said):
 
 def test_what_does_not_fit_together_is_refused():
     state = state_with(Sampling())
-    with pytest.raises(ValueError, match=r"slots are 0 to 0 \(the last one is nobody's\), got 1"):
+    with pytest.raises(ValueError, match=r"slots are 0 to 0 \(the last one is a dummy\), got 1"):
         state.set(1, Sampling(), ())
     with pytest.raises(ValueError, match="tokens are 0 to 299, the prompt has 3 to 300"):
         state.set(0, Sampling(presence_penalty=1.0), (3, 300))

@@ -88,7 +88,7 @@ def test_sums_of_batch_invariant_tiles_do_not_depend_on_m():
 def test_why_the_other_kernel_is_not_it():
     said = {kernel.name: "; ".join(reasons) for kernel, reasons in rows(on_h200("w4a16_g128", 16))}
     assert said["ring_gemm"] == "" and "would take" in said["wgmma_gemm"] and "the other kernel" in said["wgmma_gemm"]
-    assert said["scaled_gemm"] == "multiplies 8-bit activations, the scheme asks for 16 bits"
+    assert said["scaled_gemm"] == "multiplies 8-bit activations, the scheme has 16 bits"
     assert said["torch_int4"] == "runs on a CPU, x is on a GPU"
     said = {kernel.name: "; ".join(reasons) for kernel, reasons in rows(on_h200("w4a16_g128", 64))}
     assert said["wgmma_gemm"] == "" and said["ring_gemm"] == "is not for M 64"
@@ -126,27 +126,6 @@ def test_a_slow_layer_is_told_in_the_report_and_warned_of_once():
         for _ in range(3):
             warn_slow("w4a8_g64", ("take groups of multiples of 128",))
     assert len(seen) == 1 and "several times slower" in str(seen[0].message)
-
-
-@pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.product)
-@pytest.mark.parametrize("scheme", ["w4a16_g128", "w4a16_pc", "w8a16", "w8a16_g64", "w4a16_g64_fz"])
-def test_weights_in_tensorrt_llms_order_have_one_kernel(scheme, machine):
-    """Which takes nothing else, and is never chosen for weights that can be brought into another form."""
-    for m in MS:
-        problem = replace(on_h200(scheme, m), machine=machine, form="interleaved")
-        assert [kernel.name for kernel, reasons in rows(problem) if not reasons] == ["interleaved_gemm"]
-        assert describe(problem).startswith("interleaved_gemm, mma ") and not why_slow(problem)
-        said = {kernel.name: reasons for kernel, reasons in rows(replace(problem, form=None))}
-        assert said["interleaved_gemm"] == (
-            "is for weights that wait in TensorRT-LLM's order, these are brought into fragments",
-        )
-    said = {kernel.name: reasons for kernel, reasons in rows(replace(problem, scheme=parse_scheme("w6e3m2a16")))}
-    assert "integers of 4 and 8 bits, not fp6_e3m2" in said["interleaved_gemm"][0]
-    assert said["ring_gemm"] == ("reads weights in the form fragments, this one waits in the form interleaved",)
-    with pytest.raises(
-        UnsupportedProblem, match=r"K must be a multiple of 64; warps take 16 channels .* N 4100 is no multiple"
-    ):
-        choose(replace(problem, n=4100, k=4000))
 
 
 def test_nothing_for_it_lists_everybody():
@@ -279,19 +258,16 @@ def test_rows_of_the_ring_kernel_have_the_same_bits_in_every_batch(scheme):
     from lowbit.kernels.choose.gemm import choose as choose_tile
     from lowbit.ops.fragment_gemm import plan_for
     from lowbit.ops.workspace import workspace
-    from lowbit.pack import FragmentWeight, weight_form
+    from lowbit.pack import FragmentWeight
 
     n, k, older = 1024, 4096, typical_machine(80)
     q = rtn(torch.randn(n, k, device="cuda"), scheme)
     w = FragmentWeight.pack(q)
-    form = weight_form(
-        q.scheme, None if w.scale is None else w.scale.dtype, None if w.channel_scale is None else w.channel_scale.dtype
-    )
     x = torch.randn(300, k, device="cuda", dtype=torch.float16)
 
     def product(rows):
         shape = GemmShape(len(rows), n, k, q.scheme.weight.bits)
-        plan = plan_for(choose_tile(shape, older, True), shape, form, torch.float16, False, older)
+        plan = plan_for(choose_tile(shape, older, True), shape, w.form, torch.float16, False, older)
         return plan(rows, w.codes, w.scale, w.channel_scale, None, *workspace(x.device, *plan.workspace))
 
     whole = product(x)

@@ -44,7 +44,7 @@ def test_bytes_by_hand():
 
 @pytest.mark.parametrize(("storage", "code"), [("u4", 16), ("u4", -1), ("s8", 128)])
 def test_codes_out_of_range_are_refused(storage, code):
-    with pytest.raises(ValueError, match="codes lie in"):
+    with pytest.raises(ValueError, match="codes are in"):
         Nhwc64(storage).pack(torch.full((1, 1, 1, 1), code))
 
 

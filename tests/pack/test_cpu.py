@@ -14,7 +14,6 @@ from lowbit.pack.cpu import (
     pack_int4,
     pack_int8,
     row_blocks,
-    unpack_cpu_codes,
 )
 from lowbit.quantize import rtn
 
@@ -36,7 +35,7 @@ def quantized(name, n, k):
 def test_int4_codes_come_back(name, n, k):
     q = quantized(name, n, k)
     w = pack_int4(q)
-    assert torch.equal(unpack_cpu_codes(w), q.codes)
+    assert torch.equal(w.unpack_codes(), q.codes)
     assert w.codes.nbytes == n * k // 2 and w.scale.shape == (k // w.group, n, 2)
 
 
@@ -44,7 +43,7 @@ def test_pieces_lie_as_the_whole(monkeypatch):
     q = quantized("w4a16_g32", 304, 384)
     whole = pack_int4(q)
     monkeypatch.setattr("lowbit.pack.cpu.PIECE_WEIGHTS", 384 * 70)
-    assert torch.equal(pack_int4(q).codes, whole.codes) and torch.equal(unpack_cpu_codes(whole), q.codes)
+    assert torch.equal(pack_int4(q).codes, whole.codes) and torch.equal(whole.unpack_codes(), q.codes)
 
 
 @pytest.mark.parametrize("name", ["w4a16_g32", "w4a16_g32_z", "w2a16_g32_z"])
@@ -53,7 +52,7 @@ def test_every_int4_code_in_every_place(name):
     for step in range(16):
         codes = (torch.arange(112 * 64).view(112, 64) * 7 + step) % (1 << q.scheme.weight.bits)
         moved = type(q)(codes.to(torch.uint8), q.scale, q.zero, q.scheme)
-        assert torch.equal(unpack_cpu_codes(pack_int4(moved)), moved.codes)
+        assert torch.equal(pack_int4(moved).unpack_codes(), moved.codes)
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
@@ -61,7 +60,7 @@ def test_every_int4_code_in_every_place(name):
 def test_int8_codes_come_back(name, n, k):
     q = quantized(name, n, k)
     w = pack_int8(q)
-    assert torch.equal(unpack_cpu_codes(w), q.codes)
+    assert torch.equal(w.unpack_codes(), q.codes)
     assert torch.equal(w.codes.float() * w.scale.float()[:, None], q.dequantize()) or w.scale.dtype == torch.bfloat16
 
 
@@ -92,7 +91,7 @@ def test_what_torch_cannot_take_is_refused_with_every_reason():
 
 def test_other_cpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    reason = "is fast with AVX2 or AVX-512 only, torch finds DEFAULT here"
+    reason = "is fast with AVX2 or AVX-512 only, torch reports DEFAULT here"
     assert int4_refusals(parse_scheme("w4a16_g64"), (64, 64)) == int8_refusals(parse_scheme("w8a16"), (64, 64)) == (reason,)
 
 
@@ -103,7 +102,7 @@ def test_an_order_that_is_not_known_is_an_error(monkeypatch):
     q = quantized("w4a16_g32", 64, 64)
     cpu.block_rows(), cpu._column_order(cpu.block_rows()), cpu._column_order(64)
     monkeypatch.setattr(cpu, "_pack_with_torch", lambda codes: torchs(codes).flip(0))
-    with pytest.raises(ValueError, match="orders the weights of its int4 product in a way not known here"):
+    with pytest.raises(ValueError, match="orders the weights of its int4 product in an unknown way"):
         pack_int4(q)
 
 

@@ -29,14 +29,14 @@ def test_float32_scales_per_channel_stay_exact_beside_integer_zeros(scheme):
     assert torch.equal(weights, q.dequantize())
     back = w.unpack()
     assert torch.equal(back.zero, q.zero) and torch.equal(back.scale, q.scale) and torch.equal(back.codes, q.codes)
-    form = weight_form(q.scheme, w.scale.dtype, torch.float32)
+    form = w.form
     assert form.channel_scale and form.group == 128 and form.zero == "integer"
 
 
 def test_which_scales_wait_for_the_end():
     def kind(scheme):
         parsed = parse_scheme(scheme)
-        form = weight_form(parsed, torch.float16, torch.float32 if has_channel_scale(parsed) else None)
+        form = weight_form(parsed, torch.float16, has_channel_scale(parsed))
         return form.group, form.channel_scale
 
     assert kind("w8a16") == (0, True) and kind("w8a16_t") == (0, True)
@@ -71,7 +71,7 @@ def test_scales_of_groups_in_32_bits_are_rounded_as_stated(scheme):
             continue
         largest = torch.maximum(*(t.abs().amax(dim=1, keepdim=True) for t in (q.scale, ours)))
         assert bool(((stored - ours).abs() <= torch.maximum(ours.abs() * 2**-11, largest * 2**-24)).all())
-    assert weight_form(q.scheme, w.scale.dtype, w.channel_scale.dtype).channel_scale
+    assert w.form.channel_scale
     half = QuantTensor(q.codes, torch.ones_like(q.scale).half(), None if zero is None else torch.ones_like(zero).to(
         torch.uint8 if zero.dtype == torch.uint8 else torch.float16), q.scheme)  # fmt: skip
     if not has_channel_scale(q.scheme):
@@ -89,7 +89,7 @@ def test_scales_that_wait_for_codes_as_subnormal_numbers(bits, dtype):
     scale[3, 1] = scale[7] = 0
     q = QuantTensor(q.codes, scale, None, q.scheme)
     w = FragmentWeight.pack(q)
-    form = weight_form(q.scheme, w.scale.dtype, None if w.channel_scale is None else w.channel_scale.dtype)
+    form = w.form
     assert form.subnormal == form.scaled_twice == (bits < 8) and w.scale.dtype == dtype
     assert torch.equal(w.unpack().scale.float(), scale.float()) and torch.equal(w.unpack().codes, q.codes)
     if bits < 8:

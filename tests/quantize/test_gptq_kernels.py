@@ -53,9 +53,9 @@ class StepByStep(_GpuGrid):
         low, high = w.amin(dim=1), w.amax(dim=1)
         low = torch.stack([low[rows == s].amin() for s in range(count)])
         high = torch.stack([high[rows == s].amax() for s in range(count)])
-        scales, zeros = spanning(torch.stack([low, high], dim=1), self.scheme, self.scale.dtype, self._tried[:, None])
+        scales, zeros = spanning(torch.stack([low, high], dim=1), self.scheme, self.scale.dtype, self._clip_factors[:, None])
         own, offset = scales[:, rows], None if zeros is None else zeros[:, rows]
-        total = torch.zeros(len(self._tried), n, device=w.device)
+        total = torch.zeros(len(self._clip_factors), n, device=w.device)
         for j in range(w.shape[1]):
             difference = values(nearest(w[:, j], own, offset, self.scheme), own, offset, self.scheme) - w[:, j]
             total += difference * difference * (cost[j] if self._by_loss else 1)

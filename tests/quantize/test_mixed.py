@@ -9,7 +9,7 @@ import torch
 
 from lowbit.formats import parse_scheme
 from lowbit.quantize import rtn
-from lowbit.quantize.mixed import Candidate, choose, sensitivity, stored_bits
+from lowbit.quantize.mixed import SchemeCost, choose, sensitivity, stored_bits
 from tests.quantize.data import weights
 
 SCHEMES = [parse_scheme(name) for name in ("w2a16_g32", "w3a16_g32", "w4a16_g32", "w8a16_g32")]
@@ -57,7 +57,7 @@ def test_within_a_step_of_the_best(seed):
     for name in "abcdef":
         bits = (torch.randperm(20, generator=g)[:4] + 1).sort().values.tolist()
         errors = torch.rand(4, generator=g).sort(descending=True).values.tolist()
-        units[name] = [Candidate(s, e, b) for s, e, b in zip(SCHEMES, errors, bits, strict=True)]
+        units[name] = [SchemeCost(s, e, b) for s, e, b in zip(SCHEMES, errors, bits, strict=True)]
     budget = sum(min(c.bits for c in unit) for unit in units.values()) + 25
     chosen = choose(units, budget)
     assert sum(c.bits for c in chosen.values()) <= budget
@@ -70,10 +70,10 @@ def test_within_a_step_of_the_best(seed):
 
 def test_a_candidate_that_is_larger_and_worse_is_never_taken():
     a, b, c, _ = SCHEMES
-    units = {"x": [Candidate(a, 1.0, 10), Candidate(b, 2.0, 20), Candidate(c, 0.5, 30)]}
+    units = {"x": [SchemeCost(a, 1.0, 10), SchemeCost(b, 2.0, 20), SchemeCost(c, 0.5, 30)]}
     assert choose(units, 100)["x"].bits == 30 and choose(units, 29)["x"].bits == 10
 
 
 def test_too_small_a_budget_is_said():
     with pytest.raises(ValueError, match="smallest candidates take 10 bits, the budget is 9"):
-        choose({"x": [Candidate(SCHEMES[0], 1.0, 10)]}, 9)
+        choose({"x": [SchemeCost(SCHEMES[0], 1.0, 10)]}, 9)

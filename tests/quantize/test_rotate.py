@@ -7,7 +7,7 @@ from functools import reduce
 import pytest
 import torch
 
-from lowbit.quantize.rotate import ROWS_AT_ONCE, Rotation, rotation_factors
+from lowbit.quantize.rotate import ELEMENTS_AT_ONCE, Rotation, rotation_factors
 
 HIDDEN = (
     64,
@@ -81,8 +81,8 @@ def test_a_seed_is_a_rotation():
 def test_rows_go_in_pieces(monkeypatch):
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
     whole = Rotation(64, 0).apply(x)
-    monkeypatch.setattr("lowbit.quantize.rotate.ROWS_AT_ONCE", 128)
-    assert torch.equal(Rotation(64, 0).apply(x), whole) and x.numel() < ROWS_AT_ONCE
+    monkeypatch.setattr("lowbit.quantize.rotate.ELEMENTS_AT_ONCE", 128)
+    assert torch.equal(Rotation(64, 0).apply(x), whole) and x.numel() < ELEMENTS_AT_ONCE
 
 
 def test_an_outlier_is_spread():

@@ -15,9 +15,9 @@ from lowbit._version import __version__
 from lowbit.cli.commands import app
 from lowbit.folders import tuned_file
 from lowbit.hardware.machine import machine_of, typical_machine
-from lowbit.kernels.choose import kept
+from lowbit.kernels.choose import tuned
 from lowbit.kernels.choose.gemm import KINDS, GemmShape, choose
-from lowbit.kernels.choose.kept import Kept
+from lowbit.kernels.choose.tuned import TunedRow
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.tune import run as tune
 from lowbit.tune.run import Tuned, fastest, keep, products_of_model, with_a_choice
@@ -29,9 +29,9 @@ H200 = typical_machine(90)
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    kept.forget()
+    tuned.forget()
     yield tmp_path / "cache"
-    kept.forget()
+    tuned.forget()
 
 
 def test_products_of_a_model(tmp_path):
@@ -69,15 +69,17 @@ def test_an_embedding_is_a_product_where_it_is_the_head(tied, tmp_path):
 
 def test_another_tile_is_kept_where_it_gains():
     us = {"a": 10.0, "b": 9.8, "c": 12.0}
-    assert fastest("a", us, 16, "today") == Kept(16, "a", 10.0, 10.0, "today")
-    assert fastest("c", us, 16, "today") == Kept(16, "b", 9.8, 12.0, "today")
-    assert fastest("d", us, 16, "today") == Kept(16, "b", 9.8, 9.8, "today"), "the modelled one failed"
+    assert fastest("a", us, 16, "today") == TunedRow(16, "a", 10.0, 10.0, "today")
+    assert fastest("c", us, 16, "today") == TunedRow(16, "b", 9.8, 12.0, "today")
+    assert fastest("d", us, 16, "today") == TunedRow(16, "b", 9.8, 9.8, "today"), "the modelled one failed"
 
 
 def test_files_add_up(cache):
     """Newer figures replace older ones of the same product; what another version measured goes."""
     file = tuned_file("H200")
-    first, second = (Tuned("w4a16_g128", 4096, 4096, Kept(m, "wgmma 64 2 8 2 2", 9.0, 10.0, "2026-11-23")) for m in (64, 128))
+    first, second = (
+        Tuned("w4a16_g128", 4096, 4096, TunedRow(m, "wgmma 64 2 8 2 2", 9.0, 10.0, "2026-11-23")) for m in (64, 128)
+    )
     keep(file, [first], H200)
     keep(file, [second, replace(first, kept=replace(first.kept, us=8.0))], H200)
     rows = json.loads(file.read_text())["products"]["GemmShape 4096 4096 4"]
@@ -94,7 +96,7 @@ def test_files_add_up(cache):
 def test_two_that_write_at_once_lose_nothing(cache, monkeypatch):
     """The second one comes when the first has read the file and not yet written it."""
     file, write, threads, said = tuned_file("H200"), tune.write_json, [], []
-    rows = [Tuned("w4a16_g128", 4096, 4096, Kept(m, "wgmma 64 2 8 2 2", 9.0, 10.0, "2026-11-23")) for m in (64, 128)]
+    rows = [Tuned("w4a16_g128", 4096, 4096, TunedRow(m, "wgmma 64 2 8 2 2", 9.0, 10.0, "2026-11-23")) for m in (64, 128)]
 
     def first_comes_the_other(path, document):
         if not threads:
@@ -115,7 +117,7 @@ def test_a_damaged_file_is_written_anew(text, cache):
     file = tuned_file("H200")
     file.parent.mkdir(parents=True)
     file.write_text(text.replace("VERSION", __version__))
-    keep(file, [Tuned("w8a16", 64, 128, Kept(1, "ring 8 1 1 1 8 1", 1.0, 2.0, "2026-11-23"))], H200)
+    keep(file, [Tuned("w8a16", 64, 128, TunedRow(1, "ring 8 1 1 1 8 1", 1.0, 2.0, "2026-11-23"))], H200)
     assert list(json.loads(file.read_text())["products"]) == ["GemmShape 64 128 8"]
 
 
@@ -159,6 +161,6 @@ def test_what_is_measured_is_launched(cache, monkeypatch):
         here = machine_of("cuda")
         assert here.tuned == str(tuned_file(here.product)) and any(here.tuned in line for line in said)
         tile = choose(GemmShape(64, 1024, 2048, 4), here)
-        assert kept.written(tile, KINDS) == rows[1].kept.tile
+        assert tuned.written(tile, KINDS) == rows[1].kept.tile
     finally:
         _machine_of.cache_clear()

@@ -7,8 +7,8 @@ import torch
 
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, WgmmaTile, choose
-from lowbit.kernels.choose.kept import read, written
 from lowbit.kernels.choose.scaled_gemm import ScaledTile
+from lowbit.kernels.choose.tuned import read, written
 from lowbit.tune import trials
 from lowbit.tune.timing import WrongResult
 

@@ -1,8 +1,8 @@
-"""Which tile attends over a paged cache in a decode step: candidates, why some cannot, what each would cost, the choice.
+"""Choice of tile for paged attention in a decode step: candidates, reasons against them, cost model.
 
-Pure functions of a shape and a machine, without Triton. What a step costs depends on contexts that change from step to step
-while the grid of a captured graph does not, so a tile is chosen for several: all rows at one of COMMON or of PARTS of the
-longest a slot can have, and rows of half that with one of the longest among them, whose last programs run alone.
+Pure functions of a shape and a machine, without Triton. The cost depends on contexts that change from step to step, while the
+grid of a captured graph does not. So a tile is chosen for a mix: all rows at one of COMMON or of PARTS of the longest context,
+and rows of half that with one of the longest among them, whose last programs run alone.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ import math
 from dataclasses import dataclass
 
 from lowbit.hardware.machine import Machine
-from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
+from lowbit.kernels.choose.candidate import Candidate, first_feasible, ordered
 
 PAGE = 128
 """Tokens of a page."""
 
 COMMON = (300, 1100)
-"""Tokens of contexts that are taken for common; no multiples of what tiles are made of, as contexts hardly ever are."""
+"""Contexts that are considered common; no multiples of tile sizes, as contexts hardly ever are."""
 
 PARTS = (0.3, 0.55, 0.9)
-"""And of the longest context."""
+"""Fractions of the longest context that are considered too."""
 
 INVARIANT_ROWS = 16
-"""Rows for which the tile is chosen that all batches have under `batch_invariant`."""
+"""Rows for which `batch_invariant` tiles are chosen."""
 
 GROUP_ROWS = 16
-"""Rows of q of a tile of mma.sync: the heads that share a kv head, filled up."""
+"""Rows of q of a tile of mma.sync: the query heads of a kv head, padded."""
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What attention computes, of every token and layer alike.
+    """Parameters of attention, the same for every token and layer.
 
-    `scale` is the factor of q . k. The first `rotary_dim` elements of each head of q and k turn, the first half of them with
-    the second. `softcap`: scores s become softcap * tanh(s / softcap); 0: they do not. `window`: a token sees the last
-    `window` tokens, itself included; 0: all. If gammas are given, heads of q and k are RMS-normed before they turn, with
-    `norm_eps`, and a gamma counts as `norm_offset` + gamma.
+    `scale` is the factor of q . k. RoPE rotates the first `rotary_dim` elements of each head of q and k, the first half of them
+    with the second. `softcap`: scores s become softcap * tanh(s / softcap); 0: no softcap. `window`: a token attends to the
+    last `window` tokens, itself included; 0: all. If gammas are given, heads of q and k are RMS-normed before RoPE, with
+    `norm_eps`; the factor is `norm_offset` + gamma.
     """
 
     heads: int
@@ -52,7 +52,7 @@ class AttentionShape:
 
     @property
     def group(self) -> int:
-        """Heads of q that share a head of k and v."""
+        """Query heads per kv head."""
         return self.heads // self.kv_heads
 
     @property
@@ -62,17 +62,17 @@ class AttentionShape:
 
     @property
     def lanes(self) -> int:
-        """Elements of a head, filled up to a power of two."""
+        """Elements of a head, padded to a power of two."""
         return 1 << (self.head_dim - 1).bit_length()
 
     @property
     def token_bytes(self) -> int:
-        """Of the keys and values of a token in 16 bits."""
+        """Bytes of the keys and values of a token in 16 bits."""
         return 4 * self.kv_heads * self.head_dim
 
 
 def shape_refusals(shape: AttentionShape) -> tuple[str, ...]:
-    """Why a shape is none; empty if plain torch can compute it."""
+    """Reasons why a shape is invalid; empty if plain torch can compute it."""
     reasons = []
     if min(shape.heads, shape.kv_heads, shape.head_dim) < 1 or shape.heads % max(shape.kv_heads, 1):
         reasons.append(f"{shape.heads} heads are no multiple of {shape.kv_heads} kv heads")
@@ -84,7 +84,7 @@ def shape_refusals(shape: AttentionShape) -> tuple[str, ...]:
 
 
 def attention_refusals(shape: AttentionShape) -> tuple[str, ...]:
-    """Why sm80/paged_attention.py cannot compute a shape; empty if it can."""
+    """Reasons why sm80/paged_attention.py cannot compute a shape; empty if it can."""
     reasons = list(shape_refusals(shape))
     if shape.head_dim % 8 or not 16 <= shape.head_dim <= 256:
         reasons.append(f"heads have 16 to 256 elements, a multiple of 8, got {shape.head_dim}")
@@ -95,9 +95,10 @@ def attention_refusals(shape: AttentionShape) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Configuration of sm80/paged_attention.py: the tokens of a row are cut into at most `splits` parts of at least `chunk`
-    tokens; a program of `warps` warps reads one part of one kv head, `block` tokens at a time: with one stage a block ahead, in
-    registers, the first before the wait for the kernel before; with more of them so many blocks, in shared memory."""
+    """Configuration of sm80/paged_attention.py: a row's context is cut into at most `splits` splits of at least `chunk` tokens.
+    A program of `warps` warps reads one split of one kv head, `block` tokens at a time. With one stage the next block is in
+    registers, the first one loaded before the wait for the previous kernel; with more, that many blocks are in shared
+    memory."""
 
     splits: int
     chunk: int
@@ -115,7 +116,7 @@ class DecodeTile:
         return f"{parts}, {self.block} tokens at a time by {self.warps} warp{'s' if self.warps > 1 else ''}{ahead}"
 
     def active(self, tokens: int) -> int:
-        """Parts of so many tokens that have work, as the kernel counts them."""
+        """Number of splits with work at a context of `tokens`, as the kernel computes it."""
         blocks = -(-tokens // self.block)
         parts = max(1, min(self.splits, -(-blocks * self.block // self.chunk)))
         return max(1, -(-blocks // max(1, -(-blocks // parts))))
@@ -123,8 +124,8 @@ class DecodeTile:
 
 @dataclass(frozen=True)
 class MeasuredDecode:
-    """A tile of the fastest step that was tried, all kernels launched programmatically, rows at context 1024, or the fastest
-    alone; `rows` and `longest` are those for which it stands, first and last."""
+    """A measured tile, of the fastest decode step tried (all kernels launched programmatically, context 1024) or the fastest
+    alone; used for `rows` and `longest` between the first and last values."""
 
     product: str
     date: str
@@ -138,7 +139,7 @@ class MeasuredDecode:
         return f"measured on {self.product}, {self.date}: {self.note}"
 
     def holds_for(self, rows: int, shape: AttentionShape, longest: int, machine: Machine) -> bool:
-        """Whether attention is this one."""
+        """True if the row applies."""
         same = (self.product, self.heads) == (machine.product, (shape.heads, shape.kv_heads, shape.head_dim))
         fits = self.rows[0] <= rows <= self.rows[1] and self.longest[0] <= longest <= self.longest[1]
         return same and fits and not shape.window
@@ -146,7 +147,7 @@ class MeasuredDecode:
 
 @dataclass(frozen=True)
 class DecodeCandidate(Candidate[DecodeTile]):
-    """A candidate with the measurement that puts it first, if there is one."""
+    """A candidate with the measurement that ranks it first, if there is one."""
 
     measured: MeasuredDecode | None = None
 
@@ -154,12 +155,11 @@ class DecodeCandidate(Candidate[DecodeTile]):
 def candidates_decode(
     rows: int, shape: AttentionShape, longest: int, machine: Machine, *, batch_invariant: bool = False
 ) -> list[DecodeCandidate]:
-    """Every tile considered for `rows` rows and contexts up to `longest` tokens: the measured one, then the cheapest first,
-    those that cannot last.
+    """All candidates for `rows` rows and contexts up to `longest` tokens: the measured one, then by cost, infeasible ones last.
 
-    Costs are the geometric mean of the modelled microseconds of rows that are all alike, at contexts of COMMON and of PARTS of
-    the longest, and of rows of half the longest with one of the longest among them. With `batch_invariant` they are those of
-    INVARIANT_ROWS rows: a row is then cut in the same way in every batch.
+    The cost is the geometric mean of modelled microseconds of uniform rows, at contexts of COMMON and of PARTS of the longest,
+    and of rows of half the longest with one of the longest among them. With `batch_invariant` it is that of INVARIANT_ROWS
+    rows: a row is then split in the same way in every batch.
     """
     rows = INVARIANT_ROWS if batch_invariant else rows
     contexts = [*(min(size, longest) for size in COMMON), *(int(part * longest) for part in PARTS)]
@@ -177,12 +177,12 @@ def candidates_decode(
 def choose_decode(
     rows: int, shape: AttentionShape, longest: int, machine: Machine, batch_invariant: bool = False
 ) -> DecodeTile:
-    """The cheapest of the candidates that can; raises ValueError with everybody's reasons when none can."""
-    return first_that_can(candidates_decode(rows, shape, longest, machine, batch_invariant=batch_invariant), shape, machine)
+    """The first feasible candidate; raises ValueError with the reasons against each when there is none."""
+    return first_feasible(candidates_decode(rows, shape, longest, machine, batch_invariant=batch_invariant), shape, machine)
 
 
 def _tiles(shape: AttentionShape, longest: int) -> list[DecodeTile]:
-    """A warp has 2048 elements each of the keys and values under way: 64 registers a thread."""
+    """Candidate tiles. A warp has 2048 elements each of keys and of values in flight: 64 registers a thread."""
     tiles = []
     for warps in (1, 2, 4):
         block = min(PAGE, 2048 * warps // shape.lanes)
@@ -204,25 +204,25 @@ def _reasons(tile: DecodeTile, shape: AttentionShape) -> tuple[str, ...]:
 
 
 START_US = 2.8
-"""Launch, the loads that need one another (row, position, page, keys), q, and the store."""
+"""Launch, the dependent loads (row, position, page, keys), q, and the store."""
 TURN_US = {1: 0.87, 2: 1.5, 4: 1.79}
-"""A turn of the loop of so many warps, in which one block of keys and values arrives and is multiplied, alone on an SM."""
+"""Time of a main-loop iteration by number of warps: one block of keys and values is loaded and multiplied, alone on an SM."""
 CROWDED = 0.41
-"""How much longer it takes on an SM that is full."""
+"""Factor on it on a full SM."""
 READ_SHARE = {1: 1.0, 2: 1.0, 4: 1.1}
-"""Time over that of the bare read where memory binds: warps of a program wait for each other."""
+"""Time relative to a plain read where memory is the bottleneck: warps of a program synchronise."""
 WAVE_US = 3.5
 """Programs that start when others have ended."""
 MEET_US = (0.8, 0.76)
-"""The parts of a row meet: the counter, and a round of reading what `combine` holds at a time."""
+"""Reduction of a row's splits: the counter, and one iteration of `combine`."""
 # Fitted to 167 timings, H200, 2026-11-22, 32 heads over 8 kv heads of 128, random pages, batch 1 to 64, contexts 256 to 32768
 # (`python -m benchmarks.tuning.attention --tiles 9`): error 8.5 % (root mean square); the choice for one batch and
 # context was 3.4 % slower than the best tile in the mean. Two warps fitted best with 1.55 us; 1.5 keeps at batch 4 the tile
-# with which the whole step was faster (1780 us against 1847). `combine` reads more parts in a round since.
+# with which the whole step was faster (1780 us against 1847). `combine` reads more splits per iteration since then.
 
 
 def registers(tile: DecodeTile, shape: AttentionShape) -> int:
-    """Of a thread, about: q, sums, one block of keys and one of values, and the rest."""
+    """Estimated registers per thread: q, sums, one block of keys and one of values, and the rest."""
     lanes = shape.lanes
     return min(255, lanes // 4 + lanes // (2 * tile.warps) + tile.block * lanes // (32 * tile.warps) + 90)
 
@@ -233,14 +233,14 @@ def resident(tile: DecodeTile, shape: AttentionShape) -> int:
 
 
 def combine_round(warps: int, shape: AttentionShape) -> int:
-    """Parts that the program which comes last reads at a time: 128 registers a thread, half as many where its many heads take
-    others; a power of two."""
+    """Splits that the last program reads at a time: 128 registers a thread, half as many where many heads take others; a power
+    of two."""
     group = 1 << (shape.group - 1).bit_length()
     return max(1, min(16, (4096 if group <= 8 else 2048) * warps // (group * shape.lanes)))
 
 
 def modelled_us(tile: DecodeTile, rows: int, shape: AttentionShape, context: int, longest: int, machine: Machine) -> float:
-    """Time of one launch for `rows` rows of `context` tokens each, one of which has `longest` instead."""
+    """Modelled time of one launch for `rows` rows of `context` tokens each, one of which has `longest` instead."""
     tokens, most = (min(size, shape.window) if shape.window else size for size in (context, longest))
     active = tile.active(tokens)
     programs, places = rows * shape.kv_heads * active, machine.sm_count * resident(tile, shape)
@@ -252,7 +252,7 @@ def modelled_us(tile: DecodeTile, rows: int, shape: AttentionShape, context: int
     return START_US + math.hypot(memory_us**2, turns_us**2) ** 0.5 + WAVE_US * (waves - 1) + meet_us
 
 
-# ---- where a step was measured; other rows are modelled, and with one stage
+# ---- measured decode steps; other shapes are modelled, with one stage
 
 MEASURED: tuple[MeasuredDecode, ...] = (
     MeasuredDecode(

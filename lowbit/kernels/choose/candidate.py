@@ -1,4 +1,4 @@
-"""What the choices of all kernels share: a tile with its reasons and its modelled time, their order, the first that can."""
+"""Candidates of all kernels: a tile with the reasons against it and its modelled time; their order; the first feasible one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ C = TypeVar("C", bound="Candidate")
 
 @dataclass(frozen=True)
 class Candidate(Generic[T]):
-    """A tile, its reasons against the problem (empty: it can), its modelled time in microseconds, and the measurement that
-    puts it first, if there is one."""
+    """A tile, the reasons against it (empty: feasible), its modelled time in microseconds, and the measurement that ranks it
+    first, if there is one."""
 
     tile: T
     reasons: tuple[str, ...]
@@ -24,17 +24,17 @@ class Candidate(Generic[T]):
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
-        """What candidates are ordered by: whether it cannot, whether no measurement puts it first, its cost."""
+        """Sort key: infeasible, without a measurement, cost."""
         return bool(self.reasons), self.measured is None, self.cost_us
 
 
 def ordered(rows: Iterable[C]) -> list[C]:
-    """What was measured to be best, then the cheapest first, those that cannot last."""
+    """Sorts candidates: measured ones, then by cost, infeasible ones last."""
     return sorted(rows, key=lambda row: row.rank)
 
 
-def first_that_can(rows: Sequence[Candidate[T]], shape: object, machine: Machine) -> T:
-    """The tile of the first candidate without a reason; raises ValueError with everybody's reasons when there is none."""
+def first_feasible(rows: Sequence[Candidate[T]], shape: object, machine: Machine) -> T:
+    """The tile of the first feasible candidate; raises ValueError with the reasons against each when there is none."""
     for row in rows:
         if not row.reasons:
             return row.tile

@@ -1,8 +1,8 @@
-"""Which kernel and which tile convolve a layer: candidates, why some cannot, what each would cost, the choice.
+"""Choice of kernel and tile for a convolution: candidates, reasons against them, cost model.
 
-Pure functions of a spec, a size and a machine, without Triton: a laptop can say what a server would do and why. Where several
-kernels can, the order in which they were measured decides (H200, 2026-11-21, ResNet-50; docs/log); of one kernel's tiles the
-cheapest. Costs are turns: 64 pixels x 128 outputs that the busiest SM multiplies one after another.
+Pure functions of a spec, a size and a machine, without Triton: a laptop can explain what a server would choose. Where several
+kernels are feasible, a measured order decides (H200, 2026-11-21, ResNet-50; docs/log); of one kernel's tiles the cheapest.
+The cost unit is 64 pixels x 128 outputs on the busiest SM.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ from lowbit.pack.stem import StemImages
 from lowbit.pack.stem_fragment import StemFragments
 
 UNIT = 1024
-"""Bytes; parts of shared memory start at multiples of it."""
+"""Alignment in bytes of regions of shared memory."""
 
 BLOCK_BYTES = 1024
 """Shared memory of each block that the system uses."""
 
 MOST_ROWS = 256
-"""Rows of a strip that one copy brings."""
+"""Rows of a strip that one TMA copy loads."""
 
 STRIPS = 2
-"""Strips of a block: one is read, one is filled."""
+"""Strips in shared memory: one is read while one is filled."""
 
 MOST_WIDTH = 63
-"""Pixels of a row of a block: what the windows of 128 pixels reach over is copied at once, 256 pixels at most."""
+"""Largest image width of the block kernel: the strip under the windows of 128 pixels is one copy, 256 pixels at most."""
 
 FOLLOWING = (64, 128)
-"""Outputs that the first convolution of the next block may have in the kernel for blocks."""
+"""Outputs that the block kernel supports for the first convolution of the next block."""
 
 NARROW_COST = 1.2
-"""Time of 64 pixels of a tile of 64 against that of a third of a tile of 192 (H200, 2026-11-21, ResNet-50, batch 32)."""
+"""Time of 64 pixels of a tile of 64 relative to that of a third of a tile of 192 (H200, 2026-11-21, ResNet-50, batch 32)."""
 
 DEEP_OUTPUTS = 128
-"""Of a tile of the kernel for many channels."""
+"""Outputs of a tile of sm90/conv_deep.py."""
 
 DEEP_UNITS = 227
-"""KiB of shared memory that its blocks of an SM may have."""
+"""KiB of shared memory for all its blocks on an SM."""
 
 TAIL_UNITS = 2
 """KiB of it for barriers and constants."""
 
 RESIDUAL_STAGES = 3
-"""Tiles of residual codes under way."""
+"""Tiles of residual codes in flight."""
 
 MOST_X_STAGES = 8
-"""Of them there is no use for more."""
+"""Most stages that are useful."""
 
 WARPGROUPS = 4
-"""Of an SM that runs blocks: what registers allow; in two thread blocks where they fit, else in one."""
+"""Warpgroups on an SM in the block kernel, limited by registers; in two thread blocks where they fit, else in one."""
 
 Size = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class ConvTile:
-    """What only speed depends on: pixels / 64 and channels of a tile, bytes of a step, stages, thread blocks that share an SM.
+    """Tile of a convolution: pixels / 64 and channels, K bytes of a stage, stages, thread blocks per SM.
 
     `stages` is 0 where the kernel takes as many as its shared memory holds.
     """
@@ -86,16 +86,16 @@ class ConvTile:
         return f"{tile}, steps of {self.step_bytes} bytes{stages}, {_blocks(self.blocks)}"
 
     def turns(self, pixels: int, outputs: int, machine: Machine) -> float:
-        """64 pixels x 128 outputs that the busiest SM multiplies one after another."""
+        """Cost: 64 pixels x 128 outputs on the busiest SM."""
         tiles = -(-pixels // self.pixels) * -(-padded_channels(outputs) // self.outputs)
         return self.warpgroups * self.outputs / 128 * -(-tiles // machine.sm_count)
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A kernel and a tile: reasons against the layer (empty: it can), its cost in turns, why it stands where it does.
+class ConvCandidate:
+    """A kernel and a tile: reasons against the layer (empty: feasible), cost, and why it is ranked where it is.
 
-    `kernel` is its file below lowbit/kernels/, and `layout` how it reads the weights.
+    `kernel` is its file below lowbit/kernels/, and `layout` the layout of weights that it reads.
     """
 
     kernel: str
@@ -112,18 +112,18 @@ class Candidate:
 
 
 STEM_TILE = ConvTile(2, 64, 64, 4, 3)
-"""The tile of a stem; its steps are rows of the window."""
+"""The tile of a stem; its k blocks are rows of the window."""
 
 
 def conv_candidates(
     spec: ConvSpec, size: Size, machine: Machine | None, images: StemImages | None = None, pooled: bool = False
-) -> list[Candidate]:
-    """Every kernel and tile considered for inputs of `size` (images, height, width), the best first, those that cannot last.
+) -> list[ConvCandidate]:
+    """All candidates for inputs of `size` (images, height, width), the best first, infeasible ones last.
 
-    `machine` is None for a CPU. With `images` the layer is a stem, with `pooled` the max-pool behind it is inside.
+    `machine` is None for a CPU. With `images` the layer is a stem; with `pooled` the following max-pool is fused.
     """
     if machine is None:
-        return [Candidate("reference/conv", None, None, (), 0.0, "no GPU: computed in plain torch, exact and slow")]
+        return [ConvCandidate("reference/conv", None, None, (), 0.0, "no GPU: computed in plain torch, exact and slow")]
     height, width = spec.output_size(*size[1:]) if images is None else images.output
     pixels = size[0] * height * width
     refused = features_refusals(spec, machine.arch.features)
@@ -139,13 +139,13 @@ def conv_candidates(
     else:
         rows = [_refused(row, "no max-pool follows") if row.kernel == "sm90/stem_pool" else row for row in rows]
     rows = [dataclasses.replace(row, reasons=(*refused, *row.reasons)) for row in rows]
-    return sorted(rows, key=lambda row: bool(row.reasons))  # keeps their order
+    return sorted(rows, key=lambda row: bool(row.reasons))  # stable sort
 
 
 def choose_conv(
     spec: ConvSpec, size: Size, machine: Machine | None, images: StemImages | None = None, pooled: bool = False
-) -> Candidate:
-    """The kernel and tile for a layer; raises ValueError with every kernel's reasons where none can."""
+) -> ConvCandidate:
+    """The kernel and tile for a layer; raises ValueError with every kernel's reasons where none is feasible."""
     rows = conv_candidates(spec, size, machine, images, pooled)
     if rows[0].reasons:
         raise ValueError(f"no kernel convolves {spec}: {'; '.join(map(str, rows))}")
@@ -153,7 +153,7 @@ def choose_conv(
 
 
 def features_refusals(spec: ConvSpec, features: frozenset[str]) -> tuple[str, ...]:
-    """Why no kernel of a GPU with these features can run a layer; empty if some may."""
+    """Reasons why no kernel of a GPU with these features can run a layer; empty if some may."""
     reasons = []
     if spec.y not in ACTIVATIONS and (spec.residual is not None or spec.second is not None):
         reasons.append(f"an output in {spec.y} is written without a residual or second product")
@@ -169,38 +169,38 @@ def _blocks(count: int) -> str:
     return f"{count} block{'s' if count > 1 else ''} an SM"
 
 
-def _refused(row: Candidate, reason: str) -> Candidate:
+def _refused(row: ConvCandidate, reason: str) -> ConvCandidate:
     return dataclasses.replace(row, reasons=(*row.reasons, reason))
 
 
-def _mma_candidate(spec: ConvSpec, pixels: int, machine: Machine, images: StemImages | None) -> Candidate:
-    """The one tile of sm80/conv.py; products of 4-bit codes and weights by the INT4 tensor cores where there are some."""
+def _mma_candidate(spec: ConvSpec, pixels: int, machine: Machine, images: StemImages | None) -> ConvCandidate:
+    """The only tile of sm80/conv.py; 4-bit codes and weights use INT4 tensor cores where the GPU has them."""
     int4 = "mma_s4" in machine.arch.features
     layout = MmaFragments(spec.x, fragment_bits(spec, int4), spec.y, int4, images)
     tile = ConvTile(2, 64, 32, 0, 4)
     kinds = [fragment_bits(product, int4) for product in spec.products]
     why = " and ".join("m16n8k64 on INT4 tensor cores" if bits == 4 else "m16n8k32 in int8" for bits in dict.fromkeys(kinds))
-    return Candidate("sm80/conv", tile, layout, (), tile.turns(pixels, spec.outputs, machine), f"no wgmma; {why}")
+    return ConvCandidate("sm80/conv", tile, layout, (), tile.turns(pixels, spec.outputs, machine), f"no wgmma; {why}")
 
 
-def _stem_candidates(spec: ConvSpec, pixels: int, machine: Machine, images: StemImages) -> list[Candidate]:
+def _stem_candidates(spec: ConvSpec, pixels: int, machine: Machine, images: StemImages) -> list[ConvCandidate]:
     codes = () if spec.y in ACTIVATIONS else (f"its output is stored as {spec.y}, not as codes",)
-    pooling = Candidate("sm90/stem_pool", None, StemFragments(images), codes, 0.0, "its max-pool runs inside")
+    pooling = ConvCandidate("sm90/stem_pool", None, StemFragments(images), codes, 0.0, "its max-pool runs inside")
     layout = WgmmaPieces(spec.x, spec.y, STEM_TILE.outputs, STEM_TILE.step_bytes, images=images)
     turns = STEM_TILE.turns(pixels, spec.outputs, machine)
-    return [pooling, Candidate("sm90/conv", STEM_TILE, layout, (), turns, "rows of 4 packed pixels at a time")]
+    return [pooling, ConvCandidate("sm90/conv", STEM_TILE, layout, (), turns, "rows of 4 packed pixels at a time")]
 
 
 def strip_rows(pixels: int, width: int, kernel: int, step_bytes: int) -> int:
-    """Rows of a strip: the pixels of a tile and what its windows reach over; a block of rows is a multiple of 1 KiB."""
+    """Rows of a strip: the pixels of a tile and of its windows; a block of rows is a multiple of 1 KiB."""
     rows, unit = pixels + kernel // 2 * 2 * (width + 1), UNIT // step_bytes
     return -(-rows // unit) * unit
 
 
-def _strip_candidate(spec: ConvSpec, size: Size, pixels: int, machine: Machine) -> Candidate:
-    """64 channels in and out, the size kept: pixels are copied once a tile, weights once a block.
+def _strip_candidate(spec: ConvSpec, size: Size, pixels: int, machine: Machine) -> ConvCandidate:
+    """64 channels in and out, same size: pixels are copied once per tile, weights once per block.
 
-    Layers of whole 128 channels are those of sm90/conv_deep.py, which has strips of its own.
+    Layers of multiples of 128 channels use sm90/conv_deep.py, which has strips of its own.
     """
     step_bytes = Nhwc64(spec.x).pixel_bytes(CHANNELS)
     tile = ConvTile(2, 64, step_bytes, spec.taps, 2)
@@ -213,11 +213,11 @@ def _strip_candidate(spec: ConvSpec, size: Size, pixels: int, machine: Machine) 
     layout = WgmmaPieces(spec.x, spec.y, tile.outputs, tile.step_bytes)
     turns = tile.turns(pixels, spec.outputs, machine)
     why = "pixels copied once a tile, weights once a block: measured first"
-    return Candidate("sm90/conv_strip", tile, layout, tuple(reasons), turns, why)
+    return ConvCandidate("sm90/conv_strip", tile, layout, tuple(reasons), turns, why)
 
 
 def strip_refusals(spec: ConvSpec, tile: ConvTile, width: int, machine: Machine) -> tuple[str, ...]:
-    """Why sm90/conv_strip.py cannot run a layer with a tile on images so wide; empty if it can."""
+    """Reasons why sm90/conv_strip.py cannot run a layer with a tile on images of this width; empty if it can."""
     reasons = []
     if not spec.keeps_size or spec.second is not None:
         reasons.append("its output is not as large as its input, or it has a second product")
@@ -233,7 +233,7 @@ def strip_refusals(spec: ConvSpec, tile: ConvTile, width: int, machine: Machine)
 
 
 def deep_refusals(spec: ConvSpec) -> tuple[str, ...]:
-    """Why sm90/conv_deep.py cannot run a layer; empty if it can."""
+    """Reasons why sm90/conv_deep.py cannot run a layer; empty if it can."""
     reasons = []
     outputs, channels = padded_channels(spec.outputs), padded_channels(spec.channels)
     if outputs % 128 or channels % 128:
@@ -248,15 +248,15 @@ def deep_refusals(spec: ConvSpec) -> tuple[str, ...]:
 
 
 def deep_tile(spec: ConvSpec, multipliers: int, blocks: int) -> ConvTile:
-    """A tile of sm90/conv_deep.py: warpgroups of 64 pixels that multiply (1 or 3), thread blocks that share an SM."""
+    """A tile of sm90/conv_deep.py: math warpgroups of 64 pixels (1 or 3), thread blocks per SM."""
     return ConvTile(multipliers, DEEP_OUTPUTS, 16 * CODES[spec.x].bits, 0, blocks)
 
 
-def _deep_candidates(spec: ConvSpec, pixels: int, machine: Machine) -> list[Candidate]:
-    """Both tiles, first the one with which the busiest SM has less to do.
+def _deep_candidates(spec: ConvSpec, pixels: int, machine: Machine) -> list[ConvCandidate]:
+    """Both tiles, first the one with less work on the busiest SM.
 
-    H200, 2026-11-21, ResNet-50: small tiles win at batches 1 and 8 and in the last stages up to batch 64, large ones else; the
-    better one wins over the tiles of sm90/conv.py in nearly every layer.
+    H200, 2026-11-21, ResNet-50: small tiles win at batches 1 and 8 and in the last stages up to batch 64, large ones otherwise;
+    the better one beats the tiles of sm90/conv.py in nearly every layer.
     """
     across = -(-padded_channels(spec.outputs) // DEEP_OUTPUTS)
     tiles = -(-pixels // 64) * across
@@ -265,19 +265,19 @@ def _deep_candidates(spec: ConvSpec, pixels: int, machine: Machine) -> list[Cand
     why, reasons = "whole 128 channels: warpgroups share the weights of a step", deep_refusals(spec)
     costs = [(wide, wide.turns(pixels, spec.outputs, machine))]
     costs.append((narrow, NARROW_COST * narrow.turns(pixels, spec.outputs, machine)))
-    rows = [Candidate("sm90/conv_deep", tile, layout, reasons, turns, why) for tile, turns in costs]
+    rows = [ConvCandidate("sm90/conv_deep", tile, layout, reasons, turns, why) for tile, turns in costs]
     return sorted(rows, key=lambda row: row.turns)
 
 
-def _window_candidate(spec: ConvSpec, pixels: int, machine: Machine) -> Candidate:
+def _window_candidate(spec: ConvSpec, pixels: int, machine: Machine) -> ConvCandidate:
     tile = window_tile(spec, pixels)
     layout = WgmmaPieces(spec.x, spec.y, tile.outputs, tile.step_bytes)
     turns = tile.turns(pixels, spec.outputs, machine)
-    return Candidate("sm90/conv", tile, layout, (), turns, "takes any layer, a tap of a window at a time")
+    return ConvCandidate("sm90/conv", tile, layout, (), turns, "takes any layer, a tap of a window at a time")
 
 
 def window_tile(spec: ConvSpec, pixels: int) -> ConvTile:
-    """The tile of sm90/conv.py for a layer with so many output pixels, for one that sm90/conv_deep.py refuses.
+    """The tile of sm90/conv.py for a number of output pixels, for a layer that sm90/conv_deep.py refuses.
 
     The numbers were measured on an H200, 2026-11-21, ResNet-50, batch 128, before that kernel took most of the layers.
     """
@@ -303,12 +303,12 @@ def window_tile(spec: ConvSpec, pixels: int) -> ConvTile:
 
 
 def steps_of(product: ProductSpec, step_bytes: int) -> int:
-    """Steps of K of a tile."""
+    """Main-loop iterations of a tile."""
     return product.taps * Nhwc64(product.x).pixel_bytes(product.channels) // step_bytes
 
 
 def resident_pieces(products: tuple[ProductSpec, ...], tile: ConvTile) -> int:
-    """Pieces of weights (one step, one plane) that stay in shared memory while a block of sm90/conv.py runs: all or none."""
+    """Weight tiles (one iteration, one plane) that stay in shared memory of a block of sm90/conv.py: all or none."""
     pieces = sum(steps_of(product, tile.step_bytes) * planes(product.x) for product in products)
     x_units = tile.stages * tile.pixels * tile.step_bytes // UNIT
     shared_bytes = (x_units + pieces * tile.outputs * tile.step_bytes // UNIT + 1) * UNIT
@@ -317,8 +317,8 @@ def resident_pieces(products: tuple[ProductSpec, ...], tile: ConvTile) -> int:
 
 @dataclass(frozen=True)
 class DeepStages:
-    """How sm90/conv_deep.py spends its shared memory: rows of a stage of x, side of a strip's window (1: taps one by one),
-    stages of weights and of x, pieces of weights that stay, stages of a residual."""
+    """Use of shared memory in sm90/conv_deep.py: rows of a stage of x, side of a strip's window (1: taps one by one), stages of
+    weights and of x, weight tiles that stay resident, stages of a residual."""
 
     rows: int
     strips: bool
@@ -330,7 +330,7 @@ class DeepStages:
 
 
 def deep_stages(spec: ConvSpec, tile: ConvTile, width: int) -> DeepStages:
-    """For images so wide: strips where one copy brings them; weights stay if x then has stages enough."""
+    """Stages for images of this width: strips where one copy loads them; weights stay resident if x then has enough stages."""
     side, both = spec.kernel[0], planes(spec.x)
     rows = strip_rows(tile.pixels, width, side, tile.step_bytes)
     strips = spec.keeps_size and rows <= MOST_ROWS and spec.second is None
@@ -352,10 +352,11 @@ def deep_stages(spec: ConvSpec, tile: ConvTile, width: int) -> DeepStages:
 
 @dataclass(frozen=True)
 class BlockTile:
-    """A tile of sm90/conv_block.py and its shared memory: 64 * warpgroups pixels, `rows` those of a strip.
+    """A tile of sm90/conv_block.py and its shared memory: 64 * warpgroups pixels, a strip of `rows` rows.
 
     x, y and z have one storage. `expanded` outputs of y are computed `chunk` at a time; `following` are those of z. With
-    `shortcut` the residual is a product of entry. `ahead`: one piece of y is multiplied while the one before it is requantized.
+    `shortcut` the residual is a product of the block's input. `ahead`: one chunk of y is multiplied while the previous one is
+    requantized.
     """
 
     storage: str
@@ -386,7 +387,7 @@ class BlockTile:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Bytes at which the four weights and the constants start in shared memory, and at which they end."""
+        """Byte offsets of the four weights and the constants in shared memory, and their end."""
         size = self.expanded * CHANNELS
         sizes = (9 * CHANNELS * CHANNELS, size, size * self.shortcut, self.expanded * self.following, 4 * self.constants)
         return tuple(STRIPS * self.strip_bytes + sum(sizes[:i]) for i in range(6))
@@ -398,7 +399,7 @@ class BlockTile:
 
     @property
     def tail(self) -> int:
-        """Where barriers start."""
+        """Offset of the barriers."""
         return -(-self.starts[5] // UNIT) * UNIT
 
     @property
@@ -413,12 +414,13 @@ class BlockTile:
 
     @property
     def line(self) -> str:
-        """For tables. Not `str`, by which Triton tells apart what a kernel is compiled for."""
+        """Text for tables. Not `str`, which Triton uses to identify compile-time constants."""
         return f"{self.pixels} pixels, strips of {self.rows}, {self.chunk} outputs at a time, {_blocks(self.blocks)}"
 
 
 def block_tile(storage: str, width: int, following: int, shortcut: bool) -> BlockTile:
-    """The tile of a block for images so wide: two thread blocks an SM where their memory fits, else one as large."""
+    """The tile of a block for images of this width: two thread blocks an SM where their memory fits, else one twice as
+    large."""
     for warpgroups in (WARPGROUPS // 2, WARPGROUPS):
         row_bytes = Nhwc64(storage).pixel_bytes(CHANNELS)
         rows, unit = strip_rows(64 * warpgroups, width, 3, row_bytes), 2048 // row_bytes
@@ -431,7 +433,7 @@ def block_tile(storage: str, width: int, following: int, shortcut: bool) -> Bloc
 def block_refusals(
     second: ConvSpec, third: ConvSpec, following: ConvSpec, size: Size, machine: Machine | None
 ) -> tuple[str, ...]:
-    """Why three layers cannot run as one, for inputs of `size` (images, height, width); empty if they can."""
+    """Reasons why three layers cannot run as one, for inputs of `size` (images, height, width); empty if they can."""
     reasons = []
     if machine is not None and "wgmma" not in machine.arch.features:
         reasons.append("the kernel for whole blocks is for sm_90")

@@ -1,8 +1,9 @@
-"""Which kernel and tile multiply a product of a decode step whose norm, gate or residual is at its end, for up to 64 tokens.
+"""Choice of kernel and tile for a GEMM of a decode step with norm, gate or residual in its epilogue, for up to 64 tokens.
 
-In a chain of kernels other tiles are fast than alone. With programmatic launch the next product's blocks start on SMs that are
-free and pile up there: behind o the same gate-up kernel took 25.6 us, behind a norm 17.7. Products of one wave of blocks
-therefore have an SM for each block (`blocks_per_sm` 1), which took a step from 1937 to 1593 us (H200, 2026-11-22, batch 1).
+In a chain of kernels other tiles are fastest than for a single kernel. With programmatic dependent launch the next GEMM's
+blocks start on SMs that are free and pile up there: behind o the same gate-up kernel took 25.6 us, behind a norm 17.7. GEMMs of
+one wave of blocks therefore have an SM for each block (`blocks_per_sm` 1), which took a step from 1937 to 1593 us (H200,
+2026-11-22, batch 1).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lowbit.hardware.machine import Machine
-from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
+from lowbit.kernels.choose.candidate import Candidate, first_feasible, ordered
 from lowbit.kernels.choose.gemm import (
     DENSE_BITS,
     INVARIANT_WARPS,
@@ -30,23 +31,23 @@ from lowbit.kernels.choose.gemm import (
 ChainTile = RingTile | WgmmaTile
 
 Role = Literal["norm", "gated", "residual"]
-"""What is at a product's end: the norm (qkv, head), norm and gate (gate-up), or the residual (o, down)."""
+"""Epilogue of a GEMM: norm (qkv, head), norm and gate (gate-up), or residual (o, down)."""
 
 Y_TILES: dict[Role, float] = {"norm": 1, "gated": 0.5, "residual": 2}
-"""Tiles of y's size that wait in shared memory of the wgmma kernel: y, with the residual h too."""
+"""Tiles of y's size in shared memory of the large-M GEMM: y, with a residual h too."""
 
 CHAIN_TOKENS = 64
-"""Tokens of the largest step whose products have such ends: those of a tile of the wgmma kernel that is fast for decoding."""
+"""Largest M with such epilogues: that of a tile of the large-M GEMM that is fast for decoding."""
 
 MOST_PARTS = 256
-"""Blocks that may leave sums of squares: the next product adds them up, in the ring kernel each warp all of them."""
+"""Limit of partial sums of squares: the next GEMM adds them up, in the small-M GEMM every warp all of them."""
 
 
 @dataclass(frozen=True)
 class MeasuredChain:
-    """A tile of the fastest step that was tried, Llama-3-8B's shape, all kernels launched programmatically, context 1024.
+    """A tile of the fastest decode step tried: Llama-3-8B's shape, all kernels launched programmatically, context 1024.
 
-    Batches 1, 4, 16 and 64 were run; `tokens` are the m, first and last, for which they stand.
+    Batches 1, 4, 16 and 64 were run; `tokens` are the first and last M for which a row is used.
     """
 
     product: str
@@ -63,22 +64,23 @@ class MeasuredChain:
         return f"measured in a step on {self.product}, {self.date}, {self.tokens[0]} to {self.tokens[1]} tokens: {self.note}"
 
     def holds_for(self, role: Role, shape: GemmShape, machine: Machine) -> bool:
-        """Whether the product is this one."""
+        """True if the row applies to this GEMM."""
         same = (self.product, self.role, self.n, self.k, self.bits) == (machine.product, role, shape.n, shape.k, shape.bits)
         return same and self.tokens[0] <= shape.m <= self.tokens[1]
 
 
 @dataclass(frozen=True)
 class ChainCandidate(Candidate[ChainTile]):
-    """A candidate with the measurement that puts it first, if there is one."""
+    """A candidate with the measurement that ranks it first, if there is one."""
 
     measured: MeasuredChain | None = None
 
 
 def chain_candidates(role: Role, shape: GemmShape, machine: Machine, *, batch_invariant: bool = False) -> list[ChainCandidate]:
-    """Every tile considered for a product in a chain: the measured one, then the cheapest first, those that cannot last.
+    """All candidates for a GEMM in a chain: the measured one, then by cost, infeasible ones last.
 
-    With `batch_invariant`, tiles whose sums and parts do not depend on m: row i of y has the same bits in any batch.
+    With `batch_invariant`, tiles whose sums and partial sums of squares do not depend on m: row i of y has the same bits in any
+    batch.
     """
     if batch_invariant:
         one = GemmShape(1, shape.n, shape.k, shape.bits)
@@ -89,7 +91,7 @@ def chain_candidates(role: Role, shape: GemmShape, machine: Machine, *, batch_in
     if shape.m > SMALL_TOKENS and "wgmma" in machine.arch.features and not shape.dense:
         tiled = wgmma_tiles(shape, Y_TILES[role], in_chain=True)
         rows = [_wgmma(role, tile, shape, machine) for tile in tiled]
-    if shape.m <= RING_TOKENS or all(row.reasons for row in rows):  # the ring kernel takes more than its tile in blocks of it
+    if shape.m <= RING_TOKENS or all(row.reasons for row in rows):  # the small-M GEMM takes more tokens in several blocks
         rows += [_ring(role, ring, shape, machine, shape.m) for ring in ring_tiles(shape, machine)]
     known = [row for row in MEASURED if row.holds_for(role, shape, machine)]
     first = [replace(_measured(role, row.tile, shape, machine), tile=row.tile, measured=row) for row in known]
@@ -98,12 +100,12 @@ def chain_candidates(role: Role, shape: GemmShape, machine: Machine, *, batch_in
 
 @functools.lru_cache(maxsize=4096)
 def choose_chain(role: Role, shape: GemmShape, machine: Machine, batch_invariant: bool = False) -> ChainTile:
-    """The first of the candidates that can; raises ValueError with everybody's reasons when none can."""
-    return first_that_can(chain_candidates(role, shape, machine, batch_invariant=batch_invariant), shape, machine)
+    """The first feasible candidate; raises ValueError with the reasons against each when there is none."""
+    return first_feasible(chain_candidates(role, shape, machine, batch_invariant=batch_invariant), shape, machine)
 
 
 def parts_of(tile: ChainTile, shape: GemmShape) -> int:
-    """Sums of squares that each token gets of a product with the residual at its end: one of each block of rows."""
+    """Partial sums of squares per token of a residual epilogue: one for each block of rows."""
     return -(-shape.n // tile.rows)
 
 
@@ -114,8 +116,8 @@ def _measured(role: Role, tile: ChainTile, shape: GemmShape, machine: Machine) -
 
 
 def _ring(role: Role, tile: RingTile, shape: GemmShape, machine: Machine, m: int, tokens: int = 0) -> ChainCandidate:
-    """A tile of the ring kernel with the blocks of an SM that it has in a chain of m tokens; its cost is that of shape.m.
-    `tokens`: those that it is made for in the end, if others."""
+    """A tile of the small-M GEMM with the blocks per SM that it has in a chain of m tokens; its cost is that of shape.m.
+    `tokens`: those of the final tile, if others."""
     blocks = parts_of(tile, shape) * tile.splits
     row = ring_candidate(_alone(tile, blocks, shape.m, machine), shape, machine)
     tile = _alone(replace(tile, tokens=max(tokens, tile.tokens)), blocks, m, machine)
@@ -124,12 +126,12 @@ def _ring(role: Role, tile: RingTile, shape: GemmShape, machine: Machine, m: int
 
 
 def _alone(tile: RingTile, blocks: int, m: int, machine: Machine) -> RingTile:
-    """A tile whose blocks have an SM each where there are as many SMs; each of its tiles of tokens takes `blocks`."""
+    """The tile with one block per SM, if there are enough SMs; each of its token tiles takes `blocks`."""
     return replace(tile, blocks_per_sm=1 if blocks * -(-m // tile.tokens) <= machine.sm_count else 0)
 
 
 def _wgmma(role: Role, tile: WgmmaTile, shape: GemmShape, machine: Machine) -> ChainCandidate:
-    """A tile of the wgmma kernel, whose end has all tokens at once, and of h a tile for each block."""
+    """A tile of the large-M GEMM, whose epilogue needs all tokens in one tile, and with a residual one tile per block."""
     row = wgmma_candidate(tile, shape, machine)
     blocks = parts_of(tile, shape)
     reasons = row.reasons
@@ -150,7 +152,7 @@ def _too_many_parts(role: Role, blocks: int) -> tuple[str, ...]:
     return (f"its {blocks} blocks would leave as many sums of squares, {MOST_PARTS} are added up",)
 
 
-# ---- where a step was measured; other rows are modelled
+# ---- measured decode steps; other shapes are modelled
 
 MEASURED: tuple[MeasuredChain, ...] = (
     MeasuredChain(
@@ -216,22 +218,22 @@ MEASURED: tuple[MeasuredChain, ...] = (
     MeasuredChain(
         "H200", "2026-11-23", "residual", (9, 16), 4096, 4096, 4,
         WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=4, token_group=2),
-        "o; a step of 4 layers 449.3 us, 454.1 with 48 rows of the ring kernel",
+        "o; a step of 4 layers 449.3 us, 454.1 with 48 rows of the small-M kernel",
     ),
     MeasuredChain(
         "H200", "2026-11-23", "residual", (9, 16), 4096, 14336, 4,
         WgmmaTile(tokens=16, warpgroups=4, stages=8, splits=8, token_group=2),
-        "down; 469.5 us, 488.0 with the ring kernel's 128 rows in 4 splits",
+        "down; 469.5 us, 488.0 with the small-M kernel's 128 rows in 4 splits",
     ),
     MeasuredChain(
         "H200", "2026-11-23", "gated", (9, 16), 28672, 4096, 4,
         RingTile(tokens=16, strips=7, rounds=1, warps_n=2, warps_k=4, splits=1),
-        "gate-up; 488.0 us, 491.0 with 256 rows of the wgmma kernel",
+        "gate-up; 488.0 us, 491.0 with 256 rows of the large-M kernel",
     ),
     MeasuredChain(
         "H200", "2026-11-23", "residual", (9, 16), 4096, 14336, 6,
         WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=4, token_group=2),
-        "down; a step of 4 layers 489.9 us, 523.2 with the ring kernel's 128 rows in 4 splits",
+        "down; a step of 4 layers 489.9 us, 523.2 with the small-M kernel's 128 rows in 4 splits",
     ),
     MeasuredChain(
         "H200", "2026-11-22", "norm", (1, 2), 128256, 4096, 8,
@@ -241,20 +243,20 @@ MEASURED: tuple[MeasuredChain, ...] = (
     MeasuredChain(
         "H200", "2026-11-23", "norm", (9, 16), 128256, 4096, 8,
         WgmmaTile(tokens=16, warpgroups=4, stages=8, splits=1, token_group=2),
-        "head; a step of 4 layers 466.8 us, 472.4 with 256 rows of the ring kernel",
+        "head; a step of 4 layers 466.8 us, 472.4 with 256 rows of the small-M kernel",
     ),
     *(
         MeasuredChain(
             "H200", "2026-11-23", "gated", (9, 16), 28672, 4096, bits,
             WgmmaTile(tokens=16, warpgroups=4, stages=8, splits=1, token_group=2),
-            f"gate-up; a step of 4 layers {us} with 224 rows of the ring kernel",
+            f"gate-up; a step of 4 layers {us} with 224 rows of the small-M kernel",
         )
         for bits, us in ((6, "523.2 us, 536.1"), (8, "512.0 us, 514.8"))
     ),
     MeasuredChain(
         "H200", "2026-11-23", "residual", (9, 16), 4096, 14336, 8,
         WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=4, token_group=2),
-        "down; a step of 4 layers 512.0 us, 529.1 with 64 rows of the ring kernel in 2 splits",
+        "down; a step of 4 layers 512.0 us, 529.1 with 64 rows of the small-M kernel in 2 splits",
     ),
     MeasuredChain(
         "H200", "2026-11-23", "norm", (33, 64), 128256, 4096, 8,
@@ -267,7 +269,7 @@ MEASURED: tuple[MeasuredChain, ...] = (
             WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=4, token_group=2),
             f"o; a step of 4 layers {us}",
         )
-        for bits, us in ((6, "472.1 us, 481.1 with 48 rows of the ring kernel"), (8, "509.7 us, 512.0 with the ring kernel"))
+        for bits, us in ((6, "472.1 us, 481.1 with 48 rows of the small-M kernel"), (8, "509.7 us, 512.0 with the ring kernel"))
     ),
     MeasuredChain(
         "H200", "2026-11-23", "residual", (1, 8), 4096, 14336, DENSE_BITS,

@@ -1,10 +1,10 @@
-"""Which kernel and which tile multiply a problem: candidates, why some cannot, what each would cost, the choice.
+"""Choice of kernel and tile for a mixed-precision GEMM: candidates, reasons against them, cost model, measured exceptions.
 
-Pure functions of a problem and a machine: no GPU is asked, so a laptop can say what a server would do and why. Costs are
-modelled microseconds, which only have to put the candidates in the right order; their constants were fitted to the tuned
-halves of benchmarks/results/h200/2026-11-23-choice.json, 2026-11-23-choice-middle.json and 2026-11-24-choice.json (H200, Triton
-3.6, torch 2.11; docs/log), those of 16 tokens in the ring kernel to products of 2026-11-21. Tiles of more tokens than a
-product has are candidates too, since tokens can be filled up.
+Pure functions of a shape and a machine: no GPU is queried, so a laptop can explain what a server would choose. Costs are
+modelled microseconds and only have to order the candidates. Their constants were fitted to the tuned halves of
+benchmarks/results/h200/2026-11-23-choice.json, 2026-11-23-choice-middle.json and 2026-11-24-choice.json (H200, Triton 3.6,
+torch 2.11; docs/log), those of small-M tiles of 16 tokens to shapes of 2026-11-21. Tiles of more tokens than M are
+candidates too: tokens are padded.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 
 from lowbit.hardware.arch import Arch
 from lowbit.hardware.machine import Machine
-from lowbit.kernels.choose import kept
-from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
+from lowbit.kernels.choose import tuned
+from lowbit.kernels.choose.candidate import Candidate, first_feasible, ordered
 
 RING_TOKENS = 16
-"""Beyond this the ring kernel loses: its warps each bring their own x, those of the others share it."""
+"""Largest M of the small-M GEMM. Beyond it the large-M GEMM wins: its warps share x, while here each warp copies its own."""
 
 INVARIANT_WARPS = 8
-"""Warps that share K in ring tiles whose sums do not depend on m."""
+"""Warps that share K in batch-invariant small-M tiles."""
 
 DENSE_BITS = 16
-"""Of weights that are not quantized (pack/dense.py), which the ring kernel alone multiplies."""
+"""Bits of weights that are not quantized (pack/dense.py), which only the small-M GEMM multiplies."""
 
 SMALL_TOKENS = 8
-"""Tokens of one mma.sync: up to here the ring kernel has tiles of 8 tokens, for which x costs little."""
+"""Tokens of one mma.sync: up to here the small-M GEMM has tiles of 8 tokens, for which x costs little."""
 
 
 @dataclass(frozen=True)
 class GemmShape:
-    """What decides about speed: y[m, n] = x[m, k] . w[n, k]^T with codes of `bits` bits, or halves (`DENSE_BITS`)."""
+    """The shape of y[m, n] = x[m, k] . w[n, k]^T with codes of `bits` bits, or 16-bit weights (`DENSE_BITS`)."""
 
     m: int
     n: int
@@ -43,23 +43,24 @@ class GemmShape:
 
     @property
     def strips(self) -> int:
-        """Strips of 16 rows of w."""
+        """m16 row blocks of w."""
         return -(-self.n // 16)
 
     @property
     def dense(self) -> bool:
-        """Whether weights are halves and no codes."""
+        """True if weights are 16-bit floats instead of codes."""
         return self.bits == DENSE_BITS
 
     def steps(self, size: int) -> int:
-        """Steps of `size` k that cover K."""
+        """Number of k blocks of `size` that cover K."""
         return -(-self.k // size)
 
 
 @dataclass(frozen=True)
 class RingTile:
-    """Configuration of kernels/sm80/small_m_gemm.py; see there. `blocks_per_sm`: the most that share an SM; 0: as many as fit.
-    `slots` of a warp's ring; 0: one for each of its strips and rounds."""
+    """Configuration of kernels/sm80/small_m_gemm.py; see there. `strips`: m16 row blocks per warp. `rounds`: k blocks per
+    iteration. `blocks_per_sm`: limit of blocks per SM; 0: as many as fit. `slots` of a warp's ring; 0: one for each row block
+    and k block."""
 
     tokens: int
     strips: int
@@ -92,7 +93,7 @@ class RingTile:
 
 
 def shared_by(tile: RingTile, arch: Arch) -> int:
-    """Bytes of shared memory with which no more blocks of a tile share an SM than it says; a block takes 1 KiB besides."""
+    """Bytes of shared memory that limit a tile to its blocks per SM; a block takes 1 KiB besides. 0: no limit."""
     if not tile.blocks_per_sm:
         return 0
     return min(arch.shared_per_sm_bytes // (tile.blocks_per_sm + 1) + 2048, arch.shared_per_block_bytes)
@@ -100,9 +101,8 @@ def shared_by(tile: RingTile, arch: Arch) -> int:
 
 @dataclass(frozen=True)
 class WgmmaTile:
-    """Configuration of kernels/sm90/large_m_gemm.py; see there. With 0 splits all blocks have equal shares of the tiles that
-    fill no whole wave (stream-K). `sections`: a block sums so many parts of K one after the other, with the bits of as many
-    splits.
+    """Configuration of kernels/sm90/large_m_gemm.py; see there. `splits` 0: stream-K. `sections`: a block sums that many ranges
+    of K one after the other, with the bits of as many splits.
     """
 
     tokens: int
@@ -124,8 +124,8 @@ class WgmmaTile:
 
 @dataclass(frozen=True)
 class MmaTile:
-    """Configuration of kernels/sm80/large_m_gemm.py; see there. A warp has `strips` strips of 16 rows; `warps_k` of them
-    share K; splits meet all at once, or with `in_turn` one after the other."""
+    """Configuration of kernels/sm80/large_m_gemm.py; see there. A warp has `strips` m16 row blocks; `warps_k` warps share K.
+    With `in_turn` the split-K reduction is serial."""
 
     tokens: int
     strips: int
@@ -151,12 +151,12 @@ class MmaTile:
 
 Tile = RingTile | WgmmaTile | MmaTile
 KINDS: dict[str, type[Any]] = {"ring": RingTile, "wgmma": WgmmaTile, "mma": MmaTile}
-"""What tiles are called in files."""
+"""Names of tiles in files."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a GPU said on a day: for a shape, `tile` took `us` where the modelled choice took `instead_us`."""
+    """A measured exception to the cost model: for a shape, `tile` took `us` where the modelled choice took `instead_us`."""
 
     product: str
     date: str
@@ -170,21 +170,21 @@ class Measured:
         return f"measured on {self.product}, {self.date}, M {self.shape.m}: {self.us:g} us, {margin:.0f} % less than modelled"
 
     def holds_for(self, shape: GemmShape, machine: Machine) -> bool:
-        """Whether the problem is this one, or one with fewer tokens, down to half as many."""
+        """True for this shape, or one with fewer tokens, down to half as many."""
         same = (self.product, self.shape.n, self.shape.k, self.shape.bits) == (machine.product, shape.n, shape.k, shape.bits)
         return same and self.shape.m < 2 * shape.m <= 2 * self.shape.m
 
 
 @dataclass(frozen=True)
 class GemmCandidate(Candidate[Tile]):
-    """A candidate with the measurement that puts it first, if there is one."""
+    """A candidate with the measurement that ranks it first, if there is one."""
 
-    measured: Measured | kept.Kept | None = None
+    measured: Measured | tuned.TunedRow | None = None
 
 
 def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = False) -> list[GemmCandidate]:
-    """Every tile considered for a problem: what was measured to be best, here before elsewhere, then the cheapest first, those
-    that cannot last.
+    """All candidates for a shape: measured ones first (those of `lowbit tune` before MEASURED), then by cost, infeasible ones
+    last.
 
     With `batch_invariant`, only tiles whose sums do not depend on m: row i of y then has the same bits in any batch.
     """
@@ -198,10 +198,10 @@ def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = Fa
         return ordered([wgmma_candidate(tile, shape, machine) for tile in invariant_tiles(shape, machine)])
     if shape.m <= RING_TOKENS or not wgmma:
         rings = [ring_candidate(tile, shape, machine) for tile in ring_tiles(shape, machine)]
-        if batch_invariant:  # slices of K are those of the warps that share them
+        if batch_invariant:  # the slices of K are fixed by the warps that share K
             return ordered([row for row in rings if (row.tile.warps_k, row.tile.splits) == (INVARIANT_WARPS, 1)])  # type: ignore[union-attr]
         rows = rows + rings
-    here = kept.first(rows, machine.tuned, shape, KINDS, lambda tile: _candidate(tile, shape, machine))
+    here = tuned.first(rows, machine.tuned, shape, KINDS, lambda tile: _candidate(tile, shape, machine))
     if here is not None:
         return ordered(here)
     known = {row.tile: row for row in MEASURED if row.holds_for(shape, machine)}
@@ -210,8 +210,8 @@ def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = Fa
 
 @functools.lru_cache(maxsize=4096)
 def choose(shape: GemmShape, machine: Machine, batch_invariant: bool = False) -> Tile:
-    """The first of the candidates that can; raises ValueError with everybody's reasons when none can."""
-    return first_that_can(candidates(shape, machine, batch_invariant=batch_invariant), shape, machine)
+    """The first feasible candidate; raises ValueError with the reasons against each when there is none."""
+    return first_feasible(candidates(shape, machine, batch_invariant=batch_invariant), shape, machine)
 
 
 def _candidate(tile: Tile, shape: GemmShape, machine: Machine) -> GemmCandidate:
@@ -220,24 +220,11 @@ def _candidate(tile: Tile, shape: GemmShape, machine: Machine) -> GemmCandidate:
     return wgmma_candidate(tile, shape, machine) if isinstance(tile, WgmmaTile) else mma_candidate(tile, shape, machine)
 
 
-def line_candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = False) -> list[GemmCandidate]:
-    """Every tile considered for weights in TensorRT-LLM's lines, which the mma.sync kernel reads for any number of tokens; its
-    costs are those of fragment order."""
-    rows = [mma_candidate(tile, shape, machine) for tile in mma_tiles(shape, machine)]
-    return ordered([row for row in rows if row.tile.splits == 1 or not batch_invariant])
-
-
-@functools.lru_cache(maxsize=4096)
-def choose_for_lines(shape: GemmShape, machine: Machine, batch_invariant: bool = False) -> Tile:
-    """The first of `line_candidates` that can; raises ValueError with everybody's reasons when none can."""
-    return first_that_can(line_candidates(shape, machine, batch_invariant=batch_invariant), shape, machine)
-
-
-# ---- the ring kernel
+# ---- the small-M GEMM
 
 
 def ring_tiles(shape: GemmShape, machine: Machine) -> list[RingTile]:
-    """Tiles of the ring kernel that are considered for a problem."""
+    """Candidate tiles of the small-M GEMM."""
     if shape.dense:
         return _dense_tiles(shape)
     tokens = SMALL_TOKENS if shape.m <= SMALL_TOKENS else 16
@@ -258,8 +245,8 @@ def ring_tiles(shape: GemmShape, machine: Machine) -> list[RingTile]:
 
 
 def _dense_tiles(shape: GemmShape) -> list[RingTile]:
-    """Those for weights of 16 bits, whose slots are 4 KiB: rings of a block of 64 and of 128 KiB, of fewer slots than strips
-    where a block has many of them."""
+    """Candidate tiles for 16-bit weights, whose slots are 4 KiB: rings of 64 and of 128 KiB per block, with fewer slots than
+    row blocks where a block has many of them."""
     tokens = SMALL_TOKENS if shape.m <= SMALL_TOKENS else RING_TOKENS
     steps, tiles = shape.steps(128), []
     for splits in (1,) if tokens == SMALL_TOKENS else (1, 2, 4):
@@ -280,7 +267,7 @@ def _dense_tiles(shape: GemmShape) -> list[RingTile]:
 
 
 def ring_candidate(tile: RingTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
-    """A tile of the ring kernel with its reasons and its modelled time."""
+    """A tile of the small-M GEMM with its reasons and its modelled time."""
     reasons = []
     shared = _ring_bytes(tile, shape)
     if shared > machine.arch.shared_per_block_bytes:
@@ -289,15 +276,15 @@ def ring_candidate(tile: RingTile, shape: GemmShape, machine: Machine) -> GemmCa
 
 
 def _ring_bytes(tile: RingTile, shape: GemmShape) -> int:
-    """Shared memory of a block's rings, with scales of groups for each strip."""
+    """Shared memory of a block's rings, with group scales for each row block."""
     of_scales = 0 if shape.dense else 256
     x_slots = max(1, tile.depth // tile.strips)
     return tile.warps_n * tile.warps_k * (tile.depth * (256 * shape.bits + of_scales) + 256 * tile.tokens * x_slots)
 
 
 _RESIDENT = {
-    # bits: blocks of 8 warps and 8 tokens whose registers an SM has room for, by strips; as Triton 3.6 compiles them for sm_90.
-    # Of 8 bits and 2 strips 4 would fit without scales of groups, with them only by spilling two words.
+    # bits: blocks of 8 warps and 8 tokens that fit the registers of an SM, by row blocks (Triton 3.6, sm_90).
+    # At 8 bits and 2 row blocks 4 would fit without group scales, with them only by spilling two words.
     4: (4, 3, 2, 2, 2, 2, 2, 1),
     6: (4, 4, 3, 3, 3, 2, 2, 2),
     8: (4, 3, 3, 3, 2, 2, 2, 2),
@@ -306,7 +293,7 @@ _RESIDENT = {
 
 
 def _resident(tile: RingTile, shape: GemmShape, machine: Machine) -> int:
-    """Blocks that share an SM, by shared memory and by registers. Codes of up to 4 bits are taken to have scales of groups."""
+    """Blocks that share an SM, by shared memory and by registers. Codes of up to 4 bits are assumed to have group scales."""
     bits = next(bits for bits in _RESIDENT if shape.bits <= bits)
     warps = tile.warps_n * tile.warps_k
     of_scales = 0 if bits == 4 else 256 * warps * tile.rounds * tile.strips
@@ -316,16 +303,16 @@ def _resident(tile: RingTile, shape: GemmShape, machine: Machine) -> int:
 
 
 _TAIL, _SLOTS, _PAIR = 0.099, 0.092, 0.028
-"""Of the time of the memory: what SMs with fewer blocks than the busiest lose; what is lost where not all places for blocks
-are taken, since those of the next kernel pile up on a few SMs; what two rows of warps lose where several blocks share an SM."""
+"""Fractions of the memory time lost: on SMs with fewer blocks than the busiest; where not all places for blocks are taken,
+since the next kernel's blocks pile up on a few SMs; by two rows of warps where several blocks share an SM."""
 _STEP_US, _WIDE_STEP_US = 0.0113, 0.0301
-"""Of an SM for 128 k of a strip: with scales of groups, and of codes of more than 4 bits, which have none in general."""
+"""SM time for one row block of one k block: with group scales; and for codes of more than 4 bits, which usually have none."""
 
 
 def _ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
-    """Launch, then what binds: the memory, of which an SM gets its share only while all have work, or instructions.
+    """Cost of small-M tiles of 8 tokens: launch, then the larger of memory time and instruction time.
 
-    Of tiles of 8 tokens. A ring is used whole: K counts as many steps as fill all slots of all warps.
+    An SM gets its share of the memory bandwidth only while all SMs have work. K is rounded up to iterations of all warps.
     """
     if tile.tokens > SMALL_TOKENS:
         return _wide_ring_cost(tile, shape, machine)
@@ -342,14 +329,15 @@ def _ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
     warps = tile.warps_n * tile.warps_k
     decode_us = busiest * steps * warps * (_WIDE_STEP_US if shape.bits > 4 else _STEP_US)
     turns_us = math.ceil(busiest / together) * steps * 0.0094 + (busiest - together) * 1.55 / together**2
-    # Near each other the two cost more than the larger one.
+    # Where the two are close they cost more than the larger one.
     return 0.50 + (memory_us**4 + decode_us**4) ** 0.25 + turns_us + 0.0026 * warps
 
 
 def _wide_ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
-    """The same of 16 tokens: launch, then the longest SM, its weights at its share of the memory, its x and its decoding.
+    """Cost of small-M tiles of 16 tokens: launch, then the longest SM: its weights at its share of bandwidth, its x,
+    dequantization.
 
-    x costs once per row of warps, since each warp copies its own: 16 tokens of x are as many bytes as 4 strips of int4.
+    x costs once per row of warps, since each warp copies its own: 16 tokens of x are as many bytes as 4 row blocks of int4.
     """
     blocks = -(-shape.strips // tile.block_strips) * tile.splits * -(-shape.m // tile.tokens)
     waves = -(-blocks // machine.sm_count)
@@ -357,23 +345,23 @@ def _wide_ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float
     k = shape.k / tile.splits
     weights = tile.block_strips * 16 * k * shape.bits / 8
     x = tile.warps_n * min(shape.m, tile.tokens) * k * 2
-    # A block's share of the memory; the L2 serves x and weights together at about 1.15 of the memory's rate.
+    # A block's share of memory bandwidth; the L2 serves x and weights together at about 1.15 of the memory's rate.
     memory_us = waves * max(weights * machine.sm_count / read, (weights + x) * machine.sm_count / (1.15 * read)) * 1e6
     steps_per_warp = -(-shape.steps(128) // (tile.warps_k * tile.splits))
-    # A step of one strip occupies a warp for about 0.32 us, two warps for each scheduler.
+    # A k block of one row block occupies a warp for about 0.32 us, two warps for each scheduler.
     latency_us = waves * steps_per_warp * tile.strips * 0.16
     meet_us = 2.5 if tile.splits > 1 else 0.0
-    # More warps hide more; more blocks one after the other cost their starts.
+    # More warps hide more latency; blocks one after the other cost a start each.
     starts_us = 0.3 + (waves - 1) * 2.2
     return 1.2 + 1.05 * max(memory_us, latency_us) + meet_us + starts_us - 0.02 * tile.warps_n * tile.warps_k
 
 
-# ---- the wgmma kernel
+# ---- the large-M GEMM of sm_90
 
 
 def wgmma_tiles(shape: GemmShape, y_tiles: float = 1, *, in_chain: bool = False) -> list[WgmmaTile]:
-    """Tiles of the wgmma kernel that are considered for a problem. Beside its stages shared memory holds `y_tiles` tiles of y
-    (half a one behind a gate, h too where it is added), and in a chain squares (parts/tile_end.py)."""
+    """Candidate tiles of the large-M GEMM of sm_90. Beside its stages, shared memory holds `y_tiles` tiles of y (half a tile
+    with a gate, h too with a residual), and with norm or residual squares (parts/large_m_epilogue.py)."""
     tiles = []
     for tokens, warpgroups in _STAGE_CYCLES:
         stage = 64 * warpgroups * 8 * shape.bits + 128 * tokens
@@ -387,14 +375,14 @@ def wgmma_tiles(shape: GemmShape, y_tiles: float = 1, *, in_chain: bool = False)
 
 
 SHARED_TOKENS = 128
-"""Of the smallest tile that blocks share: for fewer tokens there are splits, and nothing was measured."""
+"""Tokens of the smallest stream-K tile: for fewer tokens there is split-K, and nothing was measured."""
 INVARIANT_PARTS = 8
-"""The most parts of K of sums that do not depend on m."""
+"""Limit of ranges of K in batch-invariant sums."""
 
 
 def invariant_tiles(shape: GemmShape, machine: Machine) -> list[WgmmaTile]:
-    """Tiles of the wgmma kernel whose sums do not depend on m: with all of them K is cut into the same parts, as many as splits
-    fill the GPU for few tokens. For many a block sums them one after the other."""
+    """Batch-invariant tiles: all cut K into the same ranges, as many as fill the GPU at small M with splits. At large M a block
+    sums them one after the other (sections)."""
     parts = max(1, min(INVARIANT_PARTS, machine.sm_count // -(-shape.n // 128), shape.steps(128) // 4))
     plain = [tile for tile in wgmma_tiles(shape) if tile.splits == 1]
     if parts == 1:
@@ -408,8 +396,8 @@ SECTION_TOKENS = {2: 128, 4: 32}
 
 
 _STAGE_CYCLES = {
-    # (tokens, warpgroups): cycles for 64 k of a tile of int4, mostly with scales of groups, and of codes of more bits, mostly
-    # without. Fitted to whole kernels, as the constants below (see the beginning of this file).
+    # (tokens, warpgroups): cycles for 64 k of a tile of int4, mostly with group scales; of codes of more bits, mostly without.
+    # Fitted to whole kernels, like the constants below (see the module docstring).
     (256, 2): (1297, 1209),
     (128, 2): (691, 630),
     (64, 4): (848, 769),
@@ -420,10 +408,10 @@ _STAGE_CYCLES = {
     (16, 2): (502, 453),
 }
 _L2_BYTES_PER_CYCLE = 50
-"""What an SM takes in from the L2 (choose/scaled_gemm.py)."""
+"""Bytes per cycle that an SM reads from L2 (choose/scaled_gemm.py)."""
 _MISSING_CYCLES = 3.6
-"""What the copy engine needs for 64 k of a token that does not exist. 128 x 256 tokens took 506 us of 256 tokens, 825 of 128
-and 970 of 96 (N 152064, K 5120): a tile that is not full is slower than a full one."""
+"""TMA cycles for 64 k of a token that does not exist. 128 x 256 tokens took 506 us of 256 tokens, 825 of 128 and 970 of 96 (N
+152064, K 5120): a partly filled tile is slower than a full one."""
 
 
 def _too_few_stages(stages: int, least: int, shape: GemmShape) -> tuple[str, ...]:
@@ -431,26 +419,26 @@ def _too_few_stages(stages: int, least: int, shape: GemmShape) -> tuple[str, ...
 
 
 LEAST_STAGES = 4
-"""Of the wgmma kernel: it waits for the first stage of an iteration before it gives back those of the one before."""
+"""Stages of the large-M GEMM: it waits for the first stage of an iteration before it frees those of the previous one."""
 
 
 def wgmma_candidate(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
-    """A tile of the wgmma kernel with its reasons and its modelled time."""
+    """A tile of the large-M GEMM of sm_90 with its reasons and its modelled time."""
     reasons = _too_few_stages(tile.stages, LEAST_STAGES, shape) + share_refusals(tile, shape, machine.sm_count)
     return GemmCandidate(tile, reasons, _wgmma_cost(tile, shape, machine))
 
 
 def _wgmma_waves(tile: WgmmaTile, shape: GemmShape, sm_count: int) -> tuple[int, int]:
-    """Whole waves of undivided tiles, and the tiles that are left over."""
+    """Full waves of tiles (without splits), and the number of remaining tiles."""
     return divmod(-(-shape.m // tile.tokens) * -(-shape.n // tile.rows), sm_count)
 
 
 LEAST_SHARE = 2
-"""Iterations of 128 k that a block has at least of what is shared: it waits for others, which costs more than those take."""
+"""Iterations of 128 k that a block has at least with stream-K: it waits for others, which costs more than those take."""
 
 
 def share_refusals(tile: WgmmaTile, shape: GemmShape, sm_count: int) -> tuple[str, ...]:
-    """Why blocks do not share tiles of a problem in equal parts; empty if they do, or are not to."""
+    """Reasons against stream-K for a problem; empty if it is feasible or not requested."""
     waves, left = _wgmma_waves(tile, shape, sm_count)
     if tile.splits or left * shape.steps(128) >= LEAST_SHARE * sm_count:
         return ()
@@ -460,16 +448,16 @@ def share_refusals(tile: WgmmaTile, shape: GemmShape, sm_count: int) -> tuple[st
 
 
 def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
-    """Launch, then waves of tiles: the steps along K, storing, and for parts of K the way through the L2."""
+    """Launch, then waves of tiles: the main loop, the store, and for split-K and stream-K the reduction through L2."""
     waves, left = _wgmma_waves(tile, shape, machine.sm_count)
     iterations = shape.steps(128)
     kib = tile.tokens * tile.rows / 256
     full = _STAGE_CYCLES[tile.tokens, tile.warpgroups][shape.bits > 4]
-    # Only one that is alone may not be full, or the last one where blocks share: else that one begins where it is.
+    # Only a single token tile may be partly filled, or the last one with stream-K; else the last one begins earlier.
     missing = max(tile.tokens - shape.m, 0) if tile.splits else -shape.m % tile.tokens
     copied = 8 * tile.rows * shape.bits + 128 * (tile.tokens - missing)
     stage_us = max(full, copied / _L2_BYTES_PER_CYCLE + _MISSING_CYCLES * missing) / 1755
-    # Each tile's share of the memory's time: a wave that does not fill the GPU leaves its SMs more of it.
+    # Each tile's share of memory time: in a wave that does not fill the GPU an SM gets more bandwidth.
     weights_us = _WEIGHTS * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6 / (waves * machine.sm_count + left)
     if tile.splits == 0:
         turns = waves + 1
@@ -490,21 +478,21 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
 
 
 _WEIGHTS, _SHARED_US, _SHARED_MARGIN = 1.11, 0.145, 1.03
-"""Of the time that the memory needs for weights, what they take; of each KiB of 256 sums where parts of tiles meet; what shares
-must gain, or tiles stay whole. Of 12 times on an H200, 2026-11-23, int4 in groups of 128, N 5120 K 13824, N 6144 K 4096,
-N 4096 K 14336, M 256 and 1024: beyond waves that could be cut anywhere, tiles of 128 tokens took 7 to 10 us and of 256 tokens
-17 to 23. What is shared now, less than one wave, meets in two thirds of that (2026-11-24: 0.107 and 0.124)."""
+"""Factor on the memory time of weights; reduction time per KiB of 256 sums with stream-K; margin that stream-K must gain over
+whole tiles. Of 12 times on an H200, 2026-11-23, int4 in groups of 128, N 5120 K 13824, N 6144 K 4096, N 4096 K 14336, M 256 and
+1024: beyond waves that could be cut anywhere, tiles of 128 tokens took 7 to 10 us and of 256 tokens 17 to 23. What is shared
+now, less than one wave, is reduced in two thirds of that (2026-11-24: 0.107 and 0.124)."""
 _SECTION_US = 0.03
-"""Of a part of K after another one in the same block: what is under way comes to its end. Measured on an H200, 2026-11-23,
-int4, 4096 x 4096, 256 tokens: two waves of 128 rows x 64 tokens take 18.59 us in four parts, 18.42 in one."""
+"""Cost of each further section: the pipeline drains. Measured on an H200, 2026-11-23, int4, 4096 x 4096, 256 tokens: two waves
+of 128 rows x 64 tokens take 18.59 us in four sections, 18.42 in one."""
 
 
-# ---- the mma.sync kernel for many tokens
+# ---- the large-M GEMM of sm_80
 
 
 _MMA_SHARES = {
-    # (tokens, strips, warps_n, warps_m): of the rate of mma.sync, what a tile reaches while it multiplies: int4, groups of 128
-    # and fp16, on an H200, 2026-11-23 (docs/log). Codes of more bits and zero points took up to a tenth longer.
+    # (tokens, row blocks, warps_n, warps_m): fraction of the rate of mma.sync in the main loop: int4, groups of 128, fp16,
+    # H200, 2026-11-23 (docs/log). Codes of more bits and zero points took up to a tenth longer.
     (128, 2, 8, 1): 0.714,
     (64, 2, 8, 1): 0.711,
     (128, 2, 4, 2): 0.672,
@@ -513,11 +501,11 @@ _MMA_SHARES = {
     (64, 1, 4, 2): 0.313,
 }
 _MMA_STAGES = 4
-"""The most that were worth their shared memory; small tiles, which wait more, have half as many again."""
+"""Most stages that were worth their shared memory; small tiles, which stall more, have half as many again."""
 
 
 def mma_tiles(shape: GemmShape, machine: Machine) -> list[MmaTile]:
-    """Tiles of the mma.sync kernel for many tokens that are considered for a problem."""
+    """Candidate tiles of the large-M GEMM of sm_80."""
     tiles = []
     for tokens, strips, warps_n, warps_m in _MMA_SHARES:
         if strips * warps_n > shape.strips:
@@ -533,18 +521,18 @@ def mma_tiles(shape: GemmShape, machine: Machine) -> list[MmaTile]:
 
 
 def _mma_stage_bytes(tokens: int, strips: int, bits: int) -> int:
-    """Shared memory of a stage; scales of groups of 16 with zeros are the most."""
+    """Shared memory of a stage, with the largest scales: groups of 16 with zeros."""
     return 128 * tokens + strips * (128 * bits + 256)
 
 
 def mma_candidate(tile: MmaTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
-    """A tile of the mma.sync kernel with its reasons and its modelled time."""
+    """A tile of the large-M GEMM of sm_80 with its reasons and its modelled time."""
     return GemmCandidate(tile, _too_few_stages(tile.stages, 2, shape), _mma_cost(tile, shape, machine))
 
 
 def _mma_cost(tile: MmaTile, shape: GemmShape, machine: Machine) -> float:
-    """Launch, then waves of tiles at their share of the rate of mma.sync, or weights at the memory's; for splits the way
-    through the L2."""
+    """Launch, then waves of tiles at their fraction of the rate of mma.sync, or weights at memory bandwidth; for splits the
+    reduction through L2."""
     of_rows = -(-shape.strips // (tile.strips * tile.warps_n))
     waves = -(-(-(-shape.m // tile.tokens) * of_rows * tile.splits) // machine.sm_count)
     share = _MMA_SHARES[tile.tokens, tile.strips, tile.warps_n, tile.warps_m]
@@ -555,7 +543,7 @@ def _mma_cost(tile: MmaTile, shape: GemmShape, machine: Machine) -> float:
     return 1.5 + max(main_us, memory_us) + meet_us
 
 
-# ---- where the model is wrong by more than 3 %: rows printed by `python -m benchmarks tiles`
+# ---- measured exceptions, where the model is wrong by more than 3 %: rows printed by `python -m benchmarks tiles`
 
 MEASURED: tuple[Measured, ...] = (
     Measured(

@@ -1,6 +1,6 @@
-"""Which tile multiplies 8-bit activations: candidates, why some cannot, what each would cost, the choice.
+"""Choice of tile for a GEMM with 8-bit activations: candidates, reasons against them, cost model.
 
-Pure functions of a problem and a machine, as choose/gemm.py; costs only have to put the candidates in the right order.
+Pure functions of a shape and a machine, as choose/gemm.py; costs only have to order the candidates.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lowbit.hardware.machine import Machine
-from lowbit.kernels.choose import kept
-from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
+from lowbit.kernels.choose import tuned
+from lowbit.kernels.choose.candidate import Candidate, first_feasible, ordered
 
 
 @dataclass(frozen=True)
 class ScaledShape:
-    """What decides about speed: y[m, n] = x[m, k] . w[n, k]^T with 8-bit x and codes of `bits` bits.
+    """The shape of y[m, n] = x[m, k] . w[n, k]^T with 8-bit x and codes of `bits` bits.
 
     `integer`: int8, else fp8. `grouped`: w has scales of groups of 128; `blocks`, `x_blocks`: w, x have scales of blocks.
-    `fast_accum`: sums of fp8 by fp8 stay in the tensor core to the end. Never those of narrower codes, which are small e4m3
-    numbers: they lose 5e-3 and 1e-2 within 1104 k (docs/internals/numerics.md).
+    `fast_accum`: sums of fp8 by fp8 stay in the tensor core. Never those of narrower codes, which are small e4m3 numbers: they
+    lose 5e-3 and 1e-2 within 1104 k (docs/internals/numerics.md).
     """
 
     m: int
@@ -35,13 +35,13 @@ class ScaledShape:
 
     @property
     def promoted(self) -> bool:
-        """Whether every 128 k are summed on their own and then added in fp32: scales change there, or fp8 sums would lose."""
+        """True if sums of 128 k are promoted to fp32: scales change there, or fp8 sums would lose precision."""
         return self.grouped or self.blocks or self.x_blocks or not (self.integer or self.fast_accum)
 
 
 @dataclass(frozen=True)
 class ScaledTile:
-    """Configuration of kernels/sm90/scaled_gemm.py, and of narrow_scaled_gemm.py for fewer than 8 bits; see there."""
+    """Configuration of kernels/sm90/scaled_gemm.py, and of sub_byte_scaled_gemm.py for fewer than 8 bits; see there."""
 
     tokens_are_rows: bool
     warpgroups: int
@@ -50,7 +50,7 @@ class ScaledTile:
     splits: int
     token_group: int
     pair: bool = False
-    """Whether both splits are one cluster of two blocks, each of which ends up with one half of the columns."""
+    """True for cluster split-K: both splits are one cluster of two blocks, each of which stores one half of the columns."""
 
     @property
     def rows(self) -> int:
@@ -71,14 +71,14 @@ class ScaledTile:
 
 
 KINDS: dict[str, type[Any]] = {"scaled": ScaledTile}
-"""What tiles are called in files."""
+"""Names of tiles in files."""
 
 
 def candidates_scaled(shape: ScaledShape, machine: Machine, *, batch_invariant: bool = False) -> list[Candidate[ScaledTile]]:
-    """Every tile considered for a problem: what was measured here to be best, then the cheapest first, those that cannot last.
+    """All candidates for a shape: the one measured by `lowbit tune`, then by cost, infeasible ones last.
 
-    With `batch_invariant`, only tiles whose sums do not depend on m: all where they are exact integers until the end, else
-    those that do not split K. Row i of y then has the same bits in any batch.
+    With `batch_invariant`, only tiles whose sums do not depend on m: all tiles where sums are exact integers, else those that
+    do not split K. Row i of y then has the same bits in any batch.
     """
     tiles = [tile for tile in _tiles(shape) if not (batch_invariant and shape.promoted and tile.splits > 1)]
 
@@ -86,18 +86,18 @@ def candidates_scaled(shape: ScaledShape, machine: Machine, *, batch_invariant: 
         return Candidate(tile, _reasons(tile, shape), _cost(tile, shape, machine))
 
     rows = [candidate(tile) for tile in tiles]
-    here = None if batch_invariant else kept.first(rows, machine.tuned, shape, KINDS, candidate)
+    here = None if batch_invariant else tuned.first(rows, machine.tuned, shape, KINDS, candidate)
     return ordered(rows if here is None else here)
 
 
 @functools.lru_cache(maxsize=4096)
 def choose_scaled(shape: ScaledShape, machine: Machine, batch_invariant: bool = False) -> ScaledTile:
-    """The cheapest of the candidates that can; raises ValueError with everybody's reasons when none can."""
-    return first_that_can(candidates_scaled(shape, machine, batch_invariant=batch_invariant), shape, machine)
+    """The first feasible candidate; raises ValueError with the reasons against each when there is none."""
+    return first_feasible(candidates_scaled(shape, machine, batch_invariant=batch_invariant), shape, machine)
 
 
 def shared_bytes(tile: ScaledTile, shape: ScaledShape) -> int:
-    """Shared memory that a tile takes with its stages, its store and its barriers."""
+    """Shared memory of a tile's stages, its store and its barriers."""
     return tile.stages * _stage_bytes(tile, shape) + _store_bytes(tile) + 1024
 
 
@@ -113,18 +113,18 @@ def _store_bytes(tile: ScaledTile) -> int:
 
 
 SHARED_BYTES = 230_400
-"""Of the 227 KiB of a block, less what Triton takes for itself and what rounding the parts up to 1 KiB adds."""
+"""The 227 KiB of a block, less what Triton takes for itself and what rounding regions up to 1 KiB adds."""
 MOST_STAGES, MOST_NARROW_STAGES = {8: 20, 16: 20}, {8: 10, 16: 10, 128: 6}
 """Stages by columns, 12 for others. Fewer than fit where that is faster: 10 stages of narrow weights leave room for a block of
-the kernel that comes next (e4m3, M 16, 8192 x 8192: 13.8 us, with 16 stages 14.8; H200, 2026-11-21)."""
+the next kernel (e4m3, M 16, 8192 x 8192: 13.8 us, with 16 stages 14.8; H200, 2026-11-21)."""
 
 
 def _tiles(shape: ScaledShape) -> list[ScaledTile]:
-    """Tiles that may be worth it: no more tokens than needed to be a power of two, K split only into pieces worth a start."""
+    """Candidate tiles: no more tokens than the next power of two of M, K split only into ranges worth a start."""
     narrow = shape.bits < 8
     tiles = []
-    # Scales of blocks of x want tokens as rows: a thread then has two tokens to ask them for, not a quarter of the tile's. Sums
-    # by halves are a little faster so.
+    # Block scales of x are faster with tokens as rows: a thread then loads them for two tokens, not for a quarter of the tile.
+    # Sums by halves are a little faster too.
     for swapped in (False, True) if shape.promoted and not narrow and shape.m > 128 else (False,):
         for warpgroups in (2, 4) if narrow else (1, 2):
             for columns in (8, 16, 32, 64, 128, 256):
@@ -142,7 +142,7 @@ def _reasons(tile: ScaledTile, shape: ScaledShape) -> tuple[str, ...]:
     reasons = []
     if tile.stages < 2:
         reasons.append(f"leaves room for {tile.stages} stages, 2 are needed")
-    # Promoted sums take a second set of registers; 256 columns are then multiplied in two halves, without scales of blocks.
+    # Promoted sums take a second set of registers; 256 columns are then multiplied in halves, without block scales.
     halves = (
         tile.warpgroups == 2 and (tile.splits == 1 or tile.pair) and shape.k > 0 and not shape.blocks and not shape.x_blocks
     )
@@ -158,17 +158,17 @@ def _reasons(tile: ScaledTile, shape: ScaledShape) -> tuple[str, ...]:
 
 CLOCK_MHZ = 1755
 L2_BYTES_PER_CYCLE = 50
-"""What an SM takes in from the L2: tiles of 64 x 128 to 64 x 256 with M 128 and 256 all came to 11.5 TB/s on 132 SMs."""
+"""L2 bandwidth of an SM: tiles of 64 x 128 to 64 x 256 with M 128 and 256 all reached 11.5 TB/s on 132 SMs."""
 _FEW_BUSY = 1.18
-"""How much more it takes in at most where other SMs have no block: N 2048, K 2048, M 128 takes 4.2 us by 64 blocks of 64 x 64,
-where steps as fast as those of 128 blocks would come to 5.8. This and other constants here were fitted to products of `lowbit
-bench choice` and weights of middle size (H200, 2026-11-23; docs/log)."""
+"""Factor on it, at most, where other SMs have no block: N 2048, K 2048, M 128 takes 4.2 us by 64 blocks of 64 x 64, where main
+loops as fast as those of 128 blocks would take 5.8. This and other constants here were fitted to shapes of `lowbit bench
+choice` and weights of middle size (H200, 2026-11-23; docs/log)."""
 _LEAST_CYCLES = 215
-"""Of a step of 8-bit weights, whatever its size."""
+"""Minimum time of a stage of 8-bit weights, whatever its size."""
 
 _NARROW_STAGE_US = {
-    # (how sums leave the tensor core, int8): microseconds for 128 k of a tile of 128 channels by tokens, from whole kernels on
-    # an H200, 2026-11-21; N 8192. 256 where they leave it early: K 8192 and 28672, M 1024 and 4096, relative to 128.
+    # (promoted sums, int8): microseconds for 128 k of a tile of 128 channels by tokens, from whole kernels, H200, 2026-11-21;
+    # N 8192. 256 where promoted: K 8192 and 28672, M 1024 and 4096, relative to 128.
     ("whole", True): {8: 0.2, 16: 0.2, 32: 0.22, 64: 0.25, 128: 0.31, 256: 0.71},
     ("grouped", True): {8: 0.2, 16: 0.21, 32: 0.25, 64: 0.3, 128: 0.46, 256: 0.85},
     ("grouped", False): {8: 0.25, 16: 0.26, 32: 0.29, 64: 0.33, 128: 0.49, 256: 0.93},
@@ -177,15 +177,15 @@ _NARROW_STAGE_US = {
 
 
 _PAIR_US = 0.5
-"""Of a pair of blocks that share K, to meet, besides its sums: N 576, K 2048, M 16 took 2.7 us by a pair of 64 x 16, 3.3 by one
-block (H200, 2026-11-23, benchmarks/results/h200/2026-11-23-choice.json)."""
+"""Synchronisation of the two blocks of a cluster split-K, besides its sums: N 576, K 2048, M 16 took 2.7 us by a cluster of 64
+x 16, 3.3 by one block (H200, 2026-11-23, benchmarks/results/h200/2026-11-23-choice.json)."""
 _MOST_X = 3
-"""Of the weights' time from memory, what x and weights that are read again take at most, since they come from the L2: N 576, K
-2048, M 1024 takes 6 us by 64 x 128, where x alone was taken for 10 (the same)."""
+"""Limit, as a fraction of the weights' memory time, of x and of weights that are read again, since they come from L2: N 576, K
+2048, M 1024 takes 6 us by 64 x 128, where x alone was modelled as 10 (the same)."""
 
 
 def _cost(tile: ScaledTile, shape: ScaledShape, machine: Machine) -> float:
-    """Launch, then waves of tiles, at the pace of the tensor cores, the L2 or the memory, and the splits' meeting."""
+    """Launch, then waves of tiles, at the rate of tensor cores, L2 or memory, and the split-K reduction."""
     tiles = -(-shape.m // tile.tokens) * -(-shape.n // tile.channels) * tile.splits
     waves = -(-tiles // machine.sm_count)
     steps = -(-shape.k // (128 * tile.splits))
@@ -205,10 +205,10 @@ def _cost(tile: ScaledTile, shape: ScaledShape, machine: Machine) -> float:
     kib = tile.rows * tile.columns / 256
     store_us = waves * tile.rows * tile.columns * 4e-5
     meet_us = 0.55 + waves * 0.055 * kib * tile.splits if tile.splits > 1 else 0.0
-    if tile.pair:  # 128 x 256 sums: 7,400 cycles after the last product, 2,350 where nothing is swapped
+    if tile.pair:  # 128 x 256 sums: 7,400 cycles after the last product, 2,350 without the exchange
         meet_us = _PAIR_US + 0.034 * kib + 2.5 * (waves - 1)
-    # Tokens cost a little where the memory binds, and weights that are read once for each tile of tokens more.
-    # A pair, of 128 channels, reads x half as often as the tiles of 64 that otherwise have so few tokens.
+    # Tokens cost a little where memory is the bottleneck, weights that are read once per token tile more. A cluster of 128
+    # channels reads x half as often as the tiles of 64 that otherwise have so few tokens.
     x_us = shape.m * shape.k * (1.5e-6 if tile.pair else 2.7e-6) + 0.6 * (-(-shape.m // tile.tokens) - 1)
     x_us = min(x_us, _MOST_X * memory_us)
     if shape.x_blocks and not tile.tokens_are_rows:

@@ -1,1 +1,1 @@
-"""Back ends in plain torch, whatever the device, and the CPU's own: written for speed, measured against reference/."""
+"""Back ends in plain torch for any device, and CPU back ends: written for speed, compared with reference/."""

@@ -1,9 +1,9 @@
 """y[M, N] = x[M, K] . dequant(w)[N, K]^T in plain torch, on any device, a block of rows of w at a time.
 
 Reads   x fp16, bf16 or fp32; packed uint8 [N, ceil(K * bits / 8)], the dense rows of formats/words.py; scales, zeros.
-Memory  never more than BLOCK_WEIGHTS decoded weights at once, whatever the size of the layer.
-Exact   decoding and scaling in float32, one rounding of each weight to x's type, then torch's own matrix product. For fp16 x
-        on a CPU that product is one of float32, whose weights may be of any size (10 to 40 % slower there).
+Memory  never more than BLOCK_WEIGHTS dequantized weights at once, whatever the size of the layer.
+Exact   dequantization in float32, one rounding of each weight to x's dtype, then torch's own matrix product. For fp16 x on a
+        CPU that product is one of float32, whose weights may be of any magnitude (10 to 40 % slower there).
 Source  float codes become halves by moving their bits under a half's exponent, as FP6-LLM does (arXiv:2401.14112).
 """
 
@@ -26,16 +26,16 @@ from lowbit.formats import (
 )
 
 BLOCK_WEIGHTS = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""Weights decoded at once. CPU: 1 MiB of float32, which stays in the cache; a GPU has room and wants few launches.
+"""Weights dequantized at once. CPU: 1 MiB of float32, which stays in the cache; a GPU has more memory and wants few launches.
 
-2 cores of a Xeon with AMX, N 49152 K 576, M 1, float32 x, 2026-11-21, best of 7 in ms, for 2^18 / 2^20 / 2^23 / 2^25:
-int4 groups of 64 18 / 40 / 59 / 102, fp6_e3m2 35 / 34 / 76 / 198, int8 12 / 11 / 49 / 114."""
+2 cores of a Xeon with AMX, N 49152 K 576, M 1, float32 x, 2026-11-21, best of 7 in ms, for 2^18 / 2^20 / 2^23 / 2^25: int4
+groups of 64 18 / 40 / 59 / 102, fp6_e3m2 35 / 34 / 76 / 198, int8 12 / 11 / 49 / 114."""
 
 
 def mixed_gemm_blocked(
     x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: Scheme
 ) -> Tensor:
-    """y [.., N] in x's dtype. Shapes as in `lowbit.ops.dequantize_gemm`, which checks them."""
+    """Returns y [.., N] in x's dtype. Shapes as in `lowbit.ops.dequantize_gemm`, which checks them."""
     k, n = x.shape[-1], packed.shape[0]
     y = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
     step = block_rows(scheme, k, x.device.type)
@@ -49,7 +49,7 @@ def mixed_gemm_blocked(
 
 
 def block_rows(scheme: Scheme, k: int, device: str) -> int:
-    """Rows of w decoded at once: a multiple of the rows that share a scale."""
+    """Rows of w dequantized at once: a multiple of the rows that share a scale."""
     rows = max(1, BLOCK_WEIGHTS[device] // max(k, 1))
     if isinstance(scheme.granularity, PerBlock):
         rows = max(1, rows // scheme.granularity.n) * scheme.granularity.n
@@ -59,7 +59,7 @@ def block_rows(scheme: Scheme, k: int, device: str) -> int:
 def decode_rows(
     packed: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, rows: slice, k: int, dtype: torch.dtype
 ) -> Tensor:
-    """Weights [rows, K] of the packed rows `rows`, from the scales and zeros of the whole matrix."""
+    """Returns weights [rows, K] of the packed rows `rows`, from the scales and zeros of the whole matrix."""
     values = decode_codes(unpack_words(packed, scheme.weight.bits, k), scheme.weight)
     s = _spread_rows(scale, scheme, rows, k)
     if zero is None:
@@ -69,7 +69,7 @@ def decode_rows(
 
 
 def decode_codes(codes: Tensor, fmt: NumberFormat) -> Tensor:
-    """Values float32 of codes uint8: `formats.decode` without its table look-up, 5 to 10 times faster on a CPU."""
+    """Converts codes uint8 to float32: `formats.decode` without its table look-up, 5 to 10 times faster on a CPU."""
     if isinstance(fmt, IntFormat):
         return codes.to(torch.float32).sub_(fmt.offset) if fmt.offset else codes.to(torch.float32)
     if fmt.special == "none" and fmt.exponent < 5:
@@ -78,7 +78,8 @@ def decode_codes(codes: Tensor, fmt: NumberFormat) -> Tensor:
 
 
 def _decode_by_bias_shift(codes: Tensor, fmt: FloatFormat) -> Tensor:
-    """Sign to bit 15, exponent and mantissa below it: an fp16 that is 2^(15 - bias) too small, subnormals included."""
+    """Moves the sign to bit 15, exponent and mantissa below it: an fp16 that is 2^(15 - bias) too small, subnormals
+    included."""
     sign_bit = 1 << (fmt.bits - 1)
     wide = codes.to(torch.int16)
     half = ((wide & sign_bit) << (16 - fmt.bits)) | ((wide & (sign_bit - 1)) << (10 - fmt.mantissa))
@@ -86,7 +87,7 @@ def _decode_by_bias_shift(codes: Tensor, fmt: FloatFormat) -> Tensor:
 
 
 def _spread_rows(scale: Tensor, scheme: Scheme, rows: slice, k: int) -> Tensor:
-    """Scales or zeros of some rows as [rows, K] or something that broadcasts to it, float32."""
+    """Returns scales or zeros of some rows as [rows, K] or something that broadcasts to it, float32."""
     count = rows.stop - rows.start
     if isinstance(scheme.granularity, PerTensor):
         return scale.to(torch.float32)

@@ -1,10 +1,10 @@
 """y[M, N] = (x[M, K] * x_scale) . dequant(w)[N, K]^T for 8-bit x in plain torch, on any device, a block of w at a time.
 
 Reads   x int8, float8_e4m3fn or float8_e5m2 with its scales; packed uint8 [N, ceil(K * bits / 8)]; scales, zeros
-Memory  never more than BLOCK_WEIGHTS decoded weights and PIECE_K columns of x in float32 at once
-Exact   pieces of K within which all scales are the same are multiplied in float32: integers exactly, since sums stay below
-        2^24; floats with the error of a float32 product of at most PIECE_K terms. Pieces are scaled and added in float64,
-        which the function is applied to and which is rounded once, for codes of y to float32 before it is quantized
+Memory  never more than BLOCK_WEIGHTS dequantized weights and PIECE_K columns of x in float32 at once
+Exact   ranges of K within which all scales are the same are multiplied in float32: integers exactly, since sums stay below
+        2^24; floats with the error of a float32 product of at most PIECE_K terms. Ranges are scaled and added in float64. The
+        function is applied in float64 and rounded once; for codes of y, to float32 before quantization
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def scaled_gemm_blocked(
     x: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: Scheme,
     dtype: torch.dtype, x_zero: Tensor | None, function: str = "none", y_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """y [.., N] of `dtype`. Shapes as in `lowbit.ops.scaled_gemm`, which checks them."""
+    """Returns y [.., N] of `dtype`. Shapes as in `lowbit.ops.scaled_gemm`, which checks them."""
     k, n = x.shape[-1], packed.shape[0]
     m = math.prod(x.shape[:-1])
     rows_of_x = x.reshape(m, k)
@@ -68,7 +68,7 @@ def scaled_gemm_blocked(
 
 
 def _pieces(scheme: Scheme, k: int, x_blocks: bool) -> list[tuple[int, int]]:
-    """The pieces of K: nowhere longer than PIECE_K, and a new one where a scale of w or x changes."""
+    """Ranges of K: at most PIECE_K long, with a new one where a scale of w or x changes."""
     sizes = [PIECE_K]
     if isinstance(scheme.granularity, (PerGroup, PerBlock)):
         sizes.append(scheme.granularity.block((1, k))[1])
@@ -79,7 +79,7 @@ def _pieces(scheme: Scheme, k: int, x_blocks: bool) -> list[tuple[int, int]]:
 
 
 def _at(values: Tensor, scheme: Scheme, rows: slice, column: int, k: int) -> Tensor:
-    """Scales or zeros of some rows for the columns around `column`: float64 [rows] or [1]."""
+    """Returns scales or zeros of some rows for the columns around `column`: float64 [rows] or [1]."""
     if isinstance(scheme.granularity, PerTensor):
         return values.reshape(1).double()
     n, size = scheme.granularity.block((rows.stop, k))

@@ -15,22 +15,22 @@ from torch import Tensor
 from lowbit.pack.cpu import block_rows, int4_columns, row_blocks
 
 MAX_M = 40
-"""Torch's product takes time in proportion to M, decoding does not."""
+"""Largest M of torch's int4 product: its time is proportional to M, that of dequantization is constant."""
 
 BLOCK_WEIGHTS = 1 << 20
-"""Weights decoded at once. Measured as above with a slower look-up, M 64, ms for 2^16 / 2^18 / 2^20 / 2^22: 12.1 / 10.3 / 9.2 /
-9.9."""
+"""Weights dequantized at once. Measured as above with a slower look-up, M 64, ms for 2^16 / 2^18 / 2^20 / 2^22: 12.1 / 10.3 /
+9.2 / 9.9."""
 
 
 def int4_gemm(x: Tensor, codes: Tensor, scale: Tensor, group: int) -> Tensor:
-    """y [M, N] bf16 of x [M, K] bf16 and weights in the form "int4", for up to `MAX_M` rows."""
+    """Returns y [M, N] bf16 of x [M, K] bf16 and weights in the form "int4", for up to `MAX_M` rows."""
     y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, group, scale)
     return y
 
 
 def int4_gemm_decoding(x: Tensor, codes: Tensor, scale: Tensor, group: int, zeros: bool) -> Tensor:
-    """The same for many rows: some blocks of rows of w at a time are decoded as they lie, transposed. Without `zeros`, the
-    second number of each scale is 0."""
+    """The same for many rows: dequantizes some blocks of rows of w at a time as they are stored, transposed. Without `zeros`,
+    the second number of each scale is 0."""
     n, k = codes.shape[0], 2 * codes.shape[1]
     y = torch.empty((x.shape[0], n), dtype=x.dtype)
     operand = product_dtype()
@@ -49,7 +49,7 @@ def int4_gemm_decoding(x: Tensor, codes: Tensor, scale: Tensor, group: int, zero
 
 @functools.cache
 def _values_of_bytes(dtype: torch.dtype) -> Tensor:
-    """Of every byte both its values code4 - 8, one integer that holds two numbers of `dtype`: one look-up for two weights."""
+    """Look-up table of the two values code4 - 8 of every byte, as one integer that holds two numbers of `dtype`."""
     byte = torch.arange(256, device="cpu")
     values = (torch.stack((byte & 15, byte >> 4), dim=-1) - 8).to(dtype)
     return values.view(torch.int32 if dtype == torch.bfloat16 else torch.int64)[:, 0].contiguous()
@@ -57,14 +57,13 @@ def _values_of_bytes(dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def product_dtype() -> torch.dtype:
-    """The type in which this CPU multiplies matrices of bf16 numbers: bf16 where it has instructions for it, else float32,
-    since torch's emulation takes 4 to 8 times as long (256 x 2048 x 2048: 57 ms with AVX-512, 116 with AVX2, float32 13)."""
+    """The dtype in which this CPU multiplies bf16 matrices: bf16 where it has instructions for it, else float32, since torch's
+    emulation takes 4 to 8 times as long (256 x 2048 x 2048: 57 ms with AVX-512, 116 with AVX2, float32 13)."""
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else torch.float32
 
 
 def product_by_rows(x: Tensor, w: Tensor) -> Tensor:
-    """x [M, K] . w [N, K]^T for many rows, multiplied in `product_dtype`, which some rows of w at a time are brought to, and
-    rounded to x's type."""
+    """x [M, K] . w [N, K]^T for many rows, multiplied in `product_dtype` some rows of w at a time, and rounded to x's dtype."""
     operand = product_dtype()
     wide = x.to(operand)
     parts = w.split(max(1, BLOCK_WEIGHTS // w.shape[1]))

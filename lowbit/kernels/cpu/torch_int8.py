@@ -20,18 +20,18 @@ from torch import Tensor
 from lowbit.kernels.reference.activations import SMALLEST_SCALE
 
 MAX_M = 16
-"""Its time grows with M while decoding does not: a product of 16-bit matrices wins from about 24 rows on."""
+"""Largest M of torch's int8 product: its time grows with M, so a product of 16-bit matrices wins from about 24 rows on."""
 
 
 def int8_gemm(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """y [M, N] bf16 of x [M, K] bf16, codes int8 [N, K] and scale bf16 [N], for up to `MAX_M` rows; K must be a multiple of
-    `pack.cpu.INT8_K_STEP`."""
+    """Returns y [M, N] bf16 of x [M, K] bf16, codes int8 [N, K] and scale bf16 [N], for up to `MAX_M` rows; K must be a
+    multiple of `pack.cpu.INT8_K_STEP`."""
     return torch._weight_int8pack_mm(x, codes, scale)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes int8 [.., K] and scale float32 [.., 1] of x, each row by its largest magnitude: bit-equal to reference/
-    in a third of its operators, which for one token take longer than their work."""
+    """Quantizes each row of x by its largest magnitude: codes int8 [.., K] and scale float32 [.., 1], bit-equal to reference/,
+    with a third of its operators, whose overhead dominates for one token."""
     values = x.float()
     low, high = torch.aminmax(values, dim=-1, keepdim=True)
     scale = (torch.maximum(-low, high) / 127.0).clamp(min=SMALLEST_SCALE)
@@ -40,8 +40,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def sums_are_exact() -> bool:
-    """Whether torch's product of int8 by int8 is exact on this CPU, tried with the largest numbers of either sign: without VNNI
-    its instructions add pairs of products in 16 bits and saturate (seen with AVX2)."""
+    """True if torch's int8 product is exact on this CPU, tried with the largest numbers of either sign: without VNNI its
+    instructions add pairs of products in 16 bits and saturate (seen with AVX2)."""
     k = 256
     codes = torch.full((64, k), 127, dtype=torch.int8)
     codes[::2], codes[::3, ::2] = -128, -128
@@ -56,8 +56,9 @@ def sums_are_exact() -> bool:
 def scaled_int8_gemm(
     x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor, zero_of_x: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """y float32 [M, N] of x int8 [M, K] with x_scale float32 [M, 1] or [1], and codes int8 [N, K] with scale float32 [N]: the
-    exact sum times both scales. `zero_of_x` are the zeros of x, int32 of the shape of x_scale, and sums int32 [N] of codes."""
+    """Returns y float32 [M, N] of x int8 [M, K] with x_scale float32 [M, 1] or [1], and codes int8 [N, K] with scale float32
+    [N]: the exact sum times both scales. `zero_of_x` are the zeros of x, int32 of the shape of x_scale, and sums int32 [N] of
+    codes."""
     total = torch._int_mm(x, codes.t())
     if zero_of_x is not None:
         zero, sums = zero_of_x

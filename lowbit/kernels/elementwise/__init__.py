@@ -1,1 +1,1 @@
-"""Kernels that touch each element once or twice, bound by memory; in plain Triton."""
+"""Memory-bound kernels that read or write each element once or twice, in plain Triton."""

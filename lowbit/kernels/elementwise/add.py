@@ -1,6 +1,6 @@
-"""y = requantize(x * s + b + other * g) on packed NHWC codes of 4 or 8 bits: sums and ReLUs that no convolution has inside.
+"""y = requantize(x * s + b + other * g) on packed NHWC codes of 4 or 8 bits: sums and ReLUs outside of convolutions.
 
-Computes codes two by two, as a byte of 4-bit codes has them: channels 2 i and 2 i + 1, whatever the storages. Plain Triton
+Computes codes in pairs, as a byte of 4-bit codes has them: channels 2 i and 2 i + 1, for all storages. Plain Triton
 Exact   every fma rounds once, rounding is adding 1.5 * 2^23: `SumSpec` of formats/conv.py, bit for bit.
         Tested: tests/kernels/elementwise/test_add.py
 """
@@ -15,12 +15,12 @@ from torch import Tensor
 from lowbit.formats.conv import CODES, SumSpec
 
 BLOCK = 1024
-"""Pairs of codes of a block: 16 bytes a thread where they have 8 bits."""
+"""Pairs of codes of a block: 16 bytes a thread for 8-bit codes."""
 
 
 @triton.jit
 def pairs(x, i, total, FOUR: tl.constexpr):
-    """float32 codes of the pairs i."""
+    """Loads the pairs of codes i as float32."""
     if FOUR:
         codes = tl.load(x + i, mask=i < total, other=0)
         return (codes & 15).to(tl.float32), (codes >> 4).to(tl.float32)
@@ -31,7 +31,7 @@ def pairs(x, i, total, FOUR: tl.constexpr):
 
 @triton.jit
 def stored(t, FOUR: tl.constexpr, LOW: tl.constexpr):
-    """int32 codes of t."""
+    """Rounds t to int32 codes."""
     HIGH: tl.constexpr = 255.0 if FOUR else 127.0
     steps = tl.minimum(tl.maximum(t, LOW), HIGH) + 12582912.0
     code = steps.to(tl.int32, bitcast=True) - 0x4B400000
@@ -43,7 +43,7 @@ def sum_kernel(
     y, x, other, s, b, g, total, X_FOUR: tl.constexpr, OTHER: tl.constexpr, Y_FOUR: tl.constexpr, LOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK of `total` pairs. OTHER: bits of the other value's codes, 0 without one."""
+    """Adds BLOCK of `total` pairs. OTHER: bits of the other input's codes, 0 without one."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     even, odd = pairs(x, i, total, X_FOUR)
     even = tl.fma(even, s, b)

@@ -1,11 +1,11 @@
-"""q of prompt tokens, turned, and their k and v into the pages of their slots: RoPE, norms of heads, append. Plain Triton.
+"""RoPE and append of prompt tokens: q after RoPE, and k and v into the pages of their slots, with norms of heads. Plain Triton.
 
 Reads   qkv fp16 or bf16 [T, (heads + 2 kv_heads) head_dim]; tables, slots and positions of the tokens; cos and sin; gammas of
         norms of heads of q and k, or None
 Writes  q [T, heads, head_dim]; k and v into pages [pages, kv_heads, 128, head_dim]
-Grid    tokens x groups of HEADS heads, of q, k and v as they come; a group may hold heads of all three
-Overlap waits for the kernel before it, which may have written the positions, and then lets the kernel after it start
-        (programmatic dependent launch, sm_90)
+Grid    tokens x groups of HEADS heads, of q, k and v in order; a group may contain heads of all three
+Overlap waits for the previous kernel, which may have written the positions, then lets the next kernel start (programmatic
+        dependent launch, sm_90)
 Exact   float32, rounded once. Tested: tests/kernels/elementwise/test_append.py
 """
 
@@ -31,7 +31,7 @@ HEADS = 4
 
 @dataclass(frozen=True)
 class Append:
-    """All that is fixed when the kernel is compiled."""
+    """The kernel's compile-time configuration."""
 
     shape: AttentionShape
     overlap: bool
@@ -44,7 +44,7 @@ class Append:
 def append_heads(
     q, qkv, k, v, tables, slot_of, position_of, cos_sin, q_norm, k_norm, table_stride, C: tl.constexpr
 ):  # fmt: skip
-    """Some heads of one token."""
+    """Processes some heads of one token."""
     S: tl.constexpr = C.shape
     if C.overlap:
         cuda.gdc_wait()
@@ -79,7 +79,7 @@ def append_heads(
 
 
 class AppendPlan:
-    """All of a call that does not depend on the tensors' contents: made once for a shape, called many times.
+    """A call for one shape: made once, called many times.
 
     A plan serves one GPU, one type of q, k and v and one type of gammas; all tensors are contiguous and start at multiples of
     16 bytes.
@@ -95,7 +95,7 @@ class AppendPlan:
         self, qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor,
         q_norm: Tensor | None, k_norm: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """q [T, heads, head_dim]; all tensors on the current device."""
+        """Returns q [T, heads, head_dim]; all tensors on the current device."""
         q = torch.empty((self.tokens, self.shape.heads, self.shape.head_dim), dtype=qkv.dtype, device=qkv.device)
         if self.tokens:
             self.launch(q, qkv, k, v, tables, slot_of, position_of, cos_sin, q_norm, k_norm, tables.stride(0), self.config)

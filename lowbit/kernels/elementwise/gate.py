@@ -1,10 +1,10 @@
 """y[M, I] = f(gate[M, I]) * up[M, I]: the gate of an MLP, f = silu, GELU by its tanh formula, or ReLU. Plain Triton.
 
-Reads   gate, up fp16 or bf16, each with any row stride: the halves of one product [M, 2 I], two products, or one whose columns
-        alternate, 8 of gate, then the 8 of up (pack/gated.py); without up, y = f(gate): an MLP that has no gate
+Reads   gate, up fp16 or bf16, each with any row stride: the halves of one GEMM's output [M, 2 I], two outputs, or one whose
+        columns alternate, 8 of gate, then 8 of up (pack/gated.py); without up, y = f(gate): an MLP without a gate
 Writes  y [M, I] contiguous
 Blocks  a run of columns of one row, 8 or 16 elements a thread
-Overlap waits for the kernel before, then lets the one after it start (programmatic dependent launch, sm_90)
+Overlap waits for the previous kernel, then lets the next one start (programmatic dependent launch, sm_90)
 Exact   f in float32, rounded to the type of gate, times up, rounded again, as Transformers' MLPs do; sigmoid by roots may be
         off in the last bit of float32. Tested: tests/kernels/elementwise/test_gate.py
 Source  GELU: x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) (Hendrycks, Gimpel 2016), and (1 + tanh(t)) / 2 = sigmoid(2 t)
@@ -24,10 +24,10 @@ from lowbit.kernels.parts.rows import row_of, sigmoid
 from lowbit.kernels.reference.elementwise import GATES
 
 PIECE = 8
-"""Elements in 16 bytes."""
+"""16-bit elements in 16 bytes."""
 
 FEW_BLOCKS_PER_SM = 16
-"""Up to so many blocks of 1024 columns an SM, a thread has 8 elements, beyond that 16."""
+"""Blocks of 1024 columns per SM up to which a thread has 8 elements; beyond, 16."""
 
 
 @triton.jit(do_not_specialize=["gate_stride", "up_stride"])
@@ -35,7 +35,7 @@ def gate_rows(
     y, gate, up, gate_stride, up_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
     FUNCTION: tl.constexpr, ALTERNATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS columns of one row."""
+    """Computes COLUMNS columns of one row."""
     row = tl.program_id(0)
     i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if OVERLAP:
@@ -51,14 +51,14 @@ def gate_rows(
     elif FUNCTION == 1:
         made = value * sigmoid(1.5957691216057308 * tl.fma(0.044715 * value * value, value, value))
     else:
-        made = tl.where(value < 0, 0.0, value)  # which leaves NaN as it is, where a maximum would not
+        made = tl.where(value < 0, 0.0, value)  # keeps NaN, which a maximum would not
     if up is not None:
         made = made.to(halves.dtype).to(tl.float32) * others.to(tl.float32)
     tl.store(row_of(y, row, WIDTH, False) + i, made.to(halves.dtype), mask=i < WIDTH)
 
 
 class GatePlan:
-    """All of a call that does not depend on the tensors' contents: made once for a shape, called many times.
+    """A call for one shape: made once, called many times.
 
     `pieces` promises that I and both row strides are multiples of 8 and that all tensors start at multiples of 16 bytes. A plan
     serves one GPU, one alignment, one type of the tensors, and calls with `up` or without.
@@ -74,7 +74,7 @@ class GatePlan:
         self.launch = Launcher(gate_rows, (m, -(-width // columns), 1), 4, overlap=overlap)
 
     def __call__(self, gate: Tensor, up: Tensor | None) -> Tensor:
-        """y [M, I], of f(gate) alone where there is no `up`; all tensors on the current device."""
+        """Returns y [M, I], f(gate) alone without `up`; all tensors on the current device."""
         y = torch.empty((self.m, self.width), dtype=gate.dtype, device=gate.device)
         if self.m:
             strides = gate.stride(0) // self.unit, 0 if up is None else up.stride(0) // self.unit

@@ -1,12 +1,12 @@
-"""out[m, i] = x[m, order[i]] * pre_quant_scale[order[i]]: x as the columns of the codes want it, once per call. Plain Triton.
+"""out[m, i] = x[m, order[i]] * pre_quant_scale[order[i]]: act-order permutation and pre_quant_scale of x. Plain Triton.
 
 Reads   x fp16 or bf16 [M, K], any row stride; order int32 [K] or None; pre_quant_scale fp32, fp16 or bf16 [K] or None
-Writes  rows that start at multiples of 16 bytes, zeros from K up to there, as the matrix kernels want x
-Few     `gather_elements`: a block for some columns of one token, straight from memory; fast to start
-Many    `gather_rows`: two tokens a block, in pieces of 16 bytes to and from memory; the order is made in shared memory, where
-        an element of both tokens is one word, so that a random read fetches two elements
-Overlap lets the kernel after it start at once, and reads order and scale before the kernel before it has finished
-        (programmatic dependent launch, sm_90); the matrix kernel's weights are then on their way meanwhile
+Writes  rows that start at multiples of 16 bytes, zeros from K up to there, as the GEMM kernels require
+Few     `gather_elements`: a block for some columns of one token, directly from memory; low latency
+Many    `gather_rows`: two tokens a block, with 16-byte loads and stores; the permutation is done in shared memory, where an
+        element of both tokens is one word, so that a random read fetches two elements
+Overlap lets the next kernel start at once, and reads order and scale before the previous kernel has finished (programmatic
+        dependent launch, sm_90); the GEMM kernel then loads its weights meanwhile
 Exact   the product in float32, rounded once to x's type. Tested: tests/kernels/elementwise/test_gather.py
 """
 
@@ -22,19 +22,19 @@ from lowbit.hardware.machine import Machine
 from lowbit.kernels.parts.launch import Launcher
 
 PIECE = 8
-"""Elements in 16 bytes: rows of the result start at multiples of it."""
+"""16-bit elements in 16 bytes: rows of the result start at multiples of it."""
 
 FEW_TOKENS = 32
-"""Up to here `gather_elements`: with K 8192, 2.3 against 2.2 us at 32 tokens and 3.8 against 2.4 at 64 (H200, 2026-11-21)."""
+"""Largest M of `gather_elements`: with K 8192, 2.3 against 2.2 us at 32 tokens and 3.8 against 2.4 at 64 (H200, 2026-11-21)."""
 
 MOST_COLUMNS = 32768
-"""Widest row that a block of `gather_rows` holds in its registers (compiled for sm_90 by Triton 3.6 and 3.9)."""
+"""Widest row that fits the registers of a block of `gather_rows` (compiled for sm_90 by Triton 3.6 and 3.9)."""
 
 
-# Strides count pieces wherever rows consist of them: from the factor 8 the compiler sees that it may move pieces.
+# With PIECES strides count 16-byte vectors: the factor 8 lets the compiler prove their alignment.
 @triton.jit
 def existing(i, K, PIECES: tl.constexpr):
-    """Which columns exist, piece by piece where there is no part of one."""
+    """Mask of columns that exist; whole vectors where K is a multiple of 8."""
     if PIECES:
         exist = i // 8 < K // 8
     else:
@@ -44,7 +44,7 @@ def existing(i, K, PIECES: tl.constexpr):
 
 @triton.jit
 def row(base, m, stride, PIECES: tl.constexpr):
-    """Where row m begins."""
+    """Address of row m."""
     start = m.to(tl.int64) * stride
     if PIECES:
         start = start * 8
@@ -53,7 +53,7 @@ def row(base, m, stride, PIECES: tl.constexpr):
 
 @triton.jit
 def scaled(value, factor):
-    """The product in float32. A plain `*` of fp16 and a bf16 factor LLVM narrows to fp16, which loses the factor's range."""
+    """The product in float32. LLVM narrows a plain `*` of fp16 and a bf16 factor to fp16, which loses the factor's range."""
     return tl.fma(value.to(tl.float32), factor, 0.0)
 
 
@@ -61,7 +61,7 @@ def scaled(value, factor):
 def gather_elements(
     y, x, order, scale, K, x_stride, y_pieces, COLUMNS: tl.constexpr, PIECES: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """Some columns of one token, each element read where it lies."""
+    """Some columns of one token, each element read directly."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -94,7 +94,7 @@ def gather_rows(
     if OVERLAP:
         cuda.gdc_wait()
     first = tl.program_id(0) * 2
-    second = tl.minimum(first + 1, M - 1)  # of an odd number of tokens, the last one twice
+    second = tl.minimum(first + 1, M - 1)  # with an odd number of tokens, the last one twice
     low = tl.load(row(x, first, x_stride, PIECES) + i, mask=exist, other=0.0)
     high = tl.load(row(x, second, x_stride, PIECES) + i, mask=exist, other=0.0)
     if scale is not None:
@@ -109,9 +109,9 @@ def gather_rows(
 
 
 class GatherPlan:
-    """All of a call that does not depend on the tensors' contents: made once for a shape, called many times.
+    """A call for one shape: made once, called many times.
 
-    `order` says whether columns are moved. `pieces` promises that K and the row stride of x are multiples of 8 and that all
+    `order` says whether columns are permuted. `pieces` promises that K and the row stride of x are multiples of 8 and that all
     tensors start at multiples of 16 bytes. A plan serves one GPU and one alignment of the tensors.
     """
 
@@ -132,7 +132,7 @@ class GatherPlan:
         self.launch = Launcher(function, grid, warps, overlap=overlap)
 
     def __call__(self, x: Tensor, order: Tensor | None, pre_quant_scale: Tensor | None) -> Tensor:
-        """out [M, K] with a row stride of K filled up to a multiple of 8; all tensors on the current device."""
+        """Returns out [M, K] with a row stride of K rounded up to a multiple of 8; all tensors on the current device."""
         y = torch.empty((self.m, self.y_stride), dtype=x.dtype, device=x.device)
         if self.m:
             strides = x.stride(0) // self.x_unit, self.y_stride // PIECE

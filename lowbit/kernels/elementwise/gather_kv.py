@@ -1,10 +1,10 @@
-"""Keys and values of some tokens from the pages of a layer to tensors in which they lie one after the other. Plain Triton.
+"""Gathers keys and values of some tokens from the pages of a layer into contiguous tensors. Plain Triton.
 
-Reads   k and v fp16 or bf16 [pages, kv_heads, 128, head_dim]; where int64 [T]; how many of the T tokens there are
-Writes  k and v [T, kv_heads, head_dim] of those tokens; others keep what memory held
-Grid    16 tokens x kv heads: tokens of a page lie side by side, of each head apart; programs without a token leave at once
-Overlap waits for the kernel before it, which may have written the pages, and then lets the kernel after it start
-        (programmatic dependent launch, sm_90)
+Reads   k and v fp16 or bf16 [pages, kv_heads, 128, head_dim]; where int64 [T]; the number of tokens among T
+Writes  k and v [T, kv_heads, head_dim] of those tokens; other rows stay uninitialised
+Grid    16 tokens x kv heads: tokens of a page are contiguous per head; programs without a token exit at once
+Overlap waits for the previous kernel, which may have written the pages, then lets the next kernel start (programmatic dependent
+        launch, sm_90)
 Exact   a copy. Tested: tests/kernels/elementwise/test_gather_kv.py
 """
 
@@ -24,12 +24,12 @@ from lowbit.kernels.parts.gluon import source_digest
 from lowbit.kernels.parts.launch import Launcher
 
 TOKENS = 16
-"""Of a program: 4 KiB each of keys and values with heads of 128."""
+"""Tokens of a program: 4 KiB each of keys and values with heads of 128."""
 
 
 @dataclass(frozen=True)
 class GatherKv:
-    """All that is fixed when the kernel is compiled."""
+    """The kernel's compile-time configuration."""
 
     kv_heads: int
     head_dim: int
@@ -40,13 +40,13 @@ class GatherKv:
 
     @property
     def lanes(self) -> int:
-        """Lanes of a head, a power of two."""
+        """Elements of a head, padded to a power of two."""
         return 1 << (self.head_dim - 1).bit_length()
 
 
-@triton.jit(do_not_specialize_on_alignment=["count"])  # it lies among other numbers, wherever there are how many
+@triton.jit(do_not_specialize_on_alignment=["count"])  # a view into a tensor of counts, at any offset
 def gather_heads(k_out, v_out, k, v, where, count, C: tl.constexpr):
-    """One kv head of some tokens."""
+    """Copies one kv head of some tokens."""
     if C.overlap:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -67,7 +67,7 @@ def gather_heads(k_out, v_out, k, v, where, count, C: tl.constexpr):
 
 
 class GatherKvPlan:
-    """All of a call that does not depend on the tensors' contents: made once for a shape, called many times.
+    """A call for one shape: made once, called many times.
 
     A plan serves one GPU and one type of k and v; all tensors are contiguous and start at multiples of 16 bytes.
     """
@@ -78,7 +78,7 @@ class GatherKvPlan:
         self.launch = Launcher(gather_heads, (-(-tokens // TOKENS), kv_heads, 1), 2, overlap=self.config.overlap)
 
     def __call__(self, k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """(k, v) [T, kv_heads, head_dim]; all tensors on the current device."""
+        """Returns (k, v) [T, kv_heads, head_dim]; all tensors on the current device."""
         k_out, v_out = (torch.empty(self.size, dtype=k.dtype, device=k.device) for _ in range(2))
         if self.size[0]:
             self.launch(k_out, v_out, k, v, where, count, self.config)

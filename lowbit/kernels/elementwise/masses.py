@@ -1,7 +1,7 @@
-"""Masses of tokens in device code: whole numbers, their sums, and a search of thresholds and tokens in a list of keys.
+"""Probability masses of tokens in device code: integers, their sums, and a search for thresholds and tokens in a list of keys.
 
-What a key and its mass are, and why they are integers, is said in reference/sampling.py, whose arithmetic this is to the bit.
-Tested: tests/kernels/elementwise/test_sample.py
+reference/sampling.py defines keys and masses, and says why they are integers; this is the same arithmetic bit for bit. Tested:
+tests/kernels/elementwise/test_sample.py
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ def masses(key):
 
 @triton.jit
 def fraction(p):
-    """p in units of 2^-24."""
+    """Returns p in units of 2^-24."""
     return (p * 16777216.0).to(tl.int64)
 
 
 @triton.jit
 def share(total, p):
-    """The least mass that is p of the total."""
+    """Returns the smallest mass that is at least p of the total."""
     parts = fraction(p)
     return (total >> 24) * parts + (((total & 0xFFFFFF) * parts + 0xFFFFFF) >> 24)
 
 
 @triton.jit
 def target_of(seed, counter, total):
-    """The running mass on which the random number of a seed and a counter falls, for a total of masses."""
+    """Returns the cumulative mass that the random number of a seed and a counter selects, for a total of masses."""
     low, high, _, _ = tl.philox(seed, counter, 0, 0, 0)
     random = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
     return tl.umulhi(random, total.to(tl.uint64)).to(tl.int64)
@@ -51,14 +51,14 @@ def target_of(seed, counter, total):
 
 @triton.jit
 def added(a, b, c, d, e, f):
-    """Three sums at one meeting of the warps."""
+    """Combines three sums, for one reduction across warps."""
     return a + d, b + e, c + f
 
 
 @triton.jit
 def threshold(keys, n, needed, first, BITS: tl.constexpr, MASS: tl.constexpr, TILE: tl.constexpr):
-    """The smallest key of `first` + [0, 2^BITS) up to which the masses of the n keys, or without MASS their number, come to
-    what is needed; at each turn a quarter of what was left."""
+    """Returns the smallest key of `first` + [0, 2^BITS) up to which the masses (without MASS, the number) of the n keys reach
+    `needed`. Each iteration narrows the range to a quarter."""
     i = tl.arange(0, TILE)
     for turn in range(BITS // 2):
         step = 1 << (BITS - 2 - 2 * turn)
@@ -78,7 +78,7 @@ def threshold(keys, n, needed, first, BITS: tl.constexpr, MASS: tl.constexpr, TI
 
 @triton.jit
 def kept(keys, start, n, last, least, TILE: tl.constexpr):
-    """Masses of the keys from `start` on, 0 for those greater than `last` and for masses below `least`."""
+    """Masses of the keys from `start` on, 0 for keys greater than `last` and for masses below `least`."""
     i = start + tl.arange(0, TILE)
     key = tl.load(keys + i, mask=i < n, other=_KEYS)
     mass = masses(key)
@@ -87,7 +87,7 @@ def kept(keys, start, n, last, least, TILE: tl.constexpr):
 
 @triton.jit
 def mass_up_to(keys, n, last, least, TILE: tl.constexpr):
-    """The mass of the n keys as far as `kept`."""
+    """Total mass of the n keys, as limited by `kept`."""
     total = tl.zeros([TILE], tl.int64)
     for start in range(0, n, TILE):
         total += kept(keys, start, n, last, least, TILE)
@@ -96,7 +96,7 @@ def mass_up_to(keys, n, last, least, TILE: tl.constexpr):
 
 @triton.jit
 def drawn(keys, n, last, least, seed, counter, TILE: tl.constexpr):
-    """Which of the n keys, of those `kept`, the random number falls on."""
+    """Index of the key, among those `kept`, that the random number selects."""
     left = target_of(seed, counter, mass_up_to(keys, n, last, least, TILE))
     found = tl.full((), 0, tl.int32)
     for start in range(0, n, TILE):

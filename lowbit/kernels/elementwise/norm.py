@@ -4,10 +4,10 @@ Reads   h fp16 or bf16 [M, H] contiguous, delta [M, H] contiguous or None, gamma
         or tokens and rows int32, a table [V, H] of the type of h, or codes uint8 [V, H] with one scale a row; positions int32
         and a table [P, H] of the type of h, or None
 Writes  h, in place where delta is added; x [M, H]; squares fp32 [M] of h as it is stored
-Blocks  one row each, in chunks of 8 elements a thread; how many threads depends on H alone, so that a row's sums have one order
-        whatever the number of rows. The warps meet once, twice where delta is normalised first (post_gamma)
-Overlap gammas and bias are read before the wait for the kernel before (programmatic dependent launch, sm_90); the kernel after
-        may start when all blocks have passed it, so what came before the kernel before is then complete
+Blocks  one row each, in chunks of 8 elements a thread; the number of threads depends on H alone, so that a row's sums have the
+        same order for every number of rows. One reduction across warps, two where delta is normalised first (post_gamma)
+Overlap gammas and bias are read before the wait for the previous kernel (programmatic dependent launch, sm_90); the next kernel
+        may start when all blocks have passed it, so kernels before the previous one are then complete
 Exact   sums, roots and products in float32. NORM 1: OFFSET 0 rounds the normalised value and then its product with gamma
         (LlamaRMSNorm); another OFFSET multiplies by OFFSET + gamma in float32 and rounds once (GemmaRMSNorm); with a bias, it
         is torch's LayerNorm, rounded once. NORM 2: x = h * (OFFSET + gamma) * factor, rounded once. Plain Triton.
@@ -30,26 +30,26 @@ from lowbit.kernels.parts.rows import add_and_store, floats, loaded, moments, ro
 from lowbit.kernels.reference.elementwise import ZERO_CODE
 
 PIECE = 8
-"""16-bit elements in 16 bytes: what a thread reads at once."""
+"""16-bit elements in 16 bytes: what a thread loads at once."""
 
 MOST_THREADS = 1024
 
 NONE, NORMED, SQUARES = 0, 1, 2
-"""What is made of h beside it: nothing; its norm; h * gamma and sums of squares, for products that divide at their end."""
+"""What is computed of h: nothing; its norm; h * gamma and sums of squares, for GEMMs that divide in their epilogue."""
 
 _ZERO_CODE = tl.constexpr(ZERO_CODE)
 
 
 @triton.jit
 def normed(halves, weights, eps, H: tl.constexpr, OFFSET: tl.constexpr, CHUNKS: tl.constexpr, ADDED: tl.constexpr = False):
-    """RMSNorm of a row, in the type of the row; ADDED: it is added to something next."""
+    """RMSNorm of a row, in the dtype of the row; ADDED: the result is added to something next."""
     HALF: tl.constexpr = halves[0].dtype
     values = floats(halves, CHUNKS)
     inverse = tl.rsqrt(tl.sum(squares_of(values, CHUNKS), axis=0) / H + eps)
     made = ()
     for c in tl.static_range(CHUNKS):
         value = values[c] * inverse
-        if OFFSET == 0 and ADDED:  # a product would be one of halves, which with the sum became one fma, of one rounding
+        if OFFSET == 0 and ADDED:  # a product of halves would be fused with the sum to one fma, with one rounding
             value = tl.fma(value.to(HALF).to(tl.float32), weights[c].to(tl.float32), 0.0)
         elif OFFSET == 0:
             value = value.to(HALF).to(tl.float32) * weights[c].to(tl.float32)
@@ -61,7 +61,7 @@ def normed(halves, weights, eps, H: tl.constexpr, OFFSET: tl.constexpr, CHUNKS: 
 
 @triton.jit
 def layer_normed(halves, weights, biases, eps, i, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
-    """LayerNorm of a row, in the type of the row."""
+    """LayerNorm of a row, in the dtype of the row."""
     values = floats(halves, CHUNKS)
     mean, variance = moments(values, i, H, values[0].shape[0], STEP, CHUNKS)
     inverse = tl.rsqrt(variance + eps)
@@ -74,7 +74,7 @@ def layer_normed(halves, weights, biases, eps, i, H: tl.constexpr, STEP: tl.cons
 
 @triton.jit
 def stored(base, row, halves, i, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
-    """A row to memory."""
+    """Stores a row."""
     for c in tl.static_range(CHUNKS):
         if H == STEP * CHUNKS:
             tl.store(row_of(base, row, H, False) + c * STEP + i, halves[c])
@@ -87,7 +87,7 @@ def finish(
     x, squares, row, halves, weights, biases, i, eps, factor, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr,
     NORM: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """What is made of a row of h: by NORM; `biases` are None where that is no LayerNorm."""
+    """Computes what NORM says of a row of h; `biases` are None unless it is LayerNorm."""
     if NORM == 1:
         if biases is None:
             stored(x, row, normed(halves, weights, eps, H, OFFSET, CHUNKS), i, H, STEP, CHUNKS)
@@ -107,7 +107,7 @@ def norm_rows(
     x, squares, h, delta, gamma, bias, post_gamma, eps, factor, H: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
     CHUNKS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row of h, to which delta (or its norm) is added first."""
+    """Processes one row of h, adding delta (or its norm) first."""
     row = tl.program_id(0)
     STEP: tl.constexpr = THREADS * PIECE
     i = tl.arange(0, THREADS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
@@ -131,7 +131,7 @@ def norm_rows(
 
 @triton.jit
 def decoded(codes, scale, i, HALF: tl.constexpr, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
-    """A row of codes as values of 16 bits, zeros beyond H, where codes are read as 0, which means -128."""
+    """Converts a row of codes to values of 16 bits; codes beyond H are read as 0, which is -128."""
     made = ()
     for c in tl.static_range(CHUNKS):
         value = ((codes[c].to(tl.int32) - _ZERO_CODE).to(tl.float32) * scale).to(HALF)
@@ -143,7 +143,7 @@ def decoded(codes, scale, i, HALF: tl.constexpr, H: tl.constexpr, STEP: tl.const
 
 @triton.jit
 def scaled(halves, scale, CHUNKS: tl.constexpr):
-    """A row times a number, rounded."""
+    """Multiplies a row by a number and rounds."""
     made = ()
     for c in tl.static_range(CHUNKS):
         made += ((halves[c].to(tl.float32) * scale).to(halves[c].dtype),)
@@ -156,7 +156,7 @@ def embed_rows(
     THREADS: tl.constexpr, PIECE: tl.constexpr, CHUNKS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
     SCALED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The row of a token's embedding, from 16 bits or from codes with one scale; and that of its position, added."""
+    """Loads the row of a token's embedding, of 16 bits or codes with one scale, and adds that of its position."""
     row = tl.program_id(0)
     STEP: tl.constexpr = THREADS * PIECE
     HALF: tl.constexpr = h.dtype.element_ty
@@ -189,8 +189,9 @@ def embed_rows(
 
 
 def shape_of(width: int) -> tuple[int, int]:
-    """Threads of a block and pieces of a thread for rows of `width`: about two pieces each, so that few rows are fast and many
-    have enough bytes on their way. The number of rows has no say: their sums would change with it."""
+    """Returns threads per block and 16-byte vectors per thread for rows of `width`: about two vectors each, for low latency
+    with few rows and enough bytes in flight with many. It does not depend on the number of rows, which would change their
+    sums."""
     pieces = -(-width // PIECE)
     threads = min(max(1 << max(pieces // 2, 1).bit_length() - 1, 32), MOST_THREADS)
     return threads, -(-pieces // threads)
@@ -198,15 +199,15 @@ def shape_of(width: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class NormRequest:
-    """What is asked for: what is made of h (`NONE`, `NORMED` or `SQUARES`) and the offset of its weights."""
+    """What is computed of h (`NONE`, `NORMED` or `SQUARES`), and the offset of its weights."""
 
     norm: int
     offset: float = 0.0
 
 
 class NormPlan:
-    """All of a call of `norm_rows` that does not depend on the tensors' contents: made once for a shape, called many times. A
-    plan serves one GPU, one alignment and one set of types of the tensors."""
+    """A call of `norm_rows` for one shape: made once, called many times. A plan serves one GPU, one alignment and one set of
+    dtypes."""
 
     def __init__(self, m: int, width: int, request: NormRequest, machine: Machine) -> None:
         self.m, self.width, self.request = m, width, request
@@ -219,7 +220,7 @@ class NormPlan:
         self, h: Tensor, delta: Tensor | None, gamma: Tensor, bias: Tensor | None, post_gamma: Tensor | None, eps: float,
         factor: float = 1.0,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """x [M, H] and, as far as the request has them, squares [1, M]; all tensors on the current device."""
+        """Returns x [M, H] and squares [1, M], as far as requested; all tensors on the current device."""
         x = torch.empty_like(h)
         squares = h.new_empty((1, self.m), dtype=torch.float32) if self.request.norm == SQUARES else None
         if self.m:
@@ -228,8 +229,7 @@ class NormPlan:
 
 
 class EmbedPlan:
-    """All of a call of `embed_rows` that does not depend on the tensors' contents, as `NormPlan`. `scaled`: rows are multiplied
-    by a scale."""
+    """A call of `embed_rows` for one shape, like `NormPlan`. `scaled`: rows are multiplied by a scale."""
 
     def __init__(self, m: int, width: int, request: NormRequest, scaled: bool, machine: Machine) -> None:
         self.m, self.width, self.request = m, width, request
@@ -243,7 +243,7 @@ class EmbedPlan:
         position_table: Tensor | None, gamma: Tensor | None, bias: Tensor | None, dtype: torch.dtype, scale: float, eps: float,
         factor: float = 1.0,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        """h [M, H] of `dtype`, then x and squares as far as the request has them; all tensors on the current device."""
+        """Returns h [M, H] of `dtype`, then x and squares as far as requested; all tensors on the current device."""
         h = torch.empty((self.m, self.width), dtype=dtype, device=table.device)
         x = None if self.request.norm == NONE else torch.empty_like(h)
         squares = h.new_empty((1, self.m), dtype=torch.float32) if self.request.norm == SQUARES else None

@@ -1,10 +1,9 @@
-"""Pooling on packed NHWC codes: windows of maxima, and means of whole images. Plain Triton.
+"""Pooling on packed NHWC codes: max pooling of windows, and means of whole images. Plain Triton.
 
-Codes of 4 bits are compared 4 at a time: with the high bit of a byte set, the difference of two codes keeps that bit where the
-first is not smaller; prmt makes a mask of it. Codes of 8 bits become unsigned by a flip of their sign and are compared in
-halves of 16 bits alike.
-Exact: maxima are codes; means are float32(sum) * float32(scale / pixels), codes of means those of `quantize_reference`.
-Tested: tests/kernels/elementwise/test_pool.py
+4-bit codes are compared 4 at a time: with the high bit of a byte set, the difference of two codes keeps that bit if the first
+is not smaller; prmt makes a mask of it. 8-bit codes become unsigned by flipping their sign and are compared in 16-bit halves in
+the same way. Exact: maxima are codes; means are float32(sum) * float32(scale / pixels), codes of means those of
+`quantize_reference`. Tested: tests/kernels/elementwise/test_pool.py
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from torch import Tensor
 from lowbit.formats.conv import output_size
 
 BLOCK = 128
-"""Pieces of 16 bytes of a block of the maxima."""
+"""16-byte vectors of a block of max pooling."""
 
 MEAN_BLOCK = 512
-"""Bytes of a block of the means. 128 images of 7 x 7 pixels, 2048 channels, take 5.0 us in 4 bits and 4.3 in 8; with 128 bytes
-and 8 pixels under way 5.9 and 7.4 (one H200, 2026-11-21)."""
+"""Bytes of a block of average pooling. 128 images of 7 x 7 pixels, 2048 channels, take 5.0 us in 4 bits and 4.3 in 8; with 128
+bytes and 8 pixels in flight 5.9 and 7.4 (one H200, 2026-11-21)."""
 
 UNDER_WAY = 49
-"""Pixels whose loads are under way at a time."""
+"""Pixels whose loads are in flight at a time."""
 
 
 @triton.jit
@@ -50,7 +49,7 @@ def max_pool_kernel(
     y, x, height, width, out_height, out_width, total, PIECES: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, FOUR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One piece of 16 bytes per row of elements: PIECES pieces to a pixel."""
+    """Processes one 16-byte vector per row of elements: PIECES vectors per pixel."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.arange(0, 4)[None, :]
     pixel = i // PIECES
@@ -59,7 +58,7 @@ def max_pool_kernel(
     line = pixel // out_width
     row = line % out_height
     image = line // out_height
-    low = tl.zeros([BLOCK, 4], tl.int32)  # codes are compared as unsigned numbers, of which 0 is the smallest
+    low = tl.zeros([BLOCK, 4], tl.int32)  # codes are compared as unsigned numbers: 0 is the smallest
     high = tl.zeros([BLOCK, 4], tl.int32)
     for r in tl.static_range(KH):
         for s in tl.static_range(KW):
@@ -84,7 +83,7 @@ def max_pool_kernel(
 
 @triton.jit
 def code_of_mean(total, factor, gain):
-    """s8 code of a mean: clamp(rne(fma(mean, gain, 0)))."""
+    """Returns the s8 code of a mean: clamp(rne(fma(mean, gain, 0)))."""
     steps = tl.minimum(tl.maximum(total.to(tl.float32) * factor * gain, -128.0), 127.0)
     return ((steps + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8).to(tl.uint8, bitcast=True)
 
@@ -94,7 +93,7 @@ def average_pool_kernel(
     y, x, pixels, channels, factor, gain, ROW: tl.constexpr, FOUR: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr,
     UNDER_WAY: tl.constexpr,
 ):  # fmt: skip
-    """Sums of BLOCK bytes of every pixel of one image; a byte has one or two codes. Writes means, or codes of them."""
+    """Sums BLOCK bytes of every pixel of one image; a byte has one or two codes. Writes means, or codes of them."""
     image = tl.program_id(0)
     byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.int32)

@@ -5,12 +5,12 @@ f       "": x; "rms_norm", "layer_norm": of x, or of x + residual, which is roun
         each then rotated in blocks of `hadamard` channels, in registers (parts/hadamard.py)
 Writes  codes int8 or float8 in rows that start at multiples of 16 bytes, zeros from K up to there; scale fp32 [M, 1], or
         [M, ceil(K / group)] for groups; zero int32 [M, 1] if asymmetric. With a given scale (and zero), codes only
-Blocks  one token each, in chunks of 8 elements a thread, up to 64 in all. The warps meet once for the scale, together with the
-        sum of squares of RMSNorm, and before that once for mean and variance of LayerNorm. Where that takes fewer registers,
-        so that more rows are under way at once, the row is read again when its scale is known, from the caches
-        Rotated values, which cost more than a read, are kept
-Overlap lets the kernel after it start at once, and reads RMSNorm's weights before the kernel before it has finished
-        (programmatic dependent launch, sm_90)
+Blocks  one token each, in chunks of 8 elements a thread, up to 64 in all. One reduction across warps for the scale, together
+        with RMSNorm's sum of squares, and one before that for mean and variance of LayerNorm. Where that takes fewer registers,
+        so that more rows are in flight, the row is read again from cache when its scale is known. Rotated values, which cost
+        more than a read, are kept in registers
+Overlap lets the next kernel start at once, and reads RMSNorm's weights before the previous kernel has finished (programmatic
+        dependent launch, sm_90)
 Exact   without f bit-equal to reference/: a NaN is the largest of all, and of a range by its bits; true divisions,
         rounding by adding 1.5 * 2^23, conversions of floats by the hardware (sm_90). f in float32, not rounded before it is
         quantized; divisions and roots then may be off in the last bit. x alone, rotated, is rounded to its type first: the
@@ -36,10 +36,10 @@ from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rows import add_and_store, floats, loaded, moments, rounded_to, row_of, sigmoid, squares_of
 from lowbit.kernels.reference.activations import CODE_DTYPES, FBGEMM_CEILING, FLOORS, SMALLEST_SCALE
 
-# Quantization of activations by the rules of other tools (formats.ActivationRule), and what it shares with the own rule.
+# Quantization of activations by the rules of other tools (formats.ActivationRule), and helpers shared with the own rule.
 #
 # A row's scale from its largest magnitude or its range, and codes from values and scale, bit-equal to reference/: true
-# divisions, each result rounded to x's type under compressed-tensors' rule, and NaN kept. Values come and go as float32.
+# divisions, each result rounded to x's dtype under compressed-tensors' rule, and NaN kept. Inputs and outputs are float32.
 # Tested: tests/kernels/elementwise/test_rules.py
 
 RULES = {
@@ -55,13 +55,13 @@ _FBGEMM_CEILING = tl.constexpr(FBGEMM_CEILING)
 
 @triton.jit
 def larger(a, b):
-    """The larger of two numbers, NaN if there is one."""
+    """The larger of two numbers; NaN if one is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def ordered(value):
-    """An integer that orders like the float32 `value`, and back: the function is its own inverse on integers."""
+    """Maps float32 to an integer of the same order; on integers the function is its own inverse."""
     bits = value.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -74,21 +74,21 @@ def from_ordered(bits):
 
 @triton.jit
 def nearest(value):
-    """Nearest integer, ties to even, of |value| < 2^22. The product before it is made by `fma`, so that the sum here is no part
-    of it: one rounding each."""
+    """Nearest integer, ties to even, of |value| < 2^22. The product before it uses `fma`, so that it is not fused with this
+    sum: one rounding each."""
     shifted = value + 12582912.0
     return shifted.to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @triton.jit
 def rounded(value, TYPE: tl.constexpr):
-    """float32 values as they are after rounding to TYPE."""
+    """Rounds float32 values to TYPE and back."""
     return value.to(TYPE).to(tl.float32)
 
 
 @triton.jit
 def given_scale(scale, TYPE: tl.constexpr, RULE: tl.constexpr):
-    """A scale that is one for all, as it is divided by."""
+    """A per-tensor scale as the rule divides by it."""
     if RULE == 1:
         scale = rounded(scale, TYPE)
     return scale
@@ -96,13 +96,13 @@ def given_scale(scale, TYPE: tl.constexpr, RULE: tl.constexpr):
 
 @triton.jit
 def not_zero(scale, TYPE: tl.constexpr):
-    """compressed-tensors' scale of zeros, and of what is so small that its scale is 0 in TYPE: that type's epsilon."""
+    """compressed-tensors' scale of zeros, and of values so small that the scale is 0 in TYPE: that dtype's epsilon."""
     return tl.where(scale == 0.0, 0.0009765625 if tl.float16 == TYPE else 0.0078125, scale)
 
 
 @triton.jit
 def scale_by_rule(largest, LARGEST: tl.constexpr, TYPE: tl.constexpr, RULE: tl.constexpr):
-    """The scale of values up to `largest` as another tool has it."""
+    """Scale of values up to `largest` by another tool's rule."""
     if RULE == 3:
         largest = tl.where(largest > _FBGEMM_CEILING, _FBGEMM_CEILING, largest)
     scale = tl.div_rn(largest, LARGEST)
@@ -116,7 +116,7 @@ def scale_by_rule(largest, LARGEST: tl.constexpr, TYPE: tl.constexpr, RULE: tl.c
 
 @triton.jit
 def range_by_rule(values, TYPE: tl.constexpr, CHUNKS: tl.constexpr):
-    """`range_of` as compressed-tensors has it; the zero is 0 where a scale is 0 or no number."""
+    """`range_of` by compressed-tensors' rule; the zero is 0 where a scale is 0 or NaN."""
     lowest = tl.zeros_like(values[0]).to(tl.int32)
     highest = lowest
     for c in tl.static_range(CHUNKS):
@@ -135,14 +135,14 @@ def range_by_rule(values, TYPE: tl.constexpr, CHUNKS: tl.constexpr):
 def codes_by_rule(
     value, scale, zero, GIVEN: tl.constexpr, FORMAT: tl.constexpr, TYPE: tl.constexpr, RULE: tl.constexpr
 ):  # fmt: skip
-    """Codes of values / scale; `zero` None where there is none. GIVEN: the scale is one for all."""
+    """Codes of values / scale; `zero` None for symmetric. GIVEN: a per-tensor scale."""
     steps = tl.div_rn(value, scale)
     if RULE == 1:
         steps = rounded(steps, TYPE)
         if zero is not None:
             steps = rounded(steps + zero.to(tl.float32), TYPE)
         elif not GIVEN and FORMAT != 0:
-            steps = steps + 0.0  # compressed-tensors adds zero points that are 0: negative zeros become positive
+            steps = steps + 0.0  # compressed-tensors adds zero points of 0, which turns -0 into 0
     if FORMAT == 0:
         return nearest(tl.minimum(tl.maximum(steps, -128.0), 127.0)).to(tl.int8)
     else:
@@ -156,10 +156,10 @@ CODE_PIECE = 16
 """Codes in 16 bytes."""
 
 MOST_EACH = 64
-"""Elements of a row that a thread holds."""
+"""Elements of a row per thread."""
 
 FEW_PER_SM = 4
-"""Rows: up to here a row's own time counts, beyond how many are under way."""
+"""Rows up to which a row's latency counts, beyond it the number of rows in flight."""
 
 FORMATS = {"int8": 0, "fp8_e4m3": 1, "fp8_e5m2": 2}
 STEPS = {"": 0, "rms_norm": 1, "layer_norm": 2, "silu": 3}
@@ -168,19 +168,19 @@ _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
 @triton.jit
 def at_least_smallest(scale):
-    """The scale, but none whose reciprocal is infinite."""
+    """The scale, at least one whose reciprocal is finite."""
     return tl.where(scale < _SMALLEST, _SMALLEST, scale)
 
 
 @triton.jit
 def sum_and_largest(total, largest, other_total, other_largest):
-    """A sum and a maximum at one meeting."""
+    """Combines a sum and a maximum, for one reduction."""
     return total + other_total, larger(largest, other_largest)
 
 
 @triton.jit
 def times(values, weights, CHUNKS: tl.constexpr):
-    """Products in float32, chunk by chunk."""
+    """Multiplies in float32, chunk by chunk."""
     products = ()
     for c in tl.static_range(CHUNKS):
         products += (values[c] * weights[c].to(tl.float32),)
@@ -189,7 +189,7 @@ def times(values, weights, CHUNKS: tl.constexpr):
 
 @triton.jit
 def largest_of(values, CHUNKS: tl.constexpr):
-    """The largest magnitude of each thread."""
+    """Returns each thread's largest magnitude."""
     made = tl.abs(values[0])
     for c in tl.static_range(1, CHUNKS):
         made = larger(made, tl.abs(values[c]))
@@ -200,8 +200,8 @@ def largest_of(values, CHUNKS: tl.constexpr):
 def layer_normalized(
     values, weight, bias, eps, i, K: tl.constexpr, THREADS: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr
 ):  # fmt: skip
-    """LayerNorm of a row; `bias` None where there is none. Weights are asked for when mean and variance are known: registers
-    that do not hold them hold more rows."""
+    """LayerNorm of a row; `bias` None if there is none. Weights are loaded after mean and variance are known: fewer registers,
+    more rows in flight."""
     mean, variance = moments(values, i, K, THREADS, STEP, CHUNKS)
     inverse = tl.rsqrt(variance + eps)
     shift = -mean * inverse
@@ -230,7 +230,7 @@ def silu(values, CHUNKS: tl.constexpr):
 
 @triton.jit
 def rotated_before(values, BLOCK: tl.constexpr, BEFORE: tl.constexpr, TYPE: tl.constexpr, CHUNKS: tl.constexpr):
-    """What is quantized: values in blocks of BLOCK channels times H (0: as they are), x alone rounded to its type then."""
+    """Rotates values in blocks of BLOCK channels (0: not at all); x alone is then rounded to its dtype."""
     if BLOCK > 0:
         values = rotated(values, BLOCK, CHUNKS)
         if BEFORE == 0:
@@ -255,8 +255,8 @@ def range_of(values, factor, CHUNKS: tl.constexpr):
 
 @triton.jit
 def codes_of(value, inverse, zero, FORMAT: tl.constexpr, SATURATE: tl.constexpr, ONCE: tl.constexpr):
-    """Codes of float32 values; `zero` None where there is none. Without SATURATE no |value * inverse| is beyond the range. With
-    ONCE the product is not rounded by itself."""
+    """Codes of float32 values; `zero` None for symmetric. Without SATURATE no |value * inverse| exceeds the range. With ONCE
+    the product is not rounded separately."""
     if FORMAT == 0:
         if ONCE and not SATURATE:
             code = tl.fma(value, inverse, 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
@@ -279,19 +279,19 @@ def codes_of(value, inverse, zero, FORMAT: tl.constexpr, SATURATE: tl.constexpr,
 
 @triton.jit
 def scale_of(largest, LARGEST: tl.constexpr, EXACT: tl.constexpr):
-    """The scale of values up to `largest`; EXACT for a true division."""
+    """Scale of values up to `largest`; EXACT: true division."""
     return at_least_smallest(tl.div_rn(largest, LARGEST) if EXACT else largest * (1.0 / LARGEST))
 
 
 @triton.jit
 def inverse_of(scale, factor, EXACT: tl.constexpr):
-    """What values are multiplied by, finite, so that zeros stay zeros; EXACT for 1 / scale."""
+    """Factor of values, finite, so that zeros stay zeros; EXACT: 1 / scale."""
     return tl.div_rn(1.0, scale) if EXACT else tl.minimum(1.0 / scale * factor, 3.0e38)
 
 
 @triton.jit
 def scale_under(largest, factor, LARGEST: tl.constexpr, EXACT: tl.constexpr, TYPE: tl.constexpr, RULE: tl.constexpr):
-    """The scale of values up to `largest`, times `factor` > 0, which is 1 but under the own rule."""
+    """Scale of values up to `largest`, times `factor` > 0, which is 1 except for the library's own rule."""
     if RULE == 0:
         scale = scale_of(largest * factor, LARGEST, EXACT)
     else:
@@ -314,7 +314,7 @@ def codes_under(
     value, scale, factor, zero, GIVEN: tl.constexpr, SATURATE: tl.constexpr, FORMAT: tl.constexpr, EXACT: tl.constexpr,
     TYPE: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
-    """Codes of values, times `factor`; GIVEN: the scale is one for all."""
+    """Codes of values, times `factor`; GIVEN: a per-tensor scale."""
     if RULE == 0:
         code = codes_of(value, inverse_of(scale, factor, EXACT), zero, FORMAT, SATURATE, not EXACT)
     else:
@@ -329,13 +329,13 @@ def quantize_rows(
     BEFORE: tl.constexpr, FORMAT: tl.constexpr, LARGEST: tl.constexpr, PIECES: tl.constexpr, AGAIN: tl.constexpr,
     OVERLAP: tl.constexpr, RULE: tl.constexpr, HADAMARD: tl.constexpr,
 ):  # fmt: skip
-    """One token: CHUNKS times THREADS times PIECE elements; GROUP is 0 for one scale, HADAMARD for no rotation."""
+    """Processes one token: CHUNKS * THREADS * PIECE elements; GROUP 0: one scale, HADAMARD 0: no rotation."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     STEP: tl.constexpr = THREADS * PIECE
     i = tl.arange(0, THREADS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
-    EARLY: tl.constexpr = BEFORE == 1 and PIECE * CHUNKS <= 32  # more would take the registers that x needs
+    EARLY: tl.constexpr = BEFORE == 1 and PIECE * CHUNKS <= 32  # with more, x would not fit the registers
     if EARLY:
         weights = loaded(weight, i, K, STEP, CHUNKS)
     if OVERLAP:
@@ -348,7 +348,7 @@ def quantize_rows(
         halves = add_and_store(sums, row, halves, others, i, K, STEP, CHUNKS)
     values = floats(halves, CHUNKS)
     TYPE: tl.constexpr = x.dtype.element_ty
-    factor = 1.0  # of all values, left to the end
+    factor = 1.0  # common factor, applied at the end
     if BEFORE == 1:
         squares = squares_of(values, CHUNKS)
         if not EARLY:
@@ -406,9 +406,9 @@ def quantize_rows(
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked for: step before, format, group (0: per token), whether a scale is given (and a zero, if not symmetric),
-    whether there are no zero points, a residual, the rule of quantization, and channels of a rotated block (0: none)."""
+class QuantizeRequest:
+    """What a call computes: step before, format, group (0: per token), whether a scale is given (and a zero, if not symmetric),
+    zero points, residual, rule of quantization, and channels of a rotated block (0: none)."""
 
     before: str
     fmt: NumberFormat
@@ -420,9 +420,9 @@ class Request:
     hadamard: int = 0
 
 
-def shape_of(few: bool, k: int, request: Request) -> tuple[int, int, bool, int]:
-    """Threads of a block, elements of a thread side by side, whether x is loaded again when the scale is known, and the most
-    registers of a thread (0: any). Chosen on one H200, 2026-11-21, triton 3.6, 16 to 16384 rows of 4096, 8192 and 28672."""
+def shape_of(few: bool, k: int, request: QuantizeRequest) -> tuple[int, int, bool, int]:
+    """Returns threads per block, contiguous elements per thread, whether x is loaded again when the scale is known, and the
+    register limit (0: none). Chosen on one H200, 2026-11-21, triton 3.6, 16 to 16384 rows of 4096, 8192 and 28672."""
     wanted = 512 if few else 128 if request.before == "layer_norm" else max(k // 32, 1)
 
     def cost(shape: tuple[int, int]) -> tuple[float, ...]:
@@ -431,7 +431,7 @@ def shape_of(few: bool, k: int, request: Request) -> tuple[int, int, bool, int]:
         too_many = each > (32 if request.residual else MOST_EACH)
         return each > MOST_EACH, too_many, threads * each, -piece, abs(math.log2(threads / wanted))
 
-    halves = request.residual and request.hadamard <= 32 * PIECE // 2  # what is rotated together is in one warp
+    halves = request.residual and request.hadamard <= 32 * PIECE // 2  # a rotated block is in one warp
     pieces = (PIECE, PIECE // 2) if halves else (PIECE,)
     threads, piece = min(((t, p) for p in pieces for t in (32, 64, 128, 256, 512, 1024)), key=cost)
     each = -(-k // (threads * piece)) * piece
@@ -444,19 +444,19 @@ def shape_of(few: bool, k: int, request: Request) -> tuple[int, int, bool, int]:
         registers = 64 if each <= 32 else 128 if each == MOST_EACH else 0
     elif each <= 32:
         registers = 0
-    else:  # so that rotated values stay in registers; of 512 threads there would be one block
+    else:  # rotated values stay in registers; with 512 threads there would be one block
         registers = 80 if request.hadamard and threads <= 256 else 64
     return threads, piece, again, min(registers, 65536 // threads)
 
 
 class QuantizePlan:
-    """All of a call that does not depend on the tensors' contents: made once for a shape, called many times.
+    """A call for one shape: made once, called many times.
 
     `pieces` promises that K and all row strides are multiples of 8 and that all tensors start at multiples of 16 bytes. A plan
-    serves one GPU, one alignment and one set of types of the tensors.
+    serves one GPU, one alignment and one set of dtypes.
     """
 
-    def __init__(self, m: int, k: int, request: Request, pieces: bool, machine: Machine) -> None:
+    def __init__(self, m: int, k: int, request: QuantizeRequest, pieces: bool, machine: Machine) -> None:
         self.m, self.k, self.request = m, k, request
         self.code_pieces = -(-k // CODE_PIECE)
         self.x_unit = PIECE if pieces else 1
@@ -477,8 +477,8 @@ class QuantizePlan:
         self, x: Tensor, beside: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, eps: float,
         zero: Tensor | None = None, total: Tensor | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """codes [M, K], then scale, zero, sum as far as the request has them; all tensors on the current device. The sum goes
-        to `total`, contiguous, which may be x itself."""
+        """Returns codes [M, K], then scale, zero, sum as far as requested; all tensors on the current device. The sum goes to
+        `total`, contiguous, which may be x itself."""
         request, on = self.request, x.device
         codes = torch.empty((self.m, self.code_pieces * CODE_PIECE), dtype=CODE_DTYPES[request.fmt.name], device=on)
         groups = -(-self.k // request.group) if request.group else 1

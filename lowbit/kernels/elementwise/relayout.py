@@ -1,4 +1,4 @@
-"""Images and features as torch has them to packed codes and back, one pass each. Plain Triton.
+"""Conversion of torch images and features to packed codes and back, one pass each. Plain Triton.
 
 Reads   x [N, C, H, W] of any strides (so NCHW and NHWC alike), floats or integers; constants gain, shift [C] in float32
 Writes  packed codes of pack/nhwc64.py, those of pack/stem.py, or from packed codes y [N, C, H, W] of any strides
@@ -18,10 +18,10 @@ from lowbit.pack.nhwc64 import CHANNEL_BLOCK, Nhwc64
 from lowbit.pack.stem import PIXEL_BYTES, StemImages
 
 PIXELS = 64
-"""Pixels of a block, by 64 channels."""
+"""Pixels of a block, times 64 channels."""
 
 STEM_PIXELS = 256
-"""Packed pixels of a stem that a block makes."""
+"""Packed pixels of a stem per block."""
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def pack_kernel(
     y, x, gain, shift, channels, pixels, row_bytes, image_stride, channel_stride, pixel_stride, LOW: tl.constexpr,
     HIGH: tl.constexpr, FOUR: tl.constexpr, PIXELS: tl.constexpr,
 ):  # fmt: skip
-    """PIXELS pixels of one image, 64 channels."""
+    """Packs PIXELS pixels of one image, 64 channels."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)[:, None]
     channel = tl.program_id(1) * 64 + tl.arange(0, 64)
     image = tl.program_id(2).to(tl.int64)
@@ -59,7 +59,7 @@ def stem_kernel(
     y, x, gain, shift, total, rows, columns, before, height, width, image_stride, channel_stride, row_stride, pixel_stride,
     CHANNELS: tl.constexpr, PIXELS: tl.constexpr,
 ):  # fmt: skip
-    """PIXELS packed pixels, each of 2 x 2 words of up to 4 channels."""
+    """Packs PIXELS stem pixels, each of 2 x 2 words of up to 4 channels."""
     packed = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)[:, None]
     word = tl.arange(0, 4)[None, :]
     line = packed // columns
@@ -80,7 +80,7 @@ def unpack_kernel(
     y, x, scale, channels, pixels, row_bytes, image_stride, channel_stride, pixel_stride, FOUR: tl.constexpr,
     PIXELS: tl.constexpr,
 ):  # fmt: skip
-    """PIXELS pixels of one image, 64 channels; integers are written as they are."""
+    """Unpacks PIXELS pixels of one image, 64 channels; integer outputs get codes."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)[:, None]
     channel = tl.program_id(1) * 64 + tl.arange(0, 64)[None, :]
     image = tl.program_id(2).to(tl.int64)
@@ -125,18 +125,19 @@ def pack_stem(x: Tensor, gain: Tensor, shift: Tensor, images: StemImages, out: T
 
 
 def unpack(x: Tensor, storage: str, scale: float, out: Tensor) -> Tensor:
-    """Writes values [N, C, H, W] of packed codes uint8 [N, H, W, bytes] to `out`, of any strides; codes, if it has integers."""
+    """Writes values [N, C, H, W] of packed codes uint8 [N, H, W, bytes] to `out`, of any strides; codes if it is an integer
+    tensor."""
     images, pixels, strides, planes = _planes(out)
     if planes is not out:
-        raise ValueError(f"rows of `out` follow each other as its pixels do, got strides {out.stride()} of {list(out.shape)}")
+        raise ValueError(f"rows of `out` must be contiguous with its pixels, got strides {out.stride()} of {list(out.shape)}")
     grid = (triton.cdiv(pixels, PIXELS), x.shape[3] // Nhwc64(storage).pixel_bytes(1), images)
     unpack_kernel[grid](out, x, scale, out.shape[1], pixels, x.shape[3], *strides, storage == "u4", PIXELS)
     return out
 
 
 def _planes(x: Tensor) -> tuple[int, int, tuple[int, int, int], Tensor]:
-    """x [N, C, H, W] as images of pixels in one run: their numbers, strides of image, channel and pixel, and x, copied where
-    its rows do not follow each other. Images that follow each other as their pixels do, NHWC, are one image."""
+    """Returns x [N, C, H, W] as images of contiguous pixels: counts, strides of image, channel and pixel, and x, copied if its
+    rows are not contiguous. NHWC images that are contiguous count as one image."""
     n, _, height, width = x.shape
     pixels = height * width
     if height > 1 and width > 1 and x.stride(2) != width * x.stride(3):

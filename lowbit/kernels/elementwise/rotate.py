@@ -1,9 +1,9 @@
-"""y = x H: each block of channels times a Hadamard matrix, one pass over memory; what quantizes x rotates it itself instead.
+"""y = x H: each block of channels times a Hadamard matrix, one pass over memory; quantize_rows.py rotates x itself.
 
 Reads   x fp16, bf16 or fp32 [M, K], any row stride
 Writes  y of the type of x [M, K]
-Blocks  TILE channels of one row each, in chunks of 8 elements a thread; no warp meets another
-Overlap lets the kernel after it start at once (programmatic dependent launch, sm_90)
+Blocks  TILE channels of one row each, in chunks of 8 elements a thread; no reduction across warps
+Overlap lets the next kernel start at once (programmatic dependent launch, sm_90)
 Exact   sums in float32 in the order of parts/hadamard.py, one rounding: a row has the same bits whatever is beside it. Plain
         Triton. Tested: tests/kernels/elementwise/test_rotate.py
 """
@@ -22,7 +22,7 @@ from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rows import floats, loaded, rounded_to, row_of
 
 PIECE = 8
-"""16-bit elements in 16 bytes: what a thread reads at once."""
+"""16-bit elements in 16 bytes: what a thread loads at once."""
 
 THREADS = 128
 
@@ -32,7 +32,7 @@ def rotate_rows(
     y, x, x_stride, K: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr, CHUNKS: tl.constexpr,
     PIECES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS times THREADS times PIECE channels of a row; PIECES: rows start at multiples of 8 elements."""
+    """CHUNKS * THREADS * PIECE channels of a row; PIECES: rows start at multiples of 8 elements."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     row = tl.program_id(0)

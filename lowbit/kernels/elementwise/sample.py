@@ -1,19 +1,19 @@
-"""The next token of each row, from its logits: as reference/sampling.py has it, to the bit. Plain Triton.
+"""Sampling of the next token of each row from its logits, bit-equal to reference/sampling.py. Plain Triton.
 
 Reads   logits fp16, bf16 or fp32 [B, V], any row stride; slots of rows; settings of slots, 64 bytes each; of those slots that
         use them, counts int32 [V] and bias fp32 [V]
-Writes  token and log-probability of each row; token, position, count of tokens and count of the token of each slot, but of the
-        last slot, which is nobody's: rows that fill up a step name it
-Steps   survey: chunks of 2048 tokens: largest logit and sum of exponentials as the model gave them, largest as adjusted. The
-        block that comes last for a row puts the chunks together, and draws if the row is greedy. With ADJUST off, that is all
-        weigh: masses of chunks, exact integers; without top-k and top-p the last block draws: chunk, then token. With them also
-        counts of masses in 20 levels of two octaves each, from which the last block tells how far down candidates lie
-        collect: keys of candidates to a list, in order
-        settle: one block a row searches the thresholds in the list, two bits at a time, and draws
-Overlap each may start while the one before still runs (programmatic dependent launch, sm_90): before the wait it reads what no
+Writes  token and log-probability of each row; token, position, number of tokens and count of the token of each slot, except the
+        last slot, a dummy that padding rows map to
+Steps   survey: chunks of 2048 tokens: largest logit and sum of exponentials of the raw logits, largest adjusted logit. The last
+        block to arrive for a row combines the chunks, and samples if the row is greedy. With ADJUST off, that is all
+        weigh: masses of chunks, exact integers; without top-k and top-p the last block samples: chunk, then token. With them
+        also counts of masses in 20 levels of two octaves each, from which the last block computes which levels have candidates
+        collect: writes keys of candidates to a list, in order
+        settle: one block a row searches the thresholds in the list, two bits at a time, and samples
+Overlap each may start while the previous one runs (programmatic dependent launch, sm_90): before the wait it reads what no
         kernel writes, slots of rows and their settings
 Wrong   a row with a NaN or +inf, or with nothing but -inf: its log-probability is NaN, its token as if a NaN were -inf
-Exact   sums of masses are integers and chunks those of V alone, so a row's token and log-probability depend on neither B nor
+Exact   sums of masses are integers and chunks depend on V alone, so a row's token and log-probability depend on neither B nor
         other rows. The log-probability is float32 with sums in a fixed order. Tested: tests/kernels/elementwise/test_sample.py
 """
 
@@ -32,17 +32,17 @@ from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.reference import sampling
 
 SIZE = 2048
-"""Tokens of a chunk: 63 blocks for a vocabulary of 128256, one 16-byte piece of 16-bit logits a thread."""
+"""Tokens of a chunk: 63 blocks for a vocabulary of 128256, one 16-byte vector of 16-bit logits a thread."""
 
 WARPS = 8
 TILE, SEARCH_WARPS = 4096, 16
-"""Keys of the list that a block of `settle` reads at a time, and its warps."""
+"""Keys of the list that a block of `settle` reads at a time, and its number of warps."""
 
 LEVELS = 20
 """Levels of two octaves of mass: 2^16 keys each."""
 
 HEAD = 4
-"""32-bit words that the kernels tell each other of a row."""
+"""32-bit words of a row that kernels pass to the next one."""
 
 _WORDS, _HEAD, _LEVELS = tl.constexpr(sampling.WORDS), tl.constexpr(HEAD), tl.constexpr(LEVELS)
 _TEMPERATURE, _TOP_K = tl.constexpr(sampling.TEMPERATURE), tl.constexpr(sampling.TOP_K)
@@ -58,31 +58,31 @@ _BEST, _LARGEST, _LOG_SUM, _LEVEL = (tl.constexpr(i) for i in range(4))
 
 @triton.jit
 def real(pointer):
-    """A float32 among 32-bit words."""
+    """Reads a float32 stored in 32-bit words."""
     return tl.load(pointer).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def distances(x, largest):
-    """largest - x, and 0 where they are equal, infinities too."""
+    """Returns largest - x, and 0 where they are equal, infinities too."""
     return tl.where(x == largest, 0.0, largest - x)
 
 
 @triton.jit
 def given_logits(logits, at, V: tl.constexpr):
-    """Logits of a row in float32; what is beyond V is -inf."""
+    """Loads logits of a row in float32; beyond V they are -inf."""
     return tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def cleaned(x):
-    """Logits, of which a NaN is -inf."""
+    """Replaces NaN by -inf."""
     return tl.where(x == x, x, float("-inf"))
 
 
 @triton.jit
 def adjusted(x, at, words, counts, bias, ends, flags, V: tl.constexpr, ENDS: tl.constexpr):
-    """Logits x of the tokens `at`, after all that comes before temperature. Products are `fma(a, b, 0)`: they round alone."""
+    """Applies everything before temperature to logits x of the tokens `at`. `fma(a, b, 0)` keeps products from being fused."""
     if flags & _HELD:
         held = tl.load(words + _GENERATED) < tl.load(words + _MINIMUM)
         for e in tl.static_range(ENDS):
@@ -102,7 +102,7 @@ def adjusted(x, at, words, counts, bias, ends, flags, V: tl.constexpr, ENDS: tl.
 
 @triton.jit
 def keys_of(logits, at, best, scale, words, counts, bias, ends, flags, V: tl.constexpr, ENDS: tl.constexpr):
-    """Keys of the tokens `at`; those beyond V have no mass."""
+    """Keys of the tokens `at`; those beyond V have mass 0."""
     x = adjusted(cleaned(given_logits(logits, at, V)), at, words, counts, bias, ends, flags, V, ENDS)
     key = tl.minimum(distances(x, best) * scale, _KEYS * 1.0).to(tl.int32)
     return tl.where(at < V, key, _KEYS)
@@ -110,19 +110,19 @@ def keys_of(logits, at, best, scale, words, counts, bias, ends, flags, V: tl.con
 
 @triton.jit
 def seed_of(words):
-    """The seed of a slot, in two of its words."""
+    """The seed of a slot, from two of its words."""
     return tl.load((words + _SEED).to(tl.pointer_type(tl.int64)))
 
 
 @triton.jit
 def least_of(words):
-    """The least mass that min-p keeps: so much of the largest there can be, which is the largest there is."""
+    """Smallest mass that min-p keeps: a fraction of the largest possible mass, which the most likely token has."""
     return fraction(real(words + _MIN_P)) << 16
 
 
 @triton.jit
 def last_to_arrive(arrived, CHUNKS: tl.constexpr):
-    """Whether all other blocks of the row have been here; the counter is then zero again."""
+    """Returns True in the last block of the row to arrive; the counter is then zero again."""
     tl.debug_barrier()
     last = tl.atomic_add(arrived, 1, sem="acq_rel") == CHUNKS - 1
     if last:
@@ -134,7 +134,7 @@ def last_to_arrive(arrived, CHUNKS: tl.constexpr):
 def feed_back(
     token, b, slot, flags, logits, words, counts, largest, log_sum, slots, tokens, positions, out_tokens, out_logprobs
 ):  # fmt: skip
-    """The token of a row to where it is wanted, and its slot one on."""
+    """Stores the sampled token of a row, and advances its slot by one token."""
     x = cleaned(tl.load(logits + token).to(tl.float32))
     tl.store(out_tokens + b, token)
     tl.store(out_logprobs + b, -distances(x, largest) - log_sum)
@@ -152,7 +152,7 @@ def survey(
     V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
     ENDS: tl.constexpr, ADJUST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Largest logits of a chunk, and of a row; the tokens of greedy rows."""
+    """Computes the largest logits of a chunk, and of a row; samples greedy rows."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     chunk, b = tl.program_id(0), tl.program_id(1)
@@ -170,7 +170,7 @@ def survey(
     x = adjusted(raw, at, words, counts, bias + slot.to(tl.int64) * V, ends, flags, V, ENDS) if ADJUST else raw
     best, token = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     largest = tl.max(raw, 0) if ADJUST else best
-    weight = tl.where(found < float("inf"), tl.exp(-distances(raw, largest)), float("nan"))  # a NaN stays in all sums
+    weight = tl.where(found < float("inf"), tl.exp(-distances(raw, largest)), float("nan"))  # a NaN makes all sums NaN
     total = tl.sum(tl.where(at < V, weight, 0.0), 0)
     part = parts + (b * CHUNKS + chunk) * 4
     tl.store(part, best.to(tl.int32, bitcast=True))
@@ -203,9 +203,9 @@ def survey(
 
 @triton.jit
 def store_counts(levels, key, mass, SIZE: tl.constexpr):
-    """Counts of a chunk's keys in each level, and the chunk's mass, which is returned.
+    """Stores counts of a chunk's keys in each level, and returns the chunk's mass.
 
-    Of 8 keys the counts of levels 0 to 15 fit in one word, 4 bits each; spread to 16 bits, level 4 f + w is field f of word w.
+    The counts of levels 0 to 15 of 8 keys fit in one word, 4 bits each; spread to 16 bits, level 4 f + w is field f of word w.
     Levels 16 to 19 are the fields of word 4.
     """
     level = key >> 16
@@ -229,10 +229,10 @@ def store_counts(levels, key, mass, SIZE: tl.constexpr):
 def look_down(
     words, head, sums, levels, offsets, total, CHUNKS: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """How many levels of a row top-k, or else top-p, can reach, and how many candidates are in them before each chunk and in
-    all.
+    """Returns the number of levels of a row that top-k, or else top-p, can reach, and the number of candidates in them before
+    each chunk and in all.
 
-    Of a level all tokens have at most its first mass: what is left below is at most so much.
+    All tokens of a level have at most its first mass, which bounds the mass below it.
     """
     c = tl.arange(0, PADDED)[:, None]
     level = tl.arange(0, 32)[None, :]
@@ -264,7 +264,7 @@ def weigh(
     V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
     ENDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The mass of a chunk, and of a row; the tokens of rows without top-k and top-p."""
+    """Computes the mass of a chunk, and of a row; samples rows without top-k and top-p."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     chunk, b = tl.program_id(0), tl.program_id(1)
@@ -312,7 +312,7 @@ def weigh(
 
 @triton.jit
 def search(keys, n, level, total, words, TILE: tl.constexpr):
-    """Which of the n candidates is drawn after top-k, top-p of `total` or what top-k leaves of it, and min-p."""
+    """Returns which of the n candidates is sampled after top-k, top-p of `total` or of what top-k leaves of it, and min-p."""
     top_k, top_p = tl.load(words + _TOP_K), real(words + _TOP_P)
     last = tl.full((), _KEYS - 1, tl.int32)
     if top_k > 0:
@@ -329,7 +329,7 @@ def collect(
     V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
     ENDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The candidates of a chunk, in order, to the row's list."""
+    """Appends the candidates of a chunk, in order, to the row's list."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     chunk, b = tl.program_id(0), tl.program_id(1)
@@ -359,7 +359,7 @@ def settle(
     V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
     ENDS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row with top-k or top-p: its place in the list, then in the chunk where the list has it from."""
+    """Samples a row with top-k or top-p: finds its position in the list, then in the chunk from which the list has it."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     b = tl.program_id(0)
@@ -389,8 +389,8 @@ def settle(
         )  # fmt: skip
 
 
-class Given(NamedTuple):
-    """What a call is given: rows to sample, state of all slots, and where tokens go; ops/sample.py says what each is."""
+class SampleInputs(NamedTuple):
+    """Arguments of a call: rows to sample, state of all slots, and outputs; ops/sample.py documents each."""
 
     logits: Tensor
     rows: Tensor
@@ -405,10 +405,10 @@ class Given(NamedTuple):
 
 
 class SamplePlan:
-    """All of a call that does not depend on the tensors' contents: made once for a shape, called many times.
+    """A call for one shape: made once, called many times.
 
-    `rows` B, a vocabulary of `vocab`, rows of logits `stride` elements apart, `slots` slots, `ends` end-of-text tokens;
-    `filters` as `any_filter` of ops/sample.py. A plan serves one GPU, one type and alignment of logits.
+    `rows` B, a vocabulary of `vocab`, rows of logits `stride` elements apart, `slots` slots, `ends` stop tokens; `filters` as
+    `any_filter` of ops/sample.py. A plan serves one GPU, one type and alignment of logits.
     """
 
     def __init__(self, rows: int, vocab: int, stride: int, slots: int, ends: int, filters: bool, overlap: bool) -> None:
@@ -429,13 +429,14 @@ class SamplePlan:
 
     @property
     def _parts(self) -> tuple[int, ...]:
-        """32-bit words of a row: masses and levels of chunks, total; what chunks and kernels tell, offsets; keys, even."""
+        """32-bit words of a row: masses and levels of chunks, total; words passed between kernels, offsets; keys, rounded up to
+        even."""
         if not self.filters:
             return (4 * self.chunks,)
         return (2 * self.chunks, 10 * self.chunks, 2, 4 * self.chunks, HEAD, self.chunks + 1, self.vocab)
 
-    def __call__(self, given: Given, space: Tensor, arrived: Tensor) -> None:
-        """Samples; `space` float32 and `arrived` as `workspace` says, all tensors on the current device."""
+    def __call__(self, given: SampleInputs, space: Tensor, arrived: Tensor) -> None:
+        """Samples; `space` float32 and `arrived` are the workspace, all tensors on the current device."""
         logits, rows, settings, counts, bias, ends, *fed = given
         of_slots = (logits, rows, settings, counts, bias, ends)
         parts = space.view(torch.int32).split([self.rows * words for words in self._parts])

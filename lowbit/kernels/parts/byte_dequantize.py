@@ -1,4 +1,4 @@
-"""One tile of narrow weights in registers as PTX: words of 16 rows x 128 k a warp -> operand A of 8 bits (parts/operand.py)."""
+"""Dequantization of one tile to 8-bit operands as PTX: words of 16 rows x 128 k per warp -> operand A (parts/operand.py)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lowbit.kernels.parts.gluon import gl, gluon
 from lowbit.kernels.parts.operand import REGISTERS
 
 TILES = 2
-"""Tiles of FragmentOrder, of 64 k, in 128 k."""
+"""Tiles of FragmentOrder, of 64 k each, in 128 k."""
 
 
 @dataclass(frozen=True)
-class ByteDecode:
-    """Codes of `format` to s8 or e4m3."""
+class ByteDequantizer:
+    """Converts codes of `format` to s8 or e4m3."""
 
     format: str
     operand: ByteOperand
@@ -35,7 +35,7 @@ class ByteDecode:
 
     @property
     def planes(self) -> int:
-        """Groups of words in which the codes of a tile are loaded."""
+        """Number of word groups in which the codes of a tile are loaded."""
         return len(WORD_GROUPS[self.bits])
 
     def plane_words(self, plane: int) -> int:
@@ -43,7 +43,7 @@ class ByteDecode:
         return WORD_GROUPS[self.bits][plane]
 
     def plane_start(self, plane: int) -> int:
-        """Where a plane starts within the 32 * bits words of a tile."""
+        """Offset of a plane within the 32 * bits words of a tile."""
         return 32 * sum(WORD_GROUPS[self.bits][:plane])
 
     @property
@@ -69,7 +69,7 @@ class ByteDecode:
 
 
 @gluon.jit
-def decode(words, C: gl.constexpr):
-    """The weights of 128 k: the registers of operand A."""
-    D: gl.constexpr = C.decode
+def dequantize(words, C: gl.constexpr):
+    """Returns the registers of operand A for 128 k."""
+    D: gl.constexpr = C.dequantizer
     return gl.inline_asm_elementwise(D.asm, D.constraints, words, dtype=D.types, is_pure=True, pack=1)

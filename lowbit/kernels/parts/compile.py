@@ -1,13 +1,13 @@
-"""Compiles kernels before they are needed, in several processes at once: one takes Triton a second or two, a model has dozens.
+"""Compiles kernels ahead of use, in several processes: one kernel takes Triton a second or two, a model has dozens.
 
-    with recording() as wanted:
-        model(x)                      # as ever, but kernels are written down instead of launched
-    for done in compile_all(wanted):  # into Triton's cache on disk, where the first launch finds them
-        print(done, "of", len(wanted))
+    with recording() as kernels:
+        model(x)                        # records kernels instead of launching them
+    for done in compile_all(kernels):   # into Triton's cache on disk, where the first launch finds them
+        print(done, "of", len(kernels))
 
-A process of its own takes a kernel by name and its arguments without their contents: it needs no GPU, finds modules where the
-program that asks finds them, and neither imports nor repeats what that does. What fails to compile there fails again, with its
-message, at its launch.
+A worker process gets a kernel by name and its arguments without their contents. It needs no GPU, has this process's `sys.path`,
+and neither imports nor repeats what the program does. A kernel that fails to compile fails again, with its message, at its
+launch.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from typing import Any
 from triton import knobs
 
 from lowbit.kernels.parts.gluon import CompiledKernel, build_launcher, without_gpu
-from lowbit.kernels.parts.launch import Wanted
+from lowbit.kernels.parts.launch import RecordedKernel
 
 FEW = 3
-"""Fewer kernels are compiled sooner than other processes have begun: these import torch and Triton first."""
+"""Fewer kernels are compiled faster here than worker processes start, which import torch and Triton first."""
 MOST_PROCESSES = 16
-"""What they import, torch and Triton, is there once: 0.4 GB."""
+"""All workers fork from one process, so their imports, torch and Triton, take memory once: 0.4 GB."""
 
 
-def compile_all(wanted: Sequence[Wanted], sm: int, processes: int | None = None) -> Iterator[int]:
-    """Compiles kernels for GPUs of compute capability `sm` (90: 9.0), and says after each how many are done.
+def compile_all(kernels: Sequence[RecordedKernel], sm: int, processes: int | None = None) -> Iterator[int]:
+    """Compiles kernels for GPUs of compute capability `sm` (90: 9.0); yields after each the number that is done.
 
-    `processes` (default: one for each core, at most MOST_PROCESSES) work on them; they end when the iterator is given up. One
-    that ends by itself leaves its work to the others; what no process is left for counts as done, and compiles at its launch.
+    `processes` workers (default: one per core, at most MOST_PROCESSES) do it; they end when the iterator is closed. If a worker
+    dies, the others do its work; kernels that no worker is left for count as done, and compile at their launch.
     """
-    count = min(processes or len(os.sched_getaffinity(0)), MOST_PROCESSES, len(wanted))
-    left: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
-    for each in [*wanted, *[None] * count]:
+    count = min(processes or len(os.sched_getaffinity(0)), MOST_PROCESSES, len(kernels))
+    left: queue.SimpleQueue[RecordedKernel | None] = queue.SimpleQueue()
+    for each in [*kernels, *[None] * count]:
         left.put(each)
-    done: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a kernel; False: a process
+    done: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: a kernel is done; False: a worker has ended
     first: subprocess.Popen[bytes] | None = None
     ends: list[socket.socket] = []
     try:
-        with contextlib.suppress(OSError):  # there is no Python to start, or no memory for it
+        with contextlib.suppress(OSError):  # no Python executable, or no memory
             first, ends = _processes(sm, count)
         for end in ends:
             threading.Thread(target=_feed, args=(end, left, done), daemon=True).start()
@@ -62,17 +62,17 @@ def compile_all(wanted: Sequence[Wanted], sm: int, processes: int | None = None)
                 yield number
             else:
                 living -= 1
-        yield from range(number + 1, len(wanted) + 1)
+        yield from range(number + 1, len(kernels) + 1)
     finally:
         for end in ends:
-            with contextlib.suppress(OSError):  # closed by who fed it
+            with contextlib.suppress(OSError):  # closed by its thread
                 end.shutdown(socket.SHUT_RDWR)
         if first is not None:
             _end(first)
 
 
 def _end(first: subprocess.Popen[bytes]) -> None:
-    """Ends the group of the first process, which waits for those that it became: in a container nobody else would."""
+    """Ends the process group of the first process, which reaps its forks: in a container nothing else would."""
     for asked, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(first.pid, asked)
@@ -82,8 +82,8 @@ def _end(first: subprocess.Popen[bytes]) -> None:
 
 
 def _processes(sm: int, count: int) -> tuple[subprocess.Popen[bytes], list[socket.socket]]:
-    """A process that runs `main` with this one's path (by `-m` it would look where the program was started) and becomes `count`
-    of them, in a group of their own; and a socket to each."""
+    """Starts a process that runs `main` with this process's `sys.path` (with `-m` Python would change it) and forks `count`
+    workers, in a process group of their own. Returns it, and a socket to each worker."""
     path = [entry for entry in sys.path if isinstance(entry, str)]
     with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
         ends, files = [], []
@@ -101,8 +101,8 @@ def _processes(sm: int, count: int) -> tuple[subprocess.Popen[bytes], list[socke
     return first, ends
 
 
-def _feed(end: socket.socket, left: queue.SimpleQueue[Wanted | None], done: queue.SimpleQueue[bool]) -> None:
-    """Gives a process one kernel after the other, until there are no more or it has ended."""
+def _feed(end: socket.socket, left: queue.SimpleQueue[RecordedKernel | None], done: queue.SimpleQueue[bool]) -> None:
+    """Sends a worker one kernel after the other, until there are no more or it has ended."""
     try:
         lives = True
         with end, end.makefile("rb") as answers:
@@ -110,24 +110,24 @@ def _feed(end: socket.socket, left: queue.SimpleQueue[Wanted | None], done: queu
                 try:
                     end.sendall(base64.b64encode(pickle.dumps(each)) + b"\n")
                     lives = bool(answers.readline())
-                except OSError:  # nobody reads: it has ended
+                except OSError:  # the worker has ended
                     lives = False
                 done.put(True)
     finally:
         done.put(False)
 
 
-def compile_one(wanted: Wanted) -> CompiledKernel:
-    """Compiles a kernel for the GPU in hand, or the one that `without_gpu` names."""
-    function: Any = importlib.import_module(wanted.module)
-    for name in wanted.name.split("."):
+def compile_one(kernels: RecordedKernel) -> CompiledKernel:
+    """Compiles a kernel for the current GPU, or the one that `without_gpu` names."""
+    function: Any = importlib.import_module(kernels.module)
+    for name in kernels.name.split("."):
         function = getattr(function, name)
-    return function.warmup(*wanted.arguments, grid=(1, 1, 1), **wanted.options)
+    return function.warmup(*kernels.arguments, grid=(1, 1, 1), **kernels.options)
 
 
 @contextlib.contextmanager
 def misses() -> Iterator[list[str]]:
-    """Lists the kernels, by name, that are compiled within it because Triton's cache on disk does not have them."""
+    """Lists by name the kernels that are compiled in this context because Triton's cache on disk does not have them."""
     found: list[str] = []
     before = knobs.compilation.listener
 
@@ -144,33 +144,33 @@ def misses() -> Iterator[list[str]]:
         knobs.compilation.listener = before
 
 
-def compiled(wanted: Sequence[Wanted], sm: int) -> Iterator[int]:
-    """Compiles kernels into this process, for GPUs of compute capability `sm`, by several processes where Triton's cache does
-    not have enough of them (those after one that it has not, it will not have either); says before each how many are done."""
-    for number, each in enumerate(wanted):
+def compiled(kernels: Sequence[RecordedKernel], sm: int) -> Iterator[int]:
+    """Compiles kernels into this process, for GPUs of compute capability `sm`; yields before each the number that is done.
+    After the first one that Triton's cache on disk lacks, worker processes compile the rest."""
+    for number, each in enumerate(kernels):
         yield number
-        with misses() as missing:  # by the time that it takes a process's first kernel looks like one that is not there
+        with misses() as missing:  # a hook, not the time: a process's first kernel always takes long
             compile_one(each)
-        left = wanted[number + 1 :]
+        left = kernels[number + 1 :]
         if missing and len(left) >= FEW:
             for more in compile_all(left, sm):
                 yield number + more
-            for one in left:  # from the cache into this process
+            for one in left:  # load from the cache
                 compile_one(one)
             return
 
 
 def main(sm: int, sockets: Sequence[int]) -> None:
-    """A process that imports what compiling takes, once, and becomes one for each of the `sockets` (file descriptors): pickled
-    kernels come in by lines, and for each a line goes out. An error ends the one that meets it. The first waits for all others,
-    and so ignores what ends them. It has no thread but its own and those of NumPy's OpenBLAS, which stops them at a fork."""
+    """Entry point of the first process: imports what compilation needs once, then forks a worker for each of `sockets` (file
+    descriptors). Workers read pickled kernels line by line and answer each with a line; an error ends the worker. This process
+    ignores SIGTERM and reaps the workers. It has no other threads than NumPy's OpenBLAS, which stops them at a fork."""
     without_gpu(sm)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for number, mine in enumerate(sockets):
         if os.fork() == 0:
             try:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                for other in sockets[number + 1 :]:  # its end is noticed where nobody else holds its socket
+                for other in sockets[number + 1 :]:  # a closed socket is only noticed if no other process has it open
                     os.close(other)
                 _compile_for(mine)
             finally:

@@ -1,7 +1,7 @@
-"""From the sums of a tile to memory, for the convolution kernels of sm_90: constants, residual codes, requantizing, stores.
+"""The epilogue of the convolution kernels of sm_90: constants, residual codes, requantization, stores.
 
-A thread holds, of each of its pixels, columns that are neighbouring channels (pack/conv_layout.py), so that words of codes are
-loaded and stored 8 or 16 bytes at a time without an exchange between threads. C is a WgmmaConv of parts/conv_tile.py.
+A thread has, for each of its pixels, columns that are neighbouring channels (pack/conv_layout.py). So it loads and stores words
+of codes 8 or 16 bytes at a time, without an exchange between threads. C is a WgmmaConv of parts/conv_tile.py.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from lowbit.kernels.parts.gluon import gl, gluon
 
 @gluon.jit
 def by_groups(tile, C: gl.constexpr):
-    """[pixels, outputs] -> [pixels, units, 4 lanes, groups, 2, 2, 2]: a thread's columns, 8 to a group."""
+    """Reshapes [pixels, outputs] -> [pixels, units, 4 lanes, groups, 2, 2, 2]: a thread's columns, 8 to a group."""
     parts = gl.reshape(tile, [C.pixels, C.units, C.groups, 2, 2, 4, 2])
     return gl.permute(parts, [0, 1, 5, 2, 3, 4, 6])
 
 
 @gluon.jit
 def split_groups(tile, C: gl.constexpr):
-    """[pixels, outputs] -> 8 tensors [pixels, units, 4 lanes, groups], the columns of a group in order."""
+    """Splits [pixels, outputs] -> 8 tensors [pixels, units, 4 lanes, groups], the columns of a group in order."""
     even, odd = gl.split(by_groups(tile, C))
     e0, e1 = gl.split(even)
     o0, o1 = gl.split(odd)
@@ -31,7 +31,7 @@ def split_groups(tile, C: gl.constexpr):
 
 @gluon.jit
 def codes_at(base, first_pixel, first_unit, pixels, row_units, words: gl.constexpr, C: gl.constexpr):
-    """Pointers to, and existence of, the `words` words of each thread, pixel and unit; a row has row_units * 4 * words."""
+    """Pointers to the `words` words of each thread, pixel and unit, and their mask; a row has row_units * 4 * words."""
     L: gl.constexpr = C.words_layout(words)
     PIXEL: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))
     UNITS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L)))
@@ -46,13 +46,13 @@ def codes_at(base, first_pixel, first_unit, pixels, row_units, words: gl.constex
 
 @gluon.jit
 def constants(values, across, C: gl.constexpr):
-    """The constants [outputs] of a tile of outputs, loaded 16 bytes at a time; lane_constants wrote them."""
+    """Loads the constants [outputs] of a tile of outputs, 16 bytes at a time; written by lane_constants."""
     return by_columns(gl.load(values + across * C.outputs + places_of_constants(C)), C)
 
 
 @gluon.jit
 def places_of_constants(C: gl.constexpr):
-    """[outputs / 16, 4 lanes, 4]: where a thread's constants lie, four side by side."""
+    """Offsets [outputs / 16, 4 lanes, 4] of a thread's constants, four contiguous."""
     L: gl.constexpr = C.constants_layout
     block = gl.arange(0, C.outputs // 16, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
     lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
@@ -62,14 +62,14 @@ def places_of_constants(C: gl.constexpr):
 
 @gluon.jit
 def by_columns(found, C: gl.constexpr):
-    """Constants from their places to [outputs], as the columns of the sums; this takes no instruction."""
+    """Reorders constants to [outputs], as the columns of the sums; this takes no instruction."""
     columns = gl.reshape(gl.permute(gl.reshape(found, [C.outputs // 16, 4, 2, 2]), [0, 2, 1, 3]), [C.outputs])
     return gl.convert_layout(columns, gl.SliceLayout(0, C.accumulator), assert_trivial=True)
 
 
 @gluon.jit
 def keep_constants(s, b, across, C: gl.constexpr):
-    """s and b of a block's outputs in registers, where there is room for them."""
+    """Loads s and b of a block's outputs into registers, if there are enough."""
     kept = ()
     if C.keeps_constants:
         kept = (constants(s, across, C), constants(b, across, C))
@@ -78,7 +78,7 @@ def keep_constants(s, b, across, C: gl.constexpr):
 
 @gluon.jit
 def tile_constants(kept, s, b, across, C: gl.constexpr):
-    """s and b of a block's outputs: those that were kept, or else loaded again."""
+    """s and b of a block's outputs: from registers, or loaded again."""
     if C.keeps_constants:
         return kept[0], kept[1]
     else:
@@ -87,7 +87,7 @@ def tile_constants(kept, s, b, across, C: gl.constexpr):
 
 @gluon.jit
 def per_column(values, C: gl.constexpr):
-    """[outputs] -> [pixels, outputs]; what has a value for each pixel already stays as it is."""
+    """Broadcasts [outputs] -> [pixels, outputs]; values per pixel are unchanged."""
     if len(values.shape) == 2:
         return values
     else:
@@ -96,14 +96,14 @@ def per_column(values, C: gl.constexpr):
 
 @gluon.jit
 def load_residual(residual, first_pixel, first_unit, pixels, row_units, C: gl.constexpr):
-    """The words of residual codes of a tile, under way while it is multiplied."""
+    """Loads the words of residual codes of a tile while it is multiplied."""
     at, exists = codes_at(residual, first_pixel, first_unit, pixels, row_units, C.residual_words, C)
     return gl.load(at, mask=exists, other=0)
 
 
 @gluon.jit
 def requantized(codes, acc, s, b, g, C: gl.constexpr):
-    """Words [pixels, units, 4, words] of the codes of a tile of sums, with the residual `codes` added."""
+    """Requantizes a tile of sums, with the residual `codes` added, to words [pixels, units, 4, words]."""
     R: gl.constexpr = C.requantize
     sums = split_groups(acc, C)
     LIKE: gl.constexpr = sums[0].type.layout
@@ -143,7 +143,7 @@ def as_float(acc, s, b, C: gl.constexpr):
 
 @gluon.jit
 def store_values(y, acc, s, b, first_pixel, first_output, pixels, channels, C: gl.constexpr):
-    """Values in 16 or 32 bits, plain NHWC without filled-up channels."""
+    """Stores values of 16 or 32 bits, plain NHWC without padded channels."""
     value = as_float(acc, s, b, C)
     if C.relu:
         value = gl.maximum(value, 0.0)

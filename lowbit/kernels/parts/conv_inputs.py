@@ -1,4 +1,4 @@
-"""What a convolution kernel of sm_90 reads: its products, once the kernel before is through and descriptors are known."""
+"""Inputs of the convolution kernels of sm_90: their products, programmatic dependent launch, descriptors in memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from lowbit.kernels.parts.gluon import Scalar, aggregate, gl, gluon, run
 
 @aggregate
 class Product:
-    """One product as a kernel is given it: descriptor of the input, packed weights, steps of a tap, taps, and how windows lie.
-    A launch takes them from `WindowOperand`."""
+    """Arguments of one product: descriptor of the input, packed weights, k blocks of a tap, taps, and geometry of windows.
+    `WindowOperand` builds them."""
 
     maps: Scalar
     weight: Scalar
@@ -23,13 +23,13 @@ class Product:
 
 @gluon.jit
 def await_inputs(C: gl.constexpr):
-    """The kernel after this one may start now; this one waits until the one before, which made x, is through."""
+    """Lets the next kernel start, and waits until the previous one, which wrote x, has finished."""
     run("griddepcontrol.launch_dependents;\n griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [])
 
 
 @gluon.jit
 def map_arrived(maps, C: gl.constexpr):
-    """Makes a descriptor in memory known to the copy engine, whatever lay at its address before."""
+    """Makes a descriptor in memory visible to TMA, whatever was at its address before (proxy fence)."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     gl.inline_asm_elementwise(
         "fence.proxy.tensormap::generic.acquire.gpu [$1], 128;\n mov.b32 $0, 0;", "=r,l", [maps + thread * 0],

@@ -1,6 +1,6 @@
-"""Operand A of the convolution kernels of sm_90: registers of codes as wgmma reads them, and the products of one tap.
+"""Operand A of the convolution kernels of sm_90: registers of codes as wgmma takes them, and the products of one tap.
 
-C is a WgmmaConv of parts/conv_tile.py, for `multiply_tap` one whose x is read from strips (parts/strip_ring.py).
+C is a WgmmaConv of parts/conv_tile.py; for `multiply_tap` one whose x is read from strips (parts/strip_ring.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from lowbit.kernels.parts.gluon import gl, gluon, warpgroup_mma
 
 @gluon.jit
 def join_quads(quads, count: gl.constexpr, C: gl.constexpr):
-    """`count` tensors [threads, 4] -> [threads, 4 * count], in order."""
+    """Joins `count` tensors [threads, 4] to [threads, 4 * count], in order."""
     if count == 1:
         return quads[0]
     else:
@@ -38,7 +38,7 @@ def operand_a(registers, count: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def multiply_tap(acc, adds, w_ring, tap, registers, C: gl.constexpr):
-    """Starts the products of one tap, whose x is in `registers`; w of each tap is a piece of `w_ring`, or two planes of it."""
+    """Starts the products of one tap, whose x is in `registers`; w of a tap is one stage of `w_ring`, or two planes of it."""
     COUNT: gl.constexpr = C.strip.loaded
     if C.planes == 1:
         return warpgroup_mma(

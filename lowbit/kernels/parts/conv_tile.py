@@ -1,4 +1,4 @@
-"""What the convolution kernels of sm_90 are compiled for: a tile of pixels x outputs, its shared memory, its layouts."""
+"""Configuration of the convolution kernels of sm_90: a tile of pixels x outputs, its shared memory, its layouts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lowbit.formats.conv import ACTIVATIONS
 from lowbit.kernels.choose.conv import UNIT
 from lowbit.kernels.parts.gluon import gl, source_digest
-from lowbit.kernels.parts.operand import hold
+from lowbit.kernels.parts.operand import register_fence
 from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.requantize import Requantize
 from lowbit.kernels.parts.tile import Warpgroups
@@ -21,10 +21,10 @@ UNIT_WORDS = gl.constexpr(UNIT // 4)
 
 @dataclass(frozen=True)
 class WgmmaConv(Warpgroups):
-    """All that is fixed when the kernel is compiled.
+    """The kernel's compile-time configuration.
 
-    A tile is 64 * warpgroups pixels x `outputs` channels; a step is `step_bytes` of packed channels of one tap. `second` is
-    the storage of the second product's input, or None. `resident` is the number of pieces of weights (one step, one plane) that
+    A tile is 64 * warpgroups pixels x `outputs` channels; a k block is `step_bytes` of packed channels of one tap. `second` is
+    the storage of the second product's input, or None. `resident` is the number of weight tiles (one k block, one plane) that
     stay in shared memory while a block runs, 0 where they are copied for every tile.
     """
 
@@ -46,7 +46,7 @@ class WgmmaConv(Warpgroups):
 
     @property
     def planes(self) -> int:
-        """Planes of weights of a step of the first product."""
+        """Planes of weights of a k block of the first product."""
         return planes(self.x)
 
     @property
@@ -63,7 +63,7 @@ class WgmmaConv(Warpgroups):
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes of the weights of a step and plane."""
+        """Bytes of the weights of a k block and plane."""
         return self.outputs * self.step_bytes
 
     @property
@@ -73,7 +73,7 @@ class WgmmaConv(Warpgroups):
 
     @property
     def pieces(self) -> int:
-        """Pieces of weights for which there is room."""
+        """Weight tiles that fit shared memory."""
         return self.resident or self.stages * self.most_planes
 
     @property
@@ -100,12 +100,12 @@ class WgmmaConv(Warpgroups):
 
     @property
     def keeps_constants(self) -> bool:
-        """Whether a thread keeps s and b of its outputs in registers; else it loads them for every tile."""
+        """True if a thread keeps s and b of its outputs in registers; else it loads them for every tile."""
         return self.outputs == 64 and self.second is None
 
     @property
     def weights(self) -> StageBarriers:
-        """The barrier of weights that stay."""
+        """The barrier of resident weights."""
         return StageBarriers(UNIT * self.barrier_unit + 16 * self.stages, 1, self.warps)
 
     @property
@@ -113,9 +113,9 @@ class WgmmaConv(Warpgroups):
         return Requantize(self.y, self.residual, self.relu)
 
     @property
-    def hold(self) -> str:
-        """Keeps the registers of a stage."""
-        return hold(2 * self.ring.registers)
+    def register_fence(self) -> str:
+        """Register fence for a stage (parts/operand.py)."""
+        return register_fence(2 * self.ring.registers)
 
     @property
     def decoded(self) -> tuple[gl.dtype, ...]:
@@ -131,7 +131,7 @@ class WgmmaConv(Warpgroups):
 
     @property
     def instruction(self) -> int:
-        """Columns of one wgmma; with 256 and int8 Triton 3.6 ends the process."""
+        """Columns of one wgmma; with 256 and int8 Triton 3.6 crashes."""
         return min(self.outputs, 128)
 
     @property
@@ -153,7 +153,7 @@ class WgmmaConv(Warpgroups):
 
     @property
     def units(self) -> int:
-        """Pieces of a tile's outputs that a thread stores with one instruction each."""
+        """Vectors of a tile's outputs that a thread stores with one instruction each."""
         return self.outputs // unit_channels(self.y, self.outputs)
 
     @property
@@ -162,7 +162,7 @@ class WgmmaConv(Warpgroups):
         return unit_channels(self.y, self.outputs) // (4 * GROUP)
 
     def words_layout(self, words: int) -> gl.DistributedLinearLayout:
-        """[pixels, units, 4 lanes, words] as the accumulator holds them: `words` neighbours in one register vector."""
+        """Layout [pixels, units, 4 lanes, words] of the accumulator: `words` neighbours in one register vector."""
         register = [[0, 0, 0, 1 << i] for i in range(words.bit_length() - 1)]
         register += [[8, 0, 0, 0]] + [[0, 1 << i, 0, 0] for i in range(self.units.bit_length() - 1)]
         lane = [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
@@ -171,7 +171,7 @@ class WgmmaConv(Warpgroups):
 
     @property
     def constants_layout(self) -> gl.DistributedLinearLayout:
-        """[outputs / 16, 4 lanes, 4]: a thread's constants, 4 in one register vector."""
+        """Layout [outputs / 16, 4 lanes, 4]: a thread's constants, 4 in one register vector."""
         register = [[0, 0, 1], [0, 0, 2]] + [[1 << i, 0, 0] for i in range((self.outputs // 16).bit_length() - 1)]
         warp = [[0, 0, 0] for _ in range(self.warps.bit_length() - 1)]
         lane = [[0, 1, 0], [0, 2, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]]

@@ -1,7 +1,7 @@
-"""One tile of weights in registers as PTX: the words of 16 rows x 64 k -> the A operand of wgmma (parts/operand.py), scaled.
+"""Dequantization of one tile as PTX: the words of 16 rows x 64 k -> operand A of wgmma or mma.sync (parts/operand.py), scaled.
 
-Each of the 128 threads of a warpgroup holds a row pair (g, g + 8) of its warp's strip; registers 0 to 15 are those of
-four k steps of 16, in the order of hardware/mma.py.
+Each thread holds a row pair (g, g + 8) of its warp's m16 row block. Registers 0 to 15 are those of four k16 steps, in the order
+of hardware/mma.py.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from lowbit.kernels.parts.operand import REGISTERS
 TILE_K = 64
 
 _BF16_ROOM = 133 - 24
-"""Powers of two by which the least subnormal number of bf16 is below that of fp16."""
+"""Binary orders of magnitude between the smallest subnormals of fp16 and of bf16."""
 
 INSTRUCTION = 4
 """Registers of operand A of one matrix instruction."""
 
 
 @dataclass(frozen=True)
-class Decode:
-    """Codes of `format` to fp16 or bf16, with scales per group of k (`group` 16, 32, 64, 128) or without (0).
+class Dequantizer:
+    """Converts codes of `format` to fp16 or bf16, with scales per group of k (`group` 16, 32, 64, 128) or without (0).
 
     `zero` is "none", "integer" (w = (code - zero) * scale) or "float" (w = code * scale + zero). Every weight is rounded once.
-    With `subnormal`, scales wait times 2^24 (pack/weight.py): codes are multiplied as the subnormal numbers that masks leave,
-    in fp16, and in bf16 where the scales are bf16 too.
+    With `subnormal`, scales are stored multiplied by 2^24 (pack/weight.py). Codes are then used as the subnormal numbers that
+    masking leaves: in fp16, and in bf16 where the scales are bf16 too.
     """
 
     format: str
@@ -55,7 +55,7 @@ class Decode:
 
     @property
     def planes(self) -> int:
-        """Groups of words in which the codes of a tile are loaded; 8-bit codes have two of the same kind, one load."""
+        """Number of word groups in which the codes of a tile are loaded; 8-bit codes have two equal ones, one load."""
         return 1 if self.bits == 8 else len(WORD_GROUPS[self.bits])
 
     def plane_words(self, plane: int) -> int:
@@ -63,12 +63,12 @@ class Decode:
         return 8 if self.bits == 8 else WORD_GROUPS[self.bits][plane]
 
     def plane_start(self, plane: int) -> int:
-        """Where a plane starts within the 32 * bits words of a tile."""
+        """Offset of a plane within the 32 * bits words of a tile."""
         return 32 * sum(self.plane_words(before) for before in range(plane))
 
     @property
     def groups(self) -> int:
-        """Groups of scales in a tile; 0 without."""
+        """Scale groups in a tile; 0 without group scales."""
         return max(TILE_K // self.group, 1) if self.group else 0
 
     @property
@@ -88,14 +88,15 @@ class Decode:
 
     @property
     def epilogue_factor(self) -> float:
-        """What a product must still be multiplied by: 2^24 where scales wait so, the shift of floats where no scale took it."""
+        """Factor left for the epilogue: 2^24 where scales are stored multiplied by it; a float format's shift that no scale
+        absorbed."""
         if self.masked:
             return 2.0**24
         return 1.0 if self.group else self.conversion.scale_factor
 
     @property
     def masked(self) -> bool:
-        """Whether codes are multiplied as subnormal numbers."""
+        """True if codes are used as subnormal numbers."""
         return self.subnormal and (self.dtype == "fp16" or self.scale_dtype == "bf16")
 
     @property
@@ -112,90 +113,89 @@ class Decode:
         words = [f"${REGISTERS + i}" for i in range(self.bits)]
         scales = [f"${REGISTERS + self.bits + i}" for i in range(self.scale_words)]
         lines = [f".reg .b32 a<{REGISTERS}>, t;", *self._convert(words)]
-        ready, per_group = [f"f{i}" for i in range(self.ready)], REGISTERS // max(self.groups, 1)
+        prepared, per_group = [f"f{i}" for i in range(self.prepared)], REGISTERS // max(self.groups, 1)
         for group in range(self.groups):
-            lines.append(f"{{ .reg .b32 {', '.join(ready)};")
-            lines += self._prepare(scales[group * self.group_words :][: self.group_words], ready)
-            lines += [*self._scale(range(group * per_group, (group + 1) * per_group), ready), "}"]
+            lines.append(f"{{ .reg .b32 {', '.join(prepared)};")
+            lines += self._prepare(scales[group * self.group_words :][: self.group_words], prepared)
+            lines += [*self._scale(range(group * per_group, (group + 1) * per_group), prepared), "}"]
         lines += [f"mov.b32 ${i}, a{i};" for i in range(REGISTERS)]
         return "{\n" + "\n".join(lines) + "\n}"
 
-    # ---- the same in turns, for kernels whose products take operand A a part at a time
+    # ---- the same in dequantization blocks, for kernels that use operand A part by part
 
     @property
-    def turns(self) -> int:
-        """Turns in which a tile is decoded: each a whole number of matrix instructions along K whose codes share no word with
-        others."""
+    def blocks(self) -> int:
+        """Dequantization blocks of a tile: whole matrix instructions along K whose codes share no word with others."""
         return min(REGISTERS // self.conversion.fields.registers, REGISTERS // INSTRUCTION)
 
     @property
-    def turn_registers(self) -> int:
-        return REGISTERS // self.turns
+    def block_registers(self) -> int:
+        return REGISTERS // self.blocks
 
     @property
-    def turn_words(self) -> int:
-        """Words of codes of a turn: they lie one behind the other."""
-        return self.bits // self.turns
+    def block_words(self) -> int:
+        """Words of codes of a block, which are contiguous."""
+        return self.bits // self.blocks
 
-    def turn_groups(self, turn: int) -> range:
-        """Groups of a tile whose scales a turn needs."""
+    def block_groups(self, block: int) -> range:
+        """Groups of a tile whose scales a block needs."""
         per_group = REGISTERS // max(self.groups, 1)
-        first, last = turn * self.turn_registers // per_group, ((turn + 1) * self.turn_registers - 1) // per_group
+        first, last = block * self.block_registers // per_group, ((block + 1) * self.block_registers - 1) // per_group
         return range(first, last + 1) if self.groups else range(0)
 
-    def first_group(self, turn: int) -> int:
-        """The first of `turn_groups`."""
-        return self.turn_groups(turn).start
+    def first_group(self, block: int) -> int:
+        """The first of `block_groups`."""
+        return self.block_groups(block).start
 
-    def end_group(self, turn: int) -> int:
-        """The one after their last."""
-        return self.turn_groups(turn).stop
-
-    @property
-    def ready(self) -> int:
-        """Registers that a group's scales and zeros take, as the decoding of its codes wants them; 0 without groups."""
-        return len(self._ready) if self.group else 0
+    def end_group(self, block: int) -> int:
+        """The one after the last of `block_groups`."""
+        return self.block_groups(block).stop
 
     @property
-    def ready_types(self) -> tuple[gl.dtype, ...]:
-        return (gl.int32,) * self.ready
+    def prepared(self) -> int:
+        """Registers of a group's prepared scales and zeros; 0 without groups."""
+        return len(self._prepared) if self.group else 0
 
     @property
-    def ready_constraints(self) -> str:
-        return ",".join(["=&r"] * self.ready + ["r"] * self.group_words)
+    def prepared_types(self) -> tuple[gl.dtype, ...]:
+        return (gl.int32,) * self.prepared
 
     @property
-    def ready_asm(self) -> str:
-        """Outputs: what `turn_asm` takes of a group. Inputs: its words of scales and zeros."""
-        ready = [f"${i}" for i in range(self.ready)]
-        words = [f"${self.ready + i}" for i in range(self.group_words)]
-        return "{\n.reg .b32 t;\n" + "\n".join(self._prepare(words, ready)) + "\n}"
+    def prepare_constraints(self) -> str:
+        return ",".join(["=&r"] * self.prepared + ["r"] * self.group_words)
 
     @property
-    def turn_types(self) -> tuple[gl.dtype, ...]:
-        return (gl.int32,) * self.turn_registers
+    def prepare_asm(self) -> str:
+        """Prepares scales. Outputs: a group's registers for `block_asm`. Inputs: its words of scales and zeros."""
+        prepared = [f"${i}" for i in range(self.prepared)]
+        words = [f"${self.prepared + i}" for i in range(self.group_words)]
+        return "{\n.reg .b32 t;\n" + "\n".join(self._prepare(words, prepared)) + "\n}"
 
-    def turn_constraints(self, turn: int) -> str:
-        """Of the operands of `turn_asm`."""
-        inputs = self.turn_words + self.ready * len(self.turn_groups(turn))
-        return ",".join(["=&r"] * self.turn_registers + ["r"] * inputs)
+    @property
+    def block_types(self) -> tuple[gl.dtype, ...]:
+        return (gl.int32,) * self.block_registers
 
-    def turn_asm(self, turn: int) -> str:
-        """Outputs: the registers of a turn. Inputs: its words, then for each of its groups what `ready_asm` made of it."""
-        count, groups = self.turn_registers, self.turn_groups(turn)
-        words = [f"${count + i}" for i in range(self.turn_words)]
+    def block_constraints(self, block: int) -> str:
+        """Constraints of the operands of `block_asm`."""
+        inputs = self.block_words + self.prepared * len(self.block_groups(block))
+        return ",".join(["=&r"] * self.block_registers + ["r"] * inputs)
+
+    def block_asm(self, block: int) -> str:
+        """Outputs: the registers of a block. Inputs: its words, then for each of its groups the outputs of `prepare_asm`."""
+        count, groups = self.block_registers, self.block_groups(block)
+        words = [f"${count + i}" for i in range(self.block_words)]
         lines = [f".reg .b32 a<{count}>, t;", *self._convert(words)]
         for i in range(len(groups)):
-            ready = [f"${count + self.turn_words + i * self.ready + j}" for j in range(self.ready)]
+            prepared = [f"${count + self.block_words + i * self.prepared + j}" for j in range(self.prepared)]
             share = count // len(groups)
-            lines += self._scale(range(i * share, (i + 1) * share), ready)
+            lines += self._scale(range(i * share, (i + 1) * share), prepared)
         lines += [f"mov.b32 ${i}, a{i};" for i in range(count)]
         return "{\n" + "\n".join(lines) + "\n}"
 
-    # ---- lines of PTX: registers a<n> are those of the operand, t is free
+    # ---- lines of PTX: a<n> are the operand's registers, t is a temporary
 
     def _convert(self, words: list[str]) -> list[str]:
-        """Codes to halves, from a0 on."""
+        """Converts codes to halves, from a0 on."""
         program, fields = self._program, self.conversion.fields
         lines = []
         for run in range(len(words) // fields.words):
@@ -208,11 +208,11 @@ class Decode:
         return lines
 
     def register_of(self, run: int, output: int) -> int:
-        """Which register of the operand an output of a run of the conversion is."""
+        """Register of the operand that an output of a run of the conversion becomes."""
         return run * self.conversion.fields.registers + output
 
     def output_of(self, register: int) -> int:
-        """The output of the conversion that becomes a register."""
+        """Output of the conversion that becomes a register."""
         return register % self.conversion.fields.registers
 
     @property
@@ -227,17 +227,17 @@ class Decode:
 
     @property
     def _in_two_parts(self) -> bool:
-        """Whether an fp16 scale is the sum of two bf16 numbers: code * low has at most 5 + 3 bits and is exact."""
+        """True if an fp16 scale is split into two bf16 numbers: code * low has at most 5 + 3 bits and is exact."""
         return self.dtype == "bf16" and self.scale_dtype == "fp16" and self.zero != "float" and self.bits <= 6
 
     @property
     def _in_float32(self) -> bool:
-        """Whether codes are scaled in float32: fp16 scales have more digits than bf16."""
+        """True if codes are scaled in float32: fp16 scales have more digits than bf16."""
         return self.dtype == "bf16" and self.scale_dtype == "fp16" and not self._in_two_parts
 
     @property
-    def _ready(self) -> tuple[str, ...]:
-        """What a group's scales become, for row g and row g + 8 of each."""
+    def _prepared(self) -> tuple[str, ...]:
+        """Names of a group's prepared registers, for row g and row g + 8 each."""
         if self.masked:
             ups = sorted({(self._subnormal_codes.up[self.output_of(i)], i % 2) for i in range(REGISTERS)})
             return (*(f"up{up}_{row}" for up, row in ups), "minus_0", "minus_1")
@@ -245,13 +245,13 @@ class Decode:
         kinds = ("high", "low", *zero) if self._in_two_parts else ("scale", *zero)
         return tuple(f"{kind}_{row}" for kind in kinds for row in (0, 1))
 
-    def _prepare(self, words: list[str], ready: list[str]) -> list[str]:
-        """Words of scales and zeros of a group to the registers `ready`, which are called as `_ready` says."""
-        name = dict(zip(self._ready, ready, strict=True))
+    def _prepare(self, words: list[str], prepared: list[str]) -> list[str]:
+        """Converts a group's words of scales and zeros to the registers `prepared`, named by `_prepared`."""
+        name = dict(zip(self._prepared, prepared, strict=True))
         if self.masked:
             return self._prepare_subnormal(words[0], name)
         factors = {"scale": self.conversion.scale_factor}
-        if self.zero != "none":  # codes come out too small; a zero beside them is as small, one beside weights is not
+        if self.zero != "none":  # converted codes are too small: an integer zero too, a float zero not
             factors["zero"] = 1 / self.conversion.scale_factor if self.zero == "integer" else 1.0
         if self._in_two_parts:
             return self._prepare_two_parts(words, name, factors)
@@ -260,7 +260,7 @@ class Decode:
             return [line for lines in widened for line in lines]
         lines = [line for word, what in zip(words, factors, strict=True) for line in _both(word, name, what)]
         if self.scale_dtype != self.dtype:  # bf16 scales, fp16 weights: exact within the range of fp16
-            lines += [_bf16_to_fp16(register) for register in ready]
+            lines += [_bf16_to_fp16(register) for register in prepared]
         for kind, by in factors.items():
             if by != 1:
                 lines.append(f"mov.b32 t, 0x{half_pair(by, self.dtype):08x};")
@@ -268,7 +268,7 @@ class Decode:
         return lines
 
     def _prepare_subnormal(self, word: str, name: dict[str, str]) -> list[str]:
-        """scale * 2^(24 - up), in bf16 2^(133 - up), over 2^24, and -offset * scale, exact."""
+        """Computes scale * 2^(24 - up), in bf16 2^(133 - up), over 2^24, and -offset * scale; all exact."""
         lines = ["{ .reg .b32 f;", f"mov.b32 f, {word};"]
         if self.scale_dtype != self.dtype:
             lines.append(_PAIR_TO_FP16)
@@ -281,7 +281,7 @@ class Decode:
         return [*lines, f"mov.b32 t, 0x{minus:08x};", self._mul("t", "f", "t"), *_both("t", name, "minus"), "}"]
 
     def _prepare_two_parts(self, words: list[str], name: dict[str, str], factors: dict[str, float]) -> list[str]:
-        """A scale of 11 bits as bf16 high + low part."""
+        """Splits a scale of 11 bits into bf16 high + low."""
         lines = ["{ .reg .f32 f; .reg .b32 both; .reg .b16 h0, h1;", f"mov.b32 {{h0, h1}}, {words[0]};"]
         for row in (0, 1):
             high, low = name[f"high_{row}"], name[f"low_{row}"]
@@ -294,9 +294,9 @@ class Decode:
                 lines += [*_half_times(f"h{row}", factors["zero"]), f"cvt.rn.bf16x2.f32 {name[f'zero_{row}']}, f, f;"]
         return [*lines, "}"]
 
-    def _scale(self, registers: range, ready: list[str]) -> list[str]:
-        """Scales and zeros applied to some registers; register i belongs to row g for even i, g + 8 for odd i."""
-        name = dict(zip(self._ready, ready, strict=True))
+    def _scale(self, registers: range, prepared: list[str]) -> list[str]:
+        """Applies scales and zeros to registers; register i belongs to row g for even i, g + 8 for odd i."""
+        name = dict(zip(self._prepared, prepared, strict=True))
         if self._in_float32:
             return self._scale_in_float32(registers, name)
         lines = []
@@ -322,7 +322,7 @@ class Decode:
         return f"fma.rn.{'f16x2' if self.dtype == 'fp16' else 'bf16x2'} {to}, {a}, {b}, {c};"
 
     def _mul(self, to: str, a: str, b: str) -> str:
-        """bf16 has only fma before sm_90; -0 keeps the sign of zero."""
+        """a * b. bf16 has only fma before sm_90; adding -0 keeps the sign of zero."""
         if self.dtype == "fp16":
             return f"mul.rn.f16x2 {to}, {a}, {b};"
         return f"{{ .reg .b32 nil; mov.b32 nil, 0x80008000; {self._fma(to, a, b, 'nil')} }}"
@@ -334,7 +334,7 @@ class Decode:
         return f"{{ .reg .b32 minus; mov.b32 minus, 0xbf80bf80; {self._fma(a, b, 'minus', a)} }}"
 
     def _scale_in_float32(self, registers: range, name: dict[str, str]) -> list[str]:
-        """The product is formed in float32 and rounded once."""
+        """Scales in float32 and rounds once."""
         lines = ["{ .reg .f32 fs, fz, lo, hi;"]
         for i in registers:
             lines += [f"shl.b32 t, a{i}, 16; mov.b32 lo, t;", f"and.b32 t, a{i}, 0xffff0000; mov.b32 hi, t;"]
@@ -353,22 +353,22 @@ class Decode:
 
 
 @gluon.jit
-def decode(words, scales, odd: gl.constexpr, C: gl.constexpr):
-    """The weights of the even or odd tile of 128 k: the registers of operand A."""
-    D: gl.constexpr = C.decode
+def dequantize(words, scales, odd: gl.constexpr, C: gl.constexpr):
+    """Returns the registers of operand A for the even or odd tile of 128 k."""
+    D: gl.constexpr = C.dequantizer
     first: gl.constexpr = D.pair_words - D.scale_words if odd else 0  # with groups of 128 both have the same scale
     own = scales[first : first + D.scale_words]
     return gl.inline_asm_elementwise(D.asm, D.constraints, words + own, dtype=D.types, is_pure=True, pack=1)
 
 
 def _both(word: str, name: dict[str, str], kind: str) -> list[str]:
-    """The two halves of a word, each in both halves of a register, where somebody asks for it."""
+    """Broadcasts each half of a word to both halves of a register, where `name` has that register."""
     halves = ((f"{kind}_0", "0x1010"), (f"{kind}_1", "0x3232"))
     return [f"prmt.b32 {name[asked]}, {word}, 0, {selector};" for asked, selector in halves if asked in name]
 
 
 def _widen(word: str, name: dict[str, str], kind: str, by: float) -> list[str]:
-    """The two fp16 halves of a word as float32, times a power of two."""
+    """Converts the two fp16 halves of a word to float32, times a power of two."""
     lines = ["{ .reg .f32 f; .reg .b16 h0, h1;", f"mov.b32 {{h0, h1}}, {word};"]
     for row in (0, 1):
         lines += [*_half_times(f"h{row}", by), f"mov.b32 {name[f'{kind}_{row}']}, f;"]
@@ -376,7 +376,7 @@ def _widen(word: str, name: dict[str, str], kind: str, by: float) -> list[str]:
 
 
 def _half_times(half: str, by: float) -> list[str]:
-    """An fp16 number in f, times a power of two."""
+    """Converts an fp16 number to float32 in f, times a power of two."""
     return [f"cvt.f32.f16 f, {half};", *([f"mul.f32 f, f, {float_constant(by)};"] if by != 1 else [])]
 
 
@@ -384,7 +384,7 @@ _PAIR_TO_FP16 = (
     "{ .reg .b32 t; .reg .f32 lo, hi; shl.b32 t, f, 16; mov.b32 lo, t; and.b32 t, f, 0xffff0000; mov.b32 hi, t;"
     " cvt.rn.f16x2.f32 f, hi, lo; }"
 )
-"""A pair of scales, f, from bf16 to fp16."""
+"""Converts the pair of scales f from bf16 to fp16."""
 
 
 def _bf16_to_fp16(name: str) -> str:

@@ -1,208 +1,67 @@
-"""From the sums of a tile to y in memory.
+"""The epilogue of a GEMM in a decode step as data: scales and bias, then norm, gate or residual.
 
-What is applied to the sums of 8-bit products in fp32: zeros of x, scales, bias, a function, and the rounding of y to its type
-or, with a scale for all of y, to int8. How a tile is stored: through shared memory by TMA, or element by element. The functions
-take the configuration C of a kernel: ByteTile of parts/tile.py has what they ask it for.
+A decode step needs few kernels where the GEMM's epilogue does what would be a kernel of its own:
+
+    norm      x is h * gamma * x_factor, not yet divided by its RMS. The kernel that wrote h also wrote partial sums of squares
+              of its rows, `squares` [parts, M]. The epilogue adds them up and multiplies y by 1 / (rms * x_factor)
+    gate      y = act(gate) * up. Of each 16 rows of w the first 8 are gate rows, the others the up rows that they gate
+              (pack/gated.py): both sums are in one lane for every tile
+    residual  h += y in place; then x of the next norm, h * gamma * x_factor, and the sum of squares of this block's rows of h
+
+gamma is applied where channels are known and 1 / rms where the whole row is known, so the main loop needs neither. All sums
+have a fixed order: same input, same bits. The small-M kernel works thread by thread (small_m_epilogue.py), the large-M kernels
+on whole tiles (large_m_epilogue.py). Formula of gelu's tanh: Hendrycks and Gimpel, arXiv 1606.08415.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
-import torch
+from lowbit.hardware.half import HalfType
+from lowbit.kernels.parts.gluon import gl, gluon
 
-from lowbit.kernels.parts.gluon import (
-    Descriptor,
-    Scalar,
-    aggregate,
-    barrier,
-    fence_async_shared,
-    gl,
-    gluon,
-    run,
-    tma_store,
-    tma_store_wait,
-)
-from lowbit.kernels.parts.pair import swap
-from lowbit.kernels.parts.schedule import meet
-
-XScale = Literal["tensor", "token", "block"]
-
-TYPES = {
-    torch.int8: (gl.int8, "i8"),
-    torch.float8_e4m3fn: (gl.float8e4nv, "fp8e4nv"),
-    torch.float8_e5m2: (gl.float8e5, "fp8e5"),
-}
-CODE_TYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-OUTPUTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.int8: gl.int8}
+Gate = Literal["none", "silu", "gelu_tanh"]
 
 
-@aggregate
-class Applied:
-    """Pointers to what is applied to sums, None where it is not: float32, `x_zero` int32, `bias` of any type."""
+@dataclass(frozen=True)
+class Epilogue:
+    """What is applied to the sums of a GEMM: `channel_scale`, then the norm, then `bias`, then the gate or the residual.
 
-    x_scale: Scalar
-    x_zero: Scalar
-    channel_scale: Scalar
-    sums: Scalar
-    bias: Scalar
-    y_scale: Scalar
+    `norm_parts`: partial sums of squares per token, of which the norm computes its RMS; 0: no norm. `h_type`: type of the
+    residual h that y is added to; None: no residual. The residual excludes norm and gate (ValueError).
+    """
 
+    channel_scale: bool
+    bias: bool
+    norm_parts: int = 0
+    gate: Gate = "none"
+    h_type: HalfType | None = None
 
-@aggregate
-class Output:
-    """y [M, N]; without a descriptor it is stored element by element, and `tile` of shared memory is not used."""
+    def __post_init__(self) -> None:
+        if self.residual and (self.norm_parts or self.gate != "none"):
+            raise ValueError("an epilogue with a residual has no norm and no gate")
 
-    descriptor: Descriptor | gl.constexpr
-    pointer: Scalar
-    tile: gl.shared_memory_descriptor
-    M: Scalar
-    N: Scalar
+    @property
+    def residual(self) -> bool:
+        """True if y is added to h."""
+        return self.h_type is not None
+
+    @property
+    def plain(self) -> bool:
+        """True if nothing but scales and bias is applied."""
+        return not (self.residual or self.norm_parts or self.gate != "none")
 
 
 @gluon.jit
-def of_tokens(values, C: gl.constexpr):
-    """Values of tokens spread over a tile."""
-    return values[:, None] if C.tokens_are_rows else values[None, :]
+def activated(gate, C: gl.constexpr):
+    """act(gate): silu(g) = g / (1 + exp(-g)); gelu with tanh is g / (1 + exp(-2 u)), u = sqrt(2 / pi) (g + 0.044715 g^3).
 
-
-@gluon.jit
-def of_channels(values, C: gl.constexpr):
-    """Values of channels spread over a tile."""
-    return values[None, :] if C.tokens_are_rows else values[:, None]
-
-
-@gluon.jit
-def prefetch(applied, first_channel, N, C: gl.constexpr):
-    """Scales and biases of a tile's channels to the L2, while it multiplies: they would come from memory at its end."""
-    thread = gl.arange(0, C.threads, C.threads_layout)
-    channel = gl.minimum(first_channel + thread * 8 % C.tile_channels, N - 1)  # memory comes in 32 bytes and more
-    if C.channel_scale:
-        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [applied.channel_scale + channel])
-    if C.bias:
-        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [applied.bias + channel])
-
-
-@gluon.jit
-def finished(acc, applied, tokens, channels, M, N, C: gl.constexpr):
-    """Some sums with everything that is applied at the end, of y's type."""
-    y = acc.to(gl.float32)
-    if C.factor != 1.0:
-        y = y * C.factor
-    is_token, is_channel = tokens < M, channels < N
-    if C.x_zero:
-        zero = gl.load(applied.x_zero + tokens, mask=is_token, other=0).to(gl.float32)
-        of_w = gl.load(applied.sums + channels, mask=is_channel, other=0.0)
-        y = y - of_tokens(zero, C) * of_channels(of_w, C)
-    if C.x_scale == "token":
-        y = y * of_tokens(gl.load(applied.x_scale + tokens, mask=is_token, other=0.0), C)
-    if C.x_scale == "tensor":
-        y = y * gl.load(applied.x_scale)
-    if C.channel_scale:
-        y = y * of_channels(gl.load(applied.channel_scale + channels, mask=is_channel, other=0.0), C)
-    if C.bias:
-        y = y + of_channels(gl.load(applied.bias + channels, mask=is_channel, other=0.0).to(gl.float32), C)
-    y = function_of(y, C)
-    if C.y == gl.int8:
-        return nearest_code(y * gl.div_rn(1.0, gl.load(applied.y_scale)))
-    return y.to(C.y)
-
-
-@gluon.jit
-def function_of(y, C: gl.constexpr):
-    """C.function, as kernels/reference/gemm.py has them."""
-    if C.function == "relu":
-        y = gl.where(y < 0.0, 0.0, y)  # NaN stays
-    if C.function == "silu":
-        y = y / (1.0 + gl.exp(-y))
-    if C.function == "gelu":  # 1 + tanh(u) = 2 / (1 + exp(-2 u)), u = sqrt(2 / pi) (y + 0.044715 y^3)
-        y = y / (1.0 + gl.exp(-1.5957691216057308 * y * (1.0 + 0.044715 * y * y)))
-    return y
-
-
-@gluon.jit
-def nearest_code(y):
-    """int8 of fp32: nearest, ties to even, clamped. 1.5 * 2^23 + y has y, rounded, in its low bits."""
-    y = gl.minimum(gl.maximum(y, -128.0), 127.0) + 12582912.0
-    return y.to(gl.int32, bitcast=True).to(gl.int8)
-
-
-@gluon.jit
-def put(out, result, first_token, first_channel, tokens_are_rows: gl.constexpr):
-    """A tile of y through shared memory by TMA, once the tile before has left it."""
-    tma_store_wait(0)
-    barrier()
-    if tokens_are_rows:
-        out.tile.store(result)
+    1 / a is the square of 1 / sqrt(a), one instruction where a division is ten, off by 2^-21 at most.
+    """
+    if C.epilogue.gate == "silu":
+        power = -gate
     else:
-        out.tile.permute([1, 0]).store(result)
-    fence_async_shared()
-    barrier()
-    tma_store(out.descriptor, [first_token, first_channel], out.tile)
-
-
-@gluon.jit
-def store_piece(out, acc, applied, first_token, first_channel, C: gl.constexpr):
-    """Finishes and stores C.store_columns columns of a tile."""
-    rows = gl.arange(0, C.rows, gl.SliceLayout(1, C.store_layout))
-    columns = gl.arange(0, C.store_columns, gl.SliceLayout(0, C.store_layout))
-    if C.tokens_are_rows:
-        tokens, channels = first_token + rows, first_channel + columns
-    else:
-        tokens, channels = first_token + columns, first_channel + rows
-    result = finished(acc, applied, tokens, channels, out.M, out.N, C)
-    if C.store_by_tma:
-        put(out, result, first_token, first_channel, C.tokens_are_rows)
-    else:
-        at = out.pointer + of_tokens(tokens.to(gl.int64) * out.N, C) + of_channels(channels, C)
-        gl.store(at, result, mask=of_tokens(tokens < out.M, C) & of_channels(channels < out.N, C))
-
-
-@gluon.jit
-def store_half(out, acc, applied, first_token, first_channel, half, C: gl.constexpr):
-    """Finishes and stores one half of the columns of a tile."""
-    if C.tokens_are_rows:
-        store_piece(out, acc, applied, first_token, first_channel + half * C.store_columns, C)
-    else:
-        store_piece(out, acc, applied, first_token + half * C.store_columns, first_channel, C)
-
-
-@gluon.jit
-def store_halves(out, halves, applied, first_token, first_channel, C: gl.constexpr):
-    """Finishes and stores a tile given as the two halves of its columns."""
-    low, high = halves
-    store_half(out, low, applied, first_token, first_channel, 0, C)
-    store_half(out, high, applied, first_token, first_channel, 1, C)
-
-
-@gluon.jit
-def store(out, acc, applied, first_token, first_channel, C: gl.constexpr):
-    """Finishes and stores a tile, at most 128 columns at a time."""
-    if C.stores == 1:
-        store_piece(out, acc, applied, first_token, first_channel, C)
-    else:
-        store_halves(out, halves(acc, C), applied, first_token, first_channel, C)
-
-
-@gluon.jit
-def halves(acc, C: gl.constexpr):
-    """Both halves of the columns; this takes no instruction."""
-    low, high = gl.split(gl.permute(gl.reshape(acc, [C.rows, 2, C.store_columns]), [0, 2, 1]))
-    low = gl.convert_layout(low, C.store_layout, assert_trivial=True)
-    return low, gl.convert_layout(high, C.store_layout, assert_trivial=True)
-
-
-@gluon.jit
-def complete(out, acc, applied, splits, tile, split, first_token, first_channel, C: gl.constexpr):
-    """Brings the splits of a tile together, where there are any, and stores it; C.by_halves gives `acc` as two halves."""
-    if C.paired:
-        low, high = acc if C.by_halves else halves(acc, C)
-        store_half(out, swap(low, high, split, C), applied, first_token, first_channel, split, C)
-    elif C.by_halves:
-        store_halves(out, acc, applied, first_token, first_channel, C)
-    elif C.splits == 1:
-        store(out, acc, applied, first_token, first_channel, C)
-    else:
-        last, total = meet(splits, acc, tile, split, C)
-        if last:
-            store(out, total, applied, first_token, first_channel, C)
+        power = -1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
+    root = gl.rsqrt(1.0 + gl.exp(power))
+    return gate * (root * root)

@@ -1,6 +1,6 @@
-"""The one place that knows which Triton is installed: Gluon under one set of names, from 3.6 to the newest.
+"""All differences between Triton versions: Gluon under one set of names, from 3.6 to the newest.
 
-Kernels import `gluon`, `gl` and what follows from here. Importing it needs Triton but no GPU.
+Kernels import `gluon`, `gl` and the names below from here. Importing it needs Triton but no GPU.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = [
     "without_gpu",
 ]
 
-# Renamed between Triton 3.6 and 3.9: the left names are today's.
+# Renamed between Triton 3.6 and 3.9: the left names are those of 3.9.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 copy_ahead = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 commit_copies, wait_copies = async_copy.commit_group, async_copy.wait_group
@@ -74,17 +74,17 @@ tma_store_wait = tma.store_wait
 T = typing.TypeVar("T")
 
 Descriptor = tma.tensor_descriptor
-"""In an `aggregate`, what TMA copies by."""
+"""Type of a TMA descriptor in an `aggregate`."""
 
 Scalar = gl.tensor | gl.constexpr
-"""In an `aggregate`, a pointer or number, or None."""
+"""Type of a pointer or number, or None, in an `aggregate`."""
 
 Tuple = triton.language.core.tuple
-"""In an `aggregate`, as many values as a kernel happens to have, as one for each plane of codes."""
+"""Type of a tuple of any length in an `aggregate`, as one value for each plane of codes."""
 
 
 def _aggregate(cls):
-    """`triton.aggregate` for Triton 3.6, which wants real types for annotations and a constructor."""
+    """`triton.aggregate` for Triton 3.6, which needs real types as annotations and a constructor."""
     hints = cls.__annotations__ = typing.get_type_hints(cls)
 
     def init(self, *values, **named):
@@ -104,38 +104,39 @@ if typing.TYPE_CHECKING:
 
 else:
     aggregate = triton.aggregate if hasattr(triton, "aggregate") else _aggregate
-    """A class whose values, annotated in order, travel together through device code under their names."""
+    """A struct of device code: a class whose annotated values are passed together, under their names."""
 
 
 @builtin
 def part(memory, first, end, dtype, shape, layout, _semantic=None):
-    """Entries `first` to `end` of shared memory [entries, ..] as another type, shape and layout."""
+    """Returns entries `first` to `end` of shared memory [entries, ..] as another type, shape and layout."""
     first, end = int(first), int(end)
     if hasattr(memory, "reinterpret"):
         entries = memory.slice(first, end - first, _semantic=_semantic)
         return entries.reinterpret(dtype, shape, layout, _semantic=_semantic)
-    # Triton 3.6 slices powers of two only, but does not mind a view that goes beyond one entry.
+    # Triton 3.6 slices powers of two only, but accepts a view beyond one entry.
     entry = memory.index(first, _semantic=_semantic)
     return entry._reinterpret(dtype, shape, layout, _semantic=_semantic)
 
 
 @builtin
 def asm(text, constraints, inputs, dtype, _semantic=None):
-    """PTX that stays where it is, on tensors of one element per thread; its results are of the types `dtype`."""
+    """Inline PTX with side effects (it is not moved), on tensors of one element per thread; returns results of types
+    `dtype`."""
     return gl.inline_asm_elementwise(text, constraints, inputs, dtype=dtype, is_pure=False, pack=1, _semantic=_semantic)
 
 
 @builtin
 def run(asm, constraints, arguments, _semantic=None):
-    """PTX of which nothing but its effect is wanted, on tensors of one element per thread; $0 is written and dropped."""
+    """Inline PTX run for its side effect only, on tensors of one element per thread; $0 is a dummy output."""
     gl.inline_asm_elementwise(asm, constraints, arguments, dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic)
 
 
 @builtin
 def prefetch_descriptor(descriptor, kernel, _semantic=None):
-    """Brings a descriptor, an argument of the kernel named `kernel`, to where TMA reads it: the first copy by it need not wait
-    for memory. By the first thread of a block, in the kernel's own body."""
-    # Not an operand of the PTX, which Triton 3.6 refuses: the parameter has the number of the argument.
+    """Prefetches a TMA descriptor, an argument of the kernel named `kernel`, so that the first copy does not wait for memory.
+    The first thread of a block does so; to be called in the kernel's own body."""
+    # Triton 3.6 does not take it as an operand of PTX: named by the number of the kernel's parameter.
     block = _semantic.builder.get_insertion_block()
     numbers = {block.get_argument(i).id(): i for i in range(block.get_num_arguments())}
     place = f"{getattr(kernel, 'value', kernel)}_param_{numbers[descriptor.handle.id()]}"
@@ -145,12 +146,12 @@ def prefetch_descriptor(descriptor, kernel, _semantic=None):
 
 @builtin
 def wait_alone(sums, pending, _semantic=None):
-    """The sums, once at most `pending` groups of products that this warpgroup has started are not done.
+    """Returns the sums, once at most `pending` wgmma groups of this warpgroup are unfinished.
 
-    `warpgroup_mma_wait` of Triton 3.9 brings all warps of the block together besides, for ever where warpgroups go ways of
-    their own.
+    `warpgroup_mma_wait` of Triton 3.9 also synchronises all warps of the block: a deadlock where warpgroups take different
+    branches.
     """
-    kind = getattr(sums.type, "tensor_type", sums.type)  # products under way have a type of their own
+    kind = getattr(sums.type, "tensor_type", sums.type)  # unfinished products have a type of their own
     count = math.prod(int(size) for size in kind.shape) // (32 * int(math.prod(kind.layout.warps_per_cta)))
     constraints = ",".join(["=r"] * count + [str(i) for i in range(count)])
     tensor = gl.tensor(sums.handle, kind)
@@ -170,7 +171,7 @@ def half_type(dtype: torch.dtype) -> HalfType:
 
 @gluon.constexpr_function
 def ptx(write, *numbers):
-    """Calls a plain function that writes PTX while a kernel is compiled; kernels reach Python only through here."""
+    """Calls a plain Python function that writes PTX during compilation; kernels call Python only through this."""
     return write(*numbers)
 
 
@@ -178,8 +179,8 @@ WRITERS = ("kernels", "hardware", "formats", "pack")
 """Packages whose Python is called while a kernel is compiled."""
 
 COSTS = frozenset(f"kernels/choose/{name}.py" for name in ("candidate", "gemm", "fused_gemm", "scaled_gemm"))
-"""Files in there that only say which tile is chosen. A tile's numbers are in the configuration of its kernel: where others are
-chosen, those that were compiled still serve."""
+"""Files of these packages that only choose tiles. A tile's numbers are in its kernel's configuration, so kernels compiled
+before a change of these files stay valid."""
 
 
 @functools.cache
@@ -196,7 +197,7 @@ def source_digest() -> str:
 
 
 class _Compiling:
-    """As much of a Triton driver as compiling asks for."""
+    """The part of a Triton driver that compilation needs."""
 
     def __init__(self, sm: int) -> None:
         self.target = GPUTarget("cuda", sm, 32)
@@ -212,13 +213,13 @@ class _Compiling:
 
 
 def without_gpu(sm: int) -> None:
-    """Makes Triton compile for GPUs of compute capability `sm` in this process, which needs none and cannot launch kernels."""
+    """Makes Triton compile for GPUs of compute capability `sm` in this process, without a GPU; kernels cannot be launched."""
     triton.runtime.driver.set_active(_Compiling(sm))
 
 
 def build_launcher(kernel: CompiledKernel) -> None:
-    """What else a first launch builds: Triton 3.6 compiles C for each signature, newer ones have one launcher for all."""
+    """Builds the launcher of a kernel ahead: Triton 3.6 compiles C for each signature, newer ones have one launcher for all."""
     from triton.backends.nvidia import driver
 
-    if hasattr(driver, "make_launcher") and torch.cuda.is_available():  # it is linked with the driver
+    if hasattr(driver, "make_launcher") and torch.cuda.is_available():  # it is linked against libcuda
         driver.CudaLauncher(kernel.src, kernel.metadata)

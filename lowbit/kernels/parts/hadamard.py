@@ -1,8 +1,8 @@
 """x H block by block, on a row in the registers of a block of threads (parts/rows.py): log2(BLOCK) steps of butterflies.
 
-Exact   x is first divided by sqrt(BLOCK), a power of 2; then each step is one sum in float32 of two numbers, a + b or a - b, of
-        elements 1, 2, 4, .. apart, in this order: the same bits whatever the shape of a block of threads and the number of rows
-Moves   steps within the PIECE elements that a thread holds side by side move nothing, those beyond it one shuffle an element
+Exact   x is first divided by sqrt(BLOCK), a power of 2; then each step is one float32 sum of two numbers, a + b or a - b, of
+        elements 1, 2, 4, .. apart, in this order: the same bits for every block shape and number of rows
+Moves   steps within the PIECE elements of a thread move nothing, steps beyond it take one shuffle per element
         Tested: tests/kernels/elementwise/test_rotate.py
 """
 
@@ -24,7 +24,7 @@ def within(value, APART: tl.constexpr):
 
 @triton.jit
 def across(value, APART: tl.constexpr):
-    """The same of what threads hold that are APART."""
+    """a + b, a - b of elements of threads that are APART."""
     THREADS: tl.constexpr = value.shape[0]
     PIECE: tl.constexpr = value.shape[1]
     pairs = tl.reshape(value, (THREADS // (2 * APART), 2, APART * PIECE))
@@ -37,7 +37,7 @@ def across(value, APART: tl.constexpr):
 
 @triton.jit
 def rotated(values, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
-    """Chunks [THREADS, PIECE] of float32, each BLOCK elements times H."""
+    """Multiplies chunks [THREADS, PIECE] of float32 by H, BLOCK elements at a time."""
     PIECE: tl.constexpr = values[0].shape[1]
     STEPS: tl.constexpr = 4 if BLOCK == 16 else 6 if BLOCK == 64 else 8
     made = ()

@@ -1,7 +1,7 @@
-"""What a plan needs to launch its kernel: compile once, descriptors by address, clusters; and the plan of a tiled product.
+"""Launching: kernels compiled once, TMA descriptors by address, clusters; and the base class of plans of tiled GEMMs.
 
-A plan is all of a call that does not depend on the tensors' contents: made once for a shape, called many times. Descriptors say
-where memory is, nothing of what is in it, so those of addresses seen before serve again.
+A plan is all of a call that does not depend on the tensors' contents: made once for a shape, called many times. A descriptor
+contains an address, not data, so descriptors are cached by address.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from lowbit.kernels.parts.gluon import CompiledKernel, gl
 
 @dataclass(frozen=True)
 class Address:
-    """As much of a tensor as a descriptor or the compiler needs: it must not keep the memory alive."""
+    """What a descriptor or the compiler needs of a tensor, without keeping its memory alive."""
 
     address: int
     dtype: torch.dtype
 
     def data_ptr(self) -> int:
-        """As Triton asks a tensor for it."""
+        """The method that Triton calls on tensors."""
         return self.address
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A kernel to compile: where its function is, and of what it is called with as much as the compiler looks at."""
+class RecordedKernel:
+    """A kernel to compile: its function by name, and its arguments as far as the compiler specialises on them."""
 
     module: str
     name: str
@@ -46,30 +46,30 @@ _thread = threading.local()
 
 
 @contextmanager
-def recording() -> Iterator[list[Wanted]]:
-    """Within it, kernels that this thread launches are not: those not compiled yet are listed, each once, when it ends.
-    Results are what memory happens to hold. Within another recording, that one goes on without what this one lists."""
-    listed: list[Wanted] = []
-    met: dict[Launcher, Wanted] = {}
-    around, _thread.met = getattr(_thread, "met", None), met
+def recording() -> Iterator[list[RecordedKernel]]:
+    """Records the kernels that this thread launches instead of launching them, and lists on exit those not compiled yet, each
+    once. Outputs are uninitialised memory. An outer recording does not get what an inner one records."""
+    kernels: list[RecordedKernel] = []
+    recorded: dict[Launcher, RecordedKernel] = {}
+    around, _thread.recorded = getattr(_thread, "recorded", None), recorded
     try:
-        yield listed
+        yield kernels
     finally:
-        _thread.met = around
-        for each in met.values():
-            if each not in listed:
-                listed.append(each)
+        _thread.recorded = around
+        for each in recorded.values():
+            if each not in kernels:
+                kernels.append(each)
 
 
 class Launcher:
-    """A kernel with its grid, compiled for the arguments of the first call; later ones only differ in addresses and numbers.
+    """A kernel with its grid, compiled at the first call; later calls may only differ in addresses and numbers.
 
-    `overlap`: the kernel knows what to wait for and may start before the one before it has finished (sm_90). `cluster`: blocks
-    that start together. Triton has a size of clusters for its launcher, but takes it from layouts that spread over them, which
-    none does here. `registers`: the most of a thread (0: any).
+    `overlap`: programmatic dependent launch, for kernels that wait for the previous one themselves (sm_90). `cluster`: blocks
+    per cluster, passed to Triton's launcher, which otherwise takes it from layouts that no kernel here uses. `registers`: limit
+    per thread (0: none).
 
-    Triton also computes each sum and product of integers in 64 bits, for a check that it only makes with TRITON_DEBUG and then
-    throws away: only wanted then. Without, a kernel is the same instructions after a fifth less time of its front end.
+    Triton also computes integer sums and products in 64 bits, for a check that it makes only with TRITON_DEBUG; this is
+    switched off otherwise. The machine code is the same, after a fifth less time in the front end.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Launcher:
         self.kernel: CompiledKernel | None = None
 
     def __call__(self, *arguments: Any) -> None:
-        """Launches the kernel; the first call compiles it, or finds it in Triton's cache."""
-        met = getattr(_thread, "met", None)
-        if met is not None:
-            if self.kernel is None and self not in met:
-                met[self] = self._wanted(arguments)
+        """Launches the kernel; the first call compiles it or takes it from Triton's cache."""
+        recorded = getattr(_thread, "recorded", None)
+        if recorded is not None:
+            if self.kernel is None and self not in recorded:
+                recorded[self] = self._recorded(arguments)
         elif self.kernel is not None:
             self.kernel[self.grid](*arguments)
         elif self.cluster == 1:  # compiles and launches
@@ -102,18 +102,18 @@ class Launcher:
             made = self.function.warmup(*arguments, grid=self.grid, **self.options)
             num_warps, _, shared_bytes = made.packed_metadata
             made.packed_metadata = (num_warps, self.cluster, shared_bytes)
-            self.kernel = made  # whole: another thread may take it at once
+            self.kernel = made  # assigned when complete: another thread may use it at once
             made[self.grid](*arguments)
 
-    def _wanted(self, arguments: Sequence[Any]) -> Wanted:
-        """The kernel by name, its arguments without their contents."""
+    def _recorded(self, arguments: Sequence[Any]) -> RecordedKernel:
+        """The kernel by name, with its arguments without their contents."""
         function = self.function.fn
         described = tuple(map(_described, arguments, self.function.params))
-        return Wanted(function.__module__, function.__qualname__, described, self.options)
+        return RecordedKernel(function.__module__, function.__qualname__, described, self.options)
 
 
 def _described(argument: Any, parameter: Any) -> Any:
-    """One argument for all that Triton compiles alike: numbers by whether they are 1, multiples of 16, of 64 bits."""
+    """Replaces an argument by one that Triton specialises alike: integers by being 1, multiples of 16, or 64 bits wide."""
     if parameter.is_constexpr or argument is None or isinstance(argument, bool):
         return argument
     if isinstance(argument, torch.Tensor):
@@ -130,7 +130,7 @@ def _described(argument: Any, parameter: Any) -> Any:
 def descriptors(
     dtype: torch.dtype, shape: Sequence[int], block: Sequence[int], layout: gl.NVMMASharedLayout, seen: int = 256
 ) -> Callable[..., TensorDescriptor]:
-    """A function of address and row stride (default: none between rows) that makes, and remembers, descriptors of a matrix."""
+    """Returns a cached function of address and row stride (default: contiguous) that makes TMA descriptors of a matrix."""
 
     @functools.lru_cache(maxsize=seen)
     def descriptor(address: int, stride: int = shape[1]) -> TensorDescriptor:
@@ -143,13 +143,14 @@ WORDS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, r
 
 
 def plane_descriptors(
-    strips: int, row_words: int, blocks: Sequence[Sequence[int]]
+    row_blocks: int, row_words: int, blocks: Sequence[Sequence[int]]
 ) -> Callable[[int], tuple[TensorDescriptor | None, ...]]:
-    """The same for codes [strips, row_words]: one for each plane, filled up with None to the three that kernels take."""
+    """Returns such a function for codes [row blocks, row_words]: one descriptor per plane, padded with None to the three that
+    kernels take."""
 
     @functools.lru_cache(maxsize=1024)
     def planes(address: int) -> tuple[TensorDescriptor | None, ...]:
-        codes, shape = Address(address, torch.int32), [strips, row_words]
+        codes, shape = Address(address, torch.int32), [row_blocks, row_words]
         made = [TensorDescriptor(codes, shape, [row_words, 1], [*block], WORDS_LAYOUT) for block in blocks]
         return (*made, *(None,) * (3 - len(made)))
 
@@ -157,17 +158,17 @@ def plane_descriptors(
 
 
 class TilePlan:
-    """What the plans of products by wgmma have in common: tiles, grid, workspace, launcher, descriptors of x and y.
+    """Base class of plans of wgmma GEMMs: tiles, grid, workspace, launcher, descriptors of x and y.
 
-    `config` is the configuration of the kernel; it says how many tokens and channels a tile has, what is read and stored of it
-    at a time, and whether TMA stores it. y has as many `columns`; None: one for each row of w.
+    `config` is the kernel's configuration: it has the tokens and channels of a tile, the blocks that TMA loads and stores, and
+    whether TMA stores y. y has `columns` columns; None: one for each row of w.
     """
 
     def __init__(self, function: Any, shape: Any, tile: Any, config: Any, sm_count: int, columns: int | None = None) -> None:
         self.shape, self.tile, self.config = shape, tile, config
         self.tiles = (-(-shape.m // config.tile_tokens), -(-shape.n // config.tile_channels))
         blocks = self.tiles[0] * self.tiles[1] * config.splits
-        # Blocks of a pair have one tile: the next one would overwrite the stages in which they meet.
+        # With cluster split-K a block has one tile: the next one would overwrite the stages used for the exchange.
         self.grid = (blocks if config.paired else min(sm_count, blocks or sm_count), 1, 1)
         self.launch = Launcher(function, self.grid, config.warps, overlap=True, cluster=2 if config.paired else 1)
         self.x_descriptor = descriptors(config.x_type, (shape.m, shape.k), config.x_block, config.x_shared_layout)
@@ -183,6 +184,6 @@ class TilePlan:
         if self.config.splits == 1 or self.config.paired:
             return 0, 0
         tiles, sums = self.tiles[0] * self.tiles[1], self.config.rows * self.config.columns
-        if self.config.splits == 0:  # a part of each block, a counter of each tile that they share
+        if self.config.splits == 0:  # a partial tile per block, a counter per shared tile
             return self.grid[0] * sums, tiles % self.grid[0]
         return tiles * self.config.splits * sums, tiles

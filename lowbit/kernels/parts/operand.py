@@ -1,10 +1,10 @@
-"""Weights in registers as operand A: words of codes from shared memory, decoded registers as a matrix, how long they stay.
+"""Weights in registers as operand A: words of codes from shared memory, dequantized registers as a matrix, their lifetime.
 
-Each lane holds a row pair (g, g + 8) of its warp's strip of 16 rows; its 16 registers are those of four matrix instructions
-along K, in the order of hardware/mma.py: 64 k of halves, 128 k of bytes. The functions take the configuration C of a kernel,
-which has `decode` (parts/dequantize.py or parts/byte_dequantize.py), `rows`, `warps`, `threads`, `threads_layout`,
-`registers_layout`, `operand_layout`, and where words come from a pipeline, `stage_tiles`, `words_layout` and what
-parts/pipeline.py wants.
+Each lane holds a row pair (g, g + 8) of its warp's m16 row block; its 16 registers are those of four matrix instructions along
+K, in the order of hardware/mma.py: 64 k of halves, 128 k of bytes. The functions take the configuration C of a kernel, which
+has `dequantizer` (parts/dequantize.py or parts/byte_dequantize.py), `rows`, `warps`, `threads`, `threads_layout`,
+`registers_layout` and `operand_layout`; for words from a pipeline also `stage_tiles`, `words_layout` and the fields that
+parts/pipeline.py needs.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ OPERAND_REGISTERS = gl.constexpr(REGISTERS)
 
 
 def registers_layout(warps: int, elements: int) -> gl.BlockedLayout:
-    """[threads, elements]: a register of so many elements per thread."""
+    """Layout [threads, elements]: one register of `elements` elements per thread."""
     return gl.BlockedLayout([1, elements], [32, 1], [warps, 1], [1, 0])
 
 
 def words_layout(warps: int, words: int) -> gl.DistributedLinearLayout:
-    """Words [strips, 32 lanes * words]: a warp for each strip, up to four neighbouring words in one load."""
+    """Layout of words [row blocks, 32 lanes * words]: one warp per row block, up to four neighbouring words per load."""
     vector = min(words, 4)
     register = [[0, 1 << i] for i in range(vector.bit_length() - 1)]
     lane = [[0, vector << i] for i in range(5)]
@@ -34,10 +34,10 @@ def words_layout(warps: int, words: int) -> gl.DistributedLinearLayout:
     return gl.DistributedLinearLayout(register, lane, warp, [], [warps, 32 * words])
 
 
-def hold(count: int) -> str:
-    """Stores of the registers $1 to $count that never happen, the operand after them being at least 0.
+def register_fence(count: int) -> str:
+    """PTX that keeps registers $1 to $count alive: stores that are never executed, as the operand after them is at least 0.
 
-    So they may not be written before; see `finish`.
+    ptxas then cannot overwrite these registers earlier; see `release_stage`.
     """
     quads = [", ".join(f"${1 + 4 * i + j}" for j in range(4)) for i in range(count // 4)]
     stores = [f"@p st.shared.v4.b32 [at+{16 * i}], {{{quad}}};" for i, quad in enumerate(quads)]
@@ -48,13 +48,13 @@ def hold(count: int) -> str:
     )
 
 
-HOLD = gl.constexpr(hold(REGISTERS))
+REGISTER_FENCE = gl.constexpr(register_fence(REGISTERS))
 
 
 @gluon.jit
 def words_of(plane, C: gl.constexpr, p: gl.constexpr):
-    """The words of a plane [strips, 32 lanes * words] as one tensor per word, one element per thread."""
-    WORDS: gl.constexpr = ptx(C.decode.plane_words, p)
+    """The words of a plane [row blocks, 32 lanes * words] as one tensor [threads] per word."""
+    WORDS: gl.constexpr = ptx(C.dequantizer.plane_words, p)
     if WORDS == 8:  # two vectors of 4 words
         plane = gl.permute(gl.reshape(plane, [C.warps, 2, 32, 4]), [0, 2, 1, 3])
     return split_words(gl.reshape(plane, [C.threads, WORDS]), WORDS, C)
@@ -62,7 +62,7 @@ def words_of(plane, C: gl.constexpr, p: gl.constexpr):
 
 @gluon.jit
 def split_words(words, count: gl.constexpr, C: gl.constexpr):
-    """[threads, count] -> count tensors [threads], in order."""
+    """Splits [threads, count] into `count` tensors [threads], in order."""
     if count == 1:
         return (gl.convert_layout(gl.reshape(words, [C.threads]), C.threads_layout, assert_trivial=True),)
     else:
@@ -72,11 +72,11 @@ def split_words(words, count: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def read_words(w, stage, phase, there, C: gl.constexpr):
-    """The words of a stage as soon as it is there, tile by tile and plane by plane.
+    """Waits for a stage and returns its words, tile by tile and plane by plane.
 
-    If `there` is False, nothing comes any more: there is no wait, and what is returned is not to be used.
+    If `there` is False no stage follows: nothing waits, and the words must not be used.
     """
-    PLANES: gl.constexpr = C.decode.planes
+    PLANES: gl.constexpr = C.dequantizer.planes
     TILES: gl.constexpr = C.stage_tiles
     wait_full(stage, phase, there, C)
     words = ()
@@ -87,8 +87,8 @@ def read_words(w, stage, phase, there, C: gl.constexpr):
 
 
 @gluon.jit
-def nothing_decoded(C: gl.constexpr):
-    """Registers for the stage before the first one, which does not exist."""
+def empty_registers(C: gl.constexpr):
+    """Zero registers in place of those of the stage before the first."""
     THREADS: gl.constexpr = C.threads
     EACH: gl.constexpr = C.threads_layout
     registers = ()
@@ -99,7 +99,7 @@ def nothing_decoded(C: gl.constexpr):
 
 @gluon.jit
 def join(registers, count: gl.constexpr, ELEMENTS: gl.constexpr, C: gl.constexpr):
-    """`count` tensors [threads, ELEMENTS] -> [threads, count * ELEMENTS], in order."""
+    """Joins `count` tensors [threads, ELEMENTS] to [threads, count * ELEMENTS], in order."""
     if count == 1:
         return registers[0]
     else:
@@ -110,12 +110,11 @@ def join(registers, count: gl.constexpr, ELEMENTS: gl.constexpr, C: gl.constexpr
 
 @gluon.jit
 def operand_a(registers, C: gl.constexpr):
-    """The decoded registers as operand A, C.rows x 64 k of halves or 128 k of bytes; this takes no instruction.
+    """The dequantized registers as operand A, C.rows x 64 k of halves or 128 k of bytes; this takes no instruction.
 
-    They are kept as whole registers and not as elements because elements are copied where they have two uses: here and in
-    `keep`.
+    Whole registers are passed, not elements: the compiler copies elements that have two uses, here and in `fence_registers`.
     """
-    ELEMENTS: gl.constexpr = 32 // C.decode.operand_type.primitive_bitwidth
+    ELEMENTS: gl.constexpr = 32 // C.dequantizer.operand_type.primitive_bitwidth
     LAYOUT: gl.constexpr = C.registers_layout
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     parts = ()
@@ -123,7 +122,7 @@ def operand_a(registers, C: gl.constexpr):
         column = gl.expand_dims(gl.convert_layout(registers[i], ROWS, assert_trivial=True), 1)
         whole = gl.convert_layout(column.broadcast_to([C.threads, ELEMENTS]), LAYOUT, assert_trivial=True)
         part = gl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r" + ",r" * ELEMENTS, [whole], dtype=C.decode.operand_type, is_pure=True, pack=ELEMENTS
+            "mov.b32 $0, $1;", "=r" + ",r" * ELEMENTS, [whole], dtype=C.dequantizer.operand_type, is_pure=True, pack=ELEMENTS
         )  # fmt: skip
         parts = parts + (part,)
     # [warp, lane group, lane of the group, k step, k half, row half, element] -> rows, k
@@ -133,19 +132,19 @@ def operand_a(registers, C: gl.constexpr):
 
 
 @gluon.jit
-def keep(registers, stage, C: gl.constexpr):
-    """Has registers decoded by here, as compilers would put that behind the next wait, and not written again before."""
+def fence_registers(registers, stage, C: gl.constexpr):
+    """Forces dequantization to finish here (compilers would sink it below the next wait) and keeps its registers until then."""
     thread = gl.arange(0, C.threads, C.threads_layout)
-    run(HOLD, "=r" + ",r" * (OPERAND_REGISTERS + 1), registers + (thread * 0 + stage,))
+    run(REGISTER_FENCE, "=r" + ",r" * (OPERAND_REGISTERS + 1), registers + (thread * 0 + stage,))
 
 
 @gluon.jit
-def finish(registers, stage, exists, C: gl.constexpr):
-    """Of a stage whose products are done: it goes back to the loader, and its registers may be written again.
+def release_stage(registers, stage, exists, C: gl.constexpr):
+    """Returns a stage whose products are done to the loader; its registers may then be overwritten.
 
-    wgmma reads operand A while it runs, but for ptxas its registers are free once it has been issued: without `keep`, stores
-    that never happen, the next stage is decoded into them too early (seen with Triton 3.6: weights of 1024 and more, the
+    wgmma reads operand A while it runs, but ptxas considers its registers free once the instruction is issued. Without
+    `fence_registers` the next stage is dequantized into them too early (seen with Triton 3.6: weights of 1024 and more, the
     magic number).
     """
-    keep(registers, stage, C)
+    fence_registers(registers, stage, C)
     release(stage, exists, C)

@@ -1,11 +1,12 @@
-"""The pipeline of stages between copies and products, and its barriers as PTX: who may read a stage, who may fill it again.
+"""The pipeline of stages between the loader and the math warps, with its barriers as PTX.
 
-full[i]: 1 arrival and the bytes of stage i; empty[i]: 1 arrival from each reading warp. Triton's own operations on barriers
-first bring all warps of a role together, which keeps them in step: all decode, then all wait for the tensor cores. Here a
-warp waits and arrives for itself. That takes addresses, and so an allocation that is the first of its kernel, at offset 0.
+full[i]: 1 arrival and the bytes of stage i; empty[i]: 1 arrival from each reading warp. Triton's own barrier operations first
+synchronise all warps of a role: all dequantize, then all wait for the tensor cores. Here each warp waits and arrives on its
+own. That needs addresses, so the allocation must be the kernel's first, at offset 0.
 
 The functions take the configuration C of a kernel, which has `regions` with one for `barriers`, `stages`, `stage_bytes`,
-`threads` and `threads_layout`. A stage is named by its number and the parity of its phase, which changes with each lap.
+`threads` and `threads_layout`. A stage is identified by its index and the parity of its phase, which flips with every pass over
+the stages.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ class StageBarriers:
 
     @property
     def end(self) -> int:
-        """The byte after them."""
+        """The byte after the barriers."""
         return self.start + 16 * self.stages
 
     @property
     def init(self) -> str:
-        """Makes all of them, $1 being the thread's number among the reading warps: each warp some, as one thread takes long."""
+        """Initialises all barriers; $1 is the thread's number among the reading warps. Each warp initialises some: one thread
+        is slow."""
         lines = [".reg .pred p; .reg .b32 at, count, warp, lane, number;", "shr.u32 warp, $1, 5; and.b32 lane, $1, 31;"]
         for first in range(0, 2 * self.stages, self.readers):
             lines += [
@@ -43,7 +45,7 @@ class StageBarriers:
 
     @property
     def wait(self) -> str:
-        """Waits until stage $1 is full in the phase of parity $2; not at all if $3 is 0."""
+        """Waits until stage $1 is full in the phase of parity $2; does not wait if $3 is 0."""
         return (
             "{ .reg .pred full, skip; .reg .b32 at; setp.eq.s32 skip, $3, 0; @skip bra DONE;\n"
             "mov.u32 at, global_smem; mad.lo.u32 at, $1, 8, at;\n"
@@ -53,7 +55,7 @@ class StageBarriers:
 
     @property
     def give(self) -> str:
-        """Gives stage $1 back to its writer; only threads whose $2 is not 0 do, one of each warp."""
+        """Arrives at the empty barrier of stage $1, in threads whose $2 is not 0: one of each warp."""
         return (
             "{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; mad.lo.u32 at, $1, 8, at; setp.ne.s32 p, $2, 0;\n"
             f"@p mbarrier.arrive.shared::cta.b64 _, [at+{self.start + 8 * self.stages}]; mov.b32 $0, 0; }}"
@@ -62,7 +64,8 @@ class StageBarriers:
 
 @gluon.jit
 def make_barriers(shared, C: gl.constexpr):
-    """The barriers of all stages, as Triton's operations take them; to be followed by a fence and a barrier of the block."""
+    """Initialises the barriers of all stages and returns them for Triton's operations. A fence and a block barrier must
+    follow."""
     barriers = view(shared, C.regions, "barriers", gl.int64, [2 * C.stages, 1], mbarrier.MBarrierLayout())
     thread = gl.arange(0, C.threads, C.threads_layout)
     run(C.barriers.init, "=r,r", [thread])
@@ -71,7 +74,7 @@ def make_barriers(shared, C: gl.constexpr):
 
 @gluon.jit
 def acquire(barriers, stage, phase, C: gl.constexpr):
-    """For the copying warp: waits until a stage may be filled, says how many bytes will come, and returns its full barrier."""
+    """Loader: waits until a stage is empty, sets the expected bytes, and returns its full barrier."""
     full = barriers.index(stage)
     mbarrier.wait(barriers.index(C.stages + stage), phase)
     mbarrier.expect(full, C.stage_bytes)
@@ -80,21 +83,21 @@ def acquire(barriers, stage, phase, C: gl.constexpr):
 
 @gluon.jit
 def wait_full(stage, phase, there, C: gl.constexpr):
-    """For a multiplying warp: until a stage is there; not at all if `there` is False, as where nothing comes any more."""
+    """Math warps: wait until a stage is full; return at once if `there` is False, where no stage follows."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     run(C.barriers.wait, "=r,r,r,r", [thread * 0 + stage, thread * 0 + phase, (thread >= 0) & there])
 
 
 @gluon.jit
 def release(stage, exists, C: gl.constexpr):
-    """A stage back to the copying warp, from each multiplying one; nothing if `exists` is False."""
+    """Math warps: mark a stage as empty; do nothing if `exists` is False."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     run(C.barriers.give, "=r,r,r", [thread * 0 + stage, ((thread & 31) == 0) & exists])
 
 
 @gluon.jit
 def advance(stage, phase, by: gl.constexpr, C: gl.constexpr):
-    """The stage `by` further on, of whose multiples there are C.stages, with its phase."""
+    """Returns the stage `by` later and its phase; `by` divides C.stages."""
     stage = gl.where(stage + by == C.stages, 0, stage + by)
     return stage, gl.where(stage == 0, phase ^ 1, phase)
 

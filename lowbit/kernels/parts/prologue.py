@@ -9,18 +9,18 @@ from lowbit.kernels.parts.gluon import gluon, run
 
 
 @gluon.jit
-def start_next():
-    """The kernel after this one may start; what this one writes it sees only after its own `await_previous`."""
+def launch_next_kernel():
+    """Lets the next kernel start; it sees what this one writes only after its own `wait_for_previous_kernel`."""
     run("griddepcontrol.launch_dependents;\n mov.b32 $0, 0;", "=r", [])
 
 
 @gluon.jit
-def await_previous():
-    """Until the kernel before this one, which may have made x or may still read what is written here, is through."""
+def wait_for_previous_kernel():
+    """Waits until the previous kernel has finished: it may have written x, or may still read what this one writes."""
     run("griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [])
 
 
 @gluon.jit
-def start_next_and_await_previous():
-    """Both at once, where nothing is to be asked for in between."""
+def launch_next_and_wait_for_previous():
+    """Does both at once, where nothing can be loaded in between."""
     run("griddepcontrol.launch_dependents;\n griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [])

@@ -1,8 +1,8 @@
-"""Sums of a convolution to codes, as PTX: 8 columns of the accumulator -> one word of 4-bit codes or two of 8-bit ones.
+"""Requantization of convolution sums as PTX: 8 columns of the accumulator -> one word of 4-bit codes or two of 8-bit ones.
 
-What it computes is said in formats/conv.py. A 4-bit code is cut from a rounded, saturated byte: one conversion for
-two values gives rounding, ReLU and clamping. Codes of a residual become 16-bit floats two at a time, exactly, and from
-there 32-bit ones: that spares the unit that does the conversions and the logic, the busiest one.
+formats/conv.py defines the result. A 4-bit code is taken from a rounded, saturated byte: one conversion of two values does
+rounding, ReLU and clamping. Residual codes are converted to 16-bit floats two at a time, exactly, then to 32 bits: this
+relieves the pipeline for conversions and logic, which is the bottleneck.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AND_XOR = lut(lambda a, b, c: (a & b) ^ c)
 
 @dataclass(frozen=True)
 class Requantize:
-    """Output storage `y`, residual storage or None; without ReLU only for s8."""
+    """Requantization to storage `y` with residual storage or None; without ReLU only for s8."""
 
     y: str
     residual: str | None
@@ -60,21 +60,21 @@ class Requantize:
         return "{\n" + "\n".join(lines) + "\n}"
 
     def _write(self) -> list[str]:
-        """The words of the bytes `low` (columns 0 to 3) and `high` (4 to 7)."""
+        """Writes the words of the bytes `low` (columns 0 to 3) and `high` (4 to 7)."""
         if self.y == "u4":
             return [f"shr.b32 low, low, 4; lop3.b32 $0, low, high, 0xF0F0F0F0, 0x{SELECT_BY_LAST:02x};"]
         lines = []
         for i, name in enumerate(("low", "high")):
-            if self.relu:  # bytes whose sign bit is set become 0
+            if self.relu:  # negative bytes become 0
                 lines.append(f"prmt.b32 r, {name}, 0, 0xba98; lop3.b32 {name}, {name}, r, 0, 0x{AND_NOT:02x};")
             lines.append(f"mov.b32 ${i}, {name};")
         return lines
 
     def _add_residual(self, first: int) -> list[str]:
-        """t += residual * g. Two codes at a time become 16-bit floats exactly, and from there 32-bit ones.
+        """Adds t += residual * g. Two codes at a time become 16-bit floats exactly, then 32-bit ones.
 
-        An unsigned code n in the low bits of 16 is the subnormal n * 2^-24, and g takes the factor, a power of two, so that
-        the fma rounds the same number. A signed code + 128 in the low bits of 1024 is 1152 + n.
+        An unsigned code n in the low bits of 16 is the subnormal n * 2^-24; g includes the factor, a power of two, so that the
+        fma rounds the same number. A signed code + 128 in the low bits of 1024 is 1152 + n.
         """
         if self.residual is None:
             return []
@@ -83,7 +83,7 @@ class Requantize:
         if self.residual == "u4":  # channels c and c + 4 in one register, those of odd c times 16
             pairs = [(first, c // 2, c % 2, (c, c + 4)) for c in range(4)]
             lines.append(f"mul.rn.f32 even, {g}, {float_constant(2.0**24)}; mul.rn.f32 odd, {g}, {float_constant(2.0**20)};")
-        else:  # channels c and c + 2; the sign is turned round
+        else:  # channels c and c + 2; the sign is flipped
             pairs = [(first + c // 4, c % 2, 0, (c, c + 2)) for c in (0, 1, 4, 5)]
             lines.append(f"mov.b32 even, {g};")
         columns = {channel: i for i, channel in enumerate(group_order(self.y))}
@@ -103,10 +103,10 @@ class Requantize:
 
 @dataclass(frozen=True)
 class LinkedRequantize(Requantize):
-    """The codes also as bytes, 4 columns a word: operand A of a product that follows. Of s8 they are the words that are stored.
+    """Outputs the codes also as bytes, 4 columns a word: operand A of a following product. For s8 these are the stored words.
 
-    Bytes of u4 are 16 times the code, unsigned: the product that follows has its s divided by 16, which changes no bit.
-    Without `stored` there are only the bytes.
+    Bytes of u4 are 16 times the code, unsigned; s of the following product is divided by 16, which changes no bit. Without
+    `stored` there are only the bytes.
     """
 
     stored: bool = True

@@ -1,8 +1,8 @@
-"""Heads of q and k on their way to attention: RMS norm of a head, RoPE in the rotate-half convention. Plain Triton.
+"""Heads of q and k before attention: RMS norm of a head, RoPE in the rotate-half convention. Plain Triton.
 
-A head lies in a power of two of lanes; those beyond `head_dim` hold zeros. Of the first `rotary_dim` elements, i turns with
-i + rotary_dim / 2, the others pass. `C` is the configuration of the kernel, which has the shape of attention as `C.shape`. All
-in float32.
+A head occupies a power of two of lanes; those beyond `head_dim` are zero. Of the first `rotary_dim` elements, i is rotated with
+i + rotary_dim / 2; the others are unchanged. `C` is the kernel's configuration, with the attention shape as `C.shape`. All in
+float32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def angles(cos_sin, position, d, C: tl.constexpr):
-    """cos, and sin with the sign of its lane, for lanes d of a head at a position: 1 and 0 where nothing turns."""
+    """cos, and sin with the sign of its lane, for lanes d of a head at a position: 1 and 0 where nothing is rotated."""
     HALF: tl.constexpr = C.shape.rotary_dim // 2
     row = cos_sin + position.to(tl.int64) * C.shape.rotary_dim + tl.where(d < HALF, d, d - HALF)
     cos = tl.load(row, mask=d < 2 * HALF, other=1.0)
@@ -23,18 +23,19 @@ def angles(cos_sin, position, d, C: tl.constexpr):
 
 @triton.jit
 def partner(d, C: tl.constexpr):
-    """The lane with which lane d turns; itself where nothing turns."""
+    """The lane that lane d is rotated with; itself where nothing is rotated."""
     HALF: tl.constexpr = C.shape.rotary_dim // 2
     other = tl.where(d < HALF, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))
-    if HALF % 8 == 0:  # pieces of 16 bytes stay pieces, which the compiler does not see
+    if HALF % 8 == 0:  # 16-byte vectors stay contiguous, which the compiler cannot prove
         other = tl.multiple_of(tl.max_contiguous(other, 8), 8)
     return other
 
 
 @triton.jit
 def pairs(rows, exist, d, C: tl.constexpr, TWICE: tl.constexpr):
-    """Heads [n, lanes] at pointers `rows` [n, 1], in float32, and each element's partner; zeros where none `exist` [n, 1].
-    Partners are read, where TWICE, which costs several warps less than to hand them from thread to thread with barriers."""
+    """Loads heads [n, lanes] at pointers `rows` [n, 1] in float32, and each element's partner; zeros where none `exist` [n, 1].
+    With TWICE partners are loaded from memory, which costs several warps less than an exchange between threads with
+    barriers."""
     exist = exist & (d < C.shape.head_dim)[None, :]
     heads = tl.load(rows + d[None, :], mask=exist, other=0.0).to(tl.float32)
     if C.shape.rotary_dim == 0:
@@ -47,20 +48,20 @@ def pairs(rows, exist, d, C: tl.constexpr, TWICE: tl.constexpr):
 
 @triton.jit
 def gammas(gamma, d, C: tl.constexpr):
-    """The factors of a norm as it counts them."""
+    """The factors of a norm, including its offset."""
     return tl.load(gamma + d, mask=d < C.shape.head_dim, other=0.0).to(tl.float32) + C.shape.norm_offset
 
 
 @triton.jit
 def normed(heads, others, gamma, d, C: tl.constexpr):
-    """Heads [n, lanes] over the root of their mean square, times gamma; and their partners."""
+    """Normalises heads [n, lanes] by their root mean square, times gamma; and their partners."""
     root = tl.rsqrt(tl.sum(heads * heads, 1) / C.shape.head_dim + C.shape.norm_eps)[:, None]
     return heads * root * gammas(gamma, d, C)[None, :], others * root * gammas(gamma, partner(d, C), C)[None, :]
 
 
 @triton.jit
 def turned(heads, others, cos, sin, C: tl.constexpr):
-    """Heads [n, lanes], turned with their partners by the angles [1 or n, lanes]."""
+    """Rotates heads [n, lanes] with their partners by the angles [1 or n, lanes]."""
     if C.shape.rotary_dim == 0:
         return heads
     else:

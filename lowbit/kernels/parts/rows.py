@@ -1,7 +1,7 @@
-"""A row in the registers of a block: THREADS times PIECE times CHUNKS elements, in pieces of 16 bytes where it starts at one.
+"""A row in the registers of a block: THREADS * PIECE * CHUNKS elements, in 16-byte vectors where rows are aligned to them.
 
-Values are tuples of CHUNKS blocks [THREADS, PIECE]; `i` are the elements of the first. Shared by the kernels that take a row at
-once: quantize_rows.py and norm.py of elementwise/. Tested: tests/kernels/parts/test_rows.py
+Values are tuples of CHUNKS blocks [THREADS, PIECE]; `i` are the element indices of the first. Used by kernels that hold a whole
+row: quantize_rows.py and norm.py of elementwise/. Tested: tests/kernels/parts/test_rows.py
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def row_of(base, row, stride, PIECES: tl.constexpr):
-    """Where a row begins; from the factor 8 the compiler sees that it may move pieces."""
+    """Address of a row; the factor 8 lets the compiler prove the alignment of vectors."""
     start = row.to(tl.int64) * stride
     if PIECES:
         start = start * 8
@@ -21,7 +21,7 @@ def row_of(base, row, stride, PIECES: tl.constexpr):
 
 @triton.jit
 def loaded(base, i, K: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
-    """A row of K elements in chunks of STEP, zeros beyond K."""
+    """Loads a row of K elements in chunks of STEP, zeros beyond K."""
     chunks = ()
     for c in tl.static_range(CHUNKS):
         if K == STEP * CHUNKS:
@@ -33,7 +33,7 @@ def loaded(base, i, K: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def floats(chunks, CHUNKS: tl.constexpr):
-    """Chunks in float32."""
+    """Converts chunks to float32."""
     values = ()
     for c in tl.static_range(CHUNKS):
         values += (chunks[c].to(tl.float32),)
@@ -42,7 +42,7 @@ def floats(chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def rounded_to(values, TYPE: tl.constexpr, CHUNKS: tl.constexpr):
-    """Chunks of float32 in another type."""
+    """Rounds chunks of float32 to another type."""
     made = ()
     for c in tl.static_range(CHUNKS):
         made += (values[c].to(TYPE),)
@@ -51,7 +51,7 @@ def rounded_to(values, TYPE: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def squares_of(values, CHUNKS: tl.constexpr):
-    """The sum of squares of each thread."""
+    """Returns each thread's sum of squares."""
     made = values[0] * values[0]
     for c in tl.static_range(1, CHUNKS):
         made = tl.fma(values[c], values[c], made)
@@ -60,7 +60,7 @@ def squares_of(values, CHUNKS: tl.constexpr):
 
 @triton.jit
 def sum_of(values, CHUNKS: tl.constexpr):
-    """The sum of each thread."""
+    """Returns each thread's sum."""
     made = values[0]
     for c in tl.static_range(1, CHUNKS):
         made += values[c]
@@ -69,17 +69,17 @@ def sum_of(values, CHUNKS: tl.constexpr):
 
 @triton.jit
 def merged(total, squares, count, other_total, other_squares, other_count):
-    """Sum, sum of squared differences from the mean, and how many, of two sets of numbers together (Chan, Golub, LeVeque 1979):
-    nothing large is subtracted from anything large, as it would be with sums of x^2."""
+    """Merges sum, sum of squared differences from the mean, and count of two sets (Chan, Golub, LeVeque 1979). Unlike with sums
+    of x^2, no large numbers are subtracted from each other."""
     both = count + other_count
-    weight = tl.maximum(count * other_count * both, 1.0)  # 1 where a set is empty, as at the end of short rows
+    weight = tl.maximum(count * other_count * both, 1.0)  # 1 where a set is empty, as beyond the end of short rows
     apart = (total * other_count - other_total * count) * tl.rsqrt(weight)
     return total + other_total, tl.fma(apart, apart, squares + other_squares), both
 
 
 @triton.jit
 def moments(values, i, K: tl.constexpr, THREADS: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
-    """Mean and variance of a row at one meeting of the warps: first each warp by itself, around its own mean."""
+    """Mean and variance of a row with one reduction across warps: each warp first computes both around its own mean."""
     WARPS: tl.constexpr = THREADS // 32
     total = tl.sum(tl.reshape(sum_of(values, CHUNKS), (WARPS, 32)), axis=1)
     if K == STEP * CHUNKS:
@@ -98,12 +98,12 @@ def moments(values, i, K: tl.constexpr, THREADS: tl.constexpr, STEP: tl.constexp
         apart += (difference,)
     squares = tl.sum(tl.reshape(squares_of(apart, CHUNKS), (WARPS, 32)), axis=1)
     total, squares, _ = tl.reduce((total, squares, count), 0, merged)
-    return tl.div_rn(total, K * 1.0), squares / K  # of equal elements the mean is what they are, and nothing is left of them
+    return tl.div_rn(total, K * 1.0), squares / K  # exact for equal elements: variance 0
 
 
 @triton.jit
 def add_and_store(sums, row, halves, others, i, K: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
-    """x + residual in x's type, which goes to memory too."""
+    """Returns x + residual in x's type and stores it."""
     made = ()
     for c in tl.static_range(CHUNKS):
         total = (halves[c].to(tl.float32) + others[c].to(tl.float32)).to(halves[c].dtype)
@@ -117,6 +117,6 @@ def add_and_store(sums, row, halves, others, i, K: tl.constexpr, STEP: tl.conste
 
 @triton.jit
 def sigmoid(value):
-    """1 / (1 + exp(-value)) of float32: 1 / sqrt(1 + exp(-value)), squared, takes a third of a division's work."""
+    """1 / (1 + exp(-value)) of float32, as the square of 1 / sqrt(1 + exp(-value)): a third of a division's cost."""
     root = tl.rsqrt(1.0 + tl.exp2(value * -1.4426950408889634))
     return root * root

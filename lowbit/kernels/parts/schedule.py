@@ -1,33 +1,33 @@
-"""Which tile a block computes next, which share of K, and how the shares of a tile are added up.
+"""Tile scheduler: which tile and which range of K a block computes next, and how partial sums of a tile are reduced.
 
-A persistent block computes the tiles with its number, and each as many further on as there are blocks. With splits, as many
-blocks in a row share a tile, each a stretch of K. The functions take the configuration C of a kernel, which has `splits`,
-`token_group`, `last_is_full`, the tile's `rows`, `columns` and `accumulator`.
+A persistent block computes the tile with its own index, then steps by the number of blocks. With split-K, as many consecutive
+indices share a tile, each with a range of K. The functions take the configuration C of a kernel, which has `splits`,
+`token_group`, `last_is_full`, and the tile's `rows`, `columns` and `accumulator`.
 
-With 0 splits (stream-K) all blocks compute equally many whole tiles first, and of the tiles that are left over, fewer than
-blocks, each an equal share: their iterations along K, one tile after the other, are dealt in stretches, the last one to the
-first block. A stretch lies in one tile, or ends one and begins the next. There are at least as many iterations as blocks.
-Source: Osama, Merrill, Cecka, Garland, Owens, "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix
-Multiplication on the GPU" (arXiv:2301.03598).
+`splits` = 0 means stream-K. All blocks first compute the same number of whole tiles. The remaining tiles are fewer than blocks;
+their iterations along K, one tile after the other, are divided equally, the last range going to the first block. A range lies
+in one tile, or ends one tile and begins the next. There are at least as many iterations as blocks. Source: Osama, Merrill,
+Cecka, Garland, Owens, "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU"
+(arXiv:2301.03598).
 """
 
 from __future__ import annotations
 
 from lowbit.kernels.parts.gluon import Scalar, aggregate, asm, barrier, gl, gluon, run
 
-TURN = gl.constexpr(
+WAIT_COUNT = gl.constexpr(
     "{ .reg .pred early; WAIT: ld.acquire.gpu.global.b32 $0, [$1]; setp.lt.s32 early, $0, $2; @early bra WAIT; }"
 )
-"""Until the counter $1 is at least $2."""
+"""Waits until the counter at $1 is at least $2."""
 
-ADDED = gl.constexpr("{ .reg .f32 before; ld.global.cg.f32 before, [$1]; add.rn.f32 $0, before, $2; }")
-"""$2 behind what lies at $1. As one: all loads before all sums take the registers of two tiles."""
+ADD_LOADED = gl.constexpr("{ .reg .f32 before; ld.global.cg.f32 before, [$1]; add.rn.f32 $0, before, $2; }")
+"""Loads the float32 at $1 and adds $2 to it. One instruction block each: all loads before all additions take the registers of
+two tiles."""
 
 
 @aggregate
-class Tiles:
-    """How many tiles there are of tokens and of channels, how many iterations of a main loop cover K, and how many tokens
-    there are."""
+class TileGrid:
+    """Number of token tiles, of channel tiles, of main-loop iterations that cover K, and of tokens."""
 
     of_tokens: Scalar
     of_channels: Scalar
@@ -36,32 +36,34 @@ class Tiles:
 
 
 @aggregate
-class SplitK:
-    """Where the parts of a tile meet: sums float32 or int32, and a counter int32 for each tile, zero before and after."""
+class SplitKWorkspace:
+    """Partial sums of tiles, float32 or int32, and an int32 counter for each tile, zero before and after the kernel."""
 
     partial: Scalar
     arrived: Scalar
 
 
 @gluon.jit
-def count(tiles, C: gl.constexpr):
-    """Tiles times splits; of stream-K what it would be if all blocks had as many turns as this one."""
+def tile_count(tiles, C: gl.constexpr):
+    """Number of tiles times splits. For stream-K: the count if every block had as many work items as this one."""
     if C.splits == 0:
-        whole, begin, end = stretch_of(tiles)
+        whole, begin, end = stream_k_range(tiles)
         return whole + ((end - 1) // tiles.iterations - begin // tiles.iterations + 1) * gl.num_programs(0)
     return tiles.of_tokens * tiles.of_channels * C.splits
 
 
 @gluon.jit
 def tile_at(index, tiles, C: gl.constexpr):
-    """(tile of tokens, of channels, split) of the index-th tile: all channels for a group of tokens, then the next group. With
-    a C.token_group of 0 all tokens are in one tile, and a kernel starts without the divisions. Of stream-K the split is the
-    index, which says with the block's number what it computes of the tile."""
-    if C.token_group == 0:  # of PTX, since of a constant too much would be worked out before a kernel's loop, and kept
+    """Returns (token tile, channel tile, split) of a work item: all channels for a group of token tiles, then the next group.
+
+    A C.token_group of 0 means one token tile; the kernel then starts without divisions. For stream-K the split is the index
+    itself, from which `iterations_of` computes the range of K.
+    """
+    if C.token_group == 0:  # as PTX: else values derived from a constant are hoisted and kept in registers
         return asm("mov.b32 $0, 0;", "=r", [], gl.int32), index // C.splits, index % C.splits
     if C.splits == 0:
         split = index
-        whole, begin, _end = stretch_of(tiles)
+        whole, begin, _end = stream_k_range(tiles)
         shared = whole + begin // tiles.iterations + (index - whole) // gl.num_programs(0)
         index = gl.where(index < whole, index, shared)
     else:
@@ -76,8 +78,8 @@ def tile_at(index, tiles, C: gl.constexpr):
 
 @gluon.jit
 def first_token_of(token_tile, tiles, C: gl.constexpr):
-    """Where a tile of tokens begins. With C.last_is_full the last one begins where it is full, if there are so many tokens: the
-    copy engine takes long over rows that do not exist. Tokens of two tiles are stored twice, with the same bits."""
+    """First token of a token tile. With C.last_is_full the last tile begins earlier where that fills it, as TMA is slow on rows
+    that do not exist. Tokens of two tiles are stored twice, with the same bits."""
     if C.last_is_full:
         return gl.minimum(token_tile * C.tile_tokens, gl.maximum(tiles.tokens - C.tile_tokens, 0))
     else:
@@ -86,19 +88,19 @@ def first_token_of(token_tile, tiles, C: gl.constexpr):
 
 @gluon.jit
 def iterations_of(split, tiles, C: gl.constexpr):
-    """The first iteration along K of a split, and the one after its last."""
+    """Returns the first iteration along K of a split and the one after its last."""
     if C.splits == 0:
-        whole, begin, end = stretch_of(tiles)
+        whole, begin, end = stream_k_range(tiles)
         start = (begin // tiles.iterations + (split - whole) // gl.num_programs(0)) * tiles.iterations
         begin = gl.where(split < whole, 0, gl.maximum(begin - start, 0))
         return begin, gl.where(split < whole, tiles.iterations, gl.minimum(end - start, tiles.iterations))
-    return part_of(split, tiles, C.splits)
+    return k_range_of(split, tiles, C.splits)
 
 
 @gluon.jit
-def stretch_of(tiles):
-    """Of stream-K: how many tiles blocks compute whole, and this block's first iteration of all those of the other tiles, with
-    the one after its last."""
+def stream_k_range(tiles):
+    """Stream-K: number of tiles computed whole, and this block's range (first, one after last) of the iterations of the other
+    tiles."""
     blocks = gl.num_programs(0)
     of_all = tiles.of_tokens * tiles.of_channels
     dealt = of_all % blocks * tiles.iterations
@@ -107,14 +109,14 @@ def stretch_of(tiles):
 
 
 @gluon.jit
-def part_of(part, tiles, parts: gl.constexpr):
-    """The same of one of so many parts."""
+def k_range_of(part, tiles, parts: gl.constexpr):
+    """Returns the range of iterations (first, one after last) of one of `parts` equal ranges of K."""
     return tiles.iterations * part // parts, tiles.iterations * (part + 1) // parts
 
 
 @gluon.jit
-def places(C: gl.constexpr):
-    """Where the sums of a tile lie in memory: neighbouring lanes, which hold rows g and pairs of columns 2t (hardware/mma.py),
+def workspace_offsets(C: gl.constexpr):
+    """Offsets of a tile's sums in the workspace. Neighbouring lanes, which hold rows g and column pairs 2t (hardware/mma.py),
     have neighbouring words."""
     rows = gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
     columns = gl.arange(0, C.columns, gl.SliceLayout(0, C.accumulator))
@@ -124,9 +126,9 @@ def places(C: gl.constexpr):
 
 
 @gluon.jit
-def meet(at, acc, tile, split, C: gl.constexpr):
-    """Leaves the sums of one split to the block that comes last for this tile; that one gets True and the total."""
-    place = places(C)
+def reduce_splits(at, acc, tile, split, C: gl.constexpr):
+    """Split-K reduction by the last block: stores a split's sums; returns (True, total) in the block that arrives last."""
+    place = workspace_offsets(C)
     SPLITS: gl.constexpr = C.splits
     base = at.partial + tile.to(gl.int64) * (C.splits * C.rows * C.columns)
     gl.store(base + split * (C.rows * C.columns) + place, acc)
@@ -136,15 +138,15 @@ def meet(at, acc, tile, split, C: gl.constexpr):
     if last:
         gl.store(at.arrived + tile, 0)
         total = gl.load(base + place)
-        for i in gl.static_range(1, SPLITS):  # unrolled, so that all loads are under way at once
+        for i in gl.static_range(1, SPLITS):  # unrolled, so that all loads are in flight at once
             total += gl.load(base + i * (C.rows * C.columns) + place)
     return last, total
 
 
 @gluon.jit
-def places_from(base, C: gl.constexpr):
-    """Pointers to `places` behind `base`: one address for each thread, to which constants are added last. With an address for
-    each sum Triton 3.6 leaves registers for 9 loads of 128 at a time, so for 75."""
+def workspace_pointers(base, C: gl.constexpr):
+    """Pointers `base` + `workspace_offsets`: one address per thread, constants added last. With an address per sum Triton 3.6
+    has registers for 9 loads in flight of 128, with this for 75."""
     rows = gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
     columns = gl.arange(0, C.columns, gl.SliceLayout(0, C.accumulator))
     of_thread = (base + (rows % 8 * 4 + rows // 16 * 32))[:, None] + (columns % 8 // 2)[None, :]
@@ -153,47 +155,53 @@ def places_from(base, C: gl.constexpr):
 
 
 @gluon.jit
-def meet_shares(at, acc, index, tiles, C: gl.constexpr):
-    """The same of stream-K, for the block that begins a tile: it waits for those that have the rest, and adds theirs to its own
-    sums in the order of K. Their stretches come later, so that they are blocks of smaller numbers, which are under way: blocks
-    start in that order. Each leaves one part at most, since all but the first of a stretch begin their tiles."""
+def reduce_stream_k(at, acc, index, tiles, C: gl.constexpr):
+    """Stream-K reduction by the block that begins a tile: waits for the other blocks' partial sums and adds them in the order
+    of K.
+
+    Later ranges belong to blocks of lower index, which are already running, as blocks start in index order. Each block stores
+    at most one partial tile, since all tiles of a range but its first begin in it.
+    """
     SIZE: gl.constexpr = C.rows * C.columns
     begin, end = iterations_of(index, tiles, C)
-    whole, first, _end = stretch_of(tiles)
+    whole, first, _end = stream_k_range(tiles)
     if end - begin < tiles.iterations:
         blocks = gl.num_programs(0)
         own = blocks - 1 - gl.program_id(0)
         tile = first // tiles.iterations + (index - whole) // blocks
         part = at.partial + own.to(gl.int64) * SIZE
         if begin > 0:
-            gl.store(places_from(part, C), acc)
+            gl.store(workspace_pointers(part, C), acc)
             barrier()
             gl.atomic_add(at.arrived + tile, 1, sem="acq_rel")
         else:
             dealt = tiles.of_tokens * tiles.of_channels % blocks * tiles.iterations
             last = ((tile + 1) * tiles.iterations * blocks - 1) // dealt
-            run(TURN, "=&r,l,r", [at.arrived + tile, last - own])
+            run(WAIT_COUNT, "=&r,l,r", [at.arrived + tile, last - own])
             barrier()
             gl.store(at.arrived + tile, 0)
             for _ in range(own, last):
                 part += SIZE
-                theirs = places_from(part, C).to(gl.int64)
-                acc = gl.inline_asm_elementwise(ADDED, "=f,l,f", [theirs, acc], dtype=gl.float32, is_pure=False, pack=1)
+                theirs = workspace_pointers(part, C).to(gl.int64)
+                acc = gl.inline_asm_elementwise(ADD_LOADED, "=f,l,f", [theirs, acc], dtype=gl.float32, is_pure=False, pack=1)
     return begin == 0, acc
 
 
 @gluon.jit
-def meet_in_turn(at, acc, tile, split, C: gl.constexpr):
-    """The same sums in the same order, one block after the other: each waits for the split before it, adds what that has left
-    and leaves the sum. Of a tile, memory holds one sum, not one for each split. Blocks start in the order of their numbers, so
-    that what a block waits for is under way."""
-    place = places(C)
+def reduce_splits_serially(at, acc, tile, split, C: gl.constexpr):
+    """Serial split-K: each block waits for the split before it, adds that sum to its own and stores the result, in the order of
+    K.
+
+    The workspace holds one sum per tile, not one per split. Blocks start in index order, so the block waited for is already
+    running.
+    """
+    place = workspace_offsets(C)
     base = at.partial + tile.to(gl.int64) * (C.rows * C.columns)
     if split > 0:
-        run(TURN, "=&r,l,r", [at.arrived + tile, split])
+        run(WAIT_COUNT, "=&r,l,r", [at.arrived + tile, split])
         barrier()
         acc = gl.inline_asm_elementwise(
-            ADDED, "=&f,l,f", [(base + place).to(gl.int64), acc], dtype=gl.float32, is_pure=False, pack=1
+            ADD_LOADED, "=&f,l,f", [(base + place).to(gl.int64), acc], dtype=gl.float32, is_pure=False, pack=1
         )
     last = split == C.splits - 1
     if last:

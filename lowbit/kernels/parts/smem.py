@@ -1,6 +1,6 @@
-"""Shared memory: one allocation per kernel, cut into regions in order; where each starts, and views of it.
+"""Shared memory: one allocation per kernel, divided into named regions, and views of them.
 
-As the only allocation of its kernel it lies at offset 0, so that PTX can address what is in it (parts/pipeline.py).
+It is the kernel's only allocation, so it lies at offset 0 and PTX can address it (parts/pipeline.py).
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from dataclasses import dataclass
 from lowbit.kernels.parts.gluon import builtin, gl, gluon, part
 
 UNIT = 1024
-"""Bytes; regions start at multiples of it, which swizzled tiles need."""
+"""Alignment of regions in bytes, which swizzled tiles need."""
 
 UNIT_WORDS = gl.constexpr(UNIT // 4)
 
 
 @dataclass(frozen=True)
 class Regions:
-    """Names and bytes of regions, in order; a region of no bytes is not there."""
+    """Names and bytes of regions, in order; a region of 0 bytes does not exist."""
 
     sizes: tuple[tuple[str, int], ...]
 
     def start(self, name: str) -> int:
-        """Where a region starts, in units."""
+        """Start of a region, in units."""
         names = [known for known, _ in self.sizes]
         return sum(-(-size // UNIT) for _, size in self.sizes[: names.index(name)])
 
     def end(self, name: str) -> int:
-        """Where the region after it starts, in units."""
+        """End of a region, rounded up, in units."""
         return self.start(name) + -(-dict(self.sizes)[name] // UNIT)
 
     @property
@@ -41,19 +41,19 @@ class Regions:
 
 @gluon.jit
 def allocate(C: gl.constexpr):
-    """Shared memory with all regions of C.regions."""
+    """Allocates shared memory for all regions of C.regions."""
     return gl.allocate_shared_memory(gl.int32, [C.regions.units, UNIT_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @builtin
 def view(memory, regions, name, dtype, shape, layout, _semantic=None):
-    """A region of what `allocate` returned, with a type, shape and layout."""
+    """Returns a region of `allocate` as a view with a type, shape and layout."""
     regions, name = (getattr(constant, "value", constant) for constant in (regions, name))
     return part(memory, regions.start(name), regions.end(name), dtype, shape, layout, _semantic=_semantic)
 
 
 @builtin
 def view_stages(memory, regions, name, count, descriptor, _semantic=None):
-    """A region as `count` blocks of what TMA copies by a descriptor."""
+    """Returns a region as `count` blocks of a TMA descriptor."""
     shape = [int(count), *descriptor.block_type.shape]
     return view(memory, regions, name, descriptor.dtype, shape, descriptor.layout, _semantic=_semantic)

@@ -1,8 +1,8 @@
 """Strips of pixels in shared memory, as PTX: copies, and taps of a window read from a strip as operand A.
 
-A strip holds every pixel that the windows of a tile touch, once, in the order of memory: `rows` rows of `row_bytes`. A tap of
-output row m is strip row m + down * width + across; where it lies outside the image, zeros are read instead. The weights of all
-taps lie beside the strips for as long as the kernel runs. Barriers: parts/pipeline.py, one set for strips, one for the weights.
+A strip contains every pixel under the windows of a tile once, in memory order: `rows` rows of `row_bytes`. A tap of output row
+m is strip row m + down * width + across; outside the image zeros are read instead. The weights of all taps stay in shared
+memory for the kernel's lifetime. Barriers: parts/pipeline.py, one set for strips, one for the weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lowbit.kernels.parts.pipeline import StageBarriers
 
 @dataclass(frozen=True)
 class StripRing:
-    """`zeros`, `x_start` and `w_start` are bytes from the start of shared memory; `bits` is 4 or 8, those of a code of x."""
+    """`zeros`, `x_start` and `w_start` are byte offsets in shared memory; `bits`, 4 or 8, is the width of a code of x."""
 
     strips: StageBarriers
     weights: StageBarriers
@@ -33,7 +33,7 @@ class StripRing:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that a copy brings."""
+        """Bytes of a copy."""
         return self.strip_bytes
 
     @property
@@ -46,9 +46,9 @@ class StripRing:
 
     @property
     def copy_strip(self) -> str:
-        """Where $1 is not 0: waits until strip $2 has been read (parity $3), then fills it.
+        """If $1 is not 0: waits until strip $2 has been read (parity $3), then fills it.
 
-        The map $4 says from where, from row $5 and byte $6 on.
+        The source is row $5, byte $6 of the map $4.
         """
         full, empty = self.strips.start, self.strips.start + 8 * self.strips.stages
         return f"""{{ .reg .pred skip, done; .reg .b32 at, bar, to;
@@ -64,7 +64,7 @@ class StripRing:
 
     @property
     def copy_weights(self) -> str:
-        """Where $1 is not 0: fills the room for weights from $2."""
+        """If $1 is not 0: copies all weights from $2."""
         return f"""{{ .reg .pred skip; .reg .b32 at, to;
             setp.eq.s32 skip, $1, 0; @skip bra DONE;
             mov.u32 at, global_smem; add.u32 to, at, {self.w_start}; add.u32 at, at, {self.weights.start};
@@ -74,7 +74,7 @@ class StripRing:
 
     @property
     def loaded(self) -> int:
-        """Registers of packed codes of a tap that a thread loads."""
+        """Registers of packed codes of a tap per thread."""
         return self.row_bytes // 8
 
     @property
@@ -84,9 +84,9 @@ class StripRing:
 
     @property
     def read(self) -> str:
-        """Row $n + 1 of strip $n, for thread $n + 3, as operand A; zeros where $n + 2 is 0.
+        """Reads row $n + 1 of strip $n, for thread $n + 3, as operand A; zeros where $n + 2 is 0.
 
-        Four registers are one wgmma of 32 bytes of K (ldmatrix.x4: rows 0 to 7, 8 to 15, the same 16 bytes on).
+        Four registers are one wgmma of 32 bytes of K (ldmatrix.x4: rows 0 to 7, 8 to 15, then the next 16 bytes of both).
         """
         n = self.registers
         strip, row, inside, thread = (f"${n + i}" for i in range(4))
@@ -115,5 +115,5 @@ class StripRing:
 
     @property
     def read_constraints(self) -> str:
-        """Of `read`."""
+        """Constraints of `read`."""
         return ",".join(["=&r"] * self.registers + ["r"] * 4)

@@ -1,9 +1,9 @@
-"""Products whose every value is one register of each thread, as PTX: wgmma on registers that the kernel names itself.
+"""wgmma whose every operand is one register of each thread, as PTX, on registers that the kernel names itself.
 
-Sums of 64 pixels x `outputs` are outputs / 2 registers of a thread: register 4 j + 2 r + e is column 8 j + 2 q + e of its row
-r of two (q = lane % 4). Operand A is 4 registers for each 32 places of K; register 4 step + 2 half + r is row r, places 32
-step + 16 half + 4 q to + 3. Source: PTX ISA, wgmma. Triton's own products compute each address of weights anew in six
-instructions, and have no unsigned codes.
+Sums of 64 pixels x `outputs` are outputs / 2 registers of a thread: register 4 j + 2 r + e is column 8 j + 2 q + e of its row r
+of two (q = lane % 4). Operand A is 4 registers for each k32; register 4 step + 2 half + r is row r, k 32 step + 16 half + 4 q
+to + 3. Source: PTX ISA, wgmma. Triton's own products compute each address of weights anew in six instructions, and have no
+unsigned codes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from lowbit.kernels.parts.gluon import asm, gl, gluon, ptx, run
 
 _SWIZZLE = {32: 3, 64: 2, 128: 1}
-"""Modes of a descriptor by bytes of a row of weights."""
+"""Swizzle modes of a descriptor by bytes of a row of weights."""
 
 
 @dataclass(frozen=True)
 class ThreadProduct:
-    """Weights lie in pieces [outputs, row_bytes] from byte `weights` of shared memory on; `unsigned` says whether A is."""
+    """Weights are tiles [outputs, row_bytes] from byte `weights` of shared memory on; `unsigned`: A is unsigned."""
 
     outputs: int
     row_bytes: int
@@ -36,11 +36,11 @@ class ThreadProduct:
 
     @property
     def base(self) -> str:
-        """$0: what every product's `start` wants of the start of shared memory; $1 is not used."""
+        """$0: base of all descriptors, from the start of shared memory; $1 is unused."""
         return "{ .reg .b32 at; mov.u32 at, global_smem; shr.u32 at, at, 4; and.b32 $0, at, 0x3FFF; }"
 
     def start(self, piece: int, steps: int, adds: bool, commits: bool = True) -> str:
-        """Sums $0.. (+)= operand A times `steps` runs of 32 places of the pieces from `piece` on; see `constraints`."""
+        """Sums $0.. (+)= operand A times `steps` k32 steps of the weight tiles from `piece` on; see `constraints`."""
         first = self.sums * (2 if adds else 1)
         base = f"${first + 4 * steps}"
         sums = ", ".join(f"${i}" for i in range(self.sums))
@@ -61,7 +61,7 @@ class ThreadProduct:
         return "{\n" + "\n".join(lines) + "\n}"
 
     def constraints(self, steps: int, adds: bool) -> str:
-        """Outputs: the sums. Inputs: the sums so far if the product `adds`, operand A, the base."""
+        """Outputs: the sums. Inputs: the sums so far if `adds`, operand A, the base."""
         return ",".join(
             ["=&r"] * self.sums + [str(i) for i in range(self.sums)] * adds + ["r"] * (4 * steps + 1)
         )  # fmt: skip
@@ -69,19 +69,20 @@ class ThreadProduct:
 
 @gluon.constexpr_function
 def thread_words(count):
-    """Types of `count` registers of whole numbers."""
+    """Types of `count` integer registers."""
     return (gl.int32,) * count
 
 
 @gluon.constexpr_function
 def thread_floats(count):
-    """Types of `count` registers of floats."""
+    """Types of `count` float registers."""
     return (gl.float32,) * count
 
 
 @gluon.constexpr_function
-def keep_asm(count):
-    """Stores of the registers $1 to $count that never happen, the operand after them being at least 0: see parts/operand.py."""
+def fence_asm(count):
+    """Register fence of $1 to $count: stores that are never executed, as the operand after them is at least 0;
+    parts/operand.py."""
     last = f"${count + 1}"
     stores = [
         f"@p st.shared.v4.b32 [{last}+{4 * i}], {{{', '.join(f'${1 + i + j}' for j in range(4))}}};" for i in range(0, count, 4)
@@ -90,20 +91,20 @@ def keep_asm(count):
 
 
 @gluon.constexpr_function
-def keep_takes(count):
-    """Constraints of `keep_asm`."""
+def fence_constraints(count):
+    """Constraints of `fence_asm`."""
     return "=r" + ",r" * (count + 1)
 
 
 @gluon.constexpr_function
 def shared_asm(offset):
-    """$0 to $3: the 16 bytes at address $4 + offset of shared memory."""
+    """Loads 16 bytes of shared memory at address $4 + offset to $0 to $3."""
     return f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
 
 
 @gluon.constexpr_function
 def load_asm(offset, words):
-    """`words` words at address $words + offset; zeros where the register after it is 0."""
+    """Loads `words` words at address $words + offset; zeros where the register after it is 0."""
     to = ", ".join(f"${i}" for i in range(words))
     clear = " ".join(f"mov.b32 ${i}, 0;" for i in range(words))
     return (
@@ -112,7 +113,7 @@ def load_asm(offset, words):
 
 
 @gluon.constexpr_function
-def load_takes(words):
+def load_constraints(words):
     """Constraints of `load_asm`."""
     return ",".join(["=&r"] * words + ["l", "r"])
 
@@ -128,7 +129,7 @@ def store_asm(offset, words):
 
 
 @gluon.constexpr_function
-def store_takes(words):
+def store_constraints(words):
     """Constraints of `store_asm`."""
     return "=r" + ",r" * words + ",l,r"
 
@@ -140,14 +141,14 @@ def wait_asm(later):
 
 
 @gluon.constexpr_function
-def wait_takes(count):
+def wait_constraints(count):
     """Constraints of `wait_asm`: sums pass through."""
     return ",".join(["=r"] * count + [str(i) for i in range(count)])
 
 
 @gluon.jit
 def start(sums, operand, base, first: gl.constexpr, steps: gl.constexpr, adds: gl.constexpr, P: gl.constexpr):
-    """Starts a product of `steps` runs of 32 places of K, from piece `first` of its weights on."""
+    """Starts a product of `steps` k32 steps, from tile `first` of its weights on."""
     inputs = operand + (base,)
     if adds:
         inputs = sums + inputs
@@ -156,29 +157,29 @@ def start(sums, operand, base, first: gl.constexpr, steps: gl.constexpr, adds: g
 
 @gluon.jit
 def wait(sums, later: gl.constexpr, count: gl.constexpr):
-    """`count` registers of sums, when only `later` younger products are under way."""
-    return asm(wait_asm(later), wait_takes(count), sums, thread_words(count))
+    """Returns `count` registers of sums, once at most `later` younger products are unfinished."""
+    return asm(wait_asm(later), wait_constraints(count), sums, thread_words(count))
 
 
 @gluon.jit
-def keep(registers, turn, count: gl.constexpr):
-    """Registers of operand A may not be written before; `turn` is not negative, which the compiler may not know."""
-    run(keep_asm(count), keep_takes(count), registers + (turn,))
+def fence_registers(registers, turn, count: gl.constexpr):
+    """Register fence: operand A may not be overwritten before; `turn` is not negative, which compilers must not see."""
+    run(fence_asm(count), fence_constraints(count), registers + (turn,))
 
 
 @gluon.jit
 def shared_floats(at, offset: gl.constexpr):
-    """The four floats at address `at` + offset of shared memory."""
+    """Loads four floats at address `at` + offset of shared memory."""
     return asm(shared_asm(offset), "=f,=f,=f,=f,r", (at,), thread_floats(4))
 
 
 @gluon.jit
 def load_words(at, exists, offset: gl.constexpr, count: gl.constexpr):
-    """`count` words of global memory from `offset` bytes behind `at` on; zeros where `exists` is 0."""
-    return asm(load_asm(offset, count), load_takes(count), (at, exists), thread_words(count))
+    """Loads `count` words of global memory from `at` + `offset` bytes on; zeros where `exists` is 0."""
+    return asm(load_asm(offset, count), load_constraints(count), (at, exists), thread_words(count))
 
 
 @gluon.jit
 def store_words(at, words, exists, offset: gl.constexpr, count: gl.constexpr):
-    """Stores `count` words `offset` bytes behind `at`, where `exists` is not 0."""
-    run(store_asm(offset, count), store_takes(count), words + (at, exists))
+    """Stores `count` words at `at` + `offset` bytes, where `exists` is not 0."""
+    run(store_asm(offset, count), store_constraints(count), words + (at, exists))

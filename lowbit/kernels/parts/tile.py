@@ -1,30 +1,31 @@
-"""The tile of y that a block of warpgroups computes with wgmma: who holds what, where it waits; bases of configurations."""
+"""The tile of y that a block of warpgroups computes with wgmma: layouts, stages and barriers; base classes of
+configurations."""
 
 from __future__ import annotations
 
 import torch
 
-from lowbit.kernels.parts.epilogue import OUTPUTS, TYPES
+from lowbit.kernels.parts.cluster_split_k import ClusterExchange
 from lowbit.kernels.parts.gluon import gl
-from lowbit.kernels.parts.pair import Pair
 from lowbit.kernels.parts.pipeline import StageBarriers
+from lowbit.kernels.parts.scaled_epilogue import OUTPUTS, TYPES
 from lowbit.kernels.parts.smem import UNIT, Regions
 
 STAGE_K = 128
-"""K of a stage; a row of it is as wide as the widest swizzle."""
+"""K of a stage; one row is as wide as the widest swizzle."""
 
 TILE_K = gl.constexpr(STAGE_K)
 OPERAND_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 
 class Warpgroups:
-    """The warps that multiply, four for each of `warpgroups`, and their threads."""
+    """The math warps, four for each of `warpgroups`, and their threads."""
 
     warpgroups: int
 
     @property
     def warps(self) -> int:
-        """Warps that multiply."""
+        """Number of math warps."""
         return 4 * self.warpgroups
 
     @property
@@ -38,7 +39,7 @@ class Warpgroups:
 
 
 class WarpgroupTile(Warpgroups):
-    """64 * warpgroups rows, 16 for each warp; `stages` of both operands wait in shared memory."""
+    """64 * warpgroups rows, 16 per warp; `stages` of both operands in shared memory."""
 
     stages: int
 
@@ -48,7 +49,7 @@ class WarpgroupTile(Warpgroups):
 
     @property
     def regions(self) -> Regions:
-        """Shared memory; the last region is `barriers`."""
+        """Regions of shared memory; the last one is `barriers`."""
         raise NotImplementedError
 
     @property
@@ -57,7 +58,8 @@ class WarpgroupTile(Warpgroups):
 
 
 class ByteTile(WarpgroupTile):
-    """A tile of `columns` for 8-bit activations, rows being operand A; the base of a kernel's configuration, with its fields.
+    """A tile of `columns` for 8-bit activations, rows being operand A; base class of kernel configurations, which have its
+    fields.
 
     With `tokens_are_rows`, rows are tokens and columns are rows of w; without, the other way round.
     """
@@ -71,12 +73,12 @@ class ByteTile(WarpgroupTile):
     store_by_tma: bool
 
     last_is_full = False
-    """Whether the last of several tiles of tokens begins where it is full: tokens that are no multiples of a tile cost the end
-    registers, which spill (narrow_scaled_gemm.py, 48 bytes with Triton 3.9)."""
+    """True if the last of several token tiles begins earlier where that fills it. Not here: tokens that are no multiple of a
+    tile cost the epilogue registers, which spill (sub_byte_scaled_gemm.py, 48 bytes with Triton 3.9)."""
 
     @property
     def operand_regions(self) -> tuple[tuple[str, int], ...]:
-        """Shared memory of the operands' stages."""
+        """Regions of the operands' stages."""
         raise NotImplementedError
 
     @property
@@ -94,7 +96,7 @@ class ByteTile(WarpgroupTile):
 
     @property
     def x_block(self) -> tuple[int, int]:
-        """Tokens and k of x that come at a time."""
+        """Tokens and k of one copy of x."""
         return self.tile_tokens, STAGE_K
 
     @property
@@ -103,12 +105,12 @@ class ByteTile(WarpgroupTile):
 
     @property
     def stages_ahead(self) -> int:
-        """Stages whose weights are asked for before x may be: not many where x is much, which then waits behind them."""
+        """Stages whose weights are loaded before x may be: few where x is large, which would be queued behind them."""
         return self.stages if self.tile_tokens < 128 else 2
 
     @property
     def store_columns(self) -> int:
-        """Columns of a tile that wait in shared memory at once for being stored."""
+        """Columns of a tile that are stored at a time through shared memory."""
         return self.columns // 2 if self.paired else min(self.columns, 128)
 
     @property
@@ -117,7 +119,7 @@ class ByteTile(WarpgroupTile):
 
     @property
     def by_halves(self) -> bool:
-        """Whether sums that are promoted are those of one half of the columns, then of the other: there is no room for both."""
+        """True if promoted sums are computed for one half of the columns, then the other: registers do not hold both."""
         return self.promote and self.columns == 256
 
     @property
@@ -126,8 +128,8 @@ class ByteTile(WarpgroupTile):
         return [self.rows, self.store_columns] if self.tokens_are_rows else [self.store_columns, self.rows]
 
     @property
-    def pair(self) -> Pair:
-        return Pair(self.barriers.end, self.warps, 4 * self.rows * self.store_columns)
+    def exchange(self) -> ClusterExchange:
+        return ClusterExchange(self.barriers.end, self.warps, 4 * self.rows * self.store_columns)
 
     @property
     def x(self) -> gl.dtype:
@@ -149,11 +151,11 @@ class ByteTile(WarpgroupTile):
 
     @property
     def accumulator(self) -> gl.NVMMADistributedLayout:
-        # Integer products of 256 columns stop Triton's compiler; two of 128 are as good.
+        # Triton fails to compile integer wgmma of 256 columns; two of 128 are as fast.
         columns = min(self.columns, 128) if self.x_type == torch.int8 else self.columns
         return gl.NVMMADistributedLayout([3, 0], [self.warps, 1], [16, columns, 32])
 
     @property
     def store_layout(self) -> gl.NVMMADistributedLayout:
-        """The accumulator of C.store_columns columns."""
+        """The accumulator of `store_columns` columns."""
         return gl.NVMMADistributedLayout([3, 0], [self.warps, 1], [16, self.store_columns, 32])

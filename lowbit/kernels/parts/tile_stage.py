@@ -1,16 +1,16 @@
-"""Stages of x and of packed weights in shared memory, filled by cp.async and read by every warp of a block: mma.sync kernels.
+"""Stages of x and of packed weights in shared memory, filled by cp.async and read by every warp of a block: sm_80 large-M GEMM.
 
-A stage is 64 k for each slice of K that warps of a block share. All threads copy what they all use, pieces of 16 bytes, and
-meet once for each stage.
+A stage is 64 k for each slice of K that the block's warps share. All threads copy what all warps use, 16 bytes at a time, and
+synchronise once per stage.
 
     x        4 blocks, one for each matrix instruction along K: [tokens / 8, slices, 8 tokens, 16 k], rows of 32 bytes whose two
-             pieces change places with every 4 rows, so that ldmatrix meets no bank twice
-    weights  slice by slice: codes as pack/fragment.py orders them, plane by plane: [strips, 32 lanes * words]; then scales and
-             zeros of the groups of these 64 k (of 128 k, where groups are as long): [strips, groups, 8, 2 or 4] halves
+             vectors swap places every 4 rows, so that ldmatrix has no bank conflicts
+    weights  slice by slice: codes as in pack/fragment.py, plane by plane: [row blocks, 32 lanes * words]; then scales and
+             zeros of the groups of these 64 k (of 128 k, where groups are as long): [row blocks, groups, 8, 2 or 4] halves
 
-PTX with addresses that threads bring along, one piece each; $0 is written and dropped where nothing is read. Pieces that do not
-exist, of x and of slices and stages beyond the end, become zeros, and their addresses are not read.
-Tested: tests/kernels/parts/test_tile_stage.py
+Threads pass addresses to the PTX, one 16-byte vector each; $0 is a dummy output where nothing is read. Vectors that do not
+exist, of x and of slices and stages beyond K, become zeros, and their addresses are not read. Tested:
+tests/kernels/parts/test_tile_stage.py
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lowbit.hardware.fields import WORD_GROUPS
-from lowbit.kernels.parts.dequantize import TILE_K, Decode
+from lowbit.kernels.parts.dequantize import TILE_K, Dequantizer
 from lowbit.kernels.parts.gluon import Tuple, aggregate, asm, gl, gluon, ptx, run
 
 PIECE = 16
@@ -29,34 +29,34 @@ X_ROW = 2 * TILE_K
 """Bytes of a token in a slice of a stage."""
 
 X_PIECES = 32
-"""Of them, those of a matrix instruction."""
+"""Bytes of it for one matrix instruction."""
 
 
 @dataclass(frozen=True)
-class Copy:
-    """A piece that every thread copies: of x, of a plane of codes or of scales, the turn-th of them."""
+class StageCopy:
+    """A 16-byte vector that every thread copies, of x, of a plane of codes or of scales; `index` counts them."""
 
     of: Literal["x", "codes", "scales"]
-    turn: int
+    index: int
     plane: int = 0
 
 
 @dataclass(frozen=True)
 class TileStage:
-    """A stage of `tokens` tokens and `strips` strips of 16 rows; `stages` of them, filled by `warps` warps, for `slices` slices
-    of K. x of all stages begins at byte 0 of shared memory, their weights at `w_start`."""
+    """A stage of `tokens` tokens and `row_blocks` m16 row blocks, `stages` of them, filled by `warps` warps, for `slices`
+    slices of K. x of all stages begins at byte 0 of shared memory, their weights at `w_start`."""
 
-    decode: Decode
+    dequantizer: Dequantizer
     tokens: int
-    strips: int
+    row_blocks: int
     stages: int
     warps: int
     slices: int = 1
 
     def __post_init__(self) -> None:
-        of_turn = 4 * self.warps  # tokens; of two turns the second begins 8 tokens on, or 16, ..., where rows lie alike
-        if self.tokens % of_turn or (self.tokens > of_turn and of_turn % 8):
-            raise ValueError(f"{self.warps} warps copy {of_turn} tokens at once, a tile of {self.tokens} is no multiple")
+        copied_tokens = 4 * self.warps  # at once; the next copy begins a multiple of 8 later: the same swizzle
+        if self.tokens % copied_tokens or (self.tokens > copied_tokens and copied_tokens % 8):
+            raise ValueError(f"{self.warps} warps copy {copied_tokens} tokens at once, a tile of {self.tokens} is no multiple")
 
     @property
     def threads(self) -> int:
@@ -74,17 +74,17 @@ class TileStage:
     @property
     def planes(self) -> tuple[int, ...]:
         """Words of a lane in each plane of codes."""
-        return WORD_GROUPS[self.decode.bits]
+        return WORD_GROUPS[self.dequantizer.bits]
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of scales of a strip in a stage."""
-        return 32 * self.decode.scale_words
+        """Bytes of scales of a row block in a stage."""
+        return 32 * self.dequantizer.scale_words
 
     @property
     def slice_bytes(self) -> int:
         """Bytes of weights of a slice of K in a stage."""
-        return self.strips * (128 * self.decode.bits + self.scale_bytes)
+        return self.row_blocks * (128 * self.dequantizer.bits + self.scale_bytes)
 
     @property
     def w_bytes(self) -> int:
@@ -97,7 +97,7 @@ class TileStage:
 
     def plane_at(self, plane: int) -> int:
         """Byte of a plane within the weights of a slice."""
-        return self.strips * 128 * sum(self.planes[:plane])
+        return self.row_blocks * 128 * sum(self.planes[:plane])
 
     @property
     def scales_at(self) -> int:
@@ -106,20 +106,20 @@ class TileStage:
 
     @property
     def x_layout(self) -> gl.SwizzledSharedLayout:
-        """[rows, 16 k] of x."""
+        """Layout [rows, 16 k] of x."""
         return gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
 
     # ---- copies
 
     @property
-    def x_turns(self) -> int:
-        """Pieces of x that a thread copies: of all slices, then of the token that is 4 for each warp further on."""
+    def x_copies(self) -> int:
+        """Vectors of x that a thread copies: of all slices, then of the token 4 * warps later."""
         return self.slices * self.tokens * 8 // self.threads
 
-    def copy_x(self, turn: int) -> str:
-        """$1 slot's x + the place of the thread's first piece in it, $2 where that lies in memory, $3 bytes to the token of the
-        next, below 2^31, $4 how many tokens exist from the first on, $5 how many k exist from the piece on."""
-        further, own = divmod(turn, self.slices)
+    def copy_x(self, index: int) -> str:
+        """Copies x. $1 slot's x + the place of the thread's first vector in it, $2 its source, $3 bytes to the token of the
+        next vector, below 2^31, $4 how many tokens exist from the first on, $5 how many k exist from the vector on."""
+        further, own = divmod(index, self.slices)
         tokens, k = 4 * self.warps * further, TILE_K * own
         to = X_PIECES * (tokens * self.slices + 8 * own)
         return _block([
@@ -130,7 +130,7 @@ class TileStage:
         ])  # fmt: skip
 
     def pieces(self, plane: int) -> int:
-        """Pieces of a strip's codes in a plane of a stage."""
+        """Vectors of a row block's codes in a plane of a stage."""
         return 8 * self.planes[plane]
 
     @property
@@ -139,48 +139,51 @@ class TileStage:
 
     @property
     def tile_words(self) -> int:
-        """Words of codes from a tile of 64 k of a strip to the next."""
-        return 32 * self.decode.bits
+        """Words of codes of a tile of 64 k of a row block."""
+        return 32 * self.dequantizer.bits
 
     @property
     def group_shift(self) -> int:
-        """Bits to shift a k by to its group: of a division the sign would be looked at."""
-        return self.decode.group.bit_length() - 1
+        """log2 of the group size: a division would also handle negative k."""
+        return self.dequantizer.group.bit_length() - 1
 
-    def code_turns(self, plane: int) -> int:
-        """Pieces of a plane that a thread copies, of all slices in turn; with the last of a slice some threads have none."""
-        return self.slices * -(-self.strips * self.pieces(plane) // self.threads)
-
-    @property
-    def scale_turns(self) -> int:
-        return self.slices * -(-self.strips * self.scale_pieces // self.threads)
+    def code_copies(self, plane: int) -> int:
+        """Vectors of a plane that a thread copies, over all slices; in the last of a slice some threads copy none."""
+        return self.slices * -(-self.row_blocks * self.pieces(plane) // self.threads)
 
     @property
-    def copies(self) -> tuple[Copy, ...]:
+    def scale_copies(self) -> int:
+        return self.slices * -(-self.row_blocks * self.scale_pieces // self.threads)
+
+    @property
+    def copies(self) -> tuple[StageCopy, ...]:
         """All that a thread copies of a stage."""
-        codes = [Copy("codes", turn, plane) for plane in range(len(self.planes)) for turn in range(self.code_turns(plane))]
-        scales = [Copy("scales", turn) for turn in range(self.scale_turns)]
-        return (*(Copy("x", turn) for turn in range(self.x_turns)), *codes, *scales)
+        codes = [
+            StageCopy("codes", index, plane) for plane in range(len(self.planes)) for index in range(self.code_copies(plane))
+        ]
+        scales = [StageCopy("scales", index) for index in range(self.scale_copies)]
+        return (*(StageCopy("x", index) for index in range(self.x_copies)), *codes, *scales)
 
-    def copy_codes(self, turn: int, plane: int) -> str:
-        """$1 slot's weights + 16 thread, $2 the thread's first piece of the stage, $3 bytes from strip to strip, $4 thread, $5
-        how many slices of the stage there are within K, at most 0 beyond the end."""
-        start = 128 * sum(self.planes[:plane]) + turn % self.slices * 4 * self.tile_words
-        return self._copy(turn, self.pieces(plane), self.plane_at(plane), start)
+    def copy_codes(self, index: int, plane: int) -> str:
+        """Copies codes. $1 slot's weights + 16 thread, $2 the thread's first vector of the stage, $3 bytes between row blocks,
+        $4 thread, $5 how many slices of the stage are within K, at most 0 beyond it."""
+        start = 128 * sum(self.planes[:plane]) + index % self.slices * 4 * self.tile_words
+        return self._copy(index, self.pieces(plane), self.plane_at(plane), start)
 
-    def copy_scales(self, turn: int) -> str:
-        """The same for scales of the stage's groups."""
-        of_group = 32 * self.decode.group_words  # bytes
-        start = turn % self.slices * TILE_K // self.decode.group * of_group
-        return self._copy(turn, self.scale_pieces, self.scales_at, start)
+    def copy_scales(self, index: int) -> str:
+        """Copies scales of the stage's groups, with the operands of `copy_codes`."""
+        of_group = 32 * self.dequantizer.group_words  # bytes
+        start = index % self.slices * TILE_K // self.dequantizer.group * of_group
+        return self._copy(index, self.scale_pieces, self.scales_at, start)
 
-    def _copy(self, turn: int, of_strip: int, to: int, start: int) -> str:
-        """Copies one of `of_strip` pieces of each strip, which begin `start` bytes behind $2, to a slice's byte `to` and on."""
-        further, own = divmod(turn, self.slices)
+    def _copy(self, index: int, pieces_per_row_block: int, to: int, start: int) -> str:
+        """Copies one of `pieces_per_row_block` vectors of each row block, from `start` bytes after $2 to byte `to` of a
+        slice."""
+        further, own = divmod(index, self.slices)
         first = further * self.threads
-        left, there = self.strips * of_strip - first, ""
+        left, there = self.row_blocks * pieces_per_row_block - first, ""
         lines = [f".reg .pred there, none; .reg .b64 from; setp.le.s32 none, $5, {own};"]
-        lines.append(f"mad.wide.s32 from, $3, {first // of_strip}, $2;" if further else "mov.b64 from, $2;")
+        lines.append(f"mad.wide.s32 from, $3, {first // pieces_per_row_block}, $2;" if further else "mov.b64 from, $2;")
         if left < self.threads:
             lines.append(f"setp.lt.s32 there, $4, {left};")
             there = "@there "
@@ -188,39 +191,39 @@ class TileStage:
         lines.append(f"{there}cp.async.cg.shared.global.L2::128B [$1+{at}], [from+{start}], 16, none;")
         return _block(lines)
 
-    # ---- reads, by the lanes of the warp that has a strip
+    # ---- reads, by the lanes of the warp that has a row block
 
     @property
     def read_types(self) -> tuple[gl.dtype, ...]:
-        return (gl.int32,) * (self.decode.bits + self.decode.scale_words)
+        return (gl.int32,) * (self.dequantizer.bits + self.dequantizer.scale_words)
 
     @property
     def read_constraints(self) -> str:
         return ",".join(["=&r"] * len(self.read_types) + ["r"] * 3)
 
-    def read(self, strip: int) -> str:
-        """A lane's words of codes, then of scales, of the strip so many behind the warp's own. Inputs: the slice's weights in
-        the slot, the warp's strip, the lane."""
+    def read(self, row_block: int) -> str:
+        """Reads a lane's words of codes, then of scales, of the row block `row_block` after the warp's first. Inputs: the
+        slice's weights in the slot, the warp's first row block, the lane."""
         count = len(self.read_types)
         slot, own, lane = (f"${count + i}" for i in range(3))
-        lines = [".reg .b32 at, here;", *self._read_codes(strip, slot, own, lane)]
-        out = self.decode.bits
+        lines = [".reg .b32 at, here;", *self._read_codes(row_block, slot, own, lane)]
+        out = self.dequantizer.bits
         if self.scale_bytes:
-            words = self.decode.group_words
+            words = self.dequantizer.group_words
             lines.append(f"mad.lo.s32 at, {own}, {self.scale_bytes}, {slot};")
             lines.append(f"shr.u32 here, {lane}, 2; mad.lo.s32 at, here, {4 * words}, at;")
-            for group in range(self.decode.groups):
-                lines.append(_load(words, out, f"at+{self.scales_at + strip * self.scale_bytes + 32 * words * group}"))
+            for group in range(self.dequantizer.groups):
+                lines.append(_load(words, out, f"at+{self.scales_at + row_block * self.scale_bytes + 32 * words * group}"))
                 out += words
         return "{\n" + "\n".join(lines) + "\n}"
 
-    def _read_codes(self, strip: int, slot: str, own: str, lane: str) -> list[str]:
-        """Lines that read the words of codes, to $0 and on; `at` and `here` are free."""
+    def _read_codes(self, row_block: int, slot: str, own: str, lane: str) -> list[str]:
+        """Lines that read the words of codes to $0 and on; `at` and `here` are temporaries."""
         lines, out = [], 0
         for plane, words in enumerate(self.planes):
             vector = min(words, 4)
             lines.append(f"mad.lo.s32 at, {own}, {128 * words}, {slot}; mad.lo.s32 at, {lane}, {4 * vector}, at;")
-            start = self.plane_at(plane) + strip * 128 * words
+            start = self.plane_at(plane) + row_block * 128 * words
             for first in range(0, words, vector):
                 lines.append(_load(vector, out, f"at+{start + 32 * 4 * first}"))
                 out += vector
@@ -242,47 +245,46 @@ def _load(words: int, out: int, at: str) -> str:
 
 
 @aggregate
-class Source:
-    """Where this thread's first pieces of x, codes (one for each plane) and scales lie, bytes from piece to piece or from strip
-    to strip; how many tokens there are from the piece of x on; how many k from it on, and tiles of 64 k, to where the block
-    ends."""
+class StageSource:
+    """Addresses of this thread's first vectors of x, codes (one per plane) and scales, with their strides in bytes; number of
+    tokens from its vector of x on, of k from it on, and of tiles of 64 k, up to the end of the block's range."""
 
     x: gl.tensor
     x_step: gl.tensor
     tokens: gl.tensor
     ks: gl.tensor
     w: Tuple
-    w_strip: gl.tensor
+    w_stride: gl.tensor
     scale: gl.tensor
-    scale_strip: gl.tensor
+    scale_stride: gl.tensor
     tiles: gl.tensor
 
 
 @gluon.jit
 def x_piece(thread):
-    """(token, piece of its 8) that a thread copies first. A warp has 4 tokens, lanes 8 i to 8 i + 7 pieces 2 i and 2 i + 1 of
-    each: whole rows of memory, and no bank of shared memory twice."""
+    """Returns (token, vector of its 8) that a thread copies first. A warp has 4 tokens, lanes 8 i to 8 i + 7 vectors 2 i and 2
+    i + 1 of each: whole rows of memory, no bank conflicts."""
     lane = thread % 32
     return thread // 32 * 4 + lane % 8 // 2, lane % 2 + lane // 8 * 2
 
 
 @gluon.jit
 def x_at(token, piece, S: gl.constexpr):
-    """Byte of a piece of 8 k of a token within the x of a stage, of its first slice."""
+    """Byte offset of the vector of 8 k of a token within the x of a stage, of its first slice."""
     row = token + token // 8 * (8 * S.slices - 8)
     return piece // 2 * (S.slices * S.tokens * 32) + row * 32 + (piece % 2 ^ token // 4 % 2) * 16
 
 
 @gluon.jit
-def first_piece(base, first_strip, thread, stride, of_strip: gl.constexpr, elements: gl.constexpr):
-    """Where a thread's first piece of `elements` lies, of `of_strip` for each strip."""
-    strip = first_strip + thread // of_strip
-    return base + strip.to(gl.int64) * stride + thread % of_strip * elements
+def first_piece(base, first_row_block, thread, stride, pieces_per_row_block: gl.constexpr, elements: gl.constexpr):
+    """Address of a thread's first vector of `elements`, with `pieces_per_row_block` vectors per row block."""
+    row_block = first_row_block + thread // pieces_per_row_block
+    return base + row_block.to(gl.int64) * stride + thread % pieces_per_row_block * elements
 
 
 @gluon.jit
 def copy_piece(source, iteration, slot, i: gl.constexpr, C: gl.constexpr):
-    """Starts copy i of a stage; what is beyond the end becomes zeros."""
+    """Starts copy i of a stage; what does not exist becomes zeros."""
     S: gl.constexpr = C.stage
     COPY: gl.constexpr = ptx(C.order.copy, i)
     thread = gl.arange(0, C.threads, C.threads_layout)
@@ -292,24 +294,24 @@ def copy_piece(source, iteration, slot, i: gl.constexpr, C: gl.constexpr):
     if COPY.of == "x":
         token, piece = x_piece(thread)
         run(
-            ptx(S.copy_x, COPY.turn), "=r,r,l,r,r,r",
+            ptx(S.copy_x, COPY.index), "=r,r,l,r,r,r",
             [start + slot * S.x_bytes + x_at(token, piece, S), source.x + iteration * C.stage_k, source.x_step, source.tokens,
              source.ks - iteration * C.stage_k],
         )  # fmt: skip
     elif COPY.of == "codes":
         run(
-            ptx(S.copy_codes, COPY.turn, COPY.plane), "=r,r,l,r,r,r",
-            [w_at, source.w[COPY.plane] + iteration * (S.tile_words * C.warps_k), source.w_strip, thread, tiles],
+            ptx(S.copy_codes, COPY.index, COPY.plane), "=r,r,l,r,r,r",
+            [w_at, source.w[COPY.plane] + iteration * (S.tile_words * C.warps_k), source.w_stride, thread, tiles],
         )  # fmt: skip
     else:
-        group = (iteration * C.stage_k >> S.group_shift) * (16 * C.decode.group_words)
+        group = (iteration * C.stage_k >> S.group_shift) * (16 * C.dequantizer.group_words)
         run(
-            ptx(S.copy_scales, COPY.turn), "=r,r,l,r,r,r",
-            [w_at, source.scale + group, source.scale_strip, thread, tiles],
+            ptx(S.copy_scales, COPY.index), "=r,r,l,r,r,r",
+            [w_at, source.scale + group, source.scale_stride, thread, tiles],
         )  # fmt: skip
 
 
 @gluon.jit
 def commit():
-    """Ends a group of copies, of none beyond the end."""
+    """Commits a group of copies, an empty one beyond K."""
     run("cp.async.commit_group;\n mov.b32 $0, 0;", "=r", [])

@@ -1,4 +1,4 @@
-"""Activations as they are quantized, and what is computed right before: the meaning of each rule, in plain torch."""
+"""Quantization of activations, and what is computed right before: the meaning of each rule, in plain torch."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from torch.nn.functional import layer_norm, pad, silu
 from lowbit.formats import ActivationRule, FloatFormat, NumberFormat
 
 CODE_DTYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-"""Formats that activations are quantized to, and the type of their codes."""
+"""Formats that activations are quantized to, and the dtype of their codes."""
 
 SMALLEST_SCALE = 2.0**-126
-"""No scale of activations is smaller, so that its reciprocal is finite; rows of zeros have this one."""
+"""Smallest scale of activations, so that its reciprocal is finite; rows of zeros have it."""
 
 FLOORS = {ActivationRule.FINEGRAINED_FP8: 1e-12, ActivationRule.FBGEMM: 1 / (448 * 512)}
-"""The smallest scale under the rule of another tool, where it has one."""
+"""Smallest scale under the rule of another tool, if it has one."""
 
 FBGEMM_CEILING = 1200.0
-"""What FBGEMM's rule takes a larger max|x| for: the default of Transformers' `activation_scale_ub`, the one that is read."""
+"""Clamp of max|x| in FBGEMM's rule: the default of Transformers' `activation_scale_ub`."""
 
 
 def quantize_activations_reference(
     x: Tensor, fmt: NumberFormat, group: int = 0, scale: Tensor | None = None, symmetric: bool = True,
     zero: Tensor | None = None, rule: ActivationRule = ActivationRule.OWN,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Codes [.., K], scale float32 [.., ceil(K / group)] (group 0: [.., 1]; the given [1]) and zero int32 of x [.., K].
+    """Returns codes [.., K], scale float32 [.., ceil(K / group)] (group 0: [.., 1]; the given [1]) and zero int32 of x [.., K].
 
     In float32, each line one rounding: scale = max|x| / largest value of `fmt`, code = nearest(x * (1 / scale)), saturating.
-    Asymmetric: scale = (max - min) / 255 with 0 in the range, x = (code - zero) * scale. That is this library's own rule; what
-    the others are is said at `_by_rule`.
+    Asymmetric: scale = (max - min) / 255 with 0 in the range, x = (code - zero) * scale. That is this library's own rule;
+    `_by_rule` has the others.
     """
     if rule is not ActivationRule.OWN:
         return _by_rule(x, fmt, group, scale, symmetric, zero, rule)
@@ -57,7 +57,7 @@ def quantize_activations_reference(
 def _by_rule(
     x: Tensor, fmt: NumberFormat, group: int, scale: Tensor | None, symmetric: bool, zero: Tensor | None, rule: ActivationRule
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`quantize_activations_reference` as the tool of `rule` does it: each operation rounds to the type of its tensors, x's own
+    """`quantize_activations_reference` by the rule of another tool. Each operation rounds to the dtype of its tensors: x's own
     for compressed-tensors (0.17 to 0.20: calculate_qparams and _quantize_dequantize), else float32 (Transformers' kernel
     finegrained-fp8, act_quant.py; FBGEMM's quantize.cu, dynamicQuantizeMatrixRowwise)."""
     k, tool = x.shape[-1], rule is ActivationRule.COMPRESSED_TENSORS
@@ -80,7 +80,7 @@ def _by_rule(
     if zero is not None:
         steps = steps + zero[..., None].to(values.dtype)
     elif tool and scale is None:
-        steps = steps + 0.0  # the tool adds zero points that are 0: negative zeros become positive
+        steps = steps + 0.0  # the tool adds zero points of 0, which turns -0 into 0
     codes = steps.clamp(fmt.min, fmt.max)
     codes = codes if isinstance(fmt, FloatFormat) else codes.round()
     given = scale if scale is None else scale.to(values.dtype).float()
@@ -88,23 +88,23 @@ def _by_rule(
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x * weight / sqrt(mean(x^2) + eps) in float32, rounded to no other type."""
+    """x * weight / sqrt(mean(x^2) + eps) in float32, not rounded to another dtype."""
     values = x.float()
     return values * weight.float() * (values.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias in float32, rounded to no other type."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias in float32, not rounded to another dtype."""
     return layer_norm(x.float(), x.shape[-1:], weight.float(), None if bias is None else bias.float(), eps)
 
 
 def silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up in float32, rounded to no other type."""
+    """silu(gate) * up in float32, not rounded to another dtype."""
     return silu(gate.float()) * up.float()
 
 
 def _scale(span: Tensor, steps: float) -> Tensor:
-    """span / steps, but no smaller than SMALLEST_SCALE; NaN stays. Divides by a tensor: by a number, torch multiplies by its
-    reciprocal on a GPU."""
+    """span / steps, at least SMALLEST_SCALE; keeps NaN. Divides by a tensor: by a number, torch multiplies by its reciprocal on
+    a GPU."""
     scale = span / span.new_full((), steps)
     return torch.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)

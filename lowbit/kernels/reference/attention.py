@@ -1,7 +1,7 @@
-"""Attention over a paged cache of keys and values in plain torch: the truth of the kernels, and what runs on a CPU.
+"""Attention over a paged KV cache in plain torch: the reference of the kernels, and the CPU implementation.
 
-Pages hold PAGE tokens of one layer, [pages, kv_heads, PAGE, head_dim]; a row of a table names the pages of one slot in order.
-Nothing that lies in a page beyond a slot's own tokens reaches a result. Sums are float32 (float64 for float64), and what is
+Pages hold PAGE tokens of one layer, [pages, kv_heads, PAGE, head_dim]; a row of the page table lists the pages of one slot in
+order. Content of a page beyond a slot's own tokens does not affect results. Sums are float32 (float64 for float64), and what is
 stored or returned is rounded once.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
 
 SCORES = 1 << 26
-"""Scores that exist at a time: 256 MiB in float32."""
+"""Scores in memory at a time: 256 MiB in float32."""
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -23,7 +23,8 @@ def _wide(x: Tensor) -> Tensor:
 def turned_heads(
     qkv: Tensor, position_of: Tensor, cos_sin: Tensor, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [T, heads, head_dim], k and v [T, kv_heads, head_dim] of qkv [T, ..]: q and k normed (if there is a gamma), turned."""
+    """Returns q [T, heads, head_dim], k and v [T, kv_heads, head_dim] of qkv [T, ..], q and k after RMSNorm (if there is a
+    gamma) and RoPE."""
     heads = qkv.view(len(qkv), -1, shape.head_dim)
     q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
     cos, sin = _wide(cos_sin)[position_of.long()][:, None, :].chunk(2, dim=-1)
@@ -40,7 +41,7 @@ def append_reference(
     qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor,
     shape: AttentionShape, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """q [T, heads, head_dim] of tokens qkv [T, ..], whose keys and values it writes into the pages of their slots."""
+    """Returns q [T, heads, head_dim] of tokens qkv [T, ..] and writes their keys and values into the pages of their slots."""
     q, new_k, new_v = turned_heads(qkv, position_of, cos_sin, shape, q_norm, k_norm)
     position = position_of.long()
     page = tables[slot_of.long(), position // PAGE].long()
@@ -50,14 +51,14 @@ def append_reference(
 
 
 def gathered(pages: Tensor, table_row: Tensor, tokens: int) -> Tensor:
-    """The first `tokens` tokens of a slot, [kv_heads, tokens, head_dim], whatever else its last page holds."""
+    """Returns the first `tokens` tokens of a slot, [kv_heads, tokens, head_dim]."""
     own = pages.transpose(0, 1).index_select(1, table_row[: -(-tokens // PAGE)])
     return own.reshape(pages.shape[1], -1, pages.shape[3])[:, :tokens]
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, first: int, shape: AttentionShape) -> Tensor:
-    """Tokens q [T, heads, head_dim] at positions first, first + 1, .. see keys and values [kv_heads, first + T, head_dim] up to
-    their own, of the last `window`; [T, heads * head_dim]."""
+    """Attention of q [T, heads, head_dim] at positions first, first + 1, .. over keys and values [kv_heads, first + T,
+    head_dim], causal, within the last `window`; returns [T, heads * head_dim]."""
     tokens, group = len(q), shape.heads // shape.kv_heads
     y = torch.empty_like(q)
     rows = max(1, SCORES // (shape.heads * (first + tokens)))
@@ -81,7 +82,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, first: int, shape: Attention
 
 
 def gather_reference(pages: Tensor, where: Tensor, count: Tensor) -> Tensor:
-    """Rows [T, kv_heads, head_dim] of pages; those from `count` on are NaN."""
+    """Returns rows [T, kv_heads, head_dim] of pages; rows from `count` on are NaN."""
     heads = where[:, None] + PAGE * torch.arange(pages.shape[1], device=pages.device)
     made = pages.reshape(-1, pages.shape[3]).index_select(0, heads.flatten()).view(len(where), pages.shape[1], -1)
     made[int(count) :] = torch.nan
@@ -89,7 +90,7 @@ def gather_reference(pages: Tensor, where: Tensor, count: Tensor) -> Tensor:
 
 
 def ragged_reference(q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins: Tensor, shape: AttentionShape) -> Tensor:
-    """What `ops.ragged_attention.ragged_attention` computes, text by text; rows of no text are NaN."""
+    """Computes `ops.ragged_attention.ragged_attention`, sequence by sequence; rows of no sequence are NaN."""
     y = q.new_full((len(q), shape.heads * shape.head_dim), torch.nan)
     bounds, of_keys = q_begins.tolist(), k_begins.tolist()
     for begin, end, low, high in zip(bounds, bounds[1:], of_keys, of_keys[1:], strict=False):
@@ -110,13 +111,13 @@ def decode_reference(
     qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, shape: AttentionShape,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `lowbit.ops.attention.decode_attention`."""
+    """Computes `lowbit.ops.attention.decode_attention`."""
     slots = rows.long()
     position_of = positions[slots]
     q = append_reference(qkv, k, v, tables, rows, position_of, cos_sin, shape, q_norm, k_norm)
     y = q.new_empty(len(q), shape.heads * shape.head_dim)
     for row, (slot, position) in enumerate(zip(slots.tolist(), position_of.tolist(), strict=True)):
-        # Of a window, only the pages that it reaches.
+        # With a window, only the pages within it.
         skipped = max(0, position - shape.window + 1) // PAGE if shape.window else 0
         seen = position + 1 - skipped * PAGE
         own = tables[slot, skipped:]

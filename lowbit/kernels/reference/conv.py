@@ -1,6 +1,6 @@
-"""What a convolution of codes, its sums and its pools compute, in plain torch on integer codes, exact on any device.
+"""Convolutions of codes, their sums and pools, in plain torch on integer codes, exact on any device.
 
-`formats/conv.py` says what that is; tests and CPUs run this, and the kernels make the same codes bit for bit.
+`formats/conv.py` defines them; tests and CPUs run this, and the kernels give the same codes bit for bit.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _FLOAT32_EXACT = 1 << 24
 
 
 def conv_reference(x: Tensor, layer: ConvLayer, residual: Tensor | None = None, second: Tensor | None = None) -> Tensor:
-    """Output codes int32 [N, O, Ho, Wo] (or values, for f16 and f32) of codes x [N, C, H, W], exact on any device.
+    """Returns output codes int32 [N, O, Ho, Wo] (or values, for f16 and f32) of codes x [N, C, H, W], exact on any device.
 
-    `residual` [N, O, Ho, Wo] are the codes added, `second` [N, C2, H2, W2] the input of the second product; each is given
-    exactly where the layer has one. Raises ValueError for codes that the storage does not hold.
+    `residual` [N, O, Ho, Wo] are the codes added, `second` [N, C2, H2, W2] the input of the second product; each is given if
+    and only if the layer has one. Raises ValueError for codes out of the storage's range.
     """
     _check_given("residual", residual, layer.residual is not None)
     _check_given("second", second, layer.second is not None)
@@ -33,7 +33,7 @@ def conv_reference(x: Tensor, layer: ConvLayer, residual: Tensor | None = None, 
 
 
 def _stored(t: Tensor, y: str, relu: bool) -> Tensor:
-    """What is stored of t: codes, or values for f16 and f32."""
+    """Converts t to what is stored: codes, or values for f16 and f32."""
     if y == "u4":
         return t.round().clamp(0, 255).to(torch.int32) >> 4
     if y == "s8":
@@ -42,7 +42,7 @@ def _stored(t: Tensor, y: str, relu: bool) -> Tensor:
 
 
 def sum_reference(x: Tensor, layer: SumSpec, other: Tensor | None = None) -> Tensor:
-    """Output codes int32 [N, C, H, W] of codes x, and of those of `other`, which is given where the layer has one."""
+    """Returns output codes int32 [N, C, H, W] of codes x and, if the layer has one, of `other`."""
     _check_given("other", other, layer.other is not None)
     _check_codes(x, layer.x)
     t = fma(x, *(torch.tensor(value, dtype=torch.float32, device=x.device) for value in (layer.s, layer.b)))
@@ -55,7 +55,7 @@ def sum_reference(x: Tensor, layer: SumSpec, other: Tensor | None = None) -> Ten
 def max_pool_reference(
     codes: Tensor, window: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int] = (0, 0)
 ) -> Tensor:
-    """Largest code of each window of codes [N, C, H, W]; what lies outside the image does not count."""
+    """Largest code of each window of codes [N, C, H, W]; padding does not count."""
     pooled = functional.max_pool2d(codes.float(), window, stride, padding)
     return pooled.to(codes.dtype)
 
@@ -91,11 +91,11 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor, weight: Tensor, storage: str, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
-    """The convolution of codes, exact: every partial sum is an integer that the floating-point type holds."""
+    """The convolution of codes, exact: every partial sum is an integer that the floating-point type represents."""
     _check_codes(x, storage)
     largest = max(abs(limit) for limit in code_range(storage))
     bound = largest * int(weight.abs().to(torch.int32).flatten(1).sum(1).max()) if weight.numel() else 0
-    # On a GPU float32 may mean tf32 and a fast algorithm may mean other sums; float64 does not.
+    # On a GPU float32 may use tf32 or a fast algorithm with other sums; float64 does not.
     dtype = torch.float32 if x.device.type == "cpu" and bound < _FLOAT32_EXACT else torch.float64
     return functional.conv2d(x.to(dtype), weight.to(x.device, dtype), None, stride, padding).to(torch.int32)
 

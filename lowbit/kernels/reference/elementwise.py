@@ -1,4 +1,4 @@
-"""The small steps of a language model beside products and attention: embedding, norm, gate. Their meaning, in plain torch.
+"""The small operations of a language model beside GEMMs and attention: embedding, norm, gate. Their meaning, in plain torch.
 
 Everything rounds where Transformers' modules round, so that a step made of these equals the model's own forward.
 """
@@ -13,20 +13,20 @@ from torch.nn.functional import gelu, layer_norm, relu, silu
 
 Gate = Literal["silu", "gelu_tanh", "relu"]
 GATES: tuple[Gate, ...] = ("silu", "gelu_tanh", "relu")
-"""Functions of a gate, or of an MLP without one: x / (1 + exp(-x)), GELU by its tanh formula (Transformers'
-gelu_pytorch_tanh), max(x, 0)."""
+"""Functions of a gate, or of an MLP without one: x / (1 + exp(-x)), GELU by its tanh formula (Transformers' gelu_pytorch_tanh),
+max(x, 0)."""
 
 ZERO_CODE = 128
-"""The code of 0 in 8 bits: codes are stored with their offset, as `formats` has int8."""
+"""The 8-bit code of 0: codes are stored with an offset, as int8 in `formats`."""
 
 
 def embed_rows_reference(
     tokens: Tensor, rows: Tensor | None, codes: Tensor, row_scale: Tensor | None, dtype: torch.dtype, scale: float,
     positions: Tensor | None = None, position_table: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """h [B, H] of `dtype`: the row of `codes` of token tokens[rows[b]] (tokens[b] without rows), decoded by `row_scale` [V] if
-    that is given, rounded to `dtype`, then times `scale`, itself rounded to `dtype`, and rounded again; plus the row of
-    `position_table` [P, H] of its position, found likewise, if there is one, and rounded again."""
+    """Returns h [B, H] of `dtype`: row tokens[rows[b]] (tokens[b] without rows) of `codes`, times `row_scale` [V] if given,
+    rounded to `dtype`; then times `scale`, itself rounded to `dtype`, and rounded again; plus the row of `position_table` [P,
+    H] of its position, if there is one, and rounded again."""
     picked = tokens if rows is None else tokens[rows.long()]
     values = codes[picked.long()]
     if row_scale is not None:
@@ -54,7 +54,7 @@ def norm_reference(h: Tensor, gamma: Tensor, eps: float, offset: float, bias: Te
 
 
 def add_reference(h: Tensor, delta: Tensor | None, eps: float, offset: float, post_gamma: Tensor | None) -> None:
-    """h += delta in place, or += its norm by `post_gamma`; rounded to h's type."""
+    """Adds delta, or its norm by `post_gamma`, to h in place; rounded to h's dtype."""
     if delta is not None:
         h += delta if post_gamma is None else norm_reference(delta, post_gamma, eps, offset)
 

@@ -1,6 +1,6 @@
-"""Products of a decode step with norm, gate and residual at their ends, in plain torch: the truth of their kernels.
+"""GEMMs of a decode step with norm, gate and residual in the epilogue, in plain torch: the reference of their kernels.
 
-Sums in float64. Rounded once are y, h and x of the next norm, each to its type; what is between them is not.
+Sums in float64. y, h and x of the next norm are rounded once, each to its dtype; intermediate results are not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lowbit.pack.dense import DenseWeight
 
 
 def rms_reference(squares: Tensor, width: int, eps: float) -> Tensor:
-    """rms [M] float64 of rows of h of `width` elements, from sums of squares [parts, M]."""
+    """Returns the RMS [M] float64 of rows of h of `width` elements, from partial sums of squares [parts, M]."""
     return torch.sqrt(squares.double().sum(0) / width + eps)
 
 
@@ -38,10 +38,10 @@ def norm_gemm_reference(
 def residual_gemm_reference(
     x: Tensor, w: QuantTensor | DenseWeight, h: Tensor, gamma: Tensor, bias: Tensor | None = None, *, x_factor: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(h + y, x of the next norm, squares), where y [M, N] = x [M, K] . dequantize(w)[N, K]^T + bias [N].
+    """Returns (h + y, x of the next norm, squares), where y [M, N] = x [M, K] . dequantize(w)[N, K]^T + bias [N].
 
-    h + y [M, N] is rounded to h's type; of it are x = h * gamma [N] * x_factor, in x's type, and `squares` float32 [1, M], the
-    sums of squares of its rows.
+    h + y [M, N] is rounded to h's dtype. From it come x = h * gamma [N] * x_factor, in x's dtype, and `squares` float32 [1, M],
+    the sums of squares of its rows.
     """
     added = (h.double() + mixed_gemm_reference(x, w, bias)).to(h.dtype)
     following = (added.double() * gamma.double() * x_factor).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Products and what may follow them, in as few lines of torch as possible."""
+"""GEMMs and the functions that may follow them, in as few lines of torch as possible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowbit.pack.dense import DenseWeight
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda y: y, "relu": relu, "gelu": partial(gelu, approximate="tanh"), "silu": silu,
 }  # fmt: skip
-"""What a product of quantized activations can be followed by; gelu is the one with tanh."""
+"""Functions that may follow a GEMM of quantized activations; gelu is the one with tanh."""
 
 
 def mixed_gemm_reference(x: Tensor, w: QuantTensor | DenseWeight, bias: Tensor | None = None) -> Tensor:

@@ -1,16 +1,16 @@
-"""The next token of each request, from its logits: adjusted, cut, drawn. The meaning of the kernels, in plain torch.
+"""Sampling of the next token of each request from its logits: penalties, top-k, top-p, min-p, sampling. Plain torch reference.
 
 Order of operations as in Transformers (generation/logits_process.py): end-of-text tokens are banned before the minimum,
 repetition penalty, presence and frequency penalty (OpenAI's, of generated tokens alone), bias, temperature, top-k, top-p,
 min-p.
 
-Beyond the adjusted logits all is arithmetic of integers, so that a kernel on any machine, in blocks of any size, draws the same
-token to the bit. With m the largest adjusted logit of a row, the key of a logit l is floor((m - l) * 2^15 * log2(e) /
-temperature) and its mass is 2^(40 - key / 2^15), a whole number; from 40 * 2^15 on (27.7 below m at temperature 1) it is 0.
-Sums of masses are exact in 64 bits for up to 2^23 tokens. Tokens with the same key (probabilities within 2e-5 of each other)
-count as equal: at a threshold of top-k or top-p all of them are kept. The random number is Philox4x32-10 (Salmon et al. 2011)
-of (seed, tokens generated so far), 64 bits R; the token drawn is the first whose running mass, in the order of tokens, exceeds
-R * total / 2^64.
+Beyond the adjusted logits all arithmetic is on integers, so that a kernel on any GPU, in blocks of any size, samples the same
+token bit for bit. With m the largest adjusted logit of a row, the key of a logit l is floor((m - l) * 2^15 * log2(e) /
+temperature) and its probability mass is the integer 2^(40 - key / 2^15); from 40 * 2^15 on (27.7 below m at temperature 1) it
+is 0. Sums of masses are exact in 64 bits for up to 2^23 tokens. Tokens with the same key (probabilities within 2e-5 of each
+other) count as equal: at a threshold of top-k or top-p all of them are kept. The random number is Philox4x32-10 (Salmon et al.
+2011) of (seed, tokens generated so far), 64 bits R; the sampled token is the first whose cumulative mass, in the order of
+tokens, exceeds R * total / 2^64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 WORDS = 16
-"""32-bit words that hold the settings of a slot: one copy sets them, one line of the cache has them."""
+"""32-bit words of a slot's settings: one copy sets them, one cache line holds them."""
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, MINIMUM, SEED, FLAGS, GENERATED = (
     0,
@@ -36,25 +36,25 @@ TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, MINIMUM, SEED
     10,
     11,
 )
-"""Where they lie in it; the seed has two words."""
+"""Their indices; the seed has two words."""
 
 PENALIZED, BIASED, CUT, HELD = 1, 2, 4, 8
 """Flags: a repetition, presence or frequency penalty; a logit bias; top-k or top-p; a minimum of tokens."""
 
 PROMPT = 1 << 30
-"""Bit of a count: the prompt has the token."""
+"""Bit of a count: the prompt contains the token."""
 
 OCTAVE_BITS = 15
-"""Keys in which a mass falls to its half, as a power of two."""
+"""log2 of the number of keys in which a mass halves."""
 
 MASS_BITS = 40
-"""The mass of the likeliest token, as a power of two."""
+"""log2 of the mass of the most likely token."""
 
 KEYS = MASS_BITS << OCTAVE_BITS
-"""Keys from here on have no mass."""
+"""Keys from here on have mass 0."""
 
 KEY_SCALE = float(torch.tensor(2**OCTAVE_BITS / math.log(2), dtype=torch.float32))
-"""Keys of a distance of 1, in float32."""
+"""Keys per logit difference of 1, in float32."""
 
 COEFFICIENTS = (1488514810, 515782961, 118750274, 19769430, 2029222)
 """2^-f for f in [0, 1) is 1 - c0 f + c1 f^2 - c2 f^3 + c3 f^4 - c4 f^5, in units of 2^-31, to 9e-8; fitted here."""
@@ -86,24 +86,24 @@ def masses(keys: Tensor) -> Tensor:
 
 
 def distances(x: Tensor, largest: Tensor) -> Tensor:
-    """largest - x, and 0 where they are equal, infinities too."""
+    """Returns largest - x, and 0 where they are equal, infinities too."""
     return torch.where(x == largest, 0.0, largest - x)
 
 
 def cleaned(logits: Tensor) -> Tensor:
-    """Logits in float32; a NaN counts as -inf."""
+    """Converts logits to float32; NaN becomes -inf."""
     x = logits.float()
     return torch.where(x.isnan(), float("-inf"), x)
 
 
 def is_distribution(logits: Tensor) -> bool:
-    """Whether the softmax of some logits is numbers: -inf are allowed, but not alone, NaN and +inf are not."""
+    """True if the softmax of the logits is defined: -inf is allowed, but not everywhere; NaN and +inf are not."""
     return float(logits.float().amax()) not in (math.inf, -math.inf) and not bool(logits.isnan().any())
 
 
 def adjusted(x: Tensor, words: Tensor, counts: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
-    """x float32 [V] of a slot with the settings `words` int32 [WORDS], counts int32 [V] and bias float32 [V], before
-    temperature."""
+    """Applies the settings `words` int32 [WORDS] of a slot, counts int32 [V] and bias float32 [V] to logits x float32 [V],
+    before temperature."""
     floats, flags = words.view(torch.float32), int(words[FLAGS])
     if flags & HELD and words[GENERATED] < words[MINIMUM]:
         x = x.index_fill(0, ends.long(), float("-inf"))
@@ -116,10 +116,10 @@ def adjusted(x: Tensor, words: Tensor, counts: Tensor, bias: Tensor, ends: Tenso
 
 
 def kept(x: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
-    """int64 masses [V] of adjusted logits x float32 [V], 0 for those that top-k, top-p and min-p cut off.
+    """Returns masses int64 [V] of adjusted logits x float32 [V], 0 for those that top-k, top-p and min-p remove.
 
-    top-k keeps the k smallest keys (0: all); top-p, of what is left, the smallest whose mass reaches p of the whole; min-p what
-    has at least min_p times the largest mass.
+    top-k keeps the k smallest keys (0: all). top-p keeps, of those, the smallest keys whose mass reaches p of the total. min-p
+    keeps masses of at least min_p times the largest.
     """
     scale = torch.tensor(KEY_SCALE) / torch.tensor(temperature, dtype=torch.float32)
     keys = (distances(x, x.max()) * scale).clamp(max=float(KEYS)).long()
@@ -140,12 +140,12 @@ def fraction(p: float) -> int:
 
 
 def share(total: int, p: float) -> int:
-    """The least mass that is p of the total."""
+    """Returns the smallest mass that is at least p of the total."""
     return -(-total * fraction(p) >> FRACTION_BITS)
 
 
 def drawn(mass: Tensor, seed: int, counter: int) -> int:
-    """The token that the random number of (seed, counter) falls on, among masses int64 [V]."""
+    """Samples a token: the one that the random number of (seed, counter) selects among masses int64 [V]."""
     running = mass.cumsum(0)
     target = philox(seed, counter) * int(running[-1]) >> 64
     return int((running <= target).sum())
@@ -155,7 +155,7 @@ def sample_reference(
     logits: Tensor, rows: Tensor, words: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor, positions: Tensor,
     out_tokens: Tensor, out_logprobs: Tensor,
 ) -> None:  # fmt: skip
-    """`ops.sample` row by row: words int32 [slots, WORDS], the rest as there."""
+    """Computes `ops.sample` row by row: words int32 [slots, WORDS], the rest as there."""
     floats, seeds, idle = words.view(torch.float32), words.view(torch.int64)[:, SEED // 2], len(words) - 1
     for i, slot in enumerate(rows.tolist()):
         raw = cleaned(logits[i])

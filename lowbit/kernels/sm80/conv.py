@@ -1,14 +1,14 @@
 """y = requantize(convolution(x, w) + ..) on packed NHWC activations of 4 or 8 bits, mma.sync: sm_80 and newer.
 
 Computes pixels x output channels, sums in int32, by mma.m16n8k64 (u4 x s4: twice the rate of int8 on sm_80, 86 and 89) or by
-        mma.m16n8k32 (s8 x s8; u4 decoded to bytes where weights have 8 bits)
-Reads   x as packed NHWC codes, 8 bytes a lane, row and step, zeros outside the image; w in pack/conv_fragment.py's order. A
+        mma.m16n8k32 (s8 x s8; u4 unpacked to bytes where weights have 8 bits)
+Reads   x as packed NHWC codes, 8 bytes a lane, row and k block, zeros outside the image; w in pack/conv_fragment.py's order. A
         second product has an x and a w of its own; a stem reads rows of 4 overlapping packed pixels
 Roles   none: a warp has 32 pixels and 64 outputs; neighbouring warps have neighbouring pixels and the same weights
 Exact   bit for bit as formats/conv.py
 Source  fragments of m16n8k64 and m16n8k32: PTX ISA
-State   codes are the reference's on an H200 (sm_90), with m16n8k64 too, for which ptxas calls a subroutine there: there are no
-        INT4 tensor cores from sm_90 on. On sm_80 to 89 it is compiled and its machine code read, not run
+State   codes equal the reference's on an H200 (sm_90), also with m16n8k64, for which ptxas calls a subroutine there: there are
+        no INT4 tensor cores from sm_90 on. For sm_80 to 89 it was compiled and its machine code read, not run
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from lowbit.pack.stem import PIXEL_BYTES, WINDOW_PIXELS, StemImages
 
 WARPS = 4
 STRIPS = 2
-"""Strips of 16 pixels of a warp."""
+"""m16 row blocks (16 pixels) of a warp."""
 
 PIXELS = 16 * STRIPS * WARPS
 SUMS = STRIPS * FRAGMENTS * 4
-"""Sums of a thread: of a strip and fragment, two columns of row g and two of row g + 8."""
+"""Sums of a thread per row block and fragment: two columns of row g and two of row g + 8."""
 
 
 @dataclass(frozen=True)
 class MmaProduct:
-    """One product: how its input is stored, and bits of its weights."""
+    """One product: storage of its input, and bits of its weights."""
 
     x: str
     bits: int
@@ -49,12 +49,12 @@ class MmaProduct:
 
     @property
     def fragment_pairs(self) -> int:
-        """Pairs of words of a lane in a step."""
+        """Pairs of words of a lane in a k block."""
         return FRAGMENTS * self.words // 2
 
     @property
     def asm(self) -> str:
-        """The instructions of a step: outputs sums; inputs 8 words of x, the words of w, then the sums."""
+        """The instructions of a k block: outputs sums; inputs 8 words of x, the words of w, then the sums."""
         x = [f"${SUMS + i}" for i in range(4 * STRIPS)]
         w = [f"${SUMS + 4 * STRIPS + i}" for i in range(self.words * FRAGMENTS)]
         before = [f"${SUMS + 4 * STRIPS + self.words * FRAGMENTS + i}" for i in range(SUMS)]
@@ -80,13 +80,13 @@ class MmaProduct:
 
     @property
     def constraints(self) -> str:
-        """Of `asm`."""
+        """Constraints of `asm`."""
         return ",".join(["=&r"] * SUMS + ["r"] * (4 * STRIPS + self.words * FRAGMENTS + SUMS))
 
 
 @dataclass(frozen=True)
 class MmaConv:
-    """All that is fixed when the kernel is compiled."""
+    """The kernel's compile-time configuration."""
 
     first: MmaProduct
     second: MmaProduct | None
@@ -101,7 +101,7 @@ class MmaConv:
 
     @property
     def requantize(self) -> Requantize:
-        """What becomes of 8 sums."""
+        """Requantization of 8 sums."""
         return Requantize(self.y, self.residual, self.relu)
 
     @property
@@ -116,13 +116,13 @@ class MmaConv:
 
     @property
     def types(self) -> tuple[gl.dtype, ...]:
-        """Of the sums."""
+        """Types of the sums."""
         return (gl.int32,) * SUMS
 
 
 @aggregate
 class Windows:
-    """How windows lie in the input of a product, and what a pixel of it takes in memory."""
+    """Geometry of windows in the input of a product, and the memory of a pixel of it."""
 
     height: Scalar
     width: Scalar
@@ -135,21 +135,22 @@ class Windows:
 
 @gluon.jit
 def load_pair(at, exists):
-    """Two neighbouring words, one load of 64 bits; zeros where there are none."""
+    """Loads two neighbouring words with one 64-bit load; zeros where they do not exist."""
     both = gl.load(at.to(gl.pointer_type(gl.int64), bitcast=True), mask=exists, other=0)
     return both.to(gl.int32), (both >> 32).to(gl.int32)
 
 
 @gluon.jit
 def store_pair(at, low, high, exists):
-    """Two neighbouring words, one store of 64 bits."""
+    """Stores two neighbouring words with one 64-bit store."""
     both = low.to(gl.uint32, bitcast=True).to(gl.int64) | (high.to(gl.int64) << 32)
     gl.store(at.to(gl.pointer_type(gl.int64), bitcast=True), both, mask=exists)
 
 
 @gluon.jit
 def load_pixels(x, place, down, across, block, shape, C: gl.constexpr):
-    """The words of operand A of this thread: of rows g and g + 8 of each strip, 8 bytes from byte 8 t of the step on."""
+    """Loads this thread's words of operand A: of rows g and g + 8 of each row block, 8 bytes from byte 8 t of the k block
+    on."""
     columns, rows, images, thread = place
     height = shape.height
     width = shape.width
@@ -163,12 +164,12 @@ def load_pixels(x, place, down, across, block, shape, C: gl.constexpr):
         first, second = load_pair(at, inside)
         low = low + (first,)
         high = high + (second,)
-    return (low[0], low[1], high[0], high[1]) + (low[2], low[3], high[2], high[3])  # of both strips
+    return (low[0], low[1], high[0], high[1]) + (low[2], low[3], high[2], high[3])  # of both row blocks
 
 
 @gluon.jit
 def product(x, weight, place, tile, shape, taps_down, taps_across, blocks, P: gl.constexpr, C: gl.constexpr):
-    """The 64 sums of a thread over all taps and channels of one product."""
+    """Computes the 64 sums of a thread over all taps and channels of one product."""
     PAIRS: gl.constexpr = P.fragment_pairs
     thread = place[3]
     sums = ()
@@ -220,7 +221,7 @@ def store_codes(y, residual, sums, scales, offsets, g, pixel, pixels, row_words,
 
 @gluon.jit
 def store_values(y, sums, scales, offsets, pixel, pixels, channels, tile, thread, C: gl.constexpr):
-    """Values in 16 or 32 bits, plain NHWC without filled-up channels."""
+    """Stores values of 16 or 32 bits, plain NHWC without padded channels."""
     for i in gl.static_range(16):
         value = as_float(sums[i], scales[i], offsets[i])
         if C.relu:
@@ -241,7 +242,7 @@ def per_column(values, tile, thread):
 
 @gluon.jit
 def of_pixel(sums, i: gl.constexpr):
-    """The 16 sums of a thread's pixel i: row g or g + 8 of a strip."""
+    """The 16 sums of a thread's pixel i: row g or g + 8 of a row block."""
     own = ()
     for j in gl.static_range(8):
         own = own + (sums[32 * (i // 2) + 4 * j + 2 * (i % 2)], sums[32 * (i // 2) + 4 * j + 2 * (i % 2) + 1])
@@ -259,7 +260,7 @@ def mma_conv(
     x2, weight2, height2, width2, pixel_words2, stride_down2, stride_across2, pad_down2, pad_across2, taps_down2, taps_across2,
     blocks2, C: gl.constexpr,
 ):  # fmt: skip
-    """The kernel: one block is 128 pixels x 64 outputs."""
+    """One block: 128 pixels x 64 outputs."""
     FIRST: gl.constexpr = C.first
     SECOND: gl.constexpr = C.second
     thread = gl.arange(0, 128, C.threads)
@@ -269,7 +270,7 @@ def mma_conv(
     rows = ()
     images = ()
     places = ()
-    for i in gl.static_range(4):  # rows g and g + 8 of two strips
+    for i in gl.static_range(4):  # rows g and g + 8 of two row blocks
         pixel = gl.program_id(0) * 128 + (thread >> 5) * 32 + i * 8 + group
         line = pixel // out_width
         places = places + (pixel,)
@@ -303,7 +304,7 @@ def mma_conv(
 
 
 class MmaOperand:
-    """One product of a layer as the kernel is given it: packed weights, and how windows lie in the input."""
+    """Kernel arguments of one product of a layer: packed weights, and geometry of windows in the input."""
 
     def __init__(self, product: ProductSpec, weight: Tensor, bits: int, images: StemImages | None = None) -> None:
         self.product, self.weight = MmaProduct(product.x, bits), weight
@@ -311,20 +312,20 @@ class MmaOperand:
         self.window_bytes = None if images is None else PIXEL_BYTES * WINDOW_PIXELS
 
     def arguments(self, x: Tensor) -> tuple[object, ...]:
-        """What the kernel is given for an input."""
+        """Returns the kernel arguments for an input."""
         blocks = (self.window_bytes or x.shape[3]) // STEP_BYTES
         return (x.view(torch.int32), self.weight, x.shape[1], x.shape[2], x.shape[3] // 4, *self.windows, blocks)
 
 
 class PreparedMmaConv:
-    """A layer as the kernel reads it, on one GPU. With `images`, its input is what they pack: a stem.
+    """A layer prepared for the kernel, on one GPU. With `images`, its input is what they pack: a stem.
 
-    `int4`: products of 4-bit codes and 4-bit weights by m16n8k64 instead of m16n8k32; `packed` has to be so.
+    `int4`: products of 4-bit codes and 4-bit weights by m16n8k64 instead of m16n8k32; `packed` must be packed for it.
     """
 
     def __init__(self, spec: ConvSpec, packed: PackedConv, int4: bool = False, images: StemImages | None = None) -> None:
         self.spec, self.packed, self.images = spec, packed, images
-        # A stem has rows of 4 packed pixels, one after the other at every packed pixel.
+        # A stem has rows of 4 packed pixels, starting at every packed pixel.
         first = spec if images is None else images.product(spec)
         self.first = MmaOperand(first, packed.weight, fragment_bits(first, int4), images)
         self.second: MmaOperand | None = None
@@ -343,7 +344,7 @@ class PreparedMmaConv:
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """y of packed x [N, H, W, bytes]; `residual` and `second` as the layer has them; `out` is written if given."""
+        """Returns y of packed x [N, H, W, bytes]; `residual` and `second` if the layer has them; `out` is written if given."""
         shape, spec, packed = self.output_shape(tuple(x.shape)), self.spec, self.packed
         if out is None:
             out = torch.empty(shape, dtype=stored_dtype(spec.y), device=x.device)

@@ -1,18 +1,18 @@
-"""y[M, N] = x[M, K] . dequant(w)[N, K]^T for many tokens, any code width, mma.sync and cp.async: sm_80 and newer.
+"""y[M, N] = x[M, K] . dequant(w)[N, K]^T for large M, any code width, mma.sync and cp.async: sm_80 and newer.
 
-Computes y^T = w x^T: decoded weights are operand A of mma.sync m16n8k16, from registers; x is operand B, by ldmatrix.
-Reads   x fp16 or bf16, rows of 16-byte pieces; w in FragmentOrder, or in ColumnMajorTileInterleave; scales in fragment order
+Computes y^T = w x^T: dequantized weights are operand A of mma.sync m16n8k16, from registers; x is operand B, by ldmatrix.
+Reads   x fp16 or bf16, rows of 16-byte vectors; w and scales in fragment order
 Grid    tiles of rows x tokens, times splits of K; neighbours in groups of tokens, so that a wave shares x and w in L2
-Warps   warps_n x warps_m: each has `strips` strips of 16 rows and a share of the tokens; warps of a row decode the same codes.
-        With warps_k > 1 as many share K: x of their slices is columns of one matrix, 8 tokens of each in turn, since a warp
-        multiplies its own columns alone; at the end the columns of a token are added up
+Warps   warps_n x warps_m: each has `row_blocks` m16 row blocks and a share of the tokens; warps of a row dequantize the same
+        codes. With warps_k > 1 that many warps share K: x of their slices is columns of one matrix, 8 tokens of each slice in
+        turn, since a warp multiplies only its own columns; at the end the columns of a token are added up
 Stages  of 64 k for each slice, copied by all threads, `stages` - 1 ahead; one barrier for each (parts/tile_stage.py)
-Steps   four of 16 k, in each a warp's tokens by chunks of 32: while a chunk is multiplied, x of the fourth one on is read, and
-        weights of the next step are decoded, into other registers; copies are spread over a stage (sm80/large_m_gemm.py)
-Sum     in fp32, K in order; with splits > 1 the block that comes last adds the splits in order, or each adds to what the one
-        before has left: same input, same bits
-End     y with scales and bias, gated or not, transposed through shared memory, stored in pieces of 16 bytes
-Exact   every weight is decoded exactly and rounded once after scaling, as a dequantized model's would be
+Steps   four of 16 k, each over a warp's tokens in chunks of 32. While a chunk is multiplied, x of the fourth chunk after it is
+        read, and weights of the next step are dequantized, into other registers; copies are spread over a stage (below)
+Sum     in fp32, K in order; with splits > 1 the last block to arrive adds the splits in order (split-K), or each block adds to
+        the sum of the one before (serial split-K): same input, same bits
+Epilogue  scales, bias and gate; transposed through shared memory, stored in vectors of 16 bytes
+Exact   every weight is dequantized exactly and rounded once after scaling, as a dequantized model's would be
 Source  mma.m16n8k16 and ldmatrix: PTX ISA; the order of copies, barrier and products: CUTLASS 2.x; measurements: docs/log
 """
 
@@ -26,27 +26,32 @@ from torch import Tensor
 
 from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose.gemm import GemmShape, MmaTile
-from lowbit.kernels.parts.dequantize import Decode
-from lowbit.kernels.parts.end import End, Gate
+from lowbit.kernels.parts.dequantize import Dequantizer
+from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.gluon import aggregate, asm, barrier, gl, gluon, half_type, mma_v2, ptx, run, source_digest
+from lowbit.kernels.parts.large_m_epilogue import LargeMEpilogueArgs, gated
 from lowbit.kernels.parts.launch import Launcher
-from lowbit.kernels.parts.line_stage import LineDecode, LineStage, first_line_piece
-from lowbit.kernels.parts.schedule import SplitK, Tiles, iterations_of, meet, meet_in_turn, tile_at
+from lowbit.kernels.parts.schedule import (
+    SplitKWorkspace,
+    TileGrid,
+    iterations_of,
+    reduce_splits,
+    reduce_splits_serially,
+    tile_at,
+)
 from lowbit.kernels.parts.smem import Regions, allocate, view
-from lowbit.kernels.parts.tile_end import Applied, gated
-from lowbit.kernels.parts.tile_stage import Copy, Source, TileStage, commit, copy_piece, first_piece, x_piece
+from lowbit.kernels.parts.tile_stage import StageCopy, StageSource, TileStage, commit, copy_piece, first_piece, x_piece
 from lowbit.pack.weight import WeightForm
 
-# In which order a stage of parts/tile_stage.py is multiplied: mma.sync kernels, for each 16 k the tokens of a warp in chunks.
+# Order of work within a stage of parts/tile_stage.py: for each step of 16 k, the tokens of a warp in chunks.
 #
-# While a chunk is multiplied, x of one some chunks further on is read, some weights of the next step are decoded, and
-# some copies of a later stage start. ptxas moves no read of x past a copy: spread over a stage, they keep ldmatrix ahead of
-# products.
+# While a chunk is multiplied, x of a later chunk is read, some weights of the next step are dequantized, and some copies of a
+# later stage start. ptxas moves no read of x past a copy: copies spread over a stage keep ldmatrix ahead of the products.
 #
 #     position    0  1  2  3 |  4  5  6  7 |  8  9 10 11 | 12 13 14 15      16 k after 16 k, a chunk each
 #     copies      --------------------------------           of the stage that is furthest ahead
-#     barrier                                             |  the next stage is there; x of it is read from here on
-#     decoded     of step 1  |  of step 2  |  of step 3   |  of step 0 of the next stage
+#     barrier                                             |  the next stage is complete; its x is read from here on
+#     dequantized of step 1  |  of step 2  |  of step 3   |  of step 0 of the next stage
 #
 # Tested: tests/kernels/sm80/test_stage_order.py, tests/kernels/sm80/test_large_m_in_numpy.py
 
@@ -63,15 +68,15 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class StageOrder:
-    """The order for warps of `tokens` tokens and `strips` strips; `copies` is what each thread copies of a stage."""
+    """The order for warps of `tokens` tokens and `row_blocks` row blocks; `copies` are all copies of a thread for one stage."""
 
     tokens: int
-    strips: int
-    copies: tuple[Copy, ...]
+    row_blocks: int
+    copies: tuple[StageCopy, ...]
 
     @property
     def chunks(self) -> int:
-        """Of a warp's tokens."""
+        """Chunks of a warp's tokens."""
         return max(self.tokens // CHUNK, 1)
 
     @property
@@ -81,11 +86,12 @@ class StageOrder:
 
     @property
     def ahead(self) -> int:
-        """Chunks of x that are read before they are multiplied: a step at most, so that the barrier is within the last."""
+        """Chunks of x that are read before they are multiplied: one step at most, so that the barrier is within the last
+        step."""
         return min(AHEAD, self.chunks)
 
     def next_step(self, position: int) -> int:
-        """The step behind that of a chunk, 0 of the next stage behind the last."""
+        """The step after that of a chunk; after the last, 0 of the next stage."""
         return (position // self.chunks + 1) % STEPS
 
     @property
@@ -93,45 +99,45 @@ class StageOrder:
         """Copies of a stage."""
         return len(self.copies)
 
-    def copy(self, i: int) -> Copy:
-        """The i-th of them; a kernel takes no tuple of constants."""
+    def copy(self, i: int) -> StageCopy:
+        """The i-th copy; a kernel cannot take a tuple of constants."""
         return self.copies[i]
 
     def first_copy(self, position: int) -> int:
-        """The first copy that starts with a chunk: all of them before the next stage is waited for, the last with the one
-        before it, since ptxas puts three idle reads before each that stands alone."""
+        """The first copy that starts with a chunk. All start before the wait for the next stage, the last one with the copy
+        before it, since ptxas inserts three idle reads before a single one."""
         room = self.positions - self.ahead
         return position * len(self.copies) // room if position < room - 1 else len(self.copies)
 
-    def first_strip(self, position: int) -> int:
-        """The first strip that is decoded for the next step with a chunk; of the next stage once it is there."""
+    def first_row_block(self, position: int) -> int:
+        """The first row block that is dequantized for the next step with a chunk; of the next stage once it is complete."""
         step, chunk = divmod(position, self.chunks)
         start = self.chunks - self.ahead if step == STEPS - 1 else 0
-        return max(chunk - start, 0) * self.strips // (self.chunks - start)
+        return max(chunk - start, 0) * self.row_blocks // (self.chunks - start)
 
-    def end_strip(self, position: int) -> int:
-        """The one after the last of them."""
-        return self.strips if (position + 1) % self.chunks == 0 else self.first_strip(position + 1)
+    def end_row_block(self, position: int) -> int:
+        """The one after the last of these row blocks."""
+        return self.row_blocks if (position + 1) % self.chunks == 0 else self.first_row_block(position + 1)
 
 
 STAGE_K = 64
 
 MOST_REGISTERS = 255
-"""Of a thread."""
+"""Limit per thread."""
 
 REGISTERS_PER_SM = 65536
 
 STEP_REGISTERS = gl.constexpr(4)
-"""Registers of operand A of one."""
+"""Registers of operand A of one step."""
 
 
 @dataclass(frozen=True)
 class MmaGemm:
-    """All that is fixed when the kernel is compiled. Of two equal ones, results are equal to the last bit."""
+    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit."""
 
-    decode: Decode
+    dequantizer: Dequantizer
     tokens: int
-    strips: int
+    row_blocks: int
     warps_n: int
     warps_m: int
     warps_k: int
@@ -139,7 +145,7 @@ class MmaGemm:
     splits: int
     token_group: int
     in_turn: bool
-    end: End
+    epilogue: Epilogue
     whole: bool
     digest: str = source_digest()
 
@@ -147,12 +153,12 @@ class MmaGemm:
 
     @property
     def rows(self) -> int:
-        return 16 * self.strips * self.warps_n
+        return 16 * self.row_blocks * self.warps_n
 
     @property
     def channels(self) -> int:
-        """Of y, in a tile."""
-        return self.rows if self.end.gate == "none" else self.rows // 2
+        """Channels of y in a tile."""
+        return self.rows if self.epilogue.gate == "none" else self.rows // 2
 
     @property
     def columns(self) -> int:
@@ -168,13 +174,7 @@ class MmaGemm:
 
     @property
     def stage(self) -> TileStage:
-        kind = LineStage if self.lines else TileStage
-        return kind(self.decode, self.tokens, self.strips * self.warps_n, self.stages, self.warps, self.warps_k)
-
-    @property
-    def lines(self) -> bool:
-        """Whether weights come in lines of several channels."""
-        return isinstance(self.decode, LineDecode)
+        return TileStage(self.dequantizer, self.tokens, self.row_blocks * self.warps_n, self.stages, self.warps, self.warps_k)
 
     @property
     def regions(self) -> Regions:
@@ -185,13 +185,13 @@ class MmaGemm:
         return STAGE_K * self.warps_k
 
     @property
-    def turn_steps(self) -> int:
-        """Steps whose weights are decoded together."""
-        return self.decode.turn_registers // 4
+    def block_steps(self) -> int:
+        """Steps whose weights are dequantized together."""
+        return self.dequantizer.block_registers // 4
 
     @property
     def order(self) -> StageOrder:
-        return StageOrder(self.tokens // self.warps_m, self.strips, self.stage.copies)
+        return StageOrder(self.tokens // self.warps_m, self.row_blocks, self.stage.copies)
 
     @property
     def chunk_columns(self) -> int:
@@ -224,7 +224,7 @@ class MmaGemm:
 
     @property
     def registers_layout(self) -> gl.DistributedLinearLayout:
-        """The same, two elements for each."""
+        """Two elements for each lane of the warps of a column."""
         lane, warp = [[1 << i, 0] for i in range(5)], self._warp_bases(2)
         return gl.DistributedLinearLayout([[0, 1]], lane, warp, [], [32 * self.warps_n, 2])
 
@@ -235,67 +235,67 @@ class MmaGemm:
 
     @property
     def store_layout(self) -> gl.BlockedLayout:
-        """[channels, tokens] with 8 channels a thread, neighbouring lanes neighbouring channels."""
+        """[channels, tokens] with 8 channels a thread, neighbouring lanes having neighbouring channels."""
         lanes = min(32, self.channels // 8)
         return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, self.warps], [0, 1])
 
 
 @aggregate
-class Reader:
-    """What a lane reads weights by: the start of shared memory, its warp's strip, its number."""
+class StageReader:
+    """A lane's position for reading weights: start of shared memory, its warp's first row block, its lane number."""
 
     start: gl.tensor
-    strip: gl.tensor
+    row_block: gl.tensor
     lane: gl.tensor
 
 
 @gluon.jit
-def await_stage(C: gl.constexpr):
-    """Until the oldest stage on its way is there, for all warps; the one that was read before may then be filled again."""
+def wait_for_stage(C: gl.constexpr):
+    """Waits, in all warps, for the oldest stage in flight; the stage read before may then be overwritten."""
     run(ptx("cp.async.wait_group {};\n mov.b32 $0, 0;".format, C.stages - 2), "=r", [])
     barrier()
 
 
 @gluon.jit
-def ready_scales(read, group: gl.constexpr, C: gl.constexpr):
-    """What the scales and zeros of a group become, of what was read of a strip."""
-    D: gl.constexpr = C.decode
+def prepare_scales(read, group: gl.constexpr, C: gl.constexpr):
+    """Prepares the scales and zeros of a group for dequantization, from the words read of a row block."""
+    D: gl.constexpr = C.dequantizer
     first: gl.constexpr = D.bits + group * D.group_words
     return gl.inline_asm_elementwise(
-        D.ready_asm, D.ready_constraints, read[first : first + D.group_words], dtype=D.ready_types, is_pure=True, pack=1
+        D.prepare_asm, D.prepare_constraints, read[first : first + D.group_words], dtype=D.prepared_types, is_pure=True, pack=1
     )
 
 
 @gluon.jit
 def read_weights(reader, slot, C: gl.constexpr):
-    """Words of codes of a stage, strip by strip, and what its scales become."""
+    """Reads the words of codes of a stage, row block by row block, and prepares its scales."""
     S: gl.constexpr = C.stage
-    BITS: gl.constexpr = C.decode.bits
-    STRIPS: gl.constexpr = C.strips
-    GROUPS: gl.constexpr = C.decode.groups
+    BITS: gl.constexpr = C.dequantizer.bits
+    ROW_BLOCKS: gl.constexpr = C.row_blocks
+    GROUPS: gl.constexpr = C.dequantizer.groups
     words = ()
-    ready = ()
+    prepared = ()
     at = reader.start + S.w_start + slot * S.w_bytes
-    for strip in gl.static_range(STRIPS):
-        read = asm(ptx(S.read, strip * C.warps_n), S.read_constraints, [at, reader.strip, reader.lane], S.read_types)
+    for row_block in gl.static_range(ROW_BLOCKS):
+        read = asm(ptx(S.read, row_block * C.warps_n), S.read_constraints, [at, reader.row_block, reader.lane], S.read_types)
         words = words + read[0:BITS]
         for group in gl.static_range(GROUPS):
-            ready = ready + ready_scales(read, group, C)
-    return words, ready
+            prepared = prepared + prepare_scales(read, group, C)
+    return words, prepared
 
 
 @gluon.jit
-def decode_strip(words, ready, strip: gl.constexpr, turn: gl.constexpr, C: gl.constexpr):
-    """The registers of operand A of a strip and turn."""
-    D: gl.constexpr = C.decode
-    first: gl.constexpr = strip * D.bits + turn * D.turn_words
-    inputs = words[first : first + D.turn_words]
+def dequantize_row_block(words, prepared, row_block: gl.constexpr, block: gl.constexpr, C: gl.constexpr):
+    """Returns the registers of operand A of a row block and dequantization block."""
+    D: gl.constexpr = C.dequantizer
+    first: gl.constexpr = row_block * D.bits + block * D.block_words
+    inputs = words[first : first + D.block_words]
     if D.group > 0:
-        low: gl.constexpr = (strip * D.groups + ptx(D.first_group, turn)) * D.ready
-        high: gl.constexpr = (strip * D.groups + ptx(D.end_group, turn)) * D.ready
-        inputs = inputs + ready[low:high]
+        low: gl.constexpr = (row_block * D.groups + ptx(D.first_group, block)) * D.prepared
+        high: gl.constexpr = (row_block * D.groups + ptx(D.end_group, block)) * D.prepared
+        inputs = inputs + prepared[low:high]
     return gl.inline_asm_elementwise(
-        ptx(D.turn_asm, turn), ptx(D.turn_constraints, turn), inputs, dtype=D.turn_types, is_pure=True, pack=1
+        ptx(D.block_asm, block), ptx(D.block_constraints, block), inputs, dtype=D.block_types, is_pure=True, pack=1
     )
 
 
@@ -312,30 +312,30 @@ def join(registers, count: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def operand_of(registers, step: gl.constexpr, C: gl.constexpr):
-    """Operand A of a step of a turn, C.rows x 16 k; this takes no instruction."""
+    """Operand A of a step of a dequantization block, C.rows x 16 k; this takes no instruction."""
     LAYOUT: gl.constexpr = C.registers_layout
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    STRIPS: gl.constexpr = C.strips
+    ROW_BLOCKS: gl.constexpr = C.row_blocks
     parts = ()
-    for strip in gl.static_range(STRIPS):
+    for row_block in gl.static_range(ROW_BLOCKS):
         for i in gl.static_range(STEP_REGISTERS):
-            register = registers[strip * C.decode.turn_registers + step * STEP_REGISTERS + i]
+            register = registers[row_block * C.dequantizer.block_registers + step * STEP_REGISTERS + i]
             column = gl.expand_dims(gl.convert_layout(register, ROWS, assert_trivial=True), 1)
             whole = gl.convert_layout(column.broadcast_to([32 * C.warps_n, 2]), LAYOUT, assert_trivial=True)
             part = gl.inline_asm_elementwise(
-                "mov.b32 $0, $1;", "=r,r,r", [whole], dtype=C.decode.operand_type, is_pure=True, pack=2
+                "mov.b32 $0, $1;", "=r,r,r", [whole], dtype=C.dequantizer.operand_type, is_pure=True, pack=2
             )  # fmt: skip
             parts = parts + (part,)
-    # [warp, lane group, lane of the group, strip, k half, row half, element] -> rows, k
-    joined = gl.reshape(join(parts, STRIPS * STEP_REGISTERS, C), [C.warps_n, 8, 4, STRIPS, 2, 2, 2])
+    # [warp, lane group, lane of the group, row block, k half, row half, element] -> rows, k
+    joined = gl.reshape(join(parts, ROW_BLOCKS * STEP_REGISTERS, C), [C.warps_n, 8, 4, ROW_BLOCKS, 2, 2, 2])
     matrix = gl.reshape(gl.permute(joined, [3, 0, 5, 1, 4, 2, 6]), [C.rows, 16])
     return gl.convert_layout(matrix, C.operand_layout, assert_trivial=True)
 
 
 @gluon.jit
 def read_x(x, block, C: gl.constexpr):
-    """Operand B of a chunk, 16 k x its columns, as whole registers: each in the first of its two elements, 0 in the other.
-    Halves that the main loop carries are taken apart and put together again in every iteration, a permutation each."""
+    """Reads operand B of a chunk, 16 k x its columns, as whole registers: each in the first of its two elements, 0 in the
+    other. Halves carried by the main loop would be split and joined again in every iteration, a permutation each."""
     LAYOUT: gl.constexpr = C.x_layout
     halves = x.index(block).permute([1, 0]).load(LAYOUT)
     pairs = gl.inline_asm_elementwise(
@@ -347,15 +347,15 @@ def read_x(x, block, C: gl.constexpr):
 
 @gluon.jit
 def operand_b(registers, C: gl.constexpr):
-    """The same as the instruction takes it."""
+    """Returns operand B as the instruction takes it."""
     return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r,r", [registers], dtype=C.decode.operand_type, is_pure=True, pack=2
+        "mov.b32 $0, $1;", "=r,r,r", [registers], dtype=C.dequantizer.operand_type, is_pure=True, pack=2
     )  # fmt: skip
 
 
 @gluon.jit
 def together(sums, count: gl.constexpr, C: gl.constexpr):
-    """Sums of `count` chunks, in order, as one matrix; this takes no instruction."""
+    """Joins the sums of `count` chunks, in order, to one matrix; this takes no instruction."""
     if count == 1:
         return sums[0]
     else:
@@ -367,7 +367,7 @@ def together(sums, count: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def of_slices(sums, C: gl.constexpr):
-    """The sums of all slices of K, in a fixed order."""
+    """Reduces the slices of K in a fixed order."""
     if C.warps_k == 1:
         return sums
     else:
@@ -378,32 +378,32 @@ def of_slices(sums, C: gl.constexpr):
 
 @gluon.jit
 def multiply(sums, registers, b, position: gl.constexpr, C: gl.constexpr):
-    """The sums with the products of a chunk."""
+    """Adds the products of a chunk to the sums."""
     CHUNK: gl.constexpr = position % C.order.chunks
-    STEP: gl.constexpr = position // C.order.chunks % C.turn_steps
+    STEP: gl.constexpr = position // C.order.chunks % C.block_steps
     new = mma_v2(operand_of(registers, STEP, C), operand_b(b, C), sums[CHUNK])
     return sums[0:CHUNK] + (new,) + sums[CHUNK + 1 :]
 
 
 @gluon.jit
-def decode_ahead(decoded, words, ready, position: gl.constexpr, C: gl.constexpr):
-    """`decoded`, and what a chunk adds to it of the next turn's registers of operand A."""
+def dequantize_ahead(dequantized, words, prepared, position: gl.constexpr, C: gl.constexpr):
+    """Appends to `dequantized` the registers of the next dequantization block that belong to a chunk."""
     STEP: gl.constexpr = ptx(C.order.next_step, position)
-    if STEP % C.turn_steps == 0:
-        for strip in gl.static_range(ptx(C.order.first_strip, position), ptx(C.order.end_strip, position)):
-            decoded = decoded + decode_strip(words, ready, strip, STEP // C.turn_steps, C)
-    return decoded
+    if STEP % C.block_steps == 0:
+        for row_block in gl.static_range(ptx(C.order.first_row_block, position), ptx(C.order.end_row_block, position)):
+            dequantized = dequantized + dequantize_row_block(words, prepared, row_block, STEP // C.block_steps, C)
+    return dequantized
 
 
 @gluon.jit
 def products(x, reader, source, begin, end, C: gl.constexpr):
-    """The sums of one tile over the iterations from `begin` to `end`, a stage each."""
+    """Computes the sums of one tile over the iterations from `begin` to `end`, a stage each."""
     STAGES_AHEAD: gl.constexpr = C.stages - 1
     POSITIONS: gl.constexpr = C.order.positions
     AHEAD: gl.constexpr = C.order.ahead
     CHUNKS: gl.constexpr = C.order.chunks
     COPIES: gl.constexpr = C.order.copy_count
-    STRIPS: gl.constexpr = C.strips
+    ROW_BLOCKS: gl.constexpr = C.row_blocks
     ROWS: gl.constexpr = C.rows
     COLUMNS: gl.constexpr = C.chunk_columns
     SUMS: gl.constexpr = C.accumulator
@@ -414,11 +414,11 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
         for i in gl.static_range(COPIES):
             copy_piece(source, begin + stage, stage, i, C)
         commit()
-    await_stage(C)
-    words, ready = read_weights(reader, 0, C)
+    wait_for_stage(C)
+    words, prepared = read_weights(reader, 0, C)
     registers = ()
-    for strip in gl.static_range(STRIPS):
-        registers = registers + decode_strip(words, ready, strip, 0, C)
+    for row_block in gl.static_range(ROW_BLOCKS):
+        registers = registers + dequantize_row_block(words, prepared, row_block, 0, C)
     b = ()
     for position in gl.static_range(AHEAD):
         b = b + (read_x(x, position, C),)
@@ -426,76 +426,88 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
     for iteration in range(begin, end):
         filled = gl.where(slot == 0, C.stages, slot) - 1
         following = gl.where(slot + 1 == C.stages, 0, slot + 1)
-        decoded = ()
+        dequantized = ()
         for position in gl.static_range(POSITIONS):
             if position + AHEAD == POSITIONS:
                 commit()
-                await_stage(C)
-                words, ready = read_weights(reader, following, C)
+                wait_for_stage(C)
+                words, prepared = read_weights(reader, following, C)
             if position + AHEAD < POSITIONS:
                 b = b + (read_x(x, slot * POSITIONS + (position + AHEAD), C),)
             else:
                 b = b + (read_x(x, following * POSITIONS + (position + AHEAD - POSITIONS), C),)
             for i in gl.static_range(ptx(C.order.first_copy, position), ptx(C.order.first_copy, position + 1)):
                 copy_piece(source, iteration + STAGES_AHEAD, filled, i, C)
-            decoded = decode_ahead(decoded, words, ready, position, C)
+            dequantized = dequantize_ahead(dequantized, words, prepared, position, C)
             sums = multiply(sums, registers, b[0], position, C)
             b = b[1:]
-            if (position + 1) % (CHUNKS * C.turn_steps) == 0:
-                registers = decoded
-                decoded = ()
+            if (position + 1) % (CHUNKS * C.block_steps) == 0:
+                registers = dequantized
+                dequantized = ()
         slot = following
-    # Zeros of stages beyond the end may still be on their way to where y is transposed.
+    # Zeros of stages beyond K may still be in flight to the place where y is transposed.
     run("cp.async.wait_group 0;\n mov.b32 $0, 0;", "=r", [])
     barrier()
     return of_slices(together(sums, CHUNKS, C), C)
 
 
 @gluon.jit
-def finish_tile(y, acc, applied, first_row, first_token, M, N, columns, C: gl.constexpr):
-    """Scales, bias and gate, one rounding, and y [M, columns] to memory: 8 neighbouring channels of a token at a time."""
+def store_tile(y, acc, epilogue_args, first_row, first_token, M, N, columns, C: gl.constexpr):
+    """Applies scales, bias and gate, rounds once and stores y [M, columns]: 8 neighbouring channels of a token at a time."""
     SUMS: gl.constexpr = C.accumulator
     STORED: gl.constexpr = C.store_layout
     rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, SUMS))
-    if C.end.channel_scale:
-        scale = gl.load(applied.channel_scale + rows, mask=rows < N, other=0.0).to(gl.float32)
-        acc = acc * (scale * applied.factor)[:, None]  # the factor is a power of two
+    if C.epilogue.channel_scale:
+        scale = gl.load(epilogue_args.channel_scale + rows, mask=rows < N, other=0.0).to(gl.float32)
+        acc = acc * (scale * epilogue_args.factor)[:, None]  # the factor is a power of two
     else:
-        acc = acc * applied.factor
-    if C.end.bias:
-        acc = acc + gl.load(applied.bias + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
-    if C.end.gate != "none":
+        acc = acc * epilogue_args.factor
+    if C.epilogue.bias:
+        acc = acc + gl.load(epilogue_args.bias + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
+    if C.epilogue.gate != "none":
         acc = gated(acc, C)
         first_row = first_row // 2
-    result = gl.convert_layout(acc.to(C.decode.operand_type), STORED)
+    result = gl.convert_layout(acc.to(C.dequantizer.operand_type), STORED)
     channels = first_row + gl.arange(0, C.channels, gl.SliceLayout(1, STORED))
     tokens = first_token + gl.arange(0, C.tokens, gl.SliceLayout(0, STORED))
     at = y + tokens.to(gl.int64)[None, :] * columns + channels[:, None]
     gl.store(at, result, mask=(channels < columns)[:, None] & (tokens < M)[None, :])
 
 
-SIZES = ["M", "N", "K", "columns", "x_stride", "token_tiles", "row_tiles", "iterations", "strips", "w_strip", "scale_strip"]
+SIZES = [
+    "M",
+    "N",
+    "K",
+    "columns",
+    "x_stride",
+    "token_tiles",
+    "row_tiles",
+    "iterations",
+    "row_blocks",
+    "w_stride",
+    "scale_stride",
+]
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def mma_gemm(
     y, x, w, scale, channel_scale, bias, partial, arrived, M, N, K, columns, x_stride, token_tiles, row_tiles, iterations,
-    strips, w_strip, scale_strip, factor, C: gl.constexpr,
+    row_blocks, w_stride, scale_stride, factor, C: gl.constexpr,
 ):  # fmt: skip
-    """One block: a tile, or its share of K. The last tile of rows begins where it is full: rows of two are stored twice, with
-    the same bits. `columns` of y are pieces of 8 where C.whole."""
+    """One block: a tile, or its split of K. The last row tile begins where it is full: rows of two tiles are stored twice, with
+    the same bits. `columns` of y are vectors of 8 where C.whole."""
     S: gl.constexpr = C.stage
     PLANES: gl.constexpr = len(S.planes)
     if C.whole:
         columns = columns * 8
     shared = allocate(C)
     x_shared = view(
-        shared, C.regions, "stages", C.decode.operand_type, [C.stages * C.order.positions, C.chunk_columns, 16], S.x_layout
+        shared, C.regions, "stages", C.dequantizer.operand_type, [C.stages * C.order.positions, C.chunk_columns, 16], S.x_layout
     )
-    tiles = Tiles(token_tiles, row_tiles, iterations, M)
+    tiles = TileGrid(token_tiles, row_tiles, iterations, M)
     token_tile, row_tile, split = tile_at(gl.program_id(0), tiles, C)
     begin, end = iterations_of(split, tiles, C)
-    first_strip = gl.minimum(row_tile * (C.rows // 16), strips - C.rows // 16)
+    first_row_block = gl.minimum(row_tile * (C.rows // 16), row_blocks - C.rows // 16)
     first_token = token_tile * C.tokens
 
     thread = gl.arange(0, C.threads, C.threads_layout)
@@ -504,54 +516,50 @@ def mma_gemm(
     k = piece * 8
     codes = ()
     for plane in gl.static_range(PLANES):
-        if C.lines:
-            codes = codes + (first_line_piece(w, first_strip, thread, w_strip // 4, S),)
-        else:
-            codes = codes + (first_piece(w, first_strip, thread, w_strip // 4, ptx(S.pieces, plane), 4),)
+        codes = codes + (first_piece(w, first_row_block, thread, w_stride // 4, ptx(S.pieces, plane), 4),)
     scales = codes[0]
     if S.scale_bytes > 0:
-        scales = first_piece(scale, first_strip, thread, scale_strip // 2, S.scale_pieces, 8)
-    source = Source(
+        scales = first_piece(scale, first_row_block, thread, scale_stride // 2, S.scale_pieces, 8)
+    source = StageSource(
         x + (token.to(gl.int64) * x_stride + k), thread * 0 + x_stride * (8 * C.warps), M - token,
-        gl.minimum(K, end * C.stage_k) - k, codes, thread * 0 + w_strip, scales, thread * 0 + scale_strip,
+        gl.minimum(K, end * C.stage_k) - k, codes, thread * 0 + w_stride, scales, thread * 0 + scale_stride,
         thread * 0 + gl.minimum((K + 63) // 64, end * C.warps_k),
     )  # fmt: skip
     each = gl.arange(0, 32 * C.warps_n, C.lanes_layout)
     start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32)
-    if C.warps_k > 1:  # what layouts take to be the same in all columns of warps differs from slice to slice
+    if C.warps_k > 1:  # layouts assume equal values in all columns of warps, but slices differ
         own = asm("{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 $0, t, 5; }", "=r", [], gl.int32) % C.warps_k
         start += own * S.slice_bytes
-    reader = Reader(each * 0 + start, each // 32, each & 31)
+    reader = StageReader(each * 0 + start, each // 32, each & 31)
     acc = products(x_shared, reader, source, begin, end, C)
-    applied = Applied(channel_scale, bias, factor)
+    epilogue_args = LargeMEpilogueArgs(channel_scale, bias, factor)
     if C.splits == 1:
-        finish_tile(y, acc, applied, first_strip * 16, first_token, M, N, columns, C)
+        store_tile(y, acc, epilogue_args, first_row_block * 16, first_token, M, N, columns, C)
     else:
-        at, tile = SplitK(partial, arrived), token_tile * row_tiles + row_tile
+        at, tile = SplitKWorkspace(partial, arrived), token_tile * row_tiles + row_tile
         if C.in_turn:
-            last, total = meet_in_turn(at, acc, tile, split, C)
+            last, total = reduce_splits_serially(at, acc, tile, split, C)
         else:
-            last, total = meet(at, acc, tile, split, C)
+            last, total = reduce_splits(at, acc, tile, split, C)
         if last:
-            finish_tile(y, total, applied, first_strip * 16, first_token, M, N, columns, C)
+            store_tile(y, total, epilogue_args, first_row_block * 16, first_token, M, N, columns, C)
 
 
 class MmaPlan:
-    """All of a product that does not depend on the tensors' contents: made once for a shape, called many times."""
+    """A large-M GEMM for one shape, with scales, bias and gate in its epilogue: made once, called many times."""
 
-    def __init__(
-        self, shape: GemmShape, tile: MmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, gate: Gate = "none"
-    ) -> None:
+    def __init__(self, shape: GemmShape, tile: MmaTile, form: WeightForm, dtype: torch.dtype, epilogue: Epilogue) -> None:
+        if epilogue.norm_parts or epilogue.residual:
+            raise ValueError("mma_gemm has no norm and no residual in its epilogue")
         self.shape, self.tile = shape, tile
-        self.columns = shape.n if gate == "none" else shape.n // 2
-        end = End(form.channel_scale, bias, gate=gate)
-        self.config = _config(tile, form, half_type(dtype), end, self.columns % 8 == 0)
+        self.columns = shape.n if epilogue.gate == "none" else shape.n // 2
+        self.config = _config(tile, form, half_type(dtype), epilogue, self.columns % 8 == 0)
         self.tiles = (-(-shape.m // tile.tokens), -(-shape.strips // (tile.rows // 16)))
         grid = (self.tiles[0] * self.tiles[1] * tile.splits, 1, 1)
-        # Left to itself ptxas spills some in small tiles, so that more blocks might share an SM.
+        # Without a limit ptxas spills in small tiles to fit more blocks on an SM.
         registers = min(MOST_REGISTERS, REGISTERS_PER_SM // self.config.threads)
         self.launch = Launcher(mma_gemm, grid, self.config.warps, registers=registers)
-        self.factor = self.config.decode.epilogue_factor
+        self.factor = self.config.dequantizer.epilogue_factor
 
     @property
     def workspace(self) -> tuple[int, int]:
@@ -566,8 +574,8 @@ class MmaPlan:
         self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
         sums: Tensor, arrived: Tensor,
     ) -> Tensor:  # fmt: skip
-        """y [M, N], or [M, N / 2] behind a gate, of x [M, K], whose rows start at multiples of 16 bytes, with zeros up to the
-        next one behind K; all tensors on the current device."""
+        """Returns y [M, N], or [M, N / 2] behind a gate, of x [M, K], whose rows start at multiples of 16 bytes and are
+        followed by zeros up to the next one; all tensors on the current device."""
         m, n, k = self.shape.m, self.shape.n, self.shape.k
         y = torch.empty((m, self.columns), dtype=x.dtype, device=x.device)
         self.launch(
@@ -580,10 +588,9 @@ class MmaPlan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _config(tile: MmaTile, form: WeightForm, dtype: HalfType, end: End, whole: bool) -> MmaGemm:
-    kind = LineDecode if form.interleaved else Decode
-    decode = kind(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
+def _config(tile: MmaTile, form: WeightForm, dtype: HalfType, epilogue: Epilogue, whole: bool) -> MmaGemm:
+    dequantizer = Dequantizer(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
     return MmaGemm(
-        decode, tile.tokens, tile.strips, tile.warps_n, tile.warps_m, tile.warps_k, tile.stages, tile.splits, tile.token_group,
-        tile.in_turn, end, whole,
+        dequantizer, tile.tokens, tile.strips, tile.warps_n, tile.warps_m, tile.warps_k, tile.stages, tile.splits,
+        tile.token_group, tile.in_turn, epilogue, whole,
     )  # fmt: skip

@@ -1,20 +1,20 @@
-"""out[b] = softmax(scale q[b] . K^T) . V of one new token a row over a paged cache, RoPE and append inside; sm_80 and newer.
+"""out[b] = softmax(scale q[b] . K^T) . V of one new token a row over a paged KV cache, with RoPE and append; sm_80 and newer.
 
-Reads   qkv fp16 or bf16 [B, (heads + 2 kv_heads) head_dim]; pages k, v [pages, kv_heads, 128, head_dim]; tables, positions,
-        rows; cos and sin; gammas of norms of heads of q and k, or None
+Reads   qkv fp16 or bf16 [B, (heads + 2 kv_heads) head_dim]; pages k, v [pages, kv_heads, 128, head_dim]; page tables,
+        positions, rows; cos and sin; gammas of norms of heads of q and k, or None
 Writes  the new k and v at the row's position; out [B, heads * head_dim]
-Grid    kv heads x rows x parts, fixed while contexts change: parts are counted from the row's position (choose/attention.py,
-        `DecodeTile.active`), programs without work leave at once; parts come last in the order, so that short rows end early
-Program one part of one kv head, its heads of q as 16 rows of mma.sync; one block of keys and values is on its way to registers
-        while the one before it is multiplied, or several to shared memory (`DecodeTile.stages`). Part 0 owns the new token,
-        which nobody reads from memory
-Overlap tables, positions and, with one stage, the first block of old keys are read before the wait for the kernel before
-        (sm_90): no kernel of the step writes them, and the first one, which lets the next start only behind its own wait, has
-        seen the step before complete
-Combine the part that comes last for a row and kv head (a counter, left at zero) adds all parts in their order
-Window  only blocks that the window reaches are read
-Exact   q and k are rounded to 16 bits after they have turned, p before its product with V; sums and softmax in fp32, one
-        rounding at the store. Tested: tests/kernels/sm80/test_paged_attention.py
+Grid    kv heads x rows x splits, fixed while contexts change: active splits are computed from the row's position
+        (choose/attention.py, `DecodeTile.active`), programs without work exit at once; splits are the slowest dimension
+Program one split of one kv head, its heads of q as 16 rows of mma.sync; one block of keys and values is loaded to registers
+        while the one before it is multiplied, or several to shared memory (`DecodeTile.stages`). Split 0 has the new token,
+        which is not read back from memory
+Overlap page tables, positions and, with one stage, the first block of old keys are read before the wait for the previous kernel
+        (sm_90): no kernel of the step writes them, and the first one launches the next only after its own wait, so the previous
+        step is complete
+Combine the last split to arrive for a row and kv head (a counter, left at zero) adds all splits in order
+Window  only blocks within the sliding window are read
+Exact   q and k are rounded to 16 bits after RoPE, p before its product with V; sums and softmax in fp32, one rounding at the
+        store. Tested: tests/kernels/sm80/test_paged_attention.py
 Source  splits of keys and values: Dao et al., Flash-Decoding (2023); online softmax: Milakov and Gimelshein (2018)
 """
 
@@ -38,7 +38,7 @@ from lowbit.kernels.parts.rotary import angles, normed, pairs, turned
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """All that is fixed when the kernel is compiled."""
+    """The kernel's compile-time configuration."""
 
     shape: AttentionShape
     tile: DecodeTile
@@ -56,17 +56,18 @@ class PagedAttention:
 
     @property
     def group_rows(self) -> int:
-        """Heads of a kv head, filled up to a power of two."""
+        """Query heads per kv head, padded to a power of two."""
         return 1 << (self.group - 1).bit_length()
 
     @property
     def scale_log2(self) -> float:
-        """Scores are powers of two."""
+        """Scale of scores, which are exponents of 2."""
         return self.shape.scale * math.log2(math.e)
 
     @property
     def into_cap(self) -> float:
-        """tanh(x) = 1 - 2 / (1 + 2 ** (2 log2(e) x)), whose error is that of float32; x = scale / softcap . q . k"""
+        """Scale before tanh(x) = 1 - 2 / (1 + 2 ** (2 log2(e) x)), whose error is that of float32; x = scale / softcap . q .
+        k"""
         return 2 * math.log2(math.e) * self.shape.scale / self.shape.softcap
 
     @property
@@ -79,33 +80,33 @@ class PagedAttention:
 
     @property
     def copies(self) -> int:
-        """Rows in which a program holds what belongs to all 16 rows of q, angles and the new token: with several warps one row
-        would be handed from layout to layout, at two barriers each time; one warp has no barriers, nor registers for more."""
+        """Rows in which a program holds RoPE angles and the new token. With several warps one row would be converted between
+        layouts, at two barriers each time; one warp has no barriers and no registers for more rows."""
         return 1 if self.tile.warps == 1 else 16
 
     @property
     def ahead(self) -> bool:
-        """Whether a round of parts is asked for while the shares of all are made, and while the one before is added: where
-        there are registers for it."""
+        """True if partial results are loaded while weights are computed and previous ones are added: where registers
+        suffice."""
         few = self.group_rows <= 4 and self.lanes <= 32 * self.tile.warps
         return few and self.copies > 1 and self.tile.stages == 1
 
     @property
     def round(self) -> int:
-        """Parts that are added at a time."""
+        """Splits that are added at a time."""
         return combine_round(self.tile.warps, self.shape)
 
 
 @triton.jit
 def block_base(table, n0, end, head, C: tl.constexpr):
-    """Element of a head's keys (and values) where the block of tokens from n0 on starts; a block lies in one page."""
+    """Element at which the block of tokens from n0 on starts in a head's keys (and values); a block lies in one page."""
     page = tl.load(table + n0 // C.page, mask=n0 < end, other=0).to(tl.int64)
     return ((page * C.shape.kv_heads + head) * C.page + n0 % C.page) * C.shape.head_dim
 
 
 @triton.jit
 def visible(n0, oldest, end, C: tl.constexpr):
-    """Which tokens of a block the row sees."""
+    """Which tokens of a block the row attends to."""
     n = n0 + tl.arange(0, C.tile.block)
     seen = n < end
     if C.shape.window > 0:
@@ -115,7 +116,7 @@ def visible(n0, oldest, end, C: tl.constexpr):
 
 @triton.jit
 def load_block(pages, base, n0, oldest, end, C: tl.constexpr):
-    """[block, lanes] keys or values from n0 on; zeros where the row sees none, whatever lies there."""
+    """Loads keys or values [block, lanes] from n0 on; zeros for tokens that the row does not attend to."""
     n, d = tl.arange(0, C.tile.block)[:, None], tl.arange(0, C.lanes)[None, :]
     seen = visible(n0, oldest, end, C)[:, None]
     if C.lanes != C.shape.head_dim:
@@ -125,7 +126,7 @@ def load_block(pages, base, n0, oldest, end, C: tl.constexpr):
 
 @triton.jit
 def powers(dots, C: tl.constexpr):
-    """Scores in powers of two, of q . k."""
+    """Scores as exponents of 2, of q . k."""
     if C.shape.softcap > 0:
         return (1.0 - 2.0 / (1.0 + tl.exp2(dots * C.into_cap))) * C.cap_log2
     else:
@@ -134,15 +135,15 @@ def powers(dots, C: tl.constexpr):
 
 @triton.jit
 def scores(q, keys, n0, oldest, end, C: tl.constexpr):
-    """Of a block, in powers of two."""
+    """Scores of a block, as exponents of 2."""
     s = powers(tl.dot(q, tl.trans(keys)), C)
     return tl.where(visible(n0, oldest, end, C)[None, :], s, float("-inf"))
 
 
 @triton.jit
 def append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C: tl.constexpr):
-    """The new token's k, turned, and v as the pages now hold them, [C.copies, lanes], for part 0; others get zeros and store
-    nothing."""
+    """Returns the new token's k after RoPE, and v, as stored in the pages, [C.copies, lanes], for split 0; other splits get
+    zeros and store nothing."""
     d, r = tl.arange(0, C.lanes), tl.arange(0, C.copies)[:, None]
     own = part + r * 0 == 0
     rows = qkv_row + (C.shape.heads + head + r * 0) * C.shape.head_dim
@@ -160,8 +161,8 @@ def append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C: tl.c
 
 @triton.jit
 def parts_from(sums, tops, first, active, C: tl.constexpr):
-    """C.round parts from the `first` on, all on their way at once: sums [rows, lanes] and, row by row, what they are relative
-    to. Numbers and no vectors: handed from layout to layout those would cost two barriers a part."""
+    """Loads C.round splits from the `first` on, all in flight at once: sums [rows, lanes] and, row by row, their maxima.
+    Scalars, as vectors would be converted between layouts at two barriers a split."""
     GROUP: tl.constexpr = C.group
     ROUND: tl.constexpr = C.round
     ROWS: tl.constexpr = C.group_rows
@@ -179,7 +180,7 @@ def parts_from(sums, tops, first, active, C: tl.constexpr):
 
 @triton.jit
 def add_parts(y, values, relative, highest, factor, left, C: tl.constexpr):
-    """y and C.round parts, of which `left` exist, each times its share."""
+    """Adds C.round splits, of which `left` exist, each times its weight, to y."""
     GROUP: tl.constexpr = C.group
     ROUND: tl.constexpr = C.round
     ROWS: tl.constexpr = C.group_rows
@@ -196,7 +197,7 @@ def add_parts(y, values, relative, highest, factor, left, C: tl.constexpr):
 
 @triton.jit
 def combine(out, sums, tops, active, C: tl.constexpr):
-    """The active parts of one kv head and row, added in order: `sums` [splits, group, head_dim], `tops` [splits, group, 2]."""
+    """Adds the active splits of one kv head and row in order: `sums` [splits, group, head_dim], `tops` [splits, group, 2]."""
     GROUP: tl.constexpr = C.group
     ROUND: tl.constexpr = C.round
     ROWS: tl.constexpr = C.group_rows
@@ -217,7 +218,7 @@ def combine(out, sums, tops, active, C: tl.constexpr):
         if not C.ahead:
             values, relative = parts_from(sums, tops, first, active, C)
         y = add_parts(y, values, relative, highest, factor, active - first, C)
-        if C.ahead:  # the last round asks again for what it has
+        if C.ahead:  # the last iteration loads its own splits again
             values, relative = parts_from(sums, tops, first + ROUND, active, C)
     r, d = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
     exist = (r < GROUP) & (d < C.shape.head_dim)
@@ -226,7 +227,7 @@ def combine(out, sums, tops, active, C: tl.constexpr):
 
 @triton.jit
 def finish(out, partial, arrived, y, top, total, b, head, part, active, C: tl.constexpr):
-    """Stores the one part there is, or leaves a part to the one that comes last, which adds them up."""
+    """Stores the result of a single split, or leaves it to the last split to arrive, which adds all of them."""
     G: tl.constexpr = C.group
     d, r = tl.arange(0, C.lanes), tl.arange(0, 16)
     place = b * C.shape.kv_heads + head
@@ -242,7 +243,7 @@ def finish(out, partial, arrived, y, top, total, b, head, part, active, C: tl.co
         tl.store(sums + at[:, None] * C.shape.head_dim + d[None, :], y, mask=exist)
         tl.store(tops + at * 2, top, mask=r < G)
         tl.store(tops + at * 2 + 1, total, mask=r < G)
-        tl.debug_barrier()  # all threads' stores are seen by who sees the counter
+        tl.debug_barrier()  # all threads' stores are visible before the counter
         if tl.atomic_add(arrived + place, 1, sem="acq_rel") == active - 1:
             tl.store(arrived + place, 0)
             combine(out, sums, tops, active, C)
@@ -252,7 +253,7 @@ def finish(out, partial, arrived, y, top, total, b, head, part, active, C: tl.co
 def paged_attention(
     out, qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, partial, arrived, table_stride, C: tl.constexpr
 ):  # fmt: skip
-    """One part of the tokens of one row, for one kv head."""
+    """One split of the tokens of one row, for one kv head."""
     G: tl.constexpr = C.group
     BLOCK: tl.constexpr = C.tile.block
     LANES: tl.constexpr = C.lanes
@@ -286,7 +287,7 @@ def paged_attention(
 
     qkv_row = qkv + b.to(tl.int64) * C.shape.features
     q, other = pairs(qkv_row + (head * G + r % G)[:, None] * C.shape.head_dim, (r >= 0)[:, None], d, C, C.copies > 1)
-    if C.copies > 1:  # asked for with q
+    if C.copies > 1:  # loaded with q
         new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C)
     if q_norm is not None:
         q, other = normed(q, other, q_norm, d, C)
@@ -330,7 +331,7 @@ def paged_attention(
 
 
 class PagedAttentionPlan:
-    """All of a decode step's attention that does not depend on the tensors' contents: made once, called many times.
+    """The plan of a decode step's attention: made once, called many times.
 
     A plan serves one GPU, one type of q, k and v and one type of gammas; all tensors are contiguous and start at multiples of
     16 bytes.
@@ -340,7 +341,7 @@ class PagedAttentionPlan:
         self.rows, self.shape, self.tile = rows, shape, tile
         self.config = PagedAttention(shape, tile, overlap=machine.arch.sm >= 90)
         grid = (shape.kv_heads, rows, tile.splits)
-        # Unasked, ptxas would rather spill a little than take more than 168 registers. Those with stages need no more.
+        # By default ptxas spills a little rather than take more than 168 registers. Tiles with stages need no more.
         most = 255 if tile.stages == 1 else 168
         self.launch = Launcher(paged_attention, grid, tile.warps, overlap=self.config.overlap, registers=most)
 
@@ -355,7 +356,7 @@ class PagedAttentionPlan:
         self, qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor,
         q_norm: Tensor | None, k_norm: Tensor | None, partial: Tensor, arrived: Tensor,
     ) -> Tensor:  # fmt: skip
-        """out [B, heads * head_dim]; all tensors on the current device."""
+        """Returns out [B, heads * head_dim]; all tensors on the current device."""
         out = torch.empty((self.rows, self.shape.heads * self.shape.head_dim), dtype=qkv.dtype, device=qkv.device)
         self.launch(
             out, qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, partial, arrived, tables.stride(0), self.config

@@ -1,11 +1,11 @@
 """y[M, N] = (x[M, K] . dequant(w)[N, K]^T) scaled, x of 8 bits, w of 8 or fewer, mma.sync: sm_80 and newer, fp8 from sm_89 on.
 
-Computes y^T = w x^T. The plain kernel: right on every machine that has the instructions, tuned for none.
+Computes y^T = w x^T. The plain kernel: correct on every GPU that has the instructions, tuned for none.
 Reads   x and w of 8 bits row-major, by ldmatrix; codes of fewer bits in FragmentOrder, each lane its own
 Grid    blocks of 64 rows of w x blocks of tokens; 4 warps of 16 rows each
 Stages  of 128 k, copied by cp.async, `stages` - 1 ahead; one barrier for each
-Sum     int8 in s32, exact; fp8 in fp32. Where scales change along K, every 128 k go, scaled, to a sum in fp32
-Exact   every weight is decoded exactly (hardware/byte_conversions.py) and never rounded; one rounding at the store
+Sum     int8 in s32, exact; fp8 in fp32. Where scales change along K, sums of 128 k are scaled and added to a sum in fp32
+Exact   every weight is dequantized exactly (hardware/byte_conversions.py), never rounded; one rounding at the store
 Source  mma.m16n8k32 and its fragments: PTX ISA
 """
 
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from lowbit.formats import Scheme
 from lowbit.kernels.choose.scaled_gemm import ScaledShape
-from lowbit.kernels.parts.byte_dequantize import TILES, ByteDecode, decode
-from lowbit.kernels.parts.epilogue import CODE_TYPES, OUTPUTS, TYPES, Applied, XScale, finished, of_channels, of_tokens
+from lowbit.kernels.parts.byte_dequantize import TILES, ByteDequantizer, dequantize
 from lowbit.kernels.parts.gluon import (
     Scalar,
     aggregate,
@@ -35,19 +34,29 @@ from lowbit.kernels.parts.gluon import (
 )
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.operand import operand_a, registers_layout, split_words
+from lowbit.kernels.parts.scaled_epilogue import (
+    CODE_TYPES,
+    OUTPUTS,
+    TYPES,
+    ScaledEpilogueArgs,
+    XScale,
+    finished,
+    of_channels,
+    of_tokens,
+)
 
 ROWS = 64
-STEP_K = 128
+BLOCK_K = 128
 FEW, MANY = (16, 4), (64, 3)
 """Tokens of a block and stages: at most 48 KiB of shared memory, so that two blocks share an SM on every machine."""
 
-STEP = gl.constexpr(STEP_K)
+BLOCK = gl.constexpr(BLOCK_K)
 WORD_TILES = gl.constexpr(TILES)
 
 
 @dataclass(frozen=True)
 class PlainGemm:
-    """All that is fixed when the kernel is compiled. `narrow` is the format of codes of fewer than 8 bits, "" for 8 bits."""
+    """The kernel's compile-time configuration. `narrow` is the format of codes of fewer than 8 bits, "" for 8 bits."""
 
     narrow: str
     w_type: torch.dtype
@@ -69,17 +78,17 @@ class PlainGemm:
     tokens_are_rows = False
 
     @property
-    def decode(self) -> ByteDecode:
-        return ByteDecode(self.narrow, "s8" if self.x_type == torch.int8 else "e4m3")
+    def dequantizer(self) -> ByteDequantizer:
+        return ByteDequantizer(self.narrow, "s8" if self.x_type == torch.int8 else "e4m3")
 
     @property
     def planes(self) -> int:
-        """Of narrow codes."""
-        return self.decode.planes if self.narrow else 0
+        """Planes of narrow codes."""
+        return self.dequantizer.planes if self.narrow else 0
 
     @property
     def factor(self) -> float:
-        return self.decode.conversion.scale_factor if self.narrow else 1.0
+        return self.dequantizer.conversion.scale_factor if self.narrow else 1.0
 
     @property
     def channel_scale(self) -> bool:
@@ -87,7 +96,7 @@ class PlainGemm:
 
     @property
     def promote(self) -> bool:
-        """Whether 128 k are summed on their own first."""
+        """True if 128 k are summed separately and added to fp32 totals."""
         return self.grouped or self.block_scale or self.x_scale == "block"
 
     @property
@@ -120,7 +129,7 @@ class PlainGemm:
 
     @property
     def copy_layout(self) -> gl.BlockedLayout:
-        """[rows, 128]: 16 bytes a thread."""
+        """Layout [rows, 128]: 16 bytes a thread."""
         return gl.BlockedLayout([1, 16], [4, 8], [self.warps, 1], [1, 0])
 
     @property
@@ -128,8 +137,8 @@ class PlainGemm:
         return gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
 
     def words_layout(self, plane: int) -> gl.BlockedLayout:
-        """[strips, 32 lanes * words] of a plane of narrow codes."""
-        return gl.BlockedLayout([1, self.decode.plane_words(plane)], [1, 32], [self.warps, 1], [1, 0])
+        """Layout [row blocks, 32 lanes * words] of a plane of narrow codes."""
+        return gl.BlockedLayout([1, self.dequantizer.plane_words(plane)], [1, 32], [self.warps, 1], [1, 0])
 
     @property
     def words_shared_layout(self) -> gl.SwizzledSharedLayout:
@@ -146,9 +155,9 @@ class PlainGemm:
 
 
 @aggregate
-class Source:
-    """Where x and w lie, and from row to row; how many rows of each there are from the block's first on; of narrow codes the
-    first strip, how many there are, and tiles of 64 k of each; how many k there are, a multiple of 16."""
+class ScaledSource:
+    """Addresses of x and w, their row strides, and the rows of each from the block's first on; of narrow codes the first row
+    block, the number of row blocks and of tiles of 64 k; the number of k, a multiple of 16."""
 
     x: Scalar
     x_stride: Scalar
@@ -156,45 +165,45 @@ class Source:
     w: Scalar
     w_stride: Scalar
     channels: Scalar
-    first_strip: Scalar
-    strips: Scalar
+    first_row_block: Scalar
+    row_blocks: Scalar
     tiles: Scalar
     ks: Scalar
 
 
 @gluon.jit
 def copy_rows(source, stride, shared, k, rows_exist, k_exist, COUNT: gl.constexpr, C: gl.constexpr):
-    """Starts to copy 128 k of some rows, zeros where there are none."""
+    """Starts to copy 128 k of some rows; rows that do not exist become zeros."""
     rows = gl.arange(0, COUNT, gl.SliceLayout(1, C.copy_layout))
-    columns = k + gl.arange(0, STEP, gl.SliceLayout(0, C.copy_layout))
+    columns = k + gl.arange(0, BLOCK, gl.SliceLayout(0, C.copy_layout))
     at = source + rows.to(gl.int64)[:, None] * stride + columns[None, :]
     copy_ahead(shared, at, (rows < rows_exist)[:, None] & (columns < k_exist)[None, :])
 
 
 @gluon.jit
 def copy_words(source, shared, slot, group, plane: gl.constexpr, C: gl.constexpr):
-    """The same of a plane of narrow codes."""
+    """Starts to copy 128 k of a plane of narrow codes."""
     LAYOUT: gl.constexpr = ptx(C.words_layout, plane)
-    WORDS: gl.constexpr = ptx(C.decode.plane_words, plane) * 32
+    WORDS: gl.constexpr = ptx(C.dequantizer.plane_words, plane) * 32
     COUNT: gl.constexpr = WORDS * WORD_TILES
     WARPS: gl.constexpr = C.warps
-    strip = source.first_strip + gl.arange(0, WARPS, gl.SliceLayout(1, LAYOUT))
-    strip = gl.minimum(strip, source.strips - 1)  # strips beyond the last are computed, not stored
+    row_block = source.first_row_block + gl.arange(0, WARPS, gl.SliceLayout(1, LAYOUT))
+    row_block = gl.minimum(row_block, source.row_blocks - 1)  # row blocks beyond the last are computed, not stored
     word = gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
     tile = group * WORD_TILES + word // WORDS
-    inside = tile * (32 * C.decode.bits) + word % WORDS + ptx(C.decode.plane_start, plane)
-    row = strip.to(gl.int64) * source.tiles * (32 * C.decode.bits)
-    there = (strip >= 0)[:, None] & (tile < source.tiles)[None, :]
+    inside = tile * (32 * C.dequantizer.bits) + word % WORDS + ptx(C.dequantizer.plane_start, plane)
+    row = row_block.to(gl.int64) * source.tiles * (32 * C.dequantizer.bits)
+    there = (row_block >= 0)[:, None] & (tile < source.tiles)[None, :]
     copy_ahead(shared.index(slot), source.w + row[:, None] + inside[None, :], there)
 
 
 @gluon.jit
-def copy_step(source, x_shared, w_shared, group, slot, C: gl.constexpr):
+def copy_block(source, x_shared, w_shared, group, slot, C: gl.constexpr):
     """Starts the copies of 128 k; those beyond K become zeros."""
     PLANES: gl.constexpr = C.planes
-    copy_rows(source.x, source.x_stride, x_shared.index(slot), group * STEP, source.tokens, source.ks, C.columns, C)
+    copy_rows(source.x, source.x_stride, x_shared.index(slot), group * BLOCK, source.tokens, source.ks, C.columns, C)
     if C.narrow == "":
-        copy_rows(source.w, source.w_stride, w_shared[0].index(slot), group * STEP, source.channels, source.ks, C.rows, C)
+        copy_rows(source.w, source.w_stride, w_shared[0].index(slot), group * BLOCK, source.channels, source.ks, C.rows, C)
     for plane in gl.static_range(PLANES):
         copy_words(source, w_shared[plane], slot, group, plane, C)
     commit_copies()
@@ -202,29 +211,29 @@ def copy_step(source, x_shared, w_shared, group, slot, C: gl.constexpr):
 
 @gluon.jit
 def read_plane(shared, slot, plane: gl.constexpr, C: gl.constexpr):
-    """A lane's words of a plane: those of the first tile, then of the second."""
+    """Reads a lane's words of a plane: those of the first tile, then of the second."""
     LAYOUT: gl.constexpr = ptx(C.words_layout, plane)
-    WORDS: gl.constexpr = ptx(C.decode.plane_words, plane)
+    WORDS: gl.constexpr = ptx(C.dequantizer.plane_words, plane)
     read = gl.reshape(shared.index(slot).load(LAYOUT), [C.warps, WORD_TILES, 32, WORDS])
     return split_words(gl.reshape(gl.permute(read, [0, 2, 1, 3]), [C.threads, WORD_TILES * WORDS]), WORD_TILES * WORDS, C)
 
 
 @gluon.jit
 def read_words(shared, slot, C: gl.constexpr):
-    """A lane's words of 128 k."""
+    """Reads a lane's words of 128 k."""
     PLANES: gl.constexpr = C.planes
     first = ()
     second = ()
     for plane in gl.static_range(PLANES):
         words = read_plane(shared[plane], slot, plane, C)
-        first = first + words[0 : ptx(C.decode.plane_words, plane)]
-        second = second + words[ptx(C.decode.plane_words, plane) :]
+        first = first + words[0 : ptx(C.dequantizer.plane_words, plane)]
+        second = second + words[ptx(C.dequantizer.plane_words, plane) :]
     return first + second
 
 
 @gluon.jit
-def step_scale(x_scale, scale, group, groups, stride, tokens, channels, M, N, C: gl.constexpr):
-    """What the sums of 128 k are multiplied by."""
+def block_scale_of(x_scale, scale, group, groups, stride, tokens, channels, M, N, C: gl.constexpr):
+    """Returns the scales of the sums of 128 k."""
     factor = gl.full([C.rows, C.columns], 1.0, gl.float32, C.accumulator)
     if C.x_scale == "block":
         factor = factor * gl.load(x_scale + tokens.to(gl.int64) * groups + group, mask=tokens < M, other=0.0)[None, :]
@@ -237,14 +246,14 @@ def step_scale(x_scale, scale, group, groups, stride, tokens, channels, M, N, C:
 
 @gluon.jit
 def words_memory(plane: gl.constexpr, C: gl.constexpr):
-    """Shared memory for all stages of a plane of narrow codes."""
-    COUNT: gl.constexpr = ptx(C.decode.plane_words, plane) * (32 * WORD_TILES)
+    """Allocates shared memory for all stages of a plane of narrow codes."""
+    COUNT: gl.constexpr = ptx(C.dequantizer.plane_words, plane) * (32 * WORD_TILES)
     return gl.allocate_shared_memory(gl.int32, [C.stages, C.warps, COUNT], C.words_shared_layout)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "strips", "tiles", "scale_stride"])
+@gluon.jit(do_not_specialize=["M", "N", "K", "row_blocks", "tiles", "scale_stride"])
 def plain_scaled_gemm(
-    y, x, w, x_scale, x_zero, scale, channel_scale, sums, bias, y_scale, M, N, K, x_stride, w_stride, strips, tiles,
+    y, x, w, x_scale, x_zero, scale, channel_scale, sums, bias, y_scale, M, N, K, x_stride, w_stride, row_blocks, tiles,
     scale_stride, C: gl.constexpr,
 ):  # fmt: skip
     """One block: 64 rows of w, C.columns tokens, all of K. `tiles` counts tiles of 64 k of narrow w."""
@@ -258,48 +267,48 @@ def plain_scaled_gemm(
     tokens = first_token + gl.arange(0, C.columns, gl.SliceLayout(0, SUMS))
     STAGES: gl.constexpr = C.stages
     PLANES: gl.constexpr = C.planes
-    x_shared = gl.allocate_shared_memory(C.x, [STAGES, COLUMNS, STEP], C.shared_layout)
+    x_shared = gl.allocate_shared_memory(C.x, [STAGES, COLUMNS, BLOCK], C.shared_layout)
     w_shared = ()
     if C.narrow == "":
-        w_shared = (gl.allocate_shared_memory(C.w, [STAGES, COUNT, STEP], C.shared_layout),)
+        w_shared = (gl.allocate_shared_memory(C.w, [STAGES, COUNT, BLOCK], C.shared_layout),)
         w += first_channel.to(gl.int64) * w_stride
     for plane in gl.static_range(PLANES):
         w_shared = w_shared + (words_memory(plane, C),)
-    source = Source(
+    source = ScaledSource(
         x + first_token.to(gl.int64) * x_stride, x_stride, M - first_token, w, w_stride, N - first_channel,
-        first_channel // 16, strips, tiles, (K + 15) // 16 * 16,
+        first_channel // 16, row_blocks, tiles, (K + 15) // 16 * 16,
     )  # fmt: skip
-    groups = (K + STEP - 1) // STEP
+    groups = (K + BLOCK - 1) // BLOCK
     zeros = gl.zeros((COUNT, COLUMNS), TYPE, SUMS)
     acc = zeros
     if C.promote:
         acc = gl.zeros((COUNT, COLUMNS), gl.float32, SUMS)
     for ahead in gl.static_range(STAGES - 1):
-        copy_step(source, x_shared, w_shared, ahead, ahead, C)
+        copy_block(source, x_shared, w_shared, ahead, ahead, C)
     slot = 0
     for group in range(0, groups):
         wait_copies(STAGES - 2)
         barrier()
-        copy_step(source, x_shared, w_shared, group + (STAGES - 1), gl.where(slot == 0, STAGES, slot) - 1, C)
+        copy_block(source, x_shared, w_shared, group + (STAGES - 1), gl.where(slot == 0, STAGES, slot) - 1, C)
         if C.narrow == "":
             a = w_shared[0].index(slot).load(C.operand_layout)
         else:
-            a = operand_a(decode(read_words(w_shared, slot, C), C), C)
+            a = operand_a(dequantize(read_words(w_shared, slot, C), C), C)
         b = x_shared.index(slot).permute([1, 0]).load(C.x_layout)
         slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
         if C.promote:
             part_sum = mma_v2(a, b, zeros).to(gl.float32)
-            acc += part_sum * step_scale(x_scale, scale, group, groups, scale_stride, tokens, channels, M, N, C)
+            acc += part_sum * block_scale_of(x_scale, scale, group, groups, scale_stride, tokens, channels, M, N, C)
         else:
             acc = mma_v2(a, b, acc)
-    wait_copies(0)  # of zeros beyond K, which must not outlive the block
-    result = finished(acc, Applied(x_scale, x_zero, channel_scale, sums, bias, y_scale), tokens, channels, M, N, C)
+    wait_copies(0)  # zeros beyond K: copies must not outlive the block
+    result = finished(acc, ScaledEpilogueArgs(x_scale, x_zero, channel_scale, sums, bias, y_scale), tokens, channels, M, N, C)
     at = y + of_tokens(tokens.to(gl.int64) * N, C) + of_channels(channels, C)
     gl.store(at, result, mask=of_tokens(tokens < M, C) & of_channels(channels < N, C))
 
 
 class PlainPlan:
-    """All of a product that does not depend on the tensors' contents: made once for a shape, called many times."""
+    """The plan of an 8-bit GEMM by the plain kernel, for one shape: made once, called many times."""
 
     workspace = (0, 0)
 
@@ -324,9 +333,9 @@ class PlainPlan:
         channel_scale: Tensor | None, sums: Tensor, bias: Tensor | None, partial: Tensor, arrived: Tensor,
         y_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
+        """Returns y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
         m, n, k = self.shape.m, self.shape.n, self.shape.k
-        if k % 16:  # the kernel reads whole pieces of 16 bytes
+        if k % 16:  # the kernel reads whole vectors of 16 bytes
             filled = x.new_zeros((m, -(-k // 16) * 16), dtype=torch.uint8)
             filled[:, :k] = x.view(torch.uint8)
             x = filled.view(x.dtype)

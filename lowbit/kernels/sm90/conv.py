@@ -1,13 +1,13 @@
 """y = requantize(convolution(x, w) + ..) on packed NHWC activations of 4 or 8 bits, wgmma and TMA: sm_90a.
 
 Computes rows of pixels x columns of output channels, K over taps and input channels: implicit GEMM, int8 wgmma
-Reads   x by TMA in im2col mode (zeros outside the image), decoded to operand A in registers (u4) or from shared memory (s8);
-        w in the pieces of pack/conv_weight.py by bulk copies; residual codes from global memory
-Roles   none: 4 warps for each 64 pixels copy ahead, decode, multiply and store; two and more blocks share an SM
-Ring    `stages` of x and w (parts/window_ring.py) that runs on from tile to tile
+Reads   x by TMA in im2col mode (zeros outside the image), unpacked to operand A in registers (u4) or from shared memory (s8);
+        w in the tiles of pack/conv_weight.py by bulk copies; residual codes from global memory
+Roles   none: 4 warps for each 64 pixels copy ahead, unpack, multiply and store; two and more blocks share an SM
+Ring    `stages` of x and w (parts/window_ring.py), which continues from tile to tile
 Grid    persistent; neighbouring blocks have the same pixels and neighbouring outputs
-Exact   sums in int32; requantized as formats/conv.py says, bit for bit
-Source  wgmma fragments: PTX ISA; what was measured: docs/log
+Exact   sums in int32; requantized as in formats/conv.py, bit for bit
+Source  wgmma fragments: PTX ISA; measurements: docs/log
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from lowbit.pack.stem import StemImages
 
 
 @aggregate
-class Step:
-    """The step whose copies come next: its stage of the ring and that one's parity, its product, block of channels and tap; its
-    piece of weights; its tile, of this block's, and where in the output the tile's first pixel lies."""
+class CopyCursor:
+    """The next k block to be copied: its ring stage with its parity, product, block of channels and tap; its weight tile; its
+    tile, of this block's, and the output position of the tile's first pixel."""
 
     slot: Scalar
     parity: Scalar
@@ -68,9 +68,9 @@ class Step:
 
 
 @aggregate
-class Walk:
-    """A block's way over the output: its size, how many tiles of outputs there are, how many tiles of pixels the block has, and
-    how far it is from one of them to the next."""
+class TileWalk:
+    """A block's path over the output: output size, number of output tiles, number of this block's pixel tiles, and the distance
+    from one of them to the next."""
 
     out_height: Scalar
     out_width: Scalar
@@ -82,10 +82,10 @@ class Walk:
 
 
 @gluon.jit
-def copy_step(at, exists, first, second, walk, C: gl.constexpr):
-    """Starts the copies of the step `at` and returns the next one: every thread counts along, one issues.
+def copy_block(at, exists, first, second, walk, C: gl.constexpr):
+    """Starts the copies of the k block `at` and returns the next one: every thread counts, one issues.
 
-    Places are those of output pixels. From a tile of this block to its next one they move by a constant, with carries.
+    Positions are those of output pixels. From one tile of this block to its next they move by a constant, with carries.
     """
     slot = at.slot
     parity = at.parity
@@ -155,49 +155,49 @@ def copy_step(at, exists, first, second, walk, C: gl.constexpr):
             piece = first_piece(first, walk.tiles_across)
         else:
             piece = first_piece(second, walk.tiles_across)
-    return Step(slot, parity, product, block, across, down, piece, tile, column, row, image)
+    return CopyCursor(slot, parity, product, block, across, down, piece, tile, column, row, image)
 
 
 @gluon.jit
 def first_piece(product, tiles_across):
-    """Where the weights of this block's outputs begin; a block keeps to one tile of outputs."""
+    """Address of the weights of this block's outputs; a block has a single tile of outputs."""
     return gl.program_id(0) % tiles_across * (product.blocks * product.taps_across * product.taps_down)
 
 
 @gluon.jit
 def multiply(acc, adds, x_ring, w_ring, stage, piece, PLANES: gl.constexpr, C: gl.constexpr):
-    """Starts the products of a stage, which add to the sums or replace them; returns them and the registers to be held."""
+    """Starts the products of a stage, which add to the sums or replace them; returns sums and the registers to be fenced."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     COUNT: gl.constexpr = C.ring.registers
     if PLANES == 1:
         acc = warpgroup_mma(x_ring.index(stage), w_ring.index(piece).permute([1, 0]), acc, use_acc=adds, is_async=True)
         return acc, ()
     else:
-        held = gl.inline_asm_elementwise(
+        fenced = gl.inline_asm_elementwise(
             C.ring.decode, C.ring.decode_constraints, [thread * 0 + stage, thread],
             dtype=C.decoded, is_pure=False, pack=1,
         )  # fmt: skip
-        even = operand_a(held[0:COUNT], COUNT, C)
-        odd = operand_a(held[COUNT:], COUNT, C)
+        even = operand_a(fenced[0:COUNT], COUNT, C)
+        odd = operand_a(fenced[COUNT:], COUNT, C)
         acc = warpgroup_mma(even, w_ring.index(piece).permute([1, 0]), acc, use_acc=adds, is_async=True)
         acc = warpgroup_mma(odd, w_ring.index(piece + 1).permute([1, 0]), acc, is_async=True)
-        return acc, held
+        return acc, fenced
 
 
 @gluon.jit
-def finish(held, stage, PLANES: gl.constexpr, C: gl.constexpr):
-    """Of a stage whose products are done: its registers may be written again, and it may be filled again."""
+def release_stage(fenced, stage, PLANES: gl.constexpr, C: gl.constexpr):
+    """Fences the registers of a stage whose products are done, and releases the stage."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     if PLANES == 2:
-        run(C.hold, "=r" + ",r" * (2 * C.ring.registers + 1), held + (thread * 0 + stage,))
+        run(C.register_fence, "=r" + ",r" * (2 * C.ring.registers + 1), fenced + (thread * 0 + stage,))
     run(C.barriers.give, "=r,r,r", [thread * 0 + stage, ((thread & 31) == 0).to(gl.int32)])
 
 
 @gluon.jit
 def product(acc, at, stage, phase, first_piece, steps, rings, two, walk, PLANES: gl.constexpr, C: gl.constexpr):
-    """The sums of one product over its steps, while the ring is kept full.
+    """Computes the sums of one product over its k blocks, while the ring is refilled.
 
-    A step is decoded after the products of the one before: other warpgroups of the SM multiply meanwhile.
+    A k block is unpacked after the products of the previous one; other warpgroups of the SM multiply meanwhile.
     """
     x_ring, w_ring = rings
     thread = gl.arange(0, C.threads, C.threads_layout)
@@ -205,10 +205,10 @@ def product(acc, at, stage, phase, first_piece, steps, rings, two, walk, PLANES:
     for step in range(steps):
         run(C.barriers.wait, "=r,r,r,r", [thread * 0 + stage, thread * 0 + phase, thread * 0 + 1])
         piece = first_piece + step * PLANES if C.resident else C.most_planes * stage
-        acc, held = multiply(acc, step > 0, x_ring, w_ring, stage, piece, PLANES, C)
-        at = copy_step(at, at.tile < walk.own, two[0], two[1], walk, C)
+        acc, fenced = multiply(acc, step > 0, x_ring, w_ring, stage, piece, PLANES, C)
+        at = copy_block(at, at.tile < walk.own, two[0], two[1], walk, C)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        finish(held, stage, PLANES, C)
+        release_stage(fenced, stage, PLANES, C)
         stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
         phase = gl.where(stage == 0, phase ^ 1, phase)
     return acc, at, stage, phase
@@ -216,7 +216,7 @@ def product(acc, at, stage, phase, first_piece, steps, rings, two, walk, PLANES:
 
 @gluon.jit
 def copy_resident(weight, weight2, across, steps, steps2, C: gl.constexpr):
-    """Starts the copies of weights that stay; they do not depend on the kernel before."""
+    """Starts the copies of resident weights, which do not depend on the previous kernel."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     size = steps * (C.planes * C.piece_bytes)
     size2 = steps2 * (C.second_planes * C.piece_bytes)
@@ -232,7 +232,7 @@ def copy_resident(weight, weight2, across, steps, steps2, C: gl.constexpr):
 
 @gluon.jit
 def make_barriers(C: gl.constexpr):
-    """Barriers of the ring and of weights that stay."""
+    """Initialises the barriers of the ring and of resident weights."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     run(C.barriers.init, "=r,r", [thread])
     if C.resident:
@@ -243,16 +243,16 @@ def make_barriers(C: gl.constexpr):
 
 @gluon.jit
 def fill_ring(first_tile, two, walk, C: gl.constexpr):
-    """Starts the first copies of a block and returns the step after them."""
+    """Starts the first copies of a block and returns the k block after them."""
     zero = walk.own * 0
     pixel = first_tile * C.pixels
     line = pixel // walk.out_width
-    at = Step(
+    at = CopyCursor(
         zero, zero + 1, zero, zero, zero, zero, first_piece(two[0], walk.tiles_across), zero, pixel % walk.out_width,
         line % walk.out_height, line // walk.out_height,
     )  # fmt: skip
     for _filled in range(C.stages - 1):
-        at = copy_step(at, at.tile < walk.own, two[0], two[1], walk, C)
+        at = copy_block(at, at.tile < walk.own, two[0], two[1], walk, C)
     return at
 
 
@@ -268,7 +268,7 @@ def wgmma_conv(
     maps2, weight2, steps2, blocks2, taps_across2, taps_down2, stride_down2, stride_across2, first_down2, first_across2,
     C: gl.constexpr,
 ):  # fmt: skip
-    """The kernel: a block's tiles of pixels, all with the same outputs, the ring running ahead of the products."""
+    """The kernel: a block's tiles of pixels, all with the same outputs, with the ring ahead of the products."""
     PIXELS: gl.constexpr = C.pixels
     OUTPUTS: gl.constexpr = C.outputs
     SUMS: gl.constexpr = C.accumulator
@@ -289,7 +289,7 @@ def wgmma_conv(
     first_tile = gl.program_id(0) // tiles_across
     stride = gl.num_programs(0) // tiles_across
     own = (tiles_down - first_tile + stride - 1) // stride  # tiles of this block
-    walk = Walk(out_height, out_width, tiles_across, own, column_step, row_step, image_step)
+    walk = TileWalk(out_height, out_width, tiles_across, own, column_step, row_step, image_step)
     one = Product(maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across)
     two = (one, one)
     if C.second is not None:
@@ -307,7 +307,7 @@ def wgmma_conv(
         run(C.weights.wait, "=r,r,r,r", [thread * 0, thread * 0, thread * 0 + 1])
     kept = keep_constants(s, b, across, C)
     later = stage
-    if C.residual is not None:  # codes of a tile are on their way while the one before is multiplied
+    if C.residual is not None:  # codes of a tile are loaded while the previous one is multiplied
         later = load_residual(residual, first_tile * PIXELS, across * C.units, pixels, row_units, C)
     for tile in range(first_tile, tiles_down, stride):
         codes = ()
@@ -332,7 +332,7 @@ def wgmma_conv(
 
 
 class PreparedConv:
-    """A layer as the kernel reads it, on one GPU, with a tile. With `images`, its input is what they pack: a stem."""
+    """A layer prepared for the kernel, on one GPU, with a tile. With `images`, its input is what they pack: a stem."""
 
     def __init__(
         self, spec: ConvSpec, packed: PackedConv, tile: ConvTile, sm_count: int, images: StemImages | None = None
@@ -358,7 +358,7 @@ class PreparedConv:
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """y of packed x [N, H, W, bytes]; `residual` and `second` as the layer has them; `out` is written if given."""
+        """Returns y of packed x [N, H, W, bytes]; `residual` and `second` if the layer has them; `out` is written if given."""
         shape = self.output_shape(tuple(x.shape))
         spec, tile, packed = self.spec, self.tile, self.packed
         if out is None:

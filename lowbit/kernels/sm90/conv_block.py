@@ -1,13 +1,13 @@
 """A bottleneck block of 64 channels from its 3 x 3 convolution to the next block's first, in one kernel: sm_90a.
 
 Computes middle = conv3x3(x), y = conv1x1(middle) + residual (or + conv1x1(entry), the shortcut), z = conv1x1(y), requantized
-Reads   x by TMA in strips (sm90/conv_block.py); residual or entry codes from global memory, a tile's at its beginning; all
-        weights and constants once a block, into shared memory
-Links   codes never leave the registers between two products: those that a thread has computed are its operand A of the next
-        product, whose weights have K in that order (pack/conv_block.py). y is computed `chunk` outputs at a time
+Reads   x by TMA in strips (below); residual or entry codes from global memory, at the beginning of a tile; all weights and
+        constants once a block, into shared memory
+Links   codes stay in registers between products: the codes of a thread are its operand A of the next product, whose weights
+        have K in that order (pack/conv_block.py). y is computed `chunk` outputs at a time
 Writes  y and z, 16 and 8 or 16 bytes a thread
 Values  one register of each thread: every tensor here is [threads] (parts/thread_product.py)
-Roles   none, Grid: as sm90/conv_strip.py; the warpgroups of an SM drift apart, so that one multiplies while others requantize
+Roles   none, Grid: as sm90/conv_strip.py; warpgroups of an SM are not synchronised: one multiplies while others requantize
 Exact   as the three or four layers one after the other (formats/conv.py), bit for bit
 """
 
@@ -39,7 +39,7 @@ from lowbit.kernels.parts.requantize import LinkedRequantize, Requantize
 from lowbit.kernels.parts.strip_ring import StripRing
 from lowbit.kernels.parts.thread_product import (
     ThreadProduct,
-    keep,
+    fence_registers,
     load_words,
     shared_floats,
     start,
@@ -53,24 +53,24 @@ from lowbit.pack.conv_block import CHANNELS
 
 # Taps of a window read from a strip (parts/strip_ring.py) by address, as PTX: a few instructions a tap.
 #
-# A place is an address in shared memory: that of a row of the strip, and 16 more in the lanes that read the second 16 bytes of
-# a row. Strips start at multiples of 1 KiB, so the address says by itself how the row's 16-byte chunks are exchanged.
+# A place is an address in shared memory: that of a row of the strip, plus 16 in the lanes that read the second 16 bytes of a
+# row. Strips are aligned to 1 KiB, so the swizzle of the row's 16-byte chunks follows from the address alone.
 
 ZERO_BYTES = 64
-"""Bytes of zeros, at a multiple of as many: as long as a row, so that its chunks may be exchanged too."""
+"""Bytes of zeros, aligned to their size: as long as a row, so that their chunks may be swizzled too."""
 
 _TURN = lut(lambda turn, mask, place: (turn & mask) ^ place)
 
 
 @dataclass(frozen=True)
 class StripTaps(StripRing):
-    """As StripRing, with strips of `boxes` copies each."""
+    """A StripRing with strips of `boxes` copies each."""
 
     boxes: int = 1
 
     @property
     def copy_strip(self) -> str:
-        """As StripRing's, where one copy brings rows / boxes rows."""
+        """As StripRing's, where one copy loads rows / boxes rows."""
         rows = self.rows // self.boxes
         copy = (
             "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
@@ -99,14 +99,14 @@ class StripTaps(StripRing):
 
     @property
     def lane_place(self) -> str:
-        """$0: the address $1 bytes into shared memory, and 16 more for each of the four threads of a row; $2 is the thread."""
+        """$0: the address $1 bytes into shared memory, plus 16 for each of the four threads of a row; $2 is the thread."""
         return "{ .reg .b32 at; mov.u32 at, global_smem; add.u32 $0, $1, at; and.b32 at, $2, 3; mad.lo.u32 $0, at, 16, $0; }"
 
     @property
     def tap(self) -> str:
-        """The row at place $n as it lies, n = `loaded` registers; at place $n + 1, the zeros, where $n + 2 is 0.
+        """Reads the row at place $n, n = `loaded` registers; the zeros at place $n + 1 where $n + 2 is 0.
 
-        Four registers are 32 bytes of K of operand A (ldmatrix.x4: rows 0 to 7, 8 to 15, the same 16 bytes on).
+        Four registers are 32 bytes of K of operand A (ldmatrix.x4: rows 0 to 7, 8 to 15, then the next 16 bytes of both).
         """
         n = self.loaded
         place, zeros, inside = (f"${n + i}" for i in range(3))
@@ -124,14 +124,14 @@ class StripTaps(StripRing):
 
     @property
     def tap_constraints(self) -> str:
-        """Of `tap`."""
+        """Constraints of `tap`."""
         return ",".join(["=&r"] * self.loaded + ["r"] * 3)
 
 
 UNIT_BYTES = gl.constexpr(UNIT)
 
 EARLY_UNITS = gl.constexpr(2)
-"""Units of residual codes that are on their way from the beginning of a tile; the others follow as registers are free."""
+"""Units of residual codes that are loaded from the beginning of a tile; the others follow as registers become free."""
 
 UPPER = gl.constexpr(-0x0F0F0F10)
 """Mask of the upper half of each byte."""
@@ -142,7 +142,7 @@ REGISTERS = 65536 // (128 * WARPGROUPS)
 
 @dataclass(frozen=True)
 class BlockConv(BlockTile, Warpgroups):
-    """All that is fixed when the kernel is compiled: a tile, and what the kernel makes of it."""
+    """The kernel's compile-time configuration: a tile, and what follows from it."""
 
     digest: str = source_digest()
 
@@ -153,12 +153,12 @@ class BlockConv(BlockTile, Warpgroups):
 
     @property
     def planes(self) -> int:
-        """Halves of a byte that hold a code."""
+        """Halves of a byte that contain a code."""
         return 8 // self.bits
 
     @property
     def strip(self) -> StripTaps:
-        """Copies and reads."""
+        """Copies and reads of strips."""
         strips, weights = StageBarriers(self.tail, STRIPS, self.warps), StageBarriers(self.tail + 16 * STRIPS, 1, self.warps)
         return StripTaps(
             strips, weights, self.tail + 2 * ZERO_BYTES, 0, self.starts[0], self.rows, self.row_bytes,
@@ -167,17 +167,17 @@ class BlockConv(BlockTile, Warpgroups):
 
     @property
     def second(self) -> ThreadProduct:
-        """The 3 x 3 convolution, a tap of one plane a piece."""
+        """The 3 x 3 convolution; a weight tile is one plane of a tap."""
         return ThreadProduct(CHANNELS, self.row_bytes, self.bits == 4, self.starts[0])
 
     @property
     def third(self) -> ThreadProduct:
-        """A piece of the third convolution."""
+        """A chunk of the third convolution."""
         return ThreadProduct(self.chunk, CHANNELS, self.bits == 4, self.starts[1])
 
     @property
     def entry(self) -> ThreadProduct:
-        """A piece of the shortcut."""
+        """A chunk of the shortcut."""
         return ThreadProduct(self.chunk, CHANNELS, self.bits == 4, self.starts[2])
 
     @property
@@ -199,7 +199,7 @@ class BlockConv(BlockTile, Warpgroups):
 
     @property
     def chunks(self) -> int:
-        """Pieces of y."""
+        """Chunks of y."""
         return self.expanded // self.chunk
 
     @property
@@ -219,17 +219,17 @@ class BlockConv(BlockTile, Warpgroups):
 
     @property
     def parts(self) -> int:
-        """Pieces of y in a unit."""
+        """Chunks of y in a unit."""
         return self.chunks // self.units
 
     @property
     def halves(self) -> int:
-        """Pieces of 64 outputs of z."""
+        """Chunks of 64 outputs of z."""
         return self.following // CHANNELS
 
     @property
     def z_words(self) -> int:
-        """Words that a thread stores of a pixel of z at once."""
+        """Words of a pixel of z that a thread stores at once."""
         return min(4, 2 * self.halves * self.group_words)
 
 
@@ -244,7 +244,7 @@ def columns(sums, group: gl.constexpr, row: gl.constexpr):
 
 @gluon.jit
 def table(at, group: gl.constexpr):
-    """The constants of group `group` (of all groups of all constants): 8 numbers; lane_constants wrote them."""
+    """Loads the constants of group `group` (of all groups of all constants): 8 numbers; written by lane_constants."""
     return shared_floats(at, 128 * group) + shared_floats(at, 128 * group + 64)
 
 
@@ -264,7 +264,7 @@ def scaled(sums, s, b):
 
 @gluon.jit
 def codes_of(sums, s, b, residual, g, R: gl.constexpr):
-    """The words that R makes of 8 columns."""
+    """Requantizes 8 columns by R to words."""
     inputs = sums + s + b + residual
     if R.residual_words > 0:
         inputs = inputs + (g,)
@@ -282,7 +282,7 @@ def copy_strip(maps, exists, strip, parity, first_row, thread, C: gl.constexpr):
 
 @gluon.jit
 def load_taps(down: gl.constexpr, center, zeros, place, C: gl.constexpr):
-    """Three taps of a row of the window as they lie. `center` is the place of this thread's pixel in its strip."""
+    """Loads three taps of a row of the window, packed. `center` is the place of this thread's pixel in its strip."""
     row, column, height, width = place
     ROW_BYTES: gl.constexpr = C.row_bytes
     line = center + (down - 1) * ROW_BYTES * width
@@ -305,9 +305,10 @@ def load_taps(down: gl.constexpr, center, zeros, place, C: gl.constexpr):
 
 @gluon.jit
 def decoded(words, C: gl.constexpr):
-    """Registers of packed codes as operand A: of 4-bit codes even channels, then odd ones, 4 registers each, 16 times the code.
+    """Unpacks registers of codes to operand A: of 4-bit codes even channels, then odd ones, 4 registers each, 16 times the
+    code.
 
-    A shift to the left is a multiplication, which spares the unit for conversions and logic.
+    The shift to the left is a multiplication, which relieves the pipeline for conversions and logic.
     """
     if C.bits == 8:
         return words
@@ -322,7 +323,7 @@ def decoded(words, C: gl.constexpr):
 
 @gluon.jit
 def second_convolution(base, center, zeros, place, at, turn, C: gl.constexpr):
-    """middle as operand A. A row of taps is on its way while the one before it is multiplied."""
+    """Returns middle as operand A. A row of taps is loaded while the previous one is multiplied."""
     P: gl.constexpr = C.second
     R: gl.constexpr = C.middle_codes
     PLANES: gl.constexpr = C.planes
@@ -338,11 +339,11 @@ def second_convolution(base, center, zeros, place, at, turn, C: gl.constexpr):
             taps = load_taps(down + 1, center, zeros, place, C)
         if down < 2:
             sums = wait(sums, 0, 32)
-            keep(held, turn, 24)
+            fence_registers(held, turn, 24)
     s = table(at, 0)
     b = table(at, 2)
     sums = wait(sums, 0, 32)
-    keep(held, turn, 24)
+    fence_registers(held, turn, 24)
     operand = ()
     for group in gl.static_range(2):
         own_s, own_b = s, b
@@ -357,7 +358,7 @@ def second_convolution(base, center, zeros, place, at, turn, C: gl.constexpr):
 
 @gluon.jit
 def start_piece(chunk: gl.constexpr, middle, entry, base, C: gl.constexpr):
-    """Starts the products of a piece of y; returns its sums, those of the third convolution and of the shortcut."""
+    """Starts the products of a chunk of y; returns its sums, those of the third convolution and of the shortcut."""
     P: gl.constexpr = C.third
     E: gl.constexpr = C.entry
     first = start((), middle, base, chunk, 2, False, P)
@@ -369,7 +370,7 @@ def start_piece(chunk: gl.constexpr, middle, entry, base, C: gl.constexpr):
 
 @gluon.jit
 def finish_piece(chunk: gl.constexpr, later: gl.constexpr, residual, sums, at, g, C: gl.constexpr):
-    """A piece of y, while `later` products run: words of both rows for memory, operand A for the next convolution."""
+    """Requantizes a chunk of y while `later` products run: words of both rows to store, operand A of the next convolution."""
     R: gl.constexpr = C.y_codes
     FIRST: gl.constexpr = (2 * 64 + 2 * C.following) // 32
     GROUPS: gl.constexpr = C.chunk // 32
@@ -426,7 +427,7 @@ def load_rows(at, exists, offset: gl.constexpr, count: gl.constexpr, row_bytes: 
 
 @gluon.jit
 def third_convolution(y, added, exists, residuals, middle, entry, base, at, g, turn, C: gl.constexpr):
-    """From middle's codes to y, in memory and as operand A."""
+    """Computes y from middle's codes: stores it, and returns it as operand A."""
     PARTS: gl.constexpr = C.parts
     CHUNKS: gl.constexpr = C.chunks
     LATER: gl.constexpr = 1 + C.shortcut
@@ -455,15 +456,15 @@ def third_convolution(y, added, exists, residuals, middle, entry, base, at, g, t
             operand = operand + registers
             words = (words[0] + found[0], words[1] + found[1])
         store_rows(y, words, exists, 64 * unit, 4, ROW_BYTES)
-    keep(middle, turn, 8)
+    fence_registers(middle, turn, 8)
     if C.shortcut:
-        keep(entry, turn, 8)
+        fence_registers(entry, turn, 8)
     return operand
 
 
 @gluon.jit
 def next_convolution(z, exists, operand, base, at, turn, C: gl.constexpr):
-    """From y's codes to z, 64 outputs at a time; the second 64 multiply while the first are requantized."""
+    """Computes z from y's codes, 64 outputs at a time; the second 64 multiply while the first are requantized."""
     N: gl.constexpr = C.next
     R: gl.constexpr = C.z_codes
     HALVES: gl.constexpr = C.halves
@@ -485,7 +486,7 @@ def next_convolution(z, exists, operand, base, at, turn, C: gl.constexpr):
         b = table(at, 4 + 2 * HALVES + 2 * half)
         sums = wait(under_way[half], (HALVES - 1 - half) * CHUNKS, 32)
         if half == HALVES - 1:
-            keep(operand, turn, ALL)
+            fence_registers(operand, turn, ALL)
         for group in gl.static_range(2):
             own_s, own_b = s, b
             if group == 0:
@@ -503,10 +504,10 @@ def next_convolution(z, exists, operand, base, at, turn, C: gl.constexpr):
 def block_conv(
     y, z, added, g, pixels, height, width, tiles, step, maps, weight, C: gl.constexpr
 ):  # fmt: skip
-    """The kernel: a block's tiles of pixels, the next strip under way while one is multiplied.
+    """The kernel: a block's tiles of pixels; the next strip is copied while one is multiplied.
 
-    `added` are the residual's codes or, with a shortcut, entry; `weight` is all weights and constants. From one tile of a
-    block to its next one, pixels lie `step` on: columns, and rows times 65536.
+    `added` are the residual's codes or, with a shortcut, entry; `weight` is all weights and constants. From one tile of a block
+    to its next, pixels are `step` apart: columns, and rows times 65536.
     """
     PIXELS: gl.constexpr = C.pixels
     STARTS: gl.constexpr = C.starts
@@ -526,9 +527,9 @@ def block_conv(
     first_tile = gl.program_id(0)
     stride = gl.num_programs(0)
     zero = tiles * 0
-    run(C.strip.copy_weights, "=r,r,l", [(thread == 0).to(gl.int32), weight + (thread * 0).to(gl.int64)])  # made long before
+    run(C.strip.copy_weights, "=r,r,l", [(thread == 0).to(gl.int32), weight + (thread * 0).to(gl.int64)])  # packed long before
     map_arrived(maps, C)
-    own_row = (thread >> 5) * 16 + (thread & 15)  # whose address this thread gives to ldmatrix
+    own_row = (thread >> 5) * 16 + (thread & 15)  # whose address this thread passes to ldmatrix
     pixel = first_tile * PIXELS + own_row
     place = (pixel // width % height << 16) + pixel % width
     place = asm("mov.b32 $0, $1;", "=r,r", (place,), gl.int32)  # before the wait
@@ -543,14 +544,14 @@ def block_conv(
     g = gl.full([C.threads], g, gl.float32, LAYOUT)
     turn = thread * 0
     for tile in range(first_tile, tiles, stride):
-        # What the compiler cannot see through it does not carry round the loop in a register for each use.
+        # Values that the compiler cannot see through are not carried through the loop, a register for each use.
         here = asm("mov.b32 $0, $1;", "=r,r", (thread * 0 + tile,), gl.int32)
         strip = turn & 1
         run(C.strip.strips.wait, "=r,r,r,r", [strip, turn >> 1 & 1, thread * 0 + 1])
         turn = asm("add.s32 $0, $1, 1;", "=r,r", (turn,), gl.int32)
         copy_strip(maps, here + stride < tiles, turn & 1, turn >> 1 & 1 ^ 1, (here + stride) * PIXELS - reach, thread, C)
         lane = thread & 3
-        pixel = here * PIXELS + (thread >> 5) * 16 + (thread >> 2) % 8  # the first of those whose sums this thread has
+        pixel = here * PIXELS + (thread >> 5) * 16 + (thread >> 2) % 8  # the first pixel whose sums this thread has
         exists = ((pixel < pixels).to(gl.int32), (pixel + 8 < pixels).to(gl.int32))
         where = added + (pixel * Y_WORDS + lane * 4)
         residuals = ()
@@ -578,7 +579,7 @@ def block_conv(
 
 @gluon.jit
 def entry_operand(words, C: gl.constexpr):
-    """Operand A of the shortcut's product, of words as they lie; pack/conv_block.py has the order."""
+    """Operand A of the shortcut's product, of packed words; pack/conv_block.py has the order."""
     upper, lower = words
     registers = ()
     if C.bits == 8:
@@ -593,9 +594,9 @@ def entry_operand(words, C: gl.constexpr):
 
 
 class PreparedBlock:
-    """The second and third convolution of a bottleneck block and the first one of the next, as the kernel reads them.
+    """The second and third convolution of a bottleneck block and the first one of the next, prepared for the kernel.
 
-    `packed` is what pack/conv_block.py makes of them, `g` the residual's.
+    `packed` is the result of pack/conv_block.py, `g` the residual's factor.
     """
 
     def __init__(self, third: ConvSpec, following: ConvSpec, packed: Tensor, g: float, sm_count: int) -> None:
@@ -604,7 +605,7 @@ class PreparedBlock:
         self.kernels: dict[BlockConv, CompiledKernel] = {}
 
     def config(self, width: int) -> BlockConv:
-        """What is compiled for images of this width."""
+        """Returns the configuration for images of this width."""
         tile = block_tile(self.third.x, width, self.following.outputs, self.third.second is not None)
         return BlockConv(**vars(tile))
 

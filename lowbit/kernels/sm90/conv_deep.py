@@ -1,14 +1,14 @@
-"""Convolutions of many channels: warpgroups that share the weights of a step, and one warp that copies: sm_90a.
+"""Convolutions of many channels: warpgroups that share the weights of a k block, and one loader warp: sm_90a.
 
-Computes what sm90/conv.py does, where channels and outputs come in whole 128. There, small blocks each copy weights of their
-        own, and the L2 cannot give as many bytes as the tensor cores take. Here 16 KB of weights serve 192 pixels; the pixels
-        of windows that keep the image's size are copied once for all taps (strips), those of others tap by tap. Where a layer
-        has few pixels, tiles have 64, and it is the deep ring and decoding ahead that gain
+Computes what sm90/conv.py does, for channels and outputs that are multiples of 128. There, small blocks each copy their own
+        weights, and L2 bandwidth is below what the tensor cores need. Here 16 KB of weights serve 192 pixels; pixels of
+        same-size convolutions are copied once for all taps (strips), those of others tap by tap. Where a layer has few
+        pixels, tiles have 64; there the gain comes from the deep ring and from unpacking ahead
 Reads   x by TMA in strips (parts/strip_ring.py) or in im2col mode (parts/window_ring.py), as operand A by ldmatrix; w in the
-        pieces of pack/conv_weight.py by bulk copies; residual codes from global memory
-Roles   one warp copies; 1 or 3 warpgroups of 64 pixels multiply and store, free of one another: one requantizes while others
-        multiply. Roles are branches of one function: as partitions of Triton each would have code of its own
-Ring    of weights, `stages` of 128 channels of a tap, and of x; both run on from tile to tile
+        tiles of pack/conv_weight.py by bulk copies; residual codes from global memory
+Roles   one warp loads; 1 or 3 warpgroups of 64 pixels multiply and store, not synchronised with each other: one requantizes
+        while others multiply. Roles are branches of one function: as Triton partitions each would have its own code
+Ring    of weights, `stages` of 128 channels of a tap, and of x; both continue from tile to tile
 Grid    persistent; Exact: as sm90/conv.py
 """
 
@@ -37,7 +37,7 @@ from lowbit.kernels.parts.gluon import (
     run,
     wait_alone,
 )
-from lowbit.kernels.parts.operand import hold
+from lowbit.kernels.parts.operand import register_fence
 from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.strip_ring import StripRing
 from lowbit.kernels.parts.window_ring import WindowRing
@@ -45,7 +45,7 @@ from lowbit.kernels.sm90.tensor_map import NO_OPERAND, WindowOperand, row_map
 from lowbit.pack.conv_layout import PackedConv, unit_channels
 from lowbit.pack.nhwc64 import Nhwc64, padded_channels
 
-# A ring of stages of weights, copied by one thread, and the constants that come with the first of them, as PTX.
+# A ring of stages of weights, copied by one thread, and the constants that arrive with the first of them, as PTX.
 #
 # Barriers: parts/pipeline.py.
 
@@ -75,7 +75,7 @@ class WeightRing:
 
     @property
     def copy_constants(self) -> str:
-        """Copies the tables at $1, $2 and, where there are three, $3 to shared memory; they come with the first weights."""
+        """Copies the tables at $1, $2 and, where there are three, $3 to shared memory, on the barrier of the first weights."""
         copies = [
             f"add.u32 to, at, {self.constants_start + i * self.table_bytes}; "
             f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [${1 + i}], {self.table_bytes}, [bar];"
@@ -93,19 +93,19 @@ class WeightRing:
 UNIT_BYTES = gl.constexpr(UNIT)
 
 FIRST_WEIGHTS = gl.constexpr(2)
-"""Steps whose weights are asked for before the kernel ahead is through."""
+"""k blocks whose weights are loaded before the previous kernel has finished."""
 
 LOADER_REGISTERS = gl.constexpr(32)
-"""Of 128 a thread at the start; those that multiply share the others."""
+"""Registers of a loader thread, of 128 at the start; math warps share the others."""
 
 
 @dataclass(frozen=True)
 class DeepConv(WgmmaConv):
-    """All that is fixed when the kernel is compiled: as WgmmaConv, whose last warpgroup copies instead of multiplying.
+    """Configuration: as WgmmaConv, whose last warpgroup loads instead of multiplying.
 
     A stage of x has `rows` rows: with `strips` those that all taps of a window of `kernel` x `kernel` need, else those of one
-    tap, and `kernel` is 1. With `resident`, weights are copied once a block; `stages` are then all steps of a tile. `odd`: the
-    first product has an odd number of steps.
+    tap, and `kernel` is 1. With `resident`, weights are copied once a block; `stages` are then all k blocks of a tile. `odd`:
+    the first product has an odd number of k blocks.
     """
 
     rows: int = 0
@@ -117,22 +117,22 @@ class DeepConv(WgmmaConv):
 
     @property
     def multipliers(self) -> int:
-        """Warpgroups that multiply."""
+        """Math warpgroups."""
         return self.warpgroups - 1
 
     @property
     def readers(self) -> int:
-        """Warps that give stages back."""
+        """Warps that release stages."""
         return 4 * self.multipliers
 
     @property
     def registers(self) -> int:
-        """Of a thread that multiplies."""
+        """Registers of a math thread."""
         return 128 + (128 - LOADER_REGISTERS.value) // self.multipliers
 
     @property
     def tile_pixels(self) -> int:
-        """Pixels of a tile; `pixels` counts those of the warpgroup that copies, too."""
+        """Pixels of a tile; `pixels` includes those of the loader's warpgroup."""
         return 64 * self.multipliers
 
     @property
@@ -142,12 +142,12 @@ class DeepConv(WgmmaConv):
 
     @property
     def w_unit(self) -> int:
-        """Where the weights start in shared memory, in units."""
+        """Start of the weights in shared memory, in units."""
         return self.x_stages * self.x_bytes // UNIT
 
     @property
     def residual_unit(self) -> int:
-        """Where the codes of the residual start."""
+        """Start of the residual codes."""
         return self.w_unit + self.pieces * self.piece_bytes // UNIT
 
     @property
@@ -157,7 +157,7 @@ class DeepConv(WgmmaConv):
 
     @property
     def residual_tile_words(self) -> int:
-        """Words of a stage of them."""
+        """Words of a stage of residual codes."""
         return self.tile_pixels * self.residual_row_bytes // 4
 
     @property
@@ -190,7 +190,7 @@ class DeepConv(WgmmaConv):
 
     @property
     def make_barriers(self) -> str:
-        """Each warp (of thread $1) makes some of the barriers: one thread would need 40 cycles for each."""
+        """Each warp (of thread $1) initialises some of the barriers: one thread would need 40 cycles for each."""
         rings = (self.w_barriers, self.x_barriers, self.residual_barriers)
         total = 2 * sum(ring.stages for ring in rings)
         lines = [
@@ -237,34 +237,34 @@ class DeepConv(WgmmaConv):
 
     @property
     def constants_start(self) -> int:
-        """Where s, b and s2 of the tile's outputs lie in shared memory."""
+        """Start of s, b and s2 of the tile's outputs in shared memory."""
         return UNIT * self.barrier_unit + UNIT // 2
 
     def read_four(self, start: int) -> str:
-        """Four words from word $4 on of what starts at a byte of shared memory."""
+        """Loads four words from word $4 on of an array at byte `start` of shared memory."""
         return (
             "{ .reg .b32 at; mov.u32 at, global_smem; mad.lo.u32 at, $4, 4, at;\n"
             f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [at+{start}]; }}"
         )
 
     def registers_of(self, count: int) -> str:
-        """Gives the calling warpgroup so many registers a thread instead of 128."""
+        """Sets the registers per thread of the calling warpgroup, 128 at the start."""
         return f"setmaxnreg.{'inc' if count > 128 else 'dec'}.sync.aligned.u32 {count};\nmov.b32 $0, 0;"
 
     @property
-    def hold(self) -> str:
-        """Keeps the registers of a step."""
-        return hold(self.strip.registers)
+    def register_fence(self) -> str:
+        """Register fence for a k block."""
+        return register_fence(self.strip.registers)
 
     @property
     def operands(self) -> tuple[gl.dtype, ...]:
-        """Types of the registers of a step."""
+        """Types of the registers of a k block."""
         return (gl.int32,) * self.strip.registers
 
 
 @gluon.jit
 def own_number(asm: gl.constexpr):
-    """A number of this thread, of which Triton thinks that all threads have the same."""
+    """A per-thread number that Triton assumes to be equal in all threads."""
     return gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=True, pack=1)
 
 
@@ -278,7 +278,7 @@ def following(stage, parity, count, by):
 
 @gluon.jit
 def copy_tile(at, product, across, tile, size, first, KERNEL: gl.constexpr, STRIPS: gl.constexpr, C: gl.constexpr):
-    """Copies of one product of a tile: x of each block of channels and, without strips, tap; weights of each block and tap."""
+    """Copies one product of a tile: x of each block of channels and, without strips, tap; weights of each block and tap."""
     x_stage, x_parity, w_stage, w_parity, ahead = at
     height, width = size
     blocks = product.blocks
@@ -315,9 +315,9 @@ def copy_tile(at, product, across, tile, size, first, KERNEL: gl.constexpr, STRI
 
 @gluon.jit
 def copy_first(product, per_output, across, C: gl.constexpr):
-    """Constants, and weights of the first steps: a few, as what more of them bring would arrive before the first x.
+    """Copies constants, and weights of the first k blocks: a few, as more of them would delay the first x.
 
-    They do not wait for the kernel before, and a thread of their own keeps them out of the way of the one that does.
+    They do not wait for the previous kernel; a separate thread issues them, so that they do not delay the one that waits.
     """
     s, b, s2 = per_output
     if C.second is not None:
@@ -333,7 +333,7 @@ def copy_first(product, per_output, across, C: gl.constexpr):
 
 @gluon.jit
 def produce(one, two, residual_maps, across, tiles, size, C: gl.constexpr):
-    """The thread that copies, once the kernel before, which made x, is through."""
+    """The loader thread, after the wait for the previous kernel, which wrote x."""
     first_tile, stride, tiles_down = tiles
     run("griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [])
     zero = across * 0
@@ -358,7 +358,7 @@ def produce(one, two, residual_maps, across, tiles, size, C: gl.constexpr):
 
 @gluon.jit
 def map_arrived(maps):
-    """Makes a descriptor in memory known to the copy engine, whatever lay at its address before, and asks for it."""
+    """Makes a descriptor in memory visible to TMA, whatever was at its address before, and prefetches it."""
     run(
         "fence.proxy.tensormap::generic.acquire.gpu [$1], 128;\n prefetch.tensormap [$1];\n mov.b32 $0, 0;", "=r,l", [maps]
     )  # fmt: skip
@@ -366,7 +366,7 @@ def map_arrived(maps):
 
 @gluon.jit
 def begin_step(acc, adds, at, tap, w_ring, place, KERNEL: gl.constexpr, C: gl.constexpr):
-    """Reads x of a step, gives it back, starts its products; returns the sums, registers to be held, and what is next."""
+    """Reads x of a k block, releases it, starts its products; returns the sums, registers to be fenced, and what is next."""
     x_stage, x_phase, w_stage, w_phase = at
     beside, down = tap
     row, column, height, width, own_row, thread = place
@@ -406,20 +406,21 @@ def begin_step(acc, adds, at, tap, w_ring, place, KERNEL: gl.constexpr, C: gl.co
 
 @gluon.jit
 def end_step(registers, w_stage, exists, thread, C: gl.constexpr):
-    """Of a step whose products are done: its registers may be written again, and its weights go back."""
+    """Fences the registers of a k block whose products are done, and releases its weights."""
     REGISTERS: gl.constexpr = C.strip.registers
     nought = thread * 0
-    run(C.hold, "=r" + ",r" * (REGISTERS + 1), registers + (nought + w_stage,))
+    run(C.register_fence, "=r" + ",r" * (REGISTERS + 1), registers + (nought + w_stage,))
     if not C.resident:
         run(C.w_barriers.give, "=r,r,r", [nought + w_stage, (((thread & 31) == 0) & exists).to(gl.int32)])
 
 
 @gluon.jit
 def multiply_tile(acc, at, w_ring, steps, place, KERNEL: gl.constexpr, C: gl.constexpr):
-    """The sums of one product of a tile, and the stages that come next; `place` says where this thread's row lies.
+    """Computes the sums of one product of a tile; returns them and the next stages. `place` is this thread's row.
 
-    One product: a step is decoded while the one before it is multiplied. Warpgroups that wait for their own products first all
-    come to do so at the same time, and the tensor cores rest. Two steps a turn, so that registers have names of their own.
+    With one product, a k block is unpacked while the previous one is multiplied. If warpgroups waited for their own products
+    first, all would unpack at the same time and the tensor cores would idle. Two k blocks per iteration, so that registers have
+    separate names.
     """
     REGISTERS: gl.constexpr = C.strip.registers
     thread = place[5]
@@ -456,7 +457,7 @@ def multiply_tile(acc, at, w_ring, steps, place, KERNEL: gl.constexpr, C: gl.con
 
 @gluon.jit
 def constants_here(WHICH: gl.constexpr, C: gl.constexpr):
-    """s, b or s2 of the tile's outputs from shared memory."""
+    """Loads s, b or s2 of the tile's outputs from shared memory."""
     START: gl.constexpr = C.constants_start + 4 * C.outputs * WHICH
     places = places_of_constants(C)
     found = gl.inline_asm_elementwise(
@@ -467,7 +468,7 @@ def constants_here(WHICH: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def residual_here(stage, C: gl.constexpr):
-    """The words of residual codes of a tile from shared memory, as `load_residual` gives them."""
+    """Loads the words of residual codes of a tile from shared memory, in the order of `load_residual`."""
     at, _ = codes_at(stage * C.residual_tile_words, 0, 0, 0, C.units, 4, C)
     return gl.inline_asm_elementwise(
         ptx(C.read_four, UNIT_BYTES * C.residual_unit), "=r,=r,=r,=r,r,r,r,r", [at], dtype=gl.int32, is_pure=False, pack=4
@@ -476,7 +477,7 @@ def residual_here(stage, C: gl.constexpr):
 
 @gluon.jit
 def consume(out, pixels, across, tiles, steps, steps2, size, w_ring, C: gl.constexpr):
-    """The warpgroups that multiply and store; what x waits for, they wait for."""
+    """The math warpgroups, which multiply and store; they wait for x only, which waits for the previous kernel."""
     y, g, row_units = out
     first_tile, stride, tiles_down = tiles
     height, width = size
@@ -516,7 +517,7 @@ def consume(out, pixels, across, tiles, steps, steps2, size, w_ring, C: gl.const
 
 @gluon.jit
 def deep_barriers(C: gl.constexpr):
-    """Makes the barriers and the zeros."""
+    """Initialises the barriers and the zeros."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     run(C.make_barriers, "=r,r", [thread])
     run(C.strip.clear, "=r,r", [thread])
@@ -543,7 +544,7 @@ def deep_conv(
         shared, C.w_unit, C.barrier_unit, gl.int8, [C.stages * C.planes, C.outputs, C.step_bytes], C.operand_tile
     )  # fmt: skip
     thread = own_number("mov.u32 $0, %tid.x;")
-    if thread == C.threads - 128:  # while others make the barriers
+    if thread == C.threads - 128:  # while others initialise the barriers
         map_arrived(maps)
         if C.second is not None:
             map_arrived(maps2)
@@ -571,7 +572,7 @@ def deep_conv(
 
 
 class PreparedDeep:
-    """A layer as the kernel reads it, on one GPU, with a tile of 128 outputs."""
+    """A layer prepared for the kernel, on one GPU, with a tile of 128 outputs."""
 
     def __init__(self, spec: ConvSpec, packed: PackedConv, tile: ConvTile, sm_count: int) -> None:
         self.spec, self.packed, self.tile, self.sm_count = spec, packed, tile, sm_count
@@ -583,7 +584,7 @@ class PreparedDeep:
         self.kernels: dict[DeepConv, CompiledKernel] = {}
 
     def config(self, width: int) -> DeepConv:
-        """What is compiled for images of this width."""
+        """Returns the configuration for images of this width."""
         return deep_config(self.spec, self.tile, width)
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
@@ -593,7 +594,7 @@ class PreparedDeep:
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """y of packed x [N, H, W, bytes]; `residual` and `second` as the layer has them; `out` is written if given."""
+        """Returns y of packed x [N, H, W, bytes]; `residual` and `second` if the layer has them; `out` is written if given."""
         shape = self.output_shape(tuple(x.shape))
         spec, tile, packed, config = self.spec, self.tile, self.packed, self.config(x.shape[2])
         if out is None:
@@ -627,7 +628,7 @@ class PreparedDeep:
 
 
 def deep_config(spec: ConvSpec, tile: ConvTile, width: int) -> DeepConv:
-    """What is compiled for a layer, with a tile, for images of this width."""
+    """Returns the configuration for a layer, with a tile, for images of this width."""
     memory = deep_stages(spec, tile, width)
     return DeepConv(
         spec.x, spec.y, spec.residual, spec.relu, tile.warpgroups + 1, tile.outputs, tile.step_bytes, memory.stages,

@@ -1,10 +1,10 @@
-"""3 x 3 and 5 x 5 convolutions of 64 channels that keep their size, pixels copied once a tile, weights once a block: sm_90a.
+"""3 x 3 and 5 x 5 same-size convolutions of 64 channels, pixels copied once per tile, weights once per block: sm_90a.
 
-Computes what sm90/conv.py does (stride 1, padding half the window). Its copies bring each tap of each pixel, 9 times the input
-        for 3 x 3, in rows of 32 or 64 bytes, more than the copy engine moves in the time of the products. Here a tile's pixels
-        are one run of memory with width + 1 more on either side, and a tap is read at another row of it
-Reads   x by TMA in strips (parts/strip_ring.py), as operand A by ldmatrix; w in the pieces of pack/conv_weight.py, all of them
-        in shared memory for as long as the block runs
+Computes what sm90/conv.py does (stride 1, padding half the window). There TMA copies each tap of each pixel, 9 times the input
+        for 3 x 3, in rows of 32 or 64 bytes: more than it can move in the time of the products. Here a tile's pixels are one
+        run of memory with width + 1 more on either side, and a tap is read at another row of it
+Reads   x by TMA in strips (parts/strip_ring.py), as operand A by ldmatrix; w in the tiles of pack/conv_weight.py, all of them
+        in shared memory for the block's lifetime
 Roles   none, Grid, Exact: as sm90/conv.py
 """
 
@@ -32,7 +32,7 @@ from lowbit.kernels.parts.gluon import (
     run,
     warpgroup_mma_wait,
 )
-from lowbit.kernels.parts.operand import hold
+from lowbit.kernels.parts.operand import register_fence
 from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.strip_ring import StripRing
 from lowbit.kernels.sm90.tensor_map import row_map
@@ -42,14 +42,14 @@ from lowbit.pack.nhwc64 import Nhwc64, padded_channels
 
 @dataclass(frozen=True)
 class StripConv(WgmmaConv):
-    """All that is fixed when the kernel is compiled: as WgmmaConv, whose step is a tap, and the rows of a strip, the window."""
+    """Configuration: as WgmmaConv, where a k block is a tap; plus the rows of a strip and the window."""
 
     rows: int = 0
     kernel: int = 3
 
     @property
     def taps(self) -> int:
-        """Taps of the window, each a stage that stays."""
+        """Taps of the window, each a resident stage."""
         return self.kernel * self.kernel
 
     @property
@@ -59,12 +59,12 @@ class StripConv(WgmmaConv):
 
     @property
     def w_unit(self) -> int:
-        """Where the weights start in shared memory, in units."""
+        """Start of the weights in shared memory, in units."""
         return STRIPS * self.x_bytes // UNIT
 
     @property
     def strip(self) -> StripRing:
-        """Copies and reads."""
+        """Copies and reads of strips."""
         tail = UNIT * self.barrier_unit
         strips = StageBarriers(tail, STRIPS, self.warps)
         weights = StageBarriers(tail + 16 * STRIPS, 1, self.warps)
@@ -74,13 +74,13 @@ class StripConv(WgmmaConv):
         )  # fmt: skip
 
     @property
-    def hold(self) -> str:
-        """Keeps the registers of a row of taps."""
-        return hold(self.kernel * self.strip.registers)
+    def register_fence(self) -> str:
+        """Register fence for a row of taps."""
+        return register_fence(self.kernel * self.strip.registers)
 
     @property
     def keeps_constants(self) -> bool:
-        """As WgmmaConv's; registers of a residual take their room."""
+        """As in WgmmaConv; with a residual there are no registers for them."""
         return self.residual is None and self.outputs == 64
 
     @property
@@ -101,9 +101,9 @@ def copy_strip(maps, exists, strip, parity, first_row, thread, C: gl.constexpr):
 
 @gluon.jit
 def multiply_strip(acc, w_ring, strip, place, C: gl.constexpr):
-    """The sums of one tile, a row of taps at a time: one tap is read while the one before it is multiplied.
+    """Computes the sums of one tile, a row of taps at a time: one tap is read while the previous one is multiplied.
 
-    `place` is where this thread's row lies in its image.
+    `place` is this thread's row in its image.
     """
     row, column, height, width, own_row, thread = place
     nought = thread * 0
@@ -123,13 +123,13 @@ def multiply_strip(acc, w_ring, strip, place, C: gl.constexpr):
             acc = multiply_tap(acc, down + beside > 0, w_ring, down * KERNEL + beside, registers, C)
             held = held + registers
         acc = warpgroup_mma_wait(0, deps=[acc])
-        run(C.hold, "=r" + ",r" * (HELD + 1), held + (nought + strip,))
+        run(C.register_fence, "=r" + ",r" * (HELD + 1), held + (nought + strip,))
     return acc
 
 
 @gluon.jit
 def strip_barriers(thread, C: gl.constexpr):
-    """Makes the barriers and the zeros."""
+    """Initialises the barriers and the zeros."""
     run(C.strip.weights.init, "=r,r", [thread])
     run(C.strip.strips.init, "=r,r", [thread])
     run(C.strip.clear, "=r,r", [thread])
@@ -141,7 +141,7 @@ def strip_barriers(thread, C: gl.constexpr):
 def strip_conv(
     y, residual, s, b, g, pixels, row_units, height, width, tiles_across, tiles_down, maps, weight, C: gl.constexpr
 ):  # fmt: skip
-    """The kernel: a block's tiles of pixels, all with the same outputs, the next strip under way while one is multiplied."""
+    """The kernel: a block's tiles of pixels, all with the same outputs; the next strip is copied while one is multiplied."""
     PIXELS: gl.constexpr = C.pixels
     OUTPUTS: gl.constexpr = C.outputs
     SUMS: gl.constexpr = C.accumulator
@@ -160,7 +160,7 @@ def strip_conv(
     zero = own * 0
     W_BYTES: gl.constexpr = C.strip.w_bytes
     pieces = weight + (thread * 0 + across).to(gl.int64) * W_BYTES
-    run(C.strip.copy_weights, "=r,r,l", [((thread == 0) & (own > 0)).to(gl.int32), pieces])  # made long before
+    run(C.strip.copy_weights, "=r,r,l", [((thread == 0) & (own > 0)).to(gl.int32), pieces])  # packed long before
     await_inputs(C)
     map_arrived(maps, C)
     reach = C.kernel // 2 * (width + 1)
@@ -190,7 +190,7 @@ def strip_conv(
 
 
 class PreparedStrip:
-    """A layer that keeps its size, as the kernel reads it, on one GPU, with a tile of 64 outputs."""
+    """A same-size layer prepared for the kernel, on one GPU, with a tile of 64 outputs."""
 
     def __init__(self, spec: ConvSpec, packed: PackedConv, tile: ConvTile, sm_count: int) -> None:
         self.spec, self.packed, self.tile, self.sm_count = spec, packed, tile, sm_count
@@ -198,7 +198,7 @@ class PreparedStrip:
         self.kernels: dict[StripConv, CompiledKernel] = {}
 
     def config(self, width: int) -> StripConv:
-        """What is compiled for images of this width. Raises ValueError where they are too wide for strips."""
+        """Returns the configuration for images of this width. Raises ValueError where they are too wide for strips."""
         spec, tile, kernel = self.spec, self.tile, self.spec.kernel[0]
         rows = strip_rows(tile.pixels, width, kernel, tile.step_bytes)
         if rows > MOST_ROWS:
@@ -215,7 +215,7 @@ class PreparedStrip:
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """y of packed x [N, H, W, bytes]; `residual` as the layer has it, no `second`; `out` is written if given."""
+        """Returns y of packed x [N, H, W, bytes]; `residual` if the layer has it, no `second`; `out` is written if given."""
         n, height, width, pixel_bytes = x.shape
         config, spec, tile, packed = self.config(width), self.spec, self.tile, self.packed
         if out is None:

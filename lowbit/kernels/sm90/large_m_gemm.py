@@ -1,16 +1,16 @@
-"""y[M, N] = x[M, K] . dequant(w)[N, K]^T for many tokens, any code width, wgmma and TMA: sm_90a.
+"""y[M, N] = x[M, K] . dequant(w)[N, K]^T for large M, any code width, wgmma and TMA: sm_90a.
 
-Computes y^T = w x^T: decoded weights are the register operand A of wgmma, 64 rows for each warpgroup; x is operand B.
+Computes y^T = w x^T: dequantized weights are the register operand A of wgmma, 64 rows per warpgroup; x is operand B.
 Reads   x by TMA in swizzled tiles of tokens x 64; w in FragmentOrder by TMA, 64 rows x 64 k a warpgroup and stage
-Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, decode, scale, wgmma with two steps in flight, store by TMA
-Ahead   codes and scales of the first stages are asked for before the kernel before has finished; x, which it may have made,
-        and what the end needs of it, after that, side by side; descriptors before anything else
-Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps run free of one another
+Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, dequantize, scale, wgmma with two steps in flight, store by TMA
+Ahead   codes and scales of the first stages are loaded before the previous kernel has finished; x, which it may write, and
+        inputs of the epilogue after that, concurrently; descriptors are prefetched first of all
+Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps are not synchronised with each other
 Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
-Sum     in fp32, K in order; parts that several blocks have of a tile are added by one of them in order: same input, same bits
-End     y with scales and bias; for up to 64 tokens of a decode step also norm, gate and residual (parts/tile_end.py)
-Exact   every weight is decoded exactly and rounded once after scaling, as a dequantized model's would be
-Source  wgmma fragments: PTX ISA; the shape of the pipeline and what was measured: docs/log
+Sum     in fp32, K in order; partial sums of several blocks are added by one of them in order: same input, same bits
+Epilogue  scales and bias; for up to 64 tokens of a decode step also norm, gate, residual (parts/large_m_epilogue.py)
+Exact   every weight is dequantized exactly and rounded once after scaling, as a dequantized model's would be
+Source  wgmma fragments: PTX ISA; the shape of the pipeline and measurements: docs/log
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose.gemm import GemmShape, WgmmaTile, share_refusals
-from lowbit.kernels.parts.dequantize import Decode, decode
-from lowbit.kernels.parts.end import End, Gate
-from lowbit.kernels.parts.epilogue import Output
+from lowbit.kernels.parts.dequantize import Dequantizer, dequantize
+from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.gluon import (
     Descriptor,
     Scalar,
@@ -47,48 +45,59 @@ from lowbit.kernels.parts.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from lowbit.kernels.parts.large_m_epilogue import (
+    SQUARES,
+    SUMS,
+    LargeMEpilogueArgs,
+    ResidualStream,
+    SquaresLayouts,
+    apply_epilogue,
+    load_epilogue_inputs,
+    prefetch_rows,
+    wait_for_h,
+)
 from lowbit.kernels.parts.launch import TilePlan, descriptors, plane_descriptors
-from lowbit.kernels.parts.operand import finish, nothing_decoded, operand_a, read_words, registers_layout, words_layout
+from lowbit.kernels.parts.operand import empty_registers, operand_a, read_words, registers_layout, release_stage, words_layout
 from lowbit.kernels.parts.pipeline import advance, make_barriers, previous
 from lowbit.kernels.parts.producer import load
+from lowbit.kernels.parts.scaled_epilogue import OutputTile
 from lowbit.kernels.parts.schedule import (
-    SplitK,
-    Tiles,
-    count,
+    SplitKWorkspace,
+    TileGrid,
     first_token_of,
     iterations_of,
-    meet,
-    meet_shares,
-    part_of,
+    k_range_of,
+    reduce_splits,
+    reduce_stream_k,
     tile_at,
+    tile_count,
 )
 from lowbit.kernels.parts.smem import UNIT, Regions, allocate, view, view_stages
 from lowbit.kernels.parts.tile import WarpgroupTile
-from lowbit.kernels.parts.tile_end import SQUARES, SUMS, Applied, Squares, Stream, await_h, begin_end, finish_end, prefetch_rows
 from lowbit.pack.weight import WeightForm
 
 STAGE_K = 64
 
 PREFETCHED = gl.constexpr(6)
-"""Iterations by which scales are brought into the L2 before they are loaded: more than the latency of memory."""
+"""Iterations by which scales are prefetched into L2 before they are loaded: more than the latency of memory."""
 
 
 @dataclass(frozen=True)
-class WgmmaGemm(WarpgroupTile, Squares):
-    """All that is fixed when the kernel is compiled. Of two equal ones, results are equal to the last bit.
+class WgmmaGemm(WarpgroupTile, SquaresLayouts):
+    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
 
-    A tile is `tokens` x 64 * warpgroups rows of w; `stages` (of 64 k each) is even, and K counts as if it were a multiple of
-    128. With 0 splits blocks share the tiles that fill no whole wave (parts/schedule.py).
+    A tile is `tokens` x 64 * warpgroups rows of w; `stages` (of 64 k each) is even, and K is padded to a multiple of 128. 0
+    splits: stream-K (parts/schedule.py).
     """
 
-    decode: Decode
+    dequantizer: Dequantizer
     tokens: int
     warpgroups: int
     stages: int
     splits: int
     sections: int
     token_group: int
-    end: End
+    epilogue: Epilogue
     store_by_tma: bool
     digest: str = source_digest()
 
@@ -96,8 +105,8 @@ class WgmmaGemm(WarpgroupTile, Squares):
 
     @property
     def last_is_full(self) -> bool:
-        """Whether the last of several tiles of tokens begins where it is full. Not where blocks share tiles: tokens of two of
-        them would have sums of other parts of K."""
+        """True if the last of several token tiles begins earlier where that fills it. Not with stream-K: tokens of two tiles
+        would have sums of different ranges of K."""
         return self.splits > 0
 
     stage_tiles = 1
@@ -119,28 +128,28 @@ class WgmmaGemm(WarpgroupTile, Squares):
 
     @property
     def stage_bytes(self) -> int:
-        return self.rows * 8 * self.decode.bits + self.tokens * 128
+        return self.rows * 8 * self.dequantizer.bits + self.tokens * 128
 
     @property
     def stages_ahead(self) -> int:
-        """Stages whose weights are asked for before x may be: not many where x is much, which then waits behind them."""
+        """Stages whose weights are loaded before x may be: few where x is large, which would be queued behind them."""
         return self.stages if self.tokens < 128 else 2
 
     @property
     def regions(self) -> Regions:
-        w = [(f"w{p}", self.stages * self.rows * 8 * self.decode.plane_words(p)) for p in range(self.decode.planes)]
+        w = [(f"w{p}", self.stages * self.rows * 8 * self.dequantizer.plane_words(p)) for p in range(self.dequantizer.planes)]
         (tokens, channels), squares = self.store_block, 4 * SUMS * self.tokens
         of_end = (
             ("y", 2 * tokens * channels if self.store_by_tma else 0),
-            ("h", 2 * tokens * channels if self.end.residual else 0),
-            ("squares", squares if self.end.parts or self.end.residual else 0),
-            ("h_there", UNIT if self.end.residual else 0),
+            ("h", 2 * tokens * channels if self.epilogue.residual else 0),
+            ("squares", squares if self.epilogue.norm_parts or self.epilogue.residual else 0),
+            ("h_there", UNIT if self.epilogue.residual else 0),
         )
         return Regions((("x", self.stages * self.tokens * 128), *w, *of_end, ("barriers", UNIT)))
 
     @property
     def x_type(self) -> torch.dtype:
-        return torch.float16 if self.decode.dtype == "fp16" else torch.bfloat16
+        return torch.float16 if self.dequantizer.dtype == "fp16" else torch.bfloat16
 
     @property
     def y_type(self) -> torch.dtype:
@@ -148,11 +157,11 @@ class WgmmaGemm(WarpgroupTile, Squares):
 
     @property
     def y(self) -> gl.dtype:
-        return self.decode.operand_type
+        return self.dequantizer.operand_type
 
     @property
     def x_block(self) -> tuple[int, int]:
-        """Tokens and k of x that come at a time."""
+        """Tokens and k of one copy of x."""
         return self.tokens, STAGE_K
 
     @property
@@ -162,7 +171,7 @@ class WgmmaGemm(WarpgroupTile, Squares):
     @property
     def store_block(self) -> list[int]:
         """[tokens, channels] of one store."""
-        return [self.tokens, self.rows if self.end.gate == "none" else self.rows // 2]
+        return [self.tokens, self.rows if self.epilogue.gate == "none" else self.rows // 2]
 
     @property
     def accumulator(self) -> gl.NVMMADistributedLayout:
@@ -177,102 +186,103 @@ class WgmmaGemm(WarpgroupTile, Squares):
         return registers_layout(self.warps, 2)
 
     def words_layout(self, plane: int) -> gl.DistributedLinearLayout:
-        """Words of a plane of a tile, as they are loaded."""
-        return words_layout(self.warps, self.decode.plane_words(plane))
+        """Layout in which the words of a plane of a tile are loaded."""
+        return words_layout(self.warps, self.dequantizer.plane_words(plane))
 
 
 @aggregate
-class Copies:
-    """What the loader works with: descriptors, the stages of w (one for each plane of its codes) and x, their barriers."""
+class WgmmaLoaderArgs:
+    """Arguments of the loader: descriptors, the stages of w (one for each plane of its codes) and x, their barriers."""
 
     w_descs: Tuple
     x_desc: Descriptor
     w: Tuple
     x: gl.shared_memory_descriptor
     barriers: gl.shared_memory_descriptor
-    tiles: Tiles
+    tiles: TileGrid
 
 
 @aggregate
 class Scales:
-    """Scale and zero words of groups, by strips of `stride` words; K ends within the group `last_group`."""
+    """Scale and zero words of groups; row blocks are `stride` words apart, and K ends within the group `last_group`."""
 
     words: Scalar
     stride: Scalar
     last_group: Scalar
-    strips: Scalar
+    row_blocks: Scalar
 
 
 @aggregate
-class Products:
-    """What the warpgroups work with: stages of w and x, scales, where splits meet, what the end applies, where y goes."""
+class WgmmaMathArgs:
+    """Arguments of the math warps: stages of w and x, scales, split-K workspace, arguments of the epilogue, y."""
 
     w: Tuple
     x: gl.shared_memory_descriptor
     scales: Scales
-    splits: SplitK
-    applied: Applied
-    stream: Stream
-    out: Output
-    tiles: Tiles
+    splits: SplitKWorkspace
+    epilogue_args: LargeMEpilogueArgs
+    stream: ResidualStream
+    out: OutputTile
+    tiles: TileGrid
 
 
 @gluon.jit
-def load_weights(copies, full, stage, row_tile, k, C: gl.constexpr):
-    """Asks for the codes of a stage."""
-    PLANES: gl.constexpr = C.decode.planes
+def load_weights(loader_args, full, stage, row_tile, k, C: gl.constexpr):
+    """Starts the copy of the codes of a stage."""
+    PLANES: gl.constexpr = C.dequantizer.planes
     for plane in gl.static_range(PLANES):
-        column = k * (32 * C.decode.bits) + ptx(C.decode.plane_start, plane)
-        tma_load(copies.w_descs[plane], [row_tile * C.warps, column], full, copies.w[plane].index(stage))
+        column = k * (32 * C.dequantizer.bits) + ptx(C.dequantizer.plane_start, plane)
+        tma_load(loader_args.w_descs[plane], [row_tile * C.warps, column], full, loader_args.w[plane].index(stage))
 
 
 @gluon.jit
-def scales_of_strip(scales, row_tile, thread, C: gl.constexpr):
-    """Where the scales of a warp's strip begin; strips beyond the last, which are computed and not stored, have those of the
-    last."""
-    strip = gl.minimum(row_tile * (C.rows // 16) + (thread >> 5), scales.strips - 1)
-    return scales.words + strip.to(gl.int64) * scales.stride
+def scales_of_row_block(scales, row_tile, thread, C: gl.constexpr):
+    """Address of the scales of a warp's row block. Row blocks beyond the last, which are computed and not stored, use those of
+    the last."""
+    row_block = gl.minimum(row_tile * (C.rows // 16) + (thread >> 5), scales.row_blocks - 1)
+    return scales.words + row_block.to(gl.int64) * scales.stride
 
 
 @gluon.jit
 def scales_of_pair(scales, row_tile, thread, C: gl.constexpr):
-    """The same for the pair of rows of a thread."""
-    return scales_of_strip(scales, row_tile, thread, C) + ((thread & 31) >> 2) * C.decode.group_words
+    """Address of the scales of a thread's row pair."""
+    return scales_of_row_block(scales, row_tile, thread, C) + ((thread & 31) >> 2) * C.dequantizer.group_words
 
 
 @gluon.jit
 def prefetch_scales(p, index, thread, C: gl.constexpr):
-    """Brings the scales of a tile's first 32 groups to the L2, a group for each lane: nothing hides their way from memory."""
-    if index < count(p.tiles, C):
+    """Prefetches the scales of a tile's first 32 groups into L2, one group per lane: nothing else hides the latency of
+    memory."""
+    if index < tile_count(p.tiles, C):
         _token_tile, row_tile, split = tile_at(index, p.tiles, C)
         begin, _end = iterations_of(split, p.tiles, C)
-        group = gl.minimum(begin * (C.decode.pair_words // C.decode.group_words) + (thread & 31), p.scales.last_group)
-        scale = scales_of_strip(p.scales, row_tile, thread, C)
-        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [scale + group * (8 * C.decode.group_words)])
+        group = gl.minimum(begin * (C.dequantizer.pair_words // C.dequantizer.group_words) + (thread & 31), p.scales.last_group)
+        scale = scales_of_row_block(p.scales, row_tile, thread, C)
+        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [scale + group * (8 * C.dequantizer.group_words)])
 
 
 @gluon.jit
 def load_scales(scale, iteration, last, C: gl.constexpr):
-    """Scale and zero words of this thread's row pair for one iteration; `scale` points to its strip.
+    """Loads scale and zero words of this thread's row pair for one iteration; `scale` points to its row block.
 
-    Beyond the `last` group, where K has ended and x is zero, that group is read again.
+    Beyond the `last` group, where K has ended and x is zero, that group is loaded again.
     """
-    WORDS: gl.constexpr = C.decode.pair_words
+    WORDS: gl.constexpr = C.dequantizer.pair_words
     words = ()
     for i in gl.static_range(WORDS):
-        group = gl.minimum(iteration * (WORDS // C.decode.group_words) + i // C.decode.group_words, last)
-        words = words + (gl.load(scale + group * (8 * C.decode.group_words) + i % C.decode.group_words),)
+        group = gl.minimum(iteration * (WORDS // C.dequantizer.group_words) + i // C.dequantizer.group_words, last)
+        words = words + (gl.load(scale + group * (8 * C.dequantizer.group_words) + i % C.dequantizer.group_words),)
     if WORDS > 0:
-        ahead = gl.minimum((iteration + PREFETCHED) * (WORDS // C.decode.group_words), last)
-        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [scale + ahead * (8 * C.decode.group_words)])
+        ahead = gl.minimum((iteration + PREFETCHED) * (WORDS // C.dequantizer.group_words), last)
+        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [scale + ahead * (8 * C.dequantizer.group_words)])
     return words
 
 
 @gluon.jit
 def first_scales(p, index, thread, C: gl.constexpr):
-    """Scale and zero words of a tile's first two iterations. They are asked for before what a tile waits for: its first stage,
-    or the end of the tile before. Beyond the last tile, those of the last."""
-    _token_tile, row_tile, split = tile_at(gl.minimum(index, count(p.tiles, C) - 1), p.tiles, C)
+    """Loads scale and zero words of a tile's first two iterations, before the wait for its first stage or the epilogue of the
+    previous tile. Beyond the last tile, those of the last."""
+    _token_tile, row_tile, split = tile_at(gl.minimum(index, tile_count(p.tiles, C) - 1), p.tiles, C)
     begin, _end = iterations_of(split, p.tiles, C)
     scale = scales_of_pair(p.scales, row_tile, thread, C)
     last = p.scales.last_group
@@ -281,85 +291,86 @@ def first_scales(p, index, thread, C: gl.constexpr):
 
 @gluon.jit
 def start(registers, x, acc, stage, C: gl.constexpr):
-    """Starts the products of a stage and waits for those of the stage before."""
+    """Starts the products of a stage and waits for those of the previous stage."""
     acc = warpgroup_mma(operand_a(registers, C), x.index(stage).permute([1, 0]), acc, is_async=True)
     return warpgroup_mma_wait(1, deps=[acc])
 
 
 @gluon.jit
 def multiply(p, scale, ahead, words, stage, phase, begin, end, more, C: gl.constexpr):
-    """The sums of one tile, two stages an iteration. While one multiplies, the next is decoded, into other registers.
+    """Computes the sums of one tile, two stages an iteration. While one multiplies, the next is dequantized into other
+    registers.
 
-    `ahead` are its `first_scales`; `words` are those of its first stage; returned are those of the next tile's, if there is
-    `more`, with the stage and the phase that come next.
+    `ahead` are its `first_scales`; `words` are those of its first stage. Returns the sums, the words of the next tile's first
+    stage if there is `more`, and the next stage and phase.
     """
     ROWS: gl.constexpr = C.rows
     TOKENS: gl.constexpr = C.tokens
     SUMS: gl.constexpr = C.accumulator
     last_group = p.scales.last_group
     acc = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
-    odd = nothing_decoded(C)
-    scales = ahead[0 : C.decode.pair_words]
-    next_scales = ahead[C.decode.pair_words :]
-    barrier()  # Triton wants one between the stores of the tile before and loads; better here than in the loop
+    odd = empty_registers(C)
+    scales = ahead[0 : C.dequantizer.pair_words]
+    next_scales = ahead[C.dequantizer.pair_words :]
+    barrier()  # Triton inserts one between stores of the previous tile and loads; here it is outside the loop
     for iteration in range(begin, end):
         before = previous(stage, C)
-        even = decode(words, scales, False, C)
+        even = dequantize(words, scales, False, C)
         words = read_words(p.w, stage + 1, phase, True, C)
         acc = start(even, p.x, acc, stage, C)
-        finish(odd, before, iteration > begin, C)
+        release_stage(odd, before, iteration > begin, C)
 
-        odd = decode(words, scales, True, C)
+        odd = dequantize(words, scales, True, C)
         following, phase = advance(stage, phase, 2, C)
         words = read_words(p.w, following, phase, (iteration + 1 < end) | more, C)
         scales = next_scales
         next_scales = load_scales(scale, iteration + 2, last_group, C)
         acc = start(odd, p.x, acc, stage + 1, C)
-        finish(even, stage, True, C)
+        release_stage(even, stage, True, C)
         stage = following
     acc = warpgroup_mma_wait(0, deps=[acc])
-    finish(odd, previous(stage, C), begin < end, C)
+    release_stage(odd, previous(stage, C), begin < end, C)
     return acc, words, stage, phase
 
 
 @gluon.jit
 def multiply_in_sections(p, scale, ahead, words, stage, phase, more, C: gl.constexpr):
-    """The sums of one tile by parts of K, as many as splits elsewhere and cut in the same places; each is summed on its own and
-    then added, which gives the bits of those splits."""
+    """Computes the sums of one tile section by section of K, cut where splits of that number would be. Each section is summed
+    separately and then added, which gives the bits of those splits."""
     ROWS: gl.constexpr = C.rows
     TOKENS: gl.constexpr = C.tokens
     SUMS: gl.constexpr = C.accumulator
     total = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
     for section in range(C.sections):
-        begin, end = part_of(section, p.tiles, C.sections)
+        begin, end = k_range_of(section, p.tiles, C.sections)
         if section > 0:
             last = p.scales.last_group
             ahead = load_scales(scale, begin, last, C) + load_scales(scale, begin + 1, last, C)
         follows = (section + 1 < C.sections) | more
         acc, words, stage, phase = multiply(p, scale, ahead, words, stage, phase, begin, end, follows, C)
-        total = gl.where(section > 0, total + acc, acc)  # nothing else, lest -0 become 0
+        total = gl.where(section > 0, total + acc, acc)  # not 0 + acc, which turns -0 into 0
     return total, words, stage, phase
 
 
 @gluon.jit
 def math(p, C: gl.constexpr):
-    """The warpgroups that decode, multiply and store."""
+    """The math role: warpgroups that dequantize, multiply and store."""
     thread = gl.arange(0, C.threads, C.threads_layout)
-    tiles = count(p.tiles, C)
+    tiles = tile_count(p.tiles, C)
     stage = 0
     phase = 0
-    if C.decode.pair_words > 0:
+    if C.dequantizer.pair_words > 0:
         prefetch_scales(p, gl.program_id(0), thread, C)
     ahead = first_scales(p, gl.program_id(0), thread, C)
-    if not C.end.plain:
+    if not C.epilogue.plain:
         token_tile, row_tile, split = tile_at(gl.program_id(0), p.tiles, C)
-        begin_end(p.stream, row_tile * C.rows, first_token_of(token_tile, p.tiles, C), p.out.M, C)
+        load_epilogue_inputs(p.stream, row_tile * C.rows, first_token_of(token_tile, p.tiles, C), p.out.M, C)
     words = read_words(p.w, stage, phase, gl.program_id(0) < tiles, C)
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, row_tile, split = tile_at(index, p.tiles, C)
         first_row, first_token = row_tile * C.rows, first_token_of(token_tile, p.tiles, C)
-        prefetch_rows(p.applied, p.stream, first_row, p.out.N, C)
-        if C.decode.pair_words > 0:
+        prefetch_rows(p.epilogue_args, p.stream, first_row, p.out.N, C)
+        if C.dequantizer.pair_words > 0:
             prefetch_scales(p, index + gl.num_programs(0), thread, C)
         scale = scales_of_pair(p.scales, row_tile, thread, C)
         begin, end = iterations_of(split, p.tiles, C)
@@ -369,28 +380,30 @@ def math(p, C: gl.constexpr):
         else:
             acc, words, stage, phase = multiply(p, scale, ahead, words, stage, phase, begin, end, more, C)
         ahead = first_scales(p, index + gl.num_programs(0), thread, C)
-        await_h(p.stream, C)
+        wait_for_h(p.stream, C)
         if C.splits == 1:
-            finish_end(p.out, acc, p.applied, p.stream, row_tile, first_row, first_token, C)
+            apply_epilogue(p.out, acc, p.epilogue_args, p.stream, row_tile, first_row, first_token, C)
         else:
             if C.splits == 0:
-                last, total = meet_shares(p.splits, acc, split, p.tiles, C)
+                last, total = reduce_stream_k(p.splits, acc, split, p.tiles, C)
             else:
-                last, total = meet(p.splits, acc, token_tile * p.tiles.of_channels + row_tile, split, C)
+                last, total = reduce_splits(p.splits, acc, token_tile * p.tiles.of_channels + row_tile, split, C)
             if last:
-                finish_end(p.out, total, p.applied, p.stream, row_tile, first_row, first_token, C)
+                apply_epilogue(p.out, total, p.epilogue_args, p.stream, row_tile, first_row, first_token, C)
     if C.store_by_tma:
         tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "token_tiles", "channel_tiles", "iterations", "scale_strip", "last_group", "strips"])
+@gluon.jit(
+    do_not_specialize=["M", "N", "token_tiles", "channel_tiles", "iterations", "scale_stride", "last_group", "row_blocks"]
+)
 def wgmma_gemm(
     w_desc, w_desc_1, w_desc_2, x_desc, y_desc, h_desc, y, scale, channel_scale, bias, partial, arrived, gamma, squares, M, N,
-    token_tiles, channel_tiles, iterations, scale_strip, last_group, strips, factor, x_factor, inverse_width, eps,
+    token_tiles, channel_tiles, iterations, scale_stride, last_group, row_blocks, factor, x_factor, inverse_width, eps,
     C: gl.constexpr,
 ):  # fmt: skip
-    """The kernel: stages, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
-    PLANES: gl.constexpr = C.decode.planes
+    """Sets up stages, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
+    PLANES: gl.constexpr = C.dequantizer.planes
     w_descs = (w_desc, w_desc_1, w_desc_2)
     prefetch_descriptor(w_desc, "wgmma_gemm")
     if PLANES > 1:
@@ -398,7 +411,7 @@ def wgmma_gemm(
     if PLANES > 2:
         prefetch_descriptor(w_desc_2, "wgmma_gemm")
     prefetch_descriptor(x_desc, "wgmma_gemm")
-    if C.end.residual:
+    if C.epilogue.residual:
         prefetch_descriptor(h_desc, "wgmma_gemm")
     if C.store_by_tma:
         prefetch_descriptor(y_desc, "wgmma_gemm")
@@ -413,138 +426,90 @@ def wgmma_gemm(
     h_tile = x
     h_there = x
     sums = x
-    if C.end.parts > 0 or C.end.residual:
+    if C.epilogue.norm_parts > 0 or C.epilogue.residual:
         sums = view(shared, C.regions, "squares", gl.float32, [SQUARES, C.tokens], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    if C.end.residual:
+    if C.epilogue.residual:
         h_tile = view(shared, C.regions, "h", h_desc.dtype, h_desc.block_type.shape, h_desc.layout)
         h_there = view(shared, C.regions, "h_there", gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(h_there, count=1)
     barriers = make_barriers(shared, C)
     fence_async_shared()
     barrier()
-    tiles = Tiles(token_tiles, channel_tiles, iterations, M)
-    stream = Stream(squares, inverse_width, eps, x_factor, gamma, h_desc, h_tile, h_there, sums)
-    products = Products(
-        w, x, Scales(scale, scale_strip, last_group, strips), SplitK(partial, arrived), Applied(channel_scale, bias, factor),
-        stream, Output(y_desc, y, y_tile, M, N), tiles,
+    tiles = TileGrid(token_tiles, channel_tiles, iterations, M)
+    stream = ResidualStream(squares, inverse_width, eps, x_factor, gamma, h_desc, h_tile, h_there, sums)
+    math_args = WgmmaMathArgs(
+        w, x, Scales(scale, scale_stride, last_group, row_blocks), SplitKWorkspace(partial, arrived),
+        LargeMEpilogueArgs(channel_scale, bias, factor), stream, OutputTile(y_desc, y, y_tile, M, N), tiles,
     )  # fmt: skip
-    copies = Copies(w_descs, x_desc, w, x, barriers, tiles)
-    # All warpgroups are one role: it takes the registers that the loader leaves, 240 a thread for two. (As roles of their
-    # own, ptxas serializes their wgmma as soon as registers move between roles: Triton 3.6 and 3.9, remark C7512.)
-    gl.warp_specialize([(math, (products, C)), (load, (copies, gl.constexpr(load_weights), C))], [1], [24])
+    loader_args = WgmmaLoaderArgs(w_descs, x_desc, w, x, barriers, tiles)
+    # All warpgroups are one role: it gets the registers that the loader leaves, 240 a thread for two. (With a role each, ptxas
+    # serializes their wgmma as soon as registers move between roles: Triton 3.6 and 3.9, remark C7512.)
+    gl.warp_specialize([(math, (math_args, C)), (load, (loader_args, gl.constexpr(load_weights), C))], [1], [24])
 
 
-class WgmmaLaunch(TilePlan):
-    """What plans of the wgmma kernel have in common: its configuration and descriptors, and how it is launched."""
+class WgmmaPlan(TilePlan):
+    """A large-M GEMM with its epilogue, for one shape: made once, called many times."""
 
     def __init__(
-        self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, end: End, sm_count: int
+        self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, epilogue: Epilogue, sm_count: int
     ) -> None:
-        # Rows of y that do not start at multiples of 16 bytes are beyond TMA.
-        by_tma = shape.n % 8 == 0 and (tile.splits <= 1 or end.residual or end.gate != "none")
-        config = _config(tile, form, half_type(dtype), end, by_tma)
-        # An iteration's first stage is waited for before those of the one before are given back.
+        # TMA cannot store rows of y that do not start at multiples of 16 bytes.
+        by_tma = shape.n % 8 == 0 and (tile.splits <= 1 or epilogue.residual or epilogue.gate != "none")
+        config = _config(tile, form, half_type(dtype), epilogue, by_tma)
+        # The math role waits for an iteration's first stage before it frees those of the iteration before.
         if config.stages < (least := 2 * config.iteration_stages):
             raise ValueError(f"{tile}: the kernel waits for itself with less than {least} stages")
         if refused := share_refusals(tile, shape, sm_count):
             raise ValueError(f"{tile}: {'; '.join(refused)}")
-        columns = shape.n if end.gate == "none" else shape.n // 2
+        columns = shape.n if epilogue.gate == "none" else shape.n // 2
         super().__init__(wgmma_gemm, shape, tile, config, sm_count, columns)
-        if (end.parts or end.residual) and self.tiles[0] > 1:
+        if (epilogue.norm_parts or epilogue.residual) and self.tiles[0] > 1:
             raise ValueError(f"a norm or residual needs all {shape.m} tokens in one tile, {tile} has {tile.tokens}")
         self.iterations = shape.steps(2 * STAGE_K)
         self.last_group = (shape.k - 1) // max(form.group, 1)
-        self.factor = config.decode.epilogue_factor
-        blocks = [(config.warps, 32 * config.decode.plane_words(p)) for p in range(config.decode.planes)]
+        self.factor = config.dequantizer.epilogue_factor
+        blocks = [(config.warps, 32 * config.dequantizer.plane_words(p)) for p in range(config.dequantizer.planes)]
         self.weight_descriptors = plane_descriptors(shape.strips, shape.steps(64) * 32 * shape.bits, blocks)
+        if epilogue.h_type is not None:
+            if shape.n % 8 or not 0 < self.tiles[1] * tile.splits <= sm_count:
+                raise ValueError(
+                    f"a residual needs N to be a multiple of 8 and each block has one tile, not {tile} for {shape}"
+                )
+            stored = gl.NVMMASharedLayout.get_default_for(config.store_block, config.y)
+            h_type = torch.float16 if epilogue.h_type == "fp16" else torch.bfloat16
+            self.h_descriptor = descriptors(h_type, (shape.m, shape.n), config.store_block, stored)
 
-    def run(
-        self, y: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, room: tuple[Tensor, Tensor],
-        h: TensorDescriptor | None = None, gamma: Tensor | None = None, squares: Tensor | None = None,
-        numbers: tuple[float | None, float | None, float | None] = (None, None, None),
-    ) -> None:  # fmt: skip
-        """`room` is the workspace; `numbers` are x_factor, 1 / width and eps, as the end asks for."""
-        codes, scale, channel_scale = weight
-        self.launch(
-            *self.weight_descriptors(codes.data_ptr()), self.x_descriptor(x.data_ptr(), x.stride(0)),
-            self.y_descriptor(y.data_ptr()), h, y, codes if scale is None else scale.view(torch.int32), channel_scale, bias,
-            *room, gamma, squares, self.shape.m, self.shape.n, *self.tiles, self.iterations,
-            0 if scale is None else scale.stride(0) // 2, self.last_group, codes.shape[0], self.factor, *numbers, self.config,
-        )  # fmt: skip
-
-
-class WgmmaPlan(WgmmaLaunch):
-    """The plan of a product, gated or not."""
-
-    def __init__(
-        self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, sm_count: int,
-        gate: Gate = "none",
-    ) -> None:  # fmt: skip
-        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias, gate=gate), sm_count)
+    @property
+    def squares_parts(self) -> int:
+        """Partial sums of squares per token that a residual epilogue stores."""
+        return self.tiles[1]
 
     def __call__(
         self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
-        sums: Tensor, arrived: Tensor,
+        sums: Tensor, arrived: Tensor, squares: Tensor | None = None, h: Tensor | None = None, gamma: Tensor | None = None,
+        x_factor: float | None = None, inverse_width: float | None = None, eps: float | None = None,
     ) -> Tensor:  # fmt: skip
-        """y [M, N], or [M, N / 2] behind a gate, of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the
-        current device."""
+        """Returns y [M, N], or [M, N / 2] behind a gate, of x [M, K], whose rows start at multiples of 16 bytes.
+
+        Codes and scales as pack/weight.py has them; `sums` and `arrived` are the workspace; all tensors on the current device.
+        A norm reads `squares` float32 [norm_parts, M] of rows of h of 1 / `inverse_width` elements. A residual adds y to
+        h [M, N] in place, writes `squares` [squares_parts, M] and returns h * gamma * x_factor.
+        """
         y = torch.empty((self.shape.m, self.columns), dtype=x.dtype, device=x.device)
-        self.run(y, x, (codes, scale, channel_scale), bias, (sums, arrived))
+        self.launch(
+            *self.weight_descriptors(codes.data_ptr()), self.x_descriptor(x.data_ptr(), x.stride(0)),
+            self.y_descriptor(y.data_ptr()), None if h is None else self.h_descriptor(h.data_ptr()), y,
+            codes if scale is None else scale.view(torch.int32), channel_scale, bias, sums, arrived, gamma, squares,
+            self.shape.m, self.shape.n, *self.tiles, self.iterations, 0 if scale is None else scale.stride(0) // 2,
+            self.last_group, codes.shape[0], self.factor, x_factor, inverse_width, eps, self.config,
+        )  # fmt: skip
         return y
-
-
-class WgmmaNormPlan(WgmmaLaunch):
-    """The same for a product of h * gamma * x_factor with the norm at its end, and a gate."""
-
-    def __init__(
-        self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, parts: int, gate: Gate,
-        sm_count: int,
-    ) -> None:  # fmt: skip
-        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias, parts, gate), sm_count)
-
-    def __call__(
-        self, x: Tensor, weight: Weight, squares: Tensor, bias: Tensor | None, width: int, eps: float, x_factor: float,
-        sums: Tensor, arrived: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """y [M, N], or [M, N / 2] behind a gate, of x [M, K] and `squares` [parts, M] of rows of h of `width` elements."""
-        y = torch.empty((self.shape.m, self.columns), dtype=x.dtype, device=x.device)
-        self.run(y, x, weight, bias, (sums, arrived), squares=squares, numbers=(x_factor, 1.0 / width, eps))
-        return y
-
-
-class WgmmaResidualPlan(WgmmaLaunch):
-    """The same for a product that is added to h of type `h_type`, whose next norm starts at its end."""
-
-    def __init__(
-        self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, h_type: torch.dtype,
-        sm_count: int,
-    ) -> None:  # fmt: skip
-        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias, residual=True), sm_count)
-        if shape.n % 8 or not 0 < self.tiles[1] * tile.splits <= sm_count:
-            raise ValueError(f"h is added where N is a multiple of 8 and each block has one tile, not by {tile} for {shape}")
-        stored = gl.NVMMASharedLayout.get_default_for(self.config.store_block, self.config.y)
-        self.h_descriptor = descriptors(h_type, (shape.m, shape.n), self.config.store_block, stored)
-
-    def __call__(
-        self, x: Tensor, weight: Weight, h: Tensor, gamma: Tensor, bias: Tensor | None, x_factor: float,
-        sums: Tensor, arrived: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """(h * gamma * x_factor [M, N], squares [parts, M]) after h += y, in place."""
-        following = torch.empty((self.shape.m, self.shape.n), dtype=x.dtype, device=x.device)
-        squares = torch.empty((self.tiles[1], self.shape.m), dtype=torch.float32, device=x.device)
-        h_desc = self.h_descriptor(h.data_ptr())
-        self.run(following, x, weight, bias, (sums, arrived), h_desc, gamma, squares, (x_factor, None, None))
-        return following, squares
-
-
-Weight = tuple[Tensor, Tensor | None, Tensor | None]
-"""Codes, scales of groups and scales of channels, as pack/weight.py has them."""
 
 
 @functools.lru_cache(maxsize=1024)
-def _config(tile: WgmmaTile, form: WeightForm, dtype: HalfType, end: End, store_by_tma: bool) -> WgmmaGemm:
-    decode = Decode(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
-    token_group = 0 if end.parts or end.residual else tile.token_group
+def _config(tile: WgmmaTile, form: WeightForm, dtype: HalfType, epilogue: Epilogue, store_by_tma: bool) -> WgmmaGemm:
+    dequantizer = Dequantizer(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
+    token_group = 0 if epilogue.norm_parts or epilogue.residual else tile.token_group
     return WgmmaGemm(
-        decode, tile.tokens, tile.warpgroups, tile.stages, tile.splits, tile.sections, token_group, end, store_by_tma
+        dequantizer, tile.tokens, tile.warpgroups, tile.stages, tile.splits, tile.sections, token_group, epilogue, store_by_tma
     )

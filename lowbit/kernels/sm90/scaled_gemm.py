@@ -3,15 +3,15 @@
 Reads   x and w row-major by TMA, 128 k a stage; the one of them that is `rows` is operand A of wgmma, 64 rows a warpgroup,
         the other one operand B: few tokens are columns (y^T = w x^T), many may be rows
 Roles   load: 1 warp; math: 1 to 4 warpgroups: wgmma with two stages in flight, scale, store by TMA
-Stages  of both, in one allocation with their barriers (parts/pipeline.py); warps run free of one another. The first
-        weights are asked for before the kernel ahead, which may have made x, is through
+Stages  of both, in one allocation with their barriers (parts/pipeline.py); warps are not synchronised with each other. The
+        first weights are loaded before the previous kernel, which may write x, has finished
 Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
 Sum     int8 in s32, exact. fp8 in the tensor core, whose sums of fp8 products keep about 14 bits; with `promote` every 128 k
-        go to a sum in fp32. With splits > 1 the block that comes last adds the splits in order, or both blocks of a pair swap
-        halves of the tile (parts/pair.py): same input, same bits
-Scales  per token and per channel at the end, in fp32, then bias and function; blocks of 128 x 128 on the sum of each 128 k. One
-        rounding, or codes of y (parts/epilogue.py)
-Source  wgmma: PTX ISA; what was measured: docs/log
+        are added to a sum in fp32. With splits > 1 the last block to arrive adds the splits in order, or both blocks of a
+        cluster exchange halves of the tile (parts/cluster_split_k.py): same input, same bits
+Scales  per token and per channel in the epilogue, in fp32, then bias and function; blocks of 128 x 128 on the sum of each
+        128 k. One rounding, or codes of y (parts/scaled_epilogue.py)
+Source  wgmma: PTX ISA; measurements: docs/log
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lowbit.formats import Scheme
 from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile
-from lowbit.kernels.parts.epilogue import CODE_TYPES, TYPES, Applied, Output, XScale, complete, of_tokens, prefetch
+from lowbit.kernels.parts.cluster_split_k import arrive_cluster
 from lowbit.kernels.parts.gluon import (
     Descriptor,
     Scalar,
@@ -41,20 +41,29 @@ from lowbit.kernels.parts.gluon import (
     warpgroup_mma_wait,
 )
 from lowbit.kernels.parts.launch import TilePlan, descriptors
-from lowbit.kernels.parts.pair import say_ready
 from lowbit.kernels.parts.pipeline import advance, make_barriers, previous, release, wait_full
 from lowbit.kernels.parts.producer import load
 from lowbit.kernels.parts.promote import add_here
-from lowbit.kernels.parts.schedule import SplitK, Tiles, count, first_token_of, iterations_of, tile_at
+from lowbit.kernels.parts.scaled_epilogue import (
+    CODE_TYPES,
+    TYPES,
+    OutputTile,
+    ScaledEpilogueArgs,
+    XScale,
+    complete,
+    of_tokens,
+    prefetch,
+)
+from lowbit.kernels.parts.schedule import SplitKWorkspace, TileGrid, first_token_of, iterations_of, tile_at, tile_count
 from lowbit.kernels.parts.smem import allocate, view, view_stages
 from lowbit.kernels.parts.tile import OPERAND_LAYOUT, STAGE_K, TILE_K, ByteTile
 
 
 @dataclass(frozen=True)
 class ScaledGemm(ByteTile):
-    """All that is fixed when the kernel is compiled. Of two equal ones, results are equal to the last bit.
+    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
 
-    `block_scale`: w has scales of blocks of 128 x 128, a tile lies within one.
+    `block_scale`: w has scales of blocks of 128 x 128; a tile lies within one.
     """
 
     w_type: torch.dtype
@@ -78,12 +87,12 @@ class ScaledGemm(ByteTile):
 
     @property
     def channel_scale(self) -> bool:
-        """Whether a scale of each channel is applied at the end."""
+        """True if the epilogue applies a scale per channel."""
         return not self.block_scale
 
     @property
     def factor(self) -> float:
-        """What sums are multiplied by at the end."""
+        """Factor of all sums in the epilogue."""
         return 1.0
 
     @property
@@ -106,29 +115,29 @@ class ScaledGemm(ByteTile):
 
 
 @aggregate
-class Copies:
-    """What the loader works with: descriptors, the stages of x and w, their barriers."""
+class ScaledLoaderArgs:
+    """Arguments of the loader: descriptors, the stages of x and w, their barriers."""
 
     x_desc: Descriptor
     w_desc: Descriptor
     x: gl.shared_memory_descriptor
     w: gl.shared_memory_descriptor
     barriers: gl.shared_memory_descriptor
-    tiles: Tiles
+    tiles: TileGrid
 
 
 @aggregate
-class Products:
-    """What the warpgroups work with: stages of x and w, scales of w by `groups` of 128 k, what is applied, where y goes."""
+class ScaledMathArgs:
+    """Arguments of the math warps: stages of x and w, scales of w by `groups` of 128 k, split-K workspace, epilogue, y."""
 
     x: gl.shared_memory_descriptor
     w: gl.shared_memory_descriptor
     w_scale: Scalar
     groups: Scalar
-    splits: SplitK
-    applied: Applied
-    out: Output
-    tiles: Tiles
+    splits: SplitKWorkspace
+    epilogue_args: ScaledEpilogueArgs
+    out: OutputTile
+    tiles: TileGrid
 
 
 @aggregate
@@ -143,26 +152,26 @@ class BlockScales:
 
 
 @gluon.jit
-def load_weights(copies, full, stage, channel_tile, k, C: gl.constexpr):
-    """Asks for the rows of w of a stage."""
-    tma_load(copies.w_desc, [channel_tile * C.tile_channels, k * TILE_K], full, copies.w.index(stage))
+def load_weights(loader_args, full, stage, channel_tile, k, C: gl.constexpr):
+    """Starts the copy of the rows of w of a stage."""
+    tma_load(loader_args.w_desc, [channel_tile * C.tile_channels, k * TILE_K], full, loader_args.w.index(stage))
 
 
 @gluon.jit
-def start(p, acc, stage, adds, part_of: gl.constexpr, C: gl.constexpr):
-    """Starts the products of a stage with all columns or with C.store_columns of them, in the registers of `acc`."""
+def start(p, acc, stage, adds, half: gl.constexpr, C: gl.constexpr):
+    """Starts the products of a stage with all columns or with half `half` of them, in the registers of `acc`."""
     if C.tokens_are_rows:
         a, b = p.x.index(stage), p.w.index(stage)
     else:
         a, b = p.w.index(stage), p.x.index(stage)
-    if part_of is not None:
-        b = b.slice(part_of * C.store_columns, C.store_columns)
+    if half is not None:
+        b = b.slice(half * C.store_columns, C.store_columns)
     return warpgroup_mma(a, b.permute([1, 0]), acc, use_acc=adds, is_async=True)
 
 
 @gluon.jit
 def multiply(p, stage, phase, begin, end, C: gl.constexpr):
-    """The sums of one tile in the tensor core's type, two stages in flight; with the stage and phase that come next."""
+    """Computes the sums of one tile in the tensor core's type, two stages in flight. Returns them, the next stage and phase."""
     ROWS: gl.constexpr = C.rows
     COLUMNS: gl.constexpr = C.columns
     SUMS: gl.constexpr = C.accumulator
@@ -181,9 +190,9 @@ def multiply(p, stage, phase, begin, end, C: gl.constexpr):
 
 @gluon.jit
 def block_scales(scales, k, C: gl.constexpr):
-    """Scales of 128 k: of each token and of the tile's block of w.
+    """Loads scales of 128 k: of each token and of the tile's block of w.
 
-    Not to be asked for before the x of that k is there: the kernel before may still be writing both.
+    To be called after x of that k has arrived: the previous kernel may still be writing both before.
     """
     ones = gl.full([C.tile_tokens], 1.0, gl.float32, scales.tokens.type.layout)
     if C.x_scale == "block":
@@ -195,7 +204,7 @@ def block_scales(scales, k, C: gl.constexpr):
 
 @gluon.jit
 def add_stage(total, sums, scale, C: gl.constexpr):
-    """The total with the sums of 128 k, scaled where scales are those of blocks."""
+    """Returns the total plus the sums of 128 k, scaled where scales are those of blocks."""
     if C.x_scale == "block" or C.block_scale:
         return total + sums.to(gl.float32) * of_tokens(scale, C)
     else:
@@ -204,7 +213,7 @@ def add_stage(total, sums, scale, C: gl.constexpr):
 
 @gluon.jit
 def multiply_and_promote(p, scales, stage, phase, begin, end, C: gl.constexpr):
-    """The sums of one tile in fp32, to which every 128 k are added; while one warpgroup does, the other one multiplies."""
+    """Computes the sums of one tile in fp32, to which every 128 k are added; while one warpgroup adds, the other multiplies."""
     ROWS: gl.constexpr = C.rows
     COLUMNS: gl.constexpr = C.columns
     SUMS: gl.constexpr = C.accumulator
@@ -224,7 +233,7 @@ def multiply_and_promote(p, scales, stage, phase, begin, end, C: gl.constexpr):
 
 @gluon.jit
 def multiply_and_promote_alone(p, scales, stage, phase, begin, end, C: gl.constexpr):
-    """The same for a warpgroup that has the tensor cores to itself: it adds a stage while its next one multiplies."""
+    """The same for a single warpgroup: it adds a stage while its next one multiplies."""
     ROWS: gl.constexpr = C.rows
     COLUMNS: gl.constexpr = C.columns
     SUMS: gl.constexpr = C.accumulator
@@ -251,12 +260,11 @@ def multiply_and_promote_alone(p, scales, stage, phase, begin, end, C: gl.conste
 
 @gluon.jit
 def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
-    """As `multiply_and_promote`, for 256 columns, of which registers have no room for two sets: one half after the other.
+    """As `multiply_and_promote`, for 256 columns, of which registers do not hold two sets: one half after the other.
 
-    From the end of a product to the start of the next one there is nothing but the additions: the next stage is waited for
-    before, and products start in the registers of the sums before them. That they start at zero, as `never` is False, compilers
-    cannot see, or they would give them registers of their own. There is at least one stage. Returned are both halves, then as
-    above.
+    Between the end of a product and the start of the next one there are only the additions: the wait for the next stage comes
+    before, and products start in the registers of the sums before them. They start at zero, as `never` is False; if compilers
+    could see that, they would use other registers. There is at least one stage. Returns both halves, the next stage and phase.
     """
     ROWS: gl.constexpr = C.rows
     WIDE: gl.constexpr = C.store_columns
@@ -289,10 +297,10 @@ def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
 
 @gluon.jit
 def math(p, C: gl.constexpr):
-    """The warpgroups that multiply and store."""
-    tiles = count(p.tiles, C)
+    """The math role: warpgroups that multiply and store."""
+    tiles = tile_count(p.tiles, C)
     if C.paired:
-        say_ready(C.warps, C)
+        arrive_cluster(C.warps, C)
     stage = 0
     phase = 0
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -300,13 +308,13 @@ def math(p, C: gl.constexpr):
         first_token, first_channel = first_token_of(token_tile, p.tiles, C), channel_tile * C.tile_channels
         begin, end = iterations_of(split, p.tiles, C)
         begin, end = begin * C.iteration_stages, end * C.iteration_stages
-        prefetch(p.applied, first_channel, p.out.N, C)
+        prefetch(p.epilogue_args, first_channel, p.out.N, C)
         if C.by_halves:
             acc, stage, phase = multiply_by_halves(p, stage, phase, begin, end, p.groups < 0, C)
         elif C.promote:
             tokens = first_token + gl.arange(0, C.tile_tokens, gl.SliceLayout(1 if C.tokens_are_rows else 0, C.accumulator))
             of_w = p.w_scale + first_channel // 128 * p.groups
-            scales = BlockScales(p.applied.x_scale, of_w, p.groups, tokens, tokens < p.out.M)
+            scales = BlockScales(p.epilogue_args.x_scale, of_w, p.groups, tokens, tokens < p.out.M)
             if C.iteration_stages == 2:
                 acc, stage, phase = multiply_and_promote_alone(p, scales, stage, phase, begin, end, C)
             else:
@@ -314,7 +322,7 @@ def math(p, C: gl.constexpr):
         else:
             acc, stage, phase = multiply(p, stage, phase, begin, end, C)
         tile = token_tile * p.tiles.of_channels + channel_tile
-        complete(p.out, acc, p.applied, p.splits, tile, split, first_token, first_channel, C)
+        complete(p.out, acc, p.epilogue_args, p.splits, tile, split, first_token, first_channel, C)
     if C.store_by_tma:
         tma_store_wait(0)
 
@@ -324,7 +332,7 @@ def scaled_gemm(
     x_desc, w_desc, y_desc, y, x_scale, x_zero, w_scale, sums, bias, y_scale, partial, arrived, M, N, token_tiles,
     channel_tiles, iterations, groups, C: gl.constexpr,
 ):  # fmt: skip
-    """The kernel: stages, barriers and roles.
+    """Sets up stages, barriers and roles.
 
     `groups` counts 128 k, `iterations` C.iteration_stages of them; scales are float32: w_scale [N], or [ceil(N / 128), groups]
     with C.block_scale, x_scale [1], [M] or [M, groups].
@@ -337,22 +345,23 @@ def scaled_gemm(
         y_tile = view(shared, C.regions, "y", C.y, y_desc.block_type.shape, y_desc.layout)
     barriers = make_barriers(shared, C)
     if C.paired:
-        P: gl.constexpr = C.pair
+        P: gl.constexpr = C.exchange
         run(P.init, "=r,r", [gl.arange(0, C.threads, C.threads_layout)])
     fence_async_shared()
     barrier()
-    tiles = Tiles(token_tiles, channel_tiles, iterations, M)
-    applied = Applied(x_scale, x_zero, w_scale, sums, bias, y_scale)
-    out = Output(y_desc, y, y_tile, M, N)
-    products = Products(x, w, w_scale, groups, SplitK(partial, arrived), applied, out, tiles)
-    copies = Copies(x_desc, w_desc, x, w, barriers, tiles)
+    tiles = TileGrid(token_tiles, channel_tiles, iterations, M)
+    epilogue_args = ScaledEpilogueArgs(x_scale, x_zero, w_scale, sums, bias, y_scale)
+    out = OutputTile(y_desc, y, y_tile, M, N)
+    math_args = ScaledMathArgs(x, w, w_scale, groups, SplitKWorkspace(partial, arrived), epilogue_args, out, tiles)
+    loader_args = ScaledLoaderArgs(x_desc, w_desc, x, w, barriers, tiles)
     if C.paired:
         gl.warp_specialize(
-            [(math, (products, C)), (load, (copies, gl.constexpr(load_weights), C)), (say_ready, (1, C)), (say_ready, (2, C))],
+            [(math, (math_args, C)), (load, (loader_args, gl.constexpr(load_weights), C)), (arrive_cluster, (1, C)),
+             (arrive_cluster, (2, C))],
             [1, 1, 2], [24, 24, 24],
         )  # fmt: skip
     else:
-        gl.warp_specialize([(math, (products, C)), (load, (copies, gl.constexpr(load_weights), C))], [1], [24])
+        gl.warp_specialize([(math, (math_args, C)), (load, (loader_args, gl.constexpr(load_weights), C))], [1], [24])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -360,9 +369,9 @@ def scaled_config(
     shape: ScaledShape, tile: ScaledTile, scheme: Scheme, dtype: torch.dtype, x_scale: XScale, x_zero: bool, bias: bool,
     function: str = "none",
 ) -> ScaledGemm:  # fmt: skip
-    """What is compiled for a product."""
+    """Returns the kernel's configuration for a shape, tile and scheme."""
     assert scheme.activation is not None
-    # Rows of y that do not start at multiples of 16 bytes are beyond TMA; float32 takes more room than there is.
+    # TMA cannot store rows that do not start at multiples of 16 bytes; float32 exceeds the shared memory.
     by_tma = (tile.splits == 1 or tile.pair) and shape.n * dtype.itemsize % 16 == 0 and dtype != torch.float32
     return ScaledGemm(
         CODE_TYPES[scheme.weight.name], CODE_TYPES[scheme.activation.name], dtype, tile.tokens_are_rows, tile.warpgroups,
@@ -372,7 +381,7 @@ def scaled_config(
 
 
 class ScaledPlan(TilePlan):
-    """The plan of a product with weights of 8 bits."""
+    """The plan of a GEMM with 8-bit weights."""
 
     def __init__(self, shape: ScaledShape, tile: ScaledTile, config: ScaledGemm, sm_count: int) -> None:
         super().__init__(scaled_gemm, shape, tile, config, sm_count)
@@ -386,13 +395,13 @@ class ScaledPlan(TilePlan):
         channel_scale: Tensor | None, sums: Tensor, bias: Tensor | None, partial: Tensor, arrived: Tensor,
         y_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
+        """Returns y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
         m, n = self.shape.m, self.shape.n
         y = torch.empty((m, n), dtype=self.config.y_type, device=x.device)
-        meeting = partial.view(torch.int32) if self.config.total is gl.int32 else partial
+        workspace = partial.view(torch.int32) if self.config.total is gl.int32 else partial
         self.launch(
             self.x_descriptor(x.data_ptr(), x.stride(0)), self.w_descriptor(codes.data_ptr(), codes.stride(0)),
             self.y_descriptor(y.data_ptr()), y, x_scale, x_zero, channel_scale if scale is None else scale, sums, bias, y_scale,
-            meeting, arrived, m, n, *self.tiles, self.iterations, self.groups, self.config,
+            workspace, arrived, m, n, *self.tiles, self.iterations, self.groups, self.config,
         )  # fmt: skip
         return y

@@ -1,10 +1,10 @@
-"""max_pool(requantize(convolution(images, w))), a network's first convolution and its 3 x 3 pool of stride 2 at once: sm_90a.
+"""max_pool(requantize(convolution(images, w))), a network's first convolution and its 3 x 3 pool of stride 2, fused: sm_90a.
 
-Computes 64 channels x 56 pooled pixels of a row a tile, going down the image: K over the rows of the window, 64 bytes each; the
-        upper and the lower row of the convolution are two int8 products with rows of the image in common
-Reads   image rows once, as they lie, by TMA; operand B in place, weights as operand A in registers (sm90/stem_pool.py)
-Pool    of the sums, since requantizing keeps their order (s >= 0): down first, the lower row's sums are kept for the tile
-        below; then across, with the odd column of the pixel to the left from the lane beside
+Computes 64 channels x 56 pooled pixels of a row per tile, going down the image: K over the rows of the window, 64 bytes each;
+        the upper and the lower row of the convolution are two int8 products that share rows of the image
+Reads   image rows once, unchanged, by TMA; operand B in place, weights as operand A in registers (below)
+Pool    of the sums, since requantizing is monotonic (s >= 0): down first, keeping the lower row's sums for the tile below; then
+        across, with the odd column of the pixel to the left from the neighbouring lane
 Writes  through shared memory, 16 bytes a thread, one barrier a tile
 Exact   as sm90/conv.py and kernels/elementwise/pool.py one after the other, bit for bit
 """
@@ -30,30 +30,30 @@ from lowbit.pack.nhwc64 import CHANNEL_BLOCK, Nhwc64, padded_channels
 from lowbit.pack.stem import PIXEL_BYTES, WINDOW_PIXELS, StemImages
 from lowbit.pack.stem_fragment import STEP_BYTES
 
-# A network's first convolution with the weights as operand A and image rows as they lie as operand B, as PTX.
+# A network's first convolution with weights as operand A and unchanged image rows as operand B, as PTX.
 #
-# Without a swizzle, wgmma reads operand B by 8 rows of 16 bytes at a time, wherever they are: here rows are packed pixels
-# (pack/stem.py), one after the other, and a window of four is two steps of 32 bytes that begin one packed pixel later from row
-# to row. So windows overlap in shared memory, nothing is copied twice, and no instruction loads them. Weights stay in
-# registers. A thread ends with two neighbouring channels of pooled pixels 4 j + (lane mod 4): both columns of each.
+# Without a swizzle, wgmma reads operand B as 8 rows of 16 bytes at a time, at any address: here rows are packed pixels
+# (pack/stem.py), one after the other, and a window of four is two k32 steps that begin one packed pixel later from row to row.
+# So windows overlap in shared memory, nothing is copied twice, and no instruction loads them. Weights stay in registers. A
+# thread ends with two neighbouring channels of pooled pixels 4 j + (lane mod 4): both columns of each.
 # Barriers: parts/pipeline.py. Source: PTX ISA, wgmma, matrix descriptor and K-major layout without swizzle.
 
 STEPS = PIXEL_BYTES * WINDOW_PIXELS // STEP_BYTES
-"""Steps of K of a row of a window."""
+"""k32 steps of a row of a window."""
 
 STEP_REGISTERS = 4
-"""Registers of operand A of a step."""
+"""Registers of operand A of a k32 step."""
 
 COLUMNS = 112
-"""Columns of the convolution of a tile: 56 pooled pixels."""
+"""Convolution columns of a tile: 56 pooled pixels."""
 
 ROW_BYTES = (COLUMNS + WINDOW_PIXELS - 1) * PIXEL_BYTES
-"""Bytes of a row of a strip: what the windows of a tile touch."""
+"""Bytes of a row of a strip: the pixels under the windows of a tile."""
 
 
 @dataclass(frozen=True)
 class StemRows:
-    """`window` rows of a window, a strip has one more; `strip_bytes` from strip to strip."""
+    """`window` rows of a window, a strip has one more; strips are `strip_bytes` apart."""
 
     strips: StageBarriers
     window: int
@@ -61,7 +61,7 @@ class StemRows:
 
     @property
     def copy(self) -> str:
-        """Where $1 is not 0: waits until strip $2 has been read (parity $3), then fills it from the map $4.
+        """If $1 is not 0: waits until strip $2 has been read (parity $3), then fills it from the map $4.
 
         The strip begins $5 words of 8 bytes into row $6 of image $7; there are zeros outside the image.
         """
@@ -83,7 +83,7 @@ class StemRows:
 
     @property
     def load(self) -> str:
-        """The weights of thread $n + 1, 16 bytes a step, from $n."""
+        """Loads the weights of thread $n + 1, 16 bytes a k32 step, from $n."""
         n = self.weights
         lines = [f".reg .b64 from; mad.wide.u32 from, ${n + 1}, 16, ${n};"]
         for i in range(0, n, STEP_REGISTERS):
@@ -93,19 +93,19 @@ class StemRows:
 
     @property
     def load_constraints(self) -> str:
-        """Of `load`."""
+        """Constraints of `load`."""
         return ",".join(["=&r"] * self.weights + ["l", "r"])
 
     @property
     def sums(self) -> int:
-        """Sums of a row of the convolution in a thread."""
+        """Sums of a row of the convolution per thread."""
         return COLUMNS // 2
 
     @property
     def products(self) -> str:
-        """Sums of the upper row, then of the lower one: outputs. Inputs: the weights, the number of the strip.
+        """Outputs: sums of the upper row, then of the lower one. Inputs: the weights, the number of the strip.
 
-        The descriptor: the address by 16, 16 bytes from one half of a step to the other, 128 from 8 rows to the next.
+        Descriptor fields: the address / 16, 16 bytes between the halves of a step, 128 between groups of 8 rows.
         """
         sums, inputs = self.sums, 2 * self.sums
         rows = ["{" + ", ".join(f"${i}" for i in range(first, first + sums)) + "}" for first in (0, sums)]
@@ -130,17 +130,17 @@ class StemRows:
 
     @property
     def products_constraints(self) -> str:
-        """Of `products`."""
+        """Constraints of `products`."""
         return ",".join(["=r"] * 2 * self.sums + ["r"] * (self.weights + 1))
 
 
 ACROSS = """{ .reg .b32 p; shfl.sync.idx.b32 p, $3, $4, 0x1F, 0xFFFFFFFF; max.s32 p, p, $1; max.s32 $0, p, $2; }"""
-"""The largest of $1, $2 and what lane $4 has in $3."""
+"""The largest of $1, $2 and lane $4's $3."""
 
 
 def put(words: int, places: range, place_bytes: int) -> str:
-    """Codes of up to four of a thread's pixels to shared memory, $1 bytes from its start on: of one word a byte each ($2), of
-    two words two bytes ($2, $3). `places` numbers the pixels, which are `place_bytes` apart."""
+    """Writes codes of up to four of a thread's pixels to shared memory, $1 bytes from its start on: one word has a byte each
+    ($2), two words have two bytes each ($2, $3). `places` are the pixels' indices, which are `place_bytes` apart."""
     lines = [".reg .b32 at, x; .reg .b16 half; mov.u32 at, global_smem; add.u32 at, at, $1;"]
     size = 8 * words
     for i, place in enumerate(places):
@@ -151,7 +151,7 @@ def put(words: int, places: range, place_bytes: int) -> str:
 
 GET = """{ .reg .pred there; .reg .b32 at, a, b, c, d; setp.ne.s32 there, $1, 0; mov.u32 at, global_smem; add.u32 at, at, $2;
     @there ld.shared.v4.b32 {a, b, c, d}, [at]; @there st.global.v4.b32 [$3], {a, b, c, d}; mov.b32 $0, 0; }"""
-"""Where $1 is not 0: 16 bytes of shared memory, $2 bytes from its start on, to $3."""
+"""If $1 is not 0: copies 16 bytes of shared memory, $2 bytes from its start on, to $3."""
 
 
 TILE_PIXELS = COLUMNS // 2
@@ -161,12 +161,12 @@ BLOCKS = 2
 """Blocks that share an SM."""
 
 STAGES = 4
-"""Strips under way."""
+"""Strips in flight."""
 
 
 @dataclass(frozen=True)
 class StemPool:
-    """All that is fixed when the kernel is compiled: storage of the output, rows of a window.
+    """The kernel's compile-time configuration: storage of the output, rows of a window.
 
     `odd_height`, `odd_width`: the last pooled row or column of an image has one row or column of sums less.
     """
@@ -202,17 +202,17 @@ class StemPool:
 
     @property
     def chunks(self) -> int:
-        """Pieces of 16 bytes of 64 channels of a pixel."""
+        """16-byte vectors of 64 channels of a pixel."""
         return self.pixel_bytes // 16
 
     @property
     def turns(self) -> int:
-        """Pieces that a thread stores of a tile."""
+        """Vectors of a tile that a thread stores."""
         return -(-TILE_PIXELS * self.chunks // self.threads)
 
     @property
     def out_start(self) -> int:
-        """Where codes lie in shared memory, two tiles of them in turn."""
+        """Start of the codes in shared memory, a double buffer of tiles."""
         return STAGES * self.strip_bytes
 
     @property
@@ -234,7 +234,7 @@ class StemPool:
 
     @property
     def half(self) -> int:
-        """Sums of a row in a thread."""
+        """Sums of a row per thread."""
         return self.rows.sums
 
     @property
@@ -260,18 +260,18 @@ class StemPool:
 
     @property
     def groups(self) -> int:
-        """Groups of four pixels of a thread; the last one may be filled up with its last pixel."""
+        """Groups of four pixels of a thread; the last one may be padded with its last pixel."""
         return -(-self.places // 4)
 
     @property
     def channels(self) -> tuple[int, ...]:
         """Which of a thread's two channels each of the 8 values is that are requantized together: bytes of one word are pixels
-        with two 4-bit codes, bytes of two words are codes of 8 bits, two to a pixel."""
+        with two 4-bit codes, bytes of two words are 8-bit codes, two to a pixel."""
         return (0, 0, 0, 0, 1, 1, 1, 1) if self.y == "u4" else (0, 1) * 4
 
     @property
     def picks(self) -> tuple[int, ...]:
-        """Which value of a thread (by channels, then pixels) is requantized where, 8 to a group."""
+        """Order in which a thread's values (by channels, then pixels) are requantized, 8 to a group."""
         pixels = [i % 4 if self.y == "u4" else i // 2 for i in range(GROUP)]
         return tuple(
             self.places * self.channels[i] + min(4 * group + pixels[i], self.places - 1)
@@ -281,11 +281,11 @@ class StemPool:
 
     @property
     def put_constraints(self) -> str:
-        """Of `put`."""
+        """Constraints of `put`."""
         return "=r,r" + ",r" * self.requantize.words
 
     def put(self, group: int) -> str:
-        """Codes of a group of pixels to shared memory."""
+        """Writes codes of a group of pixels to shared memory."""
         places = range(4 * group, min(4 * group + 4, self.places))
         return put(self.requantize.words, places, 4 * self.pixel_bytes)
 
@@ -311,7 +311,8 @@ def copy_strip(at, maps, word, pooled_height, before, thread, C: gl.constexpr):
 
 @gluon.jit
 def tallest(sums, above, row, height, C: gl.constexpr):
-    """Largest of three rows of sums, and the one that the tile below needs; `row` is the pooled row in its image."""
+    """Returns the maximum of three rows of sums, and the row that the tile below needs; `row` is the pooled row in its
+    image."""
     HALF: gl.constexpr = C.half
     upper = sums[0:HALF]
     lower = sums[HALF:]
@@ -321,7 +322,7 @@ def tallest(sums, above, row, height, C: gl.constexpr):
             there = there + (gl.where(2 * row + 1 < height, lower[i], upper[i]),)
         lower = there
     tall = upper
-    if row == 0:  # a branch, since what is in it may not run otherwise
+    if row == 0:  # a branch: its body must not run otherwise
         two = ()
         for i in gl.static_range(HALF):
             two = two + (
@@ -343,7 +344,7 @@ def tallest(sums, above, row, height, C: gl.constexpr):
 
 @gluon.jit
 def widest(tall, channel: gl.constexpr, lanes, columns_left, C: gl.constexpr):
-    """Largest of three columns for each of a thread's pooled pixels, of one of its two channels.
+    """Returns the maximum of three columns for each of a thread's pooled pixels, of one of its two channels.
 
     Pixel 4 j + q is lane q's, so the one to the left is that of lane q - 1, or lane 3's of j - 1; `lanes` says which lane has
     it, which one has it for j = 0, and whether this one is lane 3. `columns_left`: columns from its first one on.
@@ -370,7 +371,7 @@ def widest(tall, channel: gl.constexpr, lanes, columns_left, C: gl.constexpr):
 
 @gluon.jit
 def put_codes(pooled, s, b, place, C: gl.constexpr):
-    """Requantizes a thread's pooled sums, those of both channels one after the other, and puts them to shared memory."""
+    """Requantizes a thread's pooled sums, those of both channels one after the other, and writes them to shared memory."""
     R: gl.constexpr = C.requantize
     CHANNELS: gl.constexpr = C.channels
     PICKS: gl.constexpr = C.picks
@@ -391,7 +392,7 @@ def put_codes(pooled, s, b, place, C: gl.constexpr):
 
 @gluon.jit
 def store_tile(y, side, tile, first_pixel, exists, beside, width, across, row_bytes, thread, C: gl.constexpr):
-    """Codes of a tile from shared memory to their pixels."""
+    """Copies the codes of a tile from shared memory to their pixels."""
     TURNS: gl.constexpr = C.turns
     for turn in gl.static_range(TURNS):
         piece = thread + turn * C.threads
@@ -409,13 +410,13 @@ def stem_pool(
     y, s, b, row_bytes, pooled_height, pooled_width, height, width, before, tiles, tiles_beside, tiles_across, maps, weight,
     C: gl.constexpr,
 ):  # fmt: skip
-    """The kernel: a block goes down its pooled rows, all with the same columns and outputs, strips under way."""
+    """The kernel: a block goes down its pooled rows, all with the same columns and outputs, with strips in flight."""
     STAGES: gl.constexpr = C.stages
     HALF: gl.constexpr = C.half
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = gl.allocate_shared_memory(gl.int32, [C.barrier_unit + 1, UNIT_WORDS], LINE)
     thread = gl.arange(0, C.threads, C.threads_layout)
-    # Memory that only PTX uses would not be allocated.
+    # Triton does not allocate memory that only PTX uses.
     part(shared, C.barrier_unit, C.barrier_unit + 1, gl.int32, [C.threads], LINE).store(thread)
     barrier()
     run(C.strips.init, "=r,r", [thread])
@@ -429,7 +430,7 @@ def stem_pool(
     first = chunk * size
     end = gl.minimum(first + size, tiles)
     row = first % pooled_height
-    start = gl.where(row > 0, first - 1, first)  # the tile above gives the lowest row of sums that this one needs
+    start = gl.where(row > 0, first - 1, first)  # the tile above computes the lowest row of sums that this one needs
     row = gl.where(row > 0, row - 1, row)
     first_pixel = beside * (C.tile_pixels - 1)
     warp = thread // 32
@@ -466,7 +467,7 @@ def stem_pool(
         tall, above = tallest(sums, above, row, height, C)
         pooled = widest(tall, 0, lanes, columns_left, C) + widest(tall, 1, lanes, columns_left, C)
         put_codes(pooled, scales, offsets, place + side * C.out_bytes, C)
-        barrier()  # the tile before the one before has been stored by then
+        barrier()  # the tile before the previous one is stored by then
         store_tile(y, side, tile, first_pixel, tile >= first, beside, pooled_width, across, row_bytes, thread, C)
         side = side ^ 1
         row = gl.where(row + 1 == pooled_height, 0, row + 1)
@@ -475,7 +476,7 @@ def stem_pool(
 
 
 class PreparedStemPool:
-    """A stem with a max-pool of 3 x 3, stride 2 and padding 1 behind it, as the kernel reads it, on one GPU."""
+    """A stem followed by a max-pool of 3 x 3, stride 2 and padding 1, prepared for the kernel, on one GPU."""
 
     def __init__(self, spec: ConvSpec, packed: PackedConv, images: StemImages, sm_count: int) -> None:
         self.spec, self.packed, self.images, self.sm_count = spec, packed, images, sm_count
@@ -496,7 +497,7 @@ class PreparedStemPool:
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Pooled y of packed images [N, rows, columns, 16], which adds nothing; `out` is written if given."""
+        """Returns pooled y of packed images [N, rows, columns, 16]; there is no residual; `out` is written if given."""
         n, height, width, row_bytes = shape = self.output_shape(tuple(x.shape))
         packed = self.packed
         if out is None:

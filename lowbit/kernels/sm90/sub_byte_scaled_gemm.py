@@ -1,13 +1,13 @@
 """y[M, N] = (x[M, K] . dequant(w)[N, K]^T) scaled, x of 8 bits, w of fewer, wgmma and TMA: sm_90a.
 
-Computes y^T = w x^T: codes decoded to int8 or e4m3 are the register operand A of wgmma, 64 rows a warpgroup; x is operand B.
+Computes y^T = w x^T: codes converted to int8 or e4m3 are the register operand A of wgmma, 64 rows a warpgroup; x is operand B.
 Reads   x by TMA, 128 k of some tokens a stage; w in FragmentOrder for 8-bit operands by TMA, two tiles of 64 k
-Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, decode while the stage before multiplies, wgmma, scale, store by TMA
-Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps run free of one another
-Sum     int8 in s32, exact; fp8 in the tensor core, about 14 bits. With groups (or `promote`) every 128 k go, scaled, to a sum
-        in fp32; of 256 tokens one half after the other. With splits > 1 the block that comes last adds the splits in order, or
-        both blocks of a pair swap halves of the tile (parts/pair.py): same input, same bits
-Exact   every weight is decoded exactly (hardware/byte_conversions.py) and never rounded; one rounding at the store
+Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, dequantize during the previous products, wgmma, scale, store by TMA
+Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps are not synchronised with each other
+Sum     int8 in s32, exact; fp8 in the tensor core, about 14 bits. With groups (or `promote`) every 128 k are scaled, added to
+        a sum in fp32; of 256 tokens one half after the other. With splits > 1 the last block to arrive adds the splits in
+        order, or both blocks of a cluster exchange halves of the tile (parts/cluster_split_k.py): same input, same bits
+Exact   every weight is dequantized exactly (hardware/byte_conversions.py), never rounded; one rounding at the store
 Source  wgmma fragments: PTX ISA; the pipeline is that of large_m_gemm.py
 """
 
@@ -22,8 +22,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowbit.formats import Scheme
 from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile
-from lowbit.kernels.parts.byte_dequantize import TILES, ByteDecode, decode
-from lowbit.kernels.parts.epilogue import CODE_TYPES, Applied, Output, XScale, complete, prefetch
+from lowbit.kernels.parts.byte_dequantize import TILES, ByteDequantizer, dequantize
+from lowbit.kernels.parts.cluster_split_k import arrive_cluster
 from lowbit.kernels.parts.gluon import (
     Descriptor,
     Tuple,
@@ -41,22 +41,30 @@ from lowbit.kernels.parts.gluon import (
     warpgroup_mma_wait,
 )
 from lowbit.kernels.parts.launch import Address, TilePlan, plane_descriptors
-from lowbit.kernels.parts.operand import finish, keep, nothing_decoded, operand_a, read_words, registers_layout, words_layout
-from lowbit.kernels.parts.pair import say_ready
+from lowbit.kernels.parts.operand import (
+    empty_registers,
+    fence_registers,
+    operand_a,
+    read_words,
+    registers_layout,
+    release_stage,
+    words_layout,
+)
 from lowbit.kernels.parts.pipeline import advance, make_barriers, previous
 from lowbit.kernels.parts.producer import load
 from lowbit.kernels.parts.promote import add_here, add_scaled_here
-from lowbit.kernels.parts.schedule import SplitK, Tiles, count, first_token_of, iterations_of, tile_at
+from lowbit.kernels.parts.scaled_epilogue import CODE_TYPES, OutputTile, ScaledEpilogueArgs, XScale, complete, prefetch
+from lowbit.kernels.parts.schedule import SplitKWorkspace, TileGrid, first_token_of, iterations_of, tile_at, tile_count
 from lowbit.kernels.parts.smem import allocate, view, view_stages
 from lowbit.kernels.parts.tile import STAGE_K, ByteTile
 
 
 @dataclass(frozen=True)
 class NarrowGemm(ByteTile):
-    """All that is fixed when the kernel is compiled. Of two equal ones, results are equal to the last bit.
+    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
 
-    Columns are tokens; `stages` is even, and K counts as if it were a multiple of 256. `grouped`: scales of groups of 128 k in
-    16 bits, and `promote`; without, one per channel in fp32.
+    Columns are tokens; `stages` is even, and K is padded to a multiple of 256. `grouped`: scales of groups of 128 k in 16 bits,
+    and `promote`; without, one per channel in fp32.
     """
 
     format: str
@@ -84,17 +92,17 @@ class NarrowGemm(ByteTile):
     """Stages of an iteration of the main loop."""
 
     @property
-    def decode(self) -> ByteDecode:
-        return ByteDecode(self.format, "s8" if self.x_type == torch.int8 else "e4m3")
+    def dequantizer(self) -> ByteDequantizer:
+        return ByteDequantizer(self.format, "s8" if self.x_type == torch.int8 else "e4m3")
 
     @property
     def bits(self) -> int:
-        return self.decode.bits
+        return self.dequantizer.bits
 
     @property
     def factor(self) -> float:
-        """What the decoded numbers must still be multiplied by."""
-        return self.decode.conversion.scale_factor
+        """Factor left for the epilogue."""
+        return self.dequantizer.conversion.scale_factor
 
     @property
     def channel_scale(self) -> bool:
@@ -111,7 +119,7 @@ class NarrowGemm(ByteTile):
 
     @property
     def operand_regions(self) -> tuple[tuple[str, int], ...]:
-        w = [self.stages * TILES * self.rows * 8 * self.decode.plane_words(p) for p in range(self.decode.planes)]
+        w = [self.stages * TILES * self.rows * 8 * self.dequantizer.plane_words(p) for p in range(self.dequantizer.planes)]
         x = ("x", self.stages * self.columns * STAGE_K)
         return (x, *((f"w{p}", size) for p, size in enumerate(w)), ("scales", self.stages * self.scale_bytes))
 
@@ -121,7 +129,7 @@ class NarrowGemm(ByteTile):
 
     @property
     def part_layout(self) -> gl.NVMMADistributedLayout:
-        """The sums that are added to totals at a time."""
+        """Layout of the sums that are added to totals at a time."""
         return self.store_layout if self.by_halves else self.accumulator
 
     @property
@@ -129,13 +137,13 @@ class NarrowGemm(ByteTile):
         return registers_layout(self.warps, 4)
 
     def words_layout(self, plane: int) -> gl.DistributedLinearLayout:
-        """Words of a plane of a tile, as they are loaded."""
-        return words_layout(self.warps, self.decode.plane_words(plane))
+        """Layout in which the words of a plane of a tile are loaded."""
+        return words_layout(self.warps, self.dequantizer.plane_words(plane))
 
 
 @aggregate
-class Copies:
-    """What the loader works with: descriptors, stages of w (one for each plane of its codes), x and scales, their barriers."""
+class NarrowLoaderArgs:
+    """Arguments of the loader: descriptors, stages of w (one for each plane of its codes), x and scales, their barriers."""
 
     w_descs: Tuple
     x_desc: Descriptor
@@ -144,32 +152,34 @@ class Copies:
     x: gl.shared_memory_descriptor
     scales: gl.shared_memory_descriptor
     barriers: gl.shared_memory_descriptor
-    tiles: Tiles
+    tiles: TileGrid
 
 
 @aggregate
-class Products:
-    """What the warpgroups work with: stages of w, x and scales, where splits meet, what is applied, where y goes."""
+class NarrowMathArgs:
+    """Arguments of the math warps: stages of w, x and scales, split-K workspace, arguments of the epilogue, y."""
 
     w: Tuple
     x: gl.shared_memory_descriptor
     scales: gl.shared_memory_descriptor
-    splits: SplitK
-    applied: Applied
-    out: Output
-    tiles: Tiles
+    splits: SplitKWorkspace
+    epilogue_args: ScaledEpilogueArgs
+    out: OutputTile
+    tiles: TileGrid
 
 
 @gluon.jit
-def load_weights(copies, full, stage, row_tile, k, C: gl.constexpr):
-    """Asks for the codes of a stage and their scales."""
-    PLANES: gl.constexpr = C.decode.planes
+def load_weights(loader_args, full, stage, row_tile, k, C: gl.constexpr):
+    """Starts the copies of the codes of a stage and their scales."""
+    PLANES: gl.constexpr = C.dequantizer.planes
     if C.grouped:
-        tma_load(copies.scale_desc, [k, row_tile * C.rows], full, copies.scales.index(stage))
+        tma_load(loader_args.scale_desc, [k, row_tile * C.rows], full, loader_args.scales.index(stage))
     for plane in gl.static_range(PLANES):
         for tile in gl.static_range(2):
-            column = (2 * k + tile) * (32 * C.bits) + ptx(C.decode.plane_start, plane)
-            tma_load(copies.w_descs[plane], [row_tile * C.warps, column], full, copies.w[plane].index(2 * stage + tile))
+            column = (2 * k + tile) * (32 * C.bits) + ptx(C.dequantizer.plane_start, plane)
+            tma_load(
+                loader_args.w_descs[plane], [row_tile * C.warps, column], full, loader_args.w[plane].index(2 * stage + tile)
+            )
 
 
 @gluon.jit
@@ -181,7 +191,7 @@ def start(registers, x_stages, acc, stage, adds, C: gl.constexpr):
 
 @gluon.jit
 def start_from_zero(registers, x_stages, before, never, stage, C: gl.constexpr):
-    """Starts the products of a stage, from zero. Of 128 tokens, in the registers of the sums `before`: see `start_half`."""
+    """Starts the products of a stage from zero; with 128 tokens in the registers of the sums `before`, see `start_half`."""
     ROWS: gl.constexpr = C.rows
     TOKENS: gl.constexpr = C.columns
     SUMS: gl.constexpr = C.accumulator
@@ -194,38 +204,39 @@ def start_from_zero(registers, x_stages, before, never, stage, C: gl.constexpr):
 
 @gluon.jit
 def multiply(p, words, stage, phase, begin, end, more, C: gl.constexpr):
-    """The sums of one tile, two stages an iteration. While one multiplies, the next is decoded, into other registers.
+    """Computes the sums of one tile, two stages an iteration. While one multiplies, the next is dequantized into other
+    registers.
 
-    `words` are those of the tile's first stage; returned are those of the next tile's, if there is `more`, with the stage
-    and the phase that come next.
+    `words` are those of the tile's first stage. Returns the sums, the words of the next tile's first stage if there is `more`,
+    and the next stage and phase.
     """
     ROWS: gl.constexpr = C.rows
     TOKENS: gl.constexpr = C.columns
     SUMS: gl.constexpr = C.accumulator
     TYPE: gl.constexpr = C.sums
     acc = gl.zeros((ROWS, TOKENS), TYPE, SUMS)
-    odd = nothing_decoded(C)
+    odd = empty_registers(C)
     for iteration in range(begin, end):
         before = previous(stage, C)
-        even = decode(words, C)
+        even = dequantize(words, C)
         words = read_words(p.w, stage + 1, phase, True, C)
         acc = warpgroup_mma_wait(1, deps=[start(even, p.x, acc, stage, True, C)])
-        finish(odd, before, iteration > begin, C)
+        release_stage(odd, before, iteration > begin, C)
 
-        odd = decode(words, C)
+        odd = dequantize(words, C)
         following, phase = advance(stage, phase, 2, C)
         words = read_words(p.w, following, phase, (iteration + 1 < end) | more, C)
         acc = warpgroup_mma_wait(1, deps=[start(odd, p.x, acc, stage + 1, True, C)])
-        finish(even, stage, True, C)
+        release_stage(even, stage, True, C)
         stage = following
     acc = warpgroup_mma_wait(0, deps=[acc])
-    finish(odd, previous(stage, C), begin < end, C)
+    release_stage(odd, previous(stage, C), begin < end, C)
     return acc, words, stage, phase
 
 
 @gluon.jit
 def scale_of(scales, stage, C: gl.constexpr):
-    """The scale of each row for a stage that is there; 1 where they do not change along K."""
+    """Loads the scale of each row for a stage that is complete; 1 where scales do not change along K."""
     if C.grouped:
         return scales.index(stage).load(gl.SliceLayout(1, C.part_layout)).to(gl.float32)
     else:
@@ -234,7 +245,7 @@ def scale_of(scales, stage, C: gl.constexpr):
 
 @gluon.jit
 def add_stage(total, sums, scale, C: gl.constexpr):
-    """The total with the sums of a stage, times its scales, in just this place."""
+    """Returns the total plus the scaled sums of a stage; compilers do not move the addition."""
     if C.grouped:
         return add_scaled_here(total, sums, scale[:, None])
     else:
@@ -243,10 +254,10 @@ def add_stage(total, sums, scale, C: gl.constexpr):
 
 @gluon.jit
 def multiply_and_promote(p, even, words, stage, phase, begin, end, more, never, C: gl.constexpr):
-    """As `multiply`, but each stage is summed on its own and then added, scaled, to a total in fp32.
+    """As `multiply`, but each stage is summed separately, scaled and added to a total in fp32.
 
-    `even` is the tile's first stage, decoded, `words` those of the second one; returned are those of the next tile. While the
-    sums of a stage are added, other warpgroups have the tensor cores.
+    `even` is the tile's first stage, dequantized, `words` those of the second one; both are returned for the next tile. While
+    the sums of a stage are added, other warpgroups use the tensor cores.
     """
     ROWS: gl.constexpr = C.rows
     TOKENS: gl.constexpr = C.columns
@@ -257,22 +268,22 @@ def multiply_and_promote(p, even, words, stage, phase, begin, end, more, never, 
     for iteration in range(begin, end):
         sums = start_from_zero(even, p.x, sums, never, stage, C)
         scale = scale_of(p.scales, stage, C)
-        odd = decode(words, C)
+        odd = dequantize(words, C)
         following, phase = advance(stage, phase, 2, C)
         words = read_words(p.w, following, phase, (iteration + 1 < end) | more, C)
-        keep(odd, stage, C)
+        fence_registers(odd, stage, C)
         sums = warpgroup_mma_wait(0, deps=[sums])
         total = add_stage(total, sums, scale, C)
-        finish(even, stage, True, C)
+        release_stage(even, stage, True, C)
 
         sums = start_from_zero(odd, p.x, sums, never, stage + 1, C)
         scale = scale_of(p.scales, stage + 1, C)
-        even = decode(words, C)
+        even = dequantize(words, C)
         words = read_words(p.w, following + 1, phase, (iteration + 1 < end) | more, C)
-        keep(even, stage, C)
+        fence_registers(even, stage, C)
         sums = warpgroup_mma_wait(0, deps=[sums])
         total = add_stage(total, sums, scale, C)
-        finish(odd, stage + 1, True, C)
+        release_stage(odd, stage + 1, True, C)
         stage = following
     return total, even, words, stage, phase
 
@@ -281,7 +292,7 @@ def multiply_and_promote(p, even, words, stage, phase, begin, end, more, never, 
 def start_half(registers, x_stages, before, never, stage, half: gl.constexpr, C: gl.constexpr):
     """Starts the products of a stage with one half of the tokens, into the registers of the sums `before`.
 
-    They start at zero, as `never` is False, but the compiler does not know it and gives them no registers of their own.
+    They start at zero, as `never` is False; compilers cannot see that and use no other registers.
     """
     x = x_stages.index(stage).slice(half * C.store_columns, C.store_columns).permute([1, 0])
     return warpgroup_mma(operand_a(registers, C), x, before, use_acc=never, is_async=True)
@@ -291,8 +302,8 @@ def start_half(registers, x_stages, before, never, stage, half: gl.constexpr, C:
 def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
     """As `multiply_and_promote` for 256 tokens, whose totals leave registers for the sums of 128: one half after the other.
 
-    While the second half multiplies, the next stage is decoded. Returned are the totals of both halves, with the stage and the
-    phase that come next. Nothing of the next tile is read ahead: no registers could keep it while this one is stored.
+    While the second half multiplies, the next stage is dequantized. Returns the totals of both halves, the next stage and
+    phase. Nothing of the next tile is read ahead: there are no registers for it while this one is stored.
     """
     ROWS: gl.constexpr = C.rows
     TOKENS: gl.constexpr = C.store_columns
@@ -301,7 +312,7 @@ def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
     sums = gl.zeros((ROWS, TOKENS), TYPE, SUMS)
     low = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
     high = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
-    registers = decode(read_words(p.w, stage, phase, begin < end, C), C)
+    registers = dequantize(read_words(p.w, stage, phase, begin < end, C), C)
     for k in range(2 * begin + 1, 2 * end + 1):
         sums = start_half(registers, p.x, sums, never, stage, 0, C)
         scale = scale_of(p.scales, stage, C)
@@ -309,10 +320,10 @@ def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
         sums = warpgroup_mma_wait(0, deps=[sums])
         low = add_stage(low, sums, scale, C)
         sums = start_half(registers, p.x, sums, never, stage, 1, C)
-        ahead = decode(read_words(p.w, following, phase, k < 2 * end, C), C)
-        keep(ahead, stage, C)
+        ahead = dequantize(read_words(p.w, following, phase, k < 2 * end, C), C)
+        fence_registers(ahead, stage, C)
         sums = warpgroup_mma_wait(0, deps=[sums])
-        finish(registers, stage, True, C)
+        release_stage(registers, stage, True, C)
         high = add_stage(high, sums, scale, C)
         registers, stage = ahead, following
     return (low, high), stage, phase
@@ -320,21 +331,21 @@ def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
 
 @gluon.jit
 def math(p, C: gl.constexpr):
-    """The warpgroups that decode, multiply and store."""
-    tiles = count(p.tiles, C)
+    """The math role: warpgroups that dequantize, multiply and store."""
+    tiles = tile_count(p.tiles, C)
     if C.paired:
-        say_ready(C.warps, C)
+        arrive_cluster(C.warps, C)
     stage = 0
     phase = 0
     if not C.by_halves:
         words = read_words(p.w, 0, 0, gl.program_id(0) < tiles, C)
         if C.promote:
-            even = decode(words, C)
+            even = dequantize(words, C)
             words = read_words(p.w, 1, 0, gl.program_id(0) < tiles, C)
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, row_tile, split = tile_at(index, p.tiles, C)
         begin, end = iterations_of(split, p.tiles, C)
-        prefetch(p.applied, row_tile * C.rows, p.out.N, C)
+        prefetch(p.epilogue_args, row_tile * C.rows, p.out.N, C)
         more = index + gl.num_programs(0) < tiles
         if C.by_halves:
             acc, stage, phase = multiply_by_halves(p, stage, phase, begin, end, p.out.M < 0, C)
@@ -345,7 +356,7 @@ def math(p, C: gl.constexpr):
             acc, words, stage, phase = multiply(p, words, stage, phase, begin, end, more, C)
         tile = token_tile * p.tiles.of_channels + row_tile
         first_token = first_token_of(token_tile, p.tiles, C)
-        complete(p.out, acc, p.applied, p.splits, tile, split, first_token, row_tile * C.rows, C)
+        complete(p.out, acc, p.epilogue_args, p.splits, tile, split, first_token, row_tile * C.rows, C)
     if C.store_by_tma:
         tma_store_wait(0)
 
@@ -355,8 +366,8 @@ def narrow_scaled_gemm(
     w_desc, w_desc_1, w_desc_2, x_desc, scale_desc, y_desc, y, x_scale, x_zero, channel_scale, sums, bias, y_scale, partial,
     arrived, M, N, token_tiles, channel_tiles, iterations, C: gl.constexpr,
 ):  # fmt: skip
-    """The kernel: stages, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
-    PLANES: gl.constexpr = C.decode.planes
+    """Sets up stages, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
+    PLANES: gl.constexpr = C.dequantizer.planes
     w_descs = (w_desc, w_desc_1, w_desc_2)
     shared = allocate(C)
     x = view_stages(shared, C.regions, "x", C.stages, x_desc)
@@ -364,7 +375,7 @@ def narrow_scaled_gemm(
     for p in gl.static_range(PLANES):
         w = w + (view_stages(shared, C.regions, f"w{p}", 2 * C.stages, w_descs[p]),)
     scale_stages = x
-    scales = x  # the same, as the warps read it
+    scales = x  # the layout that the warps read
     if C.grouped:
         scale_stages = view_stages(shared, C.regions, "scales", C.stages, scale_desc)
         rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -374,21 +385,24 @@ def narrow_scaled_gemm(
         y_tile = view(shared, C.regions, "y", C.y, y_desc.block_type.shape, y_desc.layout)
     barriers = make_barriers(shared, C)
     if C.paired:
-        P: gl.constexpr = C.pair
+        P: gl.constexpr = C.exchange
         run(P.init, "=r,r", [gl.arange(0, C.threads, C.threads_layout)])
     fence_async_shared()
     barrier()
-    tiles = Tiles(token_tiles, channel_tiles, iterations, M)
-    applied = Applied(x_scale, x_zero, channel_scale, sums, bias, y_scale)
-    products = Products(w, x, scales, SplitK(partial, arrived), applied, Output(y_desc, y, y_tile, M, N), tiles)
-    copies = Copies(w_descs, x_desc, scale_desc, w, x, scale_stages, barriers, tiles)
+    tiles = TileGrid(token_tiles, channel_tiles, iterations, M)
+    epilogue_args = ScaledEpilogueArgs(x_scale, x_zero, channel_scale, sums, bias, y_scale)
+    math_args = NarrowMathArgs(
+        w, x, scales, SplitKWorkspace(partial, arrived), epilogue_args, OutputTile(y_desc, y, y_tile, M, N), tiles
+    )
+    loader_args = NarrowLoaderArgs(w_descs, x_desc, scale_desc, w, x, scale_stages, barriers, tiles)
     if C.paired:
         gl.warp_specialize(
-            [(math, (products, C)), (load, (copies, gl.constexpr(load_weights), C)), (say_ready, (1, C)), (say_ready, (2, C))],
+            [(math, (math_args, C)), (load, (loader_args, gl.constexpr(load_weights), C)), (arrive_cluster, (1, C)),
+             (arrive_cluster, (2, C))],
             [1, 1, 2], [24, 24, 24],
         )  # fmt: skip
     else:
-        gl.warp_specialize([(math, (products, C)), (load, (copies, gl.constexpr(load_weights), C))], [1], [24])
+        gl.warp_specialize([(math, (math_args, C)), (load, (loader_args, gl.constexpr(load_weights), C))], [1], [24])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -396,7 +410,7 @@ def narrow_config(
     shape: ScaledShape, tile: ScaledTile, scheme: Scheme, dtype: torch.dtype, x_scale: XScale, x_zero: bool, bias: bool,
     function: str = "none",
 ) -> NarrowGemm:  # fmt: skip
-    """What is compiled for a product."""
+    """Returns the kernel's configuration for a shape, tile and scheme."""
     assert scheme.activation is not None
     by_tma = (tile.splits == 1 or tile.pair) and shape.n * dtype.itemsize % 16 == 0 and dtype != torch.float32
     return NarrowGemm(
@@ -406,12 +420,12 @@ def narrow_config(
 
 
 class NarrowPlan(TilePlan):
-    """The plan of a product with weights of fewer bits."""
+    """The plan of a GEMM with 8-bit activations and weights of fewer bits."""
 
     def __init__(self, shape: ScaledShape, tile: ScaledTile, config: NarrowGemm, sm_count: int) -> None:
         super().__init__(narrow_scaled_gemm, shape, tile, config, sm_count)
         self.iterations = -(-shape.k // (2 * STAGE_K))
-        blocks = [(config.warps, 32 * config.decode.plane_words(p)) for p in range(config.decode.planes)]
+        blocks = [(config.warps, 32 * config.dequantizer.plane_words(p)) for p in range(config.dequantizer.planes)]
         self.weight_descriptors = plane_descriptors(-(-shape.n // 16), -(-shape.k // 64) * 32 * shape.bits, blocks)
         self.scale_descriptor = functools.lru_cache(maxsize=1024)(self._scale_descriptor)
 
@@ -424,14 +438,14 @@ class NarrowPlan(TilePlan):
         channel_scale: Tensor | None, sums: Tensor, bias: Tensor | None, partial: Tensor, arrived: Tensor,
         y_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
+        """Returns y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
         m, n = self.shape.m, self.shape.n
         y = torch.empty((m, n), dtype=self.config.y_type, device=x.device)
-        meeting = partial.view(torch.int32) if self.config.total is gl.int32 else partial
+        workspace = partial.view(torch.int32) if self.config.total is gl.int32 else partial
         self.launch(
             *self.weight_descriptors(codes.data_ptr()), self.x_descriptor(x.data_ptr(), x.stride(0)),
             None if scale is None else self.scale_descriptor(scale.data_ptr(), scale.shape, scale.dtype),
-            self.y_descriptor(y.data_ptr()), y, x_scale, x_zero, channel_scale, sums, bias, y_scale, meeting, arrived,
+            self.y_descriptor(y.data_ptr()), y, x_scale, x_zero, channel_scale, sums, bias, y_scale, workspace, arrived,
             m, n, *self.tiles, self.iterations, self.config,
         )  # fmt: skip
         return y

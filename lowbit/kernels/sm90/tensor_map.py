@@ -1,8 +1,8 @@
-"""TMA descriptors in im2col mode, made by the driver: Triton has none in its Python interface.
+"""TMA descriptors in im2col mode, encoded by the driver: Triton's Python interface has none.
 
-One copy with such a descriptor brings a run of output pixels, in order over width, height and images, with one tap of the
-window and some bytes of each pixel: the rows of the matrix product that a convolution is, zeros where the window leaves the
-image. Source: CUDA driver API, cuTensorMapEncodeIm2col; PTX ISA, "Im2col mode".
+One copy with such a descriptor loads a run of output pixels, in order over width, height and images, with one tap of the window
+and some bytes of each pixel: rows of the implicit GEMM, zeros where the window leaves the image. Source: CUDA driver API,
+cuTensorMapEncodeIm2col; PTX ISA, "Im2col mode".
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _PROMOTE_L2_128 = 2
 
 @dataclass(frozen=True)
 class PixelWindows:
-    """What a descriptor says, apart from the address: images [N, H, W, bytes], and which windows to take of them.
+    """Parameters of a descriptor, apart from the address: images [N, H, W, bytes], and the windows to copy.
 
     strides are bytes from pixel to pixel, row to row and image to image, multiples of 16. A copy takes `pixels` windows and
-    `step_bytes` bytes (32, 64 or 128) of one tap of each. Windows are `stride` apart; tap (0, 0) of the first one lies at
+    `step_bytes` bytes (32, 64 or 128) of one tap of each. Windows are `stride` apart; tap (0, 0) of the first one is at
     `first`, that of the last one at `last` pixels from the last row and column (down, across; both are often negative).
     """
 
@@ -45,7 +45,7 @@ class PixelWindows:
     step_bytes: int
 
     def refusals(self) -> tuple[str, ...]:
-        """Why the hardware cannot do it; empty if it can."""
+        """Reasons why the hardware does not support it; empty if it does."""
         reasons = []
         if min(*self.first, *self.last) < -128 or max(*self.first, *self.last) > 127:
             reasons.append(f"windows begin 128 pixels beyond the image at most, got {self.first} to {self.last}")
@@ -72,7 +72,8 @@ def _driver() -> ctypes.CDLL:
 
 
 def encode(windows: PixelWindows, address: int) -> bytes:
-    """The descriptor of the images at `address`, 128 bytes. Raises ValueError for what the hardware cannot do."""
+    """Encodes the descriptor of the images at `address`, 128 bytes. Raises ValueError for what the hardware does not
+    support."""
     reasons = windows.refusals()
     if reasons:
         raise ValueError(f"no copy of {windows}: {'; '.join(reasons)}")
@@ -93,7 +94,8 @@ def encode(windows: PixelWindows, address: int) -> bytes:
 
 
 def tensor_map(windows: PixelWindows, address: int, device: torch.device) -> Tensor:
-    """The descriptor in the memory of `device`: uint8 [128], at a multiple of 128 bytes. Not to be made during a capture."""
+    """Returns the descriptor in the memory of `device`: uint8 [128], aligned to 128 bytes. Not to be called during a
+    capture."""
     return torch.frombuffer(bytearray(encode(windows, address)), dtype=torch.uint8).to(device)
 
 
@@ -139,11 +141,11 @@ def _tiled(
 
 
 class WindowOperand:
-    """One product of a convolution as a kernel is given it: packed weights, and how windows lie in its input.
+    """Kernel arguments of one product of a convolution: packed weights, and geometry of windows in its input.
 
     `pixels` windows and `step_bytes` of each are copied at a time. With `images`, the input is what they pack and `product` is
-    `images.product`. Descriptors, 128 bytes each, are made once for each address and size, and kept: a
-    captured graph reads them.
+    `images.product`. Descriptors, 128 bytes each, are created once for each address and size, and never freed: a captured graph
+    reads them.
     """
 
     def __init__(
@@ -153,7 +155,7 @@ class WindowOperand:
         self.map = functools.lru_cache(maxsize=None)(self._map)
 
     def arguments(self, x: Tensor) -> tuple[object, ...]:
-        """What the kernel is given for an input: descriptor, weights, steps, and how windows lie."""
+        """Returns the kernel arguments for an input: descriptor, weights, k blocks, and geometry of windows."""
         product = self.product
         row_bytes = x.shape[3] if self.images is None else PIXEL_BYTES * WINDOW_PIXELS
         blocks = row_bytes // self.step_bytes
@@ -172,7 +174,7 @@ class WindowOperand:
 
 
 NO_OPERAND = (None, None, *(0,) * 8)
-"""The arguments of a second product where there is none."""
+"""The arguments in place of a second product where there is none."""
 
 
 def stem_windows(

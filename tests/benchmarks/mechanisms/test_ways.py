@@ -21,7 +21,7 @@ from benchmarks.mechanisms.kernels import DecodeLoop, StepLoop, decode_loop, ste
 from benchmarks.mechanisms.loops import CONVERSIONS, STEP_GROUPS, STEP_TOKENS, longest_loop, step_operands
 from benchmarks.mechanisms.products import CONVERTED, MMA, TOKENS, TORCH, decode_by, scale_first
 from benchmarks.mechanisms.ways import Decoding, ScaledFirst, nothing, ways
-from lowbit.kernels.parts.step import Step
+from lowbit.kernels.parts.k_block import Step
 from lowbit.ops.fragment_gemm import plan_for
 from tests.kernels.parts.plain import check_operands
 

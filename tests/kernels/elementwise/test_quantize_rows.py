@@ -17,7 +17,7 @@ from tests.kernels.sass import compile_plan
 
 triton = pytest.importorskip("triton", reason="the kernel is written in Triton")
 from lowbit.kernels.elementwise import quantize_rows as kernel_module  # noqa: E402
-from lowbit.kernels.elementwise.quantize_rows import CODE_PIECE, QuantizePlan, Request  # noqa: E402
+from lowbit.kernels.elementwise.quantize_rows import CODE_PIECE, QuantizePlan, QuantizeRequest  # noqa: E402
 from lowbit.ops import (  # noqa: E402
     add_norm_quantize,
     layer_norm_quantize,
@@ -52,7 +52,7 @@ def check(x, name, group=0, static=False, symmetric=True, device=80):
     scale = torch.full((1,), 0.03, device=x.device) if static else None
     given = torch.full((1,), -37, dtype=torch.int32, device=x.device) if static and not symmetric else None
     aligned = x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    plan = QuantizePlan(*x.shape, Request("", fmt, group, static, symmetric), aligned, typical_machine(device))
+    plan = QuantizePlan(*x.shape, QuantizeRequest("", fmt, group, static, symmetric), aligned, typical_machine(device))
     if x.is_cuda:
         torch.full((x.shape[0], x.shape[1] + CODE_PIECE), -1, dtype=torch.int8, device=x.device)  # poisons what comes next
     codes, own, zero = quantize_activations_reference(x, fmt, group, scale, symmetric, given)
@@ -102,7 +102,9 @@ def check_in_place(m, k, device="cpu", sm=80, dtype=torch.float16):
     """The sum takes the place of x, amid poison."""
     generator = torch.Generator().manual_seed(k)
     x, other, weight = (torch.randn(n, k, generator=generator).to(device, dtype) for n in (m, m, 1))
-    plan = QuantizePlan(m, k, Request("rms_norm", number_format("int8"), residual=True), k % 8 == 0, typical_machine(sm))
+    plan = QuantizePlan(
+        m, k, QuantizeRequest("rms_norm", number_format("int8"), residual=True), k % 8 == 0, typical_machine(sm)
+    )
     codes, scale, total = plan(x, other, weight[0], None, None, 1e-5)
     memory = torch.full(((m + 2) * k,), float("nan"), dtype=dtype, device=device)
     mine = memory[k:-k].view(m, k)
@@ -118,10 +120,10 @@ def check_in_place(m, k, device="cpu", sm=80, dtype=torch.float16):
 def check_halves(m, k, device="cpu", sm=80):
     """The gate of one product [M, 2 K], whose halves are rows with a gap."""
     both = torch.randn(m, 2 * k, generator=torch.Generator().manual_seed(k)).to(device, torch.float16)
-    plan = QuantizePlan(m, k, Request("silu", number_format("int8")), k % 8 == 0, typical_machine(sm))
+    plan = QuantizePlan(m, k, QuantizeRequest("silu", number_format("int8")), k % 8 == 0, typical_machine(sm))
     gate, up = both[:, :k], both[:, k:]
     codes, scale = plan(gate, up, None, None, None, 0.0)
-    again = QuantizePlan(m, k, Request("silu", number_format("int8")), k % 8 == 0, typical_machine(sm))
+    again = QuantizePlan(m, k, QuantizeRequest("silu", number_format("int8")), k % 8 == 0, typical_machine(sm))
     apart = again(gate.contiguous(), up.contiguous(), None, None, None, 0.0)
     assert torch.equal(codes, apart[0]) and torch.equal(scale, apart[1])
 
@@ -140,7 +142,7 @@ def check_fused(m, k, group, device="cpu", sm=80):
     ]
     for before, beside, b, wanted in cases:
         residual = before != "silu" and beside is not None
-        request = Request(before, number_format("int8"), group, False, True, residual)
+        request = QuantizeRequest(before, number_format("int8"), group, False, True, residual)
         plan = QuantizePlan(m, k, request, k % 8 == 0, typical_machine(sm))
         given = (None if t is None else t.to(device) for t in (x, beside, None if before == "silu" else weight, b, None))
         made = [t.cpu() for t in plan(*given, 1e-5)]
@@ -163,7 +165,7 @@ def check_layer_norm(device, sm):
         wide = x.double()
         apart = wide - wide.mean(1, keepdim=True)
         exact = apart / (apart.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight.double() + bias.double()
-        plan = QuantizePlan(5, k, Request("layer_norm", number_format("int8")), k % 8 == 0, typical_machine(sm))
+        plan = QuantizePlan(5, k, QuantizeRequest("layer_norm", number_format("int8")), k % 8 == 0, typical_machine(sm))
         codes, scale = plan(x, None, weight, bias, None, 1e-5)
         torch.testing.assert_close(scale.double(), exact.abs().amax(1, keepdim=True) / 127, rtol=1e-5, atol=0)
         assert float((codes.double() * scale - exact).abs().max() / scale.max()) < 0.501
@@ -175,7 +177,7 @@ def test_the_arithmetic_in_tritons_interpreter():
 
 
 def compiled(sm, k, name="int8", before="", pieces=True, dtype=torch.float16, **asked):
-    request = Request(before, number_format(name), **asked)
+    request = QuantizeRequest(before, number_format(name), **asked)
     plan = QuantizePlan(4096, k, request, pieces, typical_machine(sm))
     beside = meta((4096, k), dtype) if request.residual or before == "silu" else None
     weight = meta((k,), dtype) if before.endswith("norm") else None
@@ -187,7 +189,7 @@ def compiled(sm, k, name="int8", before="", pieces=True, dtype=torch.float16, **
 
 
 def plan_for(m, k, before="", **asked):
-    return QuantizePlan(m, k, Request(before, number_format("int8"), **asked), True, typical_machine(90))
+    return QuantizePlan(m, k, QuantizeRequest(before, number_format("int8"), **asked), True, typical_machine(90))
 
 
 @pytest.mark.parametrize("sm", [80, 89, 90, 100])

@@ -14,7 +14,7 @@ from tests.kernels.sass import compile_plan
 
 triton = pytest.importorskip("triton", reason="the kernel is written in Triton")
 from lowbit.kernels.elementwise import quantize_rows as kernel_module  # noqa: E402
-from lowbit.kernels.elementwise.quantize_rows import CODE_PIECE, QuantizePlan, Request  # noqa: E402
+from lowbit.kernels.elementwise.quantize_rows import CODE_PIECE, QuantizePlan, QuantizeRequest  # noqa: E402
 from lowbit.kernels.elementwise.rotate import RotatePlan  # noqa: E402
 from lowbit.ops import (  # noqa: E402
     add_norm_quantize,
@@ -51,7 +51,9 @@ def check_rotation(x, block, sm=80):
 def check_codes(x, name, block, group=0, symmetric=True, static=False, rule="", sm=80):
     """The codes and scales of x that was rotated and rounded before, bit for bit."""
     scale = torch.full((1,), 0.03, device=x.device) if static else None
-    request = Request("", number_format(name), group, static, symmetric, False, kernel_module.ActivationRule(rule), block)
+    request = QuantizeRequest(
+        "", number_format(name), group, static, symmetric, False, kernel_module.ActivationRule(rule), block
+    )
     plan = QuantizePlan(*x.shape, request, pieces(x), typical_machine(sm))
     apart = butterflies(x, block).to(x.dtype)
     wanted = quantize_activations_reference(apart, request.fmt, group, scale, symmetric, None, request.rule)
@@ -77,7 +79,7 @@ def check_fused(m, k, block, device="cpu", sm=80, dtype=torch.float16, name="int
     ]
     for before, beside, b, wanted in cases:
         residual = before != "silu" and beside is not None
-        request = Request(before, number_format(name), group, residual=residual, hadamard=block)
+        request = QuantizeRequest(before, number_format(name), group, residual=residual, hadamard=block)
         plan = QuantizePlan(m, k, request, True, typical_machine(sm))
         given = (None if t is None else t.to(device) for t in (x, beside, None if before == "silu" else weight, b, None))
         made = [t.cpu() for t in plan(*given, 1e-5)]
@@ -109,7 +111,7 @@ def test_the_arithmetic_in_tritons_interpreter():
 
 
 def compiled(sm, k, block, before="", name="int8", m=4096, dtype=torch.bfloat16, **asked):
-    plan = QuantizePlan(m, k, Request(before, number_format(name), hadamard=block, **asked), True, typical_machine(sm))
+    plan = QuantizePlan(m, k, QuantizeRequest(before, number_format(name), hadamard=block, **asked), True, typical_machine(sm))
     beside = meta((m, k), dtype) if plan.request.residual or before == "silu" else None
     weight = meta((k,), dtype) if before.endswith("norm") else None
     bias = meta((k,), dtype) if before == "layer_norm" else None

@@ -14,7 +14,7 @@ from tests.kernels.interpreter import interpreted
 
 triton = pytest.importorskip("triton", reason="the kernel is written in Triton")
 from lowbit.kernels.elementwise import quantize_rows as kernel_module  # noqa: E402
-from lowbit.kernels.elementwise.quantize_rows import QuantizePlan, Request  # noqa: E402
+from lowbit.kernels.elementwise.quantize_rows import QuantizePlan, QuantizeRequest  # noqa: E402
 
 gpu = pytest.mark.gpu
 OWN, TOOL, FINEGRAINED, FBGEMM = ActivationRule
@@ -33,7 +33,7 @@ def check(x, name, rule, group=0, static=False, symmetric=True, device=80):
     scale = torch.full((1,), 0.0312345, device=x.device) if static else None
     given = torch.full((1,), -37, dtype=torch.int32, device=x.device) if static and not symmetric else None
     aligned = x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    request = Request("", fmt, group, static, symmetric, rule=rule)
+    request = QuantizeRequest("", fmt, group, static, symmetric, rule=rule)
     plan = QuantizePlan(*x.shape, request, aligned, typical_machine(device))
     codes, own, zero = quantize_activations_reference(x, fmt, group, scale, symmetric, given, rule)
     expected = [t for t in ((codes,) if static else (codes, own, zero)) if t is not None]

@@ -19,7 +19,7 @@ import triton.language as tl  # noqa: E402
 
 from lowbit.kernels.elementwise import sample as kernel_module  # noqa: E402
 from lowbit.kernels.elementwise.masses import masses, share, target_of  # noqa: E402
-from lowbit.kernels.elementwise.sample import Given, SamplePlan  # noqa: E402
+from lowbit.kernels.elementwise.sample import SampleInputs, SamplePlan  # noqa: E402
 
 gpu = pytest.mark.gpu
 
@@ -56,7 +56,7 @@ def call(state, rows, logits):
     slots, device = len(state.settings), logits.device
     feed = torch.arange(2 * slots, dtype=torch.int32, device=device).view(2, slots)
     of_rows = torch.full((len(rows),), -7, dtype=torch.int32, device=device)
-    return Given(
+    return SampleInputs(
         logits, torch.tensor(rows, dtype=torch.int32, device=device), state.settings.clone(), state.counts.clone(), state.bias,
         state.ends, feed[0].clone(), feed[1].clone(), of_rows, torch.full((len(rows),), float("nan"), device=device),
     )  # fmt: skip
@@ -79,7 +79,7 @@ def check(settings, rows, logits, filters=True):
     """Tokens, state and log-probabilities of the kernels are the reference's; every call leaves the counters zero."""
     state = state_of(settings, logits.shape[1], logits.device)
     wanted, got = call(state, rows, logits)._replace(logits=logits.cpu()), call(state, rows, logits)
-    wanted = Given(*(t.cpu() for t in wanted))
+    wanted = SampleInputs(*(t.cpu() for t in wanted))
     sampling.sample_reference(*wanted)
     overlap = logits.is_cuda and machine_of(logits.device).arch.sm >= 90
     ends = len(state.ends)
@@ -89,7 +89,7 @@ def check(settings, rows, logits, filters=True):
     arrived = torch.zeros(counters, dtype=torch.int32, device=logits.device)
     plan(got, space, arrived)
     assert not arrived.any()
-    for name, one, other in zip(Given._fields[1:-1], got[1:-1], wanted[1:-1], strict=True):
+    for name, one, other in zip(SampleInputs._fields[1:-1], got[1:-1], wanted[1:-1], strict=True):
         assert torch.equal(one.cpu(), other), (name, rows, logits.shape, one, other)
     torch.testing.assert_close(got.out_logprobs.cpu(), wanted.out_logprobs, rtol=1e-5, atol=2e-5, equal_nan=True)
     if not logits.is_cuda and logits.numel() > 1 << 12:
@@ -162,7 +162,7 @@ def compiled(name, vocab=128256, dtype=torch.float16, filters=True, rows=16, end
         setattr(plan, launch, lambda *arguments, of=launch: noted.append((of, arguments)))
     words, counters = plan.workspace
     i32, f32 = torch.int32, torch.float32
-    given = Given(
+    given = SampleInputs(
         meta((rows, vocab), dtype), meta((rows,), i32), meta((slots, 16), i32), meta((slots, vocab), i32),
         meta((slots, vocab), f32), meta((ends,), i32), meta((slots,), i32), meta((slots,), i32), meta((rows,), i32),
         meta((rows,), f32),

@@ -130,8 +130,8 @@ class Block:
     def run(self, text, constraints, arguments):
         self.asm(text, constraints, arguments, np.int32)
 
-    def keep(self, value):
+    def fence_registers(self, value):
         self.shared.view(np.float32)[: self.config.threads] = value
 
     def tile(self):
-        return types.SimpleNamespace(index=lambda i: types.SimpleNamespace(store=self.keep))
+        return types.SimpleNamespace(index=lambda i: types.SimpleNamespace(store=self.fence_registers))

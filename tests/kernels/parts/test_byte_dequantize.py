@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.parts.byte_dequantize import TILES, ByteDecode
+from lowbit.kernels.parts.byte_dequantize import TILES, ByteDequantizer
 from lowbit.kernels.parts.operand import REGISTERS
 from tests.kernels.parts.plain import check_operands
 
@@ -16,9 +16,11 @@ NARROW = [*((fmt, "s8") for fmt in ("int2", "int3", "int4", "int5", "int6", "int
 
 @pytest.mark.parametrize(("fmt", "operand"), NARROW)
 def test_ptx_names_its_operands(fmt, operand):
-    decode = ByteDecode(fmt, operand)
-    check_operands(decode.asm, decode.constraints)
-    assert len(decode.types) == REGISTERS and decode.operand_type.primitive_bitwidth == 8
-    words = [decode.plane_words(p) for p in range(decode.planes)]
-    assert sum(words) == decode.bits and [decode.plane_start(p) for p in range(decode.planes)][-1] == 32 * sum(words[:-1])
-    assert decode.constraints.split(",").count("r") == TILES * decode.bits
+    dequantizer = ByteDequantizer(fmt, operand)
+    check_operands(dequantizer.asm, dequantizer.constraints)
+    assert len(dequantizer.types) == REGISTERS and dequantizer.operand_type.primitive_bitwidth == 8
+    words = [dequantizer.plane_words(p) for p in range(dequantizer.planes)]
+    assert sum(words) == dequantizer.bits and [dequantizer.plane_start(p) for p in range(dequantizer.planes)][-1] == 32 * sum(
+        words[:-1]
+    )
+    assert dequantizer.constraints.split(",").count("r") == TILES * dequantizer.bits

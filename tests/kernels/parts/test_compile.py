@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from lowbit.kernels.parts.launch import Wanted
+from lowbit.kernels.parts.launch import RecordedKernel
 
 ROOT = Path(__file__).parents[3]
 H200 = typical_machine(90)
@@ -27,10 +27,13 @@ H200 = typical_machine(90)
 
 def ring(m=1, n=256, k=512, scheme="w8a16"):
     """A call of a plan of the ring kernel, its tensors on a CPU."""
+    from lowbit.kernels.parts.epilogue import Epilogue
     from lowbit.kernels.sm80.small_m_gemm import RingPlan
 
-    form = weight_form(parse_scheme(scheme), None, torch.float32)
-    plan = RingPlan(GemmShape(m, n, k, 8), RingTile(8, 1, 2, 1, 4, 1), form, torch.float16, False, H200.arch)
+    form = weight_form(parse_scheme(scheme), None, True)
+    plan = RingPlan(
+        GemmShape(m, n, k, 8), RingTile(8, 1, 2, 1, 4, 1), form, torch.float16, Epilogue(form.channel_scale, False), H200.arch
+    )
     x, codes, scale = torch.empty(m, k, dtype=torch.half), torch.empty(n // 16, 4 * k, dtype=torch.int32), torch.empty(n)
     return lambda: plan(x, codes, None, scale, None, torch.empty(1), torch.empty(1, dtype=torch.int32))
 
@@ -126,7 +129,7 @@ def compiled_into():
     assert list(compile_all(broken, 90, processes=1)) == [1, 2]
 
 
-BROKEN = Wanted("lowbit.kernels.parts.launch", "no_such_kernel", (), {})
+BROKEN = RecordedKernel("lowbit.kernels.parts.launch", "no_such_kernel", (), {})
 
 
 def run(code, folder, tmp_path, **environment):

@@ -34,7 +34,7 @@ def test_parts_of_memory_follow_each_other(tile):
     assert UNIT * tile.barrier_unit == UNIT * tile.w_unit + tile.pieces * tile.piece_bytes
     assert tile.barriers.start == UNIT * tile.barrier_unit and tile.weights.start == tile.barriers.end
     assert tile.weights.end <= tile.shared_bytes and UNIT_WORDS.value * 4 == UNIT
-    check_operands(tile.hold, "=r" + ",r" * (2 * tile.ring.registers + 1))
+    check_operands(tile.register_fence, "=r" + ",r" * (2 * tile.ring.registers + 1))
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)

@@ -11,7 +11,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.formats import number_format
 from lowbit.hardware.conversions import subnormal_codes
-from lowbit.kernels.parts.dequantize import Decode
+from lowbit.kernels.parts.dequantize import Dequantizer
 from tests.kernels.parts.plain import check_operands, operands
 
 FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "fp6_e2m3", "fp5_e2m2", "fp4_e2m1", "fp8_e4m3"]
@@ -19,9 +19,11 @@ FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_planes_are_the_words_of_a_tile(fmt):
-    decode = Decode(fmt, "fp16", 128, "none", "fp16")
-    ends = [decode.plane_start(p) + 32 * decode.plane_words(p) for p in range(decode.planes)]
-    assert [decode.plane_start(p) for p in range(decode.planes)] == [0, *ends[:-1]] and ends[-1] == 32 * decode.bits
+    dequantizer = Dequantizer(fmt, "fp16", 128, "none", "fp16")
+    ends = [dequantizer.plane_start(p) + 32 * dequantizer.plane_words(p) for p in range(dequantizer.planes)]
+    assert [dequantizer.plane_start(p) for p in range(dequantizer.planes)] == [0, *ends[:-1]] and ends[
+        -1
+    ] == 32 * dequantizer.bits
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -29,27 +31,29 @@ def test_planes_are_the_words_of_a_tile(fmt):
 def test_ptx_names_its_operands(fmt, group):
     halves = ("fp16", "bf16")
     for dtype, scale_dtype, zero in itertools.product(halves, halves, ("none", "integer", "float") if group else ("none",)):
-        decode = Decode(fmt, dtype, group, zero, scale_dtype)
-        check_operands(decode.asm, decode.constraints)
-        assert len(decode.types) == 16 and decode.pair_words == (2 * decode.scale_words if group < 128 else decode.scale_words)
+        dequantizer = Dequantizer(fmt, dtype, group, zero, scale_dtype)
+        check_operands(dequantizer.asm, dequantizer.constraints)
+        assert len(dequantizer.types) == 16 and dequantizer.pair_words == (
+            2 * dequantizer.scale_words if group < 128 else dequantizer.scale_words
+        )
 
 
 @pytest.mark.parametrize("bits", range(2, 8))
 @pytest.mark.parametrize(("dtype", "scale_dtype"), [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "bf16")])
 def test_codes_as_subnormal_numbers(bits, dtype, scale_dtype):
     """One fma for each register, after masks: in bf16 as in fp16."""
-    decode = Decode(f"int{bits}", dtype, 64, "none", scale_dtype, True)
-    check_operands(decode.asm, decode.constraints)
+    dequantizer = Dequantizer(f"int{bits}", dtype, 64, "none", scale_dtype, True)
+    check_operands(dequantizer.asm, dequantizer.constraints)
     scales = len(set(subnormal_codes(number_format(f"int{bits}"), "bf16").up))
     own = 0 if dtype == "fp16" else scales + 1  # bf16 multiplies by fma: the group's scale for each place, and by the offset
-    assert decode.asm.count(f"fma.rn.{'f16x2' if dtype == 'fp16' else 'bf16x2'}") == 16 + own
-    assert "sub." not in decode.asm and decode.epilogue_factor == 2.0**24
+    assert dequantizer.asm.count(f"fma.rn.{'f16x2' if dtype == 'fp16' else 'bf16x2'}") == 16 + own
+    assert "sub." not in dequantizer.asm and dequantizer.epilogue_factor == 2.0**24
 
 
 @pytest.mark.parametrize("bits", range(2, 8))
 def test_scales_with_more_digits_than_bf16(bits):
     """Weights in bf16 with scales in fp16 are decoded as ever."""
-    plain, marked = (Decode(f"int{bits}", "bf16", 64, "none", "fp16", subnormal) for subnormal in (False, True))
+    plain, marked = (Dequantizer(f"int{bits}", "bf16", 64, "none", "fp16", subnormal) for subnormal in (False, True))
     assert plain.asm == marked.asm and marked.epilogue_factor == 1.0
 
 
@@ -60,19 +64,22 @@ def test_turns_are_a_tile(fmt, group, subnormal):
     subnormal = subnormal and fmt in SUBNORMAL
     halves = ("fp16", "bf16")
     for dtype, scale_dtype, zero in itertools.product(halves, halves, ("none", "integer", "float") if group else ("none",)):
-        decode = Decode(fmt, dtype, group, zero, scale_dtype, subnormal and zero == "none")
-        assert decode.turn_registers % 4 == 0 and decode.turns * decode.turn_registers == 16
-        assert decode.turns * decode.turn_words == decode.bits
-        needed = [group for turn in range(decode.turns) for group in decode.turn_groups(turn)]
-        assert sorted(set(needed)) == list(range(decode.groups)) and needed == sorted(needed)
+        dequantizer = Dequantizer(fmt, dtype, group, zero, scale_dtype, subnormal and zero == "none")
+        assert dequantizer.block_registers % 4 == 0 and dequantizer.blocks * dequantizer.block_registers == 16
+        assert dequantizer.blocks * dequantizer.block_words == dequantizer.bits
+        needed = [group for block in range(dequantizer.blocks) for group in dequantizer.block_groups(block)]
+        assert sorted(set(needed)) == list(range(dequantizer.groups)) and needed == sorted(needed)
         if group:
-            check_operands(decode.ready_asm, decode.ready_constraints)
-        for turn in range(decode.turns):
-            text, count = decode.turn_asm(turn), decode.turn_constraints(turn).count(",") + 1
-            if decode.masked:  # codes of one group need not stay up as far as those of another
-                assert operands(text) <= set(range(count)) and len(operands(text)) >= decode.turn_registers + decode.turn_words
+            check_operands(dequantizer.prepare_asm, dequantizer.prepare_constraints)
+        for block in range(dequantizer.blocks):
+            text, count = dequantizer.block_asm(block), dequantizer.block_constraints(block).count(",") + 1
+            if dequantizer.masked:  # codes of one group need not stay up as far as those of another
+                assert (
+                    operands(text) <= set(range(count))
+                    and len(operands(text)) >= dequantizer.block_registers + dequantizer.block_words
+                )
             else:
-                check_operands(text, decode.turn_constraints(turn))
+                check_operands(text, dequantizer.block_constraints(block))
 
 
 SUBNORMAL = ("int2", "int3", "int4", "int5", "int6", "int7")
@@ -82,9 +89,9 @@ SUBNORMAL = ("int2", "int3", "int4", "int5", "int6", "int7")
 @pytest.mark.parametrize(("group", "zero"), [(16, "integer"), (32, "none"), (128, "float")])
 def test_turns_do_what_the_whole_does(fmt, group, zero):
     """Line by line: only the names of registers and operands differ."""
-    decode = Decode(fmt, "fp16", group, zero, "fp16")
+    dequantizer = Dequantizer(fmt, "fp16", group, zero, "fp16")
     arithmetic = re.compile(r"(?:lop3|shr|shl|prmt|sub|mul|fma|and|or)\.\S+ ")
-    whole = arithmetic.findall(decode.asm)
-    parts = [name for turn in range(decode.turns) for name in arithmetic.findall(decode.turn_asm(turn))]
-    parts += decode.groups * arithmetic.findall(decode.ready_asm)
+    whole = arithmetic.findall(dequantizer.asm)
+    parts = [name for block in range(dequantizer.blocks) for name in arithmetic.findall(dequantizer.block_asm(block))]
+    parts += dequantizer.groups * arithmetic.findall(dequantizer.prepare_asm)
     assert sorted(whole) == sorted(parts)

@@ -11,8 +11,8 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.formats import number_format
 from lowbit.hardware.mma import wgmma_f16, wgmma_s8
-from lowbit.kernels.parts.dequantize import Decode
-from lowbit.kernels.parts.operand import REGISTERS, hold, join, operand_a, split_words, words_layout, words_of
+from lowbit.kernels.parts.dequantize import Dequantizer
+from lowbit.kernels.parts.operand import REGISTERS, join, operand_a, register_fence, split_words, words_layout, words_of
 from lowbit.pack.fragment import word_places
 from tests.kernels.parts.plain import GL, Array, check_operands, plain
 
@@ -27,9 +27,9 @@ def elements_of(text, constraints, inputs, dtype, is_pure, pack):
 @pytest.mark.parametrize(("atom", "bits"), [(wgmma_f16(64), 16), (wgmma_s8(64), 8)])
 def test_the_matrix_is_what_the_instruction_reads(atom, bits):
     elements, warps = 32 // bits, 8
-    decode = SimpleNamespace(operand_type=SimpleNamespace(primitive_bitwidth=bits))
+    dequantizer = SimpleNamespace(operand_type=SimpleNamespace(primitive_bitwidth=bits))
     config = SimpleNamespace(
-        decode=decode, registers_layout=None, operand_layout=None, threads=256, warps=warps, rows=128
+        dequantizer=dequantizer, registers_layout=None, operand_layout=None, threads=256, warps=warps, rows=128
     )  # fmt: skip
     names = SimpleNamespace(**vars(GL), inline_asm_elementwise=elements_of)
     joined = plain(join, gl=GL)
@@ -46,16 +46,16 @@ def test_the_matrix_is_what_the_instruction_reads(atom, bits):
 def test_words_are_those_of_the_lane(fmt):
     """What a plane's load and its splitting give each thread is what pack/fragment.py wrote for its lane."""
     bits = number_format(fmt).bits
-    decode = Decode(fmt, "fp16", 0, "none", "fp16")
-    config = SimpleNamespace(decode=decode, warps=4, threads=128, threads_layout=None)
+    dequantizer = Dequantizer(fmt, "fp16", 0, "none", "fp16")
+    config = SimpleNamespace(dequantizer=dequantizer, warps=4, threads=128, threads_layout=None)
     split = plain(split_words, gl=GL)
     split.__globals__["split_words"] = split
     of_plane = plain(words_of, gl=GL, split_words=split, ptx=lambda write, *numbers: write(*numbers))
     tile = np.arange(32 * bits) + 1000 * np.arange(4)[:, None]
     words = ()
-    for p in range(decode.planes):
-        start = decode.plane_start(p)
-        words += of_plane(tile[:, start : start + 32 * decode.plane_words(p)], config, p)
+    for p in range(dequantizer.planes):
+        start = dequantizer.plane_start(p)
+        words += of_plane(tile[:, start : start + 32 * dequantizer.plane_words(p)], config, p)
     places = word_places(bits).numpy()
     for thread in range(128):
         assert [int(word[thread]) for word in words] == [1000 * (thread // 32) + place for place in places[thread % 32]]
@@ -71,5 +71,5 @@ def test_every_word_has_one_thread(words):
 
 
 def test_registers_are_held():
-    check_operands(hold(REGISTERS), "=r" + ",r" * (REGISTERS + 1))
-    assert hold(REGISTERS).count("st.shared.v4.b32") == REGISTERS // 4
+    check_operands(register_fence(REGISTERS), "=r" + ",r" * (REGISTERS + 1))
+    assert register_fence(REGISTERS).count("st.shared.v4.b32") == REGISTERS // 4

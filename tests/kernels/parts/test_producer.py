@@ -10,7 +10,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.kernels.parts.pipeline import advance
 from lowbit.kernels.parts.producer import load
-from lowbit.kernels.parts.schedule import count, first_token_of, iterations_of, part_of, tile_at
+from lowbit.kernels.parts.schedule import first_token_of, iterations_of, k_range_of, tile_at, tile_count
 from tests.kernels.parts.plain import GL, plain
 
 
@@ -24,7 +24,10 @@ class Stages(list):
 def asked_for(block, blocks, tiles, C):
     """What `load` does in a block, in order: (name, ..) for each step."""
     log: list[tuple] = []
-    note = {name: lambda *_, name=name: log.append((name,)) for name in ("say_ready", "start_next", "await_previous")}
+    note = {
+        name: lambda *_, name=name: log.append((name,))
+        for name in ("arrive_cluster", "launch_next_kernel", "wait_for_previous_kernel")
+    }
     gl = SimpleNamespace(
         **{
             **vars(GL),
@@ -42,10 +45,10 @@ def asked_for(block, blocks, tiles, C):
         mbarrier=SimpleNamespace(expect=lambda full, size: log.append(("expect", full, size))),
         acquire=lambda barriers, stage, phase, C: log.append(("acquire", stage, phase)),
         tma_load=lambda desc, at, full, stage: log.append(("x", full, stage, *at)),
-        count=plain(count),
+        tile_count=plain(tile_count),
         tile_at=plain(tile_at, gl=gl),
         first_token_of=plain(first_token_of, gl=gl),
-        iterations_of=plain(iterations_of, part_of=plain(part_of)),
+        iterations_of=plain(iterations_of, k_range_of=plain(k_range_of)),
         advance=plain(advance, gl=gl),
     )(copies, lambda copies, full, stage, channel_tile, k, C: log.append(("w", full, stage, channel_tile, k)), C)
     return log
@@ -68,7 +71,7 @@ def test_every_stage_of_every_tile_once(of_tokens, of_channels, iterations, spli
         of_tiles = []
         for index in range(block, of_tokens * of_channels * splits, blocks):
             token_tile, channel_tile, split = plain(tile_at, gl=GL)(index, tiles, C)
-            begin, end = plain(iterations_of, part_of=plain(part_of))(split, tiles, C)
+            begin, end = plain(iterations_of, k_range_of=plain(k_range_of))(split, tiles, C)
             token = min(token_tile * 32, max(tiles.tokens - 32, 0))
             of_tiles.append([(channel_tile, token, k) for k in range(begin * per_iteration, end * per_iteration)])
         wanted = [stage for tile in of_tiles for stage in tile]
@@ -78,8 +81,11 @@ def test_every_stage_of_every_tile_once(of_tokens, of_channels, iterations, spli
         assert x == [("x", *place, token, k * 64) for place, (_, token, k) in zip(places, wanted, strict=True)]
 
         # As many weights as may be are ahead of the kernel before, into stages that nobody has used; all else comes after it.
-        await_at, ahead = log.index(("await_previous",)), min(stages_ahead, len(of_tiles[0]) if of_tiles else 0)
-        assert [entry[0] for entry in log[:await_at]] == ["say_ready"] * paired + ["start_next"] + ["expect", "w"] * ahead
+        await_at, ahead = log.index(("wait_for_previous_kernel",)), min(stages_ahead, len(of_tiles[0]) if of_tiles else 0)
+        assert [entry[0] for entry in log[:await_at]] == ["arrive_cluster"] * paired + ["launch_next_kernel"] + [
+            "expect",
+            "w",
+        ] * ahead
         assert [entry[1:] for entry in log if entry[0] == "expect"] == [(i, 4096) for i in range(ahead)]
         # The other stages are waited for, each with the parity of the lap before.
         assert [entry[1:] for entry in log if entry[0] == "acquire"] == [

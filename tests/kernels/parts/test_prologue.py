@@ -9,17 +9,17 @@ from tests.kernels.sass import compile_kernel
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
 from lowbit.kernels.parts.gluon import gl, gluon
-from lowbit.kernels.parts.prologue import await_previous, start_next, start_next_and_await_previous
+from lowbit.kernels.parts.prologue import launch_next_and_wait_for_previous, launch_next_kernel, wait_for_previous_kernel
 
 
 @gluon.jit
 def kernel(out, C: gl.constexpr):
     """Stores one number, once it may."""
     if C:
-        start_next_and_await_previous()
+        launch_next_and_wait_for_previous()
     else:
-        start_next()
-        await_previous()
+        launch_next_kernel()
+        wait_for_previous_kernel()
     gl.store(out, 7)
 
 

@@ -9,14 +9,14 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
+from lowbit.kernels.parts.k_block import KBlock
 from lowbit.kernels.parts.ring import Ring
-from lowbit.kernels.parts.step import Step
 from tests.kernels.parts.plain import check_operands, operands
 from tests.kernels.parts.threads import run
 
 
-def ring(fmt, tokens=16, group=128, zero="none", strips=2, rounds=3, tail=False):
-    return Ring(Step(fmt, "fp16", tokens, group, zero, "fp16"), strips, rounds, tail)
+def ring(fmt, tokens=16, group=128, zero="none", row_blocks=2, rounds=3, tail=False):
+    return Ring(KBlock(fmt, "fp16", tokens, group, zero, "fp16"), row_blocks, rounds, tail)
 
 
 def copied(text, base, lane_bytes, lanes=32):
@@ -45,7 +45,7 @@ def test_copies_fill_a_slot(fmt, group, zero):
 def test_copies_fill_a_slot_of_x(tokens):
     made = ring("int4", tokens)
     for d in range(made.depth):
-        places = sorted(place for eight in range(made.step.eights) for place in copied(made.copy_x(d, eight), 1, 16))
+        places = sorted(place for n8_tile in range(made.k_block.n8_tiles) for place in copied(made.copy_x(d, n8_tile), 1, 16))
         assert places == list(range(made.x_slot(d), made.x_slot(d) + made.x_bytes))
     assert made.x_slot(made.depth - 1) + made.x_bytes == made.bytes, "the slots of x come last"
     assert made.x_slot(0) == made.depth * made.slot_bytes
@@ -57,29 +57,29 @@ def test_places_of_x_are_copied_to_or_cleared_once(tokens, tail):
     """Whatever the number of tokens: bytes of those that exist by every copy, of the others by `clear_x` alone, or with zeros
     by every copy."""
     made, lane = ring("int4", tokens, tail=tail), np.arange(32)
-    assert made.leaves_x == (tokens == 8)
+    assert made.skips_absent_tokens == (tokens == 8)
     for m in range(tokens + 1):
         shared = np.full(made.bytes, 1, dtype=np.uint8)
         copied_to = np.zeros(made.bytes, dtype=int)
-        for eight in range(made.step.eights):
-            exists = 16 * (8 * eight + lane // 4 < m)
-            if made.leaves_x:
-                run(made.clear_x(eight), [16 * (8 * (lane % 4) + lane // 4), exists], 1, shared)
-            for d in range(0, made.depth, made.strips):
-                text = made.copy_x(d, eight)
-                only = "@token " if made.leaves_x else ""
+        for n8_tile in range(made.k_block.n8_tiles):
+            exists = 16 * (8 * n8_tile + lane // 4 < m)
+            if made.skips_absent_tokens:
+                run(made.clear_x(n8_tile), [16 * (8 * (lane % 4) + lane // 4), exists], 1, shared)
+            for d in range(0, made.depth, made.row_blocks):
+                text = made.copy_x(d, n8_tile)
+                only = "@token " if made.skips_absent_tokens else ""
                 found = re.findall(
                     rf"^{only}cp\.async\.ca\.shared\.global \[\$1\+(\d+)\], \[\$2\+(\d+)\], 16(, size)?;", text, re.MULTILINE
                 )
                 assert len(found) == text.count("cp.async") and "setp.ne.s32 token, $3, 0; mov.b32 size, $3;" in text
-                assert all(bool(size) == (tail or not made.leaves_x) for _, _, size in found)
+                assert all(bool(size) == (tail or not made.skips_absent_tokens) for _, _, size in found)
                 assert text.count("selp.b32 size, $3, 0, some;") == tail * len(found), "no bytes of tokens that do not exist"
                 for to, _, _ in found:
                     for one in lane:
                         first = int(to) + 16 * (8 * (one % 4) + one // 4)
                         if exists[one]:
                             copied_to[first : first + 16] += 1
-                        elif not made.leaves_x:
+                        elif not made.skips_absent_tokens:
                             shared[first : first + 16] = 0
         x = slice(made.x_slot(0), made.bytes)
         assert (shared[: x.start] == 1).all(), "no codes, no scales"
@@ -87,28 +87,28 @@ def test_places_of_x_are_copied_to_or_cleared_once(tokens, tail):
         assert (shared[x] == 0).mean() == (tokens - m) / tokens
 
 
-@pytest.mark.parametrize(("strips", "rounds", "slots"), [(4, 1, 2), (6, 1, 3), (3, 2, 1), (2, 4, 4), (7, 4, 4)])
-def test_fewer_slots_than_steps(strips, rounds, slots):
+@pytest.mark.parametrize(("row_blocks", "rounds", "slots"), [(4, 1, 2), (6, 1, 3), (3, 2, 1), (2, 4, 4), (7, 4, 4)])
+def test_fewer_slots_than_steps(row_blocks, rounds, slots):
     """A slot is filled again once it was read, and x of 128 k only once that before it was, which a strip's first step does."""
-    made = Ring(Step("int8", "fp16", 8, 0, "none", "fp16"), strips, rounds, False, slots)
-    assert made.depth == slots and made.turn == strips * rounds
+    made = Ring(KBlock("int8", "fp16", 8, 0, "none", "fp16"), row_blocks, rounds, False, slots)
+    assert made.depth == slots and made.iteration_blocks == row_blocks * rounds
     held, x_held, read_x = {}, {}, -1
     for d in range(made.depth):
         held[made.slot(d)] = d
-        if d % strips == 0:
-            x_held[made.x_slot(d)] = d // strips
-    for d in range(4 * made.turn):
-        if d % strips == 0:
-            assert x_held[made.x_slot(d % made.turn)] == d // strips
-            read_x = d // strips
-        assert held[made.slot(d % made.turn)] == d, "what is read in an iteration is what was copied for it"
+        if d % row_blocks == 0:
+            x_held[made.x_slot(d)] = d // row_blocks
+    for d in range(4 * made.iteration_blocks):
+        if d % row_blocks == 0:
+            assert x_held[made.x_slot(d % made.iteration_blocks)] == d // row_blocks
+            read_x = d // row_blocks
+        assert held[made.slot(d % made.iteration_blocks)] == d, "what is read in an iteration is what was copied for it"
         following = d + made.depth
         held[made.slot(following)] = following
-        if following % strips == 0:
+        if following % row_blocks == 0:
             assert x_held.get(made.x_slot(following), -1) <= read_x
-            x_held[made.x_slot(following)] = following // strips
-    with pytest.raises(ValueError, match="5 slots are no part of 2 steps of 3 strips"):
-        Ring(Step("int8", "fp16", 8, 0, "none", "fp16"), 3, 2, False, 5)
+            x_held[made.x_slot(following)] = following // row_blocks
+    with pytest.raises(ValueError, match="5 slots do not divide 2 k blocks of 3 row blocks"):
+        Ring(KBlock("int8", "fp16", 8, 0, "none", "fp16"), 3, 2, False, 5)
 
 
 @pytest.mark.parametrize("tail", [False, True])

@@ -7,12 +7,12 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
+from lowbit.kernels.parts.k_block import KBlock
 from lowbit.kernels.parts.ring import RowRing
-from lowbit.kernels.parts.step import Step
 from tests.kernels.parts.plain import check_operands, operands
 from tests.kernels.parts.threads import run
 
-ROWS = Step("dense", "fp16", 8, 0, "none", "fp16")
+ROWS = KBlock("dense", "fp16", 8, 0, "none", "fp16")
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -37,10 +37,10 @@ def test_rows_go_where_fragments_are_read(tail, ragged):
         assert (shared[:start] == 255).all() and (shared[start + made.slot_bytes : made.bytes] == 255).all()
         own = (lane & 15) * 128
         reads = [own + ((piece ^ (lane >> 4)) ^ 2 * pair) * 16 for pair in range(4)]
-        words = np.stack(run(made.read(d, 0), [one.astype(np.uint32) for one in reads], made.step.words, shared))
-        strip, first = d % 2, 128 * (d // 2)
+        words = np.stack(run(made.read(d, 0), [one.astype(np.uint32) for one in reads], made.k_block.words, shared))
+        row_block, first = d % 2, 128 * (d // 2)
         whole = np.zeros((16, 128), dtype=np.uint16)
-        part = matrix[16 * strip : min(16 * strip + 16, rows_exist), first : min(first + 128, k_exists, k)]
+        part = matrix[16 * row_block : min(16 * row_block + 16, rows_exist), first : min(first + 128, k_exists, k)]
         whole[: part.shape[0], : part.shape[1]] = part
         for i in range(8):
             for j in range(4):
@@ -48,8 +48,10 @@ def test_rows_go_where_fragments_are_read(tail, ragged):
                 ks = 16 * i + 8 * (j // 2) + 2 * (lane % 4)
                 found = words[4 * i + j].astype(np.uint32)
                 assert (found & 0xFFFF == whole[rows, ks]).all() and (found >> 16 == whole[rows, ks + 1]).all()
-        banks = [{int(at) // 16 % 8 for at in one[eight : eight + 8]} for one in (to, *reads) for eight in range(0, 32, 8)]
-        assert all(len(eight) == 8 for eight in banks)
+        banks = [
+            {int(at) // 16 % 8 for at in one[n8_tile : n8_tile + 8]} for one in (to, *reads) for n8_tile in range(0, 32, 8)
+        ]
+        assert all(len(n8_tile) == 8 for n8_tile in banks)
 
 
 def test_rows_name_their_operands():

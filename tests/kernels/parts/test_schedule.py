@@ -12,17 +12,17 @@ import pytest
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
 from lowbit.kernels.parts.schedule import (
-    count,
     first_token_of,
     iterations_of,
-    meet,
-    meet_in_turn,
-    meet_shares,
-    part_of,
-    places,
-    places_from,
-    stretch_of,
+    k_range_of,
+    reduce_splits,
+    reduce_splits_serially,
+    reduce_stream_k,
+    stream_k_range,
     tile_at,
+    tile_count,
+    workspace_offsets,
+    workspace_pointers,
 )
 from tests.kernels.parts.plain import GL, Integer, Pointer, plain
 
@@ -34,7 +34,7 @@ def test_every_split_of_every_tile_once(tokens, channels, splits, group):
     config = SimpleNamespace(splits=splits, token_group=group)
     tiles = SimpleNamespace(of_tokens=tokens, of_channels=channels, iterations=10)
     tile_at_ = plain(tile_at, gl=GL, asm=lambda *given: 0)
-    order = [tile_at_(index, tiles, config) for index in range(plain(count)(tiles, config))]
+    order = [tile_at_(index, tiles, config) for index in range(plain(tile_count)(tiles, config))]
     assert sorted(order) == [(t, c, s) for t in range(tokens) for c in range(channels) for s in range(splits)]
     assert [s for _, _, s in order] == list(range(splits)) * (tokens * channels), "splits of a tile run side by side"
     groups = [t // max(group, 1) for t, _, _ in order]
@@ -53,7 +53,7 @@ def test_tiles_of_tokens_are_full_where_there_are_as_many(tokens, expected):
 @pytest.mark.parametrize(("iterations", "splits"), [(10, 1), (10, 3), (7, 4), (4, 4)])
 def test_splits_share_k(iterations, splits):
     config, tiles = SimpleNamespace(splits=splits), SimpleNamespace(iterations=iterations)
-    shares = [plain(iterations_of, part_of=plain(part_of))(split, tiles, config) for split in range(splits)]
+    shares = [plain(iterations_of, k_range_of=plain(k_range_of))(split, tiles, config) for split in range(splits)]
     assert shares[0][0] == 0 and shares[-1][1] == iterations
     assert all(before[1] == after[0] for before, after in itertools.pairwise(shares))
     assert all(end - begin >= iterations // splits for begin, end in shares)
@@ -65,20 +65,18 @@ def test_the_last_block_gets_the_sum_of_all_splits(rows, columns):
     neighbours, however many strips it has."""
     splits, tile = 3, Integer(1)
     config = SimpleNamespace(rows=rows, columns=columns, accumulator=None, splits=splits)
-    of = plain(places, gl=GL)(config)
+    of = plain(workspace_offsets, gl=GL)(config)
     assert sorted(of.reshape(-1)) == list(range(rows * columns))
-    assert np.array_equal(plain(places_from, gl=GL)(Pointer(None, 5), config).index, of + 5)
-    for strip in range(rows // 16):
+    assert np.array_equal(plain(workspace_pointers, gl=GL)(Pointer(None, 5), config).index, of + 5)
+    for row_block in range(rows // 16):
         group, lane = np.arange(8)[:, None], np.arange(4)[None, :]
-        words = of[16 * strip + group, 2 * lane].reshape(-1)
+        words = of[16 * row_block + group, 2 * lane].reshape(-1)
         assert np.array_equal(words, words[0] + np.arange(32)) and words[0] % 32 == 0
     partial, arrived = np.full(3 * splits * rows * columns, np.nan), np.zeros(3, dtype=int)
     at = SimpleNamespace(partial=Pointer(partial), arrived=Pointer(arrived))
     sums = np.random.default_rng(0).integers(0, 100, (splits, rows, columns))
-    results = [
-        plain(meet, gl=GL, barrier=lambda: None, places=plain(places, gl=GL))(at, sums[split], tile, split, config)
-        for split in (2, 0, 1)
-    ]  # fmt: skip
+    reduce = plain(reduce_splits, gl=GL, barrier=lambda: None, workspace_offsets=plain(workspace_offsets, gl=GL))
+    results = [reduce(at, sums[split], tile, split, config) for split in (2, 0, 1)]
     assert [bool(last) for last, _ in results] == [False, False, True]
     assert np.array_equal(results[-1][1], sums.sum(0)) and not arrived.any()
     one = splits * rows * columns
@@ -99,7 +97,9 @@ def test_splits_in_turn_add_up_the_same():
         inline_asm_elementwise=lambda text, takes, given, **_: given[0].memory[given[0].index] + given[1],
     )
     run = lambda text, takes, given: waited.append((int(given[0].index), int(arrived[1]), given[1]))  # noqa: E731
-    function = plain(meet_in_turn, gl=gl, barrier=lambda: None, places=plain(places, gl=GL), run=run)
+    function = plain(
+        reduce_splits_serially, gl=gl, barrier=lambda: None, workspace_offsets=plain(workspace_offsets, gl=GL), run=run
+    )
     results = [function(at, sums[split], tile, split, config) for split in range(splits)]
     assert [bool(last) for last, _ in results] == [False, False, True] and not arrived.any()
     assert np.array_equal(results[-1][1], (sums[0] + sums[1]) + sums[2])
@@ -129,10 +129,10 @@ def shared_work(shape, **more):
             **vars(GL), maximum=max, program_id=lambda axis, block=block: Integer(block), num_programs=lambda axis: blocks,
             float32=None, inline_asm_elementwise=lambda text, takes, given, **_: given[0].memory[given[0].index] + given[1],
         )  # fmt: skip
-        names = {"gl": gl, "stretch_of": plain(stretch_of, gl=gl)}
+        names = {"gl": gl, "stream_k_range": plain(stream_k_range, gl=gl)}
         names["iterations_of"] = plain(iterations_of, **names)
         mine = []
-        for index in range(block, plain(count, **names)(tiles, config), blocks):
+        for index in range(block, plain(tile_count, **names)(tiles, config), blocks):
             token_tile, channel_tile, split = plain(tile_at, **names)(index, tiles, config)
             mine.append((index, (token_tile, channel_tile), *names["iterations_of"](split, tiles, config)))
         work.append((mine, names))
@@ -188,12 +188,12 @@ def test_shares_meet_in_the_order_of_k(shape, at_once):
     def block(number):
         mine, names = work[number]
         gl = SimpleNamespace(**{**vars(names["gl"]), "atomic_add": turns.add})
-        meeting = plain(
-            meet_shares, **{**names, "gl": gl}, barrier=lambda: None, places_from=plain(places_from, gl=GL),
+        workspace = plain(
+            reduce_stream_k, **{**names, "gl": gl}, barrier=lambda: None, workspace_pointers=plain(workspace_pointers, gl=GL),
             run=lambda text, takes, given: turns.wait(number, *given),
         )  # fmt: skip
         for index, tile, begin, _ in mine:
-            last, total = meeting(at, sums[tile, begin], Integer(index), tiles, config)
+            last, total = workspace(at, sums[tile, begin], Integer(index), tiles, config)
             if last:
                 assert tile not in results
                 results[tile] = total

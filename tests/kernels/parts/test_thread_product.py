@@ -11,15 +11,15 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.kernels.parts.thread_product import (
     ThreadProduct,
-    keep_asm,
-    keep_takes,
+    fence_asm,
+    fence_constraints,
     load_asm,
-    load_takes,
+    load_constraints,
     shared_asm,
     store_asm,
-    store_takes,
+    store_constraints,
     wait_asm,
-    wait_takes,
+    wait_constraints,
 )
 from tests.kernels.parts.plain import check_operands, operands
 from tests.kernels.parts.threads import run
@@ -47,12 +47,12 @@ def test_the_base_is_a_descriptors_address():
 
 @pytest.mark.parametrize("words", [2, 4])
 def test_words_of_memory(words):
-    check_operands(load_asm.fn(64, words), load_takes.fn(words))
-    check_operands(store_asm.fn(64, words), store_takes.fn(words))
+    check_operands(load_asm.fn(64, words), load_constraints.fn(words))
+    check_operands(store_asm.fn(64, words), store_constraints.fn(words))
     assert f"ld.global.v{words}.b32" in load_asm.fn(64, words) and "+64]" in store_asm.fn(64, words)
     check_operands(shared_asm.fn(128), "=f,=f,=f,=f,r")
 
 
 def test_registers_wait_and_are_kept():
-    check_operands(keep_asm.fn(8), keep_takes.fn(8))
-    assert wait_takes.fn(3) == "=r,=r,=r,0,1,2" and wait_asm.fn(1) == "wgmma.wait_group.sync.aligned 1;"
+    check_operands(fence_asm.fn(8), fence_constraints.fn(8))
+    assert wait_constraints.fn(3) == "=r,=r,=r,0,1,2" and wait_asm.fn(1) == "wgmma.wait_group.sync.aligned 1;"

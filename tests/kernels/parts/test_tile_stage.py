@@ -10,7 +10,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.formats import number_format
 from lowbit.hardware.mma import MMA_M16N8K16_F16
-from lowbit.kernels.parts.dequantize import Decode
+from lowbit.kernels.parts.dequantize import Dequantizer
 from lowbit.kernels.parts.tile_stage import TileStage, x_at, x_piece
 from lowbit.pack.fragment import FragmentOrder, word_places
 from tests.kernels.parts.plain import check_operands, operands, plain
@@ -21,8 +21,8 @@ START = 4096
 """Where shared memory is said to begin."""
 
 
-def stage(fmt="int4", tokens=64, strips=4, stages=3, warps=4, group=128, zero="none", slices=1):
-    return TileStage(Decode(fmt, "fp16", group, zero, "fp16"), tokens, strips, stages, warps, slices)
+def stage(fmt="int4", tokens=64, row_blocks=4, stages=3, warps=4, group=128, zero="none", slices=1):
+    return TileStage(Dequantizer(fmt, "fp16", group, zero, "fp16"), tokens, row_blocks, stages, warps, slices)
 
 
 def x_seen(made, shared, slot):
@@ -57,7 +57,7 @@ def test_x_comes_whole_and_ends_in_zeros(tokens, warps, m, k, slices):
     ks = k - 8 * piece - of_stage * iteration
     memory = np.concatenate([x.reshape(-1).view(np.uint8), np.full(1 << 20, 255, dtype=np.uint8)])
     source, step = 2 * (token * k + 8 * piece + of_stage * iteration), np.full(made.threads, 8 * warps * k)
-    for turn in range(made.x_turns):
+    for turn in range(made.x_copies):
         run(made.copy_x(turn), [START + slot * made.x_bytes + at, source, step, m - token, ks], 1, shared, START, memory)
     expected = np.zeros((tokens, of_stage), dtype=np.uint16)
     part = x[:, of_stage * iteration :]
@@ -84,12 +84,12 @@ def test_ldmatrix_meets_no_bank_twice(slices):
         assert len(set(plain(x_at)(*plain(x_piece)(quarter + np.arange(8)), made) % 128 // 16)) == 8
 
 
-@pytest.mark.parametrize(("strips", "warps", "slices"), [(4, 4, 1), (8, 8, 1), (16, 8, 1), (4, 8, 2)])
+@pytest.mark.parametrize(("row_blocks", "warps", "slices"), [(4, 4, 1), (8, 8, 1), (16, 8, 1), (4, 8, 2)])
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_lanes_read_their_words(fmt, strips, warps, slices):
-    made, slot, tiles = stage(fmt, strips=strips, warps=warps, slices=slices), 1, 3 * slices
+def test_lanes_read_their_words(fmt, row_blocks, warps, slices):
+    made, slot, tiles = stage(fmt, row_blocks=row_blocks, warps=warps, slices=slices), 1, 3 * slices
     number = number_format(fmt)
-    codes = torch.randint(0, 1 << number.bits, (16 * strips, 64 * tiles), dtype=torch.uint8)
+    codes = torch.randint(0, 1 << number.bits, (16 * row_blocks, 64 * tiles), dtype=torch.uint8)
     (plane,) = FragmentOrder(MMA_M16N8K16_F16, number).pack(codes, number.bits)
     memory, shared = plane.numpy().reshape(-1).view(np.uint8), np.full(made.bytes, 255, dtype=np.uint8)
     thread, row = np.arange(made.threads), 128 * number.bits * tiles
@@ -99,7 +99,7 @@ def test_lanes_read_their_words(fmt, strips, warps, slices):
         for p in range(len(made.planes)):
             pieces = made.pieces(p)
             source = thread // pieces * row + thread % pieces * 16 + slices * 128 * number.bits
-            for turn in range(made.code_turns(p)):
+            for turn in range(made.code_copies(p)):
                 call = [at + 16 * thread, source, np.full(made.threads, row), thread, np.full(made.threads, exist)]
                 run(made.copy_codes(turn, p), call, 1, shared, START, memory)
 
@@ -120,7 +120,7 @@ def test_lanes_read_their_words(fmt, strips, warps, slices):
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize(("group", "zero"), [(128, "none"), (64, "integer"), (32, "float"), (16, "none"), (16, "float")])
 def test_lanes_read_the_scales_of_their_rows(group, zero, slices):
-    made = stage(group=group, zero=zero, strips=8, slices=slices)
+    made = stage(group=group, zero=zero, row_blocks=8, slices=slices)
     iteration, slot, pair = 3, 0, 2 if zero == "none" else 4
     groups = 8 * (128 // group)
     scale = np.arange(8 * groups * 8 * pair, dtype=np.uint16).reshape(8, groups, 8, pair)
@@ -129,22 +129,24 @@ def test_lanes_read_the_scales_of_their_rows(group, zero, slices):
     at, pieces = START + made.w_start + slot * made.w_bytes, made.scale_pieces
     source = thread // pieces * row + thread % pieces * 16 + iteration * 64 * slices // group * (16 * pair)
     exist = np.full(made.threads, slices)
-    for turn in range(made.scale_turns):
+    for turn in range(made.scale_copies):
         call = [at + 16 * thread, source, np.full(made.threads, row), thread, exist]
         run(made.copy_scales(turn), call, 1, shared, START, memory)
     own, lane = thread // 32, thread % 32
     for of_slice in range(slices):
         start = np.full(made.threads, at + of_slice * made.slice_bytes)
         found = run(made.read(4), [start, own, lane], len(made.read_types), shared, START)
-        words = np.stack(found[made.decode.bits :], axis=1).astype(np.uint32).view(np.uint16).reshape(made.threads, -1, pair)
+        words = (
+            np.stack(found[made.dequantizer.bits :], axis=1).astype(np.uint32).view(np.uint16).reshape(made.threads, -1, pair)
+        )
         first = (iteration * slices + of_slice) * 64 // group
-        expected = scale[own + 4, first : first + made.decode.groups, :][np.arange(made.threads), :, lane // 4]
+        expected = scale[own + 4, first : first + made.dequantizer.groups, :][np.arange(made.threads), :, lane // 4]
         assert np.array_equal(words, expected)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_stage_is_its_parts(fmt):
     made = stage(fmt, group=32, zero="float")
-    assert made.w_bytes == 4 * (128 * made.decode.bits + 128) and made.scales_at == 4 * 128 * made.decode.bits
+    assert made.w_bytes == 4 * (128 * made.dequantizer.bits + 128) and made.scales_at == 4 * 128 * made.dequantizer.bits
     for text in (made.copy_x(0), made.copy_scales(0), *(made.copy_codes(0, p) for p in range(len(made.planes)))):
         assert operands(text) <= set(range(6))

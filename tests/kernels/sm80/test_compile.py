@@ -17,6 +17,7 @@ from tests.kernels.sass import batches, compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
+from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.sm80.small_m_gemm import RingPlan
 
 FORMATS = ["int2", "int3", "int4", "int5", "int7", "int8", "fp6_e3m2", "fp4_e2m1", "fp8_e4m3"]
@@ -30,7 +31,8 @@ def compiled(fmt, dtype="fp16", m=1, group=128, zero="none", k=8192, n=8192, bia
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
     # Beside scales of groups of symmetric integers of 2 to 7 bits wait powers of two for channels (pack/weight.py).
     twice = fmt in ("int2", "int3", "int4", "int5", "int6", "int7")
-    plan = RingPlan(shape, tile, WeightForm(fmt, group, zero, "fp16", twice, twice), half, bias, arch_for(sm))
+    form = WeightForm(fmt, group, zero, "fp16", twice, twice)
+    plan = RingPlan(shape, tile, form, half, Epilogue(form.channel_scale, bias), arch_for(sm))
     return tile, compile_plan(plan, mixed_call(shape, half, group, torch.float16), sm, ("x", "w", "scale"))
 
 

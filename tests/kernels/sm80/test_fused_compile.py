@@ -18,9 +18,32 @@ from tests.kernels.sass import batches, compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.sm80.small_m_gemm import NormPlan, ResidualPlan
+from lowbit.kernels.parts.epilogue import Epilogue
+from lowbit.kernels.sm80.small_m_gemm import RingPlan
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def epilogue_of(end, form, bias, parts=128, h_type="fp16"):
+    """The epilogue of an end that is "residual", "norm" or the name of a gate."""
+    if end == "residual":
+        return Epilogue(form.channel_scale, bias, h_type=h_type)
+    return Epilogue(form.channel_scale, bias, parts, "none" if end == "norm" else end)
+
+
+def epilogue_inputs(plan, end, half):
+    """Squares, h, gamma, x_factor, 1 / width and eps of a call."""
+    if end == "residual":
+        return (
+            meta((plan.squares_parts, plan.shape.m), torch.float32),
+            meta((plan.shape.m, plan.shape.n), half),
+            meta((plan.shape.n,), half),
+            1.0,
+            None,
+            None,
+        )
+    squares = meta((plan.config.epilogue.norm_parts, plan.shape.m), torch.float32)
+    return squares, None, None, 1.0, 1.0 / plan.shape.k, 1e-5
 
 
 def ring_of(role, shape, machine):
@@ -38,13 +61,9 @@ def compiled(
     tile = ring_of(role, shape, typical_machine(sm)) if tile is None else tile
     form, arch = WeightForm(fmt, group, zero, "fp16"), arch_for(sm)
     x, codes, scale, channel, of_bias, sums, arrived = mixed_call(shape, half, group, torch.float16)
-    weight, added = (codes, scale, channel if form.channel_scale else None), of_bias if bias else None
-    if end == "residual":
-        plan = ResidualPlan(shape, tile, form, half, bias, arch)
-        call = x, weight, meta((m, n), half), meta((n,), half), added, 1.0, sums, arrived
-    else:
-        plan = NormPlan(shape, tile, form, half, bias, parts, "none" if end == "norm" else end, arch)
-        call = x, weight, meta((parts, m), torch.float32), added, k, 1e-5, 1.0, sums, arrived
+    plan = RingPlan(shape, tile, form, half, epilogue_of(end, form, bias, parts, dtype), arch)
+    product = x, codes, scale, channel if form.channel_scale else None, of_bias if bias else None, sums, arrived
+    call = *product, *epilogue_inputs(plan, end, half)
     return plan, compile_plan(plan, call, sm, ("x", "w", "scale"))
 
 
@@ -163,12 +182,8 @@ def compiled_rows(end, m, n, k, dtype="fp16", bias=False, tile=None, sm=90):
     tile = ring_of(role, shape, typical_machine(sm)) if tile is None else tile
     x, w, added = meta((m, k), half), (meta((n, k), half), None, None), meta((n,), half) if bias else None
     room = meta((1,), torch.float32), meta((1,), torch.int32)
-    if end == "residual":
-        plan = ResidualPlan(shape, tile, DENSE_FORM, half, bias, arch)
-        call = x, w, meta((m, n), half), meta((n,), half), added, 1.0, *room
-    else:
-        plan = NormPlan(shape, tile, DENSE_FORM, half, bias, 128, "none" if end == "norm" else end, arch)
-        call = x, w, meta((128, m), torch.float32), added, k, 1e-5, 1.0, *room
+    plan = RingPlan(shape, tile, DENSE_FORM, half, epilogue_of(end, DENSE_FORM, bias, h_type=dtype), arch)
+    call = x, *w, added, *room, *epilogue_inputs(plan, end, half)
     return plan, compile_plan(plan, call, sm, ("x", "w", "scale"))
 
 
@@ -236,23 +251,21 @@ def test_arguments_arrive_under_their_names():
     weight, squares = (meta((4, 4, 128), torch.int32), meta((4, 2, 8, 2), half), meta((64,), float32)), meta((5, 3), float32)
     room = meta((1,), float32), meta((1,), torch.int32)
     for end in ("norm", "residual"):
-        if end == "norm":
-            plan = NormPlan(shape, tile, form, half, True, 5, "silu", arch_for(90))
-        else:
-            plan = ResidualPlan(shape, tile, form, half, True, arch_for(90))
+        epilogue = epilogue_of("silu" if end == "norm" else end, form, True, 5)
+        plan = RingPlan(shape, tile, form, half, epilogue, arch_for(90))
         noted, names = [], [param.name for param in plan.launch.function.params]
         plan.launch = lambda *arguments, noted=noted: noted.append(arguments)
         if end == "norm":
-            y = plan(x, weight, squares, bias, 128, 1e-5, 0.25, *room)
+            y = plan(x, *weight, bias, *room, squares, None, None, 0.25, 1 / 128, 1e-5)
             own = {"y": y, "squares": squares, "h": None, "gamma": None, "inverse_width": 1 / 128, "eps": 1e-5}
             assert y.shape == (3, 32)
         else:
-            following, made = plan(x, weight, h, gamma, bias, 0.25, *room)
-            own = {"y": following, "squares": made, "h": h, "gamma": gamma, "inverse_width": None, "eps": None}
-            assert following.shape == (3, 64) and made.shape == (plan.parts, 3) == (4, 3)
+            following = plan(x, *weight, bias, *room, squares, h, gamma, 0.25)
+            own = {"y": following, "squares": squares, "h": h, "gamma": gamma, "inverse_width": None, "eps": None}
+            assert following.shape == (3, 64) and plan.squares_parts == 4
         given = dict(zip(names, noted[0], strict=True))
         own |= {"x": x, "w": weight[0], "scale": weight[1], "channel_scale": weight[2], "bias": bias, "x_factor": 0.25}
         own |= {"partial": room[0], "arrived": room[1], "C": plan.config, "factor": plan.factor}
         assert all(given[name] is value or given[name] == value for name, value in own.items())
-        sizes = {"M": 3, "N": 64, "K": 256, "x_stride": 256, "strips": 4, "tiles": 4, "scale_strip": 32, "iterations": 1}
+        sizes = {"M": 3, "N": 64, "K": 256, "x_stride": 256, "row_blocks": 4, "tiles": 4, "scale_stride": 32, "iterations": 1}
         assert {name: given[name] for name in sizes} == sizes and set(given) == set(own) | set(sizes)

@@ -16,8 +16,8 @@ from lowbit.formats import number_format
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.gemm import GemmShape, MmaTile, mma_tiles
 from lowbit.kernels.parts import tile_stage as stage
-from lowbit.kernels.parts.line_stage import first_line_piece
-from lowbit.kernels.parts.schedule import iterations_of, part_of, places, tile_at
+from lowbit.kernels.parts.epilogue import Epilogue
+from lowbit.kernels.parts.schedule import iterations_of, k_range_of, tile_at, workspace_offsets
 from lowbit.kernels.sm80.large_m_gemm import MmaPlan, mma_gemm
 from lowbit.pack.weight import WeightForm
 from tests.kernels.parts.plain import GL, Array, plain
@@ -51,7 +51,7 @@ class Address:
         return Address(self.at + self.size * elements, self.size)
 
 
-def source_of(x, x_step, tokens, ks, w, w_strip, scale, scale_strip, tiles):
+def source_of(x, x_step, tokens, ks, w, w_stride, scale, scale_stride, tiles):
     return SimpleNamespace(**locals())
 
 
@@ -64,11 +64,11 @@ class Blocks:
 
     def __init__(self, plan, group, of_scale):
         self.plan, self.config, shape = plan, plan.config, plan.shape
-        strips, steps = shape.strips, shape.steps(64)
-        self.w_strip = steps * 128 * shape.bits
-        self.scale_strip = shape.steps(128) * (128 // group) * of_scale if group else 0
+        row_blocks, steps = shape.strips, shape.steps(64)
+        self.w_stride = steps * 128 * shape.bits
+        self.scale_stride = shape.steps(128) * (128 // group) * of_scale if group else 0
         self.x_stride = -(-shape.k // 8) * 8
-        sizes = 2 * shape.m * self.x_stride, strips * self.w_strip, strips * self.scale_strip
+        sizes = 2 * shape.m * self.x_stride, row_blocks * self.w_stride, row_blocks * self.scale_stride
         assert max(sizes) <= ROOM
         self.tensors = [(ROOM * (i + 1), ROOM * (i + 1) + size) for i, size in enumerate(sizes)]
         self.copies, self.ends = [], []
@@ -76,16 +76,15 @@ class Blocks:
         self.copy = plain(stage.copy_piece, gl=NAMES, run=self.noted, **names)
         self.tile_at = plain(tile_at, gl=NAMES)
         order = {"tile_at": lambda *_: self.place}
-        order["iterations_of"] = plain(iterations_of, part_of=plain(part_of))
+        order["iterations_of"] = plain(iterations_of, k_range_of=plain(k_range_of))
         pieces = {"first_piece": plain(stage.first_piece, gl=NAMES)}
-        pieces["first_line_piece"] = plain(first_line_piece, gl=NAMES, STRIP=16)
         gl = SimpleNamespace(**vars(NAMES), program_id=lambda axis: None)
-        ends = {name: self.end_of(name) for name in ("finish_tile", "meet", "meet_in_turn")}
+        ends = {name: self.end_of(name) for name in ("store_tile", "reduce_splits", "reduce_splits_serially")}
         self.run_block = plain(
             mma_gemm, gl=gl, products=self.products, allocate=lambda C: None, view=lambda *_: None,
-            Tiles=lambda *sizes: SimpleNamespace(of_tokens=sizes[0], of_channels=sizes[1], iterations=sizes[2]),
-            Source=source_of, Reader=lambda *_: None, Applied=lambda *_: None, SplitK=lambda *_: None,
-            **names, **order, **pieces, **ends,
+            TileGrid=lambda *sizes: SimpleNamespace(of_tokens=sizes[0], of_channels=sizes[1], iterations=sizes[2]),
+            StageSource=source_of, StageReader=lambda *_: None, LargeMEpilogueArgs=lambda *_: None,
+            SplitKWorkspace=lambda *_: None, **names, **order, **pieces, **ends,
         )  # fmt: skip
 
     def ptx(self, write, *numbers):
@@ -129,16 +128,16 @@ class Blocks:
                 continue
             self.run_block(
                 None, x, w, scale, None, None, None, None, shape.m, shape.n, shape.k, plan.columns, self.x_stride, *plan.tiles,
-                shape.steps(C.stage_k), shape.strips, self.w_strip, self.scale_strip, 1.0, C,
+                shape.steps(C.stage_k), shape.strips, self.w_stride, self.scale_stride, 1.0, C,
             )  # fmt: skip
         return [np.concatenate(each) for each in zip(*self.copies, strict=True)]
 
 
-def check(shape, tile, fmt="int4", group=128, zero="none", lines=False):
+def check(shape, tile, fmt="int4", group=128, zero="none"):
     """Every piece that is read is in x, in the codes or in the scales, every piece that is written in its stage, and a stage
     is written whole; sums and counters of splits are in their workspaces."""
-    form = WeightForm(fmt, group, zero, "fp16", False, False, lines)
-    plan = MmaPlan(shape, tile, form, torch.float16, False)
+    form = WeightForm(fmt, group, zero, "fp16", False, False)
+    plan = MmaPlan(shape, tile, form, torch.float16, Epilogue(form.channel_scale, False))
     blocks = Blocks(plan, group, 32 if zero == "none" else 64)
     C, S = plan.config, plan.config.stage
     to, source, read, beyond, slot = blocks.run_all()
@@ -155,14 +154,14 @@ def check(shape, tile, fmt="int4", group=128, zero="none", lines=False):
     whole = (S.x_bytes + S.w_bytes) // 16
     assert len(to) % whole == 0 and len(np.unique(at)) == len(np.unique(slot)) * whole, "a stage is not whole"
     sums, counters = plan.workspace
-    place = plain(places, gl=NAMES)(C)
+    place = plain(workspace_offsets, gl=NAMES)(C)
     assert place.min() == 0 and place.max() < C.rows * C.columns
     for name, values in blocks.ends:
-        if name == "finish_tile":
+        if name == "store_tile":
             assert tile.splits == 1
             continue
         _, _, of_tile, split, _ = values
-        own = of_tile if name == "meet_in_turn" else of_tile * C.splits + split
+        own = of_tile if name == "reduce_splits_serially" else of_tile * C.splits + split
         assert of_tile < counters and (own + 1) * C.rows * C.columns <= sums
 
 
@@ -191,14 +190,11 @@ SLICED = MmaTile(64, 2, 4, 1, 4, 2, warps_k=2)
 
 @pytest.mark.parametrize("tile", [MmaTile(128, 2, 8, 1, 3, 3), MmaTile(64, 2, 8, 1, 4, 2, in_turn=True), SLICED], ids=str)
 @pytest.mark.parametrize(
-    ("fmt", "group", "zero", "lines"),
-    [("fp6_e3m2", 0, "none", False), ("int3", 128, "none", False), ("uint4", 16, "integer", False), ("int7", 64, "none", False),
-     ("int4", 128, "none", True), ("int8", 0, "none", True)],
-)  # fmt: skip
-def test_other_forms_and_ragged_shapes(fmt, group, zero, lines, tile):
+    ("fmt", "group", "zero"),
+    [("fp6_e3m2", 0, "none"), ("int3", 128, "none"), ("uint4", 16, "integer"), ("int7", 64, "none"), ("int8", 0, "none")],
+)
+def test_other_forms_and_ragged_shapes(fmt, group, zero, tile):
     """A part of a tile of rows, of 64 k and of tokens; fewer stages in a split than there is room for."""
-    if lines and tile.warps_k > 1:
-        pytest.skip("no tile of lines shares K")
     bits = number_format(fmt).bits
-    for m, n, k in ((77, 4000 if lines else 3989, 1096 if not lines else 1088), (130, 512, 64 * 3)):
-        check(GemmShape(m, n, k, bits), tile, fmt, group, zero, lines)
+    for m, n, k in ((77, 3989, 1096), (130, 512, 64 * 3)):
+        check(GemmShape(m, n, k, bits), tile, fmt, group, zero)

@@ -16,6 +16,7 @@ from tests.kernels.sass import TRITON, batches, compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
+from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.sm80.large_m_gemm import MmaPlan
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -25,7 +26,6 @@ FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "
 
 def compiled(
     fmt, dtype="fp16", m=4096, group=128, zero="none", scale_dtype="fp16", bias=False, n=8192, k=8192, sm=80, tile=None,
-    interleaved=False,
 ):  # fmt: skip
     """Codes of integers as ordinary weights have them (pack/weight.py)."""
     number = number_format(fmt)
@@ -33,8 +33,8 @@ def compiled(
     tile = tile or choose(shape, typical_machine(sm))
     assert isinstance(tile, MmaTile)
     subnormal = group > 0 and zero == "none" and isinstance(number, IntFormat) and number.bits < 8
-    form = WeightForm(fmt, group, zero, scale_dtype, subnormal, subnormal, interleaved)
-    plan = MmaPlan(shape, tile, form, HALVES[dtype], bias)
+    form = WeightForm(fmt, group, zero, scale_dtype, subnormal, subnormal)
+    plan = MmaPlan(shape, tile, form, HALVES[dtype], Epilogue(form.channel_scale, bias))
     x, codes, scale, channel, *rest = mixed_call(shape, HALVES[dtype], group, HALVES[scale_dtype])
     call = x, codes, scale, channel.to(torch.bfloat16) if subnormal else channel, *rest
     return tile, compile_plan(plan, call, sm)
@@ -45,8 +45,8 @@ def main_loop(kernel) -> list[str]:
     return kernel.lines[first : last + 1]
 
 
-def check_loop(tile, kernel, of_weights=0) -> None:
-    """All products of 64 k, as many reads of x, `of_weights` more of weights, one barrier, copies that are under way meanwhile,
+def check_loop(tile, kernel) -> None:
+    """All products of 64 k, as many reads of x, one barrier, copies that are under way meanwhile,
     and nothing spilled."""
     loop = main_loop(kernel)
 
@@ -54,9 +54,9 @@ def check_loop(tile, kernel, of_weights=0) -> None:
         return sum(name in line for line in loop)
 
     assert count("LDL") == 0 and count("STL") == 0, "registers spilled"
-    eights = tile.tokens // tile.warps_m // 8
-    assert count("HMMA.16816") == 4 * tile.strips * eights
-    assert count("LDSM") == 4 * max(eights // 2, 1) + of_weights and count("BAR.SYNC") == 1
+    n8_tiles = tile.tokens // tile.warps_m // 8
+    assert count("HMMA.16816") == 4 * tile.strips * n8_tiles
+    assert count("LDSM") == 4 * max(n8_tiles // 2, 1) and count("BAR.SYNC") == 1
     assert count("DEPBAR.LE") == 1 and count("LDGSTS") >= tile.tokens * 8 // 256 + 1
     branches = [line for line in loop if re.search(r"\b(BRA|BSSY)\b", line)]
     assert len(branches) <= 2, "one stretch of code"
@@ -72,36 +72,6 @@ def test_main_loop(cases):
     for tile, kernel in [compiled(fmt, dtype, scale_dtype=dtype) for fmt, dtype in cases]:
         assert kernel.stack_bytes <= 32, cases
         check_loop(tile, kernel)
-
-
-LINES = [MmaTile(128, 2, 8, 1, 3, 1), MmaTile(64, 2, 4, 2, 6, 1), MmaTile(64, 1, 4, 2, 6, 1)]
-"""Tiles of a warp with 2 strips and with 1."""
-
-
-# Of codes and scales what differs in instructions; each with one tile on one of the machines.
-@pytest.mark.parametrize(
-    ("bits", "dtype", "group", "sm", "tile"),
-    [
-        (4, "fp16", 128, 80, LINES[0]), (4, "bf16", 64, 86, LINES[1]), (4, "fp16", 0, 89, LINES[2]),
-        (4, "bf16", 0, 90, LINES[0]), (8, "fp16", 0, 86, LINES[1]), (8, "bf16", 0, 80, LINES[0]),
-        (8, "fp16", 128, 90, LINES[2]), (8, "bf16", 64, 89, LINES[1]),
-    ],
-)  # fmt: skip
-def test_weights_in_lines(bits, dtype, group, sm, tile):
-    """ldmatrix and logic instead of loads of words: nothing but scales is loaded otherwise."""
-    _, kernel = compiled(f"int{bits}", dtype, 512, group, scale_dtype=dtype, sm=sm, tile=tile, interleaved=True)
-    check_loop(tile, kernel, of_weights=tile.strips * bits // 4)
-    loop = main_loop(kernel)
-    assert sum(bool(re.match(r"LDS[ .]", line)) for line in loop) == (tile.strips if group else 0), "of scales"
-    assert sum(("PRMT" if bits == 8 else "LOP3") in line for line in loop) >= 8 * tile.strips
-    assert kernel.stack_bytes == 0 and "cp.async.cg.shared" in kernel.ptx
-
-
-def test_lines_cost_few_instructions():
-    """The main loop of a large tile against that of fragment order: registers and instructions that find words."""
-    tile = MmaTile(128, 2, 8, 1, 4, 1)
-    loops = [main_loop(compiled("int4", tile=tile, interleaved=lines)[1]) for lines in (False, True)]
-    assert 0 < len(loops[1]) - len(loops[0]) <= 0.06 * len(loops[0])
 
 
 SLICED = [MmaTile(64, 2, 4, 1, 4, 1, warps_k=2), MmaTile(32, 2, 2, 1, 3, 2, warps_k=4)]

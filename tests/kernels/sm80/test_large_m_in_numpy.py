@@ -13,7 +13,8 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 from lowbit.formats import number_format
 from lowbit.hardware.mma import MMA_M16N8K16_F16
 from lowbit.kernels.choose.gemm import GemmShape, MmaTile
-from lowbit.kernels.sm80.large_m_gemm import MmaPlan, decode_ahead, join, operand_of, products
+from lowbit.kernels.parts.epilogue import Epilogue
+from lowbit.kernels.sm80.large_m_gemm import MmaPlan, dequantize_ahead, join, operand_of, products
 from lowbit.pack.weight import WeightForm
 from tests.kernels.parts.plain import GL, Array, plain
 
@@ -24,26 +25,31 @@ def elements_of(text, constraints, inputs, dtype, is_pure, pack):
     return whole * pack + np.arange(pack)
 
 
-@pytest.mark.parametrize(("warps_n", "strips"), [(4, 4), (2, 2), (8, 1)])
-@pytest.mark.parametrize("turn_registers", [4, 8, 16])
-def test_the_matrix_is_what_the_instruction_reads(warps_n, strips, turn_registers):
+@pytest.mark.parametrize(("warps_n", "row_blocks"), [(4, 4), (2, 2), (8, 1)])
+@pytest.mark.parametrize("block_registers", [4, 8, 16])
+def test_the_matrix_is_what_the_instruction_reads(warps_n, row_blocks, block_registers):
     lanes = 32 * warps_n
-    decode = SimpleNamespace(turn_registers=turn_registers, operand_type=None)
+    dequantizer = SimpleNamespace(block_registers=block_registers, operand_type=None)
     config = SimpleNamespace(
-        decode=decode, registers_layout=None, operand_layout=None, strips=strips, warps_n=warps_n, rows=16 * strips * warps_n
+        dequantizer=dequantizer,
+        registers_layout=None,
+        operand_layout=None,
+        row_blocks=row_blocks,
+        warps_n=warps_n,
+        rows=16 * row_blocks * warps_n,
     )
     joined = plain(join, gl=GL)
     joined.__globals__["join"] = joined
     of = plain(operand_of, gl=SimpleNamespace(**vars(GL), inline_asm_elementwise=elements_of), join=joined, STEP_REGISTERS=4)
-    count = strips * turn_registers
+    count = row_blocks * block_registers
     registers = tuple((np.arange(lanes) * count + i).view(Array) for i in range(count))
-    for step in range(turn_registers // 4):
+    for step in range(block_registers // 4):
         made = of(registers, step, config)
-        for strip in range(strips):
+        for row_block in range(row_blocks):
             for warp in range(warps_n):
-                held = (np.arange(32)[:, None] + 32 * warp) * count + strip * turn_registers + 4 * step + np.arange(4)
+                held = (np.arange(32)[:, None] + 32 * warp) * count + row_block * block_registers + 4 * step + np.arange(4)
                 expected = MMA_M16N8K16_F16.a.scatter(2 * held[..., None] + np.arange(2))
-                first = 16 * (strip * warps_n + warp)
+                first = 16 * (row_block * warps_n + warp)
                 assert np.array_equal(made[first : first + 16], expected)
 
 
@@ -62,7 +68,7 @@ class Stages:
         self.groups.append(self.group)
         self.group = []
 
-    def await_stage(self, C):
+    def wait_for_stage(self, C):
         landed, self.groups = self.groups[: 1 - C.stages + 1 or None], self.groups[1 - C.stages + 1 :]
         for iteration, slot, i in (copy for group in landed for copy in group):
             self.copied.setdefault((iteration, slot), set()).add(i)
@@ -83,8 +89,8 @@ class Stages:
     def read_weights(self, reader, slot, C):
         return self.whole(slot), None
 
-    def decode_strip(self, words, ready, strip, turn, C):
-        return ((words, strip, turn),)
+    def dequantize_row_block(self, words, ready, row_block, turn, C):
+        return ((words, row_block, turn),)
 
 
 @pytest.mark.parametrize("fmt", ["int3", "int4", "int8", "int2"])
@@ -99,23 +105,26 @@ class Stages:
 def test_each_product_has_its_x_and_its_weights(tile, fmt):
     """The order of the main loop: what is multiplied when, of stages that are there, none filled while it is read."""
     form = WeightForm(fmt, 128, "none", "fp16", False, False)
-    config = MmaPlan(GemmShape(4096, 8192, 8192, number_format(fmt).bits), tile, form, torch.float16, False).config
+    epilogue = Epilogue(form.channel_scale, False)
+    config = MmaPlan(GemmShape(4096, 8192, 8192, number_format(fmt).bits), tile, form, torch.float16, epilogue).config
     stages, seen = Stages(config), []
 
     def multiply(sums, registers, b, position, C):
         step, chunk = divmod(position, C.order.chunks)
         (iteration,) = {each[0] for each in registers}
-        assert [each[1:] for each in registers] == [(strip, step // C.turn_steps) for strip in range(C.strips)]
+        assert [each[1:] for each in registers] == [(row_block, step // C.block_steps) for row_block in range(C.row_blocks)]
         assert b == (iteration, position)
         seen.append((iteration, step, chunk))
         return sums
 
-    names = {"copy_piece", "commit", "await_stage", "read_x", "read_weights", "decode_strip"}
+    names = {"copy_piece", "commit", "wait_for_stage", "read_x", "read_weights", "dequantize_row_block"}
     device = {name: getattr(stages, name) for name in names}
-    ahead = plain(decode_ahead, gl=GL, ptx=lambda write, *numbers: write(*numbers), decode_strip=stages.decode_strip)
+    ahead = plain(
+        dequantize_ahead, gl=GL, ptx=lambda write, *numbers: write(*numbers), dequantize_row_block=stages.dequantize_row_block
+    )
     gl = SimpleNamespace(**vars(GL), zeros=lambda shape, kind, layout: 0, float32=None)
     loop = plain(
-        products, gl=gl, ptx=lambda write, *numbers: write(*numbers), decode_ahead=ahead, multiply=multiply,
+        products, gl=gl, ptx=lambda write, *numbers: write(*numbers), dequantize_ahead=ahead, multiply=multiply,
         run=lambda *_: None, barrier=lambda: None, together=lambda sums, count, C: sums,
         of_slices=lambda sums, C: sums, **device,
     )  # fmt: skip

@@ -15,15 +15,16 @@ from lowbit.hardware.emulate import mma
 from lowbit.hardware.mma import MMA_M16N8K16_F16
 from lowbit.kernels.choose.gemm import DENSE_BITS, GemmShape, RingTile
 from lowbit.kernels.reference.fused_gemm import norm_gemm_reference, residual_gemm_reference
-from lowbit.pack import DENSE_FORM, DenseWeight, FragmentWeight, weight_form
+from lowbit.pack import DENSE_FORM, DenseWeight, FragmentWeight
 from lowbit.pack.gated import alternate
 from lowbit.quantize import rtn
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.parts import ring_end
+from lowbit.kernels.parts import small_m_epilogue
+from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.sm80 import small_m_gemm
-from lowbit.kernels.sm80.small_m_gemm import NormPlan, ResidualPlan, RingPlan
+from lowbit.kernels.sm80.small_m_gemm import RingPlan
 from tests.kernels.parts.blocks import Block, Memory, lanes
 
 TILES = [
@@ -31,42 +32,43 @@ TILES = [
 ]  # fmt: skip
 
 
-def multiply(read, x, sums, acc, C, strip):
+def multiply(read, x, sums, acc, C, row_block):
     """As the device function of this name, for scales without zeros."""
-    step, warps = C.ring.step, [slice(first, first + 32) for first in range(0, C.threads, 32)]
-    per_group = 8 // max(step.groups, 1)
+    k_block, warps = C.ring.k_block, [slice(first, first + 32) for first in range(0, C.threads, 32)]
+    per_group = 8 // max(k_block.groups, 1)
     found = [np.array(one) for one in acc]
     for warp in warps:
         words = [np.asarray(one[warp]).view(np.uint32) for one in read]
         a = words
-        if not step.dense:
-            c, a = step.conversion, []
-            for first in range(0, step.words, c.fields.words):
+        if not k_block.dense:
+            c, a = k_block.conversion, []
+            for first in range(0, k_block.words, c.fields.words):
                 a += c.program.run(words[first : first + c.fields.words])
         a = np.stack(a, axis=1)
         tokens = np.stack([np.asarray(one[warp]).view(np.uint32) for one in x], axis=1)
-        for eight in range(step.eights):
-            for group in range(max(step.groups, 1)):
+        for n8_tile in range(k_block.n8_tiles):
+            for group in range(max(k_block.groups, 1)):
                 part = np.zeros((32, 4))
                 for i in range(group * per_group, (group + 1) * per_group):
-                    b = tokens[:, 16 * eight + 2 * i : 16 * eight + 2 * i + 2]
+                    b = tokens[:, 16 * n8_tile + 2 * i : 16 * n8_tile + 2 * i + 2]
                     part = mma(MMA_M16N8K16_F16, "f16", a[:, 4 * i : 4 * i + 4], b, part)
-                if step.groups:
-                    scales = words[step.words + group].view(np.float16).reshape(-1, 2)
+                if k_block.groups:
+                    scales = words[k_block.words + group].view(np.float16).reshape(-1, 2)
                     part *= np.repeat(scales.astype(np.float64), 2, axis=1)
                 for i in range(4):
-                    found[step.accumulators * strip + 4 * eight + i][warp] += part[:, i]
+                    found[k_block.accumulators * row_block + 4 * n8_tile + i][warp] += part[:, i]
     return tuple(lanes(one.astype(np.float32)) for one in found)
 
 
-def launch(plan, late, call):
-    """Runs what a plan would launch; returns what it returns. `late` are tensors that the kernels before write."""
+def launch(plan, late, call, *outputs):
+    """Runs what a plan would launch and returns what it returns. The kernels before write the tensors `late`; the kernel itself
+    writes `outputs` too."""
     noted = []
     plan.launch = lambda *arguments: noted.append(arguments)
     made = plan(*call)
     names = [param.name for param in small_m_gemm.ring_gemm.params]
     given = dict(zip(names, noted[0], strict=True))
-    for tensor in made if isinstance(made, tuple) else (made,):
+    for tensor in (made, *outputs):
         tensor.fill_(float("nan"))
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     # NumPy has no bf16; what the kernel reads of it are powers of two, which float32 holds too.
@@ -94,7 +96,7 @@ def launch(plan, late, call):
                     everything[place] = values
 
             block = Block(
-                plan.config, plan.grid, (i, 0, split), ring_end, small_m_gemm, memory=everything, after_wait=after_wait,
+                plan.config, plan.grid, (i, 0, split), small_m_epilogue, small_m_gemm, memory=everything, after_wait=after_wait,
                 multiply=multiply,
             )  # fmt: skip
             block.device["ring_gemm"](*given.values())
@@ -111,11 +113,8 @@ def made(scheme, n, k, m):
     generator = torch.Generator().manual_seed(n + m)
     q = rtn(torch.randn(n, k, generator=generator) * k**-0.5, scheme)
     w = FragmentWeight.pack(q)
-    form = weight_form(
-        q.scheme, None if w.scale is None else w.scale.dtype, None if w.channel_scale is None else w.channel_scale.dtype
-    )
     x, bias = torch.randn(m, k, generator=generator).half(), torch.randn(n, generator=generator).half()
-    return q, (w.codes, w.scale, w.channel_scale), form, x, bias
+    return q, (w.codes, w.scale, w.channel_scale), w.form, x, bias
 
 
 def room(plan):
@@ -133,8 +132,9 @@ def test_norm_and_gate(scheme, k, tile):
     for m, gate, n in ((1, "none", 88), (tile.tokens - 2, "silu", 112), (tile.tokens, "gelu_tanh", 96)):
         q, weight, form, x, bias = made(scheme, n, k, m)
         squares = k * (torch.rand(9, m) + 0.5)
-        plan = NormPlan(GemmShape(m, n, k, q.scheme.weight.bits), tile, form, torch.float16, True, 9, gate, arch_for(90))
-        y = launch(plan, (x, squares), (x, weight, squares, bias, k, 1e-3, 0.5, *room(plan)))
+        epilogue = Epilogue(form.channel_scale, True, 9, gate)
+        plan = RingPlan(GemmShape(m, n, k, q.scheme.weight.bits), tile, form, torch.float16, epilogue, arch_for(90))
+        y = launch(plan, (x, squares), (x, *weight, bias, *room(plan), squares, None, None, 0.5, 1 / k, 1e-3))
         assert close(y, norm_gemm_reference(x, q, squares, bias, width=k, eps=1e-3, gated=gate, x_factor=0.5))
 
 
@@ -144,8 +144,10 @@ def test_residual(scheme, k, tile):
         q, weight, form, x, bias = made(scheme, n, k, m)
         h, gamma = torch.randn(m, n).half(), torch.rand(n) + 0.5
         added, following, _ = residual_gemm_reference(x, q, h, gamma, bias, x_factor=0.5)
-        plan = ResidualPlan(GemmShape(m, n, k, q.scheme.weight.bits), tile, form, torch.float16, True, arch_for(90))
-        got, squares = launch(plan, (x, h), (x, weight, h, gamma, bias, 0.5, *room(plan)))
+        epilogue = Epilogue(form.channel_scale, True, h_type="fp16")
+        plan = RingPlan(GemmShape(m, n, k, q.scheme.weight.bits), tile, form, torch.float16, epilogue, arch_for(90))
+        squares = torch.empty(plan.squares_parts, m)
+        got = launch(plan, (x, h), (x, *weight, bias, *room(plan), squares, h, gamma, 0.5), squares)
         assert close(h, added) and close(got, following)
         assert torch.allclose(squares.sum(0), h.float().square().sum(1), rtol=1e-5)
 
@@ -153,7 +155,7 @@ def test_residual(scheme, k, tile):
 @pytest.mark.parametrize(("tile", "sm"), [(tile, 80 + 10 * (i % 2)) for i, tile in enumerate(TILES)], ids=str)
 def test_neither(tile, sm):
     q, weight, form, x, bias = made("w4a16_g128", 104, 648, tile.tokens - 1)
-    plan = RingPlan(GemmShape(len(x), 104, 648, 4), tile, form, torch.float16, True, arch_for(sm))
+    plan = RingPlan(GemmShape(len(x), 104, 648, 4), tile, form, torch.float16, Epilogue(form.channel_scale, True), arch_for(sm))
     y = launch(plan, (x,) if sm == 90 else (), (x, *weight, bias, *room(plan)))
     assert close(y, x.double() @ q.dequantize(torch.float64).T + bias.double())
 
@@ -187,8 +189,9 @@ def test_rows_with_norm_and_gate(tile, k):
     for m, gate, n in ((1, "none", 131), (tile.tokens - 2, "silu", 176), (tile.tokens, "none", 160)):
         values, x, bias = rows(n, k, m)
         squares = k * (torch.rand(9, m) + 0.5)
-        plan = NormPlan(GemmShape(m, n, k, DENSE_BITS), tile, DENSE_FORM, torch.float16, True, 9, gate, arch_for(90))
-        y = launch(plan, (x, squares), (x, (values, None, None), squares, bias, k, 1e-3, 0.5, *room(plan)))
+        epilogue = Epilogue(False, True, 9, gate)
+        plan = RingPlan(GemmShape(m, n, k, DENSE_BITS), tile, DENSE_FORM, torch.float16, epilogue, arch_for(90))
+        y = launch(plan, (x, squares), (x, values, None, None, bias, *room(plan), squares, None, None, 0.5, 1 / k, 1e-3))
         w, b = (values, bias) if gate == "none" else (paired(values), paired(bias))
         assert close(y, norm_gemm_reference(x, DenseWeight(w), squares, b, width=k, eps=1e-3, gated=gate, x_factor=0.5))
 
@@ -199,8 +202,10 @@ def test_rows_with_the_residual(tile, k):
         values, x, bias = rows(n, k, m)
         h, gamma = torch.randn(m, n).half(), torch.rand(n) + 0.5
         added, following, _ = residual_gemm_reference(x, DenseWeight(values), h, gamma, bias, x_factor=0.5)
-        plan = ResidualPlan(GemmShape(m, n, k, DENSE_BITS), tile, DENSE_FORM, torch.float16, True, arch_for(90))
-        got, squares = launch(plan, (x, h), (x, (values, None, None), h, gamma, bias, 0.5, *room(plan)))
+        epilogue = Epilogue(False, True, h_type="fp16")
+        plan = RingPlan(GemmShape(m, n, k, DENSE_BITS), tile, DENSE_FORM, torch.float16, epilogue, arch_for(90))
+        squares = torch.empty(plan.squares_parts, m)
+        got = launch(plan, (x, h), (x, values, None, None, bias, *room(plan), squares, h, gamma, 0.5), squares)
         assert close(h, added) and close(got, following)
         assert torch.allclose(squares.sum(0), h.float().square().sum(1), rtol=1e-5)
 
@@ -208,6 +213,8 @@ def test_rows_with_the_residual(tile, k):
 @pytest.mark.parametrize("tile", ROWS, ids=str)
 def test_rows_alone(tile):
     values, x, bias = rows(147, 648, tile.tokens - 1)
-    plan = RingPlan(GemmShape(len(x), 147, 648, DENSE_BITS), tile, DENSE_FORM, torch.float16, True, arch_for(80))
+    plan = RingPlan(
+        GemmShape(len(x), 147, 648, DENSE_BITS), tile, DENSE_FORM, torch.float16, Epilogue(False, True), arch_for(80)
+    )
     y = launch(plan, (), (x, values, None, None, bias, *room(plan)))
     assert close(y, x.double() @ values.double().T + bias.double())

@@ -16,6 +16,7 @@ from tests.kernels.sass import batches, compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
+from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.sm90.large_m_gemm import WgmmaGemm, WgmmaPlan
 
 PRODUCT = re.compile(r"[HIQ]GMMA\S* R\d+, R(\d+),")
@@ -34,7 +35,7 @@ def compiled(
     tile = tile or choose(shape, machine)
     assert isinstance(tile, WgmmaTile)
     form = WeightForm(fmt, group, zero, scale_dtype, scaled_twice or subnormal, subnormal)
-    plan = WgmmaPlan(shape, tile, form, HALVES[dtype], bias, machine.sm_count)
+    plan = WgmmaPlan(shape, tile, form, HALVES[dtype], Epilogue(form.channel_scale, bias), machine.sm_count)
     x, codes, scale, channel, *rest = mixed_call(shape, HALVES[dtype], group, HALVES[scale_dtype])
     call = x, codes, scale, channel.to(torch.bfloat16) if subnormal else channel, *rest
     return plan.config, compile_plan(plan, call, 90, ("y", "scale", "partial"))
@@ -88,7 +89,7 @@ def check_barriers(config, kernel) -> None:
     waits = re.findall(r"mbarrier\.try_wait\S* complete, \[(%r\d+)\]", kernel.ptx)  # Triton's: the loader's, and that for h
     found = {int(at) for wait in waits for at in re.findall(rf"add\.s32\s+{wait}, %r\d+, (\d+);", kernel.ptx)}
     expected = {config.barriers.start + 8 * config.stages}
-    if isinstance(config, WgmmaGemm) and config.end.residual:
+    if isinstance(config, WgmmaGemm) and config.epilogue.residual:
         expected.add(1024 * config.regions.start("h_there"))
     assert found == expected
 
@@ -172,10 +173,11 @@ def test_equal_shares_of_the_last_wave(fmt, dtype, tile):
 
 def test_shares_are_of_tiles_that_fill_no_whole_wave():
     form = WeightForm("int4", 128, "none", "fp16", False, True)
+    epilogue = Epilogue(form.channel_scale, False)
     for m, n, k in ((1024, 128 * 33, 4096), (256, 256, 4096)):
         with pytest.raises(ValueError, match=r"tiles of 32 x 128 k beside \d whole waves are too little for 132 blocks"):
-            WgmmaPlan(GemmShape(m, n, k, 4), WgmmaTile(256, 2, 4, 0, 2), form, torch.float16, False, 132)
-    plan = WgmmaPlan(GemmShape(1024, 5120, 4096, 4), WgmmaTile(256, 2, 4, 0, 2), form, torch.float16, False, 132)
+            WgmmaPlan(GemmShape(m, n, k, 4), WgmmaTile(256, 2, 4, 0, 2), form, torch.float16, epilogue, 132)
+    plan = WgmmaPlan(GemmShape(1024, 5120, 4096, 4), WgmmaTile(256, 2, 4, 0, 2), form, torch.float16, epilogue, 132)
     assert plan.grid == (132, 1, 1) and plan.workspace == (132 * 128 * 256, 28), "of 160 tiles"
 
 
@@ -214,7 +216,7 @@ def test_a_power_of_two_beside_group_scales_is_not_in_the_main_loop(fmt, m):
     loops = []
     made = [compiled(fmt, "fp16", m, scale_dtype="bf16", scaled_twice=scaled_twice) for scaled_twice in (False, True)]
     for scaled_twice, (config, kernel) in enumerate(made):
-        assert config.end.channel_scale == scaled_twice and kernel.stack_bytes == 0 and kernel.count("STL") == 0
+        assert config.epilogue.channel_scale == scaled_twice and kernel.stack_bytes == 0 and kernel.count("STL") == 0
         loops.append(len(main_loop(kernel.lines)))
     assert loops[1] <= loops[0] + 4
 

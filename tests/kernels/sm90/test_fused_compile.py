@@ -17,7 +17,9 @@ from tests.kernels.sass import compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.sm90.large_m_gemm import WgmmaNormPlan, WgmmaPlan, WgmmaResidualPlan
+from lowbit.kernels.parts.epilogue import Epilogue
+from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
+from tests.kernels.sm80.test_fused_compile import epilogue_of
 from tests.kernels.sm90.test_compile import check_barriers, check_operands_in_flight, main_loop
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -31,20 +33,19 @@ def plan_of(end, fmt, m, n, k, group, dtype, bias, parts):
     end, _, other = end.partition(" of ")
     role = end if end in ("residual", "norm") else "gated"
     able = [row.tile for row in chain_candidates(role, shape, H200) if not row.reasons and isinstance(row.tile, WgmmaTile)]
-    if end == "residual":
-        return WgmmaResidualPlan(shape, able[0], form, half, bias, HALVES.get(other, half), H200.sm_count)
-    return WgmmaNormPlan(shape, able[0], form, half, bias, parts, "none" if end == "norm" else end, H200.sm_count)
+    epilogue = epilogue_of(end, form, bias, parts, other or dtype)
+    return WgmmaPlan(shape, able[0], form, half, epilogue, H200.sm_count)
 
 
 def compiled(end, fmt="int4", m=64, n=4096, k=4096, group=128, dtype="fp16", bias=False, parts=32):
     plan = plan_of(end, fmt, m, n, k, group, dtype, bias, parts)
     x, codes, scale, channel, of_bias, sums, arrived = mixed_call(plan.shape, HALVES[dtype], group, torch.float16)
-    weight, added = (codes, scale, None if group else channel), of_bias if bias else None
+    product = x, codes, scale, None if group else channel, of_bias if bias else None, sums, arrived
     if end.startswith("residual"):
         h = meta((m, n), torch.bfloat16 if end.endswith("bf16") else HALVES[dtype])
-        call = x, weight, h, meta((n,), torch.float32), added, 1.0, sums, arrived
+        call = *product, meta((plan.squares_parts, m), torch.float32), h, meta((n,), torch.float32), 1.0
     else:
-        call = x, weight, meta((parts, m), torch.float32), added, k, 1e-5, 1.0, sums, arrived
+        call = *product, meta((parts, m), torch.float32), None, None, 1.0, 1.0 / k, 1e-5
     return plan, compile_plan(plan, call, 90, ("y", "scale", "partial"))
 
 
@@ -91,7 +92,7 @@ def test_a_block_starts_at_once():
         first = next(i for i, line in enumerate(role) if "UTMALDG" in line)
         assert not any("MUFU.RCP" in line for line in role[:first]) and kernel.count("SYNCS.EXCH") <= 4
         descriptors = re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", kernel.ptx)
-        assert len(descriptors) == plan.config.decode.planes + (3 if end == "residual" else 2)
+        assert len(descriptors) == plan.config.dequantizer.planes + (3 if end == "residual" else 2)
         assert sorted(re.findall(r"prefetch\.param\.tensormap \[(\w+)\]", kernel.ptx)) == sorted(descriptors)
 
 
@@ -105,7 +106,7 @@ def test_a_block_starts_at_once():
 )  # fmt: skip
 def test_a_gate_behind_any_number_of_tokens(fmt, group, tile, gate):
     shape, form = GemmShape(1000, 28672, 4096, number_format(fmt).bits), WeightForm(fmt, group, "none", "fp16")
-    plan = WgmmaPlan(shape, tile, form, torch.float16, False, H200.sm_count, gate)
+    plan = WgmmaPlan(shape, tile, form, torch.float16, Epilogue(form.channel_scale, False, gate=gate), H200.sm_count)
     x, codes, scale, channel, _, sums, arrived = mixed_call(shape, torch.float16, group, torch.float16)
     kernel = compile_plan(
         plan, (x, codes, scale, None if group else channel, None, sums, arrived), 90, ("y", "scale", "partial")
@@ -120,12 +121,13 @@ def test_a_gate_behind_any_number_of_tokens(fmt, group, tile, gate):
 
 def test_what_no_end_takes():
     shape, form = GemmShape(64, 4096, 4096, 4), WeightForm("int4", 128, "none", "fp16")
+    norm, residual = Epilogue(False, False, 1), Epilogue(False, False, h_type="fp16")
     with pytest.raises(ValueError, match="a norm or residual needs all 64 tokens in one tile"):
-        WgmmaNormPlan(shape, WgmmaTile(32, 2, 8, 1, 2), form, torch.float16, False, 1, "none", 132)
+        WgmmaPlan(shape, WgmmaTile(32, 2, 8, 1, 2), form, torch.float16, norm, 132)
     with pytest.raises(ValueError, match="waits for itself with less than 4 stages"):
-        WgmmaNormPlan(shape, WgmmaTile(64, 2, 2, 1, 2), form, torch.float16, False, 1, "none", 132)
+        WgmmaPlan(shape, WgmmaTile(64, 2, 2, 1, 2), form, torch.float16, norm, 132)
     with pytest.raises(ValueError, match="each block has one tile"):
-        WgmmaResidualPlan(shape, WgmmaTile(64, 2, 8, 8, 2), form, torch.float16, False, torch.float16, 132)
+        WgmmaPlan(shape, WgmmaTile(64, 2, 8, 8, 2), form, torch.float16, residual, 132)
 
 
 def test_arguments_arrive_under_their_names():
@@ -139,16 +141,16 @@ def test_arguments_arrive_under_their_names():
         noted, names = [], [param.name for param in plan.launch.function.params]
         plan.launch = lambda *arguments, noted=noted: noted.append(arguments)
         if end == "silu":
-            y = plan(x, weight, squares, bias, 128, 1e-5, 0.25, *room)
+            y = plan(x, *weight, bias, *room, squares, None, None, 0.25, 1 / 128, 1e-5)
             own = {"y": y, "squares": squares, "h_desc": None, "gamma": None, "inverse_width": 1 / 128, "eps": 1e-5}
             assert y.shape == (20, 32)
         else:
-            following, made = plan(x, weight, h, gamma, bias, 0.25, *room)
-            own = {"y": following, "squares": made, "gamma": gamma, "inverse_width": None, "eps": None}
-            assert following.shape == (20, 64) and made.shape == (plan.tiles[1], 20)
+            following = plan(x, *weight, bias, *room, squares, h, gamma, 0.25)
+            own = {"y": following, "squares": squares, "gamma": gamma, "inverse_width": None, "eps": None}
+            assert following.shape == (20, 64) and plan.squares_parts == plan.tiles[1]
         given = dict(zip(names, noted[0], strict=True))
         own |= {"channel_scale": None, "bias": bias, "x_factor": 0.25, "partial": room[0], "arrived": room[1], "M": 20, "N": 64}
-        own |= {"C": plan.config, "factor": plan.factor, "iterations": 2, "strips": 4, "scale_strip": 16, "last_group": 1}
+        own |= {"C": plan.config, "factor": plan.factor, "iterations": 2, "row_blocks": 4, "scale_stride": 16, "last_group": 1}
         assert all(given[name] is value or given[name] == value for name, value in own.items())
         stored = given["y_desc"]
         assert stored.shape == ([20, 32] if end == "silu" else [20, 64])

@@ -11,14 +11,15 @@ from lowbit.pack import WeightForm
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
+from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
 
 
 def plan(m, n, k, bits=6, fmt="fp6_e3m2", group=0) -> WgmmaPlan:
     shape = GemmShape(m, n, k, bits)
-    return WgmmaPlan(
-        shape, choose(shape, typical_machine(90)), WeightForm(fmt, group, "none", "fp16"), torch.float16, False, 132
-    )
+    form = WeightForm(fmt, group, "none", "fp16")
+    tile, epilogue = choose(shape, typical_machine(90)), Epilogue(form.channel_scale, False)
+    return WgmmaPlan(shape, tile, form, torch.float16, epilogue, 132)
 
 
 def test_descriptors_describe_the_operands():

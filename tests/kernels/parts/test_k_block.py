@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.parts.step import K_STEPS, Step
+from lowbit.kernels.parts.k_block import BLOCK_MMAS, KBlock
 from tests.kernels.parts.plain import check_operands
 
 FORMATS = ["int2", "int3", "uint4", "int4", "int5", "int8", "fp6_e3m2", "fp4_e2m1", "fp8_e4m3"]
@@ -18,9 +18,9 @@ FORMATS = ["int2", "int3", "uint4", "int4", "int5", "int8", "fp6_e3m2", "fp4_e2m
 @pytest.mark.parametrize("tokens", [8, 16])
 def test_ptx_names_its_operands(fmt, tokens):
     for group, zero in [(0, "none"), *itertools.product((16, 32, 64, 128), ("none", "integer", "float"))]:
-        step = Step(fmt, "bf16", tokens, group, zero, "fp16")
+        step = KBlock(fmt, "bf16", tokens, group, zero, "fp16")
         check_operands(step.asm, step.constraints)
-        assert step.asm.count("mma.sync") == K_STEPS * step.eights and len(step.types) == step.accumulators
+        assert step.asm.count("mma.sync") == BLOCK_MMAS * step.n8_tiles and len(step.types) == step.accumulators
         if step.sums:
             check_operands(step.sum_asm, step.sum_constraints)
-            assert step.sums == 2 * step.groups * step.eights and zero != "none"
+            assert step.sums == 2 * step.groups * step.n8_tiles and zero != "none"

@@ -1,8 +1,8 @@
-"""Tiles that `lowbit tune` found to be the fastest on this machine, kept in a file of the user's cache.
+"""Tiles that `lowbit tune` measured to be the fastest on this machine, stored in a file of the user's cache.
 
-The model of costs knows an H200 well and other GPUs by their data sheets; here are products that somebody measured where they
-run. A file is read once in a process, so the same file gives the same tiles. One that cannot be read, or that another version
-of the library wrote, is left aside with a warning: then the model decides, as it does for all that is not in it.
+The cost model was fitted on an H200 and knows other GPUs by their data sheets; these rows were measured where they are used. A
+file is read once per process, so the same file gives the same tiles. A file that cannot be read, or that another version of the
+library wrote, is ignored with a warning, and the model decides.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from typing import Any
 
 from lowbit._version import __version__
 
-KEPT = "lowbit tune"
+RESULT = "lowbit tune"
 SCHEMA = 1
 NO_SLOWER = 1.05
-"""How much more than the cheapest tile one may be modelled to take for fewer tokens than it was measured with."""
+"""Limit of the modelled cost, relative to the cheapest tile, for using a measured tile with fewer tokens than it was measured
+with."""
 
 MOST_SPLITS = 64
-"""Parts of K that a tile in the file may have, beside those that are considered."""
+"""Limit of splits of a tile in the file."""
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What was measured of a product of `m` tokens: its fastest tile took `us`, the modelled choice `modelled_us`."""
+class TunedRow:
+    """A measurement: at `m` tokens the fastest tile took `us`, the modelled choice `modelled_us`."""
 
     m: int
     tile: str
@@ -55,14 +56,14 @@ class Kept:
 
 
 def problem_of(shape: Any) -> str:
-    """What a shape of any kind is called in the file: its class and its fields, without its tokens."""
+    """Name of a problem in the file: class and fields of its shape, without m."""
     assert is_dataclass(shape)
     numbers = [int(getattr(shape, each.name)) for each in fields(shape) if each.name != "m"]
     return " ".join([type(shape).__name__, *map(str, numbers)])
 
 
-def kept_for(file: str, shape: Any) -> Kept | None:
-    """What the file says of a product: of as many tokens, or of the next larger number within twice as many. None for ""."""
+def tuned_row_for(file: str, shape: Any) -> TunedRow | None:
+    """The row of the file for as many tokens, or for the next larger number, below twice as many. None for file ""."""
     if not file:
         return None
     rows = [row for row in _rows(file).get(problem_of(shape), ()) if shape.m <= row.m < 2 * shape.m]
@@ -70,10 +71,13 @@ def kept_for(file: str, shape: Any) -> Kept | None:
 
 
 def first(rows: list[Any], file: str, shape: Any, kinds: Mapping[str, type[Any]], candidate: Any) -> list[Any] | None:
-    """`rows` of candidates with the kept tile of `file` as a measured one, made by `candidate(tile)`; None if it says nothing
-    that can be used. Where no other tile gained, the model goes on deciding; and a tile that gained with more tokens is taken
-    for fewer only if the model does not have it slower than others there: it may be one that they hardly fill."""
-    row = kept_for(file, shape)
+    """Returns `rows` with the file's tile as a measured candidate, built by `candidate(tile)`; None if the file has no usable
+    row.
+
+    A row without gain is not used. A row for more tokens is used only if the model does not rank its tile clearly slower: these
+    tokens may hardly fill it.
+    """
+    row = tuned_row_for(file, shape)
     tile = None if row is None or row.us >= row.modelled_us else read(row.tile, kinds)
     if row is None or tile is None or not _plausible(tile, [each.tile for each in rows]):
         return None
@@ -84,16 +88,16 @@ def first(rows: list[Any], file: str, shape: Any, kinds: Mapping[str, type[Any]]
     return [replace(found, measured=row), *(each for each in rows if each.tile != tile)]
 
 
-def kept_in(file: Path) -> dict[str, tuple[Kept, ...]]:
-    """The rows of a file by problem. Raises OSError for one that cannot be read, ValueError for one that is no file of this
-    version's `lowbit tune`, in one line that names the problem and the field."""
+def read_rows(file: Path) -> dict[str, tuple[TunedRow, ...]]:
+    """Reads the rows of a file by problem. Raises OSError if it cannot be read, ValueError if it is no file of this version's
+    `lowbit tune`, in one line that names the problem and the field."""
     if not file.is_file():
         raise ValueError("it is no file")
     try:
         document = json.loads(file.read_bytes())
     except RecursionError as error:
         raise ValueError(str(error)) from error
-    if not isinstance(document, dict) or (document.get("result"), document.get("schema")) != (KEPT, SCHEMA):
+    if not isinstance(document, dict) or (document.get("result"), document.get("schema")) != (RESULT, SCHEMA):
         raise ValueError("it is no file of `lowbit tune`")
     if document.get("lowbit") != __version__:
         raise ValueError(f"lowbit {document.get('lowbit')} measured it, this is {__version__}")
@@ -103,19 +107,19 @@ def kept_in(file: Path) -> dict[str, tuple[Kept, ...]]:
     return {problem: tuple(_row(problem, row) for row in rows) for problem, rows in products.items()}
 
 
-def _row(problem: str, row: Any) -> Kept:
-    names = {each.name for each in fields(Kept)}
+def _row(problem: str, row: Any) -> TunedRow:
+    names = {each.name for each in fields(TunedRow)}
     if not isinstance(row, dict) or set(row) != names:
         raise ValueError(f"{problem!r}: a measurement has the fields {', '.join(sorted(names))}, got {str(row)[:80]}")
     try:
-        return Kept(**row)
+        return TunedRow(**row)
     except ValueError as error:
         raise ValueError(f"{problem!r}: {error}") from error
 
 
 def _plausible(tile: Any, considered: list[Any]) -> bool:
-    """Returns True if every number of a tile is one that a considered tile of its kind has in the same field: the model of
-    costs and the kernels take no others, except for K, which can be split into any number of parts."""
+    """True if every number of a tile occurs in the same field of a candidate of its kind, except for splits of K: kernels and
+    cost model take no others."""
     alike = [each for each in considered if type(each) is type(tile)]
     numbers = {each.name: {getattr(other, each.name) for other in alike} for each in fields(tile)}
     numbers["splits"].update(range(1, 1 + MOST_SPLITS))
@@ -123,9 +127,9 @@ def _plausible(tile: Any, considered: list[Any]) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def _rows(file: str) -> dict[str, tuple[Kept, ...]]:
+def _rows(file: str) -> dict[str, tuple[TunedRow, ...]]:
     try:
-        return kept_in(Path(file))
+        return read_rows(Path(file))
     except (OSError, ValueError) as error:
         warnings.warn(
             f"{file}: {error}; tiles are chosen by the model of costs. `lowbit tune` measures them anew", stacklevel=2
@@ -134,18 +138,17 @@ def _rows(file: str) -> dict[str, tuple[Kept, ...]]:
 
 
 def forget() -> None:
-    """Has files read again, by whoever has written one."""
+    """Clears the cache of files, after one was written."""
     _rows.cache_clear()
 
 
 LATER = {"slots": 0, "sections": 1}
-"""What tiles got later than result files, last of their fields, and the number that says nothing: slots of a ring that has one
-for each step, K in one part."""
+"""Fields that tiles got later than result files, last of their fields, and their default: slots of a ring, warps_k."""
 
 
 def written(tile: Any, kinds: Mapping[str, type[Any]]) -> str:
-    """A tile in a result file: its kernel and its numbers, such as "wgmma 64 2 8 4 2", without those of LATER that say nothing;
-    `read` is the inverse."""
+    """A tile in a result file: its kernel and its numbers, such as "wgmma 64 2 8 4 2", without default values of LATER; `read`
+    is the inverse."""
     name = next(name for name, kind in kinds.items() if isinstance(tile, kind))
     numbers = {each.name: int(getattr(tile, each.name)) for each in fields(tile)}
     kept = [number for field, number in numbers.items() if LATER.get(field) != number]
@@ -153,7 +156,7 @@ def written(tile: Any, kinds: Mapping[str, type[Any]]) -> str:
 
 
 def read(text: str, kinds: Mapping[str, type[Any]]) -> Any:
-    """The tile that `written` wrote; None if it is of no kind among `kinds`, or of one that has other fields today."""
+    """The tile that `written` wrote; None if it is of no kind among `kinds`, or has other fields today."""
     name, *numbers = text.split() or [""]
     if name not in kinds or not all(number.isascii() and number.isdigit() and len(number) < 6 for number in numbers):
         return None

@@ -12,11 +12,11 @@ import torch
 from lowbit._version import __version__
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose import kept
+from lowbit.kernels.choose import tuned
 from lowbit.kernels.choose.gemm import KINDS, GemmShape, MmaTile, RingTile, WgmmaTile, candidates, choose
-from lowbit.kernels.choose.kept import KEPT, SCHEMA, Kept, problem_of, read, written
 from lowbit.kernels.choose.scaled_gemm import KINDS as SCALED
 from lowbit.kernels.choose.scaled_gemm import ScaledTile, candidates_scaled, choose_scaled
+from lowbit.kernels.choose.tuned import RESULT, SCHEMA, TunedRow, problem_of, read, written
 from lowbit.ops.table import Problem, scaled_shape
 from lowbit.ops.table import choose as choose_kernel
 
@@ -26,19 +26,19 @@ SHAPE = GemmShape(64, 5120, 13824, 4)
 
 @pytest.fixture
 def file(tmp_path):
-    kept.forget()
+    tuned.forget()
     yield tmp_path / "h200.json"
-    kept.forget()
+    tuned.forget()
 
 
 def write(file, products, **other):
     rows = {problem: [asdict(row) for row in found] for problem, found in products.items()}
-    file.write_text(json.dumps({"result": KEPT, "schema": SCHEMA, "lowbit": __version__, "products": rows} | other))
+    file.write_text(json.dumps({"result": RESULT, "schema": SCHEMA, "lowbit": __version__, "products": rows} | other))
     return str(file)
 
 
 def measured(tile, m=64, kinds=KINDS):
-    return Kept(m, written(tile, kinds), 20.0, 25.0, "2026-11-23")
+    return TunedRow(m, written(tile, kinds), 20.0, 25.0, "2026-11-23")
 
 
 @pytest.mark.parametrize("machine", [H200, A100], ids=lambda machine: machine.product)
@@ -64,7 +64,7 @@ def test_fewer_tokens(file):
     shape = GemmShape(512, 28672, 4096, 4)
     tiles = [row.tile for row in candidates(shape, H200) if not row.reasons][1:]
     fewer = replace(shape, m=400)
-    near = next(tile for tile in tiles if 1 < cost_of(tile, fewer, H200) < kept.NO_SLOWER)
+    near = next(tile for tile in tiles if 1 < cost_of(tile, fewer, H200) < tuned.NO_SLOWER)
     far = next(tile for tile in tiles if cost_of(tile, fewer, H200) > 1.2)
     for name, tile in (("near", near), ("far", far)):
         here = replace(H200, tuned=write(file.with_name(name), {problem_of(shape): [measured(tile, 512)]}))
@@ -79,7 +79,7 @@ def test_where_nothing_gained_the_model_decides(file):
     """For fewer tokens too, where its choice for these would be a bad one."""
     shape = GemmShape(1024, 6144, 4096, 4)
     modelled = written(choose(shape, A100), KINDS)
-    here = replace(A100, tuned=write(file, {problem_of(shape): [Kept(1024, modelled, 100.0, 100.0, "2026-11-23")]}))
+    here = replace(A100, tuned=write(file, {problem_of(shape): [TunedRow(1024, modelled, 100.0, 100.0, "2026-11-23")]}))
     for m in (513, 520, 700, 1024):
         assert choose(replace(shape, m=m), here) == choose(replace(shape, m=m), A100)
 
@@ -103,7 +103,7 @@ def test_products_with_8_bits(file):
 
 
 def stated(**products):
-    return json.dumps({"result": KEPT, "schema": SCHEMA, "lowbit": __version__, **products})
+    return json.dumps({"result": RESULT, "schema": SCHEMA, "lowbit": __version__, **products})
 
 
 def row(**changed):
@@ -116,9 +116,9 @@ def row(**changed):
         ("{", "Expecting property name"),
         ("[]", "no file of `lowbit tune`"),
         (json.dumps({"result": "another", "schema": SCHEMA}), "no file of `lowbit tune`"),
-        (json.dumps({"result": KEPT, "schema": SCHEMA, "lowbit": "0.0.1"}), "lowbit 0.0.1 measured it"),
+        (json.dumps({"result": RESULT, "schema": SCHEMA, "lowbit": "0.0.1"}), "lowbit 0.0.1 measured it"),
         (
-            json.dumps({"result": KEPT, "schema": SCHEMA, "lowbit": __version__, "products": {"a": [{}]}}),
+            json.dumps({"result": RESULT, "schema": SCHEMA, "lowbit": __version__, "products": {"a": [{}]}}),
             "a measurement has the fields",
         ),
         ("[" * 100_000, "recursion"),
@@ -156,7 +156,7 @@ def test_tiles_that_nobody_knows_are_left_aside(file, text):
     if text == "ring 8 3 2 1 8 1":
         assert read(text, KINDS) == RingTile(8, 3, 2, 1, 8, 1)
     else:
-        here = replace(H200, tuned=write(file, {problem_of(SHAPE): [Kept(64, text, 1.0, 2.0, "2026-11-23")]}))
+        here = replace(H200, tuned=write(file, {problem_of(SHAPE): [TunedRow(64, text, 1.0, 2.0, "2026-11-23")]}))
         assert choose(SHAPE, here) == choose(SHAPE, H200)
 
 

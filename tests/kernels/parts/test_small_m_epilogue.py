@@ -17,67 +17,77 @@ from lowbit.kernels.choose.gemm import DENSE_BITS, GemmShape, RingTile, ring_til
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.parts import ring_end
-from lowbit.kernels.parts.end import End
+from lowbit.kernels.parts import small_m_epilogue
+from lowbit.kernels.parts.epilogue import Epilogue
+from lowbit.kernels.parts.k_block import KBlock
 from lowbit.kernels.parts.ring import Ring
-from lowbit.kernels.parts.step import Step
 from lowbit.kernels.sm80.small_m_gemm import RingGemm
 from tests.kernels.parts.blocks import Block, Memory, lanes
 from tests.kernels.parts.plain import check_operands
 
 
-def config_of(tile, end):
-    ring = Ring(Step("int4", "fp16", tile.tokens, 128, "none", "fp16"), tile.strips, tile.rounds, False)
-    return RingGemm(ring, tile.warps_n, tile.warps_k, tile.splits, end, True)
+def config_of(tile, epilogue):
+    ring = Ring(KBlock("int4", "fp16", tile.tokens, 128, "none", "fp16"), tile.strips, tile.rounds, False)
+    return RingGemm(ring, tile.warps_n, tile.warps_k, tile.splits, epilogue, True)
 
 
-def accumulators(config, products, first_strip, split, thread):
+def accumulators(config, products, first_row_block, split, thread):
     """What each thread has after the main loop, PTX ISA's accumulator of m16n8k16: `products` [slices, rows, tokens]."""
     found, lane, warp = [], thread % 32, thread // 32
-    per_strip = config.ring.step.accumulators
+    per_strip = config.ring.k_block.accumulators
     slice_k = split * config.warps_k + warp % config.warps_k
     for element in range(config.accumulators):
-        strip = first_strip + warp // config.warps_k * config.ring.strips + element // per_strip
+        row_block = first_row_block + warp // config.warps_k * config.ring.row_blocks + element // per_strip
         inside = element % per_strip
-        row, token = 16 * strip + lane // 4 + 8 * (inside // 2 % 2), 8 * (inside // 4) + 2 * (lane % 4) + inside % 2
+        row, token = 16 * row_block + lane // 4 + 8 * (inside // 2 % 2), 8 * (inside // 4) + 2 * (lane % 4) + inside % 2
         found.append(products[slice_k, row, token])
     return tuple(lanes(one) for one in found)
 
 
-def launch(tile, end, m, n, rng, **given):
+def launch(tile, epilogue, m, n, rng, **given):
     """All blocks of a product whose sums over K are those of the products that are returned."""
-    config, strips = config_of(tile, end), -(-n // 16)
-    grid = -(-strips // tile.block_strips), 1, tile.splits
-    products = np.full((config.slices, 16 * strips, tile.tokens), np.nan, dtype=np.float32)  # what does not exist is poisoned
+    config, row_blocks = config_of(tile, epilogue), -(-n // 16)
+    grid = -(-row_blocks // tile.block_strips), 1, tile.splits
+    products = np.full(
+        (config.slices, 16 * row_blocks, tile.tokens), np.nan, dtype=np.float32
+    )  # what does not exist is poisoned
     products[:, :n, :m] = rng.standard_normal((config.slices, n, m))
     partial = Memory(np.full(grid[0] * tile.splits * config.outputs * config.threads, np.nan, dtype=np.float32))
     arrived = Memory(np.zeros(grid[0], dtype=np.int32))
     places = [(i, split) for i in range(grid[0]) for split in rng.permutation(tile.splits)]
     for i, split in places:
-        block = Block(config, grid, (i, 0, int(split)), ring_end)
+        block = Block(config, grid, (i, 0, int(split)), small_m_epilogue)
         d, thread = block.device, block.thread
-        first = min(i * tile.block_strips, strips - tile.block_strips)
+        first = min(i * tile.block_strips, row_blocks - tile.block_strips)
         at = types.SimpleNamespace(
-            lane=thread & 31, warp=thread >> 5, first_strip=first, first_token=0, own_row=i * tile.block_strips * 16, M=m, N=n
+            lane=thread & 31,
+            warp=thread >> 5,
+            first_row_block=first,
+            first_token=0,
+            own_row=i * tile.block_strips * 16,
+            M=m,
+            N=n,
         )
         rms = (
             d["rms_factors"](given["squares"], at, given["inverse_width"], given["eps"], given["x_factor"], config)
-            if end.parts
+            if epilogue.norm_parts
             else ()
         )
         channels = {name: given.get(name) for name in ("channel_scale", "bias", "gamma")}
-        channels = {name: memory and d["rows_ahead"](memory, at, config) for name, memory in channels.items()}
-        old = d["outputs_ahead"](given["h"], at, config) if end.residual and config.h_early else ()
-        applied = types.SimpleNamespace(factor=0.5, channel_scale=channels["channel_scale"], rms=rms, bias=channels["bias"])
+        channels = {name: memory and d["load_rows"](memory, at, config) for name, memory in channels.items()}
+        old = d["load_h"](given["h"], at, config) if epilogue.residual and config.h_early else ()
+        epilogue_args = types.SimpleNamespace(
+            factor=0.5, channel_scale=channels["channel_scale"], rms=rms, bias=channels["bias"]
+        )
         residual = types.SimpleNamespace(
             h=given.get("h"), gamma=channels["gamma"], squares=given.get("squares"), x_factor=given.get("x_factor"), old=old
         )
         acc = accumulators(config, products, first, int(split), np.arange(config.threads))
-        last, sums = True, d["sum_of_slices"](block.tile(), acc, at.lane, at.warp, config)
+        last, sums = True, d["reduce_slices"](block.tile(), acc, at.lane, at.warp, config)
         if tile.splits > 1:
-            last, sums = d["meet"](partial, arrived, sums, thread, config)
+            last, sums = d["reduce_splits"](partial, arrived, sums, thread, config)
         if last:
-            d["finish"](given["y"], sums, applied, residual, at, config)
+            d["apply_epilogue"](given["y"], sums, epilogue_args, residual, at, config)
     assert not arrived.values.any(), "counters are zero again"
     return products[:, :n, :m].sum(0, dtype=np.float64).T
 
@@ -108,7 +118,7 @@ def test_norm(tile, bias):
             squares, channel = rng.random((parts, m), dtype=np.float32), rng.random(n, dtype=np.float32)
             of_bias, y = half(rng, n), Memory(np.full((m, n), np.nan, dtype=np.float16))
             sums = launch(
-                tile, End(True, bias, parts), m, n, rng, y=y, squares=Memory(squares), channel_scale=Memory(channel),
+                tile, Epilogue(True, bias, parts), m, n, rng, y=y, squares=Memory(squares), channel_scale=Memory(channel),
                 bias=Memory(of_bias), inverse_width=1 / 64, eps=1e-3, x_factor=0.25,
             )  # fmt: skip
             rms = np.sqrt(squares.astype(np.float64).sum(0) / 64 + 1e-3)[:, None]
@@ -127,8 +137,8 @@ def test_gates_and_what_they_gate_are_in_one_lane(tile, gate):
         squares, y = rng.random((3, m), dtype=np.float32), Memory(np.full((m, n // 2), np.nan, dtype=np.float16))
         bias = half(rng, n)
         sums = launch(
-            tile, End(False, True, 3, gate), m, n, rng, y=y, squares=Memory(squares), bias=Memory(bias), inverse_width=1 / 64,
-            eps=1e-3, x_factor=2.0,
+            tile, Epilogue(False, True, 3, gate), m, n, rng, y=y, squares=Memory(squares), bias=Memory(bias),
+            inverse_width=1 / 64, eps=1e-3, x_factor=2.0,
         )  # fmt: skip
         rms = np.sqrt(squares.astype(np.float64).sum(0) / 64 + 1e-3)[:, None]
         both = torch.from_numpy(0.5 * sums / (rms * 2.0) + bias).unflatten(1, (-1, 2, 8))
@@ -151,7 +161,7 @@ def test_residual(tile, bias):
             Memory(np.full((parts, m), np.nan, np.float32)),
         )
         sums = launch(
-            tile, End(False, bias, residual=True), m, n, rng, y=following, h=memory, gamma=Memory(gamma), squares=squares,
+            tile, Epilogue(False, bias, h_type="fp16"), m, n, rng, y=following, h=memory, gamma=Memory(gamma), squares=squares,
             bias=Memory(of_bias), x_factor=0.25,
         )  # fmt: skip
         expected = h + 0.5 * sums + (of_bias if bias else 0)
@@ -173,12 +183,12 @@ def test_residual(tile, bias):
 def test_every_candidate_finishes_every_output_once(role, n, k, m):
     """The map of outputs alone: accumulators that threads finish are those that exist, each by one thread."""
     rows = chain_candidates(role, GemmShape(m, n, k, 4), typical_machine(90))
+    of_role = Epilogue(False, False, 1, "silu" if role == "gated" else "none")
+    if role == "residual":
+        of_role = Epilogue(False, False, h_type="fp16")
     for tile in (row.tile for row in rows if isinstance(row.tile, RingTile)):
-        config = config_of(
-            tile,
-            End(False, False, 0 if role == "residual" else 1, "silu" if role == "gated" else "none", role == "residual"),
-        )
-        block = Block(config, (1, 1, 1), (0, 0, 0), ring_end)
+        config = config_of(tile, of_role)
+        block = Block(config, (1, 1, 1), (0, 0, 0), small_m_epilogue)
         warps, found, before = lanes(np.arange(config.warps)), [], None
         for i in range(config.outputs):
             element, row_of_warps = block.device["element_of"](i, warps, config)
@@ -196,10 +206,10 @@ def test_sums_of_a_row_share_what_is_asked_for(role, n, k, bits):
     for m in (1, 16):
         for tile in ring_tiles(GemmShape(m, n, k, bits), typical_machine(80)):
             gate, parts = "silu" if role == "gated" else "none", 0 if role == "residual" else 1
-            config = config_of(tile, End(False, True, parts, gate, role == "residual"))
-            block = Block(config, (1, 1, 1), (0, 0, 0), ring_end)
+            config = config_of(tile, Epilogue(False, True, parts, gate, "fp16" if role == "residual" else None))
+            block = Block(config, (1, 1, 1), (0, 0, 0), small_m_epilogue)
             lane, warp = block.thread & 31, block.thread >> 5
-            at = types.SimpleNamespace(lane=lane, warp=warp, first_strip=0, first_token=0, own_row=0, M=m, N=n)
+            at = types.SimpleNamespace(lane=lane, warp=warp, first_row_block=0, first_token=0, own_row=0, M=m, N=n)
             elements = [block.device["element_of"](i, warp, config) for i in range(config.outputs)]
             rows = [block.device["output_of"](*one, at, config)[0] for one in elements]
             for i, (element, _) in enumerate(elements):
@@ -208,14 +218,14 @@ def test_sums_of_a_row_share_what_is_asked_for(role, n, k, bits):
 
 
 def test_ptx_names_its_operands():
-    check_operands(ring_end.ADD_GROUPS.value, "=&f,f")
-    check_operands(ring_end.STORE.value, "=r,r,f")
-    check_operands(ring_end.STORE_IF.value, "=r,r,f,r")
+    check_operands(small_m_epilogue.ADD_GROUPS.value, "=&f,f")
+    check_operands(small_m_epilogue.STORE.value, "=r,r,f")
+    check_operands(small_m_epilogue.STORE_IF.value, "=r,r,f,r")
     for count in (1, 4, 16):
-        text = ring_end.add_strided(count, 128)
+        text = small_m_epilogue.add_strided(count, 128)
         check_operands(getattr(text, "value", text), "=&f,r")
 
 
 def test_a_residual_has_no_norm():
     with pytest.raises(ValueError, match="no norm and no gate"):
-        End(False, False, 4, residual=True)
+        Epilogue(False, False, 4, h_type="fp16")

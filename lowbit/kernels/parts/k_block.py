@@ -1,4 +1,4 @@
-"""The arithmetic of one step as PTX: 16 rows of w, 128 k, some tokens; codes -> halves -> mma.sync -> scales.
+"""One k block (128 k) as PTX: 16 rows of w times some tokens; codes -> halves -> mma.sync -> group scales.
 
 PTX ISA, "Matrix Fragments for mma.m16n8k16": the four registers of A are codes of rows g and g + 8 (lane group g), the
 accumulator holds rows g and g + 8 of tokens 2t and 2t + 1 (lane t of the group).
@@ -14,24 +14,24 @@ from lowbit.hardware.half import HalfType
 from lowbit.hardware.ptx import float_constant
 from lowbit.kernels.parts.gluon import gl
 
-STEP_K = 128
-STEP_TILES = 2
-"""Tiles of 64 k in a step."""
+BLOCK_K = 128
+BLOCK_TILES = 2
+"""Tiles of 64 k in a k block."""
 
-K_STEPS = STEP_K // 16
-"""Matrix instructions along K in a step."""
+BLOCK_MMAS = BLOCK_K // 16
+"""Matrix instructions along K in a k block."""
 
 DENSE = "dense"
-"""The name of weights that are halves already, in the type of x."""
+"""Name of the format of weights that are halves already, in the type of x."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """What one warp does with one strip and 128 k.
+class KBlock:
+    """The arithmetic of one warp for one m16 row block and 128 k.
 
-    `format` is the name of a number format, or `DENSE`, whose words are fragments as they are. `tokens` is a multiple of 8.
-    `group` is 0 where the scales wait for the end (per channel, per tensor), else 16, 32, 64 or 128. `zero` is "none",
-    "integer" (w = (code - zero) * scale) or "float" (w = code * scale + zero).
+    `format` is the name of a number format, or `DENSE`, whose words are fragments already. `tokens` is a multiple of 8. `group`
+    is 0 where scales are applied in the epilogue (per channel, per tensor), else 16, 32, 64 or 128. `zero` is "none", "integer"
+    (w = (code - zero) * scale) or "float" (w = code * scale + zero).
     """
 
     format: str
@@ -47,7 +47,7 @@ class Step:
 
     @property
     def dense(self) -> bool:
-        """Whether words are fragments already."""
+        """True if words are fragments already."""
         return self.format == DENSE
 
     @property
@@ -56,18 +56,18 @@ class Step:
 
     @property
     def factor(self) -> float:
-        """By how much converted codes are too small."""
+        """Factor by which converted codes are too small."""
         return 1.0 if self.dense else self.conversion.scale_factor
 
     @property
     def words(self) -> int:
         """Words of codes per lane."""
-        return STEP_TILES * self.bits
+        return BLOCK_TILES * self.bits
 
     @property
     def groups(self) -> int:
-        """Groups of scales in a step; 0 without group scales."""
-        return STEP_K // self.group if self.group else 0
+        """Scale groups in a k block; 0 without group scales."""
+        return BLOCK_K // self.group if self.group else 0
 
     @property
     def pair_bytes(self) -> int:
@@ -80,26 +80,26 @@ class Step:
         return self.groups * self.pair_bytes // 4
 
     @property
-    def eights(self) -> int:
-        """Groups of 8 tokens."""
+    def n8_tiles(self) -> int:
+        """n8 tiles of tokens."""
         return self.tokens // 8
 
     @property
     def token_words(self) -> int:
         """Words of x per lane."""
-        return 2 * K_STEPS * self.eights
+        return 2 * BLOCK_MMAS * self.n8_tiles
 
     @property
     def accumulators(self) -> int:
         """Accumulators per lane."""
-        return 4 * self.eights
+        return 4 * self.n8_tiles
 
     @property
     def sums(self) -> int:
-        """Sums of x per lane that zero points need: two tokens for each 8, for each group."""
-        return 2 * self.eights * self.groups if self.zero != "none" else 0
+        """Sums of x per lane that zero points need: two tokens per n8 tile and group."""
+        return 2 * self.n8_tiles * self.groups if self.zero != "none" else 0
 
-    # ---- operands of the PTX, in the order in which the kernel passes them
+    # ---- operands of the PTX, in order
 
     @property
     def types(self) -> tuple[gl.dtype, ...]:
@@ -123,18 +123,18 @@ class Step:
         """Outputs: accumulators. Inputs: words, words of x, scale words, sums of x, accumulators."""
         operand = operands_of(self.accumulators, self.words, self.token_words, self.scale_words, self.sums, self.accumulators)
         out, words, x, scales, sums, acc = operand
-        per_group = K_STEPS // max(self.groups, 1)
+        per_group = BLOCK_MMAS // max(self.groups, 1)
         lines = [".reg .b32 a<32>;", f".reg .f32 p<{self.accumulators}>;", ".reg .f32 s<2>, z<2>, t, nil;"]
         lines.append("mov.f32 nil, 0f00000000;")
         lines += self._convert(words)
         for group in range(max(self.groups, 1)):
             for inside in range(per_group):
                 step = group * per_group + inside
-                for eight in range(self.eights):
-                    part = [f"p{4 * eight + i}" for i in range(4)]
-                    start = ["nil"] * 4 if self.groups else acc[4 * eight : 4 * eight + 4]
+                for n8_tile in range(self.n8_tiles):
+                    part = [f"p{4 * n8_tile + i}" for i in range(4)]
+                    start = ["nil"] * 4 if self.groups else acc[4 * n8_tile : 4 * n8_tile + 4]
                     a = [f"a{4 * step + i}" for i in range(4)]
-                    b = x[16 * eight + 2 * step : 16 * eight + 2 * step + 2]
+                    b = x[16 * n8_tile + 2 * step : 16 * n8_tile + 2 * step + 2]
                     lines.append(mma(self.dtype, part, a, b, part if inside else start))
             if self.groups:
                 lines += self._scale(group, out, scales, sums, acc)
@@ -144,19 +144,20 @@ class Step:
 
     @property
     def sum_asm(self) -> str:
-        """Outputs: sums of x. Inputs: words of x. A matrix instruction whose A is all ones adds up its tokens."""
+        """Sums x over each group, as zero points need: a matrix instruction whose A is all ones. Outputs: sums of x. Inputs:
+        words of x."""
         out, x = operands_of(self.sums, self.token_words)
-        per_group = K_STEPS // self.groups
+        per_group = BLOCK_MMAS // self.groups
         ones = "0x3c003c00" if self.dtype == "fp16" else "0x3f803f80"
         lines = [".reg .b32 one; .reg .f32 p<4>, nil;", f"mov.b32 one, {ones};", "mov.f32 nil, 0f00000000;"]
         part = [f"p{i}" for i in range(4)]
         for group in range(self.groups):
-            for eight in range(self.eights):
+            for n8_tile in range(self.n8_tiles):
                 for inside in range(per_group):
                     step = group * per_group + inside
-                    b = x[16 * eight + 2 * step : 16 * eight + 2 * step + 2]
+                    b = x[16 * n8_tile + 2 * step : 16 * n8_tile + 2 * step + 2]
                     lines.append(mma(self.dtype, part, ["one"] * 4, b, part if inside else ["nil"] * 4))
-                first = 2 * (group * self.eights + eight)
+                first = 2 * (group * self.n8_tiles + n8_tile)
                 lines += [f"mov.f32 {out[first]}, p0;", f"mov.f32 {out[first + 1]}, p1;"]
         return "{\n" + "\n".join(lines) + "\n}"
 
@@ -181,16 +182,16 @@ class Step:
         lines = _widen("s", words[0], self.scale_dtype)
         if self.zero != "none":
             lines += _widen("z", words[1], self.scale_dtype)
-            if self.factor != 1:  # all sums are multiplied by it at the end, but zeros are not too small
+            if self.factor != 1:  # the epilogue multiplies all sums by it, but zeros are not too small
                 lines += [f"mul.f32 z{row}, z{row}, {float_constant(1 / self.factor)};" for row in (0, 1)]
-        for eight in range(self.eights):
+        for n8_tile in range(self.n8_tiles):
             for i in range(4):
-                index, row = 4 * eight + i, i // 2
+                index, row = 4 * n8_tile + i, i // 2
                 part, before = f"p{index}", acc[index] if group == 0 else out[index]
                 if self.zero == "none":
                     lines.append(f"fma.rn.f32 {out[index]}, {part}, s{row}, {before};")
                     continue
-                total = sums[2 * (group * self.eights + eight) + i % 2]
+                total = sums[2 * (group * self.n8_tiles + n8_tile) + i % 2]
                 if self.zero == "integer":
                     lines += [f"neg.f32 t, z{row};", f"fma.rn.f32 t, t, {total}, {part};"]
                     lines.append(f"fma.rn.f32 {out[index]}, t, s{row}, {before};")
@@ -200,7 +201,7 @@ class Step:
 
 
 def operands_of(*counts: int) -> list[list[str]]:
-    """$0, $1, ... dealt to groups of so many operands."""
+    """Returns operand names $0, $1, ... in groups of the given sizes."""
     groups, first = [], 0
     for count in counts:
         groups.append([f"${first + i}" for i in range(count)])
@@ -209,14 +210,14 @@ def operands_of(*counts: int) -> list[list[str]]:
 
 
 def mma(dtype: HalfType, d: list[str], a: list[str], b: list[str], c: list[str]) -> str:
-    """mma.sync m16n8k16 as PTX, of the registers of its four operands."""
+    """Returns mma.sync m16n8k16 as PTX, with the registers of its four operands."""
     kind = "f16" if dtype == "fp16" else "bf16"
     registers = ", ".join("{" + ", ".join(group) + "}" for group in (d, a, b, c))
     return f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {registers};"
 
 
 def _widen(name: str, word: str, dtype: HalfType) -> list[str]:
-    """Both halves of a word to the float32 registers name0 and name1."""
+    """Converts both halves of a word to the float32 registers name0 and name1."""
     if dtype == "fp16":
         return [
             "{ .reg .b16 lo, hi;",

@@ -1,12 +1,12 @@
-"""The end of a product of the ring kernel: its slices of K come together, then what parts/end.py says, thread by thread.
+"""The epilogue of the small-M GEMM: reduction of K slices and splits, then parts/epilogue.py, thread by thread.
 
-Every warp adds up the squares that a norm needs by itself; a gate and what it gates are sums of one thread. What the end needs
-from memory is asked for before the main loop, or brought to the L2 then and read when the sums are there.
+Every warp adds up the squares that a norm needs by itself; gate and up are sums of one thread. Inputs of the epilogue are
+loaded before the main loop, or prefetched into L2 then and loaded after it.
 """
 
 from __future__ import annotations
 
-from lowbit.kernels.parts.end import activated
+from lowbit.kernels.parts.epilogue import activated
 from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, asm, barrier, gl, gluon, ptx, run
 
 ADD_GROUPS = gl.constexpr(
@@ -14,10 +14,10 @@ ADD_GROUPS = gl.constexpr(
     + "\n".join(f"shfl.sync.bfly.b32 other, $0, {d}, 0x1f, 0xffffffff; add.f32 $0, $0, other;" for d in (4, 8, 16))
     + "\n}"
 )
-"""The sum of $1 over the 8 lane groups, the same in every lane."""
+"""Sum of $1 over the 8 lane groups, the same in every lane."""
 
 STORE = gl.constexpr("{ .reg .b32 at; mov.u32 at, global_smem; add.u32 at, at, $1; st.shared.f32 [at], $2; mov.b32 $0, 0; }")
-"""One float32 to shared memory: $1 byte, $2 value."""
+"""Stores the float32 $2 to byte $1 of shared memory."""
 
 STORE_IF = gl.constexpr(
     "{ .reg .b32 at; .reg .pred p; setp.ne.s32 p, $3, 0; mov.u32 at, global_smem; add.u32 at, at, $1;"
@@ -28,19 +28,19 @@ STORE_IF = gl.constexpr(
 
 @gluon.constexpr_function
 def add_strided(count, stride):
-    """The sum of `count` float32 of shared memory, `stride` bytes apart, in their order: $1 byte of the first."""
+    """Adds `count` float32 of shared memory, `stride` bytes apart, in order; $1 is the byte of the first."""
     lines = [".reg .b32 at; .reg .f32 v;", "mov.u32 at, global_smem; add.u32 at, at, $1; ld.shared.f32 $0, [at];"]
     lines += [f"ld.shared.f32 v, [at+{stride * i}]; add.f32 $0, $0, v;" for i in range(1, count)]
     return "{\n" + "\n".join(lines) + "\n}"
 
 
 @aggregate
-class Place:
-    """A thread of a block, and the block's share: its first strip and token, the first row that no other block finishes."""
+class ThreadCoordinates:
+    """A thread's lane and warp, the block's first row block and token, and the first row that no other block stores."""
 
     lane: gl.tensor
     warp: gl.tensor
-    first_strip: Scalar
+    first_row_block: Scalar
     first_token: Scalar
     own_row: Scalar
     M: Scalar
@@ -48,19 +48,19 @@ class Place:
 
 
 @aggregate
-class Applied:
-    """What the sums are multiplied by and what is added, scales and biases for each of a thread's outputs (`rows_ahead`), or
-    nothing; `rms` has 1 / rms of tokens 2t and 2t + 1 of each 8, or nothing."""
+class SmallMEpilogueArgs:
+    """Factor of all sums; scales and biases for each of a thread's outputs (`load_rows`) or nothing; `rms`: 1 / rms of tokens
+    2t and 2t + 1 of each n8 tile, or nothing."""
 
     factor: Scalar
-    channel_scale: Scalar | Tuple  # a pointer that nobody reads where there are none
+    channel_scale: Scalar | Tuple  # an unused pointer where there are none
     rms: Tuple
     bias: Scalar | Tuple
 
 
 @aggregate
-class Residual:
-    """h [M, N], the next norm's gamma [N] (as in `Applied`; with C.h_early, `old` is what h was), squares of blocks."""
+class ResidualArgs:
+    """h [M, N], the next norm's gamma [N] (like scales), squares of blocks; with C.h_early, `old` is h before the addition."""
 
     h: Scalar
     gamma: Scalar | Tuple
@@ -71,12 +71,13 @@ class Residual:
 
 @gluon.jit
 def element_of(i: gl.constexpr, warp, C: gl.constexpr):
-    """Accumulator of the lane and row of warps of a thread's i-th sum; gates have even numbers, what they gate odd ones.
+    """Returns (accumulator of the lane, row of warps) of a thread's i-th sum; gates have even numbers, ups odd ones.
 
-    Sums of a thread are neighbours where they then lie in few rows, with few scales and biases (`RingGemm.first_of_row`);
-    otherwise those of neighbouring warps are."""
-    PAIRS: gl.constexpr = C.ring.step.accumulators // 2
-    TOGETHER: gl.constexpr = 1 if C.end.gate == "none" else 2
+    A thread's sums are neighbours where that puts them in few rows, with few scales and biases (`RingGemm.first_of_row`).
+    Otherwise neighbouring warps have neighbouring sums.
+    """
+    PAIRS: gl.constexpr = C.ring.k_block.accumulators // 2
+    TOGETHER: gl.constexpr = 1 if C.epilogue.gate == "none" else 2
     if C.row_period > 0:
         index = warp // C.warps_n * (C.outputs // TOGETHER) + i // TOGETHER
     else:
@@ -89,22 +90,22 @@ def element_of(i: gl.constexpr, warp, C: gl.constexpr):
 
 @gluon.jit
 def output_of(element, row_of_warps, at, C: gl.constexpr):
-    """Row of w and token of an accumulator, and whether they exist."""
-    S: gl.constexpr = C.ring.step
-    strip = at.first_strip + row_of_warps * C.ring.strips + element // S.accumulators
-    row = strip * 16 + (at.lane >> 2) + 8 * ((element >> 1) & 1)
+    """Returns row of w and token of an accumulator, and whether they exist."""
+    S: gl.constexpr = C.ring.k_block
+    row_block = at.first_row_block + row_of_warps * C.ring.row_blocks + element // S.accumulators
+    row = row_block * 16 + (at.lane >> 2) + 8 * ((element >> 1) & 1)
     token = at.first_token + (element % S.accumulators) // 4 * 8 + (at.lane & 3) * 2 + (element & 1)
     exists = (element < C.accumulators) & (row < at.N) & (token < at.M)
     return row, token, exists
 
 
 @gluon.jit
-def sum_of_slices(shared, acc, lane, warp, C: gl.constexpr):
-    """Adds what the warps of a block have for their slices of K. Thread by thread, C.outputs sums; see `element_of`."""
+def reduce_slices(shared, acc, lane, warp, C: gl.constexpr):
+    """Reduces the K slices of a block's warps through shared memory; returns C.outputs sums per thread, see `element_of`."""
     ACCUMULATORS: gl.constexpr = C.accumulators
     OUTPUTS: gl.constexpr = C.outputs
     barrier()
-    shared.index(0).store(acc[0])  # as below; it also keeps the allocation, which all the rest reaches by address, alive
+    shared.index(0).store(acc[0])  # as below; it also keeps the allocation alive, which PTX uses by address
     for i in gl.static_range(1, ACCUMULATORS):
         run(STORE, "=r,r,f", [(i * C.threads + warp * 32 + lane) * 4, acc[i]])
     barrier()
@@ -118,10 +119,10 @@ def sum_of_slices(shared, acc, lane, warp, C: gl.constexpr):
 
 
 @gluon.jit
-def meet(partial, arrived, sums, thread, C: gl.constexpr):
-    """Leaves this block's sums to the last block of its rows and tokens; that block gets True and the sums of all splits.
+def reduce_splits(partial, arrived, sums, thread, C: gl.constexpr):
+    """Split-K reduction by the last block of these rows and tokens: that block gets (True, sums over all splits).
 
-    `arrived` counts the blocks that are through and is 0 again afterwards.
+    `arrived` counts the blocks that have stored their sums; it is 0 before and after.
     """
     OUTPUTS: gl.constexpr = C.outputs
     SPLITS: gl.constexpr = C.splits
@@ -145,23 +146,23 @@ def meet(partial, arrived, sums, thread, C: gl.constexpr):
 
 @gluon.jit
 def across_groups(value, C: gl.constexpr):
-    """The sum over the 8 lane groups."""
+    """Sum over the 8 lane groups."""
     return asm(ADD_GROUPS, "=&f,f", [value], gl.float32)
 
 
 @gluon.jit
 def rms_factors(squares, at, inverse_width, eps, x_factor, C: gl.constexpr):
-    """1 / (rms * x_factor) of tokens 2t and 2t + 1 of each 8 tokens, t being the lane's place in its group."""
-    EIGHTS: gl.constexpr = C.ring.step.eights
-    TURNS: gl.constexpr = (C.end.parts + 7) // 8
+    """1 / (rms * x_factor) of tokens 2t and 2t + 1 of each n8 tile, for lane t of its group."""
+    N8_TILES: gl.constexpr = C.ring.k_block.n8_tiles
+    CHUNKS: gl.constexpr = (C.epilogue.norm_parts + 7) // 8
     factors = ()
     inverse = 1.0 / x_factor
-    for i in gl.static_range(2 * EIGHTS):
+    for i in gl.static_range(2 * N8_TILES):
         token = at.first_token + i // 2 * 8 + (at.lane & 3) * 2 + i % 2
         total = (at.lane * 0).to(gl.float32)
-        for turn in gl.static_range(TURNS):
-            part = turn * 8 + (at.lane >> 2)
-            exists = (part < C.end.parts) & (token < at.M)
+        for chunk in gl.static_range(CHUNKS):
+            part = chunk * 8 + (at.lane >> 2)
+            exists = (part < C.epilogue.norm_parts) & (token < at.M)
             total += gl.load(squares + part * at.M + token, mask=exists, other=0.0)
         factors = factors + (gl.rsqrt(across_groups(total, C) * inverse_width + eps) * inverse,)
     return factors
@@ -169,8 +170,8 @@ def rms_factors(squares, at, inverse_width, eps, x_factor, C: gl.constexpr):
 
 @gluon.jit
 def rms_of(factors, element, C: gl.constexpr):
-    """The factor of the token of an accumulator."""
-    COUNT: gl.constexpr = 2 * C.ring.step.eights
+    """Selects the factor of an accumulator's token."""
+    COUNT: gl.constexpr = 2 * C.ring.k_block.n8_tiles
     which = element % (2 * COUNT) // 4 * 2 + (element & 1)
     chosen = factors[0]
     for i in gl.static_range(1, COUNT):
@@ -180,53 +181,54 @@ def rms_of(factors, element, C: gl.constexpr):
 
 @gluon.jit
 def channel_of(row, at, C: gl.constexpr):
-    """The channel that a row of a strip is: itself, but where strips take gates and what they gate from two places."""
-    if C.ring.step.dense and C.end.gate != "none":
+    """Channel of a row: the row itself, except that 16-bit weights have all gates before all ups."""
+    if C.ring.k_block.dense and C.epilogue.gate != "none":
         return row // 16 * 8 + row % 8 + row // 8 % 2 * (at.N // 2)
     else:
         return row
 
 
 @gluon.jit
-def applied_to(total, applied, i: gl.constexpr, element, C: gl.constexpr):
-    """A thread's i-th sum with all that is applied to it."""
-    total *= applied.factor
-    if C.end.channel_scale:
-        total *= applied.channel_scale[i]
-    if C.end.parts > 0:
-        total *= rms_of(applied.rms, element, C)
-    if C.end.bias:
-        total += applied.bias[i].to(gl.float32)
+def scaled_sum(total, epilogue_args, i: gl.constexpr, element, C: gl.constexpr):
+    """Applies scales, norm and bias to a thread's i-th sum."""
+    total *= epilogue_args.factor
+    if C.epilogue.channel_scale:
+        total *= epilogue_args.channel_scale[i]
+    if C.epilogue.norm_parts > 0:
+        total *= rms_of(epilogue_args.rms, element, C)
+    if C.epilogue.bias:
+        total += epilogue_args.bias[i].to(gl.float32)
     return total
 
 
 @gluon.jit
-def store(y, sums, applied, at, C: gl.constexpr):
-    """Stores what is applied to the sums: lanes of a warp write 8 neighbouring rows of w for each of 4 tokens."""
+def store(y, sums, epilogue_args, at, C: gl.constexpr):
+    """Stores y: lanes of a warp write 8 neighbouring rows of w for each of 4 tokens."""
     OUTPUTS: gl.constexpr = C.outputs
     for i in gl.static_range(OUTPUTS):
         element, row_of_warps = element_of(i, at.warp, C)
         row, token, exists = output_of(element, row_of_warps, at, C)
-        total = applied_to(sums[i], applied, i, element, C)
+        total = scaled_sum(sums[i], epilogue_args, i, element, C)
         gl.store(y + token.to(gl.int64) * at.N + row, total.to(y.dtype.element_ty), mask=exists)
 
 
 @gluon.jit
-def store_gated(y, sums, applied, at, C: gl.constexpr):
-    """Stores y [M, N / 2] = act(gate) * up; the pair of rows 16 s + g and 16 s + 8 + g of w is column 8 s + g of y."""
+def store_gated(y, sums, epilogue_args, at, C: gl.constexpr):
+    """Stores y [M, N / 2] = act(gate) * up; rows 16 s + g and 16 s + 8 + g of w give column 8 s + g of y."""
     PAIRS: gl.constexpr = C.outputs // 2
     for i in gl.static_range(PAIRS):
         element, row_of_warps = element_of(2 * i, at.warp, C)
         row, token, exists = output_of(element, row_of_warps, at, C)
-        gate = applied_to(sums[2 * i], applied, 2 * i, element, C)
-        up = applied_to(sums[2 * i + 1], applied, 2 * i + 1, element, C)
+        gate = scaled_sum(sums[2 * i], epilogue_args, 2 * i, element, C)
+        up = scaled_sum(sums[2 * i + 1], epilogue_args, 2 * i + 1, element, C)
         to = token.to(gl.int64) * (at.N // 2) + row // 16 * 8 + row % 16
         gl.store(y + to, (activated(gate, C) * up).to(y.dtype.element_ty), mask=exists)
 
 
 @gluon.jit
-def row_ahead(channels, values, i: gl.constexpr, at, C: gl.constexpr):
-    """What `channels` [N] has for the row of a thread's i-th sum: one of the `values` of the sums before, or loaded."""
+def load_row(channels, values, i: gl.constexpr, at, C: gl.constexpr):
+    """Value of `channels` [N] for the row of a thread's i-th sum: reused from `values` if an earlier sum has the row, else
+    loaded."""
     first: gl.constexpr = ptx(C.first_of_row, i)
     if first < i:
         return values[first]
@@ -237,30 +239,30 @@ def row_ahead(channels, values, i: gl.constexpr, at, C: gl.constexpr):
 
 
 @gluon.jit
-def rows_ahead(channels, at, C: gl.constexpr):
-    """The same for all sums of a thread, on its way while the product is made."""
+def load_rows(channels, at, C: gl.constexpr):
+    """Values of `channels` [N] for all sums of a thread, loaded while the main loop runs."""
     OUTPUTS: gl.constexpr = C.outputs
     values = ()
     for i in gl.static_range(OUTPUTS):
-        values = values + (row_ahead(channels, values, i, at, C),)
+        values = values + (load_row(channels, values, i, at, C),)
     return values
 
 
 @gluon.jit
 def prefetch_rows(channel_scale, bias, gamma, thread, at, C: gl.constexpr):
-    """What belongs to the rows of a block to the L2: it would come from memory at the end, which nothing hides."""
-    row = channel_of(gl.minimum(at.first_strip * 16 + thread, at.N - 1), at, C)
-    if C.end.channel_scale:
+    """Prefetches scales, biases and gamma of a block's rows into L2; loads after the main loop would expose memory latency."""
+    row = channel_of(gl.minimum(at.first_row_block * 16 + thread, at.N - 1), at, C)
+    if C.epilogue.channel_scale:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [channel_scale + row])
-    if C.end.bias:
+    if C.epilogue.bias:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [bias + row])
-    if C.end.residual:
+    if C.epilogue.residual:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [gamma + row])
 
 
 @gluon.jit
-def outputs_ahead(h, at, C: gl.constexpr):
-    """The same of h [M, N]; the rows that this block finishes."""
+def load_h(h, at, C: gl.constexpr):
+    """Loads h [M, N] for a thread's outputs, in rows that this block stores."""
     OUTPUTS: gl.constexpr = C.outputs
     values = ()
     for i in gl.static_range(OUTPUTS):
@@ -272,22 +274,22 @@ def outputs_ahead(h, at, C: gl.constexpr):
 
 
 @gluon.jit
-def add_to_residual(x, sums, applied, residual, at, C: gl.constexpr):
-    """h += y, x = h * gamma * x_factor, and the block's sums of squares of h; of rows that two blocks have, the first's count.
+def add_to_residual(x, sums, epilogue_args, residual, at, C: gl.constexpr):
+    """Computes h += y, x = h * gamma * x_factor, and the block's sums of squares of h; rows of two blocks count in the first.
 
-    Squares of 8 rows meet in a warp, those of the block's octets of rows in shared memory, behind the accumulators.
+    Squares of 8 rows are reduced in a warp, those of the block's octets of rows in shared memory, behind the accumulators.
     """
-    S: gl.constexpr = C.ring.step
+    S: gl.constexpr = C.ring.k_block
     OUTPUTS: gl.constexpr = C.outputs
     BASE: gl.constexpr = 4 * C.accumulators * C.threads
     old = residual.old
     if not C.h_early:
-        old = outputs_ahead(residual.h, at, C)
+        old = load_h(residual.h, at, C)
     for i in gl.static_range(OUTPUTS):
         element, row_of_warps = element_of(i, at.warp, C)
         row, token, exists = output_of(element, row_of_warps, at, C)
         exists = exists & (row >= at.own_row)
-        total = applied_to(sums[i], applied, i, element, C) + old[i].to(gl.float32)
+        total = scaled_sum(sums[i], epilogue_args, i, element, C) + old[i].to(gl.float32)
         kept = total.to(residual.h.dtype.element_ty)
         to = token.to(gl.int64) * at.N + row
         gl.store(residual.h + to, kept, mask=exists)
@@ -296,24 +298,24 @@ def add_to_residual(x, sums, applied, residual, at, C: gl.constexpr):
         scaled = total * (gamma * residual.x_factor)
         gl.store(x + to, scaled.to(x.dtype.element_ty), mask=exists)
         square = across_groups(total * total, C)
-        octet = (row - at.first_strip * 16) // 8
+        octet = (row - at.first_row_block * 16) // 8
         slot = BASE + (octet * S.tokens + token - at.first_token) * 4
         some = ((at.lane < 4) & (element < C.accumulators)).to(gl.int32)
         run(STORE_IF, "=r,r,f,r", [slot, square, some])
     barrier()
     slot = at.warp * 32 + at.lane
     own = gl.minimum(slot, S.tokens - 1)
-    total = asm(add_strided(2 * C.block_strips, 4 * S.tokens), "=&f,r", [BASE + own * 4], gl.float32)
+    total = asm(add_strided(2 * C.row_blocks, 4 * S.tokens), "=&f,r", [BASE + own * 4], gl.float32)
     token = at.first_token + slot
     gl.store(residual.squares + gl.program_id(0) * at.M + token, total, mask=(slot < S.tokens) & (token < at.M))
 
 
 @gluon.jit
-def finish(y, sums, applied, residual, at, C: gl.constexpr):
-    """What C.end says of the sums."""
-    if C.end.residual:
-        add_to_residual(y, sums, applied, residual, at, C)
-    elif C.end.gate != "none":
-        store_gated(y, sums, applied, at, C)
+def apply_epilogue(y, sums, epilogue_args, residual, at, C: gl.constexpr):
+    """Applies C.epilogue to the sums and stores the result."""
+    if C.epilogue.residual:
+        add_to_residual(y, sums, epilogue_args, residual, at, C)
+    elif C.epilogue.gate != "none":
+        store_gated(y, sums, epilogue_args, at, C)
     else:
-        store(y, sums, applied, at, C)
+        store(y, sums, epilogue_args, at, C)

@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.parts import tile_end
-from lowbit.kernels.parts.end import End, activated
-from lowbit.kernels.parts.tile_end import SUMS
+from lowbit.kernels.parts import large_m_epilogue
+from lowbit.kernels.parts.epilogue import Epilogue, activated
+from lowbit.kernels.parts.large_m_epilogue import SUMS
 from tests.kernels.parts.plain import Pointer, plain
 
 
@@ -78,27 +78,28 @@ def device(name, **more):
     nothing = lambda *given: None  # noqa: E731
     names = {
         "gl": GL, "tma_load": tma_load, "tma_store": tma_store, "put": put, "barrier": nothing, "fence_async_shared": nothing,
-        "await_previous": nothing, "mbarrier": SimpleNamespace(expect=nothing, wait=nothing), "SQUARES": SUMS,
+        "wait_for_previous_kernel": nothing, "mbarrier": SimpleNamespace(expect=nothing, wait=nothing), "SQUARES": SUMS,
         "activated": plain(activated, gl=GL),
     }  # fmt: skip
-    others = {"add_squares", "rms_factors", "gated", "leave_squares", "add_to_residual"} - {name}
-    names |= {other: device(other) for other in others if other in getattr(tile_end, name).fn.__code__.co_names}
-    return plain(getattr(tile_end, name), **names)
+    others = {"load_squares", "rms_factors", "gated", "store_squares", "add_to_residual"} - {name}
+    names |= {other: device(other) for other in others if other in getattr(large_m_epilogue, name).fn.__code__.co_names}
+    return plain(getattr(large_m_epilogue, name), **names)
 
 
-def run(end, m, n, tokens, rows, generator, half=torch.float16):
+def run(epilogue, m, n, tokens, rows, generator, half=torch.float16):
     """y or h, x and squares of sums that are random, with what the reference makes of the same."""
     config = SimpleNamespace(
-        end=end, rows=rows, tokens=tokens, accumulator=None, of_parts=None, of_columns=None, of_tokens=None, y=half,
+        epilogue=epilogue, rows=rows, tokens=tokens, accumulator=None, of_parts=None, of_columns=None, of_tokens=None, y=half,
         store_by_tma=n % 8 == 0,
     )  # fmt: skip
-    gated, tiles = end.gate != "none", -(-n // rows)
+    gated, tiles = epilogue.gate != "none", -(-n // rows)
     sums = torch.randn(tiles * rows, tokens, generator=generator)
     scale, bias, gamma = (torch.rand(n, generator=generator) for _ in range(3))
-    squares = n * torch.rand(end.parts, m, generator=generator) if end.parts else torch.full((tiles, m), torch.nan)
+    parts = epilogue.norm_parts
+    squares = n * torch.rand(parts, m, generator=generator) if parts else torch.full((tiles, m), torch.nan)
     h = torch.randn(m, n, generator=generator).to(half)
     before, y = h.clone(), torch.full((m, n // 2 if gated else n), torch.nan, dtype=half)
-    applied = SimpleNamespace(channel_scale=Pointer(scale), bias=Pointer(bias.to(half)), factor=0.5)
+    epilogue_args = SimpleNamespace(channel_scale=Pointer(scale), bias=Pointer(bias.to(half)), factor=0.5)
     stream = SimpleNamespace(
         squares=Pointer(squares.view(-1)), inverse_width=1 / n, eps=1e-3, x_factor=0.25, gamma=Pointer(gamma), h=h, h_there=None
     )  # fmt: skip
@@ -113,13 +114,13 @@ def run(end, m, n, tokens, rows, generator, half=torch.float16):
             M=m,
             N=n,
         )
-        device("begin_end")(stream, tile * rows, 0, m, config)
-        device("await_h")(stream, config)
-        device("finish_end")(out, sums[tile * rows :][:rows], applied, stream, tile, tile * rows, 0, config)
-    total = (sums[:n, :m].double() * 0.5 * (scale.double()[:, None] if end.channel_scale else 1)).T
-    if end.parts:
+        device("load_epilogue_inputs")(stream, tile * rows, 0, m, config)
+        device("wait_for_h")(stream, config)
+        device("apply_epilogue")(out, sums[tile * rows :][:rows], epilogue_args, stream, tile, tile * rows, 0, config)
+    total = (sums[:n, :m].double() * 0.5 * (scale.double()[:, None] if epilogue.channel_scale else 1)).T
+    if epilogue.norm_parts:
         total = total / (squares.double().sum(0) / n + 1e-3).sqrt()[:, None] / 0.25
-    total = total + (bias.to(half).double() if end.bias else 0)
+    total = total + (bias.to(half).double() if epilogue.bias else 0)
     return y, h, squares, gamma, before, total
 
 
@@ -128,8 +129,10 @@ def run(end, m, n, tokens, rows, generator, half=torch.float16):
 def test_norm_and_gate(m, n, tokens):
     for gate in ("none", "silu", "gelu_tanh"):
         for parts in (0, 1, 16, 37):
-            end = End(parts != 16, parts != 1, parts, gate)
-            y, *_, total = run(end, m, n // 16 * 16 if gate != "none" else n, tokens, 128, torch.Generator().manual_seed(parts))
+            epilogue = Epilogue(parts != 16, parts != 1, parts, gate)
+            y, *_, total = run(
+                epilogue, m, n // 16 * 16 if gate != "none" else n, tokens, 128, torch.Generator().manual_seed(parts)
+            )
             if gate != "none":
                 pairs = total.unflatten(1, (-1, 2, 8))
                 total = (activation(gate, pairs[:, :, 0]) * pairs[:, :, 1]).flatten(1)
@@ -141,7 +144,7 @@ def activation(gate, x):
 
 
 def test_rows_that_tma_cannot_store():
-    y, *_, total = run(End(True, True, 3), 7, 125, 16, 128, torch.Generator().manual_seed(0))
+    y, *_, total = run(Epilogue(True, True, 3), 7, 125, 16, 128, torch.Generator().manual_seed(0))
     torch.testing.assert_close(y.double(), total, rtol=1e-3, atol=2e-4)
 
 
@@ -149,7 +152,7 @@ def test_rows_that_tma_cannot_store():
 @pytest.mark.parametrize(("m", "n", "tokens", "rows"), [(16, 256, 16, 128), (5, 120, 16, 128), (50, 520, 64, 256)])
 def test_residual(m, n, tokens, rows, half):
     generator = torch.Generator().manual_seed(n)
-    x, h, squares, gamma, before, total = run(End(True, m != 5, residual=True), m, n, tokens, rows, generator, half)
+    x, h, squares, gamma, before, total = run(Epilogue(True, m != 5, h_type="fp16"), m, n, tokens, rows, generator, half)
     added = (before.double() + total).to(half)
     assert float((h != added).double().mean()) < 0.01, "float32 rounds before"
     torch.testing.assert_close(h, added, rtol=2 * torch.finfo(half).eps, atol=1e-6)
@@ -161,7 +164,7 @@ def test_residual(m, n, tokens, rows, half):
 def test_sums_of_squares_are_where_lanes_have_their_columns():
     """`of_columns` gives a lane of mma's sums its own two columns of every eight, and its share of the rows."""
 
-    class Config(tile_end.Squares):
+    class Config(large_m_epilogue.SquaresLayouts):
         warpgroups, tokens = 2, 64
 
     layout, seen = Config().of_columns, {}

@@ -9,27 +9,34 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.formats import parse_scheme
 from lowbit.kernels.choose.scaled_gemm import ScaledTile
-from lowbit.kernels.parts.pair import Pair
+from lowbit.kernels.parts.cluster_split_k import ClusterExchange
 from lowbit.kernels.parts.smem import UNIT
 from lowbit.kernels.sm90.scaled_gemm import scaled_config
 from lowbit.ops.byte_gemm import scaled_shape
 from tests.kernels.parts.plain import operands
 
-PAIR = Pair(start=5000, warps=8, bytes=65536)
+EXCHANGE = ClusterExchange(start=5000, warps=8, bytes=65536)
 
 
 def test_ptx_names_its_operands():
-    wanted = {"init": {0, 1}, "make_room": {0, 1, 2}, "room": {0}, "sums": {0}, "ready": {0}, "both_ready": {0}}
+    wanted = {
+        "init": {0, 1},
+        "permit_writes": {0, 1, 2},
+        "wait_writable": {0},
+        "wait_received": {0},
+        "arrive": {0},
+        "wait_cluster": {0},
+    }
     for name, numbers in wanted.items():
-        assert operands(getattr(PAIR, name)) == numbers, name
-    assert operands(PAIR.send) == {0, 4, 5, 6, 7, 8, 12} and operands(PAIR.take) == {0, 1, 2, 3, 4}
-    assert "[at+5000], 8;" in PAIR.init and "[at+5008], 65536;" in PAIR.init
+        assert operands(getattr(EXCHANGE, name)) == numbers, name
+    assert operands(EXCHANGE.send) == {0, 4, 5, 6, 7, 8, 12} and operands(EXCHANGE.read) == {0, 1, 2, 3, 4}
+    assert "[at+5000], 8;" in EXCHANGE.init and "[at+5008], 65536;" in EXCHANGE.init
 
 
 def test_barriers_have_room_behind_those_of_the_stages():
     parsed = parse_scheme("fp8_dynamic")
     shape, tile = scaled_shape(parsed, 256, 8192, 8192), ScaledTile(False, 2, 256, 4, 2, 8, True)
     config = scaled_config(shape, tile, parsed, torch.bfloat16, "token", False, False)
-    assert config.pair.start == config.barriers.start + 2 * 8 * config.stages
-    assert config.pair.start + 16 <= UNIT * config.regions.end("barriers") == config.regions.bytes
-    assert config.pair.bytes == 4 * config.rows * config.columns // 2, "one half of the tile comes in float32"
+    assert config.exchange.start == config.barriers.start + 2 * 8 * config.stages
+    assert config.exchange.start + 16 <= UNIT * config.regions.end("barriers") == config.regions.bytes
+    assert config.exchange.bytes == 4 * config.rows * config.columns // 2, "one half of the tile comes in float32"
