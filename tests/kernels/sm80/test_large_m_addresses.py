@@ -83,7 +83,8 @@ class Blocks:
         self.run_block = plain(
             mma_gemm, gl=gl, products=self.products, allocate=lambda C: None, view=lambda *_: None,
             TileGrid=lambda *sizes: SimpleNamespace(of_tokens=sizes[0], of_channels=sizes[1], iterations=sizes[2]),
-            StageSource=source_of, StageReader=lambda *_: None, LargeMEpilogueArgs=lambda *_: None, SplitKWorkspace=lambda *_: None,
+            StageSource=source_of, StageReader=lambda *_: None, LargeMEpilogueArgs=lambda *_: None,
+            SplitKWorkspace=lambda *_: None,
             **names, **order, **pieces, **ends,
         )  # fmt: skip
 
