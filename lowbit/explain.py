@@ -411,8 +411,9 @@ def _in_ring(weight: _Weight, tile: RingTile) -> tuple[str, ...]:
     return (
         f"strip {strip} of 16 rows is strip {inside % tile.strips} of warp {warp} of block {block};",
         f"step {step} of 128 k is number {turn} of that warp: slice {part} of {slices} along K, split {part // tile.warps_k};",
-        "its words come by cp.async into the warp's own ring (copy_step), are read (read_step), decoded and multiplied by",
-        "mma.sync (multiply); sums of all slices of K meet in a fixed order (sum_of_slices, meet), then y is stored (store)",
+        "its words come by cp.async into the warp's own ring (copy_block), are read (read_block), decoded and multiplied by",
+        "mma.sync (multiply); sums of all slices of K meet in a fixed order (reduce_slices, reduce_splits), then y is stored "
+        "(apply_epilogue)",
     )
 
 
@@ -429,7 +430,7 @@ def _in_mma(weight: _Weight, tile: MmaTile) -> tuple[str, ...]:
         f"{inside % tile.warps_n}; K split {split};",
         f"k tile {k_tile} is {own}stage {stage} of all: its words come by cp.async (copy_piece), are read by each of the "
         f"{tile.warps_m} warps of the row (read_weights),",
-        "decoded in registers (decode_strip), made operand A (operand_of) and multiplied by",
+        "decoded in registers (dequantize_row_block), made operand A (operand_of) and multiplied by",
         "mma.sync (multiply) while those of the next 16 k are decoded; x is operand B, by ldmatrix from shared memory",
     )
 
@@ -441,8 +442,8 @@ def _in_wgmma(weight: _Weight, tile: WgmmaTile) -> tuple[str, ...]:
     half = "even" if weight.column // TILE_K % 2 == 0 else "odd"
     return (
         f"row tile {row_tile}, row {inside} of {tile.rows}: warpgroup {inside // 64}, warp {inside // STRIP}; K split {split};",
-        f"k tile {weight.column // TILE_K} is the {half} stage of turn {turn}: TMA brings its words (load), the warp waits for",
-        "them (read_words), decodes them in registers (decode), makes these operand A (operand_a) and starts",
+        f"k tile {weight.column // TILE_K} is the {half} stage of turn {turn}: TMA brings its words (load_weights), the warp",
+        "waits for them (read_words), decodes them in registers (dequantize), makes these operand A (operand_a) and starts",
         f"wgmma.mma_async m64n{tile.tokens}k16 on them (start); x is operand B, from shared memory;",
         "what other kernels do alike is in lowbit/kernels/parts/operand.py and lowbit/kernels/parts/dequantize.py",
     )
