@@ -85,7 +85,7 @@ def decode_loop(out, clocks, words, step, turns, C: gl.constexpr):
 class StepLoop(Warps):
     """Compile-time facts of `step_loop`."""
 
-    step: KBlock
+    k_block: KBlock
     warps: int
     digest: str = source_digest()
 

@@ -97,7 +97,7 @@ def test_damaged_files_are_refused(tmp_path, change, said):
 def test_the_command(tmp_path, monkeypatch):
     """Help teaches, a file is printed, and without a GPU of sm_90 one line says what to do."""
     run = CliRunner().invoke
-    shown = run(app, ["mechanisms", "--help"], env={"COLUMNS": "200"}).output
+    shown = " ".join(run(app, ["mechanisms", "--help"], env={"COLUMNS": "200"}).output.split())
     assert all(said in shown for said in ("--parts", "--report", "Example", "docs/internals/mechanisms.md", "H100 or H200"))
     write_json(tmp_path / "m.json", document(*ROWS))
     printed = run(app, ["mechanisms", "--report", str(tmp_path / "m.json")], env={"COLUMNS": "200"})

@@ -21,7 +21,7 @@ from benchmarks.mechanisms.kernels import DecodeLoop, StepLoop, decode_loop, ste
 from benchmarks.mechanisms.loops import CONVERSIONS, STEP_GROUPS, STEP_TOKENS, longest_loop, step_operands
 from benchmarks.mechanisms.products import CONVERTED, MMA, TOKENS, TORCH, decode_by, scale_first
 from benchmarks.mechanisms.ways import Decoding, ScaledFirst, nothing, ways
-from lowbit.kernels.parts.k_block import Step
+from lowbit.kernels.parts.k_block import KBlock
 from lowbit.ops.fragment_gemm import plan_for
 from tests.kernels.parts.plain import check_operands
 
@@ -86,7 +86,7 @@ def test_an_empty_loop_is_short():
     assert all(len(loop_of(kernel)) <= 26 for kernel in kernels)
 
 
-@pytest.mark.parametrize("kind", [Step, ScaledFirst])
+@pytest.mark.parametrize("kind", [KBlock, ScaledFirst])
 @pytest.mark.parametrize("tokens", STEP_TOKENS[::3])
 def test_steps_multiply_as_often(kind, tokens):
     step = kind("int4", "fp16", tokens, STEP_GROUPS[0], "none", "fp16")
@@ -102,7 +102,7 @@ def test_steps_multiply_as_often(kind, tokens):
 @pytest.mark.parametrize("group", STEP_GROUPS)
 def test_operands_of_steps_are_the_fragments_of_a_product(group):
     """Emulated: what the instruction multiplies of lanes' registers gives the sums that are expected."""
-    step = Step("int4", "fp16", 16, group, "none", "fp16")
+    step = KBlock("int4", "fp16", 16, group, "none", "fp16")
     lanes, expected = step_operands(step)
     words, x, scale = lanes.split([step.words, step.token_words, step.scale_words])
     c = step.conversion
@@ -117,7 +117,7 @@ def test_operands_of_steps_are_the_fragments_of_a_product(group):
             weights[lane + 8 * (i % 2), 2 * t + element + 8 * (i // 2)] = a[:, 4 * k + i, element]
         for half in (0, 1):
             of_rows[lane + 8 * half] = scale[k * 16 // group, :, half]
-        for eight in range(step.eights):
+        for eight in range(step.n8_tiles):
             tokens = np.zeros((16, 8))
             for i, element in np.ndindex(2, 2):
                 tokens[2 * t + element + 8 * i, lane] = x[16 * eight + 2 * k + i, :, element]
