@@ -300,11 +300,11 @@ def _request(engine: Engine, batch: int) -> dict[str, Any]:
         while not all(request.sampled for request in requests):
             engine.step()
         begun = time.perf_counter()
-        drawn = min(len(request.sampled) for request in requests)
+        sampled = min(len(request.sampled) for request in requests)
         while any(request.finish_reason is None for request in requests):
             engine.step()
         end = time.perf_counter()
-        taken = {"request_s": end - start, "step_wall_ms": 1e3 * (end - begun) / (OUTPUT - drawn)}
+        taken = {"request_s": end - start, "step_wall_ms": 1e3 * (end - begun) / (OUTPUT - sampled)}
     return taken
 
 
