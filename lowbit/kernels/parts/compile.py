@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import importlib
 import os
 import pickle
@@ -35,6 +36,8 @@ FEW = 3
 """Fewer kernels are compiled faster here than worker processes start, which import torch and Triton first."""
 MOST_PROCESSES = 16
 """All workers fork from one process, so their imports, torch and Triton, take memory once: 0.4 GB."""
+PR_SET_CHILD_SUBREAPER = 36
+"""Linux, sys/prctl.h: orphans among a process's descendants become its children, not those of the machine's init."""
 
 
 def compile_all(kernels: Sequence[RecordedKernel], sm: int, processes: int | None = None) -> Iterator[int]:
@@ -163,8 +166,11 @@ def compiled(kernels: Sequence[RecordedKernel], sm: int) -> Iterator[int]:
 def main(sm: int, sockets: Sequence[int]) -> None:
     """Entry point of the first process: imports what compilation needs once, then forks a worker for each of `sockets` (file
     descriptors). Workers read pickled kernels line by line and answer each with a line; an error ends the worker. This process
-    ignores SIGTERM and reaps the workers. It has no other threads than NumPy's OpenBLAS, which stops them at a fork."""
+    ignores SIGTERM and reaps the workers, and the compilers that an ended worker leaves. It has no other threads than NumPy's
+    OpenBLAS, which stops them at a fork."""
     without_gpu(sm)
+    if hasattr(libc := ctypes.CDLL(None), "prctl"):
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for number, mine in enumerate(sockets):
         if os.fork() == 0:
