@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks.protocol import Build
-from benchmarks.request import Request
+from benchmarks.request import GemmRequest
 from lowbit.formats import parse_scheme
 from lowbit.tune.timing import failures, gaussian, quantized
 
@@ -25,7 +25,7 @@ MOST_PROCESSES = 16
 """Each holds one weight of the request on the GPU while it is being quantized and packed."""
 
 
-def pieces(request: Request) -> list[Request]:
+def pieces(request: GemmRequest) -> list[GemmRequest]:
     """The request cut into products of one scheme, one shape and one M."""
     return [
         replace(request, schemes=(scheme,), shapes=(shape,), rows=(m,))
@@ -35,7 +35,7 @@ def pieces(request: Request) -> list[Request]:
     ]
 
 
-def compile_ahead(request: Request, builds: Sequence[Build]) -> None:
+def compile_ahead(request: GemmRequest, builds: Sequence[Build]) -> None:
     """Every product of the request computed once by each of `builds`, which are functions of a module.
 
     What fails here fails again, with its reason in its row, when it is to be timed.
@@ -49,7 +49,7 @@ def compile_ahead(request: Request, builds: Sequence[Build]) -> None:
         list(pool.map(_compute_once, tasks))
 
 
-def _compute_once(task: tuple[Build, Request]) -> None:
+def _compute_once(task: tuple[Build, GemmRequest]) -> None:
     build, request = task
     (scheme,), (shape,), (m,) = request.schemes, request.shapes, request.rows
     try:

@@ -83,7 +83,7 @@ def as_chosen_now(rows: Sequence[dict[str, Any]], machine: Machine) -> list[dict
     return [row for row in now if row["chosen"] in row["us"]]
 
 
-def make_asked(
+def make_trial_grid(
     models: str | None = None, schemes: str | None = None, tokens: str | None = None, half: str | None = None,
     seconds: float | None = None,
 ) -> TrialGrid:  # fmt: skip
@@ -97,7 +97,7 @@ def make_asked(
     return TrialGrid(tuple(shapes), names, rows, math.inf if seconds is None else seconds)
 
 
-def run(asked: TrialGrid, out: Path | None, say: Callable[[str], None], watch: Watch) -> tuple[Path, dict[str, Any]]:
+def run(grid: TrialGrid, out: Path | None, say: Callable[[str], None], progress: Watch) -> tuple[Path, dict[str, Any]]:
     """Measures and writes the result file (default benchmarks/results/<gpu>/<date>-choice.json); returns its path and document.
 
     The file is written every so often, and at the end however the run ends. Raises ValueError without an NVIDIA GPU.
@@ -108,7 +108,7 @@ def run(asked: TrialGrid, out: Path | None, say: Callable[[str], None], watch: W
         raise ValueError(
             "bench choice measures an H100 or H200 (sm_90); `lowbit tune` times the tiles of a model on other GPUs"
         )
-    end = time.monotonic() + asked.seconds
+    end = time.monotonic() + grid.seconds
     here, described, today = dataclasses.replace(machine_of("cuda"), tuned=""), machine(), datetime.date.today()
     if out is None:
         gemm = default_path(described["gpu"], today)
@@ -119,22 +119,22 @@ def run(asked: TrialGrid, out: Path | None, say: Callable[[str], None], watch: W
         "tiles": {name: [each.name for each in dataclasses.fields(kind)] for name, kind in TILES.items()}, "rows": [],
     }  # fmt: skip
     write_json(out, document)
-    watch(0, asked.count, "listing kernels")
-    wanted = kernels(asked, here)
-    say(f"{asked.count} products of {len(asked.shapes)} weights, {len(wanted)} distinct kernels")
+    progress(0, grid.count, "listing kernels")
+    wanted = kernels(grid, here)
+    say(f"{grid.count} products of {len(grid.shapes)} weights, {len(wanted)} distinct kernels")
     from lowbit.kernels.parts.compile import compiled
 
     for done in compiled(wanted, here.arch.sm):
-        watch(done, len(wanted), "compiling")
+        progress(done, len(wanted), "compiling")
     warm_up()
     saved = time.monotonic()
     try:
-        for row in rows(asked, here):
+        for row in rows(grid, here):
             document["rows"].append(row)
-            watch(len(document["rows"]), asked.count, f"{row['scheme']} {row['n']}x{row['k']} M {row['m']}")
+            progress(len(document["rows"]), grid.count, f"{row['scheme']} {row['n']}x{row['k']} M {row['m']}")
             now = time.monotonic()
             if now > end:
-                say(f"stopped after {asked.seconds:g} s: {len(document['rows'])} of {asked.count} products")
+                say(f"stopped after {grid.seconds:g} s: {len(document['rows'])} of {grid.count} products")
                 return out, document
             if now - saved > SAVE_SECONDS:
                 write_json(out, document)
@@ -146,15 +146,15 @@ def run(asked: TrialGrid, out: Path | None, say: Callable[[str], None], watch: W
 
 
 @torch.inference_mode()
-def rows(asked: TrialGrid, here: Machine) -> Iterator[dict[str, Any]]:
+def rows(grid: TrialGrid, here: Machine) -> Iterator[dict[str, Any]]:
     """A row for each product, weight by weight."""
-    for n, k in asked.shapes:
-        tokens = asked.tokens_of(n, k)
+    for n, k in grid.shapes:
+        tokens = grid.tokens_of(n, k)
         if not tokens:
             continue
         x = gaussian(tokens[-1], k, seed=2, dtype=torch.float16)
         cublas = _cublas(x, n, tokens)
-        for scheme in asked.schemes:
+        for scheme in grid.schemes:
             of = products_of(scheme, here)
             trials = Trials(of, n, k, x)
             for m in tokens:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.conv_network import Network, Step
+from benchmarks.conv_network import KernelWork, Network
 from benchmarks.conv_report import CONV, SCHEMA
 from benchmarks.conv_rivals import RIVALS
 from benchmarks.results import default_path, machine
@@ -44,7 +44,7 @@ PROTOCOL = (
 
 PUBLISHED = {"impl": "published", "storage": "int8", "fusion": "TensorRT, MLPerf v4.1", "batch": 2048, "images_s": 94620.0}
 
-Watch = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
 def graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -74,7 +74,7 @@ def replay_ms(replay: Callable[[], object], replays: int = REPLAYS) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
-def step_limit_us(step: Step) -> tuple[float, str]:
+def step_limit_us(step: KernelWork) -> tuple[float, str]:
     """Least microseconds of a kernel on the current GPU, and what sets them."""
     machine = machine_of("cuda")
     memory = 1e6 * step.moved_bytes / machine.bandwidth_bytes
@@ -97,7 +97,7 @@ def layer_rows(storage: str, fusion: str, batch: int) -> Iterator[dict[str, Any]
 
 
 def measured(
-    storages: Sequence[str], batches: Sequence[int], fusions: Sequence[str], rivals: Sequence[str], say: Watch
+    storages: Sequence[str], batches: Sequence[int], fusions: Sequence[str], rivals: Sequence[str], say: ProgressCallback
 ) -> Iterator[dict[str, Any]]:
     """Rows of this library and of `rivals`; one that fails carries its reason in `error`."""
     for batch in batches:
@@ -136,7 +136,7 @@ def _row(row: dict[str, Any], ms: float | None, batch: int, limit: float | None,
 
 def run(
     storages: Sequence[str], batches: Sequence[int], fusions: Sequence[str], rivals: Sequence[str],
-    path: Path | None, say: Watch,
+    path: Path | None, say: ProgressCallback,
 ) -> tuple[Path, dict[str, Any]]:  # fmt: skip
     """Checks, measures and writes the result file, which is complete after every row; returns its path and document.
 

@@ -31,8 +31,8 @@ from lowbit.vision.memory import stems
 from lowbit.vision.observe import observe
 from lowbit.vision.program import (
     AverageCodes,
-    Block,
     Convolve,
+    FusedBottleneck,
     Operation,
     PoolAverage,
     PoolMax,
@@ -75,7 +75,7 @@ def program_of(storage: str, fusion: str, device: str = "cuda") -> Program:
 
 
 @dataclass(frozen=True)
-class Step:
+class KernelWork:
     """One kernel of the network: bytes of what it reads and writes, each once, and operations."""
 
     name: str
@@ -97,13 +97,13 @@ class Network:
         operations = {operation.y: operation for operation in self.launched.program.operations}
         names = labels(self.launched.program)
         self.steps = [
-            Step(names[y], call, *work_of(operations[y], self.launched.program, batch)) for y, call in self.launched.steps
+            KernelWork(names[y], call, *work_of(operations[y], self.launched.program, batch)) for y, call in self.launched.steps
         ]
 
     def wrong_values(self) -> int:
         """How many codes of all values, and how many logits, differ from the reference's."""
         wanted: dict[str, Tensor] = {}
-        logits = self.program.run(self.images, watch=lambda name, value: wanted.update({name: value}))
+        logits = self.program.run(self.images, on_value=lambda name, value: wanted.update({name: value}))
         wrong, values = 0, self.launched.program.values
         operations = {operation.y: operation for operation in self.launched.program.operations}
         for y, call in self.launched.steps:
@@ -120,7 +120,7 @@ def labels(program: Program) -> dict[str, str]:
         match op:
             case Convolve():
                 found[op.y] = f"{op.layer.name} and max-pool" if op.pooled else op.layer.name
-            case Block():
+            case FusedBottleneck():
                 found[op.also] = op.third.layer.name
                 found[op.y] = f"{op.second.layer.name} to {op.following.layer.name}"
             case SumCodes():
@@ -139,7 +139,7 @@ def labels(program: Program) -> dict[str, str]:
 def work_of(operation: Operation, program: Program, batch: int) -> tuple[float, float]:
     """Bytes of inputs, weights and output, and multiplications and additions, of one operation for a batch."""
     moved = sum(batch * _bytes_of(name, program) for name in (*operation.inputs, *made_by(operation)))
-    if isinstance(operation, Block):
+    if isinstance(operation, FusedBottleneck):
         parts = [(conv, work_of(conv, program, batch)) for conv in (operation.second, operation.third, operation.following)]
         return moved + sum(_weights_of(conv) for conv, _ in parts), sum(work for _, (_, work) in parts)
     if not isinstance(operation, Convolve):

@@ -63,11 +63,11 @@ PROTOCOL = (
     "what each kernel of a layer adds, in order, the median over the layers."
 )
 
-Watch = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Asked:
+class E2EConfig:
     """What a run measures."""
 
     models: tuple[str, ...]
@@ -80,7 +80,7 @@ class Asked:
     rivals: tuple[str, ...] = ()
 
 
-def run(asked: Asked, path: Path | None, watch: Watch) -> tuple[Path, dict[str, Any]]:
+def run(config: E2EConfig, path: Path | None, progress: ProgressCallback) -> tuple[Path, dict[str, Any]]:
     """Measures everything and returns the result file, which is written after each row, and its document."""
     about = machine()
     path = path or default_path(about["gpu"], datetime.date.today()).with_name(f"{datetime.date.today().isoformat()}-e2e.json")
@@ -93,10 +93,10 @@ def run(asked: Asked, path: Path | None, watch: Watch) -> tuple[Path, dict[str, 
         "versions": versions(("transformers",)), "read_bytes_per_s": bandwidth, "read_kernel": kernel, "protocol": PROTOCOL,
         "rows": rows,
     }  # fmt: skip
-    for model in asked.models:
+    for model in config.models:
         wide: dict[tuple[int, int], float] = {}
-        for scheme in (None, *asked.schemes):
-            for row in _rows_of(model, scheme, asked, bandwidth, watch):
+        for scheme in (None, *config.schemes):
+            for row in _rows_of(model, scheme, config, bandwidth, progress):
                 key = (row["batch"], row["context"])
                 if scheme is None and row["impl"] == "lowbit" and row["ms_per_token"]:
                     wide[key] = row["ms_per_token"]
@@ -107,29 +107,31 @@ def run(asked: Asked, path: Path | None, watch: Watch) -> tuple[Path, dict[str, 
     return path, document
 
 
-def _rows_of(model: str, scheme: str | None, asked: Asked, bandwidth: float, watch: Watch) -> Iterator[dict[str, Any]]:
+def _rows_of(
+    model: str, scheme: str | None, config: E2EConfig, bandwidth: float, progress: ProgressCallback
+) -> Iterator[dict[str, Any]]:
     """The rows of one model in one scheme; what fails carries its reason."""
     name = "16 bits" if scheme is None else parse_scheme(scheme).name
-    cases = [(batch, context) for context in asked.contexts for batch in asked.batches]
-    blank = {"model": model, "scheme": scheme, "gpus": 1, "kv_dtype": asked.dtype, "head": asked.head if scheme else None}
+    cases = [(batch, context) for context in config.contexts for batch in config.batches]
+    blank = {"model": model, "scheme": scheme, "gpus": 1, "kv_dtype": config.dtype, "head": config.head if scheme else None}
     measures = ("ms_per_token", "limit_ms", "prefill_tok_s", "tokens_per_gpu_s", "kernels_per_layer")
     nothing = dict.fromkeys((*measures, "products", "other_ms_per_token", "error"))
     try:
-        watch(f"{model}, {name}: making the model")
+        progress(f"{model}, {name}: making the model")
         made = random_model(
-            model, scheme, asked.head if scheme else None, DTYPES[asked.dtype], torch.device("cuda"), asked.layers
+            model, scheme, config.head if scheme else None, DTYPES[config.dtype], torch.device("cuda"), config.layers
         )
         held = weight_bytes(made)
-        yield from ({**blank, **nothing, "weight_bytes": held, **row} for row in _rivals(made, asked, watch))
+        yield from ({**blank, **nothing, "weight_bytes": held, **row} for row in _rivals(made, config, progress))
         engine = engine_for(made, cases)
         for stage in engine.compile():
-            watch(f"{model}, {name}: compiling, {stage.done} of {stage.total} kernels")
+            progress(f"{model}, {name}: compiling, {stage.done} of {stage.total} kernels")
         rate, in_products = _prefill(engine)
     except failures() as error:
         yield {**blank, **nothing, "impl": "lowbit", "batch": None, "context": None, "error": reason(error)}
         return
     for batch, context in cases:
-        watch(f"{model}, {name}: batch {batch}, context {context}")
+        progress(f"{model}, {name}: batch {batch}, context {context}")
         row = {**blank, **nothing, "impl": "lowbit", "batch": batch, "context": context, "prompt": PROMPT, "output": OUTPUT}
         row |= {"weight_bytes": held, "prefill_tok_s": rate, "prefill_products": in_products}
         try:
@@ -308,12 +310,12 @@ def _request(engine: Engine, batch: int) -> dict[str, Any]:
     return taken
 
 
-def _rivals(model: PreTrainedModel, asked: Asked, watch: Watch) -> Iterator[dict[str, Any]]:
+def _rivals(model: PreTrainedModel, config: E2EConfig, progress: ProgressCallback) -> Iterator[dict[str, Any]]:
     """Transformers' own `generate` of the same model; before an engine takes memory for its cache."""
-    for rival in asked.rivals:
-        for context in asked.contexts[:1]:
-            for batch in asked.batches:
-                watch(f"transformers, {rival}: batch {batch}, context {context}")
+    for rival in config.rivals:
+        for context in config.contexts[:1]:
+            for batch in config.batches:
+                progress(f"transformers, {rival}: batch {batch}, context {context}")
                 row = {"impl": f"transformers {rival}", "batch": batch, "context": context}
                 try:
                     ms = _generate_ms(model, batch, context, **RIVALS[rival])

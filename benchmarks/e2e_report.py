@@ -78,8 +78,8 @@ _FROM_PYTHON = ("step_wall_ms", "prefill_tok_s", "prefill_products")
 def failed(document: dict[str, Any]) -> list[str]:
     """A line for each row that has no time."""
     rows = [row for row in document["rows"] if row["error"] is not None]
-    asked = [[row["model"], _weights(row), *(f"{k} {row[k]:,}" for k in ("batch", "context") if row[k])] for row in rows]
-    return [f"{', '.join(names)}: {row['error']}" for names, row in zip(asked, rows, strict=True)]
+    labels = [[row["model"], _weights(row), *(f"{k} {row[k]:,}" for k in ("batch", "context") if row[k])] for row in rows]
+    return [f"{', '.join(names)}: {row['error']}" for names, row in zip(labels, rows, strict=True)]
 
 
 def _weights(row: dict[str, Any]) -> str:

@@ -88,12 +88,12 @@ class Prompts:
 
 
 @dataclass
-class Answered:
+class RequestRecord:
     """What became of a request: seconds of `time.perf_counter` when it was due and when its first and last text came, tokens
     that came, and why it failed. `cut`: the measurement was over before its answer was."""
 
     due: float
-    asked: int = 0
+    expected_tokens: int = 0
     first: float | None = None
     last: float = 0.0
     tokens: int = 0
@@ -123,7 +123,7 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Steady:
+class SteadyState:
     """The part of a closed loop in which all its streams run: from when each has had a first token."""
 
     begin: float
@@ -131,7 +131,7 @@ class Steady:
     tokens_per_s: float
 
 
-def steady(answers: Sequence[Answered], streams: int, end: float) -> Steady | None:
+def steady(answers: Sequence[RequestRecord], streams: int, end: float) -> SteadyState | None:
     """Of answers in the order in which they were asked, the first `streams` of which began the streams; None where not all of
     those came to a token before `end`."""
     begun = [answer.first for answer in answers[:streams]]
@@ -140,11 +140,11 @@ def steady(answers: Sequence[Answered], streams: int, end: float) -> Steady | No
     begin = max(first for first in begun if first is not None)
     if begin >= end:
         return None
-    return Steady(begin, end, sum(answer.tokens_between(begin, end) for answer in answers) / (end - begin))
+    return SteadyState(begin, end, sum(answer.tokens_between(begin, end) for answer in answers) / (end - begin))
 
 
 @dataclass
-class Asker:
+class RequestBuilder:
     """Requests to the model `name` at `host`:`port`, whose prompts are `prompts`."""
 
     host: str
@@ -154,11 +154,11 @@ class Asker:
 
     def request(self, prompt: int, output: int) -> bytes:
         """The bytes of a request, head and body."""
-        asked: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "model": self.name, "prompt": self.prompts(prompt), "max_tokens": output, "temperature": 0, "ignore_eos": True,
             "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
-        body = json.dumps(asked).encode()
+        body = json.dumps(fields).encode()
         head = f"POST {PATH} HTTP/1.1\r\nhost: {self.host}:{self.port}\r\ncontent-type: application/json\r\n"
         return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
@@ -169,18 +169,18 @@ class Client(asyncio.Protocol):
 
     over: bool = False
     transport: asyncio.Transport | None = None
-    answer: Answered | None = None
+    answer: RequestRecord | None = None
     done: asyncio.Future[None] | None = None
     parts: list[bytes] = field(default_factory=list)
 
-    async def ask(self, asker: Asker, request: bytes, answer: Answered) -> None:
+    async def send(self, builder: RequestBuilder, request: bytes, answer: RequestRecord) -> None:
         """Sends a request and waits for the end of its answer, which `answer` describes; connects at first."""
         loop = asyncio.get_running_loop()
         self.answer, self.done, self.parts = answer, loop.create_future(), []
         self.parser = httptools.HttpResponseParser(self)
         try:
             if self.transport is None:
-                self.transport, _ = await loop.create_connection(lambda: self, asker.host, asker.port)
+                self.transport, _ = await loop.create_connection(lambda: self, builder.host, builder.port)
             self.transport.write(request)
             await self.done
         except OSError as error:
@@ -246,8 +246,8 @@ class Client(asyncio.Protocol):
             self._end("an error in the stream")
         else:
             self.answer.tokens = json.loads(text.split(b"\n\n")[-3].removeprefix(b"data: "))["usage"]["completion_tokens"]
-            wrong = self.answer.tokens != self.answer.asked
-            self._end(f"{self.answer.tokens} of {self.answer.asked} tokens" if wrong else None)
+            wrong = self.answer.tokens != self.answer.expected_tokens
+            self._end(f"{self.answer.tokens} of {self.answer.expected_tokens} tokens" if wrong else None)
 
     def _end(self, error: str | None) -> None:
         if self.done is not None and not self.done.done():
@@ -256,17 +256,21 @@ class Client(asyncio.Protocol):
             self.done.set_result(None)
 
 
-Draw = Callable[[], tuple[int, int]]
+LengthSampler = Callable[[], tuple[int, int]]
 """Lengths of the next prompt and answer."""
 
 
 async def closed_loop(
-    asker: Asker, mixes: Sequence[Draw], streams: int, seconds: float, look: Callable[[list[list[Answered]]], None]
-) -> tuple[list[list[Answered]], float]:
+    builder: RequestBuilder,
+    mixes: Sequence[LengthSampler],
+    streams: int,
+    seconds: float,
+    look: Callable[[list[list[RequestRecord]]], None],
+) -> tuple[list[list[RequestRecord]], float]:
     """Answers of `streams` clients, each of which asks as soon as it is answered, for `seconds` by each mix, one after the
     other without a pause; and when the time was over. What ran then is cut. Answers are listed by the mix that they were asked
     in. The first ones are of different lengths, so that not all end at once. `look` is called once a second."""
-    answers: list[list[Answered]] = []
+    answers: list[list[RequestRecord]] = []
     begin = time.perf_counter()
     end = begin + seconds * len(mixes)
 
@@ -276,11 +280,11 @@ async def closed_loop(
         try:
             while time.perf_counter() < end:
                 prompt, output = next(lengths)
-                request = asker.request(prompt, output)
+                request = builder.request(prompt, output)
                 client = Client() if client.over else client
-                answer = Answered(time.perf_counter(), output)
+                answer = RequestRecord(time.perf_counter(), output)
                 answers[-1].append(answer)
-                await client.ask(asker, request, answer)
+                await client.send(builder, request, answer)
                 if answer.error:
                     await asyncio.sleep(AFTER_FAILURE_SECONDS)
         finally:
@@ -298,7 +302,7 @@ async def closed_loop(
     return answers, end
 
 
-def staggered(mix: Draw, number: int, streams: int) -> Iterator[tuple[int, int]]:
+def staggered(mix: LengthSampler, number: int, streams: int) -> Iterator[tuple[int, int]]:
     """Lengths of the requests of stream `number`, the first answer of which is a share of its length."""
     prompt, output = mix()
     yield prompt, max(1, output * (number + 1) // streams)
@@ -310,29 +314,29 @@ Arrival = tuple[float, int, bytes]
 """When a request is due, in seconds from the first one on; tokens of its answer; its bytes."""
 
 
-def arrivals(asker: Asker, mix: Draw, rate: float, seconds: float, rng: random.Random) -> list[Arrival]:
+def arrivals(builder: RequestBuilder, mix: LengthSampler, rate: float, seconds: float, rng: random.Random) -> list[Arrival]:
     """Requests that arrive by chance (Poisson), `rate` a second on average."""
     due, made = 0.0, []
     while (due := due + rng.expovariate(rate)) < seconds:
         prompt, output = mix()
-        made.append((due, output, asker.request(prompt, output)))
+        made.append((due, output, builder.request(prompt, output)))
     return made
 
 
-async def open_loop(asker: Asker, requests: Sequence[Arrival], seconds: float) -> asyncio.Task[list[Answered]]:
+async def open_loop(builder: RequestBuilder, requests: Sequence[Arrival], seconds: float) -> asyncio.Task[list[RequestRecord]]:
     """Asks for `seconds`, each request when it is due, whatever became of earlier ones. The task that it returns then ends with
     all answers once the last one has; those that have no end LAST_SECONDS later have failed."""
     idle: list[Client] = []
-    answers: list[Answered] = []
+    answers: list[RequestRecord] = []
     tasks: list[asyncio.Future[None]] = []
 
-    async def one(request: bytes, answer: Answered) -> None:
+    async def one(request: bytes, answer: RequestRecord) -> None:
         client = idle.pop() if idle else Client()
         client = Client() if client.over else client
-        await client.ask(asker, request, answer)
+        await client.send(builder, request, answer)
         idle.append(client)
 
-    async def ended() -> list[Answered]:
+    async def ended() -> list[RequestRecord]:
         if tasks:
             await asyncio.wait(tasks, timeout=LAST_SECONDS)
         await _cancelled(tasks)
@@ -346,26 +350,26 @@ async def open_loop(asker: Asker, requests: Sequence[Arrival], seconds: float) -
     begin = time.perf_counter()
     for due, output, request in requests:
         await asyncio.sleep(max(0.0, begin + due - time.perf_counter()))
-        answers.append(Answered(begin + due, output))
+        answers.append(RequestRecord(begin + due, output))
         tasks.append(asyncio.ensure_future(one(request, answers[-1])))
     await asyncio.sleep(max(0.0, begin + seconds - time.perf_counter()))
     return asyncio.ensure_future(ended())
 
 
 async def one_by_one(
-    asker: Asker, prompt: int, output: int, most: int, seconds: float, between: Callable[[], None] = lambda: None
-) -> list[Answered]:
+    builder: RequestBuilder, prompt: int, output: int, most: int, seconds: float, between: Callable[[], None] = lambda: None
+) -> list[RequestRecord]:
     """Answers to up to `most` requests, each asked when the one before has ended and `between` has been called."""
-    answers: list[Answered] = []
+    answers: list[RequestRecord] = []
     end = time.perf_counter() + seconds
     client = Client()
     try:
         while len(answers) < most and time.perf_counter() < end:
             between()
-            request = asker.request(prompt, output)
+            request = builder.request(prompt, output)
             client = Client() if client.over else client
-            answers.append(Answered(time.perf_counter(), output))
-            await client.ask(asker, request, answers[-1])
+            answers.append(RequestRecord(time.perf_counter(), output))
+            await client.send(builder, request, answers[-1])
     finally:
         client.close()
     return answers

@@ -62,8 +62,8 @@ def failed(document: dict[str, Any]) -> list[str]:
 
 def of(document: dict[str, Any]) -> str:
     """What was served."""
-    asked = document["asked"]
-    return f"{asked['folder'] or asked['shape']}{', ' + asked['scheme'] if asked['scheme'] else ''}"
+    config = document["asked"]
+    return f"{config['folder'] or config['shape']}{', ' + config['scheme'] if config['scheme'] else ''}"
 
 
 def _part(row: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.protocol import capture, relative_error
-from benchmarks.request import Request
+from benchmarks.request import GemmRequest
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.gemm import GemmShape, Tile, candidates, choose
@@ -51,7 +51,7 @@ class TileRow:
         return f'Measured("{gpu}", "{day}", {self.shape!r}, {self.best!r}, {self.best_us:.1f}, {self.chosen_us:.1f}),'
 
 
-def measure_tiles(request: Request, machine: Machine, watch: Callable[[str], None]) -> Iterator[TileRow]:
+def measure_tiles(request: GemmRequest, machine: Machine, progress: Callable[[str], None]) -> Iterator[TileRow]:
     """Measures every problem of a request on the current GPU, which is `machine`; ValueError for 8-bit activations."""
     for scheme in map(parse_scheme, request.schemes):
         if scheme.activation is not None:
@@ -62,7 +62,7 @@ def measure_tiles(request: Request, machine: Machine, watch: Callable[[str], Non
             weights = [weight] + [weight.clone() for _ in range(copies_needed(weight.nbytes, l2_bytes()) - 1)]
             reference = q.dequantize(torch.float64)
             for m in request.rows:
-                watch(f"{scheme} {n}x{k} M {m}")
+                progress(f"{scheme} {n}x{k} M {m}")
                 x = gaussian(m, k, seed=m, dtype=request.torch_dtype)
                 yield _measure(scheme, GemmShape(m, n, k, scheme.weight.bits), machine, x, weights, x.double() @ reference.T)
             del q, weight, weights, reference

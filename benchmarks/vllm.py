@@ -67,8 +67,8 @@ PROTOCOL = (
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to measure: batches of `prompt` tokens each, answered with `output`, on `gpus`; `layers` if not all."""
+class VllmConfig:
+    """What to measure: batches of `prompt` tokens each, timed_run with `output`, on `gpus`; `layers` if not all."""
 
     model: str
     batches: tuple[int, ...]
@@ -90,7 +90,7 @@ def stated(impl: str) -> Mapping[str, Any] | None:
     return {"quant_method": "lowbit", "scheme": parse_scheme(scheme).name}
 
 
-def write_model(folder: Path, request: Request, impl: str) -> None:
+def write_model(folder: Path, request: VllmConfig, impl: str) -> None:
     """A folder with the config.json of a shape in SHAPES, or of the model in a folder, and nothing else."""
     if request.model in SHAPES:
         config = SHAPES[request.model]()
@@ -104,7 +104,7 @@ def write_model(folder: Path, request: Request, impl: str) -> None:
     (folder / "config.json").write_text(json.dumps(fields, default=str))
 
 
-def cache_bytes(config: Mapping[str, Any], request: Request) -> int:
+def cache_bytes(config: Mapping[str, Any], request: VllmConfig) -> int:
     """Bytes on each GPU for keys and values of the largest batch, and a block that is nobody's, by a config.json."""
     blocks = max(request.batches) * -(-(request.prompt + request.output) // BLOCK) + 1
     heads = config["num_attention_heads"]
@@ -158,7 +158,7 @@ def kernels(model: torch.nn.Module) -> list[str]:
     return sorted(found)
 
 
-def started(impl: str, request: Request) -> Any:
+def started(impl: str, request: VllmConfig) -> Any:
     """vLLM's `LLM` for an implementation. It is made once in a process, which ends with it."""
     from vllm import LLM, envs
     from vllm.model_executor.model_loader import dummy_loader
@@ -178,7 +178,7 @@ def started(impl: str, request: Request) -> Any:
 
 
 @dataclass(frozen=True)
-class Answered:
+class RunTimes:
     """A run: seconds of all of it, and until every request had a token; those of each step that made a token for all."""
 
     whole: float
@@ -186,19 +186,19 @@ class Answered:
     steps: list[float]
 
 
-def answered(engine: Any, name: str, prompts: Sequence[Sequence[int]], output: int) -> Answered:
+def timed_run(engine: Any, name: str, prompts: Sequence[Sequence[int]], output: int) -> RunTimes:
     """Lets vLLM's `LLMEngine` answer prompts of token ids with `output` tokens each."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    asked = SamplingParams(
+    sampling = SamplingParams(
         temperature=0, max_tokens=output, min_tokens=output, ignore_eos=True, detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )  # fmt: skip
     made = dict.fromkeys((f"{name}-{number}" for number in range(len(prompts))), 0)
     times, whole_steps, first = [time.perf_counter()], [], 0.0
     for request, prompt in zip(made, prompts, strict=True):
-        engine.add_request(request, {"prompt_token_ids": list(prompt)}, asked)
+        engine.add_request(request, {"prompt_token_ids": list(prompt)}, sampling)
     while engine.has_unfinished_requests():
         answers = engine.step()
         if not answers:
@@ -211,10 +211,10 @@ def answered(engine: Any, name: str, prompts: Sequence[Sequence[int]], output: i
     assert all(count == output for count in made.values()), f"{output} tokens were asked for, made were {made}"
     both = [before and after for before, after in itertools.pairwise(whole_steps)]
     steps = [after - before for (before, after), counts in zip(itertools.pairwise(times[1:]), both, strict=True) if counts]
-    return Answered(times[-1] - times[0], first, steps)
+    return RunTimes(times[-1] - times[0], first, steps)
 
 
-def measure(llm: Any, impl: str, request: Request) -> Iterator[dict[str, Any]]:
+def measure(llm: Any, impl: str, request: VllmConfig) -> Iterator[dict[str, Any]]:
     """A row for each batch."""
     engine, rng = llm.llm_engine, random.Random(0)
     vocab = engine.model_config.get_vocab_size()
@@ -222,12 +222,12 @@ def measure(llm: Any, impl: str, request: Request) -> Iterator[dict[str, Any]]:
     own, _, scheme = impl.partition(":")
     for batch in request.batches:
 
-        def answer(name: str, output: int, batch: int = batch) -> Answered:
+        def answer(name: str, output: int, batch: int = batch) -> RunTimes:
             prompts = [[rng.randrange(vocab) for _ in range(request.prompt)] for _ in range(batch)]
-            return answered(engine, name, prompts, output)
+            return timed_run(engine, name, prompts, output)
 
         answer(f"{batch}-warm", min(request.output, 4))
-        begin, runs = time.perf_counter(), list[Answered]()
+        begin, runs = time.perf_counter(), list[RunTimes]()
         while len(runs) < REPEATS and (not runs or time.perf_counter() - begin < ENOUGH_S):
             runs.append(answer(f"{batch}-{len(runs)}", request.output))
         steps = [step for each in runs for step in each.steps]
@@ -239,7 +239,9 @@ def measure(llm: Any, impl: str, request: Request) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def run(path: Path, impls: Sequence[str], request: Request, together: int = 1, limit_s: float | None = None) -> dict[str, Any]:
+def run(
+    path: Path, impls: Sequence[str], request: VllmConfig, together: int = 1, limit_s: float | None = None
+) -> dict[str, Any]:
     """Measures all implementations, each by itself, and writes the result file after each row; one that fails, or takes longer
     than `limit_s` to start or between two rows, becomes a row with its error. So many as `together` are started at once."""
     for impl in impls:
@@ -272,7 +274,7 @@ class _Process:
     """An engine in a process of its own: a line on its standard output when it has started, one for each row after a line on
     its standard input."""
 
-    def __init__(self, impl: str, request: Request, limit_s: float | None) -> None:
+    def __init__(self, impl: str, request: VllmConfig, limit_s: float | None) -> None:
         self.impl, self.batches, self.limit_s = impl, len(request.batches), limit_s
         self.begin, self.load_s, self.error = time.perf_counter(), 0.0, ""
         command = [sys.executable, "-m", "benchmarks.vllm", "--one", impl, json.dumps(asdict(request))]
@@ -329,7 +331,7 @@ class _Process:
         self.process.wait()
 
 
-def _one(impl: str, request: Request) -> None:
+def _one(impl: str, request: VllmConfig) -> None:
     """What a `_Process` runs. Whatever else it prints goes to standard error."""
     say = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -367,33 +369,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, help="draw the results too: a .png or .svg file")
     parser.add_argument("--report", type=Path, help="print and draw this result file; needs neither vLLM nor a GPU")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
-    asked = parser.parse_args(arguments)
-    if asked.one:
-        given = json.loads(asked.one[1])
-        _one(asked.one[0], Request(**given | {"batches": tuple(given["batches"])}))
+    options = parser.parse_args(arguments)
+    if options.one:
+        given = json.loads(options.one[1])
+        _one(options.one[0], VllmConfig(**given | {"batches": tuple(given["batches"])}))
         return
     try:
-        if asked.plot is not None:
-            check_plot(asked.plot, BENCH)
-        if asked.report is not None:
-            document = vllm_report.load(asked.report)
+        if options.plot is not None:
+            check_plot(options.plot, BENCH)
+        if options.report is not None:
+            document = vllm_report.load(options.report)
             print(*map(vllm_report.line, document["rows"]), sep="\n")
         else:
-            document = _run(parser, asked)
-        if asked.plot is not None:
-            vllm_report.plot(document, asked.plot)
+            document = _run(parser, options)
+        if options.plot is not None:
+            vllm_report.plot(document, options.plot)
     except ValueError as error:
         parser.error(str(error))
 
 
-def _run(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> dict[str, Any]:
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, Any]:
     """Measures what the command line asks for."""
-    if asked.out is None:
+    if options.out is None:
         parser.error("--out names the result file")
-    request = Request(
-        asked.model, tuple(asked.batches), asked.prompt, asked.output, asked.gpus, asked.layers, asked.dtype, asked.eager
+    request = VllmConfig(
+        options.model,
+        tuple(options.batches),
+        options.prompt,
+        options.output,
+        options.gpus,
+        options.layers,
+        options.dtype,
+        options.eager,
     )
-    return run(asked.out, asked.impls, request, asked.together, asked.limit)
+    return run(options.out, options.impls, request, options.together, options.limit)
 
 
 if __name__ == "__main__":

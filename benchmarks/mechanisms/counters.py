@@ -85,11 +85,11 @@ def grouped(table: str) -> list[list[dict[str, float]]]:
         if MARK in line["Kernel Name"]:
             found.append([])
         elif found:
-            found[-1].append({_short(name): _number(text) for name, text in line.items() if _asked(name)})
+            found[-1].append({_short(name): _number(text) for name, text in line.items() if _is_metric(name)})
     return found
 
 
-def _asked(metric: str) -> bool:
+def _is_metric(metric: str) -> bool:
     """The table has more columns: facts of the GPU, some of them words."""
     return metric in (READ, WRITTEN, TIME, MEMORY) or metric.startswith(TENSOR)
 
@@ -107,11 +107,11 @@ def _profiled() -> str:
     ncu = shutil.which("ncu")
     if ncu is None:
         raise RuntimeError("ncu is not installed")
-    asked = [READ, WRITTEN, TIME, MEMORY, *(name + TENSOR_SUFFIX for name in _known(ncu)[:1])]
+    metrics = [READ, WRITTEN, TIME, MEMORY, *(name + TENSOR_SUFFIX for name in _known(ncu)[:1])]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "table.csv")
         command = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw"]
-        command += ["--print-units", "base", "--metrics", ",".join(asked), "--log-file", str(log)]
+        command += ["--print-units", "base", "--metrics", ",".join(metrics), "--log-file", str(log)]
         code, said = _ended([*command, sys.executable, "-m", __name__])
         table = log.read_text() if log.exists() else ""
     if code or '"ID"' not in table:

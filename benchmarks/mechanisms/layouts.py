@@ -108,9 +108,9 @@ def _measured_conv(storage: str, channels: int) -> Row:
     outputs = [torch.empty(conv.output_shape(tuple(x.shape)), dtype=torch.uint8, device="cuda") for _ in range(4)]
     graph = graph_of(lambda: [conv(x, out=out) for out in outputs])
     us = 1e3 * replay_ms(graph.replay) / len(outputs)
-    asked = 2 * 9 * channels**2 * IMAGES * SIZE**2
+    operations = 2 * 9 * channels**2 * IMAGES * SIZE**2
     full = 2 * 9 * (-(-channels // 64) * 64) ** 2 * IMAGES * SIZE**2
-    return {"us": us, "figures": {"tops_asked": asked / us / 1e6, "tops_filled_up": full / us / 1e6}, "rel_err": 0.0}
+    return {"us": us, "figures": {"tops_asked": operations / us / 1e6, "tops_filled_up": full / us / 1e6}, "rel_err": 0.0}
 
 
 @functools.lru_cache(maxsize=1)

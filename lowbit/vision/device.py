@@ -34,10 +34,10 @@ from lowbit.vision.kernels import machine_here
 from lowbit.vision.memory import of_torch, plan_memory, stems
 from lowbit.vision.program import (
     AverageCodes,
-    Block,
     Compute,
     Convolve,
     Dequantize,
+    FusedBottleneck,
     Operation,
     PoolAverage,
     PoolMax,
@@ -48,7 +48,7 @@ from lowbit.vision.program import (
 
 
 def refusals(program: Program, device: torch.device) -> tuple[str, ...]:
-    """Why the kernels cannot run `program` on `device`; empty if they can. On a CPU the reference takes their place."""
+    """Why the kernels cannot run `program` on `device`; empty if they can. On a CPU the reference runs instead."""
     found = (f"{layer.name}: {reason}" for layer in program.layers for reason in conv_refusals(layer, device))
     return tuple(dict.fromkeys(found))
 
@@ -134,14 +134,14 @@ class DeviceProgram:
         known = self.program.values[name]
         return Nhwc64(known.storage).unpack(self.values[name], known.shape[0])
 
-    def _place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The value's place in the arena as a tensor."""
-        place = self.plan.places[name]
+    def _allocated(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The value's allocation in the arena as a tensor."""
+        allocation = self.plan.allocations[name]
         count = dtype.itemsize
         for size in shape:
             count *= size
-        assert count <= place.nbytes, (name, count, place)
-        return self.arena[place.offset : place.offset + count].view(dtype).view(shape)
+        assert count <= allocation.nbytes, (name, count, allocation)
+        return self.arena[allocation.offset : allocation.offset + count].view(dtype).view(shape)
 
     def _size(self, name: str) -> tuple[int, int, int]:
         """Images, height and width of a value."""
@@ -149,7 +149,7 @@ class DeviceProgram:
         return self.batch, height, width
 
     def _quantization(self, operation: Quantize) -> Callable[[Tensor], Tensor]:
-        """What packs the codes of a value [batch, C, H, W] into their place."""
+        """What packs the codes of a value [batch, C, H, W] into their allocation."""
         y = operation.y
         known = self.program.values[y]
         if y in self.stems:
@@ -158,7 +158,7 @@ class DeviceProgram:
         else:
             layout = Nhwc64("s8")
             shape = layout.shape((self.batch, *known.shape))
-        out = self.values[y] = self._place(y, shape, torch.uint8)
+        out = self.values[y] = self._allocated(y, shape, torch.uint8)
         constants: dict[bool, tuple[Tensor, Tensor]] = {}
 
         def quantize(x: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class DeviceProgram:
         return quantize
 
     def _step(self, operation: Operation) -> Callable[[], object]:
-        """The launch of one operation, its output bound to its place."""
+        """The launch of one operation, its output bound to its allocation."""
         values, stems = self.values, self.stems
         match operation:
             case Quantize(_, x):
@@ -179,30 +179,30 @@ class DeviceProgram:
                 return lambda: quantize(as_images(values[x]))
             case Convolve():
                 return self._convolution(operation, stems.get(operation.x))
-            case Block():
+            case FusedBottleneck():
                 return self._block(operation)
             case SumCodes(y, x, layer, other):
                 known = self.program.values[y]
                 layout = Nhwc64(known.storage)
-                total = self._place(y, layout.shape((self.batch, *known.shape)), torch.uint8)
+                total = self._allocated(y, layout.shape((self.batch, *known.shape)), torch.uint8)
                 values[y] = total
                 return lambda: sum_codes(values[x], layer, None if other is None else values[other], total)
             case PoolMax(y, x):
                 known = self.program.values[y]
                 layout = Nhwc64(known.storage)
-                out = self._place(y, layout.shape((self.batch, *known.shape)), torch.uint8)
+                out = self._allocated(y, layout.shape((self.batch, *known.shape)), torch.uint8)
                 values[y] = out
                 pool = operation
                 return lambda: max_pool_codes(values[x], known.storage, pool.kernel, pool.stride, pool.padding, out)
             case PoolAverage(y, x, scale):
                 read = self.program.values[x]
-                out = self._place(y, (self.batch, read.shape[0]), torch.float32)
+                out = self._allocated(y, (self.batch, read.shape[0]), torch.float32)
                 values[y] = as_images(out)
                 return lambda: average_pool_codes(values[x], read.storage, read.shape[0], scale, out)
             case AverageCodes(y, x, scale, factor):
                 read = self.program.values[x]
                 layout, count = Nhwc64("s8"), read.shape[0]
-                means = values[y] = self._place(y, layout.shape((self.batch, count, 1, 1)), torch.uint8)
+                means = values[y] = self._allocated(y, layout.shape((self.batch, count, 1, 1)), torch.uint8)
                 return lambda: average_pool_to_codes(values[x], read.storage, count, scale, factor, means)
             case Dequantize(y, x, scale):
                 channels, height, width = self.program.values[x].shape
@@ -229,20 +229,20 @@ class DeviceProgram:
         if y in self.of_torch:
             return lambda: values.update({y: prepared(x).permute(0, 3, 1, 2)})
         dtype = stored_dtype(layer.y)
-        out = self._place(y, prepared.output_shape(tuple(x.shape)), dtype)
+        out = self._allocated(y, prepared.output_shape(tuple(x.shape)), dtype)
         residual = None if operation.residual is None else values[operation.residual]
         second = None if operation.second is None else values[operation.second]
         values[y] = out if dtype == torch.uint8 else out.permute(0, 3, 1, 2)
         return lambda: prepared(x, residual, second, out)
 
-    def _block(self, operation: Block) -> Callable[[], object]:
+    def _block(self, operation: FusedBottleneck) -> Callable[[], object]:
         x, added = self.values[operation.second.x], self.values[operation.added]
         size = self._size(operation.second.x)
         layers = (operation.second.layer, operation.third.layer, operation.following.layer)
         block = prepare_block(*layers, size, self.device)
         shapes = block.output_shapes(tuple(x.shape))
-        y = self.values[operation.also] = self._place(operation.also, shapes[0], torch.uint8)
-        z = self.values[operation.y] = self._place(operation.y, shapes[1], torch.uint8)
+        y = self.values[operation.also] = self._allocated(operation.also, shapes[0], torch.uint8)
+        z = self.values[operation.y] = self._allocated(operation.y, shapes[1], torch.uint8)
         return lambda: block(x, added, (y, z))
 
     def _computation(self, operation: Operation) -> Callable[[], None]:

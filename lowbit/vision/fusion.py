@@ -12,7 +12,7 @@ from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.conv import block_refusals
 from lowbit.ops.conv import STEM_POOL, stem_pool_refusals
 from lowbit.vision.memory import stems
-from lowbit.vision.program import AverageCodes, Block, Convolve, Operation, PoolAverage, PoolMax, Program, Quantize
+from lowbit.vision.program import AverageCodes, Convolve, FusedBottleneck, Operation, PoolAverage, PoolMax, Program, Quantize
 
 KERNEL_FUSIONS = ("stem", "blocks")
 """What kernels compute together beyond a convolution and what follows it: a stem and the max-pool behind it; the second and
@@ -47,8 +47,10 @@ def with_codes_of_means(program: Program) -> Program:
 
 
 def with_blocks(program: Program, batch: int, machine: Machine | None) -> Program:
-    """The program with three convolutions as one `Block` wherever a kernel does so: the middle one reads what the first makes
-    and nothing else does; the last reads what the middle one makes, as others may."""
+    """Returns the program with three convolutions merged into a `FusedBottleneck` wherever a kernel supports them.
+
+    Only the third convolution may read the second's output. Other operations may read the third's output too.
+    """
     operations = {operation.y: operation for operation in program.operations}
     for third in program.operations:
         second = operations.get(third.x) if isinstance(third, Convolve) and third.y in operations else None
@@ -63,7 +65,7 @@ def with_blocks(program: Program, batch: int, machine: Machine | None) -> Progra
             if not isinstance(op, Convolve) or op.y not in operations or op.inputs != (third.y,):
                 continue
             if not block_refusals(second.layer.spec, third.layer.spec, op.layer.spec, size, machine):
-                operations[third.y] = Block(second, third, op)
+                operations[third.y] = FusedBottleneck(second, third, op)
                 del operations[second.y], operations[op.y]
                 break
     return replace(program, operations=tuple(operations.values()))

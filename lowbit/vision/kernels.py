@@ -17,10 +17,10 @@ from lowbit.vision.lower import FLOAT
 from lowbit.vision.memory import of_torch, stems
 from lowbit.vision.program import (
     AverageCodes,
-    Block,
     Compute,
     Convolve,
     Dequantize,
+    FusedBottleneck,
     Operation,
     PoolAverage,
     PoolMax,
@@ -103,7 +103,7 @@ def _other(op: Operation, program: Program, machine: Machine | None) -> KernelRo
     """An operation that is no convolution of its own."""
     name = op.y.removesuffix(FLOAT)
     match op:
-        case Block():
+        case FusedBottleneck():
             layers = (op.second.layer, op.third.layer, op.following.layer)
             _, _, width = program.values[op.second.x].shape
             tile = block_tile(layers[1].x, width, layers[2].spec.outputs, layers[1].second is not None)

@@ -19,7 +19,7 @@ ALIGNMENT_BYTES = 1024
 
 
 @dataclass(frozen=True)
-class Place:
+class Allocation:
     """Bytes [offset, offset + nbytes) of the arena, needed from operation `first` to operation `last`."""
 
     offset: int
@@ -27,7 +27,7 @@ class Place:
     first: int
     last: int
 
-    def meets(self, other: Place) -> bool:
+    def overlaps(self, other: Allocation) -> bool:
         """Whether both are needed at the same time."""
         return self.first <= other.last and other.first <= self.last
 
@@ -37,23 +37,23 @@ class MemoryPlan:
     """Places of values by name, for one batch size; none for the caller's images and for what torch has memory for."""
 
     batch: int
-    places: dict[str, Place]
+    allocations: dict[str, Allocation]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arena."""
-        return max((p.offset + p.nbytes for p in self.places.values()), default=0)
+        return max((p.offset + p.nbytes for p in self.allocations.values()), default=0)
 
     @property
     def values_bytes(self) -> int:
         """Bytes of all values together, which is what would be needed without a plan."""
-        return sum(p.nbytes for p in self.places.values())
+        return sum(p.nbytes for p in self.allocations.values())
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes that are needed at one time: no plan has a smaller arena."""
-        times = {p.first for p in self.places.values()}
-        return max((sum(p.nbytes for p in self.places.values() if p.first <= t <= p.last) for t in times), default=0)
+        times = {p.first for p in self.allocations.values()}
+        return max((sum(p.nbytes for p in self.allocations.values() if p.first <= t <= p.last) for t in times), default=0)
 
 
 def stored_bytes(value: Value, batch: int) -> int:
@@ -132,14 +132,14 @@ def plan_memory(program: Program, batch: int) -> MemoryPlan:
         first = 0 if of_images else i
         for name in made_by(operation):
             if name not in elsewhere:
-                wanted.append((name, Place(0, nbytes(name), first, last.get(name, end))))
-    places: dict[str, Place] = {}
-    for name, place in sorted(wanted, key=lambda item: -item[1].nbytes):
+                wanted.append((name, Allocation(0, nbytes(name), first, last.get(name, end))))
+    allocations: dict[str, Allocation] = {}
+    for name, allocation in sorted(wanted, key=lambda item: -item[1].nbytes):
         offset = 0
-        for other in sorted((p for p in places.values() if p.meets(place)), key=lambda p: p.offset):
-            if offset + place.nbytes <= other.offset:
+        for other in sorted((p for p in allocations.values() if p.overlaps(allocation)), key=lambda p: p.offset):
+            if offset + allocation.nbytes <= other.offset:
                 break
             offset = max(offset, other.offset + other.nbytes)
-        places[name] = Place(offset, place.nbytes, place.first, place.last)
+        allocations[name] = Allocation(offset, allocation.nbytes, allocation.first, allocation.last)
     names = [name for operation in program.operations for name in made_by(operation)]
-    return MemoryPlan(batch, {name: places[name] for name in names if name in places})
+    return MemoryPlan(batch, {name: allocations[name] for name in names if name in allocations})

@@ -68,13 +68,13 @@ def observe(graph: Graph, batches: Iterable[Tensor]) -> dict[str, Range]:
     """
     ranges: dict[str, Range] = {}
 
-    def watch(name: str, value: Tensor) -> Tensor:
+    def on_value(name: str, value: Tensor) -> Tensor:
         ranges.setdefault(name, Range()).add(value)
         return value
 
     with torch.no_grad():
         for images in batches:
-            graph.run(images, watch)
+            graph.run(images, on_value)
     if not ranges:
         raise ValueError("no calibration images: give at least one batch [N, C, H, W]")
     broken = [name for name, seen in ranges.items() if not seen.largest < float("inf")]

@@ -68,7 +68,7 @@ class Convolve:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class FusedBottleneck:
     """Three `Convolve` in one kernel (ops/conv_block.py), the last of which makes y; what the middle one makes, `also`, is
     stored for its other readers."""
 
@@ -164,12 +164,12 @@ class Compute:
         return self.node.inputs
 
 
-Operation = Quantize | Convolve | Block | SumCodes | PoolMax | PoolAverage | AverageCodes | Dequantize | Compute
+Operation = Quantize | Convolve | FusedBottleneck | SumCodes | PoolMax | PoolAverage | AverageCodes | Dequantize | Compute
 
 
 def made_by(operation: Operation) -> tuple[str, ...]:
     """Names of the values that an operation makes."""
-    return (operation.also, operation.y) if isinstance(operation, Block) else (operation.y,)
+    return (operation.also, operation.y) if isinstance(operation, FusedBottleneck) else (operation.y,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,17 +183,17 @@ class Program:
     result: str
     pixels: Pixels | None = None
 
-    def run(self, images: Tensor, watch: Callable[[str, Tensor], None] | None = None) -> Tensor:
+    def run(self, images: Tensor, on_value: Callable[[str, Tensor], None] | None = None) -> Tensor:
         """The result for images [N, C, H, W] as the model takes them or in pixels, by the reference, on their device.
 
-        `watch(name, value)` sees every value that is made: codes as int32, anything else in float32.
+        `on_value(name, value)` sees every value that is made: codes as int32, anything else in float32.
         """
         values: dict[str, Any] = {self.images: images}
         last = self.last_reads()
         for i, operation in enumerate(self.operations):
             y = self.step(operation, values)
-            if watch is not None and isinstance(y, Tensor):
-                watch(operation.y, y)
+            if on_value is not None and isinstance(y, Tensor):
+                on_value(operation.y, y)
             values[operation.y] = y
             for name in last.get(i, ()):
                 del values[name]
@@ -211,7 +211,7 @@ class Program:
                 second = None if operation.second is None else values[operation.second]
                 y = conv_reference(values[operation.x], operation.layer, residual, second)
                 return max_pool_reference(y, *STEM_POOL) if operation.pooled else y
-            case Block() | AverageCodes():
+            case FusedBottleneck() | AverageCodes():
                 raise ValueError(f"{operation.y} is made by DeviceProgram; a program has the parts of what makes it")
             case SumCodes():
                 other = None if operation.other is None else values[operation.other]
@@ -260,8 +260,8 @@ class Program:
         for op in self.operations:
             if isinstance(op, Convolve):
                 op = op.to(device)
-            elif isinstance(op, Block):
-                op = Block(op.second.to(device), op.third.to(device), op.following.to(device))
+            elif isinstance(op, FusedBottleneck):
+                op = FusedBottleneck(op.second.to(device), op.third.to(device), op.following.to(device))
             elif isinstance(op, Compute):
                 op = replace(op, node=constants_on(op.node, device))
             moved.append(op)

@@ -28,7 +28,7 @@ def check(case, scheme, fold, on):
     images = torch.randn(5, *shape)
     program = vision.quantize(make(), images, scheme, fold_shortcuts=fold).program
     codes = {}
-    wanted = program.run(images, watch=lambda name, value: codes.update({name: value.clone()}))
+    wanted = program.run(images, on_value=lambda name, value: codes.update({name: value.clone()}))
     launched = DeviceProgram(program, 5, torch.device(on))
     launched.arena.fill_(0xA5)
     launched.feed(images.to(on))
