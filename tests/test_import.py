@@ -51,7 +51,7 @@ for end in ("--help", "--no-such-option"):
 print({BROUGHT})
 """
     rooms = {name.split(".")[1] for name in ast.literal_eval(python(code).splitlines()[-1]) if "." in name}
-    assert rooms == {"_version", "cli"}
+    assert rooms == {"_version", "cli", "printable"}
 
 
 def test_all_names_are_there():

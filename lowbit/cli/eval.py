@@ -81,8 +81,10 @@ def evaluate(
     """  # fmt: skip
     from lowbit.sources import local_model
 
-    if suite is None and (out_folder, limit, samples, k, run_generated_code) != (None, None, 1, "1", False):
-        raise ValueError("--out, --limit, --samples, --k and --run-generated-code belong to --suite")
+    if suite is None and (out_folder, limit, samples, k, run_generated_code, unsafe) != (None, None, 1, "1", False, False):
+        raise ValueError("--out, --limit, --samples, --k, --run-generated-code and --unsafe belong to --suite")
+    if unsafe and not run_generated_code:
+        raise ValueError("--unsafe belongs to --run-generated-code: give both")
     check_device(device)
     check_there(text, TEXT)
     for name in (*models, *([] if reference is None else [reference])):

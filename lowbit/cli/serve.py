@@ -47,12 +47,15 @@ def serve(
     max_prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt; as many as a text may have.")] = None,
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request's body.")] = 1 << 20,
     cache_gib: Annotated[
-        float | None, typer.Option(min=0, max=1e6, help="Memory for keys and values; most of the free.")
+        float | None, typer.Option(min=0, max=1e6, help="Memory for keys and values; most of a GPU's free, half of a CPU's.")
     ] = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="On a GPU: a text has the same bits whoever is computed beside it.")
     ] = False,
     grace: Annotated[float, typer.Option(min=0, max=86400, help="Seconds that texts get to finish after SIGTERM.")] = 30.0,
+    prompt_seconds: Annotated[
+        float, typer.Option(min=0.1, max=86400, help="Seconds that chat template and tokenizer may take over a request.")
+    ] = 10.0,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
     device: Device = None,
 ) -> None:
@@ -83,7 +86,7 @@ def serve(
 
     where_to = torch_device(device)
     concurrent = max_concurrent or (MOST_ON_A_CPU if where_to.type == "cpu" else MOST_ON_A_GPU)
-    limits = Limits(concurrent, max_queue, max_prompt or 1 << 20, max_body, grace)
+    limits = Limits(concurrent, max_queue, max_prompt or 1 << 20, max_body, grace, prompt_seconds)
     local = is_local(host)
     if not local and api_key is None:
         say(f"warning: whoever reaches {host} can use this server; give it a key with --api-key or LOWBIT_API_KEY")
