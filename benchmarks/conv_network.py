@@ -39,7 +39,7 @@ from lowbit.vision.program import (
     Program,
     Quantize,
     SumCodes,
-    made_by,
+    outputs_of,
 )
 from lowbit.vision.trace import FUSIONS as GRAPH_FUSIONS
 from lowbit.vision.trace import fuse, unfused
@@ -108,7 +108,7 @@ class Network:
         operations = {operation.y: operation for operation in self.launched.program.operations}
         for y, call in self.launched.steps:
             call()
-            codes = [name for name in made_by(operations[y]) if values[name].storage in ACTIVATIONS]
+            codes = [name for name in outputs_of(operations[y]) if values[name].storage in ACTIVATIONS]
             wrong += sum(int((self.launched.codes(name) != wanted[name]).sum()) for name in codes)
         return wrong + int((self.launched.result() != logits).sum())
 
@@ -138,7 +138,7 @@ def labels(program: Program) -> dict[str, str]:
 
 def work_of(operation: Operation, program: Program, batch: int) -> tuple[float, float]:
     """Bytes of inputs, weights and output, and multiplications and additions, of one operation for a batch."""
-    moved = sum(batch * _bytes_of(name, program) for name in (*operation.inputs, *made_by(operation)))
+    moved = sum(batch * _bytes_of(name, program) for name in (*operation.inputs, *outputs_of(operation)))
     if isinstance(operation, FusedBottleneck):
         parts = [(conv, work_of(conv, program, batch)) for conv in (operation.second, operation.third, operation.following)]
         return moved + sum(_weights_of(conv) for conv, _ in parts), sum(work for _, (_, work) in parts)

@@ -10,7 +10,7 @@ from torch import nn
 
 from lowbit import vision
 from lowbit.vision.fusion import fused, with_pooled_stems
-from lowbit.vision.program import AverageCodes, Convolve, FusedBottleneck, Value, made_by
+from lowbit.vision.program import AverageCodes, Convolve, FusedBottleneck, Value, outputs_of
 from tests.vision.nets import resnet
 
 
@@ -33,7 +33,7 @@ def test_blocks_of_64_channels_are_found(bottlenecks):
     assert blocks[0].added == blocks[0].third.second and blocks[1].added == blocks[0].also  # a shortcut, then a residual
     assert sum(blocks[1].also in op.inputs for op in whole.operations) == 1  # the next block's shortcut reads it too
     assert len(bottlenecks.operations) - len(whole.operations) == 2 * 2 + 2  # the stem's pool, and codes of means at once
-    made = [name for op in whole.operations for name in made_by(op)]
+    made = [name for op in whole.operations for name in outputs_of(op)]
     assert not {blocks[0].second.y, blocks[1].second.y} & set(made)
     apart = fused(bottlenecks, 3, None, ("stem",))
     assert not any(isinstance(op, FusedBottleneck) for op in apart.operations)

@@ -9,7 +9,7 @@ from torch import nn
 from lowbit import vision
 from lowbit.vision.fusion import fused
 from lowbit.vision.memory import ALIGNMENT_BYTES, plan_memory, stems, stored_bytes
-from lowbit.vision.program import FusedBottleneck, Value, made_by
+from lowbit.vision.program import FusedBottleneck, Value, outputs_of
 from tests.vision.nets import resnet
 
 
@@ -55,11 +55,11 @@ def test_values_that_live_together_are_apart(program, batch):
 
 def check_allocations(program, batch):
     plan = plan_memory(program, batch)
-    assert set(plan.allocations) == {name for op in program.operations for name in made_by(op)}
+    assert set(plan.allocations) == {name for op in program.operations for name in outputs_of(op)}
     for i, (a, p) in enumerate(plan.allocations.items()):
         assert p.offset % ALIGNMENT_BYTES == 0 and (a in stems(program) or p.nbytes == stored_bytes(program.values[a], batch))
         for b, q in list(plan.allocations.items())[i + 1 :]:
-            together = {op.y for op in program.operations if {a, b} <= {*made_by(op), *op.inputs}}
+            together = {op.y for op in program.operations if {a, b} <= {*outputs_of(op), *op.inputs}}
             apart = p.offset + p.nbytes <= q.offset or q.offset + q.nbytes <= p.offset
             assert apart or not p.overlaps(q)
             assert p.overlaps(q) or not together  # what an operation reads and writes is alive while it runs
