@@ -1,8 +1,8 @@
-"""`python -m benchmarks choice`: the time of the chosen tile beside the best of all tiles that lowbit/tune/trials.py tries.
+"""`python -m benchmarks choice`: time of the chosen tile relative to the best tile that lowbit/tune/trials.py tries.
 
-The regret of a product is the time of its chosen tile over that of the fastest one tried. Tried are the cheapest by the model
-of costs, the cheapest of each kind, neighbours that the choice does not consider, and what products of more tokens choose,
-since tokens can be filled up.
+The gap of a product is the time of its chosen tile divided by the time of the fastest one. Tried are the tiles with the lowest
+modelled cost, the best of each kind, neighbours that the choice does not consider, and tiles chosen for more tokens, since
+tokens can be padded.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ PROTOCOL = (
 
 
 def chosen_now(row: dict[str, Any], machine: Machine) -> str:
-    """The tile that is chosen today for a row of a result file, as it would be written there."""
+    """Returns the tile that is chosen today for a row of a result file, in the form of the file."""
     return written(products_of(row["scheme"], machine).able(row["m"], row["n"], row["k"])[0].tile, TILES)
 
 
 def as_chosen_now(rows: Sequence[dict[str, Any]], machine: Machine) -> list[dict[str, Any]]:
-    """The rows whose tile of today was timed, with that tile as the chosen one."""
+    """Returns the rows whose tile of today was timed, with that tile as the chosen one."""
     now = [{**row, "chosen": chosen_now(row, machine)} for row in rows]
     return [row for row in now if row["chosen"] in row["us"]]
 
@@ -87,8 +87,8 @@ def make_trial_grid(
     models: str | None = None, schemes: str | None = None, tokens: str | None = None, half: str | None = None,
     seconds: float | None = None,
 ) -> TrialGrid:  # fmt: skip
-    """What a run measures, from comma-separated texts; what is None is all of the grid. Raises ValueError that says what was
-    given and what is supported."""
+    """Parses comma-separated options into the products to measure; None stands for the whole grid. Raises ValueError with
+    the value and what is supported."""
     if half not in (None, *HALVES):
         raise ValueError(f"--half is {' or '.join(HALVES)}, got {half!r}")
     shapes = weights(MODELS if models is None else models.split(","), half=half)  # type: ignore[arg-type]
@@ -98,9 +98,9 @@ def make_trial_grid(
 
 
 def run(grid: TrialGrid, out: Path | None, say: Callable[[str], None], progress: Watch) -> tuple[Path, dict[str, Any]]:
-    """Measures and writes the result file (default benchmarks/results/<gpu>/<date>-choice.json); returns its path and document.
+    """Measures and writes the result file (default benchmarks/results/<gpu>/<date>-choice.json). Returns its path and document.
 
-    The file is written every so often, and at the end however the run ends. Raises ValueError without an NVIDIA GPU.
+    The file is written at intervals and at the end, also after an interruption. Raises ValueError without an NVIDIA GPU.
     """
     if not torch.cuda.is_available():
         raise ValueError(f"bench choice measures an NVIDIA GPU and torch {torch.__version__} sees none")
@@ -147,7 +147,7 @@ def run(grid: TrialGrid, out: Path | None, say: Callable[[str], None], progress:
 
 @torch.inference_mode()
 def rows(grid: TrialGrid, here: Machine) -> Iterator[dict[str, Any]]:
-    """A row for each product, weight by weight."""
+    """Yields a row for each product, weight by weight."""
     for n, k in grid.shapes:
         tokens = grid.tokens_of(n, k)
         if not tokens:
@@ -167,7 +167,7 @@ def rows(grid: TrialGrid, here: Machine) -> Iterator[dict[str, Any]]:
 
 
 def _cublas(x: Tensor, n: int, tokens: Sequence[int]) -> dict[int, float]:
-    """Microseconds of torch.matmul by a fp16 weight [n, K], by number of tokens."""
+    """Returns the microseconds of torch.matmul with a fp16 weight [n, K], by number of tokens."""
     memory = Memory()
     first = gaussian(n, x.shape[1], seed=1, dtype=torch.float16)
     copies = [first, *(first.clone() for _ in range(copies_needed(first.nbytes, l2_bytes()) - 1))]

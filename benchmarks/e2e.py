@@ -1,6 +1,6 @@
-"""`python -m benchmarks e2e`: what a user of a language model gets: the step of a decode, the prompt, the whole request.
+"""`python -m benchmarks e2e`: decode steps, prompts and whole requests of language models.
 
-Models are random weights in the shapes of known ones, the program and the graphs those that `lowbit.pipeline` runs.
+Models have random weights in known shapes; `lowbit.pipeline` runs the same programs and graphs.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from lowbit.tune.timing import failures, reason, warm_up
 
 REPLAYS = 24
 PROMPT, OUTPUT = 1024, 64
-"""Tokens of the prompt that is timed by itself, and tokens that a whole request draws."""
+"""Tokens of the timed prompt, and tokens that a whole request generates."""
 
 PRODUCTS = KINDS["products"]
-"""Parts of the names of kernels that multiply by weights: this library's, cuBLAS's and its sums of split K (splitKreduce)."""
+"""Parts of the names of kernels that multiply by weights: this library's, cuBLAS's and its split-K reduction (splitKreduce)."""
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 RIVALS: dict[str, dict[str, Any]] = {"eager": {}, "static": {"cache_implementation": "static"}}
-"""Arguments of Transformers' `generate`; a static cache has it compile the model."""
+"""Arguments of Transformers' `generate`. A static cache makes it compile the model."""
 
 PROTOCOL = (
     "Gaussian weights in the shape of the model, each layer in memory of its own; keys and values in 16 bits, random, in "
@@ -68,7 +68,7 @@ ProgressCallback = Callable[[str], None]
 
 @dataclass(frozen=True)
 class E2EConfig:
-    """What a run measures."""
+    """Configuration of a run."""
 
     models: tuple[str, ...]
     schemes: tuple[str, ...]
@@ -81,7 +81,7 @@ class E2EConfig:
 
 
 def run(config: E2EConfig, path: Path | None, progress: ProgressCallback) -> tuple[Path, dict[str, Any]]:
-    """Measures everything and returns the result file, which is written after each row, and its document."""
+    """Measures everything and writes the result file after each row. Returns its path and document."""
     about = machine()
     path = path or default_path(about["gpu"], datetime.date.today()).with_name(f"{datetime.date.today().isoformat()}-e2e.json")
     check_file(path, E2E)
@@ -110,7 +110,7 @@ def run(config: E2EConfig, path: Path | None, progress: ProgressCallback) -> tup
 def _rows_of(
     model: str, scheme: str | None, config: E2EConfig, bandwidth: float, progress: ProgressCallback
 ) -> Iterator[dict[str, Any]]:
-    """The rows of one model in one scheme; what fails carries its reason."""
+    """Yields the rows of one model in one scheme; a failed one has its reason."""
     name = "16 bits" if scheme is None else parse_scheme(scheme).name
     cases = [(batch, context) for context in config.contexts for batch in config.batches]
     blank = {"model": model, "scheme": scheme, "gpus": 1, "kv_dtype": config.dtype, "head": config.head if scheme else None}
@@ -145,7 +145,7 @@ def _rows_of(
 
 
 def engine_for(model: PreTrainedModel, cases: Sequence[tuple[int, int]]) -> Engine:
-    """An engine whose cache holds every case, as far as memory goes."""
+    """Returns an engine whose cache holds every case, as far as memory allows."""
     longest = max(context for _, context in cases) + 4 * REPLAYS
     engine = Engine(
         model, max_concurrent=max(batch for batch, _ in cases), max_length=max(longest, PROMPT + OUTPUT), sharing=False
@@ -160,7 +160,8 @@ def engine_for(model: PreTrainedModel, cases: Sequence[tuple[int, int]]) -> Engi
 
 
 def place(engine: Engine, batch: int, context: int, tokens: int) -> None:
-    """Gives the first slots pages in random order for `tokens` more than `context`; ValueError where there are too few."""
+    """Assigns pages in random order to the first slots, for `tokens` more than `context`. Raises ValueError if there are too
+    few."""
     each, count = pages_for(context + tokens), engine.batch.pages.count - 1
     if batch * each > count:
         raise ValueError(f"keys and values of {batch} x {context} tokens take {batch * each:,} pages, {count:,} fit")
@@ -170,7 +171,7 @@ def place(engine: Engine, batch: int, context: int, tokens: int) -> None:
 
 
 def _better(engine: Engine, batch: int, context: int, held: int, bandwidth: float) -> dict[str, Any]:
-    """The step of 16-bit weights by the ring kernel or by cuBLAS, whichever takes less time, and the other one's."""
+    """Returns the faster step of 16-bit weights, by the small-M kernel or by cuBLAS, and the other one's time."""
     program = engine.program
     assert isinstance(program, DecodeProgram)
     chain, found = program.chain, dict[str, dict[str, Any]]()
@@ -189,7 +190,7 @@ def _better(engine: Engine, batch: int, context: int, held: int, bandwidth: floa
 def _decode(
     engine: Engine, batch: int, context: int, held: int, bandwidth: float, steps: Steps | None = None
 ) -> dict[str, Any]:
-    """The step of a batch at a context, of the engine's or of other `steps`: time, limit, kernels."""
+    """Returns the row of a decode step of a batch at a context: time, limit, kernels."""
     program = engine.program
     assert isinstance(program, DecodeProgram)
     place(engine, batch, context, 4 * REPLAYS)
@@ -211,7 +212,7 @@ def _decode(
 
 
 def times_us(step: Step) -> list[float]:
-    """Microseconds of each replay; all are queued at once, so that the GPU never waits for Python."""
+    """Returns the microseconds of each replay. All replays are queued at once so that the GPU is never idle."""
     assert step.graph is not None
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPLAYS)]
     for _ in range(3):
@@ -225,13 +226,13 @@ def times_us(step: Step) -> list[float]:
 
 
 Timeline = list[tuple[str, float, float]]
-"""Kernels in the order in which they end: name, microseconds from start to end, and of those the ones after the end of the
-kernel before."""
+"""Kernels in the order of their ends: name, microseconds from start to end, and microseconds after the end of the previous
+kernel."""
 
 
 def timeline(launch: Callable[[], object]) -> Timeline:
-    """What `launch` launches as CUDA's profiler sees it. With programmatic launch a kernel starts while the one before it runs,
-    and waits for it: what the kernel adds is the time after that."""
+    """Returns the kernels of `launch` from CUDA's profiler. With programmatic launch a kernel starts before the previous one
+    ends, so it adds only the time after that end."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         launch()
         torch.cuda.synchronize()
@@ -246,7 +247,7 @@ def timeline(launch: Callable[[], object]) -> Timeline:
 
 
 def by_name(kernels: Timeline) -> dict[str, tuple[int, float, float]]:
-    """How often each kernel runs, its microseconds together, and those that it adds."""
+    """Returns by kernel name: number of runs, total microseconds, and microseconds added."""
     found: dict[str, tuple[int, float, float]] = {}
     for name, us, added in kernels:
         count, so_far, adding = found.get(name, (0, 0.0, 0.0))
@@ -255,7 +256,7 @@ def by_name(kernels: Timeline) -> dict[str, tuple[int, float, float]]:
 
 
 def one_layer(kernels: Timeline) -> list[tuple[str, float]]:
-    """The kernels of a layer from that before attention on, with what each adds: microseconds, the median over the layers."""
+    """Returns the kernels of a layer, starting before attention, with the microseconds that each adds (median over layers)."""
     at = [i for i, (name, _, _) in enumerate(kernels) if "attention" in name]
     if len(at) < 3 or at[0] == 0:
         return []
@@ -266,7 +267,7 @@ def one_layer(kernels: Timeline) -> list[tuple[str, float]]:
 
 @torch.inference_mode()
 def _prefill(engine: Engine) -> tuple[float, float]:
-    """Tokens per second of a prompt of PROMPT tokens, and the share of that time that its products take."""
+    """Returns tokens per second of a prompt of PROMPT tokens, and the share of its time in products."""
     ids = torch.randint(engine.slots.sampling.counts.shape[1], (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
     place(engine, 1, PROMPT, 0)
     request = Request(ids, 1)
@@ -291,7 +292,7 @@ def _prefill(engine: Engine) -> tuple[float, float]:
 
 
 def _request(engine: Engine, batch: int) -> dict[str, Any]:
-    """Wall time of whole requests, twice; the second counts."""
+    """Returns the wall time of whole requests. They run twice; the second run counts."""
     vocab = engine.slots.sampling.counts.shape[1]
     generator = torch.Generator().manual_seed(2)
     taken: dict[str, float] = {}
@@ -311,7 +312,7 @@ def _request(engine: Engine, batch: int) -> dict[str, Any]:
 
 
 def _rivals(model: PreTrainedModel, config: E2EConfig, progress: ProgressCallback) -> Iterator[dict[str, Any]]:
-    """Transformers' own `generate` of the same model; before an engine takes memory for its cache."""
+    """Yields rows of Transformers' `generate` with the same model, before an engine allocates its cache."""
     for rival in config.rivals:
         for context in config.contexts[:1]:
             for batch in config.batches:
@@ -326,7 +327,7 @@ def _rivals(model: PreTrainedModel, config: E2EConfig, progress: ProgressCallbac
 
 @torch.inference_mode()
 def _generate_ms(model: PreTrainedModel, batch: int, context: int, **options: Any) -> float:
-    """Milliseconds a token of `generate`: the time of 16 tokens less that of 8."""
+    """Returns milliseconds per token of `generate`: the time of 16 tokens minus that of 8."""
     ids = torch.randint(model.config.vocab_size, (batch, context), device="cuda")
 
     def seconds(count: int) -> float:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks gemm`: compiles, then measures ceilings, cuBLAS, this library, then every peer in its own process."""
+"""`python -m benchmarks gemm`: compiles, then measures ceilings, cuBLAS, this library, and each peer in its own process."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from lowbit.tune.timing import warm_up
 
 Say = Callable[[str], None]
 ProgressCallback = Callable[[int, int, str], None]
-"""Called with rows done, rows in all and what is measured now."""
+"""Called with the finished rows, all rows, and a description of the current one."""
 
 
 def choose_peers(text: str | None) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """(peers to measure, (peer, why not) of those left out) for a comma-separated text; None is every peer, "none" is none.
+    """Returns (peers to measure, (peer, reason) of the omitted ones) for comma-separated names; None is every peer, "none" is
+    none.
 
-    Raises ValueError for a name that no adapter has.
+    Raises ValueError for an unknown name.
     """
     if text is not None and text.strip().lower() == "none":
         return (), ()
@@ -57,9 +58,9 @@ def run(
     say: Say,
     progress: ProgressCallback,
 ) -> Results:
-    """Measures the request and returns the results, which stand in the file from the first row on.
+    """Measures the request and writes the results to the file from the first row on.
 
-    `out` None is benchmarks/results/<gpu>/<date>-gemm.json. Raises ValueError on a machine without an NVIDIA GPU.
+    `out` None is benchmarks/results/<gpu>/<date>-gemm.json. Raises ValueError without an NVIDIA GPU.
     """
     if not torch.cuda.is_available():
         raise ValueError(
@@ -102,7 +103,7 @@ def run(
 
 
 def this_library(q: QuantTensor, request: GemmRequest) -> Contender:
-    """This library's kernel for a weight."""
+    """Returns this library's kernel for a weight as a contender."""
     if q.scheme.activation is not None:
         return quantized_x.this_library(q, request)
     from lowbit.ops import fragment_gemm
@@ -122,7 +123,7 @@ def this_library(q: QuantTensor, request: GemmRequest) -> Contender:
 
 
 def peer_rows(name: str, request: GemmRequest) -> Iterator[dict[str, Any]]:
-    """The rows of a peer as its process writes them; rows that it leaves behind when it dies carry its last words."""
+    """Yields the rows that the process of a peer writes. If it dies, its remaining rows get its last output as error."""
     due = [
         blank_row(name, parse_scheme(scheme), shape, m, request.dtype)
         for shape in request.shapes
@@ -148,7 +149,7 @@ def peer_rows(name: str, request: GemmRequest) -> Iterator[dict[str, Any]]:
 
 
 def _as_they_come(lines: Any, process: subprocess.Popen, due: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Rows that the process appends, until it has ended; they leave `due`."""
+    """Yields rows while the process appends them, and removes them from `due`."""
     begun = ""
     while True:
         ended = process.poll() is not None

@@ -1,6 +1,6 @@
-"""`python -m benchmarks serve`: tokens a second over HTTP beside the engine alone, and latencies that users see.
+"""`python -m benchmarks serve`: tokens per second over HTTP relative to the engine alone, and latencies of users.
 
-A process of its own makes the model, measures its engine, and serves it on the loopback (serve_host.py); this one is the
+A second process loads the model, measures its engine and serves it on the loopback (serve_host.py). This process runs the
 clients (serve_load.py).
 """
 
@@ -42,17 +42,17 @@ from lowbit.checkpoint.target import check_file
 from lowbit.eval.results import versions, write_json
 
 PARTS = ("engine", "streams", "idle", "open")
-"""In this order, the most important first."""
+"""Parts in the order of measurement, the most important first."""
 
 SAVED_EVERY_S = 10.0
 DRAWS_OF_A_MEAN = 4096
 END_SECONDS = 20.0
 
 MOST_ALONE = 200
-"""Requests whose first token is timed while nothing else runs."""
+"""Number of requests whose first token is timed on an idle server."""
 
 ANSWER_ALONE = 8
-"""Tokens of each."""
+"""Output tokens of each of these requests."""
 
 PROTOCOL = (
     "One process computes and serves, on the loopback; another asks. Prompts are random tokens, no two beginning alike; "
@@ -73,12 +73,12 @@ ProgressCallback = Callable[[str], None]
 
 
 class HostFailed(ValueError):
-    """The process that serves did not do its part; the message says why, as far as it said so itself."""
+    """The serving process failed; the message has its reason if it sent one."""
 
 
 def run(config: ServeConfig, path: Path | None, progress: ProgressCallback) -> tuple[Path, dict[str, Any]]:
-    """Measures everything and returns the result file, which is written after each part, and its document. Raises HostFailed
-    when the process that serves does."""
+    """Measures everything and writes the result file after each part. Returns its path and document. Raises HostFailed if
+    the serving process fails."""
     if path is not None:
         check_file(path, SERVE)
     context = multiprocessing.get_context("spawn")
@@ -97,7 +97,7 @@ def run(config: ServeConfig, path: Path | None, progress: ProgressCallback) -> t
 
 
 class _Run:
-    """One run: the document, its file, and the process that serves."""
+    """State of one run: the document, its file and the serving process."""
 
     def __init__(self, config: ServeConfig, pipe: Connection, path: Path | None, progress: ProgressCallback) -> None:
         self.config, self.pipe, self._progress, self._begun = config, pipe, progress, time.monotonic()
@@ -116,15 +116,15 @@ class _Run:
         self._mean = functools.cache(self._mean_output)
 
     def all(self) -> tuple[Path, dict[str, Any]]:
-        """Every part that was config for."""
+        """Runs every configured part."""
         config = self.config
         if "engine" in config.parts:
             self._engine()
         server, port = self._hear("address")
-        # Other tokens than those whose pages the engine may still hold.
+        # A different seed: prompts must not reuse pages that the engine has cached.
         builder = RequestBuilder(server, port, NAME, Prompts(self.about["vocab"], config.seed + 1))
         gc.collect()
-        gc.freeze()  # no collection walks through all modules while the clock runs
+        gc.freeze()  # garbage collection skips all modules during the measurement
         try:
             if "streams" in config.parts:
                 asyncio.run(self._closed("streams", builder, config.mixes, config.seconds / len(config.mixes)))
@@ -141,11 +141,11 @@ class _Run:
         return self.path, self.document
 
     def progress(self, text: str) -> None:
-        """Tells how far the run is, and after how many seconds."""
+        """Reports progress with the elapsed seconds."""
         self._progress(f"{time.monotonic() - self._begun:4.0f} s  {text}")
 
     def _hear(self, word: str) -> Any:
-        """The value of the next `word` of the other process; tells what it says meanwhile."""
+        """Returns the value of the next message `word` of the serving process; reports its progress messages meanwhile."""
         while True:
             try:
                 said, value = self.pipe.recv()
@@ -159,7 +159,7 @@ class _Run:
             self.progress(value)
 
     def _ask(self, word: str, value: Any = None) -> float:
-        """What the other process answers."""
+        """Sends a message to the serving process and returns its reply."""
         try:
             self.pipe.send((word, value))
         except OSError as error:
@@ -168,7 +168,7 @@ class _Run:
         return answer
 
     def _add(self, part: str, mix: Mix, answers: Sequence[RequestRecord], **more: Any) -> dict[str, Any]:
-        """A row of the results, saved."""
+        """Appends a row to the results and saves them."""
         row = {**_row(part, mix, self.config, answers), **more}
         self.rows.append(row)
         write_json(self.path, self.document)
@@ -185,7 +185,7 @@ class _Run:
         self._add("engine", mix, answers, **self._rates(found, mix), seconds=self.config.each, server_cpu=cpu)
 
     def _rates(self, found: SteadyState | None, mix: Mix) -> dict[str, float | None]:
-        """Tokens and requests a second; a request is as many tokens as those of a mix have on average."""
+        """Returns tokens and requests per second; a request counts as the mean output length of the mix."""
         if found is None:
             return {"tokens_per_s": None, "requests_per_s": None}
         return {"tokens_per_s": found.tokens_per_s, "requests_per_s": found.tokens_per_s / self._mean(mix)}
@@ -195,7 +195,7 @@ class _Run:
         return statistics.fmean(draw()[1] for _ in range(DRAWS_OF_A_MEAN))
 
     async def _closed(self, part: str, builder: RequestBuilder, mixes: Sequence[Mix], seconds: float) -> None:
-        """The closed loop by each mix, for so many seconds each: a row of each."""
+        """Runs the closed loop of each mix for `seconds` and adds a row for each."""
         streams = self.config.streams
         self.progress(f"{streams} streams for {seconds:.0f} s of {', then '.join(mix.name for mix in mixes)}")
         begun = saved = time.perf_counter()
@@ -238,7 +238,7 @@ class _Run:
         self.capacity |= {mix: row["requests_per_s"] for mix, row in zip(mixes, rows, strict=True) if row["requests_per_s"]}
 
     async def _idle(self, builder: RequestBuilder) -> None:
-        """Requests by HTTP and by the serving process in turn, so that both meet the same machine and the same engine."""
+        """Alternates requests over HTTP and requests of the serving process, so that both see the same machine state."""
         self.progress("one request after the other")
         prompt, output = self._lengths(self.config.mixes[0], "idle")()
         limit = min(output, ANSWER_ALONE)
@@ -266,7 +266,7 @@ class _Run:
             why = f"not all streams came to a first token in {each:.0f} s: give them longer (--each)"
             self._add("open", mix, [], error=why)
             return
-        prepared = []  # before any clock runs
+        prepared = []  # prepared before the measurement
         lengths = self._lengths(mix, "open")
         for load in self.config.loads:
             rate = load / 100 * self.capacity[mix]
@@ -281,7 +281,7 @@ class _Run:
         await asyncio.gather(*ending)
 
     async def _ended(self, mix: Mix, answers: asyncio.Task[list[RequestRecord]], about: dict[str, Any]) -> None:
-        """The row of a load, once its requests have an end, while others' may already be config."""
+        """Adds the row of a load after its requests have ended; the next load may already run."""
         self._add("open", mix, await answers, **about)
 
     def _mark(self) -> _Mark:
@@ -294,7 +294,7 @@ class _Run:
 
 
 class _Mark(NamedTuple):
-    """A moment, and what both processes had computed then, in seconds."""
+    """A point in time, and the CPU seconds of both processes."""
 
     time: float
     client: float
@@ -319,7 +319,7 @@ def _row(part: str, mix: Mix, config: ServeConfig, answers: Sequence[RequestReco
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """The 50th, 95th and 99th, of values in between straight lines; None of none."""
+    """Returns the 50th, 95th and 99th percentile with linear interpolation; None for no values."""
     if not values:
         return None
     if len(values) == 1:

@@ -1,6 +1,6 @@
-"""The other process of `python -m benchmarks serve`: makes a model and its engine, measures that by itself, then serves it.
+"""The serving process of `python -m benchmarks serve`: loads a model, measures its engine, then serves it.
 
-What it says to the process that measures, and hears from it, are pairs of a word and a value over a pipe (`Said`).
+The two processes exchange (word, value) messages over a pipe.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lowbit.serve.server import Server, bound, service_of
 from lowbit.tune.timing import failures, reason
 
 POSITIONS = 8192
-"""Tokens that a text may have in a model of a known shape: Llama-3-8B's own number."""
+"""Maximum sequence length of random models: that of Llama-3-8B."""
 
 NAME = "bench"
 QUEUE = 256
@@ -45,7 +45,7 @@ QUEUE = 256
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """What a run measures: a model, how it is loaded with requests, and for how long."""
+    """Configuration of a run: the model, its load and the durations."""
 
     shape: str | None
     folder: Path | None
@@ -63,11 +63,11 @@ class ServeConfig:
 
 
 def host(config: ServeConfig, pipe: Connection) -> None:
-    """What the process does; ends when it is told to, or when nobody is there any more who would."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that measures
+    """Main function of the process. It ends on request, or when the other process has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the measuring process handles Ctrl-C
     logging.basicConfig(filename=os.devnull)
     disable_progress_bar()
-    logging.getLogger("lowbit.serve").setLevel(logging.INFO)  # as `lowbit serve` does, a line for each request
+    logging.getLogger("lowbit.serve").setLevel(logging.INFO)  # a line per request, like `lowbit serve`
 
     def progress(text: str) -> None:
         pipe.send(("progress", text))
@@ -85,8 +85,8 @@ def host(config: ServeConfig, pipe: Connection) -> None:
     except failures() as error:
         pipe.send(("failed", reason(error)))
     except EOFError:
-        pass  # nobody is there any more
-    gc.unfreeze()  # else what triton holds counts as lost when the process ends
+        pass  # the measuring process has ended
+    gc.unfreeze()  # otherwise Triton reports leaked objects at exit
 
 
 def _pipeline(config: ServeConfig, progress: Callable[[str], None]) -> Pipeline:
@@ -103,8 +103,7 @@ def _pipeline(config: ServeConfig, progress: Callable[[str], None]) -> Pipeline:
 
 
 def random_tokenizer(vocab: int) -> PreTrainedTokenizerBase:
-    """A tokenizer whose tokens are the bytes and short words, all of them text by themselves, that decodes as those of today's
-    models do."""
+    """Returns a tokenizer of bytes and short words, each of which decodes to text by itself, with byte-level decoding."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab]
     tokens = [*letters, *(f"Ġ{number:x}" for number in range(vocab - len(letters)))]
     inner = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
@@ -135,8 +134,8 @@ def _about(made: Pipeline) -> dict[str, Any]:
 
 
 def engine_loop(engine: Engine, prompts: Prompts, config: ServeConfig) -> tuple[list[RequestRecord], float, float]:
-    """The closed loop of `serve_load.closed_loop` without a server: answers, the end, and the share of a core that it took.
-    Nobody reads the texts."""
+    """Runs `serve_load.closed_loop` on the engine without a server. Returns the requests, the end time, and the CPU share of
+    a core."""
     mix, rng = config.mixes[0], random.Random(config.seed)
 
     def lengths() -> tuple[int, int]:
@@ -171,7 +170,7 @@ def engine_loop(engine: Engine, prompts: Prompts, config: ServeConfig) -> tuple[
 
 
 def first_token_alone(engine: Engine, prompt: list[int], limit: int) -> float:
-    """Seconds from a request to its first token while nothing else runs, without a server."""
+    """Returns the seconds to the first token of a request to an idle engine, without a server."""
     begun = time.perf_counter()
     request = engine.submit(Request(prompt, limit))
     while not request.drawn and request.end is None:
@@ -184,7 +183,7 @@ def first_token_alone(engine: Engine, prompt: list[int], limit: int) -> float:
 
 def _serve(made: Pipeline, config: ServeConfig, pipe: Connection) -> None:
     limits = Limits(config.streams, QUEUE, grace_seconds=1)
-    prompts = Prompts(made.engine.slots.sampling.counts.shape[1], config.seed + 2)  # others than those that clients ask
+    prompts = Prompts(made.engine.slots.sampling.counts.shape[1], config.seed + 2)  # differ from the prompts of the clients
     with bound("127.0.0.1", 0) as sock:
         server: Server | None = None
 
@@ -200,7 +199,7 @@ def _serve(made: Pipeline, config: ServeConfig, pipe: Connection) -> None:
 
 
 def _obey(pipe: Connection, loop: asyncio.AbstractEventLoop, server: Server, prompts: Prompts) -> None:
-    """Answers what is config until the server shall end, in a thread of its own."""
+    """Replies to messages in a separate thread until the server should end."""
     while True:
         try:
             word, value = pipe.recv()

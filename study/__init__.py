@@ -1,5 +1,5 @@
-"""The study: methods, granularities and number formats side by side on a real model, and the page that says what came out.
+"""The study: methods, granularities and number formats compared on real models, and the pages generated from the results.
 
-`data` brings the texts and tasks, `cases` lists what is quantized, `run` measures it into a result file, `page` and `plot` turn
-result files into the generated parts of docs/study.md and docs/quantize.md.
+`data` downloads texts and tasks, `cases` lists what is quantized, `run` measures it into a result file, `page` and `plot`
+generate the tables and plots of docs/study.md and docs/quantize.md.
 """

@@ -1,4 +1,4 @@
-"""Device code of the microkernels: a conversion, or a step of products, again and again over registers (see loops.py)."""
+"""Device code of the microkernels: a conversion, or a step of products, repeated on registers (see loops.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HELD = gl.constexpr(",".join(["=r"] + ["r"] * (REGISTERS + 1)))
 
 
 class Warps:
-    """What loops know of their block: each thread has one element."""
+    """Layout of a block in the loops: one element per thread."""
 
     warps: int
 
@@ -29,7 +29,7 @@ class Warps:
 
 @dataclass(frozen=True)
 class DecodeLoop(Warps):
-    """Compile-time facts of `decode_loop`."""
+    """Compile-time arguments of `decode_loop`."""
 
     decode: Decode
     warps: int
@@ -39,15 +39,15 @@ class DecodeLoop(Warps):
 
 @gluon.jit
 def decoded(words, C: gl.constexpr):
-    """The registers of a tile of words."""
+    """Returns the registers of a tile of words."""
     D: gl.constexpr = C.decode
     return gl.inline_asm_elementwise(D.asm, D.constraints, words, dtype=D.types, is_pure=True, pack=1)
 
 
 @gluon.jit
 def decode_loop(out, clocks, words, step, turns, C: gl.constexpr):
-    """out int32 [16, threads of all blocks]: the registers of words int32 [bits, threads], which are decoded `turns` times
-    more; clocks int32 [threads] of those."""
+    """Writes out int32 [16, threads of all blocks]: the registers of words int32 [bits, threads] after `turns` more
+    conversions, and clocks int32 [threads]."""
     BITS: gl.constexpr = C.decode.bits
     OUT: gl.constexpr = len(C.decode.types)
     shared = gl.allocate_shared_memory(gl.int32, [C.threads], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -61,7 +61,7 @@ def decode_loop(out, clocks, words, step, turns, C: gl.constexpr):
         gl.store(out + i * total + thread, registers[i])
     shared.store(thread)
     barrier()
-    never = thread * 0 + turns  # stores to shared memory happen at -1
+    never = thread * 0 + turns  # stores to shared memory execute only for -1
     begin = asm(CLOCK, "=r", [], gl.int32)
     for _ in range(turns):
         registers = decoded(w, C)
@@ -83,7 +83,7 @@ def decode_loop(out, clocks, words, step, turns, C: gl.constexpr):
 
 @dataclass(frozen=True)
 class StepLoop(Warps):
-    """Compile-time facts of `step_loop`."""
+    """Compile-time arguments of `step_loop`."""
 
     step: Step
     warps: int
@@ -92,7 +92,7 @@ class StepLoop(Warps):
 
 @gluon.jit
 def stepped(words, held, sums, C: gl.constexpr):
-    """The sums after one more step."""
+    """Returns the sums after one more step."""
     S: gl.constexpr = C.step
     return gl.inline_asm_elementwise(S.asm, S.constraints, words + held + sums, dtype=S.types, is_pure=True, pack=1)
 

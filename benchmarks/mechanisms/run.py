@@ -1,4 +1,4 @@
-"""The run of `python -m benchmarks mechanisms`: compiles all kernels first, in processes, then measures row by row."""
+"""Runs `python -m benchmarks mechanisms`: compiles all kernels in several processes, then measures row by row."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ProgressCallback = Callable[[str], None]
 
 
 def trials(parts: Sequence[str], ceilings: Ceilings) -> Iterator[Trial]:
-    """Everything that is measured in this process, in order."""
+    """Returns everything that this process measures, in order."""
     here = machine_of("cuda")
     if "conversions" in parts:
         yield from loops.conversion_trials(here.sm_count)
@@ -58,7 +58,7 @@ def trials(parts: Sequence[str], ceilings: Ceilings) -> Iterator[Trial]:
 
 
 def run(parts: Sequence[str], path: Path | None, progress: ProgressCallback) -> tuple[Path, dict[str, Any]]:
-    """Measures `parts` on the current GPU, of sm_90; returns the result file, written after every row, and its document."""
+    """Measures `parts` on the current GPU (sm_90) and writes the result file after every row. Returns its path and document."""
     today, about = datetime.date.today(), machine()
     path = path or default_path(about["gpu"], today).with_name(f"{today.isoformat()}-mechanisms.json")
     check_file(path, MECHANISMS)
@@ -93,7 +93,7 @@ def run(parts: Sequence[str], path: Path | None, progress: ProgressCallback) -> 
 
 
 def _compile(wanted: Sequence[Trial], progress: ProgressCallback) -> None:
-    """All kernels that are not compiled yet; what fails here fails again, with its reason, in its row."""
+    """Compiles all kernels. Failures are ignored; they occur again, with a reason in the row."""
     with recording() as kernels:
         for trial in wanted:
             try:
