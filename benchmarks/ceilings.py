@@ -1,4 +1,4 @@
-"""What the machine does at best: read bandwidth of a kernel that only reads, fp16 rate of a large torch.matmul."""
+"""Measured ceilings of the machine: read bandwidth of a read-only kernel, fp16 rate of a large torch.matmul."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def read_kernel(x, out, programs, tiles_each, TILE: tl.constexpr):  # type: igno
 
 
 def read_bandwidth() -> tuple[float, str]:
-    """Bytes per second of the best grid of `read_kernel` over READ_BYTES, and which one it was.
+    """Returns the bytes per second of the fastest grid of `read_kernel` over READ_BYTES, and that grid.
 
-    Raises WrongResult when the sums that a grid stores are not those of its values.
+    Raises WrongResult if a grid stores wrong sums.
     """
     sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     x = torch.randint(-(1 << 31), (1 << 31) - 1, (READ_BYTES // 4,), dtype=torch.int32, device="cuda")
@@ -59,7 +59,7 @@ def read_bandwidth() -> tuple[float, str]:
 
 
 def cublas(w: Tensor) -> Contender:
-    """torch.matmul over the fp16 weight w [N, K]."""
+    """Returns torch.matmul with the fp16 weight w [N, K] as a contender."""
 
     def truth(x: Tensor) -> Tensor:
         return torch.cat([x.double() @ part.double().T for part in w.split(1024)], dim=-1)
@@ -69,7 +69,7 @@ def cublas(w: Tensor) -> Contender:
 
 
 def fp16_flops(size: int = 8192) -> float:
-    """Operations per second of torch.matmul of two fp16 matrices of size x size."""
+    """Returns the operations per second of torch.matmul of two fp16 matrices of size x size."""
     x, w = gaussian(size, size, 2, torch.float16), gaussian(size, size, 1, torch.float16)
     contender = cublas(w)
     best = measure(contender.products(size), x, [w, w.clone()], contender.truth(x[:64]))
@@ -77,14 +77,14 @@ def fp16_flops(size: int = 8192) -> float:
 
 
 def measured_ceilings() -> tuple[Ceilings, dict[str, Any]]:
-    """The ceilings, and as they stand in a result file."""
+    """Returns the ceilings, and their form in a result file."""
     bandwidth, grid = read_bandwidth()
     flops = fp16_flops()
     return Ceilings(bandwidth, flops), {"read_bytes_per_s": bandwidth, "fp16_flops": flops, "read_kernel": grid}
 
 
 def cublas_rows(shapes: Sequence[tuple[int, int]], rows: Sequence[int], emit: Callable[[dict[str, Any]], None]) -> None:
-    """Emits the row of torch.matmul in fp16 for each shape (N, K) and M."""
+    """Yields the row of torch.matmul in fp16 for each shape (N, K) and M."""
     for n, k in shapes:
         blanks = [blank_row("cublas", None, (n, k), m, "float16") for m in rows]
         try:

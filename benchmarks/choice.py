@@ -1,8 +1,8 @@
-"""`python -m benchmarks choice`: the time of the chosen tile beside the best of all tiles that lowbit/tune/trials.py tries.
+"""`python -m benchmarks choice`: time of the chosen tile relative to the best tile that lowbit/tune/trials.py tries.
 
-The regret of a product is the time of its chosen tile over that of the fastest one tried. Tried are the cheapest by the model
-of costs, the cheapest of each kind, neighbours that the choice does not consider, and what products of more tokens choose,
-since tokens can be filled up.
+The gap of a product is the time of its chosen tile divided by the time of the fastest one. Tried are the tiles with the lowest
+modelled cost, the best of each kind, neighbours that the choice does not consider, and tiles chosen for more tokens, since
+tokens can be padded.
 """
 
 from __future__ import annotations
@@ -73,22 +73,22 @@ PROTOCOL = (
 
 
 def chosen_now(row: dict[str, Any], machine: Machine) -> str:
-    """The tile that is chosen today for a row of a result file, as it would be written there."""
+    """Returns the tile that is chosen today for a row of a result file, in the form of the file."""
     return written(products_of(row["scheme"], machine).able(row["m"], row["n"], row["k"])[0].tile, TILES)
 
 
 def as_chosen_now(rows: Sequence[dict[str, Any]], machine: Machine) -> list[dict[str, Any]]:
-    """The rows whose tile of today was timed, with that tile as the chosen one."""
+    """Returns the rows whose tile of today was timed, with that tile as the chosen one."""
     now = [{**row, "chosen": chosen_now(row, machine)} for row in rows]
     return [row for row in now if row["chosen"] in row["us"]]
 
 
-def make_asked(
+def make_trial_grid(
     models: str | None = None, schemes: str | None = None, tokens: str | None = None, half: str | None = None,
     seconds: float | None = None,
 ) -> TrialGrid:  # fmt: skip
-    """What a run measures, from comma-separated texts; what is None is all of the grid. Raises ValueError that says what was
-    given and what is supported."""
+    """Parses comma-separated options into the products to measure; None stands for the whole grid. Raises ValueError with
+    the value and what is supported."""
     if half not in (None, *HALVES):
         raise ValueError(f"--half is {' or '.join(HALVES)}, got {half!r}")
     shapes = weights(MODELS if models is None else models.split(","), half=half)  # type: ignore[arg-type]
@@ -97,10 +97,10 @@ def make_asked(
     return TrialGrid(tuple(shapes), names, rows, math.inf if seconds is None else seconds)
 
 
-def run(asked: TrialGrid, out: Path | None, say: Callable[[str], None], watch: Watch) -> tuple[Path, dict[str, Any]]:
-    """Measures and writes the result file (default benchmarks/results/<gpu>/<date>-choice.json); returns its path and document.
+def run(grid: TrialGrid, out: Path | None, say: Callable[[str], None], progress: Watch) -> tuple[Path, dict[str, Any]]:
+    """Measures and writes the result file (default benchmarks/results/<gpu>/<date>-choice.json). Returns its path and document.
 
-    The file is written every so often, and at the end however the run ends. Raises ValueError without an NVIDIA GPU.
+    The file is written at intervals and at the end, also after an interruption. Raises ValueError without an NVIDIA GPU.
     """
     if not torch.cuda.is_available():
         raise ValueError(f"bench choice measures an NVIDIA GPU and torch {torch.__version__} sees none")
@@ -108,7 +108,7 @@ def run(asked: TrialGrid, out: Path | None, say: Callable[[str], None], watch: W
         raise ValueError(
             "bench choice measures an H100 or H200 (sm_90); `lowbit tune` times the tiles of a model on other GPUs"
         )
-    end = time.monotonic() + asked.seconds
+    end = time.monotonic() + grid.seconds
     here, described, today = dataclasses.replace(machine_of("cuda"), tuned=""), machine(), datetime.date.today()
     if out is None:
         gemm = default_path(described["gpu"], today)
@@ -119,22 +119,22 @@ def run(asked: TrialGrid, out: Path | None, say: Callable[[str], None], watch: W
         "tiles": {name: [each.name for each in dataclasses.fields(kind)] for name, kind in TILES.items()}, "rows": [],
     }  # fmt: skip
     write_json(out, document)
-    watch(0, asked.count, "listing kernels")
-    wanted = kernels(asked, here)
-    say(f"{asked.count} products of {len(asked.shapes)} weights, {len(wanted)} distinct kernels")
+    progress(0, grid.count, "listing kernels")
+    wanted = kernels(grid, here)
+    say(f"{grid.count} products of {len(grid.shapes)} weights, {len(wanted)} distinct kernels")
     from lowbit.kernels.parts.compile import compiled
 
     for done in compiled(wanted, here.arch.sm):
-        watch(done, len(wanted), "compiling")
+        progress(done, len(wanted), "compiling")
     warm_up()
     saved = time.monotonic()
     try:
-        for row in rows(asked, here):
+        for row in rows(grid, here):
             document["rows"].append(row)
-            watch(len(document["rows"]), asked.count, f"{row['scheme']} {row['n']}x{row['k']} M {row['m']}")
+            progress(len(document["rows"]), grid.count, f"{row['scheme']} {row['n']}x{row['k']} M {row['m']}")
             now = time.monotonic()
             if now > end:
-                say(f"stopped after {asked.seconds:g} s: {len(document['rows'])} of {asked.count} products")
+                say(f"stopped after {grid.seconds:g} s: {len(document['rows'])} of {grid.count} products")
                 return out, document
             if now - saved > SAVE_SECONDS:
                 write_json(out, document)
@@ -146,15 +146,15 @@ def run(asked: TrialGrid, out: Path | None, say: Callable[[str], None], watch: W
 
 
 @torch.inference_mode()
-def rows(asked: TrialGrid, here: Machine) -> Iterator[dict[str, Any]]:
-    """A row for each product, weight by weight."""
-    for n, k in asked.shapes:
-        tokens = asked.tokens_of(n, k)
+def rows(grid: TrialGrid, here: Machine) -> Iterator[dict[str, Any]]:
+    """Yields a row for each product, weight by weight."""
+    for n, k in grid.shapes:
+        tokens = grid.tokens_of(n, k)
         if not tokens:
             continue
         x = gaussian(tokens[-1], k, seed=2, dtype=torch.float16)
         cublas = _cublas(x, n, tokens)
-        for scheme in asked.schemes:
+        for scheme in grid.schemes:
             of = products_of(scheme, here)
             trials = Trials(of, n, k, x)
             for m in tokens:
@@ -167,7 +167,7 @@ def rows(asked: TrialGrid, here: Machine) -> Iterator[dict[str, Any]]:
 
 
 def _cublas(x: Tensor, n: int, tokens: Sequence[int]) -> dict[int, float]:
-    """Microseconds of torch.matmul by a fp16 weight [n, K], by number of tokens."""
+    """Returns the microseconds of torch.matmul with a fp16 weight [n, K], by number of tokens."""
     memory = Memory()
     first = gaussian(n, x.shape[1], seed=1, dtype=torch.float16)
     copies = [first, *(first.clone() for _ in range(copies_needed(first.nbytes, l2_bytes()) - 1))]

@@ -18,35 +18,35 @@ SCHEMA = 1
 CHOICE = "lowbit bench choice"
 
 MEAN_REGRET, WORST_REGRET = 1.02, 1.08
-"""The bar on weights that nobody tuned on."""
+"""Allowed mean and worst gap on weights that were not used for tuning."""
 RISE = 1.03
-"""What fewer tokens may take at most, relative to more: less is noise."""
+"""Largest allowed ratio of the time with fewer tokens to the time with more tokens; smaller ratios are noise."""
 BESIDE_CUBLAS_M, BESIDE_CUBLAS_NK = 128, 2048
-"""From so many tokens and with N and K so large, products are held to cuBLAS's time."""
+"""Smallest M, and smallest N and K, of products that must not be slower than cuBLAS."""
 WORST = 12
-"""Rows of a list of the worst."""
+"""Number of rows in a list of the worst."""
 
 _KEYS = ("scheme", "n", "k", "m", "half", "cublas_us", "chosen", "us", "failed")
 
 Row = dict[str, Any]
 Chooser = Callable[[Row], str]
-"""Which of a row's tiles to take."""
+"""Function that selects a tile of a row."""
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The document of a result file; raises ValueError that says what is wrong with it."""
+    """Returns the document of a result file. Raises ValueError that says what is wrong with it."""
     document = read_json(path, CHOICE, SCHEMA)
     require_keys(path, document, ("machine", "versions", "date", "rows"), _KEYS)
     return document
 
 
 def chosen(row: Row) -> str:
-    """The tile that was chosen when the row was measured."""
+    """Returns the tile that was chosen when the row was measured."""
     return str(row["chosen"])
 
 
 def timed(rows: Iterable[Row], chooser: Chooser = chosen) -> Iterator[tuple[Row, float]]:
-    """Rows whose tile was timed, and its microseconds."""
+    """Returns the rows whose tile was timed, with its microseconds."""
     for row in rows:
         us = row["us"].get(chooser(row))
         if us is not None:
@@ -54,14 +54,14 @@ def timed(rows: Iterable[Row], chooser: Chooser = chosen) -> Iterator[tuple[Row,
 
 
 def regrets(rows: Iterable[Row], chooser: Chooser = chosen) -> list[tuple[float, Row]]:
-    """The time of each row's tile over that of the fastest one tried, the worst first."""
+    """Returns the gap of each row, the time of its tile divided by that of the fastest one, worst first."""
     found = [(us / min(row["us"].values()), row) for row, us in timed(rows, chooser)]
     return sorted(found, key=lambda each: -each[0])
 
 
 def falls(rows: Iterable[Row], chooser: Chooser = chosen) -> list[tuple[float, Row, Row]]:
-    """(how many times as long, row, row of more tokens) where a product takes more than `RISE` times what one of the same
-    weight with more tokens takes: the worst for each row, the worst first."""
+    """Returns (ratio, row, row with more tokens) where a product takes more than `RISE` times as long as one of the same
+    weight with more tokens. One entry per row, worst first."""
     weights: dict[tuple[str, int, int], list[tuple[Row, float]]] = {}
     for row, us in timed(rows, chooser):
         weights.setdefault((row["scheme"], row["n"], row["k"]), []).append((row, us))
@@ -76,7 +76,7 @@ def falls(rows: Iterable[Row], chooser: Chooser = chosen) -> list[tuple[float, R
 
 
 def beside_cublas(rows: Iterable[Row], chooser: Chooser = chosen) -> list[tuple[float, Row]]:
-    """Times as fast as cuBLAS in fp16, of rows that are held to it and have its time, the slowest first."""
+    """Returns the speedups over cuBLAS in fp16 of the rows that must not be slower, slowest first."""
     large = [row for row in rows if row["m"] >= BESIDE_CUBLAS_M and min(row["n"], row["k"]) >= BESIDE_CUBLAS_NK]
     held = [row for row in large if row["cublas_us"]]
     return sorted(((row["cublas_us"] / us, row) for row, us in timed(held, chooser)), key=lambda each: each[0])
@@ -84,7 +84,7 @@ def beside_cublas(rows: Iterable[Row], chooser: Chooser = chosen) -> list[tuple[
 
 @dataclass(frozen=True)
 class Summary:
-    """Of some rows: how many, mean and worst regret, the share of them within `MEAN_REGRET`."""
+    """Number of rows, mean and worst gap, and the share of rows within `MEAN_REGRET`."""
 
     count: int
     mean: float
@@ -93,7 +93,7 @@ class Summary:
 
 
 def summary(rows: Iterable[Row], chooser: Chooser = chosen) -> Summary | None:
-    """The regret of rows; None where there are none."""
+    """Returns the summary of the gaps of rows; None if there are none."""
     found = [regret for regret, _ in regrets(rows, chooser)]
     if not found:
         return None
@@ -102,7 +102,8 @@ def summary(rows: Iterable[Row], chooser: Chooser = chosen) -> Summary | None:
 
 
 def tables(document: dict[str, Any]) -> list[Table]:
-    """Regret by half and scheme and by half and tokens, the worst rows, times that fall, and cuBLAS."""
+    """Returns the gap by half and scheme and by half and tokens, the worst rows, times that fall with more tokens, and
+    cuBLAS."""
     rows = document["rows"]
     judged = [row for row in rows if row["half"] == "untuned"] or rows
     return [
@@ -118,7 +119,7 @@ def tables(document: dict[str, Any]) -> list[Table]:
 
 
 def failed(document: dict[str, Any]) -> list[str]:
-    """A line for each tile that did not compute its product."""
+    """Returns a line for each tile whose product was wrong or failed."""
     return [f"{_name(row)}: {tile}: {why}" for row in document["rows"] for tile, why in row["failed"].items()]
 
 
@@ -131,7 +132,7 @@ def _name(row: Row) -> str:
 
 
 def regret_table(rows: list[Row], column: str, title: str = "regret") -> Table:
-    """Regret by half and by what rows have in a column."""
+    """Returns the gap by half and by the values of a column."""
     what = ("products", "mean", "worst", "<= 1.02")
     table = narrow_table((column,), what * len(HALVES), f"{title}: of the {' and the '.join(HALVES)} half")
     for value in [*dict.fromkeys(row[column] for row in sorted(rows, key=lambda row: row[column])), None]:

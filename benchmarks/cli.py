@@ -131,7 +131,7 @@ def choice(
     check_schemes(schemes)
     load_layers()
     from benchmarks import choice_report
-    from benchmarks.choice import as_chosen_now, make_asked, run
+    from benchmarks.choice import as_chosen_now, make_trial_grid, run
     from lowbit.hardware.machine import typical_machine
 
     if report_file is not None:
@@ -141,11 +141,11 @@ def choice(
         out.print(choice_report.regret_table(now, "scheme", title))
         out.print(f"Below: as they were chosen on {document['date']}.")
     else:
-        asked = make_asked(models, schemes, tokens, half, seconds)
+        grid = make_trial_grid(models, schemes, tokens, half, seconds)
         from lowbit.progress import Progress
 
         with Progress(desc="starting", unit="products") as bar:
-            path, document = run(asked, out_file, say, bar.at)
+            path, document = run(grid, out_file, say, bar.at)
         say(f"wrote {path}")
     out.print(*choice_report.tables(document), sep="\n\n")
     for line in choice_report.failed(document):
@@ -178,9 +178,9 @@ def report(
     if plot_file is not None:
         check_plot(plot_file, GEMM)
     document = load(file)
-    chosen = None if formats is None else formats.split(",")
+    scheme_names = None if formats is None else formats.split(",")
     sizes = None if shapes is None else [parse_shape(part) for part in shapes.split(",")]
-    text = report.markdown(document, None if m is None else parse_rows(m), chosen, sizes)
+    text = report.markdown(document, None if m is None else parse_rows(m), scheme_names, sizes)
     if readme is None:
         sys.stdout.write(text)
     else:
@@ -258,8 +258,8 @@ def conv(
     if report_file is not None:
         document = load(report_file)
     else:
-        wanted = storages.split(",")
-        unknown = [name for name in wanted if name not in STORAGES]
+        storage_names = storages.split(",")
+        unknown = [name for name in storage_names if name not in STORAGES]
         if unknown:
             raise ValueError(f"storages are {' and '.join(STORAGES)}, got {', '.join(unknown)}")
         import torch
@@ -274,8 +274,8 @@ def conv(
         rivals = [] if peers == "none" else peers.split(",")
         if set(rivals) - set(RIVALS):
             raise ValueError(f"peers are {', '.join(RIVALS)} or none, got {peers}")
-        chosen = BATCHES if batches is None else parse_rows(batches)
-        path, document = run([STORAGES[n] for n in wanted], chosen, FUSIONS, rivals, out_file, err.print)  # type: ignore[misc]
+        batch_sizes = BATCHES if batches is None else parse_rows(batches)
+        path, document = run([STORAGES[n] for n in storage_names], batch_sizes, FUSIONS, rivals, out_file, err.print)  # type: ignore[misc]
         err.print(f"wrote {path}")
     out.print(network_table(document))
     for storage in dict.fromkeys(row["storage"] for row in document["layers"]):
@@ -322,21 +322,23 @@ def e2e(
     else:
         import torch
 
-        from benchmarks.e2e import DTYPES, RIVALS, Asked, run
+        from benchmarks.e2e import DTYPES, RIVALS, E2EConfig, run
         from benchmarks.language_model import SHAPES
         from lowbit.formats import parse_scheme
         from lowbit.tune.trials import parse_rows
 
-        named = _names("--models", models, SHAPES)
-        beside = () if rivals == "none" else _names("--rivals", rivals, RIVALS)
+        model_names = _parse_names("--models", models, SHAPES)
+        rival_names = () if rivals == "none" else _parse_names("--rivals", rivals, RIVALS)
         if dtype not in DTYPES:
             raise ValueError(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}")
-        chosen = tuple(parse_scheme(part).name for part in schemes.split(",") if part.strip() and part != "none")
-        ends = None if head == "none" else parse_scheme(head).name
+        scheme_names = tuple(parse_scheme(part).name for part in schemes.split(",") if part.strip() and part != "none")
+        head_scheme = None if head == "none" else parse_scheme(head).name
         if not torch.cuda.is_available():
             raise ValueError(f"bench e2e measures an NVIDIA GPU and torch {torch.__version__} sees none")
-        asked = Asked(named, chosen, parse_rows(batches), parse_rows(contexts), ends, dtype, layers, beside)
-        path, document = run(asked, out_file, say)
+        config = E2EConfig(
+            model_names, scheme_names, parse_rows(batches), parse_rows(contexts), head_scheme, dtype, layers, rival_names
+        )
+        path, document = run(config, out_file, say)
         say(f"wrote {path}")
     out.print(*tables(document), sep="\n\n")
     for line in failed(document):
@@ -385,35 +387,35 @@ def load(
     if report_file is not None:
         out.print(load_table(load(report_file)))
         return
-    from benchmarks.load import DTYPES, KINDS, Asked, run
+    from benchmarks.load import DTYPES, KINDS, LoadConfig, run
     from lowbit.formats import parse_scheme
     from lowbit.hardware.machine import torch_device
 
-    wanted = _names("--kinds", kinds, KINDS)
+    kind_names = _parse_names("--kinds", kinds, KINDS)
     if dtype not in DTYPES:
         raise ValueError(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}")
     if folder is not None and not folder.is_dir():
         raise ValueError(f"--dir is a folder, {folder} is none")
-    chosen = tuple(None if part == "none" else parse_scheme(part).name for part in schemes.split(",") if part.strip())
-    where = torch_device(device)
-    ends = None if head == "none" or where.type == "cpu" else parse_scheme(head).name  # as `lowbit.pipeline` does
-    asked = Asked(model, wanted, chosen, ends, dtype, where, layers, repeats, folder)
+    scheme_names = tuple(None if part == "none" else parse_scheme(part).name for part in schemes.split(",") if part.strip())
+    target = torch_device(device)
+    head_scheme = None if head == "none" or target.type == "cpu" else parse_scheme(head).name  # as `lowbit.pipeline` does
+    config = LoadConfig(model, kind_names, scheme_names, head_scheme, dtype, target, layers, repeats, folder)
     from lowbit.progress import Progress
 
     with Progress(desc="starting", unit="tensors") as bar:
-        path, document = run(asked, out_file, lambda what, done, total: bar.at(done, total, what))
+        path, document = run(config, out_file, lambda what, done, total: bar.at(done, total, what))
     out.print(load_table(document))
     for line in failed(document):
         say(line)
     say(f"wrote {path}")
 
 
-def _names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
-    """The names of a list with commas; raises ValueError for one that is not `known`."""
+def _parse_names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Returns the names of a comma-separated list. Raises ValueError if one is not in `known`."""
     names = tuple(part.strip() for part in text.split(",") if part.strip())
-    wrong = [name for name in names if name not in known] or ([text] if not names else [])
-    if wrong:
-        raise ValueError(f"{option} are {', '.join(known)}, got {wrong[0]!r}")
+    unknown = [name for name in names if name not in known] or ([text] if not names else [])
+    if unknown:
+        raise ValueError(f"{option} are {', '.join(known)}, got {unknown[0]!r}")
     return names
 
 
@@ -445,13 +447,13 @@ def mechanisms(
     load_layers()
     from benchmarks.mechanisms import report
 
-    wanted = tuple(report.PARTS) if parts is None else _names("--parts", parts, report.PARTS)
+    part_names = tuple(report.PARTS) if parts is None else _parse_names("--parts", parts, report.PARTS)
     if report_file is not None:
         document = report.load(report_file)
     else:
         import torch
 
-        if parts is not None and (removed := [part for part in wanted if part in report.REMOVED_PARTS]):
+        if parts is not None and (removed := [part for part in part_names if part in report.REMOVED_PARTS]):
             raise ValueError(f"the kernel of --parts {','.join(removed)} was removed; --report FILE prints its kept results")
         if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
             raise ValueError(
@@ -462,9 +464,9 @@ def mechanisms(
         from lowbit.progress import Progress
 
         with Progress(desc="starting", unit="measurements") as bar:
-            path, document = run(wanted, out_file, lambda line: bar.at(bar.n + 1, None, line))
+            path, document = run(part_names, out_file, lambda line: bar.at(bar.n + 1, None, line))
         say(f"wrote {path}")
-    out.print(*report.tables(document, wanted), sep="\n\n")
+    out.print(*report.tables(document, part_names), sep="\n\n")
     for line in report.failed(document):
         say(line)
 
@@ -523,7 +525,7 @@ def serve(
 
         try:
             from benchmarks.serve import PARTS, run
-            from benchmarks.serve_host import Asked
+            from benchmarks.serve_host import ServeConfig
             from benchmarks.serve_load import SHAREGPT, fixed
         except ImportError as error:
             raise extra_missing("bench serve", error) from error
@@ -531,15 +533,15 @@ def serve(
             raise ValueError(f"--shape is {', '.join(SHAPES)}, got {shape!r}")
         if dtype not in DTYPES:
             raise ValueError(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}")
-        named = "w4a16_g128" if scheme is None and model is None else scheme
-        asked = Asked(
-            None if model else shape, model, None if named in (None, "none") else parse_scheme(named).name,
+        scheme_name = "w4a16_g128" if scheme is None and model is None else scheme
+        config = ServeConfig(
+            None if model else shape, model, None if scheme_name in (None, "none") else parse_scheme(scheme_name).name,
             None if head == "none" else parse_scheme(head).name, dtype, layers,
             streams or (MOST_ON_A_GPU if torch.cuda.is_available() else MOST_ON_A_CPU),
-            (fixed(prompt, output), *([SHAREGPT] if sharegpt else [])), _names("--parts", parts, PARTS), parse_rows(loads),
-            seconds, each, seed,
+            (fixed(prompt, output), *([SHAREGPT] if sharegpt else [])),
+            _parse_names("--parts", parts, PARTS), parse_rows(loads), seconds, each, seed,
         )  # fmt: skip
-        path, document = run(asked, out_file, say)
+        path, document = run(config, out_file, say)
         say(f"wrote {path}")
     out.print(*tables(document), sep="\n\n")
     for line in failed(document):

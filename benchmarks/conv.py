@@ -1,7 +1,6 @@
-"""`python -m benchmarks conv`: ResNet-50, 224 x 224, packed images to logits, in INT4 and INT8 against 16-bit rivals.
+"""`python -m benchmarks conv`: ResNet-50, 224 x 224, packed images to logits, in INT4 and INT8, and 16-bit rivals.
 
-Everything of a row is one CUDA graph. All codes and logits are compared with the integer reference, bit for bit, before
-anything is timed.
+Each row is one CUDA graph. Before timing, all codes and logits are compared with the integer reference, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.conv_network import Network, Step
+from benchmarks.conv_network import KernelWork, Network
 from benchmarks.conv_report import CONV, SCHEMA
 from benchmarks.conv_rivals import RIVALS
 from benchmarks.results import default_path, machine
@@ -44,11 +43,11 @@ PROTOCOL = (
 
 PUBLISHED = {"impl": "published", "storage": "int8", "fusion": "TensorRT, MLPerf v4.1", "batch": 2048, "images_s": 94620.0}
 
-Watch = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
 def graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """The call captured, after two calls that compile what is compiled at first use."""
+    """Captures the call after two warm-up calls, which compile kernels."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -62,7 +61,7 @@ def graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def replay_ms(replay: Callable[[], object], replays: int = REPLAYS) -> float:
-    """Median milliseconds of a replay."""
+    """Returns the median milliseconds of a replay."""
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
     for _ in range(3):
         replay()
@@ -74,8 +73,8 @@ def replay_ms(replay: Callable[[], object], replays: int = REPLAYS) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
-def step_limit_us(step: Step) -> tuple[float, str]:
-    """Least microseconds of a kernel on the current GPU, and what sets them."""
+def step_limit_us(step: KernelWork) -> tuple[float, str]:
+    """Returns the roofline time of a kernel on the current GPU in microseconds, and what sets it."""
     machine = machine_of("cuda")
     memory = 1e6 * step.moved_bytes / machine.bandwidth_bytes
     compute = 1e6 * step.operations / (machine.peak_int8 or float("inf"))
@@ -83,7 +82,7 @@ def step_limit_us(step: Step) -> tuple[float, str]:
 
 
 def layer_rows(storage: str, fusion: str, batch: int) -> Iterator[dict[str, Any]]:
-    """One row per kernel of the network: microseconds, limit, what sets it, operations and bytes."""
+    """Returns one row per kernel of the network: microseconds, limit, what sets it, operations and bytes."""
     network = Network(storage, batch, fusion)
     network.launched.launch()
     for step in network.steps:
@@ -97,9 +96,9 @@ def layer_rows(storage: str, fusion: str, batch: int) -> Iterator[dict[str, Any]
 
 
 def measured(
-    storages: Sequence[str], batches: Sequence[int], fusions: Sequence[str], rivals: Sequence[str], say: Watch
+    storages: Sequence[str], batches: Sequence[int], fusions: Sequence[str], rivals: Sequence[str], say: ProgressCallback
 ) -> Iterator[dict[str, Any]]:
-    """Rows of this library and of `rivals`; one that fails carries its reason in `error`."""
+    """Yields rows of this library and of `rivals`; a failed one has its reason in `error`."""
     for batch in batches:
         for storage in storages:
             for fusion in fusions if batch == LAYER_BATCH else fusions[-1:]:
@@ -136,11 +135,11 @@ def _row(row: dict[str, Any], ms: float | None, batch: int, limit: float | None,
 
 def run(
     storages: Sequence[str], batches: Sequence[int], fusions: Sequence[str], rivals: Sequence[str],
-    path: Path | None, say: Watch,
+    path: Path | None, say: ProgressCallback,
 ) -> tuple[Path, dict[str, Any]]:  # fmt: skip
-    """Checks, measures and writes the result file, which is complete after every row; returns its path and document.
+    """Checks, measures and writes the result file after every row. Returns its path and document.
 
-    Raises ValueError without a GPU of sm_90 and RuntimeError when codes differ from the reference's.
+    Raises ValueError without a GPU of sm_90, and RuntimeError if codes differ from the reference.
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         raise ValueError("bench conv measures an H100 or H200 (sm_90); torch sees none")

@@ -31,15 +31,15 @@ from lowbit.vision.memory import stems
 from lowbit.vision.observe import observe
 from lowbit.vision.program import (
     AverageCodes,
-    Block,
     Convolve,
+    FusedBottleneck,
     Operation,
     PoolAverage,
     PoolMax,
     Program,
     Quantize,
     SumCodes,
-    made_by,
+    outputs_of,
 )
 from lowbit.vision.trace import FUSIONS as GRAPH_FUSIONS
 from lowbit.vision.trace import fuse, unfused
@@ -47,20 +47,20 @@ from lowbit.vision.trace import fuse, unfused
 FUSIONS = ("none", *GRAPH_FUSIONS, *KERNEL_FUSIONS)
 
 SCHEMES: dict[str, str] = {"u4": "w8a4", "s8": "w8a8"}
-"""4-bit weights are no faster: they are 0.1 % of the bytes at a batch of 128."""
+"""Scheme by storage of activations. Weights keep 8 bits: 4-bit weights are no faster, being 0.1 % of the bytes at batch 128."""
 
 CALIBRATION_IMAGES = 4
 
 
 @functools.cache
 def traced(device: str) -> tuple[Graph, Tensor]:
-    """The network on `device` without any fusion, and images for its scales."""
+    """Returns the traced network on `device` without fusions, and calibration images."""
     images = torch.randn(CALIBRATION_IMAGES, 3, IMAGE, IMAGE, generator=torch.Generator().manual_seed(1)).to(device)
     return unfused(ResNet50().to(device), images), images
 
 
 def up_to(fusion: str) -> tuple[str, ...]:
-    """The fusions that the row of this name has. Raises ValueError for another name than those of `FUSIONS`."""
+    """Returns the fusions of the row of this name. Raises ValueError for a name that is not in `FUSIONS`."""
     if fusion not in FUSIONS:
         raise ValueError(f"fusions are {', '.join(FUSIONS)}, got {fusion!r}")
     return FUSIONS[1 : FUSIONS.index(fusion) + 1]
@@ -68,15 +68,15 @@ def up_to(fusion: str) -> tuple[str, ...]:
 
 @functools.cache
 def program_of(storage: str, fusion: str, device: str = "cuda") -> Program:
-    """The network in integers."""
+    """Returns the integer network."""
     apart, images = traced(device)
     graph = fuse(apart, [name for name in up_to(fusion) if name in GRAPH_FUSIONS])
     return lower(graph, calibrate(graph, observe(graph, [images]), assign_bits(graph, SCHEMES[storage])))
 
 
 @dataclass(frozen=True)
-class Step:
-    """One kernel of the network: bytes of what it reads and writes, each once, and operations."""
+class KernelWork:
+    """Work of one kernel of the network: bytes read and written, each once, and operations."""
 
     name: str
     call: Callable[[], object]
@@ -85,7 +85,7 @@ class Step:
 
 
 class Network:
-    """ResNet-50 of `storage` activations at a batch, on the current GPU; its images are random."""
+    """ResNet-50 with `storage` activations at a batch size, on the current GPU, with random images."""
 
     def __init__(self, storage: str, batch: int, fusion: str = FUSIONS[-1]) -> None:
         self.program = program_of(storage, fusion)
@@ -97,30 +97,30 @@ class Network:
         operations = {operation.y: operation for operation in self.launched.program.operations}
         names = labels(self.launched.program)
         self.steps = [
-            Step(names[y], call, *work_of(operations[y], self.launched.program, batch)) for y, call in self.launched.steps
+            KernelWork(names[y], call, *work_of(operations[y], self.launched.program, batch)) for y, call in self.launched.steps
         ]
 
     def wrong_values(self) -> int:
-        """How many codes of all values, and how many logits, differ from the reference's."""
+        """Returns how many codes of all values, and how many logits, differ from the reference."""
         wanted: dict[str, Tensor] = {}
-        logits = self.program.run(self.images, watch=lambda name, value: wanted.update({name: value}))
+        logits = self.program.run(self.images, on_value=lambda name, value: wanted.update({name: value}))
         wrong, values = 0, self.launched.program.values
         operations = {operation.y: operation for operation in self.launched.program.operations}
         for y, call in self.launched.steps:
             call()
-            codes = [name for name in made_by(operations[y]) if values[name].storage in ACTIVATIONS]
+            codes = [name for name in outputs_of(operations[y]) if values[name].storage in ACTIVATIONS]
             wrong += sum(int((self.launched.codes(name) != wanted[name]).sum()) for name in codes)
         return wrong + int((self.launched.result() != logits).sum())
 
 
 def labels(program: Program) -> dict[str, str]:
-    """What to call each operation, by the value that it makes."""
+    """Returns a label for each operation, by the name of its output."""
     found: dict[str, str] = {}
     for op in program.operations:
         match op:
             case Convolve():
                 found[op.y] = f"{op.layer.name} and max-pool" if op.pooled else op.layer.name
-            case Block():
+            case FusedBottleneck():
                 found[op.also] = op.third.layer.name
                 found[op.y] = f"{op.second.layer.name} to {op.following.layer.name}"
             case SumCodes():
@@ -137,9 +137,9 @@ def labels(program: Program) -> dict[str, str]:
 
 
 def work_of(operation: Operation, program: Program, batch: int) -> tuple[float, float]:
-    """Bytes of inputs, weights and output, and multiplications and additions, of one operation for a batch."""
-    moved = sum(batch * _bytes_of(name, program) for name in (*operation.inputs, *made_by(operation)))
-    if isinstance(operation, Block):
+    """Returns the bytes of inputs, weights and output, and the operations, of one operation for a batch."""
+    moved = sum(batch * _bytes_of(name, program) for name in (*operation.inputs, *outputs_of(operation)))
+    if isinstance(operation, FusedBottleneck):
         parts = [(conv, work_of(conv, program, batch)) for conv in (operation.second, operation.third, operation.following)]
         return moved + sum(_weights_of(conv) for conv, _ in parts), sum(work for _, (_, work) in parts)
     if not isinstance(operation, Convolve):
@@ -157,20 +157,20 @@ def work_of(operation: Operation, program: Program, batch: int) -> tuple[float, 
 
 
 def _weights_of(operation: Convolve) -> float:
-    """Bytes of the weights, as kernels keep them."""
+    """Returns the bytes of the weights as the kernels store them."""
     second = operation.layer.second
     return float(operation.layer.weight.numel() + (0 if second is None else second.weight.numel()))
 
 
 def _sums_of(operation: Convolve, program: Program) -> tuple[int, int, int]:
-    """Shape of one image's sums, which is not that of the output where a max-pool is inside."""
+    """Returns the shape of the accumulators per image, before a fused max-pool."""
     layer: ConvLayer = operation.layer
     shape = program.values[operation.x].shape
     return (layer.weight.shape[0], *layer.output_size(shape[1], shape[2]))
 
 
 def _bytes_of(name: str, program: Program) -> float:
-    """Bytes of one image's value."""
+    """Returns the bytes of a value per image."""
     if name in (packed := stems(program)):
         return float(packed[name].rows * packed[name].columns * PIXEL_BYTES)
     value = program.values[name]

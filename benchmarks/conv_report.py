@@ -16,7 +16,8 @@ STORAGES = {"int4": "u4", "int8": "s8"}
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The document of a result file of `python -m benchmarks conv`; raises ValueError that says what is wrong with it."""
+    """Returns the document of a result file of `python -m benchmarks conv`. Raises ValueError that says what is wrong with
+    it."""
     document = read_json(path, CONV, SCHEMA)
     for key in ("machine", "rows", "layers", "date"):
         if key not in document:
@@ -25,7 +26,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def network_table(document: dict[str, Any]) -> Table:
-    """One line per network: milliseconds, images per second, share of its limit."""
+    """Returns a table with one line per network: milliseconds, images per second, share of its limit."""
     table = Table("impl", "storage", "fusion", "batch", "ms", "images/s", "of its limit", title="ResNet-50, 224 x 224")
     for row in document["rows"]:
         ms, limit = row["ms"], row["limit_ms"]
@@ -38,7 +39,7 @@ def network_table(document: dict[str, Any]) -> Table:
 
 
 def layer_table(document: dict[str, Any], storage: str) -> Table:
-    """One line per kernel: microseconds, share of its own roofline, and what sets that."""
+    """Returns a table with one line per kernel: microseconds, share of its roofline, and what limits it."""
     rows = [row for row in document["layers"] if row["storage"] == storage]
     batch = rows[0]["batch"] if rows else "-"
     table = Table("layer", "us", "TOPS", "of its limit", "limited by", title=f"{storage}, batch {batch}, each kernel alone")
@@ -52,10 +53,10 @@ def layer_table(document: dict[str, Any], storage: str) -> Table:
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Where the time of the network goes, for light and for dark pages: a bar for each kind of layer, and on it the time that
-    its bytes and operations need at the machine's data sheet; a panel for each storage.
+    """Plots the time of the network by kind of layer, with the roofline time of the data sheet on each bar. One panel per
+    storage, for light and dark pages.
 
-    Raises ValueError when there is nothing to draw and when matplotlib is not installed.
+    Raises ValueError if there is nothing to plot or matplotlib is not installed.
     """
     if not any(row["limit_us"] for row in document["layers"]):
         raise ValueError("the results hold no layer to plot")
@@ -90,7 +91,7 @@ def _bars(document: dict[str, Any], theme: Theme) -> Any:
 
 
 def _kinds(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Microseconds, and those of the limits, of all alike layers together, in the order of the network."""
+    """Returns microseconds and roofline microseconds by kind of layer, in the order of the network."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         stage, _, rest = row["layer"].partition(".")

@@ -1,4 +1,4 @@
-"""ResNet-50 in fp16 by others, for `python -m benchmarks conv`: functions that a CUDA graph captures."""
+"""ResNet-50 in fp16 by other implementations, as functions that a CUDA graph captures."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from benchmarks.resnet50 import IMAGE, STEM, Layer, ResNet50, blocks
 
 @dataclass(frozen=True)
 class Rival:
-    """How a network for a batch is made, and what it has in one kernel, in the words of conv_network.py where they fit."""
+    """Factory of a network for a batch size, and what it fuses, in the terms of conv_network.py where they fit."""
 
     network: Callable[[int], Callable[[], object]]
     fusion: str
 
 
 def cudnn_network(batch: int) -> Callable[[], object]:
-    """The network by cuDNN's fused convolutions, channels-last; random weights, batch norms folded away."""
+    """Returns the network of cuDNN's fused convolutions, channels-last, with random weights and folded batch norms."""
     torch.backends.cudnn.benchmark = True
     half = {"device": "cuda", "dtype": torch.float16}
 
@@ -57,10 +57,11 @@ def cudnn_network(batch: int) -> Callable[[], object]:
 
 
 def compiled_network(batch: int) -> Callable[[], object]:
-    """The module by torch.compile, which fuses what is between cuDNN's convolutions; its constants are frozen.
+    """Returns the module compiled by torch.compile with frozen constants, which fuses the operations between cuDNN's
+    convolutions.
 
-    Its mode is the default one: max-autotune, which measures Triton's convolutions and products for each layer, had not ended
-    after 76 seconds for one batch on an H200 (2026-11-21).
+    It uses the default mode. max-autotune, which measures Triton kernels for each layer, had not ended after 76 seconds for one
+    batch on an H200 (2026-11-21).
     """
     import torch._inductor.config as inductor
 

@@ -1,6 +1,6 @@
-"""`python -m benchmarks e2e`: what a user of a language model gets: the step of a decode, the prompt, the whole request.
+"""`python -m benchmarks e2e`: decode steps, prompts and whole requests of language models.
 
-Models are random weights in the shapes of known ones, the program and the graphs those that `lowbit.pipeline` runs.
+Models have random weights in known shapes; `lowbit.pipeline` runs the same programs and graphs.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from lowbit.tune.timing import failures, reason, warm_up
 
 REPLAYS = 24
 PROMPT, OUTPUT = 1024, 64
-"""Tokens of the prompt that is timed by itself, and tokens that a whole request draws."""
+"""Tokens of the timed prompt, and tokens that a whole request generates."""
 
 PRODUCTS = KINDS["products"]
-"""Parts of the names of kernels that multiply by weights: this library's, cuBLAS's and its sums of split K (splitKreduce)."""
+"""Parts of the names of kernels that multiply by weights: this library's, cuBLAS's and its split-K reduction (splitKreduce)."""
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 RIVALS: dict[str, dict[str, Any]] = {"eager": {}, "static": {"cache_implementation": "static"}}
-"""Arguments of Transformers' `generate`; a static cache has it compile the model."""
+"""Arguments of Transformers' `generate`. A static cache makes it compile the model."""
 
 PROTOCOL = (
     "Gaussian weights in the shape of the model, each layer in memory of its own; keys and values in 16 bits, random, in "
@@ -63,12 +63,12 @@ PROTOCOL = (
     "what each kernel of a layer adds, in order, the median over the layers."
 )
 
-Watch = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a run measures."""
+class E2EConfig:
+    """Configuration of a run."""
 
     models: tuple[str, ...]
     schemes: tuple[str, ...]
@@ -80,8 +80,8 @@ class Asked:
     rivals: tuple[str, ...] = ()
 
 
-def run(asked: Asked, path: Path | None, watch: Watch) -> tuple[Path, dict[str, Any]]:
-    """Measures everything and returns the result file, which is written after each row, and its document."""
+def run(config: E2EConfig, path: Path | None, progress: ProgressCallback) -> tuple[Path, dict[str, Any]]:
+    """Measures everything and writes the result file after each row. Returns its path and document."""
     about = machine()
     path = path or default_path(about["gpu"], datetime.date.today()).with_name(f"{datetime.date.today().isoformat()}-e2e.json")
     check_file(path, E2E)
@@ -93,10 +93,10 @@ def run(asked: Asked, path: Path | None, watch: Watch) -> tuple[Path, dict[str, 
         "versions": versions(("transformers",)), "read_bytes_per_s": bandwidth, "read_kernel": kernel, "protocol": PROTOCOL,
         "rows": rows,
     }  # fmt: skip
-    for model in asked.models:
+    for model in config.models:
         wide: dict[tuple[int, int], float] = {}
-        for scheme in (None, *asked.schemes):
-            for row in _rows_of(model, scheme, asked, bandwidth, watch):
+        for scheme in (None, *config.schemes):
+            for row in _rows_of(model, scheme, config, bandwidth, progress):
                 key = (row["batch"], row["context"])
                 if scheme is None and row["impl"] == "lowbit" and row["ms_per_token"]:
                     wide[key] = row["ms_per_token"]
@@ -107,29 +107,31 @@ def run(asked: Asked, path: Path | None, watch: Watch) -> tuple[Path, dict[str, 
     return path, document
 
 
-def _rows_of(model: str, scheme: str | None, asked: Asked, bandwidth: float, watch: Watch) -> Iterator[dict[str, Any]]:
-    """The rows of one model in one scheme; what fails carries its reason."""
+def _rows_of(
+    model: str, scheme: str | None, config: E2EConfig, bandwidth: float, progress: ProgressCallback
+) -> Iterator[dict[str, Any]]:
+    """Yields the rows of one model in one scheme; a failed one has its reason."""
     name = "16 bits" if scheme is None else parse_scheme(scheme).name
-    cases = [(batch, context) for context in asked.contexts for batch in asked.batches]
-    blank = {"model": model, "scheme": scheme, "gpus": 1, "kv_dtype": asked.dtype, "head": asked.head if scheme else None}
+    cases = [(batch, context) for context in config.contexts for batch in config.batches]
+    blank = {"model": model, "scheme": scheme, "gpus": 1, "kv_dtype": config.dtype, "head": config.head if scheme else None}
     measures = ("ms_per_token", "limit_ms", "prefill_tok_s", "tokens_per_gpu_s", "kernels_per_layer")
     nothing = dict.fromkeys((*measures, "products", "other_ms_per_token", "error"))
     try:
-        watch(f"{model}, {name}: making the model")
+        progress(f"{model}, {name}: making the model")
         made = random_model(
-            model, scheme, asked.head if scheme else None, DTYPES[asked.dtype], torch.device("cuda"), asked.layers
+            model, scheme, config.head if scheme else None, DTYPES[config.dtype], torch.device("cuda"), config.layers
         )
         held = weight_bytes(made)
-        yield from ({**blank, **nothing, "weight_bytes": held, **row} for row in _rivals(made, asked, watch))
+        yield from ({**blank, **nothing, "weight_bytes": held, **row} for row in _rivals(made, config, progress))
         engine = engine_for(made, cases)
         for stage in engine.compile():
-            watch(f"{model}, {name}: compiling, {stage.done} of {stage.total} kernels")
+            progress(f"{model}, {name}: compiling, {stage.done} of {stage.total} kernels")
         rate, in_products = _prefill(engine)
     except failures() as error:
         yield {**blank, **nothing, "impl": "lowbit", "batch": None, "context": None, "error": reason(error)}
         return
     for batch, context in cases:
-        watch(f"{model}, {name}: batch {batch}, context {context}")
+        progress(f"{model}, {name}: batch {batch}, context {context}")
         row = {**blank, **nothing, "impl": "lowbit", "batch": batch, "context": context, "prompt": PROMPT, "output": OUTPUT}
         row |= {"weight_bytes": held, "prefill_tok_s": rate, "prefill_products": in_products}
         try:
@@ -143,7 +145,7 @@ def _rows_of(model: str, scheme: str | None, asked: Asked, bandwidth: float, wat
 
 
 def engine_for(model: PreTrainedModel, cases: Sequence[tuple[int, int]]) -> Engine:
-    """An engine whose cache holds every case, as far as memory goes."""
+    """Returns an engine whose cache holds every case, as far as memory allows."""
     longest = max(context for _, context in cases) + 4 * REPLAYS
     engine = Engine(
         model, max_concurrent=max(batch for batch, _ in cases), max_length=max(longest, PROMPT + OUTPUT), prefix_caching=False
@@ -168,7 +170,7 @@ def place(engine: Engine, batch: int, context: int, tokens: int) -> None:
 
 
 def _better(engine: Engine, batch: int, context: int, held: int, bandwidth: float) -> dict[str, Any]:
-    """The step of 16-bit weights by the ring kernel or by cuBLAS, whichever takes less time, and the other one's."""
+    """Returns the faster step of 16-bit weights, by the small-M kernel or by cuBLAS, and the other one's time."""
     program = engine.program
     assert isinstance(program, DecodeProgram)
     chain, found = program.chain, dict[str, dict[str, Any]]()
@@ -187,7 +189,7 @@ def _better(engine: Engine, batch: int, context: int, held: int, bandwidth: floa
 def _decode(
     engine: Engine, batch: int, context: int, held: int, bandwidth: float, steps: DecodeRunner | None = None
 ) -> dict[str, Any]:
-    """The step of a batch at a context, of the engine's or of other `steps`: time, limit, kernels."""
+    """Returns the row of a decode step of a batch at a context: time, limit, kernels."""
     program = engine.program
     assert isinstance(program, DecodeProgram)
     place(engine, batch, context, 4 * REPLAYS)
@@ -223,13 +225,13 @@ def times_us(step: DecodeStep) -> list[float]:
 
 
 Timeline = list[tuple[str, float, float]]
-"""Kernels in the order in which they end: name, microseconds from start to end, and of those the ones after the end of the
-kernel before."""
+"""Kernels in the order of their ends: name, microseconds from start to end, and microseconds after the end of the previous
+kernel."""
 
 
 def timeline(launch: Callable[[], object]) -> Timeline:
-    """What `launch` launches as CUDA's profiler sees it. With programmatic launch a kernel starts while the one before it runs,
-    and waits for it: what the kernel adds is the time after that."""
+    """Returns the kernels of `launch` from CUDA's profiler. With programmatic launch a kernel starts before the previous one
+    ends, so it adds only the time after that end."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         launch()
         torch.cuda.synchronize()
@@ -244,7 +246,7 @@ def timeline(launch: Callable[[], object]) -> Timeline:
 
 
 def by_name(kernels: Timeline) -> dict[str, tuple[int, float, float]]:
-    """How often each kernel runs, its microseconds together, and those that it adds."""
+    """Returns by kernel name: number of runs, total microseconds, and microseconds added."""
     found: dict[str, tuple[int, float, float]] = {}
     for name, us, added in kernels:
         count, so_far, adding = found.get(name, (0, 0.0, 0.0))
@@ -253,7 +255,7 @@ def by_name(kernels: Timeline) -> dict[str, tuple[int, float, float]]:
 
 
 def one_layer(kernels: Timeline) -> list[tuple[str, float]]:
-    """The kernels of a layer from that before attention on, with what each adds: microseconds, the median over the layers."""
+    """Returns the kernels of a layer, starting before attention, with the microseconds that each adds (median over layers)."""
     at = [i for i, (name, _, _) in enumerate(kernels) if "attention" in name]
     if len(at) < 3 or at[0] == 0:
         return []
@@ -264,7 +266,7 @@ def one_layer(kernels: Timeline) -> list[tuple[str, float]]:
 
 @torch.inference_mode()
 def _prefill(engine: Engine) -> tuple[float, float]:
-    """Tokens per second of a prompt of PROMPT tokens, and the share of that time that its products take."""
+    """Returns tokens per second of a prompt of PROMPT tokens, and the share of its time in products."""
     ids = torch.randint(engine.slots.sampling.counts.shape[1], (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
     place(engine, 1, PROMPT, 0)
     request = Request(ids, 1)
@@ -289,7 +291,7 @@ def _prefill(engine: Engine) -> tuple[float, float]:
 
 
 def _request(engine: Engine, batch: int) -> dict[str, Any]:
-    """Wall time of whole requests, twice; the second counts."""
+    """Returns the wall time of whole requests. They run twice; the second run counts."""
     vocab = engine.slots.sampling.counts.shape[1]
     generator = torch.Generator().manual_seed(2)
     taken: dict[str, float] = {}
@@ -308,12 +310,12 @@ def _request(engine: Engine, batch: int) -> dict[str, Any]:
     return taken
 
 
-def _rivals(model: PreTrainedModel, asked: Asked, watch: Watch) -> Iterator[dict[str, Any]]:
-    """Transformers' own `generate` of the same model; before an engine takes memory for its cache."""
-    for rival in asked.rivals:
-        for context in asked.contexts[:1]:
-            for batch in asked.batches:
-                watch(f"transformers, {rival}: batch {batch}, context {context}")
+def _rivals(model: PreTrainedModel, config: E2EConfig, progress: ProgressCallback) -> Iterator[dict[str, Any]]:
+    """Yields rows of Transformers' `generate` with the same model, before an engine allocates its cache."""
+    for rival in config.rivals:
+        for context in config.contexts[:1]:
+            for batch in config.batches:
+                progress(f"transformers, {rival}: batch {batch}, context {context}")
                 row = {"impl": f"transformers {rival}", "batch": batch, "context": context}
                 try:
                     ms = _generate_ms(model, batch, context, **RIVALS[rival])
@@ -324,7 +326,7 @@ def _rivals(model: PreTrainedModel, asked: Asked, watch: Watch) -> Iterator[dict
 
 @torch.inference_mode()
 def _generate_ms(model: PreTrainedModel, batch: int, context: int, **options: Any) -> float:
-    """Milliseconds a token of `generate`: the time of 16 tokens less that of 8."""
+    """Returns milliseconds per token of `generate`: the time of 16 tokens minus that of 8."""
     ids = torch.randint(model.config.vocab_size, (batch, context), device="cuda")
 
     def seconds(count: int) -> float:

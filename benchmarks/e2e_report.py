@@ -1,4 +1,4 @@
-"""`python -m benchmarks e2e` on the terminal, and its pictures. Needs no GPU to draw a file."""
+"""Tables and plots of a result file of `python -m benchmarks e2e`. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ KINDS = {
     "norms and gates": ("norm", "gate", "embed"),
     "drawing": ("survey", "weigh", "collect", "settle", "argmax"),
 }
-"""Kernels of a step by what is in their names; the rest is "other"."""
+"""Kernels of a step by parts of their names; the rest is "other"."""
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The document of a result file of `python -m benchmarks e2e`; raises ValueError that says what is wrong with it."""
+    """Returns the document of a result file of `python -m benchmarks e2e`. Raises ValueError that says what is wrong with
+    it."""
     document = read_json(path, E2E, SCHEMA)
     require_keys(path, document, ("machine", "rows", "date"))
     return document
 
 
 def tables(document: dict[str, Any]) -> list[Table]:
-    """For each model and context a table of steps: milliseconds a token, share of the limit, against 16 bits, kernels a layer;
-    for each model one of what is seen from Python."""
+    """Returns a table of steps for each model and context (milliseconds per token, share of the limit, speedup over 16 bits,
+    kernels per layer), and one of Python times for each model."""
     rows = [row for row in document["rows"] if row["error"] is None]
     of_contexts = list(dict.fromkeys((row["model"], row["context"]) for row in rows))
     found = []
@@ -56,7 +57,7 @@ def _step_table(document: dict[str, Any], rows: list[dict[str, Any]], context: i
 
 
 def _python_table(rows: list[dict[str, Any]]) -> Table:
-    """Steps and prompts by the clock of the host, whatever the context of the steps above."""
+    """Returns steps and prompts by the clock of the host, for any context."""
     table = narrow_table(
         ("weights",), ("users", "ms a token", "prompt tokens/s", "in products"), f"{rows[0]['model']}: from Python"
     )
@@ -76,20 +77,20 @@ _FROM_PYTHON = ("step_wall_ms", "prefill_tok_s", "prefill_products")
 
 
 def failed(document: dict[str, Any]) -> list[str]:
-    """A line for each row that has no time."""
+    """Returns a line for each row without a time."""
     rows = [row for row in document["rows"] if row["error"] is not None]
-    asked = [[row["model"], _weights(row), *(f"{k} {row[k]:,}" for k in ("batch", "context") if row[k])] for row in rows]
-    return [f"{', '.join(names)}: {row['error']}" for names, row in zip(asked, rows, strict=True)]
+    labels = [[row["model"], _weights(row), *(f"{k} {row[k]:,}" for k in ("batch", "context") if row[k])] for row in rows]
+    return [f"{', '.join(names)}: {row['error']}" for names, row in zip(labels, rows, strict=True)]
 
 
 def _weights(row: dict[str, Any]) -> str:
-    """What computes: the scheme, or 16 bits by whose products, and whose loop where it is not this library's."""
+    """Returns the scheme, or "16 bits" with the library of its products, and the name of another generation loop."""
     products, impl = row.get("products"), row["impl"].removeprefix("transformers ")
     return (row["scheme"] or "16 bits") + (f", {products}" if products else "") + ("" if impl == "lowbit" else f", {impl}")
 
 
 def shares(row: dict[str, Any]) -> dict[str, float]:
-    """Microseconds that kernels add to a step, by their kind; all 0 where a file says only how long each ran."""
+    """Returns the microseconds that each kind of kernel adds to a step; 0 if the file has only total times."""
     found = dict.fromkeys((*KINDS, "other"), 0.0)
     for name, (_, _, *added) in row.get("kernels", {}).items():
         kind = next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
@@ -98,9 +99,9 @@ def shares(row: dict[str, Any]) -> dict[str, float]:
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Tokens a second of each user against how many there are, a line for each scheme, a panel for each model and context;
-    below it where the time of a step goes, where the file says so. Raises ValueError when there is nothing to draw, and
-    without matplotlib."""
+    """Plots tokens per second of each user against the batch size, with a line per scheme and a panel per model and context;
+    below, the time of a step by kind of kernel. Raises ValueError if there is nothing to plot or matplotlib is not
+    installed."""
     rows = [row for row in document["rows"] if row["ms_per_token"] is not None]
     if not rows:
         raise ValueError("the results hold no measured row to plot")

@@ -1,4 +1,4 @@
-"""`python -m benchmarks gemm`: compiles, then measures ceilings, cuBLAS, this library, then every peer in its own process."""
+"""`python -m benchmarks gemm`: compiles, then measures ceilings, cuBLAS, this library, and each peer in its own process."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from benchmarks import quantized_x
 from benchmarks.ahead import compile_ahead
 from benchmarks.peers import PEERS
 from benchmarks.protocol import Contender, blank_row, measured_rows, reference_product
-from benchmarks.request import Request
+from benchmarks.request import GemmRequest
 from benchmarks.results import Results, default_path, machine
 from lowbit.eval.results import versions
 from lowbit.formats import QuantTensor, parse_scheme
 from lowbit.tune.timing import warm_up
 
 Say = Callable[[str], None]
-Watch = Callable[[int, int, str], None]
-"""Called with rows done, rows in all and what is measured now."""
+ProgressCallback = Callable[[int, int, str], None]
+"""Called with the finished rows, all rows, and a description of the current one."""
 
 
 def choose_peers(text: str | None) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """(peers to measure, (peer, why not) of those left out) for a comma-separated text; None is every peer, "none" is none.
+    """Returns (peers to measure, (peer, reason) of the omitted ones) for comma-separated names; None is every peer, "none" is
+    none.
 
-    Raises ValueError for a name that no adapter has.
+    Raises ValueError for an unknown name.
     """
     if text is not None and text.strip().lower() == "none":
         return (), ()
@@ -50,11 +51,16 @@ def choose_peers(text: str | None) -> tuple[tuple[str, ...], tuple[tuple[str, st
 
 
 def run(
-    request: Request, peers: Sequence[str], left_out: Sequence[tuple[str, str]], out: Path | None, say: Say, watch: Watch
+    request: GemmRequest,
+    peers: Sequence[str],
+    left_out: Sequence[tuple[str, str]],
+    out: Path | None,
+    say: Say,
+    progress: ProgressCallback,
 ) -> Results:
-    """Measures the request and returns the results, which stand in the file from the first row on.
+    """Measures the request and writes the results to the file from the first row on.
 
-    `out` None is benchmarks/results/<gpu>/<date>-gemm.json. Raises ValueError on a machine without an NVIDIA GPU.
+    `out` None is benchmarks/results/<gpu>/<date>-gemm.json. Raises ValueError without an NVIDIA GPU.
     """
     if not torch.cuda.is_available():
         raise ValueError(
@@ -72,18 +78,18 @@ def run(
     for name, why in left_out:
         say(f"skipped {name}: {why}")
         results.skip(name, why)
-    watch(0, total, "compiling")
+    progress(0, total, "compiling")
     compile_ahead(request, [this_library, *(PEERS[name].build for name in peers if PEERS[name].compiled)])
-    watch(0, total, "warming up")
+    progress(0, total, "warming up")
     warm_up()
-    watch(0, total, "ceilings")
+    progress(0, total, "ceilings")
     ceilings, stored = measured_ceilings()
     results.set_ceilings(ceilings, stored)
     say(f"read bandwidth {ceilings.read_bytes_per_s / 1e12:.2f} TB/s, fp16 {ceilings.fp16_flops / 1e12:.0f} TFLOP/s")
 
     def add(row: dict[str, Any]) -> None:
         results.add(row)
-        watch(len(results.rows), total, f"{row['impl']} {row['scheme']} {row['n']}x{row['k']} M {row['m']}")
+        progress(len(results.rows), total, f"{row['impl']} {row['scheme']} {row['n']}x{row['k']} M {row['m']}")
 
     cublas_rows(request.shapes, request.rows, add)
     for row in measured_rows("lowbit", this_library, request):
@@ -96,8 +102,8 @@ def run(
     return results
 
 
-def this_library(q: QuantTensor, request: Request) -> Contender:
-    """This library's kernel for a weight."""
+def this_library(q: QuantTensor, request: GemmRequest) -> Contender:
+    """Returns this library's kernel for a weight as a contender."""
     if q.scheme.activation is not None:
         return quantized_x.this_library(q, request)
     from lowbit.ops import fragment_gemm
@@ -116,8 +122,8 @@ def this_library(q: QuantTensor, request: Request) -> Contender:
     )
 
 
-def peer_rows(name: str, request: Request) -> Iterator[dict[str, Any]]:
-    """The rows of a peer as its process writes them; rows that it leaves behind when it dies carry its last words."""
+def peer_rows(name: str, request: GemmRequest) -> Iterator[dict[str, Any]]:
+    """Yields the rows that the process of a peer writes. If it dies, its remaining rows get its last output as error."""
     due = [
         blank_row(name, parse_scheme(scheme), shape, m, request.dtype)
         for shape in request.shapes
@@ -125,10 +131,10 @@ def peer_rows(name: str, request: Request) -> Iterator[dict[str, Any]]:
         for m in request.rows
     ]
     with tempfile.TemporaryDirectory() as folder:
-        asked, answers, words = Path(folder, "request.json"), Path(folder, "rows.jsonl"), Path(folder, "output.txt")
-        asked.write_text(json.dumps(request.as_json()))
+        request_file, answers, words = Path(folder, "request.json"), Path(folder, "rows.jsonl"), Path(folder, "output.txt")
+        request_file.write_text(json.dumps(request.as_json()))
         answers.touch()
-        command = [sys.executable, "-m", "benchmarks.peers", name, "--request", str(asked), "--out", str(answers)]
+        command = [sys.executable, "-m", "benchmarks.peers", name, "--request", str(request_file), "--out", str(answers)]
         with words.open("w") as sink, answers.open() as lines:
             process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
             try:
@@ -143,7 +149,7 @@ def peer_rows(name: str, request: Request) -> Iterator[dict[str, Any]]:
 
 
 def _as_they_come(lines: Any, process: subprocess.Popen, due: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Rows that the process appends, until it has ended; they leave `due`."""
+    """Yields rows while the process appends them, and removes them from `due`."""
     begun = ""
     while True:
         ended = process.poll() is not None

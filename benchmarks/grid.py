@@ -1,7 +1,6 @@
-"""The products on which the choice of tile is judged: weights of known models, whole and as tensor-parallel GPUs hold them.
+"""Products for judging the choice of tile: weights of known models, whole and split for tensor parallelism.
 
-One half of the weights is for tuning, the other for judging, and which is which is fixed here: whoever fits the model of costs
-looks at the tuned half alone.
+A fixed half of the weights is for tuning, the other half for judging. Only the first may be used to fit the cost model.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ HALVES: tuple[Half, ...] = ("tuned", "untuned")
 SCHEMES = ("w4a16_g128", "w6e3m2a16", "w8a16", "w8e4m3a8e4m3")
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 PARTS = (1, 2, 4)
-"""GPUs that share a weight."""
+"""Numbers of GPUs that share a weight."""
 
 KNOWN = frozenset(
     {(2048, 2048), (4096, 4096), (4096, 14336), (6144, 4096), (8192, 8192), (8192, 28672), (28672, 4096), (28672, 8192)}

@@ -45,12 +45,12 @@ PROTOCOL = (
     "slow: layers that no kernel takes."
 )
 
-Watch = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 """Called with what is being done, and how far it is: bytes written, or loads."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoadConfig:
     """What a run measures."""
 
     model: str
@@ -64,11 +64,11 @@ class Asked:
     folder: Path | None = None
 
 
-def run(asked: Asked, path: Path | None, watch: Watch) -> tuple[Path, dict[str, Any]]:
+def run(config: LoadConfig, path: Path | None, progress: ProgressCallback) -> tuple[Path, dict[str, Any]]:
     """Measures everything and returns the result file, which is written after each row, and its document. Raises
     CheckpointError where the disk has too little room for the files, of which there is one kind at a time; they are removed."""
-    on_gpu = asked.device.type == "cuda"
-    about = (results.machine() if on_gpu else machine()) | {"device": _name_of(asked.device)}
+    on_gpu = config.device.type == "cuda"
+    about = (results.machine() if on_gpu else machine()) | {"device": _name_of(config.device)}
     named = results.default_path(about["device"], datetime.date.today())
     path = path or named.with_name(f"{datetime.date.today().isoformat()}-load.json")
     check_file(path, LOAD)
@@ -76,20 +76,20 @@ def run(asked: Asked, path: Path | None, watch: Watch) -> tuple[Path, dict[str, 
     document: dict[str, Any] = {
         "result": LOAD, "schema": SCHEMA, "date": datetime.date.today().isoformat(), "complete": False, "machine": about,
         "versions": versions(("transformers", "safetensors")), "protocol": PROTOCOL, "rows": rows,
-        "to_device_bytes_per_s": _copy_speed(asked.device) if on_gpu else None,
+        "to_device_bytes_per_s": _copy_speed(config.device) if on_gpu else None,
     }  # fmt: skip
-    model = meta_model(asked.model, DTYPES[asked.dtype], asked.layers)
-    for kind in asked.kinds:
-        with tempfile.TemporaryDirectory(prefix="lowbit-bench-load-", dir=asked.folder) as made:
+    model = meta_model(config.model, DTYPES[config.dtype], config.layers)
+    for kind in config.kinds:
+        with tempfile.TemporaryDirectory(prefix="lowbit-bench-load-", dir=config.folder) as made:
             folder = Path(made, "model")
 
             def writing(written: int, total: int, kind: str = kind) -> None:
-                watch(f"writing {kind} files", written, total)
+                progress(f"writing {kind} files", written, total)
 
-            write_checkpoint(folder, model, kind, STORED, asked.device, writing)
+            write_checkpoint(folder, model, kind, STORED, config.device, writing)
             _read(folder)
             document["page_cache_bytes_per_s"] = _read(folder)
-            for row in _rows_of(folder, kind, model.config.num_hidden_layers, asked, watch):
+            for row in _rows_of(folder, kind, model.config.num_hidden_layers, config, progress):
                 rows.append(row)
                 write_json(path, document)
     document["complete"] = True
@@ -97,30 +97,30 @@ def run(asked: Asked, path: Path | None, watch: Watch) -> tuple[Path, dict[str, 
     return path, document
 
 
-def _rows_of(folder: Path, kind: str, layers: int, asked: Asked, watch: Watch) -> Iterator[dict[str, Any]]:
+def _rows_of(folder: Path, kind: str, layers: int, config: LoadConfig, progress: ProgressCallback) -> Iterator[dict[str, Any]]:
     """A row for each scheme to which files of one kind are brought; what fails carries its reason."""
     source = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     nothing = dict.fromkeys(
         ("gb_per_s", "model_bytes", "layer_bytes", "bound_bytes", "peak_bytes", "peak_host_bytes", "slow", "error")
     )
-    for scheme in asked.schemes if kind == "16-bit" else (STORED,):
+    for scheme in config.schemes if kind == "16-bit" else (STORED,):
         row: dict[str, Any] = {
-            "model": asked.model, "layers": layers, "files": kind, "scheme": scheme, "head": asked.head if scheme else None,
-            "dtype": asked.dtype, "device": str(asked.device), "source_bytes": source, "seconds": [], **nothing,
+            "model": config.model, "layers": layers, "files": kind, "scheme": scheme, "head": config.head if scheme else None,
+            "dtype": config.dtype, "device": str(config.device), "source_bytes": source, "seconds": [], **nothing,
         }  # fmt: skip
         try:
-            for repeat in range(asked.repeats):
-                watch(f"loading {kind} files, {scheme or 'as they are'}", repeat, asked.repeats)
-                row |= _measured(folder, scheme if kind == "16-bit" else None, row["head"], asked, row["seconds"])
+            for repeat in range(config.repeats):
+                progress(f"loading {kind} files, {scheme or 'as they are'}", repeat, config.repeats)
+                row |= _measured(folder, scheme if kind == "16-bit" else None, row["head"], config, row["seconds"])
             row["gb_per_s"] = source / min(row["seconds"]) / 1e9
         except failures() as error:
             row["error"] = reason(error)
         yield row
 
 
-def _measured(folder: Path, scheme: str | None, head: str | None, asked: Asked, seconds: list[float]) -> dict[str, Any]:
+def _measured(folder: Path, scheme: str | None, head: str | None, config: LoadConfig, seconds: list[float]) -> dict[str, Any]:
     """Loads once, adding the time to `seconds`: bytes of the model and of the peaks."""
-    device = asked.device
+    device = config.device
     on_gpu = device.type == "cuda"
     _free(on_gpu)
     before = torch.cuda.memory_allocated() if on_gpu else 0
@@ -128,7 +128,7 @@ def _measured(folder: Path, scheme: str | None, head: str | None, asked: Asked, 
         torch.cuda.reset_peak_memory_stats()
     with _HostPeak() as host:
         start = time.perf_counter()
-        model = load_causal(folder, scheme=scheme, head=head, device=device, dtype=DTYPES[asked.dtype])
+        model = load_causal(folder, scheme=scheme, head=head, device=device, dtype=DTYPES[config.dtype])
         layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
         slow = [layer for layer in layers if layer.prepare(model.dtype)]
         if on_gpu:
@@ -200,7 +200,7 @@ class _HostPeak:
     def __init__(self) -> None:
         self.peak: int | None = None
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread = threading.Thread(target=self._poll, daemon=True)
 
     def __enter__(self) -> _HostPeak:
         self._base = _anonymous_bytes()
@@ -214,7 +214,7 @@ class _HostPeak:
         if self._thread.is_alive():
             self._thread.join()
 
-    def _watch(self) -> None:
+    def _poll(self) -> None:
         assert self._base is not None
         while not self._done.wait(0.002):
             self.peak = max(self.peak or 0, (_anonymous_bytes() or 0) - self._base)

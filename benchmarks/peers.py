@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import quantized_x
 from benchmarks.protocol import Build, Contender, Product, measured_rows, reference_product
-from benchmarks.request import Request, is_float
+from benchmarks.request import GemmRequest, is_float
 from lowbit.formats import FloatFormat, PerGroup, QuantTensor, Scheme, ZeroPoint
 from lowbit.tune.timing import failures, reason, warm_up
 
@@ -60,7 +60,7 @@ def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def humming(q: QuantTensor, request: Request) -> Contender:
+def humming(q: QuantTensor, request: GemmRequest) -> Contender:
     """Humming: integers of 1 to 8 bits and floats of at most 8 bits, scales per channel or group, compiled per problem.
 
     Tried are its own choice for M and, with `sweep`, its choices for M / 2 and 2 M, and its own choice with one more stage,
@@ -103,7 +103,7 @@ def humming(q: QuantTensor, request: Request) -> Contender:
 _HUMMING_ACTIVATIONS = {"int8": "int8", "fp8_e4m3": "float8e4m3"}
 
 
-def _humming_choices(config: Any, request: Request) -> dict[int, list[str]]:
+def _humming_choices(config: Any, request: GemmRequest) -> dict[int, list[str]]:
     """Tuning configurations to try for each M as JSON, those that compile; compiled here, in parallel."""
     choose = importlib.import_module("humming.tune").get_heuristics_config
     kernels = importlib.import_module("humming.kernel.humming").HummingKernel
@@ -143,7 +143,7 @@ def _in_short(tuning: str) -> str:
     )
 
 
-def gemlite(q: QuantTensor, request: Request) -> Contender:
+def gemlite(q: QuantTensor, request: GemmRequest) -> Contender:
     """gemlite: 4-bit integers per group or channel, int8 per channel; it tunes itself at the first call of each shape."""
     scheme, dtype = q.scheme, request.torch_dtype
     if scheme.activation is not None:
@@ -172,12 +172,12 @@ def gemlite(q: QuantTensor, request: Request) -> Contender:
     )
 
 
-def torch_products(q: QuantTensor, request: Request) -> Contender:
+def torch_products(q: QuantTensor, request: GemmRequest) -> Contender:
     """PyTorch's own: `_int_mm` and `_scaled_mm` for 8-bit activations, else `_weight_int4pack_mm`."""
     return torch_int4(q, request) if q.scheme.activation is None else quantized_x.torch_bytes(q, request)
 
 
-def torch_int4(q: QuantTensor, request: Request) -> Contender:
+def torch_int4(q: QuantTensor, request: GemmRequest) -> Contender:
     """PyTorch's `_weight_int4pack_mm`: int4 in groups of 32, 64, 128 or 256, bf16 activations whatever is asked for."""
     scheme, group = q.scheme, group_size(q.scheme)
     if is_float(scheme) or scheme.weight.bits != 4 or scheme.zero is not ZeroPoint.NONE or group not in (32, 64, 128, 256):
@@ -208,10 +208,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measures one peer; returns the exit status, 1 where there is no GPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("name", choices=sorted(PEERS))
-    parser.add_argument("--request", type=Path, required=True, help="JSON of a benchmarks.request.Request")
+    parser.add_argument("--request", type=Path, required=True, help="JSON of a benchmarks.request.GemmRequest")
     parser.add_argument("--out", type=Path, required=True, help="file to which one JSON row per line is appended")
     given = parser.parse_args(arguments)
-    request = Request.from_json(json.loads(given.request.read_text()))
+    request = GemmRequest.from_json(json.loads(given.request.read_text()))
     if not torch.cuda.is_available():
         print("torch sees no NVIDIA GPU", file=sys.stderr)
         return 1

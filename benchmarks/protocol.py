@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.request import DTYPES, Request, columns_of
+from benchmarks.request import DTYPES, GemmRequest, columns_of
 from lowbit.formats import QuantTensor, Scheme, parse_scheme
 from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.tune.timing import (
@@ -69,7 +69,7 @@ class Contender:
     prepare: Callable[[Tensor], Any] = lambda x: x
 
 
-Build = Callable[[QuantTensor, Request], Contender]
+Build = Callable[[QuantTensor, GemmRequest], Contender]
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def reference_product(x: Tensor, q: QuantTensor, rows_at_once: int = 1024) -> Te
     return torch.cat(parts, dim=-1)
 
 
-def measured_rows(impl: str, build: Build, request: Request) -> Iterator[dict[str, Any]]:
+def measured_rows(impl: str, build: Build, request: GemmRequest) -> Iterator[dict[str, Any]]:
     """One row for each scheme, shape and M of the request; what fails carries its reason in `error`."""
     for shape in request.shapes:
         for name in request.schemes:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.protocol import Contender, reference_product
-from benchmarks.request import Request
+from benchmarks.request import GemmRequest
 from lowbit.formats import IntFormat, PerChannel, PerTensor, QuantTensor, decode
 from lowbit.tune.trials import Codes, quantized_x
 
@@ -30,7 +30,7 @@ def truth(x: Tensor, q: QuantTensor) -> Tensor:
 
 
 def contender(
-    q: QuantTensor, request: Request, weight: Any, nbytes: int, clone: Callable[[Any], Any],
+    q: QuantTensor, request: GemmRequest, weight: Any, nbytes: int, clone: Callable[[Any], Any],
     products: Callable[[int], Sequence[tuple[str, Callable[[Codes, Any], Tensor]]]],
 ) -> Contender:  # fmt: skip
     """A contender whose products take `Codes`."""
@@ -39,7 +39,7 @@ def contender(
     )
 
 
-def this_library(q: QuantTensor, request: Request) -> Contender:
+def this_library(q: QuantTensor, request: GemmRequest) -> Contender:
     """This library's kernels for 8-bit activations."""
     from lowbit.ops import byte_gemm
     from lowbit.ops.table import describe, problem_on
@@ -60,7 +60,7 @@ def this_library(q: QuantTensor, request: Request) -> Contender:
     )
 
 
-def torch_bytes(q: QuantTensor, request: Request) -> Contender:
+def torch_bytes(q: QuantTensor, request: GemmRequest) -> Contender:
     """PyTorch's `_int_mm` for int8, whose s32 sums stay unscaled, and `_scaled_mm` for e4m3, with and without fast sums."""
     scheme = q.scheme
     plain = isinstance(scheme.granularity, (PerChannel, PerTensor)) and not scheme.activation_zero
@@ -81,7 +81,7 @@ def torch_bytes(q: QuantTensor, request: Request) -> Contender:
     return contender(q, request, weight, sum(t.nbytes for t in weight), lambda w: [t.clone() for t in w], products)
 
 
-def _int_mm(q: QuantTensor, request: Request) -> Contender:
+def _int_mm(q: QuantTensor, request: GemmRequest) -> Contender:
     weight = (q.codes ^ 128).view(torch.int8)
 
     def padded(x: Tensor) -> Tensor:

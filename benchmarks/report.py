@@ -1,6 +1,6 @@
-"""Tables generated from a result file: for the terminal, for Markdown, and for the block in README.md.
+"""Tables of a gemm result file: for a terminal, as Markdown, and for README.md.
 
-Every row of this library stands beside cuBLAS in fp16 and the fastest correct peer of the same scheme in the same run.
+Each row of this library stands beside cuBLAS in fp16 and the fastest correct peer of the same scheme in the same run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OWN = "lowbit"
 
 @dataclass(frozen=True)
 class Line:
-    """One scheme, shape and M: this library's time (us; None when it failed), its limit and its rivals."""
+    """One scheme, shape and M: this library's time (us; None if it failed), its limit and its rivals."""
 
     scheme: str
     n: int
@@ -37,27 +37,27 @@ class Line:
 
     @property
     def share(self) -> float | None:
-        """Part of the limit that was reached: 1 is as fast as the machine allows."""
+        """Share of the limit: 1 is the fastest possible."""
         return None if self.us is None else self.limit_us / self.us
 
     @property
     def times_cublas(self) -> float | None:
-        """How many times faster than cuBLAS in fp16."""
+        """Speedup over cuBLAS in fp16."""
         return None if self.us is None or self.cublas_us is None else self.cublas_us / self.us
 
     @property
     def times_peer(self) -> float | None:
-        """How many times faster than the best peer."""
+        """Speedup over the fastest peer."""
         return None if self.us is None or self.peer_us is None else self.peer_us / self.us
 
 
 def limit_of(row: dict[str, Any]) -> float:
-    """The larger of a row's two limits, in microseconds."""
+    """Returns the larger of the two limits of a row, in microseconds."""
     return float(max(row["limit_us"], row["compute_us"]))
 
 
 def lines(document: dict[str, Any], rows: Sequence[int] | None = None) -> list[Line]:
-    """The lines of a result file in its order; only those with M in `rows` when it is given."""
+    """Returns the lines of a result file in its order; only those with M in `rows` if given."""
     best: dict[tuple[str, int, int, int], dict[str, Any]] = {}
     for row in document["rows"]:
         key = (row["scheme"], row["n"], row["k"], row["m"])
@@ -78,7 +78,7 @@ def lines(document: dict[str, Any], rows: Sequence[int] | None = None) -> list[L
 
 
 def table(document: dict[str, Any]) -> Table:
-    """The lines of a result file for a terminal."""
+    """Returns the lines of a result file as a table for a terminal."""
     columns = ("M", "us", "limit us", "of limit", "x cuBLAS", "best peer", "peer us", "x peer", "rel err")
     made = narrow_table(("scheme", "N x K"), columns)
     for line in lines(document):
@@ -91,7 +91,7 @@ def table(document: dict[str, Any]) -> Table:
 
 
 def failed(document: dict[str, Any]) -> list[str]:
-    """One line for each reason for which rows have no time: how many rows, of which implementation and scheme, and why."""
+    """Returns a line for each reason why rows have no time: number of rows, implementation, scheme and reason."""
     counts: dict[tuple[str, str, str], int] = {}
     for row in document["rows"]:
         if row["error"] is not None:
@@ -104,7 +104,7 @@ def markdown(
     document: dict[str, Any], rows: Sequence[int] | None = None, formats: Sequence[str] | None = None,
     shapes: Sequence[tuple[int, int]] | None = None,
 ) -> str:  # fmt: skip
-    """Markdown of a result file: where and with what it was measured, then one table per shape; only what is asked for."""
+    """Returns the machine and one table per shape as Markdown, limited to the given rows, schemes and shapes."""
     found = [line for line in lines(document, rows) if formats is None or line.scheme in formats]
     found = [line for line in found if shapes is None or (line.n, line.k) in shapes]
     if not found:
@@ -144,7 +144,7 @@ def _shape_table(found: list[Line]) -> str:
 
 
 def rewrite_readme(path: Path, text: str) -> None:
-    """Replaces what stands between the two marks of README.md; raises ValueError unless each is there once, in order."""
+    """Replaces the text between the two marks of README.md. Raises ValueError unless each mark occurs once, in order."""
     replace_block(path, MARK, text)
 
 

@@ -21,7 +21,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Request:
+class GemmRequest:
     """Schemes by name, shapes (N, K), numbers of rows M of x, its dtype by name, and how thoroughly peers are tuned."""
 
     schemes: tuple[str, ...] = FORMATS
@@ -37,14 +37,14 @@ class Request:
         return DTYPES[self.dtype]
 
     def as_json(self) -> dict[str, Any]:
-        """The request as plain JSON; `Request.from_json` reads it."""
+        """The request as plain JSON; `GemmRequest.from_json` reads it."""
         return {
             "formats": list(self.schemes), "shapes": [f"{n}x{k}" for n, k in self.shapes], "m": list(self.rows),
             "dtype": self.dtype, "sweep": self.sweep,
         }  # fmt: skip
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Request:
+    def from_json(cls, value: dict[str, Any]) -> GemmRequest:
         """The request that `as_json` wrote."""
         shapes = tuple(parse_shape(text) for text in value["shapes"])
         return cls(tuple(value["formats"]), shapes, tuple(value["m"]), value["dtype"], value["sweep"])
@@ -56,7 +56,7 @@ def make_request(
     rows: str | None = None,
     dtype: str = "float16",
     quick: bool = False,
-) -> Request:
+) -> GemmRequest:
     """A request from comma-separated texts; what is None takes its default, the smaller one when `quick`.
 
     Raises ValueError that says what was given and what is supported.
@@ -64,7 +64,7 @@ def make_request(
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r}: the activations are {' or '.join(DTYPES)}")
     default = (QUICK_FORMATS, QUICK_SHAPES, QUICK_ROWS) if quick else (FORMATS, SHAPES, ROWS)
-    return Request(
+    return GemmRequest(
         _unique(tuple(measurable(part).name for part in (default[0] if formats is None else _parts(formats, "--formats")))),
         _unique(default[1] if shapes is None else tuple(parse_shape(part) for part in _parts(shapes, "--shapes"))),
         tuple(sorted(set(default[2] if rows is None else parse_rows(rows)))),

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.limits import Ceilings, compute_us, memory_us
 from benchmarks.protocol import PROTOCOL
-from benchmarks.request import Request
+from benchmarks.request import GemmRequest
 from lowbit.eval.results import read_json, require_keys, write_json
 from lowbit.formats import parse_scheme
 
@@ -93,7 +93,7 @@ def _nvidia_smi() -> dict[str, str]:
 class Results:
     """The document of one run and the file that mirrors it."""
 
-    def __init__(self, path: Path, request: Request, machine: dict[str, Any], versions: dict[str, str | None]) -> None:
+    def __init__(self, path: Path, request: GemmRequest, machine: dict[str, Any], versions: dict[str, str | None]) -> None:
         self.path = path
         self.ceilings: Ceilings | None = None
         self.rows: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
-"""`python -m benchmarks serve`: tokens a second over HTTP beside the engine alone, and latencies that users see.
+"""`python -m benchmarks serve`: tokens per second over HTTP relative to the engine alone, and latencies of users.
 
-A process of its own makes the model, measures its engine, and serves it on the loopback (serve_host.py); this one is the
+A second process loads the model, measures its engine and serves it on the loopback (serve_host.py). This process runs the
 clients (serve_load.py).
 """
 
@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.results import default_path
-from benchmarks.serve_host import NAME, Asked, host
+from benchmarks.serve_host import NAME, ServeConfig, host
 from benchmarks.serve_load import (
     LAST_SECONDS,
-    Answered,
-    Asker,
-    Draw,
+    LengthSampler,
     Mix,
     Prompts,
-    Steady,
+    RequestBuilder,
+    RequestRecord,
+    SteadyState,
     arrivals,
     closed_loop,
     one_by_one,
@@ -42,23 +42,23 @@ from lowbit.checkpoint.target import check_file
 from lowbit.eval.results import versions, write_json
 
 PARTS = ("engine", "streams", "idle", "open")
-"""In this order, the most important first."""
+"""Parts in the order of measurement, the most important first."""
 
 SAVED_EVERY_S = 10.0
 DRAWS_OF_A_MEAN = 4096
 END_SECONDS = 20.0
 
 MOST_ALONE = 200
-"""Requests whose first token is timed while nothing else runs."""
+"""Number of requests whose first token is timed on an idle server."""
 
 ANSWER_ALONE = 8
-"""Tokens of each."""
+"""Output tokens of each of these requests."""
 
 PROTOCOL = (
     "One process computes and serves, on the loopback; another asks. Prompts are random tokens, no two beginning alike; "
-    "answers have exactly the tokens asked for, the likeliest ones, as events. engine: the closed loop of `streams` over the "
+    "answers have exactly the tokens config for, the likeliest ones, as events. engine: the closed loop of `streams` over the "
     "engine without a server and without text. streams: as many clients, each asking as soon as it is answered, for an equal "
-    "time by each mix of lengths, without a pause between; answers count for the mix in which they were asked; tokens_per_s "
+    "time by each mix of lengths, without a pause between; answers count for the mix in which they were config; tokens_per_s "
     "counts from when all streams have had a first token of the mix, and ratio is that by the engine's. capacity: the same of "
     "a mix that was not streamed. idle: one request after the other, and between two one of the serving process to its engine; "
     "added_ms is the time to its first token less the median of the engine's own (own_first_ms); own_ms are percentiles "
@@ -66,28 +66,28 @@ PROTOCOL = (
     "requests a second, the shares one after the other without a pause; times count from when a request was due, and one "
     f"without an end {LAST_SECONDS:.0f} s after the last arrival has failed. first_ms: to the first token; token_ms: of each "
     "request the mean time between its tokens; percentiles over requests. server_cpu, client_cpu: cores that each process kept "
-    "busy while requests were asked."
+    "busy while requests were config."
 )
 
-Watch = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
 class HostFailed(ValueError):
-    """The process that serves did not do its part; the message says why, as far as it said so itself."""
+    """The serving process failed; the message has its reason if it sent one."""
 
 
-def run(asked: Asked, path: Path | None, watch: Watch) -> tuple[Path, dict[str, Any]]:
-    """Measures everything and returns the result file, which is written after each part, and its document. Raises HostFailed
-    when the process that serves does."""
+def run(config: ServeConfig, path: Path | None, progress: ProgressCallback) -> tuple[Path, dict[str, Any]]:
+    """Measures everything and writes the result file after each part. Returns its path and document. Raises HostFailed if
+    the serving process fails."""
     if path is not None:
         check_file(path, SERVE)
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
-    process = context.Process(target=host, args=(asked, other), daemon=False)
+    process = context.Process(target=host, args=(config, other), daemon=False)
     process.start()
     other.close()
     try:
-        return _Run(asked, pipe, path, watch).all()
+        return _Run(config, pipe, path, progress).all()
     finally:
         pipe.close()
         process.join(END_SECONDS)
@@ -97,10 +97,10 @@ def run(asked: Asked, path: Path | None, watch: Watch) -> tuple[Path, dict[str, 
 
 
 class _Run:
-    """One run: the document, its file, and the process that serves."""
+    """State of one run: the document, its file and the serving process."""
 
-    def __init__(self, asked: Asked, pipe: Connection, path: Path | None, watch: Watch) -> None:
-        self.asked, self.pipe, self._watch, self._begun = asked, pipe, watch, time.monotonic()
+    def __init__(self, config: ServeConfig, pipe: Connection, path: Path | None, progress: ProgressCallback) -> None:
+        self.config, self.pipe, self._progress, self._begun = config, pipe, progress, time.monotonic()
         self.about = self._hear("about")
         today = datetime.date.today()
         self.path = path or default_path(self.about["machine"]["device"], today).with_name(f"{today.isoformat()}-serve.json")
@@ -109,43 +109,43 @@ class _Run:
         self.document: dict[str, Any] = {
             "result": SERVE, "schema": SCHEMA, "date": today.isoformat(), "complete": False, "machine": self.about["machine"],
             "versions": versions(("transformers", "fastapi", "uvicorn", "httptools")), "engine": self.about["engine"],
-            "asked": {**asdict(asked), "folder": None if asked.folder is None else asked.folder.name}, "protocol": PROTOCOL,
+            "asked": {**asdict(config), "folder": None if config.folder is None else config.folder.name}, "protocol": PROTOCOL,
             "rows": self.rows,
         }  # fmt: skip
         self.capacity: dict[Mix, float] = {}
         self._mean = functools.cache(self._mean_output)
 
     def all(self) -> tuple[Path, dict[str, Any]]:
-        """Every part that was asked for."""
-        asked = self.asked
-        if "engine" in asked.parts:
+        """Runs every configured part."""
+        config = self.config
+        if "engine" in config.parts:
             self._engine()
         server, port = self._hear("address")
-        # Other tokens than those whose pages the engine may still hold.
-        asker = Asker(server, port, NAME, Prompts(self.about["vocab"], asked.seed + 1))
+        # A different seed: prompts must not reuse pages that the engine has cached.
+        builder = RequestBuilder(server, port, NAME, Prompts(self.about["vocab"], config.seed + 1))
         gc.collect()
-        gc.freeze()  # no collection walks through all modules while the clock runs
+        gc.freeze()  # garbage collection skips all modules during the measurement
         try:
-            if "streams" in asked.parts:
-                asyncio.run(self._closed("streams", asker, asked.mixes, asked.seconds / len(asked.mixes)))
-            if "idle" in asked.parts:
-                asyncio.run(self._idle(asker))
-            if "open" in asked.parts:
-                for mix in asked.mixes:
-                    asyncio.run(self._open(asker, mix))
+            if "streams" in config.parts:
+                asyncio.run(self._closed("streams", builder, config.mixes, config.seconds / len(config.mixes)))
+            if "idle" in config.parts:
+                asyncio.run(self._idle(builder))
+            if "open" in config.parts:
+                for mix in config.mixes:
+                    asyncio.run(self._open(builder, mix))
         finally:
             gc.unfreeze()
         self.document["complete"] = True
         write_json(self.path, self.document)
-        self.watch("all parts are measured")
+        self.progress("all parts are measured")
         return self.path, self.document
 
-    def watch(self, text: str) -> None:
-        """Tells how far the run is, and after how many seconds."""
-        self._watch(f"{time.monotonic() - self._begun:4.0f} s  {text}")
+    def progress(self, text: str) -> None:
+        """Reports progress with the elapsed seconds."""
+        self._progress(f"{time.monotonic() - self._begun:4.0f} s  {text}")
 
     def _hear(self, word: str) -> Any:
-        """The value of the next `word` of the other process; tells what it says meanwhile."""
+        """Returns the value of the next message `word` of the serving process; reports its progress messages meanwhile."""
         while True:
             try:
                 said, value = self.pipe.recv()
@@ -155,11 +155,11 @@ class _Run:
                 raise HostFailed(f"the process that serves failed: {value}")
             if said == word:
                 return value
-            assert said == "watch", said
-            self.watch(value)
+            assert said == "progress", said
+            self.progress(value)
 
     def _ask(self, word: str, value: Any = None) -> float:
-        """What the other process answers."""
+        """Sends a message to the serving process and returns its reply."""
         try:
             self.pipe.send((word, value))
         except OSError as error:
@@ -167,25 +167,25 @@ class _Run:
         answer: float = self._hear(word)
         return answer
 
-    def _add(self, part: str, mix: Mix, answers: Sequence[Answered], **more: Any) -> dict[str, Any]:
-        """A row of the results, saved."""
-        row = {**_row(part, mix, self.asked, answers), **more}
+    def _add(self, part: str, mix: Mix, answers: Sequence[RequestRecord], **more: Any) -> dict[str, Any]:
+        """Appends a row to the results and saves them."""
+        row = {**_row(part, mix, self.config, answers), **more}
         self.rows.append(row)
         write_json(self.path, self.document)
         return row
 
-    def _lengths(self, mix: Mix, part: str) -> Draw:
-        rng = random.Random(f"{self.asked.seed} {part} {mix.name}")
+    def _lengths(self, mix: Mix, part: str) -> LengthSampler:
+        rng = random.Random(f"{self.config.seed} {part} {mix.name}")
         return lambda: mix.draw(rng, self.about["max_length"])
 
     def _engine(self) -> None:
         answers, end, cpu = self._hear("engine")
-        found = steady(answers, self.asked.streams, end)
-        mix = self.asked.mixes[0]
-        self._add("engine", mix, answers, **self._rates(found, mix), seconds=self.asked.each, server_cpu=cpu)
+        found = steady(answers, self.config.streams, end)
+        mix = self.config.mixes[0]
+        self._add("engine", mix, answers, **self._rates(found, mix), seconds=self.config.each, server_cpu=cpu)
 
-    def _rates(self, found: Steady | None, mix: Mix) -> dict[str, float | None]:
-        """Tokens and requests a second; a request is as many tokens as those of a mix have on average."""
+    def _rates(self, found: SteadyState | None, mix: Mix) -> dict[str, float | None]:
+        """Returns tokens and requests per second; a request counts as the mean output length of the mix."""
         if found is None:
             return {"tokens_per_s": None, "requests_per_s": None}
         return {"tokens_per_s": found.tokens_per_s, "requests_per_s": found.tokens_per_s / self._mean(mix)}
@@ -194,25 +194,25 @@ class _Run:
         draw = self._lengths(mix, "mean")
         return statistics.fmean(draw()[1] for _ in range(DRAWS_OF_A_MEAN))
 
-    async def _closed(self, part: str, asker: Asker, mixes: Sequence[Mix], seconds: float) -> None:
-        """The closed loop by each mix, for so many seconds each: a row of each."""
-        streams = self.asked.streams
-        self.watch(f"{streams} streams for {seconds:.0f} s of {', then '.join(mix.name for mix in mixes)}")
+    async def _closed(self, part: str, builder: RequestBuilder, mixes: Sequence[Mix], seconds: float) -> None:
+        """Runs the closed loop of each mix for `seconds` and adds a row for each."""
+        streams = self.config.streams
+        self.progress(f"{streams} streams for {seconds:.0f} s of {', then '.join(mix.name for mix in mixes)}")
         begun = saved = time.perf_counter()
         own = next((row["tokens_per_s"] for row in self.rows if row["part"] == "engine"), None)
         rows: list[dict[str, Any]] = []
         marks: list[_Mark] = []
         cores: list[dict[str, float]] = []
 
-        def update(answers: list[list[Answered]], number: int, now: float) -> None:
+        def update(answers: list[list[RequestRecord]], number: int, now: float) -> None:
             start, row, mix = begun + number * seconds, rows[number], mixes[number]
             end = min(now, start + seconds)
-            row |= _row(part, mix, self.asked, answers[number]) | self._rates(steady(answers[number], streams, end), mix)
+            row |= _row(part, mix, self.config, answers[number]) | self._rates(steady(answers[number], streams, end), mix)
             row["seconds"] = end - start
-            if part == "streams" and mix == self.asked.mixes[0] and own and row["tokens_per_s"]:
+            if part == "streams" and mix == self.config.mixes[0] and own and row["tokens_per_s"]:
                 row["ratio"] = row["tokens_per_s"] / own
 
-        def look(answers: list[list[Answered]]) -> None:
+        def look(answers: list[list[RequestRecord]]) -> None:
             nonlocal saved
             now = time.perf_counter()
             if len(rows) < len(answers):
@@ -227,9 +227,9 @@ class _Run:
                 write_json(self.path, self.document)
                 rate = rows[-1]["tokens_per_s"]
                 failed = sum(row["failed"] for row in rows)
-                self.watch(f"{rows[-1]['mix']}: {failed} failed, {f'{rate:,.0f}' if rate else 'no'} tokens/s")
+                self.progress(f"{rows[-1]['mix']}: {failed} failed, {f'{rate:,.0f}' if rate else 'no'} tokens/s")
 
-        answers, end = await closed_loop(asker, [self._lengths(mix, part) for mix in mixes], streams, seconds, look)
+        answers, end = await closed_loop(builder, [self._lengths(mix, part) for mix in mixes], streams, seconds, look)
         cores.append(self._cores(marks[-1]))
         for number, row in enumerate(rows):
             update(answers, number, end)
@@ -237,51 +237,51 @@ class _Run:
         write_json(self.path, self.document)
         self.capacity |= {mix: row["requests_per_s"] for mix, row in zip(mixes, rows, strict=True) if row["requests_per_s"]}
 
-    async def _idle(self, asker: Asker) -> None:
-        """Requests by HTTP and by the serving process in turn, so that both meet the same machine and the same engine."""
-        self.watch("one request after the other")
-        prompt, output = self._lengths(self.asked.mixes[0], "idle")()
+    async def _idle(self, builder: RequestBuilder) -> None:
+        """Alternates requests over HTTP and requests of the serving process, so that both see the same machine state."""
+        self.progress("one request after the other")
+        prompt, output = self._lengths(self.config.mixes[0], "idle")()
         limit = min(output, ANSWER_ALONE)
         own: list[float] = []
 
         def alone() -> None:
             own.append(1e3 * self._ask("alone", (prompt, limit)))
 
-        answers = await one_by_one(asker, prompt, limit, MOST_ALONE, self.asked.each, alone)
+        answers = await one_by_one(builder, prompt, limit, MOST_ALONE, self.config.each, alone)
         good = _good(answers)
         median = statistics.median(own)
         first, token = [1e3 * answer.first_s for answer in good], [1e3 * (answer.token_s or 0.0) for answer in good]
         samples = {"own": own, "first": first, "token": token}
         self._add(
-            "idle", self.asked.mixes[0], answers, own_first_ms=median, own_ms=percentiles(own),
+            "idle", self.config.mixes[0], answers, own_first_ms=median, own_ms=percentiles(own),
             added_ms=percentiles([each - median for each in first]),
             samples_ms={name: [round(each, 3) for each in times] for name, times in samples.items()},
         )  # fmt: skip
 
-    async def _open(self, asker: Asker, mix: Mix) -> None:
-        each = self.asked.each
+    async def _open(self, builder: RequestBuilder, mix: Mix) -> None:
+        each = self.config.each
         if mix not in self.capacity:
-            await self._closed("capacity", asker, [mix], each)
+            await self._closed("capacity", builder, [mix], each)
         if mix not in self.capacity:
             why = f"not all streams came to a first token in {each:.0f} s: give them longer (--each)"
             self._add("open", mix, [], error=why)
             return
-        prepared = []  # before any clock runs
+        prepared = []  # prepared before the measurement
         lengths = self._lengths(mix, "open")
-        for load in self.asked.loads:
+        for load in self.config.loads:
             rate = load / 100 * self.capacity[mix]
-            prepared.append((load, rate, arrivals(asker, lengths, rate, each, random.Random(f"{self.asked.seed} {load}"))))
+            prepared.append((load, rate, arrivals(builder, lengths, rate, each, random.Random(f"{self.config.seed} {load}"))))
         ending = []
         for load, rate, requests in prepared:
-            self.watch(f"{mix.name}, {rate:.3g} requests a second, {load} % of capacity, for {each:.0f} s")
+            self.progress(f"{mix.name}, {rate:.3g} requests a second, {load} % of capacity, for {each:.0f} s")
             mark = self._mark()
-            answers = await open_loop(asker, requests, each)
+            answers = await open_loop(builder, requests, each)
             about = {"load": load, "requests_per_s": rate, "seconds": each, **self._cores(mark)}
             ending.append(asyncio.ensure_future(self._ended(mix, answers, about)))
         await asyncio.gather(*ending)
 
-    async def _ended(self, mix: Mix, answers: asyncio.Task[list[Answered]], about: dict[str, Any]) -> None:
-        """The row of a load, once its requests have an end, while others' may already be asked."""
+    async def _ended(self, mix: Mix, answers: asyncio.Task[list[RequestRecord]], about: dict[str, Any]) -> None:
+        """Adds the row of a load after its requests have ended; the next load may already run."""
         self._add("open", mix, await answers, **about)
 
     def _mark(self) -> _Mark:
@@ -294,22 +294,22 @@ class _Run:
 
 
 class _Mark(NamedTuple):
-    """A moment, and what both processes had computed then, in seconds."""
+    """A point in time, and the CPU seconds of both processes."""
 
     time: float
     client: float
     server: float
 
 
-def _good(answers: Sequence[Answered]) -> list[Answered]:
+def _good(answers: Sequence[RequestRecord]) -> list[RequestRecord]:
     return [answer for answer in answers if answer.error is None and not answer.cut and answer.first is not None]
 
 
-def _row(part: str, mix: Mix, asked: Asked, answers: Sequence[Answered]) -> dict[str, Any]:
+def _row(part: str, mix: Mix, config: ServeConfig, answers: Sequence[RequestRecord]) -> dict[str, Any]:
     good = _good(answers)
     errors = Counter(answer.error for answer in answers if answer.error)
     return {
-        "part": part, "mix": mix.name, "streams": asked.streams, "load": None, "requests": len(answers),
+        "part": part, "mix": mix.name, "streams": config.streams, "load": None, "requests": len(answers),
         "failed": errors.total(), "errors": dict(errors), "cut": sum(answer.cut and not answer.error for answer in answers),
         "seconds": None, "tokens_per_s": None, "requests_per_s": None, "ratio": None, "own_first_ms": None, "added_ms": None,
         "first_ms": percentiles([1e3 * answer.first_s for answer in good]),
@@ -319,7 +319,7 @@ def _row(part: str, mix: Mix, asked: Asked, answers: Sequence[Answered]) -> dict
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """The 50th, 95th and 99th, of values in between straight lines; None of none."""
+    """Returns the 50th, 95th and 99th percentile with linear interpolation; None for no values."""
     if not values:
         return None
     if len(values) == 1:

@@ -1,6 +1,6 @@
-"""The other process of `python -m benchmarks serve`: makes a model and its engine, measures that by itself, then serves it.
+"""The serving process of `python -m benchmarks serve`: loads a model, measures its engine, then serves it.
 
-What it says to the process that measures, and hears from it, are pairs of a word and a value over a pipe (`Said`).
+The two processes exchange (word, value) messages over a pipe.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks import results
 from benchmarks.language_model import random_model
 from benchmarks.request import DTYPES
-from benchmarks.serve_load import Answered, Mix, Prompts, staggered
+from benchmarks.serve_load import Mix, Prompts, RequestRecord, staggered
 from lowbit.engine import Engine, Request
 from lowbit.engine.warm_up import Stage
 from lowbit.eval.results import machine
@@ -37,15 +37,15 @@ from lowbit.serve.server import Server, bound, service_of
 from lowbit.tune.timing import failures, reason
 
 POSITIONS = 8192
-"""Tokens that a text may have in a model of a known shape: Llama-3-8B's own number."""
+"""Maximum sequence length of random models: that of Llama-3-8B."""
 
 NAME = "bench"
 QUEUE = 256
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a run measures: a model, how it is loaded with requests, and for how long."""
+class ServeConfig:
+    """Configuration of a run: the model, its load and the durations."""
 
     shape: str | None
     folder: Path | None
@@ -62,49 +62,48 @@ class Asked:
     seed: int
 
 
-def host(asked: Asked, pipe: Connection) -> None:
-    """What the process does; ends when it is told to, or when nobody is there any more who would."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that measures
+def host(config: ServeConfig, pipe: Connection) -> None:
+    """Main function of the process. It ends on request, or when the other process has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the measuring process handles Ctrl-C
     logging.basicConfig(filename=os.devnull)
     disable_progress_bar()
-    logging.getLogger("lowbit.serve").setLevel(logging.INFO)  # as `lowbit serve` does, a line for each request
+    logging.getLogger("lowbit.serve").setLevel(logging.INFO)  # a line per request, like `lowbit serve`
 
-    def watch(text: str) -> None:
-        pipe.send(("watch", text))
+    def progress(text: str) -> None:
+        pipe.send(("progress", text))
 
     try:
-        made = _pipeline(asked, watch)
+        made = _pipeline(config, progress)
         engine = made.engine
-        _warm(engine, watch)
+        _warm(engine, progress)
         pipe.send(("about", _about(made)))
-        prompts = Prompts(engine.slots.sampling.counts.shape[1], asked.seed)
-        if "engine" in asked.parts:
-            watch(f"the engine alone, {asked.streams} texts at once")
-            pipe.send(("engine", engine_loop(engine, prompts, asked)))
-        _serve(made, asked, pipe)
+        prompts = Prompts(engine.slots.sampling.counts.shape[1], config.seed)
+        if "engine" in config.parts:
+            progress(f"the engine alone, {config.streams} texts at once")
+            pipe.send(("engine", engine_loop(engine, prompts, config)))
+        _serve(made, config, pipe)
     except failures() as error:
         pipe.send(("failed", reason(error)))
     except EOFError:
-        pass  # nobody is there any more
-    gc.unfreeze()  # else what triton holds counts as lost when the process ends
+        pass  # the measuring process has ended
+    gc.unfreeze()  # otherwise Triton reports leaked objects at exit
 
 
-def _pipeline(asked: Asked, watch: Callable[[str], None]) -> Pipeline:
-    options: dict[str, Any] = {"max_concurrent": asked.streams}
-    if asked.folder is not None:
-        watch(f"loading {asked.folder}")
-        return pipeline(str(asked.folder), scheme=asked.scheme, head=asked.head, **options)
-    assert asked.shape is not None
-    watch(f"making a model of the shape {asked.shape}")
+def _pipeline(config: ServeConfig, progress: Callable[[str], None]) -> Pipeline:
+    options: dict[str, Any] = {"max_concurrent": config.streams}
+    if config.folder is not None:
+        progress(f"loading {config.folder}")
+        return pipeline(str(config.folder), scheme=config.scheme, head=config.head, **options)
+    assert config.shape is not None
+    progress(f"making a model of the shape {config.shape}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = random_model(asked.shape, asked.scheme, asked.head, DTYPES[asked.dtype], device, asked.layers)
+    model = random_model(config.shape, config.scheme, config.head, DTYPES[config.dtype], device, config.layers)
     model.config.max_position_embeddings = POSITIONS
     return Pipeline(model, random_tokenizer(model.config.vocab_size), **options)
 
 
 def random_tokenizer(vocab: int) -> PreTrainedTokenizerBase:
-    """A tokenizer whose tokens are the bytes and short words, all of them text by themselves, that decodes as those of today's
-    models do."""
+    """Returns a tokenizer of bytes and short words, each of which decodes to text by itself, with byte-level decoding."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab]
     tokens = [*letters, *(f"Ġ{number:x}" for number in range(vocab - len(letters)))]
     inner = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
@@ -113,12 +112,12 @@ def random_tokenizer(vocab: int) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
-def _warm(engine: Engine, watch: Callable[[str], None]) -> None:
+def _warm(engine: Engine, progress: Callable[[str], None]) -> None:
     said = 0.0
     for stage in engine.warm_up():
         if time.monotonic() - said > 2:
             said = time.monotonic()
-            watch(f"warming up: {stage.what}, {stage.done} of {stage.total}")
+            progress(f"warming up: {stage.what}, {stage.done} of {stage.total}")
     engine.generate([Request([0], 2)])
     gc.collect()
     gc.freeze()  # as the server does
@@ -134,26 +133,26 @@ def _about(made: Pipeline) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def engine_loop(engine: Engine, prompts: Prompts, asked: Asked) -> tuple[list[Answered], float, float]:
-    """The closed loop of `serve_load.closed_loop` without a server: answers, the end, and the share of a core that it took.
-    Nobody reads the texts."""
-    mix, rng = asked.mixes[0], random.Random(asked.seed)
+def engine_loop(engine: Engine, prompts: Prompts, config: ServeConfig) -> tuple[list[RequestRecord], float, float]:
+    """Runs `serve_load.closed_loop` on the engine without a server. Returns the requests, the end time, and the CPU share of
+    a core."""
+    mix, rng = config.mixes[0], random.Random(config.seed)
 
     def lengths() -> tuple[int, int]:
         return mix.draw(rng, engine.max_length)
 
-    streams = [staggered(lengths, number, asked.streams) for number in range(asked.streams)]
-    answers: list[Answered] = []
-    live: list[tuple[Request, Answered]] = []
+    streams = [staggered(lengths, number, config.streams) for number in range(config.streams)]
+    answers: list[RequestRecord] = []
+    live: list[tuple[Request, RequestRecord]] = []
 
-    def ask(number: int) -> tuple[Request, Answered]:
+    def ask(number: int) -> tuple[Request, RequestRecord]:
         prompt, output = next(streams[number])
-        answers.append(Answered(time.perf_counter(), output))
+        answers.append(RequestRecord(time.perf_counter(), output))
         return engine.submit(Request(prompts(prompt), output)), answers[-1]
 
     begun, cpu = time.perf_counter(), time.process_time()
-    end = begun + asked.each
-    live = [ask(number) for number in range(asked.streams)]
+    end = begun + config.each
+    live = [ask(number) for number in range(config.streams)]
     while (now := time.perf_counter()) < end:
         engine.step()
         now = time.perf_counter()
@@ -171,7 +170,7 @@ def engine_loop(engine: Engine, prompts: Prompts, asked: Asked) -> tuple[list[An
 
 
 def first_token_alone(engine: Engine, prompt: list[int], limit: int) -> float:
-    """Seconds from a request to its first token while nothing else runs, without a server."""
+    """Returns the seconds to the first token of a request to an idle engine, without a server."""
     begun = time.perf_counter()
     request = engine.submit(Request(prompt, limit))
     while not request.sampled and request.finish_reason is None:
@@ -182,9 +181,9 @@ def first_token_alone(engine: Engine, prompt: list[int], limit: int) -> float:
     return took
 
 
-def _serve(made: Pipeline, asked: Asked, pipe: Connection) -> None:
-    limits = Limits(asked.streams, QUEUE, grace_seconds=1)
-    prompts = Prompts(made.engine.slots.sampling.counts.shape[1], asked.seed + 2)  # others than those that clients ask
+def _serve(made: Pipeline, config: ServeConfig, pipe: Connection) -> None:
+    limits = Limits(config.streams, QUEUE, grace_seconds=1)
+    prompts = Prompts(made.engine.slots.sampling.counts.shape[1], config.seed + 2)  # differ from the prompts of the clients
     with bound("127.0.0.1", 0) as sock:
         server: Server | None = None
 
@@ -200,7 +199,7 @@ def _serve(made: Pipeline, asked: Asked, pipe: Connection) -> None:
 
 
 def _obey(pipe: Connection, loop: asyncio.AbstractEventLoop, server: Server, prompts: Prompts) -> None:
-    """Answers what is asked until the server shall end, in a thread of its own."""
+    """Replies to messages in a separate thread until the server should end."""
     while True:
         try:
             word, value = pipe.recv()

@@ -1,8 +1,7 @@
-"""The clients of `python -m benchmarks serve`: as many streams at once as it takes, in a process that is not the server's.
+"""The clients of `python -m benchmarks serve`: many concurrent streams in a process separate from the server.
 
-They are written here, since 64 streams bring an event each every few milliseconds: a client that makes objects of every event,
-as httpx does and the load generators above it, is busy before the server is. Here an answer costs a parser in C (httptools), a
-look at the clock for each part that arrives, and JSON only at its end.
+64 streams produce an event every few milliseconds each. Clients that create objects per event, such as httpx, saturate before
+the server does. Here a response costs a C parser (httptools), one clock read per received part, and one JSON parse at its end.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from typing import Any
 import httptools
 
 LEAST_TOKENS = 4
-"""Of a prompt and of an answer of a mix."""
+"""Fewest tokens of a prompt or output of a mix."""
 
 MOST_TRIES = 10_000
-"""Draws of a length; a mix of which so few fit is none for this model."""
+"""Draws of a length before a mix is rejected as too long for the model."""
 
 AFTER_FAILURE_SECONDS = 0.1
-"""That a stream waits after a request that failed, so that a server that is gone is not asked a million times."""
+"""Pause of a stream after a failed request, to avoid flooding an unreachable server."""
 
 LAST_SECONDS = 60.0
-"""That arrivals get to come to an end after the last of them."""
+"""Time limit for outstanding requests after the last arrival."""
 
 PATH = "/v1/completions"
 P90 = 1.2815515655446004
-"""Of the standard normal distribution."""
+"""90th percentile of the standard normal distribution."""
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Lengths of prompts and answers in tokens: log-normal with these medians and 90th percentiles, or as they are."""
+    """Lengths of prompts and outputs in tokens: log-normal with these medians and 90th percentiles, or constant."""
 
     name: str
     prompt: int
@@ -46,8 +45,8 @@ class Mix:
     output_p90: int | None = None
 
     def draw(self, rng: random.Random, most: int) -> tuple[int, int]:
-        """Lengths of a request that together are at most `most` tokens: longer ones are drawn again. Raises ValueError where
-        they never are."""
+        """Returns the lengths of a request of at most `most` tokens in total; longer ones are drawn again. Raises ValueError
+        if no draw fits."""
         for _ in range(MOST_TRIES):
             lengths = _length(rng, self.prompt, self.prompt_p90), _length(rng, self.output, self.output_p90)
             if sum(lengths) <= most:
@@ -62,18 +61,18 @@ def _length(rng: random.Random, median: int, p90: int | None) -> int:
 
 
 def fixed(prompt: int, output: int) -> Mix:
-    """Every request alike."""
+    """Returns a mix of constant lengths."""
     return Mix(f"{prompt}/{output}", prompt, output)
 
 
 SHAREGPT = Mix("ShareGPT-like", 3957, 416, 39366, 841)
-"""Prompts with their dialogue before them: of what is left when requests of more than 8,192 tokens are drawn again, medians and
-90th percentiles are those of openchat_sharegpt4 in Table 2 of Sarathi-Serve (Agrawal et al., OSDI 2024), which leaves out such
-requests too: prompts 1,730 and 5,696 tokens, answers 415 and 834. (Fitted; a third of what is drawn is too long.)"""
+"""Prompts include their conversation. After redrawing requests of more than 8,192 tokens, medians and 90th percentiles match
+openchat_sharegpt4 in Table 2 of Sarathi-Serve (Agrawal et al., OSDI 2024), which drops such requests too: prompts 1,730 and
+5,696 tokens, outputs 415 and 834. The parameters are fitted; a third of the draws is too long."""
 
 
 class Prompts:
-    """Random tokens below `vocab`, the same for the same seed; no two prompts begin alike, so that none are shared."""
+    """Random tokens below `vocab`, reproducible by seed. No two prompts share a prefix, so prefix caching has no effect."""
 
     def __init__(self, vocab: int, seed: int) -> None:
         self.vocab, self.made = vocab, 0
@@ -88,12 +87,12 @@ class Prompts:
 
 
 @dataclass
-class Answered:
-    """What became of a request: seconds of `time.perf_counter` when it was due and when its first and last text came, tokens
-    that came, and why it failed. `cut`: the measurement was over before its answer was."""
+class RequestRecord:
+    """Outcome of a request: times (`time.perf_counter`) when it was due and of its first and last text, received tokens, and
+    the error. `cut`: the measurement ended first."""
 
     due: float
-    asked: int = 0
+    expected_tokens: int = 0
     first: float | None = None
     last: float = 0.0
     tokens: int = 0
@@ -108,11 +107,11 @@ class Answered:
 
     @property
     def token_s(self) -> float | None:
-        """Mean seconds between tokens; None for a single one."""
+        """Mean seconds between tokens; None for a single token."""
         return (self.last - self.first) / (self.tokens - 1) if self.first is not None and self.tokens > 1 else None
 
     def tokens_between(self, begin: float, end: float) -> float:
-        """Tokens of the time between: the first when it came, the others spread evenly after it."""
+        """Returns the tokens in an interval. The first counts when it arrived; the others are spread evenly after it."""
         if self.first is None or not self.tokens:
             return 0.0
         inside = float(begin <= self.first < end)
@@ -123,29 +122,29 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Steady:
-    """The part of a closed loop in which all its streams run: from when each has had a first token."""
+class SteadyState:
+    """The part of a closed loop in which all streams run: after each has received a first token."""
 
     begin: float
     end: float
     tokens_per_s: float
 
 
-def steady(answers: Sequence[Answered], streams: int, end: float) -> Steady | None:
-    """Of answers in the order in which they were asked, the first `streams` of which began the streams; None where not all of
-    those came to a token before `end`."""
+def steady(answers: Sequence[RequestRecord], streams: int, end: float) -> SteadyState | None:
+    """Returns the steady state of records in the order of their requests, the first `streams` of which started the streams.
+    None if one of those had no token before `end`."""
     begun = [answer.first for answer in answers[:streams]]
     if len(begun) < streams or None in begun:
         return None
     begin = max(first for first in begun if first is not None)
     if begin >= end:
         return None
-    return Steady(begin, end, sum(answer.tokens_between(begin, end) for answer in answers) / (end - begin))
+    return SteadyState(begin, end, sum(answer.tokens_between(begin, end) for answer in answers) / (end - begin))
 
 
 @dataclass
-class Asker:
-    """Requests to the model `name` at `host`:`port`, whose prompts are `prompts`."""
+class RequestBuilder:
+    """Builds requests to the model `name` at `host`:`port` with prompts from `prompts`."""
 
     host: str
     port: int
@@ -153,34 +152,34 @@ class Asker:
     prompts: Prompts
 
     def request(self, prompt: int, output: int) -> bytes:
-        """The bytes of a request, head and body."""
-        asked: dict[str, Any] = {
+        """Returns the bytes of a request, header and body."""
+        fields: dict[str, Any] = {
             "model": self.name, "prompt": self.prompts(prompt), "max_tokens": output, "temperature": 0, "ignore_eos": True,
             "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
-        body = json.dumps(asked).encode()
+        body = json.dumps(fields).encode()
         head = f"POST {PATH} HTTP/1.1\r\nhost: {self.host}:{self.port}\r\ncontent-type: application/json\r\n"
         return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 @dataclass(eq=False)
 class Client(asyncio.Protocol):
-    """A connection that asks one thing at a time and reads its events; once it is `over`, another one has to be made."""
+    """A connection with one request at a time. It cannot be reused once `over` is set."""
 
     over: bool = False
     transport: asyncio.Transport | None = None
-    answer: Answered | None = None
+    answer: RequestRecord | None = None
     done: asyncio.Future[None] | None = None
     parts: list[bytes] = field(default_factory=list)
 
-    async def ask(self, asker: Asker, request: bytes, answer: Answered) -> None:
-        """Sends a request and waits for the end of its answer, which `answer` describes; connects at first."""
+    async def send(self, builder: RequestBuilder, request: bytes, answer: RequestRecord) -> None:
+        """Sends a request and waits until its response has ended; fills in `answer`. Connects at the first call."""
         loop = asyncio.get_running_loop()
         self.answer, self.done, self.parts = answer, loop.create_future(), []
         self.parser = httptools.HttpResponseParser(self)
         try:
             if self.transport is None:
-                self.transport, _ = await loop.create_connection(lambda: self, asker.host, asker.port)
+                self.transport, _ = await loop.create_connection(lambda: self, builder.host, builder.port)
             self.transport.write(request)
             await self.done
         except OSError as error:
@@ -195,12 +194,12 @@ class Client(asyncio.Protocol):
             self.answer = self.done = None
 
     def close(self) -> None:
-        """Leaves."""
+        """Closes the connection."""
         self.over = True
         if self.transport is not None:
             self.transport.abort()
 
-    # ---- what asyncio calls
+    # ---- callbacks of asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Connected."""
@@ -208,7 +207,7 @@ class Client(asyncio.Protocol):
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Something of the answer."""
+        """Parses a part of the response."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -216,14 +215,14 @@ class Client(asyncio.Protocol):
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """By the server, or by `close`."""
+        """Marks the client as over, whoever closed the connection."""
         self.over = True
         self._end("the connection was closed")
 
-    # ---- what the parser calls
+    # ---- callbacks of the parser
 
     def on_body(self, body: bytes) -> None:
-        """Events: the first that comes has text, the last ones the usage."""
+        """Stores events and their times. The first event has text, the last ones the usage."""
         if self.answer is not None:
             now = time.perf_counter()
             if self.answer.first is None:
@@ -232,7 +231,7 @@ class Client(asyncio.Protocol):
             self.parts.append(body)
 
     def on_message_complete(self) -> None:
-        """The end of an answer."""
+        """Checks status and number of tokens at the end of a response."""
         if self.answer is None:
             return
         if not self.parser.should_keep_alive():
@@ -246,8 +245,8 @@ class Client(asyncio.Protocol):
             self._end("an error in the stream")
         else:
             self.answer.tokens = json.loads(text.split(b"\n\n")[-3].removeprefix(b"data: "))["usage"]["completion_tokens"]
-            wrong = self.answer.tokens != self.answer.asked
-            self._end(f"{self.answer.tokens} of {self.answer.asked} tokens" if wrong else None)
+            wrong = self.answer.tokens != self.answer.expected_tokens
+            self._end(f"{self.answer.tokens} of {self.answer.expected_tokens} tokens" if wrong else None)
 
     def _end(self, error: str | None) -> None:
         if self.done is not None and not self.done.done():
@@ -256,17 +255,24 @@ class Client(asyncio.Protocol):
             self.done.set_result(None)
 
 
-Draw = Callable[[], tuple[int, int]]
-"""Lengths of the next prompt and answer."""
+LengthSampler = Callable[[], tuple[int, int]]
+"""Returns the lengths of the next prompt and output."""
 
 
 async def closed_loop(
-    asker: Asker, mixes: Sequence[Draw], streams: int, seconds: float, look: Callable[[list[list[Answered]]], None]
-) -> tuple[list[list[Answered]], float]:
-    """Answers of `streams` clients, each of which asks as soon as it is answered, for `seconds` by each mix, one after the
-    other without a pause; and when the time was over. What ran then is cut. Answers are listed by the mix that they were asked
-    in. The first ones are of different lengths, so that not all end at once. `look` is called once a second."""
-    answers: list[list[Answered]] = []
+    builder: RequestBuilder,
+    mixes: Sequence[LengthSampler],
+    streams: int,
+    seconds: float,
+    look: Callable[[list[list[RequestRecord]]], None],
+) -> tuple[list[list[RequestRecord]], float]:
+    """Runs `streams` clients, each sending its next request as soon as the previous one has ended, for `seconds` per mix
+    without a pause between mixes.
+
+    Returns the records by the mix in which they were sent, and the end time. Requests that still run then are cut. The first
+    outputs have different lengths, so that the streams do not end together. `look` is called once a second.
+    """
+    answers: list[list[RequestRecord]] = []
     begin = time.perf_counter()
     end = begin + seconds * len(mixes)
 
@@ -276,11 +282,11 @@ async def closed_loop(
         try:
             while time.perf_counter() < end:
                 prompt, output = next(lengths)
-                request = asker.request(prompt, output)
+                request = builder.request(prompt, output)
                 client = Client() if client.over else client
-                answer = Answered(time.perf_counter(), output)
+                answer = RequestRecord(time.perf_counter(), output)
                 answers[-1].append(answer)
-                await client.ask(asker, request, answer)
+                await client.send(builder, request, answer)
                 if answer.error:
                     await asyncio.sleep(AFTER_FAILURE_SECONDS)
         finally:
@@ -298,8 +304,8 @@ async def closed_loop(
     return answers, end
 
 
-def staggered(mix: Draw, number: int, streams: int) -> Iterator[tuple[int, int]]:
-    """Lengths of the requests of stream `number`, the first answer of which is a share of its length."""
+def staggered(mix: LengthSampler, number: int, streams: int) -> Iterator[tuple[int, int]]:
+    """Yields the lengths of the requests of stream `number`. The first output is shortened to a share of its length."""
     prompt, output = mix()
     yield prompt, max(1, output * (number + 1) // streams)
     while True:
@@ -307,32 +313,32 @@ def staggered(mix: Draw, number: int, streams: int) -> Iterator[tuple[int, int]]
 
 
 Arrival = tuple[float, int, bytes]
-"""When a request is due, in seconds from the first one on; tokens of its answer; its bytes."""
+"""Due time of a request in seconds after the first one, its output tokens, and its bytes."""
 
 
-def arrivals(asker: Asker, mix: Draw, rate: float, seconds: float, rng: random.Random) -> list[Arrival]:
-    """Requests that arrive by chance (Poisson), `rate` a second on average."""
+def arrivals(builder: RequestBuilder, mix: LengthSampler, rate: float, seconds: float, rng: random.Random) -> list[Arrival]:
+    """Returns requests with Poisson arrivals, `rate` per second on average."""
     due, made = 0.0, []
     while (due := due + rng.expovariate(rate)) < seconds:
         prompt, output = mix()
-        made.append((due, output, asker.request(prompt, output)))
+        made.append((due, output, builder.request(prompt, output)))
     return made
 
 
-async def open_loop(asker: Asker, requests: Sequence[Arrival], seconds: float) -> asyncio.Task[list[Answered]]:
-    """Asks for `seconds`, each request when it is due, whatever became of earlier ones. The task that it returns then ends with
-    all answers once the last one has; those that have no end LAST_SECONDS later have failed."""
+async def open_loop(builder: RequestBuilder, requests: Sequence[Arrival], seconds: float) -> asyncio.Task[list[RequestRecord]]:
+    """Sends each request when it is due, for `seconds`, whatever the state of earlier ones. Returns a task with all records.
+    Requests without an end LAST_SECONDS after the last arrival have failed."""
     idle: list[Client] = []
-    answers: list[Answered] = []
+    answers: list[RequestRecord] = []
     tasks: list[asyncio.Future[None]] = []
 
-    async def one(request: bytes, answer: Answered) -> None:
+    async def one(request: bytes, answer: RequestRecord) -> None:
         client = idle.pop() if idle else Client()
         client = Client() if client.over else client
-        await client.ask(asker, request, answer)
+        await client.send(builder, request, answer)
         idle.append(client)
 
-    async def ended() -> list[Answered]:
+    async def ended() -> list[RequestRecord]:
         if tasks:
             await asyncio.wait(tasks, timeout=LAST_SECONDS)
         await _cancelled(tasks)
@@ -346,26 +352,26 @@ async def open_loop(asker: Asker, requests: Sequence[Arrival], seconds: float) -
     begin = time.perf_counter()
     for due, output, request in requests:
         await asyncio.sleep(max(0.0, begin + due - time.perf_counter()))
-        answers.append(Answered(begin + due, output))
+        answers.append(RequestRecord(begin + due, output))
         tasks.append(asyncio.ensure_future(one(request, answers[-1])))
     await asyncio.sleep(max(0.0, begin + seconds - time.perf_counter()))
     return asyncio.ensure_future(ended())
 
 
 async def one_by_one(
-    asker: Asker, prompt: int, output: int, most: int, seconds: float, between: Callable[[], None] = lambda: None
-) -> list[Answered]:
-    """Answers to up to `most` requests, each asked when the one before has ended and `between` has been called."""
-    answers: list[Answered] = []
+    builder: RequestBuilder, prompt: int, output: int, most: int, seconds: float, between: Callable[[], None] = lambda: None
+) -> list[RequestRecord]:
+    """Sends up to `most` requests in sequence and calls `between` before each."""
+    answers: list[RequestRecord] = []
     end = time.perf_counter() + seconds
     client = Client()
     try:
         while len(answers) < most and time.perf_counter() < end:
             between()
-            request = asker.request(prompt, output)
+            request = builder.request(prompt, output)
             client = Client() if client.over else client
-            answers.append(Answered(time.perf_counter(), output))
-            await client.ask(asker, request, answers[-1])
+            answers.append(RequestRecord(time.perf_counter(), output))
+            await client.send(builder, request, answers[-1])
     finally:
         client.close()
     return answers

@@ -1,4 +1,4 @@
-"""`python -m benchmarks serve` on the terminal, and its picture. Needs no server to draw a file."""
+"""Tables and plot of a result file of `python -m benchmarks serve`. Needs no server."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ ROW_KEYS = frozenset(
 )
 
 RATIO = 0.92
-"""Of the engine's own tokens a second, what is to be left over HTTP."""
+"""Required share of the engine's own tokens per second over HTTP."""
 
 ADDED_MS = 15.0
-"""To the first token of a request that is alone, the 99th percentile."""
+"""Allowed 99th percentile of the time that HTTP adds to the first token of a single request."""
 
 PERCENTILES = ("p50", "p95", "p99")
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The document of a result file of `python -m benchmarks serve`; raises ValueError that says what is wrong with it."""
+    """Returns the document of a result file of `python -m benchmarks serve`. Raises ValueError that says what is wrong with
+    it."""
     document = read_json(path, SERVE, SCHEMA)
     require_keys(path, document, ("machine", "rows", "date", "asked"), ROW_KEYS)
     return document
 
 
 def tables(document: dict[str, Any]) -> list[Table]:
-    """A line for each part: requests, those that failed, tokens a second, cores that server and clients kept busy; and the
-    percentiles of waiting."""
+    """Returns a line for each part: requests, failures, tokens per second, busy cores of server and clients; and the latency
+    percentiles."""
     rows = [row for row in document["rows"] if not row["error"]]
     title = f"{of(document)} on {document['machine']['device']}; last, the cores that are busy"
     work = narrow_table(("part",), ("asked", "failed", "tokens/s", "req/s", "server", "clients"), title)
@@ -56,14 +57,14 @@ def tables(document: dict[str, Any]) -> list[Table]:
 
 
 def failed(document: dict[str, Any]) -> list[str]:
-    """A line for each part that was not measured."""
+    """Returns a line for each part that was not measured."""
     return [f"{_part(row)}: {row['error']}" for row in document["rows"] if row["error"]]
 
 
 def of(document: dict[str, Any]) -> str:
-    """What was served."""
-    asked = document["asked"]
-    return f"{asked['folder'] or asked['shape']}{', ' + asked['scheme'] if asked['scheme'] else ''}"
+    """Returns the served model."""
+    config = document["asked"]
+    return f"{config['folder'] or config['shape']}{', ' + config['scheme'] if config['scheme'] else ''}"
 
 
 def _part(row: dict[str, Any]) -> str:
@@ -85,7 +86,7 @@ def _short(value: float) -> str:
 
 
 def verdicts(document: dict[str, Any]) -> list[str]:
-    """A line for each of the bars that were measured: what came out, and what was to come out."""
+    """Returns a line for each measured requirement: the result and the requirement."""
     rows = {row["part"]: row for row in reversed(document["rows"])}
     said = []
     streams = [row for row in document["rows"] if row["part"] == "streams" and row["requests"]]
@@ -102,7 +103,7 @@ def verdicts(document: dict[str, Any]) -> list[str]:
             said.append(f"{row['ratio']:.3f} of the engine's own tokens a second (bar: at least {RATIO})")
     if "idle" in rows and rows["idle"]["added_ms"]:
         added = rows["idle"]["added_ms"]
-        own = rows["idle"].get("own_ms")  # which the first results lack
+        own = rows["idle"].get("own_ms")  # missing in the oldest results
         tail = "" if own is None else f", its p95 {own['p95']:.2f} and its p99 {own['p99']:.2f} ms"
         said.append(
             f"added to the first token when idle: {added['p50']:.2f} ms, p99 {added['p99']:.2f} ms (bar: p99 under "
@@ -112,8 +113,8 @@ def verdicts(document: dict[str, Any]) -> list[str]:
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """What users wait for against how much of its capacity a server is asked for, a column for each mix of lengths. Raises
-    ValueError when there is nothing to draw, and without matplotlib."""
+    """Plots latencies against the offered load as a share of capacity, a column for each mix. Raises ValueError if there is
+    nothing to plot or matplotlib is not installed."""
     rows = [row for row in document["rows"] if row["part"] == "open" and row["first_ms"] and row["token_ms"]]
     if not rows:
         raise ValueError("the results hold no open loop to plot")
@@ -136,7 +137,7 @@ def _draw(document: dict[str, Any], rows: list[dict[str, Any]], theme: Theme) ->
 
 
 def _waiting(axis: Any, rows: list[dict[str, Any]], key: str, title: str, named: bool, theme: Theme) -> None:
-    """The three percentiles, each with its value at the highest load."""
+    """Plots the three percentiles, each labelled at the highest load."""
     plain(axis, theme, title)
     loads = [row["load"] for row in rows]
     for p, color, above in zip(PERCENTILES, (theme.own, theme.second, theme.rival), (-6, 0, 6), strict=True):

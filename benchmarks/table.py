@@ -1,4 +1,4 @@
-"""Tables of results that fit a terminal of 80 columns: texts to the left, figures to the right and whole."""
+"""Result tables that fit a terminal of 80 columns: text left-aligned, figures right-aligned and never wrapped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.table import Table
 
 
 def narrow_table(texts: Sequence[str], figures: Sequence[str], title: str | None = None) -> Table:
-    """A table without rows: columns of texts, then columns of figures."""
+    """Returns an empty table with text columns followed by figure columns."""
     table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
     for name in texts:
         table.add_column(name, overflow="fold")

@@ -1,4 +1,4 @@
-"""`python -m benchmarks tiles`: the modelled choice of tile beside the next ones, and the cost of batch invariance."""
+"""`python -m benchmarks tiles`: the modelled choice of tile against the next candidates, and the cost of batch invariance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.protocol import capture, relative_error
-from benchmarks.request import Request
+from benchmarks.request import GemmRequest
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.gemm import GemmShape, Tile, candidates, choose
@@ -20,10 +20,10 @@ from lowbit.pack import FragmentWeight
 from lowbit.tune.timing import WrongResult, copies_needed, gaussian, l2_bytes, quantized
 
 TRIED = 6
-"""Candidates measured for a problem: those that the model thinks cheapest."""
+"""Number of measured candidates per problem, those with the lowest modelled cost."""
 
 MARGIN = 0.03
-"""What another tile must gain to be worth a row of the table; less is noise between runs."""
+"""Smallest gain of another tile that justifies a row of the table; less is noise between runs."""
 
 REPLAYS = 12
 TOLERANCE = 1e-2
@@ -31,7 +31,7 @@ TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class TileRow:
-    """One problem: the time of the chosen tile, of the fastest one tried, and of the batch-invariant one; microseconds."""
+    """Microseconds of the chosen tile, of the fastest tried one, and of the batch-invariant one for a problem."""
 
     scheme: str
     shape: GemmShape
@@ -46,13 +46,13 @@ class TileRow:
         return self.best_us < (1 - MARGIN) * self.chosen_us
 
     def measured(self, gpu: str) -> str:
-        """The row for `MEASURED` in kernels/choose/gemm.py."""
+        """Returns the row for `MEASURED` in kernels/choose/gemm.py."""
         day = datetime.date.today().isoformat()
         return f'Measured("{gpu}", "{day}", {self.shape!r}, {self.best!r}, {self.best_us:.1f}, {self.chosen_us:.1f}),'
 
 
-def measure_tiles(request: Request, machine: Machine, watch: Callable[[str], None]) -> Iterator[TileRow]:
-    """Measures every problem of a request on the current GPU, which is `machine`; ValueError for 8-bit activations."""
+def measure_tiles(request: GemmRequest, machine: Machine, progress: Callable[[str], None]) -> Iterator[TileRow]:
+    """Yields a row for each problem of a request on the current GPU, `machine`. Raises ValueError for 8-bit activations."""
     for scheme in map(parse_scheme, request.schemes):
         if scheme.activation is not None:
             raise ValueError(f"bench tiles measures tiles of the kernels for 16-bit activations, not {scheme}")
@@ -62,7 +62,7 @@ def measure_tiles(request: Request, machine: Machine, watch: Callable[[str], Non
             weights = [weight] + [weight.clone() for _ in range(copies_needed(weight.nbytes, l2_bytes()) - 1)]
             reference = q.dequantize(torch.float64)
             for m in request.rows:
-                watch(f"{scheme} {n}x{k} M {m}")
+                progress(f"{scheme} {n}x{k} M {m}")
                 x = gaussian(m, k, seed=m, dtype=request.torch_dtype)
                 yield _measure(scheme, GemmShape(m, n, k, scheme.weight.bits), machine, x, weights, x.double() @ reference.T)
             del q, weight, weights, reference
@@ -80,7 +80,7 @@ def _measure(
 
 
 def _time(tile: Tile, shape: GemmShape, machine: Machine, x: Tensor, weights: list[FragmentWeight], reference: Tensor) -> float:
-    """Microseconds per call; raises WrongResult when the product is wrong."""
+    """Returns microseconds per call. Raises WrongResult if the product is wrong."""
     from lowbit.ops.fragment_gemm import plan_for
     from lowbit.ops.workspace import workspace
 

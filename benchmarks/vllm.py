@@ -1,8 +1,8 @@
 """`python -m benchmarks vllm`: tokens per second of vLLM's engine by implementation of its linear layers, in one run.
 
-A model of a known shape with random weights, no server: requests of so many tokens each, all at once, which the engine answers
-with so many more. Every implementation has a process of its own, since an engine keeps its memory. Ours are `lowbit:SCHEME`;
-vLLM's own `vllm:bf16`, `vllm:int4` (symmetric, groups of 128, by the kernel that vLLM prefers: Machete or Marlin), `vllm:fp8`.
+A model of a known shape has random weights. There is no server: all requests of a batch start at once, with fixed prompt and
+output lengths. Each implementation has its own process, because an engine keeps its memory. Ours are `lowbit:SCHEME`; vLLM's
+are `vllm:bf16`, `vllm:int4` (symmetric, groups of 128, by the kernel that vLLM prefers: Machete or Marlin) and `vllm:fp8`.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from lowbit.tune.timing import reason
 from lowbit.vllm.loading import usual_defaults
 
 REPEATS, ENOUGH_S = 3, 4.0
-"""A batch is measured so many times, or until so many seconds are spent."""
+"""A batch is measured this many times, or until this many seconds are spent."""
 PREFILL = 8192
-"""Tokens that a step of the engine computes at most, as `vllm serve` has it."""
+"""Most tokens of an engine step, the default of `vllm serve`."""
 BLOCK = 128
-"""Tokens of keys and values that are taken together at most: 16 on GPUs, 128 on CPUs."""
+"""Largest KV block size in tokens: 16 on GPUs, 128 on CPUs."""
 OWN = ("lowbit:w4a16_g128", "lowbit:w6e3m2a16", "lowbit:w8a8", "lowbit:fp8_dynamic")
 RIVALS: Mapping[str, Mapping[str, Any] | None] = {
     "vllm:bf16": None,
     "vllm:int4": {
         "quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False,
-        "modules_in_block_to_quantize": ["layers."],  # else vLLM asks the files, of which there are none, and takes 16 bits
+        "modules_in_block_to_quantize": ["layers."],  # otherwise vLLM looks for files, finds none, and takes 16 bits
     },
     "vllm:fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
 }  # fmt: skip
-"""vLLM's own implementations and what config.json states for them."""
+"""vLLM's own implementations and their quantization_config."""
 
 PROTOCOL = (
     "vLLM's LLMEngine in one process, greedy sampling that ignores the end, random weights, prompts of random tokens of one "
@@ -67,8 +67,9 @@ PROTOCOL = (
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to measure: batches of `prompt` tokens each, answered with `output`, on `gpus`; `layers` if not all."""
+class VllmConfig:
+    """Configuration: batches of `prompt` input tokens and `output` generated tokens each, on `gpus`; `layers` if fewer than
+    all."""
 
     model: str
     batches: tuple[int, ...]
@@ -81,7 +82,7 @@ class Request:
 
 
 def stated(impl: str) -> Mapping[str, Any] | None:
-    """The `quantization_config` of an implementation; raises ValueError for one that is not known."""
+    """Returns the `quantization_config` of an implementation. Raises ValueError for an unknown one."""
     if impl in RIVALS:
         return RIVALS[impl]
     own, _, scheme = impl.partition(":")
@@ -90,8 +91,8 @@ def stated(impl: str) -> Mapping[str, Any] | None:
     return {"quant_method": "lowbit", "scheme": parse_scheme(scheme).name}
 
 
-def write_model(folder: Path, request: Request, impl: str) -> None:
-    """A folder with the config.json of a shape in SHAPES, or of the model in a folder, and nothing else."""
+def write_model(folder: Path, request: VllmConfig, impl: str) -> None:
+    """Writes only the config.json of a shape in SHAPES, or of the model in a folder."""
     if request.model in SHAPES:
         config = SHAPES[request.model]()
         config.architectures = [f"{'OPT' if request.model.startswith('OPT') else 'Llama'}ForCausalLM"]
@@ -104,8 +105,8 @@ def write_model(folder: Path, request: Request, impl: str) -> None:
     (folder / "config.json").write_text(json.dumps(fields, default=str))
 
 
-def cache_bytes(config: Mapping[str, Any], request: Request) -> int:
-    """Bytes on each GPU for keys and values of the largest batch, and a block that is nobody's, by a config.json."""
+def cache_bytes(config: Mapping[str, Any], request: VllmConfig) -> int:
+    """Returns the bytes per GPU for keys and values of the largest batch and one spare block, from a config.json."""
     blocks = max(request.batches) * -(-(request.prompt + request.output) // BLOCK) + 1
     heads = config["num_attention_heads"]
     kept = -(-(config.get("num_key_value_heads") or heads) // request.gpus)
@@ -115,9 +116,8 @@ def cache_bytes(config: Mapping[str, Any], request: Request) -> int:
 
 
 def random_weights(module: torch.nn.Module, *_: Any) -> None:
-    """In place of vLLM's dummy weights, whose codes are as memory has them, whose fp8 is 0: products of many tokens take all
-    the power that a GPU is allowed, and less of it for numbers that are alike, which raises its clock. Ours are made by
-    `lowbit.vllm`; int4 of vLLM is what those are."""
+    """Replaces vLLM's dummy weights, whose codes are uninitialised and whose fp8 is 0. Large products run at the power
+    limit; uniform data draws less power and raises the clock. `lowbit.vllm` creates our weights; vLLM's int4 uses the same."""
     tensors = module.state_dict()
     for name, tensor in tensors.items():
         if name.endswith(".qweight"):
@@ -127,7 +127,7 @@ def random_weights(module: torch.nn.Module, *_: Any) -> None:
         if not tensor.is_floating_point() or name.endswith(".scales"):
             continue
         if "scale" in name:
-            if tensor.dim():  # not those of keys and values
+            if tensor.dim():  # without the scales of keys and values
                 tensor.uniform_(1e-3, 3e-3)
         elif tensor.dim() < 2:
             tensor.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -138,7 +138,7 @@ def random_weights(module: torch.nn.Module, *_: Any) -> None:
 
 
 def _random_int4(words: torch.Tensor, scales: torch.Tensor) -> None:
-    """Normal weights, rounded as ours are, in the words [K/8, N] and scales [K/128, N] of GPTQ's files."""
+    """Returns rounded normal weights as words [K/8, N] and scales [K/128, N] of GPTQ files."""
     k, n = 8 * words.shape[0], words.shape[1]
     with usual_defaults():
         weight = torch.randn((n, k), dtype=scales.dtype, device=words.device) / k**0.5
@@ -148,7 +148,7 @@ def _random_int4(words: torch.Tensor, scales: torch.Tensor) -> None:
 
 
 def kernels(model: torch.nn.Module) -> list[str]:
-    """Names of vLLM's classes that multiply in a model's layers, and of the kernels that they chose."""
+    """Returns the names of vLLM's classes that multiply in the layers of a model, and of the kernels that they chose."""
     found = set()
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -158,12 +158,12 @@ def kernels(model: torch.nn.Module) -> list[str]:
     return sorted(found)
 
 
-def started(impl: str, request: Request) -> Any:
-    """vLLM's `LLM` for an implementation. It is made once in a process, which ends with it."""
+def started(impl: str, request: VllmConfig) -> Any:
+    """Returns vLLM's `LLM` for an implementation. A process creates it once."""
     from vllm import LLM, envs
     from vllm.model_executor.model_loader import dummy_loader
 
-    envs.VLLM_ENABLE_V1_MULTIPROCESSING = False  # the engine in this process
+    envs.VLLM_ENABLE_V1_MULTIPROCESSING = False  # run the engine in this process
     dummy_loader.initialize_dummy_weights = random_weights
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), request, impl)
@@ -172,33 +172,33 @@ def started(impl: str, request: Request) -> Any:
             folder, skip_tokenizer_init=True, load_format="dummy", dtype=request.dtype, tensor_parallel_size=request.gpus,
             max_model_len=request.prompt + request.output, max_num_seqs=max(request.batches),
             max_num_batched_tokens=max(request.prompt + request.output, min(PREFILL, max(request.batches) * request.prompt)),
-            kv_cache_memory_bytes=cache_bytes(config, request), gpu_memory_utilization=0.05,  # that of the others is in use
+            kv_cache_memory_bytes=cache_bytes(config, request), gpu_memory_utilization=0.05,  # other engines use the rest
             cudagraph_capture_sizes=sorted(request.batches), enable_prefix_caching=False, enforce_eager=request.eager, seed=0,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Answered:
-    """A run: seconds of all of it, and until every request had a token; those of each step that made a token for all."""
+class RunTimes:
+    """Seconds of a run, seconds until every request had a token, and seconds of each step that generated a token for all."""
 
     whole: float
     first: float
     steps: list[float]
 
 
-def answered(engine: Any, name: str, prompts: Sequence[Sequence[int]], output: int) -> Answered:
-    """Lets vLLM's `LLMEngine` answer prompts of token ids with `output` tokens each."""
+def timed_run(engine: Any, name: str, prompts: Sequence[Sequence[int]], output: int) -> RunTimes:
+    """Runs prompts of token ids on vLLM's `LLMEngine` with `output` tokens each."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    asked = SamplingParams(
+    sampling = SamplingParams(
         temperature=0, max_tokens=output, min_tokens=output, ignore_eos=True, detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )  # fmt: skip
     made = dict.fromkeys((f"{name}-{number}" for number in range(len(prompts))), 0)
     times, whole_steps, first = [time.perf_counter()], [], 0.0
     for request, prompt in zip(made, prompts, strict=True):
-        engine.add_request(request, {"prompt_token_ids": list(prompt)}, asked)
+        engine.add_request(request, {"prompt_token_ids": list(prompt)}, sampling)
     while engine.has_unfinished_requests():
         answers = engine.step()
         if not answers:
@@ -211,23 +211,23 @@ def answered(engine: Any, name: str, prompts: Sequence[Sequence[int]], output: i
     assert all(count == output for count in made.values()), f"{output} tokens were asked for, made were {made}"
     both = [before and after for before, after in itertools.pairwise(whole_steps)]
     steps = [after - before for (before, after), counts in zip(itertools.pairwise(times[1:]), both, strict=True) if counts]
-    return Answered(times[-1] - times[0], first, steps)
+    return RunTimes(times[-1] - times[0], first, steps)
 
 
-def measure(llm: Any, impl: str, request: Request) -> Iterator[dict[str, Any]]:
-    """A row for each batch."""
+def measure(llm: Any, impl: str, request: VllmConfig) -> Iterator[dict[str, Any]]:
+    """Yields a row for each batch."""
     engine, rng = llm.llm_engine, random.Random(0)
     vocab = engine.model_config.get_vocab_size()
     taken = llm.apply_model(kernels)[0] if request.gpus == 1 else None
     own, _, scheme = impl.partition(":")
     for batch in request.batches:
 
-        def answer(name: str, output: int, batch: int = batch) -> Answered:
+        def answer(name: str, output: int, batch: int = batch) -> RunTimes:
             prompts = [[rng.randrange(vocab) for _ in range(request.prompt)] for _ in range(batch)]
-            return answered(engine, name, prompts, output)
+            return timed_run(engine, name, prompts, output)
 
         answer(f"{batch}-warm", min(request.output, 4))
-        begin, runs = time.perf_counter(), list[Answered]()
+        begin, runs = time.perf_counter(), list[RunTimes]()
         while len(runs) < REPEATS and (not runs or time.perf_counter() - begin < ENOUGH_S):
             runs.append(answer(f"{batch}-{len(runs)}", request.output))
         steps = [step for each in runs for step in each.steps]
@@ -239,9 +239,12 @@ def measure(llm: Any, impl: str, request: Request) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def run(path: Path, impls: Sequence[str], request: Request, together: int = 1, limit_s: float | None = None) -> dict[str, Any]:
-    """Measures all implementations, each by itself, and writes the result file after each row; one that fails, or takes longer
-    than `limit_s` to start or between two rows, becomes a row with its error. So many as `together` are started at once."""
+def run(
+    path: Path, impls: Sequence[str], request: VllmConfig, together: int = 1, limit_s: float | None = None
+) -> dict[str, Any]:
+    """Measures all implementations one after the other and writes the result file after each row. An implementation that
+    fails, or takes longer than `limit_s` to start or between rows, gets a row with its error. `together` of them start at
+    once."""
     for impl in impls:
         stated(impl)
     rows: list[dict[str, Any]] = []
@@ -269,10 +272,10 @@ def run(path: Path, impls: Sequence[str], request: Request, together: int = 1, l
 
 
 class _Process:
-    """An engine in a process of its own: a line on its standard output when it has started, one for each row after a line on
-    its standard input."""
+    """An engine in its own process. It prints a line when it has started, and one per row after each line on its standard
+    input."""
 
-    def __init__(self, impl: str, request: Request, limit_s: float | None) -> None:
+    def __init__(self, impl: str, request: VllmConfig, limit_s: float | None) -> None:
         self.impl, self.batches, self.limit_s = impl, len(request.batches), limit_s
         self.begin, self.load_s, self.error = time.perf_counter(), 0.0, ""
         command = [sys.executable, "-m", "benchmarks.vllm", "--one", impl, json.dumps(asdict(request))]
@@ -287,7 +290,8 @@ class _Process:
         self.lines.put("")
 
     def _next(self, until: float | None) -> dict[str, Any] | None:
-        """What it says next; None, and why in `error`, where it fails. One that says nothing until then is ended."""
+        """Returns its next line; None, with the reason in `error`, if it failed. A process without output until the limit is
+        killed."""
         try:
             line = self.lines.get(timeout=None if until is None else max(0.0, until - time.perf_counter()))
         except queue.Empty:
@@ -302,15 +306,15 @@ class _Process:
         return None if self.error else said
 
     def wait(self) -> None:
-        """Until it has started or failed."""
+        """Waits until the engine has started or failed."""
         if self._next(None if self.limit_s is None else self.begin + self.limit_s) is not None:
             self.load_s = time.perf_counter() - self.begin
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Lets it measure."""
+        """Measures and yields the rows."""
         if not self.error:
             assert self.process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended since it started: `_next` says so
+            with contextlib.suppress(BrokenPipeError):  # it has ended; `_next` reports that
                 self.process.stdin.write("\n")
                 self.process.stdin.flush()
             for _ in range(self.batches):
@@ -324,13 +328,13 @@ class _Process:
         self.end()
 
     def end(self) -> None:
-        """Ends the process, so that its memory is free."""
+        """Ends the process to free its memory."""
         self.process.kill()
         self.process.wait()
 
 
-def _one(impl: str, request: Request) -> None:
-    """What a `_Process` runs. Whatever else it prints goes to standard error."""
+def _one(impl: str, request: VllmConfig) -> None:
+    """Main function of a `_Process`. All other output goes to standard error."""
     say = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -340,7 +344,7 @@ def _one(impl: str, request: Request) -> None:
     try:
         llm = started(impl, request)
         tell({"started": True})
-        if not sys.stdin.readline():  # who started it has ended
+        if not sys.stdin.readline():  # the parent process has ended
             return
         for row in measure(llm, impl, request):
             tell(row)
@@ -350,7 +354,7 @@ def _one(impl: str, request: Request) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks vllm", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="the result file")
     parser.add_argument("--model", default="Llama-3-8B", help=f"one of {', '.join(SHAPES)}, or a folder with a config.json")
@@ -367,33 +371,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, help="draw the results too: a .png or .svg file")
     parser.add_argument("--report", type=Path, help="print and draw this result file; needs neither vLLM nor a GPU")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
-    asked = parser.parse_args(arguments)
-    if asked.one:
-        given = json.loads(asked.one[1])
-        _one(asked.one[0], Request(**given | {"batches": tuple(given["batches"])}))
+    options = parser.parse_args(arguments)
+    if options.one:
+        given = json.loads(options.one[1])
+        _one(options.one[0], VllmConfig(**given | {"batches": tuple(given["batches"])}))
         return
     try:
-        if asked.plot is not None:
-            check_plot(asked.plot, BENCH)
-        if asked.report is not None:
-            document = vllm_report.load(asked.report)
+        if options.plot is not None:
+            check_plot(options.plot, BENCH)
+        if options.report is not None:
+            document = vllm_report.load(options.report)
             print(*map(vllm_report.line, document["rows"]), sep="\n")
         else:
-            document = _run(parser, asked)
-        if asked.plot is not None:
-            vllm_report.plot(document, asked.plot)
+            document = _run(parser, options)
+        if options.plot is not None:
+            vllm_report.plot(document, options.plot)
     except ValueError as error:
         parser.error(str(error))
 
 
-def _run(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> dict[str, Any]:
-    """Measures what the command line asks for."""
-    if asked.out is None:
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, Any]:
+    """Measures as the command line says."""
+    if options.out is None:
         parser.error("--out names the result file")
-    request = Request(
-        asked.model, tuple(asked.batches), asked.prompt, asked.output, asked.gpus, asked.layers, asked.dtype, asked.eager
+    request = VllmConfig(
+        options.model,
+        tuple(options.batches),
+        options.prompt,
+        options.output,
+        options.gpus,
+        options.layers,
+        options.dtype,
+        options.eager,
     )
-    return run(asked.out, asked.impls, request, asked.together, asked.limit)
+    return run(options.out, options.impls, request, options.together, options.limit)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Results of `python -m benchmarks vllm` as lines, and their picture. Needs neither vLLM nor a GPU to draw a file."""
+"""Lines and plot of a result file of `python -m benchmarks vllm`. Needs neither vLLM nor a GPU."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ SCHEMA = 2
 BENCH = "lowbit bench vllm"
 RIVAL_BITS = {"int4": 4, "fp8": 8, "bf16": 16}
 Impl = tuple[str, str]
-"""Whose product, and its scheme."""
+"""Implementation and scheme."""
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The document of a result file; raises ValueError that says what is wrong with it."""
+    """Returns the document of a result file. Raises ValueError that says what is wrong with it."""
     document = read_json(path, BENCH, SCHEMA)
     require_keys(path, document, ("machine", "request", "rows", "date"), ("impl", "scheme", "error"))
     return document
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """A row in words."""
+    """Returns a row as text."""
     name = f"{row['impl']}:{row['scheme']}"
     if row["error"]:
         return f"{name}: {row['error']}"
@@ -37,8 +37,8 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Bars, a column of panels for each batch: tokens a second of all requests with their prompts, and below, of each between
-    two steps that make a token for all. Raises ValueError when there is nothing to draw, and without matplotlib."""
+    """Plots bars, a column of panels per batch: tokens per second of all requests with their prompts, and of decode steps of
+    each request. Raises ValueError if there is nothing to plot or matplotlib is not installed."""
     rows = [row for row in document["rows"] if row["error"] is None]
     if not rows:
         raise ValueError("the results hold no measured row to plot")
@@ -68,12 +68,12 @@ def _draw(document: dict[str, Any], rows: list[dict[str, Any]], theme: Theme) ->
 
 
 def _bits(impl: Impl) -> int:
-    """Of a weight."""
+    """Returns the bits of a weight."""
     return RIVAL_BITS[impl[1]] if impl[0] == "vllm" else parse_scheme(impl[1]).weight.bits
 
 
 def _bars(axis: Any, places: dict[Impl, float], values: dict[Impl, float], title: str, theme: Theme) -> None:
-    """A bar for each implementation at its place, with its value at the end."""
+    """Plots a bar for each implementation with its value at the end."""
     plain(axis, theme, title)
     axis.grid(visible=False)
     for impl, place in places.items():

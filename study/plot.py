@@ -1,4 +1,4 @@
-"""The study's picture: how far each case is from 16 bits against its bits per weight, and what calibration elsewhere costs."""
+"""Plots of the study: divergence from 16 bits against bits per weight, and the effect of the calibration text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _draw(documents: Sequence[dict[str, Any]], theme: Theme) -> Any:
 
 
 def _points(document: dict[str, Any]) -> list[tuple[dict[str, Any], float, float | None]]:
-    """Rows with their mean KL and its standard error."""
+    """Returns rows with their mean KL and its standard error."""
     found = []
     for row in document["rows"]:
         kl = mean_kl(document, row) if row["method"] else None
@@ -48,7 +48,7 @@ def _points(document: dict[str, Any]) -> list[tuple[dict[str, Any], float, float
 
 
 def _best(document: dict[str, Any]) -> list[tuple[float, float, str]]:
-    """Bits per weight, mean KL and name of the cases to which none with as few bits comes as close."""
+    """Returns bits per weight, mean KL and name of the Pareto-optimal cases."""
     return [(row["bits_per_weight"], kl, case_name(row)) for row, (kl, _) in frontier(document)]
 
 
@@ -94,7 +94,7 @@ def _calibration(axis: Any, document: dict[str, Any], theme: Theme) -> None:
 
 
 def case_name(row: dict[str, Any]) -> str:
-    """A case in few words: w4_g64 gptq."""
+    """Returns a short name of a case: w4_g64 gptq."""
     return f"{row['scheme'].replace('a16', '').removesuffix('_pc')} {row['method'].split(' ')[0]}"
 
 
@@ -118,7 +118,7 @@ def _draw_choice(models: Sequence[dict[str, Any]], theme: Theme) -> Any:
 
 
 def _choice(axis: Any, model: dict[str, Any], theme: Theme) -> list[tuple[float, float, str]]:
-    """Draws one model; returns megabytes, divergence and name of the cases on the frontier."""
+    """Plots one model. Returns megabytes, divergence and names of the cases on the frontier."""
     whole = f"{2e-6 * (model['linear'] + model['other']):,.0f} MB in 16 bits"
     plain(axis, theme, f"{model['model']} ({whole}), mean over {len(model['texts'])} texts")
     axis.set_xlabel("MB of all weights, embedding and LM head in 16 bits")

@@ -1,4 +1,4 @@
-"""The result file of one model: a row per case, written whole after every row, and continued where it was left."""
+"""The result file of one model: a row per case, rewritten after every row, and resumed if it exists."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lowbit.eval.results import as_json, machine, read_json, versions, write_jso
 SCHEMA = 1
 STUDY = "lowbit study"
 UNQUANTIZED = "16 bits"
-"""Key of the row of the model as it came."""
+"""Key of the row of the unquantized model."""
 _ROW = {"key", "scheme", "method", "calibration", "bits_per_weight", "seconds", "figures"}
 
 
 class Results:
-    """The document and the file that mirrors it. An existing file is continued when `request`, what its figures depend on, is
-    the same; raises ValueError when it is not."""
+    """The document and its file. An existing file is resumed if its `request`, which determines the figures, is the same.
+    Raises ValueError if it is not."""
 
     def __init__(self, path: Path, request: dict[str, Any]) -> None:
         self.path = path
@@ -45,8 +45,8 @@ class Results:
         return any(row["key"] == key for row in self.document["rows"])
 
     def add(self, row: dict[str, Any], figures: Sequence[tuple[str, Figure]]) -> None:
-        """Adds a row with its (task, figure) pairs, stored as {task: {metric: [value, standard error, count]}}, and writes the
-        file."""
+        """Adds a row with its (task, figure) pairs, stored as {task: {metric: [value, standard error, count]}}, and writes
+        the file."""
         cells: dict[str, dict[str, list[float | None]]] = {}
         for task, figure in figures:
             cells.setdefault(task, {})[figure.metric] = [figure.value, figure.standard_error, figure.count]
@@ -54,13 +54,13 @@ class Results:
         self.write()
 
     def write(self, complete: bool = False) -> None:
-        """Replaces the file in one step."""
+        """Replaces the file atomically."""
         self.document["complete"] = complete
         write_json(self.path, self.document)
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The document of a result file; raises ValueError that says what is wrong with it."""
+    """Returns the document of a result file. Raises ValueError that says what is wrong with it."""
     document = read_json(path, STUDY, SCHEMA)
     for number, row in enumerate(document["rows"]):
         if missing := sorted(_ROW - set(row)):
@@ -69,7 +69,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def figure_of(row: dict[str, Any], task: str, metric: str) -> tuple[float, float | None] | None:
-    """Value and standard error of a figure of a row; None when it was not measured."""
+    """Returns value and standard error of a figure of a row; None if it was not measured."""
     cell = row["figures"].get(task, {}).get(metric)
     if cell is None:
         return None

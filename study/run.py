@@ -1,4 +1,4 @@
-"""Runs the study on one model: quantizes it case by case on disk, measures what comes out, keeps every finished row."""
+"""Runs the study on one model: quantizes each case on disk, measures it, and stores every finished row."""
 
 from __future__ import annotations
 
@@ -36,16 +36,15 @@ from study.cases import Case, cases, group_size, needs_text
 from study.results import UNQUANTIZED, Results
 
 SEEN = "seen"
-"""Name of the text that a case was calibrated on, measured in the very pieces that it saw."""
+"""Name of the calibration text measured on the samples used for calibration."""
 SUMMARIES, PROGRAMS = 128, 16
-"""Documents and problems that a model answers at once."""
+"""Batch sizes of documents and of programming problems."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a study is run: `windows` of `window` tokens of each text; calibration on `samples` pieces of `length` tokens; at
-    most `limit` questions, documents and problems; programs are run only with `run_generated_code`. Models compute in
-    `dtype`."""
+    """Settings of a study: `windows` of `window` tokens per text; `samples` calibration samples of `length` tokens; at most
+    `limit` questions, documents and problems. Programs run only with `run_generated_code`. Models compute in `dtype`."""
 
     window: int = 1024
     windows: int = 16
@@ -57,8 +56,8 @@ class Settings:
 
 
 def halves(text: str) -> tuple[str, str]:
-    """A text cut at the first empty line after its middle: the first part may be calibrated on, the second is measured on.
-    Raises ValueError for a text without an empty line there."""
+    """Splits a text at the first empty line after its middle: the first part for calibration, the second for measuring.
+    Raises ValueError if there is no empty line there."""
     middle = text.find("\n\n", len(text) // 2)
     if middle < 0:
         raise ValueError("a text of the study has paragraphs with empty lines between them, one after its middle at least")
@@ -76,10 +75,12 @@ def run(
     say: Callable[[str], None] = lambda line: None,
     progress: bool = False,
 ) -> Results:
-    """Measures the 16-bit model in `source` and every case (with `only`, those whose key matches the pattern) on the texts and
-    tasks in the folder `data`, into the result file `path`. Rows that the file holds already are not measured again, and a
-    calibrated case that was killed goes on from its last finished layer. Raises ValueError for texts that are too short, for a
-    result file measured otherwise, and where programs are to be run and nothing isolates them."""
+    """Measures the 16-bit model in `source` and every case on the texts and tasks in the folder `data`, into the result file
+    `path`. `only` is a pattern for the keys of cases.
+
+    Rows in the file are not measured again. A killed calibration resumes after its last finished layer. Raises ValueError for
+    texts that are too short, for a result file with other settings, and if programs should run without isolation.
+    """
     if settings.run_generated_code:
         choose_isolation()
     tasks = read_tasks(data, None, SuiteSettings(limit=settings.limit))
@@ -111,13 +112,13 @@ def run(
 
 
 def _weights(model: PreTrainedModel) -> dict[str, int]:
-    """How many weights are in the linear layers that are quantized, and how many elsewhere."""
+    """Returns the numbers of weights in quantized linear layers and elsewhere."""
     linear = sum(n * k for n, k in plan_for(model, "w8a16", None, False).linears.values())
     return {"linear": linear, "other": sum(p.numel() for p in model.parameters()) - linear}
 
 
 def _untied(model: PreTrainedModel) -> tuple[str, str]:
-    """Gives the LM head weights of its own; returns the names of those of the embedding and of the head."""
+    """Gives the LM head separate weights. Returns the names of the weights of embedding and head."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     names = {module: f"{name}.weight" for name, module in model.named_modules()}
@@ -155,8 +156,8 @@ def _add(
 
 
 class _Measure:
-    """The 16-bit model, a copy of it that takes the weights of one case after the other, and what they are measured on. Both
-    compute in one type with dequantized weights: what is compared is the choice of codes, not the rounding of a kernel."""
+    """The 16-bit model, a copy that loads the weights of one case after the other, and the data. Both compute in one dtype
+    with dequantized weights: this compares codes, not the rounding of kernels."""
 
     def __init__(self, source: Path, tasks: Sequence[Task], settings: Settings, device: str, progress: bool) -> None:
         self.settings, self.progress = settings, progress
@@ -169,7 +170,7 @@ class _Measure:
         self._ids = {task.name: self._tokens(task) for task in tasks if task.kind == "text"}
 
     def load(self, folder: Path) -> float:
-        """Puts the weights of a quantized checkpoint into the model; returns the bits per weight of its quantized layers."""
+        """Loads the weights of a quantized checkpoint into the copy. Returns the bits per weight of its quantized layers."""
         with CheckpointReader(folder) as reader:
             assert reader.manifest is not None
             layers = {name: reader.layer(name) for name in reader.manifest.layers}
@@ -182,22 +183,22 @@ class _Measure:
         return 8 * sum(q.nbytes for q in layers.values()) / sum(q.codes.numel() for q in layers.values())
 
     def unquantized(self) -> list[tuple[str, Figure]]:
-        """Perplexity of the 16-bit model on every text, and its figures on the tasks."""
+        """Returns perplexity of the 16-bit model on every text, and its figures on the tasks."""
         window = self.settings.window
         found = [(t, f) for t, ids in self._ids.items() for f in perplexity(self.reference, ids, window=window).figures()]
         return found + self.tasks()
 
     def texts(self) -> list[tuple[str, Figure]]:
-        """Divergence of the loaded model from the 16-bit one on every text."""
+        """Returns the divergence of the loaded model from the 16-bit one on every text."""
         return [pair for name, ids in self._ids.items() for pair in self._divergence(name, ids, self.settings.window)]
 
     def seen(self, tokens: Tensor, length: int) -> list[tuple[str, Figure]]:
-        """Divergence on the pieces [S, T] that the loaded model was calibrated on, as many tokens as of the other texts."""
+        """Returns the divergence on the calibration samples [S, T], for as many tokens as of other texts."""
         count = -(-self.settings.windows * self.settings.window // length)
         return self._divergence(SEEN, tokens[:count].flatten(), length)
 
     def tasks(self) -> list[tuple[str, Figure]]:
-        """Questions, summaries and programs by the loaded model."""
+        """Returns questions, summaries and programs of the loaded model."""
         found: list[tuple[str, Figure]] = []
         pipe = Pipeline(self.model, self.tokenizer, engine=False)
         for task in self._others:

@@ -1,7 +1,7 @@
-"""What the GPU's own counters say of products: bytes from and to memory, how busy memory and tensor cores were.
+"""Hardware counters of products: bytes read and written, utilization of memory and tensor cores.
 
-Nsight Compute (`ncu`) runs this module as a program and writes a table of all its kernels; before each case the program lets a
-kernel spin, by which the table is cut. Clocks are left alone, and caches are emptied before each kernel, as ncu does.
+Nsight Compute (`ncu`) runs this module as a program and writes a table of all its kernels. Before each case the program
+launches a marker kernel, by which the table is split. Clocks are not locked, and ncu empties the caches before each kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lowbit.tune.timing import gaussian
 READ, WRITTEN, TIME = "dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum"
 MEMORY = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
 TENSOR = ("sm__pipe_tensor_cycles_active", "sm__pipe_tensor_op_hmma_cycles_active", "sm__inst_executed_pipe_tensor")
-"""Names that versions of the profiler have for how busy tensor cores are; the first that is known is taken."""
+"""Names of the tensor-core utilization metric in different ncu versions; the first known one is used."""
 TENSOR_SUFFIX = ".avg.pct_of_peak_sustained_elapsed"
 MARK = "spin_kernel"
 LIMIT_S = 90
@@ -37,11 +37,11 @@ CASES = (
     *(("fp16", "cuBLAS", m) for m in CUBLAS_TOKENS),
     *((SCHEME, way, m) for m in FUSED_TOKENS for way in ("one kernel", "two kernels")),
 )
-"""(case, way, m) of each product."""
+"""(case, variant, m) of each product."""
 
 
 def call_of(way: str, m: int) -> Callable[[], object]:
-    """What runs the product."""
+    """Returns the function that runs the product."""
     if way == "one kernel":
         return Product(SCHEME, m, None)
     x = gaussian(m, K, 2, torch.float16)
@@ -49,7 +49,8 @@ def call_of(way: str, m: int) -> Callable[[], object]:
 
 
 def rows() -> Iterator[Row]:
-    """A row for each case: us is the sum of its kernels' times under the profiler; one row with the error where it failed."""
+    """Yields a row for each case; us is the sum of its kernel times under the profiler. On failure there is one row with the
+    error."""
     try:
         found = grouped(_profiled())
         if len(found) != len(CASES):
@@ -62,7 +63,7 @@ def rows() -> Iterator[Row]:
 
 
 def summed(kernels: Sequence[dict[str, float]]) -> Row:
-    """Time and figures of a case's kernels: bytes are added, shares weighted by time."""
+    """Sums the kernels of a case: bytes are added, utilizations are averaged by time."""
     ns = sum(kernel[TIME] for kernel in kernels)
     figures = {
         "kernels": len(kernels),
@@ -76,7 +77,7 @@ def summed(kernels: Sequence[dict[str, float]]) -> Row:
 
 
 def grouped(table: str) -> list[list[dict[str, float]]]:
-    """The metrics of the kernels behind each mark, of the profiler's table with a line for each kernel."""
+    """Returns the metrics of the kernels after each marker in the profiler's table, which has one line per kernel."""
     lines = [line for line in table.splitlines() if line.startswith('"')]
     found: list[list[dict[str, float]]] = []
     for line in csv.DictReader(lines):
@@ -85,12 +86,12 @@ def grouped(table: str) -> list[list[dict[str, float]]]:
         if MARK in line["Kernel Name"]:
             found.append([])
         elif found:
-            found[-1].append({_short(name): _number(text) for name, text in line.items() if _asked(name)})
+            found[-1].append({_short(name): _number(text) for name, text in line.items() if _is_metric(name)})
     return found
 
 
-def _asked(metric: str) -> bool:
-    """The table has more columns: facts of the GPU, some of them words."""
+def _is_metric(metric: str) -> bool:
+    """True for columns with metrics; the table has others with facts about the GPU."""
     return metric in (READ, WRITTEN, TIME, MEMORY) or metric.startswith(TENSOR)
 
 
@@ -103,15 +104,15 @@ def _number(text: str) -> float:
 
 
 def _profiled() -> str:
-    """The table of the profiler over `main`. Raises RuntimeError where there is no profiler or it may not read counters."""
+    """Returns the profiler's table for `main`. Raises RuntimeError if there is no profiler or it may not read counters."""
     ncu = shutil.which("ncu")
     if ncu is None:
         raise RuntimeError("ncu is not installed")
-    asked = [READ, WRITTEN, TIME, MEMORY, *(name + TENSOR_SUFFIX for name in _known(ncu)[:1])]
+    metrics = [READ, WRITTEN, TIME, MEMORY, *(name + TENSOR_SUFFIX for name in _known(ncu)[:1])]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "table.csv")
         command = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw"]
-        command += ["--print-units", "base", "--metrics", ",".join(asked), "--log-file", str(log)]
+        command += ["--print-units", "base", "--metrics", ",".join(metrics), "--log-file", str(log)]
         code, said = _ended([*command, sys.executable, "-m", __name__])
         table = log.read_text() if log.exists() else ""
     if code or '"ID"' not in table:
@@ -121,7 +122,7 @@ def _profiled() -> str:
 
 
 def _ended(command: list[str]) -> tuple[int, str]:
-    """Exit status of a program and what it wrote to its error output; whatever ends the wait ends the program and its own."""
+    """Returns exit status and stderr of a program. An interruption kills the program and its children."""
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
     )
@@ -135,7 +136,7 @@ def _ended(command: list[str]) -> tuple[int, str]:
 
 
 def _known(ncu: str) -> list[str]:
-    """Those of TENSOR that this profiler has for the GPU in hand."""
+    """Returns the names of TENSOR that this profiler supports on the current GPU."""
     major, _ = torch.cuda.get_device_capability()
     chip = {8: "ga100", 9: "gh100"}.get(major)
     command = [ncu, "--query-metrics", *(["--chip", chip] if chip else [])]
@@ -144,7 +145,7 @@ def _known(ncu: str) -> list[str]:
 
 
 def main() -> None:
-    """What is profiled: each case once, behind a mark, after it has run once without."""
+    """The profiled program: each case once, after a marker and a warm-up run."""
     calls = [call_of(way, m) for _, way, m in CASES]
     for call in calls:
         call()

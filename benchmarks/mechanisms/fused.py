@@ -1,4 +1,4 @@
-"""One kernel that decodes and multiplies, beside two: weights written out as halves, then cuBLAS. And cuBLAS alone."""
+"""One kernel that dequantizes and multiplies, compared with two (dequantize to fp16, then cuBLAS), and with cuBLAS alone."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ TOKENS = (1, 8, 16, 64, 128, 256, 1024, 4096)
 CUBLAS_TOKENS = (8, 16, 32, 64, 128)
 GROUP = 128
 BLOCK = 8
-"""Groups that a program decodes."""
+"""Groups that a program dequantizes."""
 
 
 @triton.jit
 def dequantize_kernel(w, codes, scale, GROUP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """w fp16 [N, K] of int4 codes, eight of k in an int32 word from its low end, and of scales fp16 [N, K / GROUP]."""
+    """w fp16 [N, K] from int4 codes, eight along k in an int32 word starting at the low end, and scales fp16 [N, K / GROUP]."""
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     word = tl.arange(0, GROUP // 8)[None, :]
     words = tl.load(codes + group * (GROUP // 8) + word)
@@ -39,7 +39,7 @@ def dequantize_kernel(w, codes, scale, GROUP: tl.constexpr, BLOCK: tl.constexpr)
 
 
 class TwoKernels:
-    """Codes in rows, which are decoded to fp16 for each product."""
+    """Codes in rows that are dequantized to fp16 before each product."""
 
     def __init__(self, q: QuantTensor) -> None:
         self.n, self.k = q.shape
@@ -50,7 +50,7 @@ class TwoKernels:
         self.launch = Launcher(dequantize_kernel, (programs, 1, 1), 4)
 
     def weights(self) -> Tensor:
-        """fp16 [N, K]."""
+        """Returns the fp16 weights [N, K]."""
         w = torch.empty(self.n, self.k, dtype=torch.float16, device=self.codes.device)
         self.launch(w, self.codes, self.scale, GROUP, BLOCK)
         return w
@@ -63,7 +63,7 @@ class TwoKernels:
         return self.codes.nbytes + self.scale.nbytes
 
     def clone(self) -> TwoKernels:
-        """The same in memory of its own."""
+        """Returns a copy in separate memory."""
         other = object.__new__(TwoKernels)
         other.__dict__ = {**self.__dict__, "codes": self.codes.clone(), "scale": self.scale.clone()}
         return other
@@ -71,18 +71,19 @@ class TwoKernels:
 
 @functools.lru_cache(maxsize=1)
 def two_kernels() -> TwoKernels:
-    """The weight of all rows, as two kernels read it."""
+    """Returns the weight in the form that the two kernels read."""
     return TwoKernels(Product(SCHEME, 1, None).q)
 
 
 @functools.lru_cache(maxsize=1)
 def halves() -> Tensor:
-    """An fp16 weight of the same size."""
+    """Returns an fp16 weight of the same size."""
     return gaussian(N, K, 1, torch.float16)
 
 
 def trials(ceilings: Ceilings) -> Iterator[Trial]:
-    """Rows of one kernel, of two and of cuBLAS over fp16 weights; figures are megabytes that each must move."""
+    """Returns the trials of one kernel, of two, and of cuBLAS with fp16 weights. Figures are the megabytes that each must
+    move."""
     scheme = parse_scheme(SCHEME)
     for m in TOKENS:
         one = problem_bytes(scheme, N, K, m) / 1e6
@@ -108,7 +109,7 @@ def _measured_two(m: int, megabytes: float) -> Row:
 
 
 def _measured_cublas(m: int, ceilings: Ceilings) -> Row:
-    """Figures: megabytes that must move, the share of the bandwidth and of the fp16 rate, both measured in the same run."""
+    """Returns the megabytes that must move, and the shares of bandwidth and fp16 rate, measured in the same run."""
     contender = cublas(halves())
     x = gaussian(m, K, 2, torch.float16)
     weights = [contender.weight, *(contender.weight.clone() for _ in range(copies_needed(contender.nbytes, l2_bytes()) - 1))]

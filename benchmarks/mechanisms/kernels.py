@@ -1,4 +1,4 @@
-"""Device code of the microkernels: a conversion, or a step of products, again and again over registers (see loops.py)."""
+"""Device code of the microkernels: a conversion, or a step of products, repeated on registers (see loops.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HELD = gl.constexpr(",".join(["=r"] + ["r"] * (REGISTERS + 1)))
 
 
 class Warps:
-    """What loops know of their block: each thread has one element."""
+    """Layout of a block in the loops: one element per thread."""
 
     warps: int
 
@@ -29,7 +29,7 @@ class Warps:
 
 @dataclass(frozen=True)
 class DecodeLoop(Warps):
-    """Compile-time facts of `decode_loop`."""
+    """Compile-time arguments of `decode_loop`."""
 
     dequantizer: Dequantizer
     warps: int
@@ -61,7 +61,7 @@ def decode_loop(out, clocks, words, step, turns, C: gl.constexpr):
         gl.store(out + i * total + thread, registers[i])
     shared.store(thread)
     barrier()
-    never = thread * 0 + turns  # stores to shared memory happen at -1
+    never = thread * 0 + turns  # stores to shared memory execute only for -1
     begin = asm(CLOCK, "=r", [], gl.int32)
     for _ in range(turns):
         registers = dequantized(w, C)
@@ -83,7 +83,7 @@ def decode_loop(out, clocks, words, step, turns, C: gl.constexpr):
 
 @dataclass(frozen=True)
 class StepLoop(Warps):
-    """Compile-time facts of `step_loop`."""
+    """Compile-time arguments of `step_loop`."""
 
     k_block: KBlock
     warps: int

@@ -1,8 +1,8 @@
-"""Convolutions: what channels that are filled up to 64 cost, and what it costs to read 4-bit codes by the layout of channels.
+"""Convolutions: the cost of padding channels to 64, and the cost of reading 4-bit codes by channel layout.
 
-Layouts are NCHW (two neighbouring pixels of a channel in a byte) and NCHWx (x channels of a pixel side by side; x = 4, 32, 64).
-The kernel that reads them does what a convolution of 1 x 1 reads, tiles of 64 pixels x 64 channels, and adds up each pixel's
-channels; it multiplies nothing. The library's convolutions have one layout, NHWC64, whose blocks are those of NCHW64.
+Layouts are NCHW (two neighbouring pixels of a channel in a byte) and NCHWx (x channels of a pixel adjacent; x = 4, 32, 64). The
+kernel reads like a 1 x 1 convolution, in tiles of 64 pixels x 64 channels, and sums each pixel's channels without multiplying.
+The library uses one layout, NHWC64, with the blocks of NCHW64.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def sum_channels(y, x, pixels, channels, BLOCK: tl.constexpr, TILE: tl.constexpr
 
 
 def arranged(codes: Tensor, block: int) -> Tensor:
-    """uint8 codes [N, C, P] of 4 bits, packed in blocks of channels; 1 is NCHW."""
+    """Packs uint8 codes [N, C, P] of 4 bits in blocks of channels; 1 is NCHW."""
     n, c, p = codes.shape
     pairs = codes.view(n, c, p // 2, 2) if block == 1 else codes.view(n, c // block, block // 2, 2, p).permute(0, 1, 4, 2, 3)
     return (pairs[..., 0] | pairs[..., 1] << 4).contiguous()
 
 
 def trials() -> Iterator[Trial]:
-    """Rows of both questions."""
+    """Returns the trials of both questions."""
     for storage in ("u4", "s8"):
         for channels in CHANNELS:
             case = f"{storage}, 3 x 3, {SIZE} x {SIZE}, batch {IMAGES}"
@@ -99,7 +99,7 @@ def _run_once(storage: str, channels: int) -> None:
 
 
 def _measured_conv(storage: str, channels: int) -> Row:
-    """Figures: operations that are asked for, and with channels filled up, in tera a second."""
+    """Returns tera-operations per second, without and with padded channels."""
     conv = _conv(storage, channels)
     codes = _codes(storage, 2, channels)
     if not torch.equal(Nhwc64(storage).unpack(conv(Nhwc64(storage).pack(codes)), channels), conv_reference(codes, conv.layer)):
@@ -108,9 +108,9 @@ def _measured_conv(storage: str, channels: int) -> Row:
     outputs = [torch.empty(conv.output_shape(tuple(x.shape)), dtype=torch.uint8, device="cuda") for _ in range(4)]
     graph = graph_of(lambda: [conv(x, out=out) for out in outputs])
     us = 1e3 * replay_ms(graph.replay) / len(outputs)
-    asked = 2 * 9 * channels**2 * IMAGES * SIZE**2
+    operations = 2 * 9 * channels**2 * IMAGES * SIZE**2
     full = 2 * 9 * (-(-channels // 64) * 64) ** 2 * IMAGES * SIZE**2
-    return {"us": us, "figures": {"tops_asked": asked / us / 1e6, "tops_filled_up": full / us / 1e6}, "rel_err": 0.0}
+    return {"us": us, "figures": {"tops_asked": operations / us / 1e6, "tops_filled_up": full / us / 1e6}, "rel_err": 0.0}
 
 
 @functools.lru_cache(maxsize=1)
@@ -121,7 +121,7 @@ def _codes_to_read() -> Tensor:
 
 
 class _Reader:
-    """`sum_channels` of one layout."""
+    """`sum_channels` for one layout."""
 
     def __init__(self, block: int) -> None:
         pixels, self.parts = READ_SIZE**2, READ_CHANNELS // TILE

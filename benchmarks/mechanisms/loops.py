@@ -1,9 +1,9 @@
-"""Microkernels: a conversion or a step of products, again and again over registers. Nothing is read or written meanwhile.
+"""Microkernels: a conversion or a step of products, repeated on registers without memory accesses.
 
-Each warp works for itself, and the clock of its SM is read before and after. The words change from turn to turn, by an addition
-or, where latency is asked for, by what the turn before has made of them; results go to stores that never happen. What the loop
-costs without a conversion is measured by `nothing` and taken off, so that `clocks` and `instructions` are those of a tile: 16
-rows x 64 k of weights, 32 of each lane. Instructions are counted in the machine code of the loop.
+Each warp works alone and reads the clock of its SM before and after the loop. The words change each iteration: by an addition,
+or, to measure latency, by the result of the previous iteration. Results go to stores that never execute. The cost of an empty
+loop (`nothing`) is subtracted, so `clocks` and `instructions` are those of a tile: 16 rows x 64 k of weights, 32 per lane.
+Instructions are counted in the machine code of the loop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lowbit.tune.timing import WrongResult
 
 TURNS = 1024
 PARTITIONS = 4
-"""Of an SM: each issues an instruction a clock."""
+"""Partitions of an SM; each issues one instruction per clock."""
 
 CONVERSIONS: tuple[tuple[str, HalfType], ...] = (
     ("int8", "fp16"), ("int8", "bf16"), ("int4", "fp16"), ("int4", "bf16"), ("fp6_e3m2", "fp16"),
@@ -47,8 +47,8 @@ STEP_GROUPS = (32, 128)
 
 
 def conversion_trials(sms: int) -> Iterator[Trial]:
-    """A row for each conversion of each format: figures are those of a tile, see the module; `latency_clocks` is what a warp
-    alone takes for a tile whose words come from the tile before."""
+    """Returns a trial for each conversion of each format. Figures are per tile, see the module. `latency_clocks` is the time
+    of a single warp whose iterations depend on each other."""
     for fmt, dtype in CONVERSIONS:
         empty = _DecodeTrial(Way("nothing", nothing(fmt, dtype)), sms, False)
         for way in ways(fmt, dtype):
@@ -76,7 +76,7 @@ def conversion_trials(sms: int) -> Iterator[Trial]:
 
 
 class _DecodeTrial:
-    """One conversion in `decode_loop`; `alone` is a warp whose turns depend on each other."""
+    """One conversion in `decode_loop`; `alone`: a single warp with dependent iterations."""
 
     def __init__(self, way: Way, sms: int, alone: bool) -> None:
         c = way.conversion
@@ -87,7 +87,7 @@ class _DecodeTrial:
         self.launcher = Launcher(decode_loop, (sms, 1, 1), warps)
 
     def launch(self, turns: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Words int32 [bits, threads], random, their registers int32 [16, threads], clocks int32 [threads]."""
+        """Returns random words int32 [bits, threads], their registers int32 [16, threads], and clocks int32 [threads]."""
         generator = torch.Generator("cuda").manual_seed(turns)
         low, high = -(1 << 31), (1 << 31) - 1
         shape = (self.config.dequantizer.bits, self.threads)
@@ -98,7 +98,7 @@ class _DecodeTrial:
         return words, out, clocks
 
     def clocks(self) -> float:
-        """Of a turn. Raises WrongResult unless the registers have the bits that NumPy computes."""
+        """Returns the clocks of an iteration. Raises WrongResult unless the registers equal those computed by NumPy."""
         self.launch(TURNS)
         words, out, clocks = self.launch(TURNS)
         c = self.way.conversion
@@ -111,7 +111,8 @@ class _DecodeTrial:
 
 
 def step_trials(sms: int) -> Iterator[Trial]:
-    """Rows of int4 in groups: scales on the sums after the product, as the ring kernel has them, or on the weights before."""
+    """Returns trials of int4 in groups: scales applied to the sums after the product, as in the small-M kernel, or to the
+    weights before it."""
     for group in STEP_GROUPS:
         for tokens in STEP_TOKENS:
             for name, kind in (("after", KBlock), ("before", ScaledFirst)):
@@ -129,7 +130,7 @@ class _StepTrial:
         self.launcher = Launcher(step_loop, (sms, 1, 1), STEP_WARPS)
 
     def launch(self, turns: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums float32 [sums, lanes] of a step and what they should be, and clocks int32 [threads] of `turns` more."""
+        """Returns sums float32 [sums, lanes] of a step, the expected sums, and clocks int32 [threads] of `turns` more."""
         lanes, expected = step_operands(self.step)
         words = lanes.repeat(1, self.threads // 32).cuda()
         out = torch.full((2 * self.step.accumulators, self.threads), math.nan, device="cuda")
@@ -138,7 +139,7 @@ class _StepTrial:
         return out[: self.step.accumulators, :32], expected.cuda(), clocks
 
     def measure(self) -> Row:
-        """Clocks of a partition of an SM, and instructions, for a step."""
+        """Returns the clocks of an SM partition, and the instructions, of a step."""
         self.launch(TURNS)
         sums, expected, clocks = self.launch(TURNS)
         error = relative_error(sums * self.step.factor, expected)
@@ -181,7 +182,7 @@ def step_operands(step: KBlock) -> tuple[Tensor, Tensor]:
 
 
 def loop_instructions(kernel: Any) -> int | None:
-    """Instructions of the longest loop of a compiled kernel; None where there is no disassembler."""
+    """Returns the instructions of the longest loop of a compiled kernel; None without a disassembler."""
     try:
         text = kernel.asm["sass"]
     except (OSError, RuntimeError, subprocess.SubprocessError):
@@ -190,7 +191,7 @@ def loop_instructions(kernel: Any) -> int | None:
 
 
 def longest_loop(sass: str) -> int:
-    """Lines of the longest loop of disassembled code as Triton prints it, those that do nothing apart."""
+    """Returns the lines of the longest loop of code disassembled by Triton, without NOPs."""
     places: dict[str, int] = {}
     lines: list[str] = []
     longest = 0

@@ -1,7 +1,7 @@
-"""The library's own kernels with one thing changed: the conversion or the order of codes, where scales are applied, the tile.
+"""The library's kernels with one change: the conversion, the order of codes, where scales are applied, or the tile.
 
-A plan is made as ever, then its configuration gets another decoding; weights are packed as that wants them. All are compared
-with the float64 product and timed as benchmarks/protocol.py says.
+A plan is created as usual, then its configuration gets another decoding, and weights are packed accordingly. All are compared
+with the float64 product and timed as in benchmarks/protocol.py.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ TORCH: dict[HalfType, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloa
 CONVERTED: tuple[tuple[str, HalfType], ...] = (
     ("w8a16", "fp16"), ("w8a16", "bf16"), ("w4a16_pc", "fp16"), ("w4a16_pc", "bf16"), ("w6e3m2a16", "fp16"),
 )  # fmt: skip
-"""Schemes with a scale for each channel: nothing but the conversion stands between a code and its product."""
+"""Schemes with a scale per channel, which need only the conversion before the product."""
 
 TOKENS = (1, 16, 64, 256)
 MMA = MmaTile(128, 2, 8, 1, 4, 1)
-"""Of the kernel that A100s and RTX cards run."""
+"""Tile of the kernel for A100 and RTX cards."""
 
 
 def decode_by(plan: Any, by: Conversion) -> None:
-    """Gives a plan another conversion of codes."""
+    """Replaces the conversion of a plan."""
     if isinstance(plan, RingPlan):
         step_by(plan, Stepping(**_fields(plan.config.ring.k_block), by=by))
     else:
@@ -66,7 +66,7 @@ def _fields(of: Any) -> dict[str, Any]:
 
 
 class Product:
-    """One product y [m, n] = x w^T by a plan, over copies of a weight that come from memory."""
+    """One product y [m, n] = x w^T by a plan, over copies of a weight that are read from memory."""
 
     def __init__(self, scheme: str, m: int, tile: Tile | None, dtype: HalfType = "fp16", n: int = N, k: int = K) -> None:
         self.machine = machine_of("cuda")
@@ -82,7 +82,7 @@ class Product:
         return gaussian(self.shape.m, self.shape.k, seed=2, dtype=self.dtype)
 
     def convert_by(self, way: Way) -> None:
-        """Another conversion of the same codes."""
+        """Converts a weight to the words of another conversion."""
         if way.name != OWN:
             self.weight = replace(self.weight, codes=_plane(self.q.scheme.name, *self.q.shape, way))
             decode_by(self.plan, way.conversion)
@@ -93,7 +93,7 @@ class Product:
         return self.plan(self.x, w.codes, w.scale, w.channel_scale, None, *room)  # type: ignore[no-any-return]
 
     def measure(self, **figures: float) -> Row:
-        """What a row says of it; its first 64 rows are compared with the float64 product."""
+        """Returns the figures of a row. Its first 64 rows of y are compared with the float64 product."""
         weights = [self.weight]
         weights += [self.weight.clone() for _ in range(copies_needed(self.weight.nbytes, l2_bytes()) - 1)]
         rows = self.x[:64].double()
@@ -117,12 +117,12 @@ def _plane(scheme: str, n: int, k: int, way: Way) -> Tensor:
 
 
 def trial_of(row: Row, make: Callable[[], Product], **figures: float) -> Trial:
-    """The trial of a product."""
+    """Returns the trial of the product."""
     return Trial(row, lambda: make()(), lambda: make().measure(**figures))
 
 
 def conversion_trials() -> Iterator[Trial]:
-    """Each conversion in the kernel that is chosen, and in that of mma.sync for many tokens."""
+    """Returns a trial for each conversion, in the chosen kernel and in the mma.sync kernel for many tokens."""
     for scheme, dtype in CONVERTED:
         number = parse_scheme(scheme).weight
         for m, tile in (*((m, None) for m in TOKENS), (TOKENS[-1], MMA)):
@@ -139,12 +139,12 @@ def _converted(way: Way, scheme: str, m: int, tile: Tile | None, dtype: HalfType
 
 
 def kernel_of(tile: Tile) -> str:
-    """The short name of a tile's kernel."""
+    """Returns the short kernel name of a tile."""
     return {RingTile: "ring", WgmmaTile: "wgmma", MmaTile: "mma.sync"}[type(tile)]
 
 
 def scale_trials() -> Iterator[Trial]:
-    """Scales of groups after and before the product, in the ring kernel."""
+    """Returns trials with group scales applied after and before the product, in the small-M kernel."""
     for group in (32, 128):
         for m in (1, 8, 16):
             for name in ("after", "before"):
@@ -160,7 +160,7 @@ def _scaled(scheme: str, m: int, first: bool) -> Product:
 
 
 def tile_trials() -> Iterator[Trial]:
-    """Tiles of the mma.sync kernel and others with one field changed at a time; int4 in groups of 128."""
+    """Returns trials of mma.sync tiles and of variants with one field changed; int4 in groups of 128."""
     for m in (1024, 4096):
         for group in (1, 2, 4, 8):
             yield _tile("swizzle", f"{group}", m, replace(MMA, token_group=group))
@@ -187,7 +187,7 @@ def _tile(case: str, way: str, m: int, tile: Tile, n: int = N, k: int = K) -> Tr
 
 
 def _reduction(splits: int, m: int, n: int) -> Trial:
-    """What a kernel of its own needs for the sums of splits: reading them and writing y, as torch's sum does."""
+    """Returns the time of a separate split-K reduction: reading the partial sums and writing y, by torch's sum."""
     row = blank("tiles", "split-K", f"{splits}, the sums alone, by a kernel", m=m, n=n)
 
     def measure() -> Row:

@@ -26,7 +26,7 @@ PARTS = {
     "counters": "the same by the GPU's counters, cold caches",
     "convolution": "channels of convolutions",
 }
-"""What each part of the rows measures, in the order of a run."""
+"""Description of each part, in the order of a run."""
 
 REMOVED_PARTS = ("lines",)
 """Parts of kept result files that can be printed but not measured: their kernel was removed."""
@@ -35,7 +35,8 @@ ROW_KEYS = frozenset(("part", "case", "way", "dtype", "m", "n", "k", "us", "figu
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The document of a result file of `python -m benchmarks mechanisms`; raises ValueError that says what is wrong with it."""
+    """Returns the document of a result file of `python -m benchmarks mechanisms`. Raises ValueError that says what is wrong
+    with it."""
     document = read_json(path, MECHANISMS, SCHEMA)
     require_keys(path, document, ("machine", "rows", "date"), ROW_KEYS)
     for number, row in enumerate(document["rows"]):
@@ -45,7 +46,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def tables(document: dict[str, Any], parts: Sequence[str] = tuple(PARTS)) -> list[Table]:
-    """A table for each kind of rows that a part has: those with the same figures."""
+    """Returns a table for each group of rows of a part with the same figures."""
     found = []
     for part in parts:
         kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
@@ -57,13 +58,13 @@ def tables(document: dict[str, Any], parts: Sequence[str] = tuple(PARTS)) -> lis
 
 
 def failed(document: dict[str, Any]) -> list[str]:
-    """A line for each row that was not measured."""
+    """Returns a line for each row that was not measured."""
     rows = [row for row in document["rows"] if row["error"] is not None]
     return [f"{row['part']}, {row['case']}, {row['way']}, {row['dtype']}: {row['error']}" for row in rows]
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
-    """What is the same in all rows is in the title."""
+    """Returns a table; columns with one value in all rows move to the title."""
     of = {"type": [row["dtype"] for row in rows], "N x K": [_size(row) for row in rows], "M": [_tokens(row) for row in rows]}
     same = [f"{name} {values[0]}" for name, values in of.items() if len({*values}) == 1 and values[0] != "-"]
     told = {name: values for name, values in of.items() if len({*values}) > 1}
@@ -87,7 +88,7 @@ def _tokens(row: dict[str, Any]) -> str:
 
 
 def against_first(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
-    """The row's time by that of the first row of the same case, type and M; None where either has none."""
+    """Returns the time of the row relative to the first row of the same case, type and M; None if one has no time."""
     alike = [r for r in rows if all(r[key] == row[key] for key in ("case", "dtype", "m", "n", "k"))]
     first = alike[0]["us"]
     return row["us"] / first if row["us"] and first else None

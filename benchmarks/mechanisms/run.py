@@ -1,4 +1,4 @@
-"""The run of `python -m benchmarks mechanisms`: compiles all kernels first, in processes, then measures row by row."""
+"""Runs `python -m benchmarks mechanisms`: compiles all kernels in several processes, then measures row by row."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ PROTOCOL = (
     "off, compared with float64. Where N and K stand, whole products: " + PRODUCTS
 )
 
-Watch = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
 def trials(parts: Sequence[str], ceilings: Ceilings) -> Iterator[Trial]:
-    """Everything that is measured in this process, in order."""
+    """Returns everything that this process measures, in order."""
     here = machine_of("cuda")
     if "conversions" in parts:
         yield from loops.conversion_trials(here.sm_count)
@@ -55,8 +55,8 @@ def trials(parts: Sequence[str], ceilings: Ceilings) -> Iterator[Trial]:
         yield from layouts.trials()
 
 
-def run(parts: Sequence[str], path: Path | None, watch: Watch) -> tuple[Path, dict[str, Any]]:
-    """Measures `parts` on the current GPU, of sm_90; returns the result file, written after every row, and its document."""
+def run(parts: Sequence[str], path: Path | None, progress: ProgressCallback) -> tuple[Path, dict[str, Any]]:
+    """Measures `parts` on the current GPU (sm_90) and writes the result file after every row. Returns its path and document."""
     today, about = datetime.date.today(), machine()
     path = path or default_path(about["gpu"], today).with_name(f"{today.isoformat()}-mechanisms.json")
     check_file(path, MECHANISMS)
@@ -73,16 +73,16 @@ def run(parts: Sequence[str], path: Path | None, watch: Watch) -> tuple[Path, di
         write_json(path, document)
 
     wanted = list(trials(parts, ceilings))
-    _compile(wanted, watch)
+    _compile(wanted, progress)
     for number, trial in enumerate(wanted):
-        watch(f"{number + 1} of {len(wanted)}: {trial.row['part']}, {trial.row['case']}, {trial.row['way']}")
+        progress(f"{number + 1} of {len(wanted)}: {trial.row['part']}, {trial.row['case']}, {trial.row['way']}")
         try:
             add({**trial.row, **trial.measure()})
         except failures() as error:
             add({**trial.row, "error": reason(error)})
         torch.cuda.empty_cache()
     if "counters" in parts:
-        watch("the profiler")
+        progress("the profiler")
         for row in counted():
             add(row)
     document["complete"] = True
@@ -90,8 +90,8 @@ def run(parts: Sequence[str], path: Path | None, watch: Watch) -> tuple[Path, di
     return path, document
 
 
-def _compile(wanted: Sequence[Trial], watch: Watch) -> None:
-    """All kernels that are not compiled yet; what fails here fails again, with its reason, in its row."""
+def _compile(wanted: Sequence[Trial], progress: ProgressCallback) -> None:
+    """Compiles all kernels. Failures are ignored; they occur again, with a reason in the row."""
     with recording() as kernels:
         for trial in wanted:
             try:
@@ -100,4 +100,4 @@ def _compile(wanted: Sequence[Trial], watch: Watch) -> None:
                 continue
     major, minor = torch.cuda.get_device_capability()
     for done in compile_all(kernels, 10 * major + minor):
-        watch(f"compiled {done} of {len(kernels)} kernels")
+        progress(f"compiled {done} of {len(kernels)} kernels")

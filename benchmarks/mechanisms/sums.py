@@ -1,4 +1,4 @@
-"""fp8 sums that leave the tensor core every 128 k, and such that stay in it to the end (`fast_accum`): time and error."""
+"""fp8 sums that leave the tensor core every 128 k, or only at the end (`fast_accum`): time and error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEME = "fp8_dynamic"
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 N = 8192
 SIZES = (8192, 28672)
-"""Of K: an error of sums that stay grows with it."""
+"""Sizes of K; the error of sums that stay in the tensor core grows with it."""
 CHECKED = 64
 """Rows of y that are compared with the float64 product, in float32."""
 
@@ -39,7 +39,7 @@ def _x(m: int, k: int, positive: bool) -> Codes:
 
 
 def _error(k: int, positive: bool, fast: bool) -> float:
-    """|y - reference| / |reference|, in millionths, of CHECKED tokens, y in float32: sums alone, without the rounding of y."""
+    """Returns |y - reference| / |reference| in millionths over CHECKED rows. y is float32, so rounding of y does not count."""
     q, w = _weight(k, positive)
     x = _x(CHECKED, k, positive)
     y = byte_gemm(x.codes, x.scale, w, dtype=torch.float32, fast_accum=fast)
@@ -53,7 +53,7 @@ def _once(m: int, k: int, fast: bool) -> Tensor:
 
 
 def _measure(m: int, k: int, fast: bool) -> Row:
-    """Figures: the errors of numbers of both signs and of positive ones."""
+    """Returns the errors for numbers of both signs and for positive ones."""
     errors = {name: _error(k, positive, fast) for name, positive in (("error_ppm", False), ("error_ppm_positive", True))}
     x, (q, w) = _x(m, k, False), _weight(k, False)
     weights = [w, *(w.clone() for _ in range(copies_needed(w.nbytes, l2_bytes()) - 1))]
@@ -63,7 +63,7 @@ def _measure(m: int, k: int, fast: bool) -> Row:
 
 
 def trials() -> Iterator[Trial]:
-    """Both kinds of sums, fp8 by fp8."""
+    """Returns the trials of both kinds of sums, fp8 by fp8."""
     for k in SIZES:
         for m in TOKENS:
             for fast in (False, True):

@@ -1,4 +1,4 @@
-"""One measurement: its row, what it compiles, how it is made."""
+"""One measurement: its row, the kernels to compile, and the measuring function."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Trial:
-    """`row` says what is measured. `once` launches its kernels once, so that they are compiled; `measure` returns what else
-    stands in the row: us, figures, rel_err."""
+    """`row` describes the measurement. `once` launches its kernels once, which compiles them. `measure` returns the other
+    columns: us, figures, rel_err."""
 
     row: Row
     once: Callable[[], object]
@@ -28,13 +28,13 @@ class Trial:
 
 
 def blank(part: str, case: str, way: str, **more: Any) -> Row:
-    """A row before it is measured. `figures` are numbers under names that the part explains."""
+    """Returns a row before measurement. `figures` are numbers with names that the part explains."""
     row = {"part": part, "case": case, "way": way, "dtype": "fp16", "m": None, "n": None, "k": None}
     return {**row, "us": None, "figures": {}, "rel_err": None, "error": None, **more}
 
 
 def timed(calls: Sequence[Callable[[], Tensor]], reference: Tensor, **figures: float) -> Row:
-    """Microseconds of one of the calls, all of which make the product `reference`; the first rows of y are compared."""
+    """Returns the microseconds of one of the calls, all of which compute `reference`. The first rows of y are compared."""
     graph = capture(calls)
     us = statistics.median(graph.times_us(REPLAYS))
     errors = [relative_error(y, reference) for y in graph.poisoned_outputs()[: len(calls)]]

@@ -33,19 +33,19 @@ from lowbit.kernels.parts.k_block import BLOCK_MMAS, KBlock, mma, operands_of
 from lowbit.pack.fragment import FragmentOrder
 
 OWN = "own"
-"""The name of the library's conversion of any format."""
+"""Name of the library's conversion of any format."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """A conversion under a name. Words in memory hold codes as its fields say, with the bits of `flip` turned over."""
+    """A named conversion. The words in memory hold codes as its fields say, with the bits of `flip` inverted."""
 
     name: str
     conversion: Conversion
     flip: int = 0
 
     def plane(self, codes: Tensor) -> Tensor:
-        """Codes [N, K] as the words of pack/fragment.py for this conversion."""
+        """Packs codes [N, K] into the words of pack/fragment.py for this conversion."""
         c = self.conversion
         (plane,) = _Order(MMA_M16N8K16_F16, c.format, order=c.fields).pack(codes, c.format.bits)
         return plane ^ _signed(self.flip)
@@ -126,7 +126,7 @@ def ways(fmt: str, dtype: HalfType) -> tuple[Way, ...]:
 
 
 def nothing(fmt: str, dtype: HalfType) -> Conversion:
-    """No conversion: each register is one of the words. What a loop costs beside the conversion in it."""
+    """Returns the empty conversion, whose registers are the words. It measures the cost of a loop."""
     number = number_format(fmt)
     words = [f"w{i}" for i in range(number.bits)]
     fields = FieldOrder(number.bits, 16, (), 16, number.bits, ())
@@ -180,7 +180,7 @@ def _bf16_bits(number: np.ndarray) -> np.ndarray:
 
 
 def _cast(own: Conversion, name: str, by_float32: bool) -> Way:
-    """Of integers stored in two's complement, which is their top bit turned over."""
+    """Casts integers in two's complement, the codes with an inverted top bit."""
     bits = own.format.bits
     instructions = tuple(
         Cast(f"r{r}", f"w{r // (16 // bits)}", bits * (r % (16 // bits)), bits, own.dtype, by_float32)
@@ -192,7 +192,7 @@ def _cast(own: Conversion, name: str, by_float32: bool) -> Way:
 
 
 def _followed(own: Conversion, after: Callable[[Builder, str], str]) -> Program:
-    """The program of a conversion and something after it for each register."""
+    """Appends instructions for each register to the program of a conversion."""
     b = Builder(own.program.inputs, own.program.instructions)
     return b.build([after(b, register) for register in own.program.outputs])
 
@@ -205,11 +205,11 @@ def _multiplied(own: Conversion) -> Way:
 
 
 def _rebuilt(own: Conversion) -> Way:
-    """Exponents 1 to 7 of e3m2 become 13 to 19; m / 4 * 2^-2 is 2^-2 (1 + m / 4) less 2^-2."""
+    """Exponents 1 to 7 of e3m2 become 13 to 19; m / 4 * 2^-2 is 2^-2 (1 + m / 4) - 2^-2."""
 
     def after(b: Builder, register: str) -> str:
-        carried = b.add_words(b.mask(register, 0x1C001C00), 0x7C007C00)  # into the top bit of a half unless the exponent is 0
-        normal = b.prmt(carried, 0, 0xBB99)  # that bit, all over the half
+        carried = b.add_words(b.mask(register, 0x1C001C00), 0x7C007C00)  # sets the top bit of a half unless the exponent is 0
+        normal = b.prmt(carried, 0, 0xBB99)  # that bit, copied to the whole half
         least = b.masked_or(register, 0x80008000, 0x34003400)
         subnormal = b.sub(own.dtype, b.lop3(register, 0x34003400, 0, OR), least)
         return b.select(normal, b.add_words(register, 0x30003000), subnormal)

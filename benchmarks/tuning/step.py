@@ -49,7 +49,7 @@ Tiles = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Part:
+class TiledPart:
     """A kernel of a layer, or the head: its name, its role in a chain, its shape, the tiles to try, the chosen one first."""
 
     name: str
@@ -58,7 +58,7 @@ class Part:
     tiles: tuple[Any, ...]
 
 
-def parts_of(program: DecodeProgram, rows: int, reach: int, machine: Machine, count: int) -> list[Part]:
+def parts_of(program: DecodeProgram, rows: int, reach: int, machine: Machine, count: int) -> list[TiledPart]:
     """The parts of a step of `rows` rows, those of the largest weights first, each with the model's `count` best tiles."""
     layer = program.layers[0]
     chained = isinstance(program.chain, Chain) and rows <= program.chain.most
@@ -76,24 +76,24 @@ def parts_of(program: DecodeProgram, rows: int, reach: int, machine: Machine, co
     able = [row.tile for row in attention.candidates_decode(rows, layer.shape, reach, machine) if not row.reasons]
     by_warps = [tile for warps in (1, 2, 4) for tile in [t for t in able if t.warps == warps][: count // 3]]
     staged = [replace(tile, stages=2) for tile in dict.fromkeys([*able[:2], *by_warps])]
-    return [*found, Part("attention", None, None, tuple(dict.fromkeys([*able[:count], *by_warps, *staged])))]
+    return [*found, TiledPart("attention", None, None, tuple(dict.fromkeys([*able[:count], *by_warps, *staged])))]
 
 
 def _product_part(
     name: str, role: fused_gemm.Role | None, weight: Any, rows: int, machine: Machine, count: int
-) -> Part:  # fmt: skip
+) -> TiledPart:  # fmt: skip
     n, k = weight.shape
     shape = GemmShape(rows, n, k, DENSE_BITS if isinstance(weight, DenseWeight) else weight.scheme.weight.bits)
     if role is None:
-        return Part(name, None, shape, tuple(r.tile for r in gemm.candidates(shape, machine) if not r.reasons)[:count])
+        return TiledPart(name, None, shape, tuple(r.tile for r in gemm.candidates(shape, machine) if not r.reasons)[:count])
     able = [row.tile for row in fused_gemm.chain_candidates(role, shape, machine) if not row.reasons][:count]
     rings = [tile for tile in able[: count // 2] if isinstance(tile, RingTile)]
     others = [replace(tile, blocks_per_sm=0 if tile.blocks_per_sm else 1) for tile in rings]
-    return Part(name, role, shape, tuple(dict.fromkeys([*able, *others])))
+    return TiledPart(name, role, shape, tuple(dict.fromkeys([*able, *others])))
 
 
 @contextlib.contextmanager
-def given(tiles: Tiles, parts: Sequence[Part]) -> Iterator[None]:
+def given(tiles: Tiles, parts: Sequence[TiledPart]) -> Iterator[None]:
     """Within it, the operators of a step take these tiles where they would choose one."""
     chosen = {(part.role, part.shape): tiles[part.name] for part in parts if part.name in tiles}
     modules: list[Any] = [importlib.import_module(f"lowbit.ops.{name}") for name in OPERATORS]
@@ -106,7 +106,7 @@ def given(tiles: Tiles, parts: Sequence[Part]) -> Iterator[None]:
 
     plain.choose = gated.choose = lambda shape, *more: chosen.get((None, shape)) or choose(shape, *more)
     chain.choose_chain = lambda role, shape, *more: chosen.get((role, shape)) or choose_chain(role, shape, *more)
-    attend.choose_decode = lambda *asked: tiles.get("attention") or choose_decode(*asked)
+    attend.choose_decode = lambda *arguments: tiles.get("attention") or choose_decode(*arguments)
     clear()
     try:
         yield
@@ -116,7 +116,7 @@ def given(tiles: Tiles, parts: Sequence[Part]) -> Iterator[None]:
         clear()
 
 
-class Trial:
+class StepTrial:
     """A batch at a context, whose step is captured again for every choice of tiles."""
 
     def __init__(self, engine: Engine, rows: int, context: int) -> None:
@@ -130,7 +130,7 @@ class Trial:
         return self.engine.program.step(rows, self.engine.slots, self.reach)
 
     @torch.inference_mode()
-    def measure(self, tiles: Tiles, parts: Sequence[Part], expected: Tensor | None = None) -> tuple[float, Tensor]:
+    def measure(self, tiles: Tiles, parts: Sequence[TiledPart], expected: Tensor | None = None) -> tuple[float, Tensor]:
         """Microseconds of a step, and its logits; raises ValueError where they are not those expected."""
         engine = self.engine
         with given(tiles, parts):
@@ -146,7 +146,7 @@ class Trial:
         return us, logits
 
     @torch.inference_mode()
-    def layer(self, tiles: Tiles, parts: Sequence[Part]) -> str:
+    def layer(self, tiles: Tiles, parts: Sequence[TiledPart]) -> str:
         """Microseconds that each kernel of a layer adds to the step."""
         with given(tiles, parts):
             graph = self.capture().graph
@@ -159,7 +159,7 @@ class Trial:
         return steps.launch(range(self.rows), False, self.context + 1)
 
     @torch.inference_mode()
-    def compile(self, parts: Sequence[Part], sm: int) -> None:
+    def compile(self, parts: Sequence[TiledPart], sm: int) -> None:
         """Compiles the kernels of all tiles, by several processes."""
         with recording() as wanted:
             for part in parts:
@@ -170,7 +170,7 @@ class Trial:
             pass
 
 
-def search(trial: Trial, parts: Sequence[Part]) -> Iterator[str]:
+def search(trial: StepTrial, parts: Sequence[TiledPart]) -> Iterator[str]:
     """Tries every tile of every part in turn and keeps the better ones; says what each took, then the rows for MEASURED."""
     machine = machine_of(trial.engine.device)
     trial.compile(parts, machine.arch.sm)
@@ -208,20 +208,20 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=PROMPT)
     parser.add_argument("--dtype", choices=DTYPES, default="float16")
     parser.add_argument("--tiles", type=int, default=9, help="how many of the model's best are tried for each part")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error(f"this times an NVIDIA GPU and torch {torch.__version__} sees none")
     warm_up()
     machine = machine_of("cuda")
-    for scheme in asked.schemes:
+    for scheme in arguments.schemes:
         packed, head = (None, None) if scheme == "none" else (scheme, "w8a16")
-        model = random_model(asked.model, packed, head, DTYPES[asked.dtype], torch.device("cuda"), asked.layers)
-        engine = engine_for(model, [(rows, asked.context + 256) for rows in asked.rows])
+        model = random_model(arguments.model, packed, head, DTYPES[arguments.dtype], torch.device("cuda"), arguments.layers)
+        engine = engine_for(model, [(rows, arguments.context + 256) for rows in arguments.rows])
         assert isinstance(engine.program, DecodeProgram)
-        for rows in asked.rows:
-            trial = Trial(engine, rows, asked.context)
-            print(f"{scheme}, {rows} rows of {asked.context} tokens, {asked.layers} layers", flush=True)
-            for line in search(trial, parts_of(engine.program, rows, trial.reach, machine, asked.tiles)):
+        for rows in arguments.rows:
+            trial = StepTrial(engine, rows, arguments.context)
+            print(f"{scheme}, {rows} rows of {arguments.context} tokens, {arguments.layers} layers", flush=True)
+            for line in search(trial, parts_of(engine.program, rows, trial.reach, machine, arguments.tiles)):
                 print(line, flush=True)
 
 

@@ -1,8 +1,8 @@
-"""Networks for images in INT8 and INT4: `quantize` takes a CNN of torch and some images.
+"""Image networks in INT8 and INT4: `quantize` takes a torch CNN and calibration images.
 
-In the order of a network's way: `trace` (a module becomes a `Graph`, batch norms folded, what follows a convolution fused),
-`observe` (ranges on calibration images), `sensitivity` and `bits` (4 or 8 bits for each layer, scales and codes), `finetune`
-(learned step sizes), `lower` (a `Program` of integers), `fusion` (what kernels compute together), `memory` (where values lie).
+Modules in the order of use: `trace` (module -> `Graph`, with batch norms folded and operations fused), `observe` (ranges on
+calibration images), `sensitivity` and `bits` (4 or 8 bits per layer, scales and codes), `finetune` (learned step sizes),
+`lower` (an integer `Program`), `fusion` (operations that share a kernel), `memory` (the memory plan).
 """
 
 from lowbit.vision.finetune import FineTune

@@ -1,4 +1,4 @@
-"""How many bits each layer gets, and the codes and scales that follow: what lowering needs to know beside the graph."""
+"""Bits per layer, codes and scales: the quantization that lowering needs beside the graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowbit.vision.observe import Range, Search
 
 @dataclass(frozen=True)
 class LayerBits:
-    """Bits of a layer's weights and of the value it makes; only a value after ReLU can have 4."""
+    """Bits of a layer's weights and of its output. Only the output of a ReLU can have 4 bits."""
 
     weight: int
     output: int
@@ -33,7 +33,7 @@ class QuantWeight:
 
 @dataclass(frozen=True, eq=False)
 class Quantization:
-    """By name: bits of each convolution and sum, the scale of each value, the codes of each weight (second products too)."""
+    """Bits of each convolution and sum, scale of each value, codes of each weight, all by name."""
 
     bits: dict[str, LayerBits]
     scales: dict[str, float]
@@ -51,11 +51,10 @@ def scheme_bits(scheme: str | Scheme) -> LayerBits:
 
 
 def assign_bits(graph: Graph, scheme: str | Scheme, keep_int8: tuple[str, ...] = ()) -> dict[str, LayerBits]:
-    """The bits of each convolution and sum of `graph` under a scheme; those of the weights say nothing of a sum.
+    """Returns the bits of each convolution and sum of `graph` under a scheme. Sums ignore the weight bits.
 
-    8-bit weights for what reads the images and what makes the result, as everywhere in the literature; 8 bits for weights and
-    output of the layers named in `keep_int8`, and for values that only floating-point operations read. Raises ValueError for a
-    name that is no convolution of the graph.
+    Weights keep 8 bits in the layers that read the images or produce the result. Layers named in `keep_int8`, and values that
+    only floating-point operations read, keep 8 bits too. Raises ValueError for a name that is not a convolution of the graph.
     """
     wanted = scheme_bits(scheme)
     made = {name: node for name, node in graph.nodes.items() if isinstance(node, (Conv, Sum))}
@@ -75,7 +74,7 @@ def assign_bits(graph: Graph, scheme: str | Scheme, keep_int8: tuple[str, ...] =
 
 
 def storage_of(graph: Graph, bits: Mapping[str, LayerBits], name: str) -> str:
-    """How the codes of the value `name` are stored: "u4" or "s8"."""
+    """Returns the storage of the codes of the value `name`: "u4" or "s8"."""
     node = graph.nodes[name]
     if isinstance(node, MaxPool):
         return storage_of(graph, bits, node.x)
@@ -83,14 +82,14 @@ def storage_of(graph: Graph, bits: Mapping[str, LayerBits], name: str) -> str:
 
 
 def calibrate(graph: Graph, ranges: Mapping[str, Range], bits: Mapping[str, LayerBits], search: Search = "mse") -> Quantization:
-    """Scales of values from what calibration saw, codes of weights by least squared error of each output channel."""
+    """Computes scales of values from their observed ranges, and weight codes by least squared error per output channel."""
     scales: dict[str, float] = {}
     weights: dict[str, QuantWeight] = {}
     for name, node in graph.nodes.items():
         if isinstance(node, MaxPool) and node.x in scales:
-            scales[name] = scales[node.x]  # the largest of some codes is one of them
+            scales[name] = scales[node.x]  # max pooling returns one of its input codes
         elif name in ranges:
-            # Nothing of images and pooled features is clipped: their largest value may be what matters.
+            # Images and pooled features are not clipped, because their largest values may matter most.
             _, highest = code_range(storage_of(graph, bits, name))
             how: Search = "max" if isinstance(node, (Input, AveragePool)) else search
             scales[name] = min(ranges[name].scale(highest, how), largest_scale(node, highest))
@@ -102,12 +101,12 @@ def calibrate(graph: Graph, ranges: Mapping[str, Range], bits: Mapping[str, Laye
 
 
 def largest_scale(node: Node, highest: int) -> float:
-    """The scale with which codes end where the ReLU of a node does, infinity where it does not end."""
-    return node.most / highest if isinstance(node, (Conv, Sum)) else math.inf
+    """Returns the scale at which the highest code equals the upper bound of the node's ReLU; infinity if it has none."""
+    return node.relu_max / highest if isinstance(node, (Conv, Sum)) else math.inf
 
 
 def mixed(graph: Graph, one: Quantization, other: Quantization, from_other: Container[str]) -> Quantization:
-    """`one`, but for the layers named in `from_other`, whose bits, codes and scales are those of `other`."""
+    """Returns `one` with the bits, codes and scales of `other` for the layers named in `from_other`."""
     bits, scales, weights = dict(one.bits), dict(one.scales), dict(one.weights)
     for name, node in graph.nodes.items():
         if isinstance(node, MaxPool) and node.x in scales:
@@ -121,7 +120,7 @@ def mixed(graph: Graph, one: Quantization, other: Quantization, from_other: Cont
 
 
 def quantize_weight(weight: Tensor, bits: int) -> QuantWeight:
-    """`weight` [O, C, R, S] in int8 codes of `bits` bits, the scale of each output channel by least squared error."""
+    """Quantizes `weight` [O, C, R, S] to int8 codes of `bits` bits, with scales by least squared error per output channel."""
     q = rtn(weight.flatten(1), Scheme(int_format(bits)), search="mse")
     codes = decode(q.codes, q.scheme.weight).char().reshape(weight.shape)
     return QuantWeight(codes, q.scale.reshape(-1))

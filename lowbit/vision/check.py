@@ -1,7 +1,7 @@
-"""Whether a program that was read from a file fits together: every operation's inputs, shapes, storages and constants.
+"""Checks a program read from a file: inputs, shapes, storages and constants of every operation.
 
-Of codes nothing is computed: shapes follow from windows. Operations of torch run twice, on tensors without memory, which says
-what they make, and on noughts of that size, which says that they do.
+Shapes of codes are derived from windows without computing. Torch operations run twice: on meta tensors for the output shape,
+and on zeros of that size to check that they accept their arguments.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from lowbit.vision.program import (
 )
 
 MOST_ELEMENTS = 1 << 26
-"""Of one image's part of a value: 64 channels of 1024 x 1024 pixels, where ResNet-50 has 803,000."""
+"""Largest number of elements of a value per image: 64 channels of 1024 x 1024 pixels. ResNet-50 has 803,000."""
 
 _BATCH = 2
 
 
 def check(program: Program) -> None:
-    """Raises ValueError, naming the operation or value, unless `program` can run on images of the shape that it states."""
+    """Raises ValueError, naming the operation or value, unless `program` can run on images of its stated shape."""
     for name, value in program.values.items():
         _check_value(name, value)
     images = program.values.get(program.images)
@@ -62,7 +62,7 @@ def check(program: Program) -> None:
 
 
 _NOT_COMPUTABLE = (ValueError, RuntimeError, TypeError, IndexError, KeyError, AttributeError, ArithmeticError)
-"""What torch raises for arguments that an operation does not take, and what this module does."""
+"""Errors that torch and this module raise for arguments that an operation does not accept."""
 
 
 def _demand(holds: bool, otherwise: str) -> None:
@@ -83,7 +83,7 @@ def _check_value(name: str, value: Value) -> None:
 
 
 def _positive(what: str, *numbers: Any) -> None:
-    """Refuses what is no positive finite number of float32."""
+    """Raises ValueError unless the numbers are positive and finite in float32."""
     for number in numbers:
         fits = type(number) in (int, float) and 0 < number < math.inf and math.isfinite(torch.tensor(float(number)).item())
         _demand(fits, f"{what} is a positive number, not {number!r}")
@@ -96,13 +96,13 @@ def _pairs(what: str, *pairs: tuple[Any, ...]) -> None:
 
 
 def _stand_in(value: Value) -> Tensor:
-    """A batch of a floating-point value, or of codes, without memory."""
+    """Returns a meta tensor with the shape of a batch of the value."""
     return torch.empty((_BATCH, *value.shape), dtype=torch.float32, device="meta")
 
 
 def _result(operation: Operation, program: Program, made: dict[str, Any]) -> Any:
-    """What stands in for the value that an operation makes. Raises ValueError where it is not the one that the program states,
-    and one of `_NOT_COMPUTABLE` where the operation does not take what it reads."""
+    """Returns a meta tensor for the output of an operation. Raises ValueError if it differs from the stated value, or one of
+    `_NOT_COMPUTABLE` if the operation does not accept its inputs."""
     values = program.values
     if isinstance(operation, Compute):
         return _computed(operation, values, made)
@@ -155,7 +155,7 @@ def _same_elements(x: Value, y: Value) -> None:
 
 
 def _shaped(y: Value, shape: tuple[int, ...]) -> None:
-    """What floating-point values of one pixel are may be without their height and width."""
+    """Checks the shape of y. Floating-point values of one pixel may omit height and width."""
     flat = y.storage not in ACTIVATIONS and shape[1:] == (1, 1) and y.shape == shape[:1]
     _demand(flat or y.shape == shape, f"it makes {list(shape)}, the program states {list(y.shape)}")
 
@@ -177,7 +177,7 @@ def _check_convolution(operation: Convolve, y: Value, inputs: list[Value]) -> No
 
 
 def _multiplied(product: ConvLayer | SecondProduct, x: Value, y: Value) -> None:
-    """Refuses a product that does not go from x to y."""
+    """Raises ValueError unless the product maps x to y."""
     _stored(x, product.x, "what it multiplies")
     _pairs("strides and paddings", product.stride, product.padding)
     outputs, channels, height, width = product.weight.shape
@@ -201,7 +201,7 @@ def _check_sum(operation: SumCodes, y: Value, inputs: list[Value]) -> None:
 
 
 def _computed(operation: Compute, values: dict[str, Value], made: dict[str, Any]) -> Any:
-    """The result of an operation of torch on tensors without memory."""
+    """Returns the output of a torch operation on meta tensors."""
     node = operation.node
     _check_arguments(node)
     codes = [name for name in node.inputs if name in values and values[name].storage in ACTIVATIONS]
@@ -214,7 +214,7 @@ def _computed(operation: Compute, values: dict[str, Value], made: dict[str, Any]
     stated = values[operation.y].shape
     _demand(tuple(result.shape) == (_BATCH, *stated), f"it makes {list(result.shape)[1:]}, the program states {list(stated)}")
     _stored(values[operation.y], "f32", "what it makes")
-    # Without memory, torch does not look at every argument; with the size known, noughts will do for the rest.
+    # On meta tensors torch does not check every argument, so the operation runs on zeros too.
     read = {name: made[name] for name in node.inputs}
     _called(node, {k: torch.zeros_like(v, device="cpu") if isinstance(v, Tensor) else v for k, v in read.items()})
     return result

@@ -1,4 +1,4 @@
-"""The vision demo: a small ResNet is trained on Fashion-MNIST, quantized in several ways, and its answers are counted."""
+"""The vision demo trains a small ResNet on Fashion-MNIST, quantizes it in several ways and measures its accuracy."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TUNING = FineTune(epochs=2, rate=2e-4)
 TUNING_IMAGES = 8192
 BATCH = 500
 SCHEMES: tuple[tuple[str, bool], ...] = (("w8a8", False), ("w8a4", False), ("w4a4", False), ("w4a4", True))
-"""What is measured: scheme, and whether fine-tuned with the rounding in place."""
+"""Measured configurations: scheme, and whether quantization-aware fine-tuning follows."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One network: correct answers of 10,000 in percent, answers that are those of the fp32 network in percent, mean
-    divergence from it in nats, bytes of its weights."""
+class AccuracyRow:
+    """Results of one network: top-1 accuracy and agreement with the fp32 network in percent, mean KL divergence from it in
+    nats, weight bytes."""
 
     scheme: str
     fine_tuned: bool
@@ -47,22 +47,22 @@ class Row:
 
 def run(
     data: Path, out: Path, say: Callable[[str], None], *, epochs: int = EPOCHS, device: torch.device | str = "cpu"
-) -> list[Row]:
-    """Trains the network unless `out` has it, quantizes and measures it; the first row is the network in fp32.
+) -> list[AccuracyRow]:
+    """Trains the network unless `out` contains it, quantizes it and measures it. The first row is the fp32 network.
 
-    Networks go to folders below `out`. Raises CheckpointError if another demo is writing there.
+    Networks are saved to folders below `out`. Raises CheckpointError if another demo is writing there.
     """
     with Lock(out / "demo"):
         return _run(data, out, say, epochs, device)
 
 
-def _run(data: Path, out: Path, say: Callable[[str], None], epochs: int, device: torch.device | str) -> list[Row]:
+def _run(data: Path, out: Path, say: Callable[[str], None], epochs: int, device: torch.device | str) -> list[AccuracyRow]:
     training, test = fashion.load(data)
     start = time.perf_counter()
     model = trained(out / "fashion-resnet", training.to(device), epochs, say).to(device).eval()
     wanted = answers(lambda x: model(x).logits, test, device)
     weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
-    rows = [Row("fp32", False, top1(wanted, test), 100.0, 0.0, 4 * weights, time.perf_counter() - start)]
+    rows = [AccuracyRow("fp32", False, top1(wanted, test), 100.0, 0.0, 4 * weights, time.perf_counter() - start)]
     say(f"fp32: {rows[0].top1:.2f} % of {len(test):,} test images")
     for scheme, tuned in SCHEMES:
         start = time.perf_counter()
@@ -73,13 +73,13 @@ def _run(data: Path, out: Path, say: Callable[[str], None], epochs: int, device:
         save(network, out / name, overwrite=True, say=say)
         same = 100 * float((got.argmax(1) == wanted.argmax(1)).float().mean())
         seconds = time.perf_counter() - start
-        rows.append(Row(scheme, tuned, top1(got, test), same, divergence(wanted, got), weight_bytes(network), seconds))
+        rows.append(AccuracyRow(scheme, tuned, top1(got, test), same, divergence(wanted, got), weight_bytes(network), seconds))
         say(f"{name}: {rows[-1].top1:.2f} %")
     return rows
 
 
 def trained(folder: Path, images: fashion.Images, epochs: int, say: Callable[[str], None]) -> ResNetForImageClassification:
-    """The network in `folder`, or a new one, trained on `images` and saved there."""
+    """Loads the network in `folder`, or trains a new one on `images` and saves it there."""
     if (folder / "config.json").is_file():
         say(f"taking the trained network in {folder}")
         return ResNetForImageClassification.from_pretrained(
@@ -96,35 +96,35 @@ def trained(folder: Path, images: fashion.Images, epochs: int, say: Callable[[st
 
 
 def answers(network: Callable[[Tensor], Tensor], images: fashion.Images, device: torch.device | str) -> Tensor:
-    """Logits [N, 10] for images, on the CPU."""
+    """Returns the logits [N, 10] for images, on the CPU."""
     parts = (images.normalized(slice(i, i + BATCH)) for i in range(0, len(images), BATCH))
     with torch.no_grad():
         return torch.cat([network(part.to(device)).float().cpu() for part in parts])
 
 
 def top1(logits: Tensor, images: fashion.Images) -> float:
-    """Percent of images whose largest logit is that of their class."""
+    """Returns the top-1 accuracy in percent."""
     return 100 * float((logits.argmax(1) == images.labels).float().mean())
 
 
 def weight_bytes(network: QuantizedNetwork) -> int:
-    """Bytes of all weights in the bits that they have, without scales."""
+    """Returns the bytes of all quantized weights, without scales."""
     return sum(codes.numel() * CODES[weight_storage(codes)].bits // 8 for codes in network.program.weights)
 
 
-def table(rows: list[Row]) -> Table:
-    """The rows for a terminal."""
-    drawn = Table("network", "top-1", "as fp32", "divergence", "weight bytes", "seconds", box=None, padding=(0, 2, 0, 0))
+def table(rows: list[AccuracyRow]) -> Table:
+    """Returns the rows as a table for a terminal."""
+    printed = Table("network", "top-1", "as fp32", "divergence", "weight bytes", "seconds", box=None, padding=(0, 2, 0, 0))
     for r in rows:
-        drawn.add_row(
+        printed.add_row(
             r.scheme + ", fine-tuned" * r.fine_tuned, f"{r.top1:.2f} %", f"{r.same:.2f} %", f"{r.divergence:.4f}",
             f"{r.weight_bytes:,}", f"{r.seconds:.1f}",
         )  # fmt: skip
-    return drawn
+    return printed
 
 
-def as_json(rows: list[Row]) -> dict[str, Any]:
-    """The table as `{"rows": [...]}` with what it was measured on."""
+def as_json(rows: list[AccuracyRow]) -> dict[str, Any]:
+    """Returns `{"rows": [...]}` with data set, network and device."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     return {
         "data": "Fashion-MNIST, 10,000 test images",

@@ -1,8 +1,8 @@
-"""A `Program` on a GPU: weights packed for the kernels, every value in its place of one arena, all launches in one CUDA graph.
+"""Runs a `Program` on a GPU: weights packed for the kernels, values in one arena, all launches in one CUDA graph.
 
-Images are read where the caller has them, by a kernel before the graph that quantizes and packs them. Codes are those of
-`Program.run` bit for bit. What has no integer form computes in fp16 between them. On a CPU the same packed bytes in the same
-places are made by the reference, one operation after the other.
+A kernel before the graph reads the images from the caller's memory, quantizes and packs them. Codes equal those of
+`Program.run` bit for bit. Operations without an integer form compute in fp16. On a CPU the reference computes the same packed
+bytes, one operation at a time.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import PIXEL_BYTES, StemImages
 from lowbit.vision.fusion import KERNEL_FUSIONS, fused
 from lowbit.vision.graph import as_images, call_other
-from lowbit.vision.kernels import machine_here
-from lowbit.vision.memory import of_torch, plan_memory, stems
+from lowbit.vision.kernels import current_machine
+from lowbit.vision.memory import plan_memory, stems, torch_values
 from lowbit.vision.program import (
     AverageCodes,
-    Block,
     Compute,
     Convolve,
     Dequantize,
+    FusedBottleneck,
     Operation,
     PoolAverage,
     PoolMax,
@@ -48,13 +48,13 @@ from lowbit.vision.program import (
 
 
 def refusals(program: Program, device: torch.device) -> tuple[str, ...]:
-    """Why the kernels cannot run `program` on `device`; empty if they can. On a CPU the reference takes their place."""
+    """Returns why the kernels cannot run `program` on `device`; empty if they can. On a CPU the reference runs instead."""
     found = (f"{layer.name}: {reason}" for layer in program.layers for reason in conv_refusals(layer, device))
     return tuple(dict.fromkeys(found))
 
 
 def captured(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """`launch` as one CUDA graph: run once, which compiles kernels and makes descriptors, then recorded. On a CPU, itself."""
+    """Runs `launch` once, which compiles the kernels, and captures it as a CUDA graph. Returns `launch` itself on a CPU."""
     launch()
     if device.type != "cuda":
         return launch
@@ -66,10 +66,10 @@ def captured(launch: Callable[[], None], device: torch.device) -> Callable[[], N
 
 
 class DeviceProgram:
-    """`program` for one batch size on one GPU: `run(images)` with images [batch, C, H, W] returns the result, float32.
+    """`program` compiled for one batch size on one GPU. `run(images)` takes [batch, C, H, W] and returns float32.
 
-    fusions: what runs in one kernel where it can, of `KERNEL_FUSIONS`. Raises ValueError on a device that the kernels are not
-    for.
+    fusions: the `KERNEL_FUSIONS` to apply where a kernel supports them. Raises ValueError if the kernels do not support the
+    device.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class DeviceProgram:
         reasons = refusals(program, device)
         if reasons:
             raise ValueError(f"no kernels for this network on {device}: {'; '.join(reasons)}")
-        device = torch.empty(0, device=device).device  # "cuda" is a device without a number, tensors have one
-        program = fused(program, batch, machine_here(device), fusions)
+        device = torch.empty(0, device=device).device  # "cuda" has no index; the device of a tensor has one
+        program = fused(program, batch, current_machine(device), fusions)
         self.program, self.batch, self.device = program.to(device), batch, device
         self.plan = plan_memory(program, batch)
         self.arena = torch.zeros(self.plan.nbytes, dtype=torch.uint8, device=device)
@@ -87,8 +87,10 @@ class DeviceProgram:
         self.stems = stems(program)
         self.entries: list[tuple[str, Callable[[Tensor], object]]] = []
         self.steps: list[tuple[str, Callable[[], object]]] = []
-        self.of_torch = of_torch(program)  # free again after the last operation that reads it
-        self.dead = {program.operations[i].y: self.of_torch.intersection(names) for i, names in program.last_reads().items()}
+        self.torch_values = torch_values(program)  # freed after the last operation that reads it
+        self.dead = {
+            program.operations[i].y: self.torch_values.intersection(names) for i, names in program.last_reads().items()
+        }
         if any(program.images in op.inputs and not isinstance(op, Quantize) for op in program.operations):
             images = torch.zeros(batch, *program.values[program.images].shape, device=device)
             self.values[program.images] = images
@@ -102,8 +104,8 @@ class DeviceProgram:
             self.replay = captured(self.launch, device)
 
     def feed(self, images: Tensor) -> None:
-        """Takes in a batch [batch, C, H, W] of any strides: floats as the model takes them, or pixels, if the program knows how
-        they are normalized. Raises ValueError for images of another shape or device."""
+        """Loads a batch [batch, C, H, W] of any strides: normalized floats, or uint8 pixels if the program can normalize
+        them. Raises ValueError for another shape or device."""
         shape = (self.batch, *self.program.values[self.program.images].shape)
         if tuple(images.shape) != shape or images.device != self.device:
             raise ValueError(f"images are {list(shape)} on {self.device}, got {list(images.shape)} on {images.device}")
@@ -111,45 +113,45 @@ class DeviceProgram:
             take(images)
 
     def launch(self) -> None:
-        """Everything from what `feed` left to the result, once, on the current stream."""
+        """Launches all operations after `feed` once, on the current stream."""
         for name, step in self.steps:
             step()
             for dead in self.dead.get(name, ()):
                 del self.values[dead]
 
     def run(self, images: Tensor) -> Tensor:
-        """The result for a batch of images."""
+        """Returns the result for a batch of images."""
         with torch.cuda.device_of(self.arena):
             self.feed(images)
             self.replay()
             return self.result().clone()
 
     def result(self) -> Tensor:
-        """What the last launch made, in the model's shape."""
+        """Returns the result of the last launch, in the shape of the model."""
         shape = self.program.values[self.program.result].shape
         return self.values[self.program.result].float().reshape(self.batch, *shape)
 
     def codes(self, name: str) -> Tensor:
-        """The codes int32 [N, C, H, W] of a value, while its place has not been given to another one."""
+        """Returns the codes int32 [N, C, H, W] of a value. They are valid until its memory is reused."""
         known = self.program.values[name]
         return Nhwc64(known.storage).unpack(self.values[name], known.shape[0])
 
-    def _place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The value's place in the arena as a tensor."""
-        place = self.plan.places[name]
+    def _allocated(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns the allocation of the value in the arena as a tensor."""
+        allocation = self.plan.allocations[name]
         count = dtype.itemsize
         for size in shape:
             count *= size
-        assert count <= place.nbytes, (name, count, place)
-        return self.arena[place.offset : place.offset + count].view(dtype).view(shape)
+        assert count <= allocation.nbytes, (name, count, allocation)
+        return self.arena[allocation.offset : allocation.offset + count].view(dtype).view(shape)
 
     def _size(self, name: str) -> tuple[int, int, int]:
-        """Images, height and width of a value."""
+        """Returns the number of images, height and width of a value."""
         _, height, width = self.program.values[name].shape
         return self.batch, height, width
 
     def _quantization(self, operation: Quantize) -> Callable[[Tensor], Tensor]:
-        """What packs the codes of a value [batch, C, H, W] into their place."""
+        """Returns the function that packs the codes of a value [batch, C, H, W] into its allocation."""
         y = operation.y
         known = self.program.values[y]
         if y in self.stems:
@@ -158,7 +160,7 @@ class DeviceProgram:
         else:
             layout = Nhwc64("s8")
             shape = layout.shape((self.batch, *known.shape))
-        out = self.values[y] = self._place(y, shape, torch.uint8)
+        out = self.values[y] = self._allocated(y, shape, torch.uint8)
         constants: dict[bool, tuple[Tensor, Tensor]] = {}
 
         def quantize(x: Tensor) -> Tensor:
@@ -171,7 +173,7 @@ class DeviceProgram:
         return quantize
 
     def _step(self, operation: Operation) -> Callable[[], object]:
-        """The launch of one operation, its output bound to its place."""
+        """Returns the launch of one operation, with its output bound to its allocation."""
         values, stems = self.values, self.stems
         match operation:
             case Quantize(_, x):
@@ -179,30 +181,30 @@ class DeviceProgram:
                 return lambda: quantize(as_images(values[x]))
             case Convolve():
                 return self._convolution(operation, stems.get(operation.x))
-            case Block():
+            case FusedBottleneck():
                 return self._block(operation)
             case SumCodes(y, x, layer, other):
                 known = self.program.values[y]
                 layout = Nhwc64(known.storage)
-                total = self._place(y, layout.shape((self.batch, *known.shape)), torch.uint8)
+                total = self._allocated(y, layout.shape((self.batch, *known.shape)), torch.uint8)
                 values[y] = total
                 return lambda: sum_codes(values[x], layer, None if other is None else values[other], total)
             case PoolMax(y, x):
                 known = self.program.values[y]
                 layout = Nhwc64(known.storage)
-                out = self._place(y, layout.shape((self.batch, *known.shape)), torch.uint8)
+                out = self._allocated(y, layout.shape((self.batch, *known.shape)), torch.uint8)
                 values[y] = out
                 pool = operation
                 return lambda: max_pool_codes(values[x], known.storage, pool.kernel, pool.stride, pool.padding, out)
             case PoolAverage(y, x, scale):
                 read = self.program.values[x]
-                out = self._place(y, (self.batch, read.shape[0]), torch.float32)
+                out = self._allocated(y, (self.batch, read.shape[0]), torch.float32)
                 values[y] = as_images(out)
                 return lambda: average_pool_codes(values[x], read.storage, read.shape[0], scale, out)
             case AverageCodes(y, x, scale, factor):
                 read = self.program.values[x]
                 layout, count = Nhwc64("s8"), read.shape[0]
-                means = values[y] = self._place(y, layout.shape((self.batch, count, 1, 1)), torch.uint8)
+                means = values[y] = self._allocated(y, layout.shape((self.batch, count, 1, 1)), torch.uint8)
                 return lambda: average_pool_to_codes(values[x], read.storage, count, scale, factor, means)
             case Dequantize(y, x, scale):
                 channels, height, width = self.program.values[x].shape
@@ -220,29 +222,29 @@ class DeviceProgram:
         layer, values, y = operation.layer, self.values, operation.y
         x = values[operation.x]
         size = self._size(operation.x)
-        if y in self.of_torch:
-            layer = replace(layer, y="f16")  # as what reads it would round it
+        if y in self.torch_values:
+            layer = replace(layer, y="f16")  # its readers would round it to fp16
         if stem is None:
             prepared = prepare_conv(layer, size, self.device)
         else:
             prepared = prepare_stem(layer, size, self.device, operation.pooled)
-        if y in self.of_torch:
+        if y in self.torch_values:
             return lambda: values.update({y: prepared(x).permute(0, 3, 1, 2)})
         dtype = stored_dtype(layer.y)
-        out = self._place(y, prepared.output_shape(tuple(x.shape)), dtype)
+        out = self._allocated(y, prepared.output_shape(tuple(x.shape)), dtype)
         residual = None if operation.residual is None else values[operation.residual]
         second = None if operation.second is None else values[operation.second]
         values[y] = out if dtype == torch.uint8 else out.permute(0, 3, 1, 2)
         return lambda: prepared(x, residual, second, out)
 
-    def _block(self, operation: Block) -> Callable[[], object]:
+    def _block(self, operation: FusedBottleneck) -> Callable[[], object]:
         x, added = self.values[operation.second.x], self.values[operation.added]
         size = self._size(operation.second.x)
         layers = (operation.second.layer, operation.third.layer, operation.following.layer)
         block = prepare_block(*layers, size, self.device)
         shapes = block.output_shapes(tuple(x.shape))
-        y = self.values[operation.also] = self._place(operation.also, shapes[0], torch.uint8)
-        z = self.values[operation.y] = self._place(operation.y, shapes[1], torch.uint8)
+        y = self.values[operation.also] = self._allocated(operation.also, shapes[0], torch.uint8)
+        z = self.values[operation.y] = self._allocated(operation.y, shapes[1], torch.uint8)
         return lambda: block(x, added, (y, z))
 
     def _computation(self, operation: Operation) -> Callable[[], None]:

@@ -1,7 +1,7 @@
-"""The data and the network of the vision demo: Fashion-MNIST as Debian packages it, and a small ResNet trained on it.
+"""Data and network of the vision demo: Fashion-MNIST from a Debian package, and a small ResNet.
 
-Fashion-MNIST (Xiao, Rasul and Vollgraf, arXiv:1708.07747; MIT license): 60,000 and 10,000 gray images of 28 x 28 pixels
-in ten classes. The network is Transformers' ResNet with basic blocks, channels in multiples of 64.
+Fashion-MNIST (Xiao, Rasul and Vollgraf, arXiv:1708.07747; MIT license) has 60,000 training and 10,000 test images, gray, 28 x
+28 pixels, in ten classes. The network is a Transformers ResNet with basic blocks; its channels are multiples of 64.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lowbit.checkpoint.target import locked_scratch
 
 PACKAGE = "dataset-fashion-mnist"
 INSTALLED = Path("/usr/share/datasets/fashion-mnist")
-"""Where Debian and Ubuntu put it when it is installed."""
+"""Folder of the installed Debian or Ubuntu package."""
 
 FILES = {
     "train-images-idx3-ubyte.gz": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
@@ -33,15 +33,15 @@ FILES = {
     "t10k-images-idx3-ubyte.gz": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
     "t10k-labels-idx1-ubyte.gz": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 }
-"""The four files, as everywhere, and the SHA-256 of each unpacked."""
+"""The four files and the SHA-256 of each, unpacked."""
 
 MEAN, DEVIATION = 0.2860, 0.3530
-"""Of the training images' pixels, from 0 to 1."""
+"""Mean and standard deviation of the training pixels, scaled to 0 to 1."""
 SMOOTHING = 0.05
 
 
 class DataError(ValueError):
-    """The images could not be had; the message says what to do."""
+    """The images are not available; the message says why and what to do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,15 +69,15 @@ def normalize(pixels: Tensor) -> Tensor:
 
 
 def bring_data(cache: Path, say: Callable[[str], None], folder: Path | None = None) -> Path:
-    """Folder with the four files: `folder`, or where Debian installs them, or `cache`; the first call downloads 31 MB with
-    apt-get (no root needed). Raises DataError when they cannot be had."""
+    """Returns the folder with the four files: `folder`, the installed package, or `cache`. The first call downloads 31 MB
+    with apt-get, without root. Raises DataError if they are not available."""
     for place in (folder,) if folder is not None else (INSTALLED, cache):
         if all((place / name).is_file() for name in FILES):
             return place
     if folder is not None:
         raise DataError(f"{folder}: should hold the four files of Fashion-MNIST: {', '.join(FILES)}")
     with locked_scratch(cache, say) as work:
-        if all((cache / name).is_file() for name in FILES):  # another demo has brought them in the meantime
+        if all((cache / name).is_file() for name in FILES):  # another demo has downloaded them in the meantime
             return cache
         say(f"downloading {PACKAGE} (31 MB) with apt-get")
         _command(["apt-get", "download", PACKAGE], work)
@@ -101,7 +101,7 @@ def _command(command: list[str], work: Path) -> None:
 
 
 def load(folder: Path) -> tuple[Images, Images]:
-    """(training images, test images). Raises DataError for a file that is not what it should be."""
+    """Returns (training images, test images). Raises DataError for a damaged file."""
     return tuple(
         Images(_read(folder, f"{part}-images-idx3-ubyte.gz", 16).reshape(-1, 1, 28, 28),
                _read(folder, f"{part}-labels-idx1-ubyte.gz", 8).long())
@@ -121,7 +121,7 @@ def _read(folder: Path, name: str, header_bytes: int) -> Tensor:
 
 
 def network() -> ResNetForImageClassification:
-    """The untrained network: a 7 x 7 stem with max-pool, three stages of two basic blocks, 2.8 million weights."""
+    """Returns the untrained network: a 7 x 7 stem with max-pool and three stages of two basic blocks, 2.8 million weights."""
     return ResNetForImageClassification(
         ResNetConfig(
             num_channels=1, embedding_size=64, hidden_sizes=[64, 128, 256], depths=[2, 2, 2], layer_type="basic",
@@ -133,8 +133,8 @@ def network() -> ResNetForImageClassification:
 def train(
     model: torch.nn.Module, images: Images, epochs: int, say: Callable[[str], None], *, batch: int = 128, seed: int = 0
 ) -> None:
-    """Trains `model` (whose result has `logits`) in place on `images`, on the device both are on: SGD, one cycle of the
-    learning rate, mirrored and shifted images."""
+    """Trains `model` (its output has `logits`) in place on `images`: SGD with one learning-rate cycle, on flipped and
+    shifted images."""
     device = images.pixels.device
     generator = torch.Generator(device).manual_seed(seed)
     steps = len(images) // batch
@@ -160,7 +160,7 @@ def train(
 
 
 def _varied(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Half of the images mirrored, all shifted together by up to two pixels."""
+    """Flips half of the images and shifts all of them by up to two pixels."""
     mirrored = torch.rand(len(x), 1, 1, 1, generator=generator, device=x.device) < 0.5
     shift = torch.randint(-2, 3, (2,), generator=generator, device=x.device).tolist()
     return torch.where(mirrored, x.flip(3), x).roll(shift, (2, 3))

@@ -1,7 +1,7 @@
-"""Quantization-aware fine-tuning: weights, biases and every scale are trained with the rounding in place.
+"""Quantization-aware fine-tuning of weights, biases and scales.
 
-Learned step sizes as in LSQ (Esser et al., arXiv:1902.08153): the gradient of a scale is that of the rounded value, divided by
-sqrt(count * highest code). The teacher is the network in floating point, so images without labels are enough.
+Step sizes are learned as in LSQ (Esser et al., arXiv:1902.08153): the gradient of a scale is that of the rounded value, divided
+by sqrt(count * highest code). The teacher is the floating-point network, so no labels are needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowbit.vision.graph import Conv, Graph, MaxPool, Node
 
 @dataclass(frozen=True)
 class FineTune:
-    """How long and how fast: passes over the images, and the learning rate at its highest (Adam, falling as a cosine)."""
+    """Number of passes over the images, and the peak learning rate (Adam, cosine decay)."""
 
     epochs: int = 1
     rate: float = 2e-4
@@ -34,9 +34,10 @@ def fine_tune(
     options: FineTune,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[Graph, Quantization]:
-    """The graph and its quantization after training on `batches` of images [N, C, H, W] against the graph's own results.
+    """Returns the graph and its quantization after training on `batches` of images [N, C, H, W] against the results of the
+    graph.
 
-    The device is that of the images. The codes that come back are what training rounded the weights to.
+    Training runs on the device of the images. The returned codes are the rounded trained weights.
     """
     device = batches[0].device
     teacher = graph.to(device)
@@ -60,7 +61,7 @@ def fine_tune(
 
 
 class _Student(nn.Module):
-    """The graph with weights, biases and scales as parameters, and every value rounded as the integers will round it."""
+    """The graph with trainable weights, biases and scales. Every value is fake-quantized."""
 
     def __init__(self, graph: Graph, quantization: Quantization) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class _Student(nn.Module):
                 for name in (node.name, *([node.second.name] if node.second is not None else [])):
                     self.bits[name] = quantization.bits[node.name].weight
         for name, scale in quantization.scales.items():
-            if not isinstance(graph.nodes[name], MaxPool):  # a pool has the scale of what it pools
+            if not isinstance(graph.nodes[name], MaxPool):  # a max pool has the scale of its input
                 self.step[self.keys[name]] = nn.Parameter(torch.tensor(scale))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ class _Student(nn.Module):
 
     @torch.no_grad()
     def result(self) -> tuple[Graph, Quantization]:
-        """The trained graph, and the quantization that its parameters stand for."""
+        """Returns the trained graph and the quantization given by its parameters."""
         weights = {}
         for name in self.convs:
             key, highest = self.keys[name], (1 << (self.bits[name] - 1)) - 1
@@ -131,8 +132,8 @@ class _Student(nn.Module):
 
 
 def fake_quantize(x: Tensor, step: Tensor, low: int, high: int, count: int) -> Tensor:
-    """x rounded to codes `low` to `high` of size `step`, with LSQ's gradients; `count` is what LSQ calls the number of
-    weights or features that share the step."""
+    """Rounds x to codes `low` to `high` of step size `step`, with LSQ gradients. `count` is the number of weights or
+    features that share the step."""
     gain = 1.0 / math.sqrt(count * high)
     step = step.abs()
     step = step * gain + (step - step * gain).detach()

@@ -1,6 +1,6 @@
-"""What kernels compute together: a program as its launches are, with some operations inside others or three in one.
+"""Kernel fusion: replaces operations of a program by operations that one kernel computes.
 
-Codes are those of the operations one after the other, bit for bit.
+The codes stay the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.conv import block_refusals
 from lowbit.ops.conv import STEM_POOL, stem_pool_refusals
 from lowbit.vision.memory import stems
-from lowbit.vision.program import AverageCodes, Block, Convolve, Operation, PoolAverage, PoolMax, Program, Quantize
+from lowbit.vision.program import AverageCodes, Convolve, FusedBottleneck, Operation, PoolAverage, PoolMax, Program, Quantize
 
 KERNEL_FUSIONS = ("stem", "blocks")
-"""What kernels compute together beyond a convolution and what follows it: a stem and the max-pool behind it; the second and
-third convolution of a bottleneck of 64 channels and the first one of the next."""
+""""stem": a stem and its max-pool. "blocks": the second and third convolution of a 64-channel bottleneck and the first one
+of the next."""
 
 
 def fused(
     program: Program, batch: int, machine: Machine | None, fusions: Collection[str] = KERNEL_FUSIONS
 ) -> Program:  # fmt: skip
-    """The program as kernels on a GPU (None: a CPU) run it, with some of `KERNEL_FUSIONS`. Raises ValueError for another
-    name."""
+    """Returns the program with the fusions that kernels of `machine` support (None: a CPU). Raises ValueError for a name
+    that is not in `KERNEL_FUSIONS`."""
     unknown = sorted(set(fusions) - set(KERNEL_FUSIONS))
     if unknown:
         raise ValueError(f"fusions of kernels are {', '.join(KERNEL_FUSIONS)}, got {unknown[0]!r}")
@@ -34,7 +34,7 @@ def fused(
 
 
 def with_codes_of_means(program: Program) -> Program:
-    """The program with means over pixels made as codes at once, where nothing else reads them."""
+    """Merges average pools with the quantization of their means if nothing else reads the means."""
     operations: dict[str, Operation] = {operation.y: operation for operation in program.operations}
     for op in program.operations:
         pool = operations.get(op.x) if isinstance(op, Quantize) else None
@@ -47,8 +47,10 @@ def with_codes_of_means(program: Program) -> Program:
 
 
 def with_blocks(program: Program, batch: int, machine: Machine | None) -> Program:
-    """The program with three convolutions as one `Block` wherever a kernel does so: the middle one reads what the first makes
-    and nothing else does; the last reads what the middle one makes, as others may."""
+    """Returns the program with three convolutions merged into a `FusedBottleneck` wherever a kernel supports them.
+
+    Only the third convolution may read the second's output. Other operations may read the third's output too.
+    """
     operations = {operation.y: operation for operation in program.operations}
     for third in program.operations:
         second = operations.get(third.x) if isinstance(third, Convolve) and third.y in operations else None
@@ -63,15 +65,15 @@ def with_blocks(program: Program, batch: int, machine: Machine | None) -> Progra
             if not isinstance(op, Convolve) or op.y not in operations or op.inputs != (third.y,):
                 continue
             if not block_refusals(second.layer.spec, third.layer.spec, op.layer.spec, size, machine):
-                operations[third.y] = Block(second, third, op)
+                operations[third.y] = FusedBottleneck(second, third, op)
                 del operations[second.y], operations[op.y]
                 break
     return replace(program, operations=tuple(operations.values()))
 
 
 def with_pooled_stems(program: Program, machine: Machine | None) -> Program:
-    """The program as kernels on a GPU (None: a CPU) run it: stems whose codes only a max-pool of `STEM_POOL` reads have it
-    inside."""
+    """Merges stems with their max-pool if it matches `STEM_POOL` and is the only reader, and if the kernels of `machine`
+    support it."""
     packed = stems(program)
     operations = {operation.y: operation for operation in program.operations}
     for pool in program.operations:

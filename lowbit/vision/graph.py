@@ -1,7 +1,7 @@
-"""A network for images as a graph of named values: convolutions, pools, and whatever else torch computes.
+"""An image network as a graph of named values: convolutions, pools and other torch operations.
 
-A value is named after the node that makes it. Shapes are those of one image, without the batch. `Graph.run` computes in
-floating point; it is what calibration observes, what fine-tuning trains and what the integer program is compared with.
+A value has the name of the node that computes it. Shapes are per image, without the batch. `Graph.run` computes in floating
+point. Calibration observes it, fine-tuning trains it, and tests compare the integer program with it.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ Hook = Callable[[str, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Ref:
-    """An argument that is the value of another node."""
+    """An argument that refers to the value of another node."""
 
     name: str
 
 
 class OneInput:
-    """What reads one value, `x`."""
+    """A node or operation with one input, `x`."""
 
     x: str
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the values read."""
+        """Names of the input values."""
         return (self.x,)
 
 
 @dataclass(frozen=True, eq=False)
 class Input:
-    """The images, float [N, C, H, W] as the model takes them (normalized)."""
+    """The images, float [N, C, H, W], normalized as the model expects."""
 
     name: str
 
@@ -51,11 +51,12 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class Conv:
-    """y = conv(x, weight) + bias (+ residual, or + conv of a second input), then ReLU if `relu`. Also a linear layer.
+    """y = conv(x, weight) + bias (+ residual, or + conv of a second input), then ReLU if `relu`. Linear layers are such
+    convolutions.
 
-    weight [O, C, R, S] and bias [O], float32; `stride` and `padding` are (vertical, horizontal). `second` is a convolution
-    of another value whose result is added, a shortcut with a stride, say; its bias is part of this one's. `most` is where the
-    ReLU ends, 6 for ReLU6; codes end there as well.
+    weight [O, C, R, S] and bias [O] are float32; `stride` and `padding` are (vertical, horizontal). `second` is a convolution
+    of another value that is added, for example a strided shortcut; its bias is part of `bias`. `relu_max` is the upper bound of
+    the ReLU, 6 for ReLU6.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Conv:
     relu: bool = False
     residual: str | None = None
     second: Conv | None = None
-    most: float = math.inf
+    relu_max: float = math.inf
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -77,19 +78,19 @@ class Conv:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing follows the bias yet."""
+        """True if there is no ReLU, residual or second convolution yet."""
         return not self.relu and self.residual is None and self.second is None
 
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """y = x (+ other), then ReLU if `relu`, up to `most`: an addition or a ReLU that no convolution has inside."""
+    """y = x (+ other), then ReLU if `relu`, up to `relu_max`: an addition or a ReLU that is not fused into a convolution."""
 
     name: str
     x: str
     other: str | None
     relu: bool = False
-    most: float = math.inf
+    relu_max: float = math.inf
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -118,9 +119,9 @@ class AveragePool(OneInput):
 
 @dataclass(frozen=True, eq=False)
 class Other:
-    """Any other operation of torch, which stays in floating point: target(*args, **kwargs), a `Ref` for each value read.
+    """Any other torch operation, target(*args, **kwargs), in floating point. A `Ref` stands for each input value.
 
-    `reason` says why it is not one of the kinds above; empty for what only rearranges.
+    `reason` says why it has no integer form; it is empty for operations that only rearrange.
     """
 
     name: str
@@ -131,7 +132,7 @@ class Other:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the values this node reads, each time it is read."""
+        """Names of the input values, once per use."""
         return tuple(ref.name for ref in _refs((self.args, self.kwargs)))
 
 
@@ -139,21 +140,20 @@ Node = Input | Conv | Sum | MaxPool | AveragePool | Other
 
 
 def reads_codes(node: Node | None) -> bool:
-    """Whether a node computes on codes where it can; None, the reader of the result, does not."""
+    """True if a node computes on codes. None stands for the caller, who reads the result in floating point."""
     return isinstance(node, (Conv, Sum, MaxPool, AveragePool))
 
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Nodes by name in an order in which they can be computed, the name of the result, and the shape of each value
-    that is a tensor with a batch."""
+    """Nodes by name in topological order, the name of the result, and the shape of each batched tensor."""
 
     nodes: dict[str, Node]
     output: str
     shapes: dict[str, tuple[int, ...]]
 
     def readers(self) -> dict[str, list[str]]:
-        """Names of the nodes that read each value, once for each time; "" stands for the reader of the result."""
+        """Returns the names of the nodes that read each value, once per use; "" stands for the caller."""
         found: dict[str, list[str]] = {name: [] for name in self.nodes}
         for node in self.nodes.values():
             for name in node.inputs:
@@ -162,9 +162,9 @@ class Graph:
         return found
 
     def run(self, images: Tensor, hook: Hook | None = None) -> Tensor:
-        """The result for `images` [N, C, H, W], computed in the type and on the device of the images.
+        """Returns the result for `images` [N, C, H, W], computed in their dtype and on their device.
 
-        `hook(name, value)` sees every floating-point value and returns what the rest computes with.
+        `hook(name, value)` is called with every floating-point value and returns its replacement.
         """
         remaining = {name: len(readers) for name, readers in self.readers().items()}
         values: dict[str, Any] = {}
@@ -187,7 +187,7 @@ class Graph:
                 return convolve(node, as_images(values[node.x]), lambda name: as_images(values[name]))
             case Sum():
                 y = values[node.x] if node.other is None else values[node.x] + values[node.other]
-                return y.clamp(0.0, node.most) if node.relu else y
+                return y.clamp(0.0, node.relu_max) if node.relu else y
             case MaxPool():
                 return F.max_pool2d(values[node.x], node.kernel, node.stride, node.padding)
             case AveragePool():
@@ -195,28 +195,28 @@ class Graph:
         return call_other(node, {name: self.shaped(name, values[name]) for name in node.inputs}, images)
 
     def shaped(self, name: str, value: Any) -> Any:
-        """The value `name` in the shape in which the model has it, for operations outside the kinds above."""
+        """Returns the value `name` in the shape that the model has."""
         shape = self.shapes.get(name)
         return value if shape is None else value.reshape(value.shape[0], *shape)
 
     def to(self, device: torch.device | str) -> Graph:
-        """The graph with its tensors on `device`."""
+        """Returns the graph with its tensors on `device`."""
         return replace(self, nodes={name: on_device(node, device) for name, node in self.nodes.items()})
 
 
 def convolve(node: Conv, x: Tensor, other: Callable[[str], Tensor]) -> Tensor:
-    """The floating-point result of `node` for its input x [N, C, H, W]; `other` brings its other inputs by name."""
+    """Returns the floating-point output of `node` for x [N, C, H, W]. `other` returns its other inputs by name."""
     y = F.conv2d(x, node.weight.to(x.dtype), node.bias.to(x.dtype), node.stride, node.padding)
     if node.residual is not None:
         y = y + other(node.residual)
     if node.second is not None:
         second = node.second
         y = y + F.conv2d(other(second.x), second.weight.to(x.dtype), None, second.stride, second.padding)
-    return y.clamp(0.0, node.most) if node.relu else y
+    return y.clamp(0.0, node.relu_max) if node.relu else y
 
 
 def call_other(node: Other, values: dict[str, Any], like: Tensor) -> Any:
-    """The result of an operation of torch; floating-point constants are taken to the type of `like`."""
+    """Returns the output of a torch operation. Floating-point constants are cast to the dtype of `like`."""
 
     def fill(value: Any) -> Any:
         if isinstance(value, Ref):
@@ -227,7 +227,7 @@ def call_other(node: Other, values: dict[str, Any], like: Tensor) -> Any:
 
 
 def constants_on(node: Other, device: torch.device | str) -> Other:
-    """The operation with its constants on `device`."""
+    """Returns the operation with its constants on `device`."""
 
     def moved(value: Any) -> Any:
         return value.to(device) if isinstance(value, Tensor) else value
@@ -236,7 +236,7 @@ def constants_on(node: Other, device: torch.device | str) -> Other:
 
 
 def as_images(x: Tensor) -> Tensor:
-    """x [N, C] as [N, C, 1, 1]; images as they are."""
+    """Reshapes x [N, C] to [N, C, 1, 1]; images are unchanged."""
     return x.reshape(*x.shape, 1, 1) if x.dim() == 2 else x
 
 
@@ -253,7 +253,7 @@ def on_device(node: Node, device: torch.device | str) -> Node:
 
 
 def rename_inputs(node: Node, names: dict[str, str]) -> Node:
-    """The node, reading the values under their new names."""
+    """Returns the node with its inputs renamed."""
 
     def new(name: str) -> str:
         return names.get(name, name)
@@ -275,7 +275,7 @@ def rename_inputs(node: Node, names: dict[str, str]) -> Node:
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Arguments, whatever they are nested in, with `change` made to each."""
+    """Applies `change` to every leaf of nested arguments."""
     if isinstance(value, (list, tuple)):
         return type(value)(mapped(item, change) for item in value)
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""Which kernels run a program, and why: of the GPU in hand, or of one that is not there.
+"""The kernels that run a program and the reasons for their choice, for this GPU or another one.
 
-The rows are those by which `DeviceProgram` launches; nothing is packed or compiled for them.
+`DeviceProgram` launches by the same rules. Nothing is packed or compiled here.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from lowbit.kernels.choose.conv import ConvCandidate, block_tile, conv_candidate
 from lowbit.pack.stem import StemImages
 from lowbit.vision.fusion import fused
 from lowbit.vision.lower import FLOAT
-from lowbit.vision.memory import of_torch, stems
+from lowbit.vision.memory import stems, torch_values
 from lowbit.vision.program import (
     AverageCodes,
-    Block,
     Compute,
     Convolve,
     Dequantize,
+    FusedBottleneck,
     Operation,
     PoolAverage,
     PoolMax,
@@ -30,13 +30,13 @@ from lowbit.vision.program import (
 )
 
 SHOWN_NAMES = 3
-"""Layers that a line names; it counts the others."""
+"""Number of layer names in a line; the rest is counted."""
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One launch: the layers in it, the kernel's file below lowbit/kernels/ and its tile, why it was chosen and its cost in
-    turns (kernels/choose/conv.py); every other candidate, with what it would cost or why it cannot."""
+    """One launch: its layers, the kernel file below lowbit/kernels/, its tile, the reason for the choice and the cost in
+    turns (kernels/choose/conv.py). `others` are the other candidates with their costs or reasons."""
 
     name: str
     kernel: str
@@ -46,8 +46,8 @@ class KernelRow:
     others: tuple[str, ...] = ()
 
 
-def machine_here(device: torch.device | None = None) -> Machine | None:
-    """The GPU `device`, or the current one; None for a CPU, and where there is no GPU that kernels are for."""
+def current_machine(device: torch.device | None = None) -> Machine | None:
+    """Returns the machine of `device` or of the current GPU; None for a CPU and for GPUs that the kernels do not support."""
     if device is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     if device is None or device.type != "cuda" or machine_refusals(device):
@@ -56,9 +56,9 @@ def machine_here(device: torch.device | None = None) -> Machine | None:
 
 
 def kernel_rows(program: Program, batch: int, machine: Machine | None) -> list[KernelRow]:
-    """The launches of a program for a batch of this size, in order; on a CPU, where `machine` is None, those of its parts."""
+    """Returns the launches of a program for a batch size, in order; for a CPU (`machine` None), one row per operation."""
     launched = fused(program, batch, machine) if machine is not None else program
-    packed, elsewhere = stems(launched), of_torch(launched)
+    packed, elsewhere = stems(launched), torch_values(launched)
     rows = []
     for op in launched.operations:
         if isinstance(op, Convolve):
@@ -70,16 +70,16 @@ def kernel_rows(program: Program, batch: int, machine: Machine | None) -> list[K
 
 
 def convolution_candidates(
-    op: Convolve, program: Program, batch: int, machine: Machine | None, images: StemImages | None, of_torch: bool = False
+    op: Convolve, program: Program, batch: int, machine: Machine | None, images: StemImages | None, for_torch: bool = False
 ) -> list[ConvCandidate]:
-    """What was considered for a convolution of the program; `of_torch` says whether only torch reads what it makes."""
+    """Returns the candidates for a convolution of the program. `for_torch`: only torch operations read its output."""
     _, height, width = program.values[op.x].shape
-    spec = replace(op.layer.spec, y="f16") if of_torch else op.layer.spec
+    spec = replace(op.layer.spec, y="f16") if for_torch else op.layer.spec
     return conv_candidates(spec, (batch, height, width), machine, images, op.pooled)
 
 
 def kernel_lines(program: Program, batch: int, machine: Machine | None) -> list[str]:
-    """The kernels of a program, those of one reason together, a line each."""
+    """Returns the kernels of a program as text, one line per kernel and reason."""
     where = "on the CPU" if machine is None else f"on {machine.product}, batch {batch}"
     found: dict[tuple[str, str], list[str]] = {}
     for row in kernel_rows(program, batch, machine):
@@ -100,10 +100,10 @@ def _row(name: str, choices: list[ConvCandidate]) -> KernelRow:
 
 
 def _other(op: Operation, program: Program, machine: Machine | None) -> KernelRow:
-    """An operation that is no convolution of its own."""
+    """Returns the row of an operation that is not a single convolution."""
     name = op.y.removesuffix(FLOAT)
     match op:
-        case Block():
+        case FusedBottleneck():
             layers = (op.second.layer, op.third.layer, op.following.layer)
             _, _, width = program.values[op.second.x].shape
             tile = block_tile(layers[1].x, width, layers[2].spec.outputs, layers[1].second is not None)

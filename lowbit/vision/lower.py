@@ -1,7 +1,7 @@
-"""From a graph and its quantization to a `Program` of integers: which value is stored how, and every constant folded.
+"""Lowers a graph and its quantization to an integer `Program`: chooses the storage of each value and folds constants.
 
-A value that a convolution or a pool reads is made as codes, and so are sums; what only floating-point operations or the caller
-read is made as f32; a value that both read is made as codes and dequantized, so that all see the same numbers.
+Inputs of convolutions and pools, and sums, are stored as codes. Values that only floating-point operations or the caller read
+are f32. Values with both kinds of readers are stored as codes and dequantized, so all readers see the same numbers.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from lowbit.vision.program import (
 )
 
 FLOAT = ":float"
-"""Suffix of the floating-point copy of a value that also exists as codes, or of what is only quantized for its readers."""
+"""Suffix of the floating-point copy of a value."""
 
 
 def lower(graph: Graph, quantization: Quantization) -> Program:
-    """The integer program of `graph`. Raises ValueError when a value that needs a scale has none."""
+    """Returns the integer program of `graph`. Raises ValueError if a value needs a scale and has none."""
     lowering = _Lowering(graph, quantization)
     for node in graph.nodes.values():
         lowering.add(node)
@@ -52,7 +52,7 @@ class _Lowering:
         self.readers = self.graph.readers()
 
     def add(self, node: Node) -> None:
-        """Appends what makes the value of `node`."""
+        """Appends the operations that compute `node`."""
         shape = self.graph.shapes.get(node.name, ())
         match node:
             case Input():
@@ -73,7 +73,7 @@ class _Lowering:
                 self._compute(_as_other(node))
 
     def codes(self, name: str) -> str:
-        """The name of the value's codes, which are made of its floating-point form if there are none yet."""
+        """Returns the name of the value's codes, quantizing its floating-point copy if needed."""
         if name not in self.values:
             scale = self._scale(name)
             self.operations.append(Quantize(name, name + FLOAT, _float32(1.0 / scale)))
@@ -81,7 +81,7 @@ class _Lowering:
         return name
 
     def floating(self, name: str) -> str:
-        """The name of the value's floating-point form, which is made of its codes if there is none yet."""
+        """Returns the name of the value's floating-point copy, dequantizing its codes if needed."""
         if name + FLOAT not in self.values and name in self.values:
             known = self.values[name]
             self.operations.append(Dequantize(name + FLOAT, name, known.scale))
@@ -93,10 +93,10 @@ class _Lowering:
         x = self.values[self.codes(node.x)]
         second = None if node.second is None else self.values[self.codes(node.second.x)]
         residual = None if node.residual is None else self.values[self.codes(node.residual)]
-        # Sums of two products or with a residual are only made as codes, so the kernels have it; codes end where a ReLU6 does.
+        # The kernels store sums of two products, and sums with a residual, as codes only. Codes also bound a ReLU6.
         is_sum = node.residual is not None or node.second is not None
         readers = (self.graph.nodes.get(reader) for reader in self.readers[node.name])
-        as_codes = is_sum or node.most < math.inf or any(reads_codes(reader) for reader in readers)
+        as_codes = is_sum or node.relu_max < math.inf or any(reads_codes(reader) for reader in readers)
         storage: str = storage_of(self.graph, bits, node.name) if as_codes else "f32"
         scale = self._scale(node.name) if as_codes else 1.0
         weight = weights[node.name]
@@ -148,7 +148,7 @@ class _Lowering:
 
 
 def _as_other(node: Node) -> Other:
-    """A pool of a value that is floating-point anyway, as an operation of torch."""
+    """Returns a pool of a floating-point value as a torch operation."""
     aten = torch.ops.aten
     match node:
         case MaxPool():

@@ -1,8 +1,8 @@
-"""Where every stored value lies: one piece of memory for a batch, planned before anything runs.
+"""The memory plan: offsets of all stored values in one arena per batch size.
 
-Values that are needed at the same time get disjoint places; the largest is placed first, each at the lowest offset that is free
-for as long as it is needed (greedy by size: Pisarchyk and Lee, arXiv:2001.03288). Codes are packed as `pack/nhwc64.py` says, so
-channels are padded to blocks of 64 here, for 4-bit and 8-bit codes alike, whatever the network has.
+Values that are live at the same time get disjoint ranges. The largest value comes first, each at the lowest offset that is free
+during its lifetime (greedy by size: Pisarchyk and Lee, arXiv:2001.03288). Codes are packed as in `pack/nhwc64.py`, so channels
+are padded to blocks of 64 for 4-bit and 8-bit codes.
 """
 
 from __future__ import annotations
@@ -12,52 +12,52 @@ from dataclasses import dataclass
 from lowbit.formats.conv import ACTIVATIONS, stored_dtype
 from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import PIXEL_BYTES, StemImages
-from lowbit.vision.program import Compute, Convolve, Dequantize, Operation, Program, Quantize, Value, made_by
+from lowbit.vision.program import Compute, Convolve, Dequantize, Operation, Program, Quantize, Value, outputs_of
 
 ALIGNMENT_BYTES = 1024
-"""Of every place: what TMA and 128-byte loads ask for, and more."""
+"""Alignment of each allocation; TMA and 128-byte loads need less."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Bytes [offset, offset + nbytes) of the arena, needed from operation `first` to operation `last`."""
+class Allocation:
+    """Bytes [offset, offset + nbytes) of the arena, live from operation `first` to operation `last`."""
 
     offset: int
     nbytes: int
     first: int
     last: int
 
-    def meets(self, other: Place) -> bool:
-        """Whether both are needed at the same time."""
+    def overlaps(self, other: Allocation) -> bool:
+        """True if both are live at the same time."""
         return self.first <= other.last and other.first <= self.last
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Places of values by name, for one batch size; none for the caller's images and for what torch has memory for."""
+    """Allocations by value name for one batch size, without the images of the caller and the values that torch allocates."""
 
     batch: int
-    places: dict[str, Place]
+    allocations: dict[str, Allocation]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arena."""
-        return max((p.offset + p.nbytes for p in self.places.values()), default=0)
+        return max((p.offset + p.nbytes for p in self.allocations.values()), default=0)
 
     @property
     def values_bytes(self) -> int:
-        """Bytes of all values together, which is what would be needed without a plan."""
-        return sum(p.nbytes for p in self.places.values())
+        """Bytes of all values together: the arena size without reuse."""
+        return sum(p.nbytes for p in self.allocations.values())
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that are needed at one time: no plan has a smaller arena."""
-        times = {p.first for p in self.places.values()}
-        return max((sum(p.nbytes for p in self.places.values() if p.first <= t <= p.last) for t in times), default=0)
+        """Largest number of bytes that are live at one time, a lower bound of the arena size."""
+        times = {p.first for p in self.allocations.values()}
+        return max((sum(p.nbytes for p in self.allocations.values() if p.first <= t <= p.last) for t in times), default=0)
 
 
 def stored_bytes(value: Value, batch: int) -> int:
-    """Bytes of a value for a batch, aligned."""
+    """Returns the aligned bytes of a value for a batch."""
     if value.storage in ACTIVATIONS:
         channels, height, width = value.shape
         nbytes = height * width * Nhwc64(value.storage).pixel_bytes(channels)
@@ -73,8 +73,8 @@ def _aligned(nbytes: int) -> int:
 
 
 def stems(program: Program) -> dict[str, StemImages]:
-    """How the codes of a value are packed if all its readers are convolutions of stride 2 of images with few channels, by name:
-    2 x 2 pixels together, instead of channels filled up to 64."""
+    """Returns the stem layouts of values by name: 2 x 2 pixels packed together instead of channels padded to 64. A value has
+    one if all its readers are stride-2 convolutions of images with few channels."""
     readers: dict[str, list[Operation]] = {}
     for operation in program.operations:
         for name in operation.inputs:
@@ -89,7 +89,7 @@ def stems(program: Program) -> dict[str, StemImages]:
 
 
 def _stem_images(operation: Operation, name: str, known: Value | None) -> StemImages | None:
-    """How a stem's kernel wants the value packed; None if `operation` is no such stem or reads the value in another way."""
+    """Returns the stem layout that the convolution needs; None if `operation` is not a stem or uses the value otherwise."""
     if not isinstance(operation, Convolve) or operation.x != name or name in (operation.residual, operation.second):
         return None
     layer = operation.layer
@@ -101,8 +101,9 @@ def _stem_images(operation: Operation, name: str, known: Value | None) -> StemIm
     return None if images.refusals() else images
 
 
-def of_torch(program: Program) -> set[str]:
-    """Names of the values in memory of torch's: what it makes, and what it alone reads, views of which it may make."""
+def torch_values(program: Program) -> set[str]:
+    """Returns the names of values that torch allocates: outputs of torch operations, and values that only torch operations
+    read."""
     found = {op.y for op in program.operations if isinstance(op, (Compute, Dequantize))}
     for operation in program.operations:
         if isinstance(operation, Convolve) and operation.layer.y == "f32" and operation.y != program.result:
@@ -113,7 +114,7 @@ def of_torch(program: Program) -> set[str]:
 
 
 def plan_memory(program: Program, batch: int) -> MemoryPlan:
-    """Places for the values of `program` with `batch` images. Raises ValueError for a batch below 1."""
+    """Returns the allocations of the values of `program` for `batch` images. Raises ValueError for a batch below 1."""
     if batch < 1:
         raise ValueError(f"a batch has at least 1 image, got {batch}")
     packed = stems(program)
@@ -125,21 +126,21 @@ def plan_memory(program: Program, batch: int) -> MemoryPlan:
 
     last = {name: i for i, names in program.last_reads().items() for name in names}
     end = len(program.operations) - 1
-    elsewhere = of_torch(program)
-    wanted = []
+    elsewhere = torch_values(program)
+    unplaced = []
     for i, operation in enumerate(program.operations):
-        of_images = isinstance(operation, Quantize) and operation.x == program.images  # made before anything else
+        of_images = isinstance(operation, Quantize) and operation.x == program.images  # quantized before all other operations
         first = 0 if of_images else i
-        for name in made_by(operation):
+        for name in outputs_of(operation):
             if name not in elsewhere:
-                wanted.append((name, Place(0, nbytes(name), first, last.get(name, end))))
-    places: dict[str, Place] = {}
-    for name, place in sorted(wanted, key=lambda item: -item[1].nbytes):
+                unplaced.append((name, Allocation(0, nbytes(name), first, last.get(name, end))))
+    allocations: dict[str, Allocation] = {}
+    for name, allocation in sorted(unplaced, key=lambda item: -item[1].nbytes):
         offset = 0
-        for other in sorted((p for p in places.values() if p.meets(place)), key=lambda p: p.offset):
-            if offset + place.nbytes <= other.offset:
+        for other in sorted((p for p in allocations.values() if p.overlaps(allocation)), key=lambda p: p.offset):
+            if offset + allocation.nbytes <= other.offset:
                 break
             offset = max(offset, other.offset + other.nbytes)
-        places[name] = Place(offset, place.nbytes, place.first, place.last)
-    names = [name for operation in program.operations for name in made_by(operation)]
-    return MemoryPlan(batch, {name: places[name] for name in names if name in places})
+        allocations[name] = Allocation(offset, allocation.nbytes, allocation.first, allocation.last)
+    names = [name for operation in program.operations for name in outputs_of(operation)]
+    return MemoryPlan(batch, {name: allocations[name] for name in names if name in allocations})

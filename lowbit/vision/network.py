@@ -1,4 +1,4 @@
-"""`quantize`: a CNN of torch becomes a network of integers, with a report of what did not."""
+"""`quantize` converts a torch CNN to an integer network and reports what stayed in floating point."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowbit.formats.conv import CODES
 from lowbit.hardware.machine import Machine
 from lowbit.vision.bits import assign_bits, calibrate, scheme_bits
 from lowbit.vision.finetune import FineTune, fine_tune
-from lowbit.vision.kernels import KernelRow, kernel_lines, kernel_rows, machine_here
+from lowbit.vision.kernels import KernelRow, current_machine, kernel_lines, kernel_rows
 from lowbit.vision.lower import FLOAT, lower
 from lowbit.vision.observe import Search, observe
 from lowbit.vision.pixels import Pixels
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from lowbit.vision.device import DeviceProgram
 
 MOST_BATCH_SIZES = 4
-"""Batch sizes for which a network keeps its memory and CUDA graph on a GPU."""
+"""Number of batch sizes whose memory and CUDA graph a network keeps on a GPU."""
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One operation for the report: where its input and output are stored, bits of its weights, multiply-adds per image."""
+    """A row of the report: input and output storage, weight bits and multiply-adds per image."""
 
     name: str
     kind: str
@@ -40,13 +40,12 @@ class LayerRow:
 
 
 class QuantizedNetwork(nn.Module):
-    """A network of integers. `network(images)` takes what the model took, float [N, C, H, W], or pixels uint8 if it knows how
-    they are normalized, and returns the model's result, float32.
+    """An integer network. `network(images)` takes the model's float input [N, C, H, W], or uint8 pixels if it can normalize
+    them, and returns the model's result in float32.
 
-    Images on a GPU go through its kernels, one CUDA graph for each batch size; images on a CPU, or given to `reference`,
-    through the exact reference: the same codes. `program` is what it computes, `scheme` what was asked for, and `assignment`
-    how layers were chosen to stay in int8, where they were. Codes are not parameters: the module has no state dict;
-    `lowbit.vision.save` writes it.
+    Images on a GPU are computed by the kernels, with one CUDA graph per batch size. Images on a CPU, and `reference`, use the
+    exact reference, which gives the same codes. `assignment` says which layers measured sensitivity kept in int8. Codes are not
+    parameters, so the module has no state dict; `lowbit.vision.save` writes it.
     """
 
     def __init__(self, program: Program, scheme: str, assignment: Assignment | None = None) -> None:
@@ -55,19 +54,19 @@ class QuantizedNetwork(nn.Module):
         self._launched: dict[tuple[torch.device, int], Any] = {}
 
     def forward(self, images: Tensor) -> Tensor:
-        """The result for images [N, C, H, W]. Raises ValueError for images of another size than was traced, and for a GPU
-        that the kernels are not for (`reference` runs there)."""
+        """Returns the result for images [N, C, H, W]. Raises ValueError for another image size than traced, and for a GPU
+        that the kernels do not support (use `reference` there)."""
         if images.device.type != "cuda":
             return self.reference(images)
         return self.on_device(self._checked(images).shape[0], images.device).run(images)
 
     def reference(self, images: Tensor) -> Tensor:
-        """What `forward` returns, computed by `kernels/reference/conv.py` on any device, slowly."""
+        """Returns the result of `forward`, computed slowly by `kernels/reference/conv.py` on any device."""
         with torch.no_grad():
             return self.program.to(images.device).run(self._checked(images))
 
     def on_device(self, batch: int, device: torch.device) -> DeviceProgram:
-        """The program on a GPU for one batch size, made at the first call; the last few are kept."""
+        """Returns the program for one batch size on a GPU, compiled at the first call. The last few are cached."""
         from lowbit.vision.device import DeviceProgram
 
         key = (device, batch)
@@ -88,13 +87,13 @@ class QuantizedNetwork(nn.Module):
         return images
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedNetwork:
-        """What `to`, `cuda` and `cpu` go through: the layers follow to the device, their types stay as they are."""
+        """Moves the layers to the device for `to`, `cuda` and `cpu`; dtypes do not change."""
         self.program = self.program.to(fn(torch.zeros(())).device)
         return self
 
     @property
     def kept(self) -> dict[str, str]:
-        """What stayed in floating point by name, with the reason; what only rearranges is left out."""
+        """Operations that stayed in floating point, by name, with the reason; without those that only rearrange."""
         return {
             op.node.name.removesuffix(FLOAT): op.node.reason
             for op in self.program.operations
@@ -102,7 +101,7 @@ class QuantizedNetwork(nn.Module):
         }
 
     def rows(self) -> list[LayerRow]:
-        """The operations on codes, in order."""
+        """Returns the operations on codes, in order."""
         found = []
         values = self.program.values
         for op in self.program.operations:
@@ -126,19 +125,19 @@ class QuantizedNetwork(nn.Module):
         return found
 
     def extra_repr(self) -> str:
-        """The report, where torch prints modules."""
+        """Returns the report; torch prints it with the module."""
         return "\n".join(self.lines())
 
     def kernels(self, batch: int = 1, machine: Machine | None = None) -> list[KernelRow]:
-        """The launches for a batch of this size, in order, with what else was considered.
+        """Returns the launches for a batch size, in order, with the other candidates.
 
-        On the GPU in hand, else on the CPU; `machine`, one of `lowbit.hardware.machine.MACHINES`, stands for a GPU elsewhere.
+        `machine` is one of `lowbit.hardware.machine.MACHINES`; by default the current GPU, or the CPU.
         """
-        return kernel_rows(self.program, batch, machine_here() if machine is None else machine)
+        return kernel_rows(self.program, batch, current_machine() if machine is None else machine)
 
     def lines(self, batch: int = 1, machine: Machine | None = None) -> list[str]:
-        """The report, a line each: what became integers, what stayed in floating point and why, and the kernels that run it,
-        with the reason, for a batch of this size. `machine` as `kernels` has it."""
+        """Returns the report as lines: what is integer, what stayed in floating point and why, and the kernels with their
+        reasons for a batch size. `machine` as in `kernels`."""
         rows = [row for row in self.rows() if row.weight_bits]
         weights = sum(
             layer.weight.numel() + (layer.second.weight.numel() if layer.second else 0) for layer in self.program.layers
@@ -152,7 +151,7 @@ class QuantizedNetwork(nn.Module):
         if self.assignment is not None and self.assignment.keep_int8:
             out.append(f"kept in int8 by measured sensitivity: {', '.join(self.assignment.keep_int8)}")
         out += [f"kept in floating point: {name}: {reason}" for name, reason in self.kept.items()]
-        return out + kernel_lines(self.program, batch, machine_here() if machine is None else machine)
+        return out + kernel_lines(self.program, batch, current_machine() if machine is None else machine)
 
 
 def _kind(op: Convolve) -> str:
@@ -181,15 +180,20 @@ def quantize(
 ) -> QuantizedNetwork:
     """Quantizes a CNN (Transformers, timm, torchvision or your own) that maps images [N, C, H, W] to one tensor.
 
-    calibration_data: some hundred images as the model takes them: a tensor [N, C, H, W] or batches, each a tensor, a tuple that
-    starts with one or a mapping with "pixel_values". scheme: "w8a8", "w8a4", "w4a8" or "w4a4", weights per output channel and
-    activations per tensor; values after ReLU get the 4 bits; 8-bit weights stay where images are read and the result is made.
-    keep_int8: layers that keep 8 bits. most_divergence: instead, as few layers keep 8 bits as bring the mean divergence of
-    the result's softmax to this many nats. fine_tuning: trains with the rounding in place, on the calibration data, without
-    labels. search: how activations are clipped, see `observe`. fold_shortcuts: whether a convolution computes the one that its
-    result is added to. pixels: how 8-bit pixels become what the model takes; calibration data and the network's input may then
-    be uint8. The model is not changed, and may be on a GPU. Raises ValueError for a scheme, layer or data that cannot be,
-    `UnsupportedNetwork` for a model.
+    calibration_data: a few hundred images in the model's input format: a tensor [N, C, H, W], or batches, each a tensor, a
+        tuple that starts with one, or a mapping with "pixel_values".
+    scheme: "w8a8", "w8a4", "w4a8" or "w4a4". Weights have a scale per output channel, activations one per tensor. Only
+        outputs of ReLUs get 4 bits. The layers that read the images or produce the result keep 8-bit weights.
+    keep_int8: layers that keep 8 bits.
+    most_divergence: instead of `keep_int8`, keeps the fewest layers in 8 bits for which the mean KL divergence of the
+        softmax of the result is at most this many nats.
+    fine_tuning: quantization-aware training on the calibration data, without labels.
+    search: how activations are clipped, see `observe`.
+    fold_shortcuts: computes shortcut convolutions inside the convolution whose result they are added to.
+    pixels: normalization of 8-bit pixels; calibration data and the network's input may then be uint8.
+
+    The model is not changed and may be on a GPU. Raises ValueError for an unsupported scheme, layer or data, and
+    `UnsupportedNetwork` for an unsupported model.
     """
     scheme_bits(scheme)
     if not isinstance(model, nn.Module):
@@ -219,9 +223,9 @@ def quantize(
 def image_batches(
     data: Tensor | Iterable[Any], device: torch.device | str, pixels: Pixels | None = None, size: int = 64
 ) -> list[Tensor]:
-    """Batches float32 [N, C, H, W] of calibration data in any of the forms that `quantize` takes.
+    """Returns batches float32 [N, C, H, W] of calibration data in any form that `quantize` accepts.
 
-    Raises ValueError for data without images, or with something else in it.
+    Raises ValueError if there are no images or an item is not an image batch.
     """
     if isinstance(data, Tensor):
         data = data.split(size)

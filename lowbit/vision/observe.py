@@ -1,6 +1,7 @@
-"""Which scale each value of a graph gets: what calibration images make of it, and the scale that clips and rounds least.
+"""Observes the range of each value on calibration images and finds the scale with the least clipping and rounding error.
 
-A value after ReLU has codes 0 to 15 (u4) or 0 to 127 (s8); any other -128 to 127 (s8). value = code * scale, no zero points.
+Outputs of ReLUs have codes 0 to 15 (u4) or 0 to 127 (s8), other values -128 to 127 (s8). value = code * scale; there are no
+zero points.
 """
 
 from __future__ import annotations
@@ -20,33 +21,33 @@ PERCENTILE = 0.999
 SAMPLES_PER_BATCH = 1 << 14
 MOST_SAMPLES = 1 << 17
 SMALLEST = 1e-20
-"""Magnitude below which a value counts as zero: float32 has no reciprocal of a scale much smaller."""
+"""Values below this magnitude count as zero, because float32 has no reciprocal of a much smaller scale."""
 CLIP_FACTORS = tuple(1.05**-i for i in range(72))
-"""Shares of the largest magnitude at which "mse" tries to clip: from all of it to 3 %."""
+"""Shares of the largest magnitude at which "mse" tries to clip, from 100 % down to 3 %."""
 
 
 @dataclass
 class Range:
-    """Magnitudes that calibration saw of one value: the largest, and evenly spaced samples of each batch."""
+    """Observed magnitudes of one value: the largest, and evenly spaced samples of each batch."""
 
     largest: float = 0.0
     samples: list[Tensor] = field(default_factory=list)
 
     def add(self, value: Tensor) -> None:
-        """Takes in one batch."""
+        """Adds one batch."""
         flat = value.detach().abs().float().reshape(-1)
         inf = float("inf")
         self.largest = max(self.largest, float(flat.max().nan_to_num(nan=inf, posinf=inf)))
         if sum(map(len, self.samples)) < MOST_SAMPLES:
-            # An odd step visits every channel and every column in time, whatever power of two the image measures.
+            # An odd step samples all channels and columns of images whose sizes are powers of two.
             step = max(1, flat.numel() // SAMPLES_PER_BATCH) | 1
             self.samples.append(flat[::step].cpu())
 
     def scale(self, highest_code: int, search: Search) -> float:
-        """The scale with which codes up to `highest_code` hold the value.
+        """Returns the scale for codes up to `highest_code`.
 
-        "mse": of 72 clipping points the one with the least squared error over the samples. "percentile": clips one value
-        in a thousand. "max": clips nothing. A value that was always (nearly) zero gets the scale 1.
+        "mse" takes the clipping point of 72 with the least squared error on the samples. "percentile" clips one value in a
+        thousand. "max" clips nothing. The scale of a value that was always near zero is 1.
         """
         if self.largest < SMALLEST:
             return 1.0
@@ -62,19 +63,19 @@ class Range:
 
 
 def observe(graph: Graph, batches: Iterable[Tensor]) -> dict[str, Range]:
-    """The range of each floating-point value of the graph, over batches of images [N, C, H, W].
+    """Returns the range of each floating-point value of the graph over batches of images [N, C, H, W].
 
-    Raises ValueError when there is no batch or a value is not finite.
+    Raises ValueError if there is no batch or a value is not finite.
     """
     ranges: dict[str, Range] = {}
 
-    def watch(name: str, value: Tensor) -> Tensor:
+    def on_value(name: str, value: Tensor) -> Tensor:
         ranges.setdefault(name, Range()).add(value)
         return value
 
     with torch.no_grad():
         for images in batches:
-            graph.run(images, watch)
+            graph.run(images, on_value)
     if not ranges:
         raise ValueError("no calibration images: give at least one batch [N, C, H, W]")
     broken = [name for name, seen in ranges.items() if not seen.largest < float("inf")]

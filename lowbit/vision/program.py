@@ -1,7 +1,7 @@
-"""A network in integers: a list of operations on stored values, and its execution in plain torch, the reference.
+"""An integer network: a list of operations on stored values, and a reference implementation in plain torch.
 
-Values are codes (u4, s8; int32 tensors [N, C, H, W] here, packed on a GPU) or floating-point (f32, and f16 on a GPU, for what
-has no integer form). `Program.run` computes with `kernels/reference/conv.py`; the GPU gives the same codes bit for bit.
+Values are codes (u4, s8; int32 tensors [N, C, H, W] here, packed on a GPU) or floating-point (f32; f16 on a GPU for operations
+without an integer form). `Program.run` uses `kernels/reference/conv.py`; the GPU computes the same codes bit for bit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lowbit.vision.pixels import Pixels
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of a stored value: its storage, the shape of one image's part, and the value of a code step."""
+    """Storage, shape per image and scale of a stored value."""
 
     storage: str
     shape: tuple[int, ...]
@@ -37,8 +37,8 @@ class Value:
 
 @dataclass(frozen=True)
 class Quantize(OneInput):
-    """s8 codes of a floating-point value: clamp(rne(x * factor), -128, 127), one float32 product; of 8-bit pixels with one
-    fma, which normalizes them."""
+    """s8 codes of a floating-point value: clamp(rne(x * factor), -128, 127) with one float32 product. For 8-bit pixels one
+    fma normalizes and scales."""
 
     y: str
     x: str
@@ -47,8 +47,8 @@ class Quantize(OneInput):
 
 @dataclass(frozen=True, eq=False)
 class Convolve:
-    """One `ConvLayer`, with the residual or the input of its second product where it has one, and with the max-pool of
-    `STEM_POOL` inside if `pooled`."""
+    """One `ConvLayer`, with the names of its residual and of the input of its second product. `pooled`: includes the
+    max-pool `STEM_POOL`."""
 
     y: str
     x: str
@@ -68,9 +68,9 @@ class Convolve:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
-    """Three `Convolve` in one kernel (ops/conv_block.py), the last of which makes y; what the middle one makes, `also`, is
-    stored for its other readers."""
+class FusedBottleneck:
+    """Three `Convolve` in one kernel (ops/conv_block.py). The last one computes y. The output of the middle one, `also`, is
+    stored for other readers."""
 
     second: Convolve
     third: Convolve
@@ -78,17 +78,17 @@ class Block:
 
     @property
     def y(self) -> str:
-        """The name of the last value made."""
+        """Name of the output of the last convolution."""
         return self.following.y
 
     @property
     def also(self) -> str:
-        """The name of the value that the third convolution makes."""
+        """Name of the output of the third convolution of the bottleneck."""
         return self.third.y
 
     @property
     def added(self) -> str:
-        """The name of the residual, or of what the shortcut reads."""
+        """Name of the residual, or of the input of the shortcut."""
         return self.third.residual or self.third.second or ""
 
     @property
@@ -99,7 +99,7 @@ class Block:
 
 @dataclass(frozen=True)
 class SumCodes:
-    """One `SumSpec`: a sum of codes, or a ReLU, that no convolution has inside."""
+    """One `SumSpec`: a sum of codes or a ReLU that is not fused into a convolution."""
 
     y: str
     x: str
@@ -114,7 +114,7 @@ class SumCodes:
 
 @dataclass(frozen=True)
 class PoolMax(OneInput):
-    """The largest code of each window; the scale is that of its input."""
+    """Largest code of each window; the scale is that of the input."""
 
     y: str
     x: str
@@ -144,7 +144,7 @@ class AverageCodes(OneInput):
 
 @dataclass(frozen=True)
 class Dequantize(OneInput):
-    """code * scale in float32, for what has no integer form."""
+    """code * scale in float32, for readers without an integer form."""
 
     y: str
     x: str
@@ -153,7 +153,7 @@ class Dequantize(OneInput):
 
 @dataclass(frozen=True, eq=False)
 class Compute:
-    """An operation of torch in floating point."""
+    """A torch operation in floating point."""
 
     y: str
     node: Other
@@ -164,18 +164,18 @@ class Compute:
         return self.node.inputs
 
 
-Operation = Quantize | Convolve | Block | SumCodes | PoolMax | PoolAverage | AverageCodes | Dequantize | Compute
+Operation = Quantize | Convolve | FusedBottleneck | SumCodes | PoolMax | PoolAverage | AverageCodes | Dequantize | Compute
 
 
-def made_by(operation: Operation) -> tuple[str, ...]:
-    """Names of the values that an operation makes."""
-    return (operation.also, operation.y) if isinstance(operation, Block) else (operation.y,)
+def outputs_of(operation: Operation) -> tuple[str, ...]:
+    """Returns the names of the values that an operation computes."""
+    return (operation.also, operation.y) if isinstance(operation, FusedBottleneck) else (operation.y,)
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Operations in order, what is known of each value that is a tensor, and the names of the images and the result; how
-    8-bit pixels are normalized, if it is known."""
+    """Operations in order, the stored values by name, the names of images and result, and the normalization of 8-bit pixels
+    if known."""
 
     operations: tuple[Operation, ...]
     values: dict[str, Value]
@@ -183,24 +183,24 @@ class Program:
     result: str
     pixels: Pixels | None = None
 
-    def run(self, images: Tensor, watch: Callable[[str, Tensor], None] | None = None) -> Tensor:
-        """The result for images [N, C, H, W] as the model takes them or in pixels, by the reference, on their device.
+    def run(self, images: Tensor, on_value: Callable[[str, Tensor], None] | None = None) -> Tensor:
+        """Returns the reference result for images [N, C, H, W], normalized or in pixels, on their device.
 
-        `watch(name, value)` sees every value that is made: codes as int32, anything else in float32.
+        `on_value(name, value)` is called with every computed value: codes as int32, others in float32.
         """
         values: dict[str, Any] = {self.images: images}
         last = self.last_reads()
         for i, operation in enumerate(self.operations):
             y = self.step(operation, values)
-            if watch is not None and isinstance(y, Tensor):
-                watch(operation.y, y)
+            if on_value is not None and isinstance(y, Tensor):
+                on_value(operation.y, y)
             values[operation.y] = y
             for name in last.get(i, ()):
                 del values[name]
         return values[self.result].reshape(len(images), *self.values[self.result].shape)
 
     def step(self, operation: Operation, values: dict[str, Any]) -> Any:
-        """What one operation makes of the values that it reads, by the reference."""
+        """Returns the reference output of one operation."""
         match operation:
             case Quantize():
                 x = as_images(values[operation.x])
@@ -211,7 +211,7 @@ class Program:
                 second = None if operation.second is None else values[operation.second]
                 y = conv_reference(values[operation.x], operation.layer, residual, second)
                 return max_pool_reference(y, *STEM_POOL) if operation.pooled else y
-            case Block() | AverageCodes():
+            case FusedBottleneck() | AverageCodes():
                 raise ValueError(f"{operation.y} is made by DeviceProgram; a program has the parts of what makes it")
             case SumCodes():
                 other = None if operation.other is None else values[operation.other]
@@ -229,25 +229,25 @@ class Program:
         return call_other(operation.node, read, like)
 
     def constants(self, operation: Quantize, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(gain, shift) float32 [C] with which `operation` makes codes of x [N, C, H, W]: pixels are normalized."""
+        """Returns (gain, shift) float32 [C] with which `operation` quantizes x [N, C, H, W]; pixels are normalized."""
         if x.dtype == torch.uint8 and self.pixels is not None:
             return self.pixels.constants(x.shape[1], operation.factor)
         return torch.full((x.shape[1],), operation.factor), torch.zeros(x.shape[1])
 
     def floating(self, images: Tensor) -> Tensor:
-        """Images in float32 as the model takes them."""
+        """Returns the images in float32, normalized as the model expects."""
         return self.pixels.normalized(images) if images.dtype == torch.uint8 and self.pixels is not None else images.float()
 
     def shaped(self, name: str, value: Any) -> Any:
-        """The value in the shape in which the model has it."""
+        """Returns the value in the shape that the model has."""
         known = self.values.get(name)
         return value if known is None or not isinstance(value, Tensor) else value.reshape(value.shape[0], *known.shape)
 
     def last_reads(self) -> dict[int, list[str]]:
-        """Names of the values that nothing needs any more after each operation, by its number."""
+        """Returns, by operation index, the names of values that are dead after it."""
         last: dict[str, int] = {}
         for i, operation in enumerate(self.operations):
-            last.update(dict.fromkeys((*made_by(operation), *operation.inputs), i))
+            last.update(dict.fromkeys((*outputs_of(operation), *operation.inputs), i))
         last.pop(self.result, None)
         after: dict[int, list[str]] = {}
         for name, i in last.items():
@@ -255,13 +255,13 @@ class Program:
         return after
 
     def to(self, device: torch.device | str) -> Program:
-        """The program with the tensors of its layers on `device`."""
+        """Returns the program with the tensors of its layers on `device`."""
         moved: list[Operation] = []
         for op in self.operations:
             if isinstance(op, Convolve):
                 op = op.to(device)
-            elif isinstance(op, Block):
-                op = Block(op.second.to(device), op.third.to(device), op.following.to(device))
+            elif isinstance(op, FusedBottleneck):
+                op = FusedBottleneck(op.second.to(device), op.third.to(device), op.following.to(device))
             elif isinstance(op, Compute):
                 op = replace(op, node=constants_on(op.node, device))
             moved.append(op)
@@ -269,7 +269,7 @@ class Program:
 
     @property
     def weights(self) -> list[Tensor]:
-        """The codes of all weights, those of second products too."""
+        """Codes of all weights, including those of second products."""
         seconds = [layer.second.weight for layer in self.layers if layer.second is not None]
         return [layer.weight for layer in self.layers] + seconds
 

@@ -1,10 +1,10 @@
 """A quantized network on disk: a folder with config.json, which lists the operations, and model.safetensors.
 
-Weights whose codes all lie in -8 to 7 are stored in 4 bits (`formats/words.py`), others as int8; constants in float32. The
-folder appears complete or not at all. Nothing in it is executed: floating-point operations are looked up in a fixed list.
+Weights whose codes are all in -8 to 7 are stored in 4 bits (`formats/words.py`), others as int8, constants in float32. The
+folder is written atomically. Loading executes no code: floating-point operations are looked up in a fixed list.
 
-config.json has the SHA-256 of the whole network, description and tensors, so that what was changed since it was saved is not
-loaded. What somebody made by other means must fit together (`check`): it is refused, or it runs.
+config.json contains the SHA-256 of description and tensors, so changed files are refused. `check` validates networks without a
+checksum.
 """
 
 from __future__ import annotations
@@ -49,15 +49,14 @@ _FLOATING = (
     "mean.dim", "mul.Tensor", "pad.default", "permute.default", "relu.default", "relu6.default", "reshape.default",
     "sigmoid.default", "silu.default", "sub.Tensor", "sym_size.int", "transpose.int", "view.default",
 )  # fmt: skip
-"""Operations of aten that a saved network may hold; each computes on its arguments alone."""
+"""aten operations that a saved network may contain. Each depends on its arguments only."""
 
 
 def save(
     network: QuantizedNetwork, folder: str | Path, *, overwrite: bool = False, say: Callable[[str], None] = lambda line: None
 ) -> None:
-    """Writes `network` to `folder`; `say` gets a line on what it replaced. Raises CheckpointError if something is there, unless
-    with `overwrite` that is a network or checkpoint, if it cannot be written, and if the network has a floating-point operation
-    that cannot be saved."""
+    """Writes `network` to `folder`; `say` gets a line on what was replaced. Raises CheckpointError if the folder exists
+    (unless `overwrite` and it is a network or checkpoint), if it cannot be written, or if an operation cannot be saved."""
     program = network.program
     tensors: dict[str, Tensor] = {}
     with CheckpointWriter(folder, overwrite=overwrite, say=say) as writer:
@@ -80,8 +79,8 @@ def save(
 
 
 def load(folder: str | Path) -> QuantizedNetwork:
-    """The network that `save` wrote. Raises CheckpointError, naming the folder and the operation, value or tensor, for anything
-    else, and for a network that was changed since."""
+    """Loads the network that `save` wrote. Raises CheckpointError, naming the folder and the operation, value or tensor, for
+    anything else and for changed files."""
     with CheckpointReader(folder) as reader:
         config = reader.config
         if config.get("format") != FORMAT:
@@ -91,7 +90,7 @@ def load(folder: str | Path) -> QuantizedNetwork:
         tensors = {name: reader.get(name) for name in reader.names()}
     try:
         network = _network(config, tensors)
-        # Files of releases before checksums have none.
+        # Older releases wrote no checksum.
         if config.get("sha256", digest := _sha256(config, tensors)) != digest:
             raise ValueError(
                 f"its SHA-256 is {digest}, config.json states {config['sha256']}: it was changed since it was saved"
@@ -102,7 +101,7 @@ def load(folder: str | Path) -> QuantizedNetwork:
 
 
 def _network(config: dict[str, Any], tensors: dict[str, Tensor]) -> QuantizedNetwork:
-    """The network of a description and the tensors that it names."""
+    """Returns the network of a description and its tensors."""
     unread = set(tensors) - {"empty"}
 
     def get(name: str) -> Tensor:
@@ -126,13 +125,13 @@ def _network(config: dict[str, Any], tensors: dict[str, Tensor]) -> QuantizedNet
 
 
 def _said(error: Exception) -> str:
-    """What an error says, in one line; a KeyError says no more than a name."""
+    """Returns the message of an error in one line. The message of a KeyError is only a name."""
     line = " ".join(str(error).split())[:500]
     return f"{line} is missing" if isinstance(error, KeyError) else line or type(error).__name__
 
 
 def _sha256(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """SHA-256 in hexadecimal of the description of a network, but for the checksum in it, and of its tensors."""
+    """Returns the SHA-256 in hexadecimal of the description without its checksum, and of the tensors."""
     description = {key: value for key, value in config.items() if key != "sha256"}
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
@@ -142,7 +141,7 @@ def _sha256(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
 
 
 def _written(op: Operation, key: str, add: Callable[[str, Tensor], None]) -> dict[str, Any]:
-    """The operation as JSON; its tensors go to `add`."""
+    """Returns the operation as JSON and passes its tensors to `add`."""
     match op:
         case Convolve(y, x, layer, residual, second):
             row: dict[str, Any] = {"kind": "convolve", "y": y, "x": x, "residual": residual, "second": second}

@@ -1,4 +1,4 @@
-"""Which layers need 8 bits: how far the result moves when one layer alone has 4, measured on calibration images."""
+"""Layer sensitivity: the divergence of the result when one layer alone has 4 bits, on calibration images."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lowbit.vision.program import Program
 
 @dataclass(frozen=True)
 class Assignment:
-    """The layers kept in int8, the divergence of the result they leave, and each layer's own, largest first."""
+    """Layers kept in int8, the remaining divergence of the result, and the sensitivity of each layer, largest first."""
 
     keep_int8: tuple[str, ...]
     divergence: float
     sensitivity: dict[str, float]
 
 
-def divergence(wanted: Tensor, got: Tensor) -> float:
-    """Mean Kullback-Leibler divergence of the softmax of results [N, K] from the wanted one, in nats."""
-    p, q = wanted.flatten(1).double().log_softmax(1), got.flatten(1).double().log_softmax(1)
+def divergence(expected: Tensor, got: Tensor) -> float:
+    """Mean KL divergence in nats of the softmax of the results [N, K] from the expected ones."""
+    p, q = expected.flatten(1).double().log_softmax(1), got.flatten(1).double().log_softmax(1)
     return float((p.exp() * (p - q)).sum(1).mean())
 
 
@@ -41,19 +41,19 @@ def choose_int8(
     search: Search = "mse",
     say: Callable[[str], None] = lambda line: None,
 ) -> Assignment:
-    """Keeps as few layers in int8 as bring the divergence of the result to `most` nats or less, most sensitive first.
+    """Keeps the fewest layers in int8 for which the divergence of the result is at most `most` nats, most sensitive first.
 
-    A layer's sensitivity is the divergence of a program in which it alone has the bits of `scheme` and all others 8. The number
-    of layers is found by bisection; with all of them in int8 the bound may still be missed, as `divergence` then says.
+    The sensitivity of a layer is the divergence of a program in which only this layer has the bits of `scheme` and all others
+    have 8. Bisection finds the number of layers. The bound can be missed even with all layers in int8; `divergence` tells.
     """
     with torch.no_grad():
-        wanted = torch.cat([graph.run(images) for images in batches])
+        expected = torch.cat([graph.run(images) for images in batches])
 
     low = calibrate(graph, ranges, assign_bits(graph, scheme), search)
     int8 = calibrate(graph, ranges, assign_bits(graph, "w8a8"), search)
 
     def measure(in_int8: Container[str]) -> float:
-        return divergence(wanted, run_batches(lower(graph, mixed(graph, low, int8, in_int8)), batches))
+        return divergence(expected, run_batches(lower(graph, mixed(graph, low, int8, in_int8)), batches))
 
     names = [name for name in low.bits if low.bits[name] != int8.bits[name]]
     sensitivity = {name: measure({*names} - {name}) for name in names}
@@ -65,7 +65,7 @@ def choose_int8(
     def with_int8(count: int) -> float:
         return measure(order[:count])
 
-    least, enough = 0, len(order)  # the answer lies between the two
+    least, enough = 0, len(order)  # bisection: the answer is in [least, enough]
     while least < enough:
         middle = (least + enough) // 2
         least, enough = (least, middle) if with_int8(middle) <= most else (middle + 1, enough)
@@ -73,6 +73,6 @@ def choose_int8(
 
 
 def run_batches(program: Program, batches: Sequence[Tensor]) -> Tensor:
-    """The results of a program for several batches, one after the other."""
+    """Returns the results of a program for several batches."""
     with torch.no_grad():
         return torch.cat([program.run(images) for images in batches])

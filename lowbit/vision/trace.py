@@ -1,9 +1,8 @@
-"""From a module of torch to a `Graph`: torch.export, then passes that fold batch norms and fuse what follows a convolution.
+"""Traces a torch module to a `Graph` with torch.export, then folds batch norms and fuses operations into convolutions.
 
-The passes, in order: what is a convolution or a pool is recognized; a batch norm goes into the convolution before it; a ReLU
-becomes part of it; an addition becomes part of one of the two convolutions it adds, if that one has no other reader (the
-single-reader rule: whoever else reads the sum's term would no longer find it); a ReLU after the sum likewise. Additions and
-ReLUs that are left between codes are sums of codes.
+The passes, in order: recognize convolutions and pools; fold batch norms into the convolution before them; fuse ReLUs; fuse an
+addition into one of the two convolutions that it adds, provided that convolution has no other reader; fuse the ReLU after the
+sum. Remaining additions and ReLUs between codes become sums of codes.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ _REARRANGES = (*_FLATTENS, aten.cat.default, aten.permute.default, aten.transpos
 
 
 FUSIONS = ("relu", "add", "shortcut")
-"""What goes into a convolution: the ReLU behind it; the sum of it and another value; a 1 x 1 convolution that it is added to,
-as its second product, which then is never stored."""
+"""Fusions into a convolution: "relu", the following ReLU; "add", the sum with another value; "shortcut", a 1 x 1 convolution
+that is added, as a second product that is never stored."""
 
 
 class UnsupportedNetwork(ValueError):
-    """A model that cannot be traced to one graph; the message says why and what to do."""
+    """The model cannot be traced to one graph; the message says why and what to do."""
 
 
 def trace(model: nn.Module, images: Tensor, fusions: Collection[str] = FUSIONS) -> Graph:
-    """The graph of `model` in evaluation, on images like `images` [N, C, H, W], with these fusions done.
+    """Returns the graph of `model` in evaluation mode, for images like `images` [N, C, H, W], with these fusions.
 
     The model is not changed. Raises UnsupportedNetwork if torch.export cannot trace it or its result is not one tensor.
     """
@@ -59,7 +58,7 @@ def trace(model: nn.Module, images: Tensor, fusions: Collection[str] = FUSIONS) 
 
 
 def unfused(model: nn.Module, images: Tensor) -> Graph:
-    """As `trace`, with batch norms and means in their convolutions and nothing else."""
+    """Returns the graph with batch norms and average windows folded into convolutions, without other fusions."""
     graph = _exported(model, images)
     for step in (_recognize, _fold_batch_norms, _absorb_means):
         graph = step(graph)
@@ -67,7 +66,7 @@ def unfused(model: nn.Module, images: Tensor) -> Graph:
 
 
 def fuse(graph: Graph, fusions: Collection[str] = FUSIONS) -> Graph:
-    """The graph of `unfused` with some of `FUSIONS`. Raises ValueError for another name."""
+    """Applies some of `FUSIONS` to the graph of `unfused`. Raises ValueError for another name."""
     unknown = sorted(set(fusions) - set(FUSIONS))
     if unknown:
         raise ValueError(f"fusions are {', '.join(FUSIONS)}, got {unknown[0]!r}")
@@ -81,10 +80,10 @@ def fuse(graph: Graph, fusions: Collection[str] = FUSIONS) -> Graph:
 
 
 def _exported(model: nn.Module, images: Tensor) -> Graph:
-    """The graph as torch.export gives it: every operation `Other`."""
+    """Returns the graph of torch.export, with every operation as `Other`."""
     if images.dim() != 4:
         raise UnsupportedNetwork(f"images are [N, C, H, W], got {tuple(images.shape)}")
-    example = images[:1].expand(2, *images.shape[1:]).clone()  # a batch of 1 would be taken for a constant
+    example = images[:1].expand(2, *images.shape[1:]).clone()  # torch.export would specialise a batch of 1
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -128,18 +127,18 @@ def _exported(model: nn.Module, images: Tensor) -> Graph:
 
 
 def _has_batch(shape: Any) -> bool:
-    """Whether a traced shape is a batch of things of fixed size."""
+    """True if a traced shape is a batch dimension followed by fixed sizes."""
     sizes = tuple(shape)
     return len(sizes) > 0 and isinstance(sizes[0], torch.SymInt) and all(isinstance(size, int) for size in sizes[1:])
 
 
 def _alias(node: fx.Node) -> fx.Node | None:
-    """The node whose value this one repeats."""
+    """Returns the node whose value this one repeats, or None."""
     first: Any = node.args[0] if node.args else None
     if node.target in _ALIASES:
         return first
     if node.target is aten.adaptive_avg_pool2d.default and first is not None and _shape(node) == _shape(first):
-        return first  # each window is one pixel, as in a VGG at the size it was made for
+        return first  # each window is one pixel, as in a VGG at its native size
     is_item = node.target is operator.getitem and isinstance(first, fx.Node) and node.args[1] == 0
     return first if is_item and first.target in _BATCH_NORMS else None
 
@@ -152,7 +151,7 @@ def _other(name: str, node: fx.Node, traced: dict[fx.Node, Any]) -> Other:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: traced[n])
     args = tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args)
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
-    if target is aten._native_batch_norm_legit_no_training.default:  # gives three tensors; this one gives the first
+    if target is aten._native_batch_norm_legit_no_training.default:  # returns three tensors; batch_norm returns the first
         x, weight, bias, mean, variance, momentum, eps = args
         target, args = aten.batch_norm.default, (x, weight, bias, mean, variance, False, momentum, eps, False)
     reason = "" if target in _REARRANGES else f"{getattr(target, '__name__', target)} has no integer form here"
@@ -160,7 +159,7 @@ def _other(name: str, node: fx.Node, traced: dict[fx.Node, Any]) -> Other:
 
 
 def _module_name(node: fx.Node) -> str:
-    """The path of the module that a node comes from, where it is the module's own; else torch's name for the node."""
+    """Returns the module path of a node that computes the module itself; otherwise torch's name of the node."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     own = stack and node.target in (aten.conv2d.default, aten.conv2d.padding, aten.linear.default, aten.max_pool2d.default)
     return stack[-1][0] if own and stack[-1][0] else node.name
@@ -176,8 +175,8 @@ def _unique(name: str, taken: set[str]) -> str:
 
 
 def _rewritten(graph: Graph, rewrite: Callable[[Node, dict[str, Node]], tuple[Node, str | None]]) -> Graph:
-    """Applies `rewrite(node, nodes so far)` in order. It returns the new node, and the name of an earlier one that the new
-    one takes over, name and all, standing where the later of the two stood."""
+    """Applies `rewrite(node, nodes so far)` in order. It returns the new node, and the name of an earlier node that the new
+    one replaces."""
     nodes: dict[str, Node] = {}
     names: dict[str, str] = {}
     for node in graph.nodes.values():
@@ -224,7 +223,7 @@ def _convolution(node: Other, nodes: dict[str, Node], shapes: dict[str, tuple[in
 
 
 def _linear(node: Other, nodes: dict[str, Node], shapes: dict[str, tuple[int, ...]]) -> Node | None:
-    """A linear layer is a convolution whose kernel is the whole image; a flatten before it goes away."""
+    """Converts a linear layer to a convolution whose kernel is the whole image; removes a flatten before it."""
     if node.target is not aten.linear.default:
         return None
     x, weight, bias = (*node.args, None)[:3]
@@ -262,7 +261,7 @@ def _average_pool(node: Other, nodes: dict[str, Node], shapes: dict[str, tuple[i
 
 
 def _pair(value: Any) -> tuple[int, int]:
-    """A size of torch, which gives one number or two, as (vertical, horizontal)."""
+    """Converts one size or two to (vertical, horizontal)."""
     if isinstance(value, Iterable):
         sizes = [int(v) for v in value]
         return (sizes[0], sizes[-1])
@@ -281,7 +280,7 @@ def _fold_batch_norms(graph: Graph) -> Graph:
             return replace(source, weight=weight, bias=bias), source.name
         if len(readers[source.name]) == 1 and isinstance(source, Other) and source.target in _CONVOLUTIONS:
             x, kernel, shift, *rest = (*source.args, None)[: max(3, len(source.args))]
-            if isinstance(kernel, Tensor):  # one with groups, say
+            if isinstance(kernel, Tensor):  # for example one with groups
                 shift = torch.zeros(len(kernel), device=kernel.device) if shift is None else shift
                 return replace(source, args=(x, *_normalized(kernel, shift, node), *rest)), source.name
         return replace(node, reason="batch norm that does not follow a convolution of its own"), None
@@ -290,7 +289,7 @@ def _fold_batch_norms(graph: Graph) -> Graph:
 
 
 def _normalized(weight: Tensor, bias: Tensor, batch_norm: Other) -> tuple[Tensor, Tensor]:
-    """Weight and bias of a convolution with the batch norm after it."""
+    """Returns weight and bias of a convolution with its batch norm folded in."""
     _, scale, offset, mean, variance, _, _, eps, _ = batch_norm.args
     gain = (variance.double() + eps).rsqrt() * (1.0 if scale is None else scale.double())
     shift = (bias.double() - mean.double()) * gain + (0.0 if offset is None else offset.double())
@@ -298,7 +297,7 @@ def _normalized(weight: Tensor, bias: Tensor, batch_norm: Other) -> tuple[Tensor
 
 
 def _absorb_means(graph: Graph) -> Graph:
-    """A 1x1 convolution of means over windows that do not overlap (ResNet-D's shortcut) is a convolution over the windows."""
+    """Converts a 1x1 convolution of an average pool without overlap (ResNet-D shortcut) to one convolution over the windows."""
 
     def rewrite(node: Node, nodes: dict[str, Node]) -> tuple[Node, str | None]:
         if not isinstance(node, Conv) or node.weight.shape[2:] != (1, 1) or node.stride != (1, 1) or node.padding != (0, 0):
@@ -314,7 +313,7 @@ def _absorb_means(graph: Graph) -> Graph:
 
 
 def _window_of_means(node: Node, shapes: dict[str, tuple[int, ...]]) -> Pair | None:
-    """The window of an average pool whose windows neither overlap nor leave pixels out nor reach over the image, or None."""
+    """Returns the window of an average pool that tiles the image exactly, or None."""
     if not isinstance(node, Other) or node.target is not aten.avg_pool2d.default:
         return None
     defaults: tuple[Any, ...] = (None, None, [], (0, 0), False, True, None)
@@ -329,20 +328,20 @@ def _fuse_relus(graph: Graph) -> Graph:
     readers = graph.readers()
 
     def rewrite(node: Node, nodes: dict[str, Node]) -> tuple[Node, str | None]:
-        most = _end_of_relu(node)
+        most = _relu_max(node)
         if most is not None:
             conv = nodes[node.inputs[0]]
             if isinstance(conv, (Conv, Sum)) and not conv.relu and len(readers[conv.name]) == 1:
-                return replace(conv, relu=True, most=most), conv.name
+                return replace(conv, relu=True, relu_max=most), conv.name
         return node, None
 
     return _rewritten(graph, rewrite)
 
 
 def _sums(graph: Graph) -> Graph:
-    """Additions and ReLUs of values that exist as codes, where codes are read of them too, are sums of codes."""
+    """Converts additions and ReLUs of codes to `Sum` if their result is read as codes."""
     readers = graph.readers()
-    wanted: set[str] = set()  # whose codes something reads
+    wanted: set[str] = set()  # values that are read as codes
     for name in reversed(graph.nodes):
         read = (graph.nodes.get(reader) for reader in readers[name])
         if any(reads_codes(r) or (r is not None and r.name in wanted and _terms(r, graph.shapes)) for r in read):
@@ -354,25 +353,25 @@ def _sums(graph: Graph) -> Graph:
             return node, None
         if not all(isinstance(nodes[name], (Conv, Sum, MaxPool)) for name in terms):
             return node, None
-        most = _end_of_relu(node)
+        most = _relu_max(node)
         return Sum(node.name, terms[0], (*terms, None)[1], most is not None, math.inf if most is None else most), None
 
     return _rewritten(graph, rewrite)
 
 
 def _terms(node: Node, shapes: dict[str, tuple[int, ...]]) -> tuple[str, ...] | None:
-    """What a ReLU or an addition of two images of one shape reads; None for any other node."""
+    """Returns the inputs of a ReLU or of an addition of equal shapes; None for other nodes."""
     adds = isinstance(node, Other) and node.target is aten.add.Tensor and not node.kwargs and len(node.inputs) == 2
-    if not adds and _end_of_relu(node) is None:
+    if not adds and _relu_max(node) is None:
         return None
     found = {shapes.get(name, ()) for name in (node.name, *node.inputs)}
     return node.inputs if len(found) == 1 and len(found.pop()) == 3 else None
 
 
-def _end_of_relu(node: Node) -> float | None:
-    """Where a ReLU ends: infinity, or 6 for ReLU6; None for other nodes."""
+def _relu_max(node: Node) -> float | None:
+    """Returns the upper bound of a ReLU: infinity, or 6 for ReLU6; None for other nodes."""
     if isinstance(node, Sum) and node.other is None and node.relu:
-        return node.most
+        return node.relu_max
     if not isinstance(node, Other) or node.kwargs:
         return None
     if node.target is aten.relu.default:
@@ -396,7 +395,7 @@ def _fuse_adds(graph: Graph, fold_shortcuts: bool) -> Graph:
         convs = [conv for name in (left, right) if (conv := _plain_conv(name, nodes, readers)) is not None]
         if not convs:
             return node, None
-        # The shortcut is the one without overlap of the value that others read too; it comes first, should both be.
+        # The shortcut has no overlapping windows and a shared input. If both qualify, the first one is the shortcut.
         convs.sort(key=lambda c: (_without_overlap(c) and len(readers[c.x]) > 1, _without_overlap(c)))
         main, *others = convs
         if others and fold_shortcuts and _without_overlap(others[0]):
@@ -409,19 +408,19 @@ def _fuse_adds(graph: Graph, fold_shortcuts: bool) -> Graph:
 
 
 def _without_overlap(conv: Conv) -> bool:
-    """Whether no pixel is read for two outputs: a 1x1 window, or one as large as the stride."""
+    """True if no input pixel contributes to two outputs: a 1x1 window, or one as large as the stride."""
     window = tuple(conv.weight.shape[2:])
     return conv.padding == (0, 0) and (window == (1, 1) or window == conv.stride)
 
 
 def _plain_conv(name: str, nodes: dict[str, Node], readers: dict[str, list[str]]) -> Conv | None:
-    """The convolution `name` with nothing behind its bias and no second reader."""
+    """Returns the convolution `name` if it has one reader and nothing is fused after its bias."""
     conv = nodes[name]
     return conv if isinstance(conv, Conv) and conv.is_plain and len(readers[name]) == 1 else None
 
 
 def _without_dead(graph: Graph) -> Graph:
-    """The graph without nodes whose value nothing needs; the input stays."""
+    """Removes nodes whose values are not needed; the input stays."""
     needed = {graph.output}
     for node in reversed(graph.nodes.values()):
         if node.name in needed:

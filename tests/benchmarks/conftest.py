@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.limits import Ceilings
 from benchmarks.protocol import blank_row
-from benchmarks.request import Request
+from benchmarks.request import GemmRequest
 from benchmarks.results import Results, load
 from lowbit.formats import parse_scheme
 
@@ -23,7 +23,7 @@ def timed(impl, scheme, shape, m, us, error=None):
 @pytest.fixture
 def result_file(tmp_path):
     path = tmp_path / "results.json"
-    request = Request(("w4a16_g128",), ((1024, 2048), (512, 1024)), (1, 16))
+    request = GemmRequest(("w4a16_g128",), ((1024, 2048), (512, 1024)), (1, 16))
     versions = {"lowbit": "0", "torch": "2.11", "cuda": "13.0", "triton": "3.6", "some-peer": "1.2"}
     results = Results(path, request, {"gpu": "NVIDIA H200"}, versions)
     results.skip("gemlite", "gemlite is not installed")

@@ -61,9 +61,9 @@ def test_a_model_that_is_not_known_is_named():
 
 
 def test_products_too_large_to_have_a_choice_are_left_out():
-    asked = choice.make_asked("Llama-3-8B", "w4a16_g128", "1,4096,8192")
-    assert asked.tokens_of(4096, 4096) == [1, 4096, 8192] and asked.tokens_of(128256, 4096) == [1]
-    assert asked.count == sum(len(asked.tokens_of(*shape)) for shape in asked.shapes)
+    grid = choice.make_trial_grid("Llama-3-8B", "w4a16_g128", "1,4096,8192")
+    assert grid.tokens_of(4096, 4096) == [1, 4096, 8192] and grid.tokens_of(128256, 4096) == [1]
+    assert grid.count == sum(len(grid.tokens_of(*shape)) for shape in grid.shapes)
 
 
 # ---- what the file says
@@ -131,7 +131,7 @@ def test_a_result_file_that_lacks_something_is_refused(result_file):
 
 def test_what_is_asked_for_is_checked():
     with pytest.raises(ValueError, match="--half is tuned or untuned, got 'other'"):
-        choice.make_asked(half="other")
+        choice.make_trial_grid(half="other")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
@@ -144,8 +144,8 @@ def test_without_a_gpu_it_says_so():
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8e4m3a8e4m3", "w8a8"])
 def test_a_small_run_on_a_gpu(scheme, tmp_path):
     """Every tile tried computes its product, and each row says what was chosen and what it took."""
-    asked = trials.TrialGrid(((2048, 4096),), (scheme,), (1, 16, 256))
-    path, document = choice.run(asked, tmp_path / "choice.json", print, lambda done, total, what: None)
+    grid = trials.TrialGrid(((2048, 4096),), (scheme,), (1, 16, 256))
+    path, document = choice.run(grid, tmp_path / "choice.json", print, lambda done, total, what: None)
     assert load(path)["complete"] and [found["m"] for found in document["rows"]] == [1, 16, 256]
     here = machine_of("cuda")
     for found in document["rows"]:

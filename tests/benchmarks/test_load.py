@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from benchmarks import language_model, load, load_report
 from benchmarks.cli import app
 from benchmarks.language_model import meta_model
-from benchmarks.load import Asked, run
+from benchmarks.load import LoadConfig, run
 from benchmarks.load_report import failed, load_table
 from benchmarks.load_report import load as load_results
 from benchmarks.synthetic import write_checkpoint
@@ -32,12 +32,12 @@ def small(monkeypatch):
     return "small"
 
 
-def asked(folder, **more):
+def config(folder, **more):
     given = dict(
         model="small", kinds=load.KINDS, schemes=(None, "w4a16_g128"), head="w8a16", dtype="bfloat16",
         device=torch.device("cpu"), layers=1, repeats=1, folder=folder,
     )  # fmt: skip
-    return Asked(**{**given, **more})
+    return LoadConfig(**{**given, **more})
 
 
 @pytest.mark.parametrize("kind", load.KINDS)
@@ -56,7 +56,7 @@ def test_files_of_every_kind_are_those_of_the_model(kind, small, tmp_path):
 
 def test_every_row_says_what_was_measured(small, tmp_path):
     watched = []
-    path, document = run(asked(tmp_path), tmp_path / "load.json", lambda *step: watched.append(step))
+    path, document = run(config(tmp_path), tmp_path / "load.json", lambda *step: watched.append(step))
     assert document == load_report.load(path) and document["complete"]
     assert [p.name for p in tmp_path.iterdir()] == ["load.json"]  # the model's files are gone
     rows = document["rows"]
@@ -85,7 +85,7 @@ def test_what_fails_says_why_and_the_rest_goes_on(small, tmp_path, monkeypatch):
         return load_causal(*args, scheme=scheme, **options)
 
     monkeypatch.setattr(load, "load_causal", sometimes)
-    some = asked(tmp_path, kinds=("16-bit",), schemes=("w8a16", None))
+    some = config(tmp_path, kinds=("16-bit",), schemes=("w8a16", None))
     _, document = run(some, tmp_path / "load.json", lambda *step: None)
     refused, plain = document["rows"]
     assert refused["error"] == "OutOfMemoryError: too much" and plain["error"] is None and document["complete"]
@@ -110,17 +110,17 @@ def test_files_are_removed_whatever_ends_the_run(stop, small, tmp_path, monkeypa
         with monkeypatch.context() as patched:
             patched.setattr(load, what, interrupted)
             if (what, stop) == ("load_causal", OSError):  # of a load, an error is a row's
-                run(asked(tmp_path, kinds=("16-bit",)), tmp_path / "load.json", lambda *step: None)
+                run(config(tmp_path, kinds=("16-bit",)), tmp_path / "load.json", lambda *step: None)
             else:
                 with pytest.raises(stop):
-                    run(asked(tmp_path, kinds=("16-bit",)), tmp_path / "load.json", lambda *step: None)
+                    run(config(tmp_path, kinds=("16-bit",)), tmp_path / "load.json", lambda *step: None)
         assert {p.name for p in tmp_path.iterdir()} <= {"load.json"}
 
 
 def test_too_little_room_is_said_before_anything_is_written(small, tmp_path, monkeypatch):
     monkeypatch.setattr("lowbit.checkpoint.target.free_bytes", lambda path: 1000)
     with pytest.raises(CheckpointError, match=r"the checkpoint needs 1,\d\d\d,\d\d\d bytes there, 1,000 are free"):
-        run(asked(tmp_path), tmp_path / "load.json", lambda *step: None)
+        run(config(tmp_path), tmp_path / "load.json", lambda *step: None)
     with pytest.raises(CheckpointError, match="a test needs 1,001 bytes there, 1,000 are free"):
         check_space(tmp_path, 1001, "a test")
     assert not list(tmp_path.iterdir())
@@ -155,7 +155,7 @@ def test_a_damaged_result_file_is_refused(tmp_path):
 def test_loading_is_fast_and_within_its_bound_on_a_gpu(tmp_path):
     """Two layers of the 8B shape and its head: 3 GB."""
     schemes = (None, "w4a16_g128", "w6e3m2a16", "w8a8")
-    given = asked(tmp_path, model="Llama-3-8B", kinds=("16-bit", "lowbit", "gptq"), schemes=schemes, layers=2, repeats=2,
+    given = config(tmp_path, model="Llama-3-8B", kinds=("16-bit", "lowbit", "gptq"), schemes=schemes, layers=2, repeats=2,
                   device=torch.device("cuda"))  # fmt: skip
     _, document = run(given, tmp_path / "load.json", lambda *step: None)
     for row in document["rows"]:

@@ -5,19 +5,19 @@ import json
 import pytest
 import torch
 
-from benchmarks.request import FORMATS, QUICK_FORMATS, Request, columns_of, make_request
+from benchmarks.request import FORMATS, QUICK_FORMATS, GemmRequest, columns_of, make_request
 from lowbit.formats import parse_scheme
 from lowbit.tune.trials import parse_rows
 
 
 def test_defaults_and_texts():
-    assert make_request() == Request() and Request().schemes == FORMATS
+    assert make_request() == GemmRequest() and GemmRequest().schemes == FORMATS
     quick = make_request(quick=True, rows="64")
     assert quick.schemes == QUICK_FORMATS and quick.rows == (64,) and not quick.sweep
     request = make_request("W4A16, w8a16_pc,w8a16", " 512x1024,512X1024 ", "16, 1,16", "bfloat16")
-    assert request == Request(("w4a16_g128", "w8a16"), ((512, 1024),), (1, 16), "bfloat16")
+    assert request == GemmRequest(("w4a16_g128", "w8a16"), ((512, 1024),), (1, 16), "bfloat16")
     assert request.torch_dtype == torch.bfloat16
-    assert Request.from_json(json.loads(json.dumps(request.as_json()))) == request
+    assert GemmRequest.from_json(json.loads(json.dumps(request.as_json()))) == request
 
 
 @pytest.mark.parametrize("name", FORMATS)

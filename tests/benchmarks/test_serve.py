@@ -25,10 +25,10 @@ from benchmarks.serve import percentiles
 from benchmarks.serve_host import random_tokenizer
 from benchmarks.serve_load import (
     SHAREGPT,
-    Answered,
-    Asker,
     Mix,
     Prompts,
+    RequestBuilder,
+    RequestRecord,
     arrivals,
     closed_loop,
     fixed,
@@ -75,14 +75,14 @@ def test_the_first_answers_of_streams_have_different_lengths():
 
 
 def test_tokens_count_where_they_fall():
-    answer = Answered(0.0, 11, first=1.0, last=3.0, tokens=11)
+    answer = RequestRecord(0.0, 11, first=1.0, last=3.0, tokens=11)
     assert answer.first_s == 1.0 and answer.token_s == pytest.approx(0.2)
     assert answer.tokens_between(0, 9) == 11 and answer.tokens_between(2, 9) == 5 and answer.tokens_between(0, 2) == 6
-    assert Answered(0.0, 3).tokens_between(0, 9) == 0
-    other = Answered(0.0, 5, first=2.0, last=4.0, tokens=5)
+    assert RequestRecord(0.0, 3).tokens_between(0, 9) == 0
+    other = RequestRecord(0.0, 5, first=2.0, last=4.0, tokens=5)
     found = steady([answer, other], 2, 4.0)
     assert (found.begin, found.end) == (2.0, 4.0) and found.tokens_per_s == pytest.approx((5 + 5) / 2)
-    assert steady([answer, Answered(0.0, 5)], 2, 4.0) is None and steady([answer], 2, 4.0) is None
+    assert steady([answer, RequestRecord(0.0, 5)], 2, 4.0) is None and steady([answer], 2, 4.0) is None
 
 
 def test_percentiles():
@@ -95,15 +95,15 @@ def test_a_shape_is_served_with_random_weights(monkeypatch):
     monkeypatch.setattr(serve_host, "time", SimpleNamespace(perf_counter=time.process_time, process_time=time.process_time))
     shape = dict(hidden=64, intermediate=192, layers=3, heads=4, kv_heads=2, vocab=320, theta=1e4)
     monkeypatch.setitem(language_model.SHAPES, "small", lambda: language_model._llama(**shape))
-    asked = serve_host.Asked(
+    asked = serve_host.ServeConfig(
         "small", None, "w4a16_g32", "w8a16", "bfloat16", 2, 3, (fixed(20, 6),), ("engine",), (50,), 2.0, 1.0, 0
     )  # fmt: skip
     made = serve_host._pipeline(asked, print)
     assert made.engine.max_length == serve_host.POSITIONS and len(made.model.model.layers) == 2
     answers, end, cpu = serve_host.engine_loop(made.engine, Prompts(320, 0), asked)
-    ended = [answer for answer in answers if answer.tokens == answer.asked]
+    ended = [answer for answer in answers if answer.tokens == answer.expected_tokens]
     assert len(ended) > 6 and cpu > 0 and not any(answer.error for answer in answers)
-    assert steady(answers, 3, end).tokens_per_s > 0 and [answer.asked for answer in answers[:4]] == [2, 4, 6, 6]
+    assert steady(answers, 3, end).tokens_per_s > 0 and [answer.expected_tokens for answer in answers[:4]] == [2, 4, 6, 6]
     assert not made.engine.scheduler.running and not made.engine.scheduler.waiting
     assert serve_host.first_token_alone(made.engine, Prompts(320, 1)(20), 3) > 0
     assert not made.engine.scheduler.running and not made.engine._in_flight
@@ -121,32 +121,36 @@ def server():
 
 
 @pytest.fixture
-def asker(server):
+def builder(server):
     host, port = server.address
-    return Asker(host, port, NAME, Prompts(VOCAB, 0))
+    return RequestBuilder(host, port, NAME, Prompts(VOCAB, 0))
 
 
-def test_a_closed_loop_asks_as_soon_as_it_is_answered(server, asker):
+def test_a_closed_loop_asks_as_soon_as_it_is_answered(server, builder):
     looked = []
-    (answers,), end = asyncio.run(closed_loop(asker, [lambda: (20, 12)], 4, 2.5, lambda found: looked.append(len(found[0]))))
+    (answers,), end = asyncio.run(closed_loop(builder, [lambda: (20, 12)], 4, 2.5, lambda found: looked.append(len(found[0]))))
     server.wait_until_free()
     whole = [answer for answer in answers if not answer.cut]
     assert len(whole) > 8 and len(answers) - len(whole) <= 4 and looked == sorted(looked) and len(looked) >= 2
-    assert all(answer.error is None and answer.tokens == answer.asked and answer.first < answer.last for answer in whole)
-    assert sorted(answer.asked for answer in answers[:4]) == [3, 6, 9, 12] and {answer.asked for answer in answers[4:]} == {12}
+    assert all(
+        answer.error is None and answer.tokens == answer.expected_tokens and answer.first < answer.last for answer in whole
+    )
+    assert sorted(answer.expected_tokens for answer in answers[:4]) == [3, 6, 9, 12] and {
+        answer.expected_tokens for answer in answers[4:]
+    } == {12}
     found = steady(answers, 4, end)
     assert found.tokens_per_s == pytest.approx(sum(answer.tokens for answer in answers) / (end - found.begin), rel=0.3)
 
 
-def test_a_closed_loop_goes_on_with_another_mix_without_a_pause(server, asker):
+def test_a_closed_loop_goes_on_with_another_mix_without_a_pause(server, builder):
     mixes = [lambda: (20, 12), lambda: (9, 30)]
     for seconds in (1.5, 6, 24):  # until a busy machine has answered some of each
-        (first, second), end = asyncio.run(closed_loop(asker, mixes, 4, seconds, lambda found: None))
+        (first, second), end = asyncio.run(closed_loop(builder, mixes, 4, seconds, lambda found: None))
         server.wait_until_free()
         if len(first) > 8 < len(second):
             break
     turn = end - seconds
-    assert {answer.asked for answer in first[4:]} == {12} and {answer.asked for answer in second} == {30}
+    assert {answer.expected_tokens for answer in first[4:]} == {12} and {answer.expected_tokens for answer in second} == {30}
     begun = min(answer.due for answer in second)
     assert max(answer.due for answer in first) <= begun >= turn and not any(answer.cut or answer.error for answer in first)
     streams = [answer for answer in first if answer.due < turn < answer.last]
@@ -154,7 +158,7 @@ def test_a_closed_loop_goes_on_with_another_mix_without_a_pause(server, asker):
     assert begun - max(answer.last for answer in first) < 0.5
 
 
-def test_one_after_the_other_meets_an_engine_that_does_nothing(server, asker, monkeypatch):
+def test_one_after_the_other_meets_an_engine_that_does_nothing(server, builder, monkeypatch):
     """What is measured as idle: each prompt is computed once, in one piece, with nothing of an earlier text running, on its way
     or to be let go of."""
     engine, prompt, found = server.engine, server.engine.program.prompt, []
@@ -172,26 +176,28 @@ def test_one_after_the_other_meets_an_engine_that_does_nothing(server, asker, mo
         )
         return prompt(pieces, slots)
 
-    asyncio.run(one_by_one(asker, 20, 8, 1, 20.0))  # behind texts that were given up
+    asyncio.run(one_by_one(builder, 20, 8, 1, 20.0))  # behind texts that were given up
     monkeypatch.setattr(engine.program, "prompt", watched)
-    answers = asyncio.run(one_by_one(asker, 20, 8, 30, 20.0))
+    answers = asyncio.run(one_by_one(builder, 20, 8, 30, 20.0))
     assert len(answers) == 30 and not any(answer.error for answer in answers)
     assert found == [(1, 0, True, 1, 0, 0)] * 30
     server.wait_until_free()
 
 
-def asked_by_chance(asker, rate, output, seconds=1.0):
+def asked_by_chance(builder, rate, output, seconds=1.0):
     """Answers to arrivals."""
 
     async def ask():
-        return await (await open_loop(asker, arrivals(asker, lambda: (20, output), rate, seconds, random.Random(1)), seconds))
+        return await (
+            await open_loop(builder, arrivals(builder, lambda: (20, output), rate, seconds, random.Random(1)), seconds)
+        )
 
     return asyncio.run(ask())
 
 
-def test_arrivals_come_when_they_are_due_whatever_became_of_others(server, asker):
+def test_arrivals_come_when_they_are_due_whatever_became_of_others(server, builder):
     """More than the server has places for: what it refuses is counted as failed, with the reason."""
-    answers = asked_by_chance(asker, 300.0, 60)
+    answers = asked_by_chance(builder, 300.0, 60)
     server.wait_until_free()
     due = [answer.due - answers[0].due for answer in answers]
     assert 250 < len(answers) < 350 and due == sorted(due) and due[-1] < 1.0
@@ -203,15 +209,15 @@ def test_arrivals_come_when_they_are_due_whatever_became_of_others(server, asker
     assert all(answer.tokens == 60 and answer.first_s > 0 for answer in answered)
 
 
-def test_a_load_begins_while_the_one_before_comes_to_its_end(server, asker, monkeypatch):
+def test_a_load_begins_while_the_one_before_comes_to_its_end(server, builder, monkeypatch):
     take = server.engine.step
     monkeypatch.setattr(server.engine, "step", lambda: time.sleep(0.02) or take())
 
     async def ask():
         begun = time.perf_counter()
-        first = await open_loop(asker, [(0.0, 60, asker.request(20, 60)), (0.2, 60, asker.request(20, 60))], 0.3)
+        first = await open_loop(builder, [(0.0, 60, builder.request(20, 60)), (0.2, 60, builder.request(20, 60))], 0.3)
         asked = time.perf_counter() - begun
-        second = await open_loop(asker, [(0.0, 2, asker.request(20, 2))], 0.1)
+        second = await open_loop(builder, [(0.0, 2, builder.request(20, 2))], 0.1)
         return asked, await second, await first
 
     asked, (second,), first = asyncio.run(ask())
@@ -220,18 +226,18 @@ def test_a_load_begins_while_the_one_before_comes_to_its_end(server, asker, monk
     assert second.last < max(answer.last for answer in first) and not any(answer.error for answer in [*first, second])
 
 
-def test_a_request_without_an_end_in_time_has_failed(server, asker, monkeypatch):
+def test_a_request_without_an_end_in_time_has_failed(server, builder, monkeypatch):
     take = server.service.worker.engine.step
     monkeypatch.setattr(server.engine, "step", lambda: time.sleep(0.3) or take())
     monkeypatch.setattr(serve_load, "LAST_SECONDS", 1.0)
-    answers = asked_by_chance(asker, 4.0, 60)
+    answers = asked_by_chance(builder, 4.0, 60)
     assert answers and {answer.error for answer in answers} == {"no end in time"}
     monkeypatch.undo()
     server.wait_until_free()
 
 
-def test_clients_of_a_server_that_is_gone(asker):
-    gone = Asker(asker.host, 9, NAME, asker.prompts)
+def test_clients_of_a_server_that_is_gone(builder):
+    gone = RequestBuilder(builder.host, 9, NAME, builder.prompts)
     answers = asyncio.run(one_by_one(gone, 20, 4, 3, 5.0))
     assert len(answers) == 3 and all(answer.error.startswith("no connection") for answer in answers)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import vllm_report
-from benchmarks.vllm import OWN, RIVALS, Request, cache_bytes, main, random_weights, run, stated, write_model
+from benchmarks.vllm import OWN, RIVALS, VllmConfig, cache_bytes, main, random_weights, run, stated, write_model
 from lowbit.picture import LIGHT
 from tests.vllm.folders import SETTINGS, plain
 
@@ -28,7 +28,7 @@ def test_what_config_json_states():
 
 
 def test_a_model_is_its_shape(tmp_path):
-    write_model(tmp_path, Request("Llama-3-8B", (1,), 512, 128, layers=2), "lowbit:w4a16_g128")
+    write_model(tmp_path, VllmConfig("Llama-3-8B", (1,), 512, 128, layers=2), "lowbit:w4a16_g128")
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["num_hidden_layers"] == 2
     assert (config["hidden_size"], config["intermediate_size"], config["vocab_size"]) == (4096, 14336, 128256)
@@ -36,7 +36,7 @@ def test_a_model_is_its_shape(tmp_path):
 
 
 def test_memory_for_keys_and_values(tmp_path):
-    request = Request("Llama-3-8B", (1, 16), 100, 28, gpus=2)
+    request = VllmConfig("Llama-3-8B", (1, 16), 100, 28, gpus=2)
     write_model(tmp_path, request, "vllm:bf16")
     config = json.loads((tmp_path / "config.json").read_text())
     assert cache_bytes(config, request) == (16 * 128 + 128) * 32 * 2 * 4 * 128 * 2
@@ -87,7 +87,7 @@ def test_wrong_requests_are_refused_before_anything_runs(tmp_path, capsys):
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_an_implementation_that_fails_is_a_row(tmp_path):
-    document = run(tmp_path / "out.json", ["vllm:bf16"], Request("Llama-3-8B", (1,), 8, 4))
+    document = run(tmp_path / "out.json", ["vllm:bf16"], VllmConfig("Llama-3-8B", (1,), 8, 4))
     (row,) = document["rows"]
     assert "No module named 'vllm'" in row["error"] and json.loads((tmp_path / "out.json").read_text())["complete"]
     with pytest.raises(ValueError, match="no measured row"):
@@ -139,7 +139,7 @@ def test_engines_that_fall_silent_or_end_leave_the_others_alone(tmp_path, monkey
     engines.write_text(ENGINES)
     engines.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(engines))
-    request = Request("Llama-3-8B", (1, 3), 8, 4)
+    request = VllmConfig("Llama-3-8B", (1, 3), 8, 4)
     document = run(tmp_path / "out.json", ["vllm:int4", "vllm:fp8", "vllm:bf16"], request, together=3, limit_s=3)
     assert "gpu" in document["machine"]
     first, second, silent, ended = document["rows"]
@@ -152,7 +152,7 @@ def test_engines_that_fall_silent_or_end_leave_the_others_alone(tmp_path, monkey
 def test_a_whole_run(tmp_path, monkeypatch):
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
-    request = Request(str(plain(tmp_path / "model")), (1, 3), 16, 8, eager=True)
+    request = VllmConfig(str(plain(tmp_path / "model")), (1, 3), 16, 8, eager=True)
     document = run(tmp_path / "out.json", ["lowbit:w4a16_g32", "vllm:bf16"], request, together=2)
     assert [(row["impl"], row["scheme"], row["batch"]) for row in document["rows"]] == [
         ("lowbit", "w4a16_g32", 1), ("lowbit", "w4a16_g32", 3), ("vllm", "bf16", 1), ("vllm", "bf16", 3)

@@ -7,7 +7,7 @@ import torch
 
 from lowbit import vision
 from lowbit.vision.device import DeviceProgram, refusals
-from lowbit.vision.program import Compute, Quantize, made_by
+from lowbit.vision.program import Compute, Quantize, outputs_of
 from tests.vision.nets import Mixed, Plain, Shared, Sums, resnet, seasoned
 
 CASES = {
@@ -28,7 +28,7 @@ def check(case, scheme, fold, on):
     images = torch.randn(5, *shape)
     program = vision.quantize(make(), images, scheme, fold_shortcuts=fold).program
     codes = {}
-    wanted = program.run(images, watch=lambda name, value: codes.update({name: value.clone()}))
+    wanted = program.run(images, on_value=lambda name, value: codes.update({name: value.clone()}))
     launched = DeviceProgram(program, 5, torch.device(on))
     launched.arena.fill_(0xA5)
     launched.feed(images.to(on))
@@ -43,7 +43,7 @@ def check(case, scheme, fold, on):
         if operation.y in steps:
             steps[operation.y]()
         exact = exact and not isinstance(operation, Compute)  # fp16 here, float32 there
-        for name in made_by(operation):
+        for name in outputs_of(operation):
             packed_as_stem = isinstance(operation, Quantize) and name in launched.stems
             if name in program.values and program.values[name].storage in ("u4", "s8") and not packed_as_stem:
                 off = int((launched.codes(name).cpu() - codes[name]).abs().max())

@@ -10,7 +10,7 @@ from torch import nn
 
 from lowbit import vision
 from lowbit.vision.fusion import fused, with_pooled_stems
-from lowbit.vision.program import AverageCodes, Block, Convolve, Value, made_by
+from lowbit.vision.program import AverageCodes, Convolve, FusedBottleneck, Value, outputs_of
 from tests.vision.nets import resnet
 
 
@@ -24,7 +24,7 @@ def bottlenecks():
 
 def test_blocks_of_64_channels_are_found(bottlenecks):
     whole = fused(bottlenecks, 3, None)
-    blocks = [op for op in whole.operations if isinstance(op, Block)]
+    blocks = [op for op in whole.operations if isinstance(op, FusedBottleneck)]
     parts = [[conv.layer.name.split("stages.")[1] for conv in (b.second, b.third, b.following)] for b in blocks]
     assert parts == [
         ["0.layers.0.layer.1.convolution", "0.layers.0.layer.2.convolution", "0.layers.1.layer.0.convolution"],
@@ -33,20 +33,20 @@ def test_blocks_of_64_channels_are_found(bottlenecks):
     assert blocks[0].added == blocks[0].third.second and blocks[1].added == blocks[0].also  # a shortcut, then a residual
     assert sum(blocks[1].also in op.inputs for op in whole.operations) == 1  # the next block's shortcut reads it too
     assert len(bottlenecks.operations) - len(whole.operations) == 2 * 2 + 2  # the stem's pool, and codes of means at once
-    made = [name for op in whole.operations for name in made_by(op)]
+    made = [name for op in whole.operations for name in outputs_of(op)]
     assert not {blocks[0].second.y, blocks[1].second.y} & set(made)
     apart = fused(bottlenecks, 3, None, ("stem",))
-    assert not any(isinstance(op, Block) for op in apart.operations)
+    assert not any(isinstance(op, FusedBottleneck) for op in apart.operations)
     with pytest.raises(ValueError, match="stem, blocks, got 'pool'"):
         fused(bottlenecks, 3, None, ("pool",))
 
 
 def test_a_second_convolution_with_other_readers_stays(bottlenecks):
-    (block, _) = [op for op in fused(bottlenecks, 3, None).operations if isinstance(op, Block)]
+    (block, _) = [op for op in fused(bottlenecks, 3, None).operations if isinstance(op, FusedBottleneck)]
     read = Convolve("extra", block.second.y, block.second.layer)
     values = bottlenecks.values | {"extra": Value("u4", (64, 6, 6))}
     more = replace(bottlenecks, operations=(*bottlenecks.operations, read), values=values)
-    found = [op for op in fused(more, 3, None).operations if isinstance(op, Block)]
+    found = [op for op in fused(more, 3, None).operations if isinstance(op, FusedBottleneck)]
     assert len(found) == 1 and found[0].second.y != block.second.y
 
 

@@ -63,7 +63,7 @@ def expected_codes(v, storage, relu):
 def test_codes_are_those_of_the_definition(case, scheme, fold):
     graph, quantization, program, images = lowered(case, scheme, fold)
     seen: dict[str, torch.Tensor] = {}
-    program.run(images, watch=lambda name, value: seen.update({name: value.clone()}))
+    program.run(images, on_value=lambda name, value: seen.update({name: value.clone()}))
 
     def value_of(name):
         return seen[name].double() * quantization.scales[name]
@@ -127,7 +127,7 @@ def test_images_are_quantized_once_and_symmetrically():
     assert quantization.scales[name] == pytest.approx(float(images.abs().max()) / 127)
     assert first.factor == float(torch.tensor(1 / quantization.scales[name], dtype=torch.float32))
     seen = {}
-    program.run(images, watch=lambda n, v: seen.update({n: v}))
+    program.run(images, on_value=lambda n, v: seen.update({n: v}))
     assert int(seen[name].abs().max()) == 127
 
 

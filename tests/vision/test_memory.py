@@ -9,7 +9,7 @@ from torch import nn
 from lowbit import vision
 from lowbit.vision.fusion import fused
 from lowbit.vision.memory import ALIGNMENT_BYTES, plan_memory, stems, stored_bytes
-from lowbit.vision.program import Block, Value, made_by
+from lowbit.vision.program import FusedBottleneck, Value, outputs_of
 from tests.vision.nets import resnet
 
 
@@ -39,30 +39,30 @@ def bottlenecks():
 
 def test_values_of_blocks_are_apart(bottlenecks):
     whole = fused(bottlenecks, 3, None)
-    check_places(whole, 3)
+    check_allocations(whole, 3)
     plan = plan_memory(whole, 3)
     for op in whole.operations:
-        if isinstance(op, Block):
-            places = [plan.places[name] for name in (*op.inputs, op.also, op.y)]
-            assert all(p.meets(q) for p in places for q in places)
+        if isinstance(op, FusedBottleneck):
+            allocations = [plan.allocations[name] for name in (*op.inputs, op.also, op.y)]
+            assert all(p.overlaps(q) for p in allocations for q in allocations)
 
 
 @pytest.mark.parametrize("batch", [1, 7, 128])
 def test_values_that_live_together_are_apart(program, batch):
-    plan = check_places(program, batch)
+    plan = check_allocations(program, batch)
     assert plan.peak_bytes <= plan.nbytes < plan.values_bytes
 
 
-def check_places(program, batch):
+def check_allocations(program, batch):
     plan = plan_memory(program, batch)
-    assert set(plan.places) == {name for op in program.operations for name in made_by(op)}
-    for i, (a, p) in enumerate(plan.places.items()):
+    assert set(plan.allocations) == {name for op in program.operations for name in outputs_of(op)}
+    for i, (a, p) in enumerate(plan.allocations.items()):
         assert p.offset % ALIGNMENT_BYTES == 0 and (a in stems(program) or p.nbytes == stored_bytes(program.values[a], batch))
-        for b, q in list(plan.places.items())[i + 1 :]:
-            together = {op.y for op in program.operations if {a, b} <= {*made_by(op), *op.inputs}}
+        for b, q in list(plan.allocations.items())[i + 1 :]:
+            together = {op.y for op in program.operations if {a, b} <= {*outputs_of(op), *op.inputs}}
             apart = p.offset + p.nbytes <= q.offset or q.offset + q.nbytes <= p.offset
-            assert apart or not p.meets(q)
-            assert p.meets(q) or not together  # what an operation reads and writes is alive while it runs
+            assert apart or not p.overlaps(q)
+            assert p.overlaps(q) or not together  # what an operation reads and writes is alive while it runs
     return plan
 
 
@@ -79,8 +79,8 @@ def test_a_chain_needs_two_places():
 def test_images_of_a_stem_are_packed_by_four_pixels(program):
     """32 x 32 pixels of 3 channels: 16 rows of packed pixels of 16 bytes, padding to both sides; not 64 channels a pixel."""
     (name,) = stems(program)
-    place = plan_memory(program, 8).places[name]
-    assert 8 * 16 * 16 * 16 < place.nbytes < 8 * 16 * 20 * 16 < stored_bytes(program.values[name], 8) // 4
+    allocation = plan_memory(program, 8).allocations[name]
+    assert 8 * 16 * 16 * 16 < allocation.nbytes < 8 * 16 * 20 * 16 < stored_bytes(program.values[name], 8) // 4
 
 
 def test_a_batch_has_images(program):

@@ -223,7 +223,7 @@ def test_relus_that_end(end, most):
     model, images = nn.Sequential(nn.Conv2d(3, 4, 1), end, nn.Conv2d(4, 4, 1)), 9 * torch.randn(2, 3, 5, 5)
     graph = trace(model, images)
     assert (kinds(graph) == ["Input", "Conv", "Conv"]) == (most is not None)
-    assert graph.nodes["0"].relu == (most is not None) and (most is None or graph.nodes["0"].most == most)
+    assert graph.nodes["0"].relu == (most is not None) and (most is None or graph.nodes["0"].relu_max == most)
     torch.testing.assert_close(graph.run(images), model(images))
 
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks import language_model
 from benchmarks.e2e import engine_for
 from benchmarks.language_model import random_model
-from benchmarks.tuning.step import Part, Trial, given, parts_of, search
+from benchmarks.tuning.step import StepTrial, TiledPart, given, parts_of, search
 from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.choose.fused_gemm import choose_chain
 from lowbit.kernels.choose.gemm import GemmShape, RingTile, choose
@@ -44,7 +44,7 @@ def test_operators_take_what_they_are_given_and_no_longer_than_that():
     ops = [importlib.import_module(f"lowbit.ops.{name}") for name in ("fragment_gemm", "fused_gemm", "attention")]
     before = [ops[0].choose, ops[1].choose_chain, ops[2].choose_decode]
     shape, tile = GemmShape(4, 4096, 4096, 4), RingTile(8, 5, 1, 1, 8, 1)
-    part = Part("o", "residual", shape, ())
+    part = TiledPart("o", "residual", shape, ())
     with pytest.raises(RuntimeError, match="its end"), given({"o": tile}, [part]):
         assert ops[1].choose_chain("residual", shape, H200, False) == tile
         assert ops[1].choose_chain("norm", shape, H200, False) != tile and ops[0].choose(shape, H200) != tile
@@ -60,7 +60,7 @@ def test_a_search_on_a_gpu(monkeypatch):
     model = random_model("small", "w4a16_g32", "w8a16", torch.float16, torch.device("cuda"), 2)
     engine = engine_for(model, [(16, 512)])
     for rows in (2, 16):
-        trial = Trial(engine, rows, 200)
+        trial = StepTrial(engine, rows, 200)
         lines = list(search(trial, parts_of(engine.program, rows, trial.reach, machine_of("cuda"), 3)))
         assert lines[0].startswith("chosen tiles: ") and sum("attention: " in line for line in lines) >= 2
         assert any(line.startswith("kept: ") for line in lines) and not any("differ" in line for line in lines)
