@@ -17,7 +17,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def bring(model, tmp_path, monkeypatch):
-    """`bring_model` with a model that needs no network, counted and with what it says."""
+    """`download_model` with a model that needs no network, counted and with what it says."""
     made, said = [], []
 
     def make(gguf, target):
@@ -31,7 +31,7 @@ def bring(model, tmp_path, monkeypatch):
 
     def brought():
         said.clear()
-        return demo.bring_model(said.append), len(made), list(said)
+        return demo.download_model(said.append), len(made), list(said)
 
     return brought
 

@@ -278,8 +278,8 @@ def test_the_command(tiny, tmp_path):
     words = value["command"].split()
     assert run(*words[1:3], tmp_path / "q", *words[4:], "--samples", "2", "--length", "16").exit_code == 0
     for options, message in (
-        ([], "say what is wanted"), (["--budget-gb", "0"], "--budget-gb is a number above 0"),
-        (["--divergence", "nan"], "--divergence is a number above 0"), (["--budget-gb", "0.00001"], "nothing that was"),
+        ([], "say what is wanted"), (["--budget-gb", "0"], "--budget-gb 0: must be a finite number above 0"),
+        (["--divergence", "nan"], "--divergence nan: must be a finite number above 0"), (["--budget-gb", "0.00001"], "nothing that was"),
     ):  # fmt: skip
         failed = run("recommend", tiny, *options)
         assert failed.exit_code == 1 and message in failed.stderr and failed.stderr.count("\n") == 1

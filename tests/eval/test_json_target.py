@@ -41,7 +41,7 @@ def test_where_nothing_can_be_written(tmp_path, name, suite):
 def test_the_page_of_the_suite(tmp_path, name):
     (tmp_path / "model").mkdir()
     line = run(tmp_path / "model", "--suite", "text", "--out", tmp_path / "out", "--json", tmp_path / "out" / name)
-    assert line == f"error: {tmp_path / 'out' / name}: is the page or the plot of --suite; name another file with --json"
+    assert line == f"error: --json {tmp_path / 'out' / name}: --suite writes its report or plot there; name another file"
 
 
 def test_before_a_model_that_is_not_there(tmp_path):

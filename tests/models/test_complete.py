@@ -186,7 +186,7 @@ def test_a_sharded_checkpoint_is_whole(tmp_path):
 
 def test_what_inspect_says_of_a_whole_one(quantized):
     done = CliRunner().invoke(app, ["inspect", str(quantized), "--check"])
-    assert done.exit_code == 0 and "every tensor is as config.json says" in done.output
+    assert done.exit_code == 0 and "every tensor has the dtype and shape of config.json" in done.output
 
 
 def test_checksums_are_compared_on_request(quantized, plain):

@@ -317,7 +317,7 @@ def test_our_method_for_weights_in_16_bits_needs_a_scheme(tmp_path):
 def test_the_demos_model(tmp_path, scheme, embeddings):
     folder = tmp_path / "model"
     try:
-        source = demo.bring_model(print)
+        source = demo.download_model(print)
     except demo.DemoError as error:
         pytest.skip(str(error))
     quantize_checkpoint(source, folder, scheme, embeddings=embeddings)
