@@ -338,7 +338,7 @@ def test_explain(quantized):
         (["inspect", "{quantized}/config.json"], "is a file; give the folder of a Transformers model"),
         (["explain", "{tmp}/none"], "no such folder; give the folder of a Transformers model"),
         (["demo", "--model", "{tmp}/none"], "no such folder; give the folder of a Transformers model"),
-        (["explain", "{quantized}", "nothing"], "no quantized layer 'nothing'; near:"),
+        (["explain", "{quantized}", "nothing"], "no quantized layer 'nothing'; similar names:"),
         (["explain", "{fp16}"], "holds no weights quantized by lowbit"),
         (["demo", "--wheel", "{tmp}/none.whl"], "no such file; --wheel takes"),
         (["demo", "--vision", "--data", "{tmp}/none"], "should hold the four files of Fashion-MNIST"),

@@ -158,7 +158,7 @@ def test_a_watch_and_an_end_token_stop(model):
     engine = engine_of(model)
     watched, ended = engine.generate([Request(ids, 12, watch=watch), Request(ids, 12, ends=frozenset({drawn[3]}))])
     assert tokens(watched) == seen == drawn[:5] and watched.end is End.STOP
-    assert tokens(stopped) == drawn[: drawn.index(drawn[3]) + 1] and ended.end is End.STOP
+    assert tokens(ended) == drawn[: drawn.index(drawn[3]) + 1] and ended.end is End.STOP
 
 
 def test_logprobs(model):
@@ -298,7 +298,7 @@ def test_threads_that_submit_and_cancel_while_one_does_the_rounds(model, ahead):
     worker.join(60)
     assert not errors and not any(thread.is_alive() for thread in (worker, *clients))
     ended = [each for of_client in made for each in of_client]
-    assert len(stopped) == 48 and {request.end for request, _ in ended} == {End.LENGTH, End.CANCELLED}
+    assert len(ended) == 48 and {request.end for request, _ in ended} == {End.LENGTH, End.CANCELLED}
     for request, which in ended:
         drawn = tokens(request)
         assert drawn == (alone[which] if request.end is End.LENGTH else alone[which][: len(drawn)])
