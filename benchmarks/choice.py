@@ -45,14 +45,14 @@ from lowbit.tune.trials import (
     SCREENED,
     SLOWER,
     TILES,
+    ProgressCallback,
     TrialGrid,
     Trials,
-    Watch,
+    candidate_tiles,
     kernels,
     launches,
     parse_rows,
     products_of,
-    tried,
 )
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ PROTOCOL = (
 
 def chosen_now(row: dict[str, Any], machine: Machine) -> str:
     """The tile that is chosen today for a row of a result file, as it would be written there."""
-    return written(products_of(row["scheme"], machine).able(row["m"], row["n"], row["k"])[0].tile, TILES)
+    return written(products_of(row["scheme"], machine).feasible(row["m"], row["n"], row["k"])[0].tile, TILES)
 
 
 def as_chosen_now(rows: Sequence[dict[str, Any]], machine: Machine) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ def make_asked(
     return TrialGrid(tuple(shapes), names, rows, math.inf if seconds is None else seconds)
 
 
-def run(asked: TrialGrid, out: Path | None, say: Callable[[str], None], watch: Watch) -> tuple[Path, dict[str, Any]]:
+def run(asked: TrialGrid, out: Path | None, say: Callable[[str], None], watch: ProgressCallback) -> tuple[Path, dict[str, Any]]:
     """Measures and writes the result file (default benchmarks/results/<gpu>/<date>-choice.json); returns its path and document.
 
     The file is written every so often, and at the end however the run ends. Raises ValueError without an NVIDIA GPU.
@@ -160,7 +160,7 @@ def rows(asked: TrialGrid, here: Machine) -> Iterator[dict[str, Any]]:
             for m in tokens:
                 yield {
                     "scheme": of.scheme.name, "n": n, "k": k, "m": m, "half": half_of((n, k)), "cublas_us": cublas[m],
-                    **trials.measure(m, tried(of, m, n, k, tokens)),
+                    **trials.measure(m, candidate_tiles(of, m, n, k, tokens)),
                 }  # fmt: skip
             del trials
             torch.cuda.empty_cache()

@@ -442,8 +442,8 @@ def _nothing_fits(
         )
     whole = tensor_bytes(model, plan_for(model, small.scheme.name, None, True))
     return (
-        f"no measured scheme fits {gigabytes(budget + kv)}{context}: the smallest is {_describe(small)}. With the embedding and "
-        f"the LM head in {small.scheme} too (lowbit quantize --embeddings) it takes {gigabytes(whole)}, but was not measured"
+        f"no measured scheme fits {gigabytes(budget + kv)}{context}: the smallest is {_describe(small)}. With embedding and "
+        f"LM head in {small.scheme} too (lowbit quantize --embeddings) it takes {gigabytes(whole)}, but was not measured"
     )
 
 

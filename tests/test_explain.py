@@ -242,7 +242,7 @@ def test_order_and_pre_quant_scale_are_named(fp16, tmp_path):
         ("w8a8", "x is quantized to int8 by a scale for each token, the largest |x| / 127 ", "codes of 8 bits are the operand"),
         ("fp8_dynamic", "x is quantized to fp8_e4m3 by a scale for each token, the largest |x| / 448 ", "codes of 8 bits"),
         ("fp8_block", "by a scale for each token and 128 columns", "codes of 8 bits"),
-        ("w4a8_g128", "x is quantized to int8 by a scale for each token", "made s8 in registers"),
+        ("w4a8_g128", "x is quantized to int8 by a scale for each token", "converted to s8 in registers"),
         ("w4a8_g64", "x is quantized to int8", "the kernel for 8-bit activations takes scales"),
     ],
 )

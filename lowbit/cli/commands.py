@@ -257,9 +257,9 @@ def convert(
     config.json determines the format.
 
     Writes: lowbit (loads here with plain from_pretrained), gptq, awq, compressed-tensors (for vLLM and others), tensorrt-llm
-    (symmetric int4 in groups of 64 or 128, for trtllm-build), and dequantized: plain weights in the model's dtype (if config.json
-    states none, the 16-bit dtype with the smaller error), to quantize again. A layer that the format cannot represent is an
-    error with its name and the reason; docs/checkpoints.md has the table.
+    (symmetric int4 in groups of 64 or 128, for trtllm-build), and dequantized: plain weights in the model's dtype, to quantize
+    again (if config.json states none, in the 16-bit dtype with the smaller error). A layer that the format cannot represent
+    is an error with its name and the reason; docs/checkpoints.md has the table.
 
     Example: lowbit convert Llama-3-8B-AWQ Llama-3-8B-lowbit
     """

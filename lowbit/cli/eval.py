@@ -26,7 +26,7 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="MODEL...",
-            help="Folders of models (16-bit, or quantized by lowbit or other tools), GGUF files, or names on the hub: org/name.",
+            help="Folders of models (16-bit, or quantized by lowbit or others), GGUF files, or names on the hub: org/name.",
         ),
     ],
     text: Annotated[Path | None, typer.Option(help="UTF-8 text to measure on. Default: Newton's Opticks.")] = None,
