@@ -36,7 +36,7 @@ from lowbit.eval.results import check_plot, machine, versions, write_json
 from lowbit.formats import parse_scheme
 from lowbit.quantize import rtn
 from lowbit.tune.timing import reason
-from lowbit.vllm.loading import usual_defaults
+from lowbit.vllm.loading import torch_defaults
 
 REPEATS, ENOUGH_S = 3, 4.0
 """A batch is measured so many times, or until so many seconds are spent."""
@@ -140,7 +140,7 @@ def random_weights(module: torch.nn.Module, *_: Any) -> None:
 def _random_int4(words: torch.Tensor, scales: torch.Tensor) -> None:
     """Normal weights, rounded as ours are, in the words [K/8, N] and scales [K/128, N] of GPTQ's files."""
     k, n = 8 * words.shape[0], words.shape[1]
-    with usual_defaults():
+    with torch_defaults():
         weight = torch.randn((n, k), dtype=scales.dtype, device=words.device) / k**0.5
         made = Gptq(bits=4, group=k // scales.shape[0], symmetric=True).write(rtn(weight, f"w4a16_g{k // scales.shape[0]}"))
     words.copy_(made["qweight"])
@@ -262,7 +262,7 @@ def run(path: Path, impls: Sequence[str], request: Request, together: int = 1, l
                     print(vllm_report.line(row), flush=True)
         finally:
             for process in processes:
-                process.end()
+                process.vocab_matrix()
     document["complete"] = True
     write_json(path, document)
     return document
@@ -292,7 +292,7 @@ class _Process:
             line = self.lines.get(timeout=None if until is None else max(0.0, until - time.perf_counter()))
         except queue.Empty:
             self.error = f"nothing for {self.limit_s:g} s"
-            self.end()
+            self.vocab_matrix()
             return None
         if not line:
             self.error = f"the process ended with {self.process.wait()}"
@@ -321,7 +321,7 @@ class _Process:
         if self.error:
             own, _, scheme = self.impl.partition(":")
             yield {"impl": own, "scheme": scheme, "error": self.error}
-        self.end()
+        self.vocab_matrix()
 
     def end(self) -> None:
         """Ends the process, so that its memory is free."""

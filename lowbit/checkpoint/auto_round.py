@@ -28,10 +28,12 @@ _EXPORT = "export the model with auto-round's --format llm_compressor"
 
 
 def schema(config: Mapping[str, Any], where: Path | str) -> Gptq | Awq:
-    """The schema of a checkpoint in auto-round's own format; CheckpointError for what is not read, naming what is."""
+    """The schema of a checkpoint in auto-round's own format; CheckpointError for what is not supported, naming what is."""
     packing = config_value(config, where, ("packing_format",), str, "auto_round:auto_gptq")
     if packing not in (*_VERSION_2, *_AWQ):
-        raise CheckpointError(f"{where}: packing_format {packing!r}; read are {', '.join((*_VERSION_2, *_AWQ))}; {_EXPORT}")
+        raise CheckpointError(
+            f"{where}: packing_format {packing!r}; supported are {', '.join((*_VERSION_2, *_AWQ))}; {_EXPORT}"
+        )
     extra = config.get("extra_config") or {}
     if not isinstance(extra, Mapping) or not all(isinstance(value, Mapping) for value in extra.values()):
         raise CheckpointError(f"{where}: extra_config is an object of objects by layer, got {str(extra)[:80]!r}")
@@ -58,12 +60,14 @@ def _refuse_others(config: Mapping[str, Any], where: Path | str) -> None:
     """Raises CheckpointError for weights that are no integers, quantized activations, and rotations that run with the model."""
     kind = config.get("data_type", "int")
     if kind not in ("int", "int_sym", "int_asym"):
-        raise CheckpointError(f"{where}: data_type {kind!r}; read are integers (int); {_EXPORT}")
+        raise CheckpointError(f"{where}: data_type {kind!r}; supported are integers (int); {_EXPORT}")
     activation = config.get("act_bits")
     if activation is not None and (type(activation) is not int or activation <= 8):
         raise CheckpointError(
-            f"{where}: act_bits {activation!r}: activations of auto-round's own format are not read; {_EXPORT}"
+            f"{where}: act_bits {activation!r}: activations of auto-round's own format are not supported; {_EXPORT}"
         )
     for key in ("super_bits", "super_group_size", "rotation_config"):
         if config.get(key):
-            raise CheckpointError(f"{where}: {key} is {str(config[key])[:80]!r}, which is not read; quantize again without it")
+            raise CheckpointError(
+                f"{where}: {key} is {str(config[key])[:80]!r}, which is not supported; quantize again without it"
+            )

@@ -62,7 +62,7 @@ class Awq(ForeignSchema):
         version = config_value(config, where, ("version", "format"), str, "gemm")
         if version.lower() != "gemm":
             raise CheckpointError(
-                f"{where}: AWQ version {version!r}; read is gemm, the others are bound to one kernel: save the model as gemm "
+                f"{where}: AWQ version {version!r}; supported is gemm, the others are bound to one kernel: save the model as gemm "
                 "with the tool that wrote it"
             )
         bit_width(config_value(config, where, ("bits", "w_bit"), int), where, (4,), "AWQ")

@@ -70,7 +70,7 @@ class Bitsandbytes(ForeignSchema):
         """From `quantization_config`."""
         if not config_value(config, where, ("load_in_4bit", "_load_in_4bit"), bool, False):
             raise CheckpointError(
-                f"{where}: bitsandbytes' LLM.int8() is not read (it depends on its outlier columns at run time); quantize the "
+                f"{where}: bitsandbytes' LLM.int8() is not supported (it depends on its outlier columns at run time); quantize the "
                 "16-bit checkpoint, for example with --scheme w8a16"
             )
         return cls()

@@ -89,11 +89,13 @@ def weight_args(group: Any, default_format: Any, where: str) -> WeightArgs:
     weights, layout = group["weights"], group.get("format") or default_format
     if layout not in _FORMATS:
         raise CheckpointError(
-            f"{where}: format {layout!r} is not read; read are {', '.join(_FORMATS)}. Decompress the model with the tool that "
+            f"{where}: format {layout!r} is not supported; supported are {', '.join(_FORMATS)}. Decompress the model with the tool that "
             "wrote it, or start from its 16-bit checkpoint"
         )
     if weights.get("actorder") in ("group", "dynamic", True):
-        raise CheckpointError(f"{where}: actorder 'group' (a channel order) is not read; quantize again with actorder 'weight'")
+        raise CheckpointError(
+            f"{where}: actorder 'group' (a channel order) is not supported; quantize again with actorder 'weight'"
+        )
     kind = config_value(weights, where, ("type",), str, "int")
     bits = config_value(weights, where, ("num_bits",), int)
     is_float = kind == "float"
@@ -129,7 +131,7 @@ def _granularity(weights: Mapping[str, Any], where: str) -> Granularity:
     if strategy == "block" and isinstance(block, list) and pair:
         return PerBlock(block[0], block[1])
     raise CheckpointError(
-        f"{where}: strategy {strategy!r} with group_size {size!r} and block_structure {block!r}; read are tensor, channel, "
+        f"{where}: strategy {strategy!r} with group_size {size!r} and block_structure {block!r}; supported are tensor, channel, "
         "group with a positive group_size, and block with two positive numbers"
     )
 

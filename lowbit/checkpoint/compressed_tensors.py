@@ -96,7 +96,7 @@ class CompressedTensors(ForeignSchema):
         if not isinstance(groups, Mapping) or not groups or len(groups) > 1000:
             raise CheckpointError(f"{where}: config_groups is an object of groups, got {str(groups)[:80]!r}")
         if isinstance(config.get("sparsity_config"), Mapping) and config["sparsity_config"].get("format", "dense") != "dense":
-            raise CheckpointError(f"{where}: sparse weights ({config['sparsity_config']['format']!r}) are not read")
+            raise CheckpointError(f"{where}: sparse weights ({config['sparsity_config']['format']!r}) are not supported")
         args = [weight_args(group, config.get("format"), f"{where}: {name}") for name, group in groups.items()]
         version = re.match(r"(\d{1,4})\.(\d{1,4})", str(config.get("version", "")))
         new_words = None if version is None else (int(version[1]), int(version[2])) >= (0, 18)

@@ -63,14 +63,14 @@ def quantization_of(folder: str | Path, config: Mapping[str, Any]) -> tuple[str,
 
 def detect(folder: str | Path, config: Mapping[str, Any]) -> ForeignSchema | None:
     """The schema of a folder that another tool quantized, whose config.json is `config`; None for one of lowbit's own or one
-    that is not quantized. Raises CheckpointError for a tool or a variant that is not read."""
+    that is not quantized. Raises CheckpointError for a tool or a variant that is not supported."""
     found = quantization_of(folder, config)
     if found is None or found[0] == METHOD:
         return None
     method, stated, where = found
     if method not in SCHEMAS:
         raise CheckpointError(
-            f"{where}: quant_method {method!r} is not read; read are {', '.join(SCHEMAS)}, lowbit and GGUF files. Export the "
+            f"{where}: quant_method {method!r} is not supported; supported are {', '.join(SCHEMAS)}, lowbit and GGUF files. Export the "
             "model in one of these with the tool that made it, or quantize its 16-bit checkpoint"
         )
     return SCHEMAS[method](stated, where)

@@ -231,7 +231,7 @@ def bit_width(value: int, where: Path | str, allowed: Iterable[int], tool: str) 
     """`value` if it is among `allowed`."""
     allowed = tuple(allowed)
     if value not in allowed:
-        raise CheckpointError(f"{where}: {tool} weights of {value!r} bits; read are {', '.join(map(str, allowed))}")
+        raise CheckpointError(f"{where}: {tool} weights of {value!r} bits; supported are {', '.join(map(str, allowed))}")
     return value
 
 

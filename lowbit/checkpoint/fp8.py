@@ -76,11 +76,11 @@ class Fp8(ForeignSchema):
         """From `quantization_config`."""
         if config.get("quant_method") == "fbgemm_fp8":
             ceiling = config.get("activation_scale_ub", FBGEMM_CEILING)
-            left_out = "" if ceiling == FBGEMM_CEILING else f"activation_scale_ub is {ceiling!r}, read is {FBGEMM_CEILING}"
+            left_out = "" if ceiling == FBGEMM_CEILING else f"activation_scale_ub is {ceiling!r}, supported is {FBGEMM_CEILING}"
             return cls(PerChannel(), "weight_scale", dynamic=not left_out, rule=ActivationRule.FBGEMM, left_out=left_out)
         fmt = config_value(config, where, ("fmt",), str, "e4m3")
         if fmt not in ("e4m3", "float8_e4m3fn"):
-            raise CheckpointError(f"{where}: fmt is {fmt!r}; read are weights in e4m3")
+            raise CheckpointError(f"{where}: fmt is {fmt!r}; supported are weights in e4m3")
         dynamic = config_value(config, where, ("activation_scheme",), str, "dynamic") == "dynamic"
         block = config.get("weight_block_size")
         if block is None:

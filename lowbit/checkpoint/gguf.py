@@ -141,7 +141,7 @@ BLOCKS = {
 @dataclass(frozen=True)
 class GgufTensor:
     """A tensor's type number, shape (rows first) and the bytes [begin, end) of the file that hold it; end is 0 for types that
-    are not read."""
+    are not supported."""
 
     kind: int
     shape: tuple[int, ...]
@@ -182,14 +182,14 @@ class GgufReader:
             raise CheckpointError(f"{self.path}: cannot be read ({error})") from error
 
     def entry(self, name: str) -> ForeignEntry | None:
-        """Shape and scheme of a tensor of blocks; None for a plain one. Raises CheckpointError for a type that is not read."""
+        """Shape and scheme of a tensor of blocks; None for a plain one. Raises CheckpointError for a type that is not supported."""
         tensor = self.tensors[name]
         if tensor.kind in _PLAIN:
             return None
         if tensor.kind not in BLOCKS:
             kind = _UNREAD.get(tensor.kind, f"number {tensor.kind}")
             raise CheckpointError(
-                f"{self.path}: {name}: blocks of the type {kind} are not read; "
+                f"{self.path}: {name}: blocks of the type {kind} are not supported; "
                 f"{', '.join(block.name for block in BLOCKS.values())} are. Load the file with Transformers (gguf_file=...), "
                 "save_pretrained it in 16 bits, and quantize that"
             )
@@ -239,7 +239,7 @@ class GgufReader:
             raise CheckpointError(f"{self.path}: not a GGUF file")
         version = cursor.number("I")
         if version not in (2, 3):
-            raise CheckpointError(f"{self.path}: GGUF version {version}; read are 2 and 3, little-endian")
+            raise CheckpointError(f"{self.path}: GGUF version {version}; supported are 2 and 3, little-endian")
         tensors, pairs = cursor.count("Q"), cursor.count("Q")
         for _ in range(pairs):
             key = cursor.string()

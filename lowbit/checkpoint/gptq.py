@@ -83,11 +83,11 @@ class Gptq(ForeignSchema):
         version = config_value(config, where, ("checkpoint_format", "format"), str, "gptq")
         if config.get("is_marlin_format") or version not in ("gptq", "gptq_v2"):
             raise CheckpointError(
-                f"{where}: checkpoint_format {'marlin' if config.get('is_marlin_format') else version!r}: read are gptq and "
+                f"{where}: checkpoint_format {'marlin' if config.get('is_marlin_format') else version!r}: supported are gptq and "
                 "gptq_v2; the others are bound to one kernel, save the model in one of these with the tool that wrote it"
             )
         if config.get("pack_dtype") not in (None, "int32"):
-            raise CheckpointError(f"{where}: pack_dtype is {config['pack_dtype']!r}; read are words of int32")
+            raise CheckpointError(f"{where}: pack_dtype is {config['pack_dtype']!r}; supported are words of int32")
         mixed = bool(config.get("dynamic"))
         return cls(
             bits=bit_width(config_value(config, where, ("bits", "w_bit"), int), where, BITS, "GPTQ"),

@@ -32,7 +32,7 @@ _TENSORS = ("weight", "weight_scale", "weight_scale_2")
 
 
 def schema(config: Mapping[str, Any], where: Path | str) -> ForeignSchema:
-    """The schema of one of ModelOpt's exports; CheckpointError for an algorithm that is not read."""
+    """The schema of one of ModelOpt's exports; CheckpointError for an algorithm that is not supported."""
     algorithm = config_value(config, where, ("quant_algo",), str)
     if algorithm == "FP8":
         made = Fp8.from_config({"quant_method": "fp8", "activation_scheme": "static"}, where)
@@ -41,8 +41,8 @@ def schema(config: Mapping[str, Any], where: Path | str) -> ForeignSchema:
         return Int4Awq()
     if algorithm not in _NVFP4:
         raise CheckpointError(
-            f"{where}: quant_algo {algorithm!r}; of ModelOpt's exports read are FP8, {_AWQ}, {', '.join(_NVFP4)}. Export the "
-            "model in one of these, or quantize its 16-bit checkpoint here"
+            f"{where}: quant_algo {algorithm!r}; supported ModelOpt exports are FP8, {_AWQ}, {', '.join(_NVFP4)}. Export "
+            "the model in one of these, or quantize its 16-bit checkpoint here"
         )
     return Nvfp4(algorithm != "W4A16_NVFP4")
 

@@ -67,7 +67,7 @@ class Torchao(ForeignSchema):
         kind, options = _quant_type(config, where)
         if kind not in _READ:
             raise CheckpointError(
-                f"{where}: torchao's {kind}: its layout is bound to one kernel; read are {', '.join(_READ)}. Quantize the "
+                f"{where}: torchao's {kind}: its layout is bound to one kernel; supported are {', '.join(_READ)}. Quantize the "
                 "16-bit checkpoint here, for example with --scheme w4a16_g128"
             )
         if kind in _INT8:
@@ -75,12 +75,12 @@ class Torchao(ForeignSchema):
         if kind in _FLOAT8:
             dtype = _named(options.get("weight_dtype"))
             if dtype not in ("float8_e4m3fn", "None"):
-                raise CheckpointError(f"{where}: weight_dtype is {dtype}; read are weights in float8_e4m3fn")
+                raise CheckpointError(f"{where}: weight_dtype is {dtype}; supported are weights in float8_e4m3fn")
             return cls(0, activations=kind != _FLOAT8[0])
         packing, dtype = _named(options.get("intx_packing_format")), _named(options.get("weight_dtype"))
         if packing not in ("UNPACKED_TO_INT8", "unpacked_to_int8", "None"):
             raise CheckpointError(
-                f"{where}: intx_packing_format {packing}; read is UNPACKED_TO_INT8, the others are one kernel's"
+                f"{where}: intx_packing_format {packing}; supported is UNPACKED_TO_INT8, the others are one kernel's"
             )
         bits = int(dtype[3:]) if dtype[:3] == "int" and dtype[3:].isdigit() else -1
         bit_width(bits, f"{where}: weight_dtype {dtype}", range(2, 9), "torchao's")
@@ -90,7 +90,9 @@ class Torchao(ForeignSchema):
         shape = layer.matrix("_weight_qdata", (torch.float8_e4m3fn if self.bits == 0 else torch.int8,))
         for suffix in layer.tensors:
             if suffix not in ("_weight_qdata", "_weight_scale", "_weight_zero_point"):
-                raise layer.error(suffix, "static activations and other layouts of torchao are not read; start from 16 bits")
+                raise layer.error(
+                    suffix, "static activations and other layouts of torchao are not supported; start from 16 bits"
+                )
         grid = layer.matrix("_weight_scale", SCALE_DTYPES)
         scheme = self._scheme(layer, shape, grid)
         if layer.has("_weight_zero_point"):
@@ -162,7 +164,7 @@ def _quant_type(config: Mapping[str, Any], where: Path | str) -> tuple[str, Mapp
         inner = [value for value in named.values() if value is not None] if isinstance(named, Mapping) else []
         if not inner or any(value != inner[0] for value in inner):
             raise CheckpointError(
-                f"{where}: {found['_type']} with {len(inner)} configurations; read are files all of whose layers have one"
+                f"{where}: {found['_type']} with {len(inner)} configurations; supported are files all of whose layers have one"
             )
         found = inner[0]
     if not isinstance(found, Mapping) or not isinstance(found.get("_data"), Mapping):

@@ -102,13 +102,17 @@ def as_float(t):
 
 NAN = fill(float("nan"))
 CASES = {
-    "gptq bits 5": (GPTQ, config(lambda c: c.update(bits=5)), r"config\.json: GPTQ weights of 5 bits; read are 2, 3, 4, 8"),
+    "gptq bits 5": (
+        GPTQ,
+        config(lambda c: c.update(bits=5)),
+        r"config\.json: GPTQ weights of 5 bits; supported are 2, 3, 4, 8",
+    ),
     "gptq bits no number": (GPTQ, config(lambda c: c.update(bits="4")), "bits is int, got '4'"),
     "gptq bits missing": (GPTQ, config(lambda c: c.pop("bits")), "no bits or w_bit"),
     "gptq bits not of the tensors": (GPTQ, config(lambda c: c.update(bits=8)), rf"{Q}\.|scales"),
     "gptq group 0": (GPTQ, config(lambda c: c.update(group_size=0)), "group size is 0"),
     "gptq other group": (GPTQ, config(lambda c: c.update(group_size=16)), r"scales: 3 groups do not divide 96"),
-    "gptq unknown version": (GPTQ, config(lambda c: c.update(checkpoint_format="gptq_v3")), "'gptq_v3'.*read are gptq"),
+    "gptq unknown version": (GPTQ, config(lambda c: c.update(checkpoint_format="gptq_v3")), "'gptq_v3'.*supported are gptq"),
     "gptq marlin": (GPTQ, config(lambda c: c.update(is_marlin_format=True)), "marlin.*bound to one kernel"),
     "gptq words of 8 bits": (GPTQ, config(lambda c: c.update(pack_dtype="int8")), "pack_dtype is 'int8'"),
     "gptq symmetric with zeros": (GPTQ, config(lambda c: c.update(sym=True)), "sym is true, but zero points"),
@@ -127,7 +131,7 @@ CASES = {
     "gptq negative group": (GPTQ, tensor("g_idx", fill(-1)), rf"{Q}\.g_idx: the groups \(from -1 to 1\)"),
     "gptq unequal groups": (GPTQ, tensor("g_idx", lambda t: torch.zeros_like(t)), rf"{Q}\.g_idx: the groups .* one size"),
     "gptq order of 64 bits": (GPTQ, tensor("g_idx", torch.Tensor.long), rf"{Q}\.g_idx: int32"),
-    "awq other version": (AWQ, config(lambda c: c.update(version="gemv_fast")), "AWQ version 'gemv_fast'; read is gemm"),
+    "awq other version": (AWQ, config(lambda c: c.update(version="gemv_fast")), "AWQ version 'gemv_fast'; supported is gemm"),
     "awq 8 bits": (AWQ, config(lambda c: c.update(bits=8)), "AWQ weights of 8 bits"),
     "awq without zeros": (
         AWQ,
@@ -140,7 +144,7 @@ CASES = {
     "auto-round other format": (
         AR,
         config(lambda c: c.update(packing_format="auto_round:fp8_static")),
-        "fp8_static.*read are.*llm_compressor",
+        "fp8_static.*supported are.*llm_compressor",
     ),
     "auto-round quantized activations": (AR, config(lambda c: c.update(act_bits=8)), "act_bits 8.*llm_compressor"),
     "auto-round floats": (AR, config(lambda c: c.update(data_type="mx_fp4")), "data_type 'mx_fp4'.*llm_compressor"),
@@ -193,7 +197,7 @@ CASES = {
     "modelopt other algorithm": (
         OPT,
         config(lambda c: c.update(quant_algo="W4A8_AWQ")),
-        "'W4A8_AWQ'; of ModelOpt's.*read are FP8",
+        "'W4A8_AWQ'; supported ModelOpt exports are FP8",
     ),
     "torchao one kernel's": (
         AO8,
@@ -227,7 +231,11 @@ CASES = {
     ),
     "packed no groups": (PACKED, config(lambda c: c.update(config_groups={})), "config_groups is an object"),
     "packed group no object": (PACKED, config(lambda c: c.update(config_groups={"a": 1})), "a: a config group is an object"),
-    "packed format unknown": (PACKED, group(lambda g: g.update(format="marlin-24")), "'marlin-24' is not read; read are pack"),
+    "packed format unknown": (
+        PACKED,
+        group(lambda g: g.update(format="marlin-24")),
+        "'marlin-24' is not supported; supported are pack",
+    ),
     "packed 9 bits": (PACKED, weights(num_bits=9), "9 bits"),
     "packed true bits": (PACKED, weights(num_bits=True), "num_bits is int, got True"),
     "packed float": (PACKED, weights(type="float"), "'float' do not go with format pack"),
@@ -253,7 +261,7 @@ CASES = {
     "fp8 other blocks": (FP8, weights(block_structure=[16, 32]), r"down_proj\.weight_scale: .* \(4, 3\)"),
     "mx scales NaN": (MX, tensor("weight_scale", fill(255)), rf"{Q}\.weight_scale: .*NaN \(255\)"),
     "mx codes cut": (MX, tensor("weight_packed", lambda t: t[:, :-1]), rf"{Q}\.weight_packed: 31 a row"),
-    "nf4 8 bits": (NF4, config(lambda c: c.update(load_in_4bit=False, _load_in_4bit=False)), r"LLM\.int8\(\) is not read"),
+    "nf4 8 bits": (NF4, config(lambda c: c.update(load_in_4bit=False, _load_in_4bit=False)), r"LLM\.int8\(\) is not supported"),
     "nf4 state no JSON": (NF4, tensor(STATE, fill(0)), rf"{Q}\.{STATE}: not JSON"),
     "nf4 state gone": (NF4, tensor(STATE, gone), rf"{Q}\.{STATE}: missing"),
     "nf4 shape": (NF4, tensor(STATE, state(shape=[64, 1 << 40])), "mean nothing"),
@@ -328,7 +336,7 @@ def gguf_tensor(name=b"a.weight", shape=(32, 1), kind=8, offset=0):
 GGUF_CASES = {
     "no magic": (b"GGML" + bytes(40), "not a GGUF file"),
     "empty": (b"", "ends inside its header"),
-    "version": (gguf_bytes(version=1), "GGUF version 1; read are 2 and 3"),
+    "version": (gguf_bytes(version=1), "GGUF version 1; supported are 2 and 3"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "GGUF version 50331648"),
     "absurd count": (gguf_bytes(tensors=1 << 60), "entries, which is not plausible"),
     "absurd text": (gguf_bytes(pairs=1, rest=struct.pack("<Q", 1 << 50)), "a text of"),
@@ -376,7 +384,10 @@ def test_gguf_headers_that_mean_nothing_are_refused(tmp_path, what):
 def test_gguf_types_and_values_that_mean_nothing(tmp_path):
     path = tmp_path / "m.gguf"
     start = -(-len(gguf_bytes(rest=gguf_tensor())) // 32) * 32
-    for kind, message in ((20, r"a\.weight: blocks of the type IQ4_NL are not read; Q4_0.*Transformers"), (99, "number 99")):
+    for kind, message in (
+        (20, r"a\.weight: blocks of the type IQ4_NL are not supported; Q4_0.*Transformers"),
+        (99, "number 99"),
+    ):
         path.write_bytes(gguf_bytes(rest=gguf_tensor(kind=kind)).ljust(start + 64, b"\0"))
         with pytest.raises(CheckpointError, match=message):
             GgufReader(path).entry("a.weight")
