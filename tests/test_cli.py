@@ -210,12 +210,12 @@ def test_inspect_sees_a_changed_byte(quantized, tmp_path):
     path.write_bytes(data)
     assert run("inspect", tmp_path / "q").exit_code == 0
     changed = run("inspect", tmp_path / "q", "--check")
-    assert changed.exit_code == 1 and "model.safetensors: is not the file that was written: its SHA-256 is" in changed.stderr
+    assert changed.exit_code == 1 and "model.safetensors: was changed after it was written: its SHA-256 is" in changed.stderr
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     del config["quantization_config"]["files"]
     (tmp_path / "q" / "config.json").write_text(json.dumps(config))
     half = run("inspect", tmp_path / "q", "--check")
-    assert half.exit_code == 1 and "config.json: quantization_config is not as it was written" in half.stderr
+    assert half.exit_code == 1 and "config.json: quantization_config was changed after it was written" in half.stderr
     del config["quantization_config"]["sha256"]
     (tmp_path / "q" / "config.json").write_text(json.dumps(config))
     old = run("inspect", tmp_path / "q", "--check")
@@ -230,7 +230,7 @@ def test_overwriting_keeps_the_source_and_says_what_it_replaced(fp16, tmp_path):
     targets = (models, models / "base", models / "base" / "q")
     for command, target in [("quantize", t) for t in targets] + [("convert", t) for t in targets]:
         result = run(command, models / "base", target, "--overwrite")
-        assert result.exit_code == 1 and "choose a folder apart from what is read" in result.stderr
+        assert result.exit_code == 1 and "choose a target outside the source" in result.stderr
     assert {p: p.read_bytes() for p in models.rglob("*") if p.is_file()} == before
     for _ in range(2):
         result = run("quantize", models / "base", tmp_path / "q", "--scheme", "w4a16_g32", "--overwrite")
@@ -328,7 +328,7 @@ def test_explain(quantized):
         (["eval", "{quantized}/config.json"], "is a file; give the folder of a Transformers model"),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "gptq", "--calibration", "{tmp}/pipe"], "pipe: is a pipe"),
         (["quantize", "{fp16}/config.json", "{tmp}/q"], "config.json: is a file; give the folder"),
-        (["quantize", "{fp16}", "{tmp}/pipe/q"], "pipe is not a folder; choose another place"),
+        (["quantize", "{fp16}", "{tmp}/pipe/q"], "pipe is not a folder; choose another target"),
         (["convert", "{quantized}/model.safetensors", "{tmp}/q"], "is a file; give the folder of a quantized model"),
         (["convert", "{tmp}/none.gguf", "{tmp}/q"], "none.gguf: no such folder or file; give the folder of a quantized"),
         (["convert", "{tmp}/none", "{tmp}/q"], "no such folder or file; give the folder of a quantized model"),
