@@ -42,11 +42,10 @@ _FORMATS = (PACKED, INT, FLOAT, NAIVE, *_SMALL_FLOATS)
 class WeightArgs:
     """The layout and number formats of one config group.
 
-    layout, bits (1 is kept), float, granularity; zero: weights have zero points. activation: its format, None: 16 bits;
-    static: its scale is the layer's input_scale; activation_zero: it has zero points (a static one is input_zero_point). None
-    for `zero` and `activation_zero` means not stated: the layer's tensors decide. left_out: a description of activations that no
-    scheme represents. padded: words hold 32 // bits codes, as before 0.18. outputs: the files state quantized outputs, which no
-    scheme represents.
+    zero: the weights have zero points. activation: format of quantized activations (None: 16 bits); static: their scale is the
+    layer's input_scale; activation_zero: they have zero points (static ones: input_zero_point). None for `zero` and
+    `activation_zero` means not stated: the layer's tensors decide. left_out: description of activations that no scheme
+    represents. padded: words hold 32 // bits codes, as before 0.18. outputs: the files state quantized outputs.
     """
 
     layout: str

@@ -81,7 +81,7 @@ class ForeignLayer:
         """Returns scales. Raises CheckpointError unless all are finite."""
         values = self.tensor(suffix)
         if not bool(values.isfinite().all()):
-            raise self.error(suffix, "scales are finite numbers, some here are not; the file is damaged or its producer failed")
+            raise self.error(suffix, "some scales are not finite; the file is damaged or its producer failed")
         return values
 
     def _get(self, suffix: str) -> Tensor | TensorInfo:

@@ -81,8 +81,11 @@ def evaluate(
     """  # fmt: skip
     from lowbit.sources import local_model
 
-    if suite is None and (out_folder, limit, samples, k, run_generated_code) != (None, None, 1, "1", False):
-        raise ValueError("--out, --limit, --samples, --k and --run-generated-code need --suite, such as --suite text")
+    if suite is None and (out_folder, limit, samples, k, run_generated_code, unsafe) != (None, None, 1, "1", False, False):
+        options = "--out, --limit, --samples, --k, --run-generated-code and --unsafe"
+        raise ValueError(f"{options} need --suite, such as --suite text")
+    if unsafe and not run_generated_code:
+        raise ValueError("--unsafe needs --run-generated-code; give both or neither")
     check_device(device)
     check_exists(text, TEXT)
     for name in (*models, *([] if reference is None else [reference])):

@@ -240,10 +240,10 @@ def test_several_models_without_a_suite(models, tmp_path):
     ("file", "content", "options", "message"),
     [
         (None, "", ["--suite", "{data}/none"], "no such folder; --suite takes"),
-        ("a.csv", "x", [], "a suite holds .txt, .jsonl and .jsonl.gz files only"),
-        ("a.jsonl", '{"x": 1, "y": 2}', [], "its records have the fields x, y; known are choice:"),
+        ("a.csv", "x", [], "a suite may only contain .txt, .jsonl and .jsonl.gz files"),
+        ("a.jsonl", '{"x": 1, "y": 2}', [], "unknown fields x, y; supported are choice:"),
         ("a.jsonl", "{", [], "line 1: one JSON object a line"),
-        ("fox.jsonl", json.dumps(QUESTION), [], "two files of one name"),
+        ("fox.jsonl", json.dumps(QUESTION), [], "two files have the same name"),
         ("b.txt", b"\xff", [], "not UTF-8 text"),
         (None, "", ["--k", "1,10"], "pass@10 needs as many samples per problem, --samples is 1"),
         (None, "", ["--k", "one"], "must be whole numbers of at least 1"),
@@ -268,7 +268,7 @@ def test_mistakes_in_suites(file, content, options, message, models, data, tmp_p
         (["{model}", "--limit", "3"], "need --suite, such as --suite text"),
         (["{model}", "--run-generated-code"], "need --suite, such as --suite text"),
         (["{model}", "--unsafe"], "need --suite, such as --suite text"),
-        (["{model}", "--suite", "text", "--unsafe"], "--unsafe belongs to --run-generated-code: give both"),
+        (["{model}", "--suite", "text", "--unsafe"], "--unsafe needs --run-generated-code; give both"),
         (["{model}", "--reference", "{tmp}/nothing"], "nothing: no such folder"),
     ],
 )
