@@ -41,7 +41,7 @@ TOLERANCE = 0.02
 GAIN = 0.004
 """Of the step: what another tile must gain to be kept; less is noise between captures."""
 
-OPERATORS = ("fragment_gemm", "gated_gemm", "chained_gemm", "attention")
+OPERATORS = ("fragment_gemm", "gated_gemm", "fused_gemm", "attention")
 """Modules of lowbit.ops that choose a tile when they make a plan."""
 
 Tiles = dict[str, Any]

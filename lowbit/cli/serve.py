@@ -50,7 +50,10 @@ def serve(
     max_prompt: Annotated[int | None, typer.Option(min=1, help="Tokens per prompt. Default: the context length.")] = None,
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes per request body.")] = 1 << 20,
     cache_gib: Annotated[
-        float | None, typer.Option(min=0, max=1e6, help="Memory for the KV cache. Default: most of the free memory.")
+        float | None,
+        typer.Option(
+            min=0, max=1e6, help="Memory for the KV cache in GiB. Default: most of a GPU's free memory, half of a CPU's."
+        ),
     ] = None,
     batch_invariant: Annotated[
         bool,
@@ -59,6 +62,9 @@ def serve(
     grace: Annotated[
         float, typer.Option(min=0, max=86400, help="Seconds for running sequences to finish after SIGTERM.")
     ] = 30.0,
+    prompt_seconds: Annotated[
+        float, typer.Option(min=0.1, max=86400, help="Seconds that chat template and tokenizer may take per request.")
+    ] = 10.0,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
     device: Device = None,
 ) -> None:
@@ -92,7 +98,7 @@ def serve(
 
     where_to = torch_device(device)
     concurrent = max_concurrent or (MOST_ON_A_CPU if where_to.type == "cpu" else MOST_ON_A_GPU)
-    limits = Limits(concurrent, max_queue, max_prompt or 1 << 20, max_body, grace)
+    limits = Limits(concurrent, max_queue, max_prompt or 1 << 20, max_body, grace, prompt_seconds)
     local = is_local(host)
     if not local and api_key is None:
         say(f"warning: anyone who can reach {host} can use this server; set a key with --api-key or LOWBIT_API_KEY")

@@ -33,7 +33,7 @@ from lowbit.engine.failure import Attempt, RoundFailed, in_words
 from lowbit.engine.family import recognise
 from lowbit.engine.forward import ForwardProgram
 from lowbit.engine.graphs import Graphs
-from lowbit.engine.pages import Pages, pages_for
+from lowbit.engine.pages import Pages
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.prompts import Prompts
 from lowbit.engine.request import Drawn, End, Request
@@ -104,16 +104,15 @@ class Engine:
         # Whatever the caller's mode is: the weights that a program joins stay the model's, which may be trained.
         with torch.inference_mode(next(model.parameters()).is_inference()):
             self.program, self.difference = _program(model, self.max_length, batch_invariant, forward)
-        self._positions, self._room = positions, Room.on(self.device, cache_bytes)  # what the program leaves
-        pages = 1 + max_concurrent * pages_for(self.max_length)
+        allocated = isinstance(self.program, DecodeProgram)
+        self._positions = positions
+        self._room = Room.on(self.device, cache_bytes, allocated=allocated)  # what the program leaves
+        if max_length is None:
+            self.max_length = min(self.max_length, self._room.longest(self.program.page_bytes))
+        pages = self._room.pages(self.program.page_bytes, max_concurrent, self.max_length)
         if isinstance(self.program, DecodeProgram):
-            spec = self.program.cache_spec
-            if max_length is None:
-                self.max_length = min(self.max_length, self._room.longest(spec))
-            pages = self._room.pages(spec, max_concurrent, self.max_length)
-            self.program.cache = Cache(spec, pages, self.device)
-        shares = sharing and isinstance(self.program, DecodeProgram)
-        self.batch = Batch(max_concurrent, Pages(pages), piece, sharing=shares, invariant=batch_invariant)
+            self.program.cache = Cache(self.program.cache_spec, pages, self.device)
+        self.batch = Batch(max_concurrent, Pages(pages), piece, sharing=sharing and allocated, invariant=batch_invariant)
         vocab = model.config.get_text_config().vocab_size
         self.ends = [end for end in (_ends(model) if ends is None else ends) if 0 <= end < vocab]  # no other is ever drawn
         self.slots = Slots(max_concurrent, self.max_length, vocab, self.ends, self.device)
@@ -170,8 +169,8 @@ class Engine:
         """Why a text cannot have so many tokens, and what to do."""
         if tokens > self._positions:
             return f"the model has {self._positions:,} positions: shorten the prompt or ask for fewer new tokens"
-        if isinstance(self.program, DecodeProgram) and tokens > self._room.longest(self.program.cache_spec):
-            return self._room.refusal(self.program.cache_spec, tokens)
+        if tokens > self._room.longest(self.program.page_bytes):
+            return self._room.refusal(self.program.page_bytes, tokens)
         return "so says max_length of the engine: make one with more, or ask for fewer tokens"
 
     def cancel(self, request: Request) -> None:
@@ -305,6 +304,7 @@ class Engine:
             raise
 
     def _launch(self, planned: Round) -> None:
+        self.program.keep(self.batch.running)  # not of requests that were preempted
         if self._rehearsal is not None and (parts := self._rehearsal.of_round(planned)):
             with Attempt("compiling kernels"):  # whatever it is, it shows itself again where a kernel is launched
                 self._compile(self._rehearsal.kernels(parts))
@@ -448,6 +448,7 @@ class Engine:
         """Takes back the slots and pages of requests that have ended."""
         while self._ended:
             self.batch.remove(self._ended.popleft())
+        self.program.keep(self.batch.running)
 
 
 def _wait_for(device: torch.device) -> None:

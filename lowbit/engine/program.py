@@ -23,6 +23,7 @@ from lowbit.engine.family import Decoder, LayerParts
 from lowbit.engine.product import Packed, Product, Scaled, gated_product, product
 from lowbit.engine.prompt_attention import PromptAttention, RaggedAttention
 from lowbit.engine.ragged import Ragged, sizes
+from lowbit.engine.request import Request
 from lowbit.engine.slots import Slots
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.nn import QuantLinear
@@ -85,6 +86,14 @@ class DecodeProgram:
         """What a cache of this model holds."""
         shape = self.layers[0].shape
         return CacheSpec(len(self.layers), shape.kv_heads, shape.head_dim, self.dtype)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of keys and values of a page of tokens, in all layers."""
+        return self.cache_spec.page_bytes
+
+    def keep(self, running: Sequence[Request]) -> None:
+        """Does nothing: keys and values are in the pages of `cache`."""
 
     def step(self, rows: Tensor, slots: Slots, longest: int = 0) -> Tensor:
         """Logits [B, V] after the next token of each slot that `rows` int32 [B] names; kernels are chosen for contexts of up to

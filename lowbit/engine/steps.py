@@ -47,6 +47,13 @@ class Program(Protocol):
     def prompt(self, pieces: Sequence[Piece], slots: Slots) -> Tensor | None:
         """Logits [B, V] after each last piece."""
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of keys and values of a page of tokens, in all layers."""
+
+    def keep(self, running: Sequence[Request]) -> None:
+        """Frees keys and values that the program itself holds for other requests."""
+
 
 @dataclass(frozen=True)
 class Step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +20,53 @@ UNFINISHED = "�"
 """What decoders write for bytes that are no whole character yet."""
 
 
+@functools.lru_cache(256)
+def _borders(pattern: str) -> tuple[int, ...]:
+    """The Knuth-Morris-Pratt failure function: for each prefix of `pattern`, the length of its longest proper prefix that is
+    also its suffix. Entry i is for the first i characters; entry 0 is never used."""
+    borders = [0, 0]
+    for character in pattern[1:]:
+        length = borders[-1]
+        while length and pattern[length] != character:
+            length = borders[length]
+        borders.append(length + (pattern[length] == character))
+    return tuple(borders)
+
+
+class StopMatcher:
+    """Searches a growing text for stop strings (Knuth, Morris and Pratt, 1977): a character of the text costs the same however
+    long the strings are."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = [(string, _borders(string)) for string in strings]
+        self._matched = [0] * len(strings)
+        self._length = 0
+
+    @property
+    def held(self) -> int:
+        """Length of the longest suffix of the text that is a proper prefix of a stop string."""
+        return max(self._matched, default=0)
+
+    def feed(self, added: str) -> int:
+        """Appends `added` to the text. Returns the index where the leftmost stop string that is complete since then begins, or
+        -1 if there is none; after a match nothing more can be appended."""
+        found = -1
+        for i, (string, borders) in enumerate(self._strings):
+            length = self._matched[i]
+            for position, character in enumerate(added, self._length + 1):
+                while length and string[length] != character:
+                    length = borders[length]
+                if string[length] == character:
+                    length += 1
+                    if length == len(string):
+                        begin = position - length
+                        found = begin if found < 0 else min(found, begin)
+                        break
+            self._matched[i] = length
+        self._length += len(added)
+        return found
+
+
 class TextStream:
     """The text after a prompt, token by token.
 
@@ -28,6 +76,7 @@ class TextStream:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self._matcher = StopMatcher(self.stop)
         self.text, self.stopped = "", False
         self._window = self._context(prompt)  # tokens decoded together: some shown already, then new ones
         self._new = len(self._window)
@@ -62,12 +111,11 @@ class TextStream:
             self._window = self._window[: self._new]
         self._new = len(self._window)
         self._shown = self._decode(self._window)
-        begin = max(0, len(self.text) - max(map(len, self.stop), default=1) + 1)
         self.text += added
-        cut = min((at for at in (self.text.find(s, begin) for s in self.stop) if at >= 0), default=-1)
+        cut = self._matcher.feed(added)
         if cut >= 0:
             self.text, self.stopped = self.text[:cut], True
-        end = len(self.text) if self.stopped else len(self.text) - self._held()
+        end = len(self.text) if self.stopped else len(self.text) - self._matcher.held
         out = self.text[self._out : end]
         self._out = max(self._out, end)
         return out
@@ -76,14 +124,6 @@ class TextStream:
         """The last tokens of a prompt, from where a character begins."""
         windows = [list(prompt[-count:]) for count in range(CONTEXT, CONTEXT + MOST_OF_A_CHARACTER)]
         return next((window for window in windows if not self._decode(window).startswith(UNFINISHED)), windows[0])
-
-    def _held(self) -> int:
-        """Characters at the end of the text with which a stop string may begin."""
-        longest = max((len(s) - 1 for s in self.stop), default=0)
-        for length in range(min(longest, len(self.text)), 0, -1):
-            if any(s.startswith(self.text[-length:]) for s in self.stop):
-                return length
-        return 0
 
     def _decode(self, tokens: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)  # type: ignore[assignment]

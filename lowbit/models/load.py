@@ -16,6 +16,7 @@ from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import torch_device
 from lowbit.models.complete import Shape, incomplete, is_finite, require_complete, require_finite, some
 from lowbit.models.cpu import cpu_dtype, plan_on_cpu, quantizing_dtype
+from lowbit.models.generation import sampling_settings
 from lowbit.models.head import quantize_head
 from lowbit.models.hf import METHOD, LowbitConfig, place_empty_modules
 from lowbit.models.load_foreign import load_foreign
@@ -237,7 +238,7 @@ def _check_adapter(folder: Path) -> None:
 
 
 def _check_generation(folder: Path) -> None:
-    """Raises CheckpointError for a damaged generation_config.json."""
+    """Raises CheckpointError for a damaged generation_config.json, and for sampling settings that no request can have."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return
@@ -247,6 +248,10 @@ def _check_generation(folder: Path) -> None:
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(token) is int for token in ids):
             raise CheckpointError(f"{path}: {key} is a token's number, or a list of them, got {value!r}")
+    try:
+        sampling_settings(stated)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
     with damaged(path, "Transformers cannot read it", stated):
         GenerationConfig.from_pretrained(folder)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from transformers import GenerationConfig
 
 from lowbit.engine import Drawn, Request, Sampling
+from lowbit.models.generation import sampling_settings
 from lowbit.pipeline.request import GenerateParams
 
 _USED = {"temperature", "min_p", "repetition_penalty"}
@@ -51,12 +52,13 @@ def requests_of(
 
 
 def _sampling(params: GenerateParams, config: GenerationConfig, seed: int) -> Sampling:
+    own = sampling_settings(config.to_diff_dict())
     least = 0 if params.ignore_eos else params.min_new_tokens  # what is ignored is not held back either
-    plain = Sampling(repetition_penalty=config.repetition_penalty or 1.0, min_new_tokens=least)
+    plain = Sampling(repetition_penalty=own.get("repetition_penalty", 1.0), min_new_tokens=least)
     if not params.do_sample:
         return plain
-    temperature = params.temperature if params.temperature is not None else config.temperature
+    temperature = params.temperature if params.temperature is not None else own.get("temperature", 1.0)
     return replace(
-        plain, temperature=1.0 if temperature is None else temperature, top_k=params.top_k or 0, top_p=params.top_p,
-        min_p=config.min_p or 0.0, seed=seed % 2**64,
+        plain, temperature=temperature, top_k=params.top_k or 0, top_p=params.top_p, min_p=own.get("min_p", 0.0),
+        seed=seed % 2**64,
     )  # fmt: skip

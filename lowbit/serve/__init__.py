@@ -3,7 +3,8 @@
 server.py      the process: a socket, warm-up, signals            worker.py   the thread that does the engine's rounds
 app.py         the routes                                         service.py  what routes share: model, seats, state
 schema.py      what can be asked, field by field                  chat.py     prompts as tokens, templates
-job.py         a request as texts for the engine
+job.py         a request as texts for the engine                  prompts.py  prompts as tokens, by a process of its own
+prompt_process.py  that process: templates and tokenizer, with a deadline and a limit of memory
 answer.py      answers and chunks in OpenAI's form                stream.py   sending them, and noticing who is gone
 errors.py      refusals in OpenAI's form                          metrics.py  what Prometheus reads
 limits.py      how much of everything                             listener.py  accepting connections, a bounded number

@@ -115,9 +115,14 @@ async def _job(service: Service, asked: Asked) -> Job:
     service.seats.take(texts)
     made = False
     try:
-        job = await service.prompts.beside(lambda: make_job(service, asked))
+        job = await service.prompts.encoding(lambda: make_job(service, asked))
         made = True
         return job
+    except ApiError:
+        raise
+    except Exception:  # of this server; the handler of faults answers, /health counts
+        service.worker.count_failures(texts)
+        raise
     finally:
         if not made:
             service.seats.give_back(texts)

@@ -1,27 +1,24 @@
-"""Prompts as tokens: plain text, dialogues by the model's own template, and how tokens read one by one."""
+"""Prompts as tokens: plain text, conversations by the model's own template, and the text of single tokens.
+
+The prompt process imports this module (prompt_process.py): it loads no torch.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import functools
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from lowbit.serve.errors import refused, too_long
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_ERRORS = (
     ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, TemplateError,
 )  # fmt: skip
 """What templates raise for dialogues that they were not written for."""
-
-THREADS = 2
-"""That encode prompts: tokenizers compute outside Python's lock."""
 
 NAMES_KEPT = 8192
 """Texts of tokens that are not decoded again: all 128,000 of a vocabulary, which a server comes to see in days, take 25 MB."""
@@ -37,35 +34,20 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]],
     return text
 
 
-class Prompts:
-    """Makes tokens of what is asked, beside the event loop; a prompt has at most `most` tokens, of `vocab` that there are."""
+class Encoder:
+    """Makes tokens of prompts with at most `most` tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, most: int, vocab: int) -> None:
-        self.tokenizer, self.most, self.vocab = tokenizer, most, vocab
-        self.has_template = tokenizer.chat_template is not None
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, most: int) -> None:
+        self.tokenizer, self.most = tokenizer, most
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lowbit-prompts")
-        # Once, alone: a tokenizer whose file asks for padding or truncation is changed by its first call.
-        tokenizer("a")
 
-    async def beside(self, function: Callable[[], T]) -> T:
-        """The result of a function that takes time, while the event loop goes on."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
-
-    def of_text(self, prompt: str | Sequence[int]) -> list[int]:
+    def of_text(self, prompt: str) -> list[int]:
         """Tokens of a prompt, with the tokenizer's own at its beginning; raises ApiError for one that cannot be computed."""
-        if not isinstance(prompt, str):
-            wrong = [token for token in prompt if not 0 <= token < self.vocab]
-            if wrong:
-                raise refused("prompt", f"tokens are from 0 to {self.vocab - 1:,}, got {wrong[0]:,}")
-            return self._checked(list(prompt), "prompt")
         self._check_characters(prompt, "prompt")
-        return self._checked(self.tokenizer(prompt).input_ids, "prompt")
+        return checked(self.tokenizer(prompt).input_ids, self.most, "prompt")
 
     def of_dialogue(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
-        """Tokens of a dialogue up to where the answer begins; raises ApiError where the model has no template for it."""
-        if not self.has_template:
-            raise refused("messages", "this model has no chat template; POST /v1/completions takes a prompt as it is")
+        """Tokens of a conversation up to where the answer begins; raises ApiError where the template does not take it."""
         self._check_characters("".join(message["content"] for message in messages), "messages")
         try:
             text = rendered(self.tokenizer, messages, tools)
@@ -76,37 +58,28 @@ class Prompts:
             raise refused("messages", "they have halves of surrogate pairs, which are no characters")
         if tools and not self._uses_tools(messages, text):
             raise refused("tools", "the model's chat template does not use them; leave them out, or say tool_choice none")
-        return self._checked(self.tokenizer(text, add_special_tokens=False).input_ids, "messages")
-
-    def text_of(self, prompt: str | Sequence[int]) -> str:
-        """A prompt as it is repeated in front of its answer."""
-        if isinstance(prompt, str):
-            return prompt
-        text: str = self.tokenizer.decode(prompt)  # type: ignore[assignment]
-        return text
-
-    def close(self) -> None:
-        """Ends the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        return checked(self.tokenizer(text, add_special_tokens=False).input_ids, self.most, "messages")
 
     def _uses_tools(self, messages: list[dict[str, Any]], text: str) -> bool:
-        """Whether the text of a dialogue with tools is another without them."""
+        """Whether the text of a conversation with tools differs from the text without them."""
         try:
             return text != rendered(self.tokenizer, messages, None)
         except ValueError:
             return True
 
     def _check_characters(self, text: str, param: str) -> None:
-        """Refuses what is too long before it is encoded: each token is at most the longest one."""
+        """Refuses what is too long before it is encoded: no token is longer than the longest one."""
         if len(text) > self.most * self._longest:
             raise too_long(param, f"a text of {len(text):,} characters", f"a prompt here has at most {self.most:,} tokens")
 
-    def _checked(self, ids: list[int], param: str) -> list[int]:
-        if not ids:
-            raise refused(param, "it has no token, at least one is needed")
-        if len(ids) > self.most:
-            raise too_long(param, f"a prompt of {len(ids):,} tokens", f"here it has at most {self.most:,}")
-        return ids
+
+def checked(ids: list[int], most: int, param: str) -> list[int]:
+    """The tokens of a prompt; raises ApiError if there are none, or more than `most`."""
+    if not ids:
+        raise refused(param, "it has no token, at least one is needed")
+    if len(ids) > most:
+        raise too_long(param, f"a prompt of {len(ids):,} tokens", f"here it has at most {most:,}")
+    return ids
 
 
 class TokenTexts:

@@ -127,7 +127,7 @@ def make_job(service: Service, asked: Asked) -> Job:
         prompts = [service.prompts.of_dialogue([message.for_template() for message in asked.messages], tools or None)]
     else:
         assert isinstance(asked, CompletionAsked)
-        prompts = [service.prompts.of_text(prompt) for prompt in asked.prompts]
+        prompts = service.prompts.of_prompts(asked.prompts)
         fronts = [service.prompts.text_of(prompt) for prompt in asked.prompts] if asked.echo else []
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
     mailbox = Mailbox()

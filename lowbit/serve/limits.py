@@ -47,25 +47,33 @@ LEAST_CONNECTIONS = 16
 LARGE_BODY_BYTES = 16 << 10
 """Bodies above this are parsed beside the event loop."""
 
+PROMPT_BYTES = 512 << 20
+PROMPT_BYTES_PER_BODY_BYTE = 512
+"""Memory that rendering and encoding the prompts of a request may allocate: so much, and so much for each byte that a body may
+have. Texts of 1 MiB took less than 512 bytes for each of theirs (measured: words, digits, CJK, emoji; byte-level BPE)."""
+
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a server: texts computed at once, texts that wait for that, tokens of a prompt, bytes of a body, and the seconds that
-    texts get to finish once the server is told to stop. Raises ValueError for numbers that leave nothing to do."""
+    """Of a server: texts computed at once, texts that wait for that, tokens of a prompt, bytes of a body, the seconds that
+    texts get to finish once the server is told to stop, and the seconds that template and tokenizer may take over a request.
+    Raises ValueError for numbers that leave nothing to do."""
 
     max_concurrent: int = 64
     max_queue: int = 256
     max_prompt: int = 1 << 20
     max_body: int = 1 << 20
     grace_seconds: float = 30.0
+    prompt_seconds: float = 10.0
+    """Seconds of computing that the chat template and the tokenizer may take for a request."""
     max_connections: int | None = None
     """Open connections, idle ones included; twice the seats, and 64, when None."""
     max_connections_per_address: int | None = None
     """Open connections of one IPv4 address or one /64 network of IPv6; half of all when None."""
 
     def __post_init__(self) -> None:
-        least = {"max_concurrent": 1, "max_queue": 0, "max_prompt": 1, "max_body": 1024, "grace_seconds": 0}
-        least |= {"max_connections": 1, "max_connections_per_address": 1}
+        least: dict[str, float] = {"max_concurrent": 1, "max_queue": 0, "max_prompt": 1, "max_body": 1024, "grace_seconds": 0}
+        least |= {"prompt_seconds": 0.1, "max_connections": 1, "max_connections_per_address": 1}
         for name, value in least.items():
             if (found := getattr(self, name)) is not None and found < value:
                 raise ValueError(f"{name} is at least {value}, got {getattr(self, name)}")
@@ -74,6 +82,11 @@ class Limits:
     def seats(self) -> int:
         """Texts that the server holds at once."""
         return self.max_concurrent + self.max_queue
+
+    @property
+    def prompt_bytes(self) -> int:
+        """Memory that a worker may allocate to render and encode the prompts of a request."""
+        return PROMPT_BYTES + PROMPT_BYTES_PER_BODY_BYTE * self.max_body
 
     @property
     def connections(self) -> int:

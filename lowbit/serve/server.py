@@ -143,6 +143,7 @@ class Server(uvicorn.Server):
             await asyncio.sleep(0.02)
 
     def _end_all(self) -> None:
+        self.service.prompts.end_processes()
         self.service.worker.end_all(unavailable("the server is shutting down, the time that texts get to finish is over"))
 
     def _warmed(self, stage: Stage | None) -> None:

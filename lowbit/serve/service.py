@@ -14,18 +14,22 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowbit.engine import Engine
-from lowbit.serve.chat import Prompts, TokenTexts
+from lowbit.models.generation import sampling_settings
+from lowbit.serve.chat import TokenTexts
 from lowbit.serve.errors import ApiError, unavailable
 from lowbit.serve.limits import Limits
 from lowbit.serve.metrics import Metrics
+from lowbit.serve.prompts import Prompts
 from lowbit.serve.worker import MOST_FAILURES, Worker
 
 
 def configured(model: PreTrainedModel) -> dict[str, Any]:
-    """How a model's generation config says that tokens are drawn: settings for requests that do not say themselves."""
-    said = model.generation_config.to_diff_dict()
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: said[name] for name in names if said.get(name) is not None}
+    """Sampling settings of the model's generation config, for requests that state none; raises ValueError for values that
+    nothing can be sampled with."""
+    try:
+        return sampling_settings(model.generation_config.to_diff_dict())
+    except ValueError as error:
+        raise ValueError(f"generation_config.json of {model.name_or_path}: {error}") from None
 
 
 def is_local(host: str) -> bool:
@@ -84,11 +88,11 @@ class Service:
     def __post_init__(self) -> None:
         engine = self.engine
         self.metrics = Metrics(engine)
-        self.worker = Worker(engine, self.metrics)
         self.seats = Seats(self.limits.seats)
         most = min(self.limits.max_prompt, engine.max_length - 1)
         self.vocab = engine.slots.sampling.counts.shape[1]
-        self.prompts = Prompts(self.tokenizer, most, self.vocab)
+        self.prompts = Prompts(self.tokenizer, most, self.vocab, self.limits)
+        self.worker = Worker(engine, self.metrics, self.prompts)
         self.token_texts = TokenTexts(self.tokenizer)
 
     def check_key(self, authorization: str | None) -> None:

@@ -24,6 +24,7 @@ from lowbit.engine.warm_up import Stage
 from lowbit.ops import UnsupportedProblem
 from lowbit.serve.errors import ApiError, failed, refused
 from lowbit.serve.metrics import Metrics
+from lowbit.serve.prompts import Prompts
 
 logger = logging.getLogger("lowbit.serve")
 
@@ -124,8 +125,8 @@ Order = Callable[[], None]
 class Worker:
     """Does an engine's rounds in a thread of its own, from `start` to `stop`; methods are for the event loop."""
 
-    def __init__(self, engine: Engine, metrics: Metrics) -> None:
-        self.engine, self.metrics = engine, metrics
+    def __init__(self, engine: Engine, metrics: Metrics, prompts: Prompts) -> None:
+        self.engine, self.metrics, self._prompts = engine, metrics, prompts
         self.failures = 0
         """Texts that have failed one after the other."""
         self.dead = False
@@ -159,6 +160,14 @@ class Worker:
             self._open.pop(text, None)
         self._orders.put(lambda: self._cancel(texts))
 
+    def count_failures(self, texts: int) -> None:
+        """Counts texts that failed before they were submitted."""
+
+        def count() -> None:
+            self.failures += texts
+
+        self._orders.put(count)
+
     def end_all(self, error: ApiError) -> None:
         """Ends all texts that there are or come, with an error for those who wait for them."""
         self._orders.put(lambda: self._end_all(error))
@@ -189,11 +198,15 @@ class Worker:
     def _warm_up(self) -> bool:
         """Whether texts can be computed now."""
         try:
+            self._prompts.start()  # its process imports and loads while kernels are compiled
             for stage in self.engine.warm_up():
                 self._call(functools.partial(self._warm, stage))
                 if self._stopping:
                     return False
             self.engine.generate([Request([0], 2)])  # what a first text costs beside kernels and graphs
+            self._prompts.check()
+        except ApiError:  # the server was told to end meanwhile
+            return False
         except ROUND_ERRORS as error:
             logger.error("warming up failed: %s: %s", type(error).__name__, error)
             return False

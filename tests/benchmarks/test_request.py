@@ -28,7 +28,7 @@ def test_the_default_formats_are_canonical_names(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(formats="int4"), "unknown scheme 'int4'; the grammar is"),
+        (dict(formats="int4"), "unknown scheme 'int4'; did you mean 'w4a16_g128'\\? the grammar is"),
         (dict(formats="fp8_block"), "fp8_block: bench gemm measures 16-bit, int8 and e4m3 activations"),
         (dict(formats="w8a16_t"), "one scale per channel or per group"),
         (dict(formats=" , "), "--formats ' , ' names nothing"),

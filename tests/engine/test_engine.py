@@ -419,7 +419,8 @@ def test_a_text_too_long_is_told_what_limits_it(model):
         engine_of(model, cache_bytes=2 * page).submit(Request(prompt(120), 157))
     with pytest.raises(ValueError, match="at most 100 tokens here, .*; so says max_length of the engine: make one with more"):
         engine_of(model, max_length=100).submit(Request(prompt(96), 5))
-    with pytest.raises(ValueError, match=rf"MiB \(cache_bytes\): .*\(cache_bytes={2 * page}\), or do without .*engine=False"):
+    said = rf"MiB \(cache_bytes\): .*\(cache_bytes={2 * page}, --cache-gib of lowbit serve\), or do without .*engine=False"
+    with pytest.raises(ValueError, match=said):
         engine_of(model, cache_bytes=page)
 
 

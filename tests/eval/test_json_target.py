@@ -19,6 +19,12 @@ def measured(monkeypatch):
     monkeypatch.setattr("lowbit.models.load.verify_checkpoint", refuse)
 
 
+def empty_model(folder):
+    """A folder that is a model by its name alone."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+
+
 def run(*arguments):
     result = CliRunner().invoke(app, ["eval", *map(str, arguments)], env={"COLUMNS": "400"})
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.exception
@@ -29,7 +35,7 @@ def run(*arguments):
 @pytest.mark.parametrize("suite", [[], ["--suite", "text", "--out", "{}/out"]], ids=["perplexity", "suite"])
 @pytest.mark.parametrize("name", ["/proc/result.json", "/proc/new/result.json", "{}/" + "n" * 254])
 def test_where_nothing_can_be_written(tmp_path, name, suite):
-    (tmp_path / "model").mkdir()
+    empty_model(tmp_path / "model")
     target = name.format(tmp_path)
     line = run(tmp_path / "model", "--verify", "--json", target, *(word.format(tmp_path) for word in suite))
     assert line.startswith(f"error: {target}: cannot be written (")
@@ -39,11 +45,12 @@ def test_where_nothing_can_be_written(tmp_path, name, suite):
 
 @pytest.mark.parametrize("name", ["report.md", "quality.png"])
 def test_the_page_of_the_suite(tmp_path, name):
-    (tmp_path / "model").mkdir()
+    empty_model(tmp_path / "model")
     line = run(tmp_path / "model", "--suite", "text", "--out", tmp_path / "out", "--json", tmp_path / "out" / name)
     assert line == f"error: --json {tmp_path / 'out' / name}: --suite writes its report or plot there; name another file"
 
 
-def test_before_a_model_that_is_not_there(tmp_path):
+def test_a_file_of_somebody_else(tmp_path):
+    empty_model(tmp_path / "model")
     (tmp_path / "notes").write_text("dear")
-    assert "notes: exists and is no result of lowbit eval" in run(tmp_path / "none", "--json", tmp_path / "notes")
+    assert "notes: exists and is no result of lowbit eval" in run(tmp_path / "model", "--json", tmp_path / "notes")

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from hypothesis import strategies as st
-from lowbit.kernels.choose.mixed_gemm import KINDS, GemmShape, candidates
 from transformers import LlamaForCausalLM
 
 import lowbit
@@ -25,6 +24,7 @@ from lowbit._version import __version__
 from lowbit.engine import TextFailed
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose import kept
+from lowbit.kernels.choose.gemm import KINDS, GemmShape, candidates
 from lowbit.models.load import check_checkpoint, load_causal
 from lowbit.pipeline import Pipeline
 from tests.fuzz.changes import BYTES, VALUES, changed, changes_of, with_bytes

@@ -141,7 +141,11 @@ def test_dequantized_weights_are_plain(tmp_path):
         ),
         ("modelopt-nvfp4", "compressed-tensors", r"power-of-two scales \(MX\), not w4e2m1a16_g16.*--to lowbit can hold"),
         ("gptq-gptqmodel-w4-act-order-v2", "awq", r"and 6 more: AWQ files have no channel order.*--to lowbit can hold"),
-        ("gptq-gptqmodel-w4-act-order-v2", "compressed-tensors", r"and 6 more: compressed-tensors files have no channel order"),
+        (
+            "gptq-gptqmodel-w4-act-order-v2",
+            "compressed-tensors",
+            r"and 6 more: compressed-tensors files as written here have no channel order",
+        ),
         ("compressed-tensors-fp8", "gptq", r"GPTQ files hold integers, not fp8_e4m3.*--to dequantized"),
         ("compressed-tensors-w6-channel", "gptq", r"codes of 2, 3, 4, 8 bits, not int6"),
     ],

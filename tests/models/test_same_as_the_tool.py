@@ -194,7 +194,7 @@ def test_layers_and_logits_are_the_tools(tmp_path, monkeypatch, scheme, dtype):
         difference = distance(ours(IDS).logits, logits)
         assert difference < (1e-2 if parsed.activation == int_format(8) else 5e-2), difference
     with monkeypatch.context() as patch:
-        patch.setattr(QuantLinear, "_scaled_product", simulated_product)
+        patch.setattr(QuantLinear, "_multiply", simulated_product)
         assert torch.equal(ours(IDS).logits, logits)
         if parsed.activation == int_format(8) and not parsed.static_activations and not parsed.activation_zero:
             for name in report.layers:
@@ -209,6 +209,7 @@ def distance(logits, reference):
 
 def simulated_product(self, x, bias):
     """The tool's: x and w dequantized and rounded to x's type, torch's product."""
+    x = self.quantize_input(x) if isinstance(x, torch.Tensor) else x
     spread = x.scale.repeat_interleave(128, -1)[..., : x.shape[-1]] if x.scale.shape[-1] > 1 else x.scale
     values = ((x.codes.float() - (0 if x.zero is None else x.zero.float())) * spread).to(x.dtype)
     return torch.nn.functional.linear(values, self.quant_tensor().dequantize(x.dtype), bias)

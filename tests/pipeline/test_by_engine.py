@@ -198,9 +198,10 @@ def test_texts_too_long_are_told_what_to_do(model):
     assert own(PROMPTS[0], max_new_tokens=5, ignore_eos=True)[0].generated_length == 5
 
 
-def test_bars_of_what_texts_wait_for(tmp_path, capfd):
+def test_bars_of_what_texts_wait_for(tmp_path, capfd, monkeypatch):
     """They come when kernels are compiled, and go when that is done; without progress there are none."""
     save_tiny(tmp_path)
+    monkeypatch.setattr("lowbit.progress.on_terminal", lambda: True)
     for progress in (False, True):
         pipe = lowbit.pipeline(str(tmp_path), engine=True, device="cpu", progress=progress)
         capfd.readouterr()

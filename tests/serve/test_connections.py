@@ -16,9 +16,9 @@ import time
 import pytest
 
 from lowbit.serve import listener
-from lowbit.serve.chat import Prompts
 from lowbit.serve.limits import Limits
 from lowbit.serve.listener import Listener, network_of, raise_file_limit
+from lowbit.serve.prompts import Prompts
 from tests.serve.hostile import status_of
 from tests.serve.running import NAME, PATIENCE, raw, running
 
@@ -238,7 +238,7 @@ def test_a_panic_of_the_tokenizer_gets_json(free, monkeypatch):
     def panics(*_):
         raise Panic("called `Option::unwrap()` on a `None` value")
 
-    monkeypatch.setattr(Prompts, "of_text", panics)
+    monkeypatch.setattr(Prompts, "of_prompts", panics)
     error = error_in(raw(free, post()), 500)
     assert error["type"] == "server_error" and "its log describes" in error["message"]
     monkeypatch.undo()

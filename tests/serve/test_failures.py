@@ -239,7 +239,7 @@ def test_log_probabilities_are_written_beside_the_event_loop(failing, monkeypatc
             for more in ({}, {"logprobs": 2}):
                 threads.clear()
                 assert client.post("/v1/completions", json={**ASKED, **more, "stream": stream}).status_code == 200
-                beside = [each.name.startswith("lowbit-prompts") for each in threads]
+                beside = [each.name.startswith("lowbit-beside") for each in threads]
                 assert beside and all(beside if more else [each is failing.thread for each in threads]), (stream, more)
 
 

@@ -304,11 +304,17 @@ def test_nothing_is_kept(tiny):
     tiny.wait_until(lambda: left() <= before)
 
 
-def test_halves_of_characters(free, monkeypatch):
+def of_template(template):
+    """A server whose model has this chat template."""
+    pipe = tiny_pipeline()
+    pipe.tokenizer.chat_template = template
+    return running(pipe)
+
+
+def test_halves_of_characters():
     """JSON has them in its strings, also in that of a call's arguments; a tokenizer does not take them."""
-    monkeypatch.setattr(free.pipe.tokenizer, "chat_template", "{{ messages[-1].tool_calls | tojson }}")
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": "\\ud800"}'}}
-    with free.client() as client:
+    with of_template("{{ messages[-1].tool_calls | tojson }}") as server, server.client() as client:
         for arguments, status in (('{"x": "\\ud800"}', 400), ('{"x": "\\ud83d\\ude00"}', 200)):
             call["function"]["arguments"] = arguments
             asked = {**CHAT, "messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
@@ -318,12 +324,12 @@ def test_halves_of_characters(free, monkeypatch):
             )
 
 
-def test_tools_that_the_template_ignores(free, monkeypatch):
+def test_tools_that_the_template_ignores(free):
     """Are refused rather than forgotten; with tool_choice none nobody expects them."""
     asked = {**CHAT, "tools": [{"type": "function", "function": {"name": "weather"}}]}
     with free.client() as client:
         assert client.post("/v1/chat/completions", json=asked).status_code == 200
-        monkeypatch.setattr(free.pipe.tokenizer, "chat_template", TEMPLATE.partition("{% for tool ")[0])
+    with of_template(TEMPLATE.partition("{% for tool ")[0]) as server, server.client() as client:
         answer = client.post("/v1/chat/completions", json=asked)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
         assert client.post("/v1/chat/completions", json={**asked, "tool_choice": "none"}).status_code == 200

@@ -35,6 +35,8 @@ def test_the_numbers():
     assert f"| {MOST_ON_A_GPU}; {MOST_ON_A_CPU} on a CPU |" in row("texts computed") and default.max_concurrent == MOST_ON_A_GPU
     assert f"| {default.max_queue} |" in row("texts that wait") and default.max_body == 1 << 20
     assert f"| {default.grace_seconds:.0f} |" in row("seconds to finish")
+    assert f"| {default.prompt_seconds:.0f} |" in row("seconds of template") and "1 GiB" in row("memory of template")
+    assert default.prompt_bytes == 1 << 30 and f"{limits.KEEP_ALIVE_SECONDS} s" in row("idle connections")
     assert f"{limits.MOST_HEAD_BYTES >> 10} KiB, within {limits.HEAD_SECONDS:.0f} s" in row("head of")
     assert f"{limits.BODY_SECONDS:.0f} s" in row("body of") and f"{limits.STALL_SECONDS:.0f} s" in row("answers left")
     assert f"1 to {limits.MOST_CHOICES} texts" in row("`n`") and f"up to {limits.MOST_PROMPTS}," in row("`prompt`")

@@ -177,7 +177,7 @@ def ptx(write, *numbers):
 WRITERS = ("kernels", "hardware", "formats", "pack")
 """Packages whose Python is called while a kernel is compiled."""
 
-COSTS = frozenset(f"kernels/choose/{name}.py" for name in ("candidate", "mixed_gemm", "chained_gemm", "scaled_gemm"))
+COSTS = frozenset(f"kernels/choose/{name}.py" for name in ("candidate", "gemm", "fused_gemm", "scaled_gemm"))
 """Files in there that only say which tile is chosen. A tile's numbers are in the configuration of its kernel: where others are
 chosen, those that were compiled still serve."""
 

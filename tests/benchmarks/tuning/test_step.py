@@ -41,7 +41,7 @@ def test_every_product_and_attention_is_tried(rows):
 
 
 def test_operators_take_what_they_are_given_and_no_longer_than_that():
-    ops = [importlib.import_module(f"lowbit.ops.{name}") for name in ("fragment_gemm", "chained_gemm", "attention")]
+    ops = [importlib.import_module(f"lowbit.ops.{name}") for name in ("fragment_gemm", "fused_gemm", "attention")]
     before = [ops[0].choose, ops[1].choose_chain, ops[2].choose_decode]
     shape, tile = GemmShape(4, 4096, 4096, 4), RingTile(8, 5, 1, 1, 8, 1)
     part = Part("o", "residual", shape, ())

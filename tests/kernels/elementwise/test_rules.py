@@ -69,10 +69,10 @@ def test_the_arithmetic_in_tritons_interpreter():
 def test_by_hand():
     """fp16: 1 / 127.5 is 0.00784301 there, 1 / that 127.5, beyond the codes on one side only; 0.33 is a tie of no one."""
     x = torch.tensor([[1.0, -1.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]).half()
-    codes, scale, zero, _ = quantize_activations(x, "int8", rule="ct")
+    codes, scale, zero, *_ = quantize_activations(x, "int8", rule="ct")
     assert zero is None and codes.tolist() == [[127, -128, 64, 0], [0, 0, 0, 0]]
     assert scale.flatten().tolist() == [float(torch.tensor(1 / 127.5).half()), 2.0**-10], "a row of zeros has fp16's epsilon"
-    codes, scale, zero, _ = quantize_activations(torch.tensor([[0.0, 2.55, 0.01, 1.0]]), "int8", symmetric=False, rule="ct")
+    codes, scale, zero, *_ = quantize_activations(torch.tensor([[0.0, 2.55, 0.01, 1.0]]), "int8", symmetric=False, rule="ct")
     assert (codes.tolist(), zero.item()) == ([[-128, 127, -127, -28]], -128)
     x = torch.tensor([[896.0, 448.0, 1.0], [2400.0, -1200.0, 3.0], [0.0, 0.0, 0.0]])
     codes, scale, *_ = quantize_activations(x, "fp8_e4m3", rule="fb")

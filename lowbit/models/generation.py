@@ -1,0 +1,41 @@
+"""Sampling settings that a model's generation_config.json states, checked when the model is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from lowbit.ops.sample import LEAST_TEMPERATURE
+
+LEAST_TOP_P = 1e-6
+"""What stands for top_p 0, which Transformers takes: only the most likely token, and those equal to it, are kept."""
+
+
+def sampling_settings(stated: Mapping[str, object]) -> dict[str, float | int]:
+    """Sampling settings for requests that state none, by the names of `Sampling`, from the fields of a generation config.
+
+    Values that other libraries take are clamped: a temperature below 0.001 to 0, greedy; top_p 0 to one token; top_k -1 to 0,
+    off. Raises ValueError, which names the field, its value and what is allowed, for what cannot be sampled with.
+    """
+    ranges = {
+        "temperature": ("from 0 to 1000", lambda x: 0 <= x <= 1000),
+        "top_p": ("from 0 to 1", lambda x: 0 <= x <= 1),
+        "top_k": ("a whole number from -1 to 2^31 - 1", lambda x: -1 <= x < 1 << 31 and x == int(x)),
+        "min_p": ("from 0 to 1", lambda x: 0 <= x <= 1),
+        "repetition_penalty": ("from 0.001 to 1000", lambda x: LEAST_TEMPERATURE <= x <= 1000),
+    }
+    settings: dict[str, float | int] = {}
+    for name, (allowed, fits) in ranges.items():
+        value = stated.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not fits(value):
+            raise ValueError(f"{name} is {allowed}, or null for the default, got {value!r}; correct or remove this field")
+        settings[name] = value
+    if settings.get("temperature", 1) < LEAST_TEMPERATURE:
+        settings["temperature"] = 0.0
+    if settings.get("top_p") == 0:
+        settings["top_p"] = LEAST_TOP_P
+    if "top_k" in settings:
+        settings["top_k"] = max(0, int(settings["top_k"]))
+    return settings
