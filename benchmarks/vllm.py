@@ -262,7 +262,7 @@ def run(path: Path, impls: Sequence[str], request: Request, together: int = 1, l
                     print(vllm_report.line(row), flush=True)
         finally:
             for process in processes:
-                process.vocab_matrix()
+                process.end()
     document["complete"] = True
     write_json(path, document)
     return document
@@ -292,7 +292,7 @@ class _Process:
             line = self.lines.get(timeout=None if until is None else max(0.0, until - time.perf_counter()))
         except queue.Empty:
             self.error = f"nothing for {self.limit_s:g} s"
-            self.vocab_matrix()
+            self.end()
             return None
         if not line:
             self.error = f"the process ended with {self.process.wait()}"
@@ -321,7 +321,7 @@ class _Process:
         if self.error:
             own, _, scheme = self.impl.partition(":")
             yield {"impl": own, "scheme": scheme, "error": self.error}
-        self.vocab_matrix()
+        self.end()
 
     def end(self) -> None:
         """Ends the process, so that its memory is free."""

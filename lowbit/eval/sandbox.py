@@ -91,8 +91,8 @@ def choose_isolation(unsafe: bool = False) -> str:
 def run_untrusted(program: str, limits: Limits = STANDARD, language: str = PYTHON, isolation: str | None = None) -> Outcome:
     """Runs a program in "python" or "javascript" in an isolated process; returns whether it completed without an exception.
 
-    The process has an empty working directory, no environment variables, no input, and its output is discarded. It can read the
-    interpreter's files only, and write to its folder only. `sys.exit`, a signal and an exceeded limit count as failures, in
+    The process has an empty working directory, no variables of its parent, no input, and its output is discarded. It can
+    read the interpreter's files only, and write to its folder only. `sys.exit`, a signal and an exceeded limit count as failures, in
     JavaScript also a `require` of modules that `guard.js` does not allow. `isolation` None means `choose_isolation()`.
 
     Raises ValueError on systems other than Linux on x86-64 or ARM64, for JavaScript without Node.js (`find_node`), and where

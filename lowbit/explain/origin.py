@@ -159,6 +159,7 @@ def _bytes(info: TensorInfo, begin: int, count: int) -> bytes:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """Returns a dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -167,6 +168,7 @@ def _tensor_line(name: str, info: TensorInfo) -> str:
 
 
 def value_stage(weight: FollowedWeight) -> PathStage:
+    """Returns the stage that computes the value of the code."""
     q, fmt, code, at = weight.q, weight.format, weight.code, weight.scale_at
     value, scale = float(code_values(fmt)[code]), float(q.scale[at])
     n, k = q.scheme.granularity.block(q.shape)
