@@ -62,7 +62,7 @@ _PROBE = Limits(seconds=60.0)
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether a program completed; else `reason` says why not, in at most 80 printable ASCII characters. It contains an
+    """`passed`: the program completed; else `reason` says why not, in at most 80 printable ASCII characters. It contains an
     exception's type, never its text."""
 
     passed: bool
@@ -91,9 +91,9 @@ def choose_isolation(unsafe: bool = False) -> str:
 def run_untrusted(program: str, limits: Limits = STANDARD, language: str = PYTHON, isolation: str | None = None) -> Outcome:
     """Runs a program in "python" or "javascript" in an isolated process; returns whether it completed without an exception.
 
-    The process has an empty working directory, no variables of its parent, no input, and its output is discarded. It can
-    read the interpreter's files only, and write to its folder only. `sys.exit`, a signal and an exceeded limit count as failures, in
-    JavaScript also a `require` of modules that `guard.js` does not allow. `isolation` None means `choose_isolation()`.
+    The process has an empty working directory, no parent variables and no input; its output is discarded. It can read the
+    interpreter's files only, and write to its folder only. `sys.exit`, a signal and an exceeded limit count as failures; so
+    does, in JavaScript, a `require` of modules that `guard.js` does not allow. `isolation` None means `choose_isolation()`.
 
     Raises ValueError on systems other than Linux on x86-64 or ARM64, for JavaScript without Node.js (`find_node`), and where
     `choose_isolation` does; OSError if the process cannot be started.

@@ -186,7 +186,7 @@ def products_of(scheme: str, machine: Machine) -> TunedProduct:
 
 @dataclass(frozen=True)
 class TrialGrid:
-    """What a run measures: weights [N, K] in order, schemes, values of M. The run stops after `seconds`."""
+    """The measurements of a run: weights [N, K] in order, schemes, values of M. The run stops after `seconds`."""
 
     shapes: tuple[tuple[int, int], ...]
     schemes: tuple[str, ...]

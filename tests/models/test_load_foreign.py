@@ -269,7 +269,7 @@ def test_commands_take_other_tools_folders(tmp_path):
     result = run("inspect", tmp_path / "gptq", "--check", "--json", tmp_path / "i.json")
     assert result.exit_code == 0, result.stderr
     assert "as loaded from gptq files" in result.stdout and "not converted: lm_head" in result.stdout
-    assert "every tensor is as its tool writes it" in result.stdout
+    assert "every tensor has the layout of its tool" in result.stdout
     found, own = (
         json.loads((tmp_path / "i.json").read_text()),
         json.loads(run("inspect", tmp_path / "own", "--json", "-").stdout),
