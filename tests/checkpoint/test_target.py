@@ -371,7 +371,7 @@ class TestResultFiles:
             written.unlink()
 
     def test_other_endings_are_refused(self, tmp_path):
-        with pytest.raises(ValueError, match=r"p\.gif: a plot is a \.png, \.svg or \.pdf file"):
+        with pytest.raises(ValueError, match=r"p\.gif: a plot must be a \.png, \.svg or \.pdf file"):
             check_plot(tmp_path / "p.gif", "lowbit study")
 
 
