@@ -45,14 +45,14 @@ from lowbit.tune.trials import (
     SCREENED,
     SLOWER,
     TILES,
+    ProgressCallback,
     TrialGrid,
     Trials,
-    Watch,
+    candidate_tiles,
     kernels,
     launches,
     parse_rows,
     products_of,
-    tried,
 )
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ PROTOCOL = (
 
 
 def chosen_now(row: dict[str, Any], machine: Machine) -> str:
-    """Returns the tile that is chosen today for a row of a result file, in the form of the file."""
-    return written(products_of(row["scheme"], machine).able(row["m"], row["n"], row["k"])[0].tile, TILES)
+    """The tile that is chosen today for a row of a result file, as it would be written there."""
+    return written(products_of(row["scheme"], machine).feasible(row["m"], row["n"], row["k"])[0].tile, TILES)
 
 
 def as_chosen_now(rows: Sequence[dict[str, Any]], machine: Machine) -> list[dict[str, Any]]:
@@ -97,8 +97,10 @@ def make_trial_grid(
     return TrialGrid(tuple(shapes), names, rows, math.inf if seconds is None else seconds)
 
 
-def run(grid: TrialGrid, out: Path | None, say: Callable[[str], None], progress: Watch) -> tuple[Path, dict[str, Any]]:
-    """Measures and writes the result file (default benchmarks/results/<gpu>/<date>-choice.json). Returns its path and document.
+def run(
+    grid: TrialGrid, out: Path | None, say: Callable[[str], None], progress: ProgressCallback
+) -> tuple[Path, dict[str, Any]]:
+    """Measures and writes the result file (default benchmarks/results/<gpu>/<date>-choice.json); returns its path and document.
 
     The file is written at intervals and at the end, also after an interruption. Raises ValueError without an NVIDIA GPU.
     """
@@ -160,7 +162,7 @@ def rows(grid: TrialGrid, here: Machine) -> Iterator[dict[str, Any]]:
             for m in tokens:
                 yield {
                     "scheme": of.scheme.name, "n": n, "k": k, "m": m, "half": half_of((n, k)), "cublas_us": cublas[m],
-                    **trials.measure(m, tried(of, m, n, k, tokens)),
+                    **trials.measure(m, candidate_tiles(of, m, n, k, tokens)),
                 }  # fmt: skip
             del trials
             torch.cuda.empty_cache()

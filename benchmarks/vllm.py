@@ -36,7 +36,7 @@ from lowbit.eval.results import check_plot, machine, versions, write_json
 from lowbit.formats import parse_scheme
 from lowbit.quantize import rtn
 from lowbit.tune.timing import reason
-from lowbit.vllm.loading import usual_defaults
+from lowbit.vllm.loading import torch_defaults
 
 REPEATS, ENOUGH_S = 3, 4.0
 """A batch is measured this many times, or until this many seconds are spent."""
@@ -140,7 +140,7 @@ def random_weights(module: torch.nn.Module, *_: Any) -> None:
 def _random_int4(words: torch.Tensor, scales: torch.Tensor) -> None:
     """Returns rounded normal weights as words [K/8, N] and scales [K/128, N] of GPTQ files."""
     k, n = 8 * words.shape[0], words.shape[1]
-    with usual_defaults():
+    with torch_defaults():
         weight = torch.randn((n, k), dtype=scales.dtype, device=words.device) / k**0.5
         made = Gptq(bits=4, group=k // scales.shape[0], symmetric=True).write(rtn(weight, f"w4a16_g{k // scales.shape[0]}"))
     words.copy_(made["qweight"])

@@ -3,11 +3,11 @@
     import lowbit
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=lowbit.LowbitConfig("w6e3m2a16"))
 
-The packages below are the biography of a weight, in the order in which to read them: what a code means, where it comes
-from, how it is chosen, what the machine wants, how it lies in memory, how it is multiplied, how torch calls that, and
-what is built on top. A layer imports only earlier ones. Importing `lowbit` imports none of them, nor torch, nor Transformers:
-a name brings its modules when it is used. Whenever Transformers is imported, before or after, the quantization method
-"lowbit" is registered with it, so that saved checkpoints load with plain `from_pretrained`.
+`LAYERS` lists the packages in the order of a weight's path: number formats, checkpoints, quantization, hardware, packing,
+kernels, operators, modules, models, engine, and what is built on them. A layer imports only earlier ones.
+Importing `lowbit` imports none of them, nor torch, nor Transformers; a public name imports its module on first use.
+The quantization method "lowbit" is registered with Transformers, whether that is imported before or after `lowbit`, so
+saved checkpoints load with plain `from_pretrained`.
 """
 
 import importlib
@@ -104,80 +104,68 @@ _HOMES = {
     "rtn": "lowbit.quantize",
     "support_lora": "lowbit.models.lora",
 }
-"""Where the public names are defined; torch takes over a second to import and Transformers twice that."""
+"""The module that defines each public name. Imported on first use: torch takes over a second, Transformers twice that."""
 
+_MODELING_UTILS = "transformers.modeling_utils"
+"""The module of Transformers that loads models and looks up quantization methods by name."""
 
-_first_use = threading.RLock()
-"""One thread imports at a time: modules that import each other are otherwise seen half made."""
+_import_lock = threading.RLock()
+"""Serializes imports of layers: with circular imports, a second thread could see a partly initialized module."""
 
-_WITH_MODELS = tuple(
-    f"lowbit.{room}" for room in ("models", "engine", "pipeline", "serve", "eval", "recommend", "explain", "demo", "bench")
+_IMPORT_MODELS = tuple(
+    f"lowbit.{layer}" for layer in ("models", "engine", "pipeline", "serve", "eval", "recommend", "explain", "demo", "bench")
 )
-"""Rooms that import Transformers' models."""
+"""Layers that import `transformers.modeling_utils`, which in turn imports `lowbit.models.hf`."""
 
 
 def __getattr__(name: str) -> Any:
     home = f"lowbit.{name}" if name in LAYERS else _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
-    with _first_use:
-        if home.startswith(_WITH_MODELS):  # which imports models.hf in turn: threads must not meet between the two
-            importlib.import_module(_MODELS)
+    with _import_lock:
+        if home.startswith(_IMPORT_MODELS):  # always in this order, else two threads can deadlock on the import locks
+            importlib.import_module(_MODELING_UTILS)
         module = importlib.import_module(home)
-        if name in LAYERS:  # packages, of which `pipeline` can be called
+        if name in LAYERS:
             return module
-        found = globals()[name] = getattr(module, name)
-    return found
+        value = globals()[name] = getattr(module, name)
+    return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_MODELS = "transformers.modeling_utils"
-"""The module of Transformers that loads models, and asks for quantization methods by name."""
+class _RegisterWithTransformers(importlib.abc.MetaPathFinder):
+    """Imports `lowbit.models.hf`, which registers the method "lowbit", right after `transformers.modeling_utils`.
 
-
-class _WithTransformers(importlib.abc.MetaPathFinder):
-    """Registers this library's method once Transformers can load models, and not before: importing it is then no detour."""
+    `import lowbit` must not import Transformers, so it cannot register the method itself. Transformers has no entry point
+    for quantization methods. Python has no callback for "module imported" either. This finder therefore finds that one
+    module as Python would, and adds an import to the end of its `exec_module`.
+    """
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != _MODELS:
+        if fullname != _MODELING_UTILS:
             return None
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]  # those before have passed
-        found = (f.find_spec(fullname, path, target) for f in behind if hasattr(f, "find_spec"))
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _ThenRegister(spec.loader)
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]  # earlier finders returned None
+        specs = (finder.find_spec(fullname, path, target) for finder in later if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in specs if spec is not None), None)
+        loader: Any = None if spec is None else spec.loader
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # the method of the loader's class is visible again
+            loader.exec_module(module)
+            try:
+                importlib.import_module("lowbit.models.hf")
+            except ImportError as error:
+                raise ImportError(f"lowbit could not register with Transformers: {error}") from error
+
+        if loader is not None:
+            loader.exec_module = exec_module
         return spec
 
 
-class _ThenRegister(importlib.abc.Loader):
-    """Loads a module as `loader` does, and leaves no trace of itself."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self.loader.create_module(spec)
-        return made
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self.loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        self.loader.exec_module(module)
-        try:
-            importlib.import_module("lowbit.models.hf")
-        except ImportError as error:
-            raise ImportError(f"lowbit could not register with Transformers: {error}") from error
-
-
-if _MODELS in sys.modules:
+if _MODELING_UTILS in sys.modules:
     importlib.import_module("lowbit.models.hf")
 else:
-    sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != _WithTransformers.__name__]  # of an import before this
-    sys.meta_path.insert(0, _WithTransformers())
+    sys.meta_path.insert(0, _RegisterWithTransformers())

@@ -1,4 +1,4 @@
-"""`lowbit bench MODEL`: time to the first token and milliseconds a token of a model, by schemes, beside 16 bits, in one run."""
+"""`lowbit bench MODEL`: time to the first token and milliseconds per token, in 16 bits and in each scheme, in one run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lowbit.pipeline import Pipeline, pipeline
 
 
 @dataclass(frozen=True)
-class Load:
-    """What every scheme is timed with: `batch` prompts of about `prompt_tokens` tokens, `new_tokens` generated from each."""
+class Workload:
+    """`batch` prompts of about `prompt_tokens` tokens, `new_tokens` generated from each; the same for every scheme."""
 
     batch: int = 1
     prompt_tokens: int = 128
@@ -29,14 +29,15 @@ class Load:
 
 
 def measure(
-    model: str | Path, schemes: Sequence[str], load: Load, device: torch.device, say: Callable[[str], None]
+    model: str | Path, schemes: Sequence[str], load: Workload, device: torch.device, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Returns the machine and a row a scheme, between two rows of the model as it is.
+    """Returns the machine and one row per scheme, between two rows of the unquantized model.
 
-    A row has the median over `load.repeats` runs of `first_token_ms` (prompt and first token of the whole batch), `token_ms` (a
-    decode step), `tokens_per_second` (of the batch, in decoding), their runs, and `bytes` of all weights as they are held. The
-    second row of the unquantized model shows how far the machine's speed moved meanwhile. Prompts are different in every run,
-    so that no key or value is reused. Raises ValueError for a model that is quantized already where `schemes` are named.
+    Each row has medians over `load.repeats` runs: `first_token_ms` (prefill and first token of the whole batch), `token_ms`
+    (one decode step) and `tokens_per_second` (whole batch, decode only). `bytes` counts all weights in the form in memory. The
+    second unquantized row shows the drift of the machine's speed. Every run has other prompts, so no KV page is reused.
+
+    Raises ValueError if `schemes` are given for a model that is already quantized.
     """
     rows = []
     for scheme in (None, *schemes, *((None,) if schemes else ())):
@@ -51,11 +52,11 @@ def measure(
     }  # fmt: skip
 
 
-def _row(model: str, scheme: str | None, load: Load, device: torch.device) -> dict[str, Any]:
-    """One row: each run times one new token, then `new_tokens` more; the difference is decoding alone."""
+def _row(model: str, scheme: str | None, load: Workload, device: torch.device) -> dict[str, Any]:
+    """Returns one row. A run times 1 new token, then 1 + `new_tokens`; the difference is the time of the decode steps."""
     pipe = pipeline(model, scheme=scheme, device=device)
     if pipe.is_encoder_decoder:
-        raise ValueError(f"{model}: is an encoder-decoder; lowbit bench times models that continue a text")
+        raise ValueError(f"{model}: is an encoder-decoder model; lowbit bench times causal language models only")
     prompts = _prompts(pipe, load)
     _seconds(pipe, next(prompts), 4)  # compiles and captures; not timed
     first, steps = [], []
@@ -78,27 +79,27 @@ def _row(model: str, scheme: str | None, load: Load, device: torch.device) -> di
     return row
 
 
-def _prompts(pipe: Pipeline, load: Load) -> Iterator[list[str]]:
-    """Yields batches of prompts: windows of Newton's Opticks at random places, the same for every scheme."""
+def _prompts(pipe: Pipeline, load: Workload) -> Iterator[list[str]]:
+    """Yields batches of prompts: windows of Newton's Opticks at seeded random offsets, the same for every scheme."""
     ids = pipe.tokenizer(sample_text()).input_ids
-    places = random.Random(0)
+    rng = random.Random(0)
     while True:
-        starts = [places.randrange(max(1, len(ids) - load.prompt_tokens)) for _ in range(load.batch)]
+        starts = [rng.randrange(max(1, len(ids) - load.prompt_tokens)) for _ in range(load.batch)]
         yield [pipe.tokenizer.decode(ids[at : at + load.prompt_tokens], skip_special_tokens=True) for at in starts]
 
 
 def _seconds(pipe: Pipeline, prompts: list[str], new_tokens: int) -> float:
-    """Seconds of one call. Raises RuntimeError if a response is shorter than asked: its time would flatter."""
+    """Returns the seconds of one call. Raises RuntimeError if a response is shorter than requested."""
     start = time.perf_counter()
     responses = pipe(prompts, max_new_tokens=new_tokens, do_sample=False, ignore_eos=True)
     seconds = time.perf_counter() - start
     if any(response.generated_length != new_tokens for response in responses):
-        raise RuntimeError(f"asked for {new_tokens} tokens each, got {[r.generated_length for r in responses]}")
+        raise RuntimeError(f"requested {new_tokens} tokens each, got {[r.generated_length for r in responses]}")
     return seconds
 
 
 def _bytes(pipe: Pipeline) -> int:
-    """Bytes of the model's parameters, quantized ones in the forms in which they are held."""
+    """Returns the bytes of all parameters; quantized weights count in their packed form."""
     modules = [m for m in pipe.model.modules() if isinstance(m, PackedWeight)]
     quantized = {id(p) for m in modules for p in m.parameters(recurse=False)}
     return sum(p.nbytes for p in pipe.model.parameters() if id(p) not in quantized) + sum(m.weight_nbytes for m in modules)

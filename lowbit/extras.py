@@ -6,6 +6,8 @@ from lowbit._version import __version__
 
 
 def install(extra: str) -> str:
-    """The commands that install an extra of pyproject.toml. The name lowbit on PyPI does not belong to this project, so that
-    neither command asks PyPI for it."""
+    """Returns the commands that install an extra of pyproject.toml.
+
+    Both install from local files: the name lowbit on PyPI belongs to another project.
+    """
     return f"pip install '.[{extra}]' in the checkout, or pip install './lowbit-{__version__}-py3-none-any.whl[{extra}]'"

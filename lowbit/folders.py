@@ -1,4 +1,4 @@
-"""Where the library keeps what it brings or measures for its user."""
+"""Folders in the user's cache for downloads and measurements."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/lowbit, or .cache/lowbit in the user's home; raises ValueError for a user without one."""
+    """Returns $XDG_CACHE_HOME/lowbit or ~/.cache/lowbit. Raises ValueError if the user has no home folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowbit"
     except RuntimeError as error:
-        raise ValueError("this user has no home folder; XDG_CACHE_HOME names another for what lowbit keeps") from error
+        raise ValueError("this user has no home folder; set XDG_CACHE_HOME to the folder for lowbit's cache") from error
 
 
 def tuned_file(product: str) -> Path:
-    """Where `lowbit tune` keeps what it measured on a GPU of this name."""
+    """Returns the file with the results of `lowbit tune` for GPUs of this product name."""
     return cache_folder() / "tiles" / f"{product.lower().replace(' ', '-').replace('/', '-')}.json"

@@ -1,6 +1,6 @@
-"""How the library's pictures look: a palette for light pages, one for dark ones, plain axes, labels that do not overlap.
+"""The style of the library's plots: a light and a dark palette, plain axes, labels that do not overlap.
 
-A picture is drawn once for each theme (`eval.results.write_plots` writes both). Needs matplotlib, the extra `plot`.
+`eval.results.write_plots` writes each plot in both themes. Needs matplotlib, the extra `plot`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lowbit.extras import install
 
 @dataclass(frozen=True)
 class Theme:
-    """Colors of one background: of text, of lines that only orient, of what is compared with, and of what is shown."""
+    """Colors for one background: text, grid lines, the rival's series (`rival`) and lowbit's (`own`, `second`)."""
 
     name: str
     paper: str
@@ -30,7 +30,7 @@ DARK = Theme("dark", "#0d1117", "#e6edf3", "#21262d", "#7d8590", "#58a6ff", "#f0
 
 
 def new_figure(width: float, height: float, theme: Theme) -> Any:
-    """An empty figure of this size in inches. Raises ValueError when matplotlib is not installed."""
+    """Returns an empty figure of this size in inches. Raises ValueError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
@@ -39,7 +39,7 @@ def new_figure(width: float, height: float, theme: Theme) -> Any:
 
 
 def plain(axis: Any, theme: Theme, title: str = "") -> None:
-    """Takes from a panel what says nothing: box, ticks, dark grid."""
+    """Removes box, ticks and dark grid lines from a panel."""
     axis.set_facecolor(theme.paper)
     axis.set_title(title, fontsize=9, color=theme.text, loc="left")
     for side in ("top", "right", "left"):
@@ -55,9 +55,9 @@ def plain(axis: Any, theme: Theme, title: str = "") -> None:
 
 
 def label_points(axis: Any, points: Sequence[tuple[float, float, str]], theme: Theme, size: float = 7) -> None:
-    """Writes each text left of its point (data units) and a little below; where texts would meet, below each other.
+    """Writes each text to the left of its point (x and y in data units); texts that would overlap move down.
 
-    To be called once the limits of the axes are set and the figure was drawn.
+    Call it after the axes' limits are set and the figure was drawn once.
     """
     dpi = axis.figure.dpi / 72
     line, width = 1.25 * size * dpi, 0.62 * size * dpi

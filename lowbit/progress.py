@@ -1,4 +1,4 @@
-"""How far long work is: a bar where stderr is a terminal, a plain line every ten seconds where it is a file or a pipe."""
+"""Progress of long work: a bar if stderr is a terminal, else a plain line every ten seconds."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from tqdm import tqdm
 from lowbit.printable import printable
 
 INTERVAL_S = 10.0
-"""Seconds between two lines, and before the first."""
+"""Seconds between two lines, and before the first one."""
 
 LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {elapsed} passed, {remaining} left{postfix}"
 
 
 def on_terminal() -> bool:
-    """Whether stderr is a terminal, on which a bar can be drawn over itself."""
+    """Returns whether stderr is a terminal."""
     return sys.stderr.isatty()
 
 
 @contextmanager
-def through_long_steps() -> Iterator[None]:
-    """A block in which lines are written every INTERVAL_S also while a single step takes longer, by a thread."""
+def periodic_lines() -> Iterator[None]:
+    """Runs a block with a thread that writes a line every INTERVAL_S, even if a single step takes longer."""
     done = threading.Event()
 
     def write() -> None:
         while not done.wait(INTERVAL_S / 10 or 0.01):
             for each in list(Progress._instances):
                 if isinstance(each, Progress):
-                    each.still()
+                    each.write_if_due()
 
     thread = threading.Thread(target=write, name="progress", daemon=True)
     if not on_terminal():
@@ -45,13 +45,15 @@ def through_long_steps() -> Iterator[None]:
 
 
 class Progress(tqdm):
-    """tqdm's bar, removed at its end, where stderr is a terminal. Elsewhere lines of plain text: the first update that comes
-    INTERVAL_S after the line before it writes one, so that shorter work writes nothing; `through_long_steps` needs no update.
+    """A tqdm bar on a terminal, removed at its end; elsewhere plain lines.
 
-    unit: in the plural, such as "layers". shown: False writes nothing anywhere.
+    An update writes a line if INTERVAL_S has passed since the previous one, so work shorter than that writes nothing. Inside
+    `periodic_lines`, lines need no update.
+
+    unit: plural, such as "layers". shown: False writes nothing.
     """
 
-    monitor_interval = 0  # no thread that redraws: each update writes by itself
+    monitor_interval = 0  # no tqdm monitor thread
     disable: bool
     last_print_t: float
 
@@ -73,17 +75,17 @@ class Progress(tqdm):
         )
 
     def at(self, done: float, total: float | None, desc: str) -> None:
-        """Sets how much of how much is done, and of what."""
+        """Sets the amount done, the total and the description."""
         self.total = total
         self.set_description_str(_one_line(desc), refresh=False)
         self.update(done - self.n)
 
     def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
-        """Adds words to the bar, or to the next line."""
+        """Sets the postfix of the bar or of the next line."""
         super().set_postfix_str(s, refresh=refresh and not self.lines)
 
-    def still(self) -> None:
-        """Writes a line where INTERVAL_S passed since the one before, although nothing was done since."""
+    def write_if_due(self) -> None:
+        """Writes a line if INTERVAL_S has passed since the previous one."""
         now = time.time()
         if self.lines and not self.disable and now - self.last_print_t >= INTERVAL_S:
             self.last_print_t = now
@@ -98,12 +100,12 @@ class Progress(tqdm):
         return True
 
     def clear(self, nolock: bool = False) -> None:
-        """Removes the bar; lines stay."""
+        """Removes the bar; printed lines stay."""
         if not self.lines:
             super().clear(nolock)
 
     def close(self) -> None:
-        """Removes the bar; lines stay."""
+        """Removes the bar; printed lines stay."""
         if not self.lines:
             super().close()
         elif not self.disable:
@@ -112,5 +114,5 @@ class Progress(tqdm):
 
 
 def _one_line(desc: str) -> str:
-    """Names of layers and models come from files and servers."""
+    """Returns `desc` escaped and on one line; names of layers and models come from files and servers."""
     return printable(desc).replace("\n", " ")

@@ -116,6 +116,6 @@ def smollm2():
     from lowbit import demo
 
     try:
-        return demo.bring_model(print)
+        return demo.download_model(print)
     except demo.DemoError as error:
         pytest.skip(str(error))

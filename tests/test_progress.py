@@ -67,7 +67,7 @@ def test_a_long_step_writes_its_line_at_its_end(clock, written):
 def test_a_step_that_takes_longer_than_ten_seconds(monkeypatch, capsys):
     """Commands write lines during it, too."""
     monkeypatch.setattr(progress, "INTERVAL_S", 0.05)
-    with progress.through_long_steps(), Progress(desc="learned", unit="layers", total=2) as bar:
+    with progress.periodic_lines(), Progress(desc="learned", unit="layers", total=2) as bar:
         bar.set_postfix_str("error 1")
         time.sleep(0.5)
     lines = capsys.readouterr().err.splitlines()

@@ -107,9 +107,11 @@ def test_bytes_of_a_context(tmp_path):
 
 def test_weights_that_stay_in_16_bits_count_once(tmp_path):
     tied = recommend(config_only(tmp_path / "tied", llama(tie_word_embeddings=True)), budget_bytes=1e9)
-    assert any(f"{512 * 256:,} weights of 2 modules (embeddings and LM head among them) are" in line for line in tied.why)
+    assert any(
+        f"{512 * 256:,} weights of 2 modules (embeddings and LM head among them) count with" in line for line in tied.why
+    )
     wide = recommend(config_only(tmp_path / "wide", llama(), torch.float32), budget_bytes=1e9)
-    assert any("among them) are counted in 32 bits" in line for line in wide.why)
+    assert any("among them) count with 32 bits" in line for line in wide.why)
     experts = MixtralConfig(
         hidden_size=256, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=512, num_local_experts=4,
@@ -137,8 +139,8 @@ def test_a_budget_takes_the_least_divergence_and_the_least_work(table, tmp_path)
     found = recommend(model, budget_bytes=size["w8a16"] - 1)
     assert (found.chosen.scheme.name, found.chosen.method, found.chosen.bytes) == ("w4a16_g128", "gptq", size["w4a16_g128"])
     assert found.command == f"lowbit quantize {model} m-w4a16_g128 --scheme w4a16_g128 --method gptq"
-    assert any("gptq leaves 50% of the divergence that rounding" in line for line in found.why)
-    assert any("the next better is w8a16 by rtn" in line for line in found.why)
+    assert any("gptq has 50% of the divergence of rounding to nearest" in line for line in found.why)
+    assert any("the next better option is w8a16 by rtn" in line for line in found.why)
     # Both are negligible: rounding and fewer bytes decide.
     assert recommend(config_only(tmp_path / "b", llama(intermediate_size=25600)), budget_bytes=1e9).chosen.method == "rtn"
     # What a context takes is not there for weights.
@@ -153,7 +155,7 @@ def test_a_divergence_takes_the_fewest_bytes_and_the_least_work(table, tmp_path)
     assert recommend(model, divergence=0.39).chosen.options == ("--scheme", "w4a16_g128", "--method", "gptq")
     assert recommend(model, divergence=0.1).chosen.scheme.name == "w8a16"
     broken = recommend(model, divergence=2.5)
-    assert broken.chosen.scheme.name == "w3a16_g128" and any("text breaks down" in line for line in broken.why)
+    assert broken.chosen.scheme.name == "w3a16_g128" and any("output breaks down" in line for line in broken.why)
     assert any("was measured as w3a16_g64" in line for line in broken.why)
 
 
@@ -175,14 +177,15 @@ def test_neither_zeros_nor_options_that_the_command_lacks(table, tmp_path):
 
 def test_what_does_not_fit_is_told_what_would(table, tmp_path):
     model = config_only(tmp_path / "m", llama())
-    with pytest.raises(
-        ValueError, match=r"nothing that was measured fits 0\.1 MB: the smallest is w2a16_g32 by .* --embeddings\)"
-    ):
+    with pytest.raises(ValueError, match=r"no measured scheme fits 0\.1 MB: the smallest is w2a16_g32 by .* --embeddings\)"):
         recommend(model, budget_bytes=1e5)
-    with pytest.raises(ValueError, match=r"no scheme that was measured diverges by 0\.0001 or less; w8a16_g128 by gptq"):
+    with pytest.raises(
+        ValueError, match=r"no measured scheme has a divergence of at most 0\.0001; the closest is w8a16_g128 by gptq"
+    ):
         recommend(model, divergence=1e-4)
     with pytest.raises(
-        ValueError, match=r"nothing in 1\.5 MB diverges by 0\.01 or less: there, w4a16.*; w8a16 by rtn, .* has it"
+        ValueError,
+        match=r"nothing in 1\.5 MB has a .* at most 0\.01: the closest there is w4a16.*; in more memory w8a16 by rtn, ",
     ):
         recommend(model, budget_bytes=1.5e6, divergence=0.01)
     with pytest.raises(ValueError, match=r"--budget-gb 6\) or a bound"):
@@ -253,8 +256,8 @@ def test_methods_measured_on_one_text(monkeypatch, tmp_path):
     # Both within a quarter of the least: less work. Twice the one text's figures, as where both were measured.
     assert found.chosen.options == ("--scheme", "w4a16_g128", "--method", "gptq", "--rotate", "--samples", "32")
     assert found.chosen.kl == pytest.approx(0.1) and found.chosen.bytes == size
-    assert any("2.00" in line and "an estimate: that of one text" in line for line in found.why)
-    assert any(line.startswith("--method learned, for more work, leaves 80%") for line in found.why)
+    assert any("2.00" in line and "an estimate: 2.00 times that of one text" in line for line in found.why)
+    assert any(line.startswith("--method learned, slower, has 80%") for line in found.why)
     eight = recommend(model, budget_bytes=tensor_bytes(skeleton(model), plan_for(skeleton(model), "w8a8", None, False)))
     assert eight.chosen.scheme.name == "w8a16", "8-bit activations are named, not taken"
     assert any("--scheme w8a8 --rotate-inputs '*'" in line and "0.006" in line for line in eight.why)
@@ -278,8 +281,9 @@ def test_the_command(tiny, tmp_path):
     words = value["command"].split()
     assert run(*words[1:3], tmp_path / "q", *words[4:], "--samples", "2", "--length", "16").exit_code == 0
     for options, message in (
-        ([], "say what is wanted"), (["--budget-gb", "0"], "--budget-gb is a number above 0"),
-        (["--divergence", "nan"], "--divergence is a number above 0"), (["--budget-gb", "0.00001"], "nothing that was"),
+        ([], "no criterion: give"), (["--budget-gb", "0"], "--budget-gb 0: must be a finite number"),
+        (["--divergence", "nan"], "--divergence nan: must be a finite number"),
+        (["--budget-gb", "0.00001"], "no measured scheme"),
     ):  # fmt: skip
         failed = run("recommend", tiny, *options)
         assert failed.exit_code == 1 and message in failed.stderr and failed.stderr.count("\n") == 1

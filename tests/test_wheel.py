@@ -70,4 +70,4 @@ def test_the_readme_runs_from_the_wheel_alone(wheel, tmp_path):
     )
     run = {"cwd": tmp_path / "work", "env": environment, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, "-c", code + start], **run)  # in one process: to import again takes four seconds
-    assert done.returncode == 0 and "every tensor is as config.json says" in done.stdout, done.stderr
+    assert done.returncode == 0 and "every tensor has the dtype and shape of config.json" in done.stdout, done.stderr

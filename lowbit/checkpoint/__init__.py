@@ -1,4 +1,4 @@
-"""Where weights come from: checkpoints on disk.
+"""Reads and writes checkpoints: lowbit's own and those of other tools.
 
 The library's own checkpoint is a Transformers folder (config.json, tokenizer files) whose quantized layers have, instead
 of `<layer>.weight`,
@@ -12,25 +12,27 @@ of `<layer>.weight`,
     <layer>.weight_down     fp16 [r, K]                     so this; up . down is added to the weight
 
 in `model.safetensors`, or in shards with `model.safetensors.index.json`. Biases and all other tensors keep their names.
-Files from before the first release have `input_scale` for pre_quant_scale, as the key and as the tensor; they are read.
-`quantization_config` in config.json lists every quantized layer with its shape, so that each file can be checked before
-anything is used:
+Files from before the first release call pre_quant_scale `input_scale` (key and tensor); they are still read.
+`quantization_config` in config.json lists every quantized layer with its shape, so that all files are checked before use:
 
     {"quant_method": "lowbit", "format_version": 2, "scheme": "w6e3m2a16", "method": {"name": "rtn", "search": "max"},
      "modules_to_not_convert": ["lm_head"],
      "layers": {"model.layers.0.self_attn.q_proj": {"shape": [576, 576]}, ...},
      "files": {"model.safetensors": {"sha256": "64 hexadecimal digits"}}, "sha256": "64 hexadecimal digits"}
 
-A layer with another scheme than the default states it; one whose input is to be rotated has "hadamard": B, the channels of a
-block (`formats/hadamard.py`). `tied` maps modules to the layer whose tensors they share, `rotation` is the seed of rotations
-that the weights took up before (`models/rotate.py`) and means nothing to a reader. `files` has the checksum of every file of
-tensors, and `sha256` that of this object without it (`schema.manifest_sha256`); both are absent where Transformers wrote the
-files. A reader refuses keys that it does not know, and a `format_version` other than its own with the advice to update: a
-release that adds a key raises the version and reads the older ones too. Version 1 has neither `method` nor `calibration`, which
-record how the weights were quantized (`schema.Manifest`) and mean nothing to a reader.
+- A layer states its scheme if it is not the default. A layer with a rotated input has "hadamard": B, the block size in
+  channels (`formats/hadamard.py`).
+- `tied` maps modules to the layer whose tensors they share. `rotation` is the seed of the rotations folded into the weights
+  (`models/rotate.py`); readers ignore it.
+- `files` has the checksum of every tensor file, `sha256` that of this object without the key (`schema.manifest_sha256`). Both
+  are absent if Transformers wrote the files.
+- `method` and `calibration` record how the weights were quantized (`schema.Manifest`); readers ignore them. Version 1 has
+  neither.
+- A reader refuses unknown keys and unknown values of `format_version`. A release that adds a key increases the version and
+  still reads the older ones.
 
-Beside `quantization_config`, config.json states `transformers_weights`: a sentence where Transformers expects the name of a
-file, so that it refuses the folder where lowbit is not imported (`schema.GUARD`). README.md is the model card (card.py).
+config.json also has `transformers_weights`: an error message in place of a file name, so that Transformers without lowbit
+refuses the folder (`schema.GUARD`). README.md is the model card (card.py).
 """
 
 from lowbit.checkpoint.detect import ForeignReader, detect

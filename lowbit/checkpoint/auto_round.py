@@ -1,13 +1,13 @@
 """auto-round's own format (`quant_method: "auto-round"`): layers as in GPTQ or AWQ files, named by `packing_format`:
 
-    auto_round:auto_gptq     GPTQ, version 1 (zeros less one)
+    auto_round:auto_gptq     GPTQ, version 1 (zeros minus 1)
     auto_round, auto_round:gptqmodel
-                             GPTQ, version 2 (zeros as they are)
+                             GPTQ, version 2 (zeros unchanged)
     auto_round:auto_awq      AWQ, version gemm
 
-GPTQ's codes may have 5, 6 and 7 bits here: one stream of bits, as at 3. `extra_config` gives single layers another width or
-group size, or leaves them in 16 bits; the tensors of a layer show what it has. The formats for quantized activations and
-floating-point weights have other tensors under names of their own, and are refused.
+GPTQ's codes may also have 5, 6 and 7 bits here, as one stream of bits like 3. `extra_config` gives single layers another width
+or group size, or keeps them in 16 bits; the shapes of a layer's tensors determine which. Formats for quantized activations
+and floating-point weights have other tensors and are refused.
 Source: auto-round 0.16.1, inference/convert_model.py, inference/backend.py, export/export_to_autoround/export.py.
 """
 
@@ -28,10 +28,12 @@ _EXPORT = "export the model with auto-round's --format llm_compressor"
 
 
 def schema(config: Mapping[str, Any], where: Path | str) -> Gptq | Awq:
-    """The schema of a checkpoint in auto-round's own format; CheckpointError for what is not read, naming what is."""
+    """Returns the schema of auto-round's own format. Raises CheckpointError, with the supported values, for other formats."""
     packing = config_value(config, where, ("packing_format",), str, "auto_round:auto_gptq")
     if packing not in (*_VERSION_2, *_AWQ):
-        raise CheckpointError(f"{where}: packing_format {packing!r}; read are {', '.join((*_VERSION_2, *_AWQ))}; {_EXPORT}")
+        raise CheckpointError(
+            f"{where}: packing_format {packing!r}; supported are {', '.join((*_VERSION_2, *_AWQ))}; {_EXPORT}"
+        )
     extra = config.get("extra_config") or {}
     if not isinstance(extra, Mapping) or not all(isinstance(value, Mapping) for value in extra.values()):
         raise CheckpointError(f"{where}: extra_config is an object of objects by layer, got {str(extra)[:80]!r}")
@@ -55,15 +57,17 @@ def _in_16_bits(value: Mapping[str, Any]) -> bool:
 
 
 def _refuse_others(config: Mapping[str, Any], where: Path | str) -> None:
-    """Raises CheckpointError for weights that are no integers, quantized activations, and rotations that run with the model."""
+    """Raises CheckpointError for non-integer weights, quantized activations, and rotations at run time."""
     kind = config.get("data_type", "int")
     if kind not in ("int", "int_sym", "int_asym"):
-        raise CheckpointError(f"{where}: data_type {kind!r}; read are integers (int); {_EXPORT}")
+        raise CheckpointError(f"{where}: data_type {kind!r}; supported are integers (int); {_EXPORT}")
     activation = config.get("act_bits")
     if activation is not None and (type(activation) is not int or activation <= 8):
         raise CheckpointError(
-            f"{where}: act_bits {activation!r}: activations of auto-round's own format are not read; {_EXPORT}"
+            f"{where}: act_bits {activation!r}: activations of auto-round's own format are not supported; {_EXPORT}"
         )
     for key in ("super_bits", "super_group_size", "rotation_config"):
         if config.get(key):
-            raise CheckpointError(f"{where}: {key} is {str(config[key])[:80]!r}, which is not read; quantize again without it")
+            raise CheckpointError(
+                f"{where}: {key} is {str(config[key])[:80]!r}, which is not supported; quantize again without it"
+            )

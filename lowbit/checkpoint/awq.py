@@ -6,8 +6,8 @@
 
     w[n, k] = scales[g, n] * (q[k, n] - z[g, n])  with  g = k // group size
 
-Files without zero points (`zero_point: false`, auto-round's of symmetric weights) have qzeros all the same, of 8. auto-round's
-own format has 5, 6 and 7 bits as well: the columns in the same order, as one stream of bits along a row.
+Files without zero points (`zero_point: false`, auto-round's symmetric weights) still have qzeros, all 8. auto-round's own
+format also has 5, 6 and 7 bits: columns in the same order, as one stream of bits along a row.
 Source: AutoAWQ, awq/modules/linear/gemm.py and awq/utils/packing_utils.py.
 """
 
@@ -43,8 +43,8 @@ _BITS = (4, 5, 6, 7)
 
 @dataclass(frozen=True)
 class Awq(ForeignSchema):
-    """Group size (-1: all of K); whether all zeros are the middle, 8 at 4 bits; bits per weight. `mixed`: single layers may
-    differ in bits and in groups, of one of `sizes`."""
+    """Group size (-1: all of K); `symmetric`: all zeros are the middle, 8 at 4 bits; bits per weight. `mixed`: layers may
+    differ in bits and group size (one of `sizes`)."""
 
     group: int
     symmetric: bool = False
@@ -58,19 +58,18 @@ class Awq(ForeignSchema):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: Path | str) -> Awq:
-        """From `quantization_config`, or the content of quant_config.json."""
+        """Returns the schema of a `quantization_config`, or of the content of quant_config.json."""
         version = config_value(config, where, ("version", "format"), str, "gemm")
         if version.lower() != "gemm":
             raise CheckpointError(
-                f"{where}: AWQ version {version!r}; read is gemm, the others are bound to one kernel: save the model as gemm "
-                "with the tool that wrote it"
+                f"{where}: AWQ version {version!r}; supported is gemm: save the model as gemm with the tool that wrote it"
             )
         bit_width(config_value(config, where, ("bits", "w_bit"), int), where, (4,), "AWQ")
         symmetric = not config_value(config, where, ("zero_point",), bool, True)
         return cls(group_size(config_value(config, where, ("group_size", "q_group_size"), int), where), symmetric)
 
     def config(self, kept: Iterable[str]) -> dict[str, Any]:
-        """`quantization_config` of a model whose linear layers `kept` are not quantized."""
+        """Returns the `quantization_config` of a model whose linear layers `kept` are not quantized."""
         return {
             "quant_method": "awq",
             "bits": 4,
@@ -94,8 +93,8 @@ class Awq(ForeignSchema):
         middle = 1 << (bits - 1)
         if bool((zero != middle).any()):
             raise layer.error(
-                "qzeros", f"config.json says that there are no zero points, but those stored, from {int(zero.min())} to "
-                f"{int(zero.max())}, are not all {middle}; state zero_point: true if they are meant",
+                "qzeros", f"config.json states zero_point: false, but the stored zero points, from {int(zero.min())} to "
+                f"{int(zero.max())}, are not all {middle}; set zero_point: true if they are valid",
             )  # fmt: skip
         return QuantTensor(codes, scale, None, _scheme(bits, group, True))
 
@@ -105,7 +104,7 @@ class Awq(ForeignSchema):
         return {"qweight": _pack(q.codes.t(), bits), "qzeros": _pack(zero.t(), bits), "scales": q.scale.t().contiguous()}
 
     def _sizes(self, layer: ForeignLayer) -> tuple[int, int, int, int]:
-        """(N, K, bits, group size) of a layer whose tensors fit together."""
+        """Returns (N, K, bits, group size) of a layer, and checks its shapes."""
         groups, n = layer.matrix("scales", SCALE_DTYPES)
         k, words = layer.matrix("qweight", (torch.int32,))
         bits = 32 * words // n if self.mixed else self.bits
@@ -117,16 +116,16 @@ class Awq(ForeignSchema):
 
 
 def refusals(q: QuantTensor) -> tuple[str, ...]:
-    """Why AWQ files cannot hold `q`; empty when they can."""
+    """Returns why AWQ files cannot represent `q`; empty if they can."""
     scheme, reasons = q.scheme, []
     if not isinstance(scheme.weight, IntFormat) or scheme.weight.bits != 4:
-        return (f"AWQ files hold 4-bit integers, these are {scheme.weight.name}",)
+        return (f"AWQ files hold 4-bit integers, not {scheme.weight.name}",)
     if scheme.zero is ZeroPoint.FLOAT:
         reasons.append("zero points in AWQ files are integers, these are floating-point numbers")
     if not isinstance(scheme.granularity, (PerGroup, PerChannel)):
         reasons.append(f"scales in AWQ files are of groups or channels, not as in {scheme}")
     if q.shape[0] % 8:
-        reasons.append(f"words of AWQ files hold 8 output channels, N {q.shape[0]} is no multiple")
+        reasons.append(f"N must be a multiple of 8 in AWQ files, not {q.shape[0]}")
     if isinstance(scheme.granularity, PerGroup) and q.shape[1] % scheme.granularity.size:
         reasons.append(f"groups in AWQ files are full, {scheme.granularity.size} does not divide K {q.shape[1]}")
     if q.scale.dtype == torch.float32:
@@ -145,11 +144,11 @@ def _scheme(bits: int, group: int, symmetric: bool) -> Scheme:
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    """uint8 [R, C] of int32 [R, C * bits / 32], columns in their own order."""
+    """Unpacks int32 [R, C * bits / 32] to uint8 [R, C] with columns in natural order."""
     codes = words_to_codes(words, bits, 32 * words.shape[1] // bits).unflatten(1, (-1, 8))
     return codes[..., _PLACE_OF_COLUMN].flatten(1)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """int32 [R, C * bits / 32] of uint8 [R, C]; the inverse of `_unpack`."""
+    """Packs uint8 [R, C] to int32 [R, C * bits / 32]; the inverse of `_unpack`."""
     return codes_to_words(codes.unflatten(1, (-1, 8))[..., _COLUMN_AT_PLACE].flatten(1), bits)

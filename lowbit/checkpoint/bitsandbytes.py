@@ -43,7 +43,7 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torc
 
 @dataclass(frozen=True)
 class _State:
-    """What the JSON of a layer says."""
+    """The quantization state in a layer's JSON tensor."""
 
     kind: str
     shape: tuple[int, int]
@@ -55,7 +55,7 @@ class _State:
 
 @dataclass(frozen=True)
 class Bitsandbytes(ForeignSchema):
-    """4-bit layers; they state everything themselves."""
+    """4-bit layers; each layer's tensors state all parameters."""
 
     name = "bitsandbytes"
     suffixes = (
@@ -67,10 +67,10 @@ class Bitsandbytes(ForeignSchema):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: Path | str) -> Bitsandbytes:
-        """From `quantization_config`."""
+        """Returns the schema of a `quantization_config`."""
         if not config_value(config, where, ("load_in_4bit", "_load_in_4bit"), bool, False):
             raise CheckpointError(
-                f"{where}: bitsandbytes' LLM.int8() is not read (it depends on its outlier columns at run time); quantize the "
+                f"{where}: bitsandbytes' LLM.int8() is not supported (it selects outlier columns at run time); quantize the "
                 "16-bit checkpoint, for example with --scheme w8a16"
             )
         return cls()
@@ -95,10 +95,10 @@ class Bitsandbytes(ForeignSchema):
         raise layer.error("weight", self.entry(layer).refusal)
 
     def write(self, q: QuantTensor) -> dict[str, Tensor]:
-        raise ValueError("bitsandbytes files are read, not written")
+        raise ValueError("bitsandbytes files cannot be written")
 
     def dequantize(self, layer: ForeignLayer, dtype: torch.dtype) -> Tensor:
-        """The weights in the type the file names, then in `dtype`: two roundings if they differ, as in bitsandbytes."""
+        """Returns the weights, rounded to the dtype of the file and then to `dtype`, as in bitsandbytes."""
         shape = self.entry(layer).shape
         state, data = _state(layer), layer.tensor("weight").flatten()
         codes = torch.stack((data >> 4, data & 15), dim=1).flatten()[: shape[0] * shape[1]].long()
@@ -124,8 +124,8 @@ def _state(layer: ForeignLayer) -> _State:
     blocks = raw.get("blocksize"), raw.get("nested_blocksize", 1)
     good = isinstance(shape, list) and len(shape) == 2 and all(type(v) is int and 0 < v < MAX_DIMENSION for v in shape)
     if not good or dtype is None or not all(type(v) is int and 0 < v <= 1 << 20 for v in blocks):
-        raise layer.error(suffix, f"shape, dtype or block sizes mean nothing: {str(raw)[:200]}")
+        raise layer.error(suffix, f"shape, dtype or block sizes are invalid: {str(raw)[:200]}")
     if type(offset) not in (int, float) or not math.isfinite(offset):
-        raise layer.error(suffix, f"nested_offset is a number, got {offset!r}")
+        raise layer.error(suffix, f"nested_offset must be a number, got {offset!r}")
     assert isinstance(shape, list)
     return _State(suffix[-3:], (shape[0], shape[1]), dtype, int(str(blocks[0])), int(str(blocks[1])), float(offset))

@@ -22,7 +22,7 @@ _COPIED = ("license", "license_name", "license_link")
 
 @dataclass(frozen=True)
 class _Source:
-    """The name of the model that was quantized, its name on a hub if that is known, and its card's `_COPIED` fields."""
+    """The name of the source model, its name on a hub if known, and its card's `_COPIED` fields."""
 
     name: str
     hub: str | None = None
@@ -30,7 +30,7 @@ class _Source:
 
 
 def model_card(manifest: Manifest, source: str | Path | None) -> str:
-    """The text of README.md in a lowbit checkpoint made from `source`: a folder, a file, or a name on a hub."""
+    """Returns the text of README.md of a lowbit checkpoint; `source` is the source model's folder, file, or hub name."""
     from huggingface_hub import ModelCardData
 
     model = _Source("not known") if source is None else _source(source)
@@ -71,7 +71,7 @@ After `import lowbit`, `from_pretrained` of Transformers loads it as well. vLLM 
 
 
 def record_divergence(folder: Path, measured: str) -> bool:
-    """Writes the divergence that was measured into the model card of a lowbit checkpoint; False where lowbit wrote none."""
+    """Writes a measured divergence into the model card of a checkpoint; returns False if there is no card by lowbit."""
     path = folder / CARD
     if path.is_symlink() or not path.is_file() or not is_card(path):
         return False
@@ -88,7 +88,7 @@ def _options(record: Mapping[str, Any], first: str) -> str:
 
 
 def _cell(value: object) -> str:
-    """Text as one line of a Markdown table, without markup."""
+    """Returns text for a cell of a Markdown table, on one line with markup escaped."""
     text = " ".join(str(value).split())[:300]
     for character in "\\|`<>*[]":
         text = text.replace(character, f"\\{character}" if character in "\\|`*[]" else {"<": "&lt;", ">": "&gt;"}[character])
@@ -96,14 +96,14 @@ def _cell(value: object) -> str:
 
 
 def _source(source: str | Path) -> _Source:
-    """What is known of the source by its place and its model card."""
+    """Returns the source's names and fields, from its path and its model card."""
     path = Path(source)
     if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
         return _Source(str(source), str(source))
     real = Path(os.path.realpath(path))
     stated = _metadata(path / CARD) if (path / CARD).is_file() else {}
     copied = {key: value for key in _COPIED if isinstance(value := stated.get(key), str) and value.isprintable()}
-    if stated.get("library_name") == "lowbit":  # quantized already: what that was made from
+    if stated.get("library_name") == "lowbit":  # the source is a lowbit checkpoint: use its own source
         base = stated.get("base_model")
         return _Source(base, base, copied) if isinstance(base, str) else _Source(real.name, None, copied)
     hub = _hub_name(real)
@@ -111,7 +111,7 @@ def _source(source: str | Path) -> _Source:
 
 
 def _hub_name(folder: Path) -> str | None:
-    """OWNER/NAME of a snapshot in the cache of huggingface_hub, models--OWNER--NAME/snapshots/COMMIT."""
+    """Returns OWNER/NAME of a snapshot folder in huggingface_hub's cache (models--OWNER--NAME/snapshots/COMMIT), else None."""
     repository = folder.parent.parent.name
     if folder.parent.name != "snapshots" or not repository.startswith("models--"):
         return None
@@ -119,7 +119,7 @@ def _hub_name(folder: Path) -> str | None:
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    """The fields at the head of a model card; none where it has none or they cannot be read."""
+    """Returns the metadata fields of a model card; empty if they are missing or invalid."""
     from huggingface_hub import metadata_load
     from yaml import YAMLError
 

@@ -1,4 +1,4 @@
-"""What config.json of a compressed-tensors checkpoint says of its layers: one `WeightArgs` for each of `config_groups`."""
+"""Parses `config_groups` in config.json of a compressed-tensors checkpoint: one `WeightArgs` per group."""
 
 from __future__ import annotations
 
@@ -40,11 +40,13 @@ _FORMATS = (PACKED, INT, FLOAT, NAIVE, *_SMALL_FLOATS)
 
 @dataclass(frozen=True)
 class WeightArgs:
-    """How the weights of one config group lie: format, number format (bits 1 is kept as written), granularity, zero points
-    (None: not stated, the layer's tensors decide); `activation` of the group (None: 16 bits), whether its scale is `static`,
-    the layer's input_scale, and whether it has zero points, `activation_zero` (a static one is input_zero_point; None as
-    before); `left_out`: the activations that files ask for and no scheme says; `padded`: words of 32 // bits codes, as before
-    0.18; `outputs`: files ask for quantized outputs, which no scheme says."""
+    """The layout and number formats of one config group.
+
+    zero: the weights have zero points. activation: format of quantized activations (None: 16 bits); static: their scale is the
+    layer's input_scale; activation_zero: they have zero points (static ones: input_zero_point). None for `zero` and
+    `activation_zero` means not stated: the layer's tensors decide. left_out: description of activations that no scheme
+    represents. padded: words hold 32 // bits codes, as before 0.18. outputs: the files state quantized outputs.
+    """
 
     layout: str
     bits: int
@@ -60,7 +62,7 @@ class WeightArgs:
 
     @property
     def scheme(self) -> Scheme:
-        """The scheme of a layer's QuantTensor; integers of 1 bit become integers of 2."""
+        """Returns the scheme of a layer's QuantTensor; integers of 1 bit become integers of 2."""
         weight: NumberFormat
         if self.layout in _SMALL_FLOATS:
             weight = _SMALL_FLOATS[self.layout]
@@ -72,8 +74,8 @@ class WeightArgs:
         rule = ActivationRule.OWN if self.activation is None else ActivationRule.COMPRESSED_TENSORS
         return Scheme(weight, self.activation, self.granularity, zero, bool(self.activation_zero), rule)
 
-    def decided(self, layer: ForeignLayer) -> WeightArgs:
-        """With what the configuration leaves open as a layer's tensors have it."""
+    def resolved(self, layer: ForeignLayer) -> WeightArgs:
+        """Returns the arguments with the unstated values determined by a layer's tensors."""
         zero, zero_of_x = self.zero, self.activation_zero
         if zero is None:
             zero = not self.float and layer.has("weight_zero_point")
@@ -83,17 +85,19 @@ class WeightArgs:
 
 
 def weight_args(group: Any, default_format: Any, where: str) -> WeightArgs:
-    """The arguments of one entry of `config_groups`."""
+    """Returns the arguments of one entry of `config_groups`."""
     if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
         raise CheckpointError(f"{where}: a config group is an object with weights, got {str(group)[:80]!r}")
     weights, layout = group["weights"], group.get("format") or default_format
     if layout not in _FORMATS:
         raise CheckpointError(
-            f"{where}: format {layout!r} is not read; read are {', '.join(_FORMATS)}. Decompress the model with the tool that "
-            "wrote it, or start from its 16-bit checkpoint"
+            f"{where}: format {layout!r} is not supported; supported are {', '.join(_FORMATS)}. Decompress the model with the "
+            "tool that wrote it, or start from its 16-bit checkpoint"
         )
     if weights.get("actorder") in ("group", "dynamic", True):
-        raise CheckpointError(f"{where}: actorder 'group' (a channel order) is not read; quantize again with actorder 'weight'")
+        raise CheckpointError(
+            f"{where}: actorder 'group' (a channel order) is not supported; quantize again with actorder 'weight'"
+        )
     kind = config_value(weights, where, ("type",), str, "int")
     bits = config_value(weights, where, ("num_bits",), int)
     is_float = kind == "float"
@@ -129,14 +133,14 @@ def _granularity(weights: Mapping[str, Any], where: str) -> Granularity:
     if strategy == "block" and isinstance(block, list) and pair:
         return PerBlock(block[0], block[1])
     raise CheckpointError(
-        f"{where}: strategy {strategy!r} with group_size {size!r} and block_structure {block!r}; read are tensor, channel, "
-        "group with a positive group_size, and block with two positive numbers"
+        f"{where}: strategy {strategy!r} with group_size {size!r} and block_structure {block!r}; supported are tensor, "
+        "channel, group with a positive group_size, and block with two positive numbers"
     )
 
 
 def _activation(value: Any, weights: Granularity, where: str) -> tuple[NumberFormat | None, bool, bool | None, str]:
-    """(format of the activations or None for 16 bits; whether their scale is static; whether they have zero points, None if not
-    stated; why they are left out, where no scheme says them)."""
+    """Returns the activations' format (None: 16 bits), whether their scale is static, whether they have zero points (None: not
+    stated), and why they are ignored if no scheme represents them."""
     if value is None:
         return None, False, False, ""
     if not isinstance(value, Mapping):
@@ -151,22 +155,22 @@ def _activation(value: Any, weights: Granularity, where: str) -> tuple[NumberFor
     dynamic = value.get("dynamic", False)
     symmetric = config_value(value, where, ("symmetric",), bool, None)
     strategy = value.get("strategy") or ("token" if dynamic is True else "tensor" if size is None else "group")
-    asked = f"the files ask for {value.get('type') or 'int'} activations of {bits} bits"
+    stated = f"the files state {value.get('type') or 'int'} activations of {bits} bits"
     if fmt is None or dynamic not in (True, False):
-        return None, False, False, f"{asked}, dynamic {dynamic!r}, which no scheme says"
+        return None, False, False, f"{stated}, dynamic {dynamic!r}, which no scheme supports"
     blocks = weights.k if isinstance(weights, PerBlock) else None
-    wanted = ("tensor", None) if dynamic is False else ("token", None) if blocks is None else ("group", blocks)
-    if (strategy, size if strategy == "group" else None) != wanted:
+    supported = ("tensor", None) if dynamic is False else ("token", None) if blocks is None else ("group", blocks)
+    if (strategy, size if strategy == "group" else None) != supported:
         scales = f"{strategy} of {size}" if strategy == "group" else strategy
-        return None, False, False, f"{asked} by scales of strategy {scales}, schemes with such weights have {wanted[0]}"
+        return None, False, False, f"{stated} by scales of strategy {scales}; schemes with such weights support {supported[0]}"
     if symmetric is False and (not isinstance(fmt, IntFormat) or blocks is not None):
-        return None, False, False, f"{asked} with zero points, which no scheme of such weights says"
+        return None, False, False, f"{stated} with zero points, which no scheme of such weights supports"
     zero = None if symmetric is None and dynamic is False else symmetric is False
     return fmt, not dynamic, zero, ""
 
 
 def weights_json(args: WeightArgs) -> dict[str, Any]:
-    """`weights` of a config group."""
+    """Returns `weights` of a config group."""
     granularity = args.granularity
     strategy = {PerGroup: "group", PerChannel: "channel", PerTensor: "tensor", PerBlock: "block"}[type(granularity)]  # type: ignore[index]
     return {
@@ -183,8 +187,7 @@ def weights_json(args: WeightArgs) -> dict[str, Any]:
 
 
 def activation_json(args: WeightArgs) -> dict[str, Any]:
-    """Activations quantized while running: token by token, with blocks of weights in groups as long as a block; or by the scale
-    of the layer."""
+    """Returns `input_activations` of a config group: per token, per group as long as a block of weights, or static."""
     assert args.activation is not None
     shared = {"type": "float" if isinstance(args.activation, FloatFormat) else "int", "dynamic": True}
     shared["symmetric"] = not args.activation_zero

@@ -4,7 +4,7 @@
                         weight_shape int64 [2]; with zero points weight_zero_point int32 [W', G], packed the same way along N
     int-quantized       weight int8 [N, K]; with zero points weight_zero_point int8
     float-quantized     weight float8_e4m3fn [N, K]
-    naive-quantized     as int- or float-quantized, whichever the type is
+    naive-quantized     as int- or float-quantized, by the type
     mxfp4-pack-quantized, mxfp8-quantized, mxfp6-pack-quantized
                         weight_packed uint8 (mxfp8: weight) and weight_scale uint8 [N, K / 32], exponents of two less 127
     nvfp4-pack-quantized, read only
@@ -12,10 +12,10 @@
 
 and weight_scale [1], [N, 1], [N, G] or, for blocks, [N / n, K / k], all rounded up; w = scale * (q - zero point).
 
-Since 0.18 words are dense (W = ceil(K * bits / 32)); before, each word held 32 // bits codes and its high bits stayed unused.
-Both are read, told apart by their width, and written. Which `config_groups` entry a layer belongs to shows in its tensors:
-the one they fit, so no pattern of an unknown file is ever run. Activations are quantized as that tool does it (the scheme's
-rule, _ct). Source: compressed-tensors 0.17.0, 0.18.0, 0.19.0, 0.20.0.
+Since 0.18 words are dense (W = ceil(K * bits / 32)); before, each word held 32 // bits codes and its high bits were unused.
+Both are read (their widths differ) and written. A layer belongs to the `config_groups` entry that its tensors fit, so no
+regular expression of an untrusted file is executed. Activations are quantized as in that tool (the scheme's rule _ct).
+Source: compressed-tensors 0.17.0, 0.18.0, 0.19.0, 0.20.0.
 """
 
 from __future__ import annotations
@@ -91,19 +91,19 @@ class CompressedTensors(ForeignSchema):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: Path | str) -> CompressedTensors:
-        """From `quantization_config`."""
+        """Returns the schema of a `quantization_config`."""
         groups = config.get("config_groups")
         if not isinstance(groups, Mapping) or not groups or len(groups) > 1000:
             raise CheckpointError(f"{where}: config_groups is an object of groups, got {str(groups)[:80]!r}")
         if isinstance(config.get("sparsity_config"), Mapping) and config["sparsity_config"].get("format", "dense") != "dense":
-            raise CheckpointError(f"{where}: sparse weights ({config['sparsity_config']['format']!r}) are not read")
+            raise CheckpointError(f"{where}: sparse weights ({config['sparsity_config']['format']!r}) are not supported")
         args = [weight_args(group, config.get("format"), f"{where}: {name}") for name, group in groups.items()]
         version = re.match(r"(\d{1,4})\.(\d{1,4})", str(config.get("version", "")))
         new_words = None if version is None else (int(version[1]), int(version[2])) >= (0, 18)
         return cls(tuple(dict.fromkeys(args)), new_words, config.get("kv_cache_scheme") is not None)
 
     def config(self, kept: Iterable[str], targets: Mapping[WeightArgs, list[str]]) -> dict[str, Any]:
-        """`quantization_config` of a model whose layers have the given arguments; `kept` are its other linear layers."""
+        """Returns the `quantization_config` of a model; `targets` maps arguments to layers, `kept` are the others."""
         groups = {}
         for i, (args, names) in enumerate(targets.items()):
             groups[f"group_{i}"] = {
@@ -129,9 +129,9 @@ class CompressedTensors(ForeignSchema):
         shape, args = self.fit(layer)
         notes = [f"{args.left_out}: activations stay in 16 bits"] if args.left_out else []
         if args.outputs:
-            notes.append("the files ask for quantized outputs, which stay in 16 bits")
+            notes.append("the files state quantized outputs, which stay in 16 bits")
         if layer.has("weight_zero_point") and not args.zero:
-            notes.append("zero points of symmetric weights are left out, all are zero")
+            notes.append("zero points of symmetric weights are ignored; all must be zero")
         return ForeignEntry(shape, args.scheme, notes=tuple(notes))
 
     def used(self, layer: ForeignLayer) -> frozenset[str]:
@@ -139,7 +139,7 @@ class CompressedTensors(ForeignSchema):
         codes = {"weight_packed", "weight_shape"} if layer.has("weight_packed") else {"weight"}
         if args.layout == NVFP4:
             return frozenset(_NVFP4_TENSORS)
-        zeros = set() if args.layout in MX else {"weight_zero_point"}  # of symmetric weights `read` sees that they are zero
+        zeros = set() if args.layout in MX else {"weight_zero_point"}  # `read` checks that those of symmetric weights are 0
         return frozenset(codes | zeros | {"weight_scale"} | ({"input_scale", "input_zero_point"} if args.static else set()))
 
     def read(self, layer: ForeignLayer) -> QuantTensor:
@@ -154,16 +154,14 @@ class CompressedTensors(ForeignSchema):
             zero = layer.tensor("input_zero_point").to(torch.int32).reshape(1)
             return q.with_input(activation_scale=scale, activation_zero=zero)
         if layer.has("input_zero_point") and bool(layer.tensor("input_zero_point").float().any()):
-            raise layer.error(
-                "input_zero_point", "config.json says that activations are symmetric, this zero point is not zero"
-            )
+            raise layer.error("input_zero_point", "config.json states symmetric activations, but this zero point is not zero")
         return q.with_input(activation_scale=scale)
 
     def write(self, q: QuantTensor) -> dict[str, Tensor]:
         return write_layer(q, args_for(q))
 
     def fit(self, layer: ForeignLayer) -> tuple[tuple[int, int], WeightArgs]:
-        """Shape and arguments of a layer: those of the only group that its tensors fit."""
+        """Returns shape and arguments of a layer: those of the only group that its tensors fit."""
         fits, reasons = [], []
         for args in self.groups:
             try:
@@ -182,14 +180,14 @@ class CompressedTensors(ForeignSchema):
         wide: dict[str, Any] = {"activation": None, "static": False, "activation_zero": False}
         weights = [(size, dataclasses.replace(other, left_out="", outputs=False, **wide)) for size, other in fits]
         if any(other != weights[0] for other in weights[1:]):
-            raise CheckpointError(f"{layer.where}: {layer.name}: fits several config_groups that mean different weights")
+            raise CheckpointError(f"{layer.where}: {layer.name}: fits several config_groups with different weights")
         if any(other != args for _, other in fits):
-            args = dataclasses.replace(args, **wide, left_out="its tensors do not say which of several config_groups it is in")
+            args = dataclasses.replace(args, **wide, left_out="its tensors fit several config_groups")
         return shape, args
 
 
 def args_for(q: QuantTensor) -> WeightArgs:
-    """The arguments under which `write_layer` writes `q`; ValueError with the reasons where there are none."""
+    """Returns the arguments for `write_layer`. Raises ValueError with the reasons if `q` cannot be written."""
     if reasons := refusals(q):
         raise ValueError("; ".join(reasons))
     scheme, zero, static = q.scheme, q.zero is not None, q.input_transform.parts.activation_scale
@@ -205,7 +203,7 @@ def args_for(q: QuantTensor) -> WeightArgs:
 
 
 def refusals(q: QuantTensor) -> tuple[str, ...]:
-    """Why compressed-tensors files cannot hold `q`; empty when they can."""
+    """Returns why compressed-tensors files cannot represent `q`; empty if they can."""
     scheme, fmt, reasons = q.scheme, q.scheme.weight, []
     if scheme.zero is ZeroPoint.FLOAT:
         reasons.append("zero points in compressed-tensors files are integers, these are floating-point numbers")
@@ -235,7 +233,7 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
 
 
 def read_layer(layer: ForeignLayer, shape: tuple[int, int], args: WeightArgs) -> QuantTensor:
-    """The QuantTensor of a layer that fits its arguments; raises CheckpointError for values that mean nothing."""
+    """Returns the QuantTensor of a layer that fits its arguments. Raises CheckpointError for invalid values."""
     (n, k), grid = shape, scale_shape(args.granularity, shape)
     if args.layout in MX:
         scale = read_e8m0(layer, "weight_scale")
@@ -262,19 +260,21 @@ def read_layer(layer: ForeignLayer, shape: tuple[int, int], args: WeightArgs) ->
 
 
 def write_layer(q: QuantTensor, args: WeightArgs) -> dict[str, Tensor]:
-    """The tensors by suffix; the inverse of `CompressedTensors.read`. A static scale has the type of the weights' scales, as in
-    that tool's files, where it fits."""
-    beside, of_x = {}, q.input_transform
+    """Returns the tensors by suffix; the inverse of `CompressedTensors.read`.
+
+    A static scale gets the dtype of the weights' scales, as in that tool's files, if that is exact.
+    """
+    of_x_tensors, of_x = {}, q.input_transform
     if of_x.activation_scale is not None:
         narrow = of_x.activation_scale.to(q.scale.dtype)
-        beside["input_scale"] = narrow if torch.equal(narrow.float(), of_x.activation_scale) else of_x.activation_scale
+        of_x_tensors["input_scale"] = narrow if torch.equal(narrow.float(), of_x.activation_scale) else of_x.activation_scale
     if of_x.activation_zero is not None:
-        beside["input_zero_point"] = of_x.activation_zero.to(torch.int8)
-    return _weight_tensors(q, args) | beside
+        of_x_tensors["input_zero_point"] = of_x.activation_zero.to(torch.int8)
+    return _weight_tensors(q, args) | of_x_tensors
 
 
 def _weight_tensors(q: QuantTensor, args: WeightArgs) -> dict[str, Tensor]:
-    """The inverse of `read_layer`."""
+    """Returns the weight's tensors by suffix; the inverse of `read_layer`."""
     per_tensor = isinstance(args.granularity, PerTensor)
     scale = q.scale.reshape(1) if per_tensor else q.scale.contiguous()
     if args.layout in MX:
@@ -300,12 +300,12 @@ def _weight_tensors(q: QuantTensor, args: WeightArgs) -> dict[str, Tensor]:
 
 
 def _shape_and_args(layer: ForeignLayer, args: WeightArgs, new_words: bool | None) -> tuple[tuple[int, int], WeightArgs]:
-    """Shape of the layer and its arguments, `padded` found out; raises CheckpointError where the tensors do not fit."""
+    """Returns the layer's shape and its resolved arguments. Raises CheckpointError if the tensors do not fit."""
     if layer.has("weight_g_idx"):
-        raise layer.error("weight_g_idx", "a channel order that compressed-tensors itself no longer reads; quantize again")
+        raise layer.error("weight_g_idx", "an act-order permutation, which compressed-tensors no longer reads; quantize again")
     if layer.has("weight_global_scale") and args.layout != NVFP4:
-        raise layer.error("weight_global_scale", f"belongs to NVFP4, but config.json says {args.layout}")
-    args = args.decided(layer)
+        raise layer.error("weight_global_scale", f"belongs to NVFP4, but config.json states {args.layout}")
+    args = args.resolved(layer)
     if args.static:
         layer.expect("input_scale", SCALE_DTYPES, (1,), (), (1, 1))
     if args.static and args.activation_zero:
@@ -319,7 +319,7 @@ def _shape_and_args(layer: ForeignLayer, args: WeightArgs, new_words: bool | Non
         n, width = layer.matrix("weight" if fp8 else "weight_packed", (torch.float8_e4m3fn if fp8 else torch.uint8,))
         k = width if fp8 else width * 8 // args.bits
         if k % 32 or (not fp8 and packed_bytes(k, args.bits) != width):
-            raise layer.error("weight" if fp8 else "weight_packed", f"{width} a row are no whole groups of 32 weights")
+            raise layer.error("weight" if fp8 else "weight_packed", f"rows of {width} do not hold whole groups of 32 weights")
         layer.expect("weight_scale", (torch.uint8, torch.float8_e8m0fnu), (n, k // 32))
         return (n, k), args
     shape = layer.matrix("weight", (torch.float8_e4m3fn if args.float else torch.int8,))
@@ -342,7 +342,7 @@ def _packed_shape(layer: ForeignLayer, args: WeightArgs, new_words: bool | None)
     old = words != dense
     if dense == padded and 32 % args.bits and k > 32 // args.bits:
         if new_words is None:
-            raise layer.error("weight_packed", "dense and padded words are equally long here, and `version` is not stated")
+            raise layer.error("weight_packed", "dense and padded words have the same length, and config.json has no `version`")
         old = not new_words
     layer.expect("weight_scale", SCALE_DTYPES, *_scale_shapes(args, (n, k)))
     if args.zero:
@@ -357,7 +357,7 @@ def _scale_shapes(args: WeightArgs, shape: tuple[int, int]) -> tuple[tuple[int, 
 
 
 def _unpack(words: Tensor, args: WeightArgs, count: int) -> Tensor:
-    """Codes uint8 [R, count] of words int32 [R, W]."""
+    """Unpacks words int32 [R, W] to codes uint8 [R, count]."""
     if not args.padded:
         return words_to_codes(words, args.bits, count)
     mask = (1 << args.bits) - 1
@@ -366,7 +366,7 @@ def _unpack(words: Tensor, args: WeightArgs, count: int) -> Tensor:
 
 
 def _pack(codes: Tensor, args: WeightArgs) -> Tensor:
-    """Words int32 [R, W] of codes uint8 [R, C]; the inverse of `_unpack`."""
+    """Packs codes uint8 [R, C] to words int32 [R, W]; the inverse of `_unpack`."""
     if not args.padded:
         return codes_to_words(codes, args.bits)
     per_word = 32 // args.bits
@@ -377,7 +377,7 @@ def _pack(codes: Tensor, args: WeightArgs) -> Tensor:
 
 
 def _expect_no_zeros(layer: ForeignLayer, args: WeightArgs, shape: tuple[int, int]) -> None:
-    """Raises CheckpointError unless the zero points of weights that config.json calls symmetric are all zero."""
+    """Raises CheckpointError unless all zero points of a layer that config.json states as symmetric are zero."""
     zeros = layer.tensor("weight_zero_point")
     if args.layout == PACKED and zeros.dtype == torch.int32 and zeros.dim() == 2:
         values = _unpack(zeros.t(), args, shape[0]).to(torch.int16) - (1 << (args.bits - 1))
@@ -385,13 +385,13 @@ def _expect_no_zeros(layer: ForeignLayer, args: WeightArgs, shape: tuple[int, in
         values = zeros.float()
     if bool((values != 0).any()):
         raise layer.error(
-            "weight_zero_point", f"config.json says symmetric: true, but zero points from {values.min().item():g} to "
-            f"{values.max().item():g} are stored; one of them is wrong: correct config.json, or quantize again",
+            "weight_zero_point", f"config.json states symmetric: true, but zero points from {values.min().item():g} to "
+            f"{values.max().item():g} are stored; correct config.json, or quantize again",
         )  # fmt: skip
 
 
 def _offset_binary(layer: ForeignLayer, suffix: str, bits: int) -> Tensor:
-    """Codes uint8 of int8 values, which must lie in the range of `bits` bits."""
+    """Returns the codes uint8 of int8 values. Raises CheckpointError for values beyond `bits` bits."""
     values, half = layer.tensor(suffix).to(torch.int16), 1 << (bits - 1)
     if bool(((values < -half) | (values >= half)).any()):
         raise layer.error(suffix, f"values from {int(values.min())} to {int(values.max())} are beyond {bits}-bit integers")

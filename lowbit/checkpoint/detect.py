@@ -1,4 +1,4 @@
-"""Which tool quantized a checkpoint, and a reader for all of them that have a schema here."""
+"""Detects the tool that quantized a checkpoint, and reads the checkpoints of all supported tools."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ SCHEMAS: dict[str, Callable[[Mapping[str, Any], Path | str], ForeignSchema]] = {
     "torchao": Torchao.from_config,
     "modelopt": modelopt.schema,
 }
-"""What makes the schema of a configuration and the file that states it, by `quant_method` in quantization_config."""
+"""`quant_method` -> function that builds the schema from a configuration and the path of its file."""
 
 _OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Where tools wrote their configuration before it moved into config.json, and the method if the file does not state it."""
+"""Configuration files of older tool versions -> the method if the file does not state it."""
 
 _SMALL_BYTES = 1 << 16
 
 
 def quantization_of(folder: str | Path, config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], Path] | None:
-    """(quant_method, quantization configuration, file that states it) of a checkpoint folder whose config.json is `config`;
-    None for one that is not quantized."""
+    """Returns (quant_method, quantization configuration, its file) of a checkpoint folder whose config.json is `config`; None
+    if it is not quantized."""
     folder = Path(folder)
     stated, where = config.get("quantization_config"), folder / "config.json"
     method = None
@@ -57,21 +57,23 @@ def quantization_of(folder: str | Path, config: Mapping[str, Any]) -> tuple[str,
         raise CheckpointError(f"{where}: quantization_config is a JSON object, got {type(stated).__name__}")
     method = stated.get("quant_method", method)
     if not isinstance(method, str):
-        raise CheckpointError(f"{where}: quantization_config states no quant_method, so its tensors mean nothing")
+        raise CheckpointError(f"{where}: quantization_config states no quant_method, so its tensors cannot be read")
     return method, stated, where
 
 
 def detect(folder: str | Path, config: Mapping[str, Any]) -> ForeignSchema | None:
-    """The schema of a folder that another tool quantized, whose config.json is `config`; None for one of lowbit's own or one
-    that is not quantized. Raises CheckpointError for a tool or a variant that is not read."""
-    found = quantization_of(folder, config)
-    if found is None or found[0] == METHOD:
+    """Returns the schema of a folder that another tool quantized; None for a lowbit or an unquantized one.
+
+    `config` is the content of config.json. Raises CheckpointError for an unsupported tool or format.
+    """
+    quantization = quantization_of(folder, config)
+    if quantization is None or quantization[0] == METHOD:
         return None
-    method, stated, where = found
+    method, stated, where = quantization
     if method not in SCHEMAS:
         raise CheckpointError(
-            f"{where}: quant_method {method!r} is not read; read are {', '.join(SCHEMAS)}, lowbit and GGUF files. Export the "
-            "model in one of these with the tool that made it, or quantize its 16-bit checkpoint"
+            f"{where}: quant_method {method!r} is not supported; supported are {', '.join(SCHEMAS)}, lowbit and GGUF files. "
+            "Export the model in one of these with the tool that wrote it, or quantize its 16-bit checkpoint"
         )
     return SCHEMAS[method](stated, where)
 
@@ -79,9 +81,9 @@ def detect(folder: str | Path, config: Mapping[str, Any]) -> ForeignSchema | Non
 class ForeignReader:
     """A Transformers folder with safetensors files that another tool quantized.
 
-    Opening it checks the header of every file and the names, dtypes and shapes of every quantized layer, before any tensor of
-    more than a few bytes is loaded; raises CheckpointError naming file and tensor. `entries` has the layers by name, `plain`
-    the names of all other tensors.
+    Opening it checks every file's header and the names, dtypes and shapes of every quantized layer, and loads only tensors of a
+    few bytes. It raises CheckpointError with file and tensor. `entries` has the layers by name, `plain` the other tensors'
+    names.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -89,7 +91,7 @@ class ForeignReader:
         schema = detect(folder, self.files.config)
         if schema is None:
             own = self.files.manifest is not None
-            plain = "is not quantized; lowbit quantize makes a quantized checkpoint of it"
+            plain = "is not quantized; quantize it with `lowbit quantize`"
             raise CheckpointError(f"{folder}: {'is a lowbit checkpoint already' if own else plain}")
         self.schema = schema
         self._layers = layers_of(schema, self.files.names())
@@ -113,18 +115,18 @@ class ForeignReader:
         self.files.__exit__(kind, error, trace)
 
     def loaded(self, name: str, device: torch.device | str = "cpu") -> ForeignLayer:
-        """One layer with its tensors, on a device."""
+        """Returns one layer with its tensors on a device."""
         tensors = {suffix: self.files.get(full).to(device) for suffix, full in self._layers[name].items()}
         return ForeignLayer(name, tensors, self.files.info(next(iter(self._layers[name].values()))).file)
 
     def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor:
-        """One layer as codes, scales and zeros, made on a device; raises CheckpointError where no scheme can say it."""
+        """Returns one layer as a QuantTensor on a device. Raises CheckpointError if no scheme represents it."""
         return self.schema.read(self.loaded(name, device))
 
     def dequantize(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One layer's weights [N, K]."""
+        """Returns one layer's weights [N, K] in `dtype`."""
         return self.schema.dequantize(self.loaded(name), dtype)
 
     def get(self, name: str) -> Tensor:
-        """A tensor that belongs to no quantized layer."""
+        """Returns a tensor outside the quantized layers."""
         return self.files.get(name)

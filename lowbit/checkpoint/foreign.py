@@ -1,9 +1,8 @@
-"""What the readers and writers of other tools' checkpoints share: one layer's tensors with checks that name them, 32-bit
-words of codes, 8-bit floats, power-of-two scales.
+"""Shared by the readers and writers of other tools' checkpoints: checks of one layer's tensors, 32-bit words of codes, 8-bit
+floats, power-of-two scales.
 
-A schema is an object made from a tool's configuration. Given the tensors of one layer by suffix it returns a QuantTensor
-(`read`), and given a QuantTensor the tensors (`write`), bit for bit the ones that were read. `entry` does the checks alone
-and needs no more than names, dtypes and shapes, so that a whole folder is judged before any of it is loaded.
+A schema is built from a tool's configuration. `read` converts the tensors of one layer to a QuantTensor; `write` converts it
+back to the same bits. `entry` only checks names, dtypes and shapes, so a whole folder is checked before any tensor is loaded.
 """
 
 from __future__ import annotations
@@ -24,66 +23,68 @@ from lowbit.formats import QuantTensor, Scheme, pack_words, unpack_words
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_GROUP = 1 << 20
 
-_CACHE = "scales of the key and value cache, which stays in 16 bits"
+_CACHE = "scales of the KV cache, which stays in 16 bits"
 _OUTPUT = "scales of the layer's output, which stays in 16 bits"
-_INPUT = "scales of activations, which stay in 16 bits or are found while running"
+_INPUT = "scales of activations, which stay in 16 bits or are quantized dynamically"
 _BESIDE_WEIGHTS = {
     **dict.fromkeys(("k_scale", "v_scale", "q_scale", "kv_scale"), _CACHE),
     **dict.fromkeys(("output_scale", "output_zero_point", "output_global_scale"), _OUTPUT),
     **dict.fromkeys(("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "input_scale_ub"), _INPUT),
 }
-"""Tensors of a layer that say nothing of its weights, and what they are."""
+"""Suffix -> description of tensors that do not affect a layer's weights."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ForeignLayer:
-    """The tensors of one layer by suffix, or only what their file's header says of them, and the file or folder they are in."""
+    """The tensors of one layer by suffix (or only their headers), and the path of their file or folder for messages."""
 
     name: str
     tensors: Mapping[str, Tensor | TensorInfo]
     where: Path | str = "tensors"
 
     def error(self, suffix: str, message: str) -> CheckpointError:
-        """An error that names the file, the tensor, and what is wrong."""
-        found = self.tensors.get(suffix)
-        where = found.file if isinstance(found, TensorInfo) else self.where
+        """Returns an error that names the file, the tensor, and what is wrong."""
+        tensor = self.tensors.get(suffix)
+        where = tensor.file if isinstance(tensor, TensorInfo) else self.where
         return CheckpointError(f"{where}: {self.name}.{suffix}: {message}")
 
     def has(self, suffix: str) -> bool:
-        """Whether the layer has this tensor."""
+        """Returns whether the layer has this tensor."""
         return suffix in self.tensors
 
     def matrix(self, suffix: str, dtypes: Iterable[torch.dtype]) -> tuple[int, int]:
-        """Shape of a tensor that must be a matrix of one of `dtypes` with at least one element."""
-        found, dtypes = self._found(suffix), tuple(dtypes)
-        shape = tuple(found.shape)
-        if found.dtype not in dtypes or len(shape) != 2 or not all(0 < extent < MAX_DIMENSION for extent in shape):
-            raise self.error(suffix, f"a matrix of {_names(dtypes)} is expected, found {_name(found.dtype)} {shape}")
+        """Returns the shape of a tensor. Raises CheckpointError unless it is a non-empty matrix of one of `dtypes`."""
+        tensor, dtypes = self._get(suffix), tuple(dtypes)
+        shape = tuple(tensor.shape)
+        if tensor.dtype not in dtypes or len(shape) != 2 or not all(0 < extent < MAX_DIMENSION for extent in shape):
+            raise self.error(suffix, f"a matrix of {_names(dtypes)} is expected, found {_name(tensor.dtype)} {shape}")
         return shape[0], shape[1]
 
     def expect(self, suffix: str, dtypes: Iterable[torch.dtype], *shapes: tuple[int, ...]) -> None:
         """Raises CheckpointError unless the tensor has one of `dtypes` and one of `shapes`."""
-        found, dtypes = self._found(suffix), tuple(dtypes)
-        if found.dtype not in dtypes or tuple(found.shape) not in shapes:
-            wanted = " or ".join(map(str, dict.fromkeys(shapes)))
-            raise self.error(suffix, f"{_names(dtypes)} {wanted} is expected, found {_name(found.dtype)} {tuple(found.shape)}")
+        tensor, dtypes = self._get(suffix), tuple(dtypes)
+        if tensor.dtype not in dtypes or tuple(tensor.shape) not in shapes:
+            allowed = " or ".join(map(str, dict.fromkeys(shapes)))
+            raise self.error(
+                suffix, f"{_names(dtypes)} {allowed} is expected, found {_name(tensor.dtype)} {tuple(tensor.shape)}"
+            )
 
     def tensor(self, suffix: str) -> Tensor:
-        """The tensor itself; the layer must have been loaded."""
-        found = self._found(suffix)
-        assert isinstance(found, Tensor), f"{self.name}.{suffix} was not loaded"
-        return found
+        """Returns the tensor of a loaded layer."""
+        tensor = self._get(suffix)
+        assert isinstance(tensor, Tensor), f"{self.name}.{suffix} was not loaded"
+        return tensor
 
     def scales(self, suffix: str) -> Tensor:
-        """Scales, which must be finite numbers."""
+        """Returns scales. Raises CheckpointError unless all are finite."""
         values = self.tensor(suffix)
         if not bool(values.isfinite().all()):
-            raise self.error(suffix, "scales are finite numbers, some here are not; the file is damaged or its producer failed")
+            raise self.error(suffix, "some scales are not finite; the file is damaged or its producer failed")
         return values
 
-    def _found(self, suffix: str) -> Tensor | TensorInfo:
+    def _get(self, suffix: str) -> Tensor | TensorInfo:
         if suffix not in self.tensors:
             present = ", ".join(sorted(self.tensors)) or "none"
             raise CheckpointError(f"{self.where}: {self.name}.{suffix}: missing; the layer's tensors are: {present}")
@@ -92,8 +93,8 @@ class ForeignLayer:
 
 @dataclass(frozen=True)
 class ForeignEntry:
-    """One layer: its shape (N, K), its scheme (None where no scheme can say it exactly, then `refusal` says why and what to
-    do), and `notes`, what the file says beyond the weights that a reader of the scheme would not know."""
+    """One layer: its shape (N, K), its scheme, and `notes` on settings of the file that the scheme ignores. If no scheme
+    represents the layer exactly, `scheme` is None and `refusal` has the reason and the remedy."""
 
     shape: tuple[int, int]
     scheme: Scheme | None
@@ -102,88 +103,90 @@ class ForeignEntry:
 
 
 class ForeignSchema(ABC):
-    """How one tool lays out quantized layers."""
+    """The layout of quantized layers in one tool's files."""
 
     name: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
-    """All tensors a quantized layer can have, besides its bias."""
+    """All tensors that a quantized layer can have, except its bias."""
     markers: ClassVar[tuple[str, ...]]
-    """Those of them that only a quantized layer has."""
+    """Suffixes that only a quantized layer has."""
     small: ClassVar[tuple[str, ...]] = ()
-    """Those of a few bytes that `entry` looks into."""
+    """Suffixes of small tensors whose values `entry` reads."""
 
     @abstractmethod
     def entry(self, layer: ForeignLayer) -> ForeignEntry:
-        """Checks names, dtypes and shapes of a layer; raises CheckpointError."""
+        """Returns shape and scheme of a layer. Raises CheckpointError for invalid names, dtypes or shapes."""
 
     def used(self, layer: ForeignLayer) -> frozenset[str]:
-        """The suffixes of the tensors that `read` makes this layer of, or looks at; all of `suffixes` unless a schema says
-        otherwise."""
+        """Returns the suffixes of the tensors that `read` uses or checks; by default all of `suffixes`."""
         return frozenset(self.suffixes)
 
     @abstractmethod
     def read(self, layer: ForeignLayer) -> QuantTensor:
-        """The layer as codes, scales and zeros; raises CheckpointError."""
+        """Returns the layer as a QuantTensor. Raises CheckpointError for invalid values."""
 
     @abstractmethod
     def write(self, q: QuantTensor) -> dict[str, Tensor]:
-        """The layer's tensors by suffix; the `refusals` of the schema's module say beforehand what it cannot hold."""
+        """Returns the layer's tensors by suffix; call `refusals` of the schema's module first."""
 
     def dequantize(self, layer: ForeignLayer, dtype: torch.dtype) -> Tensor:
-        """The layer's weights [N, K] in `dtype`."""
+        """Returns the layer's weights [N, K] in `dtype`."""
         return self.read(layer).dequantize(dtype)
 
 
 def checked_entry(schema: ForeignSchema, layer: ForeignLayer) -> ForeignEntry:
-    """`schema.entry(layer)` with a note for every tensor that is not used and changes no weight; raises CheckpointError, naming
-    it, for one that may."""
+    """Returns `schema.entry(layer)` with a note for every unused tensor that does not affect the weights.
+
+    Raises CheckpointError for an unused tensor that may affect them.
+    """
     entry = schema.entry(layer)
     notes = []
     for suffix in sorted(set(layer.tensors) - schema.used(layer)):
         if suffix not in _BESIDE_WEIGHTS:
             raise layer.error(
-                suffix, f"nothing here reads this tensor of a {schema.name} layer, whose weights may mean something else "
-                "without it; write the model again with the newest version of the tool that made it, or take the tensor "
-                "away if you know that it says nothing",
+                suffix, f"unknown tensor of a {schema.name} layer, which may change the weights; save the model again with the "
+                "newest version of the tool that wrote it, or remove the tensor if you know that it has no effect",
             )  # fmt: skip
-        notes.append(f"{suffix} is left out: {_BESIDE_WEIGHTS[suffix]}")
+        notes.append(f"{suffix} is ignored: {_BESIDE_WEIGHTS[suffix]}")
     return replace(entry, notes=(*entry.notes, *notes))
 
 
 def layers_of(schema: ForeignSchema, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Layer -> suffix -> tensor name, for every layer that has one of the schema's markers: its suffixes, and what else but a
-    bias has the layer's name in front."""
+    """Returns layer -> suffix -> tensor name for every layer with one of the schema's markers.
+
+    It includes all tensors whose names begin with the layer's name, except the bias.
+    """
     names = tuple(names)
-    found: dict[str, dict[str, str]] = {}
+    layers: dict[str, dict[str, str]] = {}
     by_length = sorted(schema.suffixes, key=len, reverse=True)
     for name in names:
         for suffix in by_length:
             if name.endswith(f".{suffix}"):
-                found.setdefault(name.removesuffix(f".{suffix}"), {})[suffix] = name
+                layers.setdefault(name.removesuffix(f".{suffix}"), {})[suffix] = name
                 break
-    found = {layer: parts for layer, parts in found.items() if any(marker in parts for marker in schema.markers)}
-    taken = {name for parts in found.values() for name in parts.values()}
+    layers = {layer: parts for layer, parts in layers.items() if any(marker in parts for marker in schema.markers)}
+    assigned = {name for parts in layers.values() for name in parts.values()}
     for name in names:
-        layer = None if name in taken else owner_of(name, found)
+        layer = None if name in assigned else owner_of(name, layers)
         if layer is not None and name != f"{layer}.bias":
-            found[layer][name.removeprefix(f"{layer}.")] = name
-    return found
+            layers[layer][name.removeprefix(f"{layer}.")] = name
+    return layers
 
 
 def words_to_codes(words: Tensor, bits: int, count: int) -> Tensor:
-    """Codes uint8 [R, count] of little-endian words int32 [R, ceil(count * bits / 32)], dense across words."""
+    """Unpacks little-endian words int32 [R, ceil(count * bits / 32)], dense across words, to codes uint8 [R, count]."""
     data = words.contiguous().view(torch.uint8)
     return unpack_words(data[:, : -(-count * bits // 8)], bits, count)
 
 
 def codes_to_words(codes: Tensor, bits: int) -> Tensor:
-    """Words int32 [R, ceil(C * bits / 32)] of codes uint8 [R, C]; unused high bits are zero. Inverse of `words_to_codes`."""
+    """Packs codes uint8 [R, C] to words int32 [R, ceil(C * bits / 32)]; unused bits are 0. Inverse of `words_to_codes`."""
     data = pack_words(codes, bits)
     return torch.nn.functional.pad(data, (0, -data.shape[1] % 4)).view(torch.int32)
 
 
 def read_fp8(layer: ForeignLayer, suffix: str) -> Tensor:
-    """Codes uint8 of a float8_e4m3fn tensor, which must hold no NaN."""
+    """Returns the codes uint8 of a float8_e4m3fn tensor. Raises CheckpointError for NaN."""
     codes = layer.tensor(suffix).contiguous().view(torch.uint8)
     if bool(((codes & 0x7F) == 0x7F).any()):
         raise layer.error(suffix, "some weights are NaN; the file is damaged or its producer failed")
@@ -191,7 +194,7 @@ def read_fp8(layer: ForeignLayer, suffix: str) -> Tensor:
 
 
 def read_e8m0(layer: ForeignLayer, suffix: str) -> Tensor:
-    """Scales bf16 of exponents uint8 e, each 2^(e - 127), which bf16 holds exactly."""
+    """Returns the bf16 scales 2^(e - 127) of exponents uint8 e; they are exact."""
     exponent = layer.tensor(suffix).view(torch.uint8).to(torch.int16)
     if bool((exponent == 255).any()):
         raise layer.error(suffix, "some power-of-two scales are NaN (255); the file is damaged or its producer failed")
@@ -199,13 +202,13 @@ def read_e8m0(layer: ForeignLayer, suffix: str) -> Tensor:
 
 
 def write_e8m0(scale: Tensor) -> Tensor:
-    """Exponents uint8 of positive powers of two in bf16; the inverse of `read_e8m0`."""
+    """Returns the exponents uint8 of positive powers of two; the inverse of `read_e8m0`."""
     bits = scale.to(torch.bfloat16).view(torch.int16)
     return torch.where(bits == 0x0040, 0, bits >> 7).to(torch.uint8)
 
 
 def is_e8m0(scale: Tensor) -> bool:
-    """Whether all scales are positive powers of two that 8 exponent bits hold."""
+    """Returns whether all scales are positive powers of two in the range of e8m0."""
     rounded = scale.to(torch.bfloat16)
     bits = rounded.view(torch.int16)
     powers = ((bits > 0) & (bits & 0x7F == 0)) | (bits == 0x0040)
@@ -213,14 +216,15 @@ def is_e8m0(scale: Tensor) -> bool:
 
 
 def config_value(config: Mapping[str, Any], where: Path | str, keys: Iterable[str], kind: type[T], default: Any = ...) -> T:
-    """The first of `keys` that a configuration has, which must be of type `kind` (or equal the default)."""
+    """Returns the value of the first of `keys` in a configuration, or the default. Raises CheckpointError unless it has the
+    type `kind`, or if there is neither."""
     keys = tuple(keys)
     for key in keys:
         value = config.get(key)
         if value is None:
             continue
         if type(value) is not kind:
-            raise CheckpointError(f"{where}: {key} is {kind.__name__}, got {value!r}")
+            raise CheckpointError(f"{where}: {key} must be {kind.__name__}, got {value!r}")
         return value  # type: ignore[no-any-return]
     if default is ...:
         raise CheckpointError(f"{where}: has no {' or '.join(keys)}, without which the tensors cannot be read")
@@ -228,28 +232,30 @@ def config_value(config: Mapping[str, Any], where: Path | str, keys: Iterable[st
 
 
 def bit_width(value: int, where: Path | str, allowed: Iterable[int], tool: str) -> int:
-    """`value` if it is among `allowed`."""
+    """Returns `value`. Raises CheckpointError unless it is among `allowed`."""
     allowed = tuple(allowed)
     if value not in allowed:
-        raise CheckpointError(f"{where}: {tool} weights of {value!r} bits; read are {', '.join(map(str, allowed))}")
+        raise CheckpointError(f"{where}: {tool} weights of {value!r} bits; supported are {', '.join(map(str, allowed))}")
     return value
 
 
 def group_size(value: int, where: Path | str) -> int:
-    """A group size: positive, or -1 for all of K."""
+    """Returns a group size, positive or -1 for all of K. Raises CheckpointError for other values."""
     if value != -1 and not 0 < value <= MAX_GROUP:
-        raise CheckpointError(f"{where}: the group size is {value}; it is a positive number, or -1 for one group")
+        raise CheckpointError(f"{where}: the group size {value} must be positive, or -1 for one group")
     return value
 
 
 def group_of(layer: ForeignLayer, groups: int, k: int, sizes: Iterable[int]) -> int:
-    """Which of the group sizes that a configuration names (-1: all of K) divides K into `groups` groups; an error if none does,
-    or several that mean different weights."""
+    """Returns the group size of the configuration (-1: all of K) that divides K into `groups` groups.
+
+    Raises CheckpointError if none does, or if several different ones do.
+    """
     sizes = tuple(dict.fromkeys(sizes))
     fits = [size for size in sizes if groups == -(-k // (k if size == -1 else size))]
     if len({k if size == -1 else min(size, k) for size in fits}) != 1:
         if fits:
-            why = f"{groups} groups of {k} input channels can be of {' or '.join(map(str, fits))}; the files do not say which"
+            why = f"{groups} groups of {k} input channels fit group sizes {' and '.join(map(str, fits))}: ambiguous"
         else:
             why = f"{groups} groups do not divide {k} input channels into groups of {' or '.join(map(str, sizes))}"
         raise layer.error("scales", why)

@@ -1,13 +1,13 @@
-"""8-bit floats outside compressed-tensors. Weights are float8_e4m3fn [N, K], their scales multiply:
+"""8-bit floats outside compressed-tensors. Weights are float8_e4m3fn [N, K], multiplied by their scales:
 
     quant_method fp8          weight_scale_inv float32 [ceil(N / n), ceil(K / k)] with weight_block_size [n, k] (DeepSeek's
-                              128 x 128; "inv" notwithstanding, it is a factor), or exponents of two; without blocks one
-                              scale, weight_scale_inv or weight_scale, [] or [1]
+                              128 x 128; despite "inv" it is a factor), or exponents of two; without blocks one scale,
+                              weight_scale_inv or weight_scale, [] or [1]
     quant_method fbgemm_fp8   weight_scale float32 [N, 1]
 
-A layer with an input_scale or activation_scale, [] or [1], has its input divided by it and quantized with no other scale; else
-activations are quantized as the kernels behind Transformers do it (the scheme's rules, _hf and _fb): by groups as long as a
-block, or token by token. Source: Transformers, integrations/finegrained_fp8.py and integrations/fbgemm_fp8.py, with
+An input_scale or activation_scale, [] or [1], is the static scale of the layer's input. Without one, activations are quantized
+as in Transformers' kernels (the scheme's rules _hf and _fb): per group as long as a block, or per token.
+Source: Transformers, integrations/finegrained_fp8.py and integrations/fbgemm_fp8.py, with
 kernels-community/finegrained-fp8 (act_quant.py) and FBGEMM (quantize.cu); vLLM's fp8 checkpoints.
 """
 
@@ -47,7 +47,7 @@ from lowbit.formats import (
 )
 
 FBGEMM_CEILING = 1200.0
-"""The one `activation_scale_ub` that the rule of FBGEMM knows (kernels/reference/activations.py), Transformers' default."""
+"""The only supported `activation_scale_ub` (kernels/reference/activations.py), Transformers' default."""
 
 _E4M3 = float_format(4, 3)
 _STATIC = ("activation_scale", "input_scale")
@@ -55,10 +55,11 @@ _STATIC = ("activation_scale", "input_scale")
 
 @dataclass(frozen=True)
 class Fp8(ForeignSchema):
-    """Granularity of the scales, the name of their tensor (None: either of two), whether they are exponents, and whether
-    activations are quantized token by token while running. A scale of the whole tensor is written as weight_scale [], unless a
-    schema was made to `fit` a layer with weight_scale_inv [1, 1]. `rule` is how activations are quantized, `left_out` why they
-    are not."""
+    """Granularity of the scales, the name of their tensor (None: either of two), whether they are exponents, whether
+    activations are quantized dynamically; `rule` of their quantization, `left_out`: why they are not quantized.
+
+    A per-tensor scale is written as weight_scale [], or as weight_scale_inv [1, 1] by a schema from `fit`.
+    """
 
     granularity: Granularity
     scale_name: str | None
@@ -73,14 +74,14 @@ class Fp8(ForeignSchema):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: Path | str) -> Fp8:
-        """From `quantization_config`."""
+        """Returns the schema of a `quantization_config`."""
         if config.get("quant_method") == "fbgemm_fp8":
             ceiling = config.get("activation_scale_ub", FBGEMM_CEILING)
-            left_out = "" if ceiling == FBGEMM_CEILING else f"activation_scale_ub is {ceiling!r}, read is {FBGEMM_CEILING}"
+            left_out = "" if ceiling == FBGEMM_CEILING else f"activation_scale_ub is {ceiling!r}, supported is {FBGEMM_CEILING}"
             return cls(PerChannel(), "weight_scale", dynamic=not left_out, rule=ActivationRule.FBGEMM, left_out=left_out)
         fmt = config_value(config, where, ("fmt",), str, "e4m3")
         if fmt not in ("e4m3", "float8_e4m3fn"):
-            raise CheckpointError(f"{where}: fmt is {fmt!r}; read are weights in e4m3")
+            raise CheckpointError(f"{where}: fmt is {fmt!r}; supported are weights in e4m3")
         dynamic = config_value(config, where, ("activation_scheme",), str, "dynamic") == "dynamic"
         block = config.get("weight_block_size")
         if block is None:
@@ -130,7 +131,7 @@ class Fp8(ForeignSchema):
         return {"weight": q.codes.contiguous().view(torch.float8_e4m3fn), name: scale, **beside}
 
     def fit(self, layer: ForeignLayer) -> Fp8:
-        """This schema with the name that a layer's scale has."""
+        """Returns this schema with the name of a layer's scale."""
         return replace(self, scale_name=self._scale_of(layer))
 
     def _scale_of(self, layer: ForeignLayer) -> str:

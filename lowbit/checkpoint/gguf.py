@@ -9,8 +9,8 @@
     Q5_K as Q4_K with fifth bits                                                                         w = d s q - dmin m
     Q6_K 256 weights: nibbles, upper bits, 16 int8 scales, f16 d                                         w = d s (q - 32)
 
-d s, dmin m have up to 19 bits and are kept exactly, in float32; all others keep fp16. Scales may be negative or zero. Other
-types are refused: IQ4_NL and the IQ types index tables of values that lie on no line, the rest nobody asked for yet.
+d s and dmin m have up to 19 bits and are stored exactly, in float32; other scales stay fp16. Scales may be negative or zero.
+Other types are refused: IQ4_NL and the IQ types index tables of unevenly spaced values.
 Source: ggml's block structures and the package gguf 0.19 (quants.py, constants.py).
 """
 
@@ -34,7 +34,7 @@ _MAX_COUNT = 1 << 20
 _MAX_STRING = 1 << 24
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MAX_NAME = 256  # ggml's own limit is 64
-_WEIGHTS_AT_ONCE = 1 << 22  # which bounds what decoding takes beside the codes
+_WEIGHTS_AT_ONCE = 1 << 22  # bounds the temporary memory of decoding
 _STRING, _ARRAY = 8, 9
 _MAX_DEPTH = 4  # of arrays in arrays
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
@@ -53,7 +53,7 @@ def _nibbles(data: Tensor) -> Tensor:
 
 
 def _fifth_bits(data: Tensor) -> Tensor:
-    """32 bits in 4 bytes as uint8 [.., 32], each 0 or 16."""
+    """Returns the 32 bits of 4 bytes as uint8 [.., 32], each 0 or 16."""
     shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
     return ((data.unsqueeze(-1) >> shifts) & 1).flatten(-2) << 4
 
@@ -79,8 +79,8 @@ def _q8_0(block: Tensor) -> Decoded:
 
 
 def _k_scales(block: Tensor) -> tuple[Tensor, Tensor]:
-    """d s and -dmin m float32 [.., 8] of a Q4_K or Q5_K block: 12 bytes hold 16 numbers of 6 bits, the upper two bits of the
-    last four scales (minima) at the top of the first four's bytes."""
+    """Returns d s and -dmin m, float32 [.., 8], of a Q4_K or Q5_K block. 12 bytes hold 16 numbers of 6 bits; the upper two
+    bits of the last four scales (minima) are the upper bits of the first four's bytes."""
     a, b, c = (block[..., start : start + 4] for start in (4, 8, 12))
     scale = torch.cat((a & 63, (c & 15) | (a >> 6 << 4)), dim=-1)
     minimum = torch.cat((b & 63, (c >> 4) | (b >> 6 << 4)), dim=-1)
@@ -108,7 +108,7 @@ def _q6_k(block: Tensor) -> Decoded:
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type of blocks: its name, weights and bytes of one, the scheme of its layers, and what decodes blocks [.., bytes]."""
+    """A block type: name, weights and bytes per block, the scheme of its layers, and the decoder of blocks [.., bytes]."""
 
     name: str
     weights: int
@@ -135,13 +135,13 @@ BLOCKS = {
     13: _type("Q5_K", 256, 176, 5, 32, True, _q5_k),
     14: _type("Q6_K", 256, 210, 6, 16, False, _q6_k),
 }
-"""By ggml's number of the type."""
+"""ggml's type number -> block type."""
 
 
 @dataclass(frozen=True)
 class GgufTensor:
     """A tensor's type number, shape (rows first) and the bytes [begin, end) of the file that hold it; end is 0 for types that
-    are not read."""
+    are not supported."""
 
     kind: int
     shape: tuple[int, ...]
@@ -150,23 +150,25 @@ class GgufTensor:
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The GGUF file at `path`, or the one in a folder there that has no config.json; None for anything else. Raises
-    CheckpointError for a folder with several."""
+    """Returns the GGUF file at `path`, or the one in a folder without config.json; None if there is none.
+
+    Raises CheckpointError for a folder with several GGUF files.
+    """
     if path.suffix == ".gguf" and path.exists() and not path.is_dir():
         return path
     if not path.is_dir() or (path / "config.json").exists():
         return None
     files = sorted(path.glob("*.gguf"))
     if len(files) > 1:
-        raise CheckpointError(f"{path}: holds {len(files)} GGUF files; name the one that is meant")
+        raise CheckpointError(f"{path}: holds {len(files)} GGUF files; give the path of one of them")
     return files[0] if files else None
 
 
 class GgufReader:
-    """One GGUF file; opening it parses and checks the header and raises CheckpointError for anything amiss.
+    """One GGUF file. Opening it parses and checks the header and raises CheckpointError if it is invalid.
 
-    `metadata` has the scalars and strings, `arrays` the lengths of the arrays, whose values are skipped (vocabularies, say),
-    `tensors` every tensor by its name.
+    `metadata` has the scalars and strings, `arrays` the lengths of the arrays (their values are skipped), `tensors` every
+    tensor by name.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -182,14 +184,14 @@ class GgufReader:
             raise CheckpointError(f"{self.path}: cannot be read ({error})") from error
 
     def entry(self, name: str) -> ForeignEntry | None:
-        """Shape and scheme of a tensor of blocks; None for a plain one. Raises CheckpointError for a type that is not read."""
+        """Returns shape and scheme of a quantized tensor, None for a plain one. Raises CheckpointError for other types."""
         tensor = self.tensors[name]
         if tensor.kind in _PLAIN:
             return None
         if tensor.kind not in BLOCKS:
             kind = _UNREAD.get(tensor.kind, f"number {tensor.kind}")
             raise CheckpointError(
-                f"{self.path}: {name}: blocks of the type {kind} are not read; "
+                f"{self.path}: {name}: blocks of the type {kind} are not supported; "
                 f"{', '.join(block.name for block in BLOCKS.values())} are. Load the file with Transformers (gguf_file=...), "
                 "save_pretrained it in 16 bits, and quantize that"
             )
@@ -200,7 +202,7 @@ class GgufReader:
         return ForeignEntry((tensor.shape[0], tensor.shape[1]), BLOCKS[tensor.kind].scheme)
 
     def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor:
-        """A tensor of blocks, decoded on a device."""
+        """Returns a quantized tensor, decoded on a device."""
         entry, tensor = self.entry(name), self.tensors[name]
         assert entry is not None, f"{name} is a plain tensor"
         block = BLOCKS[tensor.kind]
@@ -218,7 +220,7 @@ class GgufReader:
         )
 
     def get(self, name: str) -> Tensor:
-        """A plain tensor."""
+        """Returns a plain tensor."""
         tensor = self.tensors[name]
         return self._bytes(name).view(_PLAIN[tensor.kind]).reshape(tensor.shape)
 
@@ -239,13 +241,13 @@ class GgufReader:
             raise CheckpointError(f"{self.path}: not a GGUF file")
         version = cursor.number("I")
         if version not in (2, 3):
-            raise CheckpointError(f"{self.path}: GGUF version {version}; read are 2 and 3, little-endian")
+            raise CheckpointError(f"{self.path}: GGUF version {version}; supported are 2 and 3, little-endian")
         tensors, pairs = cursor.count("Q"), cursor.count("Q")
         for _ in range(pairs):
             key = cursor.string()
             if key in self.metadata or key in self.arrays:
                 raise CheckpointError(
-                    f"{self.path}: its metadata has the key {key[:80]!r} twice, of which readers may take either; make "
+                    f"{self.path}: its metadata has the key {key[:80]!r} twice, and readers may use either value; write "
                     "the file again"
                 )
             kind = cursor.number("I")
@@ -280,7 +282,7 @@ class GgufReader:
         self._check_apart()
 
     def _check_apart(self) -> None:
-        """Raises CheckpointError where two tensors share bytes."""
+        """Raises CheckpointError if two tensors share bytes."""
         before, end = "", 0
         for name, tensor in sorted(self.tensors.items(), key=lambda item: item[1].begin):
             if tensor.begin < end:
@@ -293,7 +295,7 @@ class GgufReader:
 
     def _placed(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> GgufTensor:
         if not all(0 < extent < MAX_DIMENSION for extent in shape) or not shape:
-            raise CheckpointError(f"{self.path}: {name}: the shape {shape} means nothing")
+            raise CheckpointError(f"{self.path}: {name}: invalid shape {shape}")
         count = 1
         for extent in shape:
             count *= extent
@@ -312,7 +314,7 @@ class GgufReader:
 
 
 class _Cursor:
-    """Reads a header front to back; never more than the file has."""
+    """Reads a header sequentially, within the size of the file."""
 
     def __init__(self, file: BinaryIO, size: int, path: Path) -> None:
         self._file, self._size, self._path = file, size, path
@@ -336,17 +338,17 @@ class _Cursor:
     def count(self, code: str) -> int:
         value: int = self.number(code)
         if value > _MAX_COUNT:
-            raise CheckpointError(f"{self._path}: its header speaks of {value:,} entries, which is not plausible")
+            raise CheckpointError(f"{self._path}: its header states {value:,} entries, more than the limit of {_MAX_COUNT:,}")
         return value
 
     def string(self) -> str:
         length: int = self.number("Q")
         if length > _MAX_STRING:
-            raise CheckpointError(f"{self._path}: its header has a text of {length:,} bytes, which is not plausible")
+            raise CheckpointError(f"{self._path}: its header has a string of {length:,} bytes, limit {_MAX_STRING:,}")
         return self.take(length).decode("utf-8", errors="replace")
 
     def value(self, kind: int) -> Any:
-        """A scalar or a string."""
+        """Returns a scalar or a string."""
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind != _STRING:
@@ -354,7 +356,7 @@ class _Cursor:
         return self.string()
 
     def skip_array(self, depth: int = 0) -> int:
-        """The number of values of an array, which are skipped."""
+        """Skips an array and returns its number of values."""
         kind: int = self.number("I")
         length: int = self.number("Q")
         if kind in _SCALARS:
@@ -362,7 +364,7 @@ class _Cursor:
             return length
         if kind not in (_STRING, _ARRAY) or depth == _MAX_DEPTH:
             raise CheckpointError(f"{self._path}: its metadata has an array of the unknown type {kind}")
-        for _ in range(length):  # ends with the file at the latest
+        for _ in range(length):  # raises at the end of the file
             if kind == _STRING:
                 self.skip(self.number("Q"))
             else:

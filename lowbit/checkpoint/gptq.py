@@ -7,14 +7,14 @@
 
     w[n, k] = scales[g, n] * (q[k, n] - z[g, n])  with  g = g_idx[k]
 
-Act-order ("desc_act") files have a g_idx that is not monotonous. Their codes become the QuantTensor's in the order of the
-groups, with `order` the channel of each column; a stable sort, so that g_idx comes back exactly.
+Act-order ("desc_act") files have a g_idx that is not monotonic. The QuantTensor stores their columns sorted by group, and
+`order` is the channel of each column. The sort is stable, so writing restores g_idx exactly.
 
-Version 1's "- 1" is subtracted from whole 32-bit words by its writers at 2, 4 and 8 bits, so that a zero of 0 borrows from
-its neighbour; adding to whole words gives every zero back. At other widths it is subtracted from each field. (Older GPTQModel
-took other constants at 3 bits; its symmetric files are noticed by their zeros, which are not the middle, and refused.) Widths
-of 5, 6 and 7 bits are refused, as GPTQModel stores bit planes and auto-round a stream under one name; not in auto-round's own
-format, which says it is a stream (auto_round.py).
+At 2, 4 and 8 bits, writers of version 1 subtract 1 from each field of whole 32-bit words, so that a zero of 0 borrows from its
+neighbour; adding to whole words restores every zero. At other widths they subtract from each field separately. (Older
+GPTQModel used other constants at 3 bits; its symmetric files are refused, since their zeros are not the middle.) Widths of 5,
+6 and 7 bits are refused: GPTQModel stores bit planes and auto-round a stream under one name. auto-round's own format is
+always a stream (auto_round.py).
 Source: AutoGPTQ, GPTQModel 7.7.0 (utils/model.py), auto-round 0.16.1 (qlinear_torch_zp.py).
 """
 
@@ -55,14 +55,14 @@ from lowbit.formats import (
 
 BITS = (2, 3, 4, 8)
 STREAM_BITS = (2, 3, 4, 5, 6, 7, 8)
-"""Of files that say their codes are one stream of bits."""
+"""Bit widths of files that state that their codes are one stream of bits."""
 
 
 @dataclass(frozen=True)
 class Gptq(ForeignSchema):
-    """bits per weight; group size (-1: all of K); whether zeros are stored as they are (version 2) or less one; whether the
-    layers are symmetric (None: their zeros tell); `mixed`: single layers may differ in bits, groups (of one of `sizes`) and
-    symmetry; `act_order`: g_idx must be there; `stream`: of codes, at 5, 6 and 7 bits too."""
+    """Bits per weight; group size (-1: all of K); `v2`: zeros are stored unchanged, else minus 1; `symmetric` (None: the zeros
+    decide); `mixed`: layers may differ in bits, symmetry and group size (one of `sizes`); `act_order`: g_idx is required;
+    `stream`: 5, 6 and 7 bits are one stream of bits."""
 
     bits: int
     group: int
@@ -79,15 +79,16 @@ class Gptq(ForeignSchema):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: Path | str) -> Gptq:
-        """From `quantization_config`, or the content of quantize_config.json."""
+        """Returns the schema of a `quantization_config`, or of the content of quantize_config.json."""
         version = config_value(config, where, ("checkpoint_format", "format"), str, "gptq")
-        if config.get("is_marlin_format") or version not in ("gptq", "gptq_v2"):
+        version = "marlin" if config.get("is_marlin_format") else version
+        if version not in ("gptq", "gptq_v2"):
             raise CheckpointError(
-                f"{where}: checkpoint_format {'marlin' if config.get('is_marlin_format') else version!r}: read are gptq and "
-                "gptq_v2; the others are bound to one kernel, save the model in one of these with the tool that wrote it"
+                f"{where}: checkpoint_format {version!r}; supported are gptq and gptq_v2: save the model "
+                "in one of these with the tool that wrote it"
             )
         if config.get("pack_dtype") not in (None, "int32"):
-            raise CheckpointError(f"{where}: pack_dtype is {config['pack_dtype']!r}; read are words of int32")
+            raise CheckpointError(f"{where}: pack_dtype is {config['pack_dtype']!r}; supported are words of int32")
         mixed = bool(config.get("dynamic"))
         return cls(
             bits=bit_width(config_value(config, where, ("bits", "w_bit"), int), where, BITS, "GPTQ"),
@@ -100,7 +101,7 @@ class Gptq(ForeignSchema):
         )
 
     def config(self, kept: Iterable[str]) -> dict[str, Any]:
-        """`quantization_config` of a model whose linear layers `kept` are not quantized."""
+        """Returns the `quantization_config` of a model whose linear layers `kept` are not quantized."""
         dynamic: dict[str, Any] = {rf"-:^{name.replace('.', chr(92) + '.')}$": {} for name in kept if name != "lm_head"}
         return {
             "quant_method": "gptq",
@@ -153,7 +154,7 @@ class Gptq(ForeignSchema):
         }
 
     def _sizes(self, layer: ForeignLayer) -> tuple[int, int, int, int]:
-        """(N, K, bits, group size) of a layer whose tensors fit together; group size -1 for all of K."""
+        """Returns (N, K, bits, group size) of a layer, and checks its shapes; group size -1 for all of K."""
         groups, n = layer.matrix("scales", SCALE_DTYPES)
         rows, columns = layer.matrix("qweight", (torch.int32,))
         bits, group = self.bits, self.group
@@ -180,7 +181,7 @@ class Gptq(ForeignSchema):
         return n, k, bits, group
 
     def _zeros(self, words: Tensor, bits: int, n: int) -> Tensor:
-        """Zeros uint8 [G, N] of the words of a file."""
+        """Returns the zeros uint8 [G, N] of the words of a file."""
         if self.v2:
             return words_to_codes(words, bits, n)
         if 32 % bits:
@@ -188,7 +189,7 @@ class Gptq(ForeignSchema):
         return words_to_codes(_wrapped(words.to(torch.int64) + _one_in_each_field(bits)), bits, n)
 
     def _zero_words(self, zeros: Tensor, bits: int) -> Tensor:
-        """The inverse of `_zeros`."""
+        """Returns the words of zeros; the inverse of `_zeros`."""
         if self.v2:
             return codes_to_words(zeros, bits)
         if 32 % bits:
@@ -197,12 +198,12 @@ class Gptq(ForeignSchema):
 
 
 def refusals(q: QuantTensor) -> tuple[str, ...]:
-    """Why GPTQ files cannot hold `q`; empty when they can."""
+    """Returns why GPTQ files cannot represent `q`; empty if they can."""
     (n, k), scheme, reasons = q.shape, q.scheme, []
     if not isinstance(scheme.weight, IntFormat):
-        return (f"GPTQ files hold integers, these are {scheme.weight.name}",)
+        return (f"GPTQ files hold integers, not {scheme.weight.name}",)
     if scheme.weight.bits not in BITS:
-        reasons.append(f"GPTQ files have codes of {', '.join(map(str, BITS))} bits, these are {scheme.weight.name}")
+        reasons.append(f"GPTQ files have codes of {', '.join(map(str, BITS))} bits, not {scheme.weight.name}")
     if scheme.zero is ZeroPoint.FLOAT:
         reasons.append("zero points in GPTQ files are integers, these are floating-point numbers")
     if not isinstance(scheme.granularity, (PerGroup, PerChannel)):
@@ -218,7 +219,7 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
 
 
 def _other_sizes(dynamic: Any, where: Path | str) -> tuple[int, ...]:
-    """The group sizes that exceptions by layer name."""
+    """Returns the group sizes in `dynamic`, the exceptions by layer."""
     if not isinstance(dynamic, Mapping):
         raise CheckpointError(f"{where}: dynamic is an object of exceptions by pattern, got {str(dynamic)[:80]!r}")
     stated = [value["group_size"] for value in dynamic.values() if isinstance(value, Mapping) and "group_size" in value]
@@ -233,7 +234,7 @@ def _scheme(bits: int, group: int, zero: ZeroPoint) -> Scheme:
 
 
 def _order(layer: ForeignLayer, k: int, group: int) -> Tensor | None:
-    """Channels in the order of their groups, int32 [K], or None where that is their own order."""
+    """Returns the channels sorted by group, int32 [K], or None if they are sorted already."""
     if not layer.has("g_idx"):
         return None
     g_idx = layer.tensor("g_idx")
@@ -244,7 +245,7 @@ def _order(layer: ForeignLayer, k: int, group: int) -> Tensor | None:
     if bool((ordered != natural).any()):
         counts = f"from {int(ordered[0])} to {int(ordered[-1])}"
         raise layer.error(
-            "g_idx", f"the groups ({counts}) do not have {group} of the {k} channels each, which no scheme here can say; "
+            "g_idx", f"the groups ({counts}) do not have {group} of the {k} channels each, which lowbit does not support; "
             "quantize again with groups of one size",
         )  # fmt: skip
     return order.to(torch.int32)
@@ -255,6 +256,6 @@ def _one_in_each_field(bits: int) -> int:
 
 
 def _wrapped(words: Tensor) -> Tensor:
-    """int64 -> int32, modulo 2^32."""
+    """Converts int64 to int32, modulo 2^32."""
     low = words & 0xFFFFFFFF
     return torch.where(low >= 1 << 31, low - (1 << 32), low).to(torch.int32)

@@ -27,19 +27,19 @@ except ImportError:  # not POSIX: the owner's identity alone decides
     fcntl = None  # type: ignore[assignment]
 
 RENEWAL_SECONDS = 10
-"""How often an owner renews the time of its lock file."""
+"""Seconds between updates of the lock file's modification time by its owner."""
 
 SILENT_SECONDS = 120
-"""After how long without a renewal an owner on another machine counts as ended. Longer than clocks of machines differ, and than
-Python code runs without another thread of the process."""
+"""Seconds without an update after which an owner on another machine counts as ended. It exceeds the clock difference of
+machines and the longest time for which Python holds its global lock."""
 
 _POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The identity of a process on any machine: host name, number, start in clock ticks after boot, boot id, PID namespace, and
-    when it took the lock, in seconds since 1970. Empty where the system does not state it."""
+    """The identity of a process: host name, PID, start in clock ticks after boot, boot id, PID namespace, and the time at
+    which it acquired the lock in seconds since 1970. Strings are empty if the system does not state them."""
 
     host: str
     process: int
@@ -50,14 +50,14 @@ class Owner:
 
     @staticmethod
     def current() -> Owner:
-        """The identity of this process."""
+        """Returns the identity of this process."""
         process = os.getpid()
         boot = _read("/proc/sys/kernel/random/boot_id").strip() or platform.node()
         return Owner(platform.node(), process, _start_of(process), boot, _namespace(), time.time())
 
     @staticmethod
     def parse(text: str) -> Owner | None:
-        """The identity that a lock file holds; None where it holds none."""
+        """Returns the identity in a lock file's text; None if it is invalid."""
         try:
             owner = Owner(**json.loads(text))
         except (ValueError, TypeError, RecursionError):
@@ -66,8 +66,8 @@ class Owner:
         return owner if all(isinstance(v, kinds.get(k, str)) for k, v in asdict(owner).items()) else None
 
     def runs(self, silent_seconds: float) -> bool:
-        """Returns True if the process may still run, where flock does not say so: by its number in this PID namespace, else by
-        the seconds since it renewed its lock file."""
+        """Returns whether the process may still run, without flock: by its PID in the same PID namespace, else by the seconds
+        since the last update of its lock file."""
         here = Owner.current()
         if (self.boot, self.namespace) == (here.boot, here.namespace) and self.started:
             return _start_of(self.process) == self.started
@@ -97,15 +97,15 @@ class Lock:
 
     def __enter__(self) -> Lock:
         self._made = [p for p in self.file.parents if not p.exists()]
-        told = False
+        reported = False
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             while (holder := self._take()) is not None:
                 if self._say is None:
                     raise CheckpointError(f"{self.path}: {holder}; wait until it ends, or choose another folder")
-                if not told:
+                if not reported:
                     self._say(f"{self.path}: {holder}; waiting until it ends")
-                    told = True
+                    reported = True
                 time.sleep(_POLL_SECONDS)
         except OSError as error:
             self._remove_made()
@@ -125,8 +125,8 @@ class Lock:
         self._remove_made()
 
     def require(self) -> None:
-        """Raises CheckpointError if another process has taken the lock, as one on another machine may once this process was
-        stopped for SILENT_SECONDS."""
+        """Raises CheckpointError if another process has acquired the lock, which a process on another machine may do after this
+        one was stopped for SILENT_SECONDS."""
         if not self._is_ours():
             holder = _described(Owner.parse(_read(self.file)))
             raise CheckpointError(f"{self.path}: this process was stopped for {SILENT_SECONDS} s or more and {holder} now")

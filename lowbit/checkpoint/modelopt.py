@@ -4,8 +4,8 @@
                          nvfp4.py has what they mean
     FP8                  weight float8_e4m3fn [N, K], weight_scale and input_scale float32 [], as other fp8 files (fp8.py)
     W4A16_AWQ            weight uint8 [N / 2, K], int4 in two's complement, row 2i in the low nibbles of row i and 2i + 1 in the
-                         high ones; weight_scale float [N, K / g], groups are full; pre_quant_scale float [K], which multiplies
-                         x, where no norm before the layer could take it up
+                         high ones; weight_scale float [N, K / g], groups are full; pre_quant_scale float [K], a factor of x, if
+                         it could not be folded into a norm before the layer
 
 Activations of 4 bits stay in 16.
 Source: ModelOpt 0.47.0, torch/export/unified_export_hf.py, quant_utils.py (pack_int4_in_uint8) and convert_hf_config.py.
@@ -32,24 +32,24 @@ _TENSORS = ("weight", "weight_scale", "weight_scale_2")
 
 
 def schema(config: Mapping[str, Any], where: Path | str) -> ForeignSchema:
-    """The schema of one of ModelOpt's exports; CheckpointError for an algorithm that is not read."""
+    """Returns the schema of one of ModelOpt's exports. Raises CheckpointError for an unsupported algorithm."""
     algorithm = config_value(config, where, ("quant_algo",), str)
     if algorithm == "FP8":
-        made = Fp8.from_config({"quant_method": "fp8", "activation_scheme": "static"}, where)
-        return replace(made, rule=ActivationRule.OWN)  # ModelOpt multiplies x with 448 / amax
+        fp8 = Fp8.from_config({"quant_method": "fp8", "activation_scheme": "static"}, where)
+        return replace(fp8, rule=ActivationRule.OWN)  # ModelOpt multiplies x with 448 / amax
     if algorithm == _AWQ:
         return Int4Awq()
     if algorithm not in _NVFP4:
         raise CheckpointError(
-            f"{where}: quant_algo {algorithm!r}; of ModelOpt's exports read are FP8, {_AWQ}, {', '.join(_NVFP4)}. Export the "
-            "model in one of these, or quantize its 16-bit checkpoint here"
+            f"{where}: quant_algo {algorithm!r}; supported ModelOpt exports are FP8, {_AWQ}, {', '.join(_NVFP4)}. Export "
+            "the model in one of these, or quantize its 16-bit checkpoint here"
         )
     return Nvfp4(algorithm != "W4A16_NVFP4")
 
 
 @dataclass(frozen=True)
 class Nvfp4(ForeignSchema):
-    """Whether the files ask for activations in 4 bits too."""
+    """NVFP4 weights; `activations`: True if the files also state 4-bit activations, which stay in 16 bits here."""
 
     activations: bool
 
@@ -59,7 +59,7 @@ class Nvfp4(ForeignSchema):
 
     def entry(self, layer: ForeignLayer) -> ForeignEntry:
         if layer.has("pre_quant_scale"):
-            raise layer.error("pre_quant_scale", "factors of x do not belong to NVFP4 and W4A16_NVFP4 files")
+            raise layer.error("pre_quant_scale", "not supported in NVFP4 and W4A16_NVFP4 files")
         shape = nvfp4_shape(layer, *_TENSORS)
         notes = ("activations stay in 16 bits, the files asked for fp4_e2m1",) if self.activations else ()
         return ForeignEntry(shape, SCHEME, notes=notes)
@@ -68,12 +68,12 @@ class Nvfp4(ForeignSchema):
         return read_nvfp4(layer, *_TENSORS, divided=False)
 
     def write(self, q: QuantTensor) -> dict[str, Tensor]:
-        raise ValueError("NVFP4 files are read, not written: the two factors of a scale are not kept")
+        raise ValueError("NVFP4 files cannot be written: the two factors of a scale are not stored")
 
 
 @dataclass(frozen=True)
 class Int4Awq(ForeignSchema):
-    """Integers of 4 bits in groups; the group size follows from the shapes of weights and scales."""
+    """4-bit integers in groups; the group size follows from the shapes of weights and scales."""
 
     name: ClassVar[str] = "modelopt"
     suffixes: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "pre_quant_scale")
@@ -98,4 +98,4 @@ class Int4Awq(ForeignSchema):
         return QuantTensor(signed ^ 8, layer.scales("weight_scale"), None, entry.scheme, of_x)
 
     def write(self, q: QuantTensor) -> dict[str, Tensor]:
-        raise ValueError("ModelOpt's files are read, not written")
+        raise ValueError("ModelOpt's files cannot be written")

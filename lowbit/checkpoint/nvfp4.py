@@ -6,9 +6,8 @@
 
     w = code * (scale / global scale)   or   w = code * (scale * global scale)
 
-Both tools compute what is in the brackets in float32, which rounds it (4 bits of scale times 24 need up to 28), and multiply
-the code with it. So the group scales here are these float32 numbers, and the weights the tools' own to the bit;
-the two factors are not kept, and the files not written.
+Both tools round the term in brackets to float32 and multiply the code by it. The group scales here are these float32
+numbers, so the weights are bit-identical to the tools'. The two factors are not stored, so the files cannot be written.
 Source: compressed-tensors 0.19.0 (compressors/nvfp4, quantization/lifecycle/forward_helpers.py), ModelOpt 0.47.0
 (torch/quantization/qtensor/nvfp4_tensor.py).
 """
@@ -25,17 +24,17 @@ SCHEME = Scheme(float_format(2, 1), None, PerGroup(16))
 
 
 def nvfp4_shape(layer: ForeignLayer, codes: str, scale: str, global_scale: str) -> tuple[int, int]:
-    """(N, K) of a layer whose three tensors, called by their suffixes, fit together."""
+    """Returns (N, K) of a layer; the arguments are suffixes. Raises CheckpointError if the three tensors do not fit."""
     n, width = layer.matrix(codes, (torch.uint8,))
     if width % 8:
-        raise layer.error(codes, f"{width} bytes a row are no whole groups of 16 weights")
+        raise layer.error(codes, f"rows of {width} bytes do not hold whole groups of 16 weights")
     layer.expect(scale, (torch.float8_e4m3fn,), (n, width // 8))
     layer.expect(global_scale, (torch.float32,), (1,), ())
     return n, 2 * width
 
 
 def read_nvfp4(layer: ForeignLayer, codes: str, scale: str, global_scale: str, *, divided: bool) -> QuantTensor:
-    """The layer, its group scales divided by the global one or multiplied with it."""
+    """Returns the layer; its group scales are divided by the global scale, or multiplied by it."""
     k = nvfp4_shape(layer, codes, scale, global_scale)[1]
     whole = layer.scales(global_scale).reshape(())
     if not float(whole):

@@ -1,4 +1,4 @@
-"""Reads a checkpoint folder: every header is checked before a single tensor is used, and nothing is ever unpickled."""
+"""Reads a checkpoint folder. All headers are checked before any tensor is used; pickles are never opened."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: its file, dtype, shape, and the bytes [begin, end) of that file that hold it."""
+    """A tensor's file, dtype, shape, and byte range [begin, end) in the file."""
 
     file: Path
     dtype: torch.dtype
@@ -68,11 +68,10 @@ class TensorInfo:
 class CheckpointReader:
     """A Transformers folder with safetensors files, quantized by lowbit or not; tensors are read one at a time.
 
-    Opening it parses config.json and every file's header, reads the orders of layers that have one, and raises
-    CheckpointError, naming file and tensor, for anything truncated, foreign or inconsistent. `manifest` is None when the
-    checkpoint is not a lowbit one; its tensors go by the names of today, also where it has older ones. `weights` is the name of
-    the file, where it is one of another name than Transformers'. `rotation` is the seed of rotations that tensors are read with
-    (`models.rotate`), None without.
+    Opening it parses config.json and every file's header and reads the act-order permutations. It raises CheckpointError, with
+    file and tensor, for truncated or inconsistent files. `manifest` is None for a checkpoint that lowbit did not quantize;
+    tensors with old names (`schema.OLD_NAMES`) get their current ones. `weights` is the name of a single tensor file.
+    `rotation` is the seed of the rotation applied while reading (`models.rotate`), or None.
     """
 
     def __init__(self, folder: str | Path, weights: str = SINGLE) -> None:
@@ -91,17 +90,17 @@ class CheckpointReader:
         self._open.clear()
 
     def names(self) -> list[str]:
-        """Names of all tensors, sorted."""
+        """Returns the names of all tensors, sorted."""
         return sorted(self._tensors)
 
     def info(self, name: str) -> TensorInfo:
-        """File, dtype, shape and byte range of a tensor."""
+        """Returns file, dtype, shape and byte range of a tensor."""
         if name not in self._tensors:
             raise CheckpointError(f"{self.folder}: has no tensor {name!r}")
         return self._tensors[name]
 
     def get(self, name: str) -> Tensor:
-        """One tensor, copied out of its file."""
+        """Returns a copy of one tensor."""
         info = self.info(name)
         try:
             if info.file not in self._open:
@@ -112,7 +111,7 @@ class CheckpointReader:
             raise CheckpointError(f"{info.file}: {name}: cannot be read ({error})") from error
 
     def layer(self, name: str) -> QuantTensor:
-        """One quantized layer."""
+        """Returns one quantized layer."""
         if self.manifest is None or name not in self.manifest.layers:
             raise CheckpointError(f"{self.folder}: {name!r} is not among its quantized layers")
         entry = self.manifest.layers[name]
@@ -120,26 +119,29 @@ class CheckpointReader:
         return quant_tensor({suffix: self.get(f"{name}.{suffix}") for suffix in suffixes}, entry)
 
     def check(self) -> None:
-        """Reads every quantized layer: scales finite (auto-round and GGUF have negative ones, GGUF zeros), zeros finite and in
-        range, input scales and corrections finite, no stray bits after a row."""
+        """Reads every quantized layer and raises CheckpointError for invalid values.
+
+        Scales, zeros, pre_quant_scale and low-rank corrections must be finite, zeros in range, unused bits of a row 0.
+        Negative scales (auto-round, GGUF) and zero scales (GGUF) are valid.
+        """
         for name, entry in (self.manifest.layers if self.manifest else {}).items():
             q, file = self.layer(name), self.info(f"{name}.weight_scale").file
             if not bool(q.scale.isfinite().all()):
-                raise CheckpointError(f"{file}: {name}.weight_scale: scales are finite, some here are not")
+                raise CheckpointError(f"{file}: {name}.weight_scale: some scales are not finite")
             if q.zero is not None and not bool(q.zero.isfinite().all()):
                 raise CheckpointError(f"{file}: {name}.weight_zero: some zeros are not finite")
             factors, static, shift = (getattr(q.input_transform, part) for part in _CHECKED_PARTS)
             if factors is not None and not bool(factors.isfinite().all()):
                 where = self.info(f"{name}.{_CHECKED_PARTS[0]}").file
-                raise CheckpointError(f"{where}: {name}.{_CHECKED_PARTS[0]}: some are not finite")
+                raise CheckpointError(f"{where}: {name}.{_CHECKED_PARTS[0]}: some values are not finite")
             if q.low_rank is not None and not bool(q.low_rank.dense().isfinite().all()):
-                raise CheckpointError(f"{self.info(f'{name}.weight_up').file}: {name}: some of its correction are not finite")
+                raise CheckpointError(f"{self.info(f'{name}.weight_up').file}: {name}: its low-rank correction is not finite")
             if static is not None and not bool((static > 0) & static.isfinite()):
-                where, found = self.info(f"{name}.activation_scale").file, static.item()
-                raise CheckpointError(f"{where}: {name}.activation_scale: is a positive number, not {found}")
+                where, value = self.info(f"{name}.activation_scale").file, static.item()
+                raise CheckpointError(f"{where}: {name}.activation_scale: must be a positive number, got {value}")
             if shift is not None and not -128 <= int(shift) <= 127:
-                where, found = self.info(f"{name}.activation_zero").file, shift.item()
-                raise CheckpointError(f"{where}: {name}.activation_zero: is from -128 to 127, not {found}")
+                where, value = self.info(f"{name}.activation_zero").file, shift.item()
+                raise CheckpointError(f"{where}: {name}.activation_zero: must be from -128 to 127, got {value}")
             if entry.scheme.zero is ZeroPoint.INTEGER and q.zero is not None and int(q.zero.max()) > entry.scheme.weight.max:
                 raise CheckpointError(
                     f"{file}: {name}.weight_zero: {int(q.zero.max())} is beyond {entry.scheme.weight.max:.0f}"
@@ -150,22 +152,24 @@ class CheckpointReader:
                 raise CheckpointError(f"{file}: {name}.weight_packed: unused bits after the last code are not zero")
 
     def verify_files(self, progress: Callable[[int], object] = lambda nbytes: None) -> tuple[str, ...]:
-        """Reads every file of tensors and compares its SHA-256 with the one in config.json, and that of the manifest itself;
-        returns their names, none where config.json states no checksums. `progress` is called with the number of bytes read
-        since. Raises CheckpointError, naming the file, for one that is not as it was written."""
+        """Compares the SHA-256 of every tensor file and of the manifest with config.json; returns the names of the files.
+
+        Returns an empty tuple if config.json states no checksums. `progress` gets the number of bytes of each block read.
+        Raises CheckpointError for a changed file.
+        """
         manifest = self.config["quantization_config"] if self.manifest else {}
         if "sha256" in manifest and manifest["sha256"] != manifest_sha256(manifest):
             raise CheckpointError(
-                f"{self.folder / 'config.json'}: quantization_config is not as it was written: its SHA-256 is "
-                f"{manifest_sha256(manifest)}, it states {manifest['sha256']!r}; copy or make the checkpoint again"
+                f"{self.folder / 'config.json'}: quantization_config was changed after it was written: its SHA-256 is "
+                f"{manifest_sha256(manifest)}, it states {manifest['sha256']!r}; copy or create the checkpoint again"
             )
         stated = self.manifest.files if self.manifest else {}
         for name, digest in stated.items():
-            found = file_sha256(self.folder / name, progress)
-            if found != digest:
+            actual = file_sha256(self.folder / name, progress)
+            if actual != digest:
                 raise CheckpointError(
-                    f"{self.folder / name}: is not the file that was written: its SHA-256 is {found}, config.json states "
-                    f"{digest}; copy or make it again"
+                    f"{self.folder / name}: was changed after it was written: its SHA-256 is {actual}, config.json states "
+                    f"{digest}; copy or create it again"
                 )
         return tuple(stated)
 
@@ -197,24 +201,24 @@ class CheckpointReader:
                     raise CheckpointError(
                         f"{self._tensors[tensor].file}: {tensor}: config.json does not say that the layer has it ({key})"
                     )
-            # Here rather than where a layer is read: whoever loads the tensors by other means indexes memory with them.
+            # Checked on opening, since Transformers loads these tensors without `layer`, and kernels index memory with them.
             order = f"{name}.weight_order"
             if entry.input_parts.order and not is_permutation(self.get(order)):
                 raise CheckpointError(
-                    f"{self.info(order).file}: {order}: holds each of 0 to {entry.shape[1] - 1} once, this one does not"
+                    f"{self.info(order).file}: {order}: must contain each of 0 to {entry.shape[1] - 1} exactly once"
                 )
         read = {tensor for name, entry in manifest.layers.items() for tensor in expected_tensors(name, entry)}
         for tensor, info in self._tensors.items():
             layer = None if tensor in read else owner_of(tensor, manifest.layers)
             if layer is not None and tensor != f"{layer}.bias":
                 raise CheckpointError(
-                    f"{info.file}: {tensor}: nothing here reads this tensor of a quantized layer, whose weights may mean "
-                    "something else without it; a newer lowbit may have written it"
+                    f"{info.file}: {tensor}: unknown tensor of a quantized layer, which may change its weights; a newer lowbit "
+                    "may have written it: update lowbit"
                 )
         return manifest
 
     def _rename(self, layer: str, expected: Container[str]) -> None:
-        """Gives tensors of a layer that have an old name in the files the one that is expected."""
+        """Renames tensors of a layer from old names (`OLD_NAMES`) to the expected ones."""
         for old, new in OLD_NAMES.items():
             stored, name = f"{layer}.{old}", f"{layer}.{new}"
             if name in expected and name not in self._tensors and stored in self._tensors:
@@ -222,7 +226,7 @@ class CheckpointReader:
 
 
 def read_text(path: Path, expected: str) -> str:
-    """The UTF-8 text of a regular file; raises ValueError where none is, telling what was `expected` if there is no file."""
+    """Returns the text of a regular UTF-8 file. Raises ValueError, with `expected` if the file does not exist."""
     try:
         return regular_file(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -232,7 +236,7 @@ def read_text(path: Path, expected: str) -> str:
 
 
 def file_sha256(path: Path, progress: Callable[[int], object] = lambda nbytes: None) -> str:
-    """SHA-256 of a file in hexadecimal; `progress` is called with the number of bytes read since."""
+    """Returns the SHA-256 of a file in hexadecimal; `progress` gets the number of bytes of each block."""
     digest = hashlib.sha256()
     try:
         with regular_file(path).open("rb", buffering=0) as file:
@@ -245,11 +249,13 @@ def file_sha256(path: Path, progress: Callable[[int], object] = lambda nbytes: N
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint; raises CheckpointError, naming the file, for anything else."""
+    """Returns the JSON object in a file of a checkpoint. Raises CheckpointError, naming the file, for anything else."""
     try:
         regular_file(path)
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: {path.stat().st_size:,} bytes is no plausible JSON file of a checkpoint")
+            raise CheckpointError(
+                f"{path}: {path.stat().st_size:,} bytes, more than the limit of {MAX_JSON_BYTES:,} for a checkpoint's JSON"
+            )
         value = json.loads(path.read_bytes(), object_pairs_hook=_unique)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing; a checkpoint is a folder with config.json and *.safetensors") from None
@@ -265,11 +271,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, of which parsers may read either value of a key that stands twice."""
+    """Returns a JSON object. Raises ValueError for a duplicate key, of which parsers may use either value."""
     value = dict(pairs)
     if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in an object")
+        raise ValueError(f"duplicate key {next(key for key in keys if keys.count(key) > 1)!r} in an object")
     return value
 
 
@@ -282,8 +288,8 @@ def _read_headers(folder: Path, weights: str) -> dict[str, TensorInfo]:
         return _read_header(single)
     if (folder / SINGLE).exists():
         raise CheckpointError(
-            f"{folder}: holds {SINGLE} and {INDEX}, two sets of weights, of which Transformers takes the first; remove the one "
-            "that is not meant"
+            f"{folder}: holds {SINGLE} and {INDEX}, two sets of weights, of which Transformers loads the first; remove one of "
+            "them"
         )
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
@@ -297,7 +303,7 @@ def _read_headers(folder: Path, weights: str) -> dict[str, TensorInfo]:
     for file in sorted(set(weight_map.values())):
         for name, info in _read_header(_inside(folder, file, index)).items():
             if name in tensors:
-                raise CheckpointError(f"{info.file}: {name}: stands in {tensors[name].file.name} as well")
+                raise CheckpointError(f"{info.file}: {name}: is also in {tensors[name].file.name}")
             if weight_map.get(name) != file:
                 raise CheckpointError(f"{info.file}: {name}: {index.name} does not list it in this file")
             tensors[name] = info
@@ -308,7 +314,7 @@ def _read_headers(folder: Path, weights: str) -> dict[str, TensorInfo]:
 
 
 def _inside(folder: Path, file: str, index: Path) -> Path:
-    """The path of a shard, which must be a plain name of a file that really lies in the folder."""
+    """Returns the path of a shard. Raises CheckpointError unless it is a plain file name inside the folder."""
     path = folder / file
     plain = file == os.path.basename(file) and not {"\\", "\0"} & set(file) and 0 < len(file.encode("utf-8", "replace")) < 256
     if not plain or file in (".", ".."):
@@ -319,9 +325,9 @@ def _inside(folder: Path, file: str, index: Path) -> Path:
 
 
 def pickle_refusal(name: str) -> str:
-    """Why a file of pickled weights is not read, and how to convert it."""
+    """Returns why a file of pickled weights is not opened, and how to convert it."""
     return (
-        f"{name}, a pickle, which can run code when read and is never opened here; convert it once with Transformers: "
+        f"{name}, a pickle, which can run code when it is read, so lowbit never opens it; convert it once with Transformers: "
         "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) writes safetensors"
     )
 

@@ -39,10 +39,9 @@ _FLAGS = {
     "order": "weight_order", "pre_quant_scale": "pre_quant_scale", "activation_scale": "activation_scale",
     "activation_zero": "activation_zero",
 }  # fmt: skip
-"""Key of a layer's entry -> suffix of the tensor that the layer has if the entry says true."""
+"""Key of a layer's entry -> suffix of the tensor that the layer has if the value is true."""
 OLD_NAMES = {"input_scale": "pre_quant_scale"}
-"""Keys of entries, and suffixes of tensors, that were written before the first release -> what they are called now. Both are
-read; only the new ones are written."""
+"""Old key of an entry and suffix of a tensor (before the first release) -> current name. Both are read, new ones written."""
 _FACTORS = ("weight_up", "weight_down")
 """Tensors of a layer whose entry states a "low_rank"."""
 _ENTRY_KEYS = {"shape", "scheme", "low_rank", "hadamard", *_FLAGS}
@@ -52,15 +51,15 @@ _KEYS = {
 }  # fmt: skip
 GUARD_KEY = "transformers_weights"
 GUARD = "this checkpoint needs lowbit: install lowbit and run 'import lowbit' before from_pretrained"
-"""What config.json of a lowbit checkpoint states beside `quantization_config`. Transformers without lowbit skips a method of
-quantization that it does not know, and would load random weights with a warning. It refuses a file of weights whose name does
-not end in .safetensors, before any file is read or downloaded, and prints that name: this text."""
+"""Key and value in config.json of a lowbit checkpoint that make Transformers without lowbit fail with this text.
+
+Transformers skips an unknown quantization method and would load random weights with a warning. It refuses a weights file whose
+name does not end in .safetensors, before it reads or downloads any file, and prints the name."""
 
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One quantized matrix: its shape (N, K) and scheme, which parts its input transform has, and the rank of its low-rank
-    correction, 0 without one (`QuantTensor`)."""
+    """One quantized matrix: shape (N, K), scheme, parts of its input transform, and rank of its low-rank correction (or 0)."""
 
     shape: tuple[int, int]
     scheme: Scheme
@@ -69,11 +68,11 @@ class LayerEntry:
 
     @classmethod
     def of(cls, q: QuantTensor) -> LayerEntry:
-        """The entry of a matrix."""
+        """Returns the entry of a matrix."""
         return cls(q.shape, q.scheme, q.input_transform.parts, 0 if q.low_rank is None else q.low_rank.rank)
 
     def stated(self) -> dict[str, Any]:
-        """Returns what config.json states beside shape and scheme."""
+        """Returns the keys of the entry in config.json other than shape and scheme."""
         named = {"low_rank": self.low_rank, "hadamard": self.input_parts.hadamard}
         named = {**{key: getattr(self.input_parts, key) for key in _FLAGS}, **named}
         return {key: value for key, value in named.items() if value}
@@ -81,14 +80,12 @@ class LayerEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The quantized layers of a checkpoint by name, the default scheme, what stayed in 16 bits, and ties.
+    """The quantized layers of a checkpoint by name, the default scheme, the modules in 16 bits, and ties.
 
-    `tied` maps the name of a module without tensors of its own to the layer whose tensors it shares, `files` the name of each
-    file of tensors to its SHA-256 (64 hexadecimal digits); it is empty where the files are not known to be those written here.
-    With `files`, the manifest states its own SHA-256 too. `rotation` is the seed of the rotations that the weights took up
-    before they were quantized (`models.rotate`), None without: who runs the model need not know. `method` has the "name" of
-    the algorithm and its options, `calibration` the name of the "text" with "samples", "length" and "seed"; both are None
-    where they are not known, and nothing depends on them.
+    tied: module without own tensors -> layer whose tensors it shares. files: tensor file -> its SHA-256 (64 hexadecimal
+    digits), empty if unknown; with it the manifest states its own SHA-256 too. rotation: seed of the rotations folded into the
+    weights before quantization (`models.rotate`), or None. method: "name" of the algorithm and its options; calibration: name
+    of the "text" with "samples", "length" and "seed"; both are informative, None if unknown.
     """
 
     scheme: Scheme
@@ -101,7 +98,7 @@ class Manifest:
     calibration: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The value of `quantization_config`; a layer states its scheme only where it is not the default."""
+        """Returns the value of `quantization_config`; a layer states its scheme only if it is not the default."""
         layers: dict[str, dict[str, Any]] = {}
         for name, entry in self.layers.items():
             layers[name] = {"shape": list(entry.shape)} | ({} if entry.scheme == self.scheme else {"scheme": entry.scheme.name})
@@ -124,10 +121,10 @@ class Manifest:
 
     @classmethod
     def from_dict(cls, value: Any, where: Path | str) -> Manifest:
-        """The manifest in a parsed `quantization_config`; raises CheckpointError, naming `where`, for anything amiss."""
+        """Returns the manifest of a parsed `quantization_config`. Raises CheckpointError, with the path `where`, if invalid."""
         data = _mapping(value, where, "quantization_config")
         if data.get("quant_method") != METHOD:
-            raise CheckpointError(f"{where}: quant_method is {data.get('quant_method')!r}, this reader takes {METHOD!r}")
+            raise CheckpointError(f"{where}: quant_method is {data.get('quant_method')!r}, must be {METHOD!r}")
         version = data.get("format_version")
         if type(version) is not int or version not in READ_VERSIONS:
             read = " and ".join(map(str, READ_VERSIONS))
@@ -163,7 +160,7 @@ class Manifest:
                 raise CheckpointError(f"{where}: {follower!r} is tied to {owner!r}, which is not among the layers")
         rotation = data.get("rotation")
         if rotation is not None and type(rotation) is not int:
-            raise CheckpointError(f"{where}: rotation is the seed of the rotations, a whole number, got {rotation!r}")
+            raise CheckpointError(f"{where}: rotation must be a whole number, the seed of the rotations, got {rotation!r}")
         files = {
             str(name): _digest(entry, where, name) for name, entry in _mapping(data.get("files", {}), where, "files").items()
         }
@@ -173,19 +170,19 @@ class Manifest:
 
 
 def current_names(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A layer's entry with the names that its keys have now; one that stands under both names stays as it is, to be refused."""
+    """Returns a layer's entry with current key names. An old key beside its new one is kept, and refused later."""
     renamed = {old: new for old, new in OLD_NAMES.items() if new not in entry}
     return {renamed.get(key, key): value for key, value in entry.items()}
 
 
 def manifest_sha256(stated: Mapping[str, Any]) -> str:
-    """SHA-256 of a `quantization_config` without its own "sha256": of its JSON with sorted keys and no spaces."""
+    """Returns the SHA-256 of a `quantization_config` without "sha256", as JSON with sorted keys and no spaces."""
     rest = {key: value for key, value in stated.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def layer_tensors(q: QuantTensor) -> dict[str, Tensor]:
-    """The tensors of a layer by suffix: weight_packed, weight_scale and, where there are such, weight_zero, weight_order,
+    """Returns the tensors of a layer by suffix: weight_packed, weight_scale and, if present, weight_zero, weight_order,
     pre_quant_scale, activation_scale, activation_zero, weight_up and weight_down."""
     tensors = {"weight_packed": pack_words(q.codes, q.scheme.weight.bits), "weight_scale": q.scale.contiguous()}
     if q.zero is not None:
@@ -197,16 +194,16 @@ def layer_tensors(q: QuantTensor) -> dict[str, Tensor]:
 
 
 def quant_tensor(tensors: Mapping[str, Tensor], entry: LayerEntry) -> QuantTensor:
-    """The inverse of `layer_tensors`."""
+    """Returns the layer with these tensors; the inverse of `layer_tensors`."""
     codes = unpack_words(tensors["weight_packed"], entry.scheme.weight.bits, entry.shape[1])
-    held = {key: tensors.get(suffix) for key, suffix in _FLAGS.items()}
-    transform = InputTransform(**held, hadamard=entry.input_parts.hadamard)
+    parts = {key: tensors.get(suffix) for key, suffix in _FLAGS.items()}
+    transform = InputTransform(**parts, hadamard=entry.input_parts.hadamard)
     correction = LowRank(*(tensors[suffix] for suffix in _FACTORS)) if entry.low_rank else None
     return QuantTensor(codes, tensors["weight_scale"], tensors.get("weight_zero"), entry.scheme, transform, correction)
 
 
 def expected_tensors(name: str, entry: LayerEntry) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
-    """Full tensor name -> (shape, allowed dtypes) of one layer."""
+    """Returns full tensor name -> (shape, allowed dtypes) of one layer."""
     (n, k), scheme = entry.shape, entry.scheme
     grid = scale_shape(scheme.granularity, entry.shape)
     expected: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
@@ -221,7 +218,7 @@ def expected_tensors(name: str, entry: LayerEntry) -> dict[str, tuple[tuple[int,
         "order": ((k,), (torch.int32,)), "pre_quant_scale": ((k,), _SCALE_DTYPES), "activation_scale": ((1,), (torch.float32,)),
         "activation_zero": ((1,), (torch.int32,)),
     }  # fmt: skip
-    expected |= {f"{name}.{_FLAGS[key]}": wanted for key, wanted in of_input.items() if getattr(entry.input_parts, key)}
+    expected |= {f"{name}.{_FLAGS[key]}": allowed for key, allowed in of_input.items() if getattr(entry.input_parts, key)}
     if entry.low_rank:
         shapes = ((n, entry.low_rank), (entry.low_rank, k))
         expected |= {f"{name}.{suffix}": (shape, (torch.float16,)) for suffix, shape in zip(_FACTORS, shapes, strict=True)}
@@ -229,13 +226,13 @@ def expected_tensors(name: str, entry: LayerEntry) -> dict[str, tuple[tuple[int,
 
 
 def unstated_tensors(name: str, entry: LayerEntry) -> dict[str, str]:
-    """Full tensor name -> what the layer's entry in config.json would state if it had this tensor, and does not."""
+    """Returns full name of each tensor that the layer must not have -> the key that config.json lacks for it."""
     unstated = {f"{name}.{suffix}": f'"{key}": true' for key, suffix in _FLAGS.items() if not getattr(entry.input_parts, key)}
     return unstated | ({} if entry.low_rank else {f"{name}.{suffix}": '"low_rank": its rank' for suffix in _FACTORS})
 
 
 def owner_of(name: str, layers: Container[str]) -> str | None:
-    """The innermost of `layers` whose name a tensor's name begins with."""
+    """Returns the innermost of `layers` that contains the tensor `name`; None if there is none."""
     while "." in name:
         name = name.rpartition(".")[0]
         if name in layers:

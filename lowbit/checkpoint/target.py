@@ -1,9 +1,8 @@
-"""Where a command may write: nothing is replaced but what this library wrote or knows, and never what is being read.
+"""Checks and writes the targets of commands. Only checkpoints and results of lowbit are replaced, never a command's sources.
 
-A folder is replaced only on request, and only if it is a checkpoint: config.json, safetensors files, and nothing beside them
-that is not part of one. A result file (JSON, a page, a plot) says in itself which command wrote it, and is replaced only by the
-same command. Both appear complete under another name first and are renamed, so what was there stays until then, also when the
-disk is full or the process is killed.
+A folder is replaced only on request, and only if it contains nothing but a checkpoint: config.json, safetensors files and
+tokenizer files. A result file (JSON, a report, a plot) names the command that wrote it, and only that command replaces it. Both
+are written under another name and renamed when complete, so the old one survives a full disk or a killed process.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ COMPANIONS = (
     "vocab.json",
     "vocab.txt",
 )
-"""Small files of a Transformers folder that belong to the model whatever its weights; never weights, never code."""
+"""Small files of a Transformers folder that a quantized model shares with its source; never weights or code."""
 
 CARD = "README.md"
 CARD_MARK = "<!-- written by lowbit"
-"""Name of a model card, and what is in those that lowbit wrote (card.py)."""
+"""Name of a model card, and the mark in those that lowbit wrote (card.py)."""
 
 _WEIGHTS = (SINGLE, "model-*-of-*.safetensors", "rank0.safetensors")
 CHECKPOINT = ("config.json", INDEX, *_WEIGHTS, "quantize_config.json", "quant_config.json", *COMPANIONS, CARD)
-"""Names of the files of a checkpoint; a folder with any other is not replaced, nor one with a model card of somebody else."""
+"""Patterns of a checkpoint's file names. A folder with other files, or with a model card not by lowbit, is not replaced."""
 
 PARTIAL = ".tmp??????"
-"""Names of the files that safetensors writes to before it renames them."""
+"""Pattern of the temporary files of safetensors."""
 
 _MAX_RESULT_BYTES = 1 << 23
 _ABANDONED_SECONDS = 24 * 3600
@@ -58,11 +57,11 @@ _RESULT = re.compile(
        | (?:\x89PNG|<\?xml|%PDF).*?(?:Creator\x00|<dc:title>|/Creator\ \()(?P<plot>lowbit[a-z0-9\ -]*)""",
     re.DOTALL | re.VERBOSE,
 )
-"""The beginning of a result file, with the command that wrote it."""
+"""Matches the beginning of a result file, with the command that wrote it."""
 
 
 def command_of(result: str) -> str:
-    """Returns the command that writes results named `result`; files keep the names of earlier commands."""
+    """Returns the current command for results named `result`; files keep the names of earlier commands."""
     words = result.split()
     if words[:2] == ["lowbit", "study"]:
         return "python -m study"
@@ -70,18 +69,17 @@ def command_of(result: str) -> str:
 
 
 def check_folder(folder: Path, *, overwrite: bool, sources: Iterable[Path] = ()) -> str | None:
-    """What would be replaced by writing the folder, in words; None where nothing is there, or an empty folder.
+    """Returns a description of the checkpoint that writing `folder` would replace; None for a new or empty folder.
 
-    folder: absolute, links followed. Raises CheckpointError when it is, holds or lies in one of `sources` (files or folders, or
-    what their links lead to), when it is not empty and `overwrite` is false, when it is not a checkpoint,
-    and when its name is not UTF-8.
+    folder: absolute, links resolved. Raises CheckpointError if it is, contains or lies in one of `sources` (links followed), if
+    it is not empty and `overwrite` is false, if it is not a checkpoint, or if its name is not UTF-8.
     """
     check_name(folder)
     for source in sources:
         _check_apart(folder, Path(source))
     if not os.path.lexists(folder):
         if not _existing(folder).is_dir():
-            raise CheckpointError(f"{folder}: {_existing(folder)} is not a folder; choose another place")
+            raise CheckpointError(f"{folder}: {_existing(folder)} is not a folder; choose another target")
         return None
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: exists and is not a folder")
@@ -89,12 +87,12 @@ def check_folder(folder: Path, *, overwrite: bool, sources: Iterable[Path] = ())
         return None
     if not overwrite:
         raise CheckpointError(f"{folder}: exists and is not empty; choose another folder, or overwrite it (--overwrite)")
-    return _checkpoint_in_words(folder)
+    return _describe_checkpoint(folder)
 
 
 def _check_apart(folder: Path, source: Path) -> None:
     real = Path(os.path.realpath(source))
-    advice = "choose a folder apart from what is read"
+    advice = "choose a target outside the source"
     if _same(folder, real):
         raise CheckpointError(f"{folder}: is the source itself; {advice}")
     if real.is_dir() and _holds(real, folder):
@@ -106,7 +104,7 @@ def _check_apart(folder: Path, source: Path) -> None:
 
 
 def _same(a: Path, b: Path) -> bool:
-    """Whether two absolute paths name one file or folder; by the file itself, which names of other case or mounts share."""
+    """Returns whether two absolute paths are the same file or folder; paths may differ in case or mount."""
     return a == b or (a.exists() and b.exists() and os.path.samefile(a, b))
 
 
@@ -114,22 +112,22 @@ def _holds(outer: Path, inner: Path) -> bool:
     return any(_same(outer, parent) for parent in (inner, *inner.parents))
 
 
-def _checkpoint_in_words(folder: Path) -> str:
-    """What a checkpoint is, for the report of having replaced it; raises CheckpointError, naming what else is there."""
-    found = sorted(folder.iterdir())
-    strangers = [f"{p.name}/" if p.is_dir() else p.name for p in found if not _is_part(p)]
-    if strangers:
-        named = ", ".join(strangers[:5]) + (f" and {len(strangers) - 5} more" if len(strangers) > 5 else "")
+def _describe_checkpoint(folder: Path) -> str:
+    """Returns a description of a checkpoint. Raises CheckpointError if the folder contains anything else."""
+    files = sorted(folder.iterdir())
+    others = [f"{p.name}/" if p.is_dir() else p.name for p in files if not _is_part(p)]
+    if others:
+        named = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
         raise CheckpointError(
-            f"{folder}: is not replaced, it holds what is no part of a checkpoint: {named}; choose another folder, or delete "
-            "this one yourself"
+            f"{folder}: is not replaced, it contains files that are no part of a checkpoint: {named}; choose another folder, "
+            "or delete this one yourself"
         )
-    if not any(p.suffix == ".safetensors" for p in found) or not (folder / "config.json").exists():
+    if not any(p.suffix == ".safetensors" for p in files) or not (folder / "config.json").exists():
         raise CheckpointError(
-            f"{folder}: is not replaced, it is no checkpoint (config.json and *.safetensors); choose another folder, or delete "
-            "this one yourself"
+            f"{folder}: is not replaced, it is not a checkpoint (config.json and *.safetensors); choose another folder, or "
+            "delete this one yourself"
         )
-    size = f"{sum(p.stat().st_size for p in found) / 1e6:,.1f} MB"
+    size = f"{sum(p.stat().st_size for p in files) / 1e6:,.1f} MB"
     config = read_json(folder / "config.json")
     stated = config.get("quantization_config")
     read = stated.get if isinstance(stated, dict) else {}.get
@@ -140,19 +138,21 @@ def _checkpoint_in_words(folder: Path) -> str:
 
 
 def is_card(path: Path) -> bool:
-    """Whether lowbit wrote this model card."""
+    """Returns whether lowbit wrote this model card."""
     with path.open("rb") as file:
         return CARD_MARK.encode() in file.read(_MAX_RESULT_BYTES)
 
 
 def _is_part(path: Path) -> bool:
-    """Whether a file is part of a checkpoint; a README.md is when lowbit wrote it."""
+    """Returns whether a file is part of a checkpoint; a README.md is if lowbit wrote it."""
     return _is_file(path) and _fits(path.name, CHECKPOINT) and (path.name != CARD or is_card(path))
 
 
 def discard(folder: Path, names: Iterable[str]) -> None:
-    """Removes the files of a folder that fit one of the patterns `names`, then the folder if nothing else was in it. Follows no
-    link and enters no sub-folder: what somebody else put there stays."""
+    """Removes the files of a folder that match a pattern of `names`, then the folder if it is empty.
+
+    Links and sub-folders are neither followed nor removed.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return
     for path in folder.iterdir():
@@ -163,20 +163,22 @@ def discard(folder: Path, names: Iterable[str]) -> None:
 
 
 def hidden(path: Path, kind: str, token: str) -> Path:
-    """The path beside `path` under which a process keeps something for it; `token` is 8 random hexadecimal digits."""
+    """Returns a hidden path beside `path` for a process's temporary data; `token` is 8 random hexadecimal digits."""
     return path.with_name(f".{path.name}.{kind}-{token}")
 
 
 def hidden_of(path: Path, kind: str) -> list[Path]:
-    """What processes keep or have left beside `path` (`hidden`)."""
+    """Returns the existing paths of `hidden(path, kind, ..)`."""
     name = re.compile(re.escape(f".{path.name}.{kind}-") + "[0-9a-f]{8}")
     return [found for found in sorted(path.parent.iterdir()) if name.fullmatch(found.name)]
 
 
 @contextmanager
 def locked_scratch(path: Path, say: Callable[[str], None]) -> Iterator[Path]:
-    """Waits for the lock of `path` (`say` gets a line on who holds it) and makes an empty folder beside it, for what becomes
-    `path` by a rename. The folder is removed on leaving, or by the next process after a kill."""
+    """Acquires the lock of `path` (`say` gets a line while another process holds it) and yields an empty folder beside it.
+
+    The caller renames the folder to `path`. It is removed at the end of the block, or by the next process after a kill.
+    """
     with Lock(path, say):
         for left in hidden_of(path, "tmp"):
             shutil.rmtree(left)
@@ -189,7 +191,7 @@ def locked_scratch(path: Path, say: Callable[[str], None]) -> Iterator[Path]:
 
 
 def check_space(folder: Path, needed_bytes: int, what: str) -> None:
-    """Raises CheckpointError unless the file system of `folder`, which need not exist, has so many bytes free for `what`."""
+    """Raises CheckpointError unless the file system of `folder` (which may not exist yet) has `needed_bytes` free."""
     free = free_bytes(folder)
     if free < needed_bytes:
         raise CheckpointError(
@@ -199,12 +201,12 @@ def check_space(folder: Path, needed_bytes: int, what: str) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that may still be written where `path`, which need not exist, lies."""
+    """Returns the free bytes on the file system of `path`, which may not exist yet."""
     return shutil.disk_usage(_existing(path)).free
 
 
 def mount_of(path: Path) -> Path:
-    """Where the file system of a path is mounted."""
+    """Returns the mount point of a path's file system."""
     return next(p for p in (_existing(path), *_existing(path).parents) if os.path.ismount(p))
 
 
@@ -214,8 +216,10 @@ def _existing(path: Path) -> Path:
 
 
 def check_file(path: Path, result: str) -> Path:
-    """`path` with links followed, if `result` (the command, such as "lowbit eval") may and can be written there: to a new or
-    empty file, or in place of an earlier result of the same command. Raises ValueError for everything else."""
+    """Returns `path` with links resolved if a result of the command `result`, such as "lowbit eval", can be written there.
+
+    Raises ValueError unless the file is new, empty, or an earlier result of the same command.
+    """
     real = Path(os.path.realpath(path))
     if real.is_dir():
         raise ValueError(f"{path}: is a folder; name a file for the result of {command_of(result)}")
@@ -227,7 +231,7 @@ def check_file(path: Path, result: str) -> Path:
         _check_writable(path, real, result)
         return real
     if not real.is_file():
-        raise ValueError(f"{path}: is no regular file, and a result replaces the whole file; name another file")
+        raise ValueError(f"{path}: is not a regular file; name another file")
     with real.open("rb") as file:
         match = _RESULT.match(file.read(_MAX_RESULT_BYTES))
     found = match and next(filter(None, match.groups()))
@@ -243,7 +247,7 @@ def check_file(path: Path, result: str) -> Path:
 
 
 def _check_writable(path: Path, real: Path, result: str) -> None:
-    """Makes an empty file where a result would be written, and removes it; raises ValueError where that fails."""
+    """Raises ValueError unless an empty file can be created beside a result."""
     probe = _existing(real.parent) / hidden(real, "probe", secrets.token_hex(4)).name
     try:
         probe.touch()
@@ -255,14 +259,16 @@ def _check_writable(path: Path, real: Path, result: str) -> None:
 
 
 def write_result(path: Path, result: str, write: Callable[[Path], object]) -> None:
-    """Writes a result file, which `write` must mark with `result` (`check_file`); raises ValueError where it may not go."""
+    """Writes a result file; `write` must mark it with `result`. Raises ValueError where `check_file` does."""
     replace_file(check_file(path, result), write)
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` fill a file beside `path`, brings it to the disk, then puts it in its place, with the permissions of the one
-    that was there: never half a file, and no left-overs on Ctrl-C. Raises OSError, naming the path, when the disk is full
-    or the folder cannot be written."""
+    """Replaces the file `path` atomically: `write` writes a file beside it, which is synced and renamed.
+
+    The permissions of an existing file are kept; no temporary file is left on Ctrl-C. Raises OSError, naming the path, if the
+    disk is full or the folder cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     for part in hidden_of(path, "part"):
         if _untouched(part):
@@ -282,7 +288,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Brings a file or folder to the disk, so that the rename that follows cannot outrun its contents."""
+    """Flushes a file or folder to the disk, so that a later rename cannot precede its contents."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -299,7 +305,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _untouched(path: Path) -> bool:
-    """Returns True if a file has not changed for a day: the process that wrote it was killed."""
+    """Returns whether a file has not changed for a day, so that its writer must have been killed."""
     try:
         return time.time() - path.lstat().st_mtime > _ABANDONED_SECONDS
     except FileNotFoundError:  # its process has just renamed it

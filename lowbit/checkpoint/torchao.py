@@ -8,8 +8,8 @@
 
     w = (qdata - zero point) * scale, blocks of n x k weights having one; n and k divide N and K
 
-int4 in other layouts is bound to one kernel each (Int4WeightOnlyConfig). Activations that torchao quantizes while running stay
-in 16 bits: it rounds them by a rule of its own.
+int4 in other layouts (Int4WeightOnlyConfig) depends on one kernel each and is refused. Activations that torchao quantizes
+dynamically stay in 16 bits, since its rounding rule is not supported.
 Source: torchao 0.18.0, quantization/quantize_/workflows and prototype/safetensors; Transformers, quantizer_torchao.py.
 """
 
@@ -47,8 +47,7 @@ _READ = (*_INT8, _INTX, *_FLOAT8)
 
 @dataclass(frozen=True)
 class Torchao(ForeignSchema):
-    """Bits of the integers (0: the weights are float8), whether they have zero points, and whether torchao quantizes
-    activations as well."""
+    """Bits of the integers (0: float8 weights), whether they have zero points, and whether torchao quantizes activations."""
 
     bits: int
     zero: bool = False
@@ -63,25 +62,23 @@ class Torchao(ForeignSchema):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: Path | str) -> Torchao:
-        """From `quantization_config`."""
+        """Returns the schema of a `quantization_config`."""
         kind, options = _quant_type(config, where)
         if kind not in _READ:
             raise CheckpointError(
-                f"{where}: torchao's {kind}: its layout is bound to one kernel; read are {', '.join(_READ)}. Quantize the "
-                "16-bit checkpoint here, for example with --scheme w4a16_g128"
+                f"{where}: torchao's {kind} is not supported; supported are {', '.join(_READ)}. Quantize the 16-bit checkpoint "
+                "with lowbit quantize, for example with --scheme w4a16_g128"
             )
         if kind in _INT8:
             return cls(8, activations=kind != _INT8[0])
         if kind in _FLOAT8:
             dtype = _named(options.get("weight_dtype"))
             if dtype not in ("float8_e4m3fn", "None"):
-                raise CheckpointError(f"{where}: weight_dtype is {dtype}; read are weights in float8_e4m3fn")
+                raise CheckpointError(f"{where}: weight_dtype is {dtype}; supported are weights in float8_e4m3fn")
             return cls(0, activations=kind != _FLOAT8[0])
         packing, dtype = _named(options.get("intx_packing_format")), _named(options.get("weight_dtype"))
         if packing not in ("UNPACKED_TO_INT8", "unpacked_to_int8", "None"):
-            raise CheckpointError(
-                f"{where}: intx_packing_format {packing}; read is UNPACKED_TO_INT8, the others are one kernel's"
-            )
+            raise CheckpointError(f"{where}: intx_packing_format {packing}; supported is UNPACKED_TO_INT8")
         bits = int(dtype[3:]) if dtype[:3] == "int" and dtype[3:].isdigit() else -1
         bit_width(bits, f"{where}: weight_dtype {dtype}", range(2, 9), "torchao's")
         return cls(bits, zero=_named(options.get("mapping_type")) == "ASYMMETRIC")
@@ -90,7 +87,9 @@ class Torchao(ForeignSchema):
         shape = layer.matrix("_weight_qdata", (torch.float8_e4m3fn if self.bits == 0 else torch.int8,))
         for suffix in layer.tensors:
             if suffix not in ("_weight_qdata", "_weight_scale", "_weight_zero_point"):
-                raise layer.error(suffix, "static activations and other layouts of torchao are not read; start from 16 bits")
+                raise layer.error(
+                    suffix, "static activations and other layouts of torchao are not supported; start from 16 bits"
+                )
         grid = layer.matrix("_weight_scale", SCALE_DTYPES)
         scheme = self._scheme(layer, shape, grid)
         if layer.has("_weight_zero_point"):
@@ -143,7 +142,7 @@ class Torchao(ForeignSchema):
         return Scheme(int_format(self.bits), None, granularity)
 
     def _codes(self, layer: ForeignLayer, suffix: str) -> Tensor:
-        """Codes uint8 of signed integers, which must be in the range of their bits."""
+        """Returns the codes uint8 of signed integers. Raises CheckpointError for values beyond their bits."""
         values, half = layer.tensor(suffix).to(torch.int16), 1 << (self.bits - 1)
         if bool(((values < -half) | (values >= half)).any()):
             raise layer.error(
@@ -153,7 +152,7 @@ class Torchao(ForeignSchema):
 
 
 def _quant_type(config: Mapping[str, Any], where: Path | str) -> tuple[str, Mapping[str, Any]]:
-    """Name and options of the only configuration that the layers have."""
+    """Returns name and options of the configuration, which must be the same for all layers."""
     stated = config.get("quant_type")
     found = stated.get("default") if isinstance(stated, Mapping) else stated
     if isinstance(found, Mapping) and found.get("_type") in ("FqnToConfig", "ModuleFqnToConfig"):
@@ -162,7 +161,7 @@ def _quant_type(config: Mapping[str, Any], where: Path | str) -> tuple[str, Mapp
         inner = [value for value in named.values() if value is not None] if isinstance(named, Mapping) else []
         if not inner or any(value != inner[0] for value in inner):
             raise CheckpointError(
-                f"{where}: {found['_type']} with {len(inner)} configurations; read are files all of whose layers have one"
+                f"{where}: {found['_type']} with {len(inner)} configurations; supported are files all of whose layers have one"
             )
         found = inner[0]
     if not isinstance(found, Mapping) or not isinstance(found.get("_data"), Mapping):
@@ -174,5 +173,5 @@ def _quant_type(config: Mapping[str, Any], where: Path | str) -> tuple[str, Mapp
 
 
 def _named(value: Any) -> str:
-    """The name of an enumeration's member or of a type, as torchao writes it."""
+    """Returns the name of an enumeration's member or of a type in torchao's JSON."""
     return str(value.get("_data") if isinstance(value, Mapping) else value)

@@ -1,4 +1,4 @@
-"""Writes a checkpoint folder tensor by tensor: it appears complete, or not at all."""
+"""Writes a checkpoint folder tensor by tensor; the folder appears only when complete."""
 
 from __future__ import annotations
 
@@ -44,23 +44,21 @@ _UNFINISHED = (*CHECKPOINT, "shard-*", PARTIAL)
 
 
 class CheckpointWriter:
-    """Collects tensors and writes them in shards of at most `shard_bytes` to a hidden folder beside `folder`; the file has the
-    name `single` where it is the only one.
+    """Writes tensors in shards of at most `shard_bytes` to a hidden folder beside `folder`; a single file is named `single`.
 
-    `finish` renames it into place. Leaving the `with` block without it (an error, Ctrl-C) removes what was written, and the
-    next writer for `folder` what a killed process left; what was at `folder` before stays, or is put back. `sources` are the
-    files and folders that are read: `folder` must lie apart from them. `say` gets a line on what was replaced.
+    `finish` renames the hidden folder to `folder`. Leaving the `with` block without it removes the hidden folder and keeps or
+    restores what was at `folder`; the next writer removes the rest of a killed process. `say` gets a line on a replacement.
 
-    Raises CheckpointError if `folder` does not lie apart from `sources`, if it exists and is not empty, unless `overwrite`, and
-    with `overwrite` if it is not a checkpoint (`target.check_folder`). Entering the `with` block takes the lock of `folder`; it
-    raises CheckpointError if another process is writing there.
+    Raises CheckpointError where `target.check_folder` does: `folder` overlaps `sources` (the files and folders that are read),
+    or it is not empty and `overwrite` is false or it is not a checkpoint. Entering the block acquires the lock of `folder`, and
+    raises CheckpointError if another process holds it.
     """
 
     def __init__(
         self, folder: str | Path, *, shard_bytes: int = 2 << 30, overwrite: bool = False, single: str = SINGLE,
         sources: Iterable[Path] = (), say: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
-        self.folder = Path(os.path.realpath(folder))  # now: the process may change its folder
+        self.folder = Path(os.path.realpath(folder))  # resolved now, since the process may change its working directory
         self.overwrite = overwrite
         self._shard_bytes, self._single, self._sources, self._say = shard_bytes, single, tuple(sources), say
         self._check()
@@ -75,32 +73,32 @@ class CheckpointWriter:
         self._names: set[str] = set()
 
     def __enter__(self) -> CheckpointWriter:
-        with contextlib.ExitStack() as held:
-            held.enter_context(self._lock)
-            _put_back(self.folder)
-            self._check()  # once more, for what was put back or written since
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._lock)
+            _restore(self.folder)
+            self._check()  # again, since the folder may have been restored or written
             for path in hidden_of(self.folder, "tmp"):
                 discard(path, _UNFINISHED)
             try:
                 self._temporary.mkdir()
             except OSError as error:
-                raise CheckpointError(f"{self._temporary}: cannot be made ({error})") from error
-            held.callback(discard, self._temporary, _UNFINISHED)
+                raise CheckpointError(f"{self._temporary}: cannot be created ({error})") from error
+            stack.callback(discard, self._temporary, _UNFINISHED)
             self._hashing = ThreadPoolExecutor(1, "checksum")
-            held.callback(self._hashing.shutdown, cancel_futures=True)
-            self._held = held.pop_all()
+            stack.callback(self._hashing.shutdown, cancel_futures=True)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._held.close()
+        self._stack.close()
 
     def reserve(self, needed_bytes: int) -> None:
-        """Raises CheckpointError unless there is room for so many bytes; it says where, and how many are free."""
+        """Raises CheckpointError unless the disk has `needed_bytes` free."""
         self._needed = needed_bytes
         check_space(self.folder, needed_bytes, "the checkpoint")
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Takes one tensor; writes a shard to disk whenever enough have come together."""
+        """Adds one tensor; writes a shard when the tensors would exceed `shard_bytes`."""
         if name in self._names:
             raise CheckpointError(f"{self.folder}: {name}: added twice")
         self._names.add(name)
@@ -113,13 +111,13 @@ class CheckpointWriter:
     def finish(
         self, config: dict[str, Any], quantization: Manifest | dict[str, Any] | None, copy_from: Path | None = None
     ) -> None:
-        """Writes config.json and the index, copies tokenizer files, and puts the folder in place.
+        """Writes config.json and the index, copies tokenizer files, and renames the folder to its final name.
 
-        `quantization` goes into config.json: the manifest of a lowbit checkpoint, with the checksum of each file, what another
-        tool states, or None. A lowbit checkpoint gets a model card and what keeps Transformers without lowbit from loading it.
+        quantization: the manifest of a lowbit checkpoint, to which the files' checksums are added; another tool's
+        `quantization_config`; or None. A lowbit checkpoint also gets a model card and `schema.GUARD`.
         """
         self._flush()
-        sums = [found.result() for found in self._sums]  # before the files get other names
+        sums = [future.result() for future in self._sums]  # before the files are renamed
         names = self._name_shards()
         if len(names) > 1:
             weight_map = {tensor: name for name, tensors in zip(names, self._files, strict=True) for tensor in tensors}
@@ -127,7 +125,7 @@ class CheckpointWriter:
         stated = quantization
         if isinstance(quantization, Manifest):
             stated = dataclasses.replace(quantization, files=dict(zip(names, sums, strict=True))).to_dict()
-        config = {key: value for key, value in config.items() if key != GUARD_KEY}  # the source's
+        config = {key: value for key, value in config.items() if key != GUARD_KEY}  # of a lowbit source
         if isinstance(quantization, Manifest):
             config[GUARD_KEY] = GUARD
             source = self._sources[0] if self._sources else copy_from
@@ -138,21 +136,23 @@ class CheckpointWriter:
                 companion = linked_inside(copy_from / name, copy_from)
                 self._guard(name, partial(shutil.copyfile, companion, self._temporary / name))
         sync(self._temporary)
-        self._put_in_place()
+        self._rename_into_place()
 
     def _check(self) -> str | None:
         return check_folder(self.folder, overwrite=self.overwrite, sources=self._sources)
 
-    def _put_in_place(self) -> None:
-        """Renames the finished folder. Between the two renames there is nothing at `folder`: a process that is killed there
-        leaves the old folder and the new one under hidden names, and the next writer puts the old one back."""
+    def _rename_into_place(self) -> None:
+        """Renames the old folder to a hidden name and the finished one to `folder`.
+
+        A process killed between the two renames leaves both under hidden names; the next writer restores the old one.
+        """
         try:
             self._lock.require()
-            replaced = self._check()  # once more: the work may have taken hours
+            replaced = self._check()  # again, since writing may have taken hours
         except CheckpointError as error:
             kept = self.folder.with_name(f"{self.folder.name}-{self._token}")
             os.rename(self._temporary, kept)
-            raise CheckpointError(f"{error}. It was not so when the work began; the finished checkpoint is {kept}") from error
+            raise CheckpointError(f"{error}. This changed during the work; the finished checkpoint is {kept}") from error
         if replaced is None:
             os.replace(self._temporary, self.folder)
             return
@@ -161,26 +161,26 @@ class CheckpointWriter:
             os.rename(self.folder, old)
             os.rename(self._temporary, self.folder)
         except BaseException:
-            _put_back(self.folder)
+            _restore(self.folder)
             raise
         self._say(f"replaced {self.folder}, {replaced}")
         try:
             discard(old, CHECKPOINT)
         except OSError as error:
-            self._say(f"{old}, which it was, cannot be removed ({error}); delete it yourself")
+            self._say(f"the replaced checkpoint {old} cannot be removed ({error}); delete it yourself")
 
     def _flush(self) -> None:
         if not self._shard:
             return
         path = self._temporary / f"shard-{len(self._files) + 1}"
         self._guard(path.name, lambda: save_file(self._shard, str(path), metadata={"format": "pt"}))
-        self._sums.append(self._hashing.submit(file_sha256, path))  # what was just written is in memory still
+        self._sums.append(self._hashing.submit(file_sha256, path))  # now, while the file is in the page cache
         self._guard(path.name, lambda: sync(path))
         self._files.append(list(self._shard))
         self._shard, self._pending = {}, 0
 
     def _name_shards(self) -> list[str]:
-        """Gives the shards the names Transformers looks for, now that their number is known."""
+        """Renames the shards to Transformers' names, which contain their number, and returns the names."""
         count = len(self._files)
         names = [self._single if count == 1 else f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
         for i, name in enumerate(names, 1):
@@ -196,7 +196,7 @@ class CheckpointWriter:
         self._guard(name, lambda: sync(path))
 
     def _guard(self, name: str, write: Callable[[], object]) -> None:
-        """Runs one write; a full disk or an unwritable folder becomes an error that says so."""
+        """Runs one write; converts a full disk or an unwritable folder to a CheckpointError."""
         try:
             write()
         except (OSError, SafetensorError) as error:
@@ -206,20 +206,23 @@ class CheckpointWriter:
                 raise CheckpointError(
                     f"{self.folder / name}: the disk is full: the checkpoint needs at least {max(self._needed, self._total):,} "
                     f"bytes on {mount_of(self.folder)}, {free_bytes(self.folder) + written:,} were free for it; nothing was "
-                    "kept, free some space or choose a folder on another disk"
+                    "kept: free some space or choose a folder on another disk"
                 ) from error
             raise CheckpointError(f"{self.folder / name}: cannot be written ({error})") from error
 
 
-def _put_back(folder: Path) -> None:
-    """Puts back the folder that a process was replacing when it was killed between its two renames, as the finished one under
-    its hidden name shows; removes one that it had replaced. Without the finished one a folder that is gone was removed later by
-    somebody else, and what is left of the one before it does not come in its place."""
+def _restore(folder: Path) -> None:
+    """Cleans up after a process that was killed while it replaced `folder`.
+
+    If the finished folder still has its hidden name and `folder` is missing, the process died between its two renames: the old
+    folder is restored. If `folder` exists and the finished one does not, the replacement was complete: the old one is removed.
+    Otherwise someone else removed or replaced `folder`, and nothing is done.
+    """
     for old in hidden_of(folder, "old"):
         finished = old.with_name(old.name.replace(f".{folder.name}.old-", f".{folder.name}.tmp-"))
-        there = os.path.lexists(folder)
-        if finished.exists() and not there:
+        exists = os.path.lexists(folder)
+        if finished.exists() and not exists:
             os.rename(old, folder)
-        elif there and not finished.exists():  # else somebody put another folder in its place since
-            with contextlib.suppress(OSError):  # it may not be ours to remove
+        elif exists and not finished.exists():
+            with contextlib.suppress(OSError):  # no permission
                 discard(old, CHECKPOINT)

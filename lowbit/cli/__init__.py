@@ -1,12 +1,12 @@
-"""The command line, from its first moment: `--help` needs no torch, and Ctrl-C is answered while a command imports its layers.
+"""The command line. `--help` imports no torch, and Ctrl-C works while a command imports torch.
 
-__init__.py   the entry point, and what Ctrl-C does before a command begins
-terminal.py   what commands share: consoles, mistakes as one line, results as JSON
-stderr.py     standard error that does not block, for `lowbit serve`
-commands.py   quantize, convert, generate, explain, schemes, demo, and the whole of `lowbit`
-recommend.py, eval.py, inspect.py, serve.py, chat.py, tune.py, bench.py
+__init__.py   the entry point, and the signal handler during imports
+terminal.py   shared by the commands: consoles, errors as one line, results as JSON
+stderr.py     a standard error that does not block, for `lowbit serve`
+commands.py   the typer app; quantize, convert, generate, explain, schemes
+recommend.py, eval.py, inspect.py, serve.py, chat.py, demo.py, tune.py, bench.py: one command each
 
-A module here declares arguments and help at its top and imports the layers inside its functions.
+Modules declare arguments and help at import and import torch and the other layers inside their functions.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from types import FrameType
 
 def main() -> None:
     """Entry point of the `lowbit` command."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored, as under nohup
-        signal.signal(signal.SIGINT, _leave)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless SIGINT is ignored, as under nohup
+        signal.signal(signal.SIGINT, _exit)
     from lowbit.cli.commands import app
 
     app()
 
 
-def begin() -> None:
-    """From here on Ctrl-C raises KeyboardInterrupt, for a command that has something to put in order."""
-    if signal.getsignal(signal.SIGINT) is _leave:
+def restore_keyboard_interrupt() -> None:
+    """Makes Ctrl-C raise KeyboardInterrupt again, so that a command can clean up."""
+    if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    """Ends the process at once: an exception could be swallowed by whatever is being imported."""
-    os.write(2, b"interrupted; nothing was begun\n")
+def _exit(number: int, frame: FrameType | None) -> None:
+    """Ends the process at once: a module that is being imported could swallow an exception."""
+    os.write(2, b"interrupted; nothing was started\n")
     os._exit(130)

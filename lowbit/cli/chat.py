@@ -1,4 +1,4 @@
-"""`lowbit run` and `lowbit chat`: a conversation on the terminal, with a model in this process or with a server."""
+"""`lowbit run` and `lowbit chat`: a conversation on the terminal with a model in this process or on a server."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "/help": "show this list",
-    "/clear": "begin a new conversation (also /new)",
-    "/quit": "leave (also /exit, /bye, Ctrl-D)",
+    "/clear": "start a new conversation (also /new)",
+    "/quit": "exit (also /exit, /bye, Ctrl-D)",
 }
-_ALSO = {"/?": "/help", "/new": "/clear", "/exit": "/quit", "/bye": "/quit"}
-HELP = "/help lists the commands, /clear begins again, /quit leaves, Ctrl-C ends an answer"
+_ALIASES = {"/?": "/help", "/new": "/clear", "/exit": "/quit", "/bye": "/quit"}
+HELP = "/help lists the commands, /clear starts a new conversation, /quit exits, Ctrl-C stops an answer"
 HISTORY_LINES = 1000
 
 
@@ -35,26 +35,26 @@ def chat(
         str,
         typer.Argument(
             metavar="MODEL-or-URL",
-            help="A model: a folder, a GGUF file, or a name on the hub (org/name, org/name@revision); or a server's address.",
+            help="Folder of a model, a GGUF file, a name on the hub (org/name, org/name@revision), or the URL of a server.",
         ),
     ],
     scheme: Scheme = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="LOWBIT_API_KEY", show_envvar=True, help="The server's key, if it has one.")
+        str | None, typer.Option(envvar="LOWBIT_API_KEY", show_envvar=True, help="API key of the server.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Which of the server's models; its first when absent.")] = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 takes the likeliest tokens.")] = 0.7,
+    name: Annotated[str | None, typer.Option(help="Model on the server. Default: its first one.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="Sampling temperature; 0 is greedy decoding.")] = 0.7,
     max_new_tokens: Annotated[
         int,
-        typer.Option("--max-new-tokens", "--max-tokens", min=1, help="Tokens of an answer at most, its prompt not counted."),
+        typer.Option("--max-new-tokens", "--max-tokens", min=1, help="Maximum number of generated tokens per answer."),
     ] = 1024,
     device: Device = None,
 ) -> None:
-    """Talk to a model on the terminal: it is loaded in this process, or runs behind a server's address.
+    """Chat with a model on the terminal; the model is loaded in this process or runs on a server.
 
-    Each answer appears as it comes. Arrow keys edit the line and bring back earlier ones; /help lists the commands. Ctrl-C ends
-    an answer, and on an empty line, or twice, leaves. Where input is no terminal, each line is answered.
+    Answers are streamed. Arrow keys edit the line and recall earlier lines; /help lists the commands. Ctrl-C stops an answer;
+    twice, or on an empty line, it exits. If standard input is not a terminal, each of its lines is one question.
 
     Example: lowbit run HuggingFaceTB/SmolLM2-135M-Instruct
 
@@ -65,7 +65,7 @@ def chat(
     remote = where.startswith(("http://", "https://"))
     if remote and (scheme is not None or device is not None):
         option = "--scheme" if scheme is not None else "--device"
-        raise ValueError(f"{option} is for a model in this process; a server has loaded its own")
+        raise ValueError(f"{option} does not apply to a server ({where}); give it to `lowbit serve`, or leave it out")
     check_scheme(scheme)
     check_device(device)
     path = None if remote else _local_model(where)
@@ -93,34 +93,36 @@ def _local_model(name: str) -> Path:
 
 
 def _talk(dialogue: ChatBackend, system: str | None, temperature: float, max_new_tokens: int) -> None:
-    """Questions and answers until the input ends or /quit."""
-    first = [{"role": "system", "content": system}] if system else []
-    messages = list(first)
-    for said in _questions():
-        command = said.split()[0].lower() if said.startswith("/") else ""
-        command = _ALSO.get(command, command)
+    """Reads questions and prints answers until the input ends or /quit."""
+    system_prompt = [{"role": "system", "content": system}] if system else []
+    messages = list(system_prompt)
+    for line in _input_lines():
+        command = line.split()[0].lower() if line.startswith("/") else ""
+        command = _ALIASES.get(command, command)
         if command == "/quit":
             return
         if command == "/clear":
-            messages = list(first)
+            messages = list(system_prompt)
             say("a new conversation")
         elif command == "/help":
             for name, what in COMMANDS.items():
                 say(f"{name:8}{what}")
         elif re.fullmatch(r"/[a-z]+", command):  # a path such as /etc/passwd goes to the model
-            say(f"{command} is no command; they are {', '.join(COMMANDS)}")
+            say(f"{command}: not a command; the commands are {', '.join(COMMANDS)}")
         else:
-            messages.append({"role": "user", "content": said})
-            answer = _show(dialogue, messages, temperature, max_new_tokens)
+            messages.append({"role": "user", "content": line})
+            answer = _print_answer(dialogue, messages, temperature, max_new_tokens)
             if answer is None:
-                messages.pop()  # the question may be asked again
+                messages.pop()
             else:
                 messages.append({"role": "assistant", "content": answer})
 
 
-def _questions() -> Iterator[str]:
-    """The lines of the input that are not empty, without spaces around them. On a terminal they are edited, earlier ones come
-    back by the arrow keys, and Ctrl-C discards a line or, where it is empty, ends the input."""
+def _input_lines() -> Iterator[str]:
+    """Yields the stripped, non-empty lines of standard input.
+
+    On a terminal, lines can be edited and recalled; Ctrl-C discards a line and, on an empty line, ends the input.
+    """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         for line in sys.stdin:
             if line.strip():
@@ -144,8 +146,10 @@ def _questions() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _history() -> Iterator[Any]:
-    """Python's readline with the lines of earlier conversations, which are kept in the user's cache; None where this Python has
-    no readline."""
+    """Yields Python's readline module with the history of earlier conversations, or None if this Python has none.
+
+    The history is a file in the user's cache, written at the end of the block.
+    """
     from lowbit.folders import cache_folder
 
     try:
@@ -154,62 +158,66 @@ def _history() -> Iterator[Any]:
         yield None
         return
     file = cache_folder() / "chat-history"
-    with contextlib.suppress(OSError):  # none yet, or one that is not readable
+    with contextlib.suppress(OSError):  # no file yet, or not readable
         readline.read_history_file(file)
     readline.set_history_length(HISTORY_LINES)
     try:
         yield readline
     finally:
-        with contextlib.suppress(OSError):  # a full or read-only disk costs the history alone
+        with contextlib.suppress(OSError):  # on a full or read-only disk only the history is lost
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch(mode=0o600)
             readline.write_history_file(file)
 
 
 class _Interrupts:
-    """While an answer is computed in this process, the first Ctrl-C ends it at its next token, since a step must not be broken
-    off, and the second raises KeyboardInterrupt. A server's answer is broken off at once."""
+    """Counts Ctrl-C during an answer. The second one raises KeyboardInterrupt; with `immediate`, the first one does.
 
-    def __init__(self, at_once: bool) -> None:
-        self.at_once, self.count = at_once, 0
+    For a model in this process the caller stops after the current token, because a decode step must not be interrupted.
+    """
+
+    def __init__(self, immediate: bool) -> None:
+        self.immediate, self.count = immediate, 0
 
     def __enter__(self) -> _Interrupts:
-        self._before = signal.signal(signal.SIGINT, self._told)
+        self._previous = signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(self, *rest: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        signal.signal(signal.SIGINT, self._previous)
 
-    def _told(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
-        if self.at_once or self.count > 1:
+        if self.immediate or self.count > 1:
             raise KeyboardInterrupt
 
 
-def _show(dialogue: ChatBackend, messages: list[dict[str, str]], temperature: float, max_new_tokens: int) -> str | None:
-    """Prints an answer as it comes, until Ctrl-C; returns it, None if there is none. Raises KeyboardInterrupt for a second
-    Ctrl-C."""
+def _print_answer(dialogue: ChatBackend, messages: list[dict[str, str]], temperature: float, max_new_tokens: int) -> str | None:
+    """Prints an answer while it is generated, until Ctrl-C, and returns it; None after an error.
+
+    Raises KeyboardInterrupt for a second Ctrl-C.
+    """
     from lowbit.serve.client import LocalChat
 
-    pieces: list[str] = []
-    with _Interrupts(at_once=not isinstance(dialogue, LocalChat)) as interrupts:
+    deltas: list[str] = []
+    with _Interrupts(immediate=not isinstance(dialogue, LocalChat)) as interrupts:
         try:
             with contextlib.closing(dialogue.answer(messages, temperature, max_new_tokens)) as answer:  # type: ignore[type-var]
-                for piece in answer:
-                    pieces.append(piece)
-                    out.print(piece, end="", markup=False, emoji=False, highlight=False, soft_wrap=True)
+                for delta in answer:
+                    deltas.append(delta)
+                    out.print(delta, end="", markup=False, emoji=False, highlight=False, soft_wrap=True)
                     if interrupts.count:
                         break
         except KeyboardInterrupt:
             if interrupts.count > 1:
                 raise
         except ValueError as error:
-            if interrupts.count > 1:  # the second Ctrl-C broke a step off
+            if interrupts.count > 1:  # the second Ctrl-C interrupted a decode step
                 raise KeyboardInterrupt from error
             if not interrupts.count:
                 say(f"error: {error}")
                 return None
     if interrupts.count:
-        say(" (ended)")
+        say(" (stopped)")
     out.print()
-    return "".join(pieces)
+    return "".join(deltas)

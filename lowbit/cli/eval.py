@@ -1,4 +1,4 @@
-"""`lowbit eval`: perplexity of one or several models, or a whole suite with a result file and a page."""
+"""`lowbit eval`: perplexity of models, or a suite of tasks with a result file, a report and a plot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from lowbit.cli.terminal import Device, check_device, check_there, load_layers, out, say
+from lowbit.cli.terminal import Device, check_device, check_exists, load_layers, out, say
 
 if TYPE_CHECKING:
     from lowbit.eval.results import Results
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PERPLEXITY = "lowbit eval"
 PAGE, PLOT = "report.md", "quality.png"
-TEXT = "--text takes UTF-8 text, Newton's Opticks is taken without it"
+TEXT = "--text takes a file of UTF-8 text; the default is Newton's Opticks"
 
 
 def evaluate(
@@ -26,38 +26,38 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="MODEL...",
-            help="Folders of models, quantized here, by other tools or not, GGUF files, or names on the hub: org/name.",
+            help="Folders of models (16-bit, or quantized by lowbit or others), GGUF files, or names on the hub: org/name.",
         ),
     ],
-    text: Annotated[Path | None, typer.Option(help="UTF-8 text to measure on; Newton's Opticks when absent.")] = None,
-    reference: Annotated[str | None, typer.Option(help="16-bit model to show beside them, and to compare them with.")] = None,
+    text: Annotated[Path | None, typer.Option(help="UTF-8 text to measure on. Default: Newton's Opticks.")] = None,
+    reference: Annotated[str | None, typer.Option(help="16-bit model to measure too and to compare with.")] = None,
     window: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 1024,
-    stride: Annotated[int | None, typer.Option(min=1, help="Tokens between windows; the window itself when absent.")] = None,
-    windows: Annotated[int, typer.Option(min=1, help="Windows to measure; fewer tokens when the text ends before.")] = 8,
+    stride: Annotated[int | None, typer.Option(min=1, help="Tokens between starts of windows. Default: --window.")] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Maximum number of windows; a short text has fewer.")] = 8,
     suite: Annotated[
         Path | None,
         typer.Option(
-            help="Measure everything that a folder's .txt and .jsonl files allow; or: text, only the built-in text; "
-            "javascript, functions to be written in JavaScript."
+            help="Folder with tasks as .txt and .jsonl files; or text: the built-in text; or javascript: functions in "
+            "JavaScript."
         ),
     ] = None,
     out_folder: Annotated[
-        Path | None, typer.Option("--out", help="--suite: where results go; lowbit-eval when absent.")
+        Path | None, typer.Option("--out", help="--suite: folder for the results. Default: lowbit-eval.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="--suite: at most so many records of each .jsonl file.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="--suite: programs per problem; greedy when 1.")] = 1,
-    k: Annotated[str, typer.Option("--k", help="--suite: k of pass@k, separated by commas.")] = "1",
-    temperature: Annotated[float, typer.Option(min=0.01, help="--suite: of programs, when there are several.")] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, help="--suite: of programs, when there are several.")] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="--suite: maximum number of records per .jsonl file.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="--suite: programs per problem; 1 is greedy decoding.")] = 1,
+    k: Annotated[str, typer.Option("--k", help="--suite: the k of pass@k, comma-separated.")] = "1",
+    temperature: Annotated[float, typer.Option(min=0.01, help="--suite: sampling temperature with several --samples.")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="--suite: sampling seed with several --samples.")] = 0,
     run_generated_code: Annotated[
-        bool, typer.Option("--run-generated-code", help="--suite: run the programs the models write, isolated by the kernel.")
+        bool, typer.Option("--run-generated-code", help="--suite: run the generated programs, isolated by Linux namespaces.")
     ] = False,
     unsafe: Annotated[
         bool,
         typer.Option(
             "--unsafe",
-            help="--run-generated-code: also where the kernel cannot isolate programs; they can then read, change and delete "
-            "your files.",
+            help="--run-generated-code: run them even if this machine cannot isolate them; they can then read, change and "
+            "delete your files.",
         ),
     ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the models' files with their checksums first.")] = False,
@@ -66,12 +66,12 @@ def evaluate(
         Path | None, typer.Option("--json", help="Write the result as JSON to this file; - for standard output.")
     ] = None,
 ) -> None:
-    """Perplexity of models on real text, with the exact number of tokens and a standard error.
+    """Measure the perplexity of models on a text, with the number of tokens and a standard error.
 
-    With --suite, more: divergence from --reference (KL, same top-1), multiple choice ("question", "choices", "answer"),
-    summaries by ROUGE ("document", "summary"; needs the extra eval) and programs by pass@k (HumanEval's file; JavaScript
-    needs node), whatever the folder has files for. OUT gets results.json, complete after every task, a page and a plot (needs
-    the extra plot). docs/internals/evaluate.md says how each is measured.
+    With --suite, also the tasks that the folder has files for: divergence from --reference (KL, same top-1), multiple choice
+    ("question", "choices", "answer"), summaries by ROUGE ("document", "summary"; needs the extra eval) and programs by pass@k
+    (HumanEval's file; JavaScript needs node). OUT gets results.json, saved after every task, report.md and a plot (needs the
+    extra plot). docs/internals/evaluate.md defines each measure.
 
     Example: lowbit eval SmolLM2-int4 --reference SmolLM2
 
@@ -82,11 +82,12 @@ def evaluate(
     from lowbit.sources import local_model
 
     if suite is None and (out_folder, limit, samples, k, run_generated_code, unsafe) != (None, None, 1, "1", False, False):
-        raise ValueError("--out, --limit, --samples, --k, --run-generated-code and --unsafe belong to --suite")
+        options = "--out, --limit, --samples, --k, --run-generated-code and --unsafe"
+        raise ValueError(f"{options} need --suite, such as --suite text")
     if unsafe and not run_generated_code:
-        raise ValueError("--unsafe belongs to --run-generated-code: give both")
+        raise ValueError("--unsafe needs --run-generated-code; give both or neither")
     check_device(device)
-    check_there(text, TEXT)
+    check_exists(text, TEXT)
     for name in (*models, *([] if reference is None else [reference])):
         local_model(name)
     load_layers()
@@ -99,7 +100,7 @@ def evaluate(
     if json_file is not None and str(json_file) != "-":
         check_file(json_file, PERPLEXITY if suite is None else SUITE)
         if suite is not None and json_file.resolve() in ((folder / name).resolve() for name in (PAGE, PLOT)):
-            raise ValueError(f"{json_file}: is the page or the plot of --suite; name another file with --json")
+            raise ValueError(f"--json {json_file}: --suite writes its report or plot there; name another file")
     for name in models if verify else ():
         verify_checkpoint(name, progress=True)
     if suite is None:
@@ -120,7 +121,7 @@ def _ks(text: str) -> tuple[int, ...]:
     except ValueError:
         ks = ()
     if not ks or min(ks) < 1:
-        raise ValueError(f"--k takes whole numbers from 1, separated by commas, got {text!r}")
+        raise ValueError(f"--k {text!r}: must be whole numbers of at least 1, comma-separated, such as 1,10")
     return ks
 
 
@@ -175,15 +176,15 @@ def _suite(
         check_file(folder / name, SUITE)
     check_plot(folder / PLOT, SUITE)
     if str(suite) in WORDS and suite.exists():
-        raise ValueError(f"--suite {suite}: names a built-in suite and a folder here; for that one give {suite.resolve()}")
+        raise ValueError(f"--suite {suite}: is both a built-in suite and a folder; for the folder give {suite.resolve()}")
     tasks = read_tasks(WORDS.get(str(suite), suite), text, settings)
     try:
         results = run_suite(models, reference, tasks, settings, folder, say, True, device)
     except KeyboardInterrupt:
         unfinished = folder / UNFINISHED
-        say(f"what was measured so far is in {unfinished if unfinished.exists() else folder / RESULTS}")
+        say(f"the results so far are in {unfinished if unfinished.exists() else folder / RESULTS}")
         raise
-    _page(results, folder)
+    _write_report(results, folder)
     if not quiet:
         for table in report.tables(results.document):
             out.print(table)
@@ -192,8 +193,8 @@ def _suite(
     return results.document
 
 
-def _page(results: Results, folder: Path) -> None:
-    """The plot, where it can be drawn, and the page with it."""
+def _write_report(results: Results, folder: Path) -> None:
+    """Writes the plot, if matplotlib is installed, and the report."""
     from lowbit.eval import report
     from lowbit.eval.plot import plot
     from lowbit.eval.results import RESULTS

@@ -1,4 +1,4 @@
-"""`lowbit inspect`: what a checkpoint holds, layer by layer, and whether it is whole."""
+"""`lowbit inspect`: lists the layers of a checkpoint and checks its files."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ if TYPE_CHECKING:
     from lowbit.models.source import ResolvedSource
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-"""The number of a layer or an expert in a name."""
+"""Matches the number of a layer or an expert in a module name."""
 
 
 def inspect(
     model: AnyModel,
-    check: Annotated[bool, typer.Option("--check", help="Read every tensor; compare all with config.json's model.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Read every tensor, and compare names and shapes with the model of config.json.")
+    ] = False,
     json_file: Json = None,
 ) -> None:
-    """What a checkpoint holds: layers, schemes, bytes, bits per weight, what stayed in 16 bits, what would be slow on a GPU.
+    """List a checkpoint's layers: schemes, bytes, bits per weight, layers kept in 16 bits, layers slow on a GPU.
 
-    Layers that differ only in their number are one row; the file of --json has each of them. Of another tool's files, what
-    generate, eval and lowbit.load make of each layer, and what they cannot take over.
+    Layers that differ only in their number share a row; --json lists each of them. For files of other tools, the list shows
+    each layer as generate, eval and lowbit.load read it, and what they cannot read.
     """
     from lowbit.sources import local_model
 
@@ -72,14 +74,16 @@ def _print(rows: list[dict[str, Any]], rest: int, kept: tuple[str, ...], lines: 
         )
         out.print(f"in 16 bits or more: {rest:,} bytes; not converted: {', '.join(kept) or '-'}")
     else:
-        out.print(f"not a lowbit checkpoint: {rest:,} bytes of plain tensors")
+        out.print(f"not quantized: {rest:,} bytes of plain tensors")
     for line in lines:
         out.print(line, soft_wrap=True)
 
 
 def _equal_rows(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any], int]]:
-    """One entry for rows that differ only in the numbers of their names: the name with ranges (`layers.0-29.mlp.up_proj`), the
-    first of the rows, and their count, in the order of the first rows."""
+    """Merges rows that differ only in the numbers of their names.
+
+    Returns the name with ranges (`layers.0-29.mlp.up_proj`), the first row and the count of each, in order of first rows.
+    """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         pattern = _NUMBER.sub("#", row["layer"])
@@ -93,7 +97,7 @@ def _equal_rows(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any], i
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Whole numbers in words: 0-3,5."""
+    """Returns whole numbers as ranges: 0-3,5."""
     parts: list[list[int]] = []
     for number in sorted(set(numbers)):
         if parts and number == parts[-1][-1] + 1:
@@ -104,7 +108,7 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 Inspected = tuple[list[dict[str, Any]], int, tuple[str, ...], list[str], str]
-"""Rows of layers, bytes of all other tensors, linear layers that are not quantized, further lines, and the tool."""
+"""Rows of layers, bytes of all other tensors, names of unquantized linear layers, further lines, and the tool."""
 
 
 def _contents(source: ResolvedSource, check: bool) -> Inspected:
@@ -136,15 +140,15 @@ def _foreign_contents(source: ResolvedSource) -> Inspected:
 
 
 def _checked(reader: CheckpointReader) -> list[str]:
-    """Compares the files of a checkpoint with their checksums; what was found right, a line each."""
+    """Compares the files of a checkpoint with their checksums; returns one line per check that passed."""
     from lowbit.models.load import verified_files
 
     total = sum(file.stat().st_size for file in {reader.info(name).file for name in reader.names()})
     verified = verified_files(reader, progress=True)
     files = f"{len(verified)} file{'s' if len(verified) > 1 else ''}, {total:,} bytes: SHA-256 as config.json states"
-    files += " (of weights and of its own quantization_config, not of the rest of it nor of the tokenizer)"
-    none = "config.json states no checksums of its files: whether they are those that were written is not known"
-    return [files if verified else none, "every tensor is as config.json says"]
+    files += " (weights and quantization_config; the rest of config.json and the tokenizer have no checksum)"
+    none = "config.json states no checksums, so changes of the files cannot be detected"
+    return [files if verified else none, "every tensor has the dtype and shape of config.json"]
 
 
 def _layer_row(name: str, q: QuantTensor) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`lowbit serve`: texts over HTTP."""
+"""`lowbit serve`: serves a model over HTTP."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from lowbit.serve.server import Server
 
 MOST_ON_A_CPU = 8
-"""Texts at once on a CPU unless the user says: it computes them one after the other, so that more make all of them slow."""
+"""Default of --max-concurrent on a CPU, which computes sequences one after another: more would slow down all of them."""
 
 MOST_ON_A_GPU = 64
 
 
 def extra_missing(command: str, error: ImportError) -> ValueError:
-    """What a command raises where the packages of the serve extra are not installed."""
+    """Returns the error for a command whose packages of the serve extra are not installed."""
     from lowbit.extras import install
 
     return ValueError(f"lowbit {command} needs the serve extra ({error}): {install('serve')}")
@@ -34,35 +34,44 @@ def extra_missing(command: str, error: ImportError) -> ValueError:
 def serve(
     model: AnyModel,
     scheme: Scheme = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all, and then with a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all interfaces, best with --api-key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8000,
     api_key: Annotated[
-        str | None, typer.Option(envvar="LOWBIT_API_KEY", show_envvar=True, help="What clients have to send as their key.")
+        str | None, typer.Option(envvar="LOWBIT_API_KEY", show_envvar=True, help="API key that clients must send.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the model for clients; its folder's when absent.")] = None,
+    name: Annotated[str | None, typer.Option(help="Model name for clients. Default: the folder's name.")] = None,
     max_concurrent: Annotated[
-        int | None, typer.Option(min=1, help=f"Texts at once; {MOST_ON_A_GPU}, on a CPU {MOST_ON_A_CPU}, when absent.")
+        int | None,
+        typer.Option(min=1, help=f"Sequences per batch. Default: {MOST_ON_A_GPU}, on a CPU {MOST_ON_A_CPU}."),
     ] = None,
-    max_queue: Annotated[int, typer.Option(min=0, help="Texts that wait; to more the server says 429.")] = 256,
-    max_prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt; as many as a text may have.")] = None,
-    max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request's body.")] = 1 << 20,
+    max_queue: Annotated[int, typer.Option(min=0, help="Sequences in the queue; further requests get status 429.")] = 256,
+    max_prompt: Annotated[int | None, typer.Option(min=1, help="Tokens per prompt. Default: the context length.")] = None,
+    max_body: Annotated[int, typer.Option(min=1024, help="Bytes per request body.")] = 1 << 20,
     cache_gib: Annotated[
-        float | None, typer.Option(min=0, max=1e6, help="Memory for keys and values; most of a GPU's free, half of a CPU's.")
+        float | None,
+        typer.Option(
+            min=0, max=1e6, help="Memory for the KV cache in GiB. Default: most of a GPU's free memory, half of a CPU's."
+        ),
     ] = None,
     batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="On a GPU: a text has the same bits whoever is computed beside it.")
+        bool,
+        typer.Option("--batch-invariant", help="On a GPU: results of a sequence do not depend on the rest of its batch."),
     ] = False,
-    grace: Annotated[float, typer.Option(min=0, max=86400, help="Seconds that texts get to finish after SIGTERM.")] = 30.0,
+    grace: Annotated[
+        float, typer.Option(min=0, max=86400, help="Seconds for running sequences to finish after SIGTERM.")
+    ] = 30.0,
     prompt_seconds: Annotated[
-        float, typer.Option(min=0.1, max=86400, help="Seconds that chat template and tokenizer may take over a request.")
+        float, typer.Option(min=0.1, max=86400, help="Seconds that chat template and tokenizer may take per request.")
     ] = 10.0,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
     device: Device = None,
 ) -> None:
-    """Serve a model over HTTP to clients of OpenAI's API, and a page to try it at /.
+    """Serve a model over HTTP with OpenAI's API, and a chat page at /.
 
-    Answers POST /v1/chat/completions and /v1/completions, GET /v1/models, /health, /ready and /metrics (docs/serve.md).
-    SIGTERM and Ctrl-C let texts finish.
+    Endpoints: POST /v1/chat/completions and /v1/completions, GET /v1/models, /health, /ready and /metrics (docs/serve.md).
+    After SIGTERM or Ctrl-C, running sequences finish first.
 
     Example: lowbit serve Llama-3-8B --scheme w4a16_g128
     """
@@ -71,7 +80,10 @@ def serve(
     check_scheme(scheme)
     check_device(device)
     if api_key is not None and not (api_key and all("!" <= character <= "~" for character in api_key)):
-        raise ValueError("an API key is one or more ASCII characters without spaces; for none at all, unset LOWBIT_API_KEY")
+        raise ValueError(
+            "--api-key (or LOWBIT_API_KEY): must be one or more printable ASCII characters without spaces; "
+            "for a server without a key, leave out the option and unset LOWBIT_API_KEY"
+        )
     path = local_model(model)
     load_layers()
     try:
@@ -89,7 +101,7 @@ def serve(
     limits = Limits(concurrent, max_queue, max_prompt or 1 << 20, max_body, grace, prompt_seconds)
     local = is_local(host)
     if not local and api_key is None:
-        say(f"warning: whoever reaches {host} can use this server; give it a key with --api-key or LOWBIT_API_KEY")
+        say(f"warning: anyone who can reach {host} can use this server; set a key with --api-key or LOWBIT_API_KEY")
     _log()
     raise_file_limit()
     with bound(host, port) as sock:
@@ -109,15 +121,15 @@ def serve(
     if not service.worker.dead:
         say("stopped")
     if running.forced is not None or service.worker.running:
-        exit_now(status)  # the interpreter's own end aborts the process (SIGABRT) if the thread is in code of torch then
+        exit_now(status)  # a normal exit would abort (SIGABRT) while the worker thread runs code of torch
     raise typer.Exit(status)
 
 
 def _run(running: Server, sock: socket.socket) -> int:
-    """Serves until a signal comes or the engine dies; returns the exit status."""
+    """Serves until a signal or until the engine fails; returns the exit status."""
     try:
         running.run(sockets=[sock])
-    except KeyboardInterrupt:  # before the server handles signals, or when it no longer does
+    except KeyboardInterrupt:  # before or after the server handles signals itself
         return 128 + signal.SIGINT
     if running.service.worker.dead:
         return 1
@@ -127,7 +139,7 @@ def _run(running: Server, sock: socket.socket) -> int:
 
 
 class _Warming:
-    """Shows how far a warm-up is, as `lowbit.progress` does, and one line at its end."""
+    """Shows the progress of the warm-up, and one line at its end."""
 
     def __init__(self, ready: str) -> None:
         self.ready = ready
@@ -148,7 +160,7 @@ class _Warming:
 
 
 def _log() -> None:
-    """The server's own lines go to stderr, as do errors of what it stands on."""
+    """Logs the server's lines and uvicorn's errors to stderr."""
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     logging.getLogger("lowbit.serve").setLevel(logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)

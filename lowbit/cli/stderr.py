@@ -12,25 +12,25 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 MOST_BYTES = 1 << 20
-"""Text that is kept while nobody reads standard error; what comes after that is dropped and counted."""
+"""Bytes queued at most while standard error is not read; further writes are dropped and counted."""
 
 LAST_SECONDS = 1.0
-"""Time to write what is left at the end."""
+"""Seconds to write the rest of the queue at exit."""
 
 
 class QueuedStream(io.TextIOBase):
-    """A text stream whose writes return at once: a thread copies the text to a file descriptor.
+    """A text stream whose writes return at once; a thread copies the text to a file descriptor.
 
-    A pipe that nobody reads blocks that thread alone. What cannot be written (a full disk, a closed pipe) is dropped.
+    A full pipe blocks only that thread. Text that cannot be written (full disk, closed pipe) is dropped.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._queue: deque[bytes] = deque()
         self._bytes = 0
-        """Of the queue and of what the thread is writing."""
+        """Bytes in the queue and in the thread's current write."""
         self._dropped = 0
-        """Writes that found the queue full since the last one that did not."""
+        """Dropped writes since the last queued one."""
         self._ending = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._copy, name="lowbit-stderr", daemon=True)
@@ -38,23 +38,23 @@ class QueuedStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """UTF-8."""
+        """Returns "utf-8"."""
         return "utf-8"
 
     def fileno(self) -> int:
-        """The file descriptor that the text is copied to."""
+        """Returns the file descriptor of the output."""
         return self._descriptor
 
     def isatty(self) -> bool:
-        """Whether the file descriptor is a terminal."""
+        """Returns whether the file descriptor is a terminal."""
         return os.isatty(self._descriptor)
 
     def writable(self) -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     def write(self, text: str) -> int:
-        """Queues text, or drops it if MOST_BYTES are queued already."""
+        """Queues text; drops it if the queue would exceed MOST_BYTES."""
         data = text.encode("utf-8", "backslashreplace")
         with self._changed:
             if self._bytes + len(data) > MOST_BYTES:
@@ -69,7 +69,7 @@ class QueuedStream(io.TextIOBase):
         return len(text)
 
     def end(self) -> None:
-        """Writes what is queued, for at most LAST_SECONDS, and ends the thread."""
+        """Writes the rest of the queue, for at most LAST_SECONDS, and ends the thread."""
         with self._changed:
             self._ending = True
             self._changed.notify()
@@ -92,11 +92,11 @@ class QueuedStream(io.TextIOBase):
 
 @contextlib.contextmanager
 def queued_stderr() -> Iterator[None]:
-    """Makes `sys.stderr` a QueuedStream meanwhile, for consoles, logging, warnings and tracebacks; usable as a decorator."""
+    """Replaces `sys.stderr` by a QueuedStream during the block; usable as a decorator."""
     before = sys.stderr
     try:
         descriptor = before.fileno()
-    except (AttributeError, io.UnsupportedOperation):  # None, if closed when Python started, and streams in memory
+    except (AttributeError, io.UnsupportedOperation):  # None if stderr was closed at start, or a stream in memory
         yield
         return
     sys.stderr = stream = QueuedStream(descriptor)
@@ -108,7 +108,7 @@ def queued_stderr() -> Iterator[None]:
 
 
 def exit_now(status: int) -> NoReturn:
-    """Ends the process at once, with what is queued for standard error written; nothing else is cleaned up."""
+    """Writes the queue of standard error and ends the process at once, without any other clean-up."""
     if isinstance(sys.stderr, QueuedStream):
         sys.stderr.end()
     os._exit(status)

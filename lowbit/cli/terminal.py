@@ -1,6 +1,6 @@
-"""What the commands share: two consoles that escape what they print, mistakes as one line on stderr, results as JSON.
+"""Shared by the commands: two consoles that escape their output, errors as one line on stderr, results as JSON.
 
-A command checks its arguments first, by modules that need no torch, and then calls `load_layers`, which takes seconds.
+A command first checks its arguments with modules that need no torch, then calls `load_layers`, which takes seconds.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from lowbit.cli import begin
+from lowbit.cli import restore_keyboard_interrupt
 from lowbit.printable import printable
 
 
 class Terminal(Console):
-    """A console that shows text as it is: without markup, emoji codes and highlighting, control characters escaped."""
+    """A console without markup, emoji codes and highlighting that escapes control characters."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, "highlight": False, **options})
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """`text`, escaped, as rich prints it: every string passes here, printed alone or as a cell of a table."""
+        """Returns the escaped `text` as rich renders it; rich calls this for every string, also for table cells."""
         return super().render_str(printable(text), **options)
 
 
@@ -45,34 +45,33 @@ AnyModel = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Folder of a model, quantized by lowbit, by another tool or not, a GGUF file, or a name on the hub: org/name, or "
-        "org/name@revision.",
+        help="Folder of a model (16-bit, or quantized by lowbit or another tool), a GGUF file, or a name on the hub: org/name "
+        "or org/name@revision.",
     ),
 ]
-Scheme = Annotated[str | None, typer.Option(help="Quantize a 16-bit model to this scheme while loading it.")]
-Device = Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda, cuda:1; a GPU where there is one.")]
+Scheme = Annotated[str | None, typer.Option(help="Quantize a 16-bit model to this scheme while loading.")]
+Device = Annotated[str | None, typer.Option(help="Device: cpu, cuda or cuda:1. Default: a GPU if there is one, else cpu.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file; - for standard output.")]
 
 
 def user_errors(command: Command) -> Command:
-    """Turns what a user can act on into one line on stderr and exit code 1; anything else is a bug and shows itself.
+    """Prints errors that a user can fix as one line on stderr and exits with 1; other exceptions are bugs and propagate.
 
-    The command's docstring is its help, with each paragraph in one line: typer would keep the line breaks of the source beside
-    those of the terminal.
+    The command's docstring becomes its help, each paragraph on one line: typer would keep the line breaks of the source.
     """
 
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        from lowbit.progress import through_long_steps
+        from lowbit.progress import periodic_lines
 
         try:
-            with through_long_steps():
+            with periodic_lines():
                 return command(*args, **kwargs)
-        except _mistakes() as error:  # the layers that the command did not import raise nothing
-            err.print(f"error: {_in_words(error)}", style="red", soft_wrap=True)
+        except _user_error_types() as error:
+            err.print(f"error: {_message(error)}", style="red", soft_wrap=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt:
-            err.print("interrupted; nothing was left half-written")
+            err.print("interrupted; no file was left incomplete")
             raise typer.Exit(130) from None
         finally:
             if "transformers.utils.logging" in sys.modules:
@@ -83,45 +82,47 @@ def user_errors(command: Command) -> Command:
 
 
 def _paragraphs(docstring: str) -> str:
-    """A docstring with each paragraph in one line. A line that begins with "Example" begins a paragraph."""
+    """Returns a docstring with each paragraph on one line; a line that begins with "Example" starts a paragraph."""
     text = re.sub(r"\n(?=Example)", "\n\n", inspect.cleandoc(docstring))
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in re.split(r"\n\n+", text))
 
 
-def _shown(factory: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """What Transformers counts while it loads weights, shown as commands show progress."""
+def _tqdm_hook(factory: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Shows the progress bars of Transformers as `Progress`."""
     from lowbit.progress import Progress
 
-    known = {name: options[name] for name in ("total", "unit_scale") if name in options}
-    return Progress(*arguments[:1], desc=options.get("desc") or "loading", unit="tensors", **known)
+    supported = {name: options[name] for name in ("total", "unit_scale") if name in options}
+    return Progress(*arguments[:1], desc=options.get("desc") or "loading", unit="tensors", **supported)
 
 
-def _mistakes() -> tuple[type[Exception], ...]:
-    """What a user can act on, among it the errors of the layers that are imported."""
+def _user_error_types() -> tuple[type[Exception], ...]:
+    """Returns the exceptions that a user can fix, including those of the layers imported so far."""
     ours = (("lowbit.ops", "UnsupportedProblem"), ("lowbit.demo", "DemoError"), ("lowbit.engine", "RequestFailed"))
     return (ValueError, OSError, *(getattr(sys.modules[module], name) for module, name in ours if module in sys.modules))
 
 
 def load_layers() -> None:
-    """Imports torch, Transformers and the layers, once the arguments are checked. Meanwhile Ctrl-C ends the process at once,
-    afterwards it raises KeyboardInterrupt."""
+    """Imports torch, Transformers and the layers, after the arguments are checked.
+
+    Until it returns, Ctrl-C ends the process at once; afterwards it raises KeyboardInterrupt.
+    """
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # commands show progress their own way
+    logging.disable_progress_bar()
     logging.set_verbosity_error()
-    logging.set_tqdm_hook(_shown)
-    importlib.import_module("lowbit.demo")  # it stands on all that commands use, but servers and measurements
-    begin()
+    logging.set_tqdm_hook(_tqdm_hook)
+    importlib.import_module("lowbit.demo")  # imports all that most commands use
+    restore_keyboard_interrupt()
 
 
 def check_device(name: str | None) -> None:
-    """Raises ValueError for what names no device; whether it is here, torch says later."""
+    """Raises ValueError unless `name` has the form of a device; torch checks later that it exists."""
     if name is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ValueError(f"--device is cuda, one GPU such as cuda:1, or cpu; computing is not done on {name!r}")
+        raise ValueError(f"--device {name!r}: not a device; give cpu, cuda, or one GPU such as cuda:1")
 
 
 def check_scheme(name: str | None) -> None:
-    """Raises ValueError for what is no scheme, before torch is imported."""
+    """Raises ValueError unless `name` is a scheme, before torch is imported."""
     from lowbit.formats import parse_scheme
 
     if name is not None:
@@ -129,38 +130,43 @@ def check_scheme(name: str | None) -> None:
 
 
 def check_schemes(names: str | None) -> None:
-    """`check_scheme` of a list with commas, in which "none" stands for 16 bits."""
+    """Checks every scheme of a comma-separated list, in which "none" means 16 bits."""
     for name in () if names is None else names.split(","):
         check_scheme(None if name.strip() in ("", "none") else name)
 
 
-def check_there(file: Path | None, expected: str) -> None:
-    """Raises ValueError where no file or folder is, with what was expected."""
+def check_exists(file: Path | None, expected: str) -> None:
+    """Raises ValueError if the file or folder does not exist; the message includes `expected`."""
     if file is not None and not file.exists():
         raise ValueError(f"{file}: no such file; {expected}")
 
 
-def _in_words(error: Exception) -> str:
-    """The message in one line; of the system's errors "FILE: what", instead of a number."""
+def _message(error: Exception) -> str:
+    """Returns the error's message on one line; for an OSError "FILE: reason" without the error number."""
     named = isinstance(error, OSError) and error.filename is not None and error.strerror
     text = f"{error.filename}: {error.strerror}" if named else str(error)  # type: ignore[attr-defined]
     return re.sub(r"\s*\n\s*", " ", text)
 
 
 def check_json(target: Path | None, result: str, folder: Path | None = None) -> None:
-    """Raises ValueError, before any work, when the result of the command may not be written to the file, as where it is or lies
-    in the folder that the command writes."""
+    """Raises ValueError, before any work, if the command may not write its result to `target`.
+
+    `target` must not be `folder`, the command's output folder, nor lie inside it.
+    """
     from lowbit.checkpoint.target import check_file
 
     if target is None or str(target) == "-":
         return
     if folder is not None and folder.resolve() in (target.resolve(), *target.resolve().parents):
-        raise ValueError(f"{target}: is or lies in {folder}, which is written as a whole; name a file beside it")
+        raise ValueError(
+            f"--json {target}: is or lies in the output folder {folder}, which is replaced as a whole; "
+            "name a file outside the folder"
+        )
     check_file(target, result)
 
 
 def write_result(target: Path | None, result: str, value: dict[str, Any]) -> None:
-    """Writes `value`, named as a result of the command `result`, as JSON to the file; "-" is standard output, None nowhere."""
+    """Writes `{"result": result, **value}` as JSON to the file; "-" is standard output, None writes nothing."""
     from lowbit.eval.results import as_json, write_json
 
     if target is None:
@@ -173,5 +179,5 @@ def write_result(target: Path | None, result: str, value: dict[str, Any]) -> Non
 
 
 def say(line: str) -> None:
-    """Prints a line on stderr, unbroken."""
+    """Prints a line to stderr without wrapping it."""
     err.print(line, soft_wrap=True)

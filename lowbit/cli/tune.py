@@ -1,4 +1,4 @@
-"""`lowbit tune`: the fastest tile of each product of a model, measured on the GPU in hand and kept for this machine."""
+"""`lowbit tune`: measures the fastest tile for each product of a model on this GPU and stores it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from lowbit.cli.terminal import Model, check_scheme, load_layers, out, say
 def tune(
     model: Model,
     scheme: Annotated[
-        str | None, typer.Option(help="Scheme of a model that lowbit has not quantized, such as w4a16_g128.")
+        str | None, typer.Option(help="Scheme, such as w4a16_g128, for a model that lowbit has not quantized.")
     ] = None,
-    tokens: Annotated[str | None, typer.Option(help="Rows of x, separated by commas; 18 numbers from 1 to 4096.")] = None,
-    seconds: Annotated[float | None, typer.Option(min=1, help="End after so long, compiling included.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Numbers of tokens, comma-separated. Default: 18 numbers from 1 to 4096.")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="Stop after this time, compilation included.")] = None,
 ) -> None:
-    """Time the tiles of a model's products on this GPU and keep the fastest, for every process that starts afterwards.
+    """Time the tiles for a model's matrix products on this GPU and store the fastest for processes that start later.
 
-    Which tile multiplies is chosen by a model of costs that was fitted to an H200; on other GPUs, and for shapes that nobody
-    looked at, a measurement is worth more. A tile that gains 3 percent and more is taken from then on, by a file in the user's
-    cache, which removing undoes; `lowbit explain` says where a tile was measured. Products of decode steps with a norm, gate or
-    residual at their ends (up to 64 tokens in lowbit's own engine) are chosen apart. Some minutes; Ctrl-C keeps what there is.
+    Without tuning, a cost model fitted to an H200 chooses the tile; other GPUs and untested shapes may gain from a measurement.
+    A tile that is at least 3 percent faster is stored in a file in the user's cache. Deleting the file undoes the tuning;
+    `lowbit explain` shows which tiles are measured. Not tuned: decode-step products with a fused norm, gate or residual (up to
+    64 tokens in lowbit's engine). Takes minutes; Ctrl-C keeps the results so far.
 
     Example: lowbit tune Llama-3-8B-w4a16_g128
 
@@ -44,12 +46,12 @@ def tune(
     rows = TOKENS if tokens is None else tuple(sorted(set(parse_rows(tokens))))
     products = products_of_model(model, named)
     with Progress(desc="starting", unit="tiles") as bar:
-        found = run(products, rows, math.inf if seconds is None else seconds, say, bar.at)
-    table = Table("scheme", "N x K", "products", "other tile", "gained there", "most at M")
-    of_weights: dict[tuple[str, int, int], list[Tuned]] = {}
-    for row in found:
-        of_weights.setdefault((row.scheme, row.n, row.k), []).append(row)
-    for (name, n, k), each in of_weights.items():
+        tuned = run(products, rows, math.inf if seconds is None else seconds, say, bar.at)
+    table = Table("scheme", "N x K", "products", "new tile", "mean gain", "largest gain at M")
+    by_weight: dict[tuple[str, int, int], list[Tuned]] = {}
+    for row in tuned:
+        by_weight.setdefault((row.scheme, row.n, row.k), []).append(row)
+    for (name, n, k), each in by_weight.items():
         better = [row for row in each if row.gain > 0]
         mean = sum(row.gain for row in better) / len(better) if better else 0.0
         most = max(better, key=lambda row: row.gain, default=None)

@@ -1,4 +1,4 @@
-"""How good a model still is: perplexity and divergence on real text, multiple choice, summaries, programs."""
+"""Measures model quality: perplexity and divergence on text, multiple choice, summaries, generated programs."""
 
 from lowbit.eval.choice import Choice, choose
 from lowbit.eval.divergence import Divergence, divergence

@@ -1,4 +1,4 @@
-"""Multiple choice: which of the given answers a model holds for the likeliest, without generating a word."""
+"""Multiple choice: the answer with the highest log-likelihood, without generation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lowbit.progress import Progress
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, the texts that may follow it, and the index of the right one."""
+    """A prompt, its possible continuations, and the index of the correct one."""
 
     prompt: str
     choices: tuple[str, ...]
@@ -40,7 +40,7 @@ class Choice:
     standard_error_per_byte: float
 
     def figures(self) -> list[Figure]:
-        """What tables and plots show."""
+        """Returns the figures for tables and plots."""
         return [
             Figure("accuracy", self.accuracy, self.standard_error, self.questions, "questions", "higher"),
             Figure("accuracy per byte", self.accuracy_per_byte, self.standard_error_per_byte, self.questions, "questions",
@@ -49,9 +49,9 @@ class Choice:
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
-    """The records of a file of {"prompt" or "question", "choices", "answer"}; raises ValueError, naming the record.
+    """Returns the records {"prompt" or "question", "choices", "answer"} of a file. Raises ValueError for an invalid record.
 
-    A "prompt" is taken as it is; a "question" becomes "Question: ...\\nAnswer:". `answer` is the index of the right choice,
+    A "prompt" is used unchanged; a "question" becomes "Question: ...\\nAnswer:". `answer` is the index of the correct choice,
     from 0, or its text.
     """
     return [_question(record, f"{path}, record {number}") for number, record in enumerate(read_records(path, limit), 1)]
@@ -64,11 +64,13 @@ def _question(record: dict[str, Any], where: str) -> Question:
         prompt = f"Question: {text_field(record, 'question', where)}\nAnswer:"
     choices, answer = record.get("choices"), record.get("answer")
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c.strip() for c in choices):
-        raise ValueError(f"{where}: choices is a list of at least two texts, got {choices!r}")
+        raise ValueError(f"{where}: choices must be a list of at least two texts, got {choices!r}")
     if isinstance(answer, str) and choices.count(answer) == 1:
         answer = choices.index(answer)
     if type(answer) is not int or not 0 <= answer < len(choices):
-        raise ValueError(f"{where}: answer is an index from 0 to {len(choices) - 1} or the text of one choice, got {answer!r}")
+        raise ValueError(
+            f"{where}: answer must be an index from 0 to {len(choices) - 1} or the text of one choice, got {answer!r}"
+        )
     return Question(prompt, tuple(choices), answer)
 
 
@@ -80,22 +82,25 @@ def choose(
     *,
     progress: bool = False,
 ) -> Choice:
-    """Accuracy of the model's choices on `questions`.
+    """Returns the accuracy of the model on `questions`.
 
-    A choice follows its prompt after one space, unless either brings its own white space. Scored are the tokens by which
-    prompt and choice together differ from the prompt alone, the last token of the prompt too where the two grow into one.
-    The choice with the largest sum of log-probabilities counts, and, length-normalised, that with the largest sum per UTF-8
-    byte of the choice; of equals, the first. Log-probabilities are float32, their sums float64. Raises ValueError for no
-    questions, and for one that does not fit into the model's context.
+    A space separates prompt and choice unless one of them has white space there. Scored are the tokens in which prompt plus
+    choice differ from the prompt alone; this includes the last token of the prompt if the tokenizer merges it with the choice.
+    The model's answer is the choice with the largest sum of log-probabilities, or, normalized, the largest sum per UTF-8 byte;
+    the first of equals. Log-probabilities are float32, their sums float64.
+
+    Raises ValueError without questions, and for a question that exceeds the model's context.
     """
     if not questions:
         raise ValueError("multiple choice needs at least one question")
-    room = getattr(model.config, "max_position_embeddings", None)
+    context = getattr(model.config, "max_position_embeddings", None)
     encoded = [[_encode(tokenizer, question.prompt, choice) for choice in question.choices] for question in questions]
     for number, candidates in enumerate(encoded, 1):
         longest = max(len(ids) for ids, _ in candidates)
-        if room is not None and longest > room:
-            raise ValueError(f"question {number} takes {longest} tokens, the model has a context of {room}; leave it out")
+        if context is not None and longest > context:
+            raise ValueError(
+                f"question {number} has {longest} tokens, the model a context of {context}; leave the question out"
+            )
     right = right_per_byte = 0
     with evaluating(model):
         for question, candidates in zip(
@@ -112,7 +117,7 @@ def choose(
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, choice: str) -> tuple[list[int], int]:
-    """Token ids of both together, and where those that are scored begin: at least one token before it, one after."""
+    """Returns the token ids of prompt and choice, and the index of the first scored token, at least 1."""
     between = "" if prompt[-1].isspace() or choice[0].isspace() else " "
     before, whole = tokenizer(prompt).input_ids, tokenizer(prompt + between + choice).input_ids
     common = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), min(len(before), len(whole)))
@@ -123,7 +128,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, choice: str) -> tup
 
 
 def _log_likelihoods(model: PreTrainedModel, candidates: Sequence[tuple[list[int], int]]) -> list[float]:
-    """Summed log-probability of the scored tokens of each candidate, run as one batch padded on the right."""
+    """Returns the summed log-probability of each candidate's scored tokens, from one batch padded on the right."""
     longest = max(len(ids) for ids, _ in candidates)
     tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in candidates], device=model.device)
     mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids, _ in candidates], device=model.device)

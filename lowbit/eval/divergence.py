@@ -1,4 +1,4 @@
-"""How far a quantized model's next-token distribution is from that of the 16-bit model it was made from."""
+"""The divergence of a quantized model's next-token distributions from those of its 16-bit model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LOGITS_AT_ONCE = 1 << 22
 class Divergence:
     """KL divergence in nats per token, over `tokens` predicted tokens in `windows`; see `divergence`.
 
-    top1: share of tokens for which both models hold the same token for the likeliest. nll_difference: mean negative
-    log-likelihood of the model minus the reference's, in nats, token by token: the logarithm of the ratio of the two
-    perplexities, with a standard error far below those of the perplexities, because both models read the same tokens.
+    top1: share of tokens for which both models have the same most likely token. nll_difference: mean difference of the
+    negative log-likelihoods, model minus reference, in nats. It is the logarithm of the ratio of the perplexities, but its
+    standard error is far smaller than theirs, because both models read the same tokens.
     Standard errors take windows as units (`lowbit.eval.figure.mean_of_windows`); None for a single window.
     """
 
@@ -38,7 +38,7 @@ class Divergence:
     nll_difference_standard_error: float | None
 
     def figures(self) -> list[Figure]:
-        """What tables and plots show."""
+        """Returns the figures for tables and plots."""
         return [
             Figure("KL mean", self.mean, self.mean_standard_error, self.tokens, "tokens", "lower"),
             Figure("KL median", self.median, None, self.tokens, "tokens", "lower"),
@@ -58,13 +58,13 @@ def divergence(
     stride: int | None = None,
     progress: bool = False,
 ) -> Divergence:
-    """KL(reference || model) of the next-token distributions at every token that `perplexity` scores.
+    """Returns KL(reference || model) of the next-token distributions at every token that `perplexity` scores.
 
-    Per token, the sum over the vocabulary of p (log p - log q), p the reference's and q the model's probabilities, in
-    float64 from the logits as the models give them. Both models run window by window; the logits of one window, [T, V] each,
-    are held at a time. A token that the reference rules out (p = 0) adds nothing; one that only the model rules out (q = 0)
-    makes the divergence infinite. The 99th percentile is interpolated linearly. Raises ValueError for vocabularies of
-    different sizes, logits that are NaN, and what `perplexity` raises it for.
+    Per token it is the sum over the vocabulary of p (log p - log q), with p of the reference and q of the model, in float64.
+    Both models run window by window, with the logits [T, V] of one window in memory. p = 0 adds 0; q = 0 where p > 0 makes the
+    divergence infinite. The 99th percentile is interpolated linearly.
+
+    Raises ValueError for vocabularies of different sizes, for NaN logits, and where `perplexity` does.
     """
     ids = one_text(input_ids, "divergence")
     batches = plan_windows(len(ids), window, stride)
@@ -96,14 +96,17 @@ def divergence(
 
 
 def compare(reference: Tensor, model: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of logits [T, V] and the tokens [T] that came next: KL(reference || model) and the difference of the negative
-    log-likelihoods, float64 [T] on the CPU, and whether both have the same likeliest token, bool [T]."""
+    """Compares logits [T, V] of two models, given the true next tokens [T]; results are on the CPU.
+
+    Returns KL(reference || model), float64 [T]; whether both have the same most likely token, bool [T]; and the difference of
+    the negative log-likelihoods, float64 [T].
+    """
     rows = max(1, _LOGITS_AT_ONCE // reference.shape[-1])
     kl, same, difference = [], [], []
     for p_logits, q_logits, target in zip(reference.split(rows), model.split(rows), targets.split(rows), strict=True):
         log_p, log_q = p_logits.double().log_softmax(-1), q_logits.double().log_softmax(-1)
         p = log_p.exp()
-        # Never below zero but for rounding, which is of the order of 1e-16 here.
+        # Rounding can make it slightly negative (1e-16).
         kl.append(torch.where(p == 0, 0.0, p * (log_p - log_q)).sum(-1).clamp(min=0).cpu())
         same.append((p_logits.argmax(-1) == q_logits.argmax(-1)).cpu())
         difference.append((log_p - log_q).gather(-1, target[:, None])[:, 0].cpu())
@@ -114,15 +117,15 @@ def compare(reference: Tensor, model: Tensor, targets: Tensor) -> tuple[Tensor, 
 
 
 def _logits(model: PreTrainedModel, ids: Tensor, count: int) -> Tensor:
-    """Logits [count, V] that predict the last `count` of the tokens [T]."""
+    """Returns the logits [count, V] that predict the last `count` of the tokens [T]."""
     logits: Tensor = model(ids[None].to(model.device), use_cache=False, logits_to_keep=count + 1).logits
     return logits[0, -count - 1 : -1]
 
 
 def _quantile(values: Tensor, rank: float) -> float:
-    """Linear interpolation between neighbours in the sorted values; torch.quantile refuses more than 2^24 of them."""
+    """Returns the linearly interpolated quantile; torch.quantile supports at most 2^24 values."""
     ordered = values.sort().values
     low = int(rank * (len(ordered) - 1))
     below, above = float(ordered[low]), float(ordered[min(low + 1, len(ordered) - 1)])
-    # Between equals there is nothing to interpolate: infinity minus infinity is NaN.
+    # Equal values may be infinite, and infinity minus infinity is NaN.
     return below if below == above else below + (rank * (len(ordered) - 1) - low) * (above - below)

@@ -1,4 +1,4 @@
-"""One measured number with what it takes to judge it: its standard error and how much it was measured on."""
+"""A measured number with its standard error and sample size."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ class Figure:
 
 
 def mean_of_windows(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, float | None]:
-    """Mean over all tokens, and its standard error, from the sum and the number of tokens of each window.
+    """Returns the mean over all tokens and its standard error, from the sum and the number of tokens of each window.
 
-    Tokens of one window share their context and are not independent, so windows are the units: with W windows of sums s and
-    counts n, the mean is m = sum(s) / sum(n), a ratio, and by the delta method its variance is W / (W - 1) *
-    sum((s - m n)^2) / sum(n)^2 (Cochran, Sampling Techniques, 3rd edition, section 6.4, without its correction for finite
-    populations). None for a single window. Windows of one text are not independent either: the error is that of another
-    stretch of the same text, not of another text.
+    Tokens of one window share their context, so windows are the sampling units. With W windows of sums s and counts n, the mean
+    is m = sum(s) / sum(n), and by the delta method its variance is W / (W - 1) * sum((s - m n)^2) / sum(n)^2 (Cochran,
+    Sampling Techniques, 3rd edition, section 6.4, without the correction for finite populations). The error is None for a
+    single window. It covers other parts of the same text, not other texts.
     """
     total = sum(counts)
     mean = sum(sums) / total
@@ -38,7 +37,7 @@ def mean_of_windows(sums: Sequence[float], counts: Sequence[int]) -> tuple[float
 
 
 def mean_of_items(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean of independent items and its standard error: deviation over sqrt(n); None for a single one."""
+    """Returns the mean of independent items and its standard error, deviation / sqrt(n); None for a single item."""
     mean = sum(values) / len(values)
     if len(values) < 2:
         return mean, None
@@ -47,6 +46,6 @@ def mean_of_items(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def share(right: int, count: int) -> tuple[float, float]:
-    """right / count = p and its binomial standard error sqrt(p (1 - p) / count), which is 0 where p is 0 or 1."""
+    """Returns p = right / count and its binomial standard error sqrt(p (1 - p) / count), which is 0 for p = 0 and p = 1."""
     p = right / count
     return p, math.sqrt(p * (1 - p) / count)

@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def _named(kind: type[BaseException], error: BaseException) -> str:
-    """The exception's type, or the built-in type that it derives from, with the errno of an OSError: never its text."""
+    """Returns the exception's type, or its built-in base type, with the errno of an OSError, but never its text."""
     name = next(base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base)
     code = errno.errorcode.get(error.errno or 0) if isinstance(error, OSError) else None
     return f"{name} {code}" if code else name
@@ -113,7 +113,7 @@ def _finish_isolation(request: dict[str, Any]) -> None:
 
 
 def _replace_stdin(request: dict[str, Any]) -> None:
-    """Puts what `guard.js` reads on standard input, so that it needs no file."""
+    """Writes the input of `guard.js` to standard input, so that it needs no file."""
     passed = {name: request[name] for name in ("program", "token", "channel")}
     with open(os.memfd_create("request"), "w", encoding="utf-8") as memory:
         json.dump(passed, memory)

@@ -31,13 +31,13 @@ _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 _ATTR_RDONLY, _ATTR_NOSUID = 1, 2
 
 _BASE, _OLD = b"/usr", "/old"
-"""Where the new root is mounted until it becomes the root, and where the old root is seen until it is unmounted."""
+"""Mount point of the new root before the switch, and of the old root until it is unmounted."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Enters the namespaces, builds the root folder and becomes the command; exits as it does, with 128 + n for signal n."""
+    """Enters the namespaces, builds the root folder and runs the command; exits with its status, or 128 + n for signal n."""
     request, command = json.loads(sys.argv[1]), sys.argv[2:]
     _die_with_parent()
     if os.getppid() != request["parent"]:

@@ -1,4 +1,4 @@
-"""pass@k: how likely one of k programs that a model writes for a problem passes the problem's tests."""
+"""pass@k: the probability that at least one of k generated programs passes a problem's tests."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lowbit.pipeline import Pipeline
 from lowbit.progress import Progress
 
 STOP = {PYTHON: ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint"), JAVASCRIPT: ("\n}",)}
-"""Where a completion ends, by language: before the next thing at the margin (Chen et al. 2021, section 3.1); in JavaScript that
-is the function's own closing brace, which is put back."""
+"""Stop strings by language: the next statement without indentation (Chen et al. 2021, section 3.1). In JavaScript that is the
+function's closing brace, which `_END` appends again."""
 _END = {PYTHON: "", JAVASCRIPT: "\n}"}
 MAX_NEW_TOKENS = 512
 _AT_ONCE = 16  # samples of one problem that are generated together
@@ -34,13 +34,13 @@ class Problem:
     language: str = PYTHON
 
     def program(self, completion: str) -> str:
-        """The source that passes if the completion, cut where `STOP` says, is right."""
+        """Returns the program that runs the tests on a completion, which must end before a `STOP` string."""
         return f"{self.prompt}{completion}{_END[self.language]}\n\n{self.test}\n\ncheck({self.entry_point})\n"
 
 
 @dataclass(frozen=True)
 class Solved:
-    """Of one problem: how many of `samples` completions passed, and why the others did not."""
+    """The result of one problem: how many of `samples` completions passed, and why the others failed."""
 
     problem: str
     samples: int
@@ -52,7 +52,7 @@ class Solved:
 class PassAtK:
     """pass@k by k, its standard error over problems (deviation / sqrt(problems); None for one problem), and each problem.
 
-    The error says how far another draw of problems would change the figure; the noise of sampling is part of it.
+    The error estimates the change with another sample of problems; it includes the noise of token sampling.
     """
 
     values: dict[int, float]
@@ -60,7 +60,7 @@ class PassAtK:
     problems: list[Solved]
 
     def figures(self) -> list[Figure]:
-        """What tables and plots show."""
+        """Returns the figures for tables and plots."""
         return [
             Figure(f"pass@{k}", value, self.standard_errors[k], len(self.problems), "problems", "higher")
             for k, value in self.values.items()
@@ -68,11 +68,11 @@ class PassAtK:
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Unbiased estimate of pass@k from `samples` completions of a problem, of which `passed` are right.
+    """Returns the unbiased estimate of pass@k from `samples` completions of a problem, of which `passed` are correct.
 
-    1 - C(samples - passed, k) / C(samples, k), the share of all subsets of k samples that hold a right one, as the product
-    1 - prod(1 - k / i for i in samples - passed + 1 .. samples), which does not overflow (Chen et al., Evaluating Large
-    Language Models Trained on Code, 2021, equation 1). Raises ValueError unless 0 <= passed <= samples and 1 <= k <= samples.
+    It is 1 - C(samples - passed, k) / C(samples, k), the share of subsets of k samples with a correct one, computed without
+    overflow as 1 - prod(1 - k / i for i in samples - passed + 1 .. samples) (Chen et al., Evaluating Large Language Models
+    Trained on Code, 2021, equation 1). Raises ValueError unless 0 <= passed <= samples and 1 <= k <= samples.
     """
     if not 0 <= passed <= samples or not 1 <= k <= samples:
         raise ValueError(f"0 <= passed <= samples and 1 <= k <= samples, got samples {samples}, passed {passed}, k {k}")
@@ -82,18 +82,18 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def read_problems(path: Path, limit: int | None = None) -> list[Problem]:
-    """The problems of a file in HumanEval's format: task_id, prompt, entry_point, test, and, where it is not Python, language,
-    the same in all records. Raises ValueError for others."""
+    """Returns the problems of a file in HumanEval's format: task_id, prompt, entry_point, test, and optionally language
+    (default Python), the same in all records. Raises ValueError for an invalid record."""
     problems: list[Problem] = []
     for number, record in enumerate(read_records(path, limit), 1):
         name, prompt, entry, test = (
             text_field(record, key, f"{path}, record {number}") for key in ("task_id", "prompt", "entry_point", "test")
         )
         if not entry.isidentifier():
-            raise ValueError(f"{path}, record {number}: entry_point is the name of a function, got {entry!r}")
+            raise ValueError(f"{path}, record {number}: entry_point must be the name of a function, got {entry!r}")
         language = record.get("language", PYTHON)
         if language not in LANGUAGES:
-            raise ValueError(f"{path}, record {number}: language is {' or '.join(LANGUAGES)}, got {language!r}")
+            raise ValueError(f"{path}, record {number}: language must be {' or '.join(LANGUAGES)}, got {language!r}")
         if problems and problems[0].language != language:
             raise ValueError(
                 f"{path}, record {number}: in {language}, those before it in {problems[0].language}; make two files"
@@ -116,14 +116,15 @@ def solve(
     isolation: str | None = None,
     progress: bool = False,
 ) -> PassAtK:
-    """Lets the model complete every problem `samples` times and RUNS what it writes (`lowbit.eval.sandbox`).
+    """Generates `samples` completions for every problem and RUNS them (`lowbit.eval.sandbox`).
 
-    The prompt is given as it is, without a chat template, and the completion ends before the next thing at the margin
-    (`STOP`). One sample is the greedy completion, of `batch_size` problems at once; more are drawn with top-p 0.95 and
-    `temperature`, and `seed` makes them repeatable on one machine. A completion has at most `max_new_tokens`, and no more than
-    fit into the model's context beside the longest prompt of its batch. Programs run in `isolation`, by default in that of
-    `choose_isolation()`. Raises ValueError for no problems, for problems in two languages, for k beyond the samples, for a
-    prompt that leaves no room in the context, and on a machine without an isolation.
+    Prompts get no chat template; a completion ends before a `STOP` string. One sample is decoded greedily, in batches of
+    `batch_size` problems; several are sampled with top-p 0.95, `temperature` and `seed`, reproducible on one machine. A
+    completion has at most `max_new_tokens` and fits into the model's context. Programs run in `isolation`, by default that of
+    `choose_isolation()`.
+
+    Raises ValueError without problems, for problems in two languages, for k > samples, for a prompt that fills the context, and
+    on a machine without an isolation.
     """
     languages = {problem.language for problem in problems}
     if len(languages) > 1:
@@ -154,16 +155,16 @@ def solve(
 
 
 def _room(pipe: Pipeline, problem: Problem, max_new_tokens: int) -> int:
-    """Tokens that fit into the model's context after the problem's prompt."""
-    room = getattr(pipe.model.config, "max_position_embeddings", None)
-    left = max_new_tokens if room is None else room - len(pipe.tokenizer(problem.prompt).input_ids)
+    """Returns the number of tokens that fit into the model's context after the problem's prompt."""
+    context = getattr(pipe.model.config, "max_position_embeddings", None)
+    left = max_new_tokens if context is None else context - len(pipe.tokenizer(problem.prompt).input_ids)
     if left < 1:
-        raise ValueError(f"{problem.name}: its prompt fills the model's context of {room} tokens; leave it out")
+        raise ValueError(f"{problem.name}: its prompt fills the model's context of {context} tokens; leave the problem out")
     return left
 
 
 def _draw(pipe: Pipeline, prompt: str, samples: int, seed: int, arguments: dict[str, Any]) -> list[str]:
-    """`samples` completions of a prompt, `_AT_ONCE` at a time."""
+    """Returns `samples` sampled completions of a prompt, in batches of `_AT_ONCE`."""
     completions: list[str] = []
     while len(completions) < samples:
         count = min(_AT_ONCE, samples - len(completions))

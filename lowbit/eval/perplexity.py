@@ -1,4 +1,4 @@
-"""Perplexity of a causal language model, with the exact number of tokens it was measured on."""
+"""Perplexity of a causal language model, with the exact number of scored tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Perplexity:
     standard_error: float | None
 
     def figures(self) -> list[Figure]:
-        """What tables and plots show."""
+        """Returns the figures for tables and plots."""
         return [Figure("perplexity", self.perplexity, self.standard_error, self.tokens, "tokens", "lower")]
 
 
@@ -46,14 +46,15 @@ def perplexity(
     batch_size: int = 1,
     progress: bool = False,
 ) -> Perplexity:
-    """Perplexity of `model` on token ids [T] or [1, T], read in windows of `window` tokens that start `stride` apart.
+    """Returns the perplexity of `model` on token ids [T] or [1, T], in windows of `window` tokens that start `stride` apart.
 
-    A window scores the tokens that no earlier window has scored, each from all tokens before it in its window. The first
-    token of the text has nothing before it and is not scored; with `stride` equal to `window` (the default) neither is
-    the first one of every other window, so 8 full windows of 1024 score 8 x 1023 tokens. The last window may be shorter.
-    `batch_size` windows run at once, their logits are held together. Log-probabilities are computed in float32 and summed
-    in float64. progress: show it, as `lowbit.progress` does. Raises ValueError for fewer than 2 tokens, a window below 2, a
-    stride outside 1..window, a batch size below 1, or token ids that are not those of one text.
+    A window scores the tokens that no earlier window scored, each given all earlier tokens of the window. The first token of
+    the text is not scored. With `stride` equal to `window` (the default), neither is the first token of the other windows: 8
+    full windows of 1024 score 8 x 1023 tokens. The last window may be shorter. `batch_size` windows run in one batch.
+    Log-probabilities are computed in float32 and summed in float64. progress: show a progress bar.
+
+    Raises ValueError for fewer than 2 tokens, a window below 2, a stride outside 1..window, a batch size below 1, or token ids
+    of several texts.
     """
     ids = one_text(input_ids, "perplexity")
     batches = plan_windows(len(ids), window, stride, batch_size)
@@ -73,7 +74,7 @@ def perplexity(
 
 
 def _nll(model: PreTrainedModel, ids: Tensor, count: int) -> list[float]:
-    """Summed negative log-likelihood of the last `count` tokens of each of the windows [B, T], in nats."""
+    """Returns the summed negative log-likelihood, in nats, of the last `count` tokens of each window of ids [B, T]."""
     ids = ids.to(model.device)
     logits = model(ids, use_cache=False, logits_to_keep=count + 1).logits[:, -count - 1 : -1]
     rows = max(1, _LOGITS_AT_ONCE // logits.shape[-1])

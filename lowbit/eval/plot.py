@@ -1,4 +1,4 @@
-"""The plot of an evaluation: every metric against bits per weight and, beside it, against the bytes of the checkpoint."""
+"""The plot of an evaluation: every metric against bits per weight and against the bytes of the checkpoint."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _LEFT_OUT = ("KL median", "KL 99 %")  # in the table; the plot shows the mean
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Draws a row of two panels for each task and metric, for light and for dark pages; the suffix of the path says the format.
+    """Writes a plot with a row of two panels per task and metric, in a light and a dark theme; the suffix is the format.
 
-    Points are models by name, bars one standard error, the grey line the reference's figure. Models whose size is not known are
-    left out. Raises ValueError when there is nothing to draw and when matplotlib is not installed.
+    Points are models, bars one standard error, the grey line the reference. Models of unknown size are omitted. Raises
+    ValueError if there is nothing to plot or matplotlib is not installed.
     """
     models = [m for m in document["models"] if m["size"] and m["size"]["bits_per_weight"] is not None]
     shown = [(f["task"], f["metric"], f["better"]) for m in models for f in m["figures"] if f["metric"] not in _LEFT_OUT]
     panels = sorted(dict.fromkeys(shown), key=lambda panel: [task for task, _, _ in shown].index(panel[0]))
     if not panels:
-        raise ValueError("the results hold no figure of a model whose bits per weight are known; nothing to plot")
+        raise ValueError("nothing to plot: the results contain no model with known bits per weight")
     write_plots(path, SUITE, lambda theme: _draw(models, panels, theme))
 
 
@@ -35,7 +35,7 @@ def _draw(models: list[dict[str, Any]], panels: list[tuple[str, str, str]], them
             axis.set_xlabel(label)
         for axis, size in zip(pair, ("bits_per_weight", "bytes"), strict=True):
             points[axis] = _panel(axis, models, panel, size, theme)
-    figure.canvas.draw()  # places the axes, which labels have to know
+    figure.canvas.draw()  # computes the positions of the axes for the labels
     for axis, own in points.items():
         label_points(axis, own, theme)
     return figure
@@ -44,7 +44,7 @@ def _draw(models: list[dict[str, Any]], panels: list[tuple[str, str, str]], them
 def _panel(
     axis: Any, models: list[dict[str, Any]], panel: tuple[str, str, str], size: str, theme: Theme
 ) -> list[tuple[float, float, str]]:
-    """One metric against one size; returns the points with their names."""
+    """Draws one metric against one size; returns the points with their labels."""
     points = []
     for model in models:
         figure = next((f for f in model["figures"] if (f["task"], f["metric"]) == panel[:2]), None)
@@ -58,7 +58,7 @@ def _panel(
         if model["reference"]:
             axis.axhline(value, color=theme.rival, linewidth=0.8, zorder=0)
         points.append((x, value, model["label"]))
-    if panel[2] == "higher":  # shares: from 0, and up to 1 where nothing was right
+    if panel[2] == "higher":  # shares: from 0, and up to 1 if all are 0
         axis.set_ylim(0, None if any(value for _, value, _ in points) else 1)
     axis.margins(x=0.35, y=0.2)
     return points

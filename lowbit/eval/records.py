@@ -1,4 +1,4 @@
-"""Data files of tasks: JSON objects, one a line, plain or gzipped."""
+"""Reads data files of tasks: one JSON object per line, plain or gzipped."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lowbit.sources import regular_file
 
 
 def read_records(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
-    """The objects of a .jsonl or .jsonl.gz file, the first `limit` of them; empty lines are skipped.
+    """Returns the first `limit` objects of a .jsonl or .jsonl.gz file; empty lines are skipped.
 
-    Raises ValueError, naming file and line, for what is not a JSON object, for a damaged gzip file, and for a file without
-    records; OSError when it cannot be read.
+    Raises ValueError, with file and line, for an invalid line, a damaged gzip file, or a file without records; OSError if the
+    file cannot be read.
     """
     records: list[dict[str, Any]] = []
     opened = gzip.open if path.suffix == ".gz" else open
@@ -45,8 +45,8 @@ def read_records(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
 
 
 def text_field(record: dict[str, Any], name: str, where: str) -> str:
-    """A field that is a non-empty string; raises ValueError, saying where, if it is not."""
+    """Returns a field of a record. Raises ValueError unless it is a non-empty string."""
     value = record.get(name)
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{where}: {name!r} is a non-empty text, got {value!r}")
+        raise ValueError(f"{where}: {name!r} must be a non-empty string, got {value!r}")
     return value

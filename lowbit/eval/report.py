@@ -1,4 +1,4 @@
-"""The page of an evaluation: a table per task with standard errors, what was measured on what, and what was not."""
+"""The report of an evaluation in Markdown: a table per task with standard errors, and the measurements that were skipped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowbit.eval.results import SUITE
 
 
 def rows(document: dict[str, Any], task: str) -> tuple[list[str], list[list[str]]]:
-    """Head and cells of a task's table: a line per model, a column per metric, each figure with its standard error."""
+    """Returns header and cells of a task's table: a row per model, a column per metric, figures with standard errors."""
     metrics = list(dict.fromkeys(f["metric"] for m in document["models"] for f in m["figures"] if f["task"] == task))
     lines = []
     for model in document["models"]:
@@ -36,7 +36,7 @@ def _size_cells(model: dict[str, Any]) -> list[str]:
 
 
 def number(value: float | str, error: float | None) -> str:
-    """A figure with its standard error to two digits, and the figure to the same place: 21.35 ± 0.42."""
+    """Returns a figure and its standard error as text, such as 21.35 ± 0.42: two digits of the error, equal decimals."""
     value = float(value)
     if error is None or not math.isfinite(error) or not error:
         return f"{value:.4g}"
@@ -45,7 +45,7 @@ def number(value: float | str, error: float | None) -> str:
 
 
 def tables(document: dict[str, Any]) -> list[Table]:
-    """The tables for a terminal, which is narrow: a line per metric, a column per model, and no figure cut short."""
+    """Returns the tables for a narrow terminal: a row per metric, a column per model, no number truncated."""
     out = []
     for task in document["request"]["tasks"]:
         head, lines = rows(document, task["task"])
@@ -62,19 +62,21 @@ def tables(document: dict[str, Any]) -> list[Table]:
 
 
 def skipped(document: dict[str, Any]) -> list[str]:
-    """A line for everything that was not measured."""
+    """Returns one line per skipped measurement."""
     return [f"{m['label']}: {s['task']}: {s['reason']}" for m in document["models"] for s in m["skipped"]]
 
 
 def write_page(document: dict[str, Any], path: Path, plots: list[str]) -> None:
-    """Writes the page in Markdown; `plots` are the names of picture files beside it."""
+    """Writes the report; `plots` are names of image files beside it."""
     text = markdown(document, plots)
     write_result(path, SUITE, lambda scratch: scratch.write_text(text, encoding="utf-8"))
 
 
 def replace_block(path: Path, name: str, text: str) -> None:
-    """Replaces what stands between `<!-- NAME -->` and `<!-- /NAME -->` in a Markdown file, whose line ends stay what they are;
-    raises ValueError unless each mark is there once, in this order."""
+    """Replaces the text between `<!-- NAME -->` and `<!-- /NAME -->` in a Markdown file and keeps its line endings.
+
+    Raises ValueError unless each mark occurs once, in this order.
+    """
     opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
     read_page(path)
     old = path.read_bytes().decode("utf-8")  # with its line ends
@@ -87,12 +89,12 @@ def replace_block(path: Path, name: str, text: str) -> None:
 
 
 def read_page(path: Path) -> str:
-    """The text of a Markdown file; raises ValueError when it is no such file."""
+    """Returns the text of a Markdown file. Raises ValueError if it does not exist or is not UTF-8."""
     return read_text(path, "a table goes into a Markdown file that has its marks")
 
 
 def markdown(document: dict[str, Any], plots: list[str]) -> str:
-    """The page as a text."""
+    """Returns the report as text."""
     machine, settings = document["machine"], document["request"]["settings"]
     device = ", ".join(machine["gpus"]) or f"{machine['processor']}, {machine['threads']} threads"
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items() if version)

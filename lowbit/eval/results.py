@@ -1,4 +1,4 @@
-"""The result file of an evaluation: complete after every task, so that a crash or Ctrl-C loses nothing that was measured."""
+"""The result file of an evaluation, saved after every task, so that a crash or Ctrl-C loses no finished measurement."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PACKAGES = ("transformers", "tokenizers", "numpy", "rouge-score")
 
 
 def machine() -> dict[str, Any]:
-    """Processor, threads, and the GPUs that torch sees."""
+    """Returns processor, threads, and the GPUs visible to torch."""
     return {
         "processor": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
@@ -39,21 +39,21 @@ def machine() -> dict[str, Any]:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str | None]:
-    """Versions of this library, what it runs on, and of `packages`; None for what is not installed."""
-    found: dict[str, str | None] = {
+    """Returns the versions of lowbit, Python, torch, CUDA, Triton and `packages`; None if not installed."""
+    installed: dict[str, str | None] = {
         "lowbit": __version__, "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
     }  # fmt: skip
     for package in ("triton", *packages):
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            installed[package] = None
+    return installed
 
 
 class Results:
-    """The document of one run and the file `path` that mirrors it: `results.json` in `folder`, or, as long as the run is not
-    complete and an earlier one's is there, which was, `results-unfinished.json`."""
+    """The document of one run and its file `path` in `folder`: results.json, or results-unfinished.json until the run is
+    complete, if results.json holds an earlier complete run."""
 
     def __init__(self, folder: Path, request: dict[str, Any]) -> None:
         self.path = folder / (UNFINISHED if _is_complete(folder / RESULTS) else RESULTS)
@@ -63,7 +63,7 @@ class Results:
         }  # fmt: skip
 
     def add_model(self, name: str, label: str, reference: bool, size: Size | None, dtype: str, device: str) -> None:
-        """Begins a model; figures that follow are its."""
+        """Adds a model; later figures belong to it."""
         self.document["models"].append(
             {
                 "model": name, "label": label, "reference": reference, "dtype": dtype, "device": device,
@@ -73,19 +73,19 @@ class Results:
         self.write()
 
     def add(self, task: str, figures: list[Figure], details: Any) -> None:
-        """The figures of a task of the current model, and the whole result they are taken from."""
+        """Adds the figures of a task of the current model, and the complete result as details."""
         model = self.document["models"][-1]
         model["figures"] += [{"task": task, **asdict(figure)} for figure in figures]
         model["details"].setdefault(task, {})[type(details).__name__] = asdict(details)
         self.write()
 
     def skip(self, task: str, why: str) -> None:
-        """A measurement that cannot be made of the current model."""
+        """Records a skipped measurement of the current model with its reason."""
         self.document["models"][-1]["skipped"].append({"task": task, "reason": why})
         self.write()
 
     def finish(self) -> None:
-        """Marks the run as complete; what it wrote in the meantime goes, and an earlier run's results are replaced."""
+        """Marks the run as complete, replaces results.json and removes results-unfinished.json."""
         self.document["complete"] = True
         unfinished, self.path = self.path, self.path.with_name(RESULTS)
         self.write()
@@ -93,12 +93,12 @@ class Results:
             unfinished.unlink(missing_ok=True)
 
     def write(self) -> None:
-        """Replaces the file in one step."""
+        """Replaces the file atomically."""
         write_json(self.path, self.document)
 
 
 def _is_complete(path: Path) -> bool:
-    """Whether the results of a run that ended are at `path`."""
+    """Returns whether `path` holds the results of a complete run."""
     try:
         return bool(read_json(path, SUITE, SCHEMA).get("complete"))
     except ValueError:
@@ -106,20 +106,20 @@ def _is_complete(path: Path) -> bool:
 
 
 def as_json(value: Any) -> str:
-    """JSON, in which infinities and NaN are the strings "inf", "-inf" and "nan", since it has no numbers for them."""
+    """Returns JSON text; infinities and NaN become the strings "inf", "-inf" and "nan"."""
     return json.dumps(_finite(value), indent=1, allow_nan=False) + "\n"
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Writes a result file in one step, over none but an earlier one of the same `document["result"]`; else raises
-    ValueError."""
+    """Writes a result file atomically. Raises ValueError if `path` exists and is not a result of the same
+    `document["result"]`."""
     result = document["result"]
-    text = as_json({"result": result, **document})  # at the beginning of the file, where it is looked for
+    text = as_json({"result": result, **document})  # "result" first: check_file reads the beginning of the file
     write_result(path, result, lambda scratch: scratch.write_text(text, encoding="utf-8"))
 
 
 def read_json(path: Path, result: str, schema: int | None = None) -> dict[str, Any]:
-    """The document of a result file of the command `result`; raises ValueError that says what is wrong with it."""
+    """Returns the document of a result file of the command `result`. Raises ValueError if it is not one."""
     try:
         document: Any = json.loads(regular_file(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -135,7 +135,7 @@ def read_json(path: Path, result: str, schema: int | None = None) -> dict[str, A
 
 
 def require_keys(path: Path, document: dict[str, Any], keys: Iterable[str], row_keys: Iterable[str] = ()) -> None:
-    """Raises ValueError that names the file and the first of `keys` that the document lacks, or all that a row of it lacks."""
+    """Raises ValueError if the document lacks one of `keys`, or one of its rows lacks some of `row_keys`."""
     for key in keys:
         if key not in document:
             raise ValueError(f"{path}: holds no {key!r}")
@@ -146,18 +146,19 @@ def require_keys(path: Path, document: dict[str, Any], keys: Iterable[str], row_
 
 
 def check_plot(path: Path, result: str) -> Path:
-    """`path`, if a plot of the command `result` may be written there, and its copy for dark pages beside it; raises ValueError
-    where not."""
+    """Returns `path` if the command `result` may write a plot there and its dark variant beside it; else raises ValueError."""
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"{path}: a plot is a .png, .svg or .pdf file")
+        raise ValueError(f"{path}: a plot must be a .png, .svg or .pdf file")
     for target, _ in _plots(path):
         check_file(target, result)
     return path
 
 
 def write_plots(path: Path, result: str, draw: Callable[[Theme], Any]) -> None:
-    """Writes the figures of matplotlib that `draw` makes: `path` for light pages and beside it, with "-dark" after its stem,
-    for dark ones, over none but earlier ones of the same command; else raises ValueError."""
+    """Writes the matplotlib figure of `draw` to `path` in the light theme, and to STEM-dark.SUFFIX in the dark one.
+
+    Raises ValueError if a file exists that is not a plot of the same command.
+    """
     check_plot(path, result)
     options = {"format": path.suffix.removeprefix("."), "metadata": {"Creator": result}}
     for target, theme in _plots(path):

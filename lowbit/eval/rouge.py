@@ -15,14 +15,14 @@ from lowbit.progress import Progress
 
 KINDS = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 PROMPT = "{document}\n\nTL;DR:"
-"""What is asked (Radford et al. 2019, section 3.6); plain text, so that models without a chat template can be compared. An
-encoder-decoder gets the document, after the prefix that its config.json states for summaries (T5's "summarize: ")."""
+"""Prompt for a summary (Radford et al. 2019, section 3.6), without a chat template. An encoder-decoder gets the document after
+the prefix in its config.json (T5's "summarize: ")."""
 MAX_NEW_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text and the summary that somebody wrote of it."""
+    """A document and its reference summary."""
 
     document: str
     summary: str
@@ -30,7 +30,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Rouge:
-    """Mean F1, from 0 to 1, by kind; standard errors over documents (None for one); documents cut to fit the model."""
+    """Mean F1 from 0 to 1 by kind, standard errors over documents (None for one), and the number of truncated documents."""
 
     values: dict[str, float]
     standard_errors: dict[str, float | None]
@@ -38,7 +38,7 @@ class Rouge:
     cut: int
 
     def figures(self) -> list[Figure]:
-        """What tables and plots show."""
+        """Returns the figures for tables and plots."""
         return [
             Figure(name, self.values[kind], self.standard_errors[kind], self.documents, "documents", "higher")
             for kind, name in KINDS.items()
@@ -46,7 +46,7 @@ class Rouge:
 
 
 def scorer() -> Any:
-    """The `rouge-score` package's scorer, with Porter stemming. Raises ValueError when the package is missing."""
+    """Returns the scorer of the package rouge-score, with Porter stemming. Raises ValueError if it is not installed."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
@@ -55,17 +55,17 @@ def scorer() -> Any:
 
 
 def rouge(predictions: Sequence[str], references: Sequence[str], cut: int = 0) -> Rouge:
-    """Mean F1 of predictions against references, one each. Raises ValueError when there are none, or not as many."""
+    """Returns the mean F1 of predictions and references, one each. Raises ValueError for none or unequal numbers."""
     if not predictions or len(predictions) != len(references):
         raise ValueError(f"as many predictions as references, and at least one; got {len(predictions)} and {len(references)}")
-    judge = scorer()
-    scores = [judge.score(target, text) for target, text in zip(references, predictions, strict=True)]
+    rouge_scorer = scorer()
+    scores = [rouge_scorer.score(target, text) for target, text in zip(references, predictions, strict=True)]
     means = {kind: mean_of_items([s[kind].fmeasure for s in scores]) for kind in KINDS}
     return Rouge({k: m[0] for k, m in means.items()}, {k: m[1] for k, m in means.items()}, len(scores), cut)
 
 
 def read_documents(path: Path, limit: int | None = None) -> list[Document]:
-    """The records of a file of {"document", "summary"}. Raises ValueError, naming the record."""
+    """Returns the records {"document", "summary"} of a file. Raises ValueError for an invalid record."""
     return [
         Document(*(text_field(record, key, f"{path}, record {number}") for key in ("document", "summary")))
         for number, record in enumerate(read_records(path, limit), 1)
@@ -80,44 +80,44 @@ def summarize(
     batch_size: int = 1,
     progress: bool = False,
 ) -> Rouge:
-    """Lets the model summarize every document, greedily, `batch_size` of them at once, and scores what it says.
+    """Generates a summary of every document greedily, in batches of `batch_size`, and scores the summaries.
 
-    A summary ends at the end-of-text token or after `max_new_tokens`. A document that does not fit into the model's context
-    together with the question and the answer (of an encoder-decoder: with its prefix) is cut at its end, and counted in `cut`.
+    A summary ends at the end-of-text token or after `max_new_tokens`. A document that exceeds the model's context with prompt
+    and summary (encoder-decoder: with its prefix) is truncated and counted in `cut`.
     """
-    question, room = _question(pipe, max_new_tokens)
-    said: list[str] = []
+    question, limit = _question(pipe, max_new_tokens)
+    summaries: list[str] = []
     cut = 0
     for start in Progress(range(0, len(documents), batch_size), desc="summaries", unit="batches", shown=progress):
         prompts = []
         for item in documents[start : start + batch_size]:
-            prompt, shortened = _fitting(pipe, question, item.document, room)
+            prompt, shortened = _truncated(pipe, question, item.document, limit)
             prompts.append(prompt)
             cut += shortened
-        said += [r.generated_text.strip() for r in pipe(prompts, do_sample=False, max_new_tokens=max_new_tokens)]
-    return rouge(said, [item.summary for item in documents], cut)
+        summaries += [r.generated_text.strip() for r in pipe(prompts, do_sample=False, max_new_tokens=max_new_tokens)]
+    return rouge(summaries, [item.summary for item in documents], cut)
 
 
 def _question(pipe: Pipeline, max_new_tokens: int) -> tuple[str, int | None]:
-    """The prompt with {document} in it, and how many tokens it may have; None for any number."""
+    """Returns the prompt template with {document} and its largest number of tokens (None: unlimited)."""
     config = pipe.model.config
-    room: int | None = getattr(config, "max_position_embeddings", None)
+    context: int | None = getattr(config, "max_position_embeddings", None)
     if not pipe.is_encoder_decoder:
-        return PROMPT, None if room is None else room - max_new_tokens
+        return PROMPT, None if context is None else context - max_new_tokens
     stated: dict[str, Any] = getattr(config, "task_specific_params", None) or {}
-    return stated.get("summarization", {}).get("prefix", "") + "{document}", room
+    return stated.get("summarization", {}).get("prefix", "") + "{document}", context
 
 
-def _fitting(pipe: Pipeline, question: str, document: str, room: int | None) -> tuple[str, bool]:
-    """The prompt, and whether the document had to be cut so that it takes at most `room` tokens."""
+def _truncated(pipe: Pipeline, question: str, document: str, limit: int | None) -> tuple[str, bool]:
+    """Returns a prompt of at most `limit` tokens, and whether the document was truncated for it."""
     text = document
     while True:
         prompt = question.replace("{document}", text)
-        excess = 0 if room is None else len(pipe.tokenizer(prompt).input_ids) - room
+        excess = 0 if limit is None else len(pipe.tokenizer(prompt).input_ids) - limit
         if excess <= 0:
             return prompt, len(text) < len(document)
         if not text:
-            raise ValueError(f"the model's context leaves {room} tokens for a document and the question; that is too few")
+            raise ValueError(f"the model's context leaves {limit} tokens for document and prompt, which is too few")
         ids = pipe.tokenizer(text, add_special_tokens=False).input_ids
         shorter = pipe.tokenizer.decode(ids[: max(0, len(ids) - excess)])
         text = shorter if len(shorter) < len(text) else text[:-1]

@@ -30,14 +30,14 @@ _NAMESPACES = Path(__file__).with_name("namespaces.py")
 LANGUAGES = PYTHON, JAVASCRIPT = "python", "javascript"
 ISOLATIONS = BUBBLEWRAP, NAMESPACES = "bubblewrap", "namespaces"
 UNSAFE = "none"
-"""Stands in the place of an isolation where a program runs with resource limits and the system-call filter alone."""
+"""Value for no isolation: a program runs with resource limits and the system-call filter only."""
 
 MACHINES = ("x86_64", "aarch64")
-"""Machines whose numbers of system calls `guard.py` has."""
+"""Supported machines: `guard.py` has their system-call numbers."""
 
 _FOLDER = "/lowbit-program"
 _SYSTEM = ("/usr", "/lib", "/lib64", "/nix/store", "/gnu/store", "/etc/ld.so.cache", "/etc/alternatives")
-"""Where programs' shared libraries are, beside the interpreter's own folders."""
+"""Folders of shared libraries, in addition to the interpreter's own folders."""
 _PREFIX = "lowbit-generated-"
 _REASON_LENGTH = 80
 _OUTPUT_BYTES = 4096
@@ -45,8 +45,8 @@ _OUTPUT_BYTES = 4096
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may take: wall time in seconds, address space, size of a file, open files; size and number of all its
-    files and folders together (not without an isolation). CPU time has 1 to 2 s more than wall time."""
+    """Limits of one program: wall time in seconds, address space, file size, open files, and (with an isolation) total size and
+    number of its files and folders. CPU time is limited to 1 to 2 s more than wall time."""
 
     seconds: float = 10.0
     memory_bytes: int = 1 << 30
@@ -62,17 +62,17 @@ _PROBE = Limits(seconds=60.0)
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether a program ran to its end; `reason` says why not, "" if it did: at most 80 printable ASCII characters, an
-    exception's type and never its text."""
+    """`passed`: the program completed; else `reason` says why not, in at most 80 printable ASCII characters. It contains an
+    exception's type, never its text."""
 
     passed: bool
     reason: str
 
 
 def choose_isolation(unsafe: bool = False) -> str:
-    """Returns the first of `ISOLATIONS` that works on this machine, found out by running an empty program in it.
+    """Returns the first of `ISOLATIONS` in which an empty program runs on this machine.
 
-    Without any: `UNSAFE` if `unsafe`, else raises ValueError with the reason of each.
+    If none works, returns `UNSAFE` if `unsafe`, else raises ValueError with the reason of each.
     """
     _require_linux()
     refusals = {name: _refusal(name) for name in ISOLATIONS}
@@ -83,29 +83,30 @@ def choose_isolation(unsafe: bool = False) -> str:
         return UNSAFE
     reasons = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
     raise ValueError(
-        f"generated code runs only in an isolation that the kernel enforces, and none works here ({reasons}): install "
-        "bubblewrap (apt install bubblewrap), allow user namespaces, or run it unprotected with --unsafe"
+        f"generated code needs isolation by the kernel, and none works on this machine ({reasons}): install bubblewrap "
+        "(apt install bubblewrap), allow user namespaces, or run the code unprotected with --unsafe"
     )
 
 
 def run_untrusted(program: str, limits: Limits = STANDARD, language: str = PYTHON, isolation: str | None = None) -> Outcome:
-    """Runs source in "python" or "javascript" in an isolated process and says whether it ran to its end without an exception.
+    """Runs a program in "python" or "javascript" in an isolated process; returns whether it completed without an exception.
 
-    The process has an empty folder as its current one, no variables from outside, no input, and its output goes nowhere. It
-    reads the interpreter's files and nothing else, and writes to its folder alone. `sys.exit`, a signal and a limit count as
-    failed; in JavaScript so does every `require` of more than the modules of `guard.js`. `isolation` is that of
-    `choose_isolation()` when None. Raises ValueError on other systems than Linux on x86-64 or ARM64, for JavaScript where there
-    is no Node.js (`find_node`) and as `choose_isolation` does; OSError when the process cannot be started.
+    The process has an empty working directory, no parent variables and no input; its output is discarded. It can read the
+    interpreter's files only, and write to its folder only. `sys.exit`, a signal and an exceeded limit count as failures; so
+    does, in JavaScript, a `require` of modules that `guard.js` does not allow. `isolation` None means `choose_isolation()`.
+
+    Raises ValueError on systems other than Linux on x86-64 or ARM64, for JavaScript without Node.js (`find_node`), and where
+    `choose_isolation` does; OSError if the process cannot be started.
     """
     _require_linux()
     if language not in LANGUAGES:
-        raise ValueError(f"programs are written in {' or '.join(LANGUAGES)}, got {language!r}")
+        raise ValueError(f"language {language!r}: must be {' or '.join(LANGUAGES)}")
     node = find_node() if language == JAVASCRIPT else None
     return _run(program, limits, node, choose_isolation() if isolation is None else isolation)
 
 
 def enforcement(language: str = PYTHON, isolation: str | None = None) -> dict[str, str]:
-    """What contains a program on this machine, for reports, beside the results. Raises ValueError when none can be run."""
+    """Returns how each resource of a program is restricted, for reports. Raises ValueError if no program can run."""
     isolation = choose_isolation() if isolation is None else isolation
     outcome = run_untrusted("", STANDARD, language, isolation)
     if not outcome.passed:
@@ -122,38 +123,38 @@ def enforcement(language: str = PYTHON, isolation: str | None = None) -> dict[st
 
 
 def find_node() -> str:
-    """The path of Node.js, by which JavaScript is run. Raises ValueError when there is none, or an older one than 20."""
+    """Returns the path of Node.js. Raises ValueError if it is missing or older than 20."""
     path = shutil.which("node")
     if path is None:
         raise ValueError(
-            "generated JavaScript is run by Node.js, 20 or newer, and there is no `node` on the PATH: install it "
-            "(https://nodejs.org), or leave JavaScript problems out"
+            "generated JavaScript needs Node.js 20 or newer, and there is no `node` on the PATH: install it "
+            "(https://nodejs.org), or leave the JavaScript problems out"
         )
     return _node(path)
 
 
 @functools.cache
 def _node(path: str) -> str:
-    """The program behind the command at `path`, which may be a script that starts it."""
+    """Returns the executable of Node.js; the command at `path` may be a script that starts it."""
     done = subprocess.run(
         [path, "-p", "process.versions.node + ' ' + process.execPath"], capture_output=True, text=True, check=False
     )
     version, _, real = done.stdout.strip().partition(" ")
     if done.returncode or not version.split(".")[0].isdigit() or int(version.split(".")[0]) < 20:
-        said = version or done.stderr.strip() or f"ended with status {done.returncode}"
-        raise ValueError(f"generated JavaScript is run by Node.js, 20 or newer; {path} is {said}: install a newer one")
+        actual = version or done.stderr.strip() or f"ended with status {done.returncode}"
+        raise ValueError(f"generated JavaScript needs Node.js 20 or newer; {path} is {actual}: install a newer one")
     return real
 
 
 def _require_linux() -> None:
     if sys.platform != "linux" or os.uname().machine not in MACHINES:
         system = sys.platform if sys.platform != "linux" else os.uname().machine
-        raise ValueError(f"generated code is run on Linux only, on {' or '.join(MACHINES)}; this is {system}")
+        raise ValueError(f"generated code runs only on Linux on {' or '.join(MACHINES)}; this is {system}")
 
 
 @functools.cache
 def _refusal(isolation: str) -> str:
-    """Why an isolation does not work on this machine; "" if it does."""
+    """Returns why an isolation does not work on this machine; "" if it does."""
     if isolation == BUBBLEWRAP and shutil.which("bwrap") is None:
         return "bwrap is not on the PATH"
     try:
@@ -165,12 +166,12 @@ def _refusal(isolation: str) -> str:
 
 @functools.cache
 def _version() -> str:
-    """Name and version of bubblewrap."""
+    """Returns name and version of bubblewrap."""
     return subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _run(program: str, limits: Limits, node: str | None, isolation: str) -> Outcome:
-    """Runs a program, in JavaScript by `node`. Raises OSError when the isolation cannot be set up."""
+    """Runs a program, in JavaScript with `node`. Raises OSError if the isolation cannot be set up."""
     token = secrets.token_hex(16)
     reading, writing = os.pipe()
     try:
@@ -186,22 +187,22 @@ def _run(program: str, limits: Limits, node: str | None, isolation: str) -> Outc
             ended, output = _execute(_command(isolation, node), json.dumps(request), writing, limits.seconds)
         os.set_blocking(reading, False)
         try:
-            told = os.read(reading, 1 << 16)
+            sent = os.read(reading, 1 << 16)
         except BlockingIOError:
-            told = b""
+            sent = b""
     finally:
         os.close(reading)
         os.close(writing)
-    reports = _reports(told, token)
+    reports = _reports(sent, token)
     if ended is None:
         return Outcome(False, f"took longer than {limits.seconds:g} s")
     if not reports:
-        said = output.decode(errors="replace").strip().splitlines()[-1:] or [f"ended with status {ended}"]
-        raise OSError(f"could not be set up: {said[0]}")
+        last_line = output.decode(errors="replace").strip().splitlines()[-1:] or [f"ended with status {ended}"]
+        raise OSError(f"could not be set up: {last_line[0]}")
     outcome, reason = reports[-1]
     if outcome == "failed" or (outcome == "passed" and ended == 0):
         return Outcome(outcome == "passed", _printable(reason))
-    # A signal comes back as 128 plus its number through what starts the isolation.
+    # The isolation's launcher returns 128 plus the number of a signal.
     number = -ended if ended < 0 else ended - 128
     if number in signal.valid_signals():
         return Outcome(False, f"ended by {signal.Signals(number).name}")
@@ -209,7 +210,7 @@ def _run(program: str, limits: Limits, node: str | None, isolation: str) -> Outc
 
 
 def _command(isolation: str, node: str | None) -> list[str]:
-    """The command line that runs `guard.py` in an isolation."""
+    """Returns the command line that runs `guard.py` in an isolation."""
     guard = [sys.executable, "-I", "-B", "-X", "utf8", str(_GUARD)]
     mounts = _mounts((str(_GUARD), *([] if node is None else [node])))
     if isolation == BUBBLEWRAP:
@@ -228,7 +229,7 @@ def _command(isolation: str, node: str | None) -> list[str]:
 
 
 def _mounts(files: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Pairs (path without symbolic links, path at which a program sees it) of what it may read: the system's programs and
+    """Returns pairs (resolved path, path inside the isolation) of all that a program may read: the system's programs and
     libraries, the interpreter's folders, `files` and /dev/null."""
     folders = (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix)
     paths = {*_SYSTEM, *folders, *files, os.path.realpath(sys.executable), os.devnull}
@@ -241,7 +242,7 @@ def _mounts(files: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 def _execute(command: list[str], request: str, channel: int, seconds: float) -> tuple[int | None, bytes]:
-    """Return code of a command, negative for a signal, None if it was ended for its time; and the beginning of its output."""
+    """Runs a command; returns its return code (negative: a signal, None: timeout) and the end of its output."""
     end = time.monotonic() + seconds
     with open(os.memfd_create("request"), "wb+") as given:
         given.write(request.encode())
@@ -253,7 +254,7 @@ def _execute(command: list[str], request: str, channel: int, seconds: float) -> 
     assert process.stdout is not None
     output = b""
     try:
-        with process.stdout:  # at its end once the guard and what started it have closed it
+        with process.stdout:  # reaches its end when the guard and its launcher have closed it
             while (left := end - time.monotonic()) > 0:
                 if not select.select([process.stdout], [], [], left)[0]:
                     break
@@ -269,7 +270,7 @@ def _execute(command: list[str], request: str, channel: int, seconds: float) -> 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills whatever is left: also after Ctrl-C. What an isolation has started dies with the process that started it."""
+    """Kills the process group, also after Ctrl-C. Processes inside an isolation die with its launcher."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -277,15 +278,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-    """An empty folder for a program without an isolation, inside one that is locked as long as it is used; removed at the end.
-    Folders of runs that were killed are removed first."""
+    """Yields an empty folder for a program without an isolation, inside a locked folder that is removed at the end.
+
+    Folders of killed runs are removed first.
+    """
     _sweep()
     while True:
         outer = tempfile.mkdtemp(prefix=_PREFIX)
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(outer, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if os.path.isdir(outer):  # else another run has removed it before it was locked
+            if os.path.isdir(outer):  # else another run removed it before it was locked
                 break
             os.close(lock)
     try:
@@ -293,13 +296,13 @@ def _folder() -> Iterator[str]:
         os.mkdir(inner)
         yield inner
     finally:
-        with contextlib.suppress(OSError):  # something that could not be ended is still writing there
+        with contextlib.suppress(OSError):  # a process that could not be killed still writes there
             _remove(outer)
         os.close(lock)
 
 
 def _sweep() -> None:
-    """Removes the folders of this user that no run holds locked."""
+    """Removes this user's folders that no run has locked."""
     for entry in os.scandir(tempfile.gettempdir()):
         with contextlib.suppress(OSError):  # BlockingIOError: in use
             if entry.name.startswith(_PREFIX) and entry.stat(follow_symlinks=False).st_uid == os.getuid():
@@ -312,7 +315,7 @@ def _sweep() -> None:
 
 
 def _remove(outer: str) -> None:
-    """Removes a folder of folders of any depth: inner ones are moved up beside the outer ones, so that no path is too long."""
+    """Removes nested folders of any depth; inner folders are moved up first, so that no path is too long."""
     moved = 0
     while folders := os.listdir(outer):
         for folder in (os.path.join(outer, name) for name in folders):
@@ -328,10 +331,12 @@ def _remove(outer: str) -> None:
     os.rmdir(outer)
 
 
-def _reports(told: bytes, token: str) -> list[tuple[str, str]]:
-    """Pairs (outcome, reason) that the guard sent. Other lines in its pipe do not begin with the token; a program can write
-    such a line only if it searches the guard's memory for the token."""
-    lines = (line.decode(errors="replace").split("\t", 2) for line in told.splitlines())
+def _reports(sent: bytes, token: str) -> list[tuple[str, str]]:
+    """Returns the pairs (outcome, reason) that the guard sent, which begin with the token.
+
+    A program could forge one only by searching the guard's memory for the token.
+    """
+    lines = (line.decode(errors="replace").split("\t", 2) for line in sent.splitlines())
     return [(fields[1], fields[2]) for fields in lines if len(fields) == 3 and fields[0] == token]
 
 

@@ -1,4 +1,4 @@
-"""How large a model is where it is stored: bytes of all tensors, and bits per weight of its linear layers."""
+"""The stored size of a model: bytes of all tensors, and bits per weight of its linear layers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lowbit.nn.packed import PackedWeight
 class Size:
     """`bytes` of all tensors of a checkpoint; bits per weight over its `linear_weights`, scales and zeros included.
 
-    Embeddings and the LM head are not among the linear weights, whether quantized or not; they are in `bytes`. Of another
-    tool's files, `bytes` are theirs and bits per weight those of the layers made of them, None where Transformers loads them.
+    `bytes` includes embeddings and LM head, `linear_weights` does not. For another tool's files, bits per weight are those of
+    the layers that lowbit loads from them, None if Transformers loads them.
     """
 
     bytes: int
@@ -88,7 +88,7 @@ def _bytes(reader: CheckpointReader, name: str) -> int:
 
 
 def _item_bytes(reader: CheckpointReader, name: str) -> int:
-    """Bytes of one weight in the file; 2 where the file knows the weight under another name."""
+    """Returns the bytes of one weight in the file; 2 if the file has the weight under another name."""
     try:
         return reader.info(name).dtype.itemsize
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""Several models, several tasks, one result file: every model is measured on the same tokens, questions and programs."""
+"""Measures several models on several tasks into one result file; all models get the same tokens, questions and problems."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from lowbit.sources import regular_file
 
 BUILT_IN = "opticks"
 WORDS: dict[str, Path | None] = {"text": None, "javascript": Path(__file__).parent / "data" / "javascript"}
-"""What `--suite` takes beside folders of the user's: the built-in text alone; with it 53 functions to write in JavaScript."""
+"""Built-in values of `--suite`: the built-in text; the text and 53 problems in JavaScript."""
 _FIELDS = {
     "choice": ("choices", "answer"),
     "summary": ("document", "summary"),
     "code": ("task_id", "prompt", "entry_point", "test"),
 }
-"""Kind of a task -> the fields by which its file is recognised."""
+"""Kind of a task -> the fields that identify its file."""
 
 
 class Measured(Protocol):
-    """What every measurement returns: a dataclass with the figures to show."""
+    """The result of a measurement: a dataclass with figures."""
 
     def figures(self) -> list[Figure]:
-        """The figures to show."""
+        """Returns the figures for tables and plots."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a suite is run; `limit`: at most so many questions, documents and problems of a file;
-    `unsafe`: generated code runs even where the kernel cannot isolate it."""
+    """Settings of a suite. `limit`: largest number of records per file; `unsafe`: generated code runs even if it cannot be
+    isolated."""
 
     window: int = 1024
     stride: int | None = None
@@ -63,7 +63,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Task:
-    """One data file, read and checked: its kind ("text", "choice", "summary" or "code"), content and origin."""
+    """One checked data file: its kind ("text", "choice", "summary" or "code"), content and origin."""
 
     name: str
     kind: str
@@ -72,21 +72,20 @@ class Task:
     sha256: str
 
     def described(self) -> dict[str, Any]:
-        """What the result file says of it."""
+        """Returns its description for the result file."""
         count = None if self.kind == "text" else len(self.content)
         return {"task": self.name, "kind": self.kind, "path": self.path, "sha256": self.sha256, "items": count}
 
 
 def read_tasks(suite: Path | None, text: Path | None, settings: Settings) -> list[Task]:
-    """The tasks of a folder's files: *.txt to measure perplexity on, *.jsonl and *.jsonl.gz by the fields of their records.
+    """Returns the tasks of a folder: *.txt for perplexity, *.jsonl and *.jsonl.gz by the fields of their records.
 
-    Without `text` and without a .txt file (or without a folder) the built-in text is the one measured on. Raises ValueError
-    for a file of no known kind, for programs with `ks` beyond the samples, and for summaries when rouge-score is missing:
-    before any model is loaded.
+    The built-in text is added if there is neither `text` nor a .txt file. Raises ValueError for an unknown kind of file, for
+    `ks` beyond the samples, and for summaries if rouge-score is not installed, before any model is loaded.
     """
     if suite is not None and not suite.is_dir():
         words = " or ".join(WORDS)
-        raise ValueError(f"{suite}: no such folder; --suite takes a folder of .txt and .jsonl files, or the word {words}")
+        raise ValueError(f"{suite}: no such folder; --suite takes a folder of .txt and .jsonl files, or {words}")
     paths = [] if suite is None else sorted(p for p in suite.iterdir() if not p.is_dir() and not p.name.startswith("."))
     files = [_read_task(path, settings) for path in paths]
     if text is not None:
@@ -96,7 +95,7 @@ def read_tasks(suite: Path | None, text: Path | None, settings: Settings) -> lis
         files.insert(0, Task(BUILT_IN, "text", content, None, hashlib.sha256(content.encode()).hexdigest()))
     names = [task.name for task in files]
     if len(set(names)) < len(names):
-        raise ValueError(f"{suite}: two files of one name but for their endings: {', '.join(names)}; rename one")
+        raise ValueError(f"{suite}: two files have the same name without suffix: {', '.join(names)}; rename one")
     return sorted(files, key=lambda task: ("text", *_FIELDS).index(task.kind))
 
 
@@ -115,7 +114,7 @@ def _read_task(path: Path, settings: Settings) -> Task:
     if path.suffix == ".txt":
         return _text_task(path)
     if not path.name.endswith((".jsonl", ".jsonl.gz")):
-        raise ValueError(f"{path}: a suite holds .txt, .jsonl and .jsonl.gz files only; take it out of the folder")
+        raise ValueError(f"{path}: a suite may only contain .txt, .jsonl and .jsonl.gz files; remove this one")
     first = read_records(path, 1)[0]
     kind = next((kind for kind, fields in _FIELDS.items() if set(fields) <= set(first)), None)
     if kind == "choice":
@@ -129,14 +128,16 @@ def _read_task(path: Path, settings: Settings) -> Task:
         content = read_problems(path, settings.limit)
     else:
         known = "; ".join(f"{kind}: {', '.join(fields)}" for kind, fields in _FIELDS.items())
-        raise ValueError(f"{path}: its records have the fields {', '.join(first)}; known are {known}")
+        raise ValueError(f"{path}: unknown fields {', '.join(first)}; supported are {known}")
     name = path.name.removesuffix(".gz").removesuffix(".jsonl")
     return Task(name, kind, content, str(path), hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def to_measure(name: str, progress: bool = False, device: str | None = None) -> Pipeline:
-    """A pipeline of a model as its files have it: the decode engine, which on a GPU rounds LM head and embedding of quantized
-    models to 8 bits and takes most of the memory for its cache, is left out."""
+    """Returns a pipeline without the decode engine, to measure a model exactly as stored.
+
+    On a GPU, the engine would round LM head and embedding of quantized models to 8 bits, and use most memory for its KV cache.
+    """
     return pipeline(name, device=device, dtype=measuring_dtype(device), progress=progress, engine=False)
 
 
@@ -150,11 +151,11 @@ def run_suite(
     progress: bool = False,
     device: str | None = None,
 ) -> Results:
-    """Measures the reference, then each model, on every task; the file of `Results` in `folder` is complete after every task.
+    """Measures the reference, then each model, on every task; the result file in `folder` is saved after every task.
 
-    The reference stays in memory beside each model, for the divergence on every text, which is written into the model card of
-    a lowbit checkpoint. Programs are generated and run only with `settings.run_generated_code`. Raises ValueError, before a
-    model is loaded, where nothing isolates them and `settings.unsafe` is not set.
+    The reference stays in memory for the divergence on every text, which is also written into the model card of a lowbit
+    checkpoint. Programs are generated and run only with `settings.run_generated_code`. Raises ValueError, before a model is
+    loaded, if they cannot be isolated and `settings.unsafe` is false.
     """
     request = {"settings": asdict(settings), "reference": reference, "tasks": [task.described() for task in tasks]}
     isolation: str | None = None
@@ -164,22 +165,22 @@ def run_suite(
         request["sandbox"] = {language: enforcement(language, isolation) for language in languages}
     results = Results(folder, request)
     names = [reference, *models] if reference is not None else list(models)
-    held: Pipeline | None = None
+    reference_pipe: Pipeline | None = None
     for name, label in zip(names, labels(names), strict=True):
         pipe = to_measure(name, progress, device)
-        first = reference is not None and held is None
+        first = reference is not None and reference_pipe is None
         dtype = str(pipe.model.dtype).removeprefix("torch.")
         results.add_model(name, label, first, size_of(name, pipe.model), dtype, str(pipe.model.device))
         divergences = []
         for task in tasks:
             say(f"{label}: {task.name}")
-            found = _measure(pipe, held, task, settings, results, isolation, progress)
-            if found is not None:
-                divergences.append(f"{found.mean:.4f} nats per token on {task.name} ({found.tokens:,} tokens)")
+            kl = _measure(pipe, reference_pipe, task, settings, results, isolation, progress)
+            if kl is not None:
+                divergences.append(f"{kl.mean:.4f} nats per token on {task.name} ({kl.tokens:,} tokens)")
         if divergences and Path(name).is_dir():
             _complete_card(Path(name), f"{', '.join(divergences)}, from {Path(str(reference)).name}", say)
         if first:
-            held = pipe
+            reference_pipe = pipe
         else:
             pipe.destroy()
     results.finish()
@@ -189,13 +190,13 @@ def run_suite(
 def _complete_card(folder: Path, measured: str, say: Callable[[str], None]) -> None:
     try:
         if record_divergence(folder, measured):
-            say(f"{folder}: the divergence is in the model card now")
+            say(f"{folder}: wrote the divergence into the model card")
     except OSError as error:
-        say(f"the model card does not get the divergence: {error}")
+        say(f"cannot write the divergence into the model card: {error}")
 
 
 def labels(names: Sequence[str]) -> list[str]:
-    """The last part of each name, or the whole names when two end alike."""
+    """Returns the last part of each name, or the whole names if two would be equal."""
     short = [Path(name).name or name for name in names]
     return short if len(set(short)) == len(short) else list(names)
 
@@ -209,13 +210,13 @@ def _measure(
     isolation: str | None,
     progress: bool,
 ) -> Divergence | None:
-    """Measures one task; returns the divergence, if that was measured."""
+    """Measures one task; returns the divergence if it was measured."""
 
     def add(measured: Measured) -> None:
         results.add(task.name, measured.figures(), measured)
 
     if pipe.is_encoder_decoder and task.kind != "summary":
-        results.skip(task.name, "an encoder-decoder does not continue a text; it is measured on summaries")
+        results.skip(task.name, "an encoder-decoder model is measured on summaries only")
     elif task.kind == "text":
         ids = token_ids(pipe, task.content, settings.window, settings.stride, settings.windows)
         add(perplexity(pipe.model, ids, window=settings.window, stride=settings.stride, progress=progress))
@@ -223,13 +224,10 @@ def _measure(
             return None
         same = torch.equal(ids, token_ids(reference, task.content, settings.window, settings.stride, settings.windows))
         if same and reference.model.config.vocab_size == pipe.model.config.vocab_size:
-            found = divergence(
-                pipe.model, reference.model, ids, window=settings.window, stride=settings.stride, progress=progress
-            )
-            add(found)
-            return found
-        else:
-            results.skip(task.name, "no divergence: the reference has another tokenizer or vocabulary")
+            kl = divergence(pipe.model, reference.model, ids, window=settings.window, stride=settings.stride, progress=progress)
+            add(kl)
+            return kl
+        results.skip(task.name, "no divergence: the reference has another tokenizer or vocabulary")
     elif task.kind == "choice":
         add(choose(pipe.model, pipe.tokenizer, task.content, progress=progress))
     elif task.kind == "summary":
@@ -247,6 +245,6 @@ def _measure(
 
 
 def token_ids(pipe: Pipeline, text: str, window: int, stride: int | None, windows: int) -> torch.Tensor:
-    """Token ids [1, T] of the beginning of a text that fills so many windows, on the model's device."""
+    """Returns the token ids [1, T] of the first `windows` windows of a text, on the model's device."""
     ids: torch.Tensor = pipe.tokenizer(text, return_tensors="pt").input_ids
     return ids[:, : window + (windows - 1) * (stride or window)].to(pipe.model.device)

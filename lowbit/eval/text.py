@@ -1,4 +1,4 @@
-"""English text for measuring that needs no download.
+"""The built-in English text for measurements.
 
 Isaac Newton, Opticks, fourth edition, London 1730 (public domain): the beginning of the first book, about 100,000
 characters. Prepared from the plain text in the test data of the Go distribution: paragraphs unwrapped to one line each,
@@ -14,5 +14,5 @@ SHA256 = "d305b4a38d148a19358c165206faef6d1e04c560767b356cda8d00c918488e7f"
 
 
 def sample_text() -> str:
-    """The text: paragraphs of one line each with an empty line between them."""
+    """Returns the text: paragraphs of one line each, separated by empty lines."""
     return bz2.decompress(resources.files("lowbit.eval").joinpath("data/opticks.txt.bz2").read_bytes()).decode()

@@ -1,4 +1,4 @@
-"""How a text is cut into windows, the same for every measurement over tokens."""
+"""Splits a text into windows, equally for all measurements over tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 
 def one_text(input_ids: Tensor, what: str) -> Tensor:
-    """Token ids [T] of ids [T] or [1, T]; raises ValueError for anything else and for fewer than 2 tokens."""
+    """Returns token ids [T] of ids [T] or [1, T]. Raises ValueError for other shapes or dtypes, and for fewer than 2 tokens."""
     ids = input_ids[0] if input_ids.dim() == 2 and input_ids.shape[0] == 1 else input_ids
     if ids.dim() != 1 or ids.is_floating_point():
         raise ValueError(
@@ -22,10 +22,10 @@ def one_text(input_ids: Tensor, what: str) -> Tensor:
 
 
 def plan_windows(length: int, window: int, stride: int | None, batch_size: int = 1) -> list[tuple[list[int], int, int]]:
-    """Starts of the windows that run together, their length in tokens, and how many last tokens of each are scored.
+    """Returns batches of windows: their starts, their length in tokens, and the number of scored tokens at each one's end.
 
-    A window scores the tokens that no earlier window has scored. `stride` None is the window itself. Raises ValueError for a
-    window below 2, a stride outside 1..window and a batch size below 1.
+    A window scores the tokens that no earlier window scored. `stride` None means `window`. Raises ValueError for a window below
+    2, a stride outside 1..window, or a batch size below 1.
     """
     stride = window if stride is None else stride
     if window < 2 or not 1 <= stride <= window:
@@ -49,7 +49,7 @@ def plan_windows(length: int, window: int, stride: int | None, batch_size: int =
 
 @contextmanager
 def evaluating(*models: PreTrainedModel) -> Iterator[None]:
-    """Without dropout inside the block; afterwards every model is in the mode it was in."""
+    """Sets the models to eval mode (no dropout) in the block and restores their modes afterwards."""
     training = [model.training for model in models]
     for model in models:
         model.eval()

@@ -1,15 +1,14 @@
-"""SGLang's plug-in, experimental: its server takes checkpoints of ours.
+"""SGLang's plug-in, experimental: its server loads lowbit's checkpoints.
 
-SGLang calls `register` in each of its processes, by the entry point "sglang.srt.plugins"; a checkpoint asks for the method by
-itself. Matrices are collected, split and multiplied by `lowbit.vllm`, whose interface of linear layers SGLang shares.
+SGLang calls `register` in each of its processes, through the entry point "sglang.srt.plugins". `lowbit.vllm` loads, splits and
+multiplies the matrices; SGLang has the same interface of linear layers.
 """
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Makes the method "lowbit" known to the SGLang of this process, as often as it is called, and whatever that SGLang is:
-    whoever serves other checkpoints is not concerned."""
+    """Registers the method "lowbit" with the SGLang of this process; may be called repeatedly, and never raises."""
     from lowbit.checkpoint.schema import METHOD
 
     try:
@@ -17,7 +16,7 @@ def register() -> None:
         from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 
         from lowbit.sglang.methods import LowbitSGLang
-    except ImportError as error:  # an SGLang without these names, whose own error follows if the method is asked for
+    except ImportError as error:  # an SGLang without these names raises its own error if a checkpoint uses the method
         import logging
 
         logging.getLogger(__name__).debug("the method lowbit is not registered with this SGLang: %s", error)

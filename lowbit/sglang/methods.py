@@ -1,4 +1,4 @@
-"""What SGLang asks: which layers of a checkpoint are quantized, and how one is loaded and multiplied by."""
+"""SGLang's QuantizationConfig: which layers of a checkpoint are quantized, and how they are loaded and multiplied."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from torch import Tensor, nn
 
 from lowbit.checkpoint import CheckpointError
 from lowbit.checkpoint.schema import METHOD
-from lowbit.vllm.loading import Cut, Loading, expect, loaded, usual_defaults, whole_outputs
+from lowbit.vllm.loading import LayerLoader, ShardSpec, loaded, register_parameters, torch_defaults, whole_outputs
 from lowbit.vllm.matrices import Matrix
 from lowbit.vllm.product import Product
-from lowbit.vllm.sources import End, OwnCheckpoint, Source, source_of
+from lowbit.vllm.sources import OwnCheckpoint, VocabLayer, WeightSource, source_of
 from lowbit.vllm.warm_up import compile_kernels, token_counts
 
 MOST_TOKENS = 8192
-"""Tokens that SGLang computes at once where nobody says another number (--chunked-prefill-size)."""
+"""SGLang's default of --chunked-prefill-size, the largest number of tokens in a step."""
 
 _ADDED = ("packed_modules_mapping", "hf_config")
-"""Fields that SGLang adds to what config.json states."""
+"""Fields that SGLang adds to `quantization_config`."""
 
 _READ_BY_OTHERS = ("kv_b_proj",)
-"""Layers whose weights SGLang reads itself, without calling a method (multi-head latent attention)."""
+"""Layers whose weights SGLang reads directly, without calling a method (multi-head latent attention)."""
 
 
 class LowbitSGLang(QuantizationConfig):  # type: ignore[misc]
-    """What is quantized in a checkpoint of ours."""
+    """The quantized layers of a lowbit checkpoint."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: WeightSource) -> None:
         super().__init__()
         self.source = source
 
@@ -61,18 +61,20 @@ class LowbitSGLang(QuantizationConfig):  # type: ignore[misc]
         stated = {key: value for key, value in config.items() if key not in _ADDED}
         source = source_of(stated)
         if not isinstance(source, OwnCheckpoint):
-            raise CheckpointError("config.json: SGLang serves models that are quantized already: lowbit quantize MODEL FOLDER")
+            raise CheckpointError(
+                "config.json: states no quantized layers; SGLang needs a quantized checkpoint: lowbit quantize MODEL FOLDER"
+            )
         return cls(source)
 
     def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
-        """Gives layers the names that SGLang's model has for them."""
+        """Renames the layers to SGLang's names."""
         self.source = self.source.renamed(
             lambda names: {old: new for new, old in hf_to_sglang_mapper.apply_dict({name: name for name in names}).items()}
         )
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """What a layer is computed with; None for what SGLang computes in 16 bits. Raises ValueError, naming the layer, for one
-        that is quantized and cannot be computed."""
+        """Returns the method of a layer, or None if SGLang computes it in 16 bits. Raises ValueError, naming the layer, if it
+        is quantized and not supported."""
         if isinstance(layer, LinearBase):
             matrices = self.source.matrices(prefix, self.packed_modules_mapping, torch.get_default_dtype())
             if all(matrix.is_plain for matrix in matrices):
@@ -80,21 +82,21 @@ class LowbitSGLang(QuantizationConfig):  # type: ignore[misc]
             if prefix.rpartition(".")[2] in _READ_BY_OTHERS:
                 raise ValueError(f"{prefix}: SGLang reads the weights of this layer itself; leave it in 16 bits")
             if isinstance(layer, QKVParallelLinear) and len(matrices) == 1:
-                raise ValueError(
-                    f"{prefix}: q, k and v that are one matrix in the files are not supported here; vLLM takes them"
-                )
+                raise ValueError(f"{prefix}: one matrix for q, k and v is not supported in SGLang; use vLLM")
             return LowbitSGLangLinear(prefix, matrices)
         if isinstance(layer, VocabParallelEmbedding):
             shape = (layer.org_vocab_size, layer.embedding_dim)
-            if self.source.end(End(prefix, shape, isinstance(layer, ParallelLMHead), False), torch.get_default_dtype()):
-                raise ValueError(f"{prefix}: a quantized LM head or embedding is not supported here; vLLM takes it")
+            if self.source.vocab_matrix(
+                VocabLayer(prefix, shape, isinstance(layer, ParallelLMHead), False), torch.get_default_dtype()
+            ):
+                raise ValueError(f"{prefix}: a quantized LM head or embedding is not supported in SGLang; use vLLM")
         if any(cls.__name__ == "FusedMoE" for cls in type(layer).__mro__) and (reasons := self.source.expert_refusals(prefix)):
             raise ValueError(f"{prefix}: {'; '.join(reasons)}")
         return None
 
 
 class LowbitSGLangLinear(LinearMethodBase):  # type: ignore[misc]
-    """The linear layer `name`, made of `matrices`, one for each of its outputs or one for several."""
+    """The linear layer `name` with its `matrices`, each for one or several of its outputs."""
 
     def __init__(self, name: str, matrices: Sequence[Matrix]) -> None:
         self.name, self.matrices = name, matrices
@@ -103,19 +105,19 @@ class LowbitSGLangLinear(LinearMethodBase):  # type: ignore[misc]
         self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int, output_size: int,
         params_dtype: torch.dtype, **extra: Any,
     ) -> None:  # fmt: skip
-        """Notes what is to be loaded: no memory is taken before it comes."""
+        """Registers the parameters to load, without allocating weights."""
         group = getattr(layer, "tp_group", None)
         rank, size = get_group_rank_size(group)
         if get_group_rank_size(getattr(layer, "kv_tp_group", group)) != (rank, size):
-            raise ValueError(f"{self.name}: k and v that are split otherwise than q are not supported here; vLLM takes them")
+            raise ValueError(f"{self.name}: k and v split differently from q are not supported in SGLang; use vLLM")
         parts = tuple(output_partition_sizes)
-        cut = Cut(parts, whole_outputs(layer, parts), rank, size, input_size // input_size_per_partition)
-        expect(layer, Loading(self.matrices, cut, input_size, params_dtype, torch.empty(0).device, Product))
+        spec = ShardSpec(parts, whole_outputs(layer, parts), rank, size, input_size // input_size_per_partition)
+        register_parameters(layer, LayerLoader(self.matrices, spec, input_size, params_dtype, torch.empty(0).device, Product))
         self.dtype, self.k = params_dtype, input_size_per_partition
 
-    @usual_defaults()
+    @torch_defaults()
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Brings the weights into the form of their device's kernels, and compiles these."""
+        """Packs the weights for the device's kernels and compiles these."""
         product: Product = loaded(layer)
         product.prepare(self.name, self.dtype)
         adds_bias = not layer.skip_bias_add and (self.k == layer.input_size or get_group_rank_size(layer.tp_group)[0] == 0)
@@ -124,6 +126,6 @@ class LowbitSGLangLinear(LinearMethodBase):  # type: ignore[misc]
         layer.add_module("product", product)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [.., K of this rank] times this rank's rows, plus the bias."""
+        """Returns x [.., K of this rank] times this rank's rows, plus the bias."""
         y: Tensor = layer.product(x, bias)
         return y

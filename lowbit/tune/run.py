@@ -1,7 +1,4 @@
-"""`lowbit tune`: times the tiles that make sense for a model's products on this GPU, and keeps the fastest for this machine.
-
-trials.py says what is tried and how it is timed; kernels/choose/tuned.py what is kept and who reads it.
-"""
+"""`lowbit tune`: times candidate tiles (trials.py) of a model's products and stores the fastest (kernels/choose/tuned.py)."""
 
 from __future__ import annotations
 
@@ -32,22 +29,22 @@ from lowbit.ops.table import weight_refusals
 from lowbit.pack import scaled_refusals
 from lowbit.sources import CONFIG
 from lowbit.tune.timing import gaussian, warm_up
-from lowbit.tune.trials import TrialGrid, Trials, Watch, kernels, products_of, tried
+from lowbit.tune.trials import ProgressCallback, TrialGrid, Trials, candidate_tiles, kernels, products_of
 
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 MARGIN = 0.03
-"""What another tile must gain to be kept instead of the modelled one; less is noise between runs."""
+"""Smallest gain for which a tile replaces the one of the cost model; less is noise between runs."""
 
-JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that the decode engine and vLLM multiply as one, side by side."""
+STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that the engine and vLLM stack along N into one product."""
 
-Products = dict[str, list[tuple[int, int]]]
-"""The weights (N, K) under each scheme."""
+WeightShapes = dict[str, list[tuple[int, int]]]
+"""Scheme -> shapes (N, K) of the weights."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A product that was measured, and what its kept tile takes beside the modelled one."""
+    """A measured product: its fastest tile, and the times of that tile and of the cost model's."""
 
     scheme: str
     n: int
@@ -56,15 +53,15 @@ class Tuned:
 
     @property
     def gain(self) -> float:
-        """The share of the time that is saved."""
+        """Returns the share of the time that is saved."""
         return 1 - self.kept.us / self.kept.modelled_us
 
 
-def products_of_model(source: str | Path, scheme: str | None) -> Products:
-    """The products of the causal model in a folder, which is quantized by this library, or is to have `scheme`.
+def products_of_model(source: str | Path, scheme: str | None) -> WeightShapes:
+    """Returns the weight shapes of a causal model that lowbit quantized, or that will be quantized to `scheme`.
 
-    Layers that are computed as one count as one, and by themselves too. Of a model in 16 bits config.json only is read. Raises
-    ValueError for a folder whose scheme nobody says.
+    Stacked layers count both as one weight and separately. For a 16-bit model only config.json is read. Raises ValueError if
+    the scheme is unknown.
     """
     resolved = resolve(source, CONFIG)
     folder, tool = resolved.path, resolved.tool
@@ -74,7 +71,7 @@ def products_of_model(source: str | Path, scheme: str | None) -> Products:
             assert reader.manifest is not None
             manifest = reader.manifest
         model = causal_skeleton(folder)
-        owners = set(manifest.tied.values())  # an embedding that is the head too is multiplied by
+        owners = set(manifest.tied.values())  # a tied embedding is also the weight of the LM head
         for name, entry in manifest.layers.items():
             if name in owners or not isinstance(model.get_submodule(name), nn.Embedding):
                 layers[name] = entry.scheme.name, entry.shape
@@ -88,14 +85,14 @@ def products_of_model(source: str | Path, scheme: str | None) -> Products:
         plan = plan_for(causal_skeleton(folder), scheme, None, False)
         layers = {name: (plan.others.get(name, plan.scheme).name, shape) for name, shape in plan.linears.items()}
     products: dict[str, dict[tuple[int, int], None]] = {}
-    for name, shape in [*_joined(layers), *layers.values()]:
+    for name, shape in [*_stacked(layers), *layers.values()]:
         products.setdefault(name, {})[shape] = None
     return {name: list(shapes) for name, shapes in products.items()}
 
 
-def _joined(layers: dict[str, tuple[str, tuple[int, int]]]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Layers side by side that are one product: they have the same scheme and the same x."""
-    for first, *others in JOINED:
+def _stacked(layers: dict[str, tuple[str, tuple[int, int]]]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yields scheme and shape of stacked layers, which have the same scheme and the same x."""
+    for first, *others in STACKED:
         for name in layers:
             parent, _, last = name.rpartition(".")
             parts = [layers.get(f"{parent}.{other}") for other in (first, *others)]
@@ -103,45 +100,56 @@ def _joined(layers: dict[str, tuple[str, tuple[int, int]]]) -> Iterator[tuple[st
                 yield layers[name][0], (sum(part[1][0] for part in parts if part is not None), layers[name][1][1])
 
 
-def run(products: Products, tokens: Sequence[int], seconds: float, say: Callable[[str], None], watch: Watch) -> list[Tuned]:
-    """Measures on the current GPU and keeps what was found, however it ends; returns it all. Processes that start afterwards
-    choose by it. What was kept of other products stays. Ends early after `seconds`. Raises ValueError without a GPU."""
+def run(
+    products: WeightShapes, tokens: Sequence[int], seconds: float, say: Callable[[str], None], progress: ProgressCallback
+) -> list[Tuned]:
+    """Measures on the current GPU, stores the results (also after an exception) and returns them.
+
+    Processes that start later read the file; stored results of other products stay. Stops after `seconds`. Raises ValueError
+    without a GPU.
+    """
     if not torch.cuda.is_available():
-        raise ValueError(f"tune measures an NVIDIA GPU and torch {torch.__version__} sees none")
-    here = replace(machine_of("cuda"), tuned="")
-    end, file = time.monotonic() + seconds, check_file(tuned_file(here.product), RESULT)
-    file.parent.mkdir(parents=True, exist_ok=True)  # before minutes go into what could not be kept
-    schemes = with_a_choice(products, here, say)
-    asked = [TrialGrid(tuple(products[scheme]), (scheme,), tuple(tokens)) for scheme in schemes]
-    total = sum(each.count for each in asked)
-    watch(0, total, "listing kernels")
-    wanted = [kernel for each in asked for kernel in kernels(each, here)]
-    say(f"{total} products of {sum(len(each.shapes) for each in asked)} weights, {len(wanted)} kernels, for {here.product}")
+        raise ValueError(
+            f"lowbit tune needs an NVIDIA GPU, and torch {torch.__version__} finds none; run it on the GPU machine"
+        )
+    machine = replace(machine_of("cuda"), tuned="")
+    end, file = time.monotonic() + seconds, check_file(tuned_file(machine.product), RESULT)
+    file.parent.mkdir(parents=True, exist_ok=True)  # fails now rather than after minutes of measuring
+    schemes = with_a_choice(products, machine, say)
+    grids = [TrialGrid(tuple(products[scheme]), (scheme,), tuple(tokens)) for scheme in schemes]
+    total = sum(grid.count for grid in grids)
+    progress(0, total, "listing kernels")
+    to_compile = [kernel for grid in grids for kernel in kernels(grid, machine)]
+    weights = sum(len(grid.shapes) for grid in grids)
+    say(f"{total} products of {weights} weights, {len(to_compile)} kernels, for {machine.product}")
     from lowbit.kernels.parts.compile import compiled
 
-    for done in compiled(wanted, here.arch.sm):
-        watch(done, len(wanted), "compiling")
+    for done in compiled(to_compile, machine.arch.sm):
+        progress(done, len(to_compile), "compiling")
     warm_up()
     rows: list[Tuned] = []
     try:
-        for each in asked:
-            for shape in each.shapes:
-                for row in _measured(each, shape, here):
+        for grid in grids:
+            for shape in grid.shapes:
+                for row in _measured(grid, shape, machine):
                     rows.append(row)
-                    watch(len(rows), total, f"{row.scheme} {row.n}x{row.k} M {row.kept.m}")
+                    progress(len(rows), total, f"{row.scheme} {row.n}x{row.k} M {row.kept.m}")
                     if time.monotonic() > end:
                         say(f"stopped after {seconds:g} s: {len(rows)} of {total} products")
                         return rows
         return rows
     finally:
         if rows:
-            keep(file, rows, here, say)
+            keep(file, rows, machine, say)
             say(f"wrote {file}")
 
 
-def with_a_choice(schemes: Iterable[str], here: Machine, say: Callable[[str], None]) -> list[str]:
-    """The schemes that have tiles to choose from on a machine; says why others have none, and raises ValueError if all have."""
-    found: list[str] = []
+def with_a_choice(schemes: Iterable[str], machine: Machine, say: Callable[[str], None]) -> list[str]:
+    """Returns the schemes with several tiles on a machine; `say` gets the reason for each other one.
+
+    Raises ValueError if no scheme has a choice.
+    """
+    tunable: list[str] = []
     reasons: dict[str, str] = {}
     measured: dict[str, str] = {}
     for scheme in schemes:
@@ -149,70 +157,70 @@ def with_a_choice(schemes: Iterable[str], here: Machine, say: Callable[[str], No
         refused: tuple[str, ...] = (
             weight_refusals(parsed, torch.float16) if parsed.activation is None else scaled_refusals(parsed)
         )
-        if not refused and parsed.activation is not None and "wgmma" not in here.arch.features:
-            refused = (f"the kernel for 8-bit activations has one tile on {here.product}",)
+        if not refused and parsed.activation is not None and "wgmma" not in machine.arch.features:
+            refused = (f"the kernel for 8-bit activations has one tile on {machine.product}",)
         if not refused and isinstance(parsed.granularity, PerBlock):
-            refused = ("tiles of scales in blocks are not measured",)
+            refused = ("tiles for block scales are not tuned",)
         if not refused:
-            problem = problem_of(products_of(scheme, here).shape(1, 1, 1))
-            refused = (f"its tiles are those of {measured[problem]}, of as many bits",) if problem in measured else ()
+            problem = problem_of(products_of(scheme, machine).shape(1, 1, 1))
+            refused = (f"it shares the tiles of {measured[problem]}, which has as many bits",) if problem in measured else ()
             measured.setdefault(problem, scheme)
-        found += [] if refused else [scheme]
-        reasons |= {scheme: f"{scheme}: nothing to choose, {'; '.join(refused)}"} if refused else {}
-    if not found:
+        tunable += [] if refused else [scheme]
+        reasons |= {scheme: f"{scheme}: nothing to tune, {'; '.join(refused)}"} if refused else {}
+    if not tunable:
         raise ValueError("\n".join(reasons.values()) or "the model has no quantized layers")
     for line in reasons.values():
         say(line)
-    return found
+    return tunable
 
 
 @torch.inference_mode()
-def _measured(asked: TrialGrid, shape: tuple[int, int], here: Machine) -> Iterator[Tuned]:
-    """The products of a weight, by numbers of tokens."""
-    (scheme,), (n, k), today = asked.schemes, shape, datetime.date.today().isoformat()
-    tokens = asked.tokens_of(n, k)
+def _measured(grid: TrialGrid, shape: tuple[int, int], machine: Machine) -> Iterator[Tuned]:
+    """Yields the measured products of a weight, in order of the number of tokens."""
+    (scheme,), (n, k), today = grid.schemes, shape, datetime.date.today().isoformat()
+    tokens = grid.tokens_of(n, k)
     if not tokens:
         return
-    of = products_of(scheme, here)
-    trials = Trials(of, n, k, gaussian(tokens[-1], k, seed=2, dtype=torch.float16))
+    product = products_of(scheme, machine)
+    trials = Trials(product, n, k, gaussian(tokens[-1], k, seed=2, dtype=torch.float16))
     for m in tokens:
-        found = trials.measure(m, tried(of, m, n, k, tokens))
-        if found["us"]:
-            yield Tuned(of.scheme.name, n, k, fastest(found["chosen"], found["us"], m, today))
+        result = trials.measure(m, candidate_tiles(product, m, n, k, tokens))
+        if result["us"]:
+            yield Tuned(product.scheme.name, n, k, fastest(result["chosen"], result["us"], m, today))
     del trials
     torch.cuda.empty_cache()
 
 
 def fastest(modelled: str, us: dict[str, float], m: int, date: str) -> TunedRow:
-    """What is kept of the times of tiles: the fastest, but the modelled one where no other gains MARGIN."""
+    """Returns the fastest tile, or the cost model's `modelled` one unless the fastest gains MARGIN."""
     best = min(us, key=lambda tile: us[tile])
     of_model = us.get(modelled, math.inf)
     tile = best if us[best] < (1 - MARGIN) * of_model else modelled
     return TunedRow(m, tile, us[tile], of_model if modelled in us else us[tile], date)
 
 
-def keep(file: Path, rows: Iterable[Tuned], here: Machine, say: Callable[[str], None] = lambda line: None) -> None:
-    """Writes what was measured into the machine's file; of products that are there already the newer figures stay. Waits while
-    another process writes the file; `say` gets a line then."""
+def keep(file: Path, rows: Iterable[Tuned], machine: Machine, say: Callable[[str], None] = lambda line: None) -> None:
+    """Merges results into the machine's file; new results replace stored ones of the same product.
+
+    While another process holds the file's lock, `say` gets one line and the call blocks.
+    """
     with Lock(file, say):
-        products: dict[str, dict[int, TunedRow]] = {}
-        for problem, found in _there(file).items():
-            products[problem] = {row.m: row for row in found}
+        products = {problem: {row.m: row for row in stored} for problem, stored in _stored(file).items()}
         for row in rows:
-            shape = products_of(row.scheme, here).shape(row.kept.m, row.n, row.k)
+            shape = products_of(row.scheme, machine).shape(row.kept.m, row.n, row.k)
             products.setdefault(problem_of(shape), {})[row.kept.m] = row.kept
         document: dict[str, Any] = {
-            "result": RESULT, "schema": SCHEMA, "lowbit": __version__, "gpu": here.product, "versions": versions(()),
+            "result": RESULT, "schema": SCHEMA, "lowbit": __version__, "gpu": machine.product, "versions": versions(()),
             "products": {
-                problem: [asdict(found[m]) for m in sorted(found)] for problem, found in sorted(products.items())
+                problem: [asdict(by_m[m]) for m in sorted(by_m)] for problem, by_m in sorted(products.items())
             },
         }  # fmt: skip
         write_json(file, document)
     tuned.forget()
 
 
-def _there(file: Path) -> dict[str, tuple[TunedRow, ...]]:
-    """What this version has kept in the file before; nothing where the file is damaged or of another version."""
+def _stored(file: Path) -> dict[str, tuple[TunedRow, ...]]:
+    """Returns the results in the file; none if the file is damaged or of another version."""
     try:
         return tuned.read_rows(file)
     except (OSError, ValueError):

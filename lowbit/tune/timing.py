@@ -1,6 +1,6 @@
-"""Timing on a GPU: CUDA graphs of calls over rotating copies of a weight, a warm machine, seeded Gaussian data.
+"""Timing on a GPU: CUDA graphs of calls over rotating copies of a weight, warm clocks, seeded Gaussian data.
 
-`lowbit tune` and every benchmark of this repository time products through this module.
+`lowbit tune` and all benchmarks of this repository use this module.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ MOST_COPIES_BYTES = 8 << 30
 TOLERANCE = 1e-2
 """Relative error above which a result is wrong: rounding y to bf16 gives 2e-3, a wrong layout gives 1."""
 ROW_TOLERANCE = 5e-2
-"""The same for a single row of y, whose error scatters more than that of all."""
+"""The same bound for a single row of y, whose error varies more."""
 
 
 class WrongResult(RuntimeError):
-    """A kernel ran and computed something else."""
+    """A kernel ran and returned a wrong result."""
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """What a kernel or a peer may raise for one row; the row records it and the run goes on."""
+    """Returns the exceptions of a kernel or a rival that a row records, so that the run continues."""
     named = (RuntimeError, ValueError, AssertionError, ImportError, AttributeError, TypeError, LookupError, OSError)
     try:
         from triton.errors import TritonError
@@ -39,15 +39,15 @@ def failures() -> tuple[type[Exception], ...]:
 
 
 def reason(error: Exception) -> str:
-    """One line for a row's `error`."""
+    """Returns one line for a row's `error`."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " | ".join(lines[:6]) or "no message"
     return f"{type(error).__name__}: {text}"[:500]
 
 
 def warm_up(seconds: float = WARM_UP_S) -> None:
-    """Keeps the GPU busy until its clocks are up: the first thing timed on a cold one reads up to 10 % slow."""
-    gc.freeze()  # every capture collects garbage; what was imported need not be walked each time
+    """Keeps the GPU busy until its clocks are high: the first timing on an idle GPU is up to 10 % slow."""
+    gc.freeze()  # every capture runs the garbage collector; imported modules are excluded from now on
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.float16)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -57,32 +57,31 @@ def warm_up(seconds: float = WARM_UP_S) -> None:
 
 
 def copies_needed(nbytes: int, l2_bytes: int) -> int:
-    """Copies of a weight that together exceed 3 times the L2, at least 2, of at most MOST_COPIES_BYTES where 2 fit."""
-    wanted = max(2, math.ceil(3 * l2_bytes / max(nbytes, 1)))
-    return max(2, min(wanted, MOST_COPIES_BYTES // max(nbytes, 1)))
+    """Returns how many copies of a weight exceed 3 times the L2: at least 2, else at most MOST_COPIES_BYTES together."""
+    copies = max(2, math.ceil(3 * l2_bytes / max(nbytes, 1)))
+    return max(2, min(copies, MOST_COPIES_BYTES // max(nbytes, 1)))
 
 
 def l2_bytes() -> int:
-    """Size of the L2 of the current GPU."""
+    """Returns the size of the current GPU's L2 in bytes."""
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
 
 
 class Memory:
-    """What graphs that are captured one after the other have in common: a stream, and a pool of memory in which a graph that is
-    gone leaves its outputs to the next."""
+    """A stream and a memory pool shared by graphs that are captured one after another."""
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
         self.pool = torch.cuda.graph_pool_handle()
-        self.held = torch.cuda.CUDAGraph()  # without a graph the pool would be given back
-        with torch.cuda.graph(self.held, pool=self.pool, stream=self.stream):
+        self.anchor = torch.cuda.CUDAGraph()  # a pool without a live graph would be freed
+        with torch.cuda.graph(self.anchor, pool=self.pool, stream=self.stream):
             self.output = torch.zeros(1, device="cuda")
 
 
 class Graph:
-    """Calls captured once, with their outputs, which every replay writes again.
+    """Captured calls and their outputs, which every replay overwrites.
 
-    With `memory` of graphs before it, all calls are one kernel's: the first is enough to compile it.
+    With a shared `memory`, all calls must launch the same kernels: only the first one runs before the capture, to compile.
     """
 
     def __init__(self, calls: Sequence[Callable[[], Tensor]], memory: Memory | None = None) -> None:
@@ -90,7 +89,7 @@ class Graph:
         stream = torch.cuda.Stream() if memory is None else memory.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for call in calls if memory is None else calls[:1]:  # compiles and tunes what is compiled and tuned at first use
+            for call in calls if memory is None else calls[:1]:  # compiles and autotunes
                 call()
         stream.synchronize()
         self.graph = torch.cuda.CUDAGraph()
@@ -98,11 +97,11 @@ class Graph:
             self.outputs = [call() for call in calls]
 
     def times_us(self, replays: int, warm: int = 3) -> list[float]:
-        """Microseconds per call of each replay, after `warm` of them that are not timed."""
+        """Returns the microseconds per call of each replay, after `warm` untimed ones."""
         return times_in_turn([self], replays, warm)[0]
 
     def poisoned_outputs(self) -> list[Tensor]:
-        """The outputs of one more replay, filled with NaN before it."""
+        """Fills the outputs with NaN (or the smallest integer), replays once and returns them."""
         for y in self.outputs:
             y.fill_(math.nan if y.is_floating_point() else torch.iinfo(y.dtype).min)
         self.graph.replay()
@@ -111,8 +110,10 @@ class Graph:
 
 
 def times_in_turn(graphs: Sequence[Graph], replays: int, warm: int) -> list[list[float]]:
-    """Microseconds per call of each replay of each graph, in turn, after `warm` turns that are not timed; all replays are
-    queued at once, so that the GPU never waits for Python."""
+    """Returns the microseconds per call of each replay of each graph, after `warm` untimed rounds over all graphs.
+
+    Graphs are replayed alternately. All replays are queued at once, so the GPU is never idle.
+    """
     for _ in range(warm):
         for graph in graphs:
             graph.graph.replay()
@@ -131,11 +132,11 @@ def times_in_turn(graphs: Sequence[Graph], replays: int, warm: int) -> list[list
 
 
 def gaussian(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The same standard Gaussian matrix in every process."""
+    """Returns a standard Gaussian matrix, the same in every process for a seed."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     return torch.randn(rows, columns, device="cuda", generator=generator).to(dtype)
 
 
 def quantized(scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype = torch.float16) -> QuantTensor:
-    """The weight of a problem, of a model in `dtype`: Gaussian, of deviation 1/sqrt(K) so that y is of the size of x."""
+    """Returns a quantized Gaussian weight with deviation 1/sqrt(K), so that y has the scale of x."""
     return rtn(gaussian(*shape, seed=1) / math.sqrt(shape[1]), scheme, stored=dtype)

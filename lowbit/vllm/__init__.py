@@ -1,15 +1,17 @@
-"""vLLM's plug-in: its server and its engine take our checkpoints, and our kernels for 16-bit and other tools' ones on request.
+"""vLLM's plug-in: vLLM serves lowbit's checkpoints, and 16-bit and other tools' checkpoints with lowbit's kernels on request.
 
-vLLM calls `register` in each of its processes, by the entry point "vllm.general_plugins". A matrix of a checkpoint walks down
+vLLM calls `register` in each of its processes, through the entry point "vllm.general_plugins". In the order of use:
 
     quantization    which matrices make up a layer of vLLM, and what is refused    (vLLM's QuantizationConfig)
-    matrices        the tensors of one matrix in the files, and what they mean
-    loading         collects them as vLLM hands them out, and keeps this rank's part (formats/split.py)
-    product         multiplies the parts that a layer is made of
-    methods         what vLLM calls: create, load, process, apply                  (vLLM's linear and embedding methods)
-    complete        what else of a model no file filled                            (vLLM's loader of files)
+    sources         the matrices that a `quantization_config` describes
+    matrices        the tensors of one matrix in the files
+    loading         collects these tensors and keeps this rank's shard (formats/split.py)
+    product         multiplies x by the matrices of a layer
+    methods         create, load, process, apply                                   (vLLM's linear and embedding methods)
+    loader_patches  checks for missing weights, compiles all kernels together      (vLLM's loader of files)
+    warm_up         compiles the kernels of a layer
 
-Modules that import vLLM are `quantization`, `methods` and `complete`; this one imports nothing else until `register` is called.
+`quantization`, `methods` and `loader_patches` import vLLM; this module imports nothing until `register` is called.
 """
 
 from __future__ import annotations
@@ -17,29 +19,29 @@ from __future__ import annotations
 import re
 
 OLDEST, NEWEST = (0, 25, 1), (0, 33)
-"""Versions of vLLM that are supported: from the first to any of the second."""
+"""Oldest supported version of vLLM, and the newest minor release."""
 
 
 def version_refusals(version: str) -> tuple[str, ...]:
-    """Why a version of vLLM is not supported; empty if it is."""
-    found = tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
-    if found >= OLDEST and found[:2] <= NEWEST:
+    """Returns why a version of vLLM is not supported; empty if it is."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+    if numbers >= OLDEST and numbers[:2] <= NEWEST:
         return ()
     oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
     return (f"lowbit supports vLLM {oldest} to {newest}, installed is {version}: pip install vllm~={newest}.0",)
 
 
 def register() -> None:
-    """Makes the method "lowbit" known to the vLLM of this process; as often as it is called, and whatever that vLLM is.
+    """Registers the method "lowbit" with the vLLM of this process; may be called repeatedly.
 
-    A version that is not supported says so when a checkpoint asks for the method (`LowbitQuantization.from_config`), and
-    nothing before: whoever serves other checkpoints is not concerned.
+    An unsupported version of vLLM raises only when a checkpoint uses the method (`LowbitQuantization.from_config`), so that
+    other checkpoints load as before.
     """
     try:
         from vllm.model_executor.layers.quantization import register_quantization_config
 
         from lowbit.vllm.quantization import METHOD, LowbitQuantization
-    except ImportError as error:  # a vLLM without these names: its own error for an unknown method follows, if one is asked for
+    except ImportError as error:  # a vLLM without these names raises its own error if a checkpoint uses the method
         import logging
 
         logging.getLogger(__name__).debug("the method lowbit is not registered with this vLLM: %s", error)

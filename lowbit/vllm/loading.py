@@ -1,4 +1,4 @@
-"""Collects the tensors of a layer's matrices as vLLM hands them out, and keeps this rank's part of each when it is whole."""
+"""Collects the tensors of a layer's matrices while vLLM loads the files, and keeps this rank's shard of each matrix."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from lowbit.formats import QuantTensor
 from lowbit.formats.split import Range, columns_of, columns_refusals, filled_up, part_range, rows_of
 from lowbit.quantize import rtn
 from lowbit.vllm.matrices import PLAIN, Matrix
-from lowbit.vllm.product import Piece
+from lowbit.vllm.product import Shard
 
 T = TypeVar("T")
 
 _QKV = {"q": 0, "k": 1, "v": 2}
 
 ACTIVATION_SCALE, RENAMED = "activation_scale", "input_scale"
-"""What the calibrated scale of x is called in our files, and what some models make of that while they load them (Llama in
+"""Name of the static activation scale in lowbit's files, and the name to which some models rename it while loading (Llama in
 SGLang 0.5.23, Mistral 3 in vLLM 0.33)."""
 
 
 @dataclass(frozen=True)
-class Cut:
-    """What a rank keeps of a layer: of its outputs (q, k and v: three) `parts` rows each, of `whole` in all, and of K input
-    channels as many as ranks along K leave it. `fill` > 0: rows of nothing up to so many; `rows`: those of a vocabulary."""
+class ShardSpec:
+    """A rank's shard of a layer: `parts` rows of each output (q, k and v are three), of `whole` rows on all ranks, and
+    K / `ranks_along_k` input channels. `rows`: the rank's range of a vocabulary; `fill`: rows after padding with zeros."""
 
     parts: tuple[int, ...]
     whole: tuple[int, ...]
@@ -40,10 +40,10 @@ class Cut:
     fill: int = 0
 
     def ranges(self, outputs: Sequence[int], n: int) -> list[Range]:
-        """Rows that it keeps of a matrix of `n` rows that has these outputs one after the other."""
+        """Returns the ranges of rows of this rank in a matrix of `n` rows that stacks these outputs."""
         expected = " + ".join(str(self.whole[i]) for i in outputs)
         if sum(self.whole[i] for i in outputs) != n:
-            raise ValueError(f"vLLM's layer has {expected} output channels on all ranks together, the matrix {n}")
+            raise ValueError(f"vLLM's layer has {expected} output channels on all ranks together, the matrix has {n}")
         if self.rows is not None:
             return [self.rows]
         ranges, begin = [], 0
@@ -53,12 +53,11 @@ class Cut:
             begin += self.whole[i]
         return ranges
 
-    def piece(self, name: str, whole: QuantTensor | Tensor, outputs: Sequence[int], k: int) -> Piece:
-        """This rank's part of a matrix. Raises CheckpointError, naming it, for one that does not fit the layer of vLLM or
-        cannot be split."""
+    def shard(self, name: str, whole: QuantTensor | Tensor, outputs: Sequence[int], k: int) -> Shard:
+        """Returns this rank's shard of a matrix. Raises CheckpointError if it does not fit vLLM's layer or cannot be split."""
         if whole.shape[1] != k:
             raise CheckpointError(
-                f"{name}: has {whole.shape[1]} input channels, vLLM's layer {k}; config.json is of another model"
+                f"{name}: has {whole.shape[1]} input channels, vLLM's layer {k}; config.json belongs to another model"
             )
         rank = self.rank if self.ranks_along_k > 1 else 0
         try:
@@ -68,94 +67,96 @@ class Cut:
                 if reasons:
                     raise ValueError("; ".join(reasons))
                 part, index = columns_of(rows_of(whole, ranges), rank, self.ranks_along_k)
-                return Piece(filled_up(part, self.fill) if self.fill else part, index)
+                return Shard(filled_up(part, self.fill) if self.fill else part, index)
             begin, end = part_range(k, k // self.ranks_along_k, rank, self.ranks_along_k)
             rows = torch.cat([whole[first:last, begin:end] for first, last in ranges])
-            return Piece(nn.functional.pad(rows, (0, 0, 0, self.fill - len(rows))) if self.fill else rows)
+            return Shard(nn.functional.pad(rows, (0, 0, 0, self.fill - len(rows))) if self.fill else rows)
         except ValueError as error:
             raise CheckpointError(f"{name}: cannot be split for rank {self.rank} of {self.ranks}: {error}") from error
 
 
-class Loading(Generic[T]):
-    """The matrices of one layer of vLLM, `k` input channels each, on their way to `device`; of all pieces together `make` makes
-    what the layer keeps, as soon as they are there: nobody waits for other layers with unpacked codes.
+class LayerLoader(Generic[T]):
+    """Loads the matrices of one layer of vLLM, with `k` input channels each, onto `device`.
 
-    vLLM says with each tensor of which output it is ("q", 0, (0, 1)), or nothing where it is of all of them.
+    As soon as all shards are complete, `make` builds the layer's module from them, so few unpacked codes are in memory. vLLM
+    states the output of each tensor ("q", 0, (0, 1)), or None if it belongs to all outputs.
     """
 
     def __init__(
-        self, matrices: Sequence[Matrix], cut: Cut, k: int, dtype: torch.dtype, device: torch.device,
-        make: Callable[[Sequence[Piece]], T],
+        self, matrices: Sequence[Matrix], spec: ShardSpec, k: int, dtype: torch.dtype, device: torch.device,
+        make: Callable[[Sequence[Shard]], T],
     ) -> None:  # fmt: skip
-        self.matrices, self.cut, self.k, self.dtype, self.device, self._make = tuple(matrices), cut, k, dtype, device, make
-        self.outputs = _outputs(self.matrices, cut)
+        self.matrices, self.spec, self.k, self.dtype, self.device, self._make = tuple(matrices), spec, k, dtype, device, make
+        self.outputs = _outputs(self.matrices, spec)
         self._tensors: list[dict[str, Tensor]] = [{} for _ in self.matrices]
-        self._pieces: dict[int, Piece] = {}
-        self._made: T | None = None
+        self._shards: dict[int, Shard] = {}
+        self._result: T | None = None
         self._is_done = False
 
     def take(self, suffix: str, tensor: Tensor, of: Any = None) -> None:
-        """Takes one tensor; raises CheckpointError, naming it, when it came before or its matrix is not as it should be."""
+        """Adds one tensor. Raises CheckpointError, naming it, for a duplicate or an invalid matrix."""
         number = self._matrix_of(of)
-        matrix, held = self.matrices[number], self._tensors[number]
+        matrix, tensors = self.matrices[number], self._tensors[number]
         if suffix in matrix.unstated:
             raise CheckpointError(
-                f"{matrix.name}.{suffix}: config.json does not state {matrix.unstated[suffix]} for {matrix.name}; take the "
-                "config.json that came with these files, or quantize the model again"
+                f"{matrix.name}.{suffix}: config.json does not state {matrix.unstated[suffix]} for {matrix.name}; use the "
+                "config.json that belongs to these files, or quantize the model again"
             )
-        if suffix in held or number in self._pieces or self._made is not None or self._is_done:
+        if suffix in tensors or number in self._shards or self._result is not None or self._is_done:
             raise CheckpointError(
-                f"{matrix.name}.{suffix}: came twice; weights of a running engine are not loaded again: start another engine"
+                f"{matrix.name}.{suffix}: loaded twice; a running engine cannot load its weights again: start another engine"
             )
-        held[suffix] = tensor
-        if matrix.is_whole(held):
-            self._cut(number)
+        tensors[suffix] = tensor
+        if matrix.is_whole(tensors):
+            self._read_shard(number)
 
     def finish(self, *, random: bool = False) -> T:
-        """What the layer keeps; `random`: without tensors, of random weights (vLLM's load format "dummy"). Raises
-        CheckpointError, naming the tensors, when some are missing."""
-        if random and self._made is None and not any(self._tensors) and not self._pieces:
-            self._made = self._make([self._random(number) for number in range(len(self.matrices))])
+        """Returns the layer's module. `random`: if no tensor was loaded, uses random weights (vLLM's load format "dummy").
+
+        Raises CheckpointError with the names of missing tensors.
+        """
+        if random and self._result is None and not any(self._tensors) and not self._shards:
+            self._result = self._make([self._random(number) for number in range(len(self.matrices))])
         for number in range(len(self.matrices)):
-            if self._made is None and number not in self._pieces:
-                self._cut(number)
-        made, self._made, self._is_done = self._made, None, True
-        assert made is not None
-        return made
+            if self._result is None and number not in self._shards:
+                self._read_shard(number)
+        result, self._result, self._is_done = self._result, None, True
+        assert result is not None
+        return result
 
     def _matrix_of(self, of: Any) -> int:
-        wanted = tuple(range(len(self.cut.parts))) if of is None else of if isinstance(of, tuple) else (_QKV.get(of, of),)
-        if wanted in self.outputs:
-            return self.outputs.index(wanted)
+        outputs = tuple(range(len(self.spec.parts))) if of is None else of if isinstance(of, tuple) else (_QKV.get(of, of),)
+        if outputs in self.outputs:
+            return self.outputs.index(outputs)
         names = ", ".join(matrix.name for matrix in self.matrices)
         raise CheckpointError(
-            f"vLLM loads output {of!r} of a layer that is made of {names}; this architecture is not supported"
+            f"vLLM loads output {of!r} of a layer that consists of {names}; this architecture is not supported"
         )
 
-    def _cut(self, number: int) -> None:
-        matrix, held = self.matrices[number], self._tensors[number]
-        piece = self.cut.piece(matrix.name, matrix.read(held, self.device), self.outputs[number], self.k)
-        held.clear()
-        index = None if piece.index is None else piece.index.to(self.device)
-        self._pieces[number] = Piece(piece.weight.to(self.device), index)
-        if len(self._pieces) == len(self.matrices):
-            self._made = self._make([self._pieces[i] for i in range(len(self.matrices))])
-            self._pieces.clear()
+    def _read_shard(self, number: int) -> None:
+        matrix, tensors = self.matrices[number], self._tensors[number]
+        shard = self.spec.shard(matrix.name, matrix.read(tensors, self.device), self.outputs[number], self.k)
+        tensors.clear()
+        index = None if shard.index is None else shard.index.to(self.device)
+        self._shards[number] = Shard(shard.weight.to(self.device), index)
+        if len(self._shards) == len(self.matrices):
+            self._result = self._make([self._shards[i] for i in range(len(self.matrices))])
+            self._shards.clear()
 
-    def _random(self, number: int) -> Piece:
-        rows = self.cut.fill or sum(self.cut.parts[i] for i in self.outputs[number])
-        shape, scheme = (rows, self.k // self.cut.ranks_along_k), self.matrices[number].scheme_of()
+    def _random(self, number: int) -> Shard:
+        rows = self.spec.fill or sum(self.spec.parts[i] for i in self.outputs[number])
+        shape, scheme = (rows, self.k // self.spec.ranks_along_k), self.matrices[number].scheme_of()
         weight = torch.randn(shape, dtype=self.dtype, device=self.device) / self.k**0.5
-        return Piece(weight if scheme is None else rtn(weight, scheme))
+        return Shard(weight if scheme is None else rtn(weight, scheme))
 
 
-def _outputs(matrices: Sequence[Matrix], cut: Cut) -> list[tuple[int, ...]]:
-    """Which outputs of a layer each matrix holds: one each, all of them, or as many as its rows are."""
-    count = len(cut.parts)
-    if len(cut.whole) != count:  # MiniMax-M3's indexer beside q, k and v
+def _outputs(matrices: Sequence[Matrix], spec: ShardSpec) -> list[tuple[int, ...]]:
+    """Returns the outputs of the layer that each matrix contains: one each, all, or as many as its rows fill."""
+    count = len(spec.parts)
+    if len(spec.whole) != count:  # MiniMax-M3's indexer beside q, k and v
         raise CheckpointError(
-            f"{matrices[0].name}: vLLM's layer has {count} outputs, {len(cut.whole)} are known here; this architecture is not "
-            "supported with quantized weights there: leave them in 16 bits"
+            f"{matrices[0].name}: vLLM's layer has {count} outputs, lowbit supports {len(spec.whole)}; leave this layer in "
+            "16 bits"
         )
     if len(matrices) == count:
         return [(i,) for i in range(count)]
@@ -165,19 +166,21 @@ def _outputs(matrices: Sequence[Matrix], cut: Cut) -> list[tuple[int, ...]]:
     for matrix in matrices:
         stated, begin, rows = matrix.stated_shape(), next_one, 0
         while stated is not None and next_one < count and rows < stated[0]:
-            rows += cut.whole[next_one]
+            rows += spec.whole[next_one]
             next_one += 1
         if stated is None or rows != stated[0]:
-            raise CheckpointError(f"{matrix.name}: its rows are not whole outputs of vLLM's layer, which has {list(cut.whole)}")
+            raise CheckpointError(f"{matrix.name}: its rows do not fill whole outputs of vLLM's layer, {list(spec.whole)}")
         found.append(tuple(range(begin, next_one)))
     return found
 
 
 @contextlib.contextmanager
-def usual_defaults() -> Iterator[None]:
-    """torch's own default type and device, where vLLM has set the model's: what is computed here names its types, but tables
-    that it keeps for later are made of defaults. A default device is a function in Python before each of torch's, which
-    takes longer than many of them; none is called here."""
+def torch_defaults() -> Iterator[None]:
+    """Restores torch's default dtype and device in the block, since vLLM sets the model's.
+
+    Cached tables must have torch's default dtype. A default device is a Python function called before each torch operation,
+    which is slow.
+    """
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -187,10 +190,12 @@ def usual_defaults() -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-def expect(layer: nn.Module, loading: Loading[Any], random: bool = False) -> None:
-    """Gives a layer of vLLM or SGLang a parameter without numbers for each tensor that its matrices may have, whose loader
-    takes it; also for those that they must not have, which many models would leave out in silence where nothing has the name.
-    `random`: none will come, weights are made up."""
+def register_parameters(layer: nn.Module, loading: LayerLoader[Any], random: bool = False) -> None:
+    """Registers an empty parameter for each possible tensor of the layer; its weight_loader adds the tensor to `loading`.
+
+    Tensors that the matrices must not have are registered too: many models silently skip names without a parameter.
+    `random`: no tensor will be loaded; `loaded` uses random weights.
+    """
     layer.lowbit_loading, layer.lowbit_random = loading, random  # type: ignore[assignment]
     types = {suffix: torch.uint8 for matrix in loading.matrices for suffix in matrix.unstated}
     types |= {suffix: kind for matrix in loading.matrices for suffix, kind in matrix.suffixes.items()}
@@ -201,32 +206,32 @@ def expect(layer: nn.Module, loading: Loading[Any], random: bool = False) -> Non
         empty = nn.Parameter(torch.empty(0, dtype=types[suffix]), requires_grad=False)
         empty.weight_loader = _loader(loading, suffix)  # type: ignore[attr-defined]
         if suffix == PLAIN:
-            empty.output_dim = 0  # type: ignore[attr-defined]  # Falcon's loader rearranges rows of what states where they are
+            empty.output_dim = 0  # type: ignore[attr-defined]  # Falcon's loader reorders rows along output_dim
         layer.register_parameter(name, empty)
 
 
-def _loader(loading: Loading[Any], suffix: str) -> Callable[..., None]:
+def _loader(loading: LayerLoader[Any], suffix: str) -> Callable[..., None]:
     def load(parameter: nn.Parameter, tensor: Tensor, of: Any = None) -> None:
-        with usual_defaults():
+        with torch_defaults():
             loading.take(suffix, tensor, of)
 
     return load
 
 
 def loaded(layer: nn.Module) -> Any:
-    """What all tensors of a layer made. The empty parameters stay: LoRA asks them for the layer's device."""
-    loading: Loading[Any] = layer.lowbit_loading  # type: ignore[assignment]
-    made = loading.finish(random=bool(layer.lowbit_random))
+    """Returns the module built from all tensors of a layer. The empty parameters stay: LoRA reads the device from them."""
+    loading: LayerLoader[Any] = layer.lowbit_loading  # type: ignore[assignment]
+    result = loading.finish(random=bool(layer.lowbit_random))
     if loading.device.type == "cpu":
-        # vLLM's attention uses AMX without asking the system for it, which torch's product of 16-bit matrices does for others:
-        # without such products (int4, few tokens) it would end in an illegal instruction (seen with 0.32.0).
+        # vLLM's attention uses AMX without requesting it from the system. torch's 16-bit matrix product requests it, but int4
+        # models may not call that product and then crash with an illegal instruction (vLLM 0.32.0).
         torch.cpu._init_amx()
     del layer.lowbit_loading, layer.lowbit_random
-    return made
+    return result
 
 
 def whole_outputs(layer: Any, parts: Sequence[int]) -> tuple[int, ...]:
-    """Rows of each output of a layer of vLLM on all ranks together, each once."""
+    """Returns the rows of each output of a vLLM layer over all ranks, without replicas."""
     if hasattr(layer, "total_num_kv_heads"):
         heads, keys, values = layer.total_num_heads, layer.total_num_kv_heads, getattr(layer, "v_head_size", layer.head_size)
         return (heads * layer.head_size, keys * layer.head_size, keys * values)

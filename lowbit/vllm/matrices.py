@@ -1,4 +1,4 @@
-"""One matrix of a checkpoint: which tensors it has there, and what they mean."""
+"""One matrix of a checkpoint: its tensors in the files, and how they are read."""
 
 from __future__ import annotations
 
@@ -18,52 +18,54 @@ from lowbit.quantize import rtn
 from lowbit.quantize.rtn import scale_dtype
 
 PLAIN = "weight"
-"""The tensor of a matrix in 16 bits."""
+"""Suffix of the tensor of a 16-bit matrix."""
 
 
 class Matrix(ABC):
-    """A matrix [N, K] of the files under a name, known before any of its tensors is there."""
+    """A matrix [N, K] of a checkpoint, described before its tensors are loaded."""
 
     name: str
     is_plain = False
-    """Whether it is in 16 bits and stays so."""
+    """True if it stays in 16 bits."""
 
     @property
     @abstractmethod
     def suffixes(self) -> Mapping[str, torch.dtype]:
-        """Tensors that it can have, by the end of their names, and the type that each most likely has."""
+        """Returns suffix -> usual dtype of each tensor that the matrix can have."""
 
     @property
     def unstated(self) -> Mapping[str, str]:
-        """Tensors that others like it have and it must not: each with what config.json would state if it had it."""
+        """Returns suffix -> missing key of config.json, for tensors that this matrix must not have."""
         return {}
 
     @abstractmethod
     def is_whole(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether these are all tensors that it has, as far as can be known."""
+        """Returns True if these are certainly all of its tensors."""
 
     @abstractmethod
     def read(self, tensors: Mapping[str, Tensor], device: torch.device) -> QuantTensor | Tensor:
-        """The matrix, quantized and then on `device`, which unpacks it, or in 16 bits and where its tensor is. Raises
-        CheckpointError, naming the tensor, for what is missing or is not as it should be."""
+        """Returns the matrix: quantized on `device`, or in 16 bits on its tensor's device.
+
+        Raises CheckpointError, naming the tensor, for missing or invalid tensors.
+        """
 
     def stated_shape(self) -> tuple[int, int] | None:
-        """[N, K] where it is known without its tensors."""
+        """Returns [N, K] if known without the tensors."""
         return None
 
     def scheme_of(self) -> Scheme | None:
-        """Its scheme where that is known without its tensors; None for 16 bits."""
+        """Returns the scheme if known without the tensors; None for 16 bits."""
         return None
 
-    def missing(self, tensors: Mapping[str, Tensor], wanted: Iterable[str]) -> CheckpointError:
-        """What to say of a matrix of which not all tensors came."""
-        names = ", ".join(f"{self.name}.{suffix}" for suffix in wanted if suffix not in tensors)
+    def missing(self, tensors: Mapping[str, Tensor], required: Iterable[str]) -> CheckpointError:
+        """Returns the error for missing tensors."""
+        names = ", ".join(f"{self.name}.{suffix}" for suffix in required if suffix not in tensors)
         return CheckpointError(f"the checkpoint's files lack {names}; copy the folder again, or quantize the model again")
 
 
 @dataclass(frozen=True)
 class PackedMatrix(Matrix):
-    """One of a checkpoint of ours, as its config.json states it."""
+    """A quantized matrix of a lowbit checkpoint, described by config.json."""
 
     name: str
     entry: LayerEntry
@@ -104,7 +106,7 @@ class PackedMatrix(Matrix):
 
 @dataclass(frozen=True)
 class PlainMatrix(Matrix):
-    """One that stays in 16 bits."""
+    """A matrix that stays in 16 bits."""
 
     name: str
     dtype: torch.dtype
@@ -125,7 +127,7 @@ class PlainMatrix(Matrix):
 
 @dataclass(frozen=True)
 class RoundedMatrix(PlainMatrix):
-    """One in 16 bits that is quantized as it comes."""
+    """A 16-bit matrix that is quantized while loading."""
 
     scheme: Scheme
     search: Search = "max"
@@ -145,7 +147,7 @@ class RoundedMatrix(PlainMatrix):
 
 @dataclass(frozen=True)
 class ForeignMatrix(Matrix):
-    """One that another tool quantized, or left in 16 bits: its files alone say which, so it is whole when all are read."""
+    """A matrix of another tool's checkpoint. Only the files show whether it is quantized, so `is_whole` is never true."""
 
     name: str
     schema: ForeignSchema
@@ -169,5 +171,5 @@ class ForeignMatrix(Matrix):
 
 
 def _on(device: torch.device, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A GPU unpacks the codes of 8 billion weights in a second, a CPU in half a minute."""
+    """Moves the tensors to `device`: a GPU unpacks the codes of 8 billion weights in a second, a CPU in half a minute."""
     return {suffix: tensor.to(device) for suffix, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""y = x . w^T + bias of a layer of vLLM, whose w is made of one or several matrices: q, k and v, gate and up."""
+"""y = x . w^T + bias of a layer of vLLM, whose w stacks one or several matrices, such as q, k and v or gate and up."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lowbit.ops.table import UnsupportedProblem, why_slow
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """What a rank holds of one matrix: rows and columns of it, quantized or in 16 bits; `index` int64 [K'] says which channel
-    of x each column meets where they are in another order (`formats.split.columns_of`)."""
+class Shard:
+    """A rank's rows and columns of one matrix, quantized or in 16 bits. `index` int64 [K'] is the channel of x of each column,
+    None for the identity (`formats.split.columns_of`)."""
 
     weight: QuantTensor | Tensor
     index: Tensor | None = None
 
-    def joins(self, other: Piece) -> bool:
-        """Whether the rows of both can be those of one product."""
+    def stacks_with(self, other: Shard) -> bool:
+        """Returns whether the rows of both can be stacked into one product."""
         if self.index is not None or other.index is not None:
             return False
         if isinstance(self.weight, Tensor) or isinstance(other.weight, Tensor):
@@ -32,15 +32,15 @@ class Piece:
         return not stack_refusals(self.weight, other.weight)
 
 
-class Factor(nn.Module):
-    """One product of x: by a quantized matrix, or by `weight` [N, K] in 16 bits."""
+class StackedProduct(nn.Module):
+    """One product of x with stacked shards: a quantized matrix, or `weight` [N, K] in 16 bits."""
 
     index: Tensor | None
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, shards: Sequence[Shard]) -> None:
         super().__init__()
-        weights = [piece.weight for piece in pieces]
-        self.register_buffer("index", pieces[0].index, persistent=False)
+        weights = [shard.weight for shard in shards]
+        self.register_buffer("index", shards[0].index, persistent=False)
         self.linear: QuantLinear | None = None
         if isinstance(weights[0], QuantTensor):
             self.linear = QuantLinear.from_quant_tensor(stacked([q for q in weights if isinstance(q, QuantTensor)]))
@@ -56,27 +56,27 @@ class Factor(nn.Module):
 
 
 class Product(nn.Module):
-    """x [.., K] times all pieces, whose rows follow each other; neighbours that fit together are one product."""
+    """Multiplies x [.., K] by all shards in order of rows; adjacent shards are stacked into one product if possible."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, shards: Sequence[Shard]) -> None:
         super().__init__()
-        groups: list[list[Piece]] = []
-        for piece in pieces:
-            if groups and all(held.joins(piece) for held in groups[-1]):
-                groups[-1].append(piece)
+        groups: list[list[Shard]] = []
+        for shard in shards:
+            if groups and all(other.stacks_with(shard) for other in groups[-1]):
+                groups[-1].append(shard)
             else:
-                groups.append([piece])
-        factors = [Factor(group) for group in groups]
+                groups.append([shard])
+        factors = [StackedProduct(group) for group in groups]
         self.factors, self.rows = nn.ModuleList(factors), [factor.out_features for factor in factors]
 
     @property
     def linears(self) -> list[QuantLinear]:
-        """The quantized products."""
+        """Returns the quantized products."""
         return [factor.linear for factor in self.factors if factor.linear is not None]  # type: ignore[misc]
 
     def prepare(self, name: str, dtype: torch.dtype, *, batch_invariant: bool = False) -> None:
-        """Brings the weights into the form of their device's kernels for x of `dtype`. Raises ValueError, naming the layer,
-        where a GPU has none for them: it would decode all of them at every call. A CPU decodes them once then."""
+        """Packs the weights for the device's kernels, for x of `dtype`. Raises ValueError, naming the layer, if a GPU has no
+        kernel: it would dequantize all weights at every call. A CPU without a kernel dequantizes them once."""
         if batch_invariant:
             try:
                 make_batch_invariant(self, dtype)
@@ -90,7 +90,7 @@ class Product(nn.Module):
             reasons = why_slow(linear.problem(dtype)) if on_gpu else ()
             if reasons:
                 raise ValueError(
-                    f"{name}: no kernel for {linear.scheme} {linear.shape} on this GPU, which is what this rank holds of it: "
+                    f"{name}: no kernel for {linear.scheme} {linear.shape}, this rank's shard, on this GPU: "
                     f"{'; '.join(reasons)}; quantize to another scheme or use fewer ranks (--tensor-parallel-size)"
                 )
 

@@ -1,6 +1,6 @@
-"""vLLM's question: which layers of a model are quantized, and how. Three kinds of checkpoints answer it.
+"""vLLM's QuantizationConfig: which layers of a model are quantized, and how. Three kinds of checkpoints are supported.
 
-ours                 config.json lists every quantized matrix (`Manifest`), so that the folder selects this method by itself
+lowbit               config.json lists every quantized matrix (`Manifest`) and names this method
 16 bits              --hf-overrides '{"quantization_config": {"quant_method": "lowbit", "scheme": "w4a16_g128"}}'
 another tool's       --quantization lowbit (GPTQ, AWQ, compressed-tensors, fp8: `checkpoint.detect.SCHEMAS`)
 """
@@ -20,18 +20,18 @@ from lowbit.vllm import version_refusals
 METHOD = "lowbit"
 
 _READ_BY_OTHERS = ("kv_b_proj",)
-"""Layers whose weights vLLM reads itself, without calling a method (multi-head latent attention)."""
+"""Layers whose weights vLLM reads directly, without calling a method (multi-head latent attention)."""
 
 _DRAFT = "draft_model."
-"""What vLLM puts before the names of a whole model that drafts tokens for another."""
+"""vLLM's prefix of the names of a draft model."""
 
 
 class LowbitQuantization(QuantizationConfig):
-    """What is quantized in a model; made by `from_config` of the `quantization_config` in config.json."""
+    """The quantized layers of a model; `from_config` builds it from `quantization_config` in config.json."""
 
     def __init__(self, source: Any = None) -> None:
         super().__init__()
-        if source is None:  # vLLM's call for a config.json that has no `quantization_config`
+        if source is None:  # vLLM calls it so if config.json has no `quantization_config`
             scheme = '{"quantization_config": {"quant_method": "lowbit", "scheme": "w4a16_g128"}}'
             raise ValueError(
                 "--quantization lowbit: config.json states no quantization_config; quantize the model first (lowbit quantize), "
@@ -55,7 +55,7 @@ class LowbitQuantization(QuantizationConfig):
 
     @staticmethod
     def get_checkpoint_weight_mapper() -> Any:
-        """Renames and leaves out nothing: act-order (`g_idx`) is read here."""
+        """Returns a mapper that keeps all names, so that act-order (`g_idx`) is loaded."""
         from vllm.model_executor.models.utils import WeightsMapper
 
         return WeightsMapper()
@@ -64,12 +64,12 @@ class LowbitQuantization(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Takes other tools' checkpoints, if asked for by name."""
+        """Returns "lowbit" for other tools' checkpoints if the user names the method."""
         return METHOD if user_quant == METHOD and hf_quant_cfg.get("quant_method") != METHOD else None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> LowbitQuantization:
-        """Raises ValueError for a vLLM that is not supported, and CheckpointError, naming the field, for a configuration."""
+        """Raises ValueError for an unsupported vLLM, and CheckpointError, naming the field, for an invalid configuration."""
         reasons = version_refusals(vllm.__version__)
         if reasons:
             raise ValueError("; ".join(reasons))
@@ -78,23 +78,22 @@ class LowbitQuantization(QuantizationConfig):
         return cls(source_of(config))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Gives layers the names that vLLM's model has for them."""
+        """Renames the layers to vLLM's names."""
         self.source = self.source.renamed(
             lambda names: {old: new for new, old in hf_to_vllm_mapper.apply_dict({name: name for name in names}).items()}
         )
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """What a layer is computed with; None for what vLLM computes in 16 bits. Raises ValueError, naming the layer, for one
-        that should be quantized and cannot be."""
+        """Returns the method of a layer, or None if vLLM computes it in 16 bits. Raises ValueError, naming the layer, if it is
+        quantized and not supported."""
         from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-        from lowbit.vllm.complete import is_experts, watch_loader
-        from lowbit.vllm.methods import LowbitEmbeddingMethod, LowbitLinearMethod, compile_together, is_tied, model_type
-        from lowbit.vllm.sources import End, order_refusals
+        from lowbit.vllm.loader_patches import is_experts, patch_loader
+        from lowbit.vllm.methods import LowbitEmbeddingMethod, LowbitLinearMethod, is_tied, model_type
+        from lowbit.vllm.sources import VocabLayer, order_refusals
 
-        watch_loader()
-        compile_together()
+        patch_loader()
         prefix = prefix.removeprefix(_DRAFT)
         if isinstance(layer, LinearBase):
             matrices = self.source.matrices(prefix, self.packed_modules_mapping, torch.get_default_dtype())
@@ -111,9 +110,9 @@ class LowbitQuantization(QuantizationConfig):
             return LowbitLinearMethod(prefix, matrices)
         if isinstance(layer, VocabParallelEmbedding):
             shape = (layer.org_vocab_size, layer.embedding_dim)
-            end = End(prefix, shape, isinstance(layer, ParallelLMHead), is_tied())
-            matrix = self.source.end(end, torch.get_default_dtype())
-            return None if matrix is None else LowbitEmbeddingMethod(matrix, end.is_head or end.tied)
+            vocab = VocabLayer(prefix, shape, isinstance(layer, ParallelLMHead), is_tied())
+            matrix = self.source.vocab_matrix(vocab, torch.get_default_dtype())
+            return None if matrix is None else LowbitEmbeddingMethod(matrix, vocab.is_head or vocab.tied)
         if is_experts(layer):
             reasons = self.source.expert_refusals(prefix)
             if reasons:

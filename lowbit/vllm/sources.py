@@ -1,4 +1,4 @@
-"""What a `quantization_config` says of the matrices of a model: ours, 16 bits to be quantized, another tool's."""
+"""The matrices that a `quantization_config` describes: lowbit's, 16-bit ones to quantize while loading, another tool's."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from lowbit.vllm.matrices import ForeignMatrix, Matrix, PackedMatrix, PlainMatri
 
 WHERE = "config.json"
 _ON_LOAD = {"quant_method", "format_version", "scheme", "modules_to_not_convert", "head", "search"}
-_EXPERTS = "experts are not computed with packed weights yet"
+_EXPERTS = "experts with packed weights are not supported yet"
 _REARRANGED = {
     **dict.fromkeys(("bloom", "falcon", "gpt_neox", "persimmon"), "query_key_value"),
     "llama4_text": "qkv_proj",
 }
-"""Layers whose rows vLLM brings into another order while it loads them, by the type of the model (its `load_weights`, 0.25.1
-and 0.32.0): of a weight in 16 bits all, of a packed one not the zeros, the corrections, or nothing at all."""
+"""Model type -> layer whose rows vLLM reorders while loading (`load_weights`, 0.25.1 and 0.32.0). It reorders 16-bit weights
+correctly, packed ones only in part or not at all."""
 
 
 @dataclass(frozen=True)
-class End:
-    """The embedding or, where `is_head`, the LM head of a model: its name ("" where vLLM's model gives an embedding none), its
-    shape (tokens, K), and whether the model has one weight for both."""
+class VocabLayer:
+    """The embedding or (`is_head`) the LM head of a model: its name ("" if vLLM has none for an embedding), its shape
+    (tokens, K), and whether the two are tied."""
 
     name: str
     shape: tuple[int, int]
@@ -43,37 +43,37 @@ class End:
 Renaming = Callable[[Iterable[str]], Mapping[str, str]]
 
 _USUAL = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""What engines stack, for models that do not state it."""
+"""Layers that engines stack, for models that do not state it."""
 
 
-class Source(ABC):
-    """The matrices of a model by the names that vLLM's model has for them."""
+class WeightSource(ABC):
+    """The matrices of a model, by vLLM's names."""
 
     def matrices(self, name: str, members: Mapping[str, Sequence[str]], dtype: torch.dtype) -> list[Matrix]:
-        """Those that a linear layer of the engine is made of; `members`: what its model stacks, by the last part of a name."""
+        """Returns the matrices of a linear layer; `members` maps the last part of its name to the layers that it stacks."""
         parent, dot, last = name.rpartition(".")
         return [self.matrix(f"{parent}{dot}{member}", dtype) for member in members.get(last, (last,))]
 
     @abstractmethod
     def matrix(self, name: str, dtype: torch.dtype) -> Matrix:
-        """The matrix of a linear layer, in `dtype` where it is in 16 bits."""
+        """Returns the matrix of a linear layer; `dtype` is that of a 16-bit one."""
 
     @abstractmethod
-    def end(self, end: End, dtype: torch.dtype) -> Matrix | None:
-        """That of the embedding or of the LM head; None where it stays in 16 bits."""
+    def vocab_matrix(self, layer: VocabLayer, dtype: torch.dtype) -> Matrix | None:
+        """Returns the matrix of the embedding or LM head; None if it stays in 16 bits."""
 
     @abstractmethod
     def expert_refusals(self, name: str) -> tuple[str, ...]:
-        """Why the experts under a name cannot be computed with; empty if they stay in 16 bits as they are."""
+        """Returns why the experts below a name are not supported; empty if they are in 16 bits."""
 
-    def renamed(self, rename: Renaming) -> Source:
-        """The same with other names for matrices."""
+    def renamed(self, rename: Renaming) -> WeightSource:
+        """Returns a copy with renamed matrices."""
         return self
 
 
 @dataclass(frozen=True)
-class OwnCheckpoint(Source):
-    """One that `lowbit quantize`, `convert` or `save_pretrained` wrote."""
+class OwnCheckpoint(WeightSource):
+    """A checkpoint written by `lowbit quantize`, `lowbit convert` or `save_pretrained`."""
 
     manifest: Manifest
 
@@ -82,16 +82,16 @@ class OwnCheckpoint(Source):
         return PlainMatrix(name, dtype) if entry is None else PackedMatrix(name, entry)
 
     def matrices(self, name: str, members: Mapping[str, Sequence[str]], dtype: torch.dtype) -> list[Matrix]:
-        """As the files have them: one where the layer's own name is there, whatever its model states (GLM-4's gate_up_proj)."""
+        """Returns one matrix if the files have the stacked layer itself (GLM-4's gate_up_proj), else its members."""
         if name in self.manifest.layers:
             return [self.matrix(name, dtype)]
         return super().matrices(name, {**_USUAL, **members}, dtype)
 
-    def end(self, end: End, dtype: torch.dtype) -> Matrix | None:
-        name = end.name or self._embedding(end.shape)
+    def vocab_matrix(self, layer: VocabLayer, dtype: torch.dtype) -> Matrix | None:
+        name = layer.name or self._embedding(layer.shape)
         owner = self.manifest.tied.get(name, name)
         entry = self.manifest.layers.get(owner)
-        if end.is_head and end.tied and owner == name and entry is not None:
+        if layer.is_head and layer.tied and owner == name and entry is not None:
             raise CheckpointError(
                 f"{WHERE}: {name} has weights of its own, but tie_word_embeddings is true, and vLLM would not load them; set "
                 "tie_word_embeddings to false"
@@ -99,18 +99,19 @@ class OwnCheckpoint(Source):
         return None if entry is None else PackedMatrix(owner, entry)
 
     def _embedding(self, shape: tuple[int, int]) -> str:
-        """The embedding among the layers: it has the shape, and no LM head's name."""
-        found = [name for name, entry in self.manifest.layers.items() if entry.shape == shape and not _is_head(name)]
-        if len(found) > 1:
+        """Returns the name of the layer with the embedding's shape that is not an LM head; "" if there is none."""
+        names = [name for name, entry in self.manifest.layers.items() if entry.shape == shape and not _is_head(name)]
+        if len(names) > 1:
             raise CheckpointError(
-                f"{WHERE}: which of {', '.join(found)} is the embedding {list(shape)} is not known; it has no name"
+                f"{WHERE}: vLLM does not name the embedding, and {', '.join(names)} all have its shape {list(shape)}; leave "
+                "the embedding in 16 bits"
             )
-        return found[0] if found else ""
+        return names[0] if names else ""
 
     def expert_refusals(self, name: str) -> tuple[str, ...]:
         return (_EXPERTS,) if any(layer.startswith(f"{name}.") for layer in self.manifest.layers) else ()
 
-    def renamed(self, rename: Renaming) -> Source:
+    def renamed(self, rename: Renaming) -> WeightSource:
         new, tied = rename(self.manifest.layers), rename(self.manifest.tied)
         layers = {new[name]: entry for name, entry in self.manifest.layers.items() if name in new}
         ties = {tied[name]: new[owner] for name, owner in self.manifest.tied.items() if name in tied and owner in new}
@@ -118,8 +119,8 @@ class OwnCheckpoint(Source):
 
 
 @dataclass(frozen=True)
-class SixteenBits(Source):
-    """16-bit weights that are rounded to `scheme` as they come; LM head and embedding to `head`, or not at all."""
+class SixteenBits(WeightSource):
+    """16-bit weights that are rounded to `scheme` while loading; LM head and embedding to `head` unless it is None."""
 
     scheme: Scheme
     kept: tuple[str, ...] = ()
@@ -131,28 +132,28 @@ class SixteenBits(Source):
             return PlainMatrix(name, dtype)
         return RoundedMatrix(name, dtype, self.scheme, self.search)
 
-    def end(self, end: End, dtype: torch.dtype) -> Matrix | None:
-        return None if self.head is None else RoundedMatrix(end.name or "the embedding", dtype, self.head, self.search)
+    def vocab_matrix(self, layer: VocabLayer, dtype: torch.dtype) -> Matrix | None:
+        return None if self.head is None else RoundedMatrix(layer.name or "the embedding", dtype, self.head, self.search)
 
     def expert_refusals(self, name: str) -> tuple[str, ...]:
         if any(matches(name, pattern) for pattern in self.kept):
             return ()
         return (f"{_EXPERTS}; leave them in 16 bits (modules_to_not_convert: *.experts)",)
 
-    def renamed(self, rename: Renaming) -> Source:
+    def renamed(self, rename: Renaming) -> WeightSource:
         return replace(self, kept=tuple(dict.fromkeys((*self.kept, *rename(self.kept).values()))))
 
 
 @dataclass(frozen=True)
-class OtherTools(Source):
-    """A checkpoint that another tool quantized; LM head and embedding as vLLM takes them, in 16 bits."""
+class OtherTools(WeightSource):
+    """A checkpoint that another tool quantized; LM head and embedding stay in 16 bits."""
 
     schema: ForeignSchema
 
     def matrix(self, name: str, dtype: torch.dtype) -> Matrix:
         return ForeignMatrix(name, self.schema, dtype)
 
-    def end(self, end: End, dtype: torch.dtype) -> Matrix | None:
+    def vocab_matrix(self, layer: VocabLayer, dtype: torch.dtype) -> Matrix | None:
         return None
 
     def expert_refusals(self, name: str) -> tuple[str, ...]:
@@ -160,13 +161,13 @@ class OtherTools(Source):
 
 
 def order_refusals(model_type: str, name: str, matrices: Sequence[Matrix]) -> tuple[str, ...]:
-    """Why the rows of a layer that holds q, k and v would be in a wrong order; empty if they would not."""
+    """Returns why the rows of a layer with q, k and v would be loaded in a wrong order; empty if they would not."""
     is_rearranged = _REARRANGED.get(model_type) == name.rpartition(".")[2]
     if not is_rearranged or all(isinstance(matrix, PlainMatrix) for matrix in matrices):
         return ()
     return (
-        f"vLLM rearranges these rows of {model_type} while it loads them, which it does not do with packed weights: leave "
-        "q, k and v in 16 bits, or have 16-bit weights quantized while they are loaded",
+        f"vLLM reorders these rows of {model_type} while loading, which does not work with packed weights: leave "
+        "q, k and v in 16 bits, or quantize 16-bit weights while loading",
     )
 
 
@@ -174,15 +175,17 @@ def _is_head(name: str) -> bool:
     return name.rpartition(".")[2] in ("lm_head", "embed_out", "output", "output_layer")
 
 
-def source_of(config: Mapping[str, Any]) -> Source:
-    """What a `quantization_config` says; raises CheckpointError, naming the field, for one that says nothing or too much."""
+def source_of(config: Mapping[str, Any]) -> WeightSource:
+    """Returns the matrices that a `quantization_config` describes. Raises CheckpointError for an invalid field."""
     method = config.get("quant_method")
     if method == METHOD and "layers" in config:
         return OwnCheckpoint(Manifest.from_dict(config, WHERE))
     if method == METHOD:
         return _sixteen_bits(config)
     if method not in SCHEMAS:
-        raise CheckpointError(f"{WHERE}: quant_method {method!r} is not read; read are {', '.join(SCHEMAS)} and {METHOD}")
+        raise CheckpointError(
+            f"{WHERE}: quant_method {method!r} is not supported; supported are {', '.join(SCHEMAS)} and {METHOD}"
+        )
     return OtherTools(SCHEMAS[method](config, WHERE))
 
 
@@ -200,5 +203,5 @@ def _sixteen_bits(config: Mapping[str, Any]) -> SixteenBits:
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{WHERE}: quantization_config: {error}") from error
     if of_head is not None and isinstance(of_head.granularity, (PerTensor, PerBlock)):
-        raise CheckpointError(f"{WHERE}: head: rows of an embedding need scales of their own, {of_head} shares them among rows")
+        raise CheckpointError(f"{WHERE}: head: {of_head} shares scales among rows, which an embedding does not support")
     return SixteenBits(scheme, tuple(kept), of_head, search)

@@ -33,7 +33,7 @@ def test_vllm_has_its_own_options():
         (["report", "{tiny}/config.json"], "not a result file of `python -m benchmarks gemm`"),
         (["conv", "--report", "{tmp}/none.json"], "no such file; give a result file of `python -m benchmarks conv`"),
         (["activations", "--report", "{tiny}/config.json"], "not a result file of `python -m benchmarks activations`"),
-        (["gemm", "--plot", "{tiny}/config.json"], "a plot is a .png, .svg or .pdf file"),
+        (["gemm", "--plot", "{tiny}/config.json"], "a plot must be a .png, .svg or .pdf file"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_1(arguments, message, tmp_path):

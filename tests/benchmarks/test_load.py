@@ -137,7 +137,7 @@ def test_the_command(small, tmp_path):
     assert shown.exit_code == 0 and "loading small, 1 layers" in shown.output
     for wrong, said in (
         (["--model", "GPT-5"], "models are"), (["--kinds", "zip"], "--kinds are"), (["--dtype", "int8"], "--dtype is"),
-        (["--dir", str(tmp_path / "none")], "--dir is a folder"), (["--device", "tpu"], "--device is cuda"),
+        (["--dir", str(tmp_path / "none")], "--dir is a folder"), (["--device", "tpu"], "not a device; give cpu"),
     ):  # fmt: skip
         refused = CliRunner().invoke(app, ["load", "--device", "cpu", *wrong], env={"COLUMNS": "200"})
         assert refused.exit_code == 1 and said in refused.output

@@ -35,8 +35,8 @@ def test_the_default_formats_are_canonical_names(name):
         (dict(shapes="8192"), "--shapes '8192': a shape is NxK"),
         (dict(shapes="0x64"), "two positive numbers"),
         (dict(shapes="64x64x64"), "for example 8192x28672"),
-        (dict(rows="1,many"), "--m '1,many'"),
-        (dict(rows="0"), "positive and separated by commas"),
+        (dict(rows="1,many"), "numbers of tokens '1,many'"),
+        (dict(rows="0"), "positive and comma-separated"),
         (dict(dtype="float32"), "--dtype 'float32': the activations are float16 or bfloat16"),
     ],
 )

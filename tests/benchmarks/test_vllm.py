@@ -76,7 +76,7 @@ def test_wrong_requests_are_refused_before_anything_runs(tmp_path, capsys):
     for arguments, said in (
         (["--impls", "vllm:int4"], "--out names"),
         (["--impls", "x:y", "--out", str(tmp_path / "a")], "'x:y'"),
-        (["--out", str(tmp_path / "a"), "--plot", str(tmp_path / "a.gif")], "a plot is a .png, .svg or .pdf file"),
+        (["--out", str(tmp_path / "a"), "--plot", str(tmp_path / "a.gif")], "a plot must be a .png, .svg or .pdf file"),
         (["--report", str(tmp_path / "a")], "no such file"),
     ):
         with pytest.raises(SystemExit):

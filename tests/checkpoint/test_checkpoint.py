@@ -274,9 +274,12 @@ ORDER, PRE_QUANT_SCALE = "both.weight_order", "both.pre_quant_scale"
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
-        (edit_tensors(lambda t: t[ORDER].__setitem__(3, t[ORDER][4])), rf"model.safetensors: {ORDER}: holds each of 0 to 74"),
-        (edit_tensors(lambda t: t[ORDER].add_(1)), rf"model.safetensors: {ORDER}: holds each of 0 to 74"),
-        (edit_tensors(lambda t: t[ORDER].neg_()), rf"model.safetensors: {ORDER}: holds each of 0 to 74"),
+        (
+            edit_tensors(lambda t: t[ORDER].__setitem__(3, t[ORDER][4])),
+            rf"model.safetensors: {ORDER}: must contain each of 0 to 74",
+        ),
+        (edit_tensors(lambda t: t[ORDER].add_(1)), rf"model.safetensors: {ORDER}: must contain each of 0 to 74"),
+        (edit_tensors(lambda t: t[ORDER].neg_()), rf"model.safetensors: {ORDER}: must contain each of 0 to 74"),
         (
             edit_tensors(lambda t: t.update({ORDER: t[ORDER].long()})),
             rf"{ORDER}.*int32 \(75,\), the file has torch.int64",
@@ -311,7 +314,7 @@ def test_check_looks_into_pre_quant_scales(tmp_path):
     edit_tensors(lambda t: t[PRE_QUANT_SCALE].__setitem__(0, float("nan")))(tmp_path / "c")
     with (
         CheckpointReader(tmp_path / "c") as reader,
-        pytest.raises(CheckpointError, match=rf"{PRE_QUANT_SCALE}: some are not"),
+        pytest.raises(CheckpointError, match=rf"{PRE_QUANT_SCALE}: some values are not finite"),
     ):
         reader.check()
 
@@ -328,8 +331,8 @@ def test_truncated_files_are_refused(tmp_path, cut):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t[SCALE].fill_(float("nan")), rf"{SCALE}: scales are finite"),
-        (lambda t: t[SCALE].fill_(float("inf")), rf"{SCALE}: scales are finite"),
+        (lambda t: t[SCALE].fill_(float("nan")), rf"{SCALE}: some scales are not finite"),
+        (lambda t: t[SCALE].fill_(float("inf")), rf"{SCALE}: some scales are not finite"),
         (lambda t: t[ZERO].fill_(float("inf")), rf"{ZERO}: some zeros are not finite"),
         (lambda t: t[PACKED][:, -1].fill_(255), rf"{PACKED}: unused bits"),
     ],

@@ -120,7 +120,7 @@ def test_gguf_blocks_are_those_the_package_computes():
 def test_detection(tmp_path):
     assert detect(tmp_path, {"model_type": "llama"}) is None
     assert detect(tmp_path, {"quantization_config": {"quant_method": "lowbit"}}) is None
-    with pytest.raises(CheckpointError, match="'hqq' is not read; read are gptq, awq, auto-round.*16-bit checkpoint"):
+    with pytest.raises(CheckpointError, match="'hqq' is not supported; supported are gptq, awq, auto-round.*16-bit checkpoint"):
         detect(tmp_path, {"quantization_config": {"quant_method": "hqq"}})
     with pytest.raises(CheckpointError, match="no quant_method"):
         detect(tmp_path, {"quantization_config": {}})

@@ -195,7 +195,7 @@ def test_equally_long_words_are_told_apart_by_version():
         config = {"config_groups": {"g": {"weights": {"num_bits": 6, "strategy": "channel"}}}, "format": "pack-quantized"}
         schema = CompressedTensors.from_config(config | {"version": version}, "config.json")
         assert_equal(schema.read(ForeignLayer("a", tensors)), q)
-    with pytest.raises(CheckpointError, match="`version` is not stated"):
+    with pytest.raises(CheckpointError, match="config.json has no `version`"):
         CompressedTensors.from_config(config, "config.json").read(ForeignLayer("a", old))
 
 

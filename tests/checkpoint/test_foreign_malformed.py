@@ -102,14 +102,18 @@ def as_float(t):
 
 NAN = fill(float("nan"))
 CASES = {
-    "gptq bits 5": (GPTQ, config(lambda c: c.update(bits=5)), r"config\.json: GPTQ weights of 5 bits; read are 2, 3, 4, 8"),
-    "gptq bits no number": (GPTQ, config(lambda c: c.update(bits="4")), "bits is int, got '4'"),
+    "gptq bits 5": (
+        GPTQ,
+        config(lambda c: c.update(bits=5)),
+        r"config\.json: GPTQ weights of 5 bits; supported are 2, 3, 4, 8",
+    ),
+    "gptq bits no number": (GPTQ, config(lambda c: c.update(bits="4")), "bits must be int, got '4'"),
     "gptq bits missing": (GPTQ, config(lambda c: c.pop("bits")), "no bits or w_bit"),
     "gptq bits not of the tensors": (GPTQ, config(lambda c: c.update(bits=8)), rf"{Q}\.|scales"),
-    "gptq group 0": (GPTQ, config(lambda c: c.update(group_size=0)), "group size is 0"),
+    "gptq group 0": (GPTQ, config(lambda c: c.update(group_size=0)), "group size 0 must be positive"),
     "gptq other group": (GPTQ, config(lambda c: c.update(group_size=16)), r"scales: 3 groups do not divide 96"),
-    "gptq unknown version": (GPTQ, config(lambda c: c.update(checkpoint_format="gptq_v3")), "'gptq_v3'.*read are gptq"),
-    "gptq marlin": (GPTQ, config(lambda c: c.update(is_marlin_format=True)), "marlin.*bound to one kernel"),
+    "gptq unknown version": (GPTQ, config(lambda c: c.update(checkpoint_format="gptq_v3")), "'gptq_v3'.*supported are gptq"),
+    "gptq marlin": (GPTQ, config(lambda c: c.update(is_marlin_format=True)), "'marlin'.*supported are gptq"),
     "gptq words of 8 bits": (GPTQ, config(lambda c: c.update(pack_dtype="int8")), "pack_dtype is 'int8'"),
     "gptq symmetric with zeros": (GPTQ, config(lambda c: c.update(sym=True)), "sym is true, but zero points"),
     "gptq no zeros": (GPTQ, tensor("qzeros", gone), rf"{Q}\.qzeros: missing; the layer's tensors are: g_idx, qweight, scales"),
@@ -121,26 +125,26 @@ CASES = {
     "gptq flat codes": (GPTQ, tensor("qweight", torch.flatten), rf"{Q}\.qweight: a matrix"),
     "gptq empty codes": (GPTQ, tensor("qweight", lambda t: t[:0]), rf"{Q}\.qweight: a matrix"),
     "gptq zeros cut": (GPTQ, tensor("qzeros", cut_rows), rf"{Q}\.qzeros: int32 \(2, 8\)"),
-    "gptq scales NaN": (GPTQ, tensor("scales", NAN), rf"{Q}\.scales: scales are finite"),
+    "gptq scales NaN": (GPTQ, tensor("scales", NAN), rf"{Q}\.scales: some scales are not finite"),
     "gptq scales of 64 bits": (GPTQ, tensor("scales", torch.Tensor.double), rf"{Q}\.scales: a matrix of float16"),
     "gptq group out of range": (GPTQ, tensor("g_idx", fill(7)), rf"{Q}\.g_idx: the groups \(from 0 to 7\)"),
     "gptq negative group": (GPTQ, tensor("g_idx", fill(-1)), rf"{Q}\.g_idx: the groups \(from -1 to 1\)"),
     "gptq unequal groups": (GPTQ, tensor("g_idx", lambda t: torch.zeros_like(t)), rf"{Q}\.g_idx: the groups .* one size"),
     "gptq order of 64 bits": (GPTQ, tensor("g_idx", torch.Tensor.long), rf"{Q}\.g_idx: int32"),
-    "awq other version": (AWQ, config(lambda c: c.update(version="gemv_fast")), "AWQ version 'gemv_fast'; read is gemm"),
+    "awq other version": (AWQ, config(lambda c: c.update(version="gemv_fast")), "AWQ version 'gemv_fast'; supported is gemm"),
     "awq 8 bits": (AWQ, config(lambda c: c.update(bits=8)), "AWQ weights of 8 bits"),
     "awq without zeros": (
         AWQ,
         config(lambda c: c.update(zero_point=False)),
-        r"qzeros: config.json says that there are no zero",
+        r"qzeros: config.json states zero_point: false, but the stored zero",
     ),
     "awq codes cut": (AWQ, tensor("qweight", lambda t: t[:, :-1]), rf"{Q}\.qweight: 64 channels"),
     "awq K not divided": (AWQ, tensor("qweight", lambda t: t[:20]), rf"{Q}\.scales: 2 groups do not divide 20"),
-    "awq scales infinite": (AWQ, tensor("scales", fill(float("inf"))), rf"{Q}\.scales: scales are finite"),
+    "awq scales infinite": (AWQ, tensor("scales", fill(float("inf"))), rf"{Q}\.scales: some scales are not finite"),
     "auto-round other format": (
         AR,
         config(lambda c: c.update(packing_format="auto_round:fp8_static")),
-        "fp8_static.*read are.*llm_compressor",
+        "fp8_static.*supported are.*llm_compressor",
     ),
     "auto-round quantized activations": (AR, config(lambda c: c.update(act_bits=8)), "act_bits 8.*llm_compressor"),
     "auto-round floats": (AR, config(lambda c: c.update(data_type="mx_fp4")), "data_type 'mx_fp4'.*llm_compressor"),
@@ -165,7 +169,7 @@ CASES = {
     "auto-round two sizes fit": (
         MIXED,
         config(lambda c: c["extra_config"].update(a={"group_size": 40})),
-        "can be of 32 or 40; the files do not say which",
+        "fit group sizes 32 and 40: ambiguous",
     ),
     "auto-round codes cut": (AR_AWQ, tensor("qweight", lambda t: t[:, :-1]), rf"{Q}\.qweight: 64 channels"),
     "nvfp4 no global scale": (NVFP4, tensor("weight_global_scale", gone), rf"{Q}\.weight_global_scale: missing"),
@@ -173,7 +177,11 @@ CASES = {
     "nvfp4 global scale tiny": (NVFP4, tensor("weight_global_scale", lambda t: t * 0 + 1e-40), "beyond float32"),
     "nvfp4 scales cut": (NVFP4, tensor("weight_scale", cut_rows), rf"{Q}\.weight_scale: float8_e4m3fn"),
     "nvfp4 scale NaN": (OPT, tensor("weight_scale", lambda t: t.view(torch.uint8).fill_(127).view(t.dtype)), "are NaN"),
-    "nvfp4 K not divided": (OPT, tensor("weight", lambda t: t[:, :12]), rf"{Q}\.weight: 12 bytes a row are no whole groups"),
+    "nvfp4 K not divided": (
+        OPT,
+        tensor("weight", lambda t: t[:, :12]),
+        rf"{Q}\.weight: rows of 12 bytes do not hold whole groups",
+    ),
     "modelopt awq factors cut": (
         OPT_AWQ,
         tensor("pre_quant_scale", lambda t: t[:-1], O_PROJ),
@@ -182,7 +190,7 @@ CASES = {
     "modelopt awq factors infinite": (
         OPT_AWQ,
         tensor("pre_quant_scale", lambda t: t * torch.inf, O_PROJ),
-        r"o_proj\.pre_quant_scale: scales are finite",
+        r"o_proj\.pre_quant_scale: some scales are not finite",
     ),
     "modelopt awq rows cut": (OPT_AWQ, tensor("weight", cut_rows), r"weight_scale: .* whole groups of 64 .* found 64 x 2"),
     "modelopt awq groups": (
@@ -193,12 +201,12 @@ CASES = {
     "modelopt other algorithm": (
         OPT,
         config(lambda c: c.update(quant_algo="W4A8_AWQ")),
-        "'W4A8_AWQ'; of ModelOpt's.*read are FP8",
+        "'W4A8_AWQ'; supported ModelOpt exports are FP8",
     ),
     "torchao one kernel's": (
         AO8,
         torchao(lambda c: c.update(_type="Int4WeightOnlyConfig")),
-        "Int4WeightOnlyConfig: its layout is",
+        "Int4WeightOnlyConfig is not supported",
     ),
     "torchao name only": (AO8, config(lambda c: c.update(quant_type="int8_weight_only")), "quant_type is an object.*pickles"),
     "torchao several": (
@@ -227,9 +235,13 @@ CASES = {
     ),
     "packed no groups": (PACKED, config(lambda c: c.update(config_groups={})), "config_groups is an object"),
     "packed group no object": (PACKED, config(lambda c: c.update(config_groups={"a": 1})), "a: a config group is an object"),
-    "packed format unknown": (PACKED, group(lambda g: g.update(format="marlin-24")), "'marlin-24' is not read; read are pack"),
+    "packed format unknown": (
+        PACKED,
+        group(lambda g: g.update(format="marlin-24")),
+        "'marlin-24' is not supported; supported are pack",
+    ),
     "packed 9 bits": (PACKED, weights(num_bits=9), "9 bits"),
-    "packed true bits": (PACKED, weights(num_bits=True), "num_bits is int, got True"),
+    "packed true bits": (PACKED, weights(num_bits=True), "num_bits must be int, got True"),
     "packed float": (PACKED, weights(type="float"), "'float' do not go with format pack"),
     "packed channel order": (PACKED, weights(actorder="group"), "actorder 'group'"),
     "packed strategy": (PACKED, weights(strategy="tensor_group"), "strategy 'tensor_group'"),
@@ -240,7 +252,7 @@ CASES = {
     "packed shape negative": (PACKED, tensor("weight_shape", fill(-64, 1)), rf"{Q}\.weight_packed: 3-bit"),
     "packed shape of rows": (PACKED, tensor("weight_shape", fill(3)), rf"{Q}\.weight_packed: 3-bit"),
     "packed scales cut": (PACKED, tensor("weight_scale", cut_rows), rf"{Q}\.weight_scale: float16 or .* \(64, 2\)"),
-    "packed scales NaN": (PACKED, tensor("weight_scale", NAN), rf"{Q}\.weight_scale: scales are finite"),
+    "packed scales NaN": (PACKED, tensor("weight_scale", NAN), rf"{Q}\.weight_scale: some scales are not finite"),
     "packed no zeros": (PACKED, tensor("weight_zero_point", gone), rf"{Q}\.weight_zero_point: missing"),
     "int beyond its bits": (INT, weights(num_bits=4), r"down_proj\.weight: values from -?\d+ to \d+ are beyond 4-bit"),
     "int other type": (INT, tensor("weight", torch.Tensor.short), rf"{Q}\.weight: a matrix of int8"),
@@ -252,15 +264,19 @@ CASES = {
     "fp8 blocks": (FP8, weights(block_structure=[0, 32]), "block_structure"),
     "fp8 other blocks": (FP8, weights(block_structure=[16, 32]), r"down_proj\.weight_scale: .* \(4, 3\)"),
     "mx scales NaN": (MX, tensor("weight_scale", fill(255)), rf"{Q}\.weight_scale: .*NaN \(255\)"),
-    "mx codes cut": (MX, tensor("weight_packed", lambda t: t[:, :-1]), rf"{Q}\.weight_packed: 31 a row"),
-    "nf4 8 bits": (NF4, config(lambda c: c.update(load_in_4bit=False, _load_in_4bit=False)), r"LLM\.int8\(\) is not read"),
+    "mx codes cut": (
+        MX,
+        tensor("weight_packed", lambda t: t[:, :-1]),
+        rf"{Q}\.weight_packed: rows of 31 do not hold whole groups",
+    ),
+    "nf4 8 bits": (NF4, config(lambda c: c.update(load_in_4bit=False, _load_in_4bit=False)), r"LLM\.int8\(\) is not supported"),
     "nf4 state no JSON": (NF4, tensor(STATE, fill(0)), rf"{Q}\.{STATE}: not JSON"),
     "nf4 state gone": (NF4, tensor(STATE, gone), rf"{Q}\.{STATE}: missing"),
-    "nf4 shape": (NF4, tensor(STATE, state(shape=[64, 1 << 40])), "mean nothing"),
+    "nf4 shape": (NF4, tensor(STATE, state(shape=[64, 1 << 40])), "are invalid"),
     "nf4 other shape": (NF4, tensor(STATE, state(shape=[64, 65])), rf"{Q}\.weight: uint8 \(2080, 1\)"),
-    "nf4 block": (NF4, tensor(STATE, state(blocksize=0)), "mean nothing"),
-    "nf4 offset": (NF4, tensor(STATE, state(nested_offset="x")), "nested_offset is a number"),
-    "nf4 map NaN": (NF4, tensor("weight.quant_map", NAN), rf"{Q}\.weight\.quant_map: scales are finite"),
+    "nf4 block": (NF4, tensor(STATE, state(blocksize=0)), "are invalid"),
+    "nf4 offset": (NF4, tensor(STATE, state(nested_offset="x")), "nested_offset must be a number"),
+    "nf4 map NaN": (NF4, tensor("weight.quant_map", NAN), rf"{Q}\.weight\.quant_map: some scales are not finite"),
     "nf4 map cut": (NF4, tensor("weight.quant_map", cut_rows), rf"{Q}\.weight\.quant_map: float32 \(16,\)"),
 }
 
@@ -328,13 +344,13 @@ def gguf_tensor(name=b"a.weight", shape=(32, 1), kind=8, offset=0):
 GGUF_CASES = {
     "no magic": (b"GGML" + bytes(40), "not a GGUF file"),
     "empty": (b"", "ends inside its header"),
-    "version": (gguf_bytes(version=1), "GGUF version 1; read are 2 and 3"),
+    "version": (gguf_bytes(version=1), "GGUF version 1; supported are 2 and 3"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "GGUF version 50331648"),
-    "absurd count": (gguf_bytes(tensors=1 << 60), "entries, which is not plausible"),
-    "absurd text": (gguf_bytes(pairs=1, rest=struct.pack("<Q", 1 << 50)), "a text of"),
+    "absurd count": (gguf_bytes(tensors=1 << 60), "entries, more than the limit of"),
+    "absurd text": (gguf_bytes(pairs=1, rest=struct.pack("<Q", 1 << 50)), "a string of"),
     "truncated": (gguf_bytes(rest=gguf_tensor()[:-3]), "ends inside its header"),
     "data missing": (gguf_bytes(rest=gguf_tensor()), r"a\.weight: ends at byte"),
-    "absurd shape": (gguf_bytes(rest=gguf_tensor(shape=(1 << 40, 1 << 40))), "the shape"),
+    "absurd shape": (gguf_bytes(rest=gguf_tensor(shape=(1 << 40, 1 << 40))), "invalid shape"),
     "absurd size": (gguf_bytes(rest=gguf_tensor(shape=(1 << 30, 1 << 30))), "ends at byte"),
     "no blocks": (gguf_bytes(rest=gguf_tensor(shape=(31, 1))), "no whole Q8_0 blocks"),
     "five dimensions": (gguf_bytes(rest=gguf_tensor(shape=(32, 1, 1, 1, 1))), "5 dimensions"),
@@ -376,7 +392,10 @@ def test_gguf_headers_that_mean_nothing_are_refused(tmp_path, what):
 def test_gguf_types_and_values_that_mean_nothing(tmp_path):
     path = tmp_path / "m.gguf"
     start = -(-len(gguf_bytes(rest=gguf_tensor())) // 32) * 32
-    for kind, message in ((20, r"a\.weight: blocks of the type IQ4_NL are not read; Q4_0.*Transformers"), (99, "number 99")):
+    for kind, message in (
+        (20, r"a\.weight: blocks of the type IQ4_NL are not supported; Q4_0.*Transformers"),
+        (99, "number 99"),
+    ):
         path.write_bytes(gguf_bytes(rest=gguf_tensor(kind=kind)).ljust(start + 64, b"\0"))
         with pytest.raises(CheckpointError, match=message):
             GgufReader(path).entry("a.weight")

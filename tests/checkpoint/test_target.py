@@ -92,8 +92,8 @@ def test_files_that_links_of_the_source_lead_to_are_read_too(tmp_path):
         (lambda f: [(f / f"{i}.txt").write_text("") for i in range(9)], r"0\.txt, .*4\.txt and 4 more"),
         (lambda f: (f / "b.safetensors").symlink_to(f / "model.safetensors"), r"no part of a checkpoint: b\.safetensors"),
         (lambda f: os.mkfifo(f / "vocab.json"), r"no part of a checkpoint: vocab\.json"),
-        (lambda f: (f / "config.json").unlink(), r"no checkpoint \(config\.json"),
-        (lambda f: (f / "model.safetensors").unlink(), r"no checkpoint \(config\.json"),
+        (lambda f: (f / "config.json").unlink(), r"not a checkpoint \(config\.json"),
+        (lambda f: (f / "model.safetensors").unlink(), r"not a checkpoint \(config\.json"),
         (lambda f: (f / "config.json").write_text("[]"), r"config\.json: holds a list"),
     ],
 )
@@ -333,8 +333,8 @@ class TestResultFiles:
         os.mkfifo(tmp_path / "pipe")
         (tmp_path / "file").write_text("x")
         for path, why in (
-            (tmp_path / "pipe", "no regular file"),
-            (Path("/dev/null"), "no regular file"),
+            (tmp_path / "pipe", "is not a regular file"),
+            (Path("/dev/null"), "is not a regular file"),
             (tmp_path, "is a folder"),
             (tmp_path / "file" / "r.json", "file is not a folder"),
         ):
@@ -371,7 +371,7 @@ class TestResultFiles:
             written.unlink()
 
     def test_other_endings_are_refused(self, tmp_path):
-        with pytest.raises(ValueError, match=r"p\.gif: a plot is a \.png, \.svg or \.pdf file"):
+        with pytest.raises(ValueError, match=r"p\.gif: a plot must be a \.png, \.svg or \.pdf file"):
             check_plot(tmp_path / "p.gif", "lowbit study")
 
 

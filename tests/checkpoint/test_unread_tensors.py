@@ -48,7 +48,7 @@ def test_zero_points_count_where_symmetric_is_not_stated(tmp_path, name):
 def test_zero_points_of_symmetric_weights_are_an_error(tmp_path, name):
     folder = changed(tmp_path, name, weights=lambda w: w.update(symmetric=True))
     with pytest.raises(
-        CheckpointError, match=r"\.weight_zero_point: config\.json says symmetric: true, but zero points from -\d"
+        CheckpointError, match=r"\.weight_zero_point: config\.json states symmetric: true, but zero points from -\d"
     ):
         convert_checkpoint(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -65,7 +65,7 @@ def test_zero_points_that_are_zero_are_noted(tmp_path, stated):
     folder = changed(tmp_path, "compressed-tensors-w4", zeros, None if stated else lambda w: w.pop("symmetric"))
     report = convert_checkpoint(folder, tmp_path / "out")
     assert set(report.layers.values()) == {"w4a16_g32" if stated else "w4a16_g32_z"}
-    assert any("zero points of symmetric weights are left out, all are zero" in note for note in report.notes) == stated
+    assert any("zero points of symmetric weights are ignored; all must be zero" in note for note in report.notes) == stated
     with CheckpointReader(tmp_path / "out") as reader:
         assert {n: sha(reader.layer(n).dequantize()) for n in report.layers} == expected("compressed-tensors-w4")
 
@@ -97,14 +97,14 @@ def test_what_changes_no_weight_is_noted(tmp_path, name):
     *notes, rounding = convert_checkpoint(folder, tmp_path / "plain", "dequantized").notes
     assert set(report.notes) >= set(notes) != set() and rounding.startswith("weights are rounded to")
     for suffix in beside:
-        assert [note.partition(": ")[0] for note in report.notes if f"{suffix} is left out" in note] == [Q]
+        assert [note.partition(": ")[0] for note in report.notes if f"{suffix} is ignored" in note] == [Q]
     with CheckpointReader(tmp_path / "out") as reader:
         assert not [n for n in reader.names() if n.endswith(beside)]
 
 
 def test_scales_of_activations_that_nobody_quantizes(tmp_path):
     folder = changed(tmp_path, "compressed-tensors-w4", lambda held: {f"{Q}.input_scale": torch.ones(1)})
-    assert any(note.startswith(f"{Q}: input_scale is left out") for note in convert_checkpoint(folder, tmp_path / "out").notes)
+    assert any(note.startswith(f"{Q}: input_scale is ignored") for note in convert_checkpoint(folder, tmp_path / "out").notes)
 
 
 def test_in_our_own_files(tmp_path):
@@ -112,7 +112,7 @@ def test_in_our_own_files(tmp_path):
     file = tmp_path / "own" / "model.safetensors"
     held = load_file(file)
     save_file(held | {f"{Q}.weight_scale_2": torch.ones(1)}, file)
-    with pytest.raises(CheckpointError, match=rf"{Q}\.weight_scale_2: nothing here reads this tensor of a quantized layer"):
+    with pytest.raises(CheckpointError, match=rf"{Q}\.weight_scale_2: unknown tensor of a quantized layer"):
         CheckpointReader(tmp_path / "own")
 
 
@@ -140,11 +140,11 @@ def test_own_activations_in_compressed_tensors_files_are_noted(tmp_path):
 @pytest.mark.parametrize(
     ("change", "note"),
     [
-        ({"strategy": "group", "group_size": 32}, "by scales of strategy group of 32, schemes with such weights have token"),
-        ({"strategy": "tensor"}, "by scales of strategy tensor, schemes with such weights have token"),
-        ({"dynamic": "local", "strategy": "tensor_group", "group_size": 16}, "dynamic 'local', which no scheme says"),
-        ({"num_bits": 16}, "the files ask for int activations of 16 bits, dynamic True, which no scheme says"),
-        ({"type": "float", "symmetric": False}, "with zero points, which no scheme of such weights says"),
+        ({"strategy": "group", "group_size": 32}, "by scales of strategy group of 32; schemes with such weights support token"),
+        ({"strategy": "tensor"}, "by scales of strategy tensor; schemes with such weights support token"),
+        ({"dynamic": "local", "strategy": "tensor_group", "group_size": 16}, "dynamic 'local', which no scheme supports"),
+        ({"num_bits": 16}, "the files state int activations of 16 bits, dynamic True, which no scheme supports"),
+        ({"type": "float", "symmetric": False}, "with zero points, which no scheme of such weights supports"),
     ],
 )
 def test_activations_that_no_scheme_says_are_named(tmp_path, change, note):
@@ -158,4 +158,4 @@ def test_activations_that_no_scheme_says_are_named(tmp_path, change, note):
     report = convert_checkpoint(folder, tmp_path / "out")
     assert set(report.layers.values()) == {"w8a16_z"}
     assert any(line.endswith(f"{note}: activations stay in 16 bits") for line in report.notes), report.notes
-    assert any("the files ask for quantized outputs, which stay in 16 bits" in line for line in report.notes)
+    assert any("the files state quantized outputs, which stay in 16 bits" in line for line in report.notes)

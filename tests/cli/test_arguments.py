@@ -34,25 +34,25 @@ MISTAKES = {
     "quantize . out --scheme int4": "did you mean 'w4a16_g128'?",
     "quantize . out --method gptq --iterations 4": "--iterations belongs to --method learned",
     "quantize . out --mix w3a16_g64,nf4 --bits 4": "did you mean 'w4a16_g64' (lowbit has no NF4)?",
-    "quantize . out --device gpu": "not done on 'gpu'",
+    "quantize . out --device gpu": "--device 'gpu': not a device; give cpu",
     "quantize . out --method gptq --calibration nothing.txt": "nothing.txt: no such file",
     "convert nothing out": "nothing: no such folder or file",
     "generate nothing x": "nothing: no such folder",
     "generate . x --scheme Q4_K_M": "did you mean 'w4a16_g32_fz'?",
     "serve nothing": "nothing: no such folder",
-    "serve . --device tpu": "not done on 'tpu'",
+    "serve . --device tpu": "--device 'tpu': not a device; give cpu",
     "run nothing": "nothing: no such folder",
     "chat . --scheme w4": "did you mean 'w4a16_g128'?",
-    "run http://127.0.0.1:1 --device cpu": "--device is for a model in this process",
+    "run http://127.0.0.1:1 --device cpu": "--device does not apply to a server",
     "eval nothing": "nothing: no such folder",
     "eval . --text nothing.txt": "nothing.txt: no such file",
     "inspect nothing": "nothing: no such folder",
     "explain nothing": "nothing: no such folder",
     "recommend nothing --budget-gb 4": "nothing: no such folder",
-    "recommend nothing --budget-gb nan": "--budget-gb is a number above 0",
+    "recommend nothing --budget-gb nan": "--budget-gb nan: must be a finite number above 0",
     "tune . --scheme w4a16_g64z": "did you mean 'w4a16_g64_z'?",
     "demo --model nothing": "nothing: no such folder",
-    "demo --data .": "--data belongs to --vision",
+    "demo --data .": "--data applies only to --vision",
     "bench x --schemes w4a16_g128,int4": "did you mean 'w4a16_g128'?",
     "bench x --schemes none,fp6": "did you mean 'w6e3m2a16'?",
     "bench nothing": "nothing: no such folder",
@@ -100,7 +100,7 @@ def test_every_command_that_computes_takes_a_device():
     for name, each in command.commands.items():  # type: ignore[attr-defined]
         devices = [option for option in each.params if option.name == "device"]
         assert bool(devices) == (name in taking), name
-        assert all(option.default is None and "a GPU where there is one" in option.help for option in devices)
+        assert all(option.default is None and "a GPU if there is one" in option.help for option in devices)
 
 
 @pytest.mark.parametrize(

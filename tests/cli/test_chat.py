@@ -173,7 +173,7 @@ def test_ctrl_c_in_an_answer(terminal):
     shown.type("one two three four five six seven eight nine ten\r")
     shown.read_until("you said ")
     shown.interrupt()
-    assert "ten" not in shown.read_until("(ended)").split()
+    assert "ten" not in shown.read_until("(stopped)").split()
     shown.read_until("> ")
     shown.type("and\r")
     shown.read_until("you said and")
@@ -215,7 +215,7 @@ def test_without_a_terminal_each_line_is_answered(command, folder):
 
 def test_the_second_ctrl_c_leaves(folder):
     """The first ends the answer at its next token: a step of this process's model is not broken off."""
-    interrupts = chat._Interrupts(at_once=False)
+    interrupts = chat._Interrupts(immediate=False)
     before = signal.getsignal(signal.SIGINT)
     with interrupts:
         signal.raise_signal(signal.SIGINT)
@@ -223,7 +223,7 @@ def test_the_second_ctrl_c_leaves(folder):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
-    with chat._Interrupts(at_once=True), pytest.raises(KeyboardInterrupt):
+    with chat._Interrupts(immediate=True), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
 
@@ -243,11 +243,11 @@ def test_ctrl_c_in_this_process_is_no_error(folder, monkeypatch):
 
     monkeypatch.setattr(local.pipe.engine, "step", interrupted)
     messages = [{"role": "user", "content": "Hello"}]
-    first = chat._show(local, messages, 0.0, 40)
-    whole = chat._show(local, messages, 0.0, 40)
+    first = chat._print_answer(local, messages, 0.0, 40)
+    whole = chat._print_answer(local, messages, 0.0, 40)
     assert first is not None and whole is not None and whole.startswith(first) and len(first) < len(whole)
 
 
 def test_help_says_both_names():
-    assert re.search(r"run +Talk to a model on the terminal", run("--help").stdout)
+    assert re.search(r"run +Chat with a model on the terminal", run("--help").stdout)
     assert "--max-new-tokens" in run("run", "--help", env={"COLUMNS": "200"}).stdout

@@ -75,7 +75,7 @@ def test_a_padded_batch_equals_one_choice_at_a_time(tokenizer):
 def test_errors(tokenizer):
     with pytest.raises(ValueError, match="at least one question"):
         choose(Scripted(torch.ones(98, 98)), tokenizer, [])
-    with pytest.raises(ValueError, match="question 2 takes 9 tokens, the model has a context of 8"):
+    with pytest.raises(ValueError, match="question 2 has 9 tokens, the model a context of 8"):
         choose(
             Scripted(torch.ones(98, 98), context=8), tokenizer, [Question("Q", ("a", "b"), 0), Question("Q", ("a", "b" * 7), 0)]
         )
@@ -93,7 +93,7 @@ def test_errors(tokenizer):
         ({"prompt": "P", "choices": ["a", "b"], "answer": 2}, "index from 0 to 1"),
         ({"prompt": "P", "choices": ["a", "b"], "answer": True}, "index from 0 to 1"),
         ({"prompt": "P", "choices": ["a", "a"], "answer": "a"}, "text of one choice"),
-        ({"choices": ["a", "b"], "answer": 0}, "'question' is a non-empty text"),
+        ({"choices": ["a", "b"], "answer": 0}, "'question' must be a non-empty string"),
     ],
 )
 def test_files_of_questions(record, expected, tmp_path):

@@ -18,7 +18,7 @@ from lowbit.eval.sandbox import UNSAFE, Limits, choose_isolation, enforcement, r
 from lowbit.eval.suite import Settings, read_tasks, run_suite
 from tests.eval.scripted import ScriptedPipeline
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="generated code is run on Linux only")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="generated code runs only on Linux")
 
 PATIENT = Limits(seconds=30.0)
 
@@ -248,7 +248,9 @@ def refused_everywhere(monkeypatch):
 
 def test_without_an_isolation_nothing_runs(monkeypatch, tmp_path):
     refused_everywhere(monkeypatch)
-    message = r"none works here \(bubblewrap: no bubblewrap here; namespaces: no namespaces here\): install .* --unsafe"
+    message = (
+        r"none works on this machine \(bubblewrap: no bubblewrap here; namespaces: no namespaces here\): install .* --unsafe"
+    )
     with pytest.raises(ValueError, match=message) as error:
         choose_isolation()
     assert "\n" not in str(error.value)

@@ -245,7 +245,7 @@ def test_solve_puts_the_brace_back():
 
 def test_without_node(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match=r"no `node` on the PATH: install it \(https://nodejs.org\), or leave JavaScript"):
+    with pytest.raises(ValueError, match=r"no `node` on the PATH: install it \(https://nodejs.org\), or leave the JavaScript"):
         run_untrusted("1", language=JAVASCRIPT)
     (tmp_path / "node").write_text("#!/bin/sh\necho 18.20.4 /usr/bin/node\n")
     (tmp_path / "node").chmod(0o755)
@@ -255,12 +255,12 @@ def test_without_node(monkeypatch, tmp_path):
 
 
 def test_languages_are_known_and_one_in_a_file(tmp_path):
-    with pytest.raises(ValueError, match="written in python or javascript, got 'perl'"):
+    with pytest.raises(ValueError, match="language 'perl': must be python or javascript"):
         run_untrusted("1", language="perl")
     path = tmp_path / "programs.jsonl"
     record = {"task_id": "t", "prompt": "p", "entry_point": "f", "test": "t"}
     path.write_text(json.dumps(record | {"language": "perl"}))
-    with pytest.raises(ValueError, match="record 1: language is python or javascript, got 'perl'"):
+    with pytest.raises(ValueError, match="record 1: language must be python or javascript, got 'perl'"):
         read_problems(path)
     path.write_text(json.dumps(record) + "\n" + json.dumps(record | {"language": "javascript"}))
     with pytest.raises(ValueError, match="record 2: in javascript, those before it in python; make two files"):

@@ -47,7 +47,7 @@ def test_where_nothing_can_be_written(tmp_path, name, suite):
 def test_the_page_of_the_suite(tmp_path, name):
     empty_model(tmp_path / "model")
     line = run(tmp_path / "model", "--suite", "text", "--out", tmp_path / "out", "--json", tmp_path / "out" / name)
-    assert line == f"error: {tmp_path / 'out' / name}: is the page or the plot of --suite; name another file with --json"
+    assert line == f"error: --json {tmp_path / 'out' / name}: --suite writes its report or plot there; name another file"
 
 
 def test_a_file_of_somebody_else(tmp_path):

@@ -96,9 +96,9 @@ def test_files_of_problems(tmp_path):
     assert read_problems(path, 1) == [ADD]
     plain = tmp_path / "bad.jsonl"
     for bad, message in [
-        ({"entry_point": "add()"}, "entry_point is the name of a function"),
-        ({"test": ""}, "'test' is a non-empty text"),
-        ({"prompt": 3}, "'prompt' is a non-empty text, got 3"),
+        ({"entry_point": "add()"}, "entry_point must be the name of a function"),
+        ({"test": ""}, "'test' must be a non-empty string"),
+        ({"prompt": 3}, "'prompt' must be a non-empty string, got 3"),
     ]:
         plain.write_text(json.dumps(record | bad))
         with pytest.raises(ValueError, match=message):

@@ -34,7 +34,7 @@ def test_summaries_are_asked_for_and_long_documents_cut():
     (first, arguments), (second, _) = pipe.asked
     assert first == ["A cat.\n\nTL;DR:"] and arguments == {"do_sample": False, "max_new_tokens": 30}
     assert len(pipe.tokenizer(second[0]).input_ids) <= 70 and second[0].endswith("b\n\nTL;DR:")
-    with pytest.raises(ValueError, match="leaves 2 tokens for a document"):
+    with pytest.raises(ValueError, match="leaves 2 tokens for document and prompt"):
         summarize(ScriptedPipeline([], context=4), [Document("abc", "d")], max_new_tokens=2)
 
 
@@ -56,5 +56,5 @@ def test_files_of_documents(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"document": "d", "summary": "s"}) + "\n" + json.dumps({"document": "d"}))
     assert read_documents(path, 1) == [Document("d", "s")]
-    with pytest.raises(ValueError, match="record 2: 'summary' is a non-empty text"):
+    with pytest.raises(ValueError, match="record 2: 'summary' must be a non-empty string"):
         read_documents(path)

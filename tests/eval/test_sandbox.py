@@ -10,7 +10,7 @@ import pytest
 
 from lowbit.eval.sandbox import UNSAFE, Limits, choose_isolation, run_untrusted
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="generated code is run on Linux only")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="generated code runs only on Linux")
 
 FAST, PATIENT = Limits(seconds=1.0), Limits(seconds=20.0)  # for what does not end, and for the rest on a busy machine
 WRITES_TO_ALL_FILES = """
@@ -138,5 +138,5 @@ def test_nothing_is_left_behind(kind, monkeypatch, tmp_path):
 
 def test_other_systems_are_refused(monkeypatch):
     monkeypatch.setattr("sys.platform", "darwin")
-    with pytest.raises(ValueError, match="Linux only, on x86_64 or aarch64; this is darwin"):
+    with pytest.raises(ValueError, match="only on Linux on x86_64 or aarch64; this is darwin"):
         run_untrusted("pass")

@@ -165,7 +165,7 @@ def test_interrupted_keeps_what_was_measured(models, data, tmp_path, monkeypatch
 
     monkeypatch.setattr(suite, "choose", interrupted)
     result = run("eval", models[1], "--suite", data, "--out", tmp_path / "o", *SMALL)
-    assert result.exit_code == 130 and "what was measured so far is in" in result.stderr
+    assert result.exit_code == 130 and "the results so far are in" in result.stderr
     assert os.listdir(tmp_path / "o") == ["results.json"]
     document = json.loads((tmp_path / "o" / "results.json").read_text())
     assert not document["complete"] and [f["metric"] for f in document["models"][0]["figures"]] == ["perplexity"]
@@ -240,14 +240,14 @@ def test_several_models_without_a_suite(models, tmp_path):
     ("file", "content", "options", "message"),
     [
         (None, "", ["--suite", "{data}/none"], "no such folder; --suite takes"),
-        ("a.csv", "x", [], "a suite holds .txt, .jsonl and .jsonl.gz files only"),
-        ("a.jsonl", '{"x": 1, "y": 2}', [], "its records have the fields x, y; known are choice:"),
+        ("a.csv", "x", [], "a suite may only contain .txt, .jsonl and .jsonl.gz files"),
+        ("a.jsonl", '{"x": 1, "y": 2}', [], "unknown fields x, y; supported are choice:"),
         ("a.jsonl", "{", [], "line 1: one JSON object a line"),
-        ("fox.jsonl", json.dumps(QUESTION), [], "two files of one name"),
+        ("fox.jsonl", json.dumps(QUESTION), [], "two files have the same name"),
         ("b.txt", b"\xff", [], "not UTF-8 text"),
         (None, "", ["--k", "1,10"], "pass@10 needs as many samples per problem, --samples is 1"),
-        (None, "", ["--k", "one"], "--k takes whole numbers"),
-        (None, "", ["--k", "0"], "--k takes whole numbers"),
+        (None, "", ["--k", "one"], "must be whole numbers of at least 1"),
+        (None, "", ["--k", "0"], "must be whole numbers of at least 1"),
         (None, "", ["--text", "{data}/none.txt"], "none.txt"),
     ],
 )
@@ -265,10 +265,10 @@ def test_mistakes_in_suites(file, content, options, message, models, data, tmp_p
     ("arguments", "message"),
     [
         (["{tmp}/nothing"], "no such folder; give the folder of a Transformers model"),
-        (["{model}", "--limit", "3"], "belong to --suite"),
-        (["{model}", "--run-generated-code"], "belong to --suite"),
-        (["{model}", "--unsafe"], "belong to --suite"),
-        (["{model}", "--suite", "text", "--unsafe"], "--unsafe belongs to --run-generated-code: give both"),
+        (["{model}", "--limit", "3"], "need --suite, such as --suite text"),
+        (["{model}", "--run-generated-code"], "need --suite, such as --suite text"),
+        (["{model}", "--unsafe"], "need --suite, such as --suite text"),
+        (["{model}", "--suite", "text", "--unsafe"], "--unsafe needs --run-generated-code; give both"),
         (["{model}", "--reference", "{tmp}/nothing"], "nothing: no such folder"),
     ],
 )

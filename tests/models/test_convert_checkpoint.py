@@ -146,8 +146,8 @@ def test_dequantized_weights_are_plain(tmp_path):
             "compressed-tensors",
             r"and 6 more: compressed-tensors files as written here have no channel order",
         ),
-        ("compressed-tensors-fp8", "gptq", r"GPTQ files hold integers, these are fp8_e4m3.*--to dequantized"),
-        ("compressed-tensors-w6-channel", "gptq", r"codes of 2, 3, 4, 8 bits, these are int6"),
+        ("compressed-tensors-fp8", "gptq", r"GPTQ files hold integers, not fp8_e4m3.*--to dequantized"),
+        ("compressed-tensors-w6-channel", "gptq", r"codes of 2, 3, 4, 8 bits, not int6"),
     ],
 )
 def test_what_the_target_cannot_hold_is_said_and_nothing_stays(tmp_path, name, target, message):

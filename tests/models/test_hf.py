@@ -145,7 +145,7 @@ def test_orders_that_do_not_fit_are_refused_while_loading(folder, tmp_path):
     tensors = load_file(path)
     tensors["model.layers.0.mlp.up_proj.weight_order"][0] = 10**6
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj\.weight_order: holds each of 0 to 63 once"):
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj\.weight_order: must contain each of 0 to 63"):
         load(tmp_path / "channels")
 
 

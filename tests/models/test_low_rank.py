@@ -160,7 +160,7 @@ def test_files_that_do_not_fit_are_refused(tensors, entry, message, corrected, t
 
 def test_check_looks_into_corrections(corrected, tmp_path):
     folder = edited(corrected, tmp_path, lambda t: t[f"{GATE}.weight_up"].fill_(float("inf")))
-    with CheckpointReader(folder) as reader, pytest.raises(CheckpointError, match=f"{GATE}: some of its correction"):
+    with CheckpointReader(folder) as reader, pytest.raises(CheckpointError, match=f"{GATE}: its low-rank correction"):
         reader.check()
 
 

@@ -241,4 +241,4 @@ def test_the_command(tmp_path):
     assert "rotated (--rotate --seed 4)" in run("inspect", tmp_path / "q").stdout
     config = tmp_path / "q" / "config.json"
     config.write_text(config.read_text().replace('"rotation": 4', '"rotation": "x"'))
-    assert "rotation is the seed" in run("inspect", tmp_path / "q").stderr
+    assert "rotation must be a whole number" in run("inspect", tmp_path / "q").stderr

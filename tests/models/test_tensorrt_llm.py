@@ -178,7 +178,7 @@ QKV, FC = "transformer.layers.0.attention.qkv", "transformer.layers.0.mlp.fc"
         (
             None,
             lambda t: t[f"{FC}.weights_scaling_factor"].fill_(float("nan")),
-            f"{FC}.weights_scaling_factor: scales are finite numbers",
+            f"{FC}.weights_scaling_factor: some scales are not finite",
         ),
         (
             None,

@@ -267,7 +267,7 @@ REFUSED = {
     "zeros": ("W4A16_GPTQ", None, lambda t: t.pop(f"{QKV}.zero"), rf"{QKV}\.zero: missing"),
     "not quantized": ("W8A16", None, lambda t: t.update({f"{QKV}.weight": t[f"{QKV}.weight"].half()}), "a matrix of int8"),
     "a width": ("W8A16", None, lambda t: t.update({f"{QKV}.weight": t[f"{QKV}.weight"][:40].clone()}), "a multiple of 64"),
-    "a nan": ("W8A16", None, lambda t: t[f"{QKV}.per_channel_scale"].fill_(float("nan")), "scales are finite numbers"),
+    "a nan": ("W8A16", None, lambda t: t[f"{QKV}.per_channel_scale"].fill_(float("nan")), "some scales are not finite"),
     "a strange tensor": ("W8A16", None, lambda t: t.update({f"{QKV}.zero": torch.ones(1)}), "has no counterpart"),
     "no layers": ("W8A16", None, without_layers, "holds no layer such as"),
     "a bias": ("W8A16", None, lambda t: t.update({f"{QKV}.bias": torch.ones(96)}), r"\[96\], by config.json q, k and v"),

@@ -31,7 +31,7 @@ def real():
     from lowbit.pipeline import pipeline
 
     try:
-        folder = demo.bring_model(print)
+        folder = demo.download_model(print)
     except demo.DemoError as error:
         pytest.skip(str(error))
     with running(pipeline(str(folder), max_concurrent=4, device="cpu"), name="smollm2") as server:

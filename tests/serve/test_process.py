@@ -87,7 +87,7 @@ def test_mistakes_are_one_line(folder, tmp_path):
             (("serve", folder, "--port", port), f"cannot listen on 127.0.0.1 port {port}: Address already in use"),
             (("serve", folder, "--host", "no.such.host.invalid"), "cannot listen on no.such.host.invalid port 8000"),
             (("serve", tmp_path / "none"), "none"),
-            (("serve", folder, "--api-key", ""), "an API key is one or more ASCII characters"),
+            (("serve", folder, "--api-key", ""), "must be one or more printable ASCII characters"),
             (("serve", folder, "--scheme", "w99"), "w99"),
             (("chat", f"http://127.0.0.1:{port + 1 if port < 65535 else 1}"), "is a server running there?"),
             (("chat", "http://127.0.0.1:99999999"), "99999999"),

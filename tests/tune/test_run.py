@@ -124,17 +124,17 @@ def test_a_damaged_file_is_written_anew(text, cache):
 def test_schemes_without_a_choice_are_named():
     said = []
     assert with_a_choice(["w4a16_g40", "w8a8", "w4a16_g128"], H200, said.append) == ["w8a8", "w4a16_g128"]
-    assert len(said) == 1 and said[0].startswith("w4a16_g40: nothing to choose, ")
+    assert len(said) == 1 and said[0].startswith("w4a16_g40: nothing to tune, ")
     said.clear()
     assert with_a_choice(["w4a16_g128", "w4a16_pc", "fp8_block"], H200, said.append) == ["w4a16_g128"]
     assert said == [
-        "w4a16_pc: nothing to choose, its tiles are those of w4a16_g128, of as many bits",
-        "fp8_block: nothing to choose, tiles of scales in blocks are not measured",
+        "w4a16_pc: nothing to tune, it shares the tiles of w4a16_g128, which has as many bits",
+        "fp8_block: nothing to tune, tiles for block scales are not tuned",
     ]
     said.clear()
     assert with_a_choice(["w8a8", "w4a16_g128"], typical_machine(80), said.append) == ["w4a16_g128"]
-    assert said == ["w8a8: nothing to choose, the kernel for 8-bit activations has one tile on A100-SXM4-80GB"]
-    with pytest.raises(ValueError, match="w4a16_g40: nothing to choose"):
+    assert said == ["w8a8: nothing to tune, the kernel for 8-bit activations has one tile on A100-SXM4-80GB"]
+    with pytest.raises(ValueError, match="w4a16_g40: nothing to tune"):
         with_a_choice(["w4a16_g40"], H200, said.append)
 
 
@@ -142,7 +142,7 @@ def test_the_command_without_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     source = save_tiny(tmp_path / "tiny")
     result = CliRunner().invoke(app, ["tune", str(source), "--scheme", "w8a16"], env={"COLUMNS": "200"})
-    assert result.exit_code == 1 and "measures an NVIDIA GPU" in result.output
+    assert result.exit_code == 1 and "lowbit tune needs an NVIDIA GPU" in result.output
     result = CliRunner().invoke(app, ["tune", str(source)], env={"COLUMNS": "200"})
     assert result.exit_code == 1 and "--scheme" in result.output
 

@@ -30,10 +30,10 @@ def test_a_tile_is_read_as_it_was_written(tile):
 def test_the_chosen_tile_is_tried_first_and_those_of_more_tokens_too():
     of = trials.products_of("w6e3m2a16", H200)
     for m in (1, 8, 16, 64, 512):
-        tiles = trials.tried(of, m, 5120, 13824, (1, 8, 16, 32, 64, 512))
+        tiles = trials.candidate_tiles(of, m, 5120, 13824, (1, 8, 16, 32, 64, 512))
         assert tiles[0] == choose(GemmShape(m, 5120, 13824, 6), H200)
         assert len(tiles) == len(set(tiles)) >= 2
-    assert choose(GemmShape(32, 5120, 13824, 6), H200) in trials.tried(of, 8, 5120, 13824, (8, 16, 32))
+    assert choose(GemmShape(32, 5120, 13824, 6), H200) in trials.candidate_tiles(of, 8, 5120, 13824, (8, 16, 32))
 
 
 def test_neighbours_are_within_what_the_kernels_take():

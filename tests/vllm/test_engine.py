@@ -103,7 +103,7 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader import base_loader
 import lowbit.kernels.parts.compile
-from lowbit.vllm.methods import compile_together
+from lowbit.vllm.loader_patches import patch_loader
 from lowbit.vllm.warm_up import compile_soon
 class Method(QuantizeMethodBase):
     def create_weights(self, layer): pass
@@ -114,7 +114,7 @@ def layer(name):
     made.name, made.quant_method = name, Method()
     return made
 lowbit.kernels.parts.compile.compiled = lambda wanted, sm: [print(*wanted, sm)]
-compile_together(), compile_together()
+patch_loader(), patch_loader()
 model = torch.nn.Sequential(layer("a"), layer("b"))
 base_loader.process_weights_after_loading(model, MagicMock(), torch.device("cpu"))
 """
@@ -144,7 +144,7 @@ def test_two_ranks(tmp_path, tied):
 
 @pytest.mark.parametrize(("scheme", "mode"), [("w4a16_g32", 3), ("w8a8", 2), ("w6e3m2a16", 3)])
 def test_compiled_pieces_are_not_compiled_again(tmp_path, scheme, mode):
-    """vLLM traces the model once for all batches, as a whole (2) or in pieces between attention, as on GPUs (3); in `served`
+    """vLLM traces the model once for all batches, as a whole (2) or in shards between attention, as on GPUs (3); in `served`
     the engine fails if anything is compiled after that."""
     folder = packed(tmp_path / "model", dict.fromkeys(MIXED, scheme), tied=True, embedding="w8a16")
     assert served(folder, enforce_eager=False, compilation_config={"mode": mode}) == ours(folder)
@@ -242,7 +242,7 @@ def test_packed_rows_that_vllm_rearranges_are_refused(tmp_path):
     config = BloomConfig(vocab_size=160, hidden_size=128, n_layer=1, n_head=4, bos_token_id=None, eos_token_id=None)
     saved(BloomForCausalLM(config), tmp_path / "model")
     quantize_checkpoint(tmp_path / "model", tmp_path / "own", "w8a16")
-    with pytest.raises(AssertionError, match="self_attention.query_key_value: vLLM rearranges these rows of bloom while"):
+    with pytest.raises(AssertionError, match="self_attention.query_key_value: vLLM reorders these rows of bloom while"):
         served(tmp_path / "own")
 
 
@@ -317,7 +317,7 @@ def test_our_method_for_weights_in_16_bits_needs_a_scheme(tmp_path):
 def test_the_demos_model(tmp_path, scheme, embeddings):
     folder = tmp_path / "model"
     try:
-        source = demo.bring_model(print)
+        source = demo.download_model(print)
     except demo.DemoError as error:
         pytest.skip(str(error))
     quantize_checkpoint(source, folder, scheme, embeddings=embeddings)
@@ -376,11 +376,11 @@ def test_a_draft_model(tmp_path):
 
 
 def test_new_weights_for_a_running_engine_are_refused(tmp_path):
-    with pytest.raises(AssertionError, match="came twice; weights of a running engine are not loaded again: start another"):
+    with pytest.raises(AssertionError, match="loaded twice; a running engine cannot load its weights again: start another"):
         served(packed(tmp_path / "model", MIXED), reload=True)
 
 
 @pytest.mark.parametrize("options", [{"cpu_offload_gb": 1}, {"offload_group_size": 2}])
 def test_weights_in_cpu_memory_are_refused(tmp_path, options):
-    with pytest.raises(AssertionError, match=r"qkv_proj: weights of quantized layers are not moved to CPU memory"):
+    with pytest.raises(AssertionError, match=r"qkv_proj: quantized layers cannot be offloaded to CPU memory"):
         served(packed(tmp_path / "model", MIXED), **options)

@@ -13,10 +13,10 @@ from lowbit.formats import QuantTensor, parse_scheme, rotate_blocks
 from lowbit.nn import QuantLinear
 from lowbit.quantize import rtn
 from lowbit.vllm import version_refusals
-from lowbit.vllm.loading import Cut, Loading
+from lowbit.vllm.loading import LayerLoader, ShardSpec
 from lowbit.vllm.matrices import PackedMatrix, PlainMatrix, RoundedMatrix
 from lowbit.vllm.product import Product
-from lowbit.vllm.sources import End, OwnCheckpoint, SixteenBits, order_refusals, source_of
+from lowbit.vllm.sources import OwnCheckpoint, SixteenBits, VocabLayer, order_refusals, source_of
 from tests.forks import ROOT, forked
 from tests.tiny import with_channels
 
@@ -38,7 +38,7 @@ def packed(name, n, scheme, seed=0, k=K, channels=False, rotated=0):
 
 def loaded(cut, matrices, k=K):
     """A layer of these matrices, [(matrix, what it is, of which output)], its tensors in any order."""
-    loading = Loading([matrix for matrix, _, _ in matrices], cut, k, torch.float32, DEVICE, Product)
+    loading = LayerLoader([matrix for matrix, _, _ in matrices], cut, k, torch.float32, DEVICE, Product)
     come = [(suffix, tensor, of) for _, q, of in matrices for suffix, tensor in tensors_of(q).items()]
     random.Random(0).shuffle(come)
     for suffix, tensor, of in come:
@@ -91,7 +91,7 @@ def test_q_k_and_v_on_every_rank(names, ranks):
         held.append((matrix, q, of))
     own = [192 // ranks, max(8, 8 * kv // ranks), max(8, 8 * kv // ranks)]
     for rank in range(ranks):
-        product = loaded(Cut(tuple(own), sizes, rank, ranks), held)
+        product = loaded(ShardSpec(tuple(own), sizes, rank, ranks), held)
         if not any("_b" in name for name in names):  # blocks of the one may end within those of the next
             assert len(product.factors) == 1 + sum(one != other for one, other in pairwise(names))
         rows = [slice(rank * part, (rank + 1) * part) for part in own]
@@ -106,7 +106,7 @@ def test_more_ranks_than_heads_of_keys(ranks, kv):
     sizes, x = (64, 8 * kv, 8 * kv), weight(3, 9)
     held = [(*packed(of, n, "w4a16_g32", number), of) for number, (of, n) in enumerate(zip("qkv", sizes, strict=True))]
     for rank in range(ranks):
-        product = loaded(Cut((64 // ranks, 8, 8), sizes, rank, ranks), held)
+        product = loaded(ShardSpec((64 // ranks, 8, 8), sizes, rank, ranks), held)
         head = rank // (ranks // kv)
         rows = [slice(rank * 64 // ranks, (rank + 1) * 64 // ranks), *[slice(8 * head, 8 * head + 8)] * 2]
         close(product(x, None), torch.cat([x @ dense(q)[r].T for (_, q, _), r in zip(held, rows, strict=True)], dim=1))
@@ -119,7 +119,7 @@ def test_matrices_that_are_one_on_disk(sizes, ranks):
     matrix, q = packed("qkv_proj", sum(sizes), "w4a16_g32")
     x, own = weight(3, 9), tuple(size // ranks for size in sizes)
     for rank in range(ranks):
-        product = loaded(Cut(own, sizes, rank, ranks), [(matrix, q, None)])
+        product = loaded(ShardSpec(own, sizes, rank, ranks), [(matrix, q, None)])
         begins = [sum(sizes[:i]) + rank * part for i, part in enumerate(own)]
         rows = [dense(q)[begin : begin + part] for begin, part in zip(begins, own, strict=True)]
         close(product(x, None), x @ torch.cat(rows).T)
@@ -128,7 +128,7 @@ def test_matrices_that_are_one_on_disk(sizes, ranks):
 def test_several_outputs_in_one_of_two_matrices():
     """Of outputs q, k, v and z the first three are one matrix on disk; vLLM says (0, 1, 2) and 3."""
     first, second = packed("in_proj_qkv", 96, "w4a16_g32"), packed("in_proj_z", 64, "w4a16_g32", 1)
-    product = loaded(Cut((16, 16, 16, 32), (32, 32, 32, 64), 1, 2), [(*first, (0, 1, 2)), (*second, 3)])
+    product = loaded(ShardSpec((16, 16, 16, 32), (32, 32, 32, 64), 1, 2), [(*first, (0, 1, 2)), (*second, 3)])
     x = weight(3, 9)
     rows = [dense(first[1])[begin + 16 : begin + 32] for begin in (0, 32, 64)] + [dense(second[1])[32:]]
     close(product(x, None), x @ torch.cat(rows).T)
@@ -138,7 +138,7 @@ def sum_of_ranks(x, matrix, q, ranks):
     """What the ranks make of their channels of x [5, K], added up: [5, 48]."""
     total = torch.zeros(5, 48)
     for rank in range(ranks):
-        product = loaded(Cut((48,), (48,), rank, ranks, ranks_along_k=ranks), [(matrix, q, None)])
+        product = loaded(ShardSpec((48,), (48,), rank, ranks, ranks_along_k=ranks), [(matrix, q, None)])
         total += product(x[:, rank * K // ranks : (rank + 1) * K // ranks], None)
     return total
 
@@ -179,7 +179,7 @@ def test_rotated_inputs_of_q_k_and_v(ranks):
         ]
         for rank in range(ranks):
             own = [n // ranks for n in sizes]
-            product = loaded(Cut(tuple(own), sizes, rank, ranks), held)
+            product = loaded(ShardSpec(tuple(own), sizes, rank, ranks), held)
             rows = [slice(rank * part, (rank + 1) * part) for part in own]
             assert len(product.factors) == products
             close(product(x, None), torch.cat([x @ dense(q)[r].T for (_, q, _), r in zip(held, rows, strict=True)], dim=1))
@@ -193,7 +193,7 @@ def test_blocks_of_rotated_channels_are_not_cut(block, ranks, order):
         q = with_channels(q, pre_quant_scale=None)
         matrix = PackedMatrix("down_proj", LayerEntry.of(q))
     with pytest.raises(CheckpointError, match=f"down_proj: cannot be split .* rotated in blocks of {block} channels are split"):
-        loaded(Cut((48,), (48,), 0, ranks, ranks_along_k=ranks), [(matrix, q, None)])
+        loaded(ShardSpec((48,), (48,), 0, ranks, ranks_along_k=ranks), [(matrix, q, None)])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -203,7 +203,7 @@ def test_a_vocabulary_is_filled_up(ranks):
     x, part, y = weight(3, 9), 192 // ranks, []
     for rank in range(ranks):
         rows = (min(rank * part, 150), min((rank + 1) * part, 150))
-        y.append(loaded(Cut((part,), (150,), rows=rows, fill=part), [(matrix, q, None)])(x, None))
+        y.append(loaded(ShardSpec((part,), (150,), rows=rows, fill=part), [(matrix, q, None)])(x, None))
     y = torch.cat(y, dim=1)
     close(y[:, :150], x @ dense(q).T)
     assert y.shape == (3, 192) and not y[:, 150:].any()
@@ -214,7 +214,7 @@ def test_16_bit_weights_are_rounded_as_a_checkpoint_of_them_is(ranks):
     w, x = weight(64), weight(3, 9)
     q = rtn(w, "w4a16_g64", search="mse")
     matrix = RoundedMatrix("o_proj", torch.float32, parse_scheme("w4a16_g64"), "mse")
-    cuts = [Cut((64,), (64,), rank, ranks, ranks_along_k=ranks) for rank in range(ranks)]
+    cuts = [ShardSpec((64,), (64,), rank, ranks, ranks_along_k=ranks) for rank in range(ranks)]
     parts = [loaded(cut, [(matrix, w, None)]) for cut in cuts]
     total = sum(part(own, None) for part, own in zip(parts, x.chunk(ranks, dim=1), strict=True))
     close(total, x @ dense(q).T)
@@ -222,7 +222,7 @@ def test_16_bit_weights_are_rounded_as_a_checkpoint_of_them_is(ranks):
 
 def test_a_layer_of_nothing_but_its_shape():
     matrices = [packed("gate_proj", 64, "w4a16_g64")[0], PlainMatrix("up_proj", torch.float32)]
-    loading = Loading(matrices, Cut((32, 32), (64, 64), 0, 2), K, torch.float32, DEVICE, Product)
+    loading = LayerLoader(matrices, ShardSpec((32, 32), (64, 64), 0, 2), K, torch.float32, DEVICE, Product)
     assert loading.finish(random=True)(weight(3), None).shape == (3, 64)
 
 
@@ -230,7 +230,7 @@ def test_what_does_not_fit_is_named():
     matrix, q = packed("model.layers.3.down_proj", 48, "w4a16_g128")
 
     def loading(cut, k=K):
-        return Loading([matrix], cut, k, torch.float32, DEVICE, Product)
+        return LayerLoader([matrix], cut, k, torch.float32, DEVICE, Product)
 
     def refused(match, given, tensors):
         with pytest.raises(CheckpointError, match=match):
@@ -238,7 +238,7 @@ def test_what_does_not_fit_is_named():
                 given.take(suffix, tensor)
             given.finish()
 
-    tensors, whole = layer_tensors(q), Cut((48,), (48,))
+    tensors, whole = layer_tensors(q), ShardSpec((48,), (48,))
     refused("lack model.layers.3.down_proj.weight_scale", loading(whole), {"weight_packed": tensors["weight_packed"]})
     refused("lack model.layers.3.down_proj.weight_packed, model", loading(whole), {})
     refused('_proj.weight_order: config.json does not state "order"', loading(whole), {"weight_order": tensors["weight_scale"]})
@@ -246,24 +246,28 @@ def test_what_does_not_fit_is_named():
         r"weight_packed: config.json states torch.uint8 \(48, 128\), the", loading(whole), tensors | {"weight_packed": q.codes}
     )
     refused("has 256 input channels, vLLM's layer 512", loading(whole, 512), tensors)
-    refused("rank 1 of 3: 256 input channels are no multiple of 3 ranks", loading(Cut((48,), (48,), 1, 3, 3)), tensors)
-    refused("layer has 64 output channels on all ranks together, the matrix 48", loading(Cut((32,), (64,), 1, 2)), tensors)
-    refused("layer has 96 output channels on all ranks together, the matrix 48", loading(Cut((48,), (96,), 1, 2)), tensors)
-    refused("48 channels cannot be split into parts of 32", loading(Cut((32,), (48,), 1, 2)), tensors)
-    with pytest.raises(CheckpointError, match="loads output 'k' of a layer that is made of model.layers.3.down_proj"):
+    refused("rank 1 of 3: 256 input channels are no multiple of 3 ranks", loading(ShardSpec((48,), (48,), 1, 3, 3)), tensors)
+    refused(
+        "layer has 64 output channels on all ranks together, the matrix has 48", loading(ShardSpec((32,), (64,), 1, 2)), tensors
+    )
+    refused(
+        "layer has 96 output channels on all ranks together, the matrix has 48", loading(ShardSpec((48,), (96,), 1, 2)), tensors
+    )
+    refused("48 channels cannot be split into parts of 32", loading(ShardSpec((32,), (48,), 1, 2)), tensors)
+    with pytest.raises(CheckpointError, match="loads output 'k' of a layer that consists of model.layers.3.down_proj"):
         loading(whole).take("weight_packed", tensors["weight_packed"], "k")
     twice = loading(whole)
     for suffix, tensor in tensors.items():
         twice.take(suffix, tensor)
-    with pytest.raises(CheckpointError, match="came twice; weights of a running engine are not loaded again"):
+    with pytest.raises(CheckpointError, match="loaded twice; a running engine cannot load its weights again"):
         twice.take("weight_packed", tensors["weight_packed"])
 
 
 def test_outputs_that_are_not_known_are_refused():
     """MiniMax-M3's layer has q, k, v and two of an indexer."""
     matrices = [packed(f"layers.0.{of}", 64, "w4a16_g64")[0] for of in ("q", "k", "v", "index_q", "index_k")]
-    with pytest.raises(CheckpointError, match="layers.0.q: vLLM's layer has 5 outputs, 3 are known here; .* in 16 bits"):
-        Loading(matrices, Cut((64,) * 5, (64,) * 3), K, torch.float32, DEVICE, Product)
+    with pytest.raises(CheckpointError, match="layers.0.q: vLLM's layer has 5 outputs, lowbit supports 3; .* in 16 bits"):
+        LayerLoader(matrices, ShardSpec((64,) * 5, (64,) * 3), K, torch.float32, DEVICE, Product)
 
 
 def test_a_checkpoint_of_ours_says_what_is_quantized():
@@ -275,15 +279,15 @@ def test_a_checkpoint_of_ours_says_what_is_quantized():
     assert not source.matrix("model.layers.0.mlp.down_proj", torch.float16).is_plain
     assert source.matrix("model.layers.0.mlp.up_proj", torch.float16).is_plain
     for end in (
-        End("", (160, 64), False, True),
-        End("model.embed_tokens", (160, 64), False, True),
-        End("lm_head", (160, 64), True, True),
+        VocabLayer("", (160, 64), False, True),
+        VocabLayer("model.embed_tokens", (160, 64), False, True),
+        VocabLayer("lm_head", (160, 64), True, True),
     ):
-        assert source.end(end, torch.float16) == PackedMatrix("model.embed_tokens", entry)
-    assert source.end(End("", (99, 64), False, False), torch.float16) is None
+        assert source.vocab_matrix(end, torch.float16) == PackedMatrix("model.embed_tokens", entry)
+    assert source.vocab_matrix(VocabLayer("", (99, 64), False, False), torch.float16) is None
     moved = source.renamed(lambda names: {name: f"language_model.{name}" for name in names})
     assert (
-        moved.end(End("language_model.lm_head", (160, 64), True, True), torch.float16).name
+        moved.vocab_matrix(VocabLayer("language_model.lm_head", (160, 64), True, True), torch.float16).name
         == "language_model.model.embed_tokens"
     )
     assert not moved.matrix("language_model.model.layers.0.mlp.down_proj", torch.float16).is_plain
@@ -303,15 +307,15 @@ def test_what_the_files_have_as_one_matrix_is_one():
 
 def test_a_head_of_its_own_in_a_tied_model_is_refused():
     source = source_of(Manifest(parse_scheme("w8a16"), {"lm_head": LayerEntry((160, 64), parse_scheme("w8a16"))}).to_dict())
-    assert source.end(End("lm_head", (160, 64), True, False), torch.float16).name == "lm_head"
+    assert source.vocab_matrix(VocabLayer("lm_head", (160, 64), True, False), torch.float16).name == "lm_head"
     with pytest.raises(CheckpointError, match="set tie_word_embeddings to false"):
-        source.end(End("lm_head", (160, 64), True, True), torch.float16)
+        source.vocab_matrix(VocabLayer("lm_head", (160, 64), True, True), torch.float16)
 
 
 def test_experts_are_refused_by_name():
     layers = {"model.layers.0.mlp.experts.7.up_proj": LayerEntry((64, 64), parse_scheme("w8a16"))}
     reasons = source_of(Manifest(parse_scheme("w8a16"), layers).to_dict()).expert_refusals("model.layers.0.mlp.experts")
-    assert reasons == ("experts are not computed with packed weights yet",)
+    assert reasons == ("experts with packed weights are not supported yet",)
     assert SixteenBits(parse_scheme("w8a16")).expert_refusals("model.layers.0.mlp.experts")
     assert not SixteenBits(parse_scheme("w8a16"), ("*.experts",)).expert_refusals("model.layers.0.mlp.experts")
 
@@ -323,9 +327,9 @@ def test_experts_are_refused_by_name():
         ({"quant_method": "lowbit", "scheme": "w4a16_g128", "bits": 4}, r"unknown keys \['bits'\]"),
         ({"quant_method": "lowbit", "scheme": "w9"}, "unknown scheme 'w9'"),
         ({"quant_method": "lowbit", "scheme": 4}, "quantization_config"),
-        ({"quant_method": "lowbit", "scheme": "w4a16_g128", "head": "w8a16_t"}, "head: rows of an embedding need scales"),
+        ({"quant_method": "lowbit", "scheme": "w4a16_g128", "head": "w8a16_t"}, "head: w8a16_t shares scales among rows"),
         ({"quant_method": "lowbit", "scheme": "w4a16_g128", "search": "best"}, "search max or mse"),
-        ({"quant_method": "quark"}, "quant_method 'quark' is not read; read are gptq, awq"),
+        ({"quant_method": "quark"}, "quant_method 'quark' is not supported; supported are gptq, awq"),
     ],
 )
 def test_configurations_that_say_nothing_are_refused(stated, match):
@@ -338,7 +342,7 @@ def test_16_bits_with_a_scheme():
     assert source == SixteenBits(parse_scheme("w6e3m2a16"), ("*.gate",), parse_scheme("w8a16"))
     assert source.matrix("model.layers.0.mlp.gate", torch.bfloat16).is_plain
     assert source.matrix("model.layers.0.mlp.up_proj", torch.bfloat16).scheme_of().name == "w6e3m2a16"
-    assert source.end(End("", (160, 64), False, True), torch.bfloat16).scheme_of().name == "w8a16"
+    assert source.vocab_matrix(VocabLayer("", (160, 64), False, True), torch.bfloat16).scheme_of().name == "w8a16"
 
 
 def test_modules_that_stay_in_16_bits_have_the_names_of_vllms_model_too():
@@ -356,7 +360,7 @@ def test_packed_rows_that_vllm_rearranges_are_refused():
     matrix, _ = packed("transformer.h.0.self_attention.query_key_value", 96, "w4a16_g32_z")
     rounded = RoundedMatrix("query_key_value", torch.bfloat16, parse_scheme("w4a16_g32"))
     (reason,) = order_refusals("falcon", matrix.name, [matrix])
-    assert "vLLM rearranges these rows of falcon" in reason and "leave q, k and v in 16 bits" in reason
+    assert "vLLM reorders these rows of falcon" in reason and "leave q, k and v in 16 bits" in reason
     assert order_refusals("llama4_text", "model.layers.0.self_attn.qkv_proj", [rounded, matrix, rounded])
     assert not order_refusals("falcon", matrix.name, [rounded])
     assert not order_refusals("falcon", "transformer.h.0.self_attention.dense", [matrix])

@@ -46,7 +46,7 @@ def served(folder, texts, dtype):
 def test_perplexity_of_the_demos_model(tmp_path):
     """Of two windows of the text that `lowbit eval` measures on."""
     try:
-        source = demo.bring_model(print)
+        source = demo.download_model(print)
     except demo.DemoError as error:
         pytest.skip(str(error))
     folder = tmp_path / "model"

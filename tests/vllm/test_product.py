@@ -11,7 +11,7 @@ import torch
 from lowbit.formats import QuantTensor
 from lowbit.nn import QuantLinear
 from lowbit.quantize import rtn
-from lowbit.vllm.product import Piece, Product
+from lowbit.vllm.product import Product, Shard
 from lowbit.vllm.warm_up import compile_kernels, compile_soon, form_of, together, token_counts
 
 K = 512
@@ -24,7 +24,7 @@ def weight(n, seed=0):
 def layer(schemes, device="cpu", dtype=torch.float32):
     """Matrices of 64 rows in these schemes, "" in 16 bits, and what they are in one."""
     held = [rtn(weight(64, i), name) if name else weight(64, i).to(dtype) for i, name in enumerate(schemes)]
-    product = Product([Piece(each.to(device)) for each in held])
+    product = Product([Shard(each.to(device)) for each in held])
     dense = [each.dequantize() if isinstance(each, QuantTensor) else each.float() for each in held]
     return product, torch.cat(dense)
 
