@@ -31,8 +31,8 @@ def recommend(
 ) -> None:
     """Recommend a scheme and a method for a memory budget or a bound on the divergence from the 16-bit model.
 
-    The divergences were measured on small models (docs/internals/study.md); the output says which ones are estimates for this model.
-    Bytes are computed from config.json, with embeddings and LM head in 16 bits; no weight is read.
+    The divergences were measured on small models (docs/internals/study.md); the output says which ones are estimates for this
+    model. Bytes are computed from config.json, with embeddings and LM head in 16 bits; no weight is read.
 
     Example: lowbit recommend Llama-3-8B --budget-gb 6 --context 8192
 

@@ -103,8 +103,8 @@ def _in_wgmma(weight: FollowedWeight, tile: WgmmaTile) -> tuple[str, ...]:
     half = "even" if weight.column // TILE_K % 2 == 0 else "odd"
     return (
         f"row tile {row_tile}, row {inside} of {tile.rows}: warpgroup {inside // 64}, warp {inside // STRIP}; K split {split};",
-        f"k tile {weight.column // TILE_K} is the {half} stage of k block {turn}: TMA loads its words (load_weights), the warp reads",
-        "them (read_words), dequantizes them in registers (dequantize), forms operand A (operand_a) and starts",
+        f"k tile {weight.column // TILE_K} is the {half} stage of k block {turn}: TMA loads its words (load_weights), the",
+        "warp reads them (read_words), dequantizes them in registers (dequantize), forms operand A (operand_a) and starts",
         f"wgmma.mma_async m64n{tile.tokens}k16 on it (start); x is operand B, from shared memory;",
         "code shared with other kernels: lowbit/kernels/parts/operand.py and lowbit/kernels/parts/dequantize.py",
     )
