@@ -1,7 +1,8 @@
 """The engine: a decode step over packed weights, a paged KV cache, continuous batching.
 
 engine.py          submit, cancel, stream, step                 scheduler.py         what the next step computes
-request.py         a request and its sampled tokens             block_pool.py        pages of the cache, prefix caching
+request.py         a prompt and how to continue it              sequence.py          its state: tokens, pages, finish reason
+block_pool.py      pages of the cache, prefix caching           deprecated.py        names until 2026-11
 program.py         a decoder as a list of operators             slots.py             device tensors of running requests
 chain.py           a step of up to 64 tokens, fewer launches    cache.py             memory of keys and values
 product.py         products that share one weight tensor        decode_runner.py     decode steps as CUDA graphs
@@ -12,30 +13,17 @@ detokenizer.py     incremental detokenization, stop strings     graphs.py       
 failure.py         errors of a request or of a step             warm_up.py           kernels that will be launched
 """
 
-import warnings
-from typing import Any
-
+from lowbit.engine import deprecated
 from lowbit.engine.detokenizer import Detokenizer
 from lowbit.engine.engine import Engine
 from lowbit.engine.failure import RequestFailed, StepFailed
-from lowbit.engine.request import FinishReason, Request, SampledToken
+from lowbit.engine.request import Request, SampledToken
+from lowbit.engine.sequence import FinishReason, Sequence
 from lowbit.ops.sample import Sampling
 
-__all__ = ["Detokenizer", "Engine", "FinishReason", "Request", "RequestFailed", "SampledToken", "Sampling", "StepFailed"]
+__all__ = [
+    "Detokenizer", "Engine", "FinishReason", "Request", "RequestFailed", "SampledToken", "Sampling", "Sequence", "StepFailed",
+]  # fmt: skip
 
-_DEPRECATED: dict[str, Any] = {
-    "Drawn": SampledToken,
-    "End": FinishReason,
-    "RoundFailed": StepFailed,
-    "TextFailed": RequestFailed,
-    "TextStream": Detokenizer,
-}
-"""Names until 2026-11."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _DEPRECATED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    new = _DEPRECATED[name]
-    warnings.warn(f"lowbit.engine.{name} is now lowbit.engine.{new.__name__}", DeprecationWarning, stacklevel=2)
-    return new
+deprecated.accept_names()
+__getattr__ = deprecated.class_of

@@ -11,6 +11,7 @@ from lowbit.engine.family import Decoder
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.request import Request
 from lowbit.engine.scheduler import PrefillChunk
+from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.choose.attention import attention_refusals
 from lowbit.ops.elementwise import MOST_COLUMNS
@@ -46,11 +47,10 @@ def difference_to(model: PreTrainedModel, make: Callable[[], DecodeProgram]) -> 
     program = make()
     program.allocate_cache(2)
     slots = Slots(1, TOKENS + 1, vocab, (), program.device)
-    request = Request(ids[:-1].tolist(), 1)
-    request.slot = 0
+    sequence = Sequence(Request(ids[:-1].tolist(), 1), slot=0)
     slots.update([(0, 0, 1)], [(0, TOKENS)])
     slots.tokens[0] = int(ids[-1])
-    prompt = program.prompt([PrefillChunk(request, 0, tuple(ids[:-1].tolist()), True)], slots)
+    prompt = program.prompt([PrefillChunk(sequence, 0, tuple(ids[:-1].tolist()), True)], slots)
     step = program.step(on_device([0], program.device), slots)
     program.cache = None
     assert prompt is not None

@@ -6,7 +6,7 @@ weights, and the rows and results here. A step whose size has no graph is padded
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import abc
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from lowbit.engine.cache import CacheSpec
 from lowbit.engine.graphs import Graphs
 from lowbit.engine.ragged import Ragged
-from lowbit.engine.request import Request
 from lowbit.engine.scheduler import PrefillChunk
+from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.choose.attention import PAGE
 from lowbit.ops.sample import sample
@@ -58,7 +58,7 @@ class ModelProgram(Protocol):
     def step(self, rows: Tensor, slots: Slots, longest: int = 0) -> Tensor:
         """Logits [B, V] after the next token of the slots `rows`; `longest`: upper limit of their contexts, 0 for any."""
 
-    def prompt(self, chunks: Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
+    def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
         """Logits [B, V] after those chunks that are the last of their prompt; None if none is."""
 
     @property
@@ -78,8 +78,8 @@ class ModelProgram(Protocol):
     def page_bytes(self) -> int:
         """Bytes of keys and values of a page of tokens, in all layers."""
 
-    def keep(self, running: Sequence[Request]) -> None:
-        """Frees keys and values that the program itself holds for other requests."""
+    def keep(self, running: abc.Sequence[Sequence]) -> None:
+        """Frees keys and values that the program itself holds for other sequences."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class DecodeRunner:
         size = next(size for size in self.sizes if size >= count)
         return size, filters, next(reach for reach in self.reaches if reach >= longest)
 
-    def launch(self, rows: Sequence[int], filters: bool, longest: int) -> DecodeStep:
+    def launch(self, rows: abc.Sequence[int], filters: bool, longest: int) -> DecodeStep:
         """Launches a step of the slots `rows`. filters: some request samples. longest: upper limit of their contexts."""
         size, _, reach = variant = self.variant(len(rows), filters, longest)
         if not self.graphs:
@@ -158,9 +158,9 @@ class DecodeRunner:
         return sample_tokens(logits, rows, self.slots, filters)
 
 
-def filters(requests: Iterable[Request]) -> bool:
-    """True if some request samples, that is, does not take its most likely token."""
-    return not all(request.sampling.greedy for request in requests)
+def filters(sequences: abc.Iterable[Sequence]) -> bool:
+    """True if some sequence samples, that is, does not take its most likely token."""
+    return not all(sequence.request.sampling.greedy for sequence in sequences)
 
 
 def sample_tokens(logits: Tensor, rows: Tensor, slots: Slots, filters: bool) -> DecodeStep:

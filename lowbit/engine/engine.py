@@ -1,12 +1,12 @@
 """The engine: continuous batching of requests over one model. The host schedules one step ahead of the GPU.
 
     engine = Engine(model)
-    request = engine.submit(Request(prompt, limit=100))
-    for sampled in engine.stream(request): ...
+    sequence = engine.submit(Request(prompt, limit=100))
+    for sampled in engine.stream(sequence): ...
 
 `Engine.step` schedules and launches a step, and only then reads the tokens of the step before, so that the GPU is busy while
-Python runs. A finished sequence therefore runs one extra step; its token is discarded. Any thread that waits for a request runs
-steps for all requests. `submit` and `cancel` do not block on a running step: the next step takes their effects.
+Python runs. A finished sequence therefore runs one extra step; its token is discarded. Any thread that waits for a sequence
+runs steps for all sequences. `submit` and `cancel` do not block on a running step: the next step takes their effects.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import contextlib
 import logging
 import math
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import abc, deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,13 +28,15 @@ from lowbit.engine.block_pool import BlockPool
 from lowbit.engine.cache import CacheBudget
 from lowbit.engine.check import LARGEST_DIFFERENCE, TOKENS, difference_to, kernel_refusals
 from lowbit.engine.decode_runner import DecodeRunner, DecodeStep, ModelProgram, filters, sample_tokens
+from lowbit.engine.deprecated import sequence_of
 from lowbit.engine.failure import StepFailed, log_failure, one_line
 from lowbit.engine.family import recognise
 from lowbit.engine.forward import ForwardProgram
 from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.program import DecodeProgram
-from lowbit.engine.request import FinishReason, Request, SampledToken
+from lowbit.engine.request import Request, SampledToken
 from lowbit.engine.scheduler import PrefillChunk, Scheduler, SchedulerOutput
+from lowbit.engine.sequence import FinishReason, Sequence
 from lowbit.engine.slots import Slots, on_device
 from lowbit.engine.warm_up import Stage, WarmUpRun
 from lowbit.hardware.machine import machine_of
@@ -51,9 +53,9 @@ CHUNK_TOKENS = 1024
 
 @dataclass
 class InFlightStep:
-    """A launched step: the request of each row, host copies of its results, and how many rows were read."""
+    """A launched step: the sequence of each row, host copies of its results, and how many rows were read."""
 
-    requests: list[Request]
+    sequences: list[Sequence]
     tokens: Tensor
     logprobs: Tensor
     top_logprobs: tuple[Tensor, Tensor] | None
@@ -94,7 +96,7 @@ class Engine:
         prefix_caching: bool = True,
         forward: bool = False,
         async_scheduling: bool = True,
-        stop_token_ids: Sequence[int] | None = None,
+        stop_token_ids: abc.Sequence[int] | None = None,
         progress: Callable[[Stage], object] | None = None,
     ) -> None:
         if max_concurrent < 1:
@@ -142,20 +144,20 @@ class Engine:
         """Held during a step; it guards the scheduler, the slots and the runners."""
         self._stepping_thread: int | None = None
         self._state_lock = threading.RLock()
-        """Guards the state of requests that other threads change during a step. Held only briefly. Reentrant: the garbage
-        collector may close an abandoned stream, which cancels its request, while this thread holds the lock."""
-        self._finished: deque[Request] = deque()
-        """Finished requests that may still have slots and pages."""
+        """Guards the state of sequences that other threads change during a step. Held only briefly. Reentrant: the garbage
+        collector may close an abandoned stream, which cancels its sequence, while this thread holds the lock."""
+        self._finished: deque[Sequence] = deque()
+        """Finished sequences that may still have slots and pages."""
         self._gpu_error = ""
 
     # ---- public methods
 
-    def submit(self, request: Request) -> Request:
-        """Queues a request without waiting for a running step. Raises ValueError for a request that can never run here, and
-        RuntimeError after a GPU error."""
+    def submit(self, request: Request) -> Sequence:
+        """Queues a request without waiting for a running step, and returns its sequence. Raises ValueError for a request that
+        can never run here or was submitted before, and RuntimeError after a GPU error."""
         if self._gpu_error:
             raise RuntimeError(f"the GPU of this engine failed, start another process: {self._gpu_error}")
-        most = len(request.prompt) + request.limit
+        most = request.most_tokens
         reasons = self.scheduler.refusals(request)
         if most > self.max_length:
             wanted = f"this request has {len(request.prompt):,} tokens and asks for {request.limit:,} more"
@@ -170,11 +172,9 @@ class Engine:
         with self._state_lock:
             if self._gpu_error:  # set by a step since the check above
                 raise RuntimeError(f"the GPU of this engine failed, start another process: {self._gpu_error}")
-            if request.submitted or request.finish_reason is not None:
-                raise ValueError("this request was submitted before: create another one")
-            request.submitted = True
-            self.scheduler.add(request)
-        return request
+            sequence = Sequence.start(request)
+            self.scheduler.add(sequence)
+        return sequence
 
     def _limit(self, tokens: int) -> str:
         """Why a sequence cannot have so many tokens, and what to do."""
@@ -184,9 +184,10 @@ class Engine:
             return self._cache_budget.refusal(self.program.page_bytes, tokens)
         return "so says max_length of the engine: make one with more, or ask for fewer tokens"
 
-    def cancel(self, request: Request) -> None:
-        """Finishes a request without waiting for a running step; does nothing if the request has finished."""
-        self._finish(request, FinishReason.CANCELLED)
+    def cancel(self, sequence: Sequence | Request) -> None:
+        """Finishes a sequence without waiting for a running step; does nothing if it has finished. Deprecated: a request
+        instead of its sequence."""
+        self._finish(sequence_of(sequence), FinishReason.CANCELLED)
         # Otherwise the running step frees it, or the next. The running step may be this thread's: during a step the garbage
         # collector may close an abandoned stream.
         if self._lock.acquire(blocking=False):
@@ -195,47 +196,50 @@ class Engine:
             finally:
                 self._lock.release()
 
-    def stream(self, request: Request) -> Generator[SampledToken, None, None]:
-        """Yields the tokens of a submitted request; closing the generator cancels the request. Raises RequestFailed at the end
-        if the request failed."""
+    def stream(self, sequence: Sequence | Request) -> Generator[SampledToken, None, None]:
+        """Yields the tokens of a sequence; closing the generator cancels it. Raises RequestFailed at the end if the sequence
+        failed. Deprecated: a request instead of its sequence."""
+        return self._stream(sequence_of(sequence))
+
+    def _stream(self, sequence: Sequence) -> Generator[SampledToken, None, None]:
         read = 0
         try:
             while True:
-                ended = request.finish_reason is not None  # read first: another thread may append the last tokens now
-                while read < len(request.sampled):
-                    yield request.sampled[read]
+                ended = sequence.finish_reason is not None  # read first: another thread may append the last tokens now
+                while read < len(sequence.sampled):
+                    yield sequence.sampled[read]
                     read += 1
                 if ended:
                     break
-                with contextlib.suppress(StepFailed):  # `check` raises if this request failed
+                with contextlib.suppress(StepFailed):  # `check` raises if this sequence failed
                     self.step()
         finally:
-            self.cancel(request)
-        request.check()
+            self.cancel(sequence)
+        sequence.check()
 
-    def generate(self, requests: Iterable[Request]) -> list[Request]:
-        """Submits requests and returns them when all have finished; an error cancels those that have not. Raises RequestFailed,
-        once all have finished, if one of them failed."""
-        submitted: list[Request] = []
+    def generate(self, requests: Iterable[Request]) -> list[Sequence]:
+        """Submits requests and returns their sequences when all have finished; an error cancels those that have not. Raises
+        RequestFailed, once all have finished, if one of them failed."""
+        sequences: list[Sequence] = []
         try:
             for request in requests:
-                submitted.append(self.submit(request))
-            while any(request.finish_reason is None for request in submitted):
-                with contextlib.suppress(StepFailed):  # `check` raises if this request failed
+                sequences.append(self.submit(request))
+            while any(sequence.finish_reason is None for sequence in sequences):
+                with contextlib.suppress(StepFailed):  # `check` raises if one of these sequences failed
                     self.step()
         finally:
-            for request in submitted:
-                self.cancel(request)
-        for request in submitted:
-            request.check()
-        return submitted
+            for sequence in sequences:
+                self.cancel(sequence)
+        for sequence in sequences:
+            sequence.check()
+        return sequences
 
     @torch.inference_mode()
     def step(self) -> None:
         """Runs one step: launches the scheduled work, then reads the tokens of the step before.
 
-        A request fails alone if its prompt or its `on_token` raises an error or its logits are NaN or infinite;
-        `Request.error` says why. Raises StepFailed for other errors, after all requests of the step have failed. If the GPU
+        A sequence fails alone if its prompt or its `on_token` raises an error or its logits are NaN or infinite;
+        `Sequence.error` says why. Raises StepFailed for other errors, after all sequences of the step have failed. If the GPU
         itself failed, `submit` raises from then on.
         """
         if self._stepping_thread == threading.get_ident():
@@ -288,7 +292,7 @@ class Engine:
     # ---- a step
 
     def _launch_next(self) -> SchedulerOutput:
-        """Schedules and launches a step; if that raises an error, its requests fail and others continue."""
+        """Schedules and launches a step; if that raises an error, its sequences fail and others continue."""
         planned = None
         try:
             planned = self.scheduler.schedule()
@@ -300,102 +304,102 @@ class Engine:
             raise
 
     def _launch(self, planned: SchedulerOutput) -> None:
-        self.program.keep(self.scheduler.running)  # not of requests that were preempted
+        self.program.keep(self.scheduler.running)  # not of sequences that were preempted
         if self._warm_up_run is not None and (parts := self._warm_up_run.parts_of(planned)):
             try:
                 self._compile(self._warm_up_run.kernels(parts))
             except Exception as error:  # noqa: BLE001 - the launch below raises it again, where it can be handled
                 log_failure("compiling kernels", error)
-        for request in planned.admitted:
-            tokens = [sampled.token for sampled in request.sampled]
-            self.slots.sampling.set(request.row, request.sampling, request.prompt, tokens)
+        for sequence in planned.admitted:
+            tokens = [sampled.token for sampled in sequence.sampled]
+            self.slots.sampling.set(sequence.running_slot, sequence.request.sampling, sequence.request.prompt, tokens)
         last = [chunk for chunk in planned.chunks if chunk.last]
-        self.slots.update(planned.new_pages, [(chunk.request.row, chunk.end - 1) for chunk in last])
+        self.slots.update(planned.new_pages, [(chunk.sequence.running_slot, chunk.end - 1) for chunk in last])
         if planned.decoding:
-            rows = [request.row for request in planned.decoding]
-            longest = max(request.computed for request in planned.decoding)
+            rows = [sequence.running_slot for sequence in planned.decoding]
+            longest = max(sequence.computed_tokens for sequence in planned.decoding)
             self._copy_results(planned.decoding, self.decode_runner.launch(rows, filters(planned.decoding), longest))
         if planned.chunks and self.program.is_paged:
             self._launch_chunks(planned.chunks, planned)
         elif planned.chunks:
             self._launch_one_by_one(planned.chunks, planned)
 
-    def _compiled(self, kernels: Sequence[RecordedKernel]) -> Iterator[Stage]:
+    def _compiled(self, kernels: abc.Sequence[RecordedKernel]) -> Iterator[Stage]:
         if kernels:
             from lowbit.kernels.parts.compile import compiled
 
             for done in compiled(kernels, machine_of(self.device).arch.sm):
                 yield Stage("kernels", done, len(kernels))
 
-    def _compile(self, kernels: Sequence[RecordedKernel]) -> None:
+    def _compile(self, kernels: abc.Sequence[RecordedKernel]) -> None:
         """Compiles the kernels of a step in parallel; its launches would compile them one after the other."""
         for stage in self._compiled(kernels):
             self._progress(stage)
         if kernels:
             self._progress(Stage("kernels", len(kernels), len(kernels)))
 
-    def _launch_chunks(self, chunks: Sequence[PrefillChunk], planned: SchedulerOutput) -> None:
+    def _launch_chunks(self, chunks: abc.Sequence[PrefillChunk], planned: SchedulerOutput) -> None:
         """Computes prefill chunks in one batch; if that raises an error, one by one, so that only those at fault fail."""
         try:
             logits = self.prefill_runner.launch(chunks)
-        except Exception as error:  # noqa: BLE001 - a prompt may raise anything, and other requests must continue
+        except Exception as error:  # noqa: BLE001 - a prompt may raise anything, and other sequences must continue
             line = log_failure("computing a prompt", error)
         else:
             if logits is not None:
-                requests = [chunk.request for chunk in chunks if chunk.last]
-                rows = on_device([request.row for request in requests], self.device)
-                self._copy_results(requests, sample_tokens(logits, rows, self.slots, filters(requests)))
+                sequences = [chunk.sequence for chunk in chunks if chunk.last]
+                rows = on_device([sequence.running_slot for sequence in sequences], self.device)
+                self._copy_results(sequences, sample_tokens(logits, rows, self.slots, filters(sequences)))
             return
         if len(chunks) > 1:
             self._launch_one_by_one(chunks, planned)
         else:
             self.scheduler.drop(chunks[0], planned)
-            self._fail([chunks[0].request], line)
+            self._fail([chunks[0].sequence], line)
 
-    def _launch_one_by_one(self, chunks: Sequence[PrefillChunk], planned: SchedulerOutput) -> None:
+    def _launch_one_by_one(self, chunks: abc.Sequence[PrefillChunk], planned: SchedulerOutput) -> None:
         for chunk in chunks:
-            if chunk.request.slot is not None:  # None: requeued, since an earlier chunk did not fill the pages that it shares
+            if chunk.sequence.slot is not None:  # None: requeued, since an earlier chunk did not fill the pages that it shares
                 self._launch_chunks([chunk], planned)
 
-    def _fail(self, requests: Sequence[Request], error: str) -> None:
-        """Marks requests as failed; all requests after a GPU error."""
-        for request in requests:
-            self._finish(request, FinishReason.FAILED, error)
+    def _fail(self, sequences: abc.Sequence[Sequence], error: str) -> None:
+        """Marks sequences as failed; all sequences after a GPU error."""
+        for sequence in sequences:
+            self._finish(sequence, FinishReason.FAILED, error)
         try:
             _wait_for(self.device)
         except Exception as raised:  # noqa: BLE001 - a CUDA error is permanent: nothing runs after it in this process
             line = log_failure("waiting for the GPU", raised)
-            with self._state_lock:  # `submit` raises from now on; requests queued before are in `everybody`
+            with self._state_lock:  # `submit` raises from now on; sequences queued before are in `everybody`
                 self._gpu_error = line
                 everybody = (*self.scheduler.running, *self.scheduler.waiting)
-            for request in everybody:
-                self._finish(request, FinishReason.FAILED, line)
+            for sequence in everybody:
+                self._finish(sequence, FinishReason.FAILED, line)
             self._in_flight.clear()
 
-    def _fail_step(self, requests: Sequence[Request], error: BaseException) -> None:
-        """Marks the requests of a step as failed; raises StepFailed if there are any and the error is no interrupt."""
-        self._fail(requests, one_line(error))
-        if requests and isinstance(error, Exception):
+    def _fail_step(self, sequences: abc.Sequence[Sequence], error: BaseException) -> None:
+        """Marks the sequences of a step as failed; raises StepFailed if there are any and the error is no interrupt."""
+        self._fail(sequences, one_line(error))
+        if sequences and isinstance(error, Exception):
             logger.warning("a step failed", exc_info=error)
-            count = f"{len(requests)} request{'s' if len(requests) > 1 else ''}"
+            count = f"{len(sequences)} request{'s' if len(sequences) > 1 else ''}"
             raise StepFailed(f"a step of {count} failed: {one_line(error)}") from error
 
-    def _copy_results(self, requests: Sequence[Request], step: DecodeStep) -> None:
+    def _copy_results(self, sequences: abc.Sequence[Sequence], step: DecodeStep) -> None:
         """Starts the copies of a step's results to the host."""
-        most = max(request.top_logprobs for request in requests)
+        most = max(sequence.request.top_logprobs for sequence in sequences)
         top = None
         if most:
-            values, ids = top_logprobs(step.logits[: len(requests)], most)
+            values, ids = top_logprobs(step.logits[: len(sequences)], most)
             top = _to_host(values), _to_host(ids)
         tokens, logprobs = _to_host(step.tokens), _to_host(step.logprobs)
         done = None
         if self.device.type == "cuda":
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(self.device))
-        self._in_flight.append(InFlightStep(list(requests), tokens, logprobs, top, done))
+        self._in_flight.append(InFlightStep(list(sequences), tokens, logprobs, top, done))
 
     def _read(self, launched: InFlightStep) -> None:
-        """Waits for the results of a step, and appends its tokens to their requests."""
+        """Waits for the results of a step, and appends its tokens to their sequences."""
         try:
             if launched.done is not None:
                 launched.done.synchronize()
@@ -405,49 +409,49 @@ class Engine:
             raise
         tokens, logprobs = launched.tokens.tolist(), launched.logprobs.tolist()
         top_of_rows = None if launched.top_logprobs is None else [part.tolist() for part in launched.top_logprobs]
-        while launched.read < len(launched.requests):
-            row, request = launched.read, launched.requests[launched.read]
+        while launched.read < len(launched.sequences):
+            row, sequence = launched.read, launched.sequences[launched.read]
             launched.read += 1  # first: an interrupt must not repeat a token
-            if request.finish_reason is not None:
+            if sequence.finish_reason is not None:
                 continue  # finished or cancelled while this step ran
             if math.isnan(logprobs[row]):
-                self._finish(request, FinishReason.FAILED, "the model's logits are NaN or infinite")
+                self._finish(sequence, FinishReason.FAILED, "the model's logits are NaN or infinite")
                 continue
             top: tuple[tuple[int, float], ...] = ()
-            if top_of_rows is not None and request.top_logprobs:
-                values, ids = (part[row][: request.top_logprobs] for part in top_of_rows)
+            if top_of_rows is not None and sequence.request.top_logprobs:
+                values, ids = (part[row][: sequence.request.top_logprobs] for part in top_of_rows)
                 top = tuple(zip(ids, values, strict=True))
-            self._append(request, SampledToken(tokens[row], logprobs[row], top))
+            self._append(sequence, SampledToken(tokens[row], logprobs[row], top))
 
-    def _append(self, request: Request, sampled: SampledToken) -> None:
-        """Appends a token to its request, and finishes the request if it was the last one."""
-        request.sampled.append(sampled)
+    def _append(self, sequence: Sequence, sampled: SampledToken) -> None:
+        """Appends a token to its sequence, and finishes the sequence if it was the last one."""
+        sequence.sampled.append(sampled)
         stopped = False
-        if request.on_token is not None:
+        if sequence.request.on_token is not None:
             try:
-                stopped = request.on_token(sampled)
-            except Exception as error:  # noqa: BLE001 - the caller's code may raise anything, and other requests must continue
-                self._finish(request, FinishReason.FAILED, log_failure("a caller's on_token", error))
+                stopped = sequence.request.on_token(sampled)
+            except Exception as error:  # noqa: BLE001 - the caller's code may raise anything, and other sequences must continue
+                self._finish(sequence, FinishReason.FAILED, log_failure("a caller's on_token", error))
             except BaseException as error:  # an interrupt
-                self._finish(request, FinishReason.FAILED, one_line(error))
+                self._finish(sequence, FinishReason.FAILED, one_line(error))
                 raise
-        if sampled.token in request.stop_token_ids or stopped:
-            self._finish(request, FinishReason.STOP)
-        elif len(request.sampled) == request.limit:
-            self._finish(request, FinishReason.LENGTH)
+        if sampled.token in sequence.request.stop_token_ids or stopped:
+            self._finish(sequence, FinishReason.STOP)
+        elif len(sequence.sampled) == sequence.request.limit:
+            self._finish(sequence, FinishReason.LENGTH)
 
-    def _finish(self, request: Request, reason: FinishReason, error: str = "") -> None:
-        """Finishes a request that has not finished; the thread that runs steps frees its slot and pages."""
+    def _finish(self, sequence: Sequence, reason: FinishReason, error: str = "") -> None:
+        """Finishes a sequence that has not finished; the thread that runs steps frees its slot and pages."""
         with self._state_lock:
-            if request.finish_reason is not None:
+            if sequence.finish_reason is not None:
                 return
-            request.error, request.finish_reason = error, reason
+            sequence.error, sequence.finish_reason = error, reason
         if reason is FinishReason.FAILED:
             logger.warning(f"a request failed: {error}")
-        self._finished.append(request)
+        self._finished.append(sequence)
 
     def _free_finished(self) -> None:
-        """Frees the slots and pages of finished requests, and what the program holds for them."""
+        """Frees the slots and pages of finished sequences, and what the program holds for them."""
         while self._finished:
             self.scheduler.remove(self._finished.popleft())
         self.program.keep(self.scheduler.running)

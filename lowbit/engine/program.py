@@ -8,7 +8,8 @@ once; on a GPU they are padded to the sizes of ragged.py. kernels/reference/ def
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,8 @@ from lowbit.engine.graphs import Graphs
 from lowbit.engine.product import Packed, Product, Scaled, gated_product, product
 from lowbit.engine.prompt_attention import PromptAttention, RaggedAttention
 from lowbit.engine.ragged import Ragged, sizes
-from lowbit.engine.request import Request
 from lowbit.engine.scheduler import PrefillChunk
+from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.nn import QuantLinear
@@ -92,7 +93,7 @@ class DecodeProgram:
         """Bytes of keys and values of a page of tokens, in all layers."""
         return self.cache_spec.page_bytes
 
-    def keep(self, running: Sequence[Request]) -> None:
+    def keep(self, running: abc.Sequence[Sequence]) -> None:
         """Does nothing: keys and values are in the pages of `cache`."""
 
     def allocate_cache(self, pages: int) -> None:
@@ -147,7 +148,7 @@ class DecodeProgram:
             return self._capped(self.chain.step(slots.tokens, rows, self.table, attend))
         return self.logits(*self._layers(slots.tokens, rows, slots.positions, attend))
 
-    def prompt(self, chunks: Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
+    def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
         """Logits [B, V] after those chunks that are the last of their prompt; None if none is."""
         count = sum(len(chunk.tokens) for chunk in chunks)
         on_gpu = self.device.type == "cuda"

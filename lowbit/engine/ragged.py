@@ -50,7 +50,7 @@ class RaggedShape:
         assert len(chunks) <= self.sequences and q_begins[-1] <= self.tokens and k_begins[-1] <= self.keys
         ends = [end - 1 for end, chunk in zip(q_begins[1:], chunks, strict=True) if chunk.last]
         rows = (
-            ([chunk.request.row for chunk in chunks], dummy_slot),
+            ([chunk.sequence.running_slot for chunk in chunks], dummy_slot),
             ([chunk.begin for chunk in chunks], 0),
             (q_begins, q_begins[-1]),
             (k_begins, k_begins[-1]),

@@ -62,11 +62,11 @@ class WarmUpRun:
     def parts_of(self, planned: SchedulerOutput) -> list[Part]:
         """New parts of a step, and of the decode step after it."""
         parts: list[Part] = []
-        last = [chunk.request for chunk in planned.chunks if chunk.last]
-        for requests in (planned.decoding, [*planned.decoding, *last] if last else []):
-            if requests:
-                computed = max(request.computed for request in requests)
-                parts.append(("step", *self.decode_runner.variant(len(requests), filters(requests), computed)))
+        last = [chunk.sequence for chunk in planned.chunks if chunk.last]
+        for sequences in (planned.decoding, [*planned.decoding, *last] if last else []):
+            if sequences:
+                computed = max(sequence.computed_tokens for sequence in sequences)
+                parts.append(("step", *self.decode_runner.variant(len(sequences), filters(sequences), computed)))
         for chunks in self.prefill_runner.parts(planned.chunks) if planned.chunks else ():
             tokens = sum(len(chunk.tokens) for chunk in chunks)
             parts.append(("prompt", self.prefill_runner.size(tokens), False, 0))

@@ -51,8 +51,8 @@ def expected(model, ids, count):
     return out[0, len(ids) :].tolist()
 
 
-def tokens(request):
-    return [drawn.token for drawn in request.sampled]
+def tokens(sequence):
+    return [drawn.token for drawn in sequence.sampled]
 
 
 LENGTHS = (1, 2, 77, 127, 128, 129, 200)
@@ -62,11 +62,11 @@ LENGTHS = (1, 2, 77, 127, 128, 129, 200)
 def test_greedy_tokens_are_transformers(model, ahead):
     """Prompts of one token, at the borders of pages, and longer than a chunk, more of them than there are slots."""
     engine = engine_of(model, async_scheduling=ahead)
-    requests = engine.generate([Request(prompt(length), 20) for length in LENGTHS])
+    sequences = engine.generate([Request(prompt(length), 20) for length in LENGTHS])
     assert isinstance(engine.program, DecodeProgram) and engine.difference < 1e-5
-    for request in requests:
-        assert tokens(request) == expected(model, request.prompt, 20), len(request.prompt)
-        assert request.finish_reason is FinishReason.LENGTH and len(set(tokens(request))) > 8, (
+    for sequence in sequences:
+        assert tokens(sequence) == expected(model, sequence.request.prompt, 20), len(sequence.request.prompt)
+        assert sequence.finish_reason is FinishReason.LENGTH and len(set(tokens(sequence))) > 8, (
             "a model that repeats itself would hide errors"
         )
     assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
@@ -85,16 +85,16 @@ def test_quantized_models(scheme, hadamard):
     engine = engine_of(quantized)
     assert isinstance(engine.program, DecodeProgram) and engine.difference < 1e-5
     assert isinstance(engine.program.layers[0].down, Scaled) == (scheme != "w8a16")
-    for request in engine.generate([Request(prompt(length), 15) for length in (1, 30, 150)]):
-        embedded = quantized.get_input_embeddings()(torch.tensor([[*request.prompt, *tokens(request)]])).detach()
+    for sequence in engine.generate([Request(prompt(length), 15) for length in (1, 30, 150)]):
+        embedded = quantized.get_input_embeddings()(torch.tensor([[*sequence.request.prompt, *tokens(sequence)]])).detach()
         steps = torch.empty(8, *embedded.shape[1:]).uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             both = torch.cat([embedded, embedded * (1 + steps * torch.finfo(torch.float32).eps)])
-            logits, *others = (quantized(inputs_embeds=x[None]).logits[0, len(request.prompt) - 1 : -1] for x in both)
-        chosen = logits.gather(1, torch.tensor(tokens(request))[:, None])[:, 0]
+            logits, *others = (quantized(inputs_embeds=x[None]).logits[0, len(sequence.request.prompt) - 1 : -1] for x in both)
+        chosen = logits.gather(1, torch.tensor(tokens(sequence))[:, None])[:, 0]
         moved = torch.stack([(other - logits).abs().amax(1) for other in others]).amax(0)
         assert (logits.amax(1) - chosen < moved.maximum(0.05 * logits.abs().amax(1))).all()
-        assert (logits.argmax(1) == torch.tensor(tokens(request))).sum() >= 13
+        assert (logits.argmax(1) == torch.tensor(tokens(sequence))).sum() >= 13
 
 
 def test_out_of_pages_nothing_is_lost(model):
@@ -102,18 +102,17 @@ def test_out_of_pages_nothing_is_lost(model):
     page = DecodeProgram.cache_spec.fget(engine_of(model).program).page_bytes
     engine = engine_of(model, cache_bytes=5 * page, max_length=256, prefix_caching=False)
     assert engine.scheduler.pages.count == 5
-    requests = engine.generate([Request(prompt(100, seed), 60) for seed in range(3)])
-    assert [tokens(r) for r in requests] == [expected(model, r.prompt, 60) for r in requests]
+    sequences = engine.generate([Request(prompt(100, seed), 60) for seed in range(3)])
+    assert [tokens(r) for r in sequences] == [expected(model, r.request.prompt, 60) for r in sequences]
 
 
 def test_shared_prompts(model):
     engine = engine_of(model)
     common = prompt(200)
-    first, second = Request([*common, 5], 4), Request([*common, 6, 7], 4)
-    engine.generate([first, second])
+    first, second = engine.generate([Request([*common, 5], 4), Request([*common, 6, 7], 4)])
     assert second.cached_tokens == 128, "the first one's pages are known as soon as they are launched"
-    for request in (first, second):
-        assert tokens(request) == expected(model, request.prompt, 4)
+    for sequence in (first, second):
+        assert tokens(sequence) == expected(model, sequence.request.prompt, 4)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.8, top_p=0.9, seed=3), Sampling(repetition_penalty=1.3)])
@@ -121,8 +120,7 @@ def test_the_same_alone_and_among_others(model, sampling):
     asked = dict(prompt=prompt(40), limit=25, sampling=sampling)
     (alone,) = engine_of(model).generate([Request(**asked)])
     others = [Request(prompt(30 + 20 * i, i + 1), 30, Sampling(temperature=1.0, seed=i)) for i in range(6)]
-    among = Request(**asked)
-    engine_of(model).generate([*others[:3], among, *others[3:]])
+    among = engine_of(model).generate([*others[:3], Request(**asked), *others[3:]])[3]
     assert tokens(among) == tokens(alone)
 
 
@@ -165,10 +163,10 @@ def test_a_watch_and_an_end_token_stop(model):
 
 def test_logprobs(model):
     ids = prompt(20)
-    (request,) = engine_of(model).generate([Request(ids, 3, top_logprobs=4)])
+    (sequence,) = engine_of(model).generate([Request(ids, 3, top_logprobs=4)])
     with torch.no_grad():
-        logits = model(torch.tensor([[*ids, *tokens(request)]])).logits[0, len(ids) - 1 : -1]
-    for drawn, of_token in zip(request.sampled, logits.log_softmax(-1), strict=True):
+        logits = model(torch.tensor([[*ids, *tokens(sequence)]])).logits[0, len(ids) - 1 : -1]
+    for drawn, of_token in zip(sequence.sampled, logits.log_softmax(-1), strict=True):
         values, best = of_token.topk(4)
         assert [token for token, _ in drawn.top_logprobs] == best.tolist()
         torch.testing.assert_close(torch.tensor([v for _, v in drawn.top_logprobs]), values, rtol=1e-4, atol=1e-4)
@@ -178,26 +176,30 @@ def test_logprobs(model):
 def test_a_stream_and_giving_it_up(model):
     engine = engine_of(model)
     ids = prompt(30)
-    request = Request(ids, 10)
-    assert [drawn.token for drawn in engine.stream(engine.submit(request))] == expected(model, ids, 10)
-    given_up = Request(ids, 50)
-    stream = engine.stream(engine.submit(given_up))
+    sequence = engine.submit(Request(ids, 10))
+    assert [drawn.token for drawn in engine.stream(sequence)] == expected(model, ids, 10)
+    given_up = engine.submit(Request(ids, 50))
+    stream = engine.stream(given_up)
     assert [next(stream).token for _ in range(3)] == expected(model, ids, 3)
     stream.close()
     assert given_up.finish_reason is FinishReason.CANCELLED and not engine.scheduler.running
-    engine.cancel(request)
-    assert request.finish_reason is FinishReason.LENGTH, "a text that has ended stays as it is"
+    engine.cancel(sequence)
+    assert sequence.finish_reason is FinishReason.LENGTH, "a text that has ended stays as it is"
 
 
 def test_several_threads_wait_for_their_own_texts(model):
     engine = engine_of(model)
-    requests = [Request(prompt(20 + i, i), 15) for i in range(6)]
-    threads = [threading.Thread(target=engine.generate, args=([request],)) for request in requests]
+    sequences = {}
+
+    def generate(i):
+        (sequences[i],) = engine.generate([Request(prompt(20 + i, i), 15)])
+
+    threads = [threading.Thread(target=generate, args=(i,)) for i in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert [tokens(r) for r in requests] == [expected(model, r.prompt, 15) for r in requests]
+    assert [tokens(sequences[i]) for i in range(6)] == [expected(model, prompt(20 + i, i), 15) for i in range(6)]
 
 
 def test_submitting_does_not_wait_for_a_round(model):
@@ -213,17 +215,17 @@ def test_submitting_does_not_wait_for_a_round(model):
 def test_cancelling_does_not_wait_for_a_round(model):
     """It ends the text at once; whoever does the round gives back what it holds."""
     engine = engine_of(model)
-    request, waiting = (engine.submit(Request(prompt(5), 20)) for _ in range(2))
+    sequence, waiting = (engine.submit(Request(prompt(5), 20)) for _ in range(2))
     engine.step()
     with engine._lock:
-        threads = [threading.Thread(target=engine.cancel, args=(each,), daemon=True) for each in (request, waiting)]
+        threads = [threading.Thread(target=engine.cancel, args=(each,), daemon=True) for each in (sequence, waiting)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(10)
         assert (
             not any(thread.is_alive() for thread in threads)
-            and request.finish_reason is waiting.finish_reason is FinishReason.CANCELLED
+            and sequence.finish_reason is waiting.finish_reason is FinishReason.CANCELLED
         )
         assert engine.scheduler.running
     engine.step()
@@ -234,13 +236,13 @@ def test_cancelling_does_not_wait_for_a_round(model):
 def test_a_stream_that_the_collector_ends_in_the_middle_of_a_round(model, monkeypatch):
     """By the thread that does it, between planning and launching: nobody else notices, and what it held comes back."""
     engine = engine_of(model)
-    request, other = (engine.submit(Request(prompt(5 + i), 20)) for i in range(2))
+    sequence, other = (engine.submit(Request(prompt(5 + i), 20)) for i in range(2))
     engine.step()
     plan = engine.scheduler.schedule
 
     def planned():
         found = plan()
-        engine.cancel(request)
+        engine.cancel(sequence)
         return found
 
     with monkeypatch.context() as patched:
@@ -248,7 +250,7 @@ def test_a_stream_that_the_collector_ends_in_the_middle_of_a_round(model, monkey
         engine.step()
     while other.finish_reason is None:
         engine.step()
-    assert request.finish_reason is FinishReason.CANCELLED and other.finish_reason is FinishReason.LENGTH, other.error
+    assert sequence.finish_reason is FinishReason.CANCELLED and other.finish_reason is FinishReason.LENGTH, other.error
     alone = engine_of(model).generate([Request(prompt(6), 20)])[0]
     assert [drawn.token for drawn in other.sampled] == [drawn.token for drawn in alone.sampled]
     assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
@@ -280,14 +282,14 @@ def test_threads_that_submit_and_cancel_while_one_does_the_rounds(model, ahead):
         try:
             for _ in range(12):
                 which = chance.randrange(len(asked))
-                request = engine.submit(Request(*asked[which]))
-                made[number].append((request, which))
+                sequence = engine.submit(Request(*asked[which]))
+                made[number].append((sequence, which))
                 until = time.monotonic() + 60
                 give_up = chance.choice([None, None, 0, 1, 5])
-                while request.finish_reason is None and time.monotonic() < until:
-                    if give_up is not None and len(request.sampled) >= give_up:
-                        engine.cancel(request)
-                        assert request.finish_reason is not None
+                while sequence.finish_reason is None and time.monotonic() < until:
+                    if give_up is not None and len(sequence.sampled) >= give_up:
+                        engine.cancel(sequence)
+                        assert sequence.finish_reason is not None
                     time.sleep(0.0005)
         except BaseException as error:
             errors.append(error)
@@ -303,10 +305,13 @@ def test_threads_that_submit_and_cancel_while_one_does_the_rounds(model, ahead):
     worker.join(60)
     assert not errors and not any(thread.is_alive() for thread in (worker, *clients))
     ended = [each for of_client in made for each in of_client]
-    assert len(ended) == 48 and {request.finish_reason for request, _ in ended} == {FinishReason.LENGTH, FinishReason.CANCELLED}
-    for request, which in ended:
-        drawn = tokens(request)
-        assert drawn == (alone[which] if request.finish_reason is FinishReason.LENGTH else alone[which][: len(drawn)])
+    assert len(ended) == 48 and {sequence.finish_reason for sequence, _ in ended} == {
+        FinishReason.LENGTH,
+        FinishReason.CANCELLED,
+    }
+    for sequence, which in ended:
+        drawn = tokens(sequence)
+        assert drawn == (alone[which] if sequence.finish_reason is FinishReason.LENGTH else alone[which][: len(drawn)])
     engine.step()
     assert not engine.scheduler.running and not engine.scheduler.waiting and not engine._in_flight
     assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
@@ -318,16 +323,16 @@ def fail(*args):
 
 def test_a_round_that_fails_ends_what_it_should_have_computed(model, monkeypatch):
     engine = engine_of(model)
-    request = engine.submit(Request(prompt(9), 10))
+    sequence = engine.submit(Request(prompt(9), 10))
     engine.step()
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.program, "step", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.step()
-    assert request.finish_reason is FinishReason.FAILED and not engine.scheduler.running
+    assert sequence.finish_reason is FinishReason.FAILED and not engine.scheduler.running
     (after,) = engine.generate([Request(prompt(9), 10)])
-    assert tokens(after) == expected(model, after.prompt, 10)
+    assert tokens(after) == expected(model, after.request.prompt, 10)
 
 
 def test_nobody_shares_pages_of_a_round_that_failed(model, monkeypatch):
@@ -350,11 +355,10 @@ def test_nobody_shares_pages_of_a_round_that_failed(model, monkeypatch):
 def test_an_interrupt_while_a_round_is_planned(model, monkeypatch, where):
     """Whoever runs is told, no page that nobody wrote is shared, and the next texts are as ever."""
     engine = engine_of(model)
-    first, second = (Request(prompt(200, seed), 20) for seed in range(2))
-    engine.submit(first)
+    first = engine.submit(Request(prompt(200, 0), 20))
     for _ in range(3):
         engine.step()
-    engine.submit(second)
+    second = engine.submit(Request(prompt(200, 1), 20))
     inner = getattr(engine.scheduler, where)
 
     def interrupted(*args):
@@ -366,11 +370,11 @@ def test_an_interrupt_while_a_round_is_planned(model, monkeypatch, where):
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert first.finish_reason is FinishReason.FAILED and not engine.scheduler.running
-    for request in engine.generate([Request(prompt(200, seed), 20) for seed in range(2)]):
-        assert tokens(request) == expected(model, request.prompt, 20)
+    for sequence in engine.generate([Request(prompt(200, seed), 20) for seed in range(2)]):
+        assert tokens(sequence) == expected(model, sequence.request.prompt, 20)
     while second.finish_reason is None:
         engine.step()
-    assert second.finish_reason is FinishReason.FAILED or tokens(second) == expected(model, second.prompt, 20)
+    assert second.finish_reason is FinishReason.FAILED or tokens(second) == expected(model, second.request.prompt, 20)
     engine.step()
     assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
 
@@ -378,19 +382,14 @@ def test_an_interrupt_while_a_round_is_planned(model, monkeypatch, where):
 def test_a_round_that_fails_ends_whoever_joined_in_it(model, monkeypatch):
     """Also those for whose prompt it had no room: neither their pages nor their settings are on the device."""
     engine = engine_of(model)
-    requests = [engine.submit(Request(prompt(length, length), 5)) for length in (60, 100)]
+    sequences = [engine.submit(Request(prompt(length, length), 5)) for length in (60, 100)]
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.slots, "update", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.step()
-    assert [request.finish_reason for request in requests] == [FinishReason.FAILED, FinishReason.FAILED]
+    assert [sequence.finish_reason for sequence in sequences] == [FinishReason.FAILED, FinishReason.FAILED]
     assert not engine.scheduler.running and engine.scheduler.pages.available == engine.scheduler.pages.count - 1
-
-
-def ended(request):
-    request.finish_reason = FinishReason.LENGTH
-    return request
 
 
 @pytest.mark.parametrize(
@@ -403,7 +402,6 @@ def ended(request):
         ),
         (Request([3, VOCAB], 5), "tokens are from 0 to 159, this prompt has 160"),
         (Request([3], 5, Sampling(logit_bias={VOCAB: 1.0})), "tokens are from 0 to 159, this logit_bias has 160"),
-        (ended(Request([3], 5)), "this request was submitted before: create another one"),
     ],
 )
 def test_what_can_never_run_is_refused(model, request_, message):
@@ -431,12 +429,13 @@ def test_a_text_too_long_is_told_what_limits_it(model):
 
 def test_a_request_is_submitted_once(model):
     engine = engine_of(model)
-    request = engine.submit(Request([5, 6], 3))
+    request = Request([5, 6], 3)
+    sequence = engine.submit(request)
     for _ in range(4):
-        with pytest.raises(ValueError, match="was submitted before"):
+        with pytest.raises(ValueError, match="this request was submitted before: create another one"):
             engine.submit(request)
         engine.step()
-    assert request.finish_reason is FinishReason.LENGTH and not engine.scheduler.running and not engine.scheduler.waiting
+    assert sequence.finish_reason is FinishReason.LENGTH and not engine.scheduler.running and not engine.scheduler.waiting
 
 
 def test_a_stream_has_the_tokens_that_another_thread_reads_last(model):
@@ -450,13 +449,13 @@ def test_a_stream_has_the_tokens_that_another_thread_reads_last(model):
             self.asked += 1
             if self.asked == 3:  # for the third one
                 self.append("last")
-                request.finish_reason = FinishReason.LENGTH
+                sequence.finish_reason = FinishReason.LENGTH
             return count
 
     engine = engine_of(model)
-    request = engine.submit(Request([5, 6], 3))
-    request.sampled = Late(["first", "second"])
-    assert list(engine.stream(request)) == ["first", "second", "last"]
+    sequence = engine.submit(Request([5, 6], 3))
+    sequence.sampled = Late(["first", "second"])
+    assert list(engine.stream(sequence)) == ["first", "second", "last"]
 
 
 def test_a_program_that_makes_no_numbers_is_not_used(model, monkeypatch):
@@ -501,15 +500,15 @@ def test_what_a_step_of_many_costs_the_host(model, monkeypatch):
             engine.step()
     finally:
         sys.setprofile(None)
-    assert all(len(request.sampled) == 13 for request in engine.scheduler.running) and len(engine.scheduler.running) == 64
+    assert all(len(sequence.sampled) == 13 for sequence in engine.scheduler.running) and len(engine.scheduler.running) == 64
     assert calls["call"] < 10 * (64 * 15 + 50), calls
 
 
 def test_short_texts(model):
     """Shorter than what the program is checked with."""
     engine = engine_of(model, max_length=10)
-    (request,) = engine.generate([Request(prompt(4), 6)])
-    assert isinstance(engine.program, DecodeProgram) and tokens(request) == expected(model, request.prompt, 6)
+    (sequence,) = engine.generate([Request(prompt(4), 6)])
+    assert isinstance(engine.program, DecodeProgram) and tokens(sequence) == expected(model, sequence.request.prompt, 6)
 
 
 def test_the_model_can_be_trained_saved_and_used_again(tmp_path):
@@ -518,8 +517,8 @@ def test_the_model_can_be_trained_saved_and_used_again(tmp_path):
     ids = torch.tensor([prompt(20)])
     before = own(ids).logits.detach()
     for _ in range(2):
-        (request,) = engine_of(own).generate([Request(prompt(20), 5)])
-        assert tokens(request) == expected(own, prompt(20), 5)
+        (sequence,) = engine_of(own).generate([Request(prompt(20), 5)])
+        assert tokens(sequence) == expected(own, prompt(20), 5)
     own.save_pretrained(tmp_path)
     for model in (own, copy.deepcopy(own), type(own).from_pretrained(tmp_path, dtype=torch.float32)):
         torch.testing.assert_close(model(ids).logits, before)
@@ -549,8 +548,8 @@ def test_a_family_that_no_program_knows_runs_all_the_same():
     model = GPT2LMHeadModel(config).eval()
     engine = engine_of(model)
     assert engine.report()[0].startswith("through Transformers' forward, one text at a time: ")
-    requests = engine.generate([Request(prompt(length), 12) for length in (1, 50, 130, 200, 20)])
-    assert [tokens(r) for r in requests] == [expected(model, r.prompt, 12) for r in requests]
+    sequences = engine.generate([Request(prompt(length), 12) for length in (1, 50, 130, 200, 20)])
+    assert [tokens(r) for r in sequences] == [expected(model, r.request.prompt, 12) for r in sequences]
 
 
 ARRIVALS = st.lists(
@@ -563,26 +562,27 @@ ARRIVALS = st.lists(
 @settings(max_examples=25)
 @given(ARRIVALS, st.integers(1, 3), st.booleans())
 def test_any_order_of_arrivals(model, arrivals, slots, ahead):
-    """Against each request generated by itself; some are given up on the way."""
+    """Against each sequence generated by itself; some are given up on the way."""
     engine = engine_of(model, max_concurrent=slots, max_length=256, async_scheduling=ahead)
     coming = [
         (wait, cancel, Request(prompt(length, length % 2), limit, Sampling(0.9 * drawn, seed=length)))
         for wait, length, limit, drawn, cancel in arrivals
     ]
+    sequences = {}
     for now in range(16):
-        for wait, cancel, request in coming:
+        for number, (wait, cancel, request) in enumerate(coming):
             if wait == now:
-                engine.submit(request)
+                sequences[number] = engine.submit(request)
             if cancel is not None and wait + cancel == now:
-                engine.cancel(request)
+                engine.cancel(sequences[number])
         engine.step()
-    requests = [request for _, _, request in coming]
-    while any(request.finish_reason is None for request in requests):
+    while any(sequence.finish_reason is None for sequence in sequences.values()):
         engine.step()
     fresh = engine_of(model, max_concurrent=1, max_length=256, prefix_caching=False)
-    for request in requests:
-        (alone,) = fresh.generate([Request(request.prompt, request.limit, request.sampling)])
-        assert tokens(request) == tokens(alone)[: len(request.sampled)]
-        assert request.finish_reason is FinishReason.CANCELLED or len(request.sampled) == request.limit
+    for sequence in sequences.values():
+        asked = sequence.request
+        (alone,) = fresh.generate([Request(asked.prompt, asked.limit, asked.sampling)])
+        assert tokens(sequence) == tokens(alone)[: len(sequence.sampled)]
+        assert sequence.finish_reason is FinishReason.CANCELLED or len(sequence.sampled) == sequence.request.limit
     engine.step()
     assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1

@@ -34,8 +34,8 @@ def prompt(length, seed=0):
     return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
 
 
-def bits(request):
-    return [(drawn.token, drawn.logprob) for drawn in request.sampled]
+def bits(sequence):
+    return [(drawn.token, drawn.logprob) for drawn in sequence.sampled]
 
 
 def others(count=3):
@@ -47,9 +47,13 @@ def alone(model, requests):
     return [bits(engine_of(model).generate([Request(r.prompt, r.limit, r.sampling)])[0]) for r in requests]
 
 
-def run(engine, requests):
+def submitted(engine, *requests):
+    return [engine.submit(request) for request in requests]
+
+
+def run(engine, sequences):
     for _ in range(200):
-        if all(request.finish_reason is not None for request in requests):
+        if all(sequence.finish_reason is not None for sequence in sequences):
             break
         engine.step()
     engine.step()
@@ -57,25 +61,24 @@ def run(engine, requests):
     assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
 
 
-def test_a_watch_that_raises(model):
+def test_a_watch_that_raises(model, monkeypatch):
     """Its text ends, and whoever does the round goes on."""
 
     def watch(token):
         raise KeyError("not today")
 
-    engine, well = engine_of(model), others()
-    bad = Request(prompt(9), 10, on_token=watch)
-    for request in (well[0], bad, *well[1:]):
-        engine.submit(request)
-    run(engine, [*well, bad])
+    engine, asked = engine_of(model), others()
+    first, bad, *more = submitted(engine, asked[0], Request(prompt(9), 10, on_token=watch), *asked[1:])
+    run(engine, [first, bad, *more])
     assert bad.finish_reason is FinishReason.FAILED and len(bad.sampled) == 1 and bad.error == "KeyError: 'not today'"
-    assert [bits(r) for r in well] == alone(model, well)
+    assert [bits(r) for r in (first, *more)] == alone(model, asked)
     with pytest.raises(RuntimeError, match="this request failed after 1 tokens: KeyError: 'not today'"):
         list(engine.stream(bad))
-    worse = Request(prompt(9), 10, on_token=watch)
+    made, submit = [], engine.submit
+    monkeypatch.setattr(engine, "submit", lambda request: (made.append(submit(request)), made[-1])[1])
     with pytest.raises(RuntimeError, match="this request failed after 1 tokens: KeyError: 'not today'"):
-        engine.generate([*(more := others()), worse])
-    assert [bits(r) for r in more] == alone(model, more), "once all have ended"
+        engine.generate([*others(), Request(prompt(9), 10, on_token=watch)])
+    assert [bits(r) for r in made[:-1]] == alone(model, asked), "once all have ended"
 
 
 def test_a_watch_that_is_interrupted(model):
@@ -90,12 +93,12 @@ def test_a_watch_that_is_interrupted(model):
 
 
 def failing_prompts(engine, monkeypatch, *bad):
-    """Pieces of these requests cannot be computed, nor any that are computed with one of them."""
+    """Pieces of prompts `bad` cannot be computed, nor any that are computed with one of them."""
     inner, seen = engine.program.prompt, []
 
     def prompt_(chunks, slots):
-        seen.append([chunk.request for chunk in chunks])
-        if any(chunk.request in bad for chunk in chunks):
+        seen.append([chunk.sequence.request.prompt for chunk in chunks])
+        if any(prompt in bad for prompt in seen[-1]):
             raise ValueError("this prompt is not for me")
         return inner(chunks, slots)
 
@@ -106,18 +109,16 @@ def failing_prompts(engine, monkeypatch, *bad):
 def test_a_prompt_that_raises(model, monkeypatch):
     """Others that began with it, steps of the same round, and those who come later keep their bits."""
     engine = engine_of(model, max_concurrent=5)
-    first, *well = others(4)
-    bad = Request(prompt(40, 7), 10)
-    seen = failing_prompts(engine, monkeypatch, bad)
-    engine.submit(first)
+    asked = others(4)
+    seen = failing_prompts(engine, monkeypatch, prompt(40, 7))
+    first = engine.submit(asked[0])
     for _ in range(3):
         engine.step()
-    for request in (well[0], bad, *well[1:]):
-        engine.submit(request)
-    run(engine, [first, *well, bad])
-    assert any(len(chunks) > 1 and bad in chunks for chunks in seen), "they were to be computed together"
+    second, bad, *more = submitted(engine, asked[1], Request(prompt(40, 7), 10), *asked[2:])
+    run(engine, [first, second, bad, *more])
+    assert any(len(prompts) > 1 and prompt(40, 7) in prompts for prompts in seen), "they were to be computed together"
     assert bad.finish_reason is FinishReason.FAILED and bad.error == "ValueError: this prompt is not for me" and not bad.sampled
-    assert [bits(r) for r in (first, *well)] == alone(model, [first, *well])
+    assert [bits(r) for r in (first, second, *more)] == alone(model, asked)
 
 
 @pytest.mark.parametrize(("length", "together"), [(130, 4), (200, 1)])
@@ -125,68 +126,64 @@ def test_a_prompt_whose_pages_others_were_to_share(model, monkeypatch, length, t
     """They compute them themselves, also those for whose prompt the round has no room."""
     engine = engine_of(model, chunk_tokens=256, batch_invariant=False)
     common = prompt(length)
-    bad, *well = Request([*common, 3], 5), *(Request([*common, 4 + i], 8) for i in range(3))
-    seen = failing_prompts(engine, monkeypatch, bad)
-    for request in (bad, *well):
-        engine.submit(request)
+    seen = failing_prompts(engine, monkeypatch, [*common, 3])
+    bad, *well = submitted(engine, Request([*common, 3], 5), *(Request([*common, 4 + i], 8) for i in range(3)))
     engine.step()
     assert len(seen[0]) == together and not engine.scheduler.running and list(engine.scheduler.waiting) == well
     run(engine, [bad, *well])
     assert bad.finish_reason is FinishReason.FAILED and {r.finish_reason for r in well} == {FinishReason.LENGTH}
     assert [r.cached_tokens for r in well] == [0, 128, 128]
-    for request in well:
-        (expected,) = engine_of(model, prefix_caching=False).generate([Request(request.prompt, request.limit)])
-        assert [d.token for d in request.sampled] == [d.token for d in expected.sampled]
+    for sequence in well:
+        (expected,) = engine_of(model, prefix_caching=False).generate(
+            [Request(sequence.request.prompt, sequence.request.limit)]
+        )
+        assert [d.token for d in sequence.sampled] == [d.token for d in expected.sampled]
 
 
 def test_a_prompt_that_raises_in_a_model_that_no_program_knows(monkeypatch):
     torch.manual_seed(1)
     config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=256, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config).eval()
-    engine, well = engine_of(model), others()
-    bad = Request(prompt(40, 7), 10)
-    failing_prompts(engine, monkeypatch, bad)
-    for request in (well[0], bad, *well[1:]):
-        engine.submit(request)
-    run(engine, [*well, bad])
-    assert bad.finish_reason is FinishReason.FAILED and [bits(r) for r in well] == alone(model, well)
+    engine, asked = engine_of(model), others()
+    failing_prompts(engine, monkeypatch, prompt(40, 7))
+    first, bad, *more = submitted(engine, asked[0], Request(prompt(40, 7), 10), *asked[1:])
+    run(engine, [first, bad, *more])
+    assert bad.finish_reason is FinishReason.FAILED and [bits(r) for r in (first, *more)] == alone(model, asked)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("when", [0, 4])
 def test_logits_that_are_no_numbers(model, monkeypatch, caplog, value, when):
     """In the prompt or in a step: the text ends, nobody shares its pages, and nobody else notices."""
-    engine, well = engine_of(model), others()
-    bad = Request(prompt(140, 7), 10)
+    engine, asked = engine_of(model), others()
     step, prompt_ = engine.program.step, engine.program.prompt
 
-    def spoilt(logits, requests):
-        for row, request in enumerate(requests):
-            if request is bad and request.launched > when:
+    def spoilt(logits, sequences):
+        for row, sequence in enumerate(sequences):
+            if sequence.request.limit == 10 and sequence.launched_tokens > when:  # of `bad`
                 logits[row, 5] = value
         return logits
 
     def steps(rows, slots, longest):
-        of = {request.slot: request for request in engine.scheduler.running}
+        of = {sequence.slot: sequence for sequence in engine.scheduler.running}
         return spoilt(step(rows, slots, longest), [of[row] for row in rows.tolist()])
 
     def prompts(chunks, slots):
         logits = prompt_(chunks, slots)
-        return None if logits is None else spoilt(logits, [chunk.request for chunk in chunks if chunk.last])
+        return None if logits is None else spoilt(logits, [chunk.sequence for chunk in chunks if chunk.last])
 
     monkeypatch.setattr(engine.program, "step", steps)
     monkeypatch.setattr(engine.program, "prompt", prompts)
-    for request in (well[0], bad, *well[1:]):
-        engine.submit(request)
-    run(engine, [*well, bad])
+    first, bad, *more = submitted(engine, asked[0], Request(prompt(140, 7), 10), *asked[1:])
+    run(engine, [first, bad, *more])
     assert (
         bad.finish_reason is FinishReason.FAILED
         and bad.error == "the model's logits are NaN or infinite"
         and len(bad.sampled) == when
     )
-    assert [bits(r) for r in well] == alone(model, well)
+    assert [bits(r) for r in (first, *more)] == alone(model, asked)
     assert "a request failed: the model's logits are NaN or infinite" in caplog.text
-    (again,) = engine.generate([Request(bad.prompt, 3)])
+    (again,) = engine.generate([Request(bad.request.prompt, 3)])
     assert again.cached_tokens == 0
 
 
@@ -208,7 +205,7 @@ def test_a_round_that_fails_is_the_affair_of_its_requests_alone(model, monkeypat
     monkeypatch.setattr(engine.program, "step", once)
     (other,) = engine.generate(others(1))
     assert running.finish_reason is FinishReason.FAILED and running.error == "RuntimeError: out of memory"
-    assert bits(other) == alone(model, [other])[0]
+    assert bits(other) == alone(model, others(1))[0]
     engine.submit(Request(prompt(9), 10))
     monkeypatch.setattr(engine.program, "step", fail)
     with pytest.raises(StepFailed, match="a step of 1 request failed: RuntimeError: out of memory"):
@@ -217,11 +214,9 @@ def test_a_round_that_fails_is_the_affair_of_its_requests_alone(model, monkeypat
 
 
 def test_a_round_that_fails_after_a_prompt_of_it_did(model, monkeypatch):
-    engine, well = engine_of(model), others(2)
-    bad = Request(prompt(40, 7), 10)
-    failing_prompts(engine, monkeypatch, bad)
-    for request in (bad, *well):
-        engine.submit(request)
+    engine = engine_of(model)
+    failing_prompts(engine, monkeypatch, prompt(40, 7))
+    bad, *well = submitted(engine, Request(prompt(40, 7), 10), *others(2))
     with monkeypatch.context() as patch:
         patch.setattr("lowbit.engine.engine.sample_tokens", fail)
         with pytest.raises(StepFailed, match="a step of 2 requests failed: RuntimeError: out of memory"):
@@ -258,44 +253,42 @@ def test_any_order_of_failures(model, arrivals, slots, ahead, invariant, chunk):
     def watch(token):
         raise ValueError("not today")
 
-    def spoilt(logits, requests):
-        for row, request in enumerate(requests):
-            if how[request] == "logits" and request.launched > 1:
+    def spoilt(logits, sequences):
+        for row, sequence in enumerate(sequences):
+            if how[sequence.request] == "logits" and sequence.launched_tokens > 1:
                 logits[row, 5] = math.nan
         return logits
 
     def steps(rows, slots, longest):
-        of = {request.slot: request for request in engine.scheduler.running}
+        of = {sequence.slot: sequence for sequence in engine.scheduler.running}
         return spoilt(step(rows, slots, longest), [of[row] for row in rows.tolist()])
 
     def prompts(chunks, slots):
-        if any(how[chunk.request] == "prompt" and chunk.end > 60 for chunk in chunks):
+        if any(how[chunk.sequence.request] == "prompt" and chunk.end > 60 for chunk in chunks):
             raise ValueError("this prompt is not for me")
         logits = prompt_(chunks, slots)
-        return None if logits is None else spoilt(logits, [chunk.request for chunk in chunks if chunk.last])
+        return None if logits is None else spoilt(logits, [chunk.sequence for chunk in chunks if chunk.last])
 
     engine.program.step, engine.program.prompt = steps, prompts
-    requests = []
+    sequences = []
     for now in range(7):
         for wait, length, seed, limit, kind in arrivals:
             if wait == now:
-                requests.append(Request(prompt(length, seed), limit, on_token=watch if kind == "watch" else None))
-                how[requests[-1]] = kind
-                engine.submit(requests[-1])
+                request = Request(prompt(length, seed), limit, on_token=watch if kind == "watch" else None)
+                sequences.append(engine.submit(request))
+                how[sequences[-1].request] = kind
         engine.step()
-        for request in requests:
-            if how[request] == "cancelled":
-                engine.cancel(request)
-    run(engine, requests)
+        for sequence in sequences:
+            if how[sequence.request] == "cancelled":
+                engine.cancel(sequence)
+    run(engine, sequences)
     fresh = engine_of(model, max_concurrent=1, prefix_caching=False, batch_invariant=invariant)
-    for request in requests:
-        (expected,) = fresh.generate([Request(request.prompt, request.limit)])
-        drawn = [d.token for d in request.sampled]
+    for sequence in sequences:
+        (expected,) = fresh.generate([Request(sequence.request.prompt, sequence.request.limit)])
+        drawn = [d.token for d in sequence.sampled]
         assert drawn == [d.token for d in expected.sampled][: len(drawn)]
-        assert (request.finish_reason is FinishReason.LENGTH) == (len(drawn) == request.limit and how[request] != "watch"), (
-            request,
-            how[request],
-        )
+        whole = len(drawn) == sequence.request.limit and how[sequence.request] != "watch"
+        assert (sequence.finish_reason is FinishReason.LENGTH) == whole, (sequence, how[sequence.request])
 
 
 def test_a_gpu_that_computes_nothing_any_more(model, monkeypatch):

@@ -30,10 +30,7 @@ def test_the_cache_of_a_sequence_is_freed_when_it_ends(model):
     engine = Engine(model, forward=True, max_concurrent=4)
     engine.generate(requests(4))
     assert held_bytes(engine) == 0
-    long, short = requests(2)
-    short.limit = 2
-    engine.submit(long)
-    engine.submit(short)
+    long, short = (engine.submit(requests(2, limit=limit)[seed]) for seed, limit in enumerate((60, 2)))
     while short.finish_reason is None:
         engine.step()
     assert 0 < held_bytes(engine) <= PAGE_BYTES
@@ -47,7 +44,7 @@ def test_cache_bytes_bounds_what_sequences_hold_together(model):
     engine = Engine(model, forward=True, max_concurrent=3, max_length=256, cache_bytes=5 * PAGE_BYTES)
     assert engine.program.page_bytes == PAGE_BYTES
     tight, most = [engine.submit(request) for request in requests(3)], 0
-    while any(request.finish_reason is None for request in tight):
+    while any(sequence.finish_reason is None for sequence in tight):
         engine.step()
         most = max(most, held_bytes(engine))
     assert 2 * PAGE_BYTES < most <= 4 * PAGE_BYTES and held_bytes(engine) == 0

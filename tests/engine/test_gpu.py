@@ -66,8 +66,8 @@ def prompt(length, seed=0):
     return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def tokens(request):
-    return [drawn.token for drawn in request.sampled]
+def tokens(sequence):
+    return [drawn.token for drawn in sequence.sampled]
 
 
 @torch.inference_mode()
@@ -79,25 +79,25 @@ def logits_and_nudged(model, ids):
     return tuple(model(inputs_embeds=given).logits.float() for given in (embedded, nudged))
 
 
-def compared(model, request):
+def compared(model, sequence):
     """Of each token drawn: whether Transformers' forward, given the same text, finds it less likely than another by more than
     rounding, which is twice what its own logits move with a last bit of its embeddings (8-bit activations magnify that) and
     never more than 0.7 of what the most likely is above the mean; that rounding as a share of the latter; and whether it is
     another token than the most likely."""
-    ids = torch.tensor([[*request.prompt, *tokens(request)]], device="cuda")
-    logits, others = (each[0, len(request.prompt) - 1 : -1] for each in logits_and_nudged(model, ids))
-    drawn = torch.tensor(tokens(request), device="cuda")
+    ids = torch.tensor([[*sequence.request.prompt, *tokens(sequence)]], device="cuda")
+    logits, others = (each[0, len(sequence.request.prompt) - 1 : -1] for each in logits_and_nudged(model, ids))
+    drawn = torch.tensor(tokens(sequence), device="cuda")
     chosen = logits.gather(1, drawn[:, None])[:, 0]
     above = logits.amax(1) - logits.mean(1)
     near = 2 * (logits - others).abs().amax(1)
     return logits.amax(1) - chosen > near.minimum(0.7 * above), near / above, drawn != logits.argmax(1)
 
 
-def check_greedy(model, requests, why=()):
+def check_greedy(model, sequences, why=()):
     """Each token of each text is the most likely or as near as rounding, and any token would not do."""
-    found = [compared(model, request) for request in requests]
+    found = [compared(model, sequence) for sequence in sequences]
     assert torch.cat([near for _, near, _ in found]).median() < 0.7, "any token would pass"
-    assert [int(wrong.sum()) for wrong, _, _ in found] == [0] * len(found), ([len(r.prompt) for r in requests], why)
+    assert [int(wrong.sum()) for wrong, _, _ in found] == [0] * len(found), ([len(r.request.prompt) for r in sequences], why)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -106,13 +106,13 @@ def check_greedy(model, requests, why=()):
 def test_greedy_tokens(family, scheme, dtype):
     """Alone (five launches a layer where there is a chain), and many at once, in order and out of it."""
     model = model_of(family, dtype, scheme, ends=scheme is not None)
-    requests = [Request(prompt(length, length), 40) for length in LENGTHS]
+    sequences = [Request(prompt(length, length), 40) for length in LENGTHS]
     engine = Engine(model, max_concurrent=16, max_length=1024, chunk_tokens=256)
     assert isinstance(engine.program, DecodeProgram), engine.report()
     if scheme in ("w4a16_g128", "w6e3m2a16", "w8a16"):
         assert isinstance(engine.program.chain, Chain) == (family != "OPT"), engine.report()
-    answered = [*engine.generate(requests), *engine.generate([Request(prompt(33), 40)])]
-    assert all(request.finish_reason is FinishReason.LENGTH and len(set(tokens(request))) > 15 for request in answered)
+    answered = [*engine.generate(sequences), *engine.generate([Request(prompt(33), 40)])]
+    assert all(sequence.finish_reason is FinishReason.LENGTH and len(set(tokens(sequence))) > 15 for sequence in answered)
     check_greedy(model, answered, engine.report())
 
 
@@ -134,8 +134,8 @@ def test_after_warm_up_nothing_is_captured_compiled_or_allocated(family):
         (engine.decode_runner.captures, engine.prefill_runner.captures),
         torch.cuda.memory_stats()["num_device_alloc"],
     )
-    for request in engine.generate(texts(100)):
-        assert request.finish_reason is FinishReason.LENGTH
+    for sequence in engine.generate(texts(100)):
+        assert sequence.finish_reason is FinishReason.LENGTH
     assert (engine.decode_runner.captures, engine.prefill_runner.captures) == captures
     assert captures == (len(engine.decode_runner.variants()), len(engine.prefill_runner.graph_shapes))
     assert torch.cuda.memory_stats()["num_device_alloc"] == segments
@@ -170,7 +170,7 @@ def test_prompts_in_graphs_are_those_without(invariant, monkeypatch):
         engine = Engine(
             model, max_concurrent=32, max_length=1024, chunk_tokens=256, cache_bytes=1 << 28, batch_invariant=invariant
         )
-        return engine, [tokens(request) for request in engine.generate([Request(each, 8) for each in ids])]
+        return engine, [tokens(sequence) for sequence in engine.generate([Request(each, 8) for each in ids])]
 
     engine, found = generated()
     assert engine.prefill_runner.captures > 3 and {form.keys for form in engine.prefill_runner._captured} >= {256, 8192}
@@ -206,16 +206,16 @@ def test_a_text_whose_logits_are_no_numbers_ends_alone(drawn):
     with torch.no_grad():
         model.get_input_embeddings().weight[bad] = torch.nan
     found = [engine.submit(Request(**each)) for each in asked]
-    while any(request.finish_reason is None for request in found):
+    while any(sequence.finish_reason is None for sequence in found):
         engine.step()
     for one, other in zip(found, expected, strict=True):
         drawn_before = tokens(other)[:-1]  # the last one is never embedded
-        until = 0 if bad in one.prompt else drawn_before.index(bad) + 1 if bad in drawn_before else 40
+        until = 0 if bad in one.request.prompt else drawn_before.index(bad) + 1 if bad in drawn_before else 40
         assert one.finish_reason is (FinishReason.FAILED if until < 40 else FinishReason.LENGTH)
         assert one.error == ("the model's logits are NaN or infinite" if until < 40 else "")
         assert [(d.token, d.logprob) for d in one.sampled] == [(d.token, d.logprob) for d in other.sampled][:until]
     assert found[3].finish_reason is FinishReason.FAILED and any(
-        request.finish_reason is FinishReason.LENGTH for request in found
+        sequence.finish_reason is FinishReason.LENGTH for sequence in found
     )
 
 
@@ -226,9 +226,8 @@ def test_batch_invariant_texts_have_the_same_bits(scheme):
     engine = Engine(model, max_concurrent=32, max_length=1024, chunk_tokens=256, batch_invariant=True)
     asked = dict(prompt=prompt(300, 7), limit=60, sampling=Sampling(temperature=0.9, top_p=0.95, seed=5))
     (alone,) = engine.generate([Request(**asked)])
-    among = Request(**asked)
     others = [Request(prompt(20 + 31 * i, i), 80, Sampling(1.0, seed=i)) for i in range(24)]
-    engine.generate([*others[:11], among, *others[11:]])
+    among = engine.generate([*others[:11], Request(**asked), *others[11:]])[11]
     assert [(d.token, d.logprob) for d in among.sampled] == [(d.token, d.logprob) for d in alone.sampled]
 
 
@@ -236,8 +235,8 @@ def test_the_same_bits_every_run():
     engine = Engine(model_of(), max_concurrent=8, max_length=1024, prefix_caching=False)
     runs = []
     for _ in range(2):
-        requests = [Request(prompt(40 + 50 * i, i), 50, Sampling(0.7 * (i % 2), seed=i)) for i in range(8)]
-        runs.append([[(d.token, d.logprob) for d in r.sampled] for r in engine.generate(requests)])
+        sequences = [Request(prompt(40 + 50 * i, i), 50, Sampling(0.7 * (i % 2), seed=i)) for i in range(8)]
+        runs.append([[(d.token, d.logprob) for d in r.sampled] for r in engine.generate(sequences)])
     assert runs[0] == runs[1]
 
 
@@ -257,8 +256,8 @@ def test_out_of_pages_nothing_is_lost():
     model = model_of()
     page = Engine(model, max_concurrent=1, max_length=128).program.cache_spec.page_bytes
     engine = Engine(model_of(), max_concurrent=8, max_length=512, cache_bytes=12 * page, prefix_caching=False)
-    requests = engine.generate([Request(prompt(100, seed), 200) for seed in range(8)])
-    assert all(r.finish_reason is FinishReason.LENGTH and len(r.sampled) == 200 for r in requests)
+    sequences = engine.generate([Request(prompt(100, seed), 200) for seed in range(8)])
+    assert all(r.finish_reason is FinishReason.LENGTH and len(r.sampled) == 200 for r in sequences)
     assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
 
 

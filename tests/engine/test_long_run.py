@@ -21,7 +21,7 @@ def some_texts(engine, tokenizer, count, seed):
     ends = collections.Counter()
     generator = torch.Generator().manual_seed(seed)
     for begin in range(0, count, 32):
-        requests = []
+        sequences = []
         for i in range(begin, begin + 32):
             length = int(torch.randint(1, 140, (), generator=generator))
             ids = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
@@ -34,14 +34,14 @@ def some_texts(engine, tokenizer, count, seed):
                 return text.stopped
 
             asked = Sampling(0.7 * (i % 3), top_p=0.9, seed=i, presence_penalty=0.1 * (i % 4), logit_bias={i % VOCAB: 1.0})
-            requests.append(engine.submit(Request(ids, 1 + i % 4, asked, on_token=watch, top_logprobs=i % 3)))
+            sequences.append(engine.submit(Request(ids, 1 + i % 4, asked, on_token=watch, top_logprobs=i % 3)))
         engine.step()
-        for request in requests[7::16]:
-            engine.cancel(request)
-        next(engine.stream(requests[0]))
-        while any(request.finish_reason is None for request in requests):
+        for sequence in sequences[7::16]:
+            engine.cancel(sequence)
+        next(engine.stream(sequences[0]))
+        while any(sequence.finish_reason is None for sequence in sequences):
             engine.step()
-        ends.update(request.finish_reason for request in requests)
+        ends.update(sequence.finish_reason for sequence in sequences)
     engine.step()
     return ends
 
@@ -75,10 +75,12 @@ def test_thousands_of_texts_leave_nothing_behind(monkeypatch):
         assert tracemalloc.get_traced_memory()[0] - bytes_ < 100_000
     finally:
         tracemalloc.stop()
-    held = weakref.ref(request := engine.submit(Request([5, 6], 2)))
+    request = Request([5, 6], 2)
+    sequence = engine.submit(request)
+    held = [weakref.ref(request), weakref.ref(sequence)]
     engine.generate([])
-    while request.finish_reason is None:
+    while sequence.finish_reason is None:
         engine.step()
     engine.step()
-    del request
-    assert held() is None
+    del sequence, request
+    assert [each() for each in held] == [None, None]

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from lowbit.engine import Engine, Request
+from lowbit.engine import Engine, Request, Sequence
 from lowbit.engine.cache import Cache
 from lowbit.engine.family import Decoder, recognise
 from lowbit.engine.product import Packed, Scaled
@@ -52,19 +52,17 @@ def test_logits_of_pieces_and_steps(options):
     program.cache.keys.fill_(torch.nan), program.cache.values.fill_(torch.nan)
     slots = Slots(2, 384, VOCAB, (), program.device)
     slots.update([(slot, place, 1 + 2 * place + slot) for slot in range(2) for place in range(3)], [])
-    requests = [Request(text, 1) for text in ids]
-    for slot, request in enumerate(requests):
-        request.slot = slot
+    sequences = [Sequence(Request(text, 1), slot=slot) for slot, text in enumerate(ids)]
 
     def chunk(slot, begin, end):
-        return PrefillChunk(requests[slot], begin, tuple(ids[slot][begin:end]), True)
+        return PrefillChunk(sequences[slot], begin, tuple(ids[slot][begin:end]), True)
 
     expected = [logits_of(model, text) for text in ids]
     tolerance = 1e-5 * float(expected[0].abs().max())
     for chunks in ([chunk(0, 0, 128)], [chunk(1, 0, 126), chunk(0, 128, 255)]):
         found = program.prompt(chunks, slots)
         for row, each in zip(found, chunks, strict=True):
-            torch.testing.assert_close(row, expected[each.request.row][each.end - 1], rtol=0, atol=tolerance)
+            torch.testing.assert_close(row, expected[each.sequence.slot][each.end - 1], rtol=0, atol=tolerance)
     places = [255, 126]
     while places[0] < 300:
         slots.update([], list(enumerate(places)))
@@ -78,11 +76,11 @@ def test_logits_of_pieces_and_steps(options):
 def test_greedy_tokens_are_transformers():
     model = eager_opt(tie_word_embeddings=False)
     engine = Engine(model, max_concurrent=4, chunk_tokens=128, cache_bytes=1 << 24)
-    requests = engine.generate([Request(prompt(length, length), 20) for length in (1, 2, 77, 127, 128, 129, 200)])
+    sequences = engine.generate([Request(prompt(length, length), 20) for length in (1, 2, 77, 127, 128, 129, 200)])
     assert isinstance(engine.program, DecodeProgram) and engine.difference < 1e-5
-    for request in requests:
-        drawn = [each.token for each in request.sampled]
-        chosen = logits_of(model, [*request.prompt, *drawn])[len(request.prompt) - 1 : -1].argmax(-1).tolist()
+    for sequence in sequences:
+        drawn = [each.token for each in sequence.sampled]
+        chosen = logits_of(model, [*sequence.request.prompt, *drawn])[len(sequence.request.prompt) - 1 : -1].argmax(-1).tolist()
         assert drawn == chosen and len(set(drawn)) > 5, "a model that repeats itself would hide errors"
 
 
@@ -141,6 +139,6 @@ def test_what_is_no_such_model_runs_through_its_forward(options, reason):
     model = eager_opt(**options)
     engine = Engine(model, max_concurrent=2, cache_bytes=1 << 24)
     assert reason in engine.report()[0]
-    (request,) = engine.generate([Request(prompt(9), 5)])
-    ids = [*request.prompt, *(each.token for each in request.sampled)]
+    (sequence,) = engine.generate([Request(prompt(9), 5)])
+    ids = [*sequence.request.prompt, *(each.token for each in sequence.sampled)]
     assert ids[9:] == logits_of(model, ids)[8:-1].argmax(-1).tolist()

@@ -65,7 +65,7 @@ def asked():
 
 def generated(model, **options):
     engine = Engine(model, max_concurrent=6, chunk_tokens=128, cache_bytes=1 << 24, **options)
-    return [[drawn.token for drawn in request.sampled] for request in engine.generate(asked())], engine
+    return [[drawn.token for drawn in sequence.sampled] for sequence in engine.generate(asked())], engine
 
 
 @pytest.mark.parametrize("invariant", [False, True])
@@ -93,7 +93,7 @@ def test_texts_with_more_before_them_than_a_graph_sees_are_computed_without(mode
     inner = DecodeProgram.prompt
     monkeypatch.setattr(DecodeProgram, "prompt", lambda *args: (calls.append(args[1]), inner(*args))[1])
     found, _ = generated(model)
-    calls = [chunks for chunks in calls if chunks[0].request.limit > 1]  # but for the check of the program
+    calls = [chunks for chunks in calls if chunks[0].sequence.request.limit > 1]  # but for the check of the program
     assert calls and played
     for chunks in calls:
         assert any(chunk.begin for chunk in chunks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit.engine import Engine, Request
+from lowbit.engine import Engine, Request, Sequence
 from lowbit.engine import prompt_attention as module
 from lowbit.engine.prompt_attention import PromptAttention
 from lowbit.engine.scheduler import PrefillChunk
@@ -40,9 +40,7 @@ def case(lengths, begins):
     chunks = []
     keys, values = (torch.full((3 * len(lengths) + 1, 2, PAGE, 16), torch.nan) for _ in range(2))
     for slot, (length, begin) in enumerate(zip(lengths, begins, strict=True)):
-        request = Request([0], 1)
-        request.slot = slot
-        chunks.append(PrefillChunk(request, begin, (0,) * length, True))
+        chunks.append(PrefillChunk(Sequence(Request([0], 1), slot=slot), begin, (0,) * length, True))
         for position in range(begin + length):
             for part in (keys, values):
                 part[slots.tables[slot, position // PAGE], :, position % PAGE] = torch.randn(2, 16, generator=generator)
@@ -105,17 +103,17 @@ def test_calls_of_a_round(calls, invariant):
     generator = torch.Generator().manual_seed(0)
     asked = [torch.randint(3, VOCAB, (1 + 3 * i % 40,), generator=generator).tolist() for i in range(24)]
     calls.clear()
-    for request in (requests := [engine.submit(Request(ids, 6)) for ids in asked]):
-        assert request.finish_reason is None
+    for sequence in (sequences := [engine.submit(Request(ids, 6)) for ids in asked]):
+        assert sequence.finish_reason is None
     engine.step()
     layers = len(engine.program.layers)
     assert len(calls) == (24 if invariant else 3) * layers
-    while any(request.finish_reason is None for request in requests):
+    while any(sequence.finish_reason is None for sequence in sequences):
         engine.step()
-    for request in requests:
+    for sequence in sequences:
         with torch.no_grad():
-            logits = model(torch.tensor([[*request.prompt, *(d.token for d in request.sampled)]])).logits[0]
-        assert logits[len(request.prompt) - 1 : -1].argmax(1).tolist() == [d.token for d in request.sampled]
+            logits = model(torch.tensor([[*sequence.request.prompt, *(d.token for d in sequence.sampled)]])).logits[0]
+        assert logits[len(sequence.request.prompt) - 1 : -1].argmax(1).tolist() == [d.token for d in sequence.sampled]
 
 
 @pytest.mark.gpu

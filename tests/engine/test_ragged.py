@@ -54,7 +54,7 @@ def test_tokens_and_keys_are_where_their_texts_have_them(lengths, begins, form):
 
 def test_only_last_pieces_have_an_end():
     chunks, slots, *_ = case([5, 7, 2], [0, 0, 0])
-    chunks[1] = type(chunks[1])(chunks[1].request, 0, (1, 2, 3, 4, 5, 6, 7), False)
+    chunks[1] = type(chunks[1])(chunks[1].sequence, 0, (1, 2, 3, 4, 5, 6, 7), False)
     ragged = Ragged.of(chunks, slots, 14)
     assert ragged.last.tolist() == [4, 13, 0] and ragged.ids.tolist() == [0] * 5 + [1, 2, 3, 4, 5, 6, 7] + [0] * 2
 

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.engine.block_pool import DUMMY_PAGE, BlockPool
-from lowbit.engine.request import FinishReason, Request, SampledToken
+from lowbit.engine.request import Request, SampledToken
 from lowbit.engine.scheduler import Scheduler
+from lowbit.engine.sequence import FinishReason, Sequence
 from lowbit.kernels.choose.attention import PAGE
 
 VOCAB = 5
@@ -25,7 +26,7 @@ def next_token(text):
 
 
 def alone(prompt, limit):
-    """What a request draws if nobody else is there."""
+    """What a sequence draws if nobody else is there."""
     text = list(prompt)
     for _ in range(limit):
         text.append(next_token(text))
@@ -48,21 +49,21 @@ class Device:
         return [self.pages[self.tables[slot, i // PAGE]][i % PAGE] for i in range(count)]
 
     def run(self, planned):
-        """Everything of a round in the order of its launches; the tokens drawn, by request."""
+        """Everything of a round in the order of its launches; the tokens drawn, by sequence."""
         drawn = []
         for slot, place, page in planned.new_pages:
             self.tables[slot, place] = page
-        for request in planned.decoding:
-            slot, position = request.slot, self.positions[request.slot]
+        for sequence in planned.decoding:
+            slot, position = sequence.slot, self.positions[sequence.slot]
             self.write(slot, position, self.tokens[slot])
-            drawn.append((request, self.draw(slot, position + 1)))
+            drawn.append((sequence, self.draw(slot, position + 1)))
         for chunk in planned.chunks:  # all are written before any is read
             for position, token in zip(range(chunk.begin, chunk.end), chunk.tokens, strict=True):
-                self.write(chunk.request.slot, position, token)
+                self.write(chunk.sequence.slot, position, token)
         for chunk in planned.chunks:
-            assert self.text(chunk.request.slot, chunk.end) == chunk.request.tokens[: chunk.end]
+            assert self.text(chunk.sequence.slot, chunk.end) == chunk.sequence.tokens[: chunk.end]
             if chunk.last:
-                drawn.append((chunk.request, self.draw(chunk.request.slot, chunk.end)))
+                drawn.append((chunk.sequence, self.draw(chunk.sequence.slot, chunk.end)))
         return drawn
 
     def draw(self, slot, count):
@@ -88,22 +89,22 @@ class Host:
             self.flying.append(self.device.run(planned))
             self.rounds.append(planned)
         for _ in range(earlier if planned and self.ahead else len(self.flying)):
-            for request, token in self.flying.popleft():
-                if request.finish_reason is None:
-                    request.sampled.append(SampledToken(token, 0.0))
-                    if token in request.stop_token_ids or len(request.sampled) == request.limit:
-                        self.end(request, FinishReason.LENGTH)
+            for sequence, token in self.flying.popleft():
+                if sequence.finish_reason is None:
+                    sequence.sampled.append(SampledToken(token, 0.0))
+                    if token in sequence.request.stop_token_ids or len(sequence.sampled) == sequence.request.limit:
+                        self.end(sequence, FinishReason.LENGTH)
 
-    def end(self, request, end):
-        self.scheduler.remove(request)
-        request.finish_reason = end
+    def end(self, sequence, end):
+        self.scheduler.remove(sequence)
+        sequence.finish_reason = end
 
-    def finish(self, requests):
+    def finish(self, sequences):
         for _ in range(5000):
-            if all(request.finish_reason is not None for request in requests):
+            if all(sequence.finish_reason is not None for sequence in sequences):
                 break
             self.round()
-        assert all(request.finish_reason is not None for request in requests), "requests wait for ever"
+        assert all(sequence.finish_reason is not None for sequence in sequences), "sequences wait for ever"
         self.check_idle()
 
     def check_idle(self):
@@ -114,6 +115,10 @@ class Host:
         assert self.scheduler.pages.available == self.scheduler.pages.count - 1
 
 
+def sequence_of(prompt, limit, **options):
+    return Sequence(Request(prompt, limit, **options))
+
+
 def prompt(length, seed=0):
     return [(seed * 7 + i * i) % VOCAB for i in range(length)]
 
@@ -122,22 +127,22 @@ def prompt(length, seed=0):
 @pytest.mark.parametrize("ahead", [True, False])
 def test_texts_at_the_borders_of_pages_and_pieces(length, ahead):
     host = Host(2, 20, 256, ahead)
-    request = Request(prompt(length), 140)
-    host.scheduler.add(request)
-    host.finish([request])
-    assert [d.token for d in request.sampled] == alone(request.prompt, 140)
+    sequence = sequence_of(prompt(length), 140)
+    host.scheduler.add(sequence)
+    host.finish([sequence])
+    assert [d.token for d in sequence.sampled] == alone(sequence.request.prompt, 140)
 
 
 def test_prompts_that_begin_alike_share_pages():
     host = Host(4, 40, 512)
-    first, second = Request(prompt(300), 3), Request([*prompt(300), 1, 2], 3)
+    first, second = sequence_of(prompt(300), 3), sequence_of([*prompt(300), 1, 2], 3)
     host.scheduler.add(first)
     host.finish([first])
     host.scheduler.add(second)
     host.finish([second])
     assert (first.cached_tokens, second.cached_tokens) == (0, 256)
-    assert [d.token for d in second.sampled] == alone(second.prompt, 3)
-    third = Request(prompt(256), 2)  # its last token has to be computed, so only one page can be another's
+    assert [d.token for d in second.sampled] == alone(second.request.prompt, 3)
+    third = sequence_of(prompt(256), 2)  # its last token has to be computed, so only one page can be another's
     host.scheduler.add(third)
     host.finish([third])
     assert third.cached_tokens == 128
@@ -145,26 +150,26 @@ def test_prompts_that_begin_alike_share_pages():
 
 def test_a_dialogue_comes_back_with_its_answer():
     host = Host(4, 40, 512)
-    first = Request(prompt(200), 100)
+    first = sequence_of(prompt(200), 100)
     host.scheduler.add(first)
     host.finish([first])
-    second = Request([*first.tokens, 3, 3], 5)
+    second = sequence_of([*first.tokens, 3, 3], 5)
     host.scheduler.add(second)
     host.finish([second])
-    assert second.cached_tokens == 256 and [d.token for d in second.sampled] == alone(second.prompt, 5)
+    assert second.cached_tokens == 256 and [d.token for d in second.sampled] == alone(second.request.prompt, 5)
 
 
 def test_out_of_pages_the_newest_waits():
     """Three texts that need 3 pages each, in 7: all begin, the newest gives way, none is lost."""
     host = Host(4, 8, 512, sharing=False)
-    requests = [Request(prompt(130, seed), 200) for seed in range(3)]
-    for request in requests:
-        host.scheduler.add(request)
-    host.finish(requests)
-    assert [[d.token for d in r.sampled] for r in requests] == [alone(r.prompt, r.limit) for r in requests]
-    begun = [[request.number for request in planned.admitted] for planned in host.rounds if planned.admitted]
-    assert begun[0] == [r.number for r in requests] and len(begun) > 1, "somebody had to give way"
-    assert all(number != requests[0].number for again in begun[1:] for number in again), "never the oldest"
+    sequences = [sequence_of(prompt(130, seed), 200) for seed in range(3)]
+    for sequence in sequences:
+        host.scheduler.add(sequence)
+    host.finish(sequences)
+    assert [[d.token for d in r.sampled] for r in sequences] == [alone(r.request.prompt, r.request.limit) for r in sequences]
+    begun = [planned.admitted for planned in host.rounds if planned.admitted]
+    assert begun[0] == sequences and len(begun) > 1, "somebody had to give way"
+    assert all(sequence is not sequences[0] for again in begun[1:] for sequence in again), "never the oldest"
 
 
 def test_what_cannot_ever_run_is_refused():
@@ -180,23 +185,23 @@ def test_what_cannot_ever_run_is_refused():
 def test_invariant_pieces_do_not_depend_on_others():
     """Begins of chunks are multiples of the chunk, shared pages or not, and nobody gives way."""
     host = Host(3, 30, 256, invariant=True)
-    requests = [Request(prompt(400 + 10 * i), 150) for i in range(4)]
-    for request in requests:
-        host.scheduler.add(request)
-    host.finish(requests)
+    sequences = [sequence_of(prompt(400 + 10 * i), 150) for i in range(4)]
+    for sequence in sequences:
+        host.scheduler.add(sequence)
+    host.finish(sequences)
     assert all(chunk.begin % 256 == 0 for planned in host.rounds for chunk in planned.chunks)
-    assert sorted(r.number for planned in host.rounds for r in planned.admitted) == [r.number for r in requests]
-    assert [r.cached_tokens for r in requests][1:] == [256, 256, 256]
+    assert [r for planned in host.rounds for r in planned.admitted] == sequences
+    assert [r.cached_tokens for r in sequences][1:] == [256, 256, 256]
 
 
 def test_a_round_has_room_for_others_pieces():
     host = Host(8, 60, 256)
-    requests = [Request(prompt(60, seed), 1) for seed in range(5)]
-    for request in requests:
-        host.scheduler.add(request)
+    sequences = [sequence_of(prompt(60, seed), 1) for seed in range(5)]
+    for sequence in sequences:
+        host.scheduler.add(sequence)
     host.round()
     assert [len(chunk.tokens) for chunk in host.rounds[0].chunks] == [60, 60, 60, 60]
-    host.finish(requests)
+    host.finish(sequences)
 
 
 ARRIVALS = st.lists(
@@ -219,22 +224,22 @@ ARRIVALS = st.lists(
 def test_any_order_of_arrivals_gives_what_each_draws_alone(arrivals, slots, pages, chunk, ahead, sharing, invariant):
     host = Host(slots, pages, chunk, ahead, sharing, invariant)
     coming = [
-        (wait, Request(prompt(length, seed), limit, stop_token_ids=frozenset({0} if ends else ())), cancel)
+        (wait, sequence_of(prompt(length, seed), limit, stop_token_ids=frozenset({0} if ends else ())), cancel)
         for wait, length, seed, limit, cancel, ends in arrivals
     ]
-    coming = [(wait, r, cancel) for wait, r, cancel in coming if not host.scheduler.refusals(r)]
+    coming = [(wait, r, cancel) for wait, r, cancel in coming if not host.scheduler.refusals(r.request)]
     for now in range(80):
-        for wait, request, cancel in coming:
+        for wait, sequence, cancel in coming:
             if wait == now:
-                host.scheduler.add(request)
-            if cancel is not None and wait + cancel == now and request.finish_reason is None:
-                host.end(request, FinishReason.CANCELLED)
+                host.scheduler.add(sequence)
+            if cancel is not None and wait + cancel == now and sequence.finish_reason is None:
+                host.end(sequence, FinishReason.CANCELLED)
         host.round()
-    requests = [request for _, request, _ in coming]
-    host.finish(requests)
-    for request in requests:
-        drawn, expected = [d.token for d in request.sampled], alone(request.prompt, request.limit)
-        if request.stop_token_ids and 0 in expected:
+    sequences = [sequence for _, sequence, _ in coming]
+    host.finish(sequences)
+    for sequence in sequences:
+        drawn, expected = [d.token for d in sequence.sampled], alone(sequence.request.prompt, sequence.request.limit)
+        if sequence.request.stop_token_ids and 0 in expected:
             expected = expected[: expected.index(0) + 1]
         assert drawn == expected[: len(drawn)]
-        assert request.finish_reason is FinishReason.CANCELLED or len(drawn) == len(expected)
+        assert sequence.finish_reason is FinishReason.CANCELLED or len(drawn) == len(expected)

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from lowbit.engine import Engine, FinishReason, Request, Sampling
+from lowbit.engine import Engine, FinishReason, Request, Sampling, Sequence
 from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.scheduler import PrefillChunk, SchedulerOutput
 from lowbit.engine.warm_up import Stage, WarmUpRun
@@ -139,7 +139,7 @@ def test_rounds_of_more_prompts_than_one_text_has_tokens(noted):
 def test_rounds_of_more_texts_than_a_graph_has_are_rehearsed_as_they_are_launched(model):
     """In parts, each of its own number of tokens: kernels of all at once are never launched."""
     engine = Engine(model, max_concurrent=40, chunk_tokens=256, cache_bytes=1 << 24)
-    chunks = [PrefillChunk(Request([3] * 6, 1), 0, (3,) * 6, False) for _ in range(40)]
+    chunks = [PrefillChunk(Sequence(Request([3] * 6, 1)), 0, (3,) * 6, False) for _ in range(40)]
     for graphs, expected in ((object(), [192, 64]), (None, [256])):
         prompts = PrefillRunner(engine.program, engine.slots, 256, graphs=graphs)
         parts = WarmUpRun(engine.program, engine.decode_runner, prompts, 40, engine.max_length).parts_of(
@@ -159,7 +159,7 @@ def test_a_kernel_that_cannot_be_compiled_fails_where_it_is_launched(noted, monk
         yield
 
     monkeypatch.setattr("lowbit.kernels.parts.compile.compiled", fails)
-    assert {request.finish_reason for request in engine.generate(texts())} == {FinishReason.LENGTH} and asked
+    assert {sequence.finish_reason for sequence in engine.generate(texts())} == {FinishReason.LENGTH} and asked
 
 
 @pytest.mark.parametrize(("count", "missing", "processes"), [(3, True, False), (4, True, True), (9, False, False)])

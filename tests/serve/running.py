@@ -129,10 +129,10 @@ def greedy(server, prompt, limit, **sampling):
         cache_bytes=1 << 26,
     )
     ids = prompt if isinstance(prompt, list) else pipe.tokenizer(prompt).input_ids
-    (request,) = alone.generate([Request(ids, limit, Sampling(**sampling), frozenset(pipe.stop_token_ids))])
+    (sequence,) = alone.generate([Request(ids, limit, Sampling(**sampling), frozenset(pipe.stop_token_ids))])
     stream = Detokenizer(pipe.tokenizer, ids)
-    text = "".join(stream.push(drawn.token) for drawn in request.sampled) + stream.finish()
-    return text, [drawn.token for drawn in request.sampled], request.finish_reason.value
+    text = "".join(stream.push(drawn.token) for drawn in sequence.sampled) + stream.finish()
+    return text, [drawn.token for drawn in sequence.sampled], sequence.finish_reason.value
 
 
 class Command:

@@ -11,10 +11,10 @@ import openai
 import pytest
 
 from benchmarks.serve_host import random_tokenizer
-from lowbit.engine import Detokenizer, Request, SampledToken
+from lowbit.engine import Detokenizer, Request, SampledToken, Sequence
 from lowbit.serve.chat import TokenTexts
 from lowbit.serve.responses import CompletionResponses
-from lowbit.serve.worker import OutputCollector, SequenceOutput, SequenceState
+from lowbit.serve.worker import OutputCollector, SequenceOutput, ServedSequence
 from tests.serve.running import NAME, greedy
 
 PROMPT = "abc def"
@@ -195,14 +195,15 @@ def test_offsets_of_tokens_within_a_character():
     tokenizer = random_tokenizer(300)  # whose first tokens are bytes
     ids = tokenizer("a\u00e9\U0001f600b", add_special_tokens=False).input_ids
     assert len(ids) == 1 + 2 + 4 + 1
-    text = SequenceState(Request([ids[0]], 9), Detokenizer(tokenizer, [ids[0]]), OutputCollector(), 0)
+    text = ServedSequence(Request([ids[0]], 9), Detokenizer(tokenizer, [ids[0]]), OutputCollector(), 0)
     pieces = []
     for token in ids:
         text.request.on_token(SampledToken(token, -1.0))
         pieces.append(text.take())
+    text.state = Sequence(text.request)
     whole = functools.reduce(SequenceOutput.followed_by, pieces)
     assert whole.text == "a\u00e9\U0001f600b" and whole.text_offsets == (0, 1, 1, 2, 2, 2, 2, 3)
-    answer = CompletionResponses("m", [text.request], 1, TokenTexts(tokenizer), True)
+    answer = CompletionResponses("m", [text], 1, TokenTexts(tokenizer), True)
     streamed = [chunk["choices"][0]["logprobs"] for piece in pieces for chunk in answer.chunks(piece, False, False)]
     assert [each for part in streamed for each in part["text_offset"]] == list(whole.text_offsets)
     assert answer.complete({0: whole})["choices"][0]["logprobs"]["text_offset"] == list(whole.text_offsets)

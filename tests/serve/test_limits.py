@@ -17,7 +17,7 @@ from lowbit.serve.job import GenerationJob
 from lowbit.serve.limits import Limits
 from lowbit.serve.schema import ChatCompletionRequest, CompletionRequest, parse
 from lowbit.serve.service import State
-from lowbit.serve.worker import OutputCollector, SequenceState
+from lowbit.serve.worker import OutputCollector, ServedSequence
 from tests.serve.running import NAME, TEMPLATE, raw, running, tiny_pipeline
 
 ASKED = {"model": NAME, "prompt": "ab", "max_tokens": 4, "temperature": 0}
@@ -297,7 +297,7 @@ def test_nothing_is_kept(tiny):
 
     def left():
         gc.collect()
-        return sum(type(each) in (GenerationJob, SequenceState, OutputCollector) for each in gc.get_objects())
+        return sum(type(each) in (GenerationJob, ServedSequence, OutputCollector) for each in gc.get_objects())
 
     before = left()
     with tiny.client() as client:

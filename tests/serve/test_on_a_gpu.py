@@ -63,10 +63,10 @@ def alone(model, prompts):
     engine = Engine(model, max_concurrent=1, cache_bytes=1 << 26, batch_invariant=True)
     tokenizer, found = random_tokenizer(VOCAB), []
     for ids in prompts:
-        (request,) = engine.generate([Request(ids, TOKENS)])
+        (sequence,) = engine.generate([Request(ids, TOKENS)])
         stream = Detokenizer(tokenizer, ids)
-        found.append("".join(stream.push(drawn.token) for drawn in request.sampled) + stream.finish())
-        assert request.finish_reason is FinishReason.LENGTH
+        found.append("".join(stream.push(drawn.token) for drawn in sequence.sampled) + stream.finish())
+        assert sequence.finish_reason is FinishReason.LENGTH
     return found
 
 
