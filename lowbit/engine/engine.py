@@ -7,6 +7,7 @@
 `Engine.step` schedules and launches a step, and only then reads the tokens of the step before, so that the GPU is busy while
 Python runs. A finished sequence therefore runs one extra step; its token is discarded. Any thread that waits for a sequence
 runs steps for all sequences. `submit` and `cancel` do not block on a running step: the next step takes their effects.
+failure.py says which errors end what.
 """
 
 from __future__ import annotations
@@ -17,50 +18,30 @@ import math
 import threading
 from collections import abc, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowbit.engine.block_pool import BlockPool
 from lowbit.engine.cache import CacheBudget
-from lowbit.engine.check import LARGEST_DIFFERENCE, TOKENS, difference_to, kernel_refusals
-from lowbit.engine.decode_runner import DecodeRunner, DecodeStep, ModelProgram, filters, sample_tokens
+from lowbit.engine.check import program_of
+from lowbit.engine.decode_runner import DecodeRunner
 from lowbit.engine.deprecated import sequence_of
-from lowbit.engine.failure import StepFailed, log_failure, one_line
-from lowbit.engine.family import recognise
+from lowbit.engine.failure import EngineFailed, StepFailed, log_failure, one_line
 from lowbit.engine.forward import ForwardProgram
+from lowbit.engine.model_program import ModelProgram
+from lowbit.engine.model_runner import InFlightStep, ModelRunner
 from lowbit.engine.prefill_runner import PrefillRunner
-from lowbit.engine.program import DecodeProgram
 from lowbit.engine.request import Request, SampledToken
 from lowbit.engine.scheduler import PrefillChunk, Scheduler, SchedulerOutput
 from lowbit.engine.sequence import FinishReason, Sequence
-from lowbit.engine.slots import Slots, on_device
+from lowbit.engine.slots import Slots
 from lowbit.engine.warm_up import Stage, WarmUpRun
-from lowbit.hardware.machine import machine_of
-from lowbit.ops.sample import top_logprobs
-
-if TYPE_CHECKING:
-    from lowbit.kernels.parts.launch import RecordedKernel
 
 logger = logging.getLogger(__name__)
 
 CHUNK_TOKENS = 1024
 """Prompt tokens in a step: enough to fill the tensor cores, and at most tens of milliseconds between two tokens of others."""
-
-
-@dataclass
-class InFlightStep:
-    """A launched step: the sequence of each row, host copies of its results, and how many rows were read."""
-
-    sequences: list[Sequence]
-    tokens: Tensor
-    logprobs: Tensor
-    top_logprobs: tuple[Tensor, Tensor] | None
-    done: torch.cuda.Event | None
-    read: int = 0
 
 
 class Engine:
@@ -103,13 +84,12 @@ class Engine:
             raise ValueError(f"an engine computes at least 1 request at once, got max_concurrent={max_concurrent}")
         if max_length is not None and max_length < 2:
             raise ValueError(f"a sequence has at least 2 tokens, one of them the prompt's, got max_length={max_length}")
-        self.device = model.device
-        positions = _positions(model)
-        self.max_length = min(max_length or positions, positions)
+        self.device, self.vocab = model.device, model.config.get_text_config().vocab_size
+        self._positions = _positions(model)
+        self.max_length = min(max_length or self._positions, self._positions)
         # In the caller's mode: the weights that a program joins stay the model's, and may be trained.
         with torch.inference_mode(next(model.parameters()).is_inference()):
             self.program, self.difference = _program(model, self.max_length, batch_invariant, forward)
-        self._positions = positions
         paged = self.program.is_paged
         self._cache_budget = CacheBudget.for_device(self.device, cache_bytes, allocated=paged)  # of what the program leaves
         if max_length is None:
@@ -123,21 +103,17 @@ class Engine:
             prefix_caching=prefix_caching and paged,
             invariant=batch_invariant,
         )
-        vocab = model.config.get_text_config().vocab_size
         stops = _eos_tokens(model) if stop_token_ids is None else stop_token_ids
-        self.stop_token_ids = [token for token in stops if 0 <= token < vocab]  # no other can be sampled
-        self.slots = Slots(max_concurrent, self.max_length, vocab, self.stop_token_ids, self.device)
+        self.stop_token_ids = [token for token in stops if 0 <= token < self.vocab]  # no other can be sampled
+        self.slots = Slots(max_concurrent, self.max_length, self.vocab, self.stop_token_ids, self.device)
         graphs = self.program.graphs()
         self.decode_runner = DecodeRunner(self.program, self.slots, max_concurrent, graphs=graphs, invariant=batch_invariant)
-        self.prefill_runner = PrefillRunner(
-            self.program, self.slots, min(chunk_tokens, max_concurrent * self.max_length), graphs=graphs
-        )
-        self._warm_up_run: WarmUpRun | None = None
+        most_tokens = min(chunk_tokens, max_concurrent * self.max_length)
+        self.prefill_runner = PrefillRunner(self.program, self.slots, most_tokens, graphs=graphs)
+        warm_up_run = None
         if graphs is not None:
-            self._warm_up_run = WarmUpRun(
-                self.program, self.decode_runner, self.prefill_runner, max_concurrent, self.max_length
-            )
-        self._progress = progress or (lambda stage: None)
+            warm_up_run = WarmUpRun(self.program, self.decode_runner, self.prefill_runner, max_concurrent, self.max_length)
+        self.runner = ModelRunner(self.slots, self.decode_runner, self.prefill_runner, warm_up_run, progress)
         self._async_scheduling = async_scheduling
         self._in_flight: deque[InFlightStep] = deque()
         self._lock = threading.Lock()
@@ -154,27 +130,25 @@ class Engine:
 
     def submit(self, request: Request) -> Sequence:
         """Queues a request without waiting for a running step, and returns its sequence. Raises ValueError for a request that
-        can never run here or was submitted before, and RuntimeError after a GPU error."""
-        if self._gpu_error:
-            raise RuntimeError(f"the GPU of this engine failed, start another process: {self._gpu_error}")
-        most = request.most_tokens
-        reasons = self.scheduler.refusals(request)
-        if most > self.max_length:
-            wanted = f"this request has {len(request.prompt):,} tokens and asks for {request.limit:,} more"
-            raise ValueError(f"a sequence has at most {self.max_length:,} tokens here, {wanted}; {self._limit(most)}")
-        if reasons:
-            raise ValueError(f"this request {'; '.join(reasons)}")
-        vocab = self.slots.sampling.counts.shape[1]
-        for what, tokens in (("prompt", request.prompt), ("logit_bias", [token for token, _ in request.sampling.bias])):
-            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
-                wrong = next(token for token in tokens if not 0 <= token < vocab)
-                raise ValueError(f"tokens are from 0 to {vocab - 1}, this {what} has {wrong}")
+        can never run here or was submitted before, and EngineFailed after a GPU error."""
+        self._check(request)
         with self._state_lock:
-            if self._gpu_error:  # set by a step since the check above
-                raise RuntimeError(f"the GPU of this engine failed, start another process: {self._gpu_error}")
+            if self._gpu_error:
+                raise EngineFailed(f"the GPU of this engine failed, start another process: {self._gpu_error}")
             sequence = Sequence.start(request)
             self.scheduler.add(sequence)
         return sequence
+
+    def _check(self, request: Request) -> None:
+        """Raises ValueError for a request that can never run here."""
+        if request.most_tokens > self.max_length:
+            asked = f"this request has {len(request.prompt):,} tokens and asks for {request.limit:,} more"
+            limit = self._limit(request.most_tokens)
+            raise ValueError(f"a sequence has at most {self.max_length:,} tokens here, {asked}; {limit}")
+        for what, tokens in (("prompt", request.prompt), ("logit_bias", [token for token, _ in request.sampling.bias])):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab:
+                wrong = next(token for token in tokens if not 0 <= token < self.vocab)
+                raise ValueError(f"tokens are from 0 to {self.vocab - 1}, this {what} has {wrong}")
 
     def _limit(self, tokens: int) -> str:
         """Why a sequence cannot have so many tokens, and what to do."""
@@ -251,39 +225,20 @@ class Engine:
             finally:
                 self._stepping_thread = None
 
-    def _step(self) -> None:
-        self._free_finished()
-        earlier = len(self._in_flight)
-        planned = self._launch_next()
-        if not (planned and self._async_scheduling):
-            earlier = len(self._in_flight)
-        for _ in range(min(earlier, len(self._in_flight))):
-            self._read(self._in_flight[0])
-            self._in_flight.popleft()
-        self._free_finished()
-
     def compile(self) -> Iterator[Stage]:
         """Compiles every kernel that Triton's cache lacks, in several processes; yields the progress before each."""
-        if self._warm_up_run is None:
-            return
         with self._lock:
-            kernels = self._warm_up_run.kernels(self._warm_up_run.all_parts())
-        yield from self._compiled(kernels)
+            kernels = self.runner.all_kernels()
+        yield from self.runner.compile(kernels)
 
     def warm_up(self) -> Iterator[Stage]:
         """Compiles every kernel and captures every graph before the first request; yields the progress before each."""
         yield from self.compile()
-        variants = self.decode_runner.variants() if self.decode_runner.graphs else []
-        total = len(variants) + len(self.prefill_runner.graph_shapes)
-        for done, variant in enumerate(variants):
-            size, filtered, reach = variant
-            yield Stage(f"step of {size}{' with filters' if filtered else ''}, up to {reach:,} tokens", done, total)
+        captures = self.runner.captures()
+        for done, (what, capture) in enumerate(captures):
+            yield Stage(what, done, len(captures))
             with self._lock, torch.inference_mode():
-                self.decode_runner.captured(variant)
-        for done, shape in enumerate(self.prefill_runner.graph_shapes, len(variants)):
-            yield Stage(f"prompts of {shape.tokens:,} tokens that see {shape.keys:,}", done, total)
-            with self._lock, torch.inference_mode():
-                self.prefill_runner.captured(shape)
+                capture()
 
     def report(self) -> list[str]:
         """How sequences are computed, as lines of text."""
@@ -291,154 +246,92 @@ class Engine:
 
     # ---- a step
 
+    def _step(self) -> None:
+        self._free_finished()
+        before = len(self._in_flight)
+        scheduled = self._launch_next()
+        to_read = before if scheduled and self._async_scheduling else len(self._in_flight)
+        for _ in range(min(to_read, len(self._in_flight))):  # fewer after a GPU error
+            self._read(self._in_flight[0])
+            self._in_flight.popleft()
+        self._free_finished()
+
     def _launch_next(self) -> SchedulerOutput:
         """Schedules and launches a step; if that raises an error, its sequences fail and others continue."""
-        planned = None
+        scheduled = None
         try:
-            planned = self.scheduler.schedule()
-            if planned:
-                self._launch(planned)
-            return planned
+            scheduled = self.scheduler.schedule()
+            if scheduled:
+                self._launch(scheduled)
+            return scheduled
         except BaseException as error:
-            self._fail_step(self.scheduler.abort_step(planned), error)
+            self._fail_step(self.scheduler.abort_step(scheduled), error)
             raise
 
-    def _launch(self, planned: SchedulerOutput) -> None:
+    def _launch(self, scheduled: SchedulerOutput) -> None:
         self.program.keep(self.scheduler.running)  # not of sequences that were preempted
-        if self._warm_up_run is not None and (parts := self._warm_up_run.parts_of(planned)):
-            try:
-                self._compile(self._warm_up_run.kernels(parts))
-            except Exception as error:  # noqa: BLE001 - the launch below raises it again, where it can be handled
-                log_failure("compiling kernels", error)
-        for sequence in planned.admitted:
-            tokens = [sampled.token for sampled in sequence.sampled]
-            self.slots.sampling.set(sequence.running_slot, sequence.request.sampling, sequence.request.prompt, tokens)
-        last = [chunk for chunk in planned.chunks if chunk.last]
-        self.slots.update(planned.new_pages, [(chunk.sequence.running_slot, chunk.end - 1) for chunk in last])
-        if planned.decoding:
-            rows = [sequence.running_slot for sequence in planned.decoding]
-            longest = max(sequence.computed_tokens for sequence in planned.decoding)
-            self._copy_results(planned.decoding, self.decode_runner.launch(rows, filters(planned.decoding), longest))
-        if planned.chunks and self.program.is_paged:
-            self._launch_chunks(planned.chunks, planned)
-        elif planned.chunks:
-            self._launch_one_by_one(planned.chunks, planned)
+        self.runner.prepare(scheduled)
+        if scheduled.decoding:
+            self._in_flight.append(self.runner.decode(scheduled.decoding))
+        if scheduled.chunks and self.program.is_paged:
+            self._prefill(scheduled.chunks, scheduled)
+        else:
+            self._prefill_one_by_one(scheduled)
 
-    def _compiled(self, kernels: abc.Sequence[RecordedKernel]) -> Iterator[Stage]:
-        if kernels:
-            from lowbit.kernels.parts.compile import compiled
-
-            for done in compiled(kernels, machine_of(self.device).arch.sm):
-                yield Stage("kernels", done, len(kernels))
-
-    def _compile(self, kernels: abc.Sequence[RecordedKernel]) -> None:
-        """Compiles the kernels of a step in parallel; its launches would compile them one after the other."""
-        for stage in self._compiled(kernels):
-            self._progress(stage)
-        if kernels:
-            self._progress(Stage("kernels", len(kernels), len(kernels)))
-
-    def _launch_chunks(self, chunks: abc.Sequence[PrefillChunk], planned: SchedulerOutput) -> None:
+    def _prefill(self, chunks: abc.Sequence[PrefillChunk], scheduled: SchedulerOutput) -> None:
         """Computes prefill chunks in one batch; if that raises an error, one by one, so that only those at fault fail."""
         try:
             logits = self.prefill_runner.launch(chunks)
-        except Exception as error:  # noqa: BLE001 - a prompt may raise anything, and other sequences must continue
+        except Exception as error:  # noqa: BLE001 - failure.py: a prompt may raise anything, and ends its own sequence
             line = log_failure("computing a prompt", error)
-        else:
-            if logits is not None:
-                sequences = [chunk.sequence for chunk in chunks if chunk.last]
-                rows = on_device([sequence.running_slot for sequence in sequences], self.device)
-                self._copy_results(sequences, sample_tokens(logits, rows, self.slots, filters(sequences)))
+            if len(chunks) > 1:
+                self._prefill_one_by_one(scheduled)
+            else:
+                self.scheduler.drop(chunks[0], scheduled)
+                self._fail([chunks[0].sequence], line)
             return
-        if len(chunks) > 1:
-            self._launch_one_by_one(chunks, planned)
-        else:
-            self.scheduler.drop(chunks[0], planned)
-            self._fail([chunks[0].sequence], line)
+        if logits is not None:
+            self._in_flight.append(self.runner.sample(chunks, logits))
 
-    def _launch_one_by_one(self, chunks: abc.Sequence[PrefillChunk], planned: SchedulerOutput) -> None:
-        for chunk in chunks:
+    def _prefill_one_by_one(self, scheduled: SchedulerOutput) -> None:
+        for chunk in scheduled.chunks:
             if chunk.sequence.slot is not None:  # None: requeued, since an earlier chunk did not fill the pages that it shares
-                self._launch_chunks([chunk], planned)
+                self._prefill([chunk], scheduled)
 
-    def _fail(self, sequences: abc.Sequence[Sequence], error: str) -> None:
-        """Marks sequences as failed; all sequences after a GPU error."""
-        for sequence in sequences:
-            self._finish(sequence, FinishReason.FAILED, error)
-        try:
-            _wait_for(self.device)
-        except Exception as raised:  # noqa: BLE001 - a CUDA error is permanent: nothing runs after it in this process
-            line = log_failure("waiting for the GPU", raised)
-            with self._state_lock:  # `submit` raises from now on; sequences queued before are in `everybody`
-                self._gpu_error = line
-                everybody = (*self.scheduler.running, *self.scheduler.waiting)
-            for sequence in everybody:
-                self._finish(sequence, FinishReason.FAILED, line)
-            self._in_flight.clear()
-
-    def _fail_step(self, sequences: abc.Sequence[Sequence], error: BaseException) -> None:
-        """Marks the sequences of a step as failed; raises StepFailed if there are any and the error is no interrupt."""
-        self._fail(sequences, one_line(error))
-        if sequences and isinstance(error, Exception):
-            logger.warning("a step failed", exc_info=error)
-            count = f"{len(sequences)} request{'s' if len(sequences) > 1 else ''}"
-            raise StepFailed(f"a step of {count} failed: {one_line(error)}") from error
-
-    def _copy_results(self, sequences: abc.Sequence[Sequence], step: DecodeStep) -> None:
-        """Starts the copies of a step's results to the host."""
-        most = max(sequence.request.top_logprobs for sequence in sequences)
-        top = None
-        if most:
-            values, ids = top_logprobs(step.logits[: len(sequences)], most)
-            top = _to_host(values), _to_host(ids)
-        tokens, logprobs = _to_host(step.tokens), _to_host(step.logprobs)
-        done = None
-        if self.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record(torch.cuda.current_stream(self.device))
-        self._in_flight.append(InFlightStep(list(sequences), tokens, logprobs, top, done))
-
-    def _read(self, launched: InFlightStep) -> None:
+    def _read(self, step: InFlightStep) -> None:
         """Waits for the results of a step, and appends its tokens to their sequences."""
         try:
-            if launched.done is not None:
-                launched.done.synchronize()
+            step.wait()
         except RuntimeError as error:
             self._in_flight.clear()
             self._fail_step(self.scheduler.abort_step(None), error)
             raise
-        tokens, logprobs = launched.tokens.tolist(), launched.logprobs.tolist()
-        top_of_rows = None if launched.top_logprobs is None else [part.tolist() for part in launched.top_logprobs]
-        while launched.read < len(launched.sequences):
-            row, sequence = launched.read, launched.sequences[launched.read]
-            launched.read += 1  # first: an interrupt must not repeat a token
+        for sequence, sampled in step.unread():
             if sequence.finish_reason is not None:
                 continue  # finished or cancelled while this step ran
-            if math.isnan(logprobs[row]):
+            if math.isnan(sampled.logprob):
                 self._finish(sequence, FinishReason.FAILED, "the model's logits are NaN or infinite")
-                continue
-            top: tuple[tuple[int, float], ...] = ()
-            if top_of_rows is not None and sequence.request.top_logprobs:
-                values, ids = (part[row][: sequence.request.top_logprobs] for part in top_of_rows)
-                top = tuple(zip(ids, values, strict=True))
-            self._append(sequence, SampledToken(tokens[row], logprobs[row], top))
+            else:
+                self._append(sequence, sampled)
 
     def _append(self, sequence: Sequence, sampled: SampledToken) -> None:
         """Appends a token to its sequence, and finishes the sequence if it was the last one."""
+        request, stopped = sequence.request, False
         sequence.sampled.append(sampled)
-        stopped = False
-        if sequence.request.on_token is not None:
+        if request.on_token is not None:
             try:
-                stopped = sequence.request.on_token(sampled)
-            except Exception as error:  # noqa: BLE001 - the caller's code may raise anything, and other sequences must continue
+                stopped = request.on_token(sampled)
+            except Exception as error:  # noqa: BLE001 - failure.py: the caller's code may raise anything, and ends its sequence
                 self._finish(sequence, FinishReason.FAILED, log_failure("a caller's on_token", error))
             except BaseException as error:  # an interrupt
                 self._finish(sequence, FinishReason.FAILED, one_line(error))
                 raise
-        if sampled.token in sequence.request.stop_token_ids or stopped:
+        if sampled.token in request.stop_token_ids or stopped:
             self._finish(sequence, FinishReason.STOP)
-        elif len(sequence.sampled) == sequence.request.limit:
+        elif len(sequence.sampled) == request.limit:
             self._finish(sequence, FinishReason.LENGTH)
+
+    # ---- the end of sequences
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str = "") -> None:
         """Finishes a sequence that has not finished; the thread that runs steps frees its slot and pages."""
@@ -450,6 +343,29 @@ class Engine:
             logger.warning(f"a request failed: {error}")
         self._finished.append(sequence)
 
+    def _fail_step(self, sequences: abc.Sequence[Sequence], error: BaseException) -> None:
+        """Marks the sequences of a step as failed; raises StepFailed if there are any and the error is no interrupt."""
+        self._fail(sequences, one_line(error))
+        if sequences and isinstance(error, Exception):
+            logger.warning("a step failed", exc_info=error)
+            count = f"{len(sequences)} request{'s' if len(sequences) > 1 else ''}"
+            raise StepFailed(f"a step of {count} failed: {one_line(error)}") from error
+
+    def _fail(self, sequences: abc.Sequence[Sequence], error: str) -> None:
+        """Marks sequences as failed; all sequences, for good, if the GPU has failed."""
+        for sequence in sequences:
+            self._finish(sequence, FinishReason.FAILED, error)
+        try:
+            _synchronize(self.device)
+        except RuntimeError as gpu_error:  # failure.py: a CUDA error is permanent
+            line = log_failure("waiting for the GPU", gpu_error)
+            with self._state_lock:  # `submit` raises from now on; sequences queued before are in `everybody`
+                self._gpu_error = line
+                everybody = (*self.scheduler.running, *self.scheduler.waiting)
+            for sequence in everybody:
+                self._finish(sequence, FinishReason.FAILED, line)
+            self._in_flight.clear()
+
     def _free_finished(self) -> None:
         """Frees the slots and pages of finished sequences, and what the program holds for them."""
         while self._finished:
@@ -457,40 +373,19 @@ class Engine:
         self.program.keep(self.scheduler.running)
 
 
-def _wait_for(device: torch.device) -> None:
-    """Synchronizes with a GPU; raises RuntimeError after a CUDA error."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _to_host(values: Tensor) -> Tensor:
-    """A copy in host memory, complete once the stream has run so far."""
-    if values.device.type != "cuda":
-        return values.clone()
-    return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
-
-
 def _program(model: PreTrainedModel, positions: int, batch_invariant: bool, forward: bool) -> tuple[ModelProgram, float]:
-    """The decode program of a model, and the relative difference of its logits from the model's; a `ForwardProgram` and 0 if
-    the model has none."""
+    """The program of a model, and the relative difference of its logits from the model's own."""
     if forward:
         on_cpu = model.device.type == "cpu"
         reason = "on a CPU that is faster for one user" if on_cpu else "the engine was made so, with forward=True"
         return ForwardProgram(model, (reason,)), 0.0
-    decoder = recognise(model, max(positions, TOKENS + 1))
-    if isinstance(decoder, tuple):
-        return ForwardProgram(model, decoder), 0.0
-    refused = kernel_refusals(decoder, model.dtype) if model.device.type == "cuda" else ()
-    if refused:
-        return ForwardProgram(model, refused), 0.0
+    return program_of(model, positions, batch_invariant=batch_invariant)
 
-    def make() -> DecodeProgram:
-        return DecodeProgram(decoder, model.dtype, model.device, batch_invariant=batch_invariant)
 
-    program, difference = difference_to(model, make)
-    if not difference <= LARGEST_DIFFERENCE:  # or NaN
-        return ForwardProgram(model, (f"the decode program of {decoder.family} differs from it by {difference:.2g}",)), 0.0
-    return program, difference
+def _synchronize(device: torch.device) -> None:
+    """Waits for a GPU; raises RuntimeError after a CUDA error."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _positions(model: PreTrainedModel) -> int:

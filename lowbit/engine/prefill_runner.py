@@ -7,21 +7,18 @@ tokens need on the GPU. Sampling follows the graph, since its settings differ be
 from __future__ import annotations
 
 from collections import abc
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lowbit.engine.graphs import Graphs
+from lowbit.engine.model_program import ModelProgram
 from lowbit.engine.ragged import Ragged, RaggedShape, sizes
 from lowbit.engine.request import Request
 from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.choose.attention import PAGE
-
-if TYPE_CHECKING:
-    from lowbit.engine.decode_runner import ModelProgram
 
 MAX_SEQUENCES = 31
 """Sequences in a graph; more are split over several launches. Attention blocks without a sequence cost 0.5 ms in all for 1,024

@@ -13,7 +13,6 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from lowbit.engine.block_pool import BlockPool, pages_for
-from lowbit.engine.request import Request
 from lowbit.engine.sequence import FinishReason, Sequence
 from lowbit.kernels.choose.attention import PAGE
 
@@ -65,14 +64,12 @@ class Scheduler:
         """In the order of admission."""
         self._free_slots = list(range(slots - 1, -1, -1))
 
-    def refusals(self, request: Request) -> tuple[str, ...]:
-        """Reasons why a request can never run here; empty if it can."""
-        most = request.most_tokens
-        have = (self.pages.count - 1) * PAGE
-        return (f"needs {most:,} tokens of cache (prompt and limit), there are {have:,}",) if most > have else ()
-
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence whose request has no refusals. Safe from any thread: an append to a deque is atomic."""
+        """Queues a sequence. Safe from any thread: an append to a deque is atomic. Raises ValueError for a sequence that could
+        never run, since it may have more tokens than the cache."""
+        most, have = sequence.request.most_tokens, (self.pages.count - 1) * PAGE
+        if most > have:
+            raise ValueError(f"this request needs {most:,} tokens of cache (prompt and limit), there are {have:,}")
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -87,16 +84,16 @@ class Scheduler:
                 self._cache(sequence)
             self._release(sequence)
 
-    def abort_step(self, planned: SchedulerOutput | None) -> list[Sequence]:
+    def abort_step(self, scheduled: SchedulerOutput | None) -> list[Sequence]:
         """Removes all sequences of a failed step, and returns them; pages that it should have filled leave the prefix cache.
         None: scheduling itself failed, so that all running sequences are removed."""
-        if planned is None:
-            planned = SchedulerOutput(
+        if scheduled is None:
+            scheduled = SchedulerOutput(
                 admitted=list(self.running), chunks=[PrefillChunk(sequence, 0, (), False) for sequence in self.running]
             )
-        for chunk in planned.chunks:
+        for chunk in scheduled.chunks:
             self.pages.uncache(chunk.sequence.pages[chunk.begin // PAGE :])
-        sequences = dict.fromkeys([*planned.admitted, *planned.decoding, *(chunk.sequence for chunk in planned.chunks)])
+        sequences = dict.fromkeys([*scheduled.admitted, *scheduled.decoding, *(chunk.sequence for chunk in scheduled.chunks)])
         lost = [sequence for sequence in sequences if sequence.slot is not None]  # not those dropped or requeued since
         for sequence in lost:
             self._release(sequence)
@@ -104,14 +101,14 @@ class Scheduler:
                 self.waiting.remove(sequence)
         return lost
 
-    def drop(self, chunk: PrefillChunk, planned: SchedulerOutput) -> None:
+    def drop(self, chunk: PrefillChunk, scheduled: SchedulerOutput) -> None:
         """Removes a sequence whose chunk could not be computed. Sequences of the same step that share its unwritten pages
         return to the queue."""
         unwritten = set(chunk.sequence.pages[chunk.begin // PAGE :])
         self.pages.uncache(list(unwritten))
         self._release(chunk.sequence)
         requeued = []
-        for sequence in planned.admitted:
+        for sequence in scheduled.admitted:
             first = next((i for i, page in enumerate(sequence.pages) if page in unwritten), None)
             if first is not None:
                 unwritten.update(sequence.pages[first:])
@@ -123,22 +120,22 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Schedules the next step. The counters of its sequences are advanced as if it had run."""
-        planned = SchedulerOutput()
+        scheduled = SchedulerOutput()
         for sequence in list(self.running):
-            if self._decodes(sequence) and not self._allocate_next(sequence, planned):
-                self._preempt(planned)
-        planned.decoding = [sequence for sequence in self.running if self._decodes(sequence)]
-        for sequence in planned.decoding:
+            if self._decodes(sequence) and not self._allocate_next(sequence, scheduled):
+                self._preempt(scheduled)
+        scheduled.decoding = [sequence for sequence in self.running if self._decodes(sequence)]
+        for sequence in scheduled.decoding:
             sequence.computed_tokens = sequence.position + 1
             sequence.launched_tokens += 1
-        left = self._add_chunks_of_running(planned)
+        left = self._add_chunks_of_running(scheduled)
         while self.waiting and self._free_slots and left > 0:
             sequence = self.waiting[0]
-            if sequence.in_flight or not self._admit(sequence, planned):
+            if sequence.in_flight or not self._admit(sequence, scheduled):
                 break
             self.waiting.popleft()
-            left = self._add_chunk(sequence, planned, left)
-        return planned
+            left = self._add_chunk(sequence, scheduled, left)
+        return scheduled
 
     def _decodes(self, sequence: Sequence) -> bool:
         """True if a decode step samples one more token of a sequence."""
@@ -146,28 +143,28 @@ class Scheduler:
 
     # ---- pages and slots
 
-    def _allocate_next(self, sequence: Sequence, planned: SchedulerOutput) -> bool:
+    def _allocate_next(self, sequence: Sequence, scheduled: SchedulerOutput) -> bool:
         """Allocates the page of a sequence's next token, if it lacks one; False if no page is free."""
         while len(sequence.pages) * PAGE <= sequence.position:
             page = self.pages.allocate()
             if page is None:
                 return False
-            planned.new_pages.append((sequence.running_slot, len(sequence.pages), page))
+            scheduled.new_pages.append((sequence.running_slot, len(sequence.pages), page))
             sequence.pages.append(page)
         return True
 
-    def _preempt(self, planned: SchedulerOutput) -> None:
+    def _preempt(self, scheduled: SchedulerOutput) -> None:
         """Preempts the newest sequences, back to the front of the queue, until all other decoding sequences have their page."""
         while self.running:
             newest = self.running[-1]
-            planned.new_pages = [(slot, index, page) for slot, index, page in planned.new_pages if slot != newest.slot]
+            scheduled.new_pages = [(slot, index, page) for slot, index, page in scheduled.new_pages if slot != newest.slot]
             self._cache(newest)
             self._release(newest)
             self.waiting.appendleft(newest)
-            if all(self._allocate_next(sequence, planned) for sequence in self.running if self._decodes(sequence)):
+            if all(self._allocate_next(sequence, scheduled) for sequence in self.running if self._decodes(sequence)):
                 return
 
-    def _admit(self, sequence: Sequence, planned: SchedulerOutput) -> bool:
+    def _admit(self, sequence: Sequence, scheduled: SchedulerOutput) -> bool:
         """Gives a sequence a slot, cached pages of its prefix and new ones; False if there are too few pages."""
         tokens = sequence.tokens
         unit = self.chunk_tokens // PAGE if self.invariant else 1
@@ -187,8 +184,8 @@ class Scheduler:
         sequence.computed_tokens = len(shared) * PAGE
         sequence.cached_tokens = min(len(shared) * PAGE, len(sequence.request.prompt))
         self.running.append(sequence)
-        planned.admitted.append(sequence)
-        planned.new_pages += [(sequence.slot, index, page) for index, page in enumerate(sequence.pages)]
+        scheduled.admitted.append(sequence)
+        scheduled.new_pages += [(sequence.slot, index, page) for index, page in enumerate(sequence.pages)]
         return True
 
     def _release(self, sequence: Sequence) -> None:
@@ -207,15 +204,15 @@ class Scheduler:
 
     # ---- prefill chunks
 
-    def _add_chunks_of_running(self, planned: SchedulerOutput) -> int:
+    def _add_chunks_of_running(self, scheduled: SchedulerOutput) -> int:
         """Adds chunks of running sequences; returns how many prompt tokens the step has left."""
         left = self.chunk_tokens
         for sequence in self.running:
             if left > 0 and not sequence.prefilled:
-                left = self._add_chunk(sequence, planned, left)
+                left = self._add_chunk(sequence, scheduled, left)
         return left
 
-    def _add_chunk(self, sequence: Sequence, planned: SchedulerOutput, left: int) -> int:
+    def _add_chunk(self, sequence: Sequence, scheduled: SchedulerOutput, left: int) -> int:
         """Adds the next chunk of a sequence if it fits; returns how many prompt tokens are left, 0 if it did not fit."""
         tokens = sequence.tokens
         begin = sequence.computed_tokens
@@ -223,7 +220,7 @@ class Scheduler:
         if end - begin > left and left < self.chunk_tokens:
             return 0
         last = end == len(tokens)
-        planned.chunks.append(PrefillChunk(sequence, begin, tuple(tokens[begin:end]), last))
+        scheduled.chunks.append(PrefillChunk(sequence, begin, tuple(tokens[begin:end]), last))
         sequence.computed_tokens = end
         sequence.prefilled = last
         sequence.launched_tokens += last

@@ -161,11 +161,7 @@ def _request(service: Service, params: GenerationBody, ids: list[int], sampling:
     if sampling.min_new_tokens > limit:
         raise refused("min_tokens", f"{sampling.min_new_tokens:,} are more than the {limit:,} that the sequence may have")
     stops = frozenset() if params.ignore_eos else frozenset(service.engine.stop_token_ids)
-    request = Request(ids, limit, sampling, stops, top_logprobs=params.num_logprobs or 0)
-    reasons = service.engine.scheduler.refusals(request)
-    if reasons:
-        raise too_long(param, "; ".join(reasons), "ask for fewer tokens (max_tokens)")
-    return request
+    return Request(ids, limit, sampling, stops, top_logprobs=params.num_logprobs or 0)
 
 
 def _sampling(service: Service, params: GenerationBody, seed: int) -> Sampling:

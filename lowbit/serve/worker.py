@@ -19,7 +19,7 @@ from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from lowbit.engine import Detokenizer, Engine, FinishReason, Request, SampledToken, Sequence
+from lowbit.engine import Detokenizer, Engine, EngineFailed, FinishReason, Request, SampledToken, Sequence, StepFailed
 from lowbit.engine.warm_up import Stage
 from lowbit.serve.errors import ApiError, failed, refused
 from lowbit.serve.metrics import Metrics
@@ -244,7 +244,7 @@ class Worker:
                 sequence.state = self.engine.submit(sequence.request)
             except ValueError as error:
                 self._fail([sequence], refused("request", str(error)))
-            except RuntimeError as error:  # after a GPU error
+            except EngineFailed as error:
                 logger.error("a sequence was not submitted: %s", error)
                 self.failures += 1
                 self._fail([sequence])
@@ -270,15 +270,16 @@ class Worker:
 
     def _step(self) -> None:
         begun = time.monotonic()
-        failed_step = False
+        unexplained = False
         try:
             self.engine.step()
-        except Exception:  # the thread's boundary: a step may raise anything, and other sequences must continue
-            failed_step = True
+        except StepFailed:  # the engine has failed the sequences of the step
+            logger.exception("a step of the engine failed")
+        except Exception:  # the thread's boundary: without it, one error would end the server
+            unexplained = True
             logger.exception("a step of the engine failed")
         outputs = self._outputs()
-        if failed_step and not any(output.finish_reason for _, output in outputs):
-            # The engine did not fail any sequence for it, so all of them fail: none may wait for ever.
+        if unexplained:  # no sequence is at fault, and the next step may raise it again: none may wait for ever
             lost = list(self._live)
             self.failures += len(lost)
             self._cancel(lost, FinishReason.FAILED)

@@ -12,9 +12,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from lowbit.engine.cache import Cache
 from lowbit.engine.chain import Chain
-from lowbit.engine.family import recognise
 from lowbit.engine.product import Dense, Packed, Scaled, product
 from lowbit.engine.program import DecodeProgram
+from lowbit.engine.recognise import recognise
 from lowbit.engine.slots import Slots, on_device
 from lowbit.models.head import quantize_head
 from lowbit.nn import QuantLinear, convert

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lowbit.engine import Engine, FinishReason, Request, Sampling, StepFailed
+from lowbit.engine import Engine, EngineFailed, FinishReason, Request, Sampling, StepFailed
 from lowbit.engine.failure import log_failure, logger
 from tests.tiny import eager_llama
 
@@ -218,7 +218,7 @@ def test_a_round_that_fails_after_a_prompt_of_it_did(model, monkeypatch):
     failing_prompts(engine, monkeypatch, prompt(40, 7))
     bad, *well = submitted(engine, Request(prompt(40, 7), 10), *others(2))
     with monkeypatch.context() as patch:
-        patch.setattr("lowbit.engine.engine.sample_tokens", fail)
+        patch.setattr("lowbit.engine.model_runner.sample_tokens", fail)
         with pytest.raises(StepFailed, match="a step of 2 requests failed: RuntimeError: out of memory"):
             engine.step()
     assert {r.finish_reason for r in (bad, *well)} == {
@@ -301,13 +301,13 @@ def test_a_gpu_that_computes_nothing_any_more(model, monkeypatch):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(engine.program, "step", fail)
-    monkeypatch.setattr("lowbit.engine.engine._wait_for", dead)
+    monkeypatch.setattr("lowbit.engine.engine._synchronize", dead)
     with pytest.raises(StepFailed, match="out of memory"):
         engine.step()
     assert running.finish_reason is waiting.finish_reason is FinishReason.FAILED and "illegal memory" in waiting.error
     engine.step()
     assert not engine.scheduler.running and not engine.scheduler.waiting
-    with pytest.raises(RuntimeError, match="the GPU of this engine failed, start another process: RuntimeError: CUDA error"):
+    with pytest.raises(EngineFailed, match="the GPU of this engine failed, start another process: RuntimeError: CUDA error"):
         engine.submit(Request(prompt(9), 10))
 
 

@@ -10,8 +10,10 @@ import transformers
 
 from lowbit import convert
 from lowbit.engine.check import difference_to, kernel_refusals
-from lowbit.engine.family import FAMILIES, Decoder, recognise
+from lowbit.engine.decoder import Decoder
+from lowbit.engine.family import FAMILIES
 from lowbit.engine.program import DecodeProgram
+from lowbit.engine.recognise import recognise
 from lowbit.models.cpu import plan_on_cpu
 from lowbit.models.fuse import fuse_quantization, prepare_on_gpu
 from lowbit.nn.fused import GatedMLP, QuantizingNorm
@@ -212,7 +214,9 @@ def test_quantized_and_fused_models_are_recognised():
     assert decoder.activation == "silu" and decoder.eps == plain.eps
     for mine, other in zip(decoder.layers, plain.layers, strict=True):
         assert torch.equal(mine.input_gamma, other.input_gamma) and torch.equal(mine.mlp_gamma, other.mlp_gamma)
-        assert [type(module).__name__ for module in (*mine.qkv, *mine.gate_up, mine.o, mine.down)] == ["QuantLinear"] * 7
+        assert [type(module).__name__ for module in (*mine.qkv, *mine.mlp.gate_up, mine.o, mine.mlp.down)] == [
+            "QuantLinear"
+        ] * 7
     for scheme, kind in (("w8a16", EmbeddingTable), ("w4a16", torch.Tensor)):
         model = tiny("Llama", **sizes, tie_word_embeddings=True)
         convert(model, scheme, embeddings=True)

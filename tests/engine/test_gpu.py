@@ -19,8 +19,8 @@ from triton import knobs
 
 from lowbit.engine import Engine, FinishReason, Request, Sampling
 from lowbit.engine.chain import Chain
-from lowbit.engine.family import recognise
 from lowbit.engine.program import DecodeProgram
+from lowbit.engine.recognise import recognise
 from lowbit.models.head import quantize_head
 from lowbit.nn import convert
 from lowbit.nn.linear import make_batch_invariant
@@ -189,10 +189,10 @@ def test_the_first_texts_compile_what_they_need_and_later_ones_nothing():
     )
     texts = [(prompt(30, 1), 20), (prompt(100, 2), 10)]
     first = [tokens(r) for r in engine.generate([Request(*each) for each in texts])]
-    assert told and told[-1].done == told[-1].total and engine._warm_up_run is not None
-    count, so_far = engine._warm_up_run.count, len(told)
+    assert told and told[-1].done == told[-1].total and engine.runner.warm_up_run is not None
+    count, so_far = engine.runner.warm_up_run.count, len(told)
     assert [tokens(r) for r in engine.generate([Request(*each) for each in texts])] == first
-    assert engine._warm_up_run.count == count and len(told) == so_far
+    assert engine.runner.warm_up_run.count == count and len(told) == so_far
 
 
 @pytest.mark.parametrize("drawn", [0.0, 0.8], ids=["greedy", "drawn"])

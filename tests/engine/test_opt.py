@@ -9,9 +9,10 @@ import torch
 
 from lowbit.engine import Engine, Request, Sequence
 from lowbit.engine.cache import Cache
-from lowbit.engine.family import Decoder, recognise
+from lowbit.engine.decoder import Decoder
 from lowbit.engine.product import Packed, Scaled
 from lowbit.engine.program import DecodeProgram
+from lowbit.engine.recognise import recognise
 from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.reference.gemm import mixed_gemm_reference

@@ -174,8 +174,10 @@ def test_out_of_pages_the_newest_waits():
 
 def test_what_cannot_ever_run_is_refused():
     scheduler = Scheduler(1, BlockPool(3), 128)
-    assert not scheduler.refusals(Request(prompt(200), 56))
-    assert scheduler.refusals(Request(prompt(200), 57)) == ("needs 257 tokens of cache (prompt and limit), there are 256",)
+    scheduler.add(sequence_of(prompt(200), 56))
+    with pytest.raises(ValueError, match=r"needs 257 tokens of cache \(prompt and limit\), there are 256"):
+        scheduler.add(sequence_of(prompt(200), 57))
+    assert len(scheduler.waiting) == 1
     with pytest.raises(ValueError, match="whole pages of 128 tokens, got 100"):
         Scheduler(1, BlockPool(3), 100)
     with pytest.raises(ValueError, match="at least 2 pages"):
@@ -227,7 +229,7 @@ def test_any_order_of_arrivals_gives_what_each_draws_alone(arrivals, slots, page
         (wait, sequence_of(prompt(length, seed), limit, stop_token_ids=frozenset({0} if ends else ())), cancel)
         for wait, length, seed, limit, cancel, ends in arrivals
     ]
-    coming = [(wait, r, cancel) for wait, r, cancel in coming if not host.scheduler.refusals(r.request)]
+    coming = [(wait, r, cancel) for wait, r, cancel in coming if r.request.most_tokens <= (pages - 1) * PAGE]
     for now in range(80):
         for wait, sequence, cancel in coming:
             if wait == now:

@@ -53,7 +53,7 @@ class Kernel(Launcher):
 def noted(model, monkeypatch):
     """An engine that rehearses as on a GPU; what it compiles and launches, in order; what it tells of its progress."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr("lowbit.engine.engine.machine_of", lambda device: typical_machine(90))
+    monkeypatch.setattr("lowbit.engine.model_runner.machine_of", lambda device: typical_machine(90))
     events, told = [], []
 
     def compiles(wanted, sm):
@@ -64,7 +64,7 @@ def noted(model, monkeypatch):
 
     monkeypatch.setattr("lowbit.kernels.parts.compile.compiled", compiles)
     engine = Engine(model, max_concurrent=4, chunk_tokens=256, cache_bytes=1 << 24, prefix_caching=False, progress=told.append)
-    engine._warm_up_run = WarmUpRun(engine.program, engine.decode_runner, engine.prefill_runner, 4, engine.max_length)
+    engine.runner.warm_up_run = WarmUpRun(engine.program, engine.decode_runner, engine.prefill_runner, 4, engine.max_length)
     program = engine.program
     step, prompts, logits = program.step, program.prompt, program.logits
 
@@ -103,17 +103,17 @@ def test_the_first_texts_compile_what_they_need_before_it_is_launched(noted):
     first = engine.generate([Request(prompt(9), 5)])[0]
     names = [name for what, name in events if what == "compiled"]
     assert names == ["step (1, 256)", "prompt 16", "head of 1"] and events.index(("launched", "prompt 16")) == 3
-    assert engine._warm_up_run.count == 1
+    assert engine.runner.warm_up_run.count == 1
     assert told == [Stage("kernels", done, 3) for done in range(4)]
     engine.generate(texts())
     seen = set()
     for what, name in events:
         assert what == "compiled" or name in seen, (name, "was compiled when it was launched")
         seen.add(name)
-    count = engine._warm_up_run.count
+    count = engine.runner.warm_up_run.count
     engine.generate(texts())
     (again,) = engine.generate([Request(prompt(9), 5)])
-    assert engine._warm_up_run.count == count and [d.token for d in again.sampled] == [d.token for d in first.sampled]
+    assert engine.runner.warm_up_run.count == count and [d.token for d in again.sampled] == [d.token for d in first.sampled]
 
 
 def test_after_warm_up_nothing_is_rehearsed(noted):
@@ -122,7 +122,7 @@ def test_after_warm_up_nothing_is_rehearsed(noted):
     assert stages == [Stage("kernels", number, len(events)) for number in range(len(events))]
     assert {name for _, name in events} >= {"step (4, 256)", "prompt 8", "prompt 256", "head of 3"}
     engine.generate(texts())
-    assert engine._warm_up_run.count == 1 and not told
+    assert engine.runner.warm_up_run.count == 1 and not told
     assert not [event for event in events[len(stages) :] if event[0] == "compiled"]
 
 

@@ -207,7 +207,7 @@ def test_bars_of_what_texts_wait_for(tmp_path, capfd, monkeypatch):
         pipe = lowbit.pipeline(str(tmp_path), engine=True, device="cpu", progress=progress)
         capfd.readouterr()
         for done in range(3):
-            pipe.engine._progress(Stage("kernels", done, 2))
+            pipe.engine.runner._progress(Stage("kernels", done, 2))
         shown = capfd.readouterr().err.replace("\r", "\n").splitlines()
         assert any("kernels:" in line and "/2" in line for line in shown) == progress
         assert not shown or not shown[-1].strip(), "it is gone"

@@ -105,6 +105,32 @@ def test_a_round_that_fails(failing, monkeypatch):
         assert 'lowbit_texts_total{end="failed"} 2.0' in client.get("/metrics").text
 
 
+def test_an_error_without_a_sequence_at_fault(failing, monkeypatch):
+    """The scheduler raises while every sequence waits: all of them fail, since the next step would raise again."""
+    alone = ask(failing, ASKED)[0]
+
+    def broken():
+        raise RuntimeError("no schedule")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(failing.engine.scheduler, "schedule", broken)
+        errors = ask(failing, ASKED, {**ASKED, "stream": True})
+    assert all(isinstance(error, openai.APIError) for error in errors)
+    failing.wait_until_free()
+    assert ask(failing, ASKED) == [alone] and failing.service.healthy
+
+
+def test_a_failed_gpu(failing, monkeypatch):
+    """The engine refuses every request, and /health reports it."""
+    with monkeypatch.context() as patch, failing.client() as client:
+        patch.setattr(failing.engine, "_gpu_error", "RuntimeError: CUDA error")
+        for _ in range(MOST_FAILURES):
+            assert client.post("/v1/completions", json=ASKED).status_code == 500
+        assert client.get("/health").status_code == 503
+        patch.undo()
+        assert client.post("/v1/completions", json=ASKED).status_code == client.get("/health").status_code == 200
+
+
 def test_texts_that_go_on_failing(failing, monkeypatch):
     """The server calls itself ill, so that whoever looks after it starts another one; and well, should it recover."""
     with monkeypatch.context() as patch, failing.client() as client:

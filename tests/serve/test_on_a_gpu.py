@@ -94,7 +94,7 @@ def test_streams_at_once_have_the_texts_of_an_engine_alone(server, model):
 
 
 def test_no_request_waits_for_a_compiler_a_capture_or_memory(server):
-    steps, prompts, rehearsal = server.engine.decode_runner, server.engine.prefill_runner, server.engine._warm_up_run
+    steps, prompts, rehearsal = server.engine.decode_runner, server.engine.prefill_runner, server.engine.runner.warm_up_run
     assert (steps.captures, prompts.captures) == (len(steps.variants()), len(prompts.forms))
     for _ in range(2):  # the allocator of torch has seen a busy server
         gather(server, text, PROMPTS)
