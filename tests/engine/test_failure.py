@@ -1,4 +1,4 @@
-"""One text that fails, while others go on to the bit; rounds that fail as a whole; a GPU that computes nothing any more."""
+"""Errors of one sequence, which leave the bits of the others unchanged, of a whole step, and of the GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prompt(length, seed=0):
 
 
 def bits(sequence):
-    return [(drawn.token, drawn.logprob) for drawn in sequence.sampled]
+    return [(sampled.token, sampled.logprob) for sampled in sequence.sampled]
 
 
 def others(count=3):
@@ -43,7 +43,7 @@ def others(count=3):
 
 
 def alone(model, requests):
-    """What they draw where nothing fails."""
+    """The tokens of requests when nothing fails."""
     return [bits(engine_of(model).generate([Request(r.prompt, r.limit, r.sampling)])[0]) for r in requests]
 
 
@@ -61,14 +61,14 @@ def run(engine, sequences):
     assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
 
 
-def test_a_watch_that_raises(model, monkeypatch):
-    """Its text ends, and whoever does the round goes on."""
+def test_an_on_token_that_raises(model, monkeypatch):
+    """Its sequence fails, and the thread that runs the step continues."""
 
-    def watch(token):
+    def on_token(token):
         raise KeyError("not today")
 
     engine, asked = engine_of(model), others()
-    first, bad, *more = submitted(engine, asked[0], Request(prompt(9), 10, on_token=watch), *asked[1:])
+    first, bad, *more = submitted(engine, asked[0], Request(prompt(9), 10, on_token=on_token), *asked[1:])
     run(engine, [first, bad, *more])
     assert bad.finish_reason is FinishReason.FAILED and len(bad.sampled) == 1 and bad.error == "KeyError: 'not today'"
     assert [bits(r) for r in (first, *more)] == alone(model, asked)
@@ -77,23 +77,23 @@ def test_a_watch_that_raises(model, monkeypatch):
     made, submit = [], engine.submit
     monkeypatch.setattr(engine, "submit", lambda request: (made.append(submit(request)), made[-1])[1])
     with pytest.raises(RuntimeError, match="this request failed after 1 tokens: KeyError: 'not today'"):
-        engine.generate([*others(), Request(prompt(9), 10, on_token=watch)])
-    assert [bits(r) for r in made[:-1]] == alone(model, asked), "once all have ended"
+        engine.generate([*others(), Request(prompt(9), 10, on_token=on_token)])
+    assert [bits(r) for r in made[:-1]] == alone(model, asked), "the error came before all sequences had finished"
 
 
-def test_a_watch_that_is_interrupted(model):
-    def watch(token):
+def test_an_on_token_that_is_interrupted(model):
+    def on_token(token):
         raise KeyboardInterrupt
 
     engine = engine_of(model)
-    bad = engine.submit(Request(prompt(9), 10, on_token=watch))
+    bad = engine.submit(Request(prompt(9), 10, on_token=on_token))
     with pytest.raises(KeyboardInterrupt):
         run(engine, [bad])
     assert bad.finish_reason is FinishReason.FAILED and bad.error == "KeyboardInterrupt"
 
 
 def failing_prompts(engine, monkeypatch, *bad):
-    """Pieces of prompts `bad` cannot be computed, nor any that are computed with one of them."""
+    """Makes prefill fail for the prompts `bad`, and for every batch with one of them. Returns the prompts of each batch."""
     inner, seen = engine.program.prompt, []
 
     def prompt_(chunks, slots):
@@ -107,7 +107,7 @@ def failing_prompts(engine, monkeypatch, *bad):
 
 
 def test_a_prompt_that_raises(model, monkeypatch):
-    """Others that began with it, steps of the same round, and those who come later keep their bits."""
+    """Sequences with the same prefix, of the same step, and later ones keep their bits."""
     engine = engine_of(model, max_concurrent=5)
     asked = others(4)
     seen = failing_prompts(engine, monkeypatch, prompt(40, 7))
@@ -122,8 +122,8 @@ def test_a_prompt_that_raises(model, monkeypatch):
 
 
 @pytest.mark.parametrize(("length", "together"), [(130, 4), (200, 1)])
-def test_a_prompt_whose_pages_others_were_to_share(model, monkeypatch, length, together):
-    """They compute them themselves, also those for whose prompt the round has no room."""
+def test_a_failed_prompt_whose_pages_others_were_to_reuse(model, monkeypatch, length, together):
+    """They compute the pages themselves, also those whose prompts did not fit into the step."""
     engine = engine_of(model, chunk_tokens=256, batch_invariant=False)
     common = prompt(length)
     seen = failing_prompts(engine, monkeypatch, [*common, 3])
@@ -140,7 +140,7 @@ def test_a_prompt_whose_pages_others_were_to_share(model, monkeypatch, length, t
         assert [d.token for d in sequence.sampled] == [d.token for d in expected.sampled]
 
 
-def test_a_prompt_that_raises_in_a_model_that_no_program_knows(monkeypatch):
+def test_a_prompt_that_raises_without_a_decode_program(monkeypatch):
     torch.manual_seed(1)
     config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=256, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config).eval()
@@ -153,8 +153,8 @@ def test_a_prompt_that_raises_in_a_model_that_no_program_knows(monkeypatch):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("when", [0, 4])
-def test_logits_that_are_no_numbers(model, monkeypatch, caplog, value, when):
-    """In the prompt or in a step: the text ends, nobody shares its pages, and nobody else notices."""
+def test_nan_and_infinite_logits(model, monkeypatch, caplog, value, when):
+    """After the prompt or a decode step: the sequence fails, its pages are not reused, and other sequences are unchanged."""
     engine, asked = engine_of(model), others()
     step, prompt_ = engine.program.step, engine.program.prompt
 
@@ -191,8 +191,8 @@ def fail(*args):
     raise RuntimeError("out of\nmemory")
 
 
-def test_a_round_that_fails_is_the_affair_of_its_requests_alone(model, monkeypatch):
-    """Who waits for another text, in the queue, gets it; who does rounds is told."""
+def test_a_failed_step_fails_only_its_own_sequences(model, monkeypatch):
+    """A queued request is still generated; the thread that runs the step gets StepFailed."""
     engine = engine_of(model, max_concurrent=1)
     running = engine.submit(Request(prompt(9), 10))
     engine.step()
@@ -213,7 +213,7 @@ def test_a_round_that_fails_is_the_affair_of_its_requests_alone(model, monkeypat
             engine.step()
 
 
-def test_a_round_that_fails_after_a_prompt_of_it_did(model, monkeypatch):
+def test_a_step_that_fails_after_one_of_its_prompts(model, monkeypatch):
     engine = engine_of(model)
     failing_prompts(engine, monkeypatch, prompt(40, 7))
     bad, *well = submitted(engine, Request(prompt(40, 7), 10), *others(2))
@@ -230,11 +230,11 @@ def test_a_round_that_fails_after_a_prompt_of_it_did(model, monkeypatch):
 
 ARRIVALS = st.lists(
     st.tuples(
-        st.integers(0, 5),  # rounds before it comes
-        st.integers(1, 200),  # tokens of the prompt, of two texts only, so that many share pages
+        st.integers(0, 5),  # steps before it is submitted
+        st.integers(1, 200),  # tokens of the prompt, of two prompts only, so that many share pages
         st.integers(0, 1),
         st.integers(1, 12),  # limit
-        st.sampled_from(["well", "well", "prompt", "watch", "logits", "cancelled"]),
+        st.sampled_from(["well", "well", "prompt", "on_token", "logits", "cancelled"]),
     ),
     min_size=1,
     max_size=7,
@@ -244,13 +244,13 @@ ARRIVALS = st.lists(
 @settings(max_examples=60)
 @given(ARRIVALS, st.integers(1, 4), st.booleans(), st.booleans(), st.sampled_from([128, 256]))
 def test_any_order_of_failures(model, arrivals, slots, ahead, invariant, chunk):
-    """Whoever does not fail has the text that it has alone."""
+    """Every sequence that does not fail has the tokens that it has alone."""
     engine = engine_of(
         model, max_concurrent=slots, async_scheduling=ahead, batch_invariant=invariant, chunk_tokens=chunk, cache_bytes=1 << 20
     )
     step, prompt_, how = engine.program.step, engine.program.prompt, {}
 
-    def watch(token):
+    def on_token(token):
         raise ValueError("not today")
 
     def spoilt(logits, sequences):
@@ -274,7 +274,7 @@ def test_any_order_of_failures(model, arrivals, slots, ahead, invariant, chunk):
     for now in range(7):
         for wait, length, seed, limit, kind in arrivals:
             if wait == now:
-                request = Request(prompt(length, seed), limit, on_token=watch if kind == "watch" else None)
+                request = Request(prompt(length, seed), limit, on_token=on_token if kind == "on_token" else None)
                 sequences.append(engine.submit(request))
                 how[sequences[-1].request] = kind
         engine.step()
@@ -285,14 +285,14 @@ def test_any_order_of_failures(model, arrivals, slots, ahead, invariant, chunk):
     fresh = engine_of(model, max_concurrent=1, prefix_caching=False, batch_invariant=invariant)
     for sequence in sequences:
         (expected,) = fresh.generate([Request(sequence.request.prompt, sequence.request.limit)])
-        drawn = [d.token for d in sequence.sampled]
-        assert drawn == [d.token for d in expected.sampled][: len(drawn)]
-        whole = len(drawn) == sequence.request.limit and how[sequence.request] != "watch"
+        sampled = [d.token for d in sequence.sampled]
+        assert sampled == [d.token for d in expected.sampled][: len(sampled)]
+        whole = len(sampled) == sequence.request.limit and how[sequence.request] != "on_token"
         assert (sequence.finish_reason is FinishReason.LENGTH) == whole, (sequence, how[sequence.request])
 
 
-def test_a_gpu_that_computes_nothing_any_more(model, monkeypatch):
-    """All texts end, those that wait too, and what is submitted later is told why."""
+def test_a_cuda_error_fails_everything(model, monkeypatch):
+    """All sequences fail, also those in the queue, and `submit` raises EngineFailed from then on."""
     engine = engine_of(model, max_concurrent=1)
     running, waiting = (engine.submit(Request(prompt(9, i), 10)) for i in range(2))
     engine.step()
@@ -311,7 +311,7 @@ def test_a_gpu_that_computes_nothing_any_more(model, monkeypatch):
         engine.submit(Request(prompt(9), 10))
 
 
-def test_an_error_is_logged_with_its_lines(caplog):
+def test_an_error_is_logged_with_its_traceback(caplog):
     try:
         fail()
     except RuntimeError as error:
@@ -319,7 +319,7 @@ def test_an_error_is_logged_with_its_lines(caplog):
     assert "a computation failed" in caplog.text and "in fail" in caplog.text
 
 
-def test_an_error_that_was_noted_holds_no_memory(monkeypatch):
+def test_a_logged_error_holds_no_memory(monkeypatch):
     class Large:
         pass
 
@@ -328,7 +328,7 @@ def test_an_error_that_was_noted_holds_no_memory(monkeypatch):
         seen.append(weakref.ref(large))
         raise ValueError("too large")
 
-    monkeypatch.setattr(logger, "disabled", True)  # pytest keeps what is logged
+    monkeypatch.setattr(logger, "disabled", True)  # pytest keeps logged errors alive
     seen = []
     line = ""
     try:

@@ -1,4 +1,4 @@
-"""The engine through a model's own forward: its cache by the model's name for it, the budget, and what is freed."""
+"""The engine through a model's own forward: the name of its cache argument, the memory budget, and freed caches."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_sequence_that_cache_bytes_cannot_hold_is_refused(model):
 
 
 class CacheModel:
-    """A model as Transformers 5.24 has it: an argument `cache`, and a warning for the older name."""
+    """A model with the interface of Transformers 5.24: an argument `cache`, and a warning for the older name."""
 
     config, device, dtype = None, torch.device("cpu"), torch.float32
 
@@ -83,7 +83,7 @@ class CacheModel:
 
 
 class PastModel(CacheModel):
-    """A model of Transformers 5.17 to 5.23."""
+    """A model with the interface of Transformers 5.17 to 5.23."""
 
     def forward(self, input_ids, past_key_values=None, use_cache=False):
         self.seen = past_key_values
@@ -93,7 +93,7 @@ class PastModel(CacheModel):
 
 
 @pytest.mark.parametrize("kind", [CacheModel, PastModel])
-def test_the_cache_is_passed_by_the_name_that_the_model_has_for_it(kind):
+def test_the_cache_is_passed_by_the_models_name_for_it(kind):
     model, cache = kind(), object()
     program = ForwardProgram(model, ())
     model.seen = None

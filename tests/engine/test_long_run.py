@@ -1,4 +1,4 @@
-"""A server's engine runs for months: what it holds does not depend on how many texts it has made."""
+"""A server's engine runs for months: its memory does not depend on the number of sequences that it has generated."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from tests.tiny import eager_llama, tiny_tokenizer
 VOCAB = 160
 
 
-def some_texts(engine, tokenizer, count, seed):
-    """Short texts of all kinds, 32 at a time: drawn in every way, streamed, given up, failing; how they ended."""
+def some_sequences(engine, tokenizer, count, seed):
+    """Runs short sequences of all kinds, 32 at a time: every sampling setting, streamed, cancelled, failing. Returns the count
+    of each finish reason."""
     ends = collections.Counter()
     generator = torch.Generator().manual_seed(seed)
     for begin in range(0, count, 32):
@@ -27,14 +28,14 @@ def some_texts(engine, tokenizer, count, seed):
             ids = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
             text = Detokenizer(tokenizer, ids, ["zz"])
 
-            def watch(drawn, text=text, i=i):
+            def on_token(sampled, text=text, i=i):
                 if i % 16 == 5:
                     raise ValueError("no more")
-                text.push(drawn.token)
+                text.push(sampled.token)
                 return text.stopped
 
             asked = Sampling(0.7 * (i % 3), top_p=0.9, seed=i, presence_penalty=0.1 * (i % 4), logit_bias={i % VOCAB: 1.0})
-            sequences.append(engine.submit(Request(ids, 1 + i % 4, asked, on_token=watch, top_logprobs=i % 3)))
+            sequences.append(engine.submit(Request(ids, 1 + i % 4, asked, on_token=on_token, top_logprobs=i % 3)))
         engine.step()
         for sequence in sequences[7::16]:
             engine.cancel(sequence)
@@ -50,18 +51,18 @@ def objects():
     return collections.Counter(type(each).__name__ for each in gc.get_objects())
 
 
-def test_thousands_of_texts_leave_nothing_behind(monkeypatch):
-    """No objects, though none of them is left to the collector of cycles, and no bytes."""
+def test_thousands_of_sequences_leave_nothing_behind(monkeypatch):
+    """No objects, even without the garbage collector of cycles, and no bytes."""
     for module in (failure, engine_module):
-        monkeypatch.setattr(module.logger, "disabled", True)  # pytest keeps what is logged
+        monkeypatch.setattr(module.logger, "disabled", True)  # pytest keeps logged errors alive
     engine = Engine(eager_llama(), max_concurrent=8, chunk_tokens=128, cache_bytes=1 << 20, max_length=256)
     tokenizer = tiny_tokenizer()
-    some_texts(engine, tokenizer, 256, 0)
+    some_sequences(engine, tokenizer, 256, 0)
     gc.collect()
     gc.disable()
     try:
         before = objects()
-        ends = some_texts(engine, tokenizer, 512, 1)
+        ends = some_sequences(engine, tokenizer, 512, 1)
         more = objects() - before
     finally:
         gc.enable()
@@ -69,9 +70,9 @@ def test_thousands_of_texts_leave_nothing_behind(monkeypatch):
     assert sum(more.values()) < 25, more.most_common(8)
     tracemalloc.start()
     try:
-        some_texts(engine, tokenizer, 128, 2)  # all pages have been filled meanwhile
+        some_sequences(engine, tokenizer, 128, 2)  # all pages have been used by now
         bytes_ = tracemalloc.get_traced_memory()[0]
-        some_texts(engine, tokenizer, 512, 3)
+        some_sequences(engine, tokenizer, 512, 3)
         assert tracemalloc.get_traced_memory()[0] - bytes_ < 100_000
     finally:
         tracemalloc.stop()

@@ -1,4 +1,4 @@
-"""Every field of a request and of its sampling is checked where it is made: none of another type hangs or breaks a step."""
+"""Every field of a request and of its sampling settings is checked when it is created: no wrong type reaches a step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_requests(fields, message):
         Request(**{"prompt": [1], "limit": 2, **fields})
 
 
-def test_what_is_the_engines_is_no_argument():
+def test_the_engines_fields_are_no_arguments():
     with pytest.raises(TypeError, match="end"):
         Request([1], 2, end="stop")
 
@@ -117,7 +117,7 @@ def test_the_state_of_a_request_by_its_names_until_2026_11(tiny_engine):
     request, other = Request([5, 6], 3, top_logprobs=1), Request([5], 9)
     with pytest.warns(DeprecationWarning, match="Request.sampled is now Sequence.sampled, of the sequence that Engine.submit"):
         assert request.sampled == []
-    tiny_engine.generate([request])  # its result is not kept: the request alone keeps the state
+    tiny_engine.generate([request])  # the returned sequence is not kept: the request keeps its state alive
     for name in ("sampled", "drawn"):
         with pytest.warns(DeprecationWarning, match=f"Request.{name} is now Sequence.sampled"):
             assert len(getattr(request, name)) == 3
@@ -148,7 +148,7 @@ def test_a_sequence_by_the_names_of_its_request(tiny_engine):
 
 
 def test_names_until_2026_11():
-    """They still work, with a warning."""
+    """Renamed arguments, attributes and classes still work, with a warning."""
     with pytest.warns(DeprecationWarning, match="Request.ends is now Request.stop_token_ids"):
         request = Request([1], 2, ends=frozenset({3}))
     assert request.stop_token_ids == frozenset({3})
