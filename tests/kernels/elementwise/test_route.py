@@ -1,0 +1,127 @@
+"""The kernels that route tokens to experts: the reference's routing, in Triton's interpreter too, and their machine code."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lowbit.hardware.machine import machine_of, typical_machine
+from lowbit.kernels.reference.route import RouterRule, RoutingTensors, group_reference, route_reference
+from tests.kernels.interpreter import interpreted
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+from lowbit.kernels.elementwise import route as kernel_module
+from lowbit.kernels.elementwise.route import GroupPlan, RoutePlan
+
+gpu = pytest.mark.gpu
+
+V3 = {"score": "sigmoid", "normalize": True, "epsilon": 1e-20, "groups": 8, "top_groups": 4, "group_score": "top2"}
+OSS = {"softmax_over_selected": True, "bias_use": "logits"}
+QWEN = RouterRule(8, normalize=True)
+
+
+def logits_of(tokens, experts, dtype=torch.float32, gap=0, device="cpu"):
+    """Random logits whose rows are `gap` elements apart, with ties, a NaN and infinities in rows of their own."""
+    generator = torch.Generator().manual_seed(tokens * experts)
+    wide = (torch.randn(tokens, experts + gap, generator=generator) * 2).to(dtype)
+    wide[:, experts:] = math.nan
+    if tokens > 4 and experts > 4:
+        wide[1, :experts] = wide[1, :experts].round()
+        wide[2, experts // 2], wide[3, 1], wide[3, 2] = math.nan, -math.inf, -math.inf
+        wide[4, :experts] = 0.0
+    return wide.to(device)[:, :experts]
+
+
+def poison(device):
+    """Fills what the allocator returns next."""
+    for size in (1, 64, 1024, 1 << 16):
+        torch.full((size,), -77, dtype=torch.int32, device=device)
+
+
+def assert_same(made, wanted, of):
+    """The reference's integers to the bit; weights within rounding."""
+    for name, one, other in zip(RoutingTensors._fields, made, wanted, strict=True):
+        if name != "weights":
+            assert one.dtype == other.dtype and torch.equal(one.cpu(), other), (name, of, one, other)
+    torch.testing.assert_close(made.weights.cpu(), wanted.weights, rtol=4e-6, atol=1e-7, equal_nan=True)
+
+
+def check_route(logits, rule, bias=None, tile_rows=8, machine=None):
+    machine = machine or (machine_of("cuda") if logits.is_cuda else typical_machine(80))
+    plan = RoutePlan(*logits.shape, rule, bias is not None, tile_rows, machine)
+    arrived = torch.zeros(1, dtype=torch.int32, device=logits.device)
+    poison(logits.device)
+    made = plan(logits, bias, arrived)
+    wanted = route_reference(logits.cpu(), None if bias is None else bias.cpu(), rule, tile_rows)
+    assert_same(made, wanted, (rule, logits.shape))
+    assert not arrived.any()
+    return plan, made
+
+
+def check_group(given, weights, experts, tile_rows=8, machine=None):
+    machine = machine or (machine_of("cuda") if given.is_cuda else typical_machine(80))
+    plan = GroupPlan(*given.shape, experts, tile_rows, machine)
+    poison(given.device)
+    made = plan(given, weights)
+    wanted = group_reference(given.cpu(), weights.cpu(), experts, tile_rows)
+    assert_same(made, wanted, (given.shape, experts))
+    assert torch.equal(made.weights.cpu(), wanted.weights)
+    return plan
+
+
+def bias_of(experts, seed=0):
+    return torch.randn(experts, generator=torch.Generator().manual_seed(seed)) * 0.2
+
+
+CASES = [
+    (1, 128, QWEN, False, torch.float32, 0),
+    (1, 8, RouterRule(2, normalize=True), False, torch.float16, 0),
+    (5, 60, RouterRule(4), False, torch.float16, 5),
+    (7, 32, RouterRule(4, **OSS), True, torch.float32, 0),
+    (6, 160, RouterRule(6, groups=8, top_groups=3, scale=16.0), False, torch.float32, 0),
+    (5, 64, RouterRule(8, **V3, scale=2.5), True, torch.float32, 3),
+    (9, 21, RouterRule(5, groups=3, top_groups=2, group_score="top2"), False, torch.float32, 0),
+    (5, 10, RouterRule(3, score="sigmoid"), True, torch.float32, 0),
+    (5, 10, RouterRule(3, normalize=True, epsilon=1e-6), True, torch.float32, 0),
+    (3, 1, RouterRule(1, normalize=True), False, torch.float32, 0),
+]
+
+
+def check_choices():
+    for tokens, experts, rule, biased, dtype, gap in CASES:
+        check_route(logits_of(tokens, experts, dtype, gap), rule, bias_of(experts) if biased else None, tile_rows=2)
+
+
+def check_few():
+    """One block, and several of which the last one sorts."""
+    for tokens, experts, blocks in ((17, 64, 1), (64, 64, 1), (33, 130, 5), (64, 128, 4)):
+        plan, _ = check_route(logits_of(tokens, experts), QWEN, tile_rows=4)
+        assert plan.blocks == blocks and plan.many is None
+
+
+def check_many():
+    plan, _ = check_route(logits_of(150, 24), RouterRule(5), tile_rows=16)
+    assert plan.many is not None and plan.many.chunks == 2
+    whole, kernel_module.ROWS = kernel_module.ROWS, 2  # more chunks than `sum_counts` reads at a time
+    check_route(logits_of(400, 40), RouterRule(4, **OSS), bias_of(40), tile_rows=8)
+    check_route(logits_of(65, 8), RouterRule(2), tile_rows=1)
+    kernel_module.ROWS = whole
+
+
+def check_groups():
+    generator = torch.Generator().manual_seed(0)
+    for tokens, top_k, experts in ((1, 1, 1), (1, 8, 128), (31, 3, 12), (64, 16, 300), (90, 7, 60), (600, 2, 5)):
+        given = torch.randint(-1, experts + 2, (tokens, top_k), generator=generator)
+        weights = torch.rand(tokens, top_k, generator=generator)
+        check_group(given, weights, experts)
+        check_group(given.int(), weights.half(), experts, tile_rows=64)
+    check_group(torch.full((20, 2), -1), torch.full((20, 2), math.nan), 4)
+    check_group(torch.full((300, 2), 1 << 40), torch.full((300, 2), math.nan), 4)
+    check_group(torch.full((100, 1), 3), torch.ones(100, 1), 4, tile_rows=16)
+
+
+def test_the_arithmetic_in_tritons_interpreter():
+    interpreted(check_choices, check_few, check_many, check_groups)
