@@ -204,7 +204,7 @@ def _route_on_gpu(logits: Tensor, bias: Tensor | None, *rest: Any) -> RoutingTen
         return _empty(logits, 0, rule.top_k, logits.shape[1], tile_rows)
     on, given = logits.device, bias is not None
     plan = _route_plan(logits.shape, logits.dtype, _aligned(logits, bias), rule, given, tile_rows, on)
-    return plan(logits, bias, workspace(on, 0, plan.counters)[1])
+    return plan(logits, bias, *workspace(on, *plan.workspace))
 
 
 def _route_on_cpu(logits: Tensor, bias: Tensor | None, *rest: Any) -> RoutingTensors:

@@ -3,12 +3,12 @@
 Reads   logits fp16, bf16 or fp32 [T, E], any row stride, and a bias fp32 [E] or None; or experts int32 or int64 [T, top_k] and
         weights [T, top_k] of another router
 Writes  the tensors of `Routing` (ops/route.py), all of their elements
-Choose  scores of some tokens a block, a row of columns each; top_k rounds of two integer reductions: the largest key, and the
-        lowest column that has it. Groups are blocks of columns of one size, a power of two
-Sort    counting sort: a histogram of experts for each chunk of 32 slots, its prefix sums over chunks and then over experts, and
+Choose  a token's logits are in one warp; top_k rounds of two integer reductions: the largest key, and the lowest expert that
+        has it. With groups, a thread has an expert of each group
+Sort    counting sort: a histogram of experts for each chunk of slots, its prefix sums over chunks and then over experts, and
         the rank within a chunk by comparison with the slots before. The slot that begins a tile writes the tile
-Few     one launch for up to 64 tokens (1,024 slots with padding). Where their logits are too many for one block, the last
-        block to finish sorts
+Few     one launch for up to 64 tokens (1,024 slots with padding). Where their logits are too many for one block, blocks rank
+        their own slots and the last one to finish sorts all
 Many    choose; counts of chunks of 512 slots; their prefix sums; place. `group` has no first launch
 Overlap the next kernel may start at once; the bias is read before the wait for the previous kernel (programmatic dependent
         launch, sm_90)
@@ -35,21 +35,38 @@ from lowbit.kernels.reference.route import RouterRule, RoutingTensors, tile_boun
 FEW_TOKENS, FEW_SLOTS = 64, 1024
 """Most tokens, and most slots with padding, of the path with one launch."""
 
+FEWEST_SLOTS = 32
+"""Fewest slots of a block, with padding: one for each thread of a warp."""
+
 MOST_EXPERTS = 1024
 """The histograms of the chunks of a block take 64 bytes of shared memory an expert: 64 KiB, which every GPU has."""
 
-ONE_BLOCK, BLOCK = 4096, 2048
-"""Most logits of a single block, and logits of a block where there are several. Not measured yet: with 8 a thread, a round of
-the choice is some 130 instructions a warp."""
+ONE_BLOCK, MOST_WARPS = 4096, 16
+"""Most logits of a single block, and its most warps. Not measured yet; counted in docs/log/matrix-products.md."""
 
-CHUNK, MANY_CHUNK = 32, 512
-"""Slots of a histogram; slots of a block where there are many."""
+BLOCK = 8
+"""Tokens of a block where there are several, a warp each: fewer warps would sort 512 slots by 512 experts in spilled
+registers."""
+
+CHUNK, SHORT_TABLE, MANY_CHUNK = 32, 4096, 512
+"""Slots that are compared with each other, twice as many where they are one chunk or where the table of experts by chunks would
+be longer than SHORT_TABLE; slots of a block where there are many."""
 
 COLUMNS, ROWS = 32, 128
 """Experts of a block of `sum_counts`, and chunks that it reads at a time."""
 
+SLOT_BITS = 21
+"""Bits of a number of slots."""
+
+_BITS, _FIELD = tl.constexpr(SLOT_BITS), tl.constexpr((1 << SLOT_BITS) - 1)
+
 _NEVER = tl.constexpr(-(1 << 31))
 """Key of a column that is not to be chosen; below that of -inf."""
+
+
+def _power(n: int) -> int:
+    """The least power of two that is n or more."""
+    return int(triton.next_power_of_2(n))
 
 
 @dataclass(frozen=True)
@@ -68,24 +85,26 @@ class ChooseConfig:
     digest: str = source_digest()
 
     @property
+    def lanes(self) -> int:
+        """Columns of a row of logits: the experts of a group, or as many as a warp has threads; a power of two."""
+        if self.rule.groups > 1:
+            return _power(self.experts // self.rule.groups)
+        return min(_power(self.experts), 32)
+
+    @property
     def size(self) -> int:
-        """Experts of a group."""
-        return self.experts // self.rule.groups
+        """Experts of a row."""
+        return self.experts // self.rule.groups if self.rule.groups > 1 else self.lanes
 
     @property
-    def members(self) -> int:
-        """Columns of a group."""
-        return int(triton.next_power_of_2(self.size))
-
-    @property
-    def groups(self) -> int:
-        """Groups with padding."""
-        return int(triton.next_power_of_2(self.rule.groups))
+    def rows(self) -> int:
+        """Rows of a token's logits, a power of two."""
+        return _power(-(-self.experts // self.size))
 
     @property
     def columns(self) -> int:
-        """Columns of a token's logits."""
-        return self.groups * self.members
+        """Logits of a token with padding."""
+        return self.rows * self.lanes
 
     @property
     def sigmoid(self) -> bool:
@@ -138,12 +157,13 @@ class SortConfig:
     @property
     def bins(self) -> int:
         """Experts with padding."""
-        return int(triton.next_power_of_2(self.experts))
+        return _power(self.experts)
 
     @property
     def chunk(self) -> int:
         """Slots whose ranks are found by comparison."""
-        return CHUNK if self.slots <= 512 else 2 * CHUNK
+        short = self.slots > 2 * CHUNK and self.slots // CHUNK * self.bins <= SHORT_TABLE
+        return CHUNK if short else min(self.slots, 2 * CHUNK)
 
     @property
     def chunks(self) -> int:
@@ -159,29 +179,19 @@ def sortable(x):
 
 
 @triton.jit
-def take_best(keys, i, END: tl.constexpr):
-    """Returns the lowest index i that has the largest key of a row [.., END], and the keys without it."""
-    index = tl.min(tl.where(keys == tl.max(keys, 1)[:, None], i[None, :], END), 1)
-    return index, tl.where(i[None, :] == index[:, None], _NEVER, keys)
-
-
-@triton.jit
-def kept_groups(choice, C: tl.constexpr):
-    """Which columns are of the best groups: int32 [tokens, columns], 0 or 1. In `choice` nothing is NaN."""
-    R: tl.constexpr = C.rule
-    members = tl.reshape(choice, [C.tokens, C.groups, C.members])
-    best = tl.max(members, 2)
+def kept_groups(choice, lane, C: tl.constexpr):
+    """Which groups [rows, tokens] are the best: 0 or 1. In `choice` nothing is NaN."""
+    best = tl.max(choice, 2)
     if C.top2:
-        i = tl.arange(0, C.members)[None, None, :]
-        first = tl.min(tl.where(members == best[:, :, None], i, C.members), 2)
-        best = best + tl.max(tl.where(i == first[:, :, None], float("-inf"), members), 2)
-    group = tl.arange(0, C.groups)
-    keys = tl.where((group < R.groups)[None, :], sortable(best), _NEVER)
-    kept = tl.zeros([C.tokens, C.groups], tl.int32)
-    for _ in range(R.top_groups):
-        index, keys = take_best(keys, group, C.groups)
-        kept = tl.where(group[None, :] == index[:, None], 1, kept)
-    return tl.reshape(tl.broadcast_to(kept[:, :, None], [C.tokens, C.groups, C.members]), [C.tokens, C.columns])
+        first = tl.min(tl.where(choice == best[:, :, None], lane, C.lanes), 2)
+        best = best + tl.max(tl.where(lane == first[:, :, None], float("-inf"), choice), 2)
+    group = tl.arange(0, C.rows)[:, None]
+    keys = tl.where(group < C.rule.groups, sortable(best), _NEVER)
+    kept = tl.zeros([C.rows, C.tokens], tl.int32)
+    for _ in range(C.rule.top_groups):
+        index = tl.min(tl.where(keys == tl.max(keys, 0)[None, :], group, C.rows), 0)[None, :]
+        keys, kept = tl.where(group == index, _NEVER, keys), tl.where(group == index, 1, kept)
+    return kept
 
 
 @triton.jit
@@ -192,59 +202,63 @@ def score_of(x, largest, C: tl.constexpr):
 
 @triton.jit
 def total_of(powers):
-    """Sums of the rows of numbers from 0 to 1, in units of 2^-40: integers, whose sum depends on no order. NaN counts as 0."""
+    """Sums [tokens] of numbers from 0 to 1, in units of 2^-40: integers, whose sum depends on no order. NaN counts as 0."""
     parts = (tl.where(powers == powers, powers, 0.0) * 1099511627776.0).to(tl.int64)
-    return tl.sum(parts, 1).to(tl.float32) * (1.0 / 1099511627776.0)
+    return tl.sum(tl.sum(parts, 0), 1).to(tl.float32) * (1.0 / 1099511627776.0)
 
 
 @triton.jit
-def keys_of(x, added, largest, total, column, C: tl.constexpr):
-    """Keys of columns in the order in which they are chosen, int32 [tokens, columns]."""
-    exists = ((column % C.members < C.size) & (column // C.members < C.rule.groups))[None, :]
+def keys_of(x, added, largest, total, exists, C: tl.constexpr):
+    """Keys of logits in the order in which they are chosen, int32 [rows, tokens, lanes]."""
     choice = x
     if not C.by_logit:
-        choice = score_of(x, largest[:, None], C)
+        choice = score_of(x, largest[None, :, None], C)
         if not C.sigmoid:
-            choice = choice / total[:, None]
+            choice = choice / total[None, :, None]
         if C.corrected:
             choice += added
     choice = tl.where((choice == choice) & exists, choice, float("-inf"))
     keys = tl.where(exists, sortable(choice), _NEVER)
     if C.rule.groups > 1:
-        keys = tl.where(kept_groups(choice, C) != 0, keys, _NEVER)
+        keys = tl.where(kept_groups(choice, tl.arange(0, C.lanes)[None, None, :], C)[:, :, None] != 0, keys, _NEVER)
     return keys
 
 
 @triton.jit
 def choose(logits, bias, token, T, stride, C: tl.constexpr):
-    """Experts int32 and weights float32 of tokens, both [tokens, slots], zero from column top_k on."""
-    column = tl.arange(0, C.columns)
-    expert = column // C.members * C.size + column % C.members
-    exists = (column % C.members < C.size) & (column // C.members < C.rule.groups)
+    """Experts int32 and weights float32 of tokens, both [tokens, slots], zero from column top_k on.
+
+    Logits are [rows, tokens, lanes]: Triton then gives warps tokens and threads lanes, and a token's rows to the registers of
+    a thread, so that no reduction leaves its warp.
+    """
+    lane = tl.arange(0, C.lanes)[None, None, :]
+    expert = tl.arange(0, C.rows)[:, None, None] * C.size + lane
+    exists = (lane < C.size) & (expert < C.experts)
     added = 0.0
     if C.bias:
-        added = tl.load(bias + expert, mask=exists, other=0.0)[None, :]
+        added = tl.load(bias + expert, mask=exists, other=0.0)
     if C.overlap:
         cuda.gdc_wait()
     row = logits + token.to(tl.int64) * stride
     here = token < T
-    x = tl.load(row[:, None] + expert[None, :], mask=here[:, None] & exists[None, :], other=float("-inf")).to(tl.float32)
+    x = tl.load(row[None, :, None] + expert, mask=here[None, :, None] & exists, other=float("-inf")).to(tl.float32)
     if C.biased:
         x += added
-    largest = tl.max(tl.where(x == x, x, float("-inf")), 1)
-    wrong = tl.max((x != x).to(tl.int32), 1) != 0
+    largest = tl.max(tl.max(tl.where(x == x, x, float("-inf")), 0), 1)
+    wrong = tl.max(tl.max((x != x).to(tl.int32), 0), 1) != 0
     total = tl.full([C.tokens], 1.0, tl.float32)
     if not C.sigmoid:
         wrong |= tl.abs(largest) == float("inf")
         if C.whole:
-            total = total_of(tl.exp(x - largest[:, None]))
-    keys = keys_of(x, added, largest, total, column, C)
+            total = total_of(tl.exp(x - largest[None, :, None]))
+    keys = keys_of(x, added, largest, total, exists, C)
     s = tl.arange(0, C.slots)[None, :]
     chosen, weights = tl.zeros([C.tokens, C.slots], tl.int32), tl.zeros([C.tokens, C.slots], tl.float32)
     selected = tl.zeros([C.tokens], tl.float32)
     for turn in range(C.rule.top_k):
-        best, keys = take_best(keys, column, C.columns)
-        best = best // C.members * C.size + best % C.members
+        largest_key = tl.max(tl.max(keys, 0), 1)[None, :, None]
+        best = tl.min(tl.min(tl.where(keys == largest_key, expert, C.experts), 0), 1)
+        keys = tl.where(expert == best[None, :, None], _NEVER, keys)
         value = tl.load(row + best, mask=here, other=0.0).to(tl.float32)
         if C.biased:
             value += tl.load(bias + best)
@@ -262,8 +276,9 @@ def ranked(expert, here, C: tl.constexpr):
     expert has. Slots that are not `here` count as none."""
     chunked = tl.reshape(expert, [C.chunks, C.chunk])
     i = tl.arange(0, C.chunk)
-    before = (chunked[:, :, None] == chunked[:, None, :]) & (i[None, None, :] < i[None, :, None])
-    rank = tl.reshape(tl.sum(before.to(tl.int32), 2), [C.slots])
+    # Slots of a chunk are along the lanes of a warp, and those before them in registers, so that few are summed across warps.
+    before = (tl.trans(chunked)[:, :, None] == chunked[None, :, :]) & (i[:, None, None] < i[None, None, :])
+    rank = tl.reshape(tl.sum(before.to(tl.int32), 0), [C.slots])
     bin = tl.where(here, tl.arange(0, C.slots) // C.chunk * C.bins + expert, 0)
     counts = tl.histogram(bin, C.chunks * C.bins, mask=here)
     if C.chunks > 1:
@@ -276,50 +291,55 @@ def ranked(expert, here, C: tl.constexpr):
 
 @triton.jit
 def begins(counts, C: tl.constexpr):
-    """(first position, first tile) of each expert, [bins], of the number of its slots."""
-    tiles = (counts + (C.tile_rows - 1)) // C.tile_rows
-    return tl.cumsum(counts, 0) - counts, tl.cumsum(tiles, 0) - tiles
+    """(begins int64 [bins], ends int64) of the slots and tiles of each expert, of the number of its slots.
+
+    Bits 0 to 20 are the number of slots of the experts before, bits 21 to 41 that of their tiles, and from bit 42 on is the
+    number of slots of the expert itself: one prefix sum, and one lookup for each slot. `ends` has the first two for all.
+    """
+    both = counts.to(tl.int64) | (((counts + (C.tile_rows - 1)) // C.tile_rows).to(tl.int64) << _BITS)
+    return (tl.cumsum(both, 0) - both) | (counts.to(tl.int64) << (2 * _BITS)), tl.sum(both, 0)
 
 
 @triton.jit
-def tile_number(counts, C: tl.constexpr):
-    """The number of tiles."""
-    return tl.sum((counts + (C.tile_rows - 1)) // C.tile_rows, 0)
+def field(packed, i: tl.constexpr):
+    """Field i of the numbers of `begins`, int32."""
+    return ((packed >> (i * _BITS)) & _FIELD).to(tl.int32)
 
 
 @triton.jit
-def place(expert, here, slot, rank, counts, order, tiles, C: tl.constexpr):
+def place(expert, here, slot, rank, begin, order, tiles, C: tl.constexpr):
     """Stores slots at their positions, and tiles by the slots that begin them. `rank` is that among all slots."""
-    begin, first_tile = begins(counts, C)
-    known = tl.where(here, expert, 0)
-    position = tl.gather(begin, known, 0) + rank
+    of_expert = tl.gather(begin, tl.where(here, expert, 0), 0)
+    position = field(of_expert, 0) + rank
     tl.store(order + position, slot, mask=here)
-    tile = tiles + (tl.gather(first_tile, known, 0) + rank // C.tile_rows) * 3
+    tile = tiles + (field(of_expert, 1) + rank // C.tile_rows) * 3
     starts = here & (rank % C.tile_rows == 0)
     tl.store(tile, expert, mask=starts)
     tl.store(tile + 1, position, mask=starts)
-    tl.store(tile + 2, tl.minimum(tl.gather(counts, known, 0) - rank, C.tile_rows), mask=starts)
+    tl.store(tile + 2, tl.minimum(field(of_expert, 2) - rank, C.tile_rows), mask=starts)
 
 
 @triton.jit
-def store_totals(counts, offsets, tile_count, C: tl.constexpr):
-    """Stores the first position of each expert, and the number of tiles."""
+def store_totals(begin, ends, offsets, tile_count, C: tl.constexpr):
+    """Stores the first position of each expert, the number of slots and that of tiles."""
     e = tl.arange(0, C.bins)
-    tl.store(offsets + 1 + e, tl.cumsum(counts, 0), mask=e < C.experts)
-    tl.store(offsets, 0)
-    tl.store(tile_count, tile_number(counts, C))
+    tl.store(offsets + e, field(begin, 0), mask=e < C.experts)
+    tl.store(offsets + C.experts, field(ends, 0))
+    tl.store(tile_count, field(ends, 1))
 
 
 @triton.jit
-def sort_few(expert, here, slot, slots, bound, order, offsets, tiles, tile_count, C: tl.constexpr, TILES: tl.constexpr):
-    """Sorts all slots in one block; 3 * `bound` <= TILES."""
-    rank, counts = ranked(expert, here, C)
-    place(expert, here, slot, rank, counts, order, tiles, C)
-    store_totals(counts, offsets, tile_count, C)
+def sort_few(expert, here, slot, rank, counts, slots, bound, order, offsets, tiles, tile_count, C: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """Sorts all slots in one block; `rank` and `counts` as by `ranked`, 3 * `bound` <= TILES."""
+    begin, ends = begins(counts, C)
+    place(expert, here, slot, rank, begin, order, tiles, C)
+    store_totals(begin, ends, offsets, tile_count, C)
     i = tl.arange(0, C.slots)
-    tl.store(order + i, -1, mask=(i >= tl.sum(counts, 0)) & (i < slots))
+    tl.store(order + i, -1, mask=(i >= field(ends, 0)) & (i < slots))
     i = tl.arange(0, TILES)
-    tl.store(tiles + i, 0, mask=(i >= tile_number(counts, C) * 3) & (i < bound * 3))
+    tl.store(tiles + i, 0, mask=(i >= field(ends, 1) * 3) & (i < bound * 3))
 
 
 @triton.jit
@@ -328,30 +348,59 @@ def known_expert(given, here, C: tl.constexpr):
     return tl.where(here & (given >= 0) & (given < C.experts), given, -1).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["T", "stride", "bound"])
-def route_few(
-    experts, weights, order, offsets, tiles, tile_count, logits, bias, arrived, T, stride, bound,
-    C: tl.constexpr, S: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Chooses the experts of some tokens; the last block sorts the slots of all."""
-    if C.overlap:
-        cuda.gdc_launch_dependents()
+@triton.jit
+def chosen_and_stored(experts, weights, logits, bias, T, stride, C: tl.constexpr):
+    """Chooses the experts of a block of tokens and stores them: (experts, which of them exist, slots), [tokens, slots] each."""
     token = tl.program_id(0) * C.tokens + tl.arange(0, C.tokens)
     s = tl.arange(0, C.slots)
     expert, weight = choose(logits, bias, token, T, stride, C)
-    slot = token[:, None] * S.top_k + s[None, :]
-    valid = (token < T)[:, None] & (s < S.top_k)[None, :]
+    slot = token[:, None] * C.rule.top_k + s[None, :]
+    valid = (token < T)[:, None] & (s < C.rule.top_k)[None, :]
     tl.store(experts + slot, expert, mask=valid)
     tl.store(weights + slot, weight, mask=valid)
-    i = tl.arange(0, S.slots)
-    here = (i // C.slots < T) & (i % C.slots < S.top_k)
-    all_slots = i // C.slots * S.top_k + i % C.slots
-    if BLOCKS == 1:
-        of_slots = tl.where(here, tl.reshape(expert, [S.slots]), -1)
-        sort_few(of_slots, here, all_slots, T * S.top_k, bound, order, offsets, tiles, tile_count, S, TILES)
-    elif last_to_arrive(arrived, BLOCKS):
-        of_slots = tl.load(experts + all_slots, mask=here, other=-1)
-        sort_few(of_slots, here, all_slots, T * S.top_k, bound, order, offsets, tiles, tile_count, S, TILES)
+    return expert, valid, slot
+
+
+@triton.jit(do_not_specialize=["T", "stride", "bound"])
+def route_block(
+    experts, weights, order, offsets, tiles, tile_count, logits, bias, T, stride, bound, C: tl.constexpr, S: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """Routes all tokens in one block."""
+    if C.overlap:
+        cuda.gdc_launch_dependents()
+    chosen, valid, slot = chosen_and_stored(experts, weights, logits, bias, T, stride, C)
+    here = tl.reshape(valid, [S.slots])
+    expert, slot = tl.where(here, tl.reshape(chosen, [S.slots]), -1), tl.reshape(slot, [S.slots])
+    rank, counts = ranked(expert, here, S)
+    sort_few(expert, here, slot, rank, counts, T * S.top_k, bound, order, offsets, tiles, tile_count, S, TILES)
+
+
+@triton.jit(do_not_specialize=["T", "stride", "bound"])
+def route_blocks(
+    experts, weights, order, offsets, tiles, tile_count, logits, bias, ranks, counted, arrived, T, stride, bound,
+    C: tl.constexpr, B: tl.constexpr, S: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Chooses the experts of some tokens, whose slots B ranks; the last of BLOCKS <= ROWS blocks sorts the slots of all, S."""
+    if C.overlap:
+        cuda.gdc_launch_dependents()
+    chosen, valid, slot = chosen_and_stored(experts, weights, logits, bias, T, stride, C)
+    own = tl.reshape(valid, [B.slots])
+    own_rank, own_counts = ranked(tl.where(own, tl.reshape(chosen, [B.slots]), -1), own, B)
+    tl.store(ranks + tl.reshape(slot, [B.slots]), own_rank, mask=own)
+    e = tl.arange(0, S.bins)
+    tl.store(counted + tl.program_id(0) * S.bins + e, own_counts)
+    if last_to_arrive(arrived, BLOCKS):
+        block = tl.arange(0, ROWS)
+        table = tl.load(counted + block[:, None] * S.bins + e[None, :], mask=(block < BLOCKS)[:, None], other=0)
+        before = tl.reshape(tl.cumsum(table, 0) - table, [ROWS * S.bins])
+        all_slots = tl.arange(0, S.slots)
+        here = all_slots < T * S.top_k
+        expert = tl.load(experts + all_slots, mask=here, other=0)
+        rank = tl.load(ranks + all_slots, mask=here, other=0)
+        rank += tl.gather(before, all_slots // (C.tokens * S.top_k) % ROWS * S.bins + expert, 0)
+        counts = tl.sum(table, 0)
+        sort_few(expert, here, all_slots, rank, counts, T * S.top_k, bound, order, offsets, tiles, tile_count, S, TILES)
 
 
 @triton.jit(do_not_specialize=["slots", "bound"])
@@ -369,7 +418,8 @@ def group_few(
     here = expert >= 0
     tl.store(experts + slot, expert, mask=valid)
     tl.store(weights + slot, tl.load(given_weights + slot, mask=here, other=0.0).to(tl.float32), mask=valid)
-    sort_few(expert, here, slot, slots, bound, order, offsets, tiles, tile_count, S, TILES)
+    rank, counts = ranked(expert, here, S)
+    sort_few(expert, here, slot, rank, counts, slots, bound, order, offsets, tiles, tile_count, S, TILES)
 
 
 @triton.jit(do_not_specialize=["T", "stride"])
@@ -377,13 +427,7 @@ def choose_many(experts, weights, logits, bias, T, stride, C: tl.constexpr):
     """Chooses the experts of some tokens."""
     if C.overlap:
         cuda.gdc_launch_dependents()
-    token = tl.program_id(0) * C.tokens + tl.arange(0, C.tokens)
-    s = tl.arange(0, C.slots)
-    expert, weight = choose(logits, bias, token, T, stride, C)
-    slot = token[:, None] * C.rule.top_k + s[None, :]
-    valid = (token < T)[:, None] & (s < C.rule.top_k)[None, :]
-    tl.store(experts + slot, expert, mask=valid)
-    tl.store(weights + slot, weight, mask=valid)
+    chosen_and_stored(experts, weights, logits, bias, T, stride, C)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -438,11 +482,12 @@ def place_slots(order, offsets, tiles, tile_count, experts, before, totals, slot
     counts = tl.load(totals + tl.arange(0, S.bins))
     rank, _ = ranked(expert, here, S)
     rank += tl.load(before + p * S.bins + expert, mask=here, other=0)
-    place(expert, here, slot, rank, counts, order, tiles, S)
-    tl.store(order + slot, -1, mask=(slot >= tl.sum(counts, 0)) & (slot < slots))
+    begin, ends = begins(counts, S)
+    place(expert, here, slot, rank, begin, order, tiles, S)
+    tl.store(order + slot, -1, mask=(slot >= field(ends, 0)) & (slot < slots))
     if p == 0:
-        store_totals(counts, offsets, tile_count, S)
-    used = tile_number(counts, S) * 3
+        store_totals(begin, ends, offsets, tile_count, S)
+    used = field(ends, 1) * 3
     for start in range(p * S.slots, bound * 3, tl.num_programs(0) * S.slots):
         i = start + tl.arange(0, S.slots)
         tl.store(tiles + i, 0, mask=(i >= used) & (i < bound * 3))
@@ -469,7 +514,7 @@ class _SortMany:
         overlap, bins = config.overlap, config.bins
         self.count = Launcher(count_slots, (self.chunks, 1, 1), 4, overlap=overlap)
         self.sum = Launcher(sum_counts, (-(-bins // COLUMNS), 1, 1), 4, overlap=overlap)
-        self.place = Launcher(place_slots, (self.chunks, 1, 1), 8, overlap=overlap)
+        self.place = Launcher(place_slots, (self.chunks, 1, 1), MOST_WARPS, overlap=overlap)
 
     def __call__(self, made: RoutingTensors, experts: Tensor | None, weights: Tensor | None) -> None:
         """Sorts the slots of the given experts; None: of those in `made`."""
@@ -478,10 +523,6 @@ class _SortMany:
         self.count(counts, made.experts, made.weights, experts, weights, self.slots, self.config)
         self.sum(counts, totals, self.chunks, COLUMNS, ROWS, self.config)
         self.place(*made[2:], made.experts, counts, totals, self.slots, self.bound, self.config)
-
-
-def _few(tokens: int, slots: int) -> bool:
-    return tokens <= FEW_TOKENS and slots <= FEW_SLOTS
 
 
 class RoutePlan:
@@ -494,38 +535,46 @@ class RoutePlan:
         self.tokens, self.experts, self.top_k, self.tile_rows = tokens, experts, rule.top_k, tile_rows
         self.bound = tile_bound(tokens * rule.top_k, experts, tile_rows)
         overlap = machine.arch.sm >= 90
-        padded = int(triton.next_power_of_2(tokens))
-        slots = int(triton.next_power_of_2(rule.top_k))
-        few = _few(tokens, padded * slots)
-        if few:
-            slots = max(slots, CHUNK // padded)
+        padded, slots = _power(tokens), _power(rule.top_k)
         columns = ChooseConfig(rule, experts, bias, 1, slots, overlap).columns
-        one = few and padded * columns <= ONE_BLOCK
-        block = padded if one else min(max(BLOCK // columns, 1), padded)
+        self.few = tokens <= FEW_TOKENS and padded * slots <= FEW_SLOTS
+        one = self.few and padded * columns <= ONE_BLOCK
+        block = padded if one else BLOCK
+        if self.few:
+            slots = max(slots, FEWEST_SLOTS // block)
         self.blocks = -(-tokens // block)
         self.choose = ChooseConfig(rule, experts, bias, block, slots, overlap)
-        warps = min(max(block * columns // 256, 1), 8)
-        self.launch = Launcher(route_few if few else choose_many, (self.blocks, 1, 1), warps, overlap=overlap)
-        sorted_at_once = padded * slots if few else MANY_CHUNK
-        self.sort = SortConfig(experts, rule.top_k, tile_rows, sorted_at_once, overlap)
-        self.many = None if few else _SortMany(tokens * rule.top_k, self.bound, self.sort)
+        function = route_block if one else route_blocks if self.few else choose_many
+        self.launch = Launcher(function, (self.blocks, 1, 1), min(block, MOST_WARPS), overlap=overlap)
+
+        def sort(slots: int) -> SortConfig:
+            return SortConfig(experts, rule.top_k, tile_rows, slots, overlap)
+
+        self.sorts = (sort(block * slots),) if one else (sort(block * slots), sort(_power(tokens * rule.top_k)))
+        self.many = None if self.few else _SortMany(tokens * rule.top_k, self.bound, sort(MANY_CHUNK))
 
     @property
-    def counters(self) -> int:
-        """int32 counters that a call needs, zero before and after."""
-        return int(self.many is None and self.blocks > 1)
+    def workspace(self) -> tuple[int, int]:
+        """32-bit words of the one workspace, and int32 counters (which are zero before and after)."""
+        if not self.few or self.blocks == 1:
+            return 0, 0
+        return self.tokens * self.top_k + self.blocks * self.sorts[1].bins, 1
 
-    def __call__(self, logits: Tensor, bias: Tensor | None, arrived: Tensor) -> RoutingTensors:
-        """Routes logits [T, E]; `arrived` are the counters, all tensors on the current device."""
+    def __call__(self, logits: Tensor, bias: Tensor | None, space: Tensor, arrived: Tensor) -> RoutingTensors:
+        """Routes logits [T, E]; `space` float32 and `arrived` are the workspace, all tensors on the current device."""
         made = _outputs(self.tokens, self.top_k, self.experts, self.tile_rows, logits.device)
         sizes = self.tokens, logits.stride(0)
+        tiles = _power(3 * self.bound)
         if self.many:
             self.launch(made.experts, made.weights, logits, bias, *sizes, self.choose)
             self.many(made, None, None)
+        elif self.blocks == 1:
+            self.launch(*made, logits, bias, *sizes, self.bound, self.choose, *self.sorts, tiles)
         else:
-            tiles = int(triton.next_power_of_2(3 * self.bound))
-            constants = self.choose, self.sort, self.blocks, tiles
-            self.launch(*made, logits, bias, arrived, *sizes, self.bound, *constants)
+            words = space.view(torch.int32)
+            ranks, counted = words[: self.tokens * self.top_k], words[self.tokens * self.top_k :]
+            constants = self.choose, *self.sorts, self.blocks, _power(self.blocks), tiles
+            self.launch(*made, logits, bias, ranks, counted, arrived, *sizes, self.bound, *constants)
         return made
 
 
@@ -539,11 +588,10 @@ class GroupPlan:
         self.tokens, self.top_k, self.experts, self.tile_rows = tokens, top_k, experts, tile_rows
         self.bound = tile_bound(tokens * top_k, experts, tile_rows)
         overlap = machine.arch.sm >= 90
-        padded = max(int(triton.next_power_of_2(tokens * top_k)), CHUNK)
-        few = _few(tokens, padded)
-        self.sort = SortConfig(experts, top_k, tile_rows, padded if few else MANY_CHUNK, overlap)
-        warps = min(max(padded // 32, 2), 8)
-        self.launch = Launcher(group_few, (1, 1, 1), warps, overlap=overlap)
+        slots = max(_power(tokens * top_k), FEWEST_SLOTS)
+        few = tokens <= FEW_TOKENS and slots <= FEW_SLOTS
+        self.sort = SortConfig(experts, top_k, tile_rows, slots if few else MANY_CHUNK, overlap)
+        self.launch = Launcher(group_few, (1, 1, 1), min(max(slots // 32, 2), MOST_WARPS), overlap=overlap)
         self.many = None if few else _SortMany(tokens * top_k, self.bound, self.sort)
 
     def __call__(self, experts: Tensor, weights: Tensor) -> RoutingTensors:
@@ -552,6 +600,6 @@ class GroupPlan:
         if self.many:
             self.many(made, experts, weights)
         else:
-            tiles = int(triton.next_power_of_2(3 * self.bound))
+            tiles = _power(3 * self.bound)
             self.launch(*made, experts, weights, self.tokens * self.top_k, self.bound, self.sort, tiles)
         return made

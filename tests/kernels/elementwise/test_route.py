@@ -9,7 +9,9 @@ import torch
 
 from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.reference.route import RouterRule, RoutingTensors, group_reference, route_reference
+from tests.kernels.calls import meta
 from tests.kernels.interpreter import interpreted
+from tests.kernels.sass import compile_plan
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
@@ -52,9 +54,11 @@ def assert_same(made, wanted, of):
 def check_route(logits, rule, bias=None, tile_rows=8, machine=None):
     machine = machine or (machine_of("cuda") if logits.is_cuda else typical_machine(80))
     plan = RoutePlan(*logits.shape, rule, bias is not None, tile_rows, machine)
-    arrived = torch.zeros(1, dtype=torch.int32, device=logits.device)
+    words, counters = plan.workspace
+    space = torch.full((words,), math.nan, device=logits.device)
+    arrived = torch.zeros(counters, dtype=torch.int32, device=logits.device)
     poison(logits.device)
-    made = plan(logits, bias, arrived)
+    made = plan(logits, bias, space, arrived)
     wanted = route_reference(logits.cpu(), None if bias is None else bias.cpu(), rule, tile_rows)
     assert_same(made, wanted, (rule, logits.shape))
     assert not arrived.any()
@@ -97,7 +101,7 @@ def check_choices():
 
 def check_few():
     """One block, and several of which the last one sorts."""
-    for tokens, experts, blocks in ((17, 64, 1), (64, 64, 1), (33, 130, 5), (64, 128, 4)):
+    for tokens, experts, blocks in ((17, 64, 1), (64, 64, 1), (33, 130, 5), (64, 128, 8)):
         plan, _ = check_route(logits_of(tokens, experts), QWEN, tile_rows=4)
         assert plan.blocks == blocks and plan.many is None
 
@@ -125,3 +129,111 @@ def check_groups():
 
 def test_the_arithmetic_in_tritons_interpreter():
     interpreted(check_choices, check_few, check_many, check_groups)
+
+
+def kernels_of(plan, *call, sm=90):
+    """Each kernel that a call launches, by name, compiled for a GPU that need not be there."""
+    noted = []
+
+    def note(launch):
+        return lambda *arguments: noted.append((launch, arguments))
+
+    places = [(plan, "launch"), *((plan.many, name) for name in ("count", "sum", "place") if plan.many)]
+    for owner, name in places:
+        setattr(owner, name, note(getattr(owner, name)))
+    plan(*call)
+
+    class One:
+        """A plan of one launch."""
+
+        def __init__(self, launch):
+            self.launch = launch
+
+        def __call__(self, *arguments):
+            self.launch(*arguments)
+
+    return {launch.function.fn.__name__: compile_plan(One(launch), arguments, sm) for launch, arguments in noted}
+
+
+def routed(tokens, experts, rule, sm=90, dtype=torch.bfloat16, biased=False):
+    plan = RoutePlan(tokens, experts, rule, biased, 16, typical_machine(sm))
+    bias = meta((experts,), torch.float32) if biased else None
+    space = [meta((max(size, 1),), dtype) for size, dtype in zip(plan.workspace, (torch.float32, torch.int32), strict=True)]
+    return plan, kernels_of(plan, meta((tokens, experts), dtype), bias, *space, sm=sm)
+
+
+MODELS = [
+    (8, RouterRule(2, normalize=True), False, torch.bfloat16),
+    (128, QWEN, False, torch.bfloat16),
+    (256, RouterRule(8, **V3, scale=2.5), True, torch.float32),
+    (512, RouterRule(10, normalize=True), False, torch.float32),
+]
+"""Mixtral, Qwen3, DeepSeek-V3, Qwen3-Next: experts, rule, whether there is a bias, type of the logits."""
+
+
+@pytest.mark.parametrize(
+    ("sm", "tokens", "models"),
+    [(80, 1, (1,)), (90, 16, (0, 2, 3)), (80, 64, (2,)), (90, 64, (1, 3)), (120, 64, (1,)), (90, 1024, (3,))],
+)
+def test_machine_code(sm, tokens, models):
+    """No spills, and blocks that fit every GPU; one launch for up to 64 tokens."""
+    for experts, rule, biased, dtype in [MODELS[i] for i in models]:
+        plan, kernels = routed(tokens, experts, rule, sm, dtype, biased)
+        assert list(kernels) == (
+            ["choose_many", "count_slots", "sum_counts", "place_slots"] if tokens > 64
+            else ["route_block"] if plan.blocks == 1 else ["route_blocks"]
+        )  # fmt: skip
+        for name, kernel in kernels.items():
+            print(f"\nsm_{sm} {tokens} {experts} {name}: {kernel.registers} registers, {kernel.shared_bytes} bytes shared")
+            assert kernel.stack_bytes == 0 and not kernel.count("LDL") and not kernel.count("STL"), name
+            assert kernel.shared_bytes <= 1 << 16 and kernel.registers <= 128, name
+
+
+def test_a_token_is_chosen_within_its_warp():
+    """All rounds of the choice come before the first barrier of the block: 16 tokens, a warp each."""
+    _, kernels = routed(16, 128, QWEN)
+    lines = [line.split()[0] if not line.startswith("@") else line.split()[1] for line in kernels["route_block"].lines]
+    barrier = next(i for i, line in enumerate(lines) if line.startswith("BAR"))
+    reductions = [i for i, line in enumerate(lines) if line.startswith(("REDUX", "CREDUX"))]
+    assert sum(i < barrier for i in reductions) >= 2 * QWEN.top_k
+
+
+def test_neighbours_in_the_stream_overlap():
+    """sm_90: the next kernel may start at once. Before the wait for the previous one, only the bias is read."""
+    machine = typical_machine(90)
+    i64, f16 = torch.int64, torch.float16
+    made = [*routed(4, 256, MODELS[2][1], biased=True)[1].items(), *routed(64, 128, QWEN)[1].items()]
+    for tokens in (8, 300):
+        made += kernels_of(GroupPlan(tokens, 8, 64, 16, machine), meta((tokens, 8), i64), meta((tokens, 8), f16)).items()
+    assert [name for name, _ in made][-4:] == ["group_few", "count_slots", "sum_counts", "place_slots"]
+    for name, kernel in made:
+        lines = [line.split()[0] if not line.startswith("@") else line.split()[1] for line in kernel.lines]
+        start, wait = lines.index("PREEXIT"), lines.index("ACQBULK")
+        assert start < wait and "EXIT" not in lines[:wait], name
+        assert not any(line.startswith(("STG", "ATOM", "RED.")) for line in lines[:wait]), name
+        assert any(line.startswith("LDG") for line in lines[:wait]) == (name == "route_block"), name
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [1, 3, 16, 17, 40, 64, 65, 1000])
+def test_the_references_routing_on_a_gpu(tokens):
+    """Poisoned outputs; the same bits every time."""
+    for experts, rule in ((8, RouterRule(2)), (60, RouterRule(4)), (128, QWEN), (384, RouterRule(8)), (512, RouterRule(10))):
+        for dtype, gap in ((torch.bfloat16, 0), (torch.float32, 3)):
+            logits = logits_of(tokens, experts, dtype, gap, "cuda")
+            plan, made = check_route(logits, rule, tile_rows=16)
+            for _ in range(3):
+                poison("cuda")
+                words, counters = plan.workspace
+                space = torch.full((words,), math.nan, device="cuda")
+                again = plan(logits, None, space, torch.zeros(counters, dtype=torch.int32, device="cuda"))
+                both = zip(again, made, strict=True)
+                assert all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in both)
+
+
+@gpu
+def test_given_experts_on_a_gpu():
+    for tokens, top_k, experts in ((1, 1, 1), (1, 8, 128), (31, 3, 12), (64, 16, 512), (90, 7, 60), (5000, 2, 5)):
+        given = torch.randint(-1, experts + 2, (tokens, top_k), device="cuda")
+        check_group(given, torch.rand(tokens, top_k, device="cuda"), experts)
+        check_group(given.int(), torch.rand(tokens, top_k, device="cuda").half(), experts, tile_rows=64)
