@@ -15,6 +15,8 @@ from torch import Tensor
 
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.reference.route import (
+    MOST_EXPERTS,
+    SLOT_BITS,
     BiasUse,
     GroupScore,
     RouterRule,
@@ -32,9 +34,6 @@ if TYPE_CHECKING:
     from lowbit.kernels.elementwise.route import GroupPlan, RoutePlan
 
 __all__ = ["BiasUse", "GroupScore", "RouterRule", "Routing", "Score", "group", "route"]
-
-MOST_EXPERTS = 1024
-"""Most experts of a router: kernels/elementwise/route.py."""
 
 _LOGITS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -94,7 +93,8 @@ def route(logits: Tensor, rule: RouterRule, bias: Tensor | None = None, *, tile_
     A token with a NaN among its logits has NaN weights; under a softmax also one with +inf, or with nothing but -inf. In the
     choice a NaN counts as -inf, and the experts of a token are distinct always. A row depends neither on T nor on other rows.
 
-    Raises ValueError for tensors that do not fit together and for a rule that does not fit E, which is 1 to 1024.
+    Raises ValueError for tensors that do not fit together and for a rule that does not fit E. E is 1 to 1024, and T * top_k is
+    below 2^21.
     """
     made = torch.ops.lowbit.route(logits, bias, *_fields(rule), tile_rows)
     return _routing(made, tile_rows)
@@ -104,7 +104,7 @@ def group(experts: Tensor, weights: Tensor, expert_count: int, *, tile_rows: int
     """The routing of experts int32 or int64 [T, top_k] and weights [T, top_k] (any float type) that another router computed.
 
     Both are contiguous. An index outside 0 .. expert_count - 1 is an expert that is not here (see `Routing`). Raises ValueError
-    for tensors that do not fit together, and for an expert_count outside 1 to 1024.
+    for tensors that do not fit together. expert_count is 1 to 1024, and T * top_k is below 2^21.
     """
     return _routing(torch.ops.lowbit.group(experts, weights, expert_count, tile_rows), tile_rows)
 
@@ -125,7 +125,9 @@ def _fields(rule: RouterRule) -> tuple[Any, ...]:
 _rule = functools.lru_cache(maxsize=256)(RouterRule)
 
 
-def _check_sizes(operator: str, experts: int, tile_rows: int) -> None:
+def _check_sizes(operator: str, slots: int, experts: int, tile_rows: int) -> None:
+    if slots >= 1 << SLOT_BITS:
+        raise ValueError(f"{operator}: T * top_k is below {1 << SLOT_BITS}, got {slots}; route parts of the tokens")
     if not 1 <= experts <= MOST_EXPERTS:
         raise ValueError(f"{operator}: routers have 1 to {MOST_EXPERTS} experts, got {experts}")
     if tile_rows < 1:
@@ -140,7 +142,7 @@ def _check_route(logits: Tensor, bias: Tensor | None, rule: RouterRule, tile_row
             f"with strides {logits.stride()}"
         )
     experts = logits.shape[1]
-    _check_sizes("route", experts, tile_rows)
+    _check_sizes("route", logits.shape[0] * rule.top_k, experts, tile_rows)
     if reasons := rule.refusals(experts):
         raise ValueError(f"route: a router of {experts} experts cannot follow {rule}: {'; '.join(reasons)}")
     if bias is not None and (bias.shape != (experts,) or bias.dtype != torch.float32 or not bias.is_contiguous()):
@@ -159,7 +161,7 @@ def _check_group(experts: Tensor, weights: Tensor, expert_count: int, tile_rows:
         )
     if not experts.is_contiguous() or not weights.is_contiguous():
         raise ValueError("group: call .contiguous() on experts and weights")
-    _check_sizes("group", expert_count, tile_rows)
+    _check_sizes("group", experts.numel(), expert_count, tile_rows)
     check_one_device("group", experts, weights)
 
 

@@ -261,6 +261,10 @@ def test_infinities():
         (lambda: route(torch.ones(2, 8), RouterRule(1), torch.ones(7), tile_rows=8), r"bias is contiguous float32 \[8\]"),
         (lambda: route(torch.ones(2, 8), RouterRule(1), tile_rows=0), "tile_rows is 1 or more, got 0"),
         (lambda: route(torch.ones(2, 1025), RouterRule(1), tile_rows=8), "1 to 1024 experts, got 1025"),
+        (
+            lambda: route(torch.empty(1, 8).expand(1 << 18, 8), RouterRule(8), tile_rows=8),
+            "is below 2097152, got 2097152; route parts",
+        ),
         (lambda: group(torch.ones(2, 2), torch.ones(2, 2), 4, tile_rows=8), "experts are int32 or int64"),
         (lambda: group(torch.ones(2, 2).int(), torch.ones(2, 3), 4, tile_rows=8), "like experts, got"),
         (lambda: group(torch.ones(4, 2).int().T, torch.ones(4, 2).T, 4, tile_rows=8), "call .contiguous"),

@@ -30,7 +30,7 @@ from lowbit.hardware.machine import Machine
 from lowbit.kernels.elementwise.sample import last_to_arrive
 from lowbit.kernels.parts.gluon import source_digest
 from lowbit.kernels.parts.launch import Launcher
-from lowbit.kernels.reference.route import RouterRule, RoutingTensors, tile_bound
+from lowbit.kernels.reference.route import SLOT_BITS, RouterRule, RoutingTensors, tile_bound
 
 FEW_TOKENS, FEW_SLOTS = 64, 1024
 """Most tokens, and most slots with padding, of the path with one launch."""
@@ -38,11 +38,11 @@ FEW_TOKENS, FEW_SLOTS = 64, 1024
 FEWEST_SLOTS = 32
 """Fewest slots of a block, with padding: one for each thread of a warp."""
 
-MOST_EXPERTS = 1024
-"""The histograms of the chunks of a block take 64 bytes of shared memory an expert: 64 KiB, which every GPU has."""
-
 ONE_BLOCK, MOST_WARPS = 4096, 16
 """Most logits of a single block, and its most warps. Not measured yet; counted in docs/log/matrix-products.md."""
+
+MOST_FUSED, FEWEST_WARPS = 16, 4
+"""Most tokens that `route_tokens` multiplies by the router's weight, and its fewest warps."""
 
 BLOCK = 8
 """Tokens of a block where there are several, a warp each: fewer warps would sort 512 slots by 512 experts in spilled
@@ -54,9 +54,6 @@ be longer than SHORT_TABLE; slots of a block where there are many."""
 
 COLUMNS, ROWS = 32, 128
 """Experts of a block of `sum_counts`, and chunks that it reads at a time."""
-
-SLOT_BITS = 21
-"""Bits of a number of slots."""
 
 _BITS, _FIELD = tl.constexpr(SLOT_BITS), tl.constexpr((1 << SLOT_BITS) - 1)
 
@@ -171,6 +168,40 @@ class SortConfig:
         return self.slots // self.chunk
 
 
+@dataclass(frozen=True)
+class ProductConfig:
+    """Compile-time configuration of the product of up to 16 tokens and a router's weight [experts, k].
+
+    It depends on the weight alone, so that a token's logits are the same bits beside any other tokens.
+    """
+
+    experts: int
+    k: int
+    rows: int = 16
+    tokens: int = 16
+    step: int = 256
+
+    @property
+    def columns(self) -> int:
+        """Experts, padded to blocks."""
+        return -(-self.experts // self.rows) * self.rows
+
+    @property
+    def parts(self) -> int:
+        """Parts of K: some 64 blocks, and not more sums than one block adds in a microsecond."""
+        return max(1, min(max(4, 64 * self.rows // self.columns), 16, -(-self.k // self.step)))
+
+    @property
+    def part(self) -> int:
+        """Features of a part, a multiple of the step."""
+        return -(-self.k // (self.parts * self.step)) * self.step
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid."""
+        return self.columns // self.rows * self.parts
+
+
 @triton.jit
 def sortable(x):
     """int32 keys that are in the order of float32 x; NaN counts as -inf, and zeros are equal."""
@@ -225,23 +256,31 @@ def keys_of(x, added, largest, total, exists, C: tl.constexpr):
 
 
 @triton.jit
-def choose(logits, bias, token, T, stride, C: tl.constexpr):
-    """Experts int32 and weights float32 of tokens, both [tokens, slots], zero from column top_k on.
-
-    Logits are [rows, tokens, lanes]: Triton then gives warps tokens and threads lanes, and a token's rows to the registers of
-    a thread, so that no reduction leaves its warp.
-    """
+def experts_of(C: tl.constexpr):
+    """(experts [rows, 1, lanes], which of them exist) of the logits of a token."""
     lane = tl.arange(0, C.lanes)[None, None, :]
     expert = tl.arange(0, C.rows)[:, None, None] * C.size + lane
-    exists = (lane < C.size) & (expert < C.experts)
+    return expert, (lane < C.size) & (expert < C.experts)
+
+
+@triton.jit
+def bias_of(bias, C: tl.constexpr):
+    """The bias of each expert, or 0."""
     added = 0.0
     if C.bias:
+        expert, exists = experts_of(C)
         added = tl.load(bias + expert, mask=exists, other=0.0)
-    if C.overlap:
-        cuda.gdc_wait()
-    row = logits + token.to(tl.int64) * stride
-    here = token < T
-    x = tl.load(row[None, :, None] + expert, mask=here[None, :, None] & exists, other=float("-inf")).to(tl.float32)
+    return added
+
+
+@triton.jit
+def choose(x, added, C: tl.constexpr):
+    """Experts int32 and weights float32 of tokens, both [tokens, slots], zero from column top_k on.
+
+    Logits are [rows, tokens, lanes], -inf where no expert is: Triton then gives warps tokens and threads lanes, and a token's
+    rows to the registers of a thread, so that no reduction leaves its warp.
+    """
+    expert, exists = experts_of(C)
     if C.biased:
         x += added
     largest = tl.max(tl.max(tl.where(x == x, x, float("-inf")), 0), 1)
@@ -252,17 +291,20 @@ def choose(logits, bias, token, T, stride, C: tl.constexpr):
         if C.whole:
             total = total_of(tl.exp(x - largest[None, :, None]))
     keys = keys_of(x, added, largest, total, exists, C)
+    bits = x.to(tl.int32, bitcast=True)
     s = tl.arange(0, C.slots)[None, :]
     chosen, weights = tl.zeros([C.tokens, C.slots], tl.int32), tl.zeros([C.tokens, C.slots], tl.float32)
     selected = tl.zeros([C.tokens], tl.float32)
     for turn in range(C.rule.top_k):
-        largest_key = tl.max(tl.max(keys, 0), 1)[None, :, None]
-        best = tl.min(tl.min(tl.where(keys == largest_key, expert, C.experts), 0), 1)
-        keys = tl.where(expert == best[None, :, None], _NEVER, keys)
-        value = tl.load(row + best, mask=here, other=0.0).to(tl.float32)
-        if C.biased:
-            value += tl.load(bias + best)
-        weight = score_of(value, largest, C) / total
+        largest_key = tl.max(tl.max(keys, 0), 1)
+        best = tl.min(tl.min(tl.where(keys == largest_key[None, :, None], expert, C.experts), 0), 1)
+        this = expert == best[None, :, None]
+        if C.by_logit:
+            value = largest_key ^ ((largest_key >> 31) & 0x7FFFFFFF)
+        else:
+            value = tl.max(tl.max(tl.where(this, bits, _NEVER), 0), 1)
+        keys = tl.where(this, _NEVER, keys)
+        weight = score_of(value.to(tl.float32, bitcast=True), largest, C) / total
         selected += weight  # in the order of the choice, whatever the layout of the block
         chosen, weights = tl.where(s == turn, best[:, None], chosen), tl.where(s == turn, weight[:, None], weights)
     if C.normalize:
@@ -349,16 +391,38 @@ def known_expert(given, here, C: tl.constexpr):
 
 
 @triton.jit
+def store_choice(experts, weights, chosen, weight, token, T, C: tl.constexpr):
+    """Stores the choice of tokens; returns (which of [tokens, slots] are slots, slots)."""
+    s = tl.arange(0, C.slots)
+    slot = token[:, None] * C.rule.top_k + s[None, :]
+    valid = (token < T)[:, None] & (s < C.rule.top_k)[None, :]
+    tl.store(experts + slot, chosen, mask=valid)
+    tl.store(weights + slot, weight, mask=valid)
+    return valid, slot
+
+
+@triton.jit
 def chosen_and_stored(experts, weights, logits, bias, T, stride, C: tl.constexpr):
     """Chooses the experts of a block of tokens and stores them: (experts, which of them exist, slots), [tokens, slots] each."""
     token = tl.program_id(0) * C.tokens + tl.arange(0, C.tokens)
-    s = tl.arange(0, C.slots)
-    expert, weight = choose(logits, bias, token, T, stride, C)
-    slot = token[:, None] * C.rule.top_k + s[None, :]
-    valid = (token < T)[:, None] & (s < C.rule.top_k)[None, :]
-    tl.store(experts + slot, expert, mask=valid)
-    tl.store(weights + slot, weight, mask=valid)
-    return expert, valid, slot
+    added = bias_of(bias, C)
+    expert, exists = experts_of(C)
+    if C.overlap:
+        cuda.gdc_wait()
+    row = logits + token.to(tl.int64)[None, :, None] * stride
+    x = tl.load(row + expert, mask=(token < T)[None, :, None] & exists, other=float("-inf")).to(tl.float32)
+    chosen, weight = choose(x, added, C)
+    valid, slot = store_choice(experts, weights, chosen, weight, token, T, C)
+    return chosen, valid, slot
+
+
+@triton.jit
+def sort_chosen(chosen, valid, slot, slots, bound, order, offsets, tiles, tile_count, S: tl.constexpr, TILES: tl.constexpr):
+    """Sorts the slots of a block that has chosen for all tokens."""
+    here = tl.reshape(valid, [S.slots])
+    expert = tl.where(here, tl.reshape(chosen, [S.slots]), -1)
+    rank, counts = ranked(expert, here, S)
+    sort_few(expert, here, tl.reshape(slot, [S.slots]), rank, counts, slots, bound, order, offsets, tiles, tile_count, S, TILES)
 
 
 @triton.jit(do_not_specialize=["T", "stride", "bound"])
@@ -370,10 +434,40 @@ def route_block(
     if C.overlap:
         cuda.gdc_launch_dependents()
     chosen, valid, slot = chosen_and_stored(experts, weights, logits, bias, T, stride, C)
-    here = tl.reshape(valid, [S.slots])
-    expert, slot = tl.where(here, tl.reshape(chosen, [S.slots]), -1), tl.reshape(slot, [S.slots])
-    rank, counts = ranked(expert, here, S)
-    sort_few(expert, here, slot, rank, counts, T * S.top_k, bound, order, offsets, tiles, tile_count, S, TILES)
+    sort_chosen(chosen, valid, slot, T * S.top_k, bound, order, offsets, tiles, tile_count, S, TILES)
+
+
+@triton.jit(do_not_specialize=["T", "stride", "bound"])
+def route_tokens(
+    experts, weights, order, offsets, tiles, tile_count, x, router, bias, sums, arrived, T, stride, bound,
+    C: tl.constexpr, S: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Multiplies tokens by some rows of the router's weight in a part of K; the last block adds the parts and routes."""
+    if C.overlap:
+        cuda.gdc_launch_dependents()
+    e = tl.program_id(0) * P.rows + tl.arange(0, P.rows)
+    t, k = tl.arange(0, P.tokens), tl.program_id(1) * P.part + tl.arange(0, P.step)
+    w_at, of_w = router + e[:, None] * P.k + k[None, :], (e < C.experts)[:, None]
+    added = bias_of(bias, C)
+    w = tl.load(w_at, mask=of_w & (k < P.k)[None, :], other=0.0)
+    if C.overlap:
+        cuda.gdc_wait()
+    x_at, of_x = x + t.to(tl.int64)[None, :] * stride + k[:, None], (t < T)[None, :]
+    total = tl.dot(w, tl.load(x_at, mask=of_x & (k < P.k)[:, None], other=0.0))
+    for step in range(P.step, P.part, P.step):
+        w = tl.load(w_at + step, mask=of_w & (k + step < P.k)[None, :], other=0.0)
+        total = tl.dot(w, tl.load(x_at + step, mask=of_x & (k + step < P.k)[:, None], other=0.0), total)
+    tl.store(sums + (tl.program_id(1) * P.tokens + t)[None, :] * P.columns + e[:, None], total)
+    if last_to_arrive(arrived, P.blocks):
+        token = tl.arange(0, C.tokens)
+        expert, exists = experts_of(C)
+        at, mask = sums + token[None, :, None] * P.columns + expert, (token < T)[None, :, None] & exists
+        logits = tl.load(at, mask=mask, other=float("-inf"))
+        for part in tl.static_range(1, P.parts):
+            logits += tl.load(at + part * P.tokens * P.columns, mask=mask, other=0.0)
+        chosen, weight = choose(logits, added, C)
+        valid, slot = store_choice(experts, weights, chosen, weight, token, T, C)
+        sort_chosen(chosen, valid, slot, T * S.top_k, bound, order, offsets, tiles, tile_count, S, TILES)
 
 
 @triton.jit(do_not_specialize=["T", "stride", "bound"])
@@ -575,6 +669,39 @@ class RoutePlan:
             ranks, counted = words[: self.tokens * self.top_k], words[self.tokens * self.top_k :]
             constants = self.choose, *self.sorts, self.blocks, _power(self.blocks), tiles
             self.launch(*made, logits, bias, ranks, counted, arrived, *sizes, self.bound, *constants)
+        return made
+
+
+class RouteTokensPlan:
+    """A routing of `tokens` tokens of K features, 1 to 16, by a router's weight: made once, called many times.
+
+    A plan serves one GPU, one type and alignment of x and weight.
+    """
+
+    def __init__(
+        self, tokens: int, k: int, experts: int, rule: RouterRule, bias: bool, tile_rows: int, machine: Machine
+    ) -> None:  # fmt: skip
+        self.tokens, self.experts, self.top_k, self.tile_rows = tokens, experts, rule.top_k, tile_rows
+        self.bound = tile_bound(tokens * rule.top_k, experts, tile_rows)
+        overlap = machine.arch.sm >= 90
+        padded = max(_power(tokens), FEWEST_WARPS)
+        slots = max(_power(rule.top_k), FEWEST_SLOTS // padded)
+        self.choose = ChooseConfig(rule, experts, bias, padded, slots, overlap)
+        self.sort = SortConfig(experts, rule.top_k, tile_rows, padded * slots, overlap)
+        self.product = ProductConfig(experts, k)
+        grid = self.product.columns // self.product.rows, self.product.parts, 1
+        self.launch = Launcher(route_tokens, grid, padded, overlap=overlap)
+
+    @property
+    def workspace(self) -> tuple[int, int]:
+        """float32 elements of the one workspace, and int32 counters (which are zero before and after)."""
+        return self.product.parts * self.product.tokens * self.product.columns, 1
+
+    def __call__(self, x: Tensor, router: Tensor, bias: Tensor | None, space: Tensor, arrived: Tensor) -> RoutingTensors:
+        """Routes x [T, K] by the contiguous weight [E, K]; `space` and `arrived` are the workspace."""
+        made = _outputs(self.tokens, self.top_k, self.experts, self.tile_rows, x.device)
+        constants = self.choose, self.sort, self.product, _power(3 * self.bound)
+        self.launch(*made, x, router, bias, space, arrived, self.tokens, x.stride(0), self.bound, *constants)
         return made
 
 

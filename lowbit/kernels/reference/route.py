@@ -12,6 +12,12 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+MOST_EXPERTS = 1024
+"""Most experts of a router: the tables of the kernel that sorts take 64 bytes of shared memory an expert, which is 64 KiB."""
+
+SLOT_BITS = 21
+"""Slots are fewer than 2 to this power: the kernels add numbers of slots and of tiles in one 64-bit integer."""
+
 Score = Literal["softmax", "sigmoid"]
 BiasUse = Literal["choice", "logits"]
 GroupScore = Literal["max", "top2"]
