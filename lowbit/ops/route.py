@@ -31,9 +31,12 @@ from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
 
 if TYPE_CHECKING:
-    from lowbit.kernels.elementwise.route import GroupPlan, RoutePlan
+    from lowbit.kernels.elementwise.route import GroupPlan, RoutePlan, RouteTokensPlan
 
-__all__ = ["BiasUse", "GroupScore", "RouterRule", "Routing", "Score", "group", "route"]
+__all__ = ["BiasUse", "GroupScore", "RouterRule", "Routing", "Score", "group", "route", "route_tokens"]
+
+MOST_FUSED = 16
+"""Most tokens of the kernel of `route_tokens`: the columns of one matrix instruction, twice."""
 
 _LOGITS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -100,6 +103,19 @@ def route(logits: Tensor, rule: RouterRule, bias: Tensor | None = None, *, tile_
     return _routing(made, tile_rows)
 
 
+def route_tokens(
+    x: Tensor, router: Tensor, rule: RouterRule, bias: Tensor | None = None, *, tile_rows: int
+) -> Routing:  # fmt: skip
+    """`route` of the logits x [T, K] . router [E, K]^T, both fp16 or bf16; x has any row stride, router is contiguous.
+
+    Logits are float32 sums of exact products and are not rounded, other than those of a linear layer of 16 bits. On a GPU up to
+    16 tokens take one launch, and a token's logits are then the same bits beside any other tokens; more take a product by torch
+    first. On sm_90 the kernel reads `router` while the one before in the stream may still run: that one must not write it.
+    Raises ValueError as `route` does.
+    """
+    return _routing(torch.ops.lowbit.route_tokens(x, router, bias, *_fields(rule), tile_rows), tile_rows)
+
+
 def group(experts: Tensor, weights: Tensor, expert_count: int, *, tile_rows: int) -> Routing:
     """The routing of experts int32 or int64 [T, top_k] and weights [T, top_k] (any float type) that another router computed.
 
@@ -141,13 +157,17 @@ def _check_route(logits: Tensor, bias: Tensor | None, rule: RouterRule, tile_row
             f"route: logits are fp16, bf16 or fp32 [T, E] without gaps in a row, got {logits.dtype} {tuple(logits.shape)} "
             f"with strides {logits.stride()}"
         )
-    experts = logits.shape[1]
-    _check_sizes("route", logits.shape[0] * rule.top_k, experts, tile_rows)
-    if reasons := rule.refusals(experts):
-        raise ValueError(f"route: a router of {experts} experts cannot follow {rule}: {'; '.join(reasons)}")
-    if bias is not None and (bias.shape != (experts,) or bias.dtype != torch.float32 or not bias.is_contiguous()):
-        raise ValueError(f"route: bias is contiguous float32 [{experts}], got {bias.dtype} {tuple(bias.shape)}")
     check_one_device("route", logits, bias)
+    _check_rule("route", *logits.shape, bias, rule, tile_rows)
+
+
+def _check_rule(operator: str, tokens: int, experts: int, bias: Tensor | None, rule: RouterRule, tile_rows: int) -> None:
+    """Raises ValueError unless the rule and the bias fit a router of `experts` experts."""
+    _check_sizes(operator, tokens * rule.top_k, experts, tile_rows)
+    if reasons := rule.refusals(experts):
+        raise ValueError(f"{operator}: a router of {experts} experts cannot follow {rule}: {'; '.join(reasons)}")
+    if bias is not None and (bias.shape != (experts,) or bias.dtype != torch.float32 or not bias.is_contiguous()):
+        raise ValueError(f"{operator}: bias is contiguous float32 [{experts}], got {bias.dtype} {tuple(bias.shape)}")
 
 
 def _check_group(experts: Tensor, weights: Tensor, expert_count: int, tile_rows: int) -> None:
@@ -183,6 +203,16 @@ def _route_plan(
     from lowbit.kernels.elementwise.route import RoutePlan
 
     return RoutePlan(shape[0], shape[1], rule, bias, tile_rows, machine_of(on))
+
+
+@functools.lru_cache(maxsize=4096)
+def _route_tokens_plan(
+    shape: torch.Size, dtype: torch.dtype, aligned: bool, pieces: bool, experts: int, rule: RouterRule, bias: bool,
+    tile_rows: int, on: torch.device,
+) -> RouteTokensPlan:  # fmt: skip
+    from lowbit.kernels.elementwise.route import RouteTokensPlan
+
+    return RouteTokensPlan(*shape, experts, rule, bias, tile_rows, pieces, machine_of(on))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -223,6 +253,44 @@ def _route_fake(logits: Tensor, bias: Tensor | None, *rest: Any) -> RoutingTenso
     return _empty(logits, logits.shape[0], rule.top_k, logits.shape[1], tile_rows)
 
 
+def _check_tokens(x: Tensor, router: Tensor, bias: Tensor | None, rule: RouterRule, tile_rows: int) -> None:
+    """Raises ValueError unless the arguments are of one call."""
+    if x.dim() != 2 or router.dim() != 2 or x.shape[1] != router.shape[1] or not x.shape[1]:
+        raise ValueError(f"route_tokens: x is [T, K] and router [E, K], got {tuple(x.shape)} and {tuple(router.shape)}")
+    if x.dtype not in (torch.float16, torch.bfloat16) or router.dtype != x.dtype:
+        raise ValueError(f"route_tokens: x and router are both fp16 or both bf16, got {x.dtype} and {router.dtype}")
+    if (x.stride(1) != 1 and x.shape[1] > 1) or not router.is_contiguous():
+        raise ValueError("route_tokens: x has no gaps in a row and router is contiguous; call .contiguous()")
+    check_one_device("route_tokens", x, router, bias)
+    _check_rule("route_tokens", len(x), len(router), bias, rule, tile_rows)
+
+
+def _route_tokens_on_gpu(x: Tensor, router: Tensor, bias: Tensor | None, *rest: Any) -> RoutingTensors:
+    *fields, tile_rows = rest
+    rule = _rule(*fields)
+    _check_tokens(x, router, bias, rule, tile_rows)
+    if not 1 <= len(x) <= MOST_FUSED:
+        return _route_on_gpu(torch.mm(x, router.T, out_dtype=torch.float32), bias, *rest)
+    on, aligned = x.device, _aligned(x, router)
+    of_x = x.shape, x.dtype, _aligned(x, router, bias), aligned and x.stride(0) % 8 == 0
+    plan = _route_tokens_plan(*of_x, len(router), rule, bias is not None, tile_rows, on)
+    return plan(x, router, bias, *workspace(on, *plan.workspace))
+
+
+def _route_tokens_on_cpu(x: Tensor, router: Tensor, bias: Tensor | None, *rest: Any) -> RoutingTensors:
+    *fields, tile_rows = rest
+    rule = _rule(*fields)
+    _check_tokens(x, router, bias, rule, tile_rows)
+    return route_reference(x.float() @ router.float().T, bias, rule, tile_rows)
+
+
+def _route_tokens_fake(x: Tensor, router: Tensor, bias: Tensor | None, *rest: Any) -> RoutingTensors:
+    *fields, tile_rows = rest
+    rule = _rule(*fields)
+    _check_tokens(x, router, bias, rule, tile_rows)
+    return _empty(x, x.shape[0], rule.top_k, router.shape[0], tile_rows)
+
+
 def _group_on_gpu(experts: Tensor, weights: Tensor, expert_count: int, tile_rows: int) -> RoutingTensors:
     _check_group(experts, weights, expert_count, tile_rows)
     if not len(experts):
@@ -244,12 +312,17 @@ def _group_fake(experts: Tensor, weights: Tensor, expert_count: int, tile_rows: 
 
 _MADE = "(Tensor experts, Tensor weights, Tensor order, Tensor offsets, Tensor tiles, Tensor tile_count)"
 
+_RULE = (
+    "int top_k, str score, bool normalize, float epsilon, int groups, int top_groups, str group_score, str bias_use,"
+    " float scale, bool softmax_over_selected, int tile_rows"
+)
+
+register(f"route(Tensor logits, Tensor? bias, {_RULE}) -> {_MADE}", cuda=_route_on_gpu, cpu=_route_on_cpu, fake=_route_fake)
 register(
-    "route(Tensor logits, Tensor? bias, int top_k, str score, bool normalize, float epsilon, int groups, int top_groups,"
-    f" str group_score, str bias_use, float scale, bool softmax_over_selected, int tile_rows) -> {_MADE}",
-    cuda=_route_on_gpu,
-    cpu=_route_on_cpu,
-    fake=_route_fake,
+    f"route_tokens(Tensor x, Tensor router, Tensor? bias, {_RULE}) -> {_MADE}",
+    cuda=_route_tokens_on_gpu,
+    cpu=_route_tokens_on_cpu,
+    fake=_route_tokens_fake,
 )
 register(
     f"group(Tensor experts, Tensor weights, int expert_count, int tile_rows) -> {_MADE}",

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowbit.ops.route import RouterRule, Routing, group, route
+from lowbit.ops.route import RouterRule, Routing, group, route, route_tokens
 
 gpu = pytest.mark.gpu
 
@@ -262,6 +262,22 @@ def test_infinities():
         (lambda: route(torch.ones(2, 8), RouterRule(1), tile_rows=0), "tile_rows is 1 or more, got 0"),
         (lambda: route(torch.ones(2, 1025), RouterRule(1), tile_rows=8), "1 to 1024 experts, got 1025"),
         (
+            lambda: route_tokens(torch.ones(2, 8).half(), torch.ones(4, 9).half(), RouterRule(1), tile_rows=8),
+            r"x is \[T, K\] and router \[E, K\], got \(2, 8\) and \(4, 9\)",
+        ),
+        (
+            lambda: route_tokens(torch.ones(2, 8).half(), torch.ones(4, 8), RouterRule(1), tile_rows=8),
+            "both fp16 or both bf16, got torch.float16 and torch.float32",
+        ),
+        (
+            lambda: route_tokens(torch.ones(2, 8).half(), torch.ones(8, 4).half().T, RouterRule(1), tile_rows=8),
+            "router is contiguous; call",
+        ),
+        (
+            lambda: route_tokens(torch.ones(2, 8).half(), torch.ones(4, 8).half(), RouterRule(5), tile_rows=8),
+            "top_k 5 is more than the 4 experts",
+        ),
+        (
             lambda: route(torch.empty(1, 8).expand(1 << 18, 8), RouterRule(8), tile_rows=8),
             "is below 2097152, got 2097152; route parts",
         ),
@@ -275,12 +291,27 @@ def test_what_does_not_fit_is_refused(call, message):
         call()
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 5, 20])
+def test_tokens_are_multiplied_by_the_router(tokens):
+    """Logits are not rounded to 16 bits."""
+    x, router = torch.randn(tokens, 96).bfloat16(), torch.randn(24, 96).bfloat16()
+    rule, bias = RouterRule(4, **OSS), torch.linspace(-0.1, 0.1, 24)
+    made = route_tokens(x, router, rule, bias, tile_rows=8)
+    wanted = route(x.float() @ router.float().T, rule, bias, tile_rows=8)
+    assert torch.equal(made.experts, wanted.experts) and torch.equal(made.weights, wanted.weights)
+    assert torch.equal(made.tiles, wanted.tiles)
+    assert_sorted(made, tokens, 4, 24, 8)
+
+
 def test_shapes_without_data():
     """torch.compile sees the shapes of all outputs, and the operators pass torch's own checks."""
     rule = RouterRule(8, **V3)
     logits, bias = torch.randn(5, 64), torch.randn(64)
     arguments = (logits, bias, 8, "sigmoid", True, 1e-20, 4, 2, "top2", "choice", 1.0, False, 16)
     torch.library.opcheck(torch.ops.lowbit.route.default, arguments, test_utils=("test_schema", "test_faketensor"))
+    x, router = torch.randn(5, 32).half(), torch.randn(64, 32).half()
+    fused = (x, router, *arguments[1:])
+    torch.library.opcheck(torch.ops.lowbit.route_tokens.default, fused, test_utils=("test_schema", "test_faketensor"))
     given = torch.randint(0, 64, (5, 8)), torch.rand(5, 8), 64, 16
     torch.library.opcheck(torch.ops.lowbit.group.default, given, test_utils=("test_schema", "test_faketensor"))
     assert torch.equal(torch.ops.lowbit.route(*arguments)[0], route(logits, rule, bias, tile_rows=16).experts)
@@ -332,6 +363,25 @@ def test_a_row_does_not_depend_on_the_others():
             part = route(logits[7 : 7 + count], rule, bias, tile_rows=16)
             assert torch.equal(part.experts, whole.experts[7 : 7 + count])
             assert torch.equal(part.weights, whole.weights[7 : 7 + count])
+
+
+@gpu
+def test_tokens_are_multiplied_on_a_gpu_as_on_a_cpu():
+    """But for choices between logits that the order of sums makes equal; the same bits twice and beside other tokens."""
+    for k, experts, rule in ((2048, 128, RouterRule(8, normalize=True)), (2880, 32, RouterRule(4, **OSS))):
+        generator = torch.Generator().manual_seed(k)
+        x = torch.randn(40, k, generator=generator).bfloat16()
+        router, bias = torch.randn(experts, k, generator=generator).bfloat16() / 16, torch.linspace(-0.1, 0.1, experts)
+        whole = route_tokens(x[:16].cuda(), router.cuda(), rule, bias.cuda(), tile_rows=8)
+        for tokens in (1, 2, 4, 5, 8, 16, 17, 40):
+            wanted = route_tokens(x[:tokens], router, rule, bias, tile_rows=8)
+            made, again = (route_tokens(x[:tokens].cuda(), router.cuda(), rule, bias.cuda(), tile_rows=8) for _ in range(2))
+            assert torch.equal(made.weights, again.weights) and torch.equal(made.order, again.order)
+            same = (made.experts.cpu() == wanted.experts).all(1)
+            assert same.sum() >= tokens - 1
+            torch.testing.assert_close(made.weights.cpu()[same], wanted.weights[same], rtol=1e-4, atol=1e-6)
+            if tokens <= 16:
+                assert torch.equal(made.weights, whole.weights[:tokens]) and torch.equal(made.experts, whole.experts[:tokens])
 
 
 @gpu

@@ -41,8 +41,8 @@ FEWEST_SLOTS = 32
 ONE_BLOCK, MOST_WARPS = 4096, 16
 """Most logits of a single block, and its most warps. Not measured yet; counted in docs/log/matrix-products.md."""
 
-MOST_FUSED, FEWEST_WARPS = 16, 4
-"""Most tokens that `route_tokens` multiplies by the router's weight, and its fewest warps."""
+FEWEST_WARPS = 4
+"""Fewest warps of `route_tokens`."""
 
 BLOCK = 8
 """Tokens of a block where there are several, a warp each: fewer warps would sort 512 slots by 512 experts in spilled
@@ -437,12 +437,16 @@ def route_block(
     sort_chosen(chosen, valid, slot, T * S.top_k, bound, order, offsets, tiles, tile_count, S, TILES)
 
 
-@triton.jit(do_not_specialize=["T", "stride", "bound"])
+@triton.jit(do_not_specialize=["T", "stride", "columns", "bound"])
 def route_tokens(
-    experts, weights, order, offsets, tiles, tile_count, x, router, bias, sums, arrived, T, stride, bound,
-    C: tl.constexpr, S: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr,
+    experts, weights, order, offsets, tiles, tile_count, x, router, bias, sums, arrived, T, stride, columns, bound,
+    C: tl.constexpr, S: tl.constexpr, P: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies tokens by some rows of the router's weight in a part of K; the last block adds the parts and routes."""
+    """Multiplies tokens by some rows of the router's weight in a part of K; the last block adds the parts and routes.
+
+    The number of columns of `sums` is P.columns. The compiler is not to know: it would load vectors, and divide a token's
+    logits among warps.
+    """
     if C.overlap:
         cuda.gdc_launch_dependents()
     e = tl.program_id(0) * P.rows + tl.arange(0, P.rows)
@@ -452,19 +456,23 @@ def route_tokens(
     w = tl.load(w_at, mask=of_w & (k < P.k)[None, :], other=0.0)
     if C.overlap:
         cuda.gdc_wait()
-    x_at, of_x = x + t.to(tl.int64)[None, :] * stride + k[:, None], (t < T)[None, :]
+    row = t.to(tl.int64) * stride
+    if PIECES:
+        row = row * 8  # the factor proves the alignment of vectors
+    x_at, of_x = x + row[None, :] + k[:, None], (t < T)[None, :]
     total = tl.dot(w, tl.load(x_at, mask=of_x & (k < P.k)[:, None], other=0.0))
     for step in range(P.step, P.part, P.step):
         w = tl.load(w_at + step, mask=of_w & (k + step < P.k)[None, :], other=0.0)
         total = tl.dot(w, tl.load(x_at + step, mask=of_x & (k + step < P.k)[:, None], other=0.0), total)
-    tl.store(sums + (tl.program_id(1) * P.tokens + t)[None, :] * P.columns + e[:, None], total)
+    tl.store(sums + (tl.program_id(1) * P.tokens + t)[None, :] * columns + e[:, None], total)
+    PARTS: tl.constexpr = P.parts
     if last_to_arrive(arrived, P.blocks):
         token = tl.arange(0, C.tokens)
         expert, exists = experts_of(C)
-        at, mask = sums + token[None, :, None] * P.columns + expert, (token < T)[None, :, None] & exists
+        at, mask = sums + token[None, :, None] * columns + expert, (token < T)[None, :, None] & exists
         logits = tl.load(at, mask=mask, other=float("-inf"))
-        for part in tl.static_range(1, P.parts):
-            logits += tl.load(at + part * P.tokens * P.columns, mask=mask, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            logits += tl.load(at + part * P.tokens * columns, mask=mask, other=0.0)
         chosen, weight = choose(logits, added, C)
         valid, slot = store_choice(experts, weights, chosen, weight, token, T, C)
         sort_chosen(chosen, valid, slot, T * S.top_k, bound, order, offsets, tiles, tile_count, S, TILES)
@@ -675,12 +683,13 @@ class RoutePlan:
 class RouteTokensPlan:
     """A routing of `tokens` tokens of K features, 1 to 16, by a router's weight: made once, called many times.
 
-    A plan serves one GPU, one type and alignment of x and weight.
+    `pieces` promises that the row stride of x is a multiple of 8 and that x and weight start at multiples of 16 bytes. A plan
+    serves one GPU, one type and alignment of x and weight.
     """
 
     def __init__(
-        self, tokens: int, k: int, experts: int, rule: RouterRule, bias: bool, tile_rows: int, machine: Machine
-    ) -> None:  # fmt: skip
+        self, tokens: int, k: int, experts: int, rule: RouterRule, bias: bool, tile_rows: int, pieces: bool, machine: Machine
+    ) -> None:
         self.tokens, self.experts, self.top_k, self.tile_rows = tokens, experts, rule.top_k, tile_rows
         self.bound = tile_bound(tokens * rule.top_k, experts, tile_rows)
         overlap = machine.arch.sm >= 90
@@ -688,7 +697,7 @@ class RouteTokensPlan:
         slots = max(_power(rule.top_k), FEWEST_SLOTS // padded)
         self.choose = ChooseConfig(rule, experts, bias, padded, slots, overlap)
         self.sort = SortConfig(experts, rule.top_k, tile_rows, padded * slots, overlap)
-        self.product = ProductConfig(experts, k)
+        self.product, self.pieces = ProductConfig(experts, k), pieces
         grid = self.product.columns // self.product.rows, self.product.parts, 1
         self.launch = Launcher(route_tokens, grid, padded, overlap=overlap)
 
@@ -700,8 +709,9 @@ class RouteTokensPlan:
     def __call__(self, x: Tensor, router: Tensor, bias: Tensor | None, space: Tensor, arrived: Tensor) -> RoutingTensors:
         """Routes x [T, K] by the contiguous weight [E, K]; `space` and `arrived` are the workspace."""
         made = _outputs(self.tokens, self.top_k, self.experts, self.tile_rows, x.device)
-        constants = self.choose, self.sort, self.product, _power(3 * self.bound)
-        self.launch(*made, x, router, bias, space, arrived, self.tokens, x.stride(0), self.bound, *constants)
+        sizes = self.tokens, x.stride(0) // (8 if self.pieces else 1), self.product.columns, self.bound
+        constants = self.choose, self.sort, self.product, self.pieces, _power(3 * self.bound)
+        self.launch(*made, x, router, bias, space, arrived, *sizes, *constants)
         return made
 
 

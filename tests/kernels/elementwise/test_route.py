@@ -16,7 +16,7 @@ from tests.kernels.sass import compile_plan
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from lowbit.kernels.elementwise import route as kernel_module
-from lowbit.kernels.elementwise.route import GroupPlan, RoutePlan
+from lowbit.kernels.elementwise.route import GroupPlan, RoutePlan, RouteTokensPlan
 
 gpu = pytest.mark.gpu
 
@@ -127,8 +127,43 @@ def check_groups():
     check_group(torch.full((100, 1), 3), torch.ones(100, 1), 4, tile_rows=16)
 
 
+def check_tokens(tokens, k, experts, rule, biased=False, dtype=torch.float16, gap=0, device="cpu"):
+    """Small integers, whose products and sums are exact: the routing is that of the exact logits, scaled by a power of two."""
+    generator = torch.Generator().manual_seed(k)
+    wide = torch.randint(-3, 4, (tokens, k + gap), generator=generator).to(dtype)
+    wide[:, k:] = math.nan
+    x, router = wide.to(device)[:, :k], (torch.randint(-3, 4, (experts, k), generator=generator) / 64).to(dtype).to(device)
+    bias = bias_of(experts).to(device) if biased else None
+    machine = machine_of("cuda") if device == "cuda" else typical_machine(80)
+    pieces = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and router.data_ptr() % 16 == 0
+    plan = RouteTokensPlan(tokens, k, experts, rule, biased, 4, pieces, machine)
+    words, counters = plan.workspace
+    space, arrived = torch.full((words,), math.nan, device=device), torch.zeros(counters, dtype=torch.int32, device=device)
+    wanted = route_reference(
+        (x.cpu().double() @ router.cpu().double().T).float(), bias_of(experts) if biased else None, rule, 4
+    )
+    for _ in range(2):
+        poison(device)
+        assert_same(plan(x, router, bias, space, arrived), wanted, (tokens, k, experts, rule))
+        assert not arrived.any()
+
+
+TOKENS = [
+    (1, 256, 32, RouterRule(4, **OSS), True),
+    (3, 600, 60, RouterRule(4), False),
+    (16, 1100, 8, RouterRule(2, normalize=True), False),
+    (5, 130, 64, RouterRule(8, **V3), True),
+]
+
+
+def check_products():
+    for case in TOKENS:
+        check_tokens(*case, gap=len(case))
+    check_tokens(2, 64, 8, RouterRule(2), False, gap=8)
+
+
 def test_the_arithmetic_in_tritons_interpreter():
-    interpreted(check_choices, check_few, check_many, check_groups)
+    interpreted(check_choices, check_few, check_many, check_groups, check_products)
 
 
 def kernels_of(plan, *call, sm=90):
@@ -138,10 +173,14 @@ def kernels_of(plan, *call, sm=90):
     def note(launch):
         return lambda *arguments: noted.append((launch, arguments))
 
-    places = [(plan, "launch"), *((plan.many, name) for name in ("count", "sum", "place") if plan.many)]
-    for owner, name in places:
-        setattr(owner, name, note(getattr(owner, name)))
+    many = getattr(plan, "many", None)
+    places = [(plan, "launch"), *((many, name) for name in ("count", "sum", "place") if many)]
+    launches = [getattr(*place) for place in places]
+    for place, launch in zip(places, launches, strict=True):
+        setattr(*place, note(launch))
     plan(*call)
+    for place, launch in zip(places, launches, strict=True):
+        setattr(*place, launch)
 
     class One:
         """A plan of one launch."""
@@ -187,6 +226,35 @@ def test_machine_code(sm, tokens, models):
             print(f"\nsm_{sm} {tokens} {experts} {name}: {kernel.registers} registers, {kernel.shared_bytes} bytes shared")
             assert kernel.stack_bytes == 0 and not kernel.count("LDL") and not kernel.count("STL"), name
             assert kernel.shared_bytes <= 1 << 16 and kernel.registers <= 128, name
+
+
+def product(tokens, k, experts, rule, sm=90, dtype=torch.bfloat16, biased=False):
+    plan = RouteTokensPlan(tokens, k, experts, rule, biased, 16, True, typical_machine(sm))
+    bias = meta((experts,), torch.float32) if biased else None
+    space = [meta((max(size, 1),), kind) for size, kind in zip(plan.workspace, (torch.float32, torch.int32), strict=True)]
+    return plan, kernels_of(plan, meta((tokens, k), dtype), meta((experts, k), dtype), bias, *space, sm=sm)["route_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("sm", "tokens", "k", "experts", "rule", "blocks"),
+    [
+        (80, 4, 4096, 8, RouterRule(2, normalize=True), (1, 16)),
+        (90, 1, 2048, 128, QWEN, (8, 8)),
+        (90, 16, 7168, 256, RouterRule(8, **V3), (16, 4)),
+        (120, 16, 2880, 32, RouterRule(4, **OSS), (2, 12)),
+    ],
+)
+def test_machine_code_of_the_product(sm, tokens, k, experts, rule, blocks):
+    """Matrix instructions without spills; on sm_90 weights are loaded before the wait for the previous kernel."""
+    plan, kernel = product(tokens, k, experts, rule, sm, biased=True)
+    assert plan.launch.grid[:2] == blocks
+    assert kernel.stack_bytes == 0 and kernel.registers <= 128 and kernel.shared_bytes <= 1 << 16
+    assert kernel.count("HMMA.16816") and kernel.count("LDG.E.128")
+    if sm == 90:
+        lines = [line.split()[0] if not line.startswith("@") else line.split()[1] for line in kernel.lines]
+        wait = lines.index("ACQBULK")
+        assert sum(line.startswith("LDG.E.128") for line in lines[:wait]) >= 1 and "PREEXIT" in lines[:wait]
+        assert not any(line.startswith(("STG", "ATOM", "RED.")) for line in lines[:wait])
 
 
 def test_a_token_is_chosen_within_its_warp():
@@ -237,3 +305,15 @@ def test_given_experts_on_a_gpu():
         given = torch.randint(-1, experts + 2, (tokens, top_k), device="cuda")
         check_group(given, torch.rand(tokens, top_k, device="cuda"), experts)
         check_group(given.int(), torch.rand(tokens, top_k, device="cuda").half(), experts, tile_rows=64)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_products_on_a_gpu(dtype):
+    for case in TOKENS:
+        check_tokens(*case, dtype=dtype, device="cuda")
+    for tokens in (1, 2, 7, 16):
+        for gap in (0, 3, 8):
+            check_tokens(tokens, 2048, 128, QWEN, False, dtype, gap, "cuda")
+            check_tokens(tokens, 7168, 256, RouterRule(8, **V3), True, dtype, gap, "cuda")
+            check_tokens(tokens, 2880, 32, RouterRule(4, **OSS), True, dtype, gap, "cuda")
