@@ -218,7 +218,7 @@ def kept_groups(choice, lane, C: tl.constexpr):
         best = best + tl.max(tl.where(lane == first[:, :, None], float("-inf"), choice), 2)
     group = tl.arange(0, C.rows)[:, None]
     keys = tl.where(group < C.rule.groups, sortable(best), _NEVER)
-    kept = tl.zeros([C.rows, C.tokens], tl.int32)
+    kept = tl.full([C.rows, C.tokens], 0, tl.int32)
     for _ in range(C.rule.top_groups):
         index = tl.min(tl.where(keys == tl.max(keys, 0)[None, :], group, C.rows), 0)[None, :]
         keys, kept = tl.where(group == index, _NEVER, keys), tl.where(group == index, 1, kept)
@@ -293,8 +293,8 @@ def choose(x, added, C: tl.constexpr):
     keys = keys_of(x, added, largest, total, exists, C)
     bits = x.to(tl.int32, bitcast=True)
     s = tl.arange(0, C.slots)[None, :]
-    chosen, weights = tl.zeros([C.tokens, C.slots], tl.int32), tl.zeros([C.tokens, C.slots], tl.float32)
-    selected = tl.zeros([C.tokens], tl.float32)
+    chosen, weights = tl.full([C.tokens, C.slots], 0, tl.int32), tl.full([C.tokens, C.slots], 0.0, tl.float32)
+    selected = tl.full([C.tokens], 0.0, tl.float32)
     for turn in range(C.rule.top_k):
         largest_key = tl.max(tl.max(keys, 0), 1)
         best = tl.min(tl.min(tl.where(keys == largest_key[None, :, None], expert, C.experts), 0), 1)
