@@ -95,8 +95,8 @@ class ChooseConfig:
 
     @property
     def rows(self) -> int:
-        """Rows of a token's logits, a power of two."""
-        return _power(-(-self.experts // self.size))
+        """Rows of a token's logits: groups, or experts by lanes."""
+        return -(-self.experts // self.size)
 
     @property
     def columns(self) -> int:
@@ -210,19 +210,85 @@ def sortable(x):
 
 
 @triton.jit
-def kept_groups(choice, lane, C: tl.constexpr):
-    """Which groups [rows, tokens] are the best: 0 or 1. In `choice` nothing is NaN."""
-    best = tl.max(choice, 2)
-    if C.top2:
-        first = tl.min(tl.where(choice == best[:, :, None], lane, C.lanes), 2)
-        best = best + tl.max(tl.where(lane == first[:, :, None], float("-inf"), choice), 2)
-    group = tl.arange(0, C.rows)[:, None]
-    keys = tl.where(group < C.rule.groups, sortable(best), _NEVER)
-    kept = tl.full([C.rows, C.tokens], 0, tl.int32)
-    for _ in range(C.rule.top_groups):
-        index = tl.min(tl.where(keys == tl.max(keys, 0)[None, :], group, C.rows), 0)[None, :]
-        keys, kept = tl.where(group == index, _NEVER, keys), tl.where(group == index, 1, kept)
-    return kept
+def expert_of(r, C: tl.constexpr):
+    """(experts [1, lanes], which of them exist) of row r of a token's logits."""
+    lane = tl.arange(0, C.lanes)[None, :]
+    expert = r * C.size + lane
+    return expert, (lane < C.size) & (expert < C.experts)
+
+
+@triton.jit
+def loaded(base, here, C: tl.constexpr):
+    """Rows of float32 values of all experts from pointers [tokens, 1] or one; -inf where no expert is or `here` is False."""
+    ROWS: tl.constexpr = C.rows
+    rows = ()
+    for r in tl.static_range(ROWS):
+        expert, exists = expert_of(r, C)
+        rows += (tl.load(base + expert, mask=here & exists, other=float("-inf")).to(tl.float32),)
+    return rows
+
+
+@triton.jit
+def plus(rows, others, C: tl.constexpr):
+    """Sums of rows."""
+    ROWS: tl.constexpr = C.rows
+    made = ()
+    for r in tl.static_range(ROWS):
+        made += (rows[r] + others[r],)
+    return made
+
+
+@triton.jit
+def largest_of(rows, C: tl.constexpr):
+    """The largest number of each token [tokens], of rows [tokens, lanes] without NaN."""
+    ROWS: tl.constexpr = C.rows
+    best = rows[0]
+    for r in tl.static_range(1, ROWS):
+        best = tl.maximum(best, rows[r])
+    return tl.max(best, 1)
+
+
+@triton.jit
+def cleaned(x):
+    """Replaces NaN by -inf."""
+    return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def group_keys(rows, C: tl.constexpr):
+    """Keys [tokens] of the groups, which are the rows; nothing in them is NaN."""
+    ROWS: tl.constexpr = C.rows
+    lane = tl.arange(0, C.lanes)[None, :]
+    keys = ()
+    for r in tl.static_range(ROWS):
+        best = tl.max(rows[r], 1)
+        if C.top2:
+            first = tl.min(tl.where(rows[r] == best[:, None], lane, C.lanes), 1)
+            best = best + tl.max(tl.where(lane == first[:, None], float("-inf"), rows[r]), 1)
+        keys += (sortable(best),)
+    return keys
+
+
+@triton.jit
+def without_other_groups(keys, groups, C: tl.constexpr):
+    """Keys of experts, _NEVER for those that are not in the groups of the largest keys `groups`."""
+    ROWS: tl.constexpr = C.rows
+    TURNS: tl.constexpr = C.rule.top_groups
+    for _ in tl.static_range(TURNS):
+        best = groups[0]
+        for r in tl.static_range(1, ROWS):
+            best = tl.maximum(best, groups[r])
+        index = tl.full([C.tokens], ROWS, tl.int32)
+        for r in tl.static_range(ROWS):
+            index = tl.where((groups[r] == best) & (index == ROWS), r, index)
+        left = ()
+        for r in tl.static_range(ROWS):
+            left += (tl.where(index == r, _NEVER, groups[r]),)
+        groups = left
+    made = ()
+    for r in tl.static_range(ROWS):
+        made += (tl.where((groups[r] == _NEVER)[:, None], keys[r], _NEVER),)
+    return made
 
 
 @triton.jit
@@ -232,79 +298,87 @@ def score_of(x, largest, C: tl.constexpr):
 
 
 @triton.jit
-def total_of(powers):
-    """Sums [tokens] of numbers from 0 to 1, in units of 2^-40: integers, whose sum depends on no order. NaN counts as 0."""
-    parts = (tl.where(powers == powers, powers, 0.0) * 1099511627776.0).to(tl.int64)
-    return tl.sum(tl.sum(parts, 0), 1).to(tl.float32) * (1.0 / 1099511627776.0)
+def total_of(rows, largest, C: tl.constexpr):
+    """Sums [tokens] of the powers of all logits, from 0 to 1, in units of 2^-40: integers, whose sum depends on no order. NaN
+    counts as 0."""
+    ROWS: tl.constexpr = C.rows
+    total = tl.full([C.tokens, C.lanes], 0, tl.int64)
+    for r in tl.static_range(ROWS):
+        power = tl.exp(cleaned(rows[r]) - largest[:, None])
+        total += (tl.where(power == power, power, 0.0) * 1099511627776.0).to(tl.int64)
+    return tl.sum(total, 1).to(tl.float32) * (1.0 / 1099511627776.0)
 
 
 @triton.jit
-def keys_of(x, added, largest, total, exists, C: tl.constexpr):
-    """Keys of logits in the order in which they are chosen, int32 [rows, tokens, lanes]."""
-    choice = x
-    if not C.by_logit:
-        choice = score_of(x, largest[None, :, None], C)
-        if not C.sigmoid:
-            choice = choice / total[None, :, None]
-        if C.corrected:
-            choice += added
-    choice = tl.where((choice == choice) & exists, choice, float("-inf"))
-    keys = tl.where(exists, sortable(choice), _NEVER)
+def keys_of(rows, added, largest, total, C: tl.constexpr):
+    """Rows of int32 keys of logits in the order in which experts are chosen."""
+    ROWS: tl.constexpr = C.rows
+    choices = ()
+    for r in tl.static_range(ROWS):
+        choice = rows[r]
+        if not C.by_logit:
+            choice = score_of(choice, largest[:, None], C)
+            if not C.sigmoid:
+                choice = choice / total[:, None]
+            if C.corrected:
+                choice += added[r]
+        choices += (tl.where(expert_of(r, C)[1], cleaned(choice), float("-inf")),)
+    keys = ()
+    for r in tl.static_range(ROWS):
+        keys += (tl.where(expert_of(r, C)[1], sortable(choices[r]), _NEVER),)
     if C.rule.groups > 1:
-        keys = tl.where(kept_groups(choice, tl.arange(0, C.lanes)[None, None, :], C)[:, :, None] != 0, keys, _NEVER)
+        keys = without_other_groups(keys, group_keys(choices, C), C)
     return keys
 
 
 @triton.jit
-def experts_of(C: tl.constexpr):
-    """(experts [rows, 1, lanes], which of them exist) of the logits of a token."""
-    lane = tl.arange(0, C.lanes)[None, None, :]
-    expert = tl.arange(0, C.rows)[:, None, None] * C.size + lane
-    return expert, (lane < C.size) & (expert < C.experts)
+def take_best(keys, rows, C: tl.constexpr):
+    """(expert [tokens], bits of its logit, keys without it): the lowest expert that has the largest key."""
+    ROWS: tl.constexpr = C.rows
+    key = largest_of(keys, C)
+    best = tl.full([C.tokens, C.lanes], C.experts, tl.int32)
+    for r in tl.static_range(ROWS):
+        best = tl.minimum(best, tl.where(keys[r] == key[:, None], expert_of(r, C)[0], C.experts))
+    expert = tl.min(best, 1)
+    left = ()
+    value = tl.full([C.tokens, C.lanes], _NEVER, tl.int32)
+    for r in tl.static_range(ROWS):
+        this = expert_of(r, C)[0] == expert[:, None]
+        left += (tl.where(this, _NEVER, keys[r]),)
+        if not C.by_logit:
+            value = tl.where(this, rows[r].to(tl.int32, bitcast=True), value)
+    return expert, key ^ ((key >> 31) & 0x7FFFFFFF) if C.by_logit else tl.max(value, 1), left
 
 
 @triton.jit
-def bias_of(bias, C: tl.constexpr):
-    """The bias of each expert, or 0."""
-    added = 0.0
-    if C.bias:
-        expert, exists = experts_of(C)
-        added = tl.load(bias + expert, mask=exists, other=0.0)
-    return added
-
-
-@triton.jit
-def choose(x, added, C: tl.constexpr):
+def choose(rows, added, C: tl.constexpr):
     """Experts int32 and weights float32 of tokens, both [tokens, slots], zero from column top_k on.
 
-    Logits are [rows, tokens, lanes], -inf where no expert is: Triton then gives warps tokens and threads lanes, and a token's
-    rows to the registers of a thread, so that no reduction leaves its warp.
+    Logits are rows [tokens, lanes], -inf where no expert is: Triton gives tokens to warps and lanes to threads, so that no
+    reduction leaves its warp.
     """
-    expert, exists = experts_of(C)
+    ROWS: tl.constexpr = C.rows
     if C.biased:
-        x += added
-    largest = tl.max(tl.max(tl.where(x == x, x, float("-inf")), 0), 1)
-    wrong = tl.max(tl.max((x != x).to(tl.int32), 0), 1) != 0
+        rows = plus(rows, added, C)
+    nan = rows[0] != rows[0]
+    clean = (cleaned(rows[0]),)
+    for r in tl.static_range(1, ROWS):
+        nan |= rows[r] != rows[r]
+        clean += (cleaned(rows[r]),)
+    largest = largest_of(clean, C)
+    wrong = tl.max(nan.to(tl.int32), 1) != 0
     total = tl.full([C.tokens], 1.0, tl.float32)
     if not C.sigmoid:
         wrong |= tl.abs(largest) == float("inf")
         if C.whole:
-            total = total_of(tl.exp(x - largest[None, :, None]))
-    keys = keys_of(x, added, largest, total, exists, C)
-    bits = x.to(tl.int32, bitcast=True)
+            total = total_of(rows, largest, C)
+    keys = keys_of(rows, added, largest, total, C)
     s = tl.arange(0, C.slots)[None, :]
     chosen, weights = tl.full([C.tokens, C.slots], 0, tl.int32), tl.full([C.tokens, C.slots], 0.0, tl.float32)
     selected = tl.full([C.tokens], 0.0, tl.float32)
     for turn in range(C.rule.top_k):
-        largest_key = tl.max(tl.max(keys, 0), 1)
-        best = tl.min(tl.min(tl.where(keys == largest_key[None, :, None], expert, C.experts), 0), 1)
-        this = expert == best[None, :, None]
-        if C.by_logit:
-            value = largest_key ^ ((largest_key >> 31) & 0x7FFFFFFF)
-        else:
-            value = tl.max(tl.max(tl.where(this, bits, _NEVER), 0), 1)
-        keys = tl.where(this, _NEVER, keys)
-        weight = score_of(value.to(tl.float32, bitcast=True), largest, C) / total
+        best, bits, keys = take_best(keys, rows, C)
+        weight = score_of(bits.to(tl.float32, bitcast=True), largest, C) / total
         selected += weight  # in the order of the choice, whatever the layout of the block
         chosen, weights = tl.where(s == turn, best[:, None], chosen), tl.where(s == turn, weight[:, None], weights)
     if C.normalize:
@@ -405,13 +479,11 @@ def store_choice(experts, weights, chosen, weight, token, T, C: tl.constexpr):
 def chosen_and_stored(experts, weights, logits, bias, T, stride, C: tl.constexpr):
     """Chooses the experts of a block of tokens and stores them: (experts, which of them exist, slots), [tokens, slots] each."""
     token = tl.program_id(0) * C.tokens + tl.arange(0, C.tokens)
-    added = bias_of(bias, C)
-    expert, exists = experts_of(C)
+    added = loaded(bias, True, C) if C.bias else ()
     if C.overlap:
         cuda.gdc_wait()
-    row = logits + token.to(tl.int64)[None, :, None] * stride
-    x = tl.load(row + expert, mask=(token < T)[None, :, None] & exists, other=float("-inf")).to(tl.float32)
-    chosen, weight = choose(x, added, C)
+    rows = loaded(logits + token.to(tl.int64)[:, None] * stride, (token < T)[:, None], C)
+    chosen, weight = choose(rows, added, C)
     valid, slot = store_choice(experts, weights, chosen, weight, token, T, C)
     return chosen, valid, slot
 
@@ -452,7 +524,7 @@ def route_tokens(
     e = tl.program_id(0) * P.rows + tl.arange(0, P.rows)
     t, k = tl.arange(0, P.tokens), tl.program_id(1) * P.part + tl.arange(0, P.step)
     w_at, of_w = router + e[:, None] * P.k + k[None, :], (e < C.experts)[:, None]
-    added = bias_of(bias, C)
+    added = loaded(bias, True, C) if C.bias else ()
     w = tl.load(w_at, mask=of_w & (k < P.k)[None, :], other=0.0)
     if C.overlap:
         cuda.gdc_wait()
@@ -468,11 +540,10 @@ def route_tokens(
     PARTS: tl.constexpr = P.parts
     if last_to_arrive(arrived, P.blocks):
         token = tl.arange(0, C.tokens)
-        expert, exists = experts_of(C)
-        at, mask = sums + token[None, :, None] * columns + expert, (token < T)[None, :, None] & exists
-        logits = tl.load(at, mask=mask, other=float("-inf"))
+        at, here = sums + token[:, None] * columns, (token < T)[:, None]
+        logits = loaded(at, here, C)
         for part in tl.static_range(1, PARTS):
-            logits += tl.load(at + part * P.tokens * columns, mask=mask, other=0.0)
+            logits = plus(logits, loaded(at + part * P.tokens * columns, here, C), C)
         chosen, weight = choose(logits, added, C)
         valid, slot = store_choice(experts, weights, chosen, weight, token, T, C)
         sort_chosen(chosen, valid, slot, T * S.top_k, bound, order, offsets, tiles, tile_count, S, TILES)
