@@ -10,8 +10,8 @@ Sort    counting sort: the slots of each expert in each chunk of slots are count
 Few     one launch for up to 64 tokens (1,024 slots with padding). Where their logits are too many for one block, blocks rank
         their own slots and the last one to finish sorts all
 Many    choose; counts of chunks of 512 slots; their prefix sums; place. `group` has no first launch
-Product `route_tokens`, up to 16 tokens: a block multiplies 16 experts' rows by a part of K with mma.sync, its first weights loaded
-        before the wait; the last block adds the parts in order and routes
+Product `route_tokens`, up to 16 tokens: a block multiplies 16 experts' rows by a part of K with mma.sync, and loads its first
+        weights before the wait. The last block adds the parts in order and routes
 Overlap the next kernel may start at once; the bias is read before the wait for the previous kernel (programmatic dependent
         launch, sm_90)
 Exact   scores in float32. Positions are integers: they depend neither on the grid nor on the order of blocks.
