@@ -158,7 +158,7 @@ def _check_route(logits: Tensor, bias: Tensor | None, rule: RouterRule, tile_row
             f"with strides {logits.stride()}"
         )
     check_one_device("route", logits, bias)
-    _check_rule("route", *logits.shape, bias, rule, tile_rows)
+    _check_rule("route", logits.shape[0], logits.shape[1], bias, rule, tile_rows)
 
 
 def _check_rule(operator: str, tokens: int, experts: int, bias: Tensor | None, rule: RouterRule, tile_rows: int) -> None:
@@ -212,7 +212,7 @@ def _route_tokens_plan(
 ) -> RouteTokensPlan:  # fmt: skip
     from lowbit.kernels.elementwise.route import RouteTokensPlan
 
-    return RouteTokensPlan(*shape, experts, rule, bias, tile_rows, pieces, machine_of(on))
+    return RouteTokensPlan(shape[0], shape[1], experts, rule, bias, tile_rows, pieces, machine_of(on))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -5,11 +5,13 @@ Reads   logits fp16, bf16 or fp32 [T, E], any row stride, and a bias fp32 [E] or
 Writes  the tensors of `Routing` (ops/route.py), all of their elements
 Choose  a token's logits are in one warp; top_k rounds of two integer reductions: the largest key, and the lowest expert that
         has it. With groups, a thread has an expert of each group
-Sort    counting sort: a histogram of experts for each chunk of slots, its prefix sums over chunks and then over experts, and
-        the rank within a chunk by comparison with the slots before. The slot that begins a tile writes the tile
+Sort    counting sort: the slots of each expert in each chunk of slots are counted, with prefix sums over chunks and then over
+        experts; the rank within a chunk by comparison with the slots before. The slot that begins a tile writes the tile
 Few     one launch for up to 64 tokens (1,024 slots with padding). Where their logits are too many for one block, blocks rank
         their own slots and the last one to finish sorts all
 Many    choose; counts of chunks of 512 slots; their prefix sums; place. `group` has no first launch
+Product `route_tokens`, up to 16 tokens: a block multiplies 16 experts' rows by a part of K with mma.sync, and loads its first
+        weights before the wait. The last block adds the parts in order and routes
 Overlap the next kernel may start at once; the bias is read before the wait for the previous kernel (programmatic dependent
         launch, sm_90)
 Exact   scores in float32. Positions are integers: they depend neither on the grid nor on the order of blocks.
@@ -39,7 +41,7 @@ FEWEST_SLOTS = 32
 """Fewest slots of a block, with padding: one for each thread of a warp."""
 
 ONE_BLOCK, MOST_WARPS = 4096, 16
-"""Most logits of a single block, and its most warps. Not measured yet; counted in docs/log/matrix-products.md."""
+"""Most logits of a single block, and its most warps. Not measured yet; counted in docs/log/language-models.md."""
 
 FEWEST_WARPS = 4
 """Fewest warps of `route_tokens`."""
@@ -387,21 +389,27 @@ def choose(rows, added, C: tl.constexpr):
 
 
 @triton.jit
-def ranked(expert, here, C: tl.constexpr):
+def ranked(expert, C: tl.constexpr):
     """(rank [slots], counts [bins]) of a block of slots: how many slots before it have the same expert, and how many slots each
-    expert has. Slots that are not `here` count as none."""
+    expert has. The expert of a slot that is none is -1.
+
+    Tables are counted by comparison: tl.histogram takes bins / 32 population counts a thread and as many shared atomics a warp,
+    and a table of 16 chunks by 128 experts has 2,048 bins.
+    """
     chunked = tl.reshape(expert, [C.chunks, C.chunk])
     i = tl.arange(0, C.chunk)
     # Slots of a chunk are along the lanes of a warp, and those before them in registers, so that few are summed across warps.
     before = (tl.trans(chunked)[:, :, None] == chunked[None, :, :]) & (i[:, None, None] < i[None, None, :])
     rank = tl.reshape(tl.sum(before.to(tl.int32), 0), [C.slots])
-    bin = tl.where(here, tl.arange(0, C.slots) // C.chunk * C.bins + expert, 0)
-    counts = tl.histogram(bin, C.chunks * C.bins, mask=here)
-    if C.chunks > 1:
-        table = tl.reshape(counts, [C.chunks, C.bins])
-        earlier = tl.reshape(tl.cumsum(table, 0) - table, [C.chunks * C.bins])
-        rank += tl.gather(earlier, bin, 0)
+    known = tl.maximum(expert, 0)
+    if C.chunks == 1 and C.bins <= 256:
+        counts = tl.histogram(known, C.bins, mask=expert >= 0)
+    else:
+        table = tl.sum((chunked[:, :, None] == tl.arange(0, C.bins)[None, None, :]).to(tl.int32), 1)
         counts = tl.sum(table, 0)
+        if C.chunks > 1:
+            earlier = tl.reshape(tl.cumsum(table, 0) - table, [C.chunks * C.bins])
+            rank += tl.gather(earlier, tl.arange(0, C.slots) // C.chunk * C.bins + known, 0)
     return rank, counts
 
 
@@ -493,7 +501,7 @@ def sort_chosen(chosen, valid, slot, slots, bound, order, offsets, tiles, tile_c
     """Sorts the slots of a block that has chosen for all tokens."""
     here = tl.reshape(valid, [S.slots])
     expert = tl.where(here, tl.reshape(chosen, [S.slots]), -1)
-    rank, counts = ranked(expert, here, S)
+    rank, counts = ranked(expert, S)
     sort_few(expert, here, tl.reshape(slot, [S.slots]), rank, counts, slots, bound, order, offsets, tiles, tile_count, S, TILES)
 
 
@@ -559,7 +567,7 @@ def route_blocks(
         cuda.gdc_launch_dependents()
     chosen, valid, slot = chosen_and_stored(experts, weights, logits, bias, T, stride, C)
     own = tl.reshape(valid, [B.slots])
-    own_rank, own_counts = ranked(tl.where(own, tl.reshape(chosen, [B.slots]), -1), own, B)
+    own_rank, own_counts = ranked(tl.where(own, tl.reshape(chosen, [B.slots]), -1), B)
     tl.store(ranks + tl.reshape(slot, [B.slots]), own_rank, mask=own)
     e = tl.arange(0, S.bins)
     tl.store(counted + tl.program_id(0) * S.bins + e, own_counts)
@@ -591,7 +599,7 @@ def group_few(
     here = expert >= 0
     tl.store(experts + slot, expert, mask=valid)
     tl.store(weights + slot, tl.load(given_weights + slot, mask=here, other=0.0).to(tl.float32), mask=valid)
-    rank, counts = ranked(expert, here, S)
+    rank, counts = ranked(expert, S)
     sort_few(expert, here, slot, rank, counts, slots, bound, order, offsets, tiles, tile_count, S, TILES)
 
 
@@ -653,7 +661,7 @@ def place_slots(order, offsets, tiles, tile_count, experts, before, totals, slot
     expert = tl.load(experts + slot, mask=slot < slots, other=-1)
     here = expert >= 0
     counts = tl.load(totals + tl.arange(0, S.bins))
-    rank, _ = ranked(expert, here, S)
+    rank, _ = ranked(expert, S)
     rank += tl.load(before + p * S.bins + expert, mask=here, other=0)
     begin, ends = begins(counts, S)
     place(expert, here, slot, rank, begin, order, tiles, S)
