@@ -22,7 +22,7 @@ from lowbit.kernels.reference.activations import (
     silu_mul_reference,
 )
 from lowbit.ops.channels import rotate_channels
-from lowbit.ops.operands import TensorSpec, spec_of, triton_refusals
+from lowbit.ops.operands import TensorSpec, device_of, meta_tensors, spec_of, triton_refusals
 from lowbit.ops.register import register
 
 if TYPE_CHECKING:
@@ -282,13 +282,10 @@ def _plan(
     others: tuple[TensorSpec | None, ...], aligned: bool, rule: str, hadamard: int,
 ) -> QuantizePlan | None:  # fmt: skip
     """The plan of a call, None where the kernel does not take it. Raises ValueError when the tensors do not fit together."""
-    made = (None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in others[:-1])
-    beside, weight, bias, scale, zero = made
+    beside, weight, bias, scale, zero = meta_tensors(others[:-1])
     x = torch.empty(shape, dtype=dtype, device="meta")
     parsed = _check(QuantizeArguments(x, fmt, group, scale, symmetric, before, beside, weight, bias, 0.0, zero, rule, hadamard))
-    devices = {on, *(t[2] for t in others if t is not None)}
-    if len(devices) > 1:
-        raise ValueError(f"quantize_activations: all tensors must be on one device, got {sorted(map(str, devices))}")
+    device_of("quantize_activations", others, on)
     k = shape[-1]
     if quantize_refusals(parsed, dtype, k, on):
         return None

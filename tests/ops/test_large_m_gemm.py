@@ -10,7 +10,7 @@ import torch
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.gemm import GemmShape, MmaTile
 from lowbit.kernels.reference.gemm import mixed_gemm_reference
-from lowbit.ops.fragment_gemm import aligned_rows, wide_plan
+from lowbit.ops.fragment_gemm import aligned_rows, plan_for
 from lowbit.ops.workspace import workspace
 from lowbit.pack import FragmentWeight
 from tests.ops.test_fragment_gemm import OF_BF16, SCHEMES, quantized, quantized_bf16, relative_error
@@ -32,7 +32,7 @@ def product(tile, x, w, bias=None, gate="none"):
     """y of a tile, in memory that was NaN."""
     n, k = w.shape
     shape = GemmShape(len(x), n, k, w.scheme.weight.bits)
-    plan = wide_plan(tile, shape, w.form, x.dtype, bias is not None, A100, gate)
+    plan = plan_for(tile, shape, w.form, x.dtype, bias is not None, A100, gate=gate)
     torch.full((len(x), plan.columns), float("nan"), dtype=x.dtype, device="cuda")  # what the allocator hands out next
     return plan(aligned_rows(x), w.codes, w.scale, w.channel_scale, bias, *workspace(x.device, *plan.workspace))
 
