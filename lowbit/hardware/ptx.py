@@ -6,7 +6,7 @@ memory and no predicate. `Builder` writes one; its methods append an instruction
     b = Builder(["w"])
     pair = b.masked_or("w", 0x000F000F, 0x64006400)
     program = b.build([b.sub("fp16", pair, b.constant(0x64086408))])
-    program.inline_asm()            # text for Triton's and Gluon's inline_asm_elementwise
+    program.ptx()                   # text for a kernel
     program.run([words])            # the same instructions on uint32 arrays of any shape
 
 Source of the semantics: PTX ISA, sections on lop3, prmt, shf, shl, shr, mov and half precision floating point.
@@ -358,21 +358,6 @@ class Program:
         names = [instruction.dest for instruction in self.instructions]
         lines = [f".reg .b32 {', '.join(names)};"] if names else []
         return "\n".join([*lines, *(instruction.ptx() for instruction in self.instructions)])
-
-    def inline_asm(self) -> str:
-        """The form `inline_asm_elementwise` takes: in braces, operands `$0`.. for the outputs, then for the inputs.
-
-        Outputs are written by moves after the last read of an input, so that no early-clobber constraint is needed.
-        """
-        first_input = len(self.outputs)
-        reads = [f"mov.b32 {name}, ${first_input + i};" for i, name in enumerate(self.inputs)]
-        writes = [f"mov.b32 ${i}, {name};" for i, name in enumerate(self.outputs)]
-        body = [f".reg .b32 {', '.join(self.inputs)};", *reads, self.ptx(), *writes]
-        return "{\n" + "\n".join(body) + "\n}"
-
-    def inline_constraints(self) -> str:
-        """The constraint string that goes with `inline_asm`: every operand is a 32-bit register."""
-        return ",".join(["=r"] * len(self.outputs) + ["r"] * len(self.inputs))
 
 
 class Builder:

@@ -15,12 +15,7 @@ from torch import Tensor
 from lowbit.formats.conv import ACTIVATIONS, CODES, ConvLayer, ConvSpec, output_size, stored_dtype
 from lowbit.hardware.machine import Machine, features_of, machine_of, machine_refusals
 from lowbit.kernels.choose.conv import ConvCandidate, Size, choose_conv, features_refusals, strip_refusals
-from lowbit.kernels.reference.conv import (
-    average_pool_reference,
-    conv_reference,
-    max_pool_reference,
-    quantize_reference,
-)
+from lowbit.kernels.reference.conv import average_pool_reference, conv_reference, max_pool_reference, quantize_reference
 from lowbit.ops.register import on_device_of_first
 from lowbit.pack.conv_layout import PackedConv
 from lowbit.pack.nhwc64 import Nhwc64, pixel_elements

@@ -20,18 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.formats import (
-    IntFormat,
-    PerBlock,
-    PerChannel,
-    PerGroup,
-    PerTensor,
-    QuantTensor,
-    Scheme,
-    ZeroPoint,
-    decode,
-    spread,
-)
+from lowbit.formats import IntFormat, PerBlock, PerChannel, PerGroup, PerTensor, QuantTensor, Scheme, ZeroPoint, decode, spread
 from lowbit.hardware.byte_conversions import ByteOperand, byte_conversion
 from lowbit.hardware.mma import MMA_M16N8K32_S8
 from lowbit.pack.form import PackedMatrix

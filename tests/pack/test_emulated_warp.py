@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from lowbit.formats import NumberFormat, decode, float_format, int_format, uint_format
 from lowbit.hardware.conversions import conversion
-from lowbit.hardware.emulate import Registers, Values, ldmatrix, mma
 from lowbit.hardware.mma import MMA_M16N8K16_F16, MMA_M16N8K32_S8, Fragment
 from lowbit.pack import ColumnMajorTileInterleave, FragmentOrder
 from lowbit.pack.fragment import word_places
+from tests.hardware.emulate import Registers, Values, ldmatrix, mma
 
 from .test_layout import random_codes
 

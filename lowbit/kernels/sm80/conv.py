@@ -18,12 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.formats.conv import ACTIVATIONS, ConvSpec, ProductSpec, stored_dtype
-from lowbit.kernels.parts.gluon import CompiledKernel, Scalar, aggregate, gl, gluon, source_digest
+from lowbit.formats.conv import ACTIVATIONS, ConvSpec, ProductSpec
+from lowbit.kernels.parts.conv_plan import ConvLauncher, ConvPlan
+from lowbit.kernels.parts.gluon import Scalar, aggregate, gl, gluon, source_digest
 from lowbit.kernels.parts.requantize import Requantize
 from lowbit.pack.conv_fragment import FRAGMENTS, OUTPUTS, STEP_BYTES, fragment_bits, fragment_words
 from lowbit.pack.conv_layout import PackedConv
-from lowbit.pack.nhwc64 import padded_channels, pixel_elements
+from lowbit.pack.nhwc64 import padded_channels
 from lowbit.pack.stem import PIXEL_BYTES, WINDOW_PIXELS, StemImages
 
 WARPS = 4
@@ -317,14 +318,14 @@ class MmaOperand:
         return (x.view(torch.int32), self.weight, x.shape[1], x.shape[2], x.shape[3] // 4, *self.windows, blocks)
 
 
-class PreparedMmaConv:
+class PreparedMmaConv(ConvPlan):
     """A layer prepared for the kernel, on one GPU. With `images`, its input is what they pack: a stem.
 
     `int4`: products of 4-bit codes and 4-bit weights by m16n8k64 instead of m16n8k32; `packed` must be packed for it.
     """
 
     def __init__(self, spec: ConvSpec, packed: PackedConv, int4: bool = False, images: StemImages | None = None) -> None:
-        self.spec, self.packed, self.images = spec, packed, images
+        super().__init__(spec, packed, images)
         # A stem has rows of 4 packed pixels, starting at every packed pixel.
         first = spec if images is None else images.product(spec)
         self.first = MmaOperand(first, packed.weight, fragment_bits(first, int4), images)
@@ -334,32 +335,22 @@ class PreparedMmaConv:
         self.config = MmaConv(
             self.first.product, None if self.second is None else self.second.product, spec.y, spec.residual, spec.relu
         )
-        self.kernel: CompiledKernel | None = None
-
-    def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
-        """Shape of the output: packed codes [N, Ho, Wo, bytes], or values [N, Ho, Wo, O]."""
-        height, width = self.spec.output_size(size[1], size[2]) if self.images is None else self.images.output
-        return size[0], height, width, pixel_elements(self.spec.y, self.spec.outputs)
+        self.launch = ConvLauncher(mma_conv)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """Returns y of packed x [N, H, W, bytes]; `residual` and `second` if the layer has them; `out` is written if given."""
-        shape, spec, packed = self.output_shape(tuple(x.shape)), self.spec, self.packed
-        if out is None:
-            out = torch.empty(shape, dtype=stored_dtype(spec.y), device=x.device)
-        pixels = shape[0] * shape[1] * shape[2]
-        arguments = (
+        out, spec, packed = self.output(x, out), self.spec, self.packed
+        n, height, width, row = out.shape
+        pixels = n * height * width
+        self.launch(
+            0, (-(-pixels // PIXELS), padded_channels(spec.outputs) // OUTPUTS, 1), WARPS,
             out.view(torch.int32) if self.config.stores_codes else out,
             None if residual is None else residual.view(torch.int32), packed.s, packed.b, packed.g, packed.s2, pixels,
-            spec.outputs, shape[3] // 4, 0 if residual is None else residual.shape[3] // 4, shape[1], shape[2],
+            spec.outputs, row // 4, 0 if residual is None else residual.shape[3] // 4, height, width,
             *self.first.arguments(x),
             *((None, None) + (0,) * 10 if self.second is None or second is None else self.second.arguments(second)),
             self.config,
         )  # fmt: skip
-        grid = (-(-pixels // PIXELS), padded_channels(spec.outputs) // OUTPUTS, 1)
-        if self.kernel is None:
-            self.kernel = mma_conv[grid](*arguments, num_warps=WARPS)
-        else:
-            self.kernel[grid](*arguments)
         return out

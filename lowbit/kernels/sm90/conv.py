@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.formats.conv import ConvSpec, stored_dtype
+from lowbit.formats.conv import ConvSpec
 from lowbit.kernels.choose.conv import ConvTile, resident_pieces
 from lowbit.kernels.parts.conv_epilogue import (
     as_float,
@@ -26,11 +26,11 @@ from lowbit.kernels.parts.conv_epilogue import (
     store_values,
     tile_constants,
 )
-from lowbit.kernels.parts.conv_inputs import Product, await_inputs, map_arrived
+from lowbit.kernels.parts.conv_inputs import Product, map_arrived
 from lowbit.kernels.parts.conv_operand import operand_a
+from lowbit.kernels.parts.conv_plan import ConvLauncher, TiledConvPlan, most_registers
 from lowbit.kernels.parts.conv_tile import UNIT_WORDS, WgmmaConv
 from lowbit.kernels.parts.gluon import (
-    CompiledKernel,
     Scalar,
     aggregate,
     barrier,
@@ -43,9 +43,9 @@ from lowbit.kernels.parts.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from lowbit.kernels.parts.prologue import launch_next_and_wait_for_previous
 from lowbit.kernels.sm90.tensor_map import NO_OPERAND, WindowOperand
-from lowbit.pack.conv_layout import PackedConv, unit_channels
-from lowbit.pack.nhwc64 import padded_channels, pixel_elements
+from lowbit.pack.conv_layout import PackedConv
 from lowbit.pack.stem import StemImages
 
 
@@ -284,7 +284,7 @@ def wgmma_conv(
     across = gl.program_id(0) % tiles_across
     if C.resident:
         copy_resident(weight, weight2, across, steps, steps2, C)
-    await_inputs(C)
+    launch_next_and_wait_for_previous()
     map_arrived(maps, C)
     first_tile = gl.program_id(0) // tiles_across
     stride = gl.num_programs(0) // tiles_across
@@ -331,13 +331,13 @@ def wgmma_conv(
                 store_values(y, acc, scale, offset, tile * PIXELS, across * OUTPUTS, pixels, channels, C)
 
 
-class PreparedConv:
+class PreparedConv(TiledConvPlan):
     """A layer prepared for the kernel, on one GPU, with a tile. With `images`, its input is what they pack: a stem."""
 
     def __init__(
         self, spec: ConvSpec, packed: PackedConv, tile: ConvTile, sm_count: int, images: StemImages | None = None
     ) -> None:
-        self.spec, self.packed, self.tile, self.sm_count, self.images = spec, packed, tile, sm_count, images
+        super().__init__(spec, packed, tile, sm_count, images)
         first = spec if images is None else images.product(spec)
         self.first = WindowOperand(first, packed.weight, tile.pixels, tile.step_bytes, images)
         self.second: WindowOperand | None = None
@@ -348,38 +348,24 @@ class PreparedConv:
             spec.x, spec.y, spec.residual, spec.relu, tile.warpgroups, tile.outputs, tile.step_bytes, tile.stages,
             None if spec.second is None else spec.second.x, resident_pieces(products, tile),
         )  # fmt: skip
-        self.kernel: CompiledKernel | None = None
-
-    def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
-        """Shape of the output: packed codes [N, Ho, Wo, bytes], or values [N, Ho, Wo, O]."""
-        height, width = self.spec.output_size(size[1], size[2]) if self.images is None else self.images.output
-        return size[0], height, width, pixel_elements(self.spec.y, self.spec.outputs)
+        registers = most_registers(tile.blocks, self.config.threads)
+        self.launch = ConvLauncher(wgmma_conv, maxnreg=registers, launch_pdl=True)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """Returns y of packed x [N, H, W, bytes]; `residual` and `second` if the layer has them; `out` is written if given."""
-        shape = self.output_shape(tuple(x.shape))
-        spec, tile, packed = self.spec, self.tile, self.packed
-        if out is None:
-            out = torch.empty(shape, dtype=stored_dtype(spec.y), device=x.device)
-        pixels = shape[0] * shape[1] * shape[2]
-        across = padded_channels(spec.outputs) // tile.outputs
-        down = -(-pixels // tile.pixels)
-        stride = max(1, min(down, self.sm_count * tile.blocks // across))
-        line, column_step = divmod(stride * tile.pixels, shape[2])
-        image_step, row_step = divmod(line, shape[1])
-        units = padded_channels(spec.outputs) // unit_channels(spec.y, tile.outputs)
-        arguments = (
+        out, spec, packed = self.output(x, out), self.spec, self.packed
+        n, height, width, _ = out.shape
+        down, stride = self.rows_of_tiles(n * height * width)
+        line, column_step = divmod(stride * self.tile.pixels, width)
+        image_step, row_step = divmod(line, height)
+        self.launch(
+            0, (stride * self.across, 1, 1), self.config.warps,
             out.view(torch.int32) if self.config.stores_codes else out,
-            None if residual is None else residual.view(torch.int32), packed.s, packed.b, packed.g, packed.s2, pixels,
-            spec.outputs, units, shape[1], shape[2], across, down, column_step, row_step, image_step, *self.first.arguments(x),
+            None if residual is None else residual.view(torch.int32), packed.s, packed.b, packed.g, packed.s2,
+            n * height * width, spec.outputs, self.units, height, width, self.across, down, column_step, row_step, image_step,
+            *self.first.arguments(x),
             *(NO_OPERAND if self.second is None or second is None else self.second.arguments(second)), self.config,
         )  # fmt: skip
-        grid = (stride * across, 1, 1)
-        if self.kernel is None:
-            registers = min(65536 // (tile.blocks * self.config.threads) // 8 * 8, 255)
-            self.kernel = wgmma_conv[grid](*arguments, num_warps=self.config.warps, maxnreg=registers, launch_pdl=True)
-        else:
-            self.kernel[grid](*arguments)
         return out

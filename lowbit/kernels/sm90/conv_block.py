@@ -22,19 +22,12 @@ from torch import Tensor
 from lowbit.formats.conv import ConvSpec
 from lowbit.hardware.ptx import lut
 from lowbit.kernels.choose.conv import MOST_ROWS, STRIPS, UNIT, WARPGROUPS, BlockTile, block_tile
-from lowbit.kernels.parts.conv_inputs import await_inputs, map_arrived
+from lowbit.kernels.parts.conv_inputs import map_arrived
+from lowbit.kernels.parts.conv_plan import ConvLauncher
 from lowbit.kernels.parts.conv_tile import UNIT_WORDS
-from lowbit.kernels.parts.gluon import (
-    CompiledKernel,
-    asm,
-    barrier,
-    fence_async_shared,
-    gl,
-    gluon,
-    run,
-    source_digest,
-)
+from lowbit.kernels.parts.gluon import asm, barrier, fence_async_shared, gl, gluon, run, source_digest
 from lowbit.kernels.parts.pipeline import StageBarriers
+from lowbit.kernels.parts.prologue import launch_next_and_wait_for_previous
 from lowbit.kernels.parts.requantize import LinkedRequantize, Requantize
 from lowbit.kernels.parts.strip_ring import StripRing
 from lowbit.kernels.parts.thread_product import (
@@ -533,7 +526,7 @@ def block_conv(
     pixel = first_tile * PIXELS + own_row
     place = (pixel // width % height << 16) + pixel % width
     place = asm("mov.b32 $0, $1;", "=r,r", (place,), gl.int32)  # before the wait
-    await_inputs(C)
+    launch_next_and_wait_for_previous()
     reach = width + 1
     copy_strip(maps, first_tile < tiles, zero, zero + 1, first_tile * PIXELS - reach, thread, C)
     run(C.strip.weights.wait, "=r,r,r,r", [thread * 0, thread * 0, thread * 0 + 1])
@@ -602,29 +595,25 @@ class PreparedBlock:
     def __init__(self, third: ConvSpec, following: ConvSpec, packed: Tensor, g: float, sm_count: int) -> None:
         self.third, self.following, self.packed, self.g, self.sm_count = third, following, packed, g, sm_count
         self.map = functools.lru_cache(maxsize=None)(row_map)
-        self.kernels: dict[BlockConv, CompiledKernel] = {}
+        self.config = functools.lru_cache(maxsize=None)(self._config)
+        self.launch = ConvLauncher(block_conv, maxnreg=REGISTERS, launch_pdl=True)
 
-    def config(self, width: int) -> BlockConv:
-        """Returns the configuration for images of this width."""
+    def _config(self, width: int) -> BlockConv:
+        """The configuration for images of this width."""
         tile = block_tile(self.third.x, width, self.following.outputs, self.third.second is not None)
         return BlockConv(**vars(tile))
 
     def __call__(self, x: Tensor, added: Tensor, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Writes (y, z) of packed x [N, H, W, bytes]; `added` is the residual, or the input of the shortcut."""
         n, height, width, row_bytes = x.shape
-        pixels = n * height * width
-        config = self.config(width)
+        pixels, config = n * height * width, self.config(width)
         tiles = -(-pixels // config.pixels)
-        grid = (min(tiles, self.sm_count * config.blocks), 1, 1)
-        line, column_step = divmod(grid[0] * config.pixels, width)
+        blocks = min(tiles, self.sm_count * config.blocks)
+        line, column_step = divmod(blocks * config.pixels, width)
         y, z, codes = (tensor.view(-1).view(torch.int32) for tensor in (*out, added))
-        arguments = (
-            y, z, codes, self.g, pixels, height, width, tiles, (line % height << 16) + column_step,
+        self.launch(
+            width, (blocks, 1, 1), config.warps, y, z, codes, self.g, pixels, height, width, tiles,
+            (line % height << 16) + column_step,
             self.map(pixels, row_bytes, config.rows // config.boxes, row_bytes, x.data_ptr(), x.device), self.packed, config,
         )  # fmt: skip
-        kernel = self.kernels.get(config)
-        if kernel is None:
-            self.kernels[config] = block_conv[grid](*arguments, num_warps=config.warps, maxnreg=REGISTERS, launch_pdl=True)
-        else:
-            kernel[grid](*arguments)
         return out

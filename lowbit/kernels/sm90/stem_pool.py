@@ -19,14 +19,16 @@ from torch import Tensor
 
 from lowbit.formats.conv import ConvSpec, output_size
 from lowbit.kernels.choose.conv import UNIT
-from lowbit.kernels.parts.conv_inputs import await_inputs, map_arrived
+from lowbit.kernels.parts.conv_inputs import map_arrived
+from lowbit.kernels.parts.conv_plan import ConvLauncher, ConvPlan, most_registers
 from lowbit.kernels.parts.conv_tile import UNIT_WORDS
-from lowbit.kernels.parts.gluon import CompiledKernel, barrier, fence_async_shared, gl, gluon, part, ptx, run, source_digest
+from lowbit.kernels.parts.gluon import barrier, fence_async_shared, gl, gluon, part, ptx, run, source_digest
 from lowbit.kernels.parts.pipeline import StageBarriers
+from lowbit.kernels.parts.prologue import launch_next_and_wait_for_previous
 from lowbit.kernels.parts.requantize import Requantize
 from lowbit.kernels.sm90.tensor_map import image_map
 from lowbit.pack.conv_layout import GROUP, PackedConv
-from lowbit.pack.nhwc64 import CHANNEL_BLOCK, Nhwc64, padded_channels
+from lowbit.pack.nhwc64 import CHANNEL_BLOCK, Nhwc64, padded_channels, pixel_elements
 from lowbit.pack.stem import PIXEL_BYTES, WINDOW_PIXELS, StemImages
 from lowbit.pack.stem_fragment import STEP_BYTES
 
@@ -445,7 +447,7 @@ def stem_pool(
     lanes = (lane - q + (q + 3) % 4, gl.where(q > 0, lane - 1, lane), q == 3)
     columns_left = width - 2 * first_pixel - 2 * q
     place = C.out_start + q * C.pixel_bytes + channel * C.pixel_bytes // 64
-    await_inputs(C)
+    launch_next_and_wait_for_previous()
     map_arrived(maps, C)
     zero = row * 0
     at = (zero, zero + 1, row, first // pooled_height, gl.where(first < end, end - start, 0))
@@ -475,44 +477,39 @@ def stem_pool(
         phase = gl.where(slot == 0, phase ^ 1, phase)
 
 
-class PreparedStemPool:
+class PreparedStemPool(ConvPlan):
     """A stem followed by a max-pool of 3 x 3, stride 2 and padding 1, prepared for the kernel, on one GPU."""
 
     def __init__(self, spec: ConvSpec, packed: PackedConv, images: StemImages, sm_count: int) -> None:
-        self.spec, self.packed, self.images, self.sm_count = spec, packed, images, sm_count
+        super().__init__(spec, packed, images)
+        self.stem, self.sm_count = images, sm_count
         odd = [size % 2 == 1 for size in images.output]
         self.config = StemPool(spec.y, spec.relu, images.window[0], odd[0], odd[1])
         self.map = functools.lru_cache(maxsize=None)(self._map)
-        self.kernel: CompiledKernel | None = None
+        registers = most_registers(BLOCKS, self.config.threads)
+        self.launch = ConvLauncher(stem_pool, maxnreg=registers, launch_pdl=True)
 
     def _map(self, n: int, address: int, device: torch.device) -> Tensor:
-        rows, row_bytes = self.images.rows, self.images.columns * PIXEL_BYTES
+        rows, row_bytes = self.stem.rows, self.stem.columns * PIXEL_BYTES
         return image_map((n, rows, row_bytes), (self.config.window + 1, ROW_BYTES), address, device)
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output: packed codes [N, Hp, Wp, bytes]."""
-        height, width = output_size(self.images.output, (3, 3), (2, 2), (1, 1))
-        return size[0], height, width, Nhwc64(self.spec.y).pixel_bytes(self.spec.outputs)
+        height, width = output_size(self.stem.output, (3, 3), (2, 2), (1, 1))
+        return size[0], height, width, pixel_elements(self.spec.y, self.spec.outputs)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """Returns pooled y of packed images [N, rows, columns, 16]; there is no residual; `out` is written if given."""
-        n, height, width, row_bytes = shape = self.output_shape(tuple(x.shape))
-        packed = self.packed
-        if out is None:
-            out = torch.empty(shape, dtype=torch.uint8, device=x.device)
+        out, packed, stem = self.output(x, out), self.packed, self.stem
+        n, height, width, row_bytes = out.shape
         across = padded_channels(self.spec.outputs) // 64
         beside, down = max(1, -(-(width - 1) // (TILE_PIXELS - 1))), n * height
-        arguments = (
-            out, packed.s, packed.b, row_bytes, height, width, *self.images.output, self.images.before[0], down, beside, across,
+        chunks = max(1, min(down, self.sm_count * BLOCKS // (across * beside)))
+        self.launch(
+            0, (chunks * across * beside, 1, 1), self.config.warps,
+            out, packed.s, packed.b, row_bytes, height, width, *stem.output, stem.before[0], down, beside, across,
             self.map(n, x.data_ptr(), x.device), packed.weight, self.config,
         )  # fmt: skip
-        chunks = max(1, min(down, self.sm_count * BLOCKS // (across * beside)))
-        grid = (chunks * across * beside, 1, 1)
-        if self.kernel is None:
-            registers = min(65536 // (BLOCKS * self.config.threads) // 8 * 8, 255)
-            self.kernel = stem_pool[grid](*arguments, num_warps=self.config.warps, maxnreg=registers, launch_pdl=True)
-        else:
-            self.kernel[grid](*arguments)
         return out
