@@ -16,8 +16,8 @@ from lowbit.hardware.conversions import Conversion, conversion
 from lowbit.hardware.half import HalfType
 from lowbit.hardware.machine import Machine, machine_of, typical_machine
 from lowbit.hardware.mma import MMA_M16N8K16_F16, MmaAtom, wgmma_f16
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, WgmmaTile
 from lowbit.kernels.choose.gemm import choose as choose_tile
+from lowbit.kernels.choose.tiles import GemmShape, MmaTile, RingTile, WgmmaTile
 from lowbit.models.complete import require_complete
 from lowbit.models.hf import plan_for
 from lowbit.models.names import TensorNames
@@ -25,7 +25,7 @@ from lowbit.models.skeleton import skeleton
 from lowbit.models.source import resolve
 from lowbit.ops import KERNELS, Problem, choose, problem_on
 from lowbit.pack import FragmentOrder, scaled_refusals
-from lowbit.pack.fragment import STRIP, TILE_K, word_places
+from lowbit.pack.fragment import ROW_BLOCK, TILE_K, word_places
 from lowbit.quantize import rtn
 
 
@@ -272,7 +272,7 @@ def _registers(weight: _Weight, atom: MmaAtom, sm: int) -> list[Step]:
     """The register that wants this weight, the packed words that hold its code, and the conversion between the two."""
     layout = FragmentOrder(atom, weight.format)
     rows, ks = layout.tile.coordinates()
-    here = np.argwhere((rows == weight.row % STRIP) & (ks == weight.column % TILE_K))[0]
+    here = np.argwhere((rows == weight.row % ROW_BLOCK) & (ks == weight.column % TILE_K))[0]
     place = _Place(*(int(number) for number in here))
     c = conversion(weight.format, _half_type(weight.format))
     words, packing = _packing(weight, layout, c, place)
@@ -290,7 +290,7 @@ def _half_type(fmt: NumberFormat) -> HalfType:
 
 def _fragment(weight: _Weight, atom: MmaAtom, sm: int, place: _Place) -> Step:
     step, register = divmod(place.register, atom.a.registers)
-    tile, inside = (weight.row // STRIP, weight.column // TILE_K), (weight.row % STRIP, weight.column % TILE_K)
+    tile, inside = (weight.row // ROW_BLOCK, weight.column // TILE_K), (weight.row % ROW_BLOCK, weight.column % TILE_K)
     share = "the share of one warp of the warpgroup" if atom.threads > 32 else "a warp's share"
     return Step(
         "lowbit/hardware/mma.py",
@@ -298,7 +298,7 @@ def _fragment(weight: _Weight, atom: MmaAtom, sm: int, place: _Place) -> Step:
         (
             f"sm {sm}, {atom.section}",
             f"{atom.instruction}: weights are operand A, {atom.m} rows of k {atom.k} in {atom.threads} threads' registers",
-            f"tile {list(tile)} of {STRIP} x {TILE_K} ({share}): row {inside[0]}, k {inside[1]} of it belongs to",
+            f"tile {list(tile)} of {ROW_BLOCK} x {TILE_K} ({share}): row {inside[0]}, k {inside[1]} of it belongs to",
             f"lane {place.thread}, k step {step}, register a{register}, {place.half}",
         ),
     )
@@ -306,8 +306,8 @@ def _fragment(weight: _Weight, atom: MmaAtom, sm: int, place: _Place) -> Step:
 
 def _packing(weight: _Weight, layout: FragmentOrder, c: Conversion, place: _Place) -> tuple[list[np.uint32], Step]:
     """Packs the tile of this weight: the words its conversion reads, and where its code's bits are in them."""
-    strip, k_tile, bits = weight.row // STRIP, weight.column // TILE_K, weight.format.bits
-    (plane,) = layout.pack(weight.q.codes[strip * STRIP :, k_tile * TILE_K :][:STRIP, :TILE_K], bits)
+    row_block, k_tile, bits = weight.row // ROW_BLOCK, weight.column // TILE_K, weight.format.bits
+    (plane,) = layout.pack(weight.q.codes[row_block * ROW_BLOCK :, k_tile * TILE_K :][:ROW_BLOCK, :TILE_K], bits)
     (shape,) = layout.plane_shapes(bits, weight.q.shape)
     places = word_places(bits)[place.thread]
     own = plane[0, 0][places].numpy().view(np.uint32)
@@ -320,7 +320,7 @@ def _packing(weight: _Weight, layout: FragmentOrder, c: Conversion, place: _Plac
         where.setdefault(first + word, []).append((bit, at + place.element * c.fields.window))
     for number, bits_there in where.items():
         parts = ", ".join(f"bit {bit} at {at}: {int(own[number]) >> at & 1}" for bit, at in reversed(bits_there))
-        lines.append(f"word [{strip}, {k_tile}, {int(places[number])}] = {own[number]:08x}, of the code {parts}")
+        lines.append(f"word [{row_block}, {k_tile}, {int(places[number])}] = {own[number]:08x}, of the code {parts}")
     lines.append("(a kernel that reads the file's dense rows skips this step and the next: lowbit/ops/table.py says which)")
     return words, Step("lowbit/pack/fragment.py", str(layout), tuple(lines))
 
@@ -403,13 +403,13 @@ def _in_the_kernels(weight: _Weight, machine: Machine) -> list[Step]:
 
 
 def _in_ring(weight: _Weight, tile: RingTile) -> tuple[str, ...]:
-    strip, step = weight.row // STRIP, weight.column // (2 * TILE_K)
-    block, inside = divmod(strip, tile.block_strips)
+    row_block, step = weight.row // ROW_BLOCK, weight.column // (2 * TILE_K)
+    block, inside = divmod(row_block, tile.tile_row_blocks)
     slices = tile.warps_k * tile.splits
     turn, part = divmod(step, slices)
-    warp = inside // tile.strips * tile.warps_k + part % tile.warps_k
+    warp = inside // tile.row_blocks * tile.warps_k + part % tile.warps_k
     return (
-        f"strip {strip} of 16 rows is strip {inside % tile.strips} of warp {warp} of block {block};",
+        f"row block {row_block} of 16 rows is row block {inside % tile.row_blocks} of warp {warp} of block {block};",
         f"step {step} of 128 k is number {turn} of that warp: slice {part} of {slices} along K, split {part // tile.warps_k};",
         "its words come by cp.async into the warp's own ring (copy_block), are read (read_block), decoded and multiplied by",
         "mma.sync (multiply); sums of all slices of K meet in a fixed order (reduce_slices, reduce_splits), then y is stored "
@@ -418,16 +418,16 @@ def _in_ring(weight: _Weight, tile: RingTile) -> tuple[str, ...]:
 
 
 def _in_mma(weight: _Weight, tile: MmaTile) -> tuple[str, ...]:
-    strips, strip = -(-weight.q.shape[0] // STRIP), weight.row // STRIP
-    row_tile = strip // (tile.rows // STRIP)
-    inside = strip - min(row_tile * (tile.rows // STRIP), strips - tile.rows // STRIP)
+    row_blocks, row_block = -(-weight.q.shape[0] // ROW_BLOCK), weight.row // ROW_BLOCK
+    row_tile = row_block // (tile.rows // ROW_BLOCK)
+    inside = row_block - min(row_tile * (tile.rows // ROW_BLOCK), row_blocks - tile.rows // ROW_BLOCK)
     size, k_tile = TILE_K * tile.warps_k, weight.column // TILE_K
     stages, stage = -(-weight.q.shape[1] // size), weight.column // size
     split = next(i for i in range(tile.splits) if stages * (i + 1) // tile.splits > stage)
     own = f"slice {k_tile % tile.warps_k} of " if tile.warps_k > 1 else ""
     return (
-        f"row tile {row_tile}, strip {inside} of {tile.rows // STRIP}: strip {inside // tile.warps_n} of the warps of row "
-        f"{inside % tile.warps_n}; K split {split};",
+        f"row tile {row_tile}, row block {inside} of {tile.rows // ROW_BLOCK}: row block {inside // tile.warps_n} of the warps "
+        f"of row {inside % tile.warps_n}; K split {split};",
         f"k tile {k_tile} is {own}stage {stage} of all: its words come by cp.async (copy_piece), are read by each of the "
         f"{tile.warps_m} warps of the row (read_weights),",
         "decoded in registers (dequantize_row_block), made operand A (operand_of) and multiplied by",
@@ -441,7 +441,8 @@ def _in_wgmma(weight: _Weight, tile: WgmmaTile) -> tuple[str, ...]:
     split = next((str(i) for i in range(tile.splits) if turns * (i + 1) // tile.splits > turn), "by equal shares of blocks")
     half = "even" if weight.column // TILE_K % 2 == 0 else "odd"
     return (
-        f"row tile {row_tile}, row {inside} of {tile.rows}: warpgroup {inside // 64}, warp {inside // STRIP}; K split {split};",
+        f"row tile {row_tile}, row {inside} of {tile.rows}: warpgroup {inside // 64}, warp {inside // ROW_BLOCK}; K split "
+        f"{split};",
         f"k tile {weight.column // TILE_K} is the {half} stage of turn {turn}: TMA brings its words (load_weights), the warp",
         "waits for them (read_words), decodes them in registers (dequantize), makes these operand A (operand_a) and starts",
         f"wgmma.mma_async m64n{tile.tokens}k16 on them (start); x is operand B, from shared memory;",

@@ -21,7 +21,7 @@ from lowbit.ops.scaled_gemm import check_activations, check_output
 from lowbit.ops.table import scaled_shape
 from lowbit.ops.workspace import workspace
 from lowbit.pack import OperandWeight, scaled_refusals
-from lowbit.pack.fragment import LANES, STRIP, k_tiles, strips
+from lowbit.pack.fragment import LANES, ROW_BLOCK, k_tiles, row_blocks
 from lowbit.pack.scaled import GROUP, ROW_BYTES
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _check(a: ByteGemmArguments) -> None:
         raise ValueError(f"byte_gemm: the kernel {'; '.join(reasons)}")
     k = x.shape[-1]
     bits = s.weight.bits
-    shape = (n, -(-k // ROW_BYTES) * ROW_BYTES) if bits == 8 else (strips(n), k_tiles(k), LANES * bits)
+    shape = (n, -(-k // ROW_BYTES) * ROW_BYTES) if bits == 8 else (row_blocks(n), k_tiles(k), LANES * bits)
     if tuple(codes.shape) != shape or codes.element_size() != (1 if bits == 8 else 4):
         raise ValueError(
             f"byte_gemm: {s} with N {n} and K {k} takes codes {shape} (OperandWeight.pack makes them), "
@@ -89,7 +89,7 @@ def _check(a: ByteGemmArguments) -> None:
         )
     groups = -(-k // GROUP)
     grouped, blocks = isinstance(s.granularity, PerGroup), isinstance(s.granularity, PerBlock)
-    expected = (groups, -(-n // STRIP) * STRIP) if grouped else (-(-n // 128), groups)
+    expected = (groups, -(-n // ROW_BLOCK) * ROW_BLOCK) if grouped else (-(-n // 128), groups)
     if (scale is not None) != (grouped or blocks) or (scale is not None and tuple(scale.shape) != expected):
         got = None if scale is None else tuple(scale.shape)
         raise ValueError(f"byte_gemm: {s} takes scale {expected if grouped or blocks else None}, got {got}")

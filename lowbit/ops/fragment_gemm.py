@@ -14,12 +14,13 @@ from torch import Tensor
 
 from lowbit.formats import Scheme
 from lowbit.hardware.machine import Machine, machine_of
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, Tile, choose
+from lowbit.kernels.choose.gemm import choose
+from lowbit.kernels.choose.tiles import GemmShape, MmaTile, RingTile, Tile
 from lowbit.ops.operands import TensorSpec, check_weight_places, meta_tensors, scheme_of, spec_of
 from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
 from lowbit.pack import FragmentWeight, WeightForm, has_channel_scale, kernel_group, may_be_subnormal, weight_form
-from lowbit.pack.fragment import LANES, k_tiles, strips
+from lowbit.pack.fragment import LANES, k_tiles, row_blocks
 
 
 def fragment_gemm(x: Tensor, w: FragmentWeight, bias: Tensor | None = None, *, batch_invariant: bool = False) -> Tensor:
@@ -41,7 +42,7 @@ def check_product(
     if x.dtype not in (torch.float16, torch.bfloat16) or x.dim() < 1:
         raise ValueError(f"{operator}: x is fp16 or bf16 [.., K], got {x.dtype} {tuple(x.shape)}")
     k = x.shape[-1]
-    expected = (strips(n), k_tiles(k), LANES * s.weight.bits)
+    expected = (row_blocks(n), k_tiles(k), LANES * s.weight.bits)
     if tuple(codes.shape) != expected or codes.dtype != torch.int32:
         raise ValueError(
             f"{operator}: {s} with N {n} and K {k} takes codes int32 {expected} (FragmentWeight.pack makes them), "
@@ -53,7 +54,7 @@ def check_product(
         raise ValueError(f"{operator}: {s} takes {' and '.join(kinds)}, FragmentWeight.pack makes them")
     if scale is not None:
         pair = 2 if s.zero.value == "" else 4
-        shape = (strips(n), -(-k // 128) * (128 // group), 8, pair)
+        shape = (row_blocks(n), -(-k // 128) * (128 // group), 8, pair)
         if tuple(scale.shape) != shape or scale.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"{operator}: {s} takes fp16 or bf16 scales {shape}, got {scale.dtype} {tuple(scale.shape)}")
     if subnormal and (channel is None or not may_be_subnormal(s)):

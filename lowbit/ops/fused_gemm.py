@@ -27,8 +27,8 @@ from torch import Tensor
 
 from lowbit.formats import QuantTensor
 from lowbit.hardware.machine import machine_of
-from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS, MOST_PARTS, Role, choose_chain, parts_of
-from lowbit.kernels.choose.gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile
+from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS, MOST_PARTS, choose_chain, parts_of
+from lowbit.kernels.choose.tiles import DENSE_BITS, RING_TOKENS, GemmShape, RingTile, Role
 from lowbit.kernels.reference.fused_gemm import norm_gemm_reference, residual_gemm_reference
 from lowbit.ops.fragment_gemm import aligned_rows, check_product, plan_for
 from lowbit.ops.operands import TensorSpec, check_weight_places, meta_tensors, scheme_of, spec_of
@@ -222,7 +222,7 @@ def _check_norm(a: NormGemmArguments) -> None:
         )
     if gated not in ("none", "silu", "gelu_tanh") or (gated != "none" and a.n % 16):
         raise ValueError(
-            f"norm_gemm: gated is none, or silu or gelu_tanh with strips of 8 gates and 8 ups; got {gated}, N {a.n}"
+            f"norm_gemm: gated is none, or silu or gelu_tanh with row blocks of 8 gates and 8 ups; got {gated}, N {a.n}"
         )
 
 

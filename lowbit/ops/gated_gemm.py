@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lowbit.hardware.machine import machine_of
-from lowbit.kernels.choose.gemm import GemmShape, RingTile, choose
+from lowbit.kernels.choose.gemm import choose
+from lowbit.kernels.choose.tiles import GemmShape, RingTile
 from lowbit.kernels.reference.elementwise import GATES, Gate
 from lowbit.ops.elementwise import gate
 from lowbit.ops.fragment_gemm import aligned_rows, check_product, fragment_gemm, plan_for
@@ -46,7 +47,7 @@ def _check(
     check_product("gated_gemm", x, codes, scale, channel_scale, bias, scheme_of(scheme), n, subnormal)
     if x.dim() != 2 or gated not in GATES or n % 16:
         raise ValueError(
-            f"gated_gemm: x is [M, K], gated {', '.join(GATES)}, and strips have 8 gates and 8 ups; got x "
+            f"gated_gemm: x is [M, K], gated {', '.join(GATES)}, and row blocks have 8 gates and 8 ups; got x "
             f"{tuple(x.shape)}, {gated}, N {n}"
         )
 

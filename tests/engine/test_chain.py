@@ -270,13 +270,13 @@ def test_products_of_16_bit_weights_do_not_depend_on_the_batch(bias):
 
 
 def test_layers_that_differ_run_as_they_are():
-    """q, k and v of different bits, or of rows that are no whole strips, are not one weight."""
+    """q, k and v of different bits, or of rows that are no whole row blocks, are not one weight."""
     torch.manual_seed(0)
     linears = [nn.Linear(64, n, bias=False) for n in (32, 24, 16)]
     model = nn.ModuleDict({str(i): layer for i, layer in enumerate(linears)}).half()
     packed(model, "w4a16_g32")
     layers = list(model.values())
-    assert isinstance(product(layers[:2], False), Packed), "the last one may end within a strip"
+    assert isinstance(product(layers[:2], False), Packed), "the last one may end within a row block"
     assert not isinstance(product(layers, False), Packed)
     other = packed(nn.ModuleDict({"0": nn.Linear(64, 32, bias=False)}).half(), "w8a16")["0"]
     assert not isinstance(product([layers[0], other], False), Packed)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile
+from lowbit.kernels.choose.tiles import GemmShape, MmaTile
 from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.ops.fragment_gemm import aligned_rows, plan_for
 from lowbit.ops.workspace import workspace
@@ -25,7 +25,7 @@ SLICED = [MmaTile(64, 2, 4, 1, 4, 1, warps_k=2), MmaTile(32, 2, 2, 1, 3, 2, warp
 SHARED = [
     MmaTile(128, 4, 4, 2, 3, 1), MmaTile(64, 4, 4, 2, 2, 3), MmaTile(32, 2, 4, 2, 6, 2), MmaTile(64, 1, 4, 2, 5, 1), *SLICED,
 ]  # fmt: skip
-"""Tiles whose warps have 4 strips, or 1, and those."""
+"""Tiles whose warps have 4 row blocks, or 1, and those."""
 
 
 def product(tile, x, w, bias=None, gate="none"):

@@ -93,9 +93,9 @@ def test_without_the_row_permutation_lanes_hold_foreign_codes() -> None:
 # ---- fragment order: words straight from global memory to registers -> conversion -> mma; weights are operand A
 
 
-def warp_words(plane: torch.Tensor, strip: int, k_tile: int, bits: int) -> Registers:
+def warp_words(plane: torch.Tensor, row_block: int, k_tile: int, bits: int) -> Registers:
     """Words [32 lanes, bits] that the lanes of a warp load of one tile, each its own."""
-    words: Registers = plane[strip, k_tile][word_places(bits)].numpy().view(np.uint32)
+    words: Registers = plane[row_block, k_tile][word_places(bits)].numpy().view(np.uint32)
     return words
 
 

@@ -28,11 +28,11 @@ from lowbit.pack.nhwc64 import padded_channels
 from lowbit.pack.stem import PIXEL_BYTES, WINDOW_PIXELS, StemImages
 
 WARPS = 4
-STRIPS = 2
+ROW_BLOCKS = 2
 """m16 row blocks (16 pixels) of a warp."""
 
-PIXELS = 16 * STRIPS * WARPS
-SUMS = STRIPS * FRAGMENTS * 4
+PIXELS = 16 * ROW_BLOCKS * WARPS
+SUMS = ROW_BLOCKS * FRAGMENTS * 4
 """Sums of a thread per row block and fragment: two columns of row g and two of row g + 8."""
 
 
@@ -56,25 +56,25 @@ class MmaProduct:
     @property
     def asm(self) -> str:
         """The instructions of a k block: outputs sums; inputs 8 words of x, the words of w, then the sums."""
-        x = [f"${SUMS + i}" for i in range(4 * STRIPS)]
-        w = [f"${SUMS + 4 * STRIPS + i}" for i in range(self.words * FRAGMENTS)]
-        before = [f"${SUMS + 4 * STRIPS + self.words * FRAGMENTS + i}" for i in range(SUMS)]
+        x = [f"${SUMS + i}" for i in range(4 * ROW_BLOCKS)]
+        w = [f"${SUMS + 4 * ROW_BLOCKS + i}" for i in range(self.words * FRAGMENTS)]
+        before = [f"${SUMS + 4 * ROW_BLOCKS + self.words * FRAGMENTS + i}" for i in range(SUMS)]
         after = [f"${i}" for i in range(SUMS)]
         kind = "m16n8k64.row.col.s32.u4.s4.s32" if (self.x, self.bits) == ("u4", 4) else "m16n8k32.row.col.s32.s8.s8.s32"
         halves, lines = [x], []
         if self.words == 4:
-            halves = [[f"{half}{i}" for i in range(4 * STRIPS)] for half in ("even", "odd")]
-            lines = [f".reg .b32 even<{4 * STRIPS}>, odd<{4 * STRIPS}>;"]
+            halves = [[f"{half}{i}" for i in range(4 * ROW_BLOCKS)] for half in ("even", "odd")]
+            lines = [f".reg .b32 even<{4 * ROW_BLOCKS}>, odd<{4 * ROW_BLOCKS}>;"]
             for i, word in enumerate(x):
                 lines.append(
                     f"and.b32 even{i}, {word}, 0x0F0F0F0F; shr.b32 odd{i}, {word}, 4; and.b32 odd{i}, odd{i}, 0x0F0F0F0F;"
                 )
-        for strip in range(STRIPS):
+        for row_block in range(ROW_BLOCKS):
             for fragment in range(FRAGMENTS):
-                first = 4 * (strip * FRAGMENTS + fragment)
+                first = 4 * (row_block * FRAGMENTS + fragment)
                 d, c = (", ".join(r[first : first + 4]) for r in (after, before))
                 for i, half in enumerate(halves):
-                    a = ", ".join(half[4 * strip : 4 * strip + 4])
+                    a = ", ".join(half[4 * row_block : 4 * row_block + 4])
                     b = ", ".join(w[self.words * fragment + 2 * i : self.words * fragment + 2 * i + 2])
                     lines.append(f"mma.sync.aligned.{kind} {{{d}}}, {{{a}}}, {{{b}}}, {{{c if i == 0 else d}}};")
         return "{\n" + "\n".join(lines) + "\n}"
@@ -82,7 +82,7 @@ class MmaProduct:
     @property
     def constraints(self) -> str:
         """Constraints of `asm`."""
-        return ",".join(["=&r"] * SUMS + ["r"] * (4 * STRIPS + self.words * FRAGMENTS + SUMS))
+        return ",".join(["=&r"] * SUMS + ["r"] * (4 * ROW_BLOCKS + self.words * FRAGMENTS + SUMS))
 
 
 @dataclass(frozen=True)

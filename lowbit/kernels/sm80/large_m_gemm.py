@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lowbit.hardware.half import HalfType
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile
+from lowbit.kernels.choose.tiles import GemmShape, MmaTile
 from lowbit.kernels.parts.dequantize import Dequantizer
 from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.gluon import aggregate, asm, barrier, gl, gluon, half_type, mma_v2, ptx, run, source_digest
@@ -554,7 +554,7 @@ class MmaPlan:
         self.shape, self.tile = shape, tile
         self.columns = shape.n if epilogue.gate == "none" else shape.n // 2
         self.config = _config(tile, form, half_type(dtype), epilogue, self.columns % 8 == 0)
-        self.tiles = (-(-shape.m // tile.tokens), -(-shape.strips // (tile.rows // 16)))
+        self.tiles = (-(-shape.m // tile.tokens), -(-shape.row_blocks // (tile.rows // 16)))
         grid = (self.tiles[0] * self.tiles[1] * tile.splits, 1, 1)
         # Without a limit ptxas spills in small tiles to fit more blocks on an SM.
         registers = min(MOST_REGISTERS, REGISTERS_PER_SM // self.config.threads)
@@ -581,7 +581,7 @@ class MmaPlan:
         self.launch(
             y, x, codes, codes if scale is None else scale, channel_scale, bias, sums, arrived, m, n, k,
             self.columns // 8 if self.config.whole else self.columns, x.stride(0), *self.tiles,
-            self.shape.steps(self.config.stage_k), self.shape.strips, self.shape.steps(STAGE_K) * 128 * self.shape.bits,
+            self.shape.steps(self.config.stage_k), self.shape.row_blocks, self.shape.steps(STAGE_K) * 128 * self.shape.bits,
             0 if scale is None else 2 * scale.stride(0), self.factor, self.config,
         )  # fmt: skip
         return y
@@ -591,6 +591,6 @@ class MmaPlan:
 def _config(tile: MmaTile, form: WeightForm, dtype: HalfType, epilogue: Epilogue, whole: bool) -> MmaGemm:
     dequantizer = Dequantizer(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
     return MmaGemm(
-        dequantizer, tile.tokens, tile.strips, tile.warps_n, tile.warps_m, tile.warps_k, tile.stages, tile.splits,
+        dequantizer, tile.tokens, tile.row_blocks, tile.warps_n, tile.warps_m, tile.warps_k, tile.stages, tile.splits,
         tile.token_group, tile.in_turn, epilogue, whole,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lowbit.hardware.arch import Arch
 from lowbit.hardware.half import HalfType
-from lowbit.kernels.choose.gemm import GemmShape, RingTile, shared_by
+from lowbit.kernels.choose.tiles import GemmShape, RingTile, shared_by
 from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, gl, gluon, half_type, ptx, run, source_digest
 from lowbit.kernels.parts.k_block import BLOCK_K, BLOCK_TILES, KBlock
@@ -458,7 +458,7 @@ class RingPlan:
         overlap = arch.sm >= 90
         self.config = _config(tile, form, half_type(dtype), shape.n, shape.k, epilogue, overlap, shared_by(tile, arch))
         self.columns = shape.n if epilogue.gate == "none" else shape.n // 2
-        self.grid = (-(-shape.strips // tile.block_strips), -(-shape.m // tile.tokens), tile.splits)
+        self.grid = (-(-shape.row_blocks // tile.tile_row_blocks), -(-shape.m // tile.tokens), tile.splits)
         self.launch = Launcher(ring_gemm, self.grid, self.config.warps, overlap=overlap)
         self.iterations = -(-shape.steps(BLOCK_K) // (self.config.slices * tile.rounds))
         self.factor = self.config.ring.k_block.factor
@@ -492,7 +492,7 @@ class RingPlan:
         tiles = 0 if self.config.ring.k_block.dense else codes.shape[1]
         self.launch(
             y, x, codes, some, channel_scale, bias, sums, arrived, h, gamma, squares, self.shape.m, self.shape.n, self.shape.k,
-            x.stride(0), self.shape.strips, tiles, 0 if scale is None else scale.stride(0), self.iterations, self.factor,
+            x.stride(0), self.shape.row_blocks, tiles, 0 if scale is None else scale.stride(0), self.iterations, self.factor,
             x_factor, inverse_width, eps, self.config,
         )  # fmt: skip
         return y
@@ -505,7 +505,7 @@ def _config(
     k_block = KBlock(form.format, dtype, tile.tokens, form.group, form.zero, form.scale_dtype)
     tail = k % (BLOCK_K * tile.warps_k * tile.splits * tile.rounds) != 0
     if k_block.dense:
-        ring: Ring = RowRing(k_block, tile.strips, tile.rounds, tail, tile.slots, n % 16 != 0)
+        ring: Ring = RowRing(k_block, tile.row_blocks, tile.rounds, tail, tile.slots, n % 16 != 0)
     else:
-        ring = Ring(k_block, tile.strips, tile.rounds, tail, tile.slots)
+        ring = Ring(k_block, tile.row_blocks, tile.rounds, tail, tile.slots)
     return RingGemm(ring, tile.warps_n, tile.warps_k, tile.splits, epilogue, overlap, shared_bytes)

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from lowbit.hardware.half import HalfType
-from lowbit.kernels.choose.gemm import GemmShape, WgmmaTile, share_refusals
+from lowbit.kernels.choose.large_m import share_refusals
+from lowbit.kernels.choose.tiles import GemmShape, WgmmaTile
 from lowbit.kernels.parts.dequantize import Dequantizer, dequantize
 from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.gluon import (
@@ -469,7 +470,7 @@ class WgmmaPlan(TilePlan):
         self.last_group = (shape.k - 1) // max(form.group, 1)
         self.factor = config.dequantizer.epilogue_factor
         blocks = [(config.warps, 32 * config.dequantizer.plane_words(p)) for p in range(config.dequantizer.planes)]
-        self.weight_descriptors = plane_descriptors(shape.strips, shape.steps(64) * 32 * shape.bits, blocks)
+        self.weight_descriptors = plane_descriptors(shape.row_blocks, shape.steps(64) * 32 * shape.bits, blocks)
         if epilogue.h_type is not None:
             if shape.n % 8 or not 0 < self.tiles[1] * tile.splits <= sm_count:
                 raise ValueError(

@@ -14,7 +14,8 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.formats import number_format
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile, mma_tiles
+from lowbit.kernels.choose.large_m import mma_tiles
+from lowbit.kernels.choose.tiles import GemmShape, MmaTile
 from lowbit.kernels.parts import tile_stage as stage
 from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.schedule import iterations_of, k_range_of, tile_at, workspace_offsets
@@ -64,7 +65,7 @@ class Blocks:
 
     def __init__(self, plan, group, of_scale):
         self.plan, self.config, shape = plan, plan.config, plan.shape
-        row_blocks, steps = shape.strips, shape.steps(64)
+        row_blocks, steps = shape.row_blocks, shape.steps(64)
         self.w_stride = steps * 128 * shape.bits
         self.scale_stride = shape.steps(128) * (128 // group) * of_scale if group else 0
         self.x_stride = -(-shape.k // 8) * 8
@@ -128,7 +129,7 @@ class Blocks:
                 continue
             self.run_block(
                 None, x, w, scale, None, None, None, None, shape.m, shape.n, shape.k, plan.columns, self.x_stride, *plan.tiles,
-                shape.steps(C.stage_k), shape.strips, self.w_stride, self.scale_stride, 1.0, C,
+                shape.steps(C.stage_k), shape.row_blocks, self.w_stride, self.scale_stride, 1.0, C,
             )  # fmt: skip
         return [np.concatenate(each) for each in zip(*self.copies, strict=True)]
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.formats import number_format
 from lowbit.hardware.mma import MMA_M16N8K16_F16
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile
+from lowbit.kernels.choose.tiles import GemmShape, MmaTile
 from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.sm80.large_m_gemm import MmaPlan, dequantize_ahead, join, operand_of, products
 from lowbit.pack.weight import WeightForm

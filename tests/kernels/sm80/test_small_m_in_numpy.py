@@ -12,7 +12,7 @@ import torch
 
 from lowbit.hardware.arch import arch_for
 from lowbit.hardware.mma import MMA_M16N8K16_F16
-from lowbit.kernels.choose.gemm import DENSE_BITS, GemmShape, RingTile
+from lowbit.kernels.choose.tiles import DENSE_BITS, GemmShape, RingTile
 from lowbit.kernels.reference.fused_gemm import norm_gemm_reference, residual_gemm_reference
 from lowbit.pack import DENSE_FORM, DenseWeight, FragmentWeight
 from lowbit.pack.gated import alternate
@@ -177,7 +177,7 @@ def rows(n, k, m):
 
 
 def paired(t):
-    """Rows of gate and up as strips hold them."""
+    """Rows of gate and up as row blocks hold them."""
     return alternate(*t.chunk(2))
 
 
