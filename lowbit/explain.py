@@ -428,7 +428,7 @@ def _in_mma(weight: _Weight, tile: MmaTile) -> tuple[str, ...]:
     return (
         f"row tile {row_tile}, row block {inside} of {tile.rows // ROW_BLOCK}: row block {inside // tile.warps_n} of the warps "
         f"of row {inside % tile.warps_n}; K split {split};",
-        f"k tile {k_tile} is {own}stage {stage} of all: its words come by cp.async (copy_piece), are read by each of the "
+        f"k tile {k_tile} is {own}stage {stage} of all: its words come by cp.async (copy_vector), are read by each of the "
         f"{tile.warps_m} warps of the row (read_weights),",
         "decoded in registers (dequantize_row_block), made operand A (operand_of) and multiplied by",
         "mma.sync (multiply) while those of the next 16 k are decoded; x is operand B, by ldmatrix from shared memory",

@@ -177,7 +177,7 @@ register(
 
 
 def _aligned_rows(x: Tensor) -> Tensor:
-    """x [M, K] with rows of 16-byte pieces and no gap within a row, copied only if it is not so already."""
+    """x [M, K] with rows of 16-byte vectors and no gap within a row, copied only if it is not so already."""
     if x.stride(1) == 1 and x.stride(0) % ROW_BYTES == 0 and x.data_ptr() % 16 == 0:
         return x
     k = x.shape[1]

@@ -70,8 +70,8 @@ def _gather_plan(
     device_of("gather_channels", (order, factors), on)
     from lowbit.kernels.elementwise.gather import GatherPlan
 
-    pieces = k % 8 == 0 and all(aligned) and all(t is None or t[3] for t in (order, factors))
-    return GatherPlan(m, k, order is not None, pieces, machine_of(on))
+    vectors = k % 8 == 0 and all(aligned) and all(t is None or t[3] for t in (order, factors))
+    return GatherPlan(m, k, order is not None, vectors, machine_of(on))
 
 
 def _gathered_fake(x: Tensor, order: Tensor | None, factors: Tensor | None) -> Tensor:
@@ -101,7 +101,7 @@ def _on_gpu(x: Tensor, block: int) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _plan(block: int, stride: bool, rows: TensorSpec) -> RotatePlan | None:
-    """The plan of a call, None where the kernel does not run; `stride` is one of whole pieces. Raises ValueError as
+    """The plan of a call, None where the kernel does not run; `stride` is one of whole vectors. Raises ValueError as
     `rotate_channels` does."""
     (m, k), dtype, on, aligned = rows
     check_block(block, k)

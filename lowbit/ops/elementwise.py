@@ -388,7 +388,7 @@ def _check_gate(on: torch.device, gate: Tensor, up: Tensor | None, function: str
 
 
 @functools.lru_cache(maxsize=4096)
-def _gate_plan(pieces: bool, function: str, alternate: bool, gated: bool, *tensors: TensorSpec | None) -> GatePlan:
+def _gate_plan(vectors: bool, function: str, alternate: bool, gated: bool, *tensors: TensorSpec | None) -> GatePlan:
     """The plan of a call; raises ValueError when the tensors do not fit together."""
     from lowbit.kernels.elementwise.gate import GatePlan
 
@@ -396,7 +396,7 @@ def _gate_plan(pieces: bool, function: str, alternate: bool, gated: bool, *tenso
     on = device_of("gate", tensors)
     _check_gate(on, gate, up, function, alternate, gated)
     width = gate.shape[1] // 2 if gated and up is None else gate.shape[1]
-    return GatePlan(gate.shape[0], width, function, pieces, machine_of(on), alternate)
+    return GatePlan(gate.shape[0], width, function, vectors, machine_of(on), alternate)
 
 
 def _gate_on_gpu(gate: Tensor, up: Tensor | None, function: str, alternate: bool = False, gated: bool = True) -> Tensor:
@@ -404,8 +404,8 @@ def _gate_on_gpu(gate: Tensor, up: Tensor | None, function: str, alternate: bool
         raise ValueError("gate: the columns of a row follow each other in memory; call .contiguous() on gate and up")
     halves = gated and up is None
     width = gate.shape[-1] // 2 if halves else gate.shape[-1]
-    pieces = width % 8 == 0 and all(t is None or (t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0) for t in (gate, up))
-    plan = _gate_plan(pieces, function, alternate, gated, spec_of(gate), spec_of(up))
+    vectors = width % 8 == 0 and all(t is None or (t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0) for t in (gate, up))
+    plan = _gate_plan(vectors, function, alternate, gated, spec_of(gate), spec_of(up))
     second = gate[:, 8 if alternate else width :] if halves else up
     return plan(gate, second)
 

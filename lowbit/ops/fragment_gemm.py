@@ -138,7 +138,7 @@ register(
 
 
 def aligned_rows(x: Tensor) -> Tensor:
-    """x [M, K] with rows of 16-byte pieces, no gap within a row, zeros behind K; copied only if it is not so already."""
+    """x [M, K] with rows of 16-byte vectors, no gap within a row, zeros behind K; copied only if it is not so already."""
     k = x.shape[1]
     if x.stride(1) == 1 and x.stride(0) % 8 == 0 and k % 8 == 0 and x.data_ptr() % 16 == 0:
         return x

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 BEFORE = ("", "rms_norm", "layer_norm", "silu")
 MOST_COLUMNS = 65536
 """Widest row that the kernel's registers hold."""
-CODE_PIECE = 16
+CODE_VECTOR = 16
 """Rows of codes start at multiples of so many bytes on a GPU."""
 RULES = {
     ActivationRule.OWN.value: tuple(CODE_DTYPES),
@@ -295,15 +295,15 @@ def _plan(
     request: QuantizeRequest = QuantizeRequest(
         before, parsed, group, scale is not None, symmetric, residual, ActivationRule(rule), hadamard
     )
-    pieces = aligned and k % 8 == 0 and all(t is None or t[3] for t in others)
-    return QuantizePlan(shape[:-1].numel(), k, request, pieces, machine_of(on))
+    vectors = aligned and k % 8 == 0 and all(t is None or t[3] for t in others)
+    return QuantizePlan(shape[:-1].numel(), k, request, vectors, machine_of(on))
 
 
 def _fake(a: QuantizeArguments) -> list[Tensor]:
     _check(a)
     x, k = a.x, a.x.shape[-1]
     groups = -(-k // a.group) if a.group else 1
-    filled = -(-k // CODE_PIECE) * CODE_PIECE if x.device.type == "cuda" else k
+    filled = -(-k // CODE_VECTOR) * CODE_VECTOR if x.device.type == "cuda" else k
     made = [x.new_empty((*x.shape[:-1], filled), dtype=CODE_DTYPES[a.format])[..., :k]]
     if a.scale is None:
         made.append(x.new_empty((*x.shape[:-1], groups), dtype=torch.float32))

@@ -27,7 +27,6 @@ class StageBarriers:
 
     @property
     def end(self) -> int:
-        """The byte after the barriers."""
         return self.start + 16 * self.stages
 
     @property

@@ -28,12 +28,10 @@ class StripRing:
 
     @property
     def strip_bytes(self) -> int:
-        """Bytes of a strip."""
         return self.rows * self.row_bytes
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of a copy."""
         return self.strip_bytes
 
     @property
@@ -115,5 +113,4 @@ class StripRing:
 
     @property
     def read_constraints(self) -> str:
-        """Constraints of `read`."""
         return ",".join(["=&r"] * self.registers + ["r"] * 4)

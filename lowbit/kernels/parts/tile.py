@@ -25,7 +25,6 @@ class Warpgroups:
 
     @property
     def warps(self) -> int:
-        """Number of math warps."""
         return 4 * self.warpgroups
 
     @property
@@ -78,7 +77,6 @@ class ByteTile(WarpgroupTile):
 
     @property
     def operand_regions(self) -> tuple[tuple[str, int], ...]:
-        """Regions of the operands' stages."""
         raise NotImplementedError
 
     @property

@@ -81,7 +81,6 @@ class MmaProduct:
 
     @property
     def constraints(self) -> str:
-        """Constraints of `asm`."""
         return ",".join(["=&r"] * SUMS + ["r"] * (4 * ROW_BLOCKS + self.words * FRAGMENTS + SUMS))
 
 
@@ -102,7 +101,6 @@ class MmaConv:
 
     @property
     def requantize(self) -> Requantize:
-        """Requantization of 8 sums."""
         return Requantize(self.y, self.residual, self.relu)
 
     @property
@@ -112,12 +110,10 @@ class MmaConv:
 
     @property
     def threads(self) -> gl.BlockedLayout:
-        """One element per thread."""
         return gl.BlockedLayout([1], [32], [WARPS], [0])
 
     @property
     def types(self) -> tuple[gl.dtype, ...]:
-        """Types of the sums."""
         return (gl.int32,) * SUMS
 
 

@@ -40,7 +40,7 @@ from lowbit.kernels.parts.schedule import (
     tile_at,
 )
 from lowbit.kernels.parts.smem import Regions, allocate, view
-from lowbit.kernels.parts.tile_stage import StageCopy, StageSource, TileStage, commit, copy_piece, first_piece, x_piece
+from lowbit.kernels.parts.tile_stage import StageCopy, StageSource, TileStage, commit, copy_vector, first_vector, x_vector
 from lowbit.pack.weight import WeightForm
 
 # Order of work within a stage of parts/tile_stage.py: for each step of 16 k, the tokens of a warp in chunks.
@@ -76,12 +76,10 @@ class StageOrder:
 
     @property
     def chunks(self) -> int:
-        """Chunks of a warp's tokens."""
         return max(self.tokens // CHUNK, 1)
 
     @property
     def positions(self) -> int:
-        """Chunks of a stage."""
         return STEPS * self.chunks
 
     @property
@@ -96,7 +94,6 @@ class StageOrder:
 
     @property
     def copy_count(self) -> int:
-        """Copies of a stage."""
         return len(self.copies)
 
     def copy(self, i: int) -> StageCopy:
@@ -214,7 +211,6 @@ class MmaGemm:
 
     @property
     def threads_layout(self) -> gl.BlockedLayout:
-        """One element per thread."""
         return gl.BlockedLayout([1], [32], [self.warps], [0])
 
     @property
@@ -412,7 +408,7 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
         sums = sums + (gl.zeros((ROWS, COLUMNS), gl.float32, SUMS),)
     for stage in gl.static_range(STAGES_AHEAD):
         for i in gl.static_range(COPIES):
-            copy_piece(source, begin + stage, stage, i, C)
+            copy_vector(source, begin + stage, stage, i, C)
         commit()
     wait_for_stage(C)
     words, prepared = read_weights(reader, 0, C)
@@ -437,7 +433,7 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
             else:
                 b = b + (read_x(x, following * POSITIONS + (position + AHEAD - POSITIONS), C),)
             for i in gl.static_range(ptx(C.order.first_copy, position), ptx(C.order.first_copy, position + 1)):
-                copy_piece(source, iteration + STAGES_AHEAD, filled, i, C)
+                copy_vector(source, iteration + STAGES_AHEAD, filled, i, C)
             dequantized = dequantize_ahead(dequantized, words, prepared, position, C)
             sums = multiply(sums, registers, b[0], position, C)
             b = b[1:]
@@ -511,15 +507,15 @@ def mma_gemm(
     first_token = token_tile * C.tokens
 
     thread = gl.arange(0, C.threads, C.threads_layout)
-    token, piece = x_piece(thread)
+    token, vector = x_vector(thread)
     token += first_token
-    k = piece * 8
+    k = vector * 8
     codes = ()
     for plane in gl.static_range(PLANES):
-        codes = codes + (first_piece(w, first_row_block, thread, w_stride // 4, ptx(S.pieces, plane), 4),)
+        codes = codes + (first_vector(w, first_row_block, thread, w_stride // 4, ptx(S.vectors, plane), 4),)
     scales = codes[0]
     if S.scale_bytes > 0:
-        scales = first_piece(scale, first_row_block, thread, scale_stride // 2, S.scale_pieces, 8)
+        scales = first_vector(scale, first_row_block, thread, scale_stride // 2, S.scale_vectors, 8)
     source = StageSource(
         x + (token.to(gl.int64) * x_stride + k), thread * 0 + x_stride * (8 * C.warps), M - token,
         gl.minimum(K, end * C.stage_k) - k, codes, thread * 0 + w_stride, scales, thread * 0 + scale_stride,

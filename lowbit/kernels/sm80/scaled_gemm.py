@@ -83,7 +83,6 @@ class PlainGemm:
 
     @property
     def planes(self) -> int:
-        """Planes of narrow codes."""
         return self.dequantizer.planes if self.narrow else 0
 
     @property
@@ -146,7 +145,6 @@ class PlainGemm:
 
     @property
     def threads_layout(self) -> gl.BlockedLayout:
-        """One element per thread."""
         return gl.BlockedLayout([1], [32], [self.warps], [0])
 
     @property

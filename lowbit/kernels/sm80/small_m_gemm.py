@@ -102,9 +102,11 @@ class RingGemm:
         """Length of runs of a thread's outputs in which rows repeat alike in all threads: that of a row block, 2 tokens, or
         0."""
         together = 1 if self.epilogue.gate == "none" else 2
-        outputs, pieces_per_row_block = self.outputs, self.ring.k_block.accumulators
-        if outputs % pieces_per_row_block == 0 or (pieces_per_row_block % outputs == 0 and (together == 2 or outputs % 4 == 0)):
-            return pieces_per_row_block
+        outputs, vectors_per_row_block = self.outputs, self.ring.k_block.accumulators
+        if outputs % vectors_per_row_block == 0 or (
+            vectors_per_row_block % outputs == 0 and (together == 2 or outputs % 4 == 0)
+        ):
+            return vectors_per_row_block
         return 2 if together == 1 and outputs % 2 == 0 else 0
 
     def first_of_row(self, i: int) -> int:
@@ -179,12 +181,12 @@ def addresses_of(start, lane, C: gl.constexpr):
     place, group = lane & 3, lane >> 2
     at16 = start + lane * 16
     if S.dense:
-        piece, row = lane & 7, lane >> 3
+        vector, row = lane & 7, lane >> 3
         own = start + row * 128
-        copies = (own + (piece ^ row) * 16, own + (piece ^ row ^ 4) * 16)
+        copies = (own + (vector ^ row) * 16, own + (vector ^ row ^ 4) * 16)
         own = start + (lane & 15) * 128
-        piece = piece ^ (lane >> 4)
-        reads = (own + piece * 16, own + (piece ^ 2) * 16, own + (piece ^ 4) * 16, own + (piece ^ 6) * 16)
+        vector = vector ^ (lane >> 4)
+        reads = (own + vector * 16, own + (vector ^ 2) * 16, own + (vector ^ 4) * 16, own + (vector ^ 6) * 16)
     else:
         at8, at4, at_scale = start + lane * 8, start + lane * 4, start + lane * C.ring.scale_copy
         copies = (at16, at_scale)

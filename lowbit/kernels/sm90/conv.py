@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.conv import ConvSpec
-from lowbit.kernels.choose.conv import ConvTile, resident_pieces
+from lowbit.kernels.choose.conv import ConvTile, resident_tiles
 from lowbit.kernels.parts.conv_epilogue import (
     as_float,
     constants,
@@ -60,7 +60,7 @@ class CopyCursor:
     block: Scalar
     across: Scalar
     down: Scalar
-    piece: Scalar
+    w_tile: Scalar
     tile: Scalar
     column: Scalar
     row: Scalar
@@ -93,7 +93,7 @@ def copy_block(at, exists, first, second, walk, C: gl.constexpr):
     block = at.block
     across = at.across
     down = at.down
-    piece = at.piece
+    w_tile = at.w_tile
     tile = at.tile
     column = at.column
     row = at.row
@@ -107,8 +107,8 @@ def copy_block(at, exists, first, second, walk, C: gl.constexpr):
     stride_across = first.stride_across
     first_down = first.first_down
     first_across = first.first_across
-    PIECE: gl.constexpr = C.outputs * C.step_bytes
-    w_bytes = C.planes * PIECE
+    W_TILE_BYTES: gl.constexpr = C.outputs * C.step_bytes
+    w_bytes = C.planes * W_TILE_BYTES
     if C.second is not None:
         maps = gl.where(product == 0, maps, second.maps)
         weight = gl.where(product == 0, weight, second.weight)
@@ -119,7 +119,7 @@ def copy_block(at, exists, first, second, walk, C: gl.constexpr):
         stride_across = gl.where(product == 0, stride_across, second.stride_across)
         first_down = gl.where(product == 0, first_down, second.first_down)
         first_across = gl.where(product == 0, first_across, second.first_across)
-        w_bytes = gl.where(product == 0, w_bytes, C.second_planes * PIECE)
+        w_bytes = gl.where(product == 0, w_bytes, C.second_planes * W_TILE_BYTES)
     thread = gl.arange(0, C.threads, C.threads_layout)
     nought = thread * 0
     gl.inline_asm_elementwise(
@@ -127,13 +127,13 @@ def copy_block(at, exists, first, second, walk, C: gl.constexpr):
         [
             ((thread == 0) & exists).to(gl.int32), nought + slot, nought + parity, maps + nought, nought + block * C.step_bytes,
             nought + (column * stride_across + first_across), nought + (row * stride_down + first_down), nought + image,
-            nought + across, nought + down, weight + (nought + piece).to(gl.int64) * w_bytes, nought + w_bytes,
+            nought + across, nought + down, weight + (nought + w_tile).to(gl.int64) * w_bytes, nought + w_bytes,
         ],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     slot = gl.where(slot + 1 == C.stages, 0, slot + 1)
     parity = gl.where(slot == 0, parity ^ 1, parity)
-    piece += 1
+    w_tile += 1
     block += 1
     across = gl.where(block == blocks, across + 1, across)
     block = gl.where(block == blocks, 0, block)
@@ -152,25 +152,25 @@ def copy_block(at, exists, first, second, walk, C: gl.constexpr):
             column = gl.where(column >= walk.out_width, column - walk.out_width, column)
             image = gl.where(row >= walk.out_height, image + 1, image)
             row = gl.where(row >= walk.out_height, row - walk.out_height, row)
-            piece = first_piece(first, walk.tiles_across)
+            w_tile = first_w_tile(first, walk.tiles_across)
         else:
-            piece = first_piece(second, walk.tiles_across)
-    return CopyCursor(slot, parity, product, block, across, down, piece, tile, column, row, image)
+            w_tile = first_w_tile(second, walk.tiles_across)
+    return CopyCursor(slot, parity, product, block, across, down, w_tile, tile, column, row, image)
 
 
 @gluon.jit
-def first_piece(product, tiles_across):
+def first_w_tile(product, tiles_across):
     """Address of the weights of this block's outputs; a block has a single tile of outputs."""
     return gl.program_id(0) % tiles_across * (product.blocks * product.taps_across * product.taps_down)
 
 
 @gluon.jit
-def multiply(acc, adds, x_ring, w_ring, stage, piece, PLANES: gl.constexpr, C: gl.constexpr):
+def multiply(acc, adds, x_ring, w_ring, stage, w_tile, PLANES: gl.constexpr, C: gl.constexpr):
     """Starts the products of a stage, which add to the sums or replace them; returns sums and the registers to be fenced."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     COUNT: gl.constexpr = C.ring.registers
     if PLANES == 1:
-        acc = warpgroup_mma(x_ring.index(stage), w_ring.index(piece).permute([1, 0]), acc, use_acc=adds, is_async=True)
+        acc = warpgroup_mma(x_ring.index(stage), w_ring.index(w_tile).permute([1, 0]), acc, use_acc=adds, is_async=True)
         return acc, ()
     else:
         fenced = gl.inline_asm_elementwise(
@@ -179,8 +179,8 @@ def multiply(acc, adds, x_ring, w_ring, stage, piece, PLANES: gl.constexpr, C: g
         )  # fmt: skip
         even = operand_a(fenced[0:COUNT], COUNT, C)
         odd = operand_a(fenced[COUNT:], COUNT, C)
-        acc = warpgroup_mma(even, w_ring.index(piece).permute([1, 0]), acc, use_acc=adds, is_async=True)
-        acc = warpgroup_mma(odd, w_ring.index(piece + 1).permute([1, 0]), acc, is_async=True)
+        acc = warpgroup_mma(even, w_ring.index(w_tile).permute([1, 0]), acc, use_acc=adds, is_async=True)
+        acc = warpgroup_mma(odd, w_ring.index(w_tile + 1).permute([1, 0]), acc, is_async=True)
         return acc, fenced
 
 
@@ -194,7 +194,7 @@ def release_stage(fenced, stage, PLANES: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def product(acc, at, stage, phase, first_piece, steps, rings, two, walk, PLANES: gl.constexpr, C: gl.constexpr):
+def product(acc, at, stage, phase, first_w_tile, steps, rings, two, walk, PLANES: gl.constexpr, C: gl.constexpr):
     """Computes the sums of one product over its k blocks, while the ring is refilled.
 
     A k block is unpacked after the products of the previous one; other warpgroups of the SM multiply meanwhile.
@@ -204,8 +204,8 @@ def product(acc, at, stage, phase, first_piece, steps, rings, two, walk, PLANES:
     STAGES: gl.constexpr = C.stages
     for step in range(steps):
         run(C.barriers.wait, "=r,r,r,r", [thread * 0 + stage, thread * 0 + phase, thread * 0 + 1])
-        piece = first_piece + step * PLANES if C.resident else C.most_planes * stage
-        acc, fenced = multiply(acc, step > 0, x_ring, w_ring, stage, piece, PLANES, C)
+        w_tile = first_w_tile + step * PLANES if C.resident else C.most_planes * stage
+        acc, fenced = multiply(acc, step > 0, x_ring, w_ring, stage, w_tile, PLANES, C)
         at = copy_block(at, at.tile < walk.own, two[0], two[1], walk, C)
         acc = warpgroup_mma_wait(0, deps=[acc])
         release_stage(fenced, stage, PLANES, C)
@@ -218,8 +218,8 @@ def product(acc, at, stage, phase, first_piece, steps, rings, two, walk, PLANES:
 def copy_resident(weight, weight2, across, steps, steps2, C: gl.constexpr):
     """Starts the copies of resident weights, which do not depend on the previous kernel."""
     thread = gl.arange(0, C.threads, C.threads_layout)
-    size = steps * (C.planes * C.piece_bytes)
-    size2 = steps2 * (C.second_planes * C.piece_bytes)
+    size = steps * (C.planes * C.w_tile_bytes)
+    size2 = steps2 * (C.second_planes * C.w_tile_bytes)
     at = weight + across.to(gl.int64) * size
     at2 = at
     if C.second is not None:
@@ -248,7 +248,7 @@ def fill_ring(first_tile, two, walk, C: gl.constexpr):
     pixel = first_tile * C.pixels
     line = pixel // walk.out_width
     at = CopyCursor(
-        zero, zero + 1, zero, zero, zero, zero, first_piece(two[0], walk.tiles_across), zero, pixel % walk.out_width,
+        zero, zero + 1, zero, zero, zero, zero, first_w_tile(two[0], walk.tiles_across), zero, pixel % walk.out_width,
         line % walk.out_height, line // walk.out_height,
     )  # fmt: skip
     for _filled in range(C.stages - 1):
@@ -277,7 +277,7 @@ def wgmma_conv(
     )  # fmt: skip
     x_ring = part(shared, 0, C.w_unit, gl.int8, [C.stages, C.pixels, C.step_bytes], C.operand_tile)
     w_ring = part(
-        shared, C.w_unit, C.barrier_unit, gl.int8, [C.pieces, C.outputs, C.step_bytes], C.operand_tile
+        shared, C.w_unit, C.barrier_unit, gl.int8, [C.w_tiles, C.outputs, C.step_bytes], C.operand_tile
     )  # fmt: skip
     rings = (x_ring, w_ring)
     make_barriers(C)
@@ -346,7 +346,7 @@ class PreparedConv(TiledConvPlan):
             self.second = WindowOperand(spec.second, packed.weight2, tile.pixels, tile.step_bytes)
         self.config = WgmmaConv(
             spec.x, spec.y, spec.residual, spec.relu, tile.warpgroups, tile.outputs, tile.step_bytes, tile.stages,
-            None if spec.second is None else spec.second.x, resident_pieces(products, tile),
+            None if spec.second is None else spec.second.x, resident_tiles(products, tile),
         )  # fmt: skip
         registers = most_registers(tile.blocks, self.config.threads)
         self.launch = ConvLauncher(wgmma_conv, maxnreg=registers, launch_pdl=True)

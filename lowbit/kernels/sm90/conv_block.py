@@ -117,7 +117,6 @@ class StripTaps(StripRing):
 
     @property
     def tap_constraints(self) -> str:
-        """Constraints of `tap`."""
         return ",".join(["=&r"] * self.loaded + ["r"] * 3)
 
 
@@ -141,7 +140,6 @@ class BlockConv(BlockTile, Warpgroups):
 
     @property
     def boxes(self) -> int:
-        """Copies of a strip."""
         return -(-self.rows // MOST_ROWS)
 
     @property
@@ -165,12 +163,10 @@ class BlockConv(BlockTile, Warpgroups):
 
     @property
     def third(self) -> ThreadProduct:
-        """A chunk of the third convolution."""
         return ThreadProduct(self.chunk, CHANNELS, self.bits == 4, self.starts[1])
 
     @property
     def entry(self) -> ThreadProduct:
-        """A chunk of the shortcut."""
         return ThreadProduct(self.chunk, CHANNELS, self.bits == 4, self.starts[2])
 
     @property
@@ -192,7 +188,6 @@ class BlockConv(BlockTile, Warpgroups):
 
     @property
     def chunks(self) -> int:
-        """Chunks of y."""
         return self.expanded // self.chunk
 
     @property
@@ -350,7 +345,7 @@ def second_convolution(base, center, zeros, place, at, turn, C: gl.constexpr):
 
 
 @gluon.jit
-def start_piece(chunk: gl.constexpr, middle, entry, base, C: gl.constexpr):
+def start_chunk(chunk: gl.constexpr, middle, entry, base, C: gl.constexpr):
     """Starts the products of a chunk of y; returns its sums, those of the third convolution and of the shortcut."""
     P: gl.constexpr = C.third
     E: gl.constexpr = C.entry
@@ -362,7 +357,7 @@ def start_piece(chunk: gl.constexpr, middle, entry, base, C: gl.constexpr):
 
 
 @gluon.jit
-def finish_piece(chunk: gl.constexpr, later: gl.constexpr, residual, sums, at, g, C: gl.constexpr):
+def finish_chunk(chunk: gl.constexpr, later: gl.constexpr, residual, sums, at, g, C: gl.constexpr):
     """Requantizes a chunk of y while `later` products run: words of both rows to store, operand A of the next convolution."""
     R: gl.constexpr = C.y_codes
     FIRST: gl.constexpr = (2 * 64 + 2 * C.following) // 32
@@ -428,7 +423,7 @@ def third_convolution(y, added, exists, residuals, middle, entry, base, at, g, t
     ROW_BYTES: gl.constexpr = C.expanded * C.bits // 8
     UNITS: gl.constexpr = C.units
     operand = ()
-    sums = start_piece(0, middle, entry, base, C)
+    sums = start_chunk(0, middle, entry, base, C)
     for unit in gl.static_range(UNITS):
         words = ((), ())
         if not C.shortcut and unit + EARLY_UNITS < UNITS:
@@ -439,13 +434,13 @@ def third_convolution(y, added, exists, residuals, middle, entry, base, at, g, t
                 upper, lower = residuals[unit]
                 residual = (upper[i * WORDS : i * WORDS + WORDS], lower[i * WORDS : i * WORDS + WORDS])
             if C.ahead and unit * PARTS + i + 1 < CHUNKS:
-                later = start_piece(unit * PARTS + i + 1, middle, entry, base, C)
-                found, registers = finish_piece(unit * PARTS + i, LATER, residual, sums, at, g, C)
+                later = start_chunk(unit * PARTS + i + 1, middle, entry, base, C)
+                found, registers = finish_chunk(unit * PARTS + i, LATER, residual, sums, at, g, C)
                 sums = later
             else:
-                found, registers = finish_piece(unit * PARTS + i, 0, residual, sums, at, g, C)
+                found, registers = finish_chunk(unit * PARTS + i, 0, residual, sums, at, g, C)
                 if unit * PARTS + i + 1 < CHUNKS:
-                    sums = start_piece(unit * PARTS + i + 1, middle, entry, base, C)
+                    sums = start_chunk(unit * PARTS + i + 1, middle, entry, base, C)
             operand = operand + registers
             words = (words[0] + found[0], words[1] + found[1])
         store_rows(y, words, exists, 64 * unit, 4, ROW_BYTES)

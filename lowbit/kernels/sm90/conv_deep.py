@@ -108,7 +108,6 @@ class DeepConv(WgmmaConv):
 
     @property
     def multipliers(self) -> int:
-        """Math warpgroups."""
         return self.warpgroups - 1
 
     @property
@@ -128,7 +127,6 @@ class DeepConv(WgmmaConv):
 
     @property
     def x_bytes(self) -> int:
-        """Bytes of a stage of x."""
         return self.rows * self.step_bytes
 
     @property
@@ -138,17 +136,14 @@ class DeepConv(WgmmaConv):
 
     @property
     def residual_unit(self) -> int:
-        """Start of the residual codes."""
-        return self.w_unit + self.pieces * self.piece_bytes // UNIT
+        return self.w_unit + self.w_tiles * self.w_tile_bytes // UNIT
 
     @property
     def residual_row_bytes(self) -> int:
-        """Bytes of residual codes of a pixel."""
         return self.outputs * CODES[self.residual].bits // 8 if self.residual else 0
 
     @property
     def residual_tile_words(self) -> int:
-        """Words of a stage of residual codes."""
         return self.tile_pixels * self.residual_row_bytes // 4
 
     @property
@@ -157,23 +152,19 @@ class DeepConv(WgmmaConv):
 
     @property
     def w_barriers(self) -> StageBarriers:
-        """Barriers of stages of weights."""
         return StageBarriers(UNIT * self.barrier_unit, self.stages, self.readers)
 
     @property
     def x_barriers(self) -> StageBarriers:
-        """Barriers of stages of x."""
         return StageBarriers(UNIT * self.barrier_unit + 16 * self.stages, self.x_stages, self.readers)
 
     @property
     def residual_barriers(self) -> StageBarriers:
-        """Barriers of stages of the residual."""
         start = UNIT * self.barrier_unit + 16 * (self.stages + self.x_stages)
         return StageBarriers(start, self.residual_stages, self.readers)
 
     @property
     def residual_ring(self) -> StripRing:
-        """Copies of the residual."""
         return StripRing(
             self.residual_barriers, self.w_barriers, 0, UNIT * self.residual_unit, 0, self.tile_pixels,
             self.residual_row_bytes, 0, 8,
@@ -209,12 +200,10 @@ class DeepConv(WgmmaConv):
 
     @property
     def window(self) -> WindowRing:
-        """Copies of one tap."""
         return WindowRing(self.x_barriers, 0, 0, self.rows, self.step_bytes, 0, True)
 
     @property
     def weight_ring(self) -> WeightRing:
-        """Copies of weights and constants."""
         start, count = UNIT * self.w_unit, 2 if self.second is None else 3
         return WeightRing(self.w_barriers, start, self.w_bytes, self.constants_start, count, 4 * self.outputs)
 
@@ -244,12 +233,10 @@ class DeepConv(WgmmaConv):
 
     @property
     def register_fence(self) -> str:
-        """Register fence for a k block."""
         return register_fence(self.strip.registers)
 
     @property
     def operands(self) -> tuple[gl.dtype, ...]:
-        """Types of the registers of a k block."""
         return (gl.int32,) * self.strip.registers
 
 
@@ -275,7 +262,7 @@ def copy_tile(at, product, across, tile, size, first, KERNEL: gl.constexpr, STRI
     blocks = product.blocks
     taps_across = product.taps_across
     taps = taps_across * product.taps_down
-    pieces = product.weight + (across * blocks * taps).to(gl.int64) * C.w_bytes
+    w_tiles = product.weight + (across * blocks * taps).to(gl.int64) * C.w_bytes
     pixel = tile * C.tile_pixels
     line = pixel // width
     column = pixel % width * product.stride_across + product.first_across
@@ -297,8 +284,8 @@ def copy_tile(at, product, across, tile, size, first, KERNEL: gl.constexpr, STRI
                 ])  # fmt: skip
                 x_stage, x_parity = following(x_stage, x_parity, C.x_stages, 1)
             if first & (ahead == 0):
-                run(C.weight_ring.copy, "=r,r,r,l", [w_stage, w_parity, pieces])
-            pieces += C.w_bytes
+                run(C.weight_ring.copy, "=r,r,r,l", [w_stage, w_parity, w_tiles])
+            w_tiles += C.w_bytes
             w_stage, w_parity = following(w_stage, w_parity, C.stages, 1)
             ahead = gl.maximum(ahead - 1, 0)
     return x_stage, x_parity, w_stage, w_parity, ahead
@@ -316,10 +303,10 @@ def copy_first(product, per_output, across, C: gl.constexpr):
     else:
         run(C.weight_ring.copy_constants, "=r,l,l", [s + across * C.outputs, b + across * C.outputs])
     steps = product.blocks * product.taps_across * product.taps_down
-    pieces = product.weight + (across * steps).to(gl.int64) * C.w_bytes
+    w_tiles = product.weight + (across * steps).to(gl.int64) * C.w_bytes
     for i in range(gl.minimum(steps, FIRST_WEIGHTS)):
-        run(C.weight_ring.copy, "=r,r,r,l", [i, steps * 0 + 1, pieces])
-        pieces += C.w_bytes
+        run(C.weight_ring.copy, "=r,r,r,l", [i, steps * 0 + 1, w_tiles])
+        w_tiles += C.w_bytes
 
 
 @gluon.jit

@@ -41,12 +41,10 @@ class StripConv(WgmmaConv):
 
     @property
     def taps(self) -> int:
-        """Taps of the window, each a resident stage."""
         return self.kernel * self.kernel
 
     @property
     def x_bytes(self) -> int:
-        """Bytes of a strip."""
         return self.rows * self.step_bytes
 
     @property
@@ -56,7 +54,6 @@ class StripConv(WgmmaConv):
 
     @property
     def strip(self) -> StripRing:
-        """Copies and reads of strips."""
         tail = UNIT * self.barrier_unit
         strips = StageBarriers(tail, STRIPS, self.warps)
         weights = StageBarriers(tail + 16 * STRIPS, 1, self.warps)
@@ -67,7 +64,6 @@ class StripConv(WgmmaConv):
 
     @property
     def register_fence(self) -> str:
-        """Register fence for a row of taps."""
         return register_fence(self.kernel * self.strip.registers)
 
     @property
@@ -77,7 +73,6 @@ class StripConv(WgmmaConv):
 
     @property
     def operands(self) -> tuple[gl.dtype, ...]:
-        """Types of the registers of a tap."""
         return (gl.int32,) * self.strip.registers
 
 
@@ -151,8 +146,8 @@ def strip_conv(
     own = (tiles_down - first_tile + stride - 1) // stride
     zero = own * 0
     W_BYTES: gl.constexpr = C.strip.w_bytes
-    pieces = weight + (thread * 0 + across).to(gl.int64) * W_BYTES
-    run(C.strip.copy_weights, "=r,r,l", [((thread == 0) & (own > 0)).to(gl.int32), pieces])  # packed long before
+    w_tiles = weight + (thread * 0 + across).to(gl.int64) * W_BYTES
+    run(C.strip.copy_weights, "=r,r,l", [((thread == 0) & (own > 0)).to(gl.int32), w_tiles])  # packed long before
     launch_next_and_wait_for_previous()
     map_arrived(maps, C)
     reach = C.kernel // 2 * (width + 1)

@@ -95,7 +95,6 @@ class StemRows:
 
     @property
     def load_constraints(self) -> str:
-        """Constraints of `load`."""
         return ",".join(["=&r"] * self.weights + ["l", "r"])
 
     @property
@@ -132,7 +131,6 @@ class StemRows:
 
     @property
     def products_constraints(self) -> str:
-        """Constraints of `products`."""
         return ",".join(["=r"] * 2 * self.sums + ["r"] * (self.weights + 1))
 
 
@@ -190,7 +188,6 @@ class StemPool:
 
     @property
     def threads_layout(self) -> gl.BlockedLayout:
-        """One element per thread."""
         return gl.BlockedLayout([1], [32], [self.warps], [0])
 
     @property
@@ -199,7 +196,6 @@ class StemPool:
 
     @property
     def pixel_bytes(self) -> int:
-        """Bytes of 64 channels of a pixel."""
         return Nhwc64(self.y).pixel_bytes(CHANNEL_BLOCK)
 
     @property
@@ -249,7 +245,6 @@ class StemPool:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights of 64 channels."""
         return 4 * self.threads * self.rows.weights
 
     @property
@@ -283,7 +278,6 @@ class StemPool:
 
     @property
     def put_constraints(self) -> str:
-        """Constraints of `put`."""
         return "=r,r" + ",r" * self.requantize.words
 
     def put(self, group: int) -> str:
@@ -397,12 +391,12 @@ def store_tile(y, side, tile, first_pixel, exists, beside, width, across, row_by
     """Copies the codes of a tile from shared memory to their pixels."""
     TURNS: gl.constexpr = C.turns
     for turn in gl.static_range(TURNS):
-        piece = thread + turn * C.threads
-        pixel = piece // C.chunks
+        vector = thread + turn * C.threads
+        pixel = vector // C.chunks
         column = first_pixel + pixel
         there = (pixel < C.tile_pixels) & (column < width) & ((pixel > 0) | (beside == 0)) & exists
-        at = (tile * width + column).to(gl.int64) * row_bytes + across * C.pixel_bytes + piece % C.chunks * 16
-        run(C.get, "=r,r,r,l", [there.to(gl.int32), C.out_start + side * C.out_bytes + piece * 16, y + at])
+        at = (tile * width + column).to(gl.int64) * row_bytes + across * C.pixel_bytes + vector % C.chunks * 16
+        run(C.get, "=r,r,r,l", [there.to(gl.int32), C.out_start + side * C.out_bytes + vector * 16, y + at])
 
 
 @gluon.jit(do_not_specialize=[

@@ -110,7 +110,6 @@ class NarrowGemm(ByteTile):
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of scales of a stage."""
         return 2 * self.rows if self.grouped else 0
 
     @property

@@ -193,7 +193,7 @@ CODE = [
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16], ids=str)
 def test_machine_code_of_sm_90(dtype):
-    """No spills, logits in pieces of 16 bytes, the wait for the kernel before in front of all that it writes."""
+    """No spills, logits in vectors of 16 bytes, the wait for the kernel before in front of all that it writes."""
     # bf16 becomes float32 as fp16 does, but for one instruction, where all kernels read logits: by one kernel.
     cases = CODE if dtype != torch.bfloat16 else CODE[1:2]
     made = [compiled(name, dtype=dtype, **options) for name, options, _ in cases]
@@ -221,7 +221,7 @@ def test_greedy_steps_are_one_launch():
     kernels = [getattr(SamplePlan(1, 128256, 128256, 65, 2, False, True), name) for name in ("survey", "weigh")]
     assert kernels[0].grid == (63, 1, 1)
     code = compiled("survey", filters=False)
-    # A thread reads one piece of 8 logits, and in the last block what 63 chunks found; then token and position go on.
+    # A thread reads one vector of 8 logits, and in the last block what 63 chunks found; then token and position go on.
     assert code.count("LDG.E.128") == 1 and code.shared_bytes <= 128
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 from lowbit.formats.conv import ConvLayer
 from lowbit.kernels.choose.conv import ConvTile
 from lowbit.kernels.parts.conv_plan import ConvLauncher, TiledConvPlan, most_registers
-from lowbit.pack.conv_weight import WgmmaPieces
+from lowbit.pack.conv_weight import WgmmaTiles
 
 
 class Kernel:
@@ -50,7 +50,7 @@ def plan_of(y, outputs, sms=132):
     weight = torch.ones(outputs, 64, 3, 3, dtype=torch.int8)
     layer = ConvLayer(weight, torch.ones(outputs), torch.zeros(outputs), "u4", y, (2, 2), (1, 1))
     tile = ConvTile(2, 64, 32, 4, 2)
-    return TiledConvPlan(layer.spec, WgmmaPieces("u4", y, tile.outputs, tile.step_bytes).pack_layer(layer), tile, sms)
+    return TiledConvPlan(layer.spec, WgmmaTiles("u4", y, tile.outputs, tile.step_bytes).pack_layer(layer), tile, sms)
 
 
 def test_memory_of_the_output():

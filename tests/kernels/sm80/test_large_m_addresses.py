@@ -73,19 +73,19 @@ class Blocks:
         assert max(sizes) <= ROOM
         self.tensors = [(ROOM * (i + 1), ROOM * (i + 1) + size) for i, size in enumerate(sizes)]
         self.copies, self.ends = [], []
-        names = {"x_piece": plain(stage.x_piece), "x_at": plain(stage.x_at), "asm": lambda *_: SHARED, "ptx": self.ptx}
-        self.copy = plain(stage.copy_piece, gl=NAMES, run=self.noted, **names)
+        names = {"x_vector": plain(stage.x_vector), "x_at": plain(stage.x_at), "asm": lambda *_: SHARED, "ptx": self.ptx}
+        self.copy = plain(stage.copy_vector, gl=NAMES, run=self.noted, **names)
         self.tile_at = plain(tile_at, gl=NAMES)
         order = {"tile_at": lambda *_: self.place}
         order["iterations_of"] = plain(iterations_of, k_range_of=plain(k_range_of))
-        pieces = {"first_piece": plain(stage.first_piece, gl=NAMES)}
+        vectors = {"first_vector": plain(stage.first_vector, gl=NAMES)}
         gl = SimpleNamespace(**vars(NAMES), program_id=lambda axis: None)
         ends = {name: self.end_of(name) for name in ("store_tile", "reduce_splits", "reduce_splits_serially")}
         self.run_block = plain(
             mma_gemm, gl=gl, products=self.products, allocate=lambda C: None, view=lambda *_: None,
             TileGrid=lambda *sizes: SimpleNamespace(of_tokens=sizes[0], of_channels=sizes[1], iterations=sizes[2]),
             StageSource=source_of, StageReader=lambda *_: None, LargeMEpilogueArgs=lambda *_: None,
-            SplitKWorkspace=lambda *_: None, **names, **order, **pieces, **ends,
+            SplitKWorkspace=lambda *_: None, **names, **order, **vectors, **ends,
         )  # fmt: skip
 
     def ptx(self, write, *numbers):
@@ -135,7 +135,7 @@ class Blocks:
 
 
 def check(shape, tile, fmt="int4", group=128, zero="none"):
-    """Every piece that is read is in x, in the codes or in the scales, every piece that is written in its stage, and a stage
+    """Every vector that is read is in x, in the codes or in the scales, every vector that is written in its stage, and a stage
     is written whole; sums and counters of splits are in their workspaces."""
     form = WeightForm(fmt, group, zero, "fp16", False, False)
     plan = MmaPlan(shape, tile, form, torch.float16, Epilogue(form.channel_scale, False))

@@ -118,7 +118,7 @@ def test_zero_points_and_scale_types(cases):
         check_loop(*each)
 
 
-def test_stores_are_pieces_of_16_bytes():
+def test_stores_are_vectors_of_16_bytes():
     (_, even), (_, odd) = compiled("int4", bias=True), compiled("int4", n=8191)
     assert even.count("STG.E.128") > 0 and even.count("STG.E.U16") == 0
     assert odd.count("STG.E.U16") > 0

@@ -60,7 +60,7 @@ class Stages:
         self.config, self.slots, self.group, self.groups = config, [None] * config.stages, [], []
         self.copied, self.read_since = {}, set()
 
-    def copy_piece(self, source, iteration, slot, i, C):
+    def copy_vector(self, source, iteration, slot, i, C):
         assert slot not in self.read_since, "warps may still read what would be overwritten"
         self.group.append((iteration, slot, i))
 
@@ -117,7 +117,7 @@ def test_each_product_has_its_x_and_its_weights(tile, fmt):
         seen.append((iteration, step, chunk))
         return sums
 
-    names = {"copy_piece", "commit", "wait_for_stage", "read_x", "read_weights", "dequantize_row_block"}
+    names = {"copy_vector", "commit", "wait_for_stage", "read_x", "read_weights", "dequantize_row_block"}
     device = {name: getattr(stages, name) for name in names}
     ahead = plain(
         dequantize_ahead, gl=GL, ptx=lambda write, *numbers: write(*numbers), dequantize_row_block=stages.dequantize_row_block
