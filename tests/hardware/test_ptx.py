@@ -67,11 +67,6 @@ def test_shifts(a, amount):
     assert one(lambda p, x: p.shift(x, amount), a) == expected
 
 
-@given(WORD, st.integers(1, 31))
-def test_rotation(a, amount):
-    assert one(lambda p, x: p.rotate(x, amount), a) == ((a >> amount) | (a << (32 - amount))) & 0xFFFFFFFF
-
-
 @given(WORD, WORD)
 def test_words_are_added_with_wrap_around(a, b):
     assert one(lambda p, x, y: p.add_words(x, y), a, b) == (a + b) % 2**32
