@@ -7,7 +7,7 @@ bits by the reference. Pools of codes write into a given output too.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from lowbit.ops.register import on_device_of_first
 from lowbit.pack.conv_layout import PackedConv
 from lowbit.pack.nhwc64 import Nhwc64, pixel_elements
 from lowbit.pack.stem import StemImages
+
+if TYPE_CHECKING:
+    from lowbit.kernels.parts.conv_plan import ConvPlan
 
 ALIGNED_BYTES = 16
 """Tensors start at multiples of this on a GPU: kernels are compiled for it."""
@@ -39,14 +42,6 @@ def conv_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ..
     if unknown:
         return tuple(f"the convolution kernel {reason}" for reason in unknown)
     return features_refusals(layer.spec, features_of(device))
-
-
-class ConvLauncher(Protocol):
-    """A layer on a GPU as one kernel reads it."""
-
-    def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]: ...
-
-    def __call__(self, x: Tensor, residual: Tensor | None, second: Tensor | None, out: Tensor | None) -> Tensor: ...
 
 
 class Conv:
@@ -247,7 +242,7 @@ class GpuConv:
         self.spec, self.choice, self.machine, self.images = layer.spec, choice, machine, images
         self.packed = choice.layout.pack_layer(layer)
         self.launcher = launcher(self.spec, self.packed, choice, machine, images)
-        self._wide: ConvLauncher | None = None
+        self._wide: ConvPlan | None = None
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output for an input of packed shape `size`."""
@@ -268,7 +263,7 @@ class GpuConv:
 
 def launcher(
     spec: ConvSpec, packed: PackedConv, choice: ConvCandidate, machine: Machine, images: StemImages | None = None
-) -> ConvLauncher:
+) -> ConvPlan:
     """A packed layer on a GPU, with the kernel and tile that were chosen."""
     if choice.kernel == "sm80/conv":
         from lowbit.kernels.sm80.conv import PreparedMmaConv

@@ -47,6 +47,12 @@ class ConvPlan:
         height, width = self.spec.output_size(size[1], size[2]) if self.images is None else self.images.output
         return size[0], height, width, pixel_elements(self.spec.y, self.spec.outputs)
 
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Returns y of packed x [N, H, W, bytes]; `residual` and `second` if the layer has them; `out` is written if given."""
+        raise NotImplementedError
+
     def output(self, x: Tensor, out: Tensor | None) -> Tensor:
         """`out`, or memory for the output of x where it is None."""
         if out is not None:

@@ -24,6 +24,8 @@ class ThreadProduct:
     row_bytes: int
     unsigned: bool
     weights: int
+    base = "{ .reg .b32 at; mov.u32 at, global_smem; shr.u32 at, at, 4; and.b32 $0, at, 0x3FFF; }"
+    """$0: base of all descriptors, from the start of shared memory; $1 is unused."""
 
     @property
     def sums(self) -> int:
@@ -32,11 +34,6 @@ class ThreadProduct:
     @property
     def w_tile_bytes(self) -> int:
         return self.outputs * self.row_bytes
-
-    @property
-    def base(self) -> str:
-        """$0: base of all descriptors, from the start of shared memory; $1 is unused."""
-        return "{ .reg .b32 at; mov.u32 at, global_smem; shr.u32 at, at, 4; and.b32 $0, at, 0x3FFF; }"
 
     def start(self, w_tile: int, steps: int, adds: bool, commits: bool = True) -> str:
         """Sums $0.. (+)= operand A times `steps` k32 steps of the weight tiles from `w_tile` on; see `constraints`."""

@@ -52,6 +52,7 @@ class TileStage:
     stages: int
     warps: int
     slices: int = 1
+    x_layout = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
 
     def __post_init__(self) -> None:
         copied_tokens = 4 * self.warps  # at once; the next copy begins a multiple of 8 later: the same swizzle
@@ -101,11 +102,6 @@ class TileStage:
     def scales_at(self) -> int:
         """Byte of the scales within the weights of a slice."""
         return self.plane_at(len(self.planes))
-
-    @property
-    def x_layout(self) -> gl.SwizzledSharedLayout:
-        """Layout [rows, 16 k] of x."""
-        return gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
 
     # ---- copies
 

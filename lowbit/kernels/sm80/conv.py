@@ -94,6 +94,8 @@ class MmaConv:
     residual: str | None
     relu: bool
     digest: str = source_digest()
+    threads = gl.BlockedLayout([1], [32], [WARPS], [0])
+    types = (gl.int32,) * SUMS
 
     @property
     def stores_codes(self) -> bool:
@@ -107,14 +109,6 @@ class MmaConv:
     def words(self) -> tuple[gl.dtype, ...]:
         """Types of the words of 8 columns."""
         return (gl.int32,) * self.requantize.words
-
-    @property
-    def threads(self) -> gl.BlockedLayout:
-        return gl.BlockedLayout([1], [32], [WARPS], [0])
-
-    @property
-    def types(self) -> tuple[gl.dtype, ...]:
-        return (gl.int32,) * SUMS
 
 
 @aggregate
@@ -336,7 +330,6 @@ class PreparedMmaConv(ConvPlan):
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Returns y of packed x [N, H, W, bytes]; `residual` and `second` if the layer has them; `out` is written if given."""
         out, spec, packed = self.output(x, out), self.spec, self.packed
         n, height, width, row = out.shape
         pixels = n * height * width

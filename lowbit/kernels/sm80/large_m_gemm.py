@@ -40,6 +40,7 @@ from lowbit.kernels.parts.schedule import (
     tile_at,
 )
 from lowbit.kernels.parts.smem import Regions, allocate, view
+from lowbit.kernels.parts.tile import Warps
 from lowbit.kernels.parts.tile_stage import StageCopy, StageSource, TileStage, commit, copy_vector, first_vector, x_vector
 from lowbit.pack.weight import WeightForm
 
@@ -129,7 +130,7 @@ STEP_REGISTERS = gl.constexpr(4)
 
 
 @dataclass(frozen=True)
-class MmaGemm:
+class MmaGemm(Warps):
     """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit."""
 
     dequantizer: Dequantizer
@@ -164,10 +165,6 @@ class MmaGemm:
     @property
     def warps(self) -> int:
         return self.warps_n * self.warps_m * self.warps_k
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
 
     @property
     def stage(self) -> TileStage:
@@ -208,10 +205,6 @@ class MmaGemm:
     @property
     def x_layout(self) -> gl.DotOperandLayout:
         return gl.DotOperandLayout(1, self.accumulator, 2)
-
-    @property
-    def threads_layout(self) -> gl.BlockedLayout:
-        return gl.BlockedLayout([1], [32], [self.warps], [0])
 
     @property
     def lanes_layout(self) -> gl.DistributedLinearLayout:

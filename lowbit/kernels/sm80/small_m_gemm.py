@@ -41,11 +41,12 @@ from lowbit.kernels.parts.small_m_epilogue import (
     reduce_splits,
     rms_factors,
 )
+from lowbit.kernels.parts.tile import Warps
 from lowbit.pack.weight import WeightForm
 
 
 @dataclass(frozen=True)
-class RingGemm:
+class RingGemm(Warps):
     """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
 
     `overlap` starts the weight copies before the previous kernel has finished (programmatic dependent launch, sm_90). A block
@@ -60,14 +61,12 @@ class RingGemm:
     overlap: bool
     shared_bytes: int = 0
     digest: str = source_digest()
+    start_of_ring = "{ .reg .b32 start; mov.u32 start, global_smem; add.u32 $0, start, $1; }"
+    """$0: the address $1 bytes into the kernel's one allocation, whose offset is 0."""
 
     @property
     def warps(self) -> int:
         return self.warps_n * self.warps_k
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
 
     @property
     def slices(self) -> int:
@@ -131,11 +130,6 @@ class RingGemm:
     def h_early(self) -> bool:
         """True if h is loaded before the main loop; not where only the last of several blocks needs it."""
         return self.splits == 1
-
-    @property
-    def start_of_ring(self) -> str:
-        # The kernel has one allocation, so its offset is 0.
-        return "{ .reg .b32 start; mov.u32 start, global_smem; add.u32 $0, start, $1; }"
 
 
 BLOCK = gl.constexpr(BLOCK_K)

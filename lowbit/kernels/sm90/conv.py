@@ -354,7 +354,6 @@ class PreparedConv(TiledConvPlan):
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Returns y of packed x [N, H, W, bytes]; `residual` and `second` if the layer has them; `out` is written if given."""
         out, spec, packed = self.output(x, out), self.spec, self.packed
         n, height, width, _ = out.shape
         down, stride = self.rows_of_tiles(n * height * width)

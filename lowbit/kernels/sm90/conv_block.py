@@ -60,6 +60,8 @@ class StripTaps(StripRing):
     """A StripRing with strips of `boxes` copies each."""
 
     boxes: int = 1
+    lane_place = "{ .reg .b32 at; mov.u32 at, global_smem; add.u32 $0, $1, at; and.b32 at, $2, 3; mad.lo.u32 $0, at, 16, $0; }"
+    """$0: the address $1 bytes into shared memory, plus 16 for each of the four threads of a row; $2 is the thread."""
 
     @property
     def copy_strip(self) -> str:
@@ -89,11 +91,6 @@ class StripTaps(StripRing):
             "{ .reg .b32 at; mov.u32 at, global_smem; mad.lo.u32 $0, $1, " + f"{self.row_bytes}, at; and.b32 at, $2, 16; "
             f"add.u32 $0, $0, at; add.u32 $0, $0, {self.x_start}; }}"
         )  # fmt: skip
-
-    @property
-    def lane_place(self) -> str:
-        """$0: the address $1 bytes into shared memory, plus 16 for each of the four threads of a row; $2 is the thread."""
-        return "{ .reg .b32 at; mov.u32 at, global_smem; add.u32 $0, $1, at; and.b32 at, $2, 3; mad.lo.u32 $0, at, 16, $0; }"
 
     @property
     def tap(self) -> str:

@@ -565,7 +565,6 @@ class PreparedDeep(TiledConvPlan):
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Returns y of packed x [N, H, W, bytes]; `residual` and `second` if the layer has them; `out` is written if given."""
         out, packed, config = self.output(x, out), self.packed, self.config(x.shape[2])
         n, height, width, pixel_bytes = out.shape
         pixels = n * height * width

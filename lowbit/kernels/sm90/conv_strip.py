@@ -200,7 +200,6 @@ class PreparedStrip(TiledConvPlan):
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Returns y of packed x [N, H, W, bytes]; `residual` if the layer has it, no `second`; `out` is written if given."""
         n, height, width, pixel_bytes = x.shape
         out, config, packed = self.output(x, out), self.config(width), self.packed
         down, stride = self.rows_of_tiles(n * height * width)

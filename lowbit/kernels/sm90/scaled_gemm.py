@@ -84,16 +84,13 @@ class ScaledGemm(ByteTile):
     paired: bool
     store_by_tma: bool
     digest: str = source_digest()
+    factor = 1.0
+    """Factor of all sums in the epilogue."""
 
     @property
     def channel_scale(self) -> bool:
         """True if the epilogue applies a scale per channel."""
         return not self.block_scale
-
-    @property
-    def factor(self) -> float:
-        """Factor of all sums in the epilogue."""
-        return 1.0
 
     @property
     def iteration_stages(self) -> int:

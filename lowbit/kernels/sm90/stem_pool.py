@@ -26,6 +26,7 @@ from lowbit.kernels.parts.gluon import barrier, fence_async_shared, gl, gluon, p
 from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.prologue import launch_next_and_wait_for_previous
 from lowbit.kernels.parts.requantize import Requantize
+from lowbit.kernels.parts.tile import Warps
 from lowbit.kernels.sm90.tensor_map import image_map
 from lowbit.pack.conv_layout import GROUP, PackedConv
 from lowbit.pack.nhwc64 import CHANNEL_BLOCK, Nhwc64, padded_channels, pixel_elements
@@ -60,6 +61,8 @@ class StemRows:
     strips: StageBarriers
     window: int
     strip_bytes: int
+    sums = COLUMNS // 2
+    """Sums of a row of the convolution per thread."""
 
     @property
     def copy(self) -> str:
@@ -96,11 +99,6 @@ class StemRows:
     @property
     def load_constraints(self) -> str:
         return ",".join(["=&r"] * self.weights + ["l", "r"])
-
-    @property
-    def sums(self) -> int:
-        """Sums of a row of the convolution per thread."""
-        return COLUMNS // 2
 
     @property
     def products(self) -> str:
@@ -165,7 +163,7 @@ STAGES = 4
 
 
 @dataclass(frozen=True)
-class StemPool:
+class StemPool(Warps):
     """The kernel's compile-time configuration: storage of the output, rows of a window.
 
     `odd_height`, `odd_width`: the last pooled row or column of an image has one row or column of sums less.
@@ -178,17 +176,12 @@ class StemPool:
     odd_width: bool
     digest: str = source_digest()
 
-    warps: int = 4
-    threads: int = 128
-    stages: int = STAGES
-    tile_pixels: int = TILE_PIXELS
-    places: int = TILE_PIXELS // 4
-    across: str = ACROSS
-    get: str = GET
-
-    @property
-    def threads_layout(self) -> gl.BlockedLayout:
-        return gl.BlockedLayout([1], [32], [self.warps], [0])
+    warps = 4
+    stages = STAGES
+    tile_pixels = TILE_PIXELS
+    places = TILE_PIXELS // 4
+    across = ACROSS
+    get = GET
 
     @property
     def strip_bytes(self) -> int:
@@ -495,7 +488,6 @@ class PreparedStemPool(ConvPlan):
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Returns pooled y of packed images [N, rows, columns, 16]; there is no residual; `out` is written if given."""
         out, packed, stem = self.output(x, out), self.packed, self.stem
         n, height, width, row_bytes = out.shape
         across = padded_channels(self.spec.outputs) // 64
