@@ -144,7 +144,7 @@ def prepare_conv(layer: ConvLayer, size: Size, device: torch.device | str | None
 
     `device` is that of the weights when absent. Raises ValueError with every reason why the layer cannot run there.
     """
-    device = _device(layer, device)
+    device = device_for(layer, device)
     _refuse(layer, device)
     return Conv(layer.to(device), size, device, None)
 
@@ -156,7 +156,7 @@ def prepare_stem(layer: ConvLayer, size: Size, device: torch.device | str | None
     3 x 3, stride 2 and padding 1 that follows is inside, and its codes are the output. Raises ValueError with every reason
     why it cannot be; `prepare_conv` takes any convolution, with channels filled up to 64.
     """
-    device = _device(layer, device)
+    device = device_for(layer, device)
     images = StemImages(layer.weight.shape[1], size[1], size[2], layer.kernel, layer.padding)
     reasons = list(images.refusals())
     if layer.stride != (2, 2):
@@ -218,8 +218,8 @@ def average_pool_to_codes(x: Tensor, storage: str, channels: int, scale: float, 
     out.copy_(Nhwc64("s8").pack(quantize_reference(means, gains, zeros, "s8")))
 
 
-def _device(layer: ConvLayer, device: torch.device | str | None) -> torch.device:
-    """The device of the layer, with the index of the GPU."""
+def device_for(layer: ConvLayer, device: torch.device | str | None) -> torch.device:
+    """The device of the layer where none is given, with the index of the GPU."""
     wanted = layer.weight.device if device is None else torch.device(device)
     if wanted.type == "cuda" and wanted.index is None:
         return torch.device("cuda", torch.cuda.current_device())

@@ -25,7 +25,6 @@ from lowbit.kernels.reference.elementwise import (
 )
 from lowbit.ops.operands import TensorSpec, check_one_device, device_of, meta_tensors, spec_of
 from lowbit.ops.register import register
-from lowbit.quantize import rtn
 
 if TYPE_CHECKING:
     from lowbit.kernels.elementwise.gate import GatePlan
@@ -70,11 +69,6 @@ class EmbeddingTable:
         if str(q.scheme) != "w8a16" or q.input_transform.parts or q.low_rank is not None:
             raise ValueError(f"an embedding table is made of a plain w8a16 weight, got {q.scheme}")
         return cls(q.codes.contiguous(), q.scale[:, 0].contiguous())
-
-
-def quantize_embedding(weight: Tensor) -> EmbeddingTable:
-    """`weight` [V, H] in 8 bits, rounded to nearest with one symmetric scale a row: `rtn` to w8a16."""
-    return EmbeddingTable.from_quant_tensor(rtn(weight, "w8a16"))
 
 
 def embed_rows(

@@ -10,7 +10,8 @@ from torch.nn.functional import layer_norm
 
 from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.reference.elementwise import add_reference, embed_rows_reference, norm_reference, scaled_reference
-from lowbit.ops.elementwise import add_norm, add_norm_squares, embed_norm, embed_rows, quantize_embedding
+from lowbit.ops.elementwise import EmbeddingTable, add_norm, add_norm_squares, embed_norm, embed_rows
+from lowbit.quantize import rtn
 from tests.kernels.calls import meta
 from tests.kernels.interpreter import interpreted
 from tests.kernels.sass import TRITON, compile_plan
@@ -124,7 +125,7 @@ def check_layer_norm(device, dtype, m, width, mean=0.0, with_delta=True, weights
 
 def check_embed(device, dtype, width, packed, norm, scale, with_rows, learned=False):
     weight = random(50, width, dtype=torch.float32, device=device)
-    table = quantize_embedding(weight) if packed else None
+    table = EmbeddingTable.from_quant_tensor(rtn(weight, "w8a16")) if packed else None
     codes, row_scale = (weight.to(dtype), None) if table is None else (table.codes, table.scale)
     tokens = torch.tensor([3, 49, 0, 7], dtype=torch.int32, device=device)
     rows = torch.tensor([2, 1, 3, 1, 0], dtype=torch.int32, device=device) if with_rows else None
