@@ -72,17 +72,8 @@ class StripTaps(StripRing):
             " [to], [$4, {column, row}], [bar];\n"
         )
         turn = f"add.u32 to, to, {rows * self.row_bytes}; add.s32 row, row, {rows};\n"
-        full, empty = self.strips.start, self.strips.start + 8 * self.strips.stages
-        return (
-            "{ .reg .pred skip, done; .reg .b32 at, bar, to, column, row; setp.eq.s32 skip, $1, 0; @skip bra DONE;\n"
-            "mov.u32 at, global_smem; mad.lo.u32 bar, $2, 8, at;\n"
-            f"WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [bar+{empty}], $3; @!done bra WAIT;\n"
-            f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar+{full}], {self.copied_bytes};\n"
-            f"add.u32 bar, bar, {full}; mov.u32 column, 0; mov.b32 row, $5;\n"
-            f"mad.lo.u32 to, $2, {self.strip_bytes}, at; add.u32 to, to, {self.x_start};\n"
-            + turn.join([copy] * self.boxes)
-            + "DONE: mov.b32 $0, 0; }"
-        )
+        copies = "{ .reg .b32 column, row; mov.u32 column, 0; mov.b32 row, $5;\n" + turn.join([copy] * self.boxes) + "}"
+        return self.strips.fill(self.copied_bytes, self.strip_bytes, self.x_start, copies)
 
     @property
     def place(self) -> str:

@@ -70,16 +70,10 @@ class StemRows:
 
         The strip begins $5 words of 8 bytes into row $6 of image $7; there are zeros outside the image.
         """
-        full, empty = self.strips.start, self.strips.start + 8 * self.strips.stages
-        return f"""{{ .reg .pred skip, done; .reg .b32 at, bar, to;
-            setp.eq.s32 skip, $1, 0; @skip bra DONE;
-            mov.u32 at, global_smem; mad.lo.u32 bar, $2, 8, at;
-            WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [bar+{empty}], $3; @!done bra WAIT;
-            mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar+{full}], {(self.window + 1) * ROW_BYTES};
-            add.u32 bar, bar, {full}; mad.lo.u32 to, $2, {self.strip_bytes}, at;
-            cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
-                [to], [$4, {{$5, $6, $7}}], [bar];
-            DONE: mov.b32 $0, 0; }}"""
+        copy = (
+            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [to], [$4, {$5, $6, $7}], [bar];"
+        )
+        return self.strips.fill((self.window + 1) * ROW_BYTES, self.strip_bytes, 0, copy)
 
     @property
     def weights(self) -> int:
