@@ -77,7 +77,7 @@ def tiles(
     """Check the choice of tile on this GPU: the chosen one beside the best of the next ones and the batch-invariant one.
 
     Needs an NVIDIA GPU. Rows in which another tile wins by more than 3 % are printed at the end in the form in which
-    kernels/choose/gemm.py keeps them.
+    kernels/choose/measured.py keeps them.
 
     Example: python -m benchmarks tiles --formats w4a16_g128 --shapes 4096x4096 --m 16,64,256
     """

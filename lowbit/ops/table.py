@@ -22,8 +22,9 @@ from lowbit.formats import PerBlock, PerGroup, Scheme, ZeroPoint, parse_scheme
 from lowbit.hardware.conversions import conversion
 from lowbit.hardware.machine import Machine, machine_of, machine_refusals
 from lowbit.kernels.choose.candidate import Candidate
-from lowbit.kernels.choose.gemm import GemmCandidate, GemmShape, MmaTile, RingTile, WgmmaTile, candidates
+from lowbit.kernels.choose.gemm import candidates
 from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile, candidates_scaled
+from lowbit.kernels.choose.tiles import GemmCandidate, GemmShape, MmaTile, RingTile, WgmmaTile
 from lowbit.kernels.cpu import torch_int8
 from lowbit.kernels.cpu.scaled_blocked import X_BLOCK
 from lowbit.kernels.reference.activations import CODE_DTYPES

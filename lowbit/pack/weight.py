@@ -51,7 +51,7 @@ from lowbit.formats import (
 from lowbit.hardware.half import BIAS, HalfType
 from lowbit.hardware.mma import MMA_M16N8K16_F16
 from lowbit.pack.form import PackedMatrix
-from lowbit.pack.fragment import STRIP, FragmentOrder
+from lowbit.pack.fragment import ROW_BLOCK, FragmentOrder
 from lowbit.pack.layout import Layout
 from lowbit.pack.scales import pack_scales, unpack_scales
 
@@ -203,7 +203,7 @@ class FragmentWeight(PackedMatrix):
         return layout.unpack((self.codes.view(layout.plane_dtype),), self.scheme.weight.bits, self.shape)
 
     def row_axes(self) -> dict[str, tuple[int, int]]:
-        return {name: (0, 1 if name == "channel_scale" else STRIP) for name in self.tensors()}
+        return {name: (0, 1 if name == "channel_scale" else ROW_BLOCK) for name in self.tensors()}
 
     def _kind(self) -> dict[str, Any]:
         return {**super()._kind(), "subnormal": self.subnormal}

@@ -15,8 +15,8 @@ def meta(shape, dtype):
 
 def mixed_call(shape, dtype, group, scale_dtype):
     """x of 16 bits, codes of `shape.bits` in fragment order, scales by groups, scales and biases of channels, workspaces."""
-    codes = meta((shape.strips, shape.steps(64) * 32 * shape.bits), torch.int32)
-    scale = meta((shape.strips, shape.k), scale_dtype) if group else None
+    codes = meta((shape.row_blocks, shape.steps(64) * 32 * shape.bits), torch.int32)
+    scale = meta((shape.row_blocks, shape.k), scale_dtype) if group else None
     channels = meta((shape.n,), torch.float32), meta((shape.n,), dtype)
     return meta((shape.m, shape.k), dtype), codes, scale, *channels, meta((1,), torch.float32), meta((1,), torch.int32)
 

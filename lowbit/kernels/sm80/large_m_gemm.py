@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lowbit.hardware.half import HalfType
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile
+from lowbit.kernels.choose.tiles import GemmShape, MmaTile
 from lowbit.kernels.parts.dequantize import Dequantizer
 from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.gluon import aggregate, asm, barrier, gl, gluon, half_type, mma_v2, ptx, run, source_digest
@@ -40,7 +40,8 @@ from lowbit.kernels.parts.schedule import (
     tile_at,
 )
 from lowbit.kernels.parts.smem import Regions, allocate, view
-from lowbit.kernels.parts.tile_stage import StageCopy, StageSource, TileStage, commit, copy_piece, first_piece, x_piece
+from lowbit.kernels.parts.tile import Warps
+from lowbit.kernels.parts.tile_stage import StageCopy, StageSource, TileStage, commit, copy_vector, first_vector, x_vector
 from lowbit.pack.weight import WeightForm
 
 # Order of work within a stage of parts/tile_stage.py: for each step of 16 k, the tokens of a warp in chunks.
@@ -76,12 +77,10 @@ class StageOrder:
 
     @property
     def chunks(self) -> int:
-        """Chunks of a warp's tokens."""
         return max(self.tokens // CHUNK, 1)
 
     @property
     def positions(self) -> int:
-        """Chunks of a stage."""
         return STEPS * self.chunks
 
     @property
@@ -96,7 +95,6 @@ class StageOrder:
 
     @property
     def copy_count(self) -> int:
-        """Copies of a stage."""
         return len(self.copies)
 
     def copy(self, i: int) -> StageCopy:
@@ -132,7 +130,7 @@ STEP_REGISTERS = gl.constexpr(4)
 
 
 @dataclass(frozen=True)
-class MmaGemm:
+class MmaGemm(Warps):
     """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit."""
 
     dequantizer: Dequantizer
@@ -167,10 +165,6 @@ class MmaGemm:
     @property
     def warps(self) -> int:
         return self.warps_n * self.warps_m * self.warps_k
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
 
     @property
     def stage(self) -> TileStage:
@@ -211,11 +205,6 @@ class MmaGemm:
     @property
     def x_layout(self) -> gl.DotOperandLayout:
         return gl.DotOperandLayout(1, self.accumulator, 2)
-
-    @property
-    def threads_layout(self) -> gl.BlockedLayout:
-        """One element per thread."""
-        return gl.BlockedLayout([1], [32], [self.warps], [0])
 
     @property
     def lanes_layout(self) -> gl.DistributedLinearLayout:
@@ -412,7 +401,7 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
         sums = sums + (gl.zeros((ROWS, COLUMNS), gl.float32, SUMS),)
     for stage in gl.static_range(STAGES_AHEAD):
         for i in gl.static_range(COPIES):
-            copy_piece(source, begin + stage, stage, i, C)
+            copy_vector(source, begin + stage, stage, i, C)
         commit()
     wait_for_stage(C)
     words, prepared = read_weights(reader, 0, C)
@@ -437,7 +426,7 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
             else:
                 b = b + (read_x(x, following * POSITIONS + (position + AHEAD - POSITIONS), C),)
             for i in gl.static_range(ptx(C.order.first_copy, position), ptx(C.order.first_copy, position + 1)):
-                copy_piece(source, iteration + STAGES_AHEAD, filled, i, C)
+                copy_vector(source, iteration + STAGES_AHEAD, filled, i, C)
             dequantized = dequantize_ahead(dequantized, words, prepared, position, C)
             sums = multiply(sums, registers, b[0], position, C)
             b = b[1:]
@@ -511,15 +500,15 @@ def mma_gemm(
     first_token = token_tile * C.tokens
 
     thread = gl.arange(0, C.threads, C.threads_layout)
-    token, piece = x_piece(thread)
+    token, vector = x_vector(thread)
     token += first_token
-    k = piece * 8
+    k = vector * 8
     codes = ()
     for plane in gl.static_range(PLANES):
-        codes = codes + (first_piece(w, first_row_block, thread, w_stride // 4, ptx(S.pieces, plane), 4),)
+        codes = codes + (first_vector(w, first_row_block, thread, w_stride // 4, ptx(S.vectors, plane), 4),)
     scales = codes[0]
     if S.scale_bytes > 0:
-        scales = first_piece(scale, first_row_block, thread, scale_stride // 2, S.scale_pieces, 8)
+        scales = first_vector(scale, first_row_block, thread, scale_stride // 2, S.scale_vectors, 8)
     source = StageSource(
         x + (token.to(gl.int64) * x_stride + k), thread * 0 + x_stride * (8 * C.warps), M - token,
         gl.minimum(K, end * C.stage_k) - k, codes, thread * 0 + w_stride, scales, thread * 0 + scale_stride,
@@ -554,7 +543,7 @@ class MmaPlan:
         self.shape, self.tile = shape, tile
         self.columns = shape.n if epilogue.gate == "none" else shape.n // 2
         self.config = _config(tile, form, half_type(dtype), epilogue, self.columns % 8 == 0)
-        self.tiles = (-(-shape.m // tile.tokens), -(-shape.strips // (tile.rows // 16)))
+        self.tiles = (-(-shape.m // tile.tokens), -(-shape.row_blocks // (tile.rows // 16)))
         grid = (self.tiles[0] * self.tiles[1] * tile.splits, 1, 1)
         # Without a limit ptxas spills in small tiles to fit more blocks on an SM.
         registers = min(MOST_REGISTERS, REGISTERS_PER_SM // self.config.threads)
@@ -581,7 +570,7 @@ class MmaPlan:
         self.launch(
             y, x, codes, codes if scale is None else scale, channel_scale, bias, sums, arrived, m, n, k,
             self.columns // 8 if self.config.whole else self.columns, x.stride(0), *self.tiles,
-            self.shape.steps(self.config.stage_k), self.shape.strips, self.shape.steps(STAGE_K) * 128 * self.shape.bits,
+            self.shape.steps(self.config.stage_k), self.shape.row_blocks, self.shape.steps(STAGE_K) * 128 * self.shape.bits,
             0 if scale is None else 2 * scale.stride(0), self.factor, self.config,
         )  # fmt: skip
         return y
@@ -591,6 +580,6 @@ class MmaPlan:
 def _config(tile: MmaTile, form: WeightForm, dtype: HalfType, epilogue: Epilogue, whole: bool) -> MmaGemm:
     dequantizer = Dequantizer(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
     return MmaGemm(
-        dequantizer, tile.tokens, tile.strips, tile.warps_n, tile.warps_m, tile.warps_k, tile.stages, tile.splits,
+        dequantizer, tile.tokens, tile.row_blocks, tile.warps_n, tile.warps_m, tile.warps_k, tile.stages, tile.splits,
         tile.token_group, tile.in_turn, epilogue, whole,
     )  # fmt: skip

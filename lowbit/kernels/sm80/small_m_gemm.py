@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lowbit.hardware.arch import Arch
 from lowbit.hardware.half import HalfType
-from lowbit.kernels.choose.gemm import GemmShape, RingTile, shared_by
+from lowbit.kernels.choose.tiles import GemmShape, RingTile, shared_by
 from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, gl, gluon, half_type, ptx, run, source_digest
 from lowbit.kernels.parts.k_block import BLOCK_K, BLOCK_TILES, KBlock
@@ -41,11 +41,12 @@ from lowbit.kernels.parts.small_m_epilogue import (
     reduce_splits,
     rms_factors,
 )
+from lowbit.kernels.parts.tile import Warps
 from lowbit.pack.weight import WeightForm
 
 
 @dataclass(frozen=True)
-class RingGemm:
+class RingGemm(Warps):
     """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
 
     `overlap` starts the weight copies before the previous kernel has finished (programmatic dependent launch, sm_90). A block
@@ -60,14 +61,12 @@ class RingGemm:
     overlap: bool
     shared_bytes: int = 0
     digest: str = source_digest()
+    start_of_ring = "{ .reg .b32 start; mov.u32 start, global_smem; add.u32 $0, start, $1; }"
+    """$0: the address $1 bytes into the kernel's one allocation, whose offset is 0."""
 
     @property
     def warps(self) -> int:
         return self.warps_n * self.warps_k
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
 
     @property
     def slices(self) -> int:
@@ -102,9 +101,11 @@ class RingGemm:
         """Length of runs of a thread's outputs in which rows repeat alike in all threads: that of a row block, 2 tokens, or
         0."""
         together = 1 if self.epilogue.gate == "none" else 2
-        outputs, pieces_per_row_block = self.outputs, self.ring.k_block.accumulators
-        if outputs % pieces_per_row_block == 0 or (pieces_per_row_block % outputs == 0 and (together == 2 or outputs % 4 == 0)):
-            return pieces_per_row_block
+        outputs, vectors_per_row_block = self.outputs, self.ring.k_block.accumulators
+        if outputs % vectors_per_row_block == 0 or (
+            vectors_per_row_block % outputs == 0 and (together == 2 or outputs % 4 == 0)
+        ):
+            return vectors_per_row_block
         return 2 if together == 1 and outputs % 2 == 0 else 0
 
     def first_of_row(self, i: int) -> int:
@@ -129,11 +130,6 @@ class RingGemm:
     def h_early(self) -> bool:
         """True if h is loaded before the main loop; not where only the last of several blocks needs it."""
         return self.splits == 1
-
-    @property
-    def start_of_ring(self) -> str:
-        # The kernel has one allocation, so its offset is 0.
-        return "{ .reg .b32 start; mov.u32 start, global_smem; add.u32 $0, start, $1; }"
 
 
 BLOCK = gl.constexpr(BLOCK_K)
@@ -179,12 +175,12 @@ def addresses_of(start, lane, C: gl.constexpr):
     place, group = lane & 3, lane >> 2
     at16 = start + lane * 16
     if S.dense:
-        piece, row = lane & 7, lane >> 3
+        vector, row = lane & 7, lane >> 3
         own = start + row * 128
-        copies = (own + (piece ^ row) * 16, own + (piece ^ row ^ 4) * 16)
+        copies = (own + (vector ^ row) * 16, own + (vector ^ row ^ 4) * 16)
         own = start + (lane & 15) * 128
-        piece = piece ^ (lane >> 4)
-        reads = (own + piece * 16, own + (piece ^ 2) * 16, own + (piece ^ 4) * 16, own + (piece ^ 6) * 16)
+        vector = vector ^ (lane >> 4)
+        reads = (own + vector * 16, own + (vector ^ 2) * 16, own + (vector ^ 4) * 16, own + (vector ^ 6) * 16)
     else:
         at8, at4, at_scale = start + lane * 8, start + lane * 4, start + lane * C.ring.scale_copy
         copies = (at16, at_scale)
@@ -458,7 +454,7 @@ class RingPlan:
         overlap = arch.sm >= 90
         self.config = _config(tile, form, half_type(dtype), shape.n, shape.k, epilogue, overlap, shared_by(tile, arch))
         self.columns = shape.n if epilogue.gate == "none" else shape.n // 2
-        self.grid = (-(-shape.strips // tile.block_strips), -(-shape.m // tile.tokens), tile.splits)
+        self.grid = (-(-shape.row_blocks // tile.tile_row_blocks), -(-shape.m // tile.tokens), tile.splits)
         self.launch = Launcher(ring_gemm, self.grid, self.config.warps, overlap=overlap)
         self.iterations = -(-shape.steps(BLOCK_K) // (self.config.slices * tile.rounds))
         self.factor = self.config.ring.k_block.factor
@@ -492,7 +488,7 @@ class RingPlan:
         tiles = 0 if self.config.ring.k_block.dense else codes.shape[1]
         self.launch(
             y, x, codes, some, channel_scale, bias, sums, arrived, h, gamma, squares, self.shape.m, self.shape.n, self.shape.k,
-            x.stride(0), self.shape.strips, tiles, 0 if scale is None else scale.stride(0), self.iterations, self.factor,
+            x.stride(0), self.shape.row_blocks, tiles, 0 if scale is None else scale.stride(0), self.iterations, self.factor,
             x_factor, inverse_width, eps, self.config,
         )  # fmt: skip
         return y
@@ -505,7 +501,7 @@ def _config(
     k_block = KBlock(form.format, dtype, tile.tokens, form.group, form.zero, form.scale_dtype)
     tail = k % (BLOCK_K * tile.warps_k * tile.splits * tile.rounds) != 0
     if k_block.dense:
-        ring: Ring = RowRing(k_block, tile.strips, tile.rounds, tail, tile.slots, n % 16 != 0)
+        ring: Ring = RowRing(k_block, tile.row_blocks, tile.rounds, tail, tile.slots, n % 16 != 0)
     else:
-        ring = Ring(k_block, tile.strips, tile.rounds, tail, tile.slots)
+        ring = Ring(k_block, tile.row_blocks, tile.rounds, tail, tile.slots)
     return RingGemm(ring, tile.warps_n, tile.warps_k, tile.splits, epilogue, overlap, shared_bytes)

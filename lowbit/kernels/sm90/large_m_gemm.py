@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from lowbit.hardware.half import HalfType
-from lowbit.kernels.choose.gemm import GemmShape, WgmmaTile, share_refusals
+from lowbit.kernels.choose.large_m import share_refusals
+from lowbit.kernels.choose.tiles import GemmShape, WgmmaTile
 from lowbit.kernels.parts.dequantize import Dequantizer, dequantize
 from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.gluon import (
@@ -60,6 +61,7 @@ from lowbit.kernels.parts.launch import TilePlan, descriptors, plane_descriptors
 from lowbit.kernels.parts.operand import empty_registers, operand_a, read_words, registers_layout, release_stage, words_layout
 from lowbit.kernels.parts.pipeline import advance, make_barriers, previous
 from lowbit.kernels.parts.producer import load
+from lowbit.kernels.parts.promote import zero_sums
 from lowbit.kernels.parts.scaled_epilogue import OutputTile
 from lowbit.kernels.parts.schedule import (
     SplitKWorkspace,
@@ -304,11 +306,8 @@ def multiply(p, scale, ahead, words, stage, phase, begin, end, more, C: gl.const
     `ahead` are its `first_scales`; `words` are those of its first stage. Returns the sums, the words of the next tile's first
     stage if there is `more`, and the next stage and phase.
     """
-    ROWS: gl.constexpr = C.rows
-    TOKENS: gl.constexpr = C.tokens
-    SUMS: gl.constexpr = C.accumulator
     last_group = p.scales.last_group
-    acc = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
+    acc = zero_sums(gl.float32, C)
     odd = empty_registers(C)
     scales = ahead[0 : C.dequantizer.pair_words]
     next_scales = ahead[C.dequantizer.pair_words :]
@@ -337,10 +336,7 @@ def multiply(p, scale, ahead, words, stage, phase, begin, end, more, C: gl.const
 def multiply_in_sections(p, scale, ahead, words, stage, phase, more, C: gl.constexpr):
     """Computes the sums of one tile section by section of K, cut where splits of that number would be. Each section is summed
     separately and then added, which gives the bits of those splits."""
-    ROWS: gl.constexpr = C.rows
-    TOKENS: gl.constexpr = C.tokens
-    SUMS: gl.constexpr = C.accumulator
-    total = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
+    total = zero_sums(gl.float32, C)
     for section in range(C.sections):
         begin, end = k_range_of(section, p.tiles, C.sections)
         if section > 0:
@@ -469,7 +465,7 @@ class WgmmaPlan(TilePlan):
         self.last_group = (shape.k - 1) // max(form.group, 1)
         self.factor = config.dequantizer.epilogue_factor
         blocks = [(config.warps, 32 * config.dequantizer.plane_words(p)) for p in range(config.dequantizer.planes)]
-        self.weight_descriptors = plane_descriptors(shape.strips, shape.steps(64) * 32 * shape.bits, blocks)
+        self.weight_descriptors = plane_descriptors(shape.row_blocks, shape.steps(64) * 32 * shape.bits, blocks)
         if epilogue.h_type is not None:
             if shape.n % 8 or not 0 < self.tiles[1] * tile.splits <= sm_count:
                 raise ValueError(

@@ -7,8 +7,8 @@ import re
 import numpy as np
 import torch
 
-from lowbit.hardware.emulate import ldmatrix
 from lowbit.kernels.reference.conv import fma
+from tests.hardware.emulate import ldmatrix
 
 
 def float32(bits):

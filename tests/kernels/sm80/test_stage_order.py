@@ -51,7 +51,7 @@ def test_chunks_of_a_large_tile():
 
 
 @pytest.mark.parametrize(("fmt", "slices"), [("int3", 1), ("int7", 1), ("int4", 2)])
-def test_copies_of_a_stage_are_all_its_pieces(fmt, slices):
+def test_copies_of_a_stage_are_all_its_vectors(fmt, slices):
     stage = TileStage(Dequantizer(fmt, "fp16", 64, "integer", "fp16"), 128, 16, 3, 8, slices)
     made = StageOrder(128, 2, stage.copies)
     kinds = [made.copy(i) for i in range(made.copy_count)]
