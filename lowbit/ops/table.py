@@ -1,8 +1,8 @@
 """Every kernel that multiplies a quantized weight, in order of preference, and why each does or does not take a problem.
 
 A kernel states its refusals as data: a tuple of reasons, empty when it takes the problem. Layers choose the form of their
-weights by this table, `gemm` runs the kernel that it names, and explain, reports, warnings and errors print its rows. Only
-`problem_on` queries a GPU, so a laptop can print what a server would run.
+weights by this table; `gemm` then runs the operator of that form, which chooses the tile by kernels/choose/. Explain, reports,
+warnings and errors print the table's rows. Only `problem_on` queries a GPU, so a laptop can print what a server would run.
 """
 
 from __future__ import annotations

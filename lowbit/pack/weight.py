@@ -66,7 +66,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def kernel_group(scheme: Scheme) -> int:
-    """The group size in the kernels: 0 (scales per channel), 128, 64, 32 or 16; ValueError if there is none."""
+    """Returns the group size in the kernels: 0 (scales per channel), 128, 64, 32 or 16.
+
+    Raises ValueError for a group size that no kernel has; `ops.table.weight_refusals` turns it into a reason.
+    """
     granularity = scheme.granularity
     if isinstance(granularity, (PerGroup, PerBlock)):
         size = granularity.size if isinstance(granularity, PerGroup) else granularity.k
