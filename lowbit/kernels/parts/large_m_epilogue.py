@@ -10,7 +10,7 @@ residual one tile.
 
 from __future__ import annotations
 
-from lowbit.kernels.parts.epilogue import activated
+from lowbit.kernels.parts.epilogue import gate_times_up
 from lowbit.kernels.parts.gluon import (
     Descriptor,
     Scalar,
@@ -146,7 +146,7 @@ def gated(sums, C: gl.constexpr):
     """Returns act(gate) * up [rows / 2, tokens]; rows g and g + 8 of a row block are in one lane."""
     pairs = gl.reshape(sums, [C.rows // 16, 2, 8, C.tokens])
     gate, up = gl.split(gl.permute(pairs, [0, 2, 3, 1]))
-    return gl.reshape(activated(gate, C) * up, [C.rows // 2, C.tokens])
+    return gl.reshape(gate_times_up(gate, up, C), [C.rows // 2, C.tokens])
 
 
 @gluon.jit

@@ -1,0 +1,107 @@
+"""The kernels of experts compiled for machines that are not here, and what their machine code must and must not have."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from lowbit.formats import number_format
+from lowbit.hardware.machine import typical_machine
+from lowbit.kernels.choose.experts import ExpertShape, choose
+from lowbit.kernels.choose.gemm import RingTile
+from lowbit.pack import WeightForm
+from tests.kernels.calls import expert_call
+from tests.kernels.sass import batches, compile_plan
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.parts.epilogue import Epilogue
+from lowbit.kernels.sm80.expert_small_m_gemm import ExpertRingPlan
+
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+FORMATS = ["int2", "int3", "int5", "int7", "int8", "fp6_e3m2", "fp4_e2m1", "fp8_e4m3"]
+
+
+def compiled(
+    fmt, tokens=1, dtype="fp16", group=128, zero="none", gate="none", bias=False, weighted=False, early=False, sm=90, tile=None,
+):  # fmt: skip
+    """Qwen3-30B-A3B's shape for gates, or that of its down projection."""
+    number, gated = number_format(fmt), gate != "none"
+    rows = tile.tokens if tile else 8 if tokens <= 16 else 16
+    n, k = (1536, 2048) if gated else (2048, 768)
+    shape = ExpertShape(tokens, 8, 128, n, k, number.bits, rows, per_slot=not gated)
+    machine = typical_machine(sm)
+    tile = tile or choose(shape, typical_machine(90))
+    twice = fmt in ("int2", "int3", "int4", "int5", "int6", "int7") and group > 0
+    form = WeightForm(fmt, group, zero, "fp16", twice, twice)
+    epilogue = Epilogue(form.channel_scale, bias, gate=gate)
+    plan = ExpertRingPlan(shape, tile, form, HALVES[dtype], epilogue, machine, weighted=weighted, early=early)
+    return tile, compile_plan(plan, expert_call(shape, HALVES[dtype], form), sm)
+
+
+def check(tile, kernel, sums=0):
+    """Nothing spilled; the products of two copies of an iteration, with `sums` of x more; copies and waits for single slots."""
+    assert kernel.count("LDL") == 0 and kernel.count("STL") == 0 and kernel.stack_bytes == 0, "registers spilled"
+    iteration = tile.strips * tile.rounds
+    assert kernel.count("HMMA.16816") == 2 * (iteration * 8 + sums) * (tile.tokens // 8)
+    assert kernel.count("LDGDEPBAR") == 3 * iteration, "start of the first task, and both iterations"
+    assert kernel.count("LDSM.16.M88.4") > 0 and kernel.count("LDGSTS") > 0
+
+
+@pytest.mark.parametrize(
+    "cases",
+    batches([*((fmt, 1) for fmt in FORMATS), *((fmt, 64) for fmt in ("int4", "int8", "fp6_e3m2", "int5"))]),
+)
+def test_every_format(cases):
+    made = [
+        compiled(fmt, tokens, group=0 if fmt.startswith("fp") else 128, gate="silu" if i % 2 else "none", weighted=not i % 2)
+        for i, (fmt, tokens) in enumerate(cases)
+    ]
+    for each in made:
+        check(*each)
+
+
+SIXTEEN = RingTile(16, 4, 1, 1, 8, 1)
+
+
+@pytest.mark.parametrize("sm", [80, 89, 90, 100, 120])
+def test_every_machine(sm):
+    """bf16 has no add and multiply of its own before sm_90; programmatic launch begins there."""
+    cases = [
+        compiled("int4", dtype="bf16", gate="clamped_swiglu", bias=True, sm=sm, tile=RingTile(8, 6, 1, 1, 8, 1)),
+        compiled("int4", dtype="fp16", weighted=True, early=True, sm=sm, tile=SIXTEEN),
+    ]
+    for tile, kernel in cases:
+        check(tile, kernel)
+        assert kernel.count("ACQBULK") == (1 if sm >= 90 else 0)
+
+
+@pytest.mark.parametrize(("zero", "group", "dtype"), [("integer", 32, "fp16"), ("float", 64, "bf16"), ("integer", 128, "bf16")])
+def test_zero_points_and_groups(zero, group, dtype):
+    for tokens in (1, 64):
+        tile, kernel = compiled("uint4", tokens, dtype, group, zero, gate="silu", bias=True)
+        check(tile, kernel, sums=8 * tile.rounds)
+
+
+def test_the_first_loads_are_on_their_way_early():
+    """Weights are copied before slots are loaded, slots and x before the first wait for a copy; nothing of a task but its
+    stores follows its sums, and with `early` the weights go before the wait for the previous kernel."""
+    tile, kernel = compiled("int4", gate="silu", tile=RingTile(8, 6, 1, 1, 8, 1))
+    lines = kernel.lines
+
+    def places(name):
+        return [i for i, line in enumerate(lines) if re.search(name, line)]
+
+    copies, x_loads, waits = places(r"LDGSTS\.E\.BYPASS"), places(r"LDG\.E\.128"), places(r"DEPBAR\.LE SB0")
+    slots = [i for i in places(r"LDG\.E\.STRONG") if i > copies[0]]
+    assert places("ACQBULK")[0] < copies[0] < slots[0] < x_loads[0] < x_loads[-1] < waits[0]
+    assert len(x_loads) == 4 * tile.rounds
+    barriers, products = places(r"BAR\.SYNC"), places("HMMA")
+    assert max(places(r"LDG\.")) < barriers[0] and products[-1] < barriers[0], "no load is exposed behind the sums"
+    later = [i for i in places(r"LDG\.E\.STRONG") if waits[0] < i < barriers[0]]
+    assert sum(i < [p for p in products if p > waits[0]][0] for i in later) >= 3, "the tile two tasks on, before the products"
+    _, kernel = compiled("int4", gate="silu", early=True, tile=RingTile(8, 6, 1, 1, 8, 1))
+    early = [line for line in kernel.lines[: next(i for i, line in enumerate(kernel.lines) if "ACQBULK" in line)]]
+    assert sum("LDGSTS" in line for line in early) == 3 * tile.strips * tile.rounds
