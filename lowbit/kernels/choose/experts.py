@@ -85,8 +85,7 @@ def tiles_expected(tokens: int, top_k: int, experts: int, tile_rows: int) -> tup
 def tile_rows_for(tokens: int, top_k: int, experts: int) -> int:
     """Rows per tile of the list for so many tokens: 8 or 16 where few experts have more, else 64 or 128.
 
-    An expert with more rows than a tile is read again, from L2. Missing rows of a tile cost time of tensor cores, and nothing of
-    x.
+    An expert with more rows than a tile is read again, from L2. Missing rows of a tile cost time of tensor cores only.
     """
     each = tokens * top_k / max(experts_hit(tokens, top_k, experts), 1.0)
     for rows, most in ((8, 5.0), (16, 16.0), (64, 96.0)):

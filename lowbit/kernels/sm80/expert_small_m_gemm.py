@@ -1,4 +1,4 @@
-"""y[slot] = x[row of slot] . dequant(w[expert of slot])[N, K]^T for few rows per expert, mma.sync and cp.async: sm_80 and newer.
+"""y[slot] = x[row of slot] . dequant(w[expert of slot])[N, K]^T, few rows per expert, mma.sync and cp.async: sm_80 and newer.
 
 Reads   x fp16 or bf16, rows of 16-byte vectors, gathered by slot; w and scales of pack/expert.py; the list of tiles that
         ops/route.py writes: (expert, first position in `order`, rows), at most 8 or 16 rows each; `order` gives their slots
@@ -69,8 +69,8 @@ class TaskRing(Ring):
     """The ring of a warp that goes from task to task: copies of a task that does not exist become zeros."""
 
     def copy_codes(self, d: int) -> str:
-        """As `Ring.copy_codes`, whose operand $6 is not positive where there is no task. Without a tail all copies of a task have
-        one size."""
+        """As `Ring.copy_codes`, whose operand $6 is not positive where there is no task. Without a tail all copies of a task
+        have one size."""
         if self.tail:
             return super().copy_codes(d)
         lines = [".reg .b32 size, scale_size; .reg .pred some, low;", "setp.lt.s32 low, $5, 16; setp.gt.s32 some, $6, 0;"]
@@ -155,7 +155,8 @@ class ExpertRingGemm(RingBlock):
 
     @property
     def start_of_ring(self) -> str:
-        return f"{{ .reg .b32 start; mov.u32 start, global_smem; add.u32 start, start, {self.reduction_bytes}; add.u32 $0, start, $1; }}"
+        first = f"mov.u32 start, global_smem; add.u32 start, start, {self.reduction_bytes};"
+        return f"{{ .reg .b32 start; {first} add.u32 $0, start, $1; }}"
 
 
 INVERSE_BITS = gl.constexpr(30)
@@ -168,8 +169,8 @@ COMMIT = gl.constexpr("cp.async.commit_group;\n mov.b32 $0, 0;")
 
 @gluon.jit
 def again(value):
-    """The same value, unknown to the compiler: what is computed from it is not hoisted out of the loop over tasks, where it would
-    take registers or be spilled."""
+    """The same value, unknown to the compiler: what is computed from it is not hoisted out of the loop over tasks, where it
+    would take registers or be spilled."""
     return asm("mov.b32 $0, $1;", "=r,r", [value], gl.int32)
 
 
@@ -324,7 +325,8 @@ def store_rows(y, sums, epilogue_args, slots, weights, at, C: gl.constexpr):
 
 
 SIZES = [
-    "last_tile", "units", "N", "K", "x_stride", "row_blocks", "tiles_of_k", "scale_stride", "iterations", "by_units", "by_top_k",
+    "last_tile", "units", "N", "K", "x_stride", "row_blocks", "tiles_of_k", "scale_stride", "iterations", "by_units",
+    "by_top_k",
 ]  # fmt: skip
 
 
@@ -337,7 +339,6 @@ def expert_ring_gemm(
     R: gl.constexpr = C.ring
     S: gl.constexpr = C.ring.k_block
     DEPTH: gl.constexpr = R.depth
-    N8_TILES: gl.constexpr = S.n8_tiles
     AHEAD: gl.constexpr = R.rounds * C.slices
     ACCUMULATORS: gl.constexpr = C.accumulators
     THREADS: gl.constexpr = C.threads

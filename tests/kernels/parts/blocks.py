@@ -95,7 +95,8 @@ class Block:
         gl = types.SimpleNamespace(
             static_range=range, float32=np.float32, int32=np.int32, int64=np.int64, constexpr=None, load=load, store=store,
             atomic_add=atomic_add, program_id=lambda axis: place[axis], num_programs=lambda axis: grid[axis],
-            minimum=lambda a, b: lanes(np.minimum(a, b)), maximum=lambda a, b: lanes(np.maximum(a, b)), where=lambda c, a, b: lanes(np.where(c, a, b)), exp=exp,
+            minimum=lambda a, b: lanes(np.minimum(a, b)), maximum=lambda a, b: lanes(np.maximum(a, b)),
+            where=lambda c, a, b: lanes(np.where(c, a, b)), exp=exp,
             rsqrt=lambda x: (1 / np.sqrt(x)).astype(np.float32), arange=lambda first, end, layout: self.thread,
             zeros=lambda shape, kind, layout: lanes(np.zeros(shape, kind)), BlockedLayout=lambda *layout: None,
             SwizzledSharedLayout=lambda *layout: None, allocate_shared_memory=lambda *shape: self.tile(),

@@ -101,7 +101,7 @@ def test_the_first_loads_are_on_their_way_early():
     barriers, products = places(r"BAR\.SYNC"), places("HMMA")
     assert max(places(r"LDG\.")) < barriers[0] and products[-1] < barriers[0], "no load is exposed behind the sums"
     later = [i for i in places(r"LDG\.E\.STRONG") if waits[0] < i < barriers[0]]
-    assert sum(i < [p for p in products if p > waits[0]][0] for i in later) >= 3, "the tile two tasks on, before the products"
+    assert sum(i < products[0] for i in later) >= 3, "the tile two tasks on, before the products"
     _, kernel = compiled("int4", gate="silu", early=True, tile=RingTile(8, 6, 1, 1, 8, 1))
-    early = [line for line in kernel.lines[: next(i for i, line in enumerate(kernel.lines) if "ACQBULK" in line)]]
+    early = kernel.lines[: next(i for i, line in enumerate(kernel.lines) if "ACQBULK" in line)]
     assert sum("LDGSTS" in line for line in early) == 3 * tile.strips * tile.rounds
