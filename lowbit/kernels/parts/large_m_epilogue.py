@@ -150,6 +150,23 @@ def gated(sums, C: gl.constexpr):
 
 
 @gluon.jit
+def finished_tile(sums, epilogue_args, first_row, N, C: gl.constexpr):
+    """Applies scales, bias and gate to a tile of sums; returns it with its first channel of y."""
+    rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
+    if C.epilogue.channel_scale:
+        scale = gl.load(epilogue_args.channel_scale + rows, mask=rows < N, other=0.0).to(gl.float32)
+        sums = sums * (scale * epilogue_args.factor)[:, None]  # the factor is a power of two
+    else:
+        sums = sums * epilogue_args.factor
+    if C.epilogue.bias:
+        sums = sums + gl.load(epilogue_args.bias + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
+    if C.epilogue.gate != "none":
+        sums = gated(sums, C)
+        first_row = first_row // 2
+    return sums, first_row
+
+
+@gluon.jit
 def store_squares(stream, values, row_tile, first_token, M, C: gl.constexpr):
     """Stores sums of squares of a tile's rows: reduced in a warp within row blocks, then through shared memory."""
     ROW_BLOCKS: gl.constexpr = C.rows // 16

@@ -10,7 +10,7 @@ import torch
 from lowbit.formats import number_format
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.experts import ExpertShape, choose
-from lowbit.kernels.choose.gemm import RingTile
+from lowbit.kernels.choose.gemm import MmaTile, RingTile
 from lowbit.pack import WeightForm
 from tests.kernels.calls import expert_call
 from tests.kernels.sass import batches, compile_plan
@@ -18,7 +18,9 @@ from tests.kernels.sass import batches, compile_plan
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
 from lowbit.kernels.parts.epilogue import Epilogue
+from lowbit.kernels.sm80.expert_large_m_gemm import ExpertMmaPlan
 from lowbit.kernels.sm80.expert_small_m_gemm import ExpertRingPlan
+from tests.kernels.sm80.test_large_m_compile import check_loop
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 FORMATS = ["int2", "int3", "int5", "int7", "int8", "fp6_e3m2", "fp4_e2m1", "fp8_e4m3"]
@@ -105,3 +107,46 @@ def test_the_first_loads_are_on_their_way_early():
     _, kernel = compiled("int4", gate="silu", early=True, tile=RingTile(8, 6, 1, 1, 8, 1))
     early = kernel.lines[: next(i for i, line in enumerate(kernel.lines) if "ACQBULK" in line)]
     assert sum("LDGSTS" in line for line in early) == 3 * tile.strips * tile.rounds
+
+
+# ---- many rows
+
+
+def compiled_many(fmt, tile, dtype="fp16", group=128, zero="none", gate="none", sm=90):
+    number, gated = number_format(fmt), gate != "none"
+    shape = ExpertShape(1024, 8, 128, 1536, 2048, number.bits, tile.tokens, per_slot=not gated)
+    twice = fmt in ("int2", "int3", "int4", "int5", "int6", "int7") and group > 0
+    form = WeightForm(fmt, group, zero, "fp16", twice, twice)
+    epilogue = Epilogue(form.channel_scale, True, gate=gate)
+    plan = ExpertMmaPlan(shape, tile, form, HALVES[dtype], epilogue, weighted=not gated)
+    return tile, compile_plan(plan, expert_call(shape, HALVES[dtype], form), sm)
+
+
+MANY = [
+    MmaTile(tokens, strips, warps_n, warps_m, 4, 1)
+    for tokens, strips, warps_n, warps_m in ((128, 2, 8, 1), (64, 2, 8, 1), (128, 2, 4, 2), (64, 2, 4, 2), (64, 1, 4, 2))
+]
+
+
+def test_every_tile_of_many_rows():
+    made = [compiled_many("int4", tile, gate=("silu", "none")[i % 2], sm=(80, 90)[i % 2]) for i, tile in enumerate(MANY)]
+    for tile, kernel in made:
+        assert kernel.stack_bytes <= 32
+        check_loop(tile, kernel)
+        assert kernel.count("STG.E.128") > 0 and kernel.count("STG.E.U16") == 0, "8 channels at a time"
+
+
+def test_formats_of_many_rows():
+    cases = [
+        ("int8", "fp16", 128, "none"),
+        ("fp6_e3m2", "bf16", 0, "none"),
+        ("uint4", "bf16", 32, "integer"),
+        ("int3", "fp16", 64, "none"),
+    ]
+    made = [
+        compiled_many(fmt, MANY[i % 2], dtype, group, zero, gate="clamped_swiglu", sm=(90, 120)[i % 2])
+        for i, (fmt, dtype, group, zero) in enumerate(cases)
+    ]
+    for tile, kernel in made:
+        assert kernel.stack_bytes <= 32
+        check_loop(tile, kernel)

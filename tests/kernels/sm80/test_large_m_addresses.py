@@ -17,6 +17,7 @@ from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.gemm import GemmShape, MmaTile, mma_tiles
 from lowbit.kernels.parts import tile_stage as stage
 from lowbit.kernels.parts.epilogue import Epilogue
+from lowbit.kernels.parts.mma_loop import first_weights
 from lowbit.kernels.parts.schedule import iterations_of, k_range_of, tile_at, workspace_offsets
 from lowbit.kernels.sm80.large_m_gemm import MmaPlan, mma_gemm
 from lowbit.pack.weight import WeightForm
@@ -77,14 +78,14 @@ class Blocks:
         self.tile_at = plain(tile_at, gl=NAMES)
         order = {"tile_at": lambda *_: self.place}
         order["iterations_of"] = plain(iterations_of, k_range_of=plain(k_range_of))
-        pieces = {"first_piece": plain(stage.first_piece, gl=NAMES)}
+        weights = plain(first_weights, gl=NAMES, ptx=self.ptx, first_piece=plain(stage.first_piece, gl=NAMES))
         gl = SimpleNamespace(**vars(NAMES), program_id=lambda axis: None)
         ends = {name: self.end_of(name) for name in ("store_tile", "reduce_splits", "reduce_splits_serially")}
         self.run_block = plain(
-            mma_gemm, gl=gl, products=self.products, allocate=lambda C: None, view=lambda *_: None,
+            mma_gemm, gl=gl, products=self.products, allocate_stages=lambda C: None, first_weights=weights,
             TileGrid=lambda *sizes: SimpleNamespace(of_tokens=sizes[0], of_channels=sizes[1], iterations=sizes[2]),
-            StageSource=source_of, StageReader=lambda *_: None, LargeMEpilogueArgs=lambda *_: None,
-            SplitKWorkspace=lambda *_: None, **names, **order, **pieces, **ends,
+            StageSource=source_of, reader_of_stages=lambda C: None, LargeMEpilogueArgs=lambda *_: None,
+            SplitKWorkspace=lambda *_: None, **names, **order, **ends,
         )  # fmt: skip
 
     def ptx(self, write, *numbers):

@@ -1,0 +1,153 @@
+"""The kernel for many rows per expert as what it is, Python, block by block: which rows of x and w a block takes, its epilogue.
+
+Its main loop is that of the dense kernel (test_large_m_in_numpy.py); here it is a product of the rows to which its addresses
+point. Copies by address: test_large_m_addresses.py, test_tile_stage.py.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowbit.kernels.choose.experts import ExpertShape
+from lowbit.kernels.choose.gemm import MmaTile
+from lowbit.kernels.reference.experts import expert_gemm_reference
+from lowbit.pack import ExpertWeight
+from lowbit.quantize import rtn
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.parts import large_m_epilogue, mma_loop, tile_stage
+from lowbit.kernels.parts.epilogue import Epilogue, activated, gate_times_up
+from lowbit.kernels.sm80 import expert_large_m_gemm
+from lowbit.kernels.sm80.expert_large_m_gemm import ExpertMmaPlan
+from tests.kernels.parts.plain import Pointer, plain
+from tests.kernels.parts.test_large_m_epilogue import GL
+from tests.kernels.routing import choices, routing_of
+
+
+class Place(Pointer):
+    """A pointer whose addition keeps what it points into; `loads` need not be masked."""
+
+    def __add__(self, index):
+        return Place(self.memory, self.index + index)
+
+    def __getitem__(self, axes):
+        return Place(self.memory, self.index[axes])
+
+
+def load(pointer, mask=None, other=0):
+    index = torch.as_tensor(pointer.index)
+    if mask is None:
+        return pointer.memory[index]
+    assert bool(((index >= 0) & (index < len(pointer.memory)))[mask.expand_as(index)].all())
+    found = pointer.memory[index.clamp(0, len(pointer.memory) - 1)]
+    return torch.where(mask, found, torch.tensor(other, dtype=found.dtype))
+
+
+def store(pointer, value, mask):
+    index, value, mask = torch.broadcast_tensors(pointer.index, value, mask)
+    pointer.memory[index[mask]] = value[mask]
+
+
+def blocks(plan, call):
+    """Runs every block of a launch and returns y, which is NaN before."""
+    noted = []
+    plan.launch, launch = lambda *arguments: noted.append(arguments), plan.launch
+    y = plan(*call)
+    y.fill_(float("nan"))
+    names = [param.name for param in expert_large_m_gemm.expert_mma_gemm.params]
+    given = dict(zip(names, noted[0], strict=True))
+    C, x, codes = plan.config, given["x"], given["w"]
+    flat_x = x.flatten()
+    weights = call_weights(plan, call)
+
+    def products(x_shared, reader, source, begin, end, C):
+        token, piece = tile_stage_piece(torch.arange(C.threads))
+        tile = torch.full((C.tokens, end * C.stage_k), float("nan"), dtype=torch.float64)
+        for i, pointer in enumerate(source.x):
+            for iteration in range(begin, end):
+                for own in range(8):  # a thread's vectors: of all iterations, 8 k each
+                    k = iteration * C.stage_k + piece * 8 + own
+                    there = (token + i * C.copied_tokens < source.tokens + token) & (k < x.shape[1])
+                    index = torch.where(there, pointer.index + iteration * C.stage_k + own, 0)
+                    tile[token + i * C.copied_tokens, k] = torch.where(there, flat_x[index].double(), 0.0)
+        assert not tile.isnan().any(), "every vector of a stage is copied"
+        first = int(source.w[0].index[0]) // (codes.shape[2] * codes.shape[3])
+        return (weights[16 * first : 16 * first + C.rows] @ tile[:, : x.shape[1]].T).float()
+
+    names = {"arange": lambda first, end, layout: torch.arange(first, end), "load": load, "store": store, "int64": torch.int64}
+    names |= {"minimum": min, "program_id": None, "convert_layout": lambda x, layout: x}
+    gl = SimpleNamespace(**{**vars(GL), **names})
+    tile_stage_piece = plain(tile_stage.x_piece)
+    gated = plain(
+        large_m_epilogue.gated, gl=gl, gate_times_up=plain(gate_times_up, gl=gl, activated=plain(activated, gl=gl), CLAMP=7.0)
+    )
+    finished = plain(large_m_epilogue.finished_tile, gl=gl, gated=gated)
+    first_piece = plain(tile_stage.first_piece, gl=gl)
+    device = {
+        "allocate_stages": lambda C: None, "reader_of_stages": lambda C: None, "products": products,
+        "x_piece": tile_stage_piece, "StageSource": lambda *values: SimpleNamespace(x=values[0], tokens=values[2], w=values[4]),
+        "first_weights": plain(
+            mma_loop.first_weights, gl=gl, ptx=lambda write, *numbers: write(*numbers), first_piece=first_piece
+        ),
+        "gathered_rows": plain(expert_large_m_gemm.gathered_rows, gl=gl, x_piece=tile_stage_piece),
+        "LargeMEpilogueArgs": lambda *values: SimpleNamespace(channel_scale=values[0], bias=values[1], factor=values[2]),
+        "store_slots": plain(expert_large_m_gemm.store_slots, gl=gl, finished_tile=finished),
+    }  # fmt: skip
+    places = {
+        name: Place(value.flatten()) if isinstance(value, torch.Tensor) and name != "y" else value
+        for name, value in given.items()
+    }
+    places["y"] = Place(y.view(-1))
+    config = SimpleNamespace(
+        **{name: getattr(C, name) for name in ("stage", "epilogue", "rows", "channels", "tokens", "threads", "whole")},
+        **{name: getattr(C, name) for name in ("weighted", "thread_tokens", "copied_tokens", "stage_k")},
+        dequantizer=SimpleNamespace(operand_type=y.dtype), threads_layout=None, accumulator=None, store_layout=None,
+    )  # fmt: skip
+    for block in range(launch.grid[0]):
+        gl.program_id = lambda axis, block=block: block
+        plain(expert_large_m_gemm.expert_mma_gemm, gl=gl, **device)(*{**places, "C": config}.values())
+    return y
+
+
+def call_weights(plan, call):
+    """Rows of all experts one after the other, padded to whole row blocks, divided by what the epilogue multiplies by."""
+    w = plan.packed
+    parts = []
+    for q in w.unpack():
+        part = torch.nn.functional.pad(q.dequantize(torch.float64), (0, 0, 0, -w.shape[0] % 16), value=float("nan"))
+        parts.append(part)
+    values = torch.cat(parts) / plan.factor
+    if w.channel_scale is not None:
+        scale = torch.nn.functional.pad(w.channel_scale.double(), (0, -w.shape[0] % 16), value=1.0)
+        values = values / scale.reshape(-1, 1)
+    return values
+
+
+@pytest.mark.parametrize("gate", ["none", "silu", "clamped_swiglu"])
+@pytest.mark.parametrize("tile", [MmaTile(64, 1, 4, 2, 2, 1), MmaTile(128, 2, 4, 2, 2, 1)], ids=str)
+@pytest.mark.parametrize(("scheme", "rows"), [("w4a16_g64", 90), ("w6e3m2a16", 7)])
+def test_every_slot_gets_its_row(scheme, rows, tile, gate):
+    """More rows than a tile for some experts, none for others; the last tile of rows of w begins early, or y is ragged."""
+    generator = torch.Generator().manual_seed(rows)
+    n, k, count = (tile.rows + 32 if gate != "none" else tile.rows + 13), 136, 6
+
+    def experts(n):
+        return [rtn(torch.randn(n, k, generator=generator) * k**-0.5, scheme) for _ in range(count)]
+
+    w = ExpertWeight.pack(experts(n)) if gate == "none" else ExpertWeight.pack_gated(experts(n // 2), experts(n // 2))
+    routing = routing_of(choices(rows, 3, 5, generator), count, tile.tokens)
+    weighted = gate == "none"
+    x = torch.randn((rows * 3 if weighted else rows), k, generator=generator).half()
+    bias = torch.randn(count, n, generator=generator).half()
+    shape = ExpertShape(rows, 3, count, n, k, w.scheme.weight.bits, tile.tokens, per_slot=weighted)
+    epilogue = Epilogue(w.form.channel_scale, True, gate=gate)
+    plan = ExpertMmaPlan(shape, tile, w.form, torch.float16, epilogue, weighted=weighted)
+    plan.packed = w
+    call = x, w.codes, w.scale, w.channel_scale, bias, routing.tiles, routing.tile_count, routing.order, routing.weights
+    y = blocks(plan, call)
+    expected = expert_gemm_reference(x, w, routing.experts, routing.weights, bias, gate=gate, weighted=weighted)
+    torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=2e-3)
