@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.candidate import Candidate, first_feasible, ordered
-from lowbit.kernels.choose.gemm import MmaTile, RingTile
+from lowbit.kernels.choose.gemm import INVARIANT_WARPS, MmaTile, RingTile
 
 FEW_ROWS = (8, 16)
 """Rows of the tiles of the kernel for few rows per expert."""
@@ -82,13 +82,14 @@ def tiles_expected(tokens: int, top_k: int, experts: int, tile_rows: int) -> tup
     return experts * mean, math.sqrt(max(experts * (square - mean * mean), 0.0))
 
 
-def tile_rows_for(tokens: int, top_k: int, experts: int) -> int:
-    """Rows per tile of the list for so many tokens: 8 or 16 where few experts have more, else 64 or 128.
+def tile_rows_for(tokens: int, top_k: int, experts: int, batch_invariant: bool = False) -> int:
+    """Rows per tile of the list for so many tokens: 8 or 16 where few experts have more, and for batch-invariant sums; else 64
+    or 128.
 
     An expert with more rows than a tile is read again, from L2. Missing rows of a tile cost time of tensor cores only.
     """
     each = tokens * top_k / max(experts_hit(tokens, top_k, experts), 1.0)
-    for rows, most in ((8, 5.0), (16, 16.0), (64, 96.0)):
+    for rows, most in ((8, 5.0), (16, math.inf if batch_invariant else 16.0), (64, 96.0)):
         if each <= most:
             return rows
     return MANY_ROWS[-1]
@@ -101,17 +102,26 @@ class ExpertCandidate(Candidate[ExpertTile]):
     """A tile with its reasons and its modelled time."""
 
 
-def candidates(shape: ExpertShape, machine: Machine) -> list[ExpertCandidate]:
-    """All candidates for a shape, feasible ones first, then by cost."""
+def candidates(shape: ExpertShape, machine: Machine, *, batch_invariant: bool = False) -> list[ExpertCandidate]:
+    """All candidates for a shape, feasible ones first, then by cost.
+
+    With `batch_invariant`, only tiles whose sums depend on nothing but K: row i of y then has the same bits in any batch.
+    Raises ValueError for rows per tile that no kernel has.
+    """
+    rows = FEW_ROWS if batch_invariant else (*FEW_ROWS, *MANY_ROWS)
+    if shape.tile_rows not in rows:
+        kind = "batch-invariant products of experts have" if batch_invariant else "products of experts have"
+        raise ValueError(f"{kind} tiles of {', '.join(map(str, rows))} rows, the routing has tiles of {shape.tile_rows}")
     if shape.tile_rows in FEW_ROWS:
-        return ordered([ring_candidate(tile, shape, machine) for tile in ring_tiles(shape)])
+        rings = [ring_candidate(tile, shape, machine) for tile in ring_tiles(shape)]
+        return ordered([row for row in rings if not batch_invariant or row.tile.warps_k == INVARIANT_WARPS])  # type: ignore[union-attr]
     return ordered([mma_candidate(tile, shape, machine) for tile in mma_tiles(shape, machine)])
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(shape: ExpertShape, machine: Machine) -> ExpertTile:
+def choose(shape: ExpertShape, machine: Machine, batch_invariant: bool = False) -> ExpertTile:
     """The first feasible candidate; raises ValueError with the reasons against each when there is none."""
-    return first_feasible(candidates(shape, machine), shape, machine)
+    return first_feasible(candidates(shape, machine, batch_invariant=batch_invariant), shape, machine)
 
 
 # ---- few rows per expert
