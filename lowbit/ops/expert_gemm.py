@@ -13,7 +13,7 @@ the weights of the experts with slots are dequantized, one expert at a time (ker
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -190,7 +190,7 @@ def _plan(
     options: tuple,
 ) -> ExpertRingPlan | ExpertMmaPlan | None:  # fmt: skip
     """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
-    tensors = (None if s is None else meta_tensor(s[0]) for s in specs)
+    tensors: Any = (None if s is None else meta_tensor(s[0]) for s in specs)
     a = ExpertArguments(torch.empty(size, dtype=dtype, device="meta"), *tensors, *options)
     if dtype not in _HALVES:
         raise ValueError(f"expert_gemm: x is fp16 or bf16 on a GPU, got {dtype}")

@@ -70,8 +70,8 @@ class ExpertWeight(PackedMatrix):
         for e in range(count):
             for name, t in (first if e == 0 else packed(e)).tensors().items():
                 tensors[name][e].copy_(t)
-        optional = (tensors.get(name) for name in ("scale", "channel_scale"))
-        return cls(tensors["codes"], *optional, first.scheme, first.shape, first.subnormal)
+        scale, channel = tensors.get("scale"), tensors.get("channel_scale")
+        return cls(tensors["codes"], scale, channel, first.scheme, first.shape, first.subnormal)
 
     @property
     def experts(self) -> int:

@@ -98,10 +98,7 @@ def on(device, w):
 
 def test_without_data():
     w, routing = on("meta", packed("w4a16_g128", 4, 48, 200, "silu")), routing_of(torch.tensor([[1, 3], [0, 1]]), 4, 8)
-    routing = replace(
-        routing,
-        **{n: getattr(routing, n).to("meta") for n in ("experts", "weights", "order", "offsets", "tiles", "tile_count")},
-    )
+    routing = replace(routing, **{n: t.to("meta") for n, t in tensors_of(routing).items()})
     x = torch.empty(2, 200, dtype=torch.float16, device="meta")
     assert expert_gemm(x, w, routing).shape == (4, 48)
     assert expert_gemm(x, w, routing, gate="silu").shape == (4, 24)
@@ -185,6 +182,7 @@ def test_every_tile(scheme):
         shape = ExpertShape(tokens, 2, count, n, k, w.scheme.weight.bits, tile_rows)
         expected = expert_gemm_reference(x, w, routing.experts, routing.weights, gate="silu", weighted=True)
         plain = relative_error(honest(x, w, routing, None, "silu", True), expected)
+        listed = routing.tiles, routing.tile_count, routing.order, routing.weights
         for row in candidates(shape, machine):
             if row.reasons:
                 continue
@@ -193,9 +191,7 @@ def test_every_tile(scheme):
                     row.tile, shape, w.form, x.dtype, False, machine, gate="silu", weighted=True, early=early
                 )  # fmt: skip
                 torch.full_like(expected, float("nan"), dtype=x.dtype)
-                y = plan(
-                    x, w.codes, w.scale, w.channel_scale, None, routing.tiles, routing.tile_count, routing.order, routing.weights
-                )  # fmt: skip
+                y = plan(x, w.codes, w.scale, w.channel_scale, None, *listed)
                 assert relative_error(y, expected) <= 2 * plain + 2e-4, row.tile
 
 

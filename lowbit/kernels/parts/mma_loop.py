@@ -23,7 +23,7 @@ from lowbit.kernels.parts.tile_stage import StageCopy, TileStage, commit, copy_p
 #     barrier                                             |  the next stage is complete; its x is read from here on
 #     dequantized of step 1  |  of step 2  |  of step 3   |  of step 0 of the next stage
 #
-# Tested: tests/kernels/sm80/test_stage_order.py, tests/kernels/sm80/test_large_m_in_numpy.py
+# Tested: tests/kernels/sm80/test_stage_order.py, tests/kernels/parts/test_mma_loop.py
 
 CHUNK = 32
 """Tokens of a warp that are multiplied at a time. On an H200, 2026-11-23, int4, M 1024, 8192 x 8192, by 8 x 1 warps of 128

@@ -1,7 +1,7 @@
 """The kernel for many rows per expert as what it is, Python, block by block: which rows of x and w a block takes, its epilogue.
 
-Its main loop is that of the dense kernel (test_large_m_in_numpy.py); here it is a product of the rows to which its addresses
-point. Copies by address: test_large_m_addresses.py, test_tile_stage.py.
+Its main loop is that of the dense kernel (tests/kernels/parts/test_mma_loop.py); here it is a product of the rows to which its
+addresses point. Copies by address: test_large_m_addresses.py, tests/kernels/parts/test_tile_stage.py.
 """
 
 from __future__ import annotations

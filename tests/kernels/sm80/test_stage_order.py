@@ -1,5 +1,5 @@
 """The order of a stage: all copies and all decoding have a place, before what waits for them. With the main loop around it:
-tests/kernels/sm80/test_large_m_in_numpy.py."""
+tests/kernels/parts/test_mma_loop.py."""
 
 from __future__ import annotations
 
