@@ -10,7 +10,8 @@ a dense weight. Experts have one scheme and one shape, and their scales are stor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,8 @@ class ExpertWeight(PackedMatrix):
     def pack(cls, experts: Sequence[QuantTensor]) -> ExpertWeight:
         """The kernels' form of matrices [N, K], on the device of the first.
 
+        Each is looked up three times and used one at a time, so a sequence may make them when asked.
+
         Raises ValueError for no experts, for experts that differ in scheme, shape or type of scales, and for what
         `FragmentWeight.pack` refuses.
         """
@@ -55,11 +58,11 @@ class ExpertWeight(PackedMatrix):
         """
         if len(gates) != len(ups):
             raise ValueError(f"every expert has a gate and an up, got {len(gates)} and {len(ups)}")
-        _check_alike([*gates, *ups])
+        _check_alike(itertools.chain(gates, ups))
         reasons = [reason for pair in zip(gates, ups, strict=True) for reason in gated_refusals(*pair)]
         if reasons:
             raise ValueError(f"gate and up cannot be packed as one matrix: {'; '.join(dict.fromkeys(reasons))}")
-        scaling = common_scaling(with_scales_of_rows(q) for q in (*gates, *ups))
+        scaling = common_scaling(map(with_scales_of_rows, itertools.chain(gates, ups)))
         return cls._stacked(len(gates), lambda e: pack_gated(gates[e], ups[e], scaling))
 
     @classmethod
@@ -101,10 +104,10 @@ class ExpertWeight(PackedMatrix):
         return {**super()._kind(), "subnormal": self.subnormal, "number of experts": self.experts}
 
 
-def _check_alike(experts: Sequence[QuantTensor]) -> None:
+def _check_alike(experts: Iterable[QuantTensor]) -> None:
     """Raises ValueError unless there are experts, all of one scheme, shape and type of scales."""
-    if not experts:
-        raise ValueError("a weight of experts has at least one expert, got none")
     kinds = {f"{q.scheme} {list(q.shape)} with {str(q.scale.dtype).removeprefix('torch.')} scales": None for q in experts}
+    if not kinds:
+        raise ValueError("a weight of experts has at least one expert, got none")
     if len(kinds) > 1:
         raise ValueError(f"experts of one weight have one scheme, shape and type of scales, got {' and '.join(kinds)}")

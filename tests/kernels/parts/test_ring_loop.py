@@ -1,4 +1,4 @@
-"""The main loop of the small-M kernels as what it is, Python: which pair of row block and k block is copied, read, multiplied."""
+"""The main loop of the small-M kernels as what it is, Python: which pairs of row and k block are copied and multiplied."""
 
 from __future__ import annotations
 
