@@ -40,11 +40,11 @@ MOST_CALLS = 64
 """Calls of a graph at most, each with a routing of its own."""
 
 PROTOCOL = (
-    "Time per call inside one CUDA graph of many calls, each with logits and x of its own, so that other experts are hit; more than "
-    "3 times the L2 of a layer's experts (and of copies of a small layer) are read before one is read again. The median of "
-    f"{REPLAYS} replays. Logits are Gaussian and independent: tokens choose experts uniformly. limit_us = bytes of codes and "
-    "scales of the experts that the calls hit, each once, at the read bandwidth measured in the same run; x and y are not "
-    "counted. rel_err compares the first call's output, after it was filled with NaN, with a float64 layer of the same "
+    "Time per call inside one CUDA graph of many calls, each with logits and x of its own, so that other experts are hit. The "
+    "calls read more than 3 times the L2 of a layer's experts, and of copies of a small layer, before one is read again. The "
+    f"median of {REPLAYS} replays. Logits are Gaussian and independent: tokens choose experts uniformly. limit_us = bytes of "
+    "codes and scales of the experts that the calls hit, each once, at the read bandwidth measured in the same run; x and y "
+    "are not counted. rel_err compares the first call's output, after it was filled with NaN, with a float64 layer of the same "
     "dequantized weights. torch16: torch._grouped_mm over bf16 experts, with topk, sort, gather, gate, index_add. Parts are "
     "timed the same way, each in a graph of its own."
 )

@@ -127,18 +127,24 @@ def choose(shape: ExpertShape, machine: Machine, batch_invariant: bool = False) 
 # ---- few rows per expert
 
 
-MOST_SLOTS = {8: 12, 16: 4}
-"""Slots of a warp's ring, by rows of a tile: more take more than 255 registers with some formats (Triton 3.6 and 3.9)."""
+def most_slots(rows: int, bits: int, strips: int) -> int:
+    """Slots of a warp's ring, by rows of a tile, bits of a code and m16 row blocks: more would take more than 255 registers in
+    some formats with zeros or groups of 16 (Triton 3.6 and 3.9); 0 where there are too many row blocks."""
+    if rows == FEW_ROWS[0]:
+        return 12 if strips <= 8 else 0
+    if strips > 4:
+        return 0
+    return 4 if bits > 4 or strips == 4 else 8 if strips < 3 else 6
 
 
 def ring_tiles(shape: ExpertShape) -> list[RingTile]:
     """Candidate tiles of kernels/sm80/expert_small_m_gemm.py: every way in which 8 warps share row blocks and K."""
-    steps, most, tiles = shape.steps(128), MOST_SLOTS[shape.tile_rows], []
+    steps, tiles = shape.steps(128), []
     # Of 16 rows, a thread of 8 x 1 warps would finish 32 sums, more than it has registers for beside zeros of groups of 16.
     for warps_n, warps_k in ((1, 8), (2, 4), (4, 2), (8, 1))[: 3 if shape.tile_rows == 16 else 4]:
-        for strips in range(1, min(most, 8) + 1):
+        for strips in range(1, 9):
             for rounds in (1, 2, 4):
-                fits = strips * warps_n <= shape.strips and strips * rounds <= most
+                fits = strips * warps_n <= shape.strips and strips * rounds <= most_slots(shape.tile_rows, shape.bits, strips)
                 if fits and (rounds == 1 or (rounds - 1) * warps_k < steps):
                     tiles.append(RingTile(shape.tile_rows, strips, rounds, warps_n, warps_k, 1))
     return tiles

@@ -9,12 +9,12 @@ import torch
 
 from lowbit.hardware.machine import MACHINES, typical_machine
 from lowbit.kernels.choose.experts import (
-    MOST_SLOTS,
     ExpertShape,
     candidates,
     choose,
     expert_blocks,
     experts_hit,
+    most_slots,
     ring_bytes,
     tile_rows_for,
     tiles_expected,
@@ -65,7 +65,10 @@ def test_every_model_has_a_tile_that_fits(name, machine):
                 assert isinstance(tile, RingTile if rows <= 16 else MmaTile) and tile.tokens == rows
                 if isinstance(tile, RingTile):
                     assert ring_bytes(tile, shape) <= machine.arch.shared_per_block_bytes
-                    assert tile.depth <= MOST_SLOTS[rows] and 1 <= expert_blocks(shape, tile, machine) <= machine.sm_count
+                    assert (
+                        tile.depth <= most_slots(rows, bits, tile.strips)
+                        and 1 <= expert_blocks(shape, tile, machine) <= machine.sm_count
+                    )
                 assert math.isfinite(candidates(shape, machine)[0].cost_us)
 
 
