@@ -13,7 +13,8 @@ the weights of the experts with slots are dequantized, one expert at a time (ker
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch import Tensor
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose.experts import ExpertShape, ExpertTile, choose
-from lowbit.kernels.choose.gemm import RingTile
+from lowbit.kernels.choose.gemm import MmaTile, RingTile
 from lowbit.kernels.reference.experts import EXPERT_GATES, expert_gemm_reference, sum_slots_reference
 from lowbit.ops.fragment_gemm import aligned_rows, check_product
 from lowbit.ops.operands import TensorSpec, check_one_device, meta_tensor, spec_of
@@ -30,9 +31,11 @@ from lowbit.ops.route import Routing
 from lowbit.pack import ExpertWeight, WeightForm, weight_form
 
 if TYPE_CHECKING:
+    from lowbit.kernels.elementwise.gather_slots import GatherSlotsPlan
     from lowbit.kernels.elementwise.sum_slots import SumSlotsPlan
     from lowbit.kernels.sm80.expert_large_m_gemm import ExpertMmaPlan
     from lowbit.kernels.sm80.expert_small_m_gemm import ExpertRingPlan
+    from lowbit.kernels.sm90.expert_large_m_gemm import ExpertWgmmaPlan
 
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 _HALVES = (torch.float16, torch.bfloat16)
@@ -50,8 +53,9 @@ def expert_gemm(
             (clamp(up, -7, 7) + 1) * g * sigmoid(1.702 g) with g = min(gate, 7). y is then [T * top_k, N / 2], and w and bias
             alternate as `ExpertWeight.pack_gated` has them.
         weighted: y is multiplied by the router weight of its slot, before the one rounding.
-        routed_before: the routing was written before the kernel that precedes this call on its stream, as it is for a product
-            of another product's slots. Its first weights are then copied while that kernel runs (sm_90).
+        routed_before: the routing was written before the kernel that precedes this call on its stream, and that kernel lets
+            the next one start only after its own wait, as `expert_gemm` does. So it is for a product of another product's
+            slots. The first weights are then copied while that kernel runs (sm_90).
         batch_invariant: a row of y has the same bits in every batch; the routing's tiles have 8 or 16 rows then.
 
     The same input gives the same bits. Raises ValueError for tensors that do not fit together.
@@ -188,7 +192,7 @@ def _spec(t: Tensor | None) -> tuple[TensorSpec, bool] | None:
 def _plan(
     size: torch.Size, dtype: torch.dtype, on: torch.device, specs: tuple[tuple[TensorSpec, bool] | None, ...],
     options: tuple,
-) -> ExpertRingPlan | ExpertMmaPlan | None:  # fmt: skip
+) -> ExpertPlan | None:  # fmt: skip
     """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
     tensors: Any = (None if s is None else meta_tensor(s[0]) for s in specs)
     a = ExpertArguments(torch.empty(size, dtype=dtype, device="meta"), *tensors, *options)
@@ -214,19 +218,43 @@ def _plan(
     )
 
 
+@dataclass(frozen=True)
+class SortedPlan:
+    """A copy of x in the order of slots by expert, then the product that reads it by TMA."""
+
+    gather: GatherSlotsPlan
+    product: ExpertWgmmaPlan
+
+    def __call__(
+        self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
+        tiles: Tensor, tile_count: Tensor, order: Tensor, weights: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Returns y [slots, N]; arguments as of the other plans."""
+        rows = self.gather(x, order)
+        return self.product(rows, codes, scale, channel_scale, bias, tiles, tile_count, order, weights)
+
+
+ExpertPlan: TypeAlias = "ExpertRingPlan | ExpertMmaPlan | SortedPlan"
+
+
 def plan_for(
     tile: ExpertTile, shape: ExpertShape, form: WeightForm, dtype: torch.dtype, bias: bool, machine: Machine, *,
     gate: str = "none", weighted: bool = False, early: bool = False,
-) -> ExpertRingPlan | ExpertMmaPlan:  # fmt: skip
+) -> ExpertPlan:  # fmt: skip
     """The plan of a product of experts with a given tile on a machine."""
+    from lowbit.kernels.elementwise.gather_slots import GatherSlotsPlan
     from lowbit.kernels.parts.epilogue import Epilogue
     from lowbit.kernels.sm80.expert_large_m_gemm import ExpertMmaPlan
     from lowbit.kernels.sm80.expert_small_m_gemm import ExpertRingPlan
+    from lowbit.kernels.sm90.expert_large_m_gemm import ExpertWgmmaPlan
 
     epilogue = Epilogue(form.channel_scale, bias, gate=gate)  # type: ignore[arg-type]
     if isinstance(tile, RingTile):
         return ExpertRingPlan(shape, tile, form, dtype, epilogue, machine, weighted=weighted, early=early)
-    return ExpertMmaPlan(shape, tile, form, dtype, epilogue, weighted=weighted)
+    if isinstance(tile, MmaTile):
+        return ExpertMmaPlan(shape, tile, form, dtype, epilogue, weighted=weighted)
+    gather = GatherSlotsPlan(shape.slots, 1 if shape.per_slot else shape.top_k, shape.k, machine)
+    return SortedPlan(gather, ExpertWgmmaPlan(shape, tile, form, dtype, epilogue, machine, weighted=weighted))
 
 
 def _expert_gemm_on_cpu(a: ExpertArguments) -> Tensor:

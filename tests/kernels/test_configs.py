@@ -34,6 +34,7 @@ from lowbit.kernels.sm80.small_m_gemm import RingGemm
 from lowbit.kernels.sm90.conv_block import BlockConv
 from lowbit.kernels.sm90.conv_deep import DeepConv
 from lowbit.kernels.sm90.conv_strip import StripConv
+from lowbit.kernels.sm90.expert_large_m_gemm import ExpertWgmmaGemm
 from lowbit.kernels.sm90.large_m_gemm import WgmmaGemm
 from lowbit.kernels.sm90.scaled_gemm import ScaledGemm
 from lowbit.kernels.sm90.stem_pool import StemPool
@@ -59,6 +60,7 @@ CONFIGS = [
         TaskRing(KBlock("int4", "fp16", 8, 128, "none", "fp16"), 1, 2, False), 4, 2, Epilogue(False, False), False, True, False
     ),
     ExpertMmaGemm(Dequantizer("int4", "fp16", 128, "none", "fp16"), 128, 4, 4, 2, 1, 4, Epilogue(False, False), True, False),
+    ExpertWgmmaGemm(Dequantizer("int4", "fp16", 128, "none", "fp16"), 64, 2, 4, Epilogue(False, False), True, False),
     PagedAttention(HEADS, DecodeTile(8, 128, 64, 4), True),
     Append(HEADS, True),
     GatherKv(8, 128, True),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.candidate import Candidate, first_feasible, ordered
-from lowbit.kernels.choose.gemm import INVARIANT_WARPS, MmaTile, RingTile
+from lowbit.kernels.choose.gemm import INVARIANT_WARPS, MmaTile, RingTile, WgmmaTile
 
 FEW_ROWS = (8, 16)
 """Rows of the tiles of the kernel for few rows per expert."""
@@ -95,7 +95,7 @@ def tile_rows_for(tokens: int, top_k: int, experts: int, batch_invariant: bool =
     return MANY_ROWS[-1]
 
 
-ExpertTile = RingTile | MmaTile
+ExpertTile = RingTile | MmaTile | WgmmaTile
 
 
 class ExpertCandidate(Candidate[ExpertTile]):
@@ -115,7 +115,10 @@ def candidates(shape: ExpertShape, machine: Machine, *, batch_invariant: bool = 
     if shape.tile_rows in FEW_ROWS:
         rings = [ring_candidate(tile, shape, machine) for tile in ring_tiles(shape)]
         return ordered([row for row in rings if not batch_invariant or row.tile.warps_k == INVARIANT_WARPS])  # type: ignore[union-attr]
-    return ordered([mma_candidate(tile, shape, machine) for tile in mma_tiles(shape, machine)])
+    large = [mma_candidate(tile, shape, machine) for tile in mma_tiles(shape, machine)]
+    if "wgmma" in machine.arch.features:
+        large += [wgmma_candidate(tile, shape, machine) for tile in wgmma_tiles(shape)]
+    return ordered(large)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -247,3 +250,36 @@ def _mma_cost(tile: MmaTile, shape: ExpertShape, machine: Machine) -> float:
     hit = experts_hit(shape.tokens, shape.top_k, shape.experts)
     memory_us = 1.11 * hit * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6
     return LAUNCH_US + max(waves * (shape.steps(64) * stage_us + 2.0), memory_us)
+
+
+_WGMMA_CYCLES = {(128, 2): (691, 630), (64, 2): (522, 435)}
+"""(tokens, warpgroups): cycles for 64 k of a tile of codes of up to 4 bits, and of more, in the dense product
+(choose/gemm.py)."""
+_SM_MHZ = 1755
+
+
+def wgmma_tiles(shape: ExpertShape) -> list[WgmmaTile]:
+    """Candidate tiles of kernels/sm90/expert_large_m_gemm.py; 4 KiB of shared memory are left to transpose y."""
+    tiles = []
+    for tokens, warpgroups in _WGMMA_CYCLES:
+        if tokens == shape.tile_rows and 4 * warpgroups <= shape.strips:
+            stages = min(8, 222_000 // (512 * warpgroups * shape.bits + 128 * tokens) // 2 * 2)
+            tiles.append(WgmmaTile(tokens, warpgroups, stages, 1, 1))
+    return tiles
+
+
+def wgmma_candidate(tile: WgmmaTile, shape: ExpertShape, machine: Machine) -> ExpertCandidate:
+    """A tile of the wgmma kernel for many rows with its reasons and its modelled time."""
+    few = (f"{shape.bits}-bit tiles leave room for {tile.stages} stages, 4 are needed",)
+    return ExpertCandidate(tile, () if tile.stages >= 4 else few, _wgmma_cost(tile, shape, machine))
+
+
+def _wgmma_cost(tile: WgmmaTile, shape: ExpertShape, machine: Machine) -> float:
+    """Two launches, the copy of x in the order of slots, then waves of tiles, or weights at memory bandwidth."""
+    tiles, _ = tiles_expected(shape.tokens, shape.top_k, shape.experts, tile.tokens)
+    waves = math.ceil(tiles * -(-shape.strips // (tile.rows // 16)) / machine.sm_count)
+    stage_us = _WGMMA_CYCLES[tile.tokens, tile.warpgroups][shape.bits > 4] / _SM_MHZ
+    hit = experts_hit(shape.tokens, shape.top_k, shape.experts)
+    memory_us = 1.11 * hit * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6
+    copy_us = 4 * shape.slots * shape.k / machine.read_bytes * 1e6
+    return 2 * LAUNCH_US + copy_us + max(waves * (2 * shape.steps(128) * stage_us + 1.0), memory_us)

@@ -19,7 +19,7 @@ from lowbit.kernels.choose.experts import (
     tile_rows_for,
     tiles_expected,
 )
-from lowbit.kernels.choose.gemm import INVARIANT_WARPS, MmaTile, RingTile
+from lowbit.kernels.choose.gemm import INVARIANT_WARPS, MmaTile, RingTile, WgmmaTile
 from tests.kernels.routing import choices, routing_of
 
 H200 = typical_machine(90)
@@ -62,7 +62,7 @@ def test_every_model_has_a_tile_that_fits(name, machine):
                 rows = tile_rows_for(tokens, top_k, count)
                 shape = ExpertShape(tokens, top_k, count, n, k, bits, rows, per_slot)
                 tile = choose(shape, machine)
-                assert isinstance(tile, RingTile if rows <= 16 else MmaTile) and tile.tokens == rows
+                assert isinstance(tile, RingTile if rows <= 16 else MmaTile | WgmmaTile) and tile.tokens == rows
                 if isinstance(tile, RingTile):
                     assert ring_bytes(tile, shape) <= machine.arch.shared_per_block_bytes
                     assert (
