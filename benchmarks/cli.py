@@ -117,6 +117,7 @@ def experts(
     formats: Annotated[str | None, typer.Option(help="Schemes, separated by commas.")] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens of a step, separated by commas: 1,4,16,64,256,1024.")] = None,
     tiles: Annotated[bool, typer.Option("--tiles", help="Time the next candidates of each product too.")] = False,
+    tile_rows: Annotated[int, typer.Option(help="Rows of the routing's tiles: 8, 16, 64, 128; 0 for the chosen.")] = 0,
     torch16: Annotated[bool, typer.Option("--torch16/--no-torch16", help="Time torch's 16-bit experts beside.")] = True,
     out_file: Annotated[
         Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-experts.json.")
@@ -137,7 +138,7 @@ def experts(
     if report_file is not None:
         document = read_json(report_file, bench.RESULT, bench.SCHEMA)
     else:
-        path, document = bench.run(bench.make_request(models, formats, tokens, tiles, torch16), out_file, say)
+        path, document = bench.run(bench.make_request(models, formats, tokens, tiles, torch16, tile_rows), out_file, say)
         say(f"wrote {path}")
     shown = Table(*bench.COLUMNS)
     for row in bench.table(document):

@@ -22,7 +22,15 @@ from benchmarks.protocol import capture
 from lowbit.eval.results import require_keys, versions, write_json
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import machine_of
-from lowbit.kernels.choose.experts import ExpertShape, ExpertTile, candidates, choose, tile_rows_for
+from lowbit.kernels.choose.experts import (
+    FEW_ROWS,
+    MANY_ROWS,
+    ExpertShape,
+    ExpertTile,
+    candidates,
+    choose,
+    tile_rows_for,
+)
 from lowbit.kernels.reference.experts import EXPERT_GATES, expert_gemm_reference
 from lowbit.ops.expert_gemm import expert_gemm, plan_for, sum_slots
 from lowbit.ops.route import Routing
@@ -79,16 +87,20 @@ TOKENS = (1, 4, 16, 64, 256, 1024)
 
 @dataclass(frozen=True)
 class ExpertRequest:
-    """What is measured: names of models and schemes, numbers of tokens, whether candidates of each product are timed too."""
+    """What is measured: names of models and schemes, numbers of tokens, whether candidates of each product and torch's experts
+    are timed too; rows of the tiles of the routing, 0 for those of `tile_rows_for`."""
 
     models: tuple[str, ...]
     schemes: tuple[str, ...]
     tokens: tuple[int, ...]
     tiles: bool
     torch16: bool
+    tile_rows: int = 0
 
 
-def make_request(models: str | None, schemes: str | None, tokens: str | None, tiles: bool, torch16: bool) -> ExpertRequest:
+def make_request(
+    models: str | None, schemes: str | None, tokens: str | None, tiles: bool, torch16: bool, tile_rows: int = 0
+) -> ExpertRequest:  # fmt: skip
     """The request of comma-separated options; None is everything. Raises ValueError for unknown models and schemes with 8-bit
     activations."""
     names = tuple(MODELS) if models is None else tuple(dict.fromkeys(models.split(",")))
@@ -102,7 +114,9 @@ def make_request(models: str | None, schemes: str | None, tokens: str | None, ti
     counts = TOKENS if tokens is None else tuple(int(part) for part in tokens.split(","))
     if min(counts) < 1:
         raise ValueError(f"--tokens: at least 1, got {tokens}")
-    return ExpertRequest(names, chosen, counts, tiles, torch16)
+    if tile_rows not in (0, *FEW_ROWS, *MANY_ROWS):
+        raise ValueError(f"--tile-rows: products of experts have tiles of {(*FEW_ROWS, *MANY_ROWS)} rows, not {tile_rows}")
+    return ExpertRequest(names, chosen, counts, tiles, torch16, tile_rows)
 
 
 def layer_bytes(layer: ExpertLayer, scheme: str | None) -> float:
@@ -169,10 +183,10 @@ def route_once(layer: ExpertLayer, logits: Tensor, tile_rows: int) -> Routing:
     return made
 
 
-def make_inputs(layer: ExpertLayer, tokens: int, calls: int) -> list[Inputs]:
+def make_inputs(layer: ExpertLayer, tokens: int, calls: int, tile_rows: int) -> list[Inputs]:
     """Inputs of so many calls; each hits experts of its own."""
     generator = torch.Generator("cuda").manual_seed(2)
-    rows, made = tile_rows_for(tokens, layer.top_k, layer.experts), []
+    rows, made = tile_rows or tile_rows_for(tokens, layer.top_k, layer.experts), []
     for _ in range(calls):
         x, residual = torch.randn(2, tokens, layer.hidden, device="cuda", generator=generator).bfloat16()
         logits = torch.randn(tokens, layer.experts, device="cuda", generator=generator)
@@ -330,7 +344,7 @@ def measured(request: ExpertRequest, read_bytes_per_s: float, say: Callable[[str
                 "us": None, "limit_us": None, "experts_hit": None, "rel_err": None, "error": None,
             }  # fmt: skip
             try:
-                inputs = make_inputs(layer, tokens, calls)
+                inputs = make_inputs(layer, tokens, calls, request.tile_rows)
                 hit = statistics.mean(len(i.routing.experts.unique()) for i in inputs)
                 row |= {"experts_hit": hit, "limit_us": hit * layer_bytes(layer, scheme) / read_bytes_per_s * 1e6}
                 if scheme is None:

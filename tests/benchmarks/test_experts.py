@@ -37,6 +37,8 @@ def test_requests():
         make_request(None, "w8a8", None, False, True)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         make_request(None, None, "0", False, True)
+    with pytest.raises(ValueError, match=r"tiles of \(8, 16, 64, 128\) rows, not 32"):
+        make_request(None, None, None, False, True, 32)
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="measures an NVIDIA GPU"):
             run(request, None, print)
