@@ -265,8 +265,11 @@ def torch16_row(layer: ExpertLayer, inputs: Sequence[Inputs]) -> dict[str, Any]:
     """torch's grouped product over experts of 16 bits, sorted by expert; gate and up in one product, gate first."""
     generator = torch.Generator("cuda").manual_seed(3)
     e, k, n = layer.experts, layer.hidden, layer.size
-    gate_up = torch.empty(e, k, 2 * n, device="cuda", dtype=torch.bfloat16).normal_(generator=generator).div_(math.sqrt(k))
-    down = torch.empty(e, n, k, device="cuda", dtype=torch.bfloat16).normal_(generator=generator).div_(math.sqrt(n))
+    gate_up, down = (
+        torch.empty(e, rows, columns, device="cuda", dtype=torch.bfloat16).normal_(generator=generator).div_(math.sqrt(columns))
+        for rows, columns in ((2 * n, k), (k, n))
+    )
+    gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)  # rows as nn.Linear has them
 
     def call(i: Inputs) -> Tensor:
         weights, experts = i.logits.topk(layer.top_k)

@@ -13,7 +13,8 @@ Start   the first task's weights are on their way before its slots are loaded; i
 Ahead   a task's slots are loaded a task earlier, and its tile two tasks earlier
 Sum     slices of K are reduced once, through shared memory, in a fixed order: same input, same bits
 Epilogue  scales, bias of the expert, gate (silu or clamped), router weight; a row of y for each slot, rounded once
-Exact   dequantization is exact; sums in fp32. Tested: tests/kernels/sm80/test_expert_small_m.py, tests/ops/test_expert_gemm.py
+Exact   dequantization is exact; sums in fp32. Tested: tests/kernels/sm80/test_expert_small_m_in_numpy.py,
+        tests/ops/test_expert_gemm.py
 Source  docs/log/matrix-products.md, 2026-11-24
 """
 

@@ -6,6 +6,8 @@ until the kernel has waited for them.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -25,6 +27,7 @@ from lowbit.kernels.reference.experts import expert_gemm_reference
 from lowbit.kernels.sm80 import expert_small_m_gemm
 from lowbit.kernels.sm80.expert_small_m_gemm import ExpertRingPlan
 from tests.kernels.parts.blocks import Block, Memory, lanes
+from tests.kernels.parts.plain import plain
 from tests.kernels.routing import choices, routing_of
 from tests.kernels.sm80.test_small_m_in_numpy import close, multiply
 
@@ -112,6 +115,17 @@ def test_every_slot_gets_its_row(scheme, k, tile, gate):
     assert close(y, expected)
     if tile is TILES[0]:
         assert torch.equal(y, launch(plan, tasks + 1, late, call)), "the same bits in any number of blocks"
+
+
+def test_quotients_are_exact():
+    rng, one = np.random.default_rng(0), 1 << expert_small_m_gemm.INVERSE_BITS.value
+    gl = SimpleNamespace(int64=np.int64, int32=np.int32)
+    quotient = plain(expert_small_m_gemm.quotient, gl=gl, INVERSE_BITS=30)
+    for divisor in [*range(1, 130), 509, 1792, 4096]:
+        most = (one - 1) // divisor
+        edges = [0, divisor - 1, divisor, most - most % divisor - 1, most]
+        n = np.concatenate([rng.integers(0, most, 500, endpoint=True), edges])
+        assert np.array_equal(quotient(lanes(n.clip(0, most)), -(-one // divisor)), n.clip(0, most) // divisor)
 
 
 def test_rows_of_slots():
