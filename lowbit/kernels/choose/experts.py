@@ -155,9 +155,9 @@ def ring_tiles(shape: ExpertShape) -> list[RingTile]:
 
 
 def ring_bytes(tile: RingTile, shape: ExpertShape) -> int:
-    """Shared memory of a block, with group scales for each row block: rings, then sums of all warps."""
+    """Shared memory of a block, with the largest scales, groups of 16 with zeros: rings, then sums of all warps."""
     warps = tile.warps_n * tile.warps_k
-    ring = tile.depth * (256 * shape.bits + 256) + 256 * tile.tokens * tile.rounds
+    ring = tile.depth * (256 * shape.bits + 512) + 256 * tile.tokens * tile.rounds
     return warps * (ring + 64 * tile.strips * tile.tokens)
 
 

@@ -440,7 +440,8 @@ class ExpertRingPlan:
         self.factor = self.config.ring.k_block.factor
         top_k = 1 if shape.per_slot else shape.top_k
         one = 1 << INVERSE_BITS.value
-        if max(shape.most_tiles * self.units**2, shape.slots * top_k) >= one:
+        tasks = shape.most_tiles * self.units + 3 * self.grid[0]  # with those of which tiles are looked up ahead
+        if max(tasks * self.units, shape.slots * top_k) >= one:
             raise ValueError(f"{shape} with {tile}: too many tasks for one launch, split x by rows")
         self.inverses = tuple(-(-one // divisor) for divisor in (self.units, top_k))
 

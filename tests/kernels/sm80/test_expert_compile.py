@@ -9,7 +9,7 @@ import torch
 
 from lowbit.formats import number_format
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.experts import ExpertShape, choose, most_slots
+from lowbit.kernels.choose.experts import ExpertShape, choose, most_slots, ring_bytes
 from lowbit.kernels.choose.gemm import MmaTile, RingTile
 from lowbit.pack import WeightForm
 from tests.kernels.calls import expert_call
@@ -93,6 +93,8 @@ def test_the_largest_tiles(cases):
     for tile, fmt, zero, group in cases:
         tile, kernel = compiled(fmt, 1, "bf16", group, zero, gate="silu", bias=True, tile=tile)
         assert tile.depth <= most_slots(tile.tokens, number_format(fmt).bits, tile.strips), "a tile that can be chosen"
+        shape = ExpertShape(1, 8, 128, 1536, 2048, number_format(fmt).bits, tile.tokens)
+        assert kernel.shared_bytes <= ring_bytes(tile, shape), "no more than the choice counts with"
         check(tile, kernel, sums=0 if zero == "none" else 8 * tile.rounds)
 
 
