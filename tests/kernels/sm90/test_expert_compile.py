@@ -27,6 +27,18 @@ CASES = [
 ]  # fmt: skip
 
 
+LOADER_REGISTERS = 24
+"""Registers of a thread of the loader, which gives the others to the math warps."""
+
+
+def loader_registers(lines: list[str]) -> list[int]:
+    """Numbers of the registers that instructions around the copies of TMA name, up to where registers are given back."""
+    copies = [i for i, line in enumerate(lines) if "UTMALDG" in line]
+    changes = [i for i, line in enumerate(lines) if "USETMAXREG" in line]
+    begin, end = max(i for i in changes if i < copies[0]), min(i for i in changes if i > copies[-1])
+    return [int(number) for line in lines[begin:end] for number in re.findall(r"\bR(\d+)\b", line)]
+
+
 def compiled(fmt, dtype, rows, group, zero, gate):
     number, gated = number_format(fmt), gate != "none"
     shape = ExpertShape(1024, 8, 128, 1536, 2048, number.bits, rows, per_slot=not gated)
@@ -52,6 +64,7 @@ def test_main_loop(cases):
         check_barriers(config, kernel)
         assert kernel.count("STG.E.128") > 0 and kernel.count("STG.E.U16") == 0, "8 channels at a time"
         assert kernel.count("ACQBULK") == 2, "both roles wait for the kernel before"
+        assert max(loader_registers(kernel.lines)) < LOADER_REGISTERS
         assert kernel.shared_bytes <= typical_machine(90).arch.shared_per_block_bytes
 
 
