@@ -23,7 +23,8 @@ from lowbit.kernels.sm80.expert_small_m_gemm import ExpertRingPlan
 from tests.kernels.sm80.test_large_m_compile import check_loop
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-FORMATS = ["int2", "int3", "int7", "int8", "fp6_e3m2", "fp8_e4m3"]
+FORMATS = [("int2", 1), ("int3", 1), ("fp6_e3m2", 1), ("int8", 64)]
+"""Formats whose words are loaded in different ways, with tokens; others are in LARGEST."""
 
 
 def compiled(
@@ -52,14 +53,10 @@ def check(tile, kernel, sums=0):
     assert kernel.count("LDSM.16.M88.4") > 0 and kernel.count("LDGSTS") > 0
 
 
-@pytest.mark.parametrize(
-    "cases",
-    batches([*((fmt, 1) for fmt in FORMATS), *((fmt, 64) for fmt in ("int8", "fp6_e3m2"))]),
-)
-def test_every_format(cases):
+def test_every_format():
     made = [
         compiled(fmt, tokens, group=0 if fmt.startswith("fp") else 128, gate="silu" if i % 2 else "none", weighted=not i % 2)
-        for i, (fmt, tokens) in enumerate(cases)
+        for i, (fmt, tokens) in enumerate(FORMATS)
     ]
     for each in made:
         check(*each)
@@ -68,7 +65,7 @@ def test_every_format(cases):
 SIXTEEN = RingTile(16, 4, 1, 1, 8, 1)
 
 
-@pytest.mark.parametrize("sm", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("sm", [80, 90, 120])
 def test_every_machine(sm):
     """bf16 has no add and multiply of its own before sm_90; programmatic launch begins there."""
     cases = [
