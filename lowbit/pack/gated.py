@@ -17,7 +17,7 @@ from torch import Tensor
 from lowbit.formats import PerBlock, PerChannel, PerGroup, PerTensor, QuantTensor, spread
 from lowbit.hardware.mma import MMA_M16N8K16_F16
 from lowbit.pack.fragment import ROW_BLOCK, FragmentOrder, row_blocks_at_once
-from lowbit.pack.weight import FragmentWeight
+from lowbit.pack.weight import FragmentWeight, Scaling
 
 HALF = ROW_BLOCK // 2
 
@@ -45,10 +45,11 @@ def gated_refusals(gate: QuantTensor, up: QuantTensor) -> tuple[str, ...]:
     return tuple(dict.fromkeys(reasons))
 
 
-def pack_gated(gate: QuantTensor, up: QuantTensor) -> FragmentWeight:
+def pack_gated(gate: QuantTensor, up: QuantTensor, scaling: Scaling | None = None) -> FragmentWeight:
     """Gate and up [I, K] as one matrix (2 I, K), rows as in the module; raises ValueError with the refusals, if there are any.
 
     Scales of a whole tensor become scales of rows, those of blocks scales of groups: the same numbers for the same weights.
+    `scaling` is that of `FragmentWeight.pack`.
     """
     reasons = gated_refusals(gate, up)
     if reasons:
@@ -57,7 +58,7 @@ def pack_gated(gate: QuantTensor, up: QuantTensor) -> FragmentWeight:
     zero = None if gate.zero is None or up.zero is None else alternate(gate.zero, up.zero)
     codes = torch.empty((2 * gate.shape[0], gate.shape[1]), dtype=torch.uint8, device="meta")
     q = QuantTensor(codes, alternate(gate.scale, up.scale), zero, gate.scheme)
-    return FragmentWeight.pack(q, _plane(gate, up))
+    return FragmentWeight.pack(q, _plane(gate, up), scaling)
 
 
 def _plane(gate: QuantTensor, up: QuantTensor) -> Tensor:

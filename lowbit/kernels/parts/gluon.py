@@ -180,7 +180,7 @@ WRITERS = ("kernels", "hardware", "formats", "pack")
 
 COSTS = frozenset(
     f"kernels/choose/{name}.py"
-    for name in ("candidate", "fused_gemm", "gemm", "large_m", "measured", "scaled_gemm", "small_m", "tiles")
+    for name in ("candidate", "experts", "fused_gemm", "gemm", "large_m", "measured", "scaled_gemm", "small_m", "tiles")
 )
 """Files of these packages that only choose tiles. A tile's numbers are in its kernel's configuration, so kernels compiled
 before a change of these files stay valid."""

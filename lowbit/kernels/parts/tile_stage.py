@@ -241,9 +241,12 @@ def _load(words: int, out: int, at: str) -> str:
 @aggregate
 class StageSource:
     """Addresses of this thread's first vectors of x, codes (one per plane) and scales, with their strides in bytes; number of
-    tokens from its vector of x on, of k from it on, and of tiles of 64 k, up to the end of the block's range."""
+    tokens from its vector of x on, of k from it on, and of tiles of 64 k, up to the end of the block's range.
 
-    x: gl.tensor
+    Where C.gathered, `x` has the address of every token that the thread copies, and `x_step` is 0.
+    """
+
+    x: gl.tensor | Tuple
     x_step: gl.tensor
     tokens: gl.tensor
     ks: gl.tensor
@@ -287,9 +290,12 @@ def copy_vector(source, iteration, slot, i: gl.constexpr, C: gl.constexpr):
     w_at = start + S.w_start + slot * S.w_bytes + thread * 16
     if COPY.of == "x":
         token, vector = x_vector(thread)
+        x = source.x
+        if C.gathered:
+            x = source.x[COPY.index // S.slices]
         run(
             ptx(S.copy_x, COPY.index), "=r,r,l,r,r,r",
-            [start + slot * S.x_bytes + x_at(token, vector, S), source.x + iteration * C.stage_k, source.x_step, source.tokens,
+            [start + slot * S.x_bytes + x_at(token, vector, S), x + iteration * C.stage_k, source.x_step, source.tokens,
              source.ks - iteration * C.stage_k],
         )  # fmt: skip
     elif COPY.of == "codes":

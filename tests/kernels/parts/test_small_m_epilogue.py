@@ -18,6 +18,7 @@ from lowbit.kernels.choose.tiles import DENSE_BITS, GemmShape, RingTile
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
+from lowbit.kernels.parts import epilogue as epilogue_part
 from lowbit.kernels.parts import small_m_epilogue
 from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.k_block import KBlock
@@ -57,7 +58,7 @@ def launch(tile, epilogue, m, n, rng, **given):
     arrived = Memory(np.zeros(grid[0], dtype=np.int32))
     places = [(i, split) for i in range(grid[0]) for split in rng.permutation(tile.splits)]
     for i, split in places:
-        block = Block(config, grid, (i, 0, int(split)), small_m_epilogue)
+        block = Block(config, grid, (i, 0, int(split)), epilogue_part, small_m_epilogue)
         d, thread = block.device, block.thread
         first = min(i * tile.tile_row_blocks, row_blocks - tile.tile_row_blocks)
         at = types.SimpleNamespace(

@@ -18,6 +18,7 @@ from lowbit.kernels.choose.large_m import mma_tiles
 from lowbit.kernels.choose.tiles import GemmShape, MmaTile
 from lowbit.kernels.parts import tile_stage as stage
 from lowbit.kernels.parts.epilogue import Epilogue
+from lowbit.kernels.parts.mma_loop import first_weights
 from lowbit.kernels.parts.schedule import iterations_of, k_range_of, tile_at, workspace_offsets
 from lowbit.kernels.sm80.large_m_gemm import MmaPlan, mma_gemm
 from lowbit.pack.weight import WeightForm
@@ -78,14 +79,14 @@ class Blocks:
         self.tile_at = plain(tile_at, gl=NAMES)
         order = {"tile_at": lambda *_: self.place}
         order["iterations_of"] = plain(iterations_of, k_range_of=plain(k_range_of))
-        vectors = {"first_vector": plain(stage.first_vector, gl=NAMES)}
+        weights = plain(first_weights, gl=NAMES, ptx=self.ptx, first_vector=plain(stage.first_vector, gl=NAMES))
         gl = SimpleNamespace(**vars(NAMES), program_id=lambda axis: None)
         ends = {name: self.end_of(name) for name in ("store_tile", "reduce_splits", "reduce_splits_serially")}
         self.run_block = plain(
-            mma_gemm, gl=gl, products=self.products, allocate=lambda C: None, view=lambda *_: None,
+            mma_gemm, gl=gl, products=self.products, allocate_stages=lambda C: None, first_weights=weights,
             TileGrid=lambda *sizes: SimpleNamespace(of_tokens=sizes[0], of_channels=sizes[1], iterations=sizes[2]),
-            StageSource=source_of, StageReader=lambda *_: None, LargeMEpilogueArgs=lambda *_: None,
-            SplitKWorkspace=lambda *_: None, **names, **order, **vectors, **ends,
+            StageSource=source_of, reader_of_stages=lambda C: None, LargeMEpilogueArgs=lambda *_: None,
+            SplitKWorkspace=lambda *_: None, **names, **order, **ends,
         )  # fmt: skip
 
     def ptx(self, write, *numbers):

@@ -21,7 +21,8 @@ from tests.hardware.emulate import mma
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.parts import small_m_epilogue
+from lowbit.kernels.parts import epilogue as epilogue_part
+from lowbit.kernels.parts import ring_loop, small_m_epilogue
 from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.sm80 import small_m_gemm
 from lowbit.kernels.sm80.small_m_gemm import RingPlan
@@ -96,8 +97,8 @@ def launch(plan, late, call, *outputs):
                     everything[place] = values
 
             block = Block(
-                plan.config, plan.grid, (i, 0, split), small_m_epilogue, small_m_gemm, memory=everything, after_wait=after_wait,
-                multiply=multiply,
+                plan.config, plan.grid, (i, 0, split), epilogue_part, small_m_epilogue, ring_loop, small_m_gemm,
+                memory=everything, after_wait=after_wait, multiply=multiply,
             )  # fmt: skip
             block.device["ring_gemm"](*given.values())
     for name, tensor in tensors.items():

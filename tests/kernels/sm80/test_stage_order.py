@@ -1,5 +1,5 @@
 """The order of a stage: all copies and all decoding have a place, before what waits for them. With the main loop around it:
-tests/kernels/sm80/test_large_m_in_numpy.py."""
+tests/kernels/parts/test_mma_loop.py."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
 from lowbit.kernels.parts.dequantize import Dequantizer
+from lowbit.kernels.parts.mma_loop import STEPS, StageOrder
 from lowbit.kernels.parts.tile_stage import StageCopy, TileStage
-from lowbit.kernels.sm80.large_m_gemm import STEPS, StageOrder
 
 CASES = [
     (tokens, row_blocks, count) for tokens in (8, 16, 32, 64, 128, 256) for row_blocks in (1, 2, 4) for count in (1, 3, 7, 20)

@@ -14,7 +14,8 @@ from lowbit.formats import number_format
 from lowbit.hardware.mma import MMA_M16N8K16_F16
 from lowbit.kernels.choose.tiles import GemmShape, MmaTile
 from lowbit.kernels.parts.epilogue import Epilogue
-from lowbit.kernels.sm80.large_m_gemm import MmaPlan, dequantize_ahead, join, operand_of, products
+from lowbit.kernels.parts.mma_loop import dequantize_ahead, join, operand_of, products
+from lowbit.kernels.sm80.large_m_gemm import MmaPlan
 from lowbit.pack.weight import WeightForm
 from tests.kernels.parts.plain import GL, Array, plain
 
