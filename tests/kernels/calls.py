@@ -45,12 +45,12 @@ def expert_call(shape, dtype, form):
     scale, pair = None, 2 if form.zero == "none" else 4
     if form.group:
         groups = shape.steps(128) * (128 // form.group)
-        scale = meta((shape.experts, shape.strips, groups, 8, pair), scale_dtype)
+        scale = meta((shape.experts, shape.row_blocks, groups, 8, pair), scale_dtype)
     channels = meta((shape.experts, shape.n), torch.bfloat16 if form.subnormal else torch.float32)
     slots, int32 = shape.slots, torch.int32
     return (
         meta((slots if shape.per_slot else shape.tokens, shape.k), dtype),
-        meta((shape.experts, shape.strips, shape.steps(64), 32 * shape.bits), int32), scale, channels,
+        meta((shape.experts, shape.row_blocks, shape.steps(64), 32 * shape.bits), int32), scale, channels,
         meta((shape.experts, shape.n), dtype), meta((shape.most_tiles, 3), int32), meta((1,), int32), meta((slots,), int32),
         meta((slots,), torch.float32),
     )  # fmt: skip
