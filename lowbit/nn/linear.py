@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.formats import NO_PARTS, ActivationRule, InputParts, PerBlock, QuantTensor, Scheme
+from lowbit.formats import NO_PARTS, ActivationRule, InputParts, QuantTensor, Scheme
 from lowbit.nn.packed import PackedWeight
 from lowbit.ops import Activations, gemm, quantize_activations
 from lowbit.ops.channels import gather_channels, rotate_channels
@@ -47,9 +47,6 @@ class QuantLinear(PackedWeight):
         low_rank: int = 0,
     ) -> None:
         super().__init__((out_features, in_features), scheme, device, input_parts=input_parts, low_rank=low_rank)
-        self.activation_format = None if self.scheme.activation is None else self.scheme.activation.name
-        # Blocks of weights go with groups of activations as long as a block.
-        self.activation_group = self.scheme.granularity.k if isinstance(self.scheme.granularity, PerBlock) else 0
         self.in_features, self.out_features = in_features, out_features
         self.register_parameter("bias", bias)
 
@@ -113,19 +110,6 @@ class QuantLinear(PackedWeight):
         """True if x is rounded to its type before it is quantized, by another tool's rule. The module that computes x then
         calls `quantize_input` instead of quantizing float32 values."""
         return self.scheme.rule is not ActivationRule.OWN
-
-    def quantization(self) -> dict[str, Any]:
-        """The arguments of `ops.quantize_activations` with which x is rotated and quantized."""
-        static = self.activation_scale
-        return {
-            "fmt": self.activation_format,
-            "group": self.activation_group if static is None else 0,
-            "scale": static,
-            "symmetric": not self.scheme.activation_zero,
-            "zero": self.activation_zero,
-            "rule": self.scheme.rule.value,
-            "hadamard": self.hadamard,
-        }
 
     def quantize_input(self, x: Tensor) -> Activations:
         """x as the product takes it, for a layer that `takes_quantized_input`."""
