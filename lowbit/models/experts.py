@@ -10,7 +10,7 @@ import copy
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -113,6 +113,25 @@ class ExpertReader:
             raise CheckpointError(f"{self.reader.folder}: {self.source.parameter}: made of {', '.join(self.source.names[:3])}")
         (value,) = values.values()
         return value[0] if isinstance(value, list) else value
+
+
+def experts_per_token(config: Any) -> int:
+    """Returns how many experts of a layer compute each token, by a model's configuration; 0 if it does not state it."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = getattr(text, "num_experts_per_tok", None)
+    return found if type(found) is int else 0
+
+
+def expert_summary(experts: Iterable[tuple[int, int]], per_token: int) -> str:
+    """Returns a line on weights of experts, given as pairs of their number and their bytes: all bytes, and those of a token."""
+    pairs = list(experts)
+    total = sum(size for _, size in pairs)
+    counts = sorted({count for count, _ in pairs})
+    line = f"weights of experts: {total:,} bytes, {' or '.join(map(str, counts))} experts a layer"
+    if not per_token:
+        return line
+    active = sum(size * min(per_token, count) // count for count, size in pairs)
+    return f"{line}; a token reads those of {per_token}, {active:,} bytes"
 
 
 def _in_numbers(name: str) -> list[tuple[int, str]]:

@@ -528,8 +528,8 @@ def place_empty_modules(
 def _place_empty_module(model: nn.Module, name: str, entry: LayerEntry, owner: str, types: Mapping[str, torch.dtype]) -> None:
     layer = _layer(model, name, entry)
     if entry.experts:
-        new = empty_experts(model, name, entry.experts, entry.shape, entry.scheme, entry.input_parts)
-        _set_types(new, name, types)
+        experts = empty_experts(model, name, entry.experts, entry.shape, entry.scheme, entry.input_parts)
+        _set_types(experts, name, types)
         return
     new = empty_like(layer, entry.scheme, device="meta", input_parts=entry.input_parts, low_rank=entry.low_rank)
     _set_types(new, owner, types)

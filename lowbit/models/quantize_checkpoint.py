@@ -253,7 +253,7 @@ class _OutputTensors:
     def _rounding(self, stored: torch.dtype) -> Rounding:
         """Returns how the weights of experts are rounded: by the method, if it needs no data, else to nearest."""
         if isinstance(self.method, Hqq):
-            return lambda weight, scheme, scales: hqq(weight, scheme, scales=scales)
+            return lambda weight, scheme, scale_type: hqq(weight, scheme, scale_type=scale_type)
         return rounding(self.method.search if isinstance(self.method, Rtn) else "max", stored)
 
     def plain(self, tensor: str) -> Tensor:

@@ -262,7 +262,7 @@ Rounding = Callable[[Tensor, Scheme, torch.dtype | None], QuantTensor]
 
 def rounding(search: Search = "max", stored: torch.dtype | None = None) -> Rounding:
     """Returns rounding to nearest as `quantized_experts` calls it; arguments as for `quantize.rtn`."""
-    return lambda weight, scheme, scales: rtn(weight, scheme, search=search, stored=stored, scales=scales)
+    return lambda weight, scheme, scale_type: rtn(weight, scheme, search=search, stored=stored, scale_type=scale_type)
 
 
 def quantized_experts(
@@ -270,9 +270,9 @@ def quantized_experts(
 ) -> ExpertTensor:  # fmt: skip
     """Returns the weights of `count` experts, of which `weight` returns the matrix [N, K] of one; errors name the expert."""
 
-    def of_expert(e: int, scales: torch.dtype | None) -> QuantTensor:
+    def of_expert(e: int, scale_type: torch.dtype | None) -> QuantTensor:
         try:
-            return quantize(weight(e), scheme, scales)
+            return quantize(weight(e), scheme, scale_type)
         except ValueError as error:
             raise ValueError(f"{name}: expert {e}: {error}") from error
 

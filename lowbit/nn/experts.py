@@ -26,7 +26,7 @@ from lowbit.ops.gemm import gemm
 from lowbit.ops.quantize_activations import quantize_activations
 from lowbit.ops.table import Form, Problem, UnsupportedProblem, choose, problem_on, warn_slow, weight_refusals, why_slow
 from lowbit.ops.workspace import make_counters
-from lowbit.pack import OperandWeight
+from lowbit.pack import FragmentWeight, OperandWeight
 from lowbit.pack.form import PackedMatrix
 from lowbit.pack.gated import HALF, alternate, with_scales_of_rows
 from lowbit.pack.gemm_weight import GemmWeight, RowWeight
@@ -210,7 +210,9 @@ class PackedExperts(PackedParameters):
                 return RowWeight(q.packed[e], q.scale[e], zero, q.scheme, q.shape)
             case "operands":
                 return OperandWeight.pack(q.expert(e))
-            case _:
+            case "fragments":
+                return FragmentWeight.pack(q.expert(e))
+            case "int4" | "int8" | "decoded":
                 return pack_for_cpu(q.expert(e), self._form, dtype)
 
     def _packed_codes(self) -> Tensor:
@@ -498,21 +500,26 @@ def _with_gradient(part: PackedExperts, bias: Tensor | None) -> Multiply:
     """Returns the function that transforms rows and multiplies them by an expert's matrix, with gradients of rows and bias."""
 
     def multiply(e: int, x: Input) -> Tensor:
-        y: Tensor = _Product.apply(x, part, e)
-        return y if bias is None else y + bias[e].to(y.dtype)
+        y: Tensor = _Product.apply(x, None if bias is None else bias[e], part, e)
+        return y
 
     return multiply
 
 
 class _Product(torch.autograd.Function):
-    """The product of rows with the matrix of one expert, with a gradient of the rows."""
+    """The product of rows with the matrix of one expert, with gradients of the rows and of the bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, part: PackedExperts, e: int) -> Tensor:
-        ctx.part, ctx.e = part, e
-        return part.multiply(e, part.transformed(x))
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, part: PackedExperts, e: int) -> Tensor:
+        ctx.part, ctx.e, ctx.bias_dtype = part, e, None if bias is None else bias.dtype
+        return part.multiply(e, part.transformed(x), bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient @ ctx.part.expert(ctx.e).dequantize(gradient.dtype), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        of_x = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_x = gradient @ ctx.part.expert(ctx.e).dequantize(gradient.dtype)
+        if ctx.needs_input_grad[1]:
+            of_bias = gradient.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return of_x, of_bias, None, None

@@ -1,7 +1,7 @@
 """The experts of a mixture: y of each token is the sum of its experts' MLPs, times the weights of the router.
 
 On a GPU with weights in the form of `pack.expert.ExpertWeight`, two products read the experts that are hit, each once, for all
-their tokens (ops/expert_gemm.py). Everywhere else, and for schemes that form does not hold, the experts that are hit are
+their tokens. Everywhere else, and for schemes that form does not hold, the experts that are hit are
 multiplied one after another, by the form that a dense weight has on the device.
 """
 

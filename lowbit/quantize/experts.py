@@ -28,10 +28,10 @@ def quantize_experts(count: int, quantize: QuantizeExpert) -> ExpertTensor:
         return ExpertTensor.stack(_one_by_one(count, quantize, torch.bfloat16), count)
 
 
-def _one_by_one(count: int, quantize: QuantizeExpert, scales: torch.dtype | None) -> Iterator[QuantTensor]:
+def _one_by_one(count: int, quantize: QuantizeExpert, scale_type: torch.dtype | None) -> Iterator[QuantTensor]:
     first: torch.dtype | None = None
     for e in range(count):
-        q = quantize(e, scales)
+        q = quantize(e, scale_type)
         first = q.scale.dtype if first is None else first
         if q.scale.dtype != first:
             raise _MixedScales
