@@ -13,9 +13,9 @@ of `<layer>.weight`,
 
 The weights of the experts of a layer are one entry under the name of the model's parameter, such as
 `model.layers.0.mlp.experts.gate_up_proj`. Its "shape" is [E, N, K], which releases without experts refuse; weight_packed,
-weight_scale and weight_zero have a leading dimension E, and all experts share the pre_quant_scale. N is the number of outputs
-of one expert and K that of its inputs, also for models that store the transposed matrix. Rows keep the model's order (gpt-oss:
-gate and up alternate). Experts have neither weight_order nor weight_up and weight_down. Biases keep their names.
+weight_scale and weight_zero have a leading dimension E, and all experts share the weight_order and the pre_quant_scale. N is
+the number of outputs of one expert and K that of its inputs, also for models that store the transposed matrix. Rows keep the
+model's order (gpt-oss: gate and up alternate). Experts have no weight_up and weight_down. Biases keep their names.
 
 All are in `model.safetensors`, or in shards with `model.safetensors.index.json`. Biases and all other tensors keep their names.
 Files from before the first release call pre_quant_scale `input_scale` (key and tensor); they are still read.

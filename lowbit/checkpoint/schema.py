@@ -170,9 +170,8 @@ class Manifest:
             except ValueError as error:
                 raise CheckpointError(f"{where}: layer {name!r}: {error}") from error
             rank = _rank(entry.get("low_rank", 0), shape, where, name)
-            if experts and (rank or parts.order):
-                what = "low_rank" if rank else "order"
-                raise CheckpointError(f"{where}: layer {name!r}: the weights of experts have no {what}")
+            if experts and rank:
+                raise CheckpointError(f"{where}: layer {name!r}: the weights of experts have no low_rank")
             layers[str(name)] = LayerEntry(shape, scheme, parts, rank, experts)
         kept = data.get("modules_to_not_convert", [])
         if not isinstance(kept, list) or not all(isinstance(k, str) for k in kept):

@@ -61,8 +61,6 @@ class PackedExperts(PackedParameters):
         *,
         input_parts: InputParts = NO_PARTS,
     ) -> None:
-        if input_parts.order:
-            raise ValueError("the weights of experts have no channel order (act-order)")
         super().__init__(shape, scheme, device, input_parts=input_parts, experts=experts)
         self.experts = experts
         self.decode_bytes = 0
@@ -152,6 +150,11 @@ class PackedExperts(PackedParameters):
             with torch.inference_mode(False), torch.no_grad():  # the tensors outlive this call
                 self._prepare(dtype)
         return self._matrices if self._stacked is None else self._stacked_weight()
+
+    @property
+    def packed_rows(self) -> Tensor | None:
+        """Row i of the packed form is row packed_rows[i] of the matrix, int64 [N]; None for the matrix's own order."""
+        return self._rows
 
     def multiply(self, e: int, x: Input, bias: Tensor | None = None) -> Tensor:
         """y [M, N] = x [M, K], transformed already, times the matrix of expert `e`, plus bias [N]."""
@@ -249,7 +252,7 @@ class PackedExperts(PackedParameters):
         if self.hadamard and not with_codes:
             x = rotate_channels(x, self.hadamard)
         if self.has_channels:
-            x = gather_channels(x, None, self.pre_quant_scale)
+            x = gather_channels(x, self.weight_order, self.pre_quant_scale)
         if self.activation_format is None:
             return x
         how = self.quantization()
@@ -329,9 +332,18 @@ def _silu(gate: Tensor, up: Tensor) -> Tensor:
     return nn.functional.silu(gate) * up
 
 
+def _gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
+    return nn.functional.gelu(gate, approximate="tanh") * up
+
+
 def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.clamp(max=7.0), up.clamp(min=-7.0, max=7.0)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+_GATES: dict[Gate, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": _silu, "gelu_tanh": _gelu_tanh, "clamped_swiglu": _clamped_swiglu,
+}  # fmt: skip
 
 
 def gate_rule(apply_gate: Callable[[Tensor], Tensor]) -> GateRule:
@@ -341,8 +353,7 @@ def gate_rule(apply_gate: Callable[[Tensor], Tensor]) -> GateRule:
     for interleaved in (False, True):
         rows = torch.stack((gate, up), dim=-1).flatten() if interleaved else torch.cat((gate, up))
         y = apply_gate(rows[None])[0]
-        functions: dict[Gate, Callable[[Tensor, Tensor], Tensor]] = {"silu": _silu, "clamped_swiglu": _clamped_swiglu}
-        for kind, function in functions.items():
+        for kind, function in _GATES.items():
             if y.shape == gate.shape and torch.allclose(y, function(gate, up), rtol=1e-4, atol=1e-5):
                 return GateRule(kind, interleaved)
     return GateRule("none")
@@ -451,11 +462,15 @@ class QuantExperts(nn.Module):
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, top_k_weights, *biases)):
             return self._differentiable(x, top_k_index, top_k_weights).reshape(hidden_states.shape)
         up, down = first.forms_for(x.dtype), second.forms_for(x.dtype)
-        fused = first.row_order is not None and not isinstance(up, list)
-        up_bias = biases[0] if not fused or biases[0] is None else biases[0][:, first.row_order]
+        if isinstance(up, list) != isinstance(down, list):  # schemes with 16-bit and with 8-bit activations
+            products = (_with_bias(part, bias) for part, bias in zip((first, second), biases, strict=True))
+            y = self._one_by_one(first.transformed(x), top_k_index, top_k_weights, *products, inner=second.transformed)
+            return y.reshape(hidden_states.shape)
+        rows = first.packed_rows
         y = expert_mlp(
-            first.transformed(x), top_k_index, top_k_weights, up, down, gate=self.gate.kind if fused else "none",
-            apply_gate=self._apply_gate, gate_up_bias=up_bias, down_bias=biases[1], inner=second.transformed,
+            first.transformed(x), top_k_index, top_k_weights, up, down, gate="none" if rows is None else self.gate.kind,
+            apply_gate=self._apply_gate, gate_up_bias=biases[0] if rows is None or biases[0] is None else biases[0][:, rows],
+            down_bias=biases[1], inner=second.transformed,
         )  # fmt: skip
         return y.reshape(hidden_states.shape)
 
@@ -471,8 +486,14 @@ class QuantExperts(nn.Module):
 
     def _differentiable(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """`forward` with gradients of x, of the router's weights and of the biases."""
-        first, second = (_with_gradient(part, bias) for part, bias in zip(self.packed().values(), self._biases(), strict=True))
-        return multiply_experts(x, experts, weights, self.num_experts, first, self._apply_gate, second)
+        products = (_with_gradient(part, bias) for part, bias in zip(self.packed().values(), self._biases(), strict=True))
+        return self._one_by_one(x, experts, weights, *products)
+
+    def _one_by_one(
+        self, x: Input, experts: Tensor, weights: Tensor, first: Multiply, second: Multiply,
+        inner: Callable[[Tensor], Input] | None = None,
+    ) -> Tensor:  # fmt: skip
+        return multiply_experts(x, experts, weights, self.num_experts, first, self._apply_gate, second, inner=inner)
 
     def dequantized(self, dtype: torch.dtype) -> nn.Module:
         """A module of the original class with the weights in `dtype`. Raises UnsupportedProblem for weights that are split or
@@ -494,6 +515,11 @@ def _without_weights(module: nn.Module) -> nn.Module:
     for name, held in module.named_parameters(recurse=False):
         copied._parameters[name] = nn.Parameter(torch.empty_like(held, device="meta"), requires_grad=False)
     return copied
+
+
+def _with_bias(part: PackedExperts, bias: Tensor | None) -> Multiply:
+    """Returns the function that multiplies transformed rows by an expert's matrix."""
+    return lambda e, x: part.multiply(e, x, None if bias is None else bias[e])
 
 
 def _with_gradient(part: PackedExperts, bias: Tensor | None) -> Multiply:

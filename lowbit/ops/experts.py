@@ -1,8 +1,8 @@
 """The experts of a mixture: y of each token is the sum of its experts' MLPs, times the weights of the router.
 
 On a GPU with weights in the form of `pack.expert.ExpertWeight`, two products read the experts that are hit, each once, for all
-their tokens. Everywhere else, and for schemes that form does not hold, the experts that are hit are
-multiplied one after another, by the form that a dense weight has on the device.
+their tokens. Everywhere else, and for schemes with 8-bit activations, the experts that are hit are multiplied one after
+another, by the form that a dense weight has on the device.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from lowbit.pack.gemm_weight import GemmWeight
 if TYPE_CHECKING:
     from lowbit.pack.expert import ExpertWeight
 
-Gate = Literal["none", "silu", "clamped_swiglu"]
-"""The function of gate and up that a product has in its epilogue: "silu" is silu(gate) * up, "clamped_swiglu" that of gpt-oss,
-(up + 1) * gate * sigmoid(1.702 gate) with gate at most 7 and up from -7 to 7; "none" leaves it to another function."""
+Gate = Literal["none", "silu", "gelu_tanh", "clamped_swiglu"]
+"""The function of gate and up that a product has in its epilogue: "silu" is silu(gate) * up, "gelu_tanh" the same with GELU,
+"clamped_swiglu" that of gpt-oss, (up + 1) * gate * sigmoid(1.702 gate) with gate at most 7 and up from -7 to 7. "none" leaves
+it to another function."""
 
 Input = Tensor | Activations
 Multiply = Callable[[int, Input], Tensor]
@@ -54,16 +55,18 @@ def expert_mlp(
             x, experts, weights, len(gate_up), _products(gate_up, gate_up_bias), apply_gate, _products(down, down_bias),
             inner=inner, residual=residual,
         )  # fmt: skip
-    from lowbit.ops.expert_gemm import expert_gemm, sum_slots, tile_rows_for
+    from lowbit.kernels.choose.experts import tile_rows_for
+    from lowbit.ops.expert_gemm import expert_gemm, sum_slots
     from lowbit.ops.route import group
 
-    tile_rows = tile_rows_for(experts.numel(), gate_up.experts)
-    routing = group(experts, weights, gate_up.experts, tile_rows=tile_rows)
+    tile_rows = tile_rows_for(*experts.shape, gate_up.experts)
+    routing = group(experts.contiguous(), weights.contiguous(), gate_up.experts, tile_rows=tile_rows)
     h = expert_gemm(x, gate_up, routing, gate_up_bias, gate=gate)
     if gate == "none":
         assert apply_gate is not None
         h = apply_gate(h)
-    y = expert_gemm(h if inner is None else inner(h), down, routing, down_bias, per_slot=True, weighted=True)
+    h = h if inner is None else inner(h)
+    y = expert_gemm(h, down, routing, down_bias, per_slot=True, weighted=True, routed_before=True)
     return sum_slots(y, experts.shape[1], residual)
 
 

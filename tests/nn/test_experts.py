@@ -86,7 +86,14 @@ def test_a_transform_of_the_input_is_that_of_all_experts():
     quantized = converted(experts_of("mixtral"), "w4a16_g32")
     generator = torch.Generator().manual_seed(3)
     for name, part in quantized.packed().items():
-        q = part.expert_tensor().rotated_by(16).with_input(pre_quant_scale=0.5 + torch.rand(part.shape[1], generator=generator))
+        k = part.shape[1]
+        q = (
+            part.expert_tensor()
+            .rotated_by(16)
+            .with_input(
+                pre_quant_scale=0.5 + torch.rand(k, generator=generator), order=torch.randperm(k, generator=generator).int()
+            )
+        )
         quantized.set_weights(name, PackedExperts.from_expert_tensor(q))
     x, chosen, weights = inputs()
     with torch.no_grad():
@@ -126,6 +133,8 @@ def test_the_gate_is_found_by_its_values():
     swiglu = rules.pop("gpt_oss")
     assert swiglu == GateRule("clamped_swiglu", interleaved=True) and set(rules.values()) == {GateRule("silu")}
     assert gate_rule(lambda y: nn.functional.gelu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1]) == GateRule("none")
+    tanh = gate_rule(lambda y: nn.functional.gelu(y[..., ::2], approximate="tanh") * y[..., 1::2])
+    assert tanh == GateRule("gelu_tanh", interleaved=True)
     numbers = torch.arange(32)
     assert torch.equal(GateRule("silu").rows(32), alternate(numbers[:16], numbers[16:]))
     assert torch.equal(GateRule("silu", interleaved=True).rows(32), alternate(numbers[::2], numbers[1::2]))
