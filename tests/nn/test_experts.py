@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 
 import pytest
 import torch
@@ -166,3 +167,71 @@ def test_half_leaves_scales_and_reloading_packs_again():
     quantized.load_state_dict(state)
     flipped = quantized(x, 3 - chosen, weights)
     torch.testing.assert_close(flipped, first, rtol=1e-5, atol=1e-6)
+
+
+OTHERS = {
+    "transformers.models.deepseek_v4.modeling_deepseek_v4:DeepseekV4Experts": GateRule("none"),  # limits of its own
+    "transformers.models.nemotron_h.modeling_nemotron_h:NemotronHExperts": GateRule("none"),  # no gate
+    "transformers.models.aria.modeling_aria:AriaExperts": GateRule("silu"),  # transposed
+    "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl:MiniMaxM3VLExperts": GateRule("clamped_swiglu"),
+    "transformers.models.gemma4.modeling_gemma4:Gemma4TextExperts": GateRule("gelu_tanh"),
+}
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_experts_of_other_architectures(path):
+    module, _, name = path.partition(":")
+    cls = getattr(pytest.importorskip(module), name, None)
+    if cls is None:
+        pytest.skip(f"this Transformers has no {name}")
+    numbers = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4)
+    sizes = dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 32)
+    config = types.SimpleNamespace(
+        **numbers, **sizes, hidden_size=64, moe_latent_size=None, hidden_act="silu", hidden_activation="gelu_pytorch_tanh",
+        mlp_hidden_act="relu2", swiglu_limit=7.0, swiglu_alpha=1.702, _experts_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    original = cls(config)
+    for parameter in original.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    quantized = converted(original, "w4a16_g32")
+    assert quantized.gate == OTHERS[path]
+    with torch.no_grad():
+        y, expected = quantized(*inputs()), quantized.dequantized(torch.float32)(*inputs())
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 200])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("scheme", ["w4a16_g32", "w6e3m2a16", "w8a16", "w4a16_g16_fz", "w8a8"])
+def test_experts_on_a_gpu(name, scheme, tokens):
+    quantized = converted(experts_of(name, torch.bfloat16), scheme)
+    x, chosen, weights = (t.repeat(-(-tokens // TOKENS), 1)[:tokens].cuda() for t in inputs(torch.bfloat16))
+    reference = quantized.dequantized(torch.float64).cuda()
+    expected = reference(x.double(), chosen, weights.double())
+    state = {key: t.clone() for key, t in quantized.state_dict().items()}
+    quantized.cuda()
+    with torch.no_grad():
+        y = quantized(x, chosen, weights)
+        assert torch.equal(quantized(x, chosen, weights), y)
+    error = (y.double() - expected).abs().max() / expected.abs().max()
+    assert error < (0.02 if parse_scheme(scheme).activation is None else 0.1)
+    assert all(torch.equal(t.cpu(), state[key]) for key, t in quantized.state_dict().items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_experts_in_a_cuda_graph(name):
+    """Nothing waits for the device, and a replay computes other routes."""
+    quantized = converted(experts_of(name, torch.bfloat16), "w4a16_g32").cuda()
+    held = [t.cuda() for t in inputs(torch.bfloat16)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        quantized(*held)  # packs the weights
+        with torch.cuda.graph(graph):
+            captured = quantized(*held)
+        for t, new in zip(held, inputs(torch.bfloat16, seed=1), strict=True):
+            t.copy_(new)
+        graph.replay()
+        assert torch.equal(captured, quantized(*held))
