@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from lowbit.pack import FragmentWeight, OperandWeight
 from lowbit.pack.form import PackedMatrix
 from lowbit.pack.gated import HALF, alternate, with_scales_of_rows
 from lowbit.pack.gemm_weight import GemmWeight, RowWeight
+
+if TYPE_CHECKING:
+    from lowbit.ops.route import Routing
 
 KERNEL_TENSORS = ("kernel_codes", "kernel_scale", "kernel_channel_scale")
 """Buffers of the weights in the form of a GPU's expert kernels. Buffers, because torch.compile copies other tensors into each
@@ -439,6 +442,7 @@ class QuantExperts(nn.Module):
         self.gate = gate_rule(self._apply_gate) if weights.first == "gate_up_proj" else GateRule("none")
         packed[weights.first].row_order = self.gate.rows(packed[weights.first].shape[0])
         self.num_experts = weights.experts
+        self.batch_invariant = False
 
     @property
     def original(self) -> nn.Module:
@@ -455,7 +459,10 @@ class QuantExperts(nn.Module):
         self.add_module(name, new.train(self.training))
         return new
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, routing: Routing | None = None
+    ) -> Tensor:
+        """y of the hidden states [.., H]; routing: of these experts and weights, if `ops.route` has made it on a GPU."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         first, second = self.packed().values()
         biases = self._biases()
@@ -470,9 +477,19 @@ class QuantExperts(nn.Module):
         y = expert_mlp(
             first.transformed(x), top_k_index, top_k_weights, up, down, gate="none" if rows is None else self.gate.kind,
             apply_gate=self._apply_gate, gate_up_bias=biases[0] if rows is None or biases[0] is None else biases[0][:, rows],
-            down_bias=biases[1], inner=second.transformed,
+            down_bias=biases[1], inner=second.transformed, routing=routing,
+            batch_invariant=self.batch_invariant,
         )  # fmt: skip
         return y.reshape(hidden_states.shape)
+
+    def batch_invariant_refusals(self, dtype: torch.dtype) -> tuple[str, ...]:
+        """Returns the reasons why no kernel computes rows with the same bits in every batch, for x of `dtype`."""
+        for name, part in self.packed().items():
+            if not part.weight_scale.is_cuda:
+                return (f"{name} is on a CPU, whose sums depend on the batch",)
+            if part.scheme.activation is not None or why_slow(part.problem(dtype)):
+                return (f"{name}: the kernels of experts do not take {part.scheme} with x of {dtype}",)
+        return ()
 
     def _biases(self) -> tuple[Tensor | None, Tensor | None]:
         """The biases [E, N] of both products."""

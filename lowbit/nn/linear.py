@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.formats import NO_PARTS, ActivationRule, InputParts, QuantTensor, Scheme
+from lowbit.nn.experts import QuantExperts
 from lowbit.nn.packed import PackedWeight
 from lowbit.ops import Activations, gemm, quantize_activations
 from lowbit.ops.channels import gather_channels, rotate_channels
@@ -140,12 +141,17 @@ class _Differentiable(torch.autograd.Function):
 
 
 def make_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:
-    """Makes the quantized linear layers of a model compute a row of y with the same bits in every batch, for x of `dtype`.
+    """Makes the quantized linear layers and experts of a model compute a row of y with the same bits in every batch, for x of
+    `dtype`.
 
     It changes nothing else in the model (attention, layers in 16 bits). Costs up to 3.8 times the time of small
     products (docs/log). Raises UnsupportedProblem, naming the layer, where no kernel does this on its device.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    experts = {name: module for name, module in model.named_modules() if isinstance(module, QuantExperts)}
+    for name, mixture in experts.items():
+        if reasons := mixture.batch_invariant_refusals(dtype):
+            raise UnsupportedProblem(f"{name}: {'; '.join(reasons)}")
     for name, layer in layers.items():
         if layer.has_correction:
             raise UnsupportedProblem(f"{name}: its low-rank correction is two products of torch, which are not batch-invariant")
@@ -156,6 +162,8 @@ def make_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:
             choose(replace(layer.problem(dtype), batch_invariant=True))
         except UnsupportedProblem as error:
             raise UnsupportedProblem(f"{name}: {error}") from error
+    for mixture in experts.values():
+        mixture.batch_invariant = True
     for layer in layers.values():
         layer.batch_invariant = True
         layer.clear_refusals()

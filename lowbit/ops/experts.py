@@ -15,9 +15,11 @@ from torch import Tensor
 
 from lowbit.ops.gemm import gemm
 from lowbit.ops.quantize_activations import Activations
+from lowbit.ops.table import UnsupportedProblem
 from lowbit.pack.gemm_weight import GemmWeight
 
 if TYPE_CHECKING:
+    from lowbit.ops.route import Routing
     from lowbit.pack.expert import ExpertWeight
 
 Gate = Literal["none", "silu", "gelu_tanh", "clamped_swiglu"]
@@ -34,7 +36,7 @@ def expert_mlp(
     x: Input, experts: Tensor, weights: Tensor, gate_up: ExpertWeight | Sequence[GemmWeight],
     down: ExpertWeight | Sequence[GemmWeight], *, gate: Gate = "silu", apply_gate: Callable[[Tensor], Tensor] | None = None,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, inner: Callable[[Tensor], Input] | None = None,
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, routing: Routing | None = None, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     """y [T, N] = sum over s of weights[t, s] * (down_e . gate(gate_up_e . x[t] + bias_e) + bias_e), e = experts[t, s].
 
@@ -43,11 +45,15 @@ def expert_mlp(
     experts in one form for all, or a matrix each. gate: the function in the epilogue of the first product, for an
     `ExpertWeight` whose rows of gate and up alternate (pack/gated.py), with its bias in that order. apply_gate: the function of
     the first product's rows where the epilogue has none, and for a matrix each; rows of gate and up have the model's order
-    then. inner: the transform of the second product's input. residual [T, N] is added.
+    then. inner: the transform of the second product's input. residual [T, N] is added. routing: of these experts and weights,
+    if `ops.route` has made it for an `ExpertWeight`. batch_invariant: a row of y has the same bits in every batch, for an
+    `ExpertWeight`.
 
     Slots are summed in the order s = 0, 1, .. in float32 and rounded once. Raises ValueError for tensors that do not fit.
     """
     _check(x, experts, weights)
+    if batch_invariant and (isinstance(gate_up, Sequence) or isinstance(down, Sequence)):
+        raise UnsupportedProblem("experts: one after another, their products are not batch-invariant")
     if isinstance(gate_up, Sequence) or isinstance(down, Sequence):
         if not isinstance(gate_up, Sequence) or not isinstance(down, Sequence) or apply_gate is None:
             raise ValueError("experts: gate_up and down have one form, and a matrix for each expert goes with apply_gate")
@@ -59,14 +65,16 @@ def expert_mlp(
     from lowbit.ops.expert_gemm import expert_gemm, sum_slots
     from lowbit.ops.route import group
 
-    tile_rows = tile_rows_for(*experts.shape, gate_up.experts)
-    routing = group(experts.contiguous(), weights.contiguous(), gate_up.experts, tile_rows=tile_rows)
-    h = expert_gemm(x, gate_up, routing, gate_up_bias, gate=gate)
+    if routing is None:
+        tile_rows = tile_rows_for(*experts.shape, gate_up.experts, batch_invariant)
+        routing = group(experts.contiguous(), weights.contiguous(), gate_up.experts, tile_rows=tile_rows)
+    invariant = {"batch_invariant": batch_invariant}
+    h = expert_gemm(x, gate_up, routing, gate_up_bias, gate=gate, **invariant)
     if gate == "none":
         assert apply_gate is not None
         h = apply_gate(h)
     h = h if inner is None else inner(h)
-    y = expert_gemm(h, down, routing, down_bias, per_slot=True, weighted=True, routed_before=True)
+    y = expert_gemm(h, down, routing, down_bias, per_slot=True, weighted=True, routed_before=True, **invariant)
     return sum_slots(y, experts.shape[1], residual)
 
 
