@@ -43,8 +43,8 @@ def block_refusals(block: Any) -> Iterator[str]:
 
 def activation_of(block: Any) -> Callable[[Tensor], Tensor]:
     """The activation of the gate of a block's experts."""
-    experts = block.experts
-    function: Callable[[Tensor], Tensor] = (experts.original if isinstance(experts, QuantExperts) else experts).act_fn
+    experts: Any = block.experts.original if isinstance(block.experts, QuantExperts) else block.experts
+    function: Callable[[Tensor], Tensor] = experts.act_fn
     return function
 
 

@@ -470,8 +470,8 @@ class QuantExperts(nn.Module):
             return self._differentiable(x, top_k_index, top_k_weights).reshape(hidden_states.shape)
         up, down = first.forms_for(x.dtype), second.forms_for(x.dtype)
         if isinstance(up, list) != isinstance(down, list):  # schemes with 16-bit and with 8-bit activations
-            products = (_with_bias(part, bias) for part, bias in zip((first, second), biases, strict=True))
-            y = self._one_by_one(first.transformed(x), top_k_index, top_k_weights, *products, inner=second.transformed)
+            products = [_with_bias(part, bias) for part, bias in zip((first, second), biases, strict=True)]
+            y = self._one_by_one(first.transformed(x), top_k_index, top_k_weights, products, second.transformed)
             return y.reshape(hidden_states.shape)
         rows = first.packed_rows
         y = expert_mlp(
@@ -503,13 +503,14 @@ class QuantExperts(nn.Module):
 
     def _differentiable(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """`forward` with gradients of x, of the router's weights and of the biases."""
-        products = (_with_gradient(part, bias) for part, bias in zip(self.packed().values(), self._biases(), strict=True))
-        return self._one_by_one(x, experts, weights, *products)
+        products = [_with_gradient(part, bias) for part, bias in zip(self.packed().values(), self._biases(), strict=True)]
+        return self._one_by_one(x, experts, weights, products)
 
     def _one_by_one(
-        self, x: Input, experts: Tensor, weights: Tensor, first: Multiply, second: Multiply,
+        self, x: Input, experts: Tensor, weights: Tensor, products: Sequence[Multiply],
         inner: Callable[[Tensor], Input] | None = None,
     ) -> Tensor:  # fmt: skip
+        first, second = products
         return multiply_experts(x, experts, weights, self.num_experts, first, self._apply_gate, second, inner=inner)
 
     def dequantized(self, dtype: torch.dtype) -> nn.Module:
