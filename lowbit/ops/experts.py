@@ -65,17 +65,22 @@ def expert_mlp(
     from lowbit.ops.expert_gemm import expert_gemm, sum_slots
     from lowbit.ops.route import group
 
+    if not isinstance(x, Tensor):
+        raise ValueError("experts: an ExpertWeight is multiplied by x in 16 bits, got quantized x")
+    tokens, top_k = experts.shape
     if routing is None:
-        tile_rows = tile_rows_for(*experts.shape, gate_up.experts, batch_invariant)
+        tile_rows = tile_rows_for(tokens, top_k, gate_up.experts, batch_invariant)
         routing = group(experts.contiguous(), weights.contiguous(), gate_up.experts, tile_rows=tile_rows)
-    invariant = {"batch_invariant": batch_invariant}
-    h = expert_gemm(x, gate_up, routing, gate_up_bias, gate=gate, **invariant)
+    h = expert_gemm(x, gate_up, routing, gate_up_bias, gate=gate, batch_invariant=batch_invariant)
     if gate == "none":
         assert apply_gate is not None
         h = apply_gate(h)
-    h = h if inner is None else inner(h)
-    y = expert_gemm(h, down, routing, down_bias, per_slot=True, weighted=True, routed_before=True, **invariant)
-    return sum_slots(y, experts.shape[1], residual)
+    hidden = h if inner is None else inner(h)
+    assert isinstance(hidden, Tensor)
+    y = expert_gemm(
+        hidden, down, routing, down_bias, per_slot=True, weighted=True, routed_before=True, batch_invariant=batch_invariant
+    )
+    return sum_slots(y, top_k, residual)
 
 
 @torch.compiler.disable(reason="the experts that are hit depend on the data")

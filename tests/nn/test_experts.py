@@ -201,6 +201,27 @@ def test_experts_of_other_architectures(path):
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_the_form_of_a_gpu(name):
+    """All experts in one weight, multiplied by the operators on a CPU: gate in the epilogue, biases in the order of its rows."""
+    pytest.importorskip("lowbit.ops.expert_gemm", reason="the kernels of experts are not in this tree")
+    quantized = converted(experts_of(name), "w4a16_g32")
+    with torch.no_grad():
+        expected = quantized.dequantized(torch.float32)(*inputs())
+        state = {key: t.clone() for key, t in quantized.state_dict().items()}
+        for part in quantized.packed().values():
+            part.restore()
+            part._form = "fragments"
+            part._pack_stacked(part.expert_tensor())
+            part.weight_packed.data = part.weight_packed.data.new_empty(0)
+        assert quantized.packed()["gate_up_proj"].packed_rows is not None
+        torch.testing.assert_close(quantized(*inputs()), expected, rtol=1e-3, atol=1e-3)
+        again = copy.deepcopy(quantized)
+        assert not again.packed()["down_proj"].is_prepared
+        torch.testing.assert_close(again(*inputs()), expected, rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(t, state[key]) for key, t in quantized.state_dict().items())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 16, 200])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
@@ -218,6 +239,20 @@ def test_experts_on_a_gpu(name, scheme, tokens):
     error = (y.double() - expected).abs().max() / expected.abs().max()
     assert error < (0.02 if parse_scheme(scheme).activation is None else 0.1)
     assert all(torch.equal(t.cpu(), state[key]) for key, t in quantized.state_dict().items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_gradients_on_a_gpu(name):
+    """Single experts of the form that all share, whose rows alternate."""
+    quantized = converted(experts_of(name, torch.bfloat16), "w4a16_g32")
+    plain = quantized.dequantized(torch.float32).cuda()
+    quantized.cuda()
+    x, chosen, weights = (t.cuda() for t in inputs(torch.bfloat16))
+    of_x, of_plain = x.clone().requires_grad_(), x.float().requires_grad_()
+    quantized(of_x, chosen, weights).float().square().sum().backward()
+    plain(of_plain, chosen, weights).square().sum().backward()
+    assert float((of_x.grad - of_plain.grad).norm()) < 0.05 * float(of_plain.grad.norm())
 
 
 @pytest.mark.gpu
