@@ -203,7 +203,7 @@ def test_experts_of_other_architectures(path):
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_the_form_of_a_gpu(name):
-    """All experts in one weight, multiplied by the operators on a CPU: gate in the epilogue, biases in the order of its rows."""
+    """All experts in one weight, multiplied by the operators on a CPU: a gate in the epilogue, biases in the order of rows."""
     pytest.importorskip("lowbit.ops.expert_gemm", reason="the kernels of experts are not in this tree")
     quantized = converted(experts_of(name), "w4a16_g32")
     with torch.no_grad():
