@@ -194,6 +194,8 @@ def test_experts_of_other_architectures(path):
     original = cls(config)
     for parameter in original.parameters():
         nn.init.normal_(parameter, std=0.3)
+    if expert_weights(original) is None:
+        pytest.skip(f"in this Transformers, {name} has not the interface of experts")
     quantized = converted(original, "w4a16_g32")
     assert quantized.gate == OTHERS[path]
     with torch.no_grad():
