@@ -9,7 +9,8 @@ import datetime
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from benchmarks.e2e_report import E2E, KINDS, SCHEMA
 from benchmarks.language_model import random_model, weight_bytes
 from benchmarks.results import default_path, machine
 from lowbit.checkpoint.target import check_file
-from lowbit.engine import Engine, Request
+from lowbit.engine import Engine, Request, Sequence
 from lowbit.engine.block_pool import pages_for
 from lowbit.engine.chain import Chain
 from lowbit.engine.decode_runner import DecodeRunner, DecodeStep
@@ -144,7 +145,7 @@ def _rows_of(
     torch.cuda.empty_cache()
 
 
-def engine_for(model: PreTrainedModel, cases: Sequence[tuple[int, int]]) -> Engine:
+def engine_for(model: PreTrainedModel, cases: abc.Sequence[tuple[int, int]]) -> Engine:
     """Returns an engine whose cache holds every case, as far as memory allows."""
     longest = max(context for _, context in cases) + 4 * REPLAYS
     engine = Engine(
@@ -269,14 +270,13 @@ def _prefill(engine: Engine) -> tuple[float, float]:
     """Returns tokens per second of a prompt of PROMPT tokens, and the share of its time in products."""
     ids = torch.randint(engine.slots.sampling.counts.shape[1], (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
     place(engine, 1, PROMPT, 0)
-    request = Request(ids, 1)
-    request.slot = 0
+    sequence = Sequence(Request(ids, 1), slot=0)
     size = engine.scheduler.chunk_tokens
 
     def prompt() -> None:
         for begin in range(0, PROMPT, size):
             tokens = tuple(ids[begin : begin + size])
-            engine.prefill_runner.launch([PrefillChunk(request, begin, tokens, begin + size >= PROMPT)])
+            engine.prefill_runner.launch([PrefillChunk(sequence, begin, tokens, begin + size >= PROMPT)])
 
     seconds = []
     for _ in range(4):
@@ -297,13 +297,13 @@ def _request(engine: Engine, batch: int) -> dict[str, Any]:
     taken: dict[str, float] = {}
     for _ in range(2):
         prompts = [torch.randint(vocab, (128,), generator=generator).tolist() for _ in range(batch)]
-        requests = [engine.submit(Request(ids, OUTPUT)) for ids in prompts]
+        sequences = [engine.submit(Request(ids, OUTPUT)) for ids in prompts]
         start = time.perf_counter()
-        while not all(request.sampled for request in requests):
+        while not all(sequence.sampled for sequence in sequences):
             engine.step()
         begun = time.perf_counter()
-        sampled = min(len(request.sampled) for request in requests)
-        while any(request.finish_reason is None for request in requests):
+        sampled = min(len(sequence.sampled) for sequence in sequences)
+        while any(sequence.finish_reason is None for sequence in sequences):
             engine.step()
         end = time.perf_counter()
         taken = {"request_s": end - start, "step_wall_ms": 1e3 * (end - begun) / (OUTPUT - sampled)}

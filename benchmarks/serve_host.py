@@ -28,7 +28,7 @@ from benchmarks import results
 from benchmarks.language_model import random_model
 from benchmarks.request import DTYPES
 from benchmarks.serve_load import Mix, Prompts, RequestRecord, staggered
-from lowbit.engine import Engine, Request
+from lowbit.engine import Engine, Request, Sequence
 from lowbit.engine.warm_up import Stage
 from lowbit.eval.results import machine
 from lowbit.pipeline import Pipeline, pipeline
@@ -143,9 +143,9 @@ def engine_loop(engine: Engine, prompts: Prompts, config: ServeConfig) -> tuple[
 
     streams = [staggered(lengths, number, config.streams) for number in range(config.streams)]
     answers: list[RequestRecord] = []
-    live: list[tuple[Request, RequestRecord]] = []
+    live: list[tuple[Sequence, RequestRecord]] = []
 
-    def ask(number: int) -> tuple[Request, RequestRecord]:
+    def ask(number: int) -> tuple[Sequence, RequestRecord]:
         prompt, output = next(streams[number])
         answers.append(RequestRecord(time.perf_counter(), output))
         return engine.submit(Request(prompts(prompt), output)), answers[-1]
@@ -156,15 +156,15 @@ def engine_loop(engine: Engine, prompts: Prompts, config: ServeConfig) -> tuple[
     while (now := time.perf_counter()) < end:
         engine.step()
         now = time.perf_counter()
-        for number, (request, answer) in enumerate(live):
-            if len(request.sampled) > answer.tokens:
-                answer.first, answer.last, answer.tokens = answer.first or now, now, len(request.sampled)
-            if request.finish_reason is not None:
-                answer.error = request.error or None
+        for number, (sequence, answer) in enumerate(live):
+            if len(sequence.sampled) > answer.tokens:
+                answer.first, answer.last, answer.tokens = answer.first or now, now, len(sequence.sampled)
+            if sequence.finish_reason is not None:
+                answer.error = sequence.error or None
                 live[number] = ask(number)
     took = (time.process_time() - cpu) / (time.perf_counter() - begun)
-    for request, _ in live:
-        engine.cancel(request)
+    for sequence, _ in live:
+        engine.cancel(sequence)
     engine.generate([Request([0], 1)])
     return answers, end, took
 
@@ -172,11 +172,11 @@ def engine_loop(engine: Engine, prompts: Prompts, config: ServeConfig) -> tuple[
 def first_token_alone(engine: Engine, prompt: list[int], limit: int) -> float:
     """Returns the seconds to the first token of a request to an idle engine, without a server."""
     begun = time.perf_counter()
-    request = engine.submit(Request(prompt, limit))
-    while not request.sampled and request.finish_reason is None:
+    sequence = engine.submit(Request(prompt, limit))
+    while not sequence.sampled and sequence.finish_reason is None:
         engine.step()
     took = time.perf_counter() - begun
-    while request.finish_reason is None:
+    while sequence.finish_reason is None:
         engine.step()
     return took
 

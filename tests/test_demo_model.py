@@ -92,8 +92,8 @@ def test_the_engine_draws_the_tokens_of_transformers(smollm2):
     engine = Engine(model, max_concurrent=3, max_length=256)
     assert engine.difference < 1e-5, engine.report()
     prompts = ["The capital of France is", "def fibonacci(n):", "Once upon a time"]
-    for request in engine.generate([Request(tokenizer(text).input_ids, 16) for text in prompts]):
+    for sequence in engine.generate([Request(tokenizer(text).input_ids, 16) for text in prompts]):
         out = model.generate(
-            torch.tensor([request.prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
+            torch.tensor([sequence.request.prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
         )
-        assert [drawn.token for drawn in request.sampled] == out[0, len(request.prompt) :].tolist()
+        assert [drawn.token for drawn in sequence.sampled] == out[0, len(sequence.request.prompt) :].tolist()

@@ -50,7 +50,7 @@ def inspect(
         raise ValueError(f"{model}: {'; '.join(wrong)}")
     rows, rest, kept, lines, tool = _foreign_contents(source) if source.is_foreign else _contents(source, check)
     if check and source.is_foreign:
-        lines.append("every tensor is as its tool writes it, and config.json's model takes all of them")
+        lines.append("every tensor has the layout of its tool, and the model of config.json uses all of them")
     lines += slow_lines((row["scheme"], row["n"], row["k"]) for row in rows)
     experts = [(row["experts"], row["bytes"]) for row in rows if row["experts"]]
     if experts:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.engine.family import Decoder
+from lowbit.engine.decoder import Decoder
 from lowbit.engine.product import Dense, Packed, Product
 from lowbit.hardware.machine import features_of
 from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS
@@ -126,8 +126,8 @@ def chain_of(
         reasons.append(f"its MLP is {what}, known are gates of silu and gelu_tanh")
     if reasons:
         return tuple(reasons)
-    for parts, layer in zip(decoder.layers, products, strict=True):
-        if parts.after_attention_gamma is not None:
+    for spec, layer in zip(decoder.layers, products, strict=True):
+        if spec.after_attention_gamma is not None:
             reasons.append("norms after attention and MLP stand between the products")
         packed = [product for product in layer if isinstance(product, Packed | Dense)]
         for product in packed:
@@ -137,6 +137,6 @@ def chain_of(
                 "its products, gate and up in one, are not all weights in the order of the tensor cores or of 16 bits"
             )
         else:
-            before, mlp = (Gamma.of(gamma, decoder.norm_offset, dtype) for gamma in (parts.input_gamma, parts.mlp_gamma))
+            before, mlp = (Gamma.of(gamma, decoder.norm_offset, dtype) for gamma in (spec.input_gamma, spec.mlp_gamma))
             links.append(ChainLayer(packed[0], packed[1], packed[2], packed[3], before, mlp))
     return tuple(dict.fromkeys(reasons)) or Chain(decoder, links, head, dtype)

@@ -1,4 +1,4 @@
-"""Checks that a decode program computes what its model does, on the same random tokens."""
+"""Chooses the program of a model: a decode program if it computes what the model does, else the model's own forward."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
-from lowbit.engine.family import Decoder
+from lowbit.engine.decoder import Decoder
+from lowbit.engine.forward import ForwardProgram
+from lowbit.engine.model_program import ModelProgram
 from lowbit.engine.program import DecodeProgram
+from lowbit.engine.recognise import recognise
 from lowbit.engine.request import Request
 from lowbit.engine.scheduler import PrefillChunk
+from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.choose.attention import attention_refusals
 from lowbit.ops.elementwise import MOST_COLUMNS
@@ -23,6 +27,25 @@ tests/engine/test_family.py proves the formulas of a family; this check finds mo
 
 TOKENS = 33
 """Tokens of the prompt; a decode step computes one more."""
+
+
+def program_of(model: PreTrainedModel, positions: int, *, batch_invariant: bool) -> tuple[ModelProgram, float]:
+    """The program of a model for sequences of up to `positions` tokens: its decode program, with the relative difference of
+    its logits from the model's, or a `ForwardProgram` that says why there is none, and 0."""
+    decoder = recognise(model, max(positions, TOKENS + 1))
+    if isinstance(decoder, tuple):
+        return ForwardProgram(model, decoder), 0.0
+    refused = kernel_refusals(decoder, model.dtype) if model.device.type == "cuda" else ()
+    if refused:
+        return ForwardProgram(model, refused), 0.0
+
+    def make() -> DecodeProgram:
+        return DecodeProgram(decoder, model.dtype, model.device, batch_invariant=batch_invariant)
+
+    program, difference = difference_to(model, make)
+    if not difference <= LARGEST_DIFFERENCE:  # or NaN
+        return ForwardProgram(model, (f"the decode program of {decoder.family} differs from it by {difference:.2g}",)), 0.0
+    return program, difference
 
 
 def kernel_refusals(decoder: Decoder, dtype: torch.dtype) -> tuple[str, ...]:
@@ -46,11 +69,10 @@ def difference_to(model: PreTrainedModel, make: Callable[[], DecodeProgram]) -> 
     program = make()
     program.allocate_cache(2)
     slots = Slots(1, TOKENS + 1, vocab, (), program.device)
-    request = Request(ids[:-1].tolist(), 1)
-    request.slot = 0
+    sequence = Sequence(Request(ids[:-1].tolist(), 1), slot=0)
     slots.update([(0, 0, 1)], [(0, TOKENS)])
     slots.tokens[0] = int(ids[-1])
-    prompt = program.prompt([PrefillChunk(request, 0, tuple(ids[:-1].tolist()), True)], slots)
+    prompt = program.prompt([PrefillChunk(sequence, 0, tuple(ids[:-1].tolist()), True)], slots)
     step = program.step(on_device([0], program.device), slots)
     program.cache = None
     assert prompt is not None

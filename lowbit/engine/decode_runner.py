@@ -6,18 +6,15 @@ weights, and the rows and results here. A step whose size has no graph is padded
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import abc
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lowbit.engine.cache import CacheSpec
 from lowbit.engine.graphs import Graphs
-from lowbit.engine.ragged import Ragged
-from lowbit.engine.request import Request
-from lowbit.engine.scheduler import PrefillChunk
+from lowbit.engine.model_program import ModelProgram
+from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.choose.attention import PAGE
 from lowbit.ops.sample import sample
@@ -32,54 +29,6 @@ kernels/choose/attention.py)."""
 
 Variant = tuple[int, bool, int]
 """Rows, whether some request samples (not greedy), and the longest context."""
-
-
-class ModelProgram(Protocol):
-    """What computes logits: `DecodeProgram`, or `ForwardProgram` around a model's own forward."""
-
-    reasons: tuple[str, ...]
-    """Why a model has no decode program; empty for a decode program."""
-    is_paged: bool
-    """True if keys and values are in pages that `allocate_cache` makes. Chunks of several sequences are then one batch, chunks
-    can be computed again, and prefixes cached."""
-    device: torch.device
-    dtype: torch.dtype
-
-    @property
-    def cache_spec(self) -> CacheSpec | None:
-        """Layout of the pages; None if the program stores keys and values itself."""
-
-    def allocate_cache(self, pages: int) -> None:
-        """Allocates the pages of a paged program."""
-
-    def graphs(self) -> Graphs | None:
-        """Where steps and prompts are captured as CUDA graphs; None if they are launched one by one."""
-
-    def step(self, rows: Tensor, slots: Slots, longest: int = 0) -> Tensor:
-        """Logits [B, V] after the next token of the slots `rows`; `longest`: upper limit of their contexts, 0 for any."""
-
-    def prompt(self, chunks: Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
-        """Logits [B, V] after those chunks that are the last of their prompt; None if none is."""
-
-    @property
-    def captures_prompts(self) -> bool:
-        """True if `ragged_logits` computes prompts, so that they can be captured."""
-
-    def ragged_logits(self, ragged: Ragged, slots: Slots) -> Tensor:
-        """Logits [sequences, V] after the last tokens of a ragged batch."""
-
-    def blank_logits(self, count: int) -> Tensor:
-        """Logits [count, V] of zeros through final norm and head, for a warm-up run."""
-
-    def report(self, difference: float) -> list[str]:
-        """How sequences are computed, as lines of text; `difference` of logits from the model's own forward."""
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of keys and values of a page of tokens, in all layers."""
-
-    def keep(self, running: Sequence[Request]) -> None:
-        """Frees keys and values that the program itself holds for other requests."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +75,7 @@ class DecodeRunner:
         size = next(size for size in self.sizes if size >= count)
         return size, filters, next(reach for reach in self.reaches if reach >= longest)
 
-    def launch(self, rows: Sequence[int], filters: bool, longest: int) -> DecodeStep:
+    def launch(self, rows: abc.Sequence[int], filters: bool, longest: int) -> DecodeStep:
         """Launches a step of the slots `rows`. filters: some request samples. longest: upper limit of their contexts."""
         size, _, reach = variant = self.variant(len(rows), filters, longest)
         if not self.graphs:
@@ -158,9 +107,9 @@ class DecodeRunner:
         return sample_tokens(logits, rows, self.slots, filters)
 
 
-def filters(requests: Iterable[Request]) -> bool:
-    """True if some request samples, that is, does not take its most likely token."""
-    return not all(request.sampling.greedy for request in requests)
+def filters(sequences: abc.Iterable[Sequence]) -> bool:
+    """True if some sequence samples, that is, does not take its most likely token."""
+    return not all(sequence.request.sampling.greedy for sequence in sequences)
 
 
 def sample_tokens(logits: Tensor, rows: Tensor, slots: Slots, filters: bool) -> DecodeStep:

@@ -1,4 +1,18 @@
-"""Errors of one request, which its caller gets, and of a whole step, which the thread that ran the step gets."""
+"""Errors of the engine, and what each of them ends.
+
+One sequence: its prompt cannot be computed even without others, its `on_token` raises an error, or its logits are NaN or
+infinite. It finishes as failed, with `Sequence.error`; the others continue, since none of this depends on them. These errors
+come from models and from callers, so they may be of any class.
+
+A step: anything else that raises while a step is scheduled, launched or read. Which of its sequences is at fault is unknown, so
+all of them fail, and the thread that runs the step gets `StepFailed`. Sequences outside the step continue. Without a sequence
+in the step, that thread gets the error itself.
+
+The engine: after each failure the GPU is synchronized. A CUDA error that appears then is permanent for the process: all
+sequences fail, and `Engine.submit` raises `EngineFailed` from then on.
+
+Interrupts (KeyboardInterrupt, SystemExit) fail the sequences that they leave half computed, and are raised again as they are.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +26,11 @@ class RequestFailed(RuntimeError):
 
 
 class StepFailed(RuntimeError):
-    """All requests of a step have failed; the message says why. Other requests continue."""
+    """All sequences of a step have failed; the message says why. Other sequences continue."""
+
+
+class EngineFailed(RuntimeError):
+    """The GPU failed: the engine computes nothing any more in this process; the message says why."""
 
 
 def log_failure(what: str, error: Exception) -> str:

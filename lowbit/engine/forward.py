@@ -6,7 +6,7 @@ It is much slower than a decode program on a GPU. Decode programs are checked ag
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from transformers import DynamicCache, PreTrainedModel
 from lowbit.engine.cache import CacheSpec
 from lowbit.engine.graphs import Graphs
 from lowbit.engine.ragged import Ragged
-from lowbit.engine.request import Request
 from lowbit.engine.scheduler import PrefillChunk
+from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots
 from lowbit.kernels.choose.attention import PAGE
 from lowbit.models.hf import give_back_freed_memory
@@ -44,9 +44,9 @@ class ForwardProgram:
         self._freed_bytes = 0
         self.page_bytes = PAGE * self._token_bytes()
 
-    def keep(self, running: Sequence[Request]) -> None:
+    def keep(self, running: abc.Sequence[Sequence]) -> None:
         """Frees the caches of other requests; a C library that keeps freed memory returns it to the system."""
-        for slot in self._caches.keys() - {request.slot for request in running}:
+        for slot in self._caches.keys() - {sequence.slot for sequence in running}:
             self._freed_bytes += _bytes(self._caches.pop(slot))
         if self.device.type == "cpu" and self._freed_bytes >= TRIM_BYTES:
             self._freed_bytes = 0
@@ -78,11 +78,11 @@ class ForwardProgram:
         zeros = torch.zeros_like(next(iter(logits.values())))
         return torch.cat([logits.get(slot, zeros) for slot in rows.tolist()])
 
-    def prompt(self, chunks: Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
+    def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
         """Logits [B, V] after those chunks that are the last of their prompt; None if none is."""
         last = []
         for chunk in chunks:
-            slot = chunk.request.row
+            slot = chunk.sequence.running_slot
             if chunk.begin == 0:
                 self._caches[slot] = DynamicCache(config=self.model.config)
             logits = self._forward(list(chunk.tokens), slot)

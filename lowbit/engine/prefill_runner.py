@@ -6,21 +6,19 @@ tokens need on the GPU. Sampling follows the graph, since its settings differ be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import abc
 
 import torch
 from torch import Tensor
 
 from lowbit.engine.graphs import Graphs
+from lowbit.engine.model_program import ModelProgram
 from lowbit.engine.ragged import Ragged, RaggedShape, sizes
 from lowbit.engine.request import Request
 from lowbit.engine.scheduler import PrefillChunk
+from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.choose.attention import PAGE
-
-if TYPE_CHECKING:
-    from lowbit.engine.decode_runner import ModelProgram
 
 MAX_SEQUENCES = 31
 """Sequences in a graph; more are split over several launches. Attention blocks without a sequence cost 0.5 ms in all for 1,024
@@ -54,7 +52,7 @@ class PrefillRunner:
         """The padded number of tokens that is computed for `tokens` tokens."""
         return next(size for size in self.sizes if size >= tokens)
 
-    def launch(self, chunks: Sequence[PrefillChunk]) -> Tensor | None:
+    def launch(self, chunks: abc.Sequence[PrefillChunk]) -> Tensor | None:
         """Logits [B, V] after the chunks that are the last of their prompt, valid until the next launch; None if none is."""
         first, *others = self.parts(chunks)
         if not others:
@@ -63,12 +61,12 @@ class PrefillRunner:
         parts = [logits.clone() for part in (first, *others) if (logits := self._launch(part)) is not None]
         return torch.cat(parts) if parts else None
 
-    def parts(self, chunks: Sequence[PrefillChunk]) -> list[Sequence[PrefillChunk]]:
+    def parts(self, chunks: abc.Sequence[PrefillChunk]) -> list[abc.Sequence[PrefillChunk]]:
         """Splits chunks into launches of at most as many as a graph has sequences."""
         most = self.sequences if self.graph_shapes else len(chunks)
         return [chunks[at : at + most] for at in range(0, len(chunks), most)]
 
-    def _launch(self, chunks: Sequence[PrefillChunk]) -> Tensor | None:
+    def _launch(self, chunks: abc.Sequence[PrefillChunk]) -> Tensor | None:
         shape = self._shape(chunks)
         if shape is None:
             return self.program.prompt(chunks, self.slots)
@@ -79,7 +77,7 @@ class PrefillRunner:
         count = sum(chunk.last for chunk in chunks)
         return self._logits[:count] if count else None
 
-    def _shape(self, chunks: Sequence[PrefillChunk]) -> RaggedShape | None:
+    def _shape(self, chunks: abc.Sequence[PrefillChunk]) -> RaggedShape | None:
         """The smallest captured shape that fits some chunks; None if none does."""
         tokens, keys = sum(len(chunk.tokens) for chunk in chunks), sum(chunk.end for chunk in chunks)
         fit = [
@@ -120,7 +118,6 @@ class PrefillRunner:
             shape = RaggedShape(size, self.sequences, size)
             self.run(shape, on_device(shape.numbers((), self.slots.dummy_slot), self.slots.device))
             return
-        request = Request([0], 1)
-        request.slot = self.slots.dummy_slot
+        sequence = Sequence(Request([0], 1), slot=self.slots.dummy_slot)
         tokens = [(0,) * min(longest, size - begin) for begin in range(0, size, longest)]
-        self.program.prompt([PrefillChunk(request, 0, each, False) for each in tokens], self.slots)
+        self.program.prompt([PrefillChunk(sequence, 0, each, False) for each in tokens], self.slots)

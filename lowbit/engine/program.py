@@ -8,7 +8,8 @@ once; on a GPU they are padded to the sizes of ragged.py. kernels/reference/ def
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +18,14 @@ from torch import Tensor
 
 from lowbit.engine.cache import Cache, CacheSpec
 from lowbit.engine.chain import Chain, chain_of
+from lowbit.engine.decoder import PRODUCTS, Decoder, DecoderLayer, ExpertsMLP
 from lowbit.engine.experts import ExpertMLP, NormedQkv, expert_mlp_of
-from lowbit.engine.family import Decoder, LayerParts
 from lowbit.engine.graphs import Graphs
 from lowbit.engine.product import Packed, Product, Scaled, gated_product, product
 from lowbit.engine.prompt_attention import PromptAttention, RaggedAttention
 from lowbit.engine.ragged import Ragged, sizes
-from lowbit.engine.request import Request
 from lowbit.engine.scheduler import PrefillChunk
+from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.nn import QuantLinear
@@ -35,11 +36,11 @@ from lowbit.ops.elementwise import activate, add_norm, embed_norm, gate
 
 @dataclass(frozen=True)
 class Layer:
-    """The products of a decoder layer, its modules and its attention; `gate_up` is up alone in an MLP without a gate.
+    """A decoder layer as the program computes it: its products and its attention; `spec`: its modules, norms and rotary type.
+    `gate_up` is up alone in an MLP without a gate. experts: the whole MLP of a layer with experts; gate_up and down are None
+    then."""
 
-    experts: the whole MLP, of a layer with experts; gate_up and down are None then."""
-
-    parts: LayerParts
+    spec: DecoderLayer
     qkv: Product
     o: Product
     gate_up: Product | None
@@ -61,13 +62,13 @@ class DecodeProgram:
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool) -> None:
         self.decoder, self.dtype, self.device, self.batch_invariant = decoder, dtype, device, batch_invariant
-        self.layers = [self._layer(parts) for parts in decoder.layers]
+        self.layers = [self._layer(spec) for spec in decoder.layers]
         self.head = product([decoder.head], batch_invariant)
         self.chain: Chain | tuple[str, ...] = ("its sums are not those of larger steps (batch_invariant)",)
         products = [(row.qkv, row.o, row.gate_up, row.down) for row in self.layers if row.gate_up and row.down]
         if len(products) < len(self.layers):
             self.chain = ("its MLPs are experts, which no product of a chain computes",)
-        elif any(row.parts.qk_norms for row in self.layers):
+        elif any(row.spec.qk_norms for row in self.layers):
             self.chain = ("norms of whole q and k stand before attention",)
         elif not batch_invariant:
             self.chain = chain_of(decoder, products, self.head, dtype)
@@ -75,26 +76,26 @@ class DecodeProgram:
         self.ropes = [table.to(device) for table in decoder.ropes]
         self.cache: Cache | None = None
 
-    def _layer(self, parts: LayerParts) -> Layer:
+    def _layer(self, spec: DecoderLayer) -> Layer:
         invariant = self.batch_invariant
-        for name in ("qkv", "o", "gate_up", "down"):
-            for module in parts.modules(name):
+        for name in PRODUCTS:
+            for module in spec.modules(name):
                 if isinstance(module, QuantLinear) and self.device.type == "cuda":
                     module.prepare(self.dtype)
-        qkv, o = (product(parts.modules(name), invariant) for name in ("qkv", "o"))
-        if parts.qk_norms:
-            widths: list[Any] = [module.out_features for module in parts.qkv]
-            qkv = NormedQkv(qkv, widths, parts.qk_norms)
-        shape = self.decoder.attention_shape(parts)
-        if parts.experts:
-            experts = expert_mlp_of(parts.down, self.dtype, self.decoder.activation, invariant)
-            return Layer(parts, qkv, o, None, None, shape, experts)
-        down, modules = product(parts.modules("down"), invariant), parts.modules("gate_up")
+        qkv, o = (product(modules, invariant) for modules in (spec.qkv, [spec.o]))
+        if spec.qk_norms:
+            widths: list[Any] = [module.out_features for module in spec.qkv]
+            qkv = NormedQkv(qkv, widths, spec.qk_norms)
+        shape = self.decoder.attention_shape(spec)
+        if isinstance(spec.mlp, ExpertsMLP):
+            experts = expert_mlp_of(spec.mlp.block, self.dtype, self.decoder.activation, invariant)
+            return Layer(spec, qkv, o, None, None, shape, experts)
+        down = product([spec.mlp.down], invariant)
         if self.decoder.gated:
-            gate_up = gated_product(modules, parts.block, parts.down, self.decoder.activation, invariant)
+            gate_up = gated_product(spec.mlp.gate_up, spec.module, spec.mlp.down, self.decoder.activation, invariant)
         else:
-            gate_up = product(modules, invariant)
-        return Layer(parts, qkv, o, gate_up, down, shape)
+            gate_up = product(spec.mlp.gate_up, invariant)
+        return Layer(spec, qkv, o, gate_up, down, shape)
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -107,7 +108,7 @@ class DecodeProgram:
         """Bytes of keys and values of a page of tokens, in all layers."""
         return self.cache_spec.page_bytes
 
-    def keep(self, running: Sequence[Request]) -> None:
+    def keep(self, running: abc.Sequence[Sequence]) -> None:
         """Does nothing: keys and values are in the pages of `cache`."""
 
     def allocate_cache(self, pages: int) -> None:
@@ -153,8 +154,8 @@ class DecodeProgram:
         def attend(i: int, qkv: Tensor) -> Tensor:
             layer, (keys, values) = self.layers[i], self._cache.layer(i)
             return decode_attention(
-                qkv, keys, values, slots.tables, slots.positions, rows, self.ropes[layer.parts.rope], layer.shape,
-                layer.parts.q_gamma, layer.parts.k_gamma, batch_invariant=self.batch_invariant,
+                qkv, keys, values, slots.tables, slots.positions, rows, self.ropes[layer.spec.rope], layer.shape,
+                layer.spec.q_gamma, layer.spec.k_gamma, batch_invariant=self.batch_invariant,
                 longest=longest,
             )  # fmt: skip
 
@@ -162,7 +163,7 @@ class DecodeProgram:
             return self._capped(self.chain.step(slots.tokens, rows, self.table, attend))
         return self.logits(*self._layers(slots.tokens, rows, slots.positions, attend))
 
-    def prompt(self, chunks: Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
+    def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
         """Logits [B, V] after those chunks that are the last of their prompt; None if none is."""
         count = sum(len(chunk.tokens) for chunk in chunks)
         on_gpu = self.device.type == "cuda"
@@ -186,8 +187,8 @@ class DecodeProgram:
         def attend(i: int, qkv: Tensor) -> Tensor:
             layer, (keys, values) = self.layers[i], self._cache.layer(i)
             q = append_kv(
-                qkv, keys, values, slots.tables, ragged.slot_of, ragged.position_of, self.ropes[layer.parts.rope], layer.shape,
-                layer.parts.q_gamma, layer.parts.k_gamma,
+                qkv, keys, values, slots.tables, ragged.slot_of, ragged.position_of, self.ropes[layer.spec.rope], layer.shape,
+                layer.spec.q_gamma, layer.spec.k_gamma,
             )  # fmt: skip
             return attention_of(q, keys, values, layer.shape)
 
@@ -204,18 +205,18 @@ class DecodeProgram:
         """The residual stream after all layers, and the last layer's output that is not added to it yet. Tokens and positions
         are indexed by `rows`, or have one element a row without it."""
         d = self.decoder
-        parts = self.layers[0].parts
+        spec = self.layers[0].spec
         h, x = embed_norm(
-            tokens, rows, self.table, parts.input_gamma, d.eps, self.dtype, scale=d.embedding_scale, offset=d.norm_offset,
-            bias=parts.input_bias, positions=None if d.position_table is None else positions, position_table=d.position_table,
+            tokens, rows, self.table, spec.input_gamma, d.eps, self.dtype, scale=d.embedding_scale, offset=d.norm_offset,
+            bias=spec.input_bias, positions=None if d.position_table is None else positions, position_table=d.position_table,
         )  # fmt: skip
         delta = h
         for i, layer in enumerate(self.layers):
             if i:
-                after, parts = parts.after_mlp_gamma, layer.parts
-                x = self._norm(layer.qkv, h, delta, parts.input_gamma, parts.input_bias, after)
+                after, spec = spec.after_mlp_gamma, layer.spec
+                x = self._norm(layer.qkv, h, delta, spec.input_gamma, spec.input_bias, after)
             delta = layer.o(attend(i, layer.qkv(x)))
-            x = self._norm(layer.gate_up, h, delta, parts.mlp_gamma, parts.mlp_bias, parts.after_attention_gamma)
+            x = self._norm(layer.gate_up, h, delta, spec.mlp_gamma, spec.mlp_bias, spec.after_attention_gamma)
             delta = self._mlp(layer, x)
         return h, delta
 
@@ -253,7 +254,7 @@ class DecodeProgram:
     def logits(self, h: Tensor, delta: Tensor) -> Tensor:
         """Logits [B, V] of h + delta: the residual stream [B, hidden] and the last layer's output."""
         d = self.decoder
-        after = self.layers[-1].parts.after_mlp_gamma
+        after = self.layers[-1].spec.after_mlp_gamma
         x = add_norm(h, delta, d.final_gamma, d.eps, offset=d.norm_offset, post_gamma=after, bias=d.final_bias)
         return self._capped(self.head(x))
 

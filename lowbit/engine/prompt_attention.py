@@ -79,7 +79,9 @@ class PromptAttention:
 
     def _group(self, begin: int, length: int, numbers: list[int]) -> Group:
         chunks, device = [self.chunks[number] for number in numbers], self.tables.device
-        slot, end = on_device([[chunk.request.row for chunk in chunks], [chunk.end for chunk in chunks]], device).long()
+        slot, end = on_device(
+            [[chunk.sequence.running_slot for chunk in chunks], [chunk.end for chunk in chunks]], device
+        ).long()
         position = torch.arange(begin + length, device=device).expand(len(chunks), -1)
         position = torch.where(position < end[:, None], position, 0)
         return Group(length, numbers, self.tables[slot[:, None], position // PAGE].long(), position % PAGE)
@@ -119,7 +121,7 @@ class PromptAttention:
     def _alone(self, number: int, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
         chunk = self.chunks[number]
         part = q[self.begins[number] : self.begins[number + 1]]
-        return prompt_attention(part, keys, values, self.tables[chunk.request.row], chunk.begin, shape)
+        return prompt_attention(part, keys, values, self.tables[chunk.sequence.running_slot], chunk.begin, shape)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

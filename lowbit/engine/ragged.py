@@ -50,7 +50,7 @@ class RaggedShape:
         assert len(chunks) <= self.sequences and q_begins[-1] <= self.tokens and k_begins[-1] <= self.keys
         ends = [end - 1 for end, chunk in zip(q_begins[1:], chunks, strict=True) if chunk.last]
         rows = (
-            ([chunk.request.row for chunk in chunks], dummy_slot),
+            ([chunk.sequence.running_slot for chunk in chunks], dummy_slot),
             ([chunk.begin for chunk in chunks], 0),
             (q_begins, q_begins[-1]),
             (k_begins, k_begins[-1]),
@@ -76,8 +76,8 @@ class Ragged:
         self._slot, begin, self.q_begins, self.k_begins = (row[: shape.sequences + 1] for row in rows[:4])
         self.last = rows[4, : shape.sequences].long()
         self.ids = numbers[5 * shape.columns :]
-        text, local = self._sequences(self.q_begins, shape.tokens)
-        self.slot_of, self.position_of = self._slot[text], begin[text] + local
+        sequence, index = self._sequences(self.q_begins, shape.tokens)
+        self.slot_of, self.position_of = self._slot[sequence], begin[sequence] + index
 
     @classmethod
     def of(cls, chunks: Sequence[PrefillChunk], slots: Slots, tokens: int) -> Ragged:
@@ -88,11 +88,11 @@ class Ragged:
     def _sequences(self, begins: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """For each of `count` tokens or keys: its sequence, and its index in it; 0 for padding."""
         each = torch.arange(count, dtype=torch.int32, device=begins.device)
-        text = torch.searchsorted(begins[1:], each, right=True)
-        return text, torch.where(text < self.shape.sequences, each - begins[text], 0)
+        sequence = torch.searchsorted(begins[1:], each, right=True)
+        return sequence, torch.where(sequence < self.shape.sequences, each - begins[sequence], 0)
 
     def keys(self, kv_heads: int) -> Tensor:
         """Row of the first head of each key among the rows of a layer's pages, int64 [keys]."""
-        text, position = self._sequences(self.k_begins, self.shape.keys)
-        page = self.tables[self._slot[text].long(), position // PAGE].long()
+        sequence, position = self._sequences(self.k_begins, self.shape.keys)
+        page = self.tables[self._slot[sequence].long(), position // PAGE].long()
         return page * (kv_heads * PAGE) + position % PAGE

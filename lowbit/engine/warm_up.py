@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowbit.engine.decode_runner import DecodeRunner, ModelProgram, filters, sample_tokens
+from lowbit.engine.decode_runner import DecodeRunner, filters, sample_tokens
+from lowbit.engine.model_program import ModelProgram
 from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.scheduler import SchedulerOutput
 from lowbit.engine.slots import on_device
@@ -59,15 +60,15 @@ class WarmUpRun:
             *(("sample", count, filters, 0) for count in range(1, self.concurrent + 1) for filters in (False, True)),
         ]
 
-    def parts_of(self, planned: SchedulerOutput) -> list[Part]:
+    def parts_of(self, scheduled: SchedulerOutput) -> list[Part]:
         """New parts of a step, and of the decode step after it."""
         parts: list[Part] = []
-        last = [chunk.request for chunk in planned.chunks if chunk.last]
-        for requests in (planned.decoding, [*planned.decoding, *last] if last else []):
-            if requests:
-                computed = max(request.computed for request in requests)
-                parts.append(("step", *self.decode_runner.variant(len(requests), filters(requests), computed)))
-        for chunks in self.prefill_runner.parts(planned.chunks) if planned.chunks else ():
+        last = [chunk.sequence for chunk in scheduled.chunks if chunk.last]
+        for sequences in (scheduled.decoding, [*scheduled.decoding, *last] if last else []):
+            if sequences:
+                computed = max(sequence.computed_tokens for sequence in sequences)
+                parts.append(("step", *self.decode_runner.variant(len(sequences), filters(sequences), computed)))
+        for chunks in self.prefill_runner.parts(scheduled.chunks) if scheduled.chunks else ():
             tokens = sum(len(chunk.tokens) for chunk in chunks)
             parts.append(("prompt", self.prefill_runner.size(tokens), False, 0))
         if last:

@@ -11,7 +11,7 @@ import inspect
 import sys
 from types import ModuleType
 
-from lowbit.engine.request import FinishReason
+from lowbit.engine.sequence import FinishReason
 from lowbit.pipeline.params import GenerateParams, Response, UnknownArgument
 from lowbit.pipeline.pipeline import Pipeline, pipeline
 from lowbit.pipeline.stream import Stream

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lowbit.engine.request import FinishReason
+from lowbit.engine.sequence import FinishReason
 from lowbit.ops.sample import is_real, is_whole
 
 

@@ -109,7 +109,8 @@ class Pipeline:
             return text.stopped
 
         (request,) = requests_of([ids], [limit], params, self.model.generation_config, self.stop_token_ids, [on_token])
-        with contextlib.closing(self.engine.stream(self.engine.submit(request))) as tokens:
+        sequence = self.engine.submit(request)
+        with contextlib.closing(self.engine.stream(sequence)) as tokens:
             for _ in tokens:
                 piece = "".join(shown)
                 shown.clear()
@@ -117,7 +118,7 @@ class Pipeline:
                     yield piece
         if rest := text.finish():
             yield rest
-        return self._response(prompt, ids, [sampled.token for sampled in request.sampled], params)
+        return self._response(prompt, ids, [sampled.token for sampled in sequence.sampled], params)
 
     @property
     def engine(self) -> Engine:
@@ -169,7 +170,7 @@ class Pipeline:
         texts = [Detokenizer(self.tokenizer, ids, params.stop) if params.stop else None for ids in encoded]
         callbacks = [None if text is None else functools.partial(_completes_stop_string, text) for text in texts]
         requests = requests_of(encoded, limits, params, self.model.generation_config, self.stop_token_ids, callbacks)
-        return [[sampled.token for sampled in request.sampled] for request in self.engine.generate(requests)]
+        return [[sampled.token for sampled in sequence.sampled] for sequence in self.engine.generate(requests)]
 
     @torch.inference_mode()
     def _generate(self, encoded: list[list[int]], params: GenerateParams, limit: int) -> list[list[int]]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from lowbit.engine import Detokenizer, Request, Sampling
+from lowbit.engine import Detokenizer, EngineFailed, Request, RequestFailed, Sampling
 from lowbit.pipeline import Pipeline
 from lowbit.serve.chat import rendered
 from lowbit.serve.service import configured
@@ -111,7 +111,7 @@ class LocalChat:
             for sampled in engine.stream(engine.submit(request)):
                 if piece := stream.push(sampled.token):
                     yield piece
-        except RuntimeError as error:  # the request failed, or the engine
+        except (RequestFailed, EngineFailed) as error:
             raise ValueError(f"computing the answer failed: {error}") from error
         if rest := stream.finish():
             yield rest

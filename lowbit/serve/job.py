@@ -14,7 +14,7 @@ from lowbit.serve.responses import ChatResponses, CompletionResponses, Responses
 from lowbit.serve.schema import ChatCompletionRequest, CompletionRequest, GenerationBody
 from lowbit.serve.service import Service
 from lowbit.serve.stream import Push
-from lowbit.serve.worker import OutputCollector, SequenceOutput, SequenceState
+from lowbit.serve.worker import OutputCollector, SequenceOutput, ServedSequence
 
 COMPLETION_TOKENS = 16
 """Default limit of a completion, as in OpenAI's API. A chat has no limit but the context length."""
@@ -34,7 +34,7 @@ class GenerationJob:
 
     service: Service
     params: GenerationBody
-    sequences: list[SequenceState]
+    sequences: list[ServedSequence]
     collector: OutputCollector
     answer: Responses
     closed: bool = False
@@ -131,15 +131,15 @@ def make_job(service: Service, params: GenerationBody) -> GenerationJob:
         fronts = [service.prompts.text_of(prompt) for prompt in params.prompts] if params.echo else []
     seed = secrets.randbits(63) if params.seed is None else params.seed
     collector = OutputCollector()
-    sequences: list[SequenceState] = []
+    sequences: list[ServedSequence] = []
     for ids in prompts:
         for _ in range(params.choices):
             index = len(sequences)
             sampling = _sampling(service, params, (seed + index * NEXT_SEED) % (1 << 64))
             request = _request(service, params, ids, sampling)
-            sequences.append(SequenceState(request, Detokenizer(service.tokenizer, ids, params.stops), collector, index))
+            sequences.append(ServedSequence(request, Detokenizer(service.tokenizer, ids, params.stops), collector, index))
     arguments = (
-        service.name, [sequence.request for sequence in sequences], params.choices, service.token_texts,
+        service.name, sequences, params.choices, service.token_texts,
         params.num_logprobs is not None, fronts,
     )  # fmt: skip
     answer = ChatResponses(*arguments) if isinstance(params, ChatCompletionRequest) else CompletionResponses(*arguments)
@@ -161,11 +161,7 @@ def _request(service: Service, params: GenerationBody, ids: list[int], sampling:
     if sampling.min_new_tokens > limit:
         raise refused("min_tokens", f"{sampling.min_new_tokens:,} are more than the {limit:,} that the sequence may have")
     stops = frozenset() if params.ignore_eos else frozenset(service.engine.stop_token_ids)
-    request = Request(ids, limit, sampling, stops, top_logprobs=params.num_logprobs or 0)
-    reasons = service.engine.scheduler.refusals(request)
-    if reasons:
-        raise too_long(param, "; ".join(reasons), "ask for fewer tokens (max_tokens)")
-    return request
+    return Request(ids, limit, sampling, stops, top_logprobs=params.num_logprobs or 0)
 
 
 def _sampling(service: Service, params: GenerationBody, seed: int) -> Sampling:

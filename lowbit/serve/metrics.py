@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from lowbit.engine import Engine, FinishReason, Request
+from lowbit.engine import Engine, FinishReason, Sequence
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 TOKEN_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
@@ -45,15 +45,15 @@ class Metrics:
         for name, meaning, value in gauges:
             Gauge(name, meaning, **registry).set_function(value)
 
-    def ended(self, request: Request, reason: FinishReason, first: float | None) -> None:
+    def ended(self, sequence: Sequence, reason: FinishReason, first: float | None) -> None:
         """Counts a finished sequence, with the reason that its client gets: text that the engine held back may complete a stop
         string later. `first`: when its first token came, by `time.monotonic`."""
         self.texts.labels(reason.value).inc()
-        self.prompt_tokens.inc(len(request.prompt))
-        self.shared_tokens.inc(request.cached_tokens)
-        self.tokens.inc(len(request.sampled))
-        if first is not None and len(request.sampled) > 1:
-            self.token.observe((time.monotonic() - first) / (len(request.sampled) - 1))
+        self.prompt_tokens.inc(len(sequence.request.prompt))
+        self.shared_tokens.inc(sequence.cached_tokens)
+        self.tokens.inc(len(sequence.sampled))
+        if first is not None and len(sequence.sampled) > 1:
+            self.token.observe((time.monotonic() - first) / (len(sequence.sampled) - 1))
 
     def page(self) -> bytes:
         """All metrics in Prometheus' text format."""

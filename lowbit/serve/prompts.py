@@ -42,7 +42,6 @@ _COMMAND = (
     "import json, sys; control, path = json.loads(sys.argv[1]); sys.path[:] = path; "
     "from lowbit.serve.prompt_process import main; main(control)"
 )
-_PICKLE_ERRORS = (pickle.PicklingError, AttributeError, TypeError, ValueError, RuntimeError)
 
 
 class Prompts:
@@ -208,7 +207,7 @@ class Workers:
         with theirs, tempfile.TemporaryFile() as job:
             try:
                 pickle.dump(self._job, job)
-            except _PICKLE_ERRORS as error:
+            except Exception as error:  # a tokenizer's own classes take part in pickling: they may raise anything
                 raise RuntimeError(f"this tokenizer cannot be copied to the process that encodes prompts: {error}") from error
             job.seek(0)
             command = [sys.executable, "-c", _COMMAND, json.dumps([theirs.fileno(), sys.path])]

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowbit.engine import Request, SampledToken
+from lowbit.engine import SampledToken
 from lowbit.serve.chat import TokenTexts
-from lowbit.serve.worker import SequenceOutput
+from lowbit.serve.worker import SequenceOutput, ServedSequence
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks."""
@@ -25,10 +25,10 @@ def _finite(logprob: float) -> float:
 
 @dataclass
 class Responses:
-    """The response to one HTTP request: sequences 0, 1, .. of `requests`, `each` of them for each prompt."""
+    """The response to one HTTP request: its sequences 0, 1, .., `each` of them for each prompt."""
 
     model: str
-    requests: Sequence[Request]
+    sequences: Sequence[ServedSequence]
     each: int
     names: TokenTexts
     logprobs: bool
@@ -41,9 +41,10 @@ class Responses:
 
     def usage(self) -> dict[str, Any]:
         """Tokens of the prompts, each counted once, and of all sequences so far."""
-        prompt = sum(len(request.prompt) for request in self.requests[:: self.each])
-        sampled = sum(len(request.sampled) for request in self.requests)
-        shared = sum(request.cached_tokens for request in self.requests[:: self.each])
+        first_of_each = self.sequences[:: self.each]
+        prompt = sum(len(sequence.request.prompt) for sequence in first_of_each)
+        sampled = sum(len(sequence.submitted_state.sampled) for sequence in self.sequences)
+        shared = sum(sequence.submitted_state.cached_tokens for sequence in first_of_each)
         return {
             "prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled,
             "prompt_tokens_details": {"cached_tokens": shared},

@@ -91,7 +91,7 @@ class Service:
         self.metrics = Metrics(engine)
         self.quota = SequenceQuota(self.limits.max_sequences)
         most = min(self.limits.max_prompt, engine.max_length - 1)
-        self.vocab = engine.slots.sampling.counts.shape[1]
+        self.vocab = engine.vocab
         self.prompts = Prompts(self.tokenizer, most, self.vocab, self.limits)
         self.worker = Worker(engine, self.metrics, self.prompts)
         self.token_texts = TokenTexts(self.tokenizer)

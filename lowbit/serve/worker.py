@@ -15,10 +15,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
-from lowbit.engine import Detokenizer, Engine, FinishReason, Request, SampledToken
+from lowbit.engine import Detokenizer, Engine, EngineFailed, FinishReason, Request, SampledToken, Sequence, StepFailed
 from lowbit.engine.warm_up import Stage
 from lowbit.serve.errors import ApiError, failed, refused
 from lowbit.serve.metrics import Metrics
@@ -77,8 +78,9 @@ class OutputCollector:
 
 
 @dataclass(eq=False)
-class SequenceState:
-    """The state of a sequence: its engine request, its detokenizer, and output that is not delivered yet."""
+class ServedSequence:
+    """A sequence of an HTTP request: what the engine is to compute, the engine's state of it, its detokenizer, and output that
+    is not delivered yet. `state` is None until the worker has submitted the request."""
 
     request: Request
     stream: Detokenizer
@@ -86,12 +88,13 @@ class SequenceState:
     index: int
     submitted: float = field(default_factory=time.monotonic)
     first: float | None = None
+    state: Sequence | None = None
     shown: str = ""
     fresh: list[SampledToken] = field(default_factory=list)
     text_offsets: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.request.on_token = self._on_token
+        self.request = replace(self.request, on_token=self._on_token)
 
     def _on_token(self, sampled: SampledToken) -> bool:
         """Adds a token, in the engine's thread; returns True if it completes a stop string."""
@@ -101,9 +104,20 @@ class SequenceState:
             self.shown += self.stream.push(sampled.token)
         return self.stream.stopped
 
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the engine finished the sequence; None if it did not."""
+        return None if self.state is None else self.state.finish_reason
+
+    @property
+    def submitted_state(self) -> Sequence:
+        """The engine's state of a sequence that was submitted."""
+        assert self.state is not None
+        return self.state
+
     def take(self, error: ApiError | None = None) -> SequenceOutput | None:
         """The output since the last call; None if there is none."""
-        end = self.request.finish_reason
+        end = self.finish_reason
         if end in (FinishReason.STOP, FinishReason.LENGTH):
             self.shown += self.stream.finish()
             end = FinishReason.STOP if self.stream.stopped else end  # text held back may complete a stop string
@@ -127,9 +141,9 @@ class Worker:
         self.dead = False
         """True if the thread ended before `stop`."""
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._live: dict[SequenceState, None] = {}
+        self._live: dict[ServedSequence, None] = {}
         """Sequences in the engine; used by the thread alone."""
-        self._open: dict[SequenceState, None] = {}
+        self._open: dict[ServedSequence, None] = {}
         """Sequences whose output is not complete; used by the event loop alone."""
         self._refusing: ApiError | None = None
         """Error of sequences submitted after `end_all`; used by the thread alone."""
@@ -142,14 +156,14 @@ class Worker:
         self._loop, self._warm, self._ended = loop, warm, ended
         self._thread.start()
 
-    def submit(self, sequences: Sequence[SequenceState]) -> None:
+    def submit(self, sequences: abc.Sequence[ServedSequence]) -> None:
         """Generates sequences; the last output of each has a finish reason."""
         self._open.update(dict.fromkeys(sequences))
         if self.dead:
             self._fail_open()
         self._commands.put(lambda: self._submit(sequences))
 
-    def cancel(self, sequences: Sequence[SequenceState]) -> None:
+    def cancel(self, sequences: abc.Sequence[ServedSequence]) -> None:
         """Cancels sequences before the next step; does nothing for finished ones."""
         for sequence in sequences:
             self._open.pop(sequence, None)
@@ -221,27 +235,27 @@ class Worker:
                 return
             command()
 
-    def _submit(self, sequences: Sequence[SequenceState]) -> None:
+    def _submit(self, sequences: abc.Sequence[ServedSequence]) -> None:
         if self._refusing is not None:
             self._fail(sequences, self._refusing)
             return
         for sequence in sequences:
             try:
-                self.engine.submit(sequence.request)
+                sequence.state = self.engine.submit(sequence.request)
             except ValueError as error:
                 self._fail([sequence], refused("request", str(error)))
-            except RuntimeError as error:  # after a GPU error
+            except EngineFailed as error:
                 logger.error("a sequence was not submitted: %s", error)
                 self.failures += 1
                 self._fail([sequence])
             else:
                 self._live[sequence] = None
 
-    def _cancel(self, sequences: Sequence[SequenceState], reason: FinishReason = FinishReason.CANCELLED) -> None:
+    def _cancel(self, sequences: abc.Sequence[ServedSequence], reason: FinishReason = FinishReason.CANCELLED) -> None:
         for sequence in sequences:
             if sequence in self._live:
                 del self._live[sequence]
-                self.engine.cancel(sequence.request)
+                self.engine.cancel(sequence.submitted_state)
                 self._count(sequence, reason)
 
     def _end_all(self, error: ApiError) -> None:
@@ -250,21 +264,22 @@ class Worker:
         self._cancel(sequences)
         self._fail(sequences, error)
 
-    def _fail(self, sequences: Sequence[SequenceState], error: ApiError | None = None) -> None:
+    def _fail(self, sequences: abc.Sequence[ServedSequence], error: ApiError | None = None) -> None:
         """Delivers an error as the last output of sequences."""
         self._deliver([(sequence, _failure(sequence, error)) for sequence in sequences])
 
     def _step(self) -> None:
         begun = time.monotonic()
-        failed_step = False
+        unexplained = False
         try:
             self.engine.step()
-        except Exception:  # the thread's boundary: a step may raise anything, and other sequences must continue
-            failed_step = True
+        except StepFailed:  # the engine has failed the sequences of the step
+            logger.exception("a step of the engine failed")
+        except Exception:  # the thread's boundary: without it, one error would end the server
+            unexplained = True
             logger.exception("a step of the engine failed")
         outputs = self._outputs()
-        if failed_step and not any(output.finish_reason for _, output in outputs):
-            # The engine did not fail any sequence for it, so all of them fail: none may wait for ever.
+        if unexplained:  # no sequence is at fault, and the next step may raise it again: none may wait for ever
             lost = list(self._live)
             self.failures += len(lost)
             self._cancel(lost, FinishReason.FAILED)
@@ -272,11 +287,11 @@ class Worker:
         self.metrics.rounds.observe(time.monotonic() - begun)
         self._deliver(outputs)
 
-    def _outputs(self) -> list[tuple[SequenceState, SequenceOutput]]:
+    def _outputs(self) -> list[tuple[ServedSequence, SequenceOutput]]:
         """The outputs of a step, in the order of submission."""
         outputs, now = [], time.monotonic()
         for sequence in list(self._live):
-            error = failed() if sequence.request.finish_reason is FinishReason.FAILED else None
+            error = failed() if sequence.finish_reason is FinishReason.FAILED else None
             try:
                 output = sequence.take(error)
             except Exception:  # a tokenizer may raise anything on odd tokens, and other sequences must continue
@@ -294,12 +309,12 @@ class Worker:
             outputs.append((sequence, output))
         return outputs
 
-    def _count(self, sequence: SequenceState, reason: FinishReason) -> None:
-        self.metrics.ended(sequence.request, reason, sequence.first)
+    def _count(self, sequence: ServedSequence, reason: FinishReason) -> None:
+        self.metrics.ended(sequence.submitted_state, reason, sequence.first)
 
     # ---- back to the event loop
 
-    def _deliver(self, outputs: Sequence[tuple[SequenceState, SequenceOutput]]) -> None:
+    def _deliver(self, outputs: abc.Sequence[tuple[ServedSequence, SequenceOutput]]) -> None:
         if outputs:
             self._call(lambda: self._put(outputs))
 
@@ -307,7 +322,7 @@ class Worker:
         with contextlib.suppress(RuntimeError):  # the loop is closed after a second signal
             self._loop.call_soon_threadsafe(function)
 
-    def _put(self, outputs: Sequence[tuple[SequenceState, SequenceOutput]]) -> None:
+    def _put(self, outputs: abc.Sequence[tuple[ServedSequence, SequenceOutput]]) -> None:
         """Stores outputs in their collectors; on the event loop."""
         for sequence, output in outputs:
             if output.finish_reason:
@@ -325,6 +340,6 @@ class Worker:
         self._put([(sequence, _failure(sequence)) for sequence in list(self._open)])
 
 
-def _failure(sequence: SequenceState, error: ApiError | None = None) -> SequenceOutput:
+def _failure(sequence: ServedSequence, error: ApiError | None = None) -> SequenceOutput:
     """The last output of a sequence that failed."""
     return SequenceOutput(sequence.index, "", (), FinishReason.FAILED, error or failed())

@@ -45,7 +45,7 @@ def test_no_gpu_is_one_clear_line(tmp_path):
     [
         (("--formats", "int4"), "unknown scheme 'int4'"),
         (("--shapes", "12"), "a shape is NxK"),
-        (("--m", "x"), "numbers of rows"),
+        (("--m", "x"), "numbers of tokens"),
         (("--peers", "marlin"), "known peers are humming, gemlite, torch, or none"),
     ],
 )

@@ -29,7 +29,7 @@ def rows():
 
 def now(row):
     """The tile that is chosen today, but for those that share the last wave: the files are older, and know none of them."""
-    tiles = [each.tile for each in products_of(row["scheme"], H200).able(row["m"], row["n"], row["k"])]
+    tiles = [each.tile for each in products_of(row["scheme"], H200).feasible(row["m"], row["n"], row["k"])]
     return written(next(tile for tile in tiles if tile.splits), TILES)
 
 

@@ -1,4 +1,5 @@
-"""Steps of a few tokens in five launches, with the operators' reference on a CPU: the logits of the model itself."""
+"""Chains: decode steps of a few tokens in five launches a layer. On a CPU, with the operators' references, their logits are the
+model's."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from lowbit.engine.cache import Cache
 from lowbit.engine.chain import Chain
-from lowbit.engine.family import recognise
 from lowbit.engine.product import Dense, Packed, Scaled, product
 from lowbit.engine.program import DecodeProgram
+from lowbit.engine.recognise import recognise
 from lowbit.engine.slots import Slots, on_device
 from lowbit.models.head import quantize_head
 from lowbit.nn import QuantLinear, convert
@@ -27,7 +28,7 @@ VOCAB, TOKENS = 160, 12
 
 
 def packed(model, scheme, skip=None):
-    """A model whose layers are in the form that they have on a GPU; those whose names `skip` finds are left as they are."""
+    """A model whose layers have the weights of a GPU; layers whose names match `skip` are left as they are."""
     if skip is None:
         convert(model, scheme)
     else:
@@ -43,7 +44,7 @@ def packed(model, scheme, skip=None):
 
 
 def dequantized(model, dtype=torch.float64):
-    """The same weights in plain layers."""
+    """The model with the same weights in plain layers."""
     plain = copy.deepcopy(model)
     for name, module in list(plain.named_modules()):
         if isinstance(module, QuantLinear):
@@ -56,7 +57,7 @@ def dequantized(model, dtype=torch.float64):
 
 
 def near_reference(program, reference, ids, dtype):
-    """Logits [T, B, vocab] of a program step by step and of a model at once, which differ by no more than roundings."""
+    """Compares the logits [T, B, vocab] of a program, step by step, with those of a model; they differ by rounding only."""
     with torch.inference_mode():
         expected = reference(ids).logits.transpose(0, 1).float()
     found = stepped(program, ids).float()
@@ -65,13 +66,13 @@ def near_reference(program, reference, ids, dtype):
     return found, expected
 
 
-def texts(count):
+def random_ids(count):
     return torch.randint(3, VOCAB, (count, TOKENS), generator=torch.Generator().manual_seed(count))
 
 
 @torch.inference_mode()
 def stepped(program, ids, vocab=VOCAB):
-    """Logits [tokens, texts, V] of a program that is given texts token by token."""
+    """Logits [tokens, sequences, V] of a program that computes the sequences token by token."""
     count = len(ids)
     program.cache = Cache(program.cache_spec, 1 + count, program.device)
     program.cache.keys.fill_(torch.nan), program.cache.values.fill_(torch.nan)
@@ -102,18 +103,18 @@ def test_the_logits_of_the_model(dtype, scheme, ends):
     reference = dequantized(model, torch.float32)
     program = program_of(model)
     assert isinstance(program.chain, Chain)
-    found, expected = near_reference(program, reference, texts(program.chain.most), dtype)
+    found, expected = near_reference(program, reference, random_ids(program.chain.most), dtype)
     assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
 
 
-def test_the_largest_numbers_of_fp16_survive():
-    """Weights of norms of 300 and a residual stream of 20,000: h * gamma alone would be 6,000,000."""
+def test_no_overflow_in_fp16():
+    """Norm weights of 300 and a residual stream of 20,000: h * gamma alone would be 6,000,000."""
     model = eager_llama(torch.float16)
     model.model.embed_tokens.weight.data *= 20_000 / model.model.embed_tokens.weight.abs().max()
     for name, parameter in model.named_parameters():
         if "layernorm" in name:
             parameter.data.fill_(300)
-    for layer in model.model.layers:  # what follows a norm is small again
+    for layer in model.model.layers:  # activations after a norm are small
         for part in (
             layer.self_attn.q_proj,
             layer.self_attn.k_proj,
@@ -123,7 +124,7 @@ def test_the_largest_numbers_of_fp16_survive():
         ):
             part.weight.data /= 300
     model = packed(model, "w8a16")
-    ids = texts(3)
+    ids = random_ids(3)
     with torch.inference_mode():
         expected = dequantized(model, torch.float32)(ids).logits.transpose(0, 1)
     found = stepped(program_of(model), ids).float()
@@ -132,14 +133,14 @@ def test_the_largest_numbers_of_fp16_survive():
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Weights of 16 bits take the chain on a CPU too, with the operators' reference."""
+    """Lets weights of 16 bits use the chain on a CPU too, with the operators' references."""
     monkeypatch.setattr("lowbit.engine.chain._refusals", lambda product, m, dtype: chain_refusals(product.weight, m, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("parts", ["all", "attention", "mlp", "head"])
-def test_layers_of_16_bits_take_the_chain_too(as_on_a_gpu, dtype, parts):
-    """A model that is not quantized, and one of which parts are left as they are."""
+def test_16_bit_layers_use_the_chain(as_on_a_gpu, dtype, parts):
+    """A model that is not quantized, and a model with some layers left in 16 bits."""
     model = eager_llama(dtype)
     if parts != "all":
         names = {"attention": r"self_attn", "mlp": r"mlp", "head": r"lm_head"}
@@ -158,7 +159,7 @@ def test_layers_of_16_bits_take_the_chain_too(as_on_a_gpu, dtype, parts):
         "head": set(),
     }
     assert dense == expected_dense[parts] and isinstance(program.head, Dense)
-    near_reference(program, reference, texts(program.chain.most), dtype)
+    near_reference(program, reference, random_ids(program.chain.most), dtype)
     for layer, weight in zip(weights, before, strict=True):
         assert weight is None or torch.equal(layer.weight, weight), "the model has its weights, as parts of the joined ones"
     if "qkv" in dense:
@@ -168,7 +169,7 @@ def test_layers_of_16_bits_take_the_chain_too(as_on_a_gpu, dtype, parts):
         assert {"lm_head.weight", "model.layers.0.mlp.gate_proj.weight"} <= set(model.state_dict()), "it can be saved"
 
 
-def test_why_weights_of_16_bits_are_left_to_torch():
+def test_reasons_why_16_bit_weights_use_torch():
     layer = [nn.Linear(60, 64, bias=False).half(), nn.Linear(64, 24, bias=False).half()]
     narrow, half = (product([one], False) for one in layer)
     assert chain_refusals(narrow.weight, 1, torch.float16) == (
@@ -180,7 +181,7 @@ def test_why_weights_of_16_bits_are_left_to_torch():
     )
 
 
-def test_weights_are_held_once_and_the_model_still_has_them():
+def test_weights_are_stored_once_and_the_model_still_works():
     model = packed(eager_llama(torch.float16), "w4a16_g32")
     before = {name: m.quant_tensor() for name, m in model.named_modules() if isinstance(m, QuantLinear)}
     program = program_of(model)
@@ -202,9 +203,9 @@ def test_weights_are_held_once_and_the_model_still_has_them():
         model.state_dict()
 
 
-def test_layers_whose_scales_are_of_two_types_stay_apart():
-    """Weights below 5e-4 have bf16 scales on disk (docs/internals/numerics.md): beside fp16 ones they would be one float32
-    tensor."""
+def test_scales_of_two_dtypes_are_not_concatenated():
+    """Weights below 5e-4 have bf16 scales on disk (docs/internals/numerics.md). Concatenated with fp16 scales they would become
+    float32."""
     layers = [QuantLinear.from_quant_tensor(rtn(size * torch.randn(32, 128), "w4a16_g64")) for size in (1.0, 1e-4)]
     for layer in layers:
         layer._pack_for_gpu()
@@ -214,8 +215,8 @@ def test_layers_whose_scales_are_of_two_types_stay_apart():
     assert [layer.kernel_scale.dtype for layer in layers] == [torch.float16, torch.bfloat16]
 
 
-def test_gate_and_up_as_one_weight_keep_the_types_of_their_scales():
-    """Whatever a module is cast to: the type of scales per channel says how codes are multiplied (pack/weight.py)."""
+def test_joined_gate_and_up_keep_the_dtype_of_their_scales():
+    """Casting a module does not change it: it selects how codes are multiplied, if scales are per channel."""
     gate, up = (QuantLinear.from_quant_tensor(rtn(torch.randn(32, 128), "w4a16_g64")) for _ in range(2))
     mlp = AlternatingMLP(gate, up, nn.Linear(32, 128), "silu")
     before = mlp.weight()
@@ -228,13 +229,13 @@ def test_gate_and_up_as_one_weight_keep_the_types_of_their_scales():
 
 
 def test_a_second_program_of_a_model():
-    """The first one has made gate and up one weight."""
+    """The first program has joined gate and up into one weight."""
     model = packed(eager_llama(torch.float16), "w4a16_g32")
     first = program_of(model)
     second = program_of(model)
     assert second.decoder.activation == "silu" and isinstance(second.chain, Chain)
     assert second.layers[0].gate_up.weight.codes is first.layers[0].gate_up.weight.codes
-    assert torch.equal(stepped(first, texts(3)), stepped(second, texts(3)))
+    assert torch.equal(stepped(first, random_ids(3)), stepped(second, random_ids(3)))
 
 
 @pytest.mark.parametrize("invariant", [False, True])
@@ -269,8 +270,8 @@ def test_products_of_16_bit_weights_do_not_depend_on_the_batch(bias):
             assert torch.equal(joined(x[:count]), y[:count]), count
 
 
-def test_layers_that_differ_run_as_they_are():
-    """q, k and v of different bits, or of rows that are no whole strips, are not one weight."""
+def test_layers_of_different_formats_are_not_joined():
+    """q, k and v of different bits, or with rows that are not whole m16 blocks, stay separate weights."""
     torch.manual_seed(0)
     linears = [nn.Linear(64, n, bias=False) for n in (32, 24, 16)]
     model = nn.ModuleDict({str(i): layer for i, layer in enumerate(linears)}).half()
@@ -283,7 +284,7 @@ def test_layers_that_differ_run_as_they_are():
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a8_g128", "fp8_dynamic", "fp8_block"])
-def test_weights_of_8_bit_activations_are_joined_too(scheme):
+def test_weights_for_8_bit_activations_are_joined(scheme):
     torch.manual_seed(0)
     layers = list(packed(nn.ModuleDict({str(n): nn.Linear(256, n) for n in (128, 384)}).half(), scheme).values())
     before = [layer.quant_tensor() for layer in layers]
@@ -306,7 +307,7 @@ def test_biases_of_some_layers():
     assert torch.equal(joined.bias, torch.cat([model["a"].bias, torch.zeros(16, dtype=torch.float16)]))
 
 
-def test_why_there_is_no_chain():
+def test_reasons_why_there_is_no_chain():
     program = program_of(tiny_llama(dtype=torch.float32))
     assert program.chain == ("weights of 16 bits are torch's to multiply on a CPU",)
     config = Gemma2Config(

@@ -1,4 +1,4 @@
-"""Text as it comes: the same as decoding everything at the end, whole characters, nothing of a stop string."""
+"""Incremental detokenization: the same text as decoding all tokens at the end, in whole characters, without stop strings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tiny import tiny_tokenizer
 
 
 def byte_tokenizer():
-    """A token for each byte: characters beyond ASCII take several."""
+    """A tokenizer with one token per byte: characters beyond ASCII take several."""
     vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     inner = Tokenizer(models.BPE(vocab, merges=[]))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -23,14 +23,15 @@ def byte_tokenizer():
 
 
 def words_tokenizer():
-    """SentencePiece-like: the space of the first token decoded is dropped."""
+    """A SentencePiece-like tokenizer: it drops the space of the first token that it decodes."""
     inner = Tokenizer(models.WordLevel({"<unk>": 0, "▁is": 1, "▁Sea": 2, "side": 3, "▁a": 4}, unk_token="<unk>"))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
 
 
 def fallback_tokenizer():
-    """As Llama 2, Mistral and Gemma have it: a few words, and bytes for all else, which are text only as whole characters."""
+    """A tokenizer like those of Llama 2, Mistral and Gemma: a few words, and byte tokens that are text only as whole
+    characters."""
     names = ["<unk>", "▁a", "b", "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
     inner = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -43,7 +44,7 @@ BYTES, WORDS, LETTERS = byte_tokenizer(), words_tokenizer(), tiny_tokenizer()
 
 
 def pushed(tokenizer, prompt, tokens, stop=()):
-    """What each token lets out, and at the end the rest."""
+    """The text returned for each token, and at the end the rest."""
     stream = Detokenizer(tokenizer, prompt, stop)
     return [*(stream.push(token) for token in tokens), stream.finish()], stream
 
@@ -57,16 +58,16 @@ def test_whole_characters_and_the_same_text(prompt, text):
 
 
 def of_characters(characters):
-    """Tokens of a text for `FALLBACK`: " a" and "b" are words, other characters bytes."""
+    """Tokens of a text for `FALLBACK`: " a" and "b" are words, other characters are bytes."""
     words = {"a": [1], "b": [2], " ": [3]}
     return [token for c in characters for token in words.get(c, [4 + byte for byte in c.encode()])]
 
 
-MAX_SEQUENCES = st.text("ab é€😀", max_size=12)
+TEXTS = st.text("ab é€😀", max_size=12)
 
 
-@given(MAX_SEQUENCES.filter(len), MAX_SEQUENCES)
-def test_characters_of_several_bytes_follow_each_other(prompt, text):
+@given(TEXTS.filter(len), TEXTS)
+def test_consecutive_characters_of_several_bytes(prompt, text):
     tokens = of_characters(text)
     shown, stream = pushed(FALLBACK, of_characters(prompt), tokens)
     whole = FALLBACK.decode([*of_characters(prompt), *tokens])
@@ -74,17 +75,17 @@ def test_characters_of_several_bytes_follow_each_other(prompt, text):
     assert "�" not in whole
 
 
-def test_bytes_without_end_that_are_no_text_are_not_held_for_ever():
+def test_endless_invalid_bytes_are_not_held_back():
     stream = Detokenizer(FALLBACK, [1])
     shown = [stream.push(4 + 0x80) for _ in range(1000)]
     assert len("".join(shown)) > 960 and len(stream._window) < 100
     stream = Detokenizer(FALLBACK, [1])
-    shown = [stream.push(0) for _ in range(1000)]  # special tokens, if the end of text is ignored
+    shown = [stream.push(0) for _ in range(1000)]  # special tokens, which occur when the end-of-text token is ignored
     assert "".join(shown) == "" and len(stream._window) < 100
 
 
 @given(st.lists(st.integers(0, 255), max_size=20))
-def test_bytes_that_are_no_text_come_out_as_they_are_decoded(tokens):
+def test_invalid_bytes_are_returned_as_decoded(tokens):
     shown, _ = pushed(BYTES, BYTES("x").input_ids, tokens)
     assert "".join(shown) == BYTES.decode(tokens)
 
@@ -96,7 +97,7 @@ def test_the_space_in_front_of_a_word_is_kept(prompt, tokens):
 
 
 @given(st.text("ab.", max_size=16), st.lists(st.text("ab.", min_size=1, max_size=4), min_size=1, max_size=3))
-def test_nothing_of_a_stop_string_is_shown(text, stop):
+def test_stop_strings_are_not_returned(text, stop):
     shown, stream = pushed(LETTERS, LETTERS("ab").input_ids, LETTERS(text).input_ids, stop)
     ends = [len(text[: i + 1]) for i in range(len(text)) if any(s in text[: i + 1] for s in stop)]
     if not ends:
@@ -112,7 +113,7 @@ def test_nothing_of_a_stop_string_is_shown(text, stop):
     st.lists(st.text("ab", max_size=6), max_size=8),
     st.lists(st.text("ab", min_size=1, max_size=6), max_size=4),
 )
-def test_stop_strings_are_matched_as_a_plain_search_finds_them(parts, stops):
+def test_stop_strings_match_as_in_a_plain_search(parts, stops):
     """Several characters at a time, and strings that overlap themselves and each other."""
     matcher, text = StopMatcher(stops), ""
     for part in parts:
@@ -127,7 +128,7 @@ def test_stop_strings_are_matched_as_a_plain_search_finds_them(parts, stops):
 
 
 def test_long_stop_strings_cost_no_more_than_short_ones():
-    """Sixteen stop strings of 256 characters, which cost 0.8 ms a token when each possible prefix was compared."""
+    """16 stop strings of 256 characters. They cost 0.8 ms a token when each possible prefix was compared."""
 
     class Four:
         def decode(self, tokens, skip_special_tokens=True):
@@ -145,12 +146,12 @@ def test_long_stop_strings_cost_no_more_than_short_ones():
     assert not stream.stopped and best < 100e-6, f"{best * 1e6:.0f} us a token"
 
 
-def test_what_may_become_a_stop_string_waits():
+def test_a_possible_stop_string_is_held_back():
     shown, _ = pushed(LETTERS, LETTERS("x").input_ids, LETTERS("a.b..c").input_ids, ["..."])
     assert shown == ["a", "", ".b", "", "", "..c", ""]
 
 
 @pytest.mark.parametrize("tokens", [[], [0]])
-def test_special_tokens_are_not_shown(tokens):
+def test_special_tokens_are_not_returned(tokens):
     shown, _ = pushed(LETTERS, LETTERS("x").input_ids, [*tokens, *LETTERS("hi").input_ids, LETTERS.eos_token_id])
     assert "".join(shown) == "hi"

@@ -1,4 +1,4 @@
-"""The engine on a CPU with tiny models: the tokens of Transformers, whoever else is there."""
+"""The engine on a CPU with tiny models: it generates Transformers' tokens, whatever other sequences run."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ def expected(model, ids, count):
     return out[0, len(ids) :].tolist()
 
 
-def tokens(request):
-    return [drawn.token for drawn in request.sampled]
+def tokens(sequence):
+    return [sampled.token for sampled in sequence.sampled]
 
 
 LENGTHS = (1, 2, 77, 127, 128, 129, 200)
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_greedy_tokens_are_transformers(model, ahead):
-    """Prompts of one token, at the borders of pages, and longer than a chunk, more of them than there are slots."""
+def test_greedy_tokens_match_transformers(model, ahead):
+    """Prompts of one token, at page borders, and longer than a chunk; more prompts than slots."""
     engine = engine_of(model, async_scheduling=ahead)
-    requests = engine.generate([Request(prompt(length), 20) for length in LENGTHS])
+    sequences = engine.generate([Request(prompt(length), 20) for length in LENGTHS])
     assert isinstance(engine.program, DecodeProgram) and engine.difference < 1e-5
-    for request in requests:
-        assert tokens(request) == expected(model, request.prompt, 20), len(request.prompt)
-        assert request.finish_reason is FinishReason.LENGTH and len(set(tokens(request))) > 8, (
+    for sequence in sequences:
+        assert tokens(sequence) == expected(model, sequence.request.prompt, 20), len(sequence.request.prompt)
+        assert sequence.finish_reason is FinishReason.LENGTH and len(set(tokens(sequence))) > 8, (
             "a model that repeats itself would hide errors"
         )
     assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
@@ -74,9 +74,12 @@ def test_greedy_tokens_are_transformers(model, ahead):
 
 @pytest.mark.parametrize(("scheme", "hadamard"), [("w8a16", 0), ("w8a8", 0), ("w4a8_g64", 0), ("fp8_dynamic", 0), ("w8a8", 16)])
 def test_quantized_models(scheme, hadamard):
-    """In float32, where the norm or gate that makes x quantizes it to the codes of the layers themselves, but for one in
-    thousands that is next to a tie: every token is one that the model, given the same text, finds most likely or nearly so, or
-    as near as its logits move when its embeddings move by a last bit, which one tie of e4m3 can make a tenth of them."""
+    """Quantized models in float32: every token is the model's most likely one, or nearly so.
+
+    Norms and gates that quantize x produce the layers' own codes, except for a few in a thousand that are next to a tie. A
+    token passes if its logit is within 5 % of the largest, or as near as the logits move when the embeddings move by a last
+    bit. One tie of e4m3 can move them by a tenth.
+    """
     quantized = eager_llama()
     convert(quantized, scheme)
     for layer in filter(lambda module: hadamard and type(module) is QuantLinear, quantized.modules()):
@@ -85,49 +88,47 @@ def test_quantized_models(scheme, hadamard):
     engine = engine_of(quantized)
     assert isinstance(engine.program, DecodeProgram) and engine.difference < 1e-5
     assert isinstance(engine.program.layers[0].down, Scaled) == (scheme != "w8a16")
-    for request in engine.generate([Request(prompt(length), 15) for length in (1, 30, 150)]):
-        embedded = quantized.get_input_embeddings()(torch.tensor([[*request.prompt, *tokens(request)]])).detach()
+    for sequence in engine.generate([Request(prompt(length), 15) for length in (1, 30, 150)]):
+        embedded = quantized.get_input_embeddings()(torch.tensor([[*sequence.request.prompt, *tokens(sequence)]])).detach()
         steps = torch.empty(8, *embedded.shape[1:]).uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             both = torch.cat([embedded, embedded * (1 + steps * torch.finfo(torch.float32).eps)])
-            logits, *others = (quantized(inputs_embeds=x[None]).logits[0, len(request.prompt) - 1 : -1] for x in both)
-        chosen = logits.gather(1, torch.tensor(tokens(request))[:, None])[:, 0]
+            logits, *others = (quantized(inputs_embeds=x[None]).logits[0, len(sequence.request.prompt) - 1 : -1] for x in both)
+        chosen = logits.gather(1, torch.tensor(tokens(sequence))[:, None])[:, 0]
         moved = torch.stack([(other - logits).abs().amax(1) for other in others]).amax(0)
         assert (logits.amax(1) - chosen < moved.maximum(0.05 * logits.abs().amax(1))).all()
-        assert (logits.argmax(1) == torch.tensor(tokens(request))).sum() >= 13
+        assert (logits.argmax(1) == torch.tensor(tokens(sequence))).sum() >= 13
 
 
-def test_out_of_pages_nothing_is_lost(model):
-    """A cache of 4 pages for 3 texts of 2: the newest waits, and its text is the same."""
+def test_preemption_does_not_change_the_tokens(model):
+    """A cache of 4 pages for 3 sequences of 2 pages: the newest is preempted, and its tokens are the same."""
     page = DecodeProgram.cache_spec.fget(engine_of(model).program).page_bytes
     engine = engine_of(model, cache_bytes=5 * page, max_length=256, prefix_caching=False)
     assert engine.scheduler.pages.count == 5
-    requests = engine.generate([Request(prompt(100, seed), 60) for seed in range(3)])
-    assert [tokens(r) for r in requests] == [expected(model, r.prompt, 60) for r in requests]
+    sequences = engine.generate([Request(prompt(100, seed), 60) for seed in range(3)])
+    assert [tokens(r) for r in sequences] == [expected(model, r.request.prompt, 60) for r in sequences]
 
 
-def test_shared_prompts(model):
+def test_prefix_caching(model):
     engine = engine_of(model)
     common = prompt(200)
-    first, second = Request([*common, 5], 4), Request([*common, 6, 7], 4)
-    engine.generate([first, second])
+    first, second = engine.generate([Request([*common, 5], 4), Request([*common, 6, 7], 4)])
     assert second.cached_tokens == 128, "the first one's pages are known as soon as they are launched"
-    for request in (first, second):
-        assert tokens(request) == expected(model, request.prompt, 4)
+    for sequence in (first, second):
+        assert tokens(sequence) == expected(model, sequence.request.prompt, 4)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.8, top_p=0.9, seed=3), Sampling(repetition_penalty=1.3)])
-def test_the_same_alone_and_among_others(model, sampling):
+def test_sampling_does_not_depend_on_other_sequences(model, sampling):
     asked = dict(prompt=prompt(40), limit=25, sampling=sampling)
     (alone,) = engine_of(model).generate([Request(**asked)])
     others = [Request(prompt(30 + 20 * i, i + 1), 30, Sampling(temperature=1.0, seed=i)) for i in range(6)]
-    among = Request(**asked)
-    engine_of(model).generate([*others[:3], among, *others[3:]])
+    among = engine_of(model).generate([*others[:3], Request(**asked), *others[3:]])[3]
     assert tokens(among) == tokens(alone)
 
 
-def test_drawing_goes_on_where_it_was_after_giving_way(model):
-    """The random numbers and counts of a text that gave way are those it would have had."""
+def test_sampling_continues_after_preemption(model):
+    """A preempted sequence keeps the random numbers and token counts that it would have had."""
     page = engine_of(model).program.cache_spec.page_bytes
     asked = [dict(prompt=prompt(100, i), limit=60, sampling=Sampling(1.0, seed=i, presence_penalty=1.0)) for i in range(3)]
     roomy = engine_of(model).generate([Request(**each) for each in asked])
@@ -137,8 +138,8 @@ def test_drawing_goes_on_where_it_was_after_giving_way(model):
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_a_step_is_chosen_for_the_longest_text_in_it(model, monkeypatch, invariant):
-    """And, where a text must not depend on others, always for the longest that there can be."""
+def test_a_step_is_launched_for_its_longest_context(model, monkeypatch, invariant):
+    """With batch_invariant, always for the longest possible context."""
     monkeypatch.setattr("lowbit.engine.decode_runner.REACHES", (64, 192))
     engine = engine_of(model, max_length=256, batch_invariant=invariant)
     chosen, step = [], engine.program.step
@@ -148,60 +149,66 @@ def test_a_step_is_chosen_for_the_longest_text_in_it(model, monkeypatch, invaria
     assert chosen == ([256] * 13 if invariant else [64] * 4 + [192] * 5 + [192] * 2 + [256] * 2)
 
 
-def test_a_watch_and_an_end_token_stop(model):
+def test_on_token_and_stop_tokens_finish_a_sequence(model):
     ids = prompt(20)
-    drawn = expected(model, ids, 12)
+    sampled = expected(model, ids, 12)
     seen = []
 
-    def watch(token):
+    def on_token(token):
         seen.append(token.token)
         return len(seen) == 5
 
     engine = engine_of(model)
-    watched, ended = engine.generate([Request(ids, 12, on_token=watch), Request(ids, 12, stop_token_ids=frozenset({drawn[3]}))])
-    assert tokens(watched) == seen == drawn[:5] and watched.finish_reason is FinishReason.STOP
-    assert tokens(ended) == drawn[: drawn.index(drawn[3]) + 1] and ended.finish_reason is FinishReason.STOP
+    watched, ended = engine.generate(
+        [Request(ids, 12, on_token=on_token), Request(ids, 12, stop_token_ids=frozenset({sampled[3]}))]
+    )
+    assert tokens(watched) == seen == sampled[:5] and watched.finish_reason is FinishReason.STOP
+    assert tokens(ended) == sampled[: sampled.index(sampled[3]) + 1] and ended.finish_reason is FinishReason.STOP
 
 
 def test_logprobs(model):
     ids = prompt(20)
-    (request,) = engine_of(model).generate([Request(ids, 3, top_logprobs=4)])
+    (sequence,) = engine_of(model).generate([Request(ids, 3, top_logprobs=4)])
     with torch.no_grad():
-        logits = model(torch.tensor([[*ids, *tokens(request)]])).logits[0, len(ids) - 1 : -1]
-    for drawn, of_token in zip(request.sampled, logits.log_softmax(-1), strict=True):
+        logits = model(torch.tensor([[*ids, *tokens(sequence)]])).logits[0, len(ids) - 1 : -1]
+    for sampled, of_token in zip(sequence.sampled, logits.log_softmax(-1), strict=True):
         values, best = of_token.topk(4)
-        assert [token for token, _ in drawn.top_logprobs] == best.tolist()
-        torch.testing.assert_close(torch.tensor([v for _, v in drawn.top_logprobs]), values, rtol=1e-4, atol=1e-4)
-        assert drawn.logprob == pytest.approx(of_token[drawn.token].item(), abs=1e-4)
+        assert [token for token, _ in sampled.top_logprobs] == best.tolist()
+        torch.testing.assert_close(torch.tensor([v for _, v in sampled.top_logprobs]), values, rtol=1e-4, atol=1e-4)
+        assert sampled.logprob == pytest.approx(of_token[sampled.token].item(), abs=1e-4)
 
 
-def test_a_stream_and_giving_it_up(model):
+def test_closing_a_stream_cancels_its_sequence(model):
     engine = engine_of(model)
     ids = prompt(30)
-    request = Request(ids, 10)
-    assert [drawn.token for drawn in engine.stream(engine.submit(request))] == expected(model, ids, 10)
-    given_up = Request(ids, 50)
-    stream = engine.stream(engine.submit(given_up))
+    sequence = engine.submit(Request(ids, 10))
+    assert [sampled.token for sampled in engine.stream(sequence)] == expected(model, ids, 10)
+    given_up = engine.submit(Request(ids, 50))
+    stream = engine.stream(given_up)
     assert [next(stream).token for _ in range(3)] == expected(model, ids, 3)
     stream.close()
     assert given_up.finish_reason is FinishReason.CANCELLED and not engine.scheduler.running
-    engine.cancel(request)
-    assert request.finish_reason is FinishReason.LENGTH, "a text that has ended stays as it is"
+    engine.cancel(sequence)
+    assert sequence.finish_reason is FinishReason.LENGTH, "a finished sequence does not change"
 
 
-def test_several_threads_wait_for_their_own_texts(model):
+def test_several_threads_generate_at_once(model):
     engine = engine_of(model)
-    requests = [Request(prompt(20 + i, i), 15) for i in range(6)]
-    threads = [threading.Thread(target=engine.generate, args=([request],)) for request in requests]
+    sequences = {}
+
+    def generate(i):
+        (sequences[i],) = engine.generate([Request(prompt(20 + i, i), 15)])
+
+    threads = [threading.Thread(target=generate, args=(i,)) for i in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert [tokens(r) for r in requests] == [expected(model, r.prompt, 15) for r in requests]
+    assert [tokens(sequences[i]) for i in range(6)] == [expected(model, prompt(20 + i, i), 15) for i in range(6)]
 
 
-def test_submitting_does_not_wait_for_a_round(model):
-    """Else whoever does one after the other could keep the lock from those who come."""
+def test_submit_does_not_block_on_a_running_step(model):
+    """Otherwise a thread that runs step after step could keep the lock from other threads."""
     engine = engine_of(model)
     with engine._lock:
         thread = threading.Thread(target=engine.submit, args=(Request(prompt(5), 2),), daemon=True)
@@ -210,20 +217,20 @@ def test_submitting_does_not_wait_for_a_round(model):
         assert not thread.is_alive() and len(engine.scheduler.waiting) == 1
 
 
-def test_cancelling_does_not_wait_for_a_round(model):
-    """It ends the text at once; whoever does the round gives back what it holds."""
+def test_cancel_does_not_block_on_a_running_step(model):
+    """The sequence finishes at once; the thread that runs the step frees its slot and pages."""
     engine = engine_of(model)
-    request, waiting = (engine.submit(Request(prompt(5), 20)) for _ in range(2))
+    sequence, waiting = (engine.submit(Request(prompt(5), 20)) for _ in range(2))
     engine.step()
     with engine._lock:
-        threads = [threading.Thread(target=engine.cancel, args=(each,), daemon=True) for each in (request, waiting)]
+        threads = [threading.Thread(target=engine.cancel, args=(each,), daemon=True) for each in (sequence, waiting)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(10)
         assert (
             not any(thread.is_alive() for thread in threads)
-            and request.finish_reason is waiting.finish_reason is FinishReason.CANCELLED
+            and sequence.finish_reason is waiting.finish_reason is FinishReason.CANCELLED
         )
         assert engine.scheduler.running
     engine.step()
@@ -231,16 +238,16 @@ def test_cancelling_does_not_wait_for_a_round(model):
     assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
 
 
-def test_a_stream_that_the_collector_ends_in_the_middle_of_a_round(model, monkeypatch):
-    """By the thread that does it, between planning and launching: nobody else notices, and what it held comes back."""
+def test_a_sequence_cancelled_by_the_garbage_collector_during_a_step(model, monkeypatch):
+    """It is cancelled between scheduling and launching. Other sequences are unchanged, and its pages are freed."""
     engine = engine_of(model)
-    request, other = (engine.submit(Request(prompt(5 + i), 20)) for i in range(2))
+    sequence, other = (engine.submit(Request(prompt(5 + i), 20)) for i in range(2))
     engine.step()
     plan = engine.scheduler.schedule
 
     def planned():
         found = plan()
-        engine.cancel(request)
+        engine.cancel(sequence)
         return found
 
     with monkeypatch.context() as patched:
@@ -248,30 +255,30 @@ def test_a_stream_that_the_collector_ends_in_the_middle_of_a_round(model, monkey
         engine.step()
     while other.finish_reason is None:
         engine.step()
-    assert request.finish_reason is FinishReason.CANCELLED and other.finish_reason is FinishReason.LENGTH, other.error
+    assert sequence.finish_reason is FinishReason.CANCELLED and other.finish_reason is FinishReason.LENGTH, other.error
     alone = engine_of(model).generate([Request(prompt(6), 20)])[0]
-    assert [drawn.token for drawn in other.sampled] == [drawn.token for drawn in alone.sampled]
+    assert [sampled.token for sampled in other.sampled] == [sampled.token for sampled in alone.sampled]
     assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
 
 
-def test_a_watch_cannot_do_a_round(model):
+def test_on_token_cannot_run_a_step(model):
     engine = engine_of(model)
-    other = engine.submit(Request(prompt(5), 4, on_token=lambda drawn: engine.step()))
+    other = engine.submit(Request(prompt(5), 4, on_token=lambda sampled: engine.step()))
     while other.finish_reason is None:
         engine.step()
     assert other.finish_reason is FinishReason.FAILED and "this thread is running a step" in other.error
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_threads_that_submit_and_cancel_while_one_does_the_rounds(model, ahead):
-    """As a server does: each text is the one that its request draws alone, up to where it was given up."""
+def test_threads_submit_and_cancel_while_another_runs_steps(model, ahead):
+    """As in a server: each sequence has the tokens that it has alone, up to where it was cancelled."""
     engine = engine_of(model, max_concurrent=3, cache_bytes=1 << 19, max_length=256, async_scheduling=ahead)
     asked = [(prompt(1 + 37 * i % 190, i % 3), 1 + 7 * i % 24, Sampling(0.9 * (i % 2), seed=i)) for i in range(12)]
     fresh = engine_of(model, max_concurrent=1, max_length=256, prefix_caching=False)
     alone = [tokens(fresh.generate([Request(*each)])[0]) for each in asked]
     stop, made, errors = threading.Event(), [[] for _ in range(4)], []
 
-    def rounds():
+    def steps():
         while not stop.is_set():
             engine.step()
 
@@ -280,20 +287,20 @@ def test_threads_that_submit_and_cancel_while_one_does_the_rounds(model, ahead):
         try:
             for _ in range(12):
                 which = chance.randrange(len(asked))
-                request = engine.submit(Request(*asked[which]))
-                made[number].append((request, which))
+                sequence = engine.submit(Request(*asked[which]))
+                made[number].append((sequence, which))
                 until = time.monotonic() + 60
                 give_up = chance.choice([None, None, 0, 1, 5])
-                while request.finish_reason is None and time.monotonic() < until:
-                    if give_up is not None and len(request.sampled) >= give_up:
-                        engine.cancel(request)
-                        assert request.finish_reason is not None
+                while sequence.finish_reason is None and time.monotonic() < until:
+                    if give_up is not None and len(sequence.sampled) >= give_up:
+                        engine.cancel(sequence)
+                        assert sequence.finish_reason is not None
                     time.sleep(0.0005)
         except BaseException as error:
             errors.append(error)
             raise
 
-    worker = threading.Thread(target=rounds)
+    worker = threading.Thread(target=steps)
     clients = [threading.Thread(target=client, args=(number,)) for number in range(4)]
     for thread in (worker, *clients):
         thread.start()
@@ -303,10 +310,13 @@ def test_threads_that_submit_and_cancel_while_one_does_the_rounds(model, ahead):
     worker.join(60)
     assert not errors and not any(thread.is_alive() for thread in (worker, *clients))
     ended = [each for of_client in made for each in of_client]
-    assert len(ended) == 48 and {request.finish_reason for request, _ in ended} == {FinishReason.LENGTH, FinishReason.CANCELLED}
-    for request, which in ended:
-        drawn = tokens(request)
-        assert drawn == (alone[which] if request.finish_reason is FinishReason.LENGTH else alone[which][: len(drawn)])
+    assert len(ended) == 48 and {sequence.finish_reason for sequence, _ in ended} == {
+        FinishReason.LENGTH,
+        FinishReason.CANCELLED,
+    }
+    for sequence, which in ended:
+        sampled = tokens(sequence)
+        assert sampled == (alone[which] if sequence.finish_reason is FinishReason.LENGTH else alone[which][: len(sampled)])
     engine.step()
     assert not engine.scheduler.running and not engine.scheduler.waiting and not engine._in_flight
     assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
@@ -316,22 +326,22 @@ def fail(*args):
     raise RuntimeError("out of memory")
 
 
-def test_a_round_that_fails_ends_what_it_should_have_computed(model, monkeypatch):
+def test_a_failed_step_fails_its_sequences(model, monkeypatch):
     engine = engine_of(model)
-    request = engine.submit(Request(prompt(9), 10))
+    sequence = engine.submit(Request(prompt(9), 10))
     engine.step()
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.program, "step", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.step()
-    assert request.finish_reason is FinishReason.FAILED and not engine.scheduler.running
+    assert sequence.finish_reason is FinishReason.FAILED and not engine.scheduler.running
     (after,) = engine.generate([Request(prompt(9), 10)])
-    assert tokens(after) == expected(model, after.prompt, 10)
+    assert tokens(after) == expected(model, after.request.prompt, 10)
 
 
-def test_nobody_shares_pages_of_a_round_that_failed(model, monkeypatch):
-    """They were published when the round was planned, and nothing is in them."""
+def test_pages_of_a_failed_step_are_not_reused(model, monkeypatch):
+    """They entered the prefix cache when the step was scheduled, and were never written."""
     engine = engine_of(model)
     common = prompt(200)
 
@@ -347,14 +357,13 @@ def test_nobody_shares_pages_of_a_round_that_failed(model, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["_add_chunks_of_running", "_add_chunk"])
-def test_an_interrupt_while_a_round_is_planned(model, monkeypatch, where):
-    """Whoever runs is told, no page that nobody wrote is shared, and the next texts are as ever."""
+def test_an_interrupt_while_a_step_is_scheduled(model, monkeypatch, where):
+    """It is raised again, no unwritten page is reused, and later sequences are unchanged."""
     engine = engine_of(model)
-    first, second = (Request(prompt(200, seed), 20) for seed in range(2))
-    engine.submit(first)
+    first = engine.submit(Request(prompt(200, 0), 20))
     for _ in range(3):
         engine.step()
-    engine.submit(second)
+    second = engine.submit(Request(prompt(200, 1), 20))
     inner = getattr(engine.scheduler, where)
 
     def interrupted(*args):
@@ -366,31 +375,26 @@ def test_an_interrupt_while_a_round_is_planned(model, monkeypatch, where):
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert first.finish_reason is FinishReason.FAILED and not engine.scheduler.running
-    for request in engine.generate([Request(prompt(200, seed), 20) for seed in range(2)]):
-        assert tokens(request) == expected(model, request.prompt, 20)
+    for sequence in engine.generate([Request(prompt(200, seed), 20) for seed in range(2)]):
+        assert tokens(sequence) == expected(model, sequence.request.prompt, 20)
     while second.finish_reason is None:
         engine.step()
-    assert second.finish_reason is FinishReason.FAILED or tokens(second) == expected(model, second.prompt, 20)
+    assert second.finish_reason is FinishReason.FAILED or tokens(second) == expected(model, second.request.prompt, 20)
     engine.step()
     assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
 
 
-def test_a_round_that_fails_ends_whoever_joined_in_it(model, monkeypatch):
-    """Also those for whose prompt it had no room: neither their pages nor their settings are on the device."""
+def test_a_failed_step_fails_the_sequences_admitted_in_it(model, monkeypatch):
+    """Also those whose prompts did not fit: neither their pages nor their sampling settings are on the device."""
     engine = engine_of(model)
-    requests = [engine.submit(Request(prompt(length, length), 5)) for length in (60, 100)]
+    sequences = [engine.submit(Request(prompt(length, length), 5)) for length in (60, 100)]
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.slots, "update", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.step()
-    assert [request.finish_reason for request in requests] == [FinishReason.FAILED, FinishReason.FAILED]
+    assert [sequence.finish_reason for sequence in sequences] == [FinishReason.FAILED, FinishReason.FAILED]
     assert not engine.scheduler.running and engine.scheduler.pages.available == engine.scheduler.pages.count - 1
-
-
-def ended(request):
-    request.finish_reason = FinishReason.LENGTH
-    return request
 
 
 @pytest.mark.parametrize(
@@ -403,16 +407,15 @@ def ended(request):
         ),
         (Request([3, VOCAB], 5), "tokens are from 0 to 159, this prompt has 160"),
         (Request([3], 5, Sampling(logit_bias={VOCAB: 1.0})), "tokens are from 0 to 159, this logit_bias has 160"),
-        (ended(Request([3], 5)), "this request was submitted before: create another one"),
     ],
 )
-def test_what_can_never_run_is_refused(model, request_, message):
+def test_requests_that_can_never_run_are_refused(model, request_, message):
     with pytest.raises(ValueError, match=message):
         engine_of(model, max_length=256).submit(request_)
 
 
-def test_a_text_too_long_is_told_what_limits_it(model):
-    """The cache, in bytes that would be enough, or what the caller asked for; no more than the model has positions."""
+def test_the_error_for_a_long_request_says_what_limits_it(model):
+    """The cache, with the bytes that would suffice, the caller's max_length, or the model's positions."""
     page = engine_of(model).program.cache_spec.page_bytes
     said = (
         "at most 128 tokens here, this request has 120 tokens and asks for 9 more; it takes .* MiB of keys and values, there "
@@ -431,35 +434,36 @@ def test_a_text_too_long_is_told_what_limits_it(model):
 
 def test_a_request_is_submitted_once(model):
     engine = engine_of(model)
-    request = engine.submit(Request([5, 6], 3))
+    request = Request([5, 6], 3)
+    sequence = engine.submit(request)
     for _ in range(4):
-        with pytest.raises(ValueError, match="was submitted before"):
+        with pytest.raises(ValueError, match="this request was submitted before: create another one"):
             engine.submit(request)
         engine.step()
-    assert request.finish_reason is FinishReason.LENGTH and not engine.scheduler.running and not engine.scheduler.waiting
+    assert sequence.finish_reason is FinishReason.LENGTH and not engine.scheduler.running and not engine.scheduler.waiting
 
 
-def test_a_stream_has_the_tokens_that_another_thread_reads_last(model):
+def test_a_stream_yields_tokens_that_another_thread_appends(model):
     class Late(list):
-        """Whoever asks how many there are is told so just before the last one comes."""
+        """A list that appends its last element just after its length was read."""
 
         asked = 0
 
         def __len__(self):
             count = super().__len__()
             self.asked += 1
-            if self.asked == 3:  # for the third one
+            if self.asked == 3:  # while the third element is awaited
                 self.append("last")
-                request.finish_reason = FinishReason.LENGTH
+                sequence.finish_reason = FinishReason.LENGTH
             return count
 
     engine = engine_of(model)
-    request = engine.submit(Request([5, 6], 3))
-    request.sampled = Late(["first", "second"])
-    assert list(engine.stream(request)) == ["first", "second", "last"]
+    sequence = engine.submit(Request([5, 6], 3))
+    sequence.sampled = Late(["first", "second"])
+    assert list(engine.stream(sequence)) == ["first", "second", "last"]
 
 
-def test_a_program_that_makes_no_numbers_is_not_used(model, monkeypatch):
+def test_a_program_with_nan_logits_is_not_used(model, monkeypatch):
     monkeypatch.setattr(DecodeProgram, "_capped", lambda self, logits: logits * torch.nan)
     assert engine_of(model).report() == [
         "through Transformers' forward, one text at a time: the decode program of Llama differs from it by nan"
@@ -467,8 +471,8 @@ def test_a_program_that_makes_no_numbers_is_not_used(model, monkeypatch):
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 64])
-def test_all_that_attention_is_given_starts_where_its_kernels_can_read(model, monkeypatch, slots):
-    """At multiples of 16 bytes, which they refuse otherwise: prompts of odd lengths, any number of slots."""
+def test_operands_of_attention_are_aligned(model, monkeypatch, slots):
+    """Kernels refuse tensors that do not start at multiples of 16 bytes: prompts of odd lengths, any number of slots."""
     seen = []
 
     def looking(operator):
@@ -485,11 +489,12 @@ def test_all_that_attention_is_given_starts_where_its_kernels_can_read(model, mo
     assert not seen
 
 
-def test_what_a_step_of_many_costs_the_host(model, monkeypatch):
-    """Calls of Python functions, which say the same on every machine: fifteen for each text, and some tens for the round."""
+def test_host_cost_of_a_large_step(model, monkeypatch):
+    """Calls of Python functions, which are the same on every machine: 15 for each sequence, and some tens for the step."""
     engine = engine_of(model, max_concurrent=64, chunk_tokens=1024)
-    drawn = DecodeStep(torch.empty(0), torch.full((64,), 5, dtype=torch.int32), torch.full((64,), -1.0), torch.randn(64, VOCAB))
-    monkeypatch.setattr(engine.decode_runner, "launch", lambda rows, filters, longest: drawn)
+    tokens_, logprobs = torch.full((64,), 5, dtype=torch.int32), torch.full((64,), -1.0)
+    step = DecodeStep(torch.empty(0), tokens_, logprobs, torch.randn(64, VOCAB))
+    monkeypatch.setattr(engine.decode_runner, "launch", lambda rows, filters, longest: step)
     for _ in range(64):
         engine.submit(Request(prompt(3), 100, top_logprobs=2))
     for _ in range(4):
@@ -501,25 +506,25 @@ def test_what_a_step_of_many_costs_the_host(model, monkeypatch):
             engine.step()
     finally:
         sys.setprofile(None)
-    assert all(len(request.sampled) == 13 for request in engine.scheduler.running) and len(engine.scheduler.running) == 64
+    assert all(len(sequence.sampled) == 13 for sequence in engine.scheduler.running) and len(engine.scheduler.running) == 64
     assert calls["call"] < 10 * (64 * 15 + 50), calls
 
 
-def test_short_texts(model):
-    """Shorter than what the program is checked with."""
+def test_short_sequences(model):
+    """Shorter than the prompt that a program is checked with."""
     engine = engine_of(model, max_length=10)
-    (request,) = engine.generate([Request(prompt(4), 6)])
-    assert isinstance(engine.program, DecodeProgram) and tokens(request) == expected(model, request.prompt, 6)
+    (sequence,) = engine.generate([Request(prompt(4), 6)])
+    assert isinstance(engine.program, DecodeProgram) and tokens(sequence) == expected(model, sequence.request.prompt, 6)
 
 
 def test_the_model_can_be_trained_saved_and_used_again(tmp_path):
-    """After an engine took its weights over, and a second one."""
+    """After one engine has taken its weights over, and after a second one."""
     own = eager_llama()
     ids = torch.tensor([prompt(20)])
     before = own(ids).logits.detach()
     for _ in range(2):
-        (request,) = engine_of(own).generate([Request(prompt(20), 5)])
-        assert tokens(request) == expected(own, prompt(20), 5)
+        (sequence,) = engine_of(own).generate([Request(prompt(20), 5)])
+        assert tokens(sequence) == expected(own, prompt(20), 5)
     own.save_pretrained(tmp_path)
     for model in (own, copy.deepcopy(own), type(own).from_pretrained(tmp_path, dtype=torch.float32)):
         torch.testing.assert_close(model(ids).logits, before)
@@ -543,14 +548,14 @@ def test_wrong_requests_and_engines(model):
         Engine(model, cache_bytes=1000, max_length=256)
 
 
-def test_a_family_that_no_program_knows_runs_all_the_same():
+def test_an_unknown_family_runs_through_its_forward():
     torch.manual_seed(1)
     config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=256, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config).eval()
     engine = engine_of(model)
     assert engine.report()[0].startswith("through Transformers' forward, one text at a time: ")
-    requests = engine.generate([Request(prompt(length), 12) for length in (1, 50, 130, 200, 20)])
-    assert [tokens(r) for r in requests] == [expected(model, r.prompt, 12) for r in requests]
+    sequences = engine.generate([Request(prompt(length), 12) for length in (1, 50, 130, 200, 20)])
+    assert [tokens(r) for r in sequences] == [expected(model, r.request.prompt, 12) for r in sequences]
 
 
 ARRIVALS = st.lists(
@@ -563,26 +568,27 @@ ARRIVALS = st.lists(
 @settings(max_examples=25)
 @given(ARRIVALS, st.integers(1, 3), st.booleans())
 def test_any_order_of_arrivals(model, arrivals, slots, ahead):
-    """Against each request generated by itself; some are given up on the way."""
+    """Each sequence has the tokens that it has alone; some are cancelled on the way."""
     engine = engine_of(model, max_concurrent=slots, max_length=256, async_scheduling=ahead)
     coming = [
-        (wait, cancel, Request(prompt(length, length % 2), limit, Sampling(0.9 * drawn, seed=length)))
-        for wait, length, limit, drawn, cancel in arrivals
+        (wait, cancel, Request(prompt(length, length % 2), limit, Sampling(0.9 * sampled, seed=length)))
+        for wait, length, limit, sampled, cancel in arrivals
     ]
+    sequences = {}
     for now in range(16):
-        for wait, cancel, request in coming:
+        for number, (wait, cancel, request) in enumerate(coming):
             if wait == now:
-                engine.submit(request)
+                sequences[number] = engine.submit(request)
             if cancel is not None and wait + cancel == now:
-                engine.cancel(request)
+                engine.cancel(sequences[number])
         engine.step()
-    requests = [request for _, _, request in coming]
-    while any(request.finish_reason is None for request in requests):
+    while any(sequence.finish_reason is None for sequence in sequences.values()):
         engine.step()
     fresh = engine_of(model, max_concurrent=1, max_length=256, prefix_caching=False)
-    for request in requests:
-        (alone,) = fresh.generate([Request(request.prompt, request.limit, request.sampling)])
-        assert tokens(request) == tokens(alone)[: len(request.sampled)]
-        assert request.finish_reason is FinishReason.CANCELLED or len(request.sampled) == request.limit
+    for sequence in sequences.values():
+        asked = sequence.request
+        (alone,) = fresh.generate([Request(asked.prompt, asked.limit, asked.sampling)])
+        assert tokens(sequence) == tokens(alone)[: len(sequence.sampled)]
+        assert sequence.finish_reason is FinishReason.CANCELLED or len(sequence.sampled) == sequence.request.limit
     engine.step()
     assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1

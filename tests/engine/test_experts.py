@@ -9,9 +9,10 @@ from torch.nn.functional import linear
 from lowbit import convert
 from lowbit.engine import Engine, Request
 from lowbit.engine.check import difference_to
+from lowbit.engine.decoder import Decoder
 from lowbit.engine.experts import ExpertMLP, block_refusals
-from lowbit.engine.family import Decoder, recognise
 from lowbit.engine.program import DecodeProgram
+from lowbit.engine.recognise import recognise
 from lowbit.nn import QuantExperts
 from tests.tiny import tiny_llama
 from tests.tiny_experts import tiny_experts

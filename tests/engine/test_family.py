@@ -1,4 +1,4 @@
-"""Decoders as data: a forward written from the description alone has the model's own logits, and what is unknown is said."""
+"""Decoders as data: a forward written from the data alone has the model's logits. Unsupported models get a reason."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import transformers
 
 from lowbit import convert
 from lowbit.engine.check import difference_to, kernel_refusals
-from lowbit.engine.family import FAMILIES, Decoder, recognise
+from lowbit.engine.decoder import Decoder, ExpertsMLP
+from lowbit.engine.family import FAMILIES
 from lowbit.engine.program import DecodeProgram
+from lowbit.engine.recognise import recognise
 from lowbit.models.cpu import plan_on_cpu
 from lowbit.models.fuse import fuse_quantization, prepare_on_gpu
 from lowbit.nn.fused import GatedMLP, QuantizingNorm
@@ -85,8 +87,8 @@ CASES = {
 
 
 def tiny(family, **options):
-    """A random model of a family; norms and biases too, which begin as constants. Eager: under SDPA, transformers 5.17 leaves
-    out the soft cap of Gemma 2's scores."""
+    """A random model of a family; norms and biases are random too, since they start as constants. Eager attention: under SDPA,
+    transformers 5.17 leaves out the soft cap of Gemma 2's scores."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
     model = getattr(transformers, f"{family}ForCausalLM")(config(**{**SIZES, **options}, attn_implementation="eager"))
@@ -129,7 +131,7 @@ def attend(qkv, layer, decoder):
 
 
 def forward(decoder: Decoder, tokens):
-    """Logits [T, V] from the description: products are the modules', nothing else is."""
+    """Logits [T, V] computed from the data; only products are the modules' own."""
 
     def product(layer, name, x):
         return torch.cat([module(x) for module in layer.modules(name)], dim=-1)
@@ -154,8 +156,8 @@ def forward(decoder: Decoder, tokens):
         delta = product(layer, "o", attend(qkv, layer, decoder))
         h = h + (delta if layer.after_attention_gamma is None else normed(delta, layer.after_attention_gamma))
         x = normed(h, layer.mlp_gamma, layer.mlp_bias)
-        if layer.experts:
-            delta = layer.down(x[None])[0]
+        if isinstance(layer.mlp, ExpertsMLP):
+            delta = layer.mlp.block(x[None])[0]
         else:
             up = product(layer, "gate_up", x)
             y = act(up.chunk(2, dim=-1)[0]) * up.chunk(2, dim=-1)[1] if decoder.gated else act(up)
@@ -167,7 +169,7 @@ def forward(decoder: Decoder, tokens):
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_the_description_is_the_model(case):
+def test_the_decoder_computes_the_model(case):
     family, options = CASES[case]
     model = tiny(family, **options)
     decoder = recognise(model)
@@ -185,8 +187,8 @@ def test_every_family_has_a_case():
 
 
 @pytest.mark.parametrize("case", ["llama", "phi3-partial", "gemma3", "opt"])
-def test_every_part_of_a_description_matters(case):
-    """The comparison above fails if any of it is wrong."""
+def test_every_field_of_a_decoder_matters(case):
+    """The comparison above fails if any field is wrong."""
     family, options = CASES[case]
     model = tiny(family, **options)
     decoder = recognise(model)
@@ -212,7 +214,7 @@ def test_every_part_of_a_description_matters(case):
 
 
 def test_quantized_and_fused_models_are_recognised():
-    """What lowbit.models.fuse puts in the place of norms and MLPs, quantized layers, and an embedding in 8 bits."""
+    """Norms and MLPs that lowbit.models.fuse replaced, quantized layers, and an embedding in 8 bits."""
     sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "intermediate_size": 128}
     model = tiny("Qwen3", **sizes)
     plain = recognise(model)
@@ -225,7 +227,9 @@ def test_quantized_and_fused_models_are_recognised():
     assert decoder.activation == "silu" and decoder.eps == plain.eps
     for mine, other in zip(decoder.layers, plain.layers, strict=True):
         assert torch.equal(mine.input_gamma, other.input_gamma) and torch.equal(mine.mlp_gamma, other.mlp_gamma)
-        assert [type(module).__name__ for module in (*mine.qkv, *mine.gate_up, mine.o, mine.down)] == ["QuantLinear"] * 7
+        assert [type(module).__name__ for module in (*mine.qkv, *mine.mlp.gate_up, mine.o, mine.mlp.down)] == [
+            "QuantLinear"
+        ] * 7
     for scheme, kind in (("w8a16", EmbeddingTable), ("w4a16", torch.Tensor)):
         model = tiny("Llama", **sizes, tie_word_embeddings=True)
         convert(model, scheme, embeddings=True)
@@ -234,8 +238,8 @@ def test_quantized_and_fused_models_are_recognised():
     assert torch.equal(decoder.table, model.model.embed_tokens(torch.arange(97)))
 
 
-def test_hooks_of_transformers_and_of_this_library_do_no_harm():
-    """Hidden states that were asked for once, and a model that waits for a GPU to quantize its inputs there."""
+def test_hooks_of_transformers_and_of_this_library_are_accepted():
+    """Hooks that recorded hidden states, and hooks of a model that will quantize its inputs on a GPU."""
     model = tiny("Llama")
     model(input_ids=torch.tensor([[1, 2]]), output_hidden_states=True)
     convert(model, "w8a8")
@@ -288,14 +292,14 @@ def unknown(what):
         ("meta", "weights on several devices (cpu, meta)"),
     ],
 )
-def test_what_is_not_known_is_said(what, reason):
+def test_reasons_for_unknown_modules(what, reason):
     found = recognise(unknown(what))
     assert isinstance(found, tuple) and any(reason in line for line in found), found
     assert len(found) == len(set(found)), "each reason once"
 
 
-def test_a_quantized_model_that_was_loaded_on_a_cpu_is_known_where_it_is_moved():
-    """On a CPU its head in 16 bits is a layer of its own (models/cpu.py); elsewhere that would refuse the program."""
+def test_a_model_loaded_on_a_cpu_is_recognised_after_a_move():
+    """On a CPU its 16-bit head is a layer of its own (models/cpu.py), which elsewhere would be refused."""
     model = tiny("Llama").bfloat16()
     convert(model, "w4a16_g32")
     plan_on_cpu(model)
@@ -329,28 +333,28 @@ def test_a_quantized_model_that_was_loaded_on_a_cpu_is_known_where_it_is_moved()
         ("OPT", {"_remove_final_layer_norm": True}, "no norm stands before the head (_remove_final_layer_norm is True)"),
     ],
 )  # fmt: skip
-def test_options_that_no_program_has_are_said(family, options, reason):
+def test_reasons_for_unknown_options(family, options, reason):
     found = recognise(tiny(family, **options))
     assert isinstance(found, tuple) and any(reason in line for line in found), found
 
 
-def test_opt_350m_is_another_model():
-    """Norms after attention and MLP, and embeddings half as wide."""
+def test_opt_350m_is_refused():
+    """Its norms follow attention and MLP, and its embeddings are half as wide."""
     assert recognise(tiny("OPT", ffn_dim=56, do_layer_norm_before=False, word_embed_proj_dim=18)) == (
         "norms stand after attention and MLP, not before (do_layer_norm_before is False)",
         "embeddings of 18 elements are projected to rows of 36",
     )
 
 
-def test_learned_positions_end():
-    """Angles can be computed for any position; rows of an embedding are as many as there are."""
+def test_learned_positions_are_limited():
+    """Rotary angles can be computed for any position; a position embedding has a fixed number of rows."""
     model = tiny("OPT", ffn_dim=56)
     assert isinstance(recognise(model, 64), Decoder) and isinstance(recognise(tiny("Llama"), 65), Decoder)
     assert recognise(model, 65) == ("its embedding has 64 positions, 65 are asked for",)
 
 
 @pytest.mark.parametrize("name", ["GPTNeoX", "GptOss", "Cohere", "Granite", "Olmo2", "Bloom"])
-def test_other_families_are_not_taken_for_known_ones(name):
+def test_other_families_are_refused(name):
     with torch.device("meta"):
         model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(num_hidden_layers=1))
     assert recognise(model) == (
@@ -358,8 +362,8 @@ def test_other_families_are_not_taken_for_known_ones(name):
     )
 
 
-def test_code_of_a_checkpoint_is_not_transformers():
-    """A class of the same name may do anything."""
+def test_classes_from_a_checkpoint_are_refused():
+    """A class of the same name may compute anything."""
     model = tiny("Llama")
     stranger = type("LlamaForCausalLM", (type(model),), {"__module__": "transformers_modules.somebody.modeling"})
     model.__class__ = stranger
@@ -376,8 +380,8 @@ def test_the_program_of_every_family_computes_its_model(case):
     assert difference < 1e-5 and len(program.layers) == len(decoder.layers)
 
 
-def test_what_the_kernels_of_a_step_refuse():
-    """Such a model runs through its own forward on a GPU, as one of an unknown family does."""
+def test_kernel_refusals():
+    """On a GPU such a model runs through its own forward, like one of an unknown family."""
     fits = recognise(tiny("Llama", head_dim=16))
     assert not isinstance(fits, tuple) and kernel_refusals(fits, torch.float16) == ()
     (dtype,) = kernel_refusals(fits, torch.float32)

@@ -1,4 +1,4 @@
-"""The engine through a model's own forward: its cache by the model's name for it, the budget, and what is freed."""
+"""The engine through a model's own forward: the name of its cache argument, the memory budget, and freed caches."""
 
 from __future__ import annotations
 
@@ -30,10 +30,7 @@ def test_the_cache_of_a_sequence_is_freed_when_it_ends(model):
     engine = Engine(model, forward=True, max_concurrent=4)
     engine.generate(requests(4))
     assert held_bytes(engine) == 0
-    long, short = requests(2)
-    short.limit = 2
-    engine.submit(long)
-    engine.submit(short)
+    long, short = (engine.submit(requests(2, limit=limit)[seed]) for seed, limit in enumerate((60, 2)))
     while short.finish_reason is None:
         engine.step()
     assert 0 < held_bytes(engine) <= PAGE_BYTES
@@ -47,7 +44,7 @@ def test_cache_bytes_bounds_what_sequences_hold_together(model):
     engine = Engine(model, forward=True, max_concurrent=3, max_length=256, cache_bytes=5 * PAGE_BYTES)
     assert engine.program.page_bytes == PAGE_BYTES
     tight, most = [engine.submit(request) for request in requests(3)], 0
-    while any(request.finish_reason is None for request in tight):
+    while any(sequence.finish_reason is None for sequence in tight):
         engine.step()
         most = max(most, held_bytes(engine))
     assert 2 * PAGE_BYTES < most <= 4 * PAGE_BYTES and held_bytes(engine) == 0
@@ -66,7 +63,7 @@ def test_a_sequence_that_cache_bytes_cannot_hold_is_refused(model):
 
 
 class CacheModel:
-    """A model as Transformers 5.24 has it: an argument `cache`, and a warning for the older name."""
+    """A model with the interface of Transformers 5.24: an argument `cache`, and a warning for the older name."""
 
     config, device, dtype = None, torch.device("cpu"), torch.float32
 
@@ -86,7 +83,7 @@ class CacheModel:
 
 
 class PastModel(CacheModel):
-    """A model of Transformers 5.17 to 5.23."""
+    """A model with the interface of Transformers 5.17 to 5.23."""
 
     def forward(self, input_ids, past_key_values=None, use_cache=False):
         self.seen = past_key_values
@@ -96,7 +93,7 @@ class PastModel(CacheModel):
 
 
 @pytest.mark.parametrize("kind", [CacheModel, PastModel])
-def test_the_cache_is_passed_by_the_name_that_the_model_has_for_it(kind):
+def test_the_cache_is_passed_by_the_models_name_for_it(kind):
     model, cache = kind(), object()
     program = ForwardProgram(model, ())
     model.seen = None

@@ -1,4 +1,4 @@
-"""The engine on a GPU: graphs, kernels and feedback give the tokens that Transformers' forward gives, and allocate nothing."""
+"""The engine on a GPU generates the tokens of Transformers' forward, and allocates nothing after the warm-up."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from triton import knobs
 
 from lowbit.engine import Engine, FinishReason, Request, Sampling
 from lowbit.engine.chain import Chain
-from lowbit.engine.family import recognise
 from lowbit.engine.program import DecodeProgram
+from lowbit.engine.recognise import recognise
 from lowbit.models.head import quantize_head
 from lowbit.nn import convert
 from lowbit.nn.linear import make_batch_invariant
@@ -38,7 +38,7 @@ COMMON = dict(
 
 
 def model_of(family="Llama", dtype=torch.float16, scheme="w4a16_g128", ends=False):
-    """A model whose next token depends on the text: wide weights, of which the largest logits are far apart."""
+    """A model whose next token depends on all tokens before: large weights, so that the largest logits are far apart."""
     kinds = {
         "Llama": (LlamaConfig, LlamaForCausalLM),
         "Qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -53,7 +53,7 @@ def model_of(family="Llama", dtype=torch.float16, scheme="w4a16_g128", ends=Fals
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=2 * parameter.shape[1] ** -0.5)
-        elif name.endswith("bias"):  # OPT has them everywhere: larger ones would say the same token again and again
+        elif name.endswith("bias"):  # OPT has biases in every layer: larger ones would repeat one token
             torch.nn.init.normal_(parameter, std=0.1 if family == "OPT" else 0.5)
     if scheme is not None:
         convert(model, scheme)
@@ -66,53 +66,55 @@ def prompt(length, seed=0):
     return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def tokens(request):
-    return [drawn.token for drawn in request.sampled]
+def tokens(sequence):
+    return [sampled.token for sampled in sequence.sampled]
 
 
 @torch.inference_mode()
 def logits_and_nudged(model, ids):
-    """Logits by Transformers' forward, and those when its embeddings move by a last bit, up, down or not."""
+    """Logits of Transformers' forward, and those after its embeddings moved by a last bit, up, down or not at all."""
     embedded = model.get_input_embeddings()(ids)
     signs = torch.randint(-1, 2, embedded.shape, generator=torch.Generator().manual_seed(0)).to(embedded)
     nudged = embedded * (1 + signs * torch.finfo(embedded.dtype).eps)
     return tuple(model(inputs_embeds=given).logits.float() for given in (embedded, nudged))
 
 
-def compared(model, request):
-    """Of each token drawn: whether Transformers' forward, given the same text, finds it less likely than another by more than
-    rounding, which is twice what its own logits move with a last bit of its embeddings (8-bit activations magnify that) and
-    never more than 0.7 of what the most likely is above the mean; that rounding as a share of the latter; and whether it is
-    another token than the most likely."""
-    ids = torch.tensor([[*request.prompt, *tokens(request)]], device="cuda")
-    logits, others = (each[0, len(request.prompt) - 1 : -1] for each in logits_and_nudged(model, ids))
-    drawn = torch.tensor(tokens(request), device="cuda")
-    chosen = logits.gather(1, drawn[:, None])[:, 0]
+def compared(model, sequence):
+    """Compares the sampled tokens with Transformers' forward of the same sequence. Returns three tensors, one element a token.
+
+    wrong: another token is more likely by more than rounding. Rounding is twice what the logits move with a last bit of the
+    embeddings (8-bit activations magnify that), and at most 0.7 of the largest logit's distance from the mean. near: rounding
+    as a share of that distance. other: the token is not the most likely one.
+    """
+    ids = torch.tensor([[*sequence.request.prompt, *tokens(sequence)]], device="cuda")
+    logits, others = (each[0, len(sequence.request.prompt) - 1 : -1] for each in logits_and_nudged(model, ids))
+    sampled = torch.tensor(tokens(sequence), device="cuda")
+    chosen = logits.gather(1, sampled[:, None])[:, 0]
     above = logits.amax(1) - logits.mean(1)
     near = 2 * (logits - others).abs().amax(1)
-    return logits.amax(1) - chosen > near.minimum(0.7 * above), near / above, drawn != logits.argmax(1)
+    return logits.amax(1) - chosen > near.minimum(0.7 * above), near / above, sampled != logits.argmax(1)
 
 
-def check_greedy(model, requests, why=()):
-    """Each token of each text is the most likely or as near as rounding, and any token would not do."""
-    found = [compared(model, request) for request in requests]
+def check_greedy(model, sequences, why=()):
+    """Checks that each token is the most likely one, up to rounding, and that the check would not accept any token."""
+    found = [compared(model, sequence) for sequence in sequences]
     assert torch.cat([near for _, near, _ in found]).median() < 0.7, "any token would pass"
-    assert [int(wrong.sum()) for wrong, _, _ in found] == [0] * len(found), ([len(r.prompt) for r in requests], why)
+    assert [int(wrong.sum()) for wrong, _, _ in found] == [0] * len(found), ([len(r.request.prompt) for r in sequences], why)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "OPT"])
 @pytest.mark.parametrize("scheme", [None, "w4a16_g128", "w6e3m2a16", "w8a16", "w8a8", "w4a8_g128", "fp8_dynamic"])
 def test_greedy_tokens(family, scheme, dtype):
-    """Alone (five launches a layer where there is a chain), and many at once, in order and out of it."""
+    """One sequence alone (five launches a layer with a chain), and many at once."""
     model = model_of(family, dtype, scheme, ends=scheme is not None)
-    requests = [Request(prompt(length, length), 40) for length in LENGTHS]
+    sequences = [Request(prompt(length, length), 40) for length in LENGTHS]
     engine = Engine(model, max_concurrent=16, max_length=1024, chunk_tokens=256)
     assert isinstance(engine.program, DecodeProgram), engine.report()
     if scheme in ("w4a16_g128", "w6e3m2a16", "w8a16"):
         assert isinstance(engine.program.chain, Chain) == (family != "OPT"), engine.report()
-    answered = [*engine.generate(requests), *engine.generate([Request(prompt(33), 40)])]
-    assert all(request.finish_reason is FinishReason.LENGTH and len(set(tokens(request))) > 15 for request in answered)
+    answered = [*engine.generate(sequences), *engine.generate([Request(prompt(33), 40)])]
+    assert all(sequence.finish_reason is FinishReason.LENGTH and len(set(tokens(sequence))) > 15 for sequence in answered)
     check_greedy(model, answered, engine.report())
 
 
@@ -134,31 +136,31 @@ def test_after_warm_up_nothing_is_captured_compiled_or_allocated(family):
         (engine.decode_runner.captures, engine.prefill_runner.captures),
         torch.cuda.memory_stats()["num_device_alloc"],
     )
-    for request in engine.generate(texts(100)):
-        assert request.finish_reason is FinishReason.LENGTH
+    for sequence in engine.generate(texts(100)):
+        assert sequence.finish_reason is FinishReason.LENGTH
     assert (engine.decode_runner.captures, engine.prefill_runner.captures) == captures
     assert captures == (len(engine.decode_runner.variants()), len(engine.prefill_runner.graph_shapes))
     assert torch.cuda.memory_stats()["num_device_alloc"] == segments
     knobs.compilation.listener = None
-    assert not compiled, "nor found in Triton's cache only now"
+    assert not compiled, "kernels were compiled, or loaded from Triton's cache"
 
 
 @torch.inference_mode()
-def test_graphs_of_prompts_have_the_memory_of_the_largest():
+def test_prefill_graphs_share_the_memory_of_the_largest():
     engine = Engine(model_of(), max_concurrent=8, max_length=1024, cache_bytes=1 << 28)
     largest, *others = engine.prefill_runner.graph_shapes
     engine.prefill_runner.captured(largest)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
-    for form in others:
-        engine.prefill_runner.captured(form)
+    for shape in others:
+        engine.prefill_runner.captured(shape)
     torch.cuda.empty_cache()
     assert len(others) > 30 and torch.cuda.memory_reserved() - before < 1 << 26
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_prompts_in_graphs_are_those_without(invariant, monkeypatch):
-    """In chunks, behind what they share, several at once, more at once than a graph has texts."""
+def test_prefill_graphs_do_not_change_the_tokens(invariant, monkeypatch):
+    """Prompts in chunks, after cached prefixes, several at once, and more than a graph has sequences."""
     shared = prompt(300, 9)
     ids = [prompt(1 + 37 * i % 200, i) for i in range(20)] + [[*shared, *prompt(1 + 30 * i, i)] for i in range(4)]
     ids += [prompt(700, 5), *(prompt(3 + i, i) for i in range(20))]
@@ -170,65 +172,64 @@ def test_prompts_in_graphs_are_those_without(invariant, monkeypatch):
         engine = Engine(
             model, max_concurrent=32, max_length=1024, chunk_tokens=256, cache_bytes=1 << 28, batch_invariant=invariant
         )
-        return engine, [tokens(request) for request in engine.generate([Request(each, 8) for each in ids])]
+        return engine, [tokens(sequence) for sequence in engine.generate([Request(each, 8) for each in ids])]
 
     engine, found = generated()
-    assert engine.prefill_runner.captures > 3 and {form.keys for form in engine.prefill_runner._captured} >= {256, 8192}
+    assert engine.prefill_runner.captures > 3 and {shape.keys for shape in engine.prefill_runner._captured} >= {256, 8192}
     monkeypatch.setattr("lowbit.engine.prefill_runner.PrefillRunner._shape", lambda self, chunks: None)
     engine, expected = generated()
     assert not engine.prefill_runner.captures
     same = sum(a == b for a, b in zip(found, expected, strict=True))
-    assert same == len(ids) if invariant else same > len(ids) - 3  # two logits may be nearer than rounding
+    assert same == len(ids) if invariant else same > len(ids) - 3  # two logits may differ by less than rounding
 
 
-def test_the_first_texts_compile_what_they_need_and_later_ones_nothing():
-    """Without a warm-up: parts of a round are gone through before they are launched, each once."""
+def test_kernels_are_compiled_for_the_first_requests_only():
+    """Without a warm-up: each part of a step is run once without launches, before its first launch."""
     told = []
     engine = Engine(
         model_of(), max_concurrent=4, max_length=512, cache_bytes=1 << 26, prefix_caching=False, progress=told.append
     )
     texts = [(prompt(30, 1), 20), (prompt(100, 2), 10)]
     first = [tokens(r) for r in engine.generate([Request(*each) for each in texts])]
-    assert told and told[-1].done == told[-1].total and engine._warm_up_run is not None
-    count, so_far = engine._warm_up_run.count, len(told)
+    assert told and told[-1].done == told[-1].total and engine.runner.warm_up_run is not None
+    count, so_far = engine.runner.warm_up_run.count, len(told)
     assert [tokens(r) for r in engine.generate([Request(*each) for each in texts])] == first
-    assert engine._warm_up_run.count == count and len(told) == so_far
+    assert engine.runner.warm_up_run.count == count and len(told) == so_far
 
 
-@pytest.mark.parametrize("drawn", [0.0, 0.8], ids=["greedy", "drawn"])
-def test_a_text_whose_logits_are_no_numbers_ends_alone(drawn):
-    """A token whose embedding is NaN, in the prompt or drawn: in a step's graph too nobody else notices."""
+@pytest.mark.parametrize("sampled", [0.0, 0.8], ids=["greedy", "sampled"])
+def test_nan_logits_fail_one_sequence(sampled):
+    """A token whose embedding is NaN, in the prompt or sampled: other rows of the same graph are unchanged."""
     model = model_of(scheme=None)
     engine = Engine(model, max_concurrent=16, max_length=512, cache_bytes=1 << 26, batch_invariant=True, prefix_caching=False)
-    asked = [dict(prompt=prompt(20 + 30 * i, i), limit=40, sampling=Sampling(drawn, seed=i)) for i in range(12)]
+    asked = [dict(prompt=prompt(20 + 30 * i, i), limit=40, sampling=Sampling(sampled, seed=i)) for i in range(12)]
     expected = engine.generate([Request(**each) for each in asked])
     bad = tokens(expected[3])[20]
     with torch.no_grad():
         model.get_input_embeddings().weight[bad] = torch.nan
     found = [engine.submit(Request(**each)) for each in asked]
-    while any(request.finish_reason is None for request in found):
+    while any(sequence.finish_reason is None for sequence in found):
         engine.step()
     for one, other in zip(found, expected, strict=True):
-        drawn_before = tokens(other)[:-1]  # the last one is never embedded
-        until = 0 if bad in one.prompt else drawn_before.index(bad) + 1 if bad in drawn_before else 40
+        drawn_before = tokens(other)[:-1]  # the last token is never embedded
+        until = 0 if bad in one.request.prompt else drawn_before.index(bad) + 1 if bad in drawn_before else 40
         assert one.finish_reason is (FinishReason.FAILED if until < 40 else FinishReason.LENGTH)
         assert one.error == ("the model's logits are NaN or infinite" if until < 40 else "")
         assert [(d.token, d.logprob) for d in one.sampled] == [(d.token, d.logprob) for d in other.sampled][:until]
     assert found[3].finish_reason is FinishReason.FAILED and any(
-        request.finish_reason is FinishReason.LENGTH for request in found
+        sequence.finish_reason is FinishReason.LENGTH for sequence in found
     )
 
 
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w8a8"])
-def test_batch_invariant_texts_have_the_same_bits(scheme):
+def test_batch_invariant_sequences_have_the_same_bits(scheme):
     model = model_of(scheme=scheme)
     make_batch_invariant(model, model.dtype)
     engine = Engine(model, max_concurrent=32, max_length=1024, chunk_tokens=256, batch_invariant=True)
     asked = dict(prompt=prompt(300, 7), limit=60, sampling=Sampling(temperature=0.9, top_p=0.95, seed=5))
     (alone,) = engine.generate([Request(**asked)])
-    among = Request(**asked)
     others = [Request(prompt(20 + 31 * i, i), 80, Sampling(1.0, seed=i)) for i in range(24)]
-    engine.generate([*others[:11], among, *others[11:]])
+    among = engine.generate([*others[:11], Request(**asked), *others[11:]])[11]
     assert [(d.token, d.logprob) for d in among.sampled] == [(d.token, d.logprob) for d in alone.sampled]
 
 
@@ -236,35 +237,35 @@ def test_the_same_bits_every_run():
     engine = Engine(model_of(), max_concurrent=8, max_length=1024, prefix_caching=False)
     runs = []
     for _ in range(2):
-        requests = [Request(prompt(40 + 50 * i, i), 50, Sampling(0.7 * (i % 2), seed=i)) for i in range(8)]
-        runs.append([[(d.token, d.logprob) for d in r.sampled] for r in engine.generate(requests)])
+        sequences = [Request(prompt(40 + 50 * i, i), 50, Sampling(0.7 * (i % 2), seed=i)) for i in range(8)]
+        runs.append([[(d.token, d.logprob) for d in r.sampled] for r in engine.generate(sequences)])
     assert runs[0] == runs[1]
 
 
-def test_poisoned_pages_reach_nobody():
-    """NaN in every page that is not written yet, and in nobody's, where rows that fill a step up write."""
+def test_unwritten_pages_are_never_read():
+    """NaN in every page that is not written yet, and in the dummy page, which padding rows write."""
     engine = Engine(model_of(), max_concurrent=5, max_length=512, prefix_caching=False)
     assert isinstance(engine.program, DecodeProgram) and engine.program.cache is not None
     cache = engine.program.cache
     cache.keys.fill_(torch.nan), cache.values.fill_(torch.nan)
-    asked = [(prompt(100 + i, i), 60) for i in range(5)]  # five rows are filled up to eight
+    asked = [(prompt(100 + i, i), 60) for i in range(5)]  # five rows are padded to eight
     poisoned = [tokens(r) for r in engine.generate([Request(*each) for each in asked])]
     cache.keys.zero_(), cache.values.zero_()
     assert poisoned == [tokens(r) for r in engine.generate([Request(*each) for each in asked])]
 
 
-def test_out_of_pages_nothing_is_lost():
+def test_preempted_sequences_are_completed():
     model = model_of()
     page = Engine(model, max_concurrent=1, max_length=128).program.cache_spec.page_bytes
     engine = Engine(model_of(), max_concurrent=8, max_length=512, cache_bytes=12 * page, prefix_caching=False)
-    requests = engine.generate([Request(prompt(100, seed), 200) for seed in range(8)])
-    assert all(r.finish_reason is FinishReason.LENGTH and len(r.sampled) == 200 for r in requests)
+    sequences = engine.generate([Request(prompt(100, seed), 200) for seed in range(8)])
+    assert all(r.finish_reason is FinishReason.LENGTH and len(r.sampled) == 200 for r in sequences)
     assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
 
 
 def test_the_model_computes_as_before():
-    """An engine takes weights over, and the model's own forward, generate and perplexity still have them: gate and up as one
-    product, whose sums have another order, so logits differ by less than a last bit of the embeddings changes them."""
+    """An engine takes the weights over, and the model's own forward still works. Gate and up are then one product, with sums in
+    another order: logits differ by less than a last bit of the embeddings changes them."""
     model = model_of(dtype=torch.bfloat16)
     ids = torch.tensor([prompt(50)], device="cuda")
     with torch.inference_mode():
@@ -295,7 +296,7 @@ def test_a_second_engine_of_a_model(scheme):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_model_on_a_gpu_that_is_not_the_current_one():
-    """Graphs, streams and events are the model's GPU's."""
+    """Graphs, streams and events belong to the model's GPU."""
     found = []
     for device in ("cuda:0", "cuda:1"):
         engine = Engine(model_of().to(device), max_concurrent=4, max_length=512, cache_bytes=1 << 26)
@@ -304,7 +305,7 @@ def test_a_model_on_a_gpu_that_is_not_the_current_one():
 
 
 def test_steps_with_and_without_the_chain_agree():
-    """Eight rows go through the chain, sixteen do not: after the same token its logarithms differ by rounding."""
+    """Eight rows use the chain, sixteen do not: after the same token, log-probabilities differ by rounding."""
     engine = Engine(model_of(), max_concurrent=16, max_length=256)
     ids = [prompt(64, seed) for seed in range(16)]
     few = engine.generate([Request(i, 2) for i in ids[:8]])
@@ -320,7 +321,7 @@ def test_steps_with_and_without_the_chain_agree():
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a16", "w8a8", "fp8_dynamic"])
 @pytest.mark.parametrize("count", [8, 16], ids=["five launches", "eight launches"])
 def test_perplexity_of_steps(scheme, count):
-    """Texts given token by token: the mean loss is that of the model's own forward to a part in a thousand."""
+    """Sequences computed token by token: the mean loss is within a thousandth of that of the model's own forward."""
     model = model_of(scheme=scheme)
     ids = torch.stack([torch.tensor(prompt(100, seed)) for seed in range(count)]).cuda()
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Graphs of one engine have one memory; what CUDA would do is noted on a machine without a GPU."""
+"""The CUDA graphs of an engine share one memory pool; without a GPU, a fixture records what torch.cuda would do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tiny import eager_llama
 
 @pytest.fixture
 def captures(monkeypatch):
-    """Pool and stream of each capture, in order; streams and pools are new objects each."""
+    """The pool and stream of each capture, in order. Every call makes a new stream or pool."""
     found = []
 
     def graph(graph, pool, stream):
@@ -36,7 +36,7 @@ def captures(monkeypatch):
 
 
 def test_steps_and_prompts_are_captured_in_one_pool_on_one_stream(captures):
-    """Torch's allocator lets no stream have what another one has let go of, in a pool neither."""
+    """PyTorch's allocator reuses memory only on the stream that freed it, also within a pool."""
     engine = Engine(eager_llama(), max_concurrent=4, chunk_tokens=128, cache_bytes=1 << 24)
     graphs = Graphs(torch.device("cpu"))
     steps = DecodeRunner(engine.program, engine.slots, 4, graphs=graphs)
@@ -44,14 +44,14 @@ def test_steps_and_prompts_are_captured_in_one_pool_on_one_stream(captures):
     with torch.inference_mode():
         for variant in steps.variants():
             steps.captured(variant)
-        for form in prompts.graph_shapes:
-            prompts.captured(form)
+        for shape in prompts.graph_shapes:
+            prompts.captured(shape)
     assert len(captures) == len(steps.variants()) + len(prompts.graph_shapes) > 10
     assert len({id(part) for pair in captures for part in pair}) == 2
 
 
-def test_what_is_captured_has_run_before(captures):
-    """Kernels are compiled and memory that stays is made before: a capture may not."""
+def test_a_capture_is_preceded_by_a_run(captures):
+    """Kernels are compiled and persistent memory is allocated before, which a capture does not allow."""
     graphs, called = Graphs(torch.device("cpu")), []
     _, made = graphs.capture(lambda: called.append(len(captures)) or len(called))
     assert called == [0, 1] and made == 2

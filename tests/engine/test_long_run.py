@@ -1,4 +1,4 @@
-"""A server's engine runs for months: what it holds does not depend on how many texts it has made."""
+"""A server's engine runs for months: its memory does not depend on the number of sequences that it has generated."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ from tests.tiny import eager_llama, tiny_tokenizer
 VOCAB = 160
 
 
-def some_texts(engine, tokenizer, count, seed):
-    """Short texts of all kinds, 32 at a time: drawn in every way, streamed, given up, failing; how they ended."""
+def some_sequences(engine, tokenizer, count, seed):
+    """Runs short sequences of all kinds, 32 at a time: every sampling setting, streamed, cancelled, failing. Returns the count
+    of each finish reason."""
     ends = collections.Counter()
     generator = torch.Generator().manual_seed(seed)
     for begin in range(0, count, 32):
-        requests = []
+        sequences = []
         for i in range(begin, begin + 32):
             length = int(torch.randint(1, 140, (), generator=generator))
             ids = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
             text = Detokenizer(tokenizer, ids, ["zz"])
 
-            def watch(drawn, text=text, i=i):
+            def on_token(sampled, text=text, i=i):
                 if i % 16 == 5:
                     raise ValueError("no more")
-                text.push(drawn.token)
+                text.push(sampled.token)
                 return text.stopped
 
             asked = Sampling(0.7 * (i % 3), top_p=0.9, seed=i, presence_penalty=0.1 * (i % 4), logit_bias={i % VOCAB: 1.0})
-            requests.append(engine.submit(Request(ids, 1 + i % 4, asked, on_token=watch, top_logprobs=i % 3)))
+            sequences.append(engine.submit(Request(ids, 1 + i % 4, asked, on_token=on_token, top_logprobs=i % 3)))
         engine.step()
-        for request in requests[7::16]:
-            engine.cancel(request)
-        next(engine.stream(requests[0]))
-        while any(request.finish_reason is None for request in requests):
+        for sequence in sequences[7::16]:
+            engine.cancel(sequence)
+        next(engine.stream(sequences[0]))
+        while any(sequence.finish_reason is None for sequence in sequences):
             engine.step()
-        ends.update(request.finish_reason for request in requests)
+        ends.update(sequence.finish_reason for sequence in sequences)
     engine.step()
     return ends
 
@@ -50,18 +51,18 @@ def objects():
     return collections.Counter(type(each).__name__ for each in gc.get_objects())
 
 
-def test_thousands_of_texts_leave_nothing_behind(monkeypatch):
-    """No objects, though none of them is left to the collector of cycles, and no bytes."""
+def test_thousands_of_sequences_leave_nothing_behind(monkeypatch):
+    """No objects, even without the garbage collector of cycles, and no bytes."""
     for module in (failure, engine_module):
-        monkeypatch.setattr(module.logger, "disabled", True)  # pytest keeps what is logged
+        monkeypatch.setattr(module.logger, "disabled", True)  # pytest keeps logged errors alive
     engine = Engine(eager_llama(), max_concurrent=8, chunk_tokens=128, cache_bytes=1 << 20, max_length=256)
     tokenizer = tiny_tokenizer()
-    some_texts(engine, tokenizer, 256, 0)
+    some_sequences(engine, tokenizer, 256, 0)
     gc.collect()
     gc.disable()
     try:
         before = objects()
-        ends = some_texts(engine, tokenizer, 512, 1)
+        ends = some_sequences(engine, tokenizer, 512, 1)
         more = objects() - before
     finally:
         gc.enable()
@@ -69,16 +70,18 @@ def test_thousands_of_texts_leave_nothing_behind(monkeypatch):
     assert sum(more.values()) < 25, more.most_common(8)
     tracemalloc.start()
     try:
-        some_texts(engine, tokenizer, 128, 2)  # all pages have been filled meanwhile
+        some_sequences(engine, tokenizer, 128, 2)  # all pages have been used by now
         bytes_ = tracemalloc.get_traced_memory()[0]
-        some_texts(engine, tokenizer, 512, 3)
+        some_sequences(engine, tokenizer, 512, 3)
         assert tracemalloc.get_traced_memory()[0] - bytes_ < 100_000
     finally:
         tracemalloc.stop()
-    held = weakref.ref(request := engine.submit(Request([5, 6], 2)))
+    request = Request([5, 6], 2)
+    sequence = engine.submit(request)
+    held = [weakref.ref(request), weakref.ref(sequence)]
     engine.generate([])
-    while request.finish_reason is None:
+    while sequence.finish_reason is None:
         engine.step()
     engine.step()
-    del request
-    assert held() is None
+    del sequence, request
+    assert [each() for each in held] == [None, None]

@@ -7,11 +7,12 @@ import sys
 import pytest
 import torch
 
-from lowbit.engine import Engine, Request
+from lowbit.engine import Engine, Request, Sequence
 from lowbit.engine.cache import Cache
-from lowbit.engine.family import Decoder, recognise
+from lowbit.engine.decoder import Decoder
 from lowbit.engine.product import Packed, Scaled
 from lowbit.engine.program import DecodeProgram
+from lowbit.engine.recognise import recognise
 from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.reference.gemm import mixed_gemm_reference
@@ -19,7 +20,7 @@ from lowbit.models.head import quantize_head
 from lowbit.nn import convert
 from lowbit.ops import Activations
 from lowbit.ops.elementwise import EmbeddingTable
-from tests.engine.test_chain import dequantized, packed, stepped, texts
+from tests.engine.test_chain import dequantized, packed, random_ids, stepped
 from tests.tiny import eager_opt
 
 VOCAB = 160
@@ -42,9 +43,9 @@ def logits_of(model, ids):
 
 @pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": False, "enable_bias": False}], ids=["tied", "untied"])
 @torch.inference_mode()
-def test_logits_of_pieces_and_steps(options):
-    """Two texts: prompts in chunks of their own, then tokens one by one over the borders of pages, rows in another order than
-    slots, whose positions differ."""
+def test_logits_of_chunks_and_steps(options):
+    """Two sequences: prompts in different chunks, then token by token across page borders. Rows are in another order than
+    slots, and positions differ."""
     model = eager_opt(**options)
     ids = [prompt(300), prompt(260, 1)]
     program = program_of(model)
@@ -52,19 +53,17 @@ def test_logits_of_pieces_and_steps(options):
     program.cache.keys.fill_(torch.nan), program.cache.values.fill_(torch.nan)
     slots = Slots(2, 384, VOCAB, (), program.device)
     slots.update([(slot, place, 1 + 2 * place + slot) for slot in range(2) for place in range(3)], [])
-    requests = [Request(text, 1) for text in ids]
-    for slot, request in enumerate(requests):
-        request.slot = slot
+    sequences = [Sequence(Request(text, 1), slot=slot) for slot, text in enumerate(ids)]
 
     def chunk(slot, begin, end):
-        return PrefillChunk(requests[slot], begin, tuple(ids[slot][begin:end]), True)
+        return PrefillChunk(sequences[slot], begin, tuple(ids[slot][begin:end]), True)
 
     expected = [logits_of(model, text) for text in ids]
     tolerance = 1e-5 * float(expected[0].abs().max())
     for chunks in ([chunk(0, 0, 128)], [chunk(1, 0, 126), chunk(0, 128, 255)]):
         found = program.prompt(chunks, slots)
         for row, each in zip(found, chunks, strict=True):
-            torch.testing.assert_close(row, expected[each.request.row][each.end - 1], rtol=0, atol=tolerance)
+            torch.testing.assert_close(row, expected[each.sequence.slot][each.end - 1], rtol=0, atol=tolerance)
     places = [255, 126]
     while places[0] < 300:
         slots.update([], list(enumerate(places)))
@@ -75,20 +74,22 @@ def test_logits_of_pieces_and_steps(options):
         places = [at + 1 for at in places]
 
 
-def test_greedy_tokens_are_transformers():
+def test_greedy_tokens_match_transformers():
     model = eager_opt(tie_word_embeddings=False)
     engine = Engine(model, max_concurrent=4, chunk_tokens=128, cache_bytes=1 << 24)
-    requests = engine.generate([Request(prompt(length, length), 20) for length in (1, 2, 77, 127, 128, 129, 200)])
+    sequences = engine.generate([Request(prompt(length, length), 20) for length in (1, 2, 77, 127, 128, 129, 200)])
     assert isinstance(engine.program, DecodeProgram) and engine.difference < 1e-5
-    for request in requests:
-        drawn = [each.token for each in request.sampled]
-        chosen = logits_of(model, [*request.prompt, *drawn])[len(request.prompt) - 1 : -1].argmax(-1).tolist()
-        assert drawn == chosen and len(set(drawn)) > 5, "a model that repeats itself would hide errors"
+    for sequence in sequences:
+        sampled = [each.token for each in sequence.sampled]
+        chosen = (
+            logits_of(model, [*sequence.request.prompt, *sampled])[len(sequence.request.prompt) - 1 : -1].argmax(-1).tolist()
+        )
+        assert sampled == chosen and len(set(sampled)) > 5, "a model that repeats itself would hide errors"
 
 
 @pytest.mark.parametrize("scheme", ["w8a16", "w8a8", "w4a8_g64", "fp8_dynamic"])
 def test_quantized_layers(scheme, monkeypatch):
-    """8-bit activations: LayerNorm and ReLU write 16 bits (here 32), of which each product makes its codes once."""
+    """8-bit activations: LayerNorm and ReLU write 16 bits (here 32), and each product quantizes them once."""
     model = eager_opt()
     convert(model, scheme)
     inputs = []
@@ -102,9 +103,9 @@ def test_quantized_layers(scheme, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("invariant", [False, True])
-def test_weights_in_the_form_of_a_gpu(dtype, invariant, monkeypatch):
-    """q, k and v in one product with their biases; LM head and embedding, which are one weight, in 8 bits; no chain. Products
-    by their reference, as their kernels need a GPU."""
+def test_weights_packed_for_a_gpu(dtype, invariant, monkeypatch):
+    """q, k and v in one product with their biases; LM head and embedding, which are tied, in 8 bits; no chain. Products use
+    their reference, since their kernels need a GPU."""
 
     def product_of(x, weight, bias, batch_invariant):
         return mixed_gemm_reference(x, weight.unpack(), bias).to(x.dtype)
@@ -113,7 +114,7 @@ def test_weights_in_the_form_of_a_gpu(dtype, invariant, monkeypatch):
     model = packed(eager_opt(dtype), "w4a16_g32")
     assert sorted(quantize_head(model)) == ["lm_head", "model.decoder.embed_tokens"]
     model.lm_head._pack_for_gpu()
-    ids = texts(4)
+    ids = random_ids(4)
     with torch.inference_mode():
         expected = dequantized(model, torch.float32)(ids).logits.transpose(0, 1).float()
     program = program_of(model, batch_invariant=invariant)
@@ -137,10 +138,10 @@ def test_weights_in_the_form_of_a_gpu(dtype, invariant, monkeypatch):
         ({"max_position_embeddings": 20}, "its embedding has 20 positions, 34 are asked for"),
     ],
 )
-def test_what_is_no_such_model_runs_through_its_forward(options, reason):
+def test_other_models_run_through_their_forward(options, reason):
     model = eager_opt(**options)
     engine = Engine(model, max_concurrent=2, cache_bytes=1 << 24)
     assert reason in engine.report()[0]
-    (request,) = engine.generate([Request(prompt(9), 5)])
-    ids = [*request.prompt, *(each.token for each in request.sampled)]
+    (sequence,) = engine.generate([Request(prompt(9), 5)])
+    ids = [*sequence.request.prompt, *(each.token for each in sequence.sampled)]
     assert ids[9:] == logits_of(model, ids)[8:-1].argmax(-1).tolist()

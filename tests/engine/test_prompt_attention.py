@@ -1,11 +1,11 @@
-"""Attention of the prompts of a round, together: as of each by itself, in few calls."""
+"""Attention of all prefill chunks of a step in few calls: the same result as one call for each chunk."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from lowbit.engine import Engine, Request
+from lowbit.engine import Engine, Request, Sequence
 from lowbit.engine import prompt_attention as module
 from lowbit.engine.prompt_attention import PromptAttention
 from lowbit.engine.scheduler import PrefillChunk
@@ -19,7 +19,7 @@ SHAPE = dict(heads=4, kv_heads=2, head_dim=16, scale=0.3, rotary_dim=16)
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Names of the calls of torch's attention."""
+    """The names of the calls of torch's attention."""
     noted = []
 
     def counted(name):
@@ -32,7 +32,7 @@ def calls(monkeypatch):
 
 
 def case(lengths, begins):
-    """Pieces of slots whose pages lie in disorder, and what attention takes of them; places of nobody are NaN."""
+    """Chunks of slots whose pages are in random order, and the operands of attention; unused rows of pages are NaN."""
     generator = torch.Generator().manual_seed(0)
     slots = Slots(len(lengths), 3 * PAGE, VOCAB, (), torch.device("cpu"))
     order = iter((torch.randperm(3 * len(lengths), generator=generator) + 1).tolist())
@@ -40,9 +40,7 @@ def case(lengths, begins):
     chunks = []
     keys, values = (torch.full((3 * len(lengths) + 1, 2, PAGE, 16), torch.nan) for _ in range(2))
     for slot, (length, begin) in enumerate(zip(lengths, begins, strict=True)):
-        request = Request([0], 1)
-        request.slot = slot
-        chunks.append(PrefillChunk(request, begin, (0,) * length, True))
+        chunks.append(PrefillChunk(Sequence(Request([0], 1), slot=slot), begin, (0,) * length, True))
         for position in range(begin + length):
             for part in (keys, values):
                 part[slots.tables[slot, position // PAGE], :, position % PAGE] = torch.randn(2, 16, generator=generator)
@@ -63,12 +61,12 @@ def case(lengths, begins):
     ids=str,
 )
 @pytest.mark.parametrize("more", [{}, {"window": 320}, {"window": 9}, {"softcap": 20.0}], ids=str)
-def test_together_as_alone(calls, lengths, begins, expected, more):
+def test_grouped_chunks_match_single_ones(calls, lengths, begins, expected, more):
     chunks, slots, q, keys, values = case(lengths, begins)
     shape = AttentionShape(**SHAPE, **more)
     found = PromptAttention(chunks, slots, invariant=False)(q, keys, values, shape)
     count = tuple(calls.count(name) for name in ("prompt_attention", "causal_attention"))
-    # In one case no more than 5 tokens are together, which a window of 9 does not cut.
+    # In one case at most 5 tokens are in a group, which a window of 9 does not cut.
     one_by_one = "softcap" in more or (more.get("window") == 9 and expected != (4, 1))
     assert count == ((len(chunks), 0) if one_by_one else expected)
     calls.clear()
@@ -79,7 +77,7 @@ def test_together_as_alone(calls, lengths, begins, expected, more):
 
 
 def test_memory_of_a_call_is_bounded(calls, monkeypatch):
-    """By the keys that it brings together; what does not fit with another is alone."""
+    """By the keys that it gathers; a chunk that fits with no other is computed alone."""
     monkeypatch.setattr(module, "MOST_KEYS", 3 * (128 + 16))
     chunks, slots, q, keys, values = case([5, 7, 3, 2, 9, 4, 1, 20, 21], [128] * 7 + [256] * 2)
     attention = PromptAttention(chunks, slots, invariant=False)
@@ -89,7 +87,7 @@ def test_memory_of_a_call_is_bounded(calls, monkeypatch):
     torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_a_piece_behind_more_keys_than_a_call_brings_together(monkeypatch):
+def test_a_chunk_with_more_keys_than_a_call_gathers(monkeypatch):
     monkeypatch.setattr(module, "MOST_KEYS", 128)
     chunks, slots, *_ = case([5, 7], [256, 256])
     attention = PromptAttention(chunks, slots, invariant=False)
@@ -97,31 +95,30 @@ def test_a_piece_behind_more_keys_than_a_call_brings_together(monkeypatch):
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_calls_of_a_round(calls, invariant):
-    """A few for each layer, however many prompts there are, unless their bits must not depend on each other; and greedy tokens
-    are those of Transformers."""
+def test_calls_of_a_step(calls, invariant):
+    """A few calls a layer for any number of prompts, unless the step is batch-invariant; greedy tokens are Transformers'."""
     model = eager_llama()
     engine = Engine(model, max_concurrent=24, cache_bytes=1 << 24, prefix_caching=False, batch_invariant=invariant)
     generator = torch.Generator().manual_seed(0)
     asked = [torch.randint(3, VOCAB, (1 + 3 * i % 40,), generator=generator).tolist() for i in range(24)]
     calls.clear()
-    for request in (requests := [engine.submit(Request(ids, 6)) for ids in asked]):
-        assert request.finish_reason is None
+    for sequence in (sequences := [engine.submit(Request(ids, 6)) for ids in asked]):
+        assert sequence.finish_reason is None
     engine.step()
     layers = len(engine.program.layers)
     assert len(calls) == (24 if invariant else 3) * layers
-    while any(request.finish_reason is None for request in requests):
+    while any(sequence.finish_reason is None for sequence in sequences):
         engine.step()
-    for request in requests:
+    for sequence in sequences:
         with torch.no_grad():
-            logits = model(torch.tensor([[*request.prompt, *(d.token for d in request.sampled)]])).logits[0]
-        assert logits[len(request.prompt) - 1 : -1].argmax(1).tolist() == [d.token for d in request.sampled]
+            logits = model(torch.tensor([[*sequence.request.prompt, *(d.token for d in sequence.sampled)]])).logits[0]
+        assert logits[len(sequence.request.prompt) - 1 : -1].argmax(1).tolist() == [d.token for d in sequence.sampled]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_together_as_alone_on_a_gpu(dtype):
-    """By flash attention, within rounding, and the same bits every time."""
+def test_grouped_chunks_match_single_ones_on_a_gpu(dtype):
+    """By flash attention, within rounding, and with the same bits every time."""
     chunks, slots, q, keys, values = case([5, 17, 1, 30, 200, 140, 25, 3], [0, 0, 0, 128, 0, 0, 128, 256])
     for name in ("_all", "tables"):
         setattr(slots, name, getattr(slots, name).cuda())

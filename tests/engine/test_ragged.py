@@ -1,4 +1,4 @@
-"""Pieces of prompts as tensors of a form: every token and key where its text has it, all else nobody's."""
+"""Prefill chunks as tensors of one shape: every token and key is at the place of its sequence; the rest is padding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES = [
 
 @pytest.mark.parametrize("most", [1, 8, 9, 100, 128, 129, 1000, 1024, 1025, 3000])
 def test_sizes(most):
-    """Hardly more than asked for: less than twice a few tokens, less than 64 more up to 1,024, less than 256 beyond."""
+    """Padding is small: less than twice a few tokens, less than 64 more up to 1,024, less than 256 beyond."""
     found = sizes(most)
     assert found == tuple(sorted(set(found))) and found[-1] >= most and all(size < most for size in found[:-1])
     for tokens in range(1, most + 1):
@@ -30,14 +30,14 @@ def test_sizes(most):
         assert size - tokens < (8 if tokens <= 8 else 32 if tokens <= 96 else 64 if tokens <= 1024 else 256)
 
 
-@pytest.mark.parametrize("form", [None, RaggedShape(400, 15, 900)], ids=str)
+@pytest.mark.parametrize("shape_", [None, RaggedShape(400, 15, 900)], ids=str)
 @pytest.mark.parametrize(("lengths", "begins"), CASES, ids=str)
-def test_tokens_and_keys_are_where_their_texts_have_them(lengths, begins, form):
+def test_tokens_and_keys_are_at_the_places_of_their_sequences(lengths, begins, shape_):
     chunks, slots, *_ = case(lengths, begins)
-    if form is None:
+    if shape_ is None:
         ragged = Ragged.of(chunks, slots, sum(lengths))
     else:
-        ragged = Ragged(form, on_device(form.numbers(chunks, slots.dummy_slot), slots.device), slots)
+        ragged = Ragged(shape_, on_device(shape_.numbers(chunks, slots.dummy_slot), slots.device), slots)
     total, keys = sum(lengths), sum(lengths) + sum(begins)
     slot_of = [slot for slot, length in enumerate(lengths) for _ in range(length)]
     positions = [begin + i for begin, length in zip(begins, lengths, strict=True) for i in range(length)]
@@ -52,20 +52,20 @@ def test_tokens_and_keys_are_where_their_texts_have_them(lengths, begins, form):
     assert ragged.last.tolist() == [*ends.tolist(), *[0] * (ragged.shape.sequences - len(lengths))]
 
 
-def test_only_last_pieces_have_an_end():
+def test_only_last_chunks_are_sampled():
     chunks, slots, *_ = case([5, 7, 2], [0, 0, 0])
-    chunks[1] = type(chunks[1])(chunks[1].request, 0, (1, 2, 3, 4, 5, 6, 7), False)
+    chunks[1] = type(chunks[1])(chunks[1].sequence, 0, (1, 2, 3, 4, 5, 6, 7), False)
     ragged = Ragged.of(chunks, slots, 14)
     assert ragged.last.tolist() == [4, 13, 0] and ragged.ids.tolist() == [0] * 5 + [1, 2, 3, 4, 5, 6, 7] + [0] * 2
 
 
 @pytest.mark.parametrize("more", [{}, {"window": 320}, {"window": 9}], ids=str)
 @pytest.mark.parametrize(("lengths", "begins"), CASES, ids=str)
-def test_attention_of_all_texts_is_that_of_each(lengths, begins, more):
+def test_attention_of_all_sequences_matches_that_of_each(lengths, begins, more):
     chunks, slots, q, keys, values = case(lengths, begins)
     shape = AttentionShape(**SHAPE, **more)
-    form = RaggedShape(400, 15, 900)
-    ragged = Ragged(form, on_device(form.numbers(chunks, slots.dummy_slot), slots.device), slots)
+    shape_ = RaggedShape(400, 15, 900)
+    ragged = Ragged(shape_, on_device(shape_.numbers(chunks, slots.dummy_slot), slots.device), slots)
     filled = torch.cat([q, torch.full((400 - len(q), 4, 16), torch.nan)])
     found = RaggedAttention(ragged, 2)(filled, keys, values, shape)
     expected = PromptAttention(chunks, slots, invariant=True)(q, keys, values, shape)
@@ -77,7 +77,7 @@ def test_attention_of_all_texts_is_that_of_each(lengths, begins, more):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("lengths", "begins"), CASES, ids=str)
 def test_on_a_gpu(lengths, begins, dtype, more):
-    """By flash attention, within rounding; a text has the same bits alone, in a larger form and behind others."""
+    """By flash attention, within rounding. A sequence has the same bits alone, in a larger shape and after others."""
     chunks, slots, q, keys, values = case(lengths, begins)
     shape = AttentionShape(**SHAPE, **more)
     expected = PromptAttention(chunks, slots, invariant=True)(q, keys, values, shape)
@@ -86,9 +86,9 @@ def test_on_a_gpu(lengths, begins, dtype, more):
     slots.device = slots.tables.device
     q, keys, values = (x.cuda().to(dtype) for x in (q, keys, values))
 
-    def computed(some, q, form):
-        ragged = Ragged(form, on_device(form.numbers(some, slots.dummy_slot), slots.device), slots)
-        filled = torch.cat([q, torch.full((form.tokens - len(q), 4, 16), torch.nan, dtype=dtype, device="cuda")])
+    def computed(some, q, shape_):
+        ragged = Ragged(shape_, on_device(shape_.numbers(some, slots.dummy_slot), slots.device), slots)
+        filled = torch.cat([q, torch.full((shape_.tokens - len(q), 4, 16), torch.nan, dtype=dtype, device="cuda")])
         return RaggedAttention(ragged, 2)(filled, keys, values, shape)[: len(q)]
 
     found = computed(chunks, q, RaggedShape(400, 15, 900))

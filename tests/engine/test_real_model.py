@@ -1,4 +1,4 @@
-"""The demo's real model on a GPU: greedy texts of the engine are those of Transformers' forward."""
+"""The demo's real model on a GPU: the engine's greedy tokens are those of Transformers' forward."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ OTHERS = {None: 10, "w8a16": 20, "w6e3m2a16": 30, "w4a16_g64": 60}
 
 
 @pytest.mark.parametrize("scheme", list(OTHERS))
-def test_greedy_texts(scheme, smollm2):
-    """Ten prompts, 200 tokens each, beside Transformers' forward of the same text, in fp16."""
+def test_greedy_tokens(scheme, smollm2):
+    """Ten prompts of 200 tokens each, beside Transformers' forward of the same sequence, in fp16."""
     pipe = lowbit.pipeline(str(smollm2), quantization_mode=scheme, dtype=torch.float16, max_concurrent=16, cache_bytes=1 << 28)
-    requests = pipe.engine.generate([Request(pipe.tokenizer(text).input_ids, 200) for text in PROMPTS])
-    check_greedy(pipe.model, requests, pipe.engine.report())
-    others = sum(int(other.sum()) for _, _, other in (compared(pipe.model, request) for request in requests))
-    print(f"{scheme or '16 bits'}: {others} of {sum(len(r.sampled) for r in requests)} tokens are not the most likely")
+    sequences = pipe.engine.generate([Request(pipe.tokenizer(text).input_ids, 200) for text in PROMPTS])
+    check_greedy(pipe.model, sequences, pipe.engine.report())
+    others = sum(int(other.sum()) for _, _, other in (compared(pipe.model, sequence) for sequence in sequences))
+    print(f"{scheme or '16 bits'}: {others} of {sum(len(r.sampled) for r in sequences)} tokens are not the most likely")
     assert others <= OTHERS[scheme]
     pipe.destroy()

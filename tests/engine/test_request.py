@@ -1,6 +1,8 @@
-"""Every field of a request and of its sampling is checked where it is made: none of another type hangs or breaks a step."""
+"""Every field of a request and of its sampling settings is checked when it is created: no wrong type reaches a step."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from lowbit import engine
 from lowbit.engine import Request, Sampling
 from lowbit.pipeline.params import GenerateParams
+from tests.tiny import eager_llama
 
 NAN, INF = float("nan"), float("inf")
 REQUESTS = [
@@ -43,7 +46,7 @@ def test_requests(fields, message):
         Request(**{"prompt": [1], "limit": 2, **fields})
 
 
-def test_what_is_the_engines_is_no_argument():
+def test_the_engines_fields_are_no_arguments():
     with pytest.raises(TypeError, match="end"):
         Request([1], 2, end="stop")
 
@@ -97,19 +100,65 @@ def test_arguments_of_pipelines(fields):
         GenerateParams(**fields)
 
 
+def test_a_request_is_immutable():
+    request = Request([1], 2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        request.limit = 3
+    assert dataclasses.replace(request, limit=3).limit == 3 and request.limit == 2
+
+
+@pytest.fixture(scope="module")
+def tiny_engine():
+    return engine.Engine(eager_llama(), max_concurrent=2, chunk_tokens=128, cache_bytes=1 << 20, max_length=64)
+
+
+def test_the_state_of_a_request_by_its_names_until_2026_11(tiny_engine):
+    """A request had the state that its sequence has now."""
+    request, other = Request([5, 6], 3, top_logprobs=1), Request([5], 9)
+    with pytest.warns(DeprecationWarning, match="Request.sampled is now Sequence.sampled, of the sequence that Engine.submit"):
+        assert request.sampled == []
+    tiny_engine.generate([request])  # the returned sequence is not kept: the request keeps its state alive
+    for name in ("sampled", "drawn"):
+        with pytest.warns(DeprecationWarning, match=f"Request.{name} is now Sequence.sampled"):
+            assert len(getattr(request, name)) == 3
+    for name in ("finish_reason", "end"):
+        with pytest.warns(DeprecationWarning, match=f"Request.{name} is now Sequence.finish_reason"):
+            assert getattr(request, name) is engine.FinishReason.LENGTH
+    with pytest.warns(DeprecationWarning, match="Request.shared is now Sequence.cached_tokens"):
+        assert request.shared == 0
+    with pytest.warns(DeprecationWarning, match="Request.tokens is now"):
+        assert request.tokens[:2] == [5, 6] and len(request.tokens) == 5
+    with pytest.warns(DeprecationWarning, match="Request.check is now"):
+        request.check()
+    tiny_engine.submit(other)
+    with pytest.warns(DeprecationWarning, match="The argument of Engine.stream and Engine.cancel is now the sequence"):
+        tiny_engine.cancel(other)
+    with pytest.warns(DeprecationWarning, match="Request.end is now"):
+        assert other.end is engine.FinishReason.CANCELLED
+    with pytest.warns(DeprecationWarning, match="The argument of"), pytest.raises(ValueError, match="was not submitted: "):
+        tiny_engine.stream(Request([1], 2))
+
+
+def test_a_sequence_by_the_names_of_its_request(tiny_engine):
+    """`submit` and `generate` returned the request itself."""
+    (sequence,) = tiny_engine.generate([Request([5, 6], 3)])
+    for name, value in (("prompt", [5, 6]), ("limit", 3), ("top_logprobs", 0), ("stop_token_ids", frozenset())):
+        with pytest.warns(DeprecationWarning, match=f"Sequence.{name} is now Sequence.request.{name}"):
+            assert getattr(sequence, name) == value
+
+
 def test_names_until_2026_11():
-    """They still work, with a warning."""
+    """Renamed arguments, attributes and classes still work, with a warning."""
     with pytest.warns(DeprecationWarning, match="Request.ends is now Request.stop_token_ids"):
         request = Request([1], 2, ends=frozenset({3}))
     assert request.stop_token_ids == frozenset({3})
-    request.sampled.append(engine.SampledToken(7, -1.0, ((7, -1.0),)))
-    for old, new in (("ends", "stop_token_ids"), ("drawn", "sampled"), ("end", "finish_reason"), ("shared", "cached_tokens")):
-        with pytest.warns(DeprecationWarning, match=f"Request.{old} is now"):
-            assert getattr(request, old) is getattr(request, new)
+    with pytest.warns(DeprecationWarning, match="Request.ends is now Request.stop_token_ids"):
+        assert request.ends is request.stop_token_ids
     with pytest.warns(DeprecationWarning, match="Request.watch is now Request.on_token"):
-        request.watch = print
-    assert request.on_token is print
+        assert Request([1], 2, watch=print).on_token is print
     with pytest.warns(DeprecationWarning, match="SampledToken.likeliest is now"):
-        assert request.sampled[0].likeliest == ((7, -1.0),)
+        assert engine.SampledToken(7, -1.0, ((7, -1.0),)).likeliest == ((7, -1.0),)
     with pytest.warns(DeprecationWarning, match="lowbit.engine.TextFailed is now lowbit.engine.RequestFailed"):
         assert engine.TextFailed is engine.RequestFailed
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        _ = engine.Nothing

@@ -1,4 +1,4 @@
-"""Where the places of requests lie: kernels take tensors that start at multiples of 16 bytes and do not move."""
+"""Device tensors of slots: they start at multiples of 128 bytes, since kernels take aligned tensors, and do not move."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 31, 32, 64])
-def test_every_part_starts_at_a_line(count):
+def test_every_part_is_aligned(count):
     slots = Slots(count, 300, 50, (), CPU)
     for part in (slots.tokens, slots.positions, slots.tables):
         assert (part.data_ptr() - slots.tokens.data_ptr()) % 128 == 0 and part.is_contiguous()
     assert slots.tables.shape == (count + 1, 3) and len(slots.tokens) == len(slots.positions) == count + 1
 
 
-def test_changes_reach_their_places_and_no_others():
+def test_updates_change_only_their_entries():
     slots = Slots(3, 300, 50, (), CPU)
     slots.tokens.copy_(torch.arange(4))
     slots.update([(0, 2, 7), (2, 0, 9)], [(1, 44), (2, 5)])

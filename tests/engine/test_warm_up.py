@@ -1,4 +1,4 @@
-"""Kernels found before they are launched, in whole parts: engines whose kernels are only noted, on a machine without a GPU."""
+"""Kernels are found before their first launch. Without a GPU, engines use kernels that are only recorded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from lowbit.engine import Engine, FinishReason, Request, Sampling
+from lowbit.engine import Engine, FinishReason, Request, Sampling, Sequence
 from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.scheduler import PrefillChunk, SchedulerOutput
 from lowbit.engine.warm_up import Stage, WarmUpRun
@@ -34,7 +34,7 @@ def prompt(length, seed=0):
 
 
 class Kernel(Launcher):
-    """A kernel that is one of its name alone; launches are noted."""
+    """A kernel that differs from others in its name alone; launches are recorded."""
 
     def __init__(self, name, events):
         self.name, self.events, self.kernel = name, events, None
@@ -50,10 +50,10 @@ class Kernel(Launcher):
 
 
 @pytest.fixture
-def noted(model, monkeypatch):
-    """An engine that rehearses as on a GPU; what it compiles and launches, in order; what it tells of its progress."""
+def recorded(model, monkeypatch):
+    """An engine with a warm-up run as on a GPU; its compilations and launches, in order; its progress."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr("lowbit.engine.engine.machine_of", lambda device: typical_machine(90))
+    monkeypatch.setattr("lowbit.engine.model_runner.machine_of", lambda device: typical_machine(90))
     events, told = [], []
 
     def compiles(wanted, sm):
@@ -64,13 +64,13 @@ def noted(model, monkeypatch):
 
     monkeypatch.setattr("lowbit.kernels.parts.compile.compiled", compiles)
     engine = Engine(model, max_concurrent=4, chunk_tokens=256, cache_bytes=1 << 24, prefix_caching=False, progress=told.append)
-    engine._warm_up_run = WarmUpRun(engine.program, engine.decode_runner, engine.prefill_runner, 4, engine.max_length)
+    engine.runner.warm_up_run = WarmUpRun(engine.program, engine.decode_runner, engine.prefill_runner, 4, engine.max_length)
     program = engine.program
     step, prompts, logits = program.step, program.prompt, program.logits
 
     def stepping(rows, slots, longest):
         Kernel(f"step {engine.decode_runner.variant(len(rows), False, longest)[::2]}", events)()
-        stepping.inside = True  # its head is its own: a graph of it has as many rows as the part
+        stepping.inside = True  # a step computes its own head, with as many rows as the part
         made = step(rows, slots, longest)
         stepping.inside = False
         return made
@@ -93,53 +93,53 @@ def noted(model, monkeypatch):
     return engine, events, told
 
 
-def texts():
+def some_requests():
     return [Request(prompt(3 + 40 * i, i), 4 + i, Sampling(0.5 * (i % 2), seed=i)) for i in range(6)]
 
 
-def test_the_first_texts_compile_what_they_need_before_it_is_launched(noted):
-    """Prompts and the step after them at once, and what ran once never again."""
-    engine, events, told = noted
+def test_kernels_are_compiled_before_their_first_launch(recorded):
+    """Those of a prompt and of the step after it at once; a part that ran once is not run again."""
+    engine, events, told = recorded
     first = engine.generate([Request(prompt(9), 5)])[0]
     names = [name for what, name in events if what == "compiled"]
     assert names == ["step (1, 256)", "prompt 16", "head of 1"] and events.index(("launched", "prompt 16")) == 3
-    assert engine._warm_up_run.count == 1
+    assert engine.runner.warm_up_run.count == 1
     assert told == [Stage("kernels", done, 3) for done in range(4)]
-    engine.generate(texts())
+    engine.generate(some_requests())
     seen = set()
     for what, name in events:
         assert what == "compiled" or name in seen, (name, "was compiled when it was launched")
         seen.add(name)
-    count = engine._warm_up_run.count
-    engine.generate(texts())
+    count = engine.runner.warm_up_run.count
+    engine.generate(some_requests())
     (again,) = engine.generate([Request(prompt(9), 5)])
-    assert engine._warm_up_run.count == count and [d.token for d in again.sampled] == [d.token for d in first.sampled]
+    assert engine.runner.warm_up_run.count == count and [d.token for d in again.sampled] == [d.token for d in first.sampled]
 
 
-def test_after_warm_up_nothing_is_rehearsed(noted):
-    engine, events, told = noted
+def test_after_a_warm_up_nothing_is_compiled(recorded):
+    engine, events, told = recorded
     stages = list(engine.warm_up())
     assert stages == [Stage("kernels", number, len(events)) for number in range(len(events))]
     assert {name for _, name in events} >= {"step (4, 256)", "prompt 8", "prompt 256", "head of 3"}
-    engine.generate(texts())
-    assert engine._warm_up_run.count == 1 and not told
+    engine.generate(some_requests())
+    assert engine.runner.warm_up_run.count == 1 and not told
     assert not [event for event in events[len(stages) :] if event[0] == "compiled"]
 
 
-def test_rounds_of_more_prompts_than_one_text_has_tokens(noted):
-    """Kernels are chosen for all tokens of a round, which may be more than a text can have."""
-    engine = noted[0]
+def test_steps_with_more_prompt_tokens_than_a_sequence_may_have(recorded):
+    """Kernels are chosen for all prompt tokens of a step."""
+    engine = recorded[0]
     prompts = engine.prefill_runner = PrefillRunner(engine.program, engine.slots, 4 * 100)
-    rehearsal = WarmUpRun(engine.program, engine.decode_runner, prompts, 4, 100)
+    warm_up_run = WarmUpRun(engine.program, engine.decode_runner, prompts, 4, 100)
     assert prompts.sizes[-2:] == (384, 448)
-    names = {each.name for each in rehearsal.kernels([part for part in rehearsal.all_parts() if part[0] == "prompt"])}
+    names = {each.name for each in warm_up_run.kernels([part for part in warm_up_run.all_parts() if part[0] == "prompt"])}
     assert len(names) == len(prompts.sizes)
 
 
-def test_rounds_of_more_texts_than_a_graph_has_are_rehearsed_as_they_are_launched(model):
-    """In parts, each of its own number of tokens: kernels of all at once are never launched."""
+def test_steps_with_more_sequences_than_a_graph_has(model):
+    """They are recorded as they are launched: in parts, each with its own number of tokens."""
     engine = Engine(model, max_concurrent=40, chunk_tokens=256, cache_bytes=1 << 24)
-    chunks = [PrefillChunk(Request([3] * 6, 1), 0, (3,) * 6, False) for _ in range(40)]
+    chunks = [PrefillChunk(Sequence(Request([3] * 6, 1)), 0, (3,) * 6, False) for _ in range(40)]
     for graphs, expected in ((object(), [192, 64]), (None, [256])):
         prompts = PrefillRunner(engine.program, engine.slots, 256, graphs=graphs)
         parts = WarmUpRun(engine.program, engine.decode_runner, prompts, 40, engine.max_length).parts_of(
@@ -148,8 +148,9 @@ def test_rounds_of_more_texts_than_a_graph_has_are_rehearsed_as_they_are_launche
         assert parts == [("prompt", size, False, 0) for size in expected]
 
 
-def test_a_kernel_that_cannot_be_compiled_fails_where_it_is_launched(noted, monkeypatch):
-    engine, _, _ = noted
+def test_a_failed_compilation_does_not_fail_the_step(recorded, monkeypatch):
+    """The launch raises the error again if it needs the kernel; here it does not."""
+    engine, _, _ = recorded
 
     asked = []
 
@@ -159,7 +160,7 @@ def test_a_kernel_that_cannot_be_compiled_fails_where_it_is_launched(noted, monk
         yield
 
     monkeypatch.setattr("lowbit.kernels.parts.compile.compiled", fails)
-    assert {request.finish_reason for request in engine.generate(texts())} == {FinishReason.LENGTH} and asked
+    assert {sequence.finish_reason for sequence in engine.generate(some_requests())} == {FinishReason.LENGTH} and asked
 
 
 @pytest.mark.parametrize(("count", "missing", "processes"), [(3, True, False), (4, True, True), (9, False, False)])

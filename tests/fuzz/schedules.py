@@ -10,7 +10,7 @@ import functools
 
 from hypothesis import strategies as st
 
-from lowbit.engine import Engine, FinishReason, Request, Sampling
+from lowbit.engine import Engine, FinishReason, Request, Sampling, Sequence
 from tests.tiny import eager_llama
 
 VOCAB = 160
@@ -60,25 +60,26 @@ def _request(action, watch=None):
 def alone(action):
     """The tokens of a request that is computed alone, without a watch."""
     engine = Engine(_model(), max_concurrent=1, max_length=256, cache_bytes=1 << 20)
-    (request,) = engine.generate([_request(action)])
-    return tuple(each.token for each in request.sampled)
+    (sequence,) = engine.generate([_request(action)])
+    return tuple(each.token for each in sequence.sampled)
 
 
 def check(case):
     """Runs a schedule to its end."""
     options, actions = case
     engine = Engine(_model(), max_length=256, **options)
-    requests: list[tuple[tuple, Request]] = []
+    requests: list[Request] = []
+    sequences: list[tuple[tuple, Sequence]] = []
     streams = []
 
     def watch_of(action, index):
         def watch(drawn):
-            if len(requests[index][1].sampled) < 2:
+            if len(sequences[index][1].sampled) < 2:
                 return False
             if action[5] == "raise":
                 raise ValueError("a watch that fails")
             if action[5].startswith("cancel"):
-                engine.cancel(requests[index if action[5] == "cancel self" else 0][1])
+                engine.cancel(sequences[index if action[5] == "cancel self" else 0][1])
             return action[5] == "stop"
 
         return watch if action[5] else None
@@ -86,16 +87,15 @@ def check(case):
     for action in actions:
         match action[0]:
             case "submit":
-                request = _request(action, watch_of(action, len(requests)))
-                requests.append((action, request))
-                engine.submit(request)
+                requests.append(_request(action, watch_of(action, len(sequences))))
+                sequences.append((action, engine.submit(requests[-1])))
             case "step":
                 for _ in range(action[1]):
                     engine.step()
-            case "cancel" if requests:
-                engine.cancel(requests[action[1] % len(requests)][1])
-            case "stream" if requests:
-                stream = engine.stream(requests[action[1] % len(requests)][1])
+            case "cancel" if sequences:
+                engine.cancel(sequences[action[1] % len(sequences)][1])
+            case "stream" if sequences:
+                stream = engine.stream(sequences[action[1] % len(sequences)][1])
                 streams.append(stream)
                 for _ in range(action[2]):
                     if _next(stream) is None:
@@ -103,19 +103,19 @@ def check(case):
                 if action[1] % 2:
                     stream.close()
             case "resubmit" if requests:
-                _refused(engine, requests[action[1] % len(requests)][1])
+                _refused(engine, requests[action[1] % len(requests)])
             case "invalid":
                 if action[1]:
                     _refused(engine, Request(list(action[1]), 3))
     for _ in range(MOST_STEPS):
-        if all(request.finish_reason is not None for _, request in requests):
+        if all(sequence.finish_reason is not None for _, sequence in sequences):
             break
         engine.step()
     engine.step()
     for stream in streams:
         stream.close()
     engine.step()
-    _check_ended(engine, requests)
+    _check_ended(engine, sequences)
 
 
 def _next(stream):
@@ -135,18 +135,18 @@ def _refused(engine, request):
     raise AssertionError(f"taken: {request.prompt[:3]}")
 
 
-def _check_ended(engine, requests):
+def _check_ended(engine, sequences):
     scheduler = engine.scheduler
     assert not scheduler.running and not scheduler.waiting
     assert scheduler.pages.count - 1 == scheduler.pages.available, "pages are held"
     assert len(scheduler._free_slots) == engine.slots.count - 1 or len(scheduler._free_slots) == len(set(scheduler._free_slots))
-    for action, request in requests:
-        assert request.finish_reason is not None, "a request never ends"
-        tokens, whole = tuple(each.token for each in request.sampled), alone(action)
+    for action, sequence in sequences:
+        assert sequence.finish_reason is not None, "a request never ends"
+        tokens, whole = tuple(each.token for each in sequence.sampled), alone(action)
         assert tokens == whole[: len(tokens)], "the text depends on what is computed beside it"
-        if request.finish_reason is FinishReason.LENGTH:
-            assert len(tokens) == request.limit
-        elif request.finish_reason is FinishReason.FAILED:
-            assert action[5] == "raise" and "a watch that fails" in request.error
-        elif request.finish_reason is FinishReason.STOP:
+        if sequence.finish_reason is FinishReason.LENGTH:
+            assert len(tokens) == sequence.request.limit
+        elif sequence.finish_reason is FinishReason.FAILED:
+            assert action[5] == "raise" and "a watch that fails" in sequence.error
+        elif sequence.finish_reason is FinishReason.STOP:
             assert action[5] == "stop" and len(tokens) == 2

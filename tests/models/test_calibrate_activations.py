@@ -120,7 +120,7 @@ def test_a_stated_scale_must_be_there_and_fit(tiny, tmp_path):  # noqa: F811
     file = tmp_path / "q" / "model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {"model.layers.0.mlp.up_proj.activation_scale": torch.zeros(1)}, file, {"format": "pt"})
-    with CheckpointReader(tmp_path / "q") as reader, pytest.raises(CheckpointError, match="is a positive number, not 0.0"):
+    with CheckpointReader(tmp_path / "q") as reader, pytest.raises(CheckpointError, match="must be a positive number, got 0.0"):
         reader.check()
     layers["model.layers.0.mlp.up_proj"].update(scheme="w8e4m3a16_t")
     (tmp_path / "q" / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Calls that go through the engine: the same answers as Transformers' `generate`, and streams."""
+"""Calls by the engine: the same answers as Transformers' `generate`, and streams."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def by_engine(model):
     ],
     ids=lambda options: ",".join(options),
 )
-def test_greedy_answers_are_those_of_generate(pipe, by_engine, options):
+def test_greedy_answers_match_generate(pipe, by_engine, options):
     prompts = [p[:12] for p in PROMPTS]
     assert by_engine(prompts, do_sample=False, **options) == pipe(prompts, do_sample=False, **options)
 
 
-def test_a_penalty_of_the_models_own_is_kept(model):
-    """Qwen2's generation config has one, which `generate` obeys even when it is greedy."""
+def test_a_penalty_of_the_generation_config_applies(model):
+    """Qwen2's generation config has one, which `generate` applies to greedy calls too."""
     pipes = [Pipeline(model, tiny_tokenizer(), engine=engine) for engine in (False, True)]
     before = model.generation_config.repetition_penalty
     model.generation_config.repetition_penalty = 1.5
@@ -64,8 +64,8 @@ def test_a_penalty_of_the_models_own_is_kept(model):
 
 
 @pytest.mark.parametrize("ignore", [False, True])
-def test_an_end_of_text_that_only_the_tokenizer_knows_is_held_back_too(model, ignore):
-    """And not at all where it is ignored."""
+def test_min_new_tokens_suppresses_the_tokenizers_end_of_text(model, ignore):
+    """With ignore_eos it is not suppressed."""
     options = dict(max_new_tokens=12, do_sample=False)
     text = Pipeline(model, tiny_tokenizer())(PROMPTS[0], ignore_eos=True, **options)[0].generated_text
     assert text[3] not in text[:3]
@@ -76,7 +76,7 @@ def test_an_end_of_text_that_only_the_tokenizer_knows_is_held_back_too(model, ig
     assert answers[0] == answers[1] and answers[0][0].generated_length >= 9
 
 
-def test_end_of_text_tokens_that_the_model_does_not_have(model):
+def test_stop_tokens_beyond_the_vocabulary(model):
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<|" + "x" * 3 + "|>"})
     tokenizer.add_tokens([f"<|{i}|>" for i in range(100)])
@@ -86,7 +86,7 @@ def test_end_of_text_tokens_that_the_model_does_not_have(model):
     assert pipe(PROMPTS[0], max_new_tokens=4, do_sample=False, ignore_eos=True)[0].generated_length == 4
 
 
-def test_a_failure_that_another_thread_saw_is_no_answer(model, monkeypatch):
+def test_a_failure_in_another_threads_step_is_raised(model, monkeypatch):
     own = Pipeline(model, tiny_tokenizer(), engine=True)
     stream = own.stream(PROMPTS[0], max_new_tokens=50, ignore_eos=True)
     next(stream)
@@ -103,7 +103,7 @@ def test_a_failure_that_another_thread_saw_is_no_answer(model, monkeypatch):
     assert stream.response is None
 
 
-def test_threads_that_come_first_make_one_engine(model, monkeypatch):
+def test_concurrent_first_calls_create_one_engine(model, monkeypatch):
     made = []
 
     class Slow(Engine):
@@ -122,7 +122,7 @@ def test_threads_that_come_first_make_one_engine(model, monkeypatch):
     assert len(made) == 1
 
 
-def test_where_a_stop_string_was_complete_is_found_in_few_looks(pipe, monkeypatch):
+def test_the_end_of_a_stop_string_is_found_by_bisection(pipe, monkeypatch):
     ids, new = pipe.tokenizer("x").input_ids, pipe.tokenizer("a" * 700 + "stop" + "a" * 296).input_ids
     looks = []
     text = Pipeline._text
@@ -140,7 +140,7 @@ def test_seeds(by_engine):
     assert by_engine("Seattle", **options) != by_engine("Seattle", **options)
 
 
-def test_what_the_engine_cannot_draw_goes_to_generate(model):
+def test_unsupported_sampling_uses_generate(model):
     config = model.generation_config
     assert config_refusals(config) == ()
     config.no_repeat_ngram_size = 2
@@ -153,7 +153,7 @@ def test_what_the_engine_cannot_draw_goes_to_generate(model):
 
 
 @pytest.mark.parametrize("engine", [False, True])
-def test_a_stream_is_the_answer_piece_by_piece(model, engine):
+def test_a_stream_yields_the_answer_in_parts(model, engine):
     own = Pipeline(model, tiny_tokenizer(), engine=engine)
     options = dict(max_new_tokens=25, do_sample=False, ignore_eos=True)
     stream = own.stream(PROMPTS[0], **options)
@@ -169,7 +169,7 @@ def test_a_stream_is_the_answer_piece_by_piece(model, engine):
     assert "".join(own.stream(PROMPTS[0], stop=[text[9:11]], **options)) == stopped.generated_text
 
 
-def test_a_stream_can_be_given_up(by_engine):
+def test_closing_a_stream(by_engine):
     stream = by_engine.stream(PROMPTS[0], max_new_tokens=100, ignore_eos=True)
     next(stream)
     stream.close()
@@ -187,7 +187,7 @@ def test_streams_refuse_what_calls_refuse(by_engine):
         gone.stream("x")
 
 
-def test_texts_too_long_are_told_what_to_do(model):
+def test_errors_for_long_prompts_say_what_to_do(model):
     """Calls and streams alike."""
     own = Pipeline(model, tiny_tokenizer(), engine=True, cache_bytes=1 << 17)
     said = r"at most 128 tokens here, .* asks for 150 more; it takes .* keys and values, .*\(cache_bytes=[0-9]+\).*engine=False"
@@ -198,8 +198,8 @@ def test_texts_too_long_are_told_what_to_do(model):
     assert own(PROMPTS[0], max_new_tokens=5, ignore_eos=True)[0].generated_length == 5
 
 
-def test_bars_of_what_texts_wait_for(tmp_path, capfd, monkeypatch):
-    """They come when kernels are compiled, and go when that is done; without progress there are none."""
+def test_progress_bars(tmp_path, capfd, monkeypatch):
+    """A bar is shown while kernels are compiled, and removed at the end; without progress there is none."""
     monkeypatch.setattr("lowbit.progress.on_terminal", lambda: True)
     save_tiny(tmp_path)
     monkeypatch.setattr("lowbit.progress.on_terminal", lambda: True)
@@ -207,15 +207,15 @@ def test_bars_of_what_texts_wait_for(tmp_path, capfd, monkeypatch):
         pipe = lowbit.pipeline(str(tmp_path), engine=True, device="cpu", progress=progress)
         capfd.readouterr()
         for done in range(3):
-            pipe.engine._progress(Stage("kernels", done, 2))
+            pipe.engine.runner._progress(Stage("kernels", done, 2))
         shown = capfd.readouterr().err.replace("\r", "\n").splitlines()
         assert any("kernels:" in line and "/2" in line for line in shown) == progress
-        assert not shown or not shown[-1].strip(), "it is gone"
+        assert not shown or not shown[-1].strip(), "the bar is removed"
 
 
 @pytest.mark.parametrize("loaded_within", [False, True])
-def test_an_engine_made_in_inference_mode_leaves_the_model_its_weights(loaded_within):
-    """What it joins them to are no inference tensors, which could not be trained."""
+def test_an_engine_created_in_inference_mode(loaded_within):
+    """The joined weights are not inference tensors, so that the model can still be trained."""
     with torch.inference_mode(loaded_within):
         model = eager_llama()
     with torch.inference_mode():
@@ -230,8 +230,8 @@ def test_on_a_cpu_the_report_says_why_there_is_no_decode_program():
     assert pipe.engine.report() == [f"{said}on a CPU that is faster for one user"]
 
 
-def test_tokens_that_end_a_text_are_known():
-    """Those of the tokenizer and of the generation config, which the engine has too."""
+def test_stop_tokens():
+    """Those of the tokenizer and of the generation config; the engine has the same."""
     pipe = Pipeline(eager_llama(), tiny_tokenizer(), engine=True, cache_bytes=1 << 22)
     assert pipe.stop_token_ids == sorted({pipe.tokenizer.eos_token_id, pipe.model.generation_config.eos_token_id})
     assert pipe.stop_token_ids == pipe.engine.stop_token_ids

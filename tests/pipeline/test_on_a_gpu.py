@@ -1,4 +1,4 @@
-"""On a GPU a pipeline answers by the decode engine unless it cannot."""
+"""On a GPU a pipeline uses the engine for models with a decode program."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def pipe():
     return Pipeline(model_of(dtype=torch.bfloat16), tiny_tokenizer(), max_concurrent=4, cache_bytes=1 << 26)
 
 
-def test_calls_and_streams_are_the_engines(pipe):
+def test_calls_and_streams_use_the_engine(pipe):
     answers = pipe(PROMPTS, **ASKED)
     assert isinstance(pipe.engine.program, DecodeProgram)
     assert [answer.generated_length for answer in answers] == [20] * 3
     with pipe.stream(PROMPTS[0], **ASKED) as stream:
         text = "".join(stream)
     assert text == stream.response.generated_text and stream.response.generated_length == 20
-    drawn = dict(ASKED, do_sample=True, temperature=0.8, seed=3)
-    assert pipe(PROMPTS, **drawn) == pipe(PROMPTS, **drawn)
+    arguments = dict(ASKED, do_sample=True, temperature=0.8, seed=3)
+    assert pipe(PROMPTS, **arguments) == pipe(PROMPTS, **arguments)
 
 
-def test_models_without_a_program_keep_generate():
-    """All prompts of a call at once, as Transformers computes them."""
+def test_models_without_a_program_use_generate():
+    """All prompts of a call in one batch, as Transformers computes them."""
     pipe = Pipeline(model_of(dtype=torch.float32, scheme=None), tiny_tokenizer(), cache_bytes=1 << 26)
     plain = Pipeline(pipe.model, tiny_tokenizer(), engine=False)
     assert pipe(PROMPTS, **ASKED) == plain(PROMPTS, **ASKED)

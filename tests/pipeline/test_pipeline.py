@@ -1,4 +1,4 @@
-"""The pipeline: DeepSpeed-MII's call and response, batches equal to single calls, exact lengths and reasons."""
+"""The pipeline: DeepSpeed-MII's calls and responses, batches equal to single calls, exact lengths and finish reasons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pipe(folder):
 PROMPTS = ["DeepSpeed is", "Seattle", "The quick brown fox jumps over"]
 
 
-def test_a_batch_answers_as_single_calls_do(pipe):
+def test_a_batch_matches_single_calls(pipe):
     together = pipe(PROMPTS, max_new_tokens=12, do_sample=False, ignore_eos=True)
     for prompt, response in zip(PROMPTS, together, strict=True):
         assert isinstance(response, Response)
@@ -47,7 +47,7 @@ def test_greedy_equals_transformers(pipe, folder):
 
 
 def scripted(text, pad=False):
-    """A pipeline whose model says `text` after any prompt, then end-of-text."""
+    """A pipeline whose model generates `text` after any prompt, then the end-of-text token."""
     tokenizer = tiny_tokenizer()
     if pad:
         tokenizer.add_special_tokens({"pad_token": "<pad>"})
@@ -81,24 +81,24 @@ def test_stop_strings_cut_the_text():
 
 
 @pytest.mark.parametrize("prompts", [["x"], ["x", "zz"]])
-def test_a_stop_string_begun_by_the_prompt_does_not_count(prompts):
+def test_a_stop_string_that_begins_in_the_prompt_is_ignored(prompts):
     for response in scripted("yabcdef", pad=True)(prompts, max_new_tokens=5, do_sample=False, stop=["xy"]):
         assert (response.generated_text, response.generated_length, response.finish_reason) == ("yabcd", 5, FinishReason.LENGTH)
 
 
-def test_stop_strings_in_a_batch_count_no_padding():
+def test_stop_strings_in_a_batch_with_padding():
     for response in scripted("abSTOPcd", pad=True)(["x", "zz"], max_new_tokens=20, do_sample=False, stop=["STOP"]):
         assert (response.generated_text, response.generated_length, response.finish_reason) == ("ab", 6, FinishReason.STOP)
 
 
-def test_max_length_holds_for_each_prompt_of_a_batch(pipe):
+def test_max_length_applies_to_each_prompt_of_a_batch(pipe):
     together = pipe(["a", "abcde"], max_length=10, do_sample=False, ignore_eos=True)
     assert [r.generated_length for r in together] == [9, 5]
     assert together == [pipe(t, max_length=10, do_sample=False, ignore_eos=True)[0] for t in ("a", "abcde")]
 
 
 def test_the_space_after_the_prompt_is_kept():
-    """SentencePiece-like tokenizers drop the space of the first token they decode."""
+    """SentencePiece-like tokenizers drop the space of the first token that they decode."""
     inner = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "<unk>": 2, "▁is": 3, "▁Sea": 4}, unk_token="<unk>"))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
@@ -188,8 +188,8 @@ def test_quantization_mode(folder, tmp_path):
         lowbit.pipeline(str(tmp_path / "fp6"), quantization_mode="w8a16")
 
 
-def test_scheme_is_the_name_everywhere(folder):
-    """The pipeline's old name for it still works, and says that it is one; the two together must agree."""
+def test_scheme_and_its_old_name(folder):
+    """quantization_mode still works, with a warning; given both, they must agree."""
     tokens = dict(max_new_tokens=8, do_sample=False)
     pipe = lowbit.pipeline(str(folder), scheme="wf6af16")
     assert (
@@ -203,7 +203,7 @@ def test_scheme_is_the_name_everywhere(folder):
         lowbit.pipeline(str(folder), scheme="wf6af16", quantization_mode="w8a16")
 
 
-def test_destroyed_pipelines_say_so(folder):
+def test_destroyed_pipelines_raise_an_error(folder):
     pipe = lowbit.pipeline(str(folder))
     pipe.destroy()
     with pytest.raises(RuntimeError, match="destroyed"):

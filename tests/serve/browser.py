@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its own debugging pipe (DevTools protocol: JSON objects that end with a zero byte)."""
+"""A headless Chromium, driven through its debugging pipe (DevTools protocol: JSON objects that end with a zero byte)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 def browser_path():
-    """Where a Chromium is, None if there is none."""
+    """The path of a Chromium; None if there is none."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
 class Browser:
-    """One page in a browser of its own, whose profile is the folder `profile`; `events` are what it said by itself."""
+    """One page in a browser whose profile is the folder `profile`; `events`: the events that it has sent."""
 
     def __init__(self, path, profile):
         to_us, theirs_out = os.pipe()
@@ -42,7 +42,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method, **parameters):
-        """The result of a method of the page."""
+        """The result of a DevTools method of the page."""
         return self._call(method, self._session, **parameters)
 
     def open(self, url):
@@ -51,13 +51,13 @@ class Browser:
         self.wait_for("document.readyState === 'complete'")
 
     def run(self, script):
-        """The value of an expression in the page; raises AssertionError where it throws."""
+        """The value of an expression in the page; raises AssertionError if it throws."""
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def wait_for(self, script, seconds=30):
-        """The value of an expression as soon as it is true."""
+        """Waits until an expression is true, and returns its value."""
         end = time.monotonic() + seconds
         while not (value := self.run(script)):
             assert time.monotonic() < end, f"{script} did not come true: {self.run('document.body.innerText')!r}"
@@ -65,7 +65,7 @@ class Browser:
         return value
 
     def close(self):
-        """Ends the browser."""
+        """Ends the browser process."""
         self.process.kill()
         self.process.wait()
         os.close(self._in)

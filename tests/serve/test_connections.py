@@ -1,4 +1,5 @@
-"""Open connections: how many, which one is closed for the newest, half-closed ones, and JSON for what is no HTTP."""
+"""Open connections: their number, which one is closed for a new one, half-closed connections, and JSON for bytes that are not
+HTTP."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def post(body=ASKED, version=b"1.1"):
 
 
 def error_in(answer, status):
-    """The error that an answer of one response holds, which is JSON."""
+    """The error in the JSON body of the only response."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert answer.count(b"HTTP/1.1 %d" % status) == 1 and status_of(answer) == status, answer[:500]
     assert b"content-type: application/json" in head.lower() and b"connection: close" in head.lower(), head
@@ -65,8 +66,8 @@ print(time.monotonic() - begun)
 """
 
 
-def test_idle_connections_do_not_take_the_last_file(caplog):
-    """200 of them where 30 files can be opened: others are answered, and the log has one line about it."""
+def test_idle_connections_do_not_exhaust_file_descriptors(caplog):
+    """200 of them with a limit of 30 files: other clients are answered, and the log has one line about it."""
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     client = subprocess.Popen([sys.executable, "-I", "-c", CLIENT], **pipes)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -83,8 +84,8 @@ def test_idle_connections_do_not_take_the_last_file(caplog):
     assert caplog.text.count("cannot accept a connection while") == 1 and len(caplog.text) < 1000
 
 
-def test_the_newest_connection_is_answered(caplog):
-    """Those that have been idle for the longest are closed for it; those that are being answered are not."""
+def test_a_new_connection_is_answered(caplog):
+    """The connections that were idle for the longest are closed for it; connections with a running request are not."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(running(max_connections=8, max_connections_per_address=6))
         stack.enter_context(server.engine._lock)
@@ -109,7 +110,7 @@ def test_the_newest_connection_is_answered(caplog):
 
 @pytest.mark.parametrize("bounds", [{"max_connections": 2}, {"max_connections": 3, "max_connections_per_address": 2}])
 def test_one_connection_too_many(bounds, monkeypatch):
-    """It gets status 503 as JSON, also where it sends its request late; a later one is answered."""
+    """It gets status 503 as JSON, also if it sends its request late; a later connection is answered."""
     monkeypatch.setattr(listener, "MOST_REFUSALS", 1)
     monkeypatch.setattr(listener, "REFUSAL_SECONDS", PATIENCE)
     bounds = {"max_connections_per_address": 2, **bounds}
@@ -121,7 +122,7 @@ def test_one_connection_too_many(bounds, monkeypatch):
             server.wait_until(lambda: server.service.quota.taken == 2)
             with socket.create_connection(server.address, timeout=PATIENCE) as late, server.client() as another:
                 time.sleep(0.1)
-                assert another.get("/health").status_code == 503  # the answer of one beyond MOST_REFUSALS
+                assert another.get("/health").status_code == 503  # the answer to a connection beyond MOST_REFUSALS
                 late.sendall(HEALTH + b"\r\n")
                 error = error_in(b"".join(iter(lambda: late.recv(1000), b"")), 503)
             assert error["code"] == "too_many_connections" and "2 connections of your address are open" in error["message"]
@@ -160,7 +161,7 @@ def test_the_limit_on_open_files_is_raised():
 
 
 def test_networks():
-    """An IPv6 client has a /64, an IPv4 client its address, whichever socket it came by."""
+    """An IPv6 client counts by its /64, an IPv4 client by its address, on either kind of socket."""
     hosts = ["127.0.0.1", "::ffff:127.0.0.1", "2001:db8::1:2:3:4", "2001:db8::5", "fe80::1%eth0"]
     assert [network_of(host) for host in hosts] == ["127.0.0.1"] * 2 + ["2001:db8::/64"] * 2 + ["fe80::/64"]
 
@@ -180,17 +181,17 @@ def test_networks():
         ),
     ],
 )
-def test_what_is_no_http_gets_json(data, message, free):
+def test_bytes_that_are_not_http_get_json(data, message, free):
     error = error_in(raw(free, data), 400)
     assert error["code"] == "invalid_http" and message in error["message"]
 
 
-def test_a_request_of_the_older_protocol_needs_no_host(free):
+def test_http_1_0_needs_no_host(free):
     assert b"200 OK" in raw(free, b"GET /health HTTP/1.0\r\n\r\n")
 
 
-def test_what_follows_a_request_does_not_get_into_its_answer(free):
-    """Bytes that are no HTTP behind a request: the answer is whole, and the connection ends after it."""
+def test_bytes_after_a_request_do_not_change_its_answer(free):
+    """Bytes that are not HTTP after a request: the answer is whole, and the connection ends after it."""
     answer = raw(free, post({**ASKED, "stream": True}) + b"no request\r\n\r\n")
     assert answer.count(b"HTTP/1.1 ") == 1 and answer.endswith(b"0\r\n\r\n") and b"[DONE]" in answer
 
@@ -198,7 +199,7 @@ def test_what_follows_a_request_does_not_get_into_its_answer(free):
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_half_closed_clients_get_their_answer(stream, version, free):
-    """As `nc -N` and older clients do it; before the answer there may be an interim response, which all clients ignore."""
+    """As with `nc -N` and older clients. An interim response may precede the answer; all clients ignore it."""
     with free.client() as client:
         whole = client.post("/v1/completions", json=ASKED).json()["choices"][0]["text"]
     begun = time.monotonic()
@@ -212,16 +213,16 @@ def test_half_closed_clients_get_their_answer(stream, version, free):
         assert json.loads(body.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == whole
 
 
-def test_half_closed_with_requests_behind_the_first(free):
-    """The complete ones are answered, the one that never comes to its end is not."""
+def test_half_closed_with_pipelined_requests(free):
+    """The complete requests are answered, the incomplete one is not."""
     short = post({**ASKED, "max_tokens": 2})
     answer = raw(free, short * 3 + short[:-5], end=True)
     assert answer.count(b"HTTP/1.1 200") == 3 and answer.count(b"text_completion") == 3
     assert answer.replace(b"HTTP/1.1 100 Continue", b"").count(b"HTTP/1.1 ") == 3
 
 
-def test_a_client_of_the_standard_library_half_closes(free):
-    """What comes before the answer is ignored by it."""
+def test_http_client_after_a_half_close(free):
+    """It ignores the interim response before the answer."""
     asking = http.client.HTTPConnection(*free.address, timeout=PATIENCE)
     asking.request("POST", "/v1/completions", json.dumps(ASKED), {"content-type": "application/json"})
     asking.sock.shutdown(socket.SHUT_WR)
@@ -230,7 +231,7 @@ def test_a_client_of_the_standard_library_half_closes(free):
 
 
 class Panic(BaseException):
-    """What a library written in Rust raises where it does not expect its input."""
+    """The error of a library written in Rust for unexpected input; it is not an Exception."""
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -254,7 +255,7 @@ def test_a_panic_of_the_tokenizer_gets_json(free, monkeypatch):
         ('{"model": "tiny", "prompt": "a", "max_tokens": 2, "promp\\u0074": "b"}', "prompt"),
     ],
 )
-def test_a_key_that_is_there_twice(body, name, free):
+def test_duplicate_keys(body, name, free):
     with free.client() as client:
         answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     error = answer.json()["error"]
@@ -262,7 +263,7 @@ def test_a_key_that_is_there_twice(body, name, free):
 
 
 def test_a_tools_schema_may_have_any_numbers(free):
-    """Nothing of what is searched for duplicate keys has to fit into a number of Python's."""
+    """The search for duplicate keys does not convert numbers to Python's."""
     call = {"type": "function", "function": {"name": "f", "parameters": {"maximum": 0}}}
     asked = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "tools": [call]}
     with free.client() as client:

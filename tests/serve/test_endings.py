@@ -1,4 +1,4 @@
-"""How the process of `lowbit serve` ends on two signals, and that nothing depends on its standard error."""
+"""The end of the process of `lowbit serve` after two signals, and its independence of standard error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ folder, what = sys.argv[1:]
 with socket.create_server(("127.0.0.1", 0)) as free:
     port = free.getsockname()[1]
 begun, beginning = os.pipe()
-nobody, unread = os.pipe()
+unread_end, unread = os.pipe()
 fcntl.fcntl(unread, fcntl.F_SETPIPE_SZ, 4096)  # full after a hundred lines of log
 server = os.fork()
 if not server:
@@ -75,7 +75,7 @@ while True:
             break
     except OSError:
         asking.close()
-    assert os.waitpid(server, os.WNOHANG) == (0, 0), "it has ended"
+    assert os.waitpid(server, os.WNOHANG) == (0, 0), "the server has ended"
     time.sleep(0.05)
 if what in ("unread", "full"):
     for _ in range(200):
@@ -104,19 +104,19 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT, signal.SIGINT)])
 def test_a_second_signal_ends_the_process_without_an_abort(signals, folder):
-    """With the conventional status, also while the engine's thread computes, and for those who press Ctrl-C once more."""
+    """With the conventional status, also while the engine's thread computes, and after a third Ctrl-C."""
     status = forked(SERVING, folder, json.dumps([int(number) for number in signals]), imported=IMPORTED)
     assert int(status) == 128 + signals[-1]
 
 
 @pytest.mark.parametrize("where", ["unread", "full"])
-def test_a_standard_error_that_takes_nothing_does_not_hold_the_server_up(where, folder):
-    """A pipe that nobody reads, after 200 lines of log, and a full disk from the beginning on."""
+def test_a_blocked_standard_error_does_not_block_the_server(where, folder):
+    """A pipe that is not read after 200 lines of log, and a disk that is full from the start."""
     assert int(forked(SERVING, folder, where, imported=IMPORTED)) == 0
 
 
-def test_a_queued_stream_drops_what_nobody_reads():
-    """And says so where reading goes on."""
+def test_a_queued_stream_drops_unread_lines():
+    """It says so when reading continues."""
     reading, writing = os.pipe()
     stream = QueuedStream(writing)
     begun = time.monotonic()
@@ -134,7 +134,7 @@ def test_a_queued_stream_drops_what_nobody_reads():
     thread.join()
     os.close(reading)
     *lines, last = read.decode().splitlines()
-    (missing,) = (line for line in lines if line.startswith("("))  # the thread may read on before the last writes
+    (missing,) = (line for line in lines if line.startswith("("))  # the thread may continue reading before the last writes
     numbers = [int(line) for line in lines if line != missing]
     before = lines.index(missing)
     assert numbers[:before] == list(range(before)) and MOST_BYTES <= before * 50 < MOST_BYTES + (1 << 18)
@@ -158,8 +158,8 @@ def test_a_queued_stream_on_a_full_disk_and_a_closed_pipe():
         os.close(descriptor)
 
 
-def test_a_standard_error_without_a_file_stays(monkeypatch):
-    """None, where it was closed when Python started, and streams in memory, as tests have them."""
+def test_a_standard_error_without_a_file_is_kept(monkeypatch):
+    """None, if it was closed when Python started, and streams in memory, as in tests."""
     import io
     import sys
 

@@ -1,4 +1,4 @@
-"""One request's failure ends that request alone: what others get stays the same to the bit, and the server goes on."""
+"""A failure of one request fails that request alone: answers to others keep every bit, and the server continues."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ASKED = {"model": NAME, "prompt": "ab", "max_tokens": 12, "temperature": 0}
 
 
 def ask(server, *bodies):
-    """Answers of the official client to several requests at once; errors as they are."""
+    """Answers of the official client to several requests at once; errors are returned."""
 
     async def one(client, body):
         if not body.get("stream"):
@@ -40,14 +40,14 @@ def ask(server, *bodies):
 
 @pytest.fixture
 def failing():
-    """A server whose programs and texts may be damaged."""
+    """A server whose program and detokenizer the tests may break."""
     with running(tiny_pipeline(max_concurrent=8), max_concurrent=8) as server:
         yield server
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_that_cannot_be_decoded(stream, failing, monkeypatch):
-    """An error in what is done with the tokens of one text, in the middle of it."""
+    """An error in the detokenizer of one sequence, in the middle of its text."""
     push = Detokenizer.push
 
     def broken(self, token):
@@ -60,15 +60,15 @@ def test_a_text_that_cannot_be_decoded(stream, failing, monkeypatch):
     found = ask(failing, ASKED, {**ASKED, "stop": "broken", "stream": stream}, {**ASKED, "stream": True}, ASKED)
     error = found.pop(1)
     assert found == [alone] * 3
-    if stream:  # its status was sent before
+    if stream:  # its status was already sent
         assert isinstance(error, openai.APIError) and "computing this text failed" in str(error)
     else:
         assert isinstance(error, openai.InternalServerError) and error.code == "failed"
     assert failing.service.healthy
 
 
-def test_a_text_that_cannot_be_ended(failing, monkeypatch):
-    """An error behind the last token of one text, which comes after the engine's round."""
+def test_a_text_that_cannot_be_finished(failing, monkeypatch):
+    """An error in the detokenizer after the last token, which is raised after the engine's step."""
     finish = Detokenizer.finish
 
     def broken(self):
@@ -82,8 +82,8 @@ def test_a_text_that_cannot_be_ended(failing, monkeypatch):
     assert isinstance(found[0], openai.InternalServerError) and found[1:] == [alone] * 2
 
 
-def test_a_round_that_fails(failing, monkeypatch):
-    """Those whose round it was are told so; those who come after it are answered as ever."""
+def test_a_step_that_fails(failing, monkeypatch):
+    """The requests of the step get an error; later ones are answered as before."""
     alone = ask(failing, ASKED)[0]
     program = failing.engine.program
     step, broken = program.step, []
@@ -105,8 +105,34 @@ def test_a_round_that_fails(failing, monkeypatch):
         assert 'lowbit_texts_total{end="failed"} 2.0' in client.get("/metrics").text
 
 
-def test_texts_that_go_on_failing(failing, monkeypatch):
-    """The server calls itself ill, so that whoever looks after it starts another one; and well, should it recover."""
+def test_an_error_without_a_sequence_at_fault(failing, monkeypatch):
+    """The scheduler raises while every sequence waits: all of them fail, since the next step would raise again."""
+    alone = ask(failing, ASKED)[0]
+
+    def broken():
+        raise RuntimeError("no schedule")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(failing.engine.scheduler, "schedule", broken)
+        errors = ask(failing, ASKED, {**ASKED, "stream": True})
+    assert all(isinstance(error, openai.APIError) for error in errors)
+    failing.wait_until_free()
+    assert ask(failing, ASKED) == [alone] and failing.service.healthy
+
+
+def test_a_failed_gpu(failing, monkeypatch):
+    """The engine refuses every request, and /health reports it."""
+    with monkeypatch.context() as patch, failing.client() as client:
+        patch.setattr(failing.engine, "_gpu_error", "RuntimeError: CUDA error")
+        for _ in range(MOST_FAILURES):
+            assert client.post("/v1/completions", json=ASKED).status_code == 500
+        assert client.get("/health").status_code == 503
+        patch.undo()
+        assert client.post("/v1/completions", json=ASKED).status_code == client.get("/health").status_code == 200
+
+
+def test_repeated_failures(failing, monkeypatch):
+    """/health reports them, so that a supervisor restarts the server; after a success it is healthy again."""
     with monkeypatch.context() as patch, failing.client() as client:
         patch.setattr(failing.engine.program, "prompt", lambda *_: [][0])
         for count in range(MOST_FAILURES):
@@ -118,8 +144,8 @@ def test_texts_that_go_on_failing(failing, monkeypatch):
         assert client.get("/health").status_code == 200
 
 
-def test_more_texts_than_pages():
-    """Texts that grow beyond the cache give way to each other, and are what they are alone."""
+def test_more_sequences_than_pages():
+    """Sequences that outgrow the cache are preempted, and have the text that they have alone."""
     with running(tiny_pipeline(max_concurrent=6, cache_bytes=9 << 16), max_concurrent=6) as server:
         pages, page = server.engine.scheduler.pages.count - 1, 128
         bodies = [
@@ -132,12 +158,12 @@ def test_more_texts_than_pages():
 
 
 class Fatal(BaseException):
-    """What no round is known to raise."""
+    """An error that is not an Exception."""
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_that_dies_takes_the_server_with_it(monkeypatch):
-    """Nobody waits for ever for a thread that has ended."""
+def test_the_server_ends_with_its_engine_thread(monkeypatch):
+    """No client waits for a thread that has ended."""
     server = Running(tiny_pipeline(), Limits(max_concurrent=4))
     try:
         server.wait_until(lambda: server.service.state is State.READY)
@@ -168,7 +194,7 @@ def test_a_warm_up_that_fails(monkeypatch):
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_a_round_that_does_not_return(signals, monkeypatch, caplog):
+def test_a_step_that_does_not_return(signals, monkeypatch, caplog):
     """The server ends without it, after some time or with a second signal."""
     monkeypatch.setattr("lowbit.serve.server.AFTER_GRACE_SECONDS", 1 if signals == 1 else 2 * PATIENCE)
     server, goes_on = Running(tiny_pipeline(), Limits(max_concurrent=4, grace_seconds=0)), threading.Event()
@@ -192,8 +218,8 @@ def test_a_round_that_does_not_return(signals, monkeypatch, caplog):
         server.stop()
 
 
-def test_texts_that_come_after_the_grace_time():
-    """Of a request whose body was on its way: told what the others were told."""
+def test_requests_after_the_grace_time():
+    """A request whose body was still arriving gets the same error as the others."""
     with running() as server:
         server.service.worker._loop.call_soon_threadsafe(server.server._end_all)
         (error,) = ask(server, ASKED)
@@ -201,7 +227,7 @@ def test_texts_that_come_after_the_grace_time():
 
 
 def test_a_stop_string_that_ends_with_the_last_character(failing, monkeypatch):
-    """A character whose last byte does not come is text only at the end, and may be a stop string."""
+    """A character whose last byte is missing becomes text at the end only, and may complete a stop string."""
     decode = failing.pipe.tokenizer.decode
     monkeypatch.setattr(
         Detokenizer, "_decode", lambda self, tokens: decode(tokens)[: len(tokens) - 1] + "\ufffd" * bool(tokens)
@@ -212,7 +238,7 @@ def test_a_stop_string_that_ends_with_the_last_character(failing, monkeypatch):
 
 
 def test_a_fault_ends_its_connection(failing, monkeypatch):
-    """As its answer says, so that the client sends nothing more on it."""
+    """Its response says so; the client sends nothing more on it."""
     monkeypatch.setattr(failing.service, "check_model", lambda name: 1 // 0)
     with failing.client() as client:
         answer = client.post("/v1/completions", json=ASKED)
@@ -220,8 +246,8 @@ def test_a_fault_ends_its_connection(failing, monkeypatch):
         assert client.get("/health").status_code == 200
 
 
-def test_log_probabilities_are_written_beside_the_event_loop(failing, monkeypatch):
-    """Those of a long text take a second, in which nobody else would be heard."""
+def test_log_probabilities_are_encoded_in_a_thread(failing, monkeypatch):
+    """Encoding those of a long answer takes a second, which would block the event loop."""
     part, threads = CompletionResponses._part, []
 
     def watched(self, *arguments):
@@ -231,7 +257,7 @@ def test_log_probabilities_are_written_beside_the_event_loop(failing, monkeypatc
     fetch = OutputCollector.fetch
 
     async def late(self):
-        await asyncio.sleep(0.5)  # as for a client that reads slowly: many tokens come as one piece
+        await asyncio.sleep(0.5)  # as for a client that reads slowly: many tokens are one output
         return await fetch(self)
 
     monkeypatch.setattr(CompletionResponses, "_part", watched)
@@ -245,15 +271,15 @@ def test_log_probabilities_are_written_beside_the_event_loop(failing, monkeypatc
                 assert beside and all(beside if more else [each is failing.thread for each in threads]), (stream, more)
 
 
-def test_requests_start_no_threads_beside_those_of_the_server(failing):
-    """Each is a way to and fro while the engine's thread computes."""
+def test_requests_start_no_threads(failing):
+    """Each would switch threads while the engine's thread computes."""
     with failing.client() as client:
         assert client.post("/v1/completions", json=ASKED).status_code == 200
     assert not [each.name for each in threading.enumerate() if each.name.startswith("AnyIO")]
 
 
-def test_what_a_warm_server_holds_is_no_garbage():
-    """No collection walks through the model while texts wait; when the server has ended, collections are as before."""
+def test_the_garbage_collector_skips_a_warm_server():
+    """Collections do not scan the model while requests run; after the server has ended, they do again."""
     with running():
         assert gc.get_freeze_count() > 10_000
     assert gc.get_freeze_count() == 0

@@ -1,4 +1,4 @@
-"""Sampling settings of a model's generation_config.json: clamped or refused at load, never a failure of each request."""
+"""Sampling settings of a model's generation_config.json are clamped, or refused when the model is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "value"), BAD)
-def test_a_bad_setting_is_refused_with_its_field(name, value):
+def test_a_bad_setting_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=rf"^{name} is .*, or null for the default, got .*; correct or remove this field$"):
         sampling_settings({name: value})
 
@@ -47,7 +47,7 @@ def test_a_server_of_a_bad_setting_does_not_start():
         service_of(pipe, NAME, Limits(), key=None, local=True)
 
 
-def test_values_that_others_take_are_clamped():
+def test_values_that_other_servers_accept_are_clamped():
     stated = {"temperature": 1e-6, "top_p": 0, "top_k": -1, "min_p": 0.5, "repetition_penalty": 1, "eos_token_id": 2}
     clamped = {"temperature": 0.0, "top_p": 1e-6, "top_k": 0, "min_p": 0.5, "repetition_penalty": 1}
     assert sampling_settings(stated) == clamped
@@ -60,15 +60,15 @@ def test_values_that_others_take_are_clamped():
             own, greedy = (client.post("/v1/completions", json={**ASKED, **more}) for more in ({}, {"temperature": 0}))
             assert own.status_code == greedy.status_code == 200
             assert own.json()["choices"] == greedy.json()["choices"]
-        if "temperature" in setting:  # as a pipeline that is called
+        if "temperature" in setting:  # as a call of a pipeline does
             assert (
                 pipe("ab", max_new_tokens=2)[0].generated_text
                 == pipe("ab", max_new_tokens=2, do_sample=False)[0].generated_text
             )
 
 
-def test_requests_that_fail_before_the_engine_count(monkeypatch):
-    """/health is 503 after five failures in a row, whichever part of the server failed."""
+def test_failures_before_the_engine_are_counted(monkeypatch):
+    """/health is 503 after five consecutive failures in any part of the server."""
 
     def fault(*_):
         raise ValueError("no such setting")

@@ -1,4 +1,4 @@
-"""Requests that mean no good: never a status of 500, a hang or a leak."""
+"""Hostile clients: no request causes a status of 500, a hang or a leak."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def post(body, *more):
     return b"\r\n".join((*lines, b"content-length: %d" % len(data), b"", data))
 
 
-def test_drawn_requests(free):
-    """200 here; `python -m tests.serve.hostile 1000` for more."""
+def test_generated_requests(free):
+    """200 requests here; `python -m tests.serve.hostile 1000` sends more."""
     seen = attack(free, 200)
     assert seen[200] > 5 and seen[400] > 50, seen
     with free.client() as client:
@@ -42,8 +42,8 @@ def test_pipelined_requests_are_answered_in_order(free):
 
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_who_leaves_with_requests_behind_the_first(streams, at_once, slow):
-    """uvicorn tells only the last of pipelined requests that its client has left, and reads no further behind the first."""
+def test_a_disconnect_with_pipelined_requests(streams, at_once, slow):
+    """uvicorn reports the disconnect only to the last pipelined request, and reads nothing further behind the first."""
     with socket.create_connection(slow.address) as connected:
         first, behind = post({**ASKED, "stream": streams}), post(ASKED)
         connected.sendall(first + behind if at_once else first)
@@ -53,14 +53,14 @@ def test_who_leaves_with_requests_behind_the_first(streams, at_once, slow):
             time.sleep(0.05)
         if streams:
             assert b"200" in connected.recv(20)
-    drawn = slow.steps
+    before = slow.steps
     slow.wait_until_free()
-    assert slow.steps - drawn < 100
+    assert slow.steps - before < 100
 
 
 @pytest.mark.parametrize("data", [b"", b"POST /v1/comp", post(ASKED)[:40], b"\r\n", b"GET / HTTP/1.1\r\nhost: loc"])
 def test_half_a_head(data, free, monkeypatch):
-    """Whoever does not finish the head of a request, from the beginning or byte by byte, is shown the door."""
+    """A connection whose request head is not complete in time is closed, whether it sends nothing or byte by byte."""
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
     begun = time.monotonic()
     assert raw(free, data, seconds=PATIENCE) == b"" and 0.2 < time.monotonic() - begun < limits.HEAD_SECONDS
@@ -78,7 +78,7 @@ def test_half_a_head(data, free, monkeypatch):
 
 
 def test_a_second_request_has_no_more_time(free, monkeypatch):
-    """After an answer too."""
+    """Also after an answer."""
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
     with socket.create_connection(free.address, timeout=PATIENCE) as connected:
         connected.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -90,8 +90,8 @@ def test_a_second_request_has_no_more_time(free, monkeypatch):
         assert connected.recv(1000) == b"" and 0.2 < time.monotonic() - begun < limits.HEAD_SECONDS
 
 
-def test_another_protocol_is_not_spoken(free):
-    """As some clients ask for before their first request."""
+def test_protocol_upgrades_are_ignored(free):
+    """Some clients ask for one before their first request."""
     data = post(ASKED, b"connection: Upgrade, HTTP2-Settings", b"upgrade: h2c", b"http2-settings: AAMAAABk")
     answer = raw(free, data)
     assert status_of(answer) == 400 and b"send them without this header" in answer and answer.count(b"HTTP/1.1 ") == 1
@@ -101,28 +101,29 @@ def test_half_a_body(free, monkeypatch):
     monkeypatch.setattr(stream, "BODY_SECONDS", 0.3)
     answer = raw(free, post(ASKED)[:-5])
     assert status_of(answer) == 408 and b"connection: close" in answer.lower()
-    raw(free, post(ASKED)[:-5], end=True, seconds=1)  # and gone
+    raw(free, post(ASKED)[:-5], end=True, seconds=1)  # the connection is closed
 
 
 def test_heads_are_bounded(free):
     head = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
     assert status_of(raw(free, head + b"connection: close\r\na: " + b"b" * 8000 + b"\r\n\r\n")) == 200
-    assert status_of(raw(free, head + b"a: " + b"b" * (1 << 20))) in (400, None)  # None: reset while we still send
+    large = raw(free, head + b"a: " + b"b" * (1 << 20))
+    assert status_of(large) in (400, None)  # None: the connection was reset while this client was sending
     assert status_of(raw(free, head + b"a: b\r\n" * 100_000)) in (400, None)
     assert status_of(raw(free, head + b"a: " + b"b" * 40_000 + b"\r\n\r\n")) == 400
     assert status_of(raw(free, b"GET /" + b"b" * 40_000 + b" HTTP/1.1\r\n\r\n")) == 400
 
 
 @pytest.mark.parametrize("key", [None, "sesame"])
-def test_what_follows_a_body_is_bounded(key):
-    """Trailers; without the key too, whose lack is answered before the body is there."""
+def test_trailers_are_bounded(key):
+    """Also without the key, whose absence is answered before the body has arrived."""
     with running(key=key) as server:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
         opening = head + b"content-type: application/json\r\n\r\n1\r\n{\r\n0\r\n"
         with socket.create_connection(server.address, timeout=PATIENCE) as connected:
             connected.sendall(opening)
             with pytest.raises(ConnectionError):
-                for _ in range(4000):  # 80 MB, more than the system holds for a server that does not read
+                for _ in range(4000):  # 80 MB, more than the system buffers for a server that does not read
                     connected.sendall(b"a: b\r\n" * 3500)
                     time.sleep(0.001)
         data = json.dumps({**ASKED, "max_tokens": 2}).encode() + b" " * 100_000
@@ -132,7 +133,7 @@ def test_what_follows_a_body_is_bounded(key):
 
 
 class Slow:
-    """A server whose steps take at least 10 ms, and how many there were."""
+    """A server whose steps take at least 10 ms; it counts them."""
 
     def __init__(self, server):
         self.server, self.steps = server, 0
@@ -157,20 +158,20 @@ def slow():
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_who_leaves_is_not_computed_further(streams, slow):
-    """Texts have 200 tokens; how many are computed before the server hears of it depends on what else the machine does."""
+def test_a_disconnect_stops_the_computation(streams, slow):
+    """Sequences have 200 tokens. How many are computed before the server notices depends on the machine's load."""
     with socket.create_connection(slow.address) as connected:
         connected.sendall(post({**ASKED, "stream": streams, "n": 3}))
         slow.wait_until(lambda: slow.engine.scheduler.running)
         if streams:
             assert connected.recv(20)
-    drawn = slow.steps
+    before = slow.steps
     slow.wait_until_free()
-    assert slow.steps - drawn < 100, "texts that nobody waits for were computed"
+    assert slow.steps - before < 100, "a cancelled sequence was computed further"
 
 
-def test_who_leaves_frees_the_pages_within_a_step(slow, monkeypatch):
-    """From when the server hears of it: the round that runs is the last."""
+def test_a_disconnect_frees_the_pages_within_a_step(slow, monkeypatch):
+    """Counted from when the server notices: the running step is the last."""
     worker, pages = slow.service.worker, slow.engine.scheduler.pages
     cancel, release, told, released = worker.cancel, pages.free, [], []
     monkeypatch.setattr(worker, "cancel", lambda texts: (told.append(slow.steps), cancel(texts)))
@@ -183,7 +184,7 @@ def test_who_leaves_frees_the_pages_within_a_step(slow, monkeypatch):
     assert len(told) == len(released) == 1 and 0 < told[0] <= released[0] <= told[0] + 1
 
 
-def test_who_leaves_while_waiting_gives_the_place_up(slow):
+def test_a_disconnect_frees_a_place_in_the_queue(slow):
     with slow.client() as client:
         done = []
         others = [threading.Thread(target=lambda: done.append(client.post("/v1/completions", json=ASKED))) for _ in range(4)]
@@ -200,8 +201,8 @@ def test_who_leaves_while_waiting_gives_the_place_up(slow):
     assert [answer.status_code for answer in done] == [200] * 4
 
 
-def test_leaving_at_random_moments(free):
-    """Sixty connections, closed or reset while they send, wait or read, beside one that stays and reads what it must."""
+def test_disconnects_at_random_moments(free):
+    """Sixty connections, closed or reset while they send, wait or read; another client is answered correctly."""
     draw = random.Random(0)
     body = {**ASKED, "max_tokens": 40, "temperature": 0}
     with free.client() as client:
@@ -217,7 +218,7 @@ def test_leaving_at_random_moments(free):
             data = post({**ASKED, "stream": draw.random() < 0.5, "n": draw.randint(1, 3)})
             with socket.create_connection(free.address) as connected:
                 if draw.random() < 0.5:
-                    connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
+                    connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # resets the connection
                 connected.sendall(data[: draw.randint(1, len(data))] if draw.random() < 0.3 else data)
                 time.sleep(draw.random() * 0.03)
                 if draw.random() < 0.5:
@@ -229,11 +230,11 @@ def test_leaving_at_random_moments(free):
     free.wait_until_free()
 
 
-def test_who_does_not_read_is_given_up(monkeypatch):
-    """A client that leaves its answer in the pipe; the text is computed meanwhile, and others are not held up."""
+def test_a_client_that_does_not_read(monkeypatch):
+    """Its answer stays unread; the sequence is computed meanwhile, and other clients are not delayed."""
     monkeypatch.setattr(connection, "STALL_SECONDS", 0.5)
     with running() as server, contextlib.ExitStack() as stack:
-        server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of the connections to come too
+        server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # also of later connections
         many = {**ASKED, "stream": True, "n": 4, "logprobs": 20}
         stalled = []
         for _ in range(3):
@@ -250,12 +251,12 @@ def test_who_does_not_read_is_given_up(monkeypatch):
             connected.settimeout(PATIENCE)
             with contextlib.suppress(ConnectionError):
                 while part := connected.recv(1 << 16):
-                    assert b"[DONE]" not in part, "it had all been sent"
+                    assert b"[DONE]" not in part, "the whole answer was sent"
 
 
 @pytest.mark.parametrize("ending", [b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", b"no request\r\n\r\n"])
-def test_who_does_not_read_the_last_answer_is_cut(ending, monkeypatch):
-    """Answers that wait to be read when the connection is to end, less of them than holds a writer up."""
+def test_an_unread_last_answer(ending, monkeypatch):
+    """Answers are unread when the connection is to end, too few of them to block a writer."""
     monkeypatch.setattr(connection, "STALL_SECONDS", 0.5)
     with running() as server, socket.socket() as connected:
         server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

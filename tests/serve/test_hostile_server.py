@@ -1,4 +1,4 @@
-"""`lowbit chat` with a server that means no good: bounded time and memory, one line, and nothing that commands the terminal."""
+"""`lowbit chat` with a hostile server: bounded time and memory, errors of one line, no control characters in the output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECONDS = 20
 
 @contextlib.contextmanager
 def serving(models, chat=()):
-    """A server that sends `models` to GET, and the parts of `chat` to POST until its client leaves; yields its address."""
+    """A server that sends `models` to GET, and the parts of `chat` to POST until its client disconnects; yields its address."""
     listening = socket.create_server(("127.0.0.1", 0))
     sent = [0]
 
@@ -60,7 +60,7 @@ def _is_whole(asked):
 
 
 def talk(url):
-    """What `lowbit chat` prints when it is asked one question."""
+    """The output of `lowbit chat` for one question."""
     begun = time.monotonic()
     done = CliRunner().invoke(app, ["chat", url], input="hi\n/exit\n")
     assert time.monotonic() - begun < SECONDS
@@ -142,7 +142,7 @@ def test_answers(what):
     assert done.exit_code == 0
 
 
-def test_escape_sequences_are_shown():
+def test_escape_sequences_are_escaped():
     with serving(MODELS, [STREAM, delta("\x1b[2J[/b]:smile:"), delta("\x9b1m ok"), event(b"[DONE]")]) as (url, _):
         done = talk(url)
     assert "\\x1b[2J[/b]:smile:\\x9b1m ok" in done.stdout and done.exit_code == 0
@@ -157,7 +157,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("what", ENDLESS)
-def test_what_never_ends(what, monkeypatch):
+def test_endless_answers(what, monkeypatch):
     monkeypatch.setattr(client, "MOST_BODY", 1 << 20)
     part, message = ENDLESS[what]
     with serving(MODELS, _headed(part)) as (url, sent):

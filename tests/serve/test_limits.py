@@ -1,4 +1,4 @@
-"""What a server refuses, in which words, and that a refusal leaves nothing behind."""
+"""Refused requests: the error messages, and that a refusal leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowbit.serve.job import GenerationJob
 from lowbit.serve.limits import Limits
 from lowbit.serve.schema import ChatCompletionRequest, CompletionRequest, parse
 from lowbit.serve.service import State
-from lowbit.serve.worker import OutputCollector, SequenceState
+from lowbit.serve.worker import OutputCollector, ServedSequence
 from tests.serve.running import NAME, TEMPLATE, raw, running, tiny_pipeline
 
 ASKED = {"model": NAME, "prompt": "ab", "max_tokens": 4, "temperature": 0}
@@ -41,7 +41,7 @@ REFUSED = [
     ({"response_format": {"type": "json_object"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format."),
 ]  # fmt: skip
-"""Fields of both endpoints, and the name in the refusal."""
+"""Fields of both endpoints, and the name in the error."""
 
 REFUSED_COMPLETIONS = [
     ({"prompt": None}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt.0"), ({"prompt": [1, "a"]}, "prompt."),
@@ -74,7 +74,7 @@ REFUSED_CHATS = [
     + [("chat/completions", *case) for case in REFUSED + REFUSED_CHATS],
     ids=lambda value: json.dumps(value)[:40],
 )
-def test_what_a_field_cannot_do_is_refused_with_its_name(path, field, name, free):
+def test_invalid_fields_are_refused_by_name(path, field, name, free):
     body = {**(ASKED if path == "completions" else CHAT), **field}
     with free.client() as client:
         answer = client.post(f"/v1/{path}", json=body)
@@ -85,8 +85,8 @@ def test_what_a_field_cannot_do_is_refused_with_its_name(path, field, name, free
 
 
 @pytest.mark.parametrize("field", [{"stop": [1] * 300_000}, {"prompt": [[]] * 300_000}, {"prompt": [1] * 300_000 + [-1]}])
-def test_a_large_body_is_refused_at_its_first_fault(field):
-    """Not at each of them, which takes seconds and gigabytes."""
+def test_a_large_body_is_refused_at_its_first_error(field):
+    """Reporting every error would take seconds and gigabytes."""
     body = json.dumps({**ASKED, **field}).encode()
     tracemalloc.start()
     try:
@@ -97,7 +97,7 @@ def test_a_large_body_is_refused_at_its_first_fault(field):
         tracemalloc.stop()
 
 
-def test_what_asks_for_nothing_is_taken(free):
+def test_fields_without_effect_are_accepted(free):
     trivial = {"response_format": {"type": "text"}, "n": None, "stop": None, "user": "me", "logit_bias": {}, "top_k": -1}
     chat = {"store": False, "modalities": ["text"], "service_tier": "auto", "tools": [], "metadata": None, "logprobs": False}
     with free.client() as client:
@@ -107,7 +107,7 @@ def test_what_asks_for_nothing_is_taken(free):
 
 
 def test_bodies(free):
-    """Media types, sizes and what is no JSON."""
+    """Media types, sizes, and bodies that are not JSON."""
     with free.client() as client:
         post = lambda content, kind="application/json", **headers: client.post(  # noqa: E731
             "/v1/completions", content=content, headers={"content-type": kind, **headers}
@@ -130,13 +130,13 @@ def test_bodies(free):
             assert answer.status_code == 400 and answer.json()["error"]["message"], wrong[:20]
         large = json.dumps({**ASKED, "prompt": "a" * (1 << 20)}).encode()
         assert post(large).status_code == 413
-        assert post(iter([large[:100_000]] * 20)).status_code == 413  # in chunks, of no stated length
+        assert post(iter([large[:100_000]] * 20)).status_code == 413  # in chunks, without a Content-Length
         many = json.dumps({f"f{i}": i for i in range(60_000)}).encode()
         assert post(many).status_code == 400
 
 
-def test_refusals_know_their_field():
-    """Without a server: what the schema takes is what is said of it."""
+def test_refusals_name_their_field():
+    """Without a server: the schema alone."""
     asked = parse(CompletionRequest, json.dumps({**ASKED, "stop": ["a", "b"], "logit_bias": {"5": -3}, "n": 2}).encode())
     assert (asked.stops, asked.choices, asked.limit, asked.num_logprobs) == (("a", "b"), 2, 4, None)
     chat = parse(ChatCompletionRequest, json.dumps({**CHAT, "logprobs": True, "max_completion_tokens": 4}).encode())
@@ -165,8 +165,8 @@ def test_a_key():
         assert client.get("/metrics", headers={**right, "host": "example.org"}).status_code == 200
 
 
-def test_another_sites_page_cannot_ask(tiny):
-    """Names that lead here (DNS rebinding), and forms, which need no leave of ours."""
+def test_pages_of_other_sites_are_refused(tiny):
+    """Host names that resolve to this machine (DNS rebinding), and forms, which need no CORS preflight."""
     with tiny.client() as client:
         assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
         for host in ("127.0.0.1.evil.example", "10.0.0.1", "[::2]"):
@@ -178,19 +178,19 @@ def test_another_sites_page_cannot_ask(tiny):
         assert client.options("/v1/completions", headers={"origin": "https://evil.example"}).status_code == 405
 
 
-def test_no_path_leads_elsewhere(tiny):
-    """Not even to itself with another name: a Host header would say where."""
+def test_no_path_redirects(tiny):
+    """Not even to the same server: the target would be taken from the Host header."""
     with tiny.client() as client:
         for path in ("/health/", "/v1/completions/", "/example.org//", "/v1"):
             answer = client.get(path)
             assert answer.status_code == 404 and "location" not in answer.headers and answer.json()["error"]["message"], path
 
 
-def test_a_full_server_says_when_to_come_back():
-    """Seats are for those who are computed and those who wait; who is refused leaves them their places."""
+def test_a_full_server_sends_retry_after():
+    """The quota covers running and queued sequences; a refused request does not change it."""
     with running(tiny_pipeline(max_concurrent=1), max_concurrent=1, max_queue=1) as server:
         found = []
-        with server.client() as client, server.engine._lock:  # nothing is computed meanwhile
+        with server.client() as client, server.engine._lock:  # nothing is computed while the lock is held
             threads = [
                 threading.Thread(target=lambda: found.append(server.client().post("/v1/completions", json=ASKED))) for _ in "ab"
             ]
@@ -210,7 +210,7 @@ def test_a_full_server_says_when_to_come_back():
 
 
 def test_states():
-    """No text before the end of the warm-up nor after the beginning of the end; alive all along."""
+    """No sequence runs before the end of the warm-up or after the start of the shutdown; /health is 200 throughout."""
     with running() as server, server.client() as client:
         for state in (State.WARMING, State.DRAINING):
             server.service.state = state
@@ -231,12 +231,12 @@ def test_prompts_have_a_limit_of_their_own():
         assert answer.json()["error"]["message"] == "prompt: a prompt of 9 tokens, here it has at most 8"
 
 
-def test_limits_say_what_they_are():
+def test_invalid_limits():
     with pytest.raises(ValueError, match="max_concurrent is at least 1, got 0"):
         Limits(max_concurrent=0)
 
 
-def test_what_is_counted(free):
+def test_metrics(free):
     with free.client() as client:
 
         def values():
@@ -257,8 +257,8 @@ def test_what_is_counted(free):
     assert after["lowbit_texts_running"] == after["lowbit_kv_pages_used"] == 0 < after["lowbit_kv_pages"]
 
 
-def test_a_text_that_stops_with_its_last_token_is_counted_as_its_client_is_told(free, monkeypatch):
-    """Where what was held back completes a stop string, the engine has ended the text for its length."""
+def test_a_stop_string_in_the_last_token_is_counted_as_stop(free, monkeypatch):
+    """The engine finishes the sequence for its length; the text that was held back then completes a stop string."""
     decode = free.pipe.tokenizer.decode
     monkeypatch.setattr(
         Detokenizer, "_decode", lambda self, tokens: decode(tokens)[: len(tokens) - 1] + "\ufffd" * bool(tokens)
@@ -287,17 +287,17 @@ def test_the_log_has_no_bodies(free, caplog):
     def logged():
         return [r.getMessage() for r in caplog.records if r.name == "lowbit.serve"]
 
-    free.wait_until(lambda: len(logged()) == 4)  # a line is written after its answer
+    free.wait_until(lambda: len(logged()) == 4)  # a log line is written after its answer
     lines = logged()
     assert len(lines) == 4 and "secret" not in "".join(lines)
 
 
 def test_nothing_is_kept(tiny):
-    """Of requests that are over, whole, streamed, refused or given up."""
+    """Requests that have ended leave nothing: whole, streamed, refused and cancelled ones."""
 
     def left():
         gc.collect()
-        return sum(type(each) in (GenerationJob, SequenceState, OutputCollector) for each in gc.get_objects())
+        return sum(type(each) in (GenerationJob, ServedSequence, OutputCollector) for each in gc.get_objects())
 
     before = left()
     with tiny.client() as client:
@@ -316,7 +316,7 @@ def of_template(template):
 
 
 def test_halves_of_characters():
-    """JSON has them in its strings, also in that of a call's arguments; a tokenizer does not take them."""
+    """JSON strings may have lone surrogates, also in the arguments of a tool call; tokenizers do not accept them."""
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": "\\ud800"}'}}
     with of_template("{{ messages[-1].tool_calls | tojson }}") as server, server.client() as client:
         for arguments, status in (('{"x": "\\ud800"}', 400), ('{"x": "\\ud83d\\ude00"}', 200)):
@@ -329,7 +329,7 @@ def test_halves_of_characters():
 
 
 def test_tools_that_the_template_ignores(free):
-    """Are refused rather than forgotten; with tool_choice none nobody expects them."""
+    """They are refused; with tool_choice none they are accepted."""
     asked = {**CHAT, "tools": [{"type": "function", "function": {"name": "weather"}}]}
     with free.client() as client:
         assert client.post("/v1/chat/completions", json=asked).status_code == 200

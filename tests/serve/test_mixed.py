@@ -1,4 +1,4 @@
-"""Requests of every kind at once; more of them by `python -m tests.serve.mixed 2000`."""
+"""Requests of every kind at once; `python -m tests.serve.mixed 2000` sends more of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tests.serve.running import running, tiny_pipeline
 
 
 @pytest.mark.parametrize("engine", [True, False], ids=["program", "forward"])
-def test_greedy_texts_are_those_of_the_engine_alone(engine):
-    """With fewer pages than the texts would take at once, and through Transformers' forward, as on a laptop."""
+def test_greedy_answers_match_the_engine(engine):
+    """With fewer pages than the sequences need at once, and through Transformers' forward, as on a laptop."""
     pipe = tiny_pipeline(engine, max_concurrent=8, cache_bytes=12 << 16)
     with running(pipe, max_concurrent=8) as server:
         seen = mix(server, 60)

@@ -1,5 +1,5 @@
-"""On a GPU everything is captured before the first request, and with `--batch-invariant` a text is the same in company; who
-leaves or fails does so alone."""
+"""A server on a GPU: everything is captured before the first request, sequences do not depend on each other with
+`--batch-invariant`, and disconnects and failures concern one request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS = 40
 
 
 def gather(server, one, prompts):
-    """What `one(client, i, prompt)` finds for several prompts at once."""
+    """The results of `one(client, i, prompt)` for several prompts at once."""
 
     async def all_of_them():
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60) as client:
@@ -38,7 +38,7 @@ def asked(ids, **more):
 
 
 async def text(client, i, ids):
-    """A greedy text, as a stream."""
+    """A greedy completion, streamed."""
     found = []
     async for part in await client.completions.create(**asked(ids, temperature=0), stream=True):
         found.append(part.choices[0].text)
@@ -46,7 +46,7 @@ async def text(client, i, ids):
 
 
 def logprobs(server, prompts, **more):
-    """The log-probabilities of all tokens of several texts, asked at once, half of them as streams."""
+    """The log-probabilities of all tokens of several completions, requested at once, half of them streamed."""
 
     async def one(client, i, ids):
         body = asked(ids, logprobs=0, **more)
@@ -59,14 +59,14 @@ def logprobs(server, prompts, **more):
 
 
 def alone(model, prompts):
-    """The greedy texts of an engine that computes one at a time."""
+    """The greedy texts of an engine that computes one sequence at a time."""
     engine = Engine(model, max_concurrent=1, cache_bytes=1 << 26, batch_invariant=True)
     tokenizer, found = random_tokenizer(VOCAB), []
     for ids in prompts:
-        (request,) = engine.generate([Request(ids, TOKENS)])
+        (sequence,) = engine.generate([Request(ids, TOKENS)])
         stream = Detokenizer(tokenizer, ids)
-        found.append("".join(stream.push(drawn.token) for drawn in request.sampled) + stream.finish())
-        assert request.finish_reason is FinishReason.LENGTH
+        found.append("".join(stream.push(sampled.token) for sampled in sequence.sampled) + stream.finish())
+        assert sequence.finish_reason is FinishReason.LENGTH
     return found
 
 
@@ -86,34 +86,36 @@ def server(model):
         yield made
 
 
-def test_streams_at_once_have_the_texts_of_an_engine_alone(server, model):
+def test_concurrent_streams_match_an_engine_alone(server, model):
     expected = alone(model, PROMPTS)
     assert len(set(expected)) > STREAMS // 2, "the model says different things"
     assert gather(server, text, PROMPTS) == expected
     server.wait_until_free()
 
 
-def test_no_request_waits_for_a_compiler_a_capture_or_memory(server):
-    steps, prompts, rehearsal = server.engine.decode_runner, server.engine.prefill_runner, server.engine._warm_up_run
+def test_requests_compile_capture_and_allocate_nothing(server):
+    steps, prompts, warm_up_run = server.engine.decode_runner, server.engine.prefill_runner, server.engine.runner.warm_up_run
     assert (steps.captures, prompts.captures) == (len(steps.variants()), len(prompts.forms))
-    for _ in range(2):  # the allocator of torch has seen a busy server
+    for _ in range(2):  # the allocator has served a busy server before
         gather(server, text, PROMPTS)
-    counts = steps.captures, prompts.captures, rehearsal.count, torch.cuda.memory_stats()["num_device_alloc"]
+    counts = steps.captures, prompts.captures, warm_up_run.count, torch.cuda.memory_stats()["num_device_alloc"]
     logprobs(server, PROMPTS[::2], temperature=0)
     gather(server, text, PROMPTS)
-    assert (steps.captures, prompts.captures, rehearsal.count, torch.cuda.memory_stats()["num_device_alloc"]) == counts
+    assert (steps.captures, prompts.captures, warm_up_run.count, torch.cuda.memory_stats()["num_device_alloc"]) == counts
 
 
-@pytest.mark.parametrize("drawn", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.9, "seed": 11}], ids=["greedy", "drawn"])
-def test_a_seed_gives_the_same_text_alone_and_in_company(drawn, server):
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.9, "seed": 11}], ids=["greedy", "sampled"]
+)
+def test_a_seed_gives_the_same_text_alone_and_among_others(options, server):
     prompts = PROMPTS[:24]
-    found = [logprobs(server, [ids], **drawn)[0] for ids in prompts]
-    assert logprobs(server, prompts, **drawn) == found and all(len(each) == TOKENS for each in found)
+    found = [logprobs(server, [ids], **options)[0] for ids in prompts]
+    assert logprobs(server, prompts, **options) == found and all(len(each) == TOKENS for each in found)
     server.wait_until_free()
 
 
-def test_clients_that_leave_free_their_pages_and_change_nobodys_text(server):
-    """Every third client leaves after some tokens of a text that would be long."""
+def test_disconnects_free_pages_and_change_no_other_text(server):
+    """Every third client disconnects after some tokens of a long completion."""
     pages = server.engine.scheduler.pages
     expected = gather(server, text, PROMPTS)
 
@@ -132,13 +134,13 @@ def test_clients_that_leave_free_their_pages_and_change_nobodys_text(server):
     assert pages.available == pages.count - 1
 
 
-def test_logits_that_are_no_numbers_end_one_text_alone():
+def test_nan_logits_fail_one_request():
     """A token whose embedding is NaN."""
     model, bad = model_of(scheme=None), 5
     prompts = [[token if token != bad else 6 for token in ids] for ids in PROMPTS[:12]]
     prompts[4] = [*prompts[4], bad]
     pipe = Pipeline(model, random_tokenizer(VOCAB), max_concurrent=16, cache_bytes=1 << 26, engine=True)
-    assert not pipe.engine.program.reasons  # which is looked at before the model is damaged
+    assert not pipe.engine.program.reasons  # read before the model is damaged
     with torch.no_grad():
         model.get_input_embeddings().weight[bad] = torch.nan
     with running(pipe, max_concurrent=16) as server:
@@ -146,5 +148,5 @@ def test_logits_that_are_no_numbers_end_one_text_alone():
         server.wait_until_free()
         assert server.service.healthy
         assert isinstance(found[4], openai.InternalServerError), found
-        lost = [each for each in found if isinstance(each, openai.APIError)]  # others may draw the token themselves
+        lost = [each for each in found if isinstance(each, openai.APIError)]  # other sequences may sample the token too
         assert len(lost) < 4 and all(isinstance(each, str) and each for each in found if each not in lost), found

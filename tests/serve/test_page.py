@@ -20,7 +20,7 @@ def browser(tmp_path_factory):
 
 
 def say(browser, text):
-    """Types something and sends it."""
+    """Types a message and sends it."""
     browser.run(f"at('text').value = {json.dumps(text)}; at('ask').requestSubmit()")
 
 
@@ -28,15 +28,16 @@ def turns(browser):
     return browser.run("[...document.querySelectorAll('.turn')].map(turn => turn.textContent)")
 
 
-def answer(server, *dialogue, limit=30):
-    """What the model says to a dialogue, greedily."""
+def answer(server, *conversation, limit=30):
+    """The model's greedy answer in a conversation."""
     roles = ("user", "assistant")
-    text = "".join(f"{roles[i % 2]}: {said}\n" for i, said in enumerate(dialogue)) + "assistant: "
+    text = "".join(f"{roles[i % 2]}: {said}\n" for i, said in enumerate(conversation)) + "assistant: "
     return greedy(server, server.pipe.tokenizer(text, add_special_tokens=False).input_ids, limit)[0]
 
 
-def test_a_dialogue_in_the_browser(browser):
-    """With a key: refused without it, answered with it, two turns, a third one stopped; nothing is asked of anybody else."""
+def test_a_conversation_in_the_browser(browser):
+    """With a key: refused without it, answered with it; two turns, and a third that is stopped. The page contacts no other
+    server."""
     with running(key="sesame") as server:
         browser.open(f"{server.url}/")
         say(browser, "Hello")
@@ -51,7 +52,7 @@ def test_a_dialogue_in_the_browser(browser):
         browser.wait_for("document.querySelectorAll('.turn').length === 4 && !at('send').disabled")
         assert turns(browser)[2:] == ["<b>And?</b>", answer(server, "Hello", first, "<b>And?</b>")]
         assert browser.run("document.querySelectorAll('main b, .error').length") == 0
-        with server.engine._lock:  # nothing is computed meanwhile
+        with server.engine._lock:  # nothing is computed while the lock is held
             say(browser, "More")
             server.wait_until(lambda: server.service.quota.taken == 1)
             browser.run("at('stop').click()")

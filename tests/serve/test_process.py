@@ -1,4 +1,4 @@
-"""`lowbit serve` and `lowbit chat` as commands: what they print, signals, exit codes, and mistakes in one line."""
+"""`lowbit serve` and `lowbit chat` as commands: output, signals, exit codes, and errors of one line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def folder(tmp_path_factory):
 
 
 def test_signals(folder):
-    """SIGKILL breaks what runs and leaves the port; SIGTERM lets it finish, and only it; after the grace time it is told."""
+    """SIGKILL drops running requests and frees the port. SIGTERM lets running requests finish, refuses others, and cancels what
+    runs after the grace time."""
     with command(folder, "--port", 0) as killed:
         with killed.client() as client:
             whole = client.completions.create(**ASKED).choices[0].text
@@ -73,14 +74,14 @@ def run(*arguments, **options):
 
 
 def test_a_port_belongs_to_the_first_server_while_it_loads():
-    """Before anybody is heard on it: else both load a model, and one of them for nothing."""
+    """The port is bound before the model is loaded; otherwise two servers would load models, and one would fail."""
     with bound("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"):
             bound("127.0.0.1", port)
 
 
-def test_mistakes_are_one_line(folder, tmp_path):
+def test_errors_are_one_line(folder, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         cases = (
@@ -109,7 +110,7 @@ def test_without_the_extra(folder, monkeypatch):
 
 
 def test_chat_with_a_server_and_with_a_model(folder):
-    """The same greedy answers, turn by turn; a refusal is said and the dialogue goes on."""
+    """The same greedy answers, turn by turn; after a refusal the conversation continues."""
     asked = ["Hello", "And?", "/new", "Hello", "x" * 300, "/exit", "never"]
     with running(key="sesame") as server:
         first, _, _ = greedy(server, server.pipe.tokenizer("user: Hello\nassistant: ", add_special_tokens=False).input_ids, 20)
@@ -120,7 +121,7 @@ def test_chat_with_a_server_and_with_a_model(folder):
             told.append(result.stdout)
             assert result.stderr.count("error: ") == 1 and "tokens" in result.stderr
         assert told[0] == told[1] and told[0].startswith(f"{first}\n") and told[0].count(f"{first}\n") == 2
-        assert told[0].count("\n") == 3  # what stands after /exit is not asked
+        assert told[0].count("\n") == 3  # input after /exit is not sent
         assert run("chat", server.url).stderr.startswith("error: the server says 401: this server asks for its API key")
         assert (
             "there is no model other here; it has tiny"
@@ -128,7 +129,7 @@ def test_chat_with_a_server_and_with_a_model(folder):
         )
 
 
-def test_a_dialogue_that_is_left():
+def test_an_abandoned_answer():
     """An answer that is not read to its end is not computed to its end."""
     with running() as server:
         answer = RemoteChat(server.url).answer([{"role": "user", "content": "Hello"}], 0, 150)
@@ -143,8 +144,8 @@ def test_a_dialogue_that_is_left():
             next(local.answer([{"role": "user", "content": "a" * 300}], 0, 10))
 
 
-def test_what_a_model_of_this_process_does_not_do(monkeypatch):
-    """Is said in words, as a server says it."""
+def test_errors_of_a_local_model(monkeypatch):
+    """They have the words of a server's errors."""
     pipe = tiny_pipeline()
     local = LocalChat(pipe, NAME)
     with pytest.raises(ValueError, match="the model's chat template does not take them .no tools here."):
@@ -154,8 +155,8 @@ def test_what_a_model_of_this_process_does_not_do(monkeypatch):
         next(local.answer([{"role": "user", "content": "a"}], 0, 10))
 
 
-def test_characters_that_end_lines_elsewhere(monkeypatch):
-    """In events a line ends at a line feed, with or without a carriage return in front of it, and in none of ours otherwise."""
+def test_line_ends_of_events(monkeypatch):
+    """A line of an event ends at a line feed, with or without a carriage return before it, and at no other character."""
     odd = "a\u2028b\x85c\x0bd"
     assert encoded(odd).isascii()
     sent = f'data: {{"choices": [{{"delta": {{"content": "{odd}"}}}}]}}\r\n\r\ndata: [DONE]\n\n'.replace("\x0b", "").encode()
@@ -166,8 +167,8 @@ def test_characters_that_end_lines_elsewhere(monkeypatch):
         assert [*remote.answer([{"role": "user", "content": "a"}], 0, 10)] == [odd.replace("\x0b", "")]
 
 
-def test_the_page_is_whole():
-    """Nothing in it comes from elsewhere, and its policy allows its own script and style alone."""
+def test_the_page_is_self_contained():
+    """It loads nothing, and its policy allows only its own script and style."""
     from lowbit.serve.page import page
 
     content, headers = page()

@@ -1,4 +1,4 @@
-"""Templates and tokenizers run in a process of their own: what is hostile there costs one request, within its deadline."""
+"""Templates and tokenizers run in a separate process: a hostile one costs one request, within its deadline."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lowbit.serve.chat import rendered
 from lowbit.serve.prompts import WORKERS
 from tests.serve.running import NAME, TEMPLATE, running, tiny_pipeline
 
@@ -25,7 +26,7 @@ HOSTILE = (
 
 
 def alive(group):
-    """Processes of a group, those left out that have ended and nobody has waited for."""
+    """Processes of a group, without those that have ended and are not reaped."""
     stats = [path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat")]
     return [stat for stat in stats if int(stat[2]) == group and stat[0] != "Z"]
 
@@ -42,7 +43,7 @@ def chat(client, said, **more):
 
 
 def test_a_template_that_loops_costs_one_request():
-    """Its worker is ended and replaced, however often; others are answered meanwhile."""
+    """Its worker is ended and replaced each time; other requests are answered meanwhile."""
     with hostile(prompt_seconds=0.5) as server, server.client() as client:
         for _ in range(WORKERS + 1):
             begin = time.monotonic()
@@ -75,7 +76,7 @@ def test_a_template_that_allocates_without_end_costs_one_request(said):
 
 
 def test_the_end_of_the_grace_time_ends_a_template_that_loops():
-    """SIGTERM's way: the client is told, and no process is left."""
+    """After SIGTERM: the client gets an error, and no process is left."""
     found = []
     with hostile(prompt_seconds=60, grace_seconds=0.3) as server:
         process = server.service.prompts._workers._process
@@ -94,7 +95,7 @@ def test_the_end_of_the_grace_time_ends_a_template_that_loops():
 
 @pytest.mark.parametrize("part", ["process", "worker"])
 def test_a_process_that_ended_is_replaced(part):
-    """As after the kernel has ended one for lack of memory."""
+    """For example, one that the kernel has ended for lack of memory."""
     with running() as server, server.client() as client:
         workers = server.service.prompts._workers
         if part == "process":
@@ -110,10 +111,32 @@ def test_a_process_that_ended_is_replaced(part):
 
 
 def test_the_process_is_small():
-    """It has loaded the tokenizer, and no torch."""
+    """It has loaded the tokenizer, but not torch."""
     with running() as server, server.client() as client:
         assert chat(client, "hello").status_code == 200
         pid = server.service.prompts._workers._process.pid
         status = Path(f"/proc/{pid}/status").read_text()
         (rss_kib,) = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")]
         assert rss_kib < 120_000 and "torch" not in Path(f"/proc/{pid}/maps").read_text()
+
+
+class Raises:
+    """A tokenizer whose chat template raises an error."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def apply_chat_template(self, messages, **options):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [AssertionError("no\nroles"), OSError("no roles"), TypeError("no roles")], ids=repr)
+def test_any_error_of_a_template_is_a_refusal(error):
+    """A template is a program of the model's author."""
+    with pytest.raises(ValueError, match=r"the model's chat template does not take them \(no roles\)"):
+        rendered(Raises(error), [{"role": "user", "content": "Hi"}], None)
+
+
+def test_lack_of_memory_is_not_the_conversations_fault():
+    with pytest.raises(MemoryError):
+        rendered(Raises(MemoryError()), [{"role": "user", "content": "Hi"}], None)

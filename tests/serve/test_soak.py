@@ -1,21 +1,21 @@
-"""Some seconds of what `tests.serve.soak` does for an hour."""
+"""A few seconds of the soak test of `tests.serve.soak`."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 
-from tests.serve.soak import SECRET, Held, growth_mib, visits
+from tests.serve.soak import SECRET, Held, growth_mib, send_requests
 
 
-def test_visitors_of_every_kind_are_answered_as_they_should_be(free, caplog):
+def test_clients_of_every_kind_get_their_status(free, caplog):
     caplog.set_level("INFO")
     looked = []
-    samples, visitors = asyncio.run(visits(free.url, os.getpid(), 4.0, 15.0, 1.0, looked.append))
+    samples, clients = asyncio.run(send_requests(free.url, os.getpid(), 4.0, 15.0, 1.0, looked.append))
     free.wait_until_free()
-    assert looked == samples and len(samples) >= 4 and visitors.unexpected == []
-    assert {said.split()[0] for said in visitors.seen} == {"whole", "leave", "refused", "half", "look"}
-    assert samples[-1].requests == visitors.seen.total() > 30
+    assert looked == samples and len(samples) >= 4 and clients.unexpected == []
+    assert {said.split()[0] for said in clients.seen} == {"whole", "leave", "refused", "half", "look"}
+    assert samples[-1].requests == clients.seen.total() > 30
     assert all(each.rss_mib > 100 and each.threads > 2 and each.files > 3 for each in samples)
     assert SECRET not in caplog.text
 

@@ -1,4 +1,4 @@
-"""docs/serve.md says what there is: every field, option, number and metric."""
+"""docs/serve.md lists every field, option, number and metric of the server."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ TEXT = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
 NAMES = set(re.findall(r"`([\w./-]+)`", TEXT))
 
 
-def test_every_field_is_there():
+def test_every_field_is_documented():
     fields = {*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields}
     assert fields <= NAMES, fields - NAMES
 
 
-def test_every_metric_is_there(free):
+def test_every_metric_is_documented(free):
     with free.client() as client:
         page = client.get("/metrics").text
     kinds = re.findall(r"^# TYPE (\w+) (counter|gauge|histogram)$", page, re.MULTILINE)

@@ -1,0 +1,168 @@
+"""Runs scheduled work on the device: writes page tables and sampling settings, launches decode steps and prefill chunks, and
+copies the sampled tokens to the host.
+
+Errors are the engine's to handle: nothing here catches one, but for kernels that cannot be compiled ahead of their launch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import abc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lowbit.engine.decode_runner import DecodeRunner, DecodeStep, filters, sample_tokens
+from lowbit.engine.failure import log_failure
+from lowbit.engine.prefill_runner import PrefillRunner
+from lowbit.engine.request import SampledToken
+from lowbit.engine.scheduler import PrefillChunk, SchedulerOutput
+from lowbit.engine.sequence import Sequence
+from lowbit.engine.slots import Slots, on_device
+from lowbit.engine.warm_up import Stage, WarmUpRun
+from lowbit.hardware.machine import machine_of
+from lowbit.ops.sample import top_logprobs
+
+if TYPE_CHECKING:
+    from lowbit.kernels.parts.launch import RecordedKernel
+
+
+@dataclass
+class InFlightStep:
+    """Launched work that samples a token for each of `sequences`: host copies of its results, complete once `done` has passed,
+    and how many rows were read."""
+
+    sequences: list[Sequence]
+    tokens: Tensor
+    logprobs: Tensor
+    top_logprobs: tuple[Tensor, Tensor] | None
+    done: torch.cuda.Event | None
+    rows_read: int = 0
+
+    def wait(self) -> None:
+        """Waits until the results are on the host; raises RuntimeError after a CUDA error."""
+        if self.done is not None:
+            self.done.synchronize()
+
+    def unread(self) -> Iterator[tuple[Sequence, SampledToken]]:
+        """Yields the sampled tokens in order, each once, also if a caller abandons the iteration and begins another."""
+        tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
+        top = None if self.top_logprobs is None else [part.tolist() for part in self.top_logprobs]
+        while self.rows_read < len(self.sequences):
+            row, sequence = self.rows_read, self.sequences[self.rows_read]
+            self.rows_read += 1  # first: an interrupt must not repeat a token
+            most = sequence.request.top_logprobs
+            pairs: tuple[tuple[int, float], ...] = ()
+            if top is not None and most:
+                values, ids = (part[row][:most] for part in top)
+                pairs = tuple(zip(ids, values, strict=True))
+            yield sequence, SampledToken(tokens[row], logprobs[row], pairs)
+
+
+class ModelRunner:
+    """Launches the work of an engine; `progress` is called with the progress of kernels that are compiled."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        decode_runner: DecodeRunner,
+        prefill_runner: PrefillRunner,
+        warm_up_run: WarmUpRun | None,
+        progress: Callable[[Stage], object] | None,
+    ) -> None:
+        self.slots, self.decode_runner, self.prefill_runner = slots, decode_runner, prefill_runner
+        self.warm_up_run = warm_up_run
+        """Finds the kernels of a step before it is launched; None without CUDA graphs."""
+        self._progress = progress or (lambda stage: None)
+
+    def prepare(self, scheduled: SchedulerOutput) -> None:
+        """Compiles kernels that the step needs, and writes its page tables, positions and sampling settings."""
+        self._compile_kernels_of(scheduled)
+        for sequence in scheduled.admitted:
+            tokens = [sampled.token for sampled in sequence.sampled]
+            self.slots.sampling.set(sequence.running_slot, sequence.request.sampling, sequence.request.prompt, tokens)
+        positions = [(chunk.sequence.running_slot, chunk.end - 1) for chunk in scheduled.chunks if chunk.last]
+        self.slots.update(scheduled.new_pages, positions)
+
+    def decode(self, sequences: abc.Sequence[Sequence]) -> InFlightStep:
+        """Launches a decode step."""
+        rows = [sequence.running_slot for sequence in sequences]
+        longest = max(sequence.computed_tokens for sequence in sequences)
+        return self._in_flight(sequences, self.decode_runner.launch(rows, filters(sequences), longest))
+
+    def sample(self, chunks: abc.Sequence[PrefillChunk], logits: Tensor) -> InFlightStep:
+        """Samples the first token of each prompt that ends with one of `chunks`, from its logits [B, V]."""
+        sequences = [chunk.sequence for chunk in chunks if chunk.last]
+        rows = on_device([sequence.running_slot for sequence in sequences], self.slots.device)
+        return self._in_flight(sequences, sample_tokens(logits, rows, self.slots, filters(sequences)))
+
+    def _in_flight(self, sequences: abc.Sequence[Sequence], step: DecodeStep) -> InFlightStep:
+        """Starts the copies of a step's results to the host."""
+        most = max(sequence.request.top_logprobs for sequence in sequences)
+        top = None
+        if most:
+            values, ids = top_logprobs(step.logits[: len(sequences)], most)
+            top = _to_host(values), _to_host(ids)
+        tokens, logprobs = _to_host(step.tokens), _to_host(step.logprobs)
+        done = None
+        if self.slots.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(self.slots.device))
+        return InFlightStep(list(sequences), tokens, logprobs, top, done)
+
+    # ---- compiling and capturing
+
+    def _compile_kernels_of(self, scheduled: SchedulerOutput) -> None:
+        """Compiles the kernels of a step in parallel; its launches would compile them one after the other."""
+        parts = self.warm_up_run.parts_of(scheduled) if self.warm_up_run is not None else []
+        if self.warm_up_run is None or not parts:
+            return
+        try:
+            kernels = self.warm_up_run.kernels(parts)
+            for stage in self.compile(kernels):
+                self._progress(stage)
+            if kernels:
+                self._progress(Stage("kernels", len(kernels), len(kernels)))
+        except Exception as error:  # noqa: BLE001 - the launch raises it again, where it fails only the sequences at fault
+            log_failure("compiling kernels", error)
+
+    def all_kernels(self) -> list[RecordedKernel]:
+        """Every kernel that the engine can launch and that is not compiled; none without CUDA graphs."""
+        return [] if self.warm_up_run is None else self.warm_up_run.kernels(self.warm_up_run.all_parts())
+
+    def compile(self, kernels: abc.Sequence[RecordedKernel]) -> Iterator[Stage]:
+        """Compiles kernels in several processes; yields the progress before each."""
+        if kernels:
+            from lowbit.kernels.parts.compile import compiled
+
+            for done in compiled(kernels, machine_of(self.slots.device).arch.sm):
+                yield Stage("kernels", done, len(kernels))
+
+    def captures(self) -> list[tuple[str, Callable[[], object]]]:
+        """All graphs, as what they are and how to capture them."""
+        variants = self.decode_runner.variants() if self.decode_runner.graphs else []
+        steps = [
+            (
+                f"step of {size}{' with filters' if filtered else ''}, up to {reach:,} tokens",
+                functools.partial(self.decode_runner.captured, (size, filtered, reach)),
+            )
+            for size, filtered, reach in variants
+        ]
+        prompts = [
+            (
+                f"prompts of {shape.tokens:,} tokens that see {shape.keys:,}",
+                functools.partial(self.prefill_runner.captured, shape),
+            )
+            for shape in self.prefill_runner.graph_shapes
+        ]
+        return [*steps, *prompts]
+
+
+def _to_host(values: Tensor) -> Tensor:
+    """A copy in host memory, complete once the stream has run so far."""
+    if values.device.type != "cuda":
+        return values.clone()
+    return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)

@@ -1,0 +1,86 @@
+"""A sequence: the state of a submitted request. Its sampled tokens, why it finished, its slot and its pages."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from enum import Enum
+
+from lowbit.engine.failure import RequestFailed
+from lowbit.engine.request import Request, SampledToken
+
+
+class FinishReason(str, Enum):
+    """Why a sequence finished."""
+
+    STOP = "stop"
+    """A stop token or a stop string, or `Request.on_token` returned True."""
+    LENGTH = "length"
+    """The limit of tokens."""
+    CANCELLED = "cancelled"
+    """The caller cancelled the sequence."""
+    FAILED = "failed"
+    """Its prompt or its `on_token` raised an error, or its logits are NaN or infinite: `Sequence.error` says which."""
+    NONE = "none"
+    """Not finished yet: in streams of DeepSpeed-MII, never in a finished response."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """The state of a submitted request, which `Engine.submit` returns. Only the engine changes it.
+
+    sampled: tokens that the host has read. finish_reason: None until the sequence finishes; set after `error`, which says why
+    it failed. cached_tokens: prompt tokens whose keys and values were in the prefix cache.
+    """
+
+    request: Request
+    sampled: list[SampledToken] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str = ""
+    cached_tokens: int = 0
+
+    slot: int | None = None
+    """Row of the page tables and sampling settings on the device; None unless the sequence is running."""
+    pages: list[int] = field(default_factory=list)
+    """Its pages of the KV cache, in order."""
+    computed_tokens: int = 0
+    """Tokens whose keys and values are in the pages once all launched work has run."""
+    launched_tokens: int = 0
+    """Tokens sampled, including those on the GPU that the host has not read."""
+    prefilled: bool = False
+    """True once the prompt is computed: each step then samples one more token."""
+
+    @classmethod
+    def start(cls, request: Request) -> Sequence:
+        """The sequence of a request; raises ValueError if the request has one already."""
+        if request._sequence is not None:
+            raise ValueError("this request was submitted before: create another one")
+        sequence = cls(copy.copy(request))  # a copy: a cycle of both would leave them to the garbage collector
+        object.__setattr__(request, "_sequence", sequence)
+        return sequence
+
+    def check(self) -> None:
+        """Raises RequestFailed if the sequence failed."""
+        if self.finish_reason is FinishReason.FAILED:
+            raise RequestFailed(f"this request failed after {len(self.sampled):,} tokens: {self.error}")
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt and all sampled tokens that the host has read."""
+        return [*self.request.prompt, *(sampled.token for sampled in self.sampled)]
+
+    @property
+    def in_flight(self) -> int:
+        """Sampled tokens that the host has not read yet."""
+        return self.launched_tokens - len(self.sampled)
+
+    @property
+    def running_slot(self) -> int:
+        """The slot of a running sequence."""
+        assert self.slot is not None
+        return self.slot
+
+    @property
+    def position(self) -> int:
+        """Position of the token that the next step computes, the last one sampled."""
+        return len(self.request.prompt) + self.launched_tokens - 1

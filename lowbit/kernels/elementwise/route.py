@@ -1,0 +1,821 @@
+"""Router of a mixture of experts: experts and weights of each token, and its slots sorted by expert. Plain Triton.
+
+Reads   logits fp16, bf16 or fp32 [T, E], any row stride, and a bias fp32 [E] or None; or experts int32 or int64 [T, top_k] and
+        weights [T, top_k] of another router
+Writes  the tensors of `Routing` (ops/route.py), all of their elements
+Choose  a token's logits are in one warp; top_k rounds of two integer reductions: the largest key, and the lowest expert that
+        has it. With groups, a thread has an expert of each group
+Sort    counting sort: the slots of each expert in each chunk of slots are counted, with prefix sums over chunks and then over
+        experts; the rank within a chunk by comparison with the slots before. The slot that begins a tile writes the tile
+Few     one launch for up to 64 tokens (1,024 slots with padding). Where their logits are too many for one block, blocks rank
+        their own slots and the last one to finish sorts all
+Many    choose; counts of chunks of 512 slots; their prefix sums; place. `group` has no first launch
+Product `route_tokens`, up to 16 tokens: a block multiplies 16 experts' rows by a part of K with mma.sync, and loads its first
+        weights before the wait. The last block adds the parts in order and routes
+Overlap the next kernel may start at once; the bias is read before the wait for the previous kernel (programmatic dependent
+        launch, sm_90)
+Exact   scores in float32. Positions are integers: they depend neither on the grid nor on the order of blocks.
+        Tested: tests/kernels/elementwise/test_route.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from lowbit.hardware.machine import Machine
+from lowbit.kernels.elementwise.sample import last_to_arrive
+from lowbit.kernels.parts.gluon import source_digest
+from lowbit.kernels.parts.launch import Launcher
+from lowbit.kernels.reference.route import SLOT_BITS, RouterRule, RoutingTensors, tile_bound
+
+FEW_TOKENS, FEW_SLOTS = 64, 1024
+"""Most tokens, and most slots with padding, of the path with one launch."""
+
+FEWEST_SLOTS = 32
+"""Fewest slots of a block, with padding: one for each thread of a warp."""
+
+ONE_BLOCK, MOST_WARPS = 4096, 16
+"""Most logits of a single block, and its most warps. Not measured yet; counted in docs/log/language-models.md."""
+
+FEWEST_WARPS = 4
+"""Fewest warps of `route_tokens`."""
+
+BLOCK = 8
+"""Tokens of a block where there are several, a warp each: fewer warps would sort 512 slots by 512 experts in spilled
+registers."""
+
+CHUNK, SHORT_TABLE, MANY_CHUNK = 32, 4096, 512
+"""Slots that are compared with each other, twice as many where they are one chunk or where the table of experts by chunks would
+be longer than SHORT_TABLE; slots of a block where there are many."""
+
+COLUMNS, ROWS = 32, 128
+"""Experts of a block of `sum_counts`, and chunks that it reads at a time."""
+
+_BITS, _FIELD = tl.constexpr(SLOT_BITS), tl.constexpr((1 << SLOT_BITS) - 1)
+
+_NEVER = tl.constexpr(-(1 << 31))
+"""Key of a column that is not to be chosen; below that of -inf."""
+
+
+def _power(n: int) -> int:
+    """The least power of two that is n or more."""
+    return int(triton.next_power_of_2(n))
+
+
+@dataclass(frozen=True)
+class ChooseConfig:
+    """Compile-time configuration of the choice: `rule` for `experts` experts, of `tokens` tokens a block.
+
+    `slots` are the columns of the choices of a token, a power of two.
+    """
+
+    rule: RouterRule
+    experts: int
+    bias: bool
+    tokens: int
+    slots: int
+    overlap: bool
+    digest: str = source_digest()
+
+    @property
+    def lanes(self) -> int:
+        """Columns of a row of logits: the experts of a group, or as many as a warp has threads; a power of two."""
+        if self.rule.groups > 1:
+            return _power(self.experts // self.rule.groups)
+        return min(_power(self.experts), 32)
+
+    @property
+    def size(self) -> int:
+        """Experts of a row."""
+        return self.experts // self.rule.groups if self.rule.groups > 1 else self.lanes
+
+    @property
+    def rows(self) -> int:
+        """Rows of a token's logits: groups, or experts by lanes."""
+        return -(-self.experts // self.size)
+
+    @property
+    def columns(self) -> int:
+        """Logits of a token with padding."""
+        return self.rows * self.lanes
+
+    @property
+    def sigmoid(self) -> bool:
+        """Whether scores are sigmoids."""
+        return self.rule.score == "sigmoid"
+
+    @property
+    def top2(self) -> bool:
+        """Whether a group's score is the sum of its two largest."""
+        return self.rule.group_score == "top2"
+
+    @property
+    def corrected(self) -> bool:
+        """Whether the bias is added for the choice alone."""
+        return self.bias and self.rule.bias_use == "choice"
+
+    @property
+    def biased(self) -> bool:
+        """Whether the bias is added to the logits."""
+        return self.bias and self.rule.bias_use == "logits"
+
+    @property
+    def by_logit(self) -> bool:
+        """Whether the choice compares logits."""
+        return self.rule.chooses_by_logit(self.bias)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the sum over all experts is needed: not where only quotients of scores are."""
+        quotients = self.rule.softmax_over_selected or (self.rule.normalize and self.rule.epsilon == 0)
+        return not self.sigmoid and not (quotients and self.by_logit)
+
+    @property
+    def normalize(self) -> bool:
+        """Whether weights are divided by their sum."""
+        return self.rule.normalize or self.rule.softmax_over_selected
+
+
+@dataclass(frozen=True)
+class SortConfig:
+    """Compile-time configuration of the sort of `top_k` slots a token by expert; `slots` a block, a power of two."""
+
+    experts: int
+    top_k: int
+    tile_rows: int
+    slots: int
+    overlap: bool
+    digest: str = source_digest()
+
+    @property
+    def bins(self) -> int:
+        """Experts with padding."""
+        return _power(self.experts)
+
+    @property
+    def chunk(self) -> int:
+        """Slots whose ranks are found by comparison."""
+        short = self.slots > 2 * CHUNK and self.slots // CHUNK * self.bins <= SHORT_TABLE
+        return CHUNK if short else min(self.slots, 2 * CHUNK)
+
+    @property
+    def chunks(self) -> int:
+        """Histograms of a block."""
+        return self.slots // self.chunk
+
+
+@dataclass(frozen=True)
+class ProductConfig:
+    """Compile-time configuration of the product of up to 16 tokens and a router's weight [experts, k].
+
+    It depends on the weight alone, so that a token's logits are the same bits beside any other tokens.
+    """
+
+    experts: int
+    k: int
+    rows: int = 16
+    tokens: int = 16
+    step: int = 256
+
+    @property
+    def columns(self) -> int:
+        """Experts, padded to blocks."""
+        return -(-self.experts // self.rows) * self.rows
+
+    @property
+    def parts(self) -> int:
+        """Parts of K: some 64 blocks, and not more sums than one block adds in a microsecond."""
+        return max(1, min(max(4, 64 * self.rows // self.columns), 16, -(-self.k // self.step)))
+
+    @property
+    def part(self) -> int:
+        """Features of a part, a multiple of the step."""
+        return -(-self.k // (self.parts * self.step)) * self.step
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid."""
+        return self.columns // self.rows * self.parts
+
+
+@triton.jit
+def sortable(x):
+    """int32 keys that are in the order of float32 x; NaN counts as -inf, and zeros are equal."""
+    bits = tl.where(x == 0.0, 0.0, tl.where(x == x, x, float("-inf"))).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def expert_of(r, C: tl.constexpr):
+    """(experts [1, lanes], which of them exist) of row r of a token's logits."""
+    lane = tl.arange(0, C.lanes)[None, :]
+    expert = r * C.size + lane
+    return expert, (lane < C.size) & (expert < C.experts)
+
+
+@triton.jit
+def loaded(base, here, C: tl.constexpr):
+    """Rows of float32 values of all experts from pointers [tokens, 1] or one; -inf where no expert is or `here` is False."""
+    ROWS: tl.constexpr = C.rows
+    rows = ()
+    for r in tl.static_range(ROWS):
+        expert, exists = expert_of(r, C)
+        rows += (tl.load(base + expert, mask=here & exists, other=float("-inf")).to(tl.float32),)
+    return rows
+
+
+@triton.jit
+def plus(rows, others, C: tl.constexpr):
+    """Sums of rows."""
+    ROWS: tl.constexpr = C.rows
+    made = ()
+    for r in tl.static_range(ROWS):
+        made += (rows[r] + others[r],)
+    return made
+
+
+@triton.jit
+def largest_of(rows, C: tl.constexpr):
+    """The largest number of each token [tokens], of rows [tokens, lanes] without NaN."""
+    ROWS: tl.constexpr = C.rows
+    best = rows[0]
+    for r in tl.static_range(1, ROWS):
+        best = tl.maximum(best, rows[r])
+    return tl.max(best, 1)
+
+
+@triton.jit
+def cleaned(x):
+    """Replaces NaN by -inf."""
+    return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def group_keys(rows, C: tl.constexpr):
+    """Keys [tokens] of the groups, which are the rows; nothing in them is NaN."""
+    ROWS: tl.constexpr = C.rows
+    lane = tl.arange(0, C.lanes)[None, :]
+    keys = ()
+    for r in tl.static_range(ROWS):
+        best = tl.max(rows[r], 1)
+        if C.top2:
+            first = tl.min(tl.where(rows[r] == best[:, None], lane, C.lanes), 1)
+            best = best + tl.max(tl.where(lane == first[:, None], float("-inf"), rows[r]), 1)
+        keys += (sortable(best),)
+    return keys
+
+
+@triton.jit
+def without_other_groups(keys, groups, C: tl.constexpr):
+    """Keys of experts, _NEVER for those that are not in the groups of the largest keys `groups`."""
+    ROWS: tl.constexpr = C.rows
+    TURNS: tl.constexpr = C.rule.top_groups
+    for _ in tl.static_range(TURNS):
+        best = groups[0]
+        for r in tl.static_range(1, ROWS):
+            best = tl.maximum(best, groups[r])
+        index = tl.full([C.tokens], ROWS, tl.int32)
+        for r in tl.static_range(ROWS):
+            index = tl.where((groups[r] == best) & (index == ROWS), r, index)
+        left = ()
+        for r in tl.static_range(ROWS):
+            left += (tl.where(index == r, _NEVER, groups[r]),)
+        groups = left
+    made = ()
+    for r in tl.static_range(ROWS):
+        made += (tl.where((groups[r] == _NEVER)[:, None], keys[r], _NEVER),)
+    return made
+
+
+@triton.jit
+def score_of(x, largest, C: tl.constexpr):
+    """Scores of logits, not yet divided by a sum."""
+    return 1.0 / (1.0 + tl.exp(-x)) if C.sigmoid else tl.exp(x - largest)
+
+
+@triton.jit
+def total_of(rows, largest, C: tl.constexpr):
+    """Sums [tokens] of the powers of all logits, from 0 to 1, in units of 2^-40: integers, whose sum depends on no order. NaN
+    counts as 0."""
+    ROWS: tl.constexpr = C.rows
+    total = tl.full([C.tokens, C.lanes], 0, tl.int64)
+    for r in tl.static_range(ROWS):
+        power = tl.exp(cleaned(rows[r]) - largest[:, None])
+        total += (tl.where(power == power, power, 0.0) * 1099511627776.0).to(tl.int64)
+    return tl.sum(total, 1).to(tl.float32) * (1.0 / 1099511627776.0)
+
+
+@triton.jit
+def keys_of(rows, added, largest, total, C: tl.constexpr):
+    """Rows of int32 keys of logits in the order in which experts are chosen."""
+    ROWS: tl.constexpr = C.rows
+    choices = ()
+    for r in tl.static_range(ROWS):
+        choice = rows[r]
+        if not C.by_logit:
+            choice = score_of(choice, largest[:, None], C)
+            if not C.sigmoid:
+                choice = choice / total[:, None]
+            if C.corrected:
+                choice += added[r]
+        choices += (tl.where(expert_of(r, C)[1], cleaned(choice), float("-inf")),)
+    keys = ()
+    for r in tl.static_range(ROWS):
+        keys += (tl.where(expert_of(r, C)[1], sortable(choices[r]), _NEVER),)
+    if C.rule.groups > 1:
+        keys = without_other_groups(keys, group_keys(choices, C), C)
+    return keys
+
+
+@triton.jit
+def take_best(keys, rows, C: tl.constexpr):
+    """(expert [tokens], bits of its logit, keys without it): the lowest expert that has the largest key."""
+    ROWS: tl.constexpr = C.rows
+    key = largest_of(keys, C)
+    best = tl.full([C.tokens, C.lanes], C.experts, tl.int32)
+    for r in tl.static_range(ROWS):
+        best = tl.minimum(best, tl.where(keys[r] == key[:, None], expert_of(r, C)[0], C.experts))
+    expert = tl.min(best, 1)
+    left = ()
+    value = tl.full([C.tokens, C.lanes], _NEVER, tl.int32)
+    for r in tl.static_range(ROWS):
+        this = expert_of(r, C)[0] == expert[:, None]
+        left += (tl.where(this, _NEVER, keys[r]),)
+        if not C.by_logit:
+            value = tl.where(this, rows[r].to(tl.int32, bitcast=True), value)
+    return expert, key ^ ((key >> 31) & 0x7FFFFFFF) if C.by_logit else tl.max(value, 1), left
+
+
+@triton.jit
+def choose(rows, added, C: tl.constexpr):
+    """Experts int32 and weights float32 of tokens, both [tokens, slots], zero from column top_k on.
+
+    Logits are rows [tokens, lanes], -inf where no expert is: Triton gives tokens to warps and lanes to threads, so that no
+    reduction leaves its warp.
+    """
+    ROWS: tl.constexpr = C.rows
+    if C.biased:
+        rows = plus(rows, added, C)
+    nan = rows[0] != rows[0]
+    clean = (cleaned(rows[0]),)
+    for r in tl.static_range(1, ROWS):
+        nan |= rows[r] != rows[r]
+        clean += (cleaned(rows[r]),)
+    largest = largest_of(clean, C)
+    wrong = tl.max(nan.to(tl.int32), 1) != 0
+    total = tl.full([C.tokens], 1.0, tl.float32)
+    if not C.sigmoid:
+        wrong |= tl.abs(largest) == float("inf")
+        if C.whole:
+            total = total_of(rows, largest, C)
+    keys = keys_of(rows, added, largest, total, C)
+    s = tl.arange(0, C.slots)[None, :]
+    chosen, weights = tl.full([C.tokens, C.slots], 0, tl.int32), tl.full([C.tokens, C.slots], 0.0, tl.float32)
+    selected = tl.full([C.tokens], 0.0, tl.float32)
+    for turn in range(C.rule.top_k):
+        best, bits, keys = take_best(keys, rows, C)
+        weight = score_of(bits.to(tl.float32, bitcast=True), largest, C) / total
+        selected += weight  # in the order of the choice, whatever the layout of the block
+        chosen, weights = tl.where(s == turn, best[:, None], chosen), tl.where(s == turn, weight[:, None], weights)
+    if C.normalize:
+        weights = weights / (selected + C.rule.epsilon)[:, None]
+    return chosen, tl.where(wrong[:, None], float("nan"), weights * C.rule.scale)
+
+
+@triton.jit
+def ranked(expert, C: tl.constexpr):
+    """(rank [slots], counts [bins]) of a block of slots: how many slots before it have the same expert, and how many slots each
+    expert has. The expert of a slot that is none is -1.
+
+    Tables are counted by comparison: tl.histogram takes bins / 32 population counts a thread and as many shared atomics a warp,
+    and a table of 16 chunks by 128 experts has 2,048 bins.
+    """
+    chunked = tl.reshape(expert, [C.chunks, C.chunk])
+    i = tl.arange(0, C.chunk)
+    # Slots of a chunk are along the lanes of a warp, and those before them in registers, so that few are summed across warps.
+    before = (tl.trans(chunked)[:, :, None] == chunked[None, :, :]) & (i[:, None, None] < i[None, None, :])
+    rank = tl.reshape(tl.sum(before.to(tl.int32), 0), [C.slots])
+    known = tl.maximum(expert, 0)
+    if C.chunks == 1 and C.bins <= 256:
+        counts = tl.histogram(known, C.bins, mask=expert >= 0)
+    else:
+        table = tl.sum((chunked[:, :, None] == tl.arange(0, C.bins)[None, None, :]).to(tl.int32), 1)
+        counts = tl.sum(table, 0)
+        if C.chunks > 1:
+            earlier = tl.reshape(tl.cumsum(table, 0) - table, [C.chunks * C.bins])
+            rank += tl.gather(earlier, tl.arange(0, C.slots) // C.chunk * C.bins + known, 0)
+    return rank, counts
+
+
+@triton.jit
+def begins(counts, C: tl.constexpr):
+    """(begins int64 [bins], ends int64) of the slots and tiles of each expert, of the number of its slots.
+
+    Bits 0 to 20 are the number of slots of the experts before, bits 21 to 41 that of their tiles, and from bit 42 on is the
+    number of slots of the expert itself: one prefix sum, and one lookup for each slot. `ends` has the first two for all.
+    """
+    both = counts.to(tl.int64) | (((counts + (C.tile_rows - 1)) // C.tile_rows).to(tl.int64) << _BITS)
+    return (tl.cumsum(both, 0) - both) | (counts.to(tl.int64) << (2 * _BITS)), tl.sum(both, 0)
+
+
+@triton.jit
+def field(packed, i: tl.constexpr):
+    """Field i of the numbers of `begins`, int32."""
+    return ((packed >> (i * _BITS)) & _FIELD).to(tl.int32)
+
+
+@triton.jit
+def place(expert, here, slot, rank, begin, order, tiles, C: tl.constexpr):
+    """Stores slots at their positions, and tiles by the slots that begin them. `rank` is that among all slots."""
+    of_expert = tl.gather(begin, tl.where(here, expert, 0), 0)
+    position = field(of_expert, 0) + rank
+    tl.store(order + position, slot, mask=here)
+    tile = tiles + (field(of_expert, 1) + rank // C.tile_rows) * 3
+    starts = here & (rank % C.tile_rows == 0)
+    tl.store(tile, expert, mask=starts)
+    tl.store(tile + 1, position, mask=starts)
+    tl.store(tile + 2, tl.minimum(field(of_expert, 2) - rank, C.tile_rows), mask=starts)
+
+
+@triton.jit
+def store_totals(begin, ends, offsets, tile_count, C: tl.constexpr):
+    """Stores the first position of each expert, the number of slots and that of tiles."""
+    e = tl.arange(0, C.bins)
+    tl.store(offsets + e, field(begin, 0), mask=e < C.experts)
+    tl.store(offsets + C.experts, field(ends, 0))
+    tl.store(tile_count, field(ends, 1))
+
+
+@triton.jit
+def sort_few(expert, here, slot, rank, counts, slots, bound, order, offsets, tiles, tile_count, C: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """Sorts all slots in one block; `rank` and `counts` as by `ranked`, 3 * `bound` <= TILES."""
+    begin, ends = begins(counts, C)
+    place(expert, here, slot, rank, begin, order, tiles, C)
+    store_totals(begin, ends, offsets, tile_count, C)
+    i = tl.arange(0, C.slots)
+    tl.store(order + i, -1, mask=(i >= field(ends, 0)) & (i < slots))
+    i = tl.arange(0, TILES)
+    tl.store(tiles + i, 0, mask=(i >= field(ends, 1) * 3) & (i < bound * 3))
+
+
+@triton.jit
+def known_expert(given, here, C: tl.constexpr):
+    """int32 experts of any integers: -1 for those that are not among the experts, and where not `here`."""
+    return tl.where(here & (given >= 0) & (given < C.experts), given, -1).to(tl.int32)
+
+
+@triton.jit
+def store_choice(experts, weights, chosen, weight, token, T, C: tl.constexpr):
+    """Stores the choice of tokens; returns (which of [tokens, slots] are slots, slots)."""
+    s = tl.arange(0, C.slots)
+    slot = token[:, None] * C.rule.top_k + s[None, :]
+    valid = (token < T)[:, None] & (s < C.rule.top_k)[None, :]
+    tl.store(experts + slot, chosen, mask=valid)
+    tl.store(weights + slot, weight, mask=valid)
+    return valid, slot
+
+
+@triton.jit
+def chosen_and_stored(experts, weights, logits, bias, T, stride, C: tl.constexpr):
+    """Chooses the experts of a block of tokens and stores them: (experts, which of them exist, slots), [tokens, slots] each."""
+    token = tl.program_id(0) * C.tokens + tl.arange(0, C.tokens)
+    added = loaded(bias, True, C) if C.bias else ()
+    if C.overlap:
+        cuda.gdc_wait()
+    rows = loaded(logits + token.to(tl.int64)[:, None] * stride, (token < T)[:, None], C)
+    chosen, weight = choose(rows, added, C)
+    valid, slot = store_choice(experts, weights, chosen, weight, token, T, C)
+    return chosen, valid, slot
+
+
+@triton.jit
+def sort_chosen(chosen, valid, slot, slots, bound, order, offsets, tiles, tile_count, S: tl.constexpr, TILES: tl.constexpr):
+    """Sorts the slots of a block that has chosen for all tokens."""
+    here = tl.reshape(valid, [S.slots])
+    expert = tl.where(here, tl.reshape(chosen, [S.slots]), -1)
+    rank, counts = ranked(expert, S)
+    sort_few(expert, here, tl.reshape(slot, [S.slots]), rank, counts, slots, bound, order, offsets, tiles, tile_count, S, TILES)
+
+
+@triton.jit(do_not_specialize=["T", "stride", "bound"])
+def route_block(
+    experts, weights, order, offsets, tiles, tile_count, logits, bias, T, stride, bound, C: tl.constexpr, S: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """Routes all tokens in one block."""
+    if C.overlap:
+        cuda.gdc_launch_dependents()
+    chosen, valid, slot = chosen_and_stored(experts, weights, logits, bias, T, stride, C)
+    sort_chosen(chosen, valid, slot, T * S.top_k, bound, order, offsets, tiles, tile_count, S, TILES)
+
+
+@triton.jit(do_not_specialize=["T", "stride", "columns", "bound"])
+def route_tokens(
+    experts, weights, order, offsets, tiles, tile_count, x, router, bias, sums, arrived, T, stride, columns, bound,
+    C: tl.constexpr, S: tl.constexpr, P: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Multiplies tokens by some rows of the router's weight in a part of K; the last block adds the parts and routes.
+
+    The number of columns of `sums` is P.columns. The compiler is not to know: it would load vectors, and divide a token's
+    logits among warps.
+    """
+    if C.overlap:
+        cuda.gdc_launch_dependents()
+    e = tl.program_id(0) * P.rows + tl.arange(0, P.rows)
+    t, k = tl.arange(0, P.tokens), tl.program_id(1) * P.part + tl.arange(0, P.step)
+    w_at, of_w = router + e[:, None] * P.k + k[None, :], (e < C.experts)[:, None]
+    added = loaded(bias, True, C) if C.bias else ()
+    w = tl.load(w_at, mask=of_w & (k < P.k)[None, :], other=0.0)
+    if C.overlap:
+        cuda.gdc_wait()
+    row = t.to(tl.int64) * stride
+    if PIECES:
+        row = row * 8  # the factor proves the alignment of vectors
+    x_at, of_x = x + row[None, :] + k[:, None], (t < T)[None, :]
+    total = tl.dot(w, tl.load(x_at, mask=of_x & (k < P.k)[:, None], other=0.0))
+    for step in range(P.step, P.part, P.step):
+        w = tl.load(w_at + step, mask=of_w & (k + step < P.k)[None, :], other=0.0)
+        total = tl.dot(w, tl.load(x_at + step, mask=of_x & (k + step < P.k)[:, None], other=0.0), total)
+    tl.store(sums + (tl.program_id(1) * P.tokens + t)[None, :] * columns + e[:, None], total)
+    PARTS: tl.constexpr = P.parts
+    if last_to_arrive(arrived, P.blocks):
+        token = tl.arange(0, C.tokens)
+        at, here = sums + token[:, None] * columns, (token < T)[:, None]
+        logits = loaded(at, here, C)
+        for part in tl.static_range(1, PARTS):
+            logits = plus(logits, loaded(at + part * P.tokens * columns, here, C), C)
+        chosen, weight = choose(logits, added, C)
+        valid, slot = store_choice(experts, weights, chosen, weight, token, T, C)
+        sort_chosen(chosen, valid, slot, T * S.top_k, bound, order, offsets, tiles, tile_count, S, TILES)
+
+
+@triton.jit(do_not_specialize=["T", "stride", "bound"])
+def route_blocks(
+    experts, weights, order, offsets, tiles, tile_count, logits, bias, ranks, counted, arrived, T, stride, bound,
+    C: tl.constexpr, B: tl.constexpr, S: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Chooses the experts of some tokens, whose slots B ranks; the last of BLOCKS <= ROWS blocks sorts the slots of all, S."""
+    if C.overlap:
+        cuda.gdc_launch_dependents()
+    chosen, valid, slot = chosen_and_stored(experts, weights, logits, bias, T, stride, C)
+    own = tl.reshape(valid, [B.slots])
+    own_rank, own_counts = ranked(tl.where(own, tl.reshape(chosen, [B.slots]), -1), B)
+    tl.store(ranks + tl.reshape(slot, [B.slots]), own_rank, mask=own)
+    e = tl.arange(0, S.bins)
+    tl.store(counted + tl.program_id(0) * S.bins + e, own_counts)
+    if last_to_arrive(arrived, BLOCKS):
+        block = tl.arange(0, ROWS)
+        table = tl.load(counted + block[:, None] * S.bins + e[None, :], mask=(block < BLOCKS)[:, None], other=0)
+        before = tl.reshape(tl.cumsum(table, 0) - table, [ROWS * S.bins])
+        all_slots = tl.arange(0, S.slots)
+        here = all_slots < T * S.top_k
+        expert = tl.load(experts + all_slots, mask=here, other=0)
+        rank = tl.load(ranks + all_slots, mask=here, other=0)
+        rank += tl.gather(before, all_slots // (C.tokens * S.top_k) % ROWS * S.bins + expert, 0)
+        counts = tl.sum(table, 0)
+        sort_few(expert, here, all_slots, rank, counts, T * S.top_k, bound, order, offsets, tiles, tile_count, S, TILES)
+
+
+@triton.jit(do_not_specialize=["slots", "bound"])
+def group_few(
+    experts, weights, order, offsets, tiles, tile_count, given_experts, given_weights, slots, bound,
+    S: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Sorts slots whose experts are given."""
+    if S.overlap:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    slot = tl.arange(0, S.slots)
+    valid = slot < slots
+    expert = known_expert(tl.load(given_experts + slot, mask=valid, other=-1), valid, S)
+    here = expert >= 0
+    tl.store(experts + slot, expert, mask=valid)
+    tl.store(weights + slot, tl.load(given_weights + slot, mask=here, other=0.0).to(tl.float32), mask=valid)
+    rank, counts = ranked(expert, S)
+    sort_few(expert, here, slot, rank, counts, slots, bound, order, offsets, tiles, tile_count, S, TILES)
+
+
+@triton.jit(do_not_specialize=["T", "stride"])
+def choose_many(experts, weights, logits, bias, T, stride, C: tl.constexpr):
+    """Chooses the experts of some tokens."""
+    if C.overlap:
+        cuda.gdc_launch_dependents()
+    chosen_and_stored(experts, weights, logits, bias, T, stride, C)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def count_slots(counts, experts, weights, given_experts, given_weights, slots, S: tl.constexpr):
+    """Counts the slots of each expert in a chunk of slots; stores experts and weights where they are given."""
+    if S.overlap:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    slot = tl.program_id(0) * S.slots + tl.arange(0, S.slots)
+    valid = slot < slots
+    if given_experts is None:
+        expert = tl.load(experts + slot, mask=valid, other=-1)
+        here = valid
+    else:
+        expert = known_expert(tl.load(given_experts + slot, mask=valid, other=-1), valid, S)
+        here = expert >= 0
+        tl.store(experts + slot, expert, mask=valid)
+        tl.store(weights + slot, tl.load(given_weights + slot, mask=here, other=0.0).to(tl.float32), mask=valid)
+    counted = tl.histogram(tl.where(here, expert, 0), S.bins, mask=here)
+    tl.store(counts + tl.program_id(0) * S.bins + tl.arange(0, S.bins), counted)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def sum_counts(counts, totals, chunks, COLUMNS: tl.constexpr, ROWS: tl.constexpr, S: tl.constexpr):
+    """Replaces the counts of a chunk by the sums of those before, for some experts, and stores the totals."""
+    if S.overlap:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    e = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    exists = e < S.bins
+    total = tl.zeros([COLUMNS], tl.int32)
+    for start in range(0, chunks, ROWS):
+        chunk = start + tl.arange(0, ROWS)
+        at = counts + chunk[:, None] * S.bins + e[None, :]
+        mask = (chunk < chunks)[:, None] & exists[None, :]
+        counted = tl.load(at, mask=mask, other=0)
+        tl.store(at, total[None, :] + tl.cumsum(counted, 0) - counted, mask=mask)
+        total += tl.sum(counted, 0)
+    tl.store(totals + e, total, mask=exists)
+
+
+@triton.jit(do_not_specialize=["slots", "bound"])
+def place_slots(order, offsets, tiles, tile_count, experts, before, totals, slots, bound, S: tl.constexpr):
+    """Stores a chunk of slots at their positions; the first block also stores the totals."""
+    if S.overlap:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    p = tl.program_id(0)
+    slot = p * S.slots + tl.arange(0, S.slots)
+    expert = tl.load(experts + slot, mask=slot < slots, other=-1)
+    here = expert >= 0
+    counts = tl.load(totals + tl.arange(0, S.bins))
+    rank, _ = ranked(expert, S)
+    rank += tl.load(before + p * S.bins + expert, mask=here, other=0)
+    begin, ends = begins(counts, S)
+    place(expert, here, slot, rank, begin, order, tiles, S)
+    tl.store(order + slot, -1, mask=(slot >= field(ends, 0)) & (slot < slots))
+    if p == 0:
+        store_totals(begin, ends, offsets, tile_count, S)
+    used = field(ends, 1) * 3
+    for start in range(p * S.slots, bound * 3, tl.num_programs(0) * S.slots):
+        i = start + tl.arange(0, S.slots)
+        tl.store(tiles + i, 0, mask=(i >= used) & (i < bound * 3))
+
+
+def _outputs(tokens: int, top_k: int, experts: int, tile_rows: int, device: torch.device) -> RoutingTensors:
+    """Uninitialised tensors of a routing."""
+    slots = tokens * top_k
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
+    tiles = integers(tile_bound(slots, experts, tile_rows), 3)
+    return RoutingTensors(integers(tokens, top_k), weights, integers(slots), integers(experts + 1), tiles, integers(1))
+
+
+class _SortMany:
+    """The launches that sort many slots by expert."""
+
+    def __init__(self, slots: int, bound: int, config: SortConfig) -> None:
+        self.slots, self.bound, self.config = slots, bound, config
+        self.chunks = -(-slots // MANY_CHUNK)
+        overlap, bins = config.overlap, config.bins
+        self.count = Launcher(count_slots, (self.chunks, 1, 1), 4, overlap=overlap)
+        self.sum = Launcher(sum_counts, (-(-bins // COLUMNS), 1, 1), 4, overlap=overlap)
+        self.place = Launcher(place_slots, (self.chunks, 1, 1), MOST_WARPS, overlap=overlap)
+
+    def __call__(self, made: RoutingTensors, experts: Tensor | None, weights: Tensor | None) -> None:
+        """Sorts the slots of the given experts; None: of those in `made`."""
+        space = torch.empty((self.chunks + 1, self.config.bins), dtype=torch.int32, device=made.order.device)
+        totals, counts = space[0], space[1:]
+        self.count(counts, made.experts, made.weights, experts, weights, self.slots, self.config)
+        self.sum(counts, totals, self.chunks, COLUMNS, ROWS, self.config)
+        self.place(*made[2:], made.experts, counts, totals, self.slots, self.bound, self.config)
+
+
+class RoutePlan:
+    """A routing of `tokens` tokens, 1 or more, to `experts` experts under `rule`: made once, called many times.
+
+    `bias` says whether there is one. A plan serves one GPU, one type and alignment of logits.
+    """
+
+    def __init__(self, tokens: int, experts: int, rule: RouterRule, bias: bool, tile_rows: int, machine: Machine) -> None:
+        self.tokens, self.experts, self.top_k, self.tile_rows = tokens, experts, rule.top_k, tile_rows
+        self.bound = tile_bound(tokens * rule.top_k, experts, tile_rows)
+        overlap = machine.arch.sm >= 90
+        padded, slots = _power(tokens), _power(rule.top_k)
+        columns = ChooseConfig(rule, experts, bias, 1, slots, overlap).columns
+        self.few = tokens <= FEW_TOKENS and padded * slots <= FEW_SLOTS
+        one = self.few and padded * columns <= ONE_BLOCK
+        block = padded if one else BLOCK
+        if self.few:
+            slots = max(slots, FEWEST_SLOTS // block)
+        self.blocks = -(-tokens // block)
+        self.choose = ChooseConfig(rule, experts, bias, block, slots, overlap)
+        function = route_block if one else route_blocks if self.few else choose_many
+        self.launch = Launcher(function, (self.blocks, 1, 1), min(block, MOST_WARPS), overlap=overlap)
+
+        def sort(slots: int) -> SortConfig:
+            return SortConfig(experts, rule.top_k, tile_rows, slots, overlap)
+
+        self.sorts = (sort(block * slots),) if one else (sort(block * slots), sort(_power(tokens * rule.top_k)))
+        self.many = None if self.few else _SortMany(tokens * rule.top_k, self.bound, sort(MANY_CHUNK))
+
+    @property
+    def workspace(self) -> tuple[int, int]:
+        """32-bit words of the one workspace, and int32 counters (which are zero before and after)."""
+        if not self.few or self.blocks == 1:
+            return 0, 0
+        return self.tokens * self.top_k + self.blocks * self.sorts[1].bins, 1
+
+    def __call__(self, logits: Tensor, bias: Tensor | None, space: Tensor, arrived: Tensor) -> RoutingTensors:
+        """Routes logits [T, E]; `space` float32 and `arrived` are the workspace, all tensors on the current device."""
+        made = _outputs(self.tokens, self.top_k, self.experts, self.tile_rows, logits.device)
+        sizes = self.tokens, logits.stride(0)
+        tiles = _power(3 * self.bound)
+        if self.many:
+            self.launch(made.experts, made.weights, logits, bias, *sizes, self.choose)
+            self.many(made, None, None)
+        elif self.blocks == 1:
+            self.launch(*made, logits, bias, *sizes, self.bound, self.choose, *self.sorts, tiles)
+        else:
+            words = space.view(torch.int32)
+            ranks, counted = words[: self.tokens * self.top_k], words[self.tokens * self.top_k :]
+            constants = self.choose, *self.sorts, self.blocks, _power(self.blocks), tiles
+            self.launch(*made, logits, bias, ranks, counted, arrived, *sizes, self.bound, *constants)
+        return made
+
+
+class RouteTokensPlan:
+    """A routing of `tokens` tokens of K features, 1 to 16, by a router's weight: made once, called many times.
+
+    `pieces` promises that the row stride of x is a multiple of 8 and that x and weight start at multiples of 16 bytes. A plan
+    serves one GPU, one type and alignment of x and weight.
+    """
+
+    def __init__(
+        self, tokens: int, k: int, experts: int, rule: RouterRule, bias: bool, tile_rows: int, pieces: bool, machine: Machine
+    ) -> None:
+        self.tokens, self.experts, self.top_k, self.tile_rows = tokens, experts, rule.top_k, tile_rows
+        self.bound = tile_bound(tokens * rule.top_k, experts, tile_rows)
+        overlap = machine.arch.sm >= 90
+        padded = max(_power(tokens), FEWEST_WARPS)
+        slots = max(_power(rule.top_k), FEWEST_SLOTS // padded)
+        self.choose = ChooseConfig(rule, experts, bias, padded, slots, overlap)
+        self.sort = SortConfig(experts, rule.top_k, tile_rows, padded * slots, overlap)
+        self.product, self.pieces = ProductConfig(experts, k), pieces
+        grid = self.product.columns // self.product.rows, self.product.parts, 1
+        self.launch = Launcher(route_tokens, grid, padded, overlap=overlap)
+
+    @property
+    def workspace(self) -> tuple[int, int]:
+        """float32 elements of the one workspace, and int32 counters (which are zero before and after)."""
+        return self.product.parts * self.product.tokens * self.product.columns, 1
+
+    def __call__(self, x: Tensor, router: Tensor, bias: Tensor | None, space: Tensor, arrived: Tensor) -> RoutingTensors:
+        """Routes x [T, K] by the contiguous weight [E, K]; `space` and `arrived` are the workspace."""
+        made = _outputs(self.tokens, self.top_k, self.experts, self.tile_rows, x.device)
+        sizes = self.tokens, x.stride(0) // (8 if self.pieces else 1), self.product.columns, self.bound
+        constants = self.choose, self.sort, self.product, self.pieces, _power(3 * self.bound)
+        self.launch(*made, x, router, bias, space, arrived, *sizes, *constants)
+        return made
+
+
+class GroupPlan:
+    """A routing of `tokens` tokens, 1 or more, to `top_k` given ones of `experts` experts: made once, called many times.
+
+    A plan serves one GPU and one type and alignment of experts and weights, which are contiguous.
+    """
+
+    def __init__(self, tokens: int, top_k: int, experts: int, tile_rows: int, machine: Machine) -> None:
+        self.tokens, self.top_k, self.experts, self.tile_rows = tokens, top_k, experts, tile_rows
+        self.bound = tile_bound(tokens * top_k, experts, tile_rows)
+        overlap = machine.arch.sm >= 90
+        slots = max(_power(tokens * top_k), FEWEST_SLOTS)
+        few = tokens <= FEW_TOKENS and slots <= FEW_SLOTS
+        self.sort = SortConfig(experts, top_k, tile_rows, slots if few else MANY_CHUNK, overlap)
+        self.launch = Launcher(group_few, (1, 1, 1), min(max(slots // 32, 2), MOST_WARPS), overlap=overlap)
+        self.many = None if few else _SortMany(tokens * top_k, self.bound, self.sort)
+
+    def __call__(self, experts: Tensor, weights: Tensor) -> RoutingTensors:
+        """Sorts the slots of experts and weights [T, top_k] on the current device."""
+        made = _outputs(self.tokens, self.top_k, self.experts, self.tile_rows, experts.device)
+        if self.many:
+            self.many(made, experts, weights)
+        else:
+            tiles = _power(3 * self.bound)
+            self.launch(*made, experts, weights, self.tokens * self.top_k, self.bound, self.sort, tiles)
+        return made

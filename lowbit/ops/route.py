@@ -1,0 +1,332 @@
+"""The router of a mixture of experts: experts and weights of each token, and the list of tiles that expert products multiply.
+
+On NVIDIA GPUs one launch for up to 64 tokens, else a few (kernels/elementwise/route.py). None synchronises the host, so a CUDA
+graph may capture them. On a CPU it is plain torch (kernels/reference/route.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lowbit.hardware.machine import machine_of
+from lowbit.kernels.reference.route import (
+    MOST_EXPERTS,
+    SLOT_BITS,
+    BiasUse,
+    GroupScore,
+    RouterRule,
+    RoutingTensors,
+    Score,
+    group_reference,
+    route_reference,
+    tile_bound,
+)
+from lowbit.ops.operands import check_one_device
+from lowbit.ops.register import register
+from lowbit.ops.workspace import workspace
+
+if TYPE_CHECKING:
+    from lowbit.kernels.elementwise.route import GroupPlan, RoutePlan, RouteTokensPlan
+
+__all__ = ["BiasUse", "GroupScore", "RouterRule", "Routing", "Score", "group", "route", "route_tokens"]
+
+MOST_FUSED = 16
+"""Most tokens of the kernel of `route_tokens`: the columns of one matrix instruction, twice."""
+
+_LOGITS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Which experts the slots of T tokens go to, and the tiles of slots that a product with experts multiplies.
+
+    A slot is one (token, choice): slot t * top_k + s is the s-th expert of token t. S = T * top_k slots, E experts. All tensors
+    are contiguous and on one device, and every element of them is written:
+
+    - `experts` int32 [T, top_k]: the expert of each slot, -1 if it is none of these E (an absent slot). `route` makes no absent
+      slots, and the experts of a token are distinct. `group` has an absent slot for every index outside 0 .. E - 1, as expert
+      parallelism marks experts of other ranks. An expert may occur twice in a token.
+    - `weights` float32 [T, top_k]: the factor of each slot, 0 for an absent one.
+    - `order` int32 [S]: the present slots by expert, and within an expert in ascending order; then -1 for each absent slot.
+    - `offsets` int32 [E + 1]: expert e has the positions offsets[e] .. offsets[e + 1] - 1 of `order`. offsets[0] is 0 and
+      offsets[E] the number of present slots.
+    - `tile_rows`: most slots of a tile, 1 or more.
+    - `tiles` int32 [bound, 3]: rows (expert, first position in `order`, number of slots), by expert and then by position. A
+      tile has slots of one expert, tile_rows of them but for the last tile of an expert. Experts without slots have no tile.
+      Rows from `tile_count` on are (0, 0, 0). bound = min(S, E) + S // tile_rows, known without reading the device.
+    - `tile_count` int32 [1]: the number of tiles.
+
+    A product may therefore assume: the tiles cover each present slot exactly once; positions of a tile are below offsets[E], so
+    that `order` has a slot in 0 .. S - 1 there; the token of a slot is slot // top_k; a tile of 0 slots is to be skipped. It
+    must not read `order` elsewhere to address rows. No tile has an absent slot: a product that returns a row for each slot
+    writes zeros where `experts` is negative, since the sum over the slots of a token reads them.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    order: Tensor
+    offsets: Tensor
+    tile_rows: int
+    tiles: Tensor
+    tile_count: Tensor
+
+    @property
+    def top_k(self) -> int:
+        """Slots of a token."""
+        return self.experts.shape[1]
+
+    @property
+    def expert_count(self) -> int:
+        """E."""
+        return self.offsets.shape[0] - 1
+
+
+def route(logits: Tensor, rule: RouterRule, bias: Tensor | None = None, *, tile_rows: int) -> Routing:
+    """Routes tokens by the logits [T, E] (fp16, bf16 or fp32, any row stride) of a router.
+
+    `bias` float32 [E] is used as `rule.bias_use` says. Scores and weights are computed in float32 and not rounded. The slots of
+    a token are in falling order of what the choice compares, the lower index first among equals. It compares logits where the
+    score is a rising function of them, so that the choice is exact, else scores with their bias.
+
+    A token with a NaN among its logits has NaN weights; under a softmax also one with +inf, or with nothing but -inf. In the
+    choice a NaN counts as -inf, and the experts of a token are distinct always. A row depends neither on T nor on other rows.
+
+    Raises ValueError for tensors that do not fit together and for a rule that does not fit E. E is 1 to 1024, and T * top_k is
+    below 2^21.
+    """
+    made = torch.ops.lowbit.route(logits, bias, *_fields(rule), tile_rows)
+    return _routing(made, tile_rows)
+
+
+def route_tokens(
+    x: Tensor, router: Tensor, rule: RouterRule, bias: Tensor | None = None, *, tile_rows: int
+) -> Routing:  # fmt: skip
+    """`route` of the logits x [T, K] . router [E, K]^T, both fp16 or bf16; x has any row stride, router is contiguous.
+
+    Logits are float32 sums of exact products and are not rounded, other than those of a linear layer of 16 bits. On a GPU up to
+    16 tokens take one launch, and a token's logits are then the same bits beside any other tokens; more take a product by torch
+    first. On sm_90 the kernel reads `router` while the one before in the stream may still run: that one must not write it.
+    Raises ValueError as `route` does.
+    """
+    return _routing(torch.ops.lowbit.route_tokens(x, router, bias, *_fields(rule), tile_rows), tile_rows)
+
+
+def group(experts: Tensor, weights: Tensor, expert_count: int, *, tile_rows: int) -> Routing:
+    """The routing of experts int32 or int64 [T, top_k] and weights [T, top_k] (any float type) that another router computed.
+
+    Both are contiguous. An index outside 0 .. expert_count - 1 is an expert that is not here (see `Routing`). Raises ValueError
+    for tensors that do not fit together. expert_count is 1 to 1024, and T * top_k is below 2^21.
+    """
+    return _routing(torch.ops.lowbit.group(experts, weights, expert_count, tile_rows), tile_rows)
+
+
+def _routing(made: Any, tile_rows: int) -> Routing:
+    experts, weights, order, offsets, tiles, tile_count = made
+    return Routing(experts, weights, order, offsets, tile_rows, tiles, tile_count)
+
+
+def _fields(rule: RouterRule) -> tuple[Any, ...]:
+    """The fields of a rule, in the order of the operator's schema."""
+    return (
+        rule.top_k, rule.score, rule.normalize, rule.epsilon, rule.groups, rule.top_groups, rule.group_score, rule.bias_use,
+        rule.scale, rule.softmax_over_selected,
+    )  # fmt: skip
+
+
+_rule = functools.lru_cache(maxsize=256)(RouterRule)
+
+
+def _check_sizes(operator: str, slots: int, experts: int, tile_rows: int) -> None:
+    if slots >= 1 << SLOT_BITS:
+        raise ValueError(f"{operator}: T * top_k is below {1 << SLOT_BITS}, got {slots}; route parts of the tokens")
+    if not 1 <= experts <= MOST_EXPERTS:
+        raise ValueError(f"{operator}: routers have 1 to {MOST_EXPERTS} experts, got {experts}")
+    if tile_rows < 1:
+        raise ValueError(f"{operator}: tile_rows is 1 or more, got {tile_rows}")
+
+
+def _check_route(logits: Tensor, bias: Tensor | None, rule: RouterRule, tile_rows: int) -> None:
+    """Raises ValueError unless the arguments are of one call."""
+    if logits.dim() != 2 or logits.dtype not in _LOGITS or (logits.stride(1) != 1 and logits.shape[1] > 1):
+        raise ValueError(
+            f"route: logits are fp16, bf16 or fp32 [T, E] without gaps in a row, got {logits.dtype} {tuple(logits.shape)} "
+            f"with strides {logits.stride()}"
+        )
+    check_one_device("route", logits, bias)
+    _check_rule("route", logits.shape[0], logits.shape[1], bias, rule, tile_rows)
+
+
+def _check_rule(operator: str, tokens: int, experts: int, bias: Tensor | None, rule: RouterRule, tile_rows: int) -> None:
+    """Raises ValueError unless the rule and the bias fit a router of `experts` experts."""
+    _check_sizes(operator, tokens * rule.top_k, experts, tile_rows)
+    if reasons := rule.refusals(experts):
+        raise ValueError(f"{operator}: a router of {experts} experts cannot follow {rule}: {'; '.join(reasons)}")
+    if bias is not None and (bias.shape != (experts,) or bias.dtype != torch.float32 or not bias.is_contiguous()):
+        raise ValueError(f"{operator}: bias is contiguous float32 [{experts}], got {bias.dtype} {tuple(bias.shape)}")
+
+
+def _check_group(experts: Tensor, weights: Tensor, expert_count: int, tile_rows: int) -> None:
+    """Raises ValueError unless the arguments are of one call."""
+    if experts.dim() != 2 or not experts.shape[1] or experts.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"group: experts are int32 or int64 [T, top_k], got {experts.dtype} {tuple(experts.shape)}")
+    if weights.shape != experts.shape or not weights.is_floating_point() or weights.dtype.itemsize < 2:
+        raise ValueError(
+            f"group: weights are fp16, bf16, fp32 or fp64 {tuple(experts.shape)} like experts, got {weights.dtype} "
+            f"{tuple(weights.shape)}"
+        )
+    if not experts.is_contiguous() or not weights.is_contiguous():
+        raise ValueError("group: call .contiguous() on experts and weights")
+    _check_sizes("group", experts.numel(), expert_count, tile_rows)
+    check_one_device("group", experts, weights)
+
+
+def _empty(like: Tensor, tokens: int, top_k: int, experts: int, tile_rows: int) -> RoutingTensors:
+    """Uninitialised tensors of a routing, offsets and tile_count zero: complete for no tokens."""
+    integers = functools.partial(like.new_empty, dtype=torch.int32)
+    zeros = functools.partial(like.new_zeros, dtype=torch.int32)
+    slots = tokens * top_k
+    return RoutingTensors(
+        integers((tokens, top_k)), like.new_empty((tokens, top_k), dtype=torch.float32), integers((slots,)),
+        zeros((experts + 1,)), integers((tile_bound(slots, experts, tile_rows), 3)), zeros((1,)),
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _route_plan(
+    shape: torch.Size, dtype: torch.dtype, aligned: bool, rule: RouterRule, bias: bool, tile_rows: int, on: torch.device
+) -> RoutePlan:
+    from lowbit.kernels.elementwise.route import RoutePlan
+
+    return RoutePlan(shape[0], shape[1], rule, bias, tile_rows, machine_of(on))
+
+
+@functools.lru_cache(maxsize=4096)
+def _route_tokens_plan(
+    shape: torch.Size, dtype: torch.dtype, aligned: bool, pieces: bool, experts: int, rule: RouterRule, bias: bool,
+    tile_rows: int, on: torch.device,
+) -> RouteTokensPlan:  # fmt: skip
+    from lowbit.kernels.elementwise.route import RouteTokensPlan
+
+    return RouteTokensPlan(shape[0], shape[1], experts, rule, bias, tile_rows, pieces, machine_of(on))
+
+
+@functools.lru_cache(maxsize=4096)
+def _group_plan(
+    shape: torch.Size, dtypes: tuple[torch.dtype, torch.dtype], aligned: bool, experts: int, tile_rows: int, on: torch.device
+) -> GroupPlan:
+    from lowbit.kernels.elementwise.route import GroupPlan
+
+    return GroupPlan(shape[0], shape[1], experts, tile_rows, machine_of(on))
+
+
+def _aligned(*tensors: Tensor | None) -> bool:
+    return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
+
+
+def _route_on_gpu(logits: Tensor, bias: Tensor | None, *rest: Any) -> RoutingTensors:
+    *fields, tile_rows = rest
+    rule = _rule(*fields)
+    _check_route(logits, bias, rule, tile_rows)
+    if not len(logits):
+        return _empty(logits, 0, rule.top_k, logits.shape[1], tile_rows)
+    on, given = logits.device, bias is not None
+    plan = _route_plan(logits.shape, logits.dtype, _aligned(logits, bias), rule, given, tile_rows, on)
+    return plan(logits, bias, *workspace(on, *plan.workspace))
+
+
+def _route_on_cpu(logits: Tensor, bias: Tensor | None, *rest: Any) -> RoutingTensors:
+    *fields, tile_rows = rest
+    rule = _rule(*fields)
+    _check_route(logits, bias, rule, tile_rows)
+    return route_reference(logits, bias, rule, tile_rows)
+
+
+def _route_fake(logits: Tensor, bias: Tensor | None, *rest: Any) -> RoutingTensors:
+    *fields, tile_rows = rest
+    rule = _rule(*fields)
+    _check_route(logits, bias, rule, tile_rows)
+    return _empty(logits, logits.shape[0], rule.top_k, logits.shape[1], tile_rows)
+
+
+def _check_tokens(x: Tensor, router: Tensor, bias: Tensor | None, rule: RouterRule, tile_rows: int) -> None:
+    """Raises ValueError unless the arguments are of one call."""
+    if x.dim() != 2 or router.dim() != 2 or x.shape[1] != router.shape[1] or not x.shape[1]:
+        raise ValueError(f"route_tokens: x is [T, K] and router [E, K], got {tuple(x.shape)} and {tuple(router.shape)}")
+    if x.dtype not in (torch.float16, torch.bfloat16) or router.dtype != x.dtype:
+        raise ValueError(f"route_tokens: x and router are both fp16 or both bf16, got {x.dtype} and {router.dtype}")
+    if (x.stride(1) != 1 and x.shape[1] > 1) or not router.is_contiguous():
+        raise ValueError("route_tokens: x has no gaps in a row and router is contiguous; call .contiguous()")
+    check_one_device("route_tokens", x, router, bias)
+    _check_rule("route_tokens", len(x), len(router), bias, rule, tile_rows)
+
+
+def _route_tokens_on_gpu(x: Tensor, router: Tensor, bias: Tensor | None, *rest: Any) -> RoutingTensors:
+    *fields, tile_rows = rest
+    rule = _rule(*fields)
+    _check_tokens(x, router, bias, rule, tile_rows)
+    if not 1 <= len(x) <= MOST_FUSED:
+        return _route_on_gpu(torch.mm(x, router.T, out_dtype=torch.float32), bias, *rest)
+    on, aligned = x.device, _aligned(x, router)
+    of_x = x.shape, x.dtype, _aligned(x, router, bias), aligned and x.stride(0) % 8 == 0
+    plan = _route_tokens_plan(*of_x, len(router), rule, bias is not None, tile_rows, on)
+    return plan(x, router, bias, *workspace(on, *plan.workspace))
+
+
+def _route_tokens_on_cpu(x: Tensor, router: Tensor, bias: Tensor | None, *rest: Any) -> RoutingTensors:
+    *fields, tile_rows = rest
+    rule = _rule(*fields)
+    _check_tokens(x, router, bias, rule, tile_rows)
+    return route_reference(x.float() @ router.float().T, bias, rule, tile_rows)
+
+
+def _route_tokens_fake(x: Tensor, router: Tensor, bias: Tensor | None, *rest: Any) -> RoutingTensors:
+    *fields, tile_rows = rest
+    rule = _rule(*fields)
+    _check_tokens(x, router, bias, rule, tile_rows)
+    return _empty(x, x.shape[0], rule.top_k, router.shape[0], tile_rows)
+
+
+def _group_on_gpu(experts: Tensor, weights: Tensor, expert_count: int, tile_rows: int) -> RoutingTensors:
+    _check_group(experts, weights, expert_count, tile_rows)
+    if not len(experts):
+        return _empty(experts, 0, experts.shape[1], expert_count, tile_rows)
+    dtypes = experts.dtype, weights.dtype
+    plan = _group_plan(experts.shape, dtypes, _aligned(experts, weights), expert_count, tile_rows, experts.device)
+    return plan(experts, weights)
+
+
+def _group_on_cpu(experts: Tensor, weights: Tensor, expert_count: int, tile_rows: int) -> RoutingTensors:
+    _check_group(experts, weights, expert_count, tile_rows)
+    return group_reference(experts, weights, expert_count, tile_rows)
+
+
+def _group_fake(experts: Tensor, weights: Tensor, expert_count: int, tile_rows: int) -> RoutingTensors:
+    _check_group(experts, weights, expert_count, tile_rows)
+    return _empty(experts, experts.shape[0], experts.shape[1], expert_count, tile_rows)
+
+
+_MADE = "(Tensor experts, Tensor weights, Tensor order, Tensor offsets, Tensor tiles, Tensor tile_count)"
+
+_RULE = (
+    "int top_k, str score, bool normalize, float epsilon, int groups, int top_groups, str group_score, str bias_use,"
+    " float scale, bool softmax_over_selected, int tile_rows"
+)
+
+register(f"route(Tensor logits, Tensor? bias, {_RULE}) -> {_MADE}", cuda=_route_on_gpu, cpu=_route_on_cpu, fake=_route_fake)
+register(
+    f"route_tokens(Tensor x, Tensor router, Tensor? bias, {_RULE}) -> {_MADE}",
+    cuda=_route_tokens_on_gpu,
+    cpu=_route_tokens_on_cpu,
+    fake=_route_tokens_fake,
+)
+register(
+    f"group(Tensor experts, Tensor weights, int expert_count, int tile_rows) -> {_MADE}",
+    cuda=_group_on_gpu,
+    cpu=_group_on_cpu,
+    fake=_group_fake,
+)
