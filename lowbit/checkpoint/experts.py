@@ -192,7 +192,7 @@ class GroupedExperts:
                 parts = [_in_order(layer(members.layers[role][e]), notes) for role in _first_roles(members.layers)]
                 second = _in_order(layer(members.layers["down"][e]), notes)
                 parts, second = _without_order_of_down(parts, second)
-                gate_up.append(_joined(one_scheme(parts)))
+                gate_up.append(joined(one_scheme(parts)))
                 down.append(second)
             first, last = one_scheme(gate_up), one_scheme(down)
             _require_one_order(first)
@@ -226,7 +226,7 @@ class GroupedExperts:
         layers = tuple(members.layers[role][e] for e in range(count) for role in roles if e in members.layers.get(role, {}))
         biases = tuple(name for own in members.biases.values() for name in own.values())
         return ExpertEntry(
-            count, _common([_rows_joined(each) for each in first], refusal), _common(down, refusal),
+            count, _common([joined_entry(each) for each in first], refusal), _common(down, refusal),
             gated=roles[0] != "up", biased=bool(biases), layers=layers, biases=biases,
         )  # fmt: skip
 
@@ -326,7 +326,7 @@ def _require_one_order(matrices: Sequence[QuantTensor]) -> None:
             )
 
 
-def _joined(parts: Sequence[QuantTensor]) -> QuantTensor:
+def joined(parts: Sequence[QuantTensor]) -> QuantTensor:
     """Returns gate and up of one expert as one matrix. Raises ValueError with the reasons if no scheme holds both."""
     for first, second in pairwise(parts):
         if reasons := stack_refusals(first, second):
@@ -334,7 +334,7 @@ def _joined(parts: Sequence[QuantTensor]) -> QuantTensor:
     return stacked(parts)
 
 
-def _rows_joined(parts: Sequence[ForeignEntry]) -> ForeignEntry:
+def joined_entry(parts: Sequence[ForeignEntry]) -> ForeignEntry:
     """Returns the entry of gate and up of one expert as one matrix."""
     (first, *others), notes = parts, tuple(note for each in parts for note in each.notes)
     shape = (sum(each.shape[0] for each in parts), first.shape[1])

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowbit.checkpoint import CheckpointError, CheckpointWriter, Manifest
 from lowbit.formats import ZeroPoint
 from lowbit.models.conversion_targets import TARGETS, converted_record, rounding_error, rounding_errors, target_of
-from lowbit.models.layer_importer import LayerImporter
+from lowbit.models.layer_importer import STACKED, LayerImporter
 from lowbit.models.source import QuantizedCheckpoint, resolve
 from lowbit.models.tensorrt_llm import WEIGHTS
 from lowbit.progress import Progress
@@ -95,6 +95,7 @@ class _Converter:
         self.checkpoint, self.reader, self.writer, self.report = checkpoint, checkpoint.reader, writer, report
         self.importer = LayerImporter(checkpoint, to)
         zeros = any(e.scheme is not None and e.scheme.zero is ZeroPoint.INTEGER for e in self.reader.entries.values())
+        self._stacked = [name for name, experts in self.reader.experts.items() if not experts.layers]
         self.dtype = self._plain_dtype(to)
         v2 = zeros if checkpoint.gptq_v2 is None else checkpoint.gptq_v2
         self.target = target_of(to, gptq_v2=v2, model=checkpoint.stated, dtype=self.dtype)
@@ -107,7 +108,9 @@ class _Converter:
         if stated in _DTYPES or to not in ("dequantized", "tensorrt-llm"):
             return _DTYPES.get(stated, torch.bfloat16)
         layers = (self.reader.dequantize(name, torch.float32) for name in self.reader.entries)
-        errors = rounding_errors(itertools.chain(layers, map(self.reader.get, self.reader.plain)))
+        stacked = (self.reader.expert_layer(name) for name in self._stacked)
+        experts = (q.dequantize() for each in stacked for q in (*each.gate_up, *each.down))
+        errors = rounding_errors(itertools.chain(layers, experts, map(self.reader.get, self.reader.plain)))
         chosen, other = sorted(errors, key=errors.__getitem__)
         self.checkpoint.stated["dtype"] = _name(chosen)
         self.checkpoint.notes.append(
@@ -125,6 +128,8 @@ class _Converter:
                 total += n * k * self.dtype.itemsize
             elif entry.scheme is not None:
                 total += n * k * entry.scheme.weight.bits // 8
+        for experts in map(self.reader.experts.__getitem__, self._stacked if self.target is None else ()):
+            total += experts.experts * sum(n * k for n, k in (experts.gate_up.shape, experts.down.shape)) * self.dtype.itemsize
         return total
 
     def run(self, progress: bool) -> Manifest | dict[str, Any] | None:
@@ -132,6 +137,8 @@ class _Converter:
         self.importer.require_complete()
         for name in Progress(self.reader.entries, desc=f"to {self.report.target}", unit="layers", shown=progress):
             self._layer(name)
+        for name in self._stacked:
+            self._experts(name)
         if self.importer.refused:
             advice = "" if self.report.target == "lowbit" else f"; {_ADVICE}"
             raise CheckpointError(f"{self.checkpoint.path}: {self.importer.refusals()}. Nothing was written{advice}")
@@ -160,9 +167,31 @@ class _Converter:
         self._add(self.target.tensors(written, q))
         self.report.layers[written] = q.scheme.name
 
+    def _experts(self, name: str) -> None:
+        """Writes the dequantized weights of the experts of a layer as the model's parameters, with their biases."""
+        if self.target is not None:
+            self.importer.refuse(name, STACKED)
+            return
+        if not self.importer.judge_experts(name):
+            return
+        experts, module = self.importer.expert_layer(name), self.importer.expert_module(name)
+        assert module is not None
+        for parameter, matrices in ((module.first, experts.gate_up), (module.down, experts.down)):
+            weights = [self._rounded(parameter, q.dequantize(torch.float32)) for q in matrices]
+            stacked = torch.stack([w.T if module.transposed else w for w in weights])
+            self._add({parameter: stacked})
+            self.report.layers[parameter] = _name(self.dtype)
+        for parameter, bias in ((module.first, experts.gate_up_bias), (module.down, experts.down_bias)):
+            if bias is not None:
+                self._add({f"{parameter}_bias": bias})
+
     def _dequantized(self, name: str) -> None:
         """Writes the dequantized weights of a layer, rounded once."""
-        exact = self.reader.dequantize(name, torch.float32)
+        self._add({f"{name}.weight": self._rounded(name, self.reader.dequantize(name, torch.float32))})
+        self.report.layers[name] = _name(self.dtype)
+
+    def _rounded(self, name: str, exact: Tensor) -> Tensor:
+        """Returns weights in the dtype of plain weights. Raises CheckpointError for weights beyond it."""
         weight = exact.to(self.dtype)
         error = rounding_error(exact, self.dtype)
         if math.isinf(error):
@@ -171,8 +200,7 @@ class _Converter:
                 "the type that config.json states; state bfloat16 or float32 there"
             )
         self.rounded = max(self.rounded, error)
-        self._add({f"{name}.weight": weight})
-        self.report.layers[name] = _name(self.dtype)
+        return weight
 
     def _plain(self, name: str) -> None:
         tensor = self.importer.plain(name)

@@ -88,8 +88,8 @@ def expert_modules(model: nn.Module) -> dict[str, ExpertModule]:
 class ExpertFiles:
     """The tensors of files that the experts of a model are made of, where the files hold them one by one.
 
-    names: of the model. tensors: names of the tensors in the files. `parameters` maps a parameter of the model to the tensors of
-    each expert, in the order of their rows.
+    names: of the model. tensors: names of the tensors in the files. `parameters` maps a parameter of the model to the tensors
+    of each expert, in the order of their rows.
     """
 
     def __init__(self, names: TensorNames, tensors: Iterable[str]) -> None:
@@ -100,12 +100,12 @@ class ExpertFiles:
             if match is not None and target is not None and target.operations in _MERGED and len(target.parameters) == 1:
                 own = members.setdefault(target.parameters[0], {}).setdefault(int(match["expert"]), {})
                 own[SPELLINGS[match["matrix"]]] = tensor
-        self.parameters: dict[str, tuple[tuple[str, ...], ...]] = {
-            parameter: tuple(tuple(own[role] for role in _ROLES if role in own) for _, own in sorted(experts.items()))
-            for parameter, experts in members.items()
-            if sorted(experts) == list(range(names.own[parameter].shape[0]))
-            and len({frozenset(o) for o in experts.values()}) == 1
-        }
+        self.parameters: dict[str, tuple[tuple[str, ...], ...]] = {}
+        for parameter, experts in members.items():
+            alike = len({frozenset(own) for own in experts.values()}) == 1
+            if alike and sorted(experts) == list(range(names.own[parameter].shape[0])):
+                rows = (tuple(own[role] for role in _ROLES if role in own) for _, own in sorted(experts.items()))
+                self.parameters[parameter] = tuple(rows)
 
     def read(self, parameter: str, get: Callable[[str], Tensor]) -> Tensor:
         """Returns a parameter [E, N, K] of the model; `get` returns a tensor of the files by name, one at a time."""

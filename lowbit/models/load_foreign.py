@@ -18,7 +18,7 @@ from transformers.utils import logging
 from lowbit.checkpoint import CheckpointError, LayerEntry, Manifest
 from lowbit.models.conversion_targets import NOTHING_QUANTIZED, converted_record, manifest_of
 from lowbit.models.hf import LowbitConfig, Quantized
-from lowbit.models.layer_importer import LayerImporter
+from lowbit.models.layer_importer import STACKED, LayerImporter
 from lowbit.models.source import QuantizedCheckpoint
 from lowbit.progress import Progress
 
@@ -50,6 +50,9 @@ def load_foreign(
     importer.require_complete()
     for name in reader.entries:
         importer.judge(name)
+    for name, experts in reader.experts.items():
+        if not experts.layers:
+            importer.refuse(name, STACKED)
     if importer.refused:
         advice = "lowbit convert --to dequantized may write 16-bit weights of it, or load it with the tool that made it"
         raise CheckpointError(f"{where}: {importer.refusals()}. {advice}")

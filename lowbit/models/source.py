@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, ForeignReader, Manifest, expected_tensors
 from lowbit.checkpoint.detect import SCHEMAS, quantization_of
+from lowbit.checkpoint.experts import ExpertEntry, ExpertTensors
 from lowbit.checkpoint.foreign import ForeignEntry
 from lowbit.checkpoint.gguf import GgufReader, gguf_file
 from lowbit.checkpoint.gptq import Gptq
@@ -23,20 +24,25 @@ from lowbit.models.skeleton import build, config_of
 from lowbit.models.tensorrt_llm import WEIGHTS, TensorrtLlmReader, is_tensorrt_llm
 from lowbit.sources import FILES, local_model
 
-_ONLY_DEQUANTIZED = "bitsandbytes"
-"""A tool whose weights have no scheme here; Transformers loads its checkpoints, with that tool."""
+_LOADED_BY_TRANSFORMERS = ("bitsandbytes", "mxfp4")
+"""Tools whose checkpoints Transformers loads: bitsandbytes' weights have no scheme here, and mxfp4 files quantize stacked
+experts only."""
 
 
 class LayerReader(Protocol):
     """Reads the layers of a quantized checkpoint under the names of Transformers' model.
 
-    entries: quantized layers by name. plain: names of all other tensors.
+    entries: quantized layers by name. experts: expert layers by name; experts that the files hold one by one are in `entries`
+    and in `plain` (their biases) too. plain: names of all other tensors.
     """
 
     entries: dict[str, ForeignEntry]
+    experts: dict[str, ExpertEntry]
     plain: list[str]
 
     def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor: ...
+
+    def expert_layer(self, name: str, device: torch.device | str = "cpu") -> ExpertTensors: ...
 
     def dequantize(self, name: str, dtype: torch.dtype) -> Tensor: ...
 
@@ -48,12 +54,16 @@ class _LowbitLayerReader:
 
     def __init__(self, reader: CheckpointReader, manifest: Manifest) -> None:
         self._reader = reader
+        self.experts: dict[str, ExpertEntry] = {}
         self.entries = {name: ForeignEntry(entry.shape, entry.scheme) for name, entry in manifest.layers.items()}
         quantized = {tensor for name, entry in manifest.layers.items() for tensor in expected_tensors(name, entry)}
         self.plain = [name for name in reader.names() if name not in quantized]
 
     def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor:
         return self._reader.layer(name).to(device)
+
+    def expert_layer(self, name: str, device: torch.device | str = "cpu") -> ExpertTensors:
+        raise CheckpointError(f"{self._reader.folder}: {name!r} is not among its expert layers")
 
     def dequantize(self, name: str, dtype: torch.dtype) -> Tensor:
         return self._reader.layer(name).dequantize(dtype)
@@ -104,7 +114,7 @@ class ResolvedSource:
     @property
     def is_foreign(self) -> bool:
         """True for a checkpoint of another tool whose weights have schemes here, so that lowbit reads its layers."""
-        ours = self.tool in SCHEMAS and self.tool != _ONLY_DEQUANTIZED
+        ours = self.tool in SCHEMAS and self.tool not in _LOADED_BY_TRANSFORMERS
         return ours or self.gguf is not None or self.tool == "tensorrt-llm"
 
     @property

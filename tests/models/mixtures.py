@@ -31,7 +31,9 @@ MIXTURES = {
     "qwen2_moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig, _FEW | dict(num_experts=4, shared_expert_intermediate_size=32)),
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, _FEW | dict(num_experts=4, head_dim=16)),
     "olmoe": (OlmoeForCausalLM, OlmoeConfig, dict(intermediate_size=32, num_experts=4)),
-    "gpt_oss": (GptOssForCausalLM, GptOssConfig, dict(intermediate_size=32, num_local_experts=4, head_dim=16, sliding_window=8)),
+    "gpt_oss": (
+        GptOssForCausalLM, GptOssConfig, dict(intermediate_size=32, num_local_experts=4, head_dim=16, sliding_window=8),
+    ),
     "deepseek_v2": (
         DeepseekV2ForCausalLM, DeepseekV2Config,
         _FEW | _DEEPSEEK | dict(kv_lora_rank=16, q_lora_rank=None, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16),
