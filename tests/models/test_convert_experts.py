@@ -175,7 +175,7 @@ def write_gguf(path, name):
     else:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-        tokens = [*list(bytes_to_unicode().values())[: config.vocab_size - 2], "!\"", "<|endoftext|>"]
+        tokens = [*list(bytes_to_unicode().values())[: config.vocab_size - 2], '!"', "<|endoftext|>"]
         writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
         writer.add_token_types([*[1] * (len(tokens) - 1), 3])
         writer.add_tokenizer_pre("qwen2")
