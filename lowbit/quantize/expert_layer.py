@@ -2,7 +2,8 @@
 
 The output of a layer is y = sum over the experts e of x of  p_e (down_e h_e + b'_e),  with  h_e = gate(gate_up_e x + b_e)  and
 the router's weight p_e. An error D of a matrix adds p_e^2 |D x|^2 per token to the squared error (|D h_e|^2 for down). So the
-Hessian of an expert's input is the sum of p_e^2 x^T x over its tokens.
+Hessian of an expert's input is the sum of p_e^2 x^T x over its tokens. Tokens of the whole layer are added with a small weight,
+since few tokens of an expert do not determine it.
 
 Experts are quantized one after another from x of all tokens. Memory beside x and the weights: the rows of one expert and the
 Hessians of its two matrices, 4 K^2 + 4 I^2 bytes. All experts of a layer share the transform of their input: AWQ's scale of the
@@ -27,8 +28,12 @@ from lowbit.quantize.rtn import rtn, scale_dtype
 from lowbit.quantize.smoothquant import best_alpha, smoothing_scale
 from lowbit.quantize.statistics import InputStatistics
 
-LEAST_TOKENS = 256
+LEAST_TOKENS = 32
 """Experts that fewer tokens reach are rounded to nearest."""
+PRIOR_TOKENS = 256
+"""Tokens of the whole layer count as much as so many tokens of an expert. Without them GPTQ fits few tokens too closely."""
+BACKGROUND_ROWS = 2048
+"""Tokens of the whole layer that every expert computes for that, evenly spaced."""
 SAMPLE_ROWS = 256
 """Rows that the search of SmoothQuant's alpha computes with."""
 
@@ -110,6 +115,16 @@ class RoutedInputs:
         slots = self._slots[self._starts[e] : self._starts[e + 1]]
         return self.x[slots // self._top_k].float(), self._weights[slots].float()[:, None]
 
+    def with_prior(self, e: int, prior: int) -> tuple[Tensor, Tensor]:
+        """Returns `of(e)` followed by up to `BACKGROUND_ROWS` tokens of the whole layer, which together have the weight of
+        `prior` tokens of the expert."""
+        x, weights = self.of(e)
+        if not prior or not len(x):
+            return x, weights
+        rows = torch.linspace(0, len(self.x) - 1, min(BACKGROUND_ROWS, len(self.x)), device=x.device).round().long()
+        small = (weights.square().mean() * prior / len(rows)).sqrt().expand(len(rows), 1)
+        return torch.cat([x, self.x[rows].float()]), torch.cat([weights, small])
+
 
 @dataclass
 class CalibratedExperts:
@@ -144,14 +159,16 @@ def calibrate_experts(
     method: Method,
     *,
     least: int = LEAST_TOKENS,
+    prior: int = PRIOR_TOKENS,
     rotations: tuple[int, int] = (0, 0),
     stored: torch.dtype | None = None,
 ) -> CalibratedExperts:
     """Quantizes the experts of one layer for the inputs that reach each of them.
 
     schemes: of gate_up and of down. method: `Rtn`, `Gptq`, `Awq`, `SmoothQuant` or `Learned`; GPTQ's act-order keeps the groups
-    (static_groups), since all experts read one x. least: experts that fewer tokens reach are rounded to nearest. rotations:
-    block sizes of the rotations of the inputs of gate_up and of down, 0 for none. stored: as for `rtn`.
+    (static_groups), since all experts read one x. least: experts that fewer tokens reach are rounded to nearest. prior: the
+    weight of the tokens of the whole layer beside those of an expert, in tokens of the expert. rotations: block sizes of the
+    rotations of the inputs of gate_up and of down, 0 for none. stored: as for `rtn`.
 
     Raises ValueError for a method that looks at no inputs, for schemes with static activations, which would need a scale per
     expert, and for weights that are not finite.
@@ -163,7 +180,7 @@ def calibrate_experts(
             raise ValueError(
                 f"{scheme} has one calibrated scale of x per matrix, which experts do not have; take one per token"
             )
-    return _ExpertLayer(matrices, inputs, schemes, method, least, rotations, stored).quantize()
+    return _ExpertLayer(matrices, inputs, schemes, method, least, prior, rotations, stored).quantize()
 
 
 class _ExpertLayer:
@@ -171,10 +188,10 @@ class _ExpertLayer:
 
     def __init__(
         self, matrices: ExpertMatrices, inputs: RoutedInputs, schemes: tuple[Scheme, Scheme], method: Method, least: int,
-        rotations: tuple[int, int], stored: torch.dtype | None,
+        prior: int, rotations: tuple[int, int], stored: torch.dtype | None,
     ) -> None:  # fmt: skip
         self.matrices, self.inputs, self.schemes, self.method = matrices, inputs, schemes, method
-        self.rotations, self.stored = rotations, stored
+        self.prior, self.rotations, self.stored = prior, rotations, stored
         self.starved = [e for e, tokens in enumerate(inputs.tokens) if tokens < least]
         self._reached = [e for e in range(matrices.experts) if e not in self.starved]
         # Channels of h scale with rows of up, unless they are mixed by a rotation or shifted by a bias.
@@ -222,8 +239,8 @@ class _ExpertLayer:
         return types.pop() if len(types) == 1 else torch.bfloat16
 
     def _x(self, e: int) -> tuple[Tensor, Tensor]:
-        """Returns the inputs of the scaled and rotated gate_up of an expert, [R, K], and the router's weights [R, 1]."""
-        x, weights = self.inputs.of(e)
+        """Returns the inputs of the scaled and rotated gate_up of an expert, [R, K], and their weights [R, 1]."""
+        x, weights = self.inputs.with_prior(e, self.prior)
         x = rotate_blocks(x, self.rotations[0]) if self.rotations[0] else x
         return (x if self._scale is None else x / self._scale), weights
 
@@ -279,7 +296,7 @@ class _ExpertLayer:
 
     def _learned(self, e: int, types: tuple[torch.dtype, torch.dtype], method: Learned) -> tuple[QuantTensor, QuantTensor]:
         x, weights = self._x(e)
-        original, _ = self.inputs.of(e)
+        original, _ = self.inputs.with_prior(e, self.prior)
         target = self.matrices.output(e, self.matrices.hidden(e, original))
 
         def output(gate_up: Tensor, down: Tensor, rows: Tensor) -> Tensor:
@@ -317,8 +334,8 @@ class _ExpertLayer:
                 self._folded |= self._smoothing(e, smooth)
 
     def _input(self, e: int, which: int) -> tuple[Tensor, Tensor]:
-        """Returns the rotated inputs of gate_up or down of an expert without scales, and the router's weights."""
-        x, weights = self.inputs.of(e)
+        """Returns the rotated inputs of gate_up or down of an expert without scales, and their weights."""
+        x, weights = self.inputs.with_prior(e, self.prior)
         rows = self.matrices.hidden(e, x) if which else x
         return rotate_blocks(rows, self.rotations[which]) if self.rotations[which] else rows, weights
 

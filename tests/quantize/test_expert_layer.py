@@ -149,6 +149,30 @@ def test_the_routers_weights_matter():
     assert float((weighted.gate_up[0].codes != fewer.gate_up[0].codes).float().mean()) < 0.01
 
 
+@pytest.mark.parametrize("method", [Gptq(), Learned(iterations=40, batch=2)], ids=lambda m: type(m).__name__)
+def test_few_tokens_are_not_fitted_too_closely(method):
+    """40 of 1,500 tokens reach an expert of 64 channels: those of the whole layer keep it near the others."""
+    experts = torch.ones(1500, 1, dtype=torch.int64)
+    experts[::38] = 0
+    few = RoutedInputs(routed().x, experts, torch.ones(1500, 1), E)
+    assert few.tokens == [40, 1460, 0, 0]
+    every = RoutedInputs(routed(seed=2).x, torch.zeros(1500, 1, dtype=torch.int64), torch.ones(1500, 1), E)
+    schemes = (parse_scheme("w4a16_g16"),) * 2
+    errors = {
+        prior: error(calibrate_experts(matrices(), few, schemes, method, prior=prior), matrices(), every) for prior in (0, 256)
+    }
+    rounded = error(calibrate_experts(matrices(), few, schemes, Rtn()), matrices(), every)
+    assert errors[256] < errors[0] and errors[256] < 0.9 * rounded
+
+
+def test_rows_of_the_whole_layer_weigh_as_stated():
+    inputs = RoutedInputs(routed().x, torch.arange(1500)[:, None] % 4, torch.full((1500, 1), 0.5), E)
+    x, weights = inputs.with_prior(1, 100)
+    assert x.shape == (375 + 1500, HIDDEN) and torch.equal(x[:375], inputs.of(1)[0])
+    assert float(weights[375:].square().sum()) == pytest.approx(100 * 0.25, rel=1e-4)
+    assert inputs.with_prior(1, 0)[0].shape == (375, HIDDEN)
+
+
 @pytest.mark.parametrize("method", [Gptq(), Awq(), Rtn()], ids=lambda m: type(m).__name__)
 def test_rotated_inputs(method):
     """Rotations are shared by the experts and undone by dequantizing; rounding of heavy-tailed weights gets closer."""
