@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.engine.experts import activation_of, block_refusals, shared_linears
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.kernels.reference.elementwise import GATES, Gate, gate_reference
 from lowbit.nn import QuantLinear
@@ -45,7 +46,9 @@ class Family:
 
     norm_offset: added to the weights of norms. scales_embedding: embeddings are multiplied by sqrt(hidden). normalises_deltas:
     norms follow attention and MLP. window_of_model: all layers have the config's window. ropes_by_type: rotary angles depend on
-    the type of the layer. layer_norms: norms are torch's LayerNorm, else the family's RMSNorm. fixed: (option of the config,
+    the type of the layer. layer_norms: norms are torch's LayerNorm, else the family's RMSNorm. experts: end of the class name
+    of blocks of experts, which some or all layers have for an MLP. norms_whole_heads: the norms of q and k are of all heads
+    together. fixed: (option of the config,
     its only supported value, meaning of any other value).
     """
 
@@ -58,6 +61,8 @@ class Family:
     softcaps_scores: bool = False
     ropes_by_type: bool = False
     layer_norms: bool = False
+    experts: str = ""
+    norms_whole_heads: bool = False
     fixed: tuple[tuple[str, object, str], ...] = ()
 
 
@@ -69,6 +74,15 @@ FAMILIES = {
         Family("Qwen2"),
         Family("Qwen3"),
         Family("SmolLM3"),
+        Family("Mixtral", window_of_model=True, experts="SparseMoeBlock"),
+        Family("Qwen2Moe", experts="SparseMoeBlock"),
+        Family("Qwen3Moe", experts="SparseMoeBlock"),
+        Family(
+            "Olmoe",
+            experts="SparseMoeBlock",
+            norms_whole_heads=True,
+            fixed=(("clip_qkv", None, "q, k and v are clamped"),),
+        ),
         Family("Phi3", window_of_model=True),
         Family("Gemma", norm_offset=1.0, scales_embedding=True),
         Family("Gemma2", norm_offset=1.0, scales_embedding=True, normalises_deltas=True, softcaps_scores=True),
@@ -107,7 +121,8 @@ class LayerParts:
     them fused. gate_up is empty after an engine replaced it by an `AlternatingMLP`, and up alone in an MLP without a gate.
     Gammas [H] are weights of norms, with a bias for LayerNorm: `input_gamma` before attention, `mlp_gamma` before the MLP, and
     those after attention and MLP, if any. q_gamma and k_gamma [head_dim] are of each head. window: tokens that a token attends
-    to, itself included; 0 for all. rope: index into `Decoder.ropes`.
+    to, itself included; 0 for all. rope: index into `Decoder.ropes`. experts: `down` is the whole MLP, a block of experts, and
+    gate_up is empty. qk_norms: norms of whole q and k.
     """
 
     block: nn.Module
@@ -125,6 +140,8 @@ class LayerParts:
     k_gamma: Tensor | None
     window: int
     rope: int
+    experts: bool = False
+    qk_norms: tuple[nn.Module, ...] = ()
 
     def modules(self, product: str) -> tuple[nn.Module, ...]:
         """The modules of a product: "qkv", "o", "gate_up" or "down"."""
@@ -302,9 +319,14 @@ def _wrong(what: str, module: nn.Module, *kinds: type | str) -> Iterator[str]:
 def _wrong_parts(layer: Any, family: Family) -> Iterator[str]:
     attention, mlp, names = layer.self_attn, _mlp(layer, family), family.names
     yield from _wrong("self_attn", attention, f"{family.name}Attention")
-    if names.mlp:
+    linears: tuple[nn.Module, ...]
+    if _has_experts(layer, family):
+        yield from block_refusals(mlp)
+        linears = (layer.get_submodule(names.o), *shared_linears(mlp))
+    else:
+        linears = (layer.get_submodule(names.o), *_gate_up(mlp, family), mlp.get_submodule(names.down))
+    if names.mlp and not _has_experts(layer, family):
         yield from _wrong("mlp", mlp, f"{family.name}MLP", GatedMLP, AlternatingMLP)
-    linears = (layer.get_submodule(names.o), *_gate_up(mlp, family), mlp.get_submodule(names.down))
     for module in (*_qkv(attention), *linears):
         yield from _wrong("a linear layer", module, *_LINEARS)
     for norm in _norms(layer, family):
@@ -335,6 +357,11 @@ def _positions_of(model: Any, family: Family) -> Any:
 
 def _mlp(layer: Any, family: Family) -> Any:
     return layer.get_submodule(family.names.mlp)
+
+
+def _has_experts(layer: Any, family: Family) -> bool:
+    """True if the MLP of a layer is the family's block of experts."""
+    return bool(family.experts) and type(_mlp(layer, family)).__name__ == f"{family.name}{family.experts}"
 
 
 def _layer_type(config: Any, i: int) -> str:
@@ -377,7 +404,10 @@ def _activation(model: Any, family: Family) -> Gate | None:
         return "silu"
     if isinstance(mlp, AlternatingMLP):
         return mlp.function
-    function = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
+    if hasattr(mlp, "experts"):
+        function = activation_of(mlp)
+    else:
+        function = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
     x = torch.linspace(-8, 8, 65)
     found = [name for name in GATES if torch.allclose(function(x), gate_reference(x, None, name), 1e-4, 1e-6)]
     return found[0] if found else None
@@ -394,7 +424,7 @@ def _decoder(model: Any, family: Family, positions: int) -> Decoder:
         scale=float(first.scaling),
         rotary_dim=ropes[0].shape[1],
         softcap=float(first.attn_logit_softcapping or 0.0) if family.softcaps_scores else 0.0,
-        norm_eps=_eps(first.q_norm) if hasattr(first, "q_norm") else 0.0,
+        norm_eps=_eps(first.q_norm) if hasattr(first, "q_norm") and not family.norms_whole_heads else 0.0,
         norm_offset=family.norm_offset,
     )
     activation = _activation(model, family)
@@ -446,22 +476,25 @@ def _parts(model: Any, family: Family, i: int, rope: int) -> LayerParts:
     before_attention, after_attention = (layer.get_submodule(name) for name in names.norms)
     window = model.config.sliding_window if family.window_of_model else getattr(attention, "sliding_window", None)
     before_mlp = layer.pre_feedforward_layernorm if family.normalises_deltas else after_attention
+    experts, of_heads = _has_experts(layer, family), hasattr(attention, "q_norm") and not family.norms_whole_heads
     return LayerParts(
         block=layer,
         qkv=_qkv(attention),
         o=layer.get_submodule(names.o),
-        gate_up=_gate_up(mlp, family),
-        down=mlp.get_submodule(names.down),
+        gate_up=() if experts else _gate_up(mlp, family),
+        down=mlp if experts else mlp.get_submodule(names.down),
         input_gamma=before_attention.weight.detach(),
         input_bias=_norm_bias(before_attention),
         mlp_gamma=before_mlp.weight.detach(),
         mlp_bias=_norm_bias(before_mlp),
         after_attention_gamma=after_attention.weight.detach() if family.normalises_deltas else None,
         after_mlp_gamma=layer.post_feedforward_layernorm.weight.detach() if family.normalises_deltas else None,
-        q_gamma=attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None,
-        k_gamma=attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None,
+        q_gamma=attention.q_norm.weight.detach() if of_heads else None,
+        k_gamma=attention.k_norm.weight.detach() if of_heads else None,
         window=int(window or 0),
         rope=rope,
+        experts=experts,
+        qk_norms=(attention.q_norm, attention.k_norm) if family.norms_whole_heads else (),
     )
 
 

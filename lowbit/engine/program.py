@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lowbit.engine.cache import Cache, CacheSpec
 from lowbit.engine.chain import Chain, chain_of
+from lowbit.engine.experts import ExpertMLP, NormedQkv, expert_mlp_of
 from lowbit.engine.family import Decoder, LayerParts
 from lowbit.engine.graphs import Graphs
 from lowbit.engine.product import Packed, Product, Scaled, gated_product, product
@@ -34,14 +35,17 @@ from lowbit.ops.elementwise import activate, add_norm, embed_norm, gate
 
 @dataclass(frozen=True)
 class Layer:
-    """The products of a decoder layer, its modules and its attention; `gate_up` is up alone in an MLP without a gate."""
+    """The products of a decoder layer, its modules and its attention; `gate_up` is up alone in an MLP without a gate.
+
+    experts: the whole MLP, of a layer with experts; gate_up and down are None then."""
 
     parts: LayerParts
     qkv: Product
     o: Product
-    gate_up: Product
-    down: Product
+    gate_up: Product | None
+    down: Product | None
     shape: AttentionShape
+    experts: ExpertMLP | None = None
 
     @property
     def alternates(self) -> bool:
@@ -60,8 +64,12 @@ class DecodeProgram:
         self.layers = [self._layer(parts) for parts in decoder.layers]
         self.head = product([decoder.head], batch_invariant)
         self.chain: Chain | tuple[str, ...] = ("its sums are not those of larger steps (batch_invariant)",)
-        if not batch_invariant:
-            products = [(row.qkv, row.o, row.gate_up, row.down) for row in self.layers]
+        products = [(row.qkv, row.o, row.gate_up, row.down) for row in self.layers if row.gate_up and row.down]
+        if len(products) < len(self.layers):
+            self.chain = ("its MLPs are experts, which no product of a chain computes",)
+        elif any(row.parts.qk_norms for row in self.layers):
+            self.chain = ("norms of whole q and k stand before attention",)
+        elif not batch_invariant:
             self.chain = chain_of(decoder, products, self.head, dtype)
         self.table = decoder.table
         self.ropes = [table.to(device) for table in decoder.ropes]
@@ -73,13 +81,20 @@ class DecodeProgram:
             for module in parts.modules(name):
                 if isinstance(module, QuantLinear) and self.device.type == "cuda":
                     module.prepare(self.dtype)
-        qkv, o, down = (product(parts.modules(name), invariant) for name in ("qkv", "o", "down"))
-        modules = parts.modules("gate_up")
+        qkv, o = (product(parts.modules(name), invariant) for name in ("qkv", "o"))
+        if parts.qk_norms:
+            widths: list[Any] = [module.out_features for module in parts.qkv]
+            qkv = NormedQkv(qkv, widths, parts.qk_norms)
+        shape = self.decoder.attention_shape(parts)
+        if parts.experts:
+            experts = expert_mlp_of(parts.down, self.dtype, self.decoder.activation, invariant)
+            return Layer(parts, qkv, o, None, None, shape, experts)
+        down, modules = product(parts.modules("down"), invariant), parts.modules("gate_up")
         if self.decoder.gated:
             gate_up = gated_product(modules, parts.block, parts.down, self.decoder.activation, invariant)
         else:
             gate_up = product(modules, invariant)
-        return Layer(parts, qkv, o, gate_up, down, self.decoder.attention_shape(parts))
+        return Layer(parts, qkv, o, gate_up, down, shape)
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -201,10 +216,19 @@ class DecodeProgram:
                 x = self._norm(layer.qkv, h, delta, parts.input_gamma, parts.input_bias, after)
             delta = layer.o(attend(i, layer.qkv(x)))
             x = self._norm(layer.gate_up, h, delta, parts.mlp_gamma, parts.mlp_bias, parts.after_attention_gamma)
-            delta = layer.down(self._gated(layer, x))
+            delta = self._mlp(layer, x)
         return h, delta
 
-    def _norm(self, reader: Product, h: Tensor, delta: Tensor, gamma: Tensor, bias: Tensor | None, after: Tensor | None) -> Any:
+    def _mlp(self, layer: Layer, x: Any) -> Tensor:
+        """The output of a layer's MLP."""
+        if layer.experts is not None:
+            return layer.experts(x)
+        assert layer.down is not None
+        return layer.down(self._gated(layer, x))
+
+    def _norm(
+        self, reader: Product | None, h: Tensor, delta: Tensor, gamma: Tensor, bias: Tensor | None, after: Tensor | None
+    ) -> Any:
         """h += delta, then the norm of h: x of the product `reader`, quantized if it takes 8-bit activations and the norm is a
         plain RMSNorm."""
         d = self.decoder
@@ -217,6 +241,7 @@ class DecodeProgram:
         if layer.alternates:
             assert isinstance(layer.gate_up, Packed)
             return layer.gate_up.gated(x, self.decoder.activation)
+        assert layer.gate_up is not None
         gate_up = layer.gate_up(x)
         if not self.decoder.gated:
             return activate(gate_up, self.decoder.activation)
