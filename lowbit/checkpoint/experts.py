@@ -116,6 +116,12 @@ class ExpertTensors:
         bias = None if self.gate_up_bias is None else alternating(self.gate_up_bias)
         return replace(self, gate_up=tuple(_rows(q, rows) for q in self.gate_up), gate_up_bias=bias)
 
+    def gate_first(self) -> ExpertTensors:
+        """Returns experts whose rows of gate and up take turns with all rows of the gate first; inverse of `alternating`."""
+        rows = gate_first(torch.arange(self.gate_up[0].shape[0], device=self.gate_up[0].codes.device)[None])[0]
+        bias = None if self.gate_up_bias is None else gate_first(self.gate_up_bias)
+        return replace(self, gate_up=tuple(_rows(q, rows) for q in self.gate_up), gate_up_bias=bias)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Returns the weights gate_up [E, 2 I, K] and down [E, K, I] in `dtype`."""
         gate_up, down = (torch.stack([q.dequantize(dtype) for q in each]) for each in (self.gate_up, self.down))
@@ -195,7 +201,7 @@ class GroupedExperts:
                 gate_up.append(joined(one_scheme(parts)))
                 down.append(second)
             first, last = one_scheme(gate_up), one_scheme(down)
-            _require_one_order(first)
+            _require_shared_input(first)
             return ExpertTensors(
                 tuple(first), tuple(last), self._bias(members, entry.experts, _first_roles(members.layers), get),
                 self._bias(members, entry.experts, ("down",), get), tuple(notes),
@@ -316,14 +322,16 @@ def _rows(q: QuantTensor, rows: Tensor) -> QuantTensor:
     return replace(q, codes=q.codes[rows], scale=q.scale[rows], zero=None if q.zero is None else q.zero[rows])
 
 
-def _require_one_order(matrices: Sequence[QuantTensor]) -> None:
-    """Raises ValueError if matrices that read one x have different input transforms."""
+def _require_shared_input(matrices: Sequence[QuantTensor]) -> None:
+    """Raises ValueError if experts, which read one x, have an order of channels or different input transforms."""
+    if any(q.input_transform.order is not None for q in matrices):
+        raise ValueError(
+            "its experts read x in channel orders of their own (act-order); quantize again without act-order, or take "
+            "--to dequantized"
+        )
     for q in matrices[1:]:
-        if matrices[0].input_transform.differences(q.input_transform):
-            raise ValueError(
-                "its experts read x in channel orders of their own (act-order); quantize again without act-order, or take "
-                "--to dequantized"
-            )
+        if differences := matrices[0].input_transform.differences(q.input_transform):
+            raise ValueError(f"its experts transform x differently: {', '.join(differences)}; take --to dequantized")
 
 
 def joined(parts: Sequence[QuantTensor]) -> QuantTensor:

@@ -134,12 +134,15 @@ def _contents(source: ResolvedSource, check: bool) -> Inspected:
 
 
 def _foreign_contents(source: ResolvedSource) -> Inspected:
+    from lowbit.formats import ExpertTensor
     from lowbit.models.layer_importer import LayerImporter
     from lowbit.progress import Progress
 
     importer = LayerImporter(source.open_quantized())
-    bar = Progress(importer.reader.entries, desc="layers", unit="layers")
+    bar = Progress([n for n in importer.reader.entries if n not in importer.in_experts], desc="layers", unit="layers")
     rows = [_layer_row(importer.module(name) or name, importer.layer(name)) for name in bar if importer.judge(name)]
+    of_experts = [importer.expert_tensors(name) for name in importer.reader.experts if importer.judge_experts(name)]
+    rows += [_layer_row(name, q) for parts in of_experts for name, q in parts.items() if isinstance(q, ExpertTensor)]
     rest = sum(importer.plain(name).nbytes for name in importer.reader.plain if not importer.left_out(name))
     refused = importer.refusals()
     lines = [*importer.notes(), *([f"cannot be loaded: {refused}"] if refused else [])]

@@ -13,15 +13,14 @@ from torch import Tensor, nn
 
 from lowbit.checkpoint import CheckpointError
 from lowbit.checkpoint.experts import ExpertEntry, ExpertTensors
-from lowbit.formats import ActivationRule, PerChannel, PerTensor, QuantTensor
+from lowbit.formats import ActivationRule, ExpertTensor, PerChannel, PerTensor, QuantTensor
 from lowbit.models.complete import Shape, require_complete, require_finite_tensor, some
 from lowbit.models.expert_names import ExpertModule, expert_modules, module_of
 from lowbit.models.names import TensorNames
 from lowbit.models.source import QuantizedCheckpoint
+from lowbit.nn.experts import expert_refusals, expert_weights
 from lowbit.ops.table import scheme_refusals
 
-STACKED = "experts that are stacked in one tensor are converted to dequantized weights only"
-"""The reason why an expert layer of the files is not read as it is."""
 _CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 
 
@@ -36,6 +35,10 @@ class LayerImporter:
         self.checkpoint, self.where, self.reader, self.to = checkpoint, checkpoint.path, checkpoint.reader, to
         self.names, self.modules = TensorNames(checkpoint.model), dict(checkpoint.model.named_modules())
         self.expert_modules = expert_modules(checkpoint.model)
+        together = self.reader.experts if to == "lowbit" else {}
+        self.in_experts = frozenset(name for entry in together.values() for name in entry.layers)
+        """Layers of the files that belong to experts, which lowbit's files and models hold together."""
+        self._expert_biases = {name: layer for layer, entry in self.reader.experts.items() for name in entry.biases}
         self.refused: dict[str, list[str]] = {}
         self.noted: dict[str, list[str]] = {}
 
@@ -47,10 +50,10 @@ class LayerImporter:
         """Reads everything and returns the refusals; raises CheckpointError for damaged, missing and unexpected tensors."""
         self.require_complete()
         for name, entry in self.reader.entries.items():
-            if self.judge(name) or entry.scheme is not None:
+            if name not in self.in_experts and (self.judge(name) or entry.scheme is not None):
                 self.layer(name)
         for name, experts in self.reader.experts.items():
-            if not experts.layers and self.judge_experts(name):
+            if (self.to == "lowbit" or not experts.layers) and self.judge_experts(name):
                 self.expert_layer(name)
         for name in self.reader.plain:
             if not self.left_out(name):
@@ -139,7 +142,27 @@ class LayerImporter:
                 raise CheckpointError(f"{self.where}: {name}: experts of {model} have no biases, and these are not 0")
             self.note("biases are left out, the model's experts have none and these are zero", name)
             experts = replace(experts, gate_up_bias=None, down_bias=None)
+        experts = replace(experts, gate_up=self._runnable(name, experts.gate_up), down=self._runnable(name, experts.down))
         return experts.alternating() if module.alternating else experts
+
+    def expert_tensors(self, name: str, device: torch.device | str = "cpu") -> dict[str, ExpertTensor | Tensor]:
+        """Returns `expert_layer` as the parameters of the model's module by name: packed weights, and biases."""
+        experts, module = self.expert_layer(name, device), self.expert_module(name)
+        assert module is not None
+        tensors: dict[str, ExpertTensor | Tensor] = {
+            parameter: ExpertTensor.stack(matrices, len(matrices))
+            for parameter, matrices in ((module.first, experts.gate_up), (module.down, experts.down))
+        }
+        biases = {f"{module.first}_bias": experts.gate_up_bias, f"{module.down}_bias": experts.down_bias}
+        return tensors | {parameter: bias for parameter, bias in biases.items() if bias is not None}
+
+    def _runnable(self, name: str, matrices: tuple[QuantTensor, ...]) -> tuple[QuantTensor, ...]:
+        """Returns the matrices of experts, with 16-bit activations if the library has no kernel for the stated ones."""
+        scheme, shape = matrices[0].scheme, matrices[0].shape
+        if scheme.activation is None or not scheme_refusals(scheme, *shape):
+            return matrices
+        self.note(f"activations stay in 16 bits, the files asked for {scheme.activation.name}", name)
+        return tuple(replace(q, scheme=scheme.weight_only) for q in matrices)
 
     def plain(self, name: str) -> Tensor:
         """Returns a tensor that belongs to no quantized layer (see `left_out`); raises CheckpointError for one of another shape
@@ -157,6 +180,8 @@ class LayerImporter:
         if name.endswith(_CACHE_SCALES):
             self.note("left out, the key and value cache stays in 16 bits", name)
             return True
+        if name in self._expert_biases and self.to == "lowbit":
+            return True  # `expert_layer` has read it
         if not self._is_bias_of_none(name):
             return False
         if bool(self.reader.get(name).any()):
@@ -194,7 +219,10 @@ class LayerImporter:
         return tensors | {n: None for n in self.reader.plain if not n.endswith(_CACHE_SCALES) and not self._is_bias_of_none(n)}
 
     def _is_bias_of_none(self, name: str) -> bool:
-        """Returns True for the bias of a linear layer that has none in the model."""
+        """Returns True for the bias of a linear layer, or of experts, that have none in the model."""
+        if name in self._expert_biases:
+            experts = self.expert_module(self._expert_biases[name])
+            return experts is None or not experts.biased
         module = self.modules.get(self.module(name.removesuffix(".bias")) or "")
         return name.endswith(".bias") and isinstance(module, nn.Linear) and module.bias is None
 
@@ -204,6 +232,9 @@ class LayerImporter:
         if module is None:
             yield f"Transformers' {type(self.checkpoint.model).__name__} has no experts there"
             return
+        if self.to == "lowbit":
+            weights = expert_weights(self.modules[module.name])
+            yield from () if weights is None else expert_refusals(self.modules[module.name], weights)
         own = {name: tuple(self.names.own[name].shape) for name in (module.first, module.down)}
         for parameter, (n, k) in ((module.first, entry.gate_up.shape), (module.down, entry.down.shape)):
             shape = (entry.experts, k, n) if module.transposed else (entry.experts, n, k)

@@ -19,9 +19,11 @@ from lowbit.checkpoint.mxfp4 import GROUP
 from lowbit.formats import PerBlock
 from lowbit.models.convert_checkpoint import convert_checkpoint
 from lowbit.models.expert_names import expert_modules
-from lowbit.models.layer_importer import STACKED, LayerImporter
+from lowbit.models.layer_importer import LayerImporter
 from lowbit.models.load import check_checkpoint
+from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.models.source import resolve
+from lowbit.nn.experts import QuantExperts
 from lowbit.quantize import rtn
 from tests.models.mixtures import tiny_mixture
 from tests.tiny import tiny_tokenizer
@@ -76,8 +78,30 @@ def test_experts_one_by_one(tool, name, tmp_path):
         gate_up, down = importer.expert_layer(layer).dequantize()
         for parameter, own in ((module.first, gate_up), (module.down, down)):
             assert torch.equal(model.get_parameter(parameter), own), parameter
-    with pytest.raises(CheckpointError, match=r"a linear layer is expected, but Transformers'"):
-        convert_checkpoint(folder, tmp_path / "ours")
+    check_loaded(folder, tmp_path / "ours", model)
+
+
+@torch.no_grad()
+def check_loaded(source, target, plain):
+    """A checkpoint loads directly and by lowbit's own files, with the same experts, whose weights are those of `plain`."""
+    report = convert_checkpoint(source, target)
+    direct, files = (lowbit.load(folder, device="cpu", dtype=torch.float32) for folder in (source, target))
+    assert not check_checkpoint(target) and not check_checkpoint(source)
+    for name, module in expert_modules(plain).items():
+        experts = files.get_submodule(name)
+        assert isinstance(experts, QuantExperts) and isinstance(direct.get_submodule(name), QuantExperts)
+        for parameter in (module.first, module.down):
+            part = parameter.rpartition(".")[2]
+            q = experts.packed()[part].expert_tensor()
+            assert report.layers[parameter] == q.scheme.name
+            dense = q.dequantize().transpose(1, 2) if module.transposed else q.dequantize()
+            assert torch.equal(dense.to(plain.dtype), plain.get_parameter(parameter)), parameter
+            same = direct.get_submodule(name).packed()[part].expert_tensor()
+            assert torch.equal(same.packed, q.packed) and torch.equal(same.scale, q.scale)
+            if module.biased:
+                assert torch.equal(files.get_parameter(f"{parameter}_bias"), plain.get_parameter(f"{parameter}_bias").float())
+    assert torch.equal(direct(IDS).logits, files(IDS).logits)
+    assert torch.allclose(files(IDS).logits, plain.float()(IDS).logits, atol=2e-3)
 
 
 def mxfp4(folder):
@@ -115,8 +139,10 @@ def test_gpt_oss(tmp_path):
             assert torch.equal(model.get_parameter(f"{parameter}_bias"), tensors[f"{parameter}_bias"])
     direct = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")  # without a GPU, Transformers dequantizes
     assert torch.equal(direct(IDS).logits, model(IDS).logits)
-    with pytest.raises(CheckpointError, match=STACKED):
-        convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    check_loaded(tmp_path / "theirs", tmp_path / "ours", model)
+    message = "compressed-tensors files hold experts one by one, this architecture's are stacked"
+    with pytest.raises(CheckpointError, match=message):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "other", "compressed-tensors")
 
 
 def test_files_of_another_model_are_refused(tmp_path):
@@ -219,12 +245,11 @@ def write_gguf(path, name):
     return values
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", GGUF)
 def test_gguf(name, tmp_path):
     """Every tensor is where Transformers' model has it, with the weights of the blocks."""
     values = write_gguf(tmp_path / "m.gguf", name)
-    with pytest.raises(CheckpointError, match=STACKED):
-        lowbit.load(tmp_path / "m.gguf", device="cpu")
     report = convert_checkpoint(tmp_path / "m.gguf", tmp_path / "plain", "dequantized")
     dtype = torch.bfloat16 if "bfloat16" in report.layers.values() else torch.float16
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=dtype)
@@ -232,6 +257,28 @@ def test_gguf(name, tmp_path):
     assert set(model.state_dict()) == set(values)
     for key, value in model.state_dict().items():
         assert torch.equal(value.float(), values[key].to(dtype).float()), key
+    loaded = lowbit.load(tmp_path / "m.gguf", device="cpu", dtype=torch.float32)
+    experts = next(module for module in loaded.modules() if isinstance(module, QuantExperts))
+    assert experts.packed()["down_proj"].scheme_name == "w4e2m1a16_g32"
+    assert torch.allclose(loaded(IDS).logits, model.float()(IDS).logits, atol=0.05)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("to", ["gptq", "compressed-tensors", "awq"])
+def test_ours_become_theirs(to, tmp_path):
+    """lowbit's stacked experts are written one by one, under the names of the architecture, and read back the same."""
+    for name in ("mixtral", "qwen3_moe"):
+        model = tiny_mixture(name)
+        model.save_pretrained(tmp_path / name)
+        tiny_tokenizer().save_pretrained(tmp_path / name)
+        ours, theirs = tmp_path / f"{name}-ours", tmp_path / f"{name}-theirs"
+        quantize_checkpoint(tmp_path / name, ours, "w4a16_g16")
+        convert_checkpoint(ours, theirs, to)
+        names = {n.removesuffix(".weight") for n in load_file(tmp_path / name / "model.safetensors") if ".experts." in n}
+        with ForeignReader(theirs) as reader:
+            assert {n for n in reader.entries if ".experts." in n} == names
+        one, two = (lowbit.load(folder, device="cpu", dtype=torch.float32) for folder in (ours, theirs))
+        assert torch.allclose(one(IDS).logits, two(IDS).logits, atol=1e-5)
 
 
 def test_a_gguf_layer_that_lacks_a_stack(tmp_path):
