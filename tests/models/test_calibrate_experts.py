@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import lowbit
 from lowbit.checkpoint import CheckpointReader
 from lowbit.formats import parse_scheme
 from lowbit.methods import Awq, Gptq, Learned, Rtn, SmoothQuant
-from lowbit.models.calibrate import FinishedLayers, calibrate_layers, recipe_of
+from lowbit.models.calibrate import Calibration, FinishedLayers, calibrate_layers, recipe_of
 from lowbit.models.decoder import LayerwiseDecoder
 from lowbit.models.expert_calibration import LayerExperts, dense_parameter
 from lowbit.models.expert_names import expert_modules
+from lowbit.models.quantize_checkpoint import quantize_checkpoint
+from lowbit.nn.experts import QuantExperts
 from lowbit.quantize import expert_layer
 from tests.models.mixtures import MIXTURES, tiny_mixture
+from tests.tiny import tiny_tokenizer
 
 TOKENS = torch.randint(3, 160, (24, 32), generator=torch.Generator().manual_seed(5))
 OTHERS = torch.randint(3, 160, (8, 32), generator=torch.Generator().manual_seed(6))
@@ -164,3 +169,44 @@ def test_h_is_proportional_to_up_or_not():
         parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         assert (LayerExperts.of(layer, parameters).matrices("mlp.experts").up_rows is not None) == expected
     assert not LayerExperts.of(layer, parameters[:1]).modules
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_checkpoints(name, folders, tmp_path):
+    """Whole checkpoints by every method load with quantized experts; by GPTQ and AWQ they are closer to 16 bits."""
+    tiny_tokenizer().save_pretrained(folders(name))
+    calibration = Calibration(samples=24, length=32, text=Path(__file__))
+    expected = AutoModelForCausalLM.from_pretrained(folders(name), dtype=torch.float32)(OTHERS).logits.log_softmax(-1)
+    divergences = {}
+    for method in (Rtn(), Gptq(), Awq(), Learned(iterations=5, batch=2)):
+        kind, lines = type(method).__name__, []
+        target = tmp_path / kind
+        quantize_checkpoint(folders(name), target, "w4a16_g16", method=method, calibration=calibration, say=lines.append)
+        assert any("relative error of the experts' outputs" in line for line in lines) == (kind != "Rtn")
+        assert not list(tmp_path.glob(".*unfinished"))
+        model = lowbit.load(target, device="cpu", dtype=torch.float32)
+        experts = [module for module in model.modules() if isinstance(module, QuantExperts)]
+        scaled = experts[0].packed()["gate_up_proj"].input_transform.parts.pre_quant_scale
+        assert len(experts) == 2 and scaled == (kind == "Awq")
+        divergences[kind] = float((expected.exp() * (expected - model(OTHERS).logits.log_softmax(-1))).sum(-1).mean())
+    assert divergences["Gptq"] < 0.8 * divergences["Rtn"]
+    assert divergences["Awq"] < divergences["Rtn"]  # learning takes more tokens than these (models.learn.ENOUGH_TOKENS)
+
+
+@torch.no_grad()
+def test_checkpoints_with_rotated_inputs(folders, tmp_path):
+    """Rotations of the experts' inputs go with calibration: the blocks are in the files, and 8 bits change little."""
+    tiny_tokenizer().save_pretrained(folders("qwen3_moe"))
+    calibration = Calibration(samples=8, length=32, text=Path(__file__))
+    quantize_checkpoint(
+        folders("qwen3_moe"), tmp_path / "c", "w8a16_g16", method="gptq", calibration=calibration,
+        rotate_inputs=["*.experts.down_proj", "*.o_proj"],
+    )  # fmt: skip
+    with CheckpointReader(tmp_path / "c") as reader:
+        layers = reader.manifest.layers
+        assert layers["model.layers.0.mlp.experts.down_proj"].input_parts.hadamard == 16
+        assert layers["model.layers.0.mlp.experts.gate_up_proj"].input_parts.hadamard == 0
+    one = AutoModelForCausalLM.from_pretrained(folders("qwen3_moe"), dtype=torch.float32)(OTHERS).logits.log_softmax(-1)
+    two = lowbit.load(tmp_path / "c", device="cpu", dtype=torch.float32)(OTHERS).logits.log_softmax(-1)
+    assert float((one.exp() * (one - two)).sum(-1).mean()) < 1e-2

@@ -61,7 +61,7 @@ def error(experts, of, inputs):
 
 METHODS = {
     "gptq": Gptq(), "gptq-act-order": Gptq(act_order=True), "awq": Awq(), "awq-loss": Awq(search="loss"),
-    "learned": Learned(iterations=40, batch=2),
+    "learned": Learned(iterations=25, batch=2),
 }  # fmt: skip
 CASES = [("silu", "w4a16_g16"), ("clamped", "w3a16_g16_z")]
 MORE = [("silu", "w3a16_g16_z"), ("silu", "w4a16_pc"), ("clamped", "w4e2m1a16_g16")]
