@@ -14,7 +14,8 @@ from torch.func import functional_call
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.formats import rotate_blocks
 from lowbit.models.complete import require_finite_tensor
-from lowbit.models.expert_names import ExpertFiles
+from lowbit.models.expert_names import expert_modules
+from lowbit.models.experts import ExpertReader, expert_sources
 from lowbit.models.names import TensorNames
 from lowbit.models.skeleton import build, config_as_read, require_causal
 from lowbit.quantize.expert_layer import RoutedInputs
@@ -63,7 +64,8 @@ class LayerwiseDecoder:
         own = {tensor: names.parameter(tensor) for tensor in reader.names()}
         self._names = {tensor: name for tensor, name in own.items() if name is not None}
         self._files = {name: tensor for tensor, name in self._names.items()}
-        self._expert_files = ExpertFiles(names, reader.names())
+        shapes = {p: (m.experts, 0, 0) for m in expert_modules(self.model).values() for p in (m.first, m.down)}
+        self._expert_sources = expert_sources(names, reader.names(), shapes)
         self._contexts: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}  # by batch size
         self._returns_tuples = False
         for name, block in self.rotated_inputs.items():
@@ -330,7 +332,7 @@ class LayerwiseDecoder:
     def stored_dtype(self, i: int, parameter: str) -> torch.dtype:
         """Returns the dtype in the files of a parameter of layer i."""
         name = f"{self.layer_name(i)}.{parameter}"
-        return self.reader.info(self._files[name] if name in self._files else self._expert_files.parameters[name][0][0]).dtype
+        return self.reader.info(self._files[name] if name in self._files else self._expert_sources[name].names[0]).dtype
 
     def head_dim(self, channels: int) -> int:
         """Returns the channels per attention head, of `channels` in all; 0 if the model's config has no heads."""
@@ -343,20 +345,27 @@ class LayerwiseDecoder:
 
     def _read(self, parameter: str) -> Tensor:
         name = self._files.get(parameter)
-        if name is None and parameter in self._expert_files.parameters:
-            return self._expert_files.read(parameter, self._finite)
+        if name is None and parameter in self._expert_sources:
+            return self._read_experts(parameter)
         if name is None:
             raise CheckpointError(
                 f"{self.reader.folder}: has no tensor {parameter!r}, which {type(self.model).__name__} needs; methods that "
                 "calibrate take files whose tensors are the model's own, not split or merged while loading. Use a method "
                 "without data (rtn, hqq)"
             )
-        value, block = self._finite(name), self.rotated_inputs.get(parameter.removesuffix(".weight"))
+        value, block = self.reader.get(name), self.rotated_inputs.get(parameter.removesuffix(".weight"))
+        require_finite_tensor(self.reader.info(name).file, name, value)
         return rotate_blocks(value.float(), block) if block and parameter.endswith(".weight") else value
 
-    def _finite(self, tensor: str) -> Tensor:
-        """Returns a tensor of the files. Raises CheckpointError if some of its numbers are not finite."""
-        return require_finite_tensor(self.reader.info(tensor).file, tensor, self.reader.get(tensor))
+    def _read_experts(self, parameter: str) -> Tensor:
+        """Returns a weight of experts that Transformers makes of several tensors, read one expert at a time."""
+        read = ExpertReader(self.reader, self._expert_sources[parameter])
+        first = read(0)
+        value = first.new_empty((len(self.model.get_parameter(parameter)), *first.shape))
+        value[0] = first
+        for e in range(1, len(value)):
+            value[e] = read(e)
+        return require_finite_tensor(self.reader.folder, parameter, value)
 
 
 def _rotating(block: int) -> Callable[..., tuple[Tensor]]:

@@ -2,13 +2,14 @@
 
 A model holds the experts of a layer in two parameters, `gate_up_proj` [E, 2 I, K] and `down_proj` [E, K, I]. Files name most
 architectures' experts one by one. Transformers' mapping of names to parameters, which it has for every architecture, says which
-tensors a parameter is made of and under which names it is saved; tests compare both with files that Transformers writes.
+parameter a tensor belongs to and under which names a parameter is saved; tests compare both with files that Transformers
+writes. `models.experts` reads 16-bit weights.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from lowbit.checkpoint.experts import SPELLINGS, ExpertEntry, alternating, gate_first
 from lowbit.models.names import TensorNames
 
-_MERGED = (("MergeModulelist",), ("MergeModulelist", "Concatenate"))
-"""Operations that stack the experts, with the rows of the gate before those of up."""
 _EXPERT = re.compile(r".*\.(?P<expert>\d+)\.(?P<matrix>\w+)\.weight")
-_ROLES = ("gate", "up", "gate_up", "down")
 
 
 @dataclass(frozen=True)
@@ -83,39 +81,6 @@ def expert_modules(model: nn.Module) -> dict[str, ExpertModule]:
             bool(module.has_bias),
         )  # fmt: skip
     return modules
-
-
-class ExpertFiles:
-    """The tensors of files that the experts of a model are made of, where the files hold them one by one.
-
-    names: of the model. tensors: names of the tensors in the files. `parameters` maps a parameter of the model to the tensors
-    of each expert, in the order of their rows.
-    """
-
-    def __init__(self, names: TensorNames, tensors: Iterable[str]) -> None:
-        members: dict[str, dict[int, dict[str, str]]] = {}
-        for tensor in tensors:
-            match = _EXPERT.fullmatch(tensor)
-            target = None if match is None or match["matrix"] not in SPELLINGS else names.target(tensor)
-            if match is not None and target is not None and target.operations in _MERGED and len(target.parameters) == 1:
-                own = members.setdefault(target.parameters[0], {}).setdefault(int(match["expert"]), {})
-                own[SPELLINGS[match["matrix"]]] = tensor
-        self.parameters: dict[str, tuple[tuple[str, ...], ...]] = {}
-        for parameter, experts in members.items():
-            alike = len({frozenset(own) for own in experts.values()}) == 1
-            if alike and sorted(experts) == list(range(names.own[parameter].shape[0])):
-                rows = (tuple(own[role] for role in _ROLES if role in own) for _, own in sorted(experts.items()))
-                self.parameters[parameter] = tuple(rows)
-
-    def read(self, parameter: str, get: Callable[[str], Tensor]) -> Tensor:
-        """Returns a parameter [E, N, K] of the model; `get` returns a tensor of the files by name, one at a time."""
-        experts = self.parameters[parameter]
-        first = torch.cat([get(tensor) for tensor in experts[0]])
-        value = first.new_empty((len(experts), *first.shape))
-        value[0] = first
-        for e, tensors in enumerate(experts[1:], 1):
-            torch.cat([get(tensor) for tensor in tensors], out=value[e])
-        return value
 
 
 def module_of(names: TensorNames, layer: str, entry: ExpertEntry) -> str | None:
