@@ -105,7 +105,7 @@ def _choices(costs: list[list[SchemeCost]], tokens: list[int], middle: int) -> d
 @torch.no_grad()
 def divergence(folder: Path, choice: Choice, tokens: Tensor, device: str) -> float:
     """Returns the mean divergence in nats of a model, its experts rounded to nearest, from its 16 bits on `tokens` [S, T]."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).to(device).eval()
     expected = [model(row[None].to(device)).logits.log_softmax(-1).cpu() for row in tokens]
     for name, module in expert_modules(model).items():
         for parameter in (module.first, module.down):

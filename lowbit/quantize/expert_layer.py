@@ -33,10 +33,10 @@ LEAST_TOKENS = 32
 PRIOR_TOKENS = 256
 """Tokens of the whole layer count as much as so many tokens of an expert; without them, few tokens are fitted too closely.
 
-A quarter of an MLP of SmolLM2-135M in w4a16_g64 as one expert, its tokens one of 8 clusters of x, error on tokens of the cluster
-of another text relative to rounding, without and with 256: GPTQ from 32 tokens 0.93 and 0.94 (layer 6), 0.69 and 0.65 (layer
-20), from 128 1.06 and 0.88, 0.73 and 0.61, from 512 0.97 and 0.85, 0.59 and 0.55; learned rounding from 32 1.46 and 0.86, 1.33
-and 0.76, from 512 0.91 and 0.79, 0.69 and 0.64. 64 to 1,024 are much the same for GPTQ (a Xeon, 2026-11-24)."""
+Measured with a quarter of an MLP of SmolLM2-135M in w4a16_g64 as one expert; its tokens were one of 8 clusters of x. Error on
+the cluster's tokens of another text, relative to rounding, without and with 256: GPTQ from 128 tokens 1.06 and 0.88 (layer 6),
+0.73 and 0.61 (layer 20), from 512 0.97 and 0.85, 0.59 and 0.55; learned rounding from 32 tokens 1.46 and 0.86, 1.33 and 0.76,
+from 512 0.91 and 0.79, 0.69 and 0.64. For GPTQ 64 to 1,024 are much the same (a Xeon, 2026-11-24)."""
 BACKGROUND_ROWS = 2048
 """Tokens of the whole layer that every expert computes for that, evenly spaced."""
 SAMPLE_ROWS = 256

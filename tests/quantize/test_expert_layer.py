@@ -35,16 +35,20 @@ def matrices(kind="silu"):
     return ExpertMatrices(gate_up, down, silu_gate, up_rows=torch.arange(INNER, 2 * INNER))
 
 
-@functools.cache
 def routed(tokens=1500, seed=1, only=E):
-    """Inputs with heavy-tailed channels that depend on each other, sent to experts by a router of their own."""
+    return RoutedInputs(*routing(tokens, seed, only), E)
+
+
+@functools.cache
+def routing(tokens=1500, seed=1, only=E):
+    """Inputs with heavy-tailed channels that depend on each other, and the experts and weights of a random router."""
     g = torch.Generator().manual_seed(0)
     channels = torch.exp(1.2 * torch.randn(HIDDEN, generator=g))
     mixing = torch.eye(HIDDEN) + 0.3 * torch.randn(HIDDEN, HIDDEN, generator=g) * HIDDEN**-0.5
     router = torch.randn(HIDDEN, only, generator=g)
     x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(seed)) @ mixing * channels
     weights, experts = (x @ router / channels.norm()).softmax(dim=-1).topk(TOP_K)
-    return RoutedInputs(x, experts, weights, E)
+    return x, experts, weights
 
 
 def error(experts, of, inputs):
@@ -219,3 +223,16 @@ def test_what_is_refused():
         ExpertMatrices(matrices().gate_up, matrices().down, silu_gate, torch.zeros(4, 95))
     with pytest.raises(ValueError, match=r"gate_up \[E, N, K\] and down \[E, K, I\]"):
         ExpertMatrices(matrices().gate_up[:3], matrices().down, silu_gate)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", METHODS)
+def test_on_a_gpu(name):
+    """The same experts within rounding: nothing of them stays on the CPU, and the error is that of the CPU's."""
+    schemes, of = (parse_scheme("w4a16_g16"),) * 2, matrices()
+    moved = ExpertMatrices(of.gate_up.cuda(), of.down.cuda(), of.gate, up_rows=of.up_rows.cuda())
+    inputs = RoutedInputs(*(t.cuda() for t in routing()), E)
+    assert inputs.tokens == routed().tokens
+    one, two = (calibrate_experts(m, i, schemes, METHODS[name]) for m, i in ((of, routed()), (moved, inputs)))
+    assert two.error == pytest.approx(one.error, rel=0.05)
+    assert all(q.codes.is_cuda and q.scale.is_cuda for q in (*two.gate_up, *two.down))
