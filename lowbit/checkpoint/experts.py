@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -174,11 +174,11 @@ class GroupedExperts:
         self._where = where
         self._members: dict[str, _Members] = {}
         for name in entries:
-            self._add(name, lambda members: members.layers, name)
+            self._add(name, "layers", name)
         for name in plain:
-            module, _, kind = name.rpartition(".")
-            if kind in ("weight", "bias"):
-                self._add(module, lambda members: members.plain if kind == "weight" else members.biases, name)  # noqa: B023
+            module, _, suffix = name.rpartition(".")
+            if suffix in ("weight", "bias"):
+                self._add(module, "plain" if suffix == "weight" else "biases", name)
         self._members = {name: members for name, members in self._members.items() if members.layers}
         self.experts = {name: self._entry(name, members, entries) for name, members in self._members.items()}
 
@@ -209,11 +209,12 @@ class GroupedExperts:
         except ValueError as error:
             raise CheckpointError(f"{self._where}: {name}: {error}") from error
 
-    def _add(self, module: str, table: Callable[[_Members], dict[str, dict[int, str]]], name: str) -> None:
+    def _add(self, module: str, kind: Literal["layers", "biases", "plain"], name: str) -> None:
+        """Adds a layer or tensor `name` of the module of one expert's matrix; nothing for other modules."""
         match = _MEMBER.fullmatch(module)
         if match is not None and match["matrix"] in SPELLINGS and int(match["expert"]) < MAX_EXPERTS:
-            members = self._members.setdefault(match["layer"], _Members())
-            table(members).setdefault(SPELLINGS[match["matrix"]], {})[int(match["expert"])] = name
+            table = getattr(self._members.setdefault(match["layer"], _Members()), kind)
+            table.setdefault(SPELLINGS[match["matrix"]], {})[int(match["expert"])] = name
 
     def _entry(self, name: str, members: _Members, entries: Mapping[str, ForeignEntry]) -> ExpertEntry:
         roles = (*_first_roles(members.layers | members.plain), "down")

@@ -141,9 +141,12 @@ def _foreign_contents(source: ResolvedSource) -> Inspected:
     importer = LayerImporter(source.open_quantized())
     bar = Progress([n for n in importer.reader.entries if n not in importer.in_experts], desc="layers", unit="layers")
     rows = [_layer_row(importer.module(name) or name, importer.layer(name)) for name in bar if importer.judge(name)]
-    of_experts = [importer.expert_tensors(name) for name in importer.reader.experts if importer.judge_experts(name)]
-    rows += [_layer_row(name, q) for parts in of_experts for name, q in parts.items() if isinstance(q, ExpertTensor)]
-    rest = sum(importer.plain(name).nbytes for name in importer.reader.plain if not importer.left_out(name))
+    biases = 0
+    for layer in filter(importer.judge_experts, importer.reader.experts):  # one expert layer in memory at a time
+        tensors = importer.expert_tensors(layer)
+        rows += [_layer_row(name, q) for name, q in tensors.items() if isinstance(q, ExpertTensor)]
+        biases += sum(t.nbytes for t in tensors.values() if not isinstance(t, ExpertTensor))
+    rest = biases + sum(importer.plain(name).nbytes for name in importer.reader.plain if not importer.left_out(name))
     refused = importer.refusals()
     lines = [*importer.notes(), *([f"cannot be loaded: {refused}"] if refused else [])]
     return rows, rest, tuple(importer.unquantized_linears()), lines, importer.checkpoint.tool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 
 import numpy as np
 import pytest
@@ -10,12 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from typer.testing import CliRunner
 
 import lowbit
 from lowbit.checkpoint import CheckpointError, ForeignReader
 from lowbit.checkpoint.fp8 import Fp8
 from lowbit.checkpoint.gptq import Gptq
 from lowbit.checkpoint.mxfp4 import GROUP
+from lowbit.cli.commands import app
 from lowbit.formats import PerBlock
 from lowbit.models.convert_checkpoint import convert_checkpoint
 from lowbit.models.expert_names import expert_modules
@@ -298,3 +301,44 @@ def test_foreign_reader_lists_both(tmp_path):
     with ForeignReader(folder) as reader:
         assert list(reader.experts) == [f"model.layers.{i}.block_sparse_moe.experts" for i in range(2)]
         assert "model.layers.1.block_sparse_moe.experts.3.w2" in reader.entries
+
+
+def test_inspect_lists_experts(tmp_path):
+    """Rows of experts as they are loaded, with the same bytes as lowbit's own files have, biases included."""
+    mxfp4(tmp_path / "theirs")
+    convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    contents = []
+    for folder in ("theirs", "ours"):
+        result = CliRunner().invoke(app, ["inspect", str(tmp_path / folder), "--check", "--json", str(tmp_path / "rows.json")])
+        assert result.exit_code == 0, result.output
+        contents.append(json.loads((tmp_path / "rows.json").read_text()))
+    theirs, ours = contents
+    assert theirs["tool"] == "mxfp4" and [row["experts"] for row in theirs["layers"]] == [4] * 4
+    key = operator.itemgetter("layer")
+    assert sorted(theirs["layers"], key=key) == sorted(ours["layers"], key=key)
+    assert theirs["other_bytes"] == ours["other_bytes"]
+
+
+@torch.no_grad()
+def test_experts_in_16_bits_beside_quantized_attention(tmp_path):
+    """Files whose tool left all experts in 16 bits load as before."""
+    config, write = TOOLS["gptq"]
+    for name in ("mixtral", "gpt_oss"):
+        model = tiny_mixture(name)
+        model.save_pretrained(tmp_path / name)
+        tiny_tokenizer().save_pretrained(tmp_path / name)
+        tensors = {}
+        for key, tensor in load_file(tmp_path / name / "model.safetensors").items():
+            layer = key.removesuffix(".weight")
+            parts = {f".{k}": t for k, t in write(tensor).items()} if layer.endswith(("q_proj", "o_proj")) else {"": tensor}
+            tensors |= {(layer if suffix else key) + suffix: t.contiguous() for suffix, t in parts.items()}
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        stated = json.loads((tmp_path / name / "config.json").read_text()) | {"quantization_config": config}
+        (tmp_path / name / "config.json").write_text(json.dumps(stated))
+        loaded = lowbit.load(tmp_path / name, device="cpu", dtype=torch.float32)
+        convert_checkpoint(tmp_path / name, tmp_path / f"{name}-ours")
+        ours = lowbit.load(tmp_path / f"{name}-ours", device="cpu", dtype=torch.float32)
+        assert not any(isinstance(module, QuantExperts) for module in loaded.modules())
+        for module in expert_modules(model).values():
+            assert torch.equal(loaded.get_parameter(module.first), model.get_parameter(module.first))
+        assert torch.equal(loaded(IDS).logits, ours(IDS).logits)
