@@ -134,13 +134,19 @@ def _contents(source: ResolvedSource, check: bool) -> Inspected:
 
 
 def _foreign_contents(source: ResolvedSource) -> Inspected:
+    from lowbit.formats import ExpertTensor
     from lowbit.models.layer_importer import LayerImporter
     from lowbit.progress import Progress
 
     importer = LayerImporter(source.open_quantized())
-    bar = Progress(importer.reader.entries, desc="layers", unit="layers")
+    bar = Progress([n for n in importer.reader.entries if n not in importer.in_experts], desc="layers", unit="layers")
     rows = [_layer_row(importer.module(name) or name, importer.layer(name)) for name in bar if importer.judge(name)]
-    rest = sum(importer.plain(name).nbytes for name in importer.reader.plain if not importer.left_out(name))
+    biases = 0
+    for layer in filter(importer.judge_experts, importer.reader.experts):  # one expert layer in memory at a time
+        tensors = importer.expert_tensors(layer)
+        rows += [_layer_row(name, q) for name, q in tensors.items() if isinstance(q, ExpertTensor)]
+        biases += sum(t.nbytes for t in tensors.values() if not isinstance(t, ExpertTensor))
+    rest = biases + sum(importer.plain(name).nbytes for name in importer.reader.plain if not importer.left_out(name))
     refused = importer.refusals()
     lines = [*importer.notes(), *([f"cannot be loaded: {refused}"] if refused else [])]
     return rows, rest, tuple(importer.unquantized_linears()), lines, importer.checkpoint.tool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -205,9 +206,11 @@ class _OutputTensors:
         decoder = self._decoder()
         tokens = calibration.tokens(self.reader.folder)
         weights = [n * k for name, (n, k) in self.plan.linears.items() if name.startswith(f"{decoder.name}.")]
+        weights += [math.prod(shape) for shape in self.plan.experts.values()]
         layer_bytes = sum(weights) - finished_bytes(target)
+        expert_rotations = {name: block for name, block in self.rotated_inputs.items() if name in self.plan.experts}
         check_space(target, needed_bytes + layer_bytes, "the checkpoint, with its finished layers at a byte per weight,")
-        recipe = recipe_of(self.reader, self.schemes, self.method, self.low_rank, tokens, decoder)
+        recipe = recipe_of(self.reader, self.schemes, self.method, self.low_rank, tokens, decoder, expert_rotations)
         finished = FinishedLayers(target, recipe, say)
         if isinstance(self.method, Learned) and tokens.numel() < ENOUGH_TOKENS:
             samples = -(-ENOUGH_TOKENS // tokens.shape[1])
@@ -221,8 +224,9 @@ class _OutputTensors:
         replaced = {f"{name}.weight": self._rounded(decoder.file_name(f"{name}.weight"), name) for name in self.plan.embeddings}
         dense = {name: q.dequantize() for name, q in replaced.items()}
         notes = calibrate_layers(
-            decoder, self.schemes, self.method, tokens, finished, embeddings=dense, low_rank=self.low_rank, progress=progress
-        )
+            decoder, self.schemes, self.method, tokens, finished, embeddings=dense, low_rank=self.low_rank,
+            expert_rotations=expert_rotations, progress=progress,
+        )  # fmt: skip
         for line in notes:
             say(line)
         self._results = CalibratedWeights(decoder, finished, self.schemes)
@@ -234,7 +238,10 @@ class _OutputTensors:
         return q.rotated_by(self.rotated_inputs.get(module, 0))
 
     def experts(self, name: str) -> ExpertTensor:
-        """Returns quantized weights of experts, which are read, quantized and packed one expert at a time."""
+        """Returns quantized weights of experts: those of a calibrated run, or quantized here, one expert at a time."""
+        calibrated = None if self._results is None else self._results.experts(name)
+        if calibrated is not None:
+            return ExpertTensor.stack(calibrated, len(calibrated)).to("cpu")
         read, found = (
             ExpertReader(self.reader, self._experts[name]),
             expert_weights(self._model.get_submodule(name.rpartition(".")[0])),

@@ -111,7 +111,7 @@ def test_nothing_waits_for_the_gpu_before_the_last_column(static):
     x, w = inputs(256).cuda(), weights(16, 256).cuda()
     factor = inverse_factor(x.T @ x, 0.05).float()
     cost, groups = factor.diagonal().square().reciprocal(), torch.arange(256, device="cuda") // 16
-    grid = _GpuGrid(w, parse_scheme("w4a16_g16"), "loss")
+    grid = _GpuGrid(w, parse_scheme("w4a16_g16"), "loss", torch.float16)
     for i in range(16 * static):
         grid.fit(i, w[:, i * 16 : i * 16 + 16], cost[i * 16 : i * 16 + 16])
     torch.cuda.set_sync_debug_mode("warn")
