@@ -151,12 +151,15 @@ def plan_conversion(
             owner = owners.setdefault(id(module.weight), name)
             if owner != name:
                 ties[name] = owner
+    routers = _linear_routers(model)
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if p.dim() >= 2]
         if not own:
             continue
         experts = expert_weights(module)
         reason = _refusal(name, module, experts, scheme, patterns, embeddings, ties)
+        if reason is None and name in routers:
+            reason = _ROUTER
         if reason is not None:
             plan.kept.append(Kept(name, type(module).__name__, sum(p.numel() for p in own), reason))
         elif name in ties:
@@ -172,6 +175,24 @@ def plan_conversion(
             Kept(name, type(model.get_submodule(name)).__name__, 0, f"shares the weights of {plan.tied.pop(name)}")
         )
     return plan
+
+
+_ROUTER = "a router, which chooses experts, is not quantized"
+
+
+def _linear_routers(model: nn.Module) -> set[str]:
+    """Returns the linear layers that are routers: beside a module of experts, with an output for each of them, and called so."""
+    routers = set()
+    for name, module in model.named_modules():
+        experts = module.weights if isinstance(module, QuantExperts) else expert_weights(module)
+        if experts is None:
+            continue
+        parent = name.rpartition(".")[0]
+        for inner, linear in model.get_submodule(parent).named_modules():
+            called = re.search(r"(^|\.)(\w*(router|gate)\w*|wg)(\.|$)", inner) is not None
+            if called and isinstance(linear, nn.Linear) and linear.out_features == experts.experts:
+                routers.add(f"{parent}.{inner}" if parent else inner)
+    return routers
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -198,7 +219,7 @@ def _refusal(
             return f"rows of an embedding need scales of their own, {scheme} shares them among rows"
         return None
     if type(module).__name__.endswith("Router"):
-        return "a router, which chooses experts, is not quantized"
+        return _ROUTER
     if type(module) is not nn.Linear:
         dims = " and ".join(sorted({f"{p.dim()}-dimensional" for p in module.parameters(recurse=False) if p.dim() >= 2}))
         return f"only nn.Linear, nn.Embedding and fused experts are converted; {type(module).__name__} holds {dims} weights"

@@ -248,6 +248,22 @@ def test_explain_follows_the_weight_of_an_expert(name, tmp_path):
         explain(tmp_path / "q", part.replace("experts.", "experts.4."))
 
 
+def test_a_router_that_is_a_linear_layer_stays_in_16_bits(tmp_path):
+    from transformers import HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM
+
+    config = HunYuanMoEV1Config(
+        vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, num_experts=8, moe_topk=2, pad_token_id=0,
+    )  # fmt: skip
+    model = HunYuanMoEV1ForCausalLM(config)
+    assert isinstance(model.model.layers[0].mlp.gate.wg, torch.nn.Linear)
+    model.save_pretrained(tmp_path / "m")
+    plan = quantize_checkpoint(tmp_path / "m", tmp_path / "q", "w8a16")
+    routers = [row.name for row in plan.kept if row.reason == "a router, which chooses experts, is not quantized"]
+    assert routers == [f"model.layers.{i}.mlp.gate.wg" for i in range(2)] and len(plan.experts) == 4
+    assert logits(load(tmp_path / "q")).isfinite().all()
+
+
 def test_an_architecture_is_recognised_by_the_interface_of_experts():
     for name in MODELS:
         model = tiny_experts(name)
