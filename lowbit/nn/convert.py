@@ -181,7 +181,7 @@ _ROUTER = "a router, which chooses experts, is not quantized"
 
 
 def _linear_routers(model: nn.Module) -> set[str]:
-    """Returns the linear layers that are routers: beside a module of experts, with an output for each of them, and called so."""
+    """Returns the linear layers that are routers: called so, beside a module of experts, with an output for each of them."""
     routers = set()
     for name, module in model.named_modules():
         experts = module.weights if isinstance(module, QuantExperts) else expert_weights(module)
