@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,7 @@ class LowbitQuantizer(HfQuantizer):
         """Modules whose weights are loaded -> the module that owns them, itself unless it is tied to another."""
         self.experts: set[str] = set()
         """Weights of experts that are quantized while they are loaded, by the name of the parameter."""
+        self._plain_types: dict[str, torch.dtype] = {}
 
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -168,6 +169,7 @@ class LowbitQuantizer(HfQuantizer):
                     shapes = {name: reader.info(name).shape for name in reader.names()}
             _untie(model, manifest.layers)
             place_empty_modules(model, manifest, types, where)
+            self._plain_types = {name: p.dtype for name, p in _plain_parameters(model)}
             _leave_as_loaded(model, [*manifest.layers, *manifest.tied])
             if stored and _is_as_stated(model):
                 require_complete(where, model, shapes)
@@ -225,6 +227,9 @@ class LowbitQuantizer(HfQuantizer):
         left += [name for name in self.experts if not is_set(model, name)]
         if left:
             raise CheckpointError(f"{where}: no file has the weight of {some(left)}, which was to be quantized")
+        for name, parameter in _plain_parameters(model):  # Transformers 5.17 leaves renamed tensors in the type of the file
+            if parameter.dtype != self._plain_types.get(name, parameter.dtype):
+                parameter.data = parameter.data.to(self._plain_types[name])
         if self.plan is not None:
             self.quantization_config.layers = {name: _entry(self.plan, name) for name in self.plan.layers}
             self.quantization_config.tied = dict(self.plan.tied) or None
@@ -302,6 +307,14 @@ def _entry(plan: Plan, name: str) -> dict[str, Any]:
     """Returns the entry of a layer in config.json."""
     other = plan.others.get(name)
     return {"shape": list(plan.layers[name])} | ({} if other is None else {"scheme": other.name})
+
+
+def _plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields the floating-point parameters that belong to no quantized layer."""
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if parameter.is_floating_point() and not isinstance(module, PackedParameters):
+                yield name, parameter
 
 
 def _is_as_stated(model: nn.Module) -> bool:

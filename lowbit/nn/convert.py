@@ -197,6 +197,8 @@ def _refusal(
         if isinstance(scheme.granularity, (PerTensor, PerBlock)):
             return f"rows of an embedding need scales of their own, {scheme} shares them among rows"
         return None
+    if type(module).__name__.endswith("Router"):
+        return "a router, which chooses experts, is not quantized"
     if type(module) is not nn.Linear:
         dims = " and ".join(sorted({f"{p.dim()}-dimensional" for p in module.parameters(recurse=False) if p.dim() >= 2}))
         return f"only nn.Linear, nn.Embedding and fused experts are converted; {type(module).__name__} holds {dims} weights"

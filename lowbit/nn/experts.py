@@ -69,6 +69,7 @@ class PackedExperts(PackedParameters):
         self.decode_bytes = 0
         self.row_order: Tensor | None = None
         self._form: Form = "rows"
+        self._packed_for: torch.dtype | None = None
         for name in KERNEL_TENSORS:
             self.register_buffer(name, None, persistent=False)
         self._matrices: list[GemmWeight] | None = None
@@ -140,18 +141,20 @@ class PackedExperts(PackedParameters):
         )  # fmt: skip
 
     def clear_refusals(self) -> None:
-        """There are none: which form the weights have is decided when they are packed."""
+        """Has the next product check that the weights are in the form for its x, after a change of the module."""
+        self._packed_for = None
 
     def forms_for(self, dtype: torch.dtype) -> Any:
         """The weights in the form in which x of `dtype` is multiplied by them: an `ExpertWeight`, or a list with a matrix for
         each expert. The first call packs them. Raises UnsupportedProblem for weights that Accelerate has offloaded."""
-        if self.is_prepared and not self._fits(dtype):
+        if self.is_prepared and self._packed_for != dtype and not self._fits(dtype):
             self.restore()
         if not self.is_prepared:
             if self.weight_scale.is_meta:
                 raise UnsupportedProblem("Accelerate has offloaded the weights of experts: load the model without offloading")
             with torch.inference_mode(False), torch.no_grad():  # the tensors outlive this call
                 self._prepare(dtype)
+        self._packed_for = dtype
         return self._matrices if self._stacked is None else self._stacked_weight()
 
     @property

@@ -63,7 +63,7 @@ def test_on_disk_while_loading_and_saved_again(source, scheme, tmp_path):
     layers = LAYERS.get(name, 2)
     assert len(plan.experts) == 2 * layers and any("weights of experts" in line for line in plan.lines())
     routers = [row.name for row in plan.kept if row.name.endswith(("mlp.gate", "mlp.router"))]
-    assert len(routers) == layers, "routers stay in 16 bits"
+    assert len(routers) == layers and all("router" in row.reason for row in plan.kept if row.name in routers)
 
     model = load(tmp_path / "disk")
     assert sum(isinstance(m, QuantExperts) for m in model.modules()) == layers
@@ -185,7 +185,7 @@ def test_quantizing_takes_the_memory_of_one_expert(tmp_path):
 
     config = MixtralConfig(
         vocab_size=160, hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=16, num_experts_per_tok=2,
+        num_key_value_heads=2, num_local_experts=10, num_experts_per_tok=2,
     )  # fmt: skip
     with torch.device("meta"):
         model = MixtralForCausalLM(config)

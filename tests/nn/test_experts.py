@@ -194,6 +194,8 @@ def test_experts_of_other_architectures(path):
     original = cls(config)
     for parameter in original.parameters():
         nn.init.normal_(parameter, std=0.3)
+    if expert_weights(original) is None:
+        pytest.skip(f"in this Transformers, {name} has not the interface of experts")
     quantized = converted(original, "w4a16_g32")
     assert quantized.gate == OTHERS[path]
     with torch.no_grad():
@@ -203,7 +205,7 @@ def test_experts_of_other_architectures(path):
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_the_form_of_a_gpu(name):
-    """All experts in one weight, multiplied by the operators on a CPU: gate in the epilogue, biases in the order of its rows."""
+    """All experts in one weight, multiplied by the operators on a CPU: a gate in the epilogue, biases in the order of rows."""
     pytest.importorskip("lowbit.ops.expert_gemm", reason="the kernels of experts are not in this tree")
     quantized = converted(experts_of(name), "w4a16_g32")
     with torch.no_grad():
