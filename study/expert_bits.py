@@ -120,7 +120,7 @@ def divergence(folder: Path, choice: Choice, tokens: Tensor, device: str) -> flo
 def _round(parameter: Tensor, module: ExpertModule, schemes: list[Scheme]) -> None:
     """Rounds the matrices of all experts in place."""
     for weight, scheme in zip(parameter, schemes, strict=True):
-        q = rtn(weight.T if module.transposed else weight, scheme, search="mse")
+        q = rtn(weight.T if module.transposed else weight, scheme)
         dense_parameter([q], module.transposed, weight[None])
 
 

@@ -22,10 +22,8 @@ class LayerExperts:
     @classmethod
     def of(cls, layer: nn.Module, parameters: Sequence[str]) -> LayerExperts:
         """Returns the expert layers whose two weights are both among `parameters` (names in the decoder layer)."""
-        own = expert_modules(layer)
-        return cls(
-            {n: (layer.get_submodule(n), m) for n, m in own.items() if {m.first, m.down} <= set(parameters)}
-        )  # fmt: skip
+        wanted, own = set(parameters), expert_modules(layer)
+        return cls({n: (layer.get_submodule(n), m) for n, m in own.items() if {m.first, m.down} <= wanted})
 
     @property
     def parameters(self) -> set[str]:

@@ -32,7 +32,7 @@ def expert_costs(matrices: ExpertMatrices, inputs: RoutedInputs, schemes: Sequen
         sizes += float(expected.double().square().sum())
         own = []
         for scheme in schemes:
-            gate_up, down = (rtn(w[e], scheme, search="mse").dequantize() for w in (matrices.gate_up, matrices.down))
+            gate_up, down = (rtn(w[e], scheme).dequantize() for w in (matrices.gate_up, matrices.down))
             actual = matrices.output(e, matrices.hidden(e, x, gate_up), down) * weights
             own.append(float((actual - expected).double().square().sum()))
         errors.append(own)

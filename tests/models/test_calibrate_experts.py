@@ -76,7 +76,7 @@ def divergence(folder, experts):
     return float((expected.exp() * (expected - model(OTHERS).logits.log_softmax(-1))).sum(-1).mean())
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_the_model_stays_closer(name, folders, tmp_path):
     rounded = divergence(folders(name), calibrated(folders(name), Rtn(), tmp_path / "rtn")[0])
     for method, bound in ((Gptq(), 0.7), (Awq(), 0.9), (Learned(iterations=40, batch=4), 0.9)):

@@ -21,7 +21,7 @@ def test_costs_are_errors_of_the_output():
     for e in range(E):
         x, p = inputs.of(e)
         y = of.output(e, of.hidden(e, x)) * p
-        rounded = [rtn(w[e], SCHEMES[1], search="mse").dequantize() for w in (of.gate_up, of.down)]
+        rounded = [rtn(w[e], SCHEMES[1]).dequantize() for w in (of.gate_up, of.down)]
         errors.append(float((of.output(e, of.hidden(e, x, rounded[0]), rounded[1]) * p - y).square().sum()))
         sizes += float(y.square().sum())
     assert [own[1].error for own in costs] == pytest.approx([error / sizes for error in errors], rel=1e-4)

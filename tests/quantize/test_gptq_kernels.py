@@ -10,7 +10,7 @@ import torch
 from lowbit.formats import ZeroPoint, parse_scheme
 from lowbit.quantize import gptq, rtn
 from lowbit.quantize.gptq import _GpuGrid, _Grid, _inside_groups, inverse_factor
-from lowbit.quantize.rtn import nearest, spanning, values
+from lowbit.quantize.rtn import nearest, scale_dtype, spanning, values
 from lowbit.quantize.statistics import output_error
 from tests.kernels.interpreter import interpreted
 from tests.kernels.sass import compile_triton, loops_to_loaded_bounds
@@ -73,7 +73,7 @@ def check(name, n, k, search, static, device="cpu"):
     cost = factor.diagonal().square().reciprocal()
     scheme, found = parse_scheme(name), []
     for kind in (_GpuGrid, StepByStep):
-        grid = kind(w, scheme, search)
+        grid = kind(w, scheme, search, scale_dtype(scheme, w))
         order = hessian.diagonal().argsort(descending=True, stable=True) if static else torch.arange(k, device=device)
         if static:
             for start in range(0, k, grid.width):
