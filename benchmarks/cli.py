@@ -77,7 +77,7 @@ def tiles(
     """Check the choice of tile on this GPU: the chosen one beside the best of the next ones and the batch-invariant one.
 
     Needs an NVIDIA GPU. Rows in which another tile wins by more than 3 % are printed at the end in the form in which
-    kernels/choose/gemm.py keeps them.
+    kernels/choose/measured.py keeps them.
 
     Example: python -m benchmarks tiles --formats w4a16_g128 --shapes 4096x4096 --m 16,64,256
     """
@@ -106,6 +106,46 @@ def tiles(
     for row in rows:
         if row.worth_a_row:
             print(row.measured(machine.product))
+
+
+@app.command(name="experts")
+@user_errors
+def experts(
+    models: Annotated[
+        str | None, typer.Option(help="Models, separated by commas: Qwen3-30B-A3B,Mixtral-8x7B; all four.")
+    ] = None,
+    formats: Annotated[str | None, typer.Option(help="Schemes, separated by commas.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens of a step, separated by commas: 1,4,16,64,256,1024.")] = None,
+    tiles: Annotated[bool, typer.Option("--tiles", help="Time the next candidates of each product too.")] = False,
+    tile_rows: Annotated[int, typer.Option(help="Rows of the routing's tiles: 8, 16, 64, 128; 0 for the chosen.")] = 0,
+    torch16: Annotated[bool, typer.Option("--torch16/--no-torch16", help="Time torch's 16-bit experts beside.")] = True,
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-experts.json.")
+    ] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file; needs no GPU.")] = None,
+) -> None:
+    """Time the expert block of a layer on this GPU: route, gate and up, down, sum; as share of the limit of the experts hit.
+
+    Needs an NVIDIA GPU. The first call of each row is checked against a float64 layer. The file is complete after every row.
+
+    Example: python -m benchmarks experts --models Qwen3-30B-A3B --formats w4a16_g128 --tokens 1,16 --tiles
+    """
+    check_schemes(formats)
+    load_layers()
+    from benchmarks import experts as bench
+    from lowbit.eval.results import read_json
+
+    if report_file is not None:
+        document = read_json(report_file, bench.RESULT, bench.SCHEMA)
+    else:
+        path, document = bench.run(bench.make_request(models, formats, tokens, tiles, torch16, tile_rows), out_file, say)
+        say(f"wrote {path}")
+    shown = Table(*bench.COLUMNS)
+    for row in bench.table(document):
+        shown.add_row(*row)
+    out.print(shown)
+    for line in bench.tile_lines(document):
+        print(line)
 
 
 @app.command(name="choice")

@@ -15,7 +15,8 @@ from benchmarks.protocol import capture, relative_error
 from benchmarks.request import GemmRequest
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.machine import Machine
-from lowbit.kernels.choose.gemm import GemmShape, Tile, candidates, choose
+from lowbit.kernels.choose.gemm import candidates, choose
+from lowbit.kernels.choose.tiles import GemmShape, Tile
 from lowbit.pack import FragmentWeight
 from lowbit.tune.timing import WrongResult, copies_needed, gaussian, l2_bytes, quantized
 
@@ -46,7 +47,7 @@ class TileRow:
         return self.best_us < (1 - MARGIN) * self.chosen_us
 
     def measured(self, gpu: str) -> str:
-        """Returns the row for `MEASURED` in kernels/choose/gemm.py."""
+        """Returns the row for `MEASURED` in kernels/choose/measured.py."""
         day = datetime.date.today().isoformat()
         return f'Measured("{gpu}", "{day}", {self.shape!r}, {self.best!r}, {self.best_us:.1f}, {self.chosen_us:.1f}),'
 

@@ -157,7 +157,7 @@ def test_other_machines(quantized, sm, instruction):
 
 
 def test_register_by_hand(quantized):
-    """Row 17 is row 1 of strip 1, lane group 1; k 26 of a tile is 10 of step 1: place 1, 8 k on."""
+    """Row 17 is row 1 of row block 1, lane group 1; k 26 of a tile is 10 of step 1: place 1, 8 k on."""
     text = by_file(explain(quantized("w4a16_g64")[0], LAYER, 17, 64 + 26))["mma.py"]
     assert "lane 5, k step 1, register a2, lower half" in text
 
@@ -180,7 +180,7 @@ def test_kernels_are_named_with_reasons(quantized):
 
 
 def test_the_walk_ends_in_the_kernels(quantized, monkeypatch):
-    """Row 17 is strip 1; column 90 is in the first step of 128 and in the second k tile of 64."""
+    """Row 17 is row block 1; column 90 is in the first step of 128 and in the second k tile of 64."""
     steps = explain(quantized("w4a16_g64")[0], LAYER, 17, 90)
     ring, wgmma = (step for step in steps if step.file.endswith(("small_m_gemm.py", "large_m_gemm.py")))
     assert ring.file == "lowbit/kernels/sm80/small_m_gemm.py" and wgmma.file == "lowbit/kernels/sm90/large_m_gemm.py"
@@ -190,7 +190,7 @@ def test_the_walk_ends_in_the_kernels(quantized, monkeypatch):
     monkeypatch.setattr("lowbit.explain.kernels.TOKENS", (1 << 18,))  # of a layer so small
     steps = explain(quantized("w4a16_g64")[0], LAYER, 17, 90, sm=80)
     (mma,) = (step for step in steps if step.file == "lowbit/kernels/sm80/large_m_gemm.py")
-    assert re.search(r"row tile 0, strip 1 of 4: strip [01] of the warps of row [01]; K split 0", mma.lines[1])
+    assert re.search(r"row tile 0, row block 1 of 4: row block [01] of the warps of row [01]; K split 0", mma.lines[1])
     assert "k tile 1 is stage 1: cp.async" in mma.lines[2]
     for step in (ring, wgmma, mma):
         source = "".join(path.read_text() for path in (ROOT / step.file, *(ROOT / "lowbit/kernels/parts").glob("*.py")))

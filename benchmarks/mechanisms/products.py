@@ -20,7 +20,8 @@ from lowbit.formats import QuantTensor, parse_scheme
 from lowbit.hardware.conversions import Conversion
 from lowbit.hardware.half import HalfType
 from lowbit.hardware.machine import machine_of
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, Tile, WgmmaTile, choose
+from lowbit.kernels.choose.gemm import choose
+from lowbit.kernels.choose.tiles import GemmShape, MmaTile, RingTile, Tile, WgmmaTile
 from lowbit.kernels.parts.k_block import KBlock
 from lowbit.kernels.sm80.small_m_gemm import RingPlan
 from lowbit.ops.fragment_gemm import plan_for

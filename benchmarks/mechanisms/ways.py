@@ -143,14 +143,7 @@ class Cast(Instruction):
     width: int
     dtype: HalfType
     by_float32: bool
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        return (self.a,)
-
-    @property
-    def opcode(self) -> str:
-        return "cvt"
+    opcode = "cvt"
 
     @property
     def min_sm(self) -> int:  # type: ignore[override]

@@ -29,7 +29,7 @@ from lowbit.engine.product import Dense, Packed, Product
 from lowbit.engine.program import DecodeProgram
 from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose import attention, fused_gemm, gemm
-from lowbit.kernels.choose.gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile
+from lowbit.kernels.choose.tiles import DENSE_BITS, RING_TOKENS, GemmShape, RingTile, Role
 from lowbit.kernels.parts.compile import compiled
 from lowbit.kernels.parts.launch import recording
 from lowbit.pack import DenseWeight
@@ -53,7 +53,7 @@ class TiledPart:
     """A kernel of a layer, or the head: its name, its role in a chain, its shape, the tiles to try, the chosen one first."""
 
     name: str
-    role: fused_gemm.Role | None
+    role: Role | None
     shape: GemmShape | None
     tiles: tuple[Any, ...]
 
@@ -62,7 +62,7 @@ def parts_of(program: DecodeProgram, rows: int, reach: int, machine: Machine, co
     """The parts of a step of `rows` rows, those of the largest weights first, each with the model's `count` best tiles."""
     layer = program.layers[0]
     chained = isinstance(program.chain, Chain) and rows <= program.chain.most
-    roles: dict[str, fused_gemm.Role] = {
+    roles: dict[str, Role] = {
         "gate_up": "gated", "down": "residual", "qkv": "norm", "o": "residual", "head": "norm",
     }  # fmt: skip
     products: dict[str, Product | None] = {
@@ -80,7 +80,7 @@ def parts_of(program: DecodeProgram, rows: int, reach: int, machine: Machine, co
 
 
 def _product_part(
-    name: str, role: fused_gemm.Role | None, weight: Any, rows: int, machine: Machine, count: int
+    name: str, role: Role | None, weight: Any, rows: int, machine: Machine, count: int
 ) -> TiledPart:  # fmt: skip
     n, k = weight.shape
     shape = GemmShape(rows, n, k, DENSE_BITS if isinstance(weight, DenseWeight) else weight.scheme.weight.bits)

@@ -18,10 +18,10 @@ from lowbit.engine.decoder import Decoder
 from lowbit.engine.product import Dense, Packed, Product
 from lowbit.hardware.machine import features_of
 from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS
-from lowbit.kernels.choose.gemm import RING_TOKENS, SMALL_TOKENS
+from lowbit.kernels.choose.tiles import RING_TOKENS, SMALL_TOKENS
 from lowbit.ops.elementwise import EmbeddingTable, add_norm, embed_norm_squares
 from lowbit.ops.fused_gemm import Gated, chain_refusals, factor_of, norm_gemm, residual_gemm
-from lowbit.pack.fragment import STRIP
+from lowbit.pack.fragment import ROW_BLOCK
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _refusals(product: Packed | Dense, m: int, dtype: torch.dtype) -> tuple[str,
 
 def _pairs(gate_up: Packed | Dense) -> bool:
     """True if the product's epilogue can multiply gate by up."""
-    return gate_up.weight.shape[0] % STRIP == 0 if isinstance(gate_up, Dense) else gate_up.alternates
+    return gate_up.weight.shape[0] % ROW_BLOCK == 0 if isinstance(gate_up, Dense) else gate_up.alternates
 
 
 def chain_of(

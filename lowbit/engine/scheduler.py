@@ -60,6 +60,8 @@ class Scheduler:
             raise ValueError(f"chunks of prompts are whole pages of {PAGE} tokens, got {chunk_tokens}")
         self.pages, self.chunk_tokens, self.prefix_caching, self.invariant = pages, chunk_tokens, prefix_caching, invariant
         self.waiting: deque[Sequence] = deque()
+        """First in, first out; preempted sequences go back to the front. `schedule` takes from the front and never passes over
+        a sequence that does not fit."""
         self.running: list[Sequence] = []
         """In the order of admission."""
         self._free_slots = list(range(slots - 1, -1, -1))

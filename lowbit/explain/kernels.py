@@ -8,11 +8,11 @@ from lowbit.explain.origin import FollowedWeight, PathStage, dtype_name
 from lowbit.formats import ActivationRule, IntFormat, PerBlock, QuantTensor, code_values
 from lowbit.hardware.byte_conversions import byte_conversion
 from lowbit.hardware.machine import Machine, machine_of, typical_machine
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, WgmmaTile
 from lowbit.kernels.choose.gemm import choose as choose_tile
+from lowbit.kernels.choose.tiles import GemmShape, MmaTile, RingTile, WgmmaTile
 from lowbit.ops import KERNELS, Problem, choose, problem_on
 from lowbit.pack import scaled_refusals
-from lowbit.pack.fragment import STRIP, TILE_K
+from lowbit.pack.fragment import ROW_BLOCK, TILE_K
 
 TOKENS = (1, 16, 64, 1024)
 """Numbers of rows of x for which the kernels are listed."""
@@ -64,13 +64,13 @@ def in_kernels(weight: FollowedWeight, machine: Machine) -> list[PathStage]:
 
 
 def _in_ring(weight: FollowedWeight, tile: RingTile) -> tuple[str, ...]:
-    strip, step = weight.row // STRIP, weight.column // (2 * TILE_K)
-    block, inside = divmod(strip, tile.block_strips)
+    row_block, step = weight.row // ROW_BLOCK, weight.column // (2 * TILE_K)
+    block, inside = divmod(row_block, tile.tile_row_blocks)
     slices = tile.warps_k * tile.splits
     turn, part = divmod(step, slices)
-    warp = inside // tile.strips * tile.warps_k + part % tile.warps_k
+    warp = inside // tile.row_blocks * tile.warps_k + part % tile.warps_k
     return (
-        f"strip {strip} of 16 rows is strip {inside % tile.strips} of warp {warp} of block {block};",
+        f"row block {row_block} of 16 rows is row block {inside % tile.row_blocks} of warp {warp} of block {block};",
         f"step {step} of 128 k is number {turn} of that warp: slice {part} of {slices} along K, split {part // tile.warps_k};",
         "cp.async copies its words into the warp's ring buffer (copy_block); they are read (read_block), dequantized and",
         "multiplied by mma.sync (multiply); partial sums of all K slices are reduced in a fixed order (reduce_slices,",
@@ -79,17 +79,17 @@ def _in_ring(weight: FollowedWeight, tile: RingTile) -> tuple[str, ...]:
 
 
 def _in_mma(weight: FollowedWeight, tile: MmaTile) -> tuple[str, ...]:
-    strips, strip = -(-weight.q.shape[0] // STRIP), weight.row // STRIP
-    row_tile = strip // (tile.rows // STRIP)
-    inside = strip - min(row_tile * (tile.rows // STRIP), strips - tile.rows // STRIP)
+    row_blocks, row_block = -(-weight.q.shape[0] // ROW_BLOCK), weight.row // ROW_BLOCK
+    row_tile = row_block // (tile.rows // ROW_BLOCK)
+    inside = row_block - min(row_tile * (tile.rows // ROW_BLOCK), row_blocks - tile.rows // ROW_BLOCK)
     size, k_tile = TILE_K * tile.warps_k, weight.column // TILE_K
     stages, stage = -(-weight.q.shape[1] // size), weight.column // size
     split = next(i for i in range(tile.splits) if stages * (i + 1) // tile.splits > stage)
     own = f"slice {k_tile % tile.warps_k} of " if tile.warps_k > 1 else ""
     return (
-        f"row tile {row_tile}, strip {inside} of {tile.rows // STRIP}: strip {inside // tile.warps_n} of the warps of row "
-        f"{inside % tile.warps_n}; K split {split};",
-        f"k tile {k_tile} is {own}stage {stage}: cp.async copies its words (copy_piece), each of the {tile.warps_m} warps "
+        f"row tile {row_tile}, row block {inside} of {tile.rows // ROW_BLOCK}: row block {inside // tile.warps_n} of the warps "
+        f"of row {inside % tile.warps_n}; K split {split};",
+        f"k tile {k_tile} is {own}stage {stage}: cp.async copies its words (copy_vector), each of the {tile.warps_m} warps "
         "of the row reads them (read_weights),",
         "dequantizes them in registers (dequantize_row_block), forms operand A (operand_of) and multiplies it by",
         "mma.sync (multiply) while the next 16 k are dequantized; x is operand B, loaded by ldmatrix from shared memory",
@@ -102,7 +102,8 @@ def _in_wgmma(weight: FollowedWeight, tile: WgmmaTile) -> tuple[str, ...]:
     split = next((str(i) for i in range(tile.splits) if turns * (i + 1) // tile.splits > turn), "by equal shares of blocks")
     half = "even" if weight.column // TILE_K % 2 == 0 else "odd"
     return (
-        f"row tile {row_tile}, row {inside} of {tile.rows}: warpgroup {inside // 64}, warp {inside // STRIP}; K split {split};",
+        f"row tile {row_tile}, row {inside} of {tile.rows}: warpgroup {inside // 64}, warp {inside // ROW_BLOCK}; "
+        f"K split {split};",
         f"k tile {weight.column // TILE_K} is the {half} stage of k block {turn}: TMA loads its words (load_weights), the",
         "warp reads them (read_words), dequantizes them in registers (dequantize), forms operand A (operand_a) and starts",
         f"wgmma.mma_async m64n{tile.tokens}k16 on it (start); x is operand B, from shared memory;",

@@ -13,7 +13,7 @@ from lowbit.hardware.conversions import Conversion, conversion
 from lowbit.hardware.half import HalfType
 from lowbit.hardware.mma import MmaAtom
 from lowbit.pack import FragmentOrder
-from lowbit.pack.fragment import STRIP, TILE_K, word_places
+from lowbit.pack.fragment import ROW_BLOCK, TILE_K, word_places
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def register_stages(weight: FollowedWeight, atom: MmaAtom, sm: int) -> list[Path
     """Returns the stages for the operand register, the packed words with the code, and the conversion."""
     layout = FragmentOrder(atom, weight.format)
     rows, ks = layout.tile.coordinates()
-    here = np.argwhere((rows == weight.row % STRIP) & (ks == weight.column % TILE_K))[0]
+    here = np.argwhere((rows == weight.row % ROW_BLOCK) & (ks == weight.column % TILE_K))[0]
     place = FragmentPlace(*(int(number) for number in here))
     c = conversion(weight.format, _half_type(weight.format))
     words, packing = _packing(weight, layout, c, place)
@@ -51,7 +51,7 @@ def _half_type(fmt: NumberFormat) -> HalfType:
 
 def _fragment(weight: FollowedWeight, atom: MmaAtom, sm: int, place: FragmentPlace) -> PathStage:
     step, register = divmod(place.register, atom.a.registers)
-    tile, inside = (weight.row // STRIP, weight.column // TILE_K), (weight.row % STRIP, weight.column % TILE_K)
+    tile, inside = (weight.row // ROW_BLOCK, weight.column // TILE_K), (weight.row % ROW_BLOCK, weight.column % TILE_K)
     owner = "one warp of the warpgroup" if atom.threads > 32 else "one warp"
     return PathStage(
         "lowbit/hardware/mma.py",
@@ -59,7 +59,7 @@ def _fragment(weight: FollowedWeight, atom: MmaAtom, sm: int, place: FragmentPla
         (
             f"sm {sm}, {atom.section}",
             f"{atom.instruction}: weights are operand A, {atom.m} rows of k {atom.k} in {atom.threads} threads' registers",
-            f"tile {list(tile)} of {STRIP} x {TILE_K} ({owner}): its row {inside[0]}, k {inside[1]} is in",
+            f"tile {list(tile)} of {ROW_BLOCK} x {TILE_K} ({owner}): its row {inside[0]}, k {inside[1]} is in",
             f"lane {place.thread}, k step {step}, register a{register}, {place.half}",
         ),
     )
@@ -69,8 +69,8 @@ def _packing(
     weight: FollowedWeight, layout: FragmentOrder, c: Conversion, place: FragmentPlace
 ) -> tuple[list[np.uint32], PathStage]:
     """Packs the tile of this weight; returns the words that its conversion reads, and the stage with the code's bits."""
-    strip, k_tile, bits = weight.row // STRIP, weight.column // TILE_K, weight.format.bits
-    (plane,) = layout.pack(weight.q.codes[strip * STRIP :, k_tile * TILE_K :][:STRIP, :TILE_K], bits)
+    row_block, k_tile, bits = weight.row // ROW_BLOCK, weight.column // TILE_K, weight.format.bits
+    (plane,) = layout.pack(weight.q.codes[row_block * ROW_BLOCK :, k_tile * TILE_K :][:ROW_BLOCK, :TILE_K], bits)
     (shape,) = layout.plane_shapes(bits, weight.q.shape)
     places = word_places(bits)[place.thread]
     own = plane[0, 0][places].numpy().view(np.uint32)
@@ -83,7 +83,7 @@ def _packing(
         where.setdefault(first + word, []).append((bit, at + place.element * c.fields.window))
     for number, bits_there in where.items():
         parts = ", ".join(f"bit {bit} at {at}: {int(own[number]) >> at & 1}" for bit, at in reversed(bits_there))
-        lines.append(f"word [{strip}, {k_tile}, {int(places[number])}] = {own[number]:08x}, of the code {parts}")
+        lines.append(f"word [{row_block}, {k_tile}, {int(places[number])}] = {own[number]:08x}, of the code {parts}")
     lines.append("(kernels that read the file's dense rows skip this step and the next: lowbit/ops/table.py lists them)")
     return words, PathStage("lowbit/pack/fragment.py", str(layout), tuple(lines))
 

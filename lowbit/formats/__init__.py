@@ -6,25 +6,8 @@ Schemes, number formats and granularities need no torch; the other names import 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lowbit.formats.granularity import (
-    Granularity,
-    PerBlock,
-    PerChannel,
-    PerGroup,
-    PerTensor,
-    PerToken,
-    scale_shape,
-    spread,
-)
-from lowbit.formats.number import (
-    FloatFormat,
-    IntFormat,
-    NumberFormat,
-    float_format,
-    int_format,
-    number_format,
-    uint_format,
-)
+from lowbit.formats.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, scale_shape, spread
+from lowbit.formats.number import FloatFormat, IntFormat, NumberFormat, float_format, int_format, number_format, uint_format
 from lowbit.formats.scheme import ALIASES, GRAMMAR, ActivationRule, Scheme, ZeroPoint, parse_scheme
 
 if TYPE_CHECKING:
@@ -54,7 +37,6 @@ __all__ = [
     "PerChannel",
     "PerGroup",
     "PerTensor",
-    "PerToken",
     "QuantTensor",
     "Scheme",
     "ZeroPoint",

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -129,7 +129,7 @@ class SecondProduct:
 
     def to(self, device: torch.device | str) -> SecondProduct:
         """Returns the same product with its tensors on `device`."""
-        return SecondProduct(self.weight.to(device), self.s.to(device), self.x, self.stride, self.padding)
+        return replace(self, weight=self.weight.to(device), s=self.s.to(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,10 +186,8 @@ class ConvLayer:
 
     def to(self, device: torch.device | str) -> ConvLayer:
         """Returns the same layer with its tensors on `device`."""
-        return ConvLayer(
-            self.weight.to(device), self.s.to(device), self.b.to(device), self.x, self.y, self.stride, self.padding, self.relu,
-            self.residual, self.g, None if self.second is None else self.second.to(device), self.name,
-        )  # fmt: skip
+        second = None if self.second is None else self.second.to(device)
+        return replace(self, weight=self.weight.to(device), s=self.s.to(device), b=self.b.to(device), second=second)
 
 
 def _product(layer: ConvLayer | SecondProduct) -> tuple[str, str, int, Pair, Pair, Pair]:

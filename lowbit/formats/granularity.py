@@ -1,6 +1,6 @@
 """Granularities: how many elements of a matrix [N, K] share one scale.
 
-Rows are output channels of weights or tokens of activations. `block` returns the rows and columns that share a scale.
+Rows are output channels of weights. `block` returns the rows and columns that share a scale.
 """
 
 from __future__ import annotations
@@ -23,14 +23,6 @@ class PerTensor:
 @dataclass(frozen=True)
 class PerChannel:
     """One scale per output channel (coarse-grained, "CGQ"): [N, K] -> [N, 1]."""
-
-    def block(self, shape: tuple[int, int]) -> tuple[int, int]:
-        return 1, max(shape[1], 1)
-
-
-@dataclass(frozen=True)
-class PerToken:
-    """One scale per row of activations: [M, K] -> [M, 1]."""
 
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
         return 1, max(shape[1], 1)
@@ -68,7 +60,7 @@ class PerBlock:
         return self.n, self.k
 
 
-Granularity = PerTensor | PerChannel | PerToken | PerGroup | PerBlock
+Granularity = PerTensor | PerChannel | PerGroup | PerBlock
 
 
 def scale_shape(granularity: Granularity, shape: tuple[int, int]) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Instructions and limits of each SM version, one row each. `machine.py` has what differs between GPUs of one version.
 
-Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" (registers, shared memory).
+Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" (shared memory).
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ class Arch:
     shared_per_sm_bytes: int
     shared_per_block_bytes: int
     features: frozenset[str]
-    registers_per_sm: int = 65536
-    warp_size: int = 32
 
 
 _AMPERE = frozenset({"cp_async", "ldmatrix", "mma_f16", "mma_bf16", "mma_s8", "mma_s4"})

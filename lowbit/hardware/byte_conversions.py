@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowbit.formats import FloatFormat, IntFormat, NumberFormat
+from lowbit.hardware.conversions import placed_codes
 from lowbit.hardware.fields import FieldOrder, Slot, field_order
 from lowbit.hardware.ptx import Builder, Program
 
@@ -77,7 +78,7 @@ def byte_conversion(fmt: NumberFormat, operand: ByteOperand) -> ByteConversion:
         raise ValueError(refusal)
     fields = field_order(fmt, 8)
     b = Builder([f"w{i}" for i in range(fields.words)])
-    codes = _codes(b, fields)
+    codes = placed_codes(b, fields)
     stored: tuple[int, ...] = ()
     if operand == "s8":
         up = 8 - fmt.bits
@@ -115,19 +116,6 @@ def _refusal(fmt: NumberFormat, operand: ByteOperand) -> str:
 
 def _sign_and_magnitude(value: int, bits: int) -> int:
     return value if value >= 0 else (1 << (bits - 1)) | (-value - 1)
-
-
-def _codes(b: Builder, fields: FieldOrder) -> list[tuple[str, Slot]]:
-    """The word and the slot of each register, after the gathered words have been put together."""
-    words = [f"w{i}" for i in range(fields.words)]
-    for pieces in fields.gathered:
-        word: str | int = 0
-        for piece in pieces:
-            view, mask = b.shift(words[piece.word], piece.shift), piece.mask * _FOUR
-            word = b.mask(view, mask) if word == 0 else b.masked_or(view, mask, word)
-        assert isinstance(word, str)
-        words.append(word)
-    return [(words[r // len(fields.slots)], fields.slots[r % len(fields.slots)]) for r in range(fields.registers)]
 
 
 def _with_one_for_the_sign(b: Builder, word: str, slot: Slot) -> str:

@@ -87,7 +87,7 @@ def conversion(fmt: NumberFormat, dtype: HalfType) -> Conversion:
     """
     fields = field_order(fmt)
     builder = Builder([f"w{i}" for i in range(fields.words)])
-    codes = _codes(builder, fields)
+    codes = placed_codes(builder, fields)
     factor = 1.0
     if isinstance(fmt, FloatFormat):
         outputs, factor = _float_outputs(builder, fmt, dtype, codes)
@@ -118,7 +118,7 @@ def subnormal_codes(fmt: IntFormat, dtype: HalfType) -> SubnormalCodes:
     """The codes of an integer format of up to 7 bits as subnormal halves; the caller subtracts offsets."""
     fields = field_order(fmt)
     builder = Builder([f"w{i}" for i in range(fields.words)])
-    placed = list(_placed(_codes(builder, fields), _CODE_BITS[dtype]))
+    placed = list(_placed(placed_codes(builder, fields), _CODE_BITS[dtype]))
     outputs = [_moved(builder, word, slot, [bit - down for bit in slot]) for word, slot, down in placed]
     return SubnormalCodes(fields, builder.build(outputs), tuple(slot[0] - down for _, slot, down in placed))
 
@@ -135,14 +135,14 @@ def _placed(codes: list[tuple[str, Slot]], mantissa: int) -> Iterator[tuple[str,
         yield word, slot, down
 
 
-def _codes(b: Builder, fields: FieldOrder) -> list[tuple[str, Slot]]:
+def placed_codes(b: Builder, fields: FieldOrder) -> list[tuple[str, Slot]]:
     """The word and the slot of each register, after the gathered words have been put together."""
     words = [f"w{i}" for i in range(fields.words)]
+    in_all = sum(1 << start for start in range(0, 32, fields.window))  # the same bit of every element
     for pieces in fields.gathered:
         word: str | int = 0
         for piece in pieces:
-            view = b.shift(words[piece.word], piece.shift)
-            mask = piece.mask * _BOTH
+            view, mask = b.shift(words[piece.word], piece.shift), piece.mask * in_all
             word = b.mask(view, mask) if word == 0 else b.masked_or(view, mask, word)
         assert isinstance(word, str)
         words.append(word)

@@ -233,20 +233,9 @@ class MmaAtom:
 
 def _mma_sync(k: int, operands: tuple[str, ...], bits: int, accumulator: str, min_sm: int, section: str) -> MmaAtom:
     return MmaAtom(
-        name=f"mma.m16n8k{k}.{operands[0]}",
-        instruction=f"mma.sync.aligned.m16n8k{k}.row.col",
-        m=16,
-        n=8,
-        k=k,
-        operands=operands,
-        operand_bits=bits,
-        accumulator=accumulator,
-        min_sm=min_sm,
-        section=f"PTX ISA, Matrix Fragments for {section}",
-        a=a_fragment(16, k, bits),
-        b=b_fragment(k, bits),
-        c=c_fragment(16, 8),
-    )
+        f"mma.m16n8k{k}.{operands[0]}", f"mma.sync.aligned.m16n8k{k}.row.col", 16, 8, k, operands, bits, accumulator, min_sm,
+        f"PTX ISA, Matrix Fragments for {section}", a_fragment(16, k, bits), b_fragment(k, bits), c_fragment(16, 8),
+    )  # fmt: skip
 
 
 MMA_M16N8K8_F16 = _mma_sync(8, ("f16",), 16, "f32", 75, "mma.m16n8k8")
@@ -265,21 +254,9 @@ def _wgmma(n: int, k: int, operands: tuple[str, ...], bits: int, accumulator: st
     if not 8 <= n <= 256 or n % step:
         raise ValueError(f"wgmma with {operands[0]} operands has n = 8 to 256 in steps of {step}, got {n}")
     return MmaAtom(
-        name=f"wgmma.m64n{n}k{k}.{operands[0]}",
-        instruction=f"wgmma.mma_async.sync.aligned.m64n{n}k{k}",
-        m=64,
-        n=n,
-        k=k,
-        operands=operands,
-        operand_bits=bits,
-        accumulator=accumulator,
-        min_sm=90,
-        max_sm=90,
-        section=f"PTX ISA, Matrix Fragments for wgmma.mma_async.m64nNk{k}",
-        a=a_fragment(64, k, bits),
-        b=None,
-        c=c_fragment(64, n),
-    )
+        f"wgmma.m64n{n}k{k}.{operands[0]}", f"wgmma.mma_async.sync.aligned.m64n{n}k{k}", 64, n, k, operands, bits, accumulator,
+        90, f"PTX ISA, Matrix Fragments for wgmma.mma_async.m64nNk{k}", a_fragment(64, k, bits), None, c_fragment(64, n), 90,
+    )  # fmt: skip
 
 
 def wgmma_f16(n: int) -> MmaAtom:

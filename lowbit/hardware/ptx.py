@@ -6,10 +6,10 @@ memory and no predicate. `Builder` writes one; its methods append an instruction
     b = Builder(["w"])
     pair = b.masked_or("w", 0x000F000F, 0x64006400)
     program = b.build([b.sub("fp16", pair, b.constant(0x64086408))])
-    program.inline_asm()            # text for Triton's and Gluon's inline_asm_elementwise
+    program.ptx()                   # text for a kernel
     program.run([words])            # the same instructions on uint32 arrays of any shape
 
-Source of the semantics: PTX ISA, sections on lop3, prmt, shf, shl, shr, mov and half precision floating point.
+Source of the semantics: PTX ISA, sections on lop3, prmt, shl, shr, mov and half precision floating point.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -48,29 +48,26 @@ def float_constant(value: float) -> str:
 
 
 class Instruction:
-    """One instruction: writes register `dest` once, reads its operands, and has a PTX text and a meaning in NumPy."""
+    """One instruction: writes register `dest` once, reads its operands, and has a PTX text and a meaning in NumPy.
+
+    Fields `a`, `b` and `c` of a subclass are its operands: register names and 32-bit immediates. `pipe` is the pipe that
+    executes it; constants are loop-invariant and cost nothing per weight.
+    """
 
     dest: str
+    opcode = ""
     min_sm = 50
+    pipe: ClassVar[Pipe] = "integer"
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """The operands: register names and 32-bit immediates."""
-        raise NotImplementedError
-
-    @property
-    def opcode(self) -> str:
-        raise NotImplementedError
+        """The operands in order."""
+        return tuple(getattr(self, name) for name in ("a", "b", "c") if hasattr(self, name))
 
     @property
     def suffix(self) -> tuple[str, ...]:
         """Trailing immediates that are no data: a lookup table, a shift amount."""
         return ()
-
-    @property
-    def pipe(self) -> Pipe:
-        """The pipe that executes it; constants are loop-invariant and cost nothing per weight."""
-        return "integer"
 
     def evaluate(self, *values: Words) -> Words:
         """The result for operand values, uint32 arrays that broadcast together."""
@@ -87,19 +84,9 @@ class Mov(Instruction):
     """`mov.b32`: an immediate or a register."""
 
     dest: str
-    value: Operand
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        return (self.value,)
-
-    @property
-    def opcode(self) -> str:
-        return "mov.b32"
-
-    @property
-    def pipe(self) -> Pipe:
-        return "constant"
+    a: Operand
+    opcode = "mov.b32"
+    pipe = "constant"
 
     def evaluate(self, *values: Words) -> Words:
         return values[0]
@@ -114,14 +101,7 @@ class Lop3(Instruction):
     b: Operand
     c: Operand
     table: int
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        return (self.a, self.b, self.c)
-
-    @property
-    def opcode(self) -> str:
-        return "lop3.b32"
+    opcode = "lop3.b32"
 
     @property
     def suffix(self) -> tuple[str, ...]:
@@ -145,14 +125,7 @@ class Prmt(Instruction):
     a: Operand
     b: Operand
     selector: int
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        return (self.a, self.b)
-
-    @property
-    def opcode(self) -> str:
-        return "prmt.b32"
+    opcode = "prmt.b32"
 
     @property
     def suffix(self) -> tuple[str, ...]:
@@ -173,32 +146,23 @@ class Prmt(Instruction):
 
 @dataclass(frozen=True)
 class Shift(Instruction):
-    """`shl.b32` and `shr.u32` (zero fill) and `shf.r.wrap.b32` of a register with itself (rotate right)."""
+    """`shr.u32`, to the left (a negative amount) `shl.b32`, with zero fill."""
 
     dest: str
     a: str
     amount: int
-    kind: Literal["left", "right", "rotate_right"]
 
     @property
-    def operands(self) -> tuple[Operand, ...]:
-        return (self.a, self.a) if self.kind == "rotate_right" else (self.a,)
-
-    @property
-    def opcode(self) -> str:
-        return {"left": "shl.b32", "right": "shr.u32", "rotate_right": "shf.r.wrap.b32"}[self.kind]
+    def opcode(self) -> str:  # type: ignore[override]
+        return "shr.u32" if self.amount > 0 else "shl.b32"
 
     @property
     def suffix(self) -> tuple[str, ...]:
-        return (str(self.amount),)
+        return (str(abs(self.amount)),)
 
     def evaluate(self, *values: Words) -> Words:
-        amount = np.uint32(self.amount)
-        if self.kind == "left":
-            return values[0] << amount
-        if self.kind == "right":
-            return values[0] >> amount
-        return values[0] >> amount | values[0] << np.uint32(32 - self.amount)
+        amount = np.uint32(abs(self.amount))
+        return values[0] >> amount if self.amount > 0 else values[0] << amount
 
 
 @dataclass(frozen=True)
@@ -208,14 +172,7 @@ class Add(Instruction):
     dest: str
     a: Operand
     b: Operand
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        return (self.a, self.b)
-
-    @property
-    def opcode(self) -> str:
-        return "add.u32"
+    opcode = "add.u32"
 
     def evaluate(self, *values: Words) -> Words:
         return values[0] + values[1]
@@ -233,22 +190,15 @@ class HalfArithmetic(Instruction):
     dtype: HalfType
     a: Operand
     b: Operand
+    pipe = "half"
 
     @property
-    def operands(self) -> tuple[Operand, ...]:
-        return (self.a, self.b)
-
-    @property
-    def opcode(self) -> str:
+    def opcode(self) -> str:  # type: ignore[override]
         return f"{self.operation}.{'f16x2' if self.dtype == 'fp16' else 'bf16x2'}"
 
     @property
     def min_sm(self) -> int:  # type: ignore[override]
         return 53 if self.dtype == "fp16" else 90
-
-    @property
-    def pipe(self) -> Pipe:
-        return "half"
 
     def evaluate(self, *values: Words) -> Words:
         a, b = (widen_half(value, self.dtype) for value in values)
@@ -269,22 +219,15 @@ class HalfFma(Instruction):
     a: Operand
     b: Operand
     c: Operand
+    pipe = "half"
 
     @property
-    def operands(self) -> tuple[Operand, ...]:
-        return (self.a, self.b, self.c)
-
-    @property
-    def opcode(self) -> str:
+    def opcode(self) -> str:  # type: ignore[override]
         return f"fma.rn.{'f16x2' if self.dtype == 'fp16' else 'bf16x2'}"
 
     @property
     def min_sm(self) -> int:  # type: ignore[override]
         return 53 if self.dtype == "fp16" else 80
-
-    @property
-    def pipe(self) -> Pipe:
-        return "half"
 
     def evaluate(self, *values: Words) -> Words:
         a, b, c = (widen_half(value, self.dtype) for value in values)
@@ -359,21 +302,6 @@ class Program:
         lines = [f".reg .b32 {', '.join(names)};"] if names else []
         return "\n".join([*lines, *(instruction.ptx() for instruction in self.instructions)])
 
-    def inline_asm(self) -> str:
-        """The form `inline_asm_elementwise` takes: in braces, operands `$0`.. for the outputs, then for the inputs.
-
-        Outputs are written by moves after the last read of an input, so that no early-clobber constraint is needed.
-        """
-        first_input = len(self.outputs)
-        reads = [f"mov.b32 {name}, ${first_input + i};" for i, name in enumerate(self.inputs)]
-        writes = [f"mov.b32 ${i}, {name};" for i, name in enumerate(self.outputs)]
-        body = [f".reg .b32 {', '.join(self.inputs)};", *reads, self.ptx(), *writes]
-        return "{\n" + "\n".join(body) + "\n}"
-
-    def inline_constraints(self) -> str:
-        """The constraint string that goes with `inline_asm`: every operand is a 32-bit register."""
-        return ",".join(["=r"] * len(self.outputs) + ["r"] * len(self.inputs))
-
 
 class Builder:
     """Writes a `Program`; an instruction requested twice is emitted once, so that shifted views are shared."""
@@ -394,7 +322,7 @@ class Builder:
 
     def constant(self, value: int) -> str:
         """A register holding a 32-bit constant (half arithmetic takes no immediates)."""
-        return self._emit(Mov, {"value": value & _MASK32})
+        return self._emit(Mov, {"a": value & _MASK32})
 
     def lop3(self, a: Operand, b: Operand, c: Operand, table: int) -> str:
         """Any bitwise function of three operands; `table` comes from `lut`."""
@@ -424,11 +352,7 @@ class Builder:
         """a shifted right by `amount` bits, left when negative, with zero fill; `a` itself when zero."""
         if amount == 0:
             return a
-        return self._emit(Shift, {"a": a, "amount": abs(amount), "kind": "right" if amount > 0 else "left"})
-
-    def rotate(self, a: str, amount: int) -> str:
-        """a rotated right by `amount` bits, 0 < amount < 32."""
-        return self._emit(Shift, {"a": a, "amount": amount, "kind": "rotate_right"})
+        return self._emit(Shift, {"a": a, "amount": amount})
 
     def add_words(self, a: Operand, b: Operand) -> str:
         """a + b as 32-bit words."""

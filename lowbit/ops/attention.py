@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.attention import PAGE, AttentionShape, attention_refusals, choose_decode, shape_refusals
 from lowbit.kernels.reference.attention import append_reference, attend, decode_reference, gathered
-from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of, triton_refusals
+from lowbit.ops.operands import TensorSpec, device_of, meta_tensors, spec_of, triton_refusals
 from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
 
@@ -173,44 +173,31 @@ def _contiguous(operator: str, tensors: Tensors) -> Tensors:
 def _decode(*arguments: Any) -> Tensor:
     given, shape, options = _split(arguments)
     tensors = _contiguous("decode_attention", given)
-    plan = _decode_plan(shape, *_options(*options), tuple(spec_of(t) for t in tensors))
+    plan = _decode_plan(shape, tuple(spec_of(t) for t in tensors), *options)
     if plan is None:
         return tensors[0].new_empty(0, shape.heads * shape.head_dim)
     return plan(*tensors, *workspace(tensors[0].device, *plan.workspace))
 
 
-def _options(batch_invariant: bool = False, longest: int = 0) -> tuple[bool, int]:
-    return batch_invariant, longest
-
-
 @functools.lru_cache(maxsize=1024)
 def _decode_plan(
-    shape: AttentionShape, batch_invariant: bool, longest: int, tensors: tuple[TensorSpec | None, ...]
+    shape: AttentionShape, tensors: tuple[TensorSpec | None, ...], batch_invariant: bool = False, longest: int = 0
 ) -> PagedAttentionPlan | None:
     """The plan of a step; None without rows. Raises ValueError when the tensors do not fit."""
-    on_meta_tensors = _on_meta(tensors)
-    _check_decode(on_meta_tensors, shape)
-    tables, rows = on_meta_tensors[3], on_meta_tensors[5]
+    on_meta = meta_tensors(tensors)
+    _check_decode(on_meta, shape)
+    tables, rows = on_meta[3], on_meta[5]
     if len(rows) == 0:
         return None
     _check_cuda("decode_attention", shape, tensors)
-    machine = machine_of(_device_of(tensors))
+    machine = machine_of(device_of("decode_attention", tensors))
     tile = choose_decode(len(rows), shape, longest or PAGE * tables.shape[1], machine, batch_invariant)
     from lowbit.kernels.sm80.paged_attention import PagedAttentionPlan
 
     return PagedAttentionPlan(len(rows), shape, tile, machine)
 
 
-def _on_meta(tensors: tuple[TensorSpec | None, ...]) -> Tensors:
-    return tuple(None if t is None else meta_tensor(t) for t in tensors)  # type: ignore[return-value]
-
-
-def _device_of(tensors: tuple[TensorSpec | None, ...]) -> torch.device:
-    assert tensors[0] is not None
-    return tensors[0][2]
-
-
-def _check_decode(tensors: Tensors, shape: AttentionShape) -> None:
+def _check_decode(tensors: Sequence[Any], shape: AttentionShape) -> None:
     qkv, k, v, tables, positions, rows, cos_sin, *norms = tensors
     _check("decode_attention", shape, qkv, k, v, tables, positions, (rows,), cos_sin, norms)
 
@@ -223,8 +210,7 @@ def _decode_on_cpu(*arguments: Any) -> Tensor:
 
 def _fake_decode(*arguments: Any) -> Tensor:
     qkv, heads, head_dim = arguments[0], arguments[9], arguments[11]
-    made: Tensor = qkv.new_empty((qkv.shape[0], heads * head_dim))
-    return made
+    return qkv.new_empty((qkv.shape[0], heads * head_dim))
 
 
 register(
@@ -245,15 +231,15 @@ def _append(*arguments: Any) -> Tensor:
 @functools.lru_cache(maxsize=1024)
 def _append_plan(shape: AttentionShape, tensors: tuple[TensorSpec | None, ...]) -> AppendPlan:
     """The plan of a prompt's tokens. Raises ValueError when the tensors do not fit."""
-    on_meta_tensors = _on_meta(tensors)
-    _check_append(on_meta_tensors, shape)
+    on_meta = meta_tensors(tensors)
+    _check_append(on_meta, shape)
     _check_cuda("append_kv", shape, tensors)
     from lowbit.kernels.elementwise.append import AppendPlan
 
-    return AppendPlan(len(on_meta_tensors[0]), shape, machine_of(_device_of(tensors)))
+    return AppendPlan(len(on_meta[0]), shape, machine_of(device_of("append_kv", tensors)))
 
 
-def _check_append(tensors: Tensors, shape: AttentionShape) -> None:
+def _check_append(tensors: Sequence[Any], shape: AttentionShape) -> None:
     qkv, k, v, tables, slot_of, position_of, cos_sin, *norms = tensors
     _check("append_kv", shape, qkv, k, v, tables, None, (slot_of, position_of), cos_sin, norms)
 
@@ -266,8 +252,7 @@ def _append_on_cpu(*arguments: Any) -> Tensor:
 
 def _fake_append(*arguments: Any) -> Tensor:
     qkv, heads, head_dim = arguments[0], arguments[9], arguments[11]
-    made: Tensor = qkv.new_empty((qkv.shape[0], heads, head_dim))
-    return made
+    return qkv.new_empty((qkv.shape[0], heads, head_dim))
 
 
 register(

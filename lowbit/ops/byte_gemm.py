@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit.formats import PerBlock, PerGroup, Scheme, parse_scheme
+from lowbit.formats import PerBlock, PerGroup, Scheme
 from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile, choose_scaled
-from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of
+from lowbit.ops.operands import TensorSpec, check_weight_places, meta_tensors, scheme_of, spec_of
 from lowbit.ops.register import register
 from lowbit.ops.scaled_gemm import check_activations, check_output
 from lowbit.ops.table import scaled_shape
 from lowbit.ops.workspace import workspace
 from lowbit.pack import OperandWeight, scaled_refusals
-from lowbit.pack.fragment import LANES, STRIP, k_tiles, strips
+from lowbit.pack.fragment import LANES, ROW_BLOCK, k_tiles, row_blocks
 from lowbit.pack.scaled import GROUP, ROW_BYTES
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from lowbit.kernels.sm80.scaled_gemm import PlainPlan
     from lowbit.kernels.sm90.scaled_gemm import ScaledPlan
     from lowbit.kernels.sm90.sub_byte_scaled_gemm import NarrowPlan
-
-_scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
 
 def byte_gemm(
@@ -74,7 +72,8 @@ class ByteGemmArguments(NamedTuple):
 
 def _check(a: ByteGemmArguments) -> None:
     """Raises ValueError unless the tensors are of one product under the scheme."""
-    s, x, n, codes, scale, channel, sums, bias = _scheme(a.scheme), a.x, a.n, a.codes, a.scale, a.channel_scale, a.sums, a.bias
+    s, x, n = scheme_of(a.scheme), a.x, a.n
+    codes, scale, channel, sums, bias = a[2:7]
     check_activations("byte_gemm", x, a.x_scale, a.x_zero, s)
     check_output("byte_gemm", a.dtype, a.function, a.y_scale)
     reasons = scaled_refusals(s)
@@ -82,7 +81,7 @@ def _check(a: ByteGemmArguments) -> None:
         raise ValueError(f"byte_gemm: the kernel {'; '.join(reasons)}")
     k = x.shape[-1]
     bits = s.weight.bits
-    shape = (n, -(-k // ROW_BYTES) * ROW_BYTES) if bits == 8 else (strips(n), k_tiles(k), LANES * bits)
+    shape = (n, -(-k // ROW_BYTES) * ROW_BYTES) if bits == 8 else (row_blocks(n), k_tiles(k), LANES * bits)
     if tuple(codes.shape) != shape or codes.element_size() != (1 if bits == 8 else 4):
         raise ValueError(
             f"byte_gemm: {s} with N {n} and K {k} takes codes {shape} (OperandWeight.pack makes them), "
@@ -90,7 +89,7 @@ def _check(a: ByteGemmArguments) -> None:
         )
     groups = -(-k // GROUP)
     grouped, blocks = isinstance(s.granularity, PerGroup), isinstance(s.granularity, PerBlock)
-    expected = (groups, -(-n // STRIP) * STRIP) if grouped else (-(-n // 128), groups)
+    expected = (groups, -(-n // ROW_BLOCK) * ROW_BLOCK) if grouped else (-(-n // 128), groups)
     if (scale is not None) != (grouped or blocks) or (scale is not None and tuple(scale.shape) != expected):
         got = None if scale is None else tuple(scale.shape)
         raise ValueError(f"byte_gemm: {s} takes scale {expected if grouped or blocks else None}, got {got}")
@@ -126,31 +125,26 @@ def _plan(
     function: str, others: tuple[TensorSpec | None, ...], batch_invariant: bool, fast_accum: bool,
 ) -> ScaledPlan | NarrowPlan | PlainPlan | None:  # fmt: skip
     """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
-    parsed = _scheme(scheme)
-    k = x_shape[-1]
-    codes, scale, channel, sums, bias, x_scale, x_zero, y_scale = (None if t is None else meta_tensor(t) for t in others)
-    assert codes is not None and sums is not None and x_scale is not None
+    parsed, k = scheme_of(scheme), x_shape[-1]
+    codes, scale, channel, sums, bias, x_scale, x_zero, y_scale = meta_tensors(others)
     x = torch.empty(x_shape, dtype=x_type, device="meta")
     zero = None if x_zero is None else x_zero.new_empty((*x_shape[:-1], 1))
     weight = codes, scale, channel, sums, bias
     _check(ByteGemmArguments(x, x_scale, *weight, scheme, n, dtype, zero, function, y_scale, batch_invariant, fast_accum))
-    devices = {on, *(t[2] for t in others if t is not None)}
-    if len(devices) > 1:
-        raise ValueError(f"byte_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
-    if not all(t is None or t[3] for t in others[:4]):
-        raise ValueError("byte_gemm: weights must start at multiples of 16 bytes (OperandWeight.pack's do); clone() them")
+    check_weight_places("byte_gemm", on, others, 4, "OperandWeight.pack")
     if m == 0 or n == 0:
         return None
     blocks = x_scale.numel() > m
     kind: XScale = "block" if blocks else "tensor" if x_scale.numel() == 1 and m > 1 else "token"
     shape = scaled_shape(parsed, m, n, k, blocks, fast_accum)
     machine = machine_of(on)
+    epilogue = kind, x_zero is not None, bias is not None
     if "wgmma" in machine.arch.features:
         tile = choose_scaled(shape, machine, batch_invariant)
-        return plan_for_scaled(tile, shape, parsed, dtype, kind, x_zero is not None, bias is not None, machine, function)
+        return plan_for_scaled(tile, shape, parsed, dtype, *epilogue, machine, function)
     from lowbit.kernels.sm80.scaled_gemm import PlainPlan
 
-    return PlainPlan(shape, parsed, dtype, kind, x_zero is not None, bias is not None, function)
+    return PlainPlan(shape, parsed, dtype, *epilogue, function)
 
 
 def plan_for_scaled(
@@ -183,7 +177,7 @@ register(
 
 
 def _aligned_rows(x: Tensor) -> Tensor:
-    """x [M, K] with rows of 16-byte pieces and no gap within a row, copied only if it is not so already."""
+    """x [M, K] with rows of 16-byte vectors and no gap within a row, copied only if it is not so already."""
     if x.stride(1) == 1 and x.stride(0) % ROW_BYTES == 0 and x.data_ptr() % 16 == 0:
         return x
     k = x.shape[1]

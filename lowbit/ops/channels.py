@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.formats import check_block, rotate_blocks
 from lowbit.hardware.machine import machine_of, machine_refusals
-from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of, triton_refusals
+from lowbit.ops.operands import TensorSpec, device_of, meta_tensors, spec_of, triton_refusals
 from lowbit.ops.register import register
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ def gather_channels(x: Tensor, order: Tensor | None, factors: Tensor | None) -> 
     checked (`InputTransform.check_values` does). Raises ValueError for tensors that do not fit x.
     """
     if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16):
-        gathered: Tensor = torch.ops.lowbit.gather_channels(x, order, factors)
-        return gathered
+        return torch.ops.lowbit.gather_channels(x, order, factors)
     _check_channels(x.shape[-1], order, factors)
     return _gather_with_torch(x, order, factors)
 
@@ -67,15 +66,12 @@ def _gather_plan(
     factors: TensorSpec | None,
 ) -> GatherPlan:  # fmt: skip
     """The plan of a call. Raises ValueError when the tensors do not fit."""
-    _check_channels(k, *(None if t is None else meta_tensor(t) for t in (order, factors)))
-    given = [t for t in (order, factors) if t is not None]
-    devices = {on, *(t[2] for t in given)}
-    if len(devices) > 1:
-        raise ValueError(f"gather_channels: all tensors must be on one device, got {sorted(map(str, devices))}")
+    _check_channels(k, *meta_tensors((order, factors)))
+    device_of("gather_channels", (order, factors), on)
     from lowbit.kernels.elementwise.gather import GatherPlan
 
-    pieces = k % 8 == 0 and all(aligned) and all(t[3] for t in given)
-    return GatherPlan(m, k, order is not None, pieces, machine_of(on))
+    vectors = k % 8 == 0 and all(aligned) and all(t is None or t[3] for t in (order, factors))
+    return GatherPlan(m, k, order is not None, vectors, machine_of(on))
 
 
 def _gathered_fake(x: Tensor, order: Tensor | None, factors: Tensor | None) -> Tensor:
@@ -90,8 +86,7 @@ def rotate_channels(x: Tensor, block: int) -> Tensor:
     """x [.., K], fp16, bf16 or fp32, each block of so many channels rotated by a Hadamard matrix, summed up in float32 and
     rounded once: one pass over memory on NVIDIA GPUs (kernels/elementwise/rotate.py), a product of torch elsewhere
     (`formats.rotate_blocks`). Raises ValueError for a `block` that has no matrix or does not divide K."""
-    rotated: Tensor = torch.ops.lowbit.rotate_channels(x, block)
-    return rotated
+    return torch.ops.lowbit.rotate_channels(x, block)
 
 
 def _on_gpu(x: Tensor, block: int) -> Tensor:
@@ -106,7 +101,7 @@ def _on_gpu(x: Tensor, block: int) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _plan(block: int, stride: bool, rows: TensorSpec) -> RotatePlan | None:
-    """The plan of a call, None where the kernel does not run; `stride` is one of whole pieces. Raises ValueError as
+    """The plan of a call, None where the kernel does not run; `stride` is one of whole vectors. Raises ValueError as
     `rotate_channels` does."""
     (m, k), dtype, on, aligned = rows
     check_block(block, k)

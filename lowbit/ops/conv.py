@@ -7,7 +7,7 @@ bits by the reference. Pools of codes write into a given output too.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,16 +15,14 @@ from torch import Tensor
 from lowbit.formats.conv import ACTIVATIONS, CODES, ConvLayer, ConvSpec, output_size, stored_dtype
 from lowbit.hardware.machine import Machine, features_of, machine_of, machine_refusals
 from lowbit.kernels.choose.conv import ConvCandidate, Size, choose_conv, features_refusals, strip_refusals
-from lowbit.kernels.reference.conv import (
-    average_pool_reference,
-    conv_reference,
-    max_pool_reference,
-    quantize_reference,
-)
+from lowbit.kernels.reference.conv import average_pool_reference, conv_reference, max_pool_reference, quantize_reference
 from lowbit.ops.register import on_device_of_first
 from lowbit.pack.conv_layout import PackedConv
 from lowbit.pack.nhwc64 import Nhwc64, pixel_elements
 from lowbit.pack.stem import StemImages
+
+if TYPE_CHECKING:
+    from lowbit.kernels.parts.conv_plan import ConvPlan
 
 ALIGNED_BYTES = 16
 """Tensors start at multiples of this on a GPU: kernels are compiled for it."""
@@ -44,14 +42,6 @@ def conv_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ..
     if unknown:
         return tuple(f"the convolution kernel {reason}" for reason in unknown)
     return features_refusals(layer.spec, features_of(device))
-
-
-class ConvLauncher(Protocol):
-    """A layer on a GPU as one kernel reads it."""
-
-    def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]: ...
-
-    def __call__(self, x: Tensor, residual: Tensor | None, second: Tensor | None, out: Tensor | None) -> Tensor: ...
 
 
 class Conv:
@@ -154,7 +144,7 @@ def prepare_conv(layer: ConvLayer, size: Size, device: torch.device | str | None
 
     `device` is that of the weights when absent. Raises ValueError with every reason why the layer cannot run there.
     """
-    device = _device(layer, device)
+    device = device_for(layer, device)
     _refuse(layer, device)
     return Conv(layer.to(device), size, device, None)
 
@@ -166,7 +156,7 @@ def prepare_stem(layer: ConvLayer, size: Size, device: torch.device | str | None
     3 x 3, stride 2 and padding 1 that follows is inside, and its codes are the output. Raises ValueError with every reason
     why it cannot be; `prepare_conv` takes any convolution, with channels filled up to 64.
     """
-    device = _device(layer, device)
+    device = device_for(layer, device)
     images = StemImages(layer.weight.shape[1], size[1], size[2], layer.kernel, layer.padding)
     reasons = list(images.refusals())
     if layer.stride != (2, 2):
@@ -228,8 +218,8 @@ def average_pool_to_codes(x: Tensor, storage: str, channels: int, scale: float, 
     out.copy_(Nhwc64("s8").pack(quantize_reference(means, gains, zeros, "s8")))
 
 
-def _device(layer: ConvLayer, device: torch.device | str | None) -> torch.device:
-    """The device of the layer, with the index of the GPU."""
+def device_for(layer: ConvLayer, device: torch.device | str | None) -> torch.device:
+    """The device of the layer where none is given, with the index of the GPU."""
     wanted = layer.weight.device if device is None else torch.device(device)
     if wanted.type == "cuda" and wanted.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -252,7 +242,7 @@ class GpuConv:
         self.spec, self.choice, self.machine, self.images = layer.spec, choice, machine, images
         self.packed = choice.layout.pack_layer(layer)
         self.launcher = launcher(self.spec, self.packed, choice, machine, images)
-        self._wide: ConvLauncher | None = None
+        self._wide: ConvPlan | None = None
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output for an input of packed shape `size`."""
@@ -273,7 +263,7 @@ class GpuConv:
 
 def launcher(
     spec: ConvSpec, packed: PackedConv, choice: ConvCandidate, machine: Machine, images: StemImages | None = None
-) -> ConvLauncher:
+) -> ConvPlan:
     """A packed layer on a GPU, with the kernel and tile that were chosen."""
     if choice.kernel == "sm80/conv":
         from lowbit.kernels.sm80.conv import PreparedMmaConv

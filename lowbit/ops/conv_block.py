@@ -16,7 +16,7 @@ from lowbit.formats.conv import ConvLayer
 from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose.conv import MOST_WIDTH, Size, block_refusals
 from lowbit.kernels.reference.conv import conv_reference
-from lowbit.ops.conv import ALIGNED_BYTES
+from lowbit.ops.conv import ALIGNED_BYTES, device_for
 from lowbit.ops.register import on_device_of_first
 from lowbit.pack.conv_block import CHANNELS, EXPANDED, BlockLayout
 from lowbit.pack.nhwc64 import Nhwc64
@@ -90,9 +90,7 @@ def prepare_block(
 
     Raises ValueError with every reason why they cannot run as one.
     """
-    wanted = second.weight.device if device is None else torch.device(device)
-    if wanted.type == "cuda" and wanted.index is None:
-        wanted = torch.device("cuda", torch.cuda.current_device())
+    wanted = device_for(second, device)
     if wanted.type not in ("cpu", "cuda"):
         raise ValueError(f"convolutions of codes run on NVIDIA GPUs and on the CPU, not on {wanted.type}")
     machine = machine_of(wanted) if wanted.type == "cuda" else None

@@ -5,22 +5,16 @@ It dequantizes them at every call. Kernels are compared with it, and it runs whe
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
-from lowbit.formats import Scheme, parse_scheme
+from lowbit.formats import Scheme
 from lowbit.kernels.cpu.blocked import mixed_gemm_blocked
-from lowbit.ops.operands import check_one_device, check_weight
+from lowbit.ops.operands import check_one_device, check_weight, scheme_of
 from lowbit.ops.register import register
 
-_scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
-
-def mixed_gemm(
-    x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str,
-) -> Tensor:  # fmt: skip
+def mixed_gemm(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str) -> Tensor:
     """y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype (fp16, bf16 or fp32).
 
     packed uint8 [N, ceil(K * bits / 8)] holds dense codes (formats/words.py), scale and zero have the scheme's
@@ -29,30 +23,25 @@ def mixed_gemm(
     return torch.ops.lowbit.mixed_gemm(x, packed, scale, zero, bias, scheme)
 
 
-def _check(
-    x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: Scheme,
-) -> None:  # fmt: skip
-    """Raises ValueError unless the tensors are of one product under `scheme`."""
+def _check(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str) -> Scheme:
+    """Returns the scheme. Raises ValueError unless the tensors are of one product under it."""
+    parsed = scheme_of(scheme)
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32) or x.dim() < 1:
         raise ValueError(f"mixed_gemm: x is fp16, bf16 or fp32 [.., K], got {x.dtype} {tuple(x.shape)}")
-    check_weight("mixed_gemm", x.shape[-1], packed, scale, zero, bias, scheme)
+    check_weight("mixed_gemm", x.shape[-1], packed, scale, zero, bias, parsed)
     check_one_device("mixed_gemm", x, packed, scale, zero, bias)
+    return parsed
 
 
-def _mixed_gemm(
-    x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str,
-) -> Tensor:  # fmt: skip
-    parsed = _scheme(scheme)
-    _check(x, packed, scale, zero, bias, parsed)
+def _mixed_gemm(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str) -> Tensor:
+    parsed = _check(x, packed, scale, zero, bias, scheme)
     if parsed.activation is not None:
         raise ValueError(f"mixed_gemm: multiplies 16- or 32-bit activations, {parsed} has {parsed.activation.name} activations")
     return mixed_gemm_blocked(x, packed, scale, zero, bias, parsed)
 
 
-def _fake(
-    x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str,
-) -> Tensor:  # fmt: skip
-    _check(x, packed, scale, zero, bias, _scheme(scheme))
+def _fake(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str) -> Tensor:
+    _check(x, packed, scale, zero, bias, scheme)
     return x.new_empty((*x.shape[:-1], packed.shape[0]))
 
 

@@ -23,9 +23,8 @@ from lowbit.kernels.reference.elementwise import (
     norm_reference,
     scaled_reference,
 )
-from lowbit.ops.operands import TensorSpec, check_one_device, meta_tensor, spec_of
+from lowbit.ops.operands import TensorSpec, check_one_device, device_of, meta_tensors, spec_of
 from lowbit.ops.register import register
-from lowbit.quantize import rtn
 
 if TYPE_CHECKING:
     from lowbit.kernels.elementwise.gate import GatePlan
@@ -72,11 +71,6 @@ class EmbeddingTable:
         return cls(q.codes.contiguous(), q.scale[:, 0].contiguous())
 
 
-def quantize_embedding(weight: Tensor) -> EmbeddingTable:
-    """`weight` [V, H] in 8 bits, rounded to nearest with one symmetric scale a row: `rtn` to w8a16."""
-    return EmbeddingTable.from_quant_tensor(rtn(weight, "w8a16"))
-
-
 def embed_rows(
     tokens: Tensor, rows: Tensor | None, table: Tensor | EmbeddingTable, dtype: torch.dtype, *, scale: float = 1.0
 ) -> Tensor:
@@ -86,8 +80,7 @@ def embed_rows(
     which is rounded to `dtype` first, as Gemma does by sqrt(H). Tokens are not checked: one outside the table is not defined.
     Raises ValueError for tensors that do not fit together.
     """
-    made: Tensor = torch.ops.lowbit.embed_rows(tokens, rows, *_parts(table), dtype, scale)[0]
-    return made
+    return torch.ops.lowbit.embed_rows(tokens, rows, *_parts(table), dtype, scale)[0]
 
 
 def embed_norm(
@@ -100,9 +93,8 @@ def embed_norm(
     With a `position_table` [P, H] of `dtype`, its row positions[rows[b]] (positions[b] without `rows`; int32 [..]) is added to
     h first. Positions are not checked either.
     """
-    parts = _parts(table)
     h, x = torch.ops.lowbit.embed_rows(
-        tokens, rows, *parts, dtype, scale, gamma, eps, offset, 1.0, "norm", bias, positions, position_table
+        tokens, rows, *_parts(table), dtype, scale, gamma, eps, offset, 1.0, "norm", bias, positions, position_table
     )
     return h, x
 
@@ -112,9 +104,8 @@ def embed_norm_squares(
     scale: float = 1.0, offset: float = 0.0, factor: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(h, x, squares): `embed_rows`, and of that the `add_norm_squares` without delta, in one launch."""
-    parts = _parts(table)
-    h, x, squares = torch.ops.lowbit.embed_rows(tokens, rows, *parts, dtype, scale, gamma, 0.0, offset, factor, "squares")
-    return h, x, squares
+    made = torch.ops.lowbit.embed_rows(tokens, rows, *_parts(table), dtype, scale, gamma, 0.0, offset, factor, "squares")
+    return tuple(made)
 
 
 def add_norm(
@@ -129,8 +120,7 @@ def add_norm(
     x = (h - mean) / sqrt(variance + eps) * gamma + bias, rounded once; it has no offset and no post_gamma. Raises ValueError
     for tensors that do not fit together.
     """
-    made: Tensor = torch.ops.lowbit.add_norm(h, delta, gamma, eps, offset, post_gamma, bias)
-    return made
+    return torch.ops.lowbit.add_norm(h, delta, gamma, eps, offset, post_gamma, bias)
 
 
 def add_norm_squares(
@@ -139,8 +129,7 @@ def add_norm_squares(
     """(x [B, H], squares float32 [1, B]) after h += delta in place: x = h * (offset + gamma) * factor, rounded once, and the
     sum of squares of h. What multiplies x divides at its end by factor * sqrt(squares / H + eps); a `factor`, a power of two,
     keeps x in the range of fp16."""
-    x, squares = torch.ops.lowbit.add_norm_squares(h, delta, gamma, offset, factor)
-    return x, squares
+    return torch.ops.lowbit.add_norm_squares(h, delta, gamma, offset, factor)
 
 
 def gate(gate_up: Tensor, function: str, *, alternate: bool = False) -> Tensor:
@@ -150,20 +139,17 @@ def gate(gate_up: Tensor, function: str, *, alternate: bool = False) -> Tensor:
     f is computed in float32 and rounded to the type of gate before the product, as Transformers' MLPs do. Any row stride.
     Raises ValueError for anything else.
     """
-    made: Tensor = torch.ops.lowbit.gate(gate_up, None, function, alternate)
-    return made
+    return torch.ops.lowbit.gate(gate_up, None, function, alternate)
 
 
 def gate2(gate: Tensor, up: Tensor, function: str) -> Tensor:
     """`gate` of two tensors [B, I], each with any row stride."""
-    made: Tensor = torch.ops.lowbit.gate(gate, up, function)
-    return made
+    return torch.ops.lowbit.gate(gate, up, function)
 
 
 def activate(x: Tensor, function: str) -> Tensor:
     """y [B, I] = f(x) of an MLP without a gate; otherwise as `gate`."""
-    made: Tensor = torch.ops.lowbit.gate(x, None, function, False, False)
-    return made
+    return torch.ops.lowbit.gate(x, None, function, False, False)
 
 
 def _parts(table: Tensor | EmbeddingTable) -> tuple[Tensor, Tensor | None]:
@@ -192,14 +178,6 @@ def _check_contiguous(who: str, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{who}: {name} is contiguous, got strides {tensor.stride()} of {tuple(tensor.shape)}")
-
-
-def _check_together(who: str, tensors: tuple[TensorSpec | None, ...]) -> torch.device:
-    """The device of all tensors; raises ValueError if there are several."""
-    devices = {t[2] for t in tensors if t is not None}
-    if len(devices) > 1:
-        raise ValueError(f"{who}: all tensors must be on one device, got {sorted(map(str, devices))}")
-    return devices.pop()
 
 
 class EmbedArguments(NamedTuple):
@@ -254,9 +232,8 @@ def _embed_plan(dtype: torch.dtype, scaled: bool, end: str, offset: float, *tens
     """The plan of a call; raises ValueError when the tensors do not fit together."""
     from lowbit.kernels.elementwise.norm import EmbedPlan, NormRequest
 
-    tokens, rows, table, row_scale, gamma, *others = (None if t is None else meta_tensor(t) for t in tensors)
-    assert tokens is not None and table is not None
-    on = _check_together("embed_rows", tensors)
+    tokens, rows, table, row_scale, gamma, *others = meta_tensors(tensors)
+    on = device_of("embed_rows", tensors)
     _check_embed(on, EmbedArguments(tokens, rows, table, row_scale, dtype, 1.0, gamma, 0.0, offset, 1.0, end, *others))
     m = (tokens if rows is None else rows).shape[0]
     return EmbedPlan(m, table.shape[1], NormRequest(ENDS.index(end), offset), scaled, machine_of(on))
@@ -321,10 +298,9 @@ def _norm_plan(end: str, offset: float, *tensors: TensorSpec | None) -> NormPlan
     """The plan of a call; raises ValueError when the tensors do not fit together."""
     from lowbit.kernels.elementwise.norm import NormPlan, NormRequest
 
-    h, delta, gamma, *others = (None if t is None else meta_tensor(t) for t in tensors)
-    assert h is not None and gamma is not None
-    on = _check_together("add_norm", tensors)
-    _check_norm(on, offset, h, delta, gamma, *others)
+    h, *others = meta_tensors(tensors)
+    on = device_of("add_norm", tensors)
+    _check_norm(on, offset, h, *others)
     return NormPlan(h.shape[0], h.shape[1], NormRequest(ENDS.index(end), offset), machine_of(on))
 
 
@@ -353,11 +329,6 @@ def _add_on_cpu(a: AddNormArguments) -> None:
     add_reference(a.h, a.delta, a.eps, a.offset, a.post_gamma)
 
 
-def _add_norm_on_gpu(a: AddNormArguments) -> Tensor:
-    x: Tensor = _norm_on_gpu("norm", a)[0]
-    return x
-
-
 def _add_norm_on_cpu(a: AddNormArguments) -> Tensor:
     _add_on_cpu(a)
     return norm_reference(a.h, a.gamma, a.eps, a.offset, a.bias)
@@ -366,7 +337,7 @@ def _add_norm_on_cpu(a: AddNormArguments) -> Tensor:
 register(
     "add_norm(Tensor(a!) h, Tensor? delta, Tensor gamma, float eps, float offset=0.0, Tensor? post_gamma=None,"
     " Tensor? bias=None) -> Tensor",
-    cuda=_add_norm_on_gpu,
+    cuda=lambda a: _norm_on_gpu("norm", a)[0],
     cpu=_add_norm_on_cpu,
     fake=lambda a: torch.empty_like(a.h),
     arguments=AddNormArguments,
@@ -376,8 +347,7 @@ register(
 def _add_norm_squares_on_gpu(
     h: Tensor, delta: Tensor | None, gamma: Tensor, offset: float = 0.0, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    x, squares = _norm_on_gpu("squares", AddNormArguments(h, delta, gamma, 0.0, offset), factor)
-    return x, squares
+    return _norm_on_gpu("squares", AddNormArguments(h, delta, gamma, 0.0, offset), factor)
 
 
 def _add_norm_squares_on_cpu(
@@ -412,16 +382,15 @@ def _check_gate(on: torch.device, gate: Tensor, up: Tensor | None, function: str
 
 
 @functools.lru_cache(maxsize=4096)
-def _gate_plan(pieces: bool, function: str, alternate: bool, gated: bool, *tensors: TensorSpec | None) -> GatePlan:
+def _gate_plan(vectors: bool, function: str, alternate: bool, gated: bool, *tensors: TensorSpec | None) -> GatePlan:
     """The plan of a call; raises ValueError when the tensors do not fit together."""
     from lowbit.kernels.elementwise.gate import GatePlan
 
-    gate, up = (None if t is None else meta_tensor(t) for t in tensors)
-    assert gate is not None
-    on = _check_together("gate", tensors)
+    gate, up = meta_tensors(tensors)
+    on = device_of("gate", tensors)
     _check_gate(on, gate, up, function, alternate, gated)
     width = gate.shape[1] // 2 if gated and up is None else gate.shape[1]
-    return GatePlan(gate.shape[0], width, function, pieces, machine_of(on), alternate)
+    return GatePlan(gate.shape[0], width, function, vectors, machine_of(on), alternate)
 
 
 def _gate_on_gpu(gate: Tensor, up: Tensor | None, function: str, alternate: bool = False, gated: bool = True) -> Tensor:
@@ -429,8 +398,8 @@ def _gate_on_gpu(gate: Tensor, up: Tensor | None, function: str, alternate: bool
         raise ValueError("gate: the columns of a row follow each other in memory; call .contiguous() on gate and up")
     halves = gated and up is None
     width = gate.shape[-1] // 2 if halves else gate.shape[-1]
-    pieces = width % 8 == 0 and all(t is None or (t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0) for t in (gate, up))
-    plan = _gate_plan(pieces, function, alternate, gated, spec_of(gate), spec_of(up))
+    vectors = width % 8 == 0 and all(t is None or (t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0) for t in (gate, up))
+    plan = _gate_plan(vectors, function, alternate, gated, spec_of(gate), spec_of(up))
     second = gate[:, 8 if alternate else width :] if halves else up
     return plan(gate, second)
 

@@ -7,34 +7,20 @@ depends on shapes alone.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit.formats import Scheme, parse_scheme
+from lowbit.formats import Scheme
 from lowbit.hardware.machine import Machine, machine_of
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, Tile, WgmmaTile, choose
-from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of
+from lowbit.kernels.choose.gemm import choose
+from lowbit.kernels.choose.tiles import GemmShape, MmaTile, RingTile, Tile
+from lowbit.ops.operands import TensorSpec, check_weight_places, meta_tensors, scheme_of, spec_of
 from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
-from lowbit.pack import (
-    FragmentWeight,
-    WeightForm,
-    has_channel_scale,
-    kernel_group,
-    may_be_subnormal,
-    weight_form,
-)
-from lowbit.pack.fragment import LANES, k_tiles, strips
-
-if TYPE_CHECKING:
-    from lowbit.kernels.parts.epilogue import Gate
-    from lowbit.kernels.sm80.large_m_gemm import MmaPlan
-    from lowbit.kernels.sm80.small_m_gemm import RingPlan
-    from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
-
-_scheme = functools.lru_cache(maxsize=None)(parse_scheme)
+from lowbit.pack import FragmentWeight, WeightForm, has_channel_scale, kernel_group, may_be_subnormal, weight_form
+from lowbit.pack.fragment import LANES, k_tiles, row_blocks
 
 
 def fragment_gemm(x: Tensor, w: FragmentWeight, bias: Tensor | None = None, *, batch_invariant: bool = False) -> Tensor:
@@ -56,7 +42,7 @@ def check_product(
     if x.dtype not in (torch.float16, torch.bfloat16) or x.dim() < 1:
         raise ValueError(f"{operator}: x is fp16 or bf16 [.., K], got {x.dtype} {tuple(x.shape)}")
     k = x.shape[-1]
-    expected = (strips(n), k_tiles(k), LANES * s.weight.bits)
+    expected = (row_blocks(n), k_tiles(k), LANES * s.weight.bits)
     if tuple(codes.shape) != expected or codes.dtype != torch.int32:
         raise ValueError(
             f"{operator}: {s} with N {n} and K {k} takes codes int32 {expected} (FragmentWeight.pack makes them), "
@@ -68,7 +54,7 @@ def check_product(
         raise ValueError(f"{operator}: {s} takes {' and '.join(kinds)}, FragmentWeight.pack makes them")
     if scale is not None:
         pair = 2 if s.zero.value == "" else 4
-        shape = (strips(n), -(-k // 128) * (128 // group), 8, pair)
+        shape = (row_blocks(n), -(-k // 128) * (128 // group), 8, pair)
         if tuple(scale.shape) != shape or scale.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"{operator}: {s} takes fp16 or bf16 scales {shape}, got {scale.dtype} {tuple(scale.shape)}")
     if subnormal and (channel is None or not may_be_subnormal(s)):
@@ -100,59 +86,46 @@ def _fragment_gemm(
 def _plan(
     scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
     batch_invariant: bool, subnormal: bool,
-) -> RingPlan | MmaPlan | WgmmaPlan | None:  # fmt: skip
+) -> Any:  # fmt: skip
     """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
-    parsed = _scheme(scheme)
-    codes, *optional = (None if t is None else meta_tensor(t) for t in others)
-    assert codes is not None
-    scale, channel_scale, bias = optional
+    parsed = scheme_of(scheme)
+    codes, scale, channel_scale, bias = meta_tensors(others)
     x = torch.empty((m, k), dtype=dtype, device="meta")
     check_product("fragment_gemm", x, codes, scale, channel_scale, bias, parsed, n, subnormal)
-    devices = {on, *(t[2] for t in others if t is not None)}
-    if len(devices) > 1:
-        raise ValueError(f"fragment_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
-    if not all(t is None or t[3] for t in others[:3]):
-        raise ValueError("fragment_gemm: weights must start at multiples of 16 bytes (FragmentWeight.pack's do); clone() them")
+    check_weight_places("fragment_gemm", on, others, 3, "FragmentWeight.pack")
     if m == 0 or n == 0:
         return None
     machine = machine_of(on)
     shape = GemmShape(m, n, k, parsed.weight.bits)
     form = weight_form(parsed, None if scale is None else scale.dtype, channel_scale is not None, subnormal)
-    return plan_for(choose(shape, machine, batch_invariant), shape, form, dtype, others[3] is not None, machine)
+    return plan_for(choose(shape, machine, batch_invariant), shape, form, dtype, bias is not None, machine)
 
 
 def plan_for(
-    tile: Tile, shape: GemmShape, form: WeightForm, dtype: torch.dtype, bias: bool, machine: Machine
-) -> RingPlan | MmaPlan | WgmmaPlan:
-    """The plan of a product with a given tile on a machine."""
+    tile: Tile, shape: GemmShape, form: WeightForm, dtype: torch.dtype, bias: bool, machine: Machine, **epilogue: Any
+) -> Any:
+    """The plan of a product with a given tile on a machine; `epilogue` are other fields of `Epilogue`."""
     from lowbit.kernels.parts.epilogue import Epilogue
-    from lowbit.kernels.sm80.small_m_gemm import RingPlan
 
+    fused = Epilogue(form.channel_scale, bias, **epilogue)
     if isinstance(tile, RingTile):
-        return RingPlan(shape, tile, form, dtype, Epilogue(form.channel_scale, bias), machine.arch)
-    return wide_plan(tile, shape, form, dtype, bias, machine)
+        from lowbit.kernels.sm80.small_m_gemm import RingPlan
 
+        return RingPlan(shape, tile, form, dtype, fused, machine.arch)
+    if isinstance(tile, MmaTile):
+        from lowbit.kernels.sm80.large_m_gemm import MmaPlan
 
-def wide_plan(
-    tile: MmaTile | WgmmaTile, shape: GemmShape, form: WeightForm, dtype: torch.dtype, bias: bool, machine: Machine,
-    gate: Gate = "none",
-) -> MmaPlan | WgmmaPlan:  # fmt: skip
-    """The same with a tile of the kernels for many tokens, gated or not."""
-    from lowbit.kernels.parts.epilogue import Epilogue
-    from lowbit.kernels.sm80.large_m_gemm import MmaPlan
+        return MmaPlan(shape, tile, form, dtype, fused)
     from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
 
-    epilogue = Epilogue(form.channel_scale, bias, gate=gate)
-    if isinstance(tile, MmaTile):
-        return MmaPlan(shape, tile, form, dtype, epilogue)
-    return WgmmaPlan(shape, tile, form, dtype, epilogue, machine.sm_count)
+    return WgmmaPlan(shape, tile, form, dtype, fused, machine.sm_count)
 
 
 def _fake(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
     batch_invariant: bool = False, subnormal: bool = False,
 ) -> Tensor:  # fmt: skip
-    check_product("fragment_gemm", x, codes, scale, channel_scale, bias, _scheme(scheme), n, subnormal)
+    check_product("fragment_gemm", x, codes, scale, channel_scale, bias, scheme_of(scheme), n, subnormal)
     return x.new_empty((*x.shape[:-1], n))
 
 
@@ -165,7 +138,7 @@ register(
 
 
 def aligned_rows(x: Tensor) -> Tensor:
-    """x [M, K] with rows of 16-byte pieces, no gap within a row, zeros behind K; copied only if it is not so already."""
+    """x [M, K] with rows of 16-byte vectors, no gap within a row, zeros behind K; copied only if it is not so already."""
     k = x.shape[1]
     if x.stride(1) == 1 and x.stride(0) % 8 == 0 and k % 8 == 0 and x.data_ptr() % 16 == 0:
         return x

@@ -20,32 +20,25 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowbit.formats import QuantTensor, parse_scheme
-from lowbit.hardware.machine import Machine, machine_of
-from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS, MOST_PARTS, Role, choose_chain, parts_of
-from lowbit.kernels.choose.gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile, WgmmaTile
+from lowbit.formats import QuantTensor
+from lowbit.hardware.machine import machine_of
+from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS, MOST_PARTS, choose_chain, parts_of
+from lowbit.kernels.choose.tiles import DENSE_BITS, RING_TOKENS, GemmShape, RingTile, Role
 from lowbit.kernels.reference.fused_gemm import norm_gemm_reference, residual_gemm_reference
-from lowbit.ops.fragment_gemm import aligned_rows, check_product
-from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of
+from lowbit.ops.fragment_gemm import aligned_rows, check_product, plan_for
+from lowbit.ops.operands import TensorSpec, check_weight_places, meta_tensors, scheme_of, spec_of
 from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
 from lowbit.pack import DENSE_FORM, DenseWeight, FragmentWeight, WeightForm, weight_form
 from lowbit.pack.gated import alternate
 from lowbit.pack.gemm_weight import GemmWeight
 
-if TYPE_CHECKING:
-    from lowbit.kernels.parts.epilogue import Epilogue
-    from lowbit.kernels.sm80.small_m_gemm import RingPlan
-    from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
-
 Gated = Literal["none", "silu", "gelu_tanh"]
-
-_scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
 DENSE = "dense"
 """Given in place of a scheme's name for a weight that is not quantized."""
@@ -153,7 +146,7 @@ def _check_product(
 ) -> None:  # fmt: skip
     """As `check_product`, for weights of 16 bits too."""
     if scheme != DENSE:
-        return check_product(operator, x, codes, scale, channel_scale, bias, _scheme(scheme), n, subnormal)
+        return check_product(operator, x, codes, scale, channel_scale, bias, scheme_of(scheme), n, subnormal)
     expected = (n, x.shape[-1])
     if x.dtype not in (torch.float16, torch.bfloat16) or codes.dtype != x.dtype or tuple(codes.shape) != expected:
         raise ValueError(
@@ -165,13 +158,13 @@ def _check_product(
 
 
 def _shape(scheme: str, m: int, n: int, k: int) -> GemmShape:
-    return GemmShape(m, n, k, DENSE_BITS if scheme == DENSE else _scheme(scheme).weight.bits)
+    return GemmShape(m, n, k, DENSE_BITS if scheme == DENSE else scheme_of(scheme).weight.bits)
 
 
 def _form(scheme: str, scale: Tensor | None, channel_scale: Tensor | None, subnormal: bool) -> WeightForm:
     if scheme == DENSE:
         return DENSE_FORM
-    return weight_form(_scheme(scheme), None if scale is None else scale.dtype, channel_scale is not None, subnormal)
+    return weight_form(scheme_of(scheme), None if scale is None else scale.dtype, channel_scale is not None, subnormal)
 
 
 class NormGemmArguments(NamedTuple):
@@ -229,7 +222,7 @@ def _check_norm(a: NormGemmArguments) -> None:
         )
     if gated not in ("none", "silu", "gelu_tanh") or (gated != "none" and a.n % 16):
         raise ValueError(
-            f"norm_gemm: gated is none, or silu or gelu_tanh with strips of 8 gates and 8 ups; got {gated}, N {a.n}"
+            f"norm_gemm: gated is none, or silu or gelu_tanh with row blocks of 8 gates and 8 ups; got {gated}, N {a.n}"
         )
 
 
@@ -271,81 +264,44 @@ def _residual_gemm(a: ResidualGemmArguments) -> tuple[Tensor, Tensor]:
 def _norm_plan(
     scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
     gated: Gated, batch_invariant: bool, subnormal: bool,
-) -> RingPlan | WgmmaPlan:  # fmt: skip
+) -> Any:  # fmt: skip
     """The plan of a product with the norm in its epilogue. Raises ValueError when the tensors do not fit."""
-    from lowbit.kernels.parts.epilogue import Epilogue
-
-    codes, scale, channel_scale, squares, bias = (None if t is None else meta_tensor(t) for t in others)
-    assert codes is not None and squares is not None
-    x = torch.empty((m, k), dtype=dtype, device="meta")
-    weight = codes, scale, channel_scale
+    codes, scale, channel_scale, squares, bias = meta_tensors(others)
+    x, weight = torch.empty((m, k), dtype=dtype, device="meta"), (codes, scale, channel_scale)
     _check_norm(NormGemmArguments(x, *weight, squares, bias, scheme, n, k, 0.0, 1.0, gated, batch_invariant, subnormal))
-    _check_places("norm_gemm", on, others)
+    check_weight_places("norm_gemm", on, others, 3, "FragmentWeight.pack")
     machine, shape, form = machine_of(on), _shape(scheme, m, n, k), _form(scheme, scale, channel_scale, subnormal)
     role: Role = "norm" if gated == "none" else "gated"
     tile = choose_chain(role, shape, machine, batch_invariant)
-    epilogue = Epilogue(form.channel_scale, bias is not None, squares.shape[0], gated)
-    return _plan(shape, tile, form, dtype, epilogue, machine)
+    return plan_for(tile, shape, form, dtype, bias is not None, machine, norm_parts=squares.shape[0], gate=gated)
 
 
 @functools.lru_cache(maxsize=4096)
 def _residual_plan(
     scheme: str, m: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
     batch_invariant: bool, subnormal: bool,
-) -> RingPlan | WgmmaPlan:  # fmt: skip
+) -> Any:  # fmt: skip
     """The plan of a product with the residual in its epilogue. Raises ValueError when the tensors do not fit."""
-    from lowbit.kernels.parts.epilogue import Epilogue
-
-    codes, scale, channel_scale, h, gamma, bias = (None if t is None else meta_tensor(t) for t in others)
-    assert codes is not None and h is not None and gamma is not None
-    spec_of_h = others[3]
-    assert spec_of_h is not None
+    codes, scale, channel_scale, h, gamma, bias = meta_tensors(others)
     x, weight = torch.empty((m, k), dtype=dtype, device="meta"), (codes, scale, channel_scale)
     _check_residual(ResidualGemmArguments(x, *weight, h, gamma, bias, scheme, 1.0, batch_invariant, subnormal))
-    _check_places("residual_gemm", on, others)
+    check_weight_places("residual_gemm", on, others, 3, "FragmentWeight.pack")
     machine, shape, form = machine_of(on), _shape(scheme, m, h.shape[1], k), _form(scheme, scale, channel_scale, subnormal)
     tile = choose_chain("residual", shape, machine, batch_invariant)
-    if not isinstance(tile, RingTile) and not spec_of_h[3]:
+    if not isinstance(tile, RingTile) and not others[3][3]:  # type: ignore[index]
         raise ValueError("residual_gemm: h must start at a multiple of 16 bytes; clone() it")
-    epilogue = Epilogue(form.channel_scale, bias is not None, h_type="fp16" if h.dtype == torch.float16 else "bf16")
-    return _plan(shape, tile, form, dtype, epilogue, machine)
-
-
-def _plan(
-    shape: GemmShape, tile: RingTile | WgmmaTile, form: WeightForm, dtype: torch.dtype, epilogue: Epilogue, machine: Machine
-) -> RingPlan | WgmmaPlan:
-    """The plan of a product with a given tile and epilogue."""
-    from lowbit.kernels.sm80.small_m_gemm import RingPlan
-    from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
-
-    if isinstance(tile, RingTile):
-        return RingPlan(shape, tile, form, dtype, epilogue, machine.arch)
-    return WgmmaPlan(shape, tile, form, dtype, epilogue, machine.sm_count)
-
-
-def _check_places(operator: str, on: torch.device, others: tuple[TensorSpec | None, ...]) -> None:
-    """Raises ValueError unless all tensors are on one device, weights where the kernels read pieces of 16 bytes."""
-    devices = {on, *(t[2] for t in others if t is not None)}
-    if len(devices) > 1:
-        raise ValueError(f"{operator}: all tensors must be on one device, got {sorted(map(str, devices))}")
-    if not all(t is None or t[3] for t in others[:3]):
-        raise ValueError(f"{operator}: weights must start at multiples of 16 bytes (FragmentWeight.pack's do); clone() them")
+    return plan_for(tile, shape, form, dtype, bias is not None, machine, h_type="fp16" if h.dtype == torch.float16 else "bf16")
 
 
 # ---- on a CPU, and without data
 
 
 def _unpacked(
-    codes: Tensor,
-    scale: Tensor | None,
-    channel_scale: Tensor | None,
-    scheme: str,
-    shape: tuple[int, int],
-    subnormal: bool,
+    codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, scheme: str, shape: tuple[int, int], subnormal: bool
 ) -> QuantTensor | DenseWeight:
     if scheme == DENSE:
         return DenseWeight(codes)
-    return FragmentWeight(codes, scale, channel_scale, _scheme(scheme), shape, subnormal).unpack()
+    return FragmentWeight(codes, scale, channel_scale, scheme_of(scheme), shape, subnormal).unpack()
 
 
 def _norm_gemm_cpu(a: NormGemmArguments) -> Tensor:

@@ -7,27 +7,21 @@ for the product and one for the gate; in a decode step ops/fused_gemm.py does bo
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import machine_of
-from lowbit.kernels.choose.gemm import GemmShape, RingTile, choose
+from lowbit.kernels.choose.gemm import choose
+from lowbit.kernels.choose.tiles import GemmShape, RingTile
 from lowbit.kernels.reference.elementwise import GATES, Gate
 from lowbit.ops.elementwise import gate
-from lowbit.ops.fragment_gemm import aligned_rows, check_product, fragment_gemm, wide_plan
-from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of
+from lowbit.ops.fragment_gemm import aligned_rows, check_product, fragment_gemm, plan_for
+from lowbit.ops.operands import TensorSpec, meta_tensors, scheme_of, spec_of
 from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
 from lowbit.pack import FragmentWeight, weight_form
-
-if TYPE_CHECKING:
-    from lowbit.kernels.sm80.large_m_gemm import MmaPlan
-    from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
-
-_scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
 
 def gated_gemm(
@@ -40,10 +34,9 @@ def gated_gemm(
     gate and up of small batches are rounded before f, those of large ones are not. Raises ValueError for tensors that do not
     fit together.
     """
-    made: Tensor = torch.ops.lowbit.gated_gemm(
+    return torch.ops.lowbit.gated_gemm(
         x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], gated, batch_invariant, w.subnormal
     )
-    return made
 
 
 def _check(
@@ -51,10 +44,10 @@ def _check(
     gated: str, subnormal: bool,
 ) -> None:  # fmt: skip
     """Raises ValueError unless the tensors are of one gated product."""
-    check_product("gated_gemm", x, codes, scale, channel_scale, bias, _scheme(scheme), n, subnormal)
+    check_product("gated_gemm", x, codes, scale, channel_scale, bias, scheme_of(scheme), n, subnormal)
     if x.dim() != 2 or gated not in GATES or n % 16:
         raise ValueError(
-            f"gated_gemm: x is [M, K], gated {', '.join(GATES)}, and strips have 8 gates and 8 ups; got x "
+            f"gated_gemm: x is [M, K], gated {', '.join(GATES)}, and row blocks have 8 gates and 8 ups; got x "
             f"{tuple(x.shape)}, {gated}, N {n}"
         )
 
@@ -66,7 +59,7 @@ def _gated_gemm(
     others = (spec_of(codes), spec_of(scale), spec_of(channel_scale), spec_of(bias))
     plan = _plan(scheme, x.shape, n, x.dtype, x.device, others, gated, batch_invariant, subnormal)
     if plan is None:
-        w = FragmentWeight(codes, scale, channel_scale, _scheme(scheme), (n, x.shape[1]), subnormal)
+        w = FragmentWeight(codes, scale, channel_scale, scheme_of(scheme), (n, x.shape[1]), subnormal)
         return gate(fragment_gemm(x, w, bias, batch_invariant=batch_invariant), gated, alternate=True)
     return plan(aligned_rows(x), codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
 
@@ -75,12 +68,11 @@ def _gated_gemm(
 def _plan(
     scheme: str, size: torch.Size, n: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
     gated: Gate, batch_invariant: bool, subnormal: bool,
-) -> MmaPlan | WgmmaPlan | None:  # fmt: skip
+) -> Any:  # fmt: skip
     """The plan of a product with the gate in its epilogue; None where two kernels compute it. Raises ValueError for tensors
     that do not fit."""
-    codes, scale, channel_scale, bias = (None if t is None else meta_tensor(t) for t in others)
-    assert codes is not None
-    parsed = _scheme(scheme)
+    codes, scale, channel_scale, bias = meta_tensors(others)
+    parsed = scheme_of(scheme)
     _check(torch.empty(size, dtype=dtype, device="meta"), codes, scale, channel_scale, bias, scheme, n, gated, subnormal)
     if batch_invariant or gated == "relu" or 0 in (size[0], n):
         return None
@@ -90,7 +82,7 @@ def _plan(
     if isinstance(tile, RingTile) or not whole:  # `fragment_gemm` raises the error
         return None
     form = weight_form(parsed, None if scale is None else scale.dtype, channel_scale is not None, subnormal)
-    return wide_plan(tile, shape, form, dtype, bias is not None, machine, gated)
+    return plan_for(tile, shape, form, dtype, bias is not None, machine, gate=gated)
 
 
 def _fake(

@@ -5,11 +5,16 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit.formats import Scheme, ZeroPoint, packed_bytes, scale_shape
+from lowbit.formats import Scheme, ZeroPoint, packed_bytes, parse_scheme, scale_shape
+
+scheme_of = functools.lru_cache(maxsize=None)(parse_scheme)
+"""The scheme of this name; the name is parsed once."""
 
 
 def check_weight(
@@ -35,9 +40,13 @@ def check_weight(
 
 def check_one_device(operator: str, *tensors: Tensor | None) -> None:
     """Raises ValueError, which names `operator`, unless all tensors that are given are on one device."""
-    devices = {tensor.device for tensor in tensors if tensor is not None}
+    _one_device(operator, {tensor.device for tensor in tensors if tensor is not None})
+
+
+def _one_device(operator: str, devices: set[torch.device]) -> torch.device:
     if len(devices) > 1:
         raise ValueError(f"{operator}: all tensors must be on one device, got {sorted(map(str, devices))}")
+    return devices.pop()
 
 
 TensorSpec = tuple[torch.Size, torch.dtype, torch.device, bool]
@@ -49,9 +58,22 @@ def spec_of(t: Tensor | None) -> TensorSpec | None:
     return None if t is None else (t.shape, t.dtype, t.device, t.data_ptr() % 16 == 0)
 
 
-def meta_tensor(t: TensorSpec) -> Tensor:
-    """A tensor of this shape and dtype on the meta device."""
-    return torch.empty(t[0], dtype=t[1], device="meta")
+def meta_tensors(specs: Iterable[TensorSpec | None]) -> tuple[Any, ...]:
+    """A tensor on the meta device for each shape and dtype, None for None."""
+    return tuple(None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in specs)
+
+
+def device_of(operator: str, specs: Iterable[TensorSpec | None], *others: torch.device) -> torch.device:
+    """The device of all tensors and `others`; raises ValueError, which names `operator`, if there are several."""
+    return _one_device(operator, {*others, *(t[2] for t in specs if t is not None)})
+
+
+def check_weight_places(operator: str, on: torch.device, specs: Sequence[TensorSpec | None], weights: int, maker: str) -> None:
+    """Raises ValueError, which names `operator`, unless all tensors are on `on`, and the first `weights` of them start at
+    multiples of 16 bytes, as those that `maker` makes."""
+    device_of(operator, specs, on)
+    if not all(t is None or t[3] for t in specs[:weights]):
+        raise ValueError(f"{operator}: weights must start at multiples of 16 bytes ({maker}'s do); clone() them")
 
 
 @functools.cache

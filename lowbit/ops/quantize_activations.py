@@ -22,7 +22,7 @@ from lowbit.kernels.reference.activations import (
     silu_mul_reference,
 )
 from lowbit.ops.channels import rotate_channels
-from lowbit.ops.operands import TensorSpec, spec_of, triton_refusals
+from lowbit.ops.operands import TensorSpec, device_of, meta_tensors, spec_of, triton_refusals
 from lowbit.ops.register import register
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 BEFORE = ("", "rms_norm", "layer_norm", "silu")
 MOST_COLUMNS = 65536
 """Widest row that the kernel's registers hold."""
-CODE_PIECE = 16
+CODE_VECTOR = 16
 """Rows of codes start at multiples of so many bytes on a GPU."""
 RULES = {
     ActivationRule.OWN.value: tuple(CODE_DTYPES),
@@ -282,13 +282,10 @@ def _plan(
     others: tuple[TensorSpec | None, ...], aligned: bool, rule: str, hadamard: int,
 ) -> QuantizePlan | None:  # fmt: skip
     """The plan of a call, None where the kernel does not take it. Raises ValueError when the tensors do not fit together."""
-    made = (None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in others[:-1])
-    beside, weight, bias, scale, zero = made
+    beside, weight, bias, scale, zero = meta_tensors(others[:-1])
     x = torch.empty(shape, dtype=dtype, device="meta")
     parsed = _check(QuantizeArguments(x, fmt, group, scale, symmetric, before, beside, weight, bias, 0.0, zero, rule, hadamard))
-    devices = {on, *(t[2] for t in others if t is not None)}
-    if len(devices) > 1:
-        raise ValueError(f"quantize_activations: all tensors must be on one device, got {sorted(map(str, devices))}")
+    device_of("quantize_activations", others, on)
     k = shape[-1]
     if quantize_refusals(parsed, dtype, k, on):
         return None
@@ -298,15 +295,15 @@ def _plan(
     request: QuantizeRequest = QuantizeRequest(
         before, parsed, group, scale is not None, symmetric, residual, ActivationRule(rule), hadamard
     )
-    pieces = aligned and k % 8 == 0 and all(t is None or t[3] for t in others)
-    return QuantizePlan(shape[:-1].numel(), k, request, pieces, machine_of(on))
+    vectors = aligned and k % 8 == 0 and all(t is None or t[3] for t in others)
+    return QuantizePlan(shape[:-1].numel(), k, request, vectors, machine_of(on))
 
 
 def _fake(a: QuantizeArguments) -> list[Tensor]:
     _check(a)
     x, k = a.x, a.x.shape[-1]
     groups = -(-k // a.group) if a.group else 1
-    filled = -(-k // CODE_PIECE) * CODE_PIECE if x.device.type == "cuda" else k
+    filled = -(-k // CODE_VECTOR) * CODE_VECTOR if x.device.type == "cuda" else k
     made = [x.new_empty((*x.shape[:-1], filled), dtype=CODE_DTYPES[a.format])[..., :k]]
     if a.scale is None:
         made.append(x.new_empty((*x.shape[:-1], groups), dtype=torch.float32))

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.attention import PAGE, AttentionShape, shape_refusals
 from lowbit.kernels.reference.attention import gather_reference, ragged_reference
-from lowbit.ops.operands import TensorSpec, meta_tensor, spec_of, triton_refusals
+from lowbit.ops.operands import TensorSpec, meta_tensors, spec_of, triton_refusals
 from lowbit.ops.register import register
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ def gather_kv(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tenso
     hold whatever memory did. Nothing checks that there are such pages. On a GPU types are fp16 or bf16. Raises ValueError for
     tensors that do not fit together.
     """
-    made: tuple[Tensor, Tensor] = torch.ops.lowbit.gather_kv(k, v, where, count)
-    return made
+    return torch.ops.lowbit.gather_kv(k, v, where, count)
 
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins: Tensor, shape: AttentionShape) -> Tensor:
@@ -82,7 +81,7 @@ def _gather(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor,
 @functools.lru_cache(maxsize=1024)
 def _plan(k: TensorSpec, v: TensorSpec, where: TensorSpec, counted: torch.device) -> GatherKvPlan:
     """The plan of a call. Raises ValueError when the tensors do not fit."""
-    meta_k, meta_v, meta_where = (meta_tensor(t) for t in (k, v, where))
+    meta_k, meta_v, meta_where = meta_tensors((k, v, where))
     _check(meta_k, meta_v, meta_where, torch.empty(1, dtype=torch.int32, device="meta"))
     reasons = [*triton_refusals()]
     if k[1] not in (torch.float16, torch.bfloat16):

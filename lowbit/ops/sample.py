@@ -12,13 +12,14 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.reference import sampling
+from lowbit.kernels.reference.sampling import SampleInputs
 from lowbit.ops.operands import check_one_device
 from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
@@ -246,23 +247,7 @@ def top_logprobs(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return values.float() - logits.float().logsumexp(-1, keepdim=True), ids.int()
 
 
-class SampleArguments(NamedTuple):
-    """The arguments of `lowbit::sample`."""
-
-    logits: Tensor
-    rows: Tensor
-    settings: Tensor
-    counts: Tensor
-    bias: Tensor
-    ends: Tensor
-    tokens: Tensor
-    positions: Tensor
-    out_tokens: Tensor
-    out_logprobs: Tensor
-    any_filter: bool = True
-
-
-def _check(a: SampleArguments) -> None:
+def _check(a: SampleInputs) -> None:
     """Raises ValueError unless the tensors are of one call."""
     logits = a.logits
     if logits.dim() != 2 or logits.dtype not in (torch.float16, torch.bfloat16, torch.float32) or logits.stride(1) != 1:
@@ -286,21 +271,19 @@ def _check(a: SampleArguments) -> None:
     check_one_device("sample", logits, *(t for _, t, _, _ in wanted))
 
 
-def _on_cpu(a: SampleArguments) -> None:
+def _on_cpu(a: SampleInputs) -> None:
     _check(a)
     sampling.sample_reference(*a[:-1])
 
 
-def _on_gpu(a: SampleArguments) -> None:
+def _on_gpu(a: SampleInputs) -> None:
     _check(a)
     if not len(a.rows):
         return
-    from lowbit.kernels.elementwise.sample import SampleInputs
-
     logits, aligned = a.logits, a.logits.data_ptr() % 16 == 0
     sizes = len(a.settings), len(a.ends)
     plan = _plan(logits.shape, logits.stride(0), logits.dtype, aligned, *sizes, a.any_filter, logits.device)
-    plan(SampleInputs(*a[:-1]), *workspace(logits.device, *plan.workspace))
+    plan(a, *workspace(logits.device, *plan.workspace))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -318,5 +301,5 @@ register(
     cuda=_on_gpu,
     cpu=_on_cpu,
     fake=_check,
-    arguments=SampleArguments,
+    arguments=SampleInputs,
 )

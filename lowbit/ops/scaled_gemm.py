@@ -6,21 +6,18 @@ form of their own (ops/byte_gemm.py), are compared with it, and it runs where th
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowbit.formats import IntFormat, NumberFormat, Scheme, parse_scheme
+from lowbit.formats import IntFormat, NumberFormat, Scheme
 from lowbit.kernels.cpu.scaled_blocked import X_BLOCK, scaled_gemm_blocked
 from lowbit.kernels.reference.gemm import FUNCTIONS
-from lowbit.ops.operands import check_one_device, check_weight
+from lowbit.ops.operands import check_one_device, check_weight, scheme_of
 from lowbit.ops.register import register
 
 OUTPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-_scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
 
 def scaled_gemm(
@@ -108,7 +105,7 @@ class ScaledGemmArguments(NamedTuple):
 
 def _check(a: ScaledGemmArguments) -> Scheme:
     """Returns the scheme. Raises ValueError unless the tensors are of one product under it."""
-    scheme = _scheme(a.scheme)
+    scheme = scheme_of(a.scheme)
     check_activations("scaled_gemm", a.x, a.x_scale, a.x_zero, scheme)
     check_output("scaled_gemm", a.dtype, a.function, a.y_scale)
     check_weight("scaled_gemm", a.x.shape[-1], a.packed, a.scale, a.zero, a.bias, scheme)

@@ -1,8 +1,8 @@
 """Every kernel that multiplies a quantized weight, in order of preference, and why each does or does not take a problem.
 
 A kernel states its refusals as data: a tuple of reasons, empty when it takes the problem. Layers choose the form of their
-weights by this table, `gemm` runs the kernel that it names, and explain, reports, warnings and errors print its rows. Only
-`problem_on` queries a GPU, so a laptop can print what a server would run.
+weights by this table; `gemm` then runs the operator of that form, which chooses the tile by kernels/choose/. Explain, reports,
+warnings and errors print the table's rows. Only `problem_on` queries a GPU, so a laptop can print what a server would run.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from lowbit.formats import PerBlock, PerGroup, Scheme, ZeroPoint, parse_scheme
 from lowbit.hardware.conversions import conversion
 from lowbit.hardware.machine import Machine, machine_of, machine_refusals
 from lowbit.kernels.choose.candidate import Candidate
-from lowbit.kernels.choose.gemm import GemmCandidate, GemmShape, MmaTile, RingTile, WgmmaTile, candidates
+from lowbit.kernels.choose.gemm import candidates
 from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile, candidates_scaled
+from lowbit.kernels.choose.tiles import GemmCandidate, GemmShape, MmaTile, RingTile, WgmmaTile
 from lowbit.kernels.cpu import torch_int8
 from lowbit.kernels.cpu.scaled_blocked import X_BLOCK
 from lowbit.kernels.reference.activations import CODE_DTYPES

@@ -1,6 +1,7 @@
 """The layout of codes in memory: lossless orders between codes [N, K] and the bytes that a kernel reads."""
 
 from lowbit.pack.dense import DenseWeight
+from lowbit.pack.expert import ExpertWeight
 from lowbit.pack.fragment import FragmentOrder
 from lowbit.pack.gated import gated_refusals, pack_gated
 from lowbit.pack.layout import Layout
@@ -21,6 +22,7 @@ __all__ = [
     "DENSE_FORM",
     "ColumnMajorTileInterleave",
     "DenseWeight",
+    "ExpertWeight",
     "FragmentOrder",
     "FragmentWeight",
     "Layout",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowbit.formats.conv import U4_STEPS, ConvLayer
 from lowbit.pack.conv_layout import ConvLayout, Shape, column_order, held_columns, held_places, lane_constants
-from lowbit.pack.conv_weight import WgmmaPieces, swizzled
+from lowbit.pack.conv_weight import WgmmaTiles, swizzled
 from lowbit.pack.nhwc64 import Nhwc64
 
 CHANNELS = 64
@@ -22,8 +22,8 @@ CHANNELS = 64
 EXPANDED = 256
 """Channels of what the block makes."""
 
-PIECE = 32
-"""Outputs of y at a time: two pieces under way fit into the registers. 64, one after the other: 74.9 us instead of 71.9."""
+CHUNK = 32
+"""Outputs of y at a time: two chunks under way fit into the registers. 64, one after the other: 74.9 us instead of 71.9."""
 
 
 def linked_order(columns: int) -> tuple[int, ...]:
@@ -55,10 +55,10 @@ def linked_channels(y: str, outputs: int, chunk: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class LinkedPieces(ConvLayout):
+class LinkedTiles(ConvLayout):
     """Weights [O, C, 1, 1]: outputs `rows`, channels `places`, as wgmma reads them from shared memory.
 
-    Pieces of `chunk` outputs, int8 [len(rows) / chunk, chunk, K]; or, `by_columns`, of as many places of K, one after the
+    Chunks of `chunk` outputs, int8 [len(rows) / chunk, chunk, K]; or, `by_columns`, of as many places of K, one after the
     other, int8 [len(places) / chunk, O, chunk].
     """
 
@@ -99,12 +99,12 @@ class BlockLayout:
         """The layouts of the weights, in their order."""
         x = self.storage
         expanded = column_order(x, EXPANDED)
-        second = WgmmaPieces(x, "f32", CHANNELS, Nhwc64(x).pixel_bytes(CHANNELS))
-        found: list[ConvLayout] = [second, LinkedPieces(expanded, linked_order(CHANNELS), PIECE)]
+        second = WgmmaTiles(x, "f32", CHANNELS, Nhwc64(x).pixel_bytes(CHANNELS))
+        found: list[ConvLayout] = [second, LinkedTiles(expanded, linked_order(CHANNELS), CHUNK)]
         if self.shortcut:
-            found.append(LinkedPieces(expanded, loaded_order(x), PIECE))
-        places = linked_channels(x, EXPANDED, PIECE)
-        return (*found, LinkedPieces(column_order(x, self.following), places, PIECE, by_columns=True))
+            found.append(LinkedTiles(expanded, loaded_order(x), CHUNK))
+        places = linked_channels(x, EXPANDED, CHUNK)
+        return (*found, LinkedTiles(column_order(x, self.following), places, CHUNK, by_columns=True))
 
     @property
     def shapes(self) -> tuple[Shape, ...]:

@@ -1,6 +1,6 @@
-"""Weights of convolutions as the wgmma kernels copy them to shared memory: one piece per tile of outputs and step of K.
+"""Weights of convolutions as the wgmma kernels copy them to shared memory: one weight tile per tile of outputs and step of K.
 
-A step is one tap of the window and one run of input channels: `step_bytes` of each packed pixel. Its piece holds, for every
+A step is one tap of the window and one run of input channels: `step_bytes` of each packed pixel. Its weight tile has, for every
 plane, a matrix [outputs, step_bytes] of int8 weights, K-major, in the swizzle that wgmma reads. Activations of 4 bits have two
 planes, as decoding a word leaves even channels (low halves) in one register and odd ones (high halves) in another; K may be
 in any order as long as both operands have the same. Columns are in the order of pack/conv_layout.py.
@@ -37,7 +37,7 @@ def planes(x: str) -> int:
 
 
 @dataclass(frozen=True)
-class WgmmaPieces(ConvLayout):
+class WgmmaTiles(ConvLayout):
     """int8 [tiles of outputs, steps, planes, outputs, step_bytes] for inputs stored as `x` and outputs as `y`.
 
     Steps go through the channels of a tap before the next tap, or with `taps_first` through the taps of a run of channels. With
@@ -68,11 +68,11 @@ class WgmmaPieces(ConvLayout):
         blocks = channels // (self.step_bytes * both)
         full = full.reshape(tiles, outputs, blocks, self.step_bytes, both, taps)
         steps = (2, 5) if self.taps_first else (5, 2)
-        pieces = swizzled(full.permute(0, *steps, 4, 1, 3).contiguous())
-        return pieces.reshape(tiles, taps * blocks, both, outputs, self.step_bytes)
+        tiled = swizzled(full.permute(0, *steps, 4, 1, 3).contiguous())
+        return tiled.reshape(tiles, taps * blocks, both, outputs, self.step_bytes)
 
     def constants(self, values: Tensor) -> Tensor:
         return lane_constants(values, self.y, self.outputs)
 
-    def of_second(self, product: ProductSpec) -> WgmmaPieces:
+    def of_second(self, product: ProductSpec) -> WgmmaTiles:
         return dataclasses.replace(self, x=product.x)

@@ -37,7 +37,7 @@ INT4_ROWS = 16
 INT8_K_STEP = 16
 """Torch 2.13's int8 product walks K in steps of 16 without a tail: wrong results or a crash for others (1, 8, 17, 24, 72)."""
 
-PIECE_WEIGHTS = 1 << 22
+WEIGHTS_AT_ONCE = 1 << 22
 """Weights rearranged into torch's order at a time, at 4 bytes each."""
 
 VECTOR_CPUS = ("AVX2", "AVX512")
@@ -83,7 +83,7 @@ class CpuWeight(PackedMatrix):
             raise ValueError("decoded weights have no codes; unpack the form on disk")
         n, k = self.shape
         codes = torch.empty((n, k), dtype=torch.uint8)
-        for start, end in _pieces(self.shape):
+        for start, end in _row_ranges(self.shape):
             order, pairs = int4_columns(self.codes, start, end)
             columns = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(-1, k, len(order))
             codes[start:end].view(-1, len(order), k)[:, order] = columns.transpose(-1, -2)
@@ -137,7 +137,7 @@ def pack_int4(q: QuantTensor) -> CpuWeight:
     group = int4_group(q.scheme, q.shape)
     shift = _shift(q.scheme)
     packed = torch.empty((q.shape[0], q.shape[1] // 2), dtype=torch.uint8)
-    for start, end in _pieces(q.shape):
+    for start, end in _row_ranges(q.shape):
         packed[start:end] = _pack_with_torch(q.codes[start:end].to(torch.int32) + shift)
     exact = _of_groups(q.scale, q, group)
     s = exact.to(torch.bfloat16).float()
@@ -182,12 +182,12 @@ def row_blocks(n: int, blocks: int) -> list[tuple[int, int]]:
     N."""
     step = block_rows() * blocks
     whole = n - n % block_rows()
-    pieces = [(start, min(start + step, whole)) for start in range(0, whole, step)]
-    return pieces if whole == n else [*pieces, (whole, n)]
+    ranges = [(start, min(start + step, whole)) for start in range(0, whole, step)]
+    return ranges if whole == n else [*ranges, (whole, n)]
 
 
-def _pieces(shape: tuple[int, int]) -> list[tuple[int, int]]:
-    return row_blocks(shape[0], max(1, PIECE_WEIGHTS // (block_rows() * max(shape[1], 1))))
+def _row_ranges(shape: tuple[int, int]) -> list[tuple[int, int]]:
+    return row_blocks(shape[0], max(1, WEIGHTS_AT_ONCE // (block_rows() * max(shape[1], 1))))
 
 
 @functools.cache

@@ -1,15 +1,15 @@
 """Fragment order: the codes of a thread's A fragments are contiguous, so that it loads them straight into registers.
 
-The order is computed from a row of `hardware.mma`; no permutation is written by hand. A strip is an m16 row block, the part of
-an A operand that one warp holds: mma.sync has one, a wgmma warpgroup four, one for each of its warps. A tile is a strip x
-64 k, held by 32 lanes. Each lane owns 32 codes of it: as many words as a code has bits. They are stored in groups of at
+The order is computed from a row of `hardware.mma`; no permutation is written by hand. A row block is 16 rows (m16), the part
+of an A operand that one warp holds: mma.sync has one, a wgmma warpgroup four, one for each of its warps. A tile is a row block
+x 64 k, held by 32 lanes. Each lane owns 32 codes of it: as many words as a code has bits. They are stored in groups of at
 most 4 words (6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1), so that every load is aligned and a warp reads neighbouring bytes:
 
     int32 [N/16, K/64, 32 * bits]; the words of one tile, 6 bits:  lane 0: 4 words | lane 1: 4 words | ... | lane 31: 4 words
                                                                    lane 0: 2 words | lane 1: 2 words | ... | lane 31: 2 words
 
-It needs no ldmatrix and no shuffle and has no bank conflict. All of K of a strip is contiguous: a warp reads one stream along
-K, and the stride from strip to strip is constant.
+It needs no ldmatrix and no shuffle and has no bank conflict. All of K of a row block is contiguous: a warp reads one stream
+along K, and the stride from row block to row block is constant.
 
 Within a word, `hardware.fields` orders the codes: one code of a register in each half (16-bit operands), so that
 one mask picks both. For f16 A fragments and 4 bits a word is one k step:
@@ -36,7 +36,7 @@ from lowbit.hardware.fields import WORD_BITS, WORD_GROUPS, FieldOrder, field_ord
 from lowbit.hardware.mma import Fragment, MmaAtom, a_fragment
 from lowbit.pack.layout import Layout, Shape
 
-STRIP = 16
+ROW_BLOCK = 16
 TILE_K = 64
 LANES = 32
 
@@ -48,9 +48,9 @@ TIMES_ON_GPU = 4
 4 bits in 5.0 instead of 19.9 ms (H200, 2026-11-23)."""
 
 
-def strips(n: int) -> int:
-    """Number of strips of 16 rows that cover `n` rows."""
-    return -(-n // STRIP)
+def row_blocks(n: int) -> int:
+    """Number of row blocks of 16 rows that cover `n` rows."""
+    return -(-n // ROW_BLOCK)
 
 
 def k_tiles(k: int) -> int:
@@ -72,8 +72,8 @@ class FragmentOrder(Layout):
     tile: Fragment = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        warp = a_fragment(STRIP, self.atom.k, self.atom.operand_bits)
-        object.__setattr__(self, "tile", warp.tiled(STRIP, TILE_K))
+        warp = a_fragment(ROW_BLOCK, self.atom.k, self.atom.operand_bits)
+        object.__setattr__(self, "tile", warp.tiled(ROW_BLOCK, TILE_K))
         if not isinstance(self.format, FloatFormat):
             object.__setattr__(self, "format", None)
 
@@ -96,28 +96,28 @@ class FragmentOrder(Layout):
         return ()
 
     def plane_shapes(self, bits: int, shape: Shape) -> tuple[tuple[int, ...], ...]:
-        return ((strips(shape[0]), k_tiles(shape[1]), LANES * bits),)
+        return ((row_blocks(shape[0]), k_tiles(shape[1]), LANES * bits),)
 
     def _pack(self, codes: Tensor, bits: int) -> tuple[Tensor, ...]:
         n, k = codes.shape
         (shape,) = self.plane_shapes(bits, (n, k))
         plane = torch.empty(shape, dtype=torch.int32, device=codes.device)
-        step = strips_at_once(k, codes.device)
-        for part, target in zip(codes.split(step * STRIP), plane.split(step), strict=True):
-            self._pack_strips(part, bits, target)
+        step = row_blocks_at_once(k, codes.device)
+        for part, target in zip(codes.split(step * ROW_BLOCK), plane.split(step), strict=True):
+            self._pack_row_blocks(part, bits, target)
         return (plane,)
 
-    def _pack_strips(self, codes: Tensor, bits: int, plane: Tensor) -> None:
-        """Writes the plane of some strips."""
+    def _pack_row_blocks(self, codes: Tensor, bits: int, plane: Tensor) -> None:
+        """Writes the plane of some row blocks."""
         n, k = codes.shape
-        whole = n % STRIP == 0 and k % TILE_K == 0
-        padded = codes if whole else torch.nn.functional.pad(codes, (0, -k % TILE_K, 0, -n % STRIP))
-        # (strip, row), (k_tile, k) -> strip, k_tile, (row, k)
-        tiled = padded.reshape(strips(n), STRIP, k_tiles(k), TILE_K).transpose(1, 2).flatten(2).contiguous()
+        whole = n % ROW_BLOCK == 0 and k % TILE_K == 0
+        padded = codes if whole else torch.nn.functional.pad(codes, (0, -k % TILE_K, 0, -n % ROW_BLOCK))
+        # (row block, row), (k_tile, k) -> row block, k_tile, (row, k)
+        tiled = padded.reshape(row_blocks(n), ROW_BLOCK, k_tiles(k), TILE_K).transpose(1, 2).flatten(2).contiguous()
         source, moves = _moves(self, bits, codes.device)
         window, elements = self.fields(bits).window, self.tile.elements
         # The elements of a register are neighbours along k: moved together, then set `window` bits apart.
-        together = tiled.view(_OF_ELEMENTS[elements])[:, :, source]  # strip, k_tile, lane, run, register
+        together = tiled.view(_OF_ELEMENTS[elements])[:, :, source]  # row block, k_tile, lane, run, register
         held = together.unsqueeze(-1).view(torch.uint8)
         registers = held[..., 0].to(torch.int32)
         for element in range(1, elements):
@@ -135,33 +135,33 @@ class FragmentOrder(Layout):
 
     def _unpack(self, planes: tuple[Tensor, ...], bits: int, shape: Shape) -> Tensor:
         codes = torch.empty(shape, dtype=torch.uint8, device=planes[0].device)
-        step = strips_at_once(shape[1], codes.device)
-        for part, target in zip(planes[0].split(step), codes.split(step * STRIP), strict=True):
+        step = row_blocks_at_once(shape[1], codes.device)
+        for part, target in zip(planes[0].split(step), codes.split(step * ROW_BLOCK), strict=True):
             target.copy_(self._unpacked(part, bits, (target.shape[0], shape[1])))
         return codes
 
     def _unpacked(self, plane: Tensor, bits: int, shape: Shape) -> Tensor:
-        """The codes of some strips."""
-        words = plane[..., word_places(bits, plane.device)]  # strip, k_tile, lane, word
+        """The codes of some row blocks."""
+        words = plane[..., word_places(bits, plane.device)]  # row block, k_tile, lane, word
         source, moves = _moves(self, bits, plane.device)
-        words = words.unflatten(-1, (-1, self.fields(bits).words))  # strip, k_tile, lane, run, word
+        words = words.unflatten(-1, (-1, self.fields(bits).words))  # row block, k_tile, lane, run, word
         window, elements = self.fields(bits).window, self.tile.elements
         held = torch.zeros(*words.shape[:2], *source.shape, elements, dtype=torch.uint8, device=words.device)
         for register, word, shift, mask in moves:
             for element in range(elements):
                 part = _shifted(words[..., word], -shift - element * window)
                 held[..., register, element] |= (part & mask).to(torch.uint8)
-        codes = torch.empty(*words.shape[:2], STRIP * TILE_K, dtype=torch.uint8, device=words.device)
+        codes = torch.empty(*words.shape[:2], ROW_BLOCK * TILE_K, dtype=torch.uint8, device=words.device)
         codes.view(_OF_ELEMENTS[elements])[:, :, source.flatten()] = held.flatten(2).view(_OF_ELEMENTS[elements])
-        # strip, k_tile, row, k -> (strip, row), (k_tile, k)
-        tiled = codes.view(strips(shape[0]), k_tiles(shape[1]), STRIP, TILE_K).transpose(1, 2)
-        whole = tiled.reshape(strips(shape[0]) * STRIP, k_tiles(shape[1]) * TILE_K)
+        # row block, k_tile, row, k -> (row block, row), (k_tile, k)
+        tiled = codes.view(row_blocks(shape[0]), k_tiles(shape[1]), ROW_BLOCK, TILE_K).transpose(1, 2)
+        whole = tiled.reshape(row_blocks(shape[0]) * ROW_BLOCK, k_tiles(shape[1]) * TILE_K)
         return whole[: shape[0], : shape[1]]
 
 
-def strips_at_once(k: int, device: torch.device) -> int:
-    """Strips of `k` columns that are packed together."""
-    return max(1, CODES_AT_ONCE * (TIMES_ON_GPU if device.type == "cuda" else 1) // (STRIP * max(1, k)))
+def row_blocks_at_once(k: int, device: torch.device) -> int:
+    """Row blocks of `k` columns that are packed together."""
+    return max(1, CODES_AT_ONCE * (TIMES_ON_GPU if device.type == "cuda" else 1) // (ROW_BLOCK * max(1, k)))
 
 
 def _shifted(words: Tensor, left: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Gate and up of an MLP as one matrix, for a product with the gate in its epilogue (kernels/parts/epilogue.py).
 
-Each strip of 16 rows has 8 rows of gate, then the same 8 of up: a lane of mma.sync holds rows g and g + 8 of a strip, so both
+Each row block of 16 rows has 8 rows of gate, then the same 8 of up: a lane of mma.sync holds its rows g and g + 8, so both
 numbers of a pair are its own.
 
     row of the matrix   16 s + g           8 s + g of gate      0 <= g < 8
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from lowbit.formats import PerBlock, PerChannel, PerGroup, PerTensor, QuantTensor, spread
 from lowbit.hardware.mma import MMA_M16N8K16_F16
-from lowbit.pack.fragment import STRIP, FragmentOrder, strips_at_once
-from lowbit.pack.weight import FragmentWeight
+from lowbit.pack.fragment import ROW_BLOCK, FragmentOrder, row_blocks_at_once
+from lowbit.pack.weight import FragmentWeight, Scaling
 
-HALF = STRIP // 2
+HALF = ROW_BLOCK // 2
 
 
 def alternate(gate: Tensor, up: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def gated_refusals(gate: QuantTensor, up: QuantTensor) -> tuple[str, ...]:
     if gate.shape != up.shape:
         reasons.append(f"gate and up have one shape, got {gate.shape} and {up.shape}")
     if gate.shape[0] % HALF:
-        reasons.append(f"strips have {HALF} rows of gate and {HALF} of up, {gate.shape[0]} rows are no multiple of {HALF}")
+        reasons.append(f"row blocks have {HALF} rows of gate and {HALF} of up, {gate.shape[0]} rows are no multiple of {HALF}")
     for q in (gate, up):
         if q.low_rank is not None:
             reasons.append("a low-rank correction is no part of a product")
@@ -45,10 +45,11 @@ def gated_refusals(gate: QuantTensor, up: QuantTensor) -> tuple[str, ...]:
     return tuple(dict.fromkeys(reasons))
 
 
-def pack_gated(gate: QuantTensor, up: QuantTensor) -> FragmentWeight:
+def pack_gated(gate: QuantTensor, up: QuantTensor, scaling: Scaling | None = None) -> FragmentWeight:
     """Gate and up [I, K] as one matrix (2 I, K), rows as in the module; raises ValueError with the refusals, if there are any.
 
     Scales of a whole tensor become scales of rows, those of blocks scales of groups: the same numbers for the same weights.
+    `scaling` is that of `FragmentWeight.pack`.
     """
     reasons = gated_refusals(gate, up)
     if reasons:
@@ -57,13 +58,13 @@ def pack_gated(gate: QuantTensor, up: QuantTensor) -> FragmentWeight:
     zero = None if gate.zero is None or up.zero is None else alternate(gate.zero, up.zero)
     codes = torch.empty((2 * gate.shape[0], gate.shape[1]), dtype=torch.uint8, device="meta")
     q = QuantTensor(codes, alternate(gate.scale, up.scale), zero, gate.scheme)
-    return FragmentWeight.pack(q, _plane(gate, up))
+    return FragmentWeight.pack(q, _plane(gate, up), scaling)
 
 
 def _plane(gate: QuantTensor, up: QuantTensor) -> Tensor:
     """The codes of both in fragment order, some rows at a time: as one matrix they would be in memory twice."""
     order, bits = FragmentOrder(MMA_M16N8K16_F16, gate.scheme.weight), gate.scheme.weight.bits
-    (n, k), step = gate.shape, strips_at_once(gate.shape[1], gate.codes.device)
+    (n, k), step = gate.shape, row_blocks_at_once(gate.shape[1], gate.codes.device)
     plane = torch.empty(order.plane_shapes(bits, (2 * n, k))[0], dtype=torch.int32, device=gate.codes.device)
     for target, *parts in zip(plane.split(step), *(q.codes.split(step * HALF) for q in (gate, up)), strict=True):
         target.copy_(order.pack(alternate(*parts), bits)[0])

@@ -1,8 +1,7 @@
 """Layouts: named, invertible orders of codes in memory.
 
-A layout turns codes uint8 [N, K] into *planes* (one tensor for most widths, two or three for `FragmentOrder` at odd
-widths) and back without loss: `layout.unpack(layout.pack(codes, bits), bits, codes.shape)` equals `codes` for every
-shape that `refusals` accepts.
+A layout turns codes uint8 [N, K] into planes (tensors; every layout here has one) and back without loss:
+`layout.unpack(layout.pack(codes, bits), bits, codes.shape)` equals `codes` for every shape that `refusals` accepts.
 """
 
 from __future__ import annotations

@@ -20,22 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.formats import (
-    IntFormat,
-    PerBlock,
-    PerChannel,
-    PerGroup,
-    PerTensor,
-    QuantTensor,
-    Scheme,
-    ZeroPoint,
-    decode,
-    spread,
-)
+from lowbit.formats import IntFormat, PerBlock, PerChannel, PerGroup, PerTensor, QuantTensor, Scheme, ZeroPoint, decode, spread
 from lowbit.hardware.byte_conversions import ByteOperand, byte_conversion
 from lowbit.hardware.mma import MMA_M16N8K32_S8
 from lowbit.pack.form import PackedMatrix
-from lowbit.pack.fragment import CODES_AT_ONCE, STRIP, FragmentOrder
+from lowbit.pack.fragment import CODES_AT_ONCE, ROW_BLOCK, FragmentOrder
 
 GROUP = 128
 """Columns of w that share a scale, where a row has several."""
@@ -113,7 +102,7 @@ class OperandWeight(PackedMatrix):
         if isinstance(q.scheme.granularity, PerGroup):
             size = q.scheme.granularity.size
             groups = q.scale.repeat_interleave(size // GROUP, dim=1)[:, : -(-k // GROUP)]
-            scale = torch.nn.functional.pad(groups.T, (0, -n % STRIP)).contiguous()
+            scale = torch.nn.functional.pad(groups.T, (0, -n % ROW_BLOCK)).contiguous()
         elif isinstance(q.scheme.granularity, PerBlock):
             scale = q.scale.float().contiguous()
         else:
@@ -148,9 +137,9 @@ class OperandWeight(PackedMatrix):
         return code_of.to(codes.device)[codes.int()]
 
     def row_axes(self) -> dict[str, tuple[int, int]]:
-        granularity, strip = self.scheme.granularity, 1 if self.scheme.weight.bits == 8 else STRIP
+        granularity, row_block = self.scheme.granularity, 1 if self.scheme.weight.bits == 8 else ROW_BLOCK
         scale = (0, granularity.n) if isinstance(granularity, PerBlock) else (1, 1)
-        axes = {"codes": (0, strip), "scale": scale, "channel_scale": (0, 1), "sums": (0, 1)}
+        axes = {"codes": (0, row_block), "scale": scale, "channel_scale": (0, 1), "sums": (0, 1)}
         return {name: axes[name] for name in self.tensors()}
 
 

@@ -30,6 +30,7 @@ blocks of rows and k) are repeated to fit: more bytes, the same weights.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,7 +52,7 @@ from lowbit.formats import (
 from lowbit.hardware.half import BIAS, HalfType
 from lowbit.hardware.mma import MMA_M16N8K16_F16
 from lowbit.pack.form import PackedMatrix
-from lowbit.pack.fragment import STRIP, FragmentOrder
+from lowbit.pack.fragment import ROW_BLOCK, FragmentOrder
 from lowbit.pack.layout import Layout
 from lowbit.pack.scales import pack_scales, unpack_scales
 
@@ -66,7 +67,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def kernel_group(scheme: Scheme) -> int:
-    """The group size in the kernels: 0 (scales per channel), 128, 64, 32 or 16; ValueError if there is none."""
+    """Returns the group size in the kernels: 0 (scales per channel), 128, 64, 32 or 16.
+
+    Raises ValueError for a group size that no kernel has; `ops.table.weight_refusals` turns it into a reason.
+    """
     granularity = scheme.granularity
     if isinstance(granularity, (PerGroup, PerBlock)):
         size = granularity.size if isinstance(granularity, PerGroup) else granularity.k
@@ -146,9 +150,9 @@ class FragmentWeight(PackedMatrix):
         return FragmentOrder(MMA_M16N8K16_F16, fmt)
 
     @classmethod
-    def pack(cls, q: QuantTensor, plane: Tensor | None = None) -> Self:
+    def pack(cls, q: QuantTensor, plane: Tensor | None = None, scaling: Scaling | None = None) -> Self:
         """The kernels' form of `q`, on its device. `plane`: its codes in the layout's order already; those of `q` are then
-        not read and may be on the meta device.
+        not read and may be on the meta device. `scaling`: how scales are stored, by default as `scaling_of` returns.
 
         Raises ValueError for groups that are no multiple of 16, scales that are not finite, and an input transform or a
         low-rank correction (`QuantTensor.require_product`).
@@ -161,12 +165,13 @@ class FragmentWeight(PackedMatrix):
         if plane is None:
             (plane,) = cls.layout(q.scheme.weight).pack(q.codes, q.scheme.weight.bits)
         channel = scale = None
-        scales, zeros, subnormal = q.scale, q.zero, _as_subnormals(q)
-        if has_channel_scale(q.scheme):
+        scaling = scaling or scaling_of(q)
+        scales, zeros, subnormal = q.scale, q.zero, scaling == "subnormal"
+        if scaling == "channels":
             channel = q.scale.float().expand(q.shape[0], 1).reshape(-1).contiguous()
             # Integers of 8 bits are exact in bf16, which a kernel with bf16 activations need not convert.
             scales = torch.ones_like(q.scale, dtype=torch.bfloat16)
-        elif subnormal or scales.dtype not in _HALVES or not _normal_in_fp16(q):
+        elif scaling != "groups":
             factor = _row_factors(q, 2.0**-16 if subnormal else 1.0)
             half = torch.bfloat16 if scales.dtype == torch.bfloat16 else torch.float16
             scales = (scales.float() / factor[:, None]).to(half)
@@ -203,7 +208,7 @@ class FragmentWeight(PackedMatrix):
         return layout.unpack((self.codes.view(layout.plane_dtype),), self.scheme.weight.bits, self.shape)
 
     def row_axes(self) -> dict[str, tuple[int, int]]:
-        return {name: (0, 1 if name == "channel_scale" else STRIP) for name in self.tensors()}
+        return {name: (0, 1 if name == "channel_scale" else ROW_BLOCK) for name in self.tensors()}
 
     def _kind(self) -> dict[str, Any]:
         return {**super()._kind(), "subnormal": self.subnormal}
@@ -213,6 +218,26 @@ class FragmentWeight(PackedMatrix):
         """The constants for which a kernel that reads this weight is compiled."""
         scale_dtype = None if self.scale is None else self.scale.dtype
         return weight_form(self.scheme, scale_dtype, self.channel_scale is not None, self.subnormal)
+
+
+Scaling = Literal["channels", "groups", "divided", "subnormal"]
+"""How scales are stored: one for each channel; those of groups as they are; those divided by a power of two for each row; the
+same for subnormal codes."""
+
+
+def scaling_of(q: QuantTensor) -> Scaling:
+    """How `FragmentWeight.pack` stores the scales of a matrix."""
+    if has_channel_scale(q.scheme):
+        return "channels"
+    if _as_subnormals(q):
+        return "subnormal"
+    return "groups" if q.scale.dtype in _HALVES and _normal_in_fp16(q) else "divided"
+
+
+def common_scaling(weights: Iterable[QuantTensor]) -> Scaling:
+    """How scales of several matrices of one scheme are stored alike: "divided" where they differ, which every matrix can be."""
+    kinds = {scaling_of(q) for q in weights}
+    return kinds.pop() if len(kinds) == 1 else "divided"
 
 
 def _normal_in_fp16(q: QuantTensor) -> bool:

@@ -21,10 +21,12 @@ from torch import Tensor
 from lowbit.formats import PerTensor, Scheme, parse_scheme
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.candidate import Candidate
-from lowbit.kernels.choose.gemm import KINDS as MIXED
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, WgmmaTile, candidates, ring_candidate
+from lowbit.kernels.choose.gemm import candidates
 from lowbit.kernels.choose.scaled_gemm import KINDS as SCALED
 from lowbit.kernels.choose.scaled_gemm import ScaledTile, candidates_scaled
+from lowbit.kernels.choose.small_m import ring_candidate
+from lowbit.kernels.choose.tiles import KINDS as MIXED
+from lowbit.kernels.choose.tiles import GemmShape, MmaTile, RingTile, WgmmaTile
 from lowbit.kernels.choose.tuned import written
 from lowbit.kernels.reference.activations import quantize_activations_reference
 from lowbit.ops.byte_gemm import plan_for_scaled
@@ -219,7 +221,7 @@ def neighbours(tile: AnyTile, shape: Any, machine: Machine) -> list[AnyTile]:
     K splits as fill the GPU once."""
     if isinstance(tile, RingTile):
         variants = [dataclasses.replace(tile, rounds=rounds) for rounds in {tile.rounds // 2, 2 * tile.rounds} if rounds]
-        return [t for t in variants if t.strips * t.rounds <= 8 and not ring_candidate(t, shape, machine).reasons]
+        return [t for t in variants if t.row_blocks * t.rounds <= 8 and not ring_candidate(t, shape, machine).reasons]
     if isinstance(tile, WgmmaTile):
         tiles = -(-shape.m // tile.tokens) * -(-shape.n // tile.rows)
         splits = min(machine.sm_count // tiles, shape.steps(128), MOST_SPLITS)

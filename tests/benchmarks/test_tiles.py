@@ -7,7 +7,9 @@ from typer.testing import CliRunner
 from benchmarks.cli import app
 from benchmarks.tiles import TileRow
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.gemm import GemmShape, Measured, RingTile, WgmmaTile, candidates
+from lowbit.kernels.choose.gemm import candidates
+from lowbit.kernels.choose.measured import Measured
+from lowbit.kernels.choose.tiles import GemmShape, RingTile, WgmmaTile
 
 
 def row(chosen_us, best_us):

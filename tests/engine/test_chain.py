@@ -277,7 +277,7 @@ def test_layers_of_different_formats_are_not_joined():
     model = nn.ModuleDict({str(i): layer for i, layer in enumerate(linears)}).half()
     packed(model, "w4a16_g32")
     layers = list(model.values())
-    assert isinstance(product(layers[:2], False), Packed), "the last one may end within a strip"
+    assert isinstance(product(layers[:2], False), Packed), "the last one may end within a row block"
     assert not isinstance(product(layers, False), Packed)
     other = packed(nn.ModuleDict({"0": nn.Linear(64, 32, bias=False)}).half(), "w8a16")["0"]
     assert not isinstance(product([layers[0], other], False), Packed)

@@ -9,7 +9,6 @@ from lowbit.formats import (
     PerChannel,
     PerGroup,
     PerTensor,
-    PerToken,
     QuantTensor,
     parse_scheme,
     scale_shape,
@@ -22,7 +21,6 @@ from lowbit.formats import (
     [
         (PerTensor(), (1, 1)),
         (PerChannel(), (6, 1)),
-        (PerToken(), (6, 1)),
         (PerGroup(4), (6, 3)),
         (PerGroup(128), (6, 1)),
         (PerBlock(4, 4), (2, 3)),

@@ -24,7 +24,8 @@ from lowbit._version import __version__
 from lowbit.engine import RequestFailed
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose import tuned
-from lowbit.kernels.choose.gemm import KINDS, GemmShape, candidates
+from lowbit.kernels.choose.gemm import candidates
+from lowbit.kernels.choose.tiles import KINDS, GemmShape
 from lowbit.models.load import check_checkpoint, load_causal
 from lowbit.pipeline import Pipeline
 from tests.fuzz.changes import BYTES, VALUES, changed, changes_of, with_bytes

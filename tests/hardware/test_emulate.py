@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lowbit.hardware.emulate import ldmatrix, mma, register_values
 from lowbit.hardware.mma import MMA_M16N8K16_F16, MMA_M16N8K32_S8, MmaAtom, wgmma_f16
+from tests.hardware.emulate import ldmatrix, mma, register_values
 
 
 @pytest.mark.parametrize("matrices", [1, 2, 4])

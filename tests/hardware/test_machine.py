@@ -11,7 +11,8 @@ from lowbit.hardware import machine as module
 from lowbit.hardware.arch import ARCHS, arch_for
 from lowbit.hardware.machine import MACHINES, features_of, machine_of, typical_machine
 from lowbit.hardware.mma import MMA_M16N8K16_F16, MMA_M16N8K32_S8, MMA_M16N8K64_S4, wgmma_f16
-from lowbit.kernels.choose.gemm import GemmShape, candidates, choose
+from lowbit.kernels.choose.gemm import candidates, choose
+from lowbit.kernels.choose.tiles import GemmShape
 from lowbit.ops import problem_on, why_slow
 from lowbit.ops.quantize_activations import quantize_refusals
 

@@ -67,11 +67,6 @@ def test_shifts(a, amount):
     assert one(lambda p, x: p.shift(x, amount), a) == expected
 
 
-@given(WORD, st.integers(1, 31))
-def test_rotation(a, amount):
-    assert one(lambda p, x: p.rotate(x, amount), a) == ((a >> amount) | (a << (32 - amount))) & 0xFFFFFFFF
-
-
 @given(WORD, WORD)
 def test_words_are_added_with_wrap_around(a, b):
     assert one(lambda p, x, y: p.add_words(x, y), a, b) == (a + b) % 2**32
@@ -159,7 +154,4 @@ def test_printed_forms():
     b = Builder(["w"])
     program = b.build([b.sub("fp16", b.masked_or("w", 0x000F000F, 0x64006400), b.constant(0x64086408))])
     assert ("lop3.b32" in program.ptx() and "sub.f16x2" in program.ptx()) or "sub.rn.f16x2" in program.ptx()
-    asm = program.inline_asm()
-    assert asm.startswith("{") and asm.endswith("}") and "$0" in asm and "$1" in asm and "$2" not in asm
-    assert program.inline_constraints() == "=r,r"
     assert b.masked_or("w", 0x000F000F, 0x64006400) == b.masked_or("w", 0x000F000F, 0x64006400), "asked twice, emitted once"

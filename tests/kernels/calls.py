@@ -15,8 +15,8 @@ def meta(shape, dtype):
 
 def mixed_call(shape, dtype, group, scale_dtype):
     """x of 16 bits, codes of `shape.bits` in fragment order, scales by groups, scales and biases of channels, workspaces."""
-    codes = meta((shape.strips, shape.steps(64) * 32 * shape.bits), torch.int32)
-    scale = meta((shape.strips, shape.k), scale_dtype) if group else None
+    codes = meta((shape.row_blocks, shape.steps(64) * 32 * shape.bits), torch.int32)
+    scale = meta((shape.row_blocks, shape.k), scale_dtype) if group else None
     channels = meta((shape.n,), torch.float32), meta((shape.n,), dtype)
     return meta((shape.m, shape.k), dtype), codes, scale, *channels, meta((1,), torch.float32), meta((1,), torch.int32)
 
@@ -37,3 +37,20 @@ def scaled_call(scheme, m, n, k, *, x_scale="token", x_zero=False, bias=torch.bf
     zero = meta((m, 1), torch.int32) if x_zero else None
     before = x, meta(of_x, float32), zero, codes, of_w, channel, meta((n,), float32), meta((n,), bias)
     return *before, meta((1,), float32), meta((1,), torch.int32), meta((1,), float32) if codes_of_y else None
+
+
+def expert_call(shape, dtype, form):
+    """x, codes, scales, scales of channels and biases of experts, tiles, their number, order of slots, router weights."""
+    scale_dtype = torch.bfloat16 if form.scale_dtype == "bf16" else torch.float16
+    scale, pair = None, 2 if form.zero == "none" else 4
+    if form.group:
+        groups = shape.steps(128) * (128 // form.group)
+        scale = meta((shape.experts, shape.strips, groups, 8, pair), scale_dtype)
+    channels = meta((shape.experts, shape.n), torch.bfloat16 if form.subnormal else torch.float32)
+    slots, int32 = shape.slots, torch.int32
+    return (
+        meta((slots if shape.per_slot else shape.tokens, shape.k), dtype),
+        meta((shape.experts, shape.strips, shape.steps(64), 32 * shape.bits), int32), scale, channels,
+        meta((shape.experts, shape.n), dtype), meta((shape.most_tiles, 3), int32), meta((1,), int32), meta((slots,), int32),
+        meta((slots,), torch.float32),
+    )  # fmt: skip

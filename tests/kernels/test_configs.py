@@ -25,6 +25,8 @@ from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.k_block import KBlock
 from lowbit.kernels.parts.ring import Ring, RowRing
 from lowbit.kernels.sm80.conv import MmaConv, MmaProduct
+from lowbit.kernels.sm80.expert_large_m_gemm import ExpertMmaGemm
+from lowbit.kernels.sm80.expert_small_m_gemm import ExpertRingGemm, TaskRing
 from lowbit.kernels.sm80.large_m_gemm import MmaGemm
 from lowbit.kernels.sm80.paged_attention import PagedAttention
 from lowbit.kernels.sm80.scaled_gemm import PlainGemm
@@ -32,6 +34,7 @@ from lowbit.kernels.sm80.small_m_gemm import RingGemm
 from lowbit.kernels.sm90.conv_block import BlockConv
 from lowbit.kernels.sm90.conv_deep import DeepConv
 from lowbit.kernels.sm90.conv_strip import StripConv
+from lowbit.kernels.sm90.expert_large_m_gemm import ExpertWgmmaGemm
 from lowbit.kernels.sm90.large_m_gemm import WgmmaGemm
 from lowbit.kernels.sm90.scaled_gemm import ScaledGemm
 from lowbit.kernels.sm90.stem_pool import StemPool
@@ -53,6 +56,11 @@ CONFIGS = [
     MmaGemm(Dequantizer("int4", "fp16", 128, "none", "fp16"), 128, 4, 4, 2, 1, 4, 1, 2, False, Epilogue(False, False), True),
     RingGemm(Ring(KBlock("int4", "fp16", 8, 128, "none", "fp16"), 1, 2, False), 4, 2, 1, Epilogue(False, False), True),
     RingGemm(RowRing(KBlock("dense", "fp16", 8, 0, "none", "fp16"), 2, 1, False), 4, 2, 1, Epilogue(False, False), True),
+    ExpertRingGemm(
+        TaskRing(KBlock("int4", "fp16", 8, 128, "none", "fp16"), 1, 2, False), 4, 2, Epilogue(False, False), False, True, False
+    ),
+    ExpertMmaGemm(Dequantizer("int4", "fp16", 128, "none", "fp16"), 128, 4, 4, 2, 1, 4, Epilogue(False, False), True, False),
+    ExpertWgmmaGemm(Dequantizer("int4", "fp16", 128, "none", "fp16"), 64, 2, 4, Epilogue(False, False), True, False),
     PagedAttention(HEADS, DecodeTile(8, 128, 64, 4), True),
     Append(HEADS, True),
     GatherKv(8, 128, True),

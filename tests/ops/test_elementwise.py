@@ -22,7 +22,6 @@ from lowbit.ops.elementwise import (
     embed_rows,
     gate,
     gate2,
-    quantize_embedding,
 )
 from lowbit.quantize import rtn
 
@@ -109,7 +108,8 @@ def test_an_embedding_of_8_bits_is_the_librarys_own(dtype):
     """`EmbeddingTable` is a `w8a16` weight as it is: rows come out as QuantEmbedding's, half a step from the weight."""
     weight = random(40, 203) * torch.logspace(-3, 1, 40)[:, None]
     weight[7] = 0
-    table, q = quantize_embedding(weight), rtn(weight, "w8a16")
+    q = rtn(weight, "w8a16")
+    table = EmbeddingTable.from_quant_tensor(q)
     tokens = torch.arange(40, dtype=torch.int32)
     module = QuantEmbedding.from_quant_tensor(q, dtype)
     made = embed_rows(tokens, None, table, dtype)

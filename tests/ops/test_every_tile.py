@@ -7,7 +7,8 @@ import torch
 
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import machine_of, typical_machine
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile, WgmmaTile, candidates, choose
+from lowbit.kernels.choose.gemm import candidates, choose
+from lowbit.kernels.choose.tiles import GemmShape, MmaTile, WgmmaTile
 from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.ops import fragment_gemm
 from lowbit.ops.fragment_gemm import plan_for

@@ -216,7 +216,7 @@ def test_x_of_any_layout():
 
 
 def test_rows_have_zeros_behind_them():
-    """The kernels copy pieces of 8: what a wider matrix has behind its rows is not to meet codes that are filled up with zeros,
+    """The kernels copy vectors of 8: what a wider matrix has behind its rows must not be multiplied by codes of the padding,
     which are weights like others."""
     wide = torch.full((5, 1008), float("nan"), dtype=torch.float16)
     x = wide[:, :1003]
@@ -229,7 +229,7 @@ def test_rows_have_zeros_behind_them():
 
 @gpu
 @pytest.mark.parametrize("m", [1, 16, 100])
-def test_x_that_ends_within_a_piece(m):
+def test_x_that_ends_within_a_vector(m):
     q = quantized("w4a16_g128", 128, 1003)
     w = FragmentWeight.pack(q)
     wide = torch.full((m, 1008), float("nan"), device="cuda", dtype=torch.float16)

@@ -187,7 +187,7 @@ def test_refusals():
     ):
         norm_gemm(x, w, torch.ones(1, 3), width=64, eps=0.0)
     with pytest.raises(
-        ValueError, match="gated is none, or silu or gelu_tanh with strips of 8 gates and 8 ups; got relu, N 64"
+        ValueError, match="gated is none, or silu or gelu_tanh with row blocks of 8 gates and 8 ups; got relu, N 64"
     ):
         norm_gemm(x, w, torch.ones(1, 2), width=64, eps=0.0, gated="relu")
     with pytest.raises(
@@ -347,10 +347,10 @@ def in_parts(*counts):
 @gpu
 @pytest.mark.parametrize(("ms", "part"), in_parts(((1, 8), 3), ((16,), 12), ((19,), 4), ((64,), 4)))
 def test_every_tile_on_a_gpu(ms, part):
-    """All candidates, splits and two rows of warps among them, of shapes with a part of a strip and blocks that overlap."""
+    """All candidates, splits and two rows of warps among them, of shapes with a part of a row block and blocks that overlap."""
     from lowbit.hardware.machine import machine_of
     from lowbit.kernels.choose.fused_gemm import chain_candidates
-    from lowbit.kernels.choose.gemm import GemmShape, RingTile
+    from lowbit.kernels.choose.tiles import GemmShape, RingTile
     from lowbit.kernels.parts.epilogue import Epilogue
     from lowbit.kernels.sm80.small_m_gemm import RingPlan
     from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
@@ -550,10 +550,10 @@ def test_weights_of_16_bits_on_a_gpu(n, k, dtype):
 @gpu
 @pytest.mark.parametrize(("ms", "part"), in_parts(((1, 8), 4), ((9, 16), 10)))
 def test_every_tile_of_16_bit_weights_on_a_gpu(ms, part):
-    """All candidates of shapes with a part of a strip, a tail of K and blocks that overlap."""
+    """All candidates of shapes with a part of a row block, a tail of K and blocks that overlap."""
     from lowbit.hardware.machine import machine_of
     from lowbit.kernels.choose.fused_gemm import chain_candidates
-    from lowbit.kernels.choose.gemm import DENSE_BITS, GemmShape
+    from lowbit.kernels.choose.tiles import DENSE_BITS, GemmShape
     from lowbit.kernels.parts.epilogue import Epilogue
     from lowbit.kernels.sm80.small_m_gemm import RingPlan
     from lowbit.ops.workspace import workspace

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile
+from lowbit.kernels.choose.tiles import GemmShape, MmaTile
 from lowbit.kernels.reference.gemm import mixed_gemm_reference
-from lowbit.ops.fragment_gemm import aligned_rows, wide_plan
+from lowbit.ops.fragment_gemm import aligned_rows, plan_for
 from lowbit.ops.workspace import workspace
 from lowbit.pack import FragmentWeight
 from tests.ops.test_fragment_gemm import OF_BF16, SCHEMES, quantized, quantized_bf16, relative_error
@@ -25,14 +25,14 @@ SLICED = [MmaTile(64, 2, 4, 1, 4, 1, warps_k=2), MmaTile(32, 2, 2, 1, 3, 2, warp
 SHARED = [
     MmaTile(128, 4, 4, 2, 3, 1), MmaTile(64, 4, 4, 2, 2, 3), MmaTile(32, 2, 4, 2, 6, 2), MmaTile(64, 1, 4, 2, 5, 1), *SLICED,
 ]  # fmt: skip
-"""Tiles whose warps have 4 strips, or 1, and those."""
+"""Tiles whose warps have 4 row blocks, or 1, and those."""
 
 
 def product(tile, x, w, bias=None, gate="none"):
     """y of a tile, in memory that was NaN."""
     n, k = w.shape
     shape = GemmShape(len(x), n, k, w.scheme.weight.bits)
-    plan = wide_plan(tile, shape, w.form, x.dtype, bias is not None, A100, gate)
+    plan = plan_for(tile, shape, w.form, x.dtype, bias is not None, A100, gate=gate)
     torch.full((len(x), plan.columns), float("nan"), dtype=x.dtype, device="cuda")  # what the allocator hands out next
     return plan(aligned_rows(x), w.codes, w.scale, w.channel_scale, bias, *workspace(x.device, *plan.workspace))
 

@@ -254,8 +254,8 @@ def test_a_row_has_the_same_bits_in_every_batch(scheme, shape):
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w4a16_g32_fz", "w8a16"])
 def test_rows_of_the_ring_kernel_have_the_same_bits_in_every_batch(scheme):
     """As on GPUs without wgmma, whose tiles are those of the ring kernel for all m."""
-    from lowbit.kernels.choose.gemm import GemmShape
     from lowbit.kernels.choose.gemm import choose as choose_tile
+    from lowbit.kernels.choose.tiles import GemmShape
     from lowbit.ops.fragment_gemm import plan_for
     from lowbit.ops.workspace import workspace
     from lowbit.pack import FragmentWeight

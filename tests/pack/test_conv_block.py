@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowbit.formats.conv import ConvLayer, SecondProduct, code_range
-from lowbit.pack.conv_block import BlockLayout, LinkedPieces, linked_channels, linked_order, loaded_order
+from lowbit.pack.conv_block import BlockLayout, LinkedTiles, linked_channels, linked_order, loaded_order
 from lowbit.pack.conv_layout import column_order
 from lowbit.pack.conv_weight import swizzled
 from lowbit.pack.nhwc64 import Nhwc64
@@ -53,12 +53,12 @@ def test_two_products_in_a_row(y, chunk, following):
     second = torch.randint(-128, 128, (following, 256), dtype=torch.int8)
     x = torch.randint(0, 16, (5, 64))
     rows, linked = column_order(y, 256), linked_channels(y, 256, chunk)
-    pieces = LinkedPieces(rows, linked_order(64), chunk).pack(first[:, :, None, None])
-    last = LinkedPieces(column_order(y, following), linked, chunk, by_columns=True).pack(second[:, :, None, None])
-    assert pieces.shape == (256 // chunk, chunk, 64) and last.shape == (256 // chunk, following, chunk)
+    chunks = LinkedTiles(rows, linked_order(64), chunk).pack(first[:, :, None, None])
+    last = LinkedTiles(column_order(y, following), linked, chunk, by_columns=True).pack(second[:, :, None, None])
+    assert chunks.shape == (256 // chunk, chunk, 64) and last.shape == (256 // chunk, following, chunk)
     total = torch.zeros(5, following, dtype=torch.int64)
-    for number, (piece, slab) in enumerate(zip(pieces, last, strict=True)):
-        sums = x[:, list(linked_order(64))] @ swizzled(piece).long().T  # [pixels, columns]
+    for number, (first_chunk, slab) in enumerate(zip(chunks, last, strict=True)):
+        sums = x[:, list(linked_order(64))] @ swizzled(first_chunk).long().T  # [pixels, columns]
         wanted = x @ first.long().T
         assert torch.equal(sums, wanted[:, list(rows[number * chunk : (number + 1) * chunk])])
         codes = (sums >> 8).clamp(low, high)

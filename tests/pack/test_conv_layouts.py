@@ -11,7 +11,7 @@ from lowbit.formats.conv import ConvLayer, SecondProduct, code_range
 from lowbit.hardware.mma import wgmma_s8
 from lowbit.pack.conv_fragment import MmaFragments
 from lowbit.pack.conv_layout import column_constants, column_order, lane_constants
-from lowbit.pack.conv_weight import WgmmaPieces, planes, swizzled
+from lowbit.pack.conv_weight import WgmmaTiles, planes, swizzled
 from lowbit.pack.nhwc64 import Nhwc64, padded_channels
 from lowbit.pack.stem import StemImages
 from lowbit.pack.stem_fragment import StemFragments
@@ -89,7 +89,7 @@ def test_packed_weights_give_the_convolution(x, y, channels, step_bytes):
     codes = codes_of(x, 1, channels, 4, 3)
     if step_bytes > Nhwc64(x).pixel_bytes(channels):
         pytest.skip("a pixel has fewer bytes than a step")
-    packed = WgmmaPieces(x, y, tile, step_bytes).pack(weight)
+    packed = WgmmaTiles(x, y, tile, step_bytes).pack(weight)
     pixels = Nhwc64(x).pack(codes)[0]
     rows = pixels.shape[2] // step_bytes
     out = torch.zeros(3 * tile, 3, 3, dtype=torch.int64)
@@ -126,7 +126,7 @@ def test_a_lane_finds_its_constants_in_16_bytes():
 @pytest.mark.parametrize("step_bytes", [16, 128])
 def test_steps_that_do_not_fit_are_refused(step_bytes):
     with pytest.raises(ValueError, match="do not divide"):
-        WgmmaPieces("u4", "u4", 64, step_bytes).pack(torch.zeros(64, 64, 1, 1, dtype=torch.int8))
+        WgmmaTiles("u4", "u4", 64, step_bytes).pack(torch.zeros(64, 64, 1, 1, dtype=torch.int8))
 
 
 @pytest.mark.parametrize(
@@ -189,11 +189,11 @@ def test_stems_that_do_not_fit_are_refused():
 STEM = StemImages(3, 32, 24, (7, 7), (3, 3))
 
 LAYOUTS = [
-    *(WgmmaPieces(x, y, outputs, 32 if x == "u4" else 64, first) for x in ("u4", "s8") for y in ("u4", "s8", "f32")
+    *(WgmmaTiles(x, y, outputs, 32 if x == "u4" else 64, first) for x in ("u4", "s8") for y in ("u4", "s8", "f32")
       for outputs, first in ((64, False), (128, True))),
     *(MmaFragments(x, bits, y) for x, bits in (("u4", 4), ("u4", 8), ("s8", 8)) for y in ("u4", "s8", "f16")),
 ]  # fmt: skip
-STEMS = [WgmmaPieces("s8", "u4", 64, 64, images=STEM), MmaFragments("s8", 8, "s8", images=STEM), StemFragments(STEM)]
+STEMS = [WgmmaTiles("s8", "u4", 64, 64, images=STEM), MmaFragments("s8", 8, "s8", images=STEM), StemFragments(STEM)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -222,10 +222,10 @@ def test_a_layer_is_packed_whole():
     second = SecondProduct(torch.randint(-8, 8, (128, 64, 1, 1), dtype=torch.int8), torch.rand(128), "s8")
     weight = torch.randint(-128, 128, (128, 128, 3, 3), dtype=torch.int8)
     layer = ConvLayer(weight, torch.rand(128), torch.rand(128), "u4", "u4", padding=(1, 1), second=second)
-    layout = WgmmaPieces("u4", "u4", 128, 64)
+    layout = WgmmaTiles("u4", "u4", 128, 64)
     packed = layout.pack_layer(layer)
     beside = layout.of_second(layer.spec.second)
-    assert beside == WgmmaPieces("s8", "u4", 128, 64) and torch.equal(
+    assert beside == WgmmaTiles("s8", "u4", 128, 64) and torch.equal(
         beside.unpack(packed.weight2, (128, 64, 1, 1)), second.weight
     )
     assert torch.equal(packed.s2, layout.constants(second.s)) and torch.equal(packed.b, layout.constants(layer.b))

@@ -42,7 +42,7 @@ def test_int4_codes_come_back(name, n, k):
 def test_pieces_lie_as_the_whole(monkeypatch):
     q = quantized("w4a16_g32", 304, 384)
     whole = pack_int4(q)
-    monkeypatch.setattr("lowbit.pack.cpu.PIECE_WEIGHTS", 384 * 70)
+    monkeypatch.setattr("lowbit.pack.cpu.WEIGHTS_AT_ONCE", 384 * 70)
     assert torch.equal(pack_int4(q).codes, whole.codes) and torch.equal(whole.unpack_codes(), q.codes)
 
 
@@ -109,5 +109,5 @@ def test_an_order_that_is_not_known_is_an_error(monkeypatch):
 def test_pieces_of_rows_cover_the_matrix():
     for n in (16, 48, 64, 80, 640):
         for blocks in (1, 3, 100):
-            pieces = row_blocks(n, blocks)
-            assert [start for start, _ in pieces] == [0, *(end for _, end in pieces[:-1])] and pieces[-1][1] == n
+            ranges = row_blocks(n, blocks)
+            assert [start for start, _ in ranges] == [0, *(end for _, end in ranges[:-1])] and ranges[-1][1] == n

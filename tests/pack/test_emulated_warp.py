@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from lowbit.formats import NumberFormat, decode, float_format, int_format, uint_format
 from lowbit.hardware.conversions import conversion
-from lowbit.hardware.emulate import Registers, Values, ldmatrix, mma
 from lowbit.hardware.mma import MMA_M16N8K16_F16, MMA_M16N8K32_S8, Fragment
 from lowbit.pack import ColumnMajorTileInterleave, FragmentOrder
 from lowbit.pack.fragment import word_places
+from tests.hardware.emulate import Registers, Values, ldmatrix, mma
 
 from .test_layout import random_codes
 
@@ -93,9 +93,9 @@ def test_without_the_row_permutation_lanes_hold_foreign_codes() -> None:
 # ---- fragment order: words straight from global memory to registers -> conversion -> mma; weights are operand A
 
 
-def warp_words(plane: torch.Tensor, strip: int, k_tile: int, bits: int) -> Registers:
+def warp_words(plane: torch.Tensor, row_block: int, k_tile: int, bits: int) -> Registers:
     """Words [32 lanes, bits] that the lanes of a warp load of one tile, each its own."""
-    words: Registers = plane[strip, k_tile][word_places(bits)].numpy().view(np.uint32)
+    words: Registers = plane[row_block, k_tile][word_places(bits)].numpy().view(np.uint32)
     return words
 
 

@@ -32,7 +32,7 @@ def pair(scheme, rows=40, k=200):
 def test_the_weights_are_the_same(scheme, rows):
     gate, up = pair(scheme, rows)
     w = pack_gated(gate, up)
-    assert w.shape == (2 * rows, 200) and w.codes.shape[0] == rows // 8, "whole strips"
+    assert w.shape == (2 * rows, 200) and w.codes.shape[0] == rows // 8, "whole row blocks"
     values = w.unpack().dequantize()
     for i, q in enumerate((gate, up)):
         expected = q.dequantize()
@@ -51,7 +51,7 @@ def test_rows_alternate():
 
 def test_refusals():
     gate, up = pair("w4a16_g32", 44, 64)
-    assert gated_refusals(gate, up) == ("strips have 8 rows of gate and 8 of up, 44 rows are no multiple of 8",)
+    assert gated_refusals(gate, up) == ("row blocks have 8 rows of gate and 8 of up, 44 rows are no multiple of 8",)
     gate, _ = pair("w4a16_g32")
     _, up = pair("w8a16", 48)
     reasons = gated_refusals(gate, up)

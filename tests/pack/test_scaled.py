@@ -50,7 +50,7 @@ def test_lanes_decode_their_fragment_of_a(scheme):
     q = quantized(scheme, 64, 64)
     parsed = parse_scheme(scheme)
     c = byte_conversion(parsed.weight, "e4m3" if "e4m3" in scheme else "s8")
-    words = OperandWeight.pack(q).codes[:, 0][:, word_places(parsed.weight.bits)]  # strip = warp, lane, word
+    words = OperandWeight.pack(q).codes[:, 0][:, word_places(parsed.weight.bits)]  # row block = warp, lane, word
     runs = words.reshape(128, -1, c.fields.words).numpy().view(np.uint32)
     held = c.run([runs[..., i] for i in range(c.fields.words)]).reshape(128, 8, 4)
     numbers = torch.from_numpy(held.copy()).view(torch.int8 if c.operand == "s8" else torch.float8_e4m3fn).double()

@@ -12,11 +12,11 @@ def test_a_lane_group_reads_the_scales_of_its_two_rows() -> None:
     scales = torch.arange(128)[:, None] * 10 + torch.arange(3)  # row, group of K
     packed = pack_scales(scales)
     assert packed.shape == (8, 3, 16)
-    for strip in range(8):
+    for row_block in range(8):
         for group_of_k in range(3):
             for group in range(8):
-                row = 16 * strip + group
-                pair = packed[strip, group_of_k, 2 * group :][:2]
+                row = 16 * row_block + group
+                pair = packed[row_block, group_of_k, 2 * group :][:2]
                 assert pair.tolist() == [10 * row + group_of_k, 10 * (row + 8) + group_of_k]
 
 

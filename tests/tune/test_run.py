@@ -16,7 +16,8 @@ from lowbit.cli.commands import app
 from lowbit.folders import tuned_file
 from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.choose import tuned
-from lowbit.kernels.choose.gemm import KINDS, GemmShape, choose
+from lowbit.kernels.choose.gemm import choose
+from lowbit.kernels.choose.tiles import KINDS, GemmShape
 from lowbit.kernels.choose.tuned import TunedRow
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.tune import run as tune

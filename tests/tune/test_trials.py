@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, WgmmaTile, choose
+from lowbit.kernels.choose.gemm import choose
 from lowbit.kernels.choose.scaled_gemm import ScaledTile
+from lowbit.kernels.choose.tiles import GemmShape, MmaTile, RingTile, WgmmaTile
 from lowbit.kernels.choose.tuned import read, written
 from lowbit.tune import trials
 from lowbit.tune.timing import WrongResult
@@ -60,7 +61,7 @@ def test_graphs_hold_a_round_of_weights_or_as_many_as_fit():
 
 
 def test_the_chosen_tile_is_always_timed_again():
-    tiles = [RingTile(8, strips, 1, 1, 8, 1) for strips in range(1, 7)]
+    tiles = [RingTile(8, row_blocks, 1, 1, 8, 1) for row_blocks in range(1, 7)]
     times = dict(zip(tiles, (10.0, 9.0, 9.1, 9.2, 9.3, 12.0), strict=True))
     assert trials.finalists(times, tiles[0]) == [tiles[1], tiles[2], tiles[3], tiles[0]]
     assert trials.finalists({tiles[1]: 9.0}, tiles[0]) == [tiles[1]]  # the chosen one failed

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from lowbit.formats.conv import ACTIVATIONS, CODES, ConvSpec, ProductSpec
 from lowbit.hardware.arch import arch_for
 from lowbit.hardware.machine import Machine
-from lowbit.pack.conv_block import CHANNELS, EXPANDED, PIECE
+from lowbit.pack.conv_block import CHANNELS, CHUNK, EXPANDED
 from lowbit.pack.conv_fragment import MmaFragments, fragment_bits
 from lowbit.pack.conv_layout import ConvLayout
-from lowbit.pack.conv_weight import WgmmaPieces, planes
+from lowbit.pack.conv_weight import WgmmaTiles, planes
 from lowbit.pack.nhwc64 import Nhwc64, padded_channels
 from lowbit.pack.stem import StemImages
 from lowbit.pack.stem_fragment import StemFragments
@@ -186,7 +186,7 @@ def _mma_candidate(spec: ConvSpec, pixels: int, machine: Machine, images: StemIm
 def _stem_candidates(spec: ConvSpec, pixels: int, machine: Machine, images: StemImages) -> list[ConvCandidate]:
     codes = () if spec.y in ACTIVATIONS else (f"its output is stored as {spec.y}, not as codes",)
     pooling = ConvCandidate("sm90/stem_pool", None, StemFragments(images), codes, 0.0, "its max-pool runs inside")
-    layout = WgmmaPieces(spec.x, spec.y, STEM_TILE.outputs, STEM_TILE.step_bytes, images=images)
+    layout = WgmmaTiles(spec.x, spec.y, STEM_TILE.outputs, STEM_TILE.step_bytes, images=images)
     turns = STEM_TILE.turns(pixels, spec.outputs, machine)
     return [pooling, ConvCandidate("sm90/conv", STEM_TILE, layout, (), turns, "rows of 4 packed pixels at a time")]
 
@@ -210,7 +210,7 @@ def _strip_candidate(spec: ConvSpec, size: Size, pixels: int, machine: Machine) 
         reasons.append(f"{channels[0]} channels and {channels[1]} outputs, not 64")
     if spec.kernel not in ((3, 3), (5, 5)):
         reasons.append(f"a window of {spec.kernel}, not 3 x 3 or 5 x 5")
-    layout = WgmmaPieces(spec.x, spec.y, tile.outputs, tile.step_bytes)
+    layout = WgmmaTiles(spec.x, spec.y, tile.outputs, tile.step_bytes)
     turns = tile.turns(pixels, spec.outputs, machine)
     why = "pixels copied once a tile, weights once a block: measured first"
     return ConvCandidate("sm90/conv_strip", tile, layout, tuple(reasons), turns, why)
@@ -261,7 +261,7 @@ def _deep_candidates(spec: ConvSpec, pixels: int, machine: Machine) -> list[Conv
     across = -(-padded_channels(spec.outputs) // DEEP_OUTPUTS)
     tiles = -(-pixels // 64) * across
     wide, narrow = deep_tile(spec, 3, 1), deep_tile(spec, 1, 1 if tiles <= machine.sm_count else 2)
-    layout = WgmmaPieces(spec.x, spec.y, DEEP_OUTPUTS, wide.step_bytes, taps_first=True)
+    layout = WgmmaTiles(spec.x, spec.y, DEEP_OUTPUTS, wide.step_bytes, taps_first=True)
     why, reasons = "whole 128 channels: warpgroups share the weights of a step", deep_refusals(spec)
     costs = [(wide, wide.turns(pixels, spec.outputs, machine))]
     costs.append((narrow, NARROW_COST * narrow.turns(pixels, spec.outputs, machine)))
@@ -271,7 +271,7 @@ def _deep_candidates(spec: ConvSpec, pixels: int, machine: Machine) -> list[Conv
 
 def _window_candidate(spec: ConvSpec, pixels: int, machine: Machine) -> ConvCandidate:
     tile = window_tile(spec, pixels)
-    layout = WgmmaPieces(spec.x, spec.y, tile.outputs, tile.step_bytes)
+    layout = WgmmaTiles(spec.x, spec.y, tile.outputs, tile.step_bytes)
     turns = tile.turns(pixels, spec.outputs, machine)
     return ConvCandidate("sm90/conv", tile, layout, (), turns, "takes any layer, a tap of a window at a time")
 
@@ -307,12 +307,12 @@ def steps_of(product: ProductSpec, step_bytes: int) -> int:
     return product.taps * Nhwc64(product.x).pixel_bytes(product.channels) // step_bytes
 
 
-def resident_pieces(products: tuple[ProductSpec, ...], tile: ConvTile) -> int:
+def resident_tiles(products: tuple[ProductSpec, ...], tile: ConvTile) -> int:
     """Weight tiles (one iteration, one plane) that stay in shared memory of a block of sm90/conv.py: all or none."""
-    pieces = sum(steps_of(product, tile.step_bytes) * planes(product.x) for product in products)
+    tiles = sum(steps_of(product, tile.step_bytes) * planes(product.x) for product in products)
     x_units = tile.stages * tile.pixels * tile.step_bytes // UNIT
-    shared_bytes = (x_units + pieces * tile.outputs * tile.step_bytes // UNIT + 1) * UNIT
-    return pieces if tile.blocks * (shared_bytes + BLOCK_BYTES) <= arch_for(90).shared_per_sm_bytes else 0
+    shared_bytes = (x_units + tiles * tile.outputs * tile.step_bytes // UNIT + 1) * UNIT
+    return tiles if tile.blocks * (shared_bytes + BLOCK_BYTES) <= arch_for(90).shared_per_sm_bytes else 0
 
 
 @dataclass(frozen=True)
@@ -424,7 +424,7 @@ def block_tile(storage: str, width: int, following: int, shortcut: bool) -> Bloc
     for warpgroups in (WARPGROUPS // 2, WARPGROUPS):
         row_bytes = Nhwc64(storage).pixel_bytes(CHANNELS)
         rows, unit = strip_rows(64 * warpgroups, width, 3, row_bytes), 2048 // row_bytes
-        tile = BlockTile(storage, warpgroups, -(-rows // unit) * unit, EXPANDED, PIECE, following, shortcut, not shortcut)
+        tile = BlockTile(storage, warpgroups, -(-rows // unit) * unit, EXPANDED, CHUNK, following, shortcut, not shortcut)
         if tile.blocks * warpgroups == WARPGROUPS:
             break
     return tile

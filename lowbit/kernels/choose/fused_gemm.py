@@ -9,29 +9,25 @@ one wave of blocks therefore have an SM for each block (`blocks_per_sm` 1), whic
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.candidate import Candidate, first_feasible, ordered
-from lowbit.kernels.choose.gemm import (
-    DENSE_BITS,
+from lowbit.kernels.choose.large_m import wgmma_candidate, wgmma_tiles
+from lowbit.kernels.choose.measured import MEASURED_CHAINS
+from lowbit.kernels.choose.small_m import ring_candidate, ring_tiles
+from lowbit.kernels.choose.tiles import (
     INVARIANT_WARPS,
     RING_TOKENS,
     SMALL_TOKENS,
+    ChainTile,
     GemmShape,
     RingTile,
+    Role,
     WgmmaTile,
-    ring_candidate,
-    ring_tiles,
-    wgmma_candidate,
-    wgmma_tiles,
 )
 
-ChainTile = RingTile | WgmmaTile
-
-Role = Literal["norm", "gated", "residual"]
-"""Epilogue of a GEMM: norm (qkv, head), norm and gate (gate-up), or residual (o, down)."""
+ChainCandidate = Candidate[ChainTile]
 
 Y_TILES: dict[Role, float] = {"norm": 1, "gated": 0.5, "residual": 2}
 """Tiles of y's size in shared memory of the large-M GEMM: y, with a residual h too."""
@@ -41,39 +37,6 @@ CHAIN_TOKENS = 64
 
 MOST_PARTS = 256
 """Limit of partial sums of squares: the next GEMM adds them up, in the small-M GEMM every warp all of them."""
-
-
-@dataclass(frozen=True)
-class MeasuredChain:
-    """A tile of the fastest decode step tried: Llama-3-8B's shape, all kernels launched programmatically, context 1024.
-
-    Batches 1, 4, 16 and 64 were run; `tokens` are the first and last M for which a row is used.
-    """
-
-    product: str
-    date: str
-    role: Role
-    tokens: tuple[int, int]
-    n: int
-    k: int
-    bits: int
-    tile: ChainTile
-    note: str
-
-    def __str__(self) -> str:
-        return f"measured in a step on {self.product}, {self.date}, {self.tokens[0]} to {self.tokens[1]} tokens: {self.note}"
-
-    def holds_for(self, role: Role, shape: GemmShape, machine: Machine) -> bool:
-        """True if the row applies to this GEMM."""
-        same = (self.product, self.role, self.n, self.k, self.bits) == (machine.product, role, shape.n, shape.k, shape.bits)
-        return same and self.tokens[0] <= shape.m <= self.tokens[1]
-
-
-@dataclass(frozen=True)
-class ChainCandidate(Candidate[ChainTile]):
-    """A candidate with the measurement that ranks it first, if there is one."""
-
-    measured: MeasuredChain | None = None
 
 
 def chain_candidates(role: Role, shape: GemmShape, machine: Machine, *, batch_invariant: bool = False) -> list[ChainCandidate]:
@@ -93,7 +56,7 @@ def chain_candidates(role: Role, shape: GemmShape, machine: Machine, *, batch_in
         rows = [_wgmma(role, tile, shape, machine) for tile in tiled]
     if shape.m <= RING_TOKENS or all(row.reasons for row in rows):  # the small-M GEMM takes more tokens in several blocks
         rows += [_ring(role, ring, shape, machine, shape.m) for ring in ring_tiles(shape, machine)]
-    known = [row for row in MEASURED if row.holds_for(role, shape, machine)]
+    known = [row for row in MEASURED_CHAINS if row.holds_for(role, shape, machine)]
     first = [replace(_measured(role, row.tile, shape, machine), tile=row.tile, measured=row) for row in known]
     return ordered(first + rows)
 
@@ -150,145 +113,3 @@ def _too_many_parts(role: Role, blocks: int) -> tuple[str, ...]:
     if role != "residual" or blocks <= MOST_PARTS:
         return ()
     return (f"its {blocks} blocks would leave as many sums of squares, {MOST_PARTS} are added up",)
-
-
-# ---- measured decode steps; other shapes are modelled
-
-MEASURED: tuple[MeasuredChain, ...] = (
-    MeasuredChain(
-        "H200", "2026-11-22", "norm", (1, 8), 6144, 4096, 4,
-        RingTile(tokens=8, strips=3, rounds=2, warps_n=1, warps_k=8, splits=1, blocks_per_sm=1),
-        "qkv; with o and down alone on an SM too, the step took 1593 us instead of 1937 at batch 1",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-22", "residual", (1, 2), 4096, 4096, 4,
-        RingTile(tokens=8, strips=2, rounds=2, warps_n=1, warps_k=8, splits=1, blocks_per_sm=1),
-        "o; a ring of 4 of 2 strips, alone on an SM",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-23", "residual", (3, 8), 4096, 4096, 4,
-        RingTile(tokens=8, strips=3, rounds=2, warps_n=1, warps_k=8, splits=1, blocks_per_sm=1),
-        "o; a step of 4 layers 334.2 us at batch 4, 337.4 with two strips",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-22", "gated", (1, 8), 28672, 4096, 4,
-        RingTile(tokens=8, strips=7, rounds=1, warps_n=2, warps_k=4, splits=1, blocks_per_sm=1),
-        "gate-up; a step of 4 layers 309.1 us, with 256 blocks of half as many rows, two on an SM, 311.5",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-22", "residual", (1, 2), 4096, 14336, 4,
-        RingTile(tokens=8, strips=2, rounds=2, warps_n=1, warps_k=8, splits=1, blocks_per_sm=1),
-        "down; alone on an SM",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-22", "residual", (3, 8), 4096, 14336, 4,
-        RingTile(tokens=8, strips=2, rounds=1, warps_n=1, warps_k=16, splits=1, blocks_per_sm=1),
-        "down; 80 us less in a step of batch 4 than 8 warps with a ring of 4",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-22", "norm", (3, 8), 128256, 4096, 8,
-        RingTile(tokens=8, strips=4, rounds=1, warps_n=1, warps_k=8, splits=1),
-        "head; 2 us less at batch 4 than with 7 strips",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-22", "gated", (1, 8), 28672, 4096, 6,
-        RingTile(tokens=8, strips=7, rounds=1, warps_n=1, warps_k=8, splits=1),
-        "gate-up; 20.5 us where the modelled one adds 29.7 to a layer",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-22", "residual", (1, 8), 4096, 14336, 6,
-        RingTile(tokens=8, strips=2, rounds=2, warps_n=1, warps_k=8, splits=1, blocks_per_sm=1),
-        "down; alone on an SM, 1 us less a layer",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-22", "norm", (1, 8), 6144, 4096, 8,
-        RingTile(tokens=8, strips=3, rounds=1, warps_n=1, warps_k=8, splits=1, blocks_per_sm=1),
-        "qkv; alone on an SM",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-22", "residual", (1, 8), 4096, 4096, 8,
-        RingTile(tokens=8, strips=2, rounds=2, warps_n=1, warps_k=8, splits=1, blocks_per_sm=1),
-        "o; with qkv and down so too, a step of 4 layers 392.4 us instead of 402.7 at batch 1",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-22", "residual", (1, 8), 4096, 14336, 8,
-        RingTile(tokens=8, strips=2, rounds=2, warps_n=1, warps_k=8, splits=1, blocks_per_sm=1),
-        "down; alone on an SM",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-23", "residual", (9, 16), 4096, 4096, 4,
-        WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=4, token_group=2),
-        "o; a step of 4 layers 449.3 us, 454.1 with 48 rows of the small-M kernel",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-23", "residual", (9, 16), 4096, 14336, 4,
-        WgmmaTile(tokens=16, warpgroups=4, stages=8, splits=8, token_group=2),
-        "down; 469.5 us, 488.0 with the small-M kernel's 128 rows in 4 splits",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-23", "gated", (9, 16), 28672, 4096, 4,
-        RingTile(tokens=16, strips=7, rounds=1, warps_n=2, warps_k=4, splits=1),
-        "gate-up; 488.0 us, 491.0 with 256 rows of the large-M kernel",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-23", "residual", (9, 16), 4096, 14336, 6,
-        WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=4, token_group=2),
-        "down; a step of 4 layers 489.9 us, 523.2 with the small-M kernel's 128 rows in 4 splits",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-22", "norm", (1, 2), 128256, 4096, 8,
-        RingTile(tokens=8, strips=7, rounds=1, warps_n=1, warps_k=8, splits=1),
-        "head; the fastest of those tried at batch 1",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-23", "norm", (9, 16), 128256, 4096, 8,
-        WgmmaTile(tokens=16, warpgroups=4, stages=8, splits=1, token_group=2),
-        "head; a step of 4 layers 466.8 us, 472.4 with 256 rows of the small-M kernel",
-    ),
-    *(
-        MeasuredChain(
-            "H200", "2026-11-23", "gated", (9, 16), 28672, 4096, bits,
-            WgmmaTile(tokens=16, warpgroups=4, stages=8, splits=1, token_group=2),
-            f"gate-up; a step of 4 layers {us} with 224 rows of the small-M kernel",
-        )
-        for bits, us in ((6, "523.2 us, 536.1"), (8, "512.0 us, 514.8"))
-    ),
-    MeasuredChain(
-        "H200", "2026-11-23", "residual", (9, 16), 4096, 14336, 8,
-        WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=4, token_group=2),
-        "down; a step of 4 layers 512.0 us, 529.1 with 64 rows of the small-M kernel in 2 splits",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-23", "norm", (33, 64), 128256, 4096, 8,
-        WgmmaTile(tokens=64, warpgroups=2, stages=8, splits=1, token_group=2),
-        "head; a step of 4 layers 785.4 us, 811.5 with 256 rows in 4 stages",
-    ),
-    *(
-        MeasuredChain(
-            "H200", "2026-11-23", "residual", (9, 16), 4096, 4096, bits,
-            WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=4, token_group=2),
-            f"o; a step of 4 layers {us}",
-        )
-        for bits, us in ((6, "472.1 us, 481.1 with 48 rows of the small-M kernel"), (8, "509.7 us, 512.0 with the ring kernel"))
-    ),
-    MeasuredChain(
-        "H200", "2026-11-23", "residual", (1, 8), 4096, 14336, DENSE_BITS,
-        RingTile(tokens=8, strips=2, rounds=2, warps_n=1, warps_k=8, splits=1, blocks_per_sm=1),
-        "down; a step of 4 layers 727.6 us, 734.8 with a ring of 2",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-23", "norm", (1, 8), 128256, 4096, DENSE_BITS,
-        RingTile(tokens=8, strips=4, rounds=1, warps_n=1, warps_k=8, splits=1, blocks_per_sm=1),
-        "head; a step of 4 layers 720.3 us, 727.6 with 128 rows of 4 warps",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-23", "residual", (9, 16), 4096, 14336, DENSE_BITS,
-        RingTile(tokens=16, strips=4, rounds=2, warps_n=1, warps_k=4, splits=2, blocks_per_sm=1),
-        "down; a step of 4 layers 826.1 us, 837.0 with 128 rows in 4 splits and a ring of 2",
-    ),
-    MeasuredChain(
-        "H200", "2026-11-23", "norm", (9, 16), 128256, 4096, DENSE_BITS,
-        RingTile(tokens=16, strips=7, rounds=1, warps_n=1, warps_k=4, splits=1),
-        "head; a step of 4 layers 821.2 us, 828.3 with 256 rows and a ring of 2",
-    ),
-)  # fmt: skip

@@ -1,9 +1,9 @@
 """y[M, N] = (x[M, K] * x_scale) . dequant(w)[N, K]^T for 8-bit x in plain torch, on any device, a block of w at a time.
 
 Reads   x int8, float8_e4m3fn or float8_e5m2 with its scales; packed uint8 [N, ceil(K * bits / 8)]; scales, zeros
-Memory  never more than BLOCK_WEIGHTS dequantized weights and PIECE_K columns of x in float32 at once
+Memory  never more than BLOCK_WEIGHTS dequantized weights and RANGE_K columns of x in float32 at once
 Exact   ranges of K within which all scales are the same are multiplied in float32: integers exactly, since sums stay below
-        2^24; floats with the error of a float32 product of at most PIECE_K terms. Ranges are scaled and added in float64. The
+        2^24; floats with the error of a float32 product of at most RANGE_K terms. Ranges are scaled and added in float64. The
         function is applied in float64 and rounded once; for codes of y, to float32 before quantization
 """
 
@@ -20,7 +20,7 @@ from lowbit.kernels.cpu.blocked import block_rows, decode_codes
 from lowbit.kernels.reference.activations import quantize_activations_reference
 from lowbit.kernels.reference.gemm import FUNCTIONS
 
-PIECE_K = 512
+RANGE_K = 512
 """Most columns multiplied at once: |x - zero| <= 255, |w| <= 128, so that sums of this many products are exact in float32."""
 
 X_BLOCK = 128
@@ -38,13 +38,13 @@ def scaled_gemm_blocked(
     token_scale = x_scale.reshape(-1, 1).expand(m, 1) if x_scale.numel() == 1 else x_scale.reshape(m, x_scale.shape[-1])
     token_zero = None if x_zero is None else x_zero.reshape(-1, 1).float()
     y = torch.empty((m, n), dtype=dtype, device=x.device)
-    pieces = _pieces(scheme, k, token_scale.shape[1] > 1)
+    ranges = _ranges(scheme, k, token_scale.shape[1] > 1)
     step = block_rows(scheme, k, x.device.type)
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
         codes = decode_codes(unpack_words(packed[rows], scheme.weight.bits, k), scheme.weight)
         total = torch.zeros((m, rows.stop - rows.start), dtype=torch.float64, device=x.device)
-        for first, end in pieces:
+        for first, end in ranges:
             part = rows_of_x[:, first:end].float()
             if token_zero is not None:
                 part = part - token_zero
@@ -67,9 +67,9 @@ def scaled_gemm_blocked(
     return y.reshape(*x.shape[:-1], n)
 
 
-def _pieces(scheme: Scheme, k: int, x_blocks: bool) -> list[tuple[int, int]]:
-    """Ranges of K: at most PIECE_K long, with a new one where a scale of w or x changes."""
-    sizes = [PIECE_K]
+def _ranges(scheme: Scheme, k: int, x_blocks: bool) -> list[tuple[int, int]]:
+    """Ranges of K: at most RANGE_K long, with a new one where a scale of w or x changes."""
+    sizes = [RANGE_K]
     if isinstance(scheme.granularity, (PerGroup, PerBlock)):
         sizes.append(scheme.granularity.block((1, k))[1])
     if x_blocks:

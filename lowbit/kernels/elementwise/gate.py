@@ -23,7 +23,7 @@ from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rows import row_of, sigmoid
 from lowbit.kernels.reference.elementwise import GATES
 
-PIECE = 8
+VECTOR = 8
 """16-bit elements in 16 bytes."""
 
 FEW_BLOCKS_PER_SM = 16
@@ -32,7 +32,7 @@ FEW_BLOCKS_PER_SM = 16
 
 @triton.jit(do_not_specialize=["gate_stride", "up_stride"])
 def gate_rows(
-    y, gate, up, gate_stride, up_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
+    y, gate, up, gate_stride, up_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, VECTORS: tl.constexpr,
     FUNCTION: tl.constexpr, ALTERNATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Computes COLUMNS columns of one row."""
@@ -42,9 +42,9 @@ def gate_rows(
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     at = i + i // 8 * 8 if ALTERNATE else i
-    halves = tl.load(row_of(gate, row, gate_stride, PIECES) + at, mask=i < WIDTH, other=0.0)
+    halves = tl.load(row_of(gate, row, gate_stride, VECTORS) + at, mask=i < WIDTH, other=0.0)
     if up is not None:
-        others = tl.load(row_of(up, row, up_stride, PIECES) + at, mask=i < WIDTH, other=0.0)
+        others = tl.load(row_of(up, row, up_stride, VECTORS) + at, mask=i < WIDTH, other=0.0)
     value = halves.to(tl.float32)
     if FUNCTION == 0:
         made = value * sigmoid(value)
@@ -60,17 +60,17 @@ def gate_rows(
 class GatePlan:
     """A call for one shape: made once, called many times.
 
-    `pieces` promises that I and both row strides are multiples of 8 and that all tensors start at multiples of 16 bytes. A plan
-    serves one GPU, one alignment, one type of the tensors, and calls with `up` or without.
+    `vectors` promises that I and both row strides are multiples of 8 and that all tensors start at multiples of 16 bytes. A
+    plan serves one GPU, one alignment, one type of the tensors, and calls with `up` or without.
     """
 
-    def __init__(self, m: int, width: int, function: str, pieces: bool, machine: Machine, alternate: bool = False) -> None:
+    def __init__(self, m: int, width: int, function: str, vectors: bool, machine: Machine, alternate: bool = False) -> None:
         self.m, self.width = m, width
-        self.unit = PIECE if pieces else 1
+        self.unit = VECTOR if vectors else 1
         few = m * -(-width // 1024) <= FEW_BLOCKS_PER_SM * machine.sm_count
         columns = 1024 if few else 2048
         overlap = machine.arch.sm >= 90
-        self.constants = (width, columns, pieces, GATES.index(function), alternate, overlap)
+        self.constants = (width, columns, vectors, GATES.index(function), alternate, overlap)
         self.launch = Launcher(gate_rows, (m, -(-width // columns), 1), 4, overlap=overlap)
 
     def __call__(self, gate: Tensor, up: Tensor | None) -> Tensor:

@@ -20,8 +20,9 @@ from triton.language.extra import cuda
 
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.parts.launch import Launcher
+from lowbit.kernels.parts.rows import row_of
 
-PIECE = 8
+VECTOR = 8
 """16-bit elements in 16 bytes: rows of the result start at multiples of it."""
 
 FEW_TOKENS = 32
@@ -31,24 +32,15 @@ MOST_COLUMNS = 32768
 """Widest row that fits the registers of a block of `gather_rows` (compiled for sm_90 by Triton 3.6 and 3.9)."""
 
 
-# With PIECES strides count 16-byte vectors: the factor 8 lets the compiler prove their alignment.
+# With VECTORS strides count 16-byte vectors: the factor 8 lets the compiler prove their alignment.
 @triton.jit
-def existing(i, K, PIECES: tl.constexpr):
+def existing(i, K, VECTORS: tl.constexpr):
     """Mask of columns that exist; whole vectors where K is a multiple of 8."""
-    if PIECES:
+    if VECTORS:
         exist = i // 8 < K // 8
     else:
         exist = i < K
     return exist
-
-
-@triton.jit
-def row(base, m, stride, PIECES: tl.constexpr):
-    """Address of row m."""
-    start = m.to(tl.int64) * stride
-    if PIECES:
-        start = start * 8
-    return base + start
 
 
 @triton.jit
@@ -57,15 +49,15 @@ def scaled(value, factor):
     return tl.fma(value.to(tl.float32), factor, 0.0)
 
 
-@triton.jit(do_not_specialize=["K", "x_stride", "y_pieces"])
+@triton.jit(do_not_specialize=["K", "x_stride", "y_vectors"])
 def gather_elements(
-    y, x, order, scale, K, x_stride, y_pieces, COLUMNS: tl.constexpr, PIECES: tl.constexpr, OVERLAP: tl.constexpr
+    y, x, order, scale, K, x_stride, y_vectors, COLUMNS: tl.constexpr, VECTORS: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     """Some columns of one token, each element read directly."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    exist = existing(i, K, PIECES)
+    exist = existing(i, K, VECTORS)
     source = i
     if order is not None:
         source = tl.load(order + i, mask=exist, other=0)
@@ -73,21 +65,21 @@ def gather_elements(
         factor = tl.load(scale + source, mask=exist, other=0.0).to(tl.float32)
     if OVERLAP:
         cuda.gdc_wait()
-    value = tl.load(row(x, tl.program_id(0), x_stride, PIECES) + source, mask=exist, other=0.0)
+    value = tl.load(row_of(x, tl.program_id(0), x_stride, VECTORS) + source, mask=exist, other=0.0)
     if scale is not None:
         value = scaled(value, factor).to(x.dtype.element_ty)
-    tl.store(row(y, tl.program_id(0), y_pieces, True) + i, value, mask=i // 8 < y_pieces)
+    tl.store(row_of(y, tl.program_id(0), y_vectors, True) + i, value, mask=i // 8 < y_vectors)
 
 
-@triton.jit(do_not_specialize=["M", "K", "x_stride", "y_pieces"])
+@triton.jit(do_not_specialize=["M", "K", "x_stride", "y_vectors"])
 def gather_rows(
-    y, x, order, scale, M, K, x_stride, y_pieces, COLUMNS: tl.constexpr, PIECES: tl.constexpr, OVERLAP: tl.constexpr
+    y, x, order, scale, M, K, x_stride, y_vectors, COLUMNS: tl.constexpr, VECTORS: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     """All columns, COLUMNS at most, of two tokens."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     i = tl.arange(0, COLUMNS)
-    exist = existing(i, K, PIECES)
+    exist = existing(i, K, VECTORS)
     source = tl.load(order + i, mask=exist, other=0)
     if scale is not None:
         factor = tl.load(scale + i, mask=exist, other=0.0).to(tl.float32)
@@ -95,30 +87,30 @@ def gather_rows(
         cuda.gdc_wait()
     first = tl.program_id(0) * 2
     second = tl.minimum(first + 1, M - 1)  # with an odd number of tokens, the last one twice
-    low = tl.load(row(x, first, x_stride, PIECES) + i, mask=exist, other=0.0)
-    high = tl.load(row(x, second, x_stride, PIECES) + i, mask=exist, other=0.0)
+    low = tl.load(row_of(x, first, x_stride, VECTORS) + i, mask=exist, other=0.0)
+    high = tl.load(row_of(x, second, x_stride, VECTORS) + i, mask=exist, other=0.0)
     if scale is not None:
         low = scaled(low, factor).to(x.dtype.element_ty)
         high = scaled(high, factor).to(x.dtype.element_ty)
     words = (low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
     words = tl.where(exist, tl.gather(words, source, 0), 0)
     half = y.dtype.element_ty
-    kept = i // 8 < y_pieces
-    tl.store(row(y, first, y_pieces, True) + i, words.to(tl.int16).to(half, bitcast=True), mask=kept)
-    tl.store(row(y, second, y_pieces, True) + i, (words >> 16).to(tl.int16).to(half, bitcast=True), mask=kept)
+    kept = i // 8 < y_vectors
+    tl.store(row_of(y, first, y_vectors, True) + i, words.to(tl.int16).to(half, bitcast=True), mask=kept)
+    tl.store(row_of(y, second, y_vectors, True) + i, (words >> 16).to(tl.int16).to(half, bitcast=True), mask=kept)
 
 
 class GatherPlan:
     """A call for one shape: made once, called many times.
 
-    `order` says whether columns are permuted. `pieces` promises that K and the row stride of x are multiples of 8 and that all
+    `order` says whether columns are permuted. `vectors` promises that K and the row stride of x are multiples of 8 and that all
     tensors start at multiples of 16 bytes. A plan serves one GPU and one alignment of the tensors.
     """
 
-    def __init__(self, m: int, k: int, order: bool, pieces: bool, machine: Machine) -> None:
+    def __init__(self, m: int, k: int, order: bool, vectors: bool, machine: Machine) -> None:
         self.m, self.k = m, k
-        self.y_stride = -(-k // PIECE) * PIECE
-        self.x_unit = PIECE if pieces else 1
+        self.y_stride = -(-k // VECTOR) * VECTOR
+        self.x_unit = VECTOR if vectors else 1
         overlap = machine.arch.sm >= 90
         few = m <= FEW_TOKENS
         columns = max(256, triton.next_power_of_2(self.y_stride))
@@ -128,13 +120,13 @@ class GatherPlan:
         else:
             columns, warps = 256 if few else 1024, 4
             function, grid, self.sizes = gather_elements, (m, -(-self.y_stride // columns), 1), (k,)
-        self.constants = (columns, pieces, overlap)
+        self.constants = (columns, vectors, overlap)
         self.launch = Launcher(function, grid, warps, overlap=overlap)
 
     def __call__(self, x: Tensor, order: Tensor | None, pre_quant_scale: Tensor | None) -> Tensor:
         """Returns out [M, K] with a row stride of K rounded up to a multiple of 8; all tensors on the current device."""
         y = torch.empty((self.m, self.y_stride), dtype=x.dtype, device=x.device)
         if self.m:
-            strides = x.stride(0) // self.x_unit, self.y_stride // PIECE
+            strides = x.stride(0) // self.x_unit, self.y_stride // VECTOR
             self.launch(y, x, order, pre_quant_scale, *self.sizes, *strides, *self.constants)
         return y if self.y_stride == self.k else y[:, : self.k]

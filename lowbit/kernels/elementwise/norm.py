@@ -29,7 +29,7 @@ from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rows import add_and_store, floats, loaded, moments, row_of, squares_of
 from lowbit.kernels.reference.elementwise import ZERO_CODE
 
-PIECE = 8
+VECTOR = 8
 """16-bit elements in 16 bytes: what a thread loads at once."""
 
 MOST_THREADS = 1024
@@ -104,13 +104,13 @@ def finish(
 
 @triton.jit(do_not_specialize=["eps", "factor"])
 def norm_rows(
-    x, squares, h, delta, gamma, bias, post_gamma, eps, factor, H: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
+    x, squares, h, delta, gamma, bias, post_gamma, eps, factor, H: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr,
     CHUNKS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Processes one row of h, adding delta (or its norm) first."""
     row = tl.program_id(0)
-    STEP: tl.constexpr = THREADS * PIECE
-    i = tl.arange(0, THREADS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    STEP: tl.constexpr = THREADS * VECTOR
+    i = tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     weights = loaded(gamma, i, H, STEP, CHUNKS)
     biases = None
     if bias is not None:
@@ -153,14 +153,14 @@ def scaled(halves, scale, CHUNKS: tl.constexpr):
 @triton.jit(do_not_specialize=["eps", "factor", "scale"])
 def embed_rows(
     x, squares, h, tokens, rows, table, row_scale, positions, position_table, gamma, bias, eps, factor, scale, H: tl.constexpr,
-    THREADS: tl.constexpr, PIECE: tl.constexpr, CHUNKS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
+    THREADS: tl.constexpr, VECTOR: tl.constexpr, CHUNKS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
     SCALED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Loads the row of a token's embedding, of 16 bits or codes with one scale, and adds that of its position."""
     row = tl.program_id(0)
-    STEP: tl.constexpr = THREADS * PIECE
+    STEP: tl.constexpr = THREADS * VECTOR
     HALF: tl.constexpr = h.dtype.element_ty
-    i = tl.arange(0, THREADS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    i = tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     weights = ()
     biases = None
     if NORM != 0:
@@ -192,9 +192,9 @@ def shape_of(width: int) -> tuple[int, int]:
     """Returns threads per block and 16-byte vectors per thread for rows of `width`: about two vectors each, for low latency
     with few rows and enough bytes in flight with many. It does not depend on the number of rows, which would change their
     sums."""
-    pieces = -(-width // PIECE)
-    threads = min(max(1 << max(pieces // 2, 1).bit_length() - 1, 32), MOST_THREADS)
-    return threads, -(-pieces // threads)
+    vectors = -(-width // VECTOR)
+    threads = min(max(1 << max(vectors // 2, 1).bit_length() - 1, 32), MOST_THREADS)
+    return threads, -(-vectors // threads)
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class NormPlan:
         self.m, self.width, self.request = m, width, request
         threads, chunks = shape_of(width)
         overlap = machine.arch.sm >= 90
-        self.constants = (width, threads, PIECE, chunks, request.norm, float(request.offset), overlap)
+        self.constants = (width, threads, VECTOR, chunks, request.norm, float(request.offset), overlap)
         self.launch = Launcher(norm_rows, (m, 1, 1), threads // 32, overlap=overlap)
 
     def __call__(
@@ -235,7 +235,7 @@ class EmbedPlan:
         self.m, self.width, self.request = m, width, request
         threads, chunks = shape_of(width)
         overlap = machine.arch.sm >= 90
-        self.constants = (width, threads, PIECE, chunks, request.norm, float(request.offset), scaled, overlap)
+        self.constants = (width, threads, VECTOR, chunks, request.norm, float(request.offset), scaled, overlap)
         self.launch = Launcher(embed_rows, (m, 1, 1), threads // 32, overlap=overlap)
 
     def __call__(

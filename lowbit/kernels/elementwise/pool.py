@@ -46,14 +46,14 @@ def larger_halves(a, b):
 
 @triton.jit(do_not_specialize=["height", "width", "out_height", "out_width", "total"])
 def max_pool_kernel(
-    y, x, height, width, out_height, out_width, total, PIECES: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    y, x, height, width, out_height, out_width, total, VECTORS: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, FOUR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Processes one 16-byte vector per row of elements: PIECES vectors per pixel."""
+    """Processes one 16-byte vector per row of elements: VECTORS vectors per pixel."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.arange(0, 4)[None, :]
-    pixel = i // PIECES
-    piece = i % PIECES
+    pixel = i // VECTORS
+    vector = i % VECTORS
     column = pixel % out_width
     line = pixel // out_width
     row = line % out_height
@@ -65,7 +65,7 @@ def max_pool_kernel(
             h = row * SH - PH + r
             w = column * SW - PW + s
             inside = (h >= 0) & (h < height) & (w >= 0) & (w < width) & (i < total)
-            at = (((image * height + h) * width + w) * PIECES + piece)[:, None] * 4 + word
+            at = (((image * height + h) * width + w) * VECTORS + vector)[:, None] * 4 + word
             if FOUR:
                 codes = tl.load(x + at, mask=inside[:, None], other=0)
                 low = larger_bytes(low, codes & 0x0F0F0F0F)

@@ -115,16 +115,21 @@ def scale_by_rule(largest, LARGEST: tl.constexpr, TYPE: tl.constexpr, RULE: tl.c
 
 
 @triton.jit
-def range_by_rule(values, TYPE: tl.constexpr, CHUNKS: tl.constexpr):
-    """`range_of` by compressed-tensors' rule; the zero is 0 where a scale is 0 or NaN."""
+def low_and_high(values, CHUNKS: tl.constexpr):
+    """Smallest and largest of 0 and all values of a row."""
     lowest = tl.zeros_like(values[0]).to(tl.int32)
     highest = lowest
     for c in tl.static_range(CHUNKS):
         bits = ordered(values[c])
         lowest = tl.minimum(lowest, bits)
         highest = tl.maximum(highest, bits)
-    low = from_ordered(tl.min(tl.min(lowest, axis=1), axis=0))
-    high = from_ordered(tl.max(tl.max(highest, axis=1), axis=0))
+    return from_ordered(tl.min(tl.min(lowest, axis=1), axis=0)), from_ordered(tl.max(tl.max(highest, axis=1), axis=0))
+
+
+@triton.jit
+def range_by_rule(values, TYPE: tl.constexpr, CHUNKS: tl.constexpr):
+    """`range_of` by compressed-tensors' rule; the zero is 0 where a scale is 0 or NaN."""
+    low, high = low_and_high(values, CHUNKS)
     scale = rounded(tl.div_rn(rounded(high - low, TYPE), 255.0), TYPE)
     zero = rounded(-128.0 - rounded(tl.div_rn(low, scale), TYPE), TYPE)
     zero = tl.where(zero == zero, tl.minimum(tl.maximum(zero, -128.0), 127.0), 0.0)
@@ -149,10 +154,10 @@ def codes_by_rule(
         return steps.to(tl.float8e4nv)  # saturates
 
 
-PIECE = 8
+VECTOR = 8
 """16-bit elements in 16 bytes."""
 
-CODE_PIECE = 16
+CODE_VECTOR = 16
 """Codes in 16 bytes."""
 
 MOST_EACH = 64
@@ -241,14 +246,8 @@ def rotated_before(values, BLOCK: tl.constexpr, BEFORE: tl.constexpr, TYPE: tl.c
 @triton.jit
 def range_of(values, factor, CHUNKS: tl.constexpr):
     """Scale and zero point that cover 0 and all values, times `factor` > 0."""
-    lowest = tl.zeros_like(values[0]).to(tl.int32)
-    highest = lowest
-    for c in tl.static_range(CHUNKS):
-        bits = ordered(values[c])
-        lowest = tl.minimum(lowest, bits)
-        highest = tl.maximum(highest, bits)
-    low = from_ordered(tl.min(tl.min(lowest, axis=1), axis=0)) * factor
-    high = from_ordered(tl.max(tl.max(highest, axis=1), axis=0)) * factor
+    low, high = low_and_high(values, CHUNKS)
+    low, high = low * factor, high * factor
     scale = at_least_smallest(tl.div_rn(high - low, 255.0))
     return scale, -128 - nearest(tl.fma(low, tl.div_rn(1.0, scale), 0.0))
 
@@ -322,28 +321,28 @@ def codes_under(
     return code
 
 
-@triton.jit(do_not_specialize=["x_stride", "beside_stride", "code_pieces", "eps"])
+@triton.jit(do_not_specialize=["x_stride", "beside_stride", "code_vectors", "eps"])
 def quantize_rows(
-    codes, scales, zeros, sums, x, beside, weight, bias, static, static_zero, x_stride, beside_stride, code_pieces, eps,
-    K: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
-    BEFORE: tl.constexpr, FORMAT: tl.constexpr, LARGEST: tl.constexpr, PIECES: tl.constexpr, AGAIN: tl.constexpr,
+    codes, scales, zeros, sums, x, beside, weight, bias, static, static_zero, x_stride, beside_stride, code_vectors, eps,
+    K: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
+    BEFORE: tl.constexpr, FORMAT: tl.constexpr, LARGEST: tl.constexpr, VECTORS: tl.constexpr, AGAIN: tl.constexpr,
     OVERLAP: tl.constexpr, RULE: tl.constexpr, HADAMARD: tl.constexpr,
 ):  # fmt: skip
-    """Processes one token: CHUNKS * THREADS * PIECE elements; GROUP 0: one scale, HADAMARD 0: no rotation."""
+    """Processes one token: CHUNKS * THREADS * VECTOR elements; GROUP 0: one scale, HADAMARD 0: no rotation."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     row = tl.program_id(0)
-    STEP: tl.constexpr = THREADS * PIECE
-    i = tl.arange(0, THREADS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
-    EARLY: tl.constexpr = BEFORE == 1 and PIECE * CHUNKS <= 32  # with more, x would not fit the registers
+    STEP: tl.constexpr = THREADS * VECTOR
+    i = tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    EARLY: tl.constexpr = BEFORE == 1 and VECTOR * CHUNKS <= 32  # with more, x would not fit the registers
     if EARLY:
         weights = loaded(weight, i, K, STEP, CHUNKS)
     if OVERLAP:
         cuda.gdc_wait()
-    of_row = row_of(x, row, x_stride, PIECES)
+    of_row = row_of(x, row, x_stride, VECTORS)
     halves = loaded(of_row, i, K, STEP, CHUNKS)
     if beside is not None:
-        others = loaded(row_of(beside, row, beside_stride, PIECES), i, K, STEP, CHUNKS)
+        others = loaded(row_of(beside, row, beside_stride, VECTORS), i, K, STEP, CHUNKS)
     if sums is not None:
         halves = add_and_store(sums, row, halves, others, i, K, STEP, CHUNKS)
     values = floats(halves, CHUNKS)
@@ -385,7 +384,7 @@ def quantize_rows(
         if BEFORE == 1:
             values = times(values, loaded(weight, i, K, STEP, CHUNKS), CHUNKS)
     GROUPS: tl.constexpr = 1 if GROUP == 0 else (K + GROUP - 1) // GROUP
-    code_row = row_of(codes, row, code_pieces * 2, True)
+    code_row = row_of(codes, row, code_vectors * 2, True)
     for c in tl.static_range(CHUNKS):
         if GROUP == 0:
             code = codes_under(values[c], scale, factor, zero, static is not None, saturate, FORMAT, BEFORE == 0, TYPE, RULE)
@@ -396,13 +395,13 @@ def quantize_rows(
             group = c * (STEP // GROUP) + tl.arange(0, STEP // GROUP)[:, None]
             tl.store(scales + row.to(tl.int64) * GROUPS + group, scale, mask=group < GROUPS)
             code = codes_under(tiles, scale, factor, None, False, False, FORMAT, BEFORE == 0, TYPE, RULE)
-            code = tl.reshape(code, (THREADS, PIECE))
+            code = tl.reshape(code, (THREADS, VECTOR))
         if zero is not None:
             code = tl.where(c * STEP + i < K, code, 0)
         if K == STEP * CHUNKS:
             tl.store(code_row + c * STEP + i, code)
         else:
-            tl.store(code_row + c * STEP + i, code, mask=(c * STEP + i) // 16 < code_pieces)
+            tl.store(code_row + c * STEP + i, code, mask=(c * STEP + i) // 16 < code_vectors)
 
 
 @dataclass(frozen=True)
@@ -426,15 +425,15 @@ def shape_of(few: bool, k: int, request: QuantizeRequest) -> tuple[int, int, boo
     wanted = 512 if few else 128 if request.before == "layer_norm" else max(k // 32, 1)
 
     def cost(shape: tuple[int, int]) -> tuple[float, ...]:
-        threads, piece = shape
-        each = -(-k // (threads * piece)) * piece
+        threads, vector = shape
+        each = -(-k // (threads * vector)) * vector
         too_many = each > (32 if request.residual else MOST_EACH)
-        return each > MOST_EACH, too_many, threads * each, -piece, abs(math.log2(threads / wanted))
+        return each > MOST_EACH, too_many, threads * each, -vector, abs(math.log2(threads / wanted))
 
-    halves = request.residual and request.hadamard <= 32 * PIECE // 2  # a rotated block is in one warp
-    pieces = (PIECE, PIECE // 2) if halves else (PIECE,)
-    threads, piece = min(((t, p) for p in pieces for t in (32, 64, 128, 256, 512, 1024)), key=cost)
-    each = -(-k // (threads * piece)) * piece
+    halves = request.residual and request.hadamard <= 32 * VECTOR // 2  # a rotated block is in one warp
+    vectors = (VECTOR, VECTOR // 2) if halves else (VECTOR,)
+    threads, vector = min(((t, p) for p in vectors for t in (32, 64, 128, 256, 512, 1024)), key=cost)
+    each = -(-k // (threads * vector)) * vector
     again = request.before in ("", "rms_norm") and not (
         (few and each <= 32) or request.residual or request.group or request.hadamard
     )
@@ -446,30 +445,30 @@ def shape_of(few: bool, k: int, request: QuantizeRequest) -> tuple[int, int, boo
         registers = 0
     else:  # rotated values stay in registers; with 512 threads there would be one block
         registers = 80 if request.hadamard and threads <= 256 else 64
-    return threads, piece, again, min(registers, 65536 // threads)
+    return threads, vector, again, min(registers, 65536 // threads)
 
 
 class QuantizePlan:
     """A call for one shape: made once, called many times.
 
-    `pieces` promises that K and all row strides are multiples of 8 and that all tensors start at multiples of 16 bytes. A plan
+    `vectors` promises that K and all row strides are multiples of 8 and that all tensors start at multiples of 16 bytes. A plan
     serves one GPU, one alignment and one set of dtypes.
     """
 
-    def __init__(self, m: int, k: int, request: QuantizeRequest, pieces: bool, machine: Machine) -> None:
+    def __init__(self, m: int, k: int, request: QuantizeRequest, vectors: bool, machine: Machine) -> None:
         self.m, self.k, self.request = m, k, request
-        self.code_pieces = -(-k // CODE_PIECE)
-        self.x_unit = PIECE if pieces else 1
-        threads, piece, again, registers = shape_of(m <= FEW_PER_SM * machine.sm_count, k, request)
+        self.code_vectors = -(-k // CODE_VECTOR)
+        self.x_unit = VECTOR if vectors else 1
+        threads, vector, again, registers = shape_of(m <= FEW_PER_SM * machine.sm_count, k, request)
         group = 0 if not request.group or request.group >= k else request.group
-        piece = max(piece, group // threads)
-        chunks = -(-self.code_pieces * CODE_PIECE // (threads * piece))
+        vector = max(vector, group // threads)
+        chunks = -(-self.code_vectors * CODE_VECTOR // (threads * vector))
         integer = 127.5 if request.rule is ActivationRule.COMPRESSED_TENSORS else 127.0
         largest = request.fmt.max if isinstance(request.fmt, FloatFormat) else integer
         overlap = machine.arch.sm >= 90
         self.constants = (
-            k, threads, piece, chunks, group, STEPS[request.before], FORMATS[request.fmt.name], largest, pieces, again, overlap,
-            RULES[request.rule], request.hadamard,
+            k, threads, vector, chunks, group, STEPS[request.before], FORMATS[request.fmt.name], largest, vectors, again,
+            overlap, RULES[request.rule], request.hadamard,
         )  # fmt: skip
         self.launch = Launcher(quantize_rows, (m, 1, 1), threads // 32, overlap=overlap, registers=registers)
 
@@ -480,14 +479,14 @@ class QuantizePlan:
         """Returns codes [M, K], then scale, zero, sum as far as requested; all tensors on the current device. The sum goes to
         `total`, contiguous, which may be x itself."""
         request, on = self.request, x.device
-        codes = torch.empty((self.m, self.code_pieces * CODE_PIECE), dtype=CODE_DTYPES[request.fmt.name], device=on)
+        codes = torch.empty((self.m, self.code_vectors * CODE_VECTOR), dtype=CODE_DTYPES[request.fmt.name], device=on)
         groups = -(-self.k // request.group) if request.group else 1
         scales = None if request.static else torch.empty((self.m, groups), dtype=torch.float32, device=on)
         zeros = None if request.symmetric or request.static else torch.empty((self.m, groups), dtype=torch.int32, device=on)
         sums = torch.empty((self.m, self.k), dtype=x.dtype, device=on) if request.residual and total is None else total
         if self.m:
             strides = x.stride(0) // self.x_unit, 0 if beside is None else beside.stride(0) // self.x_unit
-            arguments = (codes, scales, zeros, sums, x, beside, weight, bias, scale, zero, *strides, self.code_pieces, eps)
+            arguments = (codes, scales, zeros, sums, x, beside, weight, bias, scale, zero, *strides, self.code_vectors, eps)
             self.launch(*arguments, *self.constants)
         made = (codes[:, : self.k], scales, zeros, sums)
         return [t for t in made if t is not None]

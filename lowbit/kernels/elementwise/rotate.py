@@ -21,7 +21,7 @@ from lowbit.kernels.parts.hadamard import rotated
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rows import floats, loaded, rounded_to, row_of
 
-PIECE = 8
+VECTOR = 8
 """16-bit elements in 16 bytes: what a thread loads at once."""
 
 THREADS = 128
@@ -29,21 +29,21 @@ THREADS = 128
 
 @triton.jit(do_not_specialize=["x_stride"])
 def rotate_rows(
-    y, x, x_stride, K: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr, CHUNKS: tl.constexpr,
-    PIECES: tl.constexpr, OVERLAP: tl.constexpr,
+    y, x, x_stride, K: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr, CHUNKS: tl.constexpr,
+    VECTORS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS * THREADS * PIECE channels of a row; PIECES: rows start at multiples of 8 elements."""
+    """CHUNKS * THREADS * VECTOR channels of a row; VECTORS: rows start at multiples of 8 elements."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     row = tl.program_id(0)
-    STEP: tl.constexpr = THREADS * PIECE
+    STEP: tl.constexpr = THREADS * VECTOR
     TILE: tl.constexpr = STEP * CHUNKS
-    i = tl.arange(0, THREADS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    i = tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     i += tl.program_id(1) * TILE
     END: tl.constexpr = TILE if K % TILE == 0 else K  # masks only where a tile is not whole
     if OVERLAP:
         cuda.gdc_wait()
-    values = floats(loaded(row_of(x, row, x_stride, PIECES), i, END, STEP, CHUNKS), CHUNKS)
+    values = floats(loaded(row_of(x, row, x_stride, VECTORS), i, END, STEP, CHUNKS), CHUNKS)
     made = rounded_to(rotated(values, BLOCK, CHUNKS), y.dtype.element_ty, CHUNKS)
     for c in tl.static_range(CHUNKS):
         if END == TILE:
@@ -55,16 +55,16 @@ def rotate_rows(
 class RotatePlan:
     """All of a call that does not depend on x's contents: made once for a shape, called many times.
 
-    `pieces` promises that x and its rows start at multiples of 16 bytes. A plan serves one GPU, one alignment and one type.
+    `vectors` promises that x and its rows start at multiples of 16 bytes. A plan serves one GPU, one alignment and one type.
     """
 
-    def __init__(self, m: int, k: int, block: int, pieces: bool, machine: Machine) -> None:
+    def __init__(self, m: int, k: int, block: int, vectors: bool, machine: Machine) -> None:
         self.m, self.k = m, k
-        self.unit = PIECE if pieces else 1
-        chunks = 1 if k <= THREADS * PIECE else 2
+        self.unit = VECTOR if vectors else 1
+        chunks = 1 if k <= THREADS * VECTOR else 2
         overlap = machine.arch.sm >= 90
-        self.constants = (k, block, THREADS, PIECE, chunks, pieces, overlap)
-        grid = (m, -(-k // (THREADS * PIECE * chunks)), 1)
+        self.constants = (k, block, THREADS, VECTOR, chunks, vectors, overlap)
+        grid = (m, -(-k // (THREADS * VECTOR * chunks)), 1)
         self.launch = Launcher(rotate_rows, grid, THREADS // 32, overlap=overlap)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -19,8 +19,6 @@ Exact   sums of masses are integers and chunks depend on V alone, so a row's tok
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +28,7 @@ from triton.language.extra import cuda
 from lowbit.kernels.elementwise.masses import added, drawn, fraction, mass_up_to, masses, share, target_of, threshold
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.reference import sampling
+from lowbit.kernels.reference.sampling import SampleInputs
 
 SIZE = 2048
 """Tokens of a chunk: 63 blocks for a vocabulary of 128256, one 16-byte vector of 16-bit logits a thread."""
@@ -389,21 +388,6 @@ def settle(
         )  # fmt: skip
 
 
-class SampleInputs(NamedTuple):
-    """Arguments of a call: rows to sample, state of all slots, and outputs; ops/sample.py documents each."""
-
-    logits: Tensor
-    rows: Tensor
-    settings: Tensor
-    counts: Tensor
-    bias: Tensor
-    ends: Tensor
-    tokens: Tensor
-    positions: Tensor
-    out_tokens: Tensor
-    out_logprobs: Tensor
-
-
 class SamplePlan:
     """A call for one shape: made once, called many times.
 
@@ -437,7 +421,7 @@ class SamplePlan:
 
     def __call__(self, given: SampleInputs, space: Tensor, arrived: Tensor) -> None:
         """Samples; `space` float32 and `arrived` are the workspace, all tensors on the current device."""
-        logits, rows, settings, counts, bias, ends, *fed = given
+        logits, rows, settings, counts, bias, ends, *fed, _ = given
         of_slots = (logits, rows, settings, counts, bias, ends)
         parts = space.view(torch.int32).split([self.rows * words for words in self._parts])
         if not self.filters:

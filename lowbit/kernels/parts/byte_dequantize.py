@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lowbit.formats import number_format
 from lowbit.hardware.byte_conversions import ByteConversion, ByteOperand, byte_conversion
-from lowbit.hardware.fields import WORD_GROUPS
+from lowbit.kernels.parts.dequantize import CodePlanes
 from lowbit.kernels.parts.gluon import gl, gluon
 from lowbit.kernels.parts.operand import REGISTERS
 
@@ -15,7 +15,7 @@ TILES = 2
 
 
 @dataclass(frozen=True)
-class ByteDequantizer:
+class ByteDequantizer(CodePlanes):
     """Converts codes of `format` to s8 or e4m3."""
 
     format: str
@@ -26,29 +26,8 @@ class ByteDequantizer:
         return byte_conversion(number_format(self.format), self.operand)
 
     @property
-    def bits(self) -> int:
-        return self.conversion.format.bits
-
-    @property
     def operand_type(self) -> gl.dtype:
         return gl.int8 if self.operand == "s8" else gl.float8e4nv
-
-    @property
-    def planes(self) -> int:
-        """Number of word groups in which the codes of a tile are loaded."""
-        return len(WORD_GROUPS[self.bits])
-
-    def plane_words(self, plane: int) -> int:
-        """Words per lane and tile of a plane."""
-        return WORD_GROUPS[self.bits][plane]
-
-    def plane_start(self, plane: int) -> int:
-        """Offset of a plane within the 32 * bits words of a tile."""
-        return 32 * sum(WORD_GROUPS[self.bits][:plane])
-
-    @property
-    def types(self) -> tuple[gl.dtype, ...]:
-        return (gl.int32,) * REGISTERS
 
     @property
     def constraints(self) -> str:

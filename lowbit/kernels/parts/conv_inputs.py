@@ -1,8 +1,8 @@
-"""Inputs of the convolution kernels of sm_90: their products, programmatic dependent launch, descriptors in memory."""
+"""Inputs of the convolution kernels of sm_90: their products, descriptors in memory."""
 
 from __future__ import annotations
 
-from lowbit.kernels.parts.gluon import Scalar, aggregate, gl, gluon, run
+from lowbit.kernels.parts.gluon import Scalar, aggregate, gl, gluon
 
 
 @aggregate
@@ -19,12 +19,6 @@ class Product:
     stride_across: Scalar
     first_down: Scalar
     first_across: Scalar
-
-
-@gluon.jit
-def await_inputs(C: gl.constexpr):
-    """Lets the next kernel start, and waits until the previous one, which wrote x, has finished."""
-    run("griddepcontrol.launch_dependents;\n griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [])
 
 
 @gluon.jit

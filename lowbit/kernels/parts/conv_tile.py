@@ -62,17 +62,16 @@ class WgmmaConv(Warpgroups):
         return self.pixels * self.step_bytes
 
     @property
-    def piece_bytes(self) -> int:
+    def w_tile_bytes(self) -> int:
         """Bytes of the weights of a k block and plane."""
         return self.outputs * self.step_bytes
 
     @property
     def w_bytes(self) -> int:
-        """Bytes of weights of a stage."""
-        return self.most_planes * self.piece_bytes
+        return self.most_planes * self.w_tile_bytes
 
     @property
-    def pieces(self) -> int:
+    def w_tiles(self) -> int:
         """Weight tiles that fit shared memory."""
         return self.resident or self.stages * self.most_planes
 
@@ -82,7 +81,7 @@ class WgmmaConv(Warpgroups):
 
     @property
     def barrier_unit(self) -> int:
-        return self.w_unit + self.pieces * self.piece_bytes // UNIT
+        return self.w_unit + self.w_tiles * self.w_tile_bytes // UNIT
 
     @property
     def shared_bytes(self) -> int:
@@ -105,7 +104,6 @@ class WgmmaConv(Warpgroups):
 
     @property
     def weights(self) -> StageBarriers:
-        """The barrier of resident weights."""
         return StageBarriers(UNIT * self.barrier_unit + 16 * self.stages, 1, self.warps)
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowbit.formats import IntFormat, number_format
+from lowbit.hardware.byte_conversions import ByteConversion
 from lowbit.hardware.conversions import Conversion, SubnormalCodes, conversion, subnormal_codes
 from lowbit.hardware.fields import WORD_GROUPS
 from lowbit.hardware.half import HalfType, half_pair
@@ -25,8 +26,34 @@ INSTRUCTION = 4
 """Registers of operand A of one matrix instruction."""
 
 
+class CodePlanes:
+    """The word groups (planes) in which the codes of a tile are loaded; 8-bit codes have two equal ones, one load."""
+
+    types = (gl.int32,) * REGISTERS
+
+    @property
+    def conversion(self) -> Conversion | ByteConversion:
+        raise NotImplementedError
+
+    @property
+    def bits(self) -> int:
+        return self.conversion.format.bits
+
+    @property
+    def planes(self) -> int:
+        return 1 if self.bits == 8 else len(WORD_GROUPS[self.bits])
+
+    def plane_words(self, plane: int) -> int:
+        """Words per lane and tile of a plane."""
+        return 8 if self.bits == 8 else WORD_GROUPS[self.bits][plane]
+
+    def plane_start(self, plane: int) -> int:
+        """Offset of a plane within the 32 * bits words of a tile."""
+        return 32 * sum(self.plane_words(before) for before in range(plane))
+
+
 @dataclass(frozen=True)
-class Dequantizer:
+class Dequantizer(CodePlanes):
     """Converts codes of `format` to fp16 or bf16, with scales per group of k (`group` 16, 32, 64, 128) or without (0).
 
     `zero` is "none", "integer" (w = (code - zero) * scale) or "float" (w = code * scale + zero). Every weight is rounded once.
@@ -46,25 +73,8 @@ class Dequantizer:
         return conversion(number_format(self.format), self.dtype)
 
     @property
-    def bits(self) -> int:
-        return self.conversion.format.bits
-
-    @property
     def operand_type(self) -> gl.dtype:
         return gl.float16 if self.dtype == "fp16" else gl.bfloat16
-
-    @property
-    def planes(self) -> int:
-        """Number of word groups in which the codes of a tile are loaded; 8-bit codes have two equal ones, one load."""
-        return 1 if self.bits == 8 else len(WORD_GROUPS[self.bits])
-
-    def plane_words(self, plane: int) -> int:
-        """Words per lane and tile of a plane."""
-        return 8 if self.bits == 8 else WORD_GROUPS[self.bits][plane]
-
-    def plane_start(self, plane: int) -> int:
-        """Offset of a plane within the 32 * bits words of a tile."""
-        return 32 * sum(self.plane_words(before) for before in range(plane))
 
     @property
     def groups(self) -> int:
@@ -98,10 +108,6 @@ class Dequantizer:
     def masked(self) -> bool:
         """True if codes are used as subnormal numbers."""
         return self.subnormal and (self.dtype == "fp16" or self.scale_dtype == "bf16")
-
-    @property
-    def types(self) -> tuple[gl.dtype, ...]:
-        return (gl.int32,) * REGISTERS
 
     @property
     def constraints(self) -> str:

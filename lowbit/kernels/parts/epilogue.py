@@ -4,8 +4,9 @@ A decode step needs few kernels where the GEMM's epilogue does what would be a k
 
     norm      x is h * gamma * x_factor, not yet divided by its RMS. The kernel that wrote h also wrote partial sums of squares
               of its rows, `squares` [parts, M]. The epilogue adds them up and multiplies y by 1 / (rms * x_factor)
-    gate      y = act(gate) * up. Of each 16 rows of w the first 8 are gate rows, the others the up rows that they gate
-              (pack/gated.py): both sums are in one lane for every tile
+    gate      y = act(gate) * up, or gpt-oss's clamped SwiGLU, (up + 1) * gate * sigmoid(1.702 gate). Of each 16 rows of w the
+              first 8 are gate rows, the others the up rows that they gate (pack/gated.py): both sums are in one lane for every
+              tile
     residual  h += y in place; then x of the next norm, h * gamma * x_factor, and the sum of squares of this block's rows of h
 
 gamma is applied where channels are known and 1 / rms where the whole row is known, so the main loop needs neither. All sums
@@ -21,7 +22,10 @@ from typing import Literal
 from lowbit.hardware.half import HalfType
 from lowbit.kernels.parts.gluon import gl, gluon
 
-Gate = Literal["none", "silu", "gelu_tanh"]
+Gate = Literal["none", "silu", "gelu_tanh", "clamped_swiglu"]
+
+CLAMP = gl.constexpr(7.0)
+"""Limit of gate and up in "clamped_swiglu" (gpt-oss: `limit` of its experts in Transformers, `alpha` is 1.702)."""
 
 
 @dataclass(frozen=True)
@@ -65,3 +69,15 @@ def activated(gate, C: gl.constexpr):
         power = -1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
     root = gl.rsqrt(1.0 + gl.exp(power))
     return gate * (root * root)
+
+
+@gluon.jit
+def gate_times_up(gate, up, C: gl.constexpr):
+    """act(gate) * up; for "clamped_swiglu" gate is at most 7 and up in [-7, 7], and 1 is added to up. NaN stays NaN."""
+    if C.epilogue.gate == "clamped_swiglu":
+        gate = gl.where(gate > CLAMP, CLAMP, gate)
+        up = gl.where(up > CLAMP, CLAMP, gl.where(up < -CLAMP, -CLAMP, up))
+        root = gl.rsqrt(1.0 + gl.exp(-1.702 * gate))
+        return (up + 1.0) * (gate * (root * root))
+    else:
+        return activated(gate, C) * up

@@ -178,7 +178,10 @@ def ptx(write, *numbers):
 WRITERS = ("kernels", "hardware", "formats", "pack")
 """Packages whose Python is called while a kernel is compiled."""
 
-COSTS = frozenset(f"kernels/choose/{name}.py" for name in ("candidate", "gemm", "fused_gemm", "scaled_gemm"))
+COSTS = frozenset(
+    f"kernels/choose/{name}.py"
+    for name in ("candidate", "experts", "fused_gemm", "gemm", "large_m", "measured", "scaled_gemm", "small_m", "tiles")
+)
 """Files of these packages that only choose tiles. A tile's numbers are in its kernel's configuration, so kernels compiled
 before a change of these files stay valid."""
 

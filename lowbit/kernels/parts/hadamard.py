@@ -2,7 +2,7 @@
 
 Exact   x is first divided by sqrt(BLOCK), a power of 2; then each step is one float32 sum of two numbers, a + b or a - b, of
         elements 1, 2, 4, .. apart, in this order: the same bits for every block shape and number of rows
-Moves   steps within the PIECE elements of a thread move nothing, steps beyond it take one shuffle per element
+Moves   steps within the VECTOR elements of a thread move nothing, steps beyond it take one shuffle per element
         Tested: tests/kernels/elementwise/test_rotate.py
 """
 
@@ -14,39 +14,39 @@ import triton.language as tl
 
 @triton.jit
 def within(value, APART: tl.constexpr):
-    """a + b, a - b of elements that are APART in one thread; value [THREADS, PIECE]."""
+    """a + b, a - b of elements that are APART in one thread; value [THREADS, VECTOR]."""
     THREADS: tl.constexpr = value.shape[0]
-    PIECE: tl.constexpr = value.shape[1]
-    pairs = tl.reshape(value, (THREADS, PIECE // (2 * APART), 2, APART))
+    VECTOR: tl.constexpr = value.shape[1]
+    pairs = tl.reshape(value, (THREADS, VECTOR // (2 * APART), 2, APART))
     a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (THREADS, PIECE))
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (THREADS, VECTOR))
 
 
 @triton.jit
 def across(value, APART: tl.constexpr):
     """a + b, a - b of elements of threads that are APART."""
     THREADS: tl.constexpr = value.shape[0]
-    PIECE: tl.constexpr = value.shape[1]
-    pairs = tl.reshape(value, (THREADS // (2 * APART), 2, APART * PIECE))
+    VECTOR: tl.constexpr = value.shape[1]
+    pairs = tl.reshape(value, (THREADS // (2 * APART), 2, APART * VECTOR))
     bits = pairs.to(tl.int32, bitcast=True)
     both = tl.xor_sum(bits, axis=1, keep_dims=True)
     other = (both ^ bits).to(tl.float32, bitcast=True)
     sign = 1.0 - 2.0 * tl.arange(0, 2).to(tl.float32)
-    return tl.reshape(tl.fma(pairs, sign[None, :, None], other), (THREADS, PIECE))
+    return tl.reshape(tl.fma(pairs, sign[None, :, None], other), (THREADS, VECTOR))
 
 
 @triton.jit
 def rotated(values, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
-    """Multiplies chunks [THREADS, PIECE] of float32 by H, BLOCK elements at a time."""
-    PIECE: tl.constexpr = values[0].shape[1]
+    """Multiplies chunks [THREADS, VECTOR] of float32 by H, BLOCK elements at a time."""
+    VECTOR: tl.constexpr = values[0].shape[1]
     STEPS: tl.constexpr = 4 if BLOCK == 16 else 6 if BLOCK == 64 else 8
     made = ()
     for c in tl.static_range(CHUNKS):
         value = values[c] * (0.25 if BLOCK == 16 else 0.125 if BLOCK == 64 else 0.0625)
         for step in tl.static_range(STEPS):
-            if 1 << step < PIECE:
+            if 1 << step < VECTOR:
                 value = within(value, 1 << step)
             else:
-                value = across(value, (1 << step) // PIECE)
+                value = across(value, (1 << step) // VECTOR)
         made += (value,)
     return made

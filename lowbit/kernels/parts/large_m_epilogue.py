@@ -10,7 +10,7 @@ residual one tile.
 
 from __future__ import annotations
 
-from lowbit.kernels.parts.epilogue import activated
+from lowbit.kernels.parts.epilogue import gate_times_up
 from lowbit.kernels.parts.gluon import (
     Descriptor,
     Scalar,
@@ -146,7 +146,24 @@ def gated(sums, C: gl.constexpr):
     """Returns act(gate) * up [rows / 2, tokens]; rows g and g + 8 of a row block are in one lane."""
     pairs = gl.reshape(sums, [C.rows // 16, 2, 8, C.tokens])
     gate, up = gl.split(gl.permute(pairs, [0, 2, 3, 1]))
-    return gl.reshape(activated(gate, C) * up, [C.rows // 2, C.tokens])
+    return gl.reshape(gate_times_up(gate, up, C), [C.rows // 2, C.tokens])
+
+
+@gluon.jit
+def finished_tile(sums, epilogue_args, first_row, N, C: gl.constexpr):
+    """Applies scales, bias and gate to a tile of sums; returns it with its first channel of y."""
+    rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
+    if C.epilogue.channel_scale:
+        scale = gl.load(epilogue_args.channel_scale + rows, mask=rows < N, other=0.0).to(gl.float32)
+        sums = sums * (scale * epilogue_args.factor)[:, None]  # the factor is a power of two
+    else:
+        sums = sums * epilogue_args.factor
+    if C.epilogue.bias:
+        sums = sums + gl.load(epilogue_args.bias + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
+    if C.epilogue.gate != "none":
+        sums = gated(sums, C)
+        first_row = first_row // 2
+    return sums, first_row
 
 
 @gluon.jit

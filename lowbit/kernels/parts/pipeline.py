@@ -27,7 +27,6 @@ class StageBarriers:
 
     @property
     def end(self) -> int:
-        """The byte after the barriers."""
         return self.start + 16 * self.stages
 
     @property
@@ -52,6 +51,18 @@ class StageBarriers:
             f"WAIT: mbarrier.try_wait.parity.shared::cta.b64 full, [at+{self.start}], $2; @!full bra WAIT;\n"
             "DONE: mov.b32 $0, 0; }"
         )
+
+    def fill(self, copied_bytes: int, stage_bytes: int, first: int, copy: str) -> str:
+        """If $1 is not 0: waits until stage $2 has been read (parity $3), then runs `copy`, which copies `copied_bytes` to the
+        stage's address `to` and arrives at `bar`. Stages of `stage_bytes` start at byte `first` of shared memory."""
+        return f"""{{ .reg .pred skip, done; .reg .b32 at, bar, to;
+            setp.eq.s32 skip, $1, 0; @skip bra DONE;
+            mov.u32 at, global_smem; mad.lo.u32 bar, $2, 8, at;
+            WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [bar+{self.start + 8 * self.stages}], $3; @!done bra WAIT;
+            mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar+{self.start}], {copied_bytes};
+            add.u32 bar, bar, {self.start}; mad.lo.u32 to, $2, {stage_bytes}, at; add.u32 to, to, {first};
+            {copy}
+            DONE: mov.b32 $0, 0; }}"""
 
     @property
     def give(self) -> str:

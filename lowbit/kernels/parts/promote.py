@@ -1,4 +1,4 @@
-"""Promotion of tensor-core sums to fp32 totals, at the place in the program where it is written.
+"""Sums of a tile: zeros, and promotion of tensor-core sums to fp32 totals at the place in the program where it is written.
 
 Compilers move such additions behind the products that start next; their sums then need registers of their own, and with totals
 of 256 columns there are none. PTX with side effects is not moved.
@@ -7,6 +7,24 @@ of 256 columns there are none. PTX with side effects is not moved.
 from __future__ import annotations
 
 from lowbit.kernels.parts.gluon import gl, gluon
+
+
+@gluon.jit
+def zero_sums(TYPE: gl.constexpr, C: gl.constexpr):
+    """Zeros in the layout of a tile's sums."""
+    ROWS: gl.constexpr = C.rows
+    COLUMNS: gl.constexpr = C.columns
+    SUMS: gl.constexpr = C.accumulator
+    return gl.zeros((ROWS, COLUMNS), TYPE, SUMS)
+
+
+@gluon.jit
+def zero_half(TYPE: gl.constexpr, C: gl.constexpr):
+    """The same for one half of the columns (`by_halves`)."""
+    ROWS: gl.constexpr = C.rows
+    COLUMNS: gl.constexpr = C.store_columns
+    SUMS: gl.constexpr = C.store_layout
+    return gl.zeros((ROWS, COLUMNS), TYPE, SUMS)
 
 
 @gluon.jit

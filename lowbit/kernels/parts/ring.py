@@ -56,12 +56,10 @@ class Ring:
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of codes in a slot."""
         return BLOCK_TILES * 128 * self.k_block.bits
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of scales and zeros in a slot."""
         return 8 * self.k_block.groups * self.k_block.pair_bytes
 
     @property
@@ -71,17 +69,14 @@ class Ring:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot."""
         return self.code_bytes + 32 * self.scale_copy
 
     @property
     def x_bytes(self) -> int:
-        """Bytes of a slot of x."""
         return self.k_block.n8_tiles * 8 * 256
 
     @property
     def bytes(self) -> int:
-        """Bytes of the ring."""
         return self.depth * self.slot_bytes + self.x_slots * self.x_bytes
 
     def slot(self, d: int) -> int:

@@ -1,7 +1,7 @@
-"""A row in the registers of a block: THREADS * PIECE * CHUNKS elements, in 16-byte vectors where rows are aligned to them.
+"""A row in the registers of a block: THREADS * VECTOR * CHUNKS elements, in 16-byte vectors where rows are aligned to them.
 
-Values are tuples of CHUNKS blocks [THREADS, PIECE]; `i` are the element indices of the first. Used by kernels that hold a whole
-row: quantize_rows.py and norm.py of elementwise/. Tested: tests/kernels/parts/test_rows.py
+Values are tuples of CHUNKS blocks [THREADS, VECTOR]; `i` are the element indices of the first. Used by kernels that hold a
+whole row: quantize_rows.py and norm.py of elementwise/. Tested: tests/kernels/parts/test_rows.py
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import triton.language as tl
 
 
 @triton.jit
-def row_of(base, row, stride, PIECES: tl.constexpr):
+def row_of(base, row, stride, VECTORS: tl.constexpr):
     """Address of a row; the factor 8 lets the compiler prove the alignment of vectors."""
     start = row.to(tl.int64) * stride
-    if PIECES:
+    if VECTORS:
         start = start * 8
     return base + start
 

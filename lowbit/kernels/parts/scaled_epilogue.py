@@ -143,7 +143,7 @@ def put(out, result, first_token, first_channel, tokens_are_rows: gl.constexpr):
 
 
 @gluon.jit
-def store_piece(out, acc, epilogue_args, first_token, first_channel, C: gl.constexpr):
+def store_part(out, acc, epilogue_args, first_token, first_channel, C: gl.constexpr):
     """Applies the epilogue to C.store_columns columns of a tile and stores them."""
     rows = gl.arange(0, C.rows, gl.SliceLayout(1, C.store_layout))
     columns = gl.arange(0, C.store_columns, gl.SliceLayout(0, C.store_layout))
@@ -163,9 +163,9 @@ def store_piece(out, acc, epilogue_args, first_token, first_channel, C: gl.const
 def store_half(out, acc, epilogue_args, first_token, first_channel, half, C: gl.constexpr):
     """Applies the epilogue to one half of the columns of a tile and stores it."""
     if C.tokens_are_rows:
-        store_piece(out, acc, epilogue_args, first_token, first_channel + half * C.store_columns, C)
+        store_part(out, acc, epilogue_args, first_token, first_channel + half * C.store_columns, C)
     else:
-        store_piece(out, acc, epilogue_args, first_token + half * C.store_columns, first_channel, C)
+        store_part(out, acc, epilogue_args, first_token + half * C.store_columns, first_channel, C)
 
 
 @gluon.jit
@@ -180,7 +180,7 @@ def store_halves(out, halves, epilogue_args, first_token, first_channel, C: gl.c
 def store(out, acc, epilogue_args, first_token, first_channel, C: gl.constexpr):
     """Applies the epilogue to a tile and stores it, at most 128 columns at a time."""
     if C.stores == 1:
-        store_piece(out, acc, epilogue_args, first_token, first_channel, C)
+        store_part(out, acc, epilogue_args, first_token, first_channel, C)
     else:
         store_halves(out, halves(acc, C), epilogue_args, first_token, first_channel, C)
 

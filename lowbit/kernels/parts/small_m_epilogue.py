@@ -6,7 +6,7 @@ loaded before the main loop, or prefetched into L2 then and loaded after it.
 
 from __future__ import annotations
 
-from lowbit.kernels.parts.epilogue import activated
+from lowbit.kernels.parts.epilogue import gate_times_up
 from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, asm, barrier, gl, gluon, ptx, run
 
 ADD_GROUPS = gl.constexpr(
@@ -222,7 +222,7 @@ def store_gated(y, sums, epilogue_args, at, C: gl.constexpr):
         gate = scaled_sum(sums[2 * i], epilogue_args, 2 * i, element, C)
         up = scaled_sum(sums[2 * i + 1], epilogue_args, 2 * i + 1, element, C)
         to = token.to(gl.int64) * (at.N // 2) + row // 16 * 8 + row % 16
-        gl.store(y + to, (activated(gate, C) * up).to(y.dtype.element_ty), mask=exists)
+        gl.store(y + to, gate_times_up(gate, up, C).to(y.dtype.element_ty), mask=exists)
 
 
 @gluon.jit

@@ -28,12 +28,10 @@ class StripRing:
 
     @property
     def strip_bytes(self) -> int:
-        """Bytes of a strip."""
         return self.rows * self.row_bytes
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of a copy."""
         return self.strip_bytes
 
     @property
@@ -50,17 +48,8 @@ class StripRing:
 
         The source is row $5, byte $6 of the map $4.
         """
-        full, empty = self.strips.start, self.strips.start + 8 * self.strips.stages
-        return f"""{{ .reg .pred skip, done; .reg .b32 at, bar, to;
-            setp.eq.s32 skip, $1, 0; @skip bra DONE;
-            mov.u32 at, global_smem; mad.lo.u32 bar, $2, 8, at;
-            WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [bar+{empty}], $3; @!done bra WAIT;
-            mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar+{full}], {self.copied_bytes};
-            add.u32 bar, bar, {full};
-            mad.lo.u32 to, $2, {self.strip_bytes}, at; add.u32 to, to, {self.x_start};
-            cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
-                [to], [$4, {{$6, $5}}], [bar];
-            DONE: mov.b32 $0, 0; }}"""
+        copy = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [to], [$4, {$6, $5}], [bar];"
+        return self.strips.fill(self.copied_bytes, self.strip_bytes, self.x_start, copy)
 
     @property
     def copy_weights(self) -> str:
@@ -115,5 +104,4 @@ class StripRing:
 
     @property
     def read_constraints(self) -> str:
-        """Constraints of `read`."""
         return ",".join(["=&r"] * self.registers + ["r"] * 4)

@@ -24,23 +24,19 @@ class ThreadProduct:
     row_bytes: int
     unsigned: bool
     weights: int
+    base = "{ .reg .b32 at; mov.u32 at, global_smem; shr.u32 at, at, 4; and.b32 $0, at, 0x3FFF; }"
+    """$0: base of all descriptors, from the start of shared memory; $1 is unused."""
 
     @property
     def sums(self) -> int:
-        """Registers of sums."""
         return self.outputs // 2
 
     @property
-    def piece_bytes(self) -> int:
+    def w_tile_bytes(self) -> int:
         return self.outputs * self.row_bytes
 
-    @property
-    def base(self) -> str:
-        """$0: base of all descriptors, from the start of shared memory; $1 is unused."""
-        return "{ .reg .b32 at; mov.u32 at, global_smem; shr.u32 at, at, 4; and.b32 $0, at, 0x3FFF; }"
-
-    def start(self, piece: int, steps: int, adds: bool, commits: bool = True) -> str:
-        """Sums $0.. (+)= operand A times `steps` k32 steps of the weight tiles from `piece` on; see `constraints`."""
+    def start(self, w_tile: int, steps: int, adds: bool, commits: bool = True) -> str:
+        """Sums $0.. (+)= operand A times `steps` k32 steps of the weight tiles from `w_tile` on; see `constraints`."""
         first = self.sums * (2 if adds else 1)
         base = f"${first + 4 * steps}"
         sums = ", ".join(f"${i}" for i in range(self.sums))
@@ -49,7 +45,7 @@ class ThreadProduct:
         lines = [".reg .b64 w; .reg .b32 low; .reg .pred add; wgmma.fence.sync.aligned;"]
         for step in range(steps):
             rows, within = divmod(32 * step, self.row_bytes)
-            offset = self.weights + (piece + rows) * self.piece_bytes + within
+            offset = self.weights + (w_tile + rows) * self.w_tile_bytes + within
             a = ", ".join(f"${first + 4 * step + i}" for i in range(4))
             lines.append(f"add.u32 low, {base}, {offset // 16}; mov.b64 w, {{low, 0x{high:08x}}};")
             lines.append(f"setp.ne.b32 add, {int(adds or step > 0)}, 0;")

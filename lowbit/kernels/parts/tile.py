@@ -18,15 +18,12 @@ TILE_K = gl.constexpr(STAGE_K)
 OPERAND_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 
-class Warpgroups:
-    """The math warps, four for each of `warpgroups`, and their threads."""
-
-    warpgroups: int
+class Warps:
+    """The threads of `warps` warps; base class of configurations."""
 
     @property
     def warps(self) -> int:
-        """Number of math warps."""
-        return 4 * self.warpgroups
+        raise NotImplementedError
 
     @property
     def threads(self) -> int:
@@ -36,6 +33,16 @@ class Warpgroups:
     def threads_layout(self) -> gl.BlockedLayout:
         """One element per thread."""
         return gl.BlockedLayout([1], [32], [self.warps], [0])
+
+
+class Warpgroups(Warps):
+    """The math warps, four for each of `warpgroups`."""
+
+    warpgroups: int
+
+    @property
+    def warps(self) -> int:
+        return 4 * self.warpgroups
 
 
 class WarpgroupTile(Warpgroups):
@@ -57,15 +64,33 @@ class WarpgroupTile(Warpgroups):
         return StageBarriers(UNIT * self.regions.start("barriers"), self.stages, self.warps)
 
 
-class ByteTile(WarpgroupTile):
+class ByteTypes:
+    """Types of a product of 8-bit x."""
+
+    x_type: torch.dtype
+    y_type: torch.dtype
+
+    @property
+    def x(self) -> gl.dtype:
+        return TYPES[self.x_type][0]
+
+    @property
+    def y(self) -> gl.dtype:
+        return OUTPUTS[self.y_type]
+
+    @property
+    def sums(self) -> gl.dtype:
+        """Type of the tensor core's sums."""
+        return gl.int32 if self.x_type == torch.int8 else gl.float32
+
+
+class ByteTile(WarpgroupTile, ByteTypes):
     """A tile of `columns` for 8-bit activations, rows being operand A; base class of kernel configurations, which have its
     fields.
 
     With `tokens_are_rows`, rows are tokens and columns are rows of w; without, the other way round.
     """
 
-    x_type: torch.dtype
-    y_type: torch.dtype
     tokens_are_rows: bool
     columns: int
     promote: bool
@@ -75,10 +100,10 @@ class ByteTile(WarpgroupTile):
     last_is_full = False
     """True if the last of several token tiles begins earlier where that fills it. Not here: tokens that are no multiple of a
     tile cost the epilogue registers, which spill (sub_byte_scaled_gemm.py, 48 bytes with Triton 3.9)."""
+    x_shared_layout = OPERAND_LAYOUT
 
     @property
     def operand_regions(self) -> tuple[tuple[str, int], ...]:
-        """Regions of the operands' stages."""
         raise NotImplementedError
 
     @property
@@ -98,10 +123,6 @@ class ByteTile(WarpgroupTile):
     def x_block(self) -> tuple[int, int]:
         """Tokens and k of one copy of x."""
         return self.tile_tokens, STAGE_K
-
-    @property
-    def x_shared_layout(self) -> gl.NVMMASharedLayout:
-        return OPERAND_LAYOUT
 
     @property
     def stages_ahead(self) -> int:
@@ -130,19 +151,6 @@ class ByteTile(WarpgroupTile):
     @property
     def exchange(self) -> ClusterExchange:
         return ClusterExchange(self.barriers.end, self.warps, 4 * self.rows * self.store_columns)
-
-    @property
-    def x(self) -> gl.dtype:
-        return TYPES[self.x_type][0]
-
-    @property
-    def y(self) -> gl.dtype:
-        return OUTPUTS[self.y_type]
-
-    @property
-    def sums(self) -> gl.dtype:
-        """Type of the tensor core's sums."""
-        return gl.int32 if self.x_type == torch.int8 else gl.float32
 
     @property
     def total(self) -> gl.dtype:

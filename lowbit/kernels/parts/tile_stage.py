@@ -22,13 +22,13 @@ from lowbit.hardware.fields import WORD_GROUPS
 from lowbit.kernels.parts.dequantize import TILE_K, Dequantizer
 from lowbit.kernels.parts.gluon import Tuple, aggregate, asm, gl, gluon, ptx, run
 
-PIECE = 16
+VECTOR = 16
 """Bytes of a copy."""
 
 X_ROW = 2 * TILE_K
 """Bytes of a token in a slice of a stage."""
 
-X_PIECES = 32
+X_VECTORS = 32
 """Bytes of it for one matrix instruction."""
 
 
@@ -52,6 +52,7 @@ class TileStage:
     stages: int
     warps: int
     slices: int = 1
+    x_layout = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
 
     def __post_init__(self) -> None:
         copied_tokens = 4 * self.warps  # at once; the next copy begins a multiple of 8 later: the same swizzle
@@ -64,7 +65,6 @@ class TileStage:
 
     @property
     def x_bytes(self) -> int:
-        """Bytes of x in a stage."""
         return self.slices * self.tokens * X_ROW
 
     @property
@@ -88,7 +88,6 @@ class TileStage:
 
     @property
     def w_bytes(self) -> int:
-        """Bytes of weights in a stage."""
         return self.slices * self.slice_bytes
 
     @property
@@ -104,11 +103,6 @@ class TileStage:
         """Byte of the scales within the weights of a slice."""
         return self.plane_at(len(self.planes))
 
-    @property
-    def x_layout(self) -> gl.SwizzledSharedLayout:
-        """Layout [rows, 16 k] of x."""
-        return gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
-
     # ---- copies
 
     @property
@@ -121,7 +115,7 @@ class TileStage:
         next vector, below 2^31, $4 how many tokens exist from the first on, $5 how many k exist from the vector on."""
         further, own = divmod(index, self.slices)
         tokens, k = 4 * self.warps * further, TILE_K * own
-        to = X_PIECES * (tokens * self.slices + 8 * own)
+        to = X_VECTORS * (tokens * self.slices + 8 * own)
         return _block([
             f".reg .pred some, none; .reg .b64 from; setp.gt.s32 some, $5, {k};",
             f"mad.wide.s32 from, $3, {further}, $2;" if further else "mov.b64 from, $2;",
@@ -129,13 +123,13 @@ class TileStage:
             f"cp.async.cg.shared.global.L2::128B [$1+{to}], [from+{2 * k}], 16, none;",
         ])  # fmt: skip
 
-    def pieces(self, plane: int) -> int:
+    def vectors(self, plane: int) -> int:
         """Vectors of a row block's codes in a plane of a stage."""
         return 8 * self.planes[plane]
 
     @property
-    def scale_pieces(self) -> int:
-        return self.scale_bytes // PIECE
+    def scale_vectors(self) -> int:
+        return self.scale_bytes // VECTOR
 
     @property
     def tile_words(self) -> int:
@@ -149,11 +143,11 @@ class TileStage:
 
     def code_copies(self, plane: int) -> int:
         """Vectors of a plane that a thread copies, over all slices; in the last of a slice some threads copy none."""
-        return self.slices * -(-self.row_blocks * self.pieces(plane) // self.threads)
+        return self.slices * -(-self.row_blocks * self.vectors(plane) // self.threads)
 
     @property
     def scale_copies(self) -> int:
-        return self.slices * -(-self.row_blocks * self.scale_pieces // self.threads)
+        return self.slices * -(-self.row_blocks * self.scale_vectors // self.threads)
 
     @property
     def copies(self) -> tuple[StageCopy, ...]:
@@ -168,26 +162,26 @@ class TileStage:
         """Copies codes. $1 slot's weights + 16 thread, $2 the thread's first vector of the stage, $3 bytes between row blocks,
         $4 thread, $5 how many slices of the stage are within K, at most 0 beyond it."""
         start = 128 * sum(self.planes[:plane]) + index % self.slices * 4 * self.tile_words
-        return self._copy(index, self.pieces(plane), self.plane_at(plane), start)
+        return self._copy(index, self.vectors(plane), self.plane_at(plane), start)
 
     def copy_scales(self, index: int) -> str:
         """Copies scales of the stage's groups, with the operands of `copy_codes`."""
         of_group = 32 * self.dequantizer.group_words  # bytes
         start = index % self.slices * TILE_K // self.dequantizer.group * of_group
-        return self._copy(index, self.scale_pieces, self.scales_at, start)
+        return self._copy(index, self.scale_vectors, self.scales_at, start)
 
-    def _copy(self, index: int, pieces_per_row_block: int, to: int, start: int) -> str:
-        """Copies one of `pieces_per_row_block` vectors of each row block, from `start` bytes after $2 to byte `to` of a
+    def _copy(self, index: int, vectors_per_row_block: int, to: int, start: int) -> str:
+        """Copies one of `vectors_per_row_block` vectors of each row block, from `start` bytes after $2 to byte `to` of a
         slice."""
         further, own = divmod(index, self.slices)
         first = further * self.threads
-        left, there = self.row_blocks * pieces_per_row_block - first, ""
+        left, there = self.row_blocks * vectors_per_row_block - first, ""
         lines = [f".reg .pred there, none; .reg .b64 from; setp.le.s32 none, $5, {own};"]
-        lines.append(f"mad.wide.s32 from, $3, {first // pieces_per_row_block}, $2;" if further else "mov.b64 from, $2;")
+        lines.append(f"mad.wide.s32 from, $3, {first // vectors_per_row_block}, $2;" if further else "mov.b64 from, $2;")
         if left < self.threads:
             lines.append(f"setp.lt.s32 there, $4, {left};")
             there = "@there "
-        at = to + PIECE * first + own * self.slice_bytes
+        at = to + VECTOR * first + own * self.slice_bytes
         lines.append(f"{there}cp.async.cg.shared.global.L2::128B [$1+{at}], [from+{start}], 16, none;")
         return _block(lines)
 
@@ -247,9 +241,12 @@ def _load(words: int, out: int, at: str) -> str:
 @aggregate
 class StageSource:
     """Addresses of this thread's first vectors of x, codes (one per plane) and scales, with their strides in bytes; number of
-    tokens from its vector of x on, of k from it on, and of tiles of 64 k, up to the end of the block's range."""
+    tokens from its vector of x on, of k from it on, and of tiles of 64 k, up to the end of the block's range.
 
-    x: gl.tensor
+    Where C.gathered, `x` has the address of every token that the thread copies, and `x_step` is 0.
+    """
+
+    x: gl.tensor | Tuple
     x_step: gl.tensor
     tokens: gl.tensor
     ks: gl.tensor
@@ -261,7 +258,7 @@ class StageSource:
 
 
 @gluon.jit
-def x_piece(thread):
+def x_vector(thread):
     """Returns (token, vector of its 8) that a thread copies first. A warp has 4 tokens, lanes 8 i to 8 i + 7 vectors 2 i and 2
     i + 1 of each: whole rows of memory, no bank conflicts."""
     lane = thread % 32
@@ -269,21 +266,21 @@ def x_piece(thread):
 
 
 @gluon.jit
-def x_at(token, piece, S: gl.constexpr):
+def x_at(token, vector, S: gl.constexpr):
     """Byte offset of the vector of 8 k of a token within the x of a stage, of its first slice."""
     row = token + token // 8 * (8 * S.slices - 8)
-    return piece // 2 * (S.slices * S.tokens * 32) + row * 32 + (piece % 2 ^ token // 4 % 2) * 16
+    return vector // 2 * (S.slices * S.tokens * 32) + row * 32 + (vector % 2 ^ token // 4 % 2) * 16
 
 
 @gluon.jit
-def first_piece(base, first_row_block, thread, stride, pieces_per_row_block: gl.constexpr, elements: gl.constexpr):
-    """Address of a thread's first vector of `elements`, with `pieces_per_row_block` vectors per row block."""
-    row_block = first_row_block + thread // pieces_per_row_block
-    return base + row_block.to(gl.int64) * stride + thread % pieces_per_row_block * elements
+def first_vector(base, first_row_block, thread, stride, vectors_per_row_block: gl.constexpr, elements: gl.constexpr):
+    """Address of a thread's first vector of `elements`, with `vectors_per_row_block` vectors per row block."""
+    row_block = first_row_block + thread // vectors_per_row_block
+    return base + row_block.to(gl.int64) * stride + thread % vectors_per_row_block * elements
 
 
 @gluon.jit
-def copy_piece(source, iteration, slot, i: gl.constexpr, C: gl.constexpr):
+def copy_vector(source, iteration, slot, i: gl.constexpr, C: gl.constexpr):
     """Starts copy i of a stage; what does not exist becomes zeros."""
     S: gl.constexpr = C.stage
     COPY: gl.constexpr = ptx(C.order.copy, i)
@@ -292,10 +289,13 @@ def copy_piece(source, iteration, slot, i: gl.constexpr, C: gl.constexpr):
     tiles = source.tiles - iteration * C.warps_k
     w_at = start + S.w_start + slot * S.w_bytes + thread * 16
     if COPY.of == "x":
-        token, piece = x_piece(thread)
+        token, vector = x_vector(thread)
+        x = source.x
+        if C.gathered:
+            x = source.x[COPY.index // S.slices]
         run(
             ptx(S.copy_x, COPY.index), "=r,r,l,r,r,r",
-            [start + slot * S.x_bytes + x_at(token, piece, S), source.x + iteration * C.stage_k, source.x_step, source.tokens,
+            [start + slot * S.x_bytes + x_at(token, vector, S), x + iteration * C.stage_k, source.x_step, source.tokens,
              source.ks - iteration * C.stage_k],
         )  # fmt: skip
     elif COPY.of == "codes":

@@ -16,6 +16,7 @@ tokens, exceeds R * total / 2^64.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,19 +24,8 @@ from torch import Tensor
 WORDS = 16
 """32-bit words of a slot's settings: one copy sets them, one cache line holds them."""
 
-TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, MINIMUM, SEED, FLAGS, GENERATED = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-    7,
-    8,
-    10,
-    11,
-)
+TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, MINIMUM, SEED = range(9)
+FLAGS, GENERATED = 10, 11
 """Their indices; the seed has two words."""
 
 PENALIZED, BIASED, CUT, HELD = 1, 2, 4, 8
@@ -149,6 +139,22 @@ def drawn(mass: Tensor, seed: int, counter: int) -> int:
     running = mass.cumsum(0)
     target = philox(seed, counter) * int(running[-1]) >> 64
     return int((running <= target).sum())
+
+
+class SampleInputs(NamedTuple):
+    """The arguments of `lowbit::sample`: rows to sample, the state of all slots, and outputs; ops/sample.py documents each."""
+
+    logits: Tensor
+    rows: Tensor
+    settings: Tensor
+    counts: Tensor
+    bias: Tensor
+    ends: Tensor
+    tokens: Tensor
+    positions: Tensor
+    out_tokens: Tensor
+    out_logprobs: Tensor
+    any_filter: bool = True
 
 
 def sample_reference(

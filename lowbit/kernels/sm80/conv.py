@@ -18,20 +18,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.formats.conv import ACTIVATIONS, ConvSpec, ProductSpec, stored_dtype
-from lowbit.kernels.parts.gluon import CompiledKernel, Scalar, aggregate, gl, gluon, source_digest
+from lowbit.formats.conv import ACTIVATIONS, ConvSpec, ProductSpec
+from lowbit.kernels.parts.conv_plan import ConvLauncher, ConvPlan
+from lowbit.kernels.parts.gluon import Scalar, aggregate, gl, gluon, source_digest
 from lowbit.kernels.parts.requantize import Requantize
 from lowbit.pack.conv_fragment import FRAGMENTS, OUTPUTS, STEP_BYTES, fragment_bits, fragment_words
 from lowbit.pack.conv_layout import PackedConv
-from lowbit.pack.nhwc64 import padded_channels, pixel_elements
+from lowbit.pack.nhwc64 import padded_channels
 from lowbit.pack.stem import PIXEL_BYTES, WINDOW_PIXELS, StemImages
 
 WARPS = 4
-STRIPS = 2
+ROW_BLOCKS = 2
 """m16 row blocks (16 pixels) of a warp."""
 
-PIXELS = 16 * STRIPS * WARPS
-SUMS = STRIPS * FRAGMENTS * 4
+PIXELS = 16 * ROW_BLOCKS * WARPS
+SUMS = ROW_BLOCKS * FRAGMENTS * 4
 """Sums of a thread per row block and fragment: two columns of row g and two of row g + 8."""
 
 
@@ -55,33 +56,32 @@ class MmaProduct:
     @property
     def asm(self) -> str:
         """The instructions of a k block: outputs sums; inputs 8 words of x, the words of w, then the sums."""
-        x = [f"${SUMS + i}" for i in range(4 * STRIPS)]
-        w = [f"${SUMS + 4 * STRIPS + i}" for i in range(self.words * FRAGMENTS)]
-        before = [f"${SUMS + 4 * STRIPS + self.words * FRAGMENTS + i}" for i in range(SUMS)]
+        x = [f"${SUMS + i}" for i in range(4 * ROW_BLOCKS)]
+        w = [f"${SUMS + 4 * ROW_BLOCKS + i}" for i in range(self.words * FRAGMENTS)]
+        before = [f"${SUMS + 4 * ROW_BLOCKS + self.words * FRAGMENTS + i}" for i in range(SUMS)]
         after = [f"${i}" for i in range(SUMS)]
         kind = "m16n8k64.row.col.s32.u4.s4.s32" if (self.x, self.bits) == ("u4", 4) else "m16n8k32.row.col.s32.s8.s8.s32"
         halves, lines = [x], []
         if self.words == 4:
-            halves = [[f"{half}{i}" for i in range(4 * STRIPS)] for half in ("even", "odd")]
-            lines = [f".reg .b32 even<{4 * STRIPS}>, odd<{4 * STRIPS}>;"]
+            halves = [[f"{half}{i}" for i in range(4 * ROW_BLOCKS)] for half in ("even", "odd")]
+            lines = [f".reg .b32 even<{4 * ROW_BLOCKS}>, odd<{4 * ROW_BLOCKS}>;"]
             for i, word in enumerate(x):
                 lines.append(
                     f"and.b32 even{i}, {word}, 0x0F0F0F0F; shr.b32 odd{i}, {word}, 4; and.b32 odd{i}, odd{i}, 0x0F0F0F0F;"
                 )
-        for strip in range(STRIPS):
+        for row_block in range(ROW_BLOCKS):
             for fragment in range(FRAGMENTS):
-                first = 4 * (strip * FRAGMENTS + fragment)
+                first = 4 * (row_block * FRAGMENTS + fragment)
                 d, c = (", ".join(r[first : first + 4]) for r in (after, before))
                 for i, half in enumerate(halves):
-                    a = ", ".join(half[4 * strip : 4 * strip + 4])
+                    a = ", ".join(half[4 * row_block : 4 * row_block + 4])
                     b = ", ".join(w[self.words * fragment + 2 * i : self.words * fragment + 2 * i + 2])
                     lines.append(f"mma.sync.aligned.{kind} {{{d}}}, {{{a}}}, {{{b}}}, {{{c if i == 0 else d}}};")
         return "{\n" + "\n".join(lines) + "\n}"
 
     @property
     def constraints(self) -> str:
-        """Constraints of `asm`."""
-        return ",".join(["=&r"] * SUMS + ["r"] * (4 * STRIPS + self.words * FRAGMENTS + SUMS))
+        return ",".join(["=&r"] * SUMS + ["r"] * (4 * ROW_BLOCKS + self.words * FRAGMENTS + SUMS))
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,8 @@ class MmaConv:
     residual: str | None
     relu: bool
     digest: str = source_digest()
+    threads = gl.BlockedLayout([1], [32], [WARPS], [0])
+    types = (gl.int32,) * SUMS
 
     @property
     def stores_codes(self) -> bool:
@@ -101,23 +103,12 @@ class MmaConv:
 
     @property
     def requantize(self) -> Requantize:
-        """Requantization of 8 sums."""
         return Requantize(self.y, self.residual, self.relu)
 
     @property
     def words(self) -> tuple[gl.dtype, ...]:
         """Types of the words of 8 columns."""
         return (gl.int32,) * self.requantize.words
-
-    @property
-    def threads(self) -> gl.BlockedLayout:
-        """One element per thread."""
-        return gl.BlockedLayout([1], [32], [WARPS], [0])
-
-    @property
-    def types(self) -> tuple[gl.dtype, ...]:
-        """Types of the sums."""
-        return (gl.int32,) * SUMS
 
 
 @aggregate
@@ -317,14 +308,14 @@ class MmaOperand:
         return (x.view(torch.int32), self.weight, x.shape[1], x.shape[2], x.shape[3] // 4, *self.windows, blocks)
 
 
-class PreparedMmaConv:
+class PreparedMmaConv(ConvPlan):
     """A layer prepared for the kernel, on one GPU. With `images`, its input is what they pack: a stem.
 
     `int4`: products of 4-bit codes and 4-bit weights by m16n8k64 instead of m16n8k32; `packed` must be packed for it.
     """
 
     def __init__(self, spec: ConvSpec, packed: PackedConv, int4: bool = False, images: StemImages | None = None) -> None:
-        self.spec, self.packed, self.images = spec, packed, images
+        super().__init__(spec, packed, images)
         # A stem has rows of 4 packed pixels, starting at every packed pixel.
         first = spec if images is None else images.product(spec)
         self.first = MmaOperand(first, packed.weight, fragment_bits(first, int4), images)
@@ -334,32 +325,21 @@ class PreparedMmaConv:
         self.config = MmaConv(
             self.first.product, None if self.second is None else self.second.product, spec.y, spec.residual, spec.relu
         )
-        self.kernel: CompiledKernel | None = None
-
-    def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
-        """Shape of the output: packed codes [N, Ho, Wo, bytes], or values [N, Ho, Wo, O]."""
-        height, width = self.spec.output_size(size[1], size[2]) if self.images is None else self.images.output
-        return size[0], height, width, pixel_elements(self.spec.y, self.spec.outputs)
+        self.launch = ConvLauncher(mma_conv)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Returns y of packed x [N, H, W, bytes]; `residual` and `second` if the layer has them; `out` is written if given."""
-        shape, spec, packed = self.output_shape(tuple(x.shape)), self.spec, self.packed
-        if out is None:
-            out = torch.empty(shape, dtype=stored_dtype(spec.y), device=x.device)
-        pixels = shape[0] * shape[1] * shape[2]
-        arguments = (
+        out, spec, packed = self.output(x, out), self.spec, self.packed
+        n, height, width, row = out.shape
+        pixels = n * height * width
+        self.launch(
+            0, (-(-pixels // PIXELS), padded_channels(spec.outputs) // OUTPUTS, 1), WARPS,
             out.view(torch.int32) if self.config.stores_codes else out,
             None if residual is None else residual.view(torch.int32), packed.s, packed.b, packed.g, packed.s2, pixels,
-            spec.outputs, shape[3] // 4, 0 if residual is None else residual.shape[3] // 4, shape[1], shape[2],
+            spec.outputs, row // 4, 0 if residual is None else residual.shape[3] // 4, height, width,
             *self.first.arguments(x),
             *((None, None) + (0,) * 10 if self.second is None or second is None else self.second.arguments(second)),
             self.config,
         )  # fmt: skip
-        grid = (-(-pixels // PIXELS), padded_channels(spec.outputs) // OUTPUTS, 1)
-        if self.kernel is None:
-            self.kernel = mma_conv[grid](*arguments, num_warps=WARPS)
-        else:
-            self.kernel[grid](*arguments)
         return out

@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 
 from lowbit.hardware.half import HalfType
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile
+from lowbit.kernels.choose.tiles import GemmShape, MmaTile
 from lowbit.kernels.parts.dequantize import Dequantizer
 from lowbit.kernels.parts.epilogue import Epilogue
-from lowbit.kernels.parts.gluon import aggregate, asm, barrier, gl, gluon, half_type, mma_v2, ptx, run, source_digest
-from lowbit.kernels.parts.large_m_epilogue import LargeMEpilogueArgs, gated
+from lowbit.kernels.parts.gluon import gl, gluon, half_type, source_digest
+from lowbit.kernels.parts.large_m_epilogue import LargeMEpilogueArgs, finished_tile
 from lowbit.kernels.parts.launch import Launcher
+from lowbit.kernels.parts.mma_loop import STAGE_K, MmaBlock, allocate_stages, first_weights, products, reader_of_stages
 from lowbit.kernels.parts.schedule import (
     SplitKWorkspace,
     TileGrid,
@@ -39,100 +40,17 @@ from lowbit.kernels.parts.schedule import (
     reduce_splits_serially,
     tile_at,
 )
-from lowbit.kernels.parts.smem import Regions, allocate, view
-from lowbit.kernels.parts.tile_stage import StageCopy, StageSource, TileStage, commit, copy_piece, first_piece, x_piece
+from lowbit.kernels.parts.tile_stage import StageSource, x_vector
 from lowbit.pack.weight import WeightForm
-
-# Order of work within a stage of parts/tile_stage.py: for each step of 16 k, the tokens of a warp in chunks.
-#
-# While a chunk is multiplied, x of a later chunk is read, some weights of the next step are dequantized, and some copies of a
-# later stage start. ptxas moves no read of x past a copy: copies spread over a stage keep ldmatrix ahead of the products.
-#
-#     position    0  1  2  3 |  4  5  6  7 |  8  9 10 11 | 12 13 14 15      16 k after 16 k, a chunk each
-#     copies      --------------------------------           of the stage that is furthest ahead
-#     barrier                                             |  the next stage is complete; its x is read from here on
-#     dequantized of step 1  |  of step 2  |  of step 3   |  of step 0 of the next stage
-#
-# Tested: tests/kernels/sm80/test_stage_order.py, tests/kernels/sm80/test_large_m_in_numpy.py
-
-CHUNK = 32
-"""Tokens of a warp that are multiplied at a time. On an H200, 2026-11-23, int4, M 1024, 8192 x 8192, by 8 x 1 warps of 128
-tokens, 32 with 4 ahead were the best of three."""
-
-AHEAD = 4
-"""Chunks of x that are read ahead, in the registers of one step of 128 tokens."""
-
-STEPS = 4
-"""Matrix instructions along K in a stage."""
-
-
-@dataclass(frozen=True)
-class StageOrder:
-    """The order for warps of `tokens` tokens and `row_blocks` row blocks; `copies` are all copies of a thread for one stage."""
-
-    tokens: int
-    row_blocks: int
-    copies: tuple[StageCopy, ...]
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of a warp's tokens."""
-        return max(self.tokens // CHUNK, 1)
-
-    @property
-    def positions(self) -> int:
-        """Chunks of a stage."""
-        return STEPS * self.chunks
-
-    @property
-    def ahead(self) -> int:
-        """Chunks of x that are read before they are multiplied: one step at most, so that the barrier is within the last
-        step."""
-        return min(AHEAD, self.chunks)
-
-    def next_step(self, position: int) -> int:
-        """The step after that of a chunk; after the last, 0 of the next stage."""
-        return (position // self.chunks + 1) % STEPS
-
-    @property
-    def copy_count(self) -> int:
-        """Copies of a stage."""
-        return len(self.copies)
-
-    def copy(self, i: int) -> StageCopy:
-        """The i-th copy; a kernel cannot take a tuple of constants."""
-        return self.copies[i]
-
-    def first_copy(self, position: int) -> int:
-        """The first copy that starts with a chunk. All start before the wait for the next stage, the last one with the copy
-        before it, since ptxas inserts three idle reads before a single one."""
-        room = self.positions - self.ahead
-        return position * len(self.copies) // room if position < room - 1 else len(self.copies)
-
-    def first_row_block(self, position: int) -> int:
-        """The first row block that is dequantized for the next step with a chunk; of the next stage once it is complete."""
-        step, chunk = divmod(position, self.chunks)
-        start = self.chunks - self.ahead if step == STEPS - 1 else 0
-        return max(chunk - start, 0) * self.row_blocks // (self.chunks - start)
-
-    def end_row_block(self, position: int) -> int:
-        """The one after the last of these row blocks."""
-        return self.row_blocks if (position + 1) % self.chunks == 0 else self.first_row_block(position + 1)
-
-
-STAGE_K = 64
 
 MOST_REGISTERS = 255
 """Limit per thread."""
 
 REGISTERS_PER_SM = 65536
 
-STEP_REGISTERS = gl.constexpr(4)
-"""Registers of operand A of one step."""
-
 
 @dataclass(frozen=True)
-class MmaGemm:
+class MmaGemm(MmaBlock):
     """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit."""
 
     dequantizer: Dequantizer
@@ -151,322 +69,12 @@ class MmaGemm:
 
     last_is_full = False
 
-    @property
-    def rows(self) -> int:
-        return 16 * self.row_blocks * self.warps_n
-
-    @property
-    def channels(self) -> int:
-        """Channels of y in a tile."""
-        return self.rows if self.epilogue.gate == "none" else self.rows // 2
-
-    @property
-    def columns(self) -> int:
-        return self.tokens
-
-    @property
-    def warps(self) -> int:
-        return self.warps_n * self.warps_m * self.warps_k
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
-    def stage(self) -> TileStage:
-        return TileStage(self.dequantizer, self.tokens, self.row_blocks * self.warps_n, self.stages, self.warps, self.warps_k)
-
-    @property
-    def regions(self) -> Regions:
-        return Regions((("stages", self.stage.bytes),))
-
-    @property
-    def stage_k(self) -> int:
-        return STAGE_K * self.warps_k
-
-    @property
-    def block_steps(self) -> int:
-        """Steps whose weights are dequantized together."""
-        return self.dequantizer.block_registers // 4
-
-    @property
-    def order(self) -> StageOrder:
-        return StageOrder(self.tokens // self.warps_m, self.row_blocks, self.stage.copies)
-
-    @property
-    def chunk_columns(self) -> int:
-        """Columns of a chunk: its tokens of all warps for each slice of K, 8 tokens at a time."""
-        return self.tokens * self.warps_k // self.order.chunks
-
-    # ---- layouts
-
-    @property
-    def accumulator(self) -> gl.NVMMADistributedLayout:
-        return gl.NVMMADistributedLayout([2, 0], [self.warps_n, self.warps_m * self.warps_k], [16, 8])
-
-    @property
-    def operand_layout(self) -> gl.DotOperandLayout:
-        return gl.DotOperandLayout(0, self.accumulator, 2)
-
-    @property
-    def x_layout(self) -> gl.DotOperandLayout:
-        return gl.DotOperandLayout(1, self.accumulator, 2)
-
-    @property
-    def threads_layout(self) -> gl.BlockedLayout:
-        """One element per thread."""
-        return gl.BlockedLayout([1], [32], [self.warps], [0])
-
-    @property
-    def lanes_layout(self) -> gl.DistributedLinearLayout:
-        """One element for each lane of the warps of a column, the same in all columns."""
-        return gl.DistributedLinearLayout([], [[1 << i] for i in range(5)], self._warp_bases(1), [], [32 * self.warps_n])
-
-    @property
-    def registers_layout(self) -> gl.DistributedLinearLayout:
-        """Two elements for each lane of the warps of a column."""
-        lane, warp = [[1 << i, 0] for i in range(5)], self._warp_bases(2)
-        return gl.DistributedLinearLayout([[0, 1]], lane, warp, [], [32 * self.warps_n, 2])
-
-    def _warp_bases(self, rank: int) -> list[list[int]]:
-        more = [0] * (rank - 1)
-        of_tokens = [[0, *more] for _ in range((self.warps_m * self.warps_k).bit_length() - 1)]
-        return of_tokens + [[32 << i, *more] for i in range(self.warps_n.bit_length() - 1)]
-
-    @property
-    def store_layout(self) -> gl.BlockedLayout:
-        """[channels, tokens] with 8 channels a thread, neighbouring lanes having neighbouring channels."""
-        lanes = min(32, self.channels // 8)
-        return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, self.warps], [0, 1])
-
-
-@aggregate
-class StageReader:
-    """A lane's position for reading weights: start of shared memory, its warp's first row block, its lane number."""
-
-    start: gl.tensor
-    row_block: gl.tensor
-    lane: gl.tensor
-
-
-@gluon.jit
-def wait_for_stage(C: gl.constexpr):
-    """Waits, in all warps, for the oldest stage in flight; the stage read before may then be overwritten."""
-    run(ptx("cp.async.wait_group {};\n mov.b32 $0, 0;".format, C.stages - 2), "=r", [])
-    barrier()
-
-
-@gluon.jit
-def prepare_scales(read, group: gl.constexpr, C: gl.constexpr):
-    """Prepares the scales and zeros of a group for dequantization, from the words read of a row block."""
-    D: gl.constexpr = C.dequantizer
-    first: gl.constexpr = D.bits + group * D.group_words
-    return gl.inline_asm_elementwise(
-        D.prepare_asm, D.prepare_constraints, read[first : first + D.group_words], dtype=D.prepared_types, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def read_weights(reader, slot, C: gl.constexpr):
-    """Reads the words of codes of a stage, row block by row block, and prepares its scales."""
-    S: gl.constexpr = C.stage
-    BITS: gl.constexpr = C.dequantizer.bits
-    ROW_BLOCKS: gl.constexpr = C.row_blocks
-    GROUPS: gl.constexpr = C.dequantizer.groups
-    words = ()
-    prepared = ()
-    at = reader.start + S.w_start + slot * S.w_bytes
-    for row_block in gl.static_range(ROW_BLOCKS):
-        read = asm(ptx(S.read, row_block * C.warps_n), S.read_constraints, [at, reader.row_block, reader.lane], S.read_types)
-        words = words + read[0:BITS]
-        for group in gl.static_range(GROUPS):
-            prepared = prepared + prepare_scales(read, group, C)
-    return words, prepared
-
-
-@gluon.jit
-def dequantize_row_block(words, prepared, row_block: gl.constexpr, block: gl.constexpr, C: gl.constexpr):
-    """Returns the registers of operand A of a row block and dequantization block."""
-    D: gl.constexpr = C.dequantizer
-    first: gl.constexpr = row_block * D.bits + block * D.block_words
-    inputs = words[first : first + D.block_words]
-    if D.group > 0:
-        low: gl.constexpr = (row_block * D.groups + ptx(D.first_group, block)) * D.prepared
-        high: gl.constexpr = (row_block * D.groups + ptx(D.end_group, block)) * D.prepared
-        inputs = inputs + prepared[low:high]
-    return gl.inline_asm_elementwise(
-        ptx(D.block_asm, block), ptx(D.block_constraints, block), inputs, dtype=D.block_types, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def join(registers, count: gl.constexpr, C: gl.constexpr):
-    """`count` tensors [lanes, 2] -> [lanes, 2 * count], in order."""
-    if count == 1:
-        return registers[0]
-    else:
-        low = join(registers[0 : count // 2], count // 2, C)
-        high = join(registers[count // 2 :], count // 2, C)
-        return gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [32 * C.warps_n, 2 * count])
-
-
-@gluon.jit
-def operand_of(registers, step: gl.constexpr, C: gl.constexpr):
-    """Operand A of a step of a dequantization block, C.rows x 16 k; this takes no instruction."""
-    LAYOUT: gl.constexpr = C.registers_layout
-    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    ROW_BLOCKS: gl.constexpr = C.row_blocks
-    parts = ()
-    for row_block in gl.static_range(ROW_BLOCKS):
-        for i in gl.static_range(STEP_REGISTERS):
-            register = registers[row_block * C.dequantizer.block_registers + step * STEP_REGISTERS + i]
-            column = gl.expand_dims(gl.convert_layout(register, ROWS, assert_trivial=True), 1)
-            whole = gl.convert_layout(column.broadcast_to([32 * C.warps_n, 2]), LAYOUT, assert_trivial=True)
-            part = gl.inline_asm_elementwise(
-                "mov.b32 $0, $1;", "=r,r,r", [whole], dtype=C.dequantizer.operand_type, is_pure=True, pack=2
-            )  # fmt: skip
-            parts = parts + (part,)
-    # [warp, lane group, lane of the group, row block, k half, row half, element] -> rows, k
-    joined = gl.reshape(join(parts, ROW_BLOCKS * STEP_REGISTERS, C), [C.warps_n, 8, 4, ROW_BLOCKS, 2, 2, 2])
-    matrix = gl.reshape(gl.permute(joined, [3, 0, 5, 1, 4, 2, 6]), [C.rows, 16])
-    return gl.convert_layout(matrix, C.operand_layout, assert_trivial=True)
-
-
-@gluon.jit
-def read_x(x, block, C: gl.constexpr):
-    """Reads operand B of a chunk, 16 k x its columns, as whole registers: each in the first of its two elements, 0 in the
-    other. Halves carried by the main loop would be split and joined again in every iteration, a permutation each."""
-    LAYOUT: gl.constexpr = C.x_layout
-    halves = x.index(block).permute([1, 0]).load(LAYOUT)
-    pairs = gl.inline_asm_elementwise(
-        "mov.b32 $0, $2; mov.b32 $1, $2;", "=r,=r,r", [halves], dtype=gl.int32, is_pure=True, pack=2
-    )  # fmt: skip
-    k = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
-    return gl.where((k % 2 == 0)[:, None], pairs, 0)
-
-
-@gluon.jit
-def operand_b(registers, C: gl.constexpr):
-    """Returns operand B as the instruction takes it."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r,r", [registers], dtype=C.dequantizer.operand_type, is_pure=True, pack=2
-    )  # fmt: skip
-
-
-@gluon.jit
-def together(sums, count: gl.constexpr, C: gl.constexpr):
-    """Joins the sums of `count` chunks, in order, to one matrix; this takes no instruction."""
-    if count == 1:
-        return sums[0]
-    else:
-        low = together(sums[0 : count // 2], count // 2, C)
-        high = together(sums[count // 2 :], count // 2, C)
-        both = gl.permute(gl.join(low, high), [0, 2, 1])
-        return gl.convert_layout(gl.reshape(both, [C.rows, C.chunk_columns * count]), C.accumulator, assert_trivial=True)
-
-
-@gluon.jit
-def of_slices(sums, C: gl.constexpr):
-    """Reduces the slices of K in a fixed order."""
-    if C.warps_k == 1:
-        return sums
-    else:
-        apart = gl.reshape(sums, [C.rows, C.tokens // 8, C.warps_k, 8])
-        total = gl.reshape(gl.sum(apart, axis=2), [C.rows, C.tokens])
-        return gl.convert_layout(total, C.accumulator)
-
-
-@gluon.jit
-def multiply(sums, registers, b, position: gl.constexpr, C: gl.constexpr):
-    """Adds the products of a chunk to the sums."""
-    CHUNK: gl.constexpr = position % C.order.chunks
-    STEP: gl.constexpr = position // C.order.chunks % C.block_steps
-    new = mma_v2(operand_of(registers, STEP, C), operand_b(b, C), sums[CHUNK])
-    return sums[0:CHUNK] + (new,) + sums[CHUNK + 1 :]
-
-
-@gluon.jit
-def dequantize_ahead(dequantized, words, prepared, position: gl.constexpr, C: gl.constexpr):
-    """Appends to `dequantized` the registers of the next dequantization block that belong to a chunk."""
-    STEP: gl.constexpr = ptx(C.order.next_step, position)
-    if STEP % C.block_steps == 0:
-        for row_block in gl.static_range(ptx(C.order.first_row_block, position), ptx(C.order.end_row_block, position)):
-            dequantized = dequantized + dequantize_row_block(words, prepared, row_block, STEP // C.block_steps, C)
-    return dequantized
-
-
-@gluon.jit
-def products(x, reader, source, begin, end, C: gl.constexpr):
-    """Computes the sums of one tile over the iterations from `begin` to `end`, a stage each."""
-    STAGES_AHEAD: gl.constexpr = C.stages - 1
-    POSITIONS: gl.constexpr = C.order.positions
-    AHEAD: gl.constexpr = C.order.ahead
-    CHUNKS: gl.constexpr = C.order.chunks
-    COPIES: gl.constexpr = C.order.copy_count
-    ROW_BLOCKS: gl.constexpr = C.row_blocks
-    ROWS: gl.constexpr = C.rows
-    COLUMNS: gl.constexpr = C.chunk_columns
-    SUMS: gl.constexpr = C.accumulator
-    sums = ()
-    for _ in gl.static_range(CHUNKS):
-        sums = sums + (gl.zeros((ROWS, COLUMNS), gl.float32, SUMS),)
-    for stage in gl.static_range(STAGES_AHEAD):
-        for i in gl.static_range(COPIES):
-            copy_piece(source, begin + stage, stage, i, C)
-        commit()
-    wait_for_stage(C)
-    words, prepared = read_weights(reader, 0, C)
-    registers = ()
-    for row_block in gl.static_range(ROW_BLOCKS):
-        registers = registers + dequantize_row_block(words, prepared, row_block, 0, C)
-    b = ()
-    for position in gl.static_range(AHEAD):
-        b = b + (read_x(x, position, C),)
-    slot = 0
-    for iteration in range(begin, end):
-        filled = gl.where(slot == 0, C.stages, slot) - 1
-        following = gl.where(slot + 1 == C.stages, 0, slot + 1)
-        dequantized = ()
-        for position in gl.static_range(POSITIONS):
-            if position + AHEAD == POSITIONS:
-                commit()
-                wait_for_stage(C)
-                words, prepared = read_weights(reader, following, C)
-            if position + AHEAD < POSITIONS:
-                b = b + (read_x(x, slot * POSITIONS + (position + AHEAD), C),)
-            else:
-                b = b + (read_x(x, following * POSITIONS + (position + AHEAD - POSITIONS), C),)
-            for i in gl.static_range(ptx(C.order.first_copy, position), ptx(C.order.first_copy, position + 1)):
-                copy_piece(source, iteration + STAGES_AHEAD, filled, i, C)
-            dequantized = dequantize_ahead(dequantized, words, prepared, position, C)
-            sums = multiply(sums, registers, b[0], position, C)
-            b = b[1:]
-            if (position + 1) % (CHUNKS * C.block_steps) == 0:
-                registers = dequantized
-                dequantized = ()
-        slot = following
-    # Zeros of stages beyond K may still be in flight to the place where y is transposed.
-    run("cp.async.wait_group 0;\n mov.b32 $0, 0;", "=r", [])
-    barrier()
-    return of_slices(together(sums, CHUNKS, C), C)
-
 
 @gluon.jit
 def store_tile(y, acc, epilogue_args, first_row, first_token, M, N, columns, C: gl.constexpr):
     """Applies scales, bias and gate, rounds once and stores y [M, columns]: 8 neighbouring channels of a token at a time."""
-    SUMS: gl.constexpr = C.accumulator
     STORED: gl.constexpr = C.store_layout
-    rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, SUMS))
-    if C.epilogue.channel_scale:
-        scale = gl.load(epilogue_args.channel_scale + rows, mask=rows < N, other=0.0).to(gl.float32)
-        acc = acc * (scale * epilogue_args.factor)[:, None]  # the factor is a power of two
-    else:
-        acc = acc * epilogue_args.factor
-    if C.epilogue.bias:
-        acc = acc + gl.load(epilogue_args.bias + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
-    if C.epilogue.gate != "none":
-        acc = gated(acc, C)
-        first_row = first_row // 2
+    acc, first_row = finished_tile(acc, epilogue_args, first_row, N, C)
     result = gl.convert_layout(acc.to(C.dequantizer.operand_type), STORED)
     channels = first_row + gl.arange(0, C.channels, gl.SliceLayout(1, STORED))
     tokens = first_token + gl.arange(0, C.tokens, gl.SliceLayout(0, STORED))
@@ -496,14 +104,9 @@ def mma_gemm(
 ):  # fmt: skip
     """One block: a tile, or its split of K. The last row tile begins where it is full: rows of two tiles are stored twice, with
     the same bits. `columns` of y are vectors of 8 where C.whole."""
-    S: gl.constexpr = C.stage
-    PLANES: gl.constexpr = len(S.planes)
     if C.whole:
         columns = columns * 8
-    shared = allocate(C)
-    x_shared = view(
-        shared, C.regions, "stages", C.dequantizer.operand_type, [C.stages * C.order.positions, C.chunk_columns, 16], S.x_layout
-    )
+    x_shared = allocate_stages(C)
     tiles = TileGrid(token_tiles, row_tiles, iterations, M)
     token_tile, row_tile, split = tile_at(gl.program_id(0), tiles, C)
     begin, end = iterations_of(split, tiles, C)
@@ -511,27 +114,16 @@ def mma_gemm(
     first_token = token_tile * C.tokens
 
     thread = gl.arange(0, C.threads, C.threads_layout)
-    token, piece = x_piece(thread)
+    token, vector = x_vector(thread)
     token += first_token
-    k = piece * 8
-    codes = ()
-    for plane in gl.static_range(PLANES):
-        codes = codes + (first_piece(w, first_row_block, thread, w_stride // 4, ptx(S.pieces, plane), 4),)
-    scales = codes[0]
-    if S.scale_bytes > 0:
-        scales = first_piece(scale, first_row_block, thread, scale_stride // 2, S.scale_pieces, 8)
+    k = vector * 8
+    codes, scales = first_weights(w, scale, first_row_block, thread, w_stride, scale_stride, C)
     source = StageSource(
         x + (token.to(gl.int64) * x_stride + k), thread * 0 + x_stride * (8 * C.warps), M - token,
         gl.minimum(K, end * C.stage_k) - k, codes, thread * 0 + w_stride, scales, thread * 0 + scale_stride,
         thread * 0 + gl.minimum((K + 63) // 64, end * C.warps_k),
     )  # fmt: skip
-    each = gl.arange(0, 32 * C.warps_n, C.lanes_layout)
-    start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32)
-    if C.warps_k > 1:  # layouts assume equal values in all columns of warps, but slices differ
-        own = asm("{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 $0, t, 5; }", "=r", [], gl.int32) % C.warps_k
-        start += own * S.slice_bytes
-    reader = StageReader(each * 0 + start, each // 32, each & 31)
-    acc = products(x_shared, reader, source, begin, end, C)
+    acc = products(x_shared, reader_of_stages(C), source, begin, end, C)
     epilogue_args = LargeMEpilogueArgs(channel_scale, bias, factor)
     if C.splits == 1:
         store_tile(y, acc, epilogue_args, first_row_block * 16, first_token, M, N, columns, C)
@@ -554,7 +146,7 @@ class MmaPlan:
         self.shape, self.tile = shape, tile
         self.columns = shape.n if epilogue.gate == "none" else shape.n // 2
         self.config = _config(tile, form, half_type(dtype), epilogue, self.columns % 8 == 0)
-        self.tiles = (-(-shape.m // tile.tokens), -(-shape.strips // (tile.rows // 16)))
+        self.tiles = (-(-shape.m // tile.tokens), -(-shape.row_blocks // (tile.rows // 16)))
         grid = (self.tiles[0] * self.tiles[1] * tile.splits, 1, 1)
         # Without a limit ptxas spills in small tiles to fit more blocks on an SM.
         registers = min(MOST_REGISTERS, REGISTERS_PER_SM // self.config.threads)
@@ -581,7 +173,7 @@ class MmaPlan:
         self.launch(
             y, x, codes, codes if scale is None else scale, channel_scale, bias, sums, arrived, m, n, k,
             self.columns // 8 if self.config.whole else self.columns, x.stride(0), *self.tiles,
-            self.shape.steps(self.config.stage_k), self.shape.strips, self.shape.steps(STAGE_K) * 128 * self.shape.bits,
+            self.shape.steps(self.config.stage_k), self.shape.row_blocks, self.shape.steps(STAGE_K) * 128 * self.shape.bits,
             0 if scale is None else 2 * scale.stride(0), self.factor, self.config,
         )  # fmt: skip
         return y
@@ -591,6 +183,6 @@ class MmaPlan:
 def _config(tile: MmaTile, form: WeightForm, dtype: HalfType, epilogue: Epilogue, whole: bool) -> MmaGemm:
     dequantizer = Dequantizer(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
     return MmaGemm(
-        dequantizer, tile.tokens, tile.strips, tile.warps_n, tile.warps_m, tile.warps_k, tile.stages, tile.splits,
+        dequantizer, tile.tokens, tile.row_blocks, tile.warps_n, tile.warps_m, tile.warps_k, tile.stages, tile.splits,
         tile.token_group, tile.in_turn, epilogue, whole,
     )  # fmt: skip

@@ -36,7 +36,6 @@ from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.operand import operand_a, registers_layout, split_words
 from lowbit.kernels.parts.scaled_epilogue import (
     CODE_TYPES,
-    OUTPUTS,
     TYPES,
     ScaledEpilogueArgs,
     XScale,
@@ -44,6 +43,7 @@ from lowbit.kernels.parts.scaled_epilogue import (
     of_channels,
     of_tokens,
 )
+from lowbit.kernels.parts.tile import ByteTypes, Warps
 
 ROWS = 64
 BLOCK_K = 128
@@ -55,7 +55,7 @@ WORD_TILES = gl.constexpr(TILES)
 
 
 @dataclass(frozen=True)
-class PlainGemm:
+class PlainGemm(Warps, ByteTypes):
     """The kernel's compile-time configuration. `narrow` is the format of codes of fewer than 8 bits, "" for 8 bits."""
 
     narrow: str
@@ -74,8 +74,9 @@ class PlainGemm:
 
     rows = ROWS
     warps = ROWS // 16
-    threads = 2 * ROWS
     tokens_are_rows = False
+    shared_layout = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+    words_shared_layout = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
     @property
     def dequantizer(self) -> ByteDequantizer:
@@ -83,7 +84,6 @@ class PlainGemm:
 
     @property
     def planes(self) -> int:
-        """Planes of narrow codes."""
         return self.dequantizer.planes if self.narrow else 0
 
     @property
@@ -104,18 +104,6 @@ class PlainGemm:
         return TYPES[self.w_type][0]
 
     @property
-    def x(self) -> gl.dtype:
-        return TYPES[self.x_type][0]
-
-    @property
-    def y(self) -> gl.dtype:
-        return OUTPUTS[self.y_type]
-
-    @property
-    def sums(self) -> gl.dtype:
-        return gl.int32 if self.x_type == torch.int8 else gl.float32
-
-    @property
     def accumulator(self) -> gl.NVMMADistributedLayout:
         return gl.NVMMADistributedLayout([2, 0], [self.warps, 1], [16, 8])
 
@@ -132,22 +120,9 @@ class PlainGemm:
         """Layout [rows, 128]: 16 bytes a thread."""
         return gl.BlockedLayout([1, 16], [4, 8], [self.warps, 1], [1, 0])
 
-    @property
-    def shared_layout(self) -> gl.SwizzledSharedLayout:
-        return gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
-
     def words_layout(self, plane: int) -> gl.BlockedLayout:
         """Layout [row blocks, 32 lanes * words] of a plane of narrow codes."""
         return gl.BlockedLayout([1, self.dequantizer.plane_words(plane)], [1, 32], [self.warps, 1], [1, 0])
-
-    @property
-    def words_shared_layout(self) -> gl.SwizzledSharedLayout:
-        return gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-
-    @property
-    def threads_layout(self) -> gl.BlockedLayout:
-        """One element per thread."""
-        return gl.BlockedLayout([1], [32], [self.warps], [0])
 
     @property
     def registers_layout(self) -> gl.BlockedLayout:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.formats.conv import ConvSpec, stored_dtype
-from lowbit.kernels.choose.conv import ConvTile, resident_pieces
+from lowbit.formats.conv import ConvSpec
+from lowbit.kernels.choose.conv import ConvTile, resident_tiles
 from lowbit.kernels.parts.conv_epilogue import (
     as_float,
     constants,
@@ -26,11 +26,11 @@ from lowbit.kernels.parts.conv_epilogue import (
     store_values,
     tile_constants,
 )
-from lowbit.kernels.parts.conv_inputs import Product, await_inputs, map_arrived
+from lowbit.kernels.parts.conv_inputs import Product, map_arrived
 from lowbit.kernels.parts.conv_operand import operand_a
+from lowbit.kernels.parts.conv_plan import ConvLauncher, TiledConvPlan, most_registers
 from lowbit.kernels.parts.conv_tile import UNIT_WORDS, WgmmaConv
 from lowbit.kernels.parts.gluon import (
-    CompiledKernel,
     Scalar,
     aggregate,
     barrier,
@@ -43,9 +43,9 @@ from lowbit.kernels.parts.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from lowbit.kernels.parts.prologue import launch_next_and_wait_for_previous
 from lowbit.kernels.sm90.tensor_map import NO_OPERAND, WindowOperand
-from lowbit.pack.conv_layout import PackedConv, unit_channels
-from lowbit.pack.nhwc64 import padded_channels, pixel_elements
+from lowbit.pack.conv_layout import PackedConv
 from lowbit.pack.stem import StemImages
 
 
@@ -60,7 +60,7 @@ class CopyCursor:
     block: Scalar
     across: Scalar
     down: Scalar
-    piece: Scalar
+    w_tile: Scalar
     tile: Scalar
     column: Scalar
     row: Scalar
@@ -93,7 +93,7 @@ def copy_block(at, exists, first, second, walk, C: gl.constexpr):
     block = at.block
     across = at.across
     down = at.down
-    piece = at.piece
+    w_tile = at.w_tile
     tile = at.tile
     column = at.column
     row = at.row
@@ -107,8 +107,8 @@ def copy_block(at, exists, first, second, walk, C: gl.constexpr):
     stride_across = first.stride_across
     first_down = first.first_down
     first_across = first.first_across
-    PIECE: gl.constexpr = C.outputs * C.step_bytes
-    w_bytes = C.planes * PIECE
+    W_TILE_BYTES: gl.constexpr = C.outputs * C.step_bytes
+    w_bytes = C.planes * W_TILE_BYTES
     if C.second is not None:
         maps = gl.where(product == 0, maps, second.maps)
         weight = gl.where(product == 0, weight, second.weight)
@@ -119,7 +119,7 @@ def copy_block(at, exists, first, second, walk, C: gl.constexpr):
         stride_across = gl.where(product == 0, stride_across, second.stride_across)
         first_down = gl.where(product == 0, first_down, second.first_down)
         first_across = gl.where(product == 0, first_across, second.first_across)
-        w_bytes = gl.where(product == 0, w_bytes, C.second_planes * PIECE)
+        w_bytes = gl.where(product == 0, w_bytes, C.second_planes * W_TILE_BYTES)
     thread = gl.arange(0, C.threads, C.threads_layout)
     nought = thread * 0
     gl.inline_asm_elementwise(
@@ -127,13 +127,13 @@ def copy_block(at, exists, first, second, walk, C: gl.constexpr):
         [
             ((thread == 0) & exists).to(gl.int32), nought + slot, nought + parity, maps + nought, nought + block * C.step_bytes,
             nought + (column * stride_across + first_across), nought + (row * stride_down + first_down), nought + image,
-            nought + across, nought + down, weight + (nought + piece).to(gl.int64) * w_bytes, nought + w_bytes,
+            nought + across, nought + down, weight + (nought + w_tile).to(gl.int64) * w_bytes, nought + w_bytes,
         ],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     slot = gl.where(slot + 1 == C.stages, 0, slot + 1)
     parity = gl.where(slot == 0, parity ^ 1, parity)
-    piece += 1
+    w_tile += 1
     block += 1
     across = gl.where(block == blocks, across + 1, across)
     block = gl.where(block == blocks, 0, block)
@@ -152,25 +152,25 @@ def copy_block(at, exists, first, second, walk, C: gl.constexpr):
             column = gl.where(column >= walk.out_width, column - walk.out_width, column)
             image = gl.where(row >= walk.out_height, image + 1, image)
             row = gl.where(row >= walk.out_height, row - walk.out_height, row)
-            piece = first_piece(first, walk.tiles_across)
+            w_tile = first_w_tile(first, walk.tiles_across)
         else:
-            piece = first_piece(second, walk.tiles_across)
-    return CopyCursor(slot, parity, product, block, across, down, piece, tile, column, row, image)
+            w_tile = first_w_tile(second, walk.tiles_across)
+    return CopyCursor(slot, parity, product, block, across, down, w_tile, tile, column, row, image)
 
 
 @gluon.jit
-def first_piece(product, tiles_across):
+def first_w_tile(product, tiles_across):
     """Address of the weights of this block's outputs; a block has a single tile of outputs."""
     return gl.program_id(0) % tiles_across * (product.blocks * product.taps_across * product.taps_down)
 
 
 @gluon.jit
-def multiply(acc, adds, x_ring, w_ring, stage, piece, PLANES: gl.constexpr, C: gl.constexpr):
+def multiply(acc, adds, x_ring, w_ring, stage, w_tile, PLANES: gl.constexpr, C: gl.constexpr):
     """Starts the products of a stage, which add to the sums or replace them; returns sums and the registers to be fenced."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     COUNT: gl.constexpr = C.ring.registers
     if PLANES == 1:
-        acc = warpgroup_mma(x_ring.index(stage), w_ring.index(piece).permute([1, 0]), acc, use_acc=adds, is_async=True)
+        acc = warpgroup_mma(x_ring.index(stage), w_ring.index(w_tile).permute([1, 0]), acc, use_acc=adds, is_async=True)
         return acc, ()
     else:
         fenced = gl.inline_asm_elementwise(
@@ -179,8 +179,8 @@ def multiply(acc, adds, x_ring, w_ring, stage, piece, PLANES: gl.constexpr, C: g
         )  # fmt: skip
         even = operand_a(fenced[0:COUNT], COUNT, C)
         odd = operand_a(fenced[COUNT:], COUNT, C)
-        acc = warpgroup_mma(even, w_ring.index(piece).permute([1, 0]), acc, use_acc=adds, is_async=True)
-        acc = warpgroup_mma(odd, w_ring.index(piece + 1).permute([1, 0]), acc, is_async=True)
+        acc = warpgroup_mma(even, w_ring.index(w_tile).permute([1, 0]), acc, use_acc=adds, is_async=True)
+        acc = warpgroup_mma(odd, w_ring.index(w_tile + 1).permute([1, 0]), acc, is_async=True)
         return acc, fenced
 
 
@@ -194,7 +194,7 @@ def release_stage(fenced, stage, PLANES: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def product(acc, at, stage, phase, first_piece, steps, rings, two, walk, PLANES: gl.constexpr, C: gl.constexpr):
+def product(acc, at, stage, phase, first_w_tile, steps, rings, two, walk, PLANES: gl.constexpr, C: gl.constexpr):
     """Computes the sums of one product over its k blocks, while the ring is refilled.
 
     A k block is unpacked after the products of the previous one; other warpgroups of the SM multiply meanwhile.
@@ -204,8 +204,8 @@ def product(acc, at, stage, phase, first_piece, steps, rings, two, walk, PLANES:
     STAGES: gl.constexpr = C.stages
     for step in range(steps):
         run(C.barriers.wait, "=r,r,r,r", [thread * 0 + stage, thread * 0 + phase, thread * 0 + 1])
-        piece = first_piece + step * PLANES if C.resident else C.most_planes * stage
-        acc, fenced = multiply(acc, step > 0, x_ring, w_ring, stage, piece, PLANES, C)
+        w_tile = first_w_tile + step * PLANES if C.resident else C.most_planes * stage
+        acc, fenced = multiply(acc, step > 0, x_ring, w_ring, stage, w_tile, PLANES, C)
         at = copy_block(at, at.tile < walk.own, two[0], two[1], walk, C)
         acc = warpgroup_mma_wait(0, deps=[acc])
         release_stage(fenced, stage, PLANES, C)
@@ -218,8 +218,8 @@ def product(acc, at, stage, phase, first_piece, steps, rings, two, walk, PLANES:
 def copy_resident(weight, weight2, across, steps, steps2, C: gl.constexpr):
     """Starts the copies of resident weights, which do not depend on the previous kernel."""
     thread = gl.arange(0, C.threads, C.threads_layout)
-    size = steps * (C.planes * C.piece_bytes)
-    size2 = steps2 * (C.second_planes * C.piece_bytes)
+    size = steps * (C.planes * C.w_tile_bytes)
+    size2 = steps2 * (C.second_planes * C.w_tile_bytes)
     at = weight + across.to(gl.int64) * size
     at2 = at
     if C.second is not None:
@@ -248,7 +248,7 @@ def fill_ring(first_tile, two, walk, C: gl.constexpr):
     pixel = first_tile * C.pixels
     line = pixel // walk.out_width
     at = CopyCursor(
-        zero, zero + 1, zero, zero, zero, zero, first_piece(two[0], walk.tiles_across), zero, pixel % walk.out_width,
+        zero, zero + 1, zero, zero, zero, zero, first_w_tile(two[0], walk.tiles_across), zero, pixel % walk.out_width,
         line % walk.out_height, line // walk.out_height,
     )  # fmt: skip
     for _filled in range(C.stages - 1):
@@ -277,14 +277,14 @@ def wgmma_conv(
     )  # fmt: skip
     x_ring = part(shared, 0, C.w_unit, gl.int8, [C.stages, C.pixels, C.step_bytes], C.operand_tile)
     w_ring = part(
-        shared, C.w_unit, C.barrier_unit, gl.int8, [C.pieces, C.outputs, C.step_bytes], C.operand_tile
+        shared, C.w_unit, C.barrier_unit, gl.int8, [C.w_tiles, C.outputs, C.step_bytes], C.operand_tile
     )  # fmt: skip
     rings = (x_ring, w_ring)
     make_barriers(C)
     across = gl.program_id(0) % tiles_across
     if C.resident:
         copy_resident(weight, weight2, across, steps, steps2, C)
-    await_inputs(C)
+    launch_next_and_wait_for_previous()
     map_arrived(maps, C)
     first_tile = gl.program_id(0) // tiles_across
     stride = gl.num_programs(0) // tiles_across
@@ -331,13 +331,13 @@ def wgmma_conv(
                 store_values(y, acc, scale, offset, tile * PIXELS, across * OUTPUTS, pixels, channels, C)
 
 
-class PreparedConv:
+class PreparedConv(TiledConvPlan):
     """A layer prepared for the kernel, on one GPU, with a tile. With `images`, its input is what they pack: a stem."""
 
     def __init__(
         self, spec: ConvSpec, packed: PackedConv, tile: ConvTile, sm_count: int, images: StemImages | None = None
     ) -> None:
-        self.spec, self.packed, self.tile, self.sm_count, self.images = spec, packed, tile, sm_count, images
+        super().__init__(spec, packed, tile, sm_count, images)
         first = spec if images is None else images.product(spec)
         self.first = WindowOperand(first, packed.weight, tile.pixels, tile.step_bytes, images)
         self.second: WindowOperand | None = None
@@ -346,40 +346,25 @@ class PreparedConv:
             self.second = WindowOperand(spec.second, packed.weight2, tile.pixels, tile.step_bytes)
         self.config = WgmmaConv(
             spec.x, spec.y, spec.residual, spec.relu, tile.warpgroups, tile.outputs, tile.step_bytes, tile.stages,
-            None if spec.second is None else spec.second.x, resident_pieces(products, tile),
+            None if spec.second is None else spec.second.x, resident_tiles(products, tile),
         )  # fmt: skip
-        self.kernel: CompiledKernel | None = None
-
-    def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
-        """Shape of the output: packed codes [N, Ho, Wo, bytes], or values [N, Ho, Wo, O]."""
-        height, width = self.spec.output_size(size[1], size[2]) if self.images is None else self.images.output
-        return size[0], height, width, pixel_elements(self.spec.y, self.spec.outputs)
+        registers = most_registers(tile.blocks, self.config.threads)
+        self.launch = ConvLauncher(wgmma_conv, maxnreg=registers, launch_pdl=True)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Returns y of packed x [N, H, W, bytes]; `residual` and `second` if the layer has them; `out` is written if given."""
-        shape = self.output_shape(tuple(x.shape))
-        spec, tile, packed = self.spec, self.tile, self.packed
-        if out is None:
-            out = torch.empty(shape, dtype=stored_dtype(spec.y), device=x.device)
-        pixels = shape[0] * shape[1] * shape[2]
-        across = padded_channels(spec.outputs) // tile.outputs
-        down = -(-pixels // tile.pixels)
-        stride = max(1, min(down, self.sm_count * tile.blocks // across))
-        line, column_step = divmod(stride * tile.pixels, shape[2])
-        image_step, row_step = divmod(line, shape[1])
-        units = padded_channels(spec.outputs) // unit_channels(spec.y, tile.outputs)
-        arguments = (
+        out, spec, packed = self.output(x, out), self.spec, self.packed
+        n, height, width, _ = out.shape
+        down, stride = self.rows_of_tiles(n * height * width)
+        line, column_step = divmod(stride * self.tile.pixels, width)
+        image_step, row_step = divmod(line, height)
+        self.launch(
+            0, (stride * self.across, 1, 1), self.config.warps,
             out.view(torch.int32) if self.config.stores_codes else out,
-            None if residual is None else residual.view(torch.int32), packed.s, packed.b, packed.g, packed.s2, pixels,
-            spec.outputs, units, shape[1], shape[2], across, down, column_step, row_step, image_step, *self.first.arguments(x),
+            None if residual is None else residual.view(torch.int32), packed.s, packed.b, packed.g, packed.s2,
+            n * height * width, spec.outputs, self.units, height, width, self.across, down, column_step, row_step, image_step,
+            *self.first.arguments(x),
             *(NO_OPERAND if self.second is None or second is None else self.second.arguments(second)), self.config,
         )  # fmt: skip
-        grid = (stride * across, 1, 1)
-        if self.kernel is None:
-            registers = min(65536 // (tile.blocks * self.config.threads) // 8 * 8, 255)
-            self.kernel = wgmma_conv[grid](*arguments, num_warps=self.config.warps, maxnreg=registers, launch_pdl=True)
-        else:
-            self.kernel[grid](*arguments)
         return out

@@ -22,19 +22,12 @@ from torch import Tensor
 from lowbit.formats.conv import ConvSpec
 from lowbit.hardware.ptx import lut
 from lowbit.kernels.choose.conv import MOST_ROWS, STRIPS, UNIT, WARPGROUPS, BlockTile, block_tile
-from lowbit.kernels.parts.conv_inputs import await_inputs, map_arrived
+from lowbit.kernels.parts.conv_inputs import map_arrived
+from lowbit.kernels.parts.conv_plan import ConvLauncher
 from lowbit.kernels.parts.conv_tile import UNIT_WORDS
-from lowbit.kernels.parts.gluon import (
-    CompiledKernel,
-    asm,
-    barrier,
-    fence_async_shared,
-    gl,
-    gluon,
-    run,
-    source_digest,
-)
+from lowbit.kernels.parts.gluon import asm, barrier, fence_async_shared, gl, gluon, run, source_digest
 from lowbit.kernels.parts.pipeline import StageBarriers
+from lowbit.kernels.parts.prologue import launch_next_and_wait_for_previous
 from lowbit.kernels.parts.requantize import LinkedRequantize, Requantize
 from lowbit.kernels.parts.strip_ring import StripRing
 from lowbit.kernels.parts.thread_product import (
@@ -67,6 +60,8 @@ class StripTaps(StripRing):
     """A StripRing with strips of `boxes` copies each."""
 
     boxes: int = 1
+    lane_place = "{ .reg .b32 at; mov.u32 at, global_smem; add.u32 $0, $1, at; and.b32 at, $2, 3; mad.lo.u32 $0, at, 16, $0; }"
+    """$0: the address $1 bytes into shared memory, plus 16 for each of the four threads of a row; $2 is the thread."""
 
     @property
     def copy_strip(self) -> str:
@@ -77,17 +72,8 @@ class StripTaps(StripRing):
             " [to], [$4, {column, row}], [bar];\n"
         )
         turn = f"add.u32 to, to, {rows * self.row_bytes}; add.s32 row, row, {rows};\n"
-        full, empty = self.strips.start, self.strips.start + 8 * self.strips.stages
-        return (
-            "{ .reg .pred skip, done; .reg .b32 at, bar, to, column, row; setp.eq.s32 skip, $1, 0; @skip bra DONE;\n"
-            "mov.u32 at, global_smem; mad.lo.u32 bar, $2, 8, at;\n"
-            f"WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [bar+{empty}], $3; @!done bra WAIT;\n"
-            f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar+{full}], {self.copied_bytes};\n"
-            f"add.u32 bar, bar, {full}; mov.u32 column, 0; mov.b32 row, $5;\n"
-            f"mad.lo.u32 to, $2, {self.strip_bytes}, at; add.u32 to, to, {self.x_start};\n"
-            + turn.join([copy] * self.boxes)
-            + "DONE: mov.b32 $0, 0; }"
-        )
+        copies = "{ .reg .b32 column, row; mov.u32 column, 0; mov.b32 row, $5;\n" + turn.join([copy] * self.boxes) + "}"
+        return self.strips.fill(self.copied_bytes, self.strip_bytes, self.x_start, copies)
 
     @property
     def place(self) -> str:
@@ -96,11 +82,6 @@ class StripTaps(StripRing):
             "{ .reg .b32 at; mov.u32 at, global_smem; mad.lo.u32 $0, $1, " + f"{self.row_bytes}, at; and.b32 at, $2, 16; "
             f"add.u32 $0, $0, at; add.u32 $0, $0, {self.x_start}; }}"
         )  # fmt: skip
-
-    @property
-    def lane_place(self) -> str:
-        """$0: the address $1 bytes into shared memory, plus 16 for each of the four threads of a row; $2 is the thread."""
-        return "{ .reg .b32 at; mov.u32 at, global_smem; add.u32 $0, $1, at; and.b32 at, $2, 3; mad.lo.u32 $0, at, 16, $0; }"
 
     @property
     def tap(self) -> str:
@@ -124,7 +105,6 @@ class StripTaps(StripRing):
 
     @property
     def tap_constraints(self) -> str:
-        """Constraints of `tap`."""
         return ",".join(["=&r"] * self.loaded + ["r"] * 3)
 
 
@@ -148,7 +128,6 @@ class BlockConv(BlockTile, Warpgroups):
 
     @property
     def boxes(self) -> int:
-        """Copies of a strip."""
         return -(-self.rows // MOST_ROWS)
 
     @property
@@ -172,12 +151,10 @@ class BlockConv(BlockTile, Warpgroups):
 
     @property
     def third(self) -> ThreadProduct:
-        """A chunk of the third convolution."""
         return ThreadProduct(self.chunk, CHANNELS, self.bits == 4, self.starts[1])
 
     @property
     def entry(self) -> ThreadProduct:
-        """A chunk of the shortcut."""
         return ThreadProduct(self.chunk, CHANNELS, self.bits == 4, self.starts[2])
 
     @property
@@ -199,7 +176,6 @@ class BlockConv(BlockTile, Warpgroups):
 
     @property
     def chunks(self) -> int:
-        """Chunks of y."""
         return self.expanded // self.chunk
 
     @property
@@ -357,7 +333,7 @@ def second_convolution(base, center, zeros, place, at, turn, C: gl.constexpr):
 
 
 @gluon.jit
-def start_piece(chunk: gl.constexpr, middle, entry, base, C: gl.constexpr):
+def start_chunk(chunk: gl.constexpr, middle, entry, base, C: gl.constexpr):
     """Starts the products of a chunk of y; returns its sums, those of the third convolution and of the shortcut."""
     P: gl.constexpr = C.third
     E: gl.constexpr = C.entry
@@ -369,7 +345,7 @@ def start_piece(chunk: gl.constexpr, middle, entry, base, C: gl.constexpr):
 
 
 @gluon.jit
-def finish_piece(chunk: gl.constexpr, later: gl.constexpr, residual, sums, at, g, C: gl.constexpr):
+def finish_chunk(chunk: gl.constexpr, later: gl.constexpr, residual, sums, at, g, C: gl.constexpr):
     """Requantizes a chunk of y while `later` products run: words of both rows to store, operand A of the next convolution."""
     R: gl.constexpr = C.y_codes
     FIRST: gl.constexpr = (2 * 64 + 2 * C.following) // 32
@@ -435,7 +411,7 @@ def third_convolution(y, added, exists, residuals, middle, entry, base, at, g, t
     ROW_BYTES: gl.constexpr = C.expanded * C.bits // 8
     UNITS: gl.constexpr = C.units
     operand = ()
-    sums = start_piece(0, middle, entry, base, C)
+    sums = start_chunk(0, middle, entry, base, C)
     for unit in gl.static_range(UNITS):
         words = ((), ())
         if not C.shortcut and unit + EARLY_UNITS < UNITS:
@@ -446,13 +422,13 @@ def third_convolution(y, added, exists, residuals, middle, entry, base, at, g, t
                 upper, lower = residuals[unit]
                 residual = (upper[i * WORDS : i * WORDS + WORDS], lower[i * WORDS : i * WORDS + WORDS])
             if C.ahead and unit * PARTS + i + 1 < CHUNKS:
-                later = start_piece(unit * PARTS + i + 1, middle, entry, base, C)
-                found, registers = finish_piece(unit * PARTS + i, LATER, residual, sums, at, g, C)
+                later = start_chunk(unit * PARTS + i + 1, middle, entry, base, C)
+                found, registers = finish_chunk(unit * PARTS + i, LATER, residual, sums, at, g, C)
                 sums = later
             else:
-                found, registers = finish_piece(unit * PARTS + i, 0, residual, sums, at, g, C)
+                found, registers = finish_chunk(unit * PARTS + i, 0, residual, sums, at, g, C)
                 if unit * PARTS + i + 1 < CHUNKS:
-                    sums = start_piece(unit * PARTS + i + 1, middle, entry, base, C)
+                    sums = start_chunk(unit * PARTS + i + 1, middle, entry, base, C)
             operand = operand + registers
             words = (words[0] + found[0], words[1] + found[1])
         store_rows(y, words, exists, 64 * unit, 4, ROW_BYTES)
@@ -533,7 +509,7 @@ def block_conv(
     pixel = first_tile * PIXELS + own_row
     place = (pixel // width % height << 16) + pixel % width
     place = asm("mov.b32 $0, $1;", "=r,r", (place,), gl.int32)  # before the wait
-    await_inputs(C)
+    launch_next_and_wait_for_previous()
     reach = width + 1
     copy_strip(maps, first_tile < tiles, zero, zero + 1, first_tile * PIXELS - reach, thread, C)
     run(C.strip.weights.wait, "=r,r,r,r", [thread * 0, thread * 0, thread * 0 + 1])
@@ -602,29 +578,25 @@ class PreparedBlock:
     def __init__(self, third: ConvSpec, following: ConvSpec, packed: Tensor, g: float, sm_count: int) -> None:
         self.third, self.following, self.packed, self.g, self.sm_count = third, following, packed, g, sm_count
         self.map = functools.lru_cache(maxsize=None)(row_map)
-        self.kernels: dict[BlockConv, CompiledKernel] = {}
+        self.config = functools.lru_cache(maxsize=None)(self._config)
+        self.launch = ConvLauncher(block_conv, maxnreg=REGISTERS, launch_pdl=True)
 
-    def config(self, width: int) -> BlockConv:
-        """Returns the configuration for images of this width."""
+    def _config(self, width: int) -> BlockConv:
+        """The configuration for images of this width."""
         tile = block_tile(self.third.x, width, self.following.outputs, self.third.second is not None)
         return BlockConv(**vars(tile))
 
     def __call__(self, x: Tensor, added: Tensor, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Writes (y, z) of packed x [N, H, W, bytes]; `added` is the residual, or the input of the shortcut."""
         n, height, width, row_bytes = x.shape
-        pixels = n * height * width
-        config = self.config(width)
+        pixels, config = n * height * width, self.config(width)
         tiles = -(-pixels // config.pixels)
-        grid = (min(tiles, self.sm_count * config.blocks), 1, 1)
-        line, column_step = divmod(grid[0] * config.pixels, width)
+        blocks = min(tiles, self.sm_count * config.blocks)
+        line, column_step = divmod(blocks * config.pixels, width)
         y, z, codes = (tensor.view(-1).view(torch.int32) for tensor in (*out, added))
-        arguments = (
-            y, z, codes, self.g, pixels, height, width, tiles, (line % height << 16) + column_step,
+        self.launch(
+            width, (blocks, 1, 1), config.warps, y, z, codes, self.g, pixels, height, width, tiles,
+            (line % height << 16) + column_step,
             self.map(pixels, row_bytes, config.rows // config.boxes, row_bytes, x.data_ptr(), x.device), self.packed, config,
         )  # fmt: skip
-        kernel = self.kernels.get(config)
-        if kernel is None:
-            self.kernels[config] = block_conv[grid](*arguments, num_warps=config.warps, maxnreg=REGISTERS, launch_pdl=True)
-        else:
-            kernel[grid](*arguments)
         return out

@@ -25,25 +25,16 @@ from lowbit.kernels.choose.conv import TAIL_UNITS, UNIT, ConvTile, deep_stages, 
 from lowbit.kernels.parts.conv_epilogue import as_float, by_columns, codes_at, places_of_constants, store_codes
 from lowbit.kernels.parts.conv_inputs import Product
 from lowbit.kernels.parts.conv_operand import multiply_tap
+from lowbit.kernels.parts.conv_plan import ConvLauncher, TiledConvPlan
 from lowbit.kernels.parts.conv_tile import UNIT_WORDS, WgmmaConv
-from lowbit.kernels.parts.gluon import (
-    CompiledKernel,
-    barrier,
-    fence_async_shared,
-    gl,
-    gluon,
-    part,
-    ptx,
-    run,
-    wait_alone,
-)
+from lowbit.kernels.parts.gluon import barrier, fence_async_shared, gl, gluon, part, ptx, run, wait_alone
 from lowbit.kernels.parts.operand import register_fence
 from lowbit.kernels.parts.pipeline import StageBarriers
+from lowbit.kernels.parts.prologue import launch_next_kernel, wait_for_previous_kernel
 from lowbit.kernels.parts.strip_ring import StripRing
 from lowbit.kernels.parts.window_ring import WindowRing
 from lowbit.kernels.sm90.tensor_map import NO_OPERAND, WindowOperand, row_map
-from lowbit.pack.conv_layout import PackedConv, unit_channels
-from lowbit.pack.nhwc64 import Nhwc64, padded_channels
+from lowbit.pack.conv_layout import PackedConv
 
 # A ring of stages of weights, copied by one thread, and the constants that arrive with the first of them, as PTX.
 #
@@ -117,7 +108,6 @@ class DeepConv(WgmmaConv):
 
     @property
     def multipliers(self) -> int:
-        """Math warpgroups."""
         return self.warpgroups - 1
 
     @property
@@ -137,7 +127,6 @@ class DeepConv(WgmmaConv):
 
     @property
     def x_bytes(self) -> int:
-        """Bytes of a stage of x."""
         return self.rows * self.step_bytes
 
     @property
@@ -147,17 +136,14 @@ class DeepConv(WgmmaConv):
 
     @property
     def residual_unit(self) -> int:
-        """Start of the residual codes."""
-        return self.w_unit + self.pieces * self.piece_bytes // UNIT
+        return self.w_unit + self.w_tiles * self.w_tile_bytes // UNIT
 
     @property
     def residual_row_bytes(self) -> int:
-        """Bytes of residual codes of a pixel."""
         return self.outputs * CODES[self.residual].bits // 8 if self.residual else 0
 
     @property
     def residual_tile_words(self) -> int:
-        """Words of a stage of residual codes."""
         return self.tile_pixels * self.residual_row_bytes // 4
 
     @property
@@ -166,23 +152,19 @@ class DeepConv(WgmmaConv):
 
     @property
     def w_barriers(self) -> StageBarriers:
-        """Barriers of stages of weights."""
         return StageBarriers(UNIT * self.barrier_unit, self.stages, self.readers)
 
     @property
     def x_barriers(self) -> StageBarriers:
-        """Barriers of stages of x."""
         return StageBarriers(UNIT * self.barrier_unit + 16 * self.stages, self.x_stages, self.readers)
 
     @property
     def residual_barriers(self) -> StageBarriers:
-        """Barriers of stages of the residual."""
         start = UNIT * self.barrier_unit + 16 * (self.stages + self.x_stages)
         return StageBarriers(start, self.residual_stages, self.readers)
 
     @property
     def residual_ring(self) -> StripRing:
-        """Copies of the residual."""
         return StripRing(
             self.residual_barriers, self.w_barriers, 0, UNIT * self.residual_unit, 0, self.tile_pixels,
             self.residual_row_bytes, 0, 8,
@@ -218,12 +200,10 @@ class DeepConv(WgmmaConv):
 
     @property
     def window(self) -> WindowRing:
-        """Copies of one tap."""
         return WindowRing(self.x_barriers, 0, 0, self.rows, self.step_bytes, 0, True)
 
     @property
     def weight_ring(self) -> WeightRing:
-        """Copies of weights and constants."""
         start, count = UNIT * self.w_unit, 2 if self.second is None else 3
         return WeightRing(self.w_barriers, start, self.w_bytes, self.constants_start, count, 4 * self.outputs)
 
@@ -253,12 +233,10 @@ class DeepConv(WgmmaConv):
 
     @property
     def register_fence(self) -> str:
-        """Register fence for a k block."""
         return register_fence(self.strip.registers)
 
     @property
     def operands(self) -> tuple[gl.dtype, ...]:
-        """Types of the registers of a k block."""
         return (gl.int32,) * self.strip.registers
 
 
@@ -284,7 +262,7 @@ def copy_tile(at, product, across, tile, size, first, KERNEL: gl.constexpr, STRI
     blocks = product.blocks
     taps_across = product.taps_across
     taps = taps_across * product.taps_down
-    pieces = product.weight + (across * blocks * taps).to(gl.int64) * C.w_bytes
+    w_tiles = product.weight + (across * blocks * taps).to(gl.int64) * C.w_bytes
     pixel = tile * C.tile_pixels
     line = pixel // width
     column = pixel % width * product.stride_across + product.first_across
@@ -306,8 +284,8 @@ def copy_tile(at, product, across, tile, size, first, KERNEL: gl.constexpr, STRI
                 ])  # fmt: skip
                 x_stage, x_parity = following(x_stage, x_parity, C.x_stages, 1)
             if first & (ahead == 0):
-                run(C.weight_ring.copy, "=r,r,r,l", [w_stage, w_parity, pieces])
-            pieces += C.w_bytes
+                run(C.weight_ring.copy, "=r,r,r,l", [w_stage, w_parity, w_tiles])
+            w_tiles += C.w_bytes
             w_stage, w_parity = following(w_stage, w_parity, C.stages, 1)
             ahead = gl.maximum(ahead - 1, 0)
     return x_stage, x_parity, w_stage, w_parity, ahead
@@ -325,17 +303,17 @@ def copy_first(product, per_output, across, C: gl.constexpr):
     else:
         run(C.weight_ring.copy_constants, "=r,l,l", [s + across * C.outputs, b + across * C.outputs])
     steps = product.blocks * product.taps_across * product.taps_down
-    pieces = product.weight + (across * steps).to(gl.int64) * C.w_bytes
+    w_tiles = product.weight + (across * steps).to(gl.int64) * C.w_bytes
     for i in range(gl.minimum(steps, FIRST_WEIGHTS)):
-        run(C.weight_ring.copy, "=r,r,r,l", [i, steps * 0 + 1, pieces])
-        pieces += C.w_bytes
+        run(C.weight_ring.copy, "=r,r,r,l", [i, steps * 0 + 1, w_tiles])
+        w_tiles += C.w_bytes
 
 
 @gluon.jit
 def produce(one, two, residual_maps, across, tiles, size, C: gl.constexpr):
     """The loader thread, after the wait for the previous kernel, which wrote x."""
     first_tile, stride, tiles_down = tiles
-    run("griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [])
+    wait_for_previous_kernel()
     zero = across * 0
     one_of = zero + 1
     at = (zero, one_of, zero, one_of, gl.minimum(one.blocks * one.taps_across * one.taps_down, FIRST_WEIGHTS))
@@ -555,7 +533,7 @@ def deep_conv(
     tiles = (gl.program_id(0) // tiles_across, gl.num_programs(0) // tiles_across, tiles_down)
     size = (out_height, out_width)
     group = own_number("{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 t, t, 7; shfl.sync.idx.b32 $0, t, 0, 0x1f, 0xffffffff; }")
-    run("griddepcontrol.launch_dependents;\n mov.b32 $0, 0;", "=r", [])
+    launch_next_kernel()
     if group == C.warpgroups - 1:
         run(ptx(C.registers_of, LOADER_REGISTERS), "=r", [])
         one = Product(maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across)
@@ -571,37 +549,26 @@ def deep_conv(
         consume((y, g, row_units), pixels, across, tiles, steps, steps2, size, w_ring, C)
 
 
-class PreparedDeep:
+class PreparedDeep(TiledConvPlan):
     """A layer prepared for the kernel, on one GPU, with a tile of 128 outputs."""
 
     def __init__(self, spec: ConvSpec, packed: PackedConv, tile: ConvTile, sm_count: int) -> None:
-        self.spec, self.packed, self.tile, self.sm_count = spec, packed, tile, sm_count
+        super().__init__(spec, packed, tile, sm_count)
         self.first = WindowOperand(spec, packed.weight, tile.pixels, tile.step_bytes)
         self.second: WindowOperand | None = None
         if spec.second is not None and packed.weight2 is not None:
             self.second = WindowOperand(spec.second, packed.weight2, tile.pixels, tile.step_bytes)
         self.map = functools.lru_cache(maxsize=None)(row_map)
-        self.kernels: dict[DeepConv, CompiledKernel] = {}
-
-    def config(self, width: int) -> DeepConv:
-        """Returns the configuration for images of this width."""
-        return deep_config(self.spec, self.tile, width)
-
-    def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
-        """Shape of the output: packed codes [N, Ho, Wo, bytes]."""
-        return size[0], *self.spec.output_size(size[1], size[2]), Nhwc64(self.spec.y).pixel_bytes(self.spec.outputs)
+        self.config = functools.lru_cache(maxsize=None)(functools.partial(deep_config, spec, tile))
+        self.launch = ConvLauncher(deep_conv, maxnreg=128, launch_pdl=True)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Returns y of packed x [N, H, W, bytes]; `residual` and `second` if the layer has them; `out` is written if given."""
-        shape = self.output_shape(tuple(x.shape))
-        spec, tile, packed, config = self.spec, self.tile, self.packed, self.config(x.shape[2])
-        if out is None:
-            out = torch.empty(shape, dtype=torch.uint8, device=x.device)
-        pixels = shape[0] * shape[1] * shape[2]
-        across, down = padded_channels(spec.outputs) // tile.outputs, -(-pixels // tile.pixels)
-        stride = max(1, min(down, self.sm_count * tile.blocks // across))
+        out, packed, config = self.output(x, out), self.packed, self.config(x.shape[2])
+        n, height, width, pixel_bytes = out.shape
+        pixels = n * height * width
+        down, stride = self.rows_of_tiles(pixels)
         operand, other = self.first.arguments(x), NO_OPERAND
         if self.second is not None and second is not None:
             other = self.second.arguments(second)
@@ -611,19 +578,13 @@ class PreparedDeep:
         residual_map = None
         if residual is not None:
             residual_map = self.map(
-                pixels, shape[3], tile.pixels, config.residual_row_bytes, residual.data_ptr(), x.device, False
+                pixels, pixel_bytes, self.tile.pixels, config.residual_row_bytes, residual.data_ptr(), x.device, False
             )  # fmt: skip
-        arguments = (
-            out.view(torch.int32), residual_map, packed.s, packed.b, packed.g, packed.s2,
-            pixels, padded_channels(spec.outputs) // unit_channels(spec.y, tile.outputs), shape[1], shape[2], across, down,
-            *operand, *other, config,
+        self.launch(
+            x.shape[2], (stride * self.across, 1, 1), config.warps,
+            out.view(torch.int32), residual_map, packed.s, packed.b, packed.g, packed.s2, pixels, self.units, height, width,
+            self.across, down, *operand, *other, config,
         )  # fmt: skip
-        grid = (stride * across, 1, 1)
-        kernel = self.kernels.get(config)
-        if kernel is None:
-            self.kernels[config] = deep_conv[grid](*arguments, num_warps=config.warps, maxnreg=128, launch_pdl=True)
-        else:
-            kernel[grid](*arguments)
         return out
 
 

@@ -19,25 +19,17 @@ from torch import Tensor
 from lowbit.formats.conv import CODES, ConvSpec
 from lowbit.kernels.choose.conv import MOST_ROWS, STRIPS, UNIT, ConvTile, strip_rows
 from lowbit.kernels.parts.conv_epilogue import keep_constants, load_residual, store_codes, tile_constants
-from lowbit.kernels.parts.conv_inputs import await_inputs, map_arrived
+from lowbit.kernels.parts.conv_inputs import map_arrived
 from lowbit.kernels.parts.conv_operand import multiply_tap
+from lowbit.kernels.parts.conv_plan import ConvLauncher, TiledConvPlan, most_registers
 from lowbit.kernels.parts.conv_tile import UNIT_WORDS, WgmmaConv
-from lowbit.kernels.parts.gluon import (
-    CompiledKernel,
-    barrier,
-    fence_async_shared,
-    gl,
-    gluon,
-    part,
-    run,
-    warpgroup_mma_wait,
-)
+from lowbit.kernels.parts.gluon import barrier, fence_async_shared, gl, gluon, part, run, warpgroup_mma_wait
 from lowbit.kernels.parts.operand import register_fence
 from lowbit.kernels.parts.pipeline import StageBarriers
+from lowbit.kernels.parts.prologue import launch_next_and_wait_for_previous
 from lowbit.kernels.parts.strip_ring import StripRing
 from lowbit.kernels.sm90.tensor_map import row_map
-from lowbit.pack.conv_layout import PackedConv, unit_channels
-from lowbit.pack.nhwc64 import Nhwc64, padded_channels
+from lowbit.pack.conv_layout import PackedConv
 
 
 @dataclass(frozen=True)
@@ -49,12 +41,10 @@ class StripConv(WgmmaConv):
 
     @property
     def taps(self) -> int:
-        """Taps of the window, each a resident stage."""
         return self.kernel * self.kernel
 
     @property
     def x_bytes(self) -> int:
-        """Bytes of a strip."""
         return self.rows * self.step_bytes
 
     @property
@@ -64,7 +54,6 @@ class StripConv(WgmmaConv):
 
     @property
     def strip(self) -> StripRing:
-        """Copies and reads of strips."""
         tail = UNIT * self.barrier_unit
         strips = StageBarriers(tail, STRIPS, self.warps)
         weights = StageBarriers(tail + 16 * STRIPS, 1, self.warps)
@@ -75,7 +64,6 @@ class StripConv(WgmmaConv):
 
     @property
     def register_fence(self) -> str:
-        """Register fence for a row of taps."""
         return register_fence(self.kernel * self.strip.registers)
 
     @property
@@ -85,7 +73,6 @@ class StripConv(WgmmaConv):
 
     @property
     def operands(self) -> tuple[gl.dtype, ...]:
-        """Types of the registers of a tap."""
         return (gl.int32,) * self.strip.registers
 
 
@@ -159,9 +146,9 @@ def strip_conv(
     own = (tiles_down - first_tile + stride - 1) // stride
     zero = own * 0
     W_BYTES: gl.constexpr = C.strip.w_bytes
-    pieces = weight + (thread * 0 + across).to(gl.int64) * W_BYTES
-    run(C.strip.copy_weights, "=r,r,l", [((thread == 0) & (own > 0)).to(gl.int32), pieces])  # packed long before
-    await_inputs(C)
+    w_tiles = weight + (thread * 0 + across).to(gl.int64) * W_BYTES
+    run(C.strip.copy_weights, "=r,r,l", [((thread == 0) & (own > 0)).to(gl.int32), w_tiles])  # packed long before
+    launch_next_and_wait_for_previous()
     map_arrived(maps, C)
     reach = C.kernel // 2 * (width + 1)
     copy_strip(maps, own > 0, zero, zero + 1, first_tile * PIXELS - reach, thread, C)
@@ -189,16 +176,18 @@ def strip_conv(
         store_codes(y, codes, acc, scale, offset, g, first_pixel, across * C.units, pixels, row_units, C)
 
 
-class PreparedStrip:
+class PreparedStrip(TiledConvPlan):
     """A same-size layer prepared for the kernel, on one GPU, with a tile of 64 outputs."""
 
     def __init__(self, spec: ConvSpec, packed: PackedConv, tile: ConvTile, sm_count: int) -> None:
-        self.spec, self.packed, self.tile, self.sm_count = spec, packed, tile, sm_count
+        super().__init__(spec, packed, tile, sm_count)
         self.map = functools.lru_cache(maxsize=None)(row_map)
-        self.kernels: dict[StripConv, CompiledKernel] = {}
+        self.config = functools.lru_cache(maxsize=None)(self._config)
+        registers = most_registers(tile.blocks, 128 * tile.warpgroups)
+        self.launch = ConvLauncher(strip_conv, maxnreg=registers, launch_pdl=True)
 
-    def config(self, width: int) -> StripConv:
-        """Returns the configuration for images of this width. Raises ValueError where they are too wide for strips."""
+    def _config(self, width: int) -> StripConv:
+        """The configuration for images of this width. Raises ValueError where they are too wide for strips."""
         spec, tile, kernel = self.spec, self.tile, self.spec.kernel[0]
         rows = strip_rows(tile.pixels, width, kernel, tile.step_bytes)
         if rows > MOST_ROWS:
@@ -208,31 +197,17 @@ class PreparedStrip:
             kernel=kernel,
         )  # fmt: skip
 
-    def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
-        """Shape of the output: packed codes [N, H, W, bytes]."""
-        return size[0], size[1], size[2], Nhwc64(self.spec.y).pixel_bytes(self.spec.outputs)
-
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Returns y of packed x [N, H, W, bytes]; `residual` if the layer has it, no `second`; `out` is written if given."""
         n, height, width, pixel_bytes = x.shape
-        config, spec, tile, packed = self.config(width), self.spec, self.tile, self.packed
-        if out is None:
-            out = torch.empty(self.output_shape(tuple(x.shape)), dtype=torch.uint8, device=x.device)
-        pixels = n * height * width
-        across, down = padded_channels(spec.outputs) // tile.outputs, -(-pixels // config.pixels)
-        stride = max(1, min(down, self.sm_count * tile.blocks // across))
-        arguments = (
+        out, config, packed = self.output(x, out), self.config(width), self.packed
+        down, stride = self.rows_of_tiles(n * height * width)
+        self.launch(
+            width, (stride * self.across, 1, 1), config.warps,
             out.view(torch.int32), None if residual is None else residual.view(torch.int32), packed.s, packed.b, packed.g,
-            pixels, padded_channels(spec.outputs) // unit_channels(spec.y, tile.outputs), height, width, across, down,
-            self.map(pixels, pixel_bytes, config.rows, tile.step_bytes, x.data_ptr(), x.device), packed.weight, config,
+            n * height * width, self.units, height, width, self.across, down,
+            self.map(n * height * width, pixel_bytes, config.rows, config.step_bytes, x.data_ptr(), x.device), packed.weight,
+            config,
         )  # fmt: skip
-        grid = (stride * across, 1, 1)
-        kernel = self.kernels.get(config)
-        if kernel is None:
-            registers = min(65536 // (tile.blocks * config.threads) // 8 * 8, 255)
-            self.kernels[config] = strip_conv[grid](*arguments, num_warps=config.warps, maxnreg=registers, launch_pdl=True)
-        else:
-            kernel[grid](*arguments)
         return out

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from lowbit.hardware.half import HalfType
-from lowbit.kernels.choose.gemm import GemmShape, WgmmaTile, share_refusals
-from lowbit.kernels.parts.dequantize import Dequantizer, dequantize
+from lowbit.kernels.choose.large_m import share_refusals
+from lowbit.kernels.choose.tiles import GemmShape, WgmmaTile
+from lowbit.kernels.parts.dequantize import Dequantizer
 from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.gluon import (
     Descriptor,
@@ -42,8 +43,6 @@ from lowbit.kernels.parts.gluon import (
     source_digest,
     tma_load,
     tma_store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from lowbit.kernels.parts.large_m_epilogue import (
     SQUARES,
@@ -57,9 +56,10 @@ from lowbit.kernels.parts.large_m_epilogue import (
     wait_for_h,
 )
 from lowbit.kernels.parts.launch import TilePlan, descriptors, plane_descriptors
-from lowbit.kernels.parts.operand import empty_registers, operand_a, read_words, registers_layout, release_stage, words_layout
-from lowbit.kernels.parts.pipeline import advance, make_barriers, previous
+from lowbit.kernels.parts.operand import read_words, registers_layout, words_layout
+from lowbit.kernels.parts.pipeline import make_barriers
 from lowbit.kernels.parts.producer import load
+from lowbit.kernels.parts.promote import zero_sums
 from lowbit.kernels.parts.scaled_epilogue import OutputTile
 from lowbit.kernels.parts.schedule import (
     SplitKWorkspace,
@@ -74,12 +74,10 @@ from lowbit.kernels.parts.schedule import (
 )
 from lowbit.kernels.parts.smem import UNIT, Regions, allocate, view, view_stages
 from lowbit.kernels.parts.tile import WarpgroupTile
+from lowbit.kernels.parts.wgmma_loop import load_scales, multiply
 from lowbit.pack.weight import WeightForm
 
 STAGE_K = 64
-
-PREFETCHED = gl.constexpr(6)
-"""Iterations by which scales are prefetched into L2 before they are loaded: more than the latency of memory."""
 
 
 @dataclass(frozen=True)
@@ -262,23 +260,6 @@ def prefetch_scales(p, index, thread, C: gl.constexpr):
 
 
 @gluon.jit
-def load_scales(scale, iteration, last, C: gl.constexpr):
-    """Loads scale and zero words of this thread's row pair for one iteration; `scale` points to its row block.
-
-    Beyond the `last` group, where K has ended and x is zero, that group is loaded again.
-    """
-    WORDS: gl.constexpr = C.dequantizer.pair_words
-    words = ()
-    for i in gl.static_range(WORDS):
-        group = gl.minimum(iteration * (WORDS // C.dequantizer.group_words) + i // C.dequantizer.group_words, last)
-        words = words + (gl.load(scale + group * (8 * C.dequantizer.group_words) + i % C.dequantizer.group_words),)
-    if WORDS > 0:
-        ahead = gl.minimum((iteration + PREFETCHED) * (WORDS // C.dequantizer.group_words), last)
-        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [scale + ahead * (8 * C.dequantizer.group_words)])
-    return words
-
-
-@gluon.jit
 def first_scales(p, index, thread, C: gl.constexpr):
     """Loads scale and zero words of a tile's first two iterations, before the wait for its first stage or the epilogue of the
     previous tile. Beyond the last tile, those of the last."""
@@ -290,57 +271,10 @@ def first_scales(p, index, thread, C: gl.constexpr):
 
 
 @gluon.jit
-def start(registers, x, acc, stage, C: gl.constexpr):
-    """Starts the products of a stage and waits for those of the previous stage."""
-    acc = warpgroup_mma(operand_a(registers, C), x.index(stage).permute([1, 0]), acc, is_async=True)
-    return warpgroup_mma_wait(1, deps=[acc])
-
-
-@gluon.jit
-def multiply(p, scale, ahead, words, stage, phase, begin, end, more, C: gl.constexpr):
-    """Computes the sums of one tile, two stages an iteration. While one multiplies, the next is dequantized into other
-    registers.
-
-    `ahead` are its `first_scales`; `words` are those of its first stage. Returns the sums, the words of the next tile's first
-    stage if there is `more`, and the next stage and phase.
-    """
-    ROWS: gl.constexpr = C.rows
-    TOKENS: gl.constexpr = C.tokens
-    SUMS: gl.constexpr = C.accumulator
-    last_group = p.scales.last_group
-    acc = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
-    odd = empty_registers(C)
-    scales = ahead[0 : C.dequantizer.pair_words]
-    next_scales = ahead[C.dequantizer.pair_words :]
-    barrier()  # Triton inserts one between stores of the previous tile and loads; here it is outside the loop
-    for iteration in range(begin, end):
-        before = previous(stage, C)
-        even = dequantize(words, scales, False, C)
-        words = read_words(p.w, stage + 1, phase, True, C)
-        acc = start(even, p.x, acc, stage, C)
-        release_stage(odd, before, iteration > begin, C)
-
-        odd = dequantize(words, scales, True, C)
-        following, phase = advance(stage, phase, 2, C)
-        words = read_words(p.w, following, phase, (iteration + 1 < end) | more, C)
-        scales = next_scales
-        next_scales = load_scales(scale, iteration + 2, last_group, C)
-        acc = start(odd, p.x, acc, stage + 1, C)
-        release_stage(even, stage, True, C)
-        stage = following
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    release_stage(odd, previous(stage, C), begin < end, C)
-    return acc, words, stage, phase
-
-
-@gluon.jit
 def multiply_in_sections(p, scale, ahead, words, stage, phase, more, C: gl.constexpr):
     """Computes the sums of one tile section by section of K, cut where splits of that number would be. Each section is summed
     separately and then added, which gives the bits of those splits."""
-    ROWS: gl.constexpr = C.rows
-    TOKENS: gl.constexpr = C.tokens
-    SUMS: gl.constexpr = C.accumulator
-    total = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
+    total = zero_sums(gl.float32, C)
     for section in range(C.sections):
         begin, end = k_range_of(section, p.tiles, C.sections)
         if section > 0:
@@ -469,7 +403,7 @@ class WgmmaPlan(TilePlan):
         self.last_group = (shape.k - 1) // max(form.group, 1)
         self.factor = config.dequantizer.epilogue_factor
         blocks = [(config.warps, 32 * config.dequantizer.plane_words(p)) for p in range(config.dequantizer.planes)]
-        self.weight_descriptors = plane_descriptors(shape.strips, shape.steps(64) * 32 * shape.bits, blocks)
+        self.weight_descriptors = plane_descriptors(shape.row_blocks, shape.steps(64) * 32 * shape.bits, blocks)
         if epilogue.h_type is not None:
             if shape.n % 8 or not 0 < self.tiles[1] * tile.splits <= sm_count:
                 raise ValueError(

@@ -43,7 +43,7 @@ from lowbit.kernels.parts.gluon import (
 from lowbit.kernels.parts.launch import TilePlan, descriptors
 from lowbit.kernels.parts.pipeline import advance, make_barriers, previous, release, wait_full
 from lowbit.kernels.parts.producer import load
-from lowbit.kernels.parts.promote import add_here
+from lowbit.kernels.parts.promote import add_here, zero_half, zero_sums
 from lowbit.kernels.parts.scaled_epilogue import (
     CODE_TYPES,
     TYPES,
@@ -84,16 +84,13 @@ class ScaledGemm(ByteTile):
     paired: bool
     store_by_tma: bool
     digest: str = source_digest()
+    factor = 1.0
+    """Factor of all sums in the epilogue."""
 
     @property
     def channel_scale(self) -> bool:
         """True if the epilogue applies a scale per channel."""
         return not self.block_scale
-
-    @property
-    def factor(self) -> float:
-        """Factor of all sums in the epilogue."""
-        return 1.0
 
     @property
     def iteration_stages(self) -> int:
@@ -172,11 +169,7 @@ def start(p, acc, stage, adds, half: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def multiply(p, stage, phase, begin, end, C: gl.constexpr):
     """Computes the sums of one tile in the tensor core's type, two stages in flight. Returns them, the next stage and phase."""
-    ROWS: gl.constexpr = C.rows
-    COLUMNS: gl.constexpr = C.columns
-    SUMS: gl.constexpr = C.accumulator
-    TYPE: gl.constexpr = C.sums
-    acc = gl.zeros((ROWS, COLUMNS), TYPE, SUMS)
+    acc = zero_sums(C.sums, C)
     for k in range(begin, end):
         wait_full(stage, phase, True, C)
         acc = start(p, acc, stage, True, None, C)
@@ -214,12 +207,8 @@ def add_stage(total, sums, scale, C: gl.constexpr):
 @gluon.jit
 def multiply_and_promote(p, scales, stage, phase, begin, end, C: gl.constexpr):
     """Computes the sums of one tile in fp32, to which every 128 k are added; while one warpgroup adds, the other multiplies."""
-    ROWS: gl.constexpr = C.rows
-    COLUMNS: gl.constexpr = C.columns
-    SUMS: gl.constexpr = C.accumulator
-    TYPE: gl.constexpr = C.sums
-    zeros = gl.zeros((ROWS, COLUMNS), TYPE, SUMS)
-    total = gl.zeros((ROWS, COLUMNS), gl.float32, SUMS)
+    zeros = zero_sums(C.sums, C)
+    total = zero_sums(gl.float32, C)
     for k in range(begin, end):
         wait_full(stage, phase, True, C)
         sums = start(p, zeros, stage, False, None, C)
@@ -234,12 +223,8 @@ def multiply_and_promote(p, scales, stage, phase, begin, end, C: gl.constexpr):
 @gluon.jit
 def multiply_and_promote_alone(p, scales, stage, phase, begin, end, C: gl.constexpr):
     """The same for a single warpgroup: it adds a stage while its next one multiplies."""
-    ROWS: gl.constexpr = C.rows
-    COLUMNS: gl.constexpr = C.columns
-    SUMS: gl.constexpr = C.accumulator
-    TYPE: gl.constexpr = C.sums
-    zeros = gl.zeros((ROWS, COLUMNS), TYPE, SUMS)
-    total = gl.zeros((ROWS, COLUMNS), gl.float32, SUMS)
+    zeros = zero_sums(C.sums, C)
+    total = zero_sums(gl.float32, C)
     for k in range(begin, end, 2):
         wait_full(stage, phase, True, C)
         even = start(p, zeros, stage, False, None, C)
@@ -266,14 +251,10 @@ def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
     before, and products start in the registers of the sums before them. They start at zero, as `never` is False; if compilers
     could see that, they would use other registers. There is at least one stage. Returns both halves, the next stage and phase.
     """
-    ROWS: gl.constexpr = C.rows
-    WIDE: gl.constexpr = C.store_columns
-    SUMS: gl.constexpr = C.store_layout
-    TYPE: gl.constexpr = C.sums
-    low = gl.zeros((ROWS, WIDE), gl.float32, SUMS)
-    high = gl.zeros((ROWS, WIDE), gl.float32, SUMS)
+    low = zero_half(gl.float32, C)
+    high = zero_half(gl.float32, C)
     wait_full(stage, phase, True, C)
-    under_way = start(p, gl.zeros((ROWS, WIDE), TYPE, SUMS), stage, never, 0, C)
+    under_way = start(p, zero_half(C.sums, C), stage, never, 0, C)
     for _ in range(begin + 1, end):
         sums = warpgroup_mma_wait(0, deps=[under_way])
         low = add_here(low, sums)

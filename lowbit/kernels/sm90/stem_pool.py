@@ -19,14 +19,17 @@ from torch import Tensor
 
 from lowbit.formats.conv import ConvSpec, output_size
 from lowbit.kernels.choose.conv import UNIT
-from lowbit.kernels.parts.conv_inputs import await_inputs, map_arrived
+from lowbit.kernels.parts.conv_inputs import map_arrived
+from lowbit.kernels.parts.conv_plan import ConvLauncher, ConvPlan, most_registers
 from lowbit.kernels.parts.conv_tile import UNIT_WORDS
-from lowbit.kernels.parts.gluon import CompiledKernel, barrier, fence_async_shared, gl, gluon, part, ptx, run, source_digest
+from lowbit.kernels.parts.gluon import barrier, fence_async_shared, gl, gluon, part, ptx, run, source_digest
 from lowbit.kernels.parts.pipeline import StageBarriers
+from lowbit.kernels.parts.prologue import launch_next_and_wait_for_previous
 from lowbit.kernels.parts.requantize import Requantize
+from lowbit.kernels.parts.tile import Warps
 from lowbit.kernels.sm90.tensor_map import image_map
 from lowbit.pack.conv_layout import GROUP, PackedConv
-from lowbit.pack.nhwc64 import CHANNEL_BLOCK, Nhwc64, padded_channels
+from lowbit.pack.nhwc64 import CHANNEL_BLOCK, Nhwc64, padded_channels, pixel_elements
 from lowbit.pack.stem import PIXEL_BYTES, WINDOW_PIXELS, StemImages
 from lowbit.pack.stem_fragment import STEP_BYTES
 
@@ -58,6 +61,8 @@ class StemRows:
     strips: StageBarriers
     window: int
     strip_bytes: int
+    sums = COLUMNS // 2
+    """Sums of a row of the convolution per thread."""
 
     @property
     def copy(self) -> str:
@@ -65,16 +70,10 @@ class StemRows:
 
         The strip begins $5 words of 8 bytes into row $6 of image $7; there are zeros outside the image.
         """
-        full, empty = self.strips.start, self.strips.start + 8 * self.strips.stages
-        return f"""{{ .reg .pred skip, done; .reg .b32 at, bar, to;
-            setp.eq.s32 skip, $1, 0; @skip bra DONE;
-            mov.u32 at, global_smem; mad.lo.u32 bar, $2, 8, at;
-            WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [bar+{empty}], $3; @!done bra WAIT;
-            mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar+{full}], {(self.window + 1) * ROW_BYTES};
-            add.u32 bar, bar, {full}; mad.lo.u32 to, $2, {self.strip_bytes}, at;
-            cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
-                [to], [$4, {{$5, $6, $7}}], [bar];
-            DONE: mov.b32 $0, 0; }}"""
+        copy = (
+            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [to], [$4, {$5, $6, $7}], [bar];"
+        )
+        return self.strips.fill((self.window + 1) * ROW_BYTES, self.strip_bytes, 0, copy)
 
     @property
     def weights(self) -> int:
@@ -93,13 +92,7 @@ class StemRows:
 
     @property
     def load_constraints(self) -> str:
-        """Constraints of `load`."""
         return ",".join(["=&r"] * self.weights + ["l", "r"])
-
-    @property
-    def sums(self) -> int:
-        """Sums of a row of the convolution per thread."""
-        return COLUMNS // 2
 
     @property
     def products(self) -> str:
@@ -130,7 +123,6 @@ class StemRows:
 
     @property
     def products_constraints(self) -> str:
-        """Constraints of `products`."""
         return ",".join(["=r"] * 2 * self.sums + ["r"] * (self.weights + 1))
 
 
@@ -165,7 +157,7 @@ STAGES = 4
 
 
 @dataclass(frozen=True)
-class StemPool:
+class StemPool(Warps):
     """The kernel's compile-time configuration: storage of the output, rows of a window.
 
     `odd_height`, `odd_width`: the last pooled row or column of an image has one row or column of sums less.
@@ -178,18 +170,12 @@ class StemPool:
     odd_width: bool
     digest: str = source_digest()
 
-    warps: int = 4
-    threads: int = 128
-    stages: int = STAGES
-    tile_pixels: int = TILE_PIXELS
-    places: int = TILE_PIXELS // 4
-    across: str = ACROSS
-    get: str = GET
-
-    @property
-    def threads_layout(self) -> gl.BlockedLayout:
-        """One element per thread."""
-        return gl.BlockedLayout([1], [32], [self.warps], [0])
+    warps = 4
+    stages = STAGES
+    tile_pixels = TILE_PIXELS
+    places = TILE_PIXELS // 4
+    across = ACROSS
+    get = GET
 
     @property
     def strip_bytes(self) -> int:
@@ -197,7 +183,6 @@ class StemPool:
 
     @property
     def pixel_bytes(self) -> int:
-        """Bytes of 64 channels of a pixel."""
         return Nhwc64(self.y).pixel_bytes(CHANNEL_BLOCK)
 
     @property
@@ -247,7 +232,6 @@ class StemPool:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights of 64 channels."""
         return 4 * self.threads * self.rows.weights
 
     @property
@@ -281,7 +265,6 @@ class StemPool:
 
     @property
     def put_constraints(self) -> str:
-        """Constraints of `put`."""
         return "=r,r" + ",r" * self.requantize.words
 
     def put(self, group: int) -> str:
@@ -395,12 +378,12 @@ def store_tile(y, side, tile, first_pixel, exists, beside, width, across, row_by
     """Copies the codes of a tile from shared memory to their pixels."""
     TURNS: gl.constexpr = C.turns
     for turn in gl.static_range(TURNS):
-        piece = thread + turn * C.threads
-        pixel = piece // C.chunks
+        vector = thread + turn * C.threads
+        pixel = vector // C.chunks
         column = first_pixel + pixel
         there = (pixel < C.tile_pixels) & (column < width) & ((pixel > 0) | (beside == 0)) & exists
-        at = (tile * width + column).to(gl.int64) * row_bytes + across * C.pixel_bytes + piece % C.chunks * 16
-        run(C.get, "=r,r,r,l", [there.to(gl.int32), C.out_start + side * C.out_bytes + piece * 16, y + at])
+        at = (tile * width + column).to(gl.int64) * row_bytes + across * C.pixel_bytes + vector % C.chunks * 16
+        run(C.get, "=r,r,r,l", [there.to(gl.int32), C.out_start + side * C.out_bytes + vector * 16, y + at])
 
 
 @gluon.jit(do_not_specialize=[
@@ -445,7 +428,7 @@ def stem_pool(
     lanes = (lane - q + (q + 3) % 4, gl.where(q > 0, lane - 1, lane), q == 3)
     columns_left = width - 2 * first_pixel - 2 * q
     place = C.out_start + q * C.pixel_bytes + channel * C.pixel_bytes // 64
-    await_inputs(C)
+    launch_next_and_wait_for_previous()
     map_arrived(maps, C)
     zero = row * 0
     at = (zero, zero + 1, row, first // pooled_height, gl.where(first < end, end - start, 0))
@@ -475,44 +458,38 @@ def stem_pool(
         phase = gl.where(slot == 0, phase ^ 1, phase)
 
 
-class PreparedStemPool:
+class PreparedStemPool(ConvPlan):
     """A stem followed by a max-pool of 3 x 3, stride 2 and padding 1, prepared for the kernel, on one GPU."""
 
     def __init__(self, spec: ConvSpec, packed: PackedConv, images: StemImages, sm_count: int) -> None:
-        self.spec, self.packed, self.images, self.sm_count = spec, packed, images, sm_count
+        super().__init__(spec, packed, images)
+        self.stem, self.sm_count = images, sm_count
         odd = [size % 2 == 1 for size in images.output]
         self.config = StemPool(spec.y, spec.relu, images.window[0], odd[0], odd[1])
         self.map = functools.lru_cache(maxsize=None)(self._map)
-        self.kernel: CompiledKernel | None = None
+        registers = most_registers(BLOCKS, self.config.threads)
+        self.launch = ConvLauncher(stem_pool, maxnreg=registers, launch_pdl=True)
 
     def _map(self, n: int, address: int, device: torch.device) -> Tensor:
-        rows, row_bytes = self.images.rows, self.images.columns * PIXEL_BYTES
+        rows, row_bytes = self.stem.rows, self.stem.columns * PIXEL_BYTES
         return image_map((n, rows, row_bytes), (self.config.window + 1, ROW_BYTES), address, device)
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output: packed codes [N, Hp, Wp, bytes]."""
-        height, width = output_size(self.images.output, (3, 3), (2, 2), (1, 1))
-        return size[0], height, width, Nhwc64(self.spec.y).pixel_bytes(self.spec.outputs)
+        height, width = output_size(self.stem.output, (3, 3), (2, 2), (1, 1))
+        return size[0], height, width, pixel_elements(self.spec.y, self.spec.outputs)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Returns pooled y of packed images [N, rows, columns, 16]; there is no residual; `out` is written if given."""
-        n, height, width, row_bytes = shape = self.output_shape(tuple(x.shape))
-        packed = self.packed
-        if out is None:
-            out = torch.empty(shape, dtype=torch.uint8, device=x.device)
+        out, packed, stem = self.output(x, out), self.packed, self.stem
+        n, height, width, row_bytes = out.shape
         across = padded_channels(self.spec.outputs) // 64
         beside, down = max(1, -(-(width - 1) // (TILE_PIXELS - 1))), n * height
-        arguments = (
-            out, packed.s, packed.b, row_bytes, height, width, *self.images.output, self.images.before[0], down, beside, across,
+        chunks = max(1, min(down, self.sm_count * BLOCKS // (across * beside)))
+        self.launch(
+            0, (chunks * across * beside, 1, 1), self.config.warps,
+            out, packed.s, packed.b, row_bytes, height, width, *stem.output, stem.before[0], down, beside, across,
             self.map(n, x.data_ptr(), x.device), packed.weight, self.config,
         )  # fmt: skip
-        chunks = max(1, min(down, self.sm_count * BLOCKS // (across * beside)))
-        grid = (chunks * across * beside, 1, 1)
-        if self.kernel is None:
-            registers = min(65536 // (BLOCKS * self.config.threads) // 8 * 8, 255)
-            self.kernel = stem_pool[grid](*arguments, num_warps=self.config.warps, maxnreg=registers, launch_pdl=True)
-        else:
-            self.kernel[grid](*arguments)
         return out

@@ -52,7 +52,7 @@ from lowbit.kernels.parts.operand import (
 )
 from lowbit.kernels.parts.pipeline import advance, make_barriers, previous
 from lowbit.kernels.parts.producer import load
-from lowbit.kernels.parts.promote import add_here, add_scaled_here
+from lowbit.kernels.parts.promote import add_here, add_scaled_here, zero_half, zero_sums
 from lowbit.kernels.parts.scaled_epilogue import CODE_TYPES, OutputTile, ScaledEpilogueArgs, XScale, complete, prefetch
 from lowbit.kernels.parts.schedule import SplitKWorkspace, TileGrid, first_token_of, iterations_of, tile_at, tile_count
 from lowbit.kernels.parts.smem import allocate, view, view_stages
@@ -110,7 +110,6 @@ class NarrowGemm(ByteTile):
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of scales of a stage."""
         return 2 * self.rows if self.grouped else 0
 
     @property
@@ -192,14 +191,10 @@ def start(registers, x_stages, acc, stage, adds, C: gl.constexpr):
 @gluon.jit
 def start_from_zero(registers, x_stages, before, never, stage, C: gl.constexpr):
     """Starts the products of a stage from zero; with 128 tokens in the registers of the sums `before`, see `start_half`."""
-    ROWS: gl.constexpr = C.rows
-    TOKENS: gl.constexpr = C.columns
-    SUMS: gl.constexpr = C.accumulator
-    TYPE: gl.constexpr = C.sums
     if C.columns == 128:
         return start(registers, x_stages, before, stage, never, C)
     else:
-        return start(registers, x_stages, gl.zeros((ROWS, TOKENS), TYPE, SUMS), stage, False, C)
+        return start(registers, x_stages, zero_sums(C.sums, C), stage, False, C)
 
 
 @gluon.jit
@@ -210,11 +205,7 @@ def multiply(p, words, stage, phase, begin, end, more, C: gl.constexpr):
     `words` are those of the tile's first stage. Returns the sums, the words of the next tile's first stage if there is `more`,
     and the next stage and phase.
     """
-    ROWS: gl.constexpr = C.rows
-    TOKENS: gl.constexpr = C.columns
-    SUMS: gl.constexpr = C.accumulator
-    TYPE: gl.constexpr = C.sums
-    acc = gl.zeros((ROWS, TOKENS), TYPE, SUMS)
+    acc = zero_sums(C.sums, C)
     odd = empty_registers(C)
     for iteration in range(begin, end):
         before = previous(stage, C)
@@ -259,12 +250,8 @@ def multiply_and_promote(p, even, words, stage, phase, begin, end, more, never, 
     `even` is the tile's first stage, dequantized, `words` those of the second one; both are returned for the next tile. While
     the sums of a stage are added, other warpgroups use the tensor cores.
     """
-    ROWS: gl.constexpr = C.rows
-    TOKENS: gl.constexpr = C.columns
-    SUMS: gl.constexpr = C.accumulator
-    TYPE: gl.constexpr = C.sums
-    sums = gl.zeros((ROWS, TOKENS), TYPE, SUMS)
-    total = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
+    sums = zero_sums(C.sums, C)
+    total = zero_sums(gl.float32, C)
     for iteration in range(begin, end):
         sums = start_from_zero(even, p.x, sums, never, stage, C)
         scale = scale_of(p.scales, stage, C)
@@ -305,13 +292,9 @@ def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
     While the second half multiplies, the next stage is dequantized. Returns the totals of both halves, the next stage and
     phase. Nothing of the next tile is read ahead: there are no registers for it while this one is stored.
     """
-    ROWS: gl.constexpr = C.rows
-    TOKENS: gl.constexpr = C.store_columns
-    SUMS: gl.constexpr = C.store_layout
-    TYPE: gl.constexpr = C.sums
-    sums = gl.zeros((ROWS, TOKENS), TYPE, SUMS)
-    low = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
-    high = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
+    sums = zero_half(C.sums, C)
+    low = zero_half(gl.float32, C)
+    high = zero_half(gl.float32, C)
     registers = dequantize(read_words(p.w, stage, phase, begin < end, C), C)
     for k in range(2 * begin + 1, 2 * end + 1):
         sums = start_half(registers, p.x, sums, never, stage, 0, C)

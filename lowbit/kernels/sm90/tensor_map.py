@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,18 +79,23 @@ def encode(windows: PixelWindows, address: int) -> bytes:
     if reasons:
         raise ValueError(f"no copy of {windows}: {'; '.join(reasons)}")
     n, h, w, row_bytes = windows.size
-    buffer = (ctypes.c_uint8 * (2 * MAP_BYTES))()
-    start = -ctypes.addressof(buffer) % MAP_BYTES
-    status = _driver().cuTensorMapEncodeIm2col(
-        ctypes.c_void_p(ctypes.addressof(buffer) + start), ctypes.c_int(_UINT8), ctypes.c_uint32(4), ctypes.c_void_p(address),
+    return _encoded(
+        f"a copy of {windows}", "cuTensorMapEncodeIm2col", ctypes.c_int(_UINT8), ctypes.c_uint32(4), ctypes.c_void_p(address),
         (ctypes.c_uint64 * 4)(row_bytes, w, h, n), (ctypes.c_uint64 * 3)(*windows.strides),
         (ctypes.c_int * 2)(*windows.first[::-1]), (ctypes.c_int * 2)(*windows.last[::-1]),
         ctypes.c_uint32(windows.step_bytes), ctypes.c_uint32(windows.pixels),
         (ctypes.c_uint32 * 4)(1, windows.stride[1], windows.stride[0], 1),
         ctypes.c_int(0), ctypes.c_int(_SWIZZLE[windows.step_bytes]), ctypes.c_int(_PROMOTE_L2_128), ctypes.c_int(0),
     )  # fmt: skip
+
+
+def _encoded(what: str, function: str, *arguments: Any) -> bytes:
+    """The descriptor that a function of the driver makes; raises ValueError that names `what`."""
+    buffer = (ctypes.c_uint8 * (2 * MAP_BYTES))()
+    start = -ctypes.addressof(buffer) % MAP_BYTES
+    status = getattr(_driver(), function)(ctypes.c_void_p(ctypes.addressof(buffer) + start), *arguments)
     if status != 0:
-        raise ValueError(f"the driver refuses a copy of {windows} at address {address:#x}: error {status}")
+        raise ValueError(f"the driver refuses {what} at address {arguments[2].value:#x}: error {status}")
     return bytes(buffer[start : start + MAP_BYTES])
 
 
@@ -127,17 +133,13 @@ def _tiled(
 ) -> Tensor:  # fmt: skip
     """The descriptor of boxes; the innermost extent comes first."""
     rank = len(size)
-    buffer = (ctypes.c_uint8 * (2 * MAP_BYTES))()
-    start = -ctypes.addressof(buffer) % MAP_BYTES
-    status = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(ctypes.addressof(buffer) + start), ctypes.c_int(kind), ctypes.c_uint32(rank), ctypes.c_void_p(address),
-        (ctypes.c_uint64 * rank)(*size), (ctypes.c_uint64 * (rank - 1))(*strides), (ctypes.c_uint32 * rank)(*box),
-        (ctypes.c_uint32 * rank)(*[1] * rank), ctypes.c_int(0), ctypes.c_int(swizzle), ctypes.c_int(_PROMOTE_L2_128),
-        ctypes.c_int(0),
+    descriptor = _encoded(
+        f"boxes of {box} of {size}", "cuTensorMapEncodeTiled", ctypes.c_int(kind), ctypes.c_uint32(rank),
+        ctypes.c_void_p(address), (ctypes.c_uint64 * rank)(*size), (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank), ctypes.c_int(0), ctypes.c_int(swizzle),
+        ctypes.c_int(_PROMOTE_L2_128), ctypes.c_int(0),
     )  # fmt: skip
-    if status != 0:
-        raise ValueError(f"the driver refuses boxes of {box} of {size} at address {address:#x}: error {status}")
-    return torch.frombuffer(bytearray(buffer[start : start + MAP_BYTES]), dtype=torch.uint8).to(device)
+    return torch.frombuffer(bytearray(descriptor), dtype=torch.uint8).to(device)
 
 
 class WindowOperand:

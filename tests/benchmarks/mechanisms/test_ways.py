@@ -9,7 +9,8 @@ import torch
 from lowbit.formats import code_values, number_format, parse_scheme
 from lowbit.hardware.machine import typical_machine
 from lowbit.hardware.mma import MMA_M16N8K16_F16
-from lowbit.kernels.choose.gemm import GemmShape, choose
+from lowbit.kernels.choose.gemm import choose
+from lowbit.kernels.choose.tiles import GemmShape
 from lowbit.pack import WeightForm
 from lowbit.pack.fragment import FragmentOrder, word_places
 from tests.kernels.calls import mixed_call

@@ -13,7 +13,8 @@ from benchmarks.language_model import random_model
 from benchmarks.tuning.step import StepTrial, TiledPart, given, parts_of, search
 from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.choose.fused_gemm import choose_chain
-from lowbit.kernels.choose.gemm import GemmShape, RingTile, choose
+from lowbit.kernels.choose.gemm import choose
+from lowbit.kernels.choose.tiles import GemmShape, RingTile
 from tests.benchmarks.test_e2e import SMALL
 from tests.engine.test_chain import packed, program_of
 from tests.tiny import eager_llama

@@ -22,10 +22,10 @@ from lowbit.kernels.choose.conv import (
     conv_candidates,
     deep_stages,
     deep_tile,
-    resident_pieces,
+    resident_tiles,
 )
 from lowbit.pack.conv_fragment import MmaFragments
-from lowbit.pack.conv_weight import WgmmaPieces
+from lowbit.pack.conv_weight import WgmmaTiles
 from lowbit.pack.stem import StemImages
 from lowbit.pack.stem_fragment import StemFragments
 
@@ -88,7 +88,7 @@ def test_the_layers_of_resnets_have_their_measured_tiles():
         for batch, letter in zip((1, 16, 128), tiles, strict=True):
             choice, (kernel, tile) = choose_conv(spec, (batch, size, size), H200), TILES[letter]
             assert (choice.kernel, choice.tile) == (f"sm90/{kernel}", ConvTile(*tile)), (spec, size, batch)
-            assert choice.layout == WgmmaPieces(spec.x, spec.y, tile[1], tile[2], taps_first=kernel == "conv_deep")
+            assert choice.layout == WgmmaTiles(spec.x, spec.y, tile[1], tile[2], taps_first=kernel == "conv_deep")
         found.add((spec.channels, spec.outputs, spec.kernel[0], spec.stride[0], size))
     wanted = {(s.channels, s.outputs, s.kernel, s.stride, s.size) for b in blocks() for s in (b.first, b.second, b.third)}
     assert wanted <= found
@@ -134,7 +134,7 @@ def test_stems():
     spec = conv(3, 64, 7, 2, "s8", "u4")
     plain, pooled = (choose_conv(spec, (1, 224, 224), H200, images, inside) for inside in (False, True))
     assert (plain.kernel, plain.tile) == ("sm90/conv", STEM_TILE)
-    assert plain.layout == WgmmaPieces("s8", "u4", 64, 64, images=images)
+    assert plain.layout == WgmmaTiles("s8", "u4", 64, 64, images=images)
     assert pooled.kernel == "sm90/stem_pool" and pooled.layout == StemFragments(images)
     with pytest.raises(ValueError, match="no max-pool inside"):
         choose_conv(spec, (1, 224, 224), A100, images, pooled=True)
@@ -164,8 +164,8 @@ def test_weights_stay_where_there_is_room(x, width):
     tile = deep_tile(spec, 3, 1)
     few, many = deep_stages(spec, tile, width), deep_stages(conv(2048, 128, x=x), tile, width)
     assert few.resident == few.stages * (2 if x == "u4" else 1) and few.resident and not many.resident
-    assert resident_pieces(spec.products, ConvTile(1, 128, 32, 3, 1)) == 4, "128 channels, 32 int8 weights of each a piece"
-    assert resident_pieces(conv(512, 64, 3, x=x).products, ConvTile(2, 64, 32, 4, 4)) == 0
+    assert resident_tiles(spec.products, ConvTile(1, 128, 32, 3, 1)) == 4, "128 channels, 32 int8 weights of each a piece"
+    assert resident_tiles(conv(512, 64, 3, x=x).products, ConvTile(2, 64, 32, 4, 4)) == 0
 
 
 def test_blocks_fit():

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from lowbit.hardware.arch import arch_for
 from lowbit.hardware.machine import MACHINES, typical_machine
-from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS, MEASURED, MOST_PARTS, chain_candidates, choose_chain, parts_of
-from lowbit.kernels.choose.gemm import DENSE_BITS, LEAST_STAGES, RING_TOKENS, GemmShape, RingTile, WgmmaTile, shared_by
+from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS, MOST_PARTS, chain_candidates, choose_chain, parts_of
+from lowbit.kernels.choose.large_m import LEAST_STAGES
+from lowbit.kernels.choose.measured import MEASURED_CHAINS as MEASURED
+from lowbit.kernels.choose.tiles import DENSE_BITS, RING_TOKENS, GemmShape, RingTile, WgmmaTile, shared_by
 
 H200 = typical_machine(90)
 ROLES = ["norm", "gated", "residual"]
@@ -36,7 +38,7 @@ def products(model):
 
 
 def blocks(tile, shape):
-    return -(-shape.strips // tile.block_strips) * tile.splits
+    return -(-shape.row_blocks // tile.tile_row_blocks) * tile.splits
 
 
 @settings(deadline=None, max_examples=200)
@@ -49,11 +51,11 @@ def test_every_shape_has_a_tile(role, m, n, k, bits, invariant):
     shape = GemmShape(m, n, k, bits)
     tile = choose_chain(role, shape, H200, invariant)
     assert m <= tile.tokens or isinstance(tile, RingTile)
-    assert isinstance(tile, WgmmaTile) or tile.block_strips <= shape.strips
+    assert isinstance(tile, WgmmaTile) or tile.tile_row_blocks <= shape.row_blocks
     assert role != "residual" or parts_of(tile, shape) <= MOST_PARTS
     if invariant:
         other = choose_chain(role, GemmShape(1 + CHAIN_TOKENS - m, n, k, bits), H200, True)
-        assert (tile.block_strips, tile.warps_k, tile.splits) == (other.block_strips, 8, 1) and other.splits == 1
+        assert (tile.tile_row_blocks, tile.warps_k, tile.splits) == (other.tile_row_blocks, 8, 1) and other.splits == 1
 
 
 @pytest.mark.parametrize("sm_count", [16, 26, 60])
@@ -95,9 +97,9 @@ def test_few_tokens_fill_whole_waves(model, m, bits):
         measured = chain_candidates(role, shape, H200)[0].measured
         count = blocks(tile, shape)
         assert tile.splits == 1, "blocks would meet in memory"
-        if shape.strips >= H200.sm_count and not measured:
-            busiest = -(-count // H200.sm_count) * tile.block_strips
-            assert shape.strips / (busiest * H200.sm_count) >= 0.7, (role, n, k, str(tile))
+        if shape.row_blocks >= H200.sm_count and not measured:
+            busiest = -(-count // H200.sm_count) * tile.tile_row_blocks
+            assert shape.row_blocks / (busiest * H200.sm_count) >= 0.7, (role, n, k, str(tile))
         assert (tile.blocks_per_sm == 1) == (count <= H200.sm_count)
 
 
@@ -115,10 +117,10 @@ def test_every_machine_has_room(machine):
 @settings(deadline=None, max_examples=60)
 @given(role=st.sampled_from(ROLES), m=st.integers(1, RING_TOKENS), n=st.integers(16, 40000), k=st.integers(8, 30000))
 def test_weights_of_16_bits_are_the_ring_kernels(role, m, n, k):
-    """A ring may have fewer slots than strips, never more than a block has memory for."""
+    """A ring may have fewer slots than row blocks, never more than a block has memory for."""
     for row in chain_candidates(role, GemmShape(m, n, k, DENSE_BITS), H200):
         assert isinstance(row.tile, RingTile) and row.tile.tokens == (8 if m <= 8 else 16)
-        assert row.tile.strips * row.tile.rounds % row.tile.depth == 0
+        assert row.tile.row_blocks * row.tile.rounds % row.tile.depth == 0
         warps = row.tile.warps_n * row.tile.warps_k
         assert row.reasons or warps * row.tile.depth * 4096 <= H200.arch.shared_per_block_bytes
 

@@ -9,19 +9,10 @@ from hypothesis import strategies as st
 from benchmarks.grid import weights
 from lowbit.hardware.machine import MACHINES, typical_machine
 from lowbit.kernels.choose import gemm as module
-from lowbit.kernels.choose.gemm import (
-    LEAST_STAGES,
-    MEASURED,
-    GemmShape,
-    Measured,
-    MmaTile,
-    RingTile,
-    WgmmaTile,
-    candidates,
-    choose,
-    mma_candidate,
-    mma_tiles,
-)
+from lowbit.kernels.choose.gemm import candidates, choose
+from lowbit.kernels.choose.large_m import LEAST_STAGES, mma_candidate, mma_tiles
+from lowbit.kernels.choose.measured import MEASURED, Measured
+from lowbit.kernels.choose.tiles import GemmShape, MmaTile, RingTile, WgmmaTile
 
 H200 = typical_machine(90)
 
@@ -32,7 +23,7 @@ def test_every_shape_has_a_tile_that_fits(m, n, k, bits):
     shape = GemmShape(m, n, k, bits)
     tile = choose(shape, H200)
     if isinstance(tile, RingTile):
-        assert tile.block_strips <= shape.strips and tile.warps_n * tile.warps_k in (8, 16)
+        assert tile.tile_row_blocks <= shape.row_blocks and tile.warps_n * tile.warps_k in (8, 16)
     else:
         assert tile.stages % 2 == 0 and tile.stages >= LEAST_STAGES
         assert tile.stages * (512 * tile.warpgroups * bits + 128 * tile.tokens) <= 230_000
@@ -111,8 +102,8 @@ def test_without_room_the_reasons_say_so():
         # best of the candidates measured on an H200, 2026-11-21, int4 groups of 128 (docs/log)
         (1, 8192, 8192, "ring 64 rows x 8 tokens"),
         (1, 8192, 28672, "ring 64 rows x 8 tokens"),
-        (16, 8192, 28672, "ring 128 rows x 16 tokens, 1 x 8 warps of 8 strips, ring of 8, K split 2"),
-        (16, 28672, 8192, "ring 224 rows x 16 tokens, 2 x 4 warps of 7 strips"),
+        (16, 8192, 28672, "ring 128 rows x 16 tokens, 1 x 8 warps of 8 row blocks, ring of 8, K split 2"),
+        (16, 28672, 8192, "ring 224 rows x 16 tokens, 2 x 4 warps of 7 row blocks"),
         (4096, 8192, 8192, "wgmma 128 rows x 256 tokens, 4 stages, K split 1"),
     ],
 )

@@ -13,9 +13,10 @@ from lowbit._version import __version__
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose import tuned
-from lowbit.kernels.choose.gemm import KINDS, GemmShape, MmaTile, RingTile, WgmmaTile, candidates, choose
+from lowbit.kernels.choose.gemm import candidates, choose
 from lowbit.kernels.choose.scaled_gemm import KINDS as SCALED
 from lowbit.kernels.choose.scaled_gemm import ScaledTile, candidates_scaled, choose_scaled
+from lowbit.kernels.choose.tiles import KINDS, GemmShape, MmaTile, RingTile, WgmmaTile
 from lowbit.kernels.choose.tuned import RESULT, SCHEMA, TunedRow, problem_of, read, written
 from lowbit.ops.table import Problem, scaled_shape
 from lowbit.ops.table import choose as choose_kernel

@@ -63,7 +63,7 @@ def test_the_arithmetic_in_tritons_interpreter():
 
 
 @pytest.mark.parametrize("sm", [80, 90])
-def test_heads_move_in_pieces_of_16_bytes(sm):
+def test_heads_move_in_vectors_of_16_bytes(sm):
     kernels, int32, half = {}, torch.int32, torch.float16
     for head_dim, turns in itertools.product((64, 80, 128, 256), (True, False)):
         given = shape(32, 8, head_dim, rotary_dim=head_dim if turns else 0)

@@ -46,8 +46,8 @@ def near(got, wanted):
 def check(device, dtype, m, width, function, start=0):
     both = inputs(m, width + start, dtype, device)
     first, second = both[:, start : width + start], both[:, width + 2 * start :]
-    pieces = width % 8 == 0 and start == 0
-    plan = GatePlan(m, width, function, pieces, machine_of("cuda") if device == "cuda" else typical_machine(80))
+    vectors = width % 8 == 0 and start == 0
+    plan = GatePlan(m, width, function, vectors, machine_of("cuda") if device == "cuda" else typical_machine(80))
     for _ in range(2):
         if device == "cuda":
             torch.full((m, width), float("nan"), dtype=dtype, device=device)
@@ -72,8 +72,8 @@ def check_alternating(device, dtype, m, width, function):
 def check_alone(device, dtype, m, width, function, start=0):
     """An MLP without a gate."""
     x = inputs(m, width + start, dtype, device)[:, start : width + start]
-    pieces = width % 8 == 0 and start == 0
-    plan = GatePlan(m, width, function, pieces, machine_of("cuda") if device == "cuda" else typical_machine(80))
+    vectors = width % 8 == 0 and start == 0
+    plan = GatePlan(m, width, function, vectors, machine_of("cuda") if device == "cuda" else typical_machine(80))
     for _ in range(2):
         y = plan(x, None)
         assert y.is_contiguous()
@@ -101,7 +101,7 @@ ROWS_AND_TYPES = [(1, torch.float16), (8192, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(("m", "dtype"), ROWS_AND_TYPES, ids=["1-fp16", "8192-bf16"])
-def test_pieces_of_16_bytes_and_neighbours_that_overlap(m, dtype):
+def test_vectors_of_16_bytes_and_neighbours_that_overlap(m, dtype):
     """Without a gate nothing else is read."""
     each, both = 1 if m == 1 else 2, (meta((m, 14336), dtype), meta((m, 14336), dtype))
     kernels, of_one = {}, {}

@@ -31,19 +31,19 @@ def check(device, dtype, m, k, order=True, scale=None, start=0, gap=0):
     x = wide[:, start : start + k]
     permutation = torch.randperm(k, generator=generator).to(device, torch.int32) if order else None
     factors = None if scale is None else torch.randn(k, generator=generator).to(device, scale)
-    pieces = k % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    vectors = k % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     if device == "cuda":
         row = machine_of("cuda")
         torch.full((m, k + 8), float("nan"), dtype=dtype, device=device)  # what the allocator hands out next is poisoned
     else:
         row = typical_machine(80)
-    plan = GatherPlan(m, k, order, pieces, row)
+    plan = GatherPlan(m, k, order, vectors, row)
     for _ in range(2):  # compiled, then called as it was compiled
         y = plan(x, permutation, factors)
         assert y.shape == (m, k) and y.stride(0) % 8 == 0 and y.data_ptr() % 16 == 0
         assert torch.equal(y, expected(x, permutation, factors)), (dtype, m, k, order, scale)
         rest = y.as_strided((m, y.stride(0)), (y.stride(0), 1))[:, k:]
-        assert not rest.any(), "a piece is read as a whole, so what is beyond K must be zero"
+        assert not rest.any(), "a vector is read as a whole, so what is beyond K must be zero"
 
 
 CASES = [
@@ -73,10 +73,10 @@ def compiled(sm, m, k, dtype=torch.float16, scale=None):
 
 
 @pytest.mark.parametrize("sm", [80, 89, 90, 100])
-def test_rows_move_in_pieces_of_16_bytes(sm):
+def test_rows_move_in_vectors_of_16_bytes(sm):
     for plan, kernel in [compiled(sm, 4096, 8192, dtype, scale=torch.float32) for dtype in (torch.float16, torch.bfloat16)]:
         assert plan.launch.function is gather_rows and kernel.stack_bytes == 0
-        # 512 threads: 4 pieces of the order, 4 of the scale, 2 of each row; words to shared memory, 16 random reads, two rows.
+        # 512 threads: 4 vectors of the order, 4 of the scale, 2 of each row; words to shared memory, 16 random reads, two rows.
         assert kernel.count("LDG.E.128") == kernel.count("LDG") == 12
         assert kernel.count("STS.128") == 4 and kernel.count("LDS") == 16
         assert kernel.count("STG.E.128") == kernel.count("STG") == 4

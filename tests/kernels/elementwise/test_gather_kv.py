@@ -58,7 +58,7 @@ def test_the_copies_in_tritons_interpreter():
 
 
 @pytest.mark.parametrize("sm", [80, 90])
-def test_heads_move_in_pieces_of_16_bytes(sm):
+def test_heads_move_in_vectors_of_16_bytes(sm):
     kernels = {}
     for head_dim in (64, 80, 128, 256):
         pages = meta((9, 8, 128, head_dim), torch.float16)

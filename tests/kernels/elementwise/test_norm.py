@@ -10,7 +10,8 @@ from torch.nn.functional import layer_norm
 
 from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.reference.elementwise import add_reference, embed_rows_reference, norm_reference, scaled_reference
-from lowbit.ops.elementwise import add_norm, add_norm_squares, embed_norm, embed_rows, quantize_embedding
+from lowbit.ops.elementwise import EmbeddingTable, add_norm, add_norm_squares, embed_norm, embed_rows
+from lowbit.quantize import rtn
 from tests.kernels.calls import meta
 from tests.kernels.interpreter import interpreted
 from tests.kernels.sass import TRITON, compile_plan
@@ -19,8 +20,8 @@ pytest.importorskip("triton", reason="the kernel is written in Triton")
 from lowbit.kernels.elementwise.norm import (
     NONE,
     NORMED,
-    PIECE,
     SQUARES,
+    VECTOR,
     EmbedPlan,
     NormPlan,
     NormRequest,
@@ -124,7 +125,7 @@ def check_layer_norm(device, dtype, m, width, mean=0.0, with_delta=True, weights
 
 def check_embed(device, dtype, width, packed, norm, scale, with_rows, learned=False):
     weight = random(50, width, dtype=torch.float32, device=device)
-    table = quantize_embedding(weight) if packed else None
+    table = EmbeddingTable.from_quant_tensor(rtn(weight, "w8a16")) if packed else None
     codes, row_scale = (weight.to(dtype), None) if table is None else (table.codes, table.scale)
     tokens = torch.tensor([3, 49, 0, 7], dtype=torch.int32, device=device)
     rows = torch.tensor([2, 1, 3, 1, 0], dtype=torch.int32, device=device) if with_rows else None
@@ -177,14 +178,14 @@ def test_the_arithmetic_in_tritons_interpreter():
 
 @pytest.mark.parametrize("width", [1, 8, 203, 576, 896, 2048, 4096, 5120, 8192, 16384])
 def test_a_rows_shape_depends_on_its_width_alone(width):
-    """Two to four pieces a thread, few of them idle."""
+    """Two to four vectors a thread, few of them idle."""
     threads, chunks = shape_of(width)
     assert 32 <= threads <= 1024 and threads & (threads - 1) == 0
-    assert width <= threads * chunks * PIECE < width + threads * PIECE
+    assert width <= threads * chunks * VECTOR < width + threads * VECTOR
     plans = [NormPlan(m, width, NormRequest(NORMED), typical_machine(90)) for m in (1, 64, 8192)]
     assert len({plan.constants for plan in plans}) == 1, "a row's bits do not depend on the number of rows"
     if width >= 576:
-        assert 2 <= chunks <= 4 and 3 * threads * chunks * PIECE <= 4 * width
+        assert 2 <= chunks <= 4 and 3 * threads * chunks * VECTOR <= 4 * width
 
 
 def compiled_norm(width, dtype=torch.float16, norm=NORMED, offset=0.0, delta=True, post=False, sm=90, gamma=None, bias=False):
@@ -205,13 +206,13 @@ def compiled_embed(width, dtype=torch.float16, norm=NORMED, packed=False, scaled
 
 
 # Both types of 16 bits are loaded, stored and converted in pairs by one instruction each: in turn. Widths differ in threads and
-# pieces of a thread: one of 768 for 576 (32 and 3), one of 12288 for 9216 (512 and 3).
+# vectors of a thread: one of 768 for 576 (32 and 3), one of 12288 for 9216 (512 and 3).
 WIDTHS = [(576, "fp16"), (4096, "bf16"), (5120, "bf16"), (8192, "fp16"), (16384, "bf16")]
 WIDTHS_OF_OPT = [(768, "bf16"), (4096, "fp16"), (5120, "fp16"), (7168, "bf16"), (12288, "bf16"), (16384, "fp16")]
 
 
 @pytest.mark.parametrize(("norm", "offset", "post"), [(NORMED, 0.0, False), (NORMED, 1.0, True), (SQUARES, 0.0, False)])
-def test_rows_move_in_pieces_of_16_bytes(norm, offset, post):
+def test_rows_move_in_vectors_of_16_bytes(norm, offset, post):
     made = [(case, *compiled_norm(case[0], TYPES[case[1]], norm, offset, post=post)) for case in WIDTHS]
     for case, plan, kernel in made:
         _, threads, _, chunks, *_ = plan.constants
@@ -221,7 +222,7 @@ def test_rows_move_in_pieces_of_16_bytes(norm, offset, post):
         assert kernel.shared_bytes <= 4 * threads // 32, "only the sums of the warps are shared"
 
 
-def test_layer_norms_move_in_pieces_of_16_bytes():
+def test_layer_norms_move_in_vectors_of_16_bytes():
     """Widths of OPT among them, with gamma and bias before the wait."""
     made = [(case, *compiled_norm(case[0], TYPES[case[1]], bias=True)) for case in WIDTHS_OF_OPT]
     of_embeddings = [compiled_embed(width, TYPES[dtype], learned=True)[1] for width, dtype in WIDTHS_OF_OPT]
@@ -236,7 +237,7 @@ def test_layer_norms_move_in_pieces_of_16_bytes():
         assert embed.count("LDG.E.128") == 4 * chunks == embed.count("LDG") - 3, "row, token and position beside"
 
 
-def test_an_embedding_moves_in_pieces():
+def test_an_embedding_moves_in_vectors():
     cases = itertools.product((NONE, NORMED), (False, True))
     made = [(*case, *compiled_embed(4096, norm=case[0], packed=case[1], scaled=True)) for case in cases]
     for norm, packed, plan, kernel in made:
@@ -259,7 +260,7 @@ def test_neighbours_in_the_stream_overlap(of):
     lines = [line.split()[0] if not line.startswith("@") else line.split()[1] for line in kernel.lines]
     start, wait = lines.index("PREEXIT"), lines.index("ACQBULK")
     reads = [i for i, line in enumerate(lines) if line.startswith("LDG")]
-    assert wait < start and sum(i < wait for i in reads) == 2, "two pieces of gamma"
+    assert wait < start and sum(i < wait for i in reads) == 2, "two vectors of gamma"
     assert all(i > wait for i, line in enumerate(lines) if line.startswith("STG"))
     _, before = compiled_norm(4096, sm=80) if of == "norm" else compiled_embed(4096, sm=80)
     assert before.count("ACQBULK") == before.count("PREEXIT") == 0

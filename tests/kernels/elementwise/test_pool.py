@@ -18,7 +18,7 @@ from tests.kernels.sass import compile_triton
 
 @pytest.mark.parametrize("four", [True, False])
 def test_maxima_move_16_bytes_at_a_time(four):
-    constants = dict(PIECES=2, KH=3, KW=3, SH=2, SW=2, PH=1, PW=1, FOUR=four, BLOCK=128)
+    constants = dict(VECTORS=2, KH=3, KW=3, SH=2, SW=2, PH=1, PW=1, FOUR=four, BLOCK=128)
     signature = {"y": "*i32", "x": "*i32"} | dict.fromkeys(("height", "width", "out_height", "out_width", "total"), "i32")
     kernel = compile_triton(max_pool_kernel, signature, constants, ("y", "x"), 4, 90)
     assert kernel.stack_bytes == 0 and kernel.count("LDG.E.128") == 9 and kernel.count("STG.E.128") == 1

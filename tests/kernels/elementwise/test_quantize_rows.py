@@ -17,7 +17,7 @@ from tests.kernels.sass import compile_plan
 
 triton = pytest.importorskip("triton", reason="the kernel is written in Triton")
 from lowbit.kernels.elementwise import quantize_rows as kernel_module  # noqa: E402
-from lowbit.kernels.elementwise.quantize_rows import CODE_PIECE, QuantizePlan, QuantizeRequest  # noqa: E402
+from lowbit.kernels.elementwise.quantize_rows import CODE_VECTOR, QuantizePlan, QuantizeRequest  # noqa: E402
 from lowbit.ops import (  # noqa: E402
     add_norm_quantize,
     layer_norm_quantize,
@@ -54,7 +54,7 @@ def check(x, name, group=0, static=False, symmetric=True, device=80):
     aligned = x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     plan = QuantizePlan(*x.shape, QuantizeRequest("", fmt, group, static, symmetric), aligned, typical_machine(device))
     if x.is_cuda:
-        torch.full((x.shape[0], x.shape[1] + CODE_PIECE), -1, dtype=torch.int8, device=x.device)  # poisons what comes next
+        torch.full((x.shape[0], x.shape[1] + CODE_VECTOR), -1, dtype=torch.int8, device=x.device)  # poisons what comes next
     codes, own, zero = quantize_activations_reference(x, fmt, group, scale, symmetric, given)
     expected = [t for t in ((codes,) if static else (codes, own, zero)) if t is not None]
     for _ in range(2 if x.is_cuda else 1):  # compiled, then called as it was compiled
@@ -69,9 +69,9 @@ def check(x, name, group=0, static=False, symmetric=True, device=80):
                 static,
                 symmetric,
             )
-        assert made[0].stride(0) % CODE_PIECE == 0 and made[0].data_ptr() % CODE_PIECE == 0
+        assert made[0].stride(0) % CODE_VECTOR == 0 and made[0].data_ptr() % CODE_VECTOR == 0
         rest = made[0].as_strided((x.shape[0], made[0].stride(0)), (made[0].stride(0), 1))[:, x.shape[1] :]
-        assert not rest.view(torch.uint8).any(), "a piece is read as a whole, so what is beyond K must be zero"
+        assert not rest.view(torch.uint8).any(), "a vector is read as a whole, so what is beyond K must be zero"
 
 
 def check_without_a_gpu():
@@ -176,9 +176,9 @@ def test_the_arithmetic_in_tritons_interpreter():
     interpreted(check_without_a_gpu)
 
 
-def compiled(sm, k, name="int8", before="", pieces=True, dtype=torch.float16, **asked):
+def compiled(sm, k, name="int8", before="", vectors=True, dtype=torch.float16, **asked):
     request = QuantizeRequest(before, number_format(name), **asked)
-    plan = QuantizePlan(4096, k, request, pieces, typical_machine(sm))
+    plan = QuantizePlan(4096, k, request, vectors, typical_machine(sm))
     beside = meta((4096, k), dtype) if request.residual or before == "silu" else None
     weight = meta((k,), dtype) if before.endswith("norm") else None
     bias = meta((k,), dtype) if before == "layer_norm" else None
@@ -193,13 +193,13 @@ def plan_for(m, k, before="", **asked):
 
 
 @pytest.mark.parametrize("sm", [80, 89, 90, 100])
-def test_a_row_is_read_in_pieces_of_16_bytes(sm):
+def test_a_row_is_read_in_vectors_of_16_bytes(sm):
     """Twice: the second time, when the scale is known, it comes from the caches, and no registers wait for the scale."""
     for k, (warps, kernel) in {k: compiled(sm, k) for k in (4096, 8192, 28672)}.items():
-        pieces = k // (8 * 32 * warps)
+        vectors = k // (8 * 32 * warps)
         loads = [line for line in kernel.lines if "LDG" in line]
-        assert len(loads) == 2 * pieces and all(".128" in line for line in loads), k
-        assert kernel.count("STG.E.64") == pieces and kernel.stack_bytes <= (16 if k == 28672 else 0), k
+        assert len(loads) == 2 * vectors and all(".128" in line for line in loads), k
+        assert kernel.count("STG.E.64") == vectors and kernel.stack_bytes <= (16 if k == 28672 else 0), k
         assert kernel.count("F2I") == 0, "rounding is an addition"
         assert kernel.shared_bytes <= 4 * warps, "only what the warps found is shared"
 
@@ -217,11 +217,11 @@ def test_what_is_fused_reads_everything_once():
 @pytest.mark.parametrize("before", ["", "layer_norm"])
 @pytest.mark.parametrize("k", [1, 8, 203, 576, 2048, 4096, 5120, 8192, 11008, 14336, 28672, 32768, 40000, 65536])
 def test_threads_have_up_to_64_elements_and_few_too_many(k, before, m):
-    _, threads, piece, chunks, *_ = plan_for(m, k, before).constants
-    assert piece * chunks <= 64 and k <= threads * piece * chunks < k + threads * piece
-    assert 3 * threads * piece * chunks <= max(4 * k, 3 * 256)
+    _, threads, vector, chunks, *_ = plan_for(m, k, before).constants
+    assert vector * chunks <= 64 and k <= threads * vector * chunks < k + threads * vector
+    assert 3 * threads * vector * chunks <= max(4 * k, 3 * 256)
     if k % 1024 == 0:
-        assert threads * piece * chunks == k, "whole chunks, which need no masks"
+        assert threads * vector * chunks == k, "whole chunks, which need no masks"
 
 
 def test_few_rows_get_more_threads():

@@ -14,7 +14,7 @@ from tests.kernels.sass import compile_plan
 
 triton = pytest.importorskip("triton", reason="the kernel is written in Triton")
 from lowbit.kernels.elementwise import quantize_rows as kernel_module  # noqa: E402
-from lowbit.kernels.elementwise.quantize_rows import CODE_PIECE, QuantizePlan, QuantizeRequest  # noqa: E402
+from lowbit.kernels.elementwise.quantize_rows import CODE_VECTOR, QuantizePlan, QuantizeRequest  # noqa: E402
 from lowbit.kernels.elementwise.rotate import RotatePlan  # noqa: E402
 from lowbit.ops import (  # noqa: E402
     add_norm_quantize,
@@ -35,12 +35,12 @@ def rows_for(m, k, dtype, device="cpu"):
     return hard_rows(m, k, torch.float32, device).clamp(-3000, 3000).to(dtype)
 
 
-def pieces(x):
+def vectors(x):
     return x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
 
 
 def check_rotation(x, block, sm=80):
-    plan = RotatePlan(*x.shape, block, pieces(x), typical_machine(sm))
+    plan = RotatePlan(*x.shape, block, vectors(x), typical_machine(sm))
     wanted = butterflies(x, block).to(x.dtype)
     for _ in range(2 if x.is_cuda else 1):  # compiled, then called as it was compiled
         if x.is_cuda:
@@ -54,12 +54,12 @@ def check_codes(x, name, block, group=0, symmetric=True, static=False, rule="", 
     request = QuantizeRequest(
         "", number_format(name), group, static, symmetric, False, kernel_module.ActivationRule(rule), block
     )
-    plan = QuantizePlan(*x.shape, request, pieces(x), typical_machine(sm))
+    plan = QuantizePlan(*x.shape, request, vectors(x), typical_machine(sm))
     apart = butterflies(x, block).to(x.dtype)
     wanted = quantize_activations_reference(apart, request.fmt, group, scale, symmetric, None, request.rule)
     for _ in range(2 if x.is_cuda else 1):
         if x.is_cuda:
-            torch.full((x.shape[0], x.shape[1] + CODE_PIECE), -1, dtype=torch.int8, device=x.device)
+            torch.full((x.shape[0], x.shape[1] + CODE_VECTOR), -1, dtype=torch.int8, device=x.device)
         made = plan(x, None, None, None, scale, 0.0)
         for got, right in zip(made, [wanted[0]] if static else [t for t in wanted if t is not None], strict=True):
             assert same(got.contiguous(), right), (x.shape, x.dtype, name, block, group, symmetric, static, rule)
@@ -126,11 +126,11 @@ def test_in_registers(sm, block):
     asked = [(k, *case) for k in (4096, 14336) for case in (("", False), ("rms_norm", True), ("silu", False))]
     made = [compiled(sm, k, block, before, residual=residual) for k, before, residual in asked]  # all, before one is read
     for (k, before, residual), (plan, kernel) in zip(asked, made, strict=True):
-        _, threads, piece, chunks, *_ = plan.constants
-        steps = (block // piece).bit_length() - 1
+        _, threads, vector, chunks, *_ = plan.constants
+        steps = (block // vector).bit_length() - 1
         loads = [line for line in kernel.lines if "LDG" in line]
         assert kernel.stack_bytes == 0 and kernel.shared_bytes <= 8 * threads // 32, (k, before)
-        assert kernel.count("BAR") <= 2 and 0 < kernel.count("SHFL") - steps * piece * chunks <= 20, (k, before)
+        assert kernel.count("BAR") <= 2 and 0 < kernel.count("SHFL") - steps * vector * chunks <= 20, (k, before)
         assert len(loads) == chunks * (3 if residual else 2 if before else 1), (k, before)
 
 

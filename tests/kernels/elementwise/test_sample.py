@@ -9,6 +9,7 @@ import torch
 
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.reference import sampling
+from lowbit.kernels.reference.sampling import SampleInputs
 from lowbit.ops.sample import Sampling, SamplingState, sample
 from tests.kernels.calls import meta
 from tests.kernels.interpreter import interpreted
@@ -19,7 +20,7 @@ import triton.language as tl  # noqa: E402
 
 from lowbit.kernels.elementwise import sample as kernel_module  # noqa: E402
 from lowbit.kernels.elementwise.masses import masses, share, target_of  # noqa: E402
-from lowbit.kernels.elementwise.sample import SampleInputs, SamplePlan  # noqa: E402
+from lowbit.kernels.elementwise.sample import SamplePlan  # noqa: E402
 
 gpu = pytest.mark.gpu
 
@@ -79,8 +80,8 @@ def check(settings, rows, logits, filters=True):
     """Tokens, state and log-probabilities of the kernels are the reference's; every call leaves the counters zero."""
     state = state_of(settings, logits.shape[1], logits.device)
     wanted, got = call(state, rows, logits)._replace(logits=logits.cpu()), call(state, rows, logits)
-    wanted = SampleInputs(*(t.cpu() for t in wanted))
-    sampling.sample_reference(*wanted)
+    wanted = SampleInputs(*(t.cpu() for t in wanted[:-1]))
+    sampling.sample_reference(*wanted[:-1])
     overlap = logits.is_cuda and machine_of(logits.device).arch.sm >= 90
     ends = len(state.ends)
     plan = SamplePlan(len(rows), logits.shape[1], logits.stride(0), len(state.settings), ends, filters, overlap)
@@ -89,14 +90,14 @@ def check(settings, rows, logits, filters=True):
     arrived = torch.zeros(counters, dtype=torch.int32, device=logits.device)
     plan(got, space, arrived)
     assert not arrived.any()
-    for name, one, other in zip(SampleInputs._fields[1:-1], got[1:-1], wanted[1:-1], strict=True):
+    for name, one, other in zip(SampleInputs._fields[1:-2], got[1:-2], wanted[1:-2], strict=True):
         assert torch.equal(one.cpu(), other), (name, rows, logits.shape, one, other)
     torch.testing.assert_close(got.out_logprobs.cpu(), wanted.out_logprobs, rtol=1e-5, atol=2e-5, equal_nan=True)
     if not logits.is_cuda and logits.numel() > 1 << 12:
         return  # the interpreter takes its time
     again = call(state, rows, logits)
     plan(again, space.fill_(-1e30), arrived)
-    both = ([t.view(torch.int32) for t in given[2:]] for given in (again, got))  # a NaN is not equal to itself
+    both = ([t.view(torch.int32) for t in given[2:-1]] for given in (again, got))  # a NaN is not equal to itself
     assert all(torch.equal(one, other) for one, other in zip(*both, strict=True)), "the same bits every time"
 
 
@@ -192,7 +193,7 @@ CODE = [
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16], ids=str)
 def test_machine_code_of_sm_90(dtype):
-    """No spills, logits in pieces of 16 bytes, the wait for the kernel before in front of all that it writes."""
+    """No spills, logits in vectors of 16 bytes, the wait for the kernel before in front of all that it writes."""
     # bf16 becomes float32 as fp16 does, but for one instruction, where all kernels read logits: by one kernel.
     cases = CODE if dtype != torch.bfloat16 else CODE[1:2]
     made = [compiled(name, dtype=dtype, **options) for name, options, _ in cases]
@@ -220,7 +221,7 @@ def test_greedy_steps_are_one_launch():
     kernels = [getattr(SamplePlan(1, 128256, 128256, 65, 2, False, True), name) for name in ("survey", "weigh")]
     assert kernels[0].grid == (63, 1, 1)
     code = compiled("survey", filters=False)
-    # A thread reads one piece of 8 logits, and in the last block what 63 chunks found; then token and position go on.
+    # A thread reads one vector of 8 logits, and in the last block what 63 chunks found; then token and position go on.
     assert code.count("LDG.E.128") == 1 and code.shared_bytes <= 128
 
 

@@ -50,7 +50,8 @@ class Pointer:
         return self.memory.address + self.place * self.memory.values.itemsize
 
 
-def load(pointer, mask=True, other=0.0):
+def load(pointer, mask=True, other=0.0, cache_modifier=""):
+    pointer = pointer + 0 if isinstance(pointer, Memory) else pointer
     there = np.broadcast_to(mask, np.shape(pointer.place))
     values = pointer.memory.values.reshape(-1)[np.where(there, pointer.place, 0)]
     return lanes(np.where(there, values, np.asarray(other, values.dtype)))
@@ -94,7 +95,8 @@ class Block:
         gl = types.SimpleNamespace(
             static_range=range, float32=np.float32, int32=np.int32, int64=np.int64, constexpr=None, load=load, store=store,
             atomic_add=atomic_add, program_id=lambda axis: place[axis], num_programs=lambda axis: grid[axis],
-            minimum=lambda a, b: lanes(np.minimum(a, b)), where=lambda c, a, b: lanes(np.where(c, a, b)), exp=exp,
+            minimum=lambda a, b: lanes(np.minimum(a, b)), maximum=lambda a, b: lanes(np.maximum(a, b)),
+            where=lambda c, a, b: lanes(np.where(c, a, b)), exp=exp,
             rsqrt=lambda x: (1 / np.sqrt(x)).astype(np.float32), arange=lambda first, end, layout: self.thread,
             zeros=lambda shape, kind, layout: lanes(np.zeros(shape, kind)), BlockedLayout=lambda *layout: None,
             SwizzledSharedLayout=lambda *layout: None, allocate_shared_memory=lambda *shape: self.tile(),

@@ -13,7 +13,7 @@ import torch
 
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.gemm import GemmShape, RingTile
+from lowbit.kernels.choose.tiles import GemmShape, RingTile
 from lowbit.pack import weight_form
 
 pytest.importorskip("triton")

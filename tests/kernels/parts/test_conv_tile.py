@@ -31,7 +31,7 @@ def places(layout):
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_parts_of_memory_follow_each_other(tile):
     assert UNIT * tile.w_unit == tile.stages * tile.x_bytes and tile.x_bytes % UNIT == 0
-    assert UNIT * tile.barrier_unit == UNIT * tile.w_unit + tile.pieces * tile.piece_bytes
+    assert UNIT * tile.barrier_unit == UNIT * tile.w_unit + tile.w_tiles * tile.w_tile_bytes
     assert tile.barriers.start == UNIT * tile.barrier_unit and tile.weights.start == tile.barriers.end
     assert tile.weights.end <= tile.shared_bytes and UNIT_WORDS.value * 4 == UNIT
     check_operands(tile.register_fence, "=r" + ",r" * (2 * tile.ring.registers + 1))

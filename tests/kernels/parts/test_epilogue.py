@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.parts.epilogue import Epilogue, activated
+from lowbit.kernels.parts.epilogue import Epilogue, activated, gate_times_up
 from tests.kernels.parts.plain import plain
 
 
@@ -28,3 +28,16 @@ def test_gates_are_those_of_models(gate):
     made = plain(activated, gl=gl)(x, SimpleNamespace(epilogue=SimpleNamespace(gate=gate)))
     wanted = torch.nn.functional.silu(x) if gate == "silu" else torch.nn.functional.gelu(x, approximate="tanh")
     torch.testing.assert_close(made, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_clamped_swiglu_is_that_of_gpt_oss():
+    generator = torch.Generator().manual_seed(0)
+    gate, up = 8 * torch.randn(2, 4001, generator=generator, dtype=torch.float64)
+    gate[:2], up[1:3] = torch.tensor([torch.nan, torch.inf]), torch.tensor([torch.nan, -torch.inf])
+    gl = SimpleNamespace(exp=torch.exp, rsqrt=torch.rsqrt, where=torch.where)
+    names = {"gl": gl, "CLAMP": torch.tensor(7.0, dtype=torch.float64)}
+    made = plain(gate_times_up, **names)(gate, up, SimpleNamespace(epilogue=SimpleNamespace(gate="clamped_swiglu")))
+    limited = gate.clamp(max=7)
+    expected = (up.clamp(-7, 7) + 1) * limited * torch.sigmoid(1.702 * limited)
+    assert expected[:2].isnan().all()
+    torch.testing.assert_close(made, expected, rtol=1e-9, atol=1e-9, equal_nan=True)

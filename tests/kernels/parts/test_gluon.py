@@ -92,6 +92,6 @@ def test_costs_that_are_not_in_the_digest_write_nothing():
         for path in package.glob(f"kernels/{room}/*.py"):
             for name, imported in importing.findall(path.read_text()):
                 taken |= set(re.findall(r"\w+", imported)) if name in names else set()
-    # shared_by: the bytes that it gives are a field of RingGemm; share_refusals: a reason not to launch.
+    # shared_by: the bytes that it gives are a field of RingGemm; share_refusals: a reason not to launch; expert_blocks: a grid.
     tiles = {"MmaTile", "RingTile", "WgmmaTile", "ScaledTile"}
-    assert taken == {"GemmShape", "ScaledShape", *tiles, "shared_by", "share_refusals"}
+    assert taken == {"ExpertShape", "GemmShape", "ScaledShape", *tiles, "expert_blocks", "shared_by", "share_refusals"}

@@ -27,10 +27,10 @@ def butterflies(x, block):
 
 
 @triton.jit
-def rotate_one(y, x, BLOCK: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr, CHUNKS: tl.constexpr):
+def rotate_one(y, x, BLOCK: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr, CHUNKS: tl.constexpr):
     """A row of 1024 numbers."""
-    STEP: tl.constexpr = THREADS * PIECE
-    i = tl.arange(0, THREADS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    STEP: tl.constexpr = THREADS * VECTOR
+    i = tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     values = rotated(floats(loaded(x, i, STEP * CHUNKS, STEP, CHUNKS), CHUNKS), BLOCK, CHUNKS)
     for c in tl.static_range(CHUNKS):
         tl.store(y + c * STEP + i, values[c])
@@ -39,10 +39,10 @@ def rotate_one(y, x, BLOCK: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.const
 def check_shapes():
     x = torch.randn(1024, generator=torch.Generator().manual_seed(0))
     for block in BLOCKS:
-        for threads, piece in ((32, 8), (128, 8), (256, 4), (64, 16), (32, 32)):
+        for threads, vector in ((32, 8), (128, 8), (256, 4), (64, 16), (32, 32)):
             y = torch.full_like(x, float("nan"))
-            rotate_one[(1,)](y, x, block, threads, piece, 1024 // (threads * piece))
-            assert torch.equal(y, butterflies(x, block)), (block, threads, piece)
+            rotate_one[(1,)](y, x, block, threads, vector, 1024 // (threads * vector))
+            assert torch.equal(y, butterflies(x, block)), (block, threads, vector)
 
 
 def test_the_same_bits_in_every_shape():

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
 from lowbit.kernels.parts import large_m_epilogue
-from lowbit.kernels.parts.epilogue import Epilogue, activated
+from lowbit.kernels.parts.epilogue import Epilogue, activated, gate_times_up
 from lowbit.kernels.parts.large_m_epilogue import SUMS
 from tests.kernels.parts.plain import Pointer, plain
 
@@ -79,7 +79,7 @@ def device(name, **more):
     names = {
         "gl": GL, "tma_load": tma_load, "tma_store": tma_store, "put": put, "barrier": nothing, "fence_async_shared": nothing,
         "wait_for_previous_kernel": nothing, "mbarrier": SimpleNamespace(expect=nothing, wait=nothing), "SQUARES": SUMS,
-        "activated": plain(activated, gl=GL),
+        "gate_times_up": plain(gate_times_up, gl=GL, activated=plain(activated, gl=GL)),
     }  # fmt: skip
     others = {"load_squares", "rms_factors", "gated", "store_squares", "add_to_residual"} - {name}
     names |= {other: device(other) for other in others if other in getattr(large_m_epilogue, name).fn.__code__.co_names}

@@ -15,15 +15,15 @@ from lowbit.kernels.parts.rows import add_and_store, floats, loaded, moments, ro
 
 @triton.jit
 def rows_kernel(
-    sums, squares, gates, x, beside, stride, K: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr, PIECES: tl.constexpr,
+    sums, squares, gates, x, beside, stride, K: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr,
+    CHUNKS: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
     """x + beside, its sum of squares, and the sigmoid of it."""
     row = tl.program_id(0)
-    STEP: tl.constexpr = THREADS * PIECE
-    i = tl.arange(0, THREADS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
-    halves = loaded(row_of(x, row, stride, PIECES), i, K, STEP, CHUNKS)
-    others = loaded(row_of(beside, row, stride, PIECES), i, K, STEP, CHUNKS)
+    STEP: tl.constexpr = THREADS * VECTOR
+    i = tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    halves = loaded(row_of(x, row, stride, VECTORS), i, K, STEP, CHUNKS)
+    others = loaded(row_of(beside, row, stride, VECTORS), i, K, STEP, CHUNKS)
     values = floats(add_and_store(sums, row, halves, others, i, K, STEP, CHUNKS), CHUNKS)
     tl.store(squares + row, tl.sum(squares_of(values, CHUNKS), axis=0))
     for c in tl.static_range(CHUNKS):
@@ -31,11 +31,11 @@ def rows_kernel(
 
 
 @triton.jit
-def moments_kernel(means, variances, x, K: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr, CHUNKS: tl.constexpr):
+def moments_kernel(means, variances, x, K: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr, CHUNKS: tl.constexpr):
     """Mean and variance of a row."""
     row = tl.program_id(0)
-    STEP: tl.constexpr = THREADS * PIECE
-    i = tl.arange(0, THREADS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    STEP: tl.constexpr = THREADS * VECTOR
+    i = tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     values = floats(loaded(row_of(x, row, K, False), i, K, STEP, CHUNKS), CHUNKS)
     mean, variance = moments(values, i, K, THREADS, STEP, CHUNKS)
     tl.store(means + row, mean)
@@ -56,15 +56,15 @@ def check_moments():
 
 def check_without_a_gpu():
     check_moments()
-    for k, threads, chunks, pieces in ((64, 4, 2, True), (56, 4, 2, True), (203, 8, 4, False), (8, 32, 1, True)):
+    for k, threads, chunks, vectors in ((64, 4, 2, True), (56, 4, 2, True), (203, 8, 4, False), (8, 32, 1, True)):
         generator = torch.Generator().manual_seed(k)
         wide = (100 * torch.randn(2, 3, k + 8, generator=generator)).half()
         wide[:, :, k:] = float("nan")
         x, beside = wide[0, :, :k], wide[1, :, :k]
         sums, squares = torch.full((3, k), float("nan")).half(), torch.empty(3)
         gates = torch.full((4, k), float("nan"))
-        stride = x.stride(0) // 8 if pieces else x.stride(0)
-        rows_kernel[(3,)](sums, squares, gates, x, beside, stride, k, threads, 8, chunks, pieces)
+        stride = x.stride(0) // 8 if vectors else x.stride(0)
+        rows_kernel[(3,)](sums, squares, gates, x, beside, stride, k, threads, 8, chunks, vectors)
         assert torch.equal(sums, x + beside)
         torch.testing.assert_close(squares, sums.float().square().sum(1), rtol=1e-6, atol=0)
         torch.testing.assert_close(gates[:3], sums.float().sigmoid(), rtol=1e-5, atol=1e-30)

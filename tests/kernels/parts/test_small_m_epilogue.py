@@ -13,10 +13,12 @@ import torch
 
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.fused_gemm import chain_candidates
-from lowbit.kernels.choose.gemm import DENSE_BITS, GemmShape, RingTile, ring_tiles
+from lowbit.kernels.choose.small_m import ring_tiles
+from lowbit.kernels.choose.tiles import DENSE_BITS, GemmShape, RingTile
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
+from lowbit.kernels.parts import epilogue as epilogue_part
 from lowbit.kernels.parts import small_m_epilogue
 from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.k_block import KBlock
@@ -27,18 +29,18 @@ from tests.kernels.parts.plain import check_operands
 
 
 def config_of(tile, epilogue):
-    ring = Ring(KBlock("int4", "fp16", tile.tokens, 128, "none", "fp16"), tile.strips, tile.rounds, False)
+    ring = Ring(KBlock("int4", "fp16", tile.tokens, 128, "none", "fp16"), tile.row_blocks, tile.rounds, False)
     return RingGemm(ring, tile.warps_n, tile.warps_k, tile.splits, epilogue, True)
 
 
 def accumulators(config, products, first_row_block, split, thread):
     """What each thread has after the main loop, PTX ISA's accumulator of m16n8k16: `products` [slices, rows, tokens]."""
     found, lane, warp = [], thread % 32, thread // 32
-    per_strip = config.ring.k_block.accumulators
+    per_row_block = config.ring.k_block.accumulators
     slice_k = split * config.warps_k + warp % config.warps_k
     for element in range(config.accumulators):
-        row_block = first_row_block + warp // config.warps_k * config.ring.row_blocks + element // per_strip
-        inside = element % per_strip
+        row_block = first_row_block + warp // config.warps_k * config.ring.row_blocks + element // per_row_block
+        inside = element % per_row_block
         row, token = 16 * row_block + lane // 4 + 8 * (inside // 2 % 2), 8 * (inside // 4) + 2 * (lane % 4) + inside % 2
         found.append(products[slice_k, row, token])
     return tuple(lanes(one) for one in found)
@@ -47,7 +49,7 @@ def accumulators(config, products, first_row_block, split, thread):
 def launch(tile, epilogue, m, n, rng, **given):
     """All blocks of a product whose sums over K are those of the products that are returned."""
     config, row_blocks = config_of(tile, epilogue), -(-n // 16)
-    grid = -(-row_blocks // tile.block_strips), 1, tile.splits
+    grid = -(-row_blocks // tile.tile_row_blocks), 1, tile.splits
     products = np.full(
         (config.slices, 16 * row_blocks, tile.tokens), np.nan, dtype=np.float32
     )  # what does not exist is poisoned
@@ -56,15 +58,15 @@ def launch(tile, epilogue, m, n, rng, **given):
     arrived = Memory(np.zeros(grid[0], dtype=np.int32))
     places = [(i, split) for i in range(grid[0]) for split in rng.permutation(tile.splits)]
     for i, split in places:
-        block = Block(config, grid, (i, 0, int(split)), small_m_epilogue)
+        block = Block(config, grid, (i, 0, int(split)), epilogue_part, small_m_epilogue)
         d, thread = block.device, block.thread
-        first = min(i * tile.block_strips, row_blocks - tile.block_strips)
+        first = min(i * tile.tile_row_blocks, row_blocks - tile.tile_row_blocks)
         at = types.SimpleNamespace(
             lane=thread & 31,
             warp=thread >> 5,
             first_row_block=first,
             first_token=0,
-            own_row=i * tile.block_strips * 16,
+            own_row=i * tile.tile_row_blocks * 16,
             M=m,
             N=n,
         )
@@ -100,8 +102,8 @@ TILES = [
 
 
 def shapes(tile):
-    """(m, n): whole blocks, then an overlap of the last two and a part of a strip; tokens one, all but one, all."""
-    rows, tokens = 16 * tile.block_strips, tile.tokens
+    """(m, n): whole blocks, then an overlap of the last two and a part of a row block; tokens one, all but one, all."""
+    rows, tokens = 16 * tile.tile_row_blocks, tile.tokens
     return [(tokens, 2 * rows), (tokens - 1, rows + 16), (tokens // 2 + 1, 2 * rows + 16), (1, rows)]
 
 
@@ -113,7 +115,7 @@ def half(rng, *shape):
 @pytest.mark.parametrize("bias", [False, True])
 def test_norm(tile, bias):
     rng = np.random.default_rng(0)
-    for m, n in [*shapes(tile), (2, 16 * tile.block_strips - 5)]:
+    for m, n in [*shapes(tile), (2, 16 * tile.tile_row_blocks - 5)]:
         for parts in (1, 9, 128) if bias else (9,):
             squares, channel = rng.random((parts, m), dtype=np.float32), rng.random(n, dtype=np.float32)
             of_bias, y = half(rng, n), Memory(np.full((m, n), np.nan, dtype=np.float16))
@@ -124,8 +126,8 @@ def test_norm(tile, bias):
             rms = np.sqrt(squares.astype(np.float64).sum(0) / 64 + 1e-3)[:, None]
             expected = 0.5 * sums * channel / (rms * 0.25) + (of_bias if bias else 0)
             np.testing.assert_allclose(y.values, expected, rtol=2e-3, atol=1e-3)
-            own = np.zeros(n, dtype=bool)  # rows of a strip that two blocks have are stored by both, the same
-            own[: n // (16 * tile.block_strips) * 16 * tile.block_strips] = True
+            own = np.zeros(n, dtype=bool)  # rows of a row block that two blocks have are stored by both, the same
+            own[: n // (16 * tile.tile_row_blocks) * 16 * tile.tile_row_blocks] = True
             assert (y.written.reshape(m, n) >= 1).all() and (y.written.max() == 1 or not own.all())
 
 
@@ -152,9 +154,9 @@ def test_gates_and_what_they_gate_are_in_one_lane(tile, gate):
 @pytest.mark.parametrize("bias", [False, True])
 def test_residual(tile, bias):
     rng = np.random.default_rng(2)
-    for m, n in [*shapes(tile), (tile.tokens - 1, 3 * 16 * tile.block_strips - 21)]:
+    for m, n in [*shapes(tile), (tile.tokens - 1, 3 * 16 * tile.tile_row_blocks - 21)]:
         h, gamma, of_bias = half(rng, m, n), half(rng, n), half(rng, n)
-        parts = math.ceil(math.ceil(n / 16) / tile.block_strips)
+        parts = math.ceil(math.ceil(n / 16) / tile.tile_row_blocks)
         memory, following, squares = (
             Memory(h.copy()),
             Memory(np.full((m, n), np.nan, np.float16)),
@@ -169,7 +171,7 @@ def test_residual(tile, bias):
         kept = memory.values.astype(np.float64)
         np.testing.assert_array_equal(following.values, (kept * gamma * 0.25).astype(np.float16))
         np.testing.assert_allclose(squares.values.sum(0), (kept**2).sum(1), rtol=1e-5)
-        rows = np.minimum(np.arange(parts + 1) * 16 * tile.block_strips, n)
+        rows = np.minimum(np.arange(parts + 1) * 16 * tile.tile_row_blocks, n)
         for part, (first, end) in enumerate(itertools.pairwise(rows)):
             np.testing.assert_allclose(squares.values[part], (kept[:, first:end] ** 2).sum(1), rtol=1e-5)
         for stored in (memory, following, squares):

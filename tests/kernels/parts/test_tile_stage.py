@@ -11,7 +11,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 from lowbit.formats import number_format
 from lowbit.hardware.mma import MMA_M16N8K16_F16
 from lowbit.kernels.parts.dequantize import Dequantizer
-from lowbit.kernels.parts.tile_stage import TileStage, x_at, x_piece
+from lowbit.kernels.parts.tile_stage import TileStage, x_at, x_vector
 from lowbit.pack.fragment import FragmentOrder, word_places
 from tests.kernels.parts.plain import check_operands, operands, plain
 from tests.kernels.parts.threads import run
@@ -52,11 +52,11 @@ def test_x_comes_whole_and_ends_in_zeros(tokens, warps, m, k, slices):
     x = np.arange(1, m * k + 1, dtype=np.uint32).astype(np.uint16).reshape(m, k)
     shared = np.full(made.bytes, 255, dtype=np.uint8)
     thread = np.arange(made.threads)
-    token, piece = plain(x_piece)(thread)
-    at = plain(x_at)(token, piece, made)
-    ks = k - 8 * piece - of_stage * iteration
+    token, vector = plain(x_vector)(thread)
+    at = plain(x_at)(token, vector, made)
+    ks = k - 8 * vector - of_stage * iteration
     memory = np.concatenate([x.reshape(-1).view(np.uint8), np.full(1 << 20, 255, dtype=np.uint8)])
-    source, step = 2 * (token * k + 8 * piece + of_stage * iteration), np.full(made.threads, 8 * warps * k)
+    source, step = 2 * (token * k + 8 * vector + of_stage * iteration), np.full(made.threads, 8 * warps * k)
     for turn in range(made.x_copies):
         run(made.copy_x(turn), [START + slot * made.x_bytes + at, source, step, m - token, ks], 1, shared, START, memory)
     expected = np.zeros((tokens, of_stage), dtype=np.uint16)
@@ -75,13 +75,13 @@ def test_tokens_that_its_threads_would_leave_out_are_refused(tokens, warps):
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
 def test_ldmatrix_meets_no_bank_twice(slices):
-    """8 tokens of a piece of 8 k lie in 8 different groups of 4 banks."""
+    """8 tokens of a vector of 8 k lie in 8 different groups of 4 banks."""
     made = stage(slices=slices)
     for first in range(0, made.tokens, 8):
-        for piece in range(8):
-            assert len(set(plain(x_at)(first + np.arange(8), piece, made) % 128 // 16)) == 8
+        for vector in range(8):
+            assert len(set(plain(x_at)(first + np.arange(8), vector, made) % 128 // 16)) == 8
     for quarter in range(0, 32, 8):  # and so do those that 8 lanes copy at a time
-        assert len(set(plain(x_at)(*plain(x_piece)(quarter + np.arange(8)), made) % 128 // 16)) == 8
+        assert len(set(plain(x_at)(*plain(x_vector)(quarter + np.arange(8)), made) % 128 // 16)) == 8
 
 
 @pytest.mark.parametrize(("row_blocks", "warps", "slices"), [(4, 4, 1), (8, 8, 1), (16, 8, 1), (4, 8, 2)])
@@ -97,8 +97,8 @@ def test_lanes_read_their_words(fmt, row_blocks, warps, slices):
 
     def fill(exist):
         for p in range(len(made.planes)):
-            pieces = made.pieces(p)
-            source = thread // pieces * row + thread % pieces * 16 + slices * 128 * number.bits
+            vectors = made.vectors(p)
+            source = thread // vectors * row + thread % vectors * 16 + slices * 128 * number.bits
             for turn in range(made.code_copies(p)):
                 call = [at + 16 * thread, source, np.full(made.threads, row), thread, np.full(made.threads, exist)]
                 run(made.copy_codes(turn, p), call, 1, shared, START, memory)
@@ -126,8 +126,8 @@ def test_lanes_read_the_scales_of_their_rows(group, zero, slices):
     scale = np.arange(8 * groups * 8 * pair, dtype=np.uint16).reshape(8, groups, 8, pair)
     memory, shared = scale.reshape(-1).view(np.uint8), np.full(made.bytes, 255, dtype=np.uint8)
     thread, row = np.arange(made.threads), groups * 16 * pair
-    at, pieces = START + made.w_start + slot * made.w_bytes, made.scale_pieces
-    source = thread // pieces * row + thread % pieces * 16 + iteration * 64 * slices // group * (16 * pair)
+    at, vectors = START + made.w_start + slot * made.w_bytes, made.scale_vectors
+    source = thread // vectors * row + thread % vectors * 16 + iteration * 64 * slices // group * (16 * pair)
     exist = np.full(made.threads, slices)
     for turn in range(made.scale_copies):
         call = [at + 16 * thread, source, np.full(made.threads, row), thread, exist]

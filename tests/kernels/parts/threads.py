@@ -7,8 +7,8 @@ import re
 import numpy as np
 import torch
 
-from lowbit.hardware.emulate import ldmatrix
 from lowbit.kernels.reference.conv import fma
+from tests.hardware.emulate import ldmatrix
 
 
 def float32(bits):
@@ -85,6 +85,7 @@ RUN = {
     "or": lambda a, b: a | b,
     "xor": lambda a, b: a ^ b,
     "add": lambda a, b: a + b,
+    "shfl.sync.idx.b32": lambda a, lane, *_: np.take_along_axis(a.reshape(-1, 32), lane.reshape(-1, 32), 1).reshape(-1),
     "shfl.sync.bfly.b32": lambda a, mask, *_: a.reshape(-1, 32)[:, np.arange(32) ^ mask[0]].reshape(-1),
     "mul.lo.u32": lambda a, b: a * b,
     "mad.lo.u32": lambda a, b, c: a * b + c,
@@ -101,6 +102,7 @@ RUN = {
     "mad.lo.s32": lambda a, b, c: a * b + c,
     "not.pred": lambda p: 1 - p,
     "setp.lt.and.s32": lambda a, b, p: (a.view(np.int32) < b.view(np.int32)) & p,
+    "setp.ne.and.s32": lambda a, b, p: (a != b) & p,
     "setp.gt.and.s32": lambda a, b, p: (a.view(np.int32) > b.view(np.int32)) & p,
     "setp.eq.s32": lambda a, b: (a == b).astype(np.uint32),
     "setp.le.s32": lambda a, b: (a.view(np.int32) <= b.view(np.int32)).astype(np.uint32),
@@ -159,6 +161,13 @@ def run(text, inputs, outputs, shared=None, start=0, memory=None, copies=None):
                 at, begin = int(value(to)[lane]) + int(to_offset) - start, int(value(source)[lane]) + int(offset)
                 shared[at : at + int(size)] = 0
                 shared[at : at + read[lane]] = memory[begin : begin + read[lane]]
+        elif name.startswith("ld.global"):
+            *words, base, offset = [part.strip() for part in re.split(r"[\[\]{},+]", rest) if part.strip()]
+            places = (value(base) + np.uint32(offset))[where].astype(np.int64) // 4
+            for i, register in enumerate(words):
+                loaded = value(register).copy()
+                loaded[where] = memory[: len(memory) // 4 * 4].view(np.uint32)[places + i]
+                registers[register] = loaded
         elif name.startswith("ld.shared") or name.startswith("st.shared"):
             words = [part.strip() for part in re.split(r"[\[\]{},]", rest) if part.strip()]
             at = words.pop(-1 if name.startswith("ld") else 0)

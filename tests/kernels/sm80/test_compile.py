@@ -10,7 +10,8 @@ import torch
 from lowbit.formats import number_format
 from lowbit.hardware.arch import arch_for
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.gemm import GemmShape, RingTile, candidates
+from lowbit.kernels.choose.gemm import candidates
+from lowbit.kernels.choose.tiles import GemmShape, RingTile
 from lowbit.pack import WeightForm
 from tests.kernels.calls import mixed_call
 from tests.kernels.sass import batches, compile_plan
@@ -51,8 +52,8 @@ def test_main_loop(cases):
 
 def check_main_loop(m, fmt, tile, kernel):
     assert kernel.count("LDL") == 0 and kernel.count("STL") == 0 and kernel.stack_bytes == 0, "registers spilled"
-    # Two copies of the loop body (the last turn starts no copies): every strip and round has 8 products per 8 tokens.
-    assert kernel.count("HMMA.16816") == 2 * tile.strips * tile.rounds * 8 * (tile.tokens // 8)
+    # Two copies of the loop body (the last turn starts no copies): every row block and round has 8 products per 8 tokens.
+    assert kernel.count("HMMA.16816") == 2 * tile.row_blocks * tile.rounds * 8 * (tile.tokens // 8)
     assert kernel.count("LDSM.16.M88.4") > 0 and kernel.count("LDGSTS") > 0
     if number_format(fmt).bits >= 4:
         assert kernel.opcodes["LDS.128"] > 0, "codes are read in 128-bit pieces"
@@ -95,7 +96,7 @@ def test_zero_points_and_groups(zero, group, dtype):
 def test_decoding_keeps_its_budget():
     """int4, one token: 5 integer and 4 half operations decode 8 codes; all else of the loop is less than that again."""
     tile, kernel = compiled("int4", m=1)
-    codes = 2 * tile.strips * tile.rounds * 64  # per lane, in the two copies of the body
+    codes = 2 * tile.row_blocks * tile.rounds * 64  # per lane, in the two copies of the body
     half = kernel.count("HADD2") + kernel.count("HFMA2")
     integer = kernel.count("LOP3") + kernel.count("SHF")
     assert codes / 2 <= half < 1.25 * codes / 2

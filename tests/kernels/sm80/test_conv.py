@@ -93,7 +93,7 @@ def test_machine_code(first, second, y, residual, capability):
     kernel = compile_kernel(mma_conv, signature, config, pointers, 4, capability)
     products = 2 if second else 1
     if first == ("u4", 4):
-        assert kernel.opcodes["IMMA.16864.U4.S4"] == 16 * products, "native, two strips x 64 outputs"
+        assert kernel.opcodes["IMMA.16864.U4.S4"] == 16 * products, "native, two row blocks x 64 outputs"
     else:
         assert kernel.opcodes["IMMA.16832.S8.S8"] == (32 if first[0] == "u4" else 16)
     assert kernel.count("CALL") == 0 and kernel.stack_bytes == 0 and kernel.count("SHFL") == 0

@@ -11,7 +11,7 @@ from lowbit.formats import number_format
 from lowbit.hardware.arch import arch_for
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.fused_gemm import chain_candidates
-from lowbit.kernels.choose.gemm import DENSE_BITS, GemmShape, RingTile
+from lowbit.kernels.choose.tiles import DENSE_BITS, GemmShape, RingTile
 from lowbit.pack import DENSE_FORM, WeightForm
 from tests.kernels.calls import meta, mixed_call
 from tests.kernels.sass import batches, compile_plan
@@ -98,7 +98,7 @@ def check(plan, kernel, end, of_rows, parts, stack_bytes=0):
     wait = next(i for i, line in enumerate(kernel.lines) if "ACQBULK" in line)
     copies = [i for i, line in enumerate(kernel.lines) if "LDGSTS" in line]
     assert copies[0] < wait < copies[-1], "copies of weights, wait, copies of x"
-    cleared = 4 * max(1, tile.depth // tile.strips) if tile.tokens == 8 else 0
+    cleared = 4 * max(1, tile.depth // tile.row_blocks) if tile.tokens == 8 else 0
     assert kernel.ptx.count("@absent st.shared") == cleared, "places of no token are cleared once, of 16 tokens by every copy"
     stores = [i for i, line in enumerate(kernel.lines) if re.search(r"\b(STG|ATOMG|RED)\b", line)]
     assert min(stores) > last
@@ -123,7 +123,7 @@ def test_llama_3_8b(cases):
     for end, head, plan, kernel in made:
         tile = plan.tile
         check(plan, kernel, end, head + (end == "residual"), 128)
-        assert kernel.count("HMMA.16816") == 2 * tile.strips * tile.rounds * 8 * (tile.tokens // 8)
+        assert kernel.count("HMMA.16816") == 2 * tile.row_blocks * tile.rounds * 8 * (tile.tokens // 8)
         if tile.blocks_per_sm == 1:
             assert 2 * (kernel.shared_bytes + 1024) > arch_for(90).shared_per_sm_bytes >= kernel.shared_bytes + 1024
 
@@ -169,7 +169,7 @@ def test_formats(cases):
     ids=str,
 )  # fmt: skip
 def test_splits(tile, end):
-    """The block that comes last finishes; with 3 or 5 strips for 4 or 8 warps some warps finish nothing."""
+    """The block that comes last finishes; with 3 or 5 row blocks for 4 or 8 warps some warps finish nothing."""
     plan, kernel = compiled(end, "int4", tile.tokens, 4096, 4096, tile=tile, bias=True)
     check(plan, kernel, end, 1 + (end == "residual"), 128, stack_bytes=32)
     assert kernel.count("ATOMG") == 1
@@ -198,7 +198,7 @@ def test_rows_of_16_bits(cases):
 def check_rows(end, plan, kernel):
     tile = plan.tile
     check(plan, kernel, end, int(end == "residual"), 128)
-    steps = 2 * tile.strips * tile.rounds  # the loop and its last turn, which starts no copies
+    steps = 2 * tile.row_blocks * tile.rounds  # the loop and its last turn, which starts no copies
     assert kernel.count("HMMA.16816") == steps * 8 * (tile.tokens // 8)
     of_x = 2 * tile.rounds * tile.tokens // 2
     assert kernel.count("LDSM.16.M88.4") == steps * 8 + of_x
@@ -210,13 +210,13 @@ def check_rows(end, plan, kernel):
 @pytest.mark.parametrize(
     "tile", [RingTile(8, 8, 1, 2, 4, 1, 1, 4), RingTile(16, 6, 1, 1, 8, 2, 0, 2), RingTile(8, 3, 2, 1, 4, 1, 0, 1)], ids=str
 )
-def test_rows_with_fewer_slots_than_strips(tile):
+def test_rows_with_fewer_slots_than_row_blocks(tile):
     """And with rows that do not exist, and a tail of K."""
     cases = ("residual", 4099, 4104), ("silu", 9728, 896)
     for plan, kernel in [compiled_rows(end, tile.tokens, n, k, bias=True, tile=tile) for end, n, k in cases]:
         first, last = main_loop(kernel)
         assert not re.search(r"\b(LDL|STL)\b", " ".join(kernel.lines[first : last + 1])) and kernel.stack_bytes <= 40
-        assert plan.tile.depth == (tile.slots or tile.strips * tile.rounds)
+        assert plan.tile.depth == (tile.slots or tile.row_blocks * tile.rounds)
         waits = {int(found) for found in re.findall(r"cp\.async\.wait_group (\d+)", kernel.ptx)}
         assert waits == set(range(tile.depth)), "never more under way than slots, at the end fewer and fewer"
 

@@ -14,9 +14,11 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.formats import number_format
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile, mma_tiles
+from lowbit.kernels.choose.large_m import mma_tiles
+from lowbit.kernels.choose.tiles import GemmShape, MmaTile
 from lowbit.kernels.parts import tile_stage as stage
 from lowbit.kernels.parts.epilogue import Epilogue
+from lowbit.kernels.parts.mma_loop import first_weights
 from lowbit.kernels.parts.schedule import iterations_of, k_range_of, tile_at, workspace_offsets
 from lowbit.kernels.sm80.large_m_gemm import MmaPlan, mma_gemm
 from lowbit.pack.weight import WeightForm
@@ -64,7 +66,7 @@ class Blocks:
 
     def __init__(self, plan, group, of_scale):
         self.plan, self.config, shape = plan, plan.config, plan.shape
-        row_blocks, steps = shape.strips, shape.steps(64)
+        row_blocks, steps = shape.row_blocks, shape.steps(64)
         self.w_stride = steps * 128 * shape.bits
         self.scale_stride = shape.steps(128) * (128 // group) * of_scale if group else 0
         self.x_stride = -(-shape.k // 8) * 8
@@ -72,19 +74,19 @@ class Blocks:
         assert max(sizes) <= ROOM
         self.tensors = [(ROOM * (i + 1), ROOM * (i + 1) + size) for i, size in enumerate(sizes)]
         self.copies, self.ends = [], []
-        names = {"x_piece": plain(stage.x_piece), "x_at": plain(stage.x_at), "asm": lambda *_: SHARED, "ptx": self.ptx}
-        self.copy = plain(stage.copy_piece, gl=NAMES, run=self.noted, **names)
+        names = {"x_vector": plain(stage.x_vector), "x_at": plain(stage.x_at), "asm": lambda *_: SHARED, "ptx": self.ptx}
+        self.copy = plain(stage.copy_vector, gl=NAMES, run=self.noted, **names)
         self.tile_at = plain(tile_at, gl=NAMES)
         order = {"tile_at": lambda *_: self.place}
         order["iterations_of"] = plain(iterations_of, k_range_of=plain(k_range_of))
-        pieces = {"first_piece": plain(stage.first_piece, gl=NAMES)}
+        weights = plain(first_weights, gl=NAMES, ptx=self.ptx, first_vector=plain(stage.first_vector, gl=NAMES))
         gl = SimpleNamespace(**vars(NAMES), program_id=lambda axis: None)
         ends = {name: self.end_of(name) for name in ("store_tile", "reduce_splits", "reduce_splits_serially")}
         self.run_block = plain(
-            mma_gemm, gl=gl, products=self.products, allocate=lambda C: None, view=lambda *_: None,
+            mma_gemm, gl=gl, products=self.products, allocate_stages=lambda C: None, first_weights=weights,
             TileGrid=lambda *sizes: SimpleNamespace(of_tokens=sizes[0], of_channels=sizes[1], iterations=sizes[2]),
-            StageSource=source_of, StageReader=lambda *_: None, LargeMEpilogueArgs=lambda *_: None,
-            SplitKWorkspace=lambda *_: None, **names, **order, **pieces, **ends,
+            StageSource=source_of, reader_of_stages=lambda C: None, LargeMEpilogueArgs=lambda *_: None,
+            SplitKWorkspace=lambda *_: None, **names, **order, **ends,
         )  # fmt: skip
 
     def ptx(self, write, *numbers):
@@ -128,13 +130,13 @@ class Blocks:
                 continue
             self.run_block(
                 None, x, w, scale, None, None, None, None, shape.m, shape.n, shape.k, plan.columns, self.x_stride, *plan.tiles,
-                shape.steps(C.stage_k), shape.strips, self.w_stride, self.scale_stride, 1.0, C,
+                shape.steps(C.stage_k), shape.row_blocks, self.w_stride, self.scale_stride, 1.0, C,
             )  # fmt: skip
         return [np.concatenate(each) for each in zip(*self.copies, strict=True)]
 
 
 def check(shape, tile, fmt="int4", group=128, zero="none"):
-    """Every piece that is read is in x, in the codes or in the scales, every piece that is written in its stage, and a stage
+    """Every vector that is read is in x, in the codes or in the scales, every vector that is written in its stage, and a stage
     is written whole; sums and counters of splits are in their workspaces."""
     form = WeightForm(fmt, group, zero, "fp16", False, False)
     plan = MmaPlan(shape, tile, form, torch.float16, Epilogue(form.channel_scale, False))

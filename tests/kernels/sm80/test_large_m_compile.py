@@ -9,7 +9,9 @@ import torch
 
 from lowbit.formats import IntFormat, number_format
 from lowbit.hardware.machine import MACHINES, typical_machine
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile, choose, mma_tiles
+from lowbit.kernels.choose.gemm import choose
+from lowbit.kernels.choose.large_m import mma_tiles
+from lowbit.kernels.choose.tiles import GemmShape, MmaTile
 from lowbit.pack import WeightForm
 from tests.kernels.calls import mixed_call
 from tests.kernels.sass import TRITON, batches, compile_plan
@@ -55,7 +57,7 @@ def check_loop(tile, kernel) -> None:
 
     assert count("LDL") == 0 and count("STL") == 0, "registers spilled"
     n8_tiles = tile.tokens // tile.warps_m // 8
-    assert count("HMMA.16816") == 4 * tile.strips * n8_tiles
+    assert count("HMMA.16816") == 4 * tile.row_blocks * n8_tiles
     assert count("LDSM") == 4 * max(n8_tiles // 2, 1) and count("BAR.SYNC") == 1
     assert count("DEPBAR.LE") == 1 and count("LDGSTS") >= tile.tokens * 8 // 256 + 1
     branches = [line for line in loop if re.search(r"\b(BRA|BSSY)\b", line)]
@@ -116,7 +118,7 @@ def test_zero_points_and_scale_types(cases):
         check_loop(*each)
 
 
-def test_stores_are_pieces_of_16_bytes():
+def test_stores_are_vectors_of_16_bytes():
     (_, even), (_, odd) = compiled("int4", bias=True), compiled("int4", n=8191)
     assert even.count("STG.E.128") > 0 and even.count("STG.E.U16") == 0
     assert odd.count("STG.E.U16") > 0

@@ -139,7 +139,7 @@ def compiled(given, tile, sm=90, dtype=torch.float16, norms=None):
     ],
     ids=str,
 )  # fmt: skip
-def test_nothing_spills_and_pages_are_read_in_pieces_of_16_bytes(head_dim, group, dtype, programs):
+def test_nothing_spills_and_pages_are_read_in_vectors_of_16_bytes(head_dim, group, dtype, programs):
     """Of every tile that can be chosen, the number of parts aside: registers are those of its warps."""
     given = shape(4 * group, 4, head_dim)
     for warps, kernel in [(warps, compiled(given, tile_for(given, 32, warps), 90, dtype)) for warps in programs]:
@@ -191,7 +191,7 @@ def test_old_keys_are_asked_for_before_the_wait():
 # 128 elements by four warps have 150 registers of 168, all else has as many as there are.
 @pytest.mark.parametrize(("head_dim", "warps"), [(64, 1), (64, 4), (128, 1)])
 def test_blocks_on_their_way_in_shared_memory(head_dim, warps):
-    """So many pieces of 16 bytes a turn, by copies that need no register, which leaves room for more programs."""
+    """So many vectors of 16 bytes a turn, by copies that need no register, which leaves room for more programs."""
     given, stages = shape(32, 8, head_dim), 2
     kernel = compiled(given, tile_for(given, 32, warps, stages=stages))
     assert kernel.stack_bytes == 0 and kernel.count("LDGSTS.E") == kernel.count("LDGSTS") >= 16

@@ -1,7 +1,7 @@
 """The whole ring kernel with every end, run in NumPy on packed weights: copies, ring, products, ends, against the reference.
 
 Its own device code and PTX, thread by thread; only a step's conversion and matrix instructions are done by their models in
-lowbit/hardware/emulate.py. What kernels before it write is NaN until the kernel has waited for them.
+tests/hardware/emulate.py. What kernels before it write is NaN until the kernel has waited for them.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import pytest
 import torch
 
 from lowbit.hardware.arch import arch_for
-from lowbit.hardware.emulate import mma
 from lowbit.hardware.mma import MMA_M16N8K16_F16
-from lowbit.kernels.choose.gemm import DENSE_BITS, GemmShape, RingTile
+from lowbit.kernels.choose.tiles import DENSE_BITS, GemmShape, RingTile
 from lowbit.kernels.reference.fused_gemm import norm_gemm_reference, residual_gemm_reference
 from lowbit.pack import DENSE_FORM, DenseWeight, FragmentWeight
 from lowbit.pack.gated import alternate
 from lowbit.quantize import rtn
+from tests.hardware.emulate import mma
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.parts import small_m_epilogue
+from lowbit.kernels.parts import epilogue as epilogue_part
+from lowbit.kernels.parts import ring_loop, small_m_epilogue
 from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.sm80 import small_m_gemm
 from lowbit.kernels.sm80.small_m_gemm import RingPlan
@@ -96,8 +97,8 @@ def launch(plan, late, call, *outputs):
                     everything[place] = values
 
             block = Block(
-                plan.config, plan.grid, (i, 0, split), small_m_epilogue, small_m_gemm, memory=everything, after_wait=after_wait,
-                multiply=multiply,
+                plan.config, plan.grid, (i, 0, split), epilogue_part, small_m_epilogue, ring_loop, small_m_gemm,
+                memory=everything, after_wait=after_wait, multiply=multiply,
             )  # fmt: skip
             block.device["ring_gemm"](*given.values())
     for name, tensor in tensors.items():
@@ -177,7 +178,7 @@ def rows(n, k, m):
 
 
 def paired(t):
-    """Rows of gate and up as strips hold them."""
+    """Rows of gate and up as row blocks hold them."""
     return alternate(*t.chunk(2))
 
 

@@ -1,5 +1,5 @@
 """The order of a stage: all copies and all decoding have a place, before what waits for them. With the main loop around it:
-tests/kernels/sm80/test_large_m_in_numpy.py."""
+tests/kernels/parts/test_mma_loop.py."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
 from lowbit.kernels.parts.dequantize import Dequantizer
+from lowbit.kernels.parts.mma_loop import STEPS, StageOrder
 from lowbit.kernels.parts.tile_stage import StageCopy, TileStage
-from lowbit.kernels.sm80.large_m_gemm import STEPS, StageOrder
 
 CASES = [
     (tokens, row_blocks, count) for tokens in (8, 16, 32, 64, 128, 256) for row_blocks in (1, 2, 4) for count in (1, 3, 7, 20)
@@ -51,7 +51,7 @@ def test_chunks_of_a_large_tile():
 
 
 @pytest.mark.parametrize(("fmt", "slices"), [("int3", 1), ("int7", 1), ("int4", 2)])
-def test_copies_of_a_stage_are_all_its_pieces(fmt, slices):
+def test_copies_of_a_stage_are_all_its_vectors(fmt, slices):
     stage = TileStage(Dequantizer(fmt, "fp16", 64, "integer", "fp16"), 128, 16, 3, 8, slices)
     made = StageOrder(128, 2, stage.copies)
     kinds = [made.copy(i) for i in range(made.copy_count)]

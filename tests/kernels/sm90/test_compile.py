@@ -9,7 +9,8 @@ import torch
 
 from lowbit.formats import IntFormat, number_format
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.gemm import GemmShape, WgmmaTile, choose
+from lowbit.kernels.choose.gemm import choose
+from lowbit.kernels.choose.tiles import GemmShape, WgmmaTile
 from lowbit.pack import WeightForm
 from tests.kernels.calls import mixed_call
 from tests.kernels.sass import batches, compile_plan

@@ -18,7 +18,7 @@ from lowbit.kernels.reference.conv import conv_reference
 from lowbit.kernels.sm90.conv import PreparedConv, wgmma_conv
 from lowbit.kernels.sm90.conv_strip import PreparedStrip, StripConv, strip_conv
 from lowbit.ops.conv import prepare_conv
-from lowbit.pack.conv_weight import WgmmaPieces
+from lowbit.pack.conv_weight import WgmmaTiles
 from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import StemImages
 from tests.kernels.sass import TRITON, batches, compile_kernel
@@ -144,7 +144,7 @@ def layer(c, o, kernel, stride, padding, x, y, residual=None, relu=True, second=
 
 
 def packed(conv, tile, images=None):
-    return WgmmaPieces(conv.x, conv.y, tile.outputs, tile.step_bytes, images=images).pack_layer(conv)
+    return WgmmaTiles(conv.x, conv.y, tile.outputs, tile.step_bytes, images=images).pack_layer(conv)
 
 
 def check(conv, codes, tile, residual=None, second=None, images=None):

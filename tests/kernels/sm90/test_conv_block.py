@@ -45,10 +45,10 @@ def test_codes_stay_in_registers(storage, shortcut, following):
     signature |= {"maps": "*i8", "weight": "*i8"}
     kernel = compile_kernel(block_conv, signature, config, pointers, config.warps, 90, maxnreg=128)
     assert kernel.registers <= 128 and kernel.stack_bytes <= (160 if TRITON >= (3, 9) else 96)
-    pieces, halves = config.chunks, following // 64
-    products = 18 + (1 + shortcut) * pieces * 2 + halves * 8
+    chunks, halves = config.chunks, following // 64
+    products = 18 + (1 + shortcut) * chunks * 2 + halves * 8
     assert kernel.count("IGMMA") == products, "taps, the third convolution, the next one"
-    assert kernel.count("WARPGROUP.DEPBAR") == 3 + pieces + halves, "a wait for each row of taps and each piece: not serialized"
+    assert kernel.count("WARPGROUP.DEPBAR") == 3 + chunks + halves, "a wait for each row of taps and each piece: not serialized"
     assert kernel.count("SHFL") == 0 and kernel.count("LDSM") == 9 * (1 if storage == "u4" else 2)
     assert kernel.count("STG.E.128") + kernel.count("STG.E.64") == kernel.count("STG"), "whole words of 8 and 16 bytes"
     lines = [line.replace("IGMMA", "HGMMA") for line in kernel.lines]

@@ -13,7 +13,7 @@ from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.conv import choose_conv, deep_refusals, deep_tile, steps_of
 from lowbit.kernels.reference.conv import conv_reference
 from lowbit.kernels.sm90.conv_deep import PreparedDeep, deep_config, deep_conv
-from lowbit.pack.conv_weight import WgmmaPieces
+from lowbit.pack.conv_weight import WgmmaTiles
 from lowbit.pack.nhwc64 import Nhwc64
 from tests.kernels.sass import TRITON, batches, compile_kernel
 from tests.kernels.sm90.test_compile import check_straight_line
@@ -173,7 +173,7 @@ def test_codes(c, o, kernel, stride, size, added, tile, x, y):
         second = SecondProduct(w2, 0.3 * layer(added[0], o, 1, 1, 0, x, y).s, x, (added[1], added[1]))
     conv = layer(c, o, kernel, stride, kernel // 2, x, y, y if added == "residual" else None, second=second)
     tile = deep_tile(conv.spec, *tile)
-    numbers = WgmmaPieces(x, y, tile.outputs, tile.step_bytes, taps_first=True).pack_layer(conv)
+    numbers = WgmmaTiles(x, y, tile.outputs, tile.step_bytes, taps_first=True).pack_layer(conv)
     prepared = PreparedDeep(conv.spec, numbers, tile, torch.cuda.get_device_properties(0).multi_processor_count)
     codes = codes_of(x, size[0], c, *size[1:])
     packed = Nhwc64(x).pack(codes)

@@ -10,7 +10,7 @@ import torch
 from lowbit.formats import number_format
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.fused_gemm import chain_candidates
-from lowbit.kernels.choose.gemm import GemmShape, WgmmaTile
+from lowbit.kernels.choose.tiles import GemmShape, WgmmaTile
 from lowbit.pack import WeightForm
 from tests.kernels.calls import meta, mixed_call
 from tests.kernels.sass import compile_plan

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.gemm import GemmShape, choose
+from lowbit.kernels.choose.gemm import choose
+from lowbit.kernels.choose.tiles import GemmShape
 from lowbit.pack import WeightForm
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")

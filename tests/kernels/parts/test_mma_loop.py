@@ -12,9 +12,10 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.formats import number_format
 from lowbit.hardware.mma import MMA_M16N8K16_F16
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile
+from lowbit.kernels.choose.tiles import GemmShape, MmaTile
 from lowbit.kernels.parts.epilogue import Epilogue
-from lowbit.kernels.sm80.large_m_gemm import MmaPlan, dequantize_ahead, join, operand_of, products
+from lowbit.kernels.parts.mma_loop import dequantize_ahead, join, operand_of, products
+from lowbit.kernels.sm80.large_m_gemm import MmaPlan
 from lowbit.pack.weight import WeightForm
 from tests.kernels.parts.plain import GL, Array, plain
 
@@ -60,7 +61,7 @@ class Stages:
         self.config, self.slots, self.group, self.groups = config, [None] * config.stages, [], []
         self.copied, self.read_since = {}, set()
 
-    def copy_piece(self, source, iteration, slot, i, C):
+    def copy_vector(self, source, iteration, slot, i, C):
         assert slot not in self.read_since, "warps may still read what would be overwritten"
         self.group.append((iteration, slot, i))
 
@@ -117,7 +118,7 @@ def test_each_product_has_its_x_and_its_weights(tile, fmt):
         seen.append((iteration, step, chunk))
         return sums
 
-    names = {"copy_piece", "commit", "wait_for_stage", "read_x", "read_weights", "dequantize_row_block"}
+    names = {"copy_vector", "commit", "wait_for_stage", "read_x", "read_weights", "dequantize_row_block"}
     device = {name: getattr(stages, name) for name in names}
     ahead = plain(
         dequantize_ahead, gl=GL, ptx=lambda write, *numbers: write(*numbers), dequantize_row_block=stages.dequantize_row_block

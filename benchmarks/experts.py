@@ -1,0 +1,436 @@
+"""`python -m benchmarks experts`: the expert block of a layer, its parts, the choice of tile, and torch's experts of 16 bits.
+
+The block is what a layer does with the router's logits: route, gate and up, down, sum over slots with the residual.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.limits import weight_bytes
+from benchmarks.protocol import capture
+from lowbit.eval.results import require_keys, versions, write_json
+from lowbit.formats import parse_scheme
+from lowbit.hardware.machine import machine_of
+from lowbit.kernels.choose.experts import (
+    FEW_ROWS,
+    MANY_ROWS,
+    ExpertShape,
+    ExpertTile,
+    candidates,
+    choose,
+    tile_rows_for,
+)
+from lowbit.kernels.reference.experts import EXPERT_GATES, expert_gemm_reference
+from lowbit.ops.expert_gemm import expert_gemm, plan_for, sum_slots
+from lowbit.ops.route import Routing
+from lowbit.pack import ExpertWeight
+from lowbit.quantize import rtn
+from lowbit.tune.timing import MOST_COPIES_BYTES, TOLERANCE, WrongResult, failures, l2_bytes, reason
+
+RESULT = "lowbit bench experts"
+SCHEMA = 1
+REPLAYS = 24
+TRIED = 8
+"""Candidates of each product that are timed beside the chosen one, those of the lowest modelled cost."""
+
+MOST_CALLS = 64
+"""Calls of a graph at most, each with a routing of its own."""
+
+PROTOCOL = (
+    "Time per call inside one CUDA graph of many calls, each with logits and x of its own, so that other experts are hit. The "
+    "calls read more than 3 times the L2 of a layer's experts, and of copies of a small layer, before one is read again. The "
+    f"median of {REPLAYS} replays. Logits are Gaussian and independent: tokens choose experts uniformly. limit_us = bytes of "
+    "codes and scales of the experts that the calls hit, each once, at the read bandwidth measured in the same run; x and y "
+    "are not counted. rel_err compares the first call's output, after it was filled with NaN, with a float64 layer of the same "
+    "dequantized weights. torch16: torch._grouped_mm over bf16 experts, with topk, sort, gather, gate, index_add. Parts are "
+    "timed the same way, each in a graph of its own."
+)
+ROW_KEYS = frozenset({"model", "impl", "scheme", "tokens", "us", "limit_us", "experts_hit", "rel_err", "error"})
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """The experts of one layer of a model: gate and up [2 * size, hidden], down [hidden, size]."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    size: int
+    gate: str = "silu"
+    bias: bool = False
+    softmax_over_selected: bool = False
+    normalize: bool = True
+
+
+MODELS = {
+    "Qwen3-30B-A3B": ExpertLayer(128, 8, 2048, 768),
+    "Mixtral-8x7B": ExpertLayer(8, 2, 4096, 14336),
+    "gpt-oss-20b": ExpertLayer(32, 4, 2880, 2880, "clamped_swiglu", True, True, False),
+    "OLMoE-1B-7B": ExpertLayer(64, 8, 2048, 1024, normalize=False),
+}
+"""From the models' configurations on Hugging Face."""
+
+SCHEMES = ("w4a16_g128", "w6e3m2a16", "w8a16")
+TOKENS = (1, 4, 16, 64, 256, 1024)
+
+
+@dataclass(frozen=True)
+class ExpertRequest:
+    """What is measured: names of models and schemes, numbers of tokens, whether candidates of each product and torch's experts
+    are timed too; rows of the tiles of the routing, 0 for those of `tile_rows_for`."""
+
+    models: tuple[str, ...]
+    schemes: tuple[str, ...]
+    tokens: tuple[int, ...]
+    tiles: bool
+    torch16: bool
+    tile_rows: int = 0
+
+
+def make_request(
+    models: str | None, schemes: str | None, tokens: str | None, tiles: bool, torch16: bool, tile_rows: int = 0
+) -> ExpertRequest:  # fmt: skip
+    """The request of comma-separated options; None is everything. Raises ValueError for unknown models and schemes with 8-bit
+    activations."""
+    names = tuple(MODELS) if models is None else tuple(dict.fromkeys(models.split(",")))
+    for name in names:
+        if name not in MODELS:
+            raise ValueError(f"--models: known models are {', '.join(MODELS)}, got {name!r}")
+    chosen = SCHEMES if schemes is None else tuple(dict.fromkeys(schemes.split(",")))
+    for scheme in map(parse_scheme, chosen):
+        if scheme.activation is not None:
+            raise ValueError(f"--formats: products of experts take schemes of 16-bit activations, as w4a16_g128, not {scheme}")
+    counts = TOKENS if tokens is None else tuple(int(part) for part in tokens.split(","))
+    if min(counts) < 1:
+        raise ValueError(f"--tokens: at least 1, got {tokens}")
+    if tile_rows not in (0, *FEW_ROWS, *MANY_ROWS):
+        raise ValueError(f"--tile-rows: products of experts have tiles of {(*FEW_ROWS, *MANY_ROWS)} rows, not {tile_rows}")
+    return ExpertRequest(names, chosen, counts, tiles, torch16, tile_rows)
+
+
+def layer_bytes(layer: ExpertLayer, scheme: str | None) -> float:
+    """Bytes of codes and scales of one expert; of 16-bit weights for None."""
+    parsed = None if scheme is None else parse_scheme(scheme)
+    return weight_bytes(parsed, 2 * layer.size, layer.hidden) + weight_bytes(parsed, layer.hidden, layer.size)
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """A layer in one scheme; biases or None."""
+
+    gate_up: ExpertWeight
+    down: ExpertWeight
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+def make_weights(layer: ExpertLayer, scheme: str) -> Weights:
+    """Gaussian experts, rounded to nearest, an expert at a time."""
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    class Matrices(Sequence[Any]):
+        """Quantized matrices, the same at each look-up, of which only one is in memory."""
+
+        def __init__(self, n: int, k: int, seed: int) -> None:
+            self.size, self.seed = (n, k), seed
+
+        def __len__(self) -> int:
+            return layer.experts
+
+        def __getitem__(self, e: Any) -> Any:
+            if not 0 <= e < layer.experts:
+                raise IndexError(e)
+            own = torch.Generator("cuda").manual_seed(1000 * self.seed + e)
+            return rtn(torch.randn(*self.size, device="cuda", generator=own) / math.sqrt(self.size[1]), scheme)
+
+    gate_up = ExpertWeight.pack_gated(Matrices(layer.size, layer.hidden, 1), Matrices(layer.size, layer.hidden, 2))
+    down = ExpertWeight.pack(Matrices(layer.hidden, layer.size, 3))
+    if not layer.bias:
+        return Weights(gate_up, down, None, None)
+    biases = (
+        torch.randn(layer.experts, n, device="cuda", generator=generator).bfloat16() for n in (2 * layer.size, layer.hidden)
+    )
+    return Weights(gate_up, down, *biases)
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """One call's x and residual [T, hidden], logits [T, experts], and their routing."""
+
+    x: Tensor
+    residual: Tensor
+    logits: Tensor
+    routing: Routing
+
+
+def route_once(layer: ExpertLayer, logits: Tensor, tile_rows: int) -> Routing:
+    """The routing of logits by the layer's rule."""
+    from lowbit.ops.route import RouterRule, route  # type: ignore[attr-defined]
+
+    rule = RouterRule(layer.top_k, normalize=layer.normalize, softmax_over_selected=layer.softmax_over_selected)
+    made: Routing = route(logits, rule, tile_rows=tile_rows)
+    return made
+
+
+def make_inputs(layer: ExpertLayer, tokens: int, calls: int, tile_rows: int) -> list[Inputs]:
+    """Inputs of so many calls; each hits experts of its own."""
+    generator = torch.Generator("cuda").manual_seed(2)
+    rows, made = tile_rows or tile_rows_for(tokens, layer.top_k, layer.experts), []
+    for _ in range(calls):
+        x, residual = torch.randn(2, tokens, layer.hidden, device="cuda", generator=generator).bfloat16()
+        logits = torch.randn(tokens, layer.experts, device="cuda", generator=generator)
+        made.append(Inputs(x, residual, logits, route_once(layer, logits, rows)))
+    return made
+
+
+def calls_needed(layer: ExpertLayer, scheme: str | None, tokens: int, l2: int) -> tuple[int, int]:
+    """(calls, copies of the layer): the calls read 3 times the L2, from as much memory where MOST_COPIES_BYTES hold it."""
+    one = layer_bytes(layer, scheme)
+    hit = layer.experts * (1 - (1 - layer.top_k / layer.experts) ** tokens)
+    calls = min(MOST_CALLS, max(2, math.ceil(3 * l2 / (hit * one))))
+    copies = max(1, min(math.ceil(3 * l2 / (layer.experts * one)), int(MOST_COPIES_BYTES // (layer.experts * one))))
+    return calls, copies
+
+
+def block(layer: ExpertLayer, w: Weights, inputs: Inputs) -> Tensor:
+    """The expert block of a layer: four launches, or a few more for the routing of many tokens."""
+    routing = route_once(layer, inputs.logits, inputs.routing.tile_rows)
+    h = expert_gemm(inputs.x, w.gate_up, routing, w.gate_up_bias, gate=layer.gate)
+    y = expert_gemm(h, w.down, routing, w.down_bias, per_slot=True, weighted=True, routed_before=True)
+    return sum_slots(y, layer.top_k, inputs.residual)
+
+
+def block_reference(layer: ExpertLayer, w: Weights, inputs: Inputs) -> Tensor:
+    """The same in float64, but for h, which is rounded to bf16 between the products."""
+    r = inputs.routing
+    h = expert_gemm_reference(inputs.x, w.gate_up, r.experts, None, w.gate_up_bias, gate=layer.gate).bfloat16()
+    y = expert_gemm_reference(h, w.down, r.experts, r.weights, w.down_bias, weighted=True)
+    return y.unflatten(0, (-1, layer.top_k)).sum(1) + inputs.residual.double()
+
+
+def median_us(calls: Sequence[Callable[[], Tensor]]) -> tuple[float, Tensor]:
+    """Microseconds per call, and the first call's output of a poisoned replay."""
+    graph = capture(calls)
+    us = statistics.median(graph.times_us(REPLAYS))
+    return us, graph.poisoned_outputs()[0].clone()
+
+
+def relative_error(y: Tensor, reference: Tensor) -> float:
+    """|y - reference| / |reference|; raises WrongResult for values that are not finite or an error above TOLERANCE."""
+    if not bool(y.isfinite().all()):
+        raise WrongResult(f"{int((~y.isfinite()).sum())} of {y.numel()} outputs are not finite or were not written")
+    error = float((y.double() - reference).norm() / reference.norm())
+    if error > TOLERANCE:
+        raise WrongResult(f"relative error {error:.3g}")
+    return error
+
+
+def lowbit_row(layer: ExpertLayer, weights: Sequence[Weights], inputs: Sequence[Inputs]) -> dict[str, Any]:
+    """The times of the block and of its parts."""
+    pairs = list(zip(itertools.cycle(weights), inputs))
+    us, y = median_us([lambda w=w, i=i: block(layer, w, i) for w, i in pairs])  # type: ignore[misc]
+    error = relative_error(y, block_reference(layer, weights[0], inputs[0]))
+    first = expert_gemm(inputs[0].x, weights[0].gate_up, inputs[0].routing, weights[0].gate_up_bias, gate=layer.gate)
+    second = torch.randn(len(first), layer.hidden, device="cuda", dtype=first.dtype)
+    rows = inputs[0].routing.tile_rows
+    parts: dict[str, list[Callable[[], Tensor]]] = {
+        "route": [lambda i=i: route_once(layer, i.logits, rows).order for _, i in pairs],  # type: ignore[misc]
+        "gate_up": [
+            lambda w=w, i=i: expert_gemm(i.x, w.gate_up, i.routing, w.gate_up_bias, gate=layer.gate)  # type: ignore[misc]
+            for w, i in pairs
+        ],
+        "down": [
+            lambda w=w, i=i: expert_gemm(  # type: ignore[misc]
+                first, w.down, i.routing, w.down_bias, per_slot=True, weighted=True, routed_before=True
+            )
+            for w, i in pairs
+        ],
+        "sum": [lambda i=i: sum_slots(second, layer.top_k, i.residual) for _, i in pairs],  # type: ignore[misc]
+    }
+    return {"us": us, "rel_err": error, **{f"{name}_us": median_us(calls)[0] for name, calls in parts.items()}}
+
+
+def torch16_row(layer: ExpertLayer, inputs: Sequence[Inputs]) -> dict[str, Any]:
+    """torch's grouped product over experts of 16 bits, sorted by expert; gate and up in one product, gate first."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    e, k, n = layer.experts, layer.hidden, layer.size
+    gate_up, down = (
+        torch.empty(e, rows, columns, device="cuda", dtype=torch.bfloat16).normal_(generator=generator).div_(math.sqrt(columns))
+        for rows, columns in ((2 * n, k), (k, n))
+    )
+    gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)  # rows as nn.Linear has them
+
+    def call(i: Inputs) -> Tensor:
+        weights, experts = i.logits.topk(layer.top_k)
+        weights = weights.softmax(-1)
+        slots = experts.flatten().argsort(stable=True)
+        ends = (experts.flatten()[:, None] == torch.arange(e, device="cuda")).sum(0).cumsum(0).int()
+        token = slots // layer.top_k
+        both = torch._grouped_mm(i.x[token], gate_up, offs=ends)
+        h = EXPERT_GATES[layer.gate](*both.chunk(2, -1))
+        y = torch._grouped_mm(h, down, offs=ends) * weights.flatten()[slots, None].to(h.dtype)
+        return i.residual.index_add(0, token, y)
+
+    us, y = median_us([lambda i=i: call(i) for i in inputs])  # type: ignore[misc]
+    if not bool(y.isfinite().all()):
+        raise WrongResult("outputs of torch's experts are not finite")
+    return {"us": us, "rel_err": None}
+
+
+def tile_rows_of(
+    layer: ExpertLayer, weights: Sequence[Weights], inputs: Sequence[Inputs], scheme: str
+) -> Iterator[dict[str, Any]]:
+    """For each product the chosen tile and the next candidates, timed: what the choice is calibrated by."""
+    machine, tokens, rows = machine_of("cuda"), len(inputs[0].x), inputs[0].routing.tile_rows
+    slots = tokens * layer.top_k
+    for part, gate, per_slot, k in (("gate_up", layer.gate, False, layer.hidden), ("down", "none", True, layer.size)):
+        w = getattr(weights[0], part)
+        shape = ExpertShape(
+            tokens, layer.top_k, layer.experts, w.shape[0], k, parse_scheme(scheme).weight.bits, rows, per_slot
+        )  # fmt: skip
+        x = torch.randn(slots if per_slot else tokens, -(-k // 8) * 8, device="cuda").bfloat16()[:, :k]
+        chosen = choose(shape, machine)
+        modelled = {row.tile: row.cost_us for row in candidates(shape, machine) if not row.reasons}
+        for tile in dict.fromkeys([chosen, *list(modelled)[:TRIED]]):
+            yield {
+                "part": part, "tile": str(tile), "chosen": tile == chosen, "modelled_us": modelled[tile],
+                **_time_tile(tile, shape, part, gate, per_slot, weights, inputs, x),
+            }  # fmt: skip
+
+
+def _time_tile(
+    tile: ExpertTile, shape: ExpertShape, part: str, gate: str, per_slot: bool, weights: Sequence[Weights],
+    inputs: Sequence[Inputs], x: Tensor,
+) -> dict[str, Any]:  # fmt: skip
+    """Microseconds of a product with one tile, or the error."""
+    first = getattr(weights[0], part)
+    biased = getattr(weights[0], f"{part}_bias") is not None
+    try:
+        plan = plan_for(
+            tile, shape, first.form, x.dtype, biased, machine_of("cuda"), gate=gate, weighted=per_slot, early=per_slot
+        )  # fmt: skip
+
+        def call(w: Weights, r: Routing) -> Tensor:
+            packed = getattr(w, part)
+            return plan(
+                x, packed.codes, packed.scale, packed.channel_scale, getattr(w, f"{part}_bias"), r.tiles, r.tile_count, r.order,
+                r.weights if per_slot else None,
+            )  # fmt: skip
+
+        pairs = list(zip(itertools.cycle(weights), inputs))
+        return {"us": median_us([lambda w=w, i=i: call(w, i.routing) for w, i in pairs])[0]}  # type: ignore[misc]
+    except failures() as error:
+        return {"us": None, "error": reason(error)}
+
+
+def measured(request: ExpertRequest, read_bytes_per_s: float, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """A row for each model, scheme and number of tokens; what fails has its reason in `error`."""
+    for name, scheme in itertools.product(request.models, [*([None] if request.torch16 else []), *request.schemes]):
+        layer = MODELS[name]
+        weights: list[Weights] = []
+        for tokens in request.tokens:
+            say(f"{name} {scheme or '16 bits'} {tokens} tokens")
+            calls, copies = calls_needed(layer, scheme, tokens, l2_bytes())
+            row: dict[str, Any] = {
+                "model": name, "impl": "lowbit" if scheme else "torch16", "scheme": scheme or "bf16", "tokens": tokens,
+                "us": None, "limit_us": None, "experts_hit": None, "rel_err": None, "error": None,
+            }  # fmt: skip
+            try:
+                inputs = make_inputs(layer, tokens, calls, request.tile_rows)
+                hit = statistics.mean(len(i.routing.experts.unique()) for i in inputs)
+                row |= {"experts_hit": hit, "limit_us": hit * layer_bytes(layer, scheme) / read_bytes_per_s * 1e6}
+                if scheme is None:
+                    row |= torch16_row(layer, inputs)
+                else:
+                    if not weights:
+                        first = make_weights(layer, scheme)
+                        others = range(copies - 1)
+                        weights = [
+                            first,
+                            *(replace(first, gate_up=first.gate_up.clone(), down=first.down.clone()) for _ in others),
+                        ]
+                    row |= lowbit_row(layer, weights, inputs)
+                    row["tile_rows"] = inputs[0].routing.tile_rows
+                    if request.tiles:
+                        row["tiles"] = list(tile_rows_of(layer, weights, inputs, scheme))
+            except failures() as error:
+                row["error"] = reason(error)
+            yield row
+            torch.cuda.empty_cache()
+        del weights
+        torch.cuda.empty_cache()
+
+
+def run(request: ExpertRequest, out: Path | None, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+    """Measures the request; the file is written after every row. Raises ValueError without an NVIDIA GPU."""
+    if not torch.cuda.is_available():
+        raise ValueError(f"bench experts measures an NVIDIA GPU and torch {torch.__version__} sees none")
+    from benchmarks.ceilings import read_bandwidth  # needs Triton, which comes with CUDA builds of torch
+    from benchmarks.results import default_path, machine
+    from lowbit.tune.timing import warm_up
+
+    warm_up()
+    gpu, (bandwidth, _) = machine(), read_bandwidth()
+    today = datetime.date.today()
+    path = out or default_path(gpu["gpu"], today).with_name(f"{today.isoformat()}-experts.json")
+    rows: list[dict[str, Any]] = []
+    document: dict[str, Any] = {
+        "result": RESULT, "schema": SCHEMA, "date": today.isoformat(), "complete": False, "request": asdict(request),
+        "machine": gpu, "versions": versions([]), "read_bytes_per_s": bandwidth, "protocol": PROTOCOL, "rows": rows,
+    }  # fmt: skip
+    for row in measured(request, bandwidth, say):
+        rows.append(row)
+        write_json(path, document)
+    document["complete"] = True
+    write_json(path, document)
+    require_keys(path, document, {"rows", "machine"}, ROW_KEYS)
+    return path, document
+
+
+COLUMNS = ("model", "scheme", "tokens", "hit", "us", "limit us", "share", "route", "gate+up", "down", "sum", "x torch16")
+
+
+def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Rows of text under COLUMNS: share is limit / us; "x torch16" is the time of torch's 16-bit experts over this one."""
+    dense = {(row["model"], row["tokens"]): row["us"] for row in document["rows"] if row["impl"] == "torch16"}
+    made = []
+    for row in document["rows"]:
+        if row["us"] is None:
+            made.append((row["model"], row["scheme"], str(row["tokens"]), row["error"] or "", *("",) * (len(COLUMNS) - 4)))
+            continue
+        parts = (row.get(f"{part}_us") for part in ("route", "gate_up", "down", "sum"))
+        other = dense.get((row["model"], row["tokens"]))
+        made.append((
+            row["model"], row["scheme"], str(row["tokens"]), f"{row['experts_hit']:.1f}", f"{row['us']:.1f}",
+            f"{row['limit_us']:.1f}", f"{row['limit_us'] / row['us']:.0%}",
+            *("" if part is None else f"{part:.1f}" for part in parts), "" if other is None else f"{other / row['us']:.2f}",
+        ))  # fmt: skip
+    return made
+
+
+def tile_lines(document: dict[str, Any]) -> list[str]:
+    """For each product whose candidates were timed: the chosen tile, and the fastest where it is another one."""
+    lines = []
+    for row in document["rows"]:
+        for part in ("gate_up", "down"):
+            timed = [tile for tile in row.get("tiles", ()) if tile["part"] == part and tile["us"] is not None]
+            if not timed:
+                continue
+            best = min(timed, key=lambda tile: tile["us"])
+            lines.append(f"{row['model']} {row['scheme']} {row['tokens']} tokens, {part}:")
+            for tile in timed:
+                if tile["chosen"] or tile is best:
+                    what = "chosen" if tile["chosen"] else "fastest"
+                    lines.append(f"    {what} {tile['tile']}: {tile['us']:.2f} us, modelled {tile['modelled_us']:.2f}")
+    return lines

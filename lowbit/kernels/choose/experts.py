@@ -1,0 +1,287 @@
+"""Choice of tile for a product of experts: how many rows a tile of the list has, then candidates, reasons, cost model.
+
+Pure functions of a shape and a machine, as choose/gemm.py. How many rows each expert gets is known on the GPU alone; costs are
+those of tokens that choose their experts independently and uniformly, which reads the most experts. The constants are those of
+the dense products; none is measured yet for experts (docs/log/matrix-products.md, 2026-11-24).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from lowbit.hardware.machine import Machine
+from lowbit.kernels.choose.candidate import Candidate, first_feasible, ordered
+from lowbit.kernels.choose.tiles import INVARIANT_WARPS, MmaTile, RingTile, WgmmaTile
+
+FEW_ROWS = (8, 16)
+"""Rows of the tiles of the kernel for few rows per expert."""
+
+MANY_ROWS = (64, 128)
+"""Rows of the tiles of the kernel for many."""
+
+LAUNCH_US = 1.2
+"""Start and end of a launch, and the first loads of a block: list of tiles, slots, x."""
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """y [slots, n] of x and `experts` weights [n, k] with codes of `bits` bits; slots = tokens * top_k.
+
+    x has a row for each token, or with `per_slot` for each slot. `tile_rows`: the largest number of rows of a tile of the list.
+    """
+
+    tokens: int
+    top_k: int
+    experts: int
+    n: int
+    k: int
+    bits: int
+    tile_rows: int
+    per_slot: bool = False
+
+    @property
+    def slots(self) -> int:
+        """Rows of y."""
+        return self.tokens * self.top_k
+
+    @property
+    def row_blocks(self) -> int:
+        """m16 row blocks of an expert."""
+        return -(-self.n // 16)
+
+    def steps(self, size: int) -> int:
+        """Number of k blocks of `size` that cover K."""
+        return -(-self.k // size)
+
+    @property
+    def most_tiles(self) -> int:
+        """Limit of the number of tiles, whatever the experts are."""
+        return min(self.slots, self.experts) + self.slots // self.tile_rows
+
+
+def experts_hit(tokens: int, top_k: int, experts: int) -> float:
+    """Expected number of experts that a token chooses, if tokens choose top_k different ones independently and uniformly."""
+    return experts * (1 - (1 - min(top_k / experts, 1.0)) ** tokens)
+
+
+@functools.lru_cache(maxsize=4096)
+def tiles_expected(tokens: int, top_k: int, experts: int, tile_rows: int) -> tuple[float, float]:
+    """Mean and about the standard deviation of the number of tiles under the same assumption: the rows of an expert are
+    binomial."""
+    p = min(top_k / experts, 1.0)
+    if p == 1.0 or tokens == 1:
+        return (min(top_k, experts) * -(-tokens // tile_rows)) * 1.0, 0.0
+    mean = square = 0.0
+    for rows in range(1, tokens + 1):
+        chosen = math.lgamma(tokens + 1) - math.lgamma(rows + 1) - math.lgamma(tokens - rows + 1)
+        chance = math.exp(chosen + rows * math.log(p) + (tokens - rows) * math.log1p(-p))
+        mean += chance * -(-rows // tile_rows)
+        square += chance * (-(-rows // tile_rows)) ** 2
+    return experts * mean, math.sqrt(max(experts * (square - mean * mean), 0.0))
+
+
+def tile_rows_for(tokens: int, top_k: int, experts: int, batch_invariant: bool = False) -> int:
+    """Rows per tile of the list for so many tokens: 8 or 16 where few experts have more, and for batch-invariant sums; else 64
+    or 128.
+
+    An expert with more rows than a tile is read again, from L2. Missing rows of a tile cost time of tensor cores only.
+    """
+    each = tokens * top_k / max(experts_hit(tokens, top_k, experts), 1.0)
+    # Where the modelled times of four models' layers cross on an H200; nothing is measured yet.
+    for rows, most in ((8, 6.0), (16, math.inf if batch_invariant else 20.0), (64, 56.0)):
+        if each <= most:
+            return rows
+    return MANY_ROWS[-1]
+
+
+ExpertTile = RingTile | MmaTile | WgmmaTile
+
+
+class ExpertCandidate(Candidate[ExpertTile]):
+    """A tile with its reasons and its modelled time."""
+
+
+def candidates(shape: ExpertShape, machine: Machine, *, batch_invariant: bool = False) -> list[ExpertCandidate]:
+    """All candidates for a shape, feasible ones first, then by cost.
+
+    With `batch_invariant`, only tiles whose sums depend on nothing but K: row i of y then has the same bits in any batch.
+    Raises ValueError for rows per tile that no kernel has.
+    """
+    rows = FEW_ROWS if batch_invariant else (*FEW_ROWS, *MANY_ROWS)
+    if shape.tile_rows not in rows:
+        kind = "batch-invariant products of experts have" if batch_invariant else "products of experts have"
+        raise ValueError(f"{kind} tiles of {', '.join(map(str, rows))} rows, the routing has tiles of {shape.tile_rows}")
+    if shape.tile_rows in FEW_ROWS:
+        rings = [ring_candidate(tile, shape, machine) for tile in ring_tiles(shape)]
+        return ordered([row for row in rings if not batch_invariant or row.tile.warps_k == INVARIANT_WARPS])  # type: ignore[union-attr]
+    large = [mma_candidate(tile, shape, machine) for tile in mma_tiles(shape, machine)]
+    if "wgmma" in machine.arch.features:
+        large += [wgmma_candidate(tile, shape, machine) for tile in wgmma_tiles(shape)]
+    return ordered(large)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(shape: ExpertShape, machine: Machine, batch_invariant: bool = False) -> ExpertTile:
+    """The first feasible candidate; raises ValueError with the reasons against each when there is none."""
+    return first_feasible(candidates(shape, machine, batch_invariant=batch_invariant), shape, machine)
+
+
+# ---- few rows per expert
+
+
+def most_slots(rows: int, bits: int, row_blocks: int) -> int:
+    """Slots of a warp's ring, by rows of a tile, bits of a code and m16 row blocks: more would take more than 255 registers in
+    some formats with zeros or groups of 16 (Triton 3.6 and 3.9); 0 where there are too many row blocks."""
+    if rows == FEW_ROWS[0]:
+        return 12 if row_blocks <= 8 else 0
+    if row_blocks > 4:
+        return 0
+    return 4 if bits > 4 or row_blocks == 4 else 8 if row_blocks < 3 else 6
+
+
+def ring_tiles(shape: ExpertShape) -> list[RingTile]:
+    """Candidate tiles of kernels/sm80/expert_small_m_gemm.py: every way in which 8 warps share row blocks and K."""
+    steps, tiles = shape.steps(128), []
+    # Of 16 rows, a thread of 8 x 1 warps would finish 32 sums, more than it has registers for beside zeros of groups of 16.
+    for warps_n, warps_k in ((1, 8), (2, 4), (4, 2), (8, 1))[: 3 if shape.tile_rows == 16 else 4]:
+        for row_blocks in range(1, 9):
+            for rounds in (1, 2, 4):
+                most = most_slots(shape.tile_rows, shape.bits, row_blocks)
+                fits = row_blocks * warps_n <= shape.row_blocks and row_blocks * rounds <= most
+                if fits and (rounds == 1 or (rounds - 1) * warps_k < steps):
+                    tiles.append(RingTile(shape.tile_rows, row_blocks, rounds, warps_n, warps_k, 1))
+    return tiles
+
+
+def ring_bytes(tile: RingTile, shape: ExpertShape) -> int:
+    """Shared memory of a block, with the largest scales, groups of 16 with zeros: rings, then sums of all warps."""
+    warps = tile.warps_n * tile.warps_k
+    ring = tile.depth * (256 * shape.bits + 512) + 256 * tile.tokens * tile.rounds
+    return warps * (ring + 64 * tile.row_blocks * tile.tokens)
+
+
+def expert_blocks(shape: ExpertShape, tile: RingTile, machine: Machine) -> int:
+    """Blocks of a launch: one per SM, fewer where there cannot be so many tasks."""
+    most = shape.most_tiles * -(-shape.row_blocks // tile.tile_row_blocks)
+    return max(1, min(most, machine.sm_count * max(tile.blocks_per_sm, 1)))
+
+
+def ring_candidate(tile: RingTile, shape: ExpertShape, machine: Machine) -> ExpertCandidate:
+    """A tile of the kernel for few rows with its reasons and its modelled time."""
+    reasons = []
+    if (needed := ring_bytes(tile, shape)) > machine.arch.shared_per_block_bytes:
+        reasons.append(f"needs {needed:,} bytes of shared memory, a block has {machine.arch.shared_per_block_bytes:,}")
+    return ExpertCandidate(tile, tuple(reasons), _ring_cost(tile, shape, machine))
+
+
+_STEP_US, _WIDE_STEP_US = 0.0113, 0.0301
+"""SM time for one row block of one k block of 8 tokens, for codes of up to 4 bits and of more (choose/gemm.py)."""
+_TASK_US = 0.25
+"""Time of a task beside its copies: two barriers, sums of slices, stores."""
+_FILL_US = 0.9
+"""From the first copy of a block until bytes arrive at the rate of the memory."""
+_IN_FLIGHT = 49152
+"""Bytes that an SM has in flight where the memory is busy."""
+
+
+def _ring_cost(tile: RingTile, shape: ExpertShape, machine: Machine) -> float:
+    """Launch, fill of the pipeline, then the busiest block: its bytes at its share of the bandwidth, or its instructions.
+
+    The number of tiles varies from call to call: the mean of three numbers, a standard deviation apart.
+    """
+    mean, deviation = tiles_expected(shape.tokens, shape.top_k, shape.experts, shape.tile_rows)
+    row_bytes = 2 * shape.k * shape.bits + (shape.k // 4 if shape.bits <= 4 else 0)  # 16 rows, with scales of groups of 128
+    x = tile.warps_n * shape.slots / mean * shape.k * 2
+    task_bytes = tile.tile_row_blocks * row_bytes + 0.43 * x
+    iterations = -(-shape.steps(128) // (tile.warps_k * tile.rounds))
+    warps = tile.warps_n * tile.warps_k
+    step_us = (_WIDE_STEP_US if shape.bits > 4 else _STEP_US) * (1.3 if tile.tokens > 8 else 1.0)
+    decode_us = iterations * tile.depth * warps * step_us
+    in_flight = min(1.0, warps * tile.depth * 256 * shape.bits / _IN_FLIGHT)
+    total = 0.0
+    for tiles in (max(mean - deviation, 1.0), mean, mean + deviation):
+        tasks = tiles * -(-shape.row_blocks // tile.tile_row_blocks)
+        busiest = math.ceil(tasks / expert_blocks(shape, tile, machine))
+        # An SM alone does not reach more than twice its share of the bandwidth.
+        share = machine.read_bytes / max(min(tasks, machine.sm_count), machine.sm_count / 2) * in_flight
+        memory_us = busiest * task_bytes / share * 1e6
+        total += (memory_us**4 + (busiest * decode_us) ** 4) ** 0.25 + busiest * _TASK_US
+    return LAUNCH_US + _FILL_US + total / 3
+
+
+# ---- many rows per expert
+
+
+_MMA_SHARES = {
+    # (tokens, row blocks, warps_n, warps_m): fraction of the rate of mma.sync in the main loop of the dense product.
+    (128, 2, 8, 1): 0.714,
+    (64, 2, 8, 1): 0.711,
+    (128, 2, 4, 2): 0.672,
+    (64, 2, 4, 2): 0.557,
+    (64, 1, 4, 2): 0.313,
+}
+
+
+def mma_tiles(shape: ExpertShape, machine: Machine) -> list[MmaTile]:
+    """Candidate tiles of kernels/sm80/expert_large_m_gemm.py."""
+    tiles = []
+    for tokens, row_blocks, warps_n, warps_m in _MMA_SHARES:
+        if tokens == shape.tile_rows and row_blocks * warps_n <= shape.row_blocks:
+            stage = 128 * tokens + row_blocks * warps_n * (128 * shape.bits + 256)
+            tiles.append(
+                MmaTile(tokens, row_blocks, warps_n, warps_m, min(4, machine.arch.shared_per_block_bytes // stage), 1)
+            )  # fmt: skip
+    return tiles
+
+
+def mma_candidate(tile: MmaTile, shape: ExpertShape, machine: Machine) -> ExpertCandidate:
+    """A tile of the kernel for many rows with its reasons and its modelled time."""
+    reasons = () if tile.stages >= 2 else (f"{shape.bits}-bit tiles leave room for {tile.stages} stages, 2 are needed",)
+    return ExpertCandidate(tile, reasons, _mma_cost(tile, shape, machine))
+
+
+def _mma_cost(tile: MmaTile, shape: ExpertShape, machine: Machine) -> float:
+    """Launch, then waves of tiles at their fraction of the rate of mma.sync, or weights at memory bandwidth."""
+    tiles, _ = tiles_expected(shape.tokens, shape.top_k, shape.experts, tile.tokens)
+    blocks = tiles * -(-shape.row_blocks // (tile.rows // 16))
+    waves = math.ceil(blocks / machine.sm_count)
+    share = _MMA_SHARES[tile.tokens, tile.row_blocks, tile.warps_n, tile.warps_m]
+    stage_us = 2 * tile.rows * tile.tokens * 64 / (share * machine.peak_mma_fp16 / machine.sm_count) * 1e6
+    hit = experts_hit(shape.tokens, shape.top_k, shape.experts)
+    memory_us = 1.11 * hit * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6
+    return LAUNCH_US + max(waves * (shape.steps(64) * stage_us + 2.0), memory_us)
+
+
+_WGMMA_CYCLES = {(128, 2): (691, 630), (64, 2): (522, 435)}
+"""(tokens, warpgroups): cycles for 64 k of a tile of codes of up to 4 bits, and of more, in the dense product
+(choose/gemm.py)."""
+_SM_MHZ = 1755
+
+
+def wgmma_tiles(shape: ExpertShape) -> list[WgmmaTile]:
+    """Candidate tiles of kernels/sm90/expert_large_m_gemm.py; 4 KiB of shared memory are left to transpose y."""
+    tiles = []
+    for tokens, warpgroups in _WGMMA_CYCLES:
+        if tokens == shape.tile_rows and 4 * warpgroups <= shape.row_blocks:
+            stages = min(8, 222_000 // (512 * warpgroups * shape.bits + 128 * tokens) // 2 * 2)
+            tiles.append(WgmmaTile(tokens, warpgroups, stages, 1, 1))
+    return tiles
+
+
+def wgmma_candidate(tile: WgmmaTile, shape: ExpertShape, machine: Machine) -> ExpertCandidate:
+    """A tile of the wgmma kernel for many rows with its reasons and its modelled time."""
+    few = (f"{shape.bits}-bit tiles leave room for {tile.stages} stages, 4 are needed",)
+    return ExpertCandidate(tile, () if tile.stages >= 4 else few, _wgmma_cost(tile, shape, machine))
+
+
+def _wgmma_cost(tile: WgmmaTile, shape: ExpertShape, machine: Machine) -> float:
+    """Two launches, the copy of x in the order of slots, then waves of tiles, or weights at memory bandwidth."""
+    tiles, _ = tiles_expected(shape.tokens, shape.top_k, shape.experts, tile.tokens)
+    waves = math.ceil(tiles * -(-shape.row_blocks // (tile.rows // 16)) / machine.sm_count)
+    stage_us = _WGMMA_CYCLES[tile.tokens, tile.warpgroups][shape.bits > 4] / _SM_MHZ
+    hit = experts_hit(shape.tokens, shape.top_k, shape.experts)
+    memory_us = 1.11 * hit * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6
+    copy_us = 4 * shape.slots * shape.k / machine.read_bytes * 1e6
+    return 2 * LAUNCH_US + copy_us + max(waves * (2 * shape.steps(128) * stage_us + 1.0), memory_us)

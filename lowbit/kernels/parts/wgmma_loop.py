@@ -1,0 +1,74 @@
+"""The main loop of the wgmma kernels for 16-bit x: weights dequantized into registers while the stage before is multiplied.
+
+The functions take the configuration C of a kernel, a `WarpgroupTile` with `dequantizer`, `tokens` and the layouts of
+parts/operand.py, and its own arguments p: stages of codes `p.w` and of x `p.x`, and `p.scales`, of which `last_group` is used.
+"""
+
+from __future__ import annotations
+
+from lowbit.kernels.parts.dequantize import dequantize
+from lowbit.kernels.parts.gluon import barrier, gl, gluon, run, warpgroup_mma, warpgroup_mma_wait
+from lowbit.kernels.parts.operand import empty_registers, operand_a, read_words, release_stage
+from lowbit.kernels.parts.pipeline import advance, previous
+from lowbit.kernels.parts.promote import zero_sums
+
+PREFETCHED = gl.constexpr(6)
+"""Iterations by which scales are prefetched into L2 before they are loaded: more than the latency of memory."""
+
+
+@gluon.jit
+def load_scales(scale, iteration, last, C: gl.constexpr):
+    """Loads scale and zero words of this thread's row pair for one iteration; `scale` points to its row block.
+
+    Beyond the `last` group, where K has ended and x is zero, that group is loaded again.
+    """
+    WORDS: gl.constexpr = C.dequantizer.pair_words
+    words = ()
+    for i in gl.static_range(WORDS):
+        group = gl.minimum(iteration * (WORDS // C.dequantizer.group_words) + i // C.dequantizer.group_words, last)
+        words = words + (gl.load(scale + group * (8 * C.dequantizer.group_words) + i % C.dequantizer.group_words),)
+    if WORDS > 0:
+        ahead = gl.minimum((iteration + PREFETCHED) * (WORDS // C.dequantizer.group_words), last)
+        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [scale + ahead * (8 * C.dequantizer.group_words)])
+    return words
+
+
+@gluon.jit
+def start(registers, x, acc, stage, C: gl.constexpr):
+    """Starts the products of a stage and waits for those of the previous stage."""
+    acc = warpgroup_mma(operand_a(registers, C), x.index(stage).permute([1, 0]), acc, is_async=True)
+    return warpgroup_mma_wait(1, deps=[acc])
+
+
+@gluon.jit
+def multiply(p, scale, ahead, words, stage, phase, begin, end, more, C: gl.constexpr):
+    """Computes the sums of one tile, two stages an iteration. While one multiplies, the next is dequantized into other
+    registers.
+
+    `ahead` are its `first_scales`; `words` are those of its first stage. Returns the sums, the words of the next tile's first
+    stage if there is `more`, and the next stage and phase.
+    """
+    last_group = p.scales.last_group
+    acc = zero_sums(gl.float32, C)
+    odd = empty_registers(C)
+    scales = ahead[0 : C.dequantizer.pair_words]
+    next_scales = ahead[C.dequantizer.pair_words :]
+    barrier()  # Triton inserts one between stores of the previous tile and loads; here it is outside the loop
+    for iteration in range(begin, end):
+        before = previous(stage, C)
+        even = dequantize(words, scales, False, C)
+        words = read_words(p.w, stage + 1, phase, True, C)
+        acc = start(even, p.x, acc, stage, C)
+        release_stage(odd, before, iteration > begin, C)
+
+        odd = dequantize(words, scales, True, C)
+        following, phase = advance(stage, phase, 2, C)
+        words = read_words(p.w, following, phase, (iteration + 1 < end) | more, C)
+        scales = next_scales
+        next_scales = load_scales(scale, iteration + 2, last_group, C)
+        acc = start(odd, p.x, acc, stage + 1, C)
+        release_stage(even, stage, True, C)
+        stage = following
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    release_stage(odd, previous(stage, C), begin < end, C)
+    return acc, words, stage, phase

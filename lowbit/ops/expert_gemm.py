@@ -1,0 +1,327 @@
+"""The torch operators `lowbit::expert_gemm` and `lowbit::sum_slots`: the products of a mixture of experts.
+
+    routing = route(logits, rule, tile_rows=tile_rows_for(T, top_k, E))         # ops/route.py
+    h = expert_gemm(x, gate_up, routing, gate="silu")                           # a row for each slot
+    y = expert_gemm(h, down, routing, per_slot=True, weighted=True)
+    out = sum_slots(y, top_k, residual)
+
+Slot t * top_k + s is choice s of token t. Only experts with slots are read. Opaque to torch.compile; the choice of kernel
+depends on shapes and on the rows of the routing's tiles alone, never on what the router chose: nothing waits for it. On a CPU
+the weights of the experts with slots are dequantized, one expert at a time (kernels/reference/experts.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import Scheme
+from lowbit.hardware.machine import Machine, machine_of
+from lowbit.kernels.choose.experts import ExpertShape, ExpertTile, choose
+from lowbit.kernels.choose.tiles import MmaTile, RingTile
+from lowbit.kernels.reference.experts import EXPERT_GATES, expert_gemm_reference, sum_slots_reference
+from lowbit.ops.fragment_gemm import aligned_rows, check_product
+from lowbit.ops.operands import TensorSpec, check_one_device, device_of, meta_tensors, scheme_of, spec_of
+from lowbit.ops.register import register
+from lowbit.ops.route import Routing
+from lowbit.pack import ExpertWeight, WeightForm, weight_form
+
+if TYPE_CHECKING:
+    from lowbit.kernels.elementwise.gather_slots import GatherSlotsPlan
+    from lowbit.kernels.elementwise.sum_slots import SumSlotsPlan
+    from lowbit.kernels.sm80.expert_large_m_gemm import ExpertMmaPlan
+    from lowbit.kernels.sm80.expert_small_m_gemm import ExpertRingPlan
+    from lowbit.kernels.sm90.expert_large_m_gemm import ExpertWgmmaPlan
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def expert_gemm(
+    x: Tensor, w: ExpertWeight, routing: Routing, bias: Tensor | None = None, *, gate: str = "none", per_slot: bool = False,
+    weighted: bool = False, routed_before: bool = False, batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    """y [T * top_k, N] in x's dtype: for each slot its row of x times the weights [N, K] of its expert, + bias [E, N] of it.
+
+    Args:
+        x: [T, K] in fp16 or bf16 (on a CPU float32 too), or with `per_slot` [T * top_k, K], a row for each slot.
+        gate: "none"; "silu": silu(gate) * up; "gelu_tanh"; "clamped_swiglu": that of gpt-oss,
+            (clamp(up, -7, 7) + 1) * g * sigmoid(1.702 g) with g = min(gate, 7). y is then [T * top_k, N / 2], and w and bias
+            alternate as `ExpertWeight.pack_gated` has them.
+        weighted: y is multiplied by the router weight of its slot, before the one rounding.
+        routed_before: the routing was written before the kernel that precedes this call on its stream, and that kernel lets
+            the next one start only after its own wait, as `expert_gemm` does. So it is for a product of another product's
+            slots. The first weights are then copied while that kernel runs (sm_90).
+        batch_invariant: a row of y has the same bits in every batch; the routing's tiles have 8 or 16 rows then.
+
+    The same input gives the same bits. Raises ValueError for tensors that do not fit together.
+    """
+    y: Tensor = torch.ops.lowbit.expert_gemm(
+        x, w.codes, w.scale, w.channel_scale, bias, routing.experts, routing.weights, routing.order, routing.tiles,
+        routing.tile_count, routing.tile_rows, w.scheme.name, w.shape[0], gate, per_slot, weighted, routed_before,
+        batch_invariant, w.subnormal,
+    )  # fmt: skip
+    return y
+
+
+def sum_slots(y: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
+    """[T, N] in y's dtype: the sum over the slots of each token of y [T * top_k, N], + residual [T, N].
+
+    In float32, slot 0 first, the residual last, one rounding. Raises ValueError for tensors that do not fit together.
+    """
+    out: Tensor = torch.ops.lowbit.sum_slots(y, top_k, residual)
+    return out
+
+
+class ExpertArguments(NamedTuple):
+    """The arguments of `lowbit::expert_gemm`."""
+
+    x: Tensor
+    codes: Tensor
+    scale: Tensor | None
+    channel_scale: Tensor | None
+    bias: Tensor | None
+    experts: Tensor
+    weights: Tensor
+    order: Tensor
+    tiles: Tensor
+    tile_count: Tensor
+    tile_rows: int
+    scheme: str
+    n: int
+    gate: str = "none"
+    per_slot: bool = False
+    weighted: bool = False
+    routed_before: bool = False
+    batch_invariant: bool = False
+    subnormal: bool = False
+
+
+def _check_routing(a: ExpertArguments) -> None:
+    """Raises ValueError unless the tensors of a routing fit together."""
+    if a.experts.dim() != 2 or not a.experts.shape[1]:
+        raise ValueError(f"expert_gemm: experts are int32 [T, top_k], got {a.experts.dtype} {tuple(a.experts.shape)}")
+    slots = a.experts.numel()
+    expected = {
+        "experts": (a.experts, torch.int32, a.experts.shape), "weights": (a.weights, torch.float32, a.experts.shape),
+        "order": (a.order, torch.int32, (slots,)), "tile_count": (a.tile_count, torch.int32, (1,)),
+        "tiles": (a.tiles, torch.int32, (a.tiles.shape[0] if a.tiles.dim() else 0, 3)),
+    }  # fmt: skip
+    for name, (t, dtype, shape) in expected.items():
+        if t.dtype != dtype or tuple(t.shape) != tuple(shape) or not t.is_contiguous():
+            raise ValueError(
+                f"expert_gemm: {name} of a routing of {slots} slots is contiguous {dtype} {list(shape)} (ops/route.py makes "
+                f"it), got {t.dtype} {list(t.shape)}"
+            )
+    if a.tile_rows < 1 or (slots and not a.tiles.shape[0]):
+        raise ValueError(
+            f"expert_gemm: a routing has tiles of at least one row, got {a.tile_rows} rows and {len(a.tiles)} tiles"
+        )
+
+
+def _check(a: ExpertArguments) -> Scheme:
+    """Raises ValueError unless the arguments are of one product; returns the scheme."""
+    parsed = scheme_of(a.scheme)
+    if parsed.activation is not None:
+        raise ValueError(
+            f"expert_gemm: multiplies 16-bit activations, {parsed} has {parsed.activation.name} activations, which products of "
+            "experts do not take; quantize the experts with a scheme of 16-bit activations, as w4a16_g128 or w8a16"
+        )
+    _check_routing(a)
+    if a.codes.dim() != 4 or not a.codes.shape[0]:
+        raise ValueError(
+            f"expert_gemm: codes are int32 [E, row blocks, k_tiles, words] (ExpertWeight.pack makes them), got "
+            f"{tuple(a.codes.shape)}"
+        )
+    count = a.codes.shape[0]
+    for name, t in (("scale", a.scale), ("channel_scale", a.channel_scale), ("bias", a.bias)):
+        if t is not None and (t.dim() < 2 or t.shape[0] != count):
+            raise ValueError(f"expert_gemm: {name} of {count} experts is [{count}, ..], got {tuple(t.shape)}")
+    if a.x.dim() != 2:
+        raise ValueError(f"expert_gemm: x is [T, K], or [T * top_k, K] with per_slot, got {tuple(a.x.shape)}")
+    # A CPU takes float32 too, which is checked as a 16-bit type.
+    dtype = torch.bfloat16 if a.x.device.type == "cpu" and a.x.dtype == torch.float32 else a.x.dtype
+    of_one = (_spec_of_one(t) for t in (a.codes, a.scale, a.channel_scale, a.bias))
+    codes, scale, channel_scale, bias = meta_tensors(of_one)
+    check_product(
+        "expert_gemm", torch.empty(a.x.shape, dtype=dtype, device="meta"), codes, scale, channel_scale, bias, parsed, a.n,
+        a.subnormal,
+    )  # fmt: skip
+    rows = a.experts.numel() if a.per_slot else a.experts.shape[0]
+    if a.x.shape[0] != rows:
+        kind = "slots (per_slot)" if a.per_slot else "tokens"
+        raise ValueError(f"expert_gemm: x of {rows} {kind} has as many rows, got {tuple(a.x.shape)}")
+    if a.gate not in ("none", *EXPERT_GATES) or (a.gate != "none" and a.n % 16):
+        raise ValueError(
+            f"expert_gemm: gate is none, {', '.join(EXPERT_GATES)}, and row blocks have 8 gates and 8 ups; got "
+            f"{a.gate!r}, N {a.n}"
+        )
+    return parsed
+
+
+def _spec_of_one(t: Tensor | None) -> TensorSpec | None:
+    """The properties of one expert's part of a tensor."""
+    return None if t is None else (t.shape[1:], t.dtype, t.device, True)
+
+
+def _columns(a: ExpertArguments) -> int:
+    return a.n if a.gate == "none" else a.n // 2
+
+
+def _expert_gemm(a: ExpertArguments) -> Tensor:
+    x = aligned_rows(a.x) if a.x.dim() == 2 else a.x
+    tensors = a.codes, a.scale, a.channel_scale, a.bias, a.experts, a.weights, a.order, a.tiles, a.tile_count
+    plan = _plan(x.shape, x.dtype, x.device, tuple(map(_spec, tensors)), a[10:])
+    if plan is None:
+        return x.new_empty((a.experts.numel(), _columns(a)))
+    return plan(
+        x, a.codes, a.scale, a.channel_scale, a.bias, a.tiles, a.tile_count, a.order, a.weights if a.weighted else None
+    )  # fmt: skip
+
+
+def _spec(t: Tensor | None) -> tuple[TensorSpec, bool] | None:
+    """The properties of a tensor on which a plan depends: those of `spec_of`, and whether it is contiguous."""
+    return None if t is None else (spec_of(t), t.is_contiguous())  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    size: torch.Size, dtype: torch.dtype, on: torch.device, specs: tuple[tuple[TensorSpec, bool] | None, ...],
+    options: tuple,
+) -> ExpertPlan | None:  # fmt: skip
+    """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
+    tensors = meta_tensors(None if s is None else s[0] for s in specs)
+    a = ExpertArguments(torch.empty(size, dtype=dtype, device="meta"), *tensors, *options)
+    if dtype not in _HALVES:
+        raise ValueError(f"expert_gemm: x is fp16 or bf16 on a GPU, got {dtype}")
+    parsed = _check(a)
+    device_of("expert_gemm", (None if s is None else s[0] for s in specs), on)
+    if not all(s is None or s[1] for s in specs):
+        raise ValueError("expert_gemm: all tensors but x must be contiguous (ExpertWeight.pack's and ops.route's are)")
+    if not all(s is None or s[0][3] for s in specs[:3]):
+        raise ValueError("expert_gemm: weights must start at multiples of 16 bytes (ExpertWeight.pack's do); clone() them")
+    tokens, top_k = a.experts.shape
+    if tokens == 0 or a.n == 0:
+        return None
+    shape = ExpertShape(tokens, top_k, a.codes.shape[0], a.n, size[1], parsed.weight.bits, a.tile_rows, a.per_slot)
+    machine = machine_of(on)
+    form = weight_form(parsed, None if a.scale is None else a.scale.dtype, a.channel_scale is not None, a.subnormal)
+    tile = choose(shape, machine, a.batch_invariant)
+    return plan_for(
+        tile, shape, form, dtype, a.bias is not None, machine, gate=a.gate, weighted=a.weighted, early=a.routed_before
+    )
+
+
+@dataclass(frozen=True)
+class SortedPlan:
+    """A copy of x in the order of slots by expert, then the product that reads it by TMA."""
+
+    gather: GatherSlotsPlan
+    product: ExpertWgmmaPlan
+
+    def __call__(
+        self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
+        tiles: Tensor, tile_count: Tensor, order: Tensor, weights: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Returns y [slots, N]; arguments as of the other plans."""
+        rows = self.gather(x, order)
+        return self.product(rows, codes, scale, channel_scale, bias, tiles, tile_count, order, weights)
+
+
+ExpertPlan: TypeAlias = "ExpertRingPlan | ExpertMmaPlan | SortedPlan"
+
+
+def plan_for(
+    tile: ExpertTile, shape: ExpertShape, form: WeightForm, dtype: torch.dtype, bias: bool, machine: Machine, *,
+    gate: str = "none", weighted: bool = False, early: bool = False,
+) -> ExpertPlan:  # fmt: skip
+    """The plan of a product of experts with a given tile on a machine."""
+    from lowbit.kernels.elementwise.gather_slots import GatherSlotsPlan
+    from lowbit.kernels.parts.epilogue import Epilogue
+    from lowbit.kernels.sm80.expert_large_m_gemm import ExpertMmaPlan
+    from lowbit.kernels.sm80.expert_small_m_gemm import ExpertRingPlan
+    from lowbit.kernels.sm90.expert_large_m_gemm import ExpertWgmmaPlan
+
+    epilogue = Epilogue(form.channel_scale, bias, gate=gate)  # type: ignore[arg-type]
+    if isinstance(tile, RingTile):
+        return ExpertRingPlan(shape, tile, form, dtype, epilogue, machine, weighted=weighted, early=early)
+    if isinstance(tile, MmaTile):
+        return ExpertMmaPlan(shape, tile, form, dtype, epilogue, weighted=weighted)
+    gather = GatherSlotsPlan(shape.slots, 1 if shape.per_slot else shape.top_k, shape.k, machine)
+    return SortedPlan(gather, ExpertWgmmaPlan(shape, tile, form, dtype, epilogue, machine, weighted=weighted))
+
+
+def _expert_gemm_on_cpu(a: ExpertArguments) -> Tensor:
+    check_one_device(
+        "expert_gemm", a.x, a.codes, a.scale, a.channel_scale, a.bias, a.experts, a.weights, a.order, a.tiles, a.tile_count
+    )
+    w = ExpertWeight(a.codes, a.scale, a.channel_scale, _check(a), (a.n, a.x.shape[1]), a.subnormal)
+    y = expert_gemm_reference(
+        a.x, w, a.experts, a.weights, a.bias, gate=a.gate, weighted=a.weighted, dtype=torch.float32
+    )  # fmt: skip
+    return y.to(a.x.dtype)
+
+
+def _fake(a: ExpertArguments) -> Tensor:
+    _check(a)
+    return a.x.new_empty((a.experts.numel(), _columns(a)))
+
+
+register(
+    "expert_gemm(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor? bias, Tensor experts, Tensor weights,"
+    " Tensor order, Tensor tiles, Tensor tile_count, int tile_rows, str scheme, SymInt n, str gate='none', bool per_slot=False,"
+    " bool weighted=False, bool routed_before=False, bool batch_invariant=False, bool subnormal=False) -> Tensor",
+    cuda=_expert_gemm,
+    cpu=_expert_gemm_on_cpu,
+    fake=_fake,
+    arguments=ExpertArguments,
+)
+
+
+def _check_sum(y: Tensor, top_k: int, residual: Tensor | None) -> None:
+    """Raises ValueError unless y and the residual are of one sum."""
+    if y.dim() != 2 or top_k < 1 or y.shape[0] % max(top_k, 1) or not y.is_floating_point():
+        raise ValueError(f"sum_slots: y is floats [T * {top_k}, N], got {y.dtype} {tuple(y.shape)}")
+    expected = (y.shape[0] // top_k, y.shape[1])
+    if residual is not None and (tuple(residual.shape) != expected or residual.dtype != y.dtype):
+        raise ValueError(f"sum_slots: residual is {y.dtype} {expected}, got {residual.dtype} {tuple(residual.shape)}")
+
+
+def _sum_slots(y: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
+    if not y.is_contiguous() or (residual is not None and not residual.is_contiguous()):
+        raise ValueError("sum_slots: y and residual are contiguous; call .contiguous() on them")
+    return _sum_plan(top_k, spec_of(y), spec_of(residual))(y, residual)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sum_plan(top_k: int, *tensors: TensorSpec | None) -> SumSlotsPlan:
+    """The plan of a sum. Raises ValueError when the tensors do not fit."""
+    from lowbit.kernels.elementwise.sum_slots import SumSlotsPlan
+
+    y, residual = meta_tensors(tensors)
+    _check_sum(y, top_k, residual)
+    on = device_of("sum_slots", tensors)
+    vectors = y.shape[1] % 8 == 0 and all(t is None or t[3] for t in tensors)
+    return SumSlotsPlan(y.shape[0] // top_k, top_k, y.shape[1], vectors, machine_of(on))
+
+
+def _sum_slots_on_cpu(y: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
+    check_one_device("sum_slots", y, residual)
+    _check_sum(y, top_k, residual)
+    return sum_slots_reference(y, top_k, residual)
+
+
+def _sum_slots_fake(y: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
+    _check_sum(y, top_k, residual)
+    return y.new_empty((y.shape[0] // top_k, y.shape[1]))
+
+
+register(
+    "sum_slots(Tensor y, int top_k, Tensor? residual=None) -> Tensor",
+    cuda=_sum_slots,
+    cpu=_sum_slots_on_cpu,
+    fake=_sum_slots_fake,
+)

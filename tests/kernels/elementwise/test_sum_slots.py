@@ -1,0 +1,69 @@
+"""Sums over the slots of a token: the order of additions to the bit, without a GPU too; its machine code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowbit.hardware.machine import machine_of, typical_machine
+from lowbit.kernels.reference.experts import sum_slots_reference
+from lowbit.ops.expert_gemm import sum_slots
+from tests.kernels.calls import meta
+from tests.kernels.interpreter import interpreted
+from tests.kernels.sass import compile_plan
+
+pytest.importorskip("triton", reason="the kernel is written in Triton")
+from lowbit.kernels.elementwise.sum_slots import SumSlotsPlan
+
+gpu = pytest.mark.gpu
+CASES = [(3, 8, 1536), (5, 1, 40), (2, 4, 1031), (4, 2, 2880)]
+
+
+def check(device, dtype, tokens, top_k, width):
+    """Terms of very different sizes, whose sum another order would round otherwise."""
+    generator = torch.Generator().manual_seed(width)
+    y = torch.randn(tokens * top_k, width, generator=generator) * torch.exp2(8 * torch.rand(tokens * top_k, 1))
+    y, residual = (t.to(device, dtype) for t in (y, torch.randn(tokens, width, generator=generator)))
+    machine = machine_of("cuda") if device == "cuda" else typical_machine(80)
+    plan = SumSlotsPlan(tokens, top_k, width, width % 8 == 0, machine)
+    for added in (None, residual):
+        if device == "cuda":
+            torch.full((tokens, width), float("nan"), dtype=dtype, device=device)
+        assert torch.equal(plan(y, added), sum_slots_reference(y, top_k, added))
+
+
+def interpreted_sums():
+    """In fp16: the interpreter does not round float32 to bf16 but cuts it off."""
+    for case in CASES:
+        check("cpu", torch.float16, *case)
+
+
+def test_sums_without_a_gpu():
+    interpreted(interpreted_sums)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [*CASES, (300, 8, 2048)], ids=str)
+def test_sums_on_a_gpu(case, dtype):
+    check("cuda", dtype, *case)
+
+
+def test_all_slots_are_loaded_in_pieces_before_the_first_is_added():
+    plan = SumSlotsPlan(4, 8, 2048, True, typical_machine(90))
+    y, residual = meta((32, 2048), torch.bfloat16), meta((4, 2048), torch.bfloat16)
+    kernel = compile_plan(plan, (y, residual), 90)
+    loads = [i for i, line in enumerate(kernel.lines) if "LDG.E.128" in line]
+    added = next(i for i, line in enumerate(kernel.lines) if "FADD" in line)
+    assert len(loads) == 9 and loads[7] < added and kernel.count("STG.E.128") == 1
+    assert kernel.count("ACQBULK") == 1 and kernel.stack_bytes == 0
+
+
+def test_what_does_not_fit_says_why():
+    y = torch.randn(6, 16).bfloat16()
+    assert torch.equal(sum_slots(y, 2), sum_slots_reference(y, 2))
+    assert sum_slots(y.to("meta"), 3).shape == (2, 16)
+    with pytest.raises(ValueError, match=r"y is floats \[T \* 4, N\], got torch.bfloat16 \(6, 16\)"):
+        sum_slots(y, 4)
+    with pytest.raises(ValueError, match=r"residual is torch.bfloat16 \(3, 16\), got torch.float32 \(3, 16\)"):
+        sum_slots(y, 2, torch.zeros(3, 16))

@@ -1,0 +1,149 @@
+"""The kernels of experts compiled for machines that are not here, and what their machine code must and must not have."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from lowbit.formats import number_format
+from lowbit.hardware.machine import typical_machine
+from lowbit.kernels.choose.experts import ExpertShape, choose, most_slots, ring_bytes
+from lowbit.kernels.choose.tiles import MmaTile, RingTile
+from lowbit.pack import WeightForm
+from tests.kernels.calls import expert_call
+from tests.kernels.sass import batches, compile_plan
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.parts.epilogue import Epilogue
+from lowbit.kernels.sm80.expert_large_m_gemm import ExpertMmaPlan
+from lowbit.kernels.sm80.expert_small_m_gemm import ExpertRingPlan
+from tests.kernels.sm80.test_large_m_compile import check_loop
+
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+FORMATS = [("int2", 1), ("int3", 1), ("fp6_e3m2", 1), ("int8", 64)]
+"""Formats whose words are loaded in different ways, with tokens; others are in LARGEST."""
+
+
+def compiled(
+    fmt, tokens=1, dtype="fp16", group=128, zero="none", gate="none", bias=False, weighted=False, early=False, sm=90, tile=None,
+):  # fmt: skip
+    """Qwen3-30B-A3B's shape for gates, or that of its down projection."""
+    number, gated = number_format(fmt), gate != "none"
+    rows = tile.tokens if tile else 8 if tokens <= 16 else 16
+    n, k = (1536, 2048) if gated else (2048, 768)
+    shape = ExpertShape(tokens, 8, 128, n, k, number.bits, rows, per_slot=not gated)
+    machine = typical_machine(sm)
+    tile = tile or choose(shape, typical_machine(90))
+    twice = fmt in ("int2", "int3", "int4", "int5", "int6", "int7") and group > 0
+    form = WeightForm(fmt, group, zero, "fp16", twice, twice)
+    epilogue = Epilogue(form.channel_scale, bias, gate=gate)
+    plan = ExpertRingPlan(shape, tile, form, HALVES[dtype], epilogue, machine, weighted=weighted, early=early)
+    return tile, compile_plan(plan, expert_call(shape, HALVES[dtype], form), sm)
+
+
+def check(tile, kernel, sums=0):
+    """Nothing spilled; the products of two copies of an iteration, with `sums` of x more; copies and waits for single slots."""
+    assert kernel.count("LDL") == 0 and kernel.count("STL") == 0 and kernel.stack_bytes == 0, "registers spilled"
+    iteration = tile.row_blocks * tile.rounds
+    assert kernel.count("HMMA.16816") == 2 * (iteration * 8 + sums) * (tile.tokens // 8)
+    assert kernel.count("LDGDEPBAR") == 3 * iteration, "start of the first task, and both iterations"
+    assert kernel.count("LDSM.16.M88.4") > 0 and kernel.count("LDGSTS") > 0
+
+
+def test_every_format():
+    made = [
+        compiled(fmt, tokens, group=0 if fmt.startswith("fp") else 128, gate="silu" if i % 2 else "none", weighted=not i % 2)
+        for i, (fmt, tokens) in enumerate(FORMATS)
+    ]
+    for each in made:
+        check(*each)
+
+
+SIXTEEN = RingTile(16, 4, 1, 1, 8, 1)
+
+
+@pytest.mark.parametrize("sm", [80, 90, 120])
+def test_every_machine(sm):
+    """bf16 has no add and multiply of its own before sm_90; programmatic launch begins there."""
+    cases = [
+        compiled("int4", dtype="bf16", gate="clamped_swiglu", bias=True, sm=sm, tile=RingTile(8, 6, 1, 1, 8, 1)),
+        compiled("int4", dtype="fp16", weighted=True, early=True, sm=sm, tile=SIXTEEN),
+    ]
+    for tile, kernel in cases:
+        check(tile, kernel)
+        assert kernel.count("ACQBULK") == (1 if sm >= 90 else 0)
+
+
+LARGEST = [
+    (RingTile(16, 3, 2, 4, 2, 1), "uint4", "integer", 16), (RingTile(16, 2, 4, 4, 2, 1), "uint4", "float", 32),
+    (RingTile(16, 4, 1, 2, 4, 1), "int5", "none", 32), (RingTile(8, 6, 2, 4, 2, 1), "uint4", "float", 16),
+    (RingTile(8, 8, 1, 8, 1, 1), "uint8", "integer", 16), (RingTile(8, 3, 4, 8, 1, 1), "int7", "none", 16),
+]  # fmt: skip
+"""Tiles of the most slots with the formats that take the most registers."""
+
+
+@pytest.mark.parametrize("cases", batches(LARGEST, 3))
+def test_the_largest_tiles(cases):
+    for tile, fmt, zero, group in cases:
+        tile, kernel = compiled(fmt, 1, "bf16", group, zero, gate="silu", bias=True, tile=tile)
+        assert tile.depth <= most_slots(tile.tokens, number_format(fmt).bits, tile.row_blocks), "a tile that can be chosen"
+        shape = ExpertShape(1, 8, 128, 1536, 2048, number_format(fmt).bits, tile.tokens)
+        assert kernel.shared_bytes <= ring_bytes(tile, shape), "no more than the choice counts with"
+        check(tile, kernel, sums=0 if zero == "none" else 8 * tile.rounds)
+
+
+def test_the_first_loads_are_on_their_way_early():
+    """Weights are copied before slots are loaded, slots and x before the first wait for a copy; nothing of a task but its
+    stores follows its sums, and with `early` the weights go before the wait for the previous kernel."""
+    tile, kernel = compiled("int4", gate="silu", tile=RingTile(8, 6, 1, 1, 8, 1))
+    lines = kernel.lines
+
+    def places(name):
+        return [i for i, line in enumerate(lines) if re.search(name, line)]
+
+    copies, x_loads, waits = places(r"LDGSTS\.E\.BYPASS"), places(r"LDG\.E\.128"), places(r"DEPBAR\.LE SB0")
+    slots = [i for i in places(r"LDG\.E\.STRONG") if i > copies[0]]
+    assert places("ACQBULK")[0] < copies[0] < slots[0] < x_loads[0] < x_loads[-1] < waits[0]
+    assert len(x_loads) == 4 * tile.rounds
+    barriers, products = places(r"BAR\.SYNC"), places("HMMA")
+    assert max(places(r"LDG\.")) < barriers[0] and products[-1] < barriers[0], "no load is exposed behind the sums"
+    later = [i for i in places(r"LDG\.E\.STRONG") if waits[0] < i < barriers[0]]
+    assert sum(i < products[0] for i in later) >= 3, "the tile two tasks on, before the products"
+    _, kernel = compiled("int4", gate="silu", early=True, tile=RingTile(8, 6, 1, 1, 8, 1))
+    early = kernel.lines[: next(i for i, line in enumerate(kernel.lines) if "ACQBULK" in line)]
+    assert sum("LDGSTS" in line for line in early) == 3 * tile.row_blocks * tile.rounds
+
+
+# ---- many rows
+
+
+def compiled_many(fmt, tile, dtype="fp16", group=128, zero="none", gate="none", sm=90):
+    number, gated = number_format(fmt), gate != "none"
+    shape = ExpertShape(1024, 8, 128, 1536, 2048, number.bits, tile.tokens, per_slot=not gated)
+    twice = fmt in ("int2", "int3", "int4", "int5", "int6", "int7") and group > 0
+    form = WeightForm(fmt, group, zero, "fp16", twice, twice)
+    epilogue = Epilogue(form.channel_scale, True, gate=gate)
+    plan = ExpertMmaPlan(shape, tile, form, HALVES[dtype], epilogue, weighted=not gated)
+    return tile, compile_plan(plan, expert_call(shape, HALVES[dtype], form), sm)
+
+
+MANY = [MmaTile(64, 2, 8, 1, 4, 1), MmaTile(128, 2, 4, 2, 4, 1), MmaTile(64, 1, 4, 2, 4, 1)]
+
+
+def check_many(tile, kernel):
+    assert kernel.stack_bytes <= 32
+    check_loop(tile, kernel)
+    assert kernel.count("STG.E.128") > 0 and kernel.count("STG.E.U16") == 0, "8 channels at a time"
+
+
+def test_tiles_of_many_rows():
+    for i, tile in enumerate(MANY):
+        check_many(*compiled_many("int4", tile, gate=("silu", "none")[i % 2], sm=(80, 90)[i % 2]))
+
+
+def test_formats_of_many_rows():
+    check_many(*compiled_many("uint4", MANY[0], "bf16", 32, "integer", gate="clamped_swiglu", sm=120))
+    check_many(*compiled_many("fp6_e3m2", MANY[1], "bf16", 0, gate="silu"))

@@ -1,0 +1,79 @@
+"""The wgmma kernel of experts compiled for sm_90a, and what its machine code must and must not have."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from lowbit.formats import number_format
+from lowbit.hardware.machine import typical_machine
+from lowbit.kernels.choose.experts import ExpertShape, wgmma_tiles
+from lowbit.pack import WeightForm
+from tests.kernels.calls import expert_call
+from tests.kernels.sass import batches, compile_plan
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.parts.epilogue import Epilogue
+from lowbit.kernels.sm90.expert_large_m_gemm import ExpertWgmmaPlan
+from tests.kernels.sm90.test_compile import HALVES, check_barriers, check_operands_in_flight, main_loop
+
+CASES = [
+    ("int4", "bf16", 128, 128, "none", "silu"), ("int3", "fp16", 64, 64, "none", "none"),
+    ("uint4", "bf16", 128, 32, "integer", "clamped_swiglu"), ("fp6_e3m2", "bf16", 64, 0, "none", "silu"),
+    ("int8", "fp16", 128, 0, "none", "none"), ("fp4_e2m1", "bf16", 64, 32, "none", "clamped_swiglu"),
+]  # fmt: skip
+
+
+LOADER_REGISTERS = 24
+"""Registers of a thread of the loader, which gives the others to the math warps."""
+
+
+def loader_registers(lines: list[str]) -> list[int]:
+    """Numbers of the registers that instructions around the copies of TMA name, up to where registers are given back."""
+    copies = [i for i, line in enumerate(lines) if "UTMALDG" in line]
+    changes = [i for i, line in enumerate(lines) if "USETMAXREG" in line]
+    begin, end = max(i for i in changes if i < copies[0]), min(i for i in changes if i > copies[-1])
+    return [int(number) for line in lines[begin:end] for number in re.findall(r"\bR(\d+)\b", line)]
+
+
+def compiled(fmt, dtype, rows, group, zero, gate):
+    number, gated = number_format(fmt), gate != "none"
+    shape = ExpertShape(1024, 8, 128, 1536, 2048, number.bits, rows, per_slot=not gated)
+    subnormal = fmt in ("int3", "int4") and group > 0
+    form = WeightForm(fmt, group, zero, "fp16", subnormal, subnormal)
+    epilogue = Epilogue(form.channel_scale, gated, gate=gate)
+    (tile,) = wgmma_tiles(shape)
+    plan = ExpertWgmmaPlan(shape, tile, form, HALVES[dtype], epilogue, typical_machine(90), weighted=not gated)
+    aligned = ("y", "scale", "channel_scale", "bias", "tiles", "tile_count", "order", "weights")
+    return plan.config, compile_plan(plan, expert_call(shape, HALVES[dtype], form), 90, aligned)
+
+
+@pytest.mark.parametrize("cases", batches(CASES, 3))
+def test_main_loop(cases):
+    for config, kernel in [compiled(*case) for case in cases]:
+        assert kernel.stack_bytes <= 32
+        loop = main_loop(kernel.lines)
+        assert not any("LDL" in line or "STL" in line for line in loop), "registers spilled"
+        products = [line for line in kernel.lines if "HGMMA" in line]
+        assert len(products) == 8 and all(re.search(r"HGMMA\S* R\d+, R\d+, gdesc", line) for line in products)
+        assert kernel.count("WARPGROUP.DEPBAR") == 3, "a wait for each stage and one at the end: not serialized"
+        check_operands_in_flight(kernel.lines)
+        check_barriers(config, kernel)
+        assert kernel.count("STG.E.128") > 0 and kernel.count("STG.E.U16") == 0, "8 channels at a time"
+        assert kernel.count("ACQBULK") == 2, "both roles wait for the kernel before"
+        assert max(loader_registers(kernel.lines)) < LOADER_REGISTERS
+        assert kernel.shared_bytes <= typical_machine(90).arch.shared_per_block_bytes
+
+
+def test_too_few_stages_are_refused():
+    shape = ExpertShape(1024, 8, 128, 1536, 2048, 4, 64)
+    (tile,) = wgmma_tiles(shape)
+    form = WeightForm("int4", 128, "none", "fp16", True, True)
+    given = (form, torch.float16, Epilogue(True, False), typical_machine(90))
+    with pytest.raises(ValueError, match="waits for itself with less than 4 stages"):
+        ExpertWgmmaPlan(shape, type(tile)(64, 2, 2, 1, 1), *given)
+    with pytest.raises(ValueError, match="a tile has 64 rows of x, all of K"):
+        ExpertWgmmaPlan(shape, type(tile)(128, 2, 4, 1, 1), *given)
