@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lowbit.eval.text import sample_text
-from lowbit.nn import PackedWeight
+from lowbit.nn import PackedExperts, PackedWeight
 from lowbit.pipeline import Pipeline, pipeline
 
 
@@ -100,6 +100,6 @@ def _seconds(pipe: Pipeline, prompts: list[str], new_tokens: int) -> float:
 
 def _bytes(pipe: Pipeline) -> int:
     """Returns the bytes of all parameters; quantized weights count in their packed form."""
-    modules = [m for m in pipe.model.modules() if isinstance(m, PackedWeight)]
+    modules = [m for m in pipe.model.modules() if isinstance(m, (PackedWeight, PackedExperts))]
     quantized = {id(p) for m in modules for p in m.parameters(recurse=False)}
     return sum(p.nbytes for p in pipe.model.parameters() if id(p) not in quantized) + sum(m.weight_nbytes for m in modules)

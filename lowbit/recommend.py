@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from lowbit.engine.block_pool import pages_for
 from lowbit.engine.cache import CacheSpec
 from lowbit.formats import PerGroup, Scheme, ZeroPoint, parse_scheme
+from lowbit.models.experts import expert_summary, experts_per_token
 from lowbit.models.hf import plan_for
 from lowbit.models.rotate import rotation_refusals
 from lowbit.models.skeleton import causal_skeleton
@@ -142,9 +143,13 @@ def recommend(
         chosen = min(fitting, key=lambda c: (c.bytes, c.work, c.kl))
     plan = plan_for(skeleton, chosen.scheme.name, None, False)
     weights = sum(p.numel() for p in skeleton.parameters())
-    linear = sum(n * k for n, k in plan.linears.values())
+    linear = _linear_weights(plan)
     full = tensor_bytes(skeleton, None)
-    why = (*_why(chosen, candidates, budget_bytes, divergence, full, kv), *_limits(chosen, plan, skeleton))
+    why = (
+        *_why(chosen, candidates, budget_bytes, divergence, full, kv),
+        *_expert_lines(plan, skeleton),
+        *_limits(chosen, plan, skeleton),
+    )
     return Recommendation(str(model), weights, linear, full, kv, chosen, _neighbours(chosen, candidates), why)
 
 
@@ -167,9 +172,35 @@ def tensor_bytes(model: PreTrainedModel, plan: Plan | None) -> int:
         if module in shapes and name != module:
             assert plan is not None
             total += stored_bits(shapes[module], others.get(module, plan.scheme)) // 8
+        elif plan is not None and name in plan.experts:
+            total += _expert_bytes(plan, name)
         else:
             total += tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.element_size())
     return total
+
+
+def _expert_bytes(plan: Plan, name: str) -> int:
+    """Returns the bytes of quantized weights of experts."""
+    count, n, k = plan.experts[name]
+    return count * stored_bits((n, k), plan.scheme_of(name)) // 8
+
+
+def _linear_weights(plan: Plan) -> int:
+    """Returns the weights of linear layers and experts that are quantized."""
+    return sum(math.prod(shape) for shape in (*plan.linears.values(), *plan.experts.values()))
+
+
+def _columns(plan: Plan) -> set[int]:
+    """Returns K of all matrices of linear layers and experts that are quantized."""
+    return {shape[-1] for shape in (*plan.linears.values(), *plan.experts.values())}
+
+
+def _expert_lines(plan: Plan, model: PreTrainedModel) -> list[str]:
+    """Returns the line on the bytes of experts, all and those that a token reads; none for a model without experts."""
+    if not plan.experts:
+        return []
+    sizes = [(shape[0], _expert_bytes(plan, name)) for name, shape in plan.experts.items()]
+    return [expert_summary(sizes, experts_per_token(model.config))]
 
 
 def cache_bytes(model: PreTrainedModel, context: int) -> int:
@@ -236,8 +267,8 @@ def _candidates(model: PreTrainedModel) -> list[SchemeOption]:
     Divergences are those of the base model (`_base`). For an option that was measured only on another model, or on one text
     only, the divergence is multiplied by `_ratio`.
     """
-    linears = plan_for(model, "w8a16", None, False).linears
-    base = _base(linears)
+    whole = plan_for(model, "w8a16", None, False)
+    base, columns = _base(whole), _columns(whole)
     options: dict[tuple[Scheme, str], SchemeOption] = {}
     plans: dict[Scheme, Plan] = {}
     rotatable, untied_bytes = _rotatable(model), _untied_bytes(model)
@@ -245,17 +276,17 @@ def _candidates(model: PreTrainedModel) -> list[SchemeOption]:
         factor = 1.0 if other is base else _ratio(base, other)
         for row in other["rows"]:
             measured_scheme, method = parse_scheme(row["scheme"]), row["method"]
-            scheme = _for_model(measured_scheme, other["group"], linears)
+            scheme = _for_model(measured_scheme, other["group"], columns)
             if scheme is None or (scheme, method) in options or options_of(method) is None:
                 continue
             rotated = "rotate=True" in method
-            if (rotated and not rotatable) or ("rotate_inputs" in method and any(k % 16 for _, k in linears.values())):
+            if (rotated and not rotatable) or ("rotate_inputs" in method and any(k % 16 for k in columns)):
                 continue
             if scheme.zero is not ZeroPoint.NONE:  # too good: the measured model's weights came from such a grid
                 continue
             if scheme not in plans:
                 plans[scheme] = plan_for(model, scheme.name, None, False)
-            if plans[scheme].linears:
+            if plans[scheme].linears or plans[scheme].experts:
                 size = tensor_bytes(model, plans[scheme]) + (untied_bytes if rotated else 0)
                 options[scheme, method] = SchemeOption(
                     scheme, method, size, row["kl"] * factor, other["model"], factor, measured_scheme
@@ -297,20 +328,20 @@ def _by_case(model: dict[str, Any]) -> dict[tuple[Scheme, str], float]:
     return divergences
 
 
-def _base(linears: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
-    """Returns the largest measured model with at most as many linear weights as `linears`, else the smallest one."""
-    weights = sum(n * k for n, k in linears.values())
+def _base(plan: Plan) -> dict[str, Any]:
+    """Returns the largest measured model with at most as many linear weights as `plan`, else the smallest one."""
+    weights = _linear_weights(plan)
     return next((m for m in reversed(measured()) if m["linear"] <= weights), measured()[0])
 
 
-def _for_model(scheme: Scheme, group: int, linears: Mapping[str, tuple[int, int]]) -> Scheme | None:
+def _for_model(scheme: Scheme, group: int, columns: Set[int]) -> Scheme | None:
     """Returns the scheme for this model, or None if no group size divides its layers.
 
     A scheme that was measured with its model's own group size `group` gets the largest size that divides these layers.
     """
     if not isinstance(scheme.granularity, PerGroup):
         return scheme
-    sizes = [size for size in GROUPS if all(k % size == 0 for _, k in linears.values())]
+    sizes = [size for size in GROUPS if all(k % size == 0 for k in columns)]
     size = scheme.granularity.size
     if size != group:
         return scheme if size in sizes else None
@@ -386,8 +417,8 @@ def _why(
 
 def _limits(chosen: SchemeOption, plan: Plan, model: PreTrainedModel) -> list[str]:
     """Returns the limits of the figures, one a line."""
-    base, lines = _base(plan.linears), []
-    times = sum(n * k for n, k in plan.linears.values()) / base["linear"]
+    base, lines = _base(plan), []
+    times = _linear_weights(plan) / base["linear"]
     if 0.5 <= times <= 2:
         lines.append(f"measured on {chosen.of}" + (", a model of this very shape" if times == 1 else ", not on this model"))
     else:

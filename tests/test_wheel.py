@@ -27,7 +27,7 @@ DATA = {
     *("lowbit/eval/data/one_text.json", "lowbit/eval/data/opticks.txt.bz2", "lowbit/eval/data/javascript/functions.jsonl"),
 }
 
-MOST_BYTES = 1 << 20
+MOST_BYTES = 5 << 18
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ def parts_of(program: DecodeProgram, rows: int, reach: int, machine: Machine, co
     roles: dict[str, Role] = {
         "gate_up": "gated", "down": "residual", "qkv": "norm", "o": "residual", "head": "norm",
     }  # fmt: skip
-    products: dict[str, Product] = {
+    products: dict[str, Product | None] = {
         "gate_up": layer.gate_up, "down": layer.down, "qkv": layer.qkv, "o": layer.o, "head": program.head,
     }  # fmt: skip
     found = [

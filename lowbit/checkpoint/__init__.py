@@ -11,7 +11,13 @@ of `<layer>.weight`,
     <layer>.weight_up       fp16 [N, r]                     only where the layer's entry says "low_rank": r, and
     <layer>.weight_down     fp16 [r, K]                     so this; up . down is added to the weight
 
-in `model.safetensors`, or in shards with `model.safetensors.index.json`. Biases and all other tensors keep their names.
+The weights of the experts of a layer are one entry under the name of the model's parameter, such as
+`model.layers.0.mlp.experts.gate_up_proj`. Its "shape" is [E, N, K], which releases without experts refuse; weight_packed,
+weight_scale and weight_zero have a leading dimension E, and all experts share the weight_order and the pre_quant_scale. N is
+the number of outputs of one expert and K that of its inputs, also for models that store the transposed matrix. Rows keep the
+model's order (gpt-oss: gate and up alternate). Experts have no weight_up and weight_down. Biases keep their names.
+
+All are in `model.safetensors`, or in shards with `model.safetensors.index.json`. Biases and all other tensors keep their names.
 Files from before the first release call pre_quant_scale `input_scale` (key and tensor); they are still read.
 `quantization_config` in config.json lists every quantized layer with its shape, so that all files are checked before use:
 
@@ -39,7 +45,15 @@ from lowbit.checkpoint.detect import ForeignReader, detect
 from lowbit.checkpoint.foreign import ForeignEntry
 from lowbit.checkpoint.gguf import GgufReader
 from lowbit.checkpoint.reader import CheckpointReader, TensorInfo
-from lowbit.checkpoint.schema import CheckpointError, LayerEntry, Manifest, expected_tensors, layer_tensors, quant_tensor
+from lowbit.checkpoint.schema import (
+    CheckpointError,
+    LayerEntry,
+    Manifest,
+    expected_tensors,
+    expert_tensor,
+    layer_tensors,
+    quant_tensor,
+)
 from lowbit.checkpoint.writer import CheckpointWriter
 
 __all__ = [
@@ -54,6 +68,7 @@ __all__ = [
     "TensorInfo",
     "detect",
     "expected_tensors",
+    "expert_tensor",
     "layer_tensors",
     "quant_tensor",
 ]

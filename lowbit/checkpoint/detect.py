@@ -14,9 +14,11 @@ from lowbit.checkpoint import auto_round, modelopt
 from lowbit.checkpoint.awq import Awq
 from lowbit.checkpoint.bitsandbytes import Bitsandbytes
 from lowbit.checkpoint.compressed_tensors import CompressedTensors
+from lowbit.checkpoint.experts import ExpertEntry, ExpertTensors, GroupedExperts
 from lowbit.checkpoint.foreign import ForeignEntry, ForeignLayer, ForeignSchema, checked_entry, layers_of
 from lowbit.checkpoint.fp8 import Fp8
 from lowbit.checkpoint.gptq import Gptq
+from lowbit.checkpoint.mxfp4 import Mxfp4
 from lowbit.checkpoint.reader import CheckpointReader, TensorInfo, read_json
 from lowbit.checkpoint.schema import METHOD, CheckpointError
 from lowbit.checkpoint.torchao import Torchao
@@ -29,6 +31,7 @@ SCHEMAS: dict[str, Callable[[Mapping[str, Any], Path | str], ForeignSchema]] = {
     "compressed-tensors": CompressedTensors.from_config,
     "fp8": Fp8.from_config,
     "fbgemm_fp8": Fp8.from_config,
+    "mxfp4": Mxfp4.from_config,
     "bitsandbytes": Bitsandbytes.from_config,
     "torchao": Torchao.from_config,
     "modelopt": modelopt.schema,
@@ -82,8 +85,8 @@ class ForeignReader:
     """A Transformers folder with safetensors files that another tool quantized.
 
     Opening it checks every file's header and the names, dtypes and shapes of every quantized layer, and loads only tensors of a
-    few bytes. It raises CheckpointError with file and tensor. `entries` has the layers by name, `plain` the other tensors'
-    names.
+    few bytes. It raises CheckpointError with file and tensor. `entries` has the layers by name, `experts` the expert layers
+    (`checkpoint.experts`), `plain` the other tensors' names. Experts that the files hold one by one are in `entries` too.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -95,8 +98,11 @@ class ForeignReader:
             raise CheckpointError(f"{folder}: {'is a lowbit checkpoint already' if own else plain}")
         self.schema = schema
         self._layers = layers_of(schema, self.files.names())
-        if not self._layers:
-            raise CheckpointError(f"{folder}: config.json says {schema.name}, but no file has a tensor *.{schema.markers[0]}")
+        stacked = schema.stacked
+        self._stacked = {} if stacked is None else stacked.layers_of(self.files.names())
+        if not self._layers and not self._stacked:
+            marker = (*schema.markers, *(() if stacked is None else stacked.markers))[0]
+            raise CheckpointError(f"{folder}: config.json says {schema.name}, but no file has a tensor *.{marker}")
         self.entries: dict[str, ForeignEntry] = {}
         for name, tensors in self._layers.items():
             parts: dict[str, Tensor | TensorInfo] = {}
@@ -105,8 +111,14 @@ class ForeignReader:
                 small = suffix in schema.small and info.end - info.begin <= _SMALL_BYTES
                 parts[suffix] = self.files.get(full) if small else info
             self.entries[name] = checked_entry(schema, ForeignLayer(name, parts, folder))
-        taken = {full for tensors in self._layers.values() for full in tensors.values()}
+        taken = {full for layers in (self._layers, self._stacked) for tensors in layers.values() for full in tensors.values()}
         self.plain = [name for name in self.files.names() if name not in taken]
+        self._grouped = GroupedExperts(self.entries, self.plain, folder)
+        self.experts: dict[str, ExpertEntry] = dict(self._grouped.experts)
+        for name, tensors in self._stacked.items():
+            assert stacked is not None
+            headers = {suffix: self.files.info(full) for suffix, full in tensors.items()}
+            self.experts[name] = stacked.entry(ForeignLayer(name, headers, folder))
 
     def __enter__(self) -> ForeignReader:
         return self
@@ -115,13 +127,22 @@ class ForeignReader:
         self.files.__exit__(kind, error, trace)
 
     def loaded(self, name: str, device: torch.device | str = "cpu") -> ForeignLayer:
-        """Returns one layer with its tensors on a device."""
-        tensors = {suffix: self.files.get(full).to(device) for suffix, full in self._layers[name].items()}
-        return ForeignLayer(name, tensors, self.files.info(next(iter(self._layers[name].values()))).file)
+        """Returns one layer, or one layer of stacked experts, with its tensors on a device."""
+        names = self._layers[name] if name in self._layers else self._stacked[name]
+        tensors = {suffix: self.files.get(full).to(device) for suffix, full in names.items()}
+        return ForeignLayer(name, tensors, self.files.info(next(iter(names.values()))).file)
 
     def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor:
         """Returns one layer as a QuantTensor on a device. Raises CheckpointError if no scheme represents it."""
         return self.schema.read(self.loaded(name, device))
+
+    def expert_layer(self, name: str, device: torch.device | str = "cpu") -> ExpertTensors:
+        """Returns the experts of one layer of `experts` on a device. Raises CheckpointError if `ExpertTensors` cannot hold
+        them."""
+        if name not in self._stacked:
+            return self._grouped.read(name, lambda each: self.layer(each, device), lambda each: self.get(each).to(device))
+        assert self.schema.stacked is not None
+        return self.schema.stacked.read(self.loaded(name, device))
 
     def dequantize(self, name: str, dtype: torch.dtype) -> Tensor:
         """Returns one layer's weights [N, K] in `dtype`."""

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch import Tensor
 from lowbit.checkpoint.reader import TensorInfo
 from lowbit.checkpoint.schema import MAX_DIMENSION, CheckpointError, owner_of
 from lowbit.formats import QuantTensor, Scheme, pack_words, unpack_words
+
+if TYPE_CHECKING:
+    from lowbit.checkpoint.experts import ExpertSchema
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_GROUP = 1 << 20
@@ -61,6 +64,16 @@ class ForeignLayer:
         if tensor.dtype not in dtypes or len(shape) != 2 or not all(0 < extent < MAX_DIMENSION for extent in shape):
             raise self.error(suffix, f"a matrix of {_names(dtypes)} is expected, found {_name(tensor.dtype)} {shape}")
         return shape[0], shape[1]
+
+    def shape(self, suffix: str, dtypes: Iterable[torch.dtype], dimensions: int) -> tuple[int, ...]:
+        """Returns the shape of a tensor. Raises CheckpointError unless it has `dimensions` non-empty dimensions and one of
+        `dtypes`."""
+        tensor, dtypes = self._get(suffix), tuple(dtypes)
+        shape = tuple(tensor.shape)
+        if tensor.dtype not in dtypes or len(shape) != dimensions or not all(0 < extent < MAX_DIMENSION for extent in shape):
+            what = f"{dimensions} dimensions of {_names(dtypes)}"
+            raise self.error(suffix, f"{what} are expected, found {_name(tensor.dtype)} {shape}")
+        return shape
 
     def expect(self, suffix: str, dtypes: Iterable[torch.dtype], *shapes: tuple[int, ...]) -> None:
         """Raises CheckpointError unless the tensor has one of `dtypes` and one of `shapes`."""
@@ -112,6 +125,11 @@ class ForeignSchema(ABC):
     """Suffixes that only a quantized layer has."""
     small: ClassVar[tuple[str, ...]] = ()
     """Suffixes of small tensors whose values `entry` reads."""
+
+    @property
+    def stacked(self) -> ExpertSchema | None:
+        """The schema of experts that are stacked in one tensor per projection; None if the tool has no such files."""
+        return None
 
     @abstractmethod
     def entry(self, layer: ForeignLayer) -> ForeignEntry:
@@ -195,9 +213,15 @@ def read_fp8(layer: ForeignLayer, suffix: str) -> Tensor:
 
 def read_e8m0(layer: ForeignLayer, suffix: str) -> Tensor:
     """Returns the bf16 scales 2^(e - 127) of exponents uint8 e; they are exact."""
-    exponent = layer.tensor(suffix).view(torch.uint8).to(torch.int16)
-    if bool((exponent == 255).any()):
+    scales = e8m0_scales(layer.tensor(suffix).view(torch.uint8))
+    if not bool(scales.isfinite().all()):
         raise layer.error(suffix, "some power-of-two scales are NaN (255); the file is damaged or its producer failed")
+    return scales
+
+
+def e8m0_scales(exponents: Tensor) -> Tensor:
+    """Returns the bf16 scales 2^(e - 127) of exponents uint8 e; infinity for 255, which stands for NaN."""
+    exponent = exponents.to(torch.int16)
     return torch.where(exponent == 0, 0x0040, exponent << 7).view(torch.bfloat16)
 
 

@@ -8,9 +8,11 @@
     Q4_K 256 weights: f16 d and dmin, 8 scales and 8 minima of 6 bits, nibbles                           w = d s q - dmin m
     Q5_K as Q4_K with fifth bits                                                                         w = d s q - dmin m
     Q6_K 256 weights: nibbles, upper bits, 16 int8 scales, f16 d                                         w = d s (q - 32)
+    MXFP4 32 weights: exponent e of two plus 127, nibbles e2m1 as in Q4_0                                w = 2^(e - 127) q
 
 d s and dmin m have up to 19 bits and are stored exactly, in float32; other scales stay fp16. Scales may be negative or zero.
-Other types are refused: IQ4_NL and the IQ types index tables of unevenly spaced values.
+Experts are stacked: a tensor [E, N, K] has the blocks of one expert after the other. Other types are refused: IQ4_NL and the IQ
+types index tables of unevenly spaced values.
 Source: ggml's block structures and the package gguf 0.19 (quants.py, constants.py).
 """
 
@@ -25,9 +27,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from lowbit.checkpoint.foreign import ForeignEntry
+from lowbit.checkpoint.foreign import ForeignEntry, e8m0_scales
 from lowbit.checkpoint.schema import MAX_DIMENSION, CheckpointError
-from lowbit.formats import PerGroup, QuantTensor, Scheme, ZeroPoint, int_format, uint_format
+from lowbit.formats import PerGroup, QuantTensor, Scheme, ZeroPoint, float_format, int_format, uint_format
 from lowbit.sources import regular_file
 
 _MAX_COUNT = 1 << 20
@@ -38,7 +40,7 @@ _WEIGHTS_AT_ONCE = 1 << 22  # bounds the temporary memory of decoding
 _STRING, _ARRAY = 8, 9
 _MAX_DEPTH = 4  # of arrays in arrays
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-_UNREAD = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 20: "IQ4_NL", 23: "IQ4_XS", 39: "MXFP4", 40: "NVFP4"}
+_UNREAD = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 20: "IQ4_NL", 23: "IQ4_XS", 40: "NVFP4"}
 
 Decoded = tuple[Tensor, Tensor, "Tensor | None"]
 """Codes [.., weights of a block], scales [.., groups of a block] and zeros of the same shape."""
@@ -106,6 +108,10 @@ def _q6_k(block: Tensor) -> Decoded:
     return low | (high.flatten(-3) << 4), scale, None
 
 
+def _mxfp4(block: Tensor) -> Decoded:
+    return _nibbles(block[..., 1:]), e8m0_scales(block[..., :1]), None
+
+
 @dataclass(frozen=True)
 class BlockType:
     """A block type: name, weights and bytes per block, the scheme of its layers, and the decoder of blocks [.., bytes]."""
@@ -134,6 +140,7 @@ BLOCKS = {
     12: _type("Q4_K", 256, 144, 4, 32, True, _q4_k),
     13: _type("Q5_K", 256, 176, 5, 32, True, _q5_k),
     14: _type("Q6_K", 256, 210, 6, 16, False, _q6_k),
+    39: BlockType("MXFP4", 32, 17, Scheme(float_format(2, 1), None, PerGroup(32)), _mxfp4),
 }
 """ggml's type number -> block type."""
 
@@ -184,30 +191,38 @@ class GgufReader:
             raise CheckpointError(f"{self.path}: cannot be read ({error})") from error
 
     def entry(self, name: str) -> ForeignEntry | None:
-        """Returns shape and scheme of a quantized tensor, None for a plain one. Raises CheckpointError for other types."""
-        tensor = self.tensors[name]
-        if tensor.kind in _PLAIN:
+        """Returns shape and scheme of a quantized matrix, None for a plain tensor. Raises CheckpointError for other types."""
+        if self._block(name) is None:
             return None
-        if tensor.kind not in BLOCKS:
-            kind = _UNREAD.get(tensor.kind, f"number {tensor.kind}")
+        shape = self.tensors[name].shape
+        if len(shape) != 2:
             raise CheckpointError(
-                f"{self.path}: {name}: blocks of the type {kind} are not supported; "
-                f"{', '.join(block.name for block in BLOCKS.values())} are. Load the file with Transformers (gguf_file=...), "
-                "save_pretrained it in 16 bits, and quantize that"
+                f"{self.path}: {name}: quantized tensors are matrices here, or stacked experts where a model has them; this "
+                f"has the shape {shape}"
             )
-        if len(tensor.shape) != 2:
-            raise CheckpointError(
-                f"{self.path}: {name}: quantized tensors are matrices here, this has the shape {tensor.shape}"
-            )
-        return ForeignEntry((tensor.shape[0], tensor.shape[1]), BLOCKS[tensor.kind].scheme)
+        return self._entry(name)
 
-    def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor:
-        """Returns a quantized tensor, decoded on a device."""
-        entry, tensor = self.entry(name), self.tensors[name]
-        assert entry is not None, f"{name} is a plain tensor"
-        block = BLOCKS[tensor.kind]
-        n, k = entry.shape
-        blocks = self._bytes(name).to(device).reshape(n, k // block.weights, block.bytes)
+    def stacked_entry(self, name: str) -> tuple[int, ForeignEntry]:
+        """Returns the number of experts, and shape and scheme of one of them, of a quantized tensor [E, N, K].
+
+        Raises CheckpointError for other shapes and types, and for a plain tensor.
+        """
+        shape = self.tensors[name].shape
+        if self._block(name) is None or len(shape) != 3:
+            raise CheckpointError(
+                f"{self.path}: {name}: experts are quantized tensors of 3 dimensions, this has the shape {shape} "
+                f"{'and is not quantized' if self._block(name) is None else ''}"
+            )
+        return shape[0], self._entry(name)
+
+    def layer(self, name: str, device: torch.device | str = "cpu", expert: int | None = None) -> QuantTensor:
+        """Returns a quantized matrix, decoded on a device; of stacked experts that of one."""
+        tensor, block = self.tensors[name], self._block(name)
+        assert block is not None, f"{name} is a plain tensor"
+        n, k = tensor.shape[-2:]
+        size = n * (k // block.weights) * block.bytes
+        start = 0 if expert is None else expert * size
+        blocks = self._bytes(name, start, start + size).to(device).reshape(n, k // block.weights, block.bytes)
         decoded = [block.decode(rows) for rows in blocks.split(max(1, _WEIGHTS_AT_ONCE // k))]
         codes, scale = torch.cat([codes for codes, _, _ in decoded]), torch.cat([scale for _, scale, _ in decoded])
         zeros = [zero for _, _, zero in decoded if zero is not None]
@@ -219,20 +234,37 @@ class GgufReader:
             codes.reshape(n, k), scale.reshape(n, -1), None if zero is None else zero.reshape(n, -1), block.scheme
         )
 
+    def _block(self, name: str) -> BlockType | None:
+        """Returns the block type of a tensor, None for a plain one. Raises CheckpointError for other types."""
+        kind = self.tensors[name].kind
+        if kind in _PLAIN:
+            return None
+        if kind not in BLOCKS:
+            raise CheckpointError(
+                f"{self.path}: {name}: blocks of the type {_UNREAD.get(kind, f'number {kind}')} are not supported; "
+                f"{', '.join(block.name for block in BLOCKS.values())} are. Load the file with Transformers (gguf_file=...), "
+                "save_pretrained it in 16 bits, and quantize that"
+            )
+        return BLOCKS[kind]
+
+    def _entry(self, name: str) -> ForeignEntry:
+        tensor = self.tensors[name]
+        return ForeignEntry((tensor.shape[-2], tensor.shape[-1]), BLOCKS[tensor.kind].scheme)
+
     def get(self, name: str) -> Tensor:
         """Returns a plain tensor."""
         tensor = self.tensors[name]
-        return self._bytes(name).view(_PLAIN[tensor.kind]).reshape(tensor.shape)
+        return self._bytes(name, 0, tensor.end - tensor.begin).view(_PLAIN[tensor.kind]).reshape(tensor.shape)
 
-    def _bytes(self, name: str) -> Tensor:
-        tensor = self.tensors[name]
+    def _bytes(self, name: str, start: int, end: int) -> Tensor:
+        """Returns bytes [start, end) of a tensor."""
         try:
             with self.path.open("rb") as file:
-                file.seek(tensor.begin)
-                data = bytearray(file.read(tensor.end - tensor.begin))
+                file.seek(self.tensors[name].begin + start)
+                data = bytearray(file.read(end - start))
         except OSError as error:
             raise CheckpointError(f"{self.path}: {name}: cannot be read ({error})") from error
-        if len(data) != tensor.end - tensor.begin:
+        if len(data) != end - start:
             raise CheckpointError(f"{self.path}: {name}: the file ends inside it")
         return torch.frombuffer(data, dtype=torch.uint8)
 

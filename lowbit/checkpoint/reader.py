@@ -21,14 +21,16 @@ from torch import Tensor
 from lowbit.checkpoint.schema import (
     OLD_NAMES,
     CheckpointError,
+    LayerEntry,
     Manifest,
     expected_tensors,
+    expert_tensor,
     manifest_sha256,
     owner_of,
     quant_tensor,
     unstated_tensors,
 )
-from lowbit.formats import QuantTensor, ZeroPoint, is_permutation
+from lowbit.formats import ExpertTensor, QuantTensor, ZeroPoint, is_permutation
 from lowbit.sources import linked_inside, model_folder, regular_file
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
@@ -111,12 +113,26 @@ class CheckpointReader:
             raise CheckpointError(f"{info.file}: {name}: cannot be read ({error})") from error
 
     def layer(self, name: str) -> QuantTensor:
-        """Returns one quantized layer."""
+        """Returns one quantized layer with a single matrix; raises CheckpointError for the weights of experts."""
+        entry, tensors = self._layer_tensors(name)
+        if entry.experts:
+            raise CheckpointError(f"{self.folder}: {name} has the weights of {entry.experts} experts, which this does not read")
+        return quant_tensor(tensors, entry)
+
+    def experts(self, name: str) -> ExpertTensor:
+        """Returns the quantized weights `name` of the experts of a layer; raises CheckpointError for a single matrix."""
+        entry, tensors = self._layer_tensors(name)
+        if not entry.experts:
+            raise CheckpointError(f"{self.folder}: {name} has one matrix, it does not belong to experts")
+        return expert_tensor(tensors, entry)
+
+    def _layer_tensors(self, name: str) -> tuple[LayerEntry, dict[str, Tensor]]:
+        """Returns the entry of a quantized layer and its tensors by suffix."""
         if self.manifest is None or name not in self.manifest.layers:
             raise CheckpointError(f"{self.folder}: {name!r} is not among its quantized layers")
         entry = self.manifest.layers[name]
         suffixes = [full.rpartition(".")[2] for full in expected_tensors(name, entry)]
-        return quant_tensor({suffix: self.get(f"{name}.{suffix}") for suffix in suffixes}, entry)
+        return entry, {suffix: self.get(f"{name}.{suffix}") for suffix in suffixes}
 
     def check(self) -> None:
         """Reads every quantized layer and raises CheckpointError for invalid values.
@@ -125,7 +141,8 @@ class CheckpointReader:
         Negative scales (auto-round, GGUF) and zero scales (GGUF) are valid.
         """
         for name, entry in (self.manifest.layers if self.manifest else {}).items():
-            q, file = self.layer(name), self.info(f"{name}.weight_scale").file
+            q: QuantTensor | ExpertTensor = self.experts(name) if entry.experts else self.layer(name)
+            file = self.info(f"{name}.weight_scale").file
             if not bool(q.scale.isfinite().all()):
                 raise CheckpointError(f"{file}: {name}.weight_scale: some scales are not finite")
             if q.zero is not None and not bool(q.zero.isfinite().all()):
@@ -134,7 +151,7 @@ class CheckpointReader:
             if factors is not None and not bool(factors.isfinite().all()):
                 where = self.info(f"{name}.{_CHECKED_PARTS[0]}").file
                 raise CheckpointError(f"{where}: {name}.{_CHECKED_PARTS[0]}: some values are not finite")
-            if q.low_rank is not None and not bool(q.low_rank.dense().isfinite().all()):
+            if isinstance(q, QuantTensor) and q.low_rank is not None and not bool(q.low_rank.dense().isfinite().all()):
                 raise CheckpointError(f"{self.info(f'{name}.weight_up').file}: {name}: its low-rank correction is not finite")
             if static is not None and not bool((static > 0) & static.isfinite()):
                 where, value = self.info(f"{name}.activation_scale").file, static.item()
@@ -148,7 +165,7 @@ class CheckpointReader:
                 )
             packed = self.get(f"{name}.weight_packed")
             used = entry.shape[1] * entry.scheme.weight.bits % 8
-            if used and bool((packed[:, -1] >> used).any()):
+            if used and bool((packed[..., -1] >> used).any()):
                 raise CheckpointError(f"{file}: {name}.weight_packed: unused bits after the last code are not zero")
 
     def verify_files(self, progress: Callable[[int], object] = lambda nbytes: None) -> tuple[str, ...]:

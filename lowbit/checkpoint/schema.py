@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowbit.formats import (
     NO_PARTS,
+    ExpertTensor,
     InputParts,
     InputTransform,
     LowRank,
@@ -59,17 +60,33 @@ name does not end in .safetensors, before it reads or downloads any file, and pr
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One quantized matrix: shape (N, K), scheme, parts of its input transform, and rank of its low-rank correction (or 0)."""
+    """One quantized matrix: shape (N, K), scheme, parts of its input transform, and rank of its low-rank correction (or 0).
+
+    experts: the number of experts, each with a matrix of this shape (`ExpertTensor`); 0 for a single matrix.
+    """
 
     shape: tuple[int, int]
     scheme: Scheme
     input_parts: InputParts = NO_PARTS
     low_rank: int = 0
+    experts: int = 0
 
     @classmethod
-    def of(cls, q: QuantTensor) -> LayerEntry:
-        """Returns the entry of a matrix."""
+    def of(cls, q: QuantTensor | ExpertTensor) -> LayerEntry:
+        """Returns the entry of a matrix, or of those of the experts of a layer."""
+        if isinstance(q, ExpertTensor):
+            return cls(q.shape, q.scheme, q.input_transform.parts, experts=q.experts)
         return cls(q.shape, q.scheme, q.input_transform.parts, 0 if q.low_rank is None else q.low_rank.rank)
+
+    @property
+    def stated_shape(self) -> list[int]:
+        """The shape in config.json: [N, K], or [E, N, K] for experts, which readers without experts refuse."""
+        return [self.experts, *self.shape] if self.experts else list(self.shape)
+
+    @property
+    def weights(self) -> int:
+        """The number of weights, of all experts."""
+        return max(self.experts, 1) * self.shape[0] * self.shape[1]
 
     def stated(self) -> dict[str, Any]:
         """Returns the keys of the entry in config.json other than shape and scheme."""
@@ -101,7 +118,9 @@ class Manifest:
         """Returns the value of `quantization_config`; a layer states its scheme only if it is not the default."""
         layers: dict[str, dict[str, Any]] = {}
         for name, entry in self.layers.items():
-            layers[name] = {"shape": list(entry.shape)} | ({} if entry.scheme == self.scheme else {"scheme": entry.scheme.name})
+            layers[name] = {"shape": entry.stated_shape} | (
+                {} if entry.scheme == self.scheme else {"scheme": entry.scheme.name}
+            )
             layers[name] |= entry.stated()
         tied = {"tied": dict(self.tied)} if self.tied else {}
         files = {"files": {name: {"sha256": digest} for name, digest in self.files.items()}} if self.files else {}
@@ -141,7 +160,7 @@ class Manifest:
                 raise CheckpointError(f"{where}: layer {name!r} has unknown keys {unknown}; known are {sorted(_ENTRY_KEYS)}")
             scheme = _scheme(entry["scheme"], where, f"layer {name!r}") if "scheme" in entry else default
             flags = {key: _flag(entry.get(key, False), where, f"layer {name!r}: {key!r}") for key in _FLAGS}
-            shape = _shape(entry.get("shape"), where, name)
+            experts, shape = _shape(entry.get("shape"), where, name)
             block = entry.get("hadamard", 0)
             if type(block) is not int:
                 raise CheckpointError(f"{where}: layer {name!r}: hadamard is a number of channels, got {block!r}")
@@ -150,7 +169,10 @@ class Manifest:
                 parts.check(scheme, shape[1])
             except ValueError as error:
                 raise CheckpointError(f"{where}: layer {name!r}: {error}") from error
-            layers[str(name)] = LayerEntry(shape, scheme, parts, _rank(entry.get("low_rank", 0), shape, where, name))
+            rank = _rank(entry.get("low_rank", 0), shape, where, name)
+            if experts and rank:
+                raise CheckpointError(f"{where}: layer {name!r}: the weights of experts have no low_rank")
+            layers[str(name)] = LayerEntry(shape, scheme, parts, rank, experts)
         kept = data.get("modules_to_not_convert", [])
         if not isinstance(kept, list) or not all(isinstance(k, str) for k in kept):
             raise CheckpointError(f"{where}: modules_to_not_convert is a list of names, got {kept!r}")
@@ -181,9 +203,16 @@ def manifest_sha256(stated: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def layer_tensors(q: QuantTensor) -> dict[str, Tensor]:
+def layer_tensors(q: QuantTensor | ExpertTensor) -> dict[str, Tensor]:
     """Returns the tensors of a layer by suffix: weight_packed, weight_scale and, if present, weight_zero, weight_order,
-    pre_quant_scale, activation_scale, activation_zero, weight_up and weight_down."""
+    pre_quant_scale, activation_scale, activation_zero, weight_up and weight_down.
+
+    Those of the weights of experts have a leading dimension E, except for the parts of the input transform."""
+    if isinstance(q, ExpertTensor):
+        tensors = {"weight_packed": q.packed.contiguous(), "weight_scale": q.scale.contiguous()}
+        if q.zero is not None:
+            tensors["weight_zero"] = q.zero.contiguous()
+        return tensors | {_FLAGS[name]: t.contiguous() for name, t in q.input_transform.tensors().items()}
     tensors = {"weight_packed": pack_words(q.codes, q.scheme.weight.bits), "weight_scale": q.scale.contiguous()}
     if q.zero is not None:
         tensors["weight_zero"] = q.zero.contiguous()
@@ -191,6 +220,14 @@ def layer_tensors(q: QuantTensor) -> dict[str, Tensor]:
     if q.low_rank is not None:
         tensors |= dict(zip(_FACTORS, (q.low_rank.up.contiguous(), q.low_rank.down.contiguous()), strict=True))
     return tensors
+
+
+def expert_tensor(tensors: Mapping[str, Tensor], entry: LayerEntry) -> ExpertTensor:
+    """Returns the weights of experts with these tensors; the inverse of `layer_tensors`."""
+    parts = {key: tensors.get(suffix) for key, suffix in _FLAGS.items()}
+    transform = InputTransform(**parts, hadamard=entry.input_parts.hadamard)
+    zero = tensors.get("weight_zero")
+    return ExpertTensor(tensors["weight_packed"], tensors["weight_scale"], zero, entry.scheme, entry.shape, transform)
 
 
 def quant_tensor(tensors: Mapping[str, Tensor], entry: LayerEntry) -> QuantTensor:
@@ -205,9 +242,10 @@ def quant_tensor(tensors: Mapping[str, Tensor], entry: LayerEntry) -> QuantTenso
 def expected_tensors(name: str, entry: LayerEntry) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
     """Returns full tensor name -> (shape, allowed dtypes) of one layer."""
     (n, k), scheme = entry.shape, entry.scheme
-    grid = scale_shape(scheme.granularity, entry.shape)
+    leading = (entry.experts,) if entry.experts else ()
+    grid = (*leading, *scale_shape(scheme.granularity, entry.shape))
     expected: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
-        f"{name}.weight_packed": ((n, packed_bytes(k, scheme.weight.bits)), (torch.uint8,)),
+        f"{name}.weight_packed": ((*leading, n, packed_bytes(k, scheme.weight.bits)), (torch.uint8,)),
         f"{name}.weight_scale": (grid, _SCALE_DTYPES),
     }
     if scheme.zero is ZeroPoint.INTEGER:
@@ -282,8 +320,11 @@ def _scheme(value: Any, where: Path | str, what: str) -> Scheme:
         raise CheckpointError(f"{where}: {what}: {error}") from error
 
 
-def _shape(value: Any, where: Path | str, name: Any) -> tuple[int, int]:
-    good = isinstance(value, list) and len(value) == 2 and all(type(v) is int and 0 < v < MAX_DIMENSION for v in value)
+def _shape(value: Any, where: Path | str, name: Any) -> tuple[int, tuple[int, int]]:
+    """Returns the number of experts, 0 for a single matrix, and (N, K)."""
+    good = isinstance(value, list) and len(value) in (2, 3) and all(type(v) is int and 0 < v < MAX_DIMENSION for v in value)
     if not good:
-        raise CheckpointError(f"{where}: layer {name!r} has the shape {value!r}, expected [N, K] of positive integers")
-    return value[0], value[1]
+        raise CheckpointError(
+            f"{where}: layer {name!r} has the shape {value!r}, expected [N, K], or [E, N, K] for experts, of positive integers"
+        )
+    return (value[0] if len(value) == 3 else 0), (value[-2], value[-1])

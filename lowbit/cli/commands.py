@@ -210,11 +210,12 @@ def _report(lines: list[str]) -> None:
 
 
 def _plan_as_json(plan: Plan) -> dict[str, object]:
-    """Returns a plan as JSON: layers with their [N, K]; `others` maps layers with another scheme than `scheme` to it."""
+    """Returns a plan as JSON: layers with their [N, K], weights of experts with [E, N, K]; `others` maps layers with another
+    scheme than `scheme` to it."""
     return {
         "scheme": plan.scheme.name,
         "others": {name: other.name for name, other in plan.others.items()},
-        "layers": plan.shapes,
+        "layers": plan.layers,
         "tied": plan.tied,
         "kept": [asdict(row) for row in plan.kept],
     }

@@ -14,7 +14,7 @@ from lowbit.cli.terminal import AnyModel, Json, check_json, load_layers, out, wr
 
 if TYPE_CHECKING:
     from lowbit.checkpoint import CheckpointReader
-    from lowbit.formats import QuantTensor
+    from lowbit.formats import ExpertTensor, QuantTensor
     from lowbit.models.source import ResolvedSource
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -37,7 +37,9 @@ def inspect(
 
     path = local_model(model)
     load_layers()
+    from lowbit.models.experts import expert_summary, experts_per_token
     from lowbit.models.load import check_checkpoint
+    from lowbit.models.skeleton import config_of
     from lowbit.models.source import resolve
     from lowbit.nn.convert import slow_lines
 
@@ -50,6 +52,9 @@ def inspect(
     if check and source.is_foreign:
         lines.append("every tensor has the layout of its tool, and the model of config.json uses all of them")
     lines += slow_lines((row["scheme"], row["n"], row["k"]) for row in rows)
+    experts = [(row["experts"], row["bytes"]) for row in rows if row["experts"]]
+    if experts:
+        lines.append(expert_summary(experts, experts_per_token(config_of(source.path))))
     if str(json_file) != "-":
         _print(rows, rest, kept, lines, tool)
     write_result(json_file, "lowbit inspect", {"tool": tool, "layers": rows, "other_bytes": rest})
@@ -63,11 +68,12 @@ def _print(rows: list[dict[str, Any]], rest: int, kept: tuple[str, ...], lines: 
         parts = InputParts(**{field.name: row[field.name] for field in fields(InputParts)})
         beside = "".join(f" + {word}" for word in parts.words())
         beside += f" + rank {row['low_rank']}" if row["low_rank"] else ""
-        size, bits = f"{row['n']} x {row['k']}", f"{row['bits_per_weight']:.3f}"
+        experts = f"{row['experts']} x " if row["experts"] else ""
+        size, bits = f"{experts}{row['n']} x {row['k']}", f"{row['bits_per_weight']:.3f}"
         table.add_row(name, str(count), row["scheme"] + beside, size, f"{row['bytes']:,}", bits)
     if rows:
         out.print(table)
-        total, weights = sum(r["bytes"] for r in rows), sum(r["n"] * r["k"] for r in rows)
+        total, weights = sum(r["bytes"] for r in rows), sum(max(r["experts"], 1) * r["n"] * r["k"] for r in rows)
         out.print(
             f"{len(rows)} quantized layers{'' if tool == 'lowbit' else f', as loaded from {tool} files'}: {weights:,} "
             f"weights in {total:,} bytes, {8 * total / weights:.3f} bits each"
@@ -120,20 +126,27 @@ def _contents(source: ResolvedSource, check: bool) -> Inspected:
         manifest = reader.manifest
         layers = manifest.layers if manifest else {}
         rotated = [] if manifest is None or manifest.rotation is None else [f"rotated (--rotate --seed {manifest.rotation})"]
-        rows = [_layer_row(name, reader.layer(name)) for name in Progress(layers, desc="layers", unit="layers")]
+        bar = Progress(layers, desc="layers", unit="layers")
+        rows = [_layer_row(name, reader.experts(name) if layers[name].experts else reader.layer(name)) for name in bar]
         packed = {tensor for name, entry in layers.items() for tensor in expected_tensors(name, entry)}
         rest = sum(_tensor_bytes(reader, name) for name in reader.names() if name not in packed)
     return rows, rest, manifest.modules_to_not_convert if manifest else (), rotated + checked, "lowbit" if manifest else "none"
 
 
 def _foreign_contents(source: ResolvedSource) -> Inspected:
+    from lowbit.formats import ExpertTensor
     from lowbit.models.layer_importer import LayerImporter
     from lowbit.progress import Progress
 
     importer = LayerImporter(source.open_quantized())
-    bar = Progress(importer.reader.entries, desc="layers", unit="layers")
+    bar = Progress([n for n in importer.reader.entries if n not in importer.in_experts], desc="layers", unit="layers")
     rows = [_layer_row(importer.module(name) or name, importer.layer(name)) for name in bar if importer.judge(name)]
-    rest = sum(importer.plain(name).nbytes for name in importer.reader.plain if not importer.left_out(name))
+    biases = 0
+    for layer in filter(importer.judge_experts, importer.reader.experts):  # one expert layer in memory at a time
+        tensors = importer.expert_tensors(layer)
+        rows += [_layer_row(name, q) for name, q in tensors.items() if isinstance(q, ExpertTensor)]
+        biases += sum(t.nbytes for t in tensors.values() if not isinstance(t, ExpertTensor))
+    rest = biases + sum(importer.plain(name).nbytes for name in importer.reader.plain if not importer.left_out(name))
     refused = importer.refusals()
     lines = [*importer.notes(), *([f"cannot be loaded: {refused}"] if refused else [])]
     return rows, rest, tuple(importer.unquantized_linears()), lines, importer.checkpoint.tool
@@ -151,7 +164,9 @@ def _checked(reader: CheckpointReader) -> list[str]:
     return [files if verified else none, "every tensor has the dtype and shape of config.json"]
 
 
-def _layer_row(name: str, q: QuantTensor) -> dict[str, Any]:
+def _layer_row(name: str, q: QuantTensor | ExpertTensor) -> dict[str, Any]:
+    """Returns the row of a layer; "experts" is the number of experts that have an N x K matrix each, 0 for a single matrix."""
+    experts, low_rank = getattr(q, "experts", 0), getattr(q, "low_rank", None)
     return {
         "layer": name,
         "scheme": q.scheme.name,
@@ -160,7 +175,8 @@ def _layer_row(name: str, q: QuantTensor) -> dict[str, Any]:
         "bytes": q.nbytes,
         "bits_per_weight": q.bits_per_weight,
         **asdict(q.input_transform.parts),
-        "low_rank": 0 if q.low_rank is None else q.low_rank.rank,
+        "low_rank": 0 if low_rank is None else low_rank.rank,
+        "experts": experts,
     }
 
 

@@ -31,19 +31,26 @@ class DenseMLP:
 
 
 @dataclass(frozen=True, eq=False)
+class ExpertsMLP:
+    """A mixture of experts, computed by `engine.experts.ExpertMLP`: `block` is Transformers' module with router and experts."""
+
+    block: nn.Module
+
+
+@dataclass(frozen=True, eq=False)
 class DecoderLayer:
     """A decoder layer: its module, and the modules and weights in it.
 
     qkv: the modules whose outputs are concatenated to q, k, v; one module if the checkpoint has them fused. Gammas [H] are
     weights of norms, with a bias for LayerNorm: `input_gamma` before attention, `mlp_gamma` before the MLP, and those after
     attention and MLP, if any. q_gamma and k_gamma [head_dim] are of each head. window: tokens that a token attends to, itself
-    included; 0 for all. rope: index into `Decoder.ropes`.
+    included; 0 for all. rope: index into `Decoder.ropes`. qk_norms: norms of whole q and k, of all heads together, if any.
     """
 
     module: nn.Module
     qkv: tuple[nn.Module, ...]
     o: nn.Module
-    mlp: DenseMLP
+    mlp: DenseMLP | ExpertsMLP
     input_gamma: Tensor
     input_bias: Tensor | None
     mlp_gamma: Tensor
@@ -54,10 +61,12 @@ class DecoderLayer:
     k_gamma: Tensor | None
     window: int
     rope: int
+    qk_norms: tuple[nn.Module, ...] = ()
 
     def modules(self, product: ProductName) -> tuple[nn.Module, ...]:
-        """The modules of a product."""
-        return {"qkv": self.qkv, "o": (self.o,), "gate_up": self.mlp.gate_up, "down": (self.mlp.down,)}[product]
+        """The modules of a product; experts have no gate_up and no down."""
+        gate_up, down = (self.mlp.gate_up, (self.mlp.down,)) if isinstance(self.mlp, DenseMLP) else ((), ())
+        return {"qkv": self.qkv, "o": (self.o,), "gate_up": gate_up, "down": down}[product]
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,8 +45,9 @@ class Family:
     name: prefix of its class names: LlamaForCausalLM, LlamaDecoderLayer, ... norm_offset: added to the weights of norms.
     scales_embedding: embeddings are multiplied by sqrt(hidden). normalises_deltas: norms follow attention and MLP.
     window_of_model: all layers have the config's window. ropes_by_type: rotary angles depend on the type of the layer.
-    layer_norms: norms are torch's LayerNorm, else the family's RMSNorm. fixed: (option of the config, its only supported value,
-    meaning of any other value).
+    layer_norms: norms are torch's LayerNorm, else the family's RMSNorm. experts: end of the class name of blocks of experts,
+    which some or all layers have for an MLP. norms_whole_heads: the norms of q and k are of all heads together. fixed: (option
+    of the config, its only supported value, meaning of any other value).
     """
 
     name: str
@@ -58,6 +59,8 @@ class Family:
     softcaps_scores: bool = False
     ropes_by_type: bool = False
     layer_norms: bool = False
+    experts: str = ""
+    norms_whole_heads: bool = False
     fixed: tuple[tuple[str, object, str], ...] = ()
 
 
@@ -69,6 +72,15 @@ FAMILIES = {
         Family("Qwen2"),
         Family("Qwen3"),
         Family("SmolLM3"),
+        Family("Mixtral", window_of_model=True, experts="SparseMoeBlock"),
+        Family("Qwen2Moe", experts="SparseMoeBlock"),
+        Family("Qwen3Moe", experts="SparseMoeBlock"),
+        Family(
+            "Olmoe",
+            experts="SparseMoeBlock",
+            norms_whole_heads=True,
+            fixed=(("clip_qkv", None, "q, k and v are clamped"),),
+        ),
         Family("Phi3", window_of_model=True),
         Family("Gemma", norm_offset=1.0, scales_embedding=True),
         Family("Gemma2", norm_offset=1.0, scales_embedding=True, normalises_deltas=True, softcaps_scores=True),

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.engine.decoder import DenseMLP
+from lowbit.engine.decoder import DenseMLP, ExpertsMLP
+from lowbit.engine.experts import activation_of
 from lowbit.engine.family import Family
 from lowbit.kernels.reference.elementwise import GATES, Gate, gate_reference
 from lowbit.nn.fused import AlternatingMLP, GatedMLP
@@ -59,9 +60,16 @@ class FamilyModel:
         """The module that has the products of the MLP: the layer itself in some families."""
         return layer.get_submodule(self.family.paths.mlp.module)
 
-    def mlp(self, layer: Any) -> DenseMLP:
-        """The products of the MLP."""
+    def has_experts(self, layer: Any) -> bool:
+        """True if the MLP of a layer is the family's block of experts."""
+        name = f"{self.family.name}{self.family.experts}"
+        return bool(self.family.experts) and type(self.mlp_module(layer)).__name__ == name
+
+    def mlp(self, layer: Any) -> DenseMLP | ExpertsMLP:
+        """The products of the MLP, or its experts."""
         paths, mlp = self.family.paths.mlp, self.mlp_module(layer)
+        if self.has_experts(layer):
+            return ExpertsMLP(mlp)
         gate_up: tuple[nn.Module, ...]
         if isinstance(mlp, AlternatingMLP):
             gate_up = ()
@@ -97,7 +105,10 @@ class FamilyModel:
             return "silu"
         if isinstance(mlp, AlternatingMLP):
             return mlp.function
-        function = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
+        if hasattr(mlp, "experts"):
+            function = activation_of(mlp)
+        else:
+            function = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
         x = torch.linspace(-8, 8, 65)
         return next((name for name in GATES if torch.allclose(function(x), gate_reference(x, None, name), 1e-4, 1e-6)), None)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from lowbit.engine.decoder import DenseMLP
+from lowbit.engine.experts import block_refusals, shared_linears
 from lowbit.engine.family import Family
 from lowbit.engine.family_model import FamilyModel, norm_eps
 from lowbit.kernels.reference.elementwise import GATES
@@ -116,10 +118,17 @@ def _layers(model: FamilyModel) -> Iterator[str]:
 
 
 def _mlp(model: FamilyModel, layer: Any) -> Iterator[str]:
-    """Modules of a dense MLP."""
+    """Modules of a dense MLP, and experts that have no kernel."""
+    if model.has_experts(layer):
+        block = model.mlp_module(layer)
+        yield from block_refusals(block)
+        for module in shared_linears(block):
+            yield from _wrong_class("a linear layer", module, *LINEARS)
+        return
     if model.family.paths.mlp.module:
         yield from _wrong_class("mlp", model.mlp_module(layer), f"{model.family.name}MLP", GatedMLP, AlternatingMLP)
     mlp = model.mlp(layer)
+    assert isinstance(mlp, DenseMLP)
     for module in (*mlp.gate_up, mlp.down):
         yield from _wrong_class("a linear layer", module, *LINEARS)
 

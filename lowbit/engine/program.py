@@ -18,7 +18,8 @@ from torch import Tensor
 
 from lowbit.engine.cache import Cache, CacheSpec
 from lowbit.engine.chain import Chain, chain_of
-from lowbit.engine.decoder import PRODUCTS, Decoder, DecoderLayer
+from lowbit.engine.decoder import PRODUCTS, Decoder, DecoderLayer, ExpertsMLP
+from lowbit.engine.experts import ExpertMLP, NormedQkv, expert_mlp_of
 from lowbit.engine.graphs import Graphs
 from lowbit.engine.product import Packed, Product, Scaled, gated_product, product
 from lowbit.engine.prompt_attention import PromptAttention, RaggedAttention
@@ -36,14 +37,16 @@ from lowbit.ops.elementwise import activate, add_norm, embed_norm, gate
 @dataclass(frozen=True)
 class Layer:
     """A decoder layer as the program computes it: its products and its attention; `spec`: its modules, norms and rotary type.
-    `gate_up` is up alone in an MLP without a gate."""
+    `gate_up` is up alone in an MLP without a gate. experts: the whole MLP of a layer with experts; gate_up and down are None
+    then."""
 
     spec: DecoderLayer
     qkv: Product
     o: Product
-    gate_up: Product
-    down: Product
+    gate_up: Product | None
+    down: Product | None
     shape: AttentionShape
+    experts: ExpertMLP | None = None
 
     @property
     def alternates(self) -> bool:
@@ -62,8 +65,12 @@ class DecodeProgram:
         self.layers = [self._layer(spec) for spec in decoder.layers]
         self.head = product([decoder.head], batch_invariant)
         self.chain: Chain | tuple[str, ...] = ("its sums are not those of larger steps (batch_invariant)",)
-        if not batch_invariant:
-            products = [(row.qkv, row.o, row.gate_up, row.down) for row in self.layers]
+        products = [(row.qkv, row.o, row.gate_up, row.down) for row in self.layers if row.gate_up and row.down]
+        if len(products) < len(self.layers):
+            self.chain = ("its MLPs are experts, which no product of a chain computes",)
+        elif any(row.spec.qk_norms for row in self.layers):
+            self.chain = ("norms of whole q and k stand before attention",)
+        elif not batch_invariant:
             self.chain = chain_of(decoder, products, self.head, dtype)
         self.table = decoder.table
         self.ropes = [table.to(device) for table in decoder.ropes]
@@ -75,12 +82,20 @@ class DecodeProgram:
             for module in spec.modules(name):
                 if isinstance(module, QuantLinear) and self.device.type == "cuda":
                     module.prepare(self.dtype)
-        qkv, o, down = (product(modules, invariant) for modules in (spec.qkv, [spec.o], [spec.mlp.down]))
+        qkv, o = (product(modules, invariant) for modules in (spec.qkv, [spec.o]))
+        if spec.qk_norms:
+            widths: list[Any] = [module.out_features for module in spec.qkv]
+            qkv = NormedQkv(qkv, widths, spec.qk_norms)
+        shape = self.decoder.attention_shape(spec)
+        if isinstance(spec.mlp, ExpertsMLP):
+            experts = expert_mlp_of(spec.mlp.block, self.dtype, self.decoder.activation, invariant)
+            return Layer(spec, qkv, o, None, None, shape, experts)
+        down = product([spec.mlp.down], invariant)
         if self.decoder.gated:
             gate_up = gated_product(spec.mlp.gate_up, spec.module, spec.mlp.down, self.decoder.activation, invariant)
         else:
             gate_up = product(spec.mlp.gate_up, invariant)
-        return Layer(spec, qkv, o, gate_up, down, self.decoder.attention_shape(spec))
+        return Layer(spec, qkv, o, gate_up, down, shape)
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -202,10 +217,19 @@ class DecodeProgram:
                 x = self._norm(layer.qkv, h, delta, spec.input_gamma, spec.input_bias, after)
             delta = layer.o(attend(i, layer.qkv(x)))
             x = self._norm(layer.gate_up, h, delta, spec.mlp_gamma, spec.mlp_bias, spec.after_attention_gamma)
-            delta = layer.down(self._gated(layer, x))
+            delta = self._mlp(layer, x)
         return h, delta
 
-    def _norm(self, reader: Product, h: Tensor, delta: Tensor, gamma: Tensor, bias: Tensor | None, after: Tensor | None) -> Any:
+    def _mlp(self, layer: Layer, x: Any) -> Tensor:
+        """The output of a layer's MLP."""
+        if layer.experts is not None:
+            return layer.experts(x)
+        assert layer.down is not None
+        return layer.down(self._gated(layer, x))
+
+    def _norm(
+        self, reader: Product | None, h: Tensor, delta: Tensor, gamma: Tensor, bias: Tensor | None, after: Tensor | None
+    ) -> Any:
         """h += delta, then the norm of h: x of the product `reader`, quantized if it takes 8-bit activations and the norm is a
         plain RMSNorm."""
         d = self.decoder
@@ -218,6 +242,7 @@ class DecodeProgram:
         if layer.alternates:
             assert isinstance(layer.gate_up, Packed)
             return layer.gate_up.gated(x, self.decoder.activation)
+        assert layer.gate_up is not None
         gate_up = layer.gate_up(x)
         if not self.decoder.gated:
             return activate(gate_up, self.decoder.activation)

@@ -73,6 +73,7 @@ def _layer(model: FamilyModel, layer: Any, rope: int) -> DecoderLayer:
     family, attention = model.family, layer.self_attn
     before_attention, after_attention = (layer.get_submodule(path) for path in family.paths.norms)
     before_mlp = layer.pre_feedforward_layernorm if family.normalises_deltas else after_attention
+    of_heads = hasattr(attention, "q_norm") and not family.norms_whole_heads
     window = model.config.sliding_window if family.window_of_model else getattr(attention, "sliding_window", None)
     return DecoderLayer(
         module=layer,
@@ -85,10 +86,11 @@ def _layer(model: FamilyModel, layer: Any, rope: int) -> DecoderLayer:
         mlp_bias=norm_bias(before_mlp),
         after_attention_gamma=after_attention.weight.detach() if family.normalises_deltas else None,
         after_mlp_gamma=layer.post_feedforward_layernorm.weight.detach() if family.normalises_deltas else None,
-        q_gamma=attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None,
-        k_gamma=attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None,
+        q_gamma=attention.q_norm.weight.detach() if of_heads else None,
+        k_gamma=attention.k_norm.weight.detach() if of_heads else None,
         window=int(window or 0),
         rope=rope,
+        qk_norms=(attention.q_norm, attention.k_norm) if family.norms_whole_heads else (),
     )
 
 
@@ -103,7 +105,7 @@ def _attention_shape(model: FamilyModel, rotary_dim: int) -> AttentionShape:
         scale=float(first.scaling),
         rotary_dim=rotary_dim,
         softcap=float(first.attn_logit_softcapping or 0.0) if family.softcaps_scores else 0.0,
-        norm_eps=norm_eps(first.q_norm) if hasattr(first, "q_norm") else 0.0,
+        norm_eps=norm_eps(first.q_norm) if hasattr(first, "q_norm") and not family.norms_whole_heads else 0.0,
         norm_offset=family.norm_offset,
     )
 

@@ -10,12 +10,14 @@ from transformers import PreTrainedModel
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, expected_tensors
 from lowbit.models.source import ResolvedSource, resolve
+from lowbit.nn.experts import PackedExperts, expert_weights
 from lowbit.nn.packed import PackedWeight
 
 
 @dataclass(frozen=True)
 class Size:
-    """`bytes` of all tensors of a checkpoint; bits per weight over its `linear_weights`, scales and zeros included.
+    """`bytes` of all tensors of a checkpoint; bits per weight over its `linear_weights`, scales and zeros included. The weights
+    of experts count among them.
 
     `bytes` includes embeddings and LM head, `linear_weights` does not. For another tool's files, bits per weight are those of
     the layers that lowbit loads from them, None if Transformers loads them.
@@ -50,12 +52,15 @@ def _size(reader: CheckpointReader, model: PreTrainedModel) -> Size:
         if id(module) in outside:
             continue
         if name in layers:
-            n, k = layers[name].shape
-            weights += n * k
+            weights += layers[name].weights
             stored += sum(_bytes(reader, tensor) for tensor in expected_tensors(name, layers[name]))
         elif isinstance(module, nn.Linear):
             weights += module.weight.numel()
             stored += module.weight.numel() * _item_bytes(reader, f"{name}.weight")
+        elif (experts := expert_weights(module)) is not None:
+            plain = sum(p.numel() for part, p in module.named_parameters(recurse=False) if part in experts.shapes)
+            weights += plain
+            stored += plain * _item_bytes(reader, f"{name}.{experts.first}")
     scheme = reader.manifest.scheme.name if reader.manifest else None
     return Size(total, weights, None if foreign or not weights else 8 * stored / weights, scheme)
 
@@ -67,9 +72,9 @@ def _foreign_size(source: ResolvedSource, model: PreTrainedModel) -> Size:
     for module in model.modules():
         if id(module) in outside:
             continue
-        if isinstance(module, PackedWeight):
-            held += module.quant_tensor().nbytes
-            weights += module.shape[0] * module.shape[1]
+        if isinstance(module, (PackedWeight, PackedExperts)):
+            held += (module.quant_tensor() if isinstance(module, PackedWeight) else module.expert_tensor()).nbytes
+            weights += module.count
             schemes[module.scheme.name] += 1
         elif isinstance(module, nn.Linear):
             weights += module.weight.numel()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lowbit.explain.kernels import cpu_stage, in_kernels, kernels_stage, machine_for, quantized_input_stages
-from lowbit.explain.origin import PathStage, from_16_bit, from_quantized, value_stage
+from lowbit.explain.origin import PathStage, expert_stage, from_16_bit, from_quantized, value_stage
 from lowbit.explain.registers import register_stages
 from lowbit.hardware.machine import typical_machine
 from lowbit.hardware.mma import MMA_M16N8K16_F16, wgmma_f16
@@ -31,7 +31,8 @@ def explain(
     """Returns the path of weight [row, column] of a quantized layer, to the tensor cores of SM version `sm`.
 
     `column` indexes the codes; with an act-order permutation it multiplies another channel of x. `layer` None is the first
-    layer. With a `scheme`, the checkpoint is a 16-bit one and the weight is rounded to nearest first.
+    layer. The weights of one expert are named `model.layers.0.mlp.experts.5.gate_up_proj`; without a number they are those of
+    expert 0. With a `scheme`, the checkpoint is a 16-bit one and the weight is rounded to nearest first.
 
     Raises CheckpointError for the wrong kind of checkpoint, ValueError for an unknown layer, index, scheme or SM version.
     """
@@ -42,10 +43,11 @@ def explain(
         else:
             weight, origin = from_16_bit(reader, layer, row, column, scheme)
     if weight.q.scheme.activation is not None:
-        return [*origin, value_stage(weight), *quantized_input_stages(weight, sm)]
+        return [*origin, value_stage(weight), *expert_stage(weight), *quantized_input_stages(weight, sm)]
     return [
         *origin,
         value_stage(weight),
+        *expert_stage(weight),
         *register_stages(weight, atom, sm),
         kernels_stage(weight.q, machine_for(sm)),
         *in_kernels(weight, machine_for(sm)),

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, TensorInfo, expected_tensors
 from lowbit.formats import IntFormat, NumberFormat, QuantTensor, ZeroPoint, code_values, pack_words
 from lowbit.models.complete import require_complete
+from lowbit.models.experts import ExpertReader, expert_sources
 from lowbit.models.hf import plan_for
 from lowbit.models.names import TensorNames
 from lowbit.models.skeleton import skeleton
+from lowbit.nn.convert import Plan
+from lowbit.nn.experts import expert_weights
 from lowbit.quantize import rtn
 
 
@@ -27,11 +33,12 @@ class PathStage:
 
 @dataclass(frozen=True, eq=False)
 class FollowedWeight:
-    """Element [row, column] of the codes of the quantized matrix `q`."""
+    """Element [row, column] of the codes of the quantized matrix `q`, which belongs to `expert` if it is one of several."""
 
     q: QuantTensor
     row: int
     column: int
+    expert: int | None = None
 
     @property
     def format(self) -> NumberFormat:
@@ -60,19 +67,25 @@ def from_quantized(
         raise CheckpointError(
             f"{reader.folder}: holds no weights quantized by lowbit; run `lowbit quantize` first, or give a --scheme"
         )
-    owner = reader.manifest.tied.get(layer or "", layer)
-    name = _find(owner, list(reader.manifest.layers), "quantized layer")
-    entry = reader.manifest.layers[name]
+    layers = reader.manifest.layers
+    owner, expert = _split_expert(reader.manifest.tied.get(layer or "", layer), {n for n in layers if layers[n].experts})
+    name = _find(owner, list(layers), "quantized layer")
+    entry = layers[name]
     _check_index(name, entry.shape, row, column)
-    weight = FollowedWeight(reader.layer(name), row, column)
+    _check_expert(name, entry.experts, expert)
+    if entry.experts:
+        weight = FollowedWeight(reader.experts(name).expert(expert), row, column, expert)
+    else:
+        weight = FollowedWeight(reader.layer(name), row, column)
     info, bits = reader.info(f"{name}.weight_packed"), entry.scheme.weight.bits
     first, shift = divmod(column * bits, 8)
-    begin = info.begin + row * info.shape[1] + first
+    begin = info.begin + (expert * entry.shape[0] + row) * info.shape[-1] + first
     data = _bytes(info, begin, 1 + (shift + bits > 8))
     code = int.from_bytes(data, "little") >> shift & ((1 << bits) - 1)
     lines = [
         _tensor_line(f"{name}.weight_packed", info),
-        f"weight [{row}, {column}] is code {column} of row {row}: bits {shift} to {shift + bits - 1} from byte {begin:,},",
+        f"{_of_expert(weight)}weight [{row}, {column}] is code {column} of row {row}: bits {shift} to {shift + bits - 1} "
+        f"from byte {begin:,},",
         f"where the file has {data.hex(' ')} = {' '.join(f'{b:08b}' for b in data)}: code {code} = 0b{code:0{bits}b}",
     ]
     beside = [tensor for tensor in expected_tensors(name, entry) if tensor != f"{name}.weight_packed"]
@@ -91,11 +104,14 @@ def from_16_bit(
     require_complete(reader.folder, model, {tensor: reader.info(tensor).shape for tensor in reader.names()}, names)
     plan = names.followed(plan_for(model, scheme, None, False), reader.names())
     stored = {module: tensor for tensor, module in names.modules(plan, reader.names()).items()}
-    layers = list(plan.linears)
+    layers = [*plan.linears, *plan.experts]
     if not layers:
         reasons = "; ".join(dict.fromkeys(kept.reason for kept in plan.kept)) or "it has no linear layers"
         raise ValueError(f"{reader.folder}: nothing to quantize to {plan.scheme}: {reasons}")
+    layer, expert = _split_expert(layer, plan.experts)
     name = _find(layer, layers, "linear layer")
+    if name in plan.experts:
+        return _expert_from_16_bit(reader, model, names, plan, name, expert, row, column)
     _check_index(name, plan.linears[name], row, column)
     info = reader.info(stored[name])
     original = reader.get(stored[name])
@@ -111,6 +127,58 @@ def from_16_bit(
         ),
     )
     return weight, [disk, *_rounding_stages(weight, float(original[row, column]))]
+
+
+def _expert_from_16_bit(
+    reader: CheckpointReader, model: nn.Module, names: TensorNames, plan: Plan, name: str, expert: int, row: int, column: int
+) -> tuple[FollowedWeight, list[PathStage]]:
+    """Returns the weight of an expert, rounded to nearest, and the stages that read and round it."""
+    count, *shape = plan.experts[name]
+    _check_index(name, (shape[0], shape[1]), row, column)
+    _check_expert(name, count, expert)
+    source = expert_sources(names, reader.names(), plan.experts)[name]
+    experts = expert_weights(model.get_submodule(name.rpartition(".")[0]))
+    assert experts is not None
+    original = experts.matrices(ExpertReader(reader, source)(expert))
+    weight = FollowedWeight(rtn(original, plan.scheme), row, column, expert)
+    tensors = [group[expert] for group in source.tensors.values()] if source.is_stacked else source.names
+    lines = [_tensor_line(tensor, reader.info(tensor)) for tensor in tensors]
+    if source.converter is not None:
+        how = ", ".join(type(operation).__name__ for operation in source.converter.operations)
+        lines.append(f"Transformers makes {name} of them while loading ({how})")
+    value = float(original[row, column])
+    lines.append(f"{_of_expert(weight)}weight [{row}, {column}] of {shape[0]} x {shape[1]} is {value:.9g}")
+    disk = PathStage("lowbit/models/experts.py", "ExpertReader", tuple(lines))
+    return weight, [disk, *_rounding_stages(weight, value)]
+
+
+def expert_stage(weight: FollowedWeight) -> list[PathStage]:
+    """Returns the stage of the experts' product, for the weight of an expert."""
+    if weight.expert is None:
+        return []
+    lines = (
+        f"expert {weight.expert} is read for the tokens that the router sends to it, once for all of them, and not at all",
+        "without one; on a GPU one launch multiplies all experts, else they are multiplied one after another; the stages",
+        "below show the kernels for a single matrix of this shape",
+    )
+    return [PathStage("lowbit/ops/experts.py", "expert_mlp", lines)]
+
+
+def _split_expert(layer: str | None, experts: Container[str]) -> tuple[str | None, int]:
+    """Returns the name of the weights and the expert of `model.layers.0.mlp.experts.5.gate_up_proj`; expert 0 by default."""
+    match = re.fullmatch(r"(.+\.)(\d+)\.(\w+)", layer or "")
+    if match is not None and match[1] + match[3] in experts:
+        return match[1] + match[3], int(match[2])
+    return layer, 0
+
+
+def _check_expert(name: str, count: int, expert: int) -> None:
+    if count and expert >= count:
+        raise ValueError(f"{name} has {count} experts, 0 to {count - 1}, got {expert}")
+
+
+def _of_expert(weight: FollowedWeight) -> str:
+    return "" if weight.expert is None else f"expert {weight.expert}: "
 
 
 def _rounding_stages(weight: FollowedWeight, original: float) -> list[PathStage]:

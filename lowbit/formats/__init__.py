@@ -12,6 +12,7 @@ from lowbit.formats.scheme import ALIASES, GRAMMAR, ActivationRule, Scheme, Zero
 
 if TYPE_CHECKING:
     from lowbit.formats.codec import code_values, decode, encode
+    from lowbit.formats.expert import ExpertTensor
     from lowbit.formats.hadamard import BLOCKS, check_block, rotate_blocks
     from lowbit.formats.input_transform import IDENTITY, NO_PARTS, InputParts, InputTransform, is_permutation
     from lowbit.formats.tensor import LowRank, QuantTensor
@@ -24,6 +25,7 @@ __all__ = [
     "IDENTITY",
     "NO_PARTS",
     "ActivationRule",
+    "ExpertTensor",
     "FloatFormat",
     "Granularity",
     "InputParts",
@@ -58,6 +60,7 @@ __all__ = [
 
 _WITH_TORCH = {
     "codec": ("code_values", "decode", "encode"),
+    "expert": ("ExpertTensor",),
     "hadamard": ("BLOCKS", "check_block", "rotate_blocks"),
     "input_transform": ("IDENTITY", "NO_PARTS", "InputParts", "InputTransform", "is_permutation"),
     "tensor": ("LowRank", "QuantTensor"),

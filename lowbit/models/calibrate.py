@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -28,11 +28,14 @@ from lowbit.checkpoint.target import PARTIAL, discard, sync
 from lowbit.formats import InputTransform, LowRank, QuantTensor, Scheme
 from lowbit.methods import Learned, Method
 from lowbit.models.decoder import LayerwiseDecoder
+from lowbit.models.expert_calibration import dense_parameter
+from lowbit.models.expert_names import expert_modules
 from lowbit.models.hf import give_back_freed_memory
 from lowbit.models.layer_methods import LayerResult
 from lowbit.models.quantize_layer import LayerQuantizer
 from lowbit.models.skeleton import tokenizer_of
 from lowbit.progress import Progress
+from lowbit.quantize.expert_layer import LEAST_TOKENS
 
 TOKENS_AT_ONCE = 8192
 """Tokens per call of a layer on a GPU, in whole texts, enough to hide the launch overhead. A CPU takes one text per call, so
@@ -131,6 +134,8 @@ class FinishedLayers:
         tensors |= {f"changed {n}": t for n, t in result.changed.items()}
         for n, correction in ((n, q.low_rank) for n, q in result.quantized.items() if q.low_rank is not None):
             tensors |= {f"quantized {n} up": correction.up, f"quantized {n} down": correction.down}
+        for n, matrices in result.experts.items():
+            tensors |= {f"experts {n} {key}": t for key, t in _stacked(matrices).items()}
         plain = {name: t.cpu().contiguous() for name, t in tensors.items()}
         metadata = {"notes": json.dumps(result.notes), "error": json.dumps(result.error)}
         _replace(self.folder / f"layer-{i:05}.safetensors", lambda path: save_file(plain, str(path), metadata), checksum=True)
@@ -141,6 +146,7 @@ class FinishedLayers:
         if path is None:
             return None
         fields: dict[str, dict[str, Tensor]] = {}
+        experts: dict[str, dict[str, Tensor]] = {}
         with safe_open(str(path), framework="pt") as file:
             metadata = {key: json.loads(text) for key, text in file.metadata().items()}
             result = LayerResult(notes=metadata["notes"], error=metadata["error"])
@@ -149,13 +155,15 @@ class FinishedLayers:
                 if kind == "changed":
                     result.changed[name] = file.get_tensor(key)
                 else:
-                    fields.setdefault(name, {})[rest[0]] = file.get_tensor(key)
+                    table = experts if kind == "experts" else fields
+                    table.setdefault(name, {})[rest[0]] = file.get_tensor(key)
         for name, parts in fields.items():
             correction = LowRank(parts.pop("up"), parts.pop("down")) if "up" in parts else None
             codes, scale, zero = parts.pop("codes"), parts.pop("scale"), parts.pop("zero", None)
             result.quantized[name] = QuantTensor(
                 codes, scale, zero, schemes[name], InputTransform(**cast(Any, parts)), correction
             )
+        result.experts = {name: _unstacked(parts, schemes[name]) for name, parts in experts.items()}
         return result
 
     def clear(self) -> None:
@@ -177,6 +185,25 @@ class FinishedLayers:
         return None
 
 
+def _stacked(matrices: Sequence[QuantTensor]) -> dict[str, Tensor]:
+    """Returns the matrices of all experts as tensors with a leading dimension E, and their shared input transform."""
+    named = {"codes": [q.codes for q in matrices], "scale": [q.scale for q in matrices]}
+    zeros = [q.zero for q in matrices if q.zero is not None]
+    named |= {"zero": zeros} if zeros else {}
+    shared = matrices[0].input_transform
+    return {key: torch.stack(parts) for key, parts in named.items()} | {
+        "hadamard": torch.tensor([shared.hadamard]), **shared.tensors(),
+    }  # fmt: skip
+
+
+def _unstacked(parts: dict[str, Tensor], scheme: Scheme) -> list[QuantTensor]:
+    """Returns the matrix of each expert; the inverse of `_stacked`."""
+    codes, scale, zero = parts.pop("codes"), parts.pop("scale"), parts.pop("zero", None)
+    transform = InputTransform(hadamard=int(parts.pop("hadamard")), **cast(Any, parts))
+    zeros = [None] * len(codes) if zero is None else list(zero)
+    return [QuantTensor(c, s, z, scheme, transform) for c, s, z in zip(codes, scale, zeros, strict=True)]
+
+
 class CalibratedWeights:
     """The quantized weights and changed tensors of a calibrated run, by name; one decoder layer is in memory at a time."""
 
@@ -189,6 +216,12 @@ class CalibratedWeights:
         """Returns the weight of a module; None if it is not in a decoder layer."""
         name = self._read_layer_of(module)
         return None if name is None else self._result.quantized[name]
+
+    def experts(self, parameter: str) -> list[QuantTensor] | None:
+        """Returns the matrices of all experts that are a parameter, with rows in its order; None if it is not in a decoder
+        layer."""
+        name = self._read_layer_of(parameter)
+        return None if name is None else self._result.experts[name]
 
     def changed(self, tensor: str) -> Tensor | None:
         """Returns the new value of a tensor of the files that took up a scale; None if it is unchanged."""
@@ -233,20 +266,24 @@ def calibrate_layers(
     *,
     embeddings: Mapping[str, Tensor] | None = None,
     low_rank: int = 0,
+    expert_rotations: Mapping[str, int] | None = None,
     progress: bool = False,
 ) -> list[str]:
-    """Quantizes the linear layers named in `schemes` (full names) in decoder layers, and writes the results to `finished`.
+    """Quantizes the linear layers and weights of experts named in `schemes` (full names of modules, and of parameters for
+    experts) in decoder layers, and writes the results to `finished`.
 
-    low_rank: the rank of corrections, 0 for none. tokens [S, T]: the calibration texts. embeddings: dequantized parameters by
-    name that replace those of the files. Returns notes on layers that were only rounded, and on the errors of learning.
+    low_rank: the rank of corrections, 0 for none. expert_rotations: as for `LayerQuantizer`. tokens [S, T]: the calibration
+    texts. embeddings: dequantized parameters by name that replace those of the files. Returns notes on layers and experts that
+    were only rounded, and on the errors of learning and of experts.
 
     Peak memory: the embedding or one decoder layer in the dtype of computing, the activations of all texts twice, the Hessians
     of one decoder layer (4 K^2 bytes per input of K channels; GPTQ has one at a time, and three float64 matrices of that size
-    to factorize it), and what Python and torch allocate.
+    to factorize it), and what Python and torch allocate. An expert layer takes its inputs once more, and the Hessians of one
+    expert at a time.
     """
     hidden = decoder.embed(tokens, embeddings, _together(decoder, method, tokens))
     expected = hidden if isinstance(method, Learned) else None  # the hidden states of the float model
-    quantizer = LayerQuantizer(decoder, method, low_rank)
+    quantizer = LayerQuantizer(decoder, method, low_rank, expert_rotations)
     notes = []
     bar = Progress(range(len(decoder)), desc=type(method).__name__.lower(), unit="layers", shown=progress)
     for i in bar:
@@ -262,6 +299,8 @@ def calibrate_layers(
             finished.write(i, result)
         else:
             dense = {f"{name}.weight": q.dequantize() for name, q in result.quantized.items()}
+            transposed = {name: m.transposed for m in expert_modules(decoder.layers[i]).values() for name in (m.first, m.down)}
+            dense |= {name: dense_parameter(matrices, transposed[name]) for name, matrices in result.experts.items()}
             decoder.load(i, {**dense, **result.changed})
         notes += result.notes
         if result.error is not None:
@@ -287,12 +326,14 @@ def recipe_of(
     low_rank: int,
     tokens: Tensor,
     decoder: LayerwiseDecoder,
+    expert_rotations: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Returns everything that the results of a run depend on, for JSON."""
     files = sorted({reader.info(name).file for name in reader.names()})
     return {
         "lowbit": __version__,
-        "rotation": [reader.rotation, decoder.rotated_inputs],
+        "rotation": [reader.rotation, decoder.rotated_inputs, dict(expert_rotations or {})],
+        "experts": LEAST_TOKENS,
         "config": sha256(json.dumps(reader.config, sort_keys=True).encode()).hexdigest(),
         "source": [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files],
         "schemes": {name: scheme.name for name, scheme in schemes.items()},

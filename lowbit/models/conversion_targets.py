@@ -18,7 +18,7 @@ from lowbit.checkpoint.awq import Awq
 from lowbit.checkpoint.compressed_groups import WeightArgs
 from lowbit.checkpoint.compressed_tensors import CompressedTensors, args_for, write_layer
 from lowbit.checkpoint.gptq import Gptq
-from lowbit.formats import InputTransform, PerGroup, QuantTensor, Scheme
+from lowbit.formats import ExpertTensor, InputTransform, PerGroup, QuantTensor, Scheme
 from lowbit.models import tensorrt_llm
 
 TARGETS = ("lowbit", "gptq", "awq", "compressed-tensors", "tensorrt-llm", "dequantized")
@@ -62,7 +62,9 @@ class _TensorsPerLayer(Target):
 
 
 @dataclass
-class _LowbitTarget(_TensorsPerLayer):
+class LowbitTarget(_TensorsPerLayer):
+    """lowbit's own files, in which the experts of a layer are one entry for each of their two weights."""
+
     entries: dict[str, LayerEntry] = field(default_factory=dict)
 
     def refusals(self, name: str, q: QuantTensor) -> tuple[str, ...]:
@@ -71,6 +73,11 @@ class _LowbitTarget(_TensorsPerLayer):
     def write(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
         self.entries[name] = LayerEntry.of(q)
         return layer_tensors(q)
+
+    def experts(self, parameter: str, q: ExpertTensor) -> dict[str, Tensor]:
+        """Returns the tensors of a weight of experts by their names in the files; `parameter` is its name in the model."""
+        self.entries[parameter] = LayerEntry.of(q)
+        return {f"{parameter}.{suffix}": tensor for suffix, tensor in layer_tensors(q).items()}
 
     def config(self, kept: list[str], tied: Mapping[str, str]) -> Manifest:
         return manifest_of(self.entries, kept, tied)
@@ -201,7 +208,7 @@ def target_of(name: str, *, gptq_v2: bool, model: Mapping[str, Any], dtype: torc
     """
     match name:
         case "lowbit":
-            return _LowbitTarget()
+            return LowbitTarget()
         case "gptq":
             return _GptqTarget(gptq_v2)
         case "awq":

@@ -15,8 +15,17 @@ import torch
 from torch import Tensor
 
 from lowbit.checkpoint import CheckpointError, CheckpointWriter, Manifest
-from lowbit.formats import ZeroPoint
-from lowbit.models.conversion_targets import TARGETS, converted_record, rounding_error, rounding_errors, target_of
+from lowbit.formats import ExpertTensor, QuantTensor, ZeroPoint
+from lowbit.formats.split import rows_of
+from lowbit.models.conversion_targets import (
+    TARGETS,
+    LowbitTarget,
+    converted_record,
+    rounding_error,
+    rounding_errors,
+    target_of,
+)
+from lowbit.models.expert_names import ExpertModule, tensors_of
 from lowbit.models.layer_importer import LayerImporter
 from lowbit.models.source import QuantizedCheckpoint, resolve
 from lowbit.models.tensorrt_llm import WEIGHTS
@@ -95,6 +104,7 @@ class _Converter:
         self.checkpoint, self.reader, self.writer, self.report = checkpoint, checkpoint.reader, writer, report
         self.importer = LayerImporter(checkpoint, to)
         zeros = any(e.scheme is not None and e.scheme.zero is ZeroPoint.INTEGER for e in self.reader.entries.values())
+        self._stacked = [n for n, experts in self.reader.experts.items() if to == "lowbit" or not experts.layers]
         self.dtype = self._plain_dtype(to)
         v2 = zeros if checkpoint.gptq_v2 is None else checkpoint.gptq_v2
         self.target = target_of(to, gptq_v2=v2, model=checkpoint.stated, dtype=self.dtype)
@@ -107,7 +117,9 @@ class _Converter:
         if stated in _DTYPES or to not in ("dequantized", "tensorrt-llm"):
             return _DTYPES.get(stated, torch.bfloat16)
         layers = (self.reader.dequantize(name, torch.float32) for name in self.reader.entries)
-        errors = rounding_errors(itertools.chain(layers, map(self.reader.get, self.reader.plain)))
+        stacked = (self.reader.expert_layer(name) for name in self._stacked)
+        experts = (q.dequantize() for each in stacked for q in (*each.gate_up, *each.down))
+        errors = rounding_errors(itertools.chain(layers, experts, map(self.reader.get, self.reader.plain)))
         chosen, other = sorted(errors, key=errors.__getitem__)
         self.checkpoint.stated["dtype"] = _name(chosen)
         self.checkpoint.notes.append(
@@ -125,13 +137,18 @@ class _Converter:
                 total += n * k * self.dtype.itemsize
             elif entry.scheme is not None:
                 total += n * k * entry.scheme.weight.bits // 8
+        for experts in map(self.reader.experts.__getitem__, self._stacked if self.target is None else ()):
+            total += experts.experts * sum(n * k for n, k in (experts.gate_up.shape, experts.down.shape)) * self.dtype.itemsize
         return total
 
     def run(self, progress: bool) -> Manifest | dict[str, Any] | None:
         """Converts everything; returns `quantization_config`, None for plain weights."""
         self.importer.require_complete()
         for name in Progress(self.reader.entries, desc=f"to {self.report.target}", unit="layers", shown=progress):
-            self._layer(name)
+            if name not in self.importer.in_experts:
+                self._layer(name)
+        for name in self._stacked:
+            self._experts(name)
         if self.importer.refused:
             advice = "" if self.report.target == "lowbit" else f"; {_ADVICE}"
             raise CheckpointError(f"{self.checkpoint.path}: {self.importer.refusals()}. Nothing was written{advice}")
@@ -160,9 +177,60 @@ class _Converter:
         self._add(self.target.tensors(written, q))
         self.report.layers[written] = q.scheme.name
 
+    def _experts(self, name: str) -> None:
+        """Writes the experts of a layer: together for lowbit's files, else under the names of the architecture's files."""
+        if not self.importer.judge_experts(name) or self.importer.refused:
+            return
+        module = self.importer.expert_module(name)
+        assert module is not None
+        if isinstance(self.target, LowbitTarget):
+            for parameter, value in self.importer.expert_tensors(name).items():
+                self._add({parameter: value} if isinstance(value, Tensor) else self.target.experts(parameter, value))
+                if isinstance(value, ExpertTensor):
+                    self.report.layers[parameter] = value.scheme.name
+            return
+        experts = self.importer.expert_layer(name)
+        matrices = {module.first: experts.gate_up, module.down: experts.down}
+        biases = {f"{module.first}_bias": experts.gate_up_bias, f"{module.down}_bias": experts.down_bias}
+        for tensor, (parameter, expert, role) in tensors_of(self.checkpoint.model, module).items():
+            if parameter in biases:
+                bias = biases[parameter]
+                self._add({} if bias is None else {tensor: bias if expert is None else bias[expert]})
+            elif expert is None:
+                self._stacked_weights(tensor, module, matrices[parameter])
+            else:
+                q = matrices[parameter][expert]
+                half = q.shape[0] // 2
+                rows = {"gate": [(0, half)], "up": [(half, 2 * half)]}.get(role if module.gated else "", [(0, q.shape[0])])
+                self._single_expert(tensor.removesuffix(".weight"), rows_of(q, rows))
+
+    def _stacked_weights(self, name: str, module: ExpertModule, matrices: tuple[QuantTensor, ...]) -> None:
+        """Writes the dequantized matrices of all experts as one tensor."""
+        if self.target is not None:
+            self.importer.refuse(name, f"{self.report.target} files hold experts one by one, this architecture's are stacked")
+            return
+        weights = [self._rounded(name, q.dequantize(torch.float32)) for q in matrices]
+        self._add({name: torch.stack([w.T if module.transposed else w for w in weights])})
+        self.report.layers[name] = _name(self.dtype)
+
+    def _single_expert(self, name: str, q: QuantTensor) -> None:
+        """Writes one matrix of one expert."""
+        if self.target is None:
+            self._add({f"{name}.weight": self._rounded(name, q.dequantize(torch.float32))})
+            self.report.layers[name] = _name(self.dtype)
+            return
+        self.importer.refuse(name, *self.target.refusals(name, q))
+        if not self.importer.refused:
+            self._add(self.target.tensors(name, q))
+            self.report.layers[name] = q.scheme.name
+
     def _dequantized(self, name: str) -> None:
         """Writes the dequantized weights of a layer, rounded once."""
-        exact = self.reader.dequantize(name, torch.float32)
+        self._add({f"{name}.weight": self._rounded(name, self.reader.dequantize(name, torch.float32))})
+        self.report.layers[name] = _name(self.dtype)
+
+    def _rounded(self, name: str, exact: Tensor) -> Tensor:
+        """Returns weights in the dtype of plain weights. Raises CheckpointError for weights beyond it."""
         weight = exact.to(self.dtype)
         error = rounding_error(exact, self.dtype)
         if math.isinf(error):
@@ -171,8 +239,7 @@ class _Converter:
                 "the type that config.json states; state bfloat16 or float32 there"
             )
         self.rounded = max(self.rounded, error)
-        self._add({f"{name}.weight": weight})
-        self.report.layers[name] = _name(self.dtype)
+        return weight
 
     def _plain(self, name: str) -> None:
         tensor = self.importer.plain(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -14,8 +14,11 @@ from torch.func import functional_call
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.formats import rotate_blocks
 from lowbit.models.complete import require_finite_tensor
+from lowbit.models.expert_names import expert_modules
+from lowbit.models.experts import ExpertReader, expert_sources
 from lowbit.models.names import TensorNames
 from lowbit.models.skeleton import build, config_as_read, require_causal
+from lowbit.quantize.expert_layer import RoutedInputs
 
 _NONE: Mapping[str, int] = MappingProxyType({})
 
@@ -40,9 +43,9 @@ class LayerwiseDecoder:
     """The decoder of a checkpoint, on the meta device except for the layers that are loaded.
 
     Computes on `device` in `dtype`. rotated_inputs: linear layers -> block size; their inputs are rotated in blocks of channels
-    (`formats.rotate_blocks`), and their weights when read, so the model computes the same. Raises CheckpointError for models
-    without a list of decoder layers or that do not predict the next token, and for weights that Transformers splits or merges
-    while loading.
+    (`formats.rotate_blocks`), and their weights when read, so the model computes the same. Experts that the files hold one by
+    one are stacked as they are read. Raises CheckpointError for models without a list of decoder layers or that do not predict
+    the next token, and for other weights that Transformers splits or merges while loading.
     """
 
     def __init__(
@@ -61,6 +64,8 @@ class LayerwiseDecoder:
         own = {tensor: names.parameter(tensor) for tensor in reader.names()}
         self._names = {tensor: name for tensor, name in own.items() if name is not None}
         self._files = {name: tensor for tensor, name in self._names.items()}
+        shapes = {p: (m.experts, 0, 0) for m in expert_modules(self.model).values() for p in (m.first, m.down)}
+        self._expert_sources = expert_sources(names, reader.names(), shapes)
         self._contexts: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}  # by batch size
         self._returns_tuples = False
         for name, block in self.rotated_inputs.items():
@@ -234,6 +239,36 @@ class LayerwiseDecoder:
             for handle in hooks:
                 handle.remove()
 
+    @torch.no_grad()
+    def observe_experts(self, i: int, hidden: list[Tensor], names: Sequence[str]) -> dict[str, RoutedInputs]:
+        """Runs layer i on all inputs and returns those of its expert layers `names` (names in the layer), with the routing.
+
+        A run stops at the last of them. Memory: their inputs, in the dtype of computing.
+        """
+        layer, calls = self.layers[i], {name: [] for name in names}  # type: ignore[var-annotated]
+        pending: set[str] = set()
+
+        def hook(name: str) -> Callable[..., None]:
+            def before(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+                calls[name].append((*args, *kwargs.values()))
+                pending.discard(name)
+                if not pending:
+                    raise _Stop
+
+            return before
+
+        hooks = [layer.get_submodule(n).register_forward_pre_hook(hook(n), with_kwargs=True) for n in names]
+        try:
+            for x in hidden:
+                pending.update(names)
+                with _stopped():
+                    list(self.run(i, [x]))
+        finally:
+            for handle in hooks:
+                handle.remove()
+        count = {name: len(layer.get_parameter(f"{name}.down_proj")) for name in names}
+        return {name: RoutedInputs.of_batches(batches, count[name]) for name, batches in calls.items()}
+
     def head_gradients(self, hidden: list[Tensor], seed: int = 0) -> list[Tensor]:
         """Returns the gradients, at outputs of the last layer [1, T, hidden], of the summed log-probability of sampled tokens.
 
@@ -296,7 +331,8 @@ class LayerwiseDecoder:
 
     def stored_dtype(self, i: int, parameter: str) -> torch.dtype:
         """Returns the dtype in the files of a parameter of layer i."""
-        return self.reader.info(self._files[f"{self.layer_name(i)}.{parameter}"]).dtype
+        name = f"{self.layer_name(i)}.{parameter}"
+        return self.reader.info(self._files[name] if name in self._files else self._expert_sources[name].names[0]).dtype
 
     def head_dim(self, channels: int) -> int:
         """Returns the channels per attention head, of `channels` in all; 0 if the model's config has no heads."""
@@ -309,6 +345,8 @@ class LayerwiseDecoder:
 
     def _read(self, parameter: str) -> Tensor:
         name = self._files.get(parameter)
+        if name is None and parameter in self._expert_sources:
+            return self._read_experts(parameter)
         if name is None:
             raise CheckpointError(
                 f"{self.reader.folder}: has no tensor {parameter!r}, which {type(self.model).__name__} needs; methods that "
@@ -318,6 +356,16 @@ class LayerwiseDecoder:
         value, block = self.reader.get(name), self.rotated_inputs.get(parameter.removesuffix(".weight"))
         require_finite_tensor(self.reader.info(name).file, name, value)
         return rotate_blocks(value.float(), block) if block and parameter.endswith(".weight") else value
+
+    def _read_experts(self, parameter: str) -> Tensor:
+        """Returns a weight of experts that Transformers makes of several tensors, read one expert at a time."""
+        read = ExpertReader(self.reader, self._expert_sources[parameter])
+        first = read(0)
+        value = first.new_empty((len(self.model.get_parameter(parameter)), *first.shape))
+        value[0] = first
+        for e in range(1, len(value)):
+            value[e] = read(e)
+        return require_finite_tensor(self.reader.folder, parameter, value)
 
 
 def _rotating(block: int) -> Callable[..., tuple[Tensor]]:

@@ -10,8 +10,10 @@ from torch import nn
 from lowbit.checkpoint import LayerEntry
 from lowbit.models.fuse import undo_fusion
 from lowbit.nn.convert import dequantized
+from lowbit.nn.experts import QuantExperts
 from lowbit.nn.fused import AlternatingMLP
 from lowbit.nn.packed import PackedWeight
+from lowbit.nn.parameters import PackedParameters
 from lowbit.ops.table import UnsupportedProblem
 
 
@@ -25,7 +27,12 @@ def quantized_layers(model: nn.Module, ties: Mapping[str, str] | None = None) ->
     for name in sorted(packed, key=lambda name: name in (ties or {})):
         owners.setdefault(id(packed[name].weight_scale), name)
     tied = {name: owner for name, module in packed.items() if (owner := owners[id(module.weight_scale)]) != name}
-    return {name: _entry(module) for name, module in packed.items() if name not in tied}, tied
+    entries = {name: _entry(module) for name, module in packed.items() if name not in tied}
+    for name, experts in _experts(model).items():
+        for part, module in experts.packed().items():
+            parts = module.input_transform.parts
+            entries[f"{name}.{part}"] = LayerEntry(module.shape, module.scheme, parts, experts=module.experts)
+    return entries, tied
 
 
 def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None, ties: Mapping[str, str] | None = None) -> nn.Module:
@@ -38,16 +45,18 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None, ties: M
     dtype = own if dtype is None else dtype
     if any(isinstance(module, AlternatingMLP) for module in model.modules()):
         raise UnsupportedProblem("an engine has packed the weights in a form of its own; load the model again to dequantize it")
-    for name, module in _packed(model).items():
-        if reasons := module.dequantize_refusals():
+    for name, packed in ((n, module) for n, module in model.named_modules() if isinstance(module, PackedParameters)):
+        if reasons := packed.dequantize_refusals():
             raise UnsupportedProblem(f"{name}: {'; '.join(reasons)}")
     entries, tied = quantized_layers(model, ties)
     undo_fusion(model)
-    for name in (*entries, *tied):
-        packed = model.get_submodule(name)
-        assert isinstance(packed, PackedWeight)
+    for name, experts in _experts(model).items():
+        model.set_submodule(name, experts.dequantized(dtype))
+    for name in (*(name for name, entry in entries.items() if not entry.experts), *tied):
+        layer = model.get_submodule(name)
+        assert isinstance(layer, PackedWeight)
         shared = model.get_parameter(f"{tied[name]}.weight") if name in tied else None
-        model.set_submodule(name, dequantized(packed, dtype, shared))
+        model.set_submodule(name, dequantized(layer, dtype, shared))
     for parameter in model.parameters():  # buffers keep their dtype: rotary frequencies in 16 bits give wrong positions
         if parameter.dtype == own:
             parameter.data = parameter.data.to(dtype)
@@ -70,6 +79,10 @@ def _restate_ties(model: nn.Module, names: set[str], tied: Mapping[str, str]) ->
 
 def _packed(model: nn.Module) -> dict[str, PackedWeight]:
     return {name: module for name, module in model.named_modules() if isinstance(module, PackedWeight)}
+
+
+def _experts(model: nn.Module) -> dict[str, QuantExperts]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantExperts)}
 
 
 def _entry(module: PackedWeight) -> LayerEntry:

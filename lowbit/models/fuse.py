@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.kernels.reference.activations import rms_norm_reference
-from lowbit.nn import QuantLinear
+from lowbit.nn import PackedExperts, QuantLinear
 from lowbit.nn.fused import GatedMLP, QuantizingNorm, quantize_alike
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -22,11 +22,15 @@ _NORM_ERROR = 2.0**-7
 
 
 def prepare_on_gpu(model: nn.Module) -> None:
-    """Packs the quantized linear layers of a model on a GPU for its kernels and fuses the quantization of activations.
+    """Packs the quantized linear layers and experts of a model on a GPU for its kernels, and fuses the quantization of
+    activations.
 
     A model with quantized activations that is not on a GPU yet is prepared at its first call there, unless torch.compile traces
     that call: call the model once before.
     """
+    for module in model.modules():
+        if isinstance(module, PackedExperts) and module.weight_scale.is_cuda:
+            module.forms_for(getattr(model, "dtype", torch.bfloat16))
     layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
     on_gpu = [layer for layer in layers if layer.weight_packed.is_cuda]
     for layer in on_gpu:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from lowbit.checkpoint import CheckpointError, CheckpointReader, LayerEntry, Man
 from lowbit.checkpoint.card import model_card
 from lowbit.checkpoint.schema import FORMAT_VERSION, GUARD, GUARD_KEY, OLD_NAMES, current_names
 from lowbit.checkpoint.target import CARD, is_card
-from lowbit.formats import QuantTensor, Scheme, parse_scheme
+from lowbit.formats import ExpertTensor, QuantTensor, Scheme, parse_scheme
 from lowbit.methods import Rtn, Search, method_record
 from lowbit.models.attention import register_attention
 from lowbit.models.complete import require_complete, require_finite, some
@@ -36,9 +36,22 @@ from lowbit.models.dequantize import dequantize_model, quantized_layers
 from lowbit.models.fuse import prepare_on_gpu
 from lowbit.models.names import TensorNames
 from lowbit.models.parallel import parallel_refusals
-from lowbit.nn.convert import Plan, empty_like, plan_conversion, quantized, swap, tie
+from lowbit.nn.convert import (
+    Plan,
+    empty_experts,
+    empty_like,
+    plan_conversion,
+    quantized,
+    quantized_experts,
+    rounding,
+    swap,
+    swap_experts,
+    tie,
+)
+from lowbit.nn.experts import QuantExperts, expert_refusals, expert_weights
 from lowbit.nn.linear import make_batch_invariant
 from lowbit.nn.packed import PackedWeight
+from lowbit.nn.parameters import PackedParameters
 
 METHOD = "lowbit"
 LOADING_OVERHEAD_BYTES = 100_000_000
@@ -135,6 +148,9 @@ class LowbitQuantizer(HfQuantizer):
         self.failures: list[str] = []
         self.layers: dict[str, str] = {}
         """Modules whose weights are loaded -> the module that owns them, itself unless it is tied to another."""
+        self.experts: set[str] = set()
+        """Weights of experts that are quantized while they are loaded, by the name of the parameter."""
+        self._plain_types: dict[str, torch.dtype] = {}
 
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -153,6 +169,7 @@ class LowbitQuantizer(HfQuantizer):
                     shapes = {name: reader.info(name).shape for name in reader.names()}
             _untie(model, manifest.layers)
             place_empty_modules(model, manifest, types, where)
+            self._plain_types = {name: p.dtype for name, p in _plain_parameters(model)}
             _leave_as_loaded(model, [*manifest.layers, *manifest.tied])
             if stored and _is_as_stated(model):
                 require_complete(where, model, shapes)
@@ -161,8 +178,9 @@ class LowbitQuantizer(HfQuantizer):
         config = self.quantization_config
         if config.layers is not None:  # codes of another tool's files (load_foreign)
             _untie(model, config.layers)
-            self.layers = {**{name: name for name in config.layers}, **(config.tied or {})}
-            _leave_as_loaded(model, self.layers)
+            self.experts = {name for name, entry in config.layers.items() if len(entry["shape"]) == 3}
+            self.layers = {**{name: name for name in config.layers if name not in self.experts}, **(config.tied or {})}
+            _leave_as_loaded(model, (*self.layers, *self.experts))
             return
         self.plan = plan_for(model, config.scheme, config.modules_to_not_convert, config.embeddings, config.head)
         if stored:
@@ -172,7 +190,8 @@ class LowbitQuantizer(HfQuantizer):
                 require_complete(where, model, shapes, names)
             self.plan = names.followed(self.plan, shapes)
         self.layers = {**{name: name for name in self.plan.shapes}, **self.plan.tied}
-        _leave_as_loaded(model, self.layers)
+        self.experts = set(self.plan.experts)
+        _leave_as_loaded(model, (*self.layers, *self.experts))
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Returns the configuration without the guard that stops Transformers if lowbit is not imported. Transformers calls
@@ -186,13 +205,15 @@ class LowbitQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         module, _, parameter = param_name.rpartition(".")
-        return not self.pre_quantized and parameter == "weight" and module in self.layers
+        loaded = (parameter == "weight" and module in self.layers) or param_name in self.experts
+        return not self.pre_quantized and loaded
 
     def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
         if self.param_needs_quantization(model, param_name):
             scheme = parse_scheme(self.quantization_config.scheme)
             others = {} if self.plan is None else self.plan.others
-            return others.get(self.layers[param_name.removesuffix(".weight")], scheme).weight.bits / 8
+            name = param_name if param_name in self.experts else self.layers[param_name.removesuffix(".weight")]
+            return others.get(name, scheme).weight.bits / 8
         return param.element_size()
 
     def get_quantize_ops(self) -> ConversionOps:
@@ -203,10 +224,14 @@ class LowbitQuantizer(HfQuantizer):
         self._refuse_disk(getattr(model, "hf_device_map", None))  # which Transformers may have inferred
         refuse(where, tuple(self.failures[:3]))
         left = [name for name in self.layers if not isinstance(model.get_submodule(name), PackedWeight)]
+        left += [name for name in self.experts if not is_set(model, name)]
         if left:
             raise CheckpointError(f"{where}: no file has the weight of {some(left)}, which was to be quantized")
+        for name, parameter in _plain_parameters(model):  # Transformers 5.17 leaves renamed tensors in the type of the file
+            if parameter.dtype != self._plain_types.get(name, parameter.dtype):
+                parameter.data = parameter.data.to(self._plain_types[name])
         if self.plan is not None:
-            self.quantization_config.layers = {name: _entry(self.plan, name) for name in self.plan.shapes}
+            self.quantization_config.layers = {name: _entry(self.plan, name) for name in self.plan.layers}
             self.quantization_config.tied = dict(self.plan.tied) or None
             self.quantization_config.method = method_record(Rtn(self.quantization_config.search))
             self.quantization_config.modules_to_not_convert = sorted({row.name for row in self.plan.kept})
@@ -218,7 +243,7 @@ class LowbitQuantizer(HfQuantizer):
         model._weight_conversions = []  # type: ignore[assignment]
         if self.quantization_config.batch_invariant:
             make_batch_invariant(model, getattr(model, "dtype", torch.bfloat16))
-        if any(module.is_split for module in model.modules() if isinstance(module, PackedWeight)):
+        if any(module.is_split for module in model.modules() if isinstance(module, PackedParameters)):
             logger.warning(
                 "tensor parallelism: every rank decodes its part of the quantized weights at each call, which is slow"
             )
@@ -281,7 +306,15 @@ class LowbitQuantizer(HfQuantizer):
 def _entry(plan: Plan, name: str) -> dict[str, Any]:
     """Returns the entry of a layer in config.json."""
     other = plan.others.get(name)
-    return {"shape": list(plan.shapes[name])} | ({} if other is None else {"scheme": other.name})
+    return {"shape": list(plan.layers[name])} | ({} if other is None else {"scheme": other.name})
+
+
+def _plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields the floating-point parameters that belong to no quantized layer."""
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if parameter.is_floating_point() and not isinstance(module, PackedParameters):
+                yield name, parameter
 
 
 def _is_as_stated(model: nn.Module) -> bool:
@@ -320,7 +353,7 @@ PreTrainedConfig.save_pretrained = _guarded(PreTrainedConfig.save_pretrained)  #
 class Quantized:
     """A quantized weight with the interface of a tensor that Transformers moves to a device while loading."""
 
-    def __init__(self, q: QuantTensor, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, q: QuantTensor | ExpertTensor, dtype: torch.dtype | None = None) -> None:
         self.q, self.dtype = q, dtype
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Quantized:
@@ -345,6 +378,9 @@ class _QuantizeOnLoad(ConversionOps):
     ) -> dict[str, Tensor]:
         (value,) = input_dict.values()
         weight = value[0] if isinstance(value, list) else value
+        if full_layer_name in self.quantizer.experts:
+            del value
+            return self._set_experts(input_dict, full_layer_name, weight, model, missing_keys)
         module = full_layer_name.removesuffix(".weight")
         name = self.quantizer.layers[module]
         placeholder = model.get_submodule(name)
@@ -377,8 +413,37 @@ class _QuantizeOnLoad(ConversionOps):
             missing_keys -= {full_layer_name, *(f"{n}.weight" for n in (name, *followers))}
         return {}
 
+    def _set_experts(
+        self, input_dict: dict[str, Any], name: str, weight: Tensor | Quantized, model: nn.Module, missing: set[str] | None
+    ) -> dict[str, Tensor]:
+        """Replaces weights of experts, [E, ..] as the model has them, by quantized ones."""
+        try:
+            q = self._quantized_experts(name, weight, model.get_submodule(name.rpartition(".")[0]))
+        except ValueError as error:
+            self.quantizer.failures.append(str(error))
+            return {}
+        input_dict.clear()
+        del weight
+        _mark_loaded(swap_experts(model, name, q))
+        _mark_loaded(model.get_submodule(name.rpartition(".")[0]), parameters=False)
+        give_back_freed_memory()
+        if missing is not None:
+            missing -= {name}
+        return {}
+
+    def _quantized_experts(self, name: str, weight: Tensor | Quantized, experts: nn.Module) -> ExpertTensor:
+        if isinstance(weight, Quantized):
+            assert isinstance(weight.q, ExpertTensor)
+            return weight.q
+        plan = self.quantizer.plan
+        weights = experts.weights if isinstance(experts, QuantExperts) else expert_weights(experts)
+        assert plan is not None and weights is not None
+        matrices, search = weights.matrices(weight), self.quantizer.quantization_config.search
+        return quantized_experts(name, len(matrices), matrices.__getitem__, plan.scheme_of(name), rounding(search))
+
     def _quantized(self, name: str, weight: Tensor | Quantized) -> QuantTensor:
         if isinstance(weight, Quantized):
+            assert isinstance(weight.q, QuantTensor)
             return weight.q
         plan = self.quantizer.plan
         assert plan is not None
@@ -441,7 +506,7 @@ def _with_head(plan: Plan, model: nn.Module, ties: Mapping[str, str], scheme: Sc
     """Returns the plan with embedding and LM head in `scheme`; the same plan if no other layer is quantized."""
     head_modules = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
     names = {name: module for name, module in model.named_modules() if module in head_modules}
-    if not set(plan.linears) - set(names):
+    if not set(plan.linears) - set(names) and not plan.experts:
         return plan
     linears, embeddings, tied = dict(plan.linears), dict(plan.embeddings), dict(plan.tied)
     for name, module in names.items():
@@ -474,17 +539,27 @@ def place_empty_modules(
 
 
 def _place_empty_module(model: nn.Module, name: str, entry: LayerEntry, owner: str, types: Mapping[str, torch.dtype]) -> None:
-    layer = _layer(model, name)
+    layer = _layer(model, name, entry)
+    if entry.experts:
+        experts = empty_experts(model, name, entry.experts, entry.shape, entry.scheme, entry.input_parts)
+        _set_types(experts, name, types)
+        return
     new = empty_like(layer, entry.scheme, device="meta", input_parts=entry.input_parts, low_rank=entry.low_rank)
-    # Transformers casts a tensor to the dtype of the parameter: scales must have that of the file, unlike biases.
+    _set_types(new, owner, types)
+    model.set_submodule(name, new)
+
+
+def _set_types(new: nn.Module, owner: str, types: Mapping[str, torch.dtype]) -> None:
+    """Gives the parameters of an empty module, except for a bias, the dtypes in the files, to which Transformers casts."""
     for suffix, parameter in list(new.named_parameters(recurse=False)):
         dtype = types.get(f"{owner}.{suffix}", parameter.dtype)
         if dtype != parameter.dtype and suffix != "bias":
             setattr(new, suffix, nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=False))
-    model.set_submodule(name, new)
 
 
-def _layer(model: nn.Module, name: str) -> nn.Module:
+def _layer(model: nn.Module, name: str, entry: LayerEntry) -> nn.Module:
+    if entry.experts:
+        return _experts(model, name, entry)
     try:
         module = model.get_submodule(name)
     except AttributeError:
@@ -492,6 +567,30 @@ def _layer(model: nn.Module, name: str) -> nn.Module:
     if not isinstance(module, (nn.Linear, nn.Embedding)):
         raise ValueError(f"it is a {type(module).__name__}, not a linear layer or embedding")
     return module
+
+
+def _experts(model: nn.Module, name: str, entry: LayerEntry) -> nn.Module:
+    """Returns the module of experts that has the weights `name`; raises ValueError unless they fit the entry."""
+    path, _, part = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        raise ValueError(f"{type(model).__name__} has no such module") from None
+    weights = module.weights if isinstance(module, QuantExperts) else expert_weights(module)
+    if weights is None or part not in weights.shapes:
+        raise ValueError(f"{path} is a {type(module).__name__}, which has no such weights of experts")
+    if not isinstance(module, QuantExperts) and (reasons := expert_refusals(module, weights)):
+        raise ValueError("; ".join(reasons))
+    expected = [weights.experts, *weights.shapes[part]]
+    if entry.stated_shape != expected:
+        raise ValueError(f"its weights are {entry.stated_shape}, by the model's configuration they are {expected}")
+    return module
+
+
+def is_set(model: nn.Module, name: str) -> bool:
+    """Returns True if the weights `name` of experts are quantized and loaded."""
+    experts = model.get_submodule(name.rpartition(".")[0])
+    return isinstance(experts, QuantExperts) and not experts.packed()[name.rpartition(".")[2]].weight_packed.is_meta
 
 
 def _untie(model: nn.Module, layers: Container[str]) -> None:
@@ -522,12 +621,14 @@ def put_plain_weights_first(model: nn.Module) -> None:
     an embedding have another. The order matters only in lists and sequences, which are not changed.
     """
     first = next((name for name, p in model.named_parameters() if p.is_floating_point()), "")
-    if not isinstance(model.get_submodule(first.rpartition(".")[0]), PackedWeight):
+    if not isinstance(model.get_submodule(first.rpartition(".")[0]), PackedParameters):
         return
     for name, module in model.named_modules():
         parts = name.split(".")
         parents = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts))]
-        plain = not isinstance(module, PackedWeight) and any(p.is_floating_point() for p in module.parameters(recurse=False))
+        plain = not isinstance(module, PackedParameters) and any(
+            p.is_floating_point() for p in module.parameters(recurse=False)
+        )
         if plain and name and not any(isinstance(parent, (nn.ModuleList, nn.Sequential)) for parent in parents):
             for parent, part in zip(parents, parts, strict=True):
                 others = dict(parent._modules)
@@ -549,10 +650,10 @@ def _leave_as_loaded(model: nn.Module, layers: Iterable[str]) -> None:
             parent._is_hf_initialized = True  # type: ignore[assignment]
 
 
-def _mark_loaded(module: nn.Module) -> None:
-    """Keeps Transformers from initialising weights that it did not load itself."""
+def _mark_loaded(module: nn.Module, parameters: bool = True) -> None:
+    """Keeps Transformers from initialising a module, and parameters of it that it did not load itself."""
     module._is_hf_initialized = True  # type: ignore[assignment]
-    for parameter in module.parameters(recurse=False):
+    for parameter in module.parameters(recurse=False) if parameters else ():
         if parameter.device.type != "meta":
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
 

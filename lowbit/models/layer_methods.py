@@ -27,11 +27,13 @@ from lowbit.quantize.statistics import InputStatistics
 class LayerResult:
     """The result of quantizing a decoder layer; names are relative to the layer.
 
-    quantized: weights by the name of their linear layer. changed: other parameters, scaled, in the dtype of the files. notes:
-    lines about layers that were only rounded. error: of the layer's output before and after learning, if the method learns.
+    quantized: weights by the name of their linear layer. experts: the matrices of all experts by the name of their parameter,
+    with rows in its order. changed: other parameters, scaled, in the dtype of the files. notes: lines about layers that were
+    only rounded. error: of the layer's output before and after learning, if the method learns.
     """
 
     quantized: dict[str, QuantTensor] = field(default_factory=dict)
+    experts: dict[str, list[QuantTensor]] = field(default_factory=dict)
     changed: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     error: tuple[float, float] | None = None

@@ -14,7 +14,7 @@ from lowbit.formats import PerBlock, Scheme
 from lowbit.kernels.reference.activations import quantize_activations_reference
 from lowbit.methods import Learned
 from lowbit.models.decoder import LayerwiseDecoder
-from lowbit.quantize.learned import LearnedRounding
+from lowbit.quantize.learned import BETAS, RATES, LearnedRounding
 
 ENOUGH_TOKENS = 4096
 """Calibration tokens below which learning may be worse than rounding to nearest: each weight has its own offset, and few inputs
@@ -22,20 +22,6 @@ do not determine them. SmolLM2-135M-Instruct in w4a16_g64, 50 iterations, sequen
 512 tokens of Opticks: 30.7 rounded to nearest, 35.1 learned from 256 tokens, 33.3 from 512, 29.9 from 1,024 (one core of a
 Xeon, 2026-11-24). Four times that, since more iterations fit few tokens more closely; from 32,768 it is far better
 (docs/internals/quantization.md)."""
-
-BETAS = (0.9, 0.98)
-"""Betas of Adam. With the first three layers of SmolLM2-135M in w4a16_g64 and 100 iterations of 8 sequences, the mean
-divergence on 4 windows of Opticks was 0.0131; with sign descent at a rate of 1, as in the paper, 0.0149, with signs of a
-momentum of 0.9 0.0143 (a Xeon, 2026-11-23)."""
-
-RATES = (2.0, 0.25)
-"""Initial learning rates of Adam, times the iterations; each decays linearly to 0, so that an offset can move from 0 to 0.5 and
-back. With 1 the divergence above was 0.0136; with clip factors at 2^-bits of the offsets' rate, 0.0206.
-
-The second rate is for layers that the first leaves worse than rounding to nearest. Adam's first step has equal size for all
-offsets of a row, which adds up for rotated inputs, where no channel is small. In 40 iterations the first layer of a rotated
-SmolLM2-135M went from a relative error of 0.0092 to 5.8 in one step of the first rate and ended worse than it started; with the
-second rate it ended at 0.0042 (2026-11-23)."""
 
 
 def learn(

@@ -24,7 +24,7 @@ from lowbit.models.skeleton import build, config_of, damaged, is_encoder_decoder
 from lowbit.models.source import ResolvedSource, resolve
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import make_batch_invariant
-from lowbit.nn.packed import PackedWeight
+from lowbit.nn.parameters import PackedParameters
 from lowbit.progress import Progress
 from lowbit.sources import local_model
 
@@ -148,7 +148,7 @@ def _cast(model: PreTrainedModel, read: torch.dtype, dtype: torch.dtype) -> None
     Scales and buffers keep theirs: rotary frequencies in 16 bits give wrong positions.
     """
     for module in model.modules():
-        packed = isinstance(module, PackedWeight)
+        packed = isinstance(module, PackedParameters)
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dtype == read and (not packed or name == "bias"):
                 parameter.data = parameter.data.to(dtype)

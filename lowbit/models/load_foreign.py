@@ -6,6 +6,7 @@ devices, dtypes, names, ties and buffers are the same as for a lowbit checkpoint
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from lowbit.checkpoint import CheckpointError, LayerEntry, Manifest
+from lowbit.formats import ExpertTensor
 from lowbit.models.conversion_targets import NOTHING_QUANTIZED, converted_record, manifest_of
 from lowbit.models.hf import LowbitConfig, Quantized
 from lowbit.models.layer_importer import LayerImporter
@@ -49,12 +51,15 @@ def load_foreign(
     where, reader, importer = checkpoint.path, checkpoint.reader, LayerImporter(checkpoint)
     importer.require_complete()
     for name in reader.entries:
-        importer.judge(name)
+        if name not in importer.in_experts:
+            importer.judge(name)
+    for name in reader.experts:
+        importer.judge_experts(name)
     if importer.refused:
         advice = "lowbit convert --to dequantized may write 16-bit weights of it, or load it with the tool that made it"
         raise CheckpointError(f"{where}: {importer.refusals()}. {advice}")
     loader = _Loader(importer, device)
-    layers = len(reader.entries)
+    layers = len(loader.modules) + 2 * len(reader.experts)
     with Progress(total=layers, desc=f"{checkpoint.tool} weights", unit="layers", shown=progress) as bar:
         model, info = type(checkpoint.model).from_pretrained(
             None, config=checkpoint.config, state_dict=loader.tensors(bar.update), quantization_config=loader.expected(),
@@ -75,17 +80,28 @@ class _Loader:
 
     def __init__(self, importer: LayerImporter, device: torch.device) -> None:
         self.importer, self.reader, self.device = importer, importer.reader, device
-        self.modules = {name: importer.module(name) or name for name in self.reader.entries}
+        linears = [name for name in self.reader.entries if name not in importer.in_experts]
+        self.modules = {name: importer.module(name) or name for name in linears}
+        self.expert_modules = {name: importer.expert_module(name) for name in self.reader.experts}
+        self._experts: dict[str, dict[str, ExpertTensor | Tensor]] = {}
+        self._lock = threading.Lock()
         self.entries: dict[str, LayerEntry] = {}
 
     def expected(self) -> LowbitConfig:
         """Returns the configuration for the quantizer, with the modules that get quantized weights but not yet their
         schemes."""
-        layers = {self.modules[name]: {"shape": list(entry.shape)} for name, entry in self.reader.entries.items()}
-        schemes = [entry.scheme.name for entry in self.reader.entries.values() if entry.scheme is not None]
+        layers = {module: {"shape": list(self.reader.entries[name].shape)} for name, module in self.modules.items()}
+        schemes = [scheme.name for name in self.modules if (scheme := self.reader.entries[name].scheme) is not None]
+        tied = self.importer.tied(layers)
+        for name, module in self.expert_modules.items():
+            assert module is not None
+            entry = self.reader.experts[name]
+            for parameter, each in ((module.first, entry.gate_up), (module.down, entry.down)):
+                layers[parameter] = {"shape": [entry.experts, *each.shape]}
+                schemes += [] if each.scheme is None else [each.scheme.name]
         if not schemes:
             raise CheckpointError(f"{self.importer.where}: {NOTHING_QUANTIZED}")
-        return LowbitConfig(schemes[0], layers=layers, tied=self.importer.tied(layers))
+        return LowbitConfig(schemes[0], layers=layers, tied=tied)
 
     def tensors(self, done: Callable[[], object]) -> dict[str, _LazyTensor]:
         """Returns lazy tensors for the whole model by their names in the files; calls `done` after each layer is read."""
@@ -96,13 +112,31 @@ class _Loader:
             done()
             return Quantized(q)
 
-        layers = {f"{name}.weight": _LazyTensor(lambda name=name: layer(name)) for name in self.reader.entries}  # type: ignore[misc]
+        layers = {f"{name}.weight": _LazyTensor(lambda name=name: layer(name)) for name in self.modules}  # type: ignore[misc]
+        for name, module in self.expert_modules.items():
+            assert module is not None
+            parameters = module.parameters if self.reader.experts[name].biased else (module.first, module.down)
+            for parameter in parameters:
+                layers[parameter] = _LazyTensor(lambda name=name, own=parameter: self._of_experts(name, own, done))  # type: ignore[misc]
         plain = [name for name in self.reader.plain if not self.importer.left_out(name)]
         return layers | {name: _LazyTensor(lambda name=name: self.importer.plain(name)) for name in plain}  # type: ignore[misc]
 
+    def _of_experts(self, name: str, parameter: str, done: Callable[[], object]) -> Tensor | Quantized:
+        """Returns a parameter of an expert layer, which is read with the first of its parameters."""
+        with self._lock:
+            if parameter not in self._experts.get(name, {}):
+                self._experts[name] = self.importer.expert_tensors(name, self.device)
+            value = self._experts[name].pop(parameter)
+        if isinstance(value, Tensor):
+            return value
+        self.entries[parameter] = LayerEntry.of(value)
+        done()
+        return Quantized(value)
+
     def manifest(self) -> Manifest:
         """Returns the manifest of the layers; all must have been read."""
-        entries = {module: self.entries[module] for module in self.modules.values()}
+        experts = [parameter for module in self.expert_modules.values() if module for parameter in (module.first, module.down)]
+        entries = {module: self.entries[module] for module in (*self.modules.values(), *experts)}
         stated = manifest_of(entries, self.importer.unquantized_linears(), self.importer.tied(entries))
         return replace(stated, method=converted_record(self.importer.checkpoint.tool))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from lowbit.models.experts import expert_sources
 from lowbit.nn.convert import Kept, Plan
 
 
@@ -48,6 +50,15 @@ class TensorNames:
         operations = tuple(type(operation).__name__ for operation in converter.operations)
         return TensorTarget(targets, operations) if all(target in self.own for target in targets) else None
 
+    def converter(self, tensor: str) -> tuple[str, str, WeightConverter] | None:
+        """Returns the one parameter that a tensor becomes by conversion, the pattern that its name matches, and the converter.
+
+        Returns None for a tensor that is not converted, that becomes several parameters, or that the model does not have."""
+        name, pattern = rename_source_key(tensor, self._renamings, self._converters, self._prefix, self.own)
+        if pattern is None or name not in self.own or len(self._by_pattern[pattern].target_patterns) != 1:
+            return None
+        return name, pattern, self._by_pattern[pattern]
+
     def parameter(self, tensor: str) -> str | None:
         """Returns the parameter or buffer that a tensor is without conversion; None if there is none."""
         target = self.target(tensor)
@@ -82,25 +93,31 @@ class TensorNames:
         states the reason."""
         tensors = list(tensors)
         whole = set(self.modules(plan, tensors).values())
-        kept = []
+        readable = set(expert_sources(self, tensors, plan.experts))
+        incomplete = {name.rpartition(".")[0] for name in plan.experts if name not in readable}
+        kept = [
+            Kept(name, "weights of experts", math.prod(shape), self._made(name, tensors))
+            for name, shape in plan.experts.items()
+            if name.rpartition(".")[0] in incomplete
+        ]
         for module, (n, k) in plan.shapes.items():
             if module not in whole:
-                kept.append(
-                    Kept(module, "Embedding" if module in plan.embeddings else "Linear", n * k, self._made(module, tensors))
-                )
+                kind = "Embedding" if module in plan.embeddings else "Linear"
+                kept.append(Kept(module, kind, n * k, self._made(f"{module}.weight", tensors)))
         left = {row.name for row in kept}
         return dataclasses.replace(
             plan,
             linears={n: s for n, s in plan.linears.items() if n not in left},
             embeddings={n: s for n, s in plan.embeddings.items() if n not in left},
+            experts={n: s for n, s in plan.experts.items() if n not in left},
             tied={n: owner for n, owner in plan.tied.items() if owner not in left},
             kept=plan.kept + kept,
         )
 
-    def _made(self, module: str, tensors: Iterable[str]) -> str:
+    def _made(self, parameter: str, tensors: Iterable[str]) -> str:
         for tensor in tensors:
             target = self.target(tensor)
-            if target is not None and f"{module}.weight" in target.parameters:
+            if target is not None and parameter in target.parameters:
                 how = ", ".join(target.operations)
                 return f"Transformers makes its weight of {tensor}, which the files have instead, while loading ({how})"
-        return f"the files have no tensor that is {module}.weight"
+        return f"the files have no tensor that is {parameter}"

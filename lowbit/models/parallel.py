@@ -46,6 +46,8 @@ def parallel_refusals(model: nn.Module, manifest: Manifest | None) -> tuple[str,
     if isinstance(override, dict):
         plan = plan | override if override else {}
     reasons: dict[str, list[str]] = {}
+    if experts := [name for name, entry in manifest.layers.items() if entry.experts]:
+        reasons["the weights of quantized experts are not split over GPUs; load the model on one"] = experts
     for name, entry in manifest.layers.items():
         for reason in _layer_refusals(plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)), entry, ranks):
             reasons.setdefault(reason, []).append(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
 from lowbit.checkpoint.target import check_space, discard
-from lowbit.formats import QuantTensor, Scheme, parse_scheme, rotate_blocks
+from lowbit.formats import ExpertTensor, QuantTensor, Scheme, parse_scheme, rotate_blocks
 from lowbit.hardware.machine import torch_device
 from lowbit.methods import DATA_FREE, Hqq, Learned, Method, Mixed, Rtn, Search, SmoothQuant, method_of, method_record
 from lowbit.models.calibrate import CalibratedWeights, Calibration, FinishedLayers, calibrate_layers, finished_bytes, recipe_of
 from lowbit.models.complete import require_complete, require_finite_tensor
 from lowbit.models.decoder import LayerwiseDecoder
+from lowbit.models.experts import ExpertReader, ExpertSource, expert_sources
 from lowbit.models.hf import give_back_freed_memory, plan_for
 from lowbit.models.learn import ENOUGH_TOKENS
 from lowbit.models.names import TensorNames
@@ -26,7 +28,8 @@ from lowbit.models.rotate import RotatedReader
 from lowbit.models.sensitivity import SCRATCH_FILES, measure_sensitivity
 from lowbit.models.skeleton import build, config_as_read
 from lowbit.models.source import ResolvedSource, resolve
-from lowbit.nn.convert import Plan, matches, quantized
+from lowbit.nn.convert import Plan, Rounding, matches, quantized, quantized_experts, rounding
+from lowbit.nn.experts import expert_weights
 from lowbit.progress import Progress
 from lowbit.quantize.hqq import hqq
 from lowbit.quantize.lorc import lorc
@@ -92,17 +95,18 @@ def quantize_checkpoint(
         skip = None if skip is None else _fitting(tuple(skip), model)
         plan = names.followed(plan_for(model, scheme, skip, embeddings), reader.names())
         modules = names.modules(plan, reader.names())
+        experts = expert_sources(names, reader.names(), plan.experts)
         _same_weights(reader, plan, modules)
-        if not plan.shapes:
+        if not plan.layers:
             raise ValueError("; ".join([f"{source}: nothing in it can be quantized to {plan.scheme}", *plan.lines()[1:]]))
         _announce(low_rank, plan, say)
-        needed_bytes = _output_bytes(reader, modules, plan, mixed, low_rank)
+        needed_bytes = _output_bytes(reader, modules, experts, plan, mixed, low_rank)
         writer.reserve(needed_bytes)
         plan = dataclasses.replace(plan, others=_wide(plan, wide_inputs, mixed))
         rotated_inputs = _rotated(plan, rotate_inputs)
         if rotated_inputs and (isinstance(method, SmoothQuant) or getattr(method, "smooth", None) is not None):
             say(f"the inputs of {len(rotated_inputs)} layers are rotated, not smoothed: no factor passes through a rotation")
-        weights = _OutputTensors(reader, plan, method, device, low_rank, rotated_inputs)
+        weights = _OutputTensors(reader, plan, method, device, low_rank, rotated_inputs, experts, model)
         if mixed is not None:
             for candidate in mixed.schemes:
                 _same_layers(plan_for(model, candidate, skip, embeddings), plan)
@@ -114,18 +118,21 @@ def quantize_checkpoint(
         used = (calibration or Calibration()).record() if calibrated or mixed is not None else None
         if calibrated:
             weights.calibrate(target, calibration or Calibration(), needed_bytes, say, progress)
-        entries = {}
+        entries: dict[str, LayerEntry] = {}
+        of_experts = {tensor: name for name, source in experts.items() for tensor in source.names}
         for tensor in Progress(reader.names(), desc=f"{scheme}", unit="tensors", shown=progress):
-            module = modules.get(tensor)
-            if module in plan.shapes:
-                q = weights.quantized(tensor, module)
+            module = of_experts.get(tensor, modules.get(tensor))
+            if module in entries:  # all experts are written at the first tensor of them
+                continue
+            if module in plan.layers:
+                q = weights.experts(module) if module in plan.experts else weights.quantized(tensor, module)
                 entries[module] = LayerEntry.of(q)
                 for suffix, value in layer_tensors(q).items():
                     writer.add(f"{module}.{suffix}", value)
                 del q, value
                 give_back_freed_memory()
             elif module not in plan.tied:
-                writer.add(names.written(tensor, plan.shapes), weights.plain(tensor))
+                writer.add(names.written(tensor, plan.layers), weights.plain(tensor))
         manifest = dataclasses.replace(
             manifest_of(plan, entries), rotation=rotation, method=method_record(method), calibration=used
         )
@@ -138,7 +145,7 @@ def manifest_of(plan: Plan, entries: dict[str, LayerEntry]) -> Manifest:
     """Returns the manifest of the layers of a plan with their `entries`."""
     return Manifest(
         scheme=plan.scheme,
-        layers={name: entries[name] for name in plan.shapes},
+        layers={name: entries[name] for name in plan.layers},
         modules_to_not_convert=tuple(row.name for row in plan.kept),
         tied=dict(plan.tied),
     )
@@ -149,11 +156,12 @@ class _OutputTensors:
 
     def __init__(
         self, reader: CheckpointReader, plan: Plan, method: Method, device: torch.device, low_rank: int,
-        rotated_inputs: Mapping[str, int],
+        rotated_inputs: Mapping[str, int], experts: Mapping[str, ExpertSource], model: nn.Module,
     ) -> None:  # fmt: skip
+        self._experts, self._model = experts, model
         self.reader, self.plan, self.method, self.device, self.low_rank = reader, plan, method, device, low_rank
         self.rotated_inputs = rotated_inputs
-        self.schemes: dict[str, Scheme] = dict.fromkeys(plan.shapes, plan.scheme) | plan.others
+        self.schemes: dict[str, Scheme] = dict.fromkeys(plan.layers, plan.scheme) | plan.others
         self._results: CalibratedWeights | None = None
 
     def choose_schemes(
@@ -161,7 +169,7 @@ class _OutputTensors:
     ) -> None:
         """Chooses and reports a scheme for each unit of linear layers in the decoder."""
         # In float32, since gradients may underflow 16 bits.
-        decoder = LayerwiseDecoder(self.reader, self.device, torch.float32, self.rotated_inputs)
+        decoder = LayerwiseDecoder(self.reader, self.device, torch.float32, self._rotated_linears())
         schemes = [parse_scheme(name) for name in mixed.schemes]
         shapes = [shape for name, shape in self.plan.linears.items() if name.startswith(f"{decoder.name}.")]
         weights = sum(n * k for n, k in shapes)
@@ -198,9 +206,11 @@ class _OutputTensors:
         decoder = self._decoder()
         tokens = calibration.tokens(self.reader.folder)
         weights = [n * k for name, (n, k) in self.plan.linears.items() if name.startswith(f"{decoder.name}.")]
+        weights += [math.prod(shape) for shape in self.plan.experts.values()]
         layer_bytes = sum(weights) - finished_bytes(target)
+        expert_rotations = {name: block for name, block in self.rotated_inputs.items() if name in self.plan.experts}
         check_space(target, needed_bytes + layer_bytes, "the checkpoint, with its finished layers at a byte per weight,")
-        recipe = recipe_of(self.reader, self.schemes, self.method, self.low_rank, tokens, decoder)
+        recipe = recipe_of(self.reader, self.schemes, self.method, self.low_rank, tokens, decoder, expert_rotations)
         finished = FinishedLayers(target, recipe, say)
         if isinstance(self.method, Learned) and tokens.numel() < ENOUGH_TOKENS:
             samples = -(-ENOUGH_TOKENS // tokens.shape[1])
@@ -214,8 +224,9 @@ class _OutputTensors:
         replaced = {f"{name}.weight": self._rounded(decoder.file_name(f"{name}.weight"), name) for name in self.plan.embeddings}
         dense = {name: q.dequantize() for name, q in replaced.items()}
         notes = calibrate_layers(
-            decoder, self.schemes, self.method, tokens, finished, embeddings=dense, low_rank=self.low_rank, progress=progress
-        )
+            decoder, self.schemes, self.method, tokens, finished, embeddings=dense, low_rank=self.low_rank,
+            expert_rotations=expert_rotations, progress=progress,
+        )  # fmt: skip
         for line in notes:
             say(line)
         self._results = CalibratedWeights(decoder, finished, self.schemes)
@@ -225,6 +236,32 @@ class _OutputTensors:
         q = None if self._results is None else self._results.quantized(module)
         q = self._rounded(tensor, module) if q is None else q
         return q.rotated_by(self.rotated_inputs.get(module, 0))
+
+    def experts(self, name: str) -> ExpertTensor:
+        """Returns quantized weights of experts: those of a calibrated run, or quantized here, one expert at a time."""
+        calibrated = None if self._results is None else self._results.experts(name)
+        if calibrated is not None:
+            return ExpertTensor.stack(calibrated, len(calibrated)).to("cpu")
+        read, found = (
+            ExpertReader(self.reader, self._experts[name]),
+            expert_weights(self._model.get_submodule(name.rpartition(".")[0])),
+        )
+        assert found is not None
+        block = self.rotated_inputs.get(name, 0)
+
+        def weight(e: int) -> Tensor:
+            matrix = found.matrices(read(e)).to(self.device)
+            return rotate_blocks(matrix.float(), block) if block else matrix
+
+        where = f"{self.reader.folder}: {name}"
+        q = quantized_experts(where, found.experts, weight, self.schemes[name], self._rounding(read.stored))
+        return q.rotated_by(block).to("cpu")
+
+    def _rounding(self, stored: torch.dtype) -> Rounding:
+        """Returns how the weights of experts are rounded: by the method, if it needs no data, else to nearest."""
+        if isinstance(self.method, Hqq):
+            return lambda weight, scheme, scale_type: hqq(weight, scheme, scale_type=scale_type)
+        return rounding(self.method.search if isinstance(self.method, Rtn) else "max", stored)
 
     def plain(self, tensor: str) -> Tensor:
         """Returns a tensor that is not quantized."""
@@ -245,7 +282,11 @@ class _OutputTensors:
             sizes[info.dtype] = sizes.get(info.dtype, 0) + info.end - info.begin
         stored = max(sizes, key=lambda dtype: sizes[dtype])
         exact = self.device.type == "cpu" or isinstance(self.method, Learned)
-        return LayerwiseDecoder(self.reader, self.device, torch.float32 if exact else stored, self.rotated_inputs)
+        return LayerwiseDecoder(self.reader, self.device, torch.float32 if exact else stored, self._rotated_linears())
+
+    def _rotated_linears(self) -> dict[str, int]:
+        """Returns the linear layers whose inputs are rotated, with channels per block."""
+        return {name: block for name, block in self.rotated_inputs.items() if name in self.plan.linears}
 
     def _rounded(self, tensor: str | None, module: str) -> QuantTensor:
         assert tensor is not None
@@ -303,7 +344,7 @@ def _fitting(patterns: tuple[str, ...], model: nn.Module) -> tuple[str, ...]:
 
 
 def _wide(plan: Plan, patterns: Iterable[str], mixed: Mixed | None) -> dict[str, Scheme]:
-    """Returns the scheme with 16-bit activations for the linear layers that match a pattern."""
+    """Returns the scheme with 16-bit activations for the linear layers and weights of experts that match a pattern."""
     patterns = tuple(patterns)
     if not patterns:
         return {}
@@ -312,24 +353,27 @@ def _wide(plan: Plan, patterns: Iterable[str], mixed: Mixed | None) -> dict[str,
     if plan.scheme.activation is None:
         raise ValueError(f"{plan.scheme} has 16-bit activations everywhere; inputs in 16 bits are for schemes such as w8a8")
     for pattern in patterns:
-        if not any(matches(name, pattern) for name in plan.linears):
+        if not any(matches(name, pattern) for name in (*plan.linears, *plan.experts)):
             raise ValueError(f"no linear layer that is quantized fits {pattern!r}, such as {next(iter(plan.linears), 'none')}")
     scheme = plan.scheme.weight_only
-    return {name: scheme for name in plan.linears if any(matches(name, pattern) for pattern in patterns)}
+    names = (*plan.linears, *plan.experts)
+    return {name: scheme for name in names if any(matches(name, pattern) for pattern in patterns)}
 
 
 def _rotated(plan: Plan, patterns: Iterable[str]) -> dict[str, int]:
-    """Returns the linear layers that match a pattern -> channels per block of the rotation of their inputs.
+    """Returns the linear layers and weights of experts that match a pattern -> channels per block of the rotation of their
+    inputs.
 
     Blocks have 64 channels if that divides K, else 16, so that groups of a multiple of 64 contain whole blocks.
     """
     blocks = {}
+    columns = {name: shape[-1] for name, shape in (*plan.linears.items(), *plan.experts.items())}
     for pattern in patterns:
-        fitting = [name for name in plan.linears if matches(name, pattern)]
+        fitting = [name for name in columns if matches(name, pattern)]
         if not fitting:
             raise ValueError(f"no linear layer that is quantized fits {pattern!r}, such as {next(iter(plan.linears), 'none')}")
         for name in fitting:
-            k = plan.linears[name][1]
+            k = columns[name]
             if k % 16:
                 raise ValueError(f"{name}: inputs are rotated in blocks of 64 or 16 channels, which do not divide its {k}")
             blocks[name] = 64 if k % 64 == 0 else 16
@@ -346,6 +390,8 @@ def _announce(low_rank: int, plan: Plan, say: Callable[[str], None]) -> None:
     weights = sum(n * k for n, k in plan.linears.values())
     more = sum(16 * low_rank * (n + k) for n, k in plan.linears.values()) / weights
     say(f"corrections of rank {low_rank} in {len(plan.linears)} linear layers take {more:.3f} bits per weight more")
+    if plan.experts:
+        say(f"{len(plan.experts)} weights of experts have no correction")
 
 
 def _scratch_folder(target: Path) -> Path:
@@ -373,14 +419,21 @@ def _same_weights(reader: CheckpointReader, plan: Plan, modules: dict[str, str])
             )
 
 
-def _output_bytes(reader: CheckpointReader, modules: dict[str, str], plan: Plan, mixed: Mixed | None, low_rank: int) -> int:
+def _output_bytes(
+    reader: CheckpointReader, modules: dict[str, str], experts: Mapping[str, ExpertSource], plan: Plan, mixed: Mixed | None,
+    low_rank: int,
+) -> int:  # fmt: skip
     """Returns the bytes of the output; a lower bound with `mixed`."""
     schemes = [plan.scheme] if mixed is None else [parse_scheme(name) for name in mixed.schemes]
-    plain = [name for name in reader.names() if modules.get(name) not in plan.shapes and modules.get(name) not in plan.tied]
+    of_experts = {tensor for source in experts.values() for tensor in source.names}
+    layers = (*plan.shapes, *plan.tied)
+    plain = [name for name in reader.names() if modules.get(name) not in layers and name not in of_experts]
     total = sum(info.end - info.begin for info in map(reader.info, plain))
     for name, shape in plan.shapes.items():
         rank = low_rank if name in plan.linears else 0
         total += min(stored_bits(shape, scheme, rank) for scheme in schemes) // 8
+    for count, *matrix in plan.experts.values():
+        total += count * stored_bits((matrix[0], matrix[1]), plan.scheme) // 8
     return total
 
 

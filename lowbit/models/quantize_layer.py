@@ -11,30 +11,41 @@ from torch import Tensor
 from lowbit.formats import QuantTensor, Scheme
 from lowbit.methods import Method
 from lowbit.models.decoder import LayerwiseDecoder, SharedInput
-from lowbit.models.layer_methods import CalibratedLinears, LayerResult, layer_method, observe_inputs
+from lowbit.models.expert_calibration import LayerExperts
+from lowbit.models.layer_methods import CalibratedLinears, LayerResult, layer_method, naming_errors, observe_inputs
 from lowbit.models.scale_folding import ScaledInputs, ScaleFolder
+from lowbit.quantize.expert_layer import calibrate_experts
 from lowbit.quantize.lorc import lorc
 from lowbit.quantize.rtn import rtn
 
 
 class LayerQuantizer:
     """Quantizes the loaded layers of `decoder` one after the other by `method`, with a correction of rank `low_rank` per weight
-    unless that is 0. Afterwards a layer computes with its dequantized weights, so its outputs are the inputs of the next layer
-    in the quantized model."""
+    of a linear layer unless that is 0. Afterwards a layer computes with its dequantized weights, so its outputs are the inputs
+    of the next layer in the quantized model.
 
-    def __init__(self, decoder: LayerwiseDecoder, method: Method, low_rank: int = 0) -> None:
+    expert_rotations: weights of experts (full names of parameters) -> block size of the rotation of their input."""
+
+    def __init__(
+        self, decoder: LayerwiseDecoder, method: Method, low_rank: int = 0, expert_rotations: Mapping[str, int] | None = None
+    ) -> None:
         self.decoder, self.method, self.low_rank = decoder, layer_method(method), low_rank
+        self._options, self._expert_rotations = method, dict(expert_rotations or {})
         self._scale_folder = ScaleFolder(decoder)
 
     @torch.no_grad()
     def quantize(
         self, i: int, hidden: list[Tensor], schemes: Mapping[str, Scheme], expected: list[Tensor] | None = None
     ) -> LayerResult:
-        """Quantizes the linear layers named in `schemes` (names relative to the layer) of layer i, in place.
+        """Quantizes the linear layers and weights of experts named in `schemes` (names relative to the layer) of layer i, in
+        place; the experts last, with the inputs that the quantized linear layers give them.
 
         hidden: the inputs of the layer. expected: the outputs of the float model, for a method that learns.
         """
-        inputs = self.decoder.inputs(i, hidden[0], list(schemes))
+        experts = LayerExperts.of(self.decoder.layers[i], list(schemes))
+        of_experts = {name: schemes[name] for name in experts.parameters}
+        schemes = {name: scheme for name, scheme in schemes.items() if name not in of_experts}
+        inputs = self.decoder.inputs(i, hidden[0], list(schemes)) if schemes else []
         result, scaled = LayerResult(), ScaledInputs({}, {}, {})
         if self.method.scaling is not None:
             scaled = self._scale_folder.scale(self.method.scaling, i, hidden, inputs, schemes)
@@ -46,7 +57,29 @@ class LayerQuantizer:
             result.notes.append(f"{full}: the first calibration text did not reach it; rounded to nearest")
             q = rtn(self.decoder.weight(i, name), schemes[name], stored=self.decoder.stored_dtype(i, f"{name}.weight"))
             result.quantized[name] = self._replace_weight(i, name, q)
+        if experts.modules:
+            self._quantize_experts(i, hidden, experts, of_experts, result)
         return result
+
+    def _quantize_experts(
+        self, i: int, hidden: list[Tensor], experts: LayerExperts, schemes: Mapping[str, Scheme], result: LayerResult
+    ) -> None:
+        """Observes the inputs of the expert layers, quantizes them, and adds their weights to `result`."""
+        inputs = self.decoder.observe_experts(i, hidden, list(experts.modules))
+        for name, (_, own) in experts.modules.items():
+            full = f"{self.decoder.layer_name(i)}.{name}"
+            rotations = [
+                self._expert_rotations.get(f"{self.decoder.layer_name(i)}.{each}", 0) for each in (own.first, own.down)
+            ]
+            with naming_errors(full):
+                quantized = calibrate_experts(
+                    experts.matrices(name), inputs.pop(name), (schemes[own.first], schemes[own.down]), self._options,
+                    rotations=(rotations[0], rotations[1]), stored=self.decoder.stored_dtype(i, own.first),
+                )  # fmt: skip
+            experts.replace(name, quantized.gate_up, quantized.down)
+            result.experts |= {own.first: quantized.gate_up, own.down: quantized.down}
+            result.notes += quantized.notes(full)
+            result.notes.append(f"{full}: relative error of the experts' outputs {quantized.error:.3e}")
 
     def _quantize_batch(
         self, i: int, hidden: list[Tensor], expected: list[Tensor] | None, inputs: Sequence[SharedInput],

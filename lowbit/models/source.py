@@ -13,11 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, ForeignReader, Manifest, expected_tensors
 from lowbit.checkpoint.detect import SCHEMAS, quantization_of
+from lowbit.checkpoint.experts import ExpertEntry, ExpertTensors
 from lowbit.checkpoint.foreign import ForeignEntry
 from lowbit.checkpoint.gguf import GgufReader, gguf_file
 from lowbit.checkpoint.gptq import Gptq
 from lowbit.checkpoint.reader import read_json
 from lowbit.formats import QuantTensor
+from lowbit.models.expert_names import ExpertModule, expert_modules
 from lowbit.models.gguf import GgufLayerReader
 from lowbit.models.skeleton import build, config_of
 from lowbit.models.tensorrt_llm import WEIGHTS, TensorrtLlmReader, is_tensorrt_llm
@@ -30,13 +32,17 @@ _ONLY_DEQUANTIZED = "bitsandbytes"
 class LayerReader(Protocol):
     """Reads the layers of a quantized checkpoint under the names of Transformers' model.
 
-    entries: quantized layers by name. plain: names of all other tensors.
+    entries: quantized layers by name. experts: expert layers by name; experts that the files hold one by one are in `entries`
+    and in `plain` (their biases) too. plain: names of all other tensors.
     """
 
     entries: dict[str, ForeignEntry]
+    experts: dict[str, ExpertEntry]
     plain: list[str]
 
     def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor: ...
+
+    def expert_layer(self, name: str, device: torch.device | str = "cpu") -> ExpertTensors: ...
 
     def dequantize(self, name: str, dtype: torch.dtype) -> Tensor: ...
 
@@ -46,14 +52,32 @@ class LayerReader(Protocol):
 class _LowbitLayerReader:
     """Reads one of lowbit's own checkpoints."""
 
-    def __init__(self, reader: CheckpointReader, manifest: Manifest) -> None:
-        self._reader = reader
-        self.entries = {name: ForeignEntry(entry.shape, entry.scheme) for name, entry in manifest.layers.items()}
+    def __init__(self, reader: CheckpointReader, manifest: Manifest, modules: Mapping[str, ExpertModule]) -> None:
+        self._reader, self._modules = reader, modules
+        entries = {name: ForeignEntry(entry.shape, entry.scheme) for name, entry in manifest.layers.items()}
+        count = {name: entry.experts for name, entry in manifest.layers.items() if entry.experts}
+        self.entries = {name: entry for name, entry in entries.items() if name not in count}
+        self.experts = {
+            name: ExpertEntry(count[module.first], entries[module.first], entries[module.down], module.gated, module.biased)
+            for name, module in modules.items()
+            if module.first in count and module.down in count
+        }
         quantized = {tensor for name, entry in manifest.layers.items() for tensor in expected_tensors(name, entry)}
+        quantized |= {f"{part}_bias" for name in self.experts for part in (modules[name].first, modules[name].down)}
         self.plain = [name for name in reader.names() if name not in quantized]
 
     def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor:
         return self._reader.layer(name).to(device)
+
+    def expert_layer(self, name: str, device: torch.device | str = "cpu") -> ExpertTensors:
+        module = self._modules[name]
+        first, down = (self._reader.experts(part).to(device) for part in (module.first, module.down))
+        every = range(first.experts)
+        biases = [
+            self._reader.get(f"{part}_bias").to(device) if module.biased else None for part in (module.first, module.down)
+        ]
+        experts = ExpertTensors(tuple(map(first.expert, every)), tuple(map(down.expert, every)), biases[0], biases[1])
+        return experts.gate_first() if module.alternating else experts
 
     def dequantize(self, name: str, dtype: torch.dtype) -> Tensor:
         return self._reader.layer(name).dequantize(dtype)
@@ -139,17 +163,18 @@ class ResolvedSource:
             return self._translated(tensorrt, tensorrt.model_config, self.path / "config.json", tensorrt.notes)
         files = CheckpointReader(self.path)
         tool, v2 = "lowbit", None
+        config = config_of(self.path)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        model = build(config, self.path / "config.json")
         if files.manifest is not None:
-            reader: LayerReader = _LowbitLayerReader(files, files.manifest)
+            reader: LayerReader = _LowbitLayerReader(files, files.manifest, expert_modules(model))
         else:
             foreign = ForeignReader(self.path)
             reader, tool = foreign, foreign.schema.name
             v2 = foreign.schema.v2 if isinstance(foreign.schema, Gptq) else None
-        config = config_of(self.path)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
         stated = {key: value for key, value in files.config.items() if key != "quantization_config"}
-        return QuantizedCheckpoint(self.path, tool, reader, config, stated, build(config, self.path / "config.json"), v2)
+        return QuantizedCheckpoint(self.path, tool, reader, config, stated, model, v2)
 
     def _translated(
         self, reader: LayerReader, config: PreTrainedConfig, where: Path, notes: list[str] | None = None

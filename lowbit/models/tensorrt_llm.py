@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader
+from lowbit.checkpoint.experts import ExpertEntry, ExpertTensors
 from lowbit.checkpoint.foreign import ForeignEntry, ForeignLayer
 from lowbit.formats import IntFormat, PerGroup, QuantTensor, ZeroPoint
 from lowbit.models.skeleton import damaged
@@ -90,6 +91,7 @@ class TensorrtLlmReader:
         self._rows["self_attn.k_proj"] = (heads * size, (heads + shared) * size)
         self._rows["self_attn.v_proj"] = ((heads + shared) * size, (heads + 2 * shared) * size)
         self.entries: dict[str, ForeignEntry] = {}
+        self.experts: dict[str, ExpertEntry] = {}
         self.plain: list[str] = []
         self._fused: dict[str, str] = {}
         self._names: dict[str, str] = {}
@@ -101,6 +103,10 @@ class TensorrtLlmReader:
                 raise CheckpointError(
                     f"{folder / WEIGHTS}: {name}: belongs to a layer without weights, {base}.weight is missing"
                 )
+
+    def expert_layer(self, name: str, device: torch.device | str = "cpu") -> ExpertTensors:
+        """Raises CheckpointError: models with experts are not read."""
+        raise CheckpointError(f"{self._where}: {name!r} is not among its layers")
 
     def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor:
         """Returns one layer on `device`, computed on the host, without a pre_quant_scale of ones."""

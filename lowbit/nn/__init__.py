@@ -2,9 +2,11 @@
 
 from lowbit.nn.convert import Kept, Plan, convert, plan_conversion
 from lowbit.nn.embedding import QuantEmbedding
+from lowbit.nn.experts import PackedExperts, QuantExperts
 from lowbit.nn.linear import QuantLinear, make_batch_invariant
 from lowbit.nn.packed import PackedWeight
 
 __all__ = [
-    "Kept", "PackedWeight", "Plan", "QuantEmbedding", "QuantLinear", "convert", "make_batch_invariant", "plan_conversion",
+    "Kept", "PackedExperts", "PackedWeight", "Plan", "QuantEmbedding", "QuantExperts", "QuantLinear", "convert",
+    "make_batch_invariant", "plan_conversion",
 ]  # fmt: skip

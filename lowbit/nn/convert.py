@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.formats import NO_PARTS, InputParts, PerBlock, PerTensor, QuantTensor, Scheme, parse_scheme
+from lowbit.formats import NO_PARTS, ExpertTensor, InputParts, PerBlock, PerTensor, QuantTensor, Scheme, parse_scheme
 from lowbit.hardware.machine import typical_machine
 from lowbit.methods import Search
 from lowbit.nn.decoding import allow_decoding
 from lowbit.nn.embedding import QuantEmbedding, refuse_input
+from lowbit.nn.experts import ExpertWeights, PackedExperts, QuantExperts, expert_refusals, expert_weights
 from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedWeight
+from lowbit.nn.parameters import PackedParameters
 from lowbit.ops.table import Problem, instead, scheme_refusals, why_slow
+from lowbit.quantize.experts import quantize_experts
 from lowbit.quantize.rtn import rtn
 
 
@@ -33,33 +38,54 @@ class Kept:
 @dataclass(frozen=True)
 class Plan:
     """The modules that get quantized weights: `linears` and `embeddings` by name, `tied` (name -> name of the module whose
-    weights it shares, which is among the other two), and `kept` with reasons. `others` has the modules whose scheme
-    differs from `scheme`."""
+    weights it shares, which is among the other two), and `kept` with reasons. `experts` has the weights of experts, by the name
+    of the parameter (`model.layers.0.mlp.experts.gate_up_proj`), as (E, N, K). `others` has the modules and weights whose
+    scheme differs from `scheme`."""
 
     scheme: Scheme
     linears: dict[str, tuple[int, int]] = field(default_factory=dict)
     embeddings: dict[str, tuple[int, int]] = field(default_factory=dict)
+    experts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     kept: list[Kept] = field(default_factory=list)
     others: dict[str, Scheme] = field(default_factory=dict)
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """[N, K] of every matrix to be quantized, by module name; a tied one counts once."""
+        """[N, K] of every single matrix to be quantized, by module name; a tied one counts once."""
         return {**self.linears, **self.embeddings}
 
+    @property
+    def layers(self) -> dict[str, tuple[int, ...]]:
+        """[N, K] of every single matrix and [E, N, K] of the weights of experts, by name."""
+        return {**self.shapes, **self.experts}
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """[N, K] of all matrices that linear layers and experts multiply by, one for each expert."""
+        return [*self.linears.values(), *((n, k) for count, n, k in self.experts.values() for _ in range(count))]
+
+    def scheme_of(self, name: str) -> Scheme:
+        """The scheme of a module or of weights of experts."""
+        return self.others.get(name, self.scheme)
+
     def lines(self) -> list[str]:
-        """The report: a line for each scheme, and for all modules that stay as they are for one reason."""
+        """The report: a line for each scheme, for the experts, and for all modules that stay as they are for one reason."""
         modules: dict[Scheme, list[str]] = {}
-        for name in self.shapes:
-            modules.setdefault(self.others.get(name, self.scheme), []).append(name)
+        for name in self.layers:
+            modules.setdefault(self.scheme_of(name), []).append(name)
         out = []
         for scheme, names in modules.items() or [(self.scheme, [])]:
-            count = len(names) + sum(owner in names for owner in self.tied.values())
-            weights = sum(self.shapes[name][0] * self.shapes[name][1] for name in names)
-            out.append(f"converted to {scheme}: {count} modules, {weights:,} weights")
+            single = [name for name in names if name in self.shapes]
+            count = len(single) + sum(owner in names for owner in self.tied.values())
+            weights = sum(math.prod(self.layers[name]) for name in names)
+            of_experts = len(names) - len(single)
+            experts = f" and {of_experts} weights of experts" if of_experts else ""
+            out.append(f"converted to {scheme}: {count} modules{experts}, {weights:,} weights")
+        out += expert_lines(self.experts)
         out += [f"  {name}: shares the weights of {source}" for name, source in self.tied.items()]
-        out += slow_lines((self.others.get(name, self.scheme).name, *shape) for name, shape in self.linears.items())
+        out += slow_lines((self.scheme_of(name).name, *shape) for name, shape in self.linears.items())
+        out += slow_lines((self.scheme_of(name).name, n, k) for name, (_, n, k) in self.experts.items())
         alike: dict[tuple[str, str], list[Kept]] = {}
         for row in self.kept:
             alike.setdefault((row.kind, row.reason), []).append(row)
@@ -68,6 +94,17 @@ class Plan:
             what = kind if len(rows) == 1 else f"and {len(rows) - 1} more {kind} like it"
             out.append(f"kept: {rows[0].name} ({what}, {weights:,} weights): {reason}")
         return out
+
+
+def expert_lines(experts: Mapping[str, tuple[int, int, int]]) -> list[str]:
+    """Lines of the report on the weights of experts: one for each name without the number of its layer, and shape."""
+    alike: dict[tuple[str, tuple[int, int, int]], list[str]] = {}
+    for name, shape in experts.items():
+        alike.setdefault((re.sub(r"\.\d+\.", ".*.", name), shape), []).append(name)
+    return [
+        f"  {names[0]}{f' and {len(names) - 1} more like it' if names[1:] else ''}: {count} experts of {n} x {k}"
+        for (_, (count, n, k)), names in alike.items()
+    ]
 
 
 def slow_lines(layers: Iterable[tuple[str, int, int]]) -> list[str]:
@@ -114,11 +151,15 @@ def plan_conversion(
             owner = owners.setdefault(id(module.weight), name)
             if owner != name:
                 ties[name] = owner
+    routers = _linear_routers(model)
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if p.dim() >= 2]
         if not own:
             continue
-        reason = _refusal(name, module, scheme, patterns, embeddings, ties)
+        experts = expert_weights(module)
+        reason = _refusal(name, module, experts, scheme, patterns, embeddings, ties)
+        if reason is None and name in routers:
+            reason = _ROUTER
         if reason is not None:
             plan.kept.append(Kept(name, type(module).__name__, sum(p.numel() for p in own), reason))
         elif name in ties:
@@ -127,11 +168,31 @@ def plan_conversion(
             plan.embeddings[name] = (module.num_embeddings, module.embedding_dim)
         elif isinstance(module, nn.Linear):
             plan.linears[name] = (module.out_features, module.in_features)
+        elif experts is not None:
+            plan.experts.update({f"{name}.{part}": (experts.experts, *shape) for part, shape in experts.shapes.items()})
     for name in [n for n, owner in plan.tied.items() if owner not in plan.shapes]:
         plan.kept.append(
             Kept(name, type(model.get_submodule(name)).__name__, 0, f"shares the weights of {plan.tied.pop(name)}")
         )
     return plan
+
+
+_ROUTER = "a router, which chooses experts, is not quantized"
+
+
+def _linear_routers(model: nn.Module) -> set[str]:
+    """Returns the linear layers that are routers: called so, beside a module of experts, with an output for each of them."""
+    routers = set()
+    for name, module in model.named_modules():
+        experts = module.weights if isinstance(module, QuantExperts) else expert_weights(module)
+        if experts is None:
+            continue
+        parent = name.rpartition(".")[0]
+        for inner, linear in model.get_submodule(parent).named_modules():
+            called = re.search(r"(^|\.)(\w*(router|gate)\w*|wg)(\.|$)", inner) is not None
+            if called and isinstance(linear, nn.Linear) and linear.out_features == experts.experts:
+                routers.add(f"{parent}.{inner}" if parent else inner)
+    return routers
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -140,27 +201,42 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def _refusal(
-    name: str, module: nn.Module, scheme: Scheme, skip: tuple[str, ...], embeddings: bool, ties: dict[str, str]
-) -> str | None:
+    name: str, module: nn.Module, experts: ExpertWeights | None, scheme: Scheme, skip: tuple[str, ...], embeddings: bool,
+    ties: dict[str, str],
+) -> str | None:  # fmt: skip
     """Returns the reason why a module with matrices is not converted; None if it is."""
     matching = [p for p in skip if matches(name, p)]
     if matching:
         return f"skipped by {matching[0]!r}"
-    if isinstance(module, PackedWeight):
+    if isinstance(module, PackedParameters):
         return "quantized already"
+    if experts is not None:
+        return _expert_refusal(module, experts, scheme)
     if type(module) is nn.Embedding:
         if not embeddings:
             return "embeddings are converted on request (embeddings=True)"
         if isinstance(scheme.granularity, (PerTensor, PerBlock)):
             return f"rows of an embedding need scales of their own, {scheme} shares them among rows"
         return None
+    if type(module).__name__.endswith("Router"):
+        return _ROUTER
     if type(module) is not nn.Linear:
         dims = " and ".join(sorted({f"{p.dim()}-dimensional" for p in module.parameters(recurse=False) if p.dim() >= 2}))
-        return f"only nn.Linear and nn.Embedding are converted; {type(module).__name__} holds {dims} weights"
+        return f"only nn.Linear, nn.Embedding and fused experts are converted; {type(module).__name__} holds {dims} weights"
     if not embeddings and name in ties:
         return f"shares the weights of {ties[name]}, an embedding (embeddings=True converts both)"
     reasons = scheme_refusals(scheme, module.out_features, module.in_features)
     return f"no kernel: {'; '.join(reasons)}" if reasons else None
+
+
+def _expert_refusal(module: nn.Module, experts: ExpertWeights, scheme: Scheme) -> str | None:
+    """Returns the reason why a module of experts is not converted; None if it is."""
+    if reasons := expert_refusals(module, experts):
+        return "; ".join(reasons)
+    for part, (n, k) in experts.shapes.items():
+        if reasons := scheme_refusals(scheme, n, k):
+            return f"no kernel for {part}: {'; '.join(reasons)}"
+    return None
 
 
 def convert(
@@ -171,13 +247,19 @@ def convert(
     embeddings: bool = False,
     search: Search = "max",
 ) -> Plan:
-    """Quantizes `model`'s linear layers in place by round-to-nearest, one layer at a time, and returns the report.
+    """Quantizes `model`'s linear layers and experts in place by round-to-nearest, one matrix at a time, and returns the report.
 
     Arguments as for `plan_conversion`; `search` as for `quantize.rtn`. Raises ValueError, naming the layer, for weights
     that cannot be quantized.
     """
     plan = plan_conversion(model, scheme, skip=skip, embeddings=embeddings)
     dtypes = {model.get_parameter(f"{name}.weight").dtype for name in plan.linears}
+    dtypes |= {model.get_parameter(name).dtype for name in plan.experts}
+    for experts in {name.rpartition(".")[0]: None for name in plan.experts}:
+        original = model.get_submodule(experts)  # until both of its weights are quantized
+        for name in (name for name in plan.experts if name.rpartition(".")[0] == experts):
+            weight = expert_matrices(original, name.rpartition(".")[2])
+            swap_experts(model, name, quantized_experts(name, len(weight), weight.__getitem__, plan.scheme, rounding(search)))
     for name in plan.shapes:
         swap(model, name, quantized(name, model.get_submodule(name).weight, plan.scheme, search))  # type: ignore[arg-type]
     for name, owner in plan.tied.items():
@@ -195,6 +277,67 @@ def quantized(
         return rtn(weight, scheme, search=search, stored=stored)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+
+
+Rounding = Callable[[Tensor, Scheme, torch.dtype | None], QuantTensor]
+"""Quantizes a matrix to a scheme; its scales have the given dtype, or that of `quantize.rtn.scale_dtype` if it is None."""
+
+
+def rounding(search: Search = "max", stored: torch.dtype | None = None) -> Rounding:
+    """Returns rounding to nearest as `quantized_experts` calls it; arguments as for `quantize.rtn`."""
+    return lambda weight, scheme, scale_type: rtn(weight, scheme, search=search, stored=stored, scale_type=scale_type)
+
+
+def quantized_experts(
+    name: str, count: int, weight: Callable[[int], Tensor], scheme: Scheme, quantize: Rounding,
+) -> ExpertTensor:  # fmt: skip
+    """Returns the weights of `count` experts, of which `weight` returns the matrix [N, K] of one; errors name the expert."""
+
+    def of_expert(e: int, scale_type: torch.dtype | None) -> QuantTensor:
+        try:
+            return quantize(weight(e), scheme, scale_type)
+        except ValueError as error:
+            raise ValueError(f"{name}: expert {e}: {error}") from error
+
+    return quantize_experts(count, of_expert)
+
+
+def expert_matrices(experts: nn.Module, part: str) -> Tensor:
+    """Returns the weights `part` of a module of experts, not quantized, as matrices [E, N, K]."""
+    found = expert_weights(experts)
+    assert found is not None
+    return found.matrices(experts.get_parameter(part).detach())
+
+
+def swap_experts(model: nn.Module, name: str, q: ExpertTensor) -> PackedExperts:
+    """Sets the weights `name` of a model's experts to `q`, on q's device.
+
+    The first call for a module of experts replaces it by `QuantExperts`; its other weights are on the meta device until they
+    are set.
+    """
+    return _quant_experts(model, name, q.scheme).set_weights(name.rpartition(".")[2], PackedExperts.from_expert_tensor(q))
+
+
+def empty_experts(
+    model: nn.Module, name: str, count: int, shape: tuple[int, int], scheme: Scheme, input_parts: InputParts = NO_PARTS
+) -> PackedExperts:
+    """`swap_experts` with weights on the meta device, of this scheme and with these parts of an input transform."""
+    empty = PackedExperts(count, shape, scheme, "meta", input_parts=input_parts)
+    return _quant_experts(model, name, scheme).set_weights(name.rpartition(".")[2], empty)
+
+
+def _quant_experts(model: nn.Module, name: str, scheme: Scheme) -> QuantExperts:
+    """Returns the module of the experts that have the weights `name`; a plain one is replaced by an empty `QuantExperts`."""
+    experts = name.rpartition(".")[0]
+    module = model.get_submodule(experts)
+    if isinstance(module, QuantExperts):
+        return module
+    found = expert_weights(module)
+    assert found is not None
+    empty = {part: PackedExperts(found.experts, shape, scheme, "meta") for part, shape in found.shapes.items()}
+    new = QuantExperts(module, empty).train(module.training)
+    model.set_submodule(experts, new)
+    return new
 
 
 def swap(model: nn.Module, name: str, q: QuantTensor) -> PackedWeight:

@@ -11,6 +11,7 @@ import os
 import torch
 from torch import nn
 
+from lowbit.nn.experts import PackedExperts
 from lowbit.nn.linear import QuantLinear
 from lowbit.ops.table import choose, problem_on
 
@@ -19,30 +20,35 @@ SHARE = 0.5
 
 
 def allow_decoding(model: nn.Module, dtype: torch.dtype, memory_bytes: int | None = None) -> list[str]:
-    """Lets quantized linear layers on a CPU dequantize their weights once, at the first call with x of `dtype`, if all fit.
+    """Lets quantized linear layers and experts on a CPU dequantize their weights once, at the first call with x of `dtype`, if
+    all fit.
 
     Returns one line for each form in which the layers will run.
 
     They fit if they and all parameters take at most `SHARE` of `memory_bytes`, by default the memory that the machine has
     (not what happens to be free: the same model runs the same way every time). Unknown memory allows nothing.
     """
-    layers = [m for m in model.modules() if isinstance(m, QuantLinear) and m.weight_packed.device.type == "cpu"]
+    kinds = (QuantLinear, PackedExperts)
+    layers = [m for m in model.modules() if isinstance(m, kinds) and m.weight_scale.device.type == "cpu"]
     forms = {id(layer): choose(problem_on("cpu", layer.scheme, 1, layer.shape, dtype)).form for layer in layers}
     slow = [layer for layer in layers if forms[id(layer)] == "rows" and layer.scheme.activation is None]
-    decoded = dtype.itemsize * sum(layer.shape[0] * layer.shape[1] for layer in slow)
+    decoded = dtype.itemsize * sum(layer.count for layer in slow)
     held = sum(p.nbytes for p in model.parameters())
     limit = SHARE * (_machine_memory() if memory_bytes is None else memory_bytes)
     for layer in layers:
         layer.decode_bytes = dtype.itemsize if held + decoded <= limit else 0
         layer.clear_refusals()
-        if not layer.decode_bytes and layer.cpu_weight is not None and layer.cpu_weight.form == "decoded":
+        if not layer.decode_bytes and layer.is_decoded:
             layer.restore()
-    groups: dict[tuple[str, str], int] = {}
+    groups: dict[tuple[str, str, str], int] = {}
     for layer in layers:
         how = "decoded" if layer in slow and layer.decode_bytes else forms[id(layer)]
-        groups[layer.scheme_name, how] = groups.get((layer.scheme_name, how), 0) + 1
+        key = ("weights of experts" if isinstance(layer, PackedExperts) else "layers", layer.scheme_name, how)
+        groups[key] = groups.get(key, 0) + 1
     name = str(dtype).removeprefix("torch.")
-    return [f"layers of {scheme} on this CPU ({n}): {_HOW[how].format(dtype=name)}" for (scheme, how), n in groups.items()]
+    return [
+        f"{what} of {scheme} on this CPU ({n}): {_HOW[how].format(dtype=name)}" for (what, scheme, how), n in groups.items()
+    ]
 
 
 SLOW = "decoded at every call, several times slower than without quantization"

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from lowbit.kernels.reference.elementwise import Gate
 from lowbit.nn.linear import QuantLinear
-from lowbit.nn.packed import KERNEL_TENSORS, keeping_types
+from lowbit.nn.packed import KERNEL_TENSORS
+from lowbit.nn.parameters import keeping_types
 from lowbit.ops import Activations, rms_norm_quantize, silu_mul_quantize
 from lowbit.ops.gated_gemm import gated_gemm
 from lowbit.pack import FragmentWeight

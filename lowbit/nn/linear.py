@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.formats import NO_PARTS, ActivationRule, InputParts, PerBlock, QuantTensor, Scheme
+from lowbit.formats import NO_PARTS, ActivationRule, InputParts, QuantTensor, Scheme
+from lowbit.nn.experts import QuantExperts
 from lowbit.nn.packed import PackedWeight
 from lowbit.ops import Activations, gemm, quantize_activations
 from lowbit.ops.channels import gather_channels, rotate_channels
@@ -47,9 +48,6 @@ class QuantLinear(PackedWeight):
         low_rank: int = 0,
     ) -> None:
         super().__init__((out_features, in_features), scheme, device, input_parts=input_parts, low_rank=low_rank)
-        self.activation_format = None if self.scheme.activation is None else self.scheme.activation.name
-        # Blocks of weights go with groups of activations as long as a block.
-        self.activation_group = self.scheme.granularity.k if isinstance(self.scheme.granularity, PerBlock) else 0
         self.in_features, self.out_features = in_features, out_features
         self.register_parameter("bias", bias)
 
@@ -114,19 +112,6 @@ class QuantLinear(PackedWeight):
         calls `quantize_input` instead of quantizing float32 values."""
         return self.scheme.rule is not ActivationRule.OWN
 
-    def quantization(self) -> dict[str, Any]:
-        """The arguments of `ops.quantize_activations` with which x is rotated and quantized."""
-        static = self.activation_scale
-        return {
-            "fmt": self.activation_format,
-            "group": self.activation_group if static is None else 0,
-            "scale": static,
-            "symmetric": not self.scheme.activation_zero,
-            "zero": self.activation_zero,
-            "rule": self.scheme.rule.value,
-            "hadamard": self.hadamard,
-        }
-
     def quantize_input(self, x: Tensor) -> Activations:
         """x as the product takes it, for a layer that `takes_quantized_input`."""
         return quantize_activations(x, **self.quantization())
@@ -156,12 +141,17 @@ class _Differentiable(torch.autograd.Function):
 
 
 def make_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:
-    """Makes the quantized linear layers of a model compute a row of y with the same bits in every batch, for x of `dtype`.
+    """Makes the quantized linear layers and experts of a model compute a row of y with the same bits in every batch, for x of
+    `dtype`.
 
     It changes nothing else in the model (attention, layers in 16 bits). Costs up to 3.8 times the time of small
     products (docs/log). Raises UnsupportedProblem, naming the layer, where no kernel does this on its device.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    experts = {name: module for name, module in model.named_modules() if isinstance(module, QuantExperts)}
+    for name, mixture in experts.items():
+        if reasons := mixture.batch_invariant_refusals(dtype):
+            raise UnsupportedProblem(f"{name}: {'; '.join(reasons)}")
     for name, layer in layers.items():
         if layer.has_correction:
             raise UnsupportedProblem(f"{name}: its low-rank correction is two products of torch, which are not batch-invariant")
@@ -172,6 +162,8 @@ def make_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:
             choose(replace(layer.problem(dtype), batch_invariant=True))
         except UnsupportedProblem as error:
             raise UnsupportedProblem(f"{name}: {error}") from error
+    for mixture in experts.values():
+        mixture.batch_invariant = True
     for layer in layers.values():
         layer.batch_invariant = True
         layer.clear_refusals()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,17 +12,13 @@ from torch import Tensor, nn
 from lowbit.formats import (
     NO_PARTS,
     InputParts,
-    InputTransform,
     LowRank,
     QuantTensor,
     Scheme,
-    ZeroPoint,
     pack_words,
-    packed_bytes,
-    parse_scheme,
-    scale_shape,
     unpack_words,
 )
+from lowbit.nn.parameters import PackedParameters, parameter
 from lowbit.ops.cpu_gemm import pack_for_cpu
 from lowbit.ops.table import Problem, UnsupportedProblem, choose, problem_on, warn_slow, weight_refusals, why_slow
 from lowbit.ops.workspace import make_counters
@@ -31,39 +26,20 @@ from lowbit.pack import FragmentWeight, OperandWeight
 from lowbit.pack.cpu import CpuWeight
 from lowbit.pack.gemm_weight import GemmWeight, RowWeight
 from lowbit.pack.scaled import scaled_refusals
-from lowbit.quantize.rtn import scale_dtype
 
 KERNEL_TENSORS = ("kernel_codes", "kernel_scale", "kernel_channel_scale", "kernel_sums")
 """Buffers of a weight in the form of a GPU's kernels. Buffers, because torch.compile copies other tensors into each CUDA graph
 at every replay."""
 
-INPUT_PARAMETERS = {
-    "order": "weight_order", "pre_quant_scale": "pre_quant_scale", "activation_scale": "activation_scale",
-    "activation_zero": "activation_zero",
-}  # fmt: skip
-"""Parameters that hold the tensors of an `InputTransform`, by its field; names of tensors in files too."""
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-"""Types of scales."""
+class PackedWeight(PackedParameters):
+    """A matrix [N, K] with the parameters of `PackedParameters`, packed for the kernels of its device at the first product.
 
-
-class PackedWeight(nn.Module):
-    """A matrix [N, K] as `weight_packed` uint8 [N, ceil(K * bits / 8)], `weight_scale` and, with zeros, `weight_zero`.
-
-    The parts of its input transform that `input_parts` names are parameters too: `weight_order` int32 [K] and, by the names of
-    `InputTransform`, pre_quant_scale float [K] (float32 until loaded otherwise), activation_scale float32 [1], activation_zero
-    int32 [1]. With `low_rank` r there are `weight_up` [N, r] and `weight_down` [r, K], fp16. Parameters rather than buffers,
-    because tensor parallelism shards parameters only; never one called `weight`, which
-    other libraries would read as floats.
+    With `low_rank` r there are also `weight_up` [N, r] and `weight_down` [r, K], fp16.
     """
 
-    weight_zero: nn.Parameter | None
-    weight_order: nn.Parameter | None
-    pre_quant_scale: nn.Parameter | None
     weight_up: nn.Parameter | None
     weight_down: nn.Parameter | None
-    activation_scale: nn.Parameter | None
-    activation_zero: nn.Parameter | None
     kernel_codes: Tensor | None
     kernel_scale: Tensor | None
     kernel_channel_scale: Tensor | None
@@ -78,36 +54,11 @@ class PackedWeight(nn.Module):
         input_parts: InputParts = NO_PARTS,
         low_rank: int = 0,
     ) -> None:
-        super().__init__()
-        self.scheme = parse_scheme(scheme)
-        self.scheme_name = self.scheme.name
-        self.shape = shape
+        super().__init__(shape, scheme, device, input_parts=input_parts)
         n, k = shape
-        grid, dtype = scale_shape(self.scheme.granularity, shape), scale_dtype(self.scheme)
-        zero_dtype = torch.uint8 if self.scheme.zero is ZeroPoint.INTEGER else dtype
-        self.weight_packed = _parameter(
-            torch.empty(n, packed_bytes(k, self.scheme.weight.bits), dtype=torch.uint8, device=device)
-        )
-        self.weight_scale = _parameter(torch.empty(grid, dtype=dtype, device=device))
-        if self.scheme.zero is ZeroPoint.NONE:
-            self.register_parameter("weight_zero", None)
-        else:
-            self.weight_zero = _parameter(torch.empty(grid, dtype=zero_dtype, device=device))
-        sizes = {"order": k, "pre_quant_scale": k, "activation_scale": 1, "activation_zero": 1}
-        integers = ("order", "activation_zero")
-        self._set_input(
-            InputTransform(
-                **{
-                    part: torch.empty(size, dtype=torch.int32 if part in integers else torch.float32, device=device)
-                    for part, size in sizes.items()
-                    if getattr(input_parts, part)
-                },
-                hadamard=input_parts.hadamard,
-            )
-        )
         self._set_correction(
-            _parameter(torch.empty(n, low_rank, dtype=torch.float16, device=device)) if low_rank else None,
-            _parameter(torch.empty(low_rank, k, dtype=torch.float16, device=device)) if low_rank else None,
+            parameter(torch.empty(n, low_rank, dtype=torch.float16, device=device)) if low_rank else None,
+            parameter(torch.empty(low_rank, k, dtype=torch.float16, device=device)) if low_rank else None,
         )
         for name in KERNEL_TENSORS:
             self.register_buffer(name, None, persistent=False)
@@ -119,27 +70,20 @@ class PackedWeight(nn.Module):
         self._shared = False
         self._refused: dict[torch.dtype, tuple[str, ...]] = {}
 
-    def _set_input(self, transform: InputTransform) -> None:
-        """Makes the tensors of a transform parameters of this module; those that are parameters already are shared."""
-        parts = transform.parts
-        parts.check(self.scheme, self.shape[1])
-        held = transform.tensors()
-        for part, name in INPUT_PARAMETERS.items():
-            t = held.get(part)
-            self.register_parameter(name, t if t is None or isinstance(t, nn.Parameter) else _parameter(t))
-        # Read at every call: an attribute is faster than looking up whether a parameter is None.
-        self.has_channels, self.hadamard = parts.has_channels, parts.hadamard
-
-    @property
-    def input_transform(self) -> InputTransform:
-        """The transform of x before the product; its tensors are this module's parameters."""
-        held = {part: getattr(self, name) for part, name in INPUT_PARAMETERS.items()}
-        return InputTransform(**held, hadamard=self.hadamard)
-
     def _set_correction(self, up: nn.Parameter | None, down: nn.Parameter | None) -> None:
         self.register_parameter("weight_up", up)
         self.register_parameter("weight_down", down)
         self.has_correction = up is not None
+
+    @property
+    def count(self) -> int:
+        """The number of weights."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def is_decoded(self) -> bool:
+        """True if the dequantized weights are in memory beside the form on disk."""
+        return self.cpu_weight is not None and self.cpu_weight.form == "decoded"
 
     @property
     def is_prepared(self) -> bool:
@@ -180,23 +124,6 @@ class PackedWeight(nn.Module):
             batch_invariant=self.batch_invariant, decode_bytes=self.decode_bytes,
         )  # fmt: skip
 
-    def placement_refusals(self) -> tuple[str, ...]:
-        """Returns the reasons, whatever the scheme, why the layer must dequantize its weights at every call."""
-        if self.is_split:
-            return ("takes a whole matrix, this is one rank's part of it",)
-        if getattr(getattr(self, "_hf_hook", None), "offload", False):
-            return ("keeps weights in memory, these are loaded and dropped at every call (offloaded by Accelerate)",)
-        return ()
-
-    @property
-    def is_split(self) -> bool:
-        """True if tensor parallelism holds only a part of the matrix here."""
-        if self.is_prepared:
-            return False
-        packed = self.weight_packed
-        whole = (self.shape[0], packed_bytes(self.shape[1], self.scheme.weight.bits))
-        return hasattr(packed, "device_mesh") or tuple(packed.shape) != whole
-
     def _prepare(self, dtype: torch.dtype) -> tuple[str, ...]:
         problem = self.problem(dtype)
         form = choose(problem).form
@@ -236,7 +163,7 @@ class PackedWeight(nn.Module):
 
     def _drop_form_on_disk(self) -> None:
         if not self._shared:
-            self.weight_packed = _parameter(self.weight_packed.new_empty(0))
+            self.weight_packed = parameter(self.weight_packed.new_empty(0))
 
     def weight_for(self, dtype: torch.dtype) -> GemmWeight:
         """The weights in the form in which x of `dtype` is multiplied by them; the first call packs them (`prepare`).
@@ -302,12 +229,12 @@ class PackedWeight(nn.Module):
             raise ValueError(f"this module holds {self.scheme} {self.shape}, got {q.scheme} {q.shape}")
         self._set_input(q.input_transform)
         factors = (None, None) if q.low_rank is None else (q.low_rank.up, q.low_rank.down)
-        self._set_correction(*(None if t is None else _parameter(t) for t in factors))
+        self._set_correction(*(None if t is None else parameter(t) for t in factors))
         self._forget_prepared()
-        self.weight_packed = _parameter(pack_words(q.codes, q.scheme.weight.bits))
-        self.weight_scale = _parameter(q.scale)
+        self.weight_packed = parameter(pack_words(q.codes, q.scheme.weight.bits))
+        self.weight_scale = parameter(q.scale)
         if q.zero is not None:
-            self.weight_zero = _parameter(q.zero)
+            self.weight_zero = parameter(q.zero)
 
     def share_weight(self, other: PackedWeight) -> None:
         """Ties this module to `other`: both then have the same parameters."""
@@ -333,14 +260,6 @@ class PackedWeight(nn.Module):
         zero = None if self.weight_zero is None else self.weight_zero.data
         transform = self.input_transform.map(lambda t: t.data)
         return QuantTensor(codes, self.weight_scale.data, zero, self.scheme, transform, correction)
-
-    def dequantize_refusals(self) -> tuple[str, ...]:
-        """Returns the reasons why the weights cannot be dequantized here; empty if they can."""
-        if self.is_split:
-            return ("tensor parallelism has split the weights, load the model without it to dequantize them",)
-        if self.weight_scale.is_meta:
-            return ("Accelerate has offloaded the weights, load the model without offloading (device_map) to dequantize them",)
-        return ()
 
     def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
         """The weights [N, K] that multiply x as it comes, in `dtype`. Raises UnsupportedProblem with `dequantize_refusals`."""
@@ -369,7 +288,7 @@ class PackedWeight(nn.Module):
         return state
 
     def _form_on_disk(self) -> nn.Parameter:
-        return _parameter(pack_words(self._prepared_codes(), self.scheme.weight.bits))
+        return parameter(pack_words(self._prepared_codes(), self.scheme.weight.bits))
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -385,10 +304,7 @@ class PackedWeight(nn.Module):
         before = {name: getattr(self, name) for name in KERNEL_TENSORS}
         with torch.inference_mode(False), torch.no_grad():
             self.restore()
-            for name in ("weight_scale", "weight_zero", INPUT_PARAMETERS["pre_quant_scale"]):
-                held, comes = getattr(self, name), state_dict.get(f"{prefix}{name}")
-                if held is not None and held.is_floating_point() and getattr(comes, "dtype", None) in _FLOATS:
-                    held.data = held.data.to(comes.dtype)  # the same parameter, which a tied module holds too
+            self._adopt_types(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *arguments, **options)
         codes, scaled = before["kernel_codes"], self.scheme.activation is not None
         if codes is None or self.weight_packed.device != codes.device:
@@ -405,26 +321,10 @@ class PackedWeight(nn.Module):
                 warnings.warn("CUDA graphs that were captured with the previous weights must be captured again", stacklevel=2)
             self._drop_form_on_disk()
 
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        """Moves devices as any module does, but keeps the type of scales and corrections: `.half()` must not round float32
-        scales, nor `.bfloat16()` the factors. What stays on its device keeps the kernels' form in place."""
-        here = self.weight_packed.device
-        if fn(torch.empty(0, dtype=torch.uint8, device=here)).device != here:
-            self.restore()
-        self._refused.clear()
-        names = ("weight_scale", "weight_zero", *INPUT_PARAMETERS.values(), "weight_up", "weight_down")
-        return super()._apply(keeping_types(fn, (getattr(self, name) for name in (*names, *KERNEL_TENSORS))), recurse)
-
-
-def keeping_types(fn: Callable[[Tensor], Tensor], exact: Iterable[Tensor | None]) -> Callable[[Tensor], Tensor]:
-    """`fn` of `Module._apply`, which leaves those tensors their types."""
-    numbers = {id(t) for t in exact}
-
-    def apply(t: Tensor) -> Tensor:
-        moved = fn(t)
-        return t.to(moved.device) if id(t) in numbers and moved.dtype != t.dtype else moved
-
-    return apply
+    def _exact_tensors(self) -> tuple[Tensor | None, ...]:
+        """As for any packed parameters, with the factors of the correction and the kernels' tensors."""
+        own = (getattr(self, name) for name in ("weight_up", "weight_down", *KERNEL_TENSORS))
+        return (*super()._exact_tensors(), *own)
 
 
 @functools.lru_cache(maxsize=256)
@@ -439,7 +339,3 @@ def _kernel_dtypes(scheme: Scheme) -> tuple[torch.dtype, ...]:
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
     """True if both have the same shape and dtype, or are None."""
     return a is b or (a is not None and b is not None and (a.shape, a.dtype) == (b.shape, b.dtype))
-
-
-def _parameter(t: Tensor) -> nn.Parameter:
-    return nn.Parameter(t, requires_grad=False)

@@ -32,26 +32,26 @@ def search_scale(
     shared [K]: channels of the producer; input channels with the same number get the same scale.
     """
     weights = [w.float() for w in weights]
-    least = sum(_error(w, rtn(w, s).dequantize(), statistics) for w, s in zip(weights, schemes, strict=True))
+    least = sum(rounding_error(w, s, statistics.hessian) for w, s in zip(weights, schemes, strict=True))
     best = None
-    for scale in _candidates(weights, statistics):
+    for scale in candidates(statistics.abs_mean, relative_magnitude(weights)):
         scale = pooled(scale, shared)
-        error = sum(
-            _error(w, rtn(w * scale, s).dequantize() / scale, statistics) for w, s in zip(weights, schemes, strict=True)
-        )
+        error = sum(rounding_error(w, s, statistics.hessian, scale) for w, s in zip(weights, schemes, strict=True))
         if error < least:
             least, best = error, scale
     return best
 
 
-def clipped(weight: Tensor, scheme: Scheme, hessian: Tensor, stored: torch.dtype | None = None) -> QuantTensor:
+def clipped(
+    weight: Tensor, scheme: Scheme, hessian: Tensor, stored: torch.dtype | None = None, scale_type: torch.dtype | None = None
+) -> QuantTensor:
     """Returns `weight` [N, K] rounded to nearest, each group with the clip factor of least error in its part of the output.
 
-    hessian [K, K]: the sum of x^T x. stored: as for `rtn`.
+    hessian [K, K]: the sum of x^T x. stored, scale_type: as for `rtn`.
     """
     check_weight(weight, "awq")
     n, k = weight.shape
-    dtype = scale_dtype(scheme, weight, stored)
+    dtype = scale_type or scale_dtype(scheme, weight, stored)
     width = scheme.granularity.block((n, k))[1]
     rows = torch.arange(n, device=weight.device) // scheme.granularity.block((n, k))[0]
     codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
@@ -68,9 +68,15 @@ def clipped(weight: Tensor, scheme: Scheme, hessian: Tensor, stored: torch.dtype
     return QuantTensor(codes, torch.cat(scales, dim=1), torch.cat(zeros, dim=1) if zeros else None, scheme)
 
 
-def _candidates(weights: Sequence[Tensor], statistics: InputStatistics) -> list[Tensor]:
-    x = statistics.abs_mean.clamp(min=1e-4 * float(statistics.abs_mean.max()) + 1e-12)
-    relative = torch.cat([w.abs() / w.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) for w in weights]).mean(dim=0)
+def relative_magnitude(weights: Sequence[Tensor]) -> Tensor:
+    """Returns the mean over all rows of `weights` [N_i, K] of |w| relative to the row's largest, [K]."""
+    return torch.cat([w.abs() / w.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) for w in weights]).mean(dim=0)
+
+
+def candidates(abs_mean: Tensor, relative: Tensor) -> list[Tensor]:
+    """Returns the candidates for the scale [K] of an input with the mean magnitudes `abs_mean` [K], read by weights with the
+    relative magnitudes `relative` [K]."""
+    x = abs_mean.clamp(min=1e-4 * float(abs_mean.max()) + 1e-12)
     relative = relative.clamp(min=1e-4 * float(relative.max()) + 1e-12)
     both = [(x.pow(r), x.pow(r) / relative.pow(1 - r)) for r in RATIOS]
     return [_centered(scale) for pair in both for scale in pair]
@@ -82,5 +88,8 @@ def _centered(scale: Tensor) -> Tensor:
     return scale.clamp(2.0**-10, 2.0**10)
 
 
-def _error(w: Tensor, quantized: Tensor, statistics: InputStatistics) -> float:
-    return float(output_error(quantized - w, statistics.hessian).double().sum())
+def rounding_error(w: Tensor, scheme: Scheme, hessian: Tensor, scale: Tensor | None = None) -> float:
+    """Returns the squared error of the output of `w` [N, K], float32, rounded to nearest after its columns are multiplied by
+    `scale` [K], for inputs with this Hessian."""
+    quantized = rtn(w, scheme).dequantize() if scale is None else rtn(w * scale, scheme).dequantize() / scale
+    return float(output_error(quantized - w, hessian).double().sum())

@@ -31,6 +31,7 @@ def gptq(
     search: GptqSearch = "loss",
     damping: float = 0.05,
     stored: torch.dtype | None = None,
+    scale_type: torch.dtype | None = None,
 ) -> QuantTensor:
     """Quantizes `weight` [N, K] (any float dtype, any device) for inputs whose sum of x^T x is `hessian` [K, K].
 
@@ -40,7 +41,7 @@ def gptq(
     takes the columns with the largest inputs first; groups are then made of columns in that order, and the result has an
     `order`, unless `static_groups` keeps the groups or one scale spans the row. `damping` times the mean of the Hessian's
     diagonal is added to the diagonal (docs/internals/quantization.md says how 0.05 was chosen). Channels that were zero in all
-    inputs are rounded to nearest. stored: as for `rtn`.
+    inputs are rounded to nearest. stored, scale_type: as for `rtn`.
 
     Columns are updated in float32, the Hessian is factorized in float64; on a GPU, kernels (`gptq_kernels`) update the columns
     with another order of summation. Raises ValueError for weights that are no matrix of finite numbers, and for a Hessian of
@@ -59,7 +60,7 @@ def gptq(
     # The cost of a column's squared error, in the original order of channels.
     cost = torch.empty(k, device=weight.device).index_copy_(0, order, factor.diagonal().square().reciprocal())
     on_gpu = weight.is_cuda and importlib.util.find_spec("triton") is not None
-    grid = (_GpuGrid if on_gpu else _Grid)(weight, scheme, search, stored)
+    grid = (_GpuGrid if on_gpu else _Grid)(weight, scheme, search, scale_type or scale_dtype(scheme, weight, stored))
     w = weight.detach().float()
     if static_groups:
         for start in range(0, k, grid.width):
@@ -97,13 +98,12 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
 class _Grid:
     """The scales and zeros of a weight [N, K], computed one group at a time, and the rounding of columns with them."""
 
-    def __init__(self, weight: Tensor, scheme: Scheme, search: GptqSearch, stored: torch.dtype | None = None) -> None:
+    def __init__(self, weight: Tensor, scheme: Scheme, search: GptqSearch, dtype: torch.dtype) -> None:
         shape = (weight.shape[0], weight.shape[1])
         self.rows, self.width = scheme.granularity.block(shape)
         self.scheme = scheme
         self._factors = (1.0,) if search == "max" else CLIP_FACTORS
         self._by_loss = search == "loss"
-        dtype = scale_dtype(scheme, weight, stored)
         empty = torch.empty(scale_shape(scheme.granularity, shape), dtype=dtype, device=weight.device)
         self.scale = empty
         self.zero = None if scheme.zero is ZeroPoint.NONE else torch.empty_like(empty)
@@ -149,8 +149,8 @@ class _Grid:
 class _GpuGrid(_Grid):
     """The same by kernels, without a synchronization before the last column."""
 
-    def __init__(self, weight: Tensor, scheme: Scheme, search: GptqSearch, stored: torch.dtype | None = None) -> None:
-        super().__init__(weight, scheme, search, stored)
+    def __init__(self, weight: Tensor, scheme: Scheme, search: GptqSearch, dtype: torch.dtype) -> None:
+        super().__init__(weight, scheme, search, dtype)
         self._clip_factors = torch.tensor(self._factors, device=weight.device)
 
     def round_columns(self, w: Tensor, factor: Tensor, groups: Tensor, cost: Tensor | None) -> Tensor:

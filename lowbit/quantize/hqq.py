@@ -16,20 +16,20 @@ from lowbit.quantize.threads import map_rows
 POWER, BETA, GROWTH, STEPS = 0.7, 10.0, 1.01, 20
 
 
-def hqq(weight: Tensor, scheme: str | Scheme) -> QuantTensor:
+def hqq(weight: Tensor, scheme: str | Scheme, *, scale_type: torch.dtype | None = None) -> QuantTensor:
     """Quantizes `weight` [N, K] (any float dtype, any device) with zeros that minimise the sum of |error|^0.7.
 
     Scales are those of rounding to nearest, from the smallest and largest weight of each group. Each of at most 20 steps
     shrinks the errors to the outliers of a p-norm with p = 0.7 and moves the zero to the mean of the rest. Every group takes
-    the best zero of all steps, so it is never worse than the first. Raises ValueError for a scheme without floating-point
-    zeros, and as `rtn` does.
+    the best zero of all steps, so it is never worse than the first. scale_type: the dtype of scales, if not that of `rtn`.
+    Raises ValueError for a scheme without floating-point zeros, and as `rtn` does.
     """
     scheme = parse_scheme(scheme)
     if scheme.zero is not ZeroPoint.FLOAT:
         raise ValueError(f"hqq moves floating-point zeros, which {scheme} does not have; take one that ends in _fz")
     check_weight(weight, "hqq")
     step = rows_at_once(scheme, weight)
-    dtype = scale_dtype(scheme, weight)
+    dtype = scale_type or scale_dtype(scheme, weight)
     parts = map_rows(lambda part: _quantize_rows(part.float(), scheme, dtype), weight.detach(), step)
     codes, scales, zeros = (torch.cat(t) for t in zip(*parts, strict=True))
     return QuantTensor(codes, scales, zeros, scheme)

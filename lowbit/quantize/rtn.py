@@ -85,13 +85,16 @@ def _fp16_holds_scales(weight: Tensor, scheme: Scheme) -> bool:
     return bool(torch.stack(list(map_rows(holds, weight.detach(), rows_at_once(scheme, weight)))).all())
 
 
-def rtn(weight: Tensor, scheme: str | Scheme, *, search: Search = "max", stored: torch.dtype | None = None) -> QuantTensor:
+def rtn(
+    weight: Tensor, scheme: str | Scheme, *, search: Search = "max", stored: torch.dtype | None = None,
+    scale_type: torch.dtype | None = None,
+) -> QuantTensor:  # fmt: skip
     """Quantizes `weight` [N, K] (any float dtype, any device) by rounding every weight to its nearest code.
 
     search="max": the scale maps the largest weight to the largest code. "mse": of 31 clip factors, the one with the least mean
     squared error per scale. Channels and groups of zeros dequantize to zeros. stored: the dtype of the weight in the files, if
-    not its own, for the dtype of the scales (`scale_dtype`). Raises ValueError for a weight that is not a matrix of finite
-    numbers.
+    not its own, for the dtype of the scales (`scale_dtype`); scale_type: that dtype, if it is given. Raises ValueError for a
+    weight that is not a matrix of finite numbers.
 
     Source: per-channel scales max|W| / 28 for FP6 are ZeroQuant(4+2)'s (arXiv:2312.08583); the clip search is the
     usual MSE observer.
@@ -99,7 +102,7 @@ def rtn(weight: Tensor, scheme: str | Scheme, *, search: Search = "max", stored:
     scheme = parse_scheme(scheme)
     factors = clip_factors(search)
     check_weight(weight, "rtn")
-    step, dtype = rows_at_once(scheme, weight), scale_dtype(scheme, weight, stored)
+    step, dtype = rows_at_once(scheme, weight), scale_type or scale_dtype(scheme, weight, stored)
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     scales, zeros = [], []
     parts = map_rows(lambda part: _quantize_rows(part, scheme, dtype, factors), weight.detach(), step)

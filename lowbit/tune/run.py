@@ -73,6 +73,8 @@ def products_of_model(source: str | Path, scheme: str | None) -> WeightShapes:
         model = causal_skeleton(folder)
         owners = set(manifest.tied.values())  # a tied embedding is also the weight of the LM head
         for name, entry in manifest.layers.items():
+            if entry.experts:  # their kernels are not tuned
+                continue
             if name in owners or not isinstance(model.get_submodule(name), nn.Embedding):
                 layers[name] = entry.scheme.name, entry.shape
     elif tool == "lowbit":

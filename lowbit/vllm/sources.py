@@ -100,7 +100,8 @@ class OwnCheckpoint(WeightSource):
 
     def _embedding(self, shape: tuple[int, int]) -> str:
         """Returns the name of the layer with the embedding's shape that is not an LM head; "" if there is none."""
-        names = [name for name, entry in self.manifest.layers.items() if entry.shape == shape and not _is_head(name)]
+        layers = {name: entry for name, entry in self.manifest.layers.items() if not entry.experts}
+        names = [name for name, entry in layers.items() if entry.shape == shape and not _is_head(name)]
         if len(names) > 1:
             raise CheckpointError(
                 f"{WHERE}: vLLM does not name the embedding, and {', '.join(names)} all have its shape {list(shape)}; leave "
@@ -109,7 +110,8 @@ class OwnCheckpoint(WeightSource):
         return names[0] if names else ""
 
     def expert_refusals(self, name: str) -> tuple[str, ...]:
-        return (_EXPERTS,) if any(layer.startswith(f"{name}.") for layer in self.manifest.layers) else ()
+        layers = self.manifest.layers.items()  # experts have the names of Transformers' model, whatever vLLM calls them
+        return (_EXPERTS,) if any(layer.startswith(f"{name}.") or entry.experts for layer, entry in layers) else ()
 
     def renamed(self, rename: Renaming) -> WeightSource:
         new, tied = rename(self.manifest.layers), rename(self.manifest.tied)

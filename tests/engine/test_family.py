@@ -10,7 +10,7 @@ import transformers
 
 from lowbit import convert
 from lowbit.engine.check import difference_to, kernel_refusals
-from lowbit.engine.decoder import Decoder
+from lowbit.engine.decoder import Decoder, ExpertsMLP
 from lowbit.engine.family import FAMILIES
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.recognise import recognise
@@ -76,6 +76,10 @@ CASES = {
             },
         },
     ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 5}),
+    "qwen2-moe": ("Qwen2Moe", {"head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]}),
+    "qwen3-moe": ("Qwen3Moe", {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}),
+    "olmoe": ("Olmoe", {"head_dim": 6, "num_experts": 5, "num_experts_per_tok": 3}),
     "opt": ("OPT", {"ffn_dim": 56}),
     "opt-untied": ("OPT", {"ffn_dim": 40, "tie_word_embeddings": False, "enable_bias": False}),
     "opt-gelu": ("OPT", {"ffn_dim": 56, "activation_function": "gelu_new"}),
@@ -144,11 +148,20 @@ def forward(decoder: Decoder, tokens):
     h = h if decoder.position_table is None else h + decoder.position_table[: len(tokens)]
     for layer in decoder.layers:
         x = normed(h, layer.input_gamma, layer.input_bias)
-        delta = product(layer, "o", attend(product(layer, "qkv", x), layer, decoder))
+        qkv = product(layer, "qkv", x)
+        if layer.qk_norms:
+            parts = qkv.split([module.out_features for module in layer.modules("qkv")], dim=-1)
+            gammas = [module.weight for module in layer.qk_norms]
+            qkv = torch.cat([*(normed(part, gamma) for part, gamma in zip(parts, gammas, strict=False)), parts[2]], dim=-1)
+        delta = product(layer, "o", attend(qkv, layer, decoder))
         h = h + (delta if layer.after_attention_gamma is None else normed(delta, layer.after_attention_gamma))
-        up = product(layer, "gate_up", normed(h, layer.mlp_gamma, layer.mlp_bias))
-        y = act(up.chunk(2, dim=-1)[0]) * up.chunk(2, dim=-1)[1] if decoder.gated else act(up)
-        delta = product(layer, "down", y)
+        x = normed(h, layer.mlp_gamma, layer.mlp_bias)
+        if isinstance(layer.mlp, ExpertsMLP):
+            delta = layer.mlp.block(x[None])[0]
+        else:
+            up = product(layer, "gate_up", x)
+            y = act(up.chunk(2, dim=-1)[0]) * up.chunk(2, dim=-1)[1] if decoder.gated else act(up)
+            delta = product(layer, "down", y)
         h = h + (delta if layer.after_mlp_gamma is None else normed(delta, layer.after_mlp_gamma))
     logits = decoder.head(normed(h, decoder.final_gamma, decoder.final_bias))
     return decoder.final_softcap * (logits / decoder.final_softcap).tanh() if decoder.final_softcap else logits
@@ -340,7 +353,7 @@ def test_learned_positions_are_limited():
     assert recognise(model, 65) == ("its embedding has 64 positions, 65 are asked for",)
 
 
-@pytest.mark.parametrize("name", ["GPTNeoX", "Mixtral", "Cohere", "Granite", "Olmo2", "Bloom"])
+@pytest.mark.parametrize("name", ["GPTNeoX", "GptOss", "Cohere", "Granite", "Olmo2", "Bloom"])
 def test_other_families_are_refused(name):
     with torch.device("meta"):
         model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(num_hidden_layers=1))

@@ -61,7 +61,7 @@ MODELS = {
     "vit": (vit, PIXELS, 12),  # names of the files are mapped
     "llama": (tiny_llama, TOKENS, 14),  # are the model's own
     "llava": (llava, TOKENS, 26),  # are mapped for the parts of a model, and back while saving
-    "mixtral": (mixtral, TOKENS, 8),  # experts are merged, the rest is renamed
+    "mixtral": (mixtral, TOKENS, 8),  # are renamed, and experts are stacked
 }
 
 
@@ -104,11 +104,18 @@ def test_all_layers_of_a_vit_are_quantized(tmp_path):
         assert "vit.layers.0.attention.q_proj.weight_packed" in reader.names()
 
 
-def test_what_transformers_merges_is_kept_with_the_reason(tmp_path):
-    plan = quantize_checkpoint(saved("mixtral", tmp_path / "m"), tmp_path / "q", "w8a16")
+def test_experts_that_files_lack_are_kept_with_the_reason(tmp_path):
+    source = saved("mixtral", tmp_path / "m")
+    plan = quantize_checkpoint(source, tmp_path / "q", "w8a16")
     assert sorted({name.rpartition(".")[2] for name in plan.linears}) == ["k_proj", "o_proj", "q_proj", "v_proj"]
-    experts = [row for row in plan.kept if "experts" in row.name]
-    assert len(experts) == 2 and all("3-dimensional" in row.reason and row.weights for row in experts)
+    assert len(plan.experts) == 4
+    names = TensorNames(skeleton(source))
+    with CheckpointReader(source) as reader:
+        tensors = [name for name in reader.names() if "layers.0.block_sparse_moe.experts.3.w2" not in name]
+    followed = names.followed(plan, tensors)
+    assert {name.split(".")[2] for name in followed.experts} == {"1"}
+    kept = [row for row in followed.kept if "experts" in row.name]
+    assert len(kept) == 2 and all("MergeModulelist" in row.reason and row.weights for row in kept)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -120,9 +127,11 @@ def test_what_is_not_quantized_keeps_its_name(name, tmp_path):
         names, found = TensorNames(skeleton(source)), set(after.names())
         own = {tensor: names.parameter(tensor) or tensor for tensor in before.names()}
         quantized = {tensor for tensor in own if own[tensor].rpartition(".")[0] in plan.shapes}
+        quantized |= {tensor for tensor in own if ".experts." in tensor}  # which Transformers stacks
         assert {tensor for tensor in own if tensor not in quantized} <= found
         assert {own[tensor] for tensor in quantized if not tensor.endswith(".weight")} <= found
-        assert len(found) == len(own) + len(plan.shapes)  # codes and scales for each weight
+        weights = {tensor for tensor in quantized if tensor.endswith(".weight")}
+        assert len(found) == len(own) - len(weights) + 2 * len(plan.layers)  # codes and scales for each
 
 
 def test_the_gate_of_a_shared_expert_stays_in_16_bits(tmp_path):

@@ -132,15 +132,16 @@ def test_reasons_that_need_no_second_process():
     """What a plan may ask for beyond the model's own."""
     model, layer = tiny_llama(tied=False), "model.layers.*.self_attn.o_proj"
 
-    def reasons(scheme, shape=(64, 64), hadamard=0, **options):
+    def reasons(scheme, shape=(64, 64), hadamard=0, experts=0, **options):
         model.config.distributed_config = DistributedConfig(**{"tp_size": 2, **options})
         scheme = parse_scheme(scheme)
-        entry = LayerEntry(shape, scheme, InputParts(hadamard=hadamard))
+        entry = LayerEntry(shape, scheme, InputParts(hadamard=hadamard), experts=experts)
         return parallel_refusals(model, Manifest(scheme, {"model.layers.0.self_attn.o_proj": entry}))
 
     assert reasons("w4a16_g16") == ()
     assert reasons("w4a16_g64", tp_size=1) == ()
     assert "its rotation" in reasons("w4a16_g16", hadamard=16)[0]
+    assert "the weights of quantized experts are not split over GPUs" in reasons("w4a16_g16", experts=4)[0]
     assert reasons("w8a16_g2", (64, 124)) == () and "do not end with a byte" in reasons("w3a16_g2", (64, 124))[0]
     assert "not by embedding_rowwise" in reasons("w8a16_g16", tp_plan={layer: "embedding_rowwise"})[0]
     assert "its 63 output channels" in reasons("w8a16_g16", (63, 64), tp_plan={layer: "colwise"})[0]

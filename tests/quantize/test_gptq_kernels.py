@@ -10,7 +10,7 @@ import torch
 from lowbit.formats import ZeroPoint, parse_scheme
 from lowbit.quantize import gptq, rtn
 from lowbit.quantize.gptq import _GpuGrid, _Grid, _inside_groups, inverse_factor
-from lowbit.quantize.rtn import nearest, spanning, values
+from lowbit.quantize.rtn import nearest, scale_dtype, spanning, values
 from lowbit.quantize.statistics import output_error
 from tests.kernels.interpreter import interpreted
 from tests.kernels.sass import compile_triton, loops_to_loaded_bounds
@@ -73,7 +73,7 @@ def check(name, n, k, search, static, device="cpu"):
     cost = factor.diagonal().square().reciprocal()
     scheme, found = parse_scheme(name), []
     for kind in (_GpuGrid, StepByStep):
-        grid = kind(w, scheme, search)
+        grid = kind(w, scheme, search, scale_dtype(scheme, w))
         order = hessian.diagonal().argsort(descending=True, stable=True) if static else torch.arange(k, device=device)
         if static:
             for start in range(0, k, grid.width):
@@ -111,7 +111,7 @@ def test_nothing_waits_for_the_gpu_before_the_last_column(static):
     x, w = inputs(256).cuda(), weights(16, 256).cuda()
     factor = inverse_factor(x.T @ x, 0.05).float()
     cost, groups = factor.diagonal().square().reciprocal(), torch.arange(256, device="cuda") // 16
-    grid = _GpuGrid(w, parse_scheme("w4a16_g16"), "loss")
+    grid = _GpuGrid(w, parse_scheme("w4a16_g16"), "loss", torch.float16)
     for i in range(16 * static):
         grid.fit(i, w[:, i * 16 : i * 16 + 16], cost[i * 16 : i * 16 + 16])
     torch.cuda.set_sync_debug_mode("warn")

@@ -1,0 +1,150 @@
+"""The experts of a mixture: y of each token is the sum of its experts' MLPs, times the weights of the router.
+
+On a GPU with weights in the form of `pack.expert.ExpertWeight`, two products read the experts that are hit, each once, for all
+their tokens. Everywhere else, and for schemes with 8-bit activations, the experts that are hit are multiplied one after
+another, by the form that a dense weight has on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from lowbit.ops.gemm import gemm
+from lowbit.ops.quantize_activations import Activations
+from lowbit.ops.table import UnsupportedProblem
+from lowbit.pack.gemm_weight import GemmWeight
+
+if TYPE_CHECKING:
+    from lowbit.ops.route import Routing
+    from lowbit.pack.expert import ExpertWeight
+
+Gate = Literal["none", "silu", "gelu_tanh", "clamped_swiglu"]
+"""The function of gate and up that a product has in its epilogue: "silu" is silu(gate) * up, "gelu_tanh" the same with GELU,
+"clamped_swiglu" that of gpt-oss, (up + 1) * gate * sigmoid(1.702 gate) with gate at most 7 and up from -7 to 7. "none" leaves
+it to another function."""
+
+Input = Tensor | Activations
+Multiply = Callable[[int, Input], Tensor]
+"""Returns the product of some rows with the matrix of an expert, its bias added."""
+
+
+def expert_mlp(
+    x: Input, experts: Tensor, weights: Tensor, gate_up: ExpertWeight | Sequence[GemmWeight],
+    down: ExpertWeight | Sequence[GemmWeight], *, gate: Gate = "silu", apply_gate: Callable[[Tensor], Tensor] | None = None,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, inner: Callable[[Tensor], Input] | None = None,
+    residual: Tensor | None = None, routing: Routing | None = None, batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    """y [T, N] = sum over s of weights[t, s] * (down_e . gate(gate_up_e . x[t] + bias_e) + bias_e), e = experts[t, s].
+
+    x [T, K], in 16 or 32 bits or quantized, is transformed as the weights want it. experts: int [T, top_k]; a number that is no
+    expert's (one of another rank) adds nothing. weights: float [T, top_k], the router's. gate_up and down: the weights of E
+    experts in one form for all, or a matrix each. gate: the function in the epilogue of the first product, for an
+    `ExpertWeight` whose rows of gate and up alternate (pack/gated.py), with its bias in that order. apply_gate: the function of
+    the first product's rows where the epilogue has none, and for a matrix each; rows of gate and up have the model's order
+    then. inner: the transform of the second product's input. residual [T, N] is added. routing: of these experts and weights,
+    if `ops.route` has made it for an `ExpertWeight`. batch_invariant: a row of y has the same bits in every batch, for an
+    `ExpertWeight`.
+
+    Slots are summed in the order s = 0, 1, .. in float32 and rounded once. Raises ValueError for tensors that do not fit.
+    """
+    _check(x, experts, weights)
+    if batch_invariant and (isinstance(gate_up, Sequence) or isinstance(down, Sequence)):
+        raise UnsupportedProblem("experts: one after another, their products are not batch-invariant")
+    if isinstance(gate_up, Sequence) or isinstance(down, Sequence):
+        if not isinstance(gate_up, Sequence) or not isinstance(down, Sequence) or apply_gate is None:
+            raise ValueError("experts: gate_up and down have one form, and a matrix for each expert goes with apply_gate")
+        return multiply_experts(
+            x, experts, weights, len(gate_up), _products(gate_up, gate_up_bias), apply_gate, _products(down, down_bias),
+            inner=inner, residual=residual,
+        )  # fmt: skip
+    from lowbit.kernels.choose.experts import tile_rows_for
+    from lowbit.ops.expert_gemm import expert_gemm, sum_slots
+    from lowbit.ops.route import group
+
+    if not isinstance(x, Tensor):
+        raise ValueError("experts: an ExpertWeight is multiplied by x in 16 bits, got quantized x")
+    tokens, top_k = experts.shape
+    if routing is None:
+        tile_rows = tile_rows_for(tokens, top_k, gate_up.experts, batch_invariant)
+        routing = group(experts.contiguous(), weights.contiguous(), gate_up.experts, tile_rows=tile_rows)
+    h = expert_gemm(x, gate_up, routing, gate_up_bias, gate=gate, batch_invariant=batch_invariant)
+    if gate == "none":
+        assert apply_gate is not None
+        h = apply_gate(h)
+    hidden = h if inner is None else inner(h)
+    assert isinstance(hidden, Tensor)
+    y = expert_gemm(
+        hidden, down, routing, down_bias, per_slot=True, weighted=True, routed_before=True, batch_invariant=batch_invariant
+    )
+    return sum_slots(y, top_k, residual)
+
+
+@torch.compiler.disable(reason="the experts that are hit depend on the data")
+def multiply_experts(
+    x: Input, experts: Tensor, weights: Tensor, count: int, gate_up: Multiply, gate: Callable[[Tensor], Tensor],
+    down: Multiply, *, inner: Callable[[Tensor], Input] | None = None, residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`expert_mlp` of `count` experts by functions that multiply one expert's rows; differentiable if these are.
+
+    Synchronizes with a GPU: the host reads how many rows each expert has.
+    """
+    _check(x, experts, weights)
+    top_k = experts.shape[1]
+    order, rows = _slots_by_expert(experts, count)
+    parts = []
+    for e, slots in rows:
+        h = gate(gate_up(e, take_rows(x, slots // top_k)))
+        parts.append(down(e, h if inner is None else inner(h)))
+    if not parts:  # no tokens, or none for these experts
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.clone()
+    y = torch.cat(parts).float()
+    factors = weights.reshape(-1).float()[order][:, None]
+    summed = residual.float() if residual is not None else y.new_zeros((x.shape[0], y.shape[1]))
+    by_slot = y.new_zeros((experts.numel(), y.shape[1])).index_copy(0, order, y * factors).view(-1, top_k, y.shape[1])
+    for s in range(top_k):
+        summed = summed + by_slot[:, s]
+    return summed.to(x.dtype)
+
+
+def take_rows(x: Input, rows: Tensor) -> Input:
+    """Returns the rows of x [T, K] with these numbers; scales and zeros of single tokens go with them."""
+    if isinstance(x, Tensor):
+        return x[rows]
+
+    def own(t: Tensor | None) -> Tensor | None:
+        return t if t is None or t.dim() < 2 else t[rows]
+
+    scale = own(x.scale)
+    assert scale is not None
+    return Activations(x.codes[rows], scale, own(x.zero), None, x.dtype)
+
+
+def _slots_by_expert(experts: Tensor, count: int) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+    """Returns the slots of all experts that are hit, ascending within an expert, and those of each."""
+    numbers = experts.reshape(-1).long()
+    valid = (numbers >= 0) & (numbers < count)
+    order = torch.where(valid, numbers, count).argsort(stable=True)
+    sizes = torch.bincount(numbers[valid], minlength=count).tolist()
+    order = order[: sum(sizes)]
+    parts = order.split([size for size in sizes if size])
+    return order, list(zip((e for e, size in enumerate(sizes) if size), parts, strict=True))
+
+
+def _products(matrices: Sequence[GemmWeight], bias: Tensor | None) -> Multiply:
+    """Returns the function that multiplies rows by the matrix of an expert."""
+    return lambda e, x: gemm(x, matrices[e], None if bias is None else bias[e])
+
+
+def _check(x: Input, experts: Tensor, weights: Tensor) -> None:
+    """Raises ValueError unless x is [T, K], and experts and weights are [T, top_k]."""
+    shapes = [tuple(t.shape) for t in (x, experts, weights)]
+    fits = all(len(shape) == 2 for shape in shapes) and shapes[1] == shapes[2] and shapes[0][0] == shapes[1][0]
+    if not fits or experts.is_floating_point():
+        raise ValueError(
+            f"experts: x is [T, K], experts (integers) and weights are [T, top_k]; got {shapes[0]}, {experts.dtype} "
+            f"{shapes[1]} and {shapes[2]}"
+        )

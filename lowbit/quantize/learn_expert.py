@@ -1,0 +1,83 @@
+"""Trains the rounding of the two matrices of one expert against the expert's outputs for its calibration tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import QuantTensor, Scheme
+from lowbit.methods import Learned
+from lowbit.quantize.learned import BETAS, RATES, LearnedRounding
+
+ROWS_OF_A_SEQUENCE = 128
+"""Tokens of an expert that stand for a sequence of `Learned.batch`: of 512 tokens with 8 of 128 experts each, 32 reach one."""
+
+
+def learn_expert(
+    output: Callable[[Tensor, Tensor, Tensor], Tensor],
+    weights: tuple[Tensor, Tensor],
+    schemes: tuple[Scheme, Scheme],
+    target: Tensor,
+    importance: Tensor,
+    method: Learned,
+    *,
+    seed: int = 0,
+    scale_types: tuple[torch.dtype, torch.dtype],
+) -> tuple[QuantTensor, QuantTensor]:
+    """Returns gate_up and down of one expert, rounded so that its outputs become `target` [R, K'], float32.
+
+    output: returns the outputs [r, K'] of the rows `index` (int64 [r]) for the matrices gate_up [N, K] and down [K', I];
+    differentiable. weights: both matrices before rounding. importance [R, 1]: the factor of each row's error. Offsets and clip
+    factors (`quantize.learned`) are trained as in `models.learn`, in float32. If the error on all rows would grow, both stay
+    rounded to nearest. `method.seed` and `seed` decide the order of rows.
+    """
+    roundings = tuple(
+        LearnedRounding(weight, scheme, scale_type=dtype)
+        for weight, scheme, dtype in zip(weights, schemes, scale_types, strict=True)
+    )
+    rows = torch.arange(len(target), device=target.device)
+    before = _error(output, roundings, target, importance, rows)
+    for rate in RATES:
+        _descend(output, roundings, target, importance, method, seed, rate)
+        if _error(output, roundings, target, importance, rows) <= before:
+            break
+        for rounding in roundings:
+            rounding.reset()
+    return roundings[0].quantized(), roundings[1].quantized()
+
+
+def _descend(
+    output: Callable[[Tensor, Tensor, Tensor], Tensor], roundings: tuple[LearnedRounding, ...], target: Tensor,
+    importance: Tensor, method: Learned, seed: int, rate: float,
+) -> None:  # fmt: skip
+    """Runs the iterations of `learn_expert`, at one of `RATES`."""
+    generator = torch.Generator().manual_seed(method.seed + seed)
+    together = min(len(target), method.batch * ROWS_OF_A_SEQUENCE)
+    parameters = [p for rounding in roundings for p in rounding.parameters]
+    optimizer = torch.optim.Adam(parameters, betas=BETAS, eps=1e-12, fused=True)
+    shuffled: list[Tensor] = []
+    for step in range(method.iterations):
+        if not shuffled:
+            shuffled = list(torch.randperm(len(target), generator=generator).to(target.device).split(together))
+            shuffled = [rows for rows in shuffled if len(rows) == together]
+        rows = shuffled.pop()
+        with torch.enable_grad():
+            difference = output(roundings[0].dense(), roundings[1].dense(), rows) - target[rows]
+            (difference * importance[rows]).square().sum().backward(inputs=parameters)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * (1 - step / method.iterations) / method.iterations
+        optimizer.step()
+        optimizer.zero_grad()
+        for rounding in roundings:
+            rounding.clamp()
+
+
+@torch.no_grad()
+def _error(
+    output: Callable[[Tensor, Tensor, Tensor], Tensor], roundings: tuple[LearnedRounding, ...], target: Tensor,
+    importance: Tensor, rows: Tensor,
+) -> float:  # fmt: skip
+    difference = output(roundings[0].dense(), roundings[1].dense(), rows) - target
+    return float((difference * importance).double().square().sum())
