@@ -1,7 +1,7 @@
 """`python -m study.expert_bits MODEL`: is an expert that is hit more worth more bits?
 
 For a 16-bit model with experts, each layer's experts are rounded to nearest in several formats within one budget of bits: one
-format for all, more bits for the experts that most tokens reach, and the formats of least measured error. The budget is that of
+format for all, formats by the tokens that reach an expert alone, and the formats of least measured error. The budget is that of
 the format in the middle. Prints for each the divergence of the model from its 16 bits on other tokens, and how the error of an
 expert follows its tokens; writes the same as JSON.
 """

@@ -2,19 +2,20 @@
 
 An expert that many tokens reach adds more to the error of the layer's output, since its errors are added more often. Whether it
 is worth more bits is a question of how that error falls with the bits; `expert_costs` measures both. Three answers are compared
-for one budget: the same scheme for all, more bits for the experts that are hit most (`by_hits`), and the least sum of errors
+for one budget: the same scheme for all, bits by hits alone (`by_hits`), and the least sum of measured errors
 (`quantize.mixed.choose`). The product of all experts of a layer takes one scheme, so checkpoints hold no such mixture.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from lowbit.formats import Scheme
 from lowbit.quantize.expert_layer import ExpertMatrices, RoutedInputs
-from lowbit.quantize.mixed import SchemeCost, stored_bits
+from lowbit.quantize.mixed import SchemeCost, choose, stored_bits
 from lowbit.quantize.rtn import rtn
 
 
@@ -45,21 +46,13 @@ def expert_costs(matrices: ExpertMatrices, inputs: RoutedInputs, schemes: Sequen
 
 
 def by_hits(costs: Mapping[str, Sequence[SchemeCost]], tokens: Mapping[str, int], budget_bits: float) -> dict[str, SchemeCost]:
-    """Returns a scheme for each expert with at most `budget_bits` in all: more bits for experts that more tokens reach.
+    """Returns a scheme for each expert with at most `budget_bits` in all, chosen by the number of its tokens alone.
 
-    Starts with the fewest bits everywhere. The experts in the order of their tokens, most first, take the next scheme while it
-    fits; then all take the one after it. Raises ValueError if even the fewest bits exceed the budget.
+    The error of an expert is taken to be proportional to its tokens and to fall by a factor of 4 per bit, as the squared error
+    of rounding does; `choose` then minimises the sum. Raises ValueError if even the fewest bits exceed the budget.
     """
-    sorted_costs = {name: sorted(own, key=lambda cost: cost.bits) for name, own in costs.items()}
-    chosen = {name: own[0] for name, own in sorted_costs.items()}
-    used = sum(cost.bits for cost in chosen.values())
-    if used > budget_bits:
-        raise ValueError(f"the smallest schemes take {used:,} bits, the budget is {budget_bits:,.0f}; allow more bits")
-    order = sorted(costs, key=lambda name: (-tokens[name], name))
-    for step in range(1, max(len(own) for own in sorted_costs.values())):
-        for name in order:
-            own = sorted_costs[name]
-            more = own[step].bits - chosen[name].bits if step < len(own) else 0
-            if 0 < more <= budget_bits - used and chosen[name] is own[step - 1]:
-                chosen[name], used = own[step], used + more
-    return chosen
+    expected = {
+        name: [replace(cost, error=tokens[name] * 4.0**-cost.scheme.weight.bits) for cost in own] for name, own in costs.items()
+    }
+    chosen = choose(expected, budget_bits)
+    return {name: next(c for c in own if c.scheme == chosen[name].scheme) for name, own in costs.items()}
