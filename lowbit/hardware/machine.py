@@ -139,7 +139,8 @@ def _sm(device: torch.device | str | int) -> int:
 
 
 def torch_device(device: str | torch.device | None = None) -> torch.device:
-    """Returns the named device; by default "cuda" if torch finds a GPU, else "cpu". Raises ValueError if the device is missing."""
+    """Returns the named device; by default "cuda" if torch finds a GPU, else "cpu". Raises ValueError if there is no such
+    device."""
     count = torch.cuda.device_count()
     try:
         found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
