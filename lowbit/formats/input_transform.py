@@ -26,8 +26,8 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class InputParts:
-    """Which parts an `InputTransform` has, for allocating a module before loading. `hadamard`: block size of the rotation, 0
-    for none."""
+    """The set of parts that an `InputTransform` has, for allocating a module before loading. `hadamard`: block size of the
+    rotation, 0 for none."""
 
     order: bool = False
     pre_quant_scale: bool = False
@@ -66,7 +66,7 @@ NO_PARTS = InputParts()
 
 @dataclass(frozen=True, eq=False)
 class InputTransform:
-    """The input transform of one layer; see the module for the order of its parts.
+    """The input transform of one layer; the module docstring has the order of its parts.
 
     order: int32 [K], a permutation: column i of the codes multiplies channel order[i] of x. pre_quant_scale: float [K].
     activation_scale: float32 [1]. activation_zero: int32 [1]. hadamard: channels of a block of the rotation, 0 for none.

@@ -60,7 +60,7 @@ _GGUF = {
     "q2": "w2a16_g16_fz", "q3": "w3a16_g16", "q4": "w4a16_g32_fz", "q5": "w5a16_g32_fz", "q6": "w6a16_g16",
     "q8": "w8a16_g32", "q4_0": "w4a16_g32", "q5_0": "w5a16_g32",
 }  # fmt: skip
-"""The scheme closest to each of llama.cpp's types, for error messages; GGUF files need no scheme."""
+"""The scheme most similar to each of llama.cpp's types, for error messages; GGUF files need no scheme."""
 _NEAR_MISSES = {
     "int2": "w2a16_g64", "int3": "w3a16_g64", "int4": "w4a16_g128", "int5": "w5a16", "int6": "w6a16", "uint4": "w4a16_g128_z",
     "i4": "w4a16_g128", "w4": "w4a16_g128", "4bit": "w4a16_g128", "8bit": "w8a16", "i8": "w8a8", "w8": "w8a16",
@@ -148,7 +148,7 @@ class Scheme:
 
     @property
     def weight_only(self) -> Scheme:
-        """The same weights with 16-bit activations."""
+        """The scheme with the same weights and 16-bit activations."""
         return replace(self, activation=None, activation_zero=False, rule=ActivationRule.OWN)
 
     @property

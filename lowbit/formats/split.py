@@ -49,7 +49,7 @@ def part_range(total: int, part: int, rank: int, ranks: int) -> Range:
 
 
 def rows_of(q: QuantTensor, ranges: Sequence[Range]) -> QuantTensor:
-    """Returns the output channels in `ranges`, concatenated; blocks of scales become smaller where a range cuts one."""
+    """Returns the output channels in `ranges`, concatenated; blocks of scales become smaller if a range ends within a block."""
     n = q.shape[0]
     if list(ranges) == [(0, n)]:
         return q

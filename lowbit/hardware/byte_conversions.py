@@ -33,7 +33,7 @@ from lowbit.hardware.ptx import Builder, Program
 ByteOperand = Literal["s8", "e4m3"]
 
 _FOUR = 0x01010101
-"""The same bits in all four bytes of a register."""
+"""Factor that repeats the bits of a byte in all four bytes of a register."""
 
 _E4M3_BIAS = 7
 _E4M3_MANTISSA = 3

@@ -155,7 +155,7 @@ def _check_sizes(operator: str, slots: int, experts: int, tile_rows: int) -> Non
 
 
 def _check_route(logits: Tensor, bias: Tensor | None, rule: RouterRule, tile_rows: int) -> None:
-    """Raises ValueError unless the arguments are of one call."""
+    """Raises ValueError unless the arguments fit together."""
     if logits.dim() != 2 or logits.dtype not in _LOGITS or (logits.stride(1) != 1 and logits.shape[1] > 1):
         raise ValueError(
             f"route: logits are fp16, bf16 or fp32 [T, E] without gaps in a row, got {logits.dtype} {tuple(logits.shape)} "
@@ -166,7 +166,7 @@ def _check_route(logits: Tensor, bias: Tensor | None, rule: RouterRule, tile_row
 
 
 def _check_rule(operator: str, tokens: int, experts: int, bias: Tensor | None, rule: RouterRule, tile_rows: int) -> None:
-    """Raises ValueError unless the rule and the bias fit a router of `experts` experts."""
+    """Raises ValueError unless the rule and the bias are valid for a router of `experts` experts."""
     _check_sizes(operator, tokens * rule.top_k, experts, tile_rows)
     if reasons := rule.refusals(experts):
         raise ValueError(f"{operator}: a router of {experts} experts cannot follow {rule}: {'; '.join(reasons)}")
@@ -175,7 +175,7 @@ def _check_rule(operator: str, tokens: int, experts: int, bias: Tensor | None, r
 
 
 def _check_group(experts: Tensor, weights: Tensor, expert_count: int, tile_rows: int) -> None:
-    """Raises ValueError unless the arguments are of one call."""
+    """Raises ValueError unless the arguments fit together."""
     if experts.dim() != 2 or not experts.shape[1] or experts.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"group: experts are int32 or int64 [T, top_k], got {experts.dtype} {tuple(experts.shape)}")
     if weights.shape != experts.shape or not weights.is_floating_point() or weights.dtype.itemsize < 2:
@@ -259,7 +259,7 @@ def _route_fake(logits: Tensor, bias: Tensor | None, *rest: Any) -> RoutingTenso
 
 
 def _check_tokens(x: Tensor, router: Tensor, bias: Tensor | None, rule: RouterRule, tile_rows: int) -> None:
-    """Raises ValueError unless the arguments are of one call."""
+    """Raises ValueError unless the arguments fit together."""
     if x.dim() != 2 or router.dim() != 2 or x.shape[1] != router.shape[1] or not x.shape[1]:
         raise ValueError(f"route_tokens: x is [T, K] and router [E, K], got {tuple(x.shape)} and {tuple(router.shape)}")
     if x.dtype not in (torch.float16, torch.bfloat16) or router.dtype != x.dtype:

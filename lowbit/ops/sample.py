@@ -251,7 +251,7 @@ def top_logprobs(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _check(a: SampleInputs) -> None:
-    """Raises ValueError unless the tensors are of one call."""
+    """Raises ValueError unless the tensors fit together."""
     logits = a.logits
     if logits.dim() != 2 or logits.dtype not in (torch.float16, torch.bfloat16, torch.float32) or logits.stride(1) != 1:
         raise ValueError(

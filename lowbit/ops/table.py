@@ -326,7 +326,7 @@ def _scaled_mma(p: Problem) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=4096)
 def _tiles_8(p: Problem) -> tuple[Candidate[ScaledTile], ...]:
     assert p.machine is not None
-    x_blocks = isinstance(p.scheme.granularity, PerBlock) and p.k > p.scheme.granularity.k  # else: one scale per token
+    x_blocks = isinstance(p.scheme.granularity, PerBlock) and p.k > p.scheme.granularity.k  # one block: a scale per token
     shape = scaled_shape(p.scheme, p.m, p.n, p.k, x_blocks)
     found = candidates_scaled(shape, p.machine, batch_invariant=p.batch_invariant)
     return tuple(row for row in found if not row.reasons)

@@ -1,9 +1,9 @@
 """A quantized matrix in the form of the kernels for 8-bit activations.
 
     codes           int8, float8_e4m3fn or float8_e5m2 [N, K']   8 bits: row-major operands as they are (int8: the code less its
-                                                                 offset), K' is K filled up to a multiple of 16 with zeros
+                                                                 offset), K' is K padded to a multiple of 16 with zeros
                     int32 [N/16, K/64, 32 * bits]                fewer: pack.fragment, for operands of 8 bits
-    scale           fp16 or bf16 [ceil(K / 128), N']             groups of 128 along K, N' is N filled up to a multiple of 16
+    scale           fp16 or bf16 [ceil(K / 128), N']             groups of 128 along K, N' is N padded to a multiple of 16
                     float32 [ceil(N / 128), ceil(K / 128)]       blocks of 128 x 128
     channel_scale   float32 [N]                                  one per output channel or tensor
     sums            float32 [N]                                  what a zero of x is multiplied by: sums of the rows, scaled if

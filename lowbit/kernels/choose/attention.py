@@ -96,9 +96,9 @@ def attention_refusals(shape: AttentionShape) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Configuration of sm80/paged_attention.py: a row's context is cut into at most `splits` splits of at least `chunk` tokens.
-    A program of `warps` warps reads one split of one kv head, `block` tokens at a time. With one stage the next block is
-    prefetched into registers, and the first block is loaded before the wait for the previous kernel. With more stages, that
+    """Configuration of sm80/paged_attention.py: a row's context is divided into at most `splits` splits of at least `chunk`
+    tokens. A program of `warps` warps reads one split of one kv head, `block` tokens at a time. With one stage the next block
+    is prefetched into registers, and the first block is loaded before the wait for the previous kernel. With more stages, that
     many blocks are in shared memory."""
 
     splits: int

@@ -38,8 +38,8 @@ INVARIANT_PARTS = 8
 
 
 def invariant_tiles(shape: GemmShape, machine: Machine) -> list[WgmmaTile]:
-    """Batch-invariant tiles. All divide K into the same ranges, so many that with split-K they fill the GPU at small M. At
-    large M one block sums the ranges one after the other (`sections`)."""
+    """Batch-invariant tiles. All divide K into the same ranges. Their number is chosen so that split-K fills the GPU at small
+    M. At large M one block sums the ranges one after the other (`sections`)."""
     parts = max(1, min(INVARIANT_PARTS, machine.sm_count // -(-shape.n // 128), shape.steps(128) // 4))
     plain = [tile for tile in wgmma_tiles(shape) if tile.splits == 1]
     if parts == 1:
@@ -49,8 +49,8 @@ def invariant_tiles(shape: GemmShape, machine: Machine) -> list[WgmmaTile]:
 
 
 SECTION_TOKENS = {2: 128, 4: 32}
-"""By number of warpgroups, the tokens of the largest tile with sections: registers hold its sums twice. With 4 warpgroups 64
-tokens spill 24 bytes (Triton 3.6)."""
+"""By number of warpgroups, the tokens of the largest tile with sections. Its registers must hold two sets of sums, those of a
+section and the total. With 4 warpgroups 64 tokens spill 24 bytes (Triton 3.6)."""
 
 
 _STAGE_CYCLES = {

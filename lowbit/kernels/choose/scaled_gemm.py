@@ -42,7 +42,7 @@ class ScaledShape:
 
 @dataclass(frozen=True)
 class ScaledTile:
-    """Configuration of kernels/sm90/scaled_gemm.py, and of sub_byte_scaled_gemm.py for fewer than 8 bits; see there."""
+    """Configuration of kernels/sm90/scaled_gemm.py, and of sub_byte_scaled_gemm.py for fewer than 8 bits, which document it."""
 
     tokens_are_rows: bool
     warpgroups: int
@@ -217,7 +217,8 @@ def _cost(tile: ScaledTile, shape: ScaledShape, machine: Machine) -> float:
     if tile.pair:  # 128 x 256 sums: 7,400 cycles after the last product, 2,350 without the exchange
         meet_us = _PAIR_US + 0.034 * kib + 2.5 * (waves - 1)
     # Where memory is the bottleneck, tokens cost a little, and weights cost more, since each token tile reads them again. A
-    # cluster's tile has 128 channels and reads x half as often as tiles of 64 channels, the other tiles with so few tokens.
+    # cluster's tile has 128 channels and reads x half as often as tiles of 64 channels, which single blocks use for so few
+    # tokens.
     x_us = shape.m * shape.k * (1.5e-6 if tile.pair else 2.7e-6) + 0.6 * (-(-shape.m // tile.tokens) - 1)
     x_us = min(x_us, _MOST_X * memory_us)
     if shape.x_blocks and not tile.tokens_are_rows:

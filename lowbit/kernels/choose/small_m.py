@@ -128,8 +128,8 @@ def _ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
 
 
 def _wide_ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
-    """Cost of small-M tiles of 16 tokens: launch, then the longest SM: its weights at its share of bandwidth, its x,
-    dequantization.
+    """Cost of small-M tiles of 16 tokens: launch, then the time of the busiest SM, about the longest of three times: weights at
+    its share of memory bandwidth, weights and x from L2, and dequantization.
 
     Each row of warps copies x once more, since every warp has its own copy: 16 tokens of x are as many bytes as 4 row blocks of
     int4.

@@ -1,7 +1,7 @@
 """y[M, N] = x[M, K] . dequant(w)[N, K]^T in plain torch, on any device, a block of rows of w at a time.
 
 Reads   x fp16, bf16 or fp32; packed uint8 [N, ceil(K * bits / 8)], the dense rows of formats/words.py; scales, zeros.
-Memory  never more than BLOCK_WEIGHTS dequantized weights at once, whatever the size of the layer.
+Memory  at most BLOCK_WEIGHTS dequantized weights at once, for layers of any size.
 Exact   dequantization in float32, one rounding of each weight to x's dtype, then torch's own matrix product. For fp16 x on a
         CPU the product is computed in float32, so that weights may exceed the range of fp16 (10 to 40 % slower).
 Source  float codes become halves by moving their bits under a half's exponent, as FP6-LLM does (arXiv:2401.14112).

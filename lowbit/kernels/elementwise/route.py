@@ -199,8 +199,7 @@ class ProductConfig:
 
     @property
     def parts(self) -> int:
-        """Number of parts of K: so many that the grid has about 64 blocks, but no more partial sums than one block adds in a
-        microsecond."""
+        """Number of parts of K. The grid then has about 64 blocks, and one block can add the partial sums in a microsecond."""
         return max(1, min(max(4, 64 * self.rows // self.columns), 16, -(-self.k // self.step)))
 
     @property

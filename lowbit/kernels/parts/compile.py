@@ -178,7 +178,7 @@ def main(sm: int, sockets: Sequence[int]) -> None:
         if os.fork() == 0:
             try:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                for other in sockets[number + 1 :]:  # its end is only detected once no process has it open
+                for other in sockets[number + 1 :]:  # workers detect a close once no process has the socket
                     os.close(other)
                 _compile_for(mine)
             finally:

@@ -21,7 +21,7 @@ from lowbit.kernels.parts.operand import REGISTERS
 TILE_K = 64
 
 _BF16_ROOM = 133 - 24
-"""Binary orders of magnitude between the smallest subnormals of fp16 and of bf16."""
+"""log2 of the ratio of the smallest subnormals of fp16 (2^-24) and bf16 (2^-133)."""
 
 INSTRUCTION = 4
 """Number of registers of operand A of one matrix instruction."""

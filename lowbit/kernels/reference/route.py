@@ -33,9 +33,9 @@ class RouterRule:
     the chosen scores times `scale`, DeepSeek's routed_scaling_factor. With `softmax_over_selected` weights are a softmax over
     the chosen logits instead (gpt-oss, Granite).
 
-    With `groups` > 1 the experts are divided into so many groups of neighbours, and the choice is limited to the `top_groups`
-    groups of the highest `group_score`: the largest score of a group's experts ("max", DeepSeek-V2's group_limited_greedy) or
-    the sum of the two largest ("top2", DeepSeek-V3).
+    With `groups` > 1 the experts are divided into that number of groups of neighbours, and the choice is limited to the
+    `top_groups` groups of the highest `group_score`: the largest score of a group's experts ("max", DeepSeek-V2's
+    group_limited_greedy) or the sum of the two largest ("top2", DeepSeek-V3).
 
     `bias_use` says where a bias [E] is added: to the scores, for the choice alone ("choice", DeepSeek-V3's correction bias), or
     to the logits ("logits", the bias of gpt-oss's router).
@@ -116,7 +116,7 @@ def best(values: Tensor, k: int) -> Tensor:
 
 
 def choose_reference(logits: Tensor, bias: Tensor | None, rule: RouterRule) -> tuple[Tensor, Tensor]:
-    """Experts int32 [T, top_k] and weights float32 [T, top_k] of logits [T, E] and a bias float32 [E] under `rule`.
+    """Returns experts int32 [T, top_k] and weights float32 [T, top_k] for logits [T, E] and a bias float32 [E] under `rule`.
 
     Everything is computed in float32. A token's slots are in falling order of the values that the choice compares. A token with
     a NaN among its logits has NaN weights; its experts are chosen as if NaN were -inf. The experts of a token are always

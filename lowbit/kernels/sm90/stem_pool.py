@@ -248,7 +248,7 @@ class StemPool(Warps):
 
     @property
     def groups(self) -> int:
-        """Groups of four of a thread's pixels; the last group may repeat the last pixel."""
+        """Number of groups of four of a thread's pixels; the last group may repeat the last pixel."""
         return -(-self.places // 4)
 
     @property

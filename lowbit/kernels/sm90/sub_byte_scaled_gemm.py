@@ -363,7 +363,7 @@ def narrow_scaled_gemm(
     for p in gl.static_range(PLANES):
         w = w + (view_stages(shared, C.regions, f"w{p}", 2 * C.stages, w_descs[p]),)
     scale_stages = x
-    scales = x  # the layout that the warps read
+    scales = x  # replaced if there are group scales
     if C.grouped:
         scale_stages = view_stages(shared, C.regions, "scales", C.stages, scale_desc)
         rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
