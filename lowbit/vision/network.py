@@ -44,8 +44,8 @@ class QuantizedNetwork(nn.Module):
     them, and returns the model's result in float32.
 
     Images on a GPU are computed by the kernels, with one CUDA graph per batch size. Images on a CPU, and `reference`, use the
-    exact reference, which gives the same codes. `assignment` says which layers measured sensitivity kept in int8. Codes are not
-    parameters, so the module has no state dict; `lowbit.vision.save` writes it.
+    exact reference, which gives the same codes. `assignment`: the layers that were kept in int8 because of their measured
+    sensitivity. Codes are not parameters, so the module has no state dict; `lowbit.vision.save` writes it.
     """
 
     def __init__(self, program: Program, scheme: str, assignment: Assignment | None = None) -> None:

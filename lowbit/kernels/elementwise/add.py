@@ -20,7 +20,7 @@ BLOCK = 1024
 
 @triton.jit
 def pairs(x, i, total, FOUR: tl.constexpr):
-    """Loads the pairs of codes i as float32."""
+    """Loads the pairs of codes with indices i as float32."""
     if FOUR:
         codes = tl.load(x + i, mask=i < total, other=0)
         return (codes & 15).to(tl.float32), (codes >> 4).to(tl.float32)

@@ -37,7 +37,7 @@ def fraction(p):
 
 @triton.jit
 def share(total, p):
-    """Returns the smallest mass that is at least p of the total."""
+    """Returns the smallest integer mass that is at least the fraction p of the total."""
     parts = fraction(p)
     return (total >> 24) * parts + (((total & 0xFFFFFF) * parts + 0xFFFFFF) >> 24)
 

@@ -19,9 +19,9 @@ BLOCK = 128
 """Number of 16-byte vectors per block of max pooling."""
 
 MEAN_BLOCK = 512
-"""Number of bytes of a pixel per block of average pooling. 128 images of 7 x 7 pixels, 2048 channels, take 5.0 us with 4-bit
-codes and 4.3 us with 8-bit codes. With blocks of 128 bytes and 8 pixels in flight they take 5.9 and 7.4 us (one H200,
-2026-11-21)."""
+"""Number of bytes of each pixel that a block of average pooling sums. 128 images of 7 x 7 pixels, 2048 channels, take 5.0 us
+with 4-bit codes and 4.3 us with 8-bit codes. With blocks of 128 bytes and 8 pixels in flight they take 5.9 and 7.4 us (one
+H200, 2026-11-21)."""
 
 UNDER_WAY = 49
 """Number of pixels whose loads are in flight at a time."""

@@ -232,7 +232,7 @@ def reader_of_stages(C: gl.constexpr):
     """Returns the StageReader of a lane."""
     each = gl.arange(0, 32 * C.warps_n, C.lanes_layout)
     start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32)
-    if C.warps_k > 1:  # the layout treats columns of warps as equal; here they differ
+    if C.warps_k > 1:  # the layout declares columns of warps equal; slices differ
         own = asm("{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 $0, t, 5; }", "=r", [], gl.int32) % C.warps_k
         start += own * C.stage.slice_bytes
     return StageReader(each * 0 + start, each // 32, each & 31)

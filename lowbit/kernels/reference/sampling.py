@@ -132,7 +132,7 @@ def fraction(p: float) -> int:
 
 
 def share(total: int, p: float) -> int:
-    """Returns the smallest mass that is at least p of the total."""
+    """Returns the smallest integer mass that is at least the fraction p of the total."""
     return -(-total * fraction(p) >> FRACTION_BITS)
 
 

@@ -4,8 +4,9 @@ Computes y^T = w x^T: dequantized weights are operand A of mma.sync m16n8k16, fr
 Reads   x fp16 or bf16, rows of 16-byte vectors; w and scales in fragment order
 Grid    tiles of rows x tokens, times splits of K; ordered in groups of token tiles, so that a wave shares x and w in L2
 Warps   warps_n x warps_m: each has `row_blocks` m16 row blocks and a share of the tokens; warps of a row dequantize the same
-        codes. With warps_k > 1, warps_k warps share K. The matrix x then has the columns of all slices of K, alternating 8
-        tokens of each slice, since a warp only multiplies certain columns; at the end the columns of a token are added up
+        codes. With warps_k > 1, warps_k warps share K, each with one slice. The columns of operand B are then the tokens of all
+        slices, interleaved 8 tokens at a time, so that the layout assigns each warp the columns of its slice. At the end the
+        columns of a token are added up
 Stages  of 64 columns of K for each slice, copied by all threads, `stages` - 1 ahead; one barrier per stage
         (parts/tile_stage.py)
 Steps   four k16 steps per stage, each over a warp's tokens in chunks of 32. While a chunk is multiplied, x is read four chunks
