@@ -3,11 +3,11 @@
 Rounding and special values, the same for every format:
 
 - Values are rounded to the nearest representable one; a tie goes to the even code (integers: the even value).
-- Beyond the largest finite value they saturate to it. `saturate=False` is the OCP 8-bit specification's other mode:
-  infinity where the format has one (what torch does for float8_e5m2), NaN where it has only that (torch saturates
-  float8_e4m3fn by 2.13); it is an error for other formats.
-- Infinity is a value beyond the largest. NaN becomes the format's NaN, keeping its sign bit clear; a format without
-  NaN refuses it (`ValueError`), since no code could stand for it.
+- Beyond the largest finite value they saturate to it. `saturate=False` is the OCP 8-bit specification's other mode: they become
+  infinity if the format has one (as in torch for float8_e5m2), or NaN if it has only NaN (torch 2.13 saturates float8_e4m3fn
+  instead). It is an error for other formats.
+- Infinity is a value beyond the largest. NaN becomes the format's NaN, keeping its sign bit clear; a format without NaN refuses
+  it (`ValueError`), since no code could stand for it.
 - The sign of zero is kept by float formats.
 """
 
@@ -73,7 +73,7 @@ def _encode_float(x: Tensor, fmt: FloatFormat, saturate: bool) -> Tensor:
     # Steps of the value inside its binade. The factor is a power of two, so `round` is the only rounding.
     steps = magnitude * ((fmt.mantissa + bias - exponent) << mantissa).view(x.dtype)
     rounded = steps.round()
-    if fmt.mantissa == 0:  # even steps are even codes, but here the exponent's own last bit decides a tie
+    if fmt.mantissa == 0:  # even steps are even codes; without mantissa bits, the last exponent bit decides a tie
         rounded = torch.where((steps == 1.5) & ((exponent - lowest) % 2 == 1), 1.0, rounded)
     # steps = 2^M + m in a normal binade: adding (E - 1) 2^M gives the code, and a carry moves on to the next binade.
     code = rounded + ((exponent - lowest) << fmt.mantissa)

@@ -6,12 +6,12 @@ zero point anywhere, so that padding is code 0. Weights are "s8", or "s4" where 
     t = fma(float32(sum), s[o], b[o])            sum: exact, int32
     t = fma(float32(residual code), g, t)        conv + add, or fma(float32(second sum), s2[o], t) with a second product
     s8:  clamp(rne(t), 0 with ReLU else -128, 127)
-    u4:  clamp(rne(t), 0, 255) >> 4              s, b, g (and s2) hold 16 times the scale, b another 7.5: see `requantize`
+    u4:  clamp(rne(t), 0, 255) >> 4              s, b, g (and s2) include a factor of 16, and b another 7.5: see `requantize`
     f16, f32:  t, max(t, 0) with ReLU            s, b, g give the value itself
 
 Every fma is float32 and rounds once. Source of the u4 rounding: bits 4 to 7 of a byte that has been rounded and saturated are
 floor(v + 0.5) saturated to 0..15, so ReLU, clamping and rounding come with one conversion instruction.
-`kernels/reference/conv.py` computes it in plain torch, the kernels of sm_80 and sm_90 the same codes bit for bit.
+`kernels/reference/conv.py` computes this in plain torch; the kernels of sm_80 and sm_90 return the same codes bit for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from lowbit.formats.number import IntFormat, int_format, uint_format
 
 CODES: dict[str, IntFormat] = {"u4": uint_format(4), "s4": int_format(4), "s8": int_format(8)}
-"""The number formats of stored codes, by the names that PTX has for them; in memory they are two's complement."""
+"""The number formats of stored codes by their PTX names; in memory they are two's complement."""
 
 FLOATS: dict[str, torch.dtype] = {"f16": torch.float16, "f32": torch.float32}
 """Output storages that hold values instead of codes."""
@@ -87,7 +87,8 @@ class ProductSpec:
 
 @dataclass(frozen=True)
 class ConvSpec(ProductSpec):
-    """A convolution without its tensors, by which a kernel is chosen. `residual` is the storage of the tensor that is added.
+    """A convolution without its tensors; the choice of a kernel depends on it. `residual` is the storage of the tensor that is
+    added.
 
     Groups and dilation are 1.
     """
@@ -198,7 +199,7 @@ def _product(layer: ConvLayer | SecondProduct) -> tuple[str, str, int, Pair, Pai
 
 @dataclass(frozen=True)
 class SumSpec:
-    """A sum of two code tensors, or a ReLU or rescaling of one, that is fused into no convolution.
+    """A sum of two code tensors, or a ReLU or rescaling of one tensor, that is not fused into a convolution.
 
         t = fma(float32(x code), s, b), then fma(float32(other code), g, t) with another value; y from t as in `ConvLayer`
 

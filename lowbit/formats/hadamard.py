@@ -1,10 +1,10 @@
 """Rotation of blocks of channels by a Hadamard matrix, of a layer's input at run time and of its weights before.
 
 x H is computed block by block of B channels. H is Sylvester's matrix of ones and minus ones divided by sqrt(B); it is symmetric
-and its own inverse, so x H (w H)^T = x w^T. B is a power of 4, so the elements of H, 1 / sqrt(B), are exact in every dtype.
-An outlier in one channel is spread over all channels of its block, and no other layer changes.
-Source of rotating inputs at run time: S. Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs",
-arXiv:2404.00456, which rotates all channels at once.
+and its own inverse, so x H (w H)^T = x w^T. B is a power of 4, so the elements of H, 1 / sqrt(B), are exact in every dtype. An
+outlier in one channel is spread over all channels of its block. No other layer has to change. Source of rotating inputs at run
+time: S. Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", arXiv:2404.00456, which rotates all channels
+at once.
 """
 
 from __future__ import annotations

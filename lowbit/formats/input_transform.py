@@ -1,8 +1,8 @@
 """The transform of a layer's input x before the product with the codes, and its inverse on the weights.
 
 First x is rotated in blocks of channels (`hadamard`). Then channels are multiplied by AWQ's `pre_quant_scale` and permuted by
-GPTQ's act-order (`order`). Under a scheme with 8-bit activations x is then quantized, by `activation_scale` (and
-`activation_zero`) for all of x, or else by a scale per token.
+GPTQ's act-order (`order`). Under a scheme with 8-bit activations x is then quantized: by one `activation_scale` (and
+`activation_zero`) for all of x if they are given, else by a scale per token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class InputParts:
-    """The parts of an `InputTransform`, for allocating a module before loading; `hadamard` is the block size, 0 for none."""
+    """The set of parts that an `InputTransform` has, for allocating a module before loading. `hadamard`: block size of the
+    rotation, 0 for none."""
 
     order: bool = False
     pre_quant_scale: bool = False
@@ -35,7 +36,7 @@ class InputParts:
     hadamard: int = 0
 
     def __bool__(self) -> bool:
-        """Returns True if the transform does anything but quantize token by token."""
+        """Returns True if the transform has any part, that is if it does more than quantize token by token."""
         return any(getattr(self, field.name) for field in fields(self))
 
     @property
@@ -48,7 +49,7 @@ class InputParts:
         return tuple(word for name, word in _WORDS.items() if getattr(self, name) and name not in supported)
 
     def check(self, scheme: Scheme, k: int) -> None:
-        """Raises ValueError unless the parts go with a scheme and K input channels."""
+        """Raises ValueError unless the parts are valid for a scheme and K input channels."""
         if self.activation_scale and scheme.activation is None:
             raise ValueError(f"an activation scale goes with a scheme that quantizes activations, not {scheme}")
         if self.activation_zero != (self.activation_scale and scheme.activation_zero):
@@ -65,7 +66,7 @@ NO_PARTS = InputParts()
 
 @dataclass(frozen=True, eq=False)
 class InputTransform:
-    """The input transform of one layer; see the module for the order of its parts.
+    """The input transform of one layer; the module docstring has the order of its parts.
 
     order: int32 [K], a permutation: column i of the codes multiplies channel order[i] of x. pre_quant_scale: float [K].
     activation_scale: float32 [1]. activation_zero: int32 [1]. hadamard: channels of a block of the rotation, 0 for none.
@@ -103,7 +104,7 @@ class InputTransform:
         return replace(self, order=None, pre_quant_scale=factors)
 
     def check(self, scheme: Scheme, k: int) -> None:
-        """Raises ValueError unless the transform goes with a scheme and K input channels."""
+        """Raises ValueError unless the transform is valid for a scheme and K input channels."""
         for name, values in (("order", self.order), ("pre_quant_scale", self.pre_quant_scale)):
             if values is not None and tuple(values.shape) != (k,):
                 raise ValueError(f"{scheme} with K {k}: {name} is [{k}], got {tuple(values.shape)}")
@@ -122,7 +123,7 @@ class InputTransform:
         self.parts.check(scheme, k)
 
     def check_values(self) -> None:
-        """Raises ValueError for an order that is no permutation, since kernels index memory by it, and for infinite scales or
+        """Raises ValueError if `order` is not a permutation, since kernels index memory by it, or if scales are infinite or
         NaN.
 
         Synchronizes with the device.
@@ -133,8 +134,8 @@ class InputTransform:
             raise ValueError("factors of x must be finite, some are not")
 
     def fold_channels(self, weight: Tensor) -> Tensor:
-        """Returns the weights [N, K] for x before `pre_quant_scale` and `order`, given those for x after; may overwrite
-        them."""
+        """Returns the weights [N, K] that multiply x before `pre_quant_scale` and `order`, given the weights that multiply x
+        after them; may overwrite the given weights."""
         if self.order is not None:
             weight = torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
         if self.pre_quant_scale is not None:
@@ -142,7 +143,7 @@ class InputTransform:
         return weight
 
     def fold_rotation(self, weight: Tensor) -> Tensor:
-        """Returns the weights [N, K] that multiply x before its rotation, given those for x after it."""
+        """Returns the weights [N, K] that multiply x before its rotation, given the weights that multiply x after it."""
         return rotate_blocks(weight, self.hadamard) if self.hadamard else weight
 
     def differences(self, other: InputTransform) -> tuple[str, ...]:
@@ -154,7 +155,7 @@ class InputTransform:
 
 
 IDENTITY = InputTransform()
-"""x is unchanged, or quantized token by token."""
+"""The transform without parts: x is unchanged, or quantized token by token."""
 
 
 def is_permutation(order: Tensor) -> bool:

@@ -54,13 +54,13 @@ _NAME = re.compile(
 )
 GRAMMAR = "w<bits>[e<X>m<Y>]a<16|8|8e4m3|8e5m2>[_g<size>|_b<n>x<k>|_t|_pc][_z|_fz][_az][_ct|_hf|_fb]"
 PRESET = "w4a16 means groups of 128; w4a16_pc has one scale per channel"
-"""The one name that the grammar reads differently: other tools defined it first."""
+"""Explains the one name that has another meaning than the grammar gives it, since other tools defined it first."""
 
 _GGUF = {
     "q2": "w2a16_g16_fz", "q3": "w3a16_g16", "q4": "w4a16_g32_fz", "q5": "w5a16_g32_fz", "q6": "w6a16_g16",
     "q8": "w8a16_g32", "q4_0": "w4a16_g32", "q5_0": "w5a16_g32",
 }  # fmt: skip
-"""The scheme closest to each of llama.cpp's types, for error messages; GGUF files need no scheme."""
+"""The scheme most similar to each of llama.cpp's types, for error messages; GGUF files need no scheme."""
 _NEAR_MISSES = {
     "int2": "w2a16_g64", "int3": "w3a16_g64", "int4": "w4a16_g128", "int5": "w5a16", "int6": "w6a16", "uint4": "w4a16_g128_z",
     "i4": "w4a16_g128", "w4": "w4a16_g128", "4bit": "w4a16_g128", "8bit": "w8a16", "i8": "w8a8", "w8": "w8a16",
@@ -68,7 +68,7 @@ _NEAR_MISSES = {
     "fp6": "w6e3m2a16", "mxfp6": "w6e3m2a16_g32", "f8": "fp8", "float8": "fp8", "e4m3": "fp8", "mxfp8": "w8e4m3a16_g32",
     "w4a8": "w4a8_g128",
 }  # fmt: skip
-"""Names that are no schemes (letters and digits only) and the scheme that an error message proposes."""
+"""Names that are not schemes (letters and digits only), and the scheme that an error message proposes for each."""
 _METHODS = ("rtn", "hqq", "gptq", "awq", "smoothquant", "learned")
 _EXAMPLES = (
     "w4a16_g64", "w4a16_g128", "w4a16_pc", "w4a16_g32_fz", "w4a16_g64_fz", "w4a16_g64_z", "w4a16_g128_z", "w6e3m2a16",
@@ -88,8 +88,9 @@ class ZeroPoint(Enum):
 
 
 class ActivationRule(Enum):
-    """How activations become codes: the dtype of the arithmetic, the scale and the rounding. Tools differ in these; a file is
-    run by the rule of the tool that wrote it. kernels/reference/ has the arithmetic, docs/internals/numerics.md its sources."""
+    """The rule by which activations are quantized: dtype of the arithmetic, scale and rounding. Tools differ in these; a model
+    runs with the rule of the tool that wrote its files. kernels/reference/ has the arithmetic, docs/internals/numerics.md the
+    sources."""
 
     OWN = ""
     """In float32: scale = max|x| / largest code (int8: 127), code = x * (1 / scale)."""
@@ -147,7 +148,7 @@ class Scheme:
 
     @property
     def weight_only(self) -> Scheme:
-        """The same weights with 16-bit activations."""
+        """The scheme with the same weights and 16-bit activations."""
         return replace(self, activation=None, activation_zero=False, rule=ActivationRule.OWN)
 
     @property
@@ -191,7 +192,7 @@ def parse_scheme(name: str | Scheme) -> Scheme:
 
 
 def _meant(lower: str) -> str:
-    """Returns the beginning of an error message that proposes a scheme; empty if none is similar."""
+    """Returns the beginning of an error message that proposes a similar scheme; empty if there is none."""
     bare = re.sub(r"[^a-z0-9]", "", lower)
     if bare in _METHODS:
         return f"{lower} is a method: say it as method, and for the scheme for example w4a16_g128; "

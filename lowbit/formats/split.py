@@ -1,16 +1,17 @@
 """Shards of a quantized matrix for tensor parallelism, and the concatenation of matrices that read one x.
 
-Each of R ranks has a shard of the output channels (rows of w) or of the input channels (columns); partial sums of column shards
-are added. A shard is a `QuantTensor` with exactly the weights of its rows or columns:
+Each of R ranks has a shard of the output channels (rows of w) or of the input channels (columns). The partial sums of column
+shards are added. A shard is a `QuantTensor` with exactly the weights of its rows or columns:
 
-- If the group does not divide K / R, scales are repeated for groups of gcd(group, K / R): more bytes, the same weights. Blocks
-  likewise.
-- Columns in act-order (GPTQ) are scattered over all channels. A rank has the columns that multiply its channels, each
-  group padded to a multiple of `ORDERED_GROUP` by codes of weight 0, and an index from columns to its channels. With one scale
+- If the group size does not divide K / R, scales are repeated for groups of gcd(group, K / R): more bytes, the same weights.
+  Blocks are treated in the same way.
+- Columns in act-order (GPTQ) are scattered over all channels. A rank has the columns that multiply its channels, and an index
+  from its columns to its channels. Each group is padded to a multiple of `ORDERED_GROUP` with codes of weight 0. With one scale
   per row or per tensor the columns are sorted instead.
-- A calibrated scale of x stays that of the whole x; a dynamic scale is that of the shard of x, which is at most as large.
+- A calibrated scale of x is kept, as it applies to all of x. A dynamic scale is computed from the shard of x, so it is at most
+  as large as that of x.
 - A low-rank correction is split along the same dimension.
-- If x is rotated in blocks of channels, shards end between blocks; columns in act-order are then not split.
+- If x is rotated in blocks of channels, shards consist of whole blocks; rotated columns in act-order cannot be split.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from lowbit.formats.scheme import ZeroPoint
 from lowbit.formats.tensor import LowRank, QuantTensor
 
 ORDERED_GROUP = 16
-"""Groups in act-order are padded to a multiple of this many columns: the smallest group of the kernels."""
+"""Groups in act-order are padded to a multiple of this number of columns, the smallest group size of the kernels."""
 
 Range = tuple[int, int]
-"""Begin and end, as in a slice."""
+"""(begin, end), as in a slice."""
 
 
 def part_range(total: int, part: int, rank: int, ranks: int) -> Range:
-    """Returns the range of `total` channels of `rank` if each of `ranks` has `part` of them.
+    """Returns the range of channels of `rank`, if each of `ranks` ranks has `part` of `total` channels.
 
     Shards are in order of the ranks. If `part` times `ranks` exceeds `total`, consecutive ranks have the same shard (with fewer
     KV heads than ranks). Raises ValueError for other sizes.
@@ -48,7 +49,7 @@ def part_range(total: int, part: int, rank: int, ranks: int) -> Range:
 
 
 def rows_of(q: QuantTensor, ranges: Sequence[Range]) -> QuantTensor:
-    """Returns the output channels in `ranges`, concatenated; blocks of scales become smaller where a range cuts one."""
+    """Returns the output channels in `ranges`, concatenated; blocks of scales become smaller if a range ends within a block."""
     n = q.shape[0]
     if list(ranges) == [(0, n)]:
         return q
@@ -118,7 +119,8 @@ def columns_of(q: QuantTensor, rank: int, ranks: int) -> tuple[QuantTensor, Tens
 
 
 def _column_range(q: QuantTensor, begin: int, end: int) -> QuantTensor:
-    """Returns columns `begin` to `end` without an order; all ranks have equally many, so they compute the same group size."""
+    """Returns columns `begin` to `end` of a matrix without an order. All ranks have the same number of columns, so they compute
+    the same group size."""
     scheme, granularity = q.scheme, q.scheme.granularity
     scale, zero = q.scale, q.zero
     if isinstance(granularity, (PerGroup, PerBlock)):
@@ -170,7 +172,7 @@ def _code_of_zero(q: QuantTensor) -> int:
 
 
 def by_channel(q: QuantTensor) -> QuantTensor:
-    """Returns a matrix with one scale per tensor as one with equal scales per row; any other as it is."""
+    """Converts a scale per tensor to equal scales per row; returns other matrices unchanged."""
     if not isinstance(q.scheme.granularity, PerTensor):
         return q
     n = q.shape[0]
@@ -225,7 +227,7 @@ def filled_up(q: QuantTensor, rows: int) -> QuantTensor:
 
 
 def _without_cut_blocks(q: QuantTensor) -> QuantTensor:
-    """Returns the matrix with blocks small enough that none reaches beyond the last row."""
+    """Returns the matrix with blocks of scales made so small that no block extends beyond the last row."""
     assert isinstance(q.scheme.granularity, PerBlock)
     size = math.gcd(q.scheme.granularity.n, q.shape[0])
     at = torch.arange(0, q.shape[0], size, device=q.scale.device) // q.scheme.granularity.n

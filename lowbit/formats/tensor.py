@@ -35,7 +35,7 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """r."""
+        """r, the inner dimension of the product."""
         return self.up.shape[1]
 
     @property
@@ -58,8 +58,8 @@ class QuantTensor:
     """A quantized weight: codes uint8 [N, K], scale float [scale_shape], zero None or [scale_shape], and their scheme.
 
     zero is uint8 for `ZeroPoint.INTEGER` and has the scale's dtype for `ZeroPoint.FLOAT`. `input_transform` is applied to the
-    layer's input x before the product. `low_rank` is added to the weight; it multiplies x after the rotation and before the
-    rest of the transform. Raises ValueError for shapes or dtypes that do not match the scheme.
+    layer's input x before the product. `low_rank` is added to the weight. It multiplies x after the rotation, before the rest
+    of the transform. Raises ValueError for shapes or dtypes that do not match the scheme.
     """
 
     codes: Tensor

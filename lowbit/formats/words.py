@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def packed_bytes(k: int, bits: int) -> int:
-    """Returns the bytes of one row of `k` codes of `bits` bits."""
+    """Returns the number of bytes of a row of `k` codes of `bits` bits."""
     return -(-k * bits // 8)
 
 

@@ -1,4 +1,5 @@
-"""Instructions and limits of each SM version, one row each. `machine.py` has what differs between GPUs of one version.
+"""Instructions and limits of each SM version, one row per version. `machine.py` has the properties that differ between GPUs of
+one version.
 
 Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" (shared memory).
 """
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Arch:
-    """One SM version (90 for 9.0): bytes of shared memory of an SM and of one block, and what its instructions are."""
+    """One SM version (90 for 9.0): bytes of shared memory of an SM and of one block, and its instructions."""
 
     sm: int
     shared_per_sm_bytes: int
@@ -41,7 +42,8 @@ ARCHS: tuple[Arch, ...] = (
     Arch(120, 100 * _KIB, 99 * _KIB, _BLACKWELL),
     Arch(121, 100 * _KIB, 99 * _KIB, _BLACKWELL),
 )
-"""The versions for which kernels are compiled in the tests. For sm_110 Triton needs a ptxas of CUDA 13: 3.6 has 12.9's."""
+"""The versions for which the tests compile kernels. For sm_110 Triton needs the ptxas of CUDA 13; Triton 3.6 includes that of
+12.9."""
 
 
 def arch_refusals(sm: int, name: str) -> tuple[str, ...]:
@@ -52,7 +54,7 @@ def arch_refusals(sm: int, name: str) -> tuple[str, ...]:
 
 
 def arch_for(sm: int) -> Arch:
-    """The row of an SM version; raises ValueError that lists the known ones."""
+    """Returns the row of an SM version; raises ValueError with the known versions."""
     for arch in ARCHS:
         if arch.sm == sm:
             return arch

@@ -1,16 +1,18 @@
 """Codes to int8 or fp8 e4m3 operands, four to a register, with logic operations only.
 
-Integers to s8     The code is moved to the top of its byte and its top bit is flipped: a two's complement number, 2^(8 - bits)
-                   times too large, which the scale takes back (`scale_factor`). 8 weights of 4 bits take a shift and 2 LOP3:
-                   (w << 4) & 0xF0F0F0F0 ^ 0x80808080 and w & 0xF0F0F0F0 ^ 0x80808080.
-Floats to e4m3     Sign to bit 7, exponent and mantissa to the top of e4m3's: 2^(7 - bias) too small, subnormals included.
+Integers to s8     The code is moved to the top of its byte and its top bit is flipped: a two's complement number, too large by
+                   a factor of 2^(8 - bits), which the weight's scale compensates (`scale_factor`). 8 weights of 4 bits take a
+                   shift and 2 LOP3: (w << 4) & 0xF0F0F0F0 ^ 0x80808080 and w & 0xF0F0F0F0 ^ 0x80808080.
+Floats to e4m3     Sign to bit 7, exponent and mantissa to the lowest exponent bits and highest mantissa bits of e4m3: the
+                   number is too small by a factor of 2^(7 - bias), also if it is subnormal.
 Integers to e4m3   The bytes 0x00 to 0x0F of e4m3 are the numbers 0 to 15 times 2^-9 (subnormals and the binade above them have
-                   one spacing), so a magnitude of 4 bits is its own byte. Codes are stored as sign and magnitude, those of
-                   negative numbers less one, so that -8 has a place (`stored`); the one is added back, as 0x81 with the sign
-                   (0x80 and 0x01 from one bit): 8 weights of 4 bits take 8 instructions, 3 of them LEA.
+                   the same spacing), so a byte with a 4-bit magnitude is the number. Codes are stored as sign and magnitude;
+                   the magnitude of a negative number is stored minus one, so that -8 can be stored (`stored`). The conversion
+                   adds 0x81 for a negative number: the sign bit and the one. 8 weights of 4 bits take 8 instructions, 3 of them
+                   LEA.
 
-Words hold the codes as `hardware.fields` orders them for operands of 8 bits. All values are exact; the tests run every program
-over every code. Source: this library.
+The order of codes in words is that of `hardware.fields` for operands of 8 bits. All values are exact; tests run every program
+on every code. Source: this library.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from lowbit.hardware.ptx import Builder, Program
 ByteOperand = Literal["s8", "e4m3"]
 
 _FOUR = 0x01010101
-"""The same bits in all four bytes of a register."""
+"""Factor that repeats the bits of a byte in all four bytes of a register."""
 
 _E4M3_BIAS = 7
 _E4M3_MANTISSA = 3
@@ -41,8 +43,8 @@ _E4M3_MANTISSA = 3
 class ByteConversion:
     """A program that converts words of codes to registers of four operands, value = operand * `scale_factor`.
 
-    Inputs are the words of `fields` in order, element 0 of an output in its lowest byte. `stored[code]` is what the words hold
-    instead of a code; empty where they hold the code itself.
+    Inputs are the words of `fields` in order. Element 0 of an output is in its lowest byte. `stored[code]` is the number that
+    words hold for a code; empty if they hold the code itself.
     """
 
     format: NumberFormat
@@ -58,18 +60,18 @@ class ByteConversion:
 
     @property
     def integer_per_weight(self) -> float:
-        """Integer (logic, shift, add) instructions per weight."""
+        """Number of integer (logic, shift, add) instructions per weight."""
         return self.program.count("integer") / (4 * self.registers)
 
     def run(self, words: Sequence[npt.ArrayLike]) -> npt.NDArray[np.uint8]:
-        """The bytes of the operands [.., registers, 4], executed bit-exactly."""
+        """Executes the program bit-exactly; returns the bytes of the operands [.., registers, 4]."""
         out = np.stack(self.program.run(words), axis=-1)
         return np.ascontiguousarray(out).astype("<u4").view(np.uint8).reshape(*out.shape, 4)
 
 
 @functools.cache
 def byte_conversion(fmt: NumberFormat, operand: ByteOperand) -> ByteConversion:
-    """The conversion of `fmt` to `operand`.
+    """Returns the conversion of `fmt` to `operand`.
 
     Raises ValueError for formats that the operand does not hold exactly or that need no conversion (8 bits).
     """
@@ -119,9 +121,10 @@ def _sign_and_magnitude(value: int, bits: int) -> int:
 
 
 def _with_one_for_the_sign(b: Builder, word: str, slot: Slot) -> str:
-    """All bytes of one register: the magnitude to bit 0, the sign to bit 7, and one more where the sign is set.
+    """Returns one register: in each byte the magnitude from bit 0 on and the sign in bit 7, with one added to the magnitude if
+    the sign is set.
 
-    A shift of the sign and an addition are one instruction of the GPU.
+    The GPU shifts the sign and adds it in one instruction (LEA).
     """
     low, sign = slot[0], slot[-1]
     at_zero, negative = b.shift(word, low), b.mask(word, _FOUR << sign)
@@ -134,7 +137,8 @@ def _with_one_for_the_sign(b: Builder, word: str, slot: Slot) -> str:
 
 
 def _moved(b: Builder, word: str, slot: Slot, places: Sequence[int], flip: int = 0) -> str:
-    """All bytes of one register: bit i of the code from slot[i] to bit places[i]; the bits of `flip` turned over."""
+    """Returns one register: in each byte, bit i of the code moves from slot[i] to bit places[i]; then the bits of `flip` are
+    inverted."""
     views: dict[int, int] = {}
     for bit, place in zip(slot, places, strict=True):
         views[bit - place] = views.get(bit - place, 0) | 1 << place
@@ -143,7 +147,7 @@ def _moved(b: Builder, word: str, slot: Slot, places: Sequence[int], flip: int =
         view = b.shift(word, shift)
         if number == 0:
             result = b.masked_xor(view, mask * _FOUR, flip * _FOUR) if flip else b.mask(view, mask * _FOUR)
-        else:  # another part: its bits are 0 so far, or 1 where flipped
+        else:  # further bits of the code: they are 0 so far, or 1 if flipped
             result = b.masked_xor(view, mask * _FOUR, result)
     assert isinstance(result, str)
     return result

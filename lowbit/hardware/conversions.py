@@ -2,24 +2,25 @@
 
 `cvt` runs at a quarter of the rate of logic operations, so weights are converted by building the bits of a half:
 
-Integers   A code c of b bits in the low mantissa bits of the half 2^10 = 1024 (0x6400) makes the number 2^10 + c exactly;
-           subtracting 2^10 + offset leaves the value. The field may also stay s bits up: 2^10 + 2^s c, times 2^-s, minus
-           2^(10-s) + offset, one fma, which saves the shift (s = 4: 1/16 and 64 + 8). bf16 has 7 mantissa bits, too few for
-           that, but its subnormal numbers and the binade after them are one scale of 8 bits: what a mask leaves is c 2^(s-133),
-           times 2^(127-s), minus offset 2^-6, one fma. The weight's scale takes the 2^6 that are missing.
-           Bytes are put beside the magic byte by PRMT: selector 0x5250 takes bytes 0 and 2 of the codes (digits 0 and
-           2) and byte 1 of the second operand (digit 5), 0x64, into the upper byte of each half.
-Floats     Sign to bit 15, exponent and mantissa to just below it: the half's exponent bias is larger, so the number comes
-           out 2^(bias_half - bias) too small, subnormals included. In fp16 that factor is folded into the weight's scale
-           (`scale_factor`, 2^12 for e3m2) and costs nothing; in bf16 it would be 2^120 and more, so a multiplication by
-           the power of two is part of the program. Codes of infinity and NaN (e5m2, e4m3) never occur in weights; e4m3's
-           two NaN codes would read as +-480.
+Integers   A code c in the low mantissa bits of the half 2^10 = 1024 (0x6400) gives the number 2^10 + c exactly; subtracting
+           2^10 + offset leaves the value. A field may also stay s bits higher, which saves the shift: (2^10 + 2^s c) * 2^-s -
+           (2^(10-s) + offset) is one fma (s = 4: factor 1/16, constant 64 + 8). bf16 has only 7 mantissa bits, too few for
+           that. But its subnormal numbers and the next binade have the same spacing, so 8 bits are linear: the masked code is
+           the number c 2^(s-133), and multiplying by 2^(127-s) and subtracting offset 2^-6 is one fma. The weight's scale
+           includes the missing factor 2^6. For bytes, PRMT combines codes with the magic byte: selector 0x5250 takes bytes 0
+           and 2 of the codes (digits 0 and 2), and puts byte 1 of the second operand (digit 5), 0x64, into the upper byte of
+           each half.
+Floats     Sign to bit 15; exponent and mantissa to the lowest exponent bits and the highest mantissa bits of the half. Since
+           the half's exponent bias is larger, the number is too small by a factor of 2^(bias_half - bias), also if it is
+           subnormal. In fp16 the weight's scale includes this factor (`scale_factor`, 2^12 for e3m2) at no cost. In bf16 it
+           would be 2^120 or more, so the program multiplies by it. Codes of infinity and NaN (e5m2, e4m3) never occur in
+           weights; e4m3's two NaN codes would be read as +-480.
 
-Words hold the codes as `hardware.fields` orders them. For 4 and 8 bits that is also FasterTransformer's order (nibbles
-e7 e5 e3 e1 e6 e4 e2 e0, bytes e3 e1 e2 e0, from the top).
+The order of codes in words is that of `hardware.fields`. For 4 and 8 bits it is also FasterTransformer's order (nibbles e7 e5
+e3 e1 e6 e4 e2 e0, bytes e3 e1 e2 e0, from the top).
 
-Source: FasterTransformer and CUTLASS, FastInterleavedAndBiasedNumericArrayConverter (LOP3 0xEA, 1032, 1/16 and -72; PRMT,
-1024 and 1152); FP6-LLM, arXiv:2401.14112 (bias shift). Integers as bf16's subnormal numbers are this library's own.
+Source: FasterTransformer and CUTLASS, FastInterleavedAndBiasedNumericArrayConverter (LOP3 0xEA, 1032, 1/16 and -72; PRMT, 1024
+and 1152); FP6-LLM, arXiv:2401.14112 (bias shift). Integers as bf16's subnormal numbers are this library's own.
 """
 
 from __future__ import annotations
@@ -65,23 +66,24 @@ class Conversion:
 
     @property
     def integer_per_weight(self) -> float:
-        """Integer (logic, shift, permute) instructions per weight."""
+        """Number of integer (logic, shift, permute) instructions per weight."""
         return self.program.count("integer") / (2 * self.registers)
 
     @property
     def half_per_weight(self) -> float:
-        """Half-precision arithmetic instructions per weight (each does two)."""
+        """Number of half-precision arithmetic instructions per weight; each computes two halves."""
         return self.program.count("half") / (2 * self.registers)
 
     def run(self, words: Sequence[npt.ArrayLike]) -> npt.NDArray[np.float64]:
-        """Halves [.., registers, 2] as float64, executed bit-exactly; times `scale_factor` they are the values."""
+        """Executes the program bit-exactly; returns the halves [.., registers, 2] as float64. Times `scale_factor` they are the
+        values."""
         out: Sequence[Words] = self.program.run(words)
         return np.stack([widen_half(register, self.dtype) for register in out], axis=-2)
 
 
 @functools.cache
 def conversion(fmt: NumberFormat, dtype: HalfType) -> Conversion:
-    """The conversion of `fmt` to `dtype` ("fp16" or "bf16").
+    """Returns the conversion of `fmt` to `dtype` ("fp16" or "bf16").
 
     Raises ValueError for floats whose exponents do not fit: e5m0, e5m1 and six or more exponent bits in fp16.
     """
@@ -100,8 +102,9 @@ def conversion(fmt: NumberFormat, dtype: HalfType) -> Conversion:
 
 @dataclass(frozen=True)
 class SubnormalCodes:
-    """A program that converts words of integer codes to registers whose halves are code * 2^(up - 24) in fp16, in bf16
-    code * 2^(up - 133), as masks leave them. `up` has a number for each register, the bits by which its codes stay up."""
+    """A program that converts words of integer codes to registers of subnormal numbers, using only masks and shifts: code *
+    2^(up - 24) in fp16, code * 2^(up - 133) in bf16. `up` has one number for each register: the bit position of its codes
+    within the half."""
 
     fields: FieldOrder
     program: Program
@@ -109,13 +112,13 @@ class SubnormalCodes:
 
 
 _CODE_BITS: dict[HalfType, int] = {"fp16": MANTISSA_BITS["fp16"], "bf16": MANTISSA_BITS["bf16"] + 1}
-"""Low bits of a half whose value is linear. Subnormal numbers and the first binade have one spacing, which adds a bit: fp16
-does not need it, bf16 does for 4-bit codes that are not shifted down."""
+"""Number of low bits of a half whose value is linear in the bits. Subnormal numbers and the first binade have the same spacing,
+which adds one bit to the mantissa bits. Only bf16 needs it, for 4-bit codes that are not shifted down."""
 
 
 @functools.cache
 def subnormal_codes(fmt: IntFormat, dtype: HalfType) -> SubnormalCodes:
-    """The codes of an integer format of up to 7 bits as subnormal halves; the caller subtracts offsets."""
+    """Returns the conversion of an integer format of up to 7 bits to subnormal halves; the caller subtracts offsets."""
     fields = field_order(fmt)
     builder = Builder([f"w{i}" for i in range(fields.words)])
     placed = list(_placed(placed_codes(builder, fields), _CODE_BITS[dtype]))
@@ -124,8 +127,8 @@ def subnormal_codes(fmt: IntFormat, dtype: HalfType) -> SubnormalCodes:
 
 
 def _placed(codes: list[tuple[str, Slot]], mantissa: int) -> Iterator[tuple[str, Slot, int]]:
-    """Word and slot of each register, and how far down the word is shifted: as seldom as possible, since a field may stay some
-    bits up if it fits the mantissa there."""
+    """Yields word, slot and right shift for each register. A shift is avoided if the field fits the mantissa where it is, some
+    bits above bit 0."""
     down, before = 0, ""
     for word, slot in codes:
         if word != before or slot[0] < down:
@@ -136,7 +139,8 @@ def _placed(codes: list[tuple[str, Slot]], mantissa: int) -> Iterator[tuple[str,
 
 
 def placed_codes(b: Builder, fields: FieldOrder) -> list[tuple[str, Slot]]:
-    """The word and the slot of each register, after the gathered words have been put together."""
+    """Returns the word and the slot of each register; first appends instructions that assemble the gathered words
+    (`FieldOrder.gathered`)."""
     words = [f"w{i}" for i in range(fields.words)]
     in_all = sum(1 << start for start in range(0, 32, fields.window))  # the same bit of every element
     for pieces in fields.gathered:
@@ -150,7 +154,8 @@ def placed_codes(b: Builder, fields: FieldOrder) -> list[tuple[str, Slot]]:
 
 
 def _moved(b: Builder, word: str, slot: Slot, places: Sequence[int], base: int = 0) -> str:
-    """Both halves of one register: bit i of the code from slot[i] to bit places[i] of the half, over a constant."""
+    """Returns one register: in each half, bit i of the code moves from slot[i] to bit places[i]; the other bits are those of
+    `base`."""
     views: dict[int, int] = {}
     for bit, place in zip(slot, places, strict=True):
         views[bit - place] = views.get(bit - place, 0) | 1 << place
@@ -193,7 +198,8 @@ def _byte_outputs(b: Builder, fmt: IntFormat, dtype: HalfType) -> tuple[list[str
 
 
 def _from_subnormal(b: Builder, fmt: IntFormat, numbers: list[tuple[str, int]]) -> tuple[list[str], float]:
-    """(code - offset) / `_MISSING` in bf16 of code * 2^(up - 133), which stands `up` bits up, and what is missing."""
+    """Returns registers of (code - offset) / _MISSING in bf16, and _MISSING. `numbers` are pairs (register of code * 2^(up -
+    133), up)."""
     minus = _half_bits(-fmt.offset / _MISSING, "bf16") * _BOTH
     outputs = []
     for number, up in numbers:
@@ -217,7 +223,7 @@ def _float_outputs(b: Builder, fmt: FloatFormat, dtype: HalfType, codes: list[tu
 
 
 def _half_bits(value: float, dtype: HalfType) -> int:
-    """Bits of a half that holds `value` exactly."""
+    """Returns the bits of the half that represents `value` exactly."""
     if dtype == "fp16":
         half = np.float16(value)
         assert float(half) == value

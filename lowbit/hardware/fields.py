@@ -1,19 +1,20 @@
 """Positions of the bits of codes in 32-bit words, chosen so that few instructions extract them into registers.
 
-A 16-bit operand register has two elements; a code of element e is in half e of a word, so one LOP3 or one shift processes
-both. A half of 16 bits is cut into *slots*, one per register, and what is left over is *spare*:
+A register of 16-bit operands has two elements. The code of element e is in half e of a word, so one LOP3 or shift processes
+both elements. Each 16-bit half is divided into *slots*, one per register; the remaining bits are *spare*:
 
     int4       | slot 3 | slot 2 | slot 1 | slot 0 |                       4 registers a word
     int3       | x | slot 4 | slot 3 | slot 2 | slot 1 | slot 0 |          5 registers a word, 1 spare bit
     fp6_e3m2   | A: s | x x | A: e e e m m | B: s | x x | B: e e e m m |   A where fp16 has it, B 8 bits lower; 4 spare
 
-Codes of odd width do not fill words, so the spare bits of several words carry the codes of further registers: 3 words of
-int3 hold 15 registers and, one bit in each, the sixteenth; 3 words of fp6 hold 6 registers and, in 4 spare bits each, two
-more. Those bits are first gathered into a word of the same form, then treated as any other.
+Codes whose width is no power of two do not fill words, so the spare bits of several words hold the codes of further registers.
+3 words of int3 hold 15 registers in slots, and one bit of the sixteenth register in each word. 3 words of fp6 hold 6 registers
+in slots, and two more in 4 spare bits of each word. These bits are first copied into a *gathered* word, which has the same
+slots as the other words.
 
-The words of one lane and tile are stored in groups of 4, 2 and 1 (6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1), each aligned; that is
-`WORD_GROUPS`. Source: the idea of rebuilding every fourth FP6 code from spare bits is this library's (docs/log);
-storing 6 bits as 4 + 2 is FP6-LLM's, arXiv:2401.14112.
+The words of one lane and tile are stored in groups of 4, 2 and 1 (6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1), each aligned
+(`WORD_GROUPS`). Source: storing every fourth FP6 code in spare bits is this library's idea (docs/log); storing 6 bits as 4 + 2
+is FP6-LLM's, arXiv:2401.14112.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from lowbit.formats import FloatFormat, NumberFormat
 WORD_BITS = 32
 
 WORD_GROUPS: dict[int, tuple[int, ...]] = {8: (4, 4), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
-"""Grouping in memory of the words of 32 codes (as many words as a code has bits), in loads of up to 128 bits."""
+"""By bits of a code, the sizes in words of the groups in which a lane's words are stored; each is loaded at once (128 bits at
+most). 32 codes take as many words as a code has bits."""
 
 Slot = tuple[int, ...]
-"""Position within the half of each bit of a code, lowest first."""
+"""Position of each bit of a code, lowest bit first, within its half (or byte)."""
 
-# Sign and magnitude of the first code are at their positions in fp16; see the module.
+# Slots of float formats by (exponent, mantissa) bits. Sign and magnitude of the first code are where fp16 has them.
 _FLOAT_SLOTS: dict[tuple[int, int], tuple[Slot, ...]] = {
     (3, 2): ((8, 9, 10, 11, 12, 15), (0, 1, 2, 3, 4, 7)),
     (2, 3): ((7, 8, 9, 10, 11, 15), (2, 3, 4, 5, 6, 14)),
@@ -42,7 +44,7 @@ _FLOAT_SLOTS: dict[tuple[int, int], tuple[Slot, ...]] = {
 }
 
 
-# The same for operands of 8 bits: sign and magnitude at their positions in fp8 e4m3.
+# Slots of float formats for 8-bit operands. Sign and magnitude of the first code are where fp8 e4m3 has them.
 _BYTE_FLOAT_SLOTS: dict[tuple[int, int], tuple[Slot, ...]] = {
     (3, 3): ((0, 1, 2, 3, 4, 5, 7),),
     (3, 2): ((1, 2, 3, 4, 5, 7),),
@@ -54,7 +56,8 @@ _BYTE_FLOAT_SLOTS: dict[tuple[int, int], tuple[Slot, ...]] = {
 
 @dataclass(frozen=True)
 class Piece:
-    """Bits of a gathered word: (word >> shift) & mask, in every window; a negative shift goes left."""
+    """Bits copied into a gathered word: (words[word] >> shift) & mask, in each field of `window` bits. A negative shift is a
+    left shift."""
 
     word: int
     shift: int
@@ -63,9 +66,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class FieldOrder:
-    """The places of the codes of `registers` registers in `words` words; element e is `window` bits higher than e - 1.
+    """Bit positions of the codes of `registers` registers in `words` words. Element e is `window` bits higher than element e -
+    1.
 
-    Register r is slot r % len(slots) of word r // len(slots); word numbers from `words` on are the gathered ones.
+    Register r is slot r % len(slots) of word r // len(slots). Words with index `words` and higher are gathered: `gathered`
+    lists the spare bits of which each is composed.
     """
 
     bits: int
@@ -92,10 +97,10 @@ class FieldOrder:
 
 @functools.cache
 def field_order(fmt: NumberFormat | int, window: int = 16) -> FieldOrder:
-    """The order of codes of a format, or of integers of so many bits, in operand registers of 32 / window elements.
+    """Returns the order of codes of a format, or of integers of `fmt` bits, for operand registers of 32 / window elements.
 
-    `window` is 16 for fp16 and bf16, 8 for int8 and fp8 operands. Raises ValueError for codes of other than 2 to 8 bits
-    or wider than the window.
+    `window` is 16 for fp16 and bf16, 8 for int8 and fp8 operands. Raises ValueError unless codes have 2 to 8 bits and at most
+    `window` bits.
     """
     bits = fmt if isinstance(fmt, int) else fmt.bits
     if bits not in WORD_GROUPS or bits > window:
@@ -115,13 +120,14 @@ def _slots(fmt: NumberFormat | int, bits: int, window: int) -> tuple[Slot, ...]:
     known = {16: _FLOAT_SLOTS, 8: _BYTE_FLOAT_SLOTS}.get(window, {})
     if isinstance(fmt, FloatFormat) and (fmt.exponent, fmt.mantissa) in known:
         return known[fmt.exponent, fmt.mantissa]
-    # With 6 bits the spare four are at the bottom: both codes then fit the mantissa after at most one shift.
+    # With 6 bits the four spare bits are the lowest: both codes then fit the mantissa after at most one shift.
     start = 4 if (bits, window) == (6, 16) else 0
     return tuple(tuple(range(first, first + bits)) for first in range(start, window - bits + 1, bits))
 
 
 def _gather(wanted: set[int], spare: list[set[int]]) -> tuple[Piece, ...]:
-    """Takes spare bits for the `wanted` ones, each time the shifted word that serves most of them."""
+    """Assigns spare bits to the `wanted` bits of a gathered word. Repeatedly takes the word and shift that provide most of the
+    missing bits; removes the bits taken from `spare`."""
     pieces = []
     wanted = set(wanted)
     while wanted:

@@ -15,7 +15,7 @@ Words = npt.NDArray[np.uint32]
 Float64 = npt.NDArray[np.float64]
 
 MANTISSA_BITS: dict[HalfType, int] = {"fp16": 10, "bf16": 7}
-"""Explicit mantissa bits."""
+"""Number of explicit mantissa bits."""
 
 BIAS: dict[HalfType, int] = {"fp16": 15, "bf16": 127}
 """Exponent bias; the smallest normal exponent is 1 - bias."""
@@ -39,7 +39,7 @@ def round_half(value: Float64, error: Float64, dtype: HalfType) -> Words:
     (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008). NaN becomes the canonical 0x7fff.
     """
     bits = np.ascontiguousarray(value).view(np.int64)
-    # An inexact sum whose last bit is even moves one step towards the error; magnitudes order like their bits.
+    # An inexact sum whose last bit is 0 moves one step in the direction of the error, by its bits as an integer.
     toward_zero = (error < 0) != (value < 0)
     odd = bits + np.where((error != 0) & (bits & 1 == 0), np.where(toward_zero, -1, 1), 0)
     exact = odd.view(np.float64)
@@ -47,14 +47,14 @@ def round_half(value: Float64, error: Float64, dtype: HalfType) -> Words:
     precision = MANTISSA_BITS[dtype] + 1
     finite = np.isfinite(exact)
     _, exponent = np.frexp(np.where(finite, exact, 0.0))
-    quantum = np.maximum(exponent, 2 - BIAS[dtype]) - precision  # subnormals share the smallest normal's quantum
+    quantum = np.maximum(exponent, 2 - BIAS[dtype]) - precision  # subnormals have the spacing of the smallest normal number
     rounded = np.ldexp(np.rint(np.ldexp(np.where(finite, exact, 0.0), -quantum)), quantum)
     rounded = np.where(np.abs(rounded) >= 2.0 ** (BIAS[dtype] + 1), np.copysign(np.inf, rounded), rounded)
     return _pack(np.where(finite, rounded, exact), dtype)
 
 
 def _pack(value: Float64, dtype: HalfType) -> Words:
-    """Values that the half type represents -> registers."""
+    """Returns registers of values, which the half type must represent exactly."""
     if dtype == "fp16":
         halves = value.astype(np.float16).view(np.uint16).astype(np.uint32)
     else:
@@ -64,7 +64,7 @@ def _pack(value: Float64, dtype: HalfType) -> Words:
 
 
 def half_bits(value: float, dtype: HalfType) -> int:
-    """The 16 bits of a number that the half type represents; raises ValueError when it does not."""
+    """Returns the 16 bits of a number; raises ValueError if the half type does not represent it exactly."""
     word = round_half(np.array([value, 0.0]), np.zeros(2), dtype)
     if widen_half(word, dtype)[0] != value:
         raise ValueError(f"{value} is not a {dtype} number")
@@ -72,10 +72,10 @@ def half_bits(value: float, dtype: HalfType) -> int:
 
 
 def both_halves(bits: int) -> int:
-    """A 16-bit pattern in both halves of a register."""
+    """Returns a register with a 16-bit pattern in both halves."""
     return bits | bits << 16
 
 
 def half_pair(value: float, dtype: HalfType) -> int:
-    """A number that the half type represents, in both halves of a register; raises ValueError when it does not."""
+    """Returns a register with a number in both halves; raises ValueError if the half type does not represent it exactly."""
     return both_halves(half_bits(value, dtype))

@@ -1,8 +1,9 @@
-"""Figures of GPUs: SMs, L2, memory bandwidth and peaks, of the GPU in this machine by its driver, of others by a table.
+"""Properties of GPUs: SMs, L2, memory bandwidth and peaks. Those of this machine's GPU come from its driver, others from a
+table.
 
 Sources of the rows: NVIDIA's architecture whitepapers and data sheets of A100, A10, Jetson AGX Orin 64GB, L40S, H200, HGX B200,
-HGX B300, Jetson T5000, RTX 5090 and DGX Spark (SMs, L2, bandwidth, dense peaks; where only the peak of another type is given,
-the others follow from it: of Orin int8, of T5000 fp8, of DGX Spark fp4 with sparsity).
+HGX B300, Jetson T5000, RTX 5090 and DGX Spark (SMs, L2, bandwidth, dense peaks; where only one peak is given, the others are
+derived from it: Orin from int8, T5000 from fp8, DGX Spark from fp4 with sparsity).
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from lowbit.folders import tuned_file
 from lowbit.hardware.arch import Arch, arch_for, arch_refusals
 
 READ_SHARE = 0.95
-"""Share of the data sheet's bandwidth that a pure read kernel reaches, where it was not measured: 4.58 of 4.8 TB/s on an
-H200."""
+"""Fraction of the data sheet's bandwidth that a pure read kernel is assumed to reach where it was not measured. An H200 reaches
+4.58 of 4.8 TB/s."""
 
 MMA_SHARES = {"wgmma": 0.62, "tcgen05": 0.25}
-"""Share of the fp16 peak of another instruction that mma.sync reaches: of wgmma as measured by Luo et al. (arXiv:2402.13499);
-of tcgen05 as many operations per SM and cycle as on sm_90, not measured."""
+"""Fraction of the fp16 peak that mma.sync reaches where the peak is that of another instruction. wgmma: measured by Luo et al.
+(arXiv:2402.13499). tcgen05: not measured, assumes as many mma.sync operations per SM and cycle as on sm_90."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Machine:
     """One GPU; peaks are dense (no sparsity), in operations per second, None where the type has no tensor-core path.
 
     `product` is the driver's name without "NVIDIA"; `measured_read_bytes` is the measured bandwidth of a pure read kernel
-    (bytes per second), None where it was not measured. `tuned`: the file of `lowbit tune` with tiles measured on this very GPU.
+    (bytes per second), None where it was not measured. `tuned`: the file of `lowbit tune` with tiles measured on this GPU.
     """
 
     product: str
@@ -46,13 +47,14 @@ class Machine:
 
     @property
     def peak_mma_fp16(self) -> float:
-        """Operations per second of mma.sync on fp16: all of the peak, but where that is another instruction's."""
+        """Operations per second of mma.sync on fp16: the peak, or MMA_SHARES of it where the peak is that of another
+        instruction."""
         newer = next((share for feature, share in MMA_SHARES.items() if feature in self.arch.features), 1.0)
         return newer * self.peak_fp16
 
     @property
     def read_bytes(self) -> float:
-        """Bytes per second that kernels read at best."""
+        """Highest read bandwidth of kernels in bytes per second."""
         return self.measured_read_bytes or READ_SHARE * self.bandwidth_bytes
 
 
@@ -71,11 +73,11 @@ MACHINES: tuple[Machine, ...] = (
     Machine("GeForce RTX 5090", arch_for(120), 170, 96 * _MIB, 1.792e12, 210e12, 419e12, 838e12, None),
     Machine("GB10", arch_for(121), 48, 24 * _MIB, 273e9, 125e12, 250e12, 250e12, None),
 )
-"""One for each SM version: what stands for a GPU that is not there."""
+"""One product for each SM version, used when there is no GPU of that version."""
 
 
 def typical_machine(sm: int) -> Machine:
-    """The product that stands for an SM version (90 for 9.0); raises ValueError that lists the known ones."""
+    """Returns the product in MACHINES for an SM version (90 for 9.0); raises ValueError with the known versions."""
     for machine in MACHINES:
         if machine.arch.sm == sm:
             return machine
@@ -88,16 +90,17 @@ def machine_refusals(device: torch.device | str) -> tuple[str, ...]:
 
 
 def features_of(device: torch.device | str) -> frozenset[str]:
-    """The instructions of a GPU (`Arch.features`); empty for an unknown SM version."""
+    """Returns the instructions of a GPU (`Arch.features`); empty for an unknown SM version."""
     sm = _sm(device)
     return frozenset() if arch_refusals(sm, "") else arch_for(sm).features
 
 
 def machine_of(device: torch.device | str) -> Machine:
-    """The GPU `device` as the driver describes it; raises ValueError for one of an SM version that is not known.
+    """Returns the GPU `device` as the driver describes it; raises ValueError for an unknown SM version.
 
-    A product in `MACHINES` keeps its bandwidth and peaks, which are measured or the data sheet's; of others the bandwidth is
-    clock times bus, and peaks are those of the version's product, SM for SM.
+    For a product in `MACHINES`, bandwidth and peaks are those of the table (measured, or from the data sheet). For other
+    products the bandwidth is memory clock times bus width, and peaks are those of the SM version's product, scaled by the
+    number of SMs.
     """
     device = torch.device(device)
     return _machine_of(torch.cuda.current_device() if device.index is None else device.index)
@@ -113,7 +116,7 @@ def _machine_of(device: int) -> Machine:
         return here
     share = here.sm_count / typical.sm_count
     clock_khz, bus_bits = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
-    # Memory transfers on both edges of its clock. Without it, as in some builds of torch, bandwidth is scaled by the SMs.
+    # Memory transfers data on both clock edges. Some builds of torch lack the clock; bandwidth is then scaled by the SMs.
     bandwidth = 2e3 * clock_khz * bus_bits / 8 if clock_khz and bus_bits else share * typical.bandwidth_bytes
     fp8, int8, int4 = (None if p is None else share * p for p in (typical.peak_fp8, typical.peak_int8, typical.peak_int4))
     return replace(
@@ -126,7 +129,7 @@ def _tuned(product: str) -> str:
     try:
         file = tuned_file(product)
         return str(file) if file.is_file() else ""
-    except (OSError, ValueError):  # no home, or none that may be read
+    except (OSError, ValueError):  # no home directory, or an unreadable one
         return ""
 
 
@@ -136,7 +139,8 @@ def _sm(device: torch.device | str | int) -> int:
 
 
 def torch_device(device: str | torch.device | None = None) -> torch.device:
-    """The named device; without a name "cuda" when torch sees a GPU, else "cpu". Raises ValueError for one that is not here."""
+    """Returns the named device; by default "cuda" if torch finds a GPU, else "cpu". Raises ValueError if there is no such
+    device."""
     count = torch.cuda.device_count()
     try:
         found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

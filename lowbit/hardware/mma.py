@@ -1,8 +1,8 @@
 """Tensor-core instructions as table rows: shapes, types, and which thread holds which element in which register.
 
-A `Fragment` maps (thread, register, element within the register) to (row, column) by mixed-radix digits: the thread
-number is split into digits, each step of a digit moves a fixed distance along one axis, and so are the register and the
-element number. The A operand of mma.sync m16n8k16, for instance:
+A `Fragment` maps (thread, register, element within the register) to (row, column) by mixed-radix digits: the thread index is
+split into digits, and each step of a digit moves a fixed distance along one axis. Register index and element index are split in
+the same way. The A operand of mma.sync m16n8k16, for instance:
 
     thread   = 4 x (2 columns) then 8 x (1 row)        lane 5: group 1, place 1 -> row 1, columns 2 and 3
     register = 2 x (8 rows)    then 2 x (8 columns)    register 1: the same, 8 rows further down
@@ -32,7 +32,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Digit:
-    """One digit of a mixed-radix number: it counts to `size`, and each count moves `step` along `axis`."""
+    """One digit of a mixed-radix number: it has `size` values, and each step moves `step` along `axis`."""
 
     size: int
     axis: Axis
@@ -40,7 +40,7 @@ class Digit:
 
 
 def _distance(digits: tuple[Digit, ...], axis: Axis) -> Indices:
-    """Distance along `axis` for every value of the number that `digits` (least significant first) make up."""
+    """Returns the distance along `axis` for every value of the number with these `digits` (least significant first)."""
     total = np.zeros(1, dtype=np.int64)
     for digit in digits:
         move = digit.step * np.arange(digit.size) * (digit.axis == axis)
@@ -53,7 +53,8 @@ def _count(digits: tuple[Digit, ...]) -> int:
 
 
 def merged(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
-    """The same number in fewer digits: without those of size 1, joined where one continues the one before."""
+    """Returns the same mapping with fewer digits: drops digits of size 1, and joins a digit with the previous one if it
+    continues it."""
     out: list[Digit] = []
     for digit in digits:
         if out and out[-1].axis == digit.axis and out[-1].size * out[-1].step == digit.step:
@@ -67,7 +68,7 @@ def merged(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
 class Fragment:
     """The distribution of a tile of `rows` x `cols` elements over the registers of `threads` threads.
 
-    Digits are least significant first. Raises ValueError unless every element of the tile has exactly one place.
+    Digits are least significant first. Raises ValueError unless every element of the tile is in exactly one register position.
     """
 
     rows: int
@@ -95,22 +96,23 @@ class Fragment:
 
     @property
     def registers(self) -> int:
-        """32-bit registers per thread."""
+        """Number of 32-bit registers per thread."""
         return _count(self.register)
 
     @property
     def elements(self) -> int:
-        """Elements per register, the first in the lowest bits."""
+        """Number of elements per register, the first in the lowest bits."""
         return _count(self.element)
 
     def coordinates(self) -> tuple[Indices, Indices]:
-        """Row and column of every place: two read-only arrays [threads, registers, elements]."""
+        """Row and column of every (thread, register, element): two read-only arrays [threads, registers, elements]."""
         return _coordinates(self)
 
     def tiled(self, rows: int, cols: int) -> Fragment:
-        """The fragment of a larger tile: copies of this one, over threads down the rows, over registers along k.
+        """Returns the fragment of a larger tile: this fragment repeated, by further threads along the rows and by further
+        registers along K.
 
-        Digits that continue each other are merged, so equal places give equal fragments. Raises ValueError unless the
+        Digits that continue each other are merged, so fragments with equal mappings compare equal. Raises ValueError unless the
         tile is a whole number of fragments.
         """
         return Fragment(
@@ -122,12 +124,12 @@ class Fragment:
         )
 
     def gather(self, tile: NDArray[Any]) -> NDArray[Any]:
-        """The elements of `tile` [rows, cols] that the threads hold: [threads, registers, elements]."""
+        """Returns the elements of `tile` [rows, cols] as threads hold them: [threads, registers, elements]."""
         row, col = self.coordinates()
         return tile[row, col]
 
     def scatter(self, held: NDArray[Any]) -> NDArray[Any]:
-        """The tile [rows, cols] whose elements the threads hold in `held` [threads, registers, elements]."""
+        """Returns the tile [rows, cols] of the elements that threads hold, `held` [threads, registers, elements]."""
         row, col = self.coordinates()
         tile = np.empty((self.rows, self.cols), dtype=held.dtype)
         tile[row, col] = held
@@ -148,7 +150,7 @@ def _coordinates(fragment: Fragment) -> tuple[Indices, Indices]:
 
 
 def a_fragment(m: int, k: int, bits: int) -> Fragment:
-    """A operand [m, k] of `bits`-bit elements: one warp per 16 rows, for mma.sync and wgmma alike."""
+    """Returns the fragment of operand A [m, k] of `bits`-bit elements: one warp per 16 rows, for mma.sync and for wgmma."""
     packed = 32 // bits
     return Fragment(
         m,
@@ -160,7 +162,7 @@ def a_fragment(m: int, k: int, bits: int) -> Fragment:
 
 
 def b_fragment(k: int, bits: int) -> Fragment:
-    """B operand [k, 8] of `bits`-bit elements of mma.sync: each group of 4 lanes holds one column."""
+    """Returns the fragment of mma.sync's operand B [k, 8] of `bits`-bit elements: each group of 4 lanes holds one column."""
     packed = 32 // bits
     return Fragment(
         k,
@@ -172,7 +174,7 @@ def b_fragment(k: int, bits: int) -> Fragment:
 
 
 def c_fragment(m: int, n: int) -> Fragment:
-    """Accumulator [m, n] of 32-bit elements (C and D), one element per register."""
+    """Returns the fragment of the accumulator [m, n] (C and D): 32-bit elements, one per register."""
     return Fragment(
         m,
         n,
@@ -185,9 +187,9 @@ def c_fragment(m: int, n: int) -> Fragment:
 class MmaAtom:
     """One matrix instruction D[m, n] = A[m, k] B[k, n] + C[m, n] and its register fragments.
 
-    `operands` are the PTX names of the types A and B may have, all of `operand_bits` bits; `accumulator` is the type of
-    C and D. `b` is None where B comes from shared memory. The instruction exists from `min_sm` on, up to `max_sm` if
-    given (90 for wgmma: sm_90a only). Raises ValueError when fragments and shape disagree.
+    `operands` are the PTX names of the possible types of A and B, all of `operand_bits` bits. `accumulator` is the type of C
+    and D. `b` is None if B is read from shared memory. The instruction exists from `min_sm` on and, if `max_sm` is given, up to
+    it (90 for wgmma: sm_90a only). Raises ValueError when fragments and shape disagree.
     """
 
     name: str
@@ -224,7 +226,7 @@ class MmaAtom:
 
     @property
     def threads(self) -> int:
-        """Threads that execute it together: 32 (a warp) or 128 (a warpgroup)."""
+        """Number of threads that execute the instruction together: 32 (a warp) or 128 (a warpgroup)."""
         return self.a.threads
 
     def __str__(self) -> str:
@@ -242,14 +244,13 @@ MMA_M16N8K8_F16 = _mma_sync(8, ("f16",), 16, "f32", 75, "mma.m16n8k8")
 MMA_M16N8K16_F16 = _mma_sync(16, ("f16", "bf16"), 16, "f32", 80, "mma.m16n8k16 with floating point type")
 MMA_M16N8K32_S8 = _mma_sync(32, ("s8", "u8"), 8, "s32", 80, "mma.m16n8k32")
 MMA_M16N8K32_FP8 = _mma_sync(32, ("e4m3", "e5m2"), 8, "f32", 89, "mma.m16n8k32")
-# sm_90 has no int4 tensor core: there the compiler expands this instruction, which is correct but slow.
+# sm_90 has no int4 tensor cores: the compiler expands this instruction there, which is correct but slow.
 MMA_M16N8K64_S4 = _mma_sync(64, ("s4", "u4"), 4, "s32", 80, "mma.m16n8k64")
 
 
 @functools.cache
 def _wgmma(n: int, k: int, operands: tuple[str, ...], bits: int, accumulator: str) -> MmaAtom:
-    # Above 24, integer shapes take multiples of 16 only; all others every multiple of 8 (PTX ISA, wgmma Matrix
-    # Shape).
+    # Above 24, n must be a multiple of 16 for integers; for other types any multiple of 8 (PTX ISA, wgmma Matrix Shape).
     step = 16 if accumulator == "s32" and n > 24 else 8
     if not 8 <= n <= 256 or n % step:
         raise ValueError(f"wgmma with {operands[0]} operands has n = 8 to 256 in steps of {step}, got {n}")
@@ -260,15 +261,15 @@ def _wgmma(n: int, k: int, operands: tuple[str, ...], bits: int, accumulator: st
 
 
 def wgmma_f16(n: int) -> MmaAtom:
-    """wgmma m64nNk16 with f16 or bf16 operands, A in registers. n: 8, 16, 24, ..., 256, else ValueError."""
+    """Returns wgmma m64nNk16 with f16 or bf16 operands, A in registers. n: 8, 16, 24, ..., 256, else ValueError."""
     return _wgmma(n, 16, ("f16", "bf16"), 16, "f32")
 
 
 def wgmma_s8(n: int) -> MmaAtom:
-    """wgmma m64nNk32 with s8 or u8 operands, A in registers. n: 8, 16, 24, 32, 48, ..., 256, else ValueError."""
+    """Returns wgmma m64nNk32 with s8 or u8 operands, A in registers. n: 8, 16, 24, 32, 48, ..., 256, else ValueError."""
     return _wgmma(n, 32, ("s8", "u8"), 8, "s32")
 
 
 def wgmma_fp8(n: int) -> MmaAtom:
-    """wgmma m64nNk32 with e4m3 or e5m2 operands, A in registers. n: 8, 16, 24, ..., 256, else ValueError."""
+    """Returns wgmma m64nNk32 with e4m3 or e5m2 operands, A in registers. n: 8, 16, 24, ..., 256, else ValueError."""
     return _wgmma(n, 32, ("e4m3", "e5m2"), 8, "f32")

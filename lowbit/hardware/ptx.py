@@ -1,7 +1,7 @@
-"""Small PTX instruction sequences as data: one program, printed for a kernel and executed bit-exactly in NumPy.
+"""Small PTX instruction sequences as data: the same program is printed for a kernel and executed bit-exactly in NumPy.
 
-A `Program` is straight-line code over named 32-bit virtual registers, each written once. There is no control flow, no
-memory and no predicate. `Builder` writes one; its methods append an instruction and return the name of the register:
+A `Program` is straight-line code over named 32-bit virtual registers, each written once. There is no control flow, no memory
+and no predicate. `Builder` creates a program; each of its methods appends an instruction and returns the name of its register:
 
     b = Builder(["w"])
     pair = b.masked_or("w", 0x000F000F, 0x64006400)
@@ -32,7 +32,7 @@ _MASK32 = 0xFFFFFFFF
 
 
 def lut(function: Callable[[int, int, int], int]) -> int:
-    """The immediate of `lop3.b32` that computes `function` bitwise: the function applied to 0xF0, 0xCC and 0xAA."""
+    """Returns the immediate with which `lop3.b32` computes `function` bitwise: the function of 0xF0, 0xCC and 0xAA."""
     return function(0xF0, 0xCC, 0xAA) & 0xFF
 
 
@@ -43,15 +43,15 @@ SELECT = lut(lambda mask, a, b: (mask & a) | (~mask & b))
 
 
 def float_constant(value: float) -> str:
-    """A float32 constant as PTX text."""
+    """Returns a float32 constant as PTX text."""
     return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"
 
 
 class Instruction:
-    """One instruction: writes register `dest` once, reads its operands, and has a PTX text and a meaning in NumPy.
+    """One instruction, which reads its operands and writes register `dest`. `ptx` prints it, `evaluate` executes it in NumPy.
 
-    Fields `a`, `b` and `c` of a subclass are its operands: register names and 32-bit immediates. `pipe` is the pipe that
-    executes it; constants are loop-invariant and cost nothing per weight.
+    Fields `a`, `b` and `c` of a subclass are its operands: register names and 32-bit immediates. `pipe` is the hardware pipe
+    that executes it; constants are loop-invariant and cost nothing per weight.
     """
 
     dest: str
@@ -66,15 +66,15 @@ class Instruction:
 
     @property
     def suffix(self) -> tuple[str, ...]:
-        """Trailing immediates that are no data: a lookup table, a shift amount."""
+        """Trailing immediates that are not operands: a lookup table or a shift amount."""
         return ()
 
     def evaluate(self, *values: Words) -> Words:
-        """The result for operand values, uint32 arrays that broadcast together."""
+        """Returns the result for operand values, which are uint32 arrays that broadcast together."""
         raise NotImplementedError
 
     def ptx(self) -> str:
-        """One line of PTX."""
+        """Returns the instruction as one line of PTX."""
         operands = [value if isinstance(value, str) else f"0x{value:08x}" for value in self.operands]
         return f"{self.opcode} {', '.join([self.dest, *operands, *self.suffix])};"
 
@@ -111,7 +111,7 @@ class Lop3(Instruction):
         result = np.zeros(np.broadcast_shapes(*(value.shape for value in values)), np.uint32)
         for row in range(8):
             if self.table >> row & 1:
-                # Row number, from its high bit down, is one combination of bits of a, b and c.
+                # The bits of `row`, highest first, are one combination of bits of a, b and c.
                 terms = [value if row >> (2 - i) & 1 else ~value for i, value in enumerate(values)]
                 result |= terms[0] & terms[1] & terms[2]
         return result
@@ -146,7 +146,7 @@ class Prmt(Instruction):
 
 @dataclass(frozen=True)
 class Shift(Instruction):
-    """`shr.u32`, to the left (a negative amount) `shl.b32`, with zero fill."""
+    """`shr.u32`, or `shl.b32` for a negative amount; with zero fill."""
 
     dest: str
     a: str
@@ -167,7 +167,7 @@ class Shift(Instruction):
 
 @dataclass(frozen=True)
 class Add(Instruction):
-    """`add.u32`: the sum of two 32-bit words, carried from byte to byte and wrapped at the end."""
+    """`add.u32`: the sum of two 32-bit words modulo 2^32."""
 
     dest: str
     a: Operand
@@ -182,7 +182,7 @@ class Add(Instruction):
 class HalfArithmetic(Instruction):
     """`add`, `sub`, `mul` on two halves, rounded to nearest even; subnormals kept, NaN becomes 0x7fff.
 
-    On bf16x2 these need sm_90; `HalfFma` does the same on sm_80.
+    On bf16x2 they need sm_90; `HalfFma` can replace them on sm_80.
     """
 
     dest: str
@@ -274,11 +274,12 @@ class Program:
         return max((instruction.min_sm for instruction in self.instructions), default=50)
 
     def count(self, pipe: Pipe) -> int:
-        """Number of instructions on a pipe."""
+        """Returns the number of instructions on a pipe."""
         return sum(instruction.pipe == pipe for instruction in self.instructions)
 
     def registers(self, inputs: Sequence[npt.ArrayLike]) -> dict[str, Words]:
-        """Every register after execution on `inputs`, uint32 arrays that broadcast together, in the order of `inputs`."""
+        """Executes the program on `inputs`, uint32 arrays that broadcast together; returns the values of all registers by
+        name."""
         if len(inputs) != len(self.inputs):
             raise ValueError(f"the program takes {len(self.inputs)} inputs {self.inputs}, got {len(inputs)}")
         values = {name: np.asarray(word, np.uint32) for name, word in zip(self.inputs, inputs, strict=True)}
@@ -291,23 +292,24 @@ class Program:
         return values
 
     def run(self, inputs: Sequence[npt.ArrayLike]) -> tuple[Words, ...]:
-        """The output registers for the input words, all of the inputs' common shape."""
+        """Executes the program on input words; returns the output registers, each of the inputs' common shape."""
         values = self.registers(inputs)
         shape = np.broadcast_shapes(*(values[name].shape for name in self.inputs))
         return tuple(np.broadcast_to(values[name], shape) for name in self.outputs)
 
     def ptx(self) -> str:
-        """The body alone: declarations of every written register, then the code; inputs are declared by the caller."""
+        """Returns the PTX body: declarations of all written registers, then the instructions. The caller declares the
+        inputs."""
         names = [instruction.dest for instruction in self.instructions]
         lines = [f".reg .b32 {', '.join(names)};"] if names else []
         return "\n".join([*lines, *(instruction.ptx() for instruction in self.instructions)])
 
 
 class Builder:
-    """Writes a `Program`; an instruction requested twice is emitted once, so that shifted views are shared."""
+    """Creates a `Program`. An instruction that is requested twice is emitted once, so that shifted words are shared."""
 
     def __init__(self, inputs: Sequence[str], begun: Sequence[Instruction] = ()) -> None:
-        """`begun`: instructions of a Builder that go before."""
+        """`begun`: instructions of another Builder with which the program starts."""
         self._inputs = tuple(inputs)
         self._instructions: list[Instruction] = [*begun]
         self._known: dict[tuple[Any, ...], str] = {}
@@ -321,7 +323,7 @@ class Builder:
         return self._known[key]
 
     def constant(self, value: int) -> str:
-        """A register holding a 32-bit constant (half arithmetic takes no immediates)."""
+        """Returns a register with a 32-bit constant, since half arithmetic takes no immediates."""
         return self._emit(Mov, {"a": value & _MASK32})
 
     def lop3(self, a: Operand, b: Operand, c: Operand, table: int) -> str:
@@ -341,7 +343,7 @@ class Builder:
         return self.lop3(a, mask, c, AND_XOR)
 
     def select(self, mask: Operand, a: Operand, b: Operand) -> str:
-        """Bit by bit, a where the mask is set and b elsewhere."""
+        """For each bit, a where the mask is set, else b."""
         return self.lop3(mask, a, b, SELECT)
 
     def prmt(self, a: Operand, b: Operand, selector: int) -> str:
@@ -375,5 +377,5 @@ class Builder:
         return self._emit(HalfFma, {"dtype": dtype, "a": a, "b": b, "c": c})
 
     def build(self, outputs: Sequence[str]) -> Program:
-        """The finished program, its outputs in the given order."""
+        """Returns the program with the given outputs, in order."""
         return Program(self._inputs, tuple(outputs), tuple(self._instructions))

@@ -1,4 +1,5 @@
-"""The torch interface of the kernels: the table of all kernels, one product that uses it, and the registered operators."""
+"""The torch interface of the kernels: the table of all kernels, `gemm`, which chooses a kernel by the table, and the registered
+operators."""
 
 from lowbit.ops.byte_gemm import byte_gemm
 from lowbit.ops.dequantize_gemm import mixed_gemm

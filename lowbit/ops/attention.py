@@ -1,8 +1,8 @@
-"""Attention over a paged cache of keys and values: operators `lowbit::decode_attention` and `lowbit::append_kv`, and prompts.
+"""Attention over a paged KV cache: the operators `lowbit::decode_attention` and `lowbit::append_kv`, and attention of prompts.
 
-Keys and values of a layer lie in pages of PAGE tokens, k and v [pages, kv_heads, PAGE, head_dim]. `tables` int32 [slots, P]
-names the pages of each slot in order, `positions` int32 [slots] the position of the token that it processes next. Nothing
-here checks what the tables hold.
+Keys and values of a layer are stored in pages of PAGE tokens, k and v [pages, kv_heads, PAGE, head_dim]. `tables` int32 [slots,
+P] lists the pages of each slot in order. `positions` int32 [slots] is the position of the token that the slot processes next.
+The contents of tables and positions are not checked.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ _CACHE = "Tensor qkv, Tensor(a!) k, Tensor(b!) v, Tensor tables"
 _attention_shape = functools.lru_cache(maxsize=256)(AttentionShape)
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-"""qkv, k, v, tables, positions and rows (or slot_of and position_of), cos_sin, q_norm and k_norm: what comes before the shape
-in both operators."""
+"""The tensor arguments of both operators: qkv, k, v, tables, positions and rows (or slot_of and position_of), cos_sin, q_norm,
+k_norm."""
 
 
 def decode_attention(
     qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, shape: AttentionShape,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, *, batch_invariant: bool = False, longest: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Attention of one new token for each of B rows over its slot's pages: [B, heads * head_dim].
+    """Returns the attention [B, heads * head_dim] of one new token for each of B rows over its slot's pages.
 
-    qkv [B, (heads + 2 kv_heads) head_dim] holds each row's heads of q, then k, then v; `rows` int32 [B] names its slot. Heads
-    of q and k are normed where q_norm and k_norm [head_dim] are given, and turned by cos_sin float32 [positions, rotary_dim]:
-    cos of each pair, then sin. The new k and v are written to the slot's position, and the token sees positions 0 to its own.
-    On a GPU types are fp16 or bf16 and there is one launch. It reads rows, positions, tables, cos_sin, gammas and older keys
-    before the preceding kernel has finished, so that kernel must not write them, nor one that is still running beside it. With
-    `batch_invariant` a row has the same bits in every batch; else the number of splits of a row depends on the batch. `longest`
-    is the longest context, in tokens, for which the tile is chosen (default: all that the tables can name); longer contexts are
-    computed correctly, but slower.
-    Raises ValueError for tensors that do not fit together and for a shape no kernel takes.
+    qkv [B, (heads + 2 kv_heads) head_dim] holds each row's heads of q, then k, then v; `rows` int32 [B] is its slot. Heads of q
+    and k are RMS-normed if q_norm and k_norm [head_dim] are given, then rotated by cos_sin float32 [positions, rotary_dim]: cos
+    of each pair, then sin. The new k and v are written to the slot's position. The token attends to positions 0 to its own
+    position. On a GPU types are fp16 or bf16 and there is one launch. It reads rows, positions, tables, cos_sin, gammas and
+    older keys before the preceding kernel has finished, so neither that kernel nor any other running kernel may write them.
+    With `batch_invariant` a row has the same bits in every batch; else the number of splits of a row depends on the batch.
+    `longest` is the longest context, in tokens, for which the tile is chosen (default: the capacity of the tables); longer
+    contexts are computed correctly, but more slowly. Raises ValueError for tensors that do not fit together and for a shape
+    that no kernel supports.
     """
     return torch.ops.lowbit.decode_attention(
         qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, *_fields(shape), batch_invariant, longest
@@ -64,19 +64,19 @@ def append_kv(
     qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor,
     shape: AttentionShape, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """q [T, heads, head_dim] of T prompt tokens, normed and turned; their k and v go to the pages of their slots.
+    """Returns q [T, heads, head_dim] of T prompt tokens after norm and RoPE; writes their k and v to the pages of their slots.
 
-    slot_of and position_of int32 [T] say whose tokens they are and where they stand; all else as in `decode_attention`.
+    slot_of and position_of int32 [T] are the slot and the position of each token; other arguments as in `decode_attention`.
     """
     return torch.ops.lowbit.append_kv(qkv, k, v, tables, slot_of, position_of, cos_sin, q_norm, k_norm, *_fields(shape))
 
 
 def prompt_attention(q: Tensor, k: Tensor, v: Tensor, table_row: Tensor, first: int, shape: AttentionShape) -> Tensor:
-    """Attention of tokens q [T, heads, head_dim] at positions first, first + 1, .. of one slot, whose keys and values up to
-    theirs are in its pages: [T, heads * head_dim].
+    """Returns the attention [T, heads * head_dim] of tokens q [T, heads, head_dim] at positions first, first + 1, .. of one
+    slot. The keys and values of all these tokens must be in the slot's pages.
 
-    table_row int32 [P] is on the device of q. On a GPU torch's flash attention where there is no soft cap and the window
-    reaches everything, which takes heads of q that share keys without repeating them; else `attend`.
+    table_row int32 [P] is on the device of q. On a GPU without a soft cap, and with a window that covers all tokens, torch's
+    flash attention computes it, without repeating keys for the query heads that share them; else `attend` does.
     """
     reasons = shape_refusals(shape)
     tokens = first + len(q)
@@ -95,10 +95,12 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, table_row: Tensor, first: 
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-    """Attention of B times L tokens by torch, the last of K each, that see those up to their own: [B * L, heads * head_dim] of
-    q [B, L, heads, head_dim], k and v [B, K, kv_heads, head_dim]. Not for a soft cap, nor a window shorter than K.
+    """Returns the causal attention [B * L, heads * head_dim] of q [B, L, heads, head_dim] over k and v [B, K, kv_heads,
+    head_dim], computed by torch. The tokens of q are the last L of each sequence of K. Supports neither a soft cap nor a window
+    shorter than K.
     """
-    # Behind a shared prompt a bias is flash attention on a GPU, from 0 on torch chooses; on a CPU it is a mask in memory.
+    # With a shared prompt (L < K) a causal bias is needed: flash attention on a GPU, a mask in memory on a CPU. For L = K a CPU
+    # uses is_causal instead, and torch chooses the method.
     whole = q.shape[1] == k.shape[1] and not q.is_cuda
     out = scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=whole, scale=shape.scale, enable_gqa=shape.group > 1,
@@ -118,7 +120,7 @@ def _check(
     operator: str, shape: AttentionShape, qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, of_slots: Tensor | None,
     of_rows: tuple[Tensor, ...], cos_sin: Tensor, norms: Sequence[Tensor | None],
 ) -> None:  # fmt: skip
-    """Raises ValueError unless the tensors belong together under the shape."""
+    """Raises ValueError unless the tensors fit together and have the given attention shape."""
     reasons = list(shape_refusals(shape))
     if qkv.dim() != 2 or qkv.shape[1] != shape.features:
         reasons.append(f"qkv is [B, {shape.features}], got {tuple(qkv.shape)}")
@@ -143,7 +145,7 @@ def _check(
 
 
 def _check_cuda(operator: str, shape: AttentionShape, tensors: tuple[TensorSpec | None, ...]) -> None:
-    """Raises ValueError unless a kernel takes the shape and the tensors, of which the first is qkv."""
+    """Raises ValueError unless a kernel supports the shape and the tensors; the first tensor is qkv."""
     reasons = [*attention_refusals(shape), *triton_refusals()]
     given = [t for t in tensors if t is not None]
     if given[0][1] not in (torch.float16, torch.bfloat16):
@@ -157,12 +159,13 @@ def _check_cuda(operator: str, shape: AttentionShape, tensors: tuple[TensorSpec 
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Tensors, AttentionShape, tuple[Any, ...]]:
-    """The tensors, the shape and the options among the arguments of an operator."""
+    """Splits the arguments of an operator into tensors, shape and options."""
     return arguments[:9], _attention_shape(*arguments[9:18]), arguments[18:]  # type: ignore[return-value]
 
 
 def _contiguous(operator: str, tensors: Tensors) -> Tensors:
-    """The tensors, copied where they have gaps. Raises ValueError for such pages and tables: a copy is not the cache."""
+    """Returns contiguous tensors, copied if they have gaps. Raises ValueError for pages and tables with gaps, since a copy
+    would not be the cache."""
     qkv, k, v, tables, first, second, cos_sin, *norms = tensors
     if not (k.is_contiguous() and v.is_contiguous() and tables.is_contiguous()):
         strides = [t.stride() for t in (k, v, tables)]
@@ -183,7 +186,7 @@ def _decode(*arguments: Any) -> Tensor:
 def _decode_plan(
     shape: AttentionShape, tensors: tuple[TensorSpec | None, ...], batch_invariant: bool = False, longest: int = 0
 ) -> PagedAttentionPlan | None:
-    """The plan of a step; None without rows. Raises ValueError when the tensors do not fit."""
+    """Returns the plan of a step; None without rows. Raises ValueError if the tensors do not fit together."""
     on_meta = meta_tensors(tensors)
     _check_decode(on_meta, shape)
     tables, rows = on_meta[3], on_meta[5]
@@ -230,7 +233,7 @@ def _append(*arguments: Any) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _append_plan(shape: AttentionShape, tensors: tuple[TensorSpec | None, ...]) -> AppendPlan:
-    """The plan of a prompt's tokens. Raises ValueError when the tensors do not fit."""
+    """Returns the plan of a prompt's tokens. Raises ValueError if the tensors do not fit together."""
     on_meta = meta_tensors(tensors)
     _check_append(on_meta, shape)
     _check_cuda("append_kv", shape, tensors)

@@ -1,7 +1,7 @@
-"""The torch operator `lowbit::byte_gemm`: 8-bit activations on the tensor cores, weights in their own form (pack/scaled.py).
+"""The torch operator `lowbit::byte_gemm`: 8-bit activations on the tensor cores, with weights in the form of pack/scaled.py.
 
-Like `lowbit::fragment_gemm` it is opaque to torch.compile and costs little per call; the choice of kernel stays inside and
-depends on shapes alone. `lowbit::scaled_gemm` computes the same on any device from weights in the form on disk.
+Like `lowbit::fragment_gemm` it is opaque to torch.compile and has little overhead per call. The operator chooses the kernel, by
+shapes alone. `lowbit::scaled_gemm` computes the same on any device from weights in the form on disk.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ def byte_gemm(
     x_zero: Tensor | None = None, function: str = "none", y_scale: Tensor | None = None, batch_invariant: bool = False,
     fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
-    """y [.., N] = function(((x [.., K] - x_zero) * x_scale) . dequant(w)[N, K]^T + bias [N]) of `dtype`.
+    """Returns y [.., N] = function(((x [.., K] - x_zero) * x_scale) . dequant(w)[N, K]^T + bias [N]) in `dtype`.
 
-    Everything but w is as in `scaled_gemm`; scales of x in blocks of 128 go with 8-bit weights only. What follows the sums is
-    in float32, with one rounding to `dtype`. With `batch_invariant`, a row of y has the same bits in every batch. With
-    `fast_accum`, sums of fp8 by fp8 whose scales do not change along K stay in the tensor core of an sm_90, as those of
-    `torch._scaled_mm(use_fast_accum=True)` do, at 10 to 600 times the error (docs/internals/numerics.md); elsewhere it changes
-    nothing. Raises ValueError for tensors that do not fit together, and for both at once.
+    All arguments except w are as in `scaled_gemm`. Scales of x in blocks of 128 require 8-bit weights. Scales, bias and
+    function are applied in float32, with one rounding to `dtype`. With `batch_invariant`, a row of y has the same bits in every
+    batch. With `fast_accum`, on sm_90, sums of fp8 x times fp8 w stay in the tensor core if scales do not change along K. This
+    is what `torch._scaled_mm(use_fast_accum=True)` does, at 10 to 600 times the error (docs/internals/numerics.md); in all
+    other cases it changes nothing. Raises ValueError for tensors that do not fit together, and for `batch_invariant` and
+    `fast_accum` together.
     """
     return torch.ops.lowbit.byte_gemm(
         x, x_scale, w.codes, w.scale, w.channel_scale, w.sums, bias, w.scheme.name, w.shape[0], dtype, x_zero, function,
@@ -71,7 +72,7 @@ class ByteGemmArguments(NamedTuple):
 
 
 def _check(a: ByteGemmArguments) -> None:
-    """Raises ValueError unless the tensors are of one product under the scheme."""
+    """Raises ValueError unless the tensors are operands of one product under the scheme."""
     s, x, n = scheme_of(a.scheme), a.x, a.n
     codes, scale, channel, sums, bias = a[2:7]
     check_activations("byte_gemm", x, a.x_scale, a.x_zero, s)
@@ -124,7 +125,8 @@ def _plan(
     scheme: str, m: int, n: int, x_shape: torch.Size, x_type: torch.dtype, on: torch.device, dtype: torch.dtype,
     function: str, others: tuple[TensorSpec | None, ...], batch_invariant: bool, fast_accum: bool,
 ) -> ScaledPlan | NarrowPlan | PlainPlan | None:  # fmt: skip
-    """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
+    """Returns the plan of a product; None if there is nothing to compute. Raises ValueError if the tensors do not fit
+    together."""
     parsed, k = scheme_of(scheme), x_shape[-1]
     codes, scale, channel, sums, bias, x_scale, x_zero, y_scale = meta_tensors(others)
     x = torch.empty(x_shape, dtype=x_type, device="meta")
@@ -151,7 +153,7 @@ def plan_for_scaled(
     tile: ScaledTile, shape: ScaledShape, scheme: Scheme, dtype: torch.dtype, x_scale: XScale, x_zero: bool,
     bias: bool, machine: Machine, function: str = "none",
 ) -> ScaledPlan | NarrowPlan:  # fmt: skip
-    """The plan of a product with a given tile on a Hopper."""
+    """Returns the plan of a product with a given tile on a Hopper GPU."""
     from lowbit.kernels.sm90.scaled_gemm import ScaledPlan, scaled_config
     from lowbit.kernels.sm90.sub_byte_scaled_gemm import NarrowPlan, narrow_config
 
@@ -177,7 +179,7 @@ register(
 
 
 def _aligned_rows(x: Tensor) -> Tensor:
-    """x [M, K] with rows of 16-byte vectors and no gap within a row, copied only if it is not so already."""
+    """Returns x [M, K] with rows of whole, aligned 16-byte vectors and no gaps within rows; copies x only if necessary."""
     if x.stride(1) == 1 and x.stride(0) % ROW_BYTES == 0 and x.data_ptr() % 16 == 0:
         return x
     k = x.shape[1]

@@ -21,10 +21,11 @@ FACTOR_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def gather_channels(x: Tensor, order: Tensor | None, factors: Tensor | None) -> Tensor:
-    """Returns x [.., K] times `factors` float [K] in float32, rounded once to x's dtype, its channels in `order` int32 [K].
+    """Returns x [.., K] times `factors` float [K], with channels permuted by `order` int32 [K]. Computed in float32 and rounded
+    once to x's dtype.
 
-    One kernel on NVIDIA GPUs for fp16 and bf16 (kernels/elementwise/gather.py), torch elsewhere. What `order` holds is not
-    checked (`InputTransform.check_values` does). Raises ValueError for tensors that do not fit x.
+    One kernel on NVIDIA GPUs for fp16 and bf16 (kernels/elementwise/gather.py), torch elsewhere. The values of `order` are not
+    checked; `InputTransform.check_values` checks them. Raises ValueError for tensors that do not fit x.
     """
     if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16):
         return torch.ops.lowbit.gather_channels(x, order, factors)
@@ -39,7 +40,7 @@ def _gather_with_torch(x: Tensor, order: Tensor | None, factors: Tensor | None) 
 
 
 def _check_channels(k: int, order: Tensor | None, factors: Tensor | None) -> None:
-    """Raises ValueError unless both belong to K channels."""
+    """Raises ValueError unless factors and order are for K channels."""
     if order is not None and (tuple(order.shape) != (k,) or order.dtype != torch.int32):
         raise ValueError(f"gather_channels: order is int32 [{k}], got {order.dtype} {tuple(order.shape)}")
     if factors is not None and (tuple(factors.shape) != (k,) or factors.dtype not in FACTOR_DTYPES):
@@ -47,7 +48,8 @@ def _check_channels(k: int, order: Tensor | None, factors: Tensor | None) -> Non
 
 
 def _gather_on_gpu(x: Tensor, order: Tensor | None, factors: Tensor | None) -> Tensor:
-    """Rows start at multiples of 16 bytes, with zeros behind K up to there, as the matrix kernels read them."""
+    """Runs the kernel. Rows of the result start at multiples of 16 bytes, with zeros from K up to the next multiple, as the
+    GEMM kernels require."""
     if machine_refusals(x.device) or triton_refusals():
         _check_channels(x.shape[-1], order, factors)
         return _gather_with_torch(x, order, factors)
@@ -65,7 +67,7 @@ def _gather_plan(
     m: int, k: int, dtype: torch.dtype, on: torch.device, aligned: tuple[bool, bool], order: TensorSpec | None,
     factors: TensorSpec | None,
 ) -> GatherPlan:  # fmt: skip
-    """The plan of a call. Raises ValueError when the tensors do not fit."""
+    """Returns the plan of a call. Raises ValueError if the tensors do not fit together."""
     _check_channels(k, *meta_tensors((order, factors)))
     device_of("gather_channels", (order, factors), on)
     from lowbit.kernels.elementwise.gather import GatherPlan
@@ -83,9 +85,9 @@ register("gather_channels(Tensor x, Tensor? order, Tensor? factors) -> Tensor", 
 
 
 def rotate_channels(x: Tensor, block: int) -> Tensor:
-    """x [.., K], fp16, bf16 or fp32, each block of so many channels rotated by a Hadamard matrix, summed up in float32 and
-    rounded once: one pass over memory on NVIDIA GPUs (kernels/elementwise/rotate.py), a product of torch elsewhere
-    (`formats.rotate_blocks`). Raises ValueError for a `block` that has no matrix or does not divide K."""
+    """Returns x [.., K] (fp16, bf16 or fp32) with each block of `block` channels rotated by a Hadamard matrix. Sums are
+    float32, rounded once. On NVIDIA GPUs this is one pass over memory (kernels/elementwise/rotate.py), elsewhere a matrix
+    product of torch (`formats.rotate_blocks`). Raises ValueError for an unsupported `block`, or one that does not divide K."""
     return torch.ops.lowbit.rotate_channels(x, block)
 
 
@@ -101,8 +103,8 @@ def _on_gpu(x: Tensor, block: int) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _plan(block: int, stride: bool, rows: TensorSpec) -> RotatePlan | None:
-    """The plan of a call, None where the kernel does not run; `stride` is one of whole vectors. Raises ValueError as
-    `rotate_channels` does."""
+    """Returns the plan of a call, None if the kernel does not support it. `stride`: row stride, of whole vectors. Raises
+    ValueError as `rotate_channels` does."""
     (m, k), dtype, on, aligned = rows
     check_block(block, k)
     if machine_refusals(on) or triton_refusals() or dtype not in FACTOR_DTYPES:

@@ -1,4 +1,4 @@
-"""Sums and ReLUs of packed codes: on a GPU one kernel, on a CPU their definition, the same codes."""
+"""Sums and ReLUs of packed codes: one kernel on a GPU, the reference on a CPU, with the same codes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from lowbit.pack.nhwc64 import Nhwc64
 
 
 def sum_codes(x: Tensor, layer: SumSpec, other: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Packed codes uint8 [N, H, W, bytes] that `layer` makes of packed x, and of `other` where it has one.
+    """Returns the packed codes uint8 [N, H, W, bytes] that `layer` computes from packed x and, if it has one, the other input
+    `other`.
 
-    All are contiguous and on one device; `out` is written if given. Raises ValueError for tensors that are not the layer's.
+    All tensors are contiguous and on one device; `out` is written if given. Raises ValueError for tensors that do not match the
+    layer.
     """
     if (other is None) != (layer.other is None):
         raise ValueError(f"the sum takes another value stored as {layer.other}, got {'none' if other is None else 'one'}")

@@ -1,8 +1,8 @@
-"""Convolutions of codes as objects: which kernel a lowered layer gets, made once, called many times.
+"""Convolutions of codes as objects: a lowered layer, packed for the chosen kernel; created once, called many times.
 
-`prepare_conv` packs a layer for a GPU and picks its kernel and tile from shapes alone; the result writes into a given output
-and allocates nothing else, so that a network of them is captured in one CUDA graph. On a CPU the same call computes the same
-bits by the reference. Pools of codes write into a given output too.
+`prepare_conv` packs a layer for a GPU and chooses its kernel and tile from shapes alone. The result writes to a given output
+and allocates nothing else, so that a network of such layers can be captured in one CUDA graph. On a CPU the same call computes
+the same bits with the reference. Pools of codes also write to a given output.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from lowbit.kernels.parts.conv_plan import ConvPlan
 
 ALIGNED_BYTES = 16
-"""Tensors start at multiples of this on a GPU: kernels are compiled for it."""
+"""On a GPU tensors must start at multiples of this, since kernels are compiled for it."""
 
 STEM_POOL = ((3, 3), (2, 2), (1, 1))
-"""Window, stride and padding of the max-pool that a stem may have inside."""
+"""Window, stride and padding of the max-pool that can be fused into a stem."""
 
 
 def conv_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ...]:
@@ -45,9 +45,9 @@ def conv_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ..
 
 
 class Conv:
-    """A lowered layer on one device; `prepare_conv` and `prepare_stem` make it. Calls read and write packed codes.
+    """A lowered layer on one device, created by `prepare_conv` or `prepare_stem`. Calls read and write packed codes.
 
-    `choice` says which kernel runs it, with which tile, and why.
+    `choice`: the kernel that runs the layer, its tile, and the reason.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Conv:
         self._kernel = None if machine is None else on_device_of_first(GpuConv(layer, self.choice, machine, images))
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
-        """Shape of the output [N, Ho, Wo, bytes or channels] for an input of packed shape `size`."""
+        """Returns the shape of the output [N, Ho, Wo, bytes or channels] for an input of packed shape `size`."""
         height, width = self.layer.output_size(size[1], size[2]) if self.images is None else self.images.output
         if self.pooled:
             height, width = output_size((height, width), *STEM_POOL)
@@ -69,10 +69,11 @@ class Conv:
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Packed codes uint8 [N, Ho, Wo, bytes], or values [N, Ho, Wo, O] for f16 and f32, of packed x [N, H, W, bytes].
+        """Returns packed codes uint8 [N, Ho, Wo, bytes], or values [N, Ho, Wo, O] for f16 and f32, of packed x [N, H, W,
+        bytes].
 
-        `residual` and `second` are given where the layer has them. `out` is contiguous and written if given. Raises ValueError
-        for tensors that are not the layer's.
+        `residual` and `second` must be given if the layer has them. `out` is contiguous, and written if given. Raises
+        ValueError for tensors that do not match the layer.
         """
         self._check(x, residual, second, out)
         if self._kernel is not None:
@@ -140,9 +141,10 @@ class Conv:
 
 
 def prepare_conv(layer: ConvLayer, size: Size, device: torch.device | str | None = None) -> Conv:
-    """The layer packed for inputs of about `size` (images, height, width); other sizes run too, with this size's tile.
+    """Returns the layer packed for inputs of about `size` (images, height, width). Other sizes also run, with the tile for this
+    size.
 
-    `device` is that of the weights when absent. Raises ValueError with every reason why the layer cannot run there.
+    `device`: by default that of the weights. Raises ValueError with every reason why the layer cannot run there.
     """
     device = device_for(layer, device)
     _refuse(layer, device)
@@ -150,11 +152,12 @@ def prepare_conv(layer: ConvLayer, size: Size, device: torch.device | str | None
 
 
 def prepare_stem(layer: ConvLayer, size: Size, device: torch.device | str | None = None, pooled: bool = False) -> Conv:
-    """A first convolution of stride 2 on images of 1 to 4 channels and `size` (images, height, width), s8 codes.
+    """Returns a first convolution with stride 2, packed for images of 1 to 4 channels and `size` (images, height, width), as s8
+    codes.
 
-    Its input is what `ops/relayout.py::pack_values` makes of images with the result's `images`. With `pooled`, the max-pool of
-    3 x 3, stride 2 and padding 1 that follows is inside, and its codes are the output. Raises ValueError with every reason
-    why it cannot be; `prepare_conv` takes any convolution, with channels filled up to 64.
+    Its input is the result of `ops/relayout.py::pack_values` for images and the returned object's `images`. With `pooled`, the
+    following 3 x 3 max-pool with stride 2 and padding 1 is fused, and its codes are the output. Raises ValueError with every
+    reason why this is not supported. `prepare_conv` supports any convolution, with channels padded to multiples of 64.
     """
     device = device_for(layer, device)
     images = StemImages(layer.weight.shape[1], size[1], size[2], layer.kernel, layer.padding)
@@ -172,7 +175,7 @@ def prepare_stem(layer: ConvLayer, size: Size, device: torch.device | str | None
 
 
 def stem_pool_refusals(layer: ConvLayer, machine: Machine | None) -> tuple[str, ...]:
-    """Returns the reasons why a stem cannot have its max-pool inside on a GPU (None: the CPU); empty if it can."""
+    """Returns the reasons why a max-pool cannot be fused into a stem on a GPU (None: the CPU); empty if it can."""
     reasons = []
     if layer.y not in ACTIVATIONS:
         reasons.append(f"its output is stored as {layer.y}, not as codes")
@@ -186,7 +189,7 @@ def stem_pool_refusals(layer: ConvLayer, machine: Machine | None) -> tuple[str, 
 def max_pool_codes(
     x: Tensor, storage: str, window: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int], out: Tensor
 ) -> None:
-    """Writes the largest codes of packed codes uint8 [N, H, W, bytes], packed."""
+    """Writes the largest code of each window of packed codes uint8 [N, H, W, bytes], as packed codes."""
     if x.is_cuda:
         from lowbit.kernels.elementwise.pool import max_pool
 
@@ -197,7 +200,7 @@ def max_pool_codes(
 
 
 def average_pool_codes(x: Tensor, storage: str, channels: int, scale: float, out: Tensor) -> None:
-    """Writes the mean values float32 [N, channels] of packed codes of this scale."""
+    """Writes the mean values float32 [N, channels] of packed codes whose scale is `scale`."""
     if x.is_cuda:
         from lowbit.kernels.elementwise.pool import average_pool
 
@@ -219,7 +222,7 @@ def average_pool_to_codes(x: Tensor, storage: str, channels: int, scale: float, 
 
 
 def device_for(layer: ConvLayer, device: torch.device | str | None) -> torch.device:
-    """The device of the layer where none is given, with the index of the GPU."""
+    """Returns the given device, by default that of the layer, with the index of the GPU."""
     wanted = layer.weight.device if device is None else torch.device(device)
     if wanted.type == "cuda" and wanted.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -233,8 +236,8 @@ def _refuse(layer: ConvLayer, device: torch.device) -> None:
 
 
 class GpuConv:
-    """A layer packed for the kernel of `choice`. Inputs of other sizes run too; images that are too wide for the strips that
-    were chosen take the kernel that copies taps, which reads the same packed weights."""
+    """A layer packed for the kernel of `choice`. Inputs of other sizes also run. Images that are too wide for the chosen strips
+    use the kernel that copies taps, which reads the same packed weights."""
 
     def __init__(self, layer: ConvLayer, choice: ConvCandidate, machine: Machine, images: StemImages | None = None) -> None:
         if choice.layout is None:
@@ -249,7 +252,7 @@ class GpuConv:
         return self.launcher.output_shape(size)
 
     def __call__(self, x: Tensor, residual: Tensor | None, second: Tensor | None, out: Tensor | None) -> Tensor:
-        """y of packed x, written to `out` if given."""
+        """Returns y of packed x, written to `out` if given."""
         tile, width = self.choice.tile, x.shape[2]
         if self.choice.kernel != "sm90/conv_strip" or tile is None or not strip_refusals(self.spec, tile, width, self.machine):
             return self.launcher(x, residual, second, out)
@@ -264,7 +267,7 @@ class GpuConv:
 def launcher(
     spec: ConvSpec, packed: PackedConv, choice: ConvCandidate, machine: Machine, images: StemImages | None = None
 ) -> ConvPlan:
-    """A packed layer on a GPU, with the kernel and tile that were chosen."""
+    """Returns the plan of a packed layer on a GPU, for the chosen kernel and tile."""
     if choice.kernel == "sm80/conv":
         from lowbit.kernels.sm80.conv import PreparedMmaConv
 

@@ -1,8 +1,9 @@
-"""Bottleneck blocks of 64 channels run whole: three convolutions of codes behind one call, made once, called many times.
+"""Three convolutions of codes around a 64-channel bottleneck in one call; packed once, called many times.
 
-`second` is the 3 x 3 convolution of a block, `third` the one that ends it, with a residual or with the shortcut's product
-inside, `following` the first convolution of the next block. On sm_90 one kernel runs them and only y = third's output and z =
-following's output reach memory; on a CPU the same call computes the same bits by the reference, layer by layer.
+`second` is the 3 x 3 convolution of a block, `third` its last convolution, with a residual or with the shortcut as its second
+product, `following` the first convolution of the next block. On sm_90 one kernel runs all three; only y (the output of `third`)
+and z (the output of `following`) are written to memory. On a CPU the same call computes the same bits with the reference, layer
+by layer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class ConvBlock:
-    """Three lowered layers on one device; `prepare_block` makes it. Calls read and write packed codes."""
+    """Three lowered layers on one device, created by `prepare_block`. Calls read and write packed codes."""
 
     def __init__(self, second: ConvLayer, third: ConvLayer, following: ConvLayer, device: torch.device) -> None:
         self.second, self.third, self.following, self.device = second, third, following, device
@@ -36,16 +37,16 @@ class ConvBlock:
             self._kernel = on_device_of_first(block_launcher(second, third, following, machine_of(device)))
 
     def output_shapes(self, size: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes [N, H, W, bytes] of y and z for an input of packed shape `size`."""
+        """Returns the shapes [N, H, W, bytes] of y and z for an input of packed shape `size`."""
         layout = Nhwc64(self.second.x)
         return (*size[:3], layout.pixel_bytes(EXPANDED)), (*size[:3], layout.pixel_bytes(self.outputs))
 
     def __call__(self, x: Tensor, added: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Packed codes (y, z), uint8 [N, H, W, bytes], of packed x [N, H, W, bytes].
+        """Returns packed codes (y, z), uint8 [N, H, W, bytes], of packed x [N, H, W, bytes].
 
-        `added` are the third convolution's residual, or the shortcut's input where it has a second product. `out` are
-        contiguous and written if given; neither may share memory with x. Raises ValueError for tensors that are not the
-        layers'.
+        `added` is the third convolution's residual, or the input of the shortcut if it has a second product. `out` are two
+        contiguous tensors, written if given; they must not share memory with x. Raises ValueError for tensors that do not match
+        the layers.
         """
         self._check(x, added, out)
         if self._kernel is None:
@@ -86,9 +87,10 @@ def prepare_block(
     second: ConvLayer, third: ConvLayer, following: ConvLayer, size: Size,
     device: torch.device | str | None = None,
 ) -> ConvBlock:  # fmt: skip
-    """The layers packed for inputs of about `size` (images, height, width), on `device` (that of the weights when absent).
+    """Returns the layers packed for inputs of about `size` (images, height, width), on `device` (by default that of the
+    weights).
 
-    Raises ValueError with every reason why they cannot run as one.
+    Raises ValueError with every reason why the layers cannot run in one kernel.
     """
     wanted = device_for(second, device)
     if wanted.type not in ("cpu", "cuda"):
@@ -101,7 +103,7 @@ def prepare_block(
 
 
 def block_launcher(second: ConvLayer, third: ConvLayer, following: ConvLayer, machine: Machine) -> PreparedBlock:
-    """The layers packed for the kernel of sm_90 that runs them whole."""
+    """Returns the layers packed for the sm_90 kernel that runs all three."""
     from lowbit.kernels.sm90.conv_block import PreparedBlock
 
     layout = BlockLayout(second.x, following.weight.shape[0], third.second is not None)

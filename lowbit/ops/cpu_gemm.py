@@ -1,8 +1,8 @@
-"""Products on a CPU of weights in one of its forms (pack/cpu.py).
+"""Products on a CPU, with weights in one of the CPU forms (pack/cpu.py).
 
-They call torch's operators directly, since calling an operator written in Python takes as long as some of these products. A
-16-bit product traced by torch.compile calls `lowbit::cpu_gemm` instead, which chooses between few rows and many when it runs,
-not when it is traced. In float32 there is no choice.
+They call torch's operators directly, since calling an operator written in Python takes as long as some of these products. Under
+torch.compile a 16-bit product calls `lowbit::cpu_gemm` instead, so that the choice between the methods for few and for many
+rows is made when it runs, not when it is traced. In float32 there is only one method.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _fake_cpu_gemm(x: Tensor, codes: Tensor, scale: Tensor | None, form: str, gr
 
 
 def cpu_gemm(x: Tensor, w: CpuWeight, bias: Tensor | None = None) -> Tensor:
-    """y [.., N] = x [.., K] . w[N, K]^T + bias [N], in x's dtype, which is that of `w`."""
+    """Returns y [.., N] = x [.., K] . w[N, K]^T + bias [N] in x's dtype, which must be the dtype of `w`."""
     of_weight = (w.codes, w.scale, w.form, w.group, w.scheme.zero is not ZeroPoint.NONE)
     opaque = torch.compiler.is_compiling() and x.dtype != torch.float32
     product = torch.ops.lowbit.cpu_gemm if opaque else _product
@@ -60,7 +60,8 @@ register(
 def scaled_cpu_gemm(
     x: Tensor, x_scale: Tensor, w: CpuWeight, bias: Tensor | None, dtype: torch.dtype, x_zero: Tensor | None
 ) -> Tensor:
-    """y [.., N] of `dtype` for int8 x [.., K], one scale (and zero) per token or for all, and weights of the form "int8"."""
+    """Returns y [.., N] in `dtype` for int8 x [.., K] and weights of the form "int8". x has one scale (and zero) per token, or
+    one for all tokens."""
     assert w.scale is not None
     zero_of_x = None if x_zero is None or w.sums is None else (x_zero, w.sums)
     y = torch_int8.scaled_int8_gemm(x.reshape(-1, w.shape[1]).contiguous(), x_scale, w.codes, w.scale, zero_of_x)
@@ -70,8 +71,8 @@ def scaled_cpu_gemm(
 
 
 def pack_for_cpu(q: QuantTensor, form: CpuForm, dtype: torch.dtype) -> CpuWeight:
-    """`q`, which is on a CPU, in a form that ops/table.py chose for x of `dtype`; raises ValueError for what is no part of the
-    product (`QuantTensor.require_product`)."""
+    """Packs `q`, which is on a CPU, in a form that ops/table.py chose for x of `dtype`. Raises ValueError if `q` has an input
+    transform or a low-rank correction (`QuantTensor.require_product`)."""
     q.require_product()
     return pack_int4(q) if form == "int4" else pack_int8(q) if form == "int8" else _decoded(q, dtype)
 

@@ -1,6 +1,6 @@
 """The torch operator `lowbit::mixed_gemm`: 16- or 32-bit activations times weights in the form on disk, on any device.
 
-It dequantizes them at every call. Kernels are compared with it, and it runs where no kernel does (ops/table.py).
+It dequantizes the weights at every call. Tests compare kernels with it, and it runs where no kernel does (ops/table.py).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from lowbit.ops.register import register
 
 
 def mixed_gemm(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str) -> Tensor:
-    """y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype (fp16, bf16 or fp32).
+    """Returns y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype (fp16, bf16 or fp32).
 
-    packed uint8 [N, ceil(K * bits / 8)] holds dense codes (formats/words.py), scale and zero have the scheme's
-    `scale_shape`; `scheme` is a scheme's name. Raises ValueError for tensors that do not fit together.
+    packed uint8 [N, ceil(K * bits / 8)] holds dense codes (formats/words.py), scale and zero have the scheme's `scale_shape`;
+    `scheme` is a scheme's name. Raises ValueError for tensors that do not fit together.
     """
     return torch.ops.lowbit.mixed_gemm(x, packed, scale, zero, bias, scheme)
 
 
 def _check(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str) -> Scheme:
-    """Returns the scheme. Raises ValueError unless the tensors are of one product under it."""
+    """Returns the scheme. Raises ValueError unless the tensors are operands of one product under it."""
     parsed = scheme_of(scheme)
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32) or x.dim() < 1:
         raise ValueError(f"mixed_gemm: x is fp16, bf16 or fp32 [.., K], got {x.dtype} {tuple(x.shape)}")

@@ -1,7 +1,8 @@
-"""The torch operators of a language model's step beside products and attention: embedding, norms with the residual, gates.
+"""The other torch operators of a language model's step, besides products and attention: embedding, norms with residual, gates.
 
 One launch each on NVIDIA GPUs (kernels/elementwise/norm.py, gate.py), plain torch (kernels/reference/elementwise.py) on a CPU.
-They serve a captured step of a few rows and prompts of thousands alike, and a row's result depends on nothing but the row.
+They are used for captured steps of a few rows and for prompts of thousands of tokens. The result of a row depends on that row
+alone.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ if TYPE_CHECKING:
     from lowbit.kernels.elementwise.norm import EmbedPlan, NormPlan
 
 ENDS = ("", "norm", "squares")
-"""What is computed after an embedding or a sum in the same launch; kernels/elementwise/norm.py uses the index."""
+"""What is computed after an embedding or a sum in the same launch. The index in this tuple is NORM of
+kernels/elementwise/norm.py."""
 MOST_COLUMNS = 16384
-"""Widest row that the kernels' registers hold."""
+"""Largest number of columns that the kernels' registers hold."""
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (*_HALVES, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingTable:
-    """An embedding of 8 bits: value = (codes - 128) * scale of its row. codes uint8 [V, H], scale float32 or 16 bits [V]: the
-    packed weight and the scales of a `w8a16` weight as they are. Raises ValueError for anything else."""
+    """An 8-bit embedding: value = (code - 128) * scale of the row. codes uint8 [V, H] and scale [V] (float32 or 16 bits) are
+    the packed weight and the scales of a `w8a16` weight, unchanged. Raises ValueError for anything else."""
 
     codes: Tensor
     scale: Tensor
@@ -64,8 +66,8 @@ class EmbeddingTable:
 
     @classmethod
     def from_quant_tensor(cls, q: QuantTensor) -> EmbeddingTable:
-        """The table of a `w8a16` weight [V, H]; raises ValueError for any other scheme, or one with an input transform or a
-        low-rank correction."""
+        """Returns the table of a `w8a16` weight [V, H]; raises ValueError for any other scheme, or for a weight with an input
+        transform or a low-rank correction."""
         if str(q.scheme) != "w8a16" or q.input_transform.parts or q.low_rank is not None:
             raise ValueError(f"an embedding table is made of a plain w8a16 weight, got {q.scheme}")
         return cls(q.codes.contiguous(), q.scale[:, 0].contiguous())
@@ -74,11 +76,12 @@ class EmbeddingTable:
 def embed_rows(
     tokens: Tensor, rows: Tensor | None, table: Tensor | EmbeddingTable, dtype: torch.dtype, *, scale: float = 1.0
 ) -> Tensor:
-    """h [B, H] of `dtype`: the embedding of token tokens[rows[b]], or tokens[b] without `rows`; both int32 [..].
+    """Returns h [B, H] of `dtype`: row b is the embedding of token tokens[rows[b]], or of tokens[b] without `rows`; both are
+    int32 [..]..].
 
     `table` is [V, H] of `dtype`, or an EmbeddingTable, whose values are rounded to `dtype`. They are multiplied by `scale`,
-    which is rounded to `dtype` first, as Gemma does by sqrt(H). Tokens are not checked: one outside the table is not defined.
-    Raises ValueError for tensors that do not fit together.
+    which is first rounded to `dtype` (Gemma's scale is sqrt(H)). Tokens are not checked; the result for tokens outside the
+    table is undefined. Raises ValueError for tensors that do not fit together.
     """
     return torch.ops.lowbit.embed_rows(tokens, rows, *_parts(table), dtype, scale)[0]
 
@@ -88,7 +91,7 @@ def embed_norm(
     *, scale: float = 1.0, offset: float = 0.0, bias: Tensor | None = None, positions: Tensor | None = None,
     position_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(h, x): `embed_rows`, and of that the `add_norm` without delta, in one launch.
+    """Returns (h, x) in one launch: h of `embed_rows`, and x of `add_norm` applied to h without delta.
 
     With a `position_table` [P, H] of `dtype`, its row positions[rows[b]] (positions[b] without `rows`; int32 [..]) is added to
     h first. Positions are not checked either.
@@ -103,7 +106,8 @@ def embed_norm_squares(
     tokens: Tensor, rows: Tensor | None, table: Tensor | EmbeddingTable, gamma: Tensor, dtype: torch.dtype, *,
     scale: float = 1.0, offset: float = 0.0, factor: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(h, x, squares): `embed_rows`, and of that the `add_norm_squares` without delta, in one launch."""
+    """Returns (h, x, squares) in one launch: h of `embed_rows`, and x and squares of `add_norm_squares` applied to h without
+    delta."""
     made = torch.ops.lowbit.embed_rows(tokens, rows, *_parts(table), dtype, scale, gamma, 0.0, offset, factor, "squares")
     return tuple(made)
 
@@ -112,13 +116,14 @@ def add_norm(
     h: Tensor, delta: Tensor | None, gamma: Tensor, eps: float, *, offset: float = 0.0, post_gamma: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [B, H] = h / sqrt(mean(h^2) + eps) * (offset + gamma), after h += delta in place; h and delta contiguous, gammas [H].
+    """Adds delta to h in place, then returns x [B, H] = h / sqrt(mean(h^2) + eps) * (offset + gamma). h and delta are
+    contiguous, gammas [H].
 
-    With `post_gamma`, delta's norm by it is added instead (Gemma 2 and 3). Everything is computed in float32; the sum is
-    rounded to h's type first. With offset 0 the normalised value is rounded to h's type, then its product with gamma
-    (Llama, Mistral, Qwen, Phi-3); with another, 1 for Gemma, the product alone is. With a `bias` [H] it is LayerNorm (OPT):
-    x = (h - mean) / sqrt(variance + eps) * gamma + bias, rounded once; it has no offset and no post_gamma. Raises ValueError
-    for tensors that do not fit together.
+    With `post_gamma`, the RMS norm of delta with that gamma is added instead of delta (Gemma 2 and 3). Everything is computed
+    in float32; the sum is rounded to h's type before the norm. With offset 0 the normalised value is rounded to h's type, then
+    its product with gamma is rounded again (Llama, Mistral, Qwen, Phi-3). With another offset (Gemma: 1) only the product is
+    rounded. With a `bias` [H] it is LayerNorm (OPT): x = (h - mean) / sqrt(variance + eps) * gamma + bias, rounded once; it has
+    no offset and no post_gamma. Raises ValueError for tensors that do not fit together.
     """
     return torch.ops.lowbit.add_norm(h, delta, gamma, eps, offset, post_gamma, bias)
 
@@ -126,29 +131,29 @@ def add_norm(
 def add_norm_squares(
     h: Tensor, delta: Tensor | None, gamma: Tensor, *, offset: float = 0.0, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(x [B, H], squares float32 [1, B]) after h += delta in place: x = h * (offset + gamma) * factor, rounded once, and the
-    sum of squares of h. What multiplies x divides at its end by factor * sqrt(squares / H + eps); a `factor`, a power of two,
-    keeps x in the range of fp16."""
+    """Adds delta to h in place, then returns (x [B, H], squares float32 [1, B]): x = h * (offset + gamma) * factor, rounded
+    once, and the sums of squares of h. The product that follows divides its result by factor * sqrt(squares / H + eps).
+    `factor`, a power of two, keeps x in the range of fp16."""
     return torch.ops.lowbit.add_norm_squares(h, delta, gamma, offset, factor)
 
 
 def gate(gate_up: Tensor, function: str, *, alternate: bool = False) -> Tensor:
-    """y [B, I] = f(gate) * up of gate_up [B, 2 I], the columns of gate first; f is "silu", "gelu_tanh" or "relu".
+    """Returns y [B, I] = f(gate) * up for gate_up [B, 2 I], with the columns of gate first; f is "silu", "gelu_tanh" or "relu".
 
-    With `alternate`, 8 columns of gate come first, then those 8 of up, and so on: what a weight of `pack.gated` makes.
-    f is computed in float32 and rounded to the type of gate before the product, as Transformers' MLPs do. Any row stride.
-    Raises ValueError for anything else.
+    With `alternate`, columns alternate between 8 of gate and 8 of up, as in products with weights of `pack.gated`. f is
+    computed in float32 and rounded to the type of gate before the product, as in Transformers' MLPs. Any row stride is
+    supported. Raises ValueError for anything else.
     """
     return torch.ops.lowbit.gate(gate_up, None, function, alternate)
 
 
 def gate2(gate: Tensor, up: Tensor, function: str) -> Tensor:
-    """`gate` of two tensors [B, I], each with any row stride."""
+    """As `gate`, for gate and up as two tensors [B, I], each with any row stride."""
     return torch.ops.lowbit.gate(gate, up, function)
 
 
 def activate(x: Tensor, function: str) -> Tensor:
-    """y [B, I] = f(x) of an MLP without a gate; otherwise as `gate`."""
+    """Returns y [B, I] = f(x), for an MLP without a gate; otherwise as `gate`."""
     return torch.ops.lowbit.gate(x, None, function, False, False)
 
 
@@ -157,7 +162,7 @@ def _parts(table: Tensor | EmbeddingTable) -> tuple[Tensor, Tensor | None]:
 
 
 def _check_row(who: str, dtype: torch.dtype, width: int, on: torch.device) -> None:
-    """Raises ValueError for rows that no kernel takes; a CPU takes any width, and float32 too."""
+    """Raises ValueError for rows that no kernel supports. A CPU supports any width, and also float32."""
     kinds = _HALVES if on.type == "cuda" else _FLOATS
     if dtype not in kinds:
         raise ValueError(f"{who}: rows are {', '.join(str(kind) for kind in kinds)} on {on.type}, got {dtype}")
@@ -174,7 +179,7 @@ def _check_gamma(who: str, width: int, offset: float, **gammas: Tensor | None) -
 
 
 def _check_contiguous(who: str, **tensors: Tensor | None) -> None:
-    """Raises ValueError for tensors with gaps: plans depend on shapes, not on strides."""
+    """Raises ValueError for tensors with gaps, since plans depend on shapes, not on strides."""
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{who}: {name} is contiguous, got strides {tensor.stride()} of {tuple(tensor.shape)}")

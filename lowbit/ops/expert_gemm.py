@@ -5,9 +5,9 @@
     y = expert_gemm(h, down, routing, per_slot=True, weighted=True)
     out = sum_slots(y, top_k, residual)
 
-Slot t * top_k + s is choice s of token t. Only experts with slots are read. Opaque to torch.compile; the choice of kernel
-depends on shapes and on the rows of the routing's tiles alone, never on what the router chose: nothing waits for it. On a CPU
-the weights of the experts with slots are dequantized, one expert at a time (kernels/reference/experts.py).
+Slot t * top_k + s is the s-th expert of token t. Only experts with slots are read. The operators are opaque to torch.compile.
+The choice of kernel depends on shapes and on `tile_rows` of the routing, not on the router's result, so the host never waits
+for it. On a CPU the weights of experts with slots are dequantized, one expert at a time (kernels/reference/experts.py).
 """
 
 from __future__ import annotations
@@ -44,18 +44,19 @@ def expert_gemm(
     x: Tensor, w: ExpertWeight, routing: Routing, bias: Tensor | None = None, *, gate: str = "none", per_slot: bool = False,
     weighted: bool = False, routed_before: bool = False, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
-    """y [T * top_k, N] in x's dtype: for each slot its row of x times the weights [N, K] of its expert, + bias [E, N] of it.
+    """Returns y [T * top_k, N] in x's dtype: for each slot its row of x times its expert's weight [N, K], plus the expert's row
+    of bias [E, N].
 
     Args:
         x: [T, K] in fp16 or bf16 (on a CPU float32 too), or with `per_slot` [T * top_k, K], a row for each slot.
-        gate: "none"; "silu": silu(gate) * up; "gelu_tanh"; "clamped_swiglu": that of gpt-oss,
-            (clamp(up, -7, 7) + 1) * g * sigmoid(1.702 g) with g = min(gate, 7). y is then [T * top_k, N / 2], and w and bias
-            alternate as `ExpertWeight.pack_gated` has them.
-        weighted: y is multiplied by the router weight of its slot, before the one rounding.
+        gate: "none"; "silu": silu(gate) * up; "gelu_tanh"; "clamped_swiglu", the gate of gpt-oss:
+            (clamp(up, -7, 7) + 1) * g * sigmoid(1.702 g) with g = min(gate, 7). With a gate, y is [T * top_k, N / 2], and rows
+            of w and bias alternate as in `ExpertWeight.pack_gated`.
+        weighted: rows of y are multiplied by the router weight of their slot before they are rounded.
         routed_before: the routing was written before the kernel that precedes this call on its stream, and that kernel lets
-            the next one start only after its own wait, as `expert_gemm` does. So it is for a product of another product's
-            slots. The first weights are then copied while that kernel runs (sm_90).
-        batch_invariant: a row of y has the same bits in every batch; the routing's tiles have 8 or 16 rows then.
+            the next kernel start only after it has waited itself, as `expert_gemm` does. Set it for the second of two expert
+            products. The first weights are then copied while the preceding kernel runs (sm_90).
+        batch_invariant: a row of y has the same bits in every batch; `tile_rows` of the routing must be 8 or 16.
 
     The same input gives the same bits. Raises ValueError for tensors that do not fit together.
     """
@@ -68,9 +69,10 @@ def expert_gemm(
 
 
 def sum_slots(y: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
-    """[T, N] in y's dtype: the sum over the slots of each token of y [T * top_k, N], + residual [T, N].
+    """Returns [T, N] in y's dtype: y [T * top_k, N] summed over the slots of each token, + residual [T, N].
 
-    In float32, slot 0 first, the residual last, one rounding. Raises ValueError for tensors that do not fit together.
+    Summed in float32, slot 0 first, the residual last, with one rounding. Raises ValueError for tensors that do not fit
+    together.
     """
     out: Tensor = torch.ops.lowbit.sum_slots(y, top_k, residual)
     return out
@@ -123,7 +125,7 @@ def _check_routing(a: ExpertArguments) -> None:
 
 
 def _check(a: ExpertArguments) -> Scheme:
-    """Raises ValueError unless the arguments are of one product; returns the scheme."""
+    """Returns the scheme. Raises ValueError unless the arguments are operands of one product."""
     parsed = scheme_of(a.scheme)
     if parsed.activation is not None:
         raise ValueError(
@@ -142,7 +144,7 @@ def _check(a: ExpertArguments) -> Scheme:
             raise ValueError(f"expert_gemm: {name} of {count} experts is [{count}, ..], got {tuple(t.shape)}")
     if a.x.dim() != 2:
         raise ValueError(f"expert_gemm: x is [T, K], or [T * top_k, K] with per_slot, got {tuple(a.x.shape)}")
-    # A CPU takes float32 too, which is checked as a 16-bit type.
+    # A CPU also supports float32; it is checked in place of a 16-bit type.
     dtype = torch.bfloat16 if a.x.device.type == "cpu" and a.x.dtype == torch.float32 else a.x.dtype
     of_one = (_spec_of_one(t) for t in (a.codes, a.scale, a.channel_scale, a.bias))
     codes, scale, channel_scale, bias = meta_tensors(of_one)
@@ -163,7 +165,7 @@ def _check(a: ExpertArguments) -> Scheme:
 
 
 def _spec_of_one(t: Tensor | None) -> TensorSpec | None:
-    """The properties of one expert's part of a tensor."""
+    """Returns the properties of one expert's part of a tensor."""
     return None if t is None else (t.shape[1:], t.dtype, t.device, True)
 
 
@@ -183,7 +185,7 @@ def _expert_gemm(a: ExpertArguments) -> Tensor:
 
 
 def _spec(t: Tensor | None) -> tuple[TensorSpec, bool] | None:
-    """The properties of a tensor on which a plan depends: those of `spec_of`, and whether it is contiguous."""
+    """Returns the properties of a tensor on which a plan depends: those of `spec_of`, and True if it is contiguous."""
     return None if t is None else (spec_of(t), t.is_contiguous())  # type: ignore[return-value]
 
 
@@ -192,7 +194,8 @@ def _plan(
     size: torch.Size, dtype: torch.dtype, on: torch.device, specs: tuple[tuple[TensorSpec, bool] | None, ...],
     options: tuple,
 ) -> ExpertPlan | None:  # fmt: skip
-    """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
+    """Returns the plan of a product; None if there is nothing to compute. Raises ValueError if the tensors do not fit
+    together."""
     tensors = meta_tensors(None if s is None else s[0] for s in specs)
     a = ExpertArguments(torch.empty(size, dtype=dtype, device="meta"), *tensors, *options)
     if dtype not in _HALVES:
@@ -217,7 +220,7 @@ def _plan(
 
 @dataclass(frozen=True)
 class SortedPlan:
-    """A copy of x in the order of slots by expert, then the product that reads it by TMA."""
+    """The plan of two launches: a copy of x in the order of slots by expert, then the product, which reads the copy by TMA."""
 
     gather: GatherSlotsPlan
     product: ExpertWgmmaPlan
@@ -226,7 +229,7 @@ class SortedPlan:
         self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
         tiles: Tensor, tile_count: Tensor, order: Tensor, weights: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Returns y [slots, N]; arguments as of the other plans."""
+        """Returns y [slots, N]; arguments as for the other plans."""
         rows = self.gather(x, order)
         return self.product(rows, codes, scale, channel_scale, bias, tiles, tile_count, order, weights)
 
@@ -238,7 +241,7 @@ def plan_for(
     tile: ExpertTile, shape: ExpertShape, form: WeightForm, dtype: torch.dtype, bias: bool, machine: Machine, *,
     gate: str = "none", weighted: bool = False, early: bool = False,
 ) -> ExpertPlan:  # fmt: skip
-    """The plan of a product of experts with a given tile on a machine."""
+    """Returns the plan of a product of experts with a given tile on a machine."""
     from lowbit.kernels.elementwise.gather_slots import GatherSlotsPlan
     from lowbit.kernels.parts.epilogue import Epilogue
     from lowbit.kernels.sm80.expert_large_m_gemm import ExpertMmaPlan
@@ -282,7 +285,7 @@ register(
 
 
 def _check_sum(y: Tensor, top_k: int, residual: Tensor | None) -> None:
-    """Raises ValueError unless y and the residual are of one sum."""
+    """Raises ValueError unless y and the residual fit together."""
     if y.dim() != 2 or top_k < 1 or y.shape[0] % max(top_k, 1) or not y.is_floating_point():
         raise ValueError(f"sum_slots: y is floats [T * {top_k}, N], got {y.dtype} {tuple(y.shape)}")
     expected = (y.shape[0] // top_k, y.shape[1])
@@ -298,7 +301,7 @@ def _sum_slots(y: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _sum_plan(top_k: int, *tensors: TensorSpec | None) -> SumSlotsPlan:
-    """The plan of a sum. Raises ValueError when the tensors do not fit."""
+    """Returns the plan of a sum. Raises ValueError if the tensors do not fit together."""
     from lowbit.kernels.elementwise.sum_slots import SumSlotsPlan
 
     y, residual = meta_tensors(tensors)

@@ -1,7 +1,8 @@
-"""The torch operator `lowbit::fragment_gemm`: the tensor-core kernels on weights in their own form (pack/weight.py).
+"""The torch operator `lowbit::fragment_gemm`: the tensor-core kernels for 16-bit activations, with weights in the form of
+pack/weight.py.
 
-Like `lowbit::mixed_gemm` it is opaque to torch.compile and costs little per call; the choice of kernel stays inside and
-depends on shapes alone.
+Like `lowbit::mixed_gemm` it is opaque to torch.compile and has little overhead per call. The operator chooses the kernel, by
+shapes alone.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from lowbit.pack.fragment import LANES, k_tiles, row_blocks
 
 
 def fragment_gemm(x: Tensor, w: FragmentWeight, bias: Tensor | None = None, *, batch_invariant: bool = False) -> Tensor:
-    """y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype, fp16 or bf16.
+    """Returns y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype, fp16 or bf16.
 
-    With `batch_invariant`, a row of y has the same bits in every batch; else sums of small batches are formed in another
-    order than those of large ones. Raises ValueError for tensors that do not fit together.
+    With `batch_invariant`, a row of y has the same bits in every batch; else the order of summation differs between small and
+    large batches. Raises ValueError for tensors that do not fit together.
     """
     return torch.ops.lowbit.fragment_gemm(
         x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], batch_invariant, w.subnormal
@@ -38,7 +39,7 @@ def check_product(
     operator: str, x: Tensor, codes: Tensor, scale: Tensor | None, channel: Tensor | None, bias: Tensor | None,
     s: Scheme, n: int, subnormal: bool = False,
 ) -> None:  # fmt: skip
-    """Raises ValueError, which names `operator`, unless the tensors are of one product under the scheme."""
+    """Raises ValueError with the name `operator` unless the tensors are operands of one product under the scheme."""
     if x.dtype not in (torch.float16, torch.bfloat16) or x.dim() < 1:
         raise ValueError(f"{operator}: x is fp16 or bf16 [.., K], got {x.dtype} {tuple(x.shape)}")
     k = x.shape[-1]
@@ -87,7 +88,8 @@ def _plan(
     scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
     batch_invariant: bool, subnormal: bool,
 ) -> Any:  # fmt: skip
-    """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
+    """Returns the plan of a product; None if there is nothing to compute. Raises ValueError if the tensors do not fit
+    together."""
     parsed = scheme_of(scheme)
     codes, scale, channel_scale, bias = meta_tensors(others)
     x = torch.empty((m, k), dtype=dtype, device="meta")
@@ -104,7 +106,7 @@ def _plan(
 def plan_for(
     tile: Tile, shape: GemmShape, form: WeightForm, dtype: torch.dtype, bias: bool, machine: Machine, **epilogue: Any
 ) -> Any:
-    """The plan of a product with a given tile on a machine; `epilogue` are other fields of `Epilogue`."""
+    """Returns the plan of a product with a given tile on a machine; `epilogue`: further fields of `Epilogue`."""
     from lowbit.kernels.parts.epilogue import Epilogue
 
     fused = Epilogue(form.channel_scale, bias, **epilogue)
@@ -138,7 +140,8 @@ register(
 
 
 def aligned_rows(x: Tensor) -> Tensor:
-    """x [M, K] with rows of 16-byte vectors, no gap within a row, zeros behind K; copied only if it is not so already."""
+    """Returns x [M, K] with rows of whole, aligned 16-byte vectors, no gaps within rows, and zeros from K up to the next row;
+    copies x only if necessary."""
     k = x.shape[1]
     if x.stride(1) == 1 and x.stride(0) % 8 == 0 and k % 8 == 0 and x.data_ptr() % 16 == 0:
         return x

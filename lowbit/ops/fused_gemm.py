@@ -1,19 +1,21 @@
-"""The torch operators `lowbit::norm_gemm` and `lowbit::residual_gemm`: products of a decode step with what surrounds them.
+"""The torch operators `lowbit::norm_gemm` and `lowbit::residual_gemm`: products of a decode step, fused with norms, gate and
+residual.
 
-With attention between qkv and o, four of them and one more kernel are a layer of a decoder, for up to 64 tokens (an
-engine takes them for as many where there is wgmma, sm_90, else for 8):
+A decoder layer is four of these products and one attention kernel, between qkv and o. They support up to 64 tokens. The engine
+uses them for up to 64 tokens on GPUs with wgmma (sm_90), else for up to 8:
 
     qkv      norm_gemm(x, qkv, squares)                    y = x . w^T / rms + bias
     o        residual_gemm(attention, o, h, gamma)         h += y; x = h * gamma * factor; squares of h
     gate-up  norm_gemm(x, gate_up, squares, gated="silu")  y = silu(gate) * up
     down     residual_gemm(y, down, h, gamma of the next layer)
 
-x is h * gamma; the next product divides its sums by the rms. Unlike a normalised x it is not bounded: in fp16 it is multiplied
-by `factor`, a power of two, by which the next product divides (`factor_of`). The kernel that writes squares [parts, M] chooses
-`parts`. Opaque to torch.compile, as `lowbit::fragment_gemm` is.
+x is h * gamma; the next product divides its sums by the RMS. Unlike a normalised x, it is not bounded. So in fp16 it is
+multiplied by `factor`, a power of two, by which the next product also divides (`factor_of`). The kernel that writes squares
+[parts, M] chooses `parts`. The operators are opaque to torch.compile, like `lowbit::fragment_gemm`.
 
-The small-M kernel takes a weight that is not quantized, as `nn.Linear` holds it, for up to 16 tokens. In the operators `codes`
-is then the matrix itself, `scheme` is "dense", and all rows of gate come before those of up instead of alternating.
+The small-M kernel also supports weights that are not quantized, in the layout of `nn.Linear`, for up to 16 tokens. The
+operators' argument `codes` is then the matrix itself, `scheme` is "dense", and all gate rows precede all up rows instead of
+alternating.
 """
 
 from __future__ import annotations
@@ -41,14 +43,14 @@ from lowbit.pack.gemm_weight import GemmWeight
 Gated = Literal["none", "silu", "gelu_tanh"]
 
 DENSE = "dense"
-"""Given in place of a scheme's name for a weight that is not quantized."""
+"""The value of `scheme` for a weight that is not quantized."""
 
 Weight = FragmentWeight | DenseWeight
 
 
 def chain_refusals(w: GemmWeight | DenseWeight, m: int, dtype: torch.dtype) -> tuple[str, ...]:
-    """Returns the reasons why no product of m tokens of `dtype` by `w` has norm, gate or residual as its epilogue; empty if one
-    does.
+    """Returns the reasons why no kernel multiplies m tokens of `dtype` by `w` with norm, gate or residual in its epilogue;
+    empty if one does.
     """
     if isinstance(w, DenseWeight):
         return _dense_refusals(w, m, dtype)
@@ -68,7 +70,7 @@ def _dense_refusals(w: DenseWeight, m: int, dtype: torch.dtype) -> tuple[str, ..
     reasons = []
     if dtype not in (torch.float16, torch.bfloat16) or w.values.dtype != dtype:
         reasons.append(f"takes x and weights of 16 bits in fp16 or bf16, one type for both, not {dtype} and {w.values.dtype}")
-    # torch.compile has no addresses; where a weight begins the operator checks too, when it is launched.
+    # Under torch.compile tensors have no addresses. The operator checks the alignment of weights again at its launch.
     aligned = torch.compiler.is_compiling() or w.values.data_ptr() % 16 == 0
     if w.shape[1] % 8 or not w.values.is_contiguous() or not aligned:
         reasons.append(f"takes weights of 16 bits whose rows start at multiples of 16 bytes, not {w.shape[1]} wide")
@@ -78,10 +80,10 @@ def _dense_refusals(w: DenseWeight, m: int, dtype: torch.dtype) -> tuple[str, ..
 
 
 def factor_of(gamma: Tensor, dtype: torch.dtype) -> float:
-    """The power of two with which h * gamma * factor is finite in `dtype` wherever h is, and otherwise as large as can be.
+    """Returns the largest power of two for which h * gamma * factor is finite in `dtype` if h is.
 
-    With it the largest |gamma| [N] is between 1/2 and 1; it is 1.0 in bf16, which has float32's range. The cost: fp16
-    rounds numbers below 2^-14 to multiples of 2^-24, no more error than rounding anyway makes while the root mean square of
+    The largest |gamma| [N] times the factor is between 1/2 and 1. In bf16, which has float32's range, it is 1.0. The cost: fp16
+    rounds numbers below 2^-14 to multiples of 2^-24. This is no larger than the usual rounding error if the root mean square of
     h * gamma * factor is 2^-13 or more.
     """
     largest = float(gamma.abs().max())
@@ -95,12 +97,12 @@ def norm_gemm(
     x: Tensor, w: Weight, squares: Tensor, bias: Tensor | None = None, *, width: int, eps: float,
     gated: Gated = "none", factor: float = 1.0, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
-    """y [M, N] = x [M, K] . dequant(w)[N, K]^T / (rms * factor) + bias [N], in x's dtype, fp16 or bf16, M <= 64.
+    """Returns y [M, N] = x [M, K] . dequant(w)[N, K]^T / (rms * factor) + bias [N], in x's dtype, fp16 or bf16, M <= 64.
 
-    x is h * gamma * factor; rms = sqrt(sum of `squares` float32 [parts, M] / width + eps), that of rows of h of `width`
-    elements. With `gated`, w is of `pack.gated.pack_gated`, or in 16 bits all of gate and then of up, bias in its order, and
-    y [M, N / 2] = act(gate) * up. M <= 16 for weights of 16 bits. With `batch_invariant`, a row of y has the same bits whatever
-    M. Raises ValueError for tensors that do not fit together.
+    x is h * gamma * factor. rms = sqrt(sum of `squares` float32 [parts, M] / width + eps) is the RMS of the rows of h, which
+    have `width` elements. With `gated`, y [M, N / 2] = act(gate) * up; w is a result of `pack.gated.pack_gated` (16-bit
+    weights: all gate rows, then all up rows), and bias has the same order. M <= 16 for 16-bit weights. With `batch_invariant`,
+    a row of y has the same bits for every M. Raises ValueError for tensors that do not fit together.
     """
     _check_weight("norm_gemm", w, x)
     codes, scale, channel, scheme, subnormal = _as_passed(w)
@@ -113,11 +115,12 @@ def residual_gemm(
     x: Tensor, w: Weight, h: Tensor, gamma: Tensor, bias: Tensor | None = None, *, factor: float = 1.0,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(x of the next norm [M, N], squares float32 [parts, M]) after h [M, N] += x [M, K] . dequant(w)[N, K]^T + bias [N].
+    """Computes h [M, N] += x [M, K] . dequant(w)[N, K]^T + bias [N] in place; returns (x of the next norm [M, N], squares
+    float32 [parts, M]).
 
-    h is rounded to its type, fp16 or bf16; of what it then holds are x = h * gamma [N] * factor, in the type of x, and
-    `squares`, sums of squares of parts of its rows, which add up to those of the rows. M and `batch_invariant` as in
-    `norm_gemm`. Raises ValueError for tensors that do not fit together.
+    h is rounded to its type, fp16 or bf16. From the rounded h come the returned x = h * gamma [N] * factor, in the type of x,
+    and `squares`, the sums of squares over parts of its rows; summed over parts they are the rows' sums of squares. M and
+    `batch_invariant` as in `norm_gemm`. Raises ValueError for tensors that do not fit together.
     """
     _check_weight("residual_gemm", w, x)
     codes, scale, channel, scheme, subnormal = _as_passed(w)
@@ -125,7 +128,8 @@ def residual_gemm(
 
 
 def _as_passed(w: Weight) -> tuple[Tensor, Tensor | None, Tensor | None, str, bool]:
-    """A weight as the operators take it: codes, scales of groups and of channels, name of the scheme, subnormal codes."""
+    """Returns a weight as arguments of the operators: codes, scales of groups, scales of channels, name of the scheme, True for
+    subnormal codes."""
     if isinstance(w, DenseWeight):
         return w.values, None, None, DENSE, False
     return w.codes, w.scale, w.channel_scale, w.scheme.name, w.subnormal
@@ -144,7 +148,7 @@ def _check_product(
     operator: str, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
     scheme: str, n: int, subnormal: bool,
 ) -> None:  # fmt: skip
-    """As `check_product`, for weights of 16 bits too."""
+    """As `check_product`, but also for 16-bit weights."""
     if scheme != DENSE:
         return check_product(operator, x, codes, scale, channel_scale, bias, scheme_of(scheme), n, subnormal)
     expected = (n, x.shape[-1])
@@ -213,7 +217,7 @@ class ResidualGemmArguments(NamedTuple):
 
 
 def _check_norm(a: NormGemmArguments) -> None:
-    """Raises ValueError unless the tensors are of one product with the norm in its epilogue."""
+    """Raises ValueError unless the tensors are operands of one product with the norm in its epilogue."""
     _check_product("norm_gemm", a.x, *a.weight, a.bias, a.scheme, a.n, a.subnormal)
     m, squares, gated = a.x.shape[0], a.squares, a.gated
     if squares.dim() != 2 or squares.shape[1] != m or squares.dtype != torch.float32 or not 1 <= squares.shape[0] <= MOST_PARTS:
@@ -227,7 +231,7 @@ def _check_norm(a: NormGemmArguments) -> None:
 
 
 def _check_residual(a: ResidualGemmArguments) -> None:
-    """Raises ValueError unless the tensors are of one product with the residual in its epilogue."""
+    """Raises ValueError unless the tensors are operands of one product with the residual in its epilogue."""
     x, h, gamma = a.x, a.h, a.gamma
     if h.dim() != 2 or h.shape[0] != x.shape[0] or h.dtype not in (torch.float16, torch.bfloat16) or not h.is_contiguous():
         raise ValueError(
@@ -265,7 +269,7 @@ def _norm_plan(
     scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
     gated: Gated, batch_invariant: bool, subnormal: bool,
 ) -> Any:  # fmt: skip
-    """The plan of a product with the norm in its epilogue. Raises ValueError when the tensors do not fit."""
+    """Returns the plan of a product with the norm in its epilogue. Raises ValueError if the tensors do not fit together."""
     codes, scale, channel_scale, squares, bias = meta_tensors(others)
     x, weight = torch.empty((m, k), dtype=dtype, device="meta"), (codes, scale, channel_scale)
     _check_norm(NormGemmArguments(x, *weight, squares, bias, scheme, n, k, 0.0, 1.0, gated, batch_invariant, subnormal))
@@ -281,7 +285,7 @@ def _residual_plan(
     scheme: str, m: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
     batch_invariant: bool, subnormal: bool,
 ) -> Any:  # fmt: skip
-    """The plan of a product with the residual in its epilogue. Raises ValueError when the tensors do not fit."""
+    """Returns the plan of a product with the residual in its epilogue. Raises ValueError if the tensors do not fit together."""
     codes, scale, channel_scale, h, gamma, bias = meta_tensors(others)
     x, weight = torch.empty((m, k), dtype=dtype, device="meta"), (codes, scale, channel_scale)
     _check_residual(ResidualGemmArguments(x, *weight, h, gamma, bias, scheme, 1.0, batch_invariant, subnormal))
@@ -293,7 +297,7 @@ def _residual_plan(
     return plan_for(tile, shape, form, dtype, bias is not None, machine, h_type="fp16" if h.dtype == torch.float16 else "bf16")
 
 
-# ---- on a CPU, and without data
+# ---- on a CPU, and for tensors without data
 
 
 def _unpacked(
@@ -330,7 +334,7 @@ def _residual_fake(a: ResidualGemmArguments) -> tuple[Tensor, Tensor]:
     _check_residual(a)
     parts = 1
     if a.x.device.type == "cuda":
-        m, n, k = int(a.x.shape[0]), int(a.h.shape[1]), int(a.x.shape[1])  # the choice of a tile takes numbers, no symbols
+        m, n, k = int(a.x.shape[0]), int(a.h.shape[1]), int(a.x.shape[1])  # the choice of a tile needs numbers, not symbols
         shape = _shape(a.scheme, m, n, k)
         tile = choose_chain("residual", shape, machine_of(a.x.device), a.batch_invariant)
         parts = parts_of(tile, shape)

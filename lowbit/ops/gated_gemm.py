@@ -1,7 +1,7 @@
 """The torch operator `lowbit::gated_gemm`: gate and up of an MLP as one product with the gate in its epilogue.
 
-Opaque to torch.compile, as `lowbit::fragment_gemm` is; checks and choice of tile are the same. Small batches run one kernel
-for the product and one for the gate; in a decode step ops/fused_gemm.py does both with one kernel.
+It is opaque to torch.compile and has the same checks and choice of tile as `lowbit::fragment_gemm`. Small batches run one
+kernel for the product and one for the gate; in a decode step ops/fused_gemm.py runs both in one kernel.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from lowbit.pack import FragmentWeight, weight_form
 def gated_gemm(
     x: Tensor, w: FragmentWeight, bias: Tensor | None, gated: str, *, batch_invariant: bool = False
 ) -> Tensor:  # fmt: skip
-    """y [M, N / 2] = f(gate) * up of x [M, K] . dequant(w)[N, K]^T + bias [N], in x's dtype, fp16 or bf16; f is "silu",
-    "gelu_tanh" or "relu".
+    """Returns y [M, N / 2] = f(gate) * up in x's dtype, fp16 or bf16, where gate and up are the columns of x [M, K] .
+    dequant(w)[N, K]^T + bias [N]; f is "silu", "gelu_tanh" or "relu".
 
-    w is of `pack.gated.pack_gated`, bias in its order. With `batch_invariant` a row of y has the same bits in every batch, else
-    gate and up of small batches are rounded before f, those of large ones are not. Raises ValueError for tensors that do not
-    fit together.
+    w is a result of `pack.gated.pack_gated`, and bias has the same order. With `batch_invariant` a row of y has the same bits
+    in every batch; else gate and up are rounded before f in small batches, but not in large ones. Raises ValueError for tensors
+    that do not fit together.
     """
     return torch.ops.lowbit.gated_gemm(
         x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], gated, batch_invariant, w.subnormal
@@ -43,7 +43,7 @@ def _check(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
     gated: str, subnormal: bool,
 ) -> None:  # fmt: skip
-    """Raises ValueError unless the tensors are of one gated product."""
+    """Raises ValueError unless the tensors are operands of one gated product."""
     check_product("gated_gemm", x, codes, scale, channel_scale, bias, scheme_of(scheme), n, subnormal)
     if x.dim() != 2 or gated not in GATES or n % 16:
         raise ValueError(
@@ -69,8 +69,8 @@ def _plan(
     scheme: str, size: torch.Size, n: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
     gated: Gate, batch_invariant: bool, subnormal: bool,
 ) -> Any:  # fmt: skip
-    """The plan of a product with the gate in its epilogue; None where two kernels compute it. Raises ValueError for tensors
-    that do not fit."""
+    """Returns the plan of a product with the gate in its epilogue; None if two kernels compute it. Raises ValueError for
+    tensors that do not fit together."""
     codes, scale, channel_scale, bias = meta_tensors(others)
     parsed = scheme_of(scheme)
     _check(torch.empty(size, dtype=dtype, device="meta"), codes, scale, channel_scale, bias, scheme, n, gated, subnormal)

@@ -1,4 +1,4 @@
-"""One way to call a product: y = x . dequant(w)^T for a weight in any of its forms, x in 16 bits or quantized."""
+"""`gemm`: y = x . dequant(w)^T for a weight in any form and x in 16 bits or quantized."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from lowbit.pack.weight import FragmentWeight
 def pack_for(
     q: QuantTensor, dtype: torch.dtype = torch.bfloat16, *, batch_invariant: bool = False, form: Form | None = None
 ) -> GemmWeight:
-    """Returns `q` in the form of the first kernel of ops/table.py that takes it on its device for x of `dtype`, or in `form`.
+    """Returns `q` in the form of the first kernel of ops/table.py that supports it on its device for x of `dtype`; or in the
+    form `form`.
 
-    Raises UnsupportedProblem, with every kernel's reasons, where there is none, and ValueError for an input transform or a
-    low-rank correction: `nn.QuantLinear` computes them, a product does not.
+    Raises UnsupportedProblem with every kernel's reasons if there is no kernel. Raises ValueError for an input transform or a
+    low-rank correction, which `nn.QuantLinear` computes, not a product.
     """
     device = q.codes.device
     known = {"scale_dtype": q.scale.dtype, "batch_invariant": batch_invariant, "form": form}
@@ -34,7 +35,7 @@ def pack_for(
     q.require_product()
     match chosen:
         case "fragments":
-            make_counters(device)  # memory cannot be allocated while a graph captures the first product
+            make_counters(device)  # counters cannot be allocated later, if the first product runs in a graph capture
             return FragmentWeight.pack(q)
         case "operands":
             make_counters(device)
@@ -49,14 +50,15 @@ def gemm(
     x: Tensor | Activations, w: GemmWeight, bias: Tensor | None = None, *, dtype: torch.dtype | None = None,
     batch_invariant: bool = False, function: str = "none", y_scale: Tensor | None = None, fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
-    """y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype.
+    """Returns y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype.
 
-    x is fp16, bf16 or fp32; under a scheme with 8-bit activations it is quantized first, token by token, or is quantized
-    already (`quantize_activations`). `dtype` is another type of y, and `function` and `y_scale` are those of `ops.scaled_gemm`,
-    for 8-bit activations only. With `batch_invariant`, a row of y has the same bits in every batch. `fast_accum`, as that of
-    `torch._scaled_mm`: sums of fp8 by fp8 stay in the tensor core, which has few bits for them, a little faster and 10 to 600
-    times less exact, the longer K and the more of one sign (docs/internals/numerics.md); for other 8-bit x it changes nothing.
-    Raises ValueError for tensors that do not fit together, and UnsupportedProblem where no kernel for this form computes it.
+    x is fp16, bf16 or fp32. Under a scheme with 8-bit activations it is quantized first, token by token, unless it is already
+    quantized (`quantize_activations`). Only for 8-bit activations: `dtype` is another type of y, and `function` and `y_scale`
+    are as in `ops.scaled_gemm`. With `batch_invariant`, a row of y has the same bits in every batch. `fast_accum` is that of
+    `torch._scaled_mm`: sums of fp8 x times fp8 w stay in the tensor core, which has few bits for them. This is a little faster
+    and has 10 to 600 times the error, more with longer K and with sums of one sign (docs/internals/numerics.md). For other
+    8-bit x it changes nothing. Raises ValueError for tensors that do not fit together, and UnsupportedProblem if no kernel for
+    this form supports the product.
     """
     if batch_invariant and isinstance(w, (RowWeight, CpuWeight)):
         problem = problem_on(w.codes.device, w.scheme, 1, w.shape, torch.bfloat16, batch_invariant=True)
@@ -82,7 +84,8 @@ def gemm(
 
 
 def quantized(x: Tensor, scheme: Scheme) -> Activations:
-    """x as a scheme with 8-bit activations quantizes it where no scale was calibrated: token by token, or in blocks of K."""
+    """Returns x quantized as a scheme with 8-bit activations requires if no scale was calibrated: token by token, or in blocks
+    along K."""
     assert scheme.activation is not None
     group = scheme.granularity.k if isinstance(scheme.granularity, PerBlock) else 0
     return quantize_activations(x, scheme.activation, group=group, symmetric=not scheme.activation_zero, rule=scheme.rule.value)

@@ -14,13 +14,13 @@ from torch import Tensor
 from lowbit.formats import Scheme, ZeroPoint, packed_bytes, parse_scheme, scale_shape
 
 scheme_of = functools.lru_cache(maxsize=None)(parse_scheme)
-"""The scheme of this name; the name is parsed once."""
+"""Returns the scheme of a name; each name is parsed only once."""
 
 
 def check_weight(
     operator: str, k: int, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: Scheme
 ) -> None:
-    """Raises ValueError, which names `operator`, unless the tensors are one weight [N, k] under `scheme` and its bias [N]."""
+    """Raises ValueError with the name `operator` unless the tensors are one weight [N, k] under `scheme` and its bias [N]."""
     if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.shape[1] != packed_bytes(k, scheme.weight.bits):
         raise ValueError(
             f"{operator}: {scheme} with K {k} takes packed uint8 [N, {packed_bytes(k, scheme.weight.bits)}], "
@@ -39,7 +39,7 @@ def check_weight(
 
 
 def check_one_device(operator: str, *tensors: Tensor | None) -> None:
-    """Raises ValueError, which names `operator`, unless all tensors that are given are on one device."""
+    """Raises ValueError with the name `operator` unless all tensors that are not None are on one device."""
     _one_device(operator, {tensor.device for tensor in tensors if tensor is not None})
 
 
@@ -50,27 +50,27 @@ def _one_device(operator: str, devices: set[torch.device]) -> torch.device:
 
 
 TensorSpec = tuple[torch.Size, torch.dtype, torch.device, bool]
-"""The properties of a tensor on which a plan depends: shape, dtype, device, whether it starts at a multiple of 16 bytes."""
+"""The properties of a tensor on which a plan depends: shape, dtype, device, and True if it starts at a multiple of 16 bytes."""
 
 
 def spec_of(t: Tensor | None) -> TensorSpec | None:
-    """The properties of a tensor on which a plan depends; None for None."""
+    """Returns the properties of a tensor on which a plan depends; None for None."""
     return None if t is None else (t.shape, t.dtype, t.device, t.data_ptr() % 16 == 0)
 
 
 def meta_tensors(specs: Iterable[TensorSpec | None]) -> tuple[Any, ...]:
-    """A tensor on the meta device for each shape and dtype, None for None."""
+    """Returns a tensor on the meta device for each shape and dtype; None for None."""
     return tuple(None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in specs)
 
 
 def device_of(operator: str, specs: Iterable[TensorSpec | None], *others: torch.device) -> torch.device:
-    """The device of all tensors and `others`; raises ValueError, which names `operator`, if there are several."""
+    """Returns the device of all tensors and `others`; raises ValueError with the name `operator` if there are several."""
     return _one_device(operator, {*others, *(t[2] for t in specs if t is not None)})
 
 
 def check_weight_places(operator: str, on: torch.device, specs: Sequence[TensorSpec | None], weights: int, maker: str) -> None:
-    """Raises ValueError, which names `operator`, unless all tensors are on `on`, and the first `weights` of them start at
-    multiples of 16 bytes, as those that `maker` makes."""
+    """Raises ValueError with the name `operator` unless all tensors are on `on`, and the first `weights` tensors start at
+    multiples of 16 bytes, like those that `maker` returns."""
     device_of(operator, specs, on)
     if not all(t is None or t[3] for t in specs[:weights]):
         raise ValueError(f"{operator}: weights must start at multiples of 16 bytes ({maker}'s do); clone() them")

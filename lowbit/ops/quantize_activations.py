@@ -1,4 +1,5 @@
-"""The torch operator `lowbit::quantize_activations`: 16-bit activations to codes, alone or fused with the step before.
+"""The torch operator `lowbit::quantize_activations`: 16-bit activations to codes, alone or fused with the preceding norm or
+gate.
 
 One pass over memory on NVIDIA GPUs (kernels/elementwise/quantize_rows.py), plain torch (kernels/reference/) everywhere else.
 """
@@ -30,16 +31,16 @@ if TYPE_CHECKING:
 
 BEFORE = ("", "rms_norm", "layer_norm", "silu")
 MOST_COLUMNS = 65536
-"""Widest row that the kernel's registers hold."""
+"""Largest number of columns that the kernel's registers hold."""
 CODE_VECTOR = 16
-"""Rows of codes start at multiples of so many bytes on a GPU."""
+"""On a GPU rows of codes start at multiples of this number of bytes."""
 RULES = {
     ActivationRule.OWN.value: tuple(CODE_DTYPES),
     ActivationRule.COMPRESSED_TENSORS.value: ("int8", "fp8_e4m3"),
     ActivationRule.FINEGRAINED_FP8.value: ("fp8_e4m3",),
     ActivationRule.FBGEMM.value: ("fp8_e4m3",),
 }
-"""Rules of quantization and the formats that each makes."""
+"""Rules of quantization and the formats that each supports."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 _format = functools.lru_cache(maxsize=None)(number_format)
@@ -49,8 +50,9 @@ class Activations(NamedTuple):
     """x [.., K], quantized: x = (codes - zero) * scale.
 
     codes: int8, float8_e4m3fn or float8_e5m2 [.., K]. scale: float32 [.., 1], [.., groups] or the given [1]. zero: int32 [..,
-    1], the given [1] or None. sum: x + residual where one was added, else None. dtype: the type that x had, and that y of a
-    product has. It takes the place of x between the step that computes it, such as a norm, and the layers that read it.
+    1], the given [1] or None. sum: x + residual if a residual was added, else None. dtype: the type of x before quantization,
+    and of y in products. An `Activations` object replaces x between the operation that computes it, such as a norm, and the
+    layers that read it.
     """
 
     codes: Tensor
@@ -74,15 +76,15 @@ def quantize_activations(
     x: Tensor, fmt: str | NumberFormat, *, group: int = 0, scale: Tensor | None = None, symmetric: bool = True,
     zero: Tensor | None = None, rule: str = "", hadamard: int = 0,
 ) -> Activations:  # fmt: skip
-    """x [.., K] (fp16, bf16 or fp32) in codes of `fmt`: int8, fp8_e4m3 or fp8_e5m2.
+    """Quantizes x [.., K] (fp16, bf16 or fp32) to codes of `fmt`: int8, fp8_e4m3 or fp8_e5m2.
 
-    One scale per token, max|x| / the largest value of the format, or one per token and `group` columns (a power of two); or the
-    given `scale` float32 [1] for all, beyond which values saturate. Not `symmetric`, for int8 only: the scale covers max - min,
-    and there are zero points, with a given scale the given `zero` int32 [1]. Rounds to nearest, ties to even. Rows
-    of zeros have the scale 2^-126; rows with an infinity or a NaN have a scale that is not finite, nor is then any product.
-    `rule` is the value of a `formats.ActivationRule`: "" for the above, or another tool's. With `hadamard`, x is rotated in
-    blocks of so many channels and rounded to its type before (`formats.rotate_blocks`). Raises ValueError for what does not fit
-    together.
+    There is one scale per token, max|x| / the largest value of the format, or one per token and `group` columns (a power of
+    two). A given `scale` float32 [1] is used for all tokens instead; larger values saturate. If not `symmetric`, which requires
+    int8, the scale covers max - min and there are zero points (with a given scale: the given `zero` int32 [1]). Rounds to
+    nearest, ties to even. Rows of zeros have the scale 2^-126. Rows with an infinity or a NaN have a scale that is not finite,
+    so their products are not finite either. `rule` is the value of a `formats.ActivationRule`: "" for the rule above, or
+    another tool's rule. With `hadamard`, x is first rotated in blocks of that many channels and rounded to its type
+    (`formats.rotate_blocks`). Raises ValueError for arguments that do not fit together.
     """
     return _quantize(x, fmt, group, scale, symmetric, zero, rule, hadamard)
 
@@ -91,10 +93,10 @@ def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, fmt: str | NumberFormat, *, residual: Tensor | None = None, group: int = 0,
     scale: Tensor | None = None, symmetric: bool = True, zero: Tensor | None = None, rule: str = "", hadamard: int = 0,
 ) -> Activations:  # fmt: skip
-    """`quantize_activations` of x / sqrt(mean(x^2) + eps) * weight [K], in float32 and not rounded in between, nor before it is
-    rotated. That is no rule but this library's own: any other raises ValueError.
+    """`quantize_activations` of x / sqrt(mean(x^2) + eps) * weight [K], which is computed in float32 and not rounded before it
+    is rotated or quantized. Only this library's own rule supports this; any other raises ValueError.
 
-    With a `residual` [.., K], x + residual in x's type takes the place of x and is returned as `sum`.
+    With a `residual` [.., K], x is replaced by x + residual in x's type, which is also returned as `sum`.
     """
     return _quantize(x, fmt, group, scale, symmetric, zero, rule, hadamard, "rms_norm", residual, weight, None, eps)
 
@@ -103,13 +105,13 @@ def add_norm_quantize(
     h: Tensor, delta: Tensor | None, weight: Tensor, eps: float, fmt: str | NumberFormat, *, group: int = 0,
     scale: Tensor | None = None, symmetric: bool = True, zero: Tensor | None = None, rule: str = "", hadamard: int = 0,
 ) -> Activations:  # fmt: skip
-    """`rms_norm_quantize` of the contiguous h [.., K] after h += delta in place; in one launch."""
+    """Adds delta to the contiguous h [.., K] in place, then `rms_norm_quantize` of h; in one launch."""
     if delta is None:
         return rms_norm_quantize(
             h, weight, eps, fmt, group=group, scale=scale, symmetric=symmetric, zero=zero, rule=rule, hadamard=hadamard
         )
     name = fmt if isinstance(fmt, str) else fmt.name
-    if rule:  # `_check` raises: no fused step has another rule
+    if rule:  # `_check` raises, since fused steps support no other rule
         _check(QuantizeArguments(h, name, group, scale, symmetric, "rms_norm", delta, weight, None, eps, zero, rule))
     codes, found, zeros = torch.ops.lowbit.add_norm_quantize(
         h, delta, weight, eps, name, group, scale, symmetric, zero, hadamard
@@ -131,18 +133,18 @@ def silu_mul_quantize(
     gate: Tensor, up: Tensor, fmt: str | NumberFormat, *, group: int = 0, scale: Tensor | None = None,
     symmetric: bool = True, zero: Tensor | None = None, rule: str = "", hadamard: int = 0,
 ) -> Activations:  # fmt: skip
-    """`quantize_activations` of silu(gate) * up, in float32 and not rounded in between."""
+    """`quantize_activations` of silu(gate) * up, which is computed in float32 and not rounded in between."""
     return _quantize(gate, fmt, group, scale, symmetric, zero, rule, hadamard, "silu", up)
 
 
 def quantize_refusals(fmt: NumberFormat, dtype: torch.dtype, k: int, device: torch.device | str) -> tuple[str, ...]:
-    """Returns the reasons why the kernel cannot quantize activations of `dtype` with K `k` on `device`, where plain torch does;
-    empty if it can."""
+    """Returns the reasons why the kernel cannot quantize activations of `dtype` with `k` columns on `device`, so that plain
+    torch does; empty if it can."""
     device = torch.device(device)
     if device.type != "cuda":
         return (f"runs on NVIDIA GPUs, x is on {device.type}",)
     reasons = [f"the kernel {reason}" for reason in machine_refusals(device)]
-    # For sm_89, Triton 3.6 makes 8-bit floats in two steps, the first of which cuts off.
+    # For sm_89, Triton 3.6 converts to 8-bit floats in two steps, the first of which truncates.
     if not reasons and isinstance(fmt, FloatFormat) and torch.cuda.get_device_capability(device) < (9, 0):
         reasons.append(f"needs sm_90 for {fmt.name}, {torch.cuda.get_device_name(device)} is older")
     if dtype not in (torch.float16, torch.bfloat16):
@@ -164,13 +166,13 @@ def _quantize(
     zero = made[2] if scale is None and not symmetric else zero
     total = made[-1] if before.endswith("norm") and beside is not None else None
     if scale is not None and rule == ActivationRule.COMPRESSED_TENSORS.value and x.dtype != torch.float32:
-        scale = scale.to(x.dtype).float()  # as it is rounded before x is divided by it
+        scale = scale.to(x.dtype).float()  # the rule rounds the scale before the division
     return Activations(made[0], made[1] if scale is None else scale, zero, total, x.dtype)
 
 
 class QuantizeArguments(NamedTuple):
-    """The arguments of `lowbit::quantize_activations`. `before` is the function whose result is quantized, and `beside` its
-    second operand: the residual of a norm, or up of silu(gate) * up."""
+    """The arguments of `lowbit::quantize_activations`. `before` is the function whose result is quantized. `beside` is its
+    second operand: the residual of a norm, or up in silu(gate) * up."""
 
     x: Tensor
     format: str
@@ -255,7 +257,7 @@ def _plain(a: QuantizeArguments) -> list[Tensor]:
 
 
 def _on_gpu(a: QuantizeArguments, total: Tensor | None = None) -> list[Tensor]:
-    """`total` is the memory for x + residual, which may be that of x; by default it is allocated."""
+    """Runs the kernel. `total`: memory for x + residual, which may be that of x; by default it is allocated."""
     x = a.x
     rows = _rows(x)
     beside_rows = None if a.beside is None else _rows(a.beside)
@@ -271,7 +273,7 @@ def _on_gpu(a: QuantizeArguments, total: Tensor | None = None) -> list[Tensor]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x as a matrix without gaps within a row."""
+    """Returns x as a matrix without gaps within rows."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -281,7 +283,8 @@ def _plan(
     fmt: str, shape: torch.Size, dtype: torch.dtype, on: torch.device, group: int, symmetric: bool, before: str,
     others: tuple[TensorSpec | None, ...], aligned: bool, rule: str, hadamard: int,
 ) -> QuantizePlan | None:  # fmt: skip
-    """The plan of a call, None where the kernel does not take it. Raises ValueError when the tensors do not fit together."""
+    """Returns the plan of a call, None if the kernel does not support it. Raises ValueError if the tensors do not fit
+    together."""
     beside, weight, bias, scale, zero = meta_tensors(others[:-1])
     x = torch.empty(shape, dtype=dtype, device="meta")
     parsed = _check(QuantizeArguments(x, fmt, group, scale, symmetric, before, beside, weight, bias, 0.0, zero, rule, hadamard))
@@ -340,7 +343,7 @@ class AddNormQuantizeArguments(NamedTuple):
     hadamard: int = 0
 
     def without_addition(self) -> QuantizeArguments:
-        """The arguments of `lowbit::quantize_activations` that return the sum instead of writing it to h."""
+        """The arguments of `lowbit::quantize_activations` with which it returns the sum instead of writing it to h."""
         return QuantizeArguments(
             self.h, self.format, self.group, self.scale, self.symmetric, "rms_norm", self.delta, self.weight, None, self.eps,
             self.zero, "", self.hadamard,
@@ -348,8 +351,8 @@ class AddNormQuantizeArguments(NamedTuple):
 
 
 def _three(made: list[Tensor], h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scale and zero, empty where the caller gave them: an operator that writes to an argument returns a fixed number
-    of tensors."""
+    """Returns codes, scale and zero. Those that the caller gave are empty, because an operator that writes to an argument must
+    return a fixed number of tensors."""
     codes, scale, zero = (*made, *(h.new_empty(0) for _ in range(3 - len(made))))
     return codes, scale, zero
 

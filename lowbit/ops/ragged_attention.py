@@ -1,4 +1,4 @@
-"""Variable-length attention of prompts whose lengths are on the device alone; operator `lowbit::gather_kv`.
+"""Variable-length attention of prompts whose lengths are only on the device, and the operator `lowbit::gather_kv`.
 
 `gather_kv` copies keys and values from the pages of a layer (ops/attention.py) into one tensor, then torch's flash attention
 computes all sequences in one call.
@@ -23,22 +23,23 @@ if TYPE_CHECKING:
 
 
 def gather_kv(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [T, kv_heads, head_dim] of tokens from pages k and v [pages, kv_heads, PAGE, head_dim].
+    """Returns keys and values [T, kv_heads, head_dim] of tokens from pages k and v [pages, kv_heads, PAGE, head_dim].
 
-    `where` int64 [T] is page * kv_heads * PAGE + the place in the page, of the first `count` int32 [1] tokens; rows of others
-    hold whatever memory did. Nothing checks that there are such pages. On a GPU types are fp16 or bf16. Raises ValueError for
+    `where` int64 [T] is page * kv_heads * PAGE + index within the page, for the first `count` int32 [1] tokens; the other rows
+    of the result are uninitialised. Page numbers are not checked. On a GPU types are fp16 or bf16. Raises ValueError for
     tensors that do not fit together.
     """
     return torch.ops.lowbit.gather_kv(k, v, where, count)
 
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins: Tensor, shape: AttentionShape) -> Tensor:
-    """Causal attention of packed sequences: [T, heads * head_dim] of q [T, heads, head_dim], k and v [K, kv_heads, head_dim].
+    """Returns the causal attention [T, heads * head_dim] of packed sequences q [T, heads, head_dim], k and v [K, kv_heads,
+    head_dim].
 
-    Sequence i has the tokens of q from q_begins[i] to q_begins[i + 1] and those of k and v from k_begins[i] to k_begins[i + 1],
-    int32 [sequences + 1]; its tokens of q are its last ones. Rows of no sequence are uninitialised. On a GPU torch's flash
-    attention computes it, where no bit of a sequence depends on others; the host reads lengths of tensors alone, so a CUDA
-    graph can capture it. Raises ValueError for a soft cap, which flash attention does not have.
+    Sequence i has the tokens q_begins[i] to q_begins[i + 1] of q and k_begins[i] to k_begins[i + 1] of k and v, both int32
+    [sequences + 1]; its tokens of q are its last ones. Rows outside all sequences are uninitialised. On a GPU torch's flash
+    attention computes it; the bits of a sequence do not depend on other sequences. The host only reads the sizes of tensors, so
+    a CUDA graph can capture it. Raises ValueError for a soft cap, which flash attention does not have.
     """
     reasons = shape_refusals(shape)
     if shape.softcap:
@@ -50,9 +51,9 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins
         raise ValueError(f"ragged_attention: {'; '.join(reasons)}; got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
     if not q.is_cuda:
         return ragged_reference(q, k, v, q_begins, k_begins, shape)
-    # The operator that torch.nn.attention.varlen calls, which torch 2.9 does not have, and whose arguments changed since.
-    # With a maximum of no more keys than the window it would choose another kernel, with other tiles on some GPUs: the bits of
-    # a sequence would then depend on others.
+    # This is the operator that torch.nn.attention.varlen calls. torch 2.9 does not have that module, and its arguments have
+    # changed since. If the maximum number of keys were at most the window, another kernel would be chosen, with other tiles on
+    # some GPUs; the bits of a sequence would then depend on other sequences.
     most_keys = max(len(k), shape.window)
     out = torch.ops.aten._flash_attention_forward(
         q, k, v, q_begins, k_begins, len(q), most_keys, 0.0, True, False, scale=shape.scale,
@@ -62,7 +63,7 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins
 
 
 def _check(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> None:
-    """Raises ValueError unless the tensors belong together."""
+    """Raises ValueError unless the tensors fit together."""
     if k.dim() != 4 or k.shape[2] != PAGE or k.shape != v.shape or k.dtype != v.dtype:
         found = f"{k.dtype} {tuple(k.shape)} and {v.dtype} {tuple(v.shape)}"
         raise ValueError(f"gather_kv: k and v are pages [pages, kv_heads, {PAGE}, head_dim] of one type, got {found}")
@@ -80,7 +81,7 @@ def _gather(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor,
 
 @functools.lru_cache(maxsize=1024)
 def _plan(k: TensorSpec, v: TensorSpec, where: TensorSpec, counted: torch.device) -> GatherKvPlan:
-    """The plan of a call. Raises ValueError when the tensors do not fit."""
+    """Returns the plan of a call. Raises ValueError if the tensors do not fit together."""
     meta_k, meta_v, meta_where = meta_tensors((k, v, where))
     _check(meta_k, meta_v, meta_where, torch.empty(1, dtype=torch.int32, device="meta"))
     reasons = [*triton_refusals()]

@@ -1,6 +1,6 @@
-"""Registration of the `torch.ops.lowbit` operators, and the guard under which every kernel is launched.
+"""Registration of the `torch.ops.lowbit` operators, and the device guard for every launch.
 
-Operators use `torch.library.define` and `impl`: `custom_op` costs three times as much per call.
+Operators use `torch.library.define` and `impl`, since calls of a `custom_op` take three times as long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def register(
     schema: str, *, cuda: Callable[..., Any] | None = None, cpu: Callable[..., Any] | None = None, fake: Callable[..., Any],
     arguments: Callable[..., Any] | None = None,
 ) -> None:  # fmt: skip
-    """Defines the operator `lowbit::<schema>` with an implementation for each device and one for tensors without data.
+    """Defines the operator `lowbit::<schema>` with an implementation for each device and one for tensors without data (`fake`).
 
     `cuda` runs with the GPU of the operator's first tensor as the current device. `arguments` is a NamedTuple whose fields and
     defaults are those of the schema: with it, each implementation takes one such tuple in place of all arguments.
@@ -43,7 +43,7 @@ def on_device_of_first(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def guarded(first: Tensor, *others: Any) -> Any:
         index = first.device.index
-        if index is None or index == torch.cuda.current_device():  # None: a CPU's, which `function` refuses
+        if index is None or index == torch.cuda.current_device():  # None: a CPU tensor, which `function` refuses
             return function(first, *others)
         with torch.cuda.device(first.device):
             return function(first, *others)

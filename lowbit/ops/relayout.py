@@ -1,4 +1,5 @@
-"""Values as torch has them to packed codes and back: on a GPU one kernel each, on a CPU their definition, the same codes."""
+"""Conversion of torch tensors to packed codes and back: one kernel each on a GPU, the reference on a CPU, with the same
+codes."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ from lowbit.pack.stem import PIXEL_BYTES, StemImages
 def pack_values(
     x: Tensor, gain: Tensor, shift: Tensor, layout: Nhwc64 | StemImages, out: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """Packed codes clamp(rne(fma(float32(x), gain[c], shift[c]))) of x [N, C, H, W] of any real type and strides, NHWC say.
+    """Returns packed codes clamp(rne(fma(float32(x), gain[c], shift[c]))) of x [N, C, H, W] of any real type and any strides,
+    for example NHWC.
 
     gain and shift: float32 [C], on the device of x. `out` is contiguous uint8 in the shape of the layout, written if given.
-    Raises ValueError for tensors that are not so.
+    Raises ValueError for other tensors.
     """
     if x.dim() != 4 or x.is_complex() or x.dtype == torch.float64:
         raise ValueError(f"values are [N, C, H, W] of up to 32 bits, got {x.dtype} {list(x.shape)}")
@@ -41,7 +43,7 @@ def pack_values(
 
 
 def unpack_values(packed: Tensor, storage: str, scale: float, out: Tensor) -> Tensor:
-    """Writes float32(code) * scale to `out` [N, C, H, W] of any floating type, the codes themselves if it has integers.
+    """Writes float32(code) * scale to `out` [N, C, H, W] of any floating type; if `out` has an integer type, writes the codes.
 
     `packed` is contiguous uint8 [N, H, W, bytes] of `pack/nhwc64.py`. Raises ValueError for another shape.
     """

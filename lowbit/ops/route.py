@@ -1,7 +1,7 @@
-"""The router of a mixture of experts: experts and weights of each token, and the list of tiles that expert products multiply.
+"""The router of a mixture of experts: experts and weights of each token, and the list of tiles for expert products.
 
-On NVIDIA GPUs one launch for up to 64 tokens, else a few (kernels/elementwise/route.py). None synchronises the host, so a CUDA
-graph may capture them. On a CPU it is plain torch (kernels/reference/route.py).
+NVIDIA GPUs use one launch for up to 64 tokens, else several (kernels/elementwise/route.py). No launch synchronises with the
+host, so a CUDA graph may capture them. A CPU uses plain torch (kernels/reference/route.py).
 """
 
 from __future__ import annotations
@@ -36,35 +36,36 @@ if TYPE_CHECKING:
 __all__ = ["BiasUse", "GroupScore", "RouterRule", "Routing", "Score", "group", "route", "route_tokens"]
 
 MOST_FUSED = 16
-"""Most tokens of the kernel of `route_tokens`: the columns of one matrix instruction, twice."""
+"""Largest number of tokens that the kernel of `route_tokens` multiplies: twice the columns of one matrix instruction."""
 
 _LOGITS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Which experts the slots of T tokens go to, and the tiles of slots that a product with experts multiplies.
+    """The experts of the slots of T tokens, and the tiles of slots for products of experts.
 
     A slot is one (token, choice): slot t * top_k + s is the s-th expert of token t. S = T * top_k slots, E experts. All tensors
     are contiguous and on one device, and every element of them is written:
 
-    - `experts` int32 [T, top_k]: the expert of each slot, -1 if it is none of these E (an absent slot). `route` makes no absent
-      slots, and the experts of a token are distinct. `group` has an absent slot for every index outside 0 .. E - 1, as expert
-      parallelism marks experts of other ranks. An expert may occur twice in a token.
+    - `experts` int32 [T, top_k]: the expert of each slot, -1 if it is not one of these E experts (an absent slot). From `route`
+      there are no absent slots, and the experts of a token are distinct. From `group` a slot is absent if its index is outside
+      0 .. E - 1, which expert parallelism uses for experts of other ranks; a token may have the same expert twice.
     - `weights` float32 [T, top_k]: the factor of each slot, 0 for an absent one.
     - `order` int32 [S]: the present slots by expert, and within an expert in ascending order; then -1 for each absent slot.
     - `offsets` int32 [E + 1]: expert e has the positions offsets[e] .. offsets[e + 1] - 1 of `order`. offsets[0] is 0 and
       offsets[E] the number of present slots.
-    - `tile_rows`: most slots of a tile, 1 or more.
+    - `tile_rows`: largest number of slots per tile, 1 or more.
     - `tiles` int32 [bound, 3]: rows (expert, first position in `order`, number of slots), by expert and then by position. A
-      tile has slots of one expert, tile_rows of them but for the last tile of an expert. Experts without slots have no tile.
-      Rows from `tile_count` on are (0, 0, 0). bound = min(S, E) + S // tile_rows, known without reading the device.
+      tile has slots of one expert: tile_rows slots, or fewer in the last tile of an expert. Experts without slots have no tile.
+      Rows from `tile_count` on are (0, 0, 0). bound = min(S, E) + S // tile_rows, which is known without reading from the
+      device.
     - `tile_count` int32 [1]: the number of tiles.
 
-    A product may therefore assume: the tiles cover each present slot exactly once; positions of a tile are below offsets[E], so
-    that `order` has a slot in 0 .. S - 1 there; the token of a slot is slot // top_k; a tile of 0 slots is to be skipped. It
-    must not read `order` elsewhere to address rows. No tile has an absent slot: a product that returns a row for each slot
-    writes zeros where `experts` is negative, since the sum over the slots of a token reads them.
+    A product may therefore assume: the tiles cover each present slot exactly once; positions of a tile are below offsets[E],
+    where `order` has slots in 0 .. S - 1; the token of a slot is slot // top_k. It must skip tiles of 0 slots, and must not use
+    entries of `order` outside tiles to address rows. No tile has absent slots. A product that returns a row for each slot must
+    write zeros where `experts` is negative, since the sum over the slots of a token reads these rows.
     """
 
     experts: Tensor
@@ -77,27 +78,29 @@ class Routing:
 
     @property
     def top_k(self) -> int:
-        """Slots of a token."""
+        """Number of slots of a token."""
         return self.experts.shape[1]
 
     @property
     def expert_count(self) -> int:
-        """E."""
+        """E, the number of experts."""
         return self.offsets.shape[0] - 1
 
 
 def route(logits: Tensor, rule: RouterRule, bias: Tensor | None = None, *, tile_rows: int) -> Routing:
     """Routes tokens by the logits [T, E] (fp16, bf16 or fp32, any row stride) of a router.
 
-    `bias` float32 [E] is used as `rule.bias_use` says. Scores and weights are computed in float32 and not rounded. The slots of
-    a token are in falling order of what the choice compares, the lower index first among equals. It compares logits where the
-    score is a rising function of them, so that the choice is exact, else scores with their bias.
+    `bias` float32 [E] is used according to `rule.bias_use`. Scores and weights are computed in float32 and not rounded. The
+    slots of a token are in falling order of the values that the choice compares; among equal values the lower index comes
+    first. The choice compares logits if the score is a rising function of them, so that it is exact; else it compares scores
+    with their bias.
 
-    A token with a NaN among its logits has NaN weights; under a softmax also one with +inf, or with nothing but -inf. In the
-    choice a NaN counts as -inf, and the experts of a token are distinct always. A row depends neither on T nor on other rows.
+    A token with a NaN among its logits has NaN weights; under a softmax so does a token with +inf, or with only -inf. In the
+    choice a NaN counts as -inf; the experts of a token are always distinct. The result of a token depends neither on T nor on
+    other tokens.
 
-    Raises ValueError for tensors that do not fit together and for a rule that does not fit E. E is 1 to 1024, and T * top_k is
-    below 2^21.
+    Raises ValueError for tensors that do not fit together and for a rule that does not fit E. E must be 1 to 1024, and T *
+    top_k below 2^21.
     """
     made = torch.ops.lowbit.route(logits, bias, *_fields(rule), tile_rows)
     return _routing(made, tile_rows)
@@ -106,21 +109,22 @@ def route(logits: Tensor, rule: RouterRule, bias: Tensor | None = None, *, tile_
 def route_tokens(
     x: Tensor, router: Tensor, rule: RouterRule, bias: Tensor | None = None, *, tile_rows: int
 ) -> Routing:  # fmt: skip
-    """`route` of the logits x [T, K] . router [E, K]^T, both fp16 or bf16; x has any row stride, router is contiguous.
+    """As `route`, for the logits x [T, K] . router [E, K]^T. Both are fp16 or bf16; x has any row stride, router is contiguous.
 
-    Logits are float32 sums of exact products and are not rounded, other than those of a linear layer of 16 bits. On a GPU up to
-    16 tokens take one launch, and a token's logits are then the same bits beside any other tokens; more take a product by torch
-    first. On sm_90 the kernel reads `router` while the one before in the stream may still run: that one must not write it.
-    Raises ValueError as `route` does.
+    Logits are float32 sums of exact products and are not rounded, unlike those of a 16-bit linear layer. On a GPU up to 16
+    tokens take one launch, and a token's logits then have the same bits in any batch; for more tokens torch first computes the
+    product. On sm_90 the kernel reads `router` while the preceding kernel in the stream may still run, so that kernel must not
+    write it. Raises ValueError as `route` does.
     """
     return _routing(torch.ops.lowbit.route_tokens(x, router, bias, *_fields(rule), tile_rows), tile_rows)
 
 
 def group(experts: Tensor, weights: Tensor, expert_count: int, *, tile_rows: int) -> Routing:
-    """The routing of experts int32 or int64 [T, top_k] and weights [T, top_k] (any float type) that another router computed.
+    """Returns the routing for experts int32 or int64 [T, top_k] and weights [T, top_k] (any float type) that another router
+    computed.
 
-    Both are contiguous. An index outside 0 .. expert_count - 1 is an expert that is not here (see `Routing`). Raises ValueError
-    for tensors that do not fit together. expert_count is 1 to 1024, and T * top_k is below 2^21.
+    Both are contiguous. An index outside 0 .. expert_count - 1 is an absent slot (see `Routing`). Raises ValueError for tensors
+    that do not fit together. expert_count must be 1 to 1024, and T * top_k below 2^21.
     """
     return _routing(torch.ops.lowbit.group(experts, weights, expert_count, tile_rows), tile_rows)
 
@@ -131,7 +135,7 @@ def _routing(made: Any, tile_rows: int) -> Routing:
 
 
 def _fields(rule: RouterRule) -> tuple[Any, ...]:
-    """The fields of a rule, in the order of the operator's schema."""
+    """Returns the fields of a rule in the order of the operator's schema."""
     return (
         rule.top_k, rule.score, rule.normalize, rule.epsilon, rule.groups, rule.top_groups, rule.group_score, rule.bias_use,
         rule.scale, rule.softmax_over_selected,
@@ -151,7 +155,7 @@ def _check_sizes(operator: str, slots: int, experts: int, tile_rows: int) -> Non
 
 
 def _check_route(logits: Tensor, bias: Tensor | None, rule: RouterRule, tile_rows: int) -> None:
-    """Raises ValueError unless the arguments are of one call."""
+    """Raises ValueError unless the arguments fit together."""
     if logits.dim() != 2 or logits.dtype not in _LOGITS or (logits.stride(1) != 1 and logits.shape[1] > 1):
         raise ValueError(
             f"route: logits are fp16, bf16 or fp32 [T, E] without gaps in a row, got {logits.dtype} {tuple(logits.shape)} "
@@ -162,7 +166,7 @@ def _check_route(logits: Tensor, bias: Tensor | None, rule: RouterRule, tile_row
 
 
 def _check_rule(operator: str, tokens: int, experts: int, bias: Tensor | None, rule: RouterRule, tile_rows: int) -> None:
-    """Raises ValueError unless the rule and the bias fit a router of `experts` experts."""
+    """Raises ValueError unless the rule and the bias are valid for a router of `experts` experts."""
     _check_sizes(operator, tokens * rule.top_k, experts, tile_rows)
     if reasons := rule.refusals(experts):
         raise ValueError(f"{operator}: a router of {experts} experts cannot follow {rule}: {'; '.join(reasons)}")
@@ -171,7 +175,7 @@ def _check_rule(operator: str, tokens: int, experts: int, bias: Tensor | None, r
 
 
 def _check_group(experts: Tensor, weights: Tensor, expert_count: int, tile_rows: int) -> None:
-    """Raises ValueError unless the arguments are of one call."""
+    """Raises ValueError unless the arguments fit together."""
     if experts.dim() != 2 or not experts.shape[1] or experts.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"group: experts are int32 or int64 [T, top_k], got {experts.dtype} {tuple(experts.shape)}")
     if weights.shape != experts.shape or not weights.is_floating_point() or weights.dtype.itemsize < 2:
@@ -186,7 +190,8 @@ def _check_group(experts: Tensor, weights: Tensor, expert_count: int, tile_rows:
 
 
 def _empty(like: Tensor, tokens: int, top_k: int, experts: int, tile_rows: int) -> RoutingTensors:
-    """Uninitialised tensors of a routing, offsets and tile_count zero: complete for no tokens."""
+    """Returns the tensors of a routing, uninitialised except offsets and tile_count, which are zero. For T = 0 this is the
+    complete result."""
     integers = functools.partial(like.new_empty, dtype=torch.int32)
     zeros = functools.partial(like.new_zeros, dtype=torch.int32)
     slots = tokens * top_k
@@ -254,7 +259,7 @@ def _route_fake(logits: Tensor, bias: Tensor | None, *rest: Any) -> RoutingTenso
 
 
 def _check_tokens(x: Tensor, router: Tensor, bias: Tensor | None, rule: RouterRule, tile_rows: int) -> None:
-    """Raises ValueError unless the arguments are of one call."""
+    """Raises ValueError unless the arguments fit together."""
     if x.dim() != 2 or router.dim() != 2 or x.shape[1] != router.shape[1] or not x.shape[1]:
         raise ValueError(f"route_tokens: x is [T, K] and router [E, K], got {tuple(x.shape)} and {tuple(router.shape)}")
     if x.dtype not in (torch.float16, torch.bfloat16) or router.dtype != x.dtype:

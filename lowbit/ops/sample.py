@@ -1,7 +1,7 @@
 """The torch operator `lowbit::sample`: the next token of each row of a decode step, with the settings of its request.
 
-On NVIDIA GPUs one launch where all is greedy, else four (kernels/elementwise/sample.py), all of which a CUDA graph may
-capture; plain torch (kernels/reference/sampling.py) on a CPU. Both sample the same tokens, to the bit.
+NVIDIA GPUs use one launch if all requests are greedy, else four (kernels/elementwise/sample.py); a CUDA graph may capture them.
+A CPU uses plain torch (kernels/reference/sampling.py). Both sample the same tokens.
 """
 
 from __future__ import annotations
@@ -28,34 +28,35 @@ if TYPE_CHECKING:
     from lowbit.kernels.elementwise.sample import SamplePlan
 
 LEAST_TEMPERATURE = 1e-3
-"""Below it, other than 0, a temperature is a mistake: float32 then holds the scaled logits no longer."""
+"""Smallest temperature other than 0. Below it float32 could not represent the scaled logits."""
 
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
 def is_whole(value: object) -> bool:
-    """Returns True for an integer of Python or NumPy other than a bool."""
+    """Returns True for an integer of Python or NumPy, except a bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_real(value: Any) -> bool:
-    """Returns True for a number of Python or NumPy, other than a bool, that is finite in float32."""
+    """Returns True for a number of Python or NumPy, except a bool, that is finite in float32."""
     if isinstance(value, bool) or not issubclass(type(value), numbers.Real):
         return False
-    return bool(-_LARGEST <= value <= _LARGEST)  # not NaN
+    return bool(-_LARGEST <= value <= _LARGEST)  # False for NaN
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling settings of one request; the defaults are greedy and without any penalty.
+    """The sampling settings of one request. The defaults are greedy sampling without penalties.
 
-    `temperature` 0 takes the token with the largest logit, the first of equal ones; otherwise it is 0.001 or more. `top_k` 0,
-    `top_p` 1 and `min_p` 0 keep all tokens; those equal at a threshold are all kept. `repetition_penalty` (1: none) divides
-    positive and multiplies negative logits of tokens of prompt and answer; `presence_penalty` and `frequency_penalty` are
-    subtracted from logits of tokens of the answer, once, and as often as they occur. `seed` is any 64-bit number: with it and
-    the logits a token is determined. `logit_bias` is added to the logits of tokens: a mapping of token to number, or pairs.
-    Before `min_new_tokens` tokens no end-of-text token comes. Raises ValueError for what is out of range.
+    `temperature` 0 takes the token with the largest logit, the first one of equals; otherwise it must be 0.001 or more. `top_k`
+    0, `top_p` 1 and `min_p` 0 keep all tokens; tokens that equal a threshold are all kept. `repetition_penalty` (1: none)
+    divides positive logits and multiplies negative logits of tokens in the prompt or the answer. `presence_penalty` is
+    subtracted once from the logits of tokens in the answer, `frequency_penalty` once per occurrence. `seed` is any 64-bit
+    number; it determines the tokens, together with the logits. `logit_bias` is added to the logits of tokens: a mapping of
+    token to number, or pairs. No end-of-text token is sampled before `min_new_tokens` tokens. Raises ValueError for values out
+    of range.
     """
 
     temperature: float = 0.0
@@ -100,12 +101,12 @@ class Sampling:
 
     @functools.cached_property
     def greedy(self) -> bool:
-        """True if `sample` with `any_filter=False` computes it."""
+        """True if `sample` with `any_filter=False` supports these settings."""
         return self.temperature == 0 and not self.flags & ~sampling.CUT
 
     @property
     def flags(self) -> int:
-        """The costly parts that it uses, as bits of `SamplingState.flags`."""
+        """The costly settings that are used, as bits of `SamplingState.flags`."""
         penalized = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
         cut = self.top_k > 0 or self.top_p < 1
         used = (
@@ -125,19 +126,20 @@ def _are_biases(given: object) -> bool:
 
 
 def _word(name: int, dtype: torch.dtype) -> property:
-    """A setting of all slots, a view of its word in their rows."""
+    """Returns a property for one setting of all slots: a view of its word in each slot's row."""
     each = dtype.itemsize // 4
     return property(lambda state: state.settings.view(dtype)[:, name // each], doc=f"{dtype} [slots]")
 
 
 @dataclass(frozen=True)
 class SamplingState:
-    """The settings and counters of all slots, on their device; nothing in it ever moves.
+    """The settings and counters of all slots, on their device. The addresses of its tensors never change.
 
     `settings` int32 [slots, 16] has the scalars of a slot side by side, named by the properties below, as float32, int32 and
-    for `seed` int64 [slots] views. `counts` int32 [slots, V] is how often each token was generated, and bit 30 where the prompt
-    has it; `bias` float32 [slots, V]; both are read for slots only whose `flags` say so. `ends` int32 [E] are the end-of-text
-    tokens. The last slot is a dummy slot: padding rows of a step use it, and `sample` does not change it.
+    for `seed` int64 [slots] views. `counts` int32 [slots, V] is the number of times each token was generated, plus bit 30 if
+    the prompt contains it. `bias` is float32 [slots, V]. Both are only read for slots whose `flags` require them. `ends` int32
+    [E] are the end-of-text tokens. The last slot is a dummy slot: padding rows of a step use it, and `sample` does not change
+    it.
     """
 
     settings: Tensor
@@ -159,10 +161,10 @@ class SamplingState:
 
     @classmethod
     def make(cls, slots: int, vocab: int, ends: Iterable[int], device: torch.device | str) -> SamplingState:
-        """State of `slots` greedy slots, the last of them the dummy slot, for logits [.., vocab]; 8 bytes for each slot and
-        token.
+        """Returns the state of `slots` greedy slots, including the dummy slot, for logits [.., vocab]. It takes 8 bytes for
+        each slot and token.
 
-        Raises ValueError for ends that are not in the vocabulary and for less than two slots.
+        Raises ValueError for ends outside the vocabulary and for fewer than two slots.
         """
         found = sorted(set(ends))
         if slots < 2 or vocab < 1 or not all(0 <= end < vocab for end in found):
@@ -175,11 +177,11 @@ class SamplingState:
         return cls(settings.to(device), counts, bias, torch.tensor(found, dtype=torch.int32, device=device))
 
     def set(self, slot: int, settings: Sampling, prompt_ids: Sequence[int], generated_ids: Sequence[int] = ()) -> None:
-        """Writes the settings of a request to a slot; it may have generated tokens already, in another slot.
+        """Writes the settings of a request to a slot. The request may have generated tokens already, in another slot.
 
         On a GPU this enqueues copies and kernels on the current stream without synchronising the host.
 
-        The ids are read if the settings have penalties. Raises ValueError for a slot, token or bias that does not exist.
+        Token ids are only read if the settings have penalties. Raises ValueError for a slot, token or bias that does not exist.
         """
         slots, vocab = self.counts.shape
         if not 0 <= slot < slots - 1:
@@ -204,12 +206,12 @@ class SamplingState:
             self.bias[slot].index_copy_(0, self._sent(torch.tensor(list(biased))), values)
 
     def _sent(self, made: Tensor) -> Tensor:
-        """A tensor of the host on the device; from pinned memory, which torch keeps until the copy is done."""
+        """Copies a host tensor to the device, from pinned memory that torch keeps until the copy has finished."""
         return made.pin_memory().to(self.counts.device, non_blocking=True) if self.counts.is_cuda else made
 
 
 def _row(s: Sampling, generated: int = 0) -> bytes:
-    """The 16 words of a slot, as kernels/reference/sampling.py names them."""
+    """Returns the 16 words of a slot as bytes; kernels/reference/sampling.py names them."""
     seed = s.seed - (1 << 64) if s.seed >= 1 << 63 else s.seed
     penalties = s.repetition_penalty, s.presence_penalty, s.frequency_penalty
     return struct.pack(
@@ -224,13 +226,13 @@ def sample(
     """Samples the next token of each row of logits [B, V] (fp16, bf16 or fp32, any row stride) with the settings of its slot.
 
     For row i of slot s = rows[i] (int32 [B]) and token t: out_tokens[i] = tokens[s] = t (int32 [B], int32 [slots]),
-    positions[s] += 1 (int32 [slots]), state.generated[s] += 1, state.counts[s, t] += 1 where the slot has penalties, and
-    out_logprobs[i] (float32 [B]) is log softmax of the logits as they are given, before penalties and temperature, at t. The
-    last slot does not change; several rows may use it, but only one any other slot. A NaN among the logits counts as -inf; if
-    all are, or are banned, all are equal. The log-probability of a row with a NaN or +inf, or with nothing but -inf, is NaN.
-    `any_filter=False` promises that all settings are `greedy`. The meaning of each setting and the order of operations are said
-    in kernels/reference/sampling.py. On sm_90 the kernels read `rows` and the settings while the one before in the stream may
-    still run: that one must not write them. Raises ValueError for tensors that do not fit together.
+    positions[s] += 1 (int32 [slots]), state.generated[s] += 1, state.counts[s, t] += 1 if the slot has penalties.
+    out_logprobs[i] (float32 [B]) is the log softmax, at t, of the given logits, before penalties and temperature. The last slot
+    does not change. Several rows may use it; any other slot may be used by one row only. A NaN among the logits counts as -inf;
+    if all logits are -inf or banned, all tokens are equally likely. The log-probability of a row with a NaN or +inf, or with
+    only -inf, is NaN. `any_filter=False` promises that all settings are `greedy`. kernels/reference/sampling.py documents each
+    setting and the order of operations. On sm_90 the kernels read `rows` and the settings while the preceding kernel in the
+    stream may still run, so that kernel must not write them. Raises ValueError for tensors that do not fit together.
     """
     torch.ops.lowbit.sample(
         logits, rows, state.settings, state.counts, state.bias, state.ends, tokens, positions, out_tokens, out_logprobs,
@@ -239,16 +241,17 @@ def sample(
 
 
 def top_logprobs(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The n largest of log softmax of logits [B, V], float32 [B, n] in falling order, and their tokens, int32 [B, n].
+    """Returns the n largest log-probabilities (log softmax of logits [B, V]), float32 [B, n] in falling order, and their
+    tokens, int32 [B, n].
 
-    Computed by torch, before penalties and temperature as in `sample`; the order of equal logits is not defined.
+    Computed by torch, before penalties and temperature as in `sample`. The order of equal logits is undefined.
     """
     values, ids = logits.topk(n, dim=-1)
     return values.float() - logits.float().logsumexp(-1, keepdim=True), ids.int()
 
 
 def _check(a: SampleInputs) -> None:
-    """Raises ValueError unless the tensors are of one call."""
+    """Raises ValueError unless the tensors fit together."""
     logits = a.logits
     if logits.dim() != 2 or logits.dtype not in (torch.float16, torch.bfloat16, torch.float32) or logits.stride(1) != 1:
         raise ValueError(

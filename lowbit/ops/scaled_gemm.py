@@ -1,7 +1,7 @@
 """The torch operator `lowbit::scaled_gemm`: 8-bit activations times low-bit weights, on any device.
 
-It reads weights in the form on disk and is exact but for its one rounding. The tensor-core kernels, which read weights in a
-form of their own (ops/byte_gemm.py), are compared with it, and it runs where they do not.
+It reads weights in the form on disk and is exact except for one rounding. The tensor-core kernels (ops/byte_gemm.py), which
+read weights in another form, are tested against it, and it runs where they do not.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ def scaled_gemm(
     dtype: torch.dtype = torch.bfloat16, x_zero: Tensor | None = None, function: str = "none",
     y_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """y [.., N] = function(((x [.., K] - x_zero) * x_scale) . dequant(w)[N, K]^T + bias [N]) of `dtype`.
+    """Returns y [.., N] = function(((x [.., K] - x_zero) * x_scale) . dequant(w)[N, K]^T + bias [N]) in `dtype`.
 
     x is of the scheme's activation format: int8 (a8), float8_e4m3fn (a8e4m3) or float8_e5m2 (a8e5m2). x_scale float32 is [1]
     (one per tensor), [.., 1] (one per token) or [.., ceil(K / 128)] (one per token and 128 columns). x_zero int32 [.., 1] or
-    [1], with int8 only and not together with blocks, is what an asymmetrically quantized x has as its zero.
+    [1] is the zero point of an asymmetrically quantized x; it requires int8 and excludes blocks.
 
-    packed uint8 [N, ceil(K * bits / 8)], scale and zero are the weight as nn.PackedWeight and `mixed_gemm` hold it: int8 codes
-    are offset by 128 there. `scheme` is a scheme's name, such as w8a8, w8e4m3a8e4m3_t, w4a8_g128 or w6e3m2a8e4m3. The caller
-    applies the input transform to x before quantizing it.
+    packed uint8 [N, ceil(K * bits / 8)], scale and zero are the weight in the form of nn.PackedWeight and `mixed_gemm`, where
+    int8 codes are offset by 128. `scheme` is a scheme's name, such as w8a8, w8e4m3a8e4m3_t, w4a8_g128 or w6e3m2a8e4m3. The
+    caller applies the input transform to x before quantizing it.
 
     `dtype` is fp16, bf16, fp32 or int8. `function` is none, relu, gelu (0.5 y (1 + tanh(sqrt(2 / pi) (y + 0.044715 y^3)))) or
-    silu (y / (1 + exp(-y))). int8 goes with `y_scale` float32 [1], for all of y: a code is y in float32 times the float32
-    1 / y_scale, rounded to nearest, ties to even, and clamped to -128..127, as `quantize_activations` does with a given scale.
-    Everything is exact but for the one rounding to `dtype` (int8: two, to float32 before), floats but for that of a float32
-    product. Raises ValueError for tensors that do not fit together.
+    silu (y / (1 + exp(-y))). int8 requires `y_scale` float32 [1], one for all of y. A code is y in float32 times the float32 1
+    / y_scale, rounded to nearest, ties to even, and clamped to -128..127, as in `quantize_activations` with a given scale.
+    Everything is exact except for the rounding to `dtype` (for int8 preceded by a rounding to float32); for float formats also
+    except for the error of a float32 product. Raises ValueError for tensors that do not fit together.
     """
     return torch.ops.lowbit.scaled_gemm(x, x_scale, packed, scale, zero, bias, scheme, dtype, x_zero, function, y_scale)
 
 
 def activation_dtype(fmt: NumberFormat | None) -> torch.dtype:
-    """The dtype in which x holds numbers of an activation format; ValueError for those that have none."""
+    """Returns the dtype of x for an activation format; raises ValueError for formats that have none."""
     dtypes = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
     if fmt is None or fmt.name not in dtypes:
         raise ValueError(f"quantized activations are int8, e4m3 or e5m2, got {'16 bits' if fmt is None else fmt.name}")
@@ -53,7 +53,7 @@ def activation_dtype(fmt: NumberFormat | None) -> torch.dtype:
 
 
 def check_activations(operator: str, x: Tensor, x_scale: Tensor, x_zero: Tensor | None, scheme: Scheme) -> None:
-    """Raises ValueError, naming the operator, unless x and what belongs to it are of the scheme."""
+    """Raises ValueError with the operator's name unless x, its scales and its zeros match the scheme."""
     wanted = activation_dtype(scheme.activation)
     if x.dtype != wanted or x.dim() < 1:
         raise ValueError(f"{operator}: {scheme} takes x {wanted} [.., K], got {x.dtype} {tuple(x.shape)}")
@@ -75,7 +75,7 @@ def check_activations(operator: str, x: Tensor, x_scale: Tensor, x_zero: Tensor 
 
 
 def check_output(operator: str, dtype: torch.dtype, function: str, y_scale: Tensor | None) -> None:
-    """Raises ValueError, naming the operator, unless y can be made so."""
+    """Raises ValueError with the operator's name unless y's dtype, function and scale are supported together."""
     if function not in FUNCTIONS:
         raise ValueError(f"{operator}: the function after the product is {', '.join(FUNCTIONS)}, got {function!r}")
     if y_scale is None:
@@ -104,7 +104,7 @@ class ScaledGemmArguments(NamedTuple):
 
 
 def _check(a: ScaledGemmArguments) -> Scheme:
-    """Returns the scheme. Raises ValueError unless the tensors are of one product under it."""
+    """Returns the scheme. Raises ValueError unless the tensors are operands of one product under it."""
     scheme = scheme_of(a.scheme)
     check_activations("scaled_gemm", a.x, a.x_scale, a.x_zero, scheme)
     check_output("scaled_gemm", a.dtype, a.function, a.y_scale)

@@ -1,8 +1,9 @@
-"""Every kernel that multiplies a quantized weight, in order of preference, and why each does or does not take a problem.
+"""The table of all kernels that multiply quantized weights, in order of preference, with the reasons why each does not support
+a problem.
 
-A kernel states its refusals as data: a tuple of reasons, empty when it takes the problem. Layers choose the form of their
-weights by this table; `gemm` then runs the operator of that form, which chooses the tile by kernels/choose/. Explain, reports,
-warnings and errors print the table's rows. Only `problem_on` queries a GPU, so a laptop can print what a server would run.
+A kernel's refusals are data: a tuple of reasons, empty if it supports the problem. Layers choose the form of their weights by
+this table. `gemm` then runs the operator of that form, which chooses the tile by kernels/choose/. `explain`, reports, warnings
+and errors print the table's rows. Only `problem_on` queries a GPU, so a laptop can print what a server would run.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from lowbit.pack import kernel_group, scaled_refusals
 from lowbit.pack.cpu import int4_refusals, int8_refusals
 
 Form = Literal["fragments", "operands", "int4", "int8", "decoded", "rows"]
-"""The form in which a weight is multiplied: pack/gemm_weight.py."""
+"""The form of a weight; see pack/gemm_weight.py."""
 
 
 @dataclass(frozen=True)
 class Problem:
     """One product: y[m, n] = x[m, k] . w[n, k]^T under a scheme, for x of `dtype` before it is quantized.
 
-    `machine` is the GPU, None on a CPU; `excluded` are the reasons why no kernel of this library runs on it. `scale_dtype` is
-    the type of the weight's scales, where known; `decode_bytes` are the bytes that a dequantized weight may take on a CPU.
-    `form` is the form in which the weight is packed already; with None it is packed for the kernel.
+    `machine`: the GPU, None on a CPU. `excluded`: reasons why no kernel of this library runs on the GPU. `scale_dtype`: type of
+    the weight's scales, if known. `decode_bytes`: largest size in bytes of a dequantized weight on a CPU. `form`: the form in
+    which the weight is already packed; with None it will be packed for the chosen kernel.
     """
 
     scheme: Scheme
@@ -74,7 +75,7 @@ def problem_on(
     device: torch.device | str, scheme: Scheme, m: int, shape: tuple[int, int], dtype: torch.dtype, *,
     scale_dtype: torch.dtype | None = None, batch_invariant: bool = False, decode_bytes: int = 0, form: Form | None = None,
 ) -> Problem:  # fmt: skip
-    """The problem of a weight of `shape` (N, K) on a device of this machine."""
+    """Returns the problem of a product with a weight of `shape` (N, K) on a device of this machine."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -93,7 +94,8 @@ def _place(device: torch.device) -> tuple[Machine | None, tuple[str, ...]]:
 
 
 def scaled_shape(scheme: Scheme, m: int, n: int, k: int, x_blocks: bool = False, fast_accum: bool = False) -> ScaledShape:
-    """The properties of a product on which the tile for 8-bit activations depends; `x_blocks`: x has scales of blocks."""
+    """Returns the properties of a product on which the tile for 8-bit activations depends. `x_blocks`: True if x has scales of
+    blocks."""
     blocks = isinstance(scheme.granularity, PerBlock)
     integer = scheme.activation is not None and scheme.activation.name == "int8"
     grouped = isinstance(scheme.granularity, PerGroup)
@@ -103,10 +105,10 @@ def scaled_shape(scheme: Scheme, m: int, n: int, k: int, x_blocks: bool = False,
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel: its file, where it runs, whether its x has 8 bits (`scaled`), and the form of weight that it reads.
+    """A kernel: its file, where it runs, the form of weight that it reads. `scaled`: True if its x has 8 bits.
 
-    `own` returns its refusals of a problem on such a device with such x. `tile` returns the chosen tile with the reason, then
-    the cost of the next best.
+    `own` returns the kernel's specific refusals, for problems whose device, x and form match. `tile` returns the chosen tile
+    with the reason, then the cost of the next best tile.
     """
 
     name: str
@@ -119,21 +121,21 @@ class Kernel:
 
     @property
     def is_slow(self) -> bool:
-        """True if it dequantizes the whole weight at every call."""
+        """True if the kernel dequantizes the whole weight at every call."""
         return self.form == "rows"
 
     @property
     def on_gpu(self) -> bool:
-        """True if it needs a GPU."""
+        """True if the kernel needs a GPU."""
         return self.form in ("fragments", "operands")
 
     def concerns(self, p: Problem) -> bool:
-        """True if it is written for the device, the x and the form of weight of a problem."""
+        """True if the kernel is written for the device, the x and the form of weight of a problem."""
         device = self.is_slow or self.on_gpu == p.on_gpu
         return p.form in (None, self.form) and device and self.scaled == (p.scheme.activation is not None)
 
     def refusals(self, p: Problem) -> tuple[str, ...]:
-        """Returns the reasons why it refuses a problem; empty if it does."""
+        """Returns the reasons why the kernel does not support a problem; empty if it does."""
         reasons = []
         if p.form is not None and self.form != p.form:
             reasons.append(f"reads weights in the form {self.form}, this one is in the form {p.form}")
@@ -150,17 +152,18 @@ class Kernel:
 
 
 class UnsupportedProblem(RuntimeError):
-    """No kernel takes the problem; the message has every kernel's reasons."""
+    """Raised if no kernel supports the problem; the message has every kernel's reasons."""
 
 
 def rows(problem: Problem) -> list[tuple[Kernel, tuple[str, ...]]]:
-    """Every kernel with its reasons against the problem."""
+    """Returns every kernel with its reasons against the problem."""
     return [(kernel, kernel.refusals(problem)) for kernel in KERNELS]
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(problem: Problem) -> Kernel:
-    """The first kernel that takes the problem; raises UnsupportedProblem with the reasons of all kernels when there is none."""
+    """Returns the first kernel that supports the problem; raises UnsupportedProblem with the reasons of all kernels if there is
+    none."""
     for kernel in KERNELS:
         if not kernel.refusals(problem):
             return kernel
@@ -169,13 +172,13 @@ def choose(problem: Problem) -> Kernel:
 
 
 def describe(problem: Problem) -> str:
-    """The kernel that takes the problem, and its tile where it has several."""
+    """Returns the name of the chosen kernel and, if it has several tiles, the tile."""
     kernel = choose(problem)
     return ", ".join((kernel.name, *(line.partition(": ")[0] for line in kernel.tile(problem)[:1])))
 
 
 def why_slow(problem: Problem) -> tuple[str, ...]:
-    """Returns the reasons why each fast kernel for such a device and such x refuses the problem; empty if one takes it.
+    """Returns the reasons why each fast kernel for the problem's device and x does not support it; empty if one does.
 
     A fast kernel keeps weights packed or dequantizes them once. Equal reasons of several kernels are listed once.
     """
@@ -190,8 +193,8 @@ def why_slow(problem: Problem) -> tuple[str, ...]:
 
 
 def instead(problem: Problem) -> Scheme | None:
-    """The scheme nearest to a problem's that a fast kernel takes: other groups are tried first, then no zero points. None if
-    there is none."""
+    """Returns a scheme similar to the problem's that a fast kernel supports: other group sizes are tried first, then no zero
+    points. None if there is none."""
     name = problem.scheme.name
     plain = re.sub(r"_(fz|z)(?=_|$)", "", name)
     for base in (name, plain):
@@ -206,7 +209,7 @@ def instead(problem: Problem) -> Scheme | None:
 
 @functools.cache
 def warn_slow(scheme: str, reasons: tuple[str, ...]) -> None:
-    """Warns, once for a scheme and its reasons, that layers dequantize their weights at every call."""
+    """Warns once per scheme and reasons that layers dequantize their weights at every call."""
     warnings.warn(
         f"layers of {scheme} decode their weights at every call, several times slower than without quantization, since no "
         f"kernel takes them ({'; '.join(reasons)})",
@@ -262,7 +265,7 @@ def _tiles_16(p: Problem) -> tuple[GemmCandidate, ...]:
 
 
 def _better_tile(p: Problem, kind: type[RingTile] | type[MmaTile] | type[WgmmaTile]) -> tuple[str, ...]:
-    """Returns the reasons why another kernel for 16-bit x has the better tile."""
+    """Returns the reasons against a kernel for 16-bit x: another kernel has the better tile, or no kernel has a tile."""
     tiles = _tiles_16(p)
     if not tiles:
         return (f"has no tile for {p.scheme} with M {p.m}, N {p.n} and K {p.k}",)
@@ -293,7 +296,7 @@ def _tile_16(p: Problem) -> tuple[str, ...]:
 
 
 def _in_words(best: Candidate[Any], *others: Candidate[Any]) -> tuple[str, ...]:
-    """The tile that is chosen, why, and what the next best would cost."""
+    """Returns text: the chosen tile and the reason, then the next best tile and its cost."""
     why = best.measured or f"modelled {best.cost_us:.1f} us"
     return (f"{best.tile}: {why}", *(f"next best: {row.tile}, {row.cost_us:.1f} us" for row in others[:1]))
 
@@ -323,7 +326,7 @@ def _scaled_mma(p: Problem) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=4096)
 def _tiles_8(p: Problem) -> tuple[Candidate[ScaledTile], ...]:
     assert p.machine is not None
-    x_blocks = isinstance(p.scheme.granularity, PerBlock) and p.k > p.scheme.granularity.k  # one block is one scale per token
+    x_blocks = isinstance(p.scheme.granularity, PerBlock) and p.k > p.scheme.granularity.k  # one block: a scale per token
     shape = scaled_shape(p.scheme, p.m, p.n, p.k, x_blocks)
     found = candidates_scaled(shape, p.machine, batch_invariant=p.batch_invariant)
     return tuple(row for row in found if not row.reasons)
@@ -399,4 +402,4 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("blocked", "kernels/cpu/blocked.py", "any device", False, "rows", _blocked),
     Kernel("scaled_blocked", "kernels/cpu/scaled_blocked.py", "any device", True, "rows", _scaled_blocked),
 )  # fmt: skip
-"""In order of preference."""
+"""All kernels in order of preference."""

@@ -1,11 +1,10 @@
-"""Memory for split-K: partial sums of the splits, and one counter for each output tile.
+"""Memory for split-K: the partial sums of the splits, and one counter for each output tile.
 
-Partial sums are allocated by torch at every call; in a captured CUDA graph they belong to the graph's pool. Counters are zero
-whenever no kernel runs, and each kernel resets its own, so only one kernel at a time may use a counter. Every stream therefore
-has its own, and every launch that a graph captures has some that no other launch gets: two graphs can run at once, whichever
-stream they were captured on. All are parts of one allocation for each GPU. It is made when a weight is packed
-(`nn.QuantLinear.prepare`, `ops.pack_for`): before any capture, outside the pools of captures and of torch.compile's warm-up
-runs.
+Partial sums are allocated by torch at every call; in a captured CUDA graph they belong to the graph's pool. Each kernel resets
+its counters to zero, so only one kernel at a time may use a counter. Therefore every stream has separate counters, and so has
+every launch in a captured graph: two graphs can run at the same time, whatever streams they were captured on. All counters of a
+GPU are parts of one allocation. It is created when a weight is packed (`nn.QuantLinear.prepare`, `ops.pack_for`): before any
+capture, and outside the pools of captures and of torch.compile's warm-up runs.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ import torch
 from torch import Tensor
 
 COUNTERS = 1 << 22
-"""Counters of a GPU, 16 MiB: more than 30,000 captured launches that split K."""
+"""Number of counters of a GPU (16 MiB), enough for more than 30,000 captured launches that split K."""
 
 ALIGNED = 32
-"""Counters of one launch start at multiples of this: 128 bytes, a line of the cache."""
+"""Counters of one launch start at multiples of this number: 128 bytes, a cache line."""
 
 
 @dataclass
 class _Counters:
-    """The counters of one GPU, allocated one range after the other and never freed."""
+    """The counters of one GPU. Ranges are assigned one after the other and never freed."""
 
     memory: Tensor
     nothing: tuple[Tensor, Tensor]
@@ -34,7 +33,7 @@ class _Counters:
     of_streams: dict[int, Tensor] = field(default_factory=dict)
 
     def part(self, count: int) -> Tensor | None:
-        """`count` counters of its own; None if not so many are left."""
+        """Returns `count` counters that were not assigned before; None if fewer are left."""
         begin, self.used = self.used, self.used + -(-count // ALIGNED) * ALIGNED
         if self.used > self.memory.numel():
             self.used = begin
@@ -57,9 +56,11 @@ def make_counters(device: torch.device) -> None:
 
 
 def workspace(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
-    """Memory for so many float32 sums, and for so many int32 counters that are zero, for one launch on the current stream.
+    """Returns memory for `sums` float32 sums and `counters` int32 counters, which are zero, for one launch on the current
+    stream.
 
-    Within a captured graph whose GPU has no counters left (`COUNTERS`), they are made zero at each replay, by a kernel more.
+    If a captured launch finds no counters left (`COUNTERS`), new counters are allocated, which one more kernel sets to zero at
+    each replay.
     """
     held = _counters.get(device)
     if held is None:

@@ -1,4 +1,4 @@
-"""The layout of codes in memory: lossless orders between codes [N, K] and the bytes that a kernel reads."""
+"""Layouts: lossless conversions between codes [N, K] and the bytes that a kernel reads."""
 
 from lowbit.pack.dense import DenseWeight
 from lowbit.pack.expert import ExpertWeight

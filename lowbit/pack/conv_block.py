@@ -1,7 +1,8 @@
-"""Weights and constants of a bottleneck block as one kernel reads them: products whose outputs are the next product's input.
+"""Weights and constants of a bottleneck block for one kernel, in which the outputs of a product are the input of the next one.
 
-A thread that has turned its columns of a product into codes has them in the registers of operand A of the next one as they
-are: K may be in any order, so the next product's weights have theirs in the order in which the columns come.
+A thread requantizes its columns of a product to codes, which become its registers of operand A of the next product without
+moving. This is possible because K may be in any order: the next product's weights are packed in the order in which threads hold
+the columns.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from lowbit.pack.conv_weight import WgmmaTiles, swizzled
 from lowbit.pack.nhwc64 import Nhwc64
 
 CHANNELS = 64
-"""Channels of x, of the shortcut's input and of the output of the 3 x 3 convolution."""
+"""Number of channels of x, of the shortcut's input and of the output of the 3 x 3 convolution."""
 
 EXPANDED = 256
-"""Channels of what the block makes."""
+"""Number of channels of the block's output."""
 
 CHUNK = 32
-"""Outputs of y at a time: two chunks under way fit into the registers. 64, one after the other: 74.9 us instead of 71.9."""
+"""Number of outputs of y that are computed at a time. Registers hold two chunks in flight. With chunks of 64, one at a time,
+the kernel takes 74.9 us instead of 71.9."""
 
 
 def linked_order(columns: int) -> tuple[int, ...]:
-    """Column of a product (of `columns`, a multiple of 32) at each place of K of the product that reads its codes: a thread's
-    registers of sums, in order, are its registers of operand A."""
+    """Returns, for each index along K of a product, the column of the previous product (with `columns` columns, a multiple of
+    32) whose codes it reads there. A thread's registers of sums, in order, are its registers of operand A."""
     order = [0] * columns
     for places, held in zip(held_places(columns), held_columns(columns), strict=True):
         for place, column in zip(places, held, strict=True):
@@ -37,9 +39,10 @@ def linked_order(columns: int) -> tuple[int, ...]:
 
 
 def loaded_order(x: str) -> tuple[int, ...]:
-    """Channel of 64 at each place of K, where each thread of a row's four loads 16 neighbouring channels of packed codes.
+    """Returns, for each index along K, which of 64 channels it is, if each of a row's four threads loads the packed codes of 16
+    neighbouring channels.
 
-    Of a word of 4-bit codes the even channels make one register, the odd ones the next.
+    A word of 4-bit codes gives one register of even channels, then one of odd channels.
     """
     order = []
     for k in range(64):
@@ -49,17 +52,19 @@ def loaded_order(x: str) -> tuple[int, ...]:
 
 
 def linked_channels(y: str, outputs: int, chunk: int) -> tuple[int, ...]:
-    """Channel at each place of K of a product that reads codes y of `outputs` channels, `chunk` columns after `chunk`."""
+    """Returns the channel at each index along K of a product that reads codes y of `outputs` channels, which are computed
+    `chunk` columns at a time."""
     columns = column_order(y, outputs)
     return tuple(columns[first + column] for first in range(0, outputs, chunk) for column in linked_order(chunk))
 
 
 @dataclass(frozen=True)
 class LinkedTiles(ConvLayout):
-    """Weights [O, C, 1, 1]: outputs `rows`, channels `places`, as wgmma reads them from shared memory.
+    """Layout of weights [O, C, 1, 1] in which wgmma reads them from shared memory: rows are outputs `rows`, K is the channels
+    `places`.
 
-    Chunks of `chunk` outputs, int8 [len(rows) / chunk, chunk, K]; or, `by_columns`, of as many places of K, one after the
-    other, int8 [len(places) / chunk, O, chunk].
+    Divided into chunks of `chunk` outputs, int8 [len(rows) / chunk, chunk, K]; or with `by_columns` into chunks of `chunk`
+    indices along K, int8 [len(places) / chunk, O, chunk].
     """
 
     rows: tuple[int, ...]
@@ -84,10 +89,10 @@ class LinkedTiles(ConvLayout):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """All weights and constants of a block in the order of shared memory, int8: the 3 x 3 convolution, the one that ends the
-    block, its shortcut if there is one, and the first convolution of the next block, of `following` outputs; then constants.
+    """All weights and constants of a block in the order of shared memory, int8: the 3 x 3 convolution, the block's last
+    convolution, its shortcut if there is one, the next block's first convolution (`following` outputs), then constants.
 
-    `storage` is that of all activations.
+    `storage` is the storage of all activations.
     """
 
     storage: str
@@ -96,7 +101,7 @@ class BlockLayout:
 
     @property
     def layouts(self) -> tuple[ConvLayout, ...]:
-        """The layouts of the weights, in their order."""
+        """The layouts of the weights, in the order of shared memory."""
         x = self.storage
         expanded = column_order(x, EXPANDED)
         second = WgmmaTiles(x, "f32", CHANNELS, Nhwc64(x).pixel_bytes(CHANNELS))
@@ -108,27 +113,28 @@ class BlockLayout:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """The shapes [O, C, R, S] of the weights, in their order."""
+        """The shapes [O, C, R, S] of the weights, in the order of shared memory."""
         expansions: list[Shape] = [(EXPANDED, CHANNELS, 1, 1)] * (1 + self.shortcut)
         return ((CHANNELS, CHANNELS, 3, 3), *expansions, (self.following, EXPANDED, 1, 1))
 
     def pack_layers(self, second: ConvLayer, third: ConvLayer, following: ConvLayer) -> Tensor:
-        """int8 bytes of three layers, the second of which has the shortcut inside. Raises ValueError for other shapes."""
+        """Returns the int8 bytes of three layers; the second one includes the shortcut. Raises ValueError for other shapes."""
         shortcut = () if third.second is None else (third.second.weight,)
         weights = (second.weight, third.weight, *shortcut, following.weight)
         packed = [layout.pack(weight).reshape(-1) for layout, weight in zip(self.layouts, weights, strict=True)]
         return torch.cat([*packed, *self._constants(second, third, following)])
 
     def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
-        """The weights [O, C, R, S] in their order; the inverse of `pack_layers`, less the constants."""
+        """Returns the weights [O, C, R, S] in the order of shared memory; the inverse of `pack_layers`, without the
+        constants."""
         sizes = [torch.Size(shape).numel() for shape in self.shapes]
         pieces = packed[: sum(sizes)].split(sizes)
         parts = zip(self.layouts, pieces, self.shapes, strict=True)
         return tuple(layout.unpack(piece, shape) for layout, piece, shape in parts)
 
     def _constants(self, second: ConvLayer, third: ConvLayer, following: ConvLayer) -> list[Tensor]:
-        """All constants in the order of shared memory, as bytes."""
-        steps = U4_STEPS if self.storage == "u4" else 1.0  # factor by which codes are multiplied in registers
+        """Returns all constants in the order of shared memory, as bytes."""
+        steps = U4_STEPS if self.storage == "u4" else 1.0  # factor of codes in registers: u4 codes are the upper half of a byte
         constants = [(values, "f32", CHANNELS) for values in (second.s / steps, second.b)]
         constants += [(values, following.y, self.following) for values in (following.s / steps, following.b)]
         constants += [(values, third.y, EXPANDED) for values in (third.s / steps, third.b)]

@@ -1,15 +1,15 @@
 """Weights of convolutions in the order of the B fragments of mma.sync: what each lane of a warp loads.
 
-A step is one tap and 32 bytes of a packed pixel, a tile 64 outputs: 8 fragments of 8 columns. Lane 4 n + t holds, of column n,
-the channels whose codes are in bytes 8 t to 8 t + 7 of the step, so that it reads 8 neighbouring bytes of a pixel as its part
-of operand A: K may be in any order that both operands share. Three ways, by what is stored:
+A step is one tap and 32 bytes of a packed pixel. A tile is 64 outputs: 8 fragments of 8 columns. For column n, lane 4 n + t
+holds the channels whose codes are in bytes 8 t to 8 t + 7 of the step. So its part of operand A is 8 neighbouring bytes of a
+pixel; this works because K may be in any order that both operands share. The words depend on storage and weight bits:
 
     u4 x 4 bits   m16n8k64: words of channels 16 t on and 16 t + 8 on
     s8            m16n8k32: words of channels 8 t on and 8 t + 4 on
-    u4 x 8 bits   m16n8k32 twice: even channels of both words, as low halves of bytes are decoded together, then odd ones
+    u4 x 8 bits   m16n8k32 twice: even channels of both words (the low halves of bytes are unpacked together), then odd channels
 
-Columns are in the order of pack/conv_layout.py: a thread's 16 sums of a pixel are 16 neighbouring channels, 64 bits in 4-bit
-codes. Source: PTX ISA, matrix fragments for mma.m16n8k64 and mma.m16n8k32.
+Columns are in the order of pack/conv_layout.py: a thread's 16 sums of a pixel are 16 neighbouring channels (64 bits of 4-bit
+codes). Source: PTX ISA, matrix fragments for mma.m16n8k64 and mma.m16n8k32.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FRAGMENTS = OUTPUTS // 8
 
 
 def fragment_words(x: str, bits: int) -> int:
-    """Words of a lane and fragment for inputs stored as `x` and weights of so many bits."""
+    """Returns the number of words per lane and fragment, for inputs stored as `x` and weights of `bits` bits."""
     return 4 if x == "u4" and bits == 8 else 2
 
 
 def fragment_bits(product: ProductSpec, int4: bool) -> int:
-    """Bits in which the weights of a product are kept: 4 for the `int4` tensor cores, where both operands have 4."""
+    """Returns the bits per packed weight of a product: 4 for `int4` tensor cores if both operands have 4 bits, else 8."""
     return 4 if int4 and (product.x, product.w) == ("u4", "s4") else 8
 
 
@@ -42,8 +42,8 @@ def fragment_bits(product: ProductSpec, int4: bool) -> int:
 class MmaFragments(ConvLayout):
     """int32 [tiles of 64 outputs, steps, 8 fragments, words / 2, 32 lanes, 2] for inputs stored as `x`, outputs as `y`.
 
-    Weights have `bits` bits, 4 or 8; with inputs in s8 they have 8. `int4`: where a second product may have 4. With `images`
-    the weights are those of a stem.
+    Weights have `bits` bits, 4 or 8; with s8 inputs they have 8. `int4`: True if a second product's weights may have 4 bits.
+    With `images` the weights are those of a stem.
     """
 
     x: str
@@ -68,7 +68,7 @@ class MmaFragments(ConvLayout):
         return parts.reshape(tiles, -1, FRAGMENTS, 32, channels // 4 // (2 * each), 2, each).transpose(3, 4).contiguous()
 
     def pack(self, weight: Tensor) -> Tensor:
-        """As `ConvLayout.pack`; raises ValueError for weights of more bits, too."""
+        """As `ConvLayout.pack`; also raises ValueError for weights of more bits."""
         low, high = code_range(f"s{self.bits}")
         if weight.numel() and (int(weight.min()) < low or int(weight.max()) > high):
             found = f"{int(weight.min())}..{int(weight.max())}"

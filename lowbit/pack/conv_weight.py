@@ -1,10 +1,11 @@
-"""Weights of convolutions as the wgmma kernels copy them to shared memory: one weight tile per tile of outputs and step of K.
+"""Weights of convolutions in the order in which the wgmma kernels copy them to shared memory: one weight tile per tile of
+outputs and step of K.
 
-A step is one tap of the window and one run of input channels: `step_bytes` of each packed pixel. Its weight tile has, for every
-plane, a matrix [outputs, step_bytes] of int8 weights, K-major, in the swizzle that wgmma reads. Activations of 4 bits have two
-planes, as decoding a word leaves even channels (low halves) in one register and odd ones (high halves) in another; K may be
-in any order as long as both operands have the same. Columns are in the order of pack/conv_layout.py.
-Source: the swizzle of wgmma's shared-memory operands, PTX ISA.
+A step is one tap of the window and some consecutive input channels: `step_bytes` of each packed pixel. For every plane, its
+weight tile has a matrix [outputs, step_bytes] of int8 weights, K-major, in the swizzle that wgmma reads. 4-bit activations have
+two planes, since unpacking a word gives one register of even channels (low halves) and one of odd channels (high halves). K may
+be in any order that both operands share. Columns are in the order of pack/conv_layout.py. Source: the swizzle of wgmma's
+shared-memory operands, PTX ISA.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lowbit.pack.stem import StemImages
 
 
 def swizzled(matrix: Tensor) -> Tensor:
-    """Rows [.., rows, bytes] of 32, 64 or 128 bytes with their 16-byte chunks exchanged as wgmma and TMA expect them."""
+    """Returns rows [.., rows, bytes] of 32, 64 or 128 bytes with their 16-byte chunks in the swizzle of wgmma and TMA."""
     rows, row_bytes = matrix.shape[-2:]
     chunks = row_bytes // 16
     row = torch.arange(rows, device=matrix.device)
@@ -32,7 +33,7 @@ def swizzled(matrix: Tensor) -> Tensor:
 
 
 def planes(x: str) -> int:
-    """Matrices of weights of a step: one for each half of a byte that holds a code."""
+    """Returns the number of weight matrices of a step: one for each code in a byte of x."""
     return 8 // CODES[x].bits
 
 
@@ -40,8 +41,8 @@ def planes(x: str) -> int:
 class WgmmaTiles(ConvLayout):
     """int8 [tiles of outputs, steps, planes, outputs, step_bytes] for inputs stored as `x` and outputs as `y`.
 
-    Steps go through the channels of a tap before the next tap, or with `taps_first` through the taps of a run of channels. With
-    `images` the weights are those of a stem, over rows of packed pixels.
+    Steps are ordered by tap, then by block of channels; with `taps_first` by block of channels, then by tap. With `images` the
+    weights are those of a stem, over rows of packed pixels.
     """
 
     x: str

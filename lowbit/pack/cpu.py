@@ -1,4 +1,4 @@
-"""A quantized matrix [N, K] in one of three forms that torch's products on a CPU read.
+"""A quantized matrix [N, K] in one of the three forms that torch's CPU products read.
 
     form     codes                                          scale
     int4     uint8 [N, K/2], the order of torch's int4      bf16 [K/group, N, 2]: s and z of w = (code4 - 8) * s + z
@@ -6,12 +6,12 @@
     int8     int8 [N, K], two's complement                  bf16 [N]; float32 where x is quantized too
     decoded  x's type [N, K], each weight rounded once      none
 
-int4 holds integers of 2, 3 and 4 bits (code4 is the code, moved so that their middle is 8), int8 those of 5 to 8. Both are
-other arrangements of the codes, and `CpuWeight.unpack_codes` returns these bit for bit. Decoded weights have no codes; a layer
-keeps the form on disk beside them. `_column_order` finds out the order of int4 from torch; it is never saved.
+int4 holds integers of 2, 3 and 4 bits (code4 is the code, shifted so that the middle of the range is 8), int8 those of 5 to 8
+bits. Both forms only rearrange the codes; `CpuWeight.unpack_codes` returns the codes bit for bit. Decoded weights have no
+codes; a layer also keeps the form on disk. `_column_order` determines the order of int4 from torch; this form is never saved.
 
-Torch's products of bf16 x want scales in bf16: rounded by at most 2^-8 of themselves, the error that each weight has where
-weights are rounded to bf16 (docs/internals/numerics.md).
+Torch's products of bf16 x need scales in bf16, whose rounding error is at most 2^-8 of their value. Each weight has the same
+error where weights are rounded to bf16 (docs/internals/numerics.md).
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from lowbit.pack.form import PackedMatrix
 CpuForm = Literal["int4", "int8", "decoded"]
 
 GROUPS = (256, 128, 64, 32)
-"""Weights that share a scale in torch's int4 product."""
+"""Group sizes that torch's int4 product supports."""
 
 INT4_ROWS = 16
-"""Torch's int4 product takes N of multiples of this."""
+"""N must be a multiple of this for torch's int4 product."""
 
 INT8_K_STEP = 16
-"""Torch 2.13's int8 product walks K in steps of 16 without a tail: wrong results or a crash for others (1, 8, 17, 24, 72)."""
+"""Torch 2.13's int8 product processes K in steps of 16 without a tail. Other K (1, 8, 17, 24, 72) gave wrong results or a
+crash."""
 
 WEIGHTS_AT_ONCE = 1 << 22
-"""Weights rearranged into torch's order at a time, at 4 bytes each."""
+"""Number of weights that are rearranged into torch's order at a time; each takes 4 bytes."""
 
 VECTOR_CPUS = ("AVX2", "AVX512")
 """Values of `torch.backends.cpu.get_cpu_capability` for which torch has fast int4 and int8 products."""
@@ -46,8 +47,8 @@ VECTOR_CPUS = ("AVX2", "AVX512")
 
 @dataclass(frozen=True, eq=False)
 class CpuWeight(PackedMatrix):
-    """The tensors described in the module, for a matrix of `shape` (N, K); `group` is that of int4, else 0; `sums`
-    int32 [N], of rows of int8, are there for x that has zero points."""
+    """The tensors described in the module, for a matrix of `shape` (N, K); `group`: group size of int4, else 0. `sums`: sums of
+    the rows of int8 codes, int32 [N], if x has zero points."""
 
     NAMES = ("codes", "scale", "sums")
 
@@ -59,7 +60,7 @@ class CpuWeight(PackedMatrix):
     group: int = 0
     sums: Tensor | None = None
     dtype: torch.dtype = field(init=False)
-    """The type of x where x is not quantized; a field rather than a property, since every call of a layer reads it."""
+    """The type of x if x is not quantized. A field, not a property, since every call of a layer reads it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", self.codes.dtype if self.form == "decoded" else torch.bfloat16)
@@ -69,14 +70,14 @@ class CpuWeight(PackedMatrix):
 
     @property
     def row_multiple(self) -> int:
-        """Rows of a block of torch's int4 product; 1 for other forms."""
+        """Number of rows of a block of torch's int4 product; 1 for other forms."""
         return block_rows() if self.form == "int4" else 1
 
     def _kind(self) -> dict[str, Any]:
         return {**super()._kind(), "form": self.form, "group": self.group}
 
     def unpack_codes(self) -> Tensor:
-        """The codes uint8 [N, K] that `pack_int4` or `pack_int8` rearranged, bit for bit; decoded weights have none."""
+        """Returns the codes uint8 [N, K] that `pack_int4` or `pack_int8` rearranged, bit for bit; decoded weights have none."""
         if self.form == "int8":
             return (self.codes.to(torch.int16) + _offset(self.scheme)).to(torch.uint8)
         if self.form == "decoded":
@@ -119,17 +120,18 @@ def _cpu_refusals() -> tuple[str, ...]:
 
 
 def int4_group(scheme: Scheme, shape: tuple[int, int]) -> int:
-    """The largest group of torch's int4 product into which the scheme's groups and K divide; 0 if there is none."""
+    """Returns the largest group size of torch's int4 product that divides both the scheme's group size and K; 0 if there is
+    none."""
     k = scheme.granularity.block(shape)[1]
     fits = (g for g in GROUPS if shape[1] % g == 0 and (k >= shape[1] or k % g == 0))
     return next(fits, 0) if shape[1] else 0
 
 
 def pack_int4(q: QuantTensor) -> CpuWeight:
-    """`q` in the form of torch's int4 product, its correction, order and input scale left out.
+    """Returns `q` in the form of torch's int4 product, without its low-rank correction and input transform.
 
-    Raises ValueError with every reason where there is no such form, or where torch's order is not the one that
-    `CpuWeight.unpack_codes` undoes.
+    Raises ValueError with every reason if `q` has no such form, or if torch's order is not one that `CpuWeight.unpack_codes`
+    can undo.
     """
     reasons = int4_refusals(q.scheme, q.shape)
     if reasons:
@@ -144,7 +146,7 @@ def pack_int4(q: QuantTensor) -> CpuWeight:
     if q.zero is None:
         z = torch.zeros_like(s)
     elif q.scheme.zero is ZeroPoint.INTEGER:
-        z = (8 - shift - _of_groups(q.zero, q, group)) * s  # of the rounded scale, so that a weight of 0 stays about 0
+        z = (8 - shift - _of_groups(q.zero, q, group)) * s  # uses the rounded scale, so that a weight of 0 stays about 0
     else:
         z = _of_groups(q.zero, q, group) + (8 - shift) * exact
     scale = torch.stack((s.T, z.T), dim=-1).to(torch.bfloat16).contiguous()
@@ -155,9 +157,9 @@ def pack_int4(q: QuantTensor) -> CpuWeight:
 
 
 def pack_int8(q: QuantTensor) -> CpuWeight:
-    """`q` in the form of torch's int8 products, its correction, order and input scale left out.
+    """Returns `q` in the form of torch's int8 products, without its low-rank correction and input transform.
 
-    Raises ValueError with every reason where there is no such form.
+    Raises ValueError with every reason if `q` has no such form.
     """
     reasons = int8_refusals(q.scheme, q.shape)
     if reasons:
@@ -170,16 +172,16 @@ def pack_int8(q: QuantTensor) -> CpuWeight:
 
 
 def int4_columns(codes: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-    """(order int64 [R], uint8 [B, K, R / 2]) of the rows [start, end) of an int4 form, which are B blocks of R rows: nibble r
-    of a column, low ones first, belongs to row order[r] of its block."""
+    """Returns (order int64 [R], uint8 [B, K, R / 2]) for the rows [start, end) of an int4 form, which are B blocks of R rows.
+    Nibble r of a column (of each byte the low one first) belongs to row order[r] of its block."""
     k = 2 * codes.shape[1]
     block = min(block_rows(), end - start)
     return _column_order(block), codes.view(-1)[start * k // 2 : end * k // 2].view(-1, k, block // 2)
 
 
 def row_blocks(n: int, blocks: int) -> list[tuple[int, int]]:
-    """Ranges [start, end) of contiguous rows of an int4 form of N rows: at most `blocks` whole blocks each, then the rest of
-    N."""
+    """Yields ranges [start, end) of rows of an int4 form of N rows: at most `blocks` whole blocks each, then the remaining
+    rows."""
     step = block_rows() * blocks
     whole = n - n % block_rows()
     ranges = [(start, min(start + step, whole)) for start in range(0, whole, step)]
@@ -192,22 +194,22 @@ def _row_ranges(shape: tuple[int, int]) -> list[tuple[int, int]]:
 
 @functools.cache
 def block_rows() -> int:
-    """Rows of w that torch's int4 product keeps together: 64 with AVX-512, 32 with AVX2."""
+    """Returns the number of rows of w in a block of torch's int4 product: 64 with AVX-512, 32 with AVX2."""
     rows = 128
     order = _nibbles(torch.tensor([[0, 1]], dtype=torch.int32, device="cpu").expand(rows, 2).contiguous())
-    return int(order.argmax())  # column 0 of a block comes first, whole
+    return int(order.argmax())  # all rows of column 0 of a block come first
 
 
 @functools.cache
 def _column_order(rows: int) -> Tensor:
-    """The row of each entry of a column within a block of `rows` rows, found by packing the row numbers."""
+    """Returns the row of each entry of a column, within a block of `rows` rows. Found by packing the row numbers."""
     number = torch.arange(rows, dtype=torch.int32, device="cpu")[:, None].expand(rows, 2)
     low, high = (_nibbles(part.contiguous())[:rows] for part in (number & 15, number >> 4))
     return (low + 16 * high).long()
 
 
 def _nibbles(codes: Tensor) -> Tensor:
-    """The codes int32 [N, K] in the order of torch's int4 product, one after the other."""
+    """Returns codes int32 [N, K] in the order of torch's int4 product."""
     packed = _pack_with_torch(codes).view(-1)
     return torch.stack((packed & 15, packed >> 4), dim=-1).view(-1)
 
@@ -223,12 +225,12 @@ def _offset(scheme: Scheme) -> int:
 
 
 def _shift(scheme: Scheme) -> int:
-    """The difference code4 - code, with which the middle of the codes is 8."""
+    """Returns the difference code4 - code, which shifts the middle of the codes to 8."""
     return 8 - (1 << (scheme.weight.bits - 1))
 
 
 def _of_groups(values: Tensor, q: QuantTensor, group: int) -> Tensor:
-    """Scales or zeros float32 [N, K / group]."""
+    """Returns scales or zeros, float32 [N, K / group]."""
     n, k = q.scheme.granularity.block(q.shape)
     values = values.float()
     rows = values.repeat_interleave(n, dim=0)[: q.shape[0]] if n > 1 else values

@@ -1,4 +1,4 @@
-"""A weight of 16 bits as the small-M kernel reads it: the rows of `nn.Linear`, without a copy."""
+"""A 16-bit weight for the small-M kernel: the rows of `nn.Linear`, without a copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowbit.pack.weight import DENSE_FORM, WeightForm
 
 @dataclass(frozen=True, eq=False)
 class DenseWeight(PackedMatrix):
-    """A matrix [N, K] in fp16 or bf16. For gate and up it has all rows of gate, then those of up: the product pairs them."""
+    """A matrix [N, K] in fp16 or bf16. A gated weight has all gate rows, then all up rows; the kernel pairs them."""
 
     NAMES = ("values",)
 
@@ -33,11 +33,11 @@ class DenseWeight(PackedMatrix):
 
     @classmethod
     def pack(cls, values: Tensor) -> DenseWeight:
-        """The form of a matrix [N, K] in 16 bits: its rows as they are."""
+        """Returns the form of a 16-bit matrix [N, K], whose rows are not copied."""
         return cls(values.contiguous())
 
     def unpack(self) -> Tensor:
-        """The matrix."""
+        """Returns the matrix."""
         return self.values
 
     def row_axes(self) -> dict[str, tuple[int, int]]:
@@ -53,5 +53,5 @@ class DenseWeight(PackedMatrix):
         return self
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The matrix in another type, as a quantized form returns it."""
+        """Returns the matrix in type `dtype`, like the method of quantized forms."""
         return self.values.to(dtype)

@@ -1,11 +1,11 @@
-"""The experts of a layer as one weight: pack/weight.py with a leading dimension, the tensors of each expert contiguous.
+"""The experts of a layer as one weight: the tensors of pack/weight.py with a leading dimension, each expert contiguous.
 
     codes           int32 [E, N/16, K/64, 32 * bits]
     scale           fp16 or bf16 [E, N/16, G, 8, 2 or 4]
     channel_scale   float32 or bf16 [E, N]
 
-A kernel adds the number of the expert, times the m16 row blocks of one, to the number of a row block; nothing else differs from
-a dense weight. Experts have one scheme and one shape, and their scales are stored alike (`common_scaling`).
+Expert e begins at row block e * (number of row blocks of an expert); otherwise kernels read it like a dense weight. All experts
+have the same scheme, shape and way of storing scales (`common_scaling`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lowbit.pack.weight import FragmentWeight, WeightForm, common_scaling, weigh
 
 @dataclass(frozen=True, eq=False)
 class ExpertWeight(PackedMatrix):
-    """The tensors described in the module for experts of `shape` (N, K) each; `subnormal` is that of `FragmentWeight`."""
+    """The tensors described in the module docstring, for experts of `shape` (N, K) each; `subnormal` as in `FragmentWeight`."""
 
     NAMES = ("codes", "scale", "channel_scale")
 
@@ -39,12 +39,12 @@ class ExpertWeight(PackedMatrix):
 
     @classmethod
     def pack(cls, experts: Sequence[QuantTensor]) -> ExpertWeight:
-        """The kernels' form of matrices [N, K], on the device of the first.
+        """Returns the kernels' form of matrices [N, K], on the device of the first.
 
-        Each is looked up three times and used one at a time, so a sequence may make them when asked.
+        Each matrix is indexed three times, and only one is used at a time, so a lazy sequence may create them on access.
 
-        Raises ValueError for no experts, for experts that differ in scheme, shape or type of scales, and for what
-        `FragmentWeight.pack` refuses.
+        Raises ValueError if there are no experts, if they differ in scheme, shape or type of scales, or if
+        `FragmentWeight.pack` does.
         """
         _check_alike(experts)
         scaling = common_scaling(experts)
@@ -52,9 +52,10 @@ class ExpertWeight(PackedMatrix):
 
     @classmethod
     def pack_gated(cls, gates: Sequence[QuantTensor], ups: Sequence[QuantTensor]) -> ExpertWeight:
-        """Gate and up [I, K] of each expert as one matrix (2 I, K), 8 rows of the one, then 8 of the other (pack/gated.py).
+        """Packs gate and up [I, K] of each expert as one matrix (2 I, K) of alternating 8 gate rows and 8 up rows
+        (pack/gated.py).
 
-        Raises ValueError as `pack` does, for other numbers of gates and ups, and with `gated_refusals`.
+        Raises ValueError as `pack` does, for different numbers of gates and ups, and with `gated_refusals`.
         """
         if len(gates) != len(ups):
             raise ValueError(f"every expert has a gate and an up, got {len(gates)} and {len(ups)}")
@@ -67,7 +68,7 @@ class ExpertWeight(PackedMatrix):
 
     @classmethod
     def _stacked(cls, count: int, packed: Callable[[int], FragmentWeight]) -> ExpertWeight:
-        """Stacks `count` packed experts, one at a time: of each but the first there is one copy."""
+        """Stacks `count` packed experts, one at a time, so that no second copy of all experts exists."""
         first = packed(0)
         tensors = {name: t.new_empty((count, *t.shape)) for name, t in first.tensors().items()}
         for e in range(count):
@@ -82,13 +83,13 @@ class ExpertWeight(PackedMatrix):
         return self.codes.shape[0]
 
     def expert(self, e: int) -> FragmentWeight:
-        """Expert `e` alone: views of this weight's memory."""
+        """Returns expert `e` as views of this weight's memory."""
         codes, scale, channel = (None if t is None else t[e] for t in (self.codes, self.scale, self.channel_scale))
         assert codes is not None
         return FragmentWeight(codes, scale, channel, self.scheme, self.shape, self.subnormal)
 
     def unpack(self) -> list[QuantTensor]:
-        """The matrices that `pack` packed, with the scales that `FragmentWeight.unpack` returns."""
+        """Returns the matrices that `pack` packed, with the scales that `FragmentWeight.unpack` returns."""
         return [self.expert(e).unpack() for e in range(self.experts)]
 
     @property
@@ -105,7 +106,7 @@ class ExpertWeight(PackedMatrix):
 
 
 def _check_alike(experts: Iterable[QuantTensor]) -> None:
-    """Raises ValueError unless there are experts, all of one scheme, shape and type of scales."""
+    """Raises ValueError if there are no experts, or if they differ in scheme, shape or type of scales."""
     kinds = {f"{q.scheme} {list(q.shape)} with {str(q.scale.dtype).removeprefix('torch.')} scales": None for q in experts}
     if not kinds:
         raise ValueError("a weight of experts has at least one expert, got none")

@@ -32,10 +32,10 @@ class PackedMatrix(ABC):
 
     @abstractmethod
     def row_axes(self) -> dict[str, tuple[int, int]]:
-        """For each tensor the dimension along N, and how many rows one index of it covers."""
+        """Returns for each tensor its dimension along N, and the number of rows per index of that dimension."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are there, by name."""
+        """Returns the tensors that are not None, by name."""
         held = {name: getattr(self, name) for name in self.NAMES}
         return {name: t for name, t in held.items() if t is not None}
 
@@ -45,11 +45,11 @@ class PackedMatrix(ABC):
         return sum(t.nbytes for t in self.tensors().values())
 
     def clone(self) -> Self:
-        """An equal weight in memory of its own."""
+        """Returns an equal weight in new memory."""
         return self._rebuilt({name: t.clone() for name, t in self.tensors().items()}, self.shape[0])
 
     def _rebuilt(self, tensors: dict[str, Tensor], n: int) -> Self:
-        """The same form with other tensors, of `n` rows."""
+        """Returns the same form with other tensors, of `n` rows."""
         return replace(self, **tensors, shape=(n, self.shape[1]))  # type: ignore[type-var, misc]
 
     def _with_scales_of_channels(self) -> Self:
@@ -59,7 +59,7 @@ class PackedMatrix(ABC):
 
     @property
     def row_multiple(self) -> int:
-        """A weight can be concatenated with one below it, or split, at multiples of this number of rows."""
+        """Weights can be concatenated and split at multiples of this number of rows."""
         return math.lcm(*(rows for _, rows in self.row_axes().values()))
 
     def _kind(self) -> dict[str, Any]:
@@ -84,9 +84,9 @@ class PackedMatrix(ABC):
 
     @classmethod
     def concat(cls, weights: Sequence[Self]) -> Self:
-        """One weight [sum of N, K] with the rows of all, in new memory; a single weight is returned as it is.
+        """Returns one weight [sum of N, K] with the rows of all weights, in new memory; a single weight is returned unchanged.
 
-        One scale of each whole tensor becomes one scale per channel. Raises ValueError with `concat_refusals`.
+        A scale per tensor becomes one scale per channel. Raises ValueError with `concat_refusals`.
         """
         if reasons := cls.concat_refusals(weights):
             raise ValueError(f"{cls.__name__}.concat: {'; '.join(reasons)}")
@@ -98,9 +98,11 @@ class PackedMatrix(ABC):
         return first._rebuilt(joined, sum(w.shape[0] for w in weights))._with_scales_of_channels()
 
     def split(self, rows: Sequence[int]) -> list[Self]:
-        """Weights with these numbers of rows each, which add up to N: the inverse of `concat`, but for scales per tensor.
+        """Returns weights with these numbers of rows, which must add up to N. It is the inverse of `concat`, except for scales
+        per tensor.
 
-        Tensors that begin with N are views of this weight's memory, others are copied. Raises ValueError for other numbers.
+        Tensors whose first dimension is N are views of this weight's memory, others are copied. Raises ValueError for other
+        numbers.
         """
         if sum(rows) != self.shape[0] or any(n % self.row_multiple for n in rows[:-1]):
             raise ValueError(

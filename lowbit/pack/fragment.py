@@ -1,26 +1,28 @@
 """Fragment order: the codes of a thread's A fragments are contiguous, so that it loads them straight into registers.
 
-The order is computed from a row of `hardware.mma`; no permutation is written by hand. A row block is 16 rows (m16), the part
-of an A operand that one warp holds: mma.sync has one, a wgmma warpgroup four, one for each of its warps. A tile is a row block
-x 64 k, held by 32 lanes. Each lane owns 32 codes of it: as many words as a code has bits. They are stored in groups of at
-most 4 words (6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1), so that every load is aligned and a warp reads neighbouring bytes:
+The order is computed from a row of `hardware.mma`; no permutation is written by hand. A row block is 16 rows (m16), the part of
+operand A that one warp holds: mma.sync has one, a wgmma warpgroup four, one for each of its warps. A tile is a row block x 64
+columns of K, held by 32 lanes. Each lane holds 32 codes of a tile, which take as many words as a code has bits. The words are
+stored in groups of at most 4 (6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1), so that every load is aligned and a warp reads neighbouring
+bytes:
 
     int32 [N/16, K/64, 32 * bits]; the words of one tile, 6 bits:  lane 0: 4 words | lane 1: 4 words | ... | lane 31: 4 words
                                                                    lane 0: 2 words | lane 1: 2 words | ... | lane 31: 2 words
 
-It needs no ldmatrix and no shuffle and has no bank conflict. All of K of a row block is contiguous: a warp reads one stream
-along K, and the stride from row block to row block is constant.
+Loads need neither ldmatrix nor shuffles and have no bank conflicts. All of K of a row block is contiguous: a warp reads one
+stream along K, and the stride between row blocks is constant.
 
-Within a word, `hardware.fields` orders the codes: one code of a register in each half (16-bit operands), so that
-one mask picks both. For f16 A fragments and 4 bits a word is one k step:
+Within a word, `hardware.fields` orders the codes: for 16-bit operands a register has one code in each half of a word, so that
+one mask extracts both. For f16 A fragments and 4 bits a word is one k16 step:
 
     bit      31..28  27..24  23..20  19..16 | 15..12  11..8   7..4    3..0
     element  odd     odd     odd     odd    | even    even    even    even
     register a3      a2      a1      a0     | a3      a2      a1      a0
 
-    lane 4g + t: a0 is row g, k 2t and 2t + 1 of the step; a1 is 8 rows further down, a2 8 k further on, a3 both
+    lane 4g + t: a0 is row g, columns 2t and 2t + 1 of the step; a1 is 8 rows further down, a2 8 columns further, a3 both
 
-Registers count through the k steps of the tile in order; codes of 3, 5, 6 or 7 bits use the words of a tile together.
+Registers are numbered through the k steps of the tile in order. Codes of 3, 5, 6 or 7 bits are spread over several words of a
+tile.
 """
 
 from __future__ import annotations
@@ -41,30 +43,31 @@ TILE_K = 64
 LANES = 32
 
 CODES_AT_ONCE = 1 << 22
-"""Codes rearranged at a time: temporary tensors take up to 9 bytes for each, 40 MB whatever the size of the matrix."""
+"""Number of codes that are rearranged at a time. Temporary tensors take up to 9 bytes per code: 40 MB for a matrix of any
+size."""
 
 TIMES_ON_GPU = 4
-"""Factor by which a GPU rearranges more codes at a time, 150 MB, since each chunk takes some 25 launches: 28672 x 8192 codes of
-4 bits in 5.0 instead of 19.9 ms (H200, 2026-11-23)."""
+"""On a GPU, this many times more codes are rearranged at a time (150 MB), since each chunk takes about 25 launches. 28672 x
+8192 codes of 4 bits then take 5.0 ms instead of 19.9 (H200, 2026-11-23)."""
 
 
 def row_blocks(n: int) -> int:
-    """Number of row blocks of 16 rows that cover `n` rows."""
+    """Returns the number of row blocks of 16 rows that cover `n` rows."""
     return -(-n // ROW_BLOCK)
 
 
 def k_tiles(k: int) -> int:
-    """Number of tiles of 64 that cover `k` columns."""
+    """Returns the number of 64-column tiles that cover `k` columns."""
     return -(-k // TILE_K)
 
 
 @dataclass(frozen=True)
 class FragmentOrder(Layout):
-    """Codes in the order of the A fragments of `atom`, one plane int32 [N/16, K/64, 32 * bits], see the module.
+    """Codes in the order of the A fragments of `atom`: one plane int32 [N/16, K/64, 32 * bits], see the module docstring.
 
-    `format` is a float format, whose bits have an order of their own in the words; None is any integer. N is filled up
-    to a multiple of 16 and K to one of 64 with zero codes. Layouts are equal when their bytes are: mma.sync and wgmma
-    atoms of one operand width give equal layouts.
+    `format`: a float format, since the bit order within words depends on it; None for any integer format. N is padded to a
+    multiple of 16 and K to a multiple of 64, with zero codes. Layouts compare equal if their bytes are equal: mma.sync and
+    wgmma atoms of the same operand width give equal layouts.
     """
 
     atom: MmaAtom = field(compare=False)
@@ -85,7 +88,7 @@ class FragmentOrder(Layout):
         return torch.int32
 
     def fields(self, bits: int) -> FieldOrder:
-        """The order of the codes in the words of a lane."""
+        """Returns the order of the codes in the words of a lane."""
         return field_order(self.format or bits, self.atom.operand_bits)
 
     def refusals(self, bits: int, shape: Shape) -> tuple[str, ...]:
@@ -116,7 +119,7 @@ class FragmentOrder(Layout):
         tiled = padded.reshape(row_blocks(n), ROW_BLOCK, k_tiles(k), TILE_K).transpose(1, 2).flatten(2).contiguous()
         source, moves = _moves(self, bits, codes.device)
         window, elements = self.fields(bits).window, self.tile.elements
-        # The elements of a register are neighbours along k: moved together, then set `window` bits apart.
+        # The elements of a register are neighbours along k: they are moved together, then placed `window` bits apart.
         together = tiled.view(_OF_ELEMENTS[elements])[:, :, source]  # row block, k_tile, lane, run, register
         held = together.unsqueeze(-1).view(torch.uint8)
         registers = held[..., 0].to(torch.int32)
@@ -127,7 +130,7 @@ class FragmentOrder(Layout):
             part = registers[..., register]
             if mask != (1 << bits) - 1:
                 part = part & _repeated(mask, elements, window)
-            if shift >= 0:  # bits that are 0 yet: a sum, which is one launch where shift and "or" are two
+            if shift >= 0:  # the bits are still 0, so they can be added: one launch, where a shift and an "or" would be two
                 words[..., word].add_(part, alpha=1 << shift)
             else:
                 words[..., word].bitwise_or_(part >> -shift)
@@ -141,7 +144,7 @@ class FragmentOrder(Layout):
         return codes
 
     def _unpacked(self, plane: Tensor, bits: int, shape: Shape) -> Tensor:
-        """The codes of some row blocks."""
+        """Returns the codes of some row blocks."""
         words = plane[..., word_places(bits, plane.device)]  # row block, k_tile, lane, word
         source, moves = _moves(self, bits, plane.device)
         words = words.unflatten(-1, (-1, self.fields(bits).words))  # row block, k_tile, lane, run, word
@@ -160,7 +163,7 @@ class FragmentOrder(Layout):
 
 
 def row_blocks_at_once(k: int, device: torch.device) -> int:
-    """Row blocks of `k` columns that are packed together."""
+    """Returns the number of row blocks of `k` columns that are packed at a time."""
     return max(1, CODES_AT_ONCE * (TIMES_ON_GPU if device.type == "cuda" else 1) // (ROW_BLOCK * max(1, k)))
 
 
@@ -170,35 +173,35 @@ def _shifted(words: Tensor, left: int) -> Tensor:
 
 @functools.cache
 def word_places(bits: int, device: torch.device | None = None) -> Tensor:
-    """The index of each word of each lane among the 32 * bits words of a tile: int64 [32, bits]."""
+    """Returns the index of each word of each lane among the 32 * bits words of a tile: int64 [32, bits]."""
     places, start = [], 0
     for words in WORD_GROUPS[bits]:
-        lane, word = torch.arange(LANES, device="cpu"), torch.arange(words, device="cpu")  # whatever the default is
+        lane, word = torch.arange(LANES, device="cpu"), torch.arange(words, device="cpu")  # for any default device
         places.append(start + words * lane[:, None] + word)
         start += LANES * words
     return torch.cat(places, dim=1).to(device=device)
 
 
 _OF_ELEMENTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""As wide as the codes of a register's elements, one byte each."""
+"""By number of elements of a register, the integer type that is as wide as their codes, one byte each."""
 
 
 def _repeated(mask: int, elements: int, window: int) -> int:
-    """`mask` for every element, as an int32."""
+    """Returns `mask` repeated for every element, as an int32."""
     value = sum(mask << (window * element) for element in range(elements))
     return value - (1 << WORD_BITS) if value >> (WORD_BITS - 1) else value
 
 
 Move = tuple[int, int, int, int]
-"""Bits of a code that move together: register of the run, word of the run, left shift, mask of the bits."""
+"""Bits of a code that are moved together: (register of the run, word of the run, left shift, mask of the bits)."""
 
 
 @functools.cache
 def _moves(layout: FragmentOrder, bits: int, device: torch.device) -> tuple[Tensor, tuple[Move, ...]]:
-    """Where codes come from and where their bits go.
+    """Returns the sources of codes and the moves of their bits.
 
-    First the place (row * 64 + k) / elements in the tile of each register: int64 [32 lanes, runs, registers of a run]; a
-    run is what shares words. Then, the same for all lanes, runs and elements, the moves of bits.
+    Sources: for each register its index in the tile, (row * 64 + k) / elements, int64 [32 lanes, runs, registers of a run]. A
+    run is a set of registers that share words. Moves: equal for all lanes, runs and elements.
     """
     fields = layout.fields(bits)
     row, k = layout.tile.coordinates()  # [lane, register, element]

@@ -1,7 +1,7 @@
 """Gate and up of an MLP as one matrix, for a product with the gate in its epilogue (kernels/parts/epilogue.py).
 
-Each row block of 16 rows has 8 rows of gate, then the same 8 of up: a lane of mma.sync holds its rows g and g + 8, so both
-numbers of a pair are its own.
+Each row block of 16 rows has 8 gate rows, then the corresponding 8 up rows. A lane of mma.sync holds rows g and g + 8, so it
+has both the gate and its up.
 
     row of the matrix   16 s + g           8 s + g of gate      0 <= g < 8
                         16 s + 8 + g       8 s + g of up
@@ -23,7 +23,7 @@ HALF = ROW_BLOCK // 2
 
 
 def alternate(gate: Tensor, up: Tensor) -> Tensor:
-    """[2 I, ..] of gate and up [I, ..]: 8 rows of the one, then 8 of the other. Raises ValueError unless 8 divides I."""
+    """Returns [2 I, ..] of gate and up [I, ..], alternating 8 gate rows and 8 up rows. Raises ValueError unless 8 divides I."""
     if gate.shape != up.shape or gate.shape[0] % HALF:
         raise ValueError(f"gate and up have the same shape, a multiple of {HALF} rows; got {[*gate.shape]} and {[*up.shape]}")
     return torch.stack([gate.unflatten(0, (-1, HALF)), up.unflatten(0, (-1, HALF))], dim=1).flatten(0, 2)
@@ -46,10 +46,11 @@ def gated_refusals(gate: QuantTensor, up: QuantTensor) -> tuple[str, ...]:
 
 
 def pack_gated(gate: QuantTensor, up: QuantTensor, scaling: Scaling | None = None) -> FragmentWeight:
-    """Gate and up [I, K] as one matrix (2 I, K), rows as in the module; raises ValueError with the refusals, if there are any.
+    """Packs gate and up [I, K] as one matrix (2 I, K), with rows as in the module docstring. Raises ValueError with
+    `gated_refusals`, if there are any.
 
-    Scales of a whole tensor become scales of rows, those of blocks scales of groups: the same numbers for the same weights.
-    `scaling` is that of `FragmentWeight.pack`.
+    A scale per tensor becomes a scale per row, and scales of blocks become scales of groups; weights do not change. `scaling`
+    as in `FragmentWeight.pack`.
     """
     reasons = gated_refusals(gate, up)
     if reasons:
@@ -62,7 +63,8 @@ def pack_gated(gate: QuantTensor, up: QuantTensor, scaling: Scaling | None = Non
 
 
 def _plane(gate: QuantTensor, up: QuantTensor) -> Tensor:
-    """The codes of both in fragment order, some rows at a time: as one matrix they would be in memory twice."""
+    """Returns the codes of gate and up in fragment order. They are packed some rows at a time, since a concatenated matrix
+    would be a second copy."""
     order, bits = FragmentOrder(MMA_M16N8K16_F16, gate.scheme.weight), gate.scheme.weight.bits
     (n, k), step = gate.shape, row_blocks_at_once(gate.shape[1], gate.codes.device)
     plane = torch.empty(order.plane_shapes(bits, (2 * n, k))[0], dtype=torch.int32, device=gate.codes.device)
@@ -72,7 +74,7 @@ def _plane(gate: QuantTensor, up: QuantTensor) -> Tensor:
 
 
 def with_scales_of_rows(q: QuantTensor) -> QuantTensor:
-    """The same weights with scales (and zeros) of their own for each row."""
+    """Returns the same weights with separate scales (and zeros) for each row."""
     granularity = q.scheme.granularity
     if not isinstance(granularity, (PerTensor, PerBlock)):
         return q

@@ -1,4 +1,5 @@
-"""The forms in which a weight is multiplied, one at a time: rows as on disk, fragments, 8-bit operands, torch's on a CPU.
+"""The forms of a weight: rows as on disk, fragments, 8-bit operands, or a form of torch's CPU products. A layer holds one of
+them.
 
 Each is a `PackedMatrix` with `pack` (of a `QuantTensor`) and `unpack` (its inverse); ops/table.py says which kernel reads it.
 """
@@ -19,7 +20,7 @@ from lowbit.pack.weight import FragmentWeight
 
 @dataclass(frozen=True, eq=False)
 class RowWeight(PackedMatrix):
-    """A matrix of `shape` (N, K) as files hold it: dense codes uint8 [N, ceil(K * bits / 8)] (formats/words.py), scales and
+    """A matrix of `shape` (N, K) in the form of files: dense codes uint8 [N, ceil(K * bits / 8)] (formats/words.py), scales and
     zeros in the scheme's shape."""
 
     NAMES = ("codes", "scale", "zero")
@@ -32,12 +33,13 @@ class RowWeight(PackedMatrix):
 
     @classmethod
     def pack(cls, q: QuantTensor) -> RowWeight:
-        """`q`, on its device; raises ValueError for what is no part of the product (`QuantTensor.require_product`)."""
+        """Returns the form of `q`, on its device; raises ValueError if `q` has an input transform or a low-rank correction
+        (`QuantTensor.require_product`)."""
         q.require_product()
         return cls(pack_words(q.codes, q.scheme.weight.bits), q.scale, q.zero, q.scheme, q.shape)
 
     def unpack(self) -> QuantTensor:
-        """The matrix that `pack` packed."""
+        """Returns the matrix that `pack` packed."""
         return QuantTensor(self.unpack_codes(), self.scale, self.zero, self.scheme)
 
     def row_axes(self) -> dict[str, tuple[int, int]]:
@@ -46,15 +48,15 @@ class RowWeight(PackedMatrix):
 
     @classmethod
     def concat_refusals(cls, weights: Sequence[RowWeight]) -> tuple[str, ...]:
-        """As of every form; one scale of the whole tensor cannot be concatenated here."""
+        """As in the base class; a scale per tensor also prevents concatenation in this form."""
         reasons = super().concat_refusals(weights)
         shared = len(weights) > 1 and isinstance(weights[0].scheme.granularity, PerTensor)
         return (*reasons, *["one scale for the whole tensor, which has no rows"] * shared)
 
     def unpack_codes(self) -> Tensor:
-        """The codes uint8 [N, K]."""
+        """Returns the codes uint8 [N, K]."""
         return unpack_words(self.codes, self.scheme.weight.bits, self.shape[1])
 
 
 GemmWeight = RowWeight | FragmentWeight | OperandWeight | CpuWeight
-"""A weight in one of its forms."""
+"""A weight in any form."""

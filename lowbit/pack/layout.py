@@ -1,6 +1,6 @@
 """Layouts: named, invertible orders of codes in memory.
 
-A layout turns codes uint8 [N, K] into planes (tensors; every layout here has one) and back without loss:
+A layout converts codes uint8 [N, K] to planes, which are tensors (every layout here has one), and back without loss:
 `layout.unpack(layout.pack(codes, bits), bits, codes.shape)` equals `codes` for every shape that `refusals` accepts.
 """
 
@@ -39,7 +39,7 @@ class Layout(ABC):
 
     @abstractmethod
     def plane_shapes(self, bits: int, shape: Shape) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the planes that hold codes of `bits` bits and shape (N, K)."""
+        """Returns the shapes of the planes for codes of `bits` bits and shape (N, K)."""
 
     @abstractmethod
     def _pack(self, codes: Tensor, bits: int) -> tuple[Tensor, ...]: ...
@@ -52,18 +52,19 @@ class Layout(ABC):
         return ()
 
     def pack(self, codes: Tensor, bits: int) -> tuple[Tensor, ...]:
-        """Planes of codes uint8 [N, K]. Raises ValueError with every reason when the layout refuses them."""
+        """Returns the planes of codes uint8 [N, K]. Raises ValueError with every reason if the layout refuses them."""
         check_codes(codes, bits)
         self.check(bits, (codes.shape[0], codes.shape[1]))
         return self._pack(codes, bits)
 
     def unpack(self, planes: tuple[Tensor, ...], bits: int, shape: Shape) -> Tensor:
-        """Codes uint8 [N, K] of planes; the inverse of `pack`. Raises ValueError for planes of another shape or type."""
+        """Returns the codes uint8 [N, K] of planes; the inverse of `pack`. Raises ValueError for planes of another shape or
+        type."""
         self.check_planes(planes, bits, shape)
         return self._unpack(planes, bits, shape)
 
     def check(self, bits: int, shape: Shape) -> None:
-        """Raises ValueError with every reason why the layout refuses codes of `bits` bits and shape (N, K)."""
+        """Raises ValueError with every reason if the layout refuses codes of `bits` bits and shape (N, K)."""
         check_bits(bits)
         reasons = self.refusals(bits, shape)
         if reasons:

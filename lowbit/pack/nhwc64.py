@@ -1,9 +1,9 @@
 """Activations of convolutions in memory: NHWC, channels in blocks of 64, codes of 4 or 8 bits.
 
-A pixel is a run of blocks, a block is the codes of 64 channels in order: byte i of a 4-bit block holds channel 2i in its low
-half and channel 2i + 1 in its high half (32 bytes), byte i of an 8-bit block is channel i (64 bytes). Channels that fill up the
-last block have code 0. The content is that of NCHW64, the blocks of a pixel lie next to each other, so that the rows of the
-matrix product that a convolution is are contiguous, and reading them needs no permutation.
+A pixel is a sequence of blocks; a block holds the codes of 64 channels in order. Byte i of a 4-bit block (32 bytes) has channel
+2i in its low half and channel 2i + 1 in its high half; byte i of an 8-bit block (64 bytes) is channel i. Channels that pad the
+last block have code 0. Blocks are those of NCHW64, but the blocks of a pixel are contiguous. So the rows of the implicit GEMM
+are contiguous, and reading them needs no permutation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHANNEL_BLOCK = 64
 
 
 def padded_channels(channels: int) -> int:
-    """The next multiple of 64."""
+    """Returns the number of channels, rounded up to a multiple of 64."""
     return -(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK
 
 
@@ -35,16 +35,17 @@ class Nhwc64:
             raise ValueError(f"packed codes are stored as one of {', '.join(ACTIVATIONS)}, got {self.storage!r}")
 
     def pixel_bytes(self, channels: int) -> int:
-        """Bytes of one pixel, a multiple of 32 or 64."""
+        """Returns the bytes of one pixel, a multiple of 32 (u4) or 64 (s8)."""
         return padded_channels(channels) * CODES[self.storage].bits // 8
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-        """Shape [N, H, W, bytes] of packed codes [N, C, H, W]."""
+        """Returns the shape [N, H, W, bytes] of packed codes [N, C, H, W]."""
         n, c, h, w = shape
         return n, h, w, self.pixel_bytes(c)
 
     def pack(self, codes: Tensor) -> Tensor:
-        """uint8 [N, H, W, bytes] of integer codes [N, C, H, W], on any device. Raises ValueError for codes out of range."""
+        """Returns integer codes [N, C, H, W] packed to uint8 [N, H, W, bytes], on any device. Raises ValueError for codes out
+        of range."""
         low, high = code_range(self.storage)
         if codes.is_floating_point() or codes.dim() != 4:
             raise ValueError(f"codes are an integer tensor [N, C, H, W], got {codes.dtype} {list(codes.shape)}")
@@ -57,7 +58,8 @@ class Nhwc64:
         return (rows[..., 0::2] | rows[..., 1::2] << 4).view(torch.uint8)
 
     def unpack(self, packed: Tensor, channels: int) -> Tensor:
-        """Codes int32 [N, C, H, W] of uint8 [N, H, W, bytes]; the inverse of `pack`. Raises ValueError for another shape."""
+        """Returns the codes int32 [N, C, H, W] of packed uint8 [N, H, W, bytes]; the inverse of `pack`. Raises ValueError for
+        another shape."""
         if packed.dtype != torch.uint8 or packed.dim() != 4 or packed.shape[3] != self.pixel_bytes(channels):
             raise ValueError(
                 f"{channels} channels of {self.storage} are uint8 [N, H, W, {self.pixel_bytes(channels)}], "
@@ -71,5 +73,5 @@ class Nhwc64:
 
 
 def pixel_elements(storage: str, channels: int) -> int:
-    """Elements of a pixel in memory: bytes of packed codes, or values, which have no channels that fill up."""
+    """Returns the number of elements of a pixel in memory: bytes of packed codes, or values, whose channels are not padded."""
     return Nhwc64(storage).pixel_bytes(channels) if storage in ACTIVATIONS else channels

@@ -1,15 +1,15 @@
-"""A quantized matrix as the kernels for 8-bit activations read it.
+"""A quantized matrix in the form of the kernels for 8-bit activations.
 
     codes           int8, float8_e4m3fn or float8_e5m2 [N, K']   8 bits: row-major operands as they are (int8: the code less its
-                                                                 offset), K' is K filled up to a multiple of 16 with zeros
+                                                                 offset), K' is K padded to a multiple of 16 with zeros
                     int32 [N/16, K/64, 32 * bits]                fewer: pack.fragment, for operands of 8 bits
-    scale           fp16 or bf16 [ceil(K / 128), N']             groups of 128 along K, N' is N filled up to a multiple of 16
+    scale           fp16 or bf16 [ceil(K / 128), N']             groups of 128 along K, N' is N padded to a multiple of 16
                     float32 [ceil(N / 128), ceil(K / 128)]       blocks of 128 x 128
     channel_scale   float32 [N]                                  one per output channel or tensor
     sums            float32 [N]                                  what a zero of x is multiplied by: sums of the rows, scaled if
                                                                  `scale` is there, before `channel_scale`
 
-There is `scale` or `channel_scale`, never both. Groups of a multiple of 128 are repeated until they are groups of 128.
+There is either `scale` or `channel_scale`. Scales of groups of a multiple of 128 are repeated for groups of 128.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lowbit.pack.form import PackedMatrix
 from lowbit.pack.fragment import CODES_AT_ONCE, ROW_BLOCK, FragmentOrder
 
 GROUP = 128
-"""Columns of w that share a scale, where a row has several."""
+"""Number of columns of w that share a scale, where a row has several scales."""
 
 ROW_BYTES = 16
 """Rows of operands start at multiples of this."""
@@ -36,8 +36,8 @@ _DTYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torc
 
 
 def scaled_refusals(scheme: Scheme, scale_dtype: torch.dtype | None = None) -> tuple[str, ...]:
-    """Returns the reasons why the kernels for 8-bit activations cannot take weights of a scheme, with scales of a type; empty
-    if they can."""
+    """Returns the reasons why the kernels for 8-bit activations do not support weights of a scheme with scales of a type; empty
+    if they do."""
     if scheme.activation is None or scheme.activation.name not in _DTYPES:
         return (f"multiplies int8, e4m3 or e5m2 activations, not those of {scheme}",)
     reasons = []
@@ -73,7 +73,7 @@ def _operand(scheme: Scheme) -> ByteOperand:
 
 @dataclass(frozen=True, eq=False)
 class OperandWeight(PackedMatrix):
-    """The tensors described in the module, for a matrix of `shape` (N, K) under `scheme`."""
+    """The tensors described in the module docstring, for a matrix of `shape` (N, K) under `scheme`."""
 
     NAMES = ("codes", "scale", "channel_scale", "sums")
 
@@ -86,10 +86,10 @@ class OperandWeight(PackedMatrix):
 
     @classmethod
     def pack(cls, q: QuantTensor) -> OperandWeight:
-        """The kernels' form of `q`, on its device.
+        """Returns the kernels' form of `q`, on its device.
 
-        Raises ValueError with every reason where there is no such form, for scales that are not finite, and for what is no part
-        of the product (`QuantTensor.require_product`).
+        Raises ValueError with every reason if `q` has no such form, if scales are not finite, or if `q` has an input transform
+        or a low-rank correction (`QuantTensor.require_product`).
         """
         q.require_product()
         reasons = scaled_refusals(q.scheme, q.scale.dtype)
@@ -110,7 +110,7 @@ class OperandWeight(PackedMatrix):
         return cls(_pack_codes(q), scale, channel, _sums(q, scaled=scale is not None), q.scheme, q.shape)
 
     def unpack(self) -> QuantTensor:
-        """The matrix that `pack` packed; its inverse, but for scales that are not of groups, which are float32."""
+        """Returns the matrix that `pack` packed. Scales other than those of groups are float32."""
         n = self.shape[0]
         scheme = self.scheme
         if self.channel_scale is not None:
@@ -123,7 +123,7 @@ class OperandWeight(PackedMatrix):
         return QuantTensor(self.unpack_codes(), scale, None, scheme)
 
     def unpack_codes(self) -> Tensor:
-        """The codes uint8 [N, K]."""
+        """Returns the codes uint8 [N, K]."""
         fmt, k = self.scheme.weight, self.shape[1]
         if fmt.bits == 8:
             codes = self.codes.view(torch.uint8)[:, :k]
@@ -144,10 +144,10 @@ class OperandWeight(PackedMatrix):
 
 
 def _sums(q: QuantTensor, scaled: bool) -> Tensor:
-    """Sums of the rows of a matrix, float32 [N], with their scales or without; some blocks of rows at once."""
+    """Returns the sums of the rows of a matrix, float32 [N], with or without scales. Computed some blocks of rows at a time."""
     granularity = q.scheme.granularity
     block = granularity.n if isinstance(granularity, PerBlock) else 1
-    step = max(1, CODES_AT_ONCE // (4 * block * max(1, q.shape[1])))  # float32, and a second time with its scales
+    step = max(1, CODES_AT_ONCE // (4 * block * max(1, q.shape[1])))  # in float32, twice if multiplied by scales
     sums = []
     scales = q.scale.split(step) if scaled else itertools.repeat(None)
     for codes, scale in zip(q.codes.split(step * block), scales, strict=False):

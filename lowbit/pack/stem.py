@@ -1,9 +1,9 @@
-"""The first convolution of a network, of images with 1 to 4 channels and stride 2, as a product with little to fill up.
+"""The first convolution of a network, of images with 1 to 4 channels and stride 2, as a matrix product with little padding.
 
-Two by two pixels of up to 4 channels are one packed pixel of 16 bytes (byte 8 dy + 4 dx + channel). A window of stride 2 over
-pixels is a window of stride 1 over packed pixels, at most 4 x 4 of them: 7 x 7 taps of 3 channels are 4 rows of 64 bytes, 256
-instead of 49 * 64. Packed rows begin with their padding, so that a window that reaches over the left or right border reads
-zeros; rows above and below are left to the copies.
+Two by two pixels of up to 4 channels are one packed pixel of 16 bytes (byte 8 dy + 4 dx + channel). A window with stride 2 over
+pixels is a window with stride 1 over packed pixels, of at most 4 x 4 packed pixels. So 7 x 7 taps of 3 channels are 4 rows of
+64 bytes: K is 256 instead of 49 * 64. Packed rows include padding, so that a window that crosses the left or right border reads
+zeros. Above and below the image, the copies write zeros.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StemImages:
     padding: tuple[int, int]
 
     def refusals(self) -> tuple[str, ...]:
-        """Returns the reasons why the images cannot be packed so; empty if they can."""
+        """Returns the reasons why the images cannot be packed in this layout; empty if they can."""
         reasons = []
         if self.channels > MOST_CHANNELS:
             reasons.append(f"{self.channels} channels, at most {MOST_CHANNELS} fit")
@@ -44,17 +44,17 @@ class StemImages:
 
     @property
     def before(self) -> tuple[int, int]:
-        """Packed pixels of padding above and to the left."""
+        """Number of packed pixels of padding above and to the left."""
         return (self.padding[0] + 1) // 2, (self.padding[1] + 1) // 2
 
     @property
     def shift(self) -> tuple[int, int]:
-        """Pixels between the begin of the packed window and tap 0."""
+        """Number of pixels between the beginning of the packed window and tap 0."""
         return 2 * self.before[0] - self.padding[0], 2 * self.before[1] - self.padding[1]
 
     @property
     def window(self) -> tuple[int, int]:
-        """Packed pixels of a window, down and across."""
+        """Numbers of packed pixels of a window, down and across."""
         down, across = (((k - 1 + s) // 2 + 1) for k, s in zip(self.kernel, self.shift, strict=True))
         return down, across
 
@@ -71,11 +71,11 @@ class StemImages:
 
     @property
     def columns(self) -> int:
-        """Packed pixels of a row, padding included."""
+        """Number of packed pixels of a row, padding included."""
         return self.output[1] + WINDOW_PIXELS - 1
 
     def pack(self, codes: Tensor) -> Tensor:
-        """uint8 [N, rows, columns, 16] of integer codes [N, channels, height, width]."""
+        """Returns integer codes [N, channels, height, width] packed to uint8 [N, rows, columns, 16]."""
         if tuple(codes.shape[1:]) != (self.channels, self.height, self.width) or codes.is_floating_point():
             raise ValueError(
                 f"images are integer codes [N, {self.channels}, {self.height}, {self.width}], "
@@ -89,7 +89,8 @@ class StemImages:
         return functional.pad(pixels, (0, 0, self.before[1], after)).contiguous().view(torch.uint8)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """Codes int32 [N, channels, height, width] of uint8 [N, rows, columns, 16], as far as windows reach; else zeros."""
+        """Returns the codes int32 [N, channels, height, width] of uint8 [N, rows, columns, 16]; zeros for pixels that no window
+        reads."""
         n, left = packed.shape[0], self.before[1]
         kept = packed.view(torch.int8)[:, :, left:].to(torch.int32)
         pixels = kept.reshape(n, self.rows, -1, 2, 2, MOST_CHANNELS).permute(0, 5, 1, 3, 2, 4)
@@ -97,7 +98,7 @@ class StemImages:
         return functional.pad(codes, (0, self.width - codes.shape[3]))
 
     def arrange(self, weight: Tensor) -> Tensor:
-        """[O, 64, rows of the window, 1]: weights [O, channels, R, S] of any type over a row of 4 packed pixels."""
+        """Returns weights [O, channels, R, S] of any type as [O, 64, rows of the window, 1], for rows of 4 packed pixels."""
         o = weight.shape[0]
         down, across = self.shift
         size = (2 * self.window[0], 2 * WINDOW_PIXELS)
@@ -107,6 +108,7 @@ class StemImages:
         return full.permute(0, 4, 3, 5, 1, 2).reshape(o, PIXEL_BYTES * WINDOW_PIXELS, self.window[0], 1).contiguous()
 
     def product(self, spec: ProductSpec) -> ProductSpec:
-        """The convolution of these images as the one of packed pixels that kernels compute: stride 1, windows of a column."""
+        """The convolution as the kernels compute it on packed pixels: stride 1, each row of 4 packed pixels is one tap, windows
+        are one tap wide."""
         channels = PIXEL_BYTES * WINDOW_PIXELS
         return ProductSpec(spec.x, spec.w, channels, (self.window[0], 1), (1, 1), (self.before[0], 0))

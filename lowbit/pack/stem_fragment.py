@@ -1,8 +1,8 @@
-"""Weights of a stem as the wgmma kernel with the max-pool inside keeps them: operand A in registers (sm90/stem_pool.py).
+"""Weights of a stem for the wgmma kernel with a fused max-pool, which keeps them as operand A in registers (sm90/stem_pool.py).
 
-16 bytes are the four registers of operand A of an int8 wgmma with 64 rows (hardware/mma.py): a thread has, of rows g and g + 8
-of its warp's 16 (g = lane / 4), bytes 4 q to 4 q + 3 and 16 + 4 q to 16 + 4 q + 3 (q = lane % 4). Those two rows are
-neighbouring channels, 2 g and 2 g + 1.
+A thread's 16 bytes are its four registers of operand A of an int8 wgmma with 64 rows (hardware/mma.py). They are bytes 4 q to 4
+q + 3 and 16 + 4 q to 16 + 4 q + 3 (q = lane % 4) of rows g and g + 8 (g = lane / 4) of its warp's 16 rows. These two rows are
+assigned to the neighbouring channels 2 g and 2 g + 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEP_BYTES = 32
 
 @dataclass(frozen=True)
 class StemFragments(ConvLayout):
-    """int8 [tiles of 64 outputs, steps of 32 bytes, 128 threads, 16]; filled-up channels have weight 0."""
+    """int8 [tiles of 64 outputs, steps of 32 bytes, 128 threads, 16]; channels added as padding have weight 0."""
 
     images: StemImages
 
@@ -38,5 +38,5 @@ class StemFragments(ConvLayout):
         return full.reshape(o64 // 64, rows * steps, 128, 16).contiguous()
 
     def constants(self, values: Tensor) -> Tensor:
-        """In the order of the outputs."""
+        """Returns the constants in the order of the outputs."""
         return functional.pad(values, (0, padded_channels(values.shape[0]) - values.shape[0]))

@@ -2,24 +2,24 @@
 the two orders that TensorRT-LLM has for other GPUs.
 
 On disk they keep w^T row-major: int8 [K, N * bits / 8], signed; at 4 bits two columns a byte, the even n in the low
-nibble. Four steps, each invertible, make of it what their kernels read. At 4 bits (differences at 8 bits in brackets):
+nibble. Four invertible steps convert it to the order of their kernels. At 4 bits (differences at 8 bits in brackets):
 
-    1 permute rows         rows of each 32 (16) k: 0 1 8 9 16 17 24 25 | 2 3 10 11 18 19 26 27 | ... (0 1 8 9 | 2 3 10 11 | ...)
-                           ldmatrix gives a lane 4 neighbouring bytes; now they are the k of its own B fragments
+    1 permute rows         of each 32 (16) rows: 0 1 8 9 16 17 24 25 | 2 3 10 11 18 19 26 27 | ... (0 1 8 9 | 2 3 10 11 | ...)
+                           ldmatrix gives a lane 4 neighbouring bytes; now they belong to the lane's B fragments
     2 to column-major      [K, N] -> [N, K]: k runs fastest
-    3 interleave columns   [N, K] -> [N/4, K/64, 4 n, 64 k] (2 n): a 128-byte line holds 64 k of 4 neighbouring n, and
-                           storing it to shared-memory rows of 64 k undoes the step
+    3 interleave columns   [N, K] -> [N/4, K/64, 4 n, 64 k] (2 n): a 128-byte line holds 64 elements along K of 4
+                           neighbouring n; storing it to shared-memory rows of 64 elements undoes the step
     4 bias and order       + 8 (+ 128), then in each 32-bit word nibbles 7 5 3 1 6 4 2 0 (bytes 3 1 2 0), highest first:
-                           LOP3 with 0x000f000f takes elements 0 and 1, so the conversion puts out the natural order
+                           LOP3 with 0x000f000f takes elements 0 and 1, so the conversion outputs elements in order
 
-With 4-bit weights and fp8 activations a line is 128 k, not 64, of 2 columns, and rows come in the order of m16n8k32's fragment:
-0 1 2 3 16 17 18 19 | 4 5 6 7 20 21 22 23 | ...
+With 4-bit weights and fp8 activations a line holds 128 elements along K, not 64, of 2 columns, and rows are in the order of
+m16n8k32's fragment: 0 1 2 3 16 17 18 19 | 4 5 6 7 20 21 22 23 | ...
 
-The result belongs to one generation of kernels, so it is never a storage format of this library. Those of sm_120 and newer take
-the one of sm_80; for sm_90 step 3 is left out (`PermutedColumnMajor`), or, in earlier releases and for sm_100, all but step 2
-(`SignedColumnMajor`). Their code asks for N in multiples of 8 at least; the steps need 4 (2, 1). Source: TensorRT-LLM and
-FasterTransformer, preprocess_weights_for_mixed_gemm in cutlass_preprocessors (.cpp, .cc) and in
-tensorrt_llm/quantization/functional.py.
+The result depends on the generation of kernels, so it is never a storage format of this library. Kernels of sm_120 and newer
+read the order of sm_80. For sm_90 step 3 is omitted (`PermutedColumnMajor`); for sm_90 in earlier releases and for sm_100 all
+steps but step 2 are omitted (`SignedColumnMajor`). Their code requires N to be a multiple of 8 at least; the steps only need a
+multiple of 4 (2, 1). Source: TensorRT-LLM and FasterTransformer, preprocess_weights_for_mixed_gemm in cutlass_preprocessors
+(.cpp, .cc) and in tensorrt_llm/quantization/functional.py.
 """
 
 from __future__ import annotations
@@ -50,19 +50,18 @@ class PreprocessingStep(Protocol):
 
 @dataclass(frozen=True)
 class PermuteRows:
-    """Step 1, [K, N] -> [K, N]: inside each 32 (16 at 8 bits) rows, those of one lane's B fragments are
-    adjacent."""
+    """Step 1, [K, N] -> [K, N]: within each 32 rows (16 at 8 bits), the rows of one lane's B fragments become adjacent."""
 
     bits: int
     activation_bits: int = 16
 
     def order(self) -> list[int]:
-        """Row to read at each place: 0 1 8 9 16 17 24 25 2 3 ... at 4 bits, from the B fragment of mma.m16n8k16 (m16n8k32 for
-        activations of 8 bits)."""
+        """Source row of each row: 0 1 8 9 16 17 24 25 2 3 ... at 4 bits. Computed from the B fragment of mma.m16n8k16 (m16n8k32
+        for 8-bit activations)."""
         fragment = b_fragment(k=256 // self.activation_bits, bits=self.activation_bits)
         k, n = fragment.coordinates()
         column = k[n[:, 0, 0] == 0].reshape(4, -1)  # the 4 lanes that hold column 0; k of a lane in register order
-        steps = WORD_BITS // self.bits // column.shape[1]  # k steps whose elements fill one 32-bit register
+        steps = WORD_BITS // self.bits // column.shape[1]  # number of k steps whose elements fill one 32-bit register
         order = column[:, None, :] + fragment.rows * np.arange(steps)[None, :, None]  # lane, step, element
         return [int(row) for row in order.ravel()]
 
@@ -88,20 +87,20 @@ class ToColumnMajor:
 
 @dataclass(frozen=True)
 class InterleaveColumns:
-    """Step 3, [N, K] -> [N / c, K * c]: tiles of 64 k of c neighbouring columns alternate; c = 4 at 4 bits, 2 at
-    8. For activations of 8 bits tiles are of 128 k, and c is 2 at 4 bits."""
+    """Step 3, [N, K] -> [N / c, K * c]: tiles of 64 rows of K alternate between c neighbouring columns; c is 4 at 4 bits, 2 at
+    8 bits. For 8-bit activations tiles have 128 rows of K, and c is 2 at 4 bits."""
 
     bits: int
     activation_bits: int = 16
 
     @property
     def tile_k(self) -> int:
-        """One step of K: 128 bytes of activations."""
+        """Number of elements along K in a tile: 128 bytes of activations."""
         return _LINE_BITS // self.activation_bits
 
     @property
     def columns(self) -> int:
-        """Columns of which a tile shares one 128-byte line."""
+        """Number of columns whose tiles share a 128-byte line."""
         return self.activation_bits // self.bits
 
     def apply(self, elements: Tensor) -> Tensor:
@@ -116,8 +115,7 @@ class InterleaveColumns:
 
 @dataclass(frozen=True)
 class BiasAndRegisterOrder:
-    """Step 4, [..., L] -> [..., L]: add 2^(bits-1); in each 32-bit register even elements first, then the odd
-    ones."""
+    """Step 4, [..., L] -> [..., L]: adds 2^(bits-1), and moves even elements before odd elements in each 32-bit register."""
 
     bits: int
 
@@ -136,25 +134,26 @@ class BiasAndRegisterOrder:
 
 
 def _sign_bit(bits: int) -> int:
-    """Adding 2^(bits-1) to a two's complement number flips its top bit: the way between signed and offset binary."""
+    """Returns 2^(bits-1). Adding it to a two's complement number flips the top bit, which converts between signed and offset
+    binary."""
     return 1 << (bits - 1)
 
 
 class _Preprocessed(Layout):
-    """Codes in one plane of bytes, made by steps. It has the bytes of TensorRT-LLM's int8 [K, N * bits / 8] tensor after
-    preprocessing, in the same order. Codes here are offset binary (value + 8 or + 128)."""
+    """Base class of layouts that are a sequence of steps. The plane has the same bytes as TensorRT-LLM's int8 [K, N * bits / 8]
+    tensor after preprocessing. Codes [N, K] of this library are offset binary (value + 8 or + 128)."""
 
     @abstractmethod
     def steps(self, bits: int) -> tuple[PreprocessingStep, ...]:
-        """The steps in order, from signed elements [K, N] to those of the plane."""
+        """Returns the steps in order, from signed elements [K, N] to the elements of the plane."""
 
     @abstractmethod
     def columns(self, bits: int) -> int:
-        """Columns of w^T in one row of the plane, of which N is a multiple."""
+        """Returns the number of columns of w^T in one row of the plane; N must be a multiple of it."""
 
     @abstractmethod
     def step_k(self, bits: int) -> int:
-        """The number of which K is a multiple."""
+        """Returns the number that K must be a multiple of."""
 
     @property
     def plane_dtype(self) -> torch.dtype:
@@ -190,8 +189,8 @@ class _Preprocessed(Layout):
 @dataclass(frozen=True)
 class ColumnMajorTileInterleave(_Preprocessed):
     """The order for sm_75 to sm_89, sm_120 and newer: all four steps, biased codes in one plane uint8 [N / c, K * c * bits / 8]
-    with c = 4 or 2 columns. K must be a multiple of 64, N of c. With `activation_bits` 8 and codes of 4 bits, tiles have 128 k
-    of 2 columns."""
+    with c = 4 or 2 columns. K must be a multiple of 64, N of c. With `activation_bits` 8 and 4-bit codes, tiles have 128 rows
+    of K, and c is 2."""
 
     activation_bits: int = 16
 
@@ -213,8 +212,8 @@ class ColumnMajorTileInterleave(_Preprocessed):
 
 @dataclass(frozen=True)
 class PermutedColumnMajor(_Preprocessed):
-    """The order for sm_90: all steps but the interleaving of columns. One plane uint8 [N, K * bits / 8]; K must be a multiple
-    of 32 at 4 bits, of 16 at 8."""
+    """The order for sm_90: all steps except step 3, which interleaves columns. One plane uint8 [N, K * bits / 8]; K must be a
+    multiple of 32 at 4 bits, of 16 at 8."""
 
     def steps(self, bits: int) -> tuple[PreprocessingStep, ...]:
         return PermuteRows(bits), ToColumnMajor(), BiasAndRegisterOrder(bits)
@@ -242,10 +241,11 @@ class SignedColumnMajor(_Preprocessed):
 
 
 def to_signed_row_major(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [N, K] -> the tensor on disk, int8 [K, ceil(N * bits / 8)]: signed, even n in the low nibble."""
+    """Converts codes uint8 [N, K] to the tensor on disk, int8 [K, ceil(N * bits / 8)]: signed, even n in the low nibble."""
     return pack_words((codes ^ _sign_bit(bits)).t(), bits).view(torch.int8)
 
 
 def from_signed_row_major(stored: Tensor, bits: int, n: int) -> Tensor:
-    """Codes uint8 [n, K] of the tensor on disk, int8 [K, ceil(n * bits / 8)]; the inverse of `to_signed_row_major`."""
+    """Returns the codes uint8 [n, K] of the tensor on disk, int8 [K, ceil(n * bits / 8)]; the inverse of
+    `to_signed_row_major`."""
     return (unpack_words(stored.view(torch.uint8), bits, n).t() ^ _sign_bit(bits)).contiguous()

@@ -7,25 +7,26 @@
                                                              (beside scales of groups: a power of two)
                     bf16 [N]                                 a power of two beside scales of groups stored times 2^24
 
-Zeros are subtracted from codes, so they are stored by group even where scales are not: with integer zeros, a scale per channel
-or tensor stays `channel_scale` in float32, and the groups hold scales of 1 and the zeros, all exact.
+Zeros are subtracted from codes, so they are stored by group even if scales are not. With integer zeros and a scale per channel
+or tensor, the scale is `channel_scale` in float32, and the groups have scales of 1 and the zeros; all are exact.
 
 Scales of groups and floating-point zeros of 32 bits (GGUF's K types, DeepSeek's blocks) are rounded to fp16. Each row is first
-divided by the power of two that makes its largest scale 1/2 to 1; the epilogue multiplies by that factor. The error of a scale
-is at most 2^-11 of itself, or 2^-24 of the largest of its row if it is below 2^-13 of that. A module saves the original scales.
-Scales of 16 bits are divided in the same way where they, or the weights, would leave fp16's normal range, in which a kernel
-with fp16 activations multiplies codes by them: fp8_e5m2's are a 57344th of the largest weight. Their dtype is kept; values are
-exact unless they are below 2^-13 of the row maximum.
+divided by the power of two that makes its largest scale 1/2 to 1; the epilogue multiplies by that factor. The relative error of
+a scale is at most 2^-11; for scales below 2^-13 of their row's maximum, the error is at most 2^-24 of the maximum. A module
+saves the original scales. 16-bit scales are divided in the same way if they, or the weights, would leave fp16's normal range,
+in which kernels with fp16 activations multiply codes by scales. For example, fp8_e5m2's scales are a 57344th of the largest
+weight. Their dtype is kept; values are exact unless they are below 2^-13 of the row maximum.
 
 Subnormal codes: scales of groups of symmetric integers of b = 2 to 7 bits are divided so that the largest of each row is 2^-9
-to 2^-8, and stored multiplied by 2^24. fp16 then multiplies a code as the subnormal number that a mask leaves, by one fma:
-code * 2^-24 times the stored scale, minus offset * scale; the sum is rounded once, to fp16 (parts/dequantize.py). The weights
-have the same bits as without this where a scale is at least a 32nd of the row maximum. Down to 2^-(3 + b) of it, their error is
-no larger than that of others of their group. A row with smaller scales, other than 0, is stored as described above. bf16 does
-the same with code * 2^-133 where the scales are bf16: subnormal numbers and the first binade have one spacing, so 8 bits fit.
+to 2^-8, and stored multiplied by 2^24. A masked code is then a subnormal fp16 number, code * 2^-24, and one fma computes the
+weight: this number times the stored scale, minus offset * scale, rounded once to fp16 (parts/dequantize.py). If a scale is at
+least a 32nd of the row maximum, weights have the same bits as without this method. Down to 2^-(3 + b) of the row maximum, the
+error of a weight is no larger than the errors of other weights in its group. A row with smaller scales, other than 0, is stored
+as described above. With bf16 scales, bf16 uses code * 2^-133 in the same way: subnormal numbers and the first binade have the
+same spacing, so 8 bits fit.
 
-The kernels support groups of 16, 32, 64 and 128; a k block of 128 has a whole number of them. Scales of other groups (48, 256,
-blocks of rows and k) are repeated to fit: more bytes, the same weights.
+The kernels support groups of 16, 32, 64 and 128, which divide a k block of 128. Scales of other groups (48, 256, blocks of rows
+and columns) are repeated to fit: more bytes, the same weights.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 STEP_K = 128
-"""K of a k block of the kernels, which has a whole number of groups."""
+"""Number of columns in a k block of the kernels, a multiple of every group size."""
 
 _GROUPS = (128, 64, 32, 16)
 _HALVES = (torch.float16, torch.bfloat16)
@@ -78,18 +79,19 @@ def kernel_group(scheme: Scheme) -> int:
             if size % group == 0:
                 return group
         raise ValueError(f"groups of the kernels are multiples of 16, got {size} ({scheme})")
-    # The epilogue can apply one scale per channel, but no zeros: they multiply sums of x.
+    # The epilogue can apply one scale per channel, but no zeros, since they multiply sums of x.
     return 0 if scheme.zero is ZeroPoint.NONE else 128
 
 
 def has_channel_scale(scheme: Scheme) -> bool:
-    """True if the epilogue applies the scales: one per channel or tensor, unless zeros are added to scaled codes."""
+    """True if the epilogue applies the scales: there is one per channel or tensor, and zeros, if any, are not
+    floating-point."""
     return isinstance(scheme.granularity, (PerChannel, PerTensor)) and scheme.zero is not ZeroPoint.FLOAT
 
 
 def may_be_subnormal(scheme: Scheme) -> bool:
-    """True if kernels can multiply codes of a scheme as the subnormal numbers that masks leave: symmetric integers of 2 to 7
-    bits with scales of groups."""
+    """True if kernels can use masked codes of a scheme as subnormal numbers: symmetric integers of 2 to 7 bits with scales of
+    groups."""
     fmt = scheme.weight
     symmetric = isinstance(fmt, IntFormat) and fmt.signed and scheme.zero is ZeroPoint.NONE
     return symmetric and fmt.bits <= 7 and kernel_group(scheme) > 0
@@ -104,9 +106,9 @@ class WeightForm:
     zero: Literal["none", "integer", "float"]
     scale_dtype: HalfType
     scaled_twice: bool = False
-    """True if there are scales per channel beside those of the groups; without groups they are the only ones."""
+    """True if there are scales per channel in addition to scales of groups. (Without groups, scales are always per channel.)"""
     subnormal: bool = False
-    """True if scales of groups are stored times 2^24, for codes as subnormal numbers."""
+    """True if scales of groups are stored multiplied by 2^24, for codes that are used as subnormal numbers."""
 
     @property
     def channel_scale(self) -> bool:
@@ -115,12 +117,13 @@ class WeightForm:
 
 
 DENSE_FORM = WeightForm("dense", 0, "none", "fp16")
-"""The form of weights in 16 bits, in the type of x (pack/dense.py): no scales."""
+"""The form of 16-bit weights in the type of x (pack/dense.py), which have no scales."""
 
 
 def weight_form(scheme: Scheme, scale_dtype: torch.dtype | None, channel_scale: bool, subnormal: bool = False) -> WeightForm:
-    """The form of weights of a scheme: the type of their scales of groups, None without; whether they have scales of channels;
-    whether the scales of groups are those of subnormal codes."""
+    """Returns the form of weights of a scheme. `scale_dtype`: type of the scales of groups, None if there are none.
+    `channel_scale`: True if there are scales of channels. `subnormal`: True if scales of groups are stored for subnormal
+    codes."""
     zeros: dict[ZeroPoint, Literal["none", "integer", "float"]]
     zeros = {ZeroPoint.NONE: "none", ZeroPoint.INTEGER: "integer", ZeroPoint.FLOAT: "float"}
     half: HalfType = "bf16" if scale_dtype == torch.bfloat16 else "fp16"
@@ -130,9 +133,10 @@ def weight_form(scheme: Scheme, scale_dtype: torch.dtype | None, channel_scale: 
 
 @dataclass(frozen=True, eq=False)
 class FragmentWeight(PackedMatrix):
-    """The tensors described in the module, for a matrix of `shape` (N, K) under `scheme`; codes in the order of `layout`.
+    """The tensors described in the module docstring, for a matrix of `shape` (N, K) under `scheme`; codes in the order of
+    `layout`.
 
-    With `subnormal`, scales of groups are stored multiplied by 2^24 and `channel_scale` is bf16, else float32.
+    With `subnormal`, scales of groups are stored multiplied by 2^24, and `channel_scale` is bf16; otherwise it is float32.
     """
 
     NAMES = ("codes", "scale", "channel_scale")
@@ -146,13 +150,14 @@ class FragmentWeight(PackedMatrix):
 
     @staticmethod
     def layout(fmt: NumberFormat) -> Layout:
-        """The fragment order of codes of a format, in one plane."""
+        """Returns the fragment order of codes of a format, in one plane."""
         return FragmentOrder(MMA_M16N8K16_F16, fmt)
 
     @classmethod
     def pack(cls, q: QuantTensor, plane: Tensor | None = None, scaling: Scaling | None = None) -> Self:
-        """The kernels' form of `q`, on its device. `plane`: its codes in the layout's order already; those of `q` are then
-        not read and may be on the meta device. `scaling`: how scales are stored, by default as `scaling_of` returns.
+        """Returns the kernels' form of `q`, on its device. `plane`: the codes in the layout's order, if they are already
+        packed; the codes of `q` are then not read and may be on the meta device. `scaling`: how scales are stored; default: the
+        result of `scaling_of`.
 
         Raises ValueError for groups that are no multiple of 16, scales that are not finite, and an input transform or a
         low-rank correction (`QuantTensor.require_product`).
@@ -169,7 +174,7 @@ class FragmentWeight(PackedMatrix):
         scales, zeros, subnormal = q.scale, q.zero, scaling == "subnormal"
         if scaling == "channels":
             channel = q.scale.float().expand(q.shape[0], 1).reshape(-1).contiguous()
-            # Integers of 8 bits are exact in bf16, which a kernel with bf16 activations need not convert.
+            # 8-bit integers are exact in bf16, so these ones are bf16, which kernels with bf16 activations need not convert.
             scales = torch.ones_like(q.scale, dtype=torch.bfloat16)
         elif scaling != "groups":
             factor = _row_factors(q, 2.0**-16 if subnormal else 1.0)
@@ -185,8 +190,8 @@ class FragmentWeight(PackedMatrix):
         return cls(plane.view(torch.int32), scale, channel, q.scheme, q.shape, subnormal)
 
     def unpack(self) -> QuantTensor:
-        """The matrix that `pack` packed. Scales per channel or tensor are float32 then, and so are those of groups beside a
-        power of two for each row, which keep their rounding."""
+        """Returns the matrix that `pack` packed. Scales per channel or tensor are float32. Scales of groups that were divided
+        by a power of two per row are float32 too, as rounded by `pack`."""
         parts = [] if self.scale is None else [_from_groups(part, self) for part in self.scale.split(2, dim=-1)]
         zero = parts[1] if len(parts) == 2 else None
         if zero is not None and self.scheme.zero is ZeroPoint.INTEGER:
@@ -203,7 +208,7 @@ class FragmentWeight(PackedMatrix):
         return QuantTensor(self.unpack_codes(), scale, zero, self.scheme)
 
     def unpack_codes(self) -> Tensor:
-        """The codes uint8 [N, K]."""
+        """Returns the codes uint8 [N, K]."""
         layout = self.layout(self.scheme.weight)
         return layout.unpack((self.codes.view(layout.plane_dtype),), self.scheme.weight.bits, self.shape)
 
@@ -221,12 +226,12 @@ class FragmentWeight(PackedMatrix):
 
 
 Scaling = Literal["channels", "groups", "divided", "subnormal"]
-"""How scales are stored: one for each channel; those of groups as they are; those divided by a power of two for each row; the
-same for subnormal codes."""
+"""How scales are stored: one for each channel; scales of groups unchanged; scales of groups divided by a power of two for each
+row; or divided for subnormal codes."""
 
 
 def scaling_of(q: QuantTensor) -> Scaling:
-    """How `FragmentWeight.pack` stores the scales of a matrix."""
+    """Returns how `FragmentWeight.pack` stores the scales of a matrix."""
     if has_channel_scale(q.scheme):
         return "channels"
     if _as_subnormals(q):
@@ -235,7 +240,8 @@ def scaling_of(q: QuantTensor) -> Scaling:
 
 
 def common_scaling(weights: Iterable[QuantTensor]) -> Scaling:
-    """How scales of several matrices of one scheme are stored alike: "divided" where they differ, which every matrix can be."""
+    """Returns one way of storing the scales of several matrices of the same scheme: that of `scaling_of`, or "divided", which
+    every matrix supports, if the matrices differ."""
     kinds = {scaling_of(q) for q in weights}
     return kinds.pop() if len(kinds) == 1 else "divided"
 
@@ -254,7 +260,7 @@ def _normal_in_fp16(q: QuantTensor) -> bool:
 
 
 def _as_subnormals(q: QuantTensor) -> bool:
-    """True if codes may be multiplied as subnormal numbers: see the module."""
+    """True if codes may be used as subnormal numbers; see the module docstring."""
     if not may_be_subnormal(q.scheme):
         return False
     scale = q.scale.float().abs()
@@ -264,21 +270,21 @@ def _as_subnormals(q: QuantTensor) -> bool:
 
 
 def _row_factors(q: QuantTensor, of: float = 1.0) -> Tensor:
-    """A power of two for each row of scales, float32: `of` times that of which the largest scale is 1/2 to 1 (less where zeros
-    are more than 256 times as large)."""
+    """Returns a float32 power of two for each row of scales: `of` times the one by which the row's largest scale, divided, is
+    1/2 to 1 (less if zeros are more than 256 times as large)."""
     largest = q.scale.float().abs().amax(dim=1)
     if q.zero is not None and q.scheme.zero is ZeroPoint.FLOAT:
         largest = torch.maximum(largest, q.zero.float().abs().amax(dim=1) / 256)
-    # Near fp16's largest number, what would be rounded to 2^16 counts as that.
+    # Near fp16's largest number, a scale that would be rounded to 2^16 counts as 2^16.
     largest = largest if of == 1 else largest * (1 + 2.0**-11)
     exponent = torch.frexp(largest).exponent.clamp(min=-126 if of == 1 else -110, max=127)
     return torch.ldexp(torch.full_like(largest, of), exponent)
 
 
 def _by_group(values: Tensor, q: QuantTensor, group: int) -> Tensor:
-    """Scales or zeros of `q` for the kernels' groups: [N/16, G, 8, 2], G filled up to whole steps."""
+    """Returns scales or zeros of `q` for the kernels' groups: [N/16, G, 8, 2], with G padded to whole k blocks."""
     n, k = q.shape
-    # One value per 16 k is the finest there is; of those, take the first of each of the kernels' groups.
+    # Kernel groups lie within groups of `q`, so the value at a kernel group's first column is the value of the whole group.
     starts = torch.arange(0, k, group, device=values.device)
     size = q.scheme.granularity.block((n, k))
     rows = values.repeat_interleave(size[0], dim=0)[:n] if values.shape[0] != n else values

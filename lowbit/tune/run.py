@@ -33,7 +33,7 @@ from lowbit.tune.trials import ProgressCallback, TrialGrid, Trials, candidate_ti
 
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 MARGIN = 0.03
-"""Smallest gain for which a tile replaces the one of the cost model; less is noise between runs."""
+"""Smallest gain for which a tile replaces the cost model's tile; smaller gains are noise between runs."""
 
 STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that the engine and vLLM stack along N into one product."""
@@ -53,15 +53,15 @@ class Tuned:
 
     @property
     def gain(self) -> float:
-        """Returns the share of the time that is saved."""
+        """Returns the fraction of the time that is saved."""
         return 1 - self.kept.us / self.kept.modelled_us
 
 
 def products_of_model(source: str | Path, scheme: str | None) -> WeightShapes:
     """Returns the weight shapes of a causal model that lowbit quantized, or that will be quantized to `scheme`.
 
-    Stacked layers count both as one weight and separately. For a 16-bit model only config.json is read. Raises ValueError if
-    the scheme is unknown.
+    Stacked layers are included both as one weight and separately. For a 16-bit model only config.json is read. Raises
+    ValueError if the scheme is unknown.
     """
     resolved = resolve(source, CONFIG)
     folder, tool = resolved.path, resolved.tool
@@ -147,7 +147,7 @@ def run(
 
 
 def with_a_choice(schemes: Iterable[str], machine: Machine, say: Callable[[str], None]) -> list[str]:
-    """Returns the schemes with several tiles on a machine; `say` gets the reason for each other one.
+    """Returns the schemes with several tiles on a machine; `say` is called with the reason for each other scheme.
 
     Raises ValueError if no scheme has a choice.
     """
@@ -204,7 +204,7 @@ def fastest(modelled: str, us: dict[str, float], m: int, date: str) -> TunedRow:
 def keep(file: Path, rows: Iterable[Tuned], machine: Machine, say: Callable[[str], None] = lambda line: None) -> None:
     """Merges results into the machine's file; new results replace stored ones of the same product.
 
-    While another process holds the file's lock, `say` gets one line and the call blocks.
+    While another process holds the file's lock, `say` is called with one line and the call blocks.
     """
     with Lock(file, say):
         products = {problem: {row.m: row for row in stored} for problem, stored in _stored(file).items()}

@@ -21,7 +21,7 @@ MOST_COPIES_BYTES = 8 << 30
 TOLERANCE = 1e-2
 """Relative error above which a result is wrong: rounding y to bf16 gives 2e-3, a wrong layout gives 1."""
 ROW_TOLERANCE = 5e-2
-"""The same bound for a single row of y, whose error varies more."""
+"""Relative error above which a single row of y is wrong; it varies more than that of the whole result."""
 
 
 class WrongResult(RuntimeError):
@@ -29,7 +29,7 @@ class WrongResult(RuntimeError):
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """Returns the exceptions of a kernel or a rival that a row records, so that the run continues."""
+    """Returns the exceptions that a row of results records for a kernel, so that the run continues."""
     named = (RuntimeError, ValueError, AssertionError, ImportError, AttributeError, TypeError, LookupError, OSError)
     try:
         from triton.errors import TritonError
@@ -57,7 +57,8 @@ def warm_up(seconds: float = WARM_UP_S) -> None:
 
 
 def copies_needed(nbytes: int, l2_bytes: int) -> int:
-    """Returns how many copies of a weight exceed 3 times the L2: at least 2, else at most MOST_COPIES_BYTES together."""
+    """Returns the number of copies of a weight that together exceed 3 times the L2; at most MOST_COPIES_BYTES in all, but at
+    least 2 copies."""
     copies = max(2, math.ceil(3 * l2_bytes / max(nbytes, 1)))
     return max(2, min(copies, MOST_COPIES_BYTES // max(nbytes, 1)))
 
@@ -132,7 +133,7 @@ def times_in_turn(graphs: Sequence[Graph], replays: int, warm: int) -> list[list
 
 
 def gaussian(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns a standard Gaussian matrix, the same in every process for a seed."""
+    """Returns a standard Gaussian matrix; the same seed gives the same matrix in every process."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     return torch.randn(rows, columns, device="cuda", generator=generator).to(dtype)
 

@@ -61,7 +61,7 @@ KIND_COST = 1.8
 NEIGHBOURS, MOST_SPLITS = 2, 12
 """Number of cheapest tiles whose variants are candidates, and the largest K split of these variants."""
 LARGER = 2
-"""Number of larger M of the grid whose chosen tiles are candidates."""
+"""Number of larger M (values of the grid) whose chosen tiles are also candidates."""
 MOST_OPERATIONS = 4e12
 """Largest 2 M N K that is measured: beyond it, every tile fills the GPU many times over."""
 
@@ -124,7 +124,7 @@ class TunedProduct:
         """The feasible tiles of x [m, k] by w [n, k], the chosen one first."""
 
     def shape(self, m: int, n: int, k: int) -> Any:
-        """Returns the shape as the cost model takes it."""
+        """Returns the shape in the cost model's type."""
         return GemmShape(m, n, k, self.scheme.weight.bits)
 
     def _feasible(self, m: int, n: int, k: int) -> list[Candidate[Any]]:
@@ -135,11 +135,11 @@ class TunedProduct:
         return FragmentWeight.pack(q)
 
     def convert_x(self, x: Tensor) -> Any:
-        """Returns x as the kernels take it."""
+        """Returns x in the form that the kernels read."""
         return x
 
     def plan(self, tile: Any, m: int, n: int, k: int, w: Any) -> Any:
-        """The plan of a product by a tile."""
+        """Returns the plan of a product with a tile."""
         return plan_for(tile, self.shape(m, n, k), w.form, torch.float16, False, self.machine)
 
     def multiply(self, plan: Any, x: Any, w: Any, workspace: tuple[Tensor, Tensor]) -> Tensor:
@@ -217,8 +217,8 @@ def candidate_tiles(product: TunedProduct, m: int, n: int, k: int, tokens: Seque
 
 
 def neighbours(tile: AnyTile, shape: Any, machine: Machine) -> list[AnyTile]:
-    """Returns variants of a tile that the cost model does not list: ring buffers of half and twice the length, and as many
-    K splits as fill the GPU once."""
+    """Returns variants of a tile that the cost model does not list: ring buffers of half and twice the length, and the number
+    of K splits that fills the GPU once."""
     if isinstance(tile, RingTile):
         variants = [dataclasses.replace(tile, rounds=rounds) for rounds in {tile.rounds // 2, 2 * tile.rounds} if rounds]
         return [t for t in variants if t.row_blocks * t.rounds <= 8 and not ring_candidate(t, shape, machine).reasons]

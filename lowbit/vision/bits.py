@@ -1,4 +1,4 @@
-"""Bits per layer, codes and scales: the quantization that lowering needs beside the graph."""
+"""Bits per layer, weight codes and scales: the quantization of a graph, which lowering needs in addition to the graph."""
 
 from __future__ import annotations
 

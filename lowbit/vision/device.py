@@ -223,7 +223,7 @@ class DeviceProgram:
         x = values[operation.x]
         size = self._size(operation.x)
         if y in self.torch_values:
-            layer = replace(layer, y="f16")  # its readers would round it to fp16
+            layer = replace(layer, y="f16")  # readers of this f32 value would round it to fp16 anyway
         if stem is None:
             prepared = prepare_conv(layer, size, self.device)
         else:

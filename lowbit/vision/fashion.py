@@ -55,16 +55,16 @@ class Images:
         return len(self.labels)
 
     def normalized(self, index: Tensor | slice = slice(None)) -> Tensor:
-        """The images as the network takes them, float32."""
+        """Returns the normalized float32 images, the network's input."""
         return normalize(self.pixels[index])
 
     def to(self, device: torch.device | str) -> Images:
-        """The same images on `device`."""
+        """Returns the same images on `device`."""
         return Images(self.pixels.to(device), self.labels.to(device))
 
 
 def normalize(pixels: Tensor) -> Tensor:
-    """uint8 pixels as float32 of mean 0 and variance 1 over the training images."""
+    """Converts uint8 pixels to float32 with mean 0 and variance 1 over the training images."""
     return (pixels.float() / 255 - MEAN) / DEVIATION
 
 

@@ -84,7 +84,8 @@ class Conv:
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """y = x (+ other), then ReLU if `relu`, up to `relu_max`: an addition or a ReLU that is not fused into a convolution."""
+    """y = x (+ other), then ReLU with upper bound `relu_max` if `relu`: an addition or a ReLU that is not fused into a
+    convolution."""
 
     name: str
     x: str
@@ -121,7 +122,7 @@ class AveragePool(OneInput):
 class Other:
     """Any other torch operation, target(*args, **kwargs), in floating point. A `Ref` stands for each input value.
 
-    `reason` says why it has no integer form; it is empty for operations that only rearrange.
+    `reason`: why the operation has no integer form; empty for operations that only rearrange elements.
     """
 
     name: str
@@ -195,7 +196,7 @@ class Graph:
         return call_other(node, {name: self.shaped(name, values[name]) for name in node.inputs}, images)
 
     def shaped(self, name: str, value: Any) -> Any:
-        """Returns the value `name` in the shape that the model has."""
+        """Returns the value `name` in the shape of the model's tensor."""
         shape = self.shapes.get(name)
         return value if shape is None else value.reshape(value.shape[0], *shape)
 
@@ -241,7 +242,7 @@ def as_images(x: Tensor) -> Tensor:
 
 
 def on_device(node: Node, device: torch.device | str) -> Node:
-    """The node with its tensors on `device`."""
+    """Returns the node with its tensors on `device`."""
     if isinstance(node, Other):
         return constants_on(node, device)
     if not isinstance(node, Conv):

@@ -30,13 +30,13 @@ from lowbit.vision.program import (
 )
 
 SHOWN_NAMES = 3
-"""Number of layer names in a line; the rest is counted."""
+"""Number of layer names that a line lists; of the others it gives the number."""
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One launch: its layers, the kernel file below lowbit/kernels/, its tile, the reason for the choice and the cost in
-    turns (kernels/choose/conv.py). `others` are the other candidates with their costs or reasons."""
+    """One launch: its layers, the kernel file below lowbit/kernels/, its tile, the reason for the choice and the cost (in the
+    unit of kernels/choose/conv.py). `others` are the other candidates with their costs or reasons."""
 
     name: str
     kernel: str

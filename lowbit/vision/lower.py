@@ -1,7 +1,7 @@
 """Lowers a graph and its quantization to an integer `Program`: chooses the storage of each value and folds constants.
 
 Inputs of convolutions and pools, and sums, are stored as codes. Values that only floating-point operations or the caller read
-are f32. Values with both kinds of readers are stored as codes and dequantized, so all readers see the same numbers.
+are f32. Values with both kinds of readers are stored as codes and dequantized, so all readers get the same numbers.
 """
 
 from __future__ import annotations

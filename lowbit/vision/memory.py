@@ -89,7 +89,8 @@ def stems(program: Program) -> dict[str, StemImages]:
 
 
 def _stem_images(operation: Operation, name: str, known: Value | None) -> StemImages | None:
-    """Returns the stem layout that the convolution needs; None if `operation` is not a stem or uses the value otherwise."""
+    """Returns the stem layout that the convolution needs; None if `operation` is not a stem, or if the value is not its image
+    input."""
     if not isinstance(operation, Convolve) or operation.x != name or name in (operation.residual, operation.second):
         return None
     layer = operation.layer

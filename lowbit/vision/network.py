@@ -44,8 +44,8 @@ class QuantizedNetwork(nn.Module):
     them, and returns the model's result in float32.
 
     Images on a GPU are computed by the kernels, with one CUDA graph per batch size. Images on a CPU, and `reference`, use the
-    exact reference, which gives the same codes. `assignment` says which layers measured sensitivity kept in int8. Codes are not
-    parameters, so the module has no state dict; `lowbit.vision.save` writes it.
+    exact reference, which gives the same codes. `assignment`: the layers that were kept in int8 because of their measured
+    sensitivity. Codes are not parameters, so the module has no state dict; `lowbit.vision.save` writes it.
     """
 
     def __init__(self, program: Program, scheme: str, assignment: Assignment | None = None) -> None:
@@ -66,7 +66,8 @@ class QuantizedNetwork(nn.Module):
             return self.program.to(images.device).run(self._checked(images))
 
     def on_device(self, batch: int, device: torch.device) -> DeviceProgram:
-        """Returns the program for one batch size on a GPU, compiled at the first call. The last few are cached."""
+        """Returns the program for one batch size on a GPU, compiled at the first call. The last MOST_BATCH_SIZES programs are
+        cached."""
         from lowbit.vision.device import DeviceProgram
 
         key = (device, batch)
@@ -93,7 +94,8 @@ class QuantizedNetwork(nn.Module):
 
     @property
     def kept(self) -> dict[str, str]:
-        """Operations that stayed in floating point, by name, with the reason; without those that only rearrange."""
+        """Operations that stayed in floating point, by name, with the reason; without operations that only rearrange
+        elements."""
         return {
             op.node.name.removesuffix(FLOAT): op.node.reason
             for op in self.program.operations

@@ -23,7 +23,7 @@ MOST_SAMPLES = 1 << 17
 SMALLEST = 1e-20
 """Values below this magnitude count as zero, because float32 has no reciprocal of a much smaller scale."""
 CLIP_FACTORS = tuple(1.05**-i for i in range(72))
-"""Shares of the largest magnitude at which "mse" tries to clip, from 100 % down to 3 %."""
+"""Fractions of the largest magnitude at which "mse" tries to clip, from 100 % down to 3 %."""
 
 
 @dataclass
@@ -46,8 +46,8 @@ class Range:
     def scale(self, highest_code: int, search: Search) -> float:
         """Returns the scale for codes up to `highest_code`.
 
-        "mse" takes the clipping point of 72 with the least squared error on the samples. "percentile" clips one value in a
-        thousand. "max" clips nothing. The scale of a value that was always near zero is 1.
+        "mse" tries 72 clipping points and takes the one with the least squared error on the samples. "percentile" clips one
+        value in a thousand. "max" clips nothing. The scale of a value that was always near zero is 1.
         """
         if self.largest < SMALLEST:
             return 1.0

@@ -63,14 +63,14 @@ class Convolve:
         return (self.x, *(name for name in (self.residual, self.second) if name is not None))
 
     def to(self, device: torch.device | str) -> Convolve:
-        """The operation with its tensors on `device`."""
+        """Returns the operation with its tensors on `device`."""
         return replace(self, layer=self.layer.to(device))
 
 
 @dataclass(frozen=True, eq=False)
 class FusedBottleneck:
-    """Three `Convolve` in one kernel (ops/conv_block.py). The last one computes y. The output of the middle one, `also`, is
-    stored for other readers."""
+    """Three `Convolve` in one kernel (ops/conv_block.py). `y` is the output of the last one. The output of the second one,
+    `also`, is stored too, for other readers."""
 
     second: Convolve
     third: Convolve
@@ -239,7 +239,7 @@ class Program:
         return self.pixels.normalized(images) if images.dtype == torch.uint8 and self.pixels is not None else images.float()
 
     def shaped(self, name: str, value: Any) -> Any:
-        """Returns the value in the shape that the model has."""
+        """Returns the value in the shape of the model's tensor."""
         known = self.values.get(name)
         return value if known is None or not isinstance(value, Tensor) else value.reshape(value.shape[0], *known.shape)
 

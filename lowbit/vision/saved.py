@@ -55,8 +55,9 @@ _FLOATING = (
 def save(
     network: QuantizedNetwork, folder: str | Path, *, overwrite: bool = False, say: Callable[[str], None] = lambda line: None
 ) -> None:
-    """Writes `network` to `folder`; `say` gets a line on what was replaced. Raises CheckpointError if the folder exists
-    (unless `overwrite` and it is a network or checkpoint), if it cannot be written, or if an operation cannot be saved."""
+    """Writes `network` to `folder`; `say` is called with a line about what was replaced. Raises CheckpointError if the folder
+    exists (unless `overwrite` and it is a network or checkpoint), if it cannot be written, or if an operation cannot be
+    saved."""
     program = network.program
     tensors: dict[str, Tensor] = {}
     with CheckpointWriter(folder, overwrite=overwrite, say=say) as writer:
@@ -79,8 +80,8 @@ def save(
 
 
 def load(folder: str | Path) -> QuantizedNetwork:
-    """Loads the network that `save` wrote. Raises CheckpointError, naming the folder and the operation, value or tensor, for
-    anything else and for changed files."""
+    """Loads the network that `save` wrote. Raises CheckpointError with the folder and the operation, value or tensor if the
+    folder is not such a network or its files were changed."""
     with CheckpointReader(folder) as reader:
         config = reader.config
         if config.get("format") != FORMAT:

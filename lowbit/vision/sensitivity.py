@@ -1,4 +1,4 @@
-"""Layer sensitivity: the divergence of the result when one layer alone has 4 bits, on calibration images."""
+"""Layer sensitivity: the divergence of the result on calibration images if only one layer has 4 bits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def choose_int8(
     """Keeps the fewest layers in int8 for which the divergence of the result is at most `most` nats, most sensitive first.
 
     The sensitivity of a layer is the divergence of a program in which only this layer has the bits of `scheme` and all others
-    have 8. Bisection finds the number of layers. The bound can be missed even with all layers in int8; `divergence` tells.
+    have 8. Bisection finds the number of layers. Even with all layers in int8 the divergence can exceed the bound; check
+    `divergence` of the result.
     """
     with torch.no_grad():
         expected = torch.cat([graph.run(images) for images in batches])

@@ -133,7 +133,7 @@ def _has_batch(shape: Any) -> bool:
 
 
 def _alias(node: fx.Node) -> fx.Node | None:
-    """Returns the node whose value this one repeats, or None."""
+    """Returns the node that has the same value as this one, or None."""
     first: Any = node.args[0] if node.args else None
     if node.target in _ALIASES:
         return first
@@ -261,7 +261,7 @@ def _average_pool(node: Other, nodes: dict[str, Node], shapes: dict[str, tuple[i
 
 
 def _pair(value: Any) -> tuple[int, int]:
-    """Converts one size or two to (vertical, horizontal)."""
+    """Converts a single size, or two sizes, to (vertical, horizontal)."""
     if isinstance(value, Iterable):
         sizes = [int(v) for v in value]
         return (sizes[0], sizes[-1])
@@ -395,7 +395,8 @@ def _fuse_adds(graph: Graph, fold_shortcuts: bool) -> Graph:
         convs = [conv for name in (left, right) if (conv := _plain_conv(name, nodes, readers)) is not None]
         if not convs:
             return node, None
-        # The shortcut has no overlapping windows and a shared input. If both qualify, the first one is the shortcut.
+        # The shortcut is the convolution whose windows do not overlap and whose input has other readers. If both qualify, it is
+        # the first one.
         convs.sort(key=lambda c: (_without_overlap(c) and len(readers[c.x]) > 1, _without_overlap(c)))
         main, *others = convs
         if others and fold_shortcuts and _without_overlap(others[0]):

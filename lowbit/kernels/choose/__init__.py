@@ -1,1 +1,1 @@
-"""Which kernel multiplies a problem, and with which tile: pure functions that import no Triton and ask no GPU."""
+"""Choice of kernel and tile for a problem: pure functions that neither import Triton nor query a GPU."""

@@ -1,8 +1,9 @@
 """Choice of tile for paged attention in a decode step: candidates, reasons against them, cost model.
 
-Pure functions of a shape and a machine, without Triton. The cost depends on contexts that change from step to step, while the
-grid of a captured graph does not. So a tile is chosen for a mix: all rows at one of COMMON or of PARTS of the longest context,
-and rows of half that with one of the longest among them, whose last programs run alone.
+Pure functions of a shape and a machine, without Triton. Contexts change from step to step, the grid of a captured graph does
+not. So a tile is chosen for a mix of cases. In most of them all rows have the same context: one of COMMON, or one of PARTS
+times the longest. In the last one all rows have half the longest context except one, which has the longest; its last programs
+run alone.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.candidate import Candidate, first_feasible, ordered
 
 PAGE = 128
-"""Tokens of a page."""
+"""Number of tokens per page."""
 
 COMMON = (300, 1100)
-"""Contexts that are considered common; no multiples of tile sizes, as contexts hardly ever are."""
+"""Contexts in tokens that are considered common. They are not multiples of tile sizes, since real contexts rarely are."""
 
 PARTS = (0.3, 0.55, 0.9)
-"""Fractions of the longest context that are considered too."""
+"""Fractions of the longest context that the cost averages over, besides COMMON."""
 
 INVARIANT_ROWS = 16
-"""Rows for which `batch_invariant` tiles are chosen."""
+"""Number of rows assumed in the choice of `batch_invariant` tiles."""
 
 GROUP_ROWS = 16
-"""Rows of q of a tile of mma.sync: the query heads of a kv head, padded."""
+"""Rows of q in one tile of mma.sync: the query heads that share a kv head, padded to 16."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,17 @@ class AttentionShape:
 
     @property
     def group(self) -> int:
-        """Query heads per kv head."""
+        """Number of query heads per kv head."""
         return self.heads // self.kv_heads
 
     @property
     def features(self) -> int:
-        """Elements of a token's q, k and v together."""
+        """Number of elements of one token's q, k and v together."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def lanes(self) -> int:
-        """Elements of a head, padded to a power of two."""
+        """Number of elements of a head, padded to a power of two."""
         return 1 << (self.head_dim - 1).bit_length()
 
     @property
@@ -95,10 +96,10 @@ def attention_refusals(shape: AttentionShape) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Configuration of sm80/paged_attention.py: a row's context is cut into at most `splits` splits of at least `chunk` tokens.
-    A program of `warps` warps reads one split of one kv head, `block` tokens at a time. With one stage the next block is in
-    registers, the first one loaded before the wait for the previous kernel; with more, that many blocks are in shared
-    memory."""
+    """Configuration of sm80/paged_attention.py: a row's context is divided into at most `splits` splits of at least `chunk`
+    tokens. A program of `warps` warps reads one split of one kv head, `block` tokens at a time. With one stage the next block
+    is prefetched into registers, and the first block is loaded before the wait for the previous kernel. With more stages, that
+    many blocks are in shared memory."""
 
     splits: int
     chunk: int
@@ -124,8 +125,8 @@ class DecodeTile:
 
 @dataclass(frozen=True)
 class MeasuredDecode:
-    """A measured tile, of the fastest decode step tried (all kernels launched programmatically, context 1024) or the fastest
-    alone; used for `rows` and `longest` between the first and last values."""
+    """A measured tile. It is the tile of the fastest decode step tried (programmatic dependent launch, context 1024), or the
+    fastest tile for the kernel alone. It is used where `rows` and `longest` lie between their first and last values."""
 
     product: str
     date: str
@@ -157,9 +158,8 @@ def candidates_decode(
 ) -> list[DecodeCandidate]:
     """All candidates for `rows` rows and contexts up to `longest` tokens: the measured one, then by cost, infeasible ones last.
 
-    The cost is the geometric mean of modelled microseconds of uniform rows, at contexts of COMMON and of PARTS of the longest,
-    and of rows of half the longest with one of the longest among them. With `batch_invariant` it is that of INVARIANT_ROWS
-    rows: a row is then split in the same way in every batch.
+    The cost is the geometric mean of the modelled microseconds of the cases in the module docstring. With `batch_invariant` it
+    is computed for INVARIANT_ROWS rows, so that a row is split in the same way in every batch.
     """
     rows = INVARIANT_ROWS if batch_invariant else rows
     contexts = [*(min(size, longest) for size in COMMON), *(int(part * longest) for part in PARTS)]
@@ -204,15 +204,16 @@ def _reasons(tile: DecodeTile, shape: AttentionShape) -> tuple[str, ...]:
 
 
 START_US = 2.8
-"""Launch, the dependent loads (row, position, page, keys), q, and the store."""
+"""Fixed time of a launch: start, the dependent loads (row, position, page, keys), the load of q, and the store."""
 TURN_US = {1: 0.87, 2: 1.5, 4: 1.79}
-"""Time of a main-loop iteration by number of warps: one block of keys and values is loaded and multiplied, alone on an SM."""
+"""Time of a main-loop iteration by number of warps, for a program alone on an SM: it loads and multiplies one block of keys and
+values."""
 CROWDED = 0.41
-"""Factor on it on a full SM."""
+"""On a full SM, an iteration takes longer by this fraction."""
 READ_SHARE = {1: 1.0, 2: 1.0, 4: 1.1}
-"""Time relative to a plain read where memory is the bottleneck: warps of a program synchronise."""
+"""Time relative to a plain read of memory, by number of warps; four warps lose time to their synchronisation."""
 WAVE_US = 3.5
-"""Programs that start when others have ended."""
+"""Additional time of each wave of programs after the first."""
 MEET_US = (0.8, 0.76)
 """Reduction of a row's splits: the counter, and one iteration of `combine`."""
 # Fitted to 167 timings, H200, 2026-11-22, 32 heads over 8 kv heads of 128, random pages, batch 1 to 64, contexts 256 to 32768
@@ -228,13 +229,13 @@ def registers(tile: DecodeTile, shape: AttentionShape) -> int:
 
 
 def resident(tile: DecodeTile, shape: AttentionShape) -> int:
-    """Programs that share an SM."""
+    """Number of programs that share an SM."""
     return max(1, min(32, 65536 // (32 * tile.warps * registers(tile, shape))))
 
 
 def combine_round(warps: int, shape: AttentionShape) -> int:
-    """Splits that the last program reads at a time: 128 registers a thread, half as many where many heads take others; a power
-    of two."""
+    """Number of splits that the last program reads at a time, a power of two. They take 128 registers per thread, or 64 where
+    more than 8 query heads share a kv head, whose other values take more registers."""
     group = 1 << (shape.group - 1).bit_length()
     return max(1, min(16, (4096 if group <= 8 else 2048) * warps // (group * shape.lanes)))
 

@@ -1,4 +1,4 @@
-"""Candidates of all kernels: a tile with the reasons against it and its modelled time; their order; the first feasible one."""
+"""Candidates of all kernels: their type, their order and the choice of the first feasible one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Candidate(Generic[T]):
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
-        """Sort key: infeasible, without a measurement, cost."""
+        """Sort key: feasible candidates first, then measured ones, then by cost."""
         return bool(self.reasons), self.measured is None, self.cost_us
 
 

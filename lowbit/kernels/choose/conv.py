@@ -25,37 +25,38 @@ UNIT = 1024
 """Alignment in bytes of regions of shared memory."""
 
 BLOCK_BYTES = 1024
-"""Shared memory of each block that the system uses."""
+"""Bytes of shared memory that CUDA reserves in each thread block."""
 
 MOST_ROWS = 256
-"""Rows of a strip that one TMA copy loads."""
+"""Largest number of strip rows that one TMA copy loads."""
 
 STRIPS = 2
-"""Strips in shared memory: one is read while one is filled."""
+"""Number of strips in shared memory: one is read while the next is filled."""
 
 MOST_WIDTH = 63
 """Largest image width of the block kernel: the strip under the windows of 128 pixels is one copy, 256 pixels at most."""
 
 FOLLOWING = (64, 128)
-"""Outputs that the block kernel supports for the first convolution of the next block."""
+"""Numbers of output channels that the block kernel supports for the first convolution of the next block."""
 
 NARROW_COST = 1.2
-"""Time of 64 pixels of a tile of 64 relative to that of a third of a tile of 192 (H200, 2026-11-21, ResNet-50, batch 32)."""
+"""Cost factor of tiles of 64 pixels: their time relative to a third of the time of a 192-pixel tile (H200, 2026-11-21,
+ResNet-50, batch 32)."""
 
 DEEP_OUTPUTS = 128
-"""Outputs of a tile of sm90/conv_deep.py."""
+"""Number of output channels in a tile of sm90/conv_deep.py."""
 
 DEEP_UNITS = 227
-"""KiB of shared memory for all its blocks on an SM."""
+"""KiB of shared memory for all blocks of sm90/conv_deep.py on an SM."""
 
 TAIL_UNITS = 2
-"""KiB of it for barriers and constants."""
+"""KiB of a block's shared memory for barriers and constants."""
 
 RESIDUAL_STAGES = 3
-"""Tiles of residual codes in flight."""
+"""Number of tiles of residual codes in flight."""
 
 MOST_X_STAGES = 8
-"""Most stages that are useful."""
+"""Limit of stages of x; more were no faster."""
 
 WARPGROUPS = 4
 """Warpgroups on an SM in the block kernel, limited by registers; in two thread blocks where they fit, else in one."""
@@ -93,7 +94,7 @@ class ConvTile:
 
 @dataclass(frozen=True)
 class ConvCandidate:
-    """A kernel and a tile: reasons against the layer (empty: feasible), cost, and why it is ranked where it is.
+    """A kernel and a tile for a layer: reasons against them (empty: feasible), cost, and an explanation of their rank.
 
     `kernel` is its file below lowbit/kernels/, and `layout` the layout of weights that it reads.
     """
@@ -112,7 +113,7 @@ class ConvCandidate:
 
 
 STEM_TILE = ConvTile(2, 64, 64, 4, 3)
-"""The tile of a stem; its k blocks are rows of the window."""
+"""The tile of a stem; each of its k blocks is one row of the window."""
 
 
 def conv_candidates(
@@ -174,7 +175,7 @@ def _refused(row: ConvCandidate, reason: str) -> ConvCandidate:
 
 
 def _mma_candidate(spec: ConvSpec, pixels: int, machine: Machine, images: StemImages | None) -> ConvCandidate:
-    """The only tile of sm80/conv.py; 4-bit codes and weights use INT4 tensor cores where the GPU has them."""
+    """The only tile of sm80/conv.py. Products of 4-bit codes and 4-bit weights use INT4 tensor cores where the GPU has them."""
     int4 = "mma_s4" in machine.arch.features
     layout = MmaFragments(spec.x, fragment_bits(spec, int4), spec.y, int4, images)
     tile = ConvTile(2, 64, 32, 0, 4)
@@ -192,15 +193,17 @@ def _stem_candidates(spec: ConvSpec, pixels: int, machine: Machine, images: Stem
 
 
 def strip_rows(pixels: int, width: int, kernel: int, step_bytes: int) -> int:
-    """Rows of a strip: the pixels of a tile and of its windows; a block of rows is a multiple of 1 KiB."""
+    """Number of rows of a strip: the pixels of a tile and around it that its windows cover. The strip's bytes are a multiple of
+    1 KiB."""
     rows, unit = pixels + kernel // 2 * 2 * (width + 1), UNIT // step_bytes
     return -(-rows // unit) * unit
 
 
 def _strip_candidate(spec: ConvSpec, size: Size, pixels: int, machine: Machine) -> ConvCandidate:
-    """64 channels in and out, same size: pixels are copied once per tile, weights once per block.
+    """The candidate of sm90/conv_strip.py, for 64 channels in and out and no change of size. It copies pixels once per tile,
+    weights once per block.
 
-    Layers of multiples of 128 channels use sm90/conv_deep.py, which has strips of its own.
+    Layers whose channels are multiples of 128 use sm90/conv_deep.py instead, which also has strips.
     """
     step_bytes = Nhwc64(spec.x).pixel_bytes(CHANNELS)
     tile = ConvTile(2, 64, step_bytes, spec.taps, 2)
@@ -253,10 +256,10 @@ def deep_tile(spec: ConvSpec, multipliers: int, blocks: int) -> ConvTile:
 
 
 def _deep_candidates(spec: ConvSpec, pixels: int, machine: Machine) -> list[ConvCandidate]:
-    """Both tiles, first the one with less work on the busiest SM.
+    """Both tiles of sm90/conv_deep.py, first the one with less work on the busiest SM.
 
     H200, 2026-11-21, ResNet-50: small tiles win at batches 1 and 8 and in the last stages up to batch 64, large ones otherwise;
-    the better one beats the tiles of sm90/conv.py in nearly every layer.
+    the better of the two beats the tiles of sm90/conv.py in nearly every layer.
     """
     across = -(-padded_channels(spec.outputs) // DEEP_OUTPUTS)
     tiles = -(-pixels // 64) * across
@@ -277,9 +280,9 @@ def _window_candidate(spec: ConvSpec, pixels: int, machine: Machine) -> ConvCand
 
 
 def window_tile(spec: ConvSpec, pixels: int) -> ConvTile:
-    """The tile of sm90/conv.py for a number of output pixels, for a layer that sm90/conv_deep.py refuses.
+    """The tile of sm90/conv.py for a layer that sm90/conv_deep.py refuses, by number of output pixels.
 
-    The numbers were measured on an H200, 2026-11-21, ResNet-50, batch 128, before that kernel took most of the layers.
+    The numbers were measured on an H200, 2026-11-21, ResNet-50, batch 128, before sm90/conv_deep.py took most of the layers.
     """
     o64 = padded_channels(spec.outputs)
     pixel_bytes = [Nhwc64(product.x).pixel_bytes(product.channels) for product in spec.products]
@@ -297,18 +300,18 @@ def window_tile(spec: ConvSpec, pixels: int) -> ConvTile:
     if four:
         few = pixels * o64 < 600 * 128 * 128 or spec.kernel != (1, 1)
         return ConvTile(1, 128, step_bytes, 3, 3) if few or step_bytes == 32 else ConvTile(2, 128, step_bytes, 4, 2)
-    if step_bytes == 128 and pixels * o64 <= 132 * 64 * 64:  # the classifier: 7.1 us instead of 12.9
+    if step_bytes == 128 and pixels * o64 <= 132 * 64 * 64:  # the classifier takes 7.1 us instead of 12.9
         return ConvTile(1, 64, step_bytes, 4, 3)
     return ConvTile(1, 64, step_bytes, 4, 4) if step_bytes == 64 else ConvTile(2, 128, step_bytes, 3, 2)
 
 
 def steps_of(product: ProductSpec, step_bytes: int) -> int:
-    """Main-loop iterations of a tile."""
+    """Number of main-loop iterations for one tile."""
     return product.taps * Nhwc64(product.x).pixel_bytes(product.channels) // step_bytes
 
 
 def resident_tiles(products: tuple[ProductSpec, ...], tile: ConvTile) -> int:
-    """Weight tiles (one iteration, one plane) that stay in shared memory of a block of sm90/conv.py: all or none."""
+    """Number of weight tiles (one iteration, one plane) that stay in shared memory of a block of sm90/conv.py: all or none."""
     tiles = sum(steps_of(product, tile.step_bytes) * planes(product.x) for product in products)
     x_units = tile.stages * tile.pixels * tile.step_bytes // UNIT
     shared_bytes = (x_units + tiles * tile.outputs * tile.step_bytes // UNIT + 1) * UNIT
@@ -317,8 +320,11 @@ def resident_tiles(products: tuple[ProductSpec, ...], tile: ConvTile) -> int:
 
 @dataclass(frozen=True)
 class DeepStages:
-    """Use of shared memory in sm90/conv_deep.py: rows of a stage of x, side of a strip's window (1: taps one by one), stages of
-    weights and of x, weight tiles that stay resident, stages of a residual."""
+    """Use of shared memory in sm90/conv_deep.py.
+
+    `rows` is the number of rows in a stage of x. With `strips` a stage of x is a strip and `kernel` is the side of the window;
+    else a stage is one tap and `kernel` is 1. `stages` and `x_stages` count stages of weights and of x, `resident` the weight
+    tiles that stay in shared memory (0: none), `residual_stages` the stages of a residual."""
 
     rows: int
     strips: bool
@@ -330,7 +336,8 @@ class DeepStages:
 
 
 def deep_stages(spec: ConvSpec, tile: ConvTile, width: int) -> DeepStages:
-    """Stages for images of this width: strips where one copy loads them; weights stay resident if x then has enough stages."""
+    """Stages for images of this width. x is loaded in strips where one TMA copy loads a strip. Weights stay resident if that
+    leaves enough stages for x."""
     side, both = spec.kernel[0], planes(spec.x)
     rows = strip_rows(tile.pixels, width, side, tile.step_bytes)
     strips = spec.keeps_size and rows <= MOST_ROWS and spec.second is None
@@ -354,9 +361,9 @@ def deep_stages(spec: ConvSpec, tile: ConvTile, width: int) -> DeepStages:
 class BlockTile:
     """A tile of sm90/conv_block.py and its shared memory: 64 * warpgroups pixels, a strip of `rows` rows.
 
-    x, y and z have one storage. `expanded` outputs of y are computed `chunk` at a time; `following` are those of z. With
-    `shortcut` the residual is a product of the block's input. `ahead`: one chunk of y is multiplied while the previous one is
-    requantized.
+    x, y and z have the same storage. y has `expanded` channels, computed `chunk` at a time; z has `following` channels. With
+    `shortcut` the residual is a product of the block's input. With `ahead` one chunk of y is multiplied while the previous
+    chunk is requantized.
     """
 
     storage: str
@@ -387,19 +394,20 @@ class BlockTile:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Byte offsets of the four weights and the constants in shared memory, and their end."""
+        """Byte offsets in shared memory of the four weights and of the constants, then the offset of their end."""
         size = self.expanded * CHANNELS
         sizes = (9 * CHANNELS * CHANNELS, size, size * self.shortcut, self.expanded * self.following, 4 * self.constants)
         return tuple(STRIPS * self.strip_bytes + sum(sizes[:i]) for i in range(6))
 
     @property
     def constants(self) -> int:
-        """Numbers: s and b of the second convolution, of the next one, of the third one, and the shortcut's s."""
+        """Number of float32 constants: s and b of the second convolution, of the next block's first, and of the third, then the
+        shortcut's s."""
         return 2 * CHANNELS + 2 * self.following + (2 + self.shortcut) * self.expanded
 
     @property
     def tail(self) -> int:
-        """Offset of the barriers."""
+        """Byte offset of the barriers in shared memory."""
         return -(-self.starts[5] // UNIT) * UNIT
 
     @property
@@ -408,7 +416,7 @@ class BlockTile:
 
     @property
     def blocks(self) -> int:
-        """Thread blocks that share an SM."""
+        """Number of thread blocks that share an SM."""
         fit = arch_for(90).shared_per_sm_bytes // (self.shared_bytes + BLOCK_BYTES)
         return max(1, min(WARPGROUPS // self.warpgroups, fit))
 
@@ -419,8 +427,8 @@ class BlockTile:
 
 
 def block_tile(storage: str, width: int, following: int, shortcut: bool) -> BlockTile:
-    """The tile of a block for images of this width: two thread blocks an SM where their memory fits, else one twice as
-    large."""
+    """The tile of a block for images of this width. Two thread blocks share an SM where shared memory allows it; else one block
+    of twice the size."""
     for warpgroups in (WARPGROUPS // 2, WARPGROUPS):
         row_bytes = Nhwc64(storage).pixel_bytes(CHANNELS)
         rows, unit = strip_rows(64 * warpgroups, width, 3, row_bytes), 2048 // row_bytes

@@ -1,8 +1,9 @@
-"""Choice of tile for a product of experts: how many rows a tile of the list has, then candidates, reasons, cost model.
+"""Choice of tile for a product of experts: the rows per tile in the list of tiles, then candidates, reasons against them, cost
+model.
 
-Pure functions of a shape and a machine, as choose/gemm.py. How many rows each expert gets is known on the GPU alone; costs are
-those of tokens that choose their experts independently and uniformly, which reads the most experts. The constants are those of
-the dense products; none is measured yet for experts (docs/log/matrix-products.md, 2026-11-24).
+Pure functions of a shape and a machine, like choose/gemm.py. The number of rows of each expert is known only on the GPU. The
+costs assume that tokens choose experts independently and uniformly, which reads the most experts. The constants are copied from
+the dense products; none is measured for experts yet (docs/log/matrix-products.md, 2026-11-24).
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from lowbit.kernels.choose.candidate import Candidate, first_feasible, ordered
 from lowbit.kernels.choose.tiles import INVARIANT_WARPS, MmaTile, RingTile, WgmmaTile
 
 FEW_ROWS = (8, 16)
-"""Rows of the tiles of the kernel for few rows per expert."""
+"""Rows per tile of the kernel for few rows per expert."""
 
 MANY_ROWS = (64, 128)
-"""Rows of the tiles of the kernel for many."""
+"""Rows per tile of the kernels for many rows per expert."""
 
 LAUNCH_US = 1.2
-"""Start and end of a launch, and the first loads of a block: list of tiles, slots, x."""
+"""Time to start and end a launch, and for a block's first loads: list of tiles, slots, x."""
 
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """y [slots, n] of x and `experts` weights [n, k] with codes of `bits` bits; slots = tokens * top_k.
+    """Shape of y [slots, n], the product of x and `experts` weights [n, k] with codes of `bits` bits; slots = tokens * top_k.
 
     x has a row for each token, or with `per_slot` for each slot. `tile_rows`: the largest number of rows of a tile of the list.
     """
@@ -43,12 +44,12 @@ class ExpertShape:
 
     @property
     def slots(self) -> int:
-        """Rows of y."""
+        """Number of rows of y."""
         return self.tokens * self.top_k
 
     @property
     def row_blocks(self) -> int:
-        """m16 row blocks of an expert."""
+        """Number of m16 row blocks of an expert's weight."""
         return -(-self.n // 16)
 
     def steps(self, size: int) -> int:
@@ -57,19 +58,20 @@ class ExpertShape:
 
     @property
     def most_tiles(self) -> int:
-        """Limit of the number of tiles, whatever the experts are."""
+        """Upper limit of the number of tiles, for any choice of experts."""
         return min(self.slots, self.experts) + self.slots // self.tile_rows
 
 
 def experts_hit(tokens: int, top_k: int, experts: int) -> float:
-    """Expected number of experts that a token chooses, if tokens choose top_k different ones independently and uniformly."""
+    """Expected number of experts chosen by at least one token, if each token chooses top_k different experts independently and
+    uniformly."""
     return experts * (1 - (1 - min(top_k / experts, 1.0)) ** tokens)
 
 
 @functools.lru_cache(maxsize=4096)
 def tiles_expected(tokens: int, top_k: int, experts: int, tile_rows: int) -> tuple[float, float]:
-    """Mean and about the standard deviation of the number of tiles under the same assumption: the rows of an expert are
-    binomial."""
+    """Mean and approximate standard deviation of the number of tiles, if tokens choose independently and uniformly: the number
+    of rows of an expert is then binomial."""
     p = min(top_k / experts, 1.0)
     if p == 1.0 or tokens == 1:
         return (min(top_k, experts) * -(-tokens // tile_rows)) * 1.0, 0.0
@@ -83,10 +85,11 @@ def tiles_expected(tokens: int, top_k: int, experts: int, tile_rows: int) -> tup
 
 
 def tile_rows_for(tokens: int, top_k: int, experts: int, batch_invariant: bool = False) -> int:
-    """Rows per tile of the list for so many tokens: 8 or 16 where few experts have more, and for batch-invariant sums; else 64
-    or 128.
+    """Rows per tile in the list of tiles, for a number of tokens. It is 8 or 16 where few experts have more rows, and for
+    batch-invariant sums; else 64 or 128.
 
-    An expert with more rows than a tile is read again, from L2. Missing rows of a tile cost time of tensor cores only.
+    An expert with more rows than a tile is read several times, after the first time from L2. Missing rows of a tile cost only
+    tensor-core time.
     """
     each = tokens * top_k / max(experts_hit(tokens, top_k, experts), 1.0)
     # Where the modelled times of four models' layers cross on an H200; nothing is measured yet.
@@ -106,8 +109,8 @@ class ExpertCandidate(Candidate[ExpertTile]):
 def candidates(shape: ExpertShape, machine: Machine, *, batch_invariant: bool = False) -> list[ExpertCandidate]:
     """All candidates for a shape, feasible ones first, then by cost.
 
-    With `batch_invariant`, only tiles whose sums depend on nothing but K: row i of y then has the same bits in any batch.
-    Raises ValueError for rows per tile that no kernel has.
+    With `batch_invariant` only tiles whose order of summation depends on nothing but K, so that row i of y has the same bits in
+    any batch. Raises ValueError for rows per tile that no kernel has.
     """
     rows = FEW_ROWS if batch_invariant else (*FEW_ROWS, *MANY_ROWS)
     if shape.tile_rows not in rows:
@@ -132,8 +135,8 @@ def choose(shape: ExpertShape, machine: Machine, batch_invariant: bool = False) 
 
 
 def most_slots(rows: int, bits: int, row_blocks: int) -> int:
-    """Slots of a warp's ring, by rows of a tile, bits of a code and m16 row blocks: more would take more than 255 registers in
-    some formats with zeros or groups of 16 (Triton 3.6 and 3.9); 0 where there are too many row blocks."""
+    """Limit of slots in a warp's ring, by rows per tile, bits of a code and m16 row blocks; 0 where there are too many row
+    blocks. With more slots some formats with zeros or groups of 16 take more than 255 registers (Triton 3.6 and 3.9)."""
     if rows == FEW_ROWS[0]:
         return 12 if row_blocks <= 8 else 0
     if row_blocks > 4:
@@ -144,7 +147,8 @@ def most_slots(rows: int, bits: int, row_blocks: int) -> int:
 def ring_tiles(shape: ExpertShape) -> list[RingTile]:
     """Candidate tiles of kernels/sm80/expert_small_m_gemm.py: every way in which 8 warps share row blocks and K."""
     steps, tiles = shape.steps(128), []
-    # Of 16 rows, a thread of 8 x 1 warps would finish 32 sums, more than it has registers for beside zeros of groups of 16.
+    # With 16 rows and 8 x 1 warps, a thread would finish 32 sums. Beside the zeros of groups of 16 its registers do not hold
+    # them.
     for warps_n, warps_k in ((1, 8), (2, 4), (4, 2), (8, 1))[: 3 if shape.tile_rows == 16 else 4]:
         for row_blocks in range(1, 9):
             for rounds in (1, 2, 4):
@@ -156,14 +160,15 @@ def ring_tiles(shape: ExpertShape) -> list[RingTile]:
 
 
 def ring_bytes(tile: RingTile, shape: ExpertShape) -> int:
-    """Shared memory of a block, with the largest scales, groups of 16 with zeros: rings, then sums of all warps."""
+    """Bytes of shared memory of a block: the rings, then the sums of all warps. Assumes the largest scales, those of groups of
+    16 with zeros."""
     warps = tile.warps_n * tile.warps_k
     ring = tile.depth * (256 * shape.bits + 512) + 256 * tile.tokens * tile.rounds
     return warps * (ring + 64 * tile.row_blocks * tile.tokens)
 
 
 def expert_blocks(shape: ExpertShape, tile: RingTile, machine: Machine) -> int:
-    """Blocks of a launch: one per SM, fewer where there cannot be so many tasks."""
+    """Number of blocks of a launch: as many as run at once, at most one per task."""
     most = shape.most_tiles * -(-shape.row_blocks // tile.tile_row_blocks)
     return max(1, min(most, machine.sm_count * max(tile.blocks_per_sm, 1)))
 
@@ -177,19 +182,22 @@ def ring_candidate(tile: RingTile, shape: ExpertShape, machine: Machine) -> Expe
 
 
 _STEP_US, _WIDE_STEP_US = 0.0113, 0.0301
-"""SM time for one row block of one k block of 8 tokens, for codes of up to 4 bits and of more (choose/gemm.py)."""
+"""SM time for one row block of one k block and 8 tokens: for codes of up to 4 bits, and for codes of more bits
+(choose/small_m.py)."""
 _TASK_US = 0.25
-"""Time of a task beside its copies: two barriers, sums of slices, stores."""
+"""Time of a task in addition to its copies: two barriers, the reduction of K slices, the stores."""
 _FILL_US = 0.9
-"""From the first copy of a block until bytes arrive at the rate of the memory."""
+"""Time from a block's first copy until data arrives at full memory bandwidth."""
 _IN_FLIGHT = 49152
-"""Bytes that an SM has in flight where the memory is busy."""
+"""Bytes in flight per SM that saturate memory bandwidth."""
 
 
 def _ring_cost(tile: RingTile, shape: ExpertShape, machine: Machine) -> float:
-    """Launch, fill of the pipeline, then the busiest block: its bytes at its share of the bandwidth, or its instructions.
+    """Launch, fill of the pipeline, then the busiest block: about the longer of its bytes at its share of the bandwidth and of
+    its instructions.
 
-    The number of tiles varies from call to call: the mean of three numbers, a standard deviation apart.
+    The number of tiles varies from call to call. The cost is the mean for three numbers of tiles: the mean number, and one
+    standard deviation below and above it.
     """
     mean, deviation = tiles_expected(shape.tokens, shape.top_k, shape.experts, shape.tile_rows)
     row_bytes = 2 * shape.k * shape.bits + (shape.k // 4 if shape.bits <= 4 else 0)  # 16 rows, with scales of groups of 128
@@ -204,7 +212,7 @@ def _ring_cost(tile: RingTile, shape: ExpertShape, machine: Machine) -> float:
     for tiles in (max(mean - deviation, 1.0), mean, mean + deviation):
         tasks = tiles * -(-shape.row_blocks // tile.tile_row_blocks)
         busiest = math.ceil(tasks / expert_blocks(shape, tile, machine))
-        # An SM alone does not reach more than twice its share of the bandwidth.
+        # If few SMs are busy, each reaches at most twice its equal share of the bandwidth.
         share = machine.read_bytes / max(min(tasks, machine.sm_count), machine.sm_count / 2) * in_flight
         memory_us = busiest * task_bytes / share * 1e6
         total += (memory_us**4 + (busiest * decode_us) ** 4) ** 0.25 + busiest * _TASK_US
@@ -243,7 +251,7 @@ def mma_candidate(tile: MmaTile, shape: ExpertShape, machine: Machine) -> Expert
 
 
 def _mma_cost(tile: MmaTile, shape: ExpertShape, machine: Machine) -> float:
-    """Launch, then waves of tiles at their fraction of the rate of mma.sync, or weights at memory bandwidth."""
+    """Launch, then the longer of waves of tiles at their fraction of mma.sync's rate and of weights at memory bandwidth."""
     tiles, _ = tiles_expected(shape.tokens, shape.top_k, shape.experts, tile.tokens)
     blocks = tiles * -(-shape.row_blocks // (tile.rows // 16))
     waves = math.ceil(blocks / machine.sm_count)
@@ -255,8 +263,8 @@ def _mma_cost(tile: MmaTile, shape: ExpertShape, machine: Machine) -> float:
 
 
 _WGMMA_CYCLES = {(128, 2): (691, 630), (64, 2): (522, 435)}
-"""(tokens, warpgroups): cycles for 64 k of a tile of codes of up to 4 bits, and of more, in the dense product
-(choose/gemm.py)."""
+"""(tokens, warpgroups): cycles for 64 columns of K of a tile in the dense product (choose/large_m.py): codes of up to 4 bits,
+then of more."""
 _SM_MHZ = 1755
 
 
@@ -277,7 +285,8 @@ def wgmma_candidate(tile: WgmmaTile, shape: ExpertShape, machine: Machine) -> Ex
 
 
 def _wgmma_cost(tile: WgmmaTile, shape: ExpertShape, machine: Machine) -> float:
-    """Two launches, the copy of x in the order of slots, then waves of tiles, or weights at memory bandwidth."""
+    """Two launches (the first one copies x into the order of slots), then the longer of waves of tiles and of weights at memory
+    bandwidth."""
     tiles, _ = tiles_expected(shape.tokens, shape.top_k, shape.experts, tile.tokens)
     waves = math.ceil(tiles * -(-shape.row_blocks // (tile.rows // 16)) / machine.sm_count)
     stage_us = _WGMMA_CYCLES[tile.tokens, tile.warpgroups][shape.bits > 4] / _SM_MHZ

@@ -1,9 +1,9 @@
 """Choice of kernel and tile for a GEMM of a decode step with norm, gate or residual in its epilogue, for up to 64 tokens.
 
-In a chain of kernels other tiles are fastest than for a single kernel. With programmatic dependent launch the next GEMM's
-blocks start on SMs that are free and pile up there: behind o the same gate-up kernel took 25.6 us, behind a norm 17.7. GEMMs of
-one wave of blocks therefore have an SM for each block (`blocks_per_sm` 1), which took a step from 1937 to 1593 us (H200,
-2026-11-22, batch 1).
+The fastest tile in a chain of kernels is not the fastest tile of a single kernel. With programmatic dependent launch the next
+GEMM's blocks start on SMs that are free, and pile up there. The same gate-up kernel took 25.6 us after the output projection
+and 17.7 us after a norm kernel. A GEMM of one wave therefore has one block per SM (`blocks_per_sm` 1), which shortened a step
+from 1937 to 1593 us (H200, 2026-11-22, batch 1).
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from lowbit.kernels.choose.tiles import (
 ChainCandidate = Candidate[ChainTile]
 
 Y_TILES: dict[Role, float] = {"norm": 1, "gated": 0.5, "residual": 2}
-"""Tiles of y's size in shared memory of the large-M GEMM: y, with a residual h too."""
+"""Number of tiles of y's size in shared memory of the large-M GEMM, by epilogue: y, half of it with a gate; with a residual
+also h."""
 
 CHAIN_TOKENS = 64
-"""Largest M with such epilogues: that of a tile of the large-M GEMM that is fast for decoding."""
+"""Largest M with these epilogues: the number of tokens of a large-M tile that is still fast in a decode step."""
 
 MOST_PARTS = 256
-"""Limit of partial sums of squares: the next GEMM adds them up, in the small-M GEMM every warp all of them."""
+"""Limit of partial sums of squares per token. The next GEMM adds them up; in the small-M GEMM every warp adds all of them."""
 
 
 def chain_candidates(role: Role, shape: GemmShape, machine: Machine, *, batch_invariant: bool = False) -> list[ChainCandidate]:
-    """All candidates for a GEMM in a chain: the measured one, then by cost, infeasible ones last.
+    """All candidates for a GEMM in a chain: the measured one first, then by cost, infeasible ones last.
 
-    With `batch_invariant`, tiles whose sums and partial sums of squares do not depend on m: row i of y has the same bits in any
-    batch.
+    With `batch_invariant` only tiles whose sums and partial sums of squares do not depend on m, so that row i of y has the same
+    bits in any batch.
     """
     if batch_invariant:
         one = GemmShape(1, shape.n, shape.k, shape.bits)
@@ -68,7 +69,7 @@ def choose_chain(role: Role, shape: GemmShape, machine: Machine, batch_invariant
 
 
 def parts_of(tile: ChainTile, shape: GemmShape) -> int:
-    """Partial sums of squares per token of a residual epilogue: one for each block of rows."""
+    """Number of partial sums of squares per token that a residual epilogue writes: one for each tile of channels."""
     return -(-shape.n // tile.rows)
 
 
@@ -79,8 +80,8 @@ def _measured(role: Role, tile: ChainTile, shape: GemmShape, machine: Machine) -
 
 
 def _ring(role: Role, tile: RingTile, shape: GemmShape, machine: Machine, m: int, tokens: int = 0) -> ChainCandidate:
-    """A tile of the small-M GEMM with the blocks per SM that it has in a chain of m tokens; its cost is that of shape.m.
-    `tokens`: those of the final tile, if others."""
+    """A tile of the small-M GEMM, with its blocks per SM in a chain of m tokens and its cost for shape.m tokens. The returned
+    tile has at least `tokens` tokens."""
     blocks = parts_of(tile, shape) * tile.splits
     row = ring_candidate(_alone(tile, blocks, shape.m, machine), shape, machine)
     tile = _alone(replace(tile, tokens=max(tokens, tile.tokens)), blocks, m, machine)
@@ -89,12 +90,12 @@ def _ring(role: Role, tile: RingTile, shape: GemmShape, machine: Machine, m: int
 
 
 def _alone(tile: RingTile, blocks: int, m: int, machine: Machine) -> RingTile:
-    """The tile with one block per SM, if there are enough SMs; each of its token tiles takes `blocks`."""
+    """The tile with one block per SM, if there are enough SMs for all blocks; each token tile takes `blocks` blocks."""
     return replace(tile, blocks_per_sm=1 if blocks * -(-m // tile.tokens) <= machine.sm_count else 0)
 
 
 def _wgmma(role: Role, tile: WgmmaTile, shape: GemmShape, machine: Machine) -> ChainCandidate:
-    """A tile of the large-M GEMM, whose epilogue needs all tokens in one tile, and with a residual one tile per block."""
+    """A tile of the large-M GEMM. Its epilogue needs all tokens in one tile, and with a residual also one tile per block."""
     row = wgmma_candidate(tile, shape, machine)
     blocks = parts_of(tile, shape)
     reasons = row.reasons

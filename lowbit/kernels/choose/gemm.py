@@ -18,7 +18,7 @@ from lowbit.kernels.choose.tiles import INVARIANT_WARPS, KINDS, RING_TOKENS, Gem
 
 
 def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = False) -> list[GemmCandidate]:
-    """All candidates for a shape: measured ones first (those of `lowbit tune` before MEASURED), then by cost, infeasible ones
+    """All candidates for a shape: measured ones first (from `lowbit tune`, then from MEASURED), then by cost, infeasible ones
     last.
 
     With `batch_invariant`, only tiles whose sums do not depend on m: row i of y then has the same bits in any batch.
@@ -33,7 +33,7 @@ def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = Fa
         return ordered([wgmma_candidate(tile, shape, machine) for tile in invariant_tiles(shape, machine)])
     if shape.m <= RING_TOKENS or not wgmma:
         rings = [ring_candidate(tile, shape, machine) for tile in ring_tiles(shape, machine)]
-        if batch_invariant:  # the slices of K are fixed by the warps that share K
+        if batch_invariant:  # the number of warps that share K fixes the order of summation
             return ordered([row for row in rings if (row.tile.warps_k, row.tile.splits) == (INVARIANT_WARPS, 1)])  # type: ignore[union-attr]
         rows = rows + rings
     here = tuned.first(rows, machine.tuned, shape, KINDS, lambda tile: _candidate(tile, shape, machine))

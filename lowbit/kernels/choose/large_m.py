@@ -16,8 +16,9 @@ from lowbit.kernels.choose.tiles import GemmCandidate, GemmShape, MmaTile, Wgmma
 
 
 def wgmma_tiles(shape: GemmShape, y_tiles: float = 1, *, in_chain: bool = False) -> list[WgmmaTile]:
-    """Candidate tiles of the large-M GEMM of sm_90. Beside its stages, shared memory holds `y_tiles` tiles of y (half a tile
-    with a gate, h too with a residual), and with norm or residual squares (parts/large_m_epilogue.py)."""
+    """Candidate tiles of the large-M GEMM of sm_90. Besides the stages, shared memory holds `y_tiles` tiles of y: half a tile
+    with a gate, two tiles with a residual (y and h). With `in_chain` it also holds sums of squares (parts/large_m_epilogue.py).
+    """
     tiles = []
     for tokens, warpgroups in _STAGE_CYCLES:
         stage = 64 * warpgroups * 8 * shape.bits + 128 * tokens
@@ -31,14 +32,14 @@ def wgmma_tiles(shape: GemmShape, y_tiles: float = 1, *, in_chain: bool = False)
 
 
 SHARED_TOKENS = 128
-"""Tokens of the smallest stream-K tile: for fewer tokens there is split-K, and nothing was measured."""
+"""Number of tokens of the smallest stream-K tile. Smaller tiles use split-K; stream-K was not measured for them."""
 INVARIANT_PARTS = 8
-"""Limit of ranges of K in batch-invariant sums."""
+"""Limit of the number of ranges that batch-invariant sums divide K into."""
 
 
 def invariant_tiles(shape: GemmShape, machine: Machine) -> list[WgmmaTile]:
-    """Batch-invariant tiles: all cut K into the same ranges, as many as fill the GPU at small M with splits. At large M a block
-    sums them one after the other (sections)."""
+    """Batch-invariant tiles. All divide K into the same ranges. Their number is chosen so that split-K fills the GPU at small
+    M. At large M one block sums the ranges one after the other (`sections`)."""
     parts = max(1, min(INVARIANT_PARTS, machine.sm_count // -(-shape.n // 128), shape.steps(128) // 4))
     plain = [tile for tile in wgmma_tiles(shape) if tile.splits == 1]
     if parts == 1:
@@ -48,12 +49,14 @@ def invariant_tiles(shape: GemmShape, machine: Machine) -> list[WgmmaTile]:
 
 
 SECTION_TOKENS = {2: 128, 4: 32}
-"""Tokens of the largest tile whose registers hold sums twice; 64 by 4 warpgroups spill 24 bytes (Triton 3.6)."""
+"""By number of warpgroups, the tokens of the largest tile with sections. Its registers must hold two sets of sums, those of a
+section and the total. With 4 warpgroups 64 tokens spill 24 bytes (Triton 3.6)."""
 
 
 _STAGE_CYCLES = {
-    # (tokens, warpgroups): cycles for 64 k of a tile of int4, mostly with group scales; of codes of more bits, mostly without.
-    # Fitted to whole kernels, like the constants below (see the module docstring).
+    # (tokens, warpgroups): cycles for 64 columns of K of a tile. First for codes of up to 4 bits, fitted to int4 mostly with
+    # group scales; then for codes of more bits, mostly without. Fitted to times of whole kernels, like the constants below (see
+    # the module docstring).
     (256, 2): (1297, 1209),
     (128, 2): (691, 630),
     (64, 4): (848, 769),
@@ -66,8 +69,8 @@ _STAGE_CYCLES = {
 _L2_BYTES_PER_CYCLE = 50
 """Bytes per cycle that an SM reads from L2 (choose/scaled_gemm.py)."""
 _MISSING_CYCLES = 3.6
-"""TMA cycles for 64 k of a token that does not exist. 128 x 256 tokens took 506 us of 256 tokens, 825 of 128 and 970 of 96 (N
-152064, K 5120): a partly filled tile is slower than a full one."""
+"""TMA cycles for each token that is missing in a tile, per 64 columns of K. A partly filled tile is slower than a full one: a
+tile of 128 rows x 256 tokens took 506 us with M 256, 825 us with M 128 and 970 us with M 96 (N 152064, K 5120)."""
 
 
 def _too_few_stages(stages: int, least: int, shape: GemmShape) -> tuple[str, ...]:
@@ -75,7 +78,8 @@ def _too_few_stages(stages: int, least: int, shape: GemmShape) -> tuple[str, ...
 
 
 LEAST_STAGES = 4
-"""Stages of the large-M GEMM: it waits for the first stage of an iteration before it frees those of the previous one."""
+"""Least number of stages of the large-M GEMM. An iteration uses two stages, and waits for its first one before it frees the two
+of the previous iteration."""
 
 
 def wgmma_candidate(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
@@ -85,12 +89,13 @@ def wgmma_candidate(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> Gemm
 
 
 def _wgmma_waves(tile: WgmmaTile, shape: GemmShape, sm_count: int) -> tuple[int, int]:
-    """Full waves of tiles (without splits), and the number of remaining tiles."""
+    """Number of full waves of tiles (without splits), and number of remaining tiles."""
     return divmod(-(-shape.m // tile.tokens) * -(-shape.n // tile.rows), sm_count)
 
 
 LEAST_SHARE = 2
-"""Iterations of 128 k that a block has at least with stream-K: it waits for others, which costs more than those take."""
+"""Least number of main-loop iterations (128 columns of K) per block for stream-K. With fewer, waiting for the other blocks
+costs more than the iterations."""
 
 
 def share_refusals(tile: WgmmaTile, shape: GemmShape, sm_count: int) -> tuple[str, ...]:
@@ -109,11 +114,12 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
     iterations = shape.steps(128)
     kib = tile.tokens * tile.rows / 256
     full = _STAGE_CYCLES[tile.tokens, tile.warpgroups][shape.bits > 4]
-    # Only a single token tile may be partly filled, or the last one with stream-K; else the last one begins earlier.
+    # Tokens are missing only where there is a single token tile, or in the last token tile with stream-K. Else the last tile
+    # begins earlier, where that fills it.
     missing = max(tile.tokens - shape.m, 0) if tile.splits else -shape.m % tile.tokens
     copied = 8 * tile.rows * shape.bits + 128 * (tile.tokens - missing)
     stage_us = max(full, copied / _L2_BYTES_PER_CYCLE + _MISSING_CYCLES * missing) / 1755
-    # Each tile's share of memory time: in a wave that does not fill the GPU an SM gets more bandwidth.
+    # Memory time of one tile's weights at full bandwidth: in a wave that does not fill the GPU an SM gets more bandwidth.
     weights_us = _WEIGHTS * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6 / (waves * machine.sm_count + left)
     if tile.splits == 0:
         turns = waves + 1
@@ -134,21 +140,22 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
 
 
 _WEIGHTS, _SHARED_US, _SHARED_MARGIN = 1.11, 0.145, 1.03
-"""Factor on the memory time of weights; reduction time per KiB of 256 sums with stream-K; margin that stream-K must gain over
-whole tiles. Of 12 times on an H200, 2026-11-23, int4 in groups of 128, N 5120 K 13824, N 6144 K 4096, N 4096 K 14336, M 256 and
-1024: beyond waves that could be cut anywhere, tiles of 128 tokens took 7 to 10 us and of 256 tokens 17 to 23. What is shared
-now, less than one wave, is reduced in two thirds of that (2026-11-24: 0.107 and 0.124)."""
+"""Factor on the memory time of weights; microseconds of the stream-K reduction per KiB (256 sums) of a tile; factor on the
+main-loop time of stream-K, by which it must be better than whole tiles. The second was fitted to 12 times on an H200,
+2026-11-23, int4 in groups of 128, N 5120 K 13824, N 6144 K 4096, N 4096 K 14336, M 256 and 1024: compared with waves that could
+be divided anywhere, tiles of 128 tokens took 7 to 10 us longer and tiles of 256 tokens 17 to 23 us. Today less than one wave is
+divided, whose reduction takes two thirds of that (2026-11-24: 0.107 and 0.124)."""
 _SECTION_US = 0.03
-"""Cost of each further section: the pipeline drains. Measured on an H200, 2026-11-23, int4, 4096 x 4096, 256 tokens: two waves
-of 128 rows x 64 tokens take 18.59 us in four sections, 18.42 in one."""
+"""Microseconds of each section after the first, since the pipeline drains between sections. Measured on an H200, 2026-11-23,
+int4, 4096 x 4096, 256 tokens: two waves of tiles of 128 rows x 64 tokens take 18.59 us in four sections, 18.42 us in one."""
 
 
 # ---- the large-M GEMM of sm_80
 
 
 _MMA_SHARES = {
-    # (tokens, row blocks, warps_n, warps_m): fraction of the rate of mma.sync in the main loop: int4, groups of 128, fp16,
-    # H200, 2026-11-23 (docs/log). Codes of more bits and zero points took up to a tenth longer.
+    # (tokens, row blocks, warps_n, warps_m): fraction of the peak rate of mma.sync that the main loop reaches with int4, groups
+    # of 128, fp16 (H200, 2026-11-23; docs/log). Codes of more bits and zero points took up to a tenth longer.
     (128, 2, 8, 1): 0.714,
     (64, 2, 8, 1): 0.711,
     (128, 2, 4, 2): 0.672,
@@ -157,7 +164,7 @@ _MMA_SHARES = {
     (64, 1, 4, 2): 0.313,
 }
 _MMA_STAGES = 4
-"""Most stages that were worth their shared memory; small tiles, which stall more, have half as many again."""
+"""Largest number of stages that was worth its shared memory. Small tiles, which stall more, have up to 6 stages."""
 
 
 def mma_tiles(shape: GemmShape, machine: Machine) -> list[MmaTile]:
@@ -177,7 +184,7 @@ def mma_tiles(shape: GemmShape, machine: Machine) -> list[MmaTile]:
 
 
 def _mma_stage_bytes(tokens: int, row_blocks: int, bits: int) -> int:
-    """Shared memory of a stage, with the largest scales: groups of 16 with zeros."""
+    """Bytes of shared memory of a stage. Assumes the largest scales, those of groups of 16 with zeros."""
     return 128 * tokens + row_blocks * (128 * bits + 256)
 
 
@@ -187,8 +194,8 @@ def mma_candidate(tile: MmaTile, shape: GemmShape, machine: Machine) -> GemmCand
 
 
 def _mma_cost(tile: MmaTile, shape: GemmShape, machine: Machine) -> float:
-    """Launch, then waves of tiles at their fraction of the rate of mma.sync, or weights at memory bandwidth; for splits the
-    reduction through L2."""
+    """Launch, then the longer of waves of tiles at their fraction of the rate of mma.sync and of weights at memory bandwidth;
+    for splits also the reduction through L2."""
     of_rows = -(-shape.row_blocks // (tile.row_blocks * tile.warps_n))
     waves = -(-(-(-shape.m // tile.tokens) * of_rows * tile.splits) // machine.sm_count)
     share = _MMA_SHARES[tile.tokens, tile.row_blocks, tile.warps_n, tile.warps_m]

@@ -1,4 +1,4 @@
-"""Measured tiles that rank before what the cost models rank first."""
+"""Measured tiles, which rank before all modelled ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Measured:
         return f"measured on {self.product}, {self.date}, M {self.shape.m}: {self.us:g} us, {margin:.0f} % less than modelled"
 
     def holds_for(self, shape: GemmShape, machine: Machine) -> bool:
-        """True for this shape, or one with fewer tokens, down to half as many."""
+        """True for the measured shape, and for the same shape with fewer tokens, down to half as many."""
         same = (self.product, self.shape.n, self.shape.k, self.shape.bits) == (machine.product, shape.n, shape.k, shape.bits)
         return same and self.shape.m < 2 * shape.m <= 2 * self.shape.m
 
@@ -72,7 +72,8 @@ MEASURED: tuple[Measured, ...] = (
         WgmmaTile(tokens=16, warpgroups=4, stages=8, splits=4, token_group=2), 5.6, 5.9,
     ),
 )  # fmt: skip
-"""Where the model is wrong by more than 3 %: rows printed by `python -m benchmarks tiles`."""
+"""Shapes for which the modelled choice was more than 3 % slower than the measured tile. Printed by `python -m benchmarks
+tiles`."""
 
 
 @dataclass(frozen=True)
@@ -157,4 +158,4 @@ MEASURED_CHAINS: tuple[MeasuredChain, ...] = tuple(
          "head; a step of 4 layers 821.2 us, 828.3 with 256 rows and a ring of 2"),
     )
 )  # fmt: skip
-"""Tiles as files of `lowbit tune` have them: the numbers are the fields of the tile in their order."""
+"""Measured tiles of decode steps. A tile is written as in the files of `lowbit tune`: its kernel, then its fields in order."""

@@ -1,6 +1,6 @@
 """Choice of tile for a GEMM with 8-bit activations: candidates, reasons against them, cost model.
 
-Pure functions of a shape and a machine, as choose/gemm.py; costs only have to order the candidates.
+Pure functions of a shape and a machine, like choose/gemm.py. Costs only have to order the candidates.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class ScaledShape:
     """The shape of y[m, n] = x[m, k] . w[n, k]^T with 8-bit x and codes of `bits` bits.
 
     `integer`: int8, else fp8. `grouped`: w has scales of groups of 128; `blocks`, `x_blocks`: w, x have scales of blocks.
-    `fast_accum`: sums of fp8 by fp8 stay in the tensor core. Never those of narrower codes, which are small e4m3 numbers: they
-    lose 5e-3 and 1e-2 within 1104 k (docs/internals/numerics.md).
+    `fast_accum`: sums of fp8 x times fp8 w stay in the tensor core. It has no effect on codes of fewer bits, which are small
+    e4m3 numbers: their sums lose 5e-3 and 1e-2 within 1104 columns of K (docs/internals/numerics.md).
     """
 
     m: int
@@ -35,13 +35,14 @@ class ScaledShape:
 
     @property
     def promoted(self) -> bool:
-        """True if sums of 128 k are promoted to fp32: scales change there, or fp8 sums would lose precision."""
+        """True if sums over 128 columns of K are promoted to fp32, because scales change there or because fp8 sums would lose
+        precision."""
         return self.grouped or self.blocks or self.x_blocks or not (self.integer or self.fast_accum)
 
 
 @dataclass(frozen=True)
 class ScaledTile:
-    """Configuration of kernels/sm90/scaled_gemm.py, and of sub_byte_scaled_gemm.py for fewer than 8 bits; see there."""
+    """Configuration of kernels/sm90/scaled_gemm.py, and of sub_byte_scaled_gemm.py for fewer than 8 bits, which document it."""
 
     tokens_are_rows: bool
     warpgroups: int
@@ -50,7 +51,8 @@ class ScaledTile:
     splits: int
     token_group: int
     pair: bool = False
-    """True for cluster split-K: both splits are one cluster of two blocks, each of which stores one half of the columns."""
+    """True for cluster split-K: the two splits are computed by a cluster of two blocks, each of which stores one half of the
+    columns."""
 
     @property
     def rows(self) -> int:
@@ -71,14 +73,14 @@ class ScaledTile:
 
 
 KINDS: dict[str, type[Any]] = {"scaled": ScaledTile}
-"""Names of tiles in files."""
+"""Types of tiles by their names in files."""
 
 
 def candidates_scaled(shape: ScaledShape, machine: Machine, *, batch_invariant: bool = False) -> list[Candidate[ScaledTile]]:
-    """All candidates for a shape: the one measured by `lowbit tune`, then by cost, infeasible ones last.
+    """All candidates for a shape: the one measured by `lowbit tune` first, then by cost, infeasible ones last.
 
-    With `batch_invariant`, only tiles whose sums do not depend on m: all tiles where sums are exact integers, else those that
-    do not split K. Row i of y then has the same bits in any batch.
+    With `batch_invariant` only tiles whose sums do not depend on m, so that row i of y has the same bits in any batch. These
+    are all tiles where sums are exact integers, else the tiles that do not split K.
     """
     tiles = [tile for tile in _tiles(shape) if not (batch_invariant and shape.promoted and tile.splits > 1)]
 
@@ -97,7 +99,7 @@ def choose_scaled(shape: ScaledShape, machine: Machine, batch_invariant: bool = 
 
 
 def shared_bytes(tile: ScaledTile, shape: ScaledShape) -> int:
-    """Shared memory of a tile's stages, its store and its barriers."""
+    """Bytes of shared memory for a tile's stages, its store and its barriers."""
     return tile.stages * _stage_bytes(tile, shape) + _store_bytes(tile) + 1024
 
 
@@ -113,18 +115,21 @@ def _store_bytes(tile: ScaledTile) -> int:
 
 
 SHARED_BYTES = 230_400
-"""The 227 KiB of a block, less what Triton takes for itself and what rounding regions up to 1 KiB adds."""
+"""Usable bytes of shared memory: the 227 KiB of a block, less what Triton reserves and what rounding regions up to 1 KiB adds.
+"""
 MOST_STAGES, MOST_NARROW_STAGES = {8: 20, 16: 20}, {8: 10, 16: 10, 128: 6}
-"""Stages by columns, 12 for others. Fewer than fit where that is faster: 10 stages of narrow weights leave room for a block of
-the next kernel (e4m3, M 16, 8192 x 8192: 13.8 us, with 16 stages 14.8; H200, 2026-11-21)."""
+"""Limits of stages by columns of a tile, for 8-bit and for sub-byte weights; 12 for other columns. More would fit but are
+slower: 10 stages of sub-byte weights leave room for a block of the next kernel (e4m3, M 16, 8192 x 8192: 13.8 us, with 16
+stages 14.8; H200, 2026-11-21)."""
 
 
 def _tiles(shape: ScaledShape) -> list[ScaledTile]:
-    """Candidate tiles: no more tokens than the next power of two of M, K split only into ranges worth a start."""
+    """Candidate tiles. A tile has at most as many tokens as M rounded up to a power of two; K is only split into ranges that
+    are long enough to pay for a start."""
     narrow = shape.bits < 8
     tiles = []
-    # Block scales of x are faster with tokens as rows: a thread then loads them for two tokens, not for a quarter of the tile.
-    # Sums by halves are a little faster too.
+    # Block scales of x are faster with tokens as rows: a thread then loads the scales of two tokens, not of a quarter of the
+    # tile's tokens. Computing one half of the columns at a time is a little faster too.
     for swapped in (False, True) if shape.promoted and not narrow and shape.m > 128 else (False,):
         for warpgroups in (2, 4) if narrow else (1, 2):
             for columns in (8, 16, 32, 64, 128, 256):
@@ -142,7 +147,8 @@ def _reasons(tile: ScaledTile, shape: ScaledShape) -> tuple[str, ...]:
     reasons = []
     if tile.stages < 2:
         reasons.append(f"leaves room for {tile.stages} stages, 2 are needed")
-    # Promoted sums take a second set of registers; 256 columns are then multiplied in halves, without block scales.
+    # Promoted sums take a second set of registers. 256 columns are then multiplied one half at a time, which excludes block
+    # scales.
     halves = (
         tile.warpgroups == 2 and (tile.splits == 1 or tile.pair) and shape.k > 0 and not shape.blocks and not shape.x_blocks
     )
@@ -158,17 +164,18 @@ def _reasons(tile: ScaledTile, shape: ScaledShape) -> tuple[str, ...]:
 
 CLOCK_MHZ = 1755
 L2_BYTES_PER_CYCLE = 50
-"""L2 bandwidth of an SM: tiles of 64 x 128 to 64 x 256 with M 128 and 256 all reached 11.5 TB/s on 132 SMs."""
+"""L2 bandwidth of one SM. Tiles of 64 x 128 to 64 x 256 with M 128 and 256 all reached 11.5 TB/s on 132 SMs."""
 _FEW_BUSY = 1.18
-"""Factor on it, at most, where other SMs have no block: N 2048, K 2048, M 128 takes 4.2 us by 64 blocks of 64 x 64, where main
-loops as fast as those of 128 blocks would take 5.8. This and other constants here were fitted to shapes of `lowbit bench
-choice` and weights of middle size (H200, 2026-11-23; docs/log)."""
+"""Largest factor on the L2 bandwidth of an SM where other SMs have no block. N 2048, K 2048, M 128 takes 4.2 us with 64 blocks
+of 64 x 64; with main loops as slow as those of 128 blocks it would take 5.8. The constants here were fitted to the shapes of
+`lowbit bench choice` and to weights of medium size (H200, 2026-11-23; docs/log)."""
 _LEAST_CYCLES = 215
-"""Minimum time of a stage of 8-bit weights, whatever its size."""
+"""Least number of cycles for a stage of 8-bit weights of any size."""
 
 _NARROW_STAGE_US = {
-    # (promoted sums, int8): microseconds for 128 k of a tile of 128 channels by tokens, from whole kernels, H200, 2026-11-21;
-    # N 8192. 256 where promoted: K 8192 and 28672, M 1024 and 4096, relative to 128.
+    # (promoted sums, int8): microseconds for 128 columns of K of a tile of 128 channels, by tokens of the tile; from whole
+    # kernels, H200, 2026-11-21, N 8192. Promoted sums of 256 tokens: relative to 128 tokens, with K 8192 and 28672, M 1024 and
+    # 4096.
     ("whole", True): {8: 0.2, 16: 0.2, 32: 0.22, 64: 0.25, 128: 0.31, 256: 0.71},
     ("grouped", True): {8: 0.2, 16: 0.21, 32: 0.25, 64: 0.3, 128: 0.46, 256: 0.85},
     ("grouped", False): {8: 0.25, 16: 0.26, 32: 0.29, 64: 0.33, 128: 0.49, 256: 0.93},
@@ -177,15 +184,17 @@ _NARROW_STAGE_US = {
 
 
 _PAIR_US = 0.5
-"""Synchronisation of the two blocks of a cluster split-K, besides its sums: N 576, K 2048, M 16 took 2.7 us by a cluster of 64
-x 16, 3.3 by one block (H200, 2026-11-23, benchmarks/results/h200/2026-11-23-choice.json)."""
+"""Microseconds to synchronise the two blocks of a cluster split-K, without the exchange of sums: N 576, K 2048, M 16 took 2.7
+us with tiles of 64 x 16 by clusters, 3.3 us by single blocks (H200, 2026-11-23,
+benchmarks/results/h200/2026-11-23-choice.json)."""
 _MOST_X = 3
-"""Limit, as a fraction of the weights' memory time, of x and of weights that are read again, since they come from L2: N 576, K
-2048, M 1024 takes 6 us by 64 x 128, where x alone was modelled as 10 (the same)."""
+"""Limit of the modelled time for x and for weights that are read again, as a multiple of the weights' memory time, since these
+reads come from L2. N 576, K 2048, M 1024 takes 6 us with tiles of 64 x 128; without the limit x alone was modelled as 10 us
+(same file)."""
 
 
 def _cost(tile: ScaledTile, shape: ScaledShape, machine: Machine) -> float:
-    """Launch, then waves of tiles, at the rate of tensor cores, L2 or memory, and the split-K reduction."""
+    """Launch, then waves of tiles at the slowest rate of tensor cores, L2 and memory, and the split-K reduction."""
     tiles = -(-shape.m // tile.tokens) * -(-shape.n // tile.channels) * tile.splits
     waves = -(-tiles // machine.sm_count)
     steps = -(-shape.k // (128 * tile.splits))
@@ -207,8 +216,9 @@ def _cost(tile: ScaledTile, shape: ScaledShape, machine: Machine) -> float:
     meet_us = 0.55 + waves * 0.055 * kib * tile.splits if tile.splits > 1 else 0.0
     if tile.pair:  # 128 x 256 sums: 7,400 cycles after the last product, 2,350 without the exchange
         meet_us = _PAIR_US + 0.034 * kib + 2.5 * (waves - 1)
-    # Tokens cost a little where memory is the bottleneck, weights that are read once per token tile more. A cluster of 128
-    # channels reads x half as often as the tiles of 64 that otherwise have so few tokens.
+    # Where memory is the bottleneck, tokens cost a little, and weights cost more, since each token tile reads them again. A
+    # cluster's tile has 128 channels and reads x half as often as tiles of 64 channels, which single blocks use for so few
+    # tokens.
     x_us = shape.m * shape.k * (1.5e-6 if tile.pair else 2.7e-6) + 0.6 * (-(-shape.m // tile.tokens) - 1)
     x_us = min(x_us, _MOST_X * memory_us)
     if shape.x_blocks and not tile.tokens_are_rows:

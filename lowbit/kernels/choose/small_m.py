@@ -2,8 +2,8 @@
 
 Costs are modelled microseconds and only have to order the candidates. Their constants were fitted to the tuned halves of
 benchmarks/results/h200/2026-11-23-choice.json, 2026-11-23-choice-middle.json and 2026-11-24-choice.json (H200, Triton 3.6,
-torch 2.11; docs/log), those of
-tiles of 16 tokens to shapes of 2026-11-21. Tiles of more tokens than M are candidates too: tokens are padded.
+torch 2.11; docs/log). The constants of tiles of 16 tokens were fitted to measurements of 2026-11-21. Tiles of more tokens than
+M are candidates too, since tokens are padded.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def ring_tiles(shape: GemmShape, machine: Machine) -> list[RingTile]:
 
 
 def _dense_tiles(shape: GemmShape) -> list[RingTile]:
-    """Candidate tiles for 16-bit weights, whose slots are 4 KiB: rings of 64 and of 128 KiB per block, with fewer slots than
-    row blocks where a block has many of them."""
+    """Candidate tiles for 16-bit weights, whose slots are 4 KiB. The rings of a block take 64 or 128 KiB; where a warp has many
+    row blocks, they have fewer slots than row blocks."""
     tokens = SMALL_TOKENS if shape.m <= SMALL_TOKENS else RING_TOKENS
     steps, tiles = shape.steps(128), []
     for splits in (1,) if tokens == SMALL_TOKENS else (1, 2, 4):
@@ -67,15 +67,15 @@ def ring_candidate(tile: RingTile, shape: GemmShape, machine: Machine) -> GemmCa
 
 
 def _ring_bytes(tile: RingTile, shape: GemmShape) -> int:
-    """Shared memory of a block's rings, with group scales for each row block."""
+    """Bytes of shared memory of a block's rings, with group scales for each row block."""
     of_scales = 0 if shape.dense else 256
     x_slots = max(1, tile.depth // tile.row_blocks)
     return tile.warps_n * tile.warps_k * (tile.depth * (256 * shape.bits + of_scales) + 256 * tile.tokens * x_slots)
 
 
 _RESIDENT = {
-    # bits: blocks of 8 warps and 8 tokens that fit the registers of an SM, by row blocks (Triton 3.6, sm_90).
-    # At 8 bits and 2 row blocks 4 would fit without group scales, with them only by spilling two words.
+    # bits of a code: number of blocks (8 warps, 8 tokens) that fit the registers of an SM, by row blocks (Triton 3.6, sm_90).
+    # With 8 bits and 2 row blocks 4 blocks would fit without group scales; with group scales they would spill two words.
     4: (4, 3, 2, 2, 2, 2, 2, 1),
     6: (4, 4, 3, 3, 3, 2, 2, 2),
     8: (4, 3, 3, 3, 2, 2, 2, 2),
@@ -84,7 +84,8 @@ _RESIDENT = {
 
 
 def _resident(tile: RingTile, shape: GemmShape, machine: Machine) -> int:
-    """Blocks that share an SM, by shared memory and by registers. Codes of up to 4 bits are assumed to have group scales."""
+    """Number of blocks that share an SM, limited by shared memory and registers. Codes of up to 4 bits are assumed to have
+    group scales."""
     bits = next(bits for bits in _RESIDENT if shape.bits <= bits)
     warps = tile.warps_n * tile.warps_k
     of_scales = 0 if bits == 4 else 256 * warps * tile.rounds * tile.row_blocks
@@ -94,16 +95,18 @@ def _resident(tile: RingTile, shape: GemmShape, machine: Machine) -> int:
 
 
 _TAIL, _SLOTS, _PAIR = 0.099, 0.092, 0.028
-"""Fractions of the memory time lost: on SMs with fewer blocks than the busiest; where not all places for blocks are taken,
-since the next kernel's blocks pile up on a few SMs; by two rows of warps where several blocks share an SM."""
+"""Fractions of the memory time that are lost: because some SMs have fewer blocks than the busiest; because the next kernel's
+blocks pile up on a few SMs, where SMs have room for them; by two rows of warps where several blocks share an SM."""
 _STEP_US, _WIDE_STEP_US = 0.0113, 0.0301
-"""SM time for one row block of one k block: with group scales; and for codes of more than 4 bits, which usually have none."""
+"""SM time for one row block of one k block: for codes of up to 4 bits with group scales, and for codes of more bits, which
+usually have none."""
 
 
 def _ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
     """Cost of small-M tiles of 8 tokens: launch, then the larger of memory time and instruction time.
 
-    An SM gets its share of the memory bandwidth only while all SMs have work. K is rounded up to iterations of all warps.
+    Memory bandwidth is divided by the number of SMs even while some SMs have no work. K is rounded up to whole iterations of
+    all warps.
     """
     if tile.tokens > SMALL_TOKENS:
         return _wide_ring_cost(tile, shape, machine)
@@ -120,15 +123,16 @@ def _ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
     warps = tile.warps_n * tile.warps_k
     decode_us = busiest * steps * warps * (_WIDE_STEP_US if shape.bits > 4 else _STEP_US)
     turns_us = math.ceil(busiest / together) * steps * 0.0094 + (busiest - together) * 1.55 / together**2
-    # Where the two are close they cost more than the larger one.
+    # Where memory time and instruction time are close, the total is longer than either.
     return 0.50 + (memory_us**4 + decode_us**4) ** 0.25 + turns_us + 0.0026 * warps
 
 
 def _wide_ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
-    """Cost of small-M tiles of 16 tokens: launch, then the longest SM: its weights at its share of bandwidth, its x,
-    dequantization.
+    """Cost of small-M tiles of 16 tokens: launch, then the time of the busiest SM, about the longest of three times: weights at
+    its share of memory bandwidth, weights and x from L2, and dequantization.
 
-    x costs once per row of warps, since each warp copies its own: 16 tokens of x are as many bytes as 4 row blocks of int4.
+    Each row of warps copies x once more, since every warp has its own copy: 16 tokens of x are as many bytes as 4 row blocks of
+    int4.
     """
     blocks = -(-shape.row_blocks // tile.tile_row_blocks) * tile.splits * -(-shape.m // tile.tokens)
     waves = -(-blocks // machine.sm_count)
@@ -136,12 +140,12 @@ def _wide_ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float
     k = shape.k / tile.splits
     weights = tile.tile_row_blocks * 16 * k * shape.bits / 8
     x = tile.warps_n * min(shape.m, tile.tokens) * k * 2
-    # A block's share of memory bandwidth; the L2 serves x and weights together at about 1.15 of the memory's rate.
+    # A block's share of memory bandwidth; L2 delivers x and weights together at about 1.15 times that rate.
     memory_us = waves * max(weights * machine.sm_count / read, (weights + x) * machine.sm_count / (1.15 * read)) * 1e6
     steps_per_warp = -(-shape.steps(128) // (tile.warps_k * tile.splits))
-    # A k block of one row block occupies a warp for about 0.32 us, two warps for each scheduler.
+    # A warp needs about 0.32 us for one k block of one row block, with two warps per scheduler.
     latency_us = waves * steps_per_warp * tile.row_blocks * 0.16
     meet_us = 2.5 if tile.splits > 1 else 0.0
-    # More warps hide more latency; blocks one after the other cost a start each.
+    # More warps hide more latency. Each wave of blocks costs a start.
     starts_us = 0.3 + (waves - 1) * 2.2
     return 1.2 + 1.05 * max(memory_us, latency_us) + meet_us + starts_us - 0.02 * tile.warps_n * tile.warps_k

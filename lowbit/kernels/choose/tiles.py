@@ -9,16 +9,17 @@ from lowbit.hardware.arch import Arch
 from lowbit.kernels.choose.candidate import Candidate
 
 RING_TOKENS = 16
-"""Largest M of the small-M GEMM. Beyond it the large-M GEMM wins: its warps share x, while here each warp copies its own."""
+"""Largest M of the small-M GEMM. Beyond it the large-M GEMM is faster: its warps share x, while each warp of the small-M GEMM
+copies x for itself."""
 
 INVARIANT_WARPS = 8
-"""Warps that share K in batch-invariant small-M tiles."""
+"""Number of warps that share K in batch-invariant small-M tiles."""
 
 DENSE_BITS = 16
-"""Bits of weights that are not quantized (pack/dense.py), which only the small-M GEMM multiplies."""
+"""Value of `bits` for weights that are not quantized (pack/dense.py); only the small-M GEMM multiplies them."""
 
 SMALL_TOKENS = 8
-"""Tokens of one mma.sync: up to here the small-M GEMM has tiles of 8 tokens, for which x costs little."""
+"""Number of tokens of one mma.sync. Up to this M the small-M GEMM has tiles of 8 tokens, for which x costs little."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class GemmShape:
 
     @property
     def row_blocks(self) -> int:
-        """m16 row blocks of w."""
+        """Number of m16 row blocks of w."""
         return -(-self.n // 16)
 
     @property
@@ -47,9 +48,9 @@ class GemmShape:
 
 @dataclass(frozen=True)
 class RingTile:
-    """Configuration of kernels/sm80/small_m_gemm.py; see there. `row_blocks`: m16 row blocks per warp. `rounds`: k blocks per
-    iteration. `blocks_per_sm`: limit of blocks per SM; 0: as many as fit. `slots` of a warp's ring; 0: one for each row block
-    and k block."""
+    """Configuration of kernels/sm80/small_m_gemm.py, which documents it. `row_blocks`: m16 row blocks per warp. `rounds`: k
+    blocks per iteration. `blocks_per_sm`: limit of blocks per SM; 0: as many as fit. `slots`: number of slots in a warp's ring;
+    0: one for each row block and k block of an iteration."""
 
     tokens: int
     row_blocks: int
@@ -70,7 +71,7 @@ class RingTile:
 
     @property
     def depth(self) -> int:
-        """Slots of a warp's ring."""
+        """Number of slots in a warp's ring."""
         return self.slots or self.row_blocks * self.rounds
 
     def __str__(self) -> str:
@@ -82,7 +83,8 @@ class RingTile:
 
 
 def shared_by(tile: RingTile, arch: Arch) -> int:
-    """Bytes of shared memory that limit a tile to its blocks per SM; a block takes 1 KiB besides. 0: no limit."""
+    """Bytes of shared memory that a block must allocate so that no more than the tile's blocks per SM fit; CUDA reserves 1 KiB
+    more. 0: no limit."""
     if not tile.blocks_per_sm:
         return 0
     return min(arch.shared_per_sm_bytes // (tile.blocks_per_sm + 1) + 2048, arch.shared_per_block_bytes)
@@ -90,8 +92,8 @@ def shared_by(tile: RingTile, arch: Arch) -> int:
 
 @dataclass(frozen=True)
 class WgmmaTile:
-    """Configuration of kernels/sm90/large_m_gemm.py; see there. `splits` 0: stream-K. `sections`: a block sums that many ranges
-    of K one after the other, with the bits of as many splits.
+    """Configuration of kernels/sm90/large_m_gemm.py, which documents it. `splits` 0: stream-K. `sections`: one block sums that
+    many ranges of K one after the other; the result has the same bits as with that many splits.
     """
 
     tokens: int
@@ -113,8 +115,8 @@ class WgmmaTile:
 
 @dataclass(frozen=True)
 class MmaTile:
-    """Configuration of kernels/sm80/large_m_gemm.py; see there. `row_blocks`: m16 row blocks per warp; `warps_k` warps share K.
-    With `in_turn` the split-K reduction is serial."""
+    """Configuration of kernels/sm80/large_m_gemm.py, which documents it. `row_blocks`: m16 row blocks per warp; `warps_k` warps
+    share K. With `in_turn` the split-K reduction is serial."""
 
     tokens: int
     row_blocks: int
@@ -140,10 +142,11 @@ class MmaTile:
 
 Tile = RingTile | WgmmaTile | MmaTile
 KINDS: dict[str, type[Any]] = {"ring": RingTile, "wgmma": WgmmaTile, "mma": MmaTile}
-"""Names of tiles in files."""
+"""Types of tiles by their names in files."""
 
 GemmCandidate = Candidate[Tile]
 
 ChainTile = RingTile | WgmmaTile
 Role = Literal["norm", "gated", "residual"]
-"""Epilogue of a GEMM of a decode step: norm (qkv, head), norm and gate (gate-up), or residual (o, down)."""
+"""Epilogue of a GEMM of a decode step: "norm" (qkv projection, head), "gated" (norm and gate, for the gate-up projection), or
+"residual" (output and down projections)."""

@@ -1,8 +1,8 @@
 """Tiles that `lowbit tune` measured to be the fastest on this machine, stored in a file of the user's cache.
 
-The cost model was fitted on an H200 and knows other GPUs by their data sheets; these rows were measured where they are used. A
-file is read once per process, so the same file gives the same tiles. A file that cannot be read, or that another version of the
-library wrote, is ignored with a warning, and the model decides.
+The cost model was fitted on an H200 and uses data-sheet numbers for other GPUs; these rows were measured on the GPU that uses
+them. A file is read once per process, so tiles do not change while it runs. A file that cannot be read, or that another version
+of the library wrote, is ignored with a warning; the cost model then decides.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lowbit._version import __version__
 RESULT = "lowbit tune"
 SCHEMA = 1
 NO_SLOWER = 1.05
-"""Limit of the modelled cost, relative to the cheapest tile, for using a measured tile with fewer tokens than it was measured
-with."""
+"""Limit of a measured tile's modelled cost, relative to the cheapest tile, where it is used for fewer tokens than it was
+measured with."""
 
 MOST_SPLITS = 64
-"""Limit of splits of a tile in the file."""
+"""Largest number of splits that a tile in the file may have."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,15 @@ class TunedRow:
 
 
 def problem_of(shape: Any) -> str:
-    """Name of a problem in the file: class and fields of its shape, without m."""
+    """Name of a problem in the file: class and fields of its shape, except m."""
     assert is_dataclass(shape)
     numbers = [int(getattr(shape, each.name)) for each in fields(shape) if each.name != "m"]
     return " ".join([type(shape).__name__, *map(str, numbers)])
 
 
 def tuned_row_for(file: str, shape: Any) -> TunedRow | None:
-    """The row of the file for as many tokens, or for the next larger number, below twice as many. None for file ""."""
+    """The row of the file for this number of tokens; else the row for the next larger number, if it is less than twice as many.
+    None for file ""."""
     if not file:
         return None
     rows = [row for row in _rows(file).get(problem_of(shape), ()) if shape.m <= row.m < 2 * shape.m]
@@ -74,8 +75,8 @@ def first(rows: list[Any], file: str, shape: Any, kinds: Mapping[str, type[Any]]
     """Returns `rows` with the file's tile as a measured candidate, built by `candidate(tile)`; None if the file has no usable
     row.
 
-    A row without gain is not used. A row for more tokens is used only if the model does not rank its tile clearly slower: these
-    tokens may hardly fill it.
+    A row that is no faster than the modelled choice is not used. A row for more tokens is used only if the modelled cost of its
+    tile is at most NO_SLOWER times the cheapest, since fewer tokens may hardly fill the tile.
     """
     row = tuned_row_for(file, shape)
     tile = None if row is None or row.us >= row.modelled_us else read(row.tile, kinds)
@@ -118,8 +119,8 @@ def _row(problem: str, row: Any) -> TunedRow:
 
 
 def _plausible(tile: Any, considered: list[Any]) -> bool:
-    """True if every number of a tile occurs in the same field of a candidate of its kind, except for splits of K: kernels and
-    cost model take no others."""
+    """True if every number of a tile, except its splits of K, occurs in the same field of some candidate of its kind. Kernels
+    and cost model support no other numbers."""
     alike = [each for each in considered if type(each) is type(tile)]
     numbers = {each.name: {getattr(other, each.name) for other in alike} for each in fields(tile)}
     numbers["splits"].update(range(1, 1 + MOST_SPLITS))
@@ -138,12 +139,13 @@ def _rows(file: str) -> dict[str, tuple[TunedRow, ...]]:
 
 
 def forget() -> None:
-    """Clears the cache of files, after one was written."""
+    """Clears the cache of files; to be called after a file was written."""
     _rows.cache_clear()
 
 
 LATER = {"slots": 0, "sections": 1}
-"""Fields that tiles got later than result files, last of their fields, and their default: slots of a ring, warps_k."""
+"""Fields that were added to tiles after the first result files were written, and their defaults. They are the last fields of
+their tiles."""
 
 
 def written(tile: Any, kinds: Mapping[str, type[Any]]) -> str:
@@ -156,7 +158,8 @@ def written(tile: Any, kinds: Mapping[str, type[Any]]) -> str:
 
 
 def read(text: str, kinds: Mapping[str, type[Any]]) -> Any:
-    """The tile that `written` wrote; None if it is of no kind among `kinds`, or has other fields today."""
+    """Parses the text that `written` returned. None if its kind is not in `kinds`, or if the fields of that kind have changed
+    since."""
     name, *numbers = text.split() or [""]
     if name not in kinds or not all(number.isascii() and number.isdigit() and len(number) < 6 for number in numbers):
         return None

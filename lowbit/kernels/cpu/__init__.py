@@ -1,1 +1,1 @@
-"""Back ends in plain torch for any device, and CPU back ends: written for speed, compared with reference/."""
+"""Back ends in plain torch for any device, and CPU back ends. They are written for speed and tested against reference/."""

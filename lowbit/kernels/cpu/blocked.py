@@ -1,9 +1,9 @@
 """y[M, N] = x[M, K] . dequant(w)[N, K]^T in plain torch, on any device, a block of rows of w at a time.
 
 Reads   x fp16, bf16 or fp32; packed uint8 [N, ceil(K * bits / 8)], the dense rows of formats/words.py; scales, zeros.
-Memory  never more than BLOCK_WEIGHTS dequantized weights at once, whatever the size of the layer.
+Memory  at most BLOCK_WEIGHTS dequantized weights at once, for layers of any size.
 Exact   dequantization in float32, one rounding of each weight to x's dtype, then torch's own matrix product. For fp16 x on a
-        CPU that product is one of float32, whose weights may be of any magnitude (10 to 40 % slower there).
+        CPU the product is computed in float32, so that weights may exceed the range of fp16 (10 to 40 % slower).
 Source  float codes become halves by moving their bits under a half's exponent, as FP6-LLM does (arXiv:2401.14112).
 """
 
@@ -26,7 +26,8 @@ from lowbit.formats import (
 )
 
 BLOCK_WEIGHTS = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""Weights dequantized at once. CPU: 1 MiB of float32, which stays in the cache; a GPU has more memory and wants few launches.
+"""Number of weights dequantized at once, by type of device. On a CPU they are 1 MiB of float32, which stays in the cache. A GPU
+has more memory and needs few launches.
 
 2 cores of a Xeon with AMX, N 49152 K 576, M 1, float32 x, 2026-11-21, best of 7 in ms, for 2^18 / 2^20 / 2^23 / 2^25: int4
 groups of 64 18 / 40 / 59 / 102, fp6_e3m2 35 / 34 / 76 / 198, int8 12 / 11 / 49 / 114."""
@@ -49,7 +50,7 @@ def mixed_gemm_blocked(
 
 
 def block_rows(scheme: Scheme, k: int, device: str) -> int:
-    """Rows of w dequantized at once: a multiple of the rows that share a scale."""
+    """Number of rows of w dequantized at once: a multiple of the number of rows that share a scale."""
     rows = max(1, BLOCK_WEIGHTS[device] // max(k, 1))
     if isinstance(scheme.granularity, PerBlock):
         rows = max(1, rows // scheme.granularity.n) * scheme.granularity.n
@@ -78,8 +79,8 @@ def decode_codes(codes: Tensor, fmt: NumberFormat) -> Tensor:
 
 
 def _decode_by_bias_shift(codes: Tensor, fmt: FloatFormat) -> Tensor:
-    """Moves the sign to bit 15, exponent and mantissa below it: an fp16 that is 2^(15 - bias) too small, subnormals
-    included."""
+    """Moves the sign to bit 15, and exponent and mantissa into those fields of an fp16. The fp16 is too small by a factor of
+    2^(15 - bias), also for subnormals."""
     sign_bit = 1 << (fmt.bits - 1)
     wide = codes.to(torch.int16)
     half = ((wide & sign_bit) << (16 - fmt.bits)) | ((wide & (sign_bit - 1)) << (10 - fmt.mantissa))

@@ -4,7 +4,8 @@ Reads   x int8, float8_e4m3fn or float8_e5m2 with its scales; packed uint8 [N, c
 Memory  never more than BLOCK_WEIGHTS dequantized weights and RANGE_K columns of x in float32 at once
 Exact   ranges of K within which all scales are the same are multiplied in float32: integers exactly, since sums stay below
         2^24; floats with the error of a float32 product of at most RANGE_K terms. Ranges are scaled and added in float64. The
-        function is applied in float64 and rounded once; for codes of y, to float32 before quantization
+        epilogue function is applied in float64 and its result rounded once to y's type; where y is quantized, to float32 before
+        the quantization
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from lowbit.kernels.reference.activations import quantize_activations_reference
 from lowbit.kernels.reference.gemm import FUNCTIONS
 
 RANGE_K = 512
-"""Most columns multiplied at once: |x - zero| <= 255, |w| <= 128, so that sums of this many products are exact in float32."""
+"""Largest number of columns multiplied at once. |x - zero| <= 255 and |w| <= 128, so sums of this many products are exact in
+float32."""
 
 X_BLOCK = 128
-"""Columns of x that share a scale where a token has several."""
+"""Number of columns of x that share a scale where a token has several scales."""
 
 
 def scaled_gemm_blocked(

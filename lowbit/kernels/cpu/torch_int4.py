@@ -18,8 +18,8 @@ MAX_M = 40
 """Largest M of torch's int4 product: its time is proportional to M, that of dequantization is constant."""
 
 BLOCK_WEIGHTS = 1 << 20
-"""Weights dequantized at once. Measured as above with a slower look-up, M 64, ms for 2^16 / 2^18 / 2^20 / 2^22: 12.1 / 10.3 /
-9.2 / 9.9."""
+"""Number of weights dequantized at once. Measured with a slower look-up table, M 64, ms for 2^16 / 2^18 / 2^20 / 2^22: 12.1 /
+10.3 / 9.2 / 9.9."""
 
 
 def int4_gemm(x: Tensor, codes: Tensor, scale: Tensor, group: int) -> Tensor:
@@ -29,8 +29,8 @@ def int4_gemm(x: Tensor, codes: Tensor, scale: Tensor, group: int) -> Tensor:
 
 
 def int4_gemm_decoding(x: Tensor, codes: Tensor, scale: Tensor, group: int, zeros: bool) -> Tensor:
-    """The same for many rows: dequantizes some blocks of rows of w at a time as they are stored, transposed. Without `zeros`,
-    the second number of each scale is 0."""
+    """`int4_gemm` for many rows: dequantizes some blocks of rows of w at a time, in the transposed order of their storage. If
+    `zeros` is False, the second number of each (scale, zero) pair is 0."""
     n, k = codes.shape[0], 2 * codes.shape[1]
     y = torch.empty((x.shape[0], n), dtype=x.dtype)
     operand = product_dtype()
@@ -49,7 +49,7 @@ def int4_gemm_decoding(x: Tensor, codes: Tensor, scale: Tensor, group: int, zero
 
 @functools.cache
 def _values_of_bytes(dtype: torch.dtype) -> Tensor:
-    """Look-up table of the two values code4 - 8 of every byte, as one integer that holds two numbers of `dtype`."""
+    """Look-up table by byte of its two values code4 - 8, each entry one integer that holds both as numbers of `dtype`."""
     byte = torch.arange(256, device="cpu")
     values = (torch.stack((byte & 15, byte >> 4), dim=-1) - 8).to(dtype)
     return values.view(torch.int32 if dtype == torch.bfloat16 else torch.int64)[:, 0].contiguous()
@@ -63,7 +63,7 @@ def product_dtype() -> torch.dtype:
 
 
 def product_by_rows(x: Tensor, w: Tensor) -> Tensor:
-    """x [M, K] . w [N, K]^T for many rows, multiplied in `product_dtype` some rows of w at a time, and rounded to x's dtype."""
+    """x [M, K] . w [N, K]^T for many rows, rounded to x's dtype. Computed in `product_dtype`, some rows of w at a time."""
     operand = product_dtype()
     wide = x.to(operand)
     parts = w.split(max(1, BLOCK_WEIGHTS // w.shape[1]))

@@ -1,13 +1,13 @@
 """y[M, N] = x[M, K] . w[N, K]^T with torch's own CPU products of int8 weights.
 
 Reads   x bf16, or int8 with scales of tokens; w int8 [N, K], two's complement (pack/cpu.py)
-Exact   bf16 x: sums in float32; up to MAX_M rows one rounding of y, by scales that are rounded to bf16; more rows: y is rounded
-        to x's type before and after the scale. int8 x: sums of 32 bits, exact where `sums_are_exact` says so; scales in
-        float32, then one rounding of y.
+Exact   bf16 x: sums in float32; up to MAX_M rows y is rounded once, and scales are rounded to bf16; for more rows y is rounded
+        to x's type before and after the multiplication by the scale. int8 x: sums of 32 bits, exact where `sums_are_exact` says
+        so; scales in float32, then one rounding of y.
 
 Measured 2026-11-21, 2 cores of a Xeon with AMX, torch 2.13, N 1536 K 576 bf16, us: torch's product 30 at M 1 and 158 at M 24;
 kernels/cpu/blocked.py 100 at M 1. For int8 x, `onednn.qlinear_pointwise` is faster at M 64 (158 us to 225 for 2048 x 2048), but
-takes weights in an order from which they do not come back.
+it takes weights in an order that cannot be converted back.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def int8_gemm(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantizes each row of x by its largest magnitude: codes int8 [.., K] and scale float32 [.., 1], bit-equal to reference/,
-    with a third of its operators, whose overhead dominates for one token."""
+    """Quantizes each row of x by its largest magnitude: codes int8 [.., K] and scale float32 [.., 1]. The result is bit-equal
+    to reference/, with a third of its operator calls, whose overhead dominates for one token."""
     values = x.float()
     low, high = torch.aminmax(values, dim=-1, keepdim=True)
     scale = (torch.maximum(-low, high) / 127.0).clamp(min=SMALLEST_SCALE)
@@ -40,8 +40,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def sums_are_exact() -> bool:
-    """True if torch's int8 product is exact on this CPU, tried with the largest numbers of either sign: without VNNI its
-    instructions add pairs of products in 16 bits and saturate (seen with AVX2)."""
+    """True if torch's int8 product is exact on this CPU. It is tested with the largest numbers of either sign: CPUs without
+    VNNI add pairs of products in 16 bits, which saturate (seen with AVX2)."""
     k = 256
     codes = torch.full((64, k), 127, dtype=torch.int8)
     codes[::2], codes[::3, ::2] = -128, -128
@@ -57,8 +57,8 @@ def scaled_int8_gemm(
     x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor, zero_of_x: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
     """Returns y float32 [M, N] of x int8 [M, K] with x_scale float32 [M, 1] or [1], and codes int8 [N, K] with scale float32
-    [N]: the exact sum times both scales. `zero_of_x` are the zeros of x, int32 of the shape of x_scale, and sums int32 [N] of
-    codes."""
+    [N]: the exact sum times both scales. `zero_of_x`: the zeros of x, int32 of x_scale's shape, and the sums of each row of
+    codes, int32 [N]."""
     total = torch._int_mm(x, codes.t())
     if zero_of_x is not None:
         zero, sums = zero_of_x

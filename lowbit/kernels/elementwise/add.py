@@ -1,7 +1,7 @@
-"""y = requantize(x * s + b + other * g) on packed NHWC codes of 4 or 8 bits: sums and ReLUs outside of convolutions.
+"""y = requantize(x * s + b + other * g) on packed NHWC codes of 4 or 8 bits: sums and ReLUs that no convolution includes.
 
-Computes codes in pairs, as a byte of 4-bit codes has them: channels 2 i and 2 i + 1, for all storages. Plain Triton
-Exact   every fma rounds once, rounding is adding 1.5 * 2^23: `SumSpec` of formats/conv.py, bit for bit.
+Computes codes in pairs, channels 2 i and 2 i + 1, which are one byte of 4-bit codes or two bytes of 8-bit codes. Plain Triton
+Exact   bit for bit as `SumSpec` of formats/conv.py: every fma rounds once, and rounding to integers is adding 1.5 * 2^23.
         Tested: tests/kernels/elementwise/test_add.py
 """
 
@@ -15,12 +15,12 @@ from torch import Tensor
 from lowbit.formats.conv import CODES, SumSpec
 
 BLOCK = 1024
-"""Pairs of codes of a block: 16 bytes a thread for 8-bit codes."""
+"""Number of pairs of codes per block: with 8-bit codes 16 bytes per thread."""
 
 
 @triton.jit
 def pairs(x, i, total, FOUR: tl.constexpr):
-    """Loads the pairs of codes i as float32."""
+    """Loads the pairs of codes with indices i as float32."""
     if FOUR:
         codes = tl.load(x + i, mask=i < total, other=0)
         return (codes & 15).to(tl.float32), (codes >> 4).to(tl.float32)
@@ -43,7 +43,7 @@ def sum_kernel(
     y, x, other, s, b, g, total, X_FOUR: tl.constexpr, OTHER: tl.constexpr, Y_FOUR: tl.constexpr, LOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds BLOCK of `total` pairs. OTHER: bits of the other input's codes, 0 without one."""
+    """Adds BLOCK of `total` pairs. OTHER: bits of the other input's codes, 0 if there is no other input."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     even, odd = pairs(x, i, total, X_FOUR)
     even = tl.fma(even, s, b)
@@ -61,7 +61,8 @@ def sum_kernel(
 
 
 def add_codes(x: Tensor, layer: SumSpec, other: Tensor | None, out: Tensor) -> Tensor:
-    """Writes the sum of packed codes uint8 [N, H, W, bytes] to `out` [N, H, W, bytes of its storage], on their device."""
+    """Writes the sum of packed codes uint8 [N, H, W, bytes] to `out`, packed codes of the output's storage; all on the same
+    device."""
     total = x.numel() * (8 // CODES[layer.x].bits) // 2
     low = 0.0 if layer.relu else -128.0
     bits = 0 if layer.other is None else CODES[layer.other].bits

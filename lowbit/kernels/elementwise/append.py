@@ -1,9 +1,10 @@
-"""RoPE and append of prompt tokens: q after RoPE, and k and v into the pages of their slots, with norms of heads. Plain Triton.
+"""RoPE and append of prompt tokens: returns q after RoPE and stores k and v in the pages of their slots, with norms of heads.
+Plain Triton.
 
 Reads   qkv fp16 or bf16 [T, (heads + 2 kv_heads) head_dim]; tables, slots and positions of the tokens; cos and sin; gammas of
         norms of heads of q and k, or None
 Writes  q [T, heads, head_dim]; k and v into pages [pages, kv_heads, 128, head_dim]
-Grid    tokens x groups of HEADS heads, of q, k and v in order; a group may contain heads of all three
+Grid    tokens x groups of HEADS heads, counted over q, k and v in order; a group may contain heads of all three
 Overlap waits for the previous kernel, which may have written the positions, then lets the next kernel start (programmatic
         dependent launch, sm_90)
 Exact   float32, rounded once. Tested: tests/kernels/elementwise/test_append.py
@@ -26,7 +27,7 @@ from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rotary import angles, normed, pairs, turned
 
 HEADS = 4
-"""Heads of a program."""
+"""Number of heads per program."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def append_heads(
 
 
 class AppendPlan:
-    """A call for one shape: made once, called many times.
+    """The plan of a call for one shape: created once, called many times.
 
     A plan serves one GPU, one type of q, k and v and one type of gammas; all tensors are contiguous and start at multiples of
     16 bytes.

@@ -1,12 +1,13 @@
 """y[M, I] = f(gate[M, I]) * up[M, I]: the gate of an MLP, f = silu, GELU by its tanh formula, or ReLU. Plain Triton.
 
-Reads   gate, up fp16 or bf16, each with any row stride: the halves of one GEMM's output [M, 2 I], two outputs, or one whose
-        columns alternate, 8 of gate, then 8 of up (pack/gated.py); without up, y = f(gate): an MLP without a gate
+Reads   gate, up fp16 or bf16, each with any row stride: the halves of one GEMM's output [M, 2 I], the outputs of two GEMMs, or
+        one output whose columns alternate between 8 of gate and 8 of up (pack/gated.py). Without up, y = f(gate), for an MLP
+        without a gate
 Writes  y [M, I] contiguous
-Blocks  a run of columns of one row, 8 or 16 elements a thread
+Blocks  consecutive columns of one row, 8 or 16 elements per thread
 Overlap waits for the previous kernel, then lets the next one start (programmatic dependent launch, sm_90)
-Exact   f in float32, rounded to the type of gate, times up, rounded again, as Transformers' MLPs do; sigmoid by roots may be
-        off in the last bit of float32. Tested: tests/kernels/elementwise/test_gate.py
+Exact   f in float32, rounded to the type of gate, times up, rounded again, as in Transformers' MLPs; the sigmoid, computed with
+        rsqrt, may be off in the last bit of float32. Tested: tests/kernels/elementwise/test_gate.py
 Source  GELU: x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) (Hendrycks, Gimpel 2016), and (1 + tanh(t)) / 2 = sigmoid(2 t)
 """
 
@@ -24,10 +25,10 @@ from lowbit.kernels.parts.rows import row_of, sigmoid
 from lowbit.kernels.reference.elementwise import GATES
 
 VECTOR = 8
-"""16-bit elements in 16 bytes."""
+"""Number of 16-bit elements in 16 bytes."""
 
 FEW_BLOCKS_PER_SM = 16
-"""Blocks of 1024 columns per SM up to which a thread has 8 elements; beyond, 16."""
+"""Up to this number of blocks of 1024 columns per SM a thread has 8 elements, beyond it 16."""
 
 
 @triton.jit(do_not_specialize=["gate_stride", "up_stride"])
@@ -51,17 +52,17 @@ def gate_rows(
     elif FUNCTION == 1:
         made = value * sigmoid(1.5957691216057308 * tl.fma(0.044715 * value * value, value, value))
     else:
-        made = tl.where(value < 0, 0.0, value)  # keeps NaN, which a maximum would not
+        made = tl.where(value < 0, 0.0, value)  # keeps NaN, unlike tl.maximum
     if up is not None:
         made = made.to(halves.dtype).to(tl.float32) * others.to(tl.float32)
     tl.store(row_of(y, row, WIDTH, False) + i, made.to(halves.dtype), mask=i < WIDTH)
 
 
 class GatePlan:
-    """A call for one shape: made once, called many times.
+    """The plan of a call for one shape: created once, called many times.
 
     `vectors` promises that I and both row strides are multiples of 8 and that all tensors start at multiples of 16 bytes. A
-    plan serves one GPU, one alignment, one type of the tensors, and calls with `up` or without.
+    plan serves one GPU, one alignment and one type of the tensors, and either calls with `up` or calls without.
     """
 
     def __init__(self, m: int, width: int, function: str, vectors: bool, machine: Machine, alternate: bool = False) -> None:
@@ -74,7 +75,7 @@ class GatePlan:
         self.launch = Launcher(gate_rows, (m, -(-width // columns), 1), 4, overlap=overlap)
 
     def __call__(self, gate: Tensor, up: Tensor | None) -> Tensor:
-        """Returns y [M, I], f(gate) alone without `up`; all tensors on the current device."""
+        """Returns y [M, I], which is f(gate) if there is no `up`; all tensors on the current device."""
         y = torch.empty((self.m, self.width), dtype=gate.dtype, device=gate.device)
         if self.m:
             strides = gate.stride(0) // self.unit, 0 if up is None else up.stride(0) // self.unit

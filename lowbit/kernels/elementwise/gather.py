@@ -1,12 +1,12 @@
 """out[m, i] = x[m, order[i]] * pre_quant_scale[order[i]]: act-order permutation and pre_quant_scale of x. Plain Triton.
 
 Reads   x fp16 or bf16 [M, K], any row stride; order int32 [K] or None; pre_quant_scale fp32, fp16 or bf16 [K] or None
-Writes  rows that start at multiples of 16 bytes, zeros from K up to there, as the GEMM kernels require
-Few     `gather_elements`: a block for some columns of one token, directly from memory; low latency
-Many    `gather_rows`: two tokens a block, with 16-byte loads and stores; the permutation is done in shared memory, where an
-        element of both tokens is one word, so that a random read fetches two elements
-Overlap lets the next kernel start at once, and reads order and scale before the previous kernel has finished (programmatic
-        dependent launch, sm_90); the GEMM kernel then loads its weights meanwhile
+Writes  rows that start at multiples of 16 bytes, with zeros from K up to the next multiple, as the GEMM kernels require
+Few     `gather_elements`, for low latency: a block reads some columns of one token directly from memory
+Many    `gather_rows`: two tokens per block, with 16-byte loads and stores. The permutation is done in shared memory, where the
+        elements of a column of both tokens are one word, so that a random read fetches two elements
+Overlap lets the next kernel start at once, so that a GEMM kernel loads its weights meanwhile; reads order and scale before the
+        previous kernel has finished (programmatic dependent launch, sm_90)
 Exact   the product in float32, rounded once to x's type. Tested: tests/kernels/elementwise/test_gather.py
 """
 
@@ -23,19 +23,21 @@ from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rows import row_of
 
 VECTOR = 8
-"""16-bit elements in 16 bytes: rows of the result start at multiples of it."""
+"""Number of 16-bit elements in 16 bytes; rows of the result start at multiples of it."""
 
 FEW_TOKENS = 32
-"""Largest M of `gather_elements`: with K 8192, 2.3 against 2.2 us at 32 tokens and 3.8 against 2.4 at 64 (H200, 2026-11-21)."""
+"""Largest M of `gather_elements`. With K 8192 it takes 2.3 us at 32 tokens (`gather_rows`: 2.2) and 3.8 us at 64 (2.4) (H200,
+2026-11-21)."""
 
 MOST_COLUMNS = 32768
 """Widest row that fits the registers of a block of `gather_rows` (compiled for sm_90 by Triton 3.6 and 3.9)."""
 
 
-# With VECTORS strides count 16-byte vectors: the factor 8 lets the compiler prove their alignment.
+# With VECTORS strides are given in 16-byte vectors. They are multiplied by 8 in the kernel, so that the compiler can prove
+# alignment.
 @triton.jit
 def existing(i, K, VECTORS: tl.constexpr):
-    """Mask of columns that exist; whole vectors where K is a multiple of 8."""
+    """Returns a mask of columns that exist; if K is a multiple of 8 it is the same for all elements of a vector."""
     if VECTORS:
         exist = i // 8 < K // 8
     else:
@@ -45,7 +47,8 @@ def existing(i, K, VECTORS: tl.constexpr):
 
 @triton.jit
 def scaled(value, factor):
-    """The product in float32. LLVM narrows a plain `*` of fp16 and a bf16 factor to fp16, which loses the factor's range."""
+    """Returns the product in float32. LLVM would narrow a plain `*` of fp16 and a bf16 factor to fp16, which loses the factor's
+    range."""
     return tl.fma(value.to(tl.float32), factor, 0.0)
 
 
@@ -53,7 +56,7 @@ def scaled(value, factor):
 def gather_elements(
     y, x, order, scale, K, x_stride, y_vectors, COLUMNS: tl.constexpr, VECTORS: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """Some columns of one token, each element read directly."""
+    """Computes some columns of one token, reading each element directly."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -75,7 +78,7 @@ def gather_elements(
 def gather_rows(
     y, x, order, scale, M, K, x_stride, y_vectors, COLUMNS: tl.constexpr, VECTORS: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """All columns, COLUMNS at most, of two tokens."""
+    """Computes all columns, at most COLUMNS, of two tokens."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     i = tl.arange(0, COLUMNS)
@@ -86,7 +89,7 @@ def gather_rows(
     if OVERLAP:
         cuda.gdc_wait()
     first = tl.program_id(0) * 2
-    second = tl.minimum(first + 1, M - 1)  # with an odd number of tokens, the last one twice
+    second = tl.minimum(first + 1, M - 1)  # with an odd number of tokens, the last one is computed twice
     low = tl.load(row_of(x, first, x_stride, VECTORS) + i, mask=exist, other=0.0)
     high = tl.load(row_of(x, second, x_stride, VECTORS) + i, mask=exist, other=0.0)
     if scale is not None:
@@ -101,9 +104,9 @@ def gather_rows(
 
 
 class GatherPlan:
-    """A call for one shape: made once, called many times.
+    """The plan of a call for one shape: created once, called many times.
 
-    `order` says whether columns are permuted. `vectors` promises that K and the row stride of x are multiples of 8 and that all
+    `order`: True if columns are permuted. `vectors` promises that K and the row stride of x are multiples of 8 and that all
     tensors start at multiples of 16 bytes. A plan serves one GPU and one alignment of the tensors.
     """
 

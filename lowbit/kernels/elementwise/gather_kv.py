@@ -1,7 +1,8 @@
 """Gathers keys and values of some tokens from the pages of a layer into contiguous tensors. Plain Triton.
 
-Reads   k and v fp16 or bf16 [pages, kv_heads, 128, head_dim]; where int64 [T]; the number of tokens among T
-Writes  k and v [T, kv_heads, head_dim] of those tokens; other rows stay uninitialised
+Reads   k and v fp16 or bf16 [pages, kv_heads, 128, head_dim]; `where` int64 [T], each token's row in the pages for kv head 0;
+        the number of tokens, at most T
+Writes  k and v [T, kv_heads, head_dim] of these tokens; rows beyond their number stay uninitialised
 Grid    16 tokens x kv heads: tokens of a page are contiguous per head; programs without a token exit at once
 Overlap waits for the previous kernel, which may have written the pages, then lets the next kernel start (programmatic dependent
         launch, sm_90)
@@ -24,7 +25,7 @@ from lowbit.kernels.parts.gluon import source_digest
 from lowbit.kernels.parts.launch import Launcher
 
 TOKENS = 16
-"""Tokens of a program: 4 KiB each of keys and values with heads of 128."""
+"""Number of tokens per program: with heads of 128 elements, 4 KiB of keys and 4 KiB of values."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ class GatherKv:
 
     @property
     def lanes(self) -> int:
-        """Elements of a head, padded to a power of two."""
+        """Number of elements of a head, padded to a power of two."""
         return 1 << (self.head_dim - 1).bit_length()
 
 
-@triton.jit(do_not_specialize_on_alignment=["count"])  # a view into a tensor of counts, at any offset
+@triton.jit(do_not_specialize_on_alignment=["count"])  # `count` is a view into a tensor, at any offset
 def gather_heads(k_out, v_out, k, v, where, count, C: tl.constexpr):
     """Copies one kv head of some tokens."""
     if C.overlap:
@@ -67,7 +68,7 @@ def gather_heads(k_out, v_out, k, v, where, count, C: tl.constexpr):
 
 
 class GatherKvPlan:
-    """A call for one shape: made once, called many times.
+    """The plan of a call for one shape: created once, called many times.
 
     A plan serves one GPU and one type of k and v; all tensors are contiguous and start at multiples of 16 bytes.
     """

@@ -1,8 +1,8 @@
 """out[p, K] = x[order[p] // top_k, K]: rows of x in the order of slots by expert, for the experts' wgmma kernel. Plain Triton.
 
 Reads   x fp16 or bf16, rows that start at multiples of 16 bytes; order int32 [slots]
-Writes  rows that start at multiples of 16 bytes; what is behind K is not written and not read
-Blocks  a run of columns of one position, 8 elements a thread
+Writes  rows that start at multiples of 16 bytes; elements between K and the next row are neither written nor read
+Blocks  consecutive columns of one position, 8 elements per thread
 Overlap waits for the previous kernel, then lets the next one start (programmatic dependent launch, sm_90)
 Exact   a copy. Tested: tests/kernels/elementwise/test_gather_slots.py
 """
@@ -20,7 +20,7 @@ from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rows import row_of
 
 COLUMNS = 1024
-"""Columns of a block."""
+"""Number of columns per block."""
 
 
 @triton.jit(do_not_specialize=["x_stride", "top_k"])
@@ -39,7 +39,7 @@ def copy_rows(out, x, order, x_stride, top_k, WIDTH: tl.constexpr, COLUMNS: tl.c
 
 
 class GatherSlotsPlan:
-    """A call for one shape: made once, called many times; `top_k` slots share a row of x."""
+    """The plan of a call for one shape: created once, called many times. `top_k` slots share a row of x."""
 
     def __init__(self, slots: int, top_k: int, width: int, machine: Machine) -> None:
         self.slots, self.top_k, self.width = slots, top_k, width

@@ -1,6 +1,7 @@
-"""Probability masses of tokens in device code: integers, their sums, and a search for thresholds and tokens in a list of keys.
+"""Probability masses of tokens in device code: integer masses, their sums, and searches for a threshold or a token in a list of
+keys.
 
-reference/sampling.py defines keys and masses, and says why they are integers; this is the same arithmetic bit for bit. Tested:
+reference/sampling.py defines keys and masses and explains why they are integers. This file computes the same bits. Tested:
 tests/kernels/elementwise/test_sample.py
 """
 
@@ -17,7 +18,7 @@ _C0, _C1, _C2, _C3, _C4 = (tl.constexpr(c) for c in sampling.COEFFICIENTS)
 
 @triton.jit
 def masses(key):
-    """int64 2^(40 - key / 2^15), `masses` of the reference."""
+    """Returns int64 masses 2^(40 - key / 2^15) of keys, as `masses` of the reference."""
     f = ((key & 0x7FFF) << 17).to(tl.uint32, bitcast=True)
     power = tl.full(f.shape, _C4, tl.uint32)
     power = tl.full(f.shape, _C3, tl.uint32) - tl.umulhi(power, f)
@@ -36,7 +37,7 @@ def fraction(p):
 
 @triton.jit
 def share(total, p):
-    """Returns the smallest mass that is at least p of the total."""
+    """Returns the smallest integer mass that is at least the fraction p of the total."""
     parts = fraction(p)
     return (total >> 24) * parts + (((total & 0xFFFFFF) * parts + 0xFFFFFF) >> 24)
 
@@ -51,14 +52,14 @@ def target_of(seed, counter, total):
 
 @triton.jit
 def added(a, b, c, d, e, f):
-    """Combines three sums, for one reduction across warps."""
+    """Adds three values elementwise: the combine function of a reduction of three sums at once."""
     return a + d, b + e, c + f
 
 
 @triton.jit
 def threshold(keys, n, needed, first, BITS: tl.constexpr, MASS: tl.constexpr, TILE: tl.constexpr):
-    """Returns the smallest key of `first` + [0, 2^BITS) up to which the masses (without MASS, the number) of the n keys reach
-    `needed`. Each iteration narrows the range to a quarter."""
+    """Returns the smallest key t in `first` + [0, 2^BITS) for which the keys up to t, among the n keys, have a total mass of at
+    least `needed`. Without MASS, keys are counted instead. Each iteration narrows the range to a quarter."""
     i = tl.arange(0, TILE)
     for turn in range(BITS // 2):
         step = 1 << (BITS - 2 - 2 * turn)
@@ -78,7 +79,8 @@ def threshold(keys, n, needed, first, BITS: tl.constexpr, MASS: tl.constexpr, TI
 
 @triton.jit
 def kept(keys, start, n, last, least, TILE: tl.constexpr):
-    """Masses of the keys from `start` on, 0 for keys greater than `last` and for masses below `least`."""
+    """Returns the masses of a tile of keys from index `start` on; 0 for keys greater than `last` and for masses below
+    `least`."""
     i = start + tl.arange(0, TILE)
     key = tl.load(keys + i, mask=i < n, other=_KEYS)
     mass = masses(key)
@@ -87,7 +89,7 @@ def kept(keys, start, n, last, least, TILE: tl.constexpr):
 
 @triton.jit
 def mass_up_to(keys, n, last, least, TILE: tl.constexpr):
-    """Total mass of the n keys, as limited by `kept`."""
+    """Returns the total of the masses that `kept` returns for the n keys."""
     total = tl.zeros([TILE], tl.int64)
     for start in range(0, n, TILE):
         total += kept(keys, start, n, last, least, TILE)
@@ -96,7 +98,7 @@ def mass_up_to(keys, n, last, least, TILE: tl.constexpr):
 
 @triton.jit
 def drawn(keys, n, last, least, seed, counter, TILE: tl.constexpr):
-    """Index of the key, among those `kept`, that the random number selects."""
+    """Returns the index of the key that the random number selects, by the masses of `kept`."""
     left = target_of(seed, counter, mass_up_to(keys, n, last, least, TILE))
     found = tl.full((), 0, tl.int32)
     for start in range(0, n, TILE):

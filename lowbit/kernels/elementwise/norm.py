@@ -1,17 +1,18 @@
-"""h = embedding of a token (plus its position's), or h += delta; x = norm(h), or h * gamma with the sum of squares: one launch.
+"""One launch: h = embedding of a token (plus that of its position), or h += delta; then x = norm(h), or h * gamma with the sum
+of squares.
 
-Reads   h fp16 or bf16 [M, H] contiguous, delta [M, H] contiguous or None, gamma, bias and post_gamma [H] of 16 or 32 bits;
-        or tokens and rows int32, a table [V, H] of the type of h, or codes uint8 [V, H] with one scale a row; positions int32
-        and a table [P, H] of the type of h, or None
-Writes  h, in place where delta is added; x [M, H]; squares fp32 [M] of h as it is stored
-Blocks  one row each, in chunks of 8 elements a thread; the number of threads depends on H alone, so that a row's sums have the
-        same order for every number of rows. One reduction across warps, two where delta is normalised first (post_gamma)
+Reads   `norm_rows`: h fp16 or bf16 [M, H] contiguous, delta [M, H] contiguous or None. `embed_rows`: tokens and rows int32; a
+        table [V, H] of the type of h, or codes uint8 [V, H] with one scale per row; positions int32 and a table [P, H] of the
+        type of h, or None. Both: gamma, bias and post_gamma [H] of 16 or 32 bits
+Writes  h, in place where delta is added; x [M, H]; fp32 sums of squares [M] of h as it is stored
+Blocks  one row each, in chunks of 8 elements per thread. The number of threads depends on H alone, so that a row's sums have
+        the same order for every number of rows. One reduction across warps, two where delta is normalised first (post_gamma)
 Overlap gammas and bias are read before the wait for the previous kernel (programmatic dependent launch, sm_90); the next kernel
-        may start when all blocks have passed it, so kernels before the previous one are then complete
+        may start when all blocks have passed this wait, so kernels before the previous one are then complete
 Exact   sums, roots and products in float32. NORM 1: OFFSET 0 rounds the normalised value and then its product with gamma
         (LlamaRMSNorm); another OFFSET multiplies by OFFSET + gamma in float32 and rounds once (GemmaRMSNorm); with a bias, it
-        is torch's LayerNorm, rounded once. NORM 2: x = h * (OFFSET + gamma) * factor, rounded once. Plain Triton.
-        Tested: tests/kernels/elementwise/test_norm.py
+        is torch's LayerNorm, rounded once. NORM 2: x = h * (OFFSET + gamma) * factor, rounded once. Plain Triton. Tested:
+        tests/kernels/elementwise/test_norm.py
 """
 
 from __future__ import annotations
@@ -30,26 +31,27 @@ from lowbit.kernels.parts.rows import add_and_store, floats, loaded, moments, ro
 from lowbit.kernels.reference.elementwise import ZERO_CODE
 
 VECTOR = 8
-"""16-bit elements in 16 bytes: what a thread loads at once."""
+"""Number of 16-bit elements in 16 bytes, which a thread loads at once."""
 
 MOST_THREADS = 1024
 
 NONE, NORMED, SQUARES = 0, 1, 2
-"""What is computed of h: nothing; its norm; h * gamma and sums of squares, for GEMMs that divide in their epilogue."""
+"""Values of NORM, which says what is computed from h: nothing; its norm; or h * gamma and sums of squares, for GEMMs that
+divide by the RMS in their epilogue."""
 
 _ZERO_CODE = tl.constexpr(ZERO_CODE)
 
 
 @triton.jit
 def normed(halves, weights, eps, H: tl.constexpr, OFFSET: tl.constexpr, CHUNKS: tl.constexpr, ADDED: tl.constexpr = False):
-    """RMSNorm of a row, in the dtype of the row; ADDED: the result is added to something next."""
+    """Returns the RMSNorm of a row, in the row's dtype. ADDED: the caller adds the result to another value."""
     HALF: tl.constexpr = halves[0].dtype
     values = floats(halves, CHUNKS)
     inverse = tl.rsqrt(tl.sum(squares_of(values, CHUNKS), axis=0) / H + eps)
     made = ()
     for c in tl.static_range(CHUNKS):
         value = values[c] * inverse
-        if OFFSET == 0 and ADDED:  # a product of halves would be fused with the sum to one fma, with one rounding
+        if OFFSET == 0 and ADDED:  # two roundings: halves would be fused with the caller's addition to one fma
             value = tl.fma(value.to(HALF).to(tl.float32), weights[c].to(tl.float32), 0.0)
         elif OFFSET == 0:
             value = value.to(HALF).to(tl.float32) * weights[c].to(tl.float32)
@@ -61,7 +63,7 @@ def normed(halves, weights, eps, H: tl.constexpr, OFFSET: tl.constexpr, CHUNKS: 
 
 @triton.jit
 def layer_normed(halves, weights, biases, eps, i, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
-    """LayerNorm of a row, in the dtype of the row."""
+    """Returns the LayerNorm of a row, in the row's dtype."""
     values = floats(halves, CHUNKS)
     mean, variance = moments(values, i, H, values[0].shape[0], STEP, CHUNKS)
     inverse = tl.rsqrt(variance + eps)
@@ -87,7 +89,7 @@ def finish(
     x, squares, row, halves, weights, biases, i, eps, factor, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr,
     NORM: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Computes what NORM says of a row of h; `biases` are None unless it is LayerNorm."""
+    """Computes and stores what NORM selects for a row of h; `biases` are None except for LayerNorm."""
     if NORM == 1:
         if biases is None:
             stored(x, row, normed(halves, weights, eps, H, OFFSET, CHUNKS), i, H, STEP, CHUNKS)
@@ -131,7 +133,7 @@ def norm_rows(
 
 @triton.jit
 def decoded(codes, scale, i, HALF: tl.constexpr, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
-    """Converts a row of codes to values of 16 bits; codes beyond H are read as 0, which is -128."""
+    """Converts a row of codes to 16-bit values. Codes beyond H are read as 0, so their value is -128."""
     made = ()
     for c in tl.static_range(CHUNKS):
         value = ((codes[c].to(tl.int32) - _ZERO_CODE).to(tl.float32) * scale).to(HALF)
@@ -156,7 +158,8 @@ def embed_rows(
     THREADS: tl.constexpr, VECTOR: tl.constexpr, CHUNKS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
     SCALED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Loads the row of a token's embedding, of 16 bits or codes with one scale, and adds that of its position."""
+    """Loads a token's embedding, 16-bit values or codes with one scale, and adds the embedding of its position, if there is
+    one."""
     row = tl.program_id(0)
     STEP: tl.constexpr = THREADS * VECTOR
     HALF: tl.constexpr = h.dtype.element_ty
@@ -189,9 +192,9 @@ def embed_rows(
 
 
 def shape_of(width: int) -> tuple[int, int]:
-    """Returns threads per block and 16-byte vectors per thread for rows of `width`: about two vectors each, for low latency
-    with few rows and enough bytes in flight with many. It does not depend on the number of rows, which would change their
-    sums."""
+    """Returns threads per block and 16-byte vectors per thread for rows of `width` elements. About two vectors per thread give
+    low latency with few rows and enough bytes in flight with many. The result does not depend on the number of rows, since the
+    order of sums must not."""
     vectors = -(-width // VECTOR)
     threads = min(max(1 << max(vectors // 2, 1).bit_length() - 1, 32), MOST_THREADS)
     return threads, -(-vectors // threads)
@@ -199,15 +202,15 @@ def shape_of(width: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class NormRequest:
-    """What is computed of h (`NONE`, `NORMED` or `SQUARES`), and the offset of its weights."""
+    """What is computed from h (`NONE`, `NORMED` or `SQUARES`), and the offset that is added to the norm's weights."""
 
     norm: int
     offset: float = 0.0
 
 
 class NormPlan:
-    """A call of `norm_rows` for one shape: made once, called many times. A plan serves one GPU, one alignment and one set of
-    dtypes."""
+    """The plan of a call of `norm_rows` for one shape: created once, called many times. A plan serves one GPU, one alignment
+    and one set of dtypes."""
 
     def __init__(self, m: int, width: int, request: NormRequest, machine: Machine) -> None:
         self.m, self.width, self.request = m, width, request
@@ -220,7 +223,7 @@ class NormPlan:
         self, h: Tensor, delta: Tensor | None, gamma: Tensor, bias: Tensor | None, post_gamma: Tensor | None, eps: float,
         factor: float = 1.0,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Returns x [M, H] and squares [1, M], as far as requested; all tensors on the current device."""
+        """Returns x [M, H] and squares [1, M], None for those that were not requested; all tensors on the current device."""
         x = torch.empty_like(h)
         squares = h.new_empty((1, self.m), dtype=torch.float32) if self.request.norm == SQUARES else None
         if self.m:
@@ -229,7 +232,8 @@ class NormPlan:
 
 
 class EmbedPlan:
-    """A call of `embed_rows` for one shape, like `NormPlan`. `scaled`: rows are multiplied by a scale."""
+    """The plan of a call of `embed_rows` for one shape, like `NormPlan`. `scaled`: True if embeddings are multiplied by a
+    scale."""
 
     def __init__(self, m: int, width: int, request: NormRequest, scaled: bool, machine: Machine) -> None:
         self.m, self.width, self.request = m, width, request
@@ -243,7 +247,8 @@ class EmbedPlan:
         position_table: Tensor | None, gamma: Tensor | None, bias: Tensor | None, dtype: torch.dtype, scale: float, eps: float,
         factor: float = 1.0,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        """Returns h [M, H] of `dtype`, then x and squares as far as requested; all tensors on the current device."""
+        """Returns h [M, H] of `dtype`, x and squares, None for those that were not requested; all tensors on the current
+        device."""
         h = torch.empty((self.m, self.width), dtype=dtype, device=table.device)
         x = None if self.request.norm == NONE else torch.empty_like(h)
         squares = h.new_empty((1, self.m), dtype=torch.float32) if self.request.norm == SQUARES else None

@@ -1,9 +1,9 @@
-"""Pooling on packed NHWC codes: max pooling of windows, and means of whole images. Plain Triton.
+"""Pooling of packed NHWC codes: maxima of windows, and means of whole images. Plain Triton.
 
-4-bit codes are compared 4 at a time: with the high bit of a byte set, the difference of two codes keeps that bit if the first
-is not smaller; prmt makes a mask of it. 8-bit codes become unsigned by flipping their sign and are compared in 16-bit halves in
-the same way. Exact: maxima are codes; means are float32(sum) * float32(scale / pixels), codes of means those of
-`quantize_reference`. Tested: tests/kernels/elementwise/test_pool.py
+4-bit codes are compared 4 at a time, one per byte. If the high bit of the first byte is set before the subtraction, the
+difference keeps that bit unless the first code is smaller; prmt turns the bit into a mask. 8-bit codes become unsigned by
+flipping their sign bit, and are compared in the same way in 16-bit halves. Exact: maxima are codes; means are float32(sum) *
+float32(scale / pixels); codes of means equal those of `quantize_reference`. Tested: tests/kernels/elementwise/test_pool.py
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from torch import Tensor
 from lowbit.formats.conv import output_size
 
 BLOCK = 128
-"""16-byte vectors of a block of max pooling."""
+"""Number of 16-byte vectors per block of max pooling."""
 
 MEAN_BLOCK = 512
-"""Bytes of a block of average pooling. 128 images of 7 x 7 pixels, 2048 channels, take 5.0 us in 4 bits and 4.3 in 8; with 128
-bytes and 8 pixels in flight 5.9 and 7.4 (one H200, 2026-11-21)."""
+"""Number of bytes of each pixel that a block of average pooling sums. 128 images of 7 x 7 pixels, 2048 channels, take 5.0 us
+with 4-bit codes and 4.3 us with 8-bit codes. With blocks of 128 bytes and 8 pixels in flight they take 5.9 and 7.4 us (one
+H200, 2026-11-21)."""
 
 UNDER_WAY = 49
-"""Pixels whose loads are in flight at a time."""
+"""Number of pixels whose loads are in flight at a time."""
 
 
 @triton.jit
 def larger_bytes(a, b):
-    """The larger byte of each pair; bytes are below 128."""
+    """Returns the larger byte of each pair of bytes, which must be below 128."""
     return tl.inline_asm_elementwise(
         "{ .reg .b32 t; or.b32 t, $1, 0x80808080; sub.u32 t, t, $2; prmt.b32 t, t, 0, 0xba98;"
         " lop3.b32 $0, t, $1, $2, 0xca; }", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1,
@@ -37,7 +38,7 @@ def larger_bytes(a, b):
 
 @triton.jit
 def larger_halves(a, b):
-    """The larger 16-bit half of each pair; halves are below 2^15."""
+    """Returns the larger 16-bit half of each pair of halves, which must be below 2^15."""
     return tl.inline_asm_elementwise(
         "{ .reg .b32 t; or.b32 t, $1, 0x80008000; sub.u32 t, t, $2; prmt.b32 t, t, 0, 0xbb99;"
         " lop3.b32 $0, t, $1, $2, 0xca; }", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1,
@@ -93,7 +94,7 @@ def average_pool_kernel(
     y, x, pixels, channels, factor, gain, ROW: tl.constexpr, FOUR: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr,
     UNDER_WAY: tl.constexpr,
 ):  # fmt: skip
-    """Sums BLOCK bytes of every pixel of one image; a byte has one or two codes. Writes means, or codes of them."""
+    """Sums BLOCK bytes of every pixel of one image; a byte has one or two codes. Writes the means, or their codes."""
     image = tl.program_id(0)
     byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.int32)
@@ -126,7 +127,8 @@ def max_pool(
     x: Tensor, storage: str, window: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int],
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Largest codes of packed codes uint8 [N, H, W, bytes], packed, on the device of x; `out` is written if given."""
+    """Returns the maxima of windows of packed codes uint8 [N, H, W, bytes], as packed codes, on x's device; written to `out` if
+    given."""
     n, height, width, pixel = x.shape
     out_height, out_width = output_size((height, width), window, stride, padding)
     y = torch.empty((n, out_height, out_width, pixel), dtype=torch.uint8, device=x.device) if out is None else out
@@ -142,7 +144,8 @@ def average_pool(
     x: Tensor, storage: str, channels: int, scale: float, dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Mean values [N, channels] of packed codes uint8 [N, H, W, bytes] with this scale, rounded to `dtype` at the end."""
+    """Returns the mean values [N, channels] of packed codes uint8 [N, H, W, bytes] with scale `scale`, rounded once to
+    `dtype`."""
     y = torch.empty((x.shape[0], channels), dtype=dtype, device=x.device) if out is None else out
     return _average(x, storage, scale, 0.0, channels, y)
 

@@ -1,21 +1,25 @@
-"""codes, scale = quantize(f(x)): activations to int8 or 8-bit floats in one pass, alone or right after what makes them.
+"""codes, scale = quantize(f(x)): quantizes activations to int8 or 8-bit floats in one pass, alone or fused with a preceding
+norm or gate f.
 
-Reads   x fp16 or bf16 [M, K], any row stride; by `before` also residual [M, K], weight and bias [K] (norms), up [M, K] (silu)
-f       "": x; "rms_norm", "layer_norm": of x, or of x + residual, which is rounded to x's type and written; "silu": silu(x) up;
-        each then rotated in blocks of `hadamard` channels, in registers (parts/hadamard.py)
-Writes  codes int8 or float8 in rows that start at multiples of 16 bytes, zeros from K up to there; scale fp32 [M, 1], or
-        [M, ceil(K / group)] for groups; zero int32 [M, 1] if asymmetric. With a given scale (and zero), codes only
-Blocks  one token each, in chunks of 8 elements a thread, up to 64 in all. One reduction across warps for the scale, together
-        with RMSNorm's sum of squares, and one before that for mean and variance of LayerNorm. Where that takes fewer registers,
-        so that more rows are in flight, the row is read again from cache when its scale is known. Rotated values, which cost
-        more than a read, are kept in registers
+Reads   x fp16 or bf16 [M, K], any row stride; depending on `before` also residual [M, K], weight and bias [K] (norms), up [M,
+        K] (silu)
+f       "": x; "rms_norm", "layer_norm": the norm of x, or of x + residual, which is rounded to x's type and written; "silu":
+        silu(x) * up. Its result is then rotated in blocks of `hadamard` channels, in registers (parts/hadamard.py)
+Writes  codes int8 or float8 in rows that start at multiples of 16 bytes, with zeros from K up to the next multiple; scale fp32
+        [M, 1], or [M, ceil(K / group)] for groups; zero int32 [M, 1] if asymmetric. With a given scale (and zero) only codes
+        are written
+Blocks  one token each, in chunks of 8 elements per thread, up to 64 in all. One reduction across warps gives the scale and
+        RMSNorm's sum of squares; LayerNorm needs one before it, for mean and variance. With many rows a row is read again from
+        cache once its scale is known: this takes fewer registers, so more rows are in flight. Rotated values stay in registers,
+        since computing them again costs more than a read
 Overlap lets the next kernel start at once, and reads RMSNorm's weights before the previous kernel has finished (programmatic
         dependent launch, sm_90)
-Exact   without f bit-equal to reference/: a NaN is the largest of all, and of a range by its bits; true divisions,
-        rounding by adding 1.5 * 2^23, conversions of floats by the hardware (sm_90). f in float32, not rounded before it is
-        quantized; divisions and roots then may be off in the last bit. x alone, rotated, is rounded to its type first: the
-        codes and scales of elementwise/rotate.py's result, bit for bit. RULE 0 is the library's own way to quantize; the
-        others, other tools' (elementwise/quantize_rows.py), go without f, bit-equal too. Tested: tests/kernels/elementwise/
+Exact   without f, codes and scales are bit-equal to reference/. A NaN counts as the largest magnitude; in a range it is ordered
+        by its bits. Divisions are true divisions, rounding is adding 1.5 * 2^23, and the hardware converts floats (sm_90). f is
+        computed in float32 and not rounded before quantization; its divisions and roots may be off in the last bit. A rotated
+        x, without a norm or gate, is first rounded to x's type, which gives the same bits as quantizing elementwise/rotate.py's
+        result. RULE 0 is this library's rule; the other rules are those of other tools, and also bit-equal. They do not support
+        f. Tested: tests/kernels/elementwise/
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rows import add_and_store, floats, loaded, moments, rounded_to, row_of, sigmoid, squares_of
 from lowbit.kernels.reference.activations import CODE_DTYPES, FBGEMM_CEILING, FLOORS, SMALLEST_SCALE
 
-# Quantization of activations by the rules of other tools (formats.ActivationRule), and helpers shared with the own rule.
+# Quantization of activations by the rules of other tools (formats.ActivationRule), and helpers that this library's rule shares.
 #
 # A row's scale from its largest magnitude or its range, and codes from values and scale, bit-equal to reference/: true
 # divisions, each result rounded to x's dtype under compressed-tensors' rule, and NaN kept. Inputs and outputs are float32.
@@ -55,7 +59,7 @@ _FBGEMM_CEILING = tl.constexpr(FBGEMM_CEILING)
 
 @triton.jit
 def larger(a, b):
-    """The larger of two numbers; NaN if one is NaN."""
+    """Returns the larger of two numbers; NaN if one of them is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -68,14 +72,14 @@ def ordered(value):
 
 @triton.jit
 def from_ordered(bits):
-    """The float32 whose `ordered` is `bits`."""
+    """Returns the float32 for which `ordered` returns `bits`."""
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def nearest(value):
-    """Nearest integer, ties to even, of |value| < 2^22. The product before it uses `fma`, so that it is not fused with this
-    sum: one rounding each."""
+    """Rounds values, |value| < 2^22, to the nearest integer, ties to even. Callers compute a preceding product with `fma`, so
+    that it is not fused with this addition and each rounds once."""
     shifted = value + 12582912.0
     return shifted.to(tl.int32, bitcast=True) - 0x4B400000
 
@@ -88,7 +92,7 @@ def rounded(value, TYPE: tl.constexpr):
 
 @triton.jit
 def given_scale(scale, TYPE: tl.constexpr, RULE: tl.constexpr):
-    """A per-tensor scale as the rule divides by it."""
+    """Returns a per-tensor scale in the form by which the rule divides."""
     if RULE == 1:
         scale = rounded(scale, TYPE)
     return scale
@@ -96,13 +100,14 @@ def given_scale(scale, TYPE: tl.constexpr, RULE: tl.constexpr):
 
 @triton.jit
 def not_zero(scale, TYPE: tl.constexpr):
-    """compressed-tensors' scale of zeros, and of values so small that the scale is 0 in TYPE: that dtype's epsilon."""
+    """Replaces a scale of 0 by the epsilon of TYPE, as compressed-tensors does for zeros and for values whose scale underflows
+    in TYPE."""
     return tl.where(scale == 0.0, 0.0009765625 if tl.float16 == TYPE else 0.0078125, scale)
 
 
 @triton.jit
 def scale_by_rule(largest, LARGEST: tl.constexpr, TYPE: tl.constexpr, RULE: tl.constexpr):
-    """Scale of values up to `largest` by another tool's rule."""
+    """Returns the scale for values up to `largest` by another tool's rule."""
     if RULE == 3:
         largest = tl.where(largest > _FBGEMM_CEILING, _FBGEMM_CEILING, largest)
     scale = tl.div_rn(largest, LARGEST)
@@ -116,7 +121,7 @@ def scale_by_rule(largest, LARGEST: tl.constexpr, TYPE: tl.constexpr, RULE: tl.c
 
 @triton.jit
 def low_and_high(values, CHUNKS: tl.constexpr):
-    """Smallest and largest of 0 and all values of a row."""
+    """Returns the smallest and the largest of 0 and all values of a row."""
     lowest = tl.zeros_like(values[0]).to(tl.int32)
     highest = lowest
     for c in tl.static_range(CHUNKS):
@@ -128,7 +133,8 @@ def low_and_high(values, CHUNKS: tl.constexpr):
 
 @triton.jit
 def range_by_rule(values, TYPE: tl.constexpr, CHUNKS: tl.constexpr):
-    """`range_of` by compressed-tensors' rule; the zero is 0 where a scale is 0 or NaN."""
+    """Returns scale and zero point by compressed-tensors' rule (`range_of` is this library's); the zero is 0 if the scale is 0
+    or NaN."""
     low, high = low_and_high(values, CHUNKS)
     scale = rounded(tl.div_rn(rounded(high - low, TYPE), 255.0), TYPE)
     zero = rounded(-128.0 - rounded(tl.div_rn(low, scale), TYPE), TYPE)
@@ -140,14 +146,14 @@ def range_by_rule(values, TYPE: tl.constexpr, CHUNKS: tl.constexpr):
 def codes_by_rule(
     value, scale, zero, GIVEN: tl.constexpr, FORMAT: tl.constexpr, TYPE: tl.constexpr, RULE: tl.constexpr
 ):  # fmt: skip
-    """Codes of values / scale; `zero` None for symmetric. GIVEN: a per-tensor scale."""
+    """Returns the codes of values / scale. `zero` is None for symmetric codes. GIVEN: the scale is a given per-tensor scale."""
     steps = tl.div_rn(value, scale)
     if RULE == 1:
         steps = rounded(steps, TYPE)
         if zero is not None:
             steps = rounded(steps + zero.to(tl.float32), TYPE)
         elif not GIVEN and FORMAT != 0:
-            steps = steps + 0.0  # compressed-tensors adds zero points of 0, which turns -0 into 0
+            steps = steps + 0.0  # compressed-tensors adds a zero point of 0, which turns -0 into 0
     if FORMAT == 0:
         return nearest(tl.minimum(tl.maximum(steps, -128.0), 127.0)).to(tl.int8)
     else:
@@ -155,16 +161,16 @@ def codes_by_rule(
 
 
 VECTOR = 8
-"""16-bit elements in 16 bytes."""
+"""Number of 16-bit elements in 16 bytes."""
 
 CODE_VECTOR = 16
-"""Codes in 16 bytes."""
+"""Number of codes in 16 bytes."""
 
 MOST_EACH = 64
-"""Elements of a row per thread."""
+"""Largest number of elements of a row per thread."""
 
 FEW_PER_SM = 4
-"""Rows up to which a row's latency counts, beyond it the number of rows in flight."""
+"""Up to this number of rows per SM, blocks are shaped for low latency of a row; beyond it, for many rows in flight."""
 
 FORMATS = {"int8": 0, "fp8_e4m3": 1, "fp8_e5m2": 2}
 STEPS = {"": 0, "rms_norm": 1, "layer_norm": 2, "silu": 3}
@@ -173,13 +179,13 @@ _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
 @triton.jit
 def at_least_smallest(scale):
-    """The scale, at least one whose reciprocal is finite."""
+    """Returns the scale, but at least the smallest scale whose reciprocal is finite."""
     return tl.where(scale < _SMALLEST, _SMALLEST, scale)
 
 
 @triton.jit
 def sum_and_largest(total, largest, other_total, other_largest):
-    """Combines a sum and a maximum, for one reduction."""
+    """Combine function of a reduction that computes a sum and a maximum at once."""
     return total + other_total, larger(largest, other_largest)
 
 
@@ -205,8 +211,8 @@ def largest_of(values, CHUNKS: tl.constexpr):
 def layer_normalized(
     values, weight, bias, eps, i, K: tl.constexpr, THREADS: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr
 ):  # fmt: skip
-    """LayerNorm of a row; `bias` None if there is none. Weights are loaded after mean and variance are known: fewer registers,
-    more rows in flight."""
+    """Returns the LayerNorm of a row; `bias` may be None. Weights are loaded only when mean and variance are known, which takes
+    fewer registers, so more rows are in flight."""
     mean, variance = moments(values, i, K, THREADS, STEP, CHUNKS)
     inverse = tl.rsqrt(variance + eps)
     shift = -mean * inverse
@@ -235,7 +241,8 @@ def silu(values, CHUNKS: tl.constexpr):
 
 @triton.jit
 def rotated_before(values, BLOCK: tl.constexpr, BEFORE: tl.constexpr, TYPE: tl.constexpr, CHUNKS: tl.constexpr):
-    """Rotates values in blocks of BLOCK channels (0: not at all); x alone is then rounded to its dtype."""
+    """Rotates values in blocks of BLOCK channels (0: no rotation). If they are x, without a norm or gate, the result is rounded
+    to x's dtype."""
     if BLOCK > 0:
         values = rotated(values, BLOCK, CHUNKS)
         if BEFORE == 0:
@@ -245,7 +252,7 @@ def rotated_before(values, BLOCK: tl.constexpr, BEFORE: tl.constexpr, TYPE: tl.c
 
 @triton.jit
 def range_of(values, factor, CHUNKS: tl.constexpr):
-    """Scale and zero point that cover 0 and all values, times `factor` > 0."""
+    """Returns scale and zero point for a range that includes 0 and all values, times `factor` > 0."""
     low, high = low_and_high(values, CHUNKS)
     low, high = low * factor, high * factor
     scale = at_least_smallest(tl.div_rn(high - low, 255.0))
@@ -254,8 +261,8 @@ def range_of(values, factor, CHUNKS: tl.constexpr):
 
 @triton.jit
 def codes_of(value, inverse, zero, FORMAT: tl.constexpr, SATURATE: tl.constexpr, ONCE: tl.constexpr):
-    """Codes of float32 values; `zero` None for symmetric. Without SATURATE no |value * inverse| exceeds the range. With ONCE
-    the product is not rounded separately."""
+    """Returns the codes of float32 values; `zero` is None for symmetric codes. Without SATURATE the caller guarantees that no
+    |value * inverse| exceeds the range. With ONCE the product is not rounded separately."""
     if FORMAT == 0:
         if ONCE and not SATURATE:
             code = tl.fma(value, inverse, 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
@@ -278,19 +285,20 @@ def codes_of(value, inverse, zero, FORMAT: tl.constexpr, SATURATE: tl.constexpr,
 
 @triton.jit
 def scale_of(largest, LARGEST: tl.constexpr, EXACT: tl.constexpr):
-    """Scale of values up to `largest`; EXACT: true division."""
+    """Returns the scale for values up to `largest`; EXACT: by a true division."""
     return at_least_smallest(tl.div_rn(largest, LARGEST) if EXACT else largest * (1.0 / LARGEST))
 
 
 @triton.jit
 def inverse_of(scale, factor, EXACT: tl.constexpr):
-    """Factor of values, finite, so that zeros stay zeros; EXACT: 1 / scale."""
+    """Returns the factor that turns values into codes. It is finite, so that zeros stay zeros. EXACT: exactly 1 / scale,
+    rounded once."""
     return tl.div_rn(1.0, scale) if EXACT else tl.minimum(1.0 / scale * factor, 3.0e38)
 
 
 @triton.jit
 def scale_under(largest, factor, LARGEST: tl.constexpr, EXACT: tl.constexpr, TYPE: tl.constexpr, RULE: tl.constexpr):
-    """Scale of values up to `largest`, times `factor` > 0, which is 1 except for the library's own rule."""
+    """Returns the scale for values up to `largest` by RULE, times `factor` > 0, which is 1 except for this library's rule."""
     if RULE == 0:
         scale = scale_of(largest * factor, LARGEST, EXACT)
     else:
@@ -300,7 +308,7 @@ def scale_under(largest, factor, LARGEST: tl.constexpr, EXACT: tl.constexpr, TYP
 
 @triton.jit
 def range_under(values, factor, TYPE: tl.constexpr, RULE: tl.constexpr, CHUNKS: tl.constexpr):
-    """Scale and zero point of values, times `factor`."""
+    """Returns scale and zero point for values times `factor`, by RULE."""
     if RULE == 0:
         scale, zero = range_of(values, factor, CHUNKS)
     else:
@@ -313,7 +321,7 @@ def codes_under(
     value, scale, factor, zero, GIVEN: tl.constexpr, SATURATE: tl.constexpr, FORMAT: tl.constexpr, EXACT: tl.constexpr,
     TYPE: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
-    """Codes of values, times `factor`; GIVEN: a per-tensor scale."""
+    """Returns the codes of values times `factor`, by RULE. GIVEN: the scale is a given per-tensor scale."""
     if RULE == 0:
         code = codes_of(value, inverse_of(scale, factor, EXACT), zero, FORMAT, SATURATE, not EXACT)
     else:
@@ -328,7 +336,7 @@ def quantize_rows(
     BEFORE: tl.constexpr, FORMAT: tl.constexpr, LARGEST: tl.constexpr, VECTORS: tl.constexpr, AGAIN: tl.constexpr,
     OVERLAP: tl.constexpr, RULE: tl.constexpr, HADAMARD: tl.constexpr,
 ):  # fmt: skip
-    """Processes one token: CHUNKS * THREADS * VECTOR elements; GROUP 0: one scale, HADAMARD 0: no rotation."""
+    """Quantizes one token, CHUNKS * THREADS * VECTOR elements. GROUP 0: one scale per token. HADAMARD 0: no rotation."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     row = tl.program_id(0)
@@ -347,7 +355,7 @@ def quantize_rows(
         halves = add_and_store(sums, row, halves, others, i, K, STEP, CHUNKS)
     values = floats(halves, CHUNKS)
     TYPE: tl.constexpr = x.dtype.element_ty
-    factor = 1.0  # common factor, applied at the end
+    factor = 1.0  # common factor of all values, applied to the scale at the end
     if BEFORE == 1:
         squares = squares_of(values, CHUNKS)
         if not EARLY:
@@ -406,8 +414,9 @@ def quantize_rows(
 
 @dataclass(frozen=True)
 class QuantizeRequest:
-    """What a call computes: step before, format, group (0: per token), whether a scale is given (and a zero, if not symmetric),
-    zero points, residual, rule of quantization, and channels of a rotated block (0: none)."""
+    """What a call computes: the fused operation before quantization, the format, the group size (0: one scale per token),
+    whether a scale is given (and, if not symmetric, a zero), whether there are zero points and a residual, the rule, and the
+    channels of a rotated block (0: no rotation)."""
 
     before: str
     fmt: NumberFormat
@@ -420,7 +429,7 @@ class QuantizeRequest:
 
 
 def shape_of(few: bool, k: int, request: QuantizeRequest) -> tuple[int, int, bool, int]:
-    """Returns threads per block, contiguous elements per thread, whether x is loaded again when the scale is known, and the
+    """Returns threads per block, contiguous elements per thread, True if x is loaded again when the scale is known, and the
     register limit (0: none). Chosen on one H200, 2026-11-21, triton 3.6, 16 to 16384 rows of 4096, 8192 and 28672."""
     wanted = 512 if few else 128 if request.before == "layer_norm" else max(k // 32, 1)
 
@@ -430,7 +439,7 @@ def shape_of(few: bool, k: int, request: QuantizeRequest) -> tuple[int, int, boo
         too_many = each > (32 if request.residual else MOST_EACH)
         return each > MOST_EACH, too_many, threads * each, -vector, abs(math.log2(threads / wanted))
 
-    halves = request.residual and request.hadamard <= 32 * VECTOR // 2  # a rotated block is in one warp
+    halves = request.residual and request.hadamard <= 32 * VECTOR // 2  # a rotated block lies within one warp
     vectors = (VECTOR, VECTOR // 2) if halves else (VECTOR,)
     threads, vector = min(((t, p) for p in vectors for t in (32, 64, 128, 256, 512, 1024)), key=cost)
     each = -(-k // (threads * vector)) * vector
@@ -443,13 +452,13 @@ def shape_of(few: bool, k: int, request: QuantizeRequest) -> tuple[int, int, boo
         registers = 64 if each <= 32 else 128 if each == MOST_EACH else 0
     elif each <= 32:
         registers = 0
-    else:  # rotated values stay in registers; with 512 threads there would be one block
+    else:  # rotated values stay in registers; with 512 threads only one block would fit
         registers = 80 if request.hadamard and threads <= 256 else 64
     return threads, vector, again, min(registers, 65536 // threads)
 
 
 class QuantizePlan:
-    """A call for one shape: made once, called many times.
+    """The plan of a call for one shape: created once, called many times.
 
     `vectors` promises that K and all row strides are multiples of 8 and that all tensors start at multiples of 16 bytes. A plan
     serves one GPU, one alignment and one set of dtypes.
@@ -476,8 +485,8 @@ class QuantizePlan:
         self, x: Tensor, beside: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, eps: float,
         zero: Tensor | None = None, total: Tensor | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """Returns codes [M, K], then scale, zero, sum as far as requested; all tensors on the current device. The sum goes to
-        `total`, contiguous, which may be x itself."""
+        """Returns codes [M, K], then scale, zero and x + residual, as far as requested; all tensors on the current device. x +
+        residual is written to `total`, which is contiguous and may be x itself."""
         request, on = self.request, x.device
         codes = torch.empty((self.m, self.code_vectors * CODE_VECTOR), dtype=CODE_DTYPES[request.fmt.name], device=on)
         groups = -(-self.k // request.group) if request.group else 1

@@ -1,9 +1,10 @@
-"""Conversion of torch images and features to packed codes and back, one pass each. Plain Triton.
+"""Conversion of torch images and features to packed codes, and back, in one pass each. Plain Triton.
 
-Reads   x [N, C, H, W] of any strides (so NCHW and NHWC alike), floats or integers; constants gain, shift [C] in float32
-Writes  packed codes of pack/nhwc64.py, those of pack/stem.py, or from packed codes y [N, C, H, W] of any strides
+Reads   x [N, C, H, W] with any strides (NCHW or NHWC in memory), floats or integers; constants gain, shift [C] in float32
+Writes  packed codes of pack/nhwc64.py or pack/stem.py. In the other direction: y [N, C, H, W] with any strides, from packed
+        codes
 Exact   code = clamp(rne(fma(float32(x), gain[c], shift[c]))); y = float32(code) * scale, rounded once more to y's type.
-        Rounding is adding 1.5 * 2^23. Tested: tests/kernels/elementwise/test_relayout.py
+        Rounding to integers is adding 1.5 * 2^23. Tested: tests/kernels/elementwise/test_relayout.py
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from lowbit.pack.nhwc64 import CHANNEL_BLOCK, Nhwc64
 from lowbit.pack.stem import PIXEL_BYTES, StemImages
 
 PIXELS = 64
-"""Pixels of a block, times 64 channels."""
+"""Number of pixels per block, with 64 channels each."""
 
 STEM_PIXELS = 256
-"""Packed pixels of a stem per block."""
+"""Number of packed pixels of a stem per block."""
 
 
 @triton.jit
 def codes_of(x, gain, shift, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """int32 codes of x; the maximum of NaN and a number is the number."""
+    """Returns int32 codes of x. NaN becomes the smallest code, since the maximum of NaN and a number is the number."""
     steps = tl.minimum(tl.maximum(tl.fma(x.to(tl.float32), gain, shift), LOW), HIGH)
     return (steps + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
@@ -36,7 +37,7 @@ def pack_kernel(
     y, x, gain, shift, channels, pixels, row_bytes, image_stride, channel_stride, pixel_stride, LOW: tl.constexpr,
     HIGH: tl.constexpr, FOUR: tl.constexpr, PIXELS: tl.constexpr,
 ):  # fmt: skip
-    """Packs PIXELS pixels of one image, 64 channels."""
+    """Packs PIXELS pixels of one image, 64 channels each."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)[:, None]
     channel = tl.program_id(1) * 64 + tl.arange(0, 64)
     image = tl.program_id(2).to(tl.int64)
@@ -80,7 +81,7 @@ def unpack_kernel(
     y, x, scale, channels, pixels, row_bytes, image_stride, channel_stride, pixel_stride, FOUR: tl.constexpr,
     PIXELS: tl.constexpr,
 ):  # fmt: skip
-    """Unpacks PIXELS pixels of one image, 64 channels; integer outputs get codes."""
+    """Unpacks PIXELS pixels of one image, 64 channels each; integer outputs get codes."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)[:, None]
     channel = tl.program_id(1) * 64 + tl.arange(0, 64)[None, :]
     image = tl.program_id(2).to(tl.int64)
@@ -100,7 +101,8 @@ def unpack_kernel(
 
 
 def pack(x: Tensor, gain: Tensor, shift: Tensor, storage: str, out: Tensor | None = None) -> Tensor:
-    """Packed codes uint8 [N, H, W, bytes] of x [N, C, H, W]; gain and shift are float32 [C]; `out` is written if given."""
+    """Returns packed codes uint8 [N, H, W, bytes] of x [N, C, H, W], written to `out` if given; gain and shift are float32
+    [C]."""
     n, channels, height, width = x.shape
     shape = Nhwc64(storage).shape((n, channels, height, width))
     y = torch.empty(shape, dtype=torch.uint8, device=x.device) if out is None else out
@@ -112,7 +114,7 @@ def pack(x: Tensor, gain: Tensor, shift: Tensor, storage: str, out: Tensor | Non
 
 
 def pack_stem(x: Tensor, gain: Tensor, shift: Tensor, images: StemImages, out: Tensor | None = None) -> Tensor:
-    """Packed input of a stem, uint8 [N, rows, columns, 16], of images x [N, C, H, W]; otherwise as `pack`."""
+    """Returns the packed input of a stem, uint8 [N, rows, columns, 16], of images x [N, C, H, W]; otherwise like `pack`."""
     shape = (x.shape[0], images.rows, images.columns, PIXEL_BYTES)
     y = torch.empty(shape, dtype=torch.uint8, device=x.device) if out is None else out
     total = shape[0] * shape[1] * shape[2]
@@ -125,8 +127,8 @@ def pack_stem(x: Tensor, gain: Tensor, shift: Tensor, images: StemImages, out: T
 
 
 def unpack(x: Tensor, storage: str, scale: float, out: Tensor) -> Tensor:
-    """Writes values [N, C, H, W] of packed codes uint8 [N, H, W, bytes] to `out`, of any strides; codes if it is an integer
-    tensor."""
+    """Writes the values [N, C, H, W] of packed codes uint8 [N, H, W, bytes] to `out`, which may have any strides. If `out` is
+    an integer tensor, writes codes."""
     images, pixels, strides, planes = _planes(out)
     if planes is not out:
         raise ValueError(f"rows of `out` must be contiguous with its pixels, got strides {out.stride()} of {list(out.shape)}")
@@ -136,8 +138,9 @@ def unpack(x: Tensor, storage: str, scale: float, out: Tensor) -> Tensor:
 
 
 def _planes(x: Tensor) -> tuple[int, int, tuple[int, int, int], Tensor]:
-    """Returns x [N, C, H, W] as images of contiguous pixels: counts, strides of image, channel and pixel, and x, copied if its
-    rows are not contiguous. NHWC images that are contiguous count as one image."""
+    """Describes x [N, C, H, W] as images whose pixels have a single stride. Returns the numbers of images and pixels, the
+    strides of image, channel and pixel, and x (a copy if its rows do not follow each other). Contiguous NHWC images count as
+    one image."""
     n, _, height, width = x.shape
     pixels = height * width
     if height > 1 and width > 1 and x.stride(2) != width * x.stride(3):

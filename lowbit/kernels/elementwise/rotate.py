@@ -1,11 +1,11 @@
-"""y = x H: each block of channels times a Hadamard matrix, one pass over memory; quantize_rows.py rotates x itself.
+"""y = x H: each block of channels times a Hadamard matrix, in one pass over memory. (quantize_rows.py has a fused rotation.)
 
 Reads   x fp16, bf16 or fp32 [M, K], any row stride
-Writes  y of the type of x [M, K]
-Blocks  TILE channels of one row each, in chunks of 8 elements a thread; no reduction across warps
+Writes  y [M, K] in x's type
+Blocks  TILE channels of one row each, in chunks of 8 elements per thread; no reduction across warps
 Overlap lets the next kernel start at once (programmatic dependent launch, sm_90)
-Exact   sums in float32 in the order of parts/hadamard.py, one rounding: a row has the same bits whatever is beside it. Plain
-        Triton. Tested: tests/kernels/elementwise/test_rotate.py
+Exact   sums in float32 in the order of parts/hadamard.py, one rounding. A row's bits do not depend on other rows. Plain Triton.
+        Tested: tests/kernels/elementwise/test_rotate.py
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rows import floats, loaded, rounded_to, row_of
 
 VECTOR = 8
-"""16-bit elements in 16 bytes: what a thread loads at once."""
+"""Number of 16-bit elements in 16 bytes, which a thread loads at once."""
 
 THREADS = 128
 
@@ -32,7 +32,7 @@ def rotate_rows(
     y, x, x_stride, K: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr, CHUNKS: tl.constexpr,
     VECTORS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS * THREADS * VECTOR channels of a row; VECTORS: rows start at multiples of 8 elements."""
+    """Rotates CHUNKS * THREADS * VECTOR channels of a row. VECTORS: rows start at multiples of 8 elements."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     row = tl.program_id(0)
@@ -40,7 +40,7 @@ def rotate_rows(
     TILE: tl.constexpr = STEP * CHUNKS
     i = tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     i += tl.program_id(1) * TILE
-    END: tl.constexpr = TILE if K % TILE == 0 else K  # masks only where a tile is not whole
+    END: tl.constexpr = TILE if K % TILE == 0 else K  # no masks if all tiles are whole
     if OVERLAP:
         cuda.gdc_wait()
     values = floats(loaded(row_of(x, row, x_stride, VECTORS), i, END, STEP, CHUNKS), CHUNKS)
@@ -53,7 +53,7 @@ def rotate_rows(
 
 
 class RotatePlan:
-    """All of a call that does not depend on x's contents: made once for a shape, called many times.
+    """The plan of a call for one shape: created once, called many times.
 
     `vectors` promises that x and its rows start at multiples of 16 bytes. A plan serves one GPU, one alignment and one type.
     """
@@ -68,7 +68,7 @@ class RotatePlan:
         self.launch = Launcher(rotate_rows, grid, THREADS // 32, overlap=overlap)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """y [M, K] of x [M, K], on the current device."""
+        """Returns y [M, K] of x [M, K], on the current device."""
         y = torch.empty((self.m, self.k), dtype=x.dtype, device=x.device)
         if self.m:
             self.launch(y, x, x.stride(0) // self.unit, *self.constants)

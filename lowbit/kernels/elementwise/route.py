@@ -3,19 +3,22 @@
 Reads   logits fp16, bf16 or fp32 [T, E], any row stride, and a bias fp32 [E] or None; or experts int32 or int64 [T, top_k] and
         weights [T, top_k] of another router
 Writes  the tensors of `Routing` (ops/route.py), all of their elements
-Choose  a token's logits are in one warp; top_k rounds of two integer reductions: the largest key, and the lowest expert that
-        has it. With groups, a thread has an expert of each group
-Sort    counting sort: the slots of each expert in each chunk of slots are counted, with prefix sums over chunks and then over
-        experts; the rank within a chunk by comparison with the slots before. The slot that begins a tile writes the tile
-Few     one launch for up to 64 tokens (1,024 slots with padding). Where their logits are too many for one block, blocks rank
-        their own slots and the last one to finish sorts all
-Many    choose; counts of chunks of 512 slots; their prefix sums; place. `group` has no first launch
-Product `route_tokens`, up to 16 tokens: a block multiplies 16 experts' rows by a part of K with mma.sync, and loads its first
-        weights before the wait. The last block adds the parts in order and routes
+Choose  a token's logits are in one warp, which runs top_k iterations of two integer reductions: the largest key, and the lowest
+        expert with that key. With groups, a thread has one expert of each group
+Sort    a counting sort. Slots are counted by expert in each chunk of slots, with prefix sums over chunks and then over experts.
+        The rank of a slot within its chunk is found by comparison with the slots before it. The first slot of a tile writes the
+        tile's entry
+Few     one launch for up to 64 tokens (1,024 slots with padding). If there are too many logits for one block, each block ranks
+        its slots, and the last block to finish sorts all slots
+Many    four launches: choose experts; count the slots of each chunk of 512; prefix sums of the counts; store slots at their
+        positions. If experts are given (`GroupPlan`) there is no first launch
+Product `route_tokens`, for up to 16 tokens, also computes the logits. A block multiplies x by 16 experts' rows of the router's
+        weight over a part of K with mma.sync; it loads its first weights before the wait for the previous kernel. The last
+        block adds the parts in order and routes
 Overlap the next kernel may start at once; the bias is read before the wait for the previous kernel (programmatic dependent
         launch, sm_90)
-Exact   scores in float32. Positions are integers: they depend neither on the grid nor on the order of blocks.
-        Tested: tests/kernels/elementwise/test_route.py
+Exact   scores in float32. Positions are integers: they depend neither on the grid nor on the order of blocks. Tested:
+        tests/kernels/elementwise/test_route.py
 """
 
 from __future__ import annotations
@@ -35,44 +38,46 @@ from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.reference.route import SLOT_BITS, RouterRule, RoutingTensors, tile_bound
 
 FEW_TOKENS, FEW_SLOTS = 64, 1024
-"""Most tokens, and most slots with padding, of the path with one launch."""
+"""Largest numbers of tokens and of slots (with padding) for routing in one launch."""
 
 FEWEST_SLOTS = 32
-"""Fewest slots of a block, with padding: one for each thread of a warp."""
+"""Smallest number of slots of a block, with padding: one for each thread of a warp."""
 
 ONE_BLOCK, MOST_WARPS = 4096, 16
-"""Most logits of a single block, and its most warps. Not measured yet; counted in docs/log/language-models.md."""
+"""Largest number of logits that a single block routes, and its largest number of warps. Not measured yet;
+docs/log/language-models.md estimates them."""
 
 FEWEST_WARPS = 4
-"""Fewest warps of `route_tokens`."""
+"""Smallest number of warps of `route_tokens`."""
 
 BLOCK = 8
-"""Tokens of a block where there are several, a warp each: fewer warps would sort 512 slots by 512 experts in spilled
-registers."""
+"""Number of tokens per block, one warp each, where there are several blocks. With fewer warps, sorting 512 slots by 512 experts
+would spill registers."""
 
 CHUNK, SHORT_TABLE, MANY_CHUNK = 32, 4096, 512
-"""Slots that are compared with each other, twice as many where they are one chunk or where the table of experts by chunks would
-be longer than SHORT_TABLE; slots of a block where there are many."""
+"""CHUNK: number of slots that are compared with each other. It is doubled where a block is a single chunk, or where the table
+of counts by expert and chunk would have more than SHORT_TABLE entries. MANY_CHUNK: number of slots per block in the path of
+several launches."""
 
 COLUMNS, ROWS = 32, 128
-"""Experts of a block of `sum_counts`, and chunks that it reads at a time."""
+"""Number of experts per block of `sum_counts`, and number of chunks that it reads at a time."""
 
 _BITS, _FIELD = tl.constexpr(SLOT_BITS), tl.constexpr((1 << SLOT_BITS) - 1)
 
 _NEVER = tl.constexpr(-(1 << 31))
-"""Key of a column that is not to be chosen; below that of -inf."""
+"""Key of a column that must not be chosen; it is below the key of -inf."""
 
 
 def _power(n: int) -> int:
-    """The least power of two that is n or more."""
+    """Returns the smallest power of two that is at least n."""
     return int(triton.next_power_of_2(n))
 
 
 @dataclass(frozen=True)
 class ChooseConfig:
-    """Compile-time configuration of the choice: `rule` for `experts` experts, of `tokens` tokens a block.
+    """Compile-time configuration of the choice of experts: `rule` for `experts` experts and `tokens` tokens per block.
 
-    `slots` are the columns of the choices of a token, a power of two.
+    `slots`: number of columns for the chosen experts of a token, a power of two.
     """
 
     rule: RouterRule
@@ -85,66 +90,70 @@ class ChooseConfig:
 
     @property
     def lanes(self) -> int:
-        """Columns of a row of logits: the experts of a group, or as many as a warp has threads; a power of two."""
+        """Number of columns of a row of logits, a power of two: the experts of a group, or without groups at most the threads
+        of a warp."""
         if self.rule.groups > 1:
             return _power(self.experts // self.rule.groups)
         return min(_power(self.experts), 32)
 
     @property
     def size(self) -> int:
-        """Experts of a row."""
+        """Number of experts per row of logits."""
         return self.experts // self.rule.groups if self.rule.groups > 1 else self.lanes
 
     @property
     def rows(self) -> int:
-        """Rows of a token's logits: groups, or experts by lanes."""
+        """Number of rows into which a token's logits are divided: one for each group, or without groups one for each `lanes`
+        experts."""
         return -(-self.experts // self.size)
 
     @property
     def columns(self) -> int:
-        """Logits of a token with padding."""
+        """Number of logits of a token, with padding."""
         return self.rows * self.lanes
 
     @property
     def sigmoid(self) -> bool:
-        """Whether scores are sigmoids."""
+        """True if scores are sigmoids."""
         return self.rule.score == "sigmoid"
 
     @property
     def top2(self) -> bool:
-        """Whether a group's score is the sum of its two largest."""
+        """True if a group's score is the sum of its two largest scores."""
         return self.rule.group_score == "top2"
 
     @property
     def corrected(self) -> bool:
-        """Whether the bias is added for the choice alone."""
+        """True if the bias is added to scores for the choice only."""
         return self.bias and self.rule.bias_use == "choice"
 
     @property
     def biased(self) -> bool:
-        """Whether the bias is added to the logits."""
+        """True if the bias is added to the logits."""
         return self.bias and self.rule.bias_use == "logits"
 
     @property
     def by_logit(self) -> bool:
-        """Whether the choice compares logits."""
+        """True if the choice compares logits."""
         return self.rule.chooses_by_logit(self.bias)
 
     @property
     def whole(self) -> bool:
-        """Whether the sum over all experts is needed: not where only quotients of scores are."""
+        """True if the softmax's sum over all experts is needed. It cancels if the choice compares logits and weights are
+        divided by their sum."""
         quotients = self.rule.softmax_over_selected or (self.rule.normalize and self.rule.epsilon == 0)
         return not self.sigmoid and not (quotients and self.by_logit)
 
     @property
     def normalize(self) -> bool:
-        """Whether weights are divided by their sum."""
+        """True if weights are divided by their sum."""
         return self.rule.normalize or self.rule.softmax_over_selected
 
 
 @dataclass(frozen=True)
 class SortConfig:
-    """Compile-time configuration of the sort of `top_k` slots a token by expert; `slots` a block, a power of two."""
+    """Compile-time configuration of the sort of slots by expert: `top_k` slots per token, `slots` (a power of two) per
+    block."""
 
     experts: int
     top_k: int
@@ -155,18 +164,18 @@ class SortConfig:
 
     @property
     def bins(self) -> int:
-        """Experts with padding."""
+        """Number of experts, padded to a power of two."""
         return _power(self.experts)
 
     @property
     def chunk(self) -> int:
-        """Slots whose ranks are found by comparison."""
+        """Number of slots of a chunk, which are ranked by comparison with each other."""
         short = self.slots > 2 * CHUNK and self.slots // CHUNK * self.bins <= SHORT_TABLE
         return CHUNK if short else min(self.slots, 2 * CHUNK)
 
     @property
     def chunks(self) -> int:
-        """Histograms of a block."""
+        """Number of chunks in a block."""
         return self.slots // self.chunk
 
 
@@ -174,7 +183,7 @@ class SortConfig:
 class ProductConfig:
     """Compile-time configuration of the product of up to 16 tokens and a router's weight [experts, k].
 
-    It depends on the weight alone, so that a token's logits are the same bits beside any other tokens.
+    It depends on the weight alone, so that a token's logits have the same bits in any batch.
     """
 
     experts: int
@@ -185,35 +194,35 @@ class ProductConfig:
 
     @property
     def columns(self) -> int:
-        """Experts, padded to blocks."""
+        """Number of experts, padded to whole blocks."""
         return -(-self.experts // self.rows) * self.rows
 
     @property
     def parts(self) -> int:
-        """Parts of K: some 64 blocks, and not more sums than one block adds in a microsecond."""
+        """Number of parts of K. The grid then has about 64 blocks, and one block can add the partial sums in a microsecond."""
         return max(1, min(max(4, 64 * self.rows // self.columns), 16, -(-self.k // self.step)))
 
     @property
     def part(self) -> int:
-        """Features of a part, a multiple of the step."""
+        """Number of features in a part, a multiple of `step`."""
         return -(-self.k // (self.parts * self.step)) * self.step
 
     @property
     def blocks(self) -> int:
-        """Blocks of the grid."""
+        """Number of blocks of the grid."""
         return self.columns // self.rows * self.parts
 
 
 @triton.jit
 def sortable(x):
-    """int32 keys that are in the order of float32 x; NaN counts as -inf, and zeros are equal."""
+    """Returns int32 keys in the same order as float32 x; NaN counts as -inf, and 0 equals -0."""
     bits = tl.where(x == 0.0, 0.0, tl.where(x == x, x, float("-inf"))).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def expert_of(r, C: tl.constexpr):
-    """(experts [1, lanes], which of them exist) of row r of a token's logits."""
+    """Returns (experts [1, lanes], mask of those that exist) for row r of a token's logits."""
     lane = tl.arange(0, C.lanes)[None, :]
     expert = r * C.size + lane
     return expert, (lane < C.size) & (expert < C.experts)
@@ -221,7 +230,8 @@ def expert_of(r, C: tl.constexpr):
 
 @triton.jit
 def loaded(base, here, C: tl.constexpr):
-    """Rows of float32 values of all experts from pointers [tokens, 1] or one; -inf where no expert is or `here` is False."""
+    """Loads rows of float32 values of all experts, from one pointer or from pointers [tokens, 1]; -inf where there is no expert
+    or `here` is False."""
     ROWS: tl.constexpr = C.rows
     rows = ()
     for r in tl.static_range(ROWS):
@@ -232,7 +242,7 @@ def loaded(base, here, C: tl.constexpr):
 
 @triton.jit
 def plus(rows, others, C: tl.constexpr):
-    """Sums of rows."""
+    """Returns the sums of corresponding rows."""
     ROWS: tl.constexpr = C.rows
     made = ()
     for r in tl.static_range(ROWS):
@@ -242,7 +252,7 @@ def plus(rows, others, C: tl.constexpr):
 
 @triton.jit
 def largest_of(rows, C: tl.constexpr):
-    """The largest number of each token [tokens], of rows [tokens, lanes] without NaN."""
+    """Returns the largest number of each token [tokens] in rows [tokens, lanes], which must not contain NaN."""
     ROWS: tl.constexpr = C.rows
     best = rows[0]
     for r in tl.static_range(1, ROWS):
@@ -258,7 +268,7 @@ def cleaned(x):
 
 @triton.jit
 def group_keys(rows, C: tl.constexpr):
-    """Keys [tokens] of the groups, which are the rows; nothing in them is NaN."""
+    """Returns the key [tokens] of each group. A group is one row, without NaN."""
     ROWS: tl.constexpr = C.rows
     lane = tl.arange(0, C.lanes)[None, :]
     keys = ()
@@ -273,7 +283,7 @@ def group_keys(rows, C: tl.constexpr):
 
 @triton.jit
 def without_other_groups(keys, groups, C: tl.constexpr):
-    """Keys of experts, _NEVER for those that are not in the groups of the largest keys `groups`."""
+    """Returns keys of experts, replaced by _NEVER for experts outside the top_groups groups with the largest keys `groups`."""
     ROWS: tl.constexpr = C.rows
     TURNS: tl.constexpr = C.rule.top_groups
     for _ in tl.static_range(TURNS):
@@ -295,14 +305,14 @@ def without_other_groups(keys, groups, C: tl.constexpr):
 
 @triton.jit
 def score_of(x, largest, C: tl.constexpr):
-    """Scores of logits, not yet divided by a sum."""
+    """Returns the scores of logits; those of softmax are not yet divided by their sum."""
     return 1.0 / (1.0 + tl.exp(-x)) if C.sigmoid else tl.exp(x - largest)
 
 
 @triton.jit
 def total_of(rows, largest, C: tl.constexpr):
-    """Sums [tokens] of the powers of all logits, from 0 to 1, in units of 2^-40: integers, whose sum depends on no order. NaN
-    counts as 0."""
+    """Returns the softmax's sums [tokens] of exp(logit - largest). The terms, from 0 to 1, are rounded to integers in units of
+    2^-40, whose sum does not depend on the order. NaN counts as 0."""
     ROWS: tl.constexpr = C.rows
     total = tl.full([C.tokens, C.lanes], 0, tl.int64)
     for r in tl.static_range(ROWS):
@@ -313,7 +323,7 @@ def total_of(rows, largest, C: tl.constexpr):
 
 @triton.jit
 def keys_of(rows, added, largest, total, C: tl.constexpr):
-    """Rows of int32 keys of logits in the order in which experts are chosen."""
+    """Returns rows of int32 keys; experts are chosen in falling order of their keys."""
     ROWS: tl.constexpr = C.rows
     choices = ()
     for r in tl.static_range(ROWS):
@@ -335,7 +345,7 @@ def keys_of(rows, added, largest, total, C: tl.constexpr):
 
 @triton.jit
 def take_best(keys, rows, C: tl.constexpr):
-    """(expert [tokens], bits of its logit, keys without it): the lowest expert that has the largest key."""
+    """Returns (expert [tokens], bits of its logit, keys without this expert), for the lowest expert with the largest key."""
     ROWS: tl.constexpr = C.rows
     key = largest_of(keys, C)
     best = tl.full([C.tokens, C.lanes], C.experts, tl.int32)
@@ -354,10 +364,10 @@ def take_best(keys, rows, C: tl.constexpr):
 
 @triton.jit
 def choose(rows, added, C: tl.constexpr):
-    """Experts int32 and weights float32 of tokens, both [tokens, slots], zero from column top_k on.
+    """Returns experts int32 and weights float32 of tokens, both [tokens, slots]; zero from column top_k on.
 
-    Logits are rows [tokens, lanes], -inf where no expert is: Triton gives tokens to warps and lanes to threads, so that no
-    reduction leaves its warp.
+    Logits are rows [tokens, lanes], -inf where there is no expert. Triton assigns tokens to warps and lanes to threads, so
+    reductions stay within a warp.
     """
     ROWS: tl.constexpr = C.rows
     if C.biased:
@@ -381,7 +391,7 @@ def choose(rows, added, C: tl.constexpr):
     for turn in range(C.rule.top_k):
         best, bits, keys = take_best(keys, rows, C)
         weight = score_of(bits.to(tl.float32, bitcast=True), largest, C) / total
-        selected += weight  # in the order of the choice, whatever the layout of the block
+        selected += weight  # in the order of the choice, for any layout of the block
         chosen, weights = tl.where(s == turn, best[:, None], chosen), tl.where(s == turn, weight[:, None], weights)
     if C.normalize:
         weights = weights / (selected + C.rule.epsilon)[:, None]
@@ -390,15 +400,16 @@ def choose(rows, added, C: tl.constexpr):
 
 @triton.jit
 def ranked(expert, C: tl.constexpr):
-    """(rank [slots], counts [bins]) of a block of slots: how many slots before it have the same expert, and how many slots each
-    expert has. The expert of a slot that is none is -1.
+    """Returns (rank [slots], counts [bins]) of a block of slots. The rank of a slot is the number of earlier slots with the
+    same expert; counts are the numbers of slots of each expert. A slot without an expert has expert -1.
 
-    Tables are counted by comparison: tl.histogram takes bins / 32 population counts a thread and as many shared atomics a warp,
-    and a table of 16 chunks by 128 experts has 2,048 bins.
+    Tables of counts are computed by comparison. tl.histogram would take bins / 32 population counts per thread and as many
+    shared atomics per warp, and a table of 16 chunks by 128 experts has 2,048 bins.
     """
     chunked = tl.reshape(expert, [C.chunks, C.chunk])
     i = tl.arange(0, C.chunk)
-    # Slots of a chunk are along the lanes of a warp, and those before them in registers, so that few are summed across warps.
+    # The slots of a chunk are distributed over the lanes of a warp, the slots compared with them over registers. So few values
+    # are summed across warps.
     before = (tl.trans(chunked)[:, :, None] == chunked[None, :, :]) & (i[:, None, None] < i[None, None, :])
     rank = tl.reshape(tl.sum(before.to(tl.int32), 0), [C.slots])
     known = tl.maximum(expert, 0)
@@ -415,10 +426,12 @@ def ranked(expert, C: tl.constexpr):
 
 @triton.jit
 def begins(counts, C: tl.constexpr):
-    """(begins int64 [bins], ends int64) of the slots and tiles of each expert, of the number of its slots.
+    """Returns (begins int64 [bins], ends int64): the first slot position and first tile of each expert, from its number of
+    slots `counts`; and their totals.
 
-    Bits 0 to 20 are the number of slots of the experts before, bits 21 to 41 that of their tiles, and from bit 42 on is the
-    number of slots of the expert itself: one prefix sum, and one lookup for each slot. `ends` has the first two for all.
+    Bits 0 to 20 are the number of slots of all earlier experts, bits 21 to 41 the number of their tiles, and the bits from 42
+    on the number of slots of the expert. So one prefix sum, and one lookup for each slot, suffice. `ends` has the first two
+    fields, for all experts.
     """
     both = counts.to(tl.int64) | (((counts + (C.tile_rows - 1)) // C.tile_rows).to(tl.int64) << _BITS)
     return (tl.cumsum(both, 0) - both) | (counts.to(tl.int64) << (2 * _BITS)), tl.sum(both, 0)
@@ -426,13 +439,14 @@ def begins(counts, C: tl.constexpr):
 
 @triton.jit
 def field(packed, i: tl.constexpr):
-    """Field i of the numbers of `begins`, int32."""
+    """Returns field i of a number of `begins`, int32."""
     return ((packed >> (i * _BITS)) & _FIELD).to(tl.int32)
 
 
 @triton.jit
 def place(expert, here, slot, rank, begin, order, tiles, C: tl.constexpr):
-    """Stores slots at their positions, and tiles by the slots that begin them. `rank` is that among all slots."""
+    """Stores slots at their positions; the first slot of a tile also stores the tile's entry. `rank` counts all earlier slots
+    of the expert."""
     of_expert = tl.gather(begin, tl.where(here, expert, 0), 0)
     position = field(of_expert, 0) + rank
     tl.store(order + position, slot, mask=here)
@@ -445,7 +459,7 @@ def place(expert, here, slot, rank, begin, order, tiles, C: tl.constexpr):
 
 @triton.jit
 def store_totals(begin, ends, offsets, tile_count, C: tl.constexpr):
-    """Stores the first position of each expert, the number of slots and that of tiles."""
+    """Stores the first position of each expert, the number of slots and the number of tiles."""
     e = tl.arange(0, C.bins)
     tl.store(offsets + e, field(begin, 0), mask=e < C.experts)
     tl.store(offsets + C.experts, field(ends, 0))
@@ -456,7 +470,7 @@ def store_totals(begin, ends, offsets, tile_count, C: tl.constexpr):
 def sort_few(expert, here, slot, rank, counts, slots, bound, order, offsets, tiles, tile_count, C: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """Sorts all slots in one block; `rank` and `counts` as by `ranked`, 3 * `bound` <= TILES."""
+    """Sorts all slots in one block; `rank` and `counts` are those of `ranked`. 3 * `bound` <= TILES."""
     begin, ends = begins(counts, C)
     place(expert, here, slot, rank, begin, order, tiles, C)
     store_totals(begin, ends, offsets, tile_count, C)
@@ -468,13 +482,13 @@ def sort_few(expert, here, slot, rank, counts, slots, bound, order, offsets, til
 
 @triton.jit
 def known_expert(given, here, C: tl.constexpr):
-    """int32 experts of any integers: -1 for those that are not among the experts, and where not `here`."""
+    """Converts experts to int32: -1 for numbers that are not experts, and where `here` is False."""
     return tl.where(here & (given >= 0) & (given < C.experts), given, -1).to(tl.int32)
 
 
 @triton.jit
 def store_choice(experts, weights, chosen, weight, token, T, C: tl.constexpr):
-    """Stores the choice of tokens; returns (which of [tokens, slots] are slots, slots)."""
+    """Stores the experts and weights of tokens; returns (mask [tokens, slots] of slots that exist, their indices)."""
     s = tl.arange(0, C.slots)
     slot = token[:, None] * C.rule.top_k + s[None, :]
     valid = (token < T)[:, None] & (s < C.rule.top_k)[None, :]
@@ -485,7 +499,8 @@ def store_choice(experts, weights, chosen, weight, token, T, C: tl.constexpr):
 
 @triton.jit
 def chosen_and_stored(experts, weights, logits, bias, T, stride, C: tl.constexpr):
-    """Chooses the experts of a block of tokens and stores them: (experts, which of them exist, slots), [tokens, slots] each."""
+    """Chooses the experts of a block of tokens and stores them. Returns (experts, mask of those that exist, indices of slots),
+    [tokens, slots] each."""
     token = tl.program_id(0) * C.tokens + tl.arange(0, C.tokens)
     added = loaded(bias, True, C) if C.bias else ()
     if C.overlap:
@@ -522,9 +537,9 @@ def route_tokens(
     experts, weights, order, offsets, tiles, tile_count, x, router, bias, sums, arrived, T, stride, columns, bound,
     C: tl.constexpr, S: tl.constexpr, P: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies tokens by some rows of the router's weight in a part of K; the last block adds the parts and routes.
+    """Multiplies tokens by some rows of the router's weight over a part of K; the last block adds the parts and routes.
 
-    The number of columns of `sums` is P.columns. The compiler is not to know: it would load vectors, and divide a token's
+    `sums` has P.columns columns. They are an argument, since the compiler would otherwise load vectors and divide a token's
     logits among warps.
     """
     if C.overlap:
@@ -538,7 +553,7 @@ def route_tokens(
         cuda.gdc_wait()
     row = t.to(tl.int64) * stride
     if PIECES:
-        row = row * 8  # the factor proves the alignment of vectors
+        row = row * 8  # lets the compiler prove the alignment of vectors
     x_at, of_x = x + row[None, :] + k[:, None], (t < T)[None, :]
     total = tl.dot(w, tl.load(x_at, mask=of_x & (k < P.k)[:, None], other=0.0))
     for step in range(P.step, P.part, P.step):
@@ -562,7 +577,8 @@ def route_blocks(
     experts, weights, order, offsets, tiles, tile_count, logits, bias, ranks, counted, arrived, T, stride, bound,
     C: tl.constexpr, B: tl.constexpr, S: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Chooses the experts of some tokens, whose slots B ranks; the last of BLOCKS <= ROWS blocks sorts the slots of all, S."""
+    """Chooses the experts of some tokens and ranks their slots with configuration B; the last of BLOCKS <= ROWS blocks sorts
+    all slots, with configuration S."""
     if C.overlap:
         cuda.gdc_launch_dependents()
     chosen, valid, slot = chosen_and_stored(experts, weights, logits, bias, T, stride, C)
@@ -633,7 +649,7 @@ def count_slots(counts, experts, weights, given_experts, given_weights, slots, S
 
 @triton.jit(do_not_specialize=["chunks"])
 def sum_counts(counts, totals, chunks, COLUMNS: tl.constexpr, ROWS: tl.constexpr, S: tl.constexpr):
-    """Replaces the counts of a chunk by the sums of those before, for some experts, and stores the totals."""
+    """Replaces each chunk's counts by the sums over earlier chunks, for some experts, and stores the totals."""
     if S.overlap:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
@@ -698,7 +714,7 @@ class _SortMany:
         self.place = Launcher(place_slots, (self.chunks, 1, 1), MOST_WARPS, overlap=overlap)
 
     def __call__(self, made: RoutingTensors, experts: Tensor | None, weights: Tensor | None) -> None:
-        """Sorts the slots of the given experts; None: of those in `made`."""
+        """Sorts slots by the given experts; None: by the experts in `made`."""
         space = torch.empty((self.chunks + 1, self.config.bins), dtype=torch.int32, device=made.order.device)
         totals, counts = space[0], space[1:]
         self.count(counts, made.experts, made.weights, experts, weights, self.slots, self.config)
@@ -707,9 +723,9 @@ class _SortMany:
 
 
 class RoutePlan:
-    """A routing of `tokens` tokens, 1 or more, to `experts` experts under `rule`: made once, called many times.
+    """The plan of a routing of `tokens` tokens, 1 or more, to `experts` experts under `rule`: created once, called many times.
 
-    `bias` says whether there is one. A plan serves one GPU, one type and alignment of logits.
+    `bias`: True if there is a bias. A plan serves one GPU, one type and alignment of logits.
     """
 
     def __init__(self, tokens: int, experts: int, rule: RouterRule, bias: bool, tile_rows: int, machine: Machine) -> None:
@@ -736,7 +752,7 @@ class RoutePlan:
 
     @property
     def workspace(self) -> tuple[int, int]:
-        """32-bit words of the one workspace, and int32 counters (which are zero before and after)."""
+        """Number of 32-bit words of the workspace, and of int32 counters, which are zero before and after."""
         if not self.few or self.blocks == 1:
             return 0, 0
         return self.tokens * self.top_k + self.blocks * self.sorts[1].bins, 1
@@ -760,7 +776,7 @@ class RoutePlan:
 
 
 class RouteTokensPlan:
-    """A routing of `tokens` tokens of K features, 1 to 16, by a router's weight: made once, called many times.
+    """The plan of a routing of `tokens` tokens (1 to 16) of K features by a router's weight: created once, called many times.
 
     `pieces` promises that the row stride of x is a multiple of 8 and that x and weight start at multiples of 16 bytes. A plan
     serves one GPU, one type and alignment of x and weight.
@@ -782,7 +798,7 @@ class RouteTokensPlan:
 
     @property
     def workspace(self) -> tuple[int, int]:
-        """float32 elements of the one workspace, and int32 counters (which are zero before and after)."""
+        """Number of float32 elements of the workspace, and of int32 counters, which are zero before and after."""
         return self.product.parts * self.product.tokens * self.product.columns, 1
 
     def __call__(self, x: Tensor, router: Tensor, bias: Tensor | None, space: Tensor, arrived: Tensor) -> RoutingTensors:
@@ -795,7 +811,8 @@ class RouteTokensPlan:
 
 
 class GroupPlan:
-    """A routing of `tokens` tokens, 1 or more, to `top_k` given ones of `experts` experts: made once, called many times.
+    """The plan of a sort of the slots of `tokens` tokens, 1 or more, by `top_k` given experts of `experts`: created once,
+    called many times.
 
     A plan serves one GPU and one type and alignment of experts and weights, which are contiguous.
     """

@@ -1,18 +1,21 @@
 """Sampling of the next token of each row from its logits, bit-equal to reference/sampling.py. Plain Triton.
 
-Reads   logits fp16, bf16 or fp32 [B, V], any row stride; slots of rows; settings of slots, 64 bytes each; of those slots that
-        use them, counts int32 [V] and bias fp32 [V]
-Writes  token and log-probability of each row; token, position, number of tokens and count of the token of each slot, except the
-        last slot, a dummy that padding rows map to
-Steps   survey: chunks of 2048 tokens: largest logit and sum of exponentials of the raw logits, largest adjusted logit. The last
-        block to arrive for a row combines the chunks, and samples if the row is greedy. With ADJUST off, that is all
-        weigh: masses of chunks, exact integers; without top-k and top-p the last block samples: chunk, then token. With them
-        also counts of masses in 20 levels of two octaves each, from which the last block computes which levels have candidates
-        collect: writes keys of candidates to a list, in order
-        settle: one block a row searches the thresholds in the list, two bits at a time, and samples
-Overlap each may start while the previous one runs (programmatic dependent launch, sm_90): before the wait it reads what no
-        kernel writes, slots of rows and their settings
-Wrong   a row with a NaN or +inf, or with nothing but -inf: its log-probability is NaN, its token as if a NaN were -inf
+Reads   logits fp16, bf16 or fp32 [B, V], any row stride; slots of rows; settings of slots, 64 bytes each; counts int32 [V] and
+        bias fp32 [V] of the slots that use them
+Writes  token and log-probability of each row. For each slot: its token, position and number of tokens, and the count of the
+        token; not for the last slot, a dummy that padding rows map to
+Passes  survey: each block computes for a chunk of 2048 tokens the largest raw logit, the sum of exponentials of raw logits, and
+        the largest adjusted logit. The last block to arrive for a row combines its chunks, and samples greedy rows. With ADJUST
+        False (all rows greedy, no adjustments) no other pass runs
+        weigh: each block computes the mass of a chunk, an exact integer. For rows without top-k and top-p, the last block
+        samples a chunk, then a token within it. For other rows, each block also counts its tokens in 20 levels of mass (two
+        octaves each), from which the last block computes the levels that top-k or top-p can keep; tokens in these levels are
+        candidates
+        collect: appends the keys of candidates to a list, in the order of tokens
+        settle: one block per row searches the list for the thresholds of top-k and top-p, two bits at a time, and samples
+Overlap each pass may start while the previous one runs (programmatic dependent launch, sm_90). Before the wait it only reads
+        the slots of rows and their settings, which no kernel writes
+Invalid rows with a NaN or +inf, or with -inf alone, get the log-probability NaN; their token is sampled as if NaN were -inf
 Exact   sums of masses are integers and chunks depend on V alone, so a row's token and log-probability depend on neither B nor
         other rows. The log-probability is float32 with sums in a fixed order. Tested: tests/kernels/elementwise/test_sample.py
 """
@@ -31,17 +34,18 @@ from lowbit.kernels.reference import sampling
 from lowbit.kernels.reference.sampling import SampleInputs
 
 SIZE = 2048
-"""Tokens of a chunk: 63 blocks for a vocabulary of 128256, one 16-byte vector of 16-bit logits a thread."""
+"""Number of tokens per chunk. A vocabulary of 128256 then takes 63 blocks, and a thread has one 16-byte vector of 16-bit
+logits."""
 
 WARPS = 8
 TILE, SEARCH_WARPS = 4096, 16
-"""Keys of the list that a block of `settle` reads at a time, and its number of warps."""
+"""Number of keys that a block of `settle` reads at a time, and its number of warps."""
 
 LEVELS = 20
-"""Levels of two octaves of mass: 2^16 keys each."""
+"""Number of levels of mass. A level spans two octaves, which are 2^16 keys."""
 
 HEAD = 4
-"""32-bit words of a row that kernels pass to the next one."""
+"""Number of 32-bit words per row that one pass stores for later passes."""
 
 _WORDS, _HEAD, _LEVELS = tl.constexpr(sampling.WORDS), tl.constexpr(HEAD), tl.constexpr(LEVELS)
 _TEMPERATURE, _TOP_K = tl.constexpr(sampling.TEMPERATURE), tl.constexpr(sampling.TOP_K)
@@ -57,19 +61,19 @@ _BEST, _LARGEST, _LOG_SUM, _LEVEL = (tl.constexpr(i) for i in range(4))
 
 @triton.jit
 def real(pointer):
-    """Reads a float32 stored in 32-bit words."""
+    """Loads a float32 that is stored in an array of 32-bit words."""
     return tl.load(pointer).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def distances(x, largest):
-    """Returns largest - x, and 0 where they are equal, infinities too."""
+    """Returns largest - x, and 0 where x equals largest, also where both are infinite."""
     return tl.where(x == largest, 0.0, largest - x)
 
 
 @triton.jit
 def given_logits(logits, at, V: tl.constexpr):
-    """Loads logits of a row in float32; beyond V they are -inf."""
+    """Loads logits of a row as float32; -inf beyond V."""
     return tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
 
 
@@ -81,7 +85,8 @@ def cleaned(x):
 
 @triton.jit
 def adjusted(x, at, words, counts, bias, ends, flags, V: tl.constexpr, ENDS: tl.constexpr):
-    """Applies everything before temperature to logits x of the tokens `at`. `fma(a, b, 0)` keeps products from being fused."""
+    """Applies penalties, bias and bans, which precede the temperature, to logits x of the tokens `at`. Products are `fma(a, b,
+    0)`, so that the compiler does not fuse them with additions."""
     if flags & _HELD:
         held = tl.load(words + _GENERATED) < tl.load(words + _MINIMUM)
         for e in tl.static_range(ENDS):
@@ -101,7 +106,7 @@ def adjusted(x, at, words, counts, bias, ends, flags, V: tl.constexpr, ENDS: tl.
 
 @triton.jit
 def keys_of(logits, at, best, scale, words, counts, bias, ends, flags, V: tl.constexpr, ENDS: tl.constexpr):
-    """Keys of the tokens `at`; those beyond V have mass 0."""
+    """Returns the keys of the tokens `at`; keys of tokens beyond V have mass 0."""
     x = adjusted(cleaned(given_logits(logits, at, V)), at, words, counts, bias, ends, flags, V, ENDS)
     key = tl.minimum(distances(x, best) * scale, _KEYS * 1.0).to(tl.int32)
     return tl.where(at < V, key, _KEYS)
@@ -109,13 +114,13 @@ def keys_of(logits, at, best, scale, words, counts, bias, ends, flags, V: tl.con
 
 @triton.jit
 def seed_of(words):
-    """The seed of a slot, from two of its words."""
+    """Returns the seed of a slot, from two of its words."""
     return tl.load((words + _SEED).to(tl.pointer_type(tl.int64)))
 
 
 @triton.jit
 def least_of(words):
-    """Smallest mass that min-p keeps: a fraction of the largest possible mass, which the most likely token has."""
+    """Returns the smallest mass that min-p keeps: a fraction of the largest mass, which is that of the most likely token."""
     return fraction(real(words + _MIN_P)) << 16
 
 
@@ -202,10 +207,10 @@ def survey(
 
 @triton.jit
 def store_counts(levels, key, mass, SIZE: tl.constexpr):
-    """Stores counts of a chunk's keys in each level, and returns the chunk's mass.
+    """Stores the number of a chunk's keys in each level, and returns the chunk's mass.
 
-    The counts of levels 0 to 15 of 8 keys fit in one word, 4 bits each; spread to 16 bits, level 4 f + w is field f of word w.
-    Levels 16 to 19 are the fields of word 4.
+    The counts of 8 keys in levels 0 to 15 fit in one 64-bit word, 4 bits each. For the sum over all keys they are widened to 16
+    bits, in four words: level 4 f + w is field f of word w. Levels 16 to 19 are the fields of word 4.
     """
     level = key >> 16
     one = tl.full(key.shape, 1, tl.int64)
@@ -228,10 +233,11 @@ def store_counts(levels, key, mass, SIZE: tl.constexpr):
 def look_down(
     words, head, sums, levels, offsets, total, CHUNKS: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """Returns the number of levels of a row that top-k, or else top-p, can reach, and the number of candidates in them before
-    each chunk and in all.
+    """Stores the last level of a row that top-k (without top-k: top-p) can reach, and the number of candidates, which are the
+    keys in the levels up to it: before each chunk and in total.
 
-    All tokens of a level have at most its first mass, which bounds the mass below it.
+    For top-p, the mass of the levels after a level is bounded by the largest mass of each of these levels times its number of
+    tokens.
     """
     c = tl.arange(0, PADDED)[:, None]
     level = tl.arange(0, 32)[None, :]
@@ -311,7 +317,8 @@ def weigh(
 
 @triton.jit
 def search(keys, n, level, total, words, TILE: tl.constexpr):
-    """Returns which of the n candidates is sampled after top-k, top-p of `total` or of what top-k leaves of it, and min-p."""
+    """Returns the index of the candidate, of n, that is sampled after top-k, top-p and min-p. `total` is the row's mass; with
+    top-k, top-p refers to the mass that top-k keeps."""
     top_k, top_p = tl.load(words + _TOP_K), real(words + _TOP_P)
     last = tl.full((), _KEYS - 1, tl.int32)
     if top_k > 0:
@@ -358,7 +365,7 @@ def settle(
     V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
     ENDS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Samples a row with top-k or top-p: finds its position in the list, then in the chunk from which the list has it."""
+    """Samples a row with top-k or top-p: finds the sampled candidate's index in the list, then its chunk, then its token."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     b = tl.program_id(0)
@@ -389,10 +396,10 @@ def settle(
 
 
 class SamplePlan:
-    """A call for one shape: made once, called many times.
+    """The plan of a call for one shape: created once, called many times.
 
-    `rows` B, a vocabulary of `vocab`, rows of logits `stride` elements apart, `slots` slots, `ends` stop tokens; `filters` as
-    `any_filter` of ops/sample.py. A plan serves one GPU, one type and alignment of logits.
+    `rows`: B. `vocab`: V. `stride`: elements between rows of logits. `slots`: number of slots. `ends`: number of stop tokens.
+    `filters`: `any_filter` of ops/sample.py. A plan serves one GPU, one type and alignment of logits.
     """
 
     def __init__(self, rows: int, vocab: int, stride: int, slots: int, ends: int, filters: bool, overlap: bool) -> None:
@@ -408,13 +415,12 @@ class SamplePlan:
 
     @property
     def workspace(self) -> tuple[int, int]:
-        """32-bit words of the one workspace, and int32 counters (which are zero before and after)."""
+        """Number of 32-bit words of the workspace, and of int32 counters, which are zero before and after."""
         return self.rows * sum(self._parts), self.rows
 
     @property
     def _parts(self) -> tuple[int, ...]:
-        """32-bit words of a row: masses and levels of chunks, total; words passed between kernels, offsets; keys, rounded up to
-        even."""
+        """Numbers of 32-bit words per row, for each array of the workspace."""
         if not self.filters:
             return (4 * self.chunks,)
         return (2 * self.chunks, 10 * self.chunks, 2, 4 * self.chunks, HEAD, self.chunks + 1, self.vocab)

@@ -1,7 +1,8 @@
-"""out[T, N] = y[T * top_k, N] summed over the slots of each token, + residual[T, N]: the end of an expert layer. Plain Triton.
+"""out[T, N] = y[T * top_k, N] summed over the slots of each token, + residual[T, N]: the last kernel of an expert layer. Plain
+Triton.
 
 Reads   y and residual fp16 or bf16, contiguous
-Blocks  a run of columns of one token, 8 elements a thread; all slots are loaded before the first is added
+Blocks  consecutive columns of one token, 8 elements per thread; all slots are loaded before the first is added
 Overlap waits for the previous kernel, then lets the next one start (programmatic dependent launch, sm_90)
 Exact   sums in float32, slot 0 first, the residual last; one rounding. Tested: tests/kernels/elementwise/test_sum_slots.py
 """
@@ -19,10 +20,10 @@ from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rows import row_of
 
 COLUMNS = 1024
-"""Columns of a block: 16 bytes of each slot a thread."""
+"""Number of columns per block: 16 bytes of each slot per thread."""
 
 REGISTERS = 128
-"""Limit per thread: room for 16 bytes of each slot."""
+"""Limit of registers per thread, which hold 16 bytes of each slot."""
 
 
 @triton.jit
@@ -30,7 +31,7 @@ def sum_rows(
     out, y, residual, WIDTH: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Sums COLUMNS columns of one token. PIECES: rows are multiples of 8 elements, which start at multiples of 16 bytes."""
+    """Sums COLUMNS columns of one token. PIECES: rows have a multiple of 8 elements and start at multiples of 16 bytes."""
     token = tl.program_id(0)
     i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     STRIDE: tl.constexpr = WIDTH // 8 if PIECES else WIDTH
@@ -51,13 +52,14 @@ def sum_rows(
 
 
 class SumSlotsPlan:
-    """A call for one shape: made once, called many times; `vectors` as in the kernel, for y and residual."""
+    """The plan of a call for one shape: created once, called many times. `vectors`: rows of y and residual have a multiple of 8
+    elements and start at multiples of 16 bytes."""
 
     def __init__(self, tokens: int, top_k: int, width: int, vectors: bool, machine: Machine) -> None:
         self.tokens, self.width = tokens, width
         overlap = machine.arch.sm >= 90
         self.constants = (width, top_k, COLUMNS, vectors, overlap)
-        # With the 32 registers that ptxas takes by itself it adds the first slots before it loads the last ones.
+        # By default ptxas uses 32 registers, and then adds the first slots before it loads the last ones.
         self.launch = Launcher(sum_rows, (tokens, -(-width // COLUMNS), 1), 4, overlap=overlap, registers=REGISTERS)
 
     def __call__(self, y: Tensor, residual: Tensor | None) -> Tensor:

@@ -1,1 +1,1 @@
-"""Pieces of which kernels are made: what several of them share, and what would not fit into the file of one."""
+"""Parts that several kernels share, or that were moved out of one kernel's file to keep it short."""

@@ -1,4 +1,5 @@
-"""Dequantization of one tile to 8-bit operands as PTX: words of 16 rows x 128 k per warp -> operand A (parts/operand.py)."""
+"""Dequantization of one tile to 8-bit operands as PTX: words of 16 rows x 128 columns of K per warp -> operand A
+(parts/operand.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from lowbit.kernels.parts.gluon import gl, gluon
 from lowbit.kernels.parts.operand import REGISTERS
 
 TILES = 2
-"""Tiles of FragmentOrder, of 64 k each, in 128 k."""
+"""Number of tiles of FragmentOrder, each 64 columns of K, in 128 columns."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class ByteDequantizer(CodePlanes):
 
     @property
     def asm(self) -> str:
-        """Outputs: the registers of 128 k. Inputs: the words of both tiles."""
+        """PTX of the conversion. Outputs: the registers of 128 columns of K. Inputs: the words of both tiles."""
         c, lines = self.conversion, []
         for run in range(REGISTERS // c.registers):
             lines.append("{ .reg .b32 " + ", ".join(c.program.inputs) + ";")
@@ -49,6 +50,6 @@ class ByteDequantizer(CodePlanes):
 
 @gluon.jit
 def dequantize(words, C: gl.constexpr):
-    """Returns the registers of operand A for 128 k."""
+    """Returns the registers of operand A for 128 columns of K."""
     D: gl.constexpr = C.dequantizer
     return gl.inline_asm_elementwise(D.asm, D.constraints, words, dtype=D.types, is_pure=True, pack=1)

@@ -1,14 +1,16 @@
 """Split-K over the two blocks of a cluster: an exchange of partial sums through distributed shared memory.
 
-Each block has summed one half of K. It sends one half of its columns to the other block and adds what it receives to the rest.
+Each block has summed one half of K for all columns. It sends the sums of one half of the columns to the other block, and adds
+the sums that it receives to its own sums of the other half.
 
-Sums go from registers to the stages of the other block, which nothing reads any more, and to the same thread there. So no
-layout changes, and `st.async` moves four sums at a time. Each block has two barriers after those of the stages: `writable`, 1
-arrival from each warp of the other block, says that its stages may be overwritten; `received` counts bytes of sums.
+A thread writes its sums into the other block's stages, which are no longer read. The thread with the same index in the other
+block reads them. So the layout stays the same, and `st.async` stores four sums at a time. Each block has two barriers after
+those of the stages: `writable`, 1 arrival from each warp of the other block, says that its stages may be overwritten;
+`received` counts bytes of sums.
 
 One barrier of the cluster makes sure that both blocks have initialised these barriers. Every warp of a block arrives at it,
-also those without work. No arrival here has release semantics at cluster scope: that would be a fence of the whole GPU. Source:
-PTX ISA, distributed shared memory.
+also warps without work. No arrival here has release semantics at cluster scope, since that would be a fence of the whole GPU.
+Source: PTX ISA, distributed shared memory.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ class ClusterExchange:
 
     @property
     def init(self) -> str:
-        """Initialises both barriers; thread $1 = 0 does."""
+        """PTX that initialises both barriers, in the thread whose $1 is 0."""
         return (
             "{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; setp.eq.s32 p, $1, 0;\n"
             f"@p mbarrier.init.shared::cta.b64 [at+{self.start}], {self.warps};\n"
@@ -42,8 +44,8 @@ class ClusterExchange:
 
     @property
     def permit_writes(self) -> str:
-        """Permits block $1 of the cluster to write this block's stages, once the whole warp has read them; the thread whose $2
-        is 0 arrives."""
+        """PTX that permits block $1 of the cluster to write this block's stages, once the whole warp has read them. The thread
+        whose $2 is 0 arrives."""
         return (
             "{ .reg .pred p; .reg .b32 at; bar.warp.sync 0xffffffff; mov.u32 at, global_smem; setp.eq.s32 p, $2, 0;\n"
             f"add.u32 at, at, {self.start}; mapa.shared::cluster.u32 at, at, $1;\n"
@@ -69,7 +71,7 @@ class ClusterExchange:
 
     @property
     def send(self) -> str:
-        """Sends sums $4 to $7 to byte $8 of the shared memory of block $12; of the four places only the first is used."""
+        """PTX that stores sums $4 to $7 at byte $8 of the shared memory of block $12. Addresses $9 to $11 are ignored."""
         return (
             f"{{ .reg .b32 to, bar; mov.u32 to, global_smem; add.u32 bar, to, {self.start + 8}; add.u32 to, to, $8;\n"
             "mapa.shared::cluster.u32 to, to, $12; mapa.shared::cluster.u32 bar, bar, $12;\n"
@@ -82,7 +84,7 @@ class ClusterExchange:
 
 @gluon.jit
 def exchange_halves(low, high, half, C: gl.constexpr):
-    """Returns the total of column half `half`, 0 or 1, of this block and the other one; the other block has the other half."""
+    """Returns the total over both blocks for column half `half`, 0 or 1. The other block gets the total of the other half."""
     P: gl.constexpr = C.exchange
     thread = gl.arange(0, C.threads, C.threads_layout)
     other = thread * 0 + (1 - half)

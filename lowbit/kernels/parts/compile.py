@@ -1,13 +1,13 @@
-"""Compiles kernels ahead of use, in several processes: one kernel takes Triton a second or two, a model has dozens.
+"""Compiles kernels ahead of use in several processes. Triton compiles one kernel in a second or two; a model has dozens.
 
     with recording() as kernels:
         model(x)                        # records kernels instead of launching them
     for done in compile_all(kernels):   # into Triton's cache on disk, where the first launch finds them
         print(done, "of", len(kernels))
 
-A worker process gets a kernel by name and its arguments without their contents. It needs no GPU, has this process's `sys.path`,
-and neither imports nor repeats what the program does. A kernel that fails to compile fails again, with its message, at its
-launch.
+A worker process gets a kernel by name and its arguments without their contents. It needs no GPU and has this process's
+`sys.path`. It does not import or run the program's main module. A kernel that fails to compile fails again, with its message,
+at its launch.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ from lowbit.kernels.parts.gluon import CompiledKernel, build_launcher, without_g
 from lowbit.kernels.parts.launch import RecordedKernel
 
 FEW = 3
-"""Fewer kernels are compiled faster here than worker processes start, which import torch and Triton first."""
+"""With fewer kernels than this, compiling in this process is faster than starting workers, which first import torch and
+Triton."""
 MOST_PROCESSES = 16
-"""All workers fork from one process, so their imports, torch and Triton, take memory once: 0.4 GB."""
+"""Limit of workers. All fork from one process, so their imports (torch and Triton) take memory once: 0.4 GB."""
 PR_SET_CHILD_SUBREAPER = 36
-"""Linux, sys/prctl.h: orphans among a process's descendants become its children, not those of the machine's init."""
+"""From Linux's sys/prctl.h: makes orphaned descendants of a process its children, instead of children of init."""
 
 
 def compile_all(kernels: Sequence[RecordedKernel], sm: int, processes: int | None = None) -> Iterator[int]:
-    """Compiles kernels for GPUs of compute capability `sm` (90: 9.0); yields after each the number that is done.
+    """Compiles kernels for GPUs of compute capability `sm` (90: 9.0); yields the number of finished kernels after each.
 
-    `processes` workers (default: one per core, at most MOST_PROCESSES) do it; they end when the iterator is closed. If a worker
-    dies, the others do its work; kernels that no worker is left for count as done, and compile at their launch.
+    It uses `processes` workers (default: one per core, at most MOST_PROCESSES), which end when the iterator is closed. If a
+    worker dies, the others compile its kernels. If all die, the remaining kernels count as finished and are compiled at their
+    launch.
     """
     count = min(processes or len(os.sched_getaffinity(0)), MOST_PROCESSES, len(kernels))
     left: queue.SimpleQueue[RecordedKernel | None] = queue.SimpleQueue()
@@ -75,7 +77,7 @@ def compile_all(kernels: Sequence[RecordedKernel], sm: int, processes: int | Non
 
 
 def _end(first: subprocess.Popen[bytes]) -> None:
-    """Ends the process group of the first process, which reaps its forks: in a container nothing else would."""
+    """Ends the process group of the first process. That process reaps its forks, because in a container nothing else would."""
     for asked, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(first.pid, asked)
@@ -85,8 +87,8 @@ def _end(first: subprocess.Popen[bytes]) -> None:
 
 
 def _processes(sm: int, count: int) -> tuple[subprocess.Popen[bytes], list[socket.socket]]:
-    """Starts a process that runs `main` with this process's `sys.path` (with `-m` Python would change it) and forks `count`
-    workers, in a process group of their own. Returns it, and a socket to each worker."""
+    """Starts a process that runs `main` with this process's `sys.path` (`python -m` would change that path) and forks `count`
+    workers, all in a new process group. Returns it, and a socket to each worker."""
     path = [entry for entry in sys.path if isinstance(entry, str)]
     with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
         ends, files = [], []
@@ -105,7 +107,7 @@ def _processes(sm: int, count: int) -> tuple[subprocess.Popen[bytes], list[socke
 
 
 def _feed(end: socket.socket, left: queue.SimpleQueue[RecordedKernel | None], done: queue.SimpleQueue[bool]) -> None:
-    """Sends a worker one kernel after the other, until there are no more or it has ended."""
+    """Sends a worker one kernel after the other, until no kernels are left or the worker has ended."""
     try:
         lives = True
         with end, end.makefile("rb") as answers:
@@ -148,11 +150,11 @@ def misses() -> Iterator[list[str]]:
 
 
 def compiled(kernels: Sequence[RecordedKernel], sm: int) -> Iterator[int]:
-    """Compiles kernels into this process, for GPUs of compute capability `sm`; yields before each the number that is done.
-    After the first one that Triton's cache on disk lacks, worker processes compile the rest."""
+    """Compiles kernels into this process, for GPUs of compute capability `sm`; yields the number of finished kernels before
+    each. After the first kernel that is missing in Triton's cache on disk, worker processes compile the rest."""
     for number, each in enumerate(kernels):
         yield number
-        with misses() as missing:  # a hook, not the time: a process's first kernel always takes long
+        with misses() as missing:  # not the time: a process's first kernel always takes long
             compile_one(each)
         left = kernels[number + 1 :]
         if missing and len(left) >= FEW:
@@ -166,8 +168,8 @@ def compiled(kernels: Sequence[RecordedKernel], sm: int) -> Iterator[int]:
 def main(sm: int, sockets: Sequence[int]) -> None:
     """Entry point of the first process: imports what compilation needs once, then forks a worker for each of `sockets` (file
     descriptors). Workers read pickled kernels line by line and answer each with a line; an error ends the worker. This process
-    ignores SIGTERM and reaps the workers, and the compilers that an ended worker leaves. It has no other threads than NumPy's
-    OpenBLAS, which stops them at a fork."""
+    ignores SIGTERM, and reaps the workers and the compiler processes that an ended worker leaves. Its only other threads are
+    those of NumPy's OpenBLAS, which stops them at a fork."""
     without_gpu(sm)
     if hasattr(libc := ctypes.CDLL(None), "prctl"):
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -176,7 +178,7 @@ def main(sm: int, sockets: Sequence[int]) -> None:
         if os.fork() == 0:
             try:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                for other in sockets[number + 1 :]:  # a closed socket is only noticed if no other process has it open
+                for other in sockets[number + 1 :]:  # workers detect a close once no process has the socket
                     os.close(other)
                 _compile_for(mine)
             finally:

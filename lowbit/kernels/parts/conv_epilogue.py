@@ -1,7 +1,7 @@
 """The epilogue of the convolution kernels of sm_90: constants, residual codes, requantization, stores.
 
-A thread has, for each of its pixels, columns that are neighbouring channels (pack/conv_layout.py). So it loads and stores words
-of codes 8 or 16 bytes at a time, without an exchange between threads. C is a WgmmaConv of parts/conv_tile.py.
+For each of its pixels a thread holds sums of neighbouring channels (pack/conv_layout.py). So it loads and stores words of codes
+8 or 16 bytes at a time, without an exchange between threads. C is a WgmmaConv of parts/conv_tile.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def split_groups(tile, C: gl.constexpr):
 
 @gluon.jit
 def codes_at(base, first_pixel, first_unit, pixels, row_units, words: gl.constexpr, C: gl.constexpr):
-    """Pointers to the `words` words of each thread, pixel and unit, and their mask; a row has row_units * 4 * words."""
+    """Returns pointers to the `words` words of each thread, pixel and unit, and their mask. A pixel has row_units * 4 * words
+    words in memory."""
     L: gl.constexpr = C.words_layout(words)
     PIXEL: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))
     UNITS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L)))
@@ -46,13 +47,14 @@ def codes_at(base, first_pixel, first_unit, pixels, row_units, words: gl.constex
 
 @gluon.jit
 def constants(values, across, C: gl.constexpr):
-    """Loads the constants [outputs] of a tile of outputs, 16 bytes at a time; written by lane_constants."""
+    """Loads the constants [outputs] of a range of outputs, 16 bytes at a time. pack/conv_layout.py stores them in this order
+    (`lane_constants`)."""
     return by_columns(gl.load(values + across * C.outputs + places_of_constants(C)), C)
 
 
 @gluon.jit
 def places_of_constants(C: gl.constexpr):
-    """Offsets [outputs / 16, 4 lanes, 4] of a thread's constants, four contiguous."""
+    """Returns the offsets [outputs / 16, 4 lanes, 4] of a thread's constants; four are contiguous in memory."""
     L: gl.constexpr = C.constants_layout
     block = gl.arange(0, C.outputs // 16, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
     lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
@@ -62,14 +64,14 @@ def places_of_constants(C: gl.constexpr):
 
 @gluon.jit
 def by_columns(found, C: gl.constexpr):
-    """Reorders constants to [outputs], as the columns of the sums; this takes no instruction."""
+    """Reorders constants to [outputs] in the column layout of the sums; this takes no instruction."""
     columns = gl.reshape(gl.permute(gl.reshape(found, [C.outputs // 16, 4, 2, 2]), [0, 2, 1, 3]), [C.outputs])
     return gl.convert_layout(columns, gl.SliceLayout(0, C.accumulator), assert_trivial=True)
 
 
 @gluon.jit
 def keep_constants(s, b, across, C: gl.constexpr):
-    """Loads s and b of a block's outputs into registers, if there are enough."""
+    """Loads s and b of a block's outputs into registers, if C.keeps_constants; else returns ()."""
     kept = ()
     if C.keeps_constants:
         kept = (constants(s, across, C), constants(b, across, C))
@@ -78,7 +80,7 @@ def keep_constants(s, b, across, C: gl.constexpr):
 
 @gluon.jit
 def tile_constants(kept, s, b, across, C: gl.constexpr):
-    """s and b of a block's outputs: from registers, or loaded again."""
+    """Returns s and b of a block's outputs: from `kept`, or loaded again for this tile."""
     if C.keeps_constants:
         return kept[0], kept[1]
     else:
@@ -87,7 +89,7 @@ def tile_constants(kept, s, b, across, C: gl.constexpr):
 
 @gluon.jit
 def per_column(values, C: gl.constexpr):
-    """Broadcasts [outputs] -> [pixels, outputs]; values per pixel are unchanged."""
+    """Broadcasts values [outputs] to [pixels, outputs]; returns values that are already [pixels, outputs] unchanged."""
     if len(values.shape) == 2:
         return values
     else:
@@ -96,7 +98,7 @@ def per_column(values, C: gl.constexpr):
 
 @gluon.jit
 def load_residual(residual, first_pixel, first_unit, pixels, row_units, C: gl.constexpr):
-    """Loads the words of residual codes of a tile while it is multiplied."""
+    """Loads the words of a tile's residual codes; called before the products, to overlap with them."""
     at, exists = codes_at(residual, first_pixel, first_unit, pixels, row_units, C.residual_words, C)
     return gl.load(at, mask=exists, other=0)
 

@@ -1,4 +1,4 @@
-"""Inputs of the convolution kernels of sm_90: their products, descriptors in memory."""
+"""Arguments of the convolution kernels of sm_90: the operands of a product, and TMA descriptors in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Product:
 
 @gluon.jit
 def map_arrived(maps, C: gl.constexpr):
-    """Makes a descriptor in memory visible to TMA, whatever was at its address before (proxy fence)."""
+    """Makes a descriptor in memory visible to TMA, even if another one was at its address before (proxy fence)."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     gl.inline_asm_elementwise(
         "fence.proxy.tensormap::generic.acquire.gpu [$1], 128;\n mov.b32 $0, 0;", "=r,l", [maps + thread * 0],

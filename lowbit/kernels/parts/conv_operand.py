@@ -1,6 +1,6 @@
-"""Operand A of the convolution kernels of sm_90: registers of codes as wgmma takes them, and the products of one tap.
+"""Operand A of the convolution kernels of sm_90: registers of codes in the layout of wgmma, and the products of one tap.
 
-C is a WgmmaConv of parts/conv_tile.py; for `multiply_tap` one whose x is read from strips (parts/strip_ring.py).
+C is a WgmmaConv of parts/conv_tile.py. For `multiply_tap` x must be read from strips (parts/strip_ring.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def join_quads(quads, count: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def operand_a(registers, count: gl.constexpr, C: gl.constexpr):
-    """Registers of 4 codes each as operand A of wgmma, pixels x 8 * count bytes of K; this takes no instruction."""
+    """Returns registers of 4 codes each as operand A of wgmma: pixels x 8 * count bytes of K. This takes no instruction."""
     QUADS: gl.constexpr = C.quads_layout
     ROWS: gl.constexpr = gl.SliceLayout(1, QUADS)
     quads = ()
@@ -38,7 +38,7 @@ def operand_a(registers, count: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def multiply_tap(acc, adds, w_ring, tap, registers, C: gl.constexpr):
-    """Starts the products of one tap, whose x is in `registers`; w of a tap is one stage of `w_ring`, or two planes of it."""
+    """Starts the products of one tap. Its x is in `registers`; its w is one stage of `w_ring`, with one plane or two."""
     COUNT: gl.constexpr = C.strip.loaded
     if C.planes == 1:
         return warpgroup_mma(

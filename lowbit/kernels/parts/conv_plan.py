@@ -16,7 +16,8 @@ from lowbit.pack.stem import StemImages
 
 
 class ConvLauncher:
-    """A kernel compiled once for each width of images; later calls may differ in grid, addresses and numbers."""
+    """Launcher of a kernel that is compiled once for each image width. Later calls may differ in grid, addresses and
+    numbers."""
 
     def __init__(self, function: Any, **options: Any) -> None:
         self.function, self.options = function, options
@@ -32,12 +33,12 @@ class ConvLauncher:
 
 
 def most_registers(blocks: int, threads: int) -> int:
-    """Most registers of a thread with which `blocks` blocks share an SM."""
+    """Largest number of registers per thread with which `blocks` blocks fit on an SM."""
     return min(65536 // (blocks * threads) // 8 * 8, 255)
 
 
 class ConvPlan:
-    """A layer prepared for one kernel, on one GPU. With `images`, its input is what they pack: a stem."""
+    """A layer prepared for one kernel, on one GPU. With `images` the layer is a stem, whose input they pack."""
 
     def __init__(self, spec: ConvSpec, packed: PackedConv, images: StemImages | None = None) -> None:
         self.spec, self.packed, self.images = spec, packed, images
@@ -50,7 +51,8 @@ class ConvPlan:
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Returns y of packed x [N, H, W, bytes]; `residual` and `second` if the layer has them; `out` is written if given."""
+        """Returns y of packed x [N, H, W, bytes]. `residual` and `second` must be given if the layer has them; y is written to
+        `out` if given."""
         raise NotImplementedError
 
     def output(self, x: Tensor, out: Tensor | None) -> Tensor:
@@ -61,7 +63,7 @@ class ConvPlan:
 
 
 class TiledConvPlan(ConvPlan):
-    """A layer of which each block of a persistent grid computes tiles of pixels, all with the same outputs."""
+    """A layer for a persistent grid. Each block computes tiles of pixels, all for the same range of output channels."""
 
     def __init__(
         self, spec: ConvSpec, packed: PackedConv, tile: ConvTile, sm_count: int, images: StemImages | None = None
@@ -72,6 +74,6 @@ class TiledConvPlan(ConvPlan):
         self.units = padded_channels(spec.outputs) // unit_channels(spec.y, tile.outputs)
 
     def rows_of_tiles(self, pixels: int) -> tuple[int, int]:
-        """Tiles of one range of outputs, and how many of them run at a time."""
+        """Returns the number of tiles of one range of output channels, and the number of these that run at a time."""
         down = -(-pixels // self.tile.pixels)
         return down, max(1, min(down, self.sm_count * self.tile.blocks // self.across))

@@ -16,7 +16,7 @@ from lowbit.pack.conv_layout import GROUP, unit_channels
 from lowbit.pack.conv_weight import planes
 
 UNIT_WORDS = gl.constexpr(UNIT // 4)
-"""Words of a unit of shared memory."""
+"""Number of 32-bit words in a unit of shared memory."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class WgmmaConv(Warpgroups):
 
     @property
     def planes(self) -> int:
-        """Planes of weights of a k block of the first product."""
+        """Number of weight planes in a k block of the first product."""
         return planes(self.x)
 
     @property
@@ -63,7 +63,7 @@ class WgmmaConv(Warpgroups):
 
     @property
     def w_tile_bytes(self) -> int:
-        """Bytes of the weights of a k block and plane."""
+        """Bytes of the weights of one k block and one plane."""
         return self.outputs * self.step_bytes
 
     @property
@@ -72,7 +72,7 @@ class WgmmaConv(Warpgroups):
 
     @property
     def w_tiles(self) -> int:
-        """Weight tiles that fit shared memory."""
+        """Number of weight tiles in shared memory."""
         return self.resident or self.stages * self.most_planes
 
     @property
@@ -129,7 +129,7 @@ class WgmmaConv(Warpgroups):
 
     @property
     def instruction(self) -> int:
-        """Columns of one wgmma; with 256 and int8 Triton 3.6 crashes."""
+        """Number of columns of one wgmma; with 256 and int8 Triton 3.6 crashes."""
         return min(self.outputs, 128)
 
     @property
@@ -151,16 +151,17 @@ class WgmmaConv(Warpgroups):
 
     @property
     def units(self) -> int:
-        """Vectors of a tile's outputs that a thread stores with one instruction each."""
+        """Number of vectors in which a thread stores a pixel's outputs, one instruction each."""
         return self.outputs // unit_channels(self.y, self.outputs)
 
     @property
     def groups(self) -> int:
-        """Groups of 8 columns of a thread in a unit."""
+        """Number of groups of 8 columns that a thread has in a unit."""
         return unit_channels(self.y, self.outputs) // (4 * GROUP)
 
     def words_layout(self, words: int) -> gl.DistributedLinearLayout:
-        """Layout [pixels, units, 4 lanes, words] of the accumulator: `words` neighbours in one register vector."""
+        """Layout [pixels, units, 4 lanes, words] with the pixels and channels of each thread's accumulator; `words` neighbours
+        are one register vector."""
         register = [[0, 0, 0, 1 << i] for i in range(words.bit_length() - 1)]
         register += [[8, 0, 0, 0]] + [[0, 1 << i, 0, 0] for i in range(self.units.bit_length() - 1)]
         lane = [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
@@ -177,7 +178,7 @@ class WgmmaConv(Warpgroups):
 
     @property
     def out_words(self) -> int:
-        """Words of output of a thread in a unit."""
+        """Number of output words that a thread has in a unit."""
         return self.groups * self.requantize.words
 
     @property

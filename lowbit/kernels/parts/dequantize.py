@@ -1,7 +1,8 @@
-"""Dequantization of one tile as PTX: the words of 16 rows x 64 k -> operand A of wgmma or mma.sync (parts/operand.py), scaled.
+"""Dequantization of one tile as PTX: the words of 16 rows x 64 columns of K -> scaled operand A of wgmma or mma.sync
+(parts/operand.py).
 
-Each thread holds a row pair (g, g + 8) of its warp's m16 row block. Registers 0 to 15 are those of four k16 steps, in the order
-of hardware/mma.py.
+Each thread holds a row pair (g, g + 8) of its warp's m16 row block. Registers 0 to 15 belong to four k16 steps, in the order of
+hardware/mma.py.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from lowbit.kernels.parts.operand import REGISTERS
 TILE_K = 64
 
 _BF16_ROOM = 133 - 24
-"""Binary orders of magnitude between the smallest subnormals of fp16 and of bf16."""
+"""log2 of the ratio of the smallest subnormals of fp16 (2^-24) and bf16 (2^-133)."""
 
 INSTRUCTION = 4
-"""Registers of operand A of one matrix instruction."""
+"""Number of registers of operand A of one matrix instruction."""
 
 
 class CodePlanes:
-    """The word groups (planes) in which the codes of a tile are loaded; 8-bit codes have two equal ones, one load."""
+    """The word groups (planes) in which the codes of a tile are loaded. 8-bit codes have two word groups of equal size, which
+    are loaded as one plane."""
 
     types = (gl.int32,) * REGISTERS
 
@@ -44,17 +46,18 @@ class CodePlanes:
         return 1 if self.bits == 8 else len(WORD_GROUPS[self.bits])
 
     def plane_words(self, plane: int) -> int:
-        """Words per lane and tile of a plane."""
+        """Number of words of a plane per lane and tile."""
         return 8 if self.bits == 8 else WORD_GROUPS[self.bits][plane]
 
     def plane_start(self, plane: int) -> int:
-        """Offset of a plane within the 32 * bits words of a tile."""
+        """Offset of a plane in words within the 32 * bits words of a tile."""
         return 32 * sum(self.plane_words(before) for before in range(plane))
 
 
 @dataclass(frozen=True)
 class Dequantizer(CodePlanes):
-    """Converts codes of `format` to fp16 or bf16, with scales per group of k (`group` 16, 32, 64, 128) or without (0).
+    """Converts codes of `format` to fp16 or bf16, with one scale per group of 16, 32, 64 or 128 columns of K (`group`) or
+    without scales (`group` 0).
 
     `zero` is "none", "integer" (w = (code - zero) * scale) or "float" (w = code * scale + zero). Every weight is rounded once.
     With `subnormal`, scales are stored multiplied by 2^24 (pack/weight.py). Codes are then used as the subnormal numbers that
@@ -78,28 +81,29 @@ class Dequantizer(CodePlanes):
 
     @property
     def groups(self) -> int:
-        """Scale groups in a tile; 0 without group scales."""
+        """Number of scale groups in a tile; 0 without group scales."""
         return max(TILE_K // self.group, 1) if self.group else 0
 
     @property
     def group_words(self) -> int:
-        """Words of scales and zeros of a row pair and group: (scale, scale), then (zero, zero)."""
+        """Number of words with scales and zeros of a row pair and group: (scale, scale), then (zero, zero) if there are
+        zeros."""
         return 1 if self.zero == "none" else 2
 
     @property
     def pair_words(self) -> int:
-        """Scale and zero words of two tiles, 128 k."""
+        """Number of scale and zero words of two tiles (128 columns of K)."""
         return 2 * TILE_K // self.group * self.group_words if self.group else 0
 
     @property
     def scale_words(self) -> int:
-        """Scale and zero words of one tile."""
+        """Number of scale and zero words of one tile."""
         return self.groups * self.group_words
 
     @property
     def epilogue_factor(self) -> float:
-        """Factor left for the epilogue: 2^24 where scales are stored multiplied by it; a float format's shift that no scale
-        absorbed."""
+        """Factor by which the epilogue must multiply sums: 2^24 where scales are stored multiplied by 2^24; without group
+        scales, the factor by which converted codes are too small; else 1."""
         if self.masked:
             return 2.0**24
         return 1.0 if self.group else self.conversion.scale_factor
@@ -115,7 +119,8 @@ class Dequantizer(CodePlanes):
 
     @property
     def asm(self) -> str:
-        """Outputs: the 16 registers, two halves each. Inputs: the words, then for each group its scale and zero words."""
+        """PTX that dequantizes a tile. Outputs: the 16 registers, two halves each. Inputs: the words, then the scale and zero
+        words of each group."""
         words = [f"${REGISTERS + i}" for i in range(self.bits)]
         scales = [f"${REGISTERS + self.bits + i}" for i in range(self.scale_words)]
         lines = [f".reg .b32 a<{REGISTERS}>, t;", *self._convert(words)]
@@ -127,11 +132,12 @@ class Dequantizer(CodePlanes):
         lines += [f"mov.b32 ${i}, a{i};" for i in range(REGISTERS)]
         return "{\n" + "\n".join(lines) + "\n}"
 
-    # ---- the same in dequantization blocks, for kernels that use operand A part by part
+    # ---- dequantization of one block at a time, for kernels that use operand A part by part
 
     @property
     def blocks(self) -> int:
-        """Dequantization blocks of a tile: whole matrix instructions along K whose codes share no word with others."""
+        """Number of dequantization blocks in a tile. A block is one or more matrix instructions along K; no word has codes of
+        two blocks."""
         return min(REGISTERS // self.conversion.fields.registers, REGISTERS // INSTRUCTION)
 
     @property
@@ -140,26 +146,26 @@ class Dequantizer(CodePlanes):
 
     @property
     def block_words(self) -> int:
-        """Words of codes of a block, which are contiguous."""
+        """Number of words with the codes of a block; they are contiguous."""
         return self.bits // self.blocks
 
     def block_groups(self, block: int) -> range:
-        """Groups of a tile whose scales a block needs."""
+        """Indices of the scale groups that a block needs, within its tile."""
         per_group = REGISTERS // max(self.groups, 1)
         first, last = block * self.block_registers // per_group, ((block + 1) * self.block_registers - 1) // per_group
         return range(first, last + 1) if self.groups else range(0)
 
     def first_group(self, block: int) -> int:
-        """The first of `block_groups`."""
+        """First index of `block_groups`."""
         return self.block_groups(block).start
 
     def end_group(self, block: int) -> int:
-        """The one after the last of `block_groups`."""
+        """Index after the last one of `block_groups`."""
         return self.block_groups(block).stop
 
     @property
     def prepared(self) -> int:
-        """Registers of a group's prepared scales and zeros; 0 without groups."""
+        """Number of registers with a group's prepared scales and zeros; 0 without groups."""
         return len(self._prepared) if self.group else 0
 
     @property
@@ -172,7 +178,8 @@ class Dequantizer(CodePlanes):
 
     @property
     def prepare_asm(self) -> str:
-        """Prepares scales. Outputs: a group's registers for `block_asm`. Inputs: its words of scales and zeros."""
+        """PTX that prepares a group's scales and zeros. Outputs: its registers for `block_asm`. Inputs: its words of scales and
+        zeros."""
         prepared = [f"${i}" for i in range(self.prepared)]
         words = [f"${self.prepared + i}" for i in range(self.group_words)]
         return "{\n.reg .b32 t;\n" + "\n".join(self._prepare(words, prepared)) + "\n}"
@@ -182,12 +189,13 @@ class Dequantizer(CodePlanes):
         return (gl.int32,) * self.block_registers
 
     def block_constraints(self, block: int) -> str:
-        """Constraints of the operands of `block_asm`."""
+        """Inline-assembly constraints of the operands of `block_asm`."""
         inputs = self.block_words + self.prepared * len(self.block_groups(block))
         return ",".join(["=&r"] * self.block_registers + ["r"] * inputs)
 
     def block_asm(self, block: int) -> str:
-        """Outputs: the registers of a block. Inputs: its words, then for each of its groups the outputs of `prepare_asm`."""
+        """PTX that dequantizes a block. Outputs: its registers. Inputs: its words, then for each of its groups the outputs of
+        `prepare_asm`."""
         count, groups = self.block_registers, self.block_groups(block)
         words = [f"${count + i}" for i in range(self.block_words)]
         lines = [f".reg .b32 a<{count}>, t;", *self._convert(words)]
@@ -201,7 +209,7 @@ class Dequantizer(CodePlanes):
     # ---- lines of PTX: a<n> are the operand's registers, t is a temporary
 
     def _convert(self, words: list[str]) -> list[str]:
-        """Converts codes to halves, from a0 on."""
+        """Converts codes to halves in the registers a0, a1, ..."""
         program, fields = self._program, self.conversion.fields
         lines = []
         for run in range(len(words) // fields.words):
@@ -214,11 +222,11 @@ class Dequantizer(CodePlanes):
         return lines
 
     def register_of(self, run: int, output: int) -> int:
-        """Register of the operand that an output of a run of the conversion becomes."""
+        """Index of the operand's register that holds output `output` of the conversion's run number `run`."""
         return run * self.conversion.fields.registers + output
 
     def output_of(self, register: int) -> int:
-        """Output of the conversion that becomes a register."""
+        """Index of the conversion's output that `register` of the operand holds."""
         return register % self.conversion.fields.registers
 
     @property
@@ -233,7 +241,8 @@ class Dequantizer(CodePlanes):
 
     @property
     def _in_two_parts(self) -> bool:
-        """True if an fp16 scale is split into two bf16 numbers: code * low has at most 5 + 3 bits and is exact."""
+        """True if an fp16 scale is split into a sum of two bf16 numbers, high + low. code * low has at most 5 + 3 significant
+        bits and is exact."""
         return self.dtype == "bf16" and self.scale_dtype == "fp16" and self.zero != "float" and self.bits <= 6
 
     @property
@@ -257,7 +266,7 @@ class Dequantizer(CodePlanes):
         if self.masked:
             return self._prepare_subnormal(words[0], name)
         factors = {"scale": self.conversion.scale_factor}
-        if self.zero != "none":  # converted codes are too small: an integer zero too, a float zero not
+        if self.zero != "none":  # converted codes are too small; so is an integer zero, but not a float zero
             factors["zero"] = 1 / self.conversion.scale_factor if self.zero == "integer" else 1.0
         if self._in_two_parts:
             return self._prepare_two_parts(words, name, factors)
@@ -274,7 +283,8 @@ class Dequantizer(CodePlanes):
         return lines
 
     def _prepare_subnormal(self, word: str, name: dict[str, str]) -> list[str]:
-        """Computes scale * 2^(24 - up), in bf16 2^(133 - up), over 2^24, and -offset * scale; all exact."""
+        """Computes f * 2^-up (for bf16: f * 2^(109 - up)) and -offset * f * 2^-24, where f is the stored scale. All are
+        exact."""
         lines = ["{ .reg .b32 f;", f"mov.b32 f, {word};"]
         if self.scale_dtype != self.dtype:
             lines.append(_PAIR_TO_FP16)
@@ -287,7 +297,7 @@ class Dequantizer(CodePlanes):
         return [*lines, f"mov.b32 t, 0x{minus:08x};", self._mul("t", "f", "t"), *_both("t", name, "minus"), "}"]
 
     def _prepare_two_parts(self, words: list[str], name: dict[str, str], factors: dict[str, float]) -> list[str]:
-        """Splits a scale of 11 bits into bf16 high + low."""
+        """Splits an fp16 scale, which has 11 significant bits, into bf16 high + low."""
         lines = ["{ .reg .f32 f; .reg .b32 both; .reg .b16 h0, h1;", f"mov.b32 {{h0, h1}}, {words[0]};"]
         for row in (0, 1):
             high, low = name[f"high_{row}"], name[f"low_{row}"]
@@ -360,21 +370,22 @@ class Dequantizer(CodePlanes):
 
 @gluon.jit
 def dequantize(words, scales, odd: gl.constexpr, C: gl.constexpr):
-    """Returns the registers of operand A for the even or odd tile of 128 k."""
+    """Returns the registers of operand A for the even or odd tile of 128 columns of K."""
     D: gl.constexpr = C.dequantizer
-    first: gl.constexpr = D.pair_words - D.scale_words if odd else 0  # with groups of 128 both have the same scale
+    first: gl.constexpr = D.pair_words - D.scale_words if odd else 0  # with groups of 128 both tiles have the same scale
     own = scales[first : first + D.scale_words]
     return gl.inline_asm_elementwise(D.asm, D.constraints, words + own, dtype=D.types, is_pure=True, pack=1)
 
 
 def _both(word: str, name: dict[str, str], kind: str) -> list[str]:
-    """Broadcasts each half of a word to both halves of a register, where `name` has that register."""
+    """PTX that broadcasts each half of a word to both halves of its register. A half without a register in `name` is
+    skipped."""
     halves = ((f"{kind}_0", "0x1010"), (f"{kind}_1", "0x3232"))
     return [f"prmt.b32 {name[asked]}, {word}, 0, {selector};" for asked, selector in halves if asked in name]
 
 
 def _widen(word: str, name: dict[str, str], kind: str, by: float) -> list[str]:
-    """Converts the two fp16 halves of a word to float32, times a power of two."""
+    """PTX that converts the two fp16 halves of a word to float32 and multiplies them by `by`, a power of two."""
     lines = ["{ .reg .f32 f; .reg .b16 h0, h1;", f"mov.b32 {{h0, h1}}, {word};"]
     for row in (0, 1):
         lines += [*_half_times(f"h{row}", by), f"mov.b32 {name[f'{kind}_{row}']}, f;"]
@@ -382,7 +393,7 @@ def _widen(word: str, name: dict[str, str], kind: str, by: float) -> list[str]:
 
 
 def _half_times(half: str, by: float) -> list[str]:
-    """Converts an fp16 number to float32 in f, times a power of two."""
+    """PTX that converts an fp16 number to float32 in register f and multiplies it by `by`, a power of two."""
     return [f"cvt.f32.f16 f, {half};", *([f"mul.f32 f, f, {float_constant(by)};"] if by != 1 else [])]
 
 

@@ -1,12 +1,11 @@
 """The epilogue of a GEMM in a decode step as data: scales and bias, then norm, gate or residual.
 
-A decode step needs few kernels where the GEMM's epilogue does what would be a kernel of its own:
+The epilogue replaces separate kernels, so a decode step has fewer of them:
 
     norm      x is h * gamma * x_factor, not yet divided by its RMS. The kernel that wrote h also wrote partial sums of squares
               of its rows, `squares` [parts, M]. The epilogue adds them up and multiplies y by 1 / (rms * x_factor)
     gate      y = act(gate) * up, or gpt-oss's clamped SwiGLU, (up + 1) * gate * sigmoid(1.702 gate). Of each 16 rows of w the
-              first 8 are gate rows, the others the up rows that they gate (pack/gated.py): both sums are in one lane for every
-              tile
+              first 8 are gate rows, the others the up rows that they gate (pack/gated.py), so both sums are in the same lane
     residual  h += y in place; then x of the next norm, h * gamma * x_factor, and the sum of squares of this block's rows of h
 
 gamma is applied where channels are known and 1 / rms where the whole row is known, so the main loop needs neither. All sums
@@ -59,9 +58,10 @@ class Epilogue:
 
 @gluon.jit
 def activated(gate, C: gl.constexpr):
-    """act(gate): silu(g) = g / (1 + exp(-g)); gelu with tanh is g / (1 + exp(-2 u)), u = sqrt(2 / pi) (g + 0.044715 g^3).
+    """Returns act(gate). silu(g) = g / (1 + exp(-g)); gelu (tanh formula) = g / (1 + exp(-2 u)), u = sqrt(2 / pi) (g + 0.044715
+    g^3).
 
-    1 / a is the square of 1 / sqrt(a), one instruction where a division is ten, off by 2^-21 at most.
+    1 / a is computed as the square of rsqrt(a). rsqrt is one instruction, a division ten; the relative error is at most 2^-21.
     """
     if C.epilogue.gate == "silu":
         power = -gate
@@ -73,7 +73,8 @@ def activated(gate, C: gl.constexpr):
 
 @gluon.jit
 def gate_times_up(gate, up, C: gl.constexpr):
-    """act(gate) * up; for "clamped_swiglu" gate is at most 7 and up in [-7, 7], and 1 is added to up. NaN stays NaN."""
+    """Returns act(gate) * up. For "clamped_swiglu" gate is clamped to at most 7 and up to [-7, 7], then 1 is added to up. NaN
+    stays NaN."""
     if C.epilogue.gate == "clamped_swiglu":
         gate = gl.where(gate > CLAMP, CLAMP, gate)
         up = gl.where(up > CLAMP, CLAMP, gl.where(up < -CLAMP, -CLAMP, up))

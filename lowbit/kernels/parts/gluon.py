@@ -1,4 +1,4 @@
-"""All differences between Triton versions: Gluon under one set of names, from 3.6 to the newest.
+"""All differences between Triton versions, from 3.6 to the newest: Gluon under one set of names.
 
 Kernels import `gluon`, `gl` and the names below from here. Importing it needs Triton but no GPU.
 """
@@ -80,11 +80,12 @@ Scalar = gl.tensor | gl.constexpr
 """Type of a pointer or number, or None, in an `aggregate`."""
 
 Tuple = triton.language.core.tuple
-"""Type of a tuple of any length in an `aggregate`, as one value for each plane of codes."""
+"""Type of a tuple of any length in an `aggregate`, for example of one value for each plane of codes."""
 
 
 def _aggregate(cls):
-    """`triton.aggregate` for Triton 3.6, which needs real types as annotations and a constructor."""
+    """Replaces `triton.aggregate` for Triton 3.6, whose version needs a constructor and does not accept strings as
+    annotations."""
     hints = cls.__annotations__ = typing.get_type_hints(cls)
 
     def init(self, *values, **named):
@@ -109,34 +110,34 @@ else:
 
 @builtin
 def part(memory, first, end, dtype, shape, layout, _semantic=None):
-    """Returns entries `first` to `end` of shared memory [entries, ..] as another type, shape and layout."""
+    """Returns entries `first` to `end` of shared memory [entries, ..] as a view with another type, shape and layout."""
     first, end = int(first), int(end)
     if hasattr(memory, "reinterpret"):
         entries = memory.slice(first, end - first, _semantic=_semantic)
         return entries.reinterpret(dtype, shape, layout, _semantic=_semantic)
-    # Triton 3.6 slices powers of two only, but accepts a view beyond one entry.
+    # Triton 3.6 only slices powers of two, but lets a view of one entry extend beyond that entry.
     entry = memory.index(first, _semantic=_semantic)
     return entry._reinterpret(dtype, shape, layout, _semantic=_semantic)
 
 
 @builtin
 def asm(text, constraints, inputs, dtype, _semantic=None):
-    """Inline PTX with side effects (it is not moved), on tensors of one element per thread; returns results of types
-    `dtype`."""
+    """Inline PTX on tensors of one element per thread; returns results of types `dtype`. It is marked as having side effects,
+    so the compiler does not move it."""
     return gl.inline_asm_elementwise(text, constraints, inputs, dtype=dtype, is_pure=False, pack=1, _semantic=_semantic)
 
 
 @builtin
 def run(asm, constraints, arguments, _semantic=None):
-    """Inline PTX run for its side effect only, on tensors of one element per thread; $0 is a dummy output."""
+    """Runs inline PTX for its side effects, on tensors of one element per thread; $0 is a dummy output."""
     gl.inline_asm_elementwise(asm, constraints, arguments, dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic)
 
 
 @builtin
 def prefetch_descriptor(descriptor, kernel, _semantic=None):
     """Prefetches a TMA descriptor, an argument of the kernel named `kernel`, so that the first copy does not wait for memory.
-    The first thread of a block does so; to be called in the kernel's own body."""
-    # Triton 3.6 does not take it as an operand of PTX: named by the number of the kernel's parameter.
+    The first thread of a block does it. Must be called in the body of the kernel itself, not in a function that it calls."""
+    # Triton 3.6 does not accept a descriptor as an operand of PTX, so it is named by its parameter's index in the kernel.
     block = _semantic.builder.get_insertion_block()
     numbers = {block.get_argument(i).id(): i for i in range(block.get_num_arguments())}
     place = f"{getattr(kernel, 'value', kernel)}_param_{numbers[descriptor.handle.id()]}"
@@ -146,12 +147,12 @@ def prefetch_descriptor(descriptor, kernel, _semantic=None):
 
 @builtin
 def wait_alone(sums, pending, _semantic=None):
-    """Returns the sums, once at most `pending` wgmma groups of this warpgroup are unfinished.
+    """Waits until at most `pending` wgmma groups of this warpgroup are unfinished, and returns the sums.
 
     `warpgroup_mma_wait` of Triton 3.9 also synchronises all warps of the block: a deadlock where warpgroups take different
     branches.
     """
-    kind = getattr(sums.type, "tensor_type", sums.type)  # unfinished products have a type of their own
+    kind = getattr(sums.type, "tensor_type", sums.type)  # sums of unfinished products have a special type
     count = math.prod(int(size) for size in kind.shape) // (32 * int(math.prod(kind.layout.warps_per_cta)))
     constraints = ",".join(["=r"] * count + [str(i) for i in range(count)])
     tensor = gl.tensor(sums.handle, kind)
@@ -182,16 +183,16 @@ COSTS = frozenset(
     f"kernels/choose/{name}.py"
     for name in ("candidate", "experts", "fused_gemm", "gemm", "large_m", "measured", "scaled_gemm", "small_m", "tiles")
 )
-"""Files of these packages that only choose tiles. A tile's numbers are in its kernel's configuration, so kernels compiled
-before a change of these files stay valid."""
+"""Files of these packages that only choose tiles. The numbers of the chosen tile are part of a kernel's configuration, so
+compiled kernels stay valid when these files change."""
 
 
 @functools.cache
 def source_digest() -> str:
     """A digest of the Python that writes PTX for the kernels.
 
-    Triton's cache of compiled kernels notices changes of a kernel's own source, but not of plain Python that it calls
-    while compiling; configurations carry this digest so that an upgrade of the library is noticed too.
+    Triton's cache of compiled kernels detects changes of a kernel's source, but not of plain Python that is called during
+    compilation. Configurations include this digest, so that an upgrade of the library recompiles its kernels.
     """
     package = Path(__file__).parents[2]
     found = sorted(file for room in WRITERS for file in (package / room).glob("**/*.py"))
@@ -221,8 +222,9 @@ def without_gpu(sm: int) -> None:
 
 
 def build_launcher(kernel: CompiledKernel) -> None:
-    """Builds the launcher of a kernel ahead: Triton 3.6 compiles C for each signature, newer ones have one launcher for all."""
+    """Builds a kernel's launcher ahead of its first launch. Triton 3.6 compiles C code for each signature; newer versions have
+    one launcher for all kernels."""
     from triton.backends.nvidia import driver
 
-    if hasattr(driver, "make_launcher") and torch.cuda.is_available():  # it is linked against libcuda
+    if hasattr(driver, "make_launcher") and torch.cuda.is_available():  # the launcher is linked against libcuda
         driver.CudaLauncher(kernel.src, kernel.metadata)

@@ -1,9 +1,9 @@
-"""x H block by block, on a row in the registers of a block of threads (parts/rows.py): log2(BLOCK) steps of butterflies.
+"""x H for each BLOCK elements of a row in the registers of a thread block (parts/rows.py): log2(BLOCK) butterfly steps.
 
-Exact   x is first divided by sqrt(BLOCK), a power of 2; then each step is one float32 sum of two numbers, a + b or a - b, of
-        elements 1, 2, 4, .. apart, in this order: the same bits for every block shape and number of rows
-Moves   steps within the VECTOR elements of a thread move nothing, steps beyond it take one shuffle per element
-        Tested: tests/kernels/elementwise/test_rotate.py
+Exact   x is first divided by sqrt(BLOCK), a power of 2. Then each step computes a + b and a - b in float32 for elements 1, 2,
+        4, .. apart, in this order, so results have the same bits for every block shape and number of rows
+Moves   steps within the VECTOR elements of a thread move no data; the other steps take one shuffle per element Tested:
+        tests/kernels/elementwise/test_rotate.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def within(value, APART: tl.constexpr):
-    """a + b, a - b of elements that are APART in one thread; value [THREADS, VECTOR]."""
+    """Returns a + b and a - b for elements at distance APART within a thread; value [THREADS, VECTOR]."""
     THREADS: tl.constexpr = value.shape[0]
     VECTOR: tl.constexpr = value.shape[1]
     pairs = tl.reshape(value, (THREADS, VECTOR // (2 * APART), 2, APART))
@@ -24,7 +24,7 @@ def within(value, APART: tl.constexpr):
 
 @triton.jit
 def across(value, APART: tl.constexpr):
-    """a + b, a - b of elements of threads that are APART."""
+    """Returns a + b and a - b for elements of threads at distance APART."""
     THREADS: tl.constexpr = value.shape[0]
     VECTOR: tl.constexpr = value.shape[1]
     pairs = tl.reshape(value, (THREADS // (2 * APART), 2, APART * VECTOR))

@@ -1,4 +1,4 @@
-"""One k block (128 k) as PTX: 16 rows of w times some tokens; codes -> halves -> mma.sync -> group scales.
+"""One k block (128 columns of K) as PTX: 16 rows of w times some tokens; codes -> halves -> mma.sync -> group scales.
 
 PTX ISA, "Matrix Fragments for mma.m16n8k16": the four registers of A are codes of rows g and g + 8 (lane group g), the
 accumulator holds rows g and g + 8 of tokens 2t and 2t + 1 (lane t of the group).
@@ -16,18 +16,18 @@ from lowbit.kernels.parts.gluon import gl
 
 BLOCK_K = 128
 BLOCK_TILES = 2
-"""Tiles of 64 k in a k block."""
+"""Number of tiles (64 columns of K) in a k block."""
 
 BLOCK_MMAS = BLOCK_K // 16
-"""Matrix instructions along K in a k block."""
+"""Number of matrix instructions along K in a k block."""
 
 DENSE = "dense"
-"""Name of the format of weights that are halves already, in the type of x."""
+"""Name of the format of weights that are stored as halves, in the type of x."""
 
 
 @dataclass(frozen=True)
 class KBlock:
-    """The arithmetic of one warp for one m16 row block and 128 k.
+    """The arithmetic of one warp for one m16 row block and one k block.
 
     `format` is the name of a number format, or `DENSE`, whose words are fragments already. `tokens` is a multiple of 8. `group`
     is 0 where scales are applied in the epilogue (per channel, per tensor), else 16, 32, 64 or 128. `zero` is "none", "integer"
@@ -47,7 +47,7 @@ class KBlock:
 
     @property
     def dense(self) -> bool:
-        """True if words are fragments already."""
+        """True if the words read from the ring are fragments, without dequantization."""
         return self.format == DENSE
 
     @property
@@ -61,42 +61,42 @@ class KBlock:
 
     @property
     def words(self) -> int:
-        """Words of codes per lane."""
+        """Number of words of codes per lane."""
         return BLOCK_TILES * self.bits
 
     @property
     def groups(self) -> int:
-        """Scale groups in a k block; 0 without group scales."""
+        """Number of scale groups in a k block; 0 without group scales."""
         return BLOCK_K // self.group if self.group else 0
 
     @property
     def pair_bytes(self) -> int:
-        """Bytes of scales (and zeros) of the two rows of a lane group, for one group of k."""
+        """Bytes of scales (and zeros) of the two rows of a lane group, for one scale group."""
         return (4 if self.zero == "none" else 8) if self.group else 0
 
     @property
     def scale_words(self) -> int:
-        """Words of scales and zeros per lane."""
+        """Number of words of scales and zeros per lane."""
         return self.groups * self.pair_bytes // 4
 
     @property
     def n8_tiles(self) -> int:
-        """n8 tiles of tokens."""
+        """Number of n8 tiles of tokens."""
         return self.tokens // 8
 
     @property
     def token_words(self) -> int:
-        """Words of x per lane."""
+        """Number of words of x per lane."""
         return 2 * BLOCK_MMAS * self.n8_tiles
 
     @property
     def accumulators(self) -> int:
-        """Accumulators per lane."""
+        """Number of accumulators per lane."""
         return 4 * self.n8_tiles
 
     @property
     def sums(self) -> int:
-        """Sums of x per lane that zero points need: two tokens per n8 tile and group."""
+        """Number of sums of x per lane, which zero points need: two tokens per n8 tile and group."""
         return 2 * self.n8_tiles * self.groups if self.zero != "none" else 0
 
     # ---- operands of the PTX, in order
@@ -120,7 +120,7 @@ class KBlock:
 
     @property
     def asm(self) -> str:
-        """Outputs: accumulators. Inputs: words, words of x, scale words, sums of x, accumulators."""
+        """PTX of a k block. Outputs: accumulators. Inputs: words of codes, words of x, scale words, sums of x, accumulators."""
         operand = operands_of(self.accumulators, self.words, self.token_words, self.scale_words, self.sums, self.accumulators)
         out, words, x, scales, sums, acc = operand
         per_group = BLOCK_MMAS // max(self.groups, 1)
@@ -144,8 +144,8 @@ class KBlock:
 
     @property
     def sum_asm(self) -> str:
-        """Sums x over each group, as zero points need: a matrix instruction whose A is all ones. Outputs: sums of x. Inputs:
-        words of x."""
+        """PTX that sums x over each scale group, for zero points, by matrix instructions whose operand A is all ones. Outputs:
+        sums of x. Inputs: words of x."""
         out, x = operands_of(self.sums, self.token_words)
         per_group = BLOCK_MMAS // self.groups
         ones = "0x3c003c00" if self.dtype == "fp16" else "0x3f803f80"
@@ -162,7 +162,7 @@ class KBlock:
         return "{\n" + "\n".join(lines) + "\n}"
 
     def _convert(self, words: list[str]) -> list[str]:
-        """Fills a0 to a31, four registers for each of the 8 matrix instructions."""
+        """Converts codes into registers a0 to a31, four for each of the 8 matrix instructions."""
         if self.dense:
             return [f"mov.b32 a{i}, {word};" for i, word in enumerate(words)]
         c, lines = self.conversion, []
@@ -177,12 +177,13 @@ class KBlock:
         return lines
 
     def _scale(self, group: int, out: list[str], scales: list[str], sums: list[str], acc: list[str]) -> list[str]:
-        """Adds the group's sums times its scales to the accumulators; element i of a lane's 4 is row g + 8 * (i / 2)."""
+        """Adds the group's sums times its scales to the accumulators. Of a lane's 4 accumulators per n8 tile, number i is in
+        row g + 8 * (i / 2)."""
         words = scales[group * self.pair_bytes // 4 :][: self.pair_bytes // 4]
         lines = _widen("s", words[0], self.scale_dtype)
         if self.zero != "none":
             lines += _widen("z", words[1], self.scale_dtype)
-            if self.factor != 1:  # the epilogue multiplies all sums by it, but zeros are not too small
+            if self.factor != 1:  # the epilogue multiplies all sums by the factor, but zeros have their true size already
                 lines += [f"mul.f32 z{row}, z{row}, {float_constant(1 / self.factor)};" for row in (0, 1)]
         for n8_tile in range(self.n8_tiles):
             for i in range(4):
@@ -210,7 +211,7 @@ def operands_of(*counts: int) -> list[list[str]]:
 
 
 def mma(dtype: HalfType, d: list[str], a: list[str], b: list[str], c: list[str]) -> str:
-    """Returns mma.sync m16n8k16 as PTX, with the registers of its four operands."""
+    """Returns the PTX instruction mma.sync m16n8k16 for the given registers of its four operands."""
     kind = "f16" if dtype == "fp16" else "bf16"
     registers = ", ".join("{" + ", ".join(group) + "}" for group in (d, a, b, c))
     return f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {registers};"

@@ -1,11 +1,11 @@
 """The epilogue of the large-M GEMM: scales and bias, then parts/epilogue.py, on the sums of a whole tile.
 
-Squares that a norm needs are added up in two steps: all threads compute 16 sums per token before the main loop, which are
-reduced through shared memory in the epilogue. TMA loads h during the main loop and stores h and x of the next norm.
+The sums of squares that a norm needs are added up in two steps. Before the main loop all threads together compute 16 sums per
+token; the epilogue reduces these through shared memory. TMA loads h during the main loop and stores h and x of the next norm.
 
 The functions take the configuration C of a kernel, which has `epilogue`, `rows`, `tokens`, `warps`, `threads`,
-`threads_layout`, `accumulator`, `store_by_tma` and the layouts of `SquaresLayouts`. A block has one token tile, and with a
-residual one tile.
+`threads_layout`, `accumulator`, `store_by_tma` and the layouts of `SquaresLayouts`. With a norm all tokens are in one token
+tile; with a residual a block also computes only one tile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lowbit.kernels.parts.scaled_epilogue import put
 from lowbit.kernels.parts.tile import Warpgroups
 
 SUMS = 16
-"""Sums of squares per token that are reduced through shared memory."""
+"""Number of sums of squares per token that are reduced through shared memory."""
 
 SQUARES = gl.constexpr(SUMS)
 
@@ -48,20 +48,20 @@ class SquaresLayouts(Warpgroups):
 
     @property
     def of_columns(self) -> gl.DistributedLinearLayout:
-        """[SUMS, tokens] with the columns of `accumulator`, the same in every warp; 8 lanes have pairs of a token's sums."""
+        """[SUMS, tokens] with the columns of `accumulator`, equal in every warp; each of 8 lanes has two of a token's sums."""
         register = [[0, 1], [8, 0], *([0, 1 << i] for i in range(3, self.tokens.bit_length() - 1))]
         lane = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
         return gl.DistributedLinearLayout(register, lane, [[0, 0]] * (self.warps.bit_length() - 1), [], [SUMS, self.tokens])
 
     @property
     def of_tokens(self) -> gl.BlockedLayout:
-        """[row blocks, tokens]: all of a token in one thread."""
+        """[row blocks, tokens] with all values of a token in one thread."""
         return gl.BlockedLayout([self.warps, 1], [1, 32], [1, self.warps], [1, 0])
 
 
 @aggregate
 class LargeMEpilogueArgs:
-    """Scales float32 and biases of channels, or None, and the factor of all sums."""
+    """Float32 scales and biases of channels (or None), and a factor for all sums."""
 
     channel_scale: Scalar
     bias: Scalar
@@ -113,14 +113,15 @@ def load_epilogue_inputs(stream, first_row, first_token, M, C: gl.constexpr):
 
 @gluon.jit
 def wait_for_h(stream, C: gl.constexpr):
-    """Waits for h, also in blocks whose split another one finishes: a copy must not outlive its block."""
+    """Waits for the copy of h. Blocks whose tile another split finishes wait too, since a copy must not outlive its block."""
     if C.epilogue.residual:
         mbarrier.wait(stream.h_there, 0)
 
 
 @gluon.jit
 def load_squares(stream, first_token, M, C: gl.constexpr):
-    """Adds partial sum i of a token to sum i % SUMS in shared memory. A barrier of the main loop precedes their use."""
+    """Adds a token's partial sums: sum j in shared memory is the sum of all partial sums i with i % SUMS = j. A barrier in the
+    main loop makes them visible before the epilogue."""
     TOKENS: gl.constexpr = C.tokens
     LAYOUT: gl.constexpr = C.of_parts
     CHUNKS: gl.constexpr = (C.epilogue.norm_parts + SQUARES - 1) // SQUARES
@@ -143,7 +144,7 @@ def rms_factors(stream, C: gl.constexpr):
 
 @gluon.jit
 def gated(sums, C: gl.constexpr):
-    """Returns act(gate) * up [rows / 2, tokens]; rows g and g + 8 of a row block are in one lane."""
+    """Returns act(gate) * up [rows / 2, tokens]. Rows g and g + 8 of a row block are in the same lane."""
     pairs = gl.reshape(sums, [C.rows // 16, 2, 8, C.tokens])
     gate, up = gl.split(gl.permute(pairs, [0, 2, 3, 1]))
     return gl.reshape(gate_times_up(gate, up, C), [C.rows // 2, C.tokens])
@@ -168,7 +169,7 @@ def finished_tile(sums, epilogue_args, first_row, N, C: gl.constexpr):
 
 @gluon.jit
 def store_squares(stream, values, row_tile, first_token, M, C: gl.constexpr):
-    """Stores sums of squares of a tile's rows: reduced in a warp within row blocks, then through shared memory."""
+    """Stores a tile's sum of squares for each token. It is reduced within row blocks by a warp, then through shared memory."""
     ROW_BLOCKS: gl.constexpr = C.rows // 16
     LAYOUT: gl.constexpr = C.of_tokens
     row_block_sums = gl.sum(gl.reshape(values * values, [ROW_BLOCKS, 16, C.tokens]), axis=1)

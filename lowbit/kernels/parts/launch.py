@@ -1,7 +1,7 @@
 """Launching: kernels compiled once, TMA descriptors by address, clusters; and the base class of plans of tiled GEMMs.
 
-A plan is all of a call that does not depend on the tensors' contents: made once for a shape, called many times. A descriptor
-contains an address, not data, so descriptors are cached by address.
+A plan holds everything of a call that depends on shapes only; it is created once for a shape and called many times. A
+descriptor contains an address, not data, so descriptors are cached by address.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowbit.kernels.parts.gluon import CompiledKernel, gl
 
 @dataclass(frozen=True)
 class Address:
-    """What a descriptor or the compiler needs of a tensor, without keeping its memory alive."""
+    """The properties of a tensor that a descriptor or the compiler needs. It does not keep the tensor's memory alive."""
 
     address: int
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class Address:
 
 @dataclass(frozen=True)
 class RecordedKernel:
-    """A kernel to compile: its function by name, and its arguments as far as the compiler specialises on them."""
+    """A kernel to compile: its function's name, and the properties of its arguments that the compiler specialises on."""
 
     module: str
     name: str
@@ -47,8 +47,8 @@ _thread = threading.local()
 
 @contextmanager
 def recording() -> Iterator[list[RecordedKernel]]:
-    """Records the kernels that this thread launches instead of launching them, and lists on exit those not compiled yet, each
-    once. Outputs are uninitialised memory. An outer recording does not get what an inner one records."""
+    """Inside the context, this thread records kernels instead of launching them, so outputs are uninitialised memory. On exit
+    the list contains each recorded kernel that is not compiled yet, once. With nested contexts only the inner one records."""
     kernels: list[RecordedKernel] = []
     recorded: dict[Launcher, RecordedKernel] = {}
     around, _thread.recorded = getattr(_thread, "recorded", None), recorded
@@ -68,8 +68,9 @@ class Launcher:
     per cluster, passed to Triton's launcher, which otherwise takes it from layouts that no kernel here uses. `registers`: limit
     per thread (0: none).
 
-    Triton also computes integer sums and products in 64 bits, for a check that it makes only with TRITON_DEBUG; this is
-    switched off otherwise. The machine code is the same, after a fifth less time in the front end.
+    Triton also generates 64-bit copies of integer sums and products, for an overflow check that only TRITON_DEBUG enables.
+    Without TRITON_DEBUG the launcher switches this off: the machine code is the same, and the front end takes a fifth less
+    time.
     """
 
     def __init__(
@@ -102,18 +103,19 @@ class Launcher:
             made = self.function.warmup(*arguments, grid=self.grid, **self.options)
             num_warps, _, shared_bytes = made.packed_metadata
             made.packed_metadata = (num_warps, self.cluster, shared_bytes)
-            self.kernel = made  # assigned when complete: another thread may use it at once
+            self.kernel = made  # assigned only when complete, since another thread may use it immediately
             made[self.grid](*arguments)
 
     def _recorded(self, arguments: Sequence[Any]) -> RecordedKernel:
-        """The kernel by name, with its arguments without their contents."""
+        """Returns the kernel's name and the properties of its arguments, without the contents of tensors."""
         function = self.function.fn
         described = tuple(map(_described, arguments, self.function.params))
         return RecordedKernel(function.__module__, function.__qualname__, described, self.options)
 
 
 def _described(argument: Any, parameter: Any) -> Any:
-    """Replaces an argument by one that Triton specialises alike: integers by being 1, multiples of 16, or 64 bits wide."""
+    """Replaces an argument by one that Triton specialises in the same way. For integers Triton distinguishes 1, multiples of
+    16, and 64-bit values."""
     if parameter.is_constexpr or argument is None or isinstance(argument, bool):
         return argument
     if isinstance(argument, torch.Tensor):
@@ -145,8 +147,8 @@ WORDS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, r
 def plane_descriptors(
     row_blocks: int, row_words: int, blocks: Sequence[Sequence[int]]
 ) -> Callable[[int], tuple[TensorDescriptor | None, ...]]:
-    """Returns such a function for codes [row blocks, row_words]: one descriptor per plane, padded with None to the three that
-    kernels take."""
+    """Returns a cached function of an address that makes TMA descriptors of codes [row blocks, row_words]: one per plane,
+    padded with None to three."""
 
     @functools.lru_cache(maxsize=1024)
     def planes(address: int) -> tuple[TensorDescriptor | None, ...]:
@@ -161,7 +163,7 @@ class TilePlan:
     """Base class of plans of wgmma GEMMs: tiles, grid, workspace, launcher, descriptors of x and y.
 
     `config` is the kernel's configuration: it has the tokens and channels of a tile, the blocks that TMA loads and stores, and
-    whether TMA stores y. y has `columns` columns; None: one for each row of w.
+    whether TMA stores y. `columns`: number of columns of y; None: one for each row of w.
     """
 
     def __init__(self, function: Any, shape: Any, tile: Any, config: Any, sm_count: int, columns: int | None = None) -> None:
@@ -180,7 +182,8 @@ class TilePlan:
 
     @property
     def workspace(self) -> tuple[int, int]:
-        """Elements of the two workspaces, float32 sums and int32 counters (which are zero before and after)."""
+        """Number of elements of the two workspaces: float32 sums, and int32 counters, which are zero before and after a
+        launch."""
         if self.config.splits == 1 or self.config.paired:
             return 0, 0
         tiles, sums = self.tiles[0] * self.tiles[1], self.config.rows * self.config.columns

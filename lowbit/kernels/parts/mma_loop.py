@@ -1,4 +1,5 @@
-"""The main loop of the large-M kernels of mma.sync: stages of parts/tile_stage.py, dequantized ahead and multiplied.
+"""The main loop of the large-M kernels of mma.sync: dequantizes the stages of parts/tile_stage.py ahead of their use and
+multiplies them.
 
 The functions take the configuration C of a kernel, which is an `MmaBlock`.
 """
@@ -14,12 +15,13 @@ from lowbit.kernels.parts.smem import Regions, allocate, view
 from lowbit.kernels.parts.tile import Warps
 from lowbit.kernels.parts.tile_stage import StageCopy, TileStage, commit, copy_vector, first_vector
 
-# Order of work within a stage of parts/tile_stage.py: for each step of 16 k, the tokens of a warp in chunks.
+# Order of work within a stage of parts/tile_stage.py: for each k16 step, the tokens of a warp in chunks.
 #
 # While a chunk is multiplied, x of a later chunk is read, some weights of the next step are dequantized, and some copies of a
-# later stage start. ptxas moves no read of x past a copy: copies spread over a stage keep ldmatrix ahead of the products.
+# later stage start. ptxas does not move reads of x past copies, so copies that are spread over a stage keep ldmatrix ahead of
+# the products. With 4 chunks:
 #
-#     position    0  1  2  3 |  4  5  6  7 |  8  9 10 11 | 12 13 14 15      16 k after 16 k, a chunk each
+#     position    0  1  2  3 |  4  5  6  7 |  8  9 10 11 | 12 13 14 15      one chunk of one k16 step each
 #     copies      --------------------------------           of the stage that is furthest ahead
 #     barrier                                             |  the next stage is complete; its x is read from here on
 #     dequantized of step 1  |  of step 2  |  of step 3   |  of step 0 of the next stage
@@ -27,19 +29,21 @@ from lowbit.kernels.parts.tile_stage import StageCopy, TileStage, commit, copy_v
 # Tested: tests/kernels/sm80/test_stage_order.py, tests/kernels/parts/test_mma_loop.py
 
 CHUNK = 32
-"""Tokens of a warp that are multiplied at a time. On an H200, 2026-11-23, int4, M 1024, 8192 x 8192, by 8 x 1 warps of 128
-tokens, 32 with 4 ahead were the best of three."""
+"""Number of a warp's tokens that are multiplied at a time (a chunk). Of three combinations with AHEAD, 32 and 4 was the fastest
+(H200, 2026-11-23, int4, M 1024, 8192 x 8192, 8 x 1 warps of 128 tokens)."""
 
 AHEAD = 4
-"""Chunks of x that are read ahead, in the registers of one step of 128 tokens."""
+"""Largest number of x chunks that are read ahead of their multiplication. Their registers are those of one k16 step of 128
+tokens."""
 
 STEPS = 4
-"""Matrix instructions along K in a stage."""
+"""Number of matrix instructions along K (k16 steps) in a stage."""
 
 
 @dataclass(frozen=True)
 class StageOrder:
-    """The order for warps of `tokens` tokens and `row_blocks` row blocks; `copies` are all copies of a thread for one stage."""
+    """The order of work for warps of `tokens` tokens and `row_blocks` row blocks. A position is the index of a chunk within a
+    stage. `copies` are all copies of a thread for one stage."""
 
     tokens: int
     row_blocks: int
@@ -55,12 +59,13 @@ class StageOrder:
 
     @property
     def ahead(self) -> int:
-        """Chunks of x that are read before they are multiplied: one step at most, so that the barrier is within the last
-        step."""
+        """Number of x chunks that are read ahead of their multiplication. It is limited to the chunks of one step, so that the
+        wait for the next stage, which precedes the first read of its x, lies within the last step. Dequantization of the next
+        stage starts after that wait."""
         return min(AHEAD, self.chunks)
 
     def next_step(self, position: int) -> int:
-        """The step after that of a chunk; after the last, 0 of the next stage."""
+        """Index of the step after the step of a position; after a stage's last step, step 0 of the next stage."""
         return (position // self.chunks + 1) % STEPS
 
     @property
@@ -68,35 +73,36 @@ class StageOrder:
         return len(self.copies)
 
     def copy(self, i: int) -> StageCopy:
-        """The i-th copy; a kernel cannot take a tuple of constants."""
+        """Returns the i-th copy, since a kernel cannot index a tuple of constants."""
         return self.copies[i]
 
     def first_copy(self, position: int) -> int:
-        """The first copy that starts with a chunk. All start before the wait for the next stage, the last one with the copy
-        before it, since ptxas inserts three idle reads before a single one."""
+        """Index of the first copy that starts at a position. All copies start before the wait for the next stage. The last two
+        start together, since ptxas inserts three idle reads before a single copy."""
         room = self.positions - self.ahead
         return position * len(self.copies) // room if position < room - 1 else len(self.copies)
 
     def first_row_block(self, position: int) -> int:
-        """The first row block that is dequantized for the next step with a chunk; of the next stage once it is complete."""
+        """Index of the first row block that is dequantized for the next step at a position. In the last step, where the next
+        step belongs to the next stage, this begins after the wait for that stage."""
         step, chunk = divmod(position, self.chunks)
         start = self.chunks - self.ahead if step == STEPS - 1 else 0
         return max(chunk - start, 0) * self.row_blocks // (self.chunks - start)
 
     def end_row_block(self, position: int) -> int:
-        """The one after the last of these row blocks."""
+        """Index after the last row block that is dequantized at a position."""
         return self.row_blocks if (position + 1) % self.chunks == 0 else self.first_row_block(position + 1)
 
 
 STAGE_K = 64
 
 STEP_REGISTERS = gl.constexpr(4)
-"""Registers of operand A of one step."""
+"""Number of registers of operand A of one row block and step."""
 
 
 class MmaBlock(Warps):
-    """A block that multiplies a tile: `tokens` tokens by warps_n * row_blocks m16 row blocks, `stages` of 64 k for each of the
-    warps_k slices of K. `gathered`: rows of x are anywhere in memory."""
+    """A block that multiplies a tile: `tokens` tokens by warps_n * row_blocks m16 row blocks, `stages` stages of 64 columns of
+    K for each of the warps_k slices of K. `gathered`: True if rows of x are at arbitrary addresses."""
 
     dequantizer: Dequantizer
     tokens: int
@@ -114,7 +120,7 @@ class MmaBlock(Warps):
 
     @property
     def channels(self) -> int:
-        """Channels of y in a tile."""
+        """Number of channels of y in a tile."""
         return self.rows if self.epilogue.gate == "none" else self.rows // 2
 
     @property
@@ -139,7 +145,7 @@ class MmaBlock(Warps):
 
     @property
     def block_steps(self) -> int:
-        """Steps whose weights are dequantized together."""
+        """Number of k16 steps whose weights are dequantized together."""
         return self.dequantizer.block_registers // 4
 
     @property
@@ -148,7 +154,7 @@ class MmaBlock(Warps):
 
     @property
     def chunk_columns(self) -> int:
-        """Columns of a chunk: its tokens of all warps for each slice of K, 8 tokens at a time."""
+        """Number of columns of a chunk: its tokens of all warps, once for each slice of K."""
         return self.tokens * self.warps_k // self.order.chunks
 
     # ---- layouts
@@ -167,12 +173,12 @@ class MmaBlock(Warps):
 
     @property
     def lanes_layout(self) -> gl.DistributedLinearLayout:
-        """One element for each lane of the warps of a column, the same in all columns."""
+        """One element for each lane of a column of warps; all columns have equal elements."""
         return gl.DistributedLinearLayout([], [[1 << i] for i in range(5)], self._warp_bases(1), [], [32 * self.warps_n])
 
     @property
     def registers_layout(self) -> gl.DistributedLinearLayout:
-        """Two elements for each lane of the warps of a column."""
+        """Two elements for each lane of a column of warps; all columns have equal elements."""
         lane, warp = [[1 << i, 0] for i in range(5)], self._warp_bases(2)
         return gl.DistributedLinearLayout([[0, 1]], lane, warp, [], [32 * self.warps_n, 2])
 
@@ -183,14 +189,15 @@ class MmaBlock(Warps):
 
     @property
     def store_layout(self) -> gl.BlockedLayout:
-        """[channels, tokens] with 8 channels a thread, neighbouring lanes having neighbouring channels."""
+        """[channels, tokens] with 8 channels per thread; neighbouring lanes have neighbouring channels."""
         lanes = min(32, self.channels // 8)
         return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, self.warps], [0, 1])
 
 
 @aggregate
 class StageReader:
-    """A lane's position for reading weights: start of shared memory, its warp's first row block, its lane number."""
+    """A lane's coordinates for reading weights: address of its slice's part of shared memory, its warp's first row block, its
+    lane number."""
 
     start: gl.tensor
     row_block: gl.tensor
@@ -199,14 +206,16 @@ class StageReader:
 
 @gluon.jit
 def allocate_stages(C: gl.constexpr):
-    """Allocates shared memory for all stages; returns their x as blocks of a chunk's columns x 16 k."""
+    """Allocates shared memory for all stages. Returns their x as blocks [chunk_columns, 16], one for each chunk and k16
+    step."""
     shape: gl.constexpr = [C.stages * C.order.positions, C.chunk_columns, 16]
     return view(allocate(C), C.regions, "stages", C.dequantizer.operand_type, shape, C.stage.x_layout)
 
 
 @gluon.jit
 def first_weights(w, scale, first_row_block, thread, w_stride, scale_stride, C: gl.constexpr):
-    """Addresses of a thread's first vectors of codes, one per plane, and of scales; strides of row blocks are bytes."""
+    """Returns the addresses of a thread's first vectors of codes, one per plane, and of scales. Strides between row blocks are
+    in bytes."""
     S: gl.constexpr = C.stage
     PLANES: gl.constexpr = len(S.planes)
     codes = ()
@@ -220,10 +229,10 @@ def first_weights(w, scale, first_row_block, thread, w_stride, scale_stride, C: 
 
 @gluon.jit
 def reader_of_stages(C: gl.constexpr):
-    """Returns a lane's position for reading weights."""
+    """Returns the StageReader of a lane."""
     each = gl.arange(0, 32 * C.warps_n, C.lanes_layout)
     start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32)
-    if C.warps_k > 1:  # layouts assume equal values in all columns of warps, but slices differ
+    if C.warps_k > 1:  # the layout declares columns of warps equal; slices differ
         own = asm("{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 $0, t, 5; }", "=r", [], gl.int32) % C.warps_k
         start += own * C.stage.slice_bytes
     return StageReader(each * 0 + start, each // 32, each & 31)
@@ -231,14 +240,14 @@ def reader_of_stages(C: gl.constexpr):
 
 @gluon.jit
 def wait_for_stage(C: gl.constexpr):
-    """Waits, in all warps, for the oldest stage in flight; the stage read before may then be overwritten."""
+    """Waits in all warps for the oldest stage in flight. The stage that was read before it may then be overwritten."""
     run(ptx("cp.async.wait_group {};\n mov.b32 $0, 0;".format, C.stages - 2), "=r", [])
     barrier()
 
 
 @gluon.jit
 def prepare_scales(read, group: gl.constexpr, C: gl.constexpr):
-    """Prepares the scales and zeros of a group for dequantization, from the words read of a row block."""
+    """Prepares a group's scales and zeros for dequantization. `read` are the words read for one row block."""
     D: gl.constexpr = C.dequantizer
     first: gl.constexpr = D.bits + group * D.group_words
     return gl.inline_asm_elementwise(
@@ -281,7 +290,7 @@ def dequantize_row_block(words, prepared, row_block: gl.constexpr, block: gl.con
 
 @gluon.jit
 def join(registers, count: gl.constexpr, C: gl.constexpr):
-    """`count` tensors [lanes, 2] -> [lanes, 2 * count], in order."""
+    """Joins `count` tensors [lanes, 2] to [lanes, 2 * count], in order."""
     if count == 1:
         return registers[0]
     else:
@@ -292,7 +301,7 @@ def join(registers, count: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def operand_of(registers, step: gl.constexpr, C: gl.constexpr):
-    """Operand A of a step of a dequantization block, C.rows x 16 k; this takes no instruction."""
+    """Returns operand A [C.rows, 16] of one k16 step of a dequantization block; this takes no instruction."""
     LAYOUT: gl.constexpr = C.registers_layout
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     ROW_BLOCKS: gl.constexpr = C.row_blocks
@@ -314,8 +323,9 @@ def operand_of(registers, step: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def read_x(x, block, C: gl.constexpr):
-    """Reads operand B of a chunk, 16 k x its columns, as whole registers: each in the first of its two elements, 0 in the
-    other. Halves carried by the main loop would be split and joined again in every iteration, a permutation each."""
+    """Reads operand B [16, columns] of a chunk as whole registers: of the two elements of a register, the first holds all 32
+    bits and the second is 0. If the main loop carried halves, they would be split and joined in every iteration, by one
+    permutation per register."""
     LAYOUT: gl.constexpr = C.x_layout
     halves = x.index(block).permute([1, 0]).load(LAYOUT)
     pairs = gl.inline_asm_elementwise(
@@ -327,7 +337,7 @@ def read_x(x, block, C: gl.constexpr):
 
 @gluon.jit
 def operand_b(registers, C: gl.constexpr):
-    """Returns operand B as the instruction takes it."""
+    """Returns operand B in the layout of the matrix instruction, from the registers of `read_x`."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r,r", [registers], dtype=C.dequantizer.operand_type, is_pure=True, pack=2
     )  # fmt: skip
@@ -335,7 +345,7 @@ def operand_b(registers, C: gl.constexpr):
 
 @gluon.jit
 def together(sums, count: gl.constexpr, C: gl.constexpr):
-    """Joins the sums of `count` chunks, in order, to one matrix; this takes no instruction."""
+    """Joins the sums of `count` chunks in order to one matrix; this takes no instruction."""
     if count == 1:
         return sums[0]
     else:
@@ -367,7 +377,8 @@ def multiply(sums, registers, b, position: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def dequantize_ahead(dequantized, words, prepared, position: gl.constexpr, C: gl.constexpr):
-    """Appends to `dequantized` the registers of the next dequantization block that belong to a chunk."""
+    """Dequantizes the row blocks of the next dequantization block that are due at a position; appends their registers to
+    `dequantized`."""
     STEP: gl.constexpr = ptx(C.order.next_step, position)
     if STEP % C.block_steps == 0:
         for row_block in gl.static_range(ptx(C.order.first_row_block, position), ptx(C.order.end_row_block, position)):
@@ -377,7 +388,7 @@ def dequantize_ahead(dequantized, words, prepared, position: gl.constexpr, C: gl
 
 @gluon.jit
 def products(x, reader, source, begin, end, C: gl.constexpr):
-    """Computes the sums of one tile over the iterations from `begin` to `end`, a stage each."""
+    """Returns the sums of one tile over the iterations from `begin` to `end`; each iteration multiplies one stage."""
     STAGES_AHEAD: gl.constexpr = C.stages - 1
     POSITIONS: gl.constexpr = C.order.positions
     AHEAD: gl.constexpr = C.order.ahead
@@ -425,7 +436,7 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
                 registers = dequantized
                 dequantized = ()
         slot = following
-    # Zeros of stages beyond K may still be in flight to the place where y is transposed.
+    # Copies of stages beyond K, which write zeros, may still be in flight to the shared memory in which y is transposed.
     run("cp.async.wait_group 0;\n mov.b32 $0, 0;", "=r", [])
     barrier()
     return of_slices(together(sums, CHUNKS, C), C)

@@ -1,8 +1,9 @@
-"""Weights in registers as operand A: words of codes from shared memory, dequantized registers as a matrix, their lifetime.
+"""Weights in registers as operand A: reads words of codes from shared memory, forms a matrix of dequantized registers, keeps
+them alive.
 
-Each lane holds a row pair (g, g + 8) of its warp's m16 row block; its 16 registers are those of four matrix instructions along
-K, in the order of hardware/mma.py: 64 k of halves, 128 k of bytes. The functions take the configuration C of a kernel, which
-has `dequantizer` (parts/dequantize.py or parts/byte_dequantize.py), `rows`, `warps`, `threads`, `threads_layout`,
+Each lane holds a row pair (g, g + 8) of its warp's m16 row block; its 16 registers belong to four matrix instructions along K,
+in the order of hardware/mma.py: 64 columns of K as halves, or 128 as bytes. The functions take the configuration C of a kernel,
+which has `dequantizer` (parts/dequantize.py or parts/byte_dequantize.py), `rows`, `warps`, `threads`, `threads_layout`,
 `registers_layout` and `operand_layout`; for words from a pipeline also `stage_tiles`, `words_layout` and the fields that
 parts/pipeline.py needs.
 """
@@ -13,7 +14,7 @@ from lowbit.kernels.parts.gluon import gl, gluon, ptx, run
 from lowbit.kernels.parts.pipeline import release, wait_full
 
 REGISTERS = 16
-"""Registers of operand A that a lane holds at a time."""
+"""Number of registers of operand A that a lane holds at a time."""
 
 OPERAND_REGISTERS = gl.constexpr(REGISTERS)
 
@@ -35,9 +36,9 @@ def words_layout(warps: int, words: int) -> gl.DistributedLinearLayout:
 
 
 def register_fence(count: int) -> str:
-    """PTX that keeps registers $1 to $count alive: stores that are never executed, as the operand after them is at least 0.
+    """PTX that keeps registers $1 to $count alive. It stores them only if the next operand is negative, which never happens.
 
-    ptxas then cannot overwrite these registers earlier; see `release_stage`.
+    ptxas then cannot overwrite these registers before this point; see `release_stage`.
     """
     quads = [", ".join(f"${1 + 4 * i + j}" for j in range(4)) for i in range(count // 4)]
     stores = [f"@p st.shared.v4.b32 [at+{16 * i}], {{{quad}}};" for i, quad in enumerate(quads)]
@@ -53,7 +54,7 @@ REGISTER_FENCE = gl.constexpr(register_fence(REGISTERS))
 
 @gluon.jit
 def words_of(plane, C: gl.constexpr, p: gl.constexpr):
-    """The words of a plane [row blocks, 32 lanes * words] as one tensor [threads] per word."""
+    """Returns the words of a plane [row blocks, 32 lanes * words] as one tensor [threads] per word."""
     WORDS: gl.constexpr = ptx(C.dequantizer.plane_words, p)
     if WORDS == 8:  # two vectors of 4 words
         plane = gl.permute(gl.reshape(plane, [C.warps, 2, 32, 4]), [0, 2, 1, 3])
@@ -74,7 +75,7 @@ def split_words(words, count: gl.constexpr, C: gl.constexpr):
 def read_words(w, stage, phase, there, C: gl.constexpr):
     """Waits for a stage and returns its words, tile by tile and plane by plane.
 
-    If `there` is False no stage follows: nothing waits, and the words must not be used.
+    If `there` is False there is no such stage: the function does not wait, and the words must not be used.
     """
     PLANES: gl.constexpr = C.dequantizer.planes
     TILES: gl.constexpr = C.stage_tiles
@@ -88,7 +89,7 @@ def read_words(w, stage, phase, there, C: gl.constexpr):
 
 @gluon.jit
 def empty_registers(C: gl.constexpr):
-    """Zero registers in place of those of the stage before the first."""
+    """Returns registers of zeros, in place of a previous stage's registers before the first stage."""
     THREADS: gl.constexpr = C.threads
     EACH: gl.constexpr = C.threads_layout
     registers = ()
@@ -110,7 +111,8 @@ def join(registers, count: gl.constexpr, ELEMENTS: gl.constexpr, C: gl.constexpr
 
 @gluon.jit
 def operand_a(registers, C: gl.constexpr):
-    """The dequantized registers as operand A, C.rows x 64 k of halves or 128 k of bytes; this takes no instruction.
+    """Returns the dequantized registers as operand A: C.rows x 64 columns of K as halves, or 128 as bytes. This takes no
+    instruction.
 
     Whole registers are passed, not elements: the compiler copies elements that have two uses, here and in `fence_registers`.
     """
@@ -133,18 +135,20 @@ def operand_a(registers, C: gl.constexpr):
 
 @gluon.jit
 def fence_registers(registers, stage, C: gl.constexpr):
-    """Forces dequantization to finish here (compilers would sink it below the next wait) and keeps its registers until then."""
+    """Forces dequantization to finish here, since compilers would sink it below the next wait, and keeps its registers alive
+    until here."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     run(REGISTER_FENCE, "=r" + ",r" * (OPERAND_REGISTERS + 1), registers + (thread * 0 + stage,))
 
 
 @gluon.jit
 def release_stage(registers, stage, exists, C: gl.constexpr):
-    """Returns a stage whose products are done to the loader; its registers may then be overwritten.
+    """Marks a stage, whose products are complete, as empty for the loader. The registers of its operand A may then be
+    overwritten.
 
     wgmma reads operand A while it runs, but ptxas considers its registers free once the instruction is issued. Without
-    `fence_registers` the next stage is dequantized into them too early (seen with Triton 3.6: weights of 1024 and more, the
-    magic number).
+    `fence_registers` the next stage is dequantized into them too early. With Triton 3.6 the results then contained weights of
+    1024 and more, from the magic number of the conversion.
     """
     fence_registers(registers, stage, C)
     release(stage, exists, C)

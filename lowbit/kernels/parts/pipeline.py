@@ -1,8 +1,9 @@
 """The pipeline of stages between the loader and the math warps, with its barriers as PTX.
 
-full[i]: 1 arrival and the bytes of stage i; empty[i]: 1 arrival from each reading warp. Triton's own barrier operations first
-synchronise all warps of a role: all dequantize, then all wait for the tensor cores. Here each warp waits and arrives on its
-own. That needs addresses, so the allocation must be the kernel's first, at offset 0.
+Barrier full[i] completes after 1 arrival and all bytes of stage i; empty[i] after 1 arrival from each reading warp. Triton's
+barrier operations first synchronise all warps of a role, so all would dequantize at the same time, then all wait for the tensor
+cores. The PTX here lets each warp wait and arrive separately. It needs the barriers' addresses, so the allocation must be the
+kernel's first, at offset 0.
 
 The functions take the configuration C of a kernel, which has `regions` with one for `barriers`, `stages`, `stage_bytes`,
 `threads` and `threads_layout`. A stage is identified by its index and the parity of its phase, which flips with every pass over
@@ -19,7 +20,7 @@ from lowbit.kernels.parts.smem import view
 
 @dataclass(frozen=True)
 class StageBarriers:
-    """`stages` full barriers, then as many empty ones, from byte `start` of shared memory on."""
+    """`stages` full barriers, then `stages` empty barriers, from byte `start` of shared memory on."""
 
     start: int
     stages: int
@@ -31,8 +32,8 @@ class StageBarriers:
 
     @property
     def init(self) -> str:
-        """Initialises all barriers; $1 is the thread's number among the reading warps. Each warp initialises some: one thread
-        is slow."""
+        """PTX that initialises all barriers; $1 is the thread's index among the reading warps. Each warp initialises some of
+        them, because one thread alone is slow."""
         lines = [".reg .pred p; .reg .b32 at, count, warp, lane, number;", "shr.u32 warp, $1, 5; and.b32 lane, $1, 31;"]
         for first in range(0, 2 * self.stages, self.readers):
             lines += [
@@ -44,7 +45,7 @@ class StageBarriers:
 
     @property
     def wait(self) -> str:
-        """Waits until stage $1 is full in the phase of parity $2; does not wait if $3 is 0."""
+        """PTX that waits until stage $1 is full in the phase of parity $2; does not wait if $3 is 0."""
         return (
             "{ .reg .pred full, skip; .reg .b32 at; setp.eq.s32 skip, $3, 0; @skip bra DONE;\n"
             "mov.u32 at, global_smem; mad.lo.u32 at, $1, 8, at;\n"
@@ -53,8 +54,9 @@ class StageBarriers:
         )
 
     def fill(self, copied_bytes: int, stage_bytes: int, first: int, copy: str) -> str:
-        """If $1 is not 0: waits until stage $2 has been read (parity $3), then runs `copy`, which copies `copied_bytes` to the
-        stage's address `to` and arrives at `bar`. Stages of `stage_bytes` start at byte `first` of shared memory."""
+        """PTX that, if $1 is not 0, waits until stage $2 has been read (parity $3) and then runs `copy`. `copy` is PTX that
+        copies `copied_bytes` to the stage's address, in register `to`, and arrives at the barrier in register `bar`. Stages of
+        `stage_bytes` start at byte `first` of shared memory."""
         return f"""{{ .reg .pred skip, done; .reg .b32 at, bar, to;
             setp.eq.s32 skip, $1, 0; @skip bra DONE;
             mov.u32 at, global_smem; mad.lo.u32 bar, $2, 8, at;
@@ -66,7 +68,8 @@ class StageBarriers:
 
     @property
     def give(self) -> str:
-        """Arrives at the empty barrier of stage $1, in threads whose $2 is not 0: one of each warp."""
+        """PTX that arrives at the empty barrier of stage $1, in threads whose $2 is not 0; that must be one thread of each
+        warp."""
         return (
             "{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; mad.lo.u32 at, $1, 8, at; setp.ne.s32 p, $2, 0;\n"
             f"@p mbarrier.arrive.shared::cta.b64 _, [at+{self.start + 8 * self.stages}]; mov.b32 $0, 0; }}"
@@ -94,7 +97,7 @@ def acquire(barriers, stage, phase, C: gl.constexpr):
 
 @gluon.jit
 def wait_full(stage, phase, there, C: gl.constexpr):
-    """Math warps: wait until a stage is full; return at once if `there` is False, where no stage follows."""
+    """Math warps: wait until a stage is full. Return at once if `there` is False, which means that no stage follows."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     run(C.barriers.wait, "=r,r,r,r", [thread * 0 + stage, thread * 0 + phase, (thread >= 0) & there])
 
@@ -108,12 +111,12 @@ def release(stage, exists, C: gl.constexpr):
 
 @gluon.jit
 def advance(stage, phase, by: gl.constexpr, C: gl.constexpr):
-    """Returns the stage `by` later and its phase; `by` divides C.stages."""
+    """Returns the index of the stage `by` stages later and its phase; `by` divides C.stages."""
     stage = gl.where(stage + by == C.stages, 0, stage + by)
     return stage, gl.where(stage == 0, phase ^ 1, phase)
 
 
 @gluon.jit
 def previous(stage, C: gl.constexpr):
-    """The stage before this one."""
+    """Returns the index of the stage before this one."""
     return gl.where(stage == 0, C.stages, stage) - 1

@@ -1,9 +1,9 @@
 """The loader warp: fills the stages by TMA, weights before x, since the previous kernel may have written x.
 
 A kernel passes `load_weights(loader_args, full, stage, channel_tile, k, C)`, which starts the copy of the `k`-th weight stage
-to `stage`. `loader_args` is the kernel's own aggregate, with `x_desc`, the stages `x`, `barriers` and `tiles`. C is its
-configuration, with `stages`, `stages_ahead`, `stage_bytes`, `iteration_stages` (stages per main-loop iteration) and `paired`
-(cluster split-K).
+along K to stage index `stage`. `loader_args` is an aggregate that the kernel defines, with `x_desc`, the stages `x`, `barriers`
+and `tiles`. C is its configuration, with `stages`, `stages_ahead`, `stage_bytes`, `iteration_stages` (stages per main-loop
+iteration) and `paired` (cluster split-K).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lowbit.kernels.parts.schedule import first_token_of, iterations_of, tile_at
 def load(loader_args, load_weights: gl.constexpr, C: gl.constexpr):
     """Loads all stages of all tiles of a block.
 
-    The first weights do not wait for the previous kernel. Math warps need no wait of their own: they read nothing but weights
-    before x arrives.
+    The first weights are loaded before the previous kernel has finished. Math warps need no separate wait for that kernel,
+    since they read nothing but weights before x arrives.
     """
     TILE_K: gl.constexpr = C.x_block[1]
     STAGES: gl.constexpr = C.iteration_stages

@@ -1,8 +1,8 @@
 """Requantization of convolution sums as PTX: 8 columns of the accumulator -> one word of 4-bit codes or two of 8-bit ones.
 
-formats/conv.py defines the result. A 4-bit code is taken from a rounded, saturated byte: one conversion of two values does
-rounding, ReLU and clamping. Residual codes are converted to 16-bit floats two at a time, exactly, then to 32 bits: this
-relieves the pipeline for conversions and logic, which is the bottleneck.
+formats/conv.py defines the result. A 4-bit code is the upper half of a rounded, saturated byte. One conversion instruction
+saturates two values; for unsigned bytes this includes ReLU. Residual codes are converted exactly to 16-bit floats, two at a
+time, then to 32 bits. This takes fewer instructions of the conversion and logic pipeline, which is the bottleneck.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AND_XOR = lut(lambda a, b, c: (a & b) ^ c)
 
 @dataclass(frozen=True)
 class Requantize:
-    """Requantization to storage `y` with residual storage or None; without ReLU only for s8."""
+    """Requantization to storage `y`, with a residual of the given storage or None. Without ReLU `y` must be s8."""
 
     y: str
     residual: str | None
@@ -28,7 +28,7 @@ class Requantize:
 
     @property
     def words(self) -> int:
-        """Words of output for 8 columns."""
+        """Number of output words for 8 columns."""
         return CODES[self.y].bits // 4
 
     @property
@@ -37,7 +37,7 @@ class Requantize:
 
     @property
     def constraints(self) -> str:
-        """Outputs: words. Inputs: 8 sums, 8 s, 8 b, then the words of the residual and g."""
+        """Constraints of `asm`. Outputs: words. Inputs: 8 sums, 8 s, 8 b, then the words of the residual and its factor g."""
         inputs = ["r"] * GROUP + ["f"] * 2 * GROUP + ["r"] * self.residual_words + ["f"] * (self.residual is not None)
         return ",".join(["=&r"] * self.words + inputs)
 
@@ -60,7 +60,7 @@ class Requantize:
         return "{\n" + "\n".join(lines) + "\n}"
 
     def _write(self) -> list[str]:
-        """Writes the words of the bytes `low` (columns 0 to 3) and `high` (4 to 7)."""
+        """Writes the output words from the bytes in `low` (columns 0 to 3) and `high` (columns 4 to 7)."""
         if self.y == "u4":
             return [f"shr.b32 low, low, 4; lop3.b32 $0, low, high, 0xF0F0F0F0, 0x{SELECT_BY_LAST:02x};"]
         lines = []
@@ -80,7 +80,7 @@ class Requantize:
             return []
         g = f"${first + self.residual_words}"
         lines = [".reg .b16 h0, h1; .reg .f32 even, odd;"]
-        if self.residual == "u4":  # channels c and c + 4 in one register, those of odd c times 16
+        if self.residual == "u4":  # channels c and c + 4 are in one register; codes of odd c are multiplied by 16
             pairs = [(first, c // 2, c % 2, (c, c + 4)) for c in range(4)]
             lines.append(f"mul.rn.f32 even, {g}, {float_constant(2.0**24)}; mul.rn.f32 odd, {g}, {float_constant(2.0**20)};")
         else:  # channels c and c + 2; the sign is flipped
@@ -103,10 +103,11 @@ class Requantize:
 
 @dataclass(frozen=True)
 class LinkedRequantize(Requantize):
-    """Outputs the codes also as bytes, 4 columns a word: operand A of a following product. For s8 these are the stored words.
+    """Also outputs the codes as bytes, 4 columns per word, as operand A of a following product. For s8 these are the stored
+    words.
 
-    Bytes of u4 are 16 times the code, unsigned; s of the following product is divided by 16, which changes no bit. Without
-    `stored` there are only the bytes.
+    For u4 a byte is 16 times the code, unsigned. s of the following product is divided by 16, so its results have the same
+    bits. Without `stored` only the bytes are output.
     """
 
     stored: bool = True

@@ -1,14 +1,15 @@
 """A ring buffer in shared memory that belongs to one warp, filled by cp.async and read without a block barrier.
 
 Each lane copies 4, 8 or 16 bytes at a time. A warp waits for its own copies (`cp.async.wait_group`, then `bar.warp.sync`) and
-reads them back. A slot holds one k block (128 k) of one m16 row block: the codes as they lie in memory, and the scales. Slots
-of x hold 128 k of all tokens and are shared by the row blocks of the warp:
+reads them back. A slot holds one k block (128 columns of K) of one m16 row block: the codes in the order of global memory, and
+the scales. A slot of x holds 128 columns of all tokens and is shared by the row blocks of the warp:
 
     | slot 0: codes, scales | slot 1 | ... | slot depth - 1 | x slot 0 | ... | x slot x_slots - 1 |
 
 x is stored in 8 x 8 matrices of 128 bytes, so that `ldmatrix` reads B fragments without bank conflicts. Rows of tokens that do
-not exist are never read; in tiles of 8 tokens their places are zeroed once. At one token that saves seven of eight copies of x,
-119 us in a decode step of 32 layers of 5 kernels (H200, 2026-11-22, Llama-3-8B's shape, int4).
+not exist are never read from global memory. In tiles of 8 tokens their rows of shared memory are zeroed once. With one token
+that saves seven of eight copies of x: 119 us in a decode step of 32 layers of 5 kernels (H200, 2026-11-22, Llama-3-8B's shape,
+int4).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from lowbit.kernels.parts.k_block import BLOCK_MMAS, BLOCK_TILES, KBlock
 class Ring:
     """The ring of a warp with `row_blocks` m16 row blocks and `rounds` k blocks per main-loop iteration.
 
-    `tail`: K is no multiple of an iteration; copies are then limited to what exists, and the rest of a slot is filled with
-    zeros. `slots`: number of slots, if not one for each of the `iteration_blocks`; it divides them, and is a multiple or
-    divisor of `row_blocks`.
+    `tail`: True if K is not a multiple of an iteration. Copies then stop at the end of K and fill the rest of a slot with
+    zeros. `slots`: number of slots; 0: `iteration_blocks`. It must divide `iteration_blocks`, and be a multiple or a divisor of
+    `row_blocks`.
     """
 
     k_block: KBlock
@@ -41,7 +42,7 @@ class Ring:
 
     @property
     def iteration_blocks(self) -> int:
-        """Pairs of row block and k block in an iteration of the main loop."""
+        """Number of (row block, k block) pairs in an iteration of the main loop."""
         return self.row_blocks * self.rounds
 
     @property
@@ -51,7 +52,8 @@ class Ring:
 
     @property
     def x_slots(self) -> int:
-        """Slots of x. One is enough where the ring holds less than 128 k: its x is read before the next x is copied."""
+        """Number of x slots. One is enough where the ring holds less than one k block of all row blocks: its x is read before
+        the next x is copied."""
         return max(1, self.depth // self.row_blocks)
 
     @property
@@ -64,7 +66,7 @@ class Ring:
 
     @property
     def scale_copy(self) -> int:
-        """Bytes of scales that each lane copies; with fewer scales than lanes, several lanes copy the same."""
+        """Bytes of scales that each lane copies; with fewer scales than lanes, several lanes copy the same scales."""
         return max(4, self.scale_bytes // 32) if self.scale_bytes else 0
 
     @property
@@ -87,11 +89,11 @@ class Ring:
         """Byte offset of the x slot that pair d uses."""
         return self.depth * self.slot_bytes + d // self.row_blocks % self.x_slots * self.x_bytes
 
-    # ---- PTX. Addresses that the kernel passes include the lane's offset.
+    # ---- PTX, for an address in shared memory that already includes the lane's offset
 
     def copy_codes(self, d: int) -> str:
-        """Copies codes and scales. $1 ring + 16 lane, $2 ring + scale_copy * lane, $3 codes + 16 lane, $4 scales of the lane,
-        $5 lane, $6 tiles left."""
+        """PTX that copies codes and scales. $1 ring + 16 lane, $2 ring + scale_copy * lane, $3 codes + 16 lane, $4 scales of
+        the lane, $5 lane, $6 tiles left."""
         lines = [".reg .b32 left, size, scale_size; .reg .pred some, low;", "setp.lt.s32 low, $5, 16;"]
         size, scale_size = "", ""
         if self.tail:
@@ -112,13 +114,13 @@ class Ring:
 
     @property
     def skips_absent_tokens(self) -> bool:
-        """True if copies skip the places of tokens that do not exist, instead of writing zeros. With 16 tokens ptxas makes
-        branches of it in the main loop: int4, N = K = 8192, M 16 took 15.05 us, not 14.29 (H200, 2026-11-23)."""
+        """True if copies skip tokens that do not exist, instead of writing zeros for them. Not with 16 tokens: ptxas then
+        generates branches in the main loop, and int4, N = K = 8192, M 16 took 15.05 us instead of 14.29 (H200, 2026-11-23)."""
         return self.k_block.tokens == 8
 
     def copy_x(self, d: int, n8_tile: int) -> str:
-        """Copies x. $1 ring + 16 (8 t + g) for lane 4 g + t, $2 row g of the n8 tile at k + 8 t, $3 bytes of a copy (16, or 0
-        where the token does not exist), $4 how many k exist from there on."""
+        """PTX that copies x. $1 ring + 16 (8 t + g) for lane 4 g + t, $2 address of row g of the n8 tile at column k + 8 t, $3
+        bytes of a copy (16, or 0 where the token does not exist), $4 number of columns of K from there on."""
         only = "@token " if self.skips_absent_tokens else ""
         size = ", size" if self.tail or not self.skips_absent_tokens else ""
         lines = [".reg .b32 size; .reg .pred token, some;", "setp.ne.s32 token, $3, 0; mov.b32 size, $3;"]
@@ -130,7 +132,8 @@ class Ring:
         return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
 
     def clear_x(self, n8_tile: int) -> str:
-        """Zeroes the places that `copy_x` never writes, in all slots: $1 and $2 are its $1 and $3."""
+        """PTX that zeroes the rows of x that `copy_x` never writes, in all slots. $1 and $2 are `copy_x`'s operands $1 and
+        $3."""
         lines = [".reg .b32 nil; .reg .pred absent;", "mov.b32 nil, 0; setp.eq.s32 absent, $2, 0;"]
         for slot in range(self.x_slots):
             for i in range(4):
@@ -147,9 +150,10 @@ class Ring:
         return ",".join(["=&r"] * (self.k_block.words + self.k_block.scale_words) + ["r"] * 4)
 
     def read(self, d: int, pending: int) -> str:
-        """Waits until at most `pending` groups of copies are in flight, then reads slot d: words, then scale words.
+        """PTX that waits until at most `pending` groups of copies are in flight, then reads the slot of pair d: words, then
+        scale words.
 
-        Inputs: ring + 16, 8 and 4 times the lane, ring + pair_bytes times the lane group.
+        Inputs: ring + 16 lane, ring + 8 lane, ring + 4 lane, and ring + pair_bytes times the lane group.
         """
         count = self.k_block.words + self.k_block.scale_words
         lines = [f"cp.async.wait_group {pending};", "bar.warp.sync 0xffffffff;"]
@@ -173,7 +177,7 @@ class Ring:
         return ",".join(["=&r"] * self.k_block.token_words + ["r"])
 
     def read_x(self, d: int) -> str:
-        """Reads the B fragments of 128 k of all tokens, which were copied before slot d. Input: ring + 16 lane."""
+        """PTX that reads the B fragments of all tokens for the k block of pair d. Input: ring + 16 lane."""
         count = self.k_block.token_words
         lines = []
         for i in range(count // 4):
@@ -191,26 +195,29 @@ def _load(words: int, out: int, base: int, offset: int) -> str:
 
 # The ring of a warp for weights that are halves as `nn.Linear` stores them, row by row, without a reordered copy.
 #
-# A slot holds 16 rows of 128 k in two tiles of 64 k, rows of 128 bytes:
+# A slot holds 16 rows of 128 columns of K, in two tiles of 64 columns. A row of a tile has 128 bytes:
 #
-#     | k 0 to 63: row 0, row 1, .. row 15 | k 64 to 127: row 0, .. |
+#     | columns 0 to 63: row 0, row 1, .. row 15 | columns 64 to 127: row 0, .. |
 #
-# The eight 16-byte vectors of row r are stored in the order c ^ (r & 7). Lanes that copy a row, and `ldmatrix`, which
-# reads the same vector of eight rows, then have no bank conflicts. Each copy of a warp takes whole 128-byte lines of four rows.
+# Vector c of the eight 16-byte vectors of row r is stored at index c ^ (r & 7). So neither lanes that copy a row nor
+# `ldmatrix`, which reads the same vector of eight rows, have bank conflicts. Each copy of a warp reads whole 128-byte lines of
+# four rows.
 TILE_BYTES = 2048
-"""16 rows of 64 k."""
+"""Bytes of 16 rows of 64 columns of K, as 16-bit floats."""
 
 
 @dataclass(frozen=True)
 class RowRing(Ring):
-    """A ring of rows; `ragged`: the last row block may have rows that do not exist, which are filled with zeros."""
+    """A ring for 16-bit weights in the order of `nn.Linear`. `ragged`: the last row block may have fewer than 16 rows; missing
+    rows are filled with zeros."""
 
     ragged: bool = False
 
     def copy_rows(self, d: int, slices: int) -> str:
-        """Copies rows of w. $1 and $2: destination of vector c of row r, and of row r + 4, for lane 8 r + c. $3 and $4: source
-        of rows r and r + 8 of the warp's first row block at pair 0. $5 bytes between row blocks, $6 bytes of four rows, $7 how
-        many k exist from there on at pair d, $8 rows. k blocks of a warp are `slices` apart."""
+        """PTX that copies rows of w. $1 and $2: destination of vector c of row r, and of row r + 4, for lane 8 r + c. $3 and
+        $4: source of rows r and r + 8 of the warp's first row block at pair 0. $5 bytes between row blocks, $6 bytes of four
+        rows, $7 number of columns of K from the source of pair d on, $8 number of rows. k blocks of a warp are `slices`
+        apart."""
         row_block, ahead = d % self.row_blocks, 256 * (d // self.row_blocks * slices)
         lines = [".reg .b32 size; .reg .b64 row0, row4, row8, row12; .reg .pred some;"]
         for row, base in ((0, 3), (8, 4)):
@@ -227,7 +234,8 @@ class RowRing(Ring):
         return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
 
     def read(self, d: int, pending: int) -> str:
-        """Waits until at most `pending` groups of copies are in flight, then reads the A fragments of slot d.
+        """PTX that waits until at most `pending` groups of copies are in flight, then reads the A fragments of the slot of pair
+        d.
 
         Inputs: for each of four pairs of vectors, the address of vector l / 16 of row l % 16 for lane l.
         """

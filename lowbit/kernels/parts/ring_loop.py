@@ -1,4 +1,4 @@
-"""The main loop of the small-M kernels: what a warp copies to its ring, reads from it and multiplies, k block after k block.
+"""The main loop of the small-M kernels: a warp copies to its ring, reads from it and multiplies, one k block after the other.
 
 The functions take the configuration C of a kernel, which is a `RingBlock` and has `slices`: slice i of K takes the k blocks i,
 i + slices, i + 2 slices, ...
@@ -14,7 +14,8 @@ from lowbit.kernels.parts.tile import Warps
 
 
 class RingBlock(Warps):
-    """A block of warps_n x warps_k warps with a ring each; which sums its threads finish (parts/small_m_epilogue.py)."""
+    """A block of warps_n x warps_k warps with a ring each, and the assignment of sums to threads in the epilogue
+    (parts/small_m_epilogue.py)."""
 
     ring: Ring
     warps_n: int
@@ -27,7 +28,7 @@ class RingBlock(Warps):
 
     @property
     def row_blocks(self) -> int:
-        """m16 row blocks of a block of threads."""
+        """Number of m16 row blocks of a thread block."""
         return self.warps_n * self.ring.row_blocks
 
     @property
@@ -36,14 +37,15 @@ class RingBlock(Warps):
 
     @property
     def outputs(self) -> int:
-        """Sums that each thread finishes; a gate and its up belong to the same thread."""
+        """Number of outputs per thread: sums that it reduces and stores in the epilogue. A gate and its up belong to the same
+        thread."""
         together = 1 if self.epilogue.gate == "none" else 2
         return together * -(-self.accumulators // (together * self.warps_k))
 
     @property
     def row_period(self) -> int:
-        """Length of runs of a thread's outputs in which rows repeat alike in all threads: that of a row block, 2 tokens, or
-        0."""
+        """Number of successive outputs of a thread in which the order of rows is the same for all threads: a row block's
+        accumulators, 2 (two tokens of one row), or 0 if there is no common order."""
         together = 1 if self.epilogue.gate == "none" else 2
         outputs, vectors_per_row_block = self.outputs, self.ring.k_block.accumulators
         if outputs % vectors_per_row_block == 0 or (
@@ -53,7 +55,8 @@ class RingBlock(Warps):
         return 2 if together == 1 and outputs % 2 == 0 else 0
 
     def first_of_row(self, i: int) -> int:
-        """First of a thread's outputs with the row of output i, as far as that is the same for all threads."""
+        """Index of a thread's first output within output i's period that has the same row as output i, in all threads; else
+        i."""
         if self.row_period == 0:
             return i
         period = range(i // self.row_period * self.row_period, i + 1)
@@ -70,7 +73,8 @@ TILES = gl.constexpr(BLOCK_TILES)
 
 @aggregate
 class RingAddresses:
-    """A lane, and its addresses in its warp's ring: where it copies weights to and reads them, copies x to and reads it."""
+    """A lane, and its addresses in its warp's ring: destinations of weight copies, sources of weight reads, destination of x
+    copies, source of x reads."""
 
     lane: gl.tensor
     copies: Tuple
@@ -82,9 +86,10 @@ class RingAddresses:
 @aggregate
 class SliceAddresses:
     """A lane's addresses in global memory of the next k block's weights, scales and x, with strides between row blocks and n8
-    tiles; which tokens exist; how many tiles of codes (or k of rows), how many rows, and how many k of x are left.
+    tiles. `x_size`: bytes per copy of x, 0 for tokens that do not exist. `left`: number of tiles of codes left along K, for
+    16-bit rows the number of columns. `rows`: number of rows left. `ks`: number of columns of x left.
 
-    Of 16-bit rows `w` has both halves of a row block; `w_stride` and `w_quad` (four rows) are bytes.
+    For 16-bit rows `w` has the addresses of both halves of a row block. `w_stride` and `w_quad` (four rows) are in bytes.
     """
 
     w: Tuple
@@ -122,7 +127,7 @@ def addresses_of(start, lane, C: gl.constexpr):
 
 @gluon.jit
 def copy_weights(ring, source, C: gl.constexpr, row_block: gl.constexpr, ahead: gl.constexpr, d: gl.constexpr):
-    """Starts the copies of one row block's weights, `ahead` k blocks later."""
+    """Starts the copies of one row block's weights, `ahead` k blocks after `source`."""
     R: gl.constexpr = C.ring
     s = source
     if R.k_block.dense:
@@ -142,7 +147,7 @@ def copy_weights(ring, source, C: gl.constexpr, row_block: gl.constexpr, ahead: 
 
 @gluon.jit
 def copy_block(ring, source, C: gl.constexpr, d: gl.constexpr, codes: gl.constexpr, tokens: gl.constexpr):
-    """Starts the copies of pair d from `source` on: one row block's weights; with the first row block also x."""
+    """Starts the copies of pair d, counted from `source`: one row block's weights and, with the first row block, x."""
     R: gl.constexpr = C.ring
     N8_TILES: gl.constexpr = R.k_block.n8_tiles
     row_block: gl.constexpr = d % R.row_blocks
@@ -192,7 +197,7 @@ def advance(source, C: gl.constexpr):
 
 @gluon.jit
 def read_block(ring, C: gl.constexpr, d: gl.constexpr, pending: gl.constexpr):
-    """Waits for slot d and reads it: the lane's words of codes, then its scales."""
+    """Waits for the slot of pair d and reads it: the lane's words of codes, then its scales."""
     return gl.inline_asm_elementwise(
         ptx(C.ring.read, d, pending), C.ring.read_constraints, ring.reads,
         dtype=C.ring.read_types, is_pure=False, pack=1,
@@ -214,8 +219,8 @@ def multiply(read, x, sums, acc, C: gl.constexpr, row_block: gl.constexpr):
 
 @gluon.jit
 def iteration(ring, source, read, acc, C: gl.constexpr, last: gl.constexpr):
-    """One iteration: all row blocks, `rounds` k blocks. `read` is the first slot's content; each freed slot is refilled at
-    once."""
+    """Runs one main-loop iteration: all row blocks of `rounds` k blocks. `read` is the content of the first slot. Each slot is
+    refilled as soon as it has been read."""
     R: gl.constexpr = C.ring
     S: gl.constexpr = C.ring.k_block
     TURN: gl.constexpr = R.iteration_blocks
@@ -242,8 +247,9 @@ def iteration(ring, source, read, acc, C: gl.constexpr, last: gl.constexpr):
 
 @gluon.jit
 def rows_of(w, row_block, slice_k, lane, N, K, C: gl.constexpr):
-    """Addresses of a lane's vectors in both halves of its warp's first row block, bytes between row blocks, and number of rows
-    left. In a gated GEMM the halves are of gate and of up, whose rows follow all gate rows."""
+    """Returns the addresses of a lane's vectors in both halves of its warp's first row block, the bytes between row blocks, and
+    the number of rows left. In a gated GEMM one half is gate rows and the other up rows; in memory all up rows follow all gate
+    rows."""
     row, k = lane >> 3, slice_k * BLOCK + (lane & 7) * 8
     if C.epilogue.gate == "none":
         first = row_block * 16 + row
@@ -258,7 +264,7 @@ def rows_of(w, row_block, slice_k, lane, N, K, C: gl.constexpr):
 
 @gluon.jit
 def source_of(x, w, scale, row_block, slice_k, first_token, lane, M, N, K, x_stride, tiles, scale_stride, C: gl.constexpr):
-    """Addresses at which a lane of a slice of K begins."""
+    """Returns the SliceAddresses of a lane for the first k block of its slice of K."""
     R: gl.constexpr = C.ring
     S: gl.constexpr = C.ring.k_block
     N8_TILES: gl.constexpr = S.n8_tiles

@@ -1,8 +1,8 @@
 """Heads of q and k before attention: RMS norm of a head, RoPE in the rotate-half convention. Plain Triton.
 
 A head occupies a power of two of lanes; those beyond `head_dim` are zero. Of the first `rotary_dim` elements, i is rotated with
-i + rotary_dim / 2; the others are unchanged. `C` is the kernel's configuration, with the attention shape as `C.shape`. All in
-float32.
+i + rotary_dim / 2; the others are unchanged. `C` is the kernel's configuration, with the attention shape as `C.shape`. All
+values are float32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import triton.language as tl
 
 @triton.jit
 def angles(cos_sin, position, d, C: tl.constexpr):
-    """cos, and sin with the sign of its lane, for lanes d of a head at a position: 1 and 0 where nothing is rotated."""
+    """Returns cos and signed sin (negative in the first half of the rotated lanes) for lanes d of a head at a position; 1 and 0
+    for lanes that are not rotated."""
     HALF: tl.constexpr = C.shape.rotary_dim // 2
     row = cos_sin + position.to(tl.int64) * C.shape.rotary_dim + tl.where(d < HALF, d, d - HALF)
     cos = tl.load(row, mask=d < 2 * HALF, other=1.0)
@@ -23,7 +24,7 @@ def angles(cos_sin, position, d, C: tl.constexpr):
 
 @triton.jit
 def partner(d, C: tl.constexpr):
-    """The lane that lane d is rotated with; itself where nothing is rotated."""
+    """Returns the lane that lane d is rotated with; d itself for lanes that are not rotated."""
     HALF: tl.constexpr = C.shape.rotary_dim // 2
     other = tl.where(d < HALF, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))
     if HALF % 8 == 0:  # 16-byte vectors stay contiguous, which the compiler cannot prove
@@ -33,9 +34,9 @@ def partner(d, C: tl.constexpr):
 
 @triton.jit
 def pairs(rows, exist, d, C: tl.constexpr, TWICE: tl.constexpr):
-    """Loads heads [n, lanes] at pointers `rows` [n, 1] in float32, and each element's partner; zeros where none `exist` [n, 1].
-    With TWICE partners are loaded from memory, which costs several warps less than an exchange between threads with
-    barriers."""
+    """Loads heads [n, lanes] at pointers `rows` [n, 1] in float32, and each element's partner. Rows whose `exist` [n, 1] is
+    False are zeros. With TWICE partners are loaded from memory; with several warps this is faster than an exchange between
+    threads, which takes barriers."""
     exist = exist & (d < C.shape.head_dim)[None, :]
     heads = tl.load(rows + d[None, :], mask=exist, other=0.0).to(tl.float32)
     if C.shape.rotary_dim == 0:
@@ -48,7 +49,7 @@ def pairs(rows, exist, d, C: tl.constexpr, TWICE: tl.constexpr):
 
 @triton.jit
 def gammas(gamma, d, C: tl.constexpr):
-    """The factors of a norm, including its offset."""
+    """Returns the factors of a norm: gamma plus the norm's offset."""
     return tl.load(gamma + d, mask=d < C.shape.head_dim, other=0.0).to(tl.float32) + C.shape.norm_offset
 
 

@@ -1,7 +1,8 @@
-"""A row in the registers of a block: THREADS * VECTOR * CHUNKS elements, in 16-byte vectors where rows are aligned to them.
+"""A row in the registers of a thread block: THREADS * VECTOR * CHUNKS elements, in 16-byte vectors where rows are 16-byte
+aligned.
 
-Values are tuples of CHUNKS blocks [THREADS, VECTOR]; `i` are the element indices of the first. Used by kernels that hold a
-whole row: quantize_rows.py and norm.py of elementwise/. Tested: tests/kernels/parts/test_rows.py
+Values are tuples of CHUNKS tensors [THREADS, VECTOR]; `i` are the element indices of the first tensor. Used by kernels of
+elementwise/ that hold a whole row in registers, such as quantize_rows.py and norm.py. Tested: tests/kernels/parts/test_rows.py
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import triton.language as tl
 
 @triton.jit
 def row_of(base, row, stride, VECTORS: tl.constexpr):
-    """Address of a row; the factor 8 lets the compiler prove the alignment of vectors."""
+    """Returns the address of a row. The stride is given in units of 8 elements, so that the compiler can prove that vectors are
+    aligned."""
     start = row.to(tl.int64) * stride
     if VECTORS:
         start = start * 8
@@ -69,17 +71,18 @@ def sum_of(values, CHUNKS: tl.constexpr):
 
 @triton.jit
 def merged(total, squares, count, other_total, other_squares, other_count):
-    """Merges sum, sum of squared differences from the mean, and count of two sets (Chan, Golub, LeVeque 1979). Unlike with sums
-    of x^2, no large numbers are subtracted from each other."""
+    """Merges the sums, sums of squared differences from the mean, and counts of two sets (Chan, Golub, LeVeque 1979). Unlike a
+    variance from sums of x^2, this subtracts no large numbers from each other."""
     both = count + other_count
-    weight = tl.maximum(count * other_count * both, 1.0)  # 1 where a set is empty, as beyond the end of short rows
+    weight = tl.maximum(count * other_count * both, 1.0)  # not 0 where a set is empty
     apart = (total * other_count - other_total * count) * tl.rsqrt(weight)
     return total + other_total, tl.fma(apart, apart, squares + other_squares), both
 
 
 @triton.jit
 def moments(values, i, K: tl.constexpr, THREADS: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
-    """Mean and variance of a row with one reduction across warps: each warp first computes both around its own mean."""
+    """Returns mean and variance of a row with one reduction across warps, which merges the statistics that each warp computed
+    around its own mean."""
     WARPS: tl.constexpr = THREADS // 32
     total = tl.sum(tl.reshape(sum_of(values, CHUNKS), (WARPS, 32)), axis=1)
     if K == STEP * CHUNKS:
@@ -117,6 +120,7 @@ def add_and_store(sums, row, halves, others, i, K: tl.constexpr, STEP: tl.conste
 
 @triton.jit
 def sigmoid(value):
-    """1 / (1 + exp(-value)) of float32, as the square of 1 / sqrt(1 + exp(-value)): a third of a division's cost."""
+    """Returns 1 / (1 + exp(-value)) in float32, computed as the square of rsqrt(1 + exp(-value)), at a third of the cost of a
+    division."""
     root = tl.rsqrt(1.0 + tl.exp2(value * -1.4426950408889634))
     return root * root

@@ -1,8 +1,8 @@
 """The epilogue of 8-bit GEMMs: from the sums of a tile to y in memory.
 
-In fp32: zeros of x, scales, bias, a function, then rounding to y's type or, with a scale of y, to int8. A tile is stored
-through shared memory by TMA, or element by element. The functions take the configuration C of a kernel, a ByteTile of
-parts/tile.py.
+Corrects for zeros of x and applies scales, bias and a function in fp32. Then it rounds to y's type or, if y has a scale, to
+int8. A tile is stored through shared memory by TMA, or element by element. The functions take the configuration C of a kernel,
+a ByteTile of parts/tile.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ OUTPUTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32
 
 @aggregate
 class ScaledEpilogueArgs:
-    """Pointers to what is applied to sums, or None: float32, `x_zero` int32, `bias` of any type."""
+    """Pointers to the values that are applied to sums, or None. They are float32, except `x_zero` (int32) and `bias` (any
+    type)."""
 
     x_scale: Scalar
     x_zero: Scalar
@@ -51,7 +52,7 @@ class ScaledEpilogueArgs:
 
 @aggregate
 class OutputTile:
-    """y [M, N]; without a descriptor it is stored element by element, and `tile` of shared memory is unused."""
+    """The output y [M, N]. Without a descriptor y is stored element by element, and the shared memory `tile` is unused."""
 
     descriptor: Descriptor | gl.constexpr
     pointer: Scalar
@@ -62,13 +63,13 @@ class OutputTile:
 
 @gluon.jit
 def of_tokens(values, C: gl.constexpr):
-    """Broadcasts values of tokens over a tile."""
+    """Broadcasts one value per token to the shape of a tile."""
     return values[:, None] if C.tokens_are_rows else values[None, :]
 
 
 @gluon.jit
 def of_channels(values, C: gl.constexpr):
-    """Broadcasts values of channels over a tile."""
+    """Broadcasts one value per channel to the shape of a tile."""
     return values[None, :] if C.tokens_are_rows else values[:, None]
 
 
@@ -123,14 +124,15 @@ def function_of(y, C: gl.constexpr):
 
 @gluon.jit
 def nearest_code(y):
-    """Rounds fp32 to int8: nearest, ties to even, clamped. 1.5 * 2^23 + y has the rounded y in its low bits."""
+    """Rounds fp32 to int8: nearest, ties to even, clamped. The low bits of 1.5 * 2^23 + y are the rounded y."""
     y = gl.minimum(gl.maximum(y, -128.0), 127.0) + 12582912.0
     return y.to(gl.int32, bitcast=True).to(gl.int8)
 
 
 @gluon.jit
 def put(out, result, first_token, first_channel, tokens_are_rows: gl.constexpr):
-    """Stores a tile of y through shared memory by TMA, once the store of the previous tile has read it."""
+    """Stores a tile of y through shared memory by TMA. First waits until the previous tile's store has read that shared
+    memory."""
     tma_store_wait(0)
     barrier()
     if tokens_are_rows:
@@ -187,7 +189,7 @@ def store(out, acc, epilogue_args, first_token, first_channel, C: gl.constexpr):
 
 @gluon.jit
 def halves(acc, C: gl.constexpr):
-    """Returns both halves of the columns; this takes no instruction."""
+    """Splits a tile into both halves of its columns; this takes no instruction."""
     low, high = gl.split(gl.permute(gl.reshape(acc, [C.rows, 2, C.store_columns]), [0, 2, 1]))
     low = gl.convert_layout(low, C.store_layout, assert_trivial=True)
     return low, gl.convert_layout(high, C.store_layout, assert_trivial=True)

@@ -1,14 +1,14 @@
-"""Tile scheduler: which tile and which range of K a block computes next, and how partial sums of a tile are reduced.
+"""Tile scheduler: the tile and the range of K that a block computes next, and the reduction of a tile's partial sums.
 
-A persistent block computes the tile with its own index, then steps by the number of blocks. With split-K, as many consecutive
-indices share a tile, each with a range of K. The functions take the configuration C of a kernel, which has `splits`,
-`token_group`, `last_is_full`, and the tile's `rows`, `columns` and `accumulator`.
+A persistent block first computes the work item with the block's index, then steps by the number of blocks. A work item is a
+tile. With split-K, C.splits consecutive work items are ranges of K of one tile. The functions take the configuration C of a
+kernel, which has `splits`, `token_group`, `last_is_full`, and the tile's `rows`, `columns` and `accumulator`.
 
 `splits` = 0 means stream-K. All blocks first compute the same number of whole tiles. The remaining tiles are fewer than blocks;
-their iterations along K, one tile after the other, are divided equally, the last range going to the first block. A range lies
-in one tile, or ends one tile and begins the next. There are at least as many iterations as blocks. Source: Osama, Merrill,
-Cecka, Garland, Owens, "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU"
-(arXiv:2301.03598).
+their iterations along K, in the order of tiles, are divided equally among all blocks; the first block gets the last range. A
+range lies within one tile, or contains the end of one tile and the beginning of the next. There are at least as many iterations
+as blocks. Source: Osama, Merrill, Cecka, Garland, Owens, "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix
+Multiplication on the GPU" (arXiv:2301.03598).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from lowbit.kernels.parts.gluon import Scalar, aggregate, asm, barrier, gl, gluo
 WAIT_COUNT = gl.constexpr(
     "{ .reg .pred early; WAIT: ld.acquire.gpu.global.b32 $0, [$1]; setp.lt.s32 early, $0, $2; @early bra WAIT; }"
 )
-"""Waits until the counter at $1 is at least $2."""
+"""PTX that waits until the counter at $1 is at least $2."""
 
 ADD_LOADED = gl.constexpr("{ .reg .f32 before; ld.global.cg.f32 before, [$1]; add.rn.f32 $0, before, $2; }")
-"""Loads the float32 at $1 and adds $2 to it. One instruction block each: all loads before all additions take the registers of
-two tiles."""
+"""PTX that loads the float32 at $1 and adds $2 to it. Load and addition are one block of PTX, because separate loads would all
+be moved before the additions and take the registers of two tiles."""
 
 
 @aggregate
 class TileGrid:
-    """Number of token tiles, of channel tiles, of main-loop iterations that cover K, and of tokens."""
+    """Numbers of token tiles, of channel tiles, of main-loop iterations that cover K, and of tokens."""
 
     of_tokens: Scalar
     of_channels: Scalar
@@ -37,7 +37,8 @@ class TileGrid:
 
 @aggregate
 class SplitKWorkspace:
-    """Partial sums of tiles, float32 or int32, and an int32 counter for each tile, zero before and after the kernel."""
+    """Partial sums of tiles, float32 or int32, and an int32 counter for each tile. Counters are zero before and after the
+    kernel."""
 
     partial: Scalar
     arrived: Scalar
@@ -45,7 +46,7 @@ class SplitKWorkspace:
 
 @gluon.jit
 def tile_count(tiles, C: gl.constexpr):
-    """Number of tiles times splits. For stream-K: the count if every block had as many work items as this one."""
+    """Number of work items: tiles times splits. For stream-K, this block's number of work items times the number of blocks."""
     if C.splits == 0:
         whole, begin, end = stream_k_range(tiles)
         return whole + ((end - 1) // tiles.iterations - begin // tiles.iterations + 1) * gl.num_programs(0)
@@ -54,10 +55,11 @@ def tile_count(tiles, C: gl.constexpr):
 
 @gluon.jit
 def tile_at(index, tiles, C: gl.constexpr):
-    """Returns (token tile, channel tile, split) of a work item: all channels for a group of token tiles, then the next group.
+    """Returns (token tile, channel tile, split) of a work item: all channel tiles for a group of token tiles come before the
+    next group.
 
-    A C.token_group of 0 means one token tile; the kernel then starts without divisions. For stream-K the split is the index
-    itself, from which `iterations_of` computes the range of K.
+    C.token_group is 0 if there is only one token tile; the kernel then starts without divisions. For stream-K the split is the
+    index itself, from which `iterations_of` computes the range of K.
     """
     if C.token_group == 0:  # as PTX: else values derived from a constant are hoisted and kept in registers
         return asm("mov.b32 $0, 0;", "=r", [], gl.int32), index // C.splits, index % C.splits
@@ -78,8 +80,8 @@ def tile_at(index, tiles, C: gl.constexpr):
 
 @gluon.jit
 def first_token_of(token_tile, tiles, C: gl.constexpr):
-    """First token of a token tile. With C.last_is_full the last tile begins earlier where that fills it, as TMA is slow on rows
-    that do not exist. Tokens of two tiles are stored twice, with the same bits."""
+    """First token of a token tile. With C.last_is_full the last tile begins earlier if that fills it, since TMA is slow on rows
+    that do not exist. Tokens that are in two tiles are then stored twice, with the same bits."""
     if C.last_is_full:
         return gl.minimum(token_tile * C.tile_tokens, gl.maximum(tiles.tokens - C.tile_tokens, 0))
     else:
@@ -88,7 +90,7 @@ def first_token_of(token_tile, tiles, C: gl.constexpr):
 
 @gluon.jit
 def iterations_of(split, tiles, C: gl.constexpr):
-    """Returns the first iteration along K of a split and the one after its last."""
+    """Returns the range (first, one after last) of iterations along K of a split."""
     if C.splits == 0:
         whole, begin, end = stream_k_range(tiles)
         start = (begin // tiles.iterations + (split - whole) // gl.num_programs(0)) * tiles.iterations
@@ -99,8 +101,8 @@ def iterations_of(split, tiles, C: gl.constexpr):
 
 @gluon.jit
 def stream_k_range(tiles):
-    """Stream-K: number of tiles computed whole, and this block's range (first, one after last) of the iterations of the other
-    tiles."""
+    """Stream-K: number of tiles that are computed whole, and this block's range (first, one after last) of the iterations of
+    the other tiles."""
     blocks = gl.num_programs(0)
     of_all = tiles.of_tokens * tiles.of_channels
     dealt = of_all % blocks * tiles.iterations
@@ -116,8 +118,8 @@ def k_range_of(part, tiles, parts: gl.constexpr):
 
 @gluon.jit
 def workspace_offsets(C: gl.constexpr):
-    """Offsets of a tile's sums in the workspace. Neighbouring lanes, which hold rows g and column pairs 2t (hardware/mma.py),
-    have neighbouring words."""
+    """Offsets of a tile's sums in the workspace. A warp's stores are coalesced: neighbouring lanes, which hold neighbouring
+    column pairs 2t of a row g (hardware/mma.py), have neighbouring words."""
     rows = gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
     columns = gl.arange(0, C.columns, gl.SliceLayout(0, C.accumulator))
     of_row = rows % 8 * 4 + rows // 16 * 32 + rows // 8 % 2 * (2 * C.rows)
@@ -145,8 +147,8 @@ def reduce_splits(at, acc, tile, split, C: gl.constexpr):
 
 @gluon.jit
 def workspace_pointers(base, C: gl.constexpr):
-    """Pointers `base` + `workspace_offsets`: one address per thread, constants added last. With an address per sum Triton 3.6
-    has registers for 9 loads in flight of 128, with this for 75."""
+    """Pointers `base` + `workspace_offsets`: one address per thread, constants added last. With an address per sum, Triton 3.6
+    has registers for only 9 of 128 loads in flight; with constant offsets, for 75."""
     rows = gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
     columns = gl.arange(0, C.columns, gl.SliceLayout(0, C.accumulator))
     of_thread = (base + (rows % 8 * 4 + rows // 16 * 32))[:, None] + (columns % 8 // 2)[None, :]
@@ -156,11 +158,11 @@ def workspace_pointers(base, C: gl.constexpr):
 
 @gluon.jit
 def reduce_stream_k(at, acc, index, tiles, C: gl.constexpr):
-    """Stream-K reduction by the block that begins a tile: waits for the other blocks' partial sums and adds them in the order
-    of K.
+    """Stream-K reduction by the block that begins a tile: it waits for the other blocks' partial sums and adds them in the
+    order of K.
 
-    Later ranges belong to blocks of lower index, which are already running, as blocks start in index order. Each block stores
-    at most one partial tile, since all tiles of a range but its first begin in it.
+    Later ranges belong to blocks of lower index, which are already running, since blocks start in index order. Each block
+    stores at most one partial tile: of the two tiles in a range, the second one begins in it.
     """
     SIZE: gl.constexpr = C.rows * C.columns
     begin, end = iterations_of(index, tiles, C)
@@ -189,8 +191,8 @@ def reduce_stream_k(at, acc, index, tiles, C: gl.constexpr):
 
 @gluon.jit
 def reduce_splits_serially(at, acc, tile, split, C: gl.constexpr):
-    """Serial split-K: each block waits for the split before it, adds that sum to its own and stores the result, in the order of
-    K.
+    """Serial split-K: each block waits for the block of the previous split, adds the sum of that block to its own and stores
+    the result. So sums are added in the order of K.
 
     The workspace holds one sum per tile, not one per split. Blocks start in index order, so the block waited for is already
     running.

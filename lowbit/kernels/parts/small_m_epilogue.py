@@ -1,7 +1,7 @@
 """The epilogue of the small-M GEMM: reduction of K slices and splits, then parts/epilogue.py, thread by thread.
 
-Every warp adds up the squares that a norm needs by itself; gate and up are sums of one thread. Inputs of the epilogue are
-loaded before the main loop, or prefetched into L2 then and loaded after it.
+Every warp adds up the sums of squares that a norm needs, without an exchange. A thread has both the sum of a gate and the sum
+of its up. Inputs of the epilogue are loaded before the main loop; or they are prefetched into L2 before it and loaded after it.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ ADD_GROUPS = gl.constexpr(
     + "\n".join(f"shfl.sync.bfly.b32 other, $0, {d}, 0x1f, 0xffffffff; add.f32 $0, $0, other;" for d in (4, 8, 16))
     + "\n}"
 )
-"""Sum of $1 over the 8 lane groups, the same in every lane."""
+"""PTX that sums $1 over the 8 lane groups; every lane gets the sum."""
 
 STORE = gl.constexpr("{ .reg .b32 at; mov.u32 at, global_smem; add.u32 at, at, $1; st.shared.f32 [at], $2; mov.b32 $0, 0; }")
-"""Stores the float32 $2 to byte $1 of shared memory."""
+"""PTX that stores the float32 $2 at byte $1 of shared memory."""
 
 STORE_IF = gl.constexpr(
     "{ .reg .b32 at; .reg .pred p; setp.ne.s32 p, $3, 0; mov.u32 at, global_smem; add.u32 at, at, $1;"
     " @p st.shared.f32 [at], $2; mov.b32 $0, 0; }"
 )
-"""The same where $3 is not 0."""
+"""PTX that stores the float32 $2 at byte $1 of shared memory, if $3 is not 0."""
 
 
 @gluon.constexpr_function
 def add_strided(count, stride):
-    """Adds `count` float32 of shared memory, `stride` bytes apart, in order; $1 is the byte of the first."""
+    """PTX that adds `count` float32 numbers of shared memory in order. They are `stride` bytes apart; $1 is the first one's
+    byte offset."""
     lines = [".reg .b32 at; .reg .f32 v;", "mov.u32 at, global_smem; add.u32 at, at, $1; ld.shared.f32 $0, [at];"]
     lines += [f"ld.shared.f32 v, [at+{stride * i}]; add.f32 $0, $0, v;" for i in range(1, count)]
     return "{\n" + "\n".join(lines) + "\n}"
@@ -49,8 +50,8 @@ class ThreadCoordinates:
 
 @aggregate
 class SmallMEpilogueArgs:
-    """Factor of all sums; scales and biases for each of a thread's outputs (`load_rows`) or nothing; `rms`: 1 / rms of tokens
-    2t and 2t + 1 of each n8 tile, or nothing."""
+    """`factor`: of all sums. `channel_scale` and `bias`: tuples with one value for each output of a thread (`load_rows`),
+    unless there are none. `rms`: `rms_factors` of tokens 2t and 2t + 1 of each n8 tile, or ()."""
 
     factor: Scalar
     channel_scale: Scalar | Tuple  # an unused pointer where there are none
@@ -60,7 +61,8 @@ class SmallMEpilogueArgs:
 
 @aggregate
 class ResidualArgs:
-    """h [M, N], the next norm's gamma [N] (like scales), squares of blocks; with C.h_early, `old` is h before the addition."""
+    """h [M, N]; the next norm's gamma, one value for each output of a thread; sums of squares, one for each block of rows. With
+    C.h_early, `old` is h before the addition."""
 
     h: Scalar
     gamma: Scalar | Tuple
@@ -71,10 +73,11 @@ class ResidualArgs:
 
 @gluon.jit
 def element_of(i: gl.constexpr, warp, C: gl.constexpr):
-    """Returns (accumulator of the lane, row of warps) of a thread's i-th sum; gates have even numbers, ups odd ones.
+    """Returns (index of the lane's accumulator, row of warps) for a thread's i-th output. Even i are gates, odd i ups, if there
+    is a gate.
 
-    A thread's sums are neighbours where that puts them in few rows, with few scales and biases (`RingGemm.first_of_row`).
-    Otherwise neighbouring warps have neighbouring sums.
+    If C.row_period > 0 a thread's outputs are neighbouring accumulators; they are then in few rows and need few scales and
+    biases (`RingGemm.first_of_row`). Otherwise neighbouring accumulators belong to neighbouring warps.
     """
     PAIRS: gl.constexpr = C.ring.k_block.accumulators // 2
     TOGETHER: gl.constexpr = 1 if C.epilogue.gate == "none" else 2
@@ -90,7 +93,7 @@ def element_of(i: gl.constexpr, warp, C: gl.constexpr):
 
 @gluon.jit
 def output_of(element, row_of_warps, at, C: gl.constexpr):
-    """Returns row of w and token of an accumulator, and whether they exist."""
+    """Returns the row of w and the token of an accumulator, and True where both exist."""
     S: gl.constexpr = C.ring.k_block
     row_block = at.first_row_block + row_of_warps * C.ring.row_blocks + element // S.accumulators
     row = row_block * 16 + (at.lane >> 2) + 8 * ((element >> 1) & 1)
@@ -101,11 +104,12 @@ def output_of(element, row_of_warps, at, C: gl.constexpr):
 
 @gluon.jit
 def reduce_slices(shared, acc, lane, warp, C: gl.constexpr):
-    """Reduces the K slices of a block's warps through shared memory; returns C.outputs sums per thread, see `element_of`."""
+    """Reduces the K slices of a block's warps through shared memory; returns C.outputs sums per thread, assigned by
+    `element_of`."""
     ACCUMULATORS: gl.constexpr = C.accumulators
     OUTPUTS: gl.constexpr = C.outputs
     barrier()
-    shared.index(0).store(acc[0])  # as below; it also keeps the allocation alive, which PTX uses by address
+    shared.index(0).store(acc[0])  # same as STORE below, but also keeps the allocation alive, which PTX only uses by address
     for i in gl.static_range(1, ACCUMULATORS):
         run(STORE, "=r,r,f", [(i * C.threads + warp * 32 + lane) * 4, acc[i]])
     barrier()
@@ -120,9 +124,10 @@ def reduce_slices(shared, acc, lane, warp, C: gl.constexpr):
 
 @gluon.jit
 def reduce_splits(partial, arrived, sums, thread, C: gl.constexpr):
-    """Split-K reduction by the last block of these rows and tokens: that block gets (True, sums over all splits).
+    """Split-K reduction by the last of the blocks that share rows and tokens. Returns (True, sums over all splits) in that
+    block.
 
-    `arrived` counts the blocks that have stored their sums; it is 0 before and after.
+    `arrived` counts the blocks that have stored their sums; it is 0 before and after the launch.
     """
     OUTPUTS: gl.constexpr = C.outputs
     SPLITS: gl.constexpr = C.splits
@@ -146,13 +151,13 @@ def reduce_splits(partial, arrived, sums, thread, C: gl.constexpr):
 
 @gluon.jit
 def across_groups(value, C: gl.constexpr):
-    """Sum over the 8 lane groups."""
+    """Returns the sum of a value over the 8 lane groups, in every lane."""
     return asm(ADD_GROUPS, "=&f,f", [value], gl.float32)
 
 
 @gluon.jit
 def rms_factors(squares, at, inverse_width, eps, x_factor, C: gl.constexpr):
-    """1 / (rms * x_factor) of tokens 2t and 2t + 1 of each n8 tile, for lane t of its group."""
+    """Returns 1 / (rms * x_factor) of tokens 2t and 2t + 1 of each n8 tile; t is the lane's index within its group."""
     N8_TILES: gl.constexpr = C.ring.k_block.n8_tiles
     CHUNKS: gl.constexpr = (C.epilogue.norm_parts + 7) // 8
     factors = ()
@@ -170,7 +175,7 @@ def rms_factors(squares, at, inverse_width, eps, x_factor, C: gl.constexpr):
 
 @gluon.jit
 def rms_of(factors, element, C: gl.constexpr):
-    """Selects the factor of an accumulator's token."""
+    """Returns the factor from `rms_factors` for the token of an accumulator."""
     COUNT: gl.constexpr = 2 * C.ring.k_block.n8_tiles
     which = element % (2 * COUNT) // 4 * 2 + (element & 1)
     chosen = factors[0]
@@ -181,7 +186,8 @@ def rms_of(factors, element, C: gl.constexpr):
 
 @gluon.jit
 def channel_of(row, at, C: gl.constexpr):
-    """Channel of a row: the row itself, except that 16-bit weights have all gates before all ups."""
+    """Returns the channel of a row of the tile. It is the row, except for gated 16-bit weights, which have all gates before all
+    ups."""
     if C.ring.k_block.dense and C.epilogue.gate != "none":
         return row // 16 * 8 + row % 8 + row // 8 % 2 * (at.N // 2)
     else:
@@ -190,7 +196,7 @@ def channel_of(row, at, C: gl.constexpr):
 
 @gluon.jit
 def scaled_sum(total, epilogue_args, i: gl.constexpr, element, C: gl.constexpr):
-    """Applies scales, norm and bias to a thread's i-th sum."""
+    """Returns a thread's i-th output after scales, norm and bias."""
     total *= epilogue_args.factor
     if C.epilogue.channel_scale:
         total *= epilogue_args.channel_scale[i]
@@ -214,7 +220,7 @@ def store(y, sums, epilogue_args, at, C: gl.constexpr):
 
 @gluon.jit
 def store_gated(y, sums, epilogue_args, at, C: gl.constexpr):
-    """Stores y [M, N / 2] = act(gate) * up; rows 16 s + g and 16 s + 8 + g of w give column 8 s + g of y."""
+    """Stores y [M, N / 2] = act(gate) * up; rows 16 s + g (gate) and 16 s + 8 + g (up) of w give column 8 s + g of y."""
     PAIRS: gl.constexpr = C.outputs // 2
     for i in gl.static_range(PAIRS):
         element, row_of_warps = element_of(2 * i, at.warp, C)
@@ -227,8 +233,8 @@ def store_gated(y, sums, epilogue_args, at, C: gl.constexpr):
 
 @gluon.jit
 def load_row(channels, values, i: gl.constexpr, at, C: gl.constexpr):
-    """Value of `channels` [N] for the row of a thread's i-th sum: reused from `values` if an earlier sum has the row, else
-    loaded."""
+    """Returns the value of `channels` [N] for the row of a thread's i-th output. It is taken from `values` if an earlier output
+    has the same row, else loaded."""
     first: gl.constexpr = ptx(C.first_of_row, i)
     if first < i:
         return values[first]
@@ -240,7 +246,8 @@ def load_row(channels, values, i: gl.constexpr, at, C: gl.constexpr):
 
 @gluon.jit
 def load_rows(channels, at, C: gl.constexpr):
-    """Values of `channels` [N] for all sums of a thread, loaded while the main loop runs."""
+    """Loads the values of `channels` [N] for all outputs of a thread; called before the main loop, so that the loads overlap
+    with it."""
     OUTPUTS: gl.constexpr = C.outputs
     values = ()
     for i in gl.static_range(OUTPUTS):
@@ -250,7 +257,8 @@ def load_rows(channels, at, C: gl.constexpr):
 
 @gluon.jit
 def prefetch_rows(channel_scale, bias, gamma, thread, at, C: gl.constexpr):
-    """Prefetches scales, biases and gamma of a block's rows into L2; loads after the main loop would expose memory latency."""
+    """Prefetches scales, biases and gamma of a block's rows into L2, because loads from memory after the main loop would expose
+    its latency."""
     row = channel_of(gl.minimum(at.first_row_block * 16 + thread, at.N - 1), at, C)
     if C.epilogue.channel_scale:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [channel_scale + row])
@@ -262,7 +270,7 @@ def prefetch_rows(channel_scale, bias, gamma, thread, at, C: gl.constexpr):
 
 @gluon.jit
 def load_h(h, at, C: gl.constexpr):
-    """Loads h [M, N] for a thread's outputs, in rows that this block stores."""
+    """Loads h [M, N] for those outputs of a thread that this block stores."""
     OUTPUTS: gl.constexpr = C.outputs
     values = ()
     for i in gl.static_range(OUTPUTS):
@@ -275,9 +283,11 @@ def load_h(h, at, C: gl.constexpr):
 
 @gluon.jit
 def add_to_residual(x, sums, epilogue_args, residual, at, C: gl.constexpr):
-    """Computes h += y, x = h * gamma * x_factor, and the block's sums of squares of h; rows of two blocks count in the first.
+    """Computes h += y, x = h * gamma * x_factor, and the block's sums of squares of h. Rows that two blocks compute are counted
+    by the first.
 
-    Squares of 8 rows are reduced in a warp, those of the block's octets of rows in shared memory, behind the accumulators.
+    A warp reduces the squares of 8 rows. Then the sums of all groups of 8 rows of the block are reduced in shared memory,
+    behind the accumulators.
     """
     S: gl.constexpr = C.ring.k_block
     OUTPUTS: gl.constexpr = C.outputs

@@ -1,6 +1,6 @@
 """Shared memory: one allocation per kernel, divided into named regions, and views of them.
 
-It is the kernel's only allocation, so it lies at offset 0 and PTX can address it (parts/pipeline.py).
+The allocation is the kernel's only one, so its offset is 0 and PTX can address it (parts/pipeline.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lowbit.kernels.parts.gluon import builtin, gl, gluon, part
 
 UNIT = 1024
-"""Alignment of regions in bytes, which swizzled tiles need."""
+"""Alignment of regions in bytes, as swizzled tiles require. Also the unit of offsets below."""
 
 UNIT_WORDS = gl.constexpr(UNIT // 4)
 
@@ -22,12 +22,12 @@ class Regions:
     sizes: tuple[tuple[str, int], ...]
 
     def start(self, name: str) -> int:
-        """Start of a region, in units."""
+        """Start of a region, in units of UNIT bytes."""
         names = [known for known, _ in self.sizes]
         return sum(-(-size // UNIT) for _, size in self.sizes[: names.index(name)])
 
     def end(self, name: str) -> int:
-        """End of a region, rounded up, in units."""
+        """End of a region, rounded up, in units of UNIT bytes."""
         return self.start(name) + -(-dict(self.sizes)[name] // UNIT)
 
     @property
@@ -54,6 +54,6 @@ def view(memory, regions, name, dtype, shape, layout, _semantic=None):
 
 @builtin
 def view_stages(memory, regions, name, count, descriptor, _semantic=None):
-    """Returns a region as `count` blocks of a TMA descriptor."""
+    """Returns a region as `count` blocks of a TMA descriptor's block shape, type and layout."""
     shape = [int(count), *descriptor.block_type.shape]
     return view(memory, regions, name, descriptor.dtype, shape, descriptor.layout, _semantic=_semantic)

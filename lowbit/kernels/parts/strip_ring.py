@@ -1,8 +1,9 @@
 """Strips of pixels in shared memory, as PTX: copies, and taps of a window read from a strip as operand A.
 
-A strip contains every pixel under the windows of a tile once, in memory order: `rows` rows of `row_bytes`. A tap of output row
-m is strip row m + down * width + across; outside the image zeros are read instead. The weights of all taps stay in shared
-memory for the kernel's lifetime. Barriers: parts/pipeline.py, one set for strips, one for the weights.
+A strip contains every pixel under the windows of a tile once, in memory order: `rows` rows of `row_bytes`. For output pixel m
+of a tile, the tap (down, across) is strip row m + down * width + across; outside the image zeros are read instead. The weights
+of all taps stay in shared memory for the kernel's lifetime. Strips and weights each have a set of the barriers of
+parts/pipeline.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from lowbit.kernels.parts.pipeline import StageBarriers
 
 @dataclass(frozen=True)
 class StripRing:
-    """`zeros`, `x_start` and `w_start` are byte offsets in shared memory; `bits`, 4 or 8, is the width of a code of x."""
+    """PTX for strips of x and resident weights. `zeros`, `x_start` and `w_start` are byte offsets in shared memory. `bits`, 4
+    or 8, is the width of a code of x."""
 
     strips: StageBarriers
     weights: StageBarriers
@@ -36,7 +38,7 @@ class StripRing:
 
     @property
     def clear(self) -> str:
-        """Threads $1 below 4 write the 16 bytes of zeros."""
+        """PTX that writes the 16 bytes of zeros, in threads whose index $1 is below 4."""
         return (
             "{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; setp.lt.u32 p, $1, 4; mad.lo.u32 at, $1, 4, at;\n"
             f"@p st.shared.b32 [at+{self.zeros}], 0; mov.b32 $0, 0; }}"
@@ -44,16 +46,16 @@ class StripRing:
 
     @property
     def copy_strip(self) -> str:
-        """If $1 is not 0: waits until strip $2 has been read (parity $3), then fills it.
+        """PTX that, if $1 is not 0, waits until strip $2 has been read (parity $3), then fills it.
 
-        The source is row $5, byte $6 of the map $4.
+        The source starts at row $5, byte $6 of the tensor map $4.
         """
         copy = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [to], [$4, {$6, $5}], [bar];"
         return self.strips.fill(self.copied_bytes, self.strip_bytes, self.x_start, copy)
 
     @property
     def copy_weights(self) -> str:
-        """If $1 is not 0: copies all weights from $2."""
+        """PTX that, if $1 is not 0, copies all weights from address $2."""
         return f"""{{ .reg .pred skip; .reg .b32 at, to;
             setp.eq.s32 skip, $1, 0; @skip bra DONE;
             mov.u32 at, global_smem; add.u32 to, at, {self.w_start}; add.u32 at, at, {self.weights.start};
@@ -63,17 +65,18 @@ class StripRing:
 
     @property
     def loaded(self) -> int:
-        """Registers of packed codes of a tap per thread."""
+        """Number of registers per thread with the packed codes of a tap."""
         return self.row_bytes // 8
 
     @property
     def registers(self) -> int:
-        """Registers of operand A of a tap: 4-bit codes give even channels, then odd ones."""
+        """Number of registers of operand A of a tap. 4-bit codes are unpacked to the even channels, then the odd ones."""
         return self.loaded * 8 // self.bits
 
     @property
     def read(self) -> str:
-        """Reads row $n + 1 of strip $n, for thread $n + 3, as operand A; zeros where $n + 2 is 0.
+        """PTX that reads row $n + 1 of strip $n as operand A, for thread $n + 3, where n = `registers`; reads zeros where $n +
+        2 is 0.
 
         Four registers are one wgmma of 32 bytes of K (ldmatrix.x4: rows 0 to 7, 8 to 15, then the next 16 bytes of both).
         """

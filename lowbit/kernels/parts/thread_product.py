@@ -1,9 +1,9 @@
-"""wgmma whose every operand is one register of each thread, as PTX, on registers that the kernel names itself.
+"""wgmma as PTX: each register of sums and of operand A is a separate value of the kernel.
 
-Sums of 64 pixels x `outputs` are outputs / 2 registers of a thread: register 4 j + 2 r + e is column 8 j + 2 q + e of its row r
-of two (q = lane % 4). Operand A is 4 registers for each k32; register 4 step + 2 half + r is row r, k 32 step + 16 half + 4 q
-to + 3. Source: PTX ISA, wgmma. Triton's own products compute each address of weights anew in six instructions, and have no
-unsigned codes.
+The sums of 64 pixels x `outputs` take outputs / 2 registers of a thread. Register 4 j + 2 r + e is column 8 j + 2 q + e of the
+r-th of the thread's two rows (q = lane % 4). Operand A is 4 registers for each k32 step: register 4 step + 2 half + r is row r,
+columns 32 step + 16 half + 4 q to + 3 of K. Source: PTX ISA, wgmma. Triton's wgmma computes each weight address anew in six
+instructions, and does not support unsigned codes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ _SWIZZLE = {32: 3, 64: 2, 128: 1}
 
 @dataclass(frozen=True)
 class ThreadProduct:
-    """Weights are tiles [outputs, row_bytes] from byte `weights` of shared memory on; `unsigned`: A is unsigned."""
+    """Products with weight tiles [outputs, row_bytes], which start at byte `weights` of shared memory. `unsigned`: operand A is
+    unsigned."""
 
     outputs: int
     row_bytes: int
     unsigned: bool
     weights: int
     base = "{ .reg .b32 at; mov.u32 at, global_smem; shr.u32 at, at, 4; and.b32 $0, at, 0x3FFF; }"
-    """$0: base of all descriptors, from the start of shared memory; $1 is unused."""
+    """PTX that computes in $0 the base of all weight descriptors, from the start of shared memory; $1 is unused."""
 
     @property
     def sums(self) -> int:
@@ -36,7 +37,8 @@ class ThreadProduct:
         return self.outputs * self.row_bytes
 
     def start(self, w_tile: int, steps: int, adds: bool, commits: bool = True) -> str:
-        """Sums $0.. (+)= operand A times `steps` k32 steps of the weight tiles from `w_tile` on; see `constraints`."""
+        """PTX that starts the product of operand A and `steps` k32 steps of the weight tiles from tile `w_tile` on. The sums in
+        $0.. are overwritten or, if `adds`, added to. See `constraints`."""
         first = self.sums * (2 if adds else 1)
         base = f"${first + 4 * steps}"
         sums = ", ".join(f"${i}" for i in range(self.sums))
@@ -57,7 +59,7 @@ class ThreadProduct:
         return "{\n" + "\n".join(lines) + "\n}"
 
     def constraints(self, steps: int, adds: bool) -> str:
-        """Outputs: the sums. Inputs: the sums so far if `adds`, operand A, the base."""
+        """Constraints of `start`. Outputs: the sums. Inputs: the sums so far if `adds`, operand A, the base of `base`."""
         return ",".join(
             ["=&r"] * self.sums + [str(i) for i in range(self.sums)] * adds + ["r"] * (4 * steps + 1)
         )  # fmt: skip
@@ -65,20 +67,20 @@ class ThreadProduct:
 
 @gluon.constexpr_function
 def thread_words(count):
-    """Types of `count` integer registers."""
+    """Result types for `count` integer registers."""
     return (gl.int32,) * count
 
 
 @gluon.constexpr_function
 def thread_floats(count):
-    """Types of `count` float registers."""
+    """Result types for `count` float registers."""
     return (gl.float32,) * count
 
 
 @gluon.constexpr_function
 def fence_asm(count):
-    """Register fence of $1 to $count: stores that are never executed, as the operand after them is at least 0;
-    parts/operand.py."""
+    """PTX of a register fence for $1 to $count: stores that are only executed if the next operand is negative, which it never
+    is. See parts/operand.py."""
     last = f"${count + 1}"
     stores = [
         f"@p st.shared.v4.b32 [{last}+{4 * i}], {{{', '.join(f'${1 + i + j}' for j in range(4))}}};" for i in range(0, count, 4)
@@ -94,13 +96,13 @@ def fence_constraints(count):
 
 @gluon.constexpr_function
 def shared_asm(offset):
-    """Loads 16 bytes of shared memory at address $4 + offset to $0 to $3."""
+    """PTX that loads 16 bytes of shared memory at address $4 + offset into $0 to $3."""
     return f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
 
 
 @gluon.constexpr_function
 def load_asm(offset, words):
-    """Loads `words` words at address $words + offset; zeros where the register after it is 0."""
+    """PTX that loads `words` words at address $words + offset. They are zeros if the operand after the address is 0."""
     to = ", ".join(f"${i}" for i in range(words))
     clear = " ".join(f"mov.b32 ${i}, 0;" for i in range(words))
     return (
@@ -116,7 +118,7 @@ def load_constraints(words):
 
 @gluon.constexpr_function
 def store_asm(offset, words):
-    """Stores $1 to $words at address $words + 1 + offset, if the register after it is not 0."""
+    """PTX that stores $1 to $words at address $(words + 1) + offset, if the operand after the address is not 0."""
     what = ", ".join(f"${1 + i}" for i in range(words))
     return (
         f"{{ .reg .pred p; setp.ne.s32 p, ${words + 2}, 0; mov.b32 $0, 0;\n"
@@ -132,19 +134,19 @@ def store_constraints(words):
 
 @gluon.constexpr_function
 def wait_asm(later):
-    """Waits until all but the `later` youngest products are done."""
+    """PTX that waits until all but the `later` youngest products are complete."""
     return f"wgmma.wait_group.sync.aligned {later};"
 
 
 @gluon.constexpr_function
 def wait_constraints(count):
-    """Constraints of `wait_asm`: sums pass through."""
+    """Constraints of `wait_asm`, whose outputs are its inputs, the sums."""
     return ",".join(["=r"] * count + [str(i) for i in range(count)])
 
 
 @gluon.jit
 def start(sums, operand, base, first: gl.constexpr, steps: gl.constexpr, adds: gl.constexpr, P: gl.constexpr):
-    """Starts a product of `steps` k32 steps, from tile `first` of its weights on."""
+    """Starts a product of `steps` k32 steps, from weight tile `first` on."""
     inputs = operand + (base,)
     if adds:
         inputs = sums + inputs
@@ -153,13 +155,14 @@ def start(sums, operand, base, first: gl.constexpr, steps: gl.constexpr, adds: g
 
 @gluon.jit
 def wait(sums, later: gl.constexpr, count: gl.constexpr):
-    """Returns `count` registers of sums, once at most `later` younger products are unfinished."""
+    """Waits until at most `later` younger products are unfinished; returns the `count` registers of sums."""
     return asm(wait_asm(later), wait_constraints(count), sums, thread_words(count))
 
 
 @gluon.jit
 def fence_registers(registers, turn, count: gl.constexpr):
-    """Register fence: operand A may not be overwritten before; `turn` is not negative, which compilers must not see."""
+    """Register fence: operand A is not overwritten before this point. `turn` must be a value that is never negative, but that
+    the compiler cannot prove to be so."""
     run(fence_asm(count), fence_constraints(count), registers + (turn,))
 
 

@@ -1,5 +1,4 @@
-"""The tile of y that a block of warpgroups computes with wgmma: layouts, stages and barriers; base classes of
-configurations."""
+"""The tile of y that a block computes with wgmma: layouts, stages and barriers. Base classes of kernel configurations."""
 
 from __future__ import annotations
 
@@ -12,14 +11,14 @@ from lowbit.kernels.parts.scaled_epilogue import OUTPUTS, TYPES
 from lowbit.kernels.parts.smem import UNIT, Regions
 
 STAGE_K = 128
-"""K of a stage; one row is as wide as the widest swizzle."""
+"""Number of 8-bit columns of K in a stage; a row is then as wide as the widest swizzle, 128 bytes."""
 
 TILE_K = gl.constexpr(STAGE_K)
 OPERAND_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 
 class Warps:
-    """The threads of `warps` warps; base class of configurations."""
+    """Base class of configurations with `warps` warps."""
 
     @property
     def warps(self) -> int:
@@ -36,7 +35,7 @@ class Warps:
 
 
 class Warpgroups(Warps):
-    """The math warps, four for each of `warpgroups`."""
+    """Base class of configurations whose math warps are `warpgroups` warpgroups of four warps."""
 
     warpgroups: int
 
@@ -46,7 +45,7 @@ class Warpgroups(Warps):
 
 
 class WarpgroupTile(Warpgroups):
-    """64 * warpgroups rows, 16 per warp; `stages` of both operands in shared memory."""
+    """A tile of 64 * warpgroups rows, 16 per warp, with `stages` stages of both operands in shared memory."""
 
     stages: int
 
@@ -65,7 +64,7 @@ class WarpgroupTile(Warpgroups):
 
 
 class ByteTypes:
-    """Types of a product of 8-bit x."""
+    """Data types of a product with 8-bit x."""
 
     x_type: torch.dtype
     y_type: torch.dtype
@@ -80,13 +79,12 @@ class ByteTypes:
 
     @property
     def sums(self) -> gl.dtype:
-        """Type of the tensor core's sums."""
+        """Type of the sums in the tensor core."""
         return gl.int32 if self.x_type == torch.int8 else gl.float32
 
 
 class ByteTile(WarpgroupTile, ByteTypes):
-    """A tile of `columns` for 8-bit activations, rows being operand A; base class of kernel configurations, which have its
-    fields.
+    """Base class of configurations for 8-bit activations: a tile with `columns` columns, whose rows are operand A.
 
     With `tokens_are_rows`, rows are tokens and columns are rows of w; without, the other way round.
     """
@@ -98,8 +96,8 @@ class ByteTile(WarpgroupTile, ByteTypes):
     store_by_tma: bool
 
     last_is_full = False
-    """True if the last of several token tiles begins earlier where that fills it. Not here: tokens that are no multiple of a
-    tile cost the epilogue registers, which spill (sub_byte_scaled_gemm.py, 48 bytes with Triton 3.9)."""
+    """True if the last of several token tiles begins earlier where that fills it. False here: a tile that starts at any token
+    costs the epilogue more registers, which spill (sub_byte_scaled_gemm.py, 48 bytes with Triton 3.9)."""
     x_shared_layout = OPERAND_LAYOUT
 
     @property
@@ -121,17 +119,18 @@ class ByteTile(WarpgroupTile, ByteTypes):
 
     @property
     def x_block(self) -> tuple[int, int]:
-        """Tokens and k of one copy of x."""
+        """[tokens, columns of K] of one TMA copy of x."""
         return self.tile_tokens, STAGE_K
 
     @property
     def stages_ahead(self) -> int:
-        """Stages whose weights are loaded before x may be: few where x is large, which would be queued behind them."""
+        """Number of stages whose weights are loaded before the previous kernel has finished, which x must wait for. Few where x
+        is large, since its copies are queued behind those of the weights."""
         return self.stages if self.tile_tokens < 128 else 2
 
     @property
     def store_columns(self) -> int:
-        """Columns of a tile that are stored at a time through shared memory."""
+        """Number of columns of a tile that are stored at a time through shared memory."""
         return self.columns // 2 if self.paired else min(self.columns, 128)
 
     @property
@@ -140,12 +139,13 @@ class ByteTile(WarpgroupTile, ByteTypes):
 
     @property
     def by_halves(self) -> bool:
-        """True if promoted sums are computed for one half of the columns, then the other: registers do not hold both."""
+        """True if promoted sums are computed first for one half of the columns, then for the other, since registers do not hold
+        sums and totals of all columns."""
         return self.promote and self.columns == 256
 
     @property
     def store_block(self) -> list[int]:
-        """[tokens, channels] of one store."""
+        """[tokens, channels] of one TMA store."""
         return [self.rows, self.store_columns] if self.tokens_are_rows else [self.store_columns, self.rows]
 
     @property
@@ -154,7 +154,7 @@ class ByteTile(WarpgroupTile, ByteTypes):
 
     @property
     def total(self) -> gl.dtype:
-        """Type of the sums over all k."""
+        """Type of the sums over all of K."""
         return gl.float32 if self.promote else self.sums
 
     @property

@@ -1,15 +1,15 @@
 """Stages of x and of packed weights in shared memory, filled by cp.async and read by every warp of a block: sm_80 large-M GEMM.
 
-A stage is 64 k for each slice of K that the block's warps share. All threads copy what all warps use, 16 bytes at a time, and
-synchronise once per stage.
+A stage holds 64 columns of K for each slice of K that the block's warps share. All threads copy for all warps, 16 bytes at a
+time, and synchronise once per stage.
 
-    x        4 blocks, one for each matrix instruction along K: [tokens / 8, slices, 8 tokens, 16 k], rows of 32 bytes whose two
-             vectors swap places every 4 rows, so that ldmatrix has no bank conflicts
+    x        4 blocks, one for each matrix instruction along K: [tokens / 8, slices, 8 tokens, 16 columns], rows of 32 bytes.
+             In every other 4 rows the two vectors of a row are swapped, so that ldmatrix has no bank conflicts
     weights  slice by slice: codes as in pack/fragment.py, plane by plane: [row blocks, 32 lanes * words]; then scales and
-             zeros of the groups of these 64 k (of 128 k, where groups are as long): [row blocks, groups, 8, 2 or 4] halves
+             zeros of the groups that overlap these 64 columns: [row blocks, groups, 8, 2 or 4] halves
 
 Threads pass addresses to the PTX, one 16-byte vector each; $0 is a dummy output where nothing is read. Vectors that do not
-exist, of x and of slices and stages beyond K, become zeros, and their addresses are not read. Tested:
+exist (missing tokens of x, slices and stages beyond K) become zeros, and their addresses are not read. Tested:
 tests/kernels/parts/test_tile_stage.py
 """
 
@@ -23,18 +23,19 @@ from lowbit.kernels.parts.dequantize import TILE_K, Dequantizer
 from lowbit.kernels.parts.gluon import Tuple, aggregate, asm, gl, gluon, ptx, run
 
 VECTOR = 16
-"""Bytes of a copy."""
+"""Bytes that a thread copies at a time."""
 
 X_ROW = 2 * TILE_K
-"""Bytes of a token in a slice of a stage."""
+"""Bytes of x of one token in a slice of a stage."""
 
 X_VECTORS = 32
-"""Bytes of it for one matrix instruction."""
+"""Bytes of x of one token for one matrix instruction."""
 
 
 @dataclass(frozen=True)
 class StageCopy:
-    """A 16-byte vector that every thread copies, of x, of a plane of codes or of scales; `index` counts them."""
+    """One copy of a stage, in which each thread copies a 16-byte vector of x, of a plane of codes or of scales. `index` counts
+    the copies of the same kind."""
 
     of: Literal["x", "codes", "scales"]
     index: int
@@ -43,8 +44,8 @@ class StageCopy:
 
 @dataclass(frozen=True)
 class TileStage:
-    """A stage of `tokens` tokens and `row_blocks` m16 row blocks, `stages` of them, filled by `warps` warps, for `slices`
-    slices of K. x of all stages begins at byte 0 of shared memory, their weights at `w_start`."""
+    """`stages` stages of `tokens` tokens and `row_blocks` m16 row blocks for each of `slices` slices of K, filled by `warps`
+    warps. x of all stages begins at byte 0 of shared memory, the weights of all stages at `w_start`."""
 
     dequantizer: Dequantizer
     tokens: int
@@ -55,7 +56,7 @@ class TileStage:
     x_layout = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
 
     def __post_init__(self) -> None:
-        copied_tokens = 4 * self.warps  # at once; the next copy begins a multiple of 8 later: the same swizzle
+        copied_tokens = 4 * self.warps  # by one copy; the next one is a multiple of 8 later: same swizzle
         if self.tokens % copied_tokens or (self.tokens > copied_tokens and copied_tokens % 8):
             raise ValueError(f"{self.warps} warps copy {copied_tokens} tokens at once, a tile of {self.tokens} is no multiple")
 
@@ -73,7 +74,7 @@ class TileStage:
 
     @property
     def planes(self) -> tuple[int, ...]:
-        """Words of a lane in each plane of codes."""
+        """Number of words per lane in each plane of codes."""
         return WORD_GROUPS[self.dequantizer.bits]
 
     @property
@@ -95,24 +96,25 @@ class TileStage:
         return self.stages * (self.x_bytes + self.w_bytes)
 
     def plane_at(self, plane: int) -> int:
-        """Byte of a plane within the weights of a slice."""
+        """Byte offset of a plane within the weights of a slice."""
         return self.row_blocks * 128 * sum(self.planes[:plane])
 
     @property
     def scales_at(self) -> int:
-        """Byte of the scales within the weights of a slice."""
+        """Byte offset of the scales within the weights of a slice."""
         return self.plane_at(len(self.planes))
 
     # ---- copies
 
     @property
     def x_copies(self) -> int:
-        """Vectors of x that a thread copies: of all slices, then of the token 4 * warps later."""
+        """Number of vectors of x that a thread copies per stage: one for each slice of a token, then for the token 4 * warps
+        later, and so on."""
         return self.slices * self.tokens * 8 // self.threads
 
     def copy_x(self, index: int) -> str:
-        """Copies x. $1 slot's x + the place of the thread's first vector in it, $2 its source, $3 bytes to the token of the
-        next vector, below 2^31, $4 how many tokens exist from the first on, $5 how many k exist from the vector on."""
+        """PTX that copies x. $1 destination of the thread's first vector in the stage, $2 its source, $3 bytes to the thread's
+        next token (below 2^31), $4 number of tokens from its first token on, $5 number of columns of K from its vector on."""
         further, own = divmod(index, self.slices)
         tokens, k = 4 * self.warps * further, TILE_K * own
         to = X_VECTORS * (tokens * self.slices + 8 * own)
@@ -124,7 +126,7 @@ class TileStage:
         ])  # fmt: skip
 
     def vectors(self, plane: int) -> int:
-        """Vectors of a row block's codes in a plane of a stage."""
+        """Number of vectors of a row block's codes in a plane of a stage."""
         return 8 * self.planes[plane]
 
     @property
@@ -133,16 +135,17 @@ class TileStage:
 
     @property
     def tile_words(self) -> int:
-        """Words of codes of a tile of 64 k of a row block."""
+        """Number of words with the codes of a row block in 64 columns of K."""
         return 32 * self.dequantizer.bits
 
     @property
     def group_shift(self) -> int:
-        """log2 of the group size: a division would also handle negative k."""
+        """log2 of the group size. Kernels shift instead of dividing, since a division also handles negative numbers."""
         return self.dequantizer.group.bit_length() - 1
 
     def code_copies(self, plane: int) -> int:
-        """Vectors of a plane that a thread copies, over all slices; in the last of a slice some threads copy none."""
+        """Number of copies of a plane per stage, over all slices. In the last copy of a slice some threads may have no
+        vector."""
         return self.slices * -(-self.row_blocks * self.vectors(plane) // self.threads)
 
     @property
@@ -151,7 +154,7 @@ class TileStage:
 
     @property
     def copies(self) -> tuple[StageCopy, ...]:
-        """All that a thread copies of a stage."""
+        """All copies of a stage, in order."""
         codes = [
             StageCopy("codes", index, plane) for plane in range(len(self.planes)) for index in range(self.code_copies(plane))
         ]
@@ -159,20 +162,20 @@ class TileStage:
         return (*(StageCopy("x", index) for index in range(self.x_copies)), *codes, *scales)
 
     def copy_codes(self, index: int, plane: int) -> str:
-        """Copies codes. $1 slot's weights + 16 thread, $2 the thread's first vector of the stage, $3 bytes between row blocks,
-        $4 thread, $5 how many slices of the stage are within K, at most 0 beyond it."""
+        """PTX that copies codes. $1 weights of the stage in shared memory + 16 thread, $2 source of the thread's first vector,
+        $3 bytes between row blocks, $4 thread, $5 number of slices of the stage that begin within K (0 or less: none)."""
         start = 128 * sum(self.planes[:plane]) + index % self.slices * 4 * self.tile_words
         return self._copy(index, self.vectors(plane), self.plane_at(plane), start)
 
     def copy_scales(self, index: int) -> str:
-        """Copies scales of the stage's groups, with the operands of `copy_codes`."""
+        """PTX that copies scales of the stage's groups; operands as in `copy_codes`."""
         of_group = 32 * self.dequantizer.group_words  # bytes
         start = index % self.slices * TILE_K // self.dequantizer.group * of_group
         return self._copy(index, self.scale_vectors, self.scales_at, start)
 
     def _copy(self, index: int, vectors_per_row_block: int, to: int, start: int) -> str:
-        """Copies one of `vectors_per_row_block` vectors of each row block, from `start` bytes after $2 to byte `to` of a
-        slice."""
+        """PTX of copy `index` of codes or scales, which have `vectors_per_row_block` vectors per row block: from `start` bytes
+        after $2 to byte `to` of a slice's weights."""
         further, own = divmod(index, self.slices)
         first = further * self.threads
         left, there = self.row_blocks * vectors_per_row_block - first, ""
@@ -185,7 +188,7 @@ class TileStage:
         lines.append(f"{there}cp.async.cg.shared.global.L2::128B [$1+{at}], [from+{start}], 16, none;")
         return _block(lines)
 
-    # ---- reads, by the lanes of the warp that has a row block
+    # ---- reads, by the lanes of the warp that multiplies a row block
 
     @property
     def read_types(self) -> tuple[gl.dtype, ...]:
@@ -196,8 +199,8 @@ class TileStage:
         return ",".join(["=&r"] * len(self.read_types) + ["r"] * 3)
 
     def read(self, row_block: int) -> str:
-        """Reads a lane's words of codes, then of scales, of the row block `row_block` after the warp's first. Inputs: the
-        slice's weights in the slot, the warp's first row block, the lane."""
+        """PTX that reads a lane's words of codes, then of scales, for the row block that is `row_block` after the warp's first.
+        Inputs: address of the slice's weights in the stage, the warp's first row block, the lane."""
         count = len(self.read_types)
         slot, own, lane = (f"${count + i}" for i in range(3))
         lines = [".reg .b32 at, here;", *self._read_codes(row_block, slot, own, lane)]
@@ -212,7 +215,7 @@ class TileStage:
         return "{\n" + "\n".join(lines) + "\n}"
 
     def _read_codes(self, row_block: int, slot: str, own: str, lane: str) -> list[str]:
-        """Lines that read the words of codes to $0 and on; `at` and `here` are temporaries."""
+        """Lines of PTX that read the words of codes into $0, $1, ...; `at` and `here` are temporary registers."""
         lines, out = [], 0
         for plane, words in enumerate(self.planes):
             vector = min(words, 4)
@@ -240,10 +243,11 @@ def _load(words: int, out: int, at: str) -> str:
 
 @aggregate
 class StageSource:
-    """Addresses of this thread's first vectors of x, codes (one per plane) and scales, with their strides in bytes; number of
-    tokens from its vector of x on, of k from it on, and of tiles of 64 k, up to the end of the block's range.
+    """Addresses of this thread's first vectors of x, codes (one per plane) and scales, with their strides in bytes. Also the
+    numbers of tokens and of columns of K from its vector of x on, and the number of tiles (64 columns of K) up to the end of
+    the block's range.
 
-    Where C.gathered, `x` has the address of every token that the thread copies, and `x_step` is 0.
+    With C.gathered, `x` has the address of every token that the thread copies, and `x_step` is 0.
     """
 
     x: gl.tensor | Tuple
@@ -259,15 +263,15 @@ class StageSource:
 
 @gluon.jit
 def x_vector(thread):
-    """Returns (token, vector of its 8) that a thread copies first. A warp has 4 tokens, lanes 8 i to 8 i + 7 vectors 2 i and 2
-    i + 1 of each: whole rows of memory, no bank conflicts."""
+    """Returns (token, index of one of its 8 vectors) that a thread copies first. A warp copies 4 tokens; lanes 8 i to 8 i + 7
+    copy vectors 2 i and 2 i + 1 of each token. So it reads whole rows of memory and has no bank conflicts."""
     lane = thread % 32
     return thread // 32 * 4 + lane % 8 // 2, lane % 2 + lane // 8 * 2
 
 
 @gluon.jit
 def x_at(token, vector, S: gl.constexpr):
-    """Byte offset of the vector of 8 k of a token within the x of a stage, of its first slice."""
+    """Returns the byte offset of a vector (8 columns of K) of a token, in the first slice of a stage's x."""
     row = token + token // 8 * (8 * S.slices - 8)
     return vector // 2 * (S.slices * S.tokens * 32) + row * 32 + (vector % 2 ^ token // 4 % 2) * 16
 
@@ -281,7 +285,7 @@ def first_vector(base, first_row_block, thread, stride, vectors_per_row_block: g
 
 @gluon.jit
 def copy_vector(source, iteration, slot, i: gl.constexpr, C: gl.constexpr):
-    """Starts copy i of a stage; what does not exist becomes zeros."""
+    """Starts copy i of a stage; vectors that do not exist become zeros."""
     S: gl.constexpr = C.stage
     COPY: gl.constexpr = ptx(C.order.copy, i)
     thread = gl.arange(0, C.threads, C.threads_layout)
@@ -313,5 +317,5 @@ def copy_vector(source, iteration, slot, i: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def commit():
-    """Commits a group of copies, an empty one beyond K."""
+    """Commits a group of copies."""
     run("cp.async.commit_group;\n mov.b32 $0, 0;", "=r", [])

@@ -1,7 +1,9 @@
-"""The main loop of the wgmma kernels for 16-bit x: weights dequantized into registers while the stage before is multiplied.
+"""The main loop of the wgmma kernels for 16-bit x: weights of a stage are dequantized into registers while the previous stage
+is multiplied.
 
 The functions take the configuration C of a kernel, a `WarpgroupTile` with `dequantizer`, `tokens` and the layouts of
-parts/operand.py, and its own arguments p: stages of codes `p.w` and of x `p.x`, and `p.scales`, of which `last_group` is used.
+parts/operand.py. They also take the kernel's arguments p: stages of codes `p.w`, stages of x `p.x`, and `p.scales`, of which
+only `last_group` is used.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from lowbit.kernels.parts.pipeline import advance, previous
 from lowbit.kernels.parts.promote import zero_sums
 
 PREFETCHED = gl.constexpr(6)
-"""Iterations by which scales are prefetched into L2 before they are loaded: more than the latency of memory."""
+"""Number of iterations between the prefetch of scales into L2 and their load; it takes longer than the latency of memory."""
 
 
 @gluon.jit
@@ -42,18 +44,19 @@ def start(registers, x, acc, stage, C: gl.constexpr):
 
 @gluon.jit
 def multiply(p, scale, ahead, words, stage, phase, begin, end, more, C: gl.constexpr):
-    """Computes the sums of one tile, two stages an iteration. While one multiplies, the next is dequantized into other
-    registers.
+    """Computes the sums of one tile, two stages per iteration. While one stage is multiplied, the next is dequantized into a
+    second set of registers.
 
-    `ahead` are its `first_scales`; `words` are those of its first stage. Returns the sums, the words of the next tile's first
-    stage if there is `more`, and the next stage and phase.
+    `ahead` are the scales of the first two iterations (`first_scales`), `words` the words of the first stage. Returns the sums,
+    the words of the next tile's first stage (valid only if `more`, that is if there is a next tile), and the next stage and
+    phase.
     """
     last_group = p.scales.last_group
     acc = zero_sums(gl.float32, C)
     odd = empty_registers(C)
     scales = ahead[0 : C.dequantizer.pair_words]
     next_scales = ahead[C.dequantizer.pair_words :]
-    barrier()  # Triton inserts one between stores of the previous tile and loads; here it is outside the loop
+    barrier()  # between stores of the previous tile and loads; Triton would insert it inside the loop
     for iteration in range(begin, end):
         before = previous(stage, C)
         even = dequantize(words, scales, False, C)

@@ -1,7 +1,7 @@
-"""The ring of stages of a convolution, as PTX: copies by TMA's im2col mode, and unpacking of 4-bit codes.
+"""The pipeline of stages of a convolution, as PTX: copies by TMA's im2col mode, and unpacking of 4-bit codes.
 
-A stage contains one tap of some pixels (pixels x step_bytes) and the weights of that k block (planes x outputs x step_bytes).
-The same warps copy, multiply and store; one thread issues the copies. Barriers: parts/pipeline.py.
+A stage contains a k block: one tap of some pixels (pixels x step_bytes) and its weights (planes x outputs x step_bytes). There
+is no loader warp: the warps that multiply and store also copy, and one thread issues the copies. Barriers: parts/pipeline.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from lowbit.kernels.parts.pipeline import StageBarriers
 
 @dataclass(frozen=True)
 class WindowRing:
-    """`x_start` and `w_start` are byte offsets in shared memory; a stage of x has `pixels` rows of `step_bytes`."""
+    """PTX for stages of a convolution. `x_start` and `w_start` are byte offsets in shared memory; a stage of x has `pixels`
+    rows of `step_bytes`."""
 
     barriers: StageBarriers
     x_start: int
@@ -29,10 +30,11 @@ class WindowRing:
 
     @property
     def copy(self) -> str:
-        """If $1 is not 0: waits until stage $2 has been read (parity $3), then fills it.
+        """PTX that, if $1 is not 0, waits until stage $2 has been read (parity $3), then fills it.
 
-        From the descriptor at $4: bytes from $5 on of the windows that start with tap (0, 0) at column $6, row $7 of image $8,
-        tap at column $9, row $10. The weights are $12 bytes at $11, unless they are resident.
+        x is copied with the descriptor at $4: channel bytes from $5 on, of the tap at column $9, row $10 of each window. The
+        first window has its tap (0, 0) at column $6, row $7 of image $8. The weights are $12 bytes at $11, unless they are
+        resident.
         """
         full, empty = self.barriers.start, self.barriers.start + 8 * self.barriers.stages
         size = "0" if self.resident else "$12"
@@ -53,12 +55,13 @@ class WindowRing:
 
     @property
     def registers(self) -> int:
-        """32-bit registers of codes of a stage per thread: two rows of its warp's 16."""
+        """Number of 32-bit registers per thread with the codes of a stage, for two of its warp's 16 rows."""
         return self.step_bytes // 8
 
     @property
     def decode(self) -> str:
-        """Unpacks 4-bit codes of stage $n, thread $n + 1, to `registers` words of even channels, then as many of odd ones.
+        """PTX that reads the 4-bit codes of stage $n for thread $n + 1 and unpacks them to `registers` words of even channels,
+        then as many of odd channels.
 
         Four registers are operand A of one wgmma of 32 bytes of K (ldmatrix.x4: rows 0 to 7, 8 to 15, then the next 16 bytes of
         both).
@@ -88,7 +91,8 @@ class WindowRing:
         return ",".join(["=&r"] * 2 * self.registers + ["r", "r"])
 
     def copy_weights(self, full: int) -> str:
-        """If $1 is not 0: copies $3 bytes at $2 and $5 at $4 to the place of resident weights; `full` is their barrier."""
+        """PTX that, if $1 is not 0, copies resident weights to shared memory: $3 bytes from $2 and $5 bytes from $4. `full` is
+        their barrier."""
         return f"""{{ .reg .pred skip, one; .reg .b32 at, to, size;
             setp.eq.s32 skip, $1, 0; @skip bra DONE;
             mov.u32 at, global_smem; add.u32 to, at, {self.w_start}; add.u32 at, at, {full}; add.u32 size, $3, $5;

@@ -1,1 +1,1 @@
-"""What every kernel must compute, in as few lines of torch as possible. Tests and benchmarks import these."""
+"""The results that every kernel must compute, in as few lines of torch as possible. Tests and benchmarks import them."""

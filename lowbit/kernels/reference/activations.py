@@ -1,4 +1,4 @@
-"""Quantization of activations, and what is computed right before: the meaning of each rule, in plain torch."""
+"""Quantization of activations by each rule, and the norms and gates that precede it, in plain torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ CODE_DTYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": 
 """Formats that activations are quantized to, and the dtype of their codes."""
 
 SMALLEST_SCALE = 2.0**-126
-"""Smallest scale of activations, so that its reciprocal is finite; rows of zeros have it."""
+"""Smallest scale of activations, and the scale of rows of zeros. Its reciprocal is finite."""
 
 FLOORS = {ActivationRule.FINEGRAINED_FP8: 1e-12, ActivationRule.FBGEMM: 1 / (448 * 512)}
-"""Smallest scale under the rule of another tool, if it has one."""
+"""Smallest scale by rule, for the rules of other tools that have one."""
 
 FBGEMM_CEILING = 1200.0
 """Clamp of max|x| in FBGEMM's rule: the default of Transformers' `activation_scale_ub`."""
@@ -27,9 +27,9 @@ def quantize_activations_reference(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Returns codes [.., K], scale float32 [.., ceil(K / group)] (group 0: [.., 1]; the given [1]) and zero int32 of x [.., K].
 
-    In float32, each line one rounding: scale = max|x| / largest value of `fmt`, code = nearest(x * (1 / scale)), saturating.
-    Asymmetric: scale = (max - min) / 255 with 0 in the range, x = (code - zero) * scale. That is this library's own rule;
-    `_by_rule` has the others.
+    Computed in float32, each operation rounded: scale = max|x| / largest value of `fmt`, code = nearest(x * (1 / scale)),
+    saturating. Asymmetric: scale = (max - min) / 255 with 0 in the range, x = (code - zero) * scale. That is this library's own
+    rule; `_by_rule` has the others.
     """
     if rule is not ActivationRule.OWN:
         return _by_rule(x, fmt, group, scale, symmetric, zero, rule)
@@ -80,7 +80,7 @@ def _by_rule(
     if zero is not None:
         steps = steps + zero[..., None].to(values.dtype)
     elif tool and scale is None:
-        steps = steps + 0.0  # the tool adds zero points of 0, which turns -0 into 0
+        steps = steps + 0.0  # the tool adds a zero point of 0, which turns -0 into 0
     codes = steps.clamp(fmt.min, fmt.max)
     codes = codes if isinstance(fmt, FloatFormat) else codes.round()
     given = scale if scale is None else scale.to(values.dtype).float()
@@ -104,7 +104,7 @@ def silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _scale(span: Tensor, steps: float) -> Tensor:
-    """span / steps, at least SMALLEST_SCALE; keeps NaN. Divides by a tensor: by a number, torch multiplies by its reciprocal on
-    a GPU."""
+    """span / steps, at least SMALLEST_SCALE; keeps NaN. The divisor is a tensor, because on a GPU torch replaces the division
+    by a number by a multiplication with its reciprocal."""
     scale = span / span.new_full((), steps)
     return torch.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)

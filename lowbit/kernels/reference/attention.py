@@ -1,8 +1,8 @@
 """Attention over a paged KV cache in plain torch: the reference of the kernels, and the CPU implementation.
 
 Pages hold PAGE tokens of one layer, [pages, kv_heads, PAGE, head_dim]; a row of the page table lists the pages of one slot in
-order. Content of a page beyond a slot's own tokens does not affect results. Sums are float32 (float64 for float64), and what is
-stored or returned is rounded once.
+order. Page content beyond a slot's tokens does not affect results. Sums are float32 (float64 for float64 inputs); stored and
+returned values are rounded once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
 
 SCORES = 1 << 26
-"""Scores in memory at a time: 256 MiB in float32."""
+"""Limit of attention scores in memory at a time: 256 MiB in float32."""
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -57,8 +57,8 @@ def gathered(pages: Tensor, table_row: Tensor, tokens: int) -> Tensor:
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, first: int, shape: AttentionShape) -> Tensor:
-    """Attention of q [T, heads, head_dim] at positions first, first + 1, .. over keys and values [kv_heads, first + T,
-    head_dim], causal, within the last `window`; returns [T, heads * head_dim]."""
+    """Causal attention of q [T, heads, head_dim] at positions first, first + 1, .. over keys and values [kv_heads, first + T,
+    head_dim], limited to the last `window` tokens if there is a window. Returns [T, heads * head_dim]."""
     tokens, group = len(q), shape.heads // shape.kv_heads
     y = torch.empty_like(q)
     rows = max(1, SCORES // (shape.heads * (first + tokens)))
@@ -101,7 +101,7 @@ def ragged_reference(q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a . b with float32 sums that are not rounded: by tensor cores on a GPU, in float32 or float64 on a CPU."""
+    """a . b with float32 sums that are not rounded to a's dtype: by tensor cores on a GPU, in float32 or float64 on a CPU."""
     if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
         return torch.bmm(a, b, out_dtype=torch.float32)
     return torch.bmm(_wide(a), _wide(b))

@@ -1,6 +1,6 @@
 """Convolutions of codes, their sums and pools, in plain torch on integer codes, exact on any device.
 
-`formats/conv.py` defines them; tests and CPUs run this, and the kernels give the same codes bit for bit.
+`formats/conv.py` defines the operations. Tests and CPUs run these functions; the kernels return the same codes bit for bit.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _FLOAT32_EXACT = 1 << 24
 def conv_reference(x: Tensor, layer: ConvLayer, residual: Tensor | None = None, second: Tensor | None = None) -> Tensor:
     """Returns output codes int32 [N, O, Ho, Wo] (or values, for f16 and f32) of codes x [N, C, H, W], exact on any device.
 
-    `residual` [N, O, Ho, Wo] are the codes added, `second` [N, C2, H2, W2] the input of the second product; each is given if
-    and only if the layer has one. Raises ValueError for codes out of the storage's range.
+    `residual` [N, O, Ho, Wo] are the codes to add, `second` [N, C2, H2, W2] the input of the second product. Each is given if
+    and only if the layer has it. Raises ValueError for codes out of the storage's range.
     """
     _check_given("residual", residual, layer.residual is not None)
     _check_given("second", second, layer.second is not None)
@@ -33,7 +33,7 @@ def conv_reference(x: Tensor, layer: ConvLayer, residual: Tensor | None = None, 
 
 
 def _stored(t: Tensor, y: str, relu: bool) -> Tensor:
-    """Converts t to what is stored: codes, or values for f16 and f32."""
+    """Converts t to its storage: codes, or values for f16 and f32."""
     if y == "u4":
         return t.round().clamp(0, 255).to(torch.int32) >> 4
     if y == "s8":
@@ -68,8 +68,8 @@ def average_pool_reference(codes: Tensor, scale: float) -> Tensor:
 
 
 def quantize_reference(x: Tensor, gain: Tensor, shift: Tensor, storage: str) -> Tensor:
-    """Codes int32 clamp(rne(fma(float32(x), gain[c], shift[c]))) of values x [N, C, H, W]; gain, shift float32 [C]. NaN has the
-    smallest code."""
+    """Codes int32 clamp(rne(fma(float32(x), gain[c], shift[c]))) of values x [N, C, H, W]; gain, shift float32 [C]. NaN becomes
+    the smallest code."""
     low, high = code_range(storage)
     return fma(x, _channels(gain), _channels(shift)).nan_to_num(nan=low).round().clamp(low, high).to(torch.int32)
 
@@ -77,8 +77,9 @@ def quantize_reference(x: Tensor, gain: Tensor, shift: Tensor, storage: str) -> 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """float32(a) * b + c in float32, rounded once, on any device; a may be integer.
 
-    A product of two float32 numbers is exact in float64. The sum is made odd where float64 had to round it (Boldo and
-    Melquiond, "Emulation of a FMA and correctly rounded sums", 2008), so that rounding it to float32 is rounding the exact sum.
+    A product of two float32 numbers is exact in float64. Where float64 had to round the sum, its last bit is set (Boldo and
+    Melquiond, "Emulation of a FMA and correctly rounded sums", 2008), so that rounding it to float32 gives the same number as
+    rounding the exact sum.
     """
     product = a.float().double() * b.double()
     addend = c.double()
@@ -91,11 +92,11 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor, weight: Tensor, storage: str, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
-    """The convolution of codes, exact: every partial sum is an integer that the floating-point type represents."""
+    """The convolution of codes, exact: the floating-point type represents every partial sum, which is an integer."""
     _check_codes(x, storage)
     largest = max(abs(limit) for limit in code_range(storage))
     bound = largest * int(weight.abs().to(torch.int32).flatten(1).sum(1).max()) if weight.numel() else 0
-    # On a GPU float32 may use tf32 or a fast algorithm with other sums; float64 does not.
+    # On a GPU a float32 convolution may use tf32 or an algorithm with inexact sums; a float64 one does not.
     dtype = torch.float32 if x.device.type == "cpu" and bound < _FLOAT32_EXACT else torch.float64
     return functional.conv2d(x.to(dtype), weight.to(x.device, dtype), None, stride, padding).to(torch.int32)
 

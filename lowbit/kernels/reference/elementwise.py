@@ -1,6 +1,6 @@
-"""The small operations of a language model beside GEMMs and attention: embedding, norm, gate. Their meaning, in plain torch.
+"""References in plain torch of a language model's small operations: embedding, norm, residual addition, gate.
 
-Everything rounds where Transformers' modules round, so that a step made of these equals the model's own forward.
+They round where Transformers' modules round, so that a step composed of them equals the forward pass of Transformers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch.nn.functional import gelu, layer_norm, relu, silu
 
 Gate = Literal["silu", "gelu_tanh", "relu"]
 GATES: tuple[Gate, ...] = ("silu", "gelu_tanh", "relu")
-"""Functions of a gate, or of an MLP without one: x / (1 + exp(-x)), GELU by its tanh formula (Transformers' gelu_pytorch_tanh),
-max(x, 0)."""
+"""Activation functions of a gate, or of an MLP without a gate: x / (1 + exp(-x)), GELU by its tanh formula (Transformers'
+gelu_pytorch_tanh), max(x, 0)."""
 
 ZERO_CODE = 128
 """The 8-bit code of 0: codes are stored with an offset, as int8 in `formats`."""
@@ -24,9 +24,9 @@ def embed_rows_reference(
     tokens: Tensor, rows: Tensor | None, codes: Tensor, row_scale: Tensor | None, dtype: torch.dtype, scale: float,
     positions: Tensor | None = None, position_table: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns h [B, H] of `dtype`: row tokens[rows[b]] (tokens[b] without rows) of `codes`, times `row_scale` [V] if given,
-    rounded to `dtype`; then times `scale`, itself rounded to `dtype`, and rounded again; plus the row of `position_table` [P,
-    H] of its position, if there is one, and rounded again."""
+    """Returns h [B, H] of `dtype`. Row b is row tokens[rows[b]] (without `rows`: tokens[b]) of `codes`, times `row_scale` [V]
+    if given. It is multiplied by `scale`, rounded to `dtype`, and then, if `position_table` [P, H] is given, its position's row
+    is added. The result of each of these three operations is rounded to `dtype`."""
     picked = tokens if rows is None else tokens[rows.long()]
     values = codes[picked.long()]
     if row_scale is not None:
@@ -40,9 +40,9 @@ def embed_rows_reference(
 
 
 def norm_reference(h: Tensor, gamma: Tensor, eps: float, offset: float, bias: Tensor | None = None) -> Tensor:
-    """RMSNorm of h [.., H] in h's type. offset 0: the normalised value is rounded, then times gamma, rounded again (Llama and
-    those after it). Else: times (offset + gamma) in float32, rounded once (Gemma). With a `bias` [H]: torch's LayerNorm,
-    (h - mean) / sqrt(variance + eps) * gamma + bias in float32, rounded once."""
+    """RMSNorm of h [.., H] in h's type. With offset 0 the normalised value is rounded, multiplied by gamma and rounded again
+    (Llama and most later models). Else it is multiplied by (offset + gamma) in float32 and rounded once (Gemma). With a `bias`
+    [H]: torch's LayerNorm, (h - mean) / sqrt(variance + eps) * gamma + bias in float32, rounded once."""
     if bias is not None:
         kind = torch.promote_types(h.dtype, torch.promote_types(gamma.dtype, bias.dtype))
         return layer_norm(h.to(kind), h.shape[-1:], gamma.to(kind), bias.to(kind), eps).to(h.dtype)
@@ -54,7 +54,7 @@ def norm_reference(h: Tensor, gamma: Tensor, eps: float, offset: float, bias: Te
 
 
 def add_reference(h: Tensor, delta: Tensor | None, eps: float, offset: float, post_gamma: Tensor | None) -> None:
-    """Adds delta, or its norm by `post_gamma`, to h in place; rounded to h's dtype."""
+    """Adds delta to h in place, rounded to h's dtype. With `post_gamma` delta is first RMS-normed."""
     if delta is not None:
         h += delta if post_gamma is None else norm_reference(delta, post_gamma, eps, offset)
 

@@ -1,4 +1,4 @@
-"""The products of experts in plain torch: the reference of their kernels, and what a CPU computes."""
+"""Products of experts in plain torch: the reference of the kernels, and the CPU implementation."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def expert_gemm_reference(
     x: Tensor, w: ExpertWeight, experts: Tensor, weights: Tensor | None = None, bias: Tensor | None = None, *,
     gate: str = "none", weighted: bool = False, dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # fmt: skip
-    """y [slots, N], or [slots, N / 2] behind a gate, in `dtype`: for each slot the row of x times its expert's weights.
+    """y [slots, N], or [slots, N / 2] with a gate, in `dtype`: for each slot its row of x times its expert's weights.
 
-    x is [T, K], or [T * top_k, K] with a row for each slot; experts [T, top_k]; weights, with `weighted`, [T, top_k]; bias
-    [E, N]. Gate and up alternate as pack/gated.py has them. Experts are dequantized one at a time, those without slots not.
+    x is [T, K], or [T * top_k, K] with a row for each slot; experts [T, top_k]; weights, with `weighted`, [T, top_k]; bias [E,
+    N]. Gate and up alternate as pack/gated.py has them. Experts are dequantized one at a time; experts without slots are
+    skipped.
     """
     flat = experts.flatten().long()
     of_slot = torch.arange(len(flat), device=x.device) // (len(flat) // max(len(x), 1) or 1)
@@ -55,7 +56,8 @@ def expert_gemm_reference(
 
 
 def sum_slots_reference(y: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
-    """[T, N] in y's type: the sum of the slots of each token in float32, in order, then the residual [T, N]; one rounding."""
+    """Returns [T, N] in y's type: each token's slots are summed in float32 in order, then the residual [T, N] is added; one
+    rounding."""
     parts = y.unflatten(0, (-1, top_k)).float().unbind(1)
     total = parts[0]
     for part in parts[1:]:

@@ -15,7 +15,7 @@ from lowbit.pack.dense import DenseWeight
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda y: y, "relu": relu, "gelu": partial(gelu, approximate="tanh"), "silu": silu,
 }  # fmt: skip
-"""Functions that may follow a GEMM of quantized activations; gelu is the one with tanh."""
+"""Functions that may follow a GEMM of quantized activations; gelu uses the tanh formula."""
 
 
 def mixed_gemm_reference(x: Tensor, w: QuantTensor | DenseWeight, bias: Tensor | None = None) -> Tensor:

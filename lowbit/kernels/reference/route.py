@@ -1,6 +1,6 @@
 """Router of a mixture of experts: experts and weights of each token, and its slots sorted by expert. Plain torch reference.
 
-A slot is one (token, choice): slot t * top_k + s is the s-th expert of token t. Also the implementation on a CPU.
+A slot is one (token, choice) pair: slot t * top_k + s is the s-th expert of token t. CPUs run these functions too.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 MOST_EXPERTS = 1024
-"""Most experts of a router: the tables of the kernel that sorts take 64 bytes of shared memory an expert, which is 64 KiB."""
+"""Largest number of experts of a router. The sorting kernel's tables take 64 bytes of shared memory per expert, 64 KiB in all.
+"""
 
 SLOT_BITS = 21
-"""Slots are fewer than 2 to this power: the kernels add numbers of slots and of tiles in one 64-bit integer."""
+"""There must be fewer than 2^SLOT_BITS slots: the kernels count slots and tiles in the bit fields of one 64-bit integer."""
 
 Score = Literal["softmax", "sigmoid"]
 BiasUse = Literal["choice", "logits"]
@@ -29,12 +30,12 @@ class RouterRule:
 
     `score` of an expert: "softmax" over all experts (Mixtral, Qwen, OLMoE, DeepSeek-V2) or "sigmoid" (DeepSeek-V3, GLM-4).
     `normalize` divides the chosen scores by their sum plus `epsilon` (1e-20 in DeepSeek-V3, 0 in Mixtral and Qwen). Weights are
-    these times `scale`, DeepSeek's routed_scaling_factor. With `softmax_over_selected` they are a softmax over the chosen
-    logits instead (gpt-oss, Granite).
+    the chosen scores times `scale`, DeepSeek's routed_scaling_factor. With `softmax_over_selected` weights are a softmax over
+    the chosen logits instead (gpt-oss, Granite).
 
-    With `groups` > 1 the experts are divided into so many groups of neighbours, and the choice is limited to the `top_groups`
-    groups of the highest `group_score`: the largest score of a group's experts ("max", DeepSeek-V2's group_limited_greedy) or
-    the sum of the two largest ("top2", DeepSeek-V3).
+    With `groups` > 1 the experts are divided into that number of groups of neighbours, and the choice is limited to the
+    `top_groups` groups of the highest `group_score`: the largest score of a group's experts ("max", DeepSeek-V2's
+    group_limited_greedy) or the sum of the two largest ("top2", DeepSeek-V3).
 
     `bias_use` says where a bias [E] is added: to the scores, for the choice alone ("choice", DeepSeek-V3's correction bias), or
     to the logits ("logits", the bias of gpt-oss's router).
@@ -85,7 +86,7 @@ class RouterRule:
     def chooses_by_logit(self, bias: bool) -> bool:
         """True if the choice compares logits: the score is a rising function of them, so their order is the same.
 
-        Rounded scores have ties that logits have not. `bias`: a bias is given.
+        Comparing scores instead could give ties, because scores are rounded. `bias`: True if a bias is given.
         """
         corrected = bias and self.bias_use == "choice"
         return not corrected and (self.groups == 1 or self.group_score == "max")
@@ -115,10 +116,11 @@ def best(values: Tensor, k: int) -> Tensor:
 
 
 def choose_reference(logits: Tensor, bias: Tensor | None, rule: RouterRule) -> tuple[Tensor, Tensor]:
-    """Experts int32 [T, top_k] and weights float32 [T, top_k] of logits [T, E] and a bias float32 [E] under `rule`.
+    """Returns experts int32 [T, top_k] and weights float32 [T, top_k] for logits [T, E] and a bias float32 [E] under `rule`.
 
-    Everything is computed in float32. Slots of a token are in falling order of what the choice compares. A token with a NaN
-    among its logits has NaN weights; its experts are chosen as if NaN were -inf. They are distinct and in range always.
+    Everything is computed in float32. A token's slots are in falling order of the values that the choice compares. A token with
+    a NaN among its logits has NaN weights; its experts are chosen as if NaN were -inf. The experts of a token are always
+    distinct and in range.
     """
     x = logits.float()
     if bias is not None and rule.bias_use == "logits":
@@ -148,12 +150,13 @@ def choose_reference(logits: Tensor, bias: Tensor | None, rule: RouterRule) -> t
 
 
 def local_experts(experts: Tensor, count: int) -> Tensor:
-    """Experts int32 [T, top_k] with -1 for every index outside 0 .. count - 1."""
+    """Returns experts int32 [T, top_k] with -1 instead of every index outside 0 .. count - 1."""
     return experts.masked_fill((experts < 0) | (experts >= count), -1).int()
 
 
 def group_reference(experts: Tensor, weights: Tensor, count: int, tile_rows: int) -> RoutingTensors:
-    """Sorts the slots of experts [T, top_k] by expert, of `count` experts; see `ops.Routing`."""
+    """Sorts slots by expert: `experts` [T, top_k] holds the expert of each slot, below `count`. Returns the tensors that
+    `ops.Routing` documents."""
     here = local_experts(experts, count)
     flat = here.flatten()
     slots = len(flat)

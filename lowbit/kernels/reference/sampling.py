@@ -6,11 +6,11 @@ min-p.
 
 Beyond the adjusted logits all arithmetic is on integers, so that a kernel on any GPU, in blocks of any size, samples the same
 token bit for bit. With m the largest adjusted logit of a row, the key of a logit l is floor((m - l) * 2^15 * log2(e) /
-temperature) and its probability mass is the integer 2^(40 - key / 2^15); from 40 * 2^15 on (27.7 below m at temperature 1) it
-is 0. Sums of masses are exact in 64 bits for up to 2^23 tokens. Tokens with the same key (probabilities within 2e-5 of each
-other) count as equal: at a threshold of top-k or top-p all of them are kept. The random number is Philox4x32-10 (Salmon et al.
-2011) of (seed, tokens generated so far), 64 bits R; the sampled token is the first whose cumulative mass, in the order of
-tokens, exceeds R * total / 2^64.
+temperature). Its probability mass is the integer 2^(40 - key / 2^15), or 0 for keys of 40 * 2^15 and more (logits 27.7 below m
+at temperature 1). Sums of masses are exact in 64 bits for up to 2^23 tokens. Tokens with the same key (probabilities within
+2e-5 of each other) count as equal: at a threshold of top-k or top-p all of them are kept. The random number is Philox4x32-10
+(Salmon et al. 2011) of (seed, tokens generated so far), 64 bits R; the sampled token is the first whose cumulative mass, in the
+order of tokens, exceeds R * total / 2^64.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ import torch
 from torch import Tensor
 
 WORDS = 16
-"""32-bit words of a slot's settings: one copy sets them, one cache line holds them."""
+"""Number of 32-bit words of a slot's settings. One copy sets all of them, and they fit one cache line."""
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, MINIMUM, SEED = range(9)
 FLAGS, GENERATED = 10, 11
-"""Their indices; the seed has two words."""
+"""Indices of words of a slot's settings; the seed takes two words."""
 
 PENALIZED, BIASED, CUT, HELD = 1, 2, 4, 8
-"""Flags: a repetition, presence or frequency penalty; a logit bias; top-k or top-p; a minimum of tokens."""
+"""Bits of the flags word, set if the slot has a repetition, presence or frequency penalty; a logit bias; top-k or top-p; a
+minimum number of tokens."""
 
 PROMPT = 1 << 30
-"""Bit of a count: the prompt contains the token."""
+"""Bit of a token's count that is set if the prompt contains the token."""
 
 OCTAVE_BITS = 15
-"""log2 of the number of keys in which a mass halves."""
+"""A mass halves every 2^OCTAVE_BITS keys."""
 
 MASS_BITS = 40
 """log2 of the mass of the most likely token."""
@@ -47,7 +48,8 @@ KEY_SCALE = float(torch.tensor(2**OCTAVE_BITS / math.log(2), dtype=torch.float32
 """Keys per logit difference of 1, in float32."""
 
 COEFFICIENTS = (1488514810, 515782961, 118750274, 19769430, 2029222)
-"""2^-f for f in [0, 1) is 1 - c0 f + c1 f^2 - c2 f^3 + c3 f^4 - c4 f^5, in units of 2^-31, to 9e-8; fitted here."""
+"""Coefficients c0 to c4 in units of 2^-31: for f in [0, 1), 2^-f is 1 - c0 f + c1 f^2 - c2 f^3 + c3 f^4 - c4 f^5 with an error
+of at most 9e-8. Fitted for this module."""
 
 FRACTION_BITS = 24
 """top-p and min-p are multiples of 2^-24."""
@@ -67,7 +69,7 @@ def philox(seed: int, counter: int) -> int:
 
 
 def masses(keys: Tensor) -> Tensor:
-    """int64 2^(40 - key / 2^15), rounded down after a polynomial of integers, of int64 keys in [0, KEYS]."""
+    """Returns int64 masses 2^(40 - key / 2^15) of int64 keys in [0, KEYS]: an integer polynomial, rounded down."""
     fraction = (keys & ((1 << OCTAVE_BITS) - 1)) << (32 - OCTAVE_BITS)
     power = torch.full_like(keys, COEFFICIENTS[-1])
     for c in (*COEFFICIENTS[-2::-1], 1 << 31):
@@ -76,7 +78,7 @@ def masses(keys: Tensor) -> Tensor:
 
 
 def distances(x: Tensor, largest: Tensor) -> Tensor:
-    """Returns largest - x, and 0 where they are equal, infinities too."""
+    """Returns largest - x, and 0 where x equals largest, also where both are infinite."""
     return torch.where(x == largest, 0.0, largest - x)
 
 
@@ -108,8 +110,8 @@ def adjusted(x: Tensor, words: Tensor, counts: Tensor, bias: Tensor, ends: Tenso
 def kept(x: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """Returns masses int64 [V] of adjusted logits x float32 [V], 0 for those that top-k, top-p and min-p remove.
 
-    top-k keeps the k smallest keys (0: all). top-p keeps, of those, the smallest keys whose mass reaches p of the total. min-p
-    keeps masses of at least min_p times the largest.
+    top-k keeps the k smallest keys (0: all). Of the rest, top-p keeps the smallest keys whose total mass reaches the fraction
+    p. min-p keeps masses of at least min_p times the largest.
     """
     scale = torch.tensor(KEY_SCALE) / torch.tensor(temperature, dtype=torch.float32)
     keys = (distances(x, x.max()) * scale).clamp(max=float(KEYS)).long()
@@ -130,7 +132,7 @@ def fraction(p: float) -> int:
 
 
 def share(total: int, p: float) -> int:
-    """Returns the smallest mass that is at least p of the total."""
+    """Returns the smallest integer mass that is at least the fraction p of the total."""
     return -(-total * fraction(p) >> FRACTION_BITS)
 
 
@@ -161,7 +163,7 @@ def sample_reference(
     logits: Tensor, rows: Tensor, words: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor, positions: Tensor,
     out_tokens: Tensor, out_logprobs: Tensor,
 ) -> None:  # fmt: skip
-    """Computes `ops.sample` row by row: words int32 [slots, WORDS], the rest as there."""
+    """Computes `ops.sample` row by row. `words`: int32 [slots, WORDS]; `ops.sample` documents the other arguments."""
     floats, seeds, idle = words.view(torch.float32), words.view(torch.int64)[:, SEED // 2], len(words) - 1
     for i, slot in enumerate(rows.tolist()):
         raw = cleaned(logits[i])

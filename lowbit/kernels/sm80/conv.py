@@ -1,14 +1,14 @@
 """y = requantize(convolution(x, w) + ..) on packed NHWC activations of 4 or 8 bits, mma.sync: sm_80 and newer.
 
-Computes pixels x output channels, sums in int32, by mma.m16n8k64 (u4 x s4: twice the rate of int8 on sm_80, 86 and 89) or by
-        mma.m16n8k32 (s8 x s8; u4 unpacked to bytes where weights have 8 bits)
-Reads   x as packed NHWC codes, 8 bytes a lane, row and k block, zeros outside the image; w in pack/conv_fragment.py's order. A
-        second product has an x and a w of its own; a stem reads rows of 4 overlapping packed pixels
-Roles   none: a warp has 32 pixels and 64 outputs; neighbouring warps have neighbouring pixels and the same weights
+Computes pixels x output channels with sums in int32: by mma.m16n8k64 for u4 x s4 (twice the rate of int8 on sm_80, 86 and 89),
+        else by mma.m16n8k32 on bytes (with 8-bit weights u4 codes are unpacked to bytes)
+Reads   x as packed NHWC codes, 8 bytes per lane, row and k block, zeros outside the image; w in pack/conv_fragment.py's order.
+        A second product reads another x and w; a stem reads rows of 4 overlapping packed pixels
+Roles   none: each warp computes 32 pixels x 64 outputs; neighbouring warps have neighbouring pixels and the same weights
 Exact   bit for bit as formats/conv.py
 Source  fragments of m16n8k64 and m16n8k32: PTX ISA
-State   codes equal the reference's on an H200 (sm_90), also with m16n8k64, for which ptxas calls a subroutine there: there are
-        no INT4 tensor cores from sm_90 on. For sm_80 to 89 it was compiled and its machine code read, not run
+State   on an H200 (sm_90) codes equal the reference's, also with m16n8k64; since sm_90 has no INT4 tensor cores, ptxas calls a
+        subroutine for it. For sm_80 to 89 the kernel was compiled and its machine code read, but it was not run
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from lowbit.pack.stem import PIXEL_BYTES, WINDOW_PIXELS, StemImages
 
 WARPS = 4
 ROW_BLOCKS = 2
-"""m16 row blocks (16 pixels) of a warp."""
+"""Number of m16 row blocks (16 pixels) of a warp."""
 
 PIXELS = 16 * ROW_BLOCKS * WARPS
 SUMS = ROW_BLOCKS * FRAGMENTS * 4
-"""Sums of a thread per row block and fragment: two columns of row g and two of row g + 8."""
+"""Number of sums of a thread. For each row block and fragment these are two columns of row g and two of row g + 8."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class MmaProduct:
 
     @property
     def words(self) -> int:
-        """Words of weights of a lane and fragment."""
+        """Number of words of weights per lane and fragment."""
         return fragment_words(self.x, self.bits)
 
     @property
     def fragment_pairs(self) -> int:
-        """Pairs of words of a lane in a k block."""
+        """Number of word pairs per lane in a k block."""
         return FRAGMENTS * self.words // 2
 
     @property
     def asm(self) -> str:
-        """The instructions of a k block: outputs sums; inputs 8 words of x, the words of w, then the sums."""
+        """PTX of a k block. Outputs: sums. Inputs: 8 words of x, the words of w, then the sums."""
         x = [f"${SUMS + i}" for i in range(4 * ROW_BLOCKS)]
         w = [f"${SUMS + 4 * ROW_BLOCKS + i}" for i in range(self.words * FRAGMENTS)]
         before = [f"${SUMS + 4 * ROW_BLOCKS + self.words * FRAGMENTS + i}" for i in range(SUMS)]
@@ -107,13 +107,13 @@ class MmaConv:
 
     @property
     def words(self) -> tuple[gl.dtype, ...]:
-        """Types of the words of 8 columns."""
+        """Types of the output words of 8 columns."""
         return (gl.int32,) * self.requantize.words
 
 
 @aggregate
 class Windows:
-    """Geometry of windows in the input of a product, and the memory of a pixel of it."""
+    """Geometry of windows in the input of a product, and bytes of a pixel of that input."""
 
     height: Scalar
     width: Scalar
@@ -140,7 +140,7 @@ def store_pair(at, low, high, exists):
 
 @gluon.jit
 def load_pixels(x, place, down, across, block, shape, C: gl.constexpr):
-    """Loads this thread's words of operand A: of rows g and g + 8 of each row block, 8 bytes from byte 8 t of the k block
+    """Loads this thread's words of operand A: for rows g and g + 8 of each row block, 8 bytes from byte 8 t of the k block
     on."""
     columns, rows, images, thread = place
     height = shape.height
@@ -224,7 +224,7 @@ def store_values(y, sums, scales, offsets, pixel, pixels, channels, tile, thread
 
 @gluon.jit
 def per_column(values, tile, thread):
-    """The constants of the 16 columns of a thread: column 8 (i / 2) + 2 t + i % 2."""
+    """Returns the constants of a thread's 16 columns; value i is that of column 8 (i / 2) + 2 t + i % 2."""
     own = ()
     for i in gl.static_range(16):
         own = own + (gl.load(values + (tile * 64 + (i // 2) * 8 + (thread & 3) * 2 + i % 2)),)
@@ -233,7 +233,7 @@ def per_column(values, tile, thread):
 
 @gluon.jit
 def of_pixel(sums, i: gl.constexpr):
-    """The 16 sums of a thread's pixel i: row g or g + 8 of a row block."""
+    """Returns the 16 sums of a thread's pixel i, which is row g or g + 8 of a row block."""
     own = ()
     for j in gl.static_range(8):
         own = own + (sums[32 * (i // 2) + 4 * j + 2 * (i % 2)], sums[32 * (i // 2) + 4 * j + 2 * (i % 2) + 1])
@@ -266,7 +266,7 @@ def mma_conv(
         line = pixel // out_width
         places = places + (pixel,)
         columns = columns + (pixel % out_width,)
-        rows = rows + (gl.where(pixel < pixels, line % out_height, -(1 << 20)),)  # beyond the last pixel: outside the image
+        rows = rows + (gl.where(pixel < pixels, line % out_height, -(1 << 20)),)  # pixels beyond the last: outside the image
         images = images + (line // out_height,)
     place = (columns, rows, images, thread)
     shape = Windows(height, width, pixel_words, stride_down, stride_across, pad_down, pad_across)
@@ -309,14 +309,15 @@ class MmaOperand:
 
 
 class PreparedMmaConv(ConvPlan):
-    """A layer prepared for the kernel, on one GPU. With `images`, its input is what they pack: a stem.
+    """A layer prepared for the kernel, on one GPU. With `images` the layer is a stem, whose input they pack.
 
-    `int4`: products of 4-bit codes and 4-bit weights by m16n8k64 instead of m16n8k32; `packed` must be packed for it.
+    `int4`: products of 4-bit codes and 4-bit weights use m16n8k64 instead of m16n8k32; weights must be packed for that
+    instruction.
     """
 
     def __init__(self, spec: ConvSpec, packed: PackedConv, int4: bool = False, images: StemImages | None = None) -> None:
         super().__init__(spec, packed, images)
-        # A stem has rows of 4 packed pixels, starting at every packed pixel.
+        # A stem's input is read as rows of 4 packed pixels, one starting at every packed pixel.
         first = spec if images is None else images.product(spec)
         self.first = MmaOperand(first, packed.weight, fragment_bits(first, int4), images)
         self.second: MmaOperand | None = None

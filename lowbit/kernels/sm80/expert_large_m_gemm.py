@@ -1,11 +1,12 @@
 """y[slot] = x[row of slot] . dequant(w[expert of slot])[N, K]^T, many rows per expert, mma.sync and cp.async: sm_80 and newer.
 
-Computes y^T = w x^T as large_m_gemm.py does, with its main loop (parts/mma_loop.py).
-Reads   x fp16 or bf16, rows of 16-byte vectors, each thread's rows gathered by slot; w and scales of pack/expert.py; the list
-        of tiles that ops/route.py writes: (expert, first position in `order`, rows)
-Grid    for as many tiles as there can be, times tiles of rows of w; blocks beyond the number of tiles, which is in memory,
-        return at once. Blocks of one tile are neighbours, then those of the next tile, often of the same expert: L2 serves both
-Sum     in fp32, K in order: same input, same bits, in any batch whose tiles have as many rows
+Computes y^T = w x^T like large_m_gemm.py, with the same main loop (parts/mma_loop.py).
+Reads   x fp16 or bf16, rows of 16-byte vectors, gathered by slot (each thread looks up its rows); w and scales of
+        pack/expert.py; the list of tiles that ops/route.py writes: (expert, first position in `order`, rows)
+Grid    the largest possible number of tiles, times tiles of rows of w. The number of tiles is read from memory; blocks beyond
+        it return at once. Blocks of the same tile are neighbours, and the next tile is often one of the same expert, so L2
+        serves x and w
+Sum     in fp32, K in order: same input, same bits, in any batch with the same number of rows per tile
 Epilogue  scales, bias of the expert, gate, router weight; a row of y for each slot, 8 channels at a time, rounded once
 Exact   every weight is dequantized exactly and rounded once after scaling. Tested: tests/ops/test_expert_gemm.py
 Source  docs/log/matrix-products.md, 2026-11-24
@@ -32,7 +33,7 @@ from lowbit.kernels.parts.tile_stage import StageSource, x_vector
 from lowbit.pack.weight import WeightForm
 
 MOST_REGISTERS = 255
-"""Limit per thread."""
+"""Limit of registers per thread."""
 
 REGISTERS_PER_SM = 65536
 
@@ -41,7 +42,7 @@ REGISTERS_PER_SM = 65536
 class ExpertMmaGemm(MmaBlock):
     """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
 
-    `whole`: rows of y are whole vectors of 8. `weighted`: y is multiplied by the router weight.
+    `whole`: rows of y are whole vectors of 8 elements. `weighted`: y is multiplied by the router weight.
     """
 
     dequantizer: Dequantizer
@@ -60,18 +61,19 @@ class ExpertMmaGemm(MmaBlock):
 
     @property
     def thread_tokens(self) -> int:
-        """Tokens of which a thread copies vectors."""
+        """Number of tokens of which a thread copies vectors."""
         return self.stage.x_copies // self.warps_k
 
     @property
     def copied_tokens(self) -> int:
-        """Tokens of which all threads copy vectors at a time."""
+        """Number of tokens that all threads together copy at a time."""
         return 4 * self.warps
 
 
 @gluon.jit
 def gathered_rows(x, order, first, rows, thread, x_stride, top_k, C: gl.constexpr):
-    """Addresses of a thread's first vectors of all tokens that it copies; of tokens that do not exist, of any row."""
+    """Returns the address of the first vector of each token that a thread copies. For tokens that do not exist it is that of
+    some row."""
     TOKENS: gl.constexpr = C.thread_tokens
     token, vector = x_vector(thread)
     pointers = ()
@@ -84,8 +86,8 @@ def gathered_rows(x, order, first, rows, thread, x_stride, top_k, C: gl.constexp
 
 @gluon.jit
 def store_slots(y, acc, epilogue_args, weights, order, first, rows, first_row, N, columns, C: gl.constexpr):
-    """Applies scales, bias, gate and router weights, rounds once and stores the rows of a tile's slots, 8 neighbouring channels
-    at a time."""
+    """Applies scales, bias, gate and router weights, rounds once, and stores the rows of a tile's slots, 8 neighbouring
+    channels at a time."""
     STORED: gl.constexpr = C.store_layout
     acc, first_row = finished_tile(acc, epilogue_args, first_row, N, C)
     if C.weighted:
@@ -108,8 +110,9 @@ def expert_mma_gemm(
     y, x, w, scale, channel_scale, bias, tiles, tile_count, order, weights, N, K, columns, x_stride, row_tiles, iterations,
     row_blocks, w_stride, scale_stride, top_k, factor, C: gl.constexpr,
 ):  # fmt: skip
-    """One block: a tile of the list by a tile of rows of w. The last row tile of an expert begins where it is full: rows of two
-    tiles are stored twice, with the same bits. `columns` of y are vectors of 8 where C.whole."""
+    """One block: a tile of the list times a tile of rows of w. The last row tile of an expert begins early enough to be full;
+    rows that are in two tiles are stored twice, with the same bits. With C.whole, `columns` counts vectors of 8 columns of
+    y."""
     if C.whole:
         columns = columns * 8
     x_shared = allocate_stages(C)
@@ -138,7 +141,7 @@ def expert_mma_gemm(
 
 
 class ExpertMmaPlan:
-    """A product of experts with many rows each, for one shape: made once, called many times."""
+    """Plan of a product of experts with many rows each, for one shape: created once, called many times."""
 
     def __init__(
         self, shape: ExpertShape, tile: MmaTile, form: WeightForm, dtype: torch.dtype, epilogue: Epilogue, *,
@@ -162,9 +165,9 @@ class ExpertMmaPlan:
         self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
         tiles: Tensor, tile_count: Tensor, order: Tensor, weights: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Returns y [slots, N], or [slots, N / 2] behind a gate, of x [rows, K], whose rows start at multiples of 16 bytes and
-        are followed by zeros up to the next one. Codes and scales as pack/expert.py has them; `tiles` [any, 3], `tile_count`
-        [1], `order` and `weights` [slots] as ops/route.py has them; all tensors on the current device."""
+        """Returns y [slots, N], or [slots, N / 2] with a gate, of x [rows, K]. Rows of x start at multiples of 16 bytes, with
+        zeros from K up to the next multiple. Codes and scales are those of pack/expert.py; `tiles` [any, 3], `tile_count` [1],
+        `order` and `weights` [slots] those of ops/route.py. All tensors are on the current device."""
         n, k = self.shape.n, self.shape.k
         y = torch.empty((self.shape.slots, self.columns), dtype=x.dtype, device=x.device)
         self.launch(

@@ -2,15 +2,17 @@
 
 Reads   x fp16 or bf16, rows of 16-byte vectors, gathered by slot; w and scales of pack/expert.py; the list of tiles that
         ops/route.py writes: (expert, first position in `order`, rows), at most 8 or 16 rows each; `order` gives their slots
-Tasks   a tile of the list x C.row_blocks m16 row blocks of its expert. Task t belongs to block t mod blocks: a fixed share, and
-        blocks that run together read one expert. Experts that no slot has are in no tile and are not read
+Tasks   a task is a tile of the list times C.row_blocks m16 row blocks of its expert. Task t belongs to block t mod blocks, so
+        each block's share is fixed, and blocks that run at the same time read the same expert. Experts without slots are not
+        read
 Grid    persistent, about one block per SM; the number of tiles is read from memory, so the host does not wait for the router
-Warps   as in small_m_gemm.py: warps_n x warps_k, a ring each, k blocks (128 k) in turn
-Ring    stays full from task to task: the last iteration of a task starts the copies of the first one of the next task. The sums
-        of warps are therefore reduced in shared memory of their own
-Start   the first task's weights are on their way before its slots are loaded; its x comes through registers, so that each slot
-        of the ring is waited for by itself. With `early` those weights are copied before the previous kernel has finished
-Ahead   a task's slots are loaded a task earlier, and its tile two tasks earlier
+Warps   as in small_m_gemm.py: warps_n x warps_k warps with a ring each; the warps_k warps of a row take k blocks round-robin
+Ring    stays full from task to task: the last iteration of a task starts the copies for the first iteration of the next task.
+        So the reduction of the warps' sums needs shared memory besides the rings
+Start   the first task's weights are copied before its slots are loaded. Its x is loaded through registers. Groups of cp.async
+        complete in order, so with copies of x, issued last, the first slot would wait for all copies. With `early` these
+        weights are copied before the previous kernel has finished
+Ahead   a task's slots are loaded one task earlier, its tile two tasks earlier
 Sum     slices of K are reduced once, through shared memory, in a fixed order: same input, same bits
 Epilogue  scales, bias of the expert, gate (silu or clamped), router weight; a row of y for each slot, rounded once
 Exact   dequantization is exact; sums in fp32. Tested: tests/kernels/sm80/test_expert_small_m_in_numpy.py,
@@ -59,19 +61,19 @@ from lowbit.kernels.parts.small_m_epilogue import (
 from lowbit.pack.weight import WeightForm
 
 MOST_REGISTERS = 255
-"""Limit per thread."""
+"""Limit of registers per thread."""
 
 VECTORS = 16
-"""16-byte vectors of x that a lane loads at a time before the main loop, in 64 registers."""
+"""Number of 16-byte vectors of x that a lane loads at a time before the main loop; they take 64 registers."""
 
 
 @dataclass(frozen=True)
 class TaskRing(Ring):
-    """The ring of a warp that goes from task to task: copies of a task that does not exist become zeros."""
+    """The ring of a warp that runs through several tasks. Copies for a task that does not exist write zeros."""
 
     def copy_codes(self, d: int) -> str:
-        """As `Ring.copy_codes`, whose operand $6 is not positive where there is no task. Without a tail all copies of a task
-        have one size."""
+        """PTX like `Ring.copy_codes`, but operand $6 is 0 or less if there is no task. Without a tail all copies of a task have
+        the same size."""
         if self.tail:
             return super().copy_codes(d)
         lines = [".reg .b32 size, scale_size; .reg .pred some, low;", "setp.lt.s32 low, $5, 16; setp.gt.s32 some, $6, 0;"]
@@ -87,18 +89,19 @@ class TaskRing(Ring):
 
     @property
     def x_vectors(self) -> int:
-        """16-byte vectors of x of a lane in all slots."""
+        """Number of 16-byte vectors of x per lane in all slots."""
         return self.x_slots * self.k_block.n8_tiles * 4
 
     @property
     def x_loads(self) -> int:
-        """Number of `load_x` that fill all slots."""
+        """Number of `load_x` parts that fill all slots."""
         return -(-self.x_vectors // VECTORS)
 
     def load_x(self, part: int, slices: int) -> str:
-        """Copies x of the first iteration through registers: VECTORS of a lane's vectors, all in flight at once; zeros for what
-        does not exist. $1 ring + 16 (8 t + g) for lane 4 g + t, $2 how many k exist from k 8 t on, then for each n8 tile the
-        row of token g at k 8 t, and 0 where the token does not exist. k blocks of a warp are `slices` apart."""
+        """PTX that copies x of the first iteration through registers: part `part`, VECTORS of a lane's vectors, all in flight
+        at once. Missing tokens and columns become zeros. $1 ring + 16 (8 t + g) for lane 4 g + t, $2 number of columns of K
+        from column 8 t on, then for each n8 tile the address of token g's row at column 8 t, and 0 if the token does not exist.
+        k blocks of a warp are `slices` apart."""
         loads, stores = [], []
         for v in range(part * VECTORS, min((part + 1) * VECTORS, self.x_vectors)):
             slot, n8_tile, i = v // (4 * self.k_block.n8_tiles), v // 4 % self.k_block.n8_tiles, v % 4
@@ -135,22 +138,22 @@ class ExpertRingGemm(RingBlock):
 
     @property
     def slices(self) -> int:
-        """Slices of K; slice i takes the k blocks i, i + slices, i + 2 slices, ..."""
+        """Number of slices of K; slice i takes the k blocks i, i + slices, i + 2 slices, ..."""
         return self.warps_k
 
     @property
     def reduction_bytes(self) -> int:
-        """Shared memory in which the slices of K are reduced; it comes before the rings."""
+        """Bytes of shared memory in which the slices of K are reduced; it precedes the rings."""
         return 4 * self.threads * self.accumulators
 
     @property
     def shared_rows(self) -> int:
-        """Shared memory in rows of one float32 per thread."""
+        """Size of shared memory in rows of one float32 per thread."""
         return self.accumulators + -(-self.ring.bytes * self.warps // (4 * self.threads))
 
     @property
     def rows_early(self) -> bool:
-        """True if scales and biases of rows are loaded before the main loop of a task, in a register each; otherwise they are
+        """True if scales and biases of rows are loaded before a task's main loop, into one register each; otherwise they are
         loaded from L2 in the epilogue."""
         return len({self.first_of_row(i) for i in range(self.outputs)}) <= 8
 
@@ -163,21 +166,21 @@ class ExpertRingGemm(RingBlock):
 INVERSE_BITS = gl.constexpr(30)
 
 FROM_LANE = gl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;")
-"""$1 of lane $2."""
+"""PTX that returns the value of $1 in lane $2."""
 
 COMMIT = gl.constexpr("cp.async.commit_group;\n mov.b32 $0, 0;")
 
 
 @gluon.jit
 def again(value):
-    """The same value, unknown to the compiler: what is computed from it is not hoisted out of the loop over tasks, where it
-    would take registers or be spilled."""
+    """Returns the value unchanged, but the compiler cannot see that. So it does not hoist computations with the value out of
+    the loop over tasks; their results would take registers or be spilled."""
     return asm("mov.b32 $0, $1;", "=r,r", [value], gl.int32)
 
 
 @aggregate
 class Tile:
-    """An entry of the list of tiles: expert, first position in `order`, number of rows; no rows where there is no task."""
+    """An entry of the list of tiles: expert, first position in `order`, number of rows (0 if there is no task)."""
 
     expert: gl.tensor
     first: gl.tensor
@@ -186,14 +189,14 @@ class Tile:
 
 @gluon.jit
 def quotient(n, inverse):
-    """n // d for inverse = ceil(2^30 / d), exact for 0 <= n < 2^30 / d: one multiplication, where a division is 30
-    instructions."""
+    """Returns n // d, given inverse = ceil(2^30 / d); exact for 0 <= n < 2^30 / d. It is one multiplication; a division takes
+    30 instructions."""
     return (n.to(gl.int64) * inverse >> INVERSE_BITS).to(gl.int32)
 
 
 @gluon.jit
 def tile_of(tiles, task, total, by_units, last_tile):
-    """The tile of a task. Entries beyond the tiles that exist are not used, whatever they hold."""
+    """Returns the tile of a task. Contents of the list beyond its last tile are ignored."""
     entry = tiles + 3 * gl.minimum(quotient(task, by_units), last_tile)
     exists = task < total
     expert = gl.where(exists, gl.load(entry, cache_modifier=".cg"), 0)
@@ -203,7 +206,7 @@ def tile_of(tiles, task, total, by_units, last_tile):
 
 @gluon.jit
 def slots_of(order, tile, lane, C: gl.constexpr):
-    """Slots of token g of each n8 tile, for a lane of group g; -1 where there is none."""
+    """Returns the slot of token g of each n8 tile, for a lane of group g; -1 for tokens that do not exist."""
     N8_TILES: gl.constexpr = C.ring.k_block.n8_tiles
     slots = ()
     for n8_tile in gl.static_range(N8_TILES):
@@ -214,7 +217,7 @@ def slots_of(order, tile, lane, C: gl.constexpr):
 
 @gluon.jit
 def weights_of(weights, slots, C: gl.constexpr):
-    """Router weights of slots, loaded where the epilogue uses them."""
+    """Loads the router weights of slots, 0 where the slot is -1; returns () without C.weighted."""
     N8_TILES: gl.constexpr = C.ring.k_block.n8_tiles if C.weighted else 0
     factors = ()
     for n8_tile in gl.static_range(N8_TILES):
@@ -225,7 +228,7 @@ def weights_of(weights, slots, C: gl.constexpr):
 
 @gluon.jit
 def first_row_block_of(task, units, by_units, row_blocks, C: gl.constexpr):
-    """First m16 row block of a task within its expert. The last task of an expert may overlap the one before: both store the
+    """First m16 row block of a task within its expert. The last task of a tile may overlap the previous one; both store the
     same values."""
     unit = task - quotient(task, by_units) * units
     return gl.minimum(unit * C.row_blocks, row_blocks - C.row_blocks)
@@ -233,8 +236,8 @@ def first_row_block_of(task, units, by_units, row_blocks, C: gl.constexpr):
 
 @gluon.jit
 def task_source(w, scale, expert, exists, row_block, k_block, lane, x, K, row_blocks, tiles, scale_stride, C: gl.constexpr):
-    """Addresses of a task's weights for a lane whose warp begins at row block `row_block` of the expert and at `k_block`; its x
-    is of `with_tokens`."""
+    """Returns the addresses of a task's weights, for a lane whose warp begins at row block `row_block` of the expert and at k
+    block `k_block`. `with_tokens` adds those of x."""
     of_all = expert * row_blocks + row_block
     s = source_of(x, w, scale, of_all, k_block, 0, lane, 0, 16 * row_blocks, K, 0, tiles, scale_stride, C)
     return SliceAddresses(
@@ -244,7 +247,8 @@ def task_source(w, scale, expert, exists, row_block, k_block, lane, x, K, row_bl
 
 @gluon.jit
 def with_tokens(source, x, slots, k_block, lane, x_stride, by_top_k, C: gl.constexpr):
-    """The same with x: rows of the slots, top_k slots to a row (`quotient`)."""
+    """Returns `source` with the addresses of x: the rows of the slots. `by_top_k` is the inverse with which `quotient` divides
+    slots by top_k."""
     N8_TILES: gl.constexpr = C.ring.k_block.n8_tiles
     s = source
     sizes = ()
@@ -253,7 +257,7 @@ def with_tokens(source, x, slots, k_block, lane, x_stride, by_top_k, C: gl.const
     first = quotient(gl.maximum(slots[0], 0), by_top_k)
     x += first.to(gl.int64) * x_stride + k_block * BLOCK + (lane & 3) * 8
     apart = s.x_eight
-    if N8_TILES > 1:  # a second n8 tile; it has no token where the first is not full
+    if N8_TILES > 1:  # a second n8 tile; it has no tokens unless the first is full
         apart = (quotient(gl.maximum(slots[N8_TILES - 1], 0), by_top_k) - first).to(gl.int64) * x_stride
     return SliceAddresses(
         s.w, s.w_stride, s.w_quad, s.scale, s.scale_stride, x, apart, sizes, s.left, s.rows, s.ks
@@ -278,7 +282,8 @@ def load_x(ring, source, C: gl.constexpr):
 
 @gluon.jit
 def of_tokens(values, at, constraints: gl.constexpr, C: gl.constexpr):
-    """From values of token g for lanes of group g: those of tokens 2t and 2t + 1 of each n8 tile, for lane t of its group."""
+    """Redistributes values of tokens: lanes of group g have the value of token g; returns for lane t of each group the values
+    of tokens 2t and 2t + 1 of each n8 tile."""
     N8_TILES: gl.constexpr = C.ring.k_block.n8_tiles
     own = ()
     for i in gl.static_range(2 * N8_TILES):
@@ -300,8 +305,8 @@ def of_element(values, element, C: gl.constexpr):
 
 @gluon.jit
 def store_rows(y, sums, epilogue_args, slots, weights, at, C: gl.constexpr):
-    """Stores the rows of a task's slots: scales, bias, gate, router weight, one rounding. `slots` and `weights` are of token g
-    for lanes of group g."""
+    """Applies scales, bias, gate and router weights, rounds once and stores the rows of a task's slots. In lanes of group g,
+    `slots` and `weights` are those of token g."""
     TOGETHER: gl.constexpr = 1 if C.epilogue.gate == "none" else 2
     COUNT: gl.constexpr = C.outputs // TOGETHER
     own = of_tokens(slots, at, "=r,r,r", C)
@@ -336,7 +341,8 @@ def expert_ring_gemm(
     y, x, w, scale, channel_scale, bias, tiles, tile_count, order, weights, last_tile, units, N, K, x_stride, row_blocks,
     tiles_of_k, scale_stride, iterations, by_units, by_top_k, factor, C: gl.constexpr,
 ):  # fmt: skip
-    """One persistent block: every num_programs-th task, from its own number on. An expert has `units` tasks for each tile."""
+    """One persistent block: every num_programs-th task, starting with the block's index. Each tile of the list has `units`
+    tasks."""
     R: gl.constexpr = C.ring
     S: gl.constexpr = C.ring.k_block
     DEPTH: gl.constexpr = R.depth
@@ -395,7 +401,8 @@ def expert_ring_gemm(
         for _ in range(0, iterations - 1):
             read, acc = iteration(ring, source, read, acc, C, False)
             source = advance(source, C)
-        # The copies of an iteration are those of the next one: of the next task, as if it had one more before its first.
+        # An iteration starts the copies of the next iteration, here the first one of the next task. Addresses are those of an
+        # iteration before that task's first.
         tiles_of_k = again(tiles_of_k)
         scale_stride = again(scale_stride)
         row_block = first_row_block_of(this + blocks, units, by_units, row_blocks, C) + own_row_block
@@ -418,7 +425,7 @@ def expert_ring_gemm(
 
 
 class ExpertRingPlan:
-    """A product of experts with few rows each, for one shape: made once, called many times."""
+    """Plan of a product of experts with few rows each, for one shape: created once, called many times."""
 
     def __init__(
         self, shape: ExpertShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, epilogue: Epilogue, machine: Machine,
@@ -440,7 +447,7 @@ class ExpertRingPlan:
         self.factor = self.config.ring.k_block.factor
         top_k = 1 if shape.per_slot else shape.top_k
         one = 1 << INVERSE_BITS.value
-        tasks = shape.most_tiles * self.units + 3 * self.grid[0]  # with those of which tiles are looked up ahead
+        tasks = shape.most_tiles * self.units + 3 * self.grid[0]  # includes tiles that are loaded ahead
         if max(tasks * self.units, shape.slots * top_k) >= one:
             raise ValueError(f"{shape} with {tile}: too many tasks for one launch, split x by rows")
         self.inverses = tuple(-(-one // divisor) for divisor in (self.units, top_k))
@@ -449,10 +456,10 @@ class ExpertRingPlan:
         self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
         tiles: Tensor, tile_count: Tensor, order: Tensor, weights: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Returns y [slots, N], or [slots, N / 2] behind a gate, of x [rows, K], whose rows start at multiples of 16 bytes.
+        """Returns y [slots, N], or [slots, N / 2] with a gate, of x [rows, K], whose rows start at multiples of 16 bytes.
 
-        Codes and scales as pack/expert.py has them; `tiles` [any, 3], `tile_count` [1], `order` and `weights` [slots] as
-        ops/route.py has them; all tensors on the current device.
+        Codes and scales are those of pack/expert.py; `tiles` [any, 3], `tile_count` [1], `order` and `weights` [slots] those of
+        ops/route.py. All tensors are on the current device.
         """
         y = torch.empty((self.shape.slots, self.columns), dtype=x.dtype, device=x.device)
         some = next(t for t in (scale, channel_scale, codes) if t is not None)  # an unused pointer where there are no scales

@@ -2,17 +2,20 @@
 
 Computes y^T = w x^T: dequantized weights are operand A of mma.sync m16n8k16, from registers; x is operand B, by ldmatrix.
 Reads   x fp16 or bf16, rows of 16-byte vectors; w and scales in fragment order
-Grid    tiles of rows x tokens, times splits of K; neighbours in groups of tokens, so that a wave shares x and w in L2
+Grid    tiles of rows x tokens, times splits of K; ordered in groups of token tiles, so that a wave shares x and w in L2
 Warps   warps_n x warps_m: each has `row_blocks` m16 row blocks and a share of the tokens; warps of a row dequantize the same
-        codes. With warps_k > 1 that many warps share K: x of their slices is columns of one matrix, 8 tokens of each slice in
-        turn, since a warp multiplies only its own columns; at the end the columns of a token are added up
-Stages  of 64 k for each slice, copied by all threads, `stages` - 1 ahead; one barrier for each (parts/tile_stage.py)
-Steps   four of 16 k, each over a warp's tokens in chunks of 32. While a chunk is multiplied, x of the fourth chunk after it is
-        read, and weights of the next step are dequantized, into other registers; copies are spread over a stage (below)
+        codes. With warps_k > 1, warps_k warps share K, each with one slice. The columns of operand B are then the tokens of all
+        slices, interleaved 8 tokens at a time, so that the layout assigns each warp the columns of its slice. At the end the
+        columns of a token are added up
+Stages  of 64 columns of K for each slice, copied by all threads, `stages` - 1 ahead; one barrier per stage
+        (parts/tile_stage.py)
+Steps   four k16 steps per stage, each over a warp's tokens in chunks of 32. While a chunk is multiplied, x is read four chunks
+        ahead, and weights of the next step are dequantized into a second set of registers; copies are spread over a stage
+        (parts/mma_loop.py)
 Sum     in fp32, K in order; with splits > 1 the last block to arrive adds the splits in order (split-K), or each block adds to
-        the sum of the one before (serial split-K): same input, same bits
+        the sum of the previous split (serial split-K): same input, same bits
 Epilogue  scales, bias and gate; transposed through shared memory, stored in vectors of 16 bytes
-Exact   every weight is dequantized exactly and rounded once after scaling, as a dequantized model's would be
+Exact   every weight is dequantized exactly and rounded once after scaling, like the weights of a dequantized model
 Source  mma.m16n8k16 and ldmatrix: PTX ISA; the order of copies, barrier and products: CUTLASS 2.x; measurements: docs/log
 """
 
@@ -44,7 +47,7 @@ from lowbit.kernels.parts.tile_stage import StageSource, x_vector
 from lowbit.pack.weight import WeightForm
 
 MOST_REGISTERS = 255
-"""Limit per thread."""
+"""Limit of registers per thread."""
 
 REGISTERS_PER_SM = 65536
 
@@ -72,7 +75,7 @@ class MmaGemm(MmaBlock):
 
 @gluon.jit
 def store_tile(y, acc, epilogue_args, first_row, first_token, M, N, columns, C: gl.constexpr):
-    """Applies scales, bias and gate, rounds once and stores y [M, columns]: 8 neighbouring channels of a token at a time."""
+    """Applies scales, bias and gate, rounds once and stores y [M, columns], 8 neighbouring channels of a token at a time."""
     STORED: gl.constexpr = C.store_layout
     acc, first_row = finished_tile(acc, epilogue_args, first_row, N, C)
     result = gl.convert_layout(acc.to(C.dequantizer.operand_type), STORED)
@@ -102,8 +105,8 @@ def mma_gemm(
     y, x, w, scale, channel_scale, bias, partial, arrived, M, N, K, columns, x_stride, token_tiles, row_tiles, iterations,
     row_blocks, w_stride, scale_stride, factor, C: gl.constexpr,
 ):  # fmt: skip
-    """One block: a tile, or its split of K. The last row tile begins where it is full: rows of two tiles are stored twice, with
-    the same bits. `columns` of y are vectors of 8 where C.whole."""
+    """One block: a tile, or one split of its K. The last row tile begins early enough to be full; rows that are in two tiles
+    are stored twice, with the same bits. With C.whole, `columns` counts vectors of 8 columns of y."""
     if C.whole:
         columns = columns * 8
     x_shared = allocate_stages(C)
@@ -138,7 +141,7 @@ def mma_gemm(
 
 
 class MmaPlan:
-    """A large-M GEMM for one shape, with scales, bias and gate in its epilogue: made once, called many times."""
+    """Plan of a large-M GEMM for one shape, with scales, bias and gate in its epilogue: created once, called many times."""
 
     def __init__(self, shape: GemmShape, tile: MmaTile, form: WeightForm, dtype: torch.dtype, epilogue: Epilogue) -> None:
         if epilogue.norm_parts or epilogue.residual:
@@ -155,7 +158,8 @@ class MmaPlan:
 
     @property
     def workspace(self) -> tuple[int, int]:
-        """Elements of the two workspaces, float32 sums and int32 counters (which are zero before and after)."""
+        """Number of elements of the two workspaces: float32 sums, and int32 counters, which are zero before and after a
+        launch."""
         if self.tile.splits == 1:
             return 0, 0
         tiles = self.tiles[0] * self.tiles[1]
@@ -166,8 +170,8 @@ class MmaPlan:
         self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
         sums: Tensor, arrived: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Returns y [M, N], or [M, N / 2] behind a gate, of x [M, K], whose rows start at multiples of 16 bytes and are
-        followed by zeros up to the next one; all tensors on the current device."""
+        """Returns y [M, N], or [M, N / 2] with a gate, of x [M, K]. Rows of x start at multiples of 16 bytes, with zeros from K
+        up to the next multiple. All tensors are on the current device."""
         m, n, k = self.shape.m, self.shape.n, self.shape.k
         y = torch.empty((m, self.columns), dtype=x.dtype, device=x.device)
         self.launch(

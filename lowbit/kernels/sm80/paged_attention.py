@@ -1,17 +1,20 @@
-"""out[b] = softmax(scale q[b] . K^T) . V of one new token a row over a paged KV cache, with RoPE and append; sm_80 and newer.
+"""out[b] = softmax(scale q[b] . K^T) . V for one new token per row over a paged KV cache, with RoPE and append; sm_80 and
+newer.
 
 Reads   qkv fp16 or bf16 [B, (heads + 2 kv_heads) head_dim]; pages k, v [pages, kv_heads, 128, head_dim]; page tables,
         positions, rows; cos and sin; gammas of norms of heads of q and k, or None
 Writes  the new k and v at the row's position; out [B, heads * head_dim]
-Grid    kv heads x rows x splits, fixed while contexts change: active splits are computed from the row's position
-        (choose/attention.py, `DecodeTile.active`), programs without work exit at once; splits are the slowest dimension
-Program one split of one kv head, its heads of q as 16 rows of mma.sync; one block of keys and values is loaded to registers
-        while the one before it is multiplied, or several to shared memory (`DecodeTile.stages`). Split 0 has the new token,
-        which is not read back from memory
+Grid    kv heads x rows x splits; it stays the same while contexts change. A program computes the number of active splits from
+        the row's position (choose/attention.py, `DecodeTile.active`) and exits at once if its split has no work; splits are the
+        slowest dimension
+Program one split of one kv head, whose query heads are 16 rows of mma.sync. While a block of keys and values is multiplied, the
+        next one is loaded to registers, or several to shared memory (`DecodeTile.stages`). Split 0 includes the new token,
+        without reading it back from memory
 Overlap page tables, positions and, with one stage, the first block of old keys are read before the wait for the previous kernel
-        (sm_90): no kernel of the step writes them, and the first one launches the next only after its own wait, so the previous
-        step is complete
-Combine the last split to arrive for a row and kv head (a counter, left at zero) adds all splits in order
+        (sm_90). No kernel of this step writes them. The previous step is complete, because the first kernel of a step lets the
+        next one start only after it has waited itself
+Combine the last split to arrive for a row and kv head adds all splits in order; a counter, which is zero afterwards, identifies
+        it
 Window  only blocks within the sliding window are read
 Exact   q and k are rounded to 16 bits after RoPE, p before its product with V; sums and softmax in fp32, one rounding at the
         store. Tested: tests/kernels/sm80/test_paged_attention.py
@@ -56,18 +59,18 @@ class PagedAttention:
 
     @property
     def group_rows(self) -> int:
-        """Query heads per kv head, padded to a power of two."""
+        """Number of query heads per kv head, padded to a power of two."""
         return 1 << (self.group - 1).bit_length()
 
     @property
     def scale_log2(self) -> float:
-        """Scale of scores, which are exponents of 2."""
+        """Factor from q . k to scores in base 2: softmax uses 2 ** score."""
         return self.shape.scale * math.log2(math.e)
 
     @property
     def into_cap(self) -> float:
-        """Scale before tanh(x) = 1 - 2 / (1 + 2 ** (2 log2(e) x)), whose error is that of float32; x = scale / softcap . q .
-        k"""
+        """Factor from q . k to the exponent of 2 in tanh(x) = 1 - 2 / (1 + 2 ** (2 log2(e) x)), where x = q . k * scale /
+        softcap. The formula is as accurate as float32."""
         return 2 * math.log2(math.e) * self.shape.scale / self.shape.softcap
 
     @property
@@ -80,33 +83,35 @@ class PagedAttention:
 
     @property
     def copies(self) -> int:
-        """Rows in which a program holds RoPE angles and the new token. With several warps one row would be converted between
-        layouts, at two barriers each time; one warp has no barriers and no registers for more rows."""
+        """Number of equal rows in which a program holds RoPE angles and the new token. With several warps a single row would be
+        converted between layouts, which takes two barriers each time. A single warp needs no barriers, and has no registers for
+        more rows."""
         return 1 if self.tile.warps == 1 else 16
 
     @property
     def ahead(self) -> bool:
-        """True if partial results are loaded while weights are computed and previous ones are added: where registers
-        suffice."""
+        """True if the next splits' results are loaded while the weights of all splits are computed and previous results are
+        added. Done where there are enough registers."""
         few = self.group_rows <= 4 and self.lanes <= 32 * self.tile.warps
         return few and self.copies > 1 and self.tile.stages == 1
 
     @property
     def round(self) -> int:
-        """Splits that are added at a time."""
+        """Number of splits that are added at a time."""
         return combine_round(self.tile.warps, self.shape)
 
 
 @triton.jit
 def block_base(table, n0, end, head, C: tl.constexpr):
-    """Element at which the block of tokens from n0 on starts in a head's keys (and values); a block lies in one page."""
+    """Returns the element offset of the block of tokens that begins at n0, in the keys (or values) of a kv head. A block lies
+    within one page."""
     page = tl.load(table + n0 // C.page, mask=n0 < end, other=0).to(tl.int64)
     return ((page * C.shape.kv_heads + head) * C.page + n0 % C.page) * C.shape.head_dim
 
 
 @triton.jit
 def visible(n0, oldest, end, C: tl.constexpr):
-    """Which tokens of a block the row attends to."""
+    """Returns a mask of the tokens of a block that the row attends to."""
     n = n0 + tl.arange(0, C.tile.block)
     seen = n < end
     if C.shape.window > 0:
@@ -116,7 +121,7 @@ def visible(n0, oldest, end, C: tl.constexpr):
 
 @triton.jit
 def load_block(pages, base, n0, oldest, end, C: tl.constexpr):
-    """Loads keys or values [block, lanes] from n0 on; zeros for tokens that the row does not attend to."""
+    """Loads keys or values [block, lanes] from token n0 on; zeros for tokens that the row does not attend to."""
     n, d = tl.arange(0, C.tile.block)[:, None], tl.arange(0, C.lanes)[None, :]
     seen = visible(n0, oldest, end, C)[:, None]
     if C.lanes != C.shape.head_dim:
@@ -126,7 +131,7 @@ def load_block(pages, base, n0, oldest, end, C: tl.constexpr):
 
 @triton.jit
 def powers(dots, C: tl.constexpr):
-    """Scores as exponents of 2, of q . k."""
+    """Returns base-2 scores of products q . k, with scale and softcap."""
     if C.shape.softcap > 0:
         return (1.0 - 2.0 / (1.0 + tl.exp2(dots * C.into_cap))) * C.cap_log2
     else:
@@ -135,15 +140,15 @@ def powers(dots, C: tl.constexpr):
 
 @triton.jit
 def scores(q, keys, n0, oldest, end, C: tl.constexpr):
-    """Scores of a block, as exponents of 2."""
+    """Returns the base-2 scores of a block; -inf for tokens that the row does not attend to."""
     s = powers(tl.dot(q, tl.trans(keys)), C)
     return tl.where(visible(n0, oldest, end, C)[None, :], s, float("-inf"))
 
 
 @triton.jit
 def append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C: tl.constexpr):
-    """Returns the new token's k after RoPE, and v, as stored in the pages, [C.copies, lanes], for split 0; other splits get
-    zeros and store nothing."""
+    """In split 0, stores the new token's k (after RoPE) and v in the pages, and returns both as they are stored, [C.copies,
+    lanes]. In other splits, returns zeros and stores nothing."""
     d, r = tl.arange(0, C.lanes), tl.arange(0, C.copies)[:, None]
     own = part + r * 0 == 0
     rows = qkv_row + (C.shape.heads + head + r * 0) * C.shape.head_dim
@@ -161,8 +166,8 @@ def append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C: tl.c
 
 @triton.jit
 def parts_from(sums, tops, first, active, C: tl.constexpr):
-    """Loads C.round splits from the `first` on, all in flight at once: sums [rows, lanes] and, row by row, their maxima.
-    Scalars, as vectors would be converted between layouts at two barriers a split."""
+    """Loads the results of C.round splits from split `first` on, all in flight at once: sums [rows, lanes] and the maximum of
+    each row. Maxima are loaded as scalars, since vectors would be converted between layouts at two barriers per split."""
     GROUP: tl.constexpr = C.group
     ROUND: tl.constexpr = C.round
     ROWS: tl.constexpr = C.group_rows
@@ -180,7 +185,7 @@ def parts_from(sums, tops, first, active, C: tl.constexpr):
 
 @triton.jit
 def add_parts(y, values, relative, highest, factor, left, C: tl.constexpr):
-    """Adds C.round splits, of which `left` exist, each times its weight, to y."""
+    """Adds the sums of C.round splits, each times its weight, to y; only the first `left` exist."""
     GROUP: tl.constexpr = C.group
     ROUND: tl.constexpr = C.round
     ROWS: tl.constexpr = C.group_rows
@@ -218,7 +223,7 @@ def combine(out, sums, tops, active, C: tl.constexpr):
         if not C.ahead:
             values, relative = parts_from(sums, tops, first, active, C)
         y = add_parts(y, values, relative, highest, factor, active - first, C)
-        if C.ahead:  # the last iteration loads its own splits again
+        if C.ahead:  # the last iteration loads the same splits again
             values, relative = parts_from(sums, tops, first + ROUND, active, C)
     r, d = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
     exist = (r < GROUP) & (d < C.shape.head_dim)
@@ -227,7 +232,8 @@ def combine(out, sums, tops, active, C: tl.constexpr):
 
 @triton.jit
 def finish(out, partial, arrived, y, top, total, b, head, part, active, C: tl.constexpr):
-    """Stores the result of a single split, or leaves it to the last split to arrive, which adds all of them."""
+    """Stores the result of a row that has a single split. With several splits, stores this split's partial result; the last
+    split to arrive combines all of them."""
     G: tl.constexpr = C.group
     d, r = tl.arange(0, C.lanes), tl.arange(0, 16)
     place = b * C.shape.kv_heads + head
@@ -331,7 +337,7 @@ def paged_attention(
 
 
 class PagedAttentionPlan:
-    """The plan of a decode step's attention: made once, called many times.
+    """The plan of a decode step's attention: created once, called many times.
 
     A plan serves one GPU, one type of q, k and v and one type of gammas; all tensors are contiguous and start at multiples of
     16 bytes.
@@ -341,13 +347,15 @@ class PagedAttentionPlan:
         self.rows, self.shape, self.tile = rows, shape, tile
         self.config = PagedAttention(shape, tile, overlap=machine.arch.sm >= 90)
         grid = (shape.kv_heads, rows, tile.splits)
-        # By default ptxas spills a little rather than take more than 168 registers. Tiles with stages need no more.
+        # By default ptxas spills a little rather than use more than 168 registers. Tiles with several stages need no more than
+        # 168.
         most = 255 if tile.stages == 1 else 168
         self.launch = Launcher(paged_attention, grid, tile.warps, overlap=self.config.overlap, registers=most)
 
     @property
     def workspace(self) -> tuple[int, int]:
-        """Elements of the two workspaces, float32 sums and int32 counters (which are zero before and after)."""
+        """Number of elements of the two workspaces: float32 sums, and int32 counters, which are zero before and after a
+        launch."""
         if self.tile.splits == 1:
             return 0, 0
         return self.rows * self.shape.heads * self.tile.splits * (self.shape.head_dim + 2), self.rows * self.shape.kv_heads

@@ -1,10 +1,11 @@
-"""y[M, N] = (x[M, K] . dequant(w)[N, K]^T) scaled, x of 8 bits, w of 8 or fewer, mma.sync: sm_80 and newer, fp8 from sm_89 on.
+"""y[M, N] = scaled x[M, K] . dequant(w)[N, K]^T, x of 8 bits, w of 8 or fewer, mma.sync: sm_80 and newer, fp8 from sm_89 on.
 
-Computes y^T = w x^T. The plain kernel: correct on every GPU that has the instructions, tuned for none.
-Reads   x and w of 8 bits row-major, by ldmatrix; codes of fewer bits in FragmentOrder, each lane its own
+Computes y^T = w x^T. A simple kernel, correct on every GPU that has the instructions and tuned for none.
+Reads   x and w of 8 bits row-major, by ldmatrix; codes of fewer bits in FragmentOrder, whose words each lane reads directly
 Grid    blocks of 64 rows of w x blocks of tokens; 4 warps of 16 rows each
-Stages  of 128 k, copied by cp.async, `stages` - 1 ahead; one barrier for each
-Sum     int8 in s32, exact; fp8 in fp32. Where scales change along K, sums of 128 k are scaled and added to a sum in fp32
+Stages  of 128 columns of K, copied by cp.async, `stages` - 1 ahead; one barrier per stage
+Sum     int8 in s32, exact; fp8 in fp32. Where scales change along K, sums over 128 columns are scaled and added to a total in
+        fp32
 Exact   every weight is dequantized exactly (hardware/byte_conversions.py), never rounded; one rounding at the store
 Source  mma.m16n8k32 and its fragments: PTX ISA
 """
@@ -48,7 +49,8 @@ from lowbit.kernels.parts.tile import ByteTypes, Warps
 ROWS = 64
 BLOCK_K = 128
 FEW, MANY = (16, 4), (64, 3)
-"""Tokens of a block and stages: at most 48 KiB of shared memory, so that two blocks share an SM on every machine."""
+"""(tokens of a block, stages) for few and for many tokens. They take at most 48 KiB of shared memory, so that two blocks share
+an SM on every GPU."""
 
 BLOCK = gl.constexpr(BLOCK_K)
 WORD_TILES = gl.constexpr(TILES)
@@ -56,7 +58,7 @@ WORD_TILES = gl.constexpr(TILES)
 
 @dataclass(frozen=True)
 class PlainGemm(Warps, ByteTypes):
-    """The kernel's compile-time configuration. `narrow` is the format of codes of fewer than 8 bits, "" for 8 bits."""
+    """The kernel's compile-time configuration. `narrow` is the format of codes of fewer than 8 bits, or "" for 8-bit codes."""
 
     narrow: str
     w_type: torch.dtype
@@ -96,7 +98,7 @@ class PlainGemm(Warps, ByteTypes):
 
     @property
     def promote(self) -> bool:
-        """True if 128 k are summed separately and added to fp32 totals."""
+        """True if sums over 128 columns of K are added to fp32 totals."""
         return self.grouped or self.block_scale or self.x_scale == "block"
 
     @property
@@ -117,11 +119,11 @@ class PlainGemm(Warps, ByteTypes):
 
     @property
     def copy_layout(self) -> gl.BlockedLayout:
-        """Layout [rows, 128]: 16 bytes a thread."""
+        """Layout [rows, 128] with 16 bytes per thread."""
         return gl.BlockedLayout([1, 16], [4, 8], [self.warps, 1], [1, 0])
 
     def words_layout(self, plane: int) -> gl.BlockedLayout:
-        """Layout [row blocks, 32 lanes * words] of a plane of narrow codes."""
+        """Layout [row blocks, 32 lanes * words] of a plane of sub-byte codes."""
         return gl.BlockedLayout([1, self.dequantizer.plane_words(plane)], [1, 32], [self.warps, 1], [1, 0])
 
     @property
@@ -131,8 +133,8 @@ class PlainGemm(Warps, ByteTypes):
 
 @aggregate
 class ScaledSource:
-    """Addresses of x and w, their row strides, and the rows of each from the block's first on; of narrow codes the first row
-    block, the number of row blocks and of tiles of 64 k; the number of k, a multiple of 16."""
+    """Addresses of x and w, their row strides, and the numbers of rows from the block's first row on. For sub-byte codes: the
+    first row block, and the numbers of row blocks and of tiles (64 columns of K). K, a multiple of 16."""
 
     x: Scalar
     x_stride: Scalar
@@ -148,7 +150,7 @@ class ScaledSource:
 
 @gluon.jit
 def copy_rows(source, stride, shared, k, rows_exist, k_exist, COUNT: gl.constexpr, C: gl.constexpr):
-    """Starts to copy 128 k of some rows; rows that do not exist become zeros."""
+    """Starts the copies of 128 columns of some rows; rows that do not exist become zeros."""
     rows = gl.arange(0, COUNT, gl.SliceLayout(1, C.copy_layout))
     columns = k + gl.arange(0, BLOCK, gl.SliceLayout(0, C.copy_layout))
     at = source + rows.to(gl.int64)[:, None] * stride + columns[None, :]
@@ -157,13 +159,13 @@ def copy_rows(source, stride, shared, k, rows_exist, k_exist, COUNT: gl.constexp
 
 @gluon.jit
 def copy_words(source, shared, slot, group, plane: gl.constexpr, C: gl.constexpr):
-    """Starts to copy 128 k of a plane of narrow codes."""
+    """Starts the copies of 128 columns of a plane of sub-byte codes."""
     LAYOUT: gl.constexpr = ptx(C.words_layout, plane)
     WORDS: gl.constexpr = ptx(C.dequantizer.plane_words, plane) * 32
     COUNT: gl.constexpr = WORDS * WORD_TILES
     WARPS: gl.constexpr = C.warps
     row_block = source.first_row_block + gl.arange(0, WARPS, gl.SliceLayout(1, LAYOUT))
-    row_block = gl.minimum(row_block, source.row_blocks - 1)  # row blocks beyond the last are computed, not stored
+    row_block = gl.minimum(row_block, source.row_blocks - 1)  # row blocks beyond the last are computed but not stored
     word = gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
     tile = group * WORD_TILES + word // WORDS
     inside = tile * (32 * C.dequantizer.bits) + word % WORDS + ptx(C.dequantizer.plane_start, plane)
@@ -174,7 +176,7 @@ def copy_words(source, shared, slot, group, plane: gl.constexpr, C: gl.constexpr
 
 @gluon.jit
 def copy_block(source, x_shared, w_shared, group, slot, C: gl.constexpr):
-    """Starts the copies of 128 k; those beyond K become zeros."""
+    """Starts the copies of a stage; columns beyond K become zeros."""
     PLANES: gl.constexpr = C.planes
     copy_rows(source.x, source.x_stride, x_shared.index(slot), group * BLOCK, source.tokens, source.ks, C.columns, C)
     if C.narrow == "":
@@ -186,7 +188,7 @@ def copy_block(source, x_shared, w_shared, group, slot, C: gl.constexpr):
 
 @gluon.jit
 def read_plane(shared, slot, plane: gl.constexpr, C: gl.constexpr):
-    """Reads a lane's words of a plane: those of the first tile, then of the second."""
+    """Reads a lane's words of a plane: the words of the first tile, then of the second."""
     LAYOUT: gl.constexpr = ptx(C.words_layout, plane)
     WORDS: gl.constexpr = ptx(C.dequantizer.plane_words, plane)
     read = gl.reshape(shared.index(slot).load(LAYOUT), [C.warps, WORD_TILES, 32, WORDS])
@@ -195,7 +197,7 @@ def read_plane(shared, slot, plane: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def read_words(shared, slot, C: gl.constexpr):
-    """Reads a lane's words of 128 k."""
+    """Reads a lane's words of a stage (128 columns of K)."""
     PLANES: gl.constexpr = C.planes
     first = ()
     second = ()
@@ -208,7 +210,7 @@ def read_words(shared, slot, C: gl.constexpr):
 
 @gluon.jit
 def block_scale_of(x_scale, scale, group, groups, stride, tokens, channels, M, N, C: gl.constexpr):
-    """Returns the scales of the sums of 128 k."""
+    """Returns the scales of the sums over 128 columns of K."""
     factor = gl.full([C.rows, C.columns], 1.0, gl.float32, C.accumulator)
     if C.x_scale == "block":
         factor = factor * gl.load(x_scale + tokens.to(gl.int64) * groups + group, mask=tokens < M, other=0.0)[None, :]
@@ -221,7 +223,7 @@ def block_scale_of(x_scale, scale, group, groups, stride, tokens, channels, M, N
 
 @gluon.jit
 def words_memory(plane: gl.constexpr, C: gl.constexpr):
-    """Allocates shared memory for all stages of a plane of narrow codes."""
+    """Allocates shared memory for all stages of a plane of sub-byte codes."""
     COUNT: gl.constexpr = ptx(C.dequantizer.plane_words, plane) * (32 * WORD_TILES)
     return gl.allocate_shared_memory(gl.int32, [C.stages, C.warps, COUNT], C.words_shared_layout)
 
@@ -231,7 +233,7 @@ def plain_scaled_gemm(
     y, x, w, x_scale, x_zero, scale, channel_scale, sums, bias, y_scale, M, N, K, x_stride, w_stride, row_blocks, tiles,
     scale_stride, C: gl.constexpr,
 ):  # fmt: skip
-    """One block: 64 rows of w, C.columns tokens, all of K. `tiles` counts tiles of 64 k of narrow w."""
+    """One block: 64 rows of w, C.columns tokens, all of K. `tiles`: number of tiles (64 columns of K) of sub-byte w."""
     SUMS: gl.constexpr = C.accumulator
     COUNT: gl.constexpr = C.rows
     COLUMNS: gl.constexpr = C.columns
@@ -276,14 +278,14 @@ def plain_scaled_gemm(
             acc += part_sum * block_scale_of(x_scale, scale, group, groups, scale_stride, tokens, channels, M, N, C)
         else:
             acc = mma_v2(a, b, acc)
-    wait_copies(0)  # zeros beyond K: copies must not outlive the block
+    wait_copies(0)  # copies beyond K write zeros; they must not outlive the block
     result = finished(acc, ScaledEpilogueArgs(x_scale, x_zero, channel_scale, sums, bias, y_scale), tokens, channels, M, N, C)
     at = y + of_tokens(tokens.to(gl.int64) * N, C) + of_channels(channels, C)
     gl.store(at, result, mask=of_tokens(tokens < M, C) & of_channels(channels < N, C))
 
 
 class PlainPlan:
-    """The plan of an 8-bit GEMM by the plain kernel, for one shape: made once, called many times."""
+    """The plan of an 8-bit GEMM by this kernel, for one shape: created once, called many times."""
 
     workspace = (0, 0)
 

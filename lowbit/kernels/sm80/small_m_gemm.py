@@ -1,11 +1,12 @@
 """y[M, N] = x[M, K] . dequant(w)[N, K]^T for small M, any code width, mma.sync and cp.async: sm_80 and newer.
 
-Reads   x fp16 or bf16, rows of 16-byte vectors; w in FragmentOrder, one stream per m16 row block; scales in the same order;
-        or w of x's type as nn.Linear stores it, whose rows a gated GEMM pairs by itself (parts/ring.py)
-Grid    blocks of rows x blocks of tokens x splits of K; about one block of threads per SM, all in one wave
-Warps   warps_n x warps_k: each row of warps has `row_blocks` row blocks, columns of warps take k blocks (128 k) in turn
-Ring    every warp fills and reads its own ring buffer: no barrier in the main loop, all slots in flight (parts/ring.py)
-K block codes -> halves -> mma.sync, group scales in fp32 on the group's sum (parts/k_block.py)
+Reads   x fp16 or bf16, rows of 16-byte vectors; w in FragmentOrder, one stream per m16 row block; scales in the same order; or
+        w in x's type as nn.Linear stores it (parts/ring.py), where the kernel pairs gate and up rows
+Grid    blocks of rows x blocks of tokens x splits of K; about one thread block per SM, all in one wave
+Warps   warps_n x warps_k: each row of warps has `row_blocks` row blocks, whose k blocks (128 columns) its warps_k warps take
+        round-robin
+Ring    every warp fills and reads its own ring buffer: no barrier in the main loop, all slots in flight (parts/ring.py) K block
+        codes -> halves -> mma.sync, group scales in fp32 on the group's sum (parts/k_block.py)
 Sum     slices of K are reduced once, through shared memory, in a fixed order: same input, same bits. With splits > 1 the last
         block to arrive adds the sums of all splits, also in order
 Epilogue  scales and bias; for up to 16 tokens of a decode step also norm, gate, residual (parts/small_m_epilogue.py)
@@ -50,7 +51,7 @@ class RingGemm(RingBlock):
     """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
 
     `overlap` starts the weight copies before the previous kernel has finished (programmatic dependent launch, sm_90). A block
-    takes at least `shared_bytes` of shared memory, which limits how many share an SM.
+    allocates at least `shared_bytes` of shared memory, which limits the number of blocks per SM.
     """
 
     ring: Ring
@@ -62,37 +63,38 @@ class RingGemm(RingBlock):
     shared_bytes: int = 0
     digest: str = source_digest()
     start_of_ring = "{ .reg .b32 start; mov.u32 start, global_smem; add.u32 $0, start, $1; }"
-    """$0: the address $1 bytes into the kernel's one allocation, whose offset is 0."""
+    """PTX that returns in $0 the address $1 bytes after the start of the kernel's only allocation, whose offset is 0."""
 
     @property
     def slices(self) -> int:
-        """Slices of K over all blocks; slice i takes the k blocks i, i + slices, i + 2 slices, ..."""
+        """Number of slices of K over all blocks; slice i takes the k blocks i, i + slices, i + 2 slices, ..."""
         return self.warps_k * self.splits
 
     @property
     def shared_rows(self) -> int:
-        """Shared memory in rows of one float32 per thread: the rings. The epilogue puts the accumulators in their place, and
-        with a residual the squares of octets of rows behind them."""
+        """Size of shared memory in rows of one float32 per thread. It holds the rings; the epilogue overwrites them with the
+        accumulators and, with a residual, the sums of squares of groups of 8 rows behind these."""
         squares = 2 * self.row_blocks * self.ring.k_block.tokens if self.epilogue.residual else 0
         at_end = self.accumulators + -(-squares // self.threads)
         return max(-(-max(self.ring.bytes * self.warps, self.shared_bytes) // (4 * self.threads)), at_end)
 
     @property
     def rows_early(self) -> bool:
-        """True if values of rows are loaded before the main loop, which takes a register for each of a thread's rows: in a
-        chain of short kernels, and where rows are few. Otherwise they are loaded from L2 in the epilogue."""
+        """True if scales and other values of rows are loaded before the main loop, which takes a register for each of a
+        thread's rows. Done in a chain of short kernels, and where a thread has few rows. Otherwise they are loaded from L2 in
+        the epilogue."""
         in_chain = self.splits == 1 and (self.epilogue.norm_parts > 0 or self.epilogue.residual)
         return in_chain or len({self.first_of_row(i) for i in range(self.outputs)}) <= 8
 
     @property
     def h_early(self) -> bool:
-        """True if h is loaded before the main loop; not where only the last of several blocks needs it."""
+        """True if h is loaded before the main loop. Not with splits, where only the last block of several needs h."""
         return self.splits == 1
 
 
 @gluon.jit
 def clear_x(ring, source, C: gl.constexpr):
-    """Zeroes the places of tokens that do not exist, which no copy writes."""
+    """Zeroes the x rows of tokens that do not exist, which no copy writes."""
     R: gl.constexpr = C.ring
     N8_TILES: gl.constexpr = R.k_block.n8_tiles if R.skips_absent_tokens else 0
     for n8_tile in gl.static_range(N8_TILES):
@@ -104,9 +106,9 @@ def ring_gemm(
     y, x, w, scale, channel_scale, bias, partial, arrived, h, gamma, squares, M, N, K, x_stride, row_blocks, tiles,
     scale_stride, iterations, factor, x_factor, inverse_width, eps, C: gl.constexpr,
 ):  # fmt: skip
-    """One block of threads: C.row_blocks row blocks of w, C.ring.k_block.tokens tokens, its slices of K.
+    """One thread block: C.row_blocks row blocks of w, C.ring.k_block.tokens tokens, and the slices of K of its split.
 
-    Before griddepcontrol.wait it reads only weights; x, h and squares, which previous kernels write, after it.
+    Before griddepcontrol.wait the kernel reads only weights. It reads x, h and squares, which previous kernels write, after it.
     """
     R: gl.constexpr = C.ring
     S: gl.constexpr = C.ring.k_block
@@ -178,7 +180,7 @@ def ring_gemm(
 
 
 class RingPlan:
-    """A small-M GEMM with its epilogue, for one shape: made once, called many times."""
+    """Plan of a small-M GEMM with its epilogue, for one shape: created once, called many times."""
 
     def __init__(
         self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, epilogue: Epilogue, arch: Arch
@@ -194,7 +196,8 @@ class RingPlan:
 
     @property
     def workspace(self) -> tuple[int, int]:
-        """Elements of the two workspaces, float32 sums and int32 counters (which are zero before and after)."""
+        """Number of elements of the two workspaces: float32 sums, and int32 counters, which are zero before and after a
+        launch."""
         if self.tile.splits == 1:
             return 0, 0
         blocks = self.grid[0] * self.grid[1]
@@ -202,7 +205,7 @@ class RingPlan:
 
     @property
     def squares_parts(self) -> int:
-        """Partial sums of squares per token that a residual epilogue stores."""
+        """Number of partial sums of squares per token that a residual epilogue stores."""
         return self.grid[0]
 
     def __call__(
@@ -210,11 +213,12 @@ class RingPlan:
         sums: Tensor, arrived: Tensor, squares: Tensor | None = None, h: Tensor | None = None, gamma: Tensor | None = None,
         x_factor: float | None = None, inverse_width: float | None = None, eps: float | None = None,
     ) -> Tensor:  # fmt: skip
-        """Returns y [M, N], or [M, N / 2] behind a gate, of x [M, K], whose rows start at multiples of 16 bytes.
+        """Returns y [M, N], or [M, N / 2] with a gate, of x [M, K], whose rows start at multiples of 16 bytes.
 
-        Codes and scales as pack/weight.py has them, or the rows of pack/dense.py alone; `sums` and `arrived` are the workspace;
-        all tensors on the current device. A norm reads `squares` float32 [norm_parts, M] of rows of h of 1 / `inverse_width`
-        elements. A residual adds y to h [M, N] in place, writes `squares` [squares_parts, M] and returns h * gamma * x_factor.
+        Codes and scales are those of pack/weight.py, or codes are the rows of pack/dense.py, without scales. `sums` and
+        `arrived` are the workspace. All tensors are on the current device. A norm reads `squares` float32 [norm_parts, M]:
+        partial sums of squares of the rows of h, which have 1 / `inverse_width` elements. A residual adds y to h [M, N] in
+        place, writes `squares` [squares_parts, M] and returns h * gamma * x_factor.
         """
         y = torch.empty((self.shape.m, self.columns), dtype=x.dtype, device=x.device)
         some = next(t for t in (scale, channel_scale, codes) if t is not None)  # an unused pointer where there are no scales

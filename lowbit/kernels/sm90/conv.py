@@ -1,9 +1,9 @@
 """y = requantize(convolution(x, w) + ..) on packed NHWC activations of 4 or 8 bits, wgmma and TMA: sm_90a.
 
 Computes rows of pixels x columns of output channels, K over taps and input channels: implicit GEMM, int8 wgmma
-Reads   x by TMA in im2col mode (zeros outside the image), unpacked to operand A in registers (u4) or from shared memory (s8);
-        w in the tiles of pack/conv_weight.py by bulk copies; residual codes from global memory
-Roles   none: 4 warps for each 64 pixels copy ahead, unpack, multiply and store; two and more blocks share an SM
+Reads   x by TMA in im2col mode (zeros outside the image); operand A is unpacked to registers (u4) or read from shared memory
+        (s8); w in the tiles of pack/conv_weight.py by bulk copies; residual codes from global memory
+Roles   none: 4 warps for each 64 pixels copy ahead, unpack, multiply and store; two or more blocks share an SM
 Ring    `stages` of x and w (parts/window_ring.py), which continues from tile to tile
 Grid    persistent; neighbouring blocks have the same pixels and neighbouring outputs
 Exact   sums in int32; requantized as in formats/conv.py, bit for bit
@@ -51,8 +51,8 @@ from lowbit.pack.stem import StemImages
 
 @aggregate
 class CopyCursor:
-    """The next k block to be copied: its ring stage with its parity, product, block of channels and tap; its weight tile; its
-    tile, of this block's, and the output position of the tile's first pixel."""
+    """Coordinates of the next k block to be copied: ring stage and parity, product, block of channels, tap, weight tile. Also
+    the index of its tile among this thread block's tiles, and the output position of the tile's first pixel."""
 
     slot: Scalar
     parity: Scalar
@@ -70,7 +70,7 @@ class CopyCursor:
 @aggregate
 class TileWalk:
     """A block's path over the output: output size, number of output tiles, number of this block's pixel tiles, and the distance
-    from one of them to the next."""
+    between consecutive ones."""
 
     out_height: Scalar
     out_width: Scalar
@@ -83,9 +83,10 @@ class TileWalk:
 
 @gluon.jit
 def copy_block(at, exists, first, second, walk, C: gl.constexpr):
-    """Starts the copies of the k block `at` and returns the next one: every thread counts, one issues.
+    """Starts the copies of the k block `at` and returns the next k block. All threads compute the coordinates, one issues the
+    copies.
 
-    Positions are those of output pixels. From one tile of this block to its next they move by a constant, with carries.
+    Positions are those of output pixels. From one tile of this block to the next they advance by a constant, with carries.
     """
     slot = at.slot
     parity = at.parity
@@ -160,13 +161,14 @@ def copy_block(at, exists, first, second, walk, C: gl.constexpr):
 
 @gluon.jit
 def first_w_tile(product, tiles_across):
-    """Address of the weights of this block's outputs; a block has a single tile of outputs."""
+    """Returns the address of the weights of this block's outputs; a block has a single tile of outputs."""
     return gl.program_id(0) % tiles_across * (product.blocks * product.taps_across * product.taps_down)
 
 
 @gluon.jit
 def multiply(acc, adds, x_ring, w_ring, stage, w_tile, PLANES: gl.constexpr, C: gl.constexpr):
-    """Starts the products of a stage, which add to the sums or replace them; returns sums and the registers to be fenced."""
+    """Starts the products of a stage, which are added to the sums or replace them. Returns the sums and the registers that
+    `release_stage` must fence."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     COUNT: gl.constexpr = C.ring.registers
     if PLANES == 1:
@@ -186,7 +188,7 @@ def multiply(acc, adds, x_ring, w_ring, stage, w_tile, PLANES: gl.constexpr, C: 
 
 @gluon.jit
 def release_stage(fenced, stage, PLANES: gl.constexpr, C: gl.constexpr):
-    """Fences the registers of a stage whose products are done, and releases the stage."""
+    """Fences the registers of a stage whose products are complete, and releases the stage."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     if PLANES == 2:
         run(C.register_fence, "=r" + ",r" * (2 * C.ring.registers + 1), fenced + (thread * 0 + stage,))
@@ -197,7 +199,7 @@ def release_stage(fenced, stage, PLANES: gl.constexpr, C: gl.constexpr):
 def product(acc, at, stage, phase, first_w_tile, steps, rings, two, walk, PLANES: gl.constexpr, C: gl.constexpr):
     """Computes the sums of one product over its k blocks, while the ring is refilled.
 
-    A k block is unpacked after the products of the previous one; other warpgroups of the SM multiply meanwhile.
+    A k block is unpacked after the products of the previous k block; meanwhile other warpgroups of the SM multiply.
     """
     x_ring, w_ring = rings
     thread = gl.arange(0, C.threads, C.threads_layout)
@@ -268,7 +270,7 @@ def wgmma_conv(
     maps2, weight2, steps2, blocks2, taps_across2, taps_down2, stride_down2, stride_across2, first_down2, first_across2,
     C: gl.constexpr,
 ):  # fmt: skip
-    """The kernel: a block's tiles of pixels, all with the same outputs, with the ring ahead of the products."""
+    """The kernel: one block computes several tiles of pixels, all for the same outputs, with copies ahead of the products."""
     PIXELS: gl.constexpr = C.pixels
     OUTPUTS: gl.constexpr = C.outputs
     SUMS: gl.constexpr = C.accumulator
@@ -288,7 +290,7 @@ def wgmma_conv(
     map_arrived(maps, C)
     first_tile = gl.program_id(0) // tiles_across
     stride = gl.num_programs(0) // tiles_across
-    own = (tiles_down - first_tile + stride - 1) // stride  # tiles of this block
+    own = (tiles_down - first_tile + stride - 1) // stride  # number of tiles of this block
     walk = TileWalk(out_height, out_width, tiles_across, own, column_step, row_step, image_step)
     one = Product(maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across)
     two = (one, one)
@@ -332,7 +334,7 @@ def wgmma_conv(
 
 
 class PreparedConv(TiledConvPlan):
-    """A layer prepared for the kernel, on one GPU, with a tile. With `images`, its input is what they pack: a stem."""
+    """A layer prepared for the kernel, on one GPU, with a tile. With `images` the layer is a stem, whose input they pack."""
 
     def __init__(
         self, spec: ConvSpec, packed: PackedConv, tile: ConvTile, sm_count: int, images: StemImages | None = None

@@ -2,13 +2,14 @@
 
 Computes middle = conv3x3(x), y = conv1x1(middle) + residual (or + conv1x1(entry), the shortcut), z = conv1x1(y), requantized
 Reads   x by TMA in strips (below); residual or entry codes from global memory, at the beginning of a tile; all weights and
-        constants once a block, into shared memory
-Links   codes stay in registers between products: the codes of a thread are its operand A of the next product, whose weights
-        have K in that order (pack/conv_block.py). y is computed `chunk` outputs at a time
-Writes  y and z, 16 and 8 or 16 bytes a thread
+        constants once per thread block, into shared memory
+Links   codes stay in registers between products: the output codes of a thread are its operand A of the next product. The
+        weights of that product are packed in the matching order of K (pack/conv_block.py). y is computed `chunk` outputs at a
+        time
+Writes  y, 16 bytes per thread, and z, 8 or 16 bytes per thread
 Values  one register of each thread: every tensor here is [threads] (parts/thread_product.py)
-Roles   none, Grid: as sm90/conv_strip.py; warpgroups of an SM are not synchronised: one multiplies while others requantize
-Exact   as the three or four layers one after the other (formats/conv.py), bit for bit
+Roles   none; grid as in sm90/conv_strip.py. Warpgroups of an SM are not synchronised: one multiplies while others requantize
+Exact   the same bits as the three or four layers one after the other (formats/conv.py)
 """
 
 from __future__ import annotations
@@ -44,28 +45,30 @@ from lowbit.kernels.parts.tile import Warpgroups
 from lowbit.kernels.sm90.tensor_map import row_map
 from lowbit.pack.conv_block import CHANNELS
 
-# Taps of a window read from a strip (parts/strip_ring.py) by address, as PTX: a few instructions a tap.
+# Taps of a window, read from a strip (parts/strip_ring.py) by address, as PTX: a few instructions per tap.
 #
-# A place is an address in shared memory: that of a row of the strip, plus 16 in the lanes that read the second 16 bytes of a
-# row. Strips are aligned to 1 KiB, so the swizzle of the row's 16-byte chunks follows from the address alone.
+# A place is the shared-memory address of a row of the strip, plus 16 in the lanes that read the second 16 bytes of a row.
+# Strips are aligned to 1 KiB, so the swizzle of the row's 16-byte chunks can be computed from the address alone.
 
 ZERO_BYTES = 64
-"""Bytes of zeros, aligned to their size: as long as a row, so that their chunks may be swizzled too."""
+"""Bytes of a row of zeros, aligned to its size. It is as long as a row of a strip, so that swizzled addresses stay within
+it."""
 
 _TURN = lut(lambda turn, mask, place: (turn & mask) ^ place)
 
 
 @dataclass(frozen=True)
 class StripTaps(StripRing):
-    """A StripRing with strips of `boxes` copies each."""
+    """A StripRing in which each strip is filled by `boxes` TMA copies."""
 
     boxes: int = 1
     lane_place = "{ .reg .b32 at; mov.u32 at, global_smem; add.u32 $0, $1, at; and.b32 at, $2, 3; mad.lo.u32 $0, at, 16, $0; }"
-    """$0: the address $1 bytes into shared memory, plus 16 for each of the four threads of a row; $2 is the thread."""
+    """PTX that returns in $0 the address $1 bytes into shared memory, plus 16 times the index of thread $2 among the four
+    threads of a row."""
 
     @property
     def copy_strip(self) -> str:
-        """As StripRing's, where one copy loads rows / boxes rows."""
+        """PTX like StripRing.copy_strip, with `boxes` copies of rows / boxes rows each."""
         rows = self.rows // self.boxes
         copy = (
             "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
@@ -77,7 +80,7 @@ class StripTaps(StripRing):
 
     @property
     def place(self) -> str:
-        """$0: the place of row $1 of strip 0 for thread $2."""
+        """PTX that returns in $0 the place of row $1 of strip 0 for thread $2."""
         return (
             "{ .reg .b32 at; mov.u32 at, global_smem; mad.lo.u32 $0, $1, " + f"{self.row_bytes}, at; and.b32 at, $2, 16; "
             f"add.u32 $0, $0, at; add.u32 $0, $0, {self.x_start}; }}"
@@ -85,7 +88,7 @@ class StripTaps(StripRing):
 
     @property
     def tap(self) -> str:
-        """Reads the row at place $n, n = `loaded` registers; the zeros at place $n + 1 where $n + 2 is 0.
+        """PTX that reads the row at place $n, where n = `loaded`, or the zeros at place $n + 1 if $n + 2 is 0.
 
         Four registers are 32 bytes of K of operand A (ldmatrix.x4: rows 0 to 7, 8 to 15, then the next 16 bytes of both).
         """
@@ -111,7 +114,7 @@ class StripTaps(StripRing):
 UNIT_BYTES = gl.constexpr(UNIT)
 
 EARLY_UNITS = gl.constexpr(2)
-"""Units of residual codes that are loaded from the beginning of a tile; the others follow as registers become free."""
+"""Number of units of residual codes that are loaded at the beginning of a tile; the others follow as registers become free."""
 
 UPPER = gl.constexpr(-0x0F0F0F10)
 """Mask of the upper half of each byte."""
@@ -122,7 +125,7 @@ REGISTERS = 65536 // (128 * WARPGROUPS)
 
 @dataclass(frozen=True)
 class BlockConv(BlockTile, Warpgroups):
-    """The kernel's compile-time configuration: a tile, and what follows from it."""
+    """The kernel's compile-time configuration: a tile and values derived from it."""
 
     digest: str = source_digest()
 
@@ -132,7 +135,7 @@ class BlockConv(BlockTile, Warpgroups):
 
     @property
     def planes(self) -> int:
-        """Halves of a byte that contain a code."""
+        """Number of codes per byte."""
         return 8 // self.bits
 
     @property
@@ -180,38 +183,39 @@ class BlockConv(BlockTile, Warpgroups):
 
     @property
     def group_words(self) -> int:
-        """Words of codes of 8 columns."""
+        """Number of words with the codes of 8 columns."""
         return self.bits // 4
 
     @property
     def unit_groups(self) -> int:
-        """Groups of 8 columns whose words of a pixel, 4, a thread loads and stores at once."""
+        """Number of column groups (8 columns) in a unit. A unit is the 4 words of a pixel that a thread loads or stores at
+        once."""
         return 4 // self.group_words
 
     @property
     def units(self) -> int:
-        """Loads and stores of a pixel of y."""
+        """Number of units in a pixel of y."""
         return self.expanded // (32 * self.unit_groups)
 
     @property
     def parts(self) -> int:
-        """Chunks of y in a unit."""
+        """Number of chunks of y in a unit."""
         return self.chunks // self.units
 
     @property
     def halves(self) -> int:
-        """Chunks of 64 outputs of z."""
+        """Number of 64-output chunks of z."""
         return self.following // CHANNELS
 
     @property
     def z_words(self) -> int:
-        """Words of a pixel of z that a thread stores at once."""
+        """Number of words of a pixel of z that a thread stores at once."""
         return min(4, 2 * self.halves * self.group_words)
 
 
 @gluon.jit
 def columns(sums, group: gl.constexpr, row: gl.constexpr):
-    """The 8 sums of a group and row."""
+    """Returns the 8 sums of a column group and row."""
     found = ()
     for i in gl.static_range(8):
         found = found + (sums[16 * group + 4 * (i // 2) + 2 * row + i % 2],)
@@ -220,7 +224,8 @@ def columns(sums, group: gl.constexpr, row: gl.constexpr):
 
 @gluon.jit
 def table(at, group: gl.constexpr):
-    """Loads the constants of group `group` (of all groups of all constants): 8 numbers; written by lane_constants."""
+    """Loads the 8 constants of column group `group`, counted over all constants; pack/conv_layout.py stores them in this order
+    (`lane_constants`)."""
     return shared_floats(at, 128 * group) + shared_floats(at, 128 * group + 64)
 
 
@@ -240,7 +245,7 @@ def scaled(sums, s, b):
 
 @gluon.jit
 def codes_of(sums, s, b, residual, g, R: gl.constexpr):
-    """Requantizes 8 columns by R to words."""
+    """Requantizes 8 columns to words of codes by R, a `Requantize`."""
     inputs = sums + s + b + residual
     if R.residual_words > 0:
         inputs = inputs + (g,)
@@ -258,7 +263,8 @@ def copy_strip(maps, exists, strip, parity, first_row, thread, C: gl.constexpr):
 
 @gluon.jit
 def load_taps(down: gl.constexpr, center, zeros, place, C: gl.constexpr):
-    """Loads three taps of a row of the window, packed. `center` is the place of this thread's pixel in its strip."""
+    """Loads the packed codes of the three taps of one row of the window. `center` is the place of this thread's pixel in its
+    strip."""
     row, column, height, width = place
     ROW_BYTES: gl.constexpr = C.row_bytes
     line = center + (down - 1) * ROW_BYTES * width
@@ -281,10 +287,10 @@ def load_taps(down: gl.constexpr, center, zeros, place, C: gl.constexpr):
 
 @gluon.jit
 def decoded(words, C: gl.constexpr):
-    """Unpacks registers of codes to operand A: of 4-bit codes even channels, then odd ones, 4 registers each, 16 times the
-    code.
+    """Unpacks registers of codes to operand A. 4-bit codes become bytes of 16 times the code: 4 registers of even channels,
+    then 4 of odd channels.
 
-    The shift to the left is a multiplication, which relieves the pipeline for conversions and logic.
+    The shift to the left is done by a multiplication, since the pipeline for conversions and logic is busy.
     """
     if C.bits == 8:
         return words
@@ -334,7 +340,7 @@ def second_convolution(base, center, zeros, place, at, turn, C: gl.constexpr):
 
 @gluon.jit
 def start_chunk(chunk: gl.constexpr, middle, entry, base, C: gl.constexpr):
-    """Starts the products of a chunk of y; returns its sums, those of the third convolution and of the shortcut."""
+    """Starts the products of a chunk of y; returns the sums of the third convolution and those of the shortcut."""
     P: gl.constexpr = C.third
     E: gl.constexpr = C.entry
     first = start((), middle, base, chunk, 2, False, P)
@@ -346,7 +352,8 @@ def start_chunk(chunk: gl.constexpr, middle, entry, base, C: gl.constexpr):
 
 @gluon.jit
 def finish_chunk(chunk: gl.constexpr, later: gl.constexpr, residual, sums, at, g, C: gl.constexpr):
-    """Requantizes a chunk of y while `later` products run: words of both rows to store, operand A of the next convolution."""
+    """Requantizes a chunk of y while `later` products run. Returns the words of both rows to be stored, and operand A of the
+    next convolution."""
     R: gl.constexpr = C.y_codes
     FIRST: gl.constexpr = (2 * 64 + 2 * C.following) // 32
     GROUPS: gl.constexpr = C.chunk // 32
@@ -440,7 +447,8 @@ def third_convolution(y, added, exists, residuals, middle, entry, base, at, g, t
 
 @gluon.jit
 def next_convolution(z, exists, operand, base, at, turn, C: gl.constexpr):
-    """Computes z from y's codes, 64 outputs at a time; the second 64 multiply while the first are requantized."""
+    """Computes z from y's codes, 64 outputs at a time. The first 64 outputs are requantized while the second 64 are
+    multiplied."""
     N: gl.constexpr = C.next
     R: gl.constexpr = C.z_codes
     HALVES: gl.constexpr = C.halves
@@ -480,10 +488,10 @@ def next_convolution(z, exists, operand, base, at, turn, C: gl.constexpr):
 def block_conv(
     y, z, added, g, pixels, height, width, tiles, step, maps, weight, C: gl.constexpr
 ):  # fmt: skip
-    """The kernel: a block's tiles of pixels; the next strip is copied while one is multiplied.
+    """The kernel: one thread block computes several tiles of pixels; the next strip is copied while one is multiplied.
 
-    `added` are the residual's codes or, with a shortcut, entry; `weight` is all weights and constants. From one tile of a block
-    to its next, pixels are `step` apart: columns, and rows times 65536.
+    `added`: codes of the residual or, with a shortcut, the input of the block (entry). `weight`: all weights and constants.
+    `step`: distance in pixels from one tile of a block to the next, columns + 65536 * rows.
     """
     PIXELS: gl.constexpr = C.pixels
     STARTS: gl.constexpr = C.starts
@@ -503,9 +511,9 @@ def block_conv(
     first_tile = gl.program_id(0)
     stride = gl.num_programs(0)
     zero = tiles * 0
-    run(C.strip.copy_weights, "=r,r,l", [(thread == 0).to(gl.int32), weight + (thread * 0).to(gl.int64)])  # packed long before
+    run(C.strip.copy_weights, "=r,r,l", [(thread == 0).to(gl.int32), weight + (thread * 0).to(gl.int64)])  # packed earlier
     map_arrived(maps, C)
-    own_row = (thread >> 5) * 16 + (thread & 15)  # whose address this thread passes to ldmatrix
+    own_row = (thread >> 5) * 16 + (thread & 15)  # the row whose address this thread passes to ldmatrix
     pixel = first_tile * PIXELS + own_row
     place = (pixel // width % height << 16) + pixel % width
     place = asm("mov.b32 $0, $1;", "=r,r", (place,), gl.int32)  # before the wait
@@ -520,7 +528,7 @@ def block_conv(
     g = gl.full([C.threads], g, gl.float32, LAYOUT)
     turn = thread * 0
     for tile in range(first_tile, tiles, stride):
-        # Values that the compiler cannot see through are not carried through the loop, a register for each use.
+        # asm hides these values from the compiler, which would else carry one register through the loop for each use.
         here = asm("mov.b32 $0, $1;", "=r,r", (thread * 0 + tile,), gl.int32)
         strip = turn & 1
         run(C.strip.strips.wait, "=r,r,r,r", [strip, turn >> 1 & 1, thread * 0 + 1])
@@ -555,7 +563,7 @@ def block_conv(
 
 @gluon.jit
 def entry_operand(words, C: gl.constexpr):
-    """Operand A of the shortcut's product, of packed words; pack/conv_block.py has the order."""
+    """Returns operand A of the shortcut's product from packed words; pack/conv_block.py defines the order."""
     upper, lower = words
     registers = ()
     if C.bits == 8:
@@ -570,7 +578,7 @@ def entry_operand(words, C: gl.constexpr):
 
 
 class PreparedBlock:
-    """The second and third convolution of a bottleneck block and the first one of the next, prepared for the kernel.
+    """The second and third convolution of a bottleneck block and the first one of the next block, prepared for the kernel.
 
     `packed` is the result of pack/conv_block.py, `g` the residual's factor.
     """
@@ -587,7 +595,7 @@ class PreparedBlock:
         return BlockConv(**vars(tile))
 
     def __call__(self, x: Tensor, added: Tensor, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Writes (y, z) of packed x [N, H, W, bytes]; `added` is the residual, or the input of the shortcut."""
+        """Computes (y, z) of packed x [N, H, W, bytes]; `added` is the residual, or the input of the shortcut."""
         n, height, width, row_bytes = x.shape
         pixels, config = n * height * width, self.config(width)
         tiles = -(-pixels // config.pixels)

@@ -1,15 +1,15 @@
 """Convolutions of many channels: warpgroups that share the weights of a k block, and one loader warp: sm_90a.
 
-Computes what sm90/conv.py does, for channels and outputs that are multiples of 128. There, small blocks each copy their own
-        weights, and L2 bandwidth is below what the tensor cores need. Here 16 KB of weights serve 192 pixels; pixels of
-        same-size convolutions are copied once for all taps (strips), those of others tap by tap. Where a layer has few
-        pixels, tiles have 64; there the gain comes from the deep ring and from unpacking ahead
+Computes the same as sm90/conv.py, for channels and outputs that are multiples of 128. In sm90/conv.py each small block copies
+        its weights separately, for which L2 bandwidth is too low to keep the tensor cores busy. Here 16 KB of weights serve 192
+        pixels. For same-size convolutions pixels are copied once for all taps (strips), else tap by tap. Layers with few pixels
+        use tiles of 64 pixels, which gain from the deep ring and from unpacking ahead
 Reads   x by TMA in strips (parts/strip_ring.py) or in im2col mode (parts/window_ring.py), as operand A by ldmatrix; w in the
         tiles of pack/conv_weight.py by bulk copies; residual codes from global memory
 Roles   one warp loads; 1 or 3 warpgroups of 64 pixels multiply and store, not synchronised with each other: one requantizes
-        while others multiply. Roles are branches of one function: as Triton partitions each would have its own code
-Ring    of weights, `stages` of 128 channels of a tap, and of x; both continue from tile to tile
-Grid    persistent; Exact: as sm90/conv.py
+        while others multiply. Roles are branches of one function, since Triton would compile each partition separately
+Ring    one of weights, `stages` stages of 128 channels of a tap, and one of x; both continue from tile to tile
+Grid    persistent. Exact as sm90/conv.py
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from lowbit.kernels.parts.window_ring import WindowRing
 from lowbit.kernels.sm90.tensor_map import NO_OPERAND, WindowOperand, row_map
 from lowbit.pack.conv_layout import PackedConv
 
-# A ring of stages of weights, copied by one thread, and the constants that arrive with the first of them, as PTX.
+# A ring of stages of weights, copied by one thread, and the constants that are copied with the first stage, as PTX.
 #
 # Barriers: parts/pipeline.py.
 
 
 @dataclass(frozen=True)
 class WeightRing:
-    """Stages of `stage_bytes` from byte `start` of shared memory on, tables of `table_bytes` each from `constants_start` on."""
+    """PTX for stages of `stage_bytes` from byte `start` of shared memory on, and for constants: tables of `table_bytes` from
+    byte `constants_start` on."""
 
     barriers: StageBarriers
     start: int
@@ -54,7 +55,7 @@ class WeightRing:
 
     @property
     def copy(self) -> str:
-        """Waits until stage $1 has been read (parity $2), then fills it from $3."""
+        """PTX that waits until stage $1 has been read (parity $2), then fills it from address $3."""
         bars = self.barriers
         return f"""{{ .reg .pred done; .reg .b32 at, bar, to;
             mov.u32 at, global_smem; mad.lo.u32 bar, $1, 8, at; mad.lo.u32 to, $1, {self.stage_bytes}, at;
@@ -66,7 +67,8 @@ class WeightRing:
 
     @property
     def copy_constants(self) -> str:
-        """Copies the tables at $1, $2 and, where there are three, $3 to shared memory, on the barrier of the first weights."""
+        """PTX that copies the tables at $1, $2 and, if there are three, $3 to shared memory. They arrive on the barrier of the
+        first weight stage."""
         copies = [
             f"add.u32 to, at, {self.constants_start + i * self.table_bytes}; "
             f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [${1 + i}], {self.table_bytes}, [bar];"
@@ -84,19 +86,19 @@ class WeightRing:
 UNIT_BYTES = gl.constexpr(UNIT)
 
 FIRST_WEIGHTS = gl.constexpr(2)
-"""k blocks whose weights are loaded before the previous kernel has finished."""
+"""Number of k blocks whose weights are loaded before the previous kernel has finished."""
 
 LOADER_REGISTERS = gl.constexpr(32)
-"""Registers of a loader thread, of 128 at the start; math warps share the others."""
+"""Number of registers of a loader thread. Every thread starts with 128; math warps get those that the loader gives up."""
 
 
 @dataclass(frozen=True)
 class DeepConv(WgmmaConv):
-    """Configuration: as WgmmaConv, whose last warpgroup loads instead of multiplying.
+    """Configuration like WgmmaConv, except that the last warpgroup loads instead of multiplying.
 
-    A stage of x has `rows` rows: with `strips` those that all taps of a window of `kernel` x `kernel` need, else those of one
-    tap, and `kernel` is 1. With `resident`, weights are copied once a block; `stages` are then all k blocks of a tile. `odd`:
-    the first product has an odd number of k blocks.
+    A stage of x has `rows` rows: with `strips` the rows for all taps of a `kernel` x `kernel` window; else the rows for one
+    tap, and `kernel` is 1. With `resident` weights are copied once per block; `stages` is then the number of k blocks of a
+    tile. `odd`: the first product has an odd number of k blocks.
     """
 
     rows: int = 0
@@ -112,17 +114,17 @@ class DeepConv(WgmmaConv):
 
     @property
     def readers(self) -> int:
-        """Warps that release stages."""
+        """Number of warps that release stages."""
         return 4 * self.multipliers
 
     @property
     def registers(self) -> int:
-        """Registers of a math thread."""
+        """Number of registers of a math thread."""
         return 128 + (128 - LOADER_REGISTERS.value) // self.multipliers
 
     @property
     def tile_pixels(self) -> int:
-        """Pixels of a tile; `pixels` includes those of the loader's warpgroup."""
+        """Number of pixels of a tile; `pixels` also counts 64 for the loader's warpgroup."""
         return 64 * self.multipliers
 
     @property
@@ -131,7 +133,7 @@ class DeepConv(WgmmaConv):
 
     @property
     def w_unit(self) -> int:
-        """Start of the weights in shared memory, in units."""
+        """Start of the weights in shared memory, in units of UNIT bytes."""
         return self.x_stages * self.x_bytes // UNIT
 
     @property
@@ -172,7 +174,8 @@ class DeepConv(WgmmaConv):
 
     @property
     def make_barriers(self) -> str:
-        """Each warp (of thread $1) initialises some of the barriers: one thread would need 40 cycles for each."""
+        """PTX that initialises all barriers; $1 is the thread. Each warp initialises some, since a single thread would need 40
+        cycles for each."""
         rings = (self.w_barriers, self.x_barriers, self.residual_barriers)
         total = 2 * sum(ring.stages for ring in rings)
         lines = [
@@ -191,7 +194,7 @@ class DeepConv(WgmmaConv):
 
     @property
     def strip(self) -> StripRing:
-        """Copies of strips, and reads of any x."""
+        """PTX that copies strips and reads x, from strips or from single taps."""
         zeros = UNIT * self.barrier_unit + 16 * (self.stages + self.x_stages + self.residual_stages)
         return StripRing(
             self.x_barriers, self.w_barriers, zeros, 0, UNIT * self.w_unit, self.rows, self.step_bytes, self.w_bytes,
@@ -217,18 +220,18 @@ class DeepConv(WgmmaConv):
 
     @property
     def constants_start(self) -> int:
-        """Start of s, b and s2 of the tile's outputs in shared memory."""
+        """Byte offset in shared memory of s, b and s2 of the tile's outputs."""
         return UNIT * self.barrier_unit + UNIT // 2
 
     def read_four(self, start: int) -> str:
-        """Loads four words from word $4 on of an array at byte `start` of shared memory."""
+        """PTX that loads four words, from word $4 on, of an array at byte `start` of shared memory."""
         return (
             "{ .reg .b32 at; mov.u32 at, global_smem; mad.lo.u32 at, $4, 4, at;\n"
             f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [at+{start}]; }}"
         )
 
     def registers_of(self, count: int) -> str:
-        """Sets the registers per thread of the calling warpgroup, 128 at the start."""
+        """PTX that sets the registers per thread of the calling warpgroup, which are 128 at the start."""
         return f"setmaxnreg.{'inc' if count > 128 else 'dec'}.sync.aligned.u32 {count};\nmov.b32 $0, 0;"
 
     @property
@@ -242,13 +245,13 @@ class DeepConv(WgmmaConv):
 
 @gluon.jit
 def own_number(asm: gl.constexpr):
-    """A per-thread number that Triton assumes to be equal in all threads."""
+    """Returns the thread's index as a scalar, which Triton assumes to be equal in all threads."""
     return gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def following(stage, parity, count, by):
-    """The stage `by` (0 or 1) after this one in a ring of `count`, and its parity."""
+    """Returns the index of the stage `by` (0 or 1) stages later in a ring of `count` stages, and its parity."""
     stage += by
     parity = gl.where(stage == count, parity ^ 1, parity)
     return gl.where(stage == count, 0, stage), parity
@@ -256,7 +259,8 @@ def following(stage, parity, count, by):
 
 @gluon.jit
 def copy_tile(at, product, across, tile, size, first, KERNEL: gl.constexpr, STRIPS: gl.constexpr, C: gl.constexpr):
-    """Copies one product of a tile: x of each block of channels and, without strips, tap; weights of each block and tap."""
+    """Copies the operands of one product of a tile: x for each block of channels (without strips, for each tap too), and
+    weights for each block and tap."""
     x_stage, x_parity, w_stage, w_parity, ahead = at
     height, width = size
     blocks = product.blocks
@@ -293,9 +297,10 @@ def copy_tile(at, product, across, tile, size, first, KERNEL: gl.constexpr, STRI
 
 @gluon.jit
 def copy_first(product, per_output, across, C: gl.constexpr):
-    """Copies constants, and weights of the first k blocks: a few, as more of them would delay the first x.
+    """Copies constants, and weights of the first FIRST_WEIGHTS k blocks. More of them would delay the first x.
 
-    They do not wait for the previous kernel; a separate thread issues them, so that they do not delay the one that waits.
+    These copies do not wait for the previous kernel. A separate thread issues them, so that they do not delay the loader
+    thread, which waits.
     """
     s, b, s2 = per_output
     if C.second is not None:
@@ -311,7 +316,7 @@ def copy_first(product, per_output, across, C: gl.constexpr):
 
 @gluon.jit
 def produce(one, two, residual_maps, across, tiles, size, C: gl.constexpr):
-    """The loader thread, after the wait for the previous kernel, which wrote x."""
+    """The loader thread. It first waits for the previous kernel, which wrote x."""
     first_tile, stride, tiles_down = tiles
     wait_for_previous_kernel()
     zero = across * 0
@@ -336,7 +341,7 @@ def produce(one, two, residual_maps, across, tiles, size, C: gl.constexpr):
 
 @gluon.jit
 def map_arrived(maps):
-    """Makes a descriptor in memory visible to TMA, whatever was at its address before, and prefetches it."""
+    """Makes a descriptor in memory visible to TMA, even if another one was at its address before, and prefetches it."""
     run(
         "fence.proxy.tensormap::generic.acquire.gpu [$1], 128;\n prefetch.tensormap [$1];\n mov.b32 $0, 0;", "=r,l", [maps]
     )  # fmt: skip
@@ -344,7 +349,8 @@ def map_arrived(maps):
 
 @gluon.jit
 def begin_step(acc, adds, at, tap, w_ring, place, KERNEL: gl.constexpr, C: gl.constexpr):
-    """Reads x of a k block, releases it, starts its products; returns the sums, registers to be fenced, and what is next."""
+    """Reads x of a k block, releases its stage and starts its products. Returns the sums, the registers to be fenced, and the
+    next stages."""
     x_stage, x_phase, w_stage, w_phase = at
     beside, down = tap
     row, column, height, width, own_row, thread = place
@@ -384,7 +390,7 @@ def begin_step(acc, adds, at, tap, w_ring, place, KERNEL: gl.constexpr, C: gl.co
 
 @gluon.jit
 def end_step(registers, w_stage, exists, thread, C: gl.constexpr):
-    """Fences the registers of a k block whose products are done, and releases its weights."""
+    """Fences the registers of a k block whose products are complete, and releases its weights."""
     REGISTERS: gl.constexpr = C.strip.registers
     nought = thread * 0
     run(C.register_fence, "=r" + ",r" * (REGISTERS + 1), registers + (nought + w_stage,))
@@ -394,11 +400,11 @@ def end_step(registers, w_stage, exists, thread, C: gl.constexpr):
 
 @gluon.jit
 def multiply_tile(acc, at, w_ring, steps, place, KERNEL: gl.constexpr, C: gl.constexpr):
-    """Computes the sums of one product of a tile; returns them and the next stages. `place` is this thread's row.
+    """Computes the sums of one product of a tile; returns them and the next stages. `place` is this thread's row of a stage.
 
-    With one product, a k block is unpacked while the previous one is multiplied. If warpgroups waited for their own products
-    first, all would unpack at the same time and the tensor cores would idle. Two k blocks per iteration, so that registers have
-    separate names.
+    In a layer with one product, a k block is unpacked while the previous one is multiplied. If warpgroups first waited for
+    their products, all would unpack at the same time, and the tensor cores would idle. An iteration has two k blocks, so that
+    consecutive k blocks have separate registers.
     """
     REGISTERS: gl.constexpr = C.strip.registers
     thread = place[5]
@@ -435,7 +441,7 @@ def multiply_tile(acc, at, w_ring, steps, place, KERNEL: gl.constexpr, C: gl.con
 
 @gluon.jit
 def constants_here(WHICH: gl.constexpr, C: gl.constexpr):
-    """Loads s, b or s2 of the tile's outputs from shared memory."""
+    """Loads one of s, b and s2 of the tile's outputs from shared memory."""
     START: gl.constexpr = C.constants_start + 4 * C.outputs * WHICH
     places = places_of_constants(C)
     found = gl.inline_asm_elementwise(
@@ -455,7 +461,8 @@ def residual_here(stage, C: gl.constexpr):
 
 @gluon.jit
 def consume(out, pixels, across, tiles, steps, steps2, size, w_ring, C: gl.constexpr):
-    """The math warpgroups, which multiply and store; they wait for x only, which waits for the previous kernel."""
+    """The math warpgroups, which multiply and store. They wait for x but not for the previous kernel, since the loader did
+    before it loaded x."""
     y, g, row_units = out
     first_tile, stride, tiles_down = tiles
     height, width = size
@@ -514,7 +521,7 @@ def deep_conv(
     maps2, weight2, steps2, blocks2, taps_across2, taps_down2, stride_down2, stride_across2, first_down2, first_across2,
     C: gl.constexpr,
 ):  # fmt: skip
-    """The kernel: a block's tiles of pixels, all with the same outputs."""
+    """The kernel: one block computes several tiles of pixels, all for the same outputs."""
     shared = gl.allocate_shared_memory(
         gl.int32, [C.shared_units, UNIT_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )  # fmt: skip
@@ -522,7 +529,7 @@ def deep_conv(
         shared, C.w_unit, C.barrier_unit, gl.int8, [C.stages * C.planes, C.outputs, C.step_bytes], C.operand_tile
     )  # fmt: skip
     thread = own_number("mov.u32 $0, %tid.x;")
-    if thread == C.threads - 128:  # while others initialise the barriers
+    if thread == C.threads - 128:  # while other threads initialise the barriers
         map_arrived(maps)
         if C.second is not None:
             map_arrived(maps2)

@@ -1,11 +1,12 @@
-"""3 x 3 and 5 x 5 same-size convolutions of 64 channels, pixels copied once per tile, weights once per block: sm_90a.
+"""3 x 3 and 5 x 5 same-size convolutions of 64 channels. Pixels are copied once per tile, weights once per block: sm_90a.
 
-Computes what sm90/conv.py does (stride 1, padding half the window). There TMA copies each tap of each pixel, 9 times the input
-        for 3 x 3, in rows of 32 or 64 bytes: more than it can move in the time of the products. Here a tile's pixels are one
-        run of memory with width + 1 more on either side, and a tap is read at another row of it
+Computes the same as sm90/conv.py (stride 1, padding half the window). In sm90/conv.py TMA copies each tap of each pixel, 9
+        times the input for 3 x 3, in rows of 32 or 64 bytes: more than it can copy in the time of the products. Here TMA copies
+        the tile's pixels once, as one contiguous strip with the neighbours that the windows need (for 3 x 3: width + 1 pixels
+        on either side). Each tap is read from the strip at another row offset
 Reads   x by TMA in strips (parts/strip_ring.py), as operand A by ldmatrix; w in the tiles of pack/conv_weight.py, all of them
         in shared memory for the block's lifetime
-Roles   none, Grid, Exact: as sm90/conv.py
+Roles   none. Grid and exactness as in sm90/conv.py
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lowbit.pack.conv_layout import PackedConv
 
 @dataclass(frozen=True)
 class StripConv(WgmmaConv):
-    """Configuration: as WgmmaConv, where a k block is a tap; plus the rows of a strip and the window."""
+    """Configuration like WgmmaConv, with the rows of a strip and the window; a k block is a tap."""
 
     rows: int = 0
     kernel: int = 3
@@ -49,7 +50,7 @@ class StripConv(WgmmaConv):
 
     @property
     def w_unit(self) -> int:
-        """Start of the weights in shared memory, in units."""
+        """Start of the weights in shared memory, in units of UNIT bytes."""
         return STRIPS * self.x_bytes // UNIT
 
     @property
@@ -68,7 +69,7 @@ class StripConv(WgmmaConv):
 
     @property
     def keeps_constants(self) -> bool:
-        """As in WgmmaConv; with a residual there are no registers for them."""
+        """As in WgmmaConv, but False with a residual, for lack of registers."""
         return self.residual is None and self.outputs == 64
 
     @property
@@ -88,9 +89,9 @@ def copy_strip(maps, exists, strip, parity, first_row, thread, C: gl.constexpr):
 
 @gluon.jit
 def multiply_strip(acc, w_ring, strip, place, C: gl.constexpr):
-    """Computes the sums of one tile, a row of taps at a time: one tap is read while the previous one is multiplied.
+    """Computes the sums of one tile, one row of taps at a time. A tap is read while the previous one is multiplied.
 
-    `place` is this thread's row in its image.
+    `place` is the position of this thread's row of operand A in its image.
     """
     row, column, height, width, own_row, thread = place
     nought = thread * 0
@@ -128,7 +129,8 @@ def strip_barriers(thread, C: gl.constexpr):
 def strip_conv(
     y, residual, s, b, g, pixels, row_units, height, width, tiles_across, tiles_down, maps, weight, C: gl.constexpr
 ):  # fmt: skip
-    """The kernel: a block's tiles of pixels, all with the same outputs; the next strip is copied while one is multiplied."""
+    """The kernel: one block computes several tiles of pixels, all for the same outputs; the next strip is copied while one is
+    multiplied."""
     PIXELS: gl.constexpr = C.pixels
     OUTPUTS: gl.constexpr = C.outputs
     SUMS: gl.constexpr = C.accumulator
@@ -147,7 +149,7 @@ def strip_conv(
     zero = own * 0
     W_BYTES: gl.constexpr = C.strip.w_bytes
     w_tiles = weight + (thread * 0 + across).to(gl.int64) * W_BYTES
-    run(C.strip.copy_weights, "=r,r,l", [((thread == 0) & (own > 0)).to(gl.int32), w_tiles])  # packed long before
+    run(C.strip.copy_weights, "=r,r,l", [((thread == 0) & (own > 0)).to(gl.int32), w_tiles])  # packed before any launch
     launch_next_and_wait_for_previous()
     map_arrived(maps, C)
     reach = C.kernel // 2 * (width + 1)
@@ -187,7 +189,7 @@ class PreparedStrip(TiledConvPlan):
         self.launch = ConvLauncher(strip_conv, maxnreg=registers, launch_pdl=True)
 
     def _config(self, width: int) -> StripConv:
-        """The configuration for images of this width. Raises ValueError where they are too wide for strips."""
+        """The configuration for images of this width. Raises ValueError if they are too wide for strips."""
         spec, tile, kernel = self.spec, self.tile, self.spec.kernel[0]
         rows = strip_rows(tile.pixels, width, kernel, tile.step_bytes)
         if rows > MOST_ROWS:

@@ -1,12 +1,12 @@
 """y[slot] = x[slot's position] . dequant(w[expert of slot])[N, K]^T for many rows per expert, wgmma and TMA: sm_90a.
 
-Computes y^T = w x^T as large_m_gemm.py does, with its main loop (parts/wgmma_loop.py).
-Reads   x in the order of the slots by expert, by TMA in swizzled tiles of tokens x 64: the rows of an expert follow each
-        other, and a tile's rows beyond its own are the next expert's, multiplied and not stored; w in FragmentOrder by TMA,
-        all experts as one matrix; the list of tiles of ops/route.py: (expert, first position, rows)
+Computes y^T = w x^T like large_m_gemm.py, with the same main loop (parts/wgmma_loop.py).
+Reads   x in the order of slots sorted by expert, by TMA in swizzled tiles of tokens x 64. The rows of an expert are contiguous;
+        a tile with fewer rows also loads rows of the next expert, which are multiplied but not stored. w in FragmentOrder by
+        TMA, all experts as one matrix; the list of tiles of ops/route.py: (expert, first position, rows)
 Roles   load: 1 warp; math: 2 warpgroups: wait, dequantize, scale, wgmma with two steps in flight, store
-Grid    persistent, one block per SM, in turn; the number of tiles is read from memory. Tiles of rows of one tile of the list
-        are neighbours, then those of the next, often of the same expert: L2 serves x and w
+Grid    persistent, one block per SM; blocks take tiles round-robin. The number of tiles is read from memory. Row tiles of the
+        same entry of the list are neighbours, and the next entry is often one of the same expert, so L2 serves x and w
 Sum     in fp32, K in order: same input, same bits
 Epilogue  scales, bias of the expert, gate, router weight; a row of y for each slot, 8 channels at a time, rounded once
 Exact   every weight is dequantized exactly and rounded once after scaling. Tested: tests/ops/test_expert_gemm.py
@@ -59,8 +59,8 @@ STAGE_K = 64
 class ExpertWgmmaGemm(WarpgroupTile):
     """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
 
-    A tile is `tokens` x 64 * warpgroups rows of w; `stages` (of 64 k each) is even, and K is padded to a multiple of 128.
-    `whole`: rows of y are whole vectors of 8. `weighted`: y is multiplied by the router weight.
+    A tile is `tokens` x 64 * warpgroups rows of w. A stage has 64 columns of K; `stages` is even, and K is padded to a multiple
+    of 128. `whole`: rows of y are whole vectors of 8 elements. `weighted`: y is multiplied by the router weight.
     """
 
     dequantizer: Dequantizer
@@ -73,13 +73,13 @@ class ExpertWgmmaGemm(WarpgroupTile):
     digest: str = source_digest()
 
     stage_tiles = 1
-    """Tiles of FragmentOrder along K in a stage."""
+    """Number of FragmentOrder tiles along K in a stage."""
     iteration_stages = 2
-    """Stages of an iteration of the main loop."""
+    """Number of stages in a main-loop iteration."""
 
     @property
     def channels(self) -> int:
-        """Channels of y in a tile."""
+        """Number of channels of y in a tile."""
         return self.rows if self.epilogue.gate == "none" else self.rows // 2
 
     @property
@@ -97,7 +97,7 @@ class ExpertWgmmaGemm(WarpgroupTile):
 
     @property
     def x_block(self) -> tuple[int, int]:
-        """Tokens and k of one copy of x."""
+        """[tokens, columns of K] of one TMA copy of x."""
         return self.tokens, STAGE_K
 
     @property
@@ -122,14 +122,14 @@ class ExpertWgmmaGemm(WarpgroupTile):
 
     @property
     def store_layout(self) -> gl.BlockedLayout:
-        """[channels, tokens] with 8 channels a thread, neighbouring lanes having neighbouring channels."""
+        """[channels, tokens] with 8 channels per thread; neighbouring lanes have neighbouring channels."""
         lanes = min(32, self.channels // 8)
         return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, self.warps], [0, 1])
 
 
 @aggregate
 class TileList:
-    """The list of tiles and their number, tiles of rows of an expert, its row blocks, and iterations that cover K."""
+    """The list of tiles; the numbers of its tiles, of row tiles and row blocks of an expert, and of iterations that cover K."""
 
     tiles: Scalar
     count: Scalar
@@ -140,7 +140,7 @@ class TileList:
 
 @aggregate
 class ListedTile:
-    """A tile: its expert, first position and rows of the list, first row block within the expert."""
+    """A tile: its expert, first position and number of rows from the list, and its first row block within the expert."""
 
     expert: gl.tensor
     first: gl.tensor
@@ -150,7 +150,7 @@ class ListedTile:
 
 @aggregate
 class ExpertLoaderArgs:
-    """Arguments of the loader: descriptors, the stages of w (one for each plane of its codes) and x, their barriers."""
+    """Arguments of the loader: descriptors, the stages of w (for each plane of codes) and of x, their barriers."""
 
     w_descs: Tuple
     x_desc: Descriptor
@@ -162,7 +162,7 @@ class ExpertLoaderArgs:
 
 @aggregate
 class ExpertScales:
-    """Scale and zero words of groups; row blocks are `stride` words apart, and K ends within the group `last_group`."""
+    """Scale and zero words of groups. Row blocks are `stride` words apart; K ends within group `last_group`."""
 
     words: Scalar
     stride: Scalar
@@ -171,7 +171,7 @@ class ExpertScales:
 
 @aggregate
 class SlotOutput:
-    """y with `columns` columns, N, the slots in `order`, router weights."""
+    """y with `columns` columns; N; the slots in `order`; router weights."""
 
     y: Scalar
     columns: Scalar
@@ -194,8 +194,8 @@ class ExpertMathArgs:
 
 @gluon.jit
 def listed_tile(index, listed, C: gl.constexpr):
-    """The tile of a number. The last row tile of an expert begins where it is full: rows of two tiles are stored twice, with
-    the same bits."""
+    """Returns the tile with index `number`. The last row tile of an expert begins early enough to be full; rows that are in two
+    tiles are stored twice, with the same bits."""
     entry = listed.tiles + 3 * (index // listed.row_tiles)
     row_block = gl.minimum(index % listed.row_tiles * C.warps, listed.row_blocks - C.warps)
     return ListedTile(gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), row_block)
@@ -225,7 +225,7 @@ def load_experts(loader_args, C: gl.constexpr):
 
 @gluon.jit
 def first_scales(p, tile, thread, C: gl.constexpr):
-    """Address of the scales of a thread's row pair, and words of a tile's first two iterations."""
+    """Returns the address of the scales of a thread's row pair, and its words for a tile's first two iterations."""
     row_block = tile.expert * p.listed.row_blocks + tile.row_block + (thread >> 5)
     scale = p.scales.words + row_block.to(gl.int64) * p.scales.stride + ((thread & 31) >> 2) * C.dequantizer.group_words
     last = p.scales.last_group
@@ -234,8 +234,8 @@ def first_scales(p, tile, thread, C: gl.constexpr):
 
 @gluon.jit
 def store_slots(p, acc, tile, C: gl.constexpr):
-    """Applies scales, bias, gate and router weights, rounds once and stores the rows of a tile's slots, 8 neighbouring channels
-    at a time."""
+    """Applies scales, bias, gate and router weights, rounds once, and stores the rows of a tile's slots, 8 neighbouring
+    channels at a time."""
     STORED: gl.constexpr = C.store_layout
     of_expert = tile.expert.to(gl.int64) * p.out.N
     channel_scale = p.epilogue_args.channel_scale
@@ -293,7 +293,7 @@ def expert_wgmma_gemm(
     w_desc, w_desc_1, w_desc_2, x_desc, y, scale, channel_scale, bias, tiles, tile_count, order, weights, N, columns, row_tiles,
     row_blocks, iterations, scale_stride, last_group, factor, C: gl.constexpr,
 ):  # fmt: skip
-    """Sets up stages, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
+    """Sets up stages, barriers and roles. There is one descriptor of w per plane of codes; the others are None."""
     PLANES: gl.constexpr = C.dequantizer.planes
     w_descs = (w_desc, w_desc_1, w_desc_2)
     prefetch_descriptor(w_desc, "expert_wgmma_gemm")
@@ -321,7 +321,7 @@ def expert_wgmma_gemm(
 
 
 class ExpertWgmmaPlan:
-    """A product of experts with many rows each, for one shape: made once, called many times."""
+    """Plan of a product of experts with many rows each, for one shape: created once, called many times."""
 
     def __init__(
         self, shape: ExpertShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, epilogue: Epilogue, machine: Machine,
@@ -350,9 +350,9 @@ class ExpertWgmmaPlan:
         self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
         tiles: Tensor, tile_count: Tensor, order: Tensor, weights: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Returns y [slots, N], or [slots, N / 2] behind a gate, of x [slots, K] in the order of `order`, whose rows start at
-        multiples of 16 bytes. Codes and scales as pack/expert.py has them; `tiles` [any, 3], `tile_count` [1], `order` and
-        `weights` [slots] as ops/route.py has them; all tensors on the current device."""
+        """Returns y [slots, N], or [slots, N / 2] with a gate, of x [slots, K] in the order of `order`, whose rows start at
+        multiples of 16 bytes. Codes and scales are those of pack/expert.py; `tiles` [any, 3], `tile_count` [1], `order` and
+        `weights` [slots] those of ops/route.py. All tensors are on the current device."""
         y = torch.empty((self.shape.slots, self.columns), dtype=x.dtype, device=x.device)
         self.launch(
             *self.weight_descriptors(codes.data_ptr()), self.x_descriptor(x.data_ptr(), x.stride(0)), y,

@@ -1,15 +1,15 @@
 """y[M, N] = x[M, K] . dequant(w)[N, K]^T for large M, any code width, wgmma and TMA: sm_90a.
 
 Computes y^T = w x^T: dequantized weights are the register operand A of wgmma, 64 rows per warpgroup; x is operand B.
-Reads   x by TMA in swizzled tiles of tokens x 64; w in FragmentOrder by TMA, 64 rows x 64 k a warpgroup and stage
+Reads   x by TMA in swizzled tiles of tokens x 64; w in FragmentOrder by TMA, 64 rows x 64 columns of K per warpgroup and stage
 Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, dequantize, scale, wgmma with two steps in flight, store by TMA
-Ahead   codes and scales of the first stages are loaded before the previous kernel has finished; x, which it may write, and
-        inputs of the epilogue after that, concurrently; descriptors are prefetched first of all
+Ahead   first, descriptors are prefetched. Codes and scales of the first stages are loaded before the previous kernel has
+        finished; x, which that kernel may write, and inputs of the epilogue are loaded after it, concurrently
 Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps are not synchronised with each other
-Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
+Grid    persistent, one block per SM; tiles are ordered in groups of token tiles, so that a wave shares x and w in L2
 Sum     in fp32, K in order; partial sums of several blocks are added by one of them in order: same input, same bits
 Epilogue  scales and bias; for up to 64 tokens of a decode step also norm, gate, residual (parts/large_m_epilogue.py)
-Exact   every weight is dequantized exactly and rounded once after scaling, as a dequantized model's would be
+Exact   every weight is dequantized exactly and rounded once after scaling, like the weights of a dequantized model
 Source  wgmma fragments: PTX ISA; the shape of the pipeline and measurements: docs/log
 """
 
@@ -84,8 +84,8 @@ STAGE_K = 64
 class WgmmaGemm(WarpgroupTile, SquaresLayouts):
     """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
 
-    A tile is `tokens` x 64 * warpgroups rows of w; `stages` (of 64 k each) is even, and K is padded to a multiple of 128. 0
-    splits: stream-K (parts/schedule.py).
+    A tile is `tokens` x 64 * warpgroups rows of w. A stage has 64 columns of K; `stages` is even, and K is padded to a multiple
+    of 128. `splits` 0: stream-K (parts/schedule.py).
     """
 
     dequantizer: Dequantizer
@@ -103,14 +103,14 @@ class WgmmaGemm(WarpgroupTile, SquaresLayouts):
 
     @property
     def last_is_full(self) -> bool:
-        """True if the last of several token tiles begins earlier where that fills it. Not with stream-K: tokens of two tiles
-        would have sums of different ranges of K."""
+        """True if the last of several token tiles begins earlier where that fills it. Not with stream-K, where the two tiles
+        that share tokens would divide K differently and give different bits."""
         return self.splits > 0
 
     stage_tiles = 1
-    """Tiles of FragmentOrder along K in a stage."""
+    """Number of FragmentOrder tiles along K in a stage."""
     iteration_stages = 2
-    """Stages of an iteration of the main loop."""
+    """Number of stages in a main-loop iteration."""
 
     @property
     def columns(self) -> int:
@@ -130,7 +130,8 @@ class WgmmaGemm(WarpgroupTile, SquaresLayouts):
 
     @property
     def stages_ahead(self) -> int:
-        """Stages whose weights are loaded before x may be: few where x is large, which would be queued behind them."""
+        """Number of stages whose weights are loaded before the previous kernel has finished, which x must wait for. Few where x
+        is large, since its copies are queued behind those of the weights."""
         return self.stages if self.tokens < 128 else 2
 
     @property
@@ -159,7 +160,7 @@ class WgmmaGemm(WarpgroupTile, SquaresLayouts):
 
     @property
     def x_block(self) -> tuple[int, int]:
-        """Tokens and k of one copy of x."""
+        """[tokens, columns of K] of one TMA copy of x."""
         return self.tokens, STAGE_K
 
     @property
@@ -168,7 +169,7 @@ class WgmmaGemm(WarpgroupTile, SquaresLayouts):
 
     @property
     def store_block(self) -> list[int]:
-        """[tokens, channels] of one store."""
+        """[tokens, channels] of one TMA store."""
         return [self.tokens, self.rows if self.epilogue.gate == "none" else self.rows // 2]
 
     @property
@@ -190,7 +191,7 @@ class WgmmaGemm(WarpgroupTile, SquaresLayouts):
 
 @aggregate
 class WgmmaLoaderArgs:
-    """Arguments of the loader: descriptors, the stages of w (one for each plane of its codes) and x, their barriers."""
+    """Arguments of the loader: descriptors, the stages of w (for each plane of codes) and of x, their barriers."""
 
     w_descs: Tuple
     x_desc: Descriptor
@@ -202,7 +203,7 @@ class WgmmaLoaderArgs:
 
 @aggregate
 class Scales:
-    """Scale and zero words of groups; row blocks are `stride` words apart, and K ends within the group `last_group`."""
+    """Scale and zero words of groups. Row blocks are `stride` words apart; K ends within group `last_group`."""
 
     words: Scalar
     stride: Scalar
@@ -235,22 +236,22 @@ def load_weights(loader_args, full, stage, row_tile, k, C: gl.constexpr):
 
 @gluon.jit
 def scales_of_row_block(scales, row_tile, thread, C: gl.constexpr):
-    """Address of the scales of a warp's row block. Row blocks beyond the last, which are computed and not stored, use those of
-    the last."""
+    """Returns the address of the scales of a warp's row block. Row blocks beyond the last are computed but not stored; they use
+    the scales of the last."""
     row_block = gl.minimum(row_tile * (C.rows // 16) + (thread >> 5), scales.row_blocks - 1)
     return scales.words + row_block.to(gl.int64) * scales.stride
 
 
 @gluon.jit
 def scales_of_pair(scales, row_tile, thread, C: gl.constexpr):
-    """Address of the scales of a thread's row pair."""
+    """Returns the address of the scales of a thread's row pair."""
     return scales_of_row_block(scales, row_tile, thread, C) + ((thread & 31) >> 2) * C.dequantizer.group_words
 
 
 @gluon.jit
 def prefetch_scales(p, index, thread, C: gl.constexpr):
-    """Prefetches the scales of a tile's first 32 groups into L2, one group per lane: nothing else hides the latency of
-    memory."""
+    """Prefetches the scales of a tile's first 32 groups into L2, one group per lane; otherwise their loads would expose memory
+    latency."""
     if index < tile_count(p.tiles, C):
         _token_tile, row_tile, split = tile_at(index, p.tiles, C)
         begin, _end = iterations_of(split, p.tiles, C)
@@ -261,8 +262,8 @@ def prefetch_scales(p, index, thread, C: gl.constexpr):
 
 @gluon.jit
 def first_scales(p, index, thread, C: gl.constexpr):
-    """Loads scale and zero words of a tile's first two iterations, before the wait for its first stage or the epilogue of the
-    previous tile. Beyond the last tile, those of the last."""
+    """Loads scale and zero words of a tile's first two iterations. Called before the wait for the tile's first stage, or before
+    the epilogue of the previous tile. If there is no next tile, it loads those of the last one."""
     _token_tile, row_tile, split = tile_at(gl.minimum(index, tile_count(p.tiles, C) - 1), p.tiles, C)
     begin, _end = iterations_of(split, p.tiles, C)
     scale = scales_of_pair(p.scales, row_tile, thread, C)
@@ -272,8 +273,8 @@ def first_scales(p, index, thread, C: gl.constexpr):
 
 @gluon.jit
 def multiply_in_sections(p, scale, ahead, words, stage, phase, more, C: gl.constexpr):
-    """Computes the sums of one tile section by section of K, cut where splits of that number would be. Each section is summed
-    separately and then added, which gives the bits of those splits."""
+    """Computes the sums of one tile in C.sections sections of K, with the same boundaries as that number of splits. Each
+    section is summed separately and then added to the total, which gives the same bits as these splits."""
     total = zero_sums(gl.float32, C)
     for section in range(C.sections):
         begin, end = k_range_of(section, p.tiles, C.sections)
@@ -336,7 +337,7 @@ def wgmma_gemm(
     token_tiles, channel_tiles, iterations, scale_stride, last_group, row_blocks, factor, x_factor, inverse_width, eps,
     C: gl.constexpr,
 ):  # fmt: skip
-    """Sets up stages, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
+    """Sets up stages, barriers and roles. There is one descriptor of w per plane of codes; the others are None."""
     PLANES: gl.constexpr = C.dequantizer.planes
     w_descs = (w_desc, w_desc_1, w_desc_2)
     prefetch_descriptor(w_desc, "wgmma_gemm")
@@ -376,13 +377,14 @@ def wgmma_gemm(
         LargeMEpilogueArgs(channel_scale, bias, factor), stream, OutputTile(y_desc, y, y_tile, M, N), tiles,
     )  # fmt: skip
     loader_args = WgmmaLoaderArgs(w_descs, x_desc, w, x, barriers, tiles)
-    # All warpgroups are one role: it gets the registers that the loader leaves, 240 a thread for two. (With a role each, ptxas
-    # serializes their wgmma as soon as registers move between roles: Triton 3.6 and 3.9, remark C7512.)
+    # All math warpgroups are one role, which gets the registers that the loader gives up: 240 per thread with two warpgroups.
+    # With one role per warpgroup, ptxas serializes their wgmma as soon as registers move between roles (Triton 3.6 and 3.9,
+    # remark C7512).
     gl.warp_specialize([(math, (math_args, C)), (load, (loader_args, gl.constexpr(load_weights), C))], [1], [24])
 
 
 class WgmmaPlan(TilePlan):
-    """A large-M GEMM with its epilogue, for one shape: made once, called many times."""
+    """Plan of a large-M GEMM with its epilogue, for one shape: created once, called many times."""
 
     def __init__(
         self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, epilogue: Epilogue, sm_count: int
@@ -390,7 +392,7 @@ class WgmmaPlan(TilePlan):
         # TMA cannot store rows of y that do not start at multiples of 16 bytes.
         by_tma = shape.n % 8 == 0 and (tile.splits <= 1 or epilogue.residual or epilogue.gate != "none")
         config = _config(tile, form, half_type(dtype), epilogue, by_tma)
-        # The math role waits for an iteration's first stage before it frees those of the iteration before.
+        # The math role waits for an iteration's first stage before it frees the stages of the previous iteration.
         if config.stages < (least := 2 * config.iteration_stages):
             raise ValueError(f"{tile}: the kernel waits for itself with less than {least} stages")
         if refused := share_refusals(tile, shape, sm_count):
@@ -415,7 +417,7 @@ class WgmmaPlan(TilePlan):
 
     @property
     def squares_parts(self) -> int:
-        """Partial sums of squares per token that a residual epilogue stores."""
+        """Number of partial sums of squares per token that a residual epilogue stores."""
         return self.tiles[1]
 
     def __call__(
@@ -423,11 +425,12 @@ class WgmmaPlan(TilePlan):
         sums: Tensor, arrived: Tensor, squares: Tensor | None = None, h: Tensor | None = None, gamma: Tensor | None = None,
         x_factor: float | None = None, inverse_width: float | None = None, eps: float | None = None,
     ) -> Tensor:  # fmt: skip
-        """Returns y [M, N], or [M, N / 2] behind a gate, of x [M, K], whose rows start at multiples of 16 bytes.
+        """Returns y [M, N], or [M, N / 2] with a gate, of x [M, K], whose rows start at multiples of 16 bytes.
 
-        Codes and scales as pack/weight.py has them; `sums` and `arrived` are the workspace; all tensors on the current device.
-        A norm reads `squares` float32 [norm_parts, M] of rows of h of 1 / `inverse_width` elements. A residual adds y to
-        h [M, N] in place, writes `squares` [squares_parts, M] and returns h * gamma * x_factor.
+        Codes and scales are those of pack/weight.py. `sums` and `arrived` are the workspace. All tensors are on the current
+        device. A norm reads `squares` float32 [norm_parts, M]: partial sums of squares of the rows of h, which have 1 /
+        `inverse_width` elements. A residual adds y to h [M, N] in place, writes `squares` [squares_parts, M] and returns h *
+        gamma * x_factor.
         """
         y = torch.empty((self.shape.m, self.columns), dtype=x.dtype, device=x.device)
         self.launch(

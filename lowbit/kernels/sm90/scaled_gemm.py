@@ -1,16 +1,16 @@
-"""y[M, N] = (x[M, K] . w[N, K]^T) scaled, both of 8 bits: int8 or fp8, wgmma and TMA: sm_90a.
+"""y[M, N] = scaled x[M, K] . w[N, K]^T, both of 8 bits (int8 or fp8), wgmma and TMA: sm_90a.
 
-Reads   x and w row-major by TMA, 128 k a stage; the one of them that is `rows` is operand A of wgmma, 64 rows a warpgroup,
-        the other one operand B: few tokens are columns (y^T = w x^T), many may be rows
+Reads   x and w row-major by TMA, 128 columns of K per stage. Few tokens are columns of the tile (y^T = w x^T), many may be
+        rows. The operand with the tile's rows is operand A of wgmma, 64 rows per warpgroup; the other one is operand B
 Roles   load: 1 warp; math: 1 to 4 warpgroups: wgmma with two stages in flight, scale, store by TMA
-Stages  of both, in one allocation with their barriers (parts/pipeline.py); warps are not synchronised with each other. The
+Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps are not synchronised with each other. The
         first weights are loaded before the previous kernel, which may write x, has finished
-Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
-Sum     int8 in s32, exact. fp8 in the tensor core, whose sums of fp8 products keep about 14 bits; with `promote` every 128 k
-        are added to a sum in fp32. With splits > 1 the last block to arrive adds the splits in order, or both blocks of a
-        cluster exchange halves of the tile (parts/cluster_split_k.py): same input, same bits
-Scales  per token and per channel in the epilogue, in fp32, then bias and function; blocks of 128 x 128 on the sum of each
-        128 k. One rounding, or codes of y (parts/scaled_epilogue.py)
+Grid    persistent, one block per SM; tiles are ordered in groups of token tiles, so that a wave shares x and w in L2
+Sum     int8 in s32, exact. fp8 in the tensor core, whose sums of fp8 products keep about 14 bits; with `promote` sums over 128
+        columns of K are added to a total in fp32. With splits > 1 the last block to arrive adds the splits in order, or both
+        blocks of a cluster exchange halves of the tile (parts/cluster_split_k.py): same input, same bits
+Scales  per token and per channel in the epilogue, in fp32, then bias and function; scales of 128 x 128 blocks on each sum over
+        128 columns of K. y is rounded once, or quantized to codes (parts/scaled_epilogue.py)
 Source  wgmma: PTX ISA; measurements: docs/log
 """
 
@@ -63,7 +63,7 @@ from lowbit.kernels.parts.tile import OPERAND_LAYOUT, STAGE_K, TILE_K, ByteTile
 class ScaledGemm(ByteTile):
     """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
 
-    `block_scale`: w has scales of blocks of 128 x 128; a tile lies within one.
+    `block_scale`: w has scales of 128 x 128 blocks; the channels of a tile lie within one block.
     """
 
     w_type: torch.dtype
@@ -85,7 +85,7 @@ class ScaledGemm(ByteTile):
     store_by_tma: bool
     digest: str = source_digest()
     factor = 1.0
-    """Factor of all sums in the epilogue."""
+    """Factor by which the epilogue multiplies all sums."""
 
     @property
     def channel_scale(self) -> bool:
@@ -94,7 +94,7 @@ class ScaledGemm(ByteTile):
 
     @property
     def iteration_stages(self) -> int:
-        """Stages of an iteration of the main loop."""
+        """Number of stages in a main-loop iteration."""
         return 2 if self.promote and self.warpgroups == 1 else 1
 
     @property
@@ -125,7 +125,8 @@ class ScaledLoaderArgs:
 
 @aggregate
 class ScaledMathArgs:
-    """Arguments of the math warps: stages of x and w, scales of w by `groups` of 128 k, split-K workspace, epilogue, y."""
+    """Arguments of the math warps: stages of x and w, scales of w for each of `groups` groups of 128 columns of K, split-K
+    workspace, epilogue, y."""
 
     x: gl.shared_memory_descriptor
     w: gl.shared_memory_descriptor
@@ -139,7 +140,7 @@ class ScaledMathArgs:
 
 @aggregate
 class BlockScales:
-    """Scales of some tokens of x, and of the tile's block of w, for `groups` of 128 k."""
+    """Scales of a thread's tokens of x, and of the tile's block of w, for each of `groups` groups of 128 columns of K."""
 
     of_x: Scalar
     of_w: Scalar
@@ -156,7 +157,7 @@ def load_weights(loader_args, full, stage, channel_tile, k, C: gl.constexpr):
 
 @gluon.jit
 def start(p, acc, stage, adds, half: gl.constexpr, C: gl.constexpr):
-    """Starts the products of a stage with all columns or with half `half` of them, in the registers of `acc`."""
+    """Starts the products of a stage with all columns, or with column half `half`, in the registers of `acc`."""
     if C.tokens_are_rows:
         a, b = p.x.index(stage), p.w.index(stage)
     else:
@@ -183,9 +184,10 @@ def multiply(p, stage, phase, begin, end, C: gl.constexpr):
 
 @gluon.jit
 def block_scales(scales, k, C: gl.constexpr):
-    """Loads scales of 128 k: of each token and of the tile's block of w.
+    """Loads the scales of 128 columns of K: of each token and of the tile's block of w.
 
-    To be called after x of that k has arrived: the previous kernel may still be writing both before.
+    Must be called after x of these columns has arrived, since before that the previous kernel may still be writing x and its
+    scales.
     """
     ones = gl.full([C.tile_tokens], 1.0, gl.float32, scales.tokens.type.layout)
     if C.x_scale == "block":
@@ -197,7 +199,7 @@ def block_scales(scales, k, C: gl.constexpr):
 
 @gluon.jit
 def add_stage(total, sums, scale, C: gl.constexpr):
-    """Returns the total plus the sums of 128 k, scaled where scales are those of blocks."""
+    """Returns the total plus the sums over 128 columns of K, which are scaled if there are block scales."""
     if C.x_scale == "block" or C.block_scale:
         return total + sums.to(gl.float32) * of_tokens(scale, C)
     else:
@@ -206,7 +208,8 @@ def add_stage(total, sums, scale, C: gl.constexpr):
 
 @gluon.jit
 def multiply_and_promote(p, scales, stage, phase, begin, end, C: gl.constexpr):
-    """Computes the sums of one tile in fp32, to which every 128 k are added; while one warpgroup adds, the other multiplies."""
+    """Computes the sums of one tile in fp32, as totals of sums over 128 columns of K. While one warpgroup adds, the other
+    multiplies."""
     zeros = zero_sums(C.sums, C)
     total = zero_sums(gl.float32, C)
     for k in range(begin, end):
@@ -222,7 +225,7 @@ def multiply_and_promote(p, scales, stage, phase, begin, end, C: gl.constexpr):
 
 @gluon.jit
 def multiply_and_promote_alone(p, scales, stage, phase, begin, end, C: gl.constexpr):
-    """The same for a single warpgroup: it adds a stage while its next one multiplies."""
+    """As `multiply_and_promote`, for a single warpgroup: it adds the sums of a stage while its next stage is multiplied."""
     zeros = zero_sums(C.sums, C)
     total = zero_sums(gl.float32, C)
     for k in range(begin, end, 2):
@@ -245,11 +248,13 @@ def multiply_and_promote_alone(p, scales, stage, phase, begin, end, C: gl.conste
 
 @gluon.jit
 def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
-    """As `multiply_and_promote`, for 256 columns, of which registers do not hold two sets: one half after the other.
+    """As `multiply_and_promote`, for 256 columns. Registers do not hold sums and totals of all of them, so the halves are
+    multiplied one after the other.
 
-    Between the end of a product and the start of the next one there are only the additions: the wait for the next stage comes
-    before, and products start in the registers of the sums before them. They start at zero, as `never` is False; if compilers
-    could see that, they would use other registers. There is at least one stage. Returns both halves, the next stage and phase.
+    Only the additions separate the end of a product from the start of the next one, since the wait for the next stage precedes
+    them. A product starts from zero, in the registers of the previous sums: it is passed these sums, and `never`, which is
+    always False, as the flag to add to them. If compilers could see that it is False, they would use other registers. There
+    must be at least one stage. Returns both halves, the next stage and phase.
     """
     low = zero_half(gl.float32, C)
     high = zero_half(gl.float32, C)
@@ -315,8 +320,8 @@ def scaled_gemm(
 ):  # fmt: skip
     """Sets up stages, barriers and roles.
 
-    `groups` counts 128 k, `iterations` C.iteration_stages of them; scales are float32: w_scale [N], or [ceil(N / 128), groups]
-    with C.block_scale, x_scale [1], [M] or [M, groups].
+    `groups`: number of groups of 128 columns of K. `iterations`: number of main-loop iterations of C.iteration_stages such
+    groups. Scales are float32: w_scale [N], or [ceil(N / 128), groups] with C.block_scale, x_scale [1], [M] or [M, groups].
     """
     shared = allocate(C)
     x = view_stages(shared, C.regions, "x", C.stages, x_desc)

@@ -1,12 +1,13 @@
-"""max_pool(requantize(convolution(images, w))), a network's first convolution and its 3 x 3 pool of stride 2, fused: sm_90a.
+"""max_pool(requantize(convolution(images, w))): a network's first convolution and its 3 x 3 pool of stride 2, fused: sm_90a.
 
-Computes 64 channels x 56 pooled pixels of a row per tile, going down the image: K over the rows of the window, 64 bytes each;
-        the upper and the lower row of the convolution are two int8 products that share rows of the image
-Reads   image rows once, unchanged, by TMA; operand B in place, weights as operand A in registers (below)
-Pool    of the sums, since requantizing is monotonic (s >= 0): down first, keeping the lower row's sums for the tile below; then
-        across, with the odd column of the pixel to the left from the neighbouring lane
-Writes  through shared memory, 16 bytes a thread, one barrier a tile
-Exact   as sm90/conv.py and kernels/elementwise/pool.py one after the other, bit for bit
+Computes tiles of 64 channels x 56 pooled pixels of one row, going down the image. K runs over the rows of the window, 64 bytes
+        each. A pooled row needs two new rows of the convolution, the upper and the lower one: two int8 products that share rows
+        of the image
+Reads   image rows once, by TMA. They are operand B without any conversion; weights are operand A, in registers (below)
+Pool    of the sums, since requantization is monotonic (s >= 0). First down, where the lower row's sums are kept for the next
+        tile; then across, where the odd column of the pixel to the left comes from the neighbouring lane
+Writes  through shared memory, 16 bytes per thread, one barrier per tile
+Exact   the same bits as sm90/conv.py and kernels/elementwise/pool.py one after the other
 """
 
 from __future__ import annotations
@@ -33,22 +34,21 @@ from lowbit.pack.nhwc64 import CHANNEL_BLOCK, Nhwc64, padded_channels, pixel_ele
 from lowbit.pack.stem import PIXEL_BYTES, WINDOW_PIXELS, StemImages
 from lowbit.pack.stem_fragment import STEP_BYTES
 
-# A network's first convolution with weights as operand A and unchanged image rows as operand B, as PTX.
-#
-# Without a swizzle, wgmma reads operand B as 8 rows of 16 bytes at a time, at any address: here rows are packed pixels
-# (pack/stem.py), one after the other, and a window of four is two k32 steps that begin one packed pixel later from row to row.
-# So windows overlap in shared memory, nothing is copied twice, and no instruction loads them. Weights stay in registers. A
-# thread ends with two neighbouring channels of pooled pixels 4 j + (lane mod 4): both columns of each.
-# Barriers: parts/pipeline.py. Source: PTX ISA, wgmma, matrix descriptor and K-major layout without swizzle.
+# A network's first convolution with weights as operand A and unchanged image rows as operand B, as PTX. Without a swizzle,
+# wgmma reads operand B as 8 rows of 16 bytes at a time, from any address. Here the rows are consecutive packed pixels
+# (pack/stem.py). A window row of four packed pixels is two k32 steps; each row of operand B begins one packed pixel after the
+# previous row. So windows overlap in shared memory, nothing is copied twice, and no instruction loads them. Weights stay in
+# registers. A thread has the sums of two neighbouring channels, for both convolution columns of pooled pixels 4 j + (lane mod
+# 4). Barriers: parts/pipeline.py. Source: PTX ISA, wgmma, matrix descriptor and K-major layout without swizzle.
 
 STEPS = PIXEL_BYTES * WINDOW_PIXELS // STEP_BYTES
-"""k32 steps of a row of a window."""
+"""Number of k32 steps of a row of a window."""
 
 STEP_REGISTERS = 4
-"""Registers of operand A of a k32 step."""
+"""Number of registers of operand A of a k32 step."""
 
 COLUMNS = 112
-"""Convolution columns of a tile: 56 pooled pixels."""
+"""Number of convolution columns of a tile: two for each of 56 pooled pixels."""
 
 ROW_BYTES = (COLUMNS + WINDOW_PIXELS - 1) * PIXEL_BYTES
 """Bytes of a row of a strip: the pixels under the windows of a tile."""
@@ -56,17 +56,17 @@ ROW_BYTES = (COLUMNS + WINDOW_PIXELS - 1) * PIXEL_BYTES
 
 @dataclass(frozen=True)
 class StemRows:
-    """`window` rows of a window, a strip has one more; strips are `strip_bytes` apart."""
+    """PTX for windows of `window` image rows. A strip has one row more; strips are `strip_bytes` apart in shared memory."""
 
     strips: StageBarriers
     window: int
     strip_bytes: int
     sums = COLUMNS // 2
-    """Sums of a row of the convolution per thread."""
+    """Number of sums per thread of one row of the convolution."""
 
     @property
     def copy(self) -> str:
-        """If $1 is not 0: waits until strip $2 has been read (parity $3), then fills it from the map $4.
+        """PTX that, if $1 is not 0, waits until strip $2 has been read (parity $3), then fills it with tensor map $4.
 
         The strip begins $5 words of 8 bytes into row $6 of image $7; there are zeros outside the image.
         """
@@ -77,12 +77,12 @@ class StemRows:
 
     @property
     def weights(self) -> int:
-        """Registers of weights of a thread."""
+        """Number of registers with weights per thread."""
         return STEP_REGISTERS * STEPS * self.window
 
     @property
     def load(self) -> str:
-        """Loads the weights of thread $n + 1, 16 bytes a k32 step, from $n."""
+        """PTX that loads the weights of thread $n + 1 from address $n, 16 bytes per k32 step, where n = `weights`."""
         n = self.weights
         lines = [f".reg .b64 from; mad.wide.u32 from, ${n + 1}, 16, ${n};"]
         for i in range(0, n, STEP_REGISTERS):
@@ -96,7 +96,8 @@ class StemRows:
 
     @property
     def products(self) -> str:
-        """Outputs: sums of the upper row, then of the lower one. Inputs: the weights, the number of the strip.
+        """PTX of the products of a strip. Outputs: sums of the upper row, then of the lower row. Inputs: the weights, the index
+        of the strip.
 
         Descriptor fields: the address / 16, 16 bytes between the halves of a step, 128 between groups of 8 rows.
         """
@@ -127,12 +128,13 @@ class StemRows:
 
 
 ACROSS = """{ .reg .b32 p; shfl.sync.idx.b32 p, $3, $4, 0x1F, 0xFFFFFFFF; max.s32 p, p, $1; max.s32 $0, p, $2; }"""
-"""The largest of $1, $2 and lane $4's $3."""
+"""PTX that returns the largest of $1, $2 and the $3 of lane $4."""
 
 
 def put(words: int, places: range, place_bytes: int) -> str:
-    """Writes codes of up to four of a thread's pixels to shared memory, $1 bytes from its start on: one word has a byte each
-    ($2), two words have two bytes each ($2, $3). `places` are the pixels' indices, which are `place_bytes` apart."""
+    """PTX that writes codes of up to four of a thread's pixels to shared memory, $1 bytes from its start on. Either one word
+    ($2) has a byte of each pixel, or two words ($2, $3) have two bytes of each. `places` are the pixels' indices; consecutive
+    indices are `place_bytes` apart."""
     lines = [".reg .b32 at, x; .reg .b16 half; mov.u32 at, global_smem; add.u32 at, at, $1;"]
     size = 8 * words
     for i, place in enumerate(places):
@@ -143,24 +145,26 @@ def put(words: int, places: range, place_bytes: int) -> str:
 
 GET = """{ .reg .pred there; .reg .b32 at, a, b, c, d; setp.ne.s32 there, $1, 0; mov.u32 at, global_smem; add.u32 at, at, $2;
     @there ld.shared.v4.b32 {a, b, c, d}, [at]; @there st.global.v4.b32 [$3], {a, b, c, d}; mov.b32 $0, 0; }"""
-"""If $1 is not 0: copies 16 bytes of shared memory, $2 bytes from its start on, to $3."""
+"""PTX that, if $1 is not 0, copies 16 bytes of shared memory, $2 bytes from its start on, to address $3."""
 
 
 TILE_PIXELS = COLUMNS // 2
-"""Pooled pixels of a tile. Where a row has more, the first one of a tile only gives its odd column to the next."""
+"""Number of pooled pixels of a tile. Where a row has more of them, the first pixel of a tile is only computed because the next
+one needs its odd column."""
 
 BLOCKS = 2
-"""Blocks that share an SM."""
+"""Number of blocks that share an SM."""
 
 STAGES = 4
-"""Strips in flight."""
+"""Number of strips in flight."""
 
 
 @dataclass(frozen=True)
 class StemPool(Warps):
     """The kernel's compile-time configuration: storage of the output, rows of a window.
 
-    `odd_height`, `odd_width`: the last pooled row or column of an image has one row or column of sums less.
+    `odd_height`, `odd_width`: the convolution has an odd number of rows or columns, so the last pooled row or column covers one
+    less.
     """
 
     y: str
@@ -187,17 +191,17 @@ class StemPool(Warps):
 
     @property
     def chunks(self) -> int:
-        """16-byte vectors of 64 channels of a pixel."""
+        """Number of 16-byte vectors in 64 channels of a pixel."""
         return self.pixel_bytes // 16
 
     @property
     def turns(self) -> int:
-        """Vectors of a tile that a thread stores."""
+        """Number of vectors of a tile that a thread stores."""
         return -(-TILE_PIXELS * self.chunks // self.threads)
 
     @property
     def out_start(self) -> int:
-        """Start of the codes in shared memory, a double buffer of tiles."""
+        """Byte offset of the output codes in shared memory, a double buffer of tiles."""
         return STAGES * self.strip_bytes
 
     @property
@@ -214,12 +218,12 @@ class StemPool(Warps):
 
     @property
     def rows(self) -> StemRows:
-        """Copies and products."""
+        """PTX of copies and products."""
         return StemRows(self.strips, self.window, self.strip_bytes)
 
     @property
     def half(self) -> int:
-        """Sums of a row per thread."""
+        """Number of sums per thread of one row of the convolution."""
         return self.rows.sums
 
     @property
@@ -244,18 +248,18 @@ class StemPool(Warps):
 
     @property
     def groups(self) -> int:
-        """Groups of four pixels of a thread; the last one may be padded with its last pixel."""
+        """Number of groups of four of a thread's pixels; the last group may repeat the last pixel."""
         return -(-self.places // 4)
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """Which of a thread's two channels each of the 8 values is that are requantized together: bytes of one word are pixels
-        with two 4-bit codes, bytes of two words are 8-bit codes, two to a pixel."""
+        """For each of the 8 values that are requantized together, which of a thread's two channels it is. With 4-bit codes the
+        output is one word, with one byte (two codes) per pixel. With 8-bit codes it is two words, with two bytes per pixel."""
         return (0, 0, 0, 0, 1, 1, 1, 1) if self.y == "u4" else (0, 1) * 4
 
     @property
     def picks(self) -> tuple[int, ...]:
-        """Order in which a thread's values (by channels, then pixels) are requantized, 8 to a group."""
+        """Indices of a thread's values (by channel, then pixel) in the order in which they are requantized, 8 per group."""
         pixels = [i % 4 if self.y == "u4" else i // 2 for i in range(GROUP)]
         return tuple(
             self.places * self.channels[i] + min(4 * group + pixels[i], self.places - 1)
@@ -275,7 +279,7 @@ class StemPool(Warps):
 
 @gluon.jit
 def copy_strip(at, maps, word, pooled_height, before, thread, C: gl.constexpr):
-    """Starts the copy of the strip `at` and returns the next one."""
+    """Starts the copy of strip `at` and returns the next strip."""
     slot, parity, row, image, left = at
     nought = thread * 0
     run(
@@ -294,8 +298,8 @@ def copy_strip(at, maps, word, pooled_height, before, thread, C: gl.constexpr):
 
 @gluon.jit
 def tallest(sums, above, row, height, C: gl.constexpr):
-    """Returns the maximum of three rows of sums, and the row that the tile below needs; `row` is the pooled row in its
-    image."""
+    """Returns the maximum of three rows of sums, and the row that the tile below needs. `row` is the index of the pooled row in
+    its image."""
     HALF: gl.constexpr = C.half
     upper = sums[0:HALF]
     lower = sums[HALF:]
@@ -329,8 +333,9 @@ def tallest(sums, above, row, height, C: gl.constexpr):
 def widest(tall, channel: gl.constexpr, lanes, columns_left, C: gl.constexpr):
     """Returns the maximum of three columns for each of a thread's pooled pixels, of one of its two channels.
 
-    Pixel 4 j + q is lane q's, so the one to the left is that of lane q - 1, or lane 3's of j - 1; `lanes` says which lane has
-    it, which one has it for j = 0, and whether this one is lane 3. `columns_left`: columns from its first one on.
+    Pixel 4 j + q belongs to lane q. So the pixel to the left belongs to lane q - 1, or, for q = 0, it is pixel j - 1 of lane 3.
+    `lanes`: the lane that has the left pixel, that lane for j = 0, and True if this is lane 3. `columns_left`: number of
+    columns from the tile's first on.
     """
     PLACES: gl.constexpr = C.places
     source, first_source, is_last = lanes
@@ -354,7 +359,7 @@ def widest(tall, channel: gl.constexpr, lanes, columns_left, C: gl.constexpr):
 
 @gluon.jit
 def put_codes(pooled, s, b, place, C: gl.constexpr):
-    """Requantizes a thread's pooled sums, those of both channels one after the other, and writes them to shared memory."""
+    """Requantizes a thread's pooled sums, which are given channel by channel, and writes the codes to shared memory."""
     R: gl.constexpr = C.requantize
     CHANNELS: gl.constexpr = C.channels
     PICKS: gl.constexpr = C.picks
@@ -393,7 +398,8 @@ def stem_pool(
     y, s, b, row_bytes, pooled_height, pooled_width, height, width, before, tiles, tiles_beside, tiles_across, maps, weight,
     C: gl.constexpr,
 ):  # fmt: skip
-    """The kernel: a block goes down its pooled rows, all with the same columns and outputs, with strips in flight."""
+    """The kernel: one block computes consecutive pooled rows, all with the same columns and outputs, with several strips in
+    flight."""
     STAGES: gl.constexpr = C.stages
     HALF: gl.constexpr = C.half
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -413,7 +419,7 @@ def stem_pool(
     first = chunk * size
     end = gl.minimum(first + size, tiles)
     row = first % pooled_height
-    start = gl.where(row > 0, first - 1, first)  # the tile above computes the lowest row of sums that this one needs
+    start = gl.where(row > 0, first - 1, first)  # the tile above computes the uppermost row of sums that this tile needs
     row = gl.where(row > 0, row - 1, row)
     first_pixel = beside * (C.tile_pixels - 1)
     warp = thread // 32
@@ -450,7 +456,7 @@ def stem_pool(
         tall, above = tallest(sums, above, row, height, C)
         pooled = widest(tall, 0, lanes, columns_left, C) + widest(tall, 1, lanes, columns_left, C)
         put_codes(pooled, scales, offsets, place + side * C.out_bytes, C)
-        barrier()  # the tile before the previous one is stored by then
+        barrier()  # the tile before the previous one, which had the same buffer, is stored by now
         store_tile(y, side, tile, first_pixel, tile >= first, beside, pooled_width, across, row_bytes, thread, C)
         side = side ^ 1
         row = gl.where(row + 1 == pooled_height, 0, row + 1)

@@ -1,14 +1,16 @@
-"""y[M, N] = (x[M, K] . dequant(w)[N, K]^T) scaled, x of 8 bits, w of fewer, wgmma and TMA: sm_90a.
+"""y[M, N] = scaled x[M, K] . dequant(w)[N, K]^T, x of 8 bits, w of fewer, wgmma and TMA: sm_90a.
 
-Computes y^T = w x^T: codes converted to int8 or e4m3 are the register operand A of wgmma, 64 rows a warpgroup; x is operand B.
-Reads   x by TMA, 128 k of some tokens a stage; w in FragmentOrder for 8-bit operands by TMA, two tiles of 64 k
+Computes y^T = w x^T: codes converted to int8 or e4m3 are the register operand A of wgmma, 64 rows per warpgroup; x is operand
+        B.
+Reads   x by TMA, 128 columns of K per stage; w in FragmentOrder for 8-bit operands by TMA, two tiles of 64 columns per stage
 Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, dequantize during the previous products, wgmma, scale, store by TMA
 Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps are not synchronised with each other
-Sum     int8 in s32, exact; fp8 in the tensor core, about 14 bits. With groups (or `promote`) every 128 k are scaled, added to
-        a sum in fp32; of 256 tokens one half after the other. With splits > 1 the last block to arrive adds the splits in
-        order, or both blocks of a cluster exchange halves of the tile (parts/cluster_split_k.py): same input, same bits
+Sum     int8 in s32, exact; fp8 in the tensor core, with about 14 bits. With groups (or `promote`) sums over 128 columns of K
+        are scaled and added to a total in fp32; tiles of 256 tokens do so for one half of the tokens after the other. With
+        splits > 1 the last block to arrive adds the splits in order, or both blocks of a cluster exchange halves of the tile
+        (parts/cluster_split_k.py): same input, same bits
 Exact   every weight is dequantized exactly (hardware/byte_conversions.py), never rounded; one rounding at the store
-Source  wgmma fragments: PTX ISA; the pipeline is that of large_m_gemm.py
+Source  wgmma fragments: PTX ISA; the pipeline is the one of large_m_gemm.py
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ from lowbit.kernels.parts.tile import STAGE_K, ByteTile
 class NarrowGemm(ByteTile):
     """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
 
-    Columns are tokens; `stages` is even, and K is padded to a multiple of 256. `grouped`: scales of groups of 128 k in 16 bits,
-    and `promote`; without, one per channel in fp32.
+    Columns are tokens; `stages` is even, and K is padded to a multiple of 256. `grouped`: scales are 16-bit floats, one for
+    each group of 128 columns of K, and `promote` is True; else fp32, one for each channel.
     """
 
     format: str
@@ -87,9 +89,9 @@ class NarrowGemm(ByteTile):
 
     tokens_are_rows = False
     stage_tiles = TILES
-    """Tiles of FragmentOrder along K in a stage."""
+    """Number of FragmentOrder tiles along K in a stage."""
     iteration_stages = 2
-    """Stages of an iteration of the main loop."""
+    """Number of stages in a main-loop iteration."""
 
     @property
     def dequantizer(self) -> ByteDequantizer:
@@ -101,7 +103,7 @@ class NarrowGemm(ByteTile):
 
     @property
     def factor(self) -> float:
-        """Factor left for the epilogue."""
+        """Factor by which the epilogue multiplies all sums."""
         return self.dequantizer.conversion.scale_factor
 
     @property
@@ -128,7 +130,7 @@ class NarrowGemm(ByteTile):
 
     @property
     def part_layout(self) -> gl.NVMMADistributedLayout:
-        """Layout of the sums that are added to totals at a time."""
+        """Layout of the sums that are added to totals at once: all, or one half of the tokens."""
         return self.store_layout if self.by_halves else self.accumulator
 
     @property
@@ -142,7 +144,7 @@ class NarrowGemm(ByteTile):
 
 @aggregate
 class NarrowLoaderArgs:
-    """Arguments of the loader: descriptors, stages of w (one for each plane of its codes), x and scales, their barriers."""
+    """Arguments of the loader: descriptors, stages of w (for each plane of codes), of x and of scales, their barriers."""
 
     w_descs: Tuple
     x_desc: Descriptor
@@ -190,7 +192,8 @@ def start(registers, x_stages, acc, stage, adds, C: gl.constexpr):
 
 @gluon.jit
 def start_from_zero(registers, x_stages, before, never, stage, C: gl.constexpr):
-    """Starts the products of a stage from zero; with 128 tokens in the registers of the sums `before`, see `start_half`."""
+    """Starts the products of a stage from zero. With 128 tokens the products use the registers of the sums `before`, as in
+    `start_half`."""
     if C.columns == 128:
         return start(registers, x_stages, before, stage, never, C)
     else:
@@ -199,11 +202,11 @@ def start_from_zero(registers, x_stages, before, never, stage, C: gl.constexpr):
 
 @gluon.jit
 def multiply(p, words, stage, phase, begin, end, more, C: gl.constexpr):
-    """Computes the sums of one tile, two stages an iteration. While one multiplies, the next is dequantized into other
-    registers.
+    """Computes the sums of one tile, two stages per iteration. While one stage is multiplied, the next is dequantized into a
+    second set of registers.
 
-    `words` are those of the tile's first stage. Returns the sums, the words of the next tile's first stage if there is `more`,
-    and the next stage and phase.
+    `words` are the words of the tile's first stage. Returns the sums, the words of the next tile's first stage (valid only if
+    `more`, that is if there is a next tile), and the next stage and phase.
     """
     acc = zero_sums(C.sums, C)
     odd = empty_registers(C)
@@ -227,7 +230,7 @@ def multiply(p, words, stage, phase, begin, end, more, C: gl.constexpr):
 
 @gluon.jit
 def scale_of(scales, stage, C: gl.constexpr):
-    """Loads the scale of each row for a stage that is complete; 1 where scales do not change along K."""
+    """Loads the scale of each row for a stage that has arrived; 1 if scales do not change along K."""
     if C.grouped:
         return scales.index(stage).load(gl.SliceLayout(1, C.part_layout)).to(gl.float32)
     else:
@@ -247,8 +250,8 @@ def add_stage(total, sums, scale, C: gl.constexpr):
 def multiply_and_promote(p, even, words, stage, phase, begin, end, more, never, C: gl.constexpr):
     """As `multiply`, but each stage is summed separately, scaled and added to a total in fp32.
 
-    `even` is the tile's first stage, dequantized, `words` those of the second one; both are returned for the next tile. While
-    the sums of a stage are added, other warpgroups use the tensor cores.
+    `even`: the dequantized first stage of the tile. `words`: the words of its second stage. Both are also returned for the next
+    tile. While the sums of a stage are added, other warpgroups use the tensor cores.
     """
     sums = zero_sums(C.sums, C)
     total = zero_sums(gl.float32, C)
@@ -279,7 +282,8 @@ def multiply_and_promote(p, even, words, stage, phase, begin, end, more, never, 
 def start_half(registers, x_stages, before, never, stage, half: gl.constexpr, C: gl.constexpr):
     """Starts the products of a stage with one half of the tokens, into the registers of the sums `before`.
 
-    They start at zero, as `never` is False; compilers cannot see that and use no other registers.
+    The products start from zero, because `never`, the flag to add to `before`, is always False. Compilers cannot see that, so
+    they use no other registers.
     """
     x = x_stages.index(stage).slice(half * C.store_columns, C.store_columns).permute([1, 0])
     return warpgroup_mma(operand_a(registers, C), x, before, use_acc=never, is_async=True)
@@ -287,10 +291,11 @@ def start_half(registers, x_stages, before, never, stage, half: gl.constexpr, C:
 
 @gluon.jit
 def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
-    """As `multiply_and_promote` for 256 tokens, whose totals leave registers for the sums of 128: one half after the other.
+    """As `multiply_and_promote`, for 256 tokens. Their totals leave registers only for sums of 128 tokens, so the halves are
+    multiplied one after the other.
 
-    While the second half multiplies, the next stage is dequantized. Returns the totals of both halves, the next stage and
-    phase. Nothing of the next tile is read ahead: there are no registers for it while this one is stored.
+    While the second half is multiplied, the next stage is dequantized. Returns the totals of both halves, the next stage and
+    phase. Nothing of the next tile is read ahead, for lack of registers while this tile is stored.
     """
     sums = zero_half(C.sums, C)
     low = zero_half(gl.float32, C)
@@ -349,7 +354,7 @@ def narrow_scaled_gemm(
     w_desc, w_desc_1, w_desc_2, x_desc, scale_desc, y_desc, y, x_scale, x_zero, channel_scale, sums, bias, y_scale, partial,
     arrived, M, N, token_tiles, channel_tiles, iterations, C: gl.constexpr,
 ):  # fmt: skip
-    """Sets up stages, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
+    """Sets up stages, barriers and roles. There is one descriptor of w per plane of codes; the others are None."""
     PLANES: gl.constexpr = C.dequantizer.planes
     w_descs = (w_desc, w_desc_1, w_desc_2)
     shared = allocate(C)
@@ -358,7 +363,7 @@ def narrow_scaled_gemm(
     for p in gl.static_range(PLANES):
         w = w + (view_stages(shared, C.regions, f"w{p}", 2 * C.stages, w_descs[p]),)
     scale_stages = x
-    scales = x  # the layout that the warps read
+    scales = x  # replaced if there are group scales
     if C.grouped:
         scale_stages = view_stages(shared, C.regions, "scales", C.stages, scale_desc)
         rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -1,8 +1,8 @@
-"""TMA descriptors in im2col mode, encoded by the driver: Triton's Python interface has none.
+"""TMA descriptors in im2col mode, encoded by the driver, since Triton's Python interface does not support that mode.
 
-One copy with such a descriptor loads a run of output pixels, in order over width, height and images, with one tap of the window
-and some bytes of each pixel: rows of the implicit GEMM, zeros where the window leaves the image. Source: CUDA driver API,
-cuTensorMapEncodeIm2col; PTX ISA, "Im2col mode".
+One copy with this type of descriptor loads rows of the implicit GEMM. For consecutive output pixels, in order of width, height
+and images, it loads some bytes of one tap of the window; they are zeros where the tap is outside the image. Source: CUDA driver
+API, cuTensorMapEncodeIm2col; PTX ISA, "Im2col mode".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowbit.pack.stem import PIXEL_BYTES, WINDOW_PIXELS, StemImages
 
 MAP_BYTES = 128
 MOST_BOX = 256
-"""Elements of a box on each side."""
+"""Largest number of elements on each side of a box."""
 
 _UINT8 = 0
 _UINT64 = 4
@@ -32,9 +32,10 @@ _PROMOTE_L2_128 = 2
 class PixelWindows:
     """Parameters of a descriptor, apart from the address: images [N, H, W, bytes], and the windows to copy.
 
-    strides are bytes from pixel to pixel, row to row and image to image, multiples of 16. A copy takes `pixels` windows and
-    `step_bytes` bytes (32, 64 or 128) of one tap of each. Windows are `stride` apart; tap (0, 0) of the first one is at
-    `first`, that of the last one at `last` pixels from the last row and column (down, across; both are often negative).
+    Strides are in bytes from pixel to pixel, row to row and image to image, and multiples of 16. A copy loads `step_bytes`
+    bytes (32, 64 or 128) of one tap of each of `pixels` windows. Windows are `stride` pixels apart. Tap (0, 0) of the first
+    window is at `first`; tap (0, 0) of the last window is at `last` relative to the last row and column. Both are (down,
+    across) and often negative.
     """
 
     size: tuple[int, int, int, int]
@@ -46,7 +47,7 @@ class PixelWindows:
     step_bytes: int
 
     def refusals(self) -> tuple[str, ...]:
-        """Reasons why the hardware does not support it; empty if it does."""
+        """Reasons why the hardware does not support the descriptor; empty if it does."""
         reasons = []
         if min(*self.first, *self.last) < -128 or max(*self.first, *self.last) > 127:
             reasons.append(f"windows begin 128 pixels beyond the image at most, got {self.first} to {self.last}")
@@ -73,8 +74,8 @@ def _driver() -> ctypes.CDLL:
 
 
 def encode(windows: PixelWindows, address: int) -> bytes:
-    """Encodes the descriptor of the images at `address`, 128 bytes. Raises ValueError for what the hardware does not
-    support."""
+    """Returns the 128 bytes of the descriptor of the images at `address`. Raises ValueError if the hardware does not support
+    it."""
     reasons = windows.refusals()
     if reasons:
         raise ValueError(f"no copy of {windows}: {'; '.join(reasons)}")
@@ -90,7 +91,7 @@ def encode(windows: PixelWindows, address: int) -> bytes:
 
 
 def _encoded(what: str, function: str, *arguments: Any) -> bytes:
-    """The descriptor that a function of the driver makes; raises ValueError that names `what`."""
+    """Returns the descriptor that a function of the driver encodes; raises ValueError with the name `what` if it fails."""
     buffer = (ctypes.c_uint8 * (2 * MAP_BYTES))()
     start = -ctypes.addressof(buffer) % MAP_BYTES
     status = getattr(_driver(), function)(ctypes.c_void_p(ctypes.addressof(buffer) + start), *arguments)
@@ -100,7 +101,7 @@ def _encoded(what: str, function: str, *arguments: Any) -> bytes:
 
 
 def tensor_map(windows: PixelWindows, address: int, device: torch.device) -> Tensor:
-    """Returns the descriptor in the memory of `device`: uint8 [128], aligned to 128 bytes. Not to be called during a
+    """Returns the descriptor in the memory of `device`: uint8 [128], aligned to 128 bytes. Must not be called during a graph
     capture."""
     return torch.frombuffer(bytearray(encode(windows, address)), dtype=torch.uint8).to(device)
 
@@ -108,16 +109,18 @@ def tensor_map(windows: PixelWindows, address: int, device: torch.device) -> Ten
 def row_map(
     rows: int, row_bytes: int, box_rows: int, step_bytes: int, address: int, device: torch.device, swizzled: bool = True
 ) -> Tensor:  # fmt: skip
-    """The descriptor of a matrix uint8 [rows, row_bytes], copied in boxes of box_rows x step_bytes; zeros outside it.
+    """Returns the descriptor of a matrix uint8 [rows, row_bytes], copied in boxes of box_rows x step_bytes; zeros outside the
+    matrix.
 
-    In the memory of `device`, as `tensor_map`'s. Source: CUDA driver API, cuTensorMapEncodeTiled.
+    The descriptor is in the memory of `device`, like that of `tensor_map`. Source: CUDA driver API, cuTensorMapEncodeTiled.
     """
     swizzle = _SWIZZLE[step_bytes] if swizzled else 0
     return _tiled(_UINT8, (row_bytes, rows), (row_bytes,), (step_bytes, box_rows), swizzle, address, device)
 
 
 def image_map(size: tuple[int, int, int], box: tuple[int, int], address: int, device: torch.device) -> Tensor:
-    """The descriptor of images uint8 [N, rows, row_bytes], copied in boxes [rows, bytes] as they lie; zeros outside them.
+    """Returns the descriptor of images uint8 [N, rows, row_bytes], copied in boxes [rows, bytes] without a swizzle; zeros
+    outside the images.
 
     Columns are counted in words of 8 bytes, of which a box has up to MOST_BOX.
     """
@@ -131,7 +134,7 @@ def _tiled(
     kind: int, size: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int, address: int,
     device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """The descriptor of boxes; the innermost extent comes first."""
+    """Returns a descriptor in tiled mode; extents are given from the innermost to the outermost."""
     rank = len(size)
     descriptor = _encoded(
         f"boxes of {box} of {size}", "cuTensorMapEncodeTiled", ctypes.c_int(kind), ctypes.c_uint32(rank),
@@ -145,9 +148,9 @@ def _tiled(
 class WindowOperand:
     """Kernel arguments of one product of a convolution: packed weights, and geometry of windows in its input.
 
-    `pixels` windows and `step_bytes` of each are copied at a time. With `images`, the input is what they pack and `product` is
-    `images.product`. Descriptors, 128 bytes each, are created once for each address and size, and never freed: a captured graph
-    reads them.
+    A copy loads `step_bytes` of each of `pixels` windows. With `images`, they pack the input, and `product` is
+    `images.product`. Descriptors of 128 bytes are created once for each address and size. They are never freed, since captured
+    graphs read them.
     """
 
     def __init__(
@@ -176,13 +179,14 @@ class WindowOperand:
 
 
 NO_OPERAND = (None, None, *(0,) * 8)
-"""The arguments in place of a second product where there is none."""
+"""The arguments of a second product in layers that have none."""
 
 
 def stem_windows(
     size: tuple[int, ...], images: StemImages, padding: tuple[int, int], pixels: int, step_bytes: int
 ) -> PixelWindows:
-    """The windows of a stem: rows of 4 packed pixels of [N, rows, columns, 16], one at each packed pixel."""
+    """Returns the windows of a stem: rows of 4 packed pixels of [N, rows, columns, 16], one window starting at each packed
+    pixel."""
     n, rows, columns, _ = size
     down, across = images.output
     row_bytes = columns * PIXEL_BYTES
