@@ -1,7 +1,7 @@
-"""The whole ring kernel with every end, run in NumPy on packed weights: copies, ring, products, ends, against the reference.
+"""The whole small-M kernel with every epilogue, run in NumPy on packed weights and compared with the reference.
 
-Its own device code and PTX, thread by thread; only a step's conversion and matrix instructions are done by their models in
-tests/hardware/emulate.py. What kernels before it write is NaN until the kernel has waited for them.
+Runs the kernel's device code and PTX thread by thread; models in tests/hardware/emulate.py replace only dequantization and
+mma.sync. Outputs of previous kernels hold NaN until the kernel has waited for them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TILES = [
 
 
 def multiply(read, x, sums, acc, C, row_block):
-    """As the device function of this name, for scales without zeros."""
+    """Replaces the device function of this name, for scales without zeros."""
     k_block, warps = C.ring.k_block, [slice(first, first + 32) for first in range(0, C.threads, 32)]
     per_group = 8 // max(k_block.groups, 1)
     found = [np.array(one) for one in acc]
@@ -62,8 +62,9 @@ def multiply(read, x, sums, acc, C, row_block):
 
 
 def launch(plan, late, call, *outputs):
-    """Runs what a plan would launch and returns what it returns. The kernels before write the tensors `late`; the kernel itself
-    writes `outputs` too."""
+    """Runs a plan's launch and returns its result. The tensors `late` are outputs of previous kernels. The kernel also writes
+    `outputs`.
+    """
     noted = []
     plan.launch = lambda *arguments: noted.append(arguments)
     made = plan(*call)
@@ -72,12 +73,12 @@ def launch(plan, late, call, *outputs):
     for tensor in (made, *outputs):
         tensor.fill_(float("nan"))
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    # NumPy has no bf16; what the kernel reads of it are powers of two, which float32 holds too.
+    # NumPy has no bf16. The kernel's bf16 inputs are powers of two, which are exact in float32.
     tensors = {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in tensors.items()}
     places, end = {}, 4096
     for name, tensor in tensors.items():
         places[name], end = end, (end + tensor.nbytes + 511) // 256 * 256
-    everything = np.full(end, 255, dtype=np.uint8)  # NaN around all
+    everything = np.full(end, 255, dtype=np.uint8)  # NaN around all tensors
     for name, tensor in tensors.items():
         at = places[name]
         flat = np.ascontiguousarray(tensor.numpy()).reshape(-1)
@@ -171,19 +172,19 @@ ROWS = [
 
 
 def rows(n, k, m):
-    """A weight, x and a bias; gate and up are two halves of the weight one after the other."""
+    """(weight, x, bias); with a gate, the first half of the weight's rows is gate, the second up."""
     generator = torch.Generator().manual_seed(n + m)
     values = (torch.randn(n, k, generator=generator) * k**-0.5).half()
     return values, torch.randn(m, k, generator=generator).half(), torch.randn(n, generator=generator).half()
 
 
 def paired(t):
-    """Rows of gate and up as row blocks hold them."""
+    """The rows of gate and up interleaved as in row blocks."""
     return alternate(*t.chunk(2))
 
 
 @pytest.mark.parametrize(
-    # Whole turns of every ring, fewer than it holds, and a turn that ends early: of each tile two.
+    # K of whole passes over the ring, of less than one pass, and of a partial last pass; two of these for each tile.
     ("tile", "k"), [(tile, k) for i, tile in enumerate(ROWS) for k in np.roll([384, 520, 1024], i)[:2].tolist()], ids=str
 )  # fmt: skip
 def test_rows_with_norm_and_gate(tile, k):
