@@ -1,4 +1,4 @@
-"""How lowbit is installed: from its checkout or its wheel, never by its name, which is another's on PyPI."""
+"""Installation instructions use the checkout or the wheel, never the name lowbit, which is another project on PyPI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes of files, drawn by hypothesis: of places in JSON documents, and of bytes."""
+"""Random changes of files as hypothesis strategies: of JSON fields and of bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def places(value, path=()):
 
 
 def changed(document, changes):
-    """A copy of a JSON document with each (path, value) of `changes` put in place, as far as the path is still there."""
+    """A copy of a JSON document with each (path, value) of `changes` applied, if the path still exists."""
     document = copy.deepcopy(document)
     for path, value in changes:
         holder = document
@@ -44,7 +44,9 @@ def changed(document, changes):
 
 
 def changes_of(document, values=VALUES, most=3):
-    """A strategy of changes of a document: each place as often as another of its depth, so that long tables hide none."""
+    """A strategy for changes of a document. It samples a depth first, then a field of that depth, so long tables do not
+    dominate.
+    """
     by_depth: dict[int, list[tuple]] = {}
     for place in places(document):
         by_depth.setdefault(len(place), []).append(place)
@@ -57,7 +59,7 @@ BYTES = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size
 
 
 def with_bytes(data, changes):
-    """`data` with each change of `BYTES` made."""
+    """`data` after applying `changes`, a value of the strategy `BYTES`."""
     found = bytearray(data)
     for where, new, old in changes:
         at = int(where * len(found))

@@ -1,7 +1,7 @@
 """Schedules of an engine on a CPU: submissions, cancellations, streams and steps in any order.
 
-Whatever the order, every request ends, a text that was not cancelled is the one that its request has alone, and no slot or page
-is held at the end.
+In any order, every request finishes. Tokens that were not cancelled equal those of the request computed alone. At the end no
+slot or page is in use.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _request(action, watch=None):
 
 @functools.lru_cache(maxsize=4096)
 def alone(action):
-    """The tokens of a request that is computed alone, without a watch."""
+    """The tokens of a request computed alone, without an on_token callback."""
     engine = Engine(_model(), max_concurrent=1, max_length=256, cache_bytes=1 << 20)
     (sequence,) = engine.generate([_request(action)])
     return tuple(each.token for each in sequence.sampled)
@@ -121,12 +121,12 @@ def check(case):
 def _next(stream):
     try:
         return next(stream, None)
-    except RuntimeError:  # the text failed
+    except RuntimeError:  # the sequence failed
         return None
 
 
 def _refused(engine, request):
-    """Submits what the engine has to refuse."""
+    """Submits a request that the engine must refuse with a one-line ValueError."""
     try:
         engine.submit(request)
     except ValueError as error:
