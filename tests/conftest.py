@@ -33,11 +33,11 @@ def pytest_collection():
 
 
 SEED = 20261123
-"""No test's own, so that what it draws from a generator and what it draws without one differ."""
+"""No test uses this seed itself, so numbers from its own generator differ from those of the global one."""
 
 
 SEEDED = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
-"""Without a GPU `torch.manual_seed` notes each seed for when there is one, with who asked: half a millisecond a test."""
+"""Without a GPU, `torch.manual_seed` stores each call with its stack for later, which takes half a millisecond per test."""
 
 
 def pytest_runtest_setup(item):

@@ -19,7 +19,7 @@ FILES = sorted(path for path in KERNELS.glob("sm*/*.py") if path.name != "__init
 PARTS = sorted(path for path in (KERNELS / "parts").glob("*.py") if path.name != "__init__.py")
 
 MOST_TOGETHER = 6
-"""Values that may travel through device code by position."""
+"""Largest number of values that device code may pass as a tuple, by position."""
 
 
 def name_of(path: Path) -> str:

@@ -21,7 +21,7 @@ SCHEME = "fp8_dynamic"
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 N = 8192
 SIZES = (8192, 28672)
-"""Sizes of K; the error of sums that stay in the tensor core grows with it."""
+"""Values of K; the error of sums that stay in the tensor core grows with K."""
 CHECKED = 64
 """Rows of y that are compared with the float64 product, in float32."""
 

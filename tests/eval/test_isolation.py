@@ -92,7 +92,7 @@ for code in {codes!r}:
         pass
 assert escaped == 0
 """
-"""Runs each escape and fails if one of them was no error for the program."""
+"""Runs each attempt to escape, and fails if one of them raised no error in the program."""
 
 
 def attempt(names, file, isolation):

@@ -23,9 +23,9 @@ for channel in range(3, 64):
 os._exit(0)
 """
 FORGED = WRITES_TO_ALL_FILES.format(line=b"0\tpassed\t\n" + b"passed\n" + b'{"token": 0, "passed": true}\n')
-"""Tells the guard's parent that it passed, without knowing the token."""
+"""Writes "passed" to the guard's parent without the secret token."""
 NESTED = WRITES_TO_ALL_FILES.format(line=b"[" * 60_000 + b"\n")
-"""What a parser of JSON would take for a list of lists of lists."""
+"""Deeply nested JSON, which could exhaust a parser's recursion."""
 READS_THE_TOKEN = r"""
 import os, sys
 main = sys._getframe(1).f_locals

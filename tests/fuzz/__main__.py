@@ -20,7 +20,7 @@ from tests.serve.hostile import attack
 from tests.serve.running import running
 
 BATCH = 25
-"""Cases between two looks at the clock."""
+"""Number of cases between two checks of the time."""
 KEPT = DirectoryBasedExampleDatabase(Path(__file__).parents[2] / ".hypothesis" / "fuzz")
 
 

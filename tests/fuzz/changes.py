@@ -7,14 +7,14 @@ import copy
 from hypothesis import strategies as st
 
 GONE = "(gone)"
-"""In place of a value: the key is deleted."""
+"""Used as a value: deletes the key."""
 ODD = (
     None, True, False, 0, 1, -1, 2, 3, 64, 1.5, 0.0, -0.0, 1e-320, 1e308, 2**31, 2**32, 2**40, 2**63, -(2**63), 2**64, 10**30,
     float("nan"), float("inf"), float("-inf"), "", "64", "x", "None", "[/b]\x1b[2J", "\ud800", "a" * 5000, "../x", "\0", "(?<",
     "(a*)*b", [], {}, [1, 2], ["x"], [None], [[]], [[["x", "y"]]], {"a": 1}, {"type": "x"}, [0, 2**63], [-1, 8], {"id": 10**9},
     GONE,
 )  # fmt: skip
-"""Values that a field is not made for."""
+"""Values that are unexpected in most fields."""
 VALUES = st.sampled_from(ODD)
 
 
@@ -55,7 +55,7 @@ def changes_of(document, values=VALUES, most=3):
 
 
 BYTES = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size=8), st.integers(0, 8)), min_size=1, max_size=3)
-"""Changes of bytes: where (as a share of the length), what is put there, and how many bytes it replaces."""
+"""Changes of bytes: (position as a share of the length, new bytes, number of replaced bytes)."""
 
 
 def with_bytes(data, changes):

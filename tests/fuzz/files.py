@@ -97,7 +97,7 @@ CASES = st.one_of(
     _byte_cases("plain", WEIGHTS, 0.02),
     _byte_cases("quantized", WEIGHTS, 0.05), _byte_cases("gguf", GGUF, 0.03), _byte_cases("gguf", GGUF, 0.1),
 )  # fmt: skip
-"""A kind, the file of it that is changed ("header": of safetensors), and how: places of JSON, or bytes."""
+"""(kind, changed file, changes of JSON fields or of bytes). The file "header" is the JSON header of the safetensors file."""
 
 
 def check(case):

@@ -15,7 +15,7 @@ from tests.tiny import eager_llama
 
 VOCAB = 160
 MOST_STEPS = 2000
-"""Of a schedule: one that takes more hangs."""
+"""A schedule with more steps counts as a hang."""
 
 OPTIONS = st.fixed_dictionaries({
     "max_concurrent": st.integers(1, 4), "chunk_tokens": st.sampled_from((128, 256)),
@@ -31,7 +31,7 @@ REQUESTS = st.tuples(
     SAMPLINGS,
     st.sampled_from(("", "", "", "stop", "raise", "cancel self", "cancel other")),
 )  # fmt: skip
-"""A prompt's first token, its length, the limit, how tokens are drawn, and what its watch does at the second token."""
+"""(first prompt token, prompt length, token limit, sampling settings, action of the on_token callback at the second token)."""
 ACTIONS = st.one_of(
     REQUESTS,
     REQUESTS,

@@ -89,7 +89,7 @@ def _cases():
 
 
 CASES = st.deferred(_cases)
-"""A kind of tokenizer, the file of it that is changed, and how."""
+"""(kind of tokenizer, changed file, changes)."""
 TEXTS = ("abc de", "", "x" * 300, "a\u0301\u200d\ufffd \U0001f44d", "<s></s>[CLS]<unk>", "\0\n\t ")
 
 

@@ -13,7 +13,7 @@ from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from lowbit.kernels.reference.attention import decode_reference
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-"""Of a row, relative: q, k, p and the result are each rounded once."""
+"""Allowed relative error of a row: q, k, p and the result are each rounded once."""
 
 
 def angles_of(positions: int, rotary_dim: int) -> Tensor:

@@ -24,7 +24,7 @@ TRITON = (
     if importlib.util.find_spec("triton")
     else ()
 )
-"""Its version: registers and spills differ, and a bound that fits both says nothing of either."""
+"""Triton's (major, minor) version. Registers and spills differ between versions, so bounds depend on it."""
 
 
 _NUMPY = tuple(int(part) for part in importlib.metadata.version("numpy").split(".")[:2])
@@ -32,7 +32,7 @@ loops_to_loaded_bounds = pytest.mark.skipif(
     () < TRITON < (3, 7) and _NUMPY >= (2, 4),
     reason="the interpreter of Triton 3.6 cannot loop to a bound loaded from memory with NumPy 2.4 and newer",
 )
-"""For tests whose kernels do so."""
+"""Marks tests whose kernels loop to a bound loaded from memory."""
 
 TYPES = {
     torch.float16: "fp16",
@@ -45,7 +45,7 @@ TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
 }
-"""Triton's names."""
+"""Triton's names of dtypes."""
 
 
 @dataclass(frozen=True, eq=False)

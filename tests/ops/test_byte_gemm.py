@@ -24,7 +24,9 @@ EIGHT = ["w8a8", "w8a8_t", "fp8", "fp8_dynamic", "fp8_block", "w8e4m3a8e5m2"]
 NARROW = ["w4a8", "w4a8_g128", "w4a8_g256", "w6a8", "w3a8_g128", "w4a8e4m3", "w4a8e4m3_g128", "w6e3m2a8e4m3", "w6e2m3a8e4m3"]
 EPS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 1e-6}
 ERROR = {"int8": 0.0, "fp8": 4e-4, "positive": 1e-3}
-"""What the sums add to the rounding of y, for fp8 of both signs and of one; docs/internals/numerics.md."""
+"""Relative error of the sums, in addition to the rounding of y: int8, fp8 of both signs, positive fp8
+(docs/internals/numerics.md).
+"""
 
 
 def problem(scheme, m, n, k, kind="token", zero=False, seed=0):

@@ -23,7 +23,7 @@ LAYERS = [
 ]  # fmt: skip
 H200 = typical_machine(90)
 OLDER = [typical_machine(80), typical_machine(89)]
-"""GPUs without wgmma, with much and with little shared memory."""
+"""GPUs without wgmma: one with much and one with little shared memory."""
 TOKENS = [1, 5, 8, 13, 16, 24, 32, 48, 64, 100, 128, 200, 256, 512, 1024]
 SCHEMES = ["w4a16_g128", "w4a16_g128_z", "w4a16_g64_fz", "w4a16_pc", "w3a16_g128", "w6e3m2a16", "w8a16", "w8e4m3a16_b128x128"]
 

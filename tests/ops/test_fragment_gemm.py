@@ -117,7 +117,7 @@ OF_BF16 = [
     "w4a16_g128_z",
     "w6e3m2a16_g128",
 ]
-"""Schemes whose scales are bf16 where the weights are."""
+"""Schemes that have bf16 scales if the weights are bf16."""
 
 
 def quantized_bf16(scheme, n, k) -> QuantTensor:

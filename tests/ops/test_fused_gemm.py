@@ -255,7 +255,7 @@ GATED = [
     ("w8a16", torch.float16),
     ("w4a16_g128_z", torch.bfloat16),
 ]
-"""Each a kernel to compile for every shape and for 8, 16, 32 and 64 tokens."""
+"""Each entry compiles a kernel for every shape and for 8, 16, 32 and 64 tokens."""
 
 
 def poison(*shapes, dtype=torch.float32):

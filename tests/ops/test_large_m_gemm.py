@@ -23,11 +23,11 @@ pytestmark = pytest.mark.gpu
 A100 = typical_machine(80)
 LARGE, SMALL = MmaTile(128, 2, 8, 1, 3, 1), MmaTile(64, 2, 4, 2, 4, 2)
 SLICED = [MmaTile(64, 2, 4, 1, 4, 1, warps_k=2), MmaTile(32, 2, 2, 1, 3, 2, warps_k=4)]
-"""Tiles whose warps share K."""
+"""Tiles whose warps divide K (sliced-K)."""
 SHARED = [
     MmaTile(128, 4, 4, 2, 3, 1), MmaTile(64, 4, 4, 2, 2, 3), MmaTile(32, 2, 4, 2, 6, 2), MmaTile(64, 1, 4, 2, 5, 1), *SLICED,
 ]  # fmt: skip
-"""Tiles whose warps have 4 row blocks, or 1, and those."""
+"""Tiles whose warps have 4 row blocks or 1, and the sliced-K tiles."""
 
 
 def product(tile, x, w, bias=None, gate="none"):

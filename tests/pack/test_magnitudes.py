@@ -37,7 +37,7 @@ def schemes():
 
 SCHEMES = list(schemes())
 SIZES = [2.0**-27, 2.0**-20, 2.0**-13, 2.0**-6, 1.0, 2.0**13, 2.0**20]
-"""1e-8 to 1e6."""
+"""Magnitudes from about 1e-8 to 1e6."""
 HALVES = [torch.float16, torch.bfloat16]
 EPS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 

@@ -20,15 +20,16 @@ MIXED = {
     "q_proj": "w4a16_g32", "k_proj": "w4a16_g32", "v_proj": "w6e3m2a16", "o_proj": "w3a16_g64_z", "gate_proj": "w4a16_g64",
     "up_proj": "w5a16_g32_fz", "down_proj": "w4a16_g128",
 }  # fmt: skip
-"""Schemes by the end of a layer's name: v apart from q and k, gate apart from up; 384 in groups of 128 have 192 for each of two
-ranks, so that groups become 64."""
+"""Schemes by the last part of a layer's name. v differs from q and k, and gate from up. With two ranks, each has 192 of 384
+channels, so groups of 128 are split into groups of 64.
+"""
 
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
-"""One process, one thread: two processes of vLLM on two cores wait for each other at every layer."""
+"""One process and one thread: two vLLM processes on two cores would wait for each other at every layer."""
 
 
 def model(*, tied=False, heads=4, kv_heads=2, seed=0) -> LlamaForCausalLM:

@@ -13,7 +13,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "h200"
 OF_LINES = {
     "int4 in groups of 128": "w4a16_g128", "int4, scales of channels": "w4a16_pc", "int8, scales of channels": "w8a16"
 }  # fmt: skip
-"""Cases of the part that times TensorRT-LLM's lines by what the page calls them."""
+"""The page's names of the cases that time TensorRT-LLM's interleaved lines."""
 
 
 def rows_of_runs():

@@ -70,8 +70,10 @@ MEASURED = """
 128 256 1 2 28 -      JJN LLO    256 256 3 1 14 128/2  JJN LLO    256 256 3 1 14 +      JJN LLO    256 512 3 2 14 -      JJN LLO
 256 512 1 2 14 -      JJN LLO    512 512 3 1 7 256/2   JJN LLO    512 512 3 1 7 +       JJN LLO
 """
-"""Channels, outputs, window, stride, size, what is added (a residual, or a product's channels and stride); the tiles of batches
-1, 16 and 128 in u4 and in s8. All layers of ResNet-18 and ResNet-50, as measured on an H200 (2026-11-21)."""
+"""Columns: channels, outputs, window, stride, size, and what is added: "+" a residual, "C/S" a second product of C channels
+with stride S. Then the keys of the fastest tiles for batches 1, 16 and 128, in u4 and in s8. All layers of ResNet-18 and
+ResNet-50, measured on an H200 (2026-11-21).
+"""
 
 
 def rows():

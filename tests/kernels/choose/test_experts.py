@@ -27,7 +27,7 @@ MODELS = {
     "Qwen3-30B-A3B": (128, 8, 2048, 768), "Mixtral-8x7B": (8, 2, 4096, 14336), "gpt-oss-20b": (32, 4, 2880, 2880),
     "OLMoE-1B-7B": (64, 8, 2048, 1024),
 }  # fmt: skip
-"""Experts, experts of a token, hidden size, size of an expert."""
+"""(experts, experts per token, hidden size, size of an expert)."""
 
 
 @pytest.mark.parametrize(

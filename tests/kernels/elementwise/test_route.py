@@ -218,7 +218,7 @@ MODELS = [
     (256, RouterRule(8, **V3, scale=2.5), True, torch.float32),
     (512, RouterRule(10, normalize=True), False, torch.float32),
 ]
-"""Mixtral, Qwen3, DeepSeek-V3, Qwen3-Next: experts, rule, whether there is a bias, type of the logits."""
+"""Mixtral, Qwen3, DeepSeek-V3, Qwen3-Next: (experts, rule, bias or not, dtype of the logits)."""
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ GL = types.SimpleNamespace(
     convert_layout=lambda x, layout, assert_trivial: x,
     constexpr=None,
 )
-"""Gluon's operations on arrays."""
+"""Gluon's operations, implemented on NumPy arrays."""
 
 
 def operands(text: str) -> set[int]:

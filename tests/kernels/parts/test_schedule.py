@@ -117,7 +117,7 @@ SHARED = [
     (1, 2, 400, 132),
     (5, 1, 8, 2),
 ]
-"""Tiles of tokens, of channels, iterations, blocks: fewer tiles than blocks, a few more, many times as many."""
+"""(tiles along tokens, tiles along channels, iterations, blocks): fewer tiles than blocks, a few more, many times as many."""
 
 
 def shared_work(shape, **more):

@@ -18,7 +18,7 @@ from tests.kernels.parts.threads import run
 
 FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2"]
 START = 4096
-"""Where shared memory is said to begin."""
+"""Assumed start address of shared memory."""
 
 
 def stage(fmt="int4", tokens=64, row_blocks=4, stages=3, warps=4, group=128, zero="none", slices=1):

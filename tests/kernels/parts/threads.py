@@ -120,7 +120,7 @@ RUN = {
 
 
 WAITS = ("cp.async.commit_group", "cp.async.wait_group", "bar.warp.sync", "griddepcontrol.", "prefetch.")
-"""Instructions that order others, of which each is done here before the next begins, or bring something nearer."""
+"""Instructions that do nothing here: waits and barriers, since instructions run one at a time, and prefetches."""
 
 
 def run(text, inputs, outputs, shared=None, start=0, memory=None, copies=None):

@@ -24,7 +24,7 @@ from tests.kernels.sm80.test_large_m_compile import check_loop
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 FORMATS = [("int2", 1), ("int3", 1), ("fp6_e3m2", 1), ("int8", 64)]
-"""Formats whose words are loaded in different ways, with tokens; others are in LARGEST."""
+"""(format, tokens): formats whose words are loaded in different ways; the others are in LARGEST."""
 
 
 def compiled(
@@ -84,7 +84,7 @@ LARGEST = [
     (RingTile(16, 4, 1, 2, 4, 1), "int5", "none", 32), (RingTile(8, 6, 2, 4, 2, 1), "uint4", "float", 16),
     (RingTile(8, 8, 1, 8, 1, 1), "uint8", "integer", 16), (RingTile(8, 3, 4, 8, 1, 1), "int7", "none", 16),
 ]  # fmt: skip
-"""Tiles of the most slots with the formats that take the most registers."""
+"""The tiles with most slots and the formats that take most registers."""
 
 
 @pytest.mark.parametrize("cases", batches(LARGEST, 3))

@@ -136,7 +136,7 @@ FORMATS = [
 
 
 MODELS = {"residual": (896, 4864), "norm": (1152, 896), "gelu_tanh": (9728, 896)}
-"""N and K of every end: h, gates and channels of a narrow model, with a tail of K."""
+"""(N, K) for each epilogue, from a narrow model, with a tail of K."""
 
 
 @pytest.mark.parametrize(

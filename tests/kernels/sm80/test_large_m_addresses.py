@@ -28,13 +28,13 @@ from tests.kernels.parts.threads import run
 
 A100 = typical_machine(80)
 MACHINES = [A100, replace(typical_machine(90), arch=A100.arch)]
-"""An A100, and an H200 by the kernels of one."""
+"""An A100, and an H200 that uses the A100's kernels."""
 
 SHARED = 4096
-"""Where shared memory is said to begin."""
+"""Assumed start address of shared memory."""
 
 ROOM = 1 << 26
-"""Addresses from one tensor to the next."""
+"""Distance between the assumed addresses of two tensors."""
 
 
 class Values(Array):

@@ -21,7 +21,7 @@ from lowbit.kernels.sm80.paged_attention import PagedAttentionPlan
 gpu = pytest.mark.gpu
 
 RAGGED = [0, 1, 15, 127, 128, 129, 300, 1000]
-"""Tokens before the new one."""
+"""Context lengths: number of tokens before the new one."""
 
 
 def run(case, tile, machine):

@@ -126,7 +126,9 @@ def room(plan):
 
 SCHEMES = [("w4a16_g128", 512), ("w6e3m2a16", 400), ("w5a16_g64", 648)]
 CASES = [[(*SCHEMES[i], TILES[j]) for j in range(4) for i in range(3) if (i + j) % 2 == end] for end in range(2)]
-"""Every scheme in every tile, half of them with either end: an end knows nothing of codes."""
+"""Every scheme with every tile. Half of the pairs run with each of two epilogues, since an epilogue does not depend on
+codes.
+"""
 
 
 @pytest.mark.parametrize(("scheme", "k", "tile"), CASES[0], ids=str)
@@ -168,7 +170,7 @@ ROWS = [
     RingTile(8, 2, 2, 1, 2, 1), RingTile(8, 4, 1, 2, 1, 1, 0, 2), RingTile(16, 3, 2, 1, 2, 3, 0, 2),
     RingTile(16, 1, 2, 1, 4, 1), RingTile(8, 3, 1, 1, 4, 1, 0, 1),
 ]  # fmt: skip
-"""Rings of more than 128 k and of less, down to one slot; splits; two rows of warps."""
+"""Rings that hold more and less than a K of 128, down to one slot; split-K; two rows of warps."""
 
 
 def rows(n, k, m):

@@ -21,7 +21,7 @@ from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.sm90.large_m_gemm import WgmmaGemm, WgmmaPlan
 
 PRODUCT = re.compile(r"[HIQ]GMMA\S* R\d+, R(\d+),")
-"""A wgmma of fp16, int8 or fp8, and the first register of its operand A."""
+"""Matches a wgmma of fp16, int8 or fp8; the group is the first register of operand A."""
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

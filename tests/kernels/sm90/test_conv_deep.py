@@ -21,7 +21,7 @@ from tests.kernels.sm90.test_conv import OPERAND, check_products_in_flight, code
 
 WIDE = (3, 1)
 TILES = [WIDE, (1, 1), (1, 2)]
-"""Warpgroups that multiply, blocks that share an SM."""
+"""(math warpgroups, blocks per SM)."""
 
 SIZES = ["pixels", "row_units", "out_height", "out_width", "tiles_across", "tiles_down"]
 
@@ -156,7 +156,7 @@ CASES = [
     (128, 256, 1, 1, (5, 9, 13), (256, 2)),
     (128, 256, 3, 1, (5, 14, 13), (128, 1)),
 ]
-"""Channels, outputs, window, stride, size, and what is added: nothing, a residual, or a product (channels, stride)."""
+"""(channels, outputs, window, stride, size, what is added: nothing, a residual, or a second product (channels, stride))."""
 
 KINDS = [(WIDE, "u4", "u4"), (WIDE, "s8", "s8"), (WIDE, "u4", "s8"), (WIDE, "s8", "u4")]
 KINDS += [

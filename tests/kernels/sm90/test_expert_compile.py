@@ -28,7 +28,7 @@ CASES = [
 
 
 LOADER_REGISTERS = 24
-"""Registers of a thread of the loader, which gives the others to the math warps."""
+"""Registers per loader thread; setmaxnreg gives the rest to the math warps."""
 
 
 def loader_registers(lines: list[str]) -> list[int]:
