@@ -32,9 +32,10 @@ class Kept:
 
 @dataclass(frozen=True)
 class Plan:
-    """The modules that get quantized weights: `linears` and `embeddings` by name, `tied` (name -> name of the module whose
-    weights it shares, which is among the other two), and `kept` with reasons. `others` has the modules whose scheme
-    differs from `scheme`."""
+    """The plan of a conversion. `linears`, `embeddings`: modules that get quantized weights, by name. `tied`: module -> the
+    linear layer or embedding whose weights it shares. `kept`: modules that stay, with reasons. `others`: modules whose scheme
+    differs from `scheme`.
+    """
 
     scheme: Scheme
     linears: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -45,11 +46,11 @@ class Plan:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """[N, K] of every matrix to be quantized, by module name; a tied one counts once."""
+        """[N, K] of every matrix to be quantized, by module name; tied matrices occur once."""
         return {**self.linears, **self.embeddings}
 
     def lines(self) -> list[str]:
-        """The report: a line for each scheme, and for all modules that stay as they are for one reason."""
+        """Returns the report: a line for each scheme, and a line for each reason with the modules that stay unchanged."""
         modules: dict[Scheme, list[str]] = {}
         for name in self.shapes:
             modules.setdefault(self.others.get(name, self.scheme), []).append(name)
@@ -71,7 +72,9 @@ class Plan:
 
 
 def slow_lines(layers: Iterable[tuple[str, int, int]]) -> list[str]:
-    """Lines of the report on linear layers (scheme, N, K) that would dequantize their weights at every call on a GPU."""
+    """Returns lines of the report on linear layers (scheme, N, K) that would dequantize their weights at every call on a
+    GPU.
+    """
     slow: dict[tuple[Scheme, tuple[str, ...], Scheme | None], int] = {}
     for scheme, n, k in layers:
         problem = Problem(parse_scheme(scheme), 1, n, k, torch.bfloat16, typical_machine(90))
@@ -94,12 +97,12 @@ def plan_conversion(
     embeddings: bool = False,
     tied: dict[str, str] | None = None,
 ) -> Plan:
-    """Decides what `convert` would do with `model` (which may be on the meta device) without touching it.
+    """Returns the plan of `convert` for `model`, which may be on the meta device and is not changed.
 
     `skip` holds module names or patterns (`lm_head`, `*.mlp.gate`, `model.layers.0.*`; a plain name also matches as the
     last part of one); None skips `lm_head`, or nothing with `embeddings=True`, which quantizes the embedding and the LM
-    head as well. Modules whose weights are one tensor are found by identity; `tied` adds ties that are not made yet,
-    module name -> name of the owner.
+    head as well. Modules that share one weight tensor are found by identity; `tied` adds ties that do not exist yet, module
+    name -> name of the owner.
     """
     scheme = parse_scheme(scheme)
     plan = Plan(scheme)
@@ -190,7 +193,7 @@ def convert(
 def quantized(
     name: str, weight: Tensor, scheme: Scheme, search: Search = "max", stored: torch.dtype | None = None
 ) -> QuantTensor:
-    """`rtn` whose errors name the layer."""
+    """Returns `rtn` of the weight; its errors name the layer."""
     try:
         return rtn(weight, scheme, search=search, stored=stored)
     except ValueError as error:
@@ -198,7 +201,9 @@ def quantized(
 
 
 def swap(model: nn.Module, name: str, q: QuantTensor) -> PackedWeight:
-    """Replaces the linear layer or embedding `name` by one with the weights `q`, on q's device; the bias stays."""
+    """Replaces the linear layer or embedding `name` by a quantized one with the weights `q`, on q's device, with the same
+    bias.
+    """
     module = model.get_submodule(name)
     new: PackedWeight
     if isinstance(module, nn.Embedding):
@@ -211,8 +216,9 @@ def swap(model: nn.Module, name: str, q: QuantTensor) -> PackedWeight:
 
 
 def dequantized(module: PackedWeight, dtype: torch.dtype, shared: nn.Parameter | None = None) -> nn.Linear | nn.Embedding:
-    """A plain layer or embedding with the weights of a quantized one in `dtype`, on its device, with the same bias; with the
-    weights `shared` where they are given. Raises UnsupportedProblem for sharded or offloaded weights."""
+    """Returns a plain layer or embedding with the dequantized weights in `dtype`, on the same device, with the same bias. If
+    `shared` is given, it is used as the weight. Raises UnsupportedProblem for sharded or offloaded weights.
+    """
     weight = nn.Parameter(module.dequantized_weight(dtype)) if shared is None else shared
     new: nn.Linear | nn.Embedding
     if isinstance(module, QuantLinear):
@@ -241,10 +247,10 @@ def empty_like(
     input_parts: InputParts = NO_PARTS,
     low_rank: int = 0,
 ) -> PackedWeight:
-    """A quantized layer or embedding of the same shape, its weights not set, with the parts of an input transform and the rank
-    of a low-rank correction that are given.
+    """Returns a quantized layer or embedding of the same shape, without weights, with the given parts of an input transform and
+    the given rank of a low-rank correction.
 
-    Raises ValueError for an embedding that should have one of these.
+    Raises ValueError for an embedding with either of them.
     """
     if isinstance(module, nn.Embedding):
         refuse_input(input_parts, low_rank)
