@@ -93,9 +93,8 @@ class Engine:
         with torch.inference_mode(next(model.parameters()).is_inference()):
             self.program, self.difference = _program(model, self.max_length, batch_invariant, forward)
         paged = self.program.is_paged
-        self._cache_budget = CacheBudget.for_device(
-            self.device, cache_bytes, allocated=paged
-        )  # from the memory that the program leaves free
+        # Computed from the memory that the program leaves free.
+        self._cache_budget = CacheBudget.for_device(self.device, cache_bytes, allocated=paged)
         if max_length is None:
             self.max_length = min(self.max_length, self._cache_budget.longest(self.program.page_bytes))
         pages = self._cache_budget.pages(self.program.page_bytes, max_concurrent, self.max_length)
@@ -183,9 +182,8 @@ class Engine:
         read = 0
         try:
             while True:
-                ended = (
-                    sequence.finish_reason is not None
-                )  # read before the tokens, since another thread may append the last ones now
+                # Read before the tokens, since another thread may append the last ones now.
+                ended = sequence.finish_reason is not None
                 while read < len(sequence.sampled):
                     yield sequence.sampled[read]
                     read += 1

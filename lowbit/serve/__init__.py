@@ -5,7 +5,7 @@ app.py         the routes                                       service.py    st
 schema.py      bodies of requests, field by field               chat.py       prompts as tokens, chat templates
 job.py         a request as sequences of the engine             prompts.py    prompts as tokens, by a separate process
 prompt_process.py  that process: templates and tokenizer, with a deadline and a limit of memory
-stream.py      sending responses, detecting disconnected clients        responses.py  responses and chunks in OpenAI's form
+stream.py      sending responses, detecting disconnects         responses.py  responses and chunks in OpenAI's form
 errors.py      errors in OpenAI's form                          metrics.py    Prometheus metrics
 limits.py      upper limits of everything                       listener.py   accepting a bounded number of connections
 connection.py  time limits of a connection                      page.py       the page at /

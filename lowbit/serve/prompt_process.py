@@ -43,10 +43,8 @@ class Job:
 
 def main(control: int) -> None:
     """Reads a pickled `Job` from standard input, then forks a worker for each socket that arrives on the socket `control`."""
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-    ):  # ignored, also if sent to the process group: the server needs workers until it ends
+    # Both signals are ignored, also if sent to the process group: the server needs workers until it ends.
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # no threads: a process with threads cannot be forked
     job: Job = pickle.load(sys.stdin.buffer)
