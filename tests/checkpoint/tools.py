@@ -40,7 +40,7 @@ VERSIONS = "import importlib.metadata as m, sys; print(', '.join(f'{n} {m.versio
 
 
 def run(*command: object) -> str:
-    """Standard output of a command; its errors are shown if it fails."""
+    """Standard output of a command; if it fails, prints its standard error and exits."""
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stderr[-3000:]}")
@@ -48,7 +48,7 @@ def run(*command: object) -> str:
 
 
 def weights(folder: Path) -> dict[str, str]:
-    """Layer -> hash of its weights as lowbit reads them, of any kind of folder."""
+    """Hash of each layer's weights as lowbit reads them, from any kind of folder."""
     blocks = folder / "blocks.gguf"
     if blocks.exists():
         reader = GgufReader(blocks)
@@ -76,7 +76,7 @@ def written(folder: Path, made: Path, kinds: tuple[str, ...]) -> dict[str, str]:
 
 
 def main(tool: str, python: str, work: Path) -> None:
-    """Makes, reads, writes, has the tool read back, and prints."""
+    """Makes the tool's files, reads and converts them, lets the tool read the converted files, and prints the results."""
     source, made, back = work / "model", work / tool, work / f"{tool}-back"
     if not source.exists():
         run(sys.executable, MAKE, "model", source, "-")

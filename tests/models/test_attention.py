@@ -20,7 +20,7 @@ def model(kv_heads=2):
 
 
 def prompts():
-    """Three, two of which are padded on the left."""
+    """Three prompts, two of which are padded on the left."""
     ids = torch.randint(1, 300, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :4] = mask[2, :1] = 0

@@ -207,7 +207,7 @@ def refused(call, message):
 
 
 def assert_command_fails(arguments, message):
-    """One line on stderr, exit 1."""
+    """Asserts that the command prints one line on stderr and exits with 1."""
     import re
 
     done = CliRunner().invoke(app, arguments)

@@ -1,4 +1,6 @@
-"""LoRA by PEFT on a quantized model: it trains, as over plain layers of the dequantized weights, merges, saves and loads."""
+"""LoRA by PEFT on a quantized model: adapters train as over plain layers with the dequantized weights, and are merged, saved
+and loaded.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def load(folder, dtype=torch.float32):
 
 
 def adapted(model, **options):
-    """The model with adapters of reproducible weights that change what it computes."""
+    """The model with adapters whose reproducible weights change its results."""
     config = lowbit.support_lora(LoraConfig(**{**LORA, **options}), model)
     torch.manual_seed(1)
     model = get_peft_model(model, config)

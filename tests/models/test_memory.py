@@ -52,7 +52,9 @@ def peak_of_calibrating(folder, layers, samples, *arguments):
 
 @linux
 def test_learning_holds_one_layer_whatever_their_number(tmp_path):
-    """Three decoder layers more would take 31 MB more in float32, and eight times that with what is learned."""
+    """If memory grew with the number of layers, three more would take 31 MB more in float32, and eight times that with the
+    learned state.
+    """
     samples = SAMPLES // 2  # a layer's state is eight times what all of these take
     peaks = [peak_of_calibrating(tmp_path / str(layers), layers, samples, "learned") for layers in (2, 5)]
     layer = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE)
@@ -65,7 +67,7 @@ def test_learning_holds_one_layer_whatever_their_number(tmp_path):
 
 @linux
 def test_gptq_holds_one_layer_its_statistics_and_the_activations(tmp_path):
-    """Three decoder layers more would take 31 MB more in float32."""
+    """If memory grew with the number of layers, three more would take 31 MB more in float32."""
     peak = peak_of_calibrating(tmp_path, LAYERS, SAMPLES)
     layer = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE)
     activations = 2 * 4 * SAMPLES * LENGTH * HIDDEN
@@ -113,7 +115,7 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """A folder in 16 bits, its head the largest layer: 17 MB of 96."""
+    """A 16-bit checkpoint of 96 MB, whose largest layer is the head with 17 MB."""
     folder = tmp_path_factory.mktemp("wide")
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=WIDE, num_hidden_layers=6, num_attention_heads=8,
@@ -129,7 +131,7 @@ def layers_of(model):
 
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a8", "w4a8_g128"])  # w8a16 is what the head has
 def test_loading_holds_the_packed_model_one_layer_and_a_constant(scheme, wide, as_on_a_gpu):
-    """Two ends in 16 bits would be 34 MB more, all layers as rows besides 10."""
+    """Embedding and head in 16 bits would take 34 MB more; all layers kept as rows besides, 10 MB more."""
     with TensorBytes() as held:
         model = load_causal(wide / "16-bit", scheme=scheme, head="w8a16", device="cpu", dtype=torch.bfloat16)
         prepare_layers(model)  # the head, if that was quantized last

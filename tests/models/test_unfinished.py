@@ -33,7 +33,7 @@ def quantize(source, target, **options):
 
 @pytest.fixture(scope="module")
 def whole(tiny, tmp_path_factory):
-    """The files of a run in one go."""
+    """The files of an uninterrupted run."""
     target = tmp_path_factory.mktemp("unfinished") / "whole"
     quantize(tiny, target)
     return files(target)
@@ -41,7 +41,7 @@ def whole(tiny, tmp_path_factory):
 
 @pytest.fixture
 def unfinished(tiny, tmp_path, monkeypatch):
-    """The folder of a run that ended when all its layers were finished."""
+    """The folder of a run that was stopped after all layers were finished."""
 
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt

@@ -29,7 +29,7 @@ def sha(weight):
 
 
 def finish(folder, expected):
-    """Keeps the files that the tests read."""
+    """Removes all files but those that the tests read, and writes `expected.json`."""
     config = folder / "config.json"
     if config.exists():  # a temporary path of the run says nothing
         config.write_text(re.sub(r',?\s*"offload_to_disk_path": "[^"]*"', "", config.read_text()))
@@ -81,7 +81,7 @@ def auto_round(source, out):
 
 
 def auto_round_folder(source, folder, layout, bits, sym, exceptions=None):
-    """One folder, and its weights as auto-round's own layers compute them."""
+    """Quantizes `source` into one folder; the expected weights are those that auto-round's layers compute."""
     from auto_round import AutoRound
 
     work = folder.with_suffix(".work")
