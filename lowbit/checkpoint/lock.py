@@ -183,7 +183,9 @@ class Lock:
             raise
 
     def _still_ours(self) -> bool:
-        """Waits until a process that took the lock at the same time, without flock, has written its identity too."""
+        """Whether the lock is still ours after a process that took it at the same time, without flock, could write its identity
+        too.
+        """
         time.sleep(_POLL_SECONDS)
         return self._is_ours()
 

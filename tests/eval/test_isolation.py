@@ -118,7 +118,7 @@ def test_every_escape_is_refused(file, isolation):
     paths = (file, file.parent, Path(os.devnull), Path(sys.executable).resolve())
     before = [state(path) for path in paths]
     outcome = attempt(ESCAPES, file, isolation)
-    if not outcome.passed:  # finds out which one failed
+    if not outcome.passed:  # names the escape that succeeded
         assert [name for name in ESCAPES if not attempt([name], file, isolation).passed] == []
     assert outcome.passed, outcome.reason
     assert [state(path) for path in paths] == before

@@ -71,7 +71,7 @@ def compiled_step(name):
 
 
 def test_a_compiled_step_over_a_static_cache_repeats_nothing():
-    expected, _ = compiled_step("sdpa")  # whose keys are (3, 8, 32, 8) in Transformers 5.17 to 5.23
+    expected, _ = compiled_step("sdpa")  # its keys are (3, 8, 32, 8) in Transformers 5.17 to 5.23
     logits, keys = compiled_step("lowbit")
     assert torch.allclose(logits, expected, atol=1e-5)
     assert keys == [(3, 2, 32, 8)] * 2, "as they lie in the cache"

@@ -79,7 +79,7 @@ def test_static_scales_by_hand(tiny, tmp_path):  # noqa: F811
         assert torch.equal(q.codes, rtn(load(tiny).get_submodule(name).weight.data, "fp8").codes)
     first_quantized = ranges(model, tokens, layers)
     for name, q in layers.items():
-        # All inputs of a decoder layer are seen before any of its weights is rounded.
+        # All inputs of a decoder layer are measured before any weight of this layer is rounded.
         expected = (float_model if ".0." in name else first_quantized)[name] / 448
         assert q.input_transform.activation_scale.item() == pytest.approx(expected, rel=1e-5), name
 
@@ -147,7 +147,9 @@ def test_quantized_while_loading(scheme, tiny, tmp_path):  # noqa: F811
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a8_az", "w8a8_t_az", "fp8", "fp8_dynamic", "fp8_block"])
 def test_the_same_model_on_a_gpu(scheme, tiny, tmp_path):  # noqa: F811
-    """Through the kernels, in one graph for torch.compile; as near to the CPU's exact products in float32 as fp16 allows."""
+    """On a GPU, the model uses the kernels, compiles to one graph, and is as near to the CPU's exact float32 products as fp16
+    allows.
+    """
     quantize_checkpoint(tiny, tmp_path / "q", scheme, calibration=CALIBRATION)
     expected = logits(load(tmp_path / "q"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float16).cuda().eval()

@@ -114,7 +114,7 @@ def test_slow_layers_are_told(folder, monkeypatch):
 
 
 def test_positions_stay_in_float32(folder, tmp_path):
-    """Weights are read in their file's type, the model runs in bf16: what is saved and loaded again gives the same."""
+    """Rotary frequencies stay in float32 in a bf16 model, so the model computes the same logits after saving and loading."""
     pipe = lowbit.pipeline(str(folder), quantization_mode="w4a16_g32", device="cpu", dtype=torch.bfloat16)
     assert pipe.model.dtype == torch.bfloat16 and pipe.model.model.rotary_emb.inv_freq.dtype == torch.float32
     pipe.model.save_pretrained(tmp_path / "q")

@@ -24,13 +24,14 @@ from tests.tiny import eager_llama, tiny_tokenizer
 
 METHOD = Learned(iterations=60, batch=3)
 LICENSE = Path(__file__).parents[2] / "LICENSE"
-"""A text that no edit of the tests changes: whether a rate is too high depends on the text."""
+"""A text that does not change with the tests: whether a learning rate is too high depends on the text."""
 TEXT = replace(CALIBRATION, samples=12, length=48)
 
 
 def layer_error(path, weights_of=None):
-    """The relative squared error of the first decoder layer's output on the calibration texts, with the weights of another
-    checkpoint."""
+    """The relative squared error of the first decoder layer's output on the calibration texts if its weights come from another
+    checkpoint.
+    """
     decoder = decoder_of(path)
     hidden = decoder.embed(TEXT.tokens(path))
     decoder.load(0)

@@ -93,7 +93,7 @@ def test_adapters_have_the_gradients_of_those_over_dequantized_weights(folder):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_it_trains(folder, dtype, checkpointing):
     model = load(folder, dtype)
-    model.model.embed_tokens.weight.data *= 20  # the head's too, whose logits hardly differ else
+    model.model.embed_tokens.weight.data *= 20  # tied to the head, whose logits would hardly differ otherwise
     if checkpointing:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()

@@ -1,4 +1,4 @@
-"""A calibrated run holds one decoder layer, whatever the number of layers; loading holds one layer in two forms."""
+"""A calibrated run keeps one decoder layer in memory, whatever their number; loading keeps one layer in two forms."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_gptq_holds_one_layer_its_statistics_and_the_activations(tmp_path):
     layer = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE)
     activations = 2 * 4 * SAMPLES * LENGTH * HIDDEN
     statistics = 4 * INTERMEDIATE**2 + 3 * 8 * INTERMEDIATE**2
-    packed = LAYERS * layer // 4 * 4.25 / 8  # the writer holds a shard of up to 2 GiB
+    packed = LAYERS * layer // 4 * 4.25 / 8  # the writer keeps a shard of up to 2 GiB in memory
     print(f"peak {peak:,}: layer {layer:,}, activations {activations:,}, statistics {statistics:,}, packed {packed:,.0f}")
     constant = 15_000_000
     stated = max(layer + activations + statistics, packed + layer) + constant
@@ -91,7 +91,7 @@ def pack_for_gpu(layer, dtype):
 
 
 def prepare_layers(model):
-    """`fuse.prepare_on_gpu`, wherever the layers are."""
+    """Does what `fuse.prepare_on_gpu` does, also for layers on a CPU."""
     for layer in layers_of(model):
         layer.prepare(torch.bfloat16)
 
@@ -103,8 +103,9 @@ def copied(tensor, device=None, dtype=None):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Layers take the steps that they take on a GPU, files are copied as to one, and few weights are worked on at once, so that
-    what is meant to be constant is small beside a layer."""
+    """Layers on a CPU are loaded and prepared as on a GPU, and few weights are processed at once, so that the memory that
+    should be constant is small compared with a layer.
+    """
     monkeypatch.setattr(PackedWeight, "_prepare", pack_for_gpu)
     monkeypatch.setattr(hf, "prepare_on_gpu", prepare_layers)
     monkeypatch.setattr(core_model_loading, "_materialize_copy", copied)

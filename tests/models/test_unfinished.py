@@ -1,4 +1,6 @@
-"""Unfinished quantizations: damaged layers are quantized again, half-written files are removed, a second run is refused."""
+"""Unfinished quantizations: damaged layers are quantized again, half-written files are removed, a concurrent second run is
+refused.
+"""
 
 from __future__ import annotations
 
