@@ -1,4 +1,4 @@
-"""fp8 sums that leave the tensor core every 128 k, or only at the end (`fast_accum`): time and error."""
+"""fp8 sums that leave the tensor core after every 128 elements of K, or only at the end (`fast_accum`): time and error."""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ def ids(m: int) -> torch.Tensor:
 
 
 def products(scheme: str, m: int):
-    """A product of one operator, of a weight and x of its own: called again, it gives the same bits."""
+    """Returns a function that multiplies a random weight and a random x by the scheme's operator, with the same bits at every
+    call.
+    """
     n, k = SPLIT
     q = rtn(torch.randn(n, k, device="cuda"), scheme)
     if q.scheme.activation is None:

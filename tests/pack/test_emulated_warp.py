@@ -52,7 +52,7 @@ def converted(words: Registers, fmt: NumberFormat) -> Registers:
 
 
 def shared_tile(packed: NDArray[np.uint8], bits: int, k_tile: int) -> NDArray[np.uint8]:
-    """Shared memory [N, bytes of 64 k] of one k tile: each 128-byte line is split into one row per column."""
+    """Shared memory [N, bytes of 64 elements of K] of one k tile: each 128-byte line is split into one row per column."""
     lines = packed.reshape(packed.shape[0], -1, 128)[:, k_tile]  # set of columns, byte
     return lines.reshape(-1, TILE_K * bits // 8)
 

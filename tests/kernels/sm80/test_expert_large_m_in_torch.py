@@ -99,7 +99,7 @@ def blocks(plan, call):
         tile = torch.full((C.tokens, end * C.stage_k), float("nan"), dtype=torch.float64)
         for i, pointer in enumerate(source.x):
             for iteration in range(begin, end):
-                for own in range(8):  # the thread's vectors of 8 k, over all iterations
+                for own in range(8):  # the thread's vectors of 8 along K, over all iterations
                     k = iteration * C.stage_k + vector * 8 + own
                     there = (token + i * C.copied_tokens < source.tokens + token) & (k < x.shape[1])
                     index = torch.where(there, pointer.index + iteration * C.stage_k + own, 0)

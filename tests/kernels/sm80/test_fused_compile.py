@@ -192,7 +192,9 @@ def compiled_rows(end, m, n, k, dtype="fp16", bias=False, tile=None, sm=90):
 # fp16 and bf16 take equally many registers.
 @pytest.mark.parametrize("cases", batches([(*case, *of) for case in LLAMA for of in ((1, "fp16"), (16, "bf16"))], 3))
 def test_rows_of_16_bits(cases):
-    """16-bit weights are copied once and not converted: for 16 rows and 128 k, a lane does 8 copies and 8 reads of 16 bytes."""
+    """16-bit weights are copied once and not converted: for 16 rows and 128 elements of K, a lane does 8 copies and 8 reads of
+    16 bytes.
+    """
     for each in [(end, *compiled_rows(end, m, n, k, dtype)) for end, n, k, m, dtype in cases]:
         check_rows(*each)
 

@@ -200,7 +200,7 @@ SLICED = MmaTile(64, 2, 4, 1, 4, 2, warps_k=2)
     [("fp6_e3m2", 0, "none"), ("int3", 128, "none"), ("uint4", 16, "integer"), ("int7", 64, "none"), ("int8", 0, "none")],
 )
 def test_other_forms_and_ragged_shapes(fmt, group, zero, tile):
-    """Partial tiles of rows, of 64 k and of tokens; splits with fewer k blocks than stages."""
+    """Partial tiles of rows, of K (64 elements) and of tokens; splits with fewer k blocks than stages."""
     bits = number_format(fmt).bits
     for m, n, k in ((77, 3989, 1096), (130, 512, 64 * 3)):
         check(GemmShape(m, n, k, bits), tile, fmt, group, zero)

@@ -48,7 +48,9 @@ def main_loop(kernel) -> list[str]:
 
 
 def check_loop(tile, kernel) -> None:
-    """The main loop has all products and reads of x of 64 k, one barrier, and copies for a later stage. Nothing spills."""
+    """The main loop has all products and reads of x for 64 elements of K, one barrier, and copies for a later stage. Nothing
+    spills.
+    """
     loop = main_loop(kernel)
 
     def count(name: str) -> int:
@@ -144,8 +146,8 @@ def test_x_is_read_ahead():
 
 
 def test_decoding_keeps_its_budget():
-    """int4: dequantization issues in at most a tenth of the tensor cores' cycles for 64 k (8 per product on an A100). The whole
-    loop has at most 2.6 instructions per product.
+    """int4: issuing the dequantization takes at most a tenth of the tensor cores' cycles (8 per product on an A100). The whole
+    loop, over 64 elements of K, has at most 2.6 instructions per product.
     """
     _, kernel = compiled("int4", tile=MmaTile(128, 2, 8, 1, 4, 1))
     loop = main_loop(kernel)
