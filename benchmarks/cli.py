@@ -74,10 +74,10 @@ def tiles(
     dtype: Annotated[str, typer.Option(help="Type of x and y: float16 or bfloat16.")] = "float16",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer formats, shapes and M.")] = False,
 ) -> None:
-    """Check the choice of tile on this GPU: the chosen one beside the best of the next ones and the batch-invariant one.
+    """Check the choice of tile on this GPU: time the chosen one, the next candidates and the batch-invariant one.
 
-    Needs an NVIDIA GPU. Rows in which another tile wins by more than 3 % are printed at the end in the form in which
-    kernels/choose/measured.py keeps them.
+    Needs an NVIDIA GPU. Rows in which another tile is more than 3 % faster are printed at the end, in the form of
+    kernels/choose/measured.py.
 
     Example: python -m benchmarks tiles --formats w4a16_g128 --shapes 4096x4096 --m 16,64,256
     """
@@ -124,7 +124,8 @@ def experts(
     ] = None,
     report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file; needs no GPU.")] = None,
 ) -> None:
-    """Time the expert block of a layer on this GPU: route, gate and up, down, sum; as share of the limit of the experts hit.
+    """Time the expert block of a layer on this GPU (route, gate and up, down, sum), as a share of the limit of the experts
+    used.
 
     Needs an NVIDIA GPU. The first call of each row is checked against a float64 layer. The file is complete after every row.
 
@@ -161,10 +162,10 @@ def choice(
     ] = None,
     report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file; needs no GPU.")] = None,
 ) -> None:
-    """Time the chosen tile beside all that make sense, over weights of twelve models: regret, and time that falls with tokens.
+    """Time the chosen tile and all reasonable others, for weights of twelve models: gap to the best, and time by tokens.
 
-    Needs an H100 or H200. Weights are whole, halves and quarters; half of them are for tuning the choice, the others for
-    judging it, and they come in a mixed order. The file is written every so often and at the end: Ctrl-C keeps what there is.
+    Needs an H100 or H200. Weights are whole, halves and quarters. One half of them is for tuning the choice, the other half for
+    judging it; the order is mixed. The file is written at intervals and at the end, so Ctrl-C keeps what was measured.
 
     Example: python -m benchmarks choice --models Llama-3-8B --schemes w4a16_g128 --tokens 1,16,64,256
     """
@@ -282,7 +283,7 @@ def conv(
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw where the time goes: a .png or .svg file.")] = None,
     report_file: Annotated[Path | None, typer.Option("--report", help="Print and draw this result file; needs no GPU.")] = None,
 ) -> None:
-    """Time ResNet-50 in INT4 and INT8 on this GPU, its fusions on and off at batch 128, and every layer beside its roofline.
+    """Time ResNet-50 in INT4 and INT8 on this GPU, with its fusions on and off at batch 128, and every layer with its roofline.
 
     Needs an H100 or H200. Codes are compared with an integer reference first, bit for bit. The file is complete after every
     row, so Ctrl-C keeps what was measured.
@@ -411,11 +412,11 @@ def load(
     out_file: Annotated[Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-load.json.")] = None,
     report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file.")] = None,
 ) -> None:
-    """Time loading: files of random weights in a known shape, until every layer is in the form that its kernels read.
+    """Time the loading of a model with random weights in a known shape, until every layer is packed for its kernels.
 
-    Writes the files first (16 GB for Llama-3-8B) and removes them. States GB of files a second, the peak of memory on the GPU
-    beside its bound (the packed model, one layer in 16 bits, a constant) and that of the host. The result file is complete
-    after every row, so Ctrl-C keeps what was measured.
+    Writes the files first (16 GB for Llama-3-8B) and removes them. Reports GB of files per second, the peak GPU memory with its
+    bound (the packed model, one layer in 16 bits, a constant), and the peak host memory. The result file is complete after
+    every row, so Ctrl-C keeps what was measured.
 
     Example: python -m benchmarks load --layers 2 --schemes none,w4a16_g128
     """
@@ -438,7 +439,7 @@ def load(
         raise ValueError(f"--dir is a folder, {folder} is none")
     scheme_names = tuple(None if part == "none" else parse_scheme(part).name for part in schemes.split(",") if part.strip())
     target = torch_device(device)
-    head_scheme = None if head == "none" or target.type == "cpu" else parse_scheme(head).name  # as `lowbit.pipeline` does
+    head_scheme = None if head == "none" or target.type == "cpu" else parse_scheme(head).name  # like `lowbit.pipeline`
     config = LoadConfig(model, kind_names, scheme_names, head_scheme, dtype, target, layers, repeats, folder)
     from lowbit.progress import Progress
 
@@ -475,11 +476,10 @@ def mechanisms(
 ) -> None:
     """Measure why the kernels are fast: each mechanism with and without, in a loop over registers or in a whole product.
 
-    Conversions of codes by cast and by logic, with and without the shift of exponents, FP6 in segments of 4 + 2 bits; scales
-    before or after the product; order of tiles, stages, split-K, sliced-K; one kernel or two;
-    fp8 sums that stay in the tensor core; what the GPU's counters say (needs ncu); channels of convolutions.
-    docs/internals/mechanisms.md explains the rows. Some three minutes on an H100 or H200.
-    The file is complete after every row, so Ctrl-C keeps what was measured.
+    Measured are: conversions of codes by cast and by logic, with and without the shift of exponents, FP6 in segments of 4 + 2
+    bits; scales before or after the product; order of tiles, stages, split-K, sliced-K; one kernel or two; fp8 sums that stay
+    in the tensor core; hardware counters (needs ncu); channels of convolutions. docs/internals/mechanisms.md explains the rows.
+    A run takes about three minutes on an H100 or H200. The file is complete after every row, so Ctrl-C keeps what was measured.
 
     Example: python -m benchmarks mechanisms --parts conversions,scales
     Example, without a GPU: python -m benchmarks mechanisms --report benchmarks/results/h200/2026-11-23-mechanisms.json
@@ -537,12 +537,12 @@ def serve(
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them too: a .png or .svg file.")] = None,
     report_file: Annotated[Path | None, typer.Option("--report", help="Print and draw this result file.")] = None,
 ) -> None:
-    """Load a server of this machine as a team would, and say what it costs beside its engine and how long users wait.
+    """Send a server on this machine many requests; report its speed relative to the engine alone and the latencies of users.
 
-    engine: so many texts at once without a server. streams: the same over HTTP, for --seconds; what fails, and the share of
-    the engine's tokens a second that is left; then lengths like ShareGPT's. idle: what HTTP adds to a first token. open:
-    arrivals by chance, and percentiles of the time to the first token and of the time per token. The file is complete after
-    every part, so Ctrl-C keeps what was measured.
+    engine: concurrent sequences without a server. streams: the same load over HTTP for --seconds, with failures and the share
+    of the engine's tokens per second; then lengths like ShareGPT's. idle: the time that HTTP adds to a first token. open:
+    random arrivals, with percentiles of the time to the first token and of the time per token. The file is complete after every
+    part, so Ctrl-C keeps what was measured.
 
     Example, on a GPU: python -m benchmarks serve --seconds 60 --each 15 --plot serve.png
     Example, on a CPU: python -m benchmarks serve --model SmolLM2-135M --seconds 20 --prompt 64 --output 16 --no-sharegpt

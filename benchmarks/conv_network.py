@@ -1,13 +1,13 @@
-"""ResNet-50 as `lowbit.vision` lowers and runs it, with what goes into one kernel switched off and on.
+"""ResNet-50 as `lowbit.vision` lowers and runs it, with fusions switched on and off.
 
-Fusions are switched by name, each including those before it:
+A fusion's name stands for it and all earlier ones:
 
-    none      every convolution writes codes; ReLUs and sums of two tensors are kernels of their own
+    none      every convolution writes codes; ReLUs and sums of two tensors are separate kernels
     relu      convolution + ReLU, sum + ReLU
-    add       convolution + add + ReLU: what MegEngine fuses
+    add       convolution + add + ReLU, as in MegEngine
     shortcut  the convolution of the shortcut computed inside the one it is added to
     stem      the max-pool computed inside the first convolution
-    blocks    of stage 1, the second and third convolution of a block and the first one of the next in one kernel
+    blocks    in stage 1, one kernel for the second and third convolution of a block and the first one of the next block
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ from lowbit.vision.trace import fuse, unfused
 FUSIONS = ("none", *GRAPH_FUSIONS, *KERNEL_FUSIONS)
 
 SCHEMES: dict[str, str] = {"u4": "w8a4", "s8": "w8a8"}
-"""Scheme by storage of activations. Weights keep 8 bits: 4-bit weights are no faster, being 0.1 % of the bytes at batch 128."""
+"""Scheme by storage of activations. Weights keep 8 bits: 4-bit weights would not be faster, as weights are 0.1 % of the bytes
+at batch 128.
+"""
 
 CALIBRATION_IMAGES = 4
 
@@ -68,7 +70,7 @@ def up_to(fusion: str) -> tuple[str, ...]:
 
 @functools.cache
 def program_of(storage: str, fusion: str, device: str = "cuda") -> Program:
-    """Returns the integer network."""
+    """Returns the integer network for a storage and a fusion."""
     apart, images = traced(device)
     graph = fuse(apart, [name for name in up_to(fusion) if name in GRAPH_FUSIONS])
     return lower(graph, calibrate(graph, observe(graph, [images]), assign_bits(graph, SCHEMES[storage])))

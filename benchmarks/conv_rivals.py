@@ -13,7 +13,7 @@ from benchmarks.resnet50 import IMAGE, STEM, Layer, ResNet50, blocks
 
 @dataclass(frozen=True)
 class Rival:
-    """Factory of a network for a batch size, and what it fuses, in the terms of conv_network.py where they fit."""
+    """Factory of a network for a batch size, and its fusions, named as in conv_network.py if possible."""
 
     network: Callable[[int], Callable[[], object]]
     fusion: str

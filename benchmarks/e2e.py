@@ -40,7 +40,7 @@ PROMPT, OUTPUT = 1024, 64
 """Tokens of the timed prompt, and tokens that a whole request generates."""
 
 PRODUCTS = KINDS["products"]
-"""Parts of the names of kernels that multiply by weights: this library's, cuBLAS's and its split-K reduction (splitKreduce)."""
+"""Parts of the names of kernels that multiply by weights: this library's, cuBLAS's, and cuBLAS's split-K reduction."""
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -146,7 +146,7 @@ def _rows_of(
 
 
 def engine_for(model: PreTrainedModel, cases: abc.Sequence[tuple[int, int]]) -> Engine:
-    """Returns an engine whose cache holds every case, as far as memory allows."""
+    """Returns an engine with a KV cache large enough for every case, as far as memory allows."""
     longest = max(context for _, context in cases) + 4 * REPLAYS
     engine = Engine(
         model, max_concurrent=max(batch for batch, _ in cases), max_length=max(longest, PROMPT + OUTPUT), prefix_caching=False
@@ -161,7 +161,9 @@ def engine_for(model: PreTrainedModel, cases: abc.Sequence[tuple[int, int]]) -> 
 
 
 def place(engine: Engine, batch: int, context: int, tokens: int) -> None:
-    """Gives the first slots pages in random order for `tokens` more than `context`; ValueError where there are too few."""
+    """Assigns random pages to the first slots, enough for `context` + `tokens` tokens. Raises ValueError if there are too
+    few.
+    """
     each, count = pages_for(context + tokens), engine.scheduler.pages.count - 1
     if batch * each > count:
         raise ValueError(f"keys and values of {batch} x {context} tokens take {batch * each:,} pages, {count:,} fit")
@@ -212,7 +214,7 @@ def _decode(
 
 
 def times_us(step: DecodeStep) -> list[float]:
-    """Microseconds of each replay; all are queued at once, so that the GPU never waits for Python."""
+    """Returns the microseconds of each replay. All are queued at once, so that Python does not delay the GPU."""
     assert step.graph is not None
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPLAYS)]
     for _ in range(3):

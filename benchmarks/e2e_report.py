@@ -20,7 +20,7 @@ KINDS = {
     "norms and gates": ("norm", "gate", "embed"),
     "drawing": ("survey", "weigh", "collect", "settle", "argmax"),
 }
-"""Kernels of a step by parts of their names; the rest is "other"."""
+"""Kinds of a step's kernels by parts of the kernel name; the rest is "other"."""
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def _step_table(document: dict[str, Any], rows: list[dict[str, Any]], context: i
 
 
 def _python_table(rows: list[dict[str, Any]]) -> Table:
-    """Returns steps and prompts by the clock of the host, for any context."""
+    """Returns the table of steps and prompts timed from Python, for any context."""
     table = narrow_table(
         ("weights",), ("users", "ms a token", "prompt tokens/s", "in products"), f"{rows[0]['model']}: from Python"
     )
@@ -127,7 +127,9 @@ def _draw(document: dict[str, Any], rows: list[dict[str, Any]], theme: Theme) ->
 
 
 def _users(axis: Any, rows: list[dict[str, Any]], title: str, theme: Theme) -> None:
-    """A line for each scheme, 16 bits and rivals in grey, behind the figure where it begins; names where lines have fallen."""
+    """Plots a line for each scheme; 16 bits and rivals are grey. Each line has its first value as a label on the left, and its
+    name at a point where the lines are apart.
+    """
     plain(axis, theme, title)
     text = {"fontsize": 7.5, "textcoords": "offset points", "va": "center", "ha": "right", "xytext": (-6, 0)}
     lines = list(dict.fromkeys((row["scheme"], row["impl"]) for row in rows))
@@ -155,7 +157,7 @@ def _fastest(rows: list[dict[str, Any]], line: tuple[str | None, str]) -> float:
 
 
 def _where(axis: Any, rows: list[dict[str, Any]], theme: Theme) -> None:
-    """Bars of what kinds of kernels add to a step, stacked, a bar for each scheme and batch."""
+    """Plots a stacked bar for each scheme and batch: the time that each kind of kernel adds to a step."""
     plain(axis, theme, "where the time of a step goes, ms")
     axis.grid(visible=False)
     colors = (theme.own, theme.second, theme.rival, theme.text, theme.grid)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks experts`: the expert block of a layer, its parts, the choice of tile, and torch's experts of 16 bits.
+"""`python -m benchmarks experts`: times the expert block of a layer, its parts, candidate tiles, and torch's 16-bit experts.
 
 The block is what a layer does with the router's logits: route, gate and up, down, sum over slots with the residual.
 """
@@ -42,10 +42,10 @@ RESULT = "lowbit bench experts"
 SCHEMA = 1
 REPLAYS = 24
 TRIED = 8
-"""Candidates of each product that are timed beside the chosen one, those of the lowest modelled cost."""
+"""Number of candidates per product that are timed in addition to the chosen tile, lowest modelled cost first."""
 
 MOST_CALLS = 64
-"""Calls of a graph at most, each with a routing of its own."""
+"""Largest number of calls in a graph; each has its own routing."""
 
 PROTOCOL = (
     "Time per call inside one CUDA graph of many calls, each with logits and x of its own, so that other experts are hit. The "
@@ -87,8 +87,9 @@ TOKENS = (1, 4, 16, 64, 256, 1024)
 
 @dataclass(frozen=True)
 class ExpertRequest:
-    """What is measured: names of models and schemes, numbers of tokens, whether candidates of each product and torch's experts
-    are timed too; rows of the tiles of the routing, 0 for those of `tile_rows_for`."""
+    """What is measured: models and schemes by name, token counts. `tiles`: candidates of each product too. `torch16`: torch's
+    16-bit experts too. `tile_rows`: rows per tile of the routing; 0 takes `tile_rows_for`.
+    """
 
     models: tuple[str, ...]
     schemes: tuple[str, ...]
@@ -101,8 +102,9 @@ class ExpertRequest:
 def make_request(
     models: str | None, schemes: str | None, tokens: str | None, tiles: bool, torch16: bool, tile_rows: int = 0
 ) -> ExpertRequest:  # fmt: skip
-    """The request of comma-separated options; None is everything. Raises ValueError for unknown models and schemes with 8-bit
-    activations."""
+    """Returns the request for comma-separated options; None means all. Raises ValueError for unknown models and for schemes
+    with 8-bit activations.
+    """
     names = tuple(MODELS) if models is None else tuple(dict.fromkeys(models.split(",")))
     for name in names:
         if name not in MODELS:
@@ -120,14 +122,14 @@ def make_request(
 
 
 def layer_bytes(layer: ExpertLayer, scheme: str | None) -> float:
-    """Bytes of codes and scales of one expert; of 16-bit weights for None."""
+    """Returns the bytes of one expert's codes and scales; of its 16-bit weights if `scheme` is None."""
     parsed = None if scheme is None else parse_scheme(scheme)
     return weight_bytes(parsed, 2 * layer.size, layer.hidden) + weight_bytes(parsed, layer.hidden, layer.size)
 
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """A layer in one scheme; biases or None."""
+    """The packed weights of a layer in one scheme, and its biases or None."""
 
     gate_up: ExpertWeight
     down: ExpertWeight
@@ -136,11 +138,11 @@ class Weights:
 
 
 def make_weights(layer: ExpertLayer, scheme: str) -> Weights:
-    """Gaussian experts, rounded to nearest, an expert at a time."""
+    """Returns random Gaussian experts, quantized by rounding to nearest, one expert at a time."""
     generator = torch.Generator("cuda").manual_seed(1)
 
     class Matrices(Sequence[Any]):
-        """Quantized matrices, the same at each look-up, of which only one is in memory."""
+        """Quantized matrices that are recreated, with equal values, at each access, so that only one is in memory."""
 
         def __init__(self, n: int, k: int, seed: int) -> None:
             self.size, self.seed = (n, k), seed
@@ -166,7 +168,7 @@ def make_weights(layer: ExpertLayer, scheme: str) -> Weights:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """One call's x and residual [T, hidden], logits [T, experts], and their routing."""
+    """The inputs of one call: x and residual [T, hidden], logits [T, experts], and their routing."""
 
     x: Tensor
     residual: Tensor
@@ -175,7 +177,7 @@ class Inputs:
 
 
 def route_once(layer: ExpertLayer, logits: Tensor, tile_rows: int) -> Routing:
-    """The routing of logits by the layer's rule."""
+    """Returns the routing of the logits by the layer's rule."""
     from lowbit.ops.route import RouterRule, route  # type: ignore[attr-defined]
 
     rule = RouterRule(layer.top_k, normalize=layer.normalize, softmax_over_selected=layer.softmax_over_selected)
@@ -184,7 +186,7 @@ def route_once(layer: ExpertLayer, logits: Tensor, tile_rows: int) -> Routing:
 
 
 def make_inputs(layer: ExpertLayer, tokens: int, calls: int, tile_rows: int) -> list[Inputs]:
-    """Inputs of so many calls; each hits experts of its own."""
+    """Returns the inputs of `calls` calls, each with other random experts."""
     generator = torch.Generator("cuda").manual_seed(2)
     rows, made = tile_rows or tile_rows_for(tokens, layer.top_k, layer.experts), []
     for _ in range(calls):
@@ -195,7 +197,9 @@ def make_inputs(layer: ExpertLayer, tokens: int, calls: int, tile_rows: int) -> 
 
 
 def calls_needed(layer: ExpertLayer, scheme: str | None, tokens: int, l2: int) -> tuple[int, int]:
-    """(calls, copies of the layer): the calls read 3 times the L2, from as much memory where MOST_COPIES_BYTES hold it."""
+    """Returns (number of calls, number of copies of the layer). The calls together read 3 times the L2 size. The copies have
+    that size too, if MOST_COPIES_BYTES allows.
+    """
     one = layer_bytes(layer, scheme)
     hit = layer.experts * (1 - (1 - layer.top_k / layer.experts) ** tokens)
     calls = min(MOST_CALLS, max(2, math.ceil(3 * l2 / (hit * one))))
@@ -204,7 +208,7 @@ def calls_needed(layer: ExpertLayer, scheme: str | None, tokens: int, l2: int) -
 
 
 def block(layer: ExpertLayer, w: Weights, inputs: Inputs) -> Tensor:
-    """The expert block of a layer: four launches, or a few more for the routing of many tokens."""
+    """Computes the expert block of a layer: four launches, or a few more to route many tokens."""
     routing = route_once(layer, inputs.logits, inputs.routing.tile_rows)
     h = expert_gemm(inputs.x, w.gate_up, routing, w.gate_up_bias, gate=layer.gate)
     y = expert_gemm(h, w.down, routing, w.down_bias, per_slot=True, weighted=True, routed_before=True)
@@ -212,7 +216,7 @@ def block(layer: ExpertLayer, w: Weights, inputs: Inputs) -> Tensor:
 
 
 def block_reference(layer: ExpertLayer, w: Weights, inputs: Inputs) -> Tensor:
-    """The same in float64, but for h, which is rounded to bf16 between the products."""
+    """Computes the expert block in float64, except that h is rounded to bf16 between the products."""
     r = inputs.routing
     h = expert_gemm_reference(inputs.x, w.gate_up, r.experts, None, w.gate_up_bias, gate=layer.gate).bfloat16()
     y = expert_gemm_reference(h, w.down, r.experts, r.weights, w.down_bias, weighted=True)
@@ -220,14 +224,14 @@ def block_reference(layer: ExpertLayer, w: Weights, inputs: Inputs) -> Tensor:
 
 
 def median_us(calls: Sequence[Callable[[], Tensor]]) -> tuple[float, Tensor]:
-    """Microseconds per call, and the first call's output of a poisoned replay."""
+    """Returns the microseconds per call, and the first call's output in a replay with poisoned outputs."""
     graph = capture(calls)
     us = statistics.median(graph.times_us(REPLAYS))
     return us, graph.poisoned_outputs()[0].clone()
 
 
 def relative_error(y: Tensor, reference: Tensor) -> float:
-    """|y - reference| / |reference|; raises WrongResult for values that are not finite or an error above TOLERANCE."""
+    """Returns |y - reference| / |reference|. Raises WrongResult for non-finite values or an error above TOLERANCE."""
     if not bool(y.isfinite().all()):
         raise WrongResult(f"{int((~y.isfinite()).sum())} of {y.numel()} outputs are not finite or were not written")
     error = float((y.double() - reference).norm() / reference.norm())
@@ -237,7 +241,7 @@ def relative_error(y: Tensor, reference: Tensor) -> float:
 
 
 def lowbit_row(layer: ExpertLayer, weights: Sequence[Weights], inputs: Sequence[Inputs]) -> dict[str, Any]:
-    """The times of the block and of its parts."""
+    """Returns the row of this library: the times of the block and of its parts."""
     pairs = list(zip(itertools.cycle(weights), inputs))
     us, y = median_us([lambda w=w, i=i: block(layer, w, i) for w, i in pairs])  # type: ignore[misc]
     error = relative_error(y, block_reference(layer, weights[0], inputs[0]))
@@ -262,14 +266,16 @@ def lowbit_row(layer: ExpertLayer, weights: Sequence[Weights], inputs: Sequence[
 
 
 def torch16_row(layer: ExpertLayer, inputs: Sequence[Inputs]) -> dict[str, Any]:
-    """torch's grouped product over experts of 16 bits, sorted by expert; gate and up in one product, gate first."""
+    """Returns the row of torch's grouped GEMM with 16-bit experts. Rows are sorted by expert; gate and up are one product, gate
+    first.
+    """
     generator = torch.Generator("cuda").manual_seed(3)
     e, k, n = layer.experts, layer.hidden, layer.size
     gate_up, down = (
         torch.empty(e, rows, columns, device="cuda", dtype=torch.bfloat16).normal_(generator=generator).div_(math.sqrt(columns))
         for rows, columns in ((2 * n, k), (k, n))
     )
-    gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)  # rows as nn.Linear has them
+    gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)  # row-major, as in nn.Linear
 
     def call(i: Inputs) -> Tensor:
         weights, experts = i.logits.topk(layer.top_k)
@@ -291,7 +297,7 @@ def torch16_row(layer: ExpertLayer, inputs: Sequence[Inputs]) -> dict[str, Any]:
 def tile_rows_of(
     layer: ExpertLayer, weights: Sequence[Weights], inputs: Sequence[Inputs], scheme: str
 ) -> Iterator[dict[str, Any]]:
-    """For each product the chosen tile and the next candidates, timed: what the choice is calibrated by."""
+    """Yields, for each product, the times of the chosen tile and of the next candidates. The cost model is fitted to them."""
     machine, tokens, rows = machine_of("cuda"), len(inputs[0].x), inputs[0].routing.tile_rows
     slots = tokens * layer.top_k
     for part, gate, per_slot, k in (("gate_up", layer.gate, False, layer.hidden), ("down", "none", True, layer.size)):
@@ -313,7 +319,7 @@ def _time_tile(
     tile: ExpertTile, shape: ExpertShape, part: str, gate: str, per_slot: bool, weights: Sequence[Weights],
     inputs: Sequence[Inputs], x: Tensor,
 ) -> dict[str, Any]:  # fmt: skip
-    """Microseconds of a product with one tile, or the error."""
+    """Returns the microseconds of a product with one tile, or its error."""
     first = getattr(weights[0], part)
     biased = getattr(weights[0], f"{part}_bias") is not None
     try:
@@ -335,7 +341,7 @@ def _time_tile(
 
 
 def measured(request: ExpertRequest, read_bytes_per_s: float, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """A row for each model, scheme and number of tokens; what fails has its reason in `error`."""
+    """Yields a row for each model, scheme and number of tokens; a failed row has its reason in `error`."""
     for name, scheme in itertools.product(request.models, [*([None] if request.torch16 else []), *request.schemes]):
         layer = MODELS[name]
         weights: list[Weights] = []
@@ -373,7 +379,7 @@ def measured(request: ExpertRequest, read_bytes_per_s: float, say: Callable[[str
 
 
 def run(request: ExpertRequest, out: Path | None, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
-    """Measures the request; the file is written after every row. Raises ValueError without an NVIDIA GPU."""
+    """Measures the request and writes the file after every row. Raises ValueError without an NVIDIA GPU."""
     if not torch.cuda.is_available():
         raise ValueError(f"bench experts measures an NVIDIA GPU and torch {torch.__version__} sees none")
     from benchmarks.ceilings import read_bandwidth  # needs Triton, which comes with CUDA builds of torch
@@ -402,7 +408,7 @@ COLUMNS = ("model", "scheme", "tokens", "hit", "us", "limit us", "share", "route
 
 
 def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Rows of text under COLUMNS: share is limit / us; "x torch16" is the time of torch's 16-bit experts over this one."""
+    """Returns rows of text for COLUMNS. "share" is limit / us; "x torch16" is the speedup over torch's 16-bit experts."""
     dense = {(row["model"], row["tokens"]): row["us"] for row in document["rows"] if row["impl"] == "torch16"}
     made = []
     for row in document["rows"]:
@@ -420,7 +426,7 @@ def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def tile_lines(document: dict[str, Any]) -> list[str]:
-    """For each product whose candidates were timed: the chosen tile, and the fastest where it is another one."""
+    """Returns a line for each product with timed candidates: the chosen tile, and the fastest if it is another one."""
     lines = []
     for row in document["rows"]:
         for part in ("gate_up", "down"):

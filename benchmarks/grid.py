@@ -16,20 +16,20 @@ HALVES: tuple[Half, ...] = ("tuned", "untuned")
 SCHEMES = ("w4a16_g128", "w6e3m2a16", "w8a16", "w8e4m3a8e4m3")
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 PARTS = (1, 2, 4)
-"""Numbers of GPUs that share a weight."""
+"""Numbers of tensor-parallel GPUs among which a weight is split."""
 
 KNOWN = frozenset(
     {(2048, 2048), (4096, 4096), (4096, 14336), (6144, 4096), (8192, 8192), (8192, 28672), (28672, 4096), (28672, 8192)}
 )
-"""Weights by which tiles were chosen before there was this grid."""
+"""Weights that were used to choose tiles before this grid existed; they belong to the tuned half."""
 
 WHOLE_K = 128
-"""A part of K that is no multiple of this cuts through a group of scales; no GPU holds it."""
+"""Parts of K must be multiples of this, as others would split a group of scales."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a language model, from its own config.json; `more`: weights (N, K) that others do not have."""
+    """The sizes of a language model, from its config.json; `more`: further weights (N, K)."""
 
     hidden: int
     heads: int
@@ -40,8 +40,9 @@ class ModelShape:
     more: tuple[tuple[int, int], ...] = ()
 
     def weights(self, parts: int) -> Iterator[tuple[int, int]]:
-        """(N, K) of qkv, o, gate-up, down and head as one of `parts` GPUs holds them: qkv, gate-up and head by rows, o and down
-        along K. For a mixture of experts, gate-up and down are those of one expert."""
+        """Yields (N, K) of qkv, o, gate-up, down and head on one of `parts` GPUs: qkv, gate-up and head are split by rows, o
+        and down along K. For a mixture of experts, gate-up and down are those of one expert.
+        """
         of_heads = self.heads * self.head_dim
         if self.kv_heads % parts == 0:
             yield (of_heads + 2 * self.kv_heads * self.head_dim) // parts, self.hidden
@@ -65,7 +66,7 @@ MODELS: dict[str, ModelShape] = {
     "Mistral-Small-24B": ModelShape(5120, 32, 8, 128, 32768, 131072),
     "Mixtral-8x7B": ModelShape(4096, 32, 8, 128, 14336, 32000),
     "Gemma-2-9B": ModelShape(3584, 16, 8, 256, 14336, 256000),
-    # Latent attention: q and its two factors of k and v in place of qkv; experts of 1408, a first layer of 10944.
+    # Latent attention has q and two low-rank factors of k and v instead of qkv. Experts have size 1408, the first layer 10944.
     "DeepSeek-V2-Lite": ModelShape(
         2048, 16, 16, 128, 1408, 102400, ((3072, 2048), (576, 2048), (4096, 512), (21888, 2048), (2048, 10944))
     ),
@@ -73,7 +74,7 @@ MODELS: dict[str, ModelShape] = {
 
 
 def half_of(shape: tuple[int, int]) -> Half:
-    """The half that a weight (N, K) belongs to: by a checksum, but for those of `KNOWN`."""
+    """Returns the half of a weight (N, K): "tuned" for those in `KNOWN`, otherwise decided by a checksum."""
     n, k = shape
     return "tuned" if shape in KNOWN or zlib.crc32(f"{n}x{k}".encode()) % 2 else "untuned"
 
@@ -81,8 +82,9 @@ def half_of(shape: tuple[int, int]) -> Half:
 def weights(
     models: Iterable[str] = MODELS, parts: Iterable[int] = PARTS, half: Half | None = None
 ) -> list[tuple[int, int]]:  # fmt: skip
-    """Each weight (N, K) of the models once; of one half where it is given. In an order by checksum in which the halves take
-    turns, so that the beginning of a run that ends early is a fair sample. Raises ValueError for a model that is not known."""
+    """Returns the weights (N, K) of the models without duplicates; only those of `half` if given. The order is by checksum and
+    alternates between the halves, so that an interrupted run is a fair sample. Raises ValueError for an unknown model.
+    """
     given = list(parts)
     found: set[tuple[int, int]] = set()
     for name in models:

@@ -1,4 +1,4 @@
-"""Language models of known shapes with random weights: what a step costs does not depend on what the weights say."""
+"""Language models of known shapes with random weights: the time of a step does not depend on their values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowbit.nn.embedding import QuantEmbedding
 from lowbit.quantize import rtn
 
 POSITIONS = 65536
-"""Room for longer contexts than models were trained for: what a step costs does not depend on that."""
+"""Maximum context length, longer than the models were trained for; the time of a step does not depend on it."""
 
 
 def _llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, theta: float) -> LlamaConfig:
@@ -40,12 +40,13 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "Llama-2-70B": lambda: _llama(8192, 28672, 80, 64, 8, 32000, 10000.0),
     "OPT-30B": lambda: _opt(7168, 28672, 48, 56),
 }
-"""From the models' own config.json, but for POSITIONS."""
+"""Configurations from the models' config.json, except for POSITIONS."""
 
 
 def meta_model(shape: str, dtype: torch.dtype, layers: int | None = None) -> PreTrainedModel:
-    """The model of a shape without weights, on the meta device; `layers` fewer layers than it has. Raises ValueError for a
-    shape that is none of `SHAPES`."""
+    """Returns the model of a shape on the meta device, without weights. `layers` limits its number of layers. Raises ValueError
+    for a shape that is not in `SHAPES`.
+    """
     if shape not in SHAPES:
         raise ValueError(f"models are {', '.join(SHAPES)}, got {shape!r}")
     config = SHAPES[shape]()
@@ -60,18 +61,19 @@ def meta_model(shape: str, dtype: torch.dtype, layers: int | None = None) -> Pre
 def random_model(
     shape: str, scheme: str | None, head: str | None, dtype: torch.dtype, device: torch.device, layers: int | None = None
 ) -> PreTrainedModel:
-    """A model of a shape with Gaussian weights, its linear layers in `scheme` (None: `dtype`), its LM head and embedding in
-    `head` (None: `dtype`); `layers` fewer layers than it has. Layers have memory of their own, one at a time in 16 bits.
+    """Returns a model of a shape with Gaussian weights. Linear layers are in `scheme`, LM head and embedding in `head`; None
+    means `dtype`. `layers` limits the number of layers. Layers share no memory, and only one at a time is in 16 bits while the
+    model is built.
 
-    Raises ValueError for a shape that is none of `SHAPES`.
+    Raises ValueError for a shape that is not in `SHAPES`.
     """
     model = meta_model(shape, dtype, layers)
     for name, module in list(model.named_modules()):
-        if name.endswith("rotary_emb"):  # its buffers are no parameters
+        if name.endswith("rotary_emb"):  # has buffers only, no parameters
             model.set_submodule(name, type(module)(config=model.config).to(device))
     generator = torch.Generator(device).manual_seed(0)
     ends = {model.get_output_embeddings(), model.get_input_embeddings()}
-    for name in [name for name, _ in model.named_modules()]:  # a list of the modules would keep what is swapped
+    for name in [name for name, _ in model.named_modules()]:  # names only: a list of modules would keep replaced ones alive
         module = model.get_submodule(name)
         for key, parameter in list(module.named_parameters(recurse=False)):
             made = torch.full(parameter.shape, float(key != "bias"), dtype=dtype, device=device)
@@ -90,7 +92,7 @@ def random_model(
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of all weights that a step reads, as they are stored: those of embeddings are a row each."""
+    """Returns the stored bytes of all weights that a step reads. Embeddings do not count, since a step reads single rows."""
     modules = [m for m in model.modules() if not isinstance(m, (nn.Embedding, QuantEmbedding))]
     packed = [m for m in modules if isinstance(m, QuantLinear)]
     plain = [p for m in modules if not isinstance(m, QuantLinear) for p in m.parameters(recurse=False)]

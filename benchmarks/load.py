@@ -27,10 +27,10 @@ from lowbit.nn import PackedWeight, QuantLinear
 from lowbit.tune.timing import failures, reason
 
 KINDS = ("16-bit", "lowbit", "gptq", "awq", "compressed-tensors")
-"""Kinds of files that are measured: those of 16 bits in every scheme, the others in the one that they hold."""
+"""Kinds of measured files. 16-bit files are loaded in every scheme, the others in their own scheme."""
 
 STORED = "w4a16_g128"
-"""The scheme of files that are quantized already."""
+"""The scheme of the already quantized files."""
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -46,12 +46,12 @@ PROTOCOL = (
 )
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Called with what is being done, and how far it is: bytes written, or loads."""
+"""Called with (description, done, total); the numbers are bytes written or loads."""
 
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """What a run measures."""
+    """Configuration of a run."""
 
     model: str
     kinds: tuple[str, ...]
@@ -65,8 +65,9 @@ class LoadConfig:
 
 
 def run(config: LoadConfig, path: Path | None, progress: ProgressCallback) -> tuple[Path, dict[str, Any]]:
-    """Measures everything and returns the result file, which is written after each row, and its document. Raises
-    CheckpointError where the disk has too little room for the files, of which there is one kind at a time; they are removed."""
+    """Measures everything and writes the result file after each row. Returns its path and document. The checkpoint files exist
+    one kind at a time and are deleted afterwards. Raises CheckpointError if the disk has too little space for them.
+    """
     on_gpu = config.device.type == "cuda"
     about = (results.machine() if on_gpu else machine()) | {"device": _name_of(config.device)}
     named = results.default_path(about["device"], datetime.date.today())
@@ -98,7 +99,7 @@ def run(config: LoadConfig, path: Path | None, progress: ProgressCallback) -> tu
 
 
 def _rows_of(folder: Path, kind: str, layers: int, config: LoadConfig, progress: ProgressCallback) -> Iterator[dict[str, Any]]:
-    """A row for each scheme to which files of one kind are brought; what fails carries its reason."""
+    """Yields a row for each scheme into which files of one kind are loaded; a failed row has its reason."""
     source = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     nothing = dict.fromkeys(
         ("gb_per_s", "model_bytes", "layer_bytes", "bound_bytes", "peak_bytes", "peak_host_bytes", "slow", "error")
@@ -119,7 +120,7 @@ def _rows_of(folder: Path, kind: str, layers: int, config: LoadConfig, progress:
 
 
 def _measured(folder: Path, scheme: str | None, head: str | None, config: LoadConfig, seconds: list[float]) -> dict[str, Any]:
-    """Loads once, adding the time to `seconds`: bytes of the model and of the peaks."""
+    """Loads once and appends the time to `seconds`. Returns the bytes of the model and the peaks."""
     device = config.device
     on_gpu = device.type == "cuda"
     _free(on_gpu)
@@ -146,7 +147,7 @@ def _measured(folder: Path, scheme: str | None, head: str | None, config: LoadCo
 
 
 def tensor_bytes(model: nn.Module) -> int:
-    """Bytes of all tensors of a model, in whichever forms they are held; what several share counts once."""
+    """Returns the bytes of all tensors of a model in their current forms; shared memory counts once."""
     tensors = [*model.parameters(), *model.buffers()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     packed = [module for module in model.modules() if isinstance(module, PackedWeight)]
@@ -154,12 +155,12 @@ def tensor_bytes(model: nn.Module) -> int:
 
 
 def _largest_layer_bytes(model: nn.Module) -> int:
-    """Bytes of the largest quantized layer in 16 bits; 0 where none is."""
+    """Returns the bytes that the largest quantized layer has in 16 bits; 0 if there is none."""
     return max((2 * m.shape[0] * m.shape[1] for m in model.modules() if isinstance(m, PackedWeight)), default=0)
 
 
 def _read(folder: Path) -> float:
-    """Reads all tensors' files once; bytes per second."""
+    """Reads all tensor files once; returns the bytes per second."""
     count, start = 0, time.perf_counter()
     buffer = bytearray(1 << 24)
     for path in sorted(folder.glob("*.safetensors")):
@@ -170,7 +171,7 @@ def _read(folder: Path) -> float:
 
 
 def _copy_speed(device: torch.device) -> float:
-    """Bytes per second of a copy from pageable memory, the fastest of three."""
+    """Returns the bytes per second of a copy from pageable memory, the fastest of three."""
     source = torch.ones(256 << 20, dtype=torch.uint8)
     seconds = []
     for _ in range(3):
@@ -194,8 +195,9 @@ def _name_of(device: torch.device) -> str:
 
 
 class _HostPeak:
-    """The most anonymous memory of this process inside a `with` block above what there was before; `peak` is None where the
-    system does not say (/proc/self/status)."""
+    """The peak of anonymous memory that this process adds inside a `with` block. `peak` is None if the system does not report
+    it (/proc/self/status).
+    """
 
     def __init__(self) -> None:
         self.peak: int | None = None

@@ -1,4 +1,4 @@
-"""`python -m benchmarks load` on the terminal."""
+"""Tables of a result file of `python -m benchmarks load`. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -34,15 +34,18 @@ ROW_KEYS = frozenset(
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The document of a result file of `python -m benchmarks load`; raises ValueError that says what is wrong with it."""
+    """Returns the document of a result file of `python -m benchmarks load`. Raises ValueError that says what is wrong with
+    it.
+    """
     document = read_json(path, LOAD, SCHEMA)
     require_keys(path, document, ("machine", "rows", "date"), ROW_KEYS)
     return document
 
 
 def load_table(document: dict[str, Any]) -> Table:
-    """One line for each kind of files and scheme: seconds, GB of files a second, the model's bytes, the peak on
-    the GPU and its bound, the peak of the host's memory."""
+    """Returns a table with a line for each kind of files and scheme: seconds, GB of files per second, the model's bytes, peak
+    GPU memory and its bound, peak host memory.
+    """
     first = document["rows"][0] if document["rows"] else None
     of = "" if first is None else f" {first['model']}, {first['layers']} layers,"
     heads = ", ".join(dict.fromkeys(row["head"] for row in document["rows"] if row["head"]))
@@ -59,7 +62,7 @@ def load_table(document: dict[str, Any]) -> Table:
 
 
 def failed(document: dict[str, Any]) -> list[str]:
-    """A line for each kind of files that did not load."""
+    """Returns a line for each kind of files that did not load."""
     rows = [row for row in document["rows"] if row["error"] is not None]
     return [f"{row['files']}, {row['scheme'] or 'as they are'}: {row['error']}" for row in rows]
 

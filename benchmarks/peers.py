@@ -1,4 +1,4 @@
-"""One adapter per peer: this library's quantized weight in the peer's own layout, and the peer's product.
+"""One adapter per peer: converts this library's quantized weight to the peer's layout and runs the peer's GEMM.
 
 Run as `python -m benchmarks.peers NAME --request FILE --out FILE`, it measures one peer with the protocol of this
 folder and appends one JSON row per line. Peers are third-party packages; each is imported in its adapter only, so that
@@ -28,9 +28,9 @@ from lowbit.tune.timing import failures, reason, warm_up
 
 @dataclass(frozen=True)
 class Peer:
-    """A peer: the package to install, the module that shows whether it is, and its adapter.
+    """A peer: the package to install, the module whose presence shows that it is installed, and its adapter.
 
-    `compiled`: its kernels are compiled for each problem and kept on disk.
+    `compiled`: the peer compiles kernels for each problem and caches them on disk.
     """
 
     package: str
@@ -40,17 +40,17 @@ class Peer:
 
 
 def group_size(scheme: Scheme) -> int | None:
-    """Weights per scale along K; None for one scale per channel."""
+    """Returns the number of weights per scale along K; None for one scale per channel."""
     return scheme.granularity.size if isinstance(scheme.granularity, PerGroup) else None
 
 
 def stored_as(q: QuantTensor, dtype: torch.dtype) -> QuantTensor:
-    """The weight with its scales rounded to `dtype`, for peers that hold them so."""
+    """Returns the weight with its scales rounded to `dtype`, for peers that store scales in this dtype."""
     return replace(q, scale=q.scale.to(dtype))
 
 
 def _cloned(weight: Any) -> Any:
-    """An equal weight in new memory: tensors, or a list or dictionary of them."""
+    """Returns a copy of a weight, a list or dictionary of tensors, in new memory."""
     if isinstance(weight, dict):
         return {name: tensor.clone() for name, tensor in weight.items()}
     return [tensor.clone() for tensor in weight]
@@ -63,8 +63,8 @@ def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
 def humming(q: QuantTensor, request: GemmRequest) -> Contender:
     """Humming: integers of 1 to 8 bits and floats of at most 8 bits, scales per channel or group, compiled per problem.
 
-    Tried are its own choice for M and, with `sweep`, its choices for M / 2 and 2 M, and its own choice with one more stage,
-    with another number of blocks per SM and with stream-K turned over.
+    Tries humming's choice for M. With `sweep`, also tries its choices for M / 2 and 2 M, and its choice for M with one more
+    stage, with another number of blocks per SM, and with stream-K toggled.
     """
     scheme, dtype = q.scheme, request.torch_dtype
     if scheme.zero is not ZeroPoint.NONE:
@@ -104,7 +104,7 @@ _HUMMING_ACTIVATIONS = {"int8": "int8", "fp8_e4m3": "float8e4m3"}
 
 
 def _humming_choices(config: Any, request: GemmRequest) -> dict[int, list[str]]:
-    """Tuning configurations to try for each M as JSON, those that compile; compiled here, in parallel."""
+    """Returns the tuning configurations to try for each M, as JSON. Compiles them in parallel and keeps those that compile."""
     choose = importlib.import_module("humming.tune").get_heuristics_config
     kernels = importlib.import_module("humming.kernel.humming").HummingKernel
     wanted = {m: _humming_tunings(choose, config, m, request.sweep) for m in request.rows}
@@ -119,7 +119,7 @@ def _humming_choices(config: Any, request: GemmRequest) -> dict[int, list[str]]:
     every = list(dict.fromkeys(tuning for tunings in wanted.values() for tuning in tunings))
     with ThreadPoolExecutor(16) as pool:
         errors = dict(zip(every, pool.map(error_of, every), strict=True))
-    # Humming's own choice stays even if it does not compile: its error is then the row's.
+    # If nothing compiles, humming's own choice is kept, so that the row has its error.
     return {m: [t for t in tunings if errors[t] is None] or tunings[:1] for m, tunings in wanted.items()}
 
 
@@ -173,12 +173,12 @@ def gemlite(q: QuantTensor, request: GemmRequest) -> Contender:
 
 
 def torch_products(q: QuantTensor, request: GemmRequest) -> Contender:
-    """PyTorch's own: `_int_mm` and `_scaled_mm` for 8-bit activations, else `_weight_int4pack_mm`."""
+    """PyTorch's GEMMs: `_int_mm` and `_scaled_mm` for 8-bit activations, otherwise `_weight_int4pack_mm`."""
     return torch_int4(q, request) if q.scheme.activation is None else quantized_x.torch_bytes(q, request)
 
 
 def torch_int4(q: QuantTensor, request: GemmRequest) -> Contender:
-    """PyTorch's `_weight_int4pack_mm`: int4 in groups of 32, 64, 128 or 256, bf16 activations whatever is asked for."""
+    """PyTorch's `_weight_int4pack_mm`: int4 in groups of 32, 64, 128 or 256, always with bf16 activations."""
     scheme, group = q.scheme, group_size(q.scheme)
     if is_float(scheme) or scheme.weight.bits != 4 or scheme.zero is not ZeroPoint.NONE or group not in (32, 64, 128, 256):
         raise ValueError(f"torch._weight_int4pack_mm takes int4 in groups of 32, 64, 128 or 256, not {scheme}")
@@ -205,7 +205,7 @@ PEERS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures one peer; returns the exit status, 1 where there is no GPU."""
+    """Measures one peer. Returns the exit status, 1 without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("name", choices=sorted(PEERS))
     parser.add_argument("--request", type=Path, required=True, help="JSON of a benchmarks.request.GemmRequest")

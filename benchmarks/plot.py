@@ -1,4 +1,4 @@
-"""The picture of a result file: for each shape a panel per format, how much faster than cuBLAS in fp16, against tokens."""
+"""Plots of a result file: for each shape, a panel per format with the speedup over cuBLAS in fp16 against tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _STYLES = ("-", ":", "--")
 
 
 def plot(document: dict[str, Any], path: Path) -> list[Path]:
-    """Draws the rows that have times, a picture for each shape, for light and for dark pages; returns the files of the first.
+    """Draws the rows that have times, one picture per shape, for light and for dark pages. Returns the files for light pages.
 
-    `path` gets the shape after its stem where there are several: speed-8192x8192.png; its suffix says the format, .png or .svg.
-    Blue is this library, grey are cuBLAS and the peers, the dashed line is the limit of the memory. Raises ValueError
-    when there is nothing to draw and when matplotlib is not installed.
+    If there are several shapes, the file name gets the shape: speed-8192x8192.png. The suffix is .png or .svg. This library is
+    blue, cuBLAS and peers are grey, the dashed line is the memory limit. Raises ValueError if there is nothing to draw or
+    matplotlib is not installed.
     """
     rows = [row for row in document["rows"] if row["us"] is not None and row["impl"] != "cublas" and row["cublas_fp16_us"]]
     own = {(row["n"], row["k"], row["scheme"]) for row in rows if row["impl"] == OWN}
@@ -45,7 +45,7 @@ def _draw(rows: list[dict[str, Any]], title: str, theme: Theme) -> Any:
     axes = figure.subplots(lines, min(len(schemes), _COLUMNS), squeeze=False, sharex=True, sharey=True)
     tokens = sorted({row["m"] for row in rows})
     peers_of = {scheme: _peers([row for row in rows if row["scheme"] == scheme]) for scheme in schemes}
-    # A peer is named once, in the panel with the fewest lines.
+    # Each peer is labelled once, in the panel with the fewest lines.
     calm = {peer: min((s for s in schemes if peer in peers_of[s]), key=lambda s: len(peers_of[s])) for peer in _peers(rows)}
     for place, scheme in enumerate(schemes):
         axis = axes[place // _COLUMNS][place % _COLUMNS]
@@ -58,7 +58,7 @@ def _draw(rows: list[dict[str, Any]], title: str, theme: Theme) -> Any:
         axis.yaxis.set_major_formatter("{x:g}x")
         if place // _COLUMNS == lines - 1:
             axis.set_xlabel("tokens")
-    axes[0][0].set_ylim(0, None)  # of all panels
+    axes[0][0].set_ylim(0, None)  # panels share the axis
     for axis in axes.flat[len(schemes) :]:
         axis.set_visible(False)
     figure.suptitle(f"Times as fast as cuBLAS in fp16: {title}", color=theme.text, fontsize=10, x=0.01, ha="left")
@@ -70,14 +70,17 @@ def _peers(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _panel(axis: Any, rows: list[dict[str, Any]], first: bool, named: list[str], theme: Theme) -> None:
-    """One format: the limit, the peers, of which some are named, and this library with its figure at one token."""
+    """Plots one format: the memory limit, the peers (those in `named` with labels), and this library with its value at one
+    token.
+    """
 
     def curve(impl: str) -> tuple[list[int], list[float]]:
         own = sorted((row for row in rows if row["impl"] == impl), key=lambda row: int(row["m"]))
         return [row["m"] for row in own], [row["cublas_fp16_us"] / row["us"] for row in own]
 
     axis.axhline(1, color=theme.rival, linewidth=1)
-    # Beyond some tokens operations decide, and the best rate that was measured is no limit: cooler products exceed it.
+    # Only where memory is the limit. For more tokens operations are, and the measured rate is no true limit: products that draw
+    # less power exceed it.
     bound = sorted(
         {(r["m"], r["cublas_fp16_us"] / r["limit_us"]) for r in rows if r["impl"] == OWN and r["limit_us"] > r["compute_us"]}
     )

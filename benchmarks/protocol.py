@@ -1,6 +1,6 @@
-"""How a product is timed and checked, the same way for this library, cuBLAS and every peer.
+"""How a GEMM is timed and checked, equally for this library, cuBLAS and every peer.
 
-`PROTOCOL` says it in words; it is stored in each result file.
+`PROTOCOL` describes it and is stored in each result file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lowbit.tune.timing import (
 
 REPLAYS = 24
 GRAPH_US = 1000.0
-"""One graph holds at least this much work, so that its start is lost in it."""
+"""Least microseconds of work in one graph, so that the time to start it is negligible."""
 MOST_LAUNCHES = 128
 PROTOCOL = (
     "Time per call inside one CUDA graph of many calls, over copies of the weight that together exceed 3 times the L2 so that "
@@ -54,10 +54,10 @@ Product = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Contender:
-    """A weight as one implementation holds it, and the ways the implementation offers to multiply by it.
+    """A weight in the form of one implementation, and the implementation's kernels that multiply by it.
 
-    products(M) lists (name of the kernel and its configuration, function of prepare(x) and a weight); truth(x) is the float64
-    product of what the implementation was given. prepare, such as quantizing x, is not timed.
+    products(M) lists (name of kernel and configuration, function of prepare(x) and a weight). truth(x) is the float64 product
+    of the implementation's inputs. prepare(x), for example the quantization of x, is not timed.
     """
 
     weight: Any
@@ -82,7 +82,7 @@ class Measurement:
 
 
 def capture(calls: Sequence[Callable[[], Tensor]]) -> Graph:
-    """A graph of the calls, repeated as often as it takes to fill GRAPH_US."""
+    """Returns a graph of the calls, repeated until they take GRAPH_US."""
     graph = Graph(calls)
     total = len(calls) * min(graph.times_us(2))
     repeats = min(math.ceil(GRAPH_US / total), MOST_LAUNCHES // len(calls))
@@ -90,8 +90,9 @@ def capture(calls: Sequence[Callable[[], Tensor]]) -> Graph:
 
 
 def relative_error(y: Tensor, reference: Tensor) -> float:
-    """|y - ref| / |ref| over the rows of the reference; raises WrongResult for a value of y that is not finite and for a row of
-    another product, which the error of all rows might hide."""
+    """Returns |y - ref| / |ref| over the rows of the reference. Raises WrongResult if a value of y is not finite. Also checks
+    each row, since the total error could hide a single wrong row.
+    """
     bad = int((~y.isfinite()).sum())
     if bad:
         raise WrongResult(f"{bad} of {y.numel()} outputs are not finite or were not written")
@@ -106,7 +107,7 @@ def relative_error(y: Tensor, reference: Tensor) -> float:
 def measure(
     products: Sequence[tuple[str, Product]], x: Any, weights: Sequence[Any], reference: Tensor, replays: int = REPLAYS
 ) -> Measurement:
-    """The fastest correct one of `products`; when there is none, raises the error of the first one."""
+    """Returns the measurement of the fastest correct one of `products`. If there is none, raises the error of the first one."""
     best: Measurement | None = None
     first: Exception | None = None
     for kernel, product in products:
@@ -127,7 +128,7 @@ def measure(
 
 
 def blank_row(impl: str, scheme: Scheme | None, shape: tuple[int, int], m: int, dtype: str) -> dict[str, Any]:
-    """A row before it is measured; scheme None is the 16-bit product."""
+    """Returns a row before measurement; scheme None is the 16-bit product."""
     named = {"scheme": "fp16", "format": "fp16", "granularity": "-"} if scheme is None else columns_of(scheme)
     activation = dtype if scheme is None or scheme.activation is None else scheme.activation.name
     return {
@@ -137,7 +138,7 @@ def blank_row(impl: str, scheme: Scheme | None, shape: tuple[int, int], m: int, 
 
 
 def reference_product(x: Tensor, q: QuantTensor, rows_at_once: int = 1024) -> Tensor:
-    """`mixed_gemm_reference` by blocks of output channels, so that the float64 weights never exist at once."""
+    """Returns `mixed_gemm_reference`, computed by blocks of output channels to limit the float64 weights in memory."""
     parts = []
     for start in range(0, q.shape[0], rows_at_once):
         rows = slice(start, start + rows_at_once)
@@ -148,7 +149,7 @@ def reference_product(x: Tensor, q: QuantTensor, rows_at_once: int = 1024) -> Te
 
 
 def measured_rows(impl: str, build: Build, request: GemmRequest) -> Iterator[dict[str, Any]]:
-    """One row for each scheme, shape and M of the request; what fails carries its reason in `error`."""
+    """Yields one row for each scheme, shape and M of the request; a failed row has its reason in `error`."""
     for shape in request.shapes:
         for name in request.schemes:
             scheme = parse_scheme(name)
@@ -163,7 +164,7 @@ def measured_rows(impl: str, build: Build, request: GemmRequest) -> Iterator[dic
 
 
 def contender_rows(contender: Contender, blanks: Sequence[dict[str, Any]], k: int) -> Iterator[dict[str, Any]]:
-    """The rows `blanks` of one weight, measured."""
+    """Measures and yields the rows `blanks` of one weight."""
     try:
         x = gaussian(max(row["m"] for row in blanks), k, seed=2, dtype=contender.dtype)
         reference = contender.truth(x)

@@ -1,8 +1,8 @@
-"""Rows whose activations have 8 bits: x is quantized before anything is timed, the same way for everybody.
+"""Rows with 8-bit activations: x is quantized before the timing, in the same way for all implementations.
 
-Per token, or with one static scale where the weight has one scale per tensor (`_t`), as checkpoints of that kind have it.
+x has a scale per token, or one static scale if the weight has one scale per tensor (`_t`), as in such checkpoints.
 
-What a layer pays for quantizing x is another question, which `python -m benchmarks activations` answers.
+`python -m benchmarks activations` measures the cost of quantizing x.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lowbit.formats import IntFormat, PerChannel, PerTensor, QuantTensor, decode
 from lowbit.tune.trials import Codes, quantized_x
 
 INT_MM_ROWS = 32
-"""`torch._int_mm` wants more than 16 rows; x is filled up to so many, outside the timed region."""
+"""`torch._int_mm` needs more than 16 rows; x is padded to this number outside the timed region."""
 
 
 def truth(x: Tensor, q: QuantTensor) -> Tensor:
-    """The float64 product of x as quantized, which is what the kernels are given."""
+    """Returns the float64 product of the quantized x, which is the kernels' input."""
     given = quantized_x(x, q.scheme)
     zero = 0.0 if given.zero is None else given.zero.double()
     return reference_product((given.codes.double() - zero) * given.scale.double(), q)
@@ -33,14 +33,14 @@ def contender(
     q: QuantTensor, request: GemmRequest, weight: Any, nbytes: int, clone: Callable[[Any], Any],
     products: Callable[[int], Sequence[tuple[str, Callable[[Codes, Any], Tensor]]]],
 ) -> Contender:  # fmt: skip
-    """A contender whose products take `Codes`."""
+    """Returns a contender whose products take quantized x (`Codes`)."""
     return Contender(
         weight, nbytes, clone, products, lambda x: truth(x, q), request.torch_dtype, lambda x: quantized_x(x, q.scheme)
     )
 
 
 def this_library(q: QuantTensor, request: GemmRequest) -> Contender:
-    """This library's kernels for 8-bit activations."""
+    """Returns this library's kernels for 8-bit activations as a contender."""
     from lowbit.ops import byte_gemm
     from lowbit.ops.table import describe, problem_on
     from lowbit.pack import OperandWeight
@@ -61,7 +61,9 @@ def this_library(q: QuantTensor, request: GemmRequest) -> Contender:
 
 
 def torch_bytes(q: QuantTensor, request: GemmRequest) -> Contender:
-    """PyTorch's `_int_mm` for int8, whose s32 sums stay unscaled, and `_scaled_mm` for e4m3, with and without fast sums."""
+    """Returns PyTorch's `_int_mm` for int8, whose int32 sums stay unscaled, or `_scaled_mm` for e4m3, with and without fast
+    accumulation.
+    """
     scheme = q.scheme
     plain = isinstance(scheme.granularity, (PerChannel, PerTensor)) and not scheme.activation_zero
     if scheme.weight != scheme.activation or not plain:

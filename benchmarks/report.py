@@ -1,6 +1,6 @@
 """Tables of a gemm result file: for a terminal, as Markdown, and for README.md.
 
-Each row of this library stands beside cuBLAS in fp16 and the fastest correct peer of the same scheme in the same run.
+Each row of this library is compared with cuBLAS in fp16 and the fastest correct peer of the same scheme in the same run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Line:
 
     @property
     def share(self) -> float | None:
-        """Share of the limit: 1 is the fastest possible."""
+        """limit / time: 1 is the fastest possible."""
         return None if self.us is None else self.limit_us / self.us
 
     @property

@@ -22,14 +22,16 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class GemmRequest:
-    """Schemes by name, shapes (N, K), numbers of rows M of x, its dtype by name, and how thoroughly peers are tuned."""
+    """What to measure: schemes by name, shapes (N, K), numbers of rows M of x, the dtype of x by name, and how peers are
+    tuned.
+    """
 
     schemes: tuple[str, ...] = FORMATS
     shapes: tuple[tuple[int, int], ...] = SHAPES
     rows: tuple[int, ...] = ROWS
     dtype: str = "float16"
     sweep: bool = True
-    """Whether a peer with tuning knobs is tried with several configurations, of which the best one counts."""
+    """Whether tunable peers are tried with several configurations, of which the fastest counts."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -37,7 +39,7 @@ class GemmRequest:
         return DTYPES[self.dtype]
 
     def as_json(self) -> dict[str, Any]:
-        """The request as plain JSON; `GemmRequest.from_json` reads it."""
+        """Returns the request as plain JSON for `GemmRequest.from_json`."""
         return {
             "formats": list(self.schemes), "shapes": [f"{n}x{k}" for n, k in self.shapes], "m": list(self.rows),
             "dtype": self.dtype, "sweep": self.sweep,
@@ -45,7 +47,7 @@ class GemmRequest:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> GemmRequest:
-        """The request that `as_json` wrote."""
+        """Returns the request for the JSON of `as_json`."""
         shapes = tuple(parse_shape(text) for text in value["shapes"])
         return cls(tuple(value["formats"]), shapes, tuple(value["m"]), value["dtype"], value["sweep"])
 
@@ -57,7 +59,7 @@ def make_request(
     dtype: str = "float16",
     quick: bool = False,
 ) -> GemmRequest:
-    """A request from comma-separated texts; what is None takes its default, the smaller one when `quick`.
+    """Returns a request for comma-separated options. None takes the default, a smaller one if `quick`.
 
     Raises ValueError that says what was given and what is supported.
     """
@@ -74,7 +76,7 @@ def make_request(
 
 
 def measurable(name: str | Scheme) -> Scheme:
-    """The scheme called `name`, if the benchmark measures its kind; raises ValueError otherwise."""
+    """Returns the scheme called `name`. Raises ValueError if the benchmark does not support its kind."""
     scheme = parse_scheme(name)
     activation = scheme.activation
     known = activation is None or activation.name in ("int8", "fp8_e4m3")
@@ -88,7 +90,7 @@ def measurable(name: str | Scheme) -> Scheme:
 
 
 def parse_shape(text: str) -> tuple[int, int]:
-    """(N, K) of a text such as 8192x28672; raises ValueError that shows the form."""
+    """Returns (N, K) of a text such as 8192x28672. Raises ValueError with the expected form."""
     match = re.fullmatch(r"\s*(\d+)\s*[xX]\s*(\d+)\s*", text)
     if match is None or not int(match[1]) or not int(match[2]):
         raise ValueError(f"--shapes {text!r}: a shape is NxK, two positive numbers, for example 8192x28672")
@@ -96,7 +98,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 
 def columns_of(scheme: Scheme) -> dict[str, str]:
-    """How the results name a scheme: its name, the weight's format and the granularity of its scales."""
+    """Returns a scheme's columns in the results: its name, the weight's format and the granularity of its scales."""
     granularity = f"g{scheme.granularity.size}" if isinstance(scheme.granularity, PerGroup) else "pc"
     if isinstance(scheme.granularity, PerTensor):
         granularity = "t"
@@ -105,7 +107,7 @@ def columns_of(scheme: Scheme) -> dict[str, str]:
 
 
 def is_float(scheme: Scheme) -> bool:
-    """Whether the weights are floats rather than integers."""
+    """Whether the weights have a floating-point format."""
     return isinstance(scheme.weight, FloatFormat)
 
 

@@ -1,4 +1,4 @@
-"""ResNet-50 v1.5 at 224 x 224: its layers, and the network of them as a module of torch with random weights.
+"""ResNet-50 v1.5 at 224 x 224: its layers, and the network as a torch module with random weights.
 
 v1.5 has its strides in the 3 x 3 convolutions. Source: He et al., "Deep Residual Learning for Image Recognition", 2015,
 table 1.
@@ -39,7 +39,9 @@ class Layer:
         return (self.size + 2 * self.padding - self.kernel) // self.stride + 1
 
     def module(self) -> nn.Conv2d:
-        """The convolution with random weights, such that values keep their size; its bias is what a batch norm leaves."""
+        """Returns the convolution with random weights that preserve the magnitude of values, and the bias of a folded batch
+        norm.
+        """
         conv = nn.Conv2d(self.channels, self.outputs, self.kernel, self.stride, self.padding)
         nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
         if conv.bias is not None:
@@ -49,7 +51,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Block:
-    """A bottleneck: 1 x 1, 3 x 3, 1 x 1 with the sum; `shortcut` where the shapes of input and output differ."""
+    """A bottleneck: convolutions 1 x 1, 3 x 3 and 1 x 1, and the residual sum. `shortcut`: a convolution if input and output
+    shapes differ.
+    """
 
     first: Layer
     second: Layer
@@ -62,7 +66,7 @@ STEM = Layer("stem", 3, 64, 7, 2, IMAGE)
 
 @functools.cache
 def blocks() -> tuple[Block, ...]:
-    """The 16 blocks after the stem and its max-pool (3 x 3, stride 2, padding 1)."""
+    """Returns the 16 blocks after the stem and its max-pool (3 x 3, stride 2, padding 1)."""
     found = []
     channels, size = 64, 56
     for stage, (width, count, first_stride) in enumerate(STAGES):
@@ -88,7 +92,7 @@ class Bottleneck(nn.Module):
     def __init__(self, block: Block) -> None:
         super().__init__()
         self.conv1, self.conv2, self.conv3 = (layer.module() for layer in (block.first, block.second, block.third))
-        nn.init.normal_(self.conv3.weight, std=0.5 / block.third.channels**0.5)  # or sums would grow from block to block
+        nn.init.normal_(self.conv3.weight, std=0.5 / block.third.channels**0.5)  # keeps sums from growing with each block
         self.shortcut = None if block.shortcut is None else block.shortcut.module()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,7 +102,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """Images [N, 3, 224, 224] to logits [N, 1000]; batch norms are in the weights already."""
+    """ResNet-50: images [N, 3, 224, 224] to logits [N, 1000], with batch norms folded into the weights."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()

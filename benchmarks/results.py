@@ -1,4 +1,6 @@
-"""The result file: written whole after every row, so that a crash or Ctrl-C loses nothing, and checked when read."""
+"""The result file. It is rewritten completely after every row, so that a crash or Ctrl-C loses nothing, and checked when
+read.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,12 @@ ROW_KEYS = frozenset(
 )
 _QUERIED = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "power.draw", "temperature.gpu")
 _LOAD_SIZE, _LOAD_PRODUCTS = 8192, 1000
-"""fp16 products in flight while the clock is read: about 1.5 s on an H100 or H200."""
+"""Size and number of the fp16 products that run while nvidia-smi reads the clock: about 1.5 s on an H100 or H200."""
 ROOT = Path(__file__).parent.parent
 
 
 def default_path(gpu: str, today: datetime.date) -> Path:
-    """benchmarks/results/<gpu>/<date>-gemm.json below the current directory: "NVIDIA H200" is h200."""
+    """Returns benchmarks/results/<gpu>/<date>-gemm.json below the current directory; "NVIDIA H200" becomes h200."""
     plain = re.sub(r"\b(nvidia|geforce)\b", "", gpu.lower())
     folder = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
     return Path("benchmarks", "results", folder, f"{today.isoformat()}-gemm.json")
@@ -40,7 +42,7 @@ def default_path(gpu: str, today: datetime.date) -> Path:
 def commit() -> str | None:
     """Returns the commit of this checkout, with "-dirty" if tracked files differ from it.
 
-    A copy of a checkout without its .git states it in a file `.commit` at its root; None where neither is there.
+    Without .git, the commit is read from a file `.commit` at the root of the copy. None if neither exists.
     """
     try:
         command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -105,18 +107,18 @@ class Results:
         }  # fmt: skip
 
     def set_ceilings(self, ceilings: Ceilings, stored: dict[str, Any]) -> None:
-        """The ceilings that every later row's limits are computed from."""
+        """Sets and stores the ceilings, from which the limits of all later rows are computed."""
         self.ceilings = ceilings
         self.document["ceilings"] = stored
         self.write()
 
     def skip(self, impl: str, why: str) -> None:
-        """A peer that was asked for and is not measured."""
+        """Records a requested peer that is not measured, with the reason."""
         self.document["skipped"].append({"impl": impl, "reason": why})
         self.write()
 
     def add(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row with its limits and cuBLAS's time, as it was added and written."""
+        """Adds a row with its limits and cuBLAS's time, writes the file and returns the row."""
         assert self.ceilings is not None, "ceilings come first"
         n, k, m = row["n"], row["k"], row["m"]
         if row["impl"] == "cublas" and row["us"] is not None:
@@ -138,12 +140,12 @@ class Results:
         self.write()
 
     def write(self) -> None:
-        """Replaces the file in one step."""
+        """Replaces the file atomically."""
         write_json(self.path, self.document)
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The document of a result file; raises ValueError that says what is wrong with it."""
+    """Returns the document of a result file. Raises ValueError that says what is wrong with it."""
     document = read_json(path, GEMM, SCHEMA)
     require_keys(path, document, ("machine", "versions", "rows"), ROW_KEYS)
     for number, row in enumerate(document["rows"]):

@@ -1,4 +1,4 @@
-"""Checkpoints of known shapes with random weights, as files: what loading costs does not depend on what the weights say."""
+"""Checkpoint files of known shapes with random weights: the cost of loading does not depend on their values."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from lowbit.models.conversion_targets import target_of
 from lowbit.quantize import rtn
 
 Done = Callable[[int, int], None]
-"""Called with how many bytes of how many are written."""
+"""Called with (bytes written, total bytes)."""
 
 
 def write_checkpoint(
     folder: Path, model: PreTrainedModel, kind: str, scheme: str, device: torch.device, done: Done = lambda written, total: None
 ) -> None:
-    """Writes a checkpoint of `model`, which is on the meta device, with Gaussian weights made on `device`, to a new folder.
+    """Writes a checkpoint of `model` (on the meta device) with Gaussian weights, generated on `device`, to a new folder.
 
-    kind: "16-bit", or of which tool the files are (`conversion_targets.TARGETS`), with all linear layers but the head in
-    `scheme`. Raises CheckpointError, before it writes anything, where the disk has too little room; what was written is removed
-    where it does not come to an end.
+    kind: "16-bit", or a file format in `conversion_targets.TARGETS`, with all linear layers except the LM head in `scheme`.
+    Raises CheckpointError before writing if the disk has too little space. Deletes incomplete output on failure.
     """
     config = model.config.to_dict()
     config |= {"architectures": [type(model).__name__]}
@@ -51,7 +50,7 @@ def write_checkpoint(
 
 
 def _gaussian(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by name: norms are 1, matrices Gaussian, so that what they multiply keeps its size."""
+    """Yields every parameter by name. Norms are 1; matrices are Gaussian, scaled to preserve the magnitude of activations."""
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():
         made = torch.ones(parameter.shape, dtype=parameter.dtype, device=device)

@@ -1,8 +1,8 @@
-"""Quantizes a small ResNet to 4 bits, saves it, loads it and compares its answers with those in float32.
+"""Quantizes a small ResNet to 4 bits, saves it, loads it and compares its outputs with the float32 model's.
 
     python examples/cnn.py resnet-w4a4 --scheme w4a4
 
-The model and the images are random here. Take a trained model and a few hundred images of yours.
+The model and the images are random here. Use a trained model and a few hundred of your own images.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""Converts a folder that GPTQ or another tool quantized, without rounding, and compares the logits of both.
+"""Converts a checkpoint quantized by GPTQ or another tool to lowbit's format, without rounding, and compares the logits of
+both.
 
 python examples/convert_gptq.py Llama-3-8B-GPTQ Llama-3-8B-lowbit
 """

@@ -1,4 +1,4 @@
-"""Compares a quantized model with its 16-bit original on a built-in text: perplexity of both, and the divergence.
+"""Compares a quantized model with its 16-bit original on a built-in text: both perplexities and the KL divergence.
 
 python examples/evaluate.py SmolLM2-int4 SmolLM2-135M-Instruct --tokens 2048
 """
@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--window", type=int, default=1024, help="tokens that a model sees at once")
     arguments = parser.parse_args()
-    text = sample_text()[: 8 * arguments.tokens]  # enough characters for so many tokens
+    text = sample_text()[: 8 * arguments.tokens]  # enough characters for the tokens
     ids = AutoTokenizer.from_pretrained(arguments.reference)(text, return_tensors="pt").input_ids[0, : arguments.tokens]
     model, reference = lowbit.load(arguments.model), lowbit.load(arguments.reference)
     for name, each in (("16 bits", reference), ("quantized", model)):

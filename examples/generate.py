@@ -1,4 +1,4 @@
-"""Continues prompts greedily, several at once, then one as a stream.
+"""Continues prompts greedily: several in one batch, then one as a stream.
 
 python examples/generate.py SmolLM2-int4 "Seattle is" "The capital of France is"
 """

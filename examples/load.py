@@ -1,6 +1,6 @@
-"""Loads a model, whoever quantized it, and prints its size and its next token.
+"""Loads a model in any supported format, and prints its size and a predicted token.
 
-python examples/load.py SmolLM2-int4            # a folder of lowbit, GPTQ, AWQ, .., a GGUF file, or a name on the hub
+python examples/load.py SmolLM2-int4            # a lowbit, GPTQ or AWQ folder, a GGUF file, or a hub name
 python examples/load.py SmolLM2-135M-Instruct --scheme w8a16     # quantizes 16-bit weights while loading
 """
 

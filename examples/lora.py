@@ -1,4 +1,4 @@
-"""Trains LoRA adapters over quantized layers on one sentence, and saves the adapters.
+"""Trains LoRA adapters of quantized layers on one sentence, and saves the adapters.
 
 pip install peft
 python examples/lora.py SmolLM2-int4 adapter

@@ -1,4 +1,4 @@
-"""Quantizes a folder to 4 bits and prints what became of each layer.
+"""Quantizes a model folder to 4 bits and prints the result for each layer.
 
 python examples/quantize.py SmolLM2-135M-Instruct SmolLM2-int4 --scheme w4a16_g32 --method rtn
 """

@@ -1,4 +1,4 @@
-"""Starts a server for a model, asks it one question with OpenAI's client, and stops it.
+"""Starts a server for a model, sends one question with OpenAI's client, and stops the server.
 
 pip install '.[serve]' openai
 python examples/serve.py SmolLM2-int4 --question "Where does the sun rise?"
@@ -14,7 +14,7 @@ import openai
 
 
 def wait_until_ready(url: str, server: "subprocess.Popen[bytes]") -> None:
-    """Returns when the server has loaded its model and compiled its kernels."""
+    """Waits until the server has loaded its model and compiled its kernels."""
     while server.poll() is None:
         try:
             if httpx.get(f"{url}/ready").status_code == 200:

@@ -1,4 +1,4 @@
-"""`python -m study`: brings the data, measures what is missing, and rewrites the pages from all result files."""
+"""`python -m study`: collects the data, measures missing cases, and rewrites the pages from all result files."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def study(
     """Methods x granularities x number formats on real models: measure them, and write the tables and the plot.
 
     Each case is quantized, compared with the 16-bit model on half of every text (calibration sees the other half), and
-    deleted. The result file is whole after every row; the same command goes on where it was stopped. Then the marked blocks
+    deleted. The result file is complete after every row; the same command resumes an interrupted run. Then the marked blocks
     of the pages are rewritten from all files in the results folder, and quality.png is drawn there (needs lowbit\\[plot]).
 
     Example: python -m study SmolLM2-135M-Instruct --device cuda --limit 128
 
-    Example: python -m study    (no model: the pages again, from the result files)
+    Example: python -m study    (no model: only rewrites the pages from the result files)
     """  # fmt: skip
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype is float32 or bfloat16, got {dtype!r}")

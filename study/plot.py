@@ -13,11 +13,11 @@ from study.results import STUDY
 
 
 def plot(documents: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws a row of two panels per file with several texts, for light and for dark pages; the suffix says the format.
+    """Draws a row of two panels per file with several texts, for light and for dark pages. The suffix of `path` is the format.
 
-    Left: mean KL over the texts (logarithmic) against bits per weight; the best case for its bits has a name and is joined to
-    the next one. Right: the change of perplexity on each text with fine int4, rounded to nearest and by GPTQ on each
-    calibration text. Raises ValueError when there is nothing to draw and when matplotlib is not installed.
+    Left: mean KL over the texts (logarithmic) against bits per weight; Pareto-optimal cases are labelled and connected by a
+    line. Right: the change of perplexity on each text with fine int4, rounded to nearest and by GPTQ on each calibration text.
+    Raises ValueError if there is nothing to draw or matplotlib is not installed.
     """
     drawn = [document for document in merged(documents) if len(texts_of(document)) > 1 and _points(document)]
     if not drawn:
@@ -31,7 +31,7 @@ def _draw(documents: Sequence[dict[str, Any]], theme: Theme) -> Any:
     for document, (left, right) in zip(documents, axes, strict=True):
         _quality(left, document, theme)
         _calibration(right, document, theme)
-    figure.canvas.draw()  # places the axes, which labels have to know
+    figure.canvas.draw()  # lays out the axes, which label positions need
     for document, (left, _) in zip(documents, axes, strict=True):
         label_points(left, [(bits, kl, name) for bits, kl, name in _best(document)], theme)
     return figure
@@ -102,8 +102,9 @@ MARKERS = {"rtn": "o", "hqq": "D", "gptq": "s", "awq": "^", "learned": "*"}
 
 
 def plot_choice(table: dict[str, Any], path: Path) -> None:
-    """Draws divergence against bytes, a panel for each model of the table (`study.curves`), for light and for dark pages: every
-    case a mark of its method's shape, those on the frontier joined and named. Raises ValueError when matplotlib is missing."""
+    """Draws divergence against bytes, a panel for each model of the table (`study.curves`), for light and for dark pages. The
+    marker shows a case's method; cases on the frontier are connected and labelled. Raises ValueError if matplotlib is missing.
+    """
     write_plots(path, STUDY, lambda theme: _draw_choice(table["models"], theme))
 
 
@@ -111,7 +112,7 @@ def _draw_choice(models: Sequence[dict[str, Any]], theme: Theme) -> Any:
     figure = new_figure(11, 4.6, theme)
     axes = figure.subplots(1, len(models), squeeze=False)[0]
     fronts = [_choice(axis, model, theme) for axis, model in zip(axes, models, strict=True)]
-    figure.canvas.draw()  # places the axes, which labels have to know
+    figure.canvas.draw()  # lays out the axes, which label positions need
     for axis, front in zip(axes, fronts, strict=True):
         label_points(axis, front, theme)
     return figure

@@ -137,7 +137,7 @@ def _add(
     if needs_text(case):
         calibration = Calibration(settings.samples, settings.length, case.seed, work / f"{case.text}.txt")
     start = time.perf_counter()
-    discard(target, CHECKPOINT)  # of a run that was killed while measuring, of another model perhaps
+    discard(target, CHECKPOINT)  # left by a run killed while measuring, perhaps of another model
     quantize_checkpoint(
         source, target, case.scheme, method=case.method, calibration=calibration, rotation=case.rotation, device=device,
         progress=progress,

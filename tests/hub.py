@@ -1,4 +1,4 @@
-"""A stand-in of the Hugging Face hub on 127.0.0.1 that speaks what the hub's own client asks: info, trees, files in ranges."""
+"""A local Hugging Face hub on 127.0.0.1 with the endpoints that huggingface_hub uses: info, trees, files by byte ranges."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class Hub:
-    """The models by name, each a folder for every revision; `asked` are the requests so far, `break_after` breaks the next
-    answer that has more bytes than that off there."""
+    """Models by name, with a folder for each revision. `asked` lists the requests so far. If `break_after` is set, the next
+    response with more bytes is cut off there.
+    """
 
     models: dict[str, dict[str, Path]]
     asked: list[str] = field(default_factory=list)
@@ -26,11 +27,11 @@ class Hub:
     url: str = ""
 
     def sha(self, name: str, revision: str) -> str:
-        """The commit that a revision stands for."""
+        """The commit hash of a revision."""
         return hashlib.sha1(f"{name}@{revision}".encode()).hexdigest()
 
     def folder(self, name: str, revision: str) -> tuple[Path, str] | None:
-        """The files of a revision or commit, and the commit."""
+        """(folder, commit) of a revision or commit; None if unknown."""
         for known, folder in self.models.get(name, {}).items():
             if revision in (known, self.sha(name, known)):
                 return folder, self.sha(name, known)
@@ -39,7 +40,7 @@ class Hub:
 
 @contextlib.contextmanager
 def served(models: dict[str, dict[str, Path]]) -> Iterator[Hub]:
-    """A hub that runs in threads of this process."""
+    """Runs a hub in threads of this process."""
     hub = Hub(models)
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Peak of a process's own memory while it runs something, from outside of the test's process."""
+"""Measures the peak memory of code in a separate process, and the peak of tensor memory in this process."""
 
 from __future__ import annotations
 
@@ -37,18 +37,20 @@ _MODEL = "transformers.models.llama.modeling_llama"
 
 
 def peak_bytes(setup: str, measured: str, *arguments: object) -> int:
-    """Bytes of anonymous memory that the code `measured` takes at most above what `setup` left, each in `sys.argv[1:]`'s words.
+    """The peak of anonymous memory in bytes that the code `measured` adds to what `setup` uses. Both see `arguments` as
+    `sys.argv[1:]`.
 
-    Whatever is freed goes back to the system at once: with glibc's own threshold, which grows, repeated runs of one program
-    differ by 24 MB, so by 0.2 MB.
+    Freed memory returns to the system at once (fixed mmap threshold). Repeated runs differ by 0.2 MB; with glibc's growing
+    threshold they differ by 24 MB.
     """
     code = _FRAME.format(setup=setup, measured=measured)
     return int(forked(code, *arguments, imported=("torch", _MODEL), MALLOC_MMAP_THRESHOLD_="65536").split()[-1])
 
 
 class TensorBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside, of any device, hold at once: what `torch.cuda.max_memory_allocated` counts, but
-    for what operators allocate in between."""
+    """The peak bytes of tensors created inside the context, on any device. Unlike `torch.cuda.max_memory_allocated`, it does
+    not count temporary allocations within operators.
+    """
 
     def __init__(self) -> None:
         super().__init__()

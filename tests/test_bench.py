@@ -1,4 +1,4 @@
-"""`lowbit bench` on a tiny model: every row is there, with what it ran in and its speed."""
+"""`lowbit bench` on a tiny model: every row is present, with its times and sizes."""
 
 from __future__ import annotations
 

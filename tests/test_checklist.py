@@ -1,4 +1,4 @@
-"""docs/internals/checklist.md is what docs/internals/checklist.toml says, and everything it names exists."""
+"""docs/internals/checklist.md matches docs/internals/checklist.toml, and everything it names exists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = {name: row for part in checklist.read().values() for name, row in checkli
 
 
 def faults(row: dict[str, str]) -> list[str]:
-    """What is wrong with a row."""
+    """The errors in a row."""
     state = row.get("state", "shown")
     found = [] if set(row) <= {"what", "by", "state", "note"} and state in checklist.STATES else ["unknown keys or state"]
     if not row.get("what") or "|" in row["what"] + row.get("note", ""):
@@ -46,7 +46,7 @@ def test_what_a_row_names_exists(name):
 
 
 def test_the_page_is_what_the_file_says():
-    """Else run `python docs/internals/checklist.py`."""
+    """If this fails, run `python docs/internals/checklist.py`."""
     assert checklist.PAGE.read_text() == checklist.page()
 
 

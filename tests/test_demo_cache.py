@@ -1,4 +1,4 @@
-"""A damaged copy of the demo's model in the user's cache is made again, and never used."""
+"""A damaged copy of the demo model in the user's cache is never used; it is created again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def bring(model, tmp_path, monkeypatch):
-    """`download_model` with a model that needs no network, counted and with what it says."""
+    """A function that calls `download_model` with a local model and returns (folder, number of conversions so far,
+    messages).
+    """
     made, said = [], []
 
     def make(gguf, target):
@@ -66,7 +68,7 @@ def test_a_damaged_copy_is_made_again(bring, name, damage):
     damage(folder / name)
     again, made, said = bring()
     assert (again, made) == (folder, 2)
-    if (name, damage) != ("config.json", remove):  # without it there is no copy
+    if (name, damage) != ("config.json", remove):  # without this file there is no copy
         what = "is missing" if damage is remove else "was changed after it was written"
         assert said[0] == f"{folder / name} {what}; unpacking the model again"
     assert bring() == (folder, 2, [])
@@ -80,7 +82,9 @@ def test_damaged_checksums(bring, damage):
 
 
 def test_a_copy_of_an_earlier_release(bring):
-    """It has no checksums: a truncated one is found by reading it, a whole one gets them."""
+    """Copies of an earlier release have no checksums. A truncated copy is detected by reading it; an intact copy gets
+    checksums.
+    """
     folder, _, _ = bring()
     (folder / demo.CHECKSUMS).unlink()
     assert bring()[1:] == (1, []) and (folder / demo.CHECKSUMS).exists()

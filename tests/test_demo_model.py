@@ -1,4 +1,4 @@
-"""The demo's real model: its perplexities are those of a plain simulation of the same rounding, to four digits."""
+"""The real demo model: its perplexities equal those of a plain simulation of the rounding, to four digits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reference(plain, ids):
 
 
 def simulate(weight, scheme):
-    """The rounding of each demo scheme, written down again in plain torch."""
+    """The weight after rounding to a demo scheme, reimplemented in plain torch."""
     w = weight.float()
     if scheme == "w8a16":
         scale = w.abs().amax(1, keepdim=True) / 127
@@ -44,7 +44,8 @@ def simulate(weight, scheme):
         exponent, bias = (3, 3) if scheme == "w6e3m2a16" else (2, 1)
         scale = w.abs().amax(1, keepdim=True) / (2.0 ** (2**exponent - 1 - bias) * 1.75)
         scaled = w / scale
-        # A quarter of the power of two below, or of the least one that is normal; ties go to the even code, an even multiple.
+        # The step is a quarter of the power of two below the value, or of the smallest normal number. Ties go to the even
+        # multiple.
         step = (scaled.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=2.0 ** (1 - bias)) / 4
         return (scaled / step).round() * step * scale
     n, k = w.shape
@@ -60,12 +61,14 @@ def simulate(weight, scheme):
 
 
 BARS = {"w8a16": 0.005, "w4a16_g32_fz": 0.01}
-"""Off the 16-bit model's: 8 bits within 0.5 %; 4 bits with floating-point zeros in groups of 32, its own grid, within 1 %."""
+"""Allowed relative difference from the 16-bit perplexity: 0.5 % for 8 bits. 1 % for 4 bits with floating-point zeros in groups
+of 32, the grid in which the demo model is stored.
+"""
 
 
 @pytest.mark.parametrize("scheme", demo.SCHEMES)
 def test_perplexity_equals_a_plain_simulation(smollm2, ids, scheme, plain, reference, monkeypatch):
-    """Weights that differ show in few tokens; how far off they are, against the bar, in all."""
+    """Few tokens suffice to detect wrong weights; the schemes with a bound are measured on all tokens."""
     config = LowbitConfig(scheme)
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, quantization_config=config)
     if scheme in BARS:
@@ -86,7 +89,7 @@ def test_explain_walks_a_real_weight(smollm2, tmp_path):
 
 @torch.inference_mode()
 def test_the_engine_draws_the_tokens_of_transformers(smollm2):
-    """Greedily in float32, three texts at once against one by one."""
+    """Greedy tokens in float32: the engine with three sequences at once against Transformers with one at a time."""
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     engine = Engine(model, max_concurrent=3, max_length=256)

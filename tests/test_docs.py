@@ -1,4 +1,6 @@
-"""The documents run: every python block is executed, every link leads somewhere, every number in a table is computed."""
+"""The documentation is tested: every Python block runs, every link has a target, and the numbers in generated tables are
+recomputed.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ def name_of(page: Path) -> str:
 
 FENCE = re.compile(r"^ *```+ *(.*?) *$")
 NOT_RUN = ("python no-run: needs a GPU", "python no-run: needs the real model")
-"""The only reasons for which a block of Python may go unexecuted."""
+"""The only info strings of Python blocks that are not run."""
 MODEL_PAGES = ("README.md", "docs/quickstart.md", "docs/generate.md", "docs/finetune.md", "docs/internals/engine.md")
 """Pages whose programs use SmolLM2-135M-Instruct; they run on a tiny model of that name."""
 
 
 def blocks(text):
-    """(what stands after the fence, line of the fence, content) of every fenced block."""
+    """(info string, line of the fence, content) of every fenced block."""
     found, opening, content = [], None, []
     for number, line in enumerate(text.splitlines(), 1):
         fence = FENCE.match(line)
@@ -48,7 +50,7 @@ def blocks(text):
 
 
 def python_blocks(text):
-    """(line, code) of the blocks to run; a block of Python that is marked in any other way is an error."""
+    """(line, code) of the Python blocks to run; Python blocks with another info string are an error."""
     out = []
     for info, line, code in blocks(text):
         if info == "python":
@@ -65,7 +67,7 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
     if name_of(page) in MODEL_PAGES:
         from tests.tiny import save_tiny
 
-        save_tiny(tmp_path / "SmolLM2-135M-Instruct")  # their model, in small
+        save_tiny(tmp_path / "SmolLM2-135M-Instruct")  # a tiny stand-in for their model
     if page.name in ("checkpoints.md", "foreign-checkpoints.md"):
         from tests.checkpoint.foreign import DATA
         from tests.tiny import tiny_tokenizer
@@ -96,7 +98,7 @@ def test_no_block_escapes():
 
 
 def anchors(text):
-    """The names under which a page's headings can be linked to."""
+    """The anchors of a page's headings."""
     headings = re.findall(r"^#+ +(.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
@@ -123,7 +125,9 @@ def test_files_and_tests_named_in_prose_exist(page):
 
 
 def test_files_named_in_docstrings_exist():
-    """Names that begin with a folder of ours: `tests/ops/test_a.py`, `docs/a.md`, `pack/a.py`, `parts/a.py`."""
+    """Checks names that begin with a folder of the repository: `tests/ops/test_a.py`, `docs/a.md`, `pack/a.py`,
+    `parts/a.py`.
+    """
     roots = (ROOT, ROOT / "lowbit", ROOT / "lowbit" / "kernels")
     for source in [*ROOT.glob("lowbit/**/*.py"), *ROOT.glob("study/*.py")]:
         for name in re.findall(r"(?<![\w/.{}-])((?:\w+/)+\w+\.(?:py|md))\b", source.read_text()):
@@ -150,7 +154,7 @@ def block(page: str, mark: str) -> str:
 
 
 def test_the_generated_tables_are_current():
-    """Else run `python docs/tables.py`."""
+    """If this fails, run `python docs/tables.py`."""
     specification = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
     tables = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(tables)
@@ -159,7 +163,7 @@ def test_the_generated_tables_are_current():
 
 
 def test_the_products_of_the_readme_are_those_of_the_result_file():
-    """Else run `python -m benchmarks report FILE --m 1,64 --formats .. --shapes 8192x28672 --readme README.md`."""
+    """If this fails, run `python -m benchmarks report FILE --m 1,64 --formats .. --shapes 8192x28672 --readme README.md`."""
     document = json.loads((ROOT / "benchmarks" / "results" / "h200" / "2026-11-23-gemm.json").read_text())
     formats = ("w4a16_g128", "w6e3m2a16", "w8a16")
     assert block("README.md", "bench:gemm").strip() == report.markdown(document, (1, 64), formats, [(8192, 28672)]).strip()
@@ -167,7 +171,7 @@ def test_the_products_of_the_readme_are_those_of_the_result_file():
 
 @pytest.mark.model
 def test_the_first_program_of_the_readme_prints_what_it_shows(smollm2, capsys):
-    """With the model of `make demo`, greedily."""
+    """Runs it with the model of `make demo` and greedy sampling."""
     found = blocks((ROOT / "README.md").read_text())
     code = next(content for info, _, content in found if info == "python")
     exec(code.replace('"SmolLM2-135M-Instruct"', repr(str(smollm2))), {})
@@ -210,7 +214,7 @@ def test_the_table_of_formats_is_computed():
             assert (normal, smallest) == ("-", "-"), name
         else:
             assert isinstance(fmt, FloatFormat)
-            # The smallest normal number has exponent field 1 and no mantissa; below it lie only subnormals.
+            # The smallest normal number has exponent field 1 and mantissa 0; smaller numbers are subnormal.
             assert float(normal) == fmt.value_of(1 << fmt.mantissa), name
             assert float(smallest) == positive[0] == fmt.value_of(1), name
         infinite, not_a_number = int(values.isinf().sum()), int(values.isnan().sum())

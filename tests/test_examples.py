@@ -21,7 +21,7 @@ RUN = {"quantize", "load", "generate", "evaluate", "lora", "convert_gptq", "cnn"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A 16-bit model `m` and the same in 4 bits, `q`."""
+    """A folder with a 16-bit model `m` and its 4-bit version `q`."""
     import lowbit
 
     path = tmp_path_factory.mktemp("models")

@@ -1,4 +1,4 @@
-"""The explained path ends, by its own steps, at the weight that dequantize gives, and names bits and files that are there."""
+"""The steps of `lowbit explain` end at the weight that dequantize gives, and name existing bits and files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fp16(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def quantized(fp16, tmp_path_factory):
-    """Makes each quantized checkpoint once; returns its folder and the layer."""
+    """A function that makes each quantized checkpoint once and returns (folder, layer)."""
     made = {}
 
     def make(scheme):
@@ -90,7 +90,7 @@ class TestPath:
         folder, q = quantized(scheme)
         text = by_file(explain(folder, LAYER, row, column))["fragment.py"]
         found = re.findall(r"word \[(.*?)\] = (\w{8}), of the code (.*)", text)
-        # the whole layer, not one tile
+        # for the whole layer, not for one tile
         (plane,) = FragmentOrder(wgmma_f16(64), q.scheme.weight).pack(q.codes, q.scheme.weight.bits)
         assert f"int32 {list(plane.shape)}:" in text
         code = 0
@@ -138,7 +138,7 @@ def test_a_16_bit_checkpoint_goes_through_rounding(fp16, quantized, scheme):
         assert stored == original[row, column]
         assert f"code {int(expected.codes[row, column])}" in by_file(steps)["rtn.py"]
         assert weight_at_the_end(steps) == np.float32(expected.dequantize()[row, column].item())
-        # From the meaning of the code on, the path is that of the quantized checkpoint, whose bytes it foretells.
+        # From the code's value on, the steps equal those of the quantized checkpoint, whose bytes they predict.
         folder, _ = quantized(scheme)
         other = explain(folder, LAYER, row, column)
         assert steps[3:] == other[1:]
@@ -157,7 +157,9 @@ def test_other_machines(quantized, sm, instruction):
 
 
 def test_register_by_hand(quantized):
-    """Row 17 is row 1 of row block 1, lane group 1; k 26 of a tile is 10 of step 1: place 1, 8 k on."""
+    """Row 17 is row 1 of row block 1, so lane group 1. k = 26 of a tile is k = 10 of step 1: thread 1 of the group, second half
+    of k.
+    """
     text = by_file(explain(quantized("w4a16_g64")[0], LAYER, 17, 64 + 26))["mma.py"]
     assert "lane 5, k step 1, register a2, lower half" in text
 
@@ -180,7 +182,7 @@ def test_kernels_are_named_with_reasons(quantized):
 
 
 def test_the_walk_ends_in_the_kernels(quantized, monkeypatch):
-    """Row 17 is row block 1; column 90 is in the first step of 128 and in the second k tile of 64."""
+    """Row 17 is in row block 1; column 90 is in the first k block of 128 and in the second k tile of 64."""
     steps = explain(quantized("w4a16_g64")[0], LAYER, 17, 90)
     ring, wgmma = (step for step in steps if step.file.endswith(("small_m_gemm.py", "large_m_gemm.py")))
     assert ring.file == "lowbit/kernels/sm80/small_m_gemm.py" and wgmma.file == "lowbit/kernels/sm90/large_m_gemm.py"
@@ -213,7 +215,7 @@ def test_the_form_on_a_cpu_is_named(quantized, fp16):
 
 
 def test_order_and_pre_quant_scale_are_named(fp16, tmp_path):
-    """They change which channel of x the weight meets, not what its code means."""
+    """Act-order and pre_quant_scale change which channel of x is multiplied and by what, but not the meaning of the code."""
     q = with_channels(rtn(torch.randn(8, 64), "w4a16_g32_z"), pre_quant_scale=torch.float32)
     with CheckpointWriter(tmp_path / "c") as writer:
         for suffix, tensor in layer_tensors(q).items():

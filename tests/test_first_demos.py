@@ -1,4 +1,6 @@
-"""Two demos at once: one downloads, the other waits for it; two into one folder are refused in one line."""
+"""Two demos at the same time: one downloads and the other waits for it. Two demos with one output folder: one is refused in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def bring_images(folder, say):
 
 @pytest.fixture
 def downloads(tmp_path, monkeypatch):
-    """Downloads that take until the event is set; returns the list of them and the event."""
+    """Replaces the download by one that blocks until an event is set; returns (list of started downloads, event)."""
     begun, done = [], threading.Event()
 
     def download(*args):
@@ -72,7 +74,7 @@ def test_the_second_of_two_first_demos_waits(bring, name, tmp_path, downloads):
     threads = [threading.Thread(target=lambda: folders.append(bring(tmp_path, say))) for _ in range(2)]
     for thread in threads:
         thread.start()
-    threads[1].join(2)  # without a lock nobody waits
+    threads[1].join(2)  # without a lock it would end now
     done.set()
     for thread in threads:
         thread.join()

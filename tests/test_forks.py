@@ -1,4 +1,4 @@
-"""Code in forks is judged as in a Python of its own: what it prints comes back, what fails there fails here."""
+"""Code run by `forked` behaves as in a new Python process: its output is returned and its failures fail the test."""
 
 from __future__ import annotations
 

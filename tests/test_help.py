@@ -1,4 +1,4 @@
-"""Help: short options, completion, and paragraphs that are wrapped at the width of the terminal."""
+"""Help texts: short options, completion, and paragraphs wrapped at the terminal's width."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_there_are_commands_to_look_at():
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_paragraphs_are_wrapped_and_not_broken_elsewhere(command, width):
-    """The first word of a line would not have fitted on the line before it."""
+    """Paragraphs are wrapped greedily: the first word of a line does not fit on the previous line."""
     text = help_of(command, width).partition("╭")[0].partition("Usage:")[2].partition("\n")[2]
     for paragraph in re.split(r"\n\s*\n", text):
         lines = [line.strip() for line in paragraph.splitlines() if line.strip()]

@@ -1,4 +1,6 @@
-"""What importing the library costs and does; each case in a Python of its own, or in a fork of one that has not met it."""
+"""Costs and effects of importing the library. Each case runs in a new Python process, or in a fork of one that has not imported
+lowbit.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ def python(code, *arguments):
 
 
 def beside(code, *arguments):
-    """The same where most of what Transformers takes to import is there: what it imports, and its list of models, but none of
-    its models nor the module for whose import `lowbit` waits."""
+    """Runs code in a process that has imported Transformers' dependencies and its list of models, but no model and not
+    `transformers.modeling_utils`, whose import `lowbit` hooks.
+    """
     unmet = "import sys; assert 'lowbit' not in sys.modules and 'transformers.modeling_utils' not in sys.modules\n"
     imported = ("torch", "torch._dynamo", "torch.distributed.tensor", "transformers.models")
     return forked(unmet + code, *arguments, imported=imported).strip()
@@ -30,7 +33,9 @@ BROUGHT = """sorted(m for m in sys.modules if m.split('.')[0] in ('lowbit', 'tor
 
 
 def test_what_it_brings():
-    """Nothing: torch takes over a second and Transformers twice that, which `lowbit --help` need not wait for."""
+    """`import lowbit` imports no other package: torch takes over a second and Transformers twice that, too long for `lowbit
+    --help`.
+    """
     assert python(f"import sys, lowbit; print({BROUGHT})") == "['lowbit', 'lowbit._version']"
 
 
@@ -38,7 +43,7 @@ def test_what_it_brings():
     "command", ["", "quantize", "convert", "eval", "inspect", "explain", "demo", "serve", "chat", "bench", "tune"]
 )
 def test_help_imports_no_layer(command):
-    """Each page of help, and a wrong call, from the entry point on."""
+    """Help pages and usage errors, run from the entry point, import no layer."""
     code = f"""
 import sys
 from lowbit.cli import main
@@ -72,7 +77,7 @@ except AttributeError as error:
 
 
 def test_imported_again_transformers_still_loads():
-    """As autoreloaders and test suites do."""
+    """lowbit may be imported again, as autoreloaders and test suites do."""
     for again in (
         "importlib.reload(lowbit)",
         "[sys.modules.pop(n) for n in list(sys.modules) if n.startswith('lowbit')]; import lowbit",

@@ -1,4 +1,4 @@
-"""How lowbit is installed: from its checkout or its wheel, never by its name, which is another's on PyPI."""
+"""Installation instructions use the checkout or the wheel, never the name lowbit, which is another project on PyPI."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ ROOT = Path(__file__).parent.parent
 BY_NAME = re.compile(
     r"""(pip|uv)3?\ (install|add)\b[^\n`\#]*?[\ '"]lowbit(?![-\w.]*\.whl)(?=[\s\[,'"`=<>~]|$) | [`'"]lowbit\\*\[""", re.VERBOSE
 )
-"""`pip install lowbit`, with other packages, a version or an extra; `lowbit[serve]` as the name of an extra."""
+"""Matches `pip install lowbit`, also with other packages, a version or an extra. A plain `lowbit[serve]`, the name of an extra,
+is no match.
+"""
 FOLDERS = ("lowbit", "docs", "examples", "tests", "study", "benchmarks")
 HISTORY = {"CHANGELOG.md", "tests/test_installing.py"}
 

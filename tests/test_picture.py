@@ -16,7 +16,7 @@ def test_without_matplotlib(monkeypatch):
 
 
 def contrast(one: str, other: str) -> float:
-    """Of two colors, by the formula of WCAG 2: 1 to 21; text wants 4.5, lines and marks 3."""
+    """The contrast of two colors by WCAG 2, 1 to 21. Text needs 4.5, lines and marks 3."""
 
     def luminance(color: str) -> float:
         parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]

@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, a plain line every ten seconds elsewhere, by one mechanism for all commands."""
+"""Progress output of all commands: a bar on a terminal, otherwise a plain line every ten seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class Clock:
-    """A clock that a test sets, in place of tqdm's."""
+    """A clock that a test sets; it replaces tqdm's."""
 
     def __init__(self, monkeypatch):
         self.now = 1000.0
@@ -65,7 +65,7 @@ def test_a_long_step_writes_its_line_at_its_end(clock, written):
 
 
 def test_a_step_that_takes_longer_than_ten_seconds(monkeypatch, capsys):
-    """Commands write lines during it, too."""
+    """Lines are written even during a step that takes longer than ten seconds."""
     monkeypatch.setattr(progress, "INTERVAL_S", 0.05)
     with progress.periodic_lines(), Progress(desc="learned", unit="layers", total=2) as bar:
         bar.set_postfix_str("error 1")
@@ -133,7 +133,7 @@ def test_commands_write_lines(folders, tmp_path, monkeypatch, command, what):
     for line in what:
         assert re.search(f"^{line}", result.stderr, re.MULTILINE), result.stderr
     assert "\r" not in result.stderr
-    assert logging.set_tqdm_hook(None) is None  # Transformers is left as it was
+    assert logging.set_tqdm_hook(None) is None  # Transformers' hook was restored
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""The project's own rules: layers import downwards only, importing is cheap and clean, long files and functions are named."""
+"""The project's rules: layers import only lower layers, importing is cheap and has no side effects, long files and functions
+give warnings.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def test_every_folder_and_file_is_a_layer():
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_style(path):
-    """Checks what the house style says and no linter does; long files and functions only warn."""
+    """Checks rules of the house style that no linter has; long files and functions only give warnings."""
     text = path.read_text()
     tree = ast.parse(text)
     if text.count("\n") > 600:
@@ -72,7 +74,7 @@ def test_style(path):
 
 
 def public(tree: ast.Module):
-    """Functions and classes of a module, and the methods of classes that inherit no contract from another one."""
+    """The public functions and classes of a module, and the methods of classes without a base class."""
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
             yield node
@@ -86,14 +88,14 @@ def public(tree: ast.Module):
 
 
 def test_the_environment_decides_nothing():
-    """Behaviour comes from arguments: no module reads environment variables (where the user's cache is excepted)."""
+    """Behaviour comes from arguments: no module reads environment variables, except folders.py for the user's cache."""
     for path in SOURCES:
         if path.name != "folders.py":
             assert "environ" not in path.read_text() and "getenv" not in path.read_text(), path
 
 
 def test_import_is_clean():
-    """No CUDA initialisation, no output, no warning on import, on a machine that hides its GPUs or not."""
+    """Importing initialises no CUDA, prints nothing and gives no warning, with visible or hidden GPUs."""
     code = "import warnings; warnings.simplefilter('error', UserWarning); import lowbit, torch"
     code += "; assert not torch.cuda.is_initialized()"
     done = subprocess.run(

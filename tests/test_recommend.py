@@ -1,4 +1,4 @@
-"""`lowbit recommend`: bytes as the checkpoint will have them, choices that follow the table, and what is not known said."""
+"""`lowbit recommend`: bytes equal those of the checkpoint, choices follow the table, and unknowns are stated."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ def test_bytes_of_the_model_as_it_is(tiny):
 
 def test_bytes_of_a_context(tmp_path):
     model = skeleton(config_only(tmp_path / "llama", llama()))
-    # 2 tensors x 2 layers x 2 heads of 64 channels x 2 bytes: 1024 a token, in pages of 128 tokens
+    # 2 tensors x 2 layers x 2 heads of 64 channels x 2 bytes: 1024 bytes per token, in pages of 128 tokens
     assert [cache_bytes(model, n) for n in (0, 1, 128, 129)] == [0, 131072, 131072, 262144]
     assert cache_bytes(model, 128) == CacheSpec(2, 2, 64, torch.bfloat16).page_bytes
     opt = OPTConfig(hidden_size=64, ffn_dim=192, num_hidden_layers=3, num_attention_heads=4, vocab_size=160)
     assert cache_bytes(skeleton(config_only(tmp_path / "opt", opt)), 128) == 2 * 3 * 64 * 2 * 128
 
-    # Keys of 24 + 8 channels, values of 24, four heads of each
+    # Four heads with keys of 24 + 8 channels and values of 24
     deepseek = DeepseekV3Config(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, v_head_dim=24,
         qk_nope_head_dim=24, qk_rope_head_dim=8, vocab_size=160,
@@ -126,7 +126,7 @@ def test_the_nearest_measured_model_is_no_larger(table, tmp_path):
     model = config_only(tmp_path / "m", llama())  # 1.4 million linear weights
     found = recommend(model, divergence=0.004)
     assert (found.chosen.scheme.name, found.chosen.method, found.chosen.of) == ("w8a16", "rtn", SMALL)
-    # The only case of the other model that this one lacks, by the ratio where both were measured.
+    # The only case measured for the other model alone. Its KL is scaled by the ratio of the cases measured for both.
     other = next(c for c in found.neighbours if c.of == LARGE)
     ratio = (0.4 / 0.1 * 0.2 / 0.05 * 0.004 / 0.001) ** (1 / 3)
     assert other.scheme.name == "w8a16_g128" and other.kl == pytest.approx(0.0005 * ratio) and "estimate" in other.source()
@@ -142,9 +142,9 @@ def test_a_budget_takes_the_least_divergence_and_the_least_work(table, tmp_path)
     assert found.command == f"lowbit quantize {model} m-w4a16_g128 --scheme w4a16_g128 --method gptq"
     assert any("gptq has 50% of the divergence of rounding to nearest" in line for line in found.why)
     assert any("the next better option is w8a16 by rtn" in line for line in found.why)
-    # Both are negligible: rounding and fewer bytes decide.
+    # Both divergences are negligible, so the fewer bytes and plain rounding win.
     assert recommend(config_only(tmp_path / "b", llama(intermediate_size=25600)), budget_bytes=1e9).chosen.method == "rtn"
-    # What a context takes is not there for weights.
+    # The memory of the context's KV cache is not available for weights.
     context = recommend(model, budget_bytes=size["w8a16"] + 131071, context=128)
     assert context.chosen.scheme.name == "w4a16_g128" and context.cache_bytes == 131072
     assert recommend(model, budget_bytes=size["w8a16"] + 131072, context=128).chosen.scheme.name == "w8a16"
@@ -163,7 +163,7 @@ def test_a_divergence_takes_the_fewest_bytes_and_the_least_work(table, tmp_path)
 def test_groups_are_those_that_divide_the_layers(table, tmp_path):
     found = recommend(config_only(tmp_path / "m", llama(intermediate_size=608)), divergence=0.4)  # 19 x 32
     assert found.chosen.scheme == parse_scheme("w4a16_g32") and found.chosen.measured == parse_scheme("w4a16_g64")
-    # Groups that are not those of the measured model's grid stay as they are, or are left out.
+    # Group sizes other than those that the measured model was tried with are kept, or left out.
     learned = recommend(tmp_path / "m", divergence=5.0).chosen
     assert learned.options == ("--scheme", "w2a16_g32", "--method", "learned", "--iterations", "100")
     assert recommend(config_only(tmp_path / "n", llama(intermediate_size=624)), divergence=5.0).chosen.scheme.weight.bits == 3
@@ -227,7 +227,7 @@ def test_the_real_table_on_a_model_of_8_billion(tmp_path):
 
 
 def test_figures_of_one_text_are_those_of_the_documentation():
-    """Each in a table of the section that it names, in a line of its scheme and method."""
+    """Each figure is in a table of the section that its source names, in the line of its scheme and method."""
     for model in room.of_one_text():
         for row in model["rows"]:
             page, anchor = row["source"].split("#")
@@ -254,7 +254,8 @@ def test_methods_measured_on_one_text(monkeypatch, tmp_path):
     model = config_only(tmp_path / "m", llama())
     size = tensor_bytes(skeleton(model), plan_for(skeleton(model), "w4a16_g128", None, False))
     found = recommend(model, budget_bytes=size)
-    # Both within a quarter of the least: less work. Twice the one text's figures, as where both were measured.
+    # Both are within a quarter of the minimum, so less work wins. The KL is twice that of the one text: the ratio where both
+    # were measured.
     assert found.chosen.options == ("--scheme", "w4a16_g128", "--method", "gptq", "--rotate", "--samples", "32")
     assert found.chosen.kl == pytest.approx(0.1) and found.chosen.bytes == size
     assert any("2.00" in line and "an estimate: 2.00 times that of one text" in line for line in found.why)
@@ -263,7 +264,7 @@ def test_methods_measured_on_one_text(monkeypatch, tmp_path):
     assert eight.chosen.scheme.name == "w8a16", "8-bit activations are named, not taken"
     assert any("--scheme w8a8 --rotate-inputs '*'" in line and "0.006" in line for line in eight.why)
     assert not any("--scheme w8a8" in line for line in recommend(model, divergence=0.005).why), "0.006 is more than was asked"
-    # Tied weights come apart, which takes an embedding's bytes; other decoders are not rotated at all.
+    # Rotation unties tied weights, which costs the bytes of an embedding. Other decoders are never rotated.
     tied = recommend(config_only(tmp_path / "tied", llama(tie_word_embeddings=True)), divergence=0.1)
     apart = next(c for c in tied.neighbours if "--rotate" in c.options)
     assert apart.bytes == tied.chosen.bytes + 2 * 512 * 256 == size and tied.chosen.method == "learned iterations=100"

@@ -1,4 +1,4 @@
-"""Models by the names that users give them: folders, files, and names on a hub that the hub's own client asks."""
+"""Models by the names that users give: folders, files, and hub names, resolved by huggingface_hub."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAME = "org/tiny"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A model with everything that a repository has beside what is needed, quantized in its second revision."""
+    """A model with many unneeded repository files; its second revision is quantized."""
     folder = tmp_path_factory.mktemp("hub")
     save_tiny(folder / "v1")
     lowbit.quantize_checkpoint(folder / "v1", folder / "v2", "w8a16")
@@ -39,7 +39,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def hub(models, tmp_path, monkeypatch):
-    """The stand-in as this process's hub, with an empty cache."""
+    """Makes this process use the local hub, with an empty cache."""
     with served(models) as running:
         for name, value in {
             "ENDPOINT": running.url,
@@ -78,10 +78,10 @@ def test_a_revision(hub, models):
 
 
 def test_a_broken_download_goes_on(hub, models, monkeypatch):
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1)  # what arrived is kept in such pieces, of 10 MB otherwise
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1)  # 10 MB by default; received chunks are kept
     size = (models[NAME]["main"] / "model.safetensors").stat().st_size
     hub.break_after = size // 2
-    folder = local_model(NAME)  # the client asks again by itself, for the rest
+    folder = local_model(NAME)  # the client requests the remaining bytes by itself
     assert any(re.fullmatch(rf"model.safetensors bytes={size // 2}-.*", line) for line in hub.ranges), hub.ranges
     assert (folder / "model.safetensors").read_bytes() == (models[NAME]["main"] / "model.safetensors").read_bytes()
 
@@ -119,7 +119,7 @@ def test_names_and_paths(tmp_path, monkeypatch):
 
 
 def test_every_command_and_python_take_the_name(hub, tmp_path, monkeypatch):
-    """Each loads the very model; the name stands where results and other commands read it."""
+    """Every command and Python function loads the named model, and results contain the name."""
     (tmp_path / "text.txt").write_text("the quick brown fox " * 40)
     assert run("quantize", NAME, "q", "--scheme", "w8a16").exit_code == 0
     assert (tmp_path / "q" / "config.json").is_file()
@@ -147,7 +147,7 @@ def test_recommend_reads_the_configuration_alone(hub):
 
 
 def test_line_7_of_the_page_on_vllm(hub, tmp_path):
-    """As it stands there, but for the name of the model."""
+    """Runs line 7 of docs/vllm.md with another model name."""
     line = (ROOT / "docs" / "vllm.md").read_text().splitlines()[6]
     command = line.replace("meta-llama/Llama-3.1-8B-Instruct", NAME).split()
     assert command[:3] == ["lowbit", "quantize", NAME] and run(*command[1:]).exit_code == 0

@@ -1,4 +1,6 @@
-"""How lowbit/kernels/ is built: kernels are siblings over parts, choosing one needs no Triton, state travels under names."""
+"""The structure of lowbit/kernels/: kernels import parts but no other kernel, choosing one needs no Triton, and state is passed
+in named bundles.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ FILES = sorted(path for path in KERNELS.glob("sm*/*.py") if path.name != "__init
 PARTS = sorted(path for path in (KERNELS / "parts").glob("*.py") if path.name != "__init__.py")
 
 MOST_TOGETHER = 6
-"""Values that may travel through device code by position."""
+"""Largest number of values that device code may pass as a tuple, by position."""
 
 
 def name_of(path: Path) -> str:
@@ -25,7 +27,7 @@ def name_of(path: Path) -> str:
 
 
 def imported(path: Path) -> set[str]:
-    """Modules that a file imports, and names from modules as if they were modules."""
+    """The modules that a file imports; `from a import b` counts as a.b too."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -36,13 +38,13 @@ def imported(path: Path) -> set[str]:
 
 
 def siblings(path: Path) -> list[str]:
-    """Kernel files that a kernel file imports; the making of tensor maps is no kernel."""
+    """The kernel files that a kernel file imports; tensor_map.py does not count as a kernel."""
     kernels = {f"lowbit.kernels.{name_of(file)[:-3].replace('/', '.')}" for file in FILES if file.name != "tensor_map.py"}
     return sorted(imported(path) & kernels)
 
 
 def long_tuples(path: Path) -> list[str]:
-    """Tuples in device functions that are too long to be read by position."""
+    """The tuples in device functions with more than MOST_TOGETHER elements."""
     found = []
     for function in ast.walk(ast.parse(path.read_text())):
         if not isinstance(function, ast.FunctionDef):
@@ -55,7 +57,7 @@ def long_tuples(path: Path) -> list[str]:
 
 
 def faults(path: Path) -> list[str]:
-    """What a file does that these rules forbid."""
+    """A file's violations of these rules."""
     found = [f"imports {module}" for module in siblings(path)] + long_tuples(path)
     if path in PARTS and not (ROOT / "tests" / "kernels" / "parts" / f"test_{path.name}").exists():
         found.append("has no file of tests")
@@ -64,7 +66,7 @@ def faults(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES + PARTS, ids=name_of)
 def test_kernels_are_siblings_and_state_has_names(path):
-    """No kernel imports another one, no bundle of more than MOST_TOGETHER goes by position, every part has tests."""
+    """No kernel imports another one, no tuple has more than MOST_TOGETHER elements, and every part has tests."""
     assert faults(path) == []
 
 
@@ -76,7 +78,7 @@ def test_parts_know_no_kernel(path):
 
 @pytest.mark.parametrize("package", ["choose", "reference", "cpu"])
 def test_needs_no_triton(package):
-    """What a laptop asks before a GPU is there, and what runs where none is."""
+    """These packages import without Triton, since laptops and CPU-only machines use them."""
     modules = [f"lowbit.kernels.{package}.{path.stem}" for path in (KERNELS / package).glob("*.py") if path.stem != "__init__"]
     assert modules
     code = "import sys, importlib; sys.modules['triton'] = None; [importlib.import_module(name) for name in sys.argv[1:]]"
@@ -85,7 +87,7 @@ def test_needs_no_triton(package):
 
 
 def test_no_two_kernels_are_half_alike():
-    """A second architecture differs in its main loop and its data movement; what does not differ is a part."""
+    """Kernels of two architectures differ in main loop and data movement; common code belongs to parts."""
     lines = {path: [line.strip() for line in path.read_text().splitlines() if line.strip()] for path in FILES}
     for one, other in itertools.combinations(FILES, 2):
         ratio = difflib.SequenceMatcher(None, lines[one], lines[other], autojunk=False).ratio()

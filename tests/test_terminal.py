@@ -1,4 +1,4 @@
-"""Text from files and servers on the terminal: brackets are no markup, and no character of it commands the terminal."""
+"""Text from files and servers on the terminal: brackets are not markup, and control characters do not reach the terminal."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run(*arguments):
 
 
 def test_names_of_layers(tmp_path):
-    """In the table of `inspect`, and of tensors in its errors."""
+    """Layer names in the table of `inspect`, and tensor names in its errors, are printed safely."""
     name = "model.[/b]\x1b[2J.proj"
     q = rtn(torch.ones(8, 32), "w4a16_g16")
     with CheckpointWriter(tmp_path / "c") as writer:
@@ -86,7 +86,7 @@ def model(tmp_path_factory):
 
 
 def test_names_of_folders(model, tmp_path):
-    """Whatever was measured is shown and written: the name of a folder does not end the command before."""
+    """A folder name with markup or control characters does not break the command: results are shown and written."""
     folder = tmp_path / "[/b]\x1b[2J\x9b"
     shutil.copytree(model, folder)
     done = run("eval", folder, "--windows", "1", "--window", "16", "--json", tmp_path / "result.json")

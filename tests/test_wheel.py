@@ -1,4 +1,4 @@
-"""What `pip install` brings: the wheel is small, holds what a user runs and nothing else, and the README runs from it alone."""
+"""The wheel is small and has only what users run, and the README's program runs with the wheel alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def wheel(tmp_path_factory):
     pytest.importorskip("setuptools.build_meta", reason="needs setuptools, the build back end")
     source = tmp_path_factory.mktemp("source")
     shutil.copytree(ROOT / "lowbit", source / "lowbit", ignore=shutil.ignore_patterns("__pycache__"))
-    for folder in ("study", "tests", "benchmarks"):  # which lie there too
+    for folder in ("study", "tests", "benchmarks"):  # which are in the checkout too
         (source / folder).mkdir()
         (source / folder / "__init__.py").touch()
     for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
@@ -58,7 +58,7 @@ def test_the_readme_runs_from_the_wheel_alone(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     (tmp_path / "work").mkdir()
-    save_tiny(tmp_path / "work" / "SmolLM2-135M-Instruct")  # the README's model, in small
+    save_tiny(tmp_path / "work" / "SmolLM2-135M-Instruct")  # a tiny stand-in for the README's model
     checks = f"\nimport lowbit; assert lowbit.__file__.startswith({str(tmp_path)!r}), lowbit.__file__\n"
     code = "\n\n".join(block for _, block in python_blocks((ROOT / "README.md").read_text())) + checks
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
@@ -69,5 +69,5 @@ def test_the_readme_runs_from_the_wheel_alone(wheel, tmp_path):
         f"import sys; sys.argv = ['lowbit', 'inspect', 'SmolLM2-fp6', '--check']; from {module} import {function}; {function}()"
     )
     run = {"cwd": tmp_path / "work", "env": environment, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-c", code + start], **run)  # in one process: to import again takes four seconds
+    done = subprocess.run([sys.executable, "-c", code + start], **run)  # one process: imports take four seconds
     assert done.returncode == 0 and "every tensor has the dtype and shape of config.json" in done.stdout, done.stderr

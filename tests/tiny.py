@@ -1,4 +1,4 @@
-"""Tiny random models of real architectures, made on the spot, and weights whose input is permuted and scaled."""
+"""Tiny random models of real architectures, and weights with a permuted and scaled input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tiny_llama(tied=True, bias=False, dtype=torch.float16):
 
 
 def eager_llama(dtype=torch.float32):
-    """A tiny model whose next token depends on all tokens before it: others of random weights repeat one for ever."""
+    """A tiny Llama whose next token depends on all earlier tokens. Most random weights would repeat one token forever."""
     model = tiny_llama(tied=False, dtype=dtype)
     for parameter in model.parameters():
         if parameter.dim() == 2:
@@ -32,7 +32,9 @@ def eager_llama(dtype=torch.float32):
 
 
 def eager_opt(dtype=torch.float32, **options):
-    """The same with LayerNorm, learned positions, biases and an MLP without a gate."""
+    """A tiny OPT whose next token depends on all earlier tokens: LayerNorm, learned positions, biases, an MLP without a
+    gate.
+    """
     torch.manual_seed(0)
     sizes = dict(vocab_size=160, hidden_size=64, ffn_dim=192, num_hidden_layers=2, num_attention_heads=4)
     model = OPTForCausalLM(OPTConfig(**{**sizes, "max_position_embeddings": 512, "dropout": 0.0, **options}))
@@ -46,7 +48,7 @@ def eager_opt(dtype=torch.float32, **options):
 
 
 def tiny_tokenizer(vocab_size=160):
-    """A tokenizer of single characters with BOS, EOS and no padding token of its own."""
+    """A tokenizer of single characters with BOS and EOS, without a padding token."""
     characters = [chr(c) for c in range(32, 127)]
     vocab = {token: i for i, token in enumerate(["<s>", "</s>", "<unk>", *characters])}
     assert len(vocab) <= vocab_size
@@ -57,7 +59,7 @@ def tiny_tokenizer(vocab_size=160):
 
 
 def save_tiny(path, **options):
-    """A folder with the tiny model and its tokenizer."""
+    """Saves the tiny Llama and its tokenizer; returns the folder."""
     tiny_llama(**options).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path

@@ -81,7 +81,7 @@ def grouped(table: str) -> list[list[dict[str, float]]]:
     lines = [line for line in table.splitlines() if line.startswith('"')]
     found: list[list[dict[str, float]]] = []
     for line in csv.DictReader(lines):
-        if not line.get("ID"):  # the line of units
+        if not line.get("ID"):  # the line with the units
             continue
         if MARK in line["Kernel Name"]:
             found.append([])

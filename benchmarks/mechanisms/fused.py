@@ -23,12 +23,14 @@ TOKENS = (1, 8, 16, 64, 128, 256, 1024, 4096)
 CUBLAS_TOKENS = (8, 16, 32, 64, 128)
 GROUP = 128
 BLOCK = 8
-"""Groups that a program dequantizes."""
+"""Number of groups that a program dequantizes."""
 
 
 @triton.jit
 def dequantize_kernel(w, codes, scale, GROUP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """w fp16 [N, K] from int4 codes, eight along k in an int32 word starting at the low end, and scales fp16 [N, K / GROUP]."""
+    """Dequantizes int4 codes to w fp16 [N, K]. An int32 word has eight codes along k, lowest bits first; scales are fp16 [N, K
+    / GROUP].
+    """
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     word = tl.arange(0, GROUP // 8)[None, :]
     words = tl.load(codes + group * (GROUP // 8) + word)
@@ -82,8 +84,9 @@ def halves() -> Tensor:
 
 
 def trials(ceilings: Ceilings) -> Iterator[Trial]:
-    """Returns the trials of one kernel, of two, and of cuBLAS with fp16 weights. Figures are the megabytes that each must
-    move."""
+    """Returns the trials of one kernel, of two kernels, and of cuBLAS with fp16 weights. Figures are the megabytes that each
+    must move.
+    """
     scheme = parse_scheme(SCHEME)
     for m in TOKENS:
         one = problem_bytes(scheme, N, K, m) / 1e6

@@ -39,15 +39,16 @@ class DecodeLoop(Warps):
 
 @gluon.jit
 def dequantized(words, C: gl.constexpr):
-    """The registers of a tile of words."""
+    """The dequantized registers of a tile of words."""
     D: gl.constexpr = C.dequantizer
     return gl.inline_asm_elementwise(D.asm, D.constraints, words, dtype=D.types, is_pure=True, pack=1)
 
 
 @gluon.jit
 def decode_loop(out, clocks, words, step, turns, C: gl.constexpr):
-    """out int32 [16, threads of all blocks]: the registers of words int32 [bits, threads], which are decoded `turns` times
-    more; clocks int32 [threads] of those."""
+    """Stores the dequantized registers of words int32 [bits, threads] to out int32 [16, threads]. Then dequantizes changing
+    words `turns` times and stores the clocks of that loop, int32 [threads]. Threads are those of all blocks.
+    """
     BITS: gl.constexpr = C.dequantizer.bits
     OUT: gl.constexpr = len(C.dequantizer.types)
     shared = gl.allocate_shared_memory(gl.int32, [C.threads], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -92,15 +93,17 @@ class StepLoop(Warps):
 
 @gluon.jit
 def stepped(words, held, sums, C: gl.constexpr):
-    """The sums after one more step."""
+    """Returns the accumulators after one more step."""
     S: gl.constexpr = C.k_block
     return gl.inline_asm_elementwise(S.asm, S.constraints, words + held + sums, dtype=S.types, is_pure=True, pack=1)
 
 
 @gluon.jit
 def step_loop(out, clocks, words, step, turns, C: gl.constexpr):
-    """out float32 [2 sums, threads of all blocks]: of one step, and of `turns` of them, of changing codes; words int32 [words
-    of codes, of x and of scales, threads]; clocks int32 [threads] of those turns."""
+    """Stores to out float32 [2 * accumulators, threads] the accumulators of one step, then those of `turns` steps with changing
+    codes. words int32 [words, threads] has the words of codes, of x and of scales. Stores the clocks of the loop, int32
+    [threads]. Threads are those of all blocks.
+    """
     S: gl.constexpr = C.k_block
     WORDS: gl.constexpr = S.words
     HELD: gl.constexpr = S.token_words + S.scale_words

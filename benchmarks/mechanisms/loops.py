@@ -122,7 +122,7 @@ def step_trials(sms: int) -> Iterator[Trial]:
 
 
 class _StepTrial:
-    """A step of 16 rows x 128 k in `step_loop`; all warps have the same numbers."""
+    """A step of 16 rows and K 128 in `step_loop`; all warps have the same inputs."""
 
     def __init__(self, step: KBlock, sms: int) -> None:
         self.step, self.config = step, StepLoop(step, STEP_WARPS)
@@ -151,13 +151,17 @@ class _StepTrial:
 
 
 def step_operands(step: KBlock) -> tuple[Tensor, Tensor]:
-    """What lanes hold of random weights 16 x 128, tokens and scales, int32 [words, 32], and the sums float64 [sums, 32] that
-    they should find (rows g and g + 8 of tokens 2t and 2t + 1: PTX ISA, fragments of mma.m16n8k16)."""
+    """Returns the words int32 [words, 32] of random weights 16 x 128, of x and of scales in each lane, and the expected
+    accumulators float64 [accumulators, 32]. A lane has rows g and g + 8 of tokens 2 t and 2 t + 1 (PTX ISA, fragments of
+    mma.m16n8k16).
+    """
     generator = torch.Generator().manual_seed(step.tokens)
     fmt = step.conversion.format
     codes = torch.randint(0, 1 << fmt.bits, (16, BLOCK_K), dtype=torch.uint8, generator=generator)
     x = torch.randn(step.tokens, BLOCK_K, generator=generator).half()
-    scale = ((0.5 + torch.rand(16, step.groups, generator=generator)) * 2.0**15).half()  # as they are stored (pack/weight.py)
+    scale = (
+        (0.5 + torch.rand(16, step.groups, generator=generator)) * 2.0**15
+    ).half()  # range of stored scales (pack/weight.py)
     order = FragmentOrder(MMA_M16N8K16_F16, fmt)
     tiles = order.pack(codes, fmt.bits)[0][0]  # [tile, words of 32 lanes]
     words = tiles[:, word_places(fmt.bits)].permute(0, 2, 1).reshape(-1, 32)
@@ -166,7 +170,7 @@ def step_operands(step: KBlock) -> tuple[Tensor, Tensor]:
     lane = torch.arange(32)
     of_x = []
     for n8_tile in range(step.n8_tiles):
-        for register in (i for i in range(32) if i % 2 == 0):  # registers of row g: those of k, then of k + 8, of each product
+        for register in (i for i in range(32) if i % 2 == 0):  # registers of row g: for each product those of k, then of k + 8
             pair = x[(8 * n8_tile + lane // 4)[:, None], k[:, register]]
             of_x.append(pair.contiguous().view(torch.int32)[:, 0])
     of_scale = [

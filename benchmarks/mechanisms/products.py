@@ -52,13 +52,13 @@ def decode_by(plan: Any, by: Conversion) -> None:
 
 
 def step_by(plan: RingPlan, step: KBlock) -> None:
-    """Gives a plan of the ring kernel another step."""
+    """Replaces the k block of a plan of the small-M kernel."""
     plan.config = replace(plan.config, ring=replace(plan.config.ring, k_block=step))
     plan.factor = step.factor
 
 
 def scale_first(plan: RingPlan) -> None:
-    """Has a plan of the ring kernel scale weights before the product."""
+    """Makes a plan of the small-M kernel scale the weights before the product."""
     step_by(plan, ScaledFirst(**_fields(plan.config.ring.k_block)))
 
 
@@ -83,7 +83,7 @@ class Product:
         return gaussian(self.shape.m, self.shape.k, seed=2, dtype=self.dtype)
 
     def convert_by(self, way: Way) -> None:
-        """Converts a weight to the words of another conversion."""
+        """Repacks the weight for another conversion, and makes the plan use that conversion."""
         if way.name != OWN:
             self.weight = replace(self.weight, codes=_plane(self.q.scheme.name, *self.q.shape, way))
             decode_by(self.plan, way.conversion)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks mechanisms` on the terminal: a table for each part. Needs no GPU to print a file."""
+"""Tables of a result file of `python -m benchmarks mechanisms`, one for each part. Needs no GPU."""
 
 from __future__ import annotations
 

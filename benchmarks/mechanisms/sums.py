@@ -1,4 +1,4 @@
-"""fp8 sums that leave the tensor core every 128 k, or only at the end (`fast_accum`): time and error."""
+"""fp8 sums that leave the tensor core after every 128 elements of K, or only at the end (`fast_accum`): time and error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEME = "fp8_dynamic"
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 N = 8192
 SIZES = (8192, 28672)
-"""Sizes of K; the error of sums that stay in the tensor core grows with it."""
+"""Values of K; the error of sums that stay in the tensor core grows with K."""
 CHECKED = 64
 """Rows of y that are compared with the float64 product, in float32."""
 

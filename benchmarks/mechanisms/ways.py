@@ -1,15 +1,16 @@
 """Conversions of codes to halves that the library does not use, as data: executed bit-exactly in NumPy, printed as PTX.
 
-Each is a `Way`: a `Conversion` (hardware/conversions.py), so that the library's own decoding takes it in place of its own
-(`Decoding`, `Stepping`), and what the words in memory must be for it.
+Each is a `Way`: a `Conversion` (hardware/conversions.py), which replaces the library's own one in `Decoding` and `Stepping`,
+and the layout of the words in memory that it needs.
 
-cast, float32   What a compiler makes of a cast of signed integers: two fields cut out, two `cvt`, one pack; to the half at
-                once, or to float32 and both rounded together.
-multiplied      fp6 with the exponent's difference made up for by one product a register, not by the scale.
-rebuilt         The same in integers: 12 added to the exponent of normal numbers, subnormal ones by a subtraction.
-4+2             FP6-LLM's: sign and exponent of a code in one word, its mantissa in another, four codes put together in the four
-                bytes of a register and cast there, of which two halves' registers are made. Written from its description,
-                arXiv:2401.14112.
+cast, float32   What a compiler generates for a cast of signed integers: extract two fields, two `cvt`, one pack. `cast`
+                converts directly, `float32` by way of float32, with one rounding of the pair.
+multiplied      fp6 whose exponent bias is corrected by one multiplication per register instead of by the scale.
+rebuilt         fp6 whose exponent bias is corrected in integers: 12 is added to the exponent of normal numbers; subnormal
+                numbers take a subtraction.
+4+2             FP6-LLM's layout: sign and exponent of a code are in one word, its mantissa in another. Four codes are
+                assembled in the four bytes of a register and cast there; the result becomes two registers of fp16.
+                Written from its description, arXiv:2401.14112.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Way:
 
 @dataclass(frozen=True)
 class _Order(FragmentOrder):
-    """Fragment order with another order of fields in the words of a lane."""
+    """Fragment order with a different order of bit fields in a lane's words."""
 
     order: FieldOrder = field(kw_only=True)
 
@@ -63,7 +64,7 @@ class _Order(FragmentOrder):
 
 @dataclass(frozen=True)
 class Decoding(Dequantizer):
-    """The library's decoding of a tile, with another conversion."""
+    """The library's `Dequantizer` of a tile, with another conversion."""
 
     by: Conversion = field(kw_only=True)
 
@@ -74,7 +75,7 @@ class Decoding(Dequantizer):
 
 @dataclass(frozen=True)
 class Stepping(KBlock):
-    """A step of the library's ring kernel, with another conversion."""
+    """The k block of the library's small-M kernel, with another conversion."""
 
     by: Conversion = field(kw_only=True)
 
@@ -85,8 +86,9 @@ class Stepping(KBlock):
 
 @dataclass(frozen=True)
 class ScaledFirst(KBlock):
-    """A step whose scales of groups multiply the weights before the product, as halves, not the sums after it. Scales may be
-    2^16 and more (pack/weight.py), so they are made smaller by as much."""
+    """A k block whose group scales multiply the fp16 weights before the product, not the sums after it. Stored scales may be
+    close to 2^16 (pack/weight.py), so they are multiplied by 2^-16.
+    """
 
     @property
     def factor(self) -> float:
@@ -118,7 +120,7 @@ class ScaledFirst(KBlock):
 
 @functools.cache
 def ways(fmt: str, dtype: HalfType) -> tuple[Way, ...]:
-    """The conversions of int4, int8 or fp6_e3m2 (to fp16 only) that are compared, the library's first."""
+    """Returns the compared conversions of int4, int8 or fp6_e3m2 (fp6 to fp16 only), the library's first."""
     own = Way(OWN, conversion(number_format(fmt), dtype))
     if fmt == "fp6_e3m2":
         return own, _multiplied(own.conversion), _rebuilt(own.conversion), _four_plus_two(own.conversion)
@@ -135,7 +137,7 @@ def nothing(fmt: str, dtype: HalfType) -> Conversion:
 
 @dataclass(frozen=True)
 class Cast(Instruction):
-    """The signed fields of `width` bits at `low` and 16 bits above it, each cast to a half."""
+    """Casts two signed fields of `width` bits, at bit `low` and 16 bits above it, to 16-bit floats."""
 
     dest: str
     a: str
@@ -173,7 +175,7 @@ def _bf16_bits(number: np.ndarray) -> np.ndarray:
 
 
 def _cast(own: Conversion, name: str, by_float32: bool) -> Way:
-    """Casts integers in two's complement, the codes with an inverted top bit."""
+    """Returns the conversion by casts. Words hold two's complement, that is codes with an inverted top bit."""
     bits = own.format.bits
     instructions = tuple(
         Cast(f"r{r}", f"w{r // (16 // bits)}", bits * (r % (16 // bits)), bits, own.dtype, by_float32)
@@ -201,8 +203,8 @@ def _rebuilt(own: Conversion) -> Way:
     """Exponents 1 to 7 of e3m2 become 13 to 19; m / 4 * 2^-2 is 2^-2 (1 + m / 4) - 2^-2."""
 
     def after(b: Builder, register: str) -> str:
-        carried = b.add_words(b.mask(register, 0x1C001C00), 0x7C007C00)  # sets the top bit of a half unless the exponent is 0
-        normal = b.prmt(carried, 0, 0xBB99)  # that bit, copied to the whole half
+        carried = b.add_words(b.mask(register, 0x1C001C00), 0x7C007C00)  # sets the top bit unless the exponent is 0
+        normal = b.prmt(carried, 0, 0xBB99)  # replicates that bit over the 16 bits
         least = b.masked_or(register, 0x80008000, 0x34003400)
         subnormal = b.sub(own.dtype, b.lop3(register, 0x34003400, 0, OR), least)
         return b.select(normal, b.add_words(register, 0x30003000), subnormal)
@@ -211,8 +213,10 @@ def _rebuilt(own: Conversion) -> Way:
 
 
 class _FourPlusTwo(FieldOrder):
-    """Word i < 4 has sign and exponent of steps 2 i and 2 i + 1, word 4 + i mantissas of steps 4 i to 4 i + 3; a step has 4
-    codes, in bytes 1 and 3 (register 2 i) and 0 and 2 (register 2 i + 1): #2 #4 #1 #3 from the top."""
+    """The bit positions of 4+2 segments; a step converts 4 codes. Word i < 4 has signs and exponents of steps 2 i and 2 i + 1,
+    and word 4 + i mantissas of steps 4 i to 4 i + 3. Register 2 s of step s has the codes in bytes 1 and 3, register 2 s + 1
+    those in bytes 0 and 2.
+    """
 
     @property
     def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -1,9 +1,9 @@
-"""Attention of a decode step, tile by tile: `python -m benchmarks.tuning.attention`, on an NVIDIA GPU.
+"""`python -m benchmarks.tuning.attention`: times the tiles of decode attention on an NVIDIA GPU.
 
-Prints, for each batch and context, the fastest tiles with their share of the bandwidth that keys and values need, beside the
-one that kernels/choose/attention.py takes and what its model says. Timed as all kernels are (bench/protocol.py): copies of the
-cache that exceed the L2, in one CUDA graph, outputs poisoned and checked. Pages lie in random order; all rows have the same
-context.
+Prints, for each batch and context, the fastest tiles with their share of the bandwidth for keys and values. Also prints the
+tile that kernels/choose/attention.py chooses, with its modelled time. The protocol is that of benchmarks/protocol.py: copies of
+the cache that exceed the L2, in one CUDA graph, with poisoned and checked outputs. Pages are in random order; all rows have the
+same context.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LLAMA = AttentionShape(32, 8, 128, 128**-0.5, 128)
 
 @dataclass(frozen=True)
 class Timed:
-    """A tile for `rows` rows of `context` tokens before the new one: us None carries an error instead."""
+    """The time of a tile for `rows` rows with `context` tokens before the new one; if `us` is None, there is an error."""
 
     rows: int
     context: int
@@ -48,7 +48,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step is called with, for several copies of the cache."""
+    """The arguments of decode attention, with several copies of the cache."""
 
     qkv: Tensor
     caches: tuple[tuple[Tensor, Tensor], ...]
@@ -59,7 +59,7 @@ class Batch:
 
 
 def make_batch(rows: int, context: int, shape: AttentionShape, dtype: torch.dtype, copies: int, device: str) -> Batch:
-    """Rows at position `context`, their pages in random order."""
+    """Returns a batch of rows at position `context`, with pages in random order."""
     generator = torch.Generator(device).manual_seed(rows + context)
     pages = context // PAGE + 1
     order = torch.randperm(rows * pages, generator=generator, device=device).to(torch.int32)
@@ -82,13 +82,14 @@ def make_batch(rows: int, context: int, shape: AttentionShape, dtype: torch.dtyp
 
 
 def tiles_to_time(rows: int, context: int, shape: AttentionShape, machine: Machine, count: int) -> list[DecodeTile]:
-    """The chosen tile of slots that hold no more than `context` tokens, the best by the model, the best of other warps, and the
-    best with blocks in shared memory."""
+    """Returns the tile chosen for slots of at most `context` tokens, the best ones by modelled cost, the best ones for each
+    number of warps, and the best ones with blocks in shared memory.
+    """
     longest = (context // PAGE + 1) * PAGE
     chosen = choose_decode(rows, shape, longest, machine)
     able = [row.tile for row in candidates_decode(rows, shape, longest, machine) if not row.reasons]
     able.sort(key=lambda tile: modelled_us(tile, rows, shape, context, context, machine))
-    # Parts that cut this context alike are alike but for programs without work: the fewest of them stand for all.
+    # Tiles that split this context equally differ only in programs without work: of these, the one with fewest splits is timed.
     unlike: dict[tuple[int, int, int], DecodeTile] = {}
     for tile in sorted(able, key=lambda tile: tile.splits):
         unlike.setdefault((tile.active(context), tile.block, tile.warps), tile)
@@ -101,7 +102,7 @@ def tiles_to_time(rows: int, context: int, shape: AttentionShape, machine: Machi
 def time_tiles(
     rows: int, context: int, shape: AttentionShape, dtype: torch.dtype, tiles: Sequence[DecodeTile], machine: Machine
 ) -> Iterator[Timed]:
-    """Every tile timed and checked, the first of which is the chosen one."""
+    """Times and checks every tile; the first one is the chosen tile."""
     from lowbit.kernels.sm80.paged_attention import PagedAttentionPlan
     from lowbit.ops.workspace import workspace
 
@@ -130,7 +131,7 @@ def time_tiles(
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tuning.attention", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)

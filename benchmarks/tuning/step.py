@@ -1,9 +1,9 @@
-"""Tiles of a decode step, tried where they run: `python -m benchmarks.tuning.step`, on an NVIDIA GPU.
+"""`python -m benchmarks.tuning.step`: times tiles inside a whole decode step on an NVIDIA GPU.
 
-A tile that is fast alone may be slow between others: with programmatic launch blocks of neighbours share SMs. This captures the
-whole step of a few layers again for each tile of each product and of attention, one after the other, keeps what makes the step
-faster, and prints rows for the tables MEASURED in kernels/choose/. Random weights in the shape of a known model, random pages;
-logits with every tile are compared with those of the tiles that were chosen.
+A tile that is fast alone may be slow in a step, since programmatic launch lets blocks of adjacent kernels share SMs. For each
+tile of each product and of attention, this captures the step of a few layers again. It keeps tiles that make the step faster,
+and prints rows for the tables MEASURED in kernels/choose/. Weights are random, in the shape of a known model, and pages are
+random. The logits with every tile are compared with those of the chosen tiles.
 """
 
 from __future__ import annotations
@@ -36,21 +36,23 @@ from lowbit.pack import DenseWeight
 from lowbit.tune.timing import failures, reason, warm_up
 
 TOLERANCE = 0.02
-"""Of logits, relative in the norm: tiles form sums in other orders, and random weights magnify what that rounds."""
+"""Allowed relative error (norm) of logits: tiles add in different orders, and random weights amplify rounding."""
 
 GAIN = 0.004
-"""Of the step: what another tile must gain to be kept; less is noise between captures."""
+"""Relative gain of the step for which another tile is kept; less is noise between captures."""
 
 OPERATORS = ("fragment_gemm", "gated_gemm", "fused_gemm", "attention")
-"""Modules of lowbit.ops that choose a tile when they make a plan."""
+"""Modules of lowbit.ops that choose a tile when they create a plan."""
 
 Tiles = dict[str, Any]
-"""A tile for a part of the step by its name; parts without one have the tile that is chosen for them."""
+"""Tiles by the names of the step's parts; other parts use their chosen tile."""
 
 
 @dataclass(frozen=True)
 class TiledPart:
-    """A kernel of a layer, or the head: its name, its role in a chain, its shape, the tiles to try, the chosen one first."""
+    """A kernel of a layer, or the LM head: its name, its role in the chain, its shape, and the tiles to try, the chosen one
+    first.
+    """
 
     name: str
     role: Role | None
@@ -59,7 +61,7 @@ class TiledPart:
 
 
 def parts_of(program: DecodeProgram, rows: int, reach: int, machine: Machine, count: int) -> list[TiledPart]:
-    """The parts of a step of `rows` rows, those of the largest weights first, each with the model's `count` best tiles."""
+    """Returns the parts of a step of `rows` rows, largest weights first, each with the `count` best tiles by modelled cost."""
     layer = program.layers[0]
     chained = isinstance(program.chain, Chain) and rows <= program.chain.most
     roles: dict[str, Role] = {
@@ -94,7 +96,7 @@ def _product_part(
 
 @contextlib.contextmanager
 def given(tiles: Tiles, parts: Sequence[TiledPart]) -> Iterator[None]:
-    """Within it, the operators of a step take these tiles where they would choose one."""
+    """Context manager in which operators use the given tiles instead of their chosen ones."""
     chosen = {(part.role, part.shape): tiles[part.name] for part in parts if part.name in tiles}
     modules: list[Any] = [importlib.import_module(f"lowbit.ops.{name}") for name in OPERATORS]
     plain, gated, chain, attend = modules
@@ -117,7 +119,7 @@ def given(tiles: Tiles, parts: Sequence[TiledPart]) -> Iterator[None]:
 
 
 class StepTrial:
-    """A batch at a context, whose step is captured again for every choice of tiles."""
+    """A batch at a context. Its step is captured again for every set of tiles."""
 
     def __init__(self, engine: Engine, rows: int, context: int) -> None:
         self.engine, self.rows, self.context = engine, rows, context
@@ -125,16 +127,16 @@ class StepTrial:
         place(engine, rows, context, 256)
 
     def run(self) -> Tensor:
-        """Logits of the step as it is written; the slots stay where they are."""
+        """Returns the logits of an eager step; does not advance the slots."""
         rows = torch.arange(self.rows, dtype=torch.int32, device=self.engine.device)
         return self.engine.program.step(rows, self.engine.slots, self.reach)
 
     @torch.inference_mode()
     def measure(self, tiles: Tiles, parts: Sequence[TiledPart], expected: Tensor | None = None) -> tuple[float, Tensor]:
-        """Microseconds of a step, and its logits; raises ValueError where they are not those expected."""
+        """Returns the microseconds of a step and its logits. Raises ValueError if these differ from `expected`."""
         engine = self.engine
         with given(tiles, parts):
-            # Steps timed before have fed back the tokens that they drew.
+            # Earlier timed steps have fed back their sampled tokens.
             engine.slots.positions[: self.rows] = self.context
             engine.slots.tokens[: self.rows] = torch.arange(self.rows, dtype=torch.int32, device=engine.device)
             logits = self.run().float()
@@ -147,20 +149,20 @@ class StepTrial:
 
     @torch.inference_mode()
     def layer(self, tiles: Tiles, parts: Sequence[TiledPart]) -> str:
-        """Microseconds that each kernel of a layer adds to the step."""
+        """Returns a line with the microseconds that each kernel of a layer adds to the step."""
         with given(tiles, parts):
             graph = self.capture().graph
         assert graph is not None
         return ", ".join(f"{name} {added:.1f}" for name, added in one_layer(timeline(graph.replay)))
 
     def capture(self) -> DecodeStep:
-        """The step, captured anew."""
+        """Captures the step again and returns it."""
         steps = DecodeRunner(self.engine.program, self.engine.slots, self.rows, graphs=Graphs(self.engine.device))
         return steps.launch(range(self.rows), False, self.context + 1)
 
     @torch.inference_mode()
     def compile(self, parts: Sequence[TiledPart], sm: int) -> None:
-        """Compiles the kernels of all tiles, by several processes."""
+        """Compiles the kernels of all tiles in several processes."""
         with recording() as wanted:
             for part in parts:
                 for tile in part.tiles:
@@ -171,10 +173,12 @@ class StepTrial:
 
 
 def search(trial: StepTrial, parts: Sequence[TiledPart]) -> Iterator[str]:
-    """Tries every tile of every part in turn and keeps the better ones; says what each took, then the rows for MEASURED."""
+    """Tries every tile of every part, one after the other, and keeps faster ones. Yields a line with each time, then the rows
+    for MEASURED.
+    """
     machine = machine_of(trial.engine.device)
     trial.compile(parts, machine.arch.sm)
-    trial.measure({}, parts)  # the first one measured is slower than it is
+    trial.measure({}, parts)  # warm-up: the first measurement is too slow
     start, expected = trial.measure({}, parts)
     kept: Tiles = {}
     best = start
@@ -199,7 +203,7 @@ def search(trial: StepTrial, parts: Sequence[TiledPart]) -> Iterator[str]:
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tuning.step", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--model", choices=SHAPES, default="Llama-3-8B")
     parser.add_argument("--layers", type=int, default=4, help="a few, whose weights exceed the L2")

@@ -1,14 +1,14 @@
 """AWQ files of AutoAWQ's "gemm" version, as AutoAWQ, GPTQModel and auto-round write them. For w [N, K] and G groups along K:
 
-    qweight   int32 [K, N / 8]   8 columns of a row to a word; nibble i holds column 0 2 4 6 1 3 5 7 [i] of them
-    qzeros    int32 [G, N / 8]   zero points in the same order, as they are
+    qweight   int32 [K, N / 8]   8 columns of a row per word; nibble i holds column (0 2 4 6 1 3 5 7)[i] of these
+    qzeros    int32 [G, N / 8]   zero points in the same order, unchanged
     scales    float [G, N]
 
     w[n, k] = scales[g, n] * (q[k, n] - z[g, n])  with  g = k // group size
 
-Files without zero points (`zero_point: false`, auto-round's symmetric weights) still have qzeros, all 8. auto-round's own
-format also has 5, 6 and 7 bits: columns in the same order, as one stream of bits along a row.
-Source: AutoAWQ, awq/modules/linear/gemm.py and awq/utils/packing_utils.py.
+Files without zero points (`zero_point: false`, auto-round's symmetric weights) still have qzeros, which are all 8. auto-round's
+own format also has 5, 6 and 7 bits: columns in the same order, as one stream of bits along a row. Source: AutoAWQ,
+awq/modules/linear/gemm.py and awq/utils/packing_utils.py.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ blocks of 64 (`blocksize`) with one scale each:
 
     w = quant_map[code] * absmax
 
-The 16 values of NF4 lie on no line and are no eXmY floats, and blocks may cross rows: no scheme here holds such a layer without
-rounding its weights again, which would hide a second loss behind the word "convert". So layers are read as 16-bit weights, the
-very numbers bitsandbytes multiplies with, and whoever wants them small again quantizes those knowingly.
-Source: bitsandbytes 0.45 and later, functional.py (QuantState.from_dict, dequantize_blockwise, dequantize_4bit).
+The 16 values of NF4 are neither evenly spaced nor eXmY floats, and blocks may cross rows. So no scheme here represents such a
+layer without rounding its weights again, which a conversion must not do silently. Layers are therefore read as 16-bit weights,
+equal to those with which bitsandbytes multiplies. To quantize them again is a separate, explicit step. Source: bitsandbytes
+0.45 and later, functional.py (QuantState.from_dict, dequantize_blockwise, dequantize_4bit).
 """
 
 from __future__ import annotations

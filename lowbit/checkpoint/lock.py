@@ -1,8 +1,8 @@
 """A lock on a folder or file, so that one process at a time writes it.
 
-The lock is flock on a file beside the path: the kernel releases it when its owner ends, also by kill -9. The file holds the
-owner's identity, for the message to other processes and for file systems where flock does nothing between machines, such as
-NFS mounted with nolock: there an owner counts as running while it renews the time of the file.
+The lock is flock on a file beside the path: the OS releases it when its owner ends, even after kill -9. The file contains the
+owner's identity, for messages to other processes and for file systems where flock has no effect between machines, such as NFS
+mounted with nolock. There an owner counts as running while it renews the file's modification time.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Lock:
         raise CheckpointError(f"{self.path}: cannot be locked: {self.file} changes all the time; delete it")
 
     def _holder(self, handle: int, locked: bool | None) -> str | None:
-        """A description of the process that holds the lock; None if none does."""
+        """Returns a description of the process that holds the lock; None if none does."""
         owner = Owner.parse(os.read(handle, 4096).decode(errors="replace"))
         if locked is False:
             until = time.monotonic() + 1
@@ -183,7 +183,9 @@ class Lock:
             raise
 
     def _still_ours(self) -> bool:
-        """Waits until a process that took the lock at the same time, without flock, has written its identity too."""
+        """Whether the lock is still ours after a process that took it at the same time, without flock, could write its identity
+        too.
+        """
         time.sleep(_POLL_SECONDS)
         return self._is_ours()
 
@@ -198,7 +200,7 @@ class Lock:
 
     def _remove_made(self) -> None:
         for folder in self._made:
-            with contextlib.suppress(OSError):  # it is not empty
+            with contextlib.suppress(OSError):  # the folder is not empty
                 folder.rmdir()
 
 
@@ -207,7 +209,9 @@ def _described(owner: Owner | None) -> str:
 
 
 def _flock(handle: int) -> bool | None:
-    """Returns True if the file is locked for this handle now, False if it is for another one, None without flock there."""
+    """Returns True if the file is now locked by this handle, False if another one has the lock, None if flock is not
+    supported.
+    """
     if fcntl is None:
         return None
     try:
@@ -229,7 +233,7 @@ def _same_file(handle: int, path: Path) -> bool:
 
 
 def _read(path: str | Path) -> str:
-    """The text of a small file; empty if it cannot be read."""
+    """Returns the text of a small file; empty if it cannot be read."""
     try:
         return Path(path).read_bytes()[:4096].decode(errors="replace")
     except OSError:
@@ -237,8 +241,8 @@ def _read(path: str | Path) -> str:
 
 
 def _start_of(process: int) -> str:
-    """Clock ticks after boot at which a process of this PID namespace started; empty if there is none."""
-    fields = _read(f"/proc/{process}/stat").rpartition(")")[2].split()  # its name may hold spaces
+    """Returns the clock ticks after boot at which a process of this PID namespace started; empty if there is none."""
+    fields = _read(f"/proc/{process}/stat").rpartition(")")[2].split()  # the process name may contain spaces
     return fields[19] if len(fields) > 19 else ""
 
 

@@ -1,4 +1,4 @@
-"""ModelOpt's exports for Transformers (`quant_method: "modelopt"`), of which these are read, by `quant_algo`:
+"""ModelOpt's exports for Transformers (`quant_method: "modelopt"`). These values of `quant_algo` are supported:
 
     NVFP4, W4A16_NVFP4   weight uint8 [N, K / 2], weight_scale float8_e4m3fn [N, K / 16], weight_scale_2 float32 [];
                          nvfp4.py has what they mean
@@ -7,7 +7,7 @@
                          high ones; weight_scale float [N, K / g], groups are full; pre_quant_scale float [K], a factor of x, if
                          it could not be folded into a norm before the layer
 
-Activations of 4 bits stay in 16.
+4-bit activations are kept in 16 bits.
 Source: ModelOpt 0.47.0, torch/export/unified_export_hf.py, quant_utils.py (pack_int4_in_uint8) and convert_hf_config.py.
 """
 

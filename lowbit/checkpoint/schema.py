@@ -1,4 +1,4 @@
-"""What `quantization_config` in config.json states about a lowbit checkpoint, and the tensors of one layer."""
+"""The contents of `quantization_config` in config.json of a lowbit checkpoint, and the tensors of one layer."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
     Int8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig
                            _weight_qdata int8 [N, K], _weight_scale float [N / n, K / k], _weight_zero_point int8, all zero
-    IntxWeightOnlyConfig   the same with integers of 2 to 8 bits, each in a byte, and zero points
+    IntxWeightOnlyConfig   these tensors with integers of 2 to 8 bits, one per byte, and zero points
     Float8WeightOnlyConfig, Float8DynamicActivationFloat8WeightConfig
                            _weight_qdata float8_e4m3fn [N, K], _weight_scale
 
-    w = (qdata - zero point) * scale, blocks of n x k weights having one; n and k divide N and K
+    w = (qdata - zero point) * scale; each block of n x k weights has one scale; n and k divide N and K
 
 int4 in other layouts (Int4WeightOnlyConfig) depends on one kernel each and is refused. Activations that torchao quantizes
 dynamically stay in 16 bits, since its rounding rule is not supported.

@@ -18,7 +18,7 @@ from types import FrameType
 
 def main() -> None:
     """Entry point of the `lowbit` command."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless SIGINT is ignored, as under nohup
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if SIGINT is ignored, as under nohup
         signal.signal(signal.SIGINT, _exit)
     from lowbit.cli.commands import app
 

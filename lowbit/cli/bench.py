@@ -1,4 +1,4 @@
-"""`lowbit bench`: how fast a model of the user's generates, by schemes, on this machine."""
+"""`lowbit bench`: generation speed of a model on this machine, by scheme."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The pages of the KV cache: free, used by requests, or kept as cached prefixes.
 
-A page holds keys and values of 128 tokens in every layer. A full page is cached under its tokens and the page before it; a
-later prompt with the same prefix reuses it. Cached pages are never written again, so nothing is copied. Cached pages without a
-user are evicted when their memory is needed, least recently used first.
+A page holds keys and values of 128 tokens in every layer. The cache key of a full page is its tokens and its previous page; a
+later prompt with the same prefix reuses the page. Cached pages are never written again, so nothing is copied. Cached pages
+without a user are evicted when their memory is needed, least recently used first.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from lowbit.kernels.choose.attention import PAGE
 
 DUMMY_PAGE = 0
-"""The page of padding rows: never allocated."""
+"""The page used by padding rows; never allocated."""
 
 
 class BlockPool:
-    """`count` pages, numbered from 0; page `DUMMY_PAGE` is never allocated."""
+    """Manages `count` pages, numbered from 0; page `DUMMY_PAGE` is never allocated."""
 
     def __init__(self, count: int) -> None:
         if count < 2:
@@ -25,9 +25,9 @@ class BlockPool:
         self.count = count
         self._free = list(range(count - 1, DUMMY_PAGE, -1))
         self._users = [0] * count
-        self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # of cached pages: number of the page before, and tokens
+        self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # cached page -> (number of the previous page, tokens)
         self._cached: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._numbers = [0] * count  # of a cached page: a new one each time it is cached
+        self._numbers = [0] * count  # a page gets a new number each time it is cached
         self._last_number = 0
         self._evictable: OrderedDict[int, None] = OrderedDict()  # cached pages without a user, least recently used first
 
@@ -37,7 +37,7 @@ class BlockPool:
         return len(self._free) + len(self._evictable)
 
     def allocate(self) -> int | None:
-        """Allocates a page, evicting a cached one if none is free; None if all are in use."""
+        """Allocates and returns a page; evicts a cached one if none is free. None if all are in use."""
         if self._free:
             page = self._free.pop()
         elif self._evictable:
@@ -49,7 +49,9 @@ class BlockPool:
         return page
 
     def match_prefix(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Cached pages, at most `most`, of the longest prefix of `tokens`. The caller becomes a user of them."""
+        """Returns the cached pages, at most `most`, of the longest cached prefix of `tokens`. The caller becomes a user of
+        these pages.
+        """
         pages: list[int] = []
         number = 0
         for begin in range(0, min(most * PAGE, len(tokens) - PAGE + 1), PAGE):
@@ -64,8 +66,9 @@ class BlockPool:
         return pages
 
     def cache_prefix(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
-        """Caches those of `pages` that are full; they hold `tokens` from the first on. The caller is a user of them, and does
-        not write to the full ones again."""
+        """Caches the full ones of `pages`, which hold `tokens` from the first token on. The caller must be a user of the pages
+        and must not write to full ones again.
+        """
         number = 0
         for i, page in enumerate(pages[: len(tokens) // PAGE]):
             if page in self._keys:
@@ -80,13 +83,13 @@ class BlockPool:
             number = self._numbers[other]
 
     def uncache(self, pages: Sequence[int]) -> None:
-        """Removes `pages` from the prefix cache: their contents were not written. The caller is a user of them."""
+        """Removes `pages`, whose contents were not written, from the prefix cache. The caller must be a user of the pages."""
         for page in pages:
             if page in self._keys:
                 del self._cached[self._keys.pop(page)]
 
     def free(self, pages: Sequence[int]) -> None:
-        """Frees the pages of a request, given in order; the last ones are evicted first."""
+        """Frees the pages of a request, given in order of tokens. Later pages are evicted first."""
         for page in reversed(pages):
             self._users[page] -= 1
             if self._users[page]:
@@ -98,5 +101,5 @@ class BlockPool:
 
 
 def pages_for(tokens: int) -> int:
-    """Pages that hold so many tokens."""
+    """Returns the number of pages for `tokens` tokens."""
     return -(-tokens // PAGE)

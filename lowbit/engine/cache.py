@@ -1,4 +1,4 @@
-"""The KV cache: pages of 128 tokens in every layer, and how many of them fit into memory."""
+"""The KV cache: pages of 128 tokens in every layer, and the number of pages that fit into memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU_BYTES = 1 << 30
 """Default memory for pages on a CPU, which other programs share."""
 
 CPU_SHARE = 0.5
-"""Of a CPU's available memory, what keys and values may grow to where each sequence allocates its own."""
+"""Share of a CPU's available memory that keys and values may take if each sequence allocates its own."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,16 @@ class Cache:
 
 @dataclass(frozen=True)
 class CacheBudget:
-    """Memory for keys and values; `source`: where the number comes from, for messages."""
+    """Memory for keys and values; `source` describes the origin of the number, for messages."""
 
     bytes_: int
     source: str
 
     @classmethod
     def for_device(cls, device: torch.device, given: int | None, *, allocated: bool = True) -> CacheBudget:
-        """`given` (cache_bytes), else a share of free memory. `allocated`: the cache is allocated as a whole, at the start."""
+        """Returns the budget `given` (cache_bytes), or else a share of free memory. `allocated`: the whole cache is allocated
+        at the start.
+        """
         if given is not None:
             return cls(given, "cache_bytes")
         if device.type == "cuda":
@@ -74,12 +76,15 @@ class CacheBudget:
         return cls(int(CPU_SHARE * available_bytes()), f"{CPU_SHARE} of the memory that was available")
 
     def longest(self, page_bytes: int) -> int:
-        """Tokens of the longest sequence that fits, at least a page; `page_bytes`: bytes of a page in all layers."""
+        """Returns the number of tokens of the longest sequence that fits, at least one page; `page_bytes`: bytes of a page in
+        all layers.
+        """
         return max(self._fitting(page_bytes) - 1, 1) * PAGE
 
     def pages(self, page_bytes: int, requests: int, most_tokens: int) -> int:
-        """Pages for `requests` requests of up to `most_tokens` tokens, as far as memory goes; raises ValueError where not even
-        one request fits."""
+        """Returns the number of pages for `requests` requests of up to `most_tokens` tokens, limited by memory. Raises
+        ValueError if not even one request fits.
+        """
         needed = 1 + requests * pages_for(most_tokens)  # with the dummy page
         pages = min(needed, self._fitting(page_bytes))
         if pages < 1 + pages_for(most_tokens):
@@ -92,7 +97,7 @@ class CacheBudget:
         return pages
 
     def refusal(self, page_bytes: int, tokens: int) -> str:
-        """Why a sequence of so many tokens does not fit, and what to do."""
+        """Returns a message: why a sequence of `tokens` tokens does not fit, and what to do."""
         need = (1 + pages_for(tokens)) * page_bytes
         return (
             f"it takes {_size(need)} of keys and values, there are {_size(self.bytes_)} ({self.source}): shorten it, give more "
@@ -104,7 +109,7 @@ class CacheBudget:
 
 
 def available_bytes() -> int:
-    """Bytes of memory that this machine can give without swapping: MemAvailable of Linux, elsewhere the free pages."""
+    """Returns the bytes of memory available without swapping: Linux's MemAvailable, or the free pages on other systems."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,9 +1,10 @@
-"""The decode step of up to 64 tokens in five launches a layer: norm, gate and residual are epilogues of products
+"""The decode step of up to 64 tokens in five launches per layer: norm, gate and residual are epilogues of GEMMs
 (ops/fused_gemm.py).
 
     embed, squares | qkv {/ rms}  attention  o {h += y; h * gamma; squares} | gate-up {/ rms; gate}  down {as o} | ..
 
-x is not normalised between two products: the sum of squares of each row is passed on, and the next product divides by its rms.
+x is not normalised between two products. The sums of squares of the rows are passed to the next product, which divides by the
+rms.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class Chain:
     def step(
         self, tokens: Tensor, rows: Tensor, table: Tensor | EmbeddingTable, attend: Callable[[int, Tensor], Tensor]
     ) -> Tensor:
-        """Logits [B, V] after the tokens of `rows`, without a soft cap; attend(i, qkv) computes the attention of layer i."""
+        """Returns logits [B, V] after the tokens of `rows`, without a soft cap. attend(i, qkv) computes the attention of layer
+        i.
+        """
         d, first = self.decoder, self.links[0].before_attention
         h, x, squares = embed_norm_squares(
             tokens, rows, table, first.values, self.dtype, scale=d.embedding_scale, factor=first.factor
@@ -87,13 +90,13 @@ class Chain:
 
 
 def most_tokens(links: Sequence[ChainLayer]) -> int:
-    """Upper limit of the tokens of a chain on its device.
+    """Returns the maximum number of tokens of a chain on its device.
 
-    With wgmma it is a tile of the large-M kernel, or of the small-M kernel for weights of 16 bits. Those are faster than eight
-    launches by cuBLAS: 720 against 797 us at one token, 824 against 892 at 16 (four layers of Llama-3-8B's shape with its head,
-    H200, 2026-11-23). Without wgmma it is one mma.sync. With 16 tokens the small-M kernel needs so many registers that the next
-    kernel's start does not overlap, and eight launches are faster (2765 against 2902 us, Llama-3-8B's shape in w4a16_g128,
-    H200, 2026-11-22).
+    With wgmma it is the tokens of a tile of the large-M kernel, or of the small-M kernel for 16-bit weights. The latter are
+    faster than eight launches with cuBLAS: 720 against 797 us at one token, 824 against 892 us at 16 (four layers of
+    Llama-3-8B's shape with its LM head, H200, 2026-11-23). Without wgmma it is the 8 tokens of one mma.sync. With 16 tokens the
+    small-M kernel needs so many registers that it does not overlap with the next kernel, and eight launches are faster (2765
+    against 2902 us, Llama-3-8B's shape in w4a16_g128, H200, 2026-11-22).
     """
     products = [product for link in links for product in (link.qkv, link.o, link.gate_up, link.down)]
     device = links[0].before_mlp.values.device
@@ -103,7 +106,7 @@ def most_tokens(links: Sequence[ChainLayer]) -> int:
 
 
 def _refusals(product: Packed | Dense, m: int, dtype: torch.dtype) -> tuple[str, ...]:
-    """Reasons why a product cannot be in a chain of m tokens; empty if it can."""
+    """Returns the reasons why a product cannot be in a chain of m tokens; empty if it can."""
     if isinstance(product, Dense) and product.weight.values.device.type != "cuda":
         return ("weights of 16 bits are torch's to multiply on a CPU",)
     return chain_refusals(product.weight, m, dtype)
@@ -117,7 +120,9 @@ def _pairs(gate_up: Packed | Dense) -> bool:
 def chain_of(
     decoder: Decoder, products: Sequence[Sequence[Product]], head: Product, dtype: torch.dtype
 ) -> Chain | tuple[str, ...]:
-    """The chain of a decoder whose layers have the products (qkv, o, gate-up, down), or the reasons why there is none."""
+    """Returns the chain of a decoder whose layers have the products (qkv, o, gate-up, down), or the reasons why there is
+    none.
+    """
     links, reasons = [], list[str]()
     if decoder.final_bias is not None:
         reasons.append("its norms are LayerNorms, whose means no product subtracts at its end")

@@ -21,17 +21,19 @@ from lowbit.ops.elementwise import MOST_COLUMNS
 from lowbit.ops.operands import triton_refusals
 
 LARGEST_DIFFERENCE = 0.2
-"""Upper limit of ||program - model|| / ||model|| of the logits. Random weights magnify rounding: 1e-6 in float32, 0.14 in bf16
-with fp8 activations. Wrong formulas (GELU for SiLU, another attention scale, no window) differ by 0.26 to 1.8.
-tests/engine/test_family.py proves the formulas of a family; this check finds models that deviate from them."""
+"""Maximum of ||program - model|| / ||model|| of the logits. Rounding, which random weights amplify, gives 1e-6 in float32 and
+0.14 in bf16 with fp8 activations. Wrong formulas (GELU for SiLU, another attention scale, no window) differ by 0.26 to 1.8.
+tests/engine/test_family.py proves the formulas of a family; this check finds models that deviate from them.
+"""
 
 TOKENS = 33
-"""Tokens of the prompt; a decode step computes one more."""
+"""Number of prompt tokens; a decode step computes one more."""
 
 
 def program_of(model: PreTrainedModel, positions: int, *, batch_invariant: bool) -> tuple[ModelProgram, float]:
-    """The program of a model for sequences of up to `positions` tokens: its decode program, with the relative difference of
-    its logits from the model's, or a `ForwardProgram` that says why there is none, and 0."""
+    """Returns (program, difference) of a model for sequences of up to `positions` tokens. It is the decode program with the
+    relative difference of its logits from the model's, or a `ForwardProgram`, which has the reasons, and 0.
+    """
     decoder = recognise(model, max(positions, TOKENS + 1))
     if isinstance(decoder, tuple):
         return ForwardProgram(model, decoder), 0.0
@@ -58,10 +60,11 @@ def kernel_refusals(decoder: Decoder, dtype: torch.dtype) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-@torch.no_grad()  # not inference_mode: the weights stay the model's, and may be trained later
+@torch.no_grad()  # not inference_mode: the model's weights may be trained later
 def difference_to(model: PreTrainedModel, make: Callable[[], DecodeProgram]) -> tuple[DecodeProgram, float]:
-    """Calls `make`, and returns its program and the relative difference of their logits, ||program - model|| / ||model||, after
-    a random prompt and after one decode step. The model runs first, since a program may take its weights over."""
+    """Returns the program of `make` and the relative difference ||program - model|| / ||model|| of the logits, after a random
+    prompt and after one decode step. The model runs first, since the program may repack its weights.
+    """
     vocab = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab, (TOKENS + 1,), generator=generator)

@@ -1,7 +1,7 @@
-"""Launches decode steps of any number of requests: on a GPU as one CUDA graph for each size, sampling included.
+"""Launches decode steps of any number of requests; on a GPU as one CUDA graph for each size, including sampling.
 
-A graph stores addresses. All tensors that a step reads or writes therefore stay where they were at the capture: slots, cache,
-weights, and the rows and results here. A step whose size has no graph is padded with rows of the dummy slot.
+A graph stores addresses. So all tensors that a step reads or writes keep their addresses: slots, cache, weights, and the rows
+and results here. A step whose size has no graph is padded with rows of the dummy slot.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from lowbit.kernels.choose.attention import PAGE
 from lowbit.ops.sample import sample
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Rows of the captured steps, up to the first size that fits all requests of an engine."""
+"""Numbers of rows of the captured steps, up to the first one that fits all requests of an engine."""
 
 REACHES = (2048, 8192)
-"""Context lengths of the captured steps, beside that of a whole page table. Attention is launched with as many blocks as its
-longest context needs; idle blocks cost 16 us a layer at 64 rows of 1,024 tokens where 131,072 are possible (modelled,
-kernels/choose/attention.py)."""
+"""Context lengths of the captured steps, in addition to that of a full page table. Attention is launched with the blocks that
+this length needs. Idle blocks would cost 16 us per layer with 64 rows of 1,024 tokens and a full length of 131,072 (modelled,
+kernels/choose/attention.py).
+"""
 
 Variant = tuple[int, bool, int]
-"""Rows, whether some request samples (not greedy), and the longest context."""
+"""(rows, True if some request samples instead of being greedy, longest context)."""
 
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """Rows of a step with their sampled tokens, log-probabilities and logits; `graph` replays it, None without graphs."""
+    """A step's rows with their sampled tokens, log-probabilities and logits; `graph` replays the step, None without graphs."""
 
     rows: Tensor
     tokens: Tensor
@@ -45,8 +46,8 @@ class DecodeStep:
 class DecodeRunner:
     """Runs the decode steps of an engine of at most `most` requests.
 
-    graphs: where steps are captured, None to launch them one by one. invariant: a step has one context length for all requests,
-    so that its results do not depend on the lengths of other sequences.
+    graphs: captures the steps; None launches kernels one by one. invariant: all steps use one context length, so that results
+    do not depend on the lengths of other sequences.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class DecodeRunner:
         self._captured: dict[Variant, DecodeStep] = {}
 
     def variants(self) -> list[Variant]:
-        """All variants, the largest first: later captures reuse its memory."""
+        """Returns all variants, the largest first, whose memory later captures reuse."""
         return [
             (size, filters, reach)
             for size in reversed(self.sizes)
@@ -71,12 +72,14 @@ class DecodeRunner:
         ]
 
     def variant(self, count: int, filters: bool, longest: int) -> Variant:
-        """The variant of a step of `count` rows."""
+        """Returns the variant for a step of `count` rows."""
         size = next(size for size in self.sizes if size >= count)
         return size, filters, next(reach for reach in self.reaches if reach >= longest)
 
     def launch(self, rows: abc.Sequence[int], filters: bool, longest: int) -> DecodeStep:
-        """Launches a step of the slots `rows`. filters: some request samples. longest: upper limit of their contexts."""
+        """Launches a step of the slots `rows`. filters: some request samples. longest: an upper bound of the context
+        lengths.
+        """
         size, _, reach = variant = self.variant(len(rows), filters, longest)
         if not self.graphs:
             return self.run(on_device(list(rows), self.slots.device), filters, reach)
@@ -88,7 +91,7 @@ class DecodeRunner:
         return step
 
     def captured(self, variant: Variant) -> DecodeStep:
-        """The captured step of a variant; captures it at the first call."""
+        """Returns the captured step of a variant; captures it at the first call."""
         step = self._captured.get(variant)
         if step is None:
             step = self._captured[variant] = self._capture(*variant)
@@ -108,12 +111,12 @@ class DecodeRunner:
 
 
 def filters(sequences: abc.Iterable[Sequence]) -> bool:
-    """True if some sequence samples, that is, does not take its most likely token."""
+    """True if some sequence samples, that is, is not greedy."""
     return not all(sequence.request.sampling.greedy for sequence in sequences)
 
 
 def sample_tokens(logits: Tensor, rows: Tensor, slots: Slots, filters: bool) -> DecodeStep:
-    """Samples a token for each row, and stores it as the next input of its slot, one position on."""
+    """Samples a token for each row, stores it as the next input of its slot, and advances the slot's position."""
     tokens = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
     logprobs = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
     sample(logits, rows, slots.sampling, slots.tokens, slots.positions, tokens, logprobs, any_filter=filters)

@@ -1,4 +1,4 @@
-"""The computation of a decoder, as data: what a decode program reads. The weights stay in the model's modules."""
+"""The computation of a decoder as data, from which a decode program is built. The weights stay in the model's modules."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lowbit.ops.elementwise import EmbeddingTable
 
 ProductName = Literal["qkv", "o", "gate_up", "down"]
 PRODUCTS: tuple[ProductName, ...] = get_args(ProductName)
-"""The products of a decoder layer, in their order."""
+"""The products of a decoder layer, in order of computation."""
 
 
 @dataclass(frozen=True, eq=False)
 class DenseMLP:
     """down(activation(gate) * up), or down(activation(up)) without a gate; `Decoder` has the activation.
 
-    gate_up: the modules whose outputs are concatenated to gate, up; one module if the checkpoint has them fused, empty after an
-    engine replaced them by an `AlternatingMLP`, and up alone in an MLP without a gate.
+    gate_up: the modules whose outputs are concatenated to gate and up. It is one module if the checkpoint has them fused, the
+    up module in an MLP without a gate, and empty after an engine replaced them by an `AlternatingMLP`.
     """
 
     gate_up: tuple[nn.Module, ...]
@@ -102,8 +102,9 @@ class Decoder:
 
     @property
     def table(self) -> Tensor | EmbeddingTable:
-        """The embedding as `ops.elementwise.embed_norm` takes it: in 16 or 32 bits, or in 8 bits as stored. Embeddings of other
-        bits are dequantized, at each call."""
+        """Returns the embedding for `ops.elementwise.embed_norm`: in 16 or 32 bits, or in 8 bits as stored. Embeddings of other
+        bit widths are dequantized at each call.
+        """
         module = self.embedding
         if not isinstance(module, QuantEmbedding):
             assert isinstance(module.weight, Tensor)
@@ -114,5 +115,5 @@ class Decoder:
         return torch.cat([module(part) for part in ids.split(4096)])
 
     def attention_shape(self, layer: DecoderLayer) -> AttentionShape:
-        """The attention of a layer: that of the model, with the layer's window."""
+        """Returns the attention shape of a layer: the model's, with the layer's window."""
         return replace(self.attention, window=layer.window)

@@ -1,4 +1,4 @@
-"""Names of this package until 2026-11. They work, with a DeprecationWarning."""
+"""Names of this package until 2026-11. They still work, with a DeprecationWarning."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CLASSES: dict[str, Any] = {
 }
 
 _FIELDS = {"ends": "stop_token_ids", "watch": "on_token", "likeliest": "top_logprobs"}
-"""Arguments and attributes of `Request`."""
+"""Old -> new names of arguments and attributes of `Request`."""
 
 _STATE = {
     **{name: name for name in ("sampled", "finish_reason", "error", "cached_tokens", "tokens", "check")},
@@ -28,15 +28,15 @@ _STATE = {
     "end": "finish_reason",
     "shared": "cached_tokens",
 }
-"""Attributes that `Request` had and `Sequence` has."""
+"""Attributes that were moved from `Request` to `Sequence`."""
 
 
 _OF_REQUEST = ("prompt", "limit", "sampling", "stop_token_ids", "on_token", "top_logprobs")
-"""Attributes of what `Engine.submit` and `Engine.generate` return, which were requests and are sequences."""
+"""Attributes of the sequences that `Engine.submit` and `Engine.generate` return; these methods returned requests before."""
 
 
 def class_of(name: str) -> Any:
-    """The class that `lowbit.engine` had as `name`; raises AttributeError if there was none."""
+    """Returns the class that was called `name` in `lowbit.engine`. Raises AttributeError if there was none."""
     if name not in _CLASSES:
         raise AttributeError(f"module 'lowbit.engine' has no attribute {name!r}")
     new = _CLASSES[name]
@@ -45,7 +45,7 @@ def class_of(name: str) -> Any:
 
 
 def sequence_of(given: Sequence | Request) -> Sequence:
-    """The sequence of a submitted request, for methods of `Engine` that took requests and take sequences."""
+    """Returns the sequence of a submitted request, for methods of `Engine` that accepted requests before."""
     if isinstance(given, Sequence):
         return given
     _warn("The argument of Engine.stream and Engine.cancel", "the sequence that Engine.submit returns", 4)

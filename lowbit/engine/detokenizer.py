@@ -8,22 +8,25 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 CONTEXT = 6
-"""Prompt tokens that are decoded with the first new ones: some tokenizers drop the space before a text's first word."""
+"""Number of prompt tokens decoded together with the first new ones, since some tokenizers drop the space before a text's first
+word.
+"""
 
 MOST_OF_A_CHARACTER = 4
-"""Upper limit of the tokens of a character, one for each byte."""
+"""Maximum number of tokens of a character, one for each byte."""
 
 MOST_UNFINISHED = 32
-"""Tokens after which an incomplete character is treated as invalid bytes."""
+"""Number of tokens after which an incomplete character is treated as invalid bytes."""
 
 UNFINISHED = "�"
-"""The replacement character, which tokenizers decode incomplete characters to."""
+"""The replacement character, to which tokenizers decode incomplete characters."""
 
 
 @functools.lru_cache(256)
 def _borders(pattern: str) -> tuple[int, ...]:
-    """The Knuth-Morris-Pratt failure function: for each prefix of `pattern`, the length of its longest proper prefix that is
-    also its suffix. Entry i is for the first i characters; entry 0 is never used."""
+    """Returns the Knuth-Morris-Pratt failure function: entry i is the length of the longest proper prefix of the first i
+    characters of `pattern` that is also their suffix. Entry 0 is never used.
+    """
     borders = [0, 0]
     for character in pattern[1:]:
         length = borders[-1]
@@ -34,8 +37,9 @@ def _borders(pattern: str) -> tuple[int, ...]:
 
 
 class StopMatcher:
-    """Searches a growing text for stop strings (Knuth, Morris and Pratt, 1977): a character of the text costs the same however
-    long the strings are."""
+    """Searches a growing text for stop strings (Knuth, Morris and Pratt, 1977). The cost per character of text does not depend
+    on the lengths of the strings.
+    """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = [(string, _borders(string)) for string in strings]
@@ -48,8 +52,9 @@ class StopMatcher:
         return max(self._matched, default=0)
 
     def feed(self, added: str) -> int:
-        """Appends `added` to the text. Returns the index where the leftmost stop string that is complete since then begins, or
-        -1 if there is none; after a match nothing more can be appended."""
+        """Appends `added` to the text. Returns the start index of the leftmost stop string that is now complete, or -1 if there
+        is none. After a match nothing more may be appended.
+        """
         found = -1
         for i, (string, borders) in enumerate(self._strings):
             length = self._matched[i]
@@ -78,13 +83,13 @@ class Detokenizer:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self._matcher = StopMatcher(self.stop)
         self.text, self.stopped = "", False
-        self._window = self._context(prompt)  # tokens decoded together: some shown already, then new ones
+        self._window = self._context(prompt)  # tokens decoded together: already shown ones, then new ones
         self._new = len(self._window)
         self._shown = self._decode(self._window)
         self._out = 0  # characters of `text` that `push` has returned
 
     def push(self, token: int) -> str:
-        """Adds a token, and returns the new text; "" within a character or a possible stop string."""
+        """Adds a token and returns the new text; "" inside a character or a possible stop string."""
         if self.stopped:
             return ""
         self._window.append(token)
@@ -94,7 +99,7 @@ class Detokenizer:
         return self._add(found)
 
     def finish(self) -> str:
-        """The text that was held back, after the last token."""
+        """Returns the text still held back after the last token."""
         if self.stopped:
             return ""
         shown = self._add(self._decode(self._window))
@@ -103,11 +108,11 @@ class Detokenizer:
         return shown + rest
 
     def _add(self, decoded: str) -> str:
-        """Takes over what is new of the window's text, and moves the window on."""
+        """Appends the new part of the window's decoded text, and advances the window."""
         added = decoded[len(self._shown) :] if decoded.startswith(self._shown) else self._decode(self._window[self._new :])
-        if added:  # whole characters, so that the next window begins with one: decoders give up bytes that do not
+        if added:  # whole characters only: decoders drop bytes at the start that begin no character
             self._window = self._window[self._new :]
-        elif self._new > MOST_UNFINISHED:  # tokens without text, special ones
+        elif self._new > MOST_UNFINISHED:  # tokens without text, such as special tokens
             self._window = self._window[: self._new]
         self._new = len(self._window)
         self._shown = self._decode(self._window)
@@ -121,7 +126,7 @@ class Detokenizer:
         return out
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """The last tokens of a prompt, from where a character begins."""
+        """Returns the last tokens of a prompt, starting at the beginning of a character."""
         windows = [list(prompt[-count:]) for count in range(CONTEXT, CONTEXT + MOST_OF_A_CHARACTER)]
         return next((window for window in windows if not self._decode(window).startswith(UNFINISHED)), windows[0])
 

@@ -6,8 +6,8 @@
 
 `Engine.step` schedules and launches a step, and only then reads the tokens of the step before, so that the GPU is busy while
 Python runs. A finished sequence therefore runs one extra step; its token is discarded. Any thread that waits for a sequence
-runs steps for all sequences. `submit` and `cancel` do not block on a running step: the next step takes their effects.
-failure.py says which errors end what.
+runs steps for all sequences. `submit` and `cancel` do not block on a running step; they take effect in the next step.
+failure.py describes which errors end a sequence, a step or the engine.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ from lowbit.engine.warm_up import Stage, WarmUpRun
 logger = logging.getLogger(__name__)
 
 CHUNK_TOKENS = 1024
-"""Prompt tokens in a step: enough to fill the tensor cores, and at most tens of milliseconds between two tokens of others."""
+"""Maximum number of prompt tokens in a step. This fills the tensor cores, and delays the next token of other sequences by at
+most tens of milliseconds.
+"""
 
 
 class Engine:
     """Generates sequences with a causal language model of Transformers.
 
-    The decode program takes the model's weights over into its own layout, without a second copy.
+    The decode program repacks the model's weights into its own layout, without a second copy.
 
     Args:
         max_concurrent: requests computed at once; others wait in a queue.
@@ -87,11 +89,12 @@ class Engine:
         self.device, self.vocab = model.device, model.config.get_text_config().vocab_size
         self._positions = _positions(model)
         self.max_length = min(max_length or self._positions, self._positions)
-        # In the caller's mode: the weights that a program joins stay the model's, and may be trained.
+        # In the caller's grad mode: the model keeps using the joined weights, and may be trained.
         with torch.inference_mode(next(model.parameters()).is_inference()):
             self.program, self.difference = _program(model, self.max_length, batch_invariant, forward)
         paged = self.program.is_paged
-        self._cache_budget = CacheBudget.for_device(self.device, cache_bytes, allocated=paged)  # of what the program leaves
+        # Computed from the memory that the program leaves free.
+        self._cache_budget = CacheBudget.for_device(self.device, cache_bytes, allocated=paged)
         if max_length is None:
             self.max_length = min(self.max_length, self._cache_budget.longest(self.program.page_bytes))
         pages = self._cache_budget.pages(self.program.page_bytes, max_concurrent, self.max_length)
@@ -104,7 +107,7 @@ class Engine:
             invariant=batch_invariant,
         )
         stops = _eos_tokens(model) if stop_token_ids is None else stop_token_ids
-        self.stop_token_ids = [token for token in stops if 0 <= token < self.vocab]  # no other can be sampled
+        self.stop_token_ids = [token for token in stops if 0 <= token < self.vocab]  # others cannot be sampled
         self.slots = Slots(max_concurrent, self.max_length, self.vocab, self.stop_token_ids, self.device)
         graphs = self.program.graphs()
         self.decode_runner = DecodeRunner(self.program, self.slots, max_concurrent, graphs=graphs, invariant=batch_invariant)
@@ -151,7 +154,7 @@ class Engine:
                 raise ValueError(f"tokens are from 0 to {self.vocab - 1}, this {what} has {wrong}")
 
     def _limit(self, tokens: int) -> str:
-        """Why a sequence cannot have so many tokens, and what to do."""
+        """Returns a message: why a sequence cannot have `tokens` tokens, and what to do."""
         if tokens > self._positions:
             return f"the model has {self._positions:,} positions: shorten the prompt or ask for fewer new tokens"
         if tokens > self._cache_budget.longest(self.program.page_bytes):
@@ -179,7 +182,8 @@ class Engine:
         read = 0
         try:
             while True:
-                ended = sequence.finish_reason is not None  # read first: another thread may append the last tokens now
+                # Read before the tokens, since another thread may append the last ones now.
+                ended = sequence.finish_reason is not None
                 while read < len(sequence.sampled):
                     yield sequence.sampled[read]
                     read += 1
@@ -241,7 +245,7 @@ class Engine:
                 capture()
 
     def report(self) -> list[str]:
-        """How sequences are computed, as lines of text."""
+        """Returns lines of text that describe how sequences are computed."""
         return self.program.report(self.difference)
 
     # ---- a step
@@ -269,7 +273,7 @@ class Engine:
             raise
 
     def _launch(self, scheduled: SchedulerOutput) -> None:
-        self.program.keep(self.scheduler.running)  # not of sequences that were preempted
+        self.program.keep(self.scheduler.running)  # without preempted sequences
         self.runner.prepare(scheduled)
         if scheduled.decoding:
             self._in_flight.append(self.runner.decode(scheduled.decoding))
@@ -279,7 +283,9 @@ class Engine:
             self._prefill_one_by_one(scheduled)
 
     def _prefill(self, chunks: abc.Sequence[PrefillChunk], scheduled: SchedulerOutput) -> None:
-        """Computes prefill chunks in one batch; if that raises an error, one by one, so that only those at fault fail."""
+        """Computes prefill chunks in one batch. If that raises an error, computes them one by one, so that only faulty ones
+        fail.
+        """
         try:
             logits = self.prefill_runner.launch(chunks)
         except Exception as error:  # noqa: BLE001 - failure.py: a prompt may raise anything, and ends its own sequence
@@ -295,7 +301,7 @@ class Engine:
 
     def _prefill_one_by_one(self, scheduled: SchedulerOutput) -> None:
         for chunk in scheduled.chunks:
-            if chunk.sequence.slot is not None:  # None: requeued, since an earlier chunk did not fill the pages that it shares
+            if chunk.sequence.slot is not None:  # None: requeued, since an earlier chunk did not fill a shared page
                 self._prefill([chunk], scheduled)
 
     def _read(self, step: InFlightStep) -> None:
@@ -367,14 +373,14 @@ class Engine:
             self._in_flight.clear()
 
     def _free_finished(self) -> None:
-        """Frees the slots and pages of finished sequences, and what the program holds for them."""
+        """Frees the slots and pages of finished sequences, and the program's memory for them."""
         while self._finished:
             self.scheduler.remove(self._finished.popleft())
         self.program.keep(self.scheduler.running)
 
 
 def _program(model: PreTrainedModel, positions: int, batch_invariant: bool, forward: bool) -> tuple[ModelProgram, float]:
-    """The program of a model, and the relative difference of its logits from the model's own."""
+    """Returns the program of a model, and the relative difference of its logits from the model's own."""
     if forward:
         on_cpu = model.device.type == "cpu"
         reason = "on a CPU that is faster for one user" if on_cpu else "the engine was made so, with forward=True"
@@ -389,12 +395,12 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _positions(model: PreTrainedModel) -> int:
-    """Tokens that a sequence of the model may have."""
+    """Returns the maximum number of tokens of a sequence of the model."""
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 20)
 
 
 def _eos_tokens(model: PreTrainedModel) -> list[int]:
-    """The model's end-of-text tokens."""
+    """Returns the model's end-of-text tokens."""
     config = model.generation_config
     given = config.eos_token_id if config is not None else None
     return [] if given is None else [given] if isinstance(given, int) else list(given)

@@ -1,4 +1,4 @@
-"""Errors of the engine, and what each of them ends.
+"""Errors of the engine, and whether they end a sequence, a step or the engine.
 
 One sequence: its prompt cannot be computed even without others, its `on_token` raises an error, or its logits are NaN or
 infinite. It finishes as failed, with `Sequence.error`; the others continue, since none of this depends on them. These errors
@@ -11,7 +11,7 @@ in the step, that thread gets the error itself.
 The engine: after each failure the GPU is synchronized. A CUDA error that appears then is permanent for the process: all
 sequences fail, and `Engine.submit` raises `EngineFailed` from then on.
 
-Interrupts (KeyboardInterrupt, SystemExit) fail the sequences that they leave half computed, and are raised again as they are.
+Interrupts (KeyboardInterrupt, SystemExit) fail the sequences that they leave half computed, and propagate unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StepFailed(RuntimeError):
 
 
 class EngineFailed(RuntimeError):
-    """The GPU failed: the engine computes nothing any more in this process; the message says why."""
+    """The GPU failed, so the engine cannot compute anything more in this process; the message says why."""
 
 
 def log_failure(what: str, error: Exception) -> str:
@@ -43,6 +43,6 @@ def log_failure(what: str, error: Exception) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Type and message of an error, in one line."""
+    """Returns type and message of an error, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

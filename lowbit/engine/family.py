@@ -1,7 +1,7 @@
 """Families of decoders of Transformers that have a decode program. A family is a declaration: a row of FAMILIES.
 
-It says what the modules of a model do not show. Heads, scales, windows and norms are read from the modules (family_model.py,
-recognise.py). Written against transformers 5.17 to 5.23, models/<family>/modeling_<family>.py.
+It states properties that cannot be read from a model's modules. Heads, scales, windows and norms are read from the modules
+(family_model.py, recognise.py). Written against transformers 5.17 to 5.23, models/<family>/modeling_<family>.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ModulePaths:
 
 @dataclass(frozen=True)
 class Family:
-    """Properties of a family's models that their modules do not show.
+    """Properties of a family's models that cannot be read from their modules.
 
     name: prefix of its class names: LlamaForCausalLM, LlamaDecoderLayer, ... norm_offset: added to the weights of norms.
     scales_embedding: embeddings are multiplied by sqrt(hidden). normalises_deltas: norms follow attention and MLP.

@@ -17,7 +17,7 @@ from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.fused import AlternatingMLP, GatedMLP, QuantizingNorm
 
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
-"""Scalings of positions whose angles do not depend on the length of the sequence."""
+"""RoPE scalings whose angles do not depend on the sequence length."""
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention")
 LINEARS = (nn.Linear, QuantLinear)
@@ -30,14 +30,14 @@ def family_refusals(model: FamilyModel, positions: int) -> tuple[str, ...]:
     """Reasons why a model has no decode program for sequences of `positions` tokens; empty if it can have one."""
     reasons = tuple(_variants(model))
     if reasons:
-        return reasons  # such a model may lack the family's modules
+        return reasons  # such a model may lack the modules checked below
     found = [*_attention_masks(model), *_hooks(model.model), *_devices(model.model), *_positions(model, positions)]
     found += [*_ends(model), *_layers(model), *_norm_epsilons(model), *_activation(model)]
     return tuple(dict.fromkeys(found))
 
 
 def _variants(model: FamilyModel) -> Iterator[str]:
-    """Options of the config that make the model another one than its family describes."""
+    """Yields reasons for config options that make the model different from its family."""
     config = model.config
     for option, known, otherwise in model.family.fixed:
         if getattr(config, option) != known:
@@ -53,7 +53,7 @@ def _attention_masks(model: FamilyModel) -> Iterator[str]:
 
 
 def _hooks(model: nn.Module) -> Iterator[str]:
-    """Hooks on modules, which a decode program does not call."""
+    """Yields reasons for hooks on modules, which a decode program does not call."""
     for module in model.modules():
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         if not all(str(getattr(hook, "__module__", "")).startswith(OWN_HOOKS) for hook in hooks):
@@ -61,7 +61,7 @@ def _hooks(model: nn.Module) -> Iterator[str]:
 
 
 def _devices(model: nn.Module) -> Iterator[str]:
-    """Weights that are not whole on one device."""
+    """Yields reasons for weights that are not completely on one device."""
     tensors = [*model.parameters(), *model.buffers()]
     devices = sorted({str(tensor.device) for tensor in tensors})
     if len(devices) > 1:
@@ -73,7 +73,7 @@ def _devices(model: nn.Module) -> Iterator[str]:
 
 
 def _positions(model: FamilyModel, positions: int) -> Iterator[str]:
-    """Unknown scalings of positions, or fewer rows of a position embedding than the sequences need."""
+    """Yields reasons for unknown RoPE scalings, and for a position embedding with fewer rows than the sequences need."""
     family, config = model.family, model.config
     if family.paths.positions:
         yield from _wrong_class(
@@ -92,7 +92,7 @@ def _positions(model: FamilyModel, positions: int) -> Iterator[str]:
 
 
 def _ends(model: FamilyModel) -> Iterator[str]:
-    """Modules before the first layer and after the last one."""
+    """Yields reasons for modules before the first layer and after the last one."""
     family = model.family
     scaled = (f"{family.name}TextScaledWordEmbedding",) if family.scales_embedding else ()
     yield from _wrong_norm("norm", model.final_norm, family)
@@ -147,7 +147,7 @@ def _activation(model: FamilyModel) -> Iterator[str]:
 
 
 def _wrong_class(what: str, module: nn.Module, *known: type | str) -> Iterator[str]:
-    """A reason if a module is of none of the `known` classes, given as classes or as names of Transformers' classes."""
+    """Yields a reason if a module has none of the `known` classes, given as classes or as names of Transformers' classes."""
     kind = type(module)
     transformers_own = kind.__module__.startswith("transformers.models.") and kind.__name__ in known
     if not transformers_own and kind not in known:
@@ -156,7 +156,7 @@ def _wrong_class(what: str, module: nn.Module, *known: type | str) -> Iterator[s
 
 
 def _wrong_norm(what: str, norm: Any, family: Family, *replacements: type) -> Iterator[str]:
-    """A reason if a norm is not the family's; `replacements`: classes that replace RMSNorms."""
+    """Yields a reason if a norm is not the family's; `replacements`: classes that replace RMSNorms."""
     if not family.layer_norms:
         yield from _wrong_class(what, norm, f"{family.name}RMSNorm", *replacements)
         return

@@ -1,4 +1,4 @@
-"""A model by its own forward, one sequence at a time: for families without a decode program.
+"""Runs a model's own forward, one sequence at a time, for families without a decode program.
 
 It is much slower than a decode program on a GPU. Decode programs are checked against it.
 """
@@ -36,7 +36,7 @@ class ForwardProgram:
     def __init__(self, model: PreTrainedModel, reasons: tuple[str, ...]) -> None:
         self.model, self.reasons = model.eval(), reasons
         self.device, self.dtype = model.device, model.dtype
-        self._caches: dict[int, DynamicCache] = {}  # of slots
+        self._caches: dict[int, DynamicCache] = {}  # slot -> cache
         parameters = inspect.signature(model.forward).parameters
         takes_limit = "logits_to_keep" in parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"  # the name before Transformers 5.24
@@ -45,7 +45,7 @@ class ForwardProgram:
         self.page_bytes = PAGE * self._token_bytes()
 
     def keep(self, running: abc.Sequence[Sequence]) -> None:
-        """Frees the caches of other requests; a C library that keeps freed memory returns it to the system."""
+        """Frees the caches of other sequences, and makes glibc return the freed memory to the system."""
         for slot in self._caches.keys() - {sequence.slot for sequence in running}:
             self._freed_bytes += _bytes(self._caches.pop(slot))
         if self.device.type == "cpu" and self._freed_bytes >= TRIM_BYTES:
@@ -60,7 +60,7 @@ class ForwardProgram:
         return None
 
     def report(self, difference: float) -> list[str]:
-        """Why there is no decode program."""
+        """Returns a line with the reasons why there is no decode program."""
         return [f"through Transformers' forward, one text at a time: {'; '.join(self.reasons)}"]
 
     def ragged_logits(self, ragged: Ragged, slots: Slots) -> Tensor:
@@ -72,7 +72,7 @@ class ForwardProgram:
         raise NotImplementedError
 
     def step(self, rows: Tensor, slots: Slots, longest: int = 0) -> Tensor:
-        """Logits [B, V] after the next token of each slot in `rows`; zeros for slots without a cache."""
+        """Returns logits [B, V] after the next token of each slot in `rows`; zeros for slots without a cache."""
         tokens = slots.tokens.tolist()
         logits = {slot: self._forward([tokens[slot]], slot) for slot in set(rows.tolist()) if slot in self._caches}
         zeros = torch.zeros_like(next(iter(logits.values())))
@@ -98,8 +98,9 @@ class ForwardProgram:
 
     @torch.no_grad()
     def _token_bytes(self) -> int:
-        """Bytes of keys and values of one token, measured: configurations describe them in many ways. State-space layers,
-        whose state does not grow, have none."""
+        """Returns the bytes of keys and values of one token. They are measured, since configurations describe them in many
+        ways. State-space layers, whose state does not grow, add nothing.
+        """
         cache = DynamicCache(config=self.model.config)
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         self.model(input_ids=ids, **{self._cache_name: cache}, **self._options)

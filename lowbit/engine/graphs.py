@@ -13,8 +13,8 @@ T = TypeVar("T")
 class Graphs:
     """Captures the CUDA graphs of an engine with one memory pool and one stream.
 
-    PyTorch's allocator reuses freed memory only on the stream that freed it, also within a pool. Captures on different streams
-    would each keep memory and a cuBLAS workspace of their own.
+    PyTorch's allocator reuses freed memory only on the stream that freed it, even within a pool. Captures on different streams
+    would each need separate memory and a separate cuBLAS workspace.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,7 +23,9 @@ class Graphs:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Captures what `run` launches; returns the graph, and the tensors of `run`, which replays overwrite."""
+        """Captures the launches of `run`. Returns the graph and the result of `run`, whose tensors are overwritten by
+        replays.
+        """
         with torch.cuda.device(self.device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):  # compiles kernels and plans, which is not possible in a capture

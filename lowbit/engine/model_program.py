@@ -1,4 +1,4 @@
-"""The interface of what computes logits: a `DecodeProgram`, or a `ForwardProgram` around a model's own forward."""
+"""The interface of the classes that compute logits: `DecodeProgram`, and `ForwardProgram` around a model's own forward."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class ModelProgram(Protocol):
     """Computes the logits of decode steps and prompts, and owns their keys and values."""
 
     reasons: tuple[str, ...]
-    """Why a model has no decode program; empty for a decode program."""
+    """Reasons why the model has no decode program; empty for a decode program."""
     is_paged: bool
-    """True if keys and values are in pages that `allocate_cache` makes. Chunks of several sequences are then one batch, chunks
-    can be computed again, and prefixes cached."""
+    """True if keys and values are in pages made by `allocate_cache`. Then chunks of several sequences can be one batch, chunks
+    can be computed again, and prefixes can be cached.
+    """
     device: torch.device
     dtype: torch.dtype
 
@@ -35,26 +36,30 @@ class ModelProgram(Protocol):
         """Allocates the pages of a paged program."""
 
     def graphs(self) -> Graphs | None:
-        """Where steps and prompts are captured as CUDA graphs; None if they are launched one by one."""
+        """Returns the object that captures steps and prompts as CUDA graphs; None if kernels are launched one by one."""
 
     def step(self, rows: Tensor, slots: Slots, longest: int = 0) -> Tensor:
-        """Logits [B, V] after the next token of the slots `rows`; `longest`: upper limit of their contexts, 0 for any."""
+        """Returns logits [B, V] after the next token of the slots `rows`; `longest`: an upper bound of the context lengths, 0
+        for any.
+        """
 
     def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
-        """Logits [B, V] after those chunks that are the last of their prompt; None if none is."""
+        """Returns logits [B, V] after the chunks that are the last of their prompts; None if none is."""
 
     @property
     def captures_prompts(self) -> bool:
         """True if `ragged_logits` computes prompts, so that they can be captured."""
 
     def ragged_logits(self, ragged: Ragged, slots: Slots) -> Tensor:
-        """Logits [sequences, V] after the last tokens of a ragged batch."""
+        """Returns logits [sequences, V] after the last tokens of a ragged batch."""
 
     def blank_logits(self, count: int) -> Tensor:
-        """Logits [count, V] of zeros through final norm and head, for a warm-up run."""
+        """Returns logits [count, V] of a zero residual stream through final norm and LM head, for a warm-up run."""
 
     def report(self, difference: float) -> list[str]:
-        """How sequences are computed, as lines of text; `difference` of logits from the model's own forward."""
+        """Returns lines of text that describe how sequences are computed; `difference`: of the logits from the model's own
+        forward.
+        """
 
     @property
     def page_bytes(self) -> int:

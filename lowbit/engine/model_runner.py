@@ -1,7 +1,7 @@
 """Runs scheduled work on the device: writes page tables and sampling settings, launches decode steps and prefill chunks, and
 copies the sampled tokens to the host.
 
-Errors are the engine's to handle: nothing here catches one, but for kernels that cannot be compiled ahead of their launch.
+The engine handles errors. The only ones caught here are those of compiling kernels before their launch.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class InFlightStep:
-    """Launched work that samples a token for each of `sequences`: host copies of its results, complete once `done` has passed,
-    and how many rows were read."""
+    """Launched work that samples a token for each of `sequences`: host copies of its results, complete once the event `done`
+    has passed, and the number of rows read so far.
+    """
 
     sequences: list[Sequence]
     tokens: Tensor
@@ -48,12 +49,12 @@ class InFlightStep:
             self.done.synchronize()
 
     def unread(self) -> Iterator[tuple[Sequence, SampledToken]]:
-        """Yields the sampled tokens in order, each once, also if a caller abandons the iteration and begins another."""
+        """Yields the sampled tokens in order, each once, even if a caller abandons the iteration and starts another."""
         tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
         top = None if self.top_logprobs is None else [part.tolist() for part in self.top_logprobs]
         while self.rows_read < len(self.sequences):
             row, sequence = self.rows_read, self.sequences[self.rows_read]
-            self.rows_read += 1  # first: an interrupt must not repeat a token
+            self.rows_read += 1  # before the yield, so that an interrupt cannot repeat a token
             most = sequence.request.top_logprobs
             pairs: tuple[tuple[int, float], ...] = ()
             if top is not None and most:
@@ -130,7 +131,7 @@ class ModelRunner:
             log_failure("compiling kernels", error)
 
     def all_kernels(self) -> list[RecordedKernel]:
-        """Every kernel that the engine can launch and that is not compiled; none without CUDA graphs."""
+        """Returns every kernel that the engine can launch and that is not compiled; none without CUDA graphs."""
         return [] if self.warm_up_run is None else self.warm_up_run.kernels(self.warm_up_run.all_parts())
 
     def compile(self, kernels: abc.Sequence[RecordedKernel]) -> Iterator[Stage]:
@@ -142,7 +143,7 @@ class ModelRunner:
                 yield Stage("kernels", done, len(kernels))
 
     def captures(self) -> list[tuple[str, Callable[[], object]]]:
-        """All graphs, as what they are and how to capture them."""
+        """Returns (description, function that captures it) of all graphs."""
         variants = self.decode_runner.variants() if self.decode_runner.graphs else []
         steps = [
             (
@@ -162,7 +163,7 @@ class ModelRunner:
 
 
 def _to_host(values: Tensor) -> Tensor:
-    """A copy in host memory, complete once the stream has run so far."""
+    """Returns a copy in host memory, complete once the stream has reached this point."""
     if values.device.type != "cuda":
         return values.clone()
     return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)

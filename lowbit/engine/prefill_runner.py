@@ -1,4 +1,4 @@
-"""Launches the prefill chunks of a step: on a GPU as one CUDA graph for each number of tokens, padded.
+"""Launches the prefill chunks of a step; on a GPU as one CUDA graph for each padded number of tokens.
 
 Without graphs, 300 launches from Python take 15 to 20 ms for any prompt (Llama-3-8B's shape, H200, 2026-11-23), more than 512
 tokens need on the GPU. Sampling follows the graph, since its settings differ between requests.
@@ -21,17 +21,18 @@ from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.choose.attention import PAGE
 
 MAX_SEQUENCES = 31
-"""Sequences in a graph; more are split over several launches. Attention blocks without a sequence cost 0.5 ms in all for 1,024
-tokens (of 25 ms; Llama-3-8B's shape, H200, 2026-11-23)."""
+"""Maximum number of sequences in a graph; more are split over several launches. Attention blocks without a sequence cost 0.5 of
+25 ms for 1,024 tokens (Llama-3-8B's shape, H200, 2026-11-23).
+"""
 
 KEYS = 8192
-"""Keys that the sequences of a graph may attend to, all together. A second graph of each size is for prompts that begin
-here."""
+"""Maximum number of keys of all sequences of a graph together. Each size has a second, smaller graph for prompts without
+earlier keys.
+"""
 
 
 class PrefillRunner:
-    """Computes prefill chunks, up to `most` tokens in a step; `graphs`: where they are captured, None to launch them one by
-    one."""
+    """Computes prefill chunks, up to `most` tokens in a step. `graphs` captures them; None launches kernels one by one."""
 
     def __init__(self, program: ModelProgram, slots: Slots, most: int, *, graphs: Graphs | None = None) -> None:
         self.program, self.slots, self.sizes, self._graphs = program, slots, sizes(most), graphs
@@ -49,11 +50,13 @@ class PrefillRunner:
         self._logits: Tensor | None = None
 
     def size(self, tokens: int) -> int:
-        """The padded number of tokens that is computed for `tokens` tokens."""
+        """Returns the padded number of tokens computed for `tokens` tokens."""
         return next(size for size in self.sizes if size >= tokens)
 
     def launch(self, chunks: abc.Sequence[PrefillChunk]) -> Tensor | None:
-        """Logits [B, V] after the chunks that are the last of their prompt, valid until the next launch; None if none is."""
+        """Returns logits [B, V] after the chunks that are the last of their prompts, valid until the next launch; None if none
+        is.
+        """
         first, *others = self.parts(chunks)
         if not others:
             return self._launch(first)
@@ -62,7 +65,7 @@ class PrefillRunner:
         return torch.cat(parts) if parts else None
 
     def parts(self, chunks: abc.Sequence[PrefillChunk]) -> list[abc.Sequence[PrefillChunk]]:
-        """Splits chunks into launches of at most as many as a graph has sequences."""
+        """Splits chunks into launches with at most the number of sequences of a graph."""
         most = self.sequences if self.graph_shapes else len(chunks)
         return [chunks[at : at + most] for at in range(0, len(chunks), most)]
 
@@ -78,7 +81,7 @@ class PrefillRunner:
         return self._logits[:count] if count else None
 
     def _shape(self, chunks: abc.Sequence[PrefillChunk]) -> RaggedShape | None:
-        """The smallest captured shape that fits some chunks; None if none does."""
+        """Returns the smallest captured shape that fits the chunks; None if none does."""
         tokens, keys = sum(len(chunk.tokens) for chunk in chunks), sum(chunk.end for chunk in chunks)
         fit = [
             shape
@@ -88,7 +91,7 @@ class PrefillRunner:
         return min(fit, key=lambda shape: (shape.tokens, shape.keys), default=None)
 
     def captured(self, shape: RaggedShape) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """The graph of a shape and its input, captured at the first call."""
+        """Returns the graph of a shape and its input tensor; captures it at the first call."""
         captured = self._captured.get(shape)
         if captured is None:
             captured = self._captured[shape] = self._capture(shape)
@@ -100,7 +103,7 @@ class PrefillRunner:
 
         def into_logits() -> None:
             logits = self.run(shape, numbers)
-            if self._logits is None:  # allocated in the run before the capture, outside the pool of the graphs
+            if self._logits is None:  # allocated in the warm-up run before the capture, outside the graphs' memory pool
                 self._logits = torch.empty_like(logits)
             self._logits.copy_(logits)
 
@@ -109,7 +112,7 @@ class PrefillRunner:
         return graph, numbers
 
     def run(self, shape: RaggedShape, numbers: Tensor) -> Tensor:
-        """Logits [sequences, V] after the last tokens of the sequences that `numbers` describes, without a graph."""
+        """Returns logits [sequences, V] after the last tokens of the sequences described by `numbers`, without a graph."""
         return self.program.ragged_logits(Ragged(shape, numbers, self.slots), self.slots)
 
     def dry_run(self, size: int, longest: int) -> None:

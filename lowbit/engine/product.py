@@ -2,7 +2,7 @@
 
 Weights of one format are concatenated into one tensor, and the modules' own weights become views of it: nothing is stored
 twice, and the model still works. Rows of gate and up alternate if both are packed for a GPU (pack/gated.py); the model's MLP
-then computes with that weight too. Modules that cannot be joined run as they are.
+then computes with that weight too. Modules that cannot be joined run separately.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lowbit.ops.gated_gemm import gated_gemm
 from lowbit.pack import DenseWeight, FragmentWeight, OperandWeight
 
 BLOCK = 64
-"""Rows of x in each product of 16-bit weights under `batch_invariant`."""
+"""Number of rows of x in each product with 16-bit weights under `batch_invariant`."""
 
 Product = Callable[[Tensor], Tensor]
 """Computes y [M, N] of x [M, K]; a `Scaled` product also takes quantized x."""
@@ -31,7 +31,7 @@ Product = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """y [M, N] = x [M, K] . w^T + bias with a weight in the form of the tensor cores; `alternates`: rows of gate and up do."""
+    """y [M, N] = x [M, K] . w^T + bias with a weight in fragment order. `alternates`: rows of gate and up alternate."""
 
     weight: FragmentWeight
     bias: Tensor | None
@@ -48,7 +48,7 @@ class Packed:
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """y [M, N] = x [M, K] . w^T + bias with a weight of 16 bits: torch's product; in a chain the ring kernel's (chain.py)."""
+    """y [M, N] = x [M, K] . w^T + bias with a 16-bit weight, by torch; in a chain by the small-M kernel (chain.py)."""
 
     weight: DenseWeight
     bias: Tensor | None
@@ -61,9 +61,10 @@ class Dense:
 
 @dataclass(frozen=True, eq=False)
 class Scaled:
-    """y [M, N] = x [M, K] . w^T + bias of layers that quantize x alike: once for all, or by what makes x.
+    """y [M, N] = x [M, K] . w^T + bias of layers that quantize x in the same way. x is quantized once for all layers, here or
+    by the operator that computes x.
 
-    `weight` is all of them in the form of a GPU's kernels; None where they compute one after the other.
+    `weight` is the joined weight of all layers, packed for a GPU's kernels; None if the layers compute one after the other.
     """
 
     layers: Sequence[QuantLinear]
@@ -73,7 +74,7 @@ class Scaled:
 
     @property
     def is_fused(self) -> bool:
-        """True if the operator before may quantize x in float32; False if another tool's rounding rule applies."""
+        """True if the operator that computes x may quantize it from float32; False if another tool's rounding rule applies."""
         return not self.layers[0].quantizes_rounded_input
 
     def quantization(self) -> dict[str, Any]:
@@ -90,7 +91,7 @@ class Scaled:
 
 
 def product(modules: Sequence[nn.Module], batch_invariant: bool) -> Product:
-    """One product with the concatenated outputs of `modules`, which still work on their own."""
+    """Returns one product with the concatenated outputs of `modules`, which still work separately."""
     layers = [module for module in modules if isinstance(module, QuantLinear)]
     if len(layers) == len(modules):
         if _in_one_form(layers):
@@ -108,7 +109,7 @@ def product(modules: Sequence[nn.Module], batch_invariant: bool) -> Product:
 def gated_product(
     modules: Sequence[nn.Module], block: nn.Module, down: nn.Module, activation: Gate, batch_invariant: bool
 ) -> Product:
-    """The product of gate and up, with alternating rows if possible; `block.mlp` then computes with that weight."""
+    """Returns the product of gate and up, with alternating rows if possible; `block.mlp` then uses the same weight."""
     layers = [module for module in modules if isinstance(module, QuantLinear)]
     if len(layers) == 2 and _in_one_form(layers) and not AlternatingMLP.refusals(*layers):
         block.mlp = AlternatingMLP(layers[0], layers[1], down, activation)
@@ -118,20 +119,22 @@ def gated_product(
 
 
 def _in_one_form(layers: Sequence[QuantLinear]) -> bool:
-    """Whether the weights of some layers are all in the same form for a GPU, which can be concatenated."""
+    """Returns whether the layers' weights are packed for a GPU in a form that can be concatenated."""
     if any(layer.scheme.activation is not None or layer.input_transform.parts or layer.has_correction for layer in layers):
         return False
     return _weights_to_join(layers) is not None
 
 
 def _weights_to_join(layers: Sequence[QuantLinear]) -> list[Any] | None:
-    """The weights of some layers for a GPU if they can be concatenated, else None."""
+    """Returns the layers' weights packed for a GPU if they can be concatenated, else None."""
     weights: list[Any] = [weight for layer in layers if (weight := layer.gpu_weight) is not None]
     return weights if len(weights) == len(layers) and not type(weights[0]).concat_refusals(weights) else None
 
 
 def _joined(layers: Sequence[QuantLinear]) -> Any:
-    """The weights of some layers as one, of which their own become parts; None where they cannot be concatenated."""
+    """Returns the concatenated weight of the layers, and makes their own weights views of it; None if they cannot be
+    concatenated.
+    """
     weights = _weights_to_join(layers)
     if weights is None:
         return None
@@ -143,7 +146,7 @@ def _joined(layers: Sequence[QuantLinear]) -> Any:
 
 
 def _bias(layers: Sequence[QuantLinear | nn.Linear]) -> Tensor | None:
-    """The concatenated biases of some layers, zeros for a layer without one; None if no layer has one."""
+    """Returns the concatenated biases of the layers, with zeros for a layer without one; None if no layer has one."""
     if all(layer.bias is None for layer in layers):
         return None
     like = next(layer.bias for layer in layers if layer.bias is not None)
@@ -151,13 +154,13 @@ def _bias(layers: Sequence[QuantLinear | nn.Linear]) -> Tensor | None:
 
 
 def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`linear` in blocks of 64 rows: cuBLAS chooses its kernel, and thereby its rounding, by the number of rows."""
+    """Computes `linear` in blocks of 64 rows, since cuBLAS chooses its kernel, and so the rounding, by the number of rows."""
     blocks = pad(x, (0, 0, 0, -len(x) % BLOCK)).split(BLOCK)
     return torch.cat([linear(block, weight, bias) for block in blocks])[: len(x)]
 
 
 def _joined_linear(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """The weights of layers that are not quantized as one, of which their own become parts."""
+    """Returns the concatenated weight and bias of unquantized layers, and makes their own weights views of it."""
     if len(layers) == 1:
         return layers[0].weight.data, _bias(layers)
     joined = DenseWeight.concat([DenseWeight(layer.weight.data) for layer in layers])

@@ -1,9 +1,9 @@
-"""The decode step of a language model as a list of operators: products of packed weights, and what lies between them.
+"""The decode step of a language model as a list of operators: products with packed weights, and the operators between them.
 
     embed | norm  qkv  attention  o | norm  gate-up  gate  down | ... | norm  head
 
-Eight launches a layer on a GPU, five for up to 64 tokens (chain.py). Prompts take the same products over all their tokens at
-once; on a GPU they are padded to the sizes of ragged.py. kernels/reference/ defines each operator, and runs on a CPU.
+A layer takes eight launches on a GPU, five for up to 64 tokens (chain.py). Prompts use the same products, with all their tokens
+at once; on a GPU they are padded to the sizes of ragged.py. kernels/reference/ defines each operator and runs on a CPU.
 """
 
 from __future__ import annotations
@@ -116,11 +116,11 @@ class DecodeProgram:
         self.cache = Cache(self.cache_spec, pages, self.device)
 
     def graphs(self) -> Graphs | None:
-        """Where steps and prompts are captured; None on a CPU."""
+        """Returns the object that captures steps and prompts; None on a CPU."""
         return Graphs(self.device) if self.device.type == "cuda" else None
 
     def report(self, difference: float) -> list[str]:
-        """Decoder, cache and launches a layer."""
+        """Returns lines about the decoder, the cache and the launches per layer."""
         if isinstance(self.chain, Chain):
             launches = f"steps of up to {self.chain.most} tokens: 5 launches a layer"
         else:
@@ -138,18 +138,19 @@ class DecodeProgram:
         return not self.softcaps
 
     def ragged_logits(self, ragged: Ragged, slots: Slots) -> Tensor:
-        """Logits [sequences, V] after the last tokens of a ragged batch."""
+        """Returns logits [sequences, V] after the last tokens of a ragged batch."""
         h, delta = self.prefill(ragged, slots)
         return self.logits(h[ragged.last], delta[ragged.last])
 
     def blank_logits(self, count: int) -> Tensor:
-        """Logits [count, V] of a residual stream of zeros."""
+        """Returns logits [count, V] of a residual stream of zeros."""
         h = torch.zeros(count, self.decoder.hidden, dtype=self.dtype, device=self.device)
         return self.logits(h, h)
 
     def step(self, rows: Tensor, slots: Slots, longest: int = 0) -> Tensor:
-        """Logits [B, V] after the next token of the slots `rows` int32 [B]; kernels are chosen for contexts of up to `longest`
-        tokens (0: a whole page table)."""
+        """Returns logits [B, V] after the next token of the slots `rows` int32 [B]. Kernels are chosen for contexts of up to
+        `longest` tokens (0: a full page table).
+        """
 
         def attend(i: int, qkv: Tensor) -> Tensor:
             layer, (keys, values) = self.layers[i], self._cache.layer(i)
@@ -164,7 +165,7 @@ class DecodeProgram:
         return self.logits(*self._layers(slots.tokens, rows, slots.positions, attend))
 
     def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
-        """Logits [B, V] after those chunks that are the last of their prompt; None if none is."""
+        """Returns logits [B, V] after the chunks that are the last of their prompts; None if none is."""
         count = sum(len(chunk.tokens) for chunk in chunks)
         on_gpu = self.device.type == "cuda"
         # Padded on a GPU: kernels are not compiled for each length.
@@ -180,8 +181,9 @@ class DecodeProgram:
         return any(layer.shape.softcap for layer in self.layers)
 
     def prefill(self, ragged: Ragged, slots: Slots, attention: PromptAttention | None = None) -> tuple[Tensor, Tensor]:
-        """The residual stream after the tokens of prompts, and the last layer's output that is not added to it yet;
-        `attention`: instead of `RaggedAttention`."""
+        """Returns the residual stream after the tokens of prompts, and the last layer's output, which is not added to it yet.
+        `attention` replaces `RaggedAttention`.
+        """
         attention_of = attention or RaggedAttention(ragged, self.layers[0].shape.kv_heads)
 
         def attend(i: int, qkv: Tensor) -> Tensor:
@@ -202,8 +204,9 @@ class DecodeProgram:
     def _layers(
         self, tokens: Tensor, rows: Tensor | None, positions: Tensor, attend: Callable[[int, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream after all layers, and the last layer's output that is not added to it yet. Tokens and positions
-        are indexed by `rows`, or have one element a row without it."""
+        """Returns the residual stream after all layers, and the last layer's output, which is not added to it yet. Tokens and
+        positions are indexed by `rows`; without `rows` they have one element per row.
+        """
         d = self.decoder
         spec = self.layers[0].spec
         h, x = embed_norm(
@@ -238,7 +241,7 @@ class DecodeProgram:
         return add_norm(h, delta, gamma, d.eps, offset=d.norm_offset, post_gamma=after, bias=bias)
 
     def _gated(self, layer: Layer, x: Any) -> Any:
-        """x of the product `down`, quantized if it takes 8-bit activations and the gate is SiLU."""
+        """Returns the input of the product `down`, quantized if `down` takes 8-bit activations and the gate is SiLU."""
         if layer.alternates:
             assert isinstance(layer.gate_up, Packed)
             return layer.gate_up.gated(x, self.decoder.activation)
@@ -252,7 +255,7 @@ class DecodeProgram:
         return gate(gate_up, self.decoder.activation)
 
     def logits(self, h: Tensor, delta: Tensor) -> Tensor:
-        """Logits [B, V] of h + delta: the residual stream [B, hidden] and the last layer's output."""
+        """Returns logits [B, V] of h + delta: the residual stream [B, hidden] plus the last layer's output."""
         d = self.decoder
         after = self.layers[-1].spec.after_mlp_gamma
         x = add_norm(h, delta, d.final_gamma, d.eps, offset=d.norm_offset, post_gamma=after, bias=d.final_bias)

@@ -1,4 +1,4 @@
-"""Attention of the prefill chunks of a step: one call for all on a GPU, batched calls for short ones elsewhere."""
+"""Attention of the prefill chunks of a step: one call for all chunks on a GPU, batched calls for short chunks elsewhere."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from lowbit.ops.ragged_attention import gather_kv, ragged_attention
 
 LEAST = 16
 """Chunks are padded to this length, longer ones to the next power of two. Up to half of the work may be padding, which is cheap
-beside a call for each chunk and layer."""
+compared with a call for each chunk and layer.
+"""
 
 MOST_KEYS = 1 << 15
-"""Tokens whose keys and values one call gathers: 128 MiB with 8 heads of 128 in 16 bits."""
+"""Maximum number of tokens whose keys and values one call gathers: 128 MiB with 8 heads of 128 in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,9 @@ class RaggedAttention:
         self.ragged, self.where = ragged, ragged.keys(kv_heads)
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
-        """Attention output [T, heads * head_dim] of q [T, heads, head_dim] over a layer's cache, which holds the keys and
-        values of all chunks; rows of padding are undefined."""
+        """Returns the attention output [T, heads * head_dim] of q [T, heads, head_dim] over a layer's cache, which holds the
+        keys and values of all chunks. Padding rows are undefined.
+        """
         k, v = gather_kv(keys, values, self.where, self.ragged.k_begins[-1:])
         return ragged_attention(q, k, v, self.ragged.q_begins, self.ragged.k_begins, shape)
 
@@ -54,9 +56,9 @@ class RaggedAttention:
 class PromptAttention:
     """Attention of some chunks, planned once for all layers.
 
-    Chunks of similar length that begin at the same position, 0 or behind a common prefix, are one call. They are padded at
-    their end, where the causal mask hides the padding. `invariant`: one call for each chunk, so that results do not depend on
-    others.
+    Chunks of similar length that begin at the same position (0, or after a common prefix) are one call. They are padded at the
+    end, where the causal mask hides the padding. `invariant`: one call for each chunk, so that results do not depend on other
+    chunks.
     """
 
     def __init__(self, chunks: Sequence[PrefillChunk], slots: Slots, *, invariant: bool) -> None:
@@ -67,7 +69,7 @@ class PromptAttention:
             alike[chunk.begin, max(LEAST, 1 << (len(chunk.tokens) - 1).bit_length())].append(number)
         self.groups: list[Group] = []
         for (begin, length), numbers in sorted(alike.items()):
-            most = max(1, MOST_KEYS // (begin + length))  # 1: each alone
+            most = max(1, MOST_KEYS // (begin + length))  # 1: one chunk per call
             for at in range(0, len(numbers), most):
                 if len(part := numbers[at : at + most]) > 1:
                     self.groups.append(self._group(begin, length, part))
@@ -87,7 +89,7 @@ class PromptAttention:
         return Group(length, numbers, self.tables[slot[:, None], position // PAGE].long(), position % PAGE)
 
     def _order(self) -> None:
-        """Computes the padded rows of q of all groups, and the place of each token in the output."""
+        """Computes the padded rows of q of all groups, and the index of each token in the output."""
         taken, order, at = list[int](), [0] * self.begins[-1], 0
         for length, number in (
             *((group.length, n) for group in self.groups for n in group.numbers),
@@ -102,8 +104,9 @@ class PromptAttention:
         self.taken, self.order = both[: len(taken)], both[len(taken) :]
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
-        """Attention output [T, heads * head_dim] of q [T, heads, head_dim] over a layer's cache, which holds the keys and
-        values of all chunks; rows of padding are 0."""
+        """Returns the attention output [T, heads * head_dim] of q [T, heads, head_dim] over a layer's cache, which holds the
+        keys and values of all chunks. Padding rows are 0.
+        """
         out = self._of_chunks(q, keys, values, shape)
         return out if len(out) == len(q) else pad(out, (0, 0, 0, len(q) - len(out)))
 

@@ -22,7 +22,7 @@ tiles of 64 to 256 tokens anyway."""
 
 
 def sizes(most: int) -> tuple[int, ...]:
-    """Padded numbers of tokens for up to `most` prompt tokens; the last is at least `most`."""
+    """Returns the padded numbers of tokens for up to `most` prompt tokens; the last one is at least `most`."""
     all_sizes = [*SMALL, *range(128, 1024, 64), *range(1024, most + 256, 256)]
     return tuple(all_sizes[: bisect.bisect_left(all_sizes, most) + 1])
 
@@ -37,12 +37,13 @@ class RaggedShape:
 
     @property
     def columns(self) -> int:
-        """int32 in a row of per-sequence numbers, the dummy sequence included."""
+        """Number of int32 in a row of per-sequence numbers, the dummy sequence included."""
         return -(-(self.sequences + 1) // ALIGNED) * ALIGNED
 
     def numbers(self, chunks: Sequence[PrefillChunk], dummy_slot: int) -> list[int]:
-        """The input of a `Ragged`, padded: for each sequence its slot, its first position, the offsets of its tokens and of its
-        keys, and its last token if a token is sampled after it (these first); then all tokens."""
+        """Returns the padded input of a `Ragged`: rows with the slot, first position, token offset and key offset of each
+        sequence, a row with the tokens after which a token is sampled, then all tokens.
+        """
         q_begins, k_begins = [0], [0]
         for chunk in chunks:
             q_begins.append(q_begins[-1] + len(chunk.tokens))
@@ -81,18 +82,18 @@ class Ragged:
 
     @classmethod
     def of(cls, chunks: Sequence[PrefillChunk], slots: Slots, tokens: int) -> Ragged:
-        """Some chunks, padded to `tokens` tokens."""
+        """Returns chunks padded to `tokens` tokens."""
         shape = RaggedShape(tokens, len(chunks), sum(chunk.end for chunk in chunks))
         return cls(shape, on_device(shape.numbers(chunks, slots.dummy_slot), slots.device), slots)
 
     def _sequences(self, begins: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """For each of `count` tokens or keys: its sequence, and its index in it; 0 for padding."""
+        """Returns, for each of `count` tokens or keys, its sequence and its index in that sequence; 0 for padding."""
         each = torch.arange(count, dtype=torch.int32, device=begins.device)
         sequence = torch.searchsorted(begins[1:], each, right=True)
         return sequence, torch.where(sequence < self.shape.sequences, each - begins[sequence], 0)
 
     def keys(self, kv_heads: int) -> Tensor:
-        """Row of the first head of each key among the rows of a layer's pages, int64 [keys]."""
+        """Returns the row of each key's first head among the rows of a layer's pages, int64 [keys]."""
         sequence, position = self._sequences(self.k_begins, self.shape.keys)
         page = self.tables[self._slot[sequence].long(), position // PAGE].long()
         return page * (kv_heads * PAGE) + position % PAGE

@@ -19,7 +19,7 @@ from lowbit.kernels.choose.attention import AttentionShape
 
 
 def recognise(model: nn.Module, positions: int | None = None) -> Decoder | tuple[str, ...]:
-    """The decoder of a causal language model of Transformers, or the reasons why it is not supported.
+    """Returns the decoder of a causal language model of Transformers, or the reasons why it is not supported.
 
     positions: tokens of a sequence (default: max_position_embeddings of the config).
     """
@@ -33,7 +33,7 @@ def recognise(model: nn.Module, positions: int | None = None) -> Decoder | tuple
 
 
 def _family_of(model: nn.Module) -> Family | None:
-    """The family of a model whose class is Transformers' own; None for others, such as code of a checkpoint."""
+    """Returns the family of a model whose class is in Transformers; None for other classes, such as a checkpoint's own code."""
     name = type(model).__name__
     family = FAMILIES.get(name.removesuffix("ForCausalLM"))
     own = type(model).__module__.startswith("transformers.models.")
@@ -95,7 +95,7 @@ def _layer(model: FamilyModel, layer: Any, rope: int) -> DecoderLayer:
 
 
 def _attention_shape(model: FamilyModel, rotary_dim: int) -> AttentionShape:
-    """The attention of all layers, but for their windows."""
+    """Returns the attention shape of all layers, without their windows."""
     family, first = model.family, model.layers[0].self_attn
     heads = model.config.num_attention_heads
     return AttentionShape(
@@ -116,7 +116,7 @@ def _weight(module: Any) -> Tensor:
 
 
 def _position_table(model: FamilyModel) -> Tensor | None:
-    """The embedding's rows of positions 0, 1, ..; its first rows are padding."""
+    """Returns the position embedding's rows from position 0 on, without its padding rows."""
     if not model.family.paths.positions:
         return None
     module = model.position_embedding
@@ -125,7 +125,7 @@ def _position_table(model: FamilyModel) -> Tensor | None:
 
 
 def _rope_tables(model: FamilyModel, positions: int) -> dict[str, Tensor]:
-    """The table of rotary angles [positions, rotary_dim] of each rotary type of the layers; NO_ROPE is the last."""
+    """Returns the table [positions, rotary_dim] of each rotary type of the layers; NO_ROPE is last."""
     types = dict.fromkeys(model.rope_type(i) for i in range(len(model.layers)))
     return {kind: _rope_table(model, kind, positions) for kind in sorted(types, key=lambda kind: kind == NO_ROPE)}
 

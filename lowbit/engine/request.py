@@ -1,4 +1,4 @@
-"""A request: a prompt and how to continue it. Its state while it is computed is a `Sequence`."""
+"""A request: a prompt and how to continue it. Its state during computation is a `Sequence`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Request:
     on_token: abc.Callable[[SampledToken], bool] | None = None
     top_logprobs: int = 0
     _sequence: Sequence | None = field(default=None, init=False, repr=False)
-    """Set by `Sequence.start`, once: for deprecated names of this class, which read the state of the sequence."""
+    """Set once by `Sequence.start`. Deprecated attributes of this class read the sequence's state through it."""
 
     def __post_init__(self) -> None:
         if isinstance(self.prompt, (str, bytes)) or not isinstance(self.prompt, abc.Sequence):
@@ -69,7 +69,7 @@ class Request:
 
     @property
     def most_tokens(self) -> int:
-        """Upper limit of the tokens of its sequence, prompt included."""
+        """Maximum number of tokens of its sequence, prompt included."""
         return len(self.prompt) + self.limit
 
 

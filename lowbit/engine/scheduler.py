@@ -4,7 +4,7 @@
        ^                                                             |
        +---------------- no page left: the newest is preempted ------+
 
-Plain Python over integers, without tensors, so that a test can try any order of arrivals.
+Plain Python on integers without tensors, so that tests can try any order of arrivals.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class SchedulerOutput:
 class Scheduler:
     """Schedules sequences over `slots` slots and the pages of a cache.
 
-    A step computes at most `chunk_tokens` prompt tokens. Chunks end at multiples of `chunk_tokens`. With `invariant`, so do
-    cached prefixes, and a sequence is given all pages that it may ever need at once: a preempted sequence would be computed in
-    other chunks. Its results then do not depend on other sequences.
+    A step computes at most `chunk_tokens` prompt tokens, and chunks end at multiples of `chunk_tokens`. With `invariant`,
+    results do not depend on other sequences: cached prefixes end at these multiples too, and a sequence gets all pages that it
+    may need at once, since a preempted sequence would be computed in other chunks.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Scheduler:
         for chunk in scheduled.chunks:
             self.pages.uncache(chunk.sequence.pages[chunk.begin // PAGE :])
         sequences = dict.fromkeys([*scheduled.admitted, *scheduled.decoding, *(chunk.sequence for chunk in scheduled.chunks)])
-        lost = [sequence for sequence in sequences if sequence.slot is not None]  # not those dropped or requeued since
+        lost = [sequence for sequence in sequences if sequence.slot is not None]  # without those dropped or requeued meanwhile
         for sequence in lost:
             self._release(sequence)
             if sequence in self.waiting:
@@ -121,7 +121,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(requeued))
 
     def schedule(self) -> SchedulerOutput:
-        """Schedules the next step. The counters of its sequences are advanced as if it had run."""
+        """Schedules the next step, and advances the counters of its sequences as if it had run."""
         scheduled = SchedulerOutput()
         for sequence in list(self.running):
             if self._decodes(sequence) and not self._allocate_next(sequence, scheduled):
@@ -156,7 +156,7 @@ class Scheduler:
         return True
 
     def _preempt(self, scheduled: SchedulerOutput) -> None:
-        """Preempts the newest sequences, back to the front of the queue, until all other decoding sequences have their page."""
+        """Preempts the newest sequences, to the front of the queue, until all other decoding sequences have their page."""
         while self.running:
             newest = self.running[-1]
             scheduled.new_pages = [(slot, index, page) for slot, index, page in scheduled.new_pages if slot != newest.slot]
@@ -199,7 +199,9 @@ class Scheduler:
         sequence.computed_tokens, sequence.prefilled = 0, False
 
     def _cache(self, sequence: Sequence) -> None:
-        """Adds computed pages to the prefix cache, answers included: the next turn of a conversation begins with them."""
+        """Adds computed pages to the prefix cache, including those of the output, with which the next turn of a conversation
+        begins.
+        """
         if self.prefix_caching:
             known = sequence.request.prompt if self.invariant else sequence.tokens
             self.pages.cache_prefix(sequence.pages, known[: min(sequence.computed_tokens, len(known))])

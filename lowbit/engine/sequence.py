@@ -1,4 +1,4 @@
-"""A sequence: the state of a submitted request. Its sampled tokens, why it finished, its slot and its pages."""
+"""A sequence, the state of a submitted request: its sampled tokens, its finish reason, its slot and its pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FinishReason(str, Enum):
     FAILED = "failed"
     """Its prompt or its `on_token` raised an error, or its logits are NaN or infinite: `Sequence.error` says which."""
     NONE = "none"
-    """Not finished yet: in streams of DeepSpeed-MII, never in a finished response."""
+    """Not finished yet: used in DeepSpeed-MII's streams, never in a finished response."""
 
 
 @dataclass(eq=False)
@@ -40,22 +40,22 @@ class Sequence:
     cached_tokens: int = 0
 
     slot: int | None = None
-    """Row of the page tables and sampling settings on the device; None unless the sequence is running."""
+    """Its row in the device's page tables and sampling settings; None unless the sequence is running."""
     pages: list[int] = field(default_factory=list)
     """Its pages of the KV cache, in order."""
     computed_tokens: int = 0
-    """Tokens whose keys and values are in the pages once all launched work has run."""
+    """Number of tokens whose keys and values are in the pages once all launched work has run."""
     launched_tokens: int = 0
-    """Tokens sampled, including those on the GPU that the host has not read."""
+    """Number of sampled tokens, including those that the host has not read yet."""
     prefilled: bool = False
     """True once the prompt is computed: each step then samples one more token."""
 
     @classmethod
     def start(cls, request: Request) -> Sequence:
-        """The sequence of a request; raises ValueError if the request has one already."""
+        """Returns a new sequence of a request. Raises ValueError if the request has one already."""
         if request._sequence is not None:
             raise ValueError("this request was submitted before: create another one")
-        sequence = cls(copy.copy(request))  # a copy: a cycle of both would leave them to the garbage collector
+        sequence = cls(copy.copy(request))  # a copy avoids a reference cycle, which only the garbage collector would free
         object.__setattr__(request, "_sequence", sequence)
         return sequence
 
@@ -71,7 +71,7 @@ class Sequence:
 
     @property
     def in_flight(self) -> int:
-        """Sampled tokens that the host has not read yet."""
+        """Number of sampled tokens that the host has not read yet."""
         return self.launched_tokens - len(self.sampled)
 
     @property
@@ -82,5 +82,5 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Position of the token that the next step computes, the last one sampled."""
+        """Position of the last sampled token, which the next step computes."""
         return len(self.request.prompt) + self.launched_tokens - 1

@@ -15,7 +15,7 @@ from lowbit.engine.block_pool import DUMMY_PAGE, pages_for
 from lowbit.ops.sample import SamplingState
 
 ALIGNED = 32
-"""int32 in an L2 line of 128 bytes; kernels require tensors aligned to 16 bytes."""
+"""Number of int32 in an L2 line of 128 bytes; kernels require tensors aligned to 16 bytes."""
 
 
 class Slots:
@@ -48,6 +48,6 @@ class Slots:
 
 
 def on_device(values: object, device: torch.device) -> Tensor:
-    """An int32 tensor of `values` on a device, copied asynchronously."""
+    """Returns an int32 tensor of `values` on a device, copied asynchronously."""
     tensor = torch.tensor(values, dtype=torch.int32)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

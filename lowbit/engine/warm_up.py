@@ -1,4 +1,4 @@
-"""Finds the kernels that an engine will launch, by a run of its steps and prompts that launches none."""
+"""Finds the kernels that an engine will launch, by a dry run of its steps and prompts that records launches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stage:
-    """Progress of a warm-up: what comes next, and `done` of `total` of its kind."""
+    """Progress of a warm-up: the next item, and `done` of `total` items of its kind."""
 
     what: str
     done: int
@@ -28,14 +28,15 @@ class Stage:
 
 
 Part = tuple[str, int, bool, int]
-"""A part of a step, as (kind, count, filters, reach): "step" of `count` rows, for contexts of up to `reach` tokens; "prompt" of
-`count` tokens; "sample" of `count` rows after prompts. filters: some request samples."""
+"""A part of a step, (kind, count, filters, reach). "step": a decode step of `count` rows for contexts of up to `reach` tokens.
+"prompt": `count` prompt tokens. "sample": sampling of `count` rows after prompts. filters: some request samples.
+"""
 
 
 class WarmUpRun:
-    """Records the kernels of each part of a step by running it, once, without launching a kernel.
+    """Records the kernels of each part of a step by running the part once without launching them.
 
-    For `concurrent` requests of up to `longest` tokens. All rows are of the dummy slot.
+    For `concurrent` requests of up to `longest` tokens. All rows use the dummy slot.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class WarmUpRun:
         self._known: set[Part] = set()
 
     def all_parts(self) -> list[Part]:
-        """All parts that an engine can launch."""
+        """Returns all parts that an engine can launch."""
         return [
             *(("step", *variant) for variant in self.decode_runner.variants()),
             *(("prompt", size, False, 0) for size in self.prefill_runner.sizes),
@@ -61,7 +62,7 @@ class WarmUpRun:
         ]
 
     def parts_of(self, scheduled: SchedulerOutput) -> list[Part]:
-        """New parts of a step, and of the decode step after it."""
+        """Returns the parts of a step, and of the decode step after it, that were not recorded before."""
         parts: list[Part] = []
         last = [chunk.sequence for chunk in scheduled.chunks if chunk.last]
         for sequences in (scheduled.decoding, [*scheduled.decoding, *last] if last else []):
@@ -77,11 +78,11 @@ class WarmUpRun:
 
     @torch.inference_mode()
     def kernels(self, parts: Sequence[Part]) -> list[RecordedKernel]:
-        """The kernels of some parts, but for those that are compiled already."""
+        """Returns the kernels of the given parts that are not compiled yet."""
         from lowbit.kernels.parts.launch import recording
 
         self.count += 1
-        self._known.update(parts)  # also if one fails: it is not tried again
+        self._known.update(parts)  # even if one fails, so that it is not tried again
         with torch.cuda.device(self.program.device), recording() as wanted:
             for part in parts:
                 self._run(*part)

@@ -1,12 +1,12 @@
 """Runs one generated program inside limits; the child process of `lowbit.eval.sandbox`, never imported by anything else.
 
-It imports the standard library only and reads a JSON request on standard input. `sandbox.py` starts it inside an isolation,
-whose last step is done here: it mounts the program's folder, of bounded size, and gives up every right. Then it sets resource
-limits and a seccomp filter, so that the program can start no process, open no socket and enter no other namespace.
+It imports the standard library only and reads a JSON request on standard input. `sandbox.py` starts it inside an isolation. The
+guard completes the isolation: it mounts the program's folder, of bounded size, and drops all capabilities. Then it sets
+resource limits and a seccomp filter, so that the program can start no process, open no socket and enter no other namespace.
 
-A Python program is executed here. Only a program that ran to its end is reported as passed, with a token that nobody writes by
-accident. It is no secret: program and guard share one interpreter, so a program that searches this module's memory finds it and
-can report what it likes.
+A Python program is executed here. Only a program that ran to its end is reported as passed, with a random token that is not
+written by accident. The token is no secret: program and guard share one interpreter, so a program that searches this module's
+memory can find it and report anything.
 
 For a JavaScript program this process becomes Node.js (`request["node"]`), which runs `guard.js` under the same limits.
 """
@@ -45,10 +45,11 @@ _REFUSED = {
         **{"shmget": 194, "msgget": 186, "semget": 190},
     },
 }
-"""Refused beside clone. `socket`: vsock does not belong to a network namespace; io_uring opens sockets past a filter.
-`unshare` and `setns`: a new user namespace gives the right to mount memory without a bound. System V memory, queues and
-semaphores: no resource limit counts them."""
-_X32 = 0x40000000  # numbers from here on are x86_64's 32-bit pointers interface, which has other numbers
+"""System calls refused in addition to clone. `socket`: vsock is not confined by a network namespace. io_uring: opens sockets
+that the filter does not see. `unshare` and `setns`: a new user namespace could mount memory without a bound. System V shared
+memory, queues and semaphores: no resource limit counts them.
+"""
+_X32 = 0x40000000  # x86_64's x32 interface, whose system calls have other numbers
 
 # linux/bpf_common.h, linux/seccomp.h
 _LOAD, _EQUAL, _AT_LEAST, _BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -104,10 +105,12 @@ def _named(kind: type[BaseException], error: BaseException) -> str:
 
 
 def _finish_isolation(request: dict[str, Any]) -> None:
-    """Makes /dev/null read-only (its mode, not what is written to it), mounts the program's folder and gives up all rights."""
+    """Makes /dev/null read-only (its metadata; writes to it still work), mounts the program's folder and drops all
+    capabilities.
+    """
     attributes = struct.pack("=QQQQ", _ATTR_RDONLY, 0, 0, 0)
     _call("syscall", _MOUNT_SETATTR, _AT_FDCWD, os.devnull.encode(), 0, attributes, len(attributes))
-    options = f"size={request['disk_bytes']},nr_inodes={request['entries'] + 1},mode=700"  # the folder itself is one
+    options = f"size={request['disk_bytes']},nr_inodes={request['entries'] + 1},mode=700"  # one for the folder itself
     _call("mount", b"tmpfs", request["folder"].encode(), b"tmpfs", _NOSUID | _NODEV, options.encode())
     _call("capset", struct.pack("=Ii", _CAPABILITY_VERSION, 0), bytes(24))
 
@@ -130,7 +133,7 @@ def _become_node(request: dict[str, Any]) -> NoReturn:
 
 
 def _limit(request: dict[str, Any], memory: int) -> None:
-    """Resource limits, soft and hard; `memory`: what is limited of it."""
+    """Sets soft and hard resource limits; `memory` is the limit to use, RLIMIT_AS or RLIMIT_DATA."""
     for what, value in (
         (resource.RLIMIT_CPU, request["cpu_seconds"]),
         (memory, request["memory_bytes"]),

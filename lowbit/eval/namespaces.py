@@ -1,9 +1,9 @@
-"""Starts a command in namespaces of its own, where bubblewrap is missing; run by `lowbit.eval.sandbox`, imported by nothing.
+"""Starts a command in its own namespaces if bubblewrap is missing; run by `lowbit.eval.sandbox`, never imported.
 
-It imports the standard library only and takes the namespaces by system calls: user, mount, process, network, IPC and host name.
-The command sees a root folder of its own, read-only, with the paths that it is given and nothing else; it is process 1 of its
-namespace and keeps the rights of that namespace's root, which the command gives up (`guard.py`). It is killed with the process
-that started this one. Needs Linux 5.12 (mount_setattr) and the right to make user namespaces.
+It imports the standard library only and creates the namespaces by system calls: user, mount, process, network, IPC and host
+name. The command sees its own read-only root folder with only the given paths. It is process 1 of its namespace and has that
+namespace's root capabilities, which `guard.py` drops. It is killed when the process that started this one ends. Needs Linux
+5.12 (mount_setattr) and the right to make user namespaces.
 
 Arguments: JSON with "parent" (process id of the starter), "mounts" (pairs of a path without symbolic links and the path at
 which the command sees it) and "folder" (an empty folder to make), then the command.
@@ -55,7 +55,7 @@ def main() -> None:
     os.close(writing)
     _die_with_parent()
     os.set_blocking(reading, False)
-    try:  # the pipe is at its end if the parent died before it could take this process along
+    try:  # the pipe has ended if the parent died before this process was set to die with it
         os.read(reading, 1)
         sys.exit(1)
     except BlockingIOError:
@@ -69,7 +69,7 @@ def _die_with_parent() -> None:
 
 
 def _build_root(mounts: list[tuple[str, str]], folder: str) -> None:
-    """Replaces the root folder by a read-only one of these mounts."""
+    """Replaces the root folder by a read-only one that consists of these mounts."""
     _call("mount", None, b"/", None, _RECURSIVE | _PRIVATE, None)
     _call("mount", b"tmpfs", _BASE, b"tmpfs", _NOSUID | _NODEV, b"mode=755")
     os.chdir(_BASE)

@@ -2,8 +2,9 @@
 
 The isolation is bubblewrap's (`bwrap`) where it is installed, else that of `namespaces.py`. Both give the program namespaces of
 its own (user, mount, process, network), a read-only root folder with the interpreter's files, and one folder in memory. Inside,
-`guard.py` sets resource limits and a system-call filter. `docs/internals/evaluate.md` says what is enforced, by what, and what
-is not."""
+`guard.py` sets resource limits and a system-call filter. `docs/internals/evaluate.md` lists what is enforced, by which
+mechanism, and what is not enforced.
+"""
 
 from __future__ import annotations
 

@@ -30,8 +30,9 @@ class Size:
 
 
 def size_of(name: str, model: PreTrainedModel) -> Size | None:
-    """Size of the checkpoint in the folder or GGUF file `name`, or of the hub's model of that name, which `model` was loaded
-    of; None if it holds no safetensors."""
+    """Returns the size of the checkpoint from which `model` was loaded: the folder, GGUF file or hub name `name`. None if it
+    has no safetensors files.
+    """
     source = resolve(name)
     if source.is_foreign:
         return _foreign_size(source, model)

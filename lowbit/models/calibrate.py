@@ -119,7 +119,7 @@ class FinishedLayers:
                 f"{self.folder}: holds the finished layers of another run for {target} (another method, scheme, model or "
                 "text); repeat that command to finish it, or delete the folder"
             )
-        # Layers without a recipe are left by a run that was killed while removing them.
+        # Layers without a recipe remain from a run that was killed while removing them.
         discard(self.folder, _PARTS if known else _LAYERS)
         self.folder.mkdir(parents=True, exist_ok=True)
         if not known:

@@ -34,14 +34,14 @@ class Target(ABC):
 
     @abstractmethod
     def refusals(self, name: str, q: QuantTensor) -> tuple[str, ...]:
-        """Returns why the files cannot hold this layer beside those written before; empty if they can."""
+        """Returns why the files cannot represent this layer together with the earlier ones; empty if they can."""
 
     @abstractmethod
     def tensors(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
-        """Returns the tensors that can be written after this layer, by their names in the files."""
+        """Returns the tensors that are complete after this layer, by their names in the files."""
 
     def plain(self, name: str) -> tuple[str, ...]:
-        """Returns the names in the files of a tensor that belongs to no quantized layer."""
+        """Returns the names in the files for a tensor outside the quantized layers."""
         return (name,)
 
     @abstractmethod
@@ -152,7 +152,9 @@ class _CompressedTensorsTarget(_TensorsPerLayer):
 
 @dataclass
 class _TensorrtLlmTarget(Target):
-    """Fuses q, k and v; all of the decoder must be quantized, in groups of one size. `model` is Transformers' configuration."""
+    """Fuses q, k and v. All linear layers of the decoder must be quantized with one group size. `model` is Transformers'
+    configuration.
+    """
 
     model: Mapping[str, Any]
     dtype: torch.dtype

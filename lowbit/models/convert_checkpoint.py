@@ -60,12 +60,12 @@ def convert_checkpoint(
 ) -> ConversionReport:  # fmt: skip
     """Writes the quantized checkpoint `source` to the folder `target` in the files of another tool.
 
-    source: a Transformers folder, or a name on the hub, quantized by AutoAWQ, GPTQ tools, compressed-tensors, FP8 or
-    bitsandbytes (4 bits), one of lowbit's own, one of TensorRT-LLM, or a GGUF file (or a folder with one). to: "lowbit",
-    "gptq", "awq", "compressed-tensors", "tensorrt-llm" (one file, in memory as a whole), or "dequantized" for plain weights in
-    the model's dtype, or the 16-bit one that rounds least where the files state none. Codes, scales and zero points are
+    source: a Transformers folder or hub name, quantized by lowbit, AutoAWQ, GPTQ tools, compressed-tensors, FP8 or bitsandbytes
+    (4 bits); a TensorRT-LLM checkpoint; or a GGUF file (or a folder with one). to: "lowbit", "gptq", "awq",
+    "compressed-tensors", "tensorrt-llm" (one file, completely in memory), or "dequantized" for plain weights in the model's
+    dtype. If the files state no dtype, the 16-bit one with the least rounding error is used. Codes, scales and zero points are
     unchanged; only "dequantized" rounds. Peak memory is one shard of the output (2 GiB at most) plus one layer. `target` is
-    written atomically; `say` is called with a line about what it replaced.
+    written atomically; `say` is called with a line about a replaced checkpoint.
 
     Raises CheckpointError for files that cannot be read or written, and for layers that the target's files cannot hold, with
     each reason, a layer that has it, and the remedy.

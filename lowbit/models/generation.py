@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from lowbit.ops.sample import LEAST_TEMPERATURE
 
 LEAST_TOP_P = 1e-6
-"""What stands for top_p 0, which Transformers takes: only the most likely token, and those equal to it, are kept."""
+"""Replaces top_p 0, which Transformers accepts: it keeps only the most likely token and tokens with equal probability."""
 
 
 def sampling_settings(stated: Mapping[str, object]) -> dict[str, float | int]:
-    """Sampling settings for requests that state none, by the names of `Sampling`, from the fields of a generation config.
+    """Returns default sampling settings, by the names of `Sampling`, from the fields of a generation config.
 
-    Values that other libraries take are clamped: a temperature below 0.001 to 0, greedy; top_p 0 to one token; top_k -1 to 0,
-    off. Raises ValueError, which names the field, its value and what is allowed, for what cannot be sampled with.
+    Values that other libraries accept are mapped: a temperature below 0.001 to 0 (greedy), top_p 0 to one token, top_k -1 to 0
+    (off). Raises ValueError with the field, its value and the allowed values for impossible settings.
     """
     ranges = {
         "temperature": ("from 0 to 1000", lambda x: 0 <= x <= 1000),

@@ -55,12 +55,13 @@ from lowbit.nn.parameters import PackedParameters
 
 METHOD = "lowbit"
 LOADING_OVERHEAD_BYTES = 100_000_000
-"""Quantizing while loading, or on disk, needs at most this much memory beyond the packed weights (on disk: one shard of
-them) and one layer in 16 bits: float32 temporaries of `quantize.rtn`, what Python holds, and the codes of a layer of 20 million
-weights; a larger layer adds a byte for each weight more."""
+"""Maximum memory of quantizing while loading, or on disk, beyond the packed weights (on disk: one shard of these) and one layer
+in 16 bits. It covers float32 temporaries of `quantize.rtn`, Python's memory, and the codes of a layer of 20 million weights;
+larger layers add a byte per weight.
+"""
 
 GPU_LOADING_OVERHEAD_BYTES = 256_000_000
-"""The same of a GPU's memory, where more weights are quantized at once (`quantize.rtn.TIMES_ON_GPU`)."""
+"""LOADING_OVERHEAD_BYTES for a GPU's memory, where more weights are quantized at once (`quantize.rtn.TIMES_ON_GPU`)."""
 
 logger = logging.get_logger(__name__)
 
@@ -100,7 +101,7 @@ class LowbitConfig(QuantizationConfigMixin):
         if quant_method != METHOD:
             raise ValueError(f"LowbitConfig reads quant_method {METHOD!r}, got {quant_method!r}")
         self.quant_method = METHOD
-        self.format_version = FORMAT_VERSION  # what `save_pretrained` writes; other versions were converted when they were read
+        self.format_version = FORMAT_VERSION  # the version that `save_pretrained` writes; older ones were converted when read
         if not isinstance(scheme, (str, Scheme)):
             raise ValueError(f"quantization_config: scheme is a scheme's name, such as w4a16_g64, got {scheme!r}")
         self.scheme = parse_scheme(scheme).name
@@ -221,7 +222,7 @@ class LowbitQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         where = getattr(model, "name_or_path", "") or "the model"
-        self._refuse_disk(getattr(model, "hf_device_map", None))  # which Transformers may have inferred
+        self._refuse_disk(getattr(model, "hf_device_map", None))  # it may have been inferred by Transformers
         refuse(where, tuple(self.failures[:3]))
         left = [name for name in self.layers if not isinstance(model.get_submodule(name), PackedWeight)]
         left += [name for name in self.experts if not is_set(model, name)]
@@ -386,12 +387,12 @@ class _QuantizeOnLoad(ConversionOps):
         placeholder = model.get_submodule(name)
         try:
             q, dtype = self._quantized(name, weight), weight.dtype
-        except ValueError as error:  # raised when everything is loaded: here, Transformers would make a report of its own of it
+        except ValueError as error:  # raised after loading: raised here, Transformers would turn it into its own report
             self.quantizer.failures.append(str(error))
             return {}
-        input_dict.clear()  # which Transformers holds too: from here on the layer is in memory as codes alone
+        input_dict.clear()  # Transformers has a reference too; without it only the codes stay in memory
         del value, weight
-        if isinstance(placeholder, PackedWeight):  # of tied weights that the files hold twice, the second
+        if isinstance(placeholder, PackedWeight):  # the second copy of tied weights that the files have twice
             if not torch.equal(placeholder.quant_tensor().codes, q.codes) or not torch.equal(placeholder.weight_scale, q.scale):
                 self.quantizer.failures.append(
                     f"{full_layer_name} and {name}.weight differ, config.json says that they are tied; set "
@@ -453,8 +454,8 @@ class _QuantizeOnLoad(ConversionOps):
 def give_back_freed_memory() -> None:
     """Returns freed heap pages to the operating system with glibc; takes some milliseconds.
 
-    Once glibc has freed blocks of up to 32 MB it serves such sizes from the heap, where small allocations between them keep
-    their pages: after two decoder layers of 57 million weights, 30 to 100 MB of 180 (tests/models/test_hf.py's model).
+    After freeing blocks of up to 32 MB, glibc allocates such sizes from the heap, where small allocations in between keep freed
+    pages: 30 to 100 of 180 MB after two decoder layers of 57 million weights (the model of tests/models/test_hf.py).
     """
     trim = _malloc_trim()
     if trim is not None:
@@ -470,10 +471,10 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 _READ_BY_THE_MODEL = {"longt5": ("wo",), "switch_transformers": ("wo",)}
-"""Layers whose `weight` a model's code reads though its class does not keep them in float32, by model type."""
+"""Model type -> layers whose `weight` the model's code reads, although its class does not keep them in float32."""
 
 _GATES = ("shared_expert_gate",)
-"""Layers of one output that gate an expert; engines have them in 16 bits, like routers."""
+"""Layers with one output that gate an expert; engines keep them in 16 bits, like routers."""
 
 
 def _model_type(model: nn.Module) -> str:
@@ -483,9 +484,9 @@ def _model_type(model: nn.Module) -> str:
 def plan_for(model: nn.Module, scheme: str, skip: Iterable[str] | None, embeddings: bool, head: str | None = None) -> Plan:
     """Returns `plan_conversion` for a Transformers model, with its output embedding, ties and layers kept in float32.
 
-    The class of a model names layers that stay in float32 (T5's `wo`, which overflows fp16 and whose `weight` its code reads);
-    gates of experts also stay. head: a scheme for LM head and embedding of a model with layers to quantize; overrides `skip`
-    and `embeddings`.
+    The class of a model names layers that stay in float32 (T5's `wo`, which overflows fp16 and whose `weight` is read by its
+    code); gates of experts also stay. head: a scheme for LM head and embedding of a model with layers to quantize; overrides
+    `skip` and `embeddings`.
     """
     if skip is None and not embeddings:
         output = model.get_output_embeddings()  # type: ignore[operator]

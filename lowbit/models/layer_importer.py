@@ -25,10 +25,11 @@ _CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 
 
 class LayerImporter:
-    """Imports the layers and tensors of a checkpoint as files of the kind `to` (`conversion_targets.TARGETS`) can hold them.
+    """Imports the layers and tensors of a checkpoint in a form that the format `to` (`conversion_targets.TARGETS`) can
+    represent.
 
-    refused: layers by the reason why they cannot be imported. noted: layers and tensors by what of them is not carried over
-    unchanged. Both grow while layers and tensors are read.
+    refused: reason -> layers that cannot be imported. noted: description of a change -> layers and tensors that are changed by
+    the import. Both grow while layers and tensors are read.
     """
 
     def __init__(self, checkpoint: QuantizedCheckpoint, to: str = "lowbit") -> None:
@@ -90,8 +91,8 @@ class LayerImporter:
     def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor:
         """Returns the weights of a layer, computed on `device`, in a form that the target can hold and run.
 
-        An act-order permutation is undone where scales do not depend on it. Activations become 16 bits where the target has no
-        notation or this library no kernel for fewer.
+        An act-order permutation is undone if scales do not depend on it. Activations become 16-bit if the target cannot express
+        fewer bits or lowbit has no kernel for them.
         """
         q = self.reader.layer(name, device)
         order = q.input_transform.order

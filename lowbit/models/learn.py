@@ -173,7 +173,7 @@ def _repeatable(device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of products, which have one order where one stream computes
+            warnings.simplefilter("ignore")  # warnings about GEMMs, whose order is fixed on a single stream
             yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warned)

@@ -43,14 +43,14 @@ def load(
 
     It has the class that config.json names and all weights on `device` ("cuda" if torch sees a GPU, else "cpu").
 
-    source: a lowbit checkpoint, a 16-bit model, or one that another tool quantized (docs/checkpoints.md lists them). The layers
-    of the last are imported one by one as in `convert_checkpoint`, with its checks, and nothing is written; `save_pretrained`
-    writes a lowbit checkpoint. scheme: quantize 16-bit weights to it while loading. dtype of activations: the
-    checkpoint's own on a GPU, that of `models.cpu.cpu_dtype` on a CPU. verify: first compare the files of a lowbit checkpoint
-    with the checksums in its config.json. progress: show progress bars of checksums and of another tool's layers.
-    batch_invariant: quantized layers give a token the same bits in every batch, on a GPU (`nn.make_batch_invariant`). Raises
-    CheckpointError, with names, for missing, unexpected and mismatched tensors, for numbers that are not finite and for layers
-    that cannot be imported. Raises ValueError for a checkpoint that is already quantized to another scheme.
+    source: a lowbit checkpoint, a 16-bit model, or one that another tool quantized (docs/checkpoints.md lists them). Another
+    tool's layers are imported one by one with the checks of `convert_checkpoint`, without writing files; `save_pretrained` then
+    writes a lowbit checkpoint. scheme: quantize 16-bit weights to it while loading. dtype of activations: the checkpoint's own
+    on a GPU, that of `models.cpu.cpu_dtype` on a CPU. verify: first compare the files of a lowbit checkpoint with the checksums
+    in its config.json. progress: show progress bars of checksums and of another tool's layers. batch_invariant: quantized
+    layers give a token the same bits in every batch, on a GPU (`nn.make_batch_invariant`). Raises CheckpointError, with names,
+    for missing, unexpected and mismatched tensors, for numbers that are not finite and for layers that cannot be imported.
+    Raises ValueError for a checkpoint that is already quantized to another scheme.
     """
     model = _load(source, scheme, device, dtype, verify=verify, progress=progress)
     if batch_invariant:
@@ -112,7 +112,7 @@ def _load(
         _require_all(source, model, info)
         return model
     if folder.is_dir():
-        if resolved.tool is None:  # lowbit's quantizer compares its own; other tools have layouts of their own
+        if resolved.tool is None:  # lowbit's quantizer checks its own tensors; other tools have other layouts
             with resolved.reader() as reader:
                 require_complete(folder, model, _shapes(reader))
         _check_adapter(folder)
@@ -122,12 +122,12 @@ def _load(
             folder, config=config, dtype=read, device_map={"": device}, output_loading_info=True, trust_remote_code=False,
             use_safetensors=True, **options,
         )  # fmt: skip
-    except ImportError as error:  # of another tool that config.json names
+    except ImportError as error:  # the package of a tool that config.json names
         why = f"Transformers cannot load it here ({' '.join(str(error).split())})"
         raise CheckpointError(f"{source}: {why}") from error
     _require_all(source, model, info)
     if getattr(getattr(model, "hf_quantizer", None), "quantization_config", None) is None or _foreign(model):
-        require_finite(source, model)  # lowbit's quantizer has checked
+        require_finite(source, model)  # lowbit's quantizer has checked already
     if read != compute_dtype:
         _cast(model, read, compute_dtype)
     return model
@@ -183,7 +183,7 @@ def verified_files(reader: CheckpointReader, *, progress: bool = False) -> tuple
 def check_checkpoint(source: str | Path | ResolvedSource) -> tuple[str, ...]:
     """Reads a whole checkpoint and returns its errors: names, shapes and dtypes unlike config.json's model, numbers not finite.
 
-    For lowbit's own checkpoints codes, zeros and scales are checked as well, for those of other tools whatever their reader
+    For lowbit checkpoints, codes, zeros and scales are checked too; for other tools' checkpoints, everything that their reader
     checks. Raises CheckpointError for unreadable files, and for the first error of another tool's checkpoint.
     """
     source = resolve(source)

@@ -65,10 +65,10 @@ class TensorNames:
         return None if target is None or target.operations else target.parameters[0]
 
     def written(self, tensor: str, packed: Container[str]) -> str:
-        """Returns the name under which a tensor that is not quantized is written: that of the source, which servers expect.
+        """Returns the name under which an unquantized tensor is written: the source's name, which servers expect.
 
-        The model's own name is used for tensors of the modules `packed`, like that of their codes, and if the source has the
-        names of a base model, without the prefix.
+        The model's own name is used for tensors of the modules `packed`, as for their codes. It is also used if the source has
+        the names of a base model, which lack the prefix.
         """
         name = self.parameter(tensor)
         if name is None or self.parameter(name) != name:
@@ -77,8 +77,9 @@ class TensorNames:
         return name if renamed != name or name.rpartition(".")[0] in packed else tensor
 
     def modules(self, plan: Plan, tensors: Iterable[str]) -> dict[str, str]:
-        """Returns tensor name in the files -> module of the plan whose weight it is. One tensor of tied modules belongs to the
-        module that owns the weight, whichever of their names it has."""
+        """Returns tensor name in the files -> module of the plan whose weight it is. The tensor of tied modules belongs to the
+        module that owns the weight, under any of their names.
+        """
         by_parameter = {f"{module}.weight": module for module in (*plan.shapes, *plan.tied)}
         own = {tensor: self.parameter(tensor) for tensor in tensors}
         modules = {tensor: by_parameter[name] for tensor, name in own.items() if name in by_parameter}

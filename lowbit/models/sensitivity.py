@@ -36,7 +36,7 @@ def measure_sensitivity(
 ) -> dict[tuple[str, ...], list[SchemeCost]]:
     """Returns the cost of each of `schemes` for each unit of `linears` (full names), see `quantize.mixed`.
 
-    A unit is the layers that read one input, which serving engines fuse. Of the texts `tokens` [S, T] evenly spaced ones are
+    A unit consists of the layers that read one input, which serving engines fuse. Evenly spaced texts of `tokens` [S, T] are
     used, about `TOKENS` tokens. The inputs of every layer are written to the folder `scratch` for the backward pass. Memory:
     the embedding, the LM head with the logits of one text, or one decoder layer and as much again for the Fisher information of
     its weights, and the activations of these texts twice.

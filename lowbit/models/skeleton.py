@@ -47,7 +47,7 @@ CONFIG_ERRORS = (
 configuration; others fail when a module is built."""
 ATTENTION = ("eager", "sdpa", "flex_attention")
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
-"""Values that a config.json may state: kernels of PyTorch."""
+"""Allowed values of `experts_implementation` in a config.json: kernels of PyTorch."""
 PANIC = "PanicException"
 """The name of the BaseException that a panic of a Rust library raises; no module exports the class."""
 MAX_LAYERS = 1000
@@ -72,7 +72,7 @@ class damaged:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
-        # For files that it cannot read, the tokenizers package raises bare Exceptions, or panics, which are no Exception.
+        # For unreadable files, the tokenizers package raises bare Exceptions, or panics, which are BaseExceptions.
         if kind is None or issubclass(kind, CheckpointError):
             return
         if not (kind is Exception or kind.__name__ == PANIC or issubclass(kind, CONFIG_ERRORS)):
@@ -128,7 +128,7 @@ def build(config: PreTrainedConfig, where: Path | str, *, buffers: bool = False)
         model: PreTrainedModel = (
             AutoModelForCausalLM.from_config(config, trust_remote_code=False) if cls is None else cls(config)
         )
-        model.state_dict()  # a dimension that no tensor can have may show only here
+        model.state_dict()  # an impossible dimension may raise an error only here
     return model
 
 
@@ -184,7 +184,7 @@ def tokenizer_of(source: str | Path, model: nn.Module | None = None) -> Any:
     gguf = gguf_file(path)
     if path.is_dir():
         model_folder(path)
-    elif gguf is not None:  # Transformers reads companions from the folder of the file
+    elif gguf is not None:  # Transformers also reads files in the folder of the GGUF file
         for name in ("config.json", TEMPLATES, *COMPANIONS):
             linked_inside(gguf.parent / name, gguf.parent)
     stated: dict[str, Any] = {}
@@ -244,7 +244,7 @@ def _without_panics() -> Iterator[None]:
     """Suppresses the stderr output of a Rust panic inside. Other output of the process to stderr is written at the end."""
     try:
         stderr = os.dup(2)
-    except OSError:  # it is closed
+    except OSError:  # stderr is closed
         yield
         return
     with tempfile.TemporaryFile() as written:

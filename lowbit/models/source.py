@@ -1,4 +1,4 @@
-"""A model where it is stored, resolved once: its path, the tool that quantized it, and readers of its config and tensors."""
+"""A stored model, resolved once: its path, the tool that quantized it, and readers of its config and tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lowbit.models.tensorrt_llm import WEIGHTS, TensorrtLlmReader, is_tensorrt_l
 from lowbit.sources import FILES, local_model
 
 _ONLY_DEQUANTIZED = "bitsandbytes"
-"""A tool whose weights have no scheme here; Transformers loads its checkpoints, with that tool."""
+"""A tool whose weights no scheme represents; Transformers loads its checkpoints with that tool's package."""
 
 
 class LayerReader(Protocol):
@@ -90,8 +90,9 @@ class _LowbitLayerReader:
 class QuantizedCheckpoint:
     """A quantized checkpoint with checked headers.
 
-    tool: whose files they are. config: without the quantization. stated: config.json without it. model: on the meta device.
-    gptq_v2: for GPTQ files, whether they are of version 2. notes: lines about fields that the files lack.
+    tool: the tool that wrote the files. config: the model's configuration without quantization. stated: config.json without
+    quantization. model: on the meta device. gptq_v2: for GPTQ files, whether they are of version 2. notes: lines about fields
+    that the files lack.
     """
 
     path: Path
@@ -116,7 +117,8 @@ class ResolvedSource:
     """A model on disk: the result of `resolve`.
 
     name: as given. path: its folder or GGUF file. gguf: the GGUF file, if it is one. fields: config.json, {} for a GGUF file.
-    tool: what quantized it by its files (lowbit, gptq, gguf, tensorrt-llm, ..); None for a model that is not quantized.
+    tool: the tool that quantized it, according to its files (lowbit, gptq, gguf, tensorrt-llm, ..); None for an unquantized
+    model.
     """
 
     name: str
@@ -189,8 +191,8 @@ class ResolvedSource:
 def resolve(source: str | Path | ResolvedSource, files: tuple[str, ...] = FILES, *, quantized: bool = False) -> ResolvedSource:
     """Returns the model of a path or of a name on the hub (`sources.local_model`) with the tool that quantized it.
 
-    Reads config.json and no tensors. Returns a ResolvedSource as it is. Raises CheckpointError for what is no model, and for a
-    damaged config.json.
+    Reads config.json and no tensors. A given ResolvedSource is returned unchanged. Raises CheckpointError if there is no model,
+    and for a damaged config.json.
     """
     if isinstance(source, ResolvedSource):
         return source

@@ -1,11 +1,11 @@
-"""TensorRT-LLM's checkpoints of Llama, Mistral, Qwen2 and Qwen3 models, read; of Llama models in W4A16_AWQ, written.
+"""Reads TensorRT-LLM checkpoints of Llama, Mistral, Qwen2 and Qwen3 models; writes those of Llama models in W4A16_AWQ.
 
     config.json            {"architecture": "LlamaForCausalLM", "quantization": {"quant_algo": "W4A16_AWQ", ...}, ...}
     rank0.safetensors      transformer.layers.0.attention.qkv   q, k and v, one below the other      mlp.fc     gate_proj
                                             ....attention.dense   o_proj                             mlp.gate   up_proj
                                                                                                      mlp.proj   down_proj
 
-`models/tensorrt_llm_layers.py` has the tensors of a layer. q, k and v become layers of their own, as Transformers has them.
+`models/tensorrt_llm_layers.py` describes the tensors of a layer. q, k and v become separate layers, as in Transformers.
 Source: TensorRT-LLM, docs/source/architecture/checkpoint.md; files that ModelOpt 0.41 exports.
 """
 
@@ -30,7 +30,7 @@ from lowbit.pack.tensorrt_llm import to_signed_row_major
 
 WEIGHTS = "rank0.safetensors"
 GROUPS = (64, 128)
-"""Group sizes that TensorRT-LLM's kernels take."""
+"""Group sizes that TensorRT-LLM's kernels support."""
 
 _LINEAR = {
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

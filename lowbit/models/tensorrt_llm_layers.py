@@ -56,7 +56,7 @@ ORDERS: dict[str, Layout] = {
     "permuted": PermutedColumnMajor(),
     "column_major": SignedColumnMajor(),
 }
-"""What `weight_order` in config.json may say."""
+"""Allowed values of `weight_order` in config.json."""
 
 _HOW_TO_SAY = (
     'state it in config.json, "weight_order": "interleaved" if TensorRT-LLM converted the model on a GPU of sm_75 to sm_89, or '

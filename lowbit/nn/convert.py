@@ -108,7 +108,9 @@ def expert_lines(experts: Mapping[str, tuple[int, int, int]]) -> list[str]:
 
 
 def slow_lines(layers: Iterable[tuple[str, int, int]]) -> list[str]:
-    """Lines of the report on linear layers (scheme, N, K) that would dequantize their weights at every call on a GPU."""
+    """Returns lines of the report on linear layers (scheme, N, K) that would dequantize their weights at every call on a
+    GPU.
+    """
     slow: dict[tuple[Scheme, tuple[str, ...], Scheme | None], int] = {}
     for scheme, n, k in layers:
         problem = Problem(parse_scheme(scheme), 1, n, k, torch.bfloat16, typical_machine(90))
@@ -131,12 +133,12 @@ def plan_conversion(
     embeddings: bool = False,
     tied: dict[str, str] | None = None,
 ) -> Plan:
-    """Decides what `convert` would do with `model` (which may be on the meta device) without touching it.
+    """Returns the plan of `convert` for `model`, which may be on the meta device and is not changed.
 
     `skip` holds module names or patterns (`lm_head`, `*.mlp.gate`, `model.layers.0.*`; a plain name also matches as the
     last part of one); None skips `lm_head`, or nothing with `embeddings=True`, which quantizes the embedding and the LM
-    head as well. Modules whose weights are one tensor are found by identity; `tied` adds ties that are not made yet,
-    module name -> name of the owner.
+    head as well. Modules that share one weight tensor are found by identity; `tied` adds ties that do not exist yet, module
+    name -> name of the owner.
     """
     scheme = parse_scheme(scheme)
     plan = Plan(scheme)
@@ -272,7 +274,7 @@ def convert(
 def quantized(
     name: str, weight: Tensor, scheme: Scheme, search: Search = "max", stored: torch.dtype | None = None
 ) -> QuantTensor:
-    """`rtn` whose errors name the layer."""
+    """Returns `rtn` of the weight; its errors name the layer."""
     try:
         return rtn(weight, scheme, search=search, stored=stored)
     except ValueError as error:
@@ -341,7 +343,9 @@ def _quant_experts(model: nn.Module, name: str, scheme: Scheme) -> QuantExperts:
 
 
 def swap(model: nn.Module, name: str, q: QuantTensor) -> PackedWeight:
-    """Replaces the linear layer or embedding `name` by one with the weights `q`, on q's device; the bias stays."""
+    """Replaces the linear layer or embedding `name` by a quantized one with the weights `q`, on q's device, with the same
+    bias.
+    """
     module = model.get_submodule(name)
     new: PackedWeight
     if isinstance(module, nn.Embedding):
@@ -354,8 +358,9 @@ def swap(model: nn.Module, name: str, q: QuantTensor) -> PackedWeight:
 
 
 def dequantized(module: PackedWeight, dtype: torch.dtype, shared: nn.Parameter | None = None) -> nn.Linear | nn.Embedding:
-    """A plain layer or embedding with the weights of a quantized one in `dtype`, on its device, with the same bias; with the
-    weights `shared` where they are given. Raises UnsupportedProblem for sharded or offloaded weights."""
+    """Returns a plain layer or embedding with the dequantized weights in `dtype`, on the same device, with the same bias. If
+    `shared` is given, it is used as the weight. Raises UnsupportedProblem for sharded or offloaded weights.
+    """
     weight = nn.Parameter(module.dequantized_weight(dtype)) if shared is None else shared
     new: nn.Linear | nn.Embedding
     if isinstance(module, QuantLinear):
@@ -384,10 +389,10 @@ def empty_like(
     input_parts: InputParts = NO_PARTS,
     low_rank: int = 0,
 ) -> PackedWeight:
-    """A quantized layer or embedding of the same shape, its weights not set, with the parts of an input transform and the rank
-    of a low-rank correction that are given.
+    """Returns a quantized layer or embedding of the same shape, without weights, with the given parts of an input transform and
+    the given rank of a low-rank correction.
 
-    Raises ValueError for an embedding that should have one of these.
+    Raises ValueError for an embedding with either of them.
     """
     if isinstance(module, nn.Embedding):
         refuse_input(input_parts, low_rank)

@@ -1,7 +1,7 @@
-"""Dequantizing layers of a model on a CPU once, where torch has no fast product for their form.
+"""Dequantizes layers of a model on a CPU once, if torch has no fast product for their packed form.
 
-Dequantizing at every call takes several times as long as the product of one token. Dequantized once, a layer is as fast as
-an unquantized one, at 2 or 4 bytes a weight beside the form on disk.
+Dequantizing at every call takes several times as long as the product of one token. A layer dequantized once is as fast as an
+unquantized one, but takes 2 or 4 bytes per weight in addition to the form on disk.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ def allow_decoding(model: nn.Module, dtype: torch.dtype, memory_bytes: int | Non
     """Lets quantized linear layers and experts on a CPU dequantize their weights once, at the first call with x of `dtype`, if
     all fit.
 
-    Returns one line for each form in which the layers will run.
+    Returns a line for each form in which the layers will run.
 
-    They fit if they and all parameters take at most `SHARE` of `memory_bytes`, by default the memory that the machine has
-    (not what happens to be free: the same model runs the same way every time). Unknown memory allows nothing.
+    They fit if dequantized weights and all parameters take at most `SHARE` of `memory_bytes`. The default is the machine's
+    total memory, not its free memory, so that a model always runs in the same way. If the memory is unknown, nothing is
+    dequantized.
     """
     kinds = (QuantLinear, PackedExperts)
     layers = [m for m in model.modules() if isinstance(m, kinds) and m.weight_scale.device.type == "cpu"]
@@ -52,7 +53,7 @@ def allow_decoding(model: nn.Module, dtype: torch.dtype, memory_bytes: int | Non
 
 
 SLOW = "decoded at every call, several times slower than without quantization"
-"""The report's words for layers without another form."""
+"""The report's text for layers that are dequantized at every call."""
 
 _HOW = {
     "int4": "torch's int4 product, packed once",
@@ -63,7 +64,7 @@ _HOW = {
 
 
 def _machine_memory() -> int:
-    """Bytes of memory that the machine has; 0 where the system does not say."""
+    """Returns the machine's memory in bytes; 0 if the system does not report it."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

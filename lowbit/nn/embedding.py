@@ -12,9 +12,9 @@ from lowbit.nn.packed import PackedWeight
 class QuantEmbedding(PackedWeight):
     """Rows [.., embedding_dim] of a packed matrix [num_embeddings, embedding_dim] for token ids [..].
 
-    `dtype` is the type of the rows it returns. Only the rows of the token ids are dequantized. Scales must belong to single
-    rows: schemes per tensor or per block raise ValueError, and so do weights with an input transform or a low-rank correction,
-    since an embedding multiplies no input.
+    `dtype` is the dtype of the returned rows. Only the rows of the token ids are dequantized. Raises ValueError for schemes
+    with scales per tensor or per block, and for weights with an input transform or a low-rank correction, since an embedding
+    has no input to multiply.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class QuantEmbedding(PackedWeight):
 
     @classmethod
     def from_quant_tensor(cls, q: QuantTensor, dtype: torch.dtype) -> QuantEmbedding:
-        """The embedding whose rows are those of `q`."""
+        """Returns the embedding with the rows of `q`."""
         module = cls(*q.shape, q.scheme, dtype, device="meta")
         module.set_weight(q)
         return module
@@ -53,7 +53,7 @@ class QuantEmbedding(PackedWeight):
         return picked.dequantize(self.dtype).reshape(*ids.shape, self.embedding_dim)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype  # `.half()` changes what the rows come out as
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype  # `.half()` changes the dtype of returned rows
         return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""Modules that compute an input, such as a norm, and quantize it once for all layers that read it."""
+"""Modules, such as a norm, that compute an input and quantize it once for all layers that read it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from lowbit.pack.gated import HALF, alternate, pack_gated
 
 
 class QuantizingNorm(nn.Module):
-    """RMSNorm that returns `Activations` for layers that quantize like `reader`, one of them: one pass over memory.
+    """RMSNorm that returns quantized `Activations` for layers that quantize like `reader`, one of them, in one pass over
+    memory.
 
-    `norm` is the module that it replaces, with `weight` [K]. Computed in float32 and not rounded to x's type before it is
-    quantized, or rotated and quantized, where a norm by itself rounds once or twice: codes next to a tie may differ by one.
-    Under another tool's rule, which quantizes the rounded x, `norm` computes x, and x is quantized once for all layers.
+    `norm` is the replaced module, with `weight` [K]. The result is computed in float32 and not rounded to x's dtype before
+    rotation and quantization. A separate norm rounds once or twice, so codes next to a tie may differ by one. Under another
+    tool's rule, which quantizes the rounded x, `norm` computes x, and x is quantized once for all layers.
     """
 
     def __init__(self, norm: nn.Module, eps: float, reader: QuantLinear) -> None:
         super().__init__()
         assert isinstance(norm.weight, nn.Parameter)
         self.weight, self.eps = norm.weight, eps
-        self._reader, self._norm = (reader,), (norm,)  # tuples, so that their parameters are not this module's too
+        self._reader, self._norm = (reader,), (norm,)  # tuples, so that their parameters are not registered here too
 
     def restored(self) -> nn.Module:
-        """The norm that was replaced, with the weight that this one has now."""
+        """Returns the replaced norm with the current weight."""
         norm = self._norm[0]
         norm.weight = self.weight
         return norm.train(self.training)
@@ -46,19 +47,20 @@ class QuantizingNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), x quantized once for gate and up, and silu, product and quantization for `down_proj` in one
-    pass: in float32, as in `QuantizingNorm`; rounded to x's type in between by another tool's rule. x is a tensor [.., K] or a
-    `Activations`. `replaced` is the module with these three layers in whose place this is (`restored`)."""
+    """down(silu(gate(x)) * up(x)) with x quantized once for gate and up. One pass computes silu, the product and the
+    quantization for `down_proj`: in float32, as in `QuantizingNorm`, or rounded to x's dtype before by another tool's rule. x
+    is a tensor [.., K] or `Activations`. `replaced` is the module that this one replaces (`restored`).
+    """
 
     def __init__(
         self, gate_proj: QuantLinear, up_proj: QuantLinear, down_proj: QuantLinear, replaced: nn.Module | None = None
     ) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
-        self._mlp = (replaced,)  # a tuple, so that its parameters are not this module's too
+        self._mlp = (replaced,)  # a tuple, so that its parameters are not registered here too
 
     def restored(self) -> nn.Module:
-        """The module that was replaced, with the layers that this one has now."""
+        """Returns the replaced module with the current layers."""
         mlp = self._mlp[0]
         assert mlp is not None
         for name, layer in self.named_children():
@@ -81,8 +83,8 @@ class GatedMLP(nn.Module):
 class AlternatingMLP(nn.Module):
     """down(f(gate(x)) * up(x)) with gate and up as one packed weight whose rows alternate (pack/gated.py).
 
-    f is "silu" or "gelu_tanh". It takes the weights of the layers `gate_proj` and `up_proj`, so a model with it can compute but
-    not be saved. For x on a GPU, in fp16 or bf16.
+    f is "silu" or "gelu_tanh". The module takes over the weights of `gate_proj` and `up_proj`, so a model with it can compute
+    but not be saved. x is on a GPU, in fp16 or bf16.
     """
 
     def __init__(self, gate_proj: QuantLinear, up_proj: QuantLinear, down_proj: nn.Module, function: Gate) -> None:
@@ -104,7 +106,7 @@ class AlternatingMLP(nn.Module):
 
     @staticmethod
     def refusals(gate_proj: QuantLinear, up_proj: QuantLinear) -> tuple[str, ...]:
-        """Returns the reasons why two layers in the form of a GPU's kernels cannot be joined; empty if they can."""
+        """Returns the reasons why two layers packed for a GPU's kernels cannot be joined; empty if they can."""
         reasons = []
         if gate_proj.out_features != up_proj.out_features or gate_proj.out_features % HALF:
             reasons.append(f"rows of gate and up, {gate_proj.out_features} and {up_proj.out_features}, alternate by {HALF}")
@@ -113,7 +115,7 @@ class AlternatingMLP(nn.Module):
         return tuple(reasons)
 
     def weight(self) -> FragmentWeight:
-        """Gate and up."""
+        """The joined weight of gate and up."""
         codes = self.kernel_codes
         assert isinstance(codes, Tensor)
         tensors = codes, self.kernel_scale, self.kernel_channel_scale
@@ -125,7 +127,7 @@ class AlternatingMLP(nn.Module):
         return y.view(*x.shape[:-1], -1)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        """As in `PackedWeight`: `.half()` leaves scales as they are."""
+        """Keeps the dtype of scales under `.half()`, as `PackedWeight` does."""
         return super()._apply(keeping_types(fn, (getattr(self, name, None) for name in KERNEL_TENSORS)), recurse)
 
 
@@ -137,8 +139,9 @@ def _cannot_be_saved(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def quantize_alike(linears: list[nn.Module]) -> bool:
-    """True if all are layers that can share one quantized input: 8-bit activations in the same format with the same scales and
-    rotation, and no other transform of x in 16 bits."""
+    """Returns True if all layers can share one quantized input: 8-bit activations in the same format with the same scales and
+    rotation, and no other transform of the 16-bit x.
+    """
     layers = [layer for layer in linears if type(layer) is QuantLinear and layer.takes_quantized_input]
     if len(layers) < len(linears) or not layers:
         return False

@@ -19,16 +19,16 @@ from lowbit.ops.table import UnsupportedProblem, choose
 class QuantLinear(PackedWeight):
     """y [.., out_features] = x [.., in_features] . dequant(w)^T + bias, with w packed (see `PackedWeight`).
 
-    x is fp16, bf16 or fp32 and y has its type; bias [out_features] is kept as it was in the original layer. At every call, the
-    input transform is applied to x first, rounded to its type after the rotation and after the scaling. A scheme with 8-bit
-    activations has x quantized next, by the scale of the transform or else token by token (by blocks of K where the weights
-    have blocks), and is rotated in the same pass where nothing is done in between. A low-rank correction costs two small
-    products and two roundings to x's type: of x down^T, and of the quantized product before the correction is added. The first
+    x is fp16, bf16 or fp32, and y has the dtype of x. bias [out_features] is that of the original layer. Each call first
+    applies the input transform to x, which is rounded to its dtype after the rotation and after the scaling. A scheme with
+    8-bit activations then quantizes x: by the transform's static scale, or else per token (per block of K if the weights have
+    blocks). If no other transform comes between, rotation and quantization are one pass. A low-rank correction costs two small
+    products and two roundings to x's dtype: of x down^T, and of the quantized product before the correction is added. The first
     call packs the weights for the device's kernels (`prepare`), except while torch.compile traces: call the layer before
     compiling it.
 
     Gradients reach x and the bias, never the weights: backward dequantizes the weight of one layer at a time, as QLoRA does.
-    The gradient of x does not see that x is rounded to 8 bits (straight-through).
+    The gradient of x ignores the rounding of x to 8 bits (straight-through).
     """
 
     bias: nn.Parameter | None
@@ -53,7 +53,7 @@ class QuantLinear(PackedWeight):
 
     @classmethod
     def from_quant_tensor(cls, q: QuantTensor, bias: nn.Parameter | None = None) -> QuantLinear:
-        """The layer that computes with `q`."""
+        """Returns the layer with the weights `q`."""
         module = cls(q.shape[1], q.shape[0], q.scheme, bias=bias, device="meta")
         module.set_weight(q)
         return module
@@ -62,12 +62,12 @@ class QuantLinear(PackedWeight):
         return self.multiply(x, self.bias)
 
     def multiply(self, x: Tensor | Activations, bias: Tensor | None) -> Tensor:
-        """The layer's y with another `bias` [out_features], or none."""
+        """Returns the layer's y with `bias` [out_features] (or without) instead of its own bias."""
         of_x = isinstance(x, Tensor) and x.requires_grad
         if not torch.is_grad_enabled() or not (of_x or (bias is not None and bias.requires_grad)):
             return self._multiply(x, bias)
         if torch.compiler.is_compiling() and x.dtype == torch.float32 and x.device.type == "cpu":
-            return self._multiply(x, bias)  # torch's own operators, whose gradients are compiled too
+            return self._multiply(x, bias)  # torch's own operators: their gradients are compiled too
         return self._differentiable(x, bias)
 
     @torch.compiler.disable(reason="gradients are not compiled; call under torch.no_grad()")
@@ -76,7 +76,7 @@ class QuantLinear(PackedWeight):
         return y
 
     def _multiply(self, x: Tensor | Activations, bias: Tensor | None) -> Tensor:
-        """Input transform, product, correction."""
+        """Applies the input transform, the product and the low-rank correction."""
         rotated = x
         if isinstance(x, Tensor) and self.hadamard and not self.takes_quantized_input:
             rotated = rotate_channels(x, self.hadamard)
@@ -85,8 +85,9 @@ class QuantLinear(PackedWeight):
         return self._corrected(y, rotated) if self.has_correction else y  # type: ignore[arg-type]
 
     def _transformed(self, x: Tensor) -> Tensor | Activations:
-        """x after the input transform: scaled, reordered and quantized. The rotation is done before, or with the
-        quantization."""
+        """Returns x after the input transform: scaled, reordered and quantized. The rotation is done before, or together with
+        the quantization.
+        """
         if self.has_channels:
             x = gather_channels(x, self.weight_order, self.pre_quant_scale)
         if self.activation_format is None:
@@ -95,7 +96,7 @@ class QuantLinear(PackedWeight):
         return quantize_activations(x, **(how if self.takes_quantized_input else how | {"hadamard": 0}))
 
     def _corrected(self, y: Tensor, x: Tensor) -> Tensor:
-        """y + (x down^T) up^T in x's type, for 8-bit activations with x as it was in 16."""
+        """Returns y + (x down^T) up^T in x's dtype; with 8-bit activations, x is the 16-bit input before quantization."""
         up, down = self.weight_up, self.weight_down
         assert up is not None and down is not None
         inner = torch.nn.functional.linear(x, down.to(x.dtype))
@@ -108,12 +109,13 @@ class QuantLinear(PackedWeight):
 
     @property
     def quantizes_rounded_input(self) -> bool:
-        """True if x is rounded to its type before it is quantized, by another tool's rule. The module that computes x then
-        calls `quantize_input` instead of quantizing float32 values."""
+        """True if another tool's rule rounds x to its dtype before quantization. The module that computes x then calls
+        `quantize_input` instead of quantizing float32 values.
+        """
         return self.scheme.rule is not ActivationRule.OWN
 
     def quantize_input(self, x: Tensor) -> Activations:
-        """x as the product takes it, for a layer that `takes_quantized_input`."""
+        """Returns the quantized x, for a layer that `takes_quantized_input`."""
         return quantize_activations(x, **self.quantization())
 
     def extra_repr(self) -> str:
@@ -122,7 +124,7 @@ class QuantLinear(PackedWeight):
 
 
 class _Differentiable(torch.autograd.Function):
-    """The product of a layer, with gradients of x and of the bias; kernels have none of their own."""
+    """Autograd function of a layer's product, with gradients of x and of the bias, since kernels have no gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor | Activations, bias: Tensor | None, layer: QuantLinear) -> Tensor:
@@ -144,8 +146,8 @@ def make_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:
     """Makes the quantized linear layers and experts of a model compute a row of y with the same bits in every batch, for x of
     `dtype`.
 
-    It changes nothing else in the model (attention, layers in 16 bits). Costs up to 3.8 times the time of small
-    products (docs/log). Raises UnsupportedProblem, naming the layer, where no kernel does this on its device.
+    Other parts of the model (attention, 16-bit layers) do not change. Small products take up to 3.8 times as long (docs/log).
+    Raises UnsupportedProblem, naming the layer, if its device has no batch-invariant kernel.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
     experts = {name: module for name, module in model.named_modules() if isinstance(module, QuantExperts)}

@@ -28,8 +28,9 @@ from lowbit.pack.gemm_weight import GemmWeight, RowWeight
 from lowbit.pack.scaled import scaled_refusals
 
 KERNEL_TENSORS = ("kernel_codes", "kernel_scale", "kernel_channel_scale", "kernel_sums")
-"""Buffers of a weight in the form of a GPU's kernels. Buffers, because torch.compile copies other tensors into each CUDA graph
-at every replay."""
+"""Tensors of a weight packed for a GPU's kernels. They are buffers, because torch.compile copies other tensors into each CUDA
+graph at every replay.
+"""
 
 
 class PackedWeight(PackedParameters):
@@ -91,13 +92,13 @@ class PackedWeight(PackedParameters):
         return self.kernel_codes is not None or self.cpu_weight is not None
 
     def prepare(self, dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
-        """Packs the weights for their device's kernels and x of `dtype`: in fragment order on a GPU, for torch's products on a
+        """Packs the weights for their device's kernels and x of `dtype`: in fragment order on a GPU, for torch's GEMMs on a
         CPU. The form on disk is then dropped from memory.
 
-        Returns the reasons why not, empty if done. Saving, moving to another device and `quant_tensor` restore the form on disk
-        without loss. Tied weights keep both forms, since other modules read the one on disk. A CPU without a product for the
-        scheme dequantizes once if `decode_bytes`, bytes for each weight, allow it (nn/decoding.py); the form on disk is kept
-        beside it.
+        Returns the reasons why the weights cannot be packed, empty on success. Saving, moving to another device and
+        `quant_tensor` restore the form on disk without loss. Tied weights keep both forms, since other modules read the form on
+        disk. A CPU without a GEMM for the scheme dequantizes once if `decode_bytes`, the allowed bytes per weight, suffice
+        (nn/decoding.py), and keeps the form on disk too.
         """
         if self.cpu_weight is not None and self.scheme.activation is None and self.cpu_weight.dtype != dtype:
             self.restore()
@@ -118,7 +119,7 @@ class PackedWeight(PackedParameters):
         self._refused.clear()
 
     def problem(self, dtype: torch.dtype, m: int = 1) -> Problem:
-        """The product of the layer on its device, for `m` rows of x of `dtype`."""
+        """Returns the problem (shape, scheme, device) of the layer's product with `m` rows of x of `dtype`."""
         return problem_on(
             self.weight_packed.device, self.scheme, m, self.shape, dtype, scale_dtype=self.weight_scale.dtype,
             batch_invariant=self.batch_invariant, decode_bytes=self.decode_bytes,
@@ -130,7 +131,7 @@ class PackedWeight(PackedParameters):
         if form == "rows":
             return why_slow(problem)
         if form == "fragments" or form == "operands":
-            make_counters(self.weight_packed.device)  # a graph that captures the first product cannot allocate them
+            make_counters(self.weight_packed.device)  # they cannot be allocated while a graph captures the first product
             self._pack_for_gpu()
         else:
             self.cpu_weight = pack_for_cpu(self._weight_alone(), form, dtype)
@@ -144,20 +145,22 @@ class PackedWeight(PackedParameters):
 
     @property
     def gpu_weight(self) -> FragmentWeight | OperandWeight | None:
-        """The weights in the form of a GPU's kernels, where they are in it."""
+        """The weights packed for a GPU's kernels; None if they are not packed."""
         if self.kernel_codes is None:
             return None
         return self.kernel_weight() if self.scheme.activation is None else self.scaled_weight()
 
     def set_gpu_weight(self, w: FragmentWeight | OperandWeight) -> None:
-        """Makes the tensors of `w`, which has this module's weights, the buffers that products read."""
+        """Makes the tensors of `w`, which must have this module's weights, the buffers that products read."""
         held = w.tensors()
         for name in KERNEL_TENSORS:
             setattr(self, name, held.get(name.removeprefix("kernel_")))
         self.kernel_subnormal = isinstance(w, FragmentWeight) and w.subnormal
 
     def _weight_alone(self) -> QuantTensor:
-        """The weights without the input transform; raises ValueError if its order would index memory wrongly."""
+        """Returns the weights without the input transform. Raises ValueError if the transform's order would index out of
+        bounds.
+        """
         self.input_transform.check_values()
         return self.quant_tensor().without_input()
 
@@ -166,9 +169,9 @@ class PackedWeight(PackedParameters):
             self.weight_packed = parameter(self.weight_packed.new_empty(0))
 
     def weight_for(self, dtype: torch.dtype) -> GemmWeight:
-        """The weights in the form in which x of `dtype` is multiplied by them; the first call packs them (`prepare`).
+        """Returns the weights in the form for products with x of `dtype`; the first call packs them (`prepare`).
 
-        Raises UnsupportedProblem for a `batch_invariant` layer that no kernel takes.
+        Raises UnsupportedProblem for a `batch_invariant` layer without a kernel.
         """
         found = self._form_for(dtype)
         if found is None and not torch.compiler.is_compiling():
@@ -177,14 +180,14 @@ class PackedWeight(PackedParameters):
         return self._rows() if found is None else found
 
     def _form_for(self, dtype: torch.dtype) -> GemmWeight | None:
-        """The form of the device's kernels, if the weights are in it and it is for x of `dtype`; else None."""
+        """Returns the packed form if the weights are packed and it is for x of `dtype`; else None."""
         held = self.cpu_weight
         if held is not None:
             return held if self.scheme.activation is not None or held.dtype == dtype else None
         return self.gpu_weight if dtype in self.kernel_dtypes else None
 
     def _rows(self) -> RowWeight:
-        """The form on disk, for a product that no kernel takes; unpacked from another form if necessary."""
+        """Returns the form on disk, for products without a kernel; unpacks another form if necessary."""
         if self.batch_invariant:
             raise UnsupportedProblem(f"{self.scheme}: no kernel for x of this type, or here, has batch-invariant sums")
         packed: Tensor = self.weight_packed
@@ -211,7 +214,7 @@ class PackedWeight(PackedParameters):
         return prepared.unpack_codes()
 
     def restore(self) -> None:
-        """Restores the form on disk; the inverse of `prepare`."""
+        """Restores the form on disk: the inverse of `prepare`."""
         if not self.is_prepared:
             return
         if self.weight_packed.numel() == 0:
@@ -224,7 +227,9 @@ class PackedWeight(PackedParameters):
         self._refused.clear()
 
     def set_weight(self, q: QuantTensor) -> None:
-        """Sets the weights and everything else to those of `q`. Raises ValueError for another shape or scheme."""
+        """Sets weights, input transform and low-rank correction to those of `q`. Raises ValueError for another shape or
+        scheme.
+        """
         if q.shape != self.shape or q.scheme != self.scheme:
             raise ValueError(f"this module holds {self.scheme} {self.shape}, got {q.scheme} {q.shape}")
         self._set_input(q.input_transform)
@@ -250,7 +255,7 @@ class PackedWeight(PackedParameters):
             self.weight_zero = other.weight_zero
 
     def quant_tensor(self) -> QuantTensor:
-        """The weights as codes, scales and zeros, with the input transform and the low-rank correction."""
+        """Returns the weights as codes, scales and zeros, with the input transform and the low-rank correction."""
         if self.weight_packed.numel() == 0 and self.is_prepared:
             codes = self._prepared_codes()
         else:
@@ -262,14 +267,16 @@ class PackedWeight(PackedParameters):
         return QuantTensor(codes, self.weight_scale.data, zero, self.scheme, transform, correction)
 
     def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
-        """The weights [N, K] that multiply x as it comes, in `dtype`. Raises UnsupportedProblem with `dequantize_refusals`."""
+        """Returns the weights [N, K] for the untransformed x, in `dtype`. Raises UnsupportedProblem with
+        `dequantize_refusals`.
+        """
         if refusals := self.dequantize_refusals():
             raise UnsupportedProblem("; ".join(refusals))
         return self.quant_tensor().dequantize(dtype)
 
     @property
     def weight_nbytes(self) -> int:
-        """Bytes of the packed weights and everything beside them."""
+        """Returns the bytes of the packed weights, the input transform and the low-rank correction."""
         beside = sum(p.nbytes for p in (self.weight_up, self.weight_down, self.input_transform) if p is not None)
         if self.kernel_codes is not None:
             scaled = self.scheme.activation is not None
@@ -279,7 +286,7 @@ class PackedWeight(PackedParameters):
         return sum(p.nbytes for p in held if p is not None) + beside + form
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles hold the form on disk, since the order of a CPU's form depends on the machine."""
+        """Copies and pickles have the form on disk, since the layout of the CPU form depends on the machine."""
         state = self.__dict__.copy()
         if self.cpu_weight is not None:
             state |= {"cpu_weight": None, "_refused": {}, "_parameters": self._parameters.copy()}
@@ -293,14 +300,15 @@ class PackedWeight(PackedParameters):
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.weight_packed.numel() == 0 and self.is_prepared:
-            # Allocated for the file beside the kernels' form, which a captured graph may read.
+            # The form on disk is allocated in addition to the packed form, which a captured graph may read.
             packed = self._form_on_disk()
             destination[f"{prefix}weight_packed"] = packed if keep_vars else packed.detach()
 
     def _load_from_state_dict(self, state_dict, prefix, *arguments, **options):  # type: ignore[no-untyped-def]
-        """Loads the form on disk; scales take the types of the loaded tensors. A GPU's tensors are overwritten in place, for
-        captured graphs that read them, unless the new weights have tensors of other shapes or types (pack/weight.py): such
-        graphs must be captured again."""
+        """Loads the form on disk; scales take the dtypes of the loaded tensors. A GPU's packed tensors are overwritten in
+        place, so that captured graphs stay valid. If the new weights need other shapes or dtypes (pack/weight.py), these graphs
+        must be captured again.
+        """
         before = {name: getattr(self, name) for name in KERNEL_TENSORS}
         with torch.inference_mode(False), torch.no_grad():
             self.restore()
@@ -329,7 +337,7 @@ class PackedWeight(PackedParameters):
 
 @functools.lru_cache(maxsize=256)
 def _kernel_dtypes(scheme: Scheme) -> tuple[torch.dtype, ...]:
-    """Types of x that a GPU's kernels multiply weights of a scheme by; all where x is quantized first."""
+    """Returns the dtypes of x that a GPU's kernels support for a scheme; all dtypes if x is quantized first."""
     halves = (torch.float16, torch.bfloat16)
     if scheme.activation is not None:
         return (*halves, torch.float32)
@@ -337,5 +345,5 @@ def _kernel_dtypes(scheme: Scheme) -> tuple[torch.dtype, ...]:
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    """True if both have the same shape and dtype, or are None."""
+    """Returns True if both have the same shape and dtype, or both are None."""
     return a is b or (a is not None and b is not None and (a.shape, a.dtype) == (b.shape, b.dtype))

@@ -1,4 +1,4 @@
-"""A linear layer in 16 bits whose product of one token is a product of a matrix and a vector."""
+"""A 16-bit linear layer that uses a matrix-vector product for a single token."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 
 class RowLinear(nn.Linear):
-    """`nn.Linear` with its weight [N, K] and bias as they are, for layers of a model on a CPU that stay in 16 bits.
+    """`nn.Linear` with the same weight [N, K] and bias, for 16-bit layers of a model on a CPU.
 
-    Torch's product of 16-bit matrices on a CPU reorders all of the weight at each call: for one token (49152 x 576, bf16, 2
-    cores of a Xeon with AMX, 2026-11-22) 3.8 ms, where `torch.mv` takes 2.2, sums in float32 too. On another device it becomes
-    an `nn.Linear` again, the class that engine/family.py, engine/product.py and models/head.py look for.
+    torch's 16-bit matrix product on a CPU reorders the whole weight at each call. For one token it takes 3.8 ms, and `torch.mv`
+    2.2 ms, also with float32 sums (49152 x 576, bf16, 2 cores of a Xeon with AMX, 2026-11-22). On another device the module
+    becomes an `nn.Linear` again, the class that engine/family.py, engine/product.py and models/head.py look for.
     """
 
     @classmethod
     def of(cls, linear: nn.Linear) -> RowLinear:
-        """The layer that shares the parameters of `linear`."""
+        """Returns a layer that shares the parameters of `linear`."""
         new = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         new.weight, new.bias = linear.weight, linear.bias
         return new.train(linear.training)

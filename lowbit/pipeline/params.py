@@ -85,7 +85,7 @@ class GenerateParams:
 
     @classmethod
     def from_arguments(cls, arguments: dict[str, object]) -> GenerateParams:
-        """The parameters of a call; raises UnknownArgument for an unknown name."""
+        """Returns the parameters of a call. Raises UnknownArgument for an unknown name."""
         known = {field.name for field in dataclasses.fields(cls)}
         for name in arguments:
             if name not in known:
@@ -93,7 +93,7 @@ class GenerateParams:
         return cls(**arguments)  # type: ignore[arg-type]
 
     def new_tokens(self, prompt_length: int) -> int:
-        """Limit of new tokens after a prompt; raises ValueError if the prompt fills `max_length`."""
+        """Returns the limit of new tokens after a prompt. Raises ValueError if the prompt fills `max_length`."""
         if self.max_new_tokens is not None:
             return self.max_new_tokens
         if prompt_length >= self.max_length:

@@ -24,7 +24,7 @@ _SAID = {
 """Fields that calls and the pipeline set themselves, or that do not change the tokens."""
 
 _NEXT_SEED = 0x9E3779B97F4A7C15
-"""Difference of the seeds of a call's prompts, 2^64 over the golden ratio: calls with neighbouring seeds share no seed."""
+"""Difference between the seeds of a call's prompts, 2^64 over the golden ratio: calls with adjacent seeds share no seed."""
 
 
 def config_refusals(config: GenerationConfig) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ def requests_of(
     stop_token_ids: Sequence[int],
     callbacks: Sequence[Callable[[SampledToken], bool] | None],
 ) -> list[Request]:
-    """A request for each prompt, with seeds of their own; the first has `params.seed`."""
+    """Returns a request for each prompt, each with another seed; the first has `params.seed`."""
     seed = secrets.randbits(63) if params.seed is None else params.seed
     stops = frozenset() if params.ignore_eos else frozenset(stop_token_ids)
     return [
@@ -53,7 +53,7 @@ def requests_of(
 
 def _sampling(params: GenerateParams, config: GenerationConfig, seed: int) -> Sampling:
     own = sampling_settings(config.to_diff_dict())
-    least = 0 if params.ignore_eos else params.min_new_tokens  # what is ignored is not held back either
+    least = 0 if params.ignore_eos else params.min_new_tokens  # ignored stop tokens need not be suppressed
     plain = Sampling(repetition_penalty=own.get("repetition_penalty", 1.0), min_new_tokens=least)
     if not params.do_sample:
         return plain

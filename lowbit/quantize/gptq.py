@@ -86,7 +86,7 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     damped = hessian.flip(0, 1).double()
     damped.diagonal().add_(extra if extra > 0 else 1.0)
     lower, failed = torch.linalg.cholesky_ex(damped)
-    del damped  # at most three such matrices at a time: of 28,672 channels each takes 6.6 GB
+    del damped  # keeps at most three such matrices in memory; with 28,672 channels each takes 6.6 GB
     if int(failed):
         raise ValueError(f"the Hessian is not positive definite with damping {damping}; give more inputs or more damping")
     eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
@@ -147,7 +147,7 @@ class _Grid:
 
 
 class _GpuGrid(_Grid):
-    """The same by kernels, without a synchronization before the last column."""
+    """`_Grid` implemented by kernels, without a synchronization before the last column."""
 
     def __init__(self, weight: Tensor, scheme: Scheme, search: GptqSearch, dtype: torch.dtype) -> None:
         super().__init__(weight, scheme, search, dtype)
@@ -157,7 +157,7 @@ class _GpuGrid(_Grid):
         from lowbit.quantize.gptq_kernels import round_columns
 
         k, n = w.shape
-        factor = factor.contiguous()  # by rows, which the kernel reads
+        factor = factor.contiguous()  # row-major, as the kernel reads it
         codes = torch.empty(k, n, dtype=torch.uint8, device=w.device)
         errors = torch.empty(min(k, BLOCK), n, device=w.device)
         for start, end in _blocks(k, BLOCK) if cost is None else _inside_groups(k, self.width):

@@ -27,13 +27,13 @@ FIT_ROWS = 32
 """Rows per program of `clip_errors`."""
 
 _ZEROS = {ZeroPoint.NONE: 0, ZeroPoint.INTEGER: 1, ZeroPoint.FLOAT: 2}
-# Added and subtracted again it rounds numbers below 2^22 to integers, ties to even.
+# Adding and then subtracting it rounds numbers below 2^22 to integers, ties to even.
 _ROUNDING = tl.constexpr(12582912.0)
 
 
 @triton.jit
 def nearest_integer(x, SMALLEST: tl.constexpr, LARGEST: tl.constexpr):
-    """Codes and values in an integer format."""
+    """Returns codes and values of x in an integer format."""
     value = tl.minimum(tl.maximum(x, SMALLEST), LARGEST)
     value = (value + _ROUNDING) - _ROUNDING
     return (value - SMALLEST).to(tl.int32), value
@@ -41,13 +41,13 @@ def nearest_integer(x, SMALLEST: tl.constexpr, LARGEST: tl.constexpr):
 
 @triton.jit
 def nearest_float(x, LARGEST: tl.constexpr, LOWEST: tl.constexpr, MANTISSA: tl.constexpr, SIGN: tl.constexpr):
-    """Codes and values in a float format whose subnormals have the exponent LOWEST and whose sign is bit SIGN."""
+    """Returns codes and values of x in a float format whose subnormals have the exponent LOWEST and whose sign is bit SIGN."""
     negative = x.to(tl.int32, bitcast=True) & -2147483648
     magnitude = tl.minimum(tl.abs(x), LARGEST)
     exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, LOWEST)
     steps = magnitude * ((127 + MANTISSA - exponent) << 23).to(tl.float32, bitcast=True)
     whole = (steps + _ROUNDING) - _ROUNDING
-    if MANTISSA == 0:  # the exponent's own last bit decides a tie
+    if MANTISSA == 0:  # without mantissa, the exponent's last bit breaks ties
         whole = tl.where((steps == 1.5) & (((exponent - LOWEST) & 1) == 1), 1.0, whole)
     code = whole.to(tl.int32) + ((exponent - LOWEST) << MANTISSA) + ((negative >> 31) & 1) * (1 << SIGN)
     value = whole * ((127 - MANTISSA + exponent) << 23).to(tl.float32, bitcast=True)
@@ -59,7 +59,7 @@ def rounded(
     x, scale, zero, ZERO: tl.constexpr, FLOAT: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr,
     LOWEST: tl.constexpr, MANTISSA: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """Codes and values of weights: `quantize.rtn.nearest` and `values`."""
+    """Returns codes and values of weights, as `quantize.rtn.nearest` and `values` do."""
     if ZERO == 2:
         x = x - zero
     x = tl.div_rn(x, scale)
@@ -93,7 +93,7 @@ def round_block(
     tile = tl.load(w + column[:, None] * n + row[None, :], mask=(column < columns)[:, None] & exist[None, :], other=0.0)
     own = (row // rows_per_scale) * scales_stride
     for j in range(columns):
-        # A sum of one number and zeros, as integers: a negative zero stays one.
+        # A sum of one number and zeros, on the bits as integers, so that a negative zero stays negative.
         bits = tl.where(column[:, None] == j, tile.to(tl.int32, bitcast=True), 0)
         x = tl.sum(bits, axis=0).to(tl.float32, bitcast=True)
         at = own + tl.load(groups + j)
@@ -143,7 +143,8 @@ def round_columns(
     """Rounds k columns of a weight; writes `codes` uint8 and `errors` float32 [k, N], the update of the following columns.
 
     w: float32 [k, N], columns contiguous. factor: float32 [k, k], these columns of the inverse Hessian's factor. scale, zero:
-    of the whole weight; groups int [k]: their column for each column of w; rows: rows of the weight that share a scale.
+    those of the whole weight. groups int [k]: the column of scales for each column of w. rows: number of rows of the weight
+    that share a scale.
     """
     k, n = w.shape
     columns = max(16, triton.next_power_of_2(k))

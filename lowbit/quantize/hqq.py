@@ -51,7 +51,7 @@ def _best_zero(w: Tensor, scale: Tensor, zero: Tensor, scheme: Scheme) -> Tensor
     best, least, beta = zero, None, BETA
     for _ in range(STEPS + 1):
         rounded = values(nearest(w, scale, zero, scheme), scale, zero, scheme)
-        error = (w - rounded) / scale.float()  # in steps of the grid, so that beta means the same for every group
+        error = (w - rounded) / scale.float()  # in units of the grid's step, so that beta is comparable between groups
         objective = error.abs().pow(POWER).sum(dim=1, keepdim=True)
         better = objective < least if least is not None else torch.ones_like(objective, dtype=torch.bool)
         best, least = torch.where(better, zero, best), objective if least is None else torch.minimum(objective, least)

@@ -1,9 +1,10 @@
 """CPU threads that each compute their own rows, instead of torch's intra-op threads.
 
-torch splits each operation on a CPU among its threads, which spin until the last one is done. Quantization is thousands of
-short operations, and beside a busy core each of them takes until the operating system schedules the last thread. hqq of 2,048 x
-2,048 weights took 1.24 s alone and 19.4 s beside a busy core, GPTQ 1.63 s and over 80 s. With a thread per part hqq takes 0.97
-and 1.47 s; GPTQ on one thread takes 1.86 and 1.76 s (two cores of a Xeon, torch 2.11, 2 threads, 2026-11-24).
+torch splits each CPU operation among its threads, which spin until the last one is done. Quantization consists of thousands of
+short operations. If another process keeps a core busy, each operation takes until the operating system schedules the last
+thread: HQQ of 2,048 x 2,048 weights took 1.24 s on idle cores and 19.4 s with a busy core, GPTQ 1.63 s and over 80 s. With a
+thread per part, HQQ takes 0.97 and 1.47 s; GPTQ on one thread takes 1.86 and 1.76 s (two cores of a Xeon, torch 2.11, 2
+threads, 2026-11-24).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def map_rows(function: Callable[[Tensor], T], weight: Tensor, rows: int) -> Iter
     try:
         with ThreadPoolExecutor(min(threads, MOST, len(parts)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
             yield from pool.map(function, parts)
-    finally:  # a thread that uses torch for the first time takes the number that any thread set last
+    finally:  # a thread that first uses torch inherits the number that was set last by any thread
         torch.set_num_threads(threads)
 
 

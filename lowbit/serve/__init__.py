@@ -3,9 +3,9 @@
 server.py      the process: socket, warm-up, signals            worker.py     the thread that steps the engine
 app.py         the routes                                       service.py    state shared by the routes
 schema.py      bodies of requests, field by field               chat.py       prompts as tokens, chat templates
-job.py         a request as sequences of the engine             prompts.py    prompts as tokens, by a process of its own
+job.py         a request as sequences of the engine             prompts.py    prompts as tokens, by a separate process
 prompt_process.py  that process: templates and tokenizer, with a deadline and a limit of memory
-stream.py      sending them, detecting clients that left        responses.py  responses and chunks in OpenAI's form
+stream.py      sending responses, detecting disconnects         responses.py  responses and chunks in OpenAI's form
 errors.py      errors in OpenAI's form                          metrics.py    Prometheus metrics
 limits.py      upper limits of everything                       listener.py   accepting a bounded number of connections
 connection.py  time limits of a connection                      page.py       the page at /

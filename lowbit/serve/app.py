@@ -30,7 +30,7 @@ def make_app(service: Service) -> ASGIApp:
     """The application over a service."""
     app = FastAPI(title="lowbit", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
 
-    async def check_key(request: Request) -> None:  # no plain function: FastAPI runs those in threads of its own
+    async def check_key(request: Request) -> None:  # async, since FastAPI runs plain functions in threads
         service.check_key(request.headers.get("authorization"))
 
     keyed = [Depends(check_key)]
@@ -77,14 +77,14 @@ def make_app(service: Service) -> ASGIApp:
 
 
 async def _answer(service: Service, request: Request, kind: type[GenerationBody]) -> Response:
-    """Texts for a request, whole or as events."""
+    """Answers a generation request, with one response or with server-sent events."""
     service.check_ready()
     if "upgrade" in request.headers.get("connection", "").lower() and "upgrade" in request.headers:
-        # The parser takes what follows for the other protocol.
+        # The HTTP parser treats the rest of the connection as the other protocol.
         why = f"upgrade: bodies here are of HTTP/1.1, got {request.headers['upgrade'][:60]!r}; send them without this header"
         raise ApiError(400, why, code="upgrade", headers={"connection": "close"})
     content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content != "application/json":  # which no page of another site can send without asking first
+    if content != "application/json":  # other sites' pages cannot send this type without a CORS preflight
         why = f"content-type: a body here is application/json, got {content[:60]!r}"
         raise ApiError(415, why, code="unsupported_media_type", headers={"connection": "close"})
     body = await read_body(request, service.limits.max_body)
@@ -99,7 +99,7 @@ async def _answer(service: Service, request: Request, kind: type[GenerationBody]
         job.start()
         if not params.stream:
             return Response(await unless_gone(request.receive, job.whole()), media_type="application/json")
-        outputs = await unless_gone(request.receive, job.outputs())  # what fails before its first token has a status
+        outputs = await unless_gone(request.receive, job.outputs())  # a failure before the first token becomes an HTTP status
         kept = True
         return EventStream(job.events(outputs), job.close)
     finally:
@@ -108,7 +108,7 @@ async def _answer(service: Service, request: Request, kind: type[GenerationBody]
 
 
 async def _job(service: Service, params: GenerationBody) -> GenerationJob:
-    """A request's sequences, on seats that are theirs until the job is closed."""
+    """Makes a request's sequences. Their quota is taken until the job is closed."""
     sequences = sequence_count(params)
     if sequences > service.quota.count:
         raise refused("n", f"a request here is for at most {service.quota.count:,} sequences, this one is for {sequences:,}")
@@ -120,7 +120,7 @@ async def _job(service: Service, params: GenerationBody) -> GenerationJob:
         return job
     except ApiError:
         raise
-    except Exception:  # of this server; the handler of faults answers, /health counts
+    except Exception:  # a fault of this server: its handler answers, /health counts it
         service.worker.count_failures(sequences)
         raise
     finally:
@@ -142,7 +142,7 @@ async def _refusal(request: Request, error: Exception) -> Response:
 
 
 async def _http(request: Request, error: Exception) -> Response:
-    """Errors of FastAPI itself: unknown paths and methods."""
+    """Answers errors of FastAPI itself: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     why = {404: f"no such path: {request.url.path[:100]!r}", 405: f"{request.method[:20]} is not for this path"}
     refusal = ApiError(error.status_code, why.get(error.status_code, str(error.detail)))
@@ -154,7 +154,7 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 
 async def _fault(request: Request, error: Exception) -> Response:
-    """A fault of this server: its log has the trace, which says nothing of bodies."""
+    """Answers a fault of this server. The log has the traceback, without request bodies."""
     return _failure(fault())
 
 
@@ -163,7 +163,9 @@ def _failure(error: ApiError) -> Response:
 
 
 class AccessLog:
-    """The application; counts and logs each request by path and status, and takes local ones from this machine's pages only."""
+    """Wraps the application: counts and logs each request by path and status, and refuses requests of other sites' pages to a
+    local server.
+    """
 
     PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics", "/health", "/ready", "/")
     QUIET = ("/metrics", "/health", "/ready")
@@ -172,7 +174,7 @@ class AccessLog:
         self.app, self.service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handles one request."""
         assert scope["type"] == "http", scope["type"]
         begun, status = time.monotonic(), 0
 
@@ -189,9 +191,9 @@ class AccessLog:
                 await _json(ApiError(403, why, code="wrong_host").body(), 403)(scope, receive, watched)
             else:
                 await self.app(scope, receive, watched)
-        except BaseException as error:  # also what is no Exception, such as a panic of a tokenizer, written in Rust
+        except BaseException as error:  # also other BaseExceptions, such as a Rust panic in a tokenizer
             if not status:
-                ending = isinstance(error, asyncio.CancelledError)  # by uvicorn, after the grace time
+                ending = isinstance(error, asyncio.CancelledError)  # cancelled by uvicorn after the grace time
                 failure = unavailable("the server is shutting down") if ending else fault()
                 await _failure(failure)(scope, receive, watched)
             raise  # uvicorn logs it and closes the connection
@@ -201,7 +203,9 @@ class AccessLog:
                 logger.info("%s %s %d %.3f s", scope["method"], path, status or GONE, time.monotonic() - begun)
 
     def _stranger(self, scope: Scope) -> bool:
-        """True if a page of another site may have sent the request, by a host name that resolves to this machine."""
+        """True if a page of another site may have sent the request, using a host name that resolves to this machine (DNS
+        rebinding).
+        """
         if not self.service.local or self.service.key is not None:
             return False
         host = next((value for name, value in scope["headers"] if name == b"host"), b"localhost").decode("latin-1")

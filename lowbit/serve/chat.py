@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NAMES_KEPT = 8192
-"""Texts of tokens that are not decoded again: all 128,000 of a vocabulary, which a server comes to see in days, take 25 MB."""
+"""Number of cached token texts. All 128,000 tokens of a vocabulary, which a server would reach within days, would take 25
+MB.
+"""
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-    """A conversation as text, by the model's chat template; raises ValueError if that does not support it."""
+    """Returns a conversation as text by the model's chat template. Raises ValueError if the template does not support it."""
     try:
         text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)  # type: ignore[arg-type]
     except MemoryError:
-        raise  # not the conversation's fault
+        raise  # no error of the conversation
     except Exception as error:  # a template is a program of the model's author: it may raise anything
         raise ValueError(f"the model's chat template does not take them ({' '.join(str(error).split())[:200]})") from error
     assert isinstance(text, str)
@@ -30,19 +32,23 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]],
 
 
 class Encoder:
-    """Makes tokens of prompts with at most `most` tokens."""
+    """Encodes prompts of at most `most` tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, most: int) -> None:
         self.tokenizer, self.most = tokenizer, most
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)
 
     def of_text(self, prompt: str) -> list[int]:
-        """Tokens of a prompt, with the tokenizer's own at its beginning; raises ApiError for one that cannot be computed."""
+        """Returns the tokens of a prompt, with the special tokens (BOS) that the tokenizer puts in front. Raises ApiError for a
+        prompt that is too long or empty.
+        """
         self._check_characters(prompt, "prompt")
         return checked(self.tokenizer(prompt).input_ids, self.most, "prompt")
 
     def of_conversation(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
-        """Tokens of a conversation up to where the answer begins; raises ApiError where the template does not take it."""
+        """Returns the tokens of a conversation, up to the beginning of the answer. Raises ApiError if the template does not
+        support it.
+        """
         self._check_characters("".join(message["content"] for message in messages), "messages")
         try:
             text = rendered(self.tokenizer, messages, tools)
@@ -63,13 +69,15 @@ class Encoder:
             return True
 
     def _check_characters(self, text: str, param: str) -> None:
-        """Refuses what is too long before it is encoded: no token is longer than the longest one."""
+        """Refuses text that is certainly too long before encoding it: it has more characters than `most` of the longest
+        token.
+        """
         if len(text) > self.most * self._longest:
             raise too_long(param, f"a text of {len(text):,} characters", f"a prompt here has at most {self.most:,} tokens")
 
 
 def checked(ids: list[int], most: int, param: str) -> list[int]:
-    """The tokens of a prompt; raises ApiError if there are none, or more than `most`."""
+    """Returns the tokens of a prompt. Raises ApiError if there are none, or more than `most`."""
     if not ids:
         raise refused(param, "it has no token, at least one is needed")
     if len(ids) > most:
@@ -78,11 +86,11 @@ def checked(ids: list[int], most: int, param: str) -> list[int]:
 
 
 class TokenTexts:
-    """The text of single tokens, for log-probabilities."""
+    """Decodes single tokens, for log-probabilities."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        # Behind another token, since some tokenizers drop the space in front of a text's first word.
+        # Decoded after another token, since some tokenizers drop the space before a text's first word.
         self._front = tokenizer("a", add_special_tokens=False).input_ids[-1:]
         self._before = self._decoded(self._front)
         self._named = functools.lru_cache(NAMES_KEPT)(self._name)

@@ -16,19 +16,19 @@ from lowbit.serve.chat import rendered
 from lowbit.serve.service import configured
 
 MOST_BODY = 1 << 24
-"""Bytes of a list of models or of a refusal; routers list hundreds of models in less than 1 MiB."""
+"""Maximum number of bytes of a list of models or of an error response; routers list hundreds of models in less than 1 MiB."""
 MOST_LINE = 1 << 20
-"""Bytes of one server-sent event."""
+"""Maximum number of bytes of one server-sent event."""
 MOST_OF_A_TOKEN = 1 << 12
-"""Upper limit of bytes for each token of an answer; an event of one token has about 200."""
+"""Maximum number of bytes per token of an answer; an event with one token has about 200."""
 MOST_NAME, MOST_NAMES, MOST_SHOWN = 256, 8, 500
-"""Characters of a model's name, names in an error message, and characters cited from the server."""
+"""Maximum number of characters of a model's name, of names in an error message, and of characters cited from the server."""
 
 Messages = Sequence[Mapping[str, str]]
 
 
 class ChatBackend(Protocol):
-    """A model that answers, locally or behind a server; `name` is the model's."""
+    """A model that answers, locally or behind a server; `name` is the model's name."""
 
     name: str
 
@@ -71,7 +71,9 @@ class RemoteChat:
 
     @contextlib.contextmanager
     def _request(self, method: str, path: str, read: float = 600, **body: Any) -> Iterator[httpx.Response]:
-        """The response to a request, its body not read yet; raises ValueError for connection errors and error statuses."""
+        """Yields the response to a request before its body is read. Raises ValueError for connection errors and error
+        statuses.
+        """
         timeout = httpx.Timeout(10, read=read)
         try:
             with self._client.stream(method, self._base + path, timeout=timeout, **body) as response:
@@ -131,13 +133,13 @@ def _bounded(response: httpx.Response, most: int) -> Iterator[bytes]:
 
 
 def _body(response: httpx.Response, most: int) -> str:
-    """The whole body as text, at most `most` bytes."""
+    """Returns the whole body, of at most `most` bytes, as text."""
     return b"".join(_bounded(response, most)).decode(errors="replace")
 
 
 def _lines(parts: Iterable[bytes]) -> Iterator[str]:
     """Yields the lines of server-sent events, which end at line feeds only; raises ValueError for one that is too long."""
-    rest: list[bytes] = []  # of a line, joined once: each concatenation would copy
+    rest: list[bytes] = []  # parts of the current line, joined once, since each concatenation would copy
     length = 0
     for part in parts:
         *ended, last = part.split(b"\n")
@@ -172,14 +174,14 @@ def _event_text(line: str) -> Iterator[str]:
 
 
 def _refusal(response: httpx.Response) -> str:
-    """The error message of an error response."""
+    """Returns the error message of an error response."""
     error = _json(_body(response, MOST_BODY)).get("error")
     message = error.get("message") if isinstance(error, dict) else None
     return f"the server says {response.status_code}: {str(message or response.reason_phrase)[:MOST_SHOWN]}"
 
 
 def _json(text: str) -> dict[str, Any]:
-    """The JSON object in a text; an empty one if there is none."""
+    """Returns the JSON object in a text; an empty one if there is none."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""One connection: bounds on its time and memory, and JSON for requests that are no HTTP, on top of uvicorn's HTTP/1.1.
+"""One connection on top of uvicorn's HTTP/1.1: bounds on its time and memory, and JSON errors for invalid HTTP.
 
-uvicorn leaves it to a proxy to close connections that never complete the head of a request or never read their answer.
+uvicorn itself never closes connections whose client does not complete a request head or does not read its answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RESET_SECONDS = 0.05
 
 
 class Connection(HttpToolsProtocol):
-    """A connection whose heads come within HEAD_SECONDS and MOST_HEAD_BYTES, and whose client reads within STALL_SECONDS.
+    """A connection that limits request heads to HEAD_SECONDS and MOST_HEAD_BYTES, and unread answers to STALL_SECONDS.
 
     `listener` accepted it, and closes it when it is idle and connections are short. Other arguments are uvicorn's.
     """
@@ -34,26 +34,26 @@ class Connection(HttpToolsProtocol):
         self._heading: asyncio.TimerHandle | None = None
         self._stalling: asyncio.TimerHandle | None = None
         self._resetting: asyncio.TimerHandle | None = None
-        self._head_bytes: int | None = 0  # so far; None while a body is due
+        self._head_bytes: int | None = 0  # bytes of the head so far; None while a body is expected
         self._cycles: list[RequestResponseCycle] = []
-        self._framing = 0  # bytes since the last ones of a body: sizes of chunks, trailers
-        self._fault: str | None = None  # what is wrong with the head, where uvicorn has no words for it
+        self._framing = 0  # bytes since the last body data: chunk sizes, trailers
+        self._fault: str | None = None  # the error in the head, if uvicorn has no message for it
 
     def abort(self) -> None:
-        """Closes the connection without an answer, also before it is set up."""
+        """Closes the connection without an answer, even before it is set up."""
         self._aborted = True
         if self.transport is not None:
             self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Starts the time for a head."""
+        """Starts the time limit of the request head."""
         super().connection_made(transport)  # type: ignore[arg-type]
         if self._aborted:
             self.transport.abort()
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        """Parses more of a head or of a body."""
+        """Parses received bytes of a head or of a body."""
         if self._head_bytes is not None:
             self._head_bytes += len(data)
         else:
@@ -66,14 +66,14 @@ class Connection(HttpToolsProtocol):
             self.send_400_response(self._fault)
 
     def on_message_begin(self) -> None:
-        """Begins a request; the connection has now been idle for a shorter time than those without one."""
+        """Begins a request, and moves the connection behind all other idle ones."""
         super().on_message_begin()
         self._head_bytes = self._head_bytes or 0
         if not self._complete():
             self._listener.set_idle(self)
 
     def on_headers_complete(self) -> None:
-        """Checks a whole head; httptools turns what is raised from here into a parser error, which gets status 400."""
+        """Checks a complete head. httptools turns exceptions raised here into parser errors, which get status 400."""
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > MOST_HEAD_BYTES:
             self._fault = f"the head of a request has at most {MOST_HEAD_BYTES:,} bytes"
             raise ValueError(self._fault)
@@ -87,11 +87,11 @@ class Connection(HttpToolsProtocol):
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
         if len(self.pipeline) > MOST_PIPELINED:
             self.transport.abort()
-        elif self.pipeline:  # uvicorn stops reading here, and would not see that the client leaves
+        elif self.pipeline:  # uvicorn stops reading here and would not notice a disconnect
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
-        """Takes a part of the body."""
+        """Receives a part of the body."""
         self._framing = 0
         super().on_body(body)
 
@@ -104,7 +104,7 @@ class Connection(HttpToolsProtocol):
             self._expect_reading()
 
     def send_400_response(self, msg: str) -> None:
-        """Sends status 400 for what is no HTTP, and closes; if complete requests came before, only their answers are sent."""
+        """Sends status 400 for invalid HTTP and closes. If complete requests came before, only their answers are sent."""
         if self._answer_last():
             return
         why = self._fault or "this is no request of HTTP/1.1, or its body does not have the length that its head says"
@@ -113,7 +113,7 @@ class Connection(HttpToolsProtocol):
         self._expect_reading()
 
     def on_message_complete(self) -> None:
-        """Ends a request: what follows is another head."""
+        """Ends a request; the next bytes are another head."""
         super().on_message_complete()
         self._head_bytes = self._framing = 0
         if self._complete():
@@ -122,8 +122,8 @@ class Connection(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keeps the connection, and returns True, until requests that the client sent before it closed its side are answered.
 
-        A client that has left looks the same until something is sent to it, so an interim response is sent, which HTTP/1.1
-        has every client ignore: the system of a client that has left resets the connection.
+        A disconnected client looks the same until something is sent to it. So an interim response is sent, which HTTP/1.1
+        clients ignore; the system of a disconnected client then resets the connection.
         """
         if not self._answer_last():
             return False
@@ -135,7 +135,7 @@ class Connection(HttpToolsProtocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends every request of the connection, also one with others behind it."""
+        """Ends every request of the connection, including pipelined ones."""
         self._listener.remove(self)
         self._cancel_heading()
         self._cancel_stalling()
@@ -159,17 +159,17 @@ class Connection(HttpToolsProtocol):
             self._cancel_stalling()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Closes a connection on which nothing came since the last answer."""
+        """Closes a connection that received nothing since the last answer."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         super().timeout_keep_alive_handler()
 
     def _complete(self) -> list[RequestResponseCycle]:
-        """Requests that have come completely and are not answered completely."""
+        """Requests that were received completely and are not answered completely."""
         return [cycle for cycle in self._cycles if not (cycle.response_complete or cycle.more_body)]
 
     def _answer_last(self) -> bool:
-        """Has the connection closed after the answers to all complete requests; False if there are none."""
+        """Lets the connection close after the answers to all complete requests. Returns False if there are none."""
         complete = self._complete()
         if complete:
             complete[-1].keep_alive = False

@@ -35,30 +35,30 @@ def as_http(error: ApiError) -> bytes:
 
 
 def refused(param: str, message: str, code: str | None = None) -> ApiError:
-    """An error 400 for the field `param`."""
+    """Returns an error 400 for the field `param`."""
     return ApiError(400, f"{param}: {message}", param, code)
 
 
 def too_long(param: str, has: str, most: str) -> ApiError:
-    """An error 400 for a prompt, or a prompt and its limit, that exceed the context length."""
+    """Returns an error 400 for a prompt, or a prompt with its limit, that exceeds the context length."""
     return refused(param, f"{has}, {most}", "context_length_exceeded")
 
 
 def unavailable(why: str, seconds: int = 1) -> ApiError:
-    """An error 503: the server accepts no requests now."""
+    """Returns an error 503: the server accepts no requests now."""
     return ApiError(503, why, code="unavailable", headers={"retry-after": str(seconds)})
 
 
 def failed() -> ApiError:
-    """An error 500 for a failed sequence; the server's log has the reason."""
+    """Returns an error 500 for a failed sequence; the server's log has the reason."""
     return ApiError(500, "computing this text failed, others go on; the server's log says why", code="failed")
 
 
 def fault() -> ApiError:
-    """An error 500 of the server itself; its log has the traceback."""
+    """Returns an error 500 of the server itself; its log has the traceback."""
     return ApiError(500, "the server failed, which its log describes", code="fault", headers={"connection": "close"})
 
 
 def encoded(value: object) -> bytes:
-    """Compact JSON in ASCII: some event-stream readers split lines at Unicode separators too."""
+    """Returns compact JSON in ASCII, since some event-stream readers split lines at Unicode separators too."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()

@@ -17,12 +17,13 @@ from lowbit.serve.stream import Push
 from lowbit.serve.worker import OutputCollector, SequenceOutput, ServedSequence
 
 COMPLETION_TOKENS = 16
-"""Default limit of a completion, as in OpenAI's API. A chat has no limit but the context length."""
+"""Default limit of new tokens of a completion, as in OpenAI's API. A chat is limited by the context length only."""
 
 FEW_LOGPROBS = 8
-"""Tokens whose log-probabilities are encoded on the event loop, in up to 0.2 ms. More, as in a whole long response, take up to
-a second and go to a thread. Using the thread for every token costs 16 streams 10 % of their tokens/s (a tiny model on two
-cores, 2026-11-23)."""
+"""Maximum number of tokens whose log-probabilities are encoded on the event loop, which takes up to 0.2 ms. More tokens, as in
+a whole long response, take up to a second and are encoded in a thread. Using the thread for every token costs 16 streams 10 %
+of their tokens/s (a tiny model on two cores, 2026-11-23).
+"""
 
 NEXT_SEED = 0x9E3779B97F4A7C15
 """Difference of the seeds of a request's sequences, 2^64 over the golden ratio; the first sequence has the seed itself."""
@@ -44,14 +45,14 @@ class GenerationJob:
         self.service.worker.submit(self.sequences)
 
     def close(self) -> None:
-        """Cancels unfinished sequences, and returns their quota."""
+        """Cancels unfinished sequences and gives back their quota."""
         if not self.closed:
             self.closed = True
             self.service.worker.cancel(self.sequences)
             self.service.quota.give_back(len(self.sequences))
 
     async def whole(self) -> bytes:
-        """The whole response as JSON; raises ApiError if one of its sequences fails."""
+        """Waits for the whole response and returns it as JSON. Raises ApiError if one of its sequences fails."""
         joined: dict[int, SequenceOutput] = {}
         ended = 0
         while ended < len(self.sequences):
@@ -63,7 +64,7 @@ class GenerationJob:
         return await self._encode(lambda: encoded(self.answer.complete(joined)), joined.values())
 
     async def _encode(self, encode: Callable[[], bytes], outputs: Iterable[SequenceOutput]) -> bytes:
-        """The result of `encode`, from a thread if the outputs have the log-probabilities of many tokens."""
+        """Returns the result of `encode`, called in a thread if the outputs have the log-probabilities of many tokens."""
         tokens = 0 if self.params.num_logprobs is None else sum(len(output.sampled) for output in outputs)
         return encode() if tokens <= FEW_LOGPROBS else await self.service.prompts.beside(encode)
 
@@ -76,7 +77,7 @@ class GenerationJob:
         return outputs
 
     def events(self, outputs: list[SequenceOutput]) -> Any:
-        """A function that pushes the response as server-sent events, beginning with `outputs`."""
+        """Returns a function that sends the response as server-sent events, beginning with `outputs`."""
 
         def write(push: Push) -> Coroutine[Any, Any, None]:
             return self._write(push, outputs)
@@ -102,7 +103,7 @@ class GenerationJob:
         await push((_event(self.answer.last_chunk()) if usage else b"") + b"data: [DONE]\n\n")
 
     def _chunks(self, outputs: Sequence[SequenceOutput], begun: set[int]) -> bytes:
-        """The events of some outputs. `begun`: sequences that have had events; those of `outputs` are added."""
+        """Returns the events of some outputs. `begun`: sequences that have had events; the sequences of `outputs` are added."""
         chunks: list[dict[str, Any]] = []
         for output in outputs:
             chunks += self.answer.chunks(output, output.index not in begun, self.params.includes_usage)
@@ -120,7 +121,7 @@ def sequence_count(params: GenerationBody) -> int:
 
 
 def make_job(service: Service, params: GenerationBody) -> GenerationJob:
-    """Encodes the prompts of a request, and makes its sequences; raises ApiError if they can never run."""
+    """Encodes the prompts of a request and makes its sequences. Raises ApiError if they can never run."""
     fronts: list[str] = []
     if isinstance(params, ChatCompletionRequest):
         tools = [tool.model_dump(exclude_none=True) for tool in params.tools or ()] if params.tool_choice != "none" else None
@@ -165,7 +166,7 @@ def _request(service: Service, params: GenerationBody, ids: list[int], sampling:
 
 
 def _sampling(service: Service, params: GenerationBody, seed: int) -> Sampling:
-    """Sampling settings of a sequence; the model's own where the request has none."""
+    """Returns the sampling settings of a sequence; unset fields take the model's values."""
 
     def setting(name: str, default: float) -> Any:
         value = getattr(params, name)

@@ -1,4 +1,4 @@
-"""Upper limits of a server: requests at once, sizes of a request, times of a connection."""
+"""Upper limits of a server: concurrent requests, request sizes, connection times."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ MOST_CHOICES = 16
 """Upper limit of `n`."""
 
 MOST_PROMPTS = 64
-"""Prompts in a request to /v1/completions."""
+"""Maximum number of prompts in a request to /v1/completions."""
 
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 256
-"""Characters of a stop string; as many at the end of a text may be held back."""
+"""Maximum number of characters of a stop string. Up to as many characters at the end of the output may be held back."""
 
 MOST_BIASES = 1024
-"""Entries of logit_bias."""
+"""Maximum number of entries of logit_bias."""
 
 MOST_MESSAGES = 2048
 MOST_TOOLS = 128
 
 MOST_HEAD_BYTES = 32 << 10
-"""Bytes of request line and headers; also of chunk sizes and trailers of a chunked body."""
+"""Maximum number of bytes of request line and headers, and of chunk sizes and trailers of a chunked body."""
 
 MOST_PIPELINED = 8
-"""Pipelined requests of a connection; more close it."""
+"""Maximum number of pipelined requests of a connection; more close it."""
 
 HEAD_SECONDS = 10.0
-"""Time to receive the head of a request, from the connection or its first byte on."""
+"""Time to receive the head of a request, counted from the start of the connection or from the head's first byte."""
 
 BODY_SECONDS = 30.0
 """Time to receive a body."""
@@ -45,19 +45,22 @@ LEAST_CONNECTIONS = 16
 """Least number of connections, however low `ulimit -n` is."""
 
 LARGE_BODY_BYTES = 16 << 10
-"""Larger bodies are parsed in a thread."""
+"""Bodies larger than this are parsed in a thread."""
 
 PROMPT_BYTES = 512 << 20
 PROMPT_BYTES_PER_BODY_BYTE = 512
-"""Memory that rendering and encoding the prompts of a request may allocate: so much, and so much for each byte that a body may
-have. Texts of 1 MiB took less than 512 bytes for each of theirs (measured: words, digits, CJK, emoji; byte-level BPE)."""
+"""Memory that rendering and encoding the prompts of a request may allocate: PROMPT_BYTES, plus PROMPT_BYTES_PER_BODY_BYTE for
+each byte of the largest body. Texts of 1 MiB took less than 512 bytes per byte (measured: words, digits, CJK, emoji; byte-level
+BPE).
+"""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a server: texts computed at once, texts that wait for that, tokens of a prompt, bytes of a body, the seconds that
-    texts get to finish once the server is told to stop, and the seconds that template and tokenizer may take over a request.
-    Raises ValueError for numbers that leave nothing to do."""
+    """Limits of a server: running sequences, queued sequences, tokens of a prompt, bytes of a body, seconds for sequences to
+    finish at shutdown, and seconds of template and tokenizer per request. Raises ValueError for numbers that would allow no
+    request.
+    """
 
     max_concurrent: int = 64
     max_queue: int = 256
@@ -65,11 +68,11 @@ class Limits:
     max_body: int = 1 << 20
     grace_seconds: float = 30.0
     prompt_seconds: float = 10.0
-    """Seconds of computing that the chat template and the tokenizer may take for a request."""
+    """Seconds that chat template and tokenizer may take for a request."""
     max_connections: int | None = None
-    """Open connections, idle ones included; None: twice `max_sequences`, and 64."""
+    """Maximum number of open connections, idle ones included; None: 2 * `max_sequences` + 64."""
     max_connections_per_address: int | None = None
-    """Open connections of one IPv4 address or one /64 network of IPv6; half of all when None."""
+    """Maximum number of open connections of one IPv4 address or one IPv6 /64 network; None: half of `connections`."""
 
     def __post_init__(self) -> None:
         least: dict[str, float] = {"max_concurrent": 1, "max_queue": 0, "max_prompt": 1, "max_body": 1024, "grace_seconds": 0}
@@ -80,7 +83,7 @@ class Limits:
 
     @property
     def max_sequences(self) -> int:
-        """Running and waiting sequences."""
+        """Maximum number of running and queued sequences."""
         return self.max_concurrent + self.max_queue
 
     @property

@@ -1,8 +1,8 @@
-"""Accepts connections: a bounded number, in total and for each client address, and always room for the newest one.
+"""Accepts a bounded number of connections, in total and per client address; a new one replaces an idle one if necessary.
 
-When the bound is reached, the connection that has been idle for the longest is closed; a connection is idle until it has sent a
-complete request, and again after the last answer. If none is idle, the new connection gets status 503. asyncio's own server
-bounds nothing, and without free file descriptors it logs a traceback for each attempt to accept.
+At the limit, the connection that has been idle for the longest is closed. A connection is idle until it has sent a complete
+request, and again after the last answer. If none is idle, the new connection gets status 503. asyncio's own server has no
+limits, and without free file descriptors it logs a traceback for each attempt to accept.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from lowbit.serve.limits import LEAST_CONNECTIONS, SPARE_FILES, Limits
 logger = logging.getLogger("lowbit.serve")
 
 BACKLOG = 2048
-"""Connections that the kernel holds until they are accepted."""
+"""Length of the kernel's queue of connections that are not accepted yet."""
 
 ACCEPTS_AT_ONCE = 64
-"""Connections accepted in one iteration of the event loop, so that a flood of them does not delay the other callbacks."""
+"""Maximum number of connections accepted in one iteration of the event loop, so that a flood does not delay other callbacks."""
 
 RETRY_SECONDS = 0.1
-"""Pause after accept has failed, for example because no file descriptor is free, and no connection is idle."""
+"""Pause after a failed accept (for example without a free file descriptor) if no connection is idle."""
 
 REFUSAL_SECONDS = 1.0
-"""Time that a refused client gets to read its answer."""
+"""Time for a refused client to read its answer."""
 
 MOST_REFUSALS = 32
-"""Refused connections that are open at once; more are closed at once, with the answer sent."""
+"""Maximum number of open refused connections; others are closed immediately after sending the answer."""
 
 WARNING_SECONDS = 60.0
-"""Least time between two warnings in the log."""
+"""Minimum time between two warnings in the log."""
 
 
 def raise_file_limit() -> None:
@@ -50,7 +50,7 @@ def raise_file_limit() -> None:
 
 
 def network_of(host: str) -> str:
-    """The IPv4 address, or the /64 network of an IPv6 address: one client usually has all of that."""
+    """Returns the IPv4 address, or the /64 network of an IPv6 address, since one client usually has a whole /64 network."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv4Address):
         return str(address)
@@ -62,8 +62,8 @@ def network_of(host: str) -> str:
 class Listener:
     """Accepts the connections of a listening socket from its construction on, until `close`.
 
-    `connect` makes the protocol object of a connection. The bounds are those of `limits`, and lower where the limit on open
-    files of the process is low. All methods are for the event loop.
+    `connect` makes the protocol object of a connection. The bounds are those of `limits`, or lower if the process may open few
+    files. All methods must be called on the event loop.
     """
 
     def __init__(self, sock: socket.socket, limits: Limits, connect: Callable[[Listener], Connection]) -> None:
@@ -90,7 +90,7 @@ class Listener:
         self._resume()
 
     def close(self) -> None:
-        """Accepts no more connections; those that are open stay so."""
+        """Accepts no more connections; open ones stay open."""
         if self._retry is not None:
             self._retry.cancel()
         self._loop.remove_reader(self._sock)
@@ -98,20 +98,20 @@ class Listener:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Returns at once; uvicorn calls it as that of asyncio's server."""
+        """Returns at once. uvicorn calls it, as a method of asyncio's server."""
 
     def set_idle(self, connection: Connection) -> None:
-        """Puts a connection behind all others that are idle, unless it has been closed."""
+        """Marks a connection as the most recently idle one, unless it has been closed."""
         self._idle.pop(connection, None)
         if connection in self._networks:
             self._idle[connection] = None
 
     def set_busy(self, connection: Connection) -> None:
-        """Keeps a connection open until `set_idle`: it has sent a complete request."""
+        """Marks a connection that has sent a complete request as busy; it is not closed until `set_idle`."""
         self._idle.pop(connection, None)
 
     def remove(self, connection: Connection) -> None:
-        """Counts a closed connection no longer; does nothing if it has been removed before."""
+        """Stops counting a closed connection; does nothing if it was removed before."""
         self._idle.pop(connection, None)
         network = self._networks.pop(connection, None)
         if network is not None:
@@ -136,7 +136,7 @@ class Listener:
             self._admit(sock, network_of(address[0]))
 
     def _make_room(self, error: OSError) -> None:
-        """Closes an idle connection, since file descriptors or memory are short; if there is none, accepts later."""
+        """Closes an idle connection if file descriptors or memory are short; if none is idle, accepts later."""
         self._warn(f"cannot accept a connection while {len(self._networks)} are open: {error.strerror}")
         if not self._close_idle(None):
             self._loop.remove_reader(self._sock)
@@ -155,7 +155,9 @@ class Listener:
         self._start(connection, sock, lambda: self.remove(connection))
 
     def _close_idle(self, network: str | None) -> bool:
-        """Closes the connection that has been idle for the longest, of one network or, for None, of all; False if none is."""
+        """Closes the connection of `network` (None: of any network) that has been idle for the longest. Returns False if none
+        is idle.
+        """
         for connection in self._idle:
             if network is None or self._networks[connection] == network:
                 of = "" if network is None else f", {self._open[network]} of them by {network}"
@@ -181,7 +183,7 @@ class Listener:
         self._refused -= 1
 
     def _start(self, protocol: asyncio.Protocol, sock: socket.socket, failed: Callable[[], None]) -> None:
-        """Connects a protocol with a socket; calls `failed` if that is not possible."""
+        """Connects a protocol with a socket; calls `failed` if that fails."""
 
         async def start() -> None:
             try:
@@ -196,7 +198,7 @@ class Listener:
         task.add_done_callback(self._tasks.discard)
 
     def _warn(self, message: str) -> None:
-        """Logs a warning; at most one in WARNING_SECONDS, whatever it is about."""
+        """Logs a warning, at most one of any kind per WARNING_SECONDS."""
         now = time.monotonic()
         if self._warned is None or now - self._warned >= WARNING_SECONDS:
             self._warned = now
@@ -204,19 +206,21 @@ class Listener:
 
 
 class _Refusal(asyncio.Protocol):
-    """Sends an answer to whatever a client asks, and closes when the client does or after REFUSAL_SECONDS."""
+    """Sends a fixed answer to any request, and closes when the client does or after REFUSAL_SECONDS."""
 
     def __init__(self, answer: bytes, ended: Callable[[], None]) -> None:
         self._answer, self._ended = answer, ended
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Sends the answer. Closing only later leaves time to read it: a close while the request arrives would reset."""
+        """Sends the answer. The connection is closed later, since closing while the request arrives would reset the connection
+        before the client reads the answer.
+        """
         assert isinstance(transport, asyncio.Transport)
         transport.write(self._answer)
         transport.write_eof()
         self._end = asyncio.get_running_loop().call_later(REFUSAL_SECONDS, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Makes room for another refusal."""
+        """Allows another refused connection."""
         self._end.cancel()
         self._ended()

@@ -46,8 +46,9 @@ class Metrics:
             Gauge(name, meaning, **registry).set_function(value)
 
     def ended(self, sequence: Sequence, reason: FinishReason, first: float | None) -> None:
-        """Counts a finished sequence, with the reason that its client gets: text that the engine held back may complete a stop
-        string later. `first`: when its first token came, by `time.monotonic`."""
+        """Counts a finished sequence with the finish reason sent to the client, which differs from the engine's if held-back
+        text completes a stop string. `first`: time of its first token, by `time.monotonic`.
+        """
         self.texts.labels(reason.value).inc()
         self.prompt_tokens.inc(len(sequence.request.prompt))
         self.shared_tokens.inc(sequence.cached_tokens)
@@ -56,5 +57,5 @@ class Metrics:
             self.token.observe((time.monotonic() - first) / (len(sequence.sampled) - 1))
 
     def page(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -11,7 +11,7 @@ from importlib.resources import files
 
 @functools.cache
 def page() -> tuple[bytes, dict[str, str]]:
-    """The page and its headers, which permit only its own script and style."""
+    """Returns the page and its headers, which permit only the page's own script and style."""
     content = files("lowbit.serve").joinpath("page.html").read_bytes()
     hashes = {
         tag: base64.b64encode(hashlib.sha256(match[1]).digest()).decode()

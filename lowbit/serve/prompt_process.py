@@ -2,9 +2,9 @@
 
     server --(a socket for each worker)--> this process, which has loaded the tokenizer --fork--> worker
 
-A template is code of the model's folder, and a tokenizer may take long over a text that was made for it. Workers share the
-tokenizer's memory, and another one starts within milliseconds. The kernel ends a worker at the deadline of a request and limits
-its memory. Everything here ends when the server closes its sockets, at the latest one deadline later. torch is not imported.
+A template is code from the model's folder, and a malicious text can make a tokenizer very slow. Workers share the tokenizer's
+memory, so a new one starts within milliseconds. The OS kernel ends a worker at the deadline of a request and limits its memory.
+All processes end when the server closes its sockets, at the latest one deadline later. torch is not imported.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from lowbit.serve.chat import Encoder
 from lowbit.serve.errors import ApiError
 
 ENDS = "ends"
-"""In a reply: the worker has ended, since its memory may be full of what it did not finish."""
+"""Key in a reply: the worker ends after it, because an unfinished request may have left its memory full."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the process is started for; `most`: tokens of a prompt, `seconds`: deadline of a request, `bytes_`: memory that a
-    worker may allocate beside what it shares."""
+    """Parameters of the process. `most`: maximum number of prompt tokens; `seconds`: deadline of a request; `bytes_`: memory
+    that a worker may allocate in addition to the shared memory.
+    """
 
     tokenizer: Any
     most: int
@@ -42,13 +43,14 @@ class Job:
 
 def main(control: int) -> None:
     """Reads a pickled `Job` from standard input, then forks a worker for each socket that arrives on the socket `control`."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # of a whole group: the server needs workers until it ends itself
+    # Both signals are ignored, also if sent to the process group: the server needs workers until it ends.
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # no threads: a process with threads cannot be forked
     job: Job = pickle.load(sys.stdin.buffer)
     encoder = Encoder(job.tokenizer, job.most)
     gc.collect()
-    gc.freeze()  # collections in workers do not touch, and so copy, what they share
+    gc.freeze()  # garbage collection in workers must not touch, and thereby copy, shared pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps workers
     with socket.socket(fileno=control) as server:
         while True:
@@ -64,14 +66,14 @@ def main(control: int) -> None:
 
 
 def _work(server: Connection, encoder: Encoder, job: Job) -> None:
-    """Answers requests until the server closes the socket. An unexpected error ends the worker, as its deadline does."""
+    """Answers requests until the server closes the socket. An unexpected error or a missed deadline ends the worker."""
     _limit_memory(job.bytes_)
     while True:
         try:
             request = server.recv_bytes()
         except (EOFError, OSError):
             return
-        signal.setitimer(signal.ITIMER_REAL, job.seconds)  # SIGALRM ends the process, also within compiled code
+        signal.setitimer(signal.ITIMER_REAL, job.seconds)  # SIGALRM ends the process, even within compiled code
         reply = _answer(encoder, request)
         signal.setitimer(signal.ITIMER_REAL, 0)
         server.send_bytes(json.dumps(reply).encode())
@@ -92,7 +94,9 @@ def _answer(encoder: Encoder, request: bytes) -> dict[str, Any]:
 
 
 def _limit_memory(bytes_: int) -> None:
-    """Lets this process allocate so many bytes more; where there is no /proc, as outside Linux, nothing is limited."""
+    """Limits the memory that this process may allocate from now on to `bytes_`. Without /proc, as outside Linux, nothing is
+    limited.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     status = Path("/proc/self/status")
     if status.exists():

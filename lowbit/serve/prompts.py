@@ -1,4 +1,4 @@
-"""Prompts as tokens, on the server's side: two workers of the prompt process, and a thread for each."""
+"""The server's side of encoding prompts: two workers of the prompt process, and a thread for each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 WORKERS = 2
 
 LATE_SECONDS = 5.0
-"""After its deadline, at most, that a worker is taken for ended though its socket is open."""
+"""Seconds after its deadline at which a worker counts as ended even if its socket is still open."""
 
 _COMMAND = (
     "import json, sys; control, path = json.loads(sys.argv[1]); sys.path[:] = path; "
@@ -45,8 +45,9 @@ _COMMAND = (
 
 
 class Prompts:
-    """Makes tokens of prompts; a prompt has at most `most` tokens, of a vocabulary of `vocab`. The process is started by
-    `start`, or else for the first prompt."""
+    """Encodes prompts of at most `most` tokens from a vocabulary of `vocab`. `start`, or else the first prompt, starts the
+    process.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, most: int, vocab: int, limits: Limits) -> None:
         self.tokenizer, self.most, self.vocab, self.limits = tokenizer, most, vocab, limits
@@ -56,44 +57,48 @@ class Prompts:
         self._encoding_pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="lowbit-prompts")
 
     def start(self) -> None:
-        """Starts the process, without waiting until it has loaded the tokenizer."""
+        """Starts the process without waiting until it has loaded the tokenizer."""
         self._workers.start()
 
     def check(self) -> None:
-        """Returns when the process encodes prompts; raises RuntimeError if it does not."""
+        """Waits until the process encodes prompts. Raises RuntimeError if it cannot."""
         if self._workers.ask({"texts": ["a"]}) is None:
             raise RuntimeError("the process that encodes prompts ended while it started; what it wrote on stderr says why")
 
     async def beside(self, function: Callable[[], T]) -> T:
-        """The result of a function that takes time but encodes no prompt, while the event loop goes on."""
+        """Runs a slow function that encodes no prompt in a thread, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
     async def encoding(self, function: Callable[[], T]) -> T:
-        """The result of a function that encodes prompts, while the event loop goes on."""
+        """Runs a function that encodes prompts in a thread, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._encoding_pool, function)
 
     def of_prompts(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
-        """Tokens of each prompt, with the tokenizer's own at its beginning; raises ApiError if one cannot be computed."""
+        """Returns the tokens of each prompt; text prompts begin with the special tokens (BOS) that the tokenizer puts in front.
+        Raises ApiError if one is too long or empty.
+        """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(self._encoded({"texts": texts}, "prompt", "tokenizer") if texts else [])
         return [next(encoded) if isinstance(prompt, str) else self._of_tokens(prompt) for prompt in prompts]
 
     def of_conversation(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
-        """Tokens of a conversation up to where the answer begins; raises ApiError where the template does not take it."""
+        """Returns the tokens of a conversation, up to the beginning of the answer. Raises ApiError if the template does not
+        support it.
+        """
         if not self.has_template:
             raise refused("messages", "this model has no chat template; POST /v1/completions takes a prompt as it is")
         (ids,) = self._encoded({"messages": messages, "tools": tools}, "messages", "chat template and tokenizer")
         return ids
 
     def text_of(self, prompt: str | Sequence[int]) -> str:
-        """A prompt as it is repeated in front of its answer."""
+        """Returns the text of a prompt for `echo`, which repeats it before the output."""
         if isinstance(prompt, str):
             return prompt
         text: str = self.tokenizer.decode(prompt)  # type: ignore[assignment]
         return text
 
     def end_processes(self) -> None:
-        """Ends what is being encoded, and refuses prompts from now on."""
+        """Ends running encodings, and refuses prompts from now on."""
         self._workers.close()
 
     def close(self) -> None:
@@ -109,7 +114,7 @@ class Prompts:
         return checked(list(prompt), self.most, "prompt")
 
     def _encoded(self, request: dict[str, Any], param: str, parts: str) -> list[list[int]]:
-        """The worker's answer; `parts` of the model are named where they take too much of something."""
+        """Returns the worker's token lists. Errors about time or memory name `parts`, such as the chat template."""
         limits, begin = self.limits, time.monotonic()
         reply = self._workers.ask(request)
         less = "send fewer or shorter ones" if param == "messages" else "send a shorter one"
@@ -129,11 +134,11 @@ class Prompts:
 
 
 class Workers:
-    """The prompt process and its workers, which any thread may ask; a worker that has ended is replaced by the next request."""
+    """The prompt process and its workers, usable from any thread. The next request replaces a worker that has ended."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._lock = threading.Lock()  # of the two that follow
+        self._lock = threading.Lock()  # guards the next two fields
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._closed = False
@@ -148,7 +153,9 @@ class Workers:
                 self._start()
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """The reply of a worker; None if it ended instead. Raises ApiError once this is closed, and for what is no JSON."""
+        """Sends a request to a worker and returns its reply; None if the worker ended instead. Raises ApiError after `close`,
+        and for a request that is not valid JSON.
+        """
         try:
             data = json.dumps(request).encode()
         except (ValueError, RecursionError) as error:
@@ -170,7 +177,7 @@ class Workers:
         return reply
 
     def close(self) -> None:
-        """Ends the process and its workers; requests that they compute raise ApiError."""
+        """Ends the process and its workers; running requests raise ApiError."""
         with self._lock:
             self._closed = True
             self._end()
@@ -180,7 +187,7 @@ class Workers:
             raise unavailable("the server is shutting down")
 
     def _sent(self, connection: Connection | None, data: bytes) -> Connection:
-        """The connection to a worker that was sent `data`: another one if the worker has ended meanwhile."""
+        """Sends `data` to a worker, a new one if the given one has ended, and returns the connection to it."""
         if connection is not None:
             try:
                 connection.send_bytes(data)
@@ -207,11 +214,11 @@ class Workers:
         with theirs, tempfile.TemporaryFile() as job:
             try:
                 pickle.dump(self._job, job)
-            except Exception as error:  # a tokenizer's own classes take part in pickling: they may raise anything
+            except Exception as error:  # pickling runs code of the tokenizer's classes, which may raise anything
                 raise RuntimeError(f"this tokenizer cannot be copied to the process that encodes prompts: {error}") from error
             job.seek(0)
             command = [sys.executable, "-c", _COMMAND, json.dumps([theirs.fileno(), sys.path])]
-            # A session of its own, so that Ctrl-C on the terminal does not reach it, and one signal ends it with its workers.
+            # A new session: Ctrl-C on the terminal does not reach it, and one signal ends it together with its workers.
             self._process = subprocess.Popen(command, stdin=job, pass_fds=[theirs.fileno()], start_new_session=True)
         self._control = ours
 

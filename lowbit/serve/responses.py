@@ -14,7 +14,7 @@ from lowbit.serve.chat import TokenTexts
 from lowbit.serve.worker import SequenceOutput, ServedSequence
 
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON lacks."""
+"""Replaces minus infinity, which JSON cannot represent."""
 
 BROKEN = "\ufffd"
 
@@ -25,7 +25,7 @@ def _finite(logprob: float) -> float:
 
 @dataclass
 class Responses:
-    """The response to one HTTP request: its sequences 0, 1, .., `each` of them for each prompt."""
+    """The response to one HTTP request. `each` is the number of sequences per prompt."""
 
     model: str
     sequences: Sequence[ServedSequence]
@@ -40,7 +40,7 @@ class Responses:
     prefix = whole = chunk = ""
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of the prompts, each counted once, and of all sequences so far."""
+        """Returns the number of prompt tokens, each prompt counted once, and of generated tokens so far."""
         first_of_each = self.sequences[:: self.each]
         prompt = sum(len(sequence.request.prompt) for sequence in first_of_each)
         sampled = sum(len(sequence.submitted_state.sampled) for sequence in self.sequences)
@@ -51,13 +51,14 @@ class Responses:
         }  # fmt: skip
 
     def complete(self, outputs: dict[int, SequenceOutput]) -> dict[str, Any]:
-        """The whole response, from the joined output of each sequence."""
+        """Returns the whole response, from the joined output of each sequence."""
         choices = [self._choice(outputs[index]) for index in sorted(outputs)]
         return {**self._head(self.whole), "choices": choices, "usage": self.usage()}
 
     def chunks(self, output: SequenceOutput, first: bool, usage: bool) -> list[dict[str, Any]]:
-        """The chunks of an output in a stream; `usage`: True if the stream ends with its usage, so that other chunks have
-        null."""
+        """Returns the chunks of an output in a stream. `usage`: True if the last chunk of the stream has the usage, so that all
+        others have null.
+        """
         blank = {"usage": None} if usage else {}
         head = self._head(self.chunk)
         return [{**head, "choices": [delta], **blank} for delta in self._deltas(output, first)]
@@ -113,7 +114,7 @@ class ChatResponses(Responses):
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.names[token]
-        bytes_ = None if BROKEN in text else list(text.encode())  # a token within a character has no text of its own
+        bytes_ = None if BROKEN in text else list(text.encode())  # a token that is part of a character has no text by itself
         return {"token": text, "logprob": _finite(logprob), "bytes": bytes_}
 
 

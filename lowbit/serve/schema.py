@@ -1,6 +1,6 @@
 """Bodies of requests, field by field, with OpenAI's names. Unknown fields, and values without effect, are errors.
 
-Unsupported fields of OpenAI's API accept only the values that request nothing.
+Unsupported fields of OpenAI's API accept only values without effect.
 """
 
 from __future__ import annotations
@@ -104,17 +104,17 @@ class GenerationBody(StrictModel):
 
     @property
     def choices(self) -> int:
-        """Sequences for each prompt."""
+        """Number of sequences for each prompt."""
         return self.n or 1
 
     @property
     def limit(self) -> int | None:
-        """Upper limit of new tokens; None if omitted."""
+        """Maximum number of new tokens; None if omitted."""
         return self.max_tokens
 
     @property
     def limit_name(self) -> str:
-        """Name of the field of `limit`."""
+        """Name of the field that sets `limit`."""
         return "max_tokens"
 
     @property
@@ -279,7 +279,7 @@ class ChatCompletionRequest(GenerationBody):
 
     @property
     def limit_name(self) -> str:
-        """Name of the field of `limit`."""
+        """Name of the field that sets `limit`."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
@@ -316,7 +316,7 @@ _LONGEST_SHOWN = 60
 
 
 def _in_words(kind: type[GenerationBody], error: ValidationError) -> ApiError:
-    # For a field of several types, the error with the longest path is of the type that the client meant.
+    # For a field with several types, the error with the longest path belongs to the type that the client most likely meant.
     first = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is one JSON object: {first['msg']}", code="invalid_json")
@@ -336,7 +336,7 @@ def _in_words(kind: type[GenerationBody], error: ValidationError) -> ApiError:
 
 
 def _shown(value: object) -> str:
-    """A value in at most 60 characters."""
+    """Returns a value as text of at most 60 characters."""
     if isinstance(value, (dict, list, str)) and len(value) > _LONGEST_SHOWN:
         return f"{type(value).__name__} of length {len(value):,}"
     text = repr(value)
@@ -344,7 +344,7 @@ def _shown(value: object) -> str:
 
 
 def _object_in(text: str) -> object:
-    """The JSON object in a string, or the string."""
+    """Returns the JSON object in a string, or the string if it contains none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

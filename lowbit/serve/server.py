@@ -24,11 +24,12 @@ from lowbit.serve.service import Service, State, configured
 logger = logging.getLogger("lowbit.serve")
 
 AFTER_GRACE_SECONDS = 5
-"""Time to send the errors of cancelled requests, and again for the running step to end."""
+"""Time to send the errors of cancelled requests, and as much time again for the running step to end."""
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 is any free port. Bound before the model is loaded, so that a used port fails early.
+    """Returns a listening socket; port 0 is any free port. It is bound before the model is loaded, so that a port in use fails
+    early.
 
     Raises OSError, naming host and port.
     """
@@ -37,7 +38,7 @@ def bound(host: str, port: int) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen()  # a port that is only bound can be bound again
+        sock.listen()  # without this, another process could bind the port too
     except OSError as error:
         raise OSError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
     return sock
@@ -50,7 +51,9 @@ def address_of(sock: socket.socket) -> str:
 
 
 def service_of(pipe: Pipeline, name: str, limits: Limits, *, key: str | None, local: bool) -> Service:
-    """Makes the service of a pipeline and its engine; raises ValueError if that cannot sample as the model asks."""
+    """Makes the service of a pipeline and its engine. Raises ValueError for sampling settings of the model that the engine does
+    not support.
+    """
     return Service(name, pipe.engine, pipe.tokenizer, limits, key, local, configured(pipe.model))
 
 
@@ -72,7 +75,7 @@ class Server(uvicorn.Server):
         """The second signal, which ended the server at once."""
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens and warms up, until a signal arrives or the engine thread ends; then shuts down."""
+        """Listens, warms up and serves until a signal arrives or the engine thread ends; then shuts down."""
         with self._signals():
             try:
                 await super().serve(sockets)
@@ -93,7 +96,9 @@ class Server(uvicorn.Server):
         return Connection(self.config, self.server_state, state, loop, listener=listener)
 
     def drain(self) -> None:
-        """Accepts no more requests, and ends when the running ones are done or the grace time is over; on the event loop."""
+        """Accepts no more requests, and ends when the running ones are done or the grace time is over. Call on the event
+        loop.
+        """
         if self.should_exit:
             return
         self.service.state, self.should_exit = State.DRAINING, True
@@ -106,7 +111,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Handles SIGTERM and SIGINT: the first drains, a second one ends at once."""
+        """Handles SIGTERM and SIGINT: the first signal drains, the second ends the server at once."""
         loop = asyncio.get_running_loop()
         handled = (signal.SIGTERM, signal.SIGINT)
         with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: signals cannot be handled
@@ -131,7 +136,7 @@ class Server(uvicorn.Server):
                 connection.transport.abort()
 
     async def _end_thread(self) -> None:
-        """Waits for the engine thread, for a limited time: it is a daemon, and ends with the process."""
+        """Waits for the engine thread for a limited time. It is a daemon thread, so it ends with the process."""
         worker = self.service.worker
         worker.stop()
         end = time.monotonic() + AFTER_GRACE_SECONDS

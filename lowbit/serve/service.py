@@ -24,8 +24,9 @@ from lowbit.serve.worker import MOST_FAILURES, Worker
 
 
 def configured(model: PreTrainedModel) -> dict[str, Any]:
-    """Sampling settings of the model's generation config, for requests that state none; raises ValueError for values that
-    nothing can be sampled with."""
+    """Returns the sampling settings of the model's generation config, the defaults of requests. Raises ValueError for
+    impossible values.
+    """
     try:
         return sampling_settings(model.generation_config.to_diff_dict())
     except ValueError as error:
@@ -50,7 +51,7 @@ class State(str, Enum):
 
 @dataclass
 class SequenceQuota:
-    """Upper limit of running and waiting sequences; a request takes its share, and gives it back at its end."""
+    """Limits running and queued sequences. A request takes quota for its sequences and gives it back at its end."""
 
     count: int
     taken: int = 0
@@ -72,8 +73,8 @@ class SequenceQuota:
 class Service:
     """One model, served as `name`.
 
-    key: API key of clients, None for no key. local: only this machine can connect. defaults: sampling settings of requests that
-    state none (`configured`). The server starts `worker`.
+    key: API key that clients must send, None for no key. local: only this machine can connect. defaults: default sampling
+    settings of requests (`configured`). The server starts `worker`.
     """
 
     name: str
@@ -97,7 +98,7 @@ class Service:
         self.token_texts = TokenTexts(self.tokenizer)
 
     def check_key(self, authorization: str | None) -> None:
-        """Raises ApiError unless the header has the key; compares in constant time."""
+        """Raises ApiError unless the header has the key. The comparison takes constant time."""
         if self.key is None:
             return
         scheme, _, given = (authorization or "").partition(" ")
@@ -112,11 +113,11 @@ class Service:
             raise unavailable(f"the server is {self.state.value}", 5)
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError for a name that is not the model's."""
+        """Raises ApiError unless `name` is the model's name."""
         if name != self.name:
             raise ApiError(404, f"model: there is only {self.name!r} here, got {name!r}", "model", "model_not_found")
 
     @property
     def healthy(self) -> bool:
-        """True unless the engine thread is dead or the last sequences all failed."""
+        """False if the engine thread is dead or the last MOST_FAILURES sequences all failed."""
         return not self.worker.dead and self.worker.failures < MOST_FAILURES

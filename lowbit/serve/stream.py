@@ -18,8 +18,9 @@ Push = Callable[[bytes], Awaitable[None]]
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """Reads a body of at most `most` bytes. Raises ApiError for a larger one, before it reads further, and for one that does
-    not arrive in time; ClientDisconnect if the client disconnects."""
+    """Reads a body of at most `most` bytes. Raises ApiError for a larger body, without reading the rest, and for one that does
+    not arrive in time. Raises ClientDisconnect if the client disconnects.
+    """
     larger = ApiError(413, f"a body here has at most {most:,} bytes", code="body_too_large", headers={"connection": "close"})
     stated = request.headers.get("content-length", "0")
     if len(stated) > 15 or (stated.isascii() and stated.isdigit() and int(stated) > most):
@@ -41,7 +42,7 @@ async def read_body(request: Request, most: int) -> bytes:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; if the client disconnects first, cancels `work` and raises ClientDisconnect."""
+    """Returns the result of `work`. If the client disconnects first, cancels `work` and raises ClientDisconnect."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -60,7 +61,7 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events that `write` pushes; `done` is always called at the end."""
+    """A response of server-sent events, sent by `write`; `done` is always called at the end."""
 
     media_type = "text/event-stream"
 

@@ -1,4 +1,4 @@
-"""The thread that owns the engine. It runs commands of the event loop, steps the engine, and delivers the outputs.
+"""The thread that owns the engine. It runs commands of the event loop, steps the engine and delivers the outputs.
 
     event loop --commands (a queue)--> thread: engine.step() --outputs of all sequences of a step, one wake-up--> collectors
 
@@ -33,8 +33,9 @@ MOST_FAILURES = 5
 
 @dataclass(frozen=True)
 class SequenceOutput:
-    """New output of sequence `index` of a request: text, tokens, and at its end the finish reason, with the error if it failed.
-    `text_offsets`: where each token begins in the text, in characters."""
+    """New output of sequence `index` of a request: text, tokens, and in the last output the finish reason, with the error if it
+    failed. `text_offsets`: the index in the text, in characters, at which each token begins.
+    """
 
     index: int
     text: str
@@ -44,7 +45,7 @@ class SequenceOutput:
     text_offsets: tuple[int, ...] = ()
 
     def followed_by(self, later: SequenceOutput) -> SequenceOutput:
-        """This output and a later one of the same sequence, joined."""
+        """Returns this output joined with a later one of the same sequence."""
         text, sampled, text_offsets = (
             self.text + later.text,
             self.sampled + later.sampled,
@@ -61,12 +62,12 @@ class OutputCollector:
         self._ready = asyncio.Event()
 
     def put(self, output: SequenceOutput) -> None:
-        """Adds an output; for the event loop."""
+        """Adds an output. Call on the event loop."""
         self._outputs.append(output)
         self._ready.set()
 
     async def fetch(self) -> list[SequenceOutput]:
-        """Waits for outputs and returns them, joined to one for each sequence."""
+        """Waits for outputs and returns them, one joined output per sequence."""
         await self._ready.wait()
         self._ready.clear()
         joined: dict[int, SequenceOutput] = {}
@@ -79,8 +80,9 @@ class OutputCollector:
 
 @dataclass(eq=False)
 class ServedSequence:
-    """A sequence of an HTTP request: what the engine is to compute, the engine's state of it, its detokenizer, and output that
-    is not delivered yet. `state` is None until the worker has submitted the request."""
+    """A sequence of an HTTP request: the engine's request, its state, its detokenizer, and output that is not delivered yet.
+    `state` is None until the worker has submitted the request.
+    """
 
     request: Request
     stream: Detokenizer
@@ -99,7 +101,7 @@ class ServedSequence:
     def _on_token(self, sampled: SampledToken) -> bool:
         """Adds a token, in the engine's thread; returns True if it completes a stop string."""
         self.fresh.append(sampled)
-        self.text_offsets.append(len(self.stream.text))  # a token within a character has the offset of that character
+        self.text_offsets.append(len(self.stream.text))  # a token that is part of a character has that character's offset
         if sampled.token not in self.request.stop_token_ids:
             self.shown += self.stream.push(sampled.token)
         return self.stream.stopped
@@ -111,16 +113,16 @@ class ServedSequence:
 
     @property
     def submitted_state(self) -> Sequence:
-        """The engine's state of a sequence that was submitted."""
+        """The engine's state; requires that the sequence was submitted."""
         assert self.state is not None
         return self.state
 
     def take(self, error: ApiError | None = None) -> SequenceOutput | None:
-        """The output since the last call; None if there is none."""
+        """Returns the output since the last call; None if there is none."""
         end = self.finish_reason
         if end in (FinishReason.STOP, FinishReason.LENGTH):
             self.shown += self.stream.finish()
-            end = FinishReason.STOP if self.stream.stopped else end  # text held back may complete a stop string
+            end = FinishReason.STOP if self.stream.stopped else end  # held-back text may complete a stop string
         if not (self.fresh or end or error):
             return None
         output = SequenceOutput(self.index, self.shown, tuple(self.fresh), end, error, tuple(self.text_offsets))
@@ -132,7 +134,7 @@ Command = Callable[[], None]
 
 
 class Worker:
-    """Steps an engine in a thread of its own, from `start` to `stop`; methods are for the event loop."""
+    """Steps an engine in a separate thread, from `start` to `stop`. Methods must be called on the event loop."""
 
     def __init__(self, engine: Engine, metrics: Metrics, prompts: Prompts) -> None:
         self.engine, self.metrics, self._prompts = engine, metrics, prompts
@@ -151,13 +153,14 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="lowbit-engine", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop, warm: Callable[[Stage | None], None], ended: Callable[[], None]) -> None:
-        """Starts the thread, which warms up first. On the event loop, `warm` is called before each stage and with None at the
-        end, `ended` when the thread has ended."""
+        """Starts the thread, which warms up first. On the event loop, `warm` is called before each stage of the warm-up and
+        with None at its end, and `ended` when the thread has ended.
+        """
         self._loop, self._warm, self._ended = loop, warm, ended
         self._thread.start()
 
     def submit(self, sequences: abc.Sequence[ServedSequence]) -> None:
-        """Generates sequences; the last output of each has a finish reason."""
+        """Submits sequences; the last output of each has a finish reason."""
         self._open.update(dict.fromkeys(sequences))
         if self.dead:
             self._fail_open()
@@ -178,7 +181,7 @@ class Worker:
         self._commands.put(count)
 
     def end_all(self, error: ApiError) -> None:
-        """Ends all sequences with an error, also those submitted later."""
+        """Ends all sequences with an error, including those submitted later."""
         self._commands.put(lambda: self._end_all(error))
 
     def stop(self) -> None:
@@ -207,20 +210,20 @@ class Worker:
     def _warm_up(self) -> bool:
         """Warms up; returns False if that failed or the thread is to end."""
         try:
-            self._prompts.start()  # its process imports and loads while kernels are compiled
+            self._prompts.start()  # its process starts while kernels are compiled
             for stage in self.engine.warm_up():
                 self._call(functools.partial(self._warm, stage))
                 if self._stopping:
                     return False
-            self.engine.generate([Request([0], 2)])  # what a first text costs beside kernels and graphs
+            self.engine.generate([Request([0], 2)])  # other costs of the first sequence
             self._prompts.check()
-        except ApiError:  # the server was told to end meanwhile
+        except ApiError:  # the server was stopped meanwhile
             return False
-        except Exception:  # the thread's boundary: the server must end in order, whatever the engine raises
+        except Exception:  # boundary of the thread: the server must shut down cleanly after any error
             logger.exception("warming up failed")
             return False
         gc.collect()
-        gc.freeze()  # no later collection scans models and kernels
+        gc.freeze()  # later garbage collections skip models and kernels
         self._call(functools.partial(self._warm, None))
         return True
 
@@ -275,11 +278,11 @@ class Worker:
             self.engine.step()
         except StepFailed:  # the engine has failed the sequences of the step
             logger.exception("a step of the engine failed")
-        except Exception:  # the thread's boundary: without it, one error would end the server
+        except Exception:  # boundary of the thread: one error must not end the server
             unexplained = True
             logger.exception("a step of the engine failed")
         outputs = self._outputs()
-        if unexplained:  # no sequence is at fault, and the next step may raise it again: none may wait for ever
+        if unexplained:  # no sequence is at fault, and the next step may raise it again: all fail
             lost = list(self._live)
             self.failures += len(lost)
             self._cancel(lost, FinishReason.FAILED)
@@ -294,7 +297,7 @@ class Worker:
             error = failed() if sequence.finish_reason is FinishReason.FAILED else None
             try:
                 output = sequence.take(error)
-            except Exception:  # a tokenizer may raise anything on odd tokens, and other sequences must continue
+            except Exception:  # a tokenizer may raise anything; other sequences must continue
                 logger.exception("the last tokens of a sequence could not be decoded")
                 output = _failure(sequence)
             if output is None:
@@ -323,7 +326,7 @@ class Worker:
             self._loop.call_soon_threadsafe(function)
 
     def _put(self, outputs: abc.Sequence[tuple[ServedSequence, SequenceOutput]]) -> None:
-        """Stores outputs in their collectors; on the event loop."""
+        """Stores outputs in their collectors. Runs on the event loop."""
         for sequence, output in outputs:
             if output.finish_reason:
                 self._open.pop(sequence, None)
@@ -336,10 +339,10 @@ class Worker:
         self._ended()
 
     def _fail_open(self) -> None:
-        """Fails all open sequences; on the event loop."""
+        """Fails all open sequences. Runs on the event loop."""
         self._put([(sequence, _failure(sequence)) for sequence in list(self._open)])
 
 
 def _failure(sequence: ServedSequence, error: ApiError | None = None) -> SequenceOutput:
-    """The last output of a sequence that failed."""
+    """Returns the last output of a failed sequence."""
     return SequenceOutput(sequence.index, "", (), FinishReason.FAILED, error or failed())

@@ -1,4 +1,6 @@
-"""A small result file made by hand: two shapes of one format of this library, two peers, cuBLAS, one failure."""
+"""A small hand-made result file: two shapes in one format, measured for this library, two peers and cuBLAS, with one
+failure.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def document(result_file):
 
 @pytest.fixture
 def changed(result_file):
-    """Rewrites the file after `change` was applied to its document."""
+    """A function that applies `change` to the file's document and rewrites the file."""
 
     def apply(change):
         value = json.loads(result_file.read_text())

@@ -12,7 +12,7 @@ from benchmarks.cli import app
 
 
 def test_every_operation_moves_the_bytes_that_it_says():
-    """What goes in and comes out, counted on tensors; vectors as long as a row, and scales, are left out."""
+    """Stated bytes equal those of input and output tensors; vectors of a row's length and scales are not counted."""
     x, other, w = torch.randn(4, 256).half(), torch.randn(4, 256).half(), torch.ones(256).half()
     for operation in OPERATIONS:
         made = operation.call(x, other, w)

@@ -1,4 +1,4 @@
-"""Products computed once in processes of their own, without a GPU: what runs, and what may go wrong there."""
+"""Products computed ahead in separate processes, without a GPU: which products run, and failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def test_pieces_are_the_products():
 
 
 def noted(q, request):
-    """A contender that leaves a file for each product; those of w8a16 fail, those of w3a16_g128 end their process."""
+    """A contender that creates a file for each product it runs. Products of w8a16 fail; those of w3a16_g128 kill their
+    process.
+    """
     folder = Path(os.environ["LOWBIT_TEST_NOTES"])
 
     def product(x, w):

@@ -43,7 +43,7 @@ def test_each_weight_is_of_one_half_and_no_run_moves_it():
     assert len(shapes) == len(set(shapes)) == len(grid.weights(half="tuned")) + len(grid.weights(half="untuned"))
     assert all(k % 128 == 0 for _, k in shapes)
     assert grid.KNOWN & set(grid.weights(half="untuned")) == set()
-    # Whoever changes the split makes every figure for the untuned half one of weights that were tuned.
+    # Changing the split would invalidate all figures for the untuned half: it would contain tuned weights.
     assert [grid.half_of(shape) for shape in ((5120, 13824), (2048, 4096), (57344, 8192), (4096, 4096))] == [
         "untuned", "tuned", "untuned", "tuned",
     ]  # fmt: skip
@@ -71,7 +71,7 @@ def test_products_too_large_to_have_a_choice_are_left_out():
 
 def test_regret_is_over_the_fastest_tile_tried():
     rows = [row(1, 1, 1, {"a": 11.0, "b": 10.0}), row(1, 1, 2, {"a": 10.0, "b": 20.0}), row(1, 1, 4, {"b": 1.0})]
-    assert [regret for regret, _ in regrets(rows)] == [1.1, 1.0]  # the chosen tile of the third did not run
+    assert [regret for regret, _ in regrets(rows)] == [1.1, 1.0]  # in the third row, the chosen tile did not run
     assert [regret for regret, _ in regrets(rows, lambda row: "b")] == [2.0, 1.0, 1.0]
     found = summary(rows)
     assert found is not None and (found.count, found.worst, found.good) == (2, 1.1, 0.5)
@@ -81,7 +81,7 @@ def test_regret_is_over_the_fastest_tile_tried():
 
 def test_time_that_falls_as_tokens_are_added():
     rows = [row(8, 8, m, {"a": us}) for m, us in ((1, 10.0), (16, 9.8), (32, 9.0), (64, 12.0))]
-    rows.append(row(8, 8, 16, {"a": 100.0}, scheme="w8a16"))  # another weight
+    rows.append(row(8, 8, 16, {"a": 100.0}, scheme="w8a16"))  # a different weight
     assert [(first["m"], more["m"]) for _, first, more in falls(rows)] == [(1, 32), (16, 32)]
     assert falls(rows)[0][0] == pytest.approx(10 / 9)
 
@@ -116,7 +116,7 @@ RESULT = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*/*
 
 @pytest.mark.parametrize("path", RESULT, ids=lambda path: path.name)
 def test_kept_result_files_are_printed(path):
-    """One of them has no times of cuBLAS."""
+    """All kept result files can be printed, including one without cuBLAS times."""
     done = CliRunner().invoke(app, ["choice", "--report", str(path)])
     assert done.exit_code == 0 and "slower than with more tokens" in done.output and "…" not in done.output
 
@@ -143,7 +143,7 @@ def test_without_a_gpu_it_says_so():
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8e4m3a8e4m3", "w8a8"])
 def test_a_small_run_on_a_gpu(scheme, tmp_path):
-    """Every tile tried computes its product, and each row says what was chosen and what it took."""
+    """Every candidate tile gives a correct product, and each row has the chosen tile and its time."""
     grid = trials.TrialGrid(((2048, 4096),), (scheme,), (1, 16, 256))
     path, document = choice.run(grid, tmp_path / "choice.json", print, lambda done, total, what: None)
     assert load(path)["complete"] and [found["m"] for found in document["rows"]] == [1, 16, 256]

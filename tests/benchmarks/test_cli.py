@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: help lists the commands, and a wrong file is one line."""
+"""`python -m benchmarks`: the help lists the commands, and a wrong file gives a one-line error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The convolution benchmark without a GPU: what the network must do, its limits, its tables."""
+"""The convolution benchmark without a GPU: the network's work, its time limits, its tables."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_work_by_hand():
     stem, block = "resnet.embedder.embedder.convolution", "resnet.encoder.stages.1.layers.0"
     pixels = 2 * 32 * 16
     assert found[stem] == (2 * 32 * (16 + 3) * 16 + 64 * 3 * 49 + pixels * 64 / 2, 2 * pixels * 64 * 3 * 49)
-    # Stride 2: of 16 x 8 pixels a quarter is read by a 1 x 1 window, and its output has 8 bits, as nothing follows it.
+    # With stride 2, a 1 x 1 window reads a quarter of the 16 x 8 pixels. The output has 8 bits, as no ReLU follows.
     assert found[f"{block}.shortcut.convolution"] == (2 * 8 * 4 * (128 / 2 + 256) + 128 * 256, 2 * 2 * 8 * 4 * 128 * 256)
     last = f"{block}.layer.2.convolution"
     assert found[last] == (2 * 8 * 4 * (64 / 2 + 256 + 256 / 2) + 64 * 256, 2 * 2 * 8 * 4 * 64 * 256)
@@ -95,7 +95,7 @@ def test_work_of_blocks_by_hand():
     (name,) = [name for name in works(whole, 2) if " to " in name]
     pixels, weights = 2 * 8 * 12, 64 * 64 * 9 + (64 + 64) * 256 + 256 * 128
     assert name.endswith("stages.1.layers.0.layer.0.convolution")
-    # x, the shortcut's input, y and z; the second convolution's output stays where it is.
+    # x, the shortcut's input, y and z are moved; the second convolution's output stays on the SM.
     assert works(whole, 2)[name] == (pixels * (64 + 64 + 256 + 128) / 2 + weights, 2 * pixels * weights)
 
 

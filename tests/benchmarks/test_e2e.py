@@ -1,4 +1,4 @@
-"""`python -m benchmarks e2e`: models of known shapes, what a step's kernels are, tables; and one short run on a GPU."""
+"""`python -m benchmarks e2e`: models of known shapes, classes of a step's kernels, tables, and one short run on a GPU."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_a_random_model_computes_and_counts_its_bytes(small):
     assert len(model.model.layers) == 2 and model.dtype == torch.bfloat16
     for module in model.modules():
         if isinstance(module, PackedWeight):
-            module.restore()  # a CPU's own form may be larger
+            module.restore()  # the CPU's packed form may be larger
     weights = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 192 * 64)
     of_layers = weights // 2 + weights // 32 * 2  # codes of 4 bits, fp16 scales of groups of 32
     norms = 5 * 64 * 2
-    head = 320 * 64 + 320 * 4  # the embedding's rows are read one by one and do not count
+    head = 320 * 64 + 320 * 4  # single rows of the embedding are read; they do not count
     assert weight_bytes(model) == of_layers + norms + head
     plain = random_model(small, None, None, torch.float16, torch.device("cpu"))
     assert not any(isinstance(module, PackedWeight) for module in plain.modules())
@@ -83,7 +83,7 @@ def test_tables_say_shares_ratios_and_errors(tmp_path):
 
 
 def test_kept_results_fit_a_terminal():
-    """No figure is cut."""
+    """No figure is truncated."""
     terminal = Console(width=80, record=True, quiet=False)
     for file in RESULTS.glob("*-e2e*.json"):
         terminal.print(*tables(load(file)))
@@ -96,7 +96,7 @@ def test_shares_of_kinds_of_kernels():
 
 
 def test_sums_of_split_k_are_products():
-    """As an H200's cuBLAS names them."""
+    """cuBLAS's split-K reduction kernels, by their names on an H200, count as products."""
     name = "void cublasLt::splitKreduce_kernel<32, 16, int, float, __half>(cublasLt::cublasSplitKParams<float>)"
     assert any(part in name for part in e2e.PRODUCTS)
     assert shares(row(kernels={name: [1, 2.0, 2.0], "collect": [1, 1.0, 1.0]})) == {
@@ -127,7 +127,7 @@ def test_what_is_asked_wrongly_is_refused(arguments, message):
 
 
 def test_a_model_with_an_embedding_of_positions(monkeypatch):
-    """OPT's shape: a row of the embedding of positions is read, the tied weight counts once, as the head."""
+    """OPT's shape: one row of the position embedding is read, and the tied weight counts once, as the LM head."""
     config = language_model.SHAPES["OPT-30B"]()
     assert (config.hidden_size, config.ffn_dim, config.num_hidden_layers, config.num_attention_heads) == (7168, 28672, 48, 56)
     monkeypatch.setitem(language_model.SHAPES, "small", lambda: language_model._opt(64, 256, 3, 4))
@@ -139,7 +139,7 @@ def test_a_model_with_an_embedding_of_positions(monkeypatch):
     packed = random_model("small", "w4a16_g32", "w8a16", torch.bfloat16, torch.device("cpu"))
     for module in packed.modules():
         if isinstance(module, PackedWeight):
-            module.restore()  # a CPU's own form may be larger
+            module.restore()  # the CPU's packed form may be larger
     assert packed.lm_head.weight_packed is packed.model.decoder.embed_tokens.weight_packed
     of_layer = (4 * 64 * 64 + 2 * 64 * 256) * 9 // 16 + 2 * (4 * 64 + 64 + 256 + 4 * 64)
     assert weight_bytes(packed) == 3 * of_layer + 2 * 2 * 64 + 50272 * (64 + 4)
@@ -148,7 +148,7 @@ def test_a_model_with_an_embedding_of_positions(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["Llama-3-8B", "OPT-30B"])
 def test_a_short_run(tmp_path, model):
-    """Two layers of a model's shape: all columns that a result file promises, no step faster than its bytes."""
+    """Two layers of a model's shape: the result file has all its columns, and no step is faster than its bytes allow."""
     out = tmp_path / "e2e.json"
     arguments = ["--models", model, "--layers", "2", "--schemes", "w4a16_g128", "--batches", "1,16", "--contexts", "256"]
     arguments += ["--out", str(out)]
@@ -169,7 +169,9 @@ def test_a_short_run(tmp_path, model):
 
 
 def test_16_bits_are_the_better_of_two(small, monkeypatch):
-    """The ring kernel's chain as far as it goes, cuBLAS always; the program is left as it was."""
+    """The 16-bit row is the faster of the small-M chain, for as many rows as that supports, and cuBLAS. The program is restored
+    afterwards.
+    """
     monkeypatch.setattr(chain_of, "_refusals", lambda product, m, dtype: ())
     model = random_model(small, None, None, torch.float16, torch.device("cpu"))
     engine = Engine(model, max_concurrent=1, max_length=128)
@@ -197,7 +199,9 @@ def test_16_bits_are_the_better_of_two(small, monkeypatch):
 
 
 def test_kernels_count_from_the_end_of_the_one_before(monkeypatch):
-    """Programmatic launch: the second starts in the first and waits; the third starts after a gap."""
+    """A kernel's time counts from the end of the previous one. With programmatic launch the second starts during the first; the
+    third starts after a gap.
+    """
     times = [("qkv", 0, 10), ("attention", 4, 15), ("o", 18, 20)]
 
     class Profile:
@@ -221,7 +225,7 @@ def test_kernels_count_from_the_end_of_the_one_before(monkeypatch):
 
 
 def test_one_layer_of_a_random_model_is_in_16_bits_at_a_time(small, monkeypatch):
-    """A model of 70 billion parameters is made beside its packed form, not beside itself."""
+    """Building a random model keeps one layer in 16 bits at a time, so that a 70B model fits memory."""
     made, alive = [], []
 
     def swap_and_count(model, name, q):

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks experts` is asked and prints, without a GPU; its block and its reference on a CPU are the same."""
+"""Arguments and output of `python -m benchmarks experts` without a GPU; on a CPU, its block equals its reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run without its measurements, and on a GPU a very small one with them."""
+"""The GEMM benchmark without measurements, and a very small real run on a GPU."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_peer_that_dies_leaves_rows_with_its_last_words():
 
 
 def test_rows_arrive_as_a_peer_writes_them(monkeypatch):
-    """Half a line waits for its other half, and what was written before a crash is kept."""
+    """A partial line is read once it is complete, and rows written before a crash are kept."""
     code = """
 import json, sys, time
 out = open(sys.argv[sys.argv.index("--out") + 1], "a")
@@ -137,7 +137,7 @@ def test_reasons_are_one_line():
 
 @pytest.mark.gpu
 def test_a_real_run(tmp_path):
-    """The protocol on a small product: times, ceilings and cuBLAS's row; torch's int4 kernel as the peer."""
+    """A small product has times, ceilings, a cuBLAS row and torch's int4 kernel as peer."""
     out = tmp_path / "r.json"
     result = run("gemm", "--formats", "w4a16_g128", "--shapes", "1024x2048", "--m", "1,64", "--peers", "torch", "--out", out)
     assert result.exit_code == 0, result.output

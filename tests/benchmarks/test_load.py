@@ -1,4 +1,4 @@
-"""`python -m benchmarks load`: files of random weights in a shape, loads of them, the table; the bound of memory on a GPU."""
+"""`python -m benchmarks load`: files of random weights of a shape, loading them, the table, and the memory bound on a GPU."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_row_says_what_was_measured(small, tmp_path):
     watched = []
     path, document = run(config(tmp_path), tmp_path / "load.json", lambda *step: watched.append(step))
     assert document == load_report.load(path) and document["complete"]
-    assert [p.name for p in tmp_path.iterdir()] == ["load.json"]  # the model's files are gone
+    assert [p.name for p in tmp_path.iterdir()] == ["load.json"]  # the model's files were deleted
     rows = document["rows"]
     assert [(row["files"], row["scheme"]) for row in rows] == [
         ("16-bit", None), *((kind, "w4a16_g128") for kind in load.KINDS),
@@ -109,7 +109,7 @@ def test_files_are_removed_whatever_ends_the_run(stop, small, tmp_path, monkeypa
     for what in ("load_causal", "_read"):
         with monkeypatch.context() as patched:
             patched.setattr(load, what, interrupted)
-            if (what, stop) == ("load_causal", OSError):  # of a load, an error is a row's
+            if (what, stop) == ("load_causal", OSError):  # an error of a load becomes a row
                 run(config(tmp_path, kinds=("16-bit",)), tmp_path / "load.json", lambda *step: None)
             else:
                 with pytest.raises(stop):
@@ -153,7 +153,7 @@ def test_a_damaged_result_file_is_refused(tmp_path):
 
 @pytest.mark.gpu
 def test_loading_is_fast_and_within_its_bound_on_a_gpu(tmp_path):
-    """Two layers of the 8B shape and its head: 3 GB."""
+    """Loads two layers of the 8B shape and its LM head (3 GB) fast and within the memory bound."""
     schemes = (None, "w4a16_g128", "w6e3m2a16", "w8a8")
     given = config(tmp_path, model="Llama-3-8B", kinds=("16-bit", "lowbit", "gptq"), schemes=schemes, layers=2, repeats=2,
                   device=torch.device("cuda"))  # fmt: skip

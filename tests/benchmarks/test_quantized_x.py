@@ -1,4 +1,4 @@
-"""Rows with 8-bit activations: what everybody is given, and what counts as right."""
+"""Rows with 8-bit activations: the inputs of all contenders, and the error bound."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How far the chosen tiles are from the fastest ones measured on an H200, on weights that costs were fitted to and others.
+"""Gap of the chosen tiles to the fastest ones measured on an H200, for the weights used to fit the costs and for others.
 
-Bounds are what the choice reaches, not what it should: the bars are in benchmarks/choice_report.py.
+The bounds are what the choice reaches now. The targets are in benchmarks/choice_report.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def rows():
 
 
 def now(row):
-    """The tile that is chosen today, but for those that share the last wave: the files are older, and know none of them."""
+    """The tile that is chosen today. Stream-K tiles are skipped, because the older result files have no times of them."""
     tiles = [each.tile for each in products_of(row["scheme"], H200).feasible(row["m"], row["n"], row["k"])]
     return written(next(tile for tile in tiles if tile.splits), TILES)
 
@@ -72,7 +72,7 @@ def test_regret_where_tiles_of_shares_were_timed_too(half, scheme, mean, worst):
 
 
 def test_what_a_report_says_of_today(rows):
-    """The same as a chooser over the rows; and the command prints it, with the figure that the changelog has."""
+    """`as_chosen_now` equals a summary with `chosen_now` as the chooser. The command prints it, with the changelog's figure."""
     judged = [row for row in rows if row["half"] == "untuned"]
     assert summary(as_chosen_now(judged, H200)) == summary(judged, lambda row: chosen_now(row, H200))
     printed = CliRunner().invoke(app, ["choice", "--report", str(MEASURED)], env={"COLUMNS": "200"}).output
@@ -88,15 +88,17 @@ def test_nearly_all_chosen_tiles_were_measured(rows):
 
 
 def test_fewer_tokens_are_rarely_slower(rows):
-    """43 products took more than 1.03 times as long as with more tokens when measured. What is left: tiles that are not full of
-    tokens are slower than full ones, whichever is chosen."""
+    """When measured, 43 products took more than 1.03 times as long as with more tokens. The remaining cases are tiles not full
+    of tokens, which are slower than full ones whichever is chosen.
+    """
     found = falls(rows, now)
     assert len(found) <= 29 and found[0][0] <= 1.2, [(ratio, row["scheme"], row["n"], row["m"]) for ratio, row, _ in found]
 
 
 def test_few_products_are_slower_than_before_the_costs_were_fitted():
-    """Against the tiles that were chosen until 2026-11-22, in products of weights of middle size and others; costs were fitted
-    to most of these (the tuned ones). A tile that was not timed counts as slower."""
+    """Compares with the tiles chosen until 2026-11-22, for weights of medium size and others. Costs were fitted to most of them
+    (the tuned half). A tile without a time counts as slower.
+    """
     slower, others = [], 0
     for row in load(MEASURED.with_name("2026-11-23-choice-middle.json"))["rows"]:
         chosen, before = now(row), row["us"][row["before"]]

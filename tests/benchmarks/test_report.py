@@ -51,7 +51,7 @@ def test_only_what_is_asked_for(document):
 def test_readme_block_is_replaced_in_place(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(f"# Title\n<!-- {report.MARK} -->\nold\n<!-- /{report.MARK} -->\nend\n")
-    for _ in range(2):  # a second time changes nothing
+    for _ in range(2):  # idempotent
         report.rewrite_readme(readme, "new\n")
         assert readme.read_text() == f"# Title\n<!-- {report.MARK} -->\nnew\n<!-- /{report.MARK} -->\nend\n"
     readme.write_text(f"<!-- /{report.MARK} --><!-- {report.MARK} -->")

@@ -17,7 +17,7 @@ def test_rows_are_flat_and_complete(document, result_file):
         assert all(value is None or isinstance(value, (str, int, float)) for value in row.values())
     first, own, failed = (document["rows"][i] for i in (0, 2, 3))
     assert (first["impl"], first["format"]) == ("cublas", "fp16") and first["limit_us"] > own["limit_us"]
-    # 1024 * 2048 / 2 of codes, 1024 * 16 * 2 of scales, 2 * (1024 + 2048) of x and y, at 4 TB/s
+    # bytes: 1024 * 2048 / 2 of codes, 1024 * 16 * 2 of scales, 2 * (1024 + 2048) of x and y; at 4 TB/s
     assert own["limit_us"] == pytest.approx((1_048_576 + 32_768 + 6_144) / 4e6)
     assert own["compute_us"] == pytest.approx(2 * 1024 * 2048 / 8e8)
     assert own["cublas_fp16_us"] == 8.0 and failed["us"] is None and "no kernel" in failed["error"]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks serve`: lengths, clients, what is counted, and whole runs with a tiny model."""
+"""`python -m benchmarks serve`: request lengths, clients, counted figures, and whole runs with a tiny model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ VOCAB = 160
 
 
 def test_lengths_have_the_medians_and_percentiles_that_are_said():
-    """Those of the table, of requests that a text of 8,192 tokens holds."""
+    """Sampled lengths have the medians and 90th percentiles of the table, for requests of at most 8,192 tokens in all."""
     rng = random.Random(0)
     drawn = [SHAREGPT.draw(rng, 8192) for _ in range(8000)]
     assert max(map(sum, drawn)) <= 8192
@@ -91,7 +91,9 @@ def test_percentiles():
 
 
 def test_a_shape_is_served_with_random_weights(monkeypatch):
-    """What the other process does before it serves, here, for a second of its own time, however busy the machine is."""
+    """Runs the server process's preparation in this process, for one second of CPU time, so that a busy machine does not
+    matter.
+    """
     monkeypatch.setattr(serve_host, "time", SimpleNamespace(perf_counter=time.process_time, process_time=time.process_time))
     shape = dict(hidden=64, intermediate=192, layers=3, heads=4, kv_heads=2, vocab=320, theta=1e4)
     monkeypatch.setitem(language_model.SHAPES, "small", lambda: language_model._llama(**shape))
@@ -144,7 +146,7 @@ def test_a_closed_loop_asks_as_soon_as_it_is_answered(server, builder):
 
 def test_a_closed_loop_goes_on_with_another_mix_without_a_pause(server, builder):
     mixes = [lambda: (20, 12), lambda: (9, 30)]
-    for seconds in (1.5, 6, 24):  # until a busy machine has answered some of each
+    for seconds in (1.5, 6, 24):  # until even a busy machine has answered some requests of each kind
         (first, second), end = asyncio.run(closed_loop(builder, mixes, 4, seconds, lambda found: None))
         server.wait_until_free()
         if len(first) > 8 < len(second):
@@ -159,8 +161,9 @@ def test_a_closed_loop_goes_on_with_another_mix_without_a_pause(server, builder)
 
 
 def test_one_after_the_other_meets_an_engine_that_does_nothing(server, builder, monkeypatch):
-    """What is measured as idle: each prompt is computed once, in one piece, with nothing of an earlier text running, on its way
-    or to be let go of."""
+    """Requests one after the other find an idle engine. Each prompt is one prefill chunk, and no earlier sequence is running,
+    in flight or waiting to be freed.
+    """
     engine, prompt, found = server.engine, server.engine.program.prompt, []
 
     def watched(pieces, slots):
@@ -176,7 +179,7 @@ def test_one_after_the_other_meets_an_engine_that_does_nothing(server, builder, 
         )
         return prompt(pieces, slots)
 
-    asyncio.run(one_by_one(builder, 20, 8, 1, 20.0))  # behind texts that were given up
+    asyncio.run(one_by_one(builder, 20, 8, 1, 20.0))  # after sequences that were cancelled
     monkeypatch.setattr(engine.program, "prompt", watched)
     answers = asyncio.run(one_by_one(builder, 20, 8, 30, 20.0))
     assert len(answers) == 30 and not any(answer.error for answer in answers)
@@ -185,7 +188,7 @@ def test_one_after_the_other_meets_an_engine_that_does_nothing(server, builder, 
 
 
 def asked_by_chance(builder, rate, output, seconds=1.0):
-    """Answers to arrivals."""
+    """The answers to requests with random arrival times."""
 
     async def ask():
         return await (
@@ -196,7 +199,9 @@ def asked_by_chance(builder, rate, output, seconds=1.0):
 
 
 def test_arrivals_come_when_they_are_due_whatever_became_of_others(server, builder):
-    """More than the server has places for: what it refuses is counted as failed, with the reason."""
+    """Requests arrive on schedule, whatever happens to earlier ones. There are more than the server accepts; refused ones count
+    as failed, with the reason.
+    """
     answers = asked_by_chance(builder, 300.0, 60)
     server.wait_until_free()
     due = [answer.due - answers[0].due for answer in answers]
@@ -271,7 +276,7 @@ def test_a_whole_run(folder, tmp_path, monkeypatch):
     assert streams["ratio"] == pytest.approx(streams["tokens_per_s"] / engine["tokens_per_s"]) and other["ratio"] is None
     assert streams["seconds"] == pytest.approx(2) == pytest.approx(other["seconds"]) and streams["cut"] == 0
     assert all(row["server_cpu"] > 0 and row["client_cpu"] > 0 for row in (streams, other, *arrivals))
-    # By the time that each had of a core: a busy machine may give them different shares.
+    # Compared by CPU time: a busy machine may give the processes different shares.
     assert 0.2 < streams["ratio"] * engine["server_cpu"] / streams["server_cpu"] < 1.3
     assert engine["server_cpu"] + streams["server_cpu"] > 0.1 and 0 < idle["added_ms"]["p50"] <= idle["added_ms"]["p99"]
     samples = idle["samples_ms"]

@@ -19,7 +19,7 @@ def row(chosen_us, best_us):
 
 
 def test_a_printed_row_is_the_row_of_the_table():
-    """What the command prints can stand in MEASURED as it is."""
+    """A row that the command prints can be pasted into MEASURED unchanged."""
     measured = row(10.0, 8.0)
     names = {kind.__name__: kind for kind in (GemmShape, Measured, RingTile, WgmmaTile)}
     (read,) = eval(f"({measured.measured('H200')})", names)

@@ -1,4 +1,4 @@
-"""The benchmark of vLLM's engine: what it asks for, and, where vLLM is installed, a whole run with a tiny model on a CPU."""
+"""The benchmark of vLLM's engine: its arguments and, if vLLM is installed, a whole run with a tiny model on a CPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_memory_for_keys_and_values(tmp_path):
 
 
 def test_random_weights_are_no_zeros():
-    """What vLLM's own dummy weights are for codes and fp8."""
+    """Random weights contain no zeros. (vLLM's own dummy weights are zero for codes and fp8.)"""
     module = torch.nn.Module()
     kinds = {"weight": torch.bfloat16, "packed": torch.float8_e4m3fn, "weight_scale": torch.bfloat16}
     for name, dtype in kinds.items():
@@ -58,7 +58,9 @@ def test_random_weights_are_no_zeros():
 
 
 def test_int4_of_vllm_are_weights_as_ours():
-    """Uniform codes need less power than those of normal weights: Machete took 4.66 ms instead of 5.54 for a layer (H200)."""
+    """vLLM's int4 weights have normally distributed codes, as ours do. Uniform codes need less power: Machete took 4.66 ms
+    instead of 5.54 for a layer (H200).
+    """
     module = torch.nn.Sequential(torch.nn.Module())
     k, n = 512, 64
     for name, shape, dtype in (("qweight", (k // 8, n), torch.int32), ("qzeros", (k // 128, n // 8), torch.int32)):
@@ -103,7 +105,7 @@ def test_kept_results_are_printed_and_drawn(tmp_path, capsys):
 
 
 def test_bars_stand_by_bits_with_their_values():
-    """A figure that is not there, of an engine that failed or of steps that never made a token for all, has no bar."""
+    """A missing figure has no bar, if an engine failed or no step produced a token for all sequences."""
     pytest.importorskip("matplotlib", reason="the extra lowbit[plot]")
     document = vllm_report.load(KEPT)
     rows = [row | {"step_ms": None} if row["scheme"] == "fp8" else row for row in document["rows"]]
@@ -133,8 +135,9 @@ esac
 
 
 def test_engines_that_fall_silent_or_end_leave_the_others_alone(tmp_path, monkeypatch):
-    """One that says nothing is gone before another is measured; one that ends after its start is a row; what an engine does
-    after its last row does not matter."""
+    """A silent engine is ended before the next one is measured. An engine that ends after its start becomes a row with an
+    error. What an engine does after its last row is ignored.
+    """
     engines = tmp_path / "engines"
     engines.write_text(ENGINES)
     engines.chmod(0o755)

@@ -12,12 +12,12 @@ FOLDERS = sorted(path.parent for path in DATA.glob("*/model.safetensors"))
 
 
 def sha(weight):
-    """As in data/make.py."""
+    """SHA-256 of a matrix as float32 bytes, row by row, as `sha` of data/make.py computes it."""
     return hashlib.sha256((weight.float() + 0.0).contiguous().numpy().tobytes()).hexdigest()
 
 
 def same(a, b):
-    """Whether two tensors have one dtype, one shape and the same bytes."""
+    """Whether two tensors have equal dtypes, shapes and bytes."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     a, b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)

@@ -31,7 +31,7 @@ SCHEMES = [
 
 
 def write(folder, schemes=("w4a16_g32_fz", "w6e3m2a16"), **options):
-    """A checkpoint with one layer per scheme and one plain tensor; returns the layers."""
+    """Writes a checkpoint with one layer per scheme and one plain tensor; returns the layers."""
     g = torch.Generator().manual_seed(0)
     layers = {f"model.layer{i}": rtn(torch.randn(12, 75, generator=g), name) for i, name in enumerate(schemes)}
     default = parse_scheme(schemes[0])
@@ -46,7 +46,7 @@ def write(folder, schemes=("w4a16_g32_fz", "w6e3m2a16"), **options):
 
 
 def write_with_channels(folder, **options):
-    """Three layers: with an order, with an input scale, with both."""
+    """Writes three layers: one with an order of channels, one with an input scale, one with both."""
     kinds = {"order": (True, None), "scale": (False, torch.bfloat16), "both": (True, torch.float32)}
     g = torch.Generator().manual_seed(0)
     layers = {

@@ -80,7 +80,9 @@ def test_layers_are_written_back_byte_by_byte(name):
 
 
 def test_group_scales_of_nvfp4_are_the_products_its_tools_compute():
-    """compressed-tensors divides by the global scale, ModelOpt multiplies, both in float32, as the scales here are."""
+    """compressed-tensors divides by the global scale, ModelOpt multiplies by it, both in float32, in which the scales are
+    compared.
+    """
     for name, whole in (("compressed-tensors-nvfp4", "weight_global_scale"), ("modelopt-nvfp4", "weight_scale_2")):
         with ForeignReader(DATA / name) as reader:
             layer = next(iter(reader.entries))
@@ -92,7 +94,7 @@ def test_group_scales_of_nvfp4_are_the_products_its_tools_compute():
 
 
 def test_act_order_files_have_an_order():
-    """The files hold a real permutation, or these tests would say little."""
+    """The files hold permutations other than the identity; otherwise the tests of act-order would prove little."""
     for name in ("gptq-gptqmodel-w3-act-order", "gptq-gptqmodel-w4-act-order-v2"):
         with ForeignReader(DATA / name) as reader:
             orders = [reader.layer(layer).input_transform.order for layer in reader.entries]
@@ -149,7 +151,7 @@ def test_unquantized_folders_are_refused(tmp_path):
 
 
 def test_power_of_two_scales():
-    """All 255 exponents, subnormal 2^-127 included, against Python's own powers."""
+    """Compares all 255 exponents, subnormal 2^-127 included, with Python's powers of two."""
     from lowbit.checkpoint.foreign import ForeignLayer
 
     exponents = torch.arange(255, dtype=torch.uint8).reshape(5, 51)

@@ -1,5 +1,6 @@
-"""Layouts of other tools for all widths and options: random tensors go there and back, and single elements lie where the
-tools' own descriptions say, computed here with Python's integers."""
+"""Layouts of other tools for all widths and options: random tensors survive writing and reading, and single elements are where
+the tools' descriptions say, computed here with Python's integers.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def random_layer(scheme, n, k, seed, dtype=torch.float16, order=False):
-    """A QuantTensor of random bits under a scheme."""
+    """A QuantTensor of a scheme, with random bits."""
     g = torch.Generator().manual_seed(seed)
     scheme = parse_scheme(scheme)
     grid = scale_shape(scheme.granularity, (n, k))
@@ -59,7 +60,7 @@ def assert_equal(a, b):
 
 
 def bits_of(words):
-    """One integer of the bits of a row of int32 words, little-endian."""
+    """A row of int32 words, joined little-endian into one integer."""
     return sum((word & 0xFFFFFFFF) << (32 * i) for i, word in enumerate(words))
 
 
@@ -99,7 +100,7 @@ def test_gptq_elements_lie_where_they_should(bits, v2):
 
 @pytest.mark.parametrize(("bits", "one"), [(2, 0x55555555), (4, 0x11111111), (8, 0x01010101)])
 def test_gptq_version_1_borrows_in_whole_words(bits, one):
-    """What GPTQModel and auto-round do with a zero point of 0: they subtract from the word, not from the field."""
+    """For a zero point of 0, GPTQModel and auto-round subtract 1 from the whole word, so the borrow changes the next field."""
     q = random_layer(f"w{bits}a16_g32_z", 32, 32, 2)
     q.zero[::3] = 0
     v1, v2 = Gptq(bits, 32).write(q)["qzeros"], Gptq(bits, 32, v2=True).write(q)["qzeros"]
@@ -186,7 +187,7 @@ def test_compressed_tensors_elements_lie_where_they_should(bits, padded):
 
 
 def test_equally_long_words_are_told_apart_by_version():
-    """10 codes of 6 bits are 2 words, dense or padded."""
+    """10 codes of 6 bits take 2 words both dense and padded, so only the version tells which layout a file has."""
     args = WeightArgs("pack-quantized", 6, False, PerChannel(), False)
     q = random_layer("w6a16", 4, 10, 6)
     old, new = (write_layer(q, dataclasses.replace(args, padded=padded)) for padded in (True, False))

@@ -46,7 +46,7 @@ def weights(**change):
 
 
 def tensor(suffix, change, layer=Q):
-    """Replaces one tensor of a layer, the q projection, by what `change` makes of it; None takes it away."""
+    """Replaces one tensor of a layer (by default the q projection) by the result of `change`; None removes the tensor."""
 
     def apply(folder):
         tensors = load_file(folder / "model.safetensors")
@@ -282,7 +282,9 @@ CASES = {
 
 
 def read_all(folder):
-    """Reads every layer; what is allocated for one is bounded by the size of the file (codes of 1 bit become bytes)."""
+    """Reads every layer, and asserts that a layer's weights are at most 8 times the file's bytes (codes of 1 bit become
+    bytes).
+    """
     size = (folder / "model.safetensors").stat().st_size
     with ForeignReader(folder) as reader:
         for name, entry in reader.entries.items():
@@ -312,7 +314,7 @@ def test_truncated_files_are_refused(tmp_path, folder, cut):
 
 
 def damaged(data, rng, header):
-    """Some bytes of the file at random, mostly in its header; sometimes cut."""
+    """Changes random bytes of the file, mostly in its header, and sometimes truncates it."""
     data = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 8])):
         data[rng.randrange(min(len(data), header)) if rng.random() < 0.8 else rng.randrange(len(data))] = rng.randrange(256)

@@ -1,5 +1,6 @@
-"""Damaged files of a checkpoint: a clean error that names the file, or the same tensors. A changed byte of the weights is the
-only thing that may pass unseen, and the checksums in config.json see even that."""
+"""Damaged files of a checkpoint: a clean error that names the file, or the same tensors. Only damage of `UNSEEN` may change
+tensors without an error, and checksums in config.json detect even that.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from lowbit.quantize import rtn
 from tests.tiny import with_channels
 
 CASES = 600
-"""Of each checkpoint; about 2 ms each."""
+"""Number of cases for each checkpoint; a case takes about 2 ms."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -59,7 +60,7 @@ BASES = {
 
 
 def state(folder: Path, verify: bool):
-    """Everything that a reader of the checkpoint gets to see, as bytes."""
+    """Everything that a reader gets from the checkpoint, as bytes."""
     with CheckpointReader(folder) as reader:
         if verify:
             reader.verify_files()
@@ -120,7 +121,7 @@ def swapped_files(rng, folder):
 
 
 def swapped_tensors(rng, folder):
-    """Two names of a header, as if tensors had been stored under each other's."""
+    """Exchanges two names in a header, as if the tensors had been stored under each other's name."""
     edit_header(rng, folder, lambda header, names: exchange(header, *rng.sample(names, 2)))
 
 
@@ -133,7 +134,7 @@ def swapped_in_index(rng, folder):
 
 
 def strange_header(rng, folder):
-    """A field of a tensor's entry replaced by something of another type or size."""
+    """Replaces a field of a tensor's entry by a value of another type or size."""
 
     def change(header, names):
         header[rng.choice(names)][rng.choice(["dtype", "shape", "data_offsets"])] = strange(rng)
@@ -142,7 +143,7 @@ def strange_header(rng, folder):
 
 
 def strange_field(rng, folder):
-    """A value anywhere in quantization_config or the index replaced, removed or added."""
+    """Replaces, removes or adds a value anywhere in quantization_config or the index."""
     path = rng.choice(texts(folder))
     value = json.loads(path.read_text())
     inside = value.get("quantization_config") or value
@@ -160,7 +161,7 @@ def strange_field(rng, folder):
 
 
 def duplicate_key(rng, folder):
-    """A key that stands twice in an object, of which readers may take either value."""
+    """Repeats a key in an object, of which readers may take either value."""
     path = rng.choice(texts(folder))
     text = path.read_text()
     spots = [i for i, c in enumerate(text) if c == "{"]
@@ -177,7 +178,7 @@ def deep(rng, folder):
 
 
 def not_finite(rng, folder):
-    """NaN or an infinity in a scale, zero or plain tensor: of the right size, and written as any other."""
+    """Writes NaN or an infinity into a scale, zero or plain tensor, whose size stays right."""
     path = rng.choice(weights(folder))
     tensors = load_file(path)
     floating = [t for t in tensors.values() if t.is_floating_point()]
@@ -202,7 +203,7 @@ UNSEEN = (
     tensor_bytes, header_bytes, text_bytes, swapped_files, swapped_tensors, swapped_in_index, strange_header, strange_field,
     not_finite, other_dtype,
 )  # fmt: skip
-"""Damages that may make a file or manifest another valid one, which without a checksum nobody can know."""
+"""Kinds of damage that may turn a file or manifest into another valid one, which only a checksum can detect."""
 
 
 def weights(folder):
@@ -267,7 +268,8 @@ def test_damage_is_seen_or_does_not_matter(base, tmp_path):
 
 
 def states_checksums(folder):
-    """Whether it still says that it is a lowbit checkpoint with checksums. Without that it is a plain one, whose tensors no
-    model has, or one that `inspect --check` says has none."""
+    """Whether config.json still states a lowbit checkpoint with checksums. Otherwise the folder is a plain checkpoint, whose
+    tensors fit no model, or a lowbit checkpoint that `inspect --check` reports as without checksums.
+    """
     stated = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
     return stated.get("quant_method") == "lowbit" and {"files", "sha256"} <= set(stated)

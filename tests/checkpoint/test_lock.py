@@ -33,7 +33,7 @@ NAMESPACE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-
 
 @pytest.fixture
 def owner(request, tmp_path):
-    """A process that holds the lock of tmp_path/c."""
+    """A running process that holds the lock of tmp_path/c."""
     with subprocess.Popen(
         [*getattr(request, "param", ()), sys.executable, "-c", HOLD, str(tmp_path / "c")],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent.parent,
@@ -133,7 +133,7 @@ def test_many_threads_take_turns(tmp_path):
 
 
 class TestOwnersOfOtherMachines:
-    """flock may do nothing between machines: there the time of the lock file decides."""
+    """flock may have no effect between machines: for an owner on another machine, the lock file's modification time decides."""
 
     def test_one_that_renews_its_lock_is_running(self, tmp_path):
         file = held_by(tmp_path / "c", other(host="n1", boot="b" * 32), age_seconds=20)
@@ -167,7 +167,7 @@ class TestOwnersOfOtherMachines:
 
 
 class TestWithoutFlock:
-    """File systems that refuse flock: the number and start of a process decide in this PID namespace."""
+    """On file systems that refuse flock, the owner's process number and start time decide, within this PID namespace."""
 
     def test_a_process_that_runs(self, tmp_path, without_flock):
         held_by(tmp_path / "c", Owner.current(), age_seconds=10_000)

@@ -1,4 +1,4 @@
-"""Where commands write: nothing is replaced but a checkpoint or an earlier result, and never what is being read."""
+"""Targets of commands: only a checkpoint or an earlier result may be replaced, and never the files being read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def contents(folder):
 
 @pytest.fixture
 def models(tmp_path):
-    """models/base, models/notes.txt, and a link to base beside them."""
+    """A folder with models/base, models/notes.txt, and `link`, a link to models/base."""
     checkpoint(tmp_path / "models" / "base")
     (tmp_path / "models" / "notes.txt").write_text("dear")
     (tmp_path / "link").symlink_to("models/base")
@@ -168,8 +168,9 @@ with CheckpointWriter(sys.argv[1], overwrite=True) as writer:
 
 @pytest.mark.parametrize("renames", [1, 2])
 def test_a_kill_between_the_two_renames_loses_nothing(tmp_path, renames):
-    """After the first rename nothing is at the target: the next writer puts the old folder back. After the second, the new one
-    is there, and the next writer removes the old."""
+    """After the first rename the target does not exist: the next writer restores the old folder. After the second rename the
+    new folder is there, and the next writer removes the old one.
+    """
     checkpoint(tmp_path / "c")
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "c"), str(renames)], check=False)
     assert done.returncode == -signal.SIGKILL
@@ -222,7 +223,7 @@ def test_left_overs_with_other_files_in_them_stay(tmp_path):
 
 
 def test_what_a_kill_left_of_a_replaced_folder_is_not_put_back(tmp_path):
-    """Killed while it removed the old folder, which was half gone; then somebody removed the new one."""
+    """A writer was killed while it removed the old folder, half of which is gone; then somebody removed the new folder."""
     checkpoint(tmp_path / "c")
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "c"), "2"], check=False)
     (old,) = tmp_path.glob(".c.old-*")
@@ -313,7 +314,9 @@ class TestResultFiles:
         assert path.read_text() == "new" and path.stat().st_mode & 0o777 == mode
 
     def test_what_another_process_writes_stays_for_a_day(self, tmp_path):
-        """The number of a process does not show on another machine, or in another PID namespace, that it runs."""
+        """A process number does not show whether the process runs on another machine or in another PID namespace, so age
+        decides.
+        """
         path = tmp_path / "r.json"
         parts = [hidden(path, "part", token) for token in ("00000000", "0123abcd")]
         for part in parts:
@@ -399,7 +402,7 @@ class TestRegularFiles:
             CheckpointReader(tmp_path / "c")
 
     def test_links_to_files_are_read_inside_the_folder(self, tmp_path):
-        """tests/models/test_untrusted_files.py has the links that are not followed, and those of the hub's cache."""
+        """tests/models/test_untrusted_files.py tests links that are not followed and links of the hub's cache."""
         checkpoint(tmp_path / "c")
         save_file({"z": torch.ones(1)}, tmp_path / "c" / "w")
         (tmp_path / "c" / "model.safetensors").unlink()

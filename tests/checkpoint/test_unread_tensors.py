@@ -1,4 +1,4 @@
-"""Tensors of a layer that nobody reads: an error where its weights may mean something else without them, else a note."""
+"""Tensors of a layer that are not read: an error where they could change what the weights mean, else a note."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ Q = "model.layers.0.self_attn.q_proj"
 
 
 def changed(tmp_path, name, tensors=None, weights=None):
-    """A copy of a folder: `tensors` of its tensors makes those to add, `weights` changes what its config says of weights."""
+    """A copy of a folder: `tensors` returns tensors to add, given those of the folder; `weights` changes the config's entry for
+    weights.
+    """
     folder = tmp_path / "c"
     shutil.copytree(DATA / name, folder)
     file = next(p for p in (folder / "model.safetensors", folder / "rank0.safetensors") if p.exists())
@@ -56,7 +58,9 @@ def test_zero_points_of_symmetric_weights_are_an_error(tmp_path, name):
 
 @pytest.mark.parametrize("stated", [True, False])
 def test_zero_points_that_are_zero_are_noted(tmp_path, stated):
-    """In packed words of 4 bits a zero is 8; where symmetric is not stated it is a zero point like any other."""
+    """In packed words of 4 bits, zero is stored as 8. If `symmetric` is not stated, such zero points are kept, without a
+    note.
+    """
 
     def zeros(held):
         groups = {n.removesuffix("scale"): t.shape for n, t in held.items() if n.endswith("weight_scale")}
@@ -128,7 +132,7 @@ def test_in_tensorrt_llms_files(tmp_path, tensor, message):
 
 
 def test_own_activations_in_compressed_tensors_files_are_noted(tmp_path):
-    """Those files have no word for our rule: the tool will quantize by its own."""
+    """compressed-tensors files cannot state lowbit's rounding rule, so the tool will quantize by its own rule."""
     convert_checkpoint(DATA / "compressed-tensors-w8a8-asym", tmp_path / "own")
     config = json.loads((tmp_path / "own" / "config.json").read_text())
     text = json.dumps(config).replace("w8a8_z_ct", "w8a8_z")
@@ -148,7 +152,7 @@ def test_own_activations_in_compressed_tensors_files_are_noted(tmp_path):
     ],
 )
 def test_activations_that_no_scheme_says_are_named(tmp_path, change, note):
-    """Before, groups and tensors were taken for tokens."""
+    """Activations that no scheme describes stay in 16 bits with a note; they were once read as one scale per token."""
     folder = changed(tmp_path, "compressed-tensors-w8a8-asym")
     config = json.loads((folder / "config.json").read_text())
     group = config["quantization_config"]["config_groups"]["group_0"]

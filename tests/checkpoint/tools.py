@@ -1,11 +1,12 @@
-"""Tries one tool's files in both directions, with the tool itself. Run by hand, since the tools fit in no one environment:
+"""Checks one tool's files in both directions, with the tool itself. Run by hand, since no environment can hold all tools:
 
     python -m tests.checkpoint.tools TOOL PYTHON [WORK]
 
 TOOL is a name of data/make.py, PYTHON the interpreter of a virtual environment with that tool, WORK a folder for the files,
-which are kept; what is there is not made again. PYTHON makes a tiny model's checkpoints and hashes the weights that the tool
-computes of them; here they are read and compared, converted to lowbit's files and compared again, and written as every kind of
-file that the tool reads (`READS`); PYTHON reads those and hashes once more. Prints the versions and a line for each folder.
+which are kept and reused by later runs. PYTHON makes a tiny model's checkpoints and hashes the weights that the tool computes.
+This script reads the checkpoints and compares hashes, converts them to lowbit's format and compares again, and writes every
+kind of file that the tool reads (`READS`). PYTHON reads these files and hashes the weights once more. Prints the versions and a
+line for each folder.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ READS = {
     "gptqmodel": ("gptq", "awq"),
     "llmcompressor": ("compressed-tensors",),
 }
-"""Kinds of files that a tool can read back of those that are written here."""
+"""Kinds of written files that each tool can read back."""
 PACKAGES = {
     "auto-round": "auto-round", "autoawq": "autoawq", "gptqmodel": "gptqmodel",
     "llmcompressor": "llmcompressor compressed-tensors",
@@ -40,7 +41,7 @@ VERSIONS = "import importlib.metadata as m, sys; print(', '.join(f'{n} {m.versio
 
 
 def run(*command: object) -> str:
-    """Standard output of a command; its errors are shown if it fails."""
+    """Standard output of a command; if it fails, prints its standard error and exits."""
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stderr[-3000:]}")
@@ -48,7 +49,7 @@ def run(*command: object) -> str:
 
 
 def weights(folder: Path) -> dict[str, str]:
-    """Layer -> hash of its weights as lowbit reads them, of any kind of folder."""
+    """Hash of each layer's weights as lowbit reads them, from any kind of folder."""
     blocks = folder / "blocks.gguf"
     if blocks.exists():
         reader = GgufReader(blocks)
@@ -62,8 +63,9 @@ def weights(folder: Path) -> dict[str, str]:
 
 
 def written(folder: Path, made: Path, kinds: tuple[str, ...]) -> dict[str, str]:
-    """Converts a folder to lowbit's files and to each of `kinds` under `made`; what became of it by kind: "same weights",
-    "other weights", or why it is refused."""
+    """Converts a folder to lowbit's files and to each of `kinds` under `made`; returns the result by kind: "same weights",
+    "other weights", or the reason of the refusal.
+    """
     became, expected = {}, json.loads((folder / "expected.json").read_text())
     for kind in ("lowbit", *kinds):
         target = made / f"{folder.name}-as-{kind}"
@@ -76,7 +78,7 @@ def written(folder: Path, made: Path, kinds: tuple[str, ...]) -> dict[str, str]:
 
 
 def main(tool: str, python: str, work: Path) -> None:
-    """Makes, reads, writes, has the tool read back, and prints."""
+    """Makes the tool's files, reads and converts them, lets the tool read the converted files, and prints the results."""
     source, made, back = work / "model", work / tool, work / f"{tool}-back"
     if not source.exists():
         run(sys.executable, MAKE, "model", source, "-")

@@ -1,4 +1,4 @@
-"""Arguments are checked before torch is imported, in every command, and near misses are answered with what to use."""
+"""Every command checks its arguments before it imports torch, and a near miss gets a suggestion."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ MISTAKES = {
 
 
 def test_mistakes_need_no_torch(tmp_path):
-    """Each is one line and exit code 1 in a Python that cannot import torch, and so takes no seconds."""
+    """Each mistake gives one line and exit code 1, in a Python that cannot import torch."""
     lines = "\n".join("\t".join(mistake.split()) for mistake in (*MISTAKES, "schemes"))
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH], input=lines, capture_output=True, text=True, cwd=tmp_path, timeout=60
@@ -82,7 +82,7 @@ def every_command():
 
 
 def test_every_command_loads_the_layers_before_it_imports_one():
-    """`schemes` alone needs none. What is imported before is torch-free."""
+    """Every command except `schemes` calls load_layers(). Modules imported before it do not import torch."""
     found = {}
     for command in every_command():
         source = inspect.getsource(command)
@@ -94,7 +94,7 @@ def test_every_command_loads_the_layers_before_it_imports_one():
 
 
 def test_every_command_that_computes_takes_a_device():
-    """By the same option, which stands for a GPU where there is one when it is absent."""
+    """All of them have the same option --device, whose default is a GPU if there is one."""
     command = typer.main.get_command(commands.app)
     taking = {"quantize", "generate", "serve", "run", "chat", "eval", "bench"}
     for name, each in command.commands.items():  # type: ignore[attr-defined]
@@ -141,7 +141,9 @@ def test_what_is_no_scheme_at_all():
 
 
 def test_one_meaning_of_w4a16():
-    """Groups of 128, in either case and wherever it is read; channels have a name of their own."""
+    """w4a16 means groups of 128, in upper or lower case and in every reader. Per-channel scales have their own name,
+    w4a16_pc.
+    """
     assert parse_scheme("w4a16").name == parse_scheme("W4A16").name == "w4a16_g128"
     assert parse_scheme("w4a16_pc").name == "w4a16_pc" and parse_scheme("w8a16").name == "w8a16"
     with pytest.raises(ValueError, match="w4a16 means groups of 128; w4a16_pc has one scale per channel"):

@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 
 class Echo:
-    """A model that answers with what it is asked, at a pace."""
+    """A model that repeats its prompt as the answer, with a delay per token."""
 
     name = "echo"
 
@@ -50,7 +50,7 @@ class Echo:
 
 
 class Terminal:
-    """A conversation in a fork of this process that has a terminal of its own."""
+    """A conversation in a fork of this process, on its own pseudo-terminal."""
 
     def __init__(self, talk):
         self.seen, self.read = "", 0
@@ -67,12 +67,14 @@ class Terminal:
         os.write(self.fd, keys.encode())
 
     def interrupt(self):
-        """Ctrl-C, once the process waits: Python's readline loses a signal between the prompt and its wait for keys."""
+        """Sends Ctrl-C after a pause: Python's readline loses a signal that arrives between the prompt and its wait for
+        keys.
+        """
         time.sleep(0.3)
         self.type("\x03")
 
     def read_until(self, text):
-        """What comes from where the last call ended to the end of `text`."""
+        """The output from the end of the last call to the end of `text`."""
         end, begin = time.monotonic() + SECONDS, self.read
         while text not in self.seen[begin:]:
             assert time.monotonic() < end, f"{text!r} does not come: {self.seen[begin:]!r}"
@@ -112,7 +114,7 @@ def terminal(tmp_path, monkeypatch):
 
     def open_with(dialogue):
         def talk():
-            """In the child, whose standard streams pytest has put in place of the terminal's."""
+            """Runs the chat in the child, after restoring the standard streams that pytest replaced."""
             for name, fd, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
                 stream = os.fdopen(fd, mode, buffering=1, closefd=False)
                 setattr(sys, name, stream)
@@ -139,12 +141,12 @@ def test_arrows_edit_and_bring_back_lines(terminal, tmp_path):
     shown.read_until("you said hello \r\n> ")
     shown.type("\x1b[A, again\r")  # arrow up
     assert "^[[A" not in shown.read_until("you said hello, again \r\n> ")
-    shown.type("wrld\x1b[D\x1b[D\x1b[Do\r")  # three to the left
+    shown.type("wrld\x1b[D\x1b[D\x1b[Do\r")  # left arrow three times
     shown.read_until("you said world \r\n> ")
     shown.type("/quit\r")
     assert shown.ended() == 0
     assert (tmp_path / "lowbit" / "chat-history").stat().st_mode & 0o777 == 0o600
-    again = terminal(Echo())  # the history outlives a conversation
+    again = terminal(Echo())  # the history is kept for the next conversation
     again.read_until("> ")
     again.type("\x1b[A\x1b[A\r")
     again.read_until("you said world \r\n> ")
@@ -153,7 +155,7 @@ def test_arrows_edit_and_bring_back_lines(terminal, tmp_path):
 
 
 def test_ctrl_c_on_a_line(terminal):
-    """It discards what is typed, and leaves from an empty line."""
+    """Ctrl-C discards a typed line; on an empty line it ends the program."""
     shown = terminal(Echo())
     shown.read_until("> ")
     shown.type("never sent")
@@ -214,7 +216,9 @@ def test_without_a_terminal_each_line_is_answered(command, folder):
 
 
 def test_the_second_ctrl_c_leaves(folder):
-    """The first ends the answer at its next token: a step of this process's model is not broken off."""
+    """The first Ctrl-C ends the answer at its next token, since a model step in this process is not interrupted. The second
+    ends the program.
+    """
     interrupts = chat._Interrupts(immediate=False)
     before = signal.getsignal(signal.SIGINT)
     with interrupts:
@@ -228,7 +232,7 @@ def test_the_second_ctrl_c_leaves(folder):
 
 
 def test_ctrl_c_in_this_process_is_no_error(folder, monkeypatch):
-    """In the middle of a step: the answer ends after it and the model answers the next question."""
+    """Ctrl-C during a step ends the answer after that step, and the model can answer the next question."""
     from lowbit.pipeline import pipeline
     from lowbit.serve.client import LocalChat
 

@@ -1,4 +1,4 @@
-"""The isolations that this machine has for generated programs."""
+"""A fixture over the isolations for generated programs that this machine supports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lowbit.eval import sandbox
 
 @pytest.fixture(params=sandbox.ISOLATIONS)
 def isolation(request):
-    """Each isolation in turn."""
+    """One isolation; skips the test if this machine refuses it."""
     if refusal := sandbox._refusal(request.param):
         pytest.skip(f"{request.param}: {refusal}")
     return request.param

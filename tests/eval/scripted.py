@@ -1,4 +1,4 @@
-"""Models whose next-token probabilities are written down, and a pipeline whose answers are."""
+"""A model with given next-token probabilities, and a pipeline with given answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Scripted(torch.nn.Module):
 
 
 class ScriptedPipeline:
-    """Answers every prompt with the next of `answers`, and remembers what it was asked."""
+    """Answers each prompt with the next of `answers`, and records the prompts."""
 
     def __init__(self, answers, context=None):
         self.answers, self.asked = iter(answers), []

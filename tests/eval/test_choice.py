@@ -1,4 +1,4 @@
-"""Multiple choice on a scripted model, by hand, and the batch against one choice at a time."""
+"""Multiple choice on a scripted model: scores by hand, and a batch against one choice at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tokenizer():
 
 
 def table(tokenizer, following):
-    """Probabilities [V, V]: `following` maps a character to those of the next, which sum to about 1; others are rare."""
+    """Next-token probabilities [V, V]. `following` maps a character to {next character: probability}; all others get 1e-4."""
     ids = {c: tokenizer(c).input_ids[0] for pair in following for c in (pair, *following[pair])}
     rows = torch.full((98, 98), 1e-4)
     for character, after in following.items():
@@ -31,7 +31,7 @@ def table(tokenizer, following):
 
 def test_sum_and_length_normalised_by_hand(tokenizer):
     model = Scripted(table(tokenizer, {" ": {"a": 0.5, "b": 0.3, "c": 0.2}, "a": {"a": 0.5, "b": 0.5}}))
-    # ln(1/4) < ln(0.3) in all, but ln(1/4) / 2 > ln(0.3) per byte.
+    # ln(1/4) < ln(0.3) in total, but ln(1/4) / 2 > ln(0.3) per byte.
     questions = [Question("Q:", ("aa", "b"), 0), Question("Q:", ("aa", "b"), 1), Question("Q:", ("b", "aa", "aa"), 1)]
     result = choose(model, tokenizer, questions)
     assert (result.accuracy, result.accuracy_per_byte, result.questions) == (1 / 3, 2 / 3, 3)

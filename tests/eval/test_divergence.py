@@ -33,7 +33,7 @@ def test_by_hand_on_three_tokens():
     assert result.mean == pytest.approx(sum(expected) / 5, rel=1e-6)
     assert result.median == pytest.approx(np.median(expected), rel=1e-6)
     assert result.percentile99 == pytest.approx(np.percentile(expected, 99), rel=1e-6)
-    assert result.top1 == 3 / 5  # token 0 has another favourite, the others have the same
+    assert result.top1 == 3 / 5  # after token 0 the most likely tokens differ, otherwise they agree
     log_ratios = [math.log(P[a][b] / Q[a][b]) for a, b in zip(ids[:-1].tolist(), ids[1:].tolist(), strict=True)]
     assert result.nll_difference == pytest.approx(sum(log_ratios) / 5, rel=1e-6)
     assert (result.tokens, result.windows, result.mean_standard_error) == (5, 1, None)

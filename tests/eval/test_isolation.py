@@ -1,4 +1,4 @@
-"""Programs that try to leave their isolation change nothing outside it, and nothing outlives the process that started them."""
+"""Programs that try to escape their isolation change nothing outside it, and leave nothing when their parent process ends."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ for code in {codes!r}:
         pass
 assert escaped == 0
 """
-"""Runs each escape and fails if one of them was no error for the program."""
+"""Runs each attempt to escape, and fails if one of them raised no error in the program."""
 
 
 def attempt(names, file, isolation):
@@ -107,7 +107,7 @@ def state(path):
 
 @pytest.fixture
 def file(tmp_path):
-    """A file outside every isolation."""
+    """A file outside the isolated folder."""
     path = tmp_path / "outside" / "file"
     path.parent.mkdir()
     path.write_text("mine")
@@ -118,7 +118,7 @@ def test_every_escape_is_refused(file, isolation):
     paths = (file, file.parent, Path(os.devnull), Path(sys.executable).resolve())
     before = [state(path) for path in paths]
     outcome = attempt(ESCAPES, file, isolation)
-    if not outcome.passed:  # which of them
+    if not outcome.passed:  # names the escape that succeeded
         assert [name for name in ESCAPES if not attempt([name], file, isolation).passed] == []
     assert outcome.passed, outcome.reason
     assert [state(path) for path in paths] == before
@@ -127,7 +127,7 @@ def test_every_escape_is_refused(file, isolation):
 
 
 def test_the_escapes_are_real(file):
-    """Without an isolation they change the file: the test above can fail."""
+    """Without isolation, the same attempts do change the file, so the test above can fail."""
     before = state(file), state(file.parent)
     for name in CHANGES:
         outcome = attempt([name], file, UNSAFE)
@@ -135,7 +135,7 @@ def test_the_escapes_are_real(file):
     assert (state(file), state(file.parent)) != before and file.stat().st_mtime == 1
     assert not attempt(["unlink with dir_fd"], file, UNSAFE).passed and not file.exists()
     assert not attempt(["rmtree"], file, UNSAFE).passed and not file.parent.exists()
-    assert attempt(["fork", "socket", "shared memory", "new namespaces"], file, UNSAFE).passed  # the filter holds there too
+    assert attempt(["fork", "socket", "shared memory", "new namespaces"], file, UNSAFE).passed  # the filter applies here too
 
 
 SECRET = "swordfish\x1b[31m" * 10_000
@@ -220,7 +220,7 @@ print([p for p in started if alive(p)])
 
 @pytest.mark.parametrize("kind", [*sandbox.ISOLATIONS, UNSAFE])
 def test_a_killed_parent_leaves_nothing(kind, tmp_path):
-    """Neither a process nor, after the next run, a folder."""
+    """If the parent is killed, no process remains, and the next run removes the folder."""
     if kind != UNSAFE and (refusal := sandbox._refusal(kind)):
         pytest.skip(f"{kind}: {refusal}")
     depth = {sandbox.BUBBLEWRAP: 3, sandbox.NAMESPACES: 2, UNSAFE: 1}[kind]
@@ -228,7 +228,7 @@ def test_a_killed_parent_leaves_nothing(kind, tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     left = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
     assert left.stdout.strip() == "[]"
-    assert len(os.listdir(tmp_path)) == (kind == UNSAFE)  # an isolated program's folder is in memory, and gone with it
+    assert len(os.listdir(tmp_path)) == (kind == UNSAFE)  # an isolated program's folder is in memory and vanishes with it
 
 
 def test_the_next_run_removes_folders_of_killed_ones(monkeypatch, tmp_path):
@@ -265,7 +265,7 @@ def test_without_an_isolation_nothing_runs(monkeypatch, tmp_path):
     (tmp_path / "code.jsonl").write_text(json.dumps(record))
     settings = Settings(run_generated_code=True)
     tasks = read_tasks(tmp_path, None, settings)
-    with pytest.raises(ValueError, match=message):  # before the model, which is not there
+    with pytest.raises(ValueError, match=message):  # raised before the missing model is opened
         run_suite([str(tmp_path / "no-model")], None, tasks, settings, tmp_path / "out", print)
     assert not (tmp_path / "out").exists()
 
@@ -287,7 +287,7 @@ def test_results_say_which_isolation(isolation):
 
 
 def test_a_broken_isolation_is_refused_by_its_own_words(monkeypatch, tmp_path):
-    """What the tool says comes into the message; the next isolation is taken."""
+    """The tool's own error message is the reason of the refusal."""
     tool = tmp_path / "bwrap"
     tool.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     tool.chmod(0o755)

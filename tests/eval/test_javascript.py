@@ -1,4 +1,6 @@
-"""JavaScript programs: the built-in problems can be solved and only so, and what misbehaves is contained and fails."""
+"""JavaScript programs: correct solutions of the built-in problems pass, wrong ones fail, and misbehaving programs are contained
+and fail.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ node = pytest.mark.skipif(
 
 
 def outcomes(completions, limits=PATIENT):
-    """Of one completion per problem, four at a time."""
+    """The outcomes of one completion per problem, run four at a time."""
     with ThreadPoolExecutor(4) as pool:
         return list(pool.map(lambda pair: run_untrusted(pair[0].program(pair[1]), limits, JAVASCRIPT),
                              zip(PROBLEMS, completions, strict=True)))  # fmt: skip
@@ -60,7 +62,9 @@ def test_problems_are_whole():
 
 
 def test_problems_of_all_lengths():
-    """As HumanEval's: a line or two for the easiest tenth, a quarter of more than ten, none of more than thirty."""
+    """Solution lengths resemble HumanEval's: one or two lines for the easiest tenth, at least ten for a quarter, at most
+    thirty.
+    """
     lines = sorted(record["canonical_solution"].count("\n") - 1 for record in RECORDS)
     assert lines[0] == 1 and lines[len(lines) // 10] <= 2 and 5 <= lines[len(lines) // 2] <= 9
     assert 10 <= lines[3 * len(lines) // 4] <= 15 and lines[-1] <= 30
@@ -74,7 +78,7 @@ def test_every_solution_passes():
 
 @node
 def test_every_problem_refuses_wrong_functions():
-    """All of them in one program for each problem, which passes if its tests refuse every one."""
+    """One program per problem tries all wrong functions, and passes if the problem's tests reject every one."""
     calls = ", ".join(f"function () {{ return {value}; }}" for value in (*WRONG, "(() => { throw new Error('no'); })()"))
 
     def refuses(problem):
@@ -90,7 +94,7 @@ def test_every_problem_refuses_wrong_functions():
 
 @node
 def test_every_problem_fails_when_it_reads_a_file():
-    """Even a solution that does beside it what is asked."""
+    """A correct solution that also reads a file fails."""
     read = "  try { require('fs').readFileSync('/etc/passwd'); } catch { }\n"
     found = outcomes([read + record["canonical_solution"].split(STOP[JAVASCRIPT][0])[0] for record in RECORDS])
     assert {(outcome.passed, outcome.reason) for outcome in found} == {(False, 'refused: require("fs")')}
@@ -194,7 +198,7 @@ try {
 
 @node
 def test_what_holds_below_the_names(isolation, monkeypatch, tmp_path):
-    """With all of Node.js at hand, the isolation refuses the same."""
+    """With the JavaScript guard removed, the OS isolation still refuses reads, writes, connections and new processes."""
     shutil.copy(sandbox._GUARD, tmp_path / "guard.py")
     with socket.create_server(("127.0.0.1", 0)) as server:
         tries = TRIES.replace("PORT", str(server.getsockname()[1])).replace("PATH", json.dumps(str(tmp_path / "new")))
@@ -207,7 +211,7 @@ def test_what_holds_below_the_names(isolation, monkeypatch, tmp_path):
 
 @node
 def test_what_is_emitted_stays_with_node():
-    """The prototype of all that emits is at hand; `process` does not come by it."""
+    """A program may change EventEmitter.prototype.emit, but Node.js's `process` object never calls the changed function."""
     program = """
         const { EventEmitter } = require("events");
         const own = EventEmitter.prototype.emit;
@@ -251,7 +255,7 @@ def test_without_node(monkeypatch, tmp_path):
     (tmp_path / "node").chmod(0o755)
     with pytest.raises(ValueError, match=r"20 or newer; .*node is 18.20.4: install a newer one"):
         enforcement(JAVASCRIPT)
-    assert len(read_tasks(WORDS["javascript"], None, Settings())) == 2  # to read them takes no node
+    assert len(read_tasks(WORDS["javascript"], None, Settings())) == 2  # reading the tasks needs no Node.js
 
 
 def test_languages_are_known_and_one_in_a_file(tmp_path):

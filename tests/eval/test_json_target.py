@@ -1,4 +1,4 @@
-"""`lowbit eval --json` says before any work that its file cannot be written."""
+"""`lowbit eval --json` reports before any work that its file cannot be written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def measured(monkeypatch):
 
 
 def empty_model(folder):
-    """A folder that is a model by its name alone."""
+    """A folder with an empty config.json and no weights."""
     folder.mkdir()
     (folder / "config.json").write_text("{}")
 

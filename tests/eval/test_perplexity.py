@@ -1,4 +1,4 @@
-"""Perplexity against a token-by-token computation, its counts, and the vendored text."""
+"""Perplexity against a token-by-token computation, the counts of tokens, and the bundled text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def model():
 
 
 def by_hand(model, ids, window, stride):
-    """Every token scored once, by the first window that holds it and a token before it."""
+    """Perplexity with each token scored once, in the first window that contains it and a preceding token."""
     total, count, scored = 0.0, 0, set()
     for start in range(0, len(ids), stride):
         piece = ids[start : start + window]

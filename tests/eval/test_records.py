@@ -1,4 +1,4 @@
-"""Data files that are damaged say where."""
+"""Errors about damaged data files say what is wrong and in which line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ROUGE by hand, and summaries that are asked for as the docstring says."""
+"""ROUGE by hand, and prompts for summaries as documented."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_by_hand():
     assert result.values["rouge2"] == pytest.approx((2 / 5 + 0) / 2)
     assert result.values["rougeL"] == pytest.approx((4 / 7 + 1 / 2) / 2)
     assert result.standard_errors["rouge2"] == pytest.approx(1 / 5)
-    assert rouge(["running dogs"], ["run dog"]).values["rouge2"] == 1  # words are compared by their stems
+    assert rouge(["running dogs"], ["run dog"]).values["rouge2"] == 1  # words are stemmed before comparison
     assert [f.metric for f in result.figures()] == ["ROUGE-1", "ROUGE-2", "ROUGE-L"]
     with pytest.raises(ValueError, match="got 1 and 0"):
         rouge(["a"], [])

@@ -1,4 +1,4 @@
-"""Programs that misbehave are contained within their limits and count as failed; tame ones pass."""
+"""Misbehaving programs are stopped at their limits and count as failed; well-behaved programs pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowbit.eval.sandbox import UNSAFE, Limits, choose_isolation, run_untrusted
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="generated code runs only on Linux")
 
-FAST, PATIENT = Limits(seconds=1.0), Limits(seconds=20.0)  # for what does not end, and for the rest on a busy machine
+FAST, PATIENT = Limits(seconds=1.0), Limits(seconds=20.0)  # endless programs; others, even on a busy machine
 WRITES_TO_ALL_FILES = """
 import os
 for channel in range(3, 64):
@@ -23,9 +23,9 @@ for channel in range(3, 64):
 os._exit(0)
 """
 FORGED = WRITES_TO_ALL_FILES.format(line=b"0\tpassed\t\n" + b"passed\n" + b'{"token": 0, "passed": true}\n')
-"""Tells the guard's parent that it passed, without knowing the token."""
+"""Writes "passed" to the guard's parent without the secret token."""
 NESTED = WRITES_TO_ALL_FILES.format(line=b"[" * 60_000 + b"\n")
-"""What a parser of JSON would take for a list of lists of lists."""
+"""Deeply nested JSON, which could exhaust a parser's recursion."""
 READS_THE_TOKEN = r"""
 import os, sys
 main = sys._getframe(1).f_locals
@@ -57,7 +57,7 @@ def test_tame_programs_pass(program, isolation):
         ("import time\ntime.sleep(100)", "took longer than 1 s"),
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(100,)).start()", "took longer than 1 s"),
         ("x = bytearray(10 << 30)", "MemoryError"),
-        ("x = []\nwhile True: x.append(bytes(1 << 26))", "MemoryError"),  # not touched, so that a busy machine needs no time
+        ("x = []\nwhile True: x.append(bytes(1 << 26))", "MemoryError"),  # pages are not touched, so this is fast
         ("open('a', 'wb').write(b'x' * (5 << 20))", "OSError EFBIG"),
         ("import os\nos.ftruncate(os.memfd_create('a'), 5 << 20)", "OSError EFBIG"),
         ("import os\nf = []\nwhile True: f.append(os.memfd_create('a'))", "OSError EMFILE"),
@@ -97,7 +97,7 @@ UNREADABLE = "import os\nos.mkdir('a')\nopen('a/b', 'w').close()\nos.chmod('a', 
 
 @pytest.mark.parametrize("program", [FILES, FOLDERS, DEEP, LINKS], ids=["files", "folders", "deep", "links"])
 def test_all_files_together(program, isolation, monkeypatch, tmp_path):
-    """The kernel refuses what is over the limits; nothing is on a disk at any time."""
+    """Together the files may not exceed the limit: the OS kernel reports ENOSPC. No file is ever on disk."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     outcome = run_untrusted(program, PATIENT, isolation=isolation)
     assert not outcome.passed and outcome.reason == "OSError ENOSPC"
@@ -120,7 +120,7 @@ def test_what_fits_into_the_limits_passes(isolation):
 
 
 def test_what_is_not_claimed(isolation):
-    """A program that looks for the token finds it: its process is also the one that judges it."""
+    """Documents a known limit: a program can find the secret token, since the process that runs it also judges it."""
     assert run_untrusted(READS_THE_TOKEN, isolation=isolation).passed
 
 

@@ -1,4 +1,4 @@
-"""The whole of `lowbit eval`: tiny models, every kind of task, the files it writes, and what goes wrong."""
+"""`lowbit eval` as a whole: tiny models, every kind of task, the files it writes, and errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """The 16-bit model and two quantized ones."""
+    """The folders of a 16-bit model and of two quantized copies."""
     folder = tmp_path_factory.mktemp("models")
     save_tiny(folder / "fp16")
     for scheme in ("w4a16_g32", "w8a16"):
@@ -95,7 +95,9 @@ def test_end_to_end(models, data, tmp_path):
 
 @pytest.mark.parametrize("more", [(), ("--suite", "text")], ids=["perplexity", "suite"])
 def test_what_is_measured_is_what_the_files_hold(models, tmp_path, monkeypatch, more):
-    """No engine: on a GPU it would round the head to 8 bits, and its cache take the memory of the models after it."""
+    """`lowbit eval` uses no engine: on a GPU the engine would round the LM head to 8 bits, and its cache would take memory from
+    later models.
+    """
     asked = []
 
     def pipeline(name, **options):
@@ -138,7 +140,7 @@ def test_the_model_card_gets_the_divergence(models, tmp_path):
 
 
 def test_what_stays_in_16_bits_counts(models, tmp_path):
-    """Leaving layers out of quantization must not make a model look smaller than it is."""
+    """Layers left in 16 bits count with their 16-bit size."""
     assert run("quantize", models[0], tmp_path / "q", "--scheme", "w4a16_g32", "--skip", "*.mlp.*").exit_code == 0
     run("eval", tmp_path / "q", "--suite", "text", "--out", tmp_path / "o", "--windows", "1", "--window", "16")
     size = json.loads((tmp_path / "o" / "results.json").read_text())["models"][0]["size"]

@@ -1,4 +1,4 @@
-"""Encoding: exact on representable values, nearest elsewhere, ties to even, specials as the module states them."""
+"""Encoding: exact on representable values, nearest otherwise, ties to even; special values as documented in the module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_value_encodes_to_itself(fmt):
 
 @pytest.mark.parametrize("fmt", ALL_FORMATS, ids=lambda f: f.name)
 def test_nearest_with_ties_to_even(fmt):
-    """Every midpoint goes to the even code, and a hair to either side of it to that side."""
+    """A midpoint rounds to the even code; values slightly above or below it round up or down."""
     codes = finite_codes(fmt)
     positive = codes[(codes < 1 << (fmt.bits - 1)) if isinstance(fmt, FloatFormat) else codes >= 0]
     low, high = decode(positive[:-1], fmt, torch.float64), decode(positive[1:], fmt, torch.float64)
@@ -56,7 +56,8 @@ def test_fp8_encodes_as_torch(name, dtype, data):
     x = torch.cat([x, x.clamp(-500, 500), torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0])])
     fmt = number_format(name)
     mine, theirs = encode(x, fmt, saturate=False), x.to(dtype).view(torch.uint8)
-    # Torch's e4m3 gives NaN beyond 464 in some releases and saturates in others: compare what both must agree on.
+    # Beyond 464, torch's e4m3 gives NaN in some releases and saturates in others, so only smaller values are compared with
+    # torch.
     over = (x.abs() > 464) & (fmt.special == "nan")
     assert torch.equal(mine[~over & ~x.isnan()], theirs[~over & ~x.isnan()])
     assert decode(mine[over | x.isnan()], fmt).isnan().all()

@@ -1,4 +1,4 @@
-"""What a convolution of codes is: one table of storages, specs that say all but the numbers."""
+"""Definitions of convolutions of codes: the table of storages, and specs that describe everything but the values."""
 
 from __future__ import annotations
 

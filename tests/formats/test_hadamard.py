@@ -1,4 +1,4 @@
-"""Blocks of channels times a Hadamard matrix, against the matrix in float64, and weights that meet x rotated."""
+"""Hadamard rotation of blocks of channels against the matrix in float64, and weights for a rotated x."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def random(*shape, seed=0):
 
 
 def matrix(k, block):
-    """The rotation of all K channels [K, K], float64, from its definition: (-1)^(bits that i and j have in common)."""
+    """The rotation matrix [K, K] in float64, from the definition: element (i, j) of a block is (-1)^popcount(i & j) /
+    sqrt(block).
+    """
     common = [[bin(i & j).count("1") for j in range(block)] for i in range(block)]
     one = (-1.0) ** torch.tensor(common, dtype=torch.float64) / block**0.5
     return torch.block_diag(*[one] * (k // block))
@@ -40,7 +42,7 @@ def test_against_the_matrix(block):
         x = random(2, 5, k).to(dtype)
         y, right, size = rotate_blocks(x, block), x.double() @ h, x.double().abs() @ h.abs()
         assert y.dtype == dtype and y.shape == x.shape
-        sums = block * 2.0**-24 * size  # at most, in float32; then one rounding
+        sums = block * 2.0**-24 * size  # bound of the float32 sums; then one rounding
         assert bool(((y.double() - right).abs() <= sums + torch.finfo(dtype).eps / 2 * (right.abs() + sums)).all())
         whole = torch.randint(-4, 5, (5, k), generator=torch.Generator().manual_seed(1)).to(dtype)
         assert torch.equal(rotate_blocks(rotate_blocks(whole, block), block), whole), "sums of small whole numbers are exact"

@@ -1,4 +1,6 @@
-"""What each rank of several GPUs holds: the same weights, and products that add up to that of the whole."""
+"""The parts of a weight for tensor-parallel ranks: together they are the whole weight, and their products add up to its
+product.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def random(*shape, seed=0):
 
 
 def matrix(name, shape=(96, 768), *, order=False, factors=False, low_rank=0, static=False):
-    """A quantized matrix whose scales differ, with what may belong to it."""
+    """A quantized matrix with varying scales and the requested extras: order, pre_quant_scale, low rank, static scale."""
     scheme = parse_scheme(name)
     w = random(*shape) * (1 + torch.arange(shape[1]) % 7) * (1 + torch.arange(shape[0]) % 5)[:, None]
     q, (n, k) = rtn(w, scheme), shape
@@ -48,7 +50,7 @@ def matrix(name, shape=(96, 768), *, order=False, factors=False, low_rank=0, sta
 
 
 def weights(q: QuantTensor, index=None, channels=0):
-    """The weights that multiply the channels of x as they come, exactly."""
+    """The exact float64 weights in the order of x's channels."""
     dense = q.dequantize(torch.float64)
     return dense if index is None else torch.zeros(len(dense), channels, dtype=torch.float64).index_add_(1, index, dense)
 
@@ -59,14 +61,14 @@ def test_parts_of_rows_are_rows_of_the_whole(name, ranks):
     q = matrix(name, low_rank=3, order=True, factors=True)
     held = [rows_of(q, [part_range(96, 96 // ranks, rank, ranks)]) for rank in range(ranks)]
     assert torch.equal(torch.cat([weights(part) for part in held]), weights(q))
-    assert len({part.scheme for part in held}) == 1 or "_b" in name  # a block that the last rank alone holds to its end
+    assert len({part.scheme for part in held}) == 1 or "_b" in name  # only the last rank has the end of a block
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("shape", [(32, 768), (32, 576), (16, 1848)], ids=str)
 @pytest.mark.parametrize("name", WEIGHTS_ONLY + QUANTIZED_X)
 def test_parts_of_columns_are_columns_of_the_whole(name, shape, ranks):
-    """576 ends within a group of 128; an eighth of 1848 is 231."""
+    """A rank's columns may end within a group: 576 is no multiple of 128, and 1848 / 8 is 231."""
     q, k = matrix(name, shape, low_rank=3, factors=True), shape[1]
     held = [columns_of(q, rank, ranks) for rank in range(ranks)]
     assert all(index is None for _, index in held)
@@ -126,8 +128,9 @@ def test_products_of_parts_add_up_to_the_product_of_the_whole(name, ranks, order
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", QUANTIZED_X)
 def test_products_with_quantized_x_err_no_more_in_parts(name, ranks, static):
-    """A scale that is calibrated is that of the whole; one of each token is found anew for a rank's part of the token, so that
-    codes differ from those of the whole, but are no coarser."""
+    """A static scale is the same for all ranks. A dynamic scale is computed from the rank's part of a token: the codes differ
+    from those of the whole token, but are no coarser.
+    """
     if static and "b128x128" in name:
         pytest.skip("blocks of weights go with scales of x in blocks, found at each call")
     if 768 // ranks % 128 and "b128x128" in name:
@@ -147,7 +150,7 @@ def test_products_with_quantized_x_err_no_more_in_parts(name, ranks, static):
     ("total", "part", "ranks", "begins"),
     [
         (64, 16, 4, [0, 16, 32, 48]),
-        (32, 16, 8, [0, 0, 0, 0, 16, 16, 16, 16]),  # 2 heads of keys for 8 ranks
+        (32, 16, 8, [0, 0, 0, 0, 16, 16, 16, 16]),  # 2 kv heads for 8 ranks
         (16, 16, 3, [0, 0, 0]),
         (96, 32, 3, [0, 32, 64]),
     ],
@@ -164,7 +167,7 @@ def test_sizes_that_do_not_go_together_are_refused(total, part, ranks):
 
 @pytest.mark.parametrize("name", WEIGHTS_ONLY + QUANTIZED_X)
 def test_rows_of_several_ranges(name):
-    """q, k and v that lie in one matrix on disk: each rank takes three ranges."""
+    """q, k and v are one matrix on disk, so each rank takes three ranges of rows."""
     q = matrix(name)
     ranges = [(0, 24), (48, 60), (72, 84)]
     assert torch.equal(weights(rows_of(q, ranges)), torch.cat([weights(q)[a:b] for a, b in ranges]))

@@ -68,7 +68,7 @@ def test_wrong_shapes_are_refused():
 
 
 def test_order_and_pre_quant_scale_are_of_the_input():
-    """x @ dequantize().T is what a layer with a permuted, scaled input computes."""
+    """x @ dequantize().T equals the product with a permuted and scaled input."""
     codes = torch.tensor([[0, 15, 8, 3], [1, 2, 3, 4]], dtype=torch.uint8)
     scale = torch.tensor([[0.5, 2.0], [1.0, 4.0]])
     order = torch.tensor([2, 0, 3, 1], dtype=torch.int32)

@@ -1,7 +1,7 @@
-"""`python -m tests.fuzz 60`: 60 seconds of damaged files, tokenizers, requests and schedules that no run has drawn before.
+"""`python -m tests.fuzz 60`: fuzzes with new damaged files, tokenizers, requests and schedules for 60 seconds.
 
-The smallest case that fails is printed and kept in .hypothesis/fuzz, from where the next run begins; it belongs into CORPUS of
-tests/fuzz/test_corpus.py, beside what fixes it.
+The smallest failing case is printed and kept in .hypothesis/fuzz; the next run starts with it. Add it to CORPUS in
+tests/fuzz/test_corpus.py together with its fix.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tests.serve.hostile import attack
 from tests.serve.running import running
 
 BATCH = 25
-"""Cases between two looks at the clock."""
+"""Number of cases between two checks of the time."""
 KEPT = DirectoryBasedExampleDatabase(Path(__file__).parents[2] / ".hypothesis" / "fuzz")
 
 
 def drawn(target, seconds):
-    """Checks cases of a target for some seconds; how many."""
+    """Checks random cases of a target for `seconds`; returns their number."""
     count = 0
 
     @settings(max_examples=BATCH, deadline=None, database=KEPT, suppress_health_check=list(HealthCheck), print_blob=False)
@@ -35,7 +35,7 @@ def drawn(target, seconds):
         count += 1
         target.check(case)
 
-    cases.hypothesis.inner_test.__qualname__ = target.__name__  # cases of each target are kept apart
+    cases.hypothesis.inner_test.__qualname__ = target.__name__  # a separate database key for each target
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         cases()
@@ -43,7 +43,7 @@ def drawn(target, seconds):
 
 
 def requests(seconds):
-    """Sends requests to a server for some seconds; how many."""
+    """Sends requests to a server for `seconds`; returns their number."""
     count = 0
     with running() as server:
         end = time.monotonic() + seconds
@@ -55,7 +55,7 @@ def requests(seconds):
 def main(seconds):
     """Fuzzes every target for a quarter of the seconds."""
     disable_progress_bar()
-    logging.disable(logging.CRITICAL)  # texts that fail are part of it
+    logging.disable(logging.CRITICAL)  # failing sequences are expected
     for target in (files, tokenizers, schedules):
         print(f"{target.__name__.rpartition('.')[2]}: {drawn(target, seconds / 4):,} cases", flush=True)
     print(f"requests: {requests(seconds / 4):,} cases", flush=True)

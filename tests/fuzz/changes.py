@@ -1,4 +1,4 @@
-"""Changes of files, drawn by hypothesis: of places in JSON documents, and of bytes."""
+"""Random changes of files as hypothesis strategies: of JSON fields and of bytes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import copy
 from hypothesis import strategies as st
 
 GONE = "(gone)"
-"""In place of a value: the key is deleted."""
+"""Used as a value: deletes the key."""
 ODD = (
     None, True, False, 0, 1, -1, 2, 3, 64, 1.5, 0.0, -0.0, 1e-320, 1e308, 2**31, 2**32, 2**40, 2**63, -(2**63), 2**64, 10**30,
     float("nan"), float("inf"), float("-inf"), "", "64", "x", "None", "[/b]\x1b[2J", "\ud800", "a" * 5000, "../x", "\0", "(?<",
     "(a*)*b", [], {}, [1, 2], ["x"], [None], [[]], [[["x", "y"]]], {"a": 1}, {"type": "x"}, [0, 2**63], [-1, 8], {"id": 10**9},
     GONE,
 )  # fmt: skip
-"""Values that a field is not made for."""
+"""Values that are unexpected in most fields."""
 VALUES = st.sampled_from(ODD)
 
 
@@ -27,7 +27,7 @@ def places(value, path=()):
 
 
 def changed(document, changes):
-    """A copy of a JSON document with each (path, value) of `changes` put in place, as far as the path is still there."""
+    """A copy of a JSON document with each (path, value) of `changes` applied, if the path still exists."""
     document = copy.deepcopy(document)
     for path, value in changes:
         holder = document
@@ -44,7 +44,9 @@ def changed(document, changes):
 
 
 def changes_of(document, values=VALUES, most=3):
-    """A strategy of changes of a document: each place as often as another of its depth, so that long tables hide none."""
+    """A strategy for changes of a document. It samples a depth first, then a field of that depth, so long tables do not
+    dominate.
+    """
     by_depth: dict[int, list[tuple]] = {}
     for place in places(document):
         by_depth.setdefault(len(place), []).append(place)
@@ -53,11 +55,11 @@ def changes_of(document, values=VALUES, most=3):
 
 
 BYTES = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size=8), st.integers(0, 8)), min_size=1, max_size=3)
-"""Changes of bytes: where (as a share of the length), what is put there, and how many bytes it replaces."""
+"""Changes of bytes: (position as a share of the length, new bytes, number of replaced bytes)."""
 
 
 def with_bytes(data, changes):
-    """`data` with each change of `BYTES` made."""
+    """`data` after applying `changes`, a value of the strategy `BYTES`."""
     found = bytearray(data)
     for where, new, old in changes:
         at = int(where * len(found))

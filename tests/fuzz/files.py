@@ -1,6 +1,6 @@
-"""Damaged files of models: an error of one line that names the file, or a model that computes numbers.
+"""Damaged model files must give a one-line error that names the file, or a model that computes finite results.
 
-The kinds are a checkpoint of lowbit's own, a 16-bit model, a GGUF file, and the file of `lowbit tune`.
+The kinds are a lowbit checkpoint, a 16-bit model, a GGUF file and the file of `lowbit tune`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHAPE, MACHINE = GemmShape(64, 5120, 13824, 4), typical_machine(90)
 
 @functools.cache
 def originals():
-    """The folder with the whole files, by kind."""
+    """A folder with the undamaged files, one subfolder per kind."""
     root = Path(tempfile.mkdtemp(prefix="lowbit-fuzz-"))
     save_tiny(root / "plain", tied=False)
     quantize_checkpoint(root / "plain", root / "quantized", "w4a16_g32")
@@ -59,13 +59,13 @@ def originals():
 
 
 def header_of(data):
-    """The JSON header of a safetensors file, and what follows it."""
+    """(JSON header, remaining bytes) of a safetensors file."""
     end = 8 + struct.unpack("<Q", data[:8])[0]
     return json.loads(data[8:end]), data[end:]
 
 
 def with_header(header, body):
-    """A safetensors file."""
+    """The bytes of a safetensors file with this header and body."""
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + body
 
@@ -87,7 +87,7 @@ def _config_cases(kind, name=CONFIG):
 
 
 def _byte_cases(kind, name, share=1.0):
-    """Changes of bytes in the first `share` of a file, where its header is."""
+    """A strategy for byte changes in the first `share` of a file, where its header is."""
     return BYTES.map(lambda changes: (kind, name, tuple((where * share, *rest) for where, *rest in changes)))
 
 
@@ -97,11 +97,11 @@ CASES = st.one_of(
     _byte_cases("plain", WEIGHTS, 0.02),
     _byte_cases("quantized", WEIGHTS, 0.05), _byte_cases("gguf", GGUF, 0.03), _byte_cases("gguf", GGUF, 0.1),
 )  # fmt: skip
-"""A kind, the file of it that is changed ("header": of safetensors), and how: places of JSON, or bytes."""
+"""(kind, changed file, changes of JSON fields or of bytes). The file "header" is the JSON header of the safetensors file."""
 
 
 def check(case):
-    """Loads a model of which a file was changed, and lets it say two tokens."""
+    """Loads a model with a damaged file and generates two tokens."""
     kind, name, changes = case
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made, "c")
@@ -122,7 +122,7 @@ def check(case):
 
 
 def _choose(file):
-    """A damaged file of tiles says so, or is as good as none."""
+    """A damaged tile file gives a warning, or acts like no file."""
     tuned.forget()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -132,7 +132,7 @@ def _choose(file):
 
 
 def _tuned_machine(file):
-    """The machine with tiles of the file."""
+    """MACHINE with the tuned tiles of `file`."""
     return replace(MACHINE, tuned=str(file))
 
 

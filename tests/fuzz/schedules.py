@@ -1,7 +1,7 @@
 """Schedules of an engine on a CPU: submissions, cancellations, streams and steps in any order.
 
-Whatever the order, every request ends, a text that was not cancelled is the one that its request has alone, and no slot or page
-is held at the end.
+In any order, every request finishes. Tokens that were not cancelled equal those of the request computed alone. At the end no
+slot or page is in use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.tiny import eager_llama
 
 VOCAB = 160
 MOST_STEPS = 2000
-"""Of a schedule: one that takes more hangs."""
+"""A schedule with more steps counts as a hang."""
 
 OPTIONS = st.fixed_dictionaries({
     "max_concurrent": st.integers(1, 4), "chunk_tokens": st.sampled_from((128, 256)),
@@ -31,7 +31,7 @@ REQUESTS = st.tuples(
     SAMPLINGS,
     st.sampled_from(("", "", "", "stop", "raise", "cancel self", "cancel other")),
 )  # fmt: skip
-"""A prompt's first token, its length, the limit, how tokens are drawn, and what its watch does at the second token."""
+"""(first prompt token, prompt length, token limit, sampling settings, action of the on_token callback at the second token)."""
 ACTIONS = st.one_of(
     REQUESTS,
     REQUESTS,
@@ -58,7 +58,7 @@ def _request(action, watch=None):
 
 @functools.lru_cache(maxsize=4096)
 def alone(action):
-    """The tokens of a request that is computed alone, without a watch."""
+    """The tokens of a request computed alone, without an on_token callback."""
     engine = Engine(_model(), max_concurrent=1, max_length=256, cache_bytes=1 << 20)
     (sequence,) = engine.generate([_request(action)])
     return tuple(each.token for each in sequence.sampled)
@@ -121,12 +121,12 @@ def check(case):
 def _next(stream):
     try:
         return next(stream, None)
-    except RuntimeError:  # the text failed
+    except RuntimeError:  # the sequence failed
         return None
 
 
 def _refused(engine, request):
-    """Submits what the engine has to refuse."""
+    """Submits a request that the engine must refuse with a one-line ValueError."""
     try:
         engine.submit(request)
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""Cases that the fuzzer found, each of which was a traceback, a hang or nonsense once, and a few new ones.
+"""Cases found by the fuzzer, each of which once caused a traceback, a hang or wrong output, and a few new ones.
 
-`make fuzz SECONDS=60` draws others; requests are drawn by tests/serve/test_hostile.py.
+`make fuzz SECONDS=60` tries other cases; tests/serve/test_hostile.py has the requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CORPUS = [
     (files, ("tuned", files.TUNED, (((*ROWS, "tile"), []),))),
     (files, ("tuned", files.TUNED, (((*ROWS, "tile"), INF),))),
     (files, ("tuned", files.TUNED, (((*ROWS, "tile"), "wgmma 0 0 0 0 0"),))),
-    (files, ("gguf", files.GGUF, ((0.08925641629283693, b"7", 0),))),  # a tensor's name with a line break
+    (files, ("gguf", files.GGUF, ((0.08925641629283693, b"7", 0),))),  # a line break in a tensor name
     (files, ("gguf", files.GGUF, ((0.08828094220774424, b"\x06Z\xb2\x9b\xbf\xb5\x86x", 2), (0.0902, b"Q\x06\xf5", 1)))),
     (files, ("plain", "header", ((("model.norm.weight", "shape"), [0, 2**63]),))),
     (files, ("plain", files.CONFIG, ((("rms_norm_eps",), NAN),))),
@@ -31,8 +31,8 @@ CORPUS = [
     (tokenizers, ("words", "tokenizer_config.json", ((LENGTH, {}),))),
     (tokenizers, ("bpe", "tokenizer_config.json", ((LENGTH, "64"),))),
     (tokenizers, ("unigram", "tokenizer_config.json", ((LENGTH, [None]),))),
-    (tokenizers, ("bpe", "tokenizer.json", ((("post_processor", "single", 0, "SpecialToken", "id"), ""),))),  # a panic
-    (tokenizers, ("bpe", "tokenizer.json", ((("model", "continuing_subword_prefix"), "Sequence"),))),  # another
+    (tokenizers, ("bpe", "tokenizer.json", ((("post_processor", "single", 0, "SpecialToken", "id"), ""),))),  # a Rust panic
+    (tokenizers, ("bpe", "tokenizer.json", ((("model", "continuing_subword_prefix"), "Sequence"),))),  # another panic
     (tokenizers, ("wordpiece", "tokenizer.json", ((("model", "unk_token"), "BertPreTokenizer"),))),
     (tokenizers, ("words", "tokenizer.json", ((("model", "vocab", "a"), 10**9),))),
 ]
@@ -46,8 +46,8 @@ def test_found_cases(number):
 
 @pytest.mark.parametrize(("target", "count"), [(files, 60), (tokenizers, 100), (schedules, 20)])
 def test_drawn_cases(target, count, monkeypatch):
-    """The same ones in every run; `make fuzz` draws others."""
-    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # texts that fail are part of it
+    """Deterministic random cases, the same in every run; `make fuzz` tries others."""
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # failing sequences are expected
 
     @settings(max_examples=count, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(target.CASES)
@@ -58,7 +58,7 @@ def test_drawn_cases(target, count, monkeypatch):
 
 
 def test_the_fuzzer_runs(capsys, monkeypatch):
-    """Some cases of each target, and how many there were."""
+    """The fuzzer checks some cases of each target and prints their number."""
     monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)
     monkeypatch.setattr(fuzzer, "BATCH", 12)
     monkeypatch.setattr(fuzzer, "KEPT", None)

@@ -1,4 +1,4 @@
-"""Damaged tokenizer files: an error of one line that names the file, or a tokenizer that encodes and decodes."""
+"""Damaged tokenizer files must give a one-line error that names the file, or a tokenizer that encodes and decodes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def documents(kind):
 
 @functools.cache
 def _parts():
-    """Values of fields of the files of all kinds: right in their place, odd in another."""
+    """The values of all fields in the files of all kinds; each is valid in its own field and odd in another."""
     found = [value for kind in MADE for document in documents(kind).values() for value in _values(document)]
     return sorted({json.dumps(value) for value in found}, key=lambda text: (len(text), text))
 
@@ -89,12 +89,12 @@ def _cases():
 
 
 CASES = st.deferred(_cases)
-"""A kind of tokenizer, the file of it that is changed, and how."""
+"""(kind of tokenizer, changed file, changes)."""
 TEXTS = ("abc de", "", "x" * 300, "a\u0301\u200d\ufffd \U0001f44d", "<s></s>[CLS]<unk>", "\0\n\t ")
 
 
 def check(case):
-    """Loads a changed tokenizer; one that loads encodes and decodes."""
+    """Loads a changed tokenizer; if that succeeds, it must encode and decode."""
     kind, name, changes = case
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)

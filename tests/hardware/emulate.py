@@ -1,7 +1,7 @@
 """A warp in NumPy: ldmatrix from a byte array and mma.sync on register fragments, bit for bit.
 
-For tests and the walkthrough: with these two instructions and the conversion programs, the way of a weight from packed
-bytes to a product can be run and looked at without a GPU. Registers are uint32 arrays [lanes, registers].
+For tests and the walkthrough: these two instructions and the conversion programs show, without a GPU, how packed bytes become a
+product. Registers are uint32 arrays [lanes, registers].
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def ldmatrix(shared: NDArray[np.uint8], addresses: Indices) -> Registers:
 
 
 def register_values(registers: Registers, operand: str) -> Values:
-    """Values [lanes, registers, elements] of registers of packed `operand`s: "f16", "bf16", "s8" or "u8"."""
+    """The values [lanes, registers, elements] of registers that hold packed "f16", "bf16", "s8" or "u8" (`operand`)."""
     packed = np.ascontiguousarray(registers)
     if operand == "f16":
         values: NDArray[Any] = packed.view(np.float16)
@@ -54,7 +54,7 @@ def register_values(registers: Registers, operand: str) -> Values:
 
 
 def mma(atom: MmaAtom, operand: str, a: Registers, b: Registers, c: Values) -> Values:
-    """D fragment [32, registers] = A B + C of one mma.sync, from A and B registers of type `operand`.
+    """The D fragment [32, registers] = A B + C of one mma.sync, from A and B registers of type `operand`.
 
     Sums in float64, so the result is exact whenever the true sum fits 53 bits; tensor cores round or truncate sums of
     floats in their own way, which is not modelled. Raises ValueError when the instruction takes B from shared memory or

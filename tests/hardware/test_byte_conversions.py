@@ -1,4 +1,4 @@
-"""Every conversion to 8-bit operands over every code in every place, executed bit-exactly."""
+"""Every conversion to 8-bit operands, over every code at every position of a word, executed bit-exactly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CASES += [(f, "e4m3") for f in FLOATS]
 
 
 def pack(codes, conversion):
-    """Words of codes [cases, registers, 4], bit by bit."""
+    """Packs codes [cases, registers, 4] into words, bit by bit."""
     if conversion.stored:
         codes = np.array(conversion.stored, np.uint8)[codes]
     words = [np.zeros(len(codes), np.uint32) for _ in range(conversion.fields.words)]
@@ -46,7 +46,7 @@ def test_every_code_in_every_place(fmt, operand):
 
 def test_what_int4_costs():
     assert byte_conversion(int_format(4), "s8").program.count("integer") == 3, "for eight weights"
-    # Three of the shifts are one instruction with the addition behind them (LEA): 8 for eight weights.
+    # Three shifts are fused with the following addition (LEA): 8 instructions for eight weights.
     assert byte_conversion(int_format(4), "e4m3").program.count("integer") == 11
     assert byte_conversion(float_format(3, 2), "e4m3").integer_per_weight <= 0.9
 

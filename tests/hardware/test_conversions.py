@@ -27,7 +27,7 @@ IDS = [f"{f.name}-{d}" for f, d in CASES]
 
 
 def pack(codes, fmt):
-    """Words of codes [cases, registers, 2], bit by bit."""
+    """Packs codes [cases, registers, 2] into words, bit by bit."""
     fields = field_order(fmt)
     words = [np.zeros(len(codes), np.uint32) for _ in range(fields.words)]
     for register, places in enumerate(fields.places):
@@ -67,7 +67,7 @@ def test_all_pairs_of_codes_in_one_register(fmt, dtype):
 
 
 def test_known_constants():
-    """The instructions and immediates of the sources: 0xEA, 1032, 1/16, -72, 0x64, 1024, 1152, 136."""
+    """The PTX has the immediates of the published kernels: 0xEA, 1032, 1/16, -72, 0x64, 1024, 1152, 136."""
     int4 = conversion(int_format(4), "fp16").program.ptx()
     for text in ("0x000f000f", "0x00f000f0", "0x64006400", "0xea", "0x64086408", "0x2c002c00", "0xd480d480"):
         assert text in int4.lower(), text
@@ -103,10 +103,11 @@ BUDGET = {
 
 @pytest.mark.parametrize("name", BUDGET)
 def test_integer_instructions_per_weight(name):
-    """At full memory speed an H200 takes in 158 bits of codes per clock and has 64 integer lanes (docs/log): stay below.
+    """At full memory bandwidth an SM of an H200 receives 158 bits of codes per clock and has 64 integer lanes (docs/log). The
+    conversions must keep up.
 
-    Floats to bf16 do not (their exponents have to move, the sign must not); left shifts are multiplications on another
-    pipe, which makes up for most of it.
+    Float formats to bf16 exceed the budget, as exponents move and the sign does not. Left shifts run as multiplications on
+    another pipe, which mostly compensates.
     """
     for dtype, budget in zip(("fp16", "bf16"), BUDGET[name], strict=True):
         c = conversion(number_format(name), dtype)
@@ -123,7 +124,7 @@ def test_exponents_that_fp16_does_not_have_are_refused(name):
 
 
 def kernel(c):
-    """A PTX kernel that loads the words, converts and stores."""
+    """The text of a PTX kernel that loads the words, converts and stores them."""
     n_in, n_out = len(c.program.inputs), len(c.program.outputs)
     loads = "\n".join(f"ld.global.b32 {name}, [%in + {4 * i}];" for i, name in enumerate(c.program.inputs))
     stores = "\n".join(f"st.global.b32 [%out + {4 * i}], {name};" for i, name in enumerate(c.program.outputs))
@@ -172,13 +173,14 @@ def test_ptxas_takes_every_program(tmp_path, sm):
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("bits", range(2, 8))
 def test_codes_as_subnormal_numbers_make_the_same_weights(bits, dtype):
-    """Masks leave code * 2^up times the least number of the type; times a scale * 2^-up less offset * scale, rounded once, are
-    the bits of codes less their offset, which are exact, times the scale. For scales down to a 32nd of the largest."""
+    """A masked code is code * 2^up times the dtype's smallest number. Times (scale * 2^-up), minus offset * scale, rounded
+    once, it has the same bits as the exact (code - offset) times the scale. Holds for scales down to 1/32 of the largest.
+    """
     fmt, rng, least = number_format(f"int{bits}"), np.random.default_rng(bits), {"fp16": 24, "bf16": 133}[dtype]
     masked, whole = subnormal_codes(fmt, dtype), conversion(fmt, dtype)
     words = rng.integers(0, 1 << 32, (masked.fields.words, 1 << 15), dtype=np.uint64).astype(np.uint32)
     waits = np.arange(0x6400, 0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)  # 1024 to 65504
-    if dtype == "bf16":  # 1024 to 65280 with 8 digits, over 2^24 times the least number as the kernels have them
+    if dtype == "bf16":  # 1024 to 65280 with 8 significant bits, over 2^24 times the smallest number, as in the kernels
         waits = np.unique(widen_half(round_half(np.stack([waits, waits], axis=-1), np.zeros(()), dtype), dtype)) * 2.0 ** (
             least - 24
         )

@@ -29,7 +29,7 @@ def test_ldmatrix_refuses_what_the_device_refuses() -> None:
 
 
 def test_ldmatrix_of_a_16_bit_matrix_is_the_a_fragment_of_mma() -> None:
-    """Four 8 x 8 matrices of a row-major 16 x 16 tile, in the order rows, then columns, are registers a0 to a3."""
+    """The four 8 x 8 matrices of a row-major 16 x 16 tile, rows first, become registers a0 to a3."""
     tile = np.arange(256, dtype=np.uint16).reshape(16, 16)
     origin = np.array([(0, 0), (8, 0), (0, 8), (8, 8)])  # row, column of each matrix
     addresses = 2 * ((origin[:, :1] + np.arange(8)) * 16 + origin[:, 1:])

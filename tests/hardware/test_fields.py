@@ -1,4 +1,4 @@
-"""Codes fill their words without a seam, and few moves gather what is left over."""
+"""Codes fill their words without gaps, and few bit moves collect the codes that are split over words."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_rows_are_consistent():
         arch = machine.arch
         assert arch.shared_per_block_bytes < arch.shared_per_sm_bytes
         assert (machine.peak_fp8 is not None) == ("mma_fp8" in arch.features)
-        assert (machine.peak_fp16 < (machine.peak_int8 or 0)) == (arch.sm != 103)  # B300 has hardly any int8 left
+        assert (machine.peak_fp16 < (machine.peak_int8 or 0)) == (arch.sm != 103)  # B300 has little int8 throughput
         assert ("wgmma" in arch.features) == (arch.sm == 90)
         assert machine.read_bytes < machine.bandwidth_bytes
         for atom, feature in (
@@ -45,7 +45,7 @@ def test_unknown_versions_list_the_known():
 
 
 def gpu(monkeypatch, name, sm, **properties):
-    """torch sees this GPU, whose kernels are never called."""
+    """Makes torch report this GPU; no kernel runs on it."""
     described = SimpleNamespace(name=name, multi_processor_count=132, L2_cache_size=50 << 20, **properties)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: described)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: divmod(sm, 10))
@@ -62,7 +62,7 @@ def forget():
 
 
 def test_the_gpu_in_hand_is_asked(monkeypatch):
-    """An H100 PCIe is an sm_90 as an H200 is, with 114 SMs and slower memory."""
+    """The properties of the present GPU count: an H100 PCIe is sm_90 like an H200, but has 114 SMs and slower memory."""
     found = gpu(monkeypatch, "NVIDIA H100 PCIe", 90, memory_clock_rate=1593000, memory_bus_width=5120)
     found.multi_processor_count = 114
     machine = machine_of("cuda")
@@ -84,7 +84,9 @@ def test_a_build_that_does_not_tell_the_memory_clock(monkeypatch):
 
 
 def test_the_choice_of_tile_sees_the_number_of_sms():
-    """One wave of tiles on 132 SMs is two on 66: the model must price it so, and what was measured holds for its machine."""
+    """One wave of tiles on 132 SMs is two on 66, and the cost model must reflect it. Measured tiles apply only to the GPU they
+    were measured on.
+    """
     h200 = typical_machine(90)
     half = replace(h200, product="half", sm_count=66)
     shape = GemmShape(128, 6144, 4096, 4)

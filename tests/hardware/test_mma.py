@@ -1,4 +1,4 @@
-"""Every fragment against the formulas of the PTX ISA, written here a second time as the document states them."""
+"""Every fragment against the formulas of the PTX ISA, copied here independently of the package."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def b_k64(g: int, t: int, i: int) -> tuple[int, int]:
 
 
 def c_any(g: int, t: int, i: int) -> tuple[int, int]:
-    """Accumulators of all shapes; i counts on through blocks of 8 columns."""
+    """(row, col) of accumulator element i, for all shapes; i continues through the blocks of 8 columns."""
     return (g if i % 4 < 2 else g + 8), t * 2 + (i & 1) + 8 * (i // 4)
 
 
@@ -130,7 +130,7 @@ def test_gather_and_scatter_are_inverse() -> None:
     tile = np.arange(16 * 16).reshape(16, 16)
     held = fragment.gather(tile)
     assert held.shape == (32, 4, 2)
-    assert held[5, 1].tolist() == [9 * 16 + 2, 9 * 16 + 3]  # lane 5: group 1, place 1; register 1 is 8 rows down
+    assert held[5, 1].tolist() == [9 * 16 + 2, 9 * 16 + 3]  # lane 5: group 1, thread 1; register 1 is 8 rows down
     np.testing.assert_array_equal(fragment.scatter(held), tile)
 
 

@@ -1,4 +1,4 @@
-"""Instructions against independent definitions: truth tables, byte lists, NumPy's and exact arithmetic."""
+"""Emulated instructions against independent definitions: truth tables, byte lists, NumPy and exact arithmetic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def one(build, *inputs):
 
 @pytest.mark.parametrize("table", range(256))
 def test_lop3_is_its_truth_table(table):
-    """Bit i of the table is the result for the inputs whose bits spell i."""
+    """Bit i of the table is the result for input bits a, b, c with i = 4 a + 2 b + c."""
     a, b, c = 0xF0F0F0F0, 0xCCCCCCCC, 0xAAAAAAAA
     got = one(lambda p, x, y, z: p.lop3(x, y, z, table), a, b, c)
     assert got == table * 0x01010101
@@ -80,14 +80,15 @@ def special_words(n=200_000):
 @pytest.mark.parametrize("operation", ["add", "sub", "mul"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_arithmetic_equals_torch(operation, dtype):
-    """All kinds of halves, subnormals, infinities and NaN among them (NaN comes out canonical, 0x7fff)."""
+    """16-bit floats of all kinds, including subnormals, infinities and NaN (a NaN result is the canonical 0x7fff)."""
     a, b = special_words(), special_words()[::-1].copy()
     builder = Builder(["a", "b"])
     (got,) = builder.build([getattr(builder, operation)(dtype, "a", "b")]).run([a, b])
     kind = torch.float16 if dtype == "fp16" else torch.bfloat16
     x, y = (torch.from_numpy(w.view(np.int16).copy()).view(kind).double() for w in (a, b))
     exact = {"add": x + y, "sub": x - y, "mul": x * y}[operation]
-    # float64 holds products exactly; sums of two halves too unless far apart, where rounding to the half is safe.
+    # float64 holds products of 16-bit floats exactly, and sums too, unless the terms are far apart; then double rounding is
+    # harmless.
     expected = exact.float().to(kind) if operation == "mul" and dtype == "bf16" else exact.to(kind)
     got = torch.from_numpy(got.view(np.int16).copy())
     nan = expected.isnan()
@@ -96,7 +97,7 @@ def test_arithmetic_equals_torch(operation, dtype):
 
 
 def exact_half(value: Fraction, dtype: str) -> float:
-    """Nearest half to a fraction, ties to even, by search over the grid around it."""
+    """The 16-bit float nearest to a fraction, ties to even, found by search over the adjacent grid points."""
     mantissa, lowest, top = {"fp16": (10, -14, 15), "bf16": (7, -126, 127)}[dtype]
     if value == 0:
         return 0.0
@@ -117,11 +118,11 @@ def exact_half(value: Fraction, dtype: str) -> float:
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_fma_rounds_once(dtype):
-    """Against exact fractions, on random halves and on sums built to lie next to a tie."""
+    """Against exact fractions, on random 16-bit floats and on sums constructed to be next to a tie."""
     rng = np.random.default_rng(1)
     words = rng.integers(0, 2**32, (3, 1500), dtype=np.uint32)
     one_bits = 0x3C00 if dtype == "fp16" else 0x3F80
-    # (1 + u)(1 + u) + c with c = 2^-24 and 2^-40: the product is a tie whose fate the tiny addend decides.
+    # (1 + u)(1 + u) + c with c = 2^-24 and 2^-40: the product is a tie, which the tiny addend breaks.
     tie = np.array([one_bits + 1, one_bits + 1, 0x0001 if dtype == "fp16" else 0x2B80], np.uint32)
     words = np.concatenate([words, np.repeat(tie[:, None], 4, axis=1)], axis=1)
     words[2, -2:] ^= 0x8000

@@ -1,4 +1,6 @@
-"""A paged cache with slots of given contexts, all that no slot owns poisoned, and the same in float64 for the reference."""
+"""A paged KV cache whose slots have given context lengths. Memory that no slot owns holds NaN. The reference runs in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from lowbit.kernels.reference.attention import decode_reference
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-"""Of a row, relative: q, k, p and the result are each rounded once."""
+"""Allowed relative error of a row: q, k, p and the result are each rounded once."""
 
 
 def angles_of(positions: int, rotary_dim: int) -> Tensor:
-    """cos, then sin, of the pairs of each position: [positions, rotary_dim]."""
+    """The RoPE table [positions, rotary_dim]: of each position the cosines of all pairs, then their sines."""
     turns = torch.arange(positions).double()[:, None] * 1e4 ** -(
         torch.arange(rotary_dim // 2).double() / max(rotary_dim // 2, 1)
     )
@@ -29,7 +31,7 @@ def shape(heads=8, kv_heads=2, head_dim=64, **options) -> AttentionShape:
 
 @dataclass
 class Case:
-    """The arguments of a decode step for all slots; the last slot is nobody's and several rows name it."""
+    """The arguments of a decode step for all slots. The last slot is a dummy, which all padding rows name."""
 
     shape: AttentionShape
     qkv: Tensor
@@ -44,19 +46,19 @@ class Case:
 
     @property
     def arguments(self) -> tuple:
-        """What the plan takes before its workspaces."""
+        """The tensors that the plan takes before its workspaces."""
         return (
             self.qkv, self.k, self.v, self.tables, self.positions, self.rows, self.cos_sin, self.q_norm, self.k_norm
         )  # fmt: skip
 
     def copy(self, rows: list[int] | None = None) -> Case:
-        """Itself, or with some of its rows, with pages of its own."""
+        """A copy with its own pages; with `rows`, of these rows only."""
         rows = list(range(len(self.rows))) if rows is None else rows
         changed = {**vars(self), "qkv": self.qkv[rows].clone(), "rows": self.rows[rows].clone()}
         return Case(**{**changed, "k": self.k.clone(), "v": self.v.clone()})
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
-        """out, k and v of the reference in float64."""
+        """out, k and v that the reference computes in float64."""
         wide = [None if t is None else t.double() if t.is_floating_point() else t for t in self.arguments]
         out = decode_reference(*wide[:7], self.shape, *wide[7:])
         return out, wide[1], wide[2]
@@ -67,8 +69,8 @@ def make_case(
 ) -> Case:  # fmt: skip
     """A row for each context, the number of tokens before the new one, then `padding` rows that name the last slot.
 
-    Pages lie in random order; page 0, which tables name where they have no page, and all that was not written hold NaN. With
-    `shared`, the second slot has the whole pages of the first where both have as many tokens.
+    Pages are in random order. NaN fills page 0, which tables name where a slot has no page, and everything that was not
+    written. With `shared`, the second slot shares the first slot's full pages as far as both contexts reach.
     """
     generator = torch.Generator().manual_seed(seed)
     random = lambda *size: torch.randn(*size, generator=generator)  # noqa: E731
@@ -96,12 +98,14 @@ def make_case(
 
 
 def compare(case: Case, given: Case, out: Tensor, real: int | None = None) -> None:
-    """out and the pages of `case` after a step against the reference's for `given`, as it was before; `real` rows count."""
+    """Compares out and the pages of `case` after a step with the reference, which starts from `given`, the case before the
+    step. Only the first `real` rows are compared.
+    """
     expected, k, v = given.expected()
     real = len(expected) if real is None else real
     tolerance = TOLERANCE[out.dtype]
     error = (out[:real].double() - expected[:real]).norm(dim=1) / expected[:real].norm(dim=1)
-    assert (error < tolerance).all(), error  # NaN is not
+    assert (error < tolerance).all(), error  # fails for NaN too
     slots, positions = case.rows[:real].long(), case.positions[case.rows[:real].long()].long()
     page = case.tables[slots, positions // PAGE].long()
     assert torch.allclose(case.k[page, :, positions % PAGE].double(), k[page, :, positions % PAGE], rtol=tolerance, atol=1e-2)
@@ -109,5 +113,5 @@ def compare(case: Case, given: Case, out: Tensor, real: int | None = None) -> No
     nobody = case.tables[-1, 0].long()
     for after, before in ((case.k.clone(), given.k.clone()), (case.v.clone(), given.v.clone())):
         after[page, :, positions % PAGE] = before[page, :, positions % PAGE] = 0
-        after[nobody, :, 0] = before[nobody, :, 0] = 0  # rows that pad write there
+        after[nobody, :, 0] = before[nobody, :, 0] = 0  # padding rows write there
         assert torch.equal(after.view(torch.int16), before.view(torch.int16)), "wrote where nothing was to be written"

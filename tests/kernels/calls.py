@@ -1,4 +1,4 @@
-"""What plans of products are called with, as tensors without memory: shapes and types as lowbit/pack makes them."""
+"""Arguments for the plans of the GEMM kernels, as meta tensors with the shapes and dtypes that lowbit/pack makes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from lowbit.kernels.reference.activations import CODE_DTYPES
 
 
 def meta(shape, dtype):
-    """A tensor that has no memory."""
+    """A tensor on the meta device, without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def mixed_call(shape, dtype, group, scale_dtype):
-    """x of 16 bits, codes of `shape.bits` in fragment order, scales by groups, scales and biases of channels, workspaces."""
+    """16-bit x, codes of `shape.bits` bits in fragment order, group scales, channel scales, bias, two workspaces."""
     codes = meta((shape.row_blocks, shape.steps(64) * 32 * shape.bits), torch.int32)
     scale = meta((shape.row_blocks, shape.k), scale_dtype) if group else None
     channels = meta((shape.n,), torch.float32), meta((shape.n,), dtype)
@@ -22,7 +22,7 @@ def mixed_call(shape, dtype, group, scale_dtype):
 
 
 def scaled_call(scheme, m, n, k, *, x_scale="token", x_zero=False, bias=torch.bfloat16, codes_of_y=False):
-    """x of 8 bits with its scale and zero, codes of a scheme, scales, sums of w, bias, workspaces, scale of y."""
+    """8-bit x with its scale and zero, the scheme's codes, scales, sums of the rows of w, bias, workspaces, scale of y."""
     parsed = parse_scheme(scheme)
     float32, groups = torch.float32, -(-k // 128)
     narrow, blocks = parsed.weight.bits < 8, isinstance(parsed.granularity, PerBlock)
@@ -40,7 +40,9 @@ def scaled_call(scheme, m, n, k, *, x_scale="token", x_zero=False, bias=torch.bf
 
 
 def expert_call(shape, dtype, form):
-    """x, codes, scales, scales of channels and biases of experts, tiles, their number, order of slots, router weights."""
+    """x; the experts' codes, group scales, channel scales and biases; the tiles and their number; the order of slots; router
+    weights.
+    """
     scale_dtype = torch.bfloat16 if form.scale_dtype == "bf16" else torch.float16
     scale, pair = None, 2 if form.zero == "none" else 4
     if form.group:

@@ -1,11 +1,11 @@
-"""A digest of the machine code of everything that tests compile, to hold while code moves. A plugin of pytest:
+"""A pytest plugin that writes a digest of the machine code of every kernel that the tests compile, to detect changes:
 
-    python -m pytest -p tests.kernels.digests --digests before.txt tests/kernels   # then, after the move, again with after.txt
+    python -m pytest -p tests.kernels.digests --digests before.txt tests/kernels   # after the change: after.txt
     diff before.txt after.txt
 
-A line for each compiled kernel: test, number within it, capability, digest, registers, bytes of stack and of shared memory.
-Names of kernels are left out, and so is which lines of source instructions come from: ptxas may order loads
-otherwise where lines have moved (a split of K, int3, 32 tokens: the sums of other blocks). One process: no --numprocesses.
+One line for each compiled kernel: test, number of the kernel within the test, capability, digest, registers, bytes of stack and
+shared memory. Kernel names and source lines are left out. ptxas may still reorder loads if source lines have moved (seen in
+split-K, int3, 32 tokens). Runs in one process: no --numprocesses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from tests.kernels import sass
 
 
 def digest(code: sass.Compiled) -> str:
-    """Of the instructions in order, with their addresses: none is kept unread, so each kernel begins at 0."""
+    """A digest of the instructions in order, with their addresses. Each kernel is disassembled alone, so addresses start at
+    0.
+    """
     return hashlib.sha256(code.text.encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""Kernels in Triton's interpreter, which must be asked for before they are defined: in a process of their own."""
+"""Runs kernels in Triton's interpreter. It must be enabled before kernels are defined, hence a separate process."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from tests.forks import forked
 
 
 def interpreted(*checks: Callable[[], None]) -> None:
-    """Calls functions of one test file where all kernels are interpreted."""
+    """Calls functions of one test file in a process where all kernels are interpreted."""
     (module,) = {check.__module__ for check in checks}
     calls = "; ".join(f"tests.{check.__name__}()" for check in checks)
-    # The last is what torch imports when two tensors are compared for the first time: two thirds of a second.
+    # torch imports the last one when it first compares two tensors, which takes two thirds of a second.
     imported = ("torch", "triton.experimental.gluon", "lowbit.ops", "tests.kernels.sass", "torch.distributed.tensor")
     code = f"from tests.kernels.interpreter import hurry; hurry(); import {module} as tests; {calls}"
     forked(code, imported=imported, TRITON_INTERPRET="1")
 
 
 def hurry() -> None:
-    """Most of the interpreter's time goes into what it does again and again: to look up NumPy's types, to search Triton
-    for what to replace and to replace it at each call of a device function, to combine numbers one by one, and to compute
-    every sum and product of integers once more in 64 bits for a check that it only makes when it debugs."""
+    """Patches Triton's interpreter to be faster. It spends most of its time on repeated work: it looks up NumPy dtypes, patches
+    Triton's language at each call of a device function, combines numbers one by one in reductions, and recomputes every integer
+    sum and product in 64 bits for a check that only debugging uses.
+    """
     import triton.language as tl
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
@@ -46,7 +47,9 @@ def hurry() -> None:
         return [value for value in function.__globals__.values() if value is tl or value is tl.core]
 
     def replace_once(function):
-        """What a kernel replaces is put back at its end; until then its device functions find it replaced."""
+        """The outermost kernel patches Triton's language and restores it at its end; device functions it calls find it
+        patched.
+        """
         wanted = any(is_builtin(language.load) for language in languages(function))
         return replace_in(function) if wanted else interpreter._LangPatchScope()
 
@@ -60,7 +63,7 @@ def hurry() -> None:
 
 
 def _reduce(self, tensors):
-    """Combines two halves of all tensors at once, until a slice is left."""
+    """Reduces by combining the two halves of each tensor along the axis, until one slice is left."""
     parts = [tensor.handle.data for tensor in tensors]
     while parts[0].shape[self.axis] > 1:
         sides = zip(*(np.split(part, 2, self.axis) for part in parts), strict=True)

@@ -1,4 +1,4 @@
-"""Routings for tests, in plain torch; entries beyond the tiles that exist are poisoned."""
+"""Expert routings for tests, in plain torch. Entries beyond the existing tiles are poisoned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lowbit.ops.route import Routing
 
 
 def routing_of(experts, count, tile_rows, weights=None):
-    """The routing of choices int [T, top_k] among `count` experts; weights are random unless given."""
+    """The routing for the chosen `experts`, int [T, top_k], of `count` experts. Router weights are random unless given."""
     experts, device = experts.cpu(), experts.device
     flat = experts.flatten().long()
     order = torch.argsort(flat, stable=True)
@@ -32,6 +32,6 @@ def routing_of(experts, count, tile_rows, weights=None):
 
 
 def choices(tokens, top_k, count, generator, device="cpu"):
-    """Different experts for each token, int32 [tokens, top_k]."""
+    """Random experts, distinct within a token: int32 [tokens, top_k]."""
     scores = torch.rand(tokens, count, generator=generator)
     return scores.argsort(dim=1)[:, :top_k].int().to(device)

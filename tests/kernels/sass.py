@@ -1,4 +1,4 @@
-"""Compiles a Gluon kernel for a GPU that need not be there, and reads its machine code with the tools in Triton's wheel."""
+"""Compiles kernels without a GPU and reads their machine code with the tools in Triton's wheel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRITON = (
     if importlib.util.find_spec("triton")
     else ()
 )
-"""Its version: registers and spills differ, and a bound that fits both says nothing of either."""
+"""Triton's (major, minor) version. Registers and spills differ between versions, so bounds depend on it."""
 
 
 _NUMPY = tuple(int(part) for part in importlib.metadata.version("numpy").split(".")[:2])
@@ -32,7 +32,7 @@ loops_to_loaded_bounds = pytest.mark.skipif(
     () < TRITON < (3, 7) and _NUMPY >= (2, 4),
     reason="the interpreter of Triton 3.6 cannot loop to a bound loaded from memory with NumPy 2.4 and newer",
 )
-"""For tests whose kernels do so."""
+"""Marks tests whose kernels loop to a bound loaded from memory."""
 
 TYPES = {
     torch.float16: "fp16",
@@ -45,12 +45,12 @@ TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
 }
-"""Triton's names."""
+"""Triton's names of dtypes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """The machine code of a kernel, the PTX it came from and what it uses."""
+    """A compiled kernel: its cubin and machine code, its PTX and its resource usage."""
 
     cubin: bytes
     ptx: str
@@ -64,8 +64,9 @@ class Compiled:
 
     @functools.cached_property
     def text(self) -> str:
-        """Disassembled once it is asked for, and with it the other kernels that a test has compiled before it reads the first:
-        nvdisasm starts in a third of a second, which is more than ptxas took, and reads a kernel in a hundredth."""
+        """The disassembly, made on first use for all kernels compiled so far: nvdisasm takes a third of a second to start, more
+        than ptxas takes for a kernel, and a hundredth of a second per kernel.
+        """
         together = [self, *(other for other in _UNREAD if other is not self and other.capability == self.capability)]
         for kernel, text in zip(together, _disassembled([kernel.cubin for kernel in together], self.capability), strict=True):
             kernel.__dict__["text"] = text
@@ -74,7 +75,7 @@ class Compiled:
 
     @functools.cached_property
     def opcodes(self) -> collections.Counter[str]:
-        """How often each operation occurs, with its modifiers."""
+        """Number of occurrences of each opcode, modifiers included."""
         return collections.Counter(re.findall(r"/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_.]+)", self.text))
 
     def count(self, prefix: str) -> int:
@@ -86,7 +87,7 @@ class Compiled:
 
     @property
     def loops(self) -> list[tuple[int, int]]:
-        """First and last line, as numbers of `lines`, of what each branch back encloses."""
+        """(first, last) indices into `lines` of each loop, that is of each backward branch."""
         places = [int(place, 16) for place in re.findall(r"/\*([0-9a-f]+)\*/\s+.*? ;", self.text)]
         branches = [(i, re.search(r"BRA.* 0x([0-9a-f]+)$", line)) for i, line in enumerate(self.lines)]
         targets = [(int(branch[1], 16), i) for i, branch in branches if branch]
@@ -94,7 +95,7 @@ class Compiled:
 
 
 def batches(cases, size=4):
-    """Cases of a test so many at a time, whose kernels are disassembled together."""
+    """The cases of a test in lists of `size`; the kernels of a list are disassembled together."""
     cases = list(cases)
     return [cases[i : i + size] for i in range(0, len(cases), size)]
 
@@ -104,17 +105,17 @@ _UNREAD: weakref.WeakSet[Compiled] = weakref.WeakSet()
 
 
 def _code(cubin: bytes) -> bytes:
-    """The instructions in an ELF file with one kernel: its section .text.NAME."""
+    """The instructions in an ELF file with one kernel: the section .text.NAME."""
     (table,), (size, count, names) = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<3H", cubin, 0x3A)
-    headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]  # name, type, flags, address, place
+    headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]  # name, type, flags, address, offset
     (code,) = [header for header in headers if cubin.startswith(b".text.", headers[names][4] + header[0])]
     return cubin[code[4] :][: code[5]]
 
 
 def _disassembled(cubins: list[bytes], capability: int) -> list[str]:
-    """The instructions of each with their addresses, which go on from one to the next."""
+    """The disassembly of each cubin. Addresses continue from one cubin to the next."""
     codes = [_code(cubin) for cubin in cubins]
-    # Without the analysis of data flow, which is for indirect branches and takes a third of the time: the text is the same.
+    # Data-flow analysis serves indirect branches only and takes a third of the time; the text is the same without.
     options = ["--no-dataflow", "--binary", f"SM{capability}{'a' if capability >= 90 else ''}"]
     lines = re.findall(r"/\*[0-9a-f]+\*/.*;.*", _run("nvdisasm", options, b"".join(codes)))
     assert INSTRUCTION_BYTES * len(lines) == sum(map(len, codes))
@@ -123,8 +124,9 @@ def _disassembled(cubins: list[bytes], capability: int) -> list[str]:
 
 
 def compile_kernel(kernel, signature, config, pointers, warps, capability, **options) -> Compiled:
-    """A Gluon kernel whose last argument is the configuration C. `signature` maps names to Triton's type strings, or None for
-    arguments that are None; `pointers` are aligned."""
+    """Compiles a Gluon kernel whose last argument is the configuration C. `signature` maps argument names to Triton's type
+    strings, or to None for arguments that are None. The arguments in `pointers` are aligned to 16 bytes.
+    """
     pytest.importorskip("triton", reason="Triton compiles the kernels")
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -132,9 +134,9 @@ def compile_kernel(kernel, signature, config, pointers, warps, capability, **opt
 
 
 def compile_plan(plan, call, capability, pointers=None) -> Compiled:
-    """The kernel of a plan for what the plan gives it when it is called with `call`, whose tensors are on the meta device.
+    """Compiles the kernel that a plan launches for the arguments `call`, whose tensors are on the meta device.
 
-    `pointers` names the arguments that are aligned; without, all tensors are.
+    `pointers` names the arguments that are aligned; by default all tensors are.
     """
     pytest.importorskip("triton", reason="Triton compiles the kernels")
     from triton.compiler import ASTSource
@@ -170,7 +172,9 @@ def _kind(value) -> str | None:
 
 
 def compile_triton(kernel, signature, constants, pointers, warps, capability, **options) -> Compiled:
-    """A plain Triton kernel with the compile-time arguments `constants`; otherwise as `compile_kernel`."""
+    """Compiles a plain Triton kernel with the compile-time arguments `constants`. The other arguments are those of
+    `compile_kernel`.
+    """
     pytest.importorskip("triton", reason="Triton compiles the kernels")
     from triton.compiler import ASTSource
 
@@ -202,7 +206,7 @@ def _tools() -> Path:
 
 
 def _run(tool: str, options: list[str], cubin: bytes) -> str:
-    """What one of the tools says of a cubin."""
+    """The output of one of the CUDA tools for a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,4 +1,4 @@
-"""What kernels are compiled for: Triton tells two configurations apart by `str`, which has to say everything."""
+"""Kernel configurations: Triton's cache distinguishes them by `str`, so `str` must contain every field."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ CONFIGS = [
 
 
 def others(value):
-    """Values like `value` of which one field, however deep, is another."""
+    """Copies of `value`, each with one field changed, at any depth."""
     if dataclasses.is_dataclass(value):
         fields = [(f.name, other) for f in dataclasses.fields(value) for other in others(getattr(value, f.name))]
         return [dataclasses.replace(value, **{name: other}) for name, other in fields]
@@ -96,7 +96,7 @@ def test_every_class_of_configurations_is_here():
     "name", ["sm80/conv", "sm90/conv", "sm90/conv_strip", "sm90/conv_deep", "sm90/conv_block", "sm90/stem_pool"]
 )
 def test_kernels_are_siblings(name):
-    """A kernel imports parts and descriptors, no other kernel; what packs weights comes before it."""
+    """A kernel imports parts and descriptors, but no other kernel, and does not pack weights."""
     text = (Path(kernels.__file__).parent / f"{name}.py").read_text()
     imported = set(re.findall(r"^from (lowbit\.\S+) import", text, re.MULTILINE))
     assert not {m for m in imported if ".sm" in m} - {"lowbit.kernels.sm90.tensor_map"}

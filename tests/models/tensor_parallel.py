@@ -1,4 +1,6 @@
-"""One of two processes that load a model split over both: writes logits, or the refusal, to a file. Run by test_parallel.py."""
+"""One of two processes that load a model split over both: writes the logits, or the message of the refusal, to a file. Run by
+test_parallel.py.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def model(kv_heads=2):
 
 
 def prompts():
-    """Three, two of which are padded on the left."""
+    """Three prompts, two of which are padded on the left."""
     ids = torch.randint(1, 300, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :4] = mask[2, :1] = 0
@@ -71,7 +71,7 @@ def compiled_step(name):
 
 
 def test_a_compiled_step_over_a_static_cache_repeats_nothing():
-    expected, _ = compiled_step("sdpa")  # whose keys are (3, 8, 32, 8) in Transformers 5.17 to 5.23
+    expected, _ = compiled_step("sdpa")  # its keys are (3, 8, 32, 8) in Transformers 5.17 to 5.23
     logits, keys = compiled_step("lowbit")
     assert torch.allclose(logits, expected, atol=1e-5)
     assert keys == [(3, 2, 32, 8)] * 2, "as they lie in the cache"

@@ -190,7 +190,7 @@ def test_tokenizers(source, tmp_path, what):
 
 
 def test_a_tokenizer_of_another_model(source, tmp_path):
-    """More tokens than the embedding has rows: an index error at the first of them, or wrong text."""
+    """A tokenizer with more tokens than the embedding has rows would cause an index error or wrong text, so it is refused."""
     small = save_tiny(tmp_path / "c")
     config = json.loads((small / "config.json").read_text())
     from safetensors.torch import load_file, save_file

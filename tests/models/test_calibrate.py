@@ -1,5 +1,6 @@
-"""Calibrated quantization: layers get the inputs they will really have, folding changes nothing, runs that were killed go on,
-and every method leaves a checkpoint that loads."""
+"""Calibrated quantization: layers are calibrated on the inputs that they get in the quantized model, folding factors changes no
+result, killed runs are resumed, and every method writes a checkpoint that loads.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +98,9 @@ def test_layers_that_read_one_input_are_found(tiny):
 
 
 def test_gptq_is_truly_sequential(tiny, tmp_path):
-    """By hand on a model in memory: each layer's Hessian from the model whose earlier layers are quantized already."""
+    """The result equals GPTQ by hand in memory, with each layer's Hessian from a model whose earlier layers are already
+    quantized.
+    """
     quantize_checkpoint(tiny, tmp_path / "q", "w3a16_g16", method=Gptq(act_order=True), calibration=CALIBRATION)
     model, tokens = load(tiny), CALIBRATION.tokens(tiny)
     order = ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)
@@ -172,7 +175,7 @@ def test_embeddings_are_rounded_and_the_layers_know(tiny, tmp_path):
 
 @pytest.mark.parametrize("smooth", [False, True], ids=["awq", "smoothquant"])
 def test_folding_leaves_the_float_model_unchanged(smooth, tiny):
-    """The factors the methods find, folded into a float model: the same logits in float32, grouped-query attention and all."""
+    """The methods' factors, folded into a float model with grouped-query attention, leave its logits in float32 unchanged."""
     model, decoder = load(tiny), decoder_of(tiny)
     expected = logits(model)
     hidden = decoder.embed(CALIBRATION.tokens(tiny))
@@ -204,7 +207,9 @@ def test_folding_leaves_the_float_model_unchanged(smooth, tiny):
 
 
 def test_smoothing_by_hand(tiny, tmp_path):
-    """The first factor of the checkpoint is equation 4 on the real inputs, in the norm's own type."""
+    """The checkpoint's first factor is SmoothQuant's equation 4 on the layer's real inputs, computed in the type of the
+    norm.
+    """
     quantize_checkpoint(tiny, tmp_path / "q", "w8a16", method=SmoothQuant(0.5), calibration=CALIBRATION)
     model, largest = load(tiny), []
     attention = model.model.layers[0].self_attn
@@ -220,7 +225,9 @@ def test_smoothing_by_hand(tiny, tmp_path):
 
 
 def test_awq_clips_when_asked(tiny, tmp_path, monkeypatch):
-    """Without factors, AWQ is rounding to nearest from the largest weight, or from scales that cut it."""
+    """Without factors, AWQ rounds to nearest, with scales from the largest weight ("max") or from a search that may clip it
+    ("loss").
+    """
     monkeypatch.setattr(scale_folding, "search_scale", lambda *rest: None)
     for search in ("max", "loss"):
         quantize_checkpoint(tiny, tmp_path / search, "w3a16_g32", method=Awq(search), calibration=CALIBRATION)
@@ -247,7 +254,9 @@ def test_without_a_fold_the_factor_stays_with_the_layer(tiny, tmp_path, monkeypa
 
 
 def test_layers_left_in_16_bits_take_up_factors_too(tiny, tmp_path):
-    """v_proj stays as it is but for the factors of o_proj's inputs; the first decoder layer is skipped as a whole."""
+    """v_proj, left in 16 bits, changes only by the factors of o_proj's inputs; the first decoder layer is skipped as a
+    whole.
+    """
     skip = ["v_proj", "model.layers.0.*", "lm_head"]
     quantize_checkpoint(tiny, tmp_path / "q", "w3a16_g32", method=Awq(), calibration=CALIBRATION, skip=skip)
     with CheckpointReader(tmp_path / "q") as q, CheckpointReader(tiny) as original:
@@ -326,7 +335,7 @@ def test_a_killed_run_goes_on_to_the_same_files(method, tiny, tmp_path, monkeypa
 
 
 def test_a_full_disk_keeps_what_was_finished(tiny, tmp_path, monkeypatch):
-    """The second layer's file and, in a mixed run, the first inputs meet a limit on the size of files, like a full disk."""
+    """A limit on file sizes, like a full disk, stops writing the second layer's file and, in a mixed run, the first inputs."""
     original, soft = calibrate.FinishedLayers.write, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limited(self, i, result):
@@ -364,7 +373,9 @@ quantize_checkpoint(sys.argv[1], sys.argv[2], "w4a16_g32", method=Gptq(), calibr
 
 
 def test_a_process_that_is_killed_leaves_its_layers(tiny, tmp_path):
-    """SIGKILL after the first layer, which no handler sees; the next process ends with the files of a run in one go."""
+    """A run is killed with SIGKILL after the first layer; the next process resumes it and writes the files of an uninterrupted
+    run.
+    """
     command = [sys.executable, "-c", KILL, str(tiny), str(tmp_path / "q"), str(torch.get_num_threads()), __file__]
     root = Path(__file__).parent.parent.parent
     assert subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, check=False).returncode == -9
@@ -413,7 +424,7 @@ def test_calibration_text(tiny, tmp_path):
 
 
 def test_the_built_in_texts_of_calibration_and_evaluation_are_disjoint():
-    """No sentence of the one stands in the other."""
+    """No sentence of the calibration text occurs in the evaluation text."""
     sentences = [s.strip() for s in Calibration().read().split(".") if len(s.strip()) > 40]
     text = " ".join(sample_text().split())
     assert len(sentences) > 1000 and not any(" ".join(s.split()) in text for s in sentences)
@@ -429,7 +440,7 @@ def test_weights_that_cannot_be_quantized_name_the_layer(tiny, tmp_path):
 
 
 def test_layers_that_no_recipe_explains_are_not_taken_over(tmp_path):
-    """Of a run that was killed while it cleared up, whatever it had removed first."""
+    """Layers of a run that was killed while it removed its files are not reused if their recipe is gone."""
     folder = unfinished_folder(tmp_path / "q")
     folder.mkdir()
     (folder / "layer-0.safetensors").write_bytes(b"of another run")

@@ -1,4 +1,6 @@
-"""Calibrated models whose activations are quantized too: ranges that the layers really meet, SmoothQuant before GPTQ."""
+"""Calibrated models whose activations are quantized too: ranges are those of the layers' real inputs, and SmoothQuant runs
+before GPTQ.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def test_every_method_leaves_a_checkpoint_that_loads(method, scheme, tiny, tmp_p
 
 
 def ranges(model, tokens, names):
-    """Largest |x| of each layer's input, by plain hooks."""
+    """Largest |x| of each layer's input, measured with forward hooks."""
     seen = {}
     for name in names:
         module = model.get_submodule(name)
@@ -66,7 +68,7 @@ def ranges(model, tokens, names):
 
 
 def test_static_scales_by_hand(tiny, tmp_path):  # noqa: F811
-    """In layer 0 the inputs of q, k and v do not depend on quantized weights; later ones do."""
+    """Inputs of q, k and v in layer 0 do not depend on quantized weights; those of later layers do."""
     quantize_checkpoint(tiny, tmp_path / "q", "fp8", calibration=CALIBRATION)
     model, tokens = load(tiny), CALIBRATION.tokens(tiny)
     with CheckpointReader(tmp_path / "q") as reader:
@@ -77,13 +79,15 @@ def test_static_scales_by_hand(tiny, tmp_path):  # noqa: F811
         assert torch.equal(q.codes, rtn(load(tiny).get_submodule(name).weight.data, "fp8").codes)
     first_quantized = ranges(model, tokens, layers)
     for name, q in layers.items():
-        # All inputs of a decoder layer are seen before any of its weights is rounded.
+        # All inputs of a decoder layer are measured before any weight of this layer is rounded.
         expected = (float_model if ".0." in name else first_quantized)[name] / 448
         assert q.input_transform.activation_scale.item() == pytest.approx(expected, rel=1e-5), name
 
 
 def test_smoothing_before_gptq_by_hand(tiny, tmp_path):  # noqa: F811
-    """The norms are SmoothQuant's; the codes are those of GPTQ on the smoothed weights and what the smoothed layers meet."""
+    """The norms equal those of SmoothQuant alone; the codes are those of GPTQ on the smoothed weights and the smoothed layers'
+    inputs.
+    """
     method = Gptq(smooth=SmoothQuant(0.5))
     quantize_checkpoint(tiny, tmp_path / "both", "w8a8", method=method, calibration=CALIBRATION)
     quantize_checkpoint(tiny, tmp_path / "smooth", "w8a8", method=SmoothQuant(0.5), calibration=CALIBRATION)
@@ -130,7 +134,7 @@ def test_a_stated_scale_must_be_there_and_fit(tiny, tmp_path):  # noqa: F811
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a8_az", "fp8", "w4a8_g32"])
 def test_quantized_while_loading(scheme, tiny, tmp_path):  # noqa: F811
-    """Without calibration tokens have their own scales; saved and loaded again, the model computes the same."""
+    """Without calibration, each token has its own scale; the model computes the same after it is saved and loaded again."""
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, quantization_config=LowbitConfig(scheme)).eval()
     plain = load(tiny)
     convert(plain, scheme)
@@ -143,7 +147,9 @@ def test_quantized_while_loading(scheme, tiny, tmp_path):  # noqa: F811
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a8_az", "w8a8_t_az", "fp8", "fp8_dynamic", "fp8_block"])
 def test_the_same_model_on_a_gpu(scheme, tiny, tmp_path):  # noqa: F811
-    """Through the kernels, in one graph for torch.compile; as near to the CPU's exact products in float32 as fp16 allows."""
+    """On a GPU, the model uses the kernels, compiles to one graph, and is as near to the CPU's exact float32 products as fp16
+    allows.
+    """
     quantize_checkpoint(tiny, tmp_path / "q", scheme, calibration=CALIBRATION)
     expected = logits(load(tmp_path / "q"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float16).cuda().eval()
@@ -158,7 +164,7 @@ def test_the_same_model_on_a_gpu(scheme, tiny, tmp_path):  # noqa: F811
 
 
 def test_some_inputs_stay_in_16_bits(tiny, tmp_path):  # noqa: F811
-    """The layers that lose most keep their inputs, and SmoothQuant then leaves those alone."""
+    """Layers in `wide_inputs` keep inputs in 16 bits, and SmoothQuant does not change these inputs."""
     method = SmoothQuant(0.5)
     plan = quantize_checkpoint(
         tiny, tmp_path / "q", "w8a8", method=method, calibration=CALIBRATION, wide_inputs=["down_proj", "*.0.self_attn.o_proj"]

@@ -1,4 +1,6 @@
-"""A checkpoint holds its model whole, or is refused by name: on disk, while loading, before measuring, by inspect --check."""
+"""A checkpoint has all tensors of its model, or an error names what is missing: on disk, while loading, before measuring, by
+inspect --check.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def edit(folder, change):
 
 def edit_config(folder, change):
     config = json.loads((folder / "config.json").read_text())
-    config.get("quantization_config", {}).pop("files", None)  # checksums are another test's
+    config.get("quantization_config", {}).pop("files", None)  # another test covers checksums
     change(config)
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -207,7 +209,7 @@ def refused(call, message):
 
 
 def assert_command_fails(arguments, message):
-    """One line on stderr, exit 1."""
+    """Asserts that the command prints one line on stderr and exits with 1."""
     import re
 
     done = CliRunner().invoke(app, arguments)

@@ -27,7 +27,7 @@ VALUES = (
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A quantized checkpoint, and one of its dequantized weights."""
+    """A quantized checkpoint, and a plain one with its dequantized weights."""
     root = tmp_path_factory.mktemp("fuzz")
     save_tiny(root / "plain", tied=False)
     quantize_checkpoint(root / "plain", root / "quantized", "w4a16_g32")
@@ -36,7 +36,7 @@ def folders(tmp_path_factory):
 
 
 def places(value, path=()):
-    """Every field, at any depth."""
+    """The path of every field, at any depth."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield (*path, key)
@@ -47,7 +47,7 @@ def places(value, path=()):
 
 
 def mutate(config, random_):
-    """One or two fields deleted, changed, or given another name."""
+    """Deletes, changes or renames one or two fields."""
     config = copy.deepcopy(config)
     changes = []
     for _ in range(random_.choice((1, 1, 2))):

@@ -1,4 +1,6 @@
-"""Conversion of whole checkpoints: values as the tools that wrote them compute them, chains that end where they began."""
+"""Conversion of whole checkpoints: values equal those that the writing tools compute, and chains of conversions restore the
+first checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +160,7 @@ def test_what_the_target_cannot_hold_is_said_and_nothing_stays(tmp_path, name, t
 
 
 def edited(name, tmp_path, change, tensors=None):
-    """A copy of a folder with other activations in its config and more tensors."""
+    """A copy of a folder with other settings for activations in its config and more tensors."""
     folder = tmp_path / "edited"
     shutil.copytree(DATA / name, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -184,7 +186,7 @@ def test_activations_that_no_kernel_takes_stay_in_16_bits(tmp_path):
 
 @pytest.mark.parametrize("static", [False, True])
 def test_activations_in_8_bits_run_as_the_files_ask(tmp_path, static):
-    """Against the model with decoded weights whose layers' inputs go through torch's own float8, by hand."""
+    """Compares with a model of decoded weights whose layers' inputs are rounded by hand to torch's float8."""
     source, given = DATA / "compressed-tensors-fp8", {}
     if static:
         source = edited(
@@ -224,7 +226,7 @@ def test_activations_in_8_bits_run_as_the_files_ask(tmp_path, static):
 
 @pytest.mark.parametrize("static", [False, True])
 def test_asymmetric_activations_run_as_the_files_ask(tmp_path, static):
-    """By hand as compressed-tensors says it: q = clamp(round(x / scale + zero point)), x = (q - zero point) * scale."""
+    """Compares with compressed-tensors' definition: q = clamp(round(x / scale + zero point)), x = (q - zero point) * scale."""
     name, change, tensors, given = "compressed-tensors-w8a8-asym", {"symmetric": False}, None, {}
     if static:
         change |= {"dynamic": False, "strategy": "tensor"}
@@ -294,7 +296,7 @@ def test_existing_folders_and_unknown_targets(tmp_path):
 
 
 def test_what_the_model_has_no_place_for(tmp_path):
-    """Zero biases and cache scales go with a note; a layer of another name is refused."""
+    """Zero biases and scales of the KV cache are dropped with a note; a layer that the model does not have is refused."""
     shutil.copytree(DATA / "awq-auto-round", tmp_path / "c")
     file = tmp_path / "c" / "model.safetensors"
     tensors = load_file(file)
@@ -313,7 +315,7 @@ def test_what_the_model_has_no_place_for(tmp_path):
 
 
 def lowbit_checkpoint(folder, schemes):
-    """A tiny model with the layers' schemes by the ends of their names."""
+    """Writes a tiny model whose layers have the schemes given by the ends of their names."""
     model = tiny_llama(tied=False)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
     entries = {}
@@ -427,7 +429,9 @@ def test_gguf_becomes_a_model_that_transformers_agrees_with(tmp_path):
 
 
 def test_plain_weights_have_the_type_that_rounds_least(tmp_path):
-    """GGUF files state no type: fp16 where it is nearer, bf16 where fp16 would overflow; the choice and its error are said."""
+    """GGUF files state no 16-bit type: plain weights become fp16 where that is nearer, bf16 where fp16 would overflow; the
+    choice and its error are reported.
+    """
     model = LlamaForCausalLM(GGUF_CONFIG)
     write_gguf(tmp_path / "m.gguf", model)
     report = convert_checkpoint(tmp_path / "m.gguf", tmp_path / "c", "dequantized")

@@ -1,4 +1,4 @@
-"""Models on a CPU: in which type they run, in which form their layers hold weights, and that files never see it."""
+"""Models on a CPU: the type in which they run, the form in which layers hold weights, and that this form is never saved."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def forms(model):
     ],
 )
 def test_a_quantized_model_runs_in_the_form_of_its_scheme(folder, scheme, form, tmp_path):
-    """K is 64 and 176 here: groups of 64 do not divide down_proj's, which is decoded once; 176 is no multiple of 32 either."""
+    """K is 64 and 176 here. 176 is a multiple neither of 64 nor of 32, so down_proj with such groups is decoded once when
+    loaded.
+    """
     pipe = lowbit.pipeline(str(folder), quantization_mode=scheme, device="cpu")
     assert pipe.model.dtype == torch.bfloat16
     before = {name: value.clone() for name, value in pipe.model.state_dict().items()}
@@ -57,7 +59,7 @@ def test_a_quantized_model_runs_in_the_form_of_its_scheme(folder, scheme, form, 
 
 
 def test_quantizing_while_loading_sees_the_weights_of_the_file(folder):
-    """They are fp16: rounded to bf16 first, nine scales in ten would be of other weights."""
+    """The file's weights are fp16: if they were rounded to bf16 before quantization, nine in ten scales would differ."""
     exact, fast = (
         lowbit.pipeline(str(folder), quantization_mode="w4a16_g32", device="cpu", dtype=d).model.state_dict()
         for d in (torch.float32, None)
@@ -112,7 +114,7 @@ def test_slow_layers_are_told(folder, monkeypatch):
 
 
 def test_positions_stay_in_float32(folder, tmp_path):
-    """Weights are read in their file's type, the model runs in bf16: what is saved and loaded again gives the same."""
+    """Rotary frequencies stay in float32 in a bf16 model, so the model computes the same logits after saving and loading."""
     pipe = lowbit.pipeline(str(folder), quantization_mode="w4a16_g32", device="cpu", dtype=torch.bfloat16)
     assert pipe.model.dtype == torch.bfloat16 and pipe.model.model.rotary_emb.inv_freq.dtype == torch.float32
     pipe.model.save_pretrained(tmp_path / "q")
@@ -123,7 +125,7 @@ def test_positions_stay_in_float32(folder, tmp_path):
 
 
 def test_a_classifier_over_a_language_model(folder):
-    """Transformers makes its head anew and says so; the layers are quantized."""
+    """Transformers initializes the classifier's head and says so; the decoder's layers are quantized."""
     config = lowbit.LowbitConfig("w8a16")
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3, quantization_config=config)
     assert sum(isinstance(module, QuantLinear) for module in model.modules()) == 14

@@ -1,4 +1,4 @@
-"""Quantized models in CUDA graphs: torch.compile's, those of static caches, and by hand; and who shares memory with whom."""
+"""Quantized models in CUDA graphs (of torch.compile, of static caches, captured by hand), and which graphs share memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPLIT = (2048, 4096)
 
 
 def model(scheme: str) -> LlamaForCausalLM:
-    """One whose products split K."""
+    """A model whose products split K between blocks."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512, hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=8,
@@ -41,7 +41,9 @@ def ids(m: int) -> torch.Tensor:
 
 
 def products(scheme: str, m: int):
-    """A product of one operator, of a weight and x of its own: called again, it gives the same bits."""
+    """Returns a function that multiplies a random weight and a random x by the scheme's operator, with the same bits at every
+    call.
+    """
     n, k = SPLIT
     q = rtn(torch.randn(n, k, device="cuda"), scheme)
     if q.scheme.activation is None:
@@ -98,7 +100,7 @@ def test_generate_with_a_static_cache(scheme):
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [16, 32, 48])
 def test_two_graphs_replayed_at_once_and_eager_calls_beside(m):
-    """Captured on one stream, replayed on two: their counters and sums are not the same."""
+    """Two graphs captured on one stream may be replayed on two at once, since they share neither counters nor partial sums."""
     made = [products(scheme, m) for scheme in ("w4a16_g128", "w6e3m2a16", "w4a8_g128", "fp8_dynamic")]
     expected = [product() for product in made]
     torch.cuda.synchronize()

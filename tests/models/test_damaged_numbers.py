@@ -1,4 +1,6 @@
-"""Numbers of config.json, GGUF metadata and weights with which a model computes nonsense: one line, and no text with exit 0."""
+"""Numbers of config.json, GGUF metadata and weights with which a model computes nonsense: an error of one line, never text with
+exit status 0.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def test_config_json(source, tmp_path, fields, message):
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_logits_that_are_no_numbers(value):
-    """By Transformers' `generate` and by streams; the weights are finite when they are loaded, what they compute is not."""
+    """Loaded weights are finite but give NaN or infinite logits: `generate` and streams end with an error."""
     model = eager_llama()
     with torch.no_grad():
         model.lm_head.weight[:, :] = value
@@ -84,7 +86,7 @@ def gguf(tmp_path_factory):
 
 
 def number(key, kind, code, value):
-    """A key of the metadata with its value, as a GGUF file states it."""
+    """Bytes of a metadata key and its value in a GGUF file."""
     return struct.pack("<Q", len(key)) + key.encode() + struct.pack(f"<I{code}", kind, value)
 
 
@@ -143,7 +145,7 @@ def replaced(file, tmp_path, old, new):
 
 
 def header_bytes(data):
-    """Where the header ends: behind the last tensor's offset."""
+    """Length of the header, which ends after the last tensor's offset."""
     tensors = struct.unpack_from("<Q", data, 8)[0]
     last = max(data.rindex(name) + len(name) for name in (b"output_norm.weight", b"blk.1.ffn_norm.weight") if name in data)
     assert tensors

@@ -31,7 +31,7 @@ def folder_of(tmp_path, kind, name, *changes):
 
 @pytest.mark.parametrize("what", PANICS)
 def test_panics(tmp_path, what, capfd):
-    """Rust prints lines of its own at a panic, on the file descriptor: none of them is seen."""
+    """When Rust panics, it prints lines directly to the file descriptor of stderr: none of them may reach the user."""
     kind, path, value = PANICS[what]
     folder = folder_of(tmp_path, kind, "tokenizer.json", (path, value))
     capfd.readouterr()

@@ -1,4 +1,4 @@
-"""`model.dequantize()` of Transformers, and models of which Accelerate keeps layers elsewhere."""
+"""`model.dequantize()` of Transformers, and models of which Accelerate offloads layers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_to_another_type(folder):
 
 
 def test_a_head_that_came_apart_stays_apart(folder, tmp_path):
-    """The head alone is quantized: its weights are rounded, those of the embedding are not."""
+    """A head whose weight differs from the embedding's stays untied when the model is dequantized, saved and loaded."""
     model = load(folder, "w4a16_g32")
     model.lm_head.weight = torch.nn.Parameter(2 * model.lm_head.weight.detach())
     model.dequantize()

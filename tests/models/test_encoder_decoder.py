@@ -1,4 +1,4 @@
-"""BART and T5, small and random: quantized on disk and while loading, read, called and measured on summaries."""
+"""BART and T5, small and random: quantized on disk and while loading, loaded, called, and measured on summaries."""
 
 from __future__ import annotations
 
@@ -137,7 +137,9 @@ def test_a_pipeline_answers_each_as_if_alone(source, quantized):
 
 
 def test_beams_and_lengths_are_the_models_own(source, quantized):
-    """Of its generation config; a document takes no tokens of the answer's."""
+    """Beams and lengths come from the model's generation config; a document's tokens do not count towards the length of the
+    answer.
+    """
     pipe = pipeline(str(quantized), dtype=torch.float32, max_length=20)
     own = pipe.model.generation_config
     own.num_beams, own.min_length = 3, 10

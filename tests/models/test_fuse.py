@@ -1,4 +1,4 @@
-"""Inputs that are quantized once for all their readers: the same results, the same files, and who is left alone."""
+"""Inputs that are quantized once for all layers that read them: same results, same files, and which modules are not fused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def logits(model, ids=IDS):
 
 
 class Quantizations(TorchDispatchMode):
-    """Counts calls of the operator that quantizes activations, by what comes before."""
+    """Counts calls of the operator that quantizes activations, by the operation fused before it."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ def counted(model):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_same_model_with_fewer_passes(scheme):
-    """In float32 norms round nothing, so only sums in another order are between the two."""
+    """In float32 norms do not round, so fused and separate results differ only by the order of sums."""
     model = converted(scheme)
     expected, state = logits(model), {name: t.clone() for name, t in model.state_dict().items()}
     assert counted(model) == {"": 14}
@@ -79,7 +79,9 @@ def test_the_same_model_with_fewer_passes(scheme):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_roundings_that_are_left_out_are_small(dtype):
-    """In 16 bits a norm rounds twice before its result is quantized; the fused one is no farther from the float32 model."""
+    """In 16 bits a separate norm rounds twice before its result is quantized; the fused norm is no farther from the float32
+    model.
+    """
     model = converted("w8a8", dtype=dtype)
     apart = logits(model)
     assert len(fuse_quantization(model)) == 6
@@ -157,7 +159,7 @@ def test_who_is_left_alone():
 
 
 class Shifted(nn.Module):
-    """A norm that adds 1 to its weight, as Gemma's."""
+    """A norm that multiplies by 1 + weight, as Gemma's norms do."""
 
     def __init__(self, weight):
         super().__init__()

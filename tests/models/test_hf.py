@@ -103,7 +103,9 @@ def test_a_saved_model_with_quantized_embeddings_states_its_type(folder, scheme,
 
 
 def with_channels_in_every_layer(folder, target, scheme="w4a16_g32_z"):
-    """Writes the quantized checkpoint with an order, an input scale or both in every layer; returns the dequantized model."""
+    """Writes the quantized checkpoint with an order of channels, an input scale or both in every layer; returns the dequantized
+    model.
+    """
     quantize_checkpoint(folder, target / "plain", scheme)
     model, kinds = load(folder), [(True, None), (False, torch.float16), (True, torch.float32)]
     with CheckpointReader(target / "plain") as reader, CheckpointWriter(target / "channels") as writer:
@@ -186,7 +188,7 @@ def test_compile_without_graph_breaks(folder):
 
 
 def test_other_architectures_say_what_they_keep(tmp_path):
-    """GPT-2's Conv1D is no linear layer: nothing breaks, and the report says so."""
+    """GPT-2's Conv1D is not an `nn.Linear`: loading works, and the report lists such layers as not quantized."""
     torch.manual_seed(0)
     GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=64)).save_pretrained(
         tmp_path / "gpt2"
@@ -221,7 +223,7 @@ def test_damaged_checkpoints_are_refused_while_loading(folder, tmp_path):
 
 
 def test_checksums_of_other_files_are_not_saved(folder, tmp_path):
-    """Transformers writes other files than those that the checksums in config.json are of."""
+    """`save_pretrained` writes other files, for which the checksums in config.json would be wrong."""
     quantize_checkpoint(folder, tmp_path / "a", "w8a16")
     stated = json.loads((tmp_path / "a" / "config.json").read_text())["quantization_config"]
     assert list(stated["files"]) == ["model.safetensors"]
@@ -281,7 +283,9 @@ def test_peak_memory_is_packed_size_plus_one_layer_plus_a_constant(large, tmp_pa
 
 
 def test_a_scheme_for_head_and_embedding_is_that_of_quantize_head_and_is_saved(folder, tmp_path):
-    """Quantized as they come, not when everything is loaded: the same model, and files that say so."""
+    """Head and embedding are quantized as their tensors are loaded, with the result of `quantize_head`, and the saved config
+    states it.
+    """
     model = load_causal(folder, scheme="w4a16_g16", head="w8a16", device="cpu", dtype=torch.float32)
     later = load_causal(folder, scheme="w4a16_g16", device="cpu", dtype=torch.float32)
     quantize_head(later, "w8a16")

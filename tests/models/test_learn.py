@@ -1,5 +1,6 @@
-"""Learning how a decoder layer's weights are rounded: it beats what does not learn, for every kind of scheme, repeats itself to
-the bit, and rounds inputs as the layers will."""
+"""Learning how a decoder layer's weights are rounded: its error is below that of methods that do not learn, for every kind of
+scheme; runs are equal to the bit; inputs are rounded as the layers will round them.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +24,14 @@ from tests.tiny import eager_llama, tiny_tokenizer
 
 METHOD = Learned(iterations=60, batch=3)
 LICENSE = Path(__file__).parents[2] / "LICENSE"
-"""A text that no edit of the tests changes: whether a rate is too high depends on the text."""
+"""A text that does not change with the tests: whether a learning rate is too high depends on the text."""
 TEXT = replace(CALIBRATION, samples=12, length=48)
 
 
 def layer_error(path, weights_of=None):
-    """The relative squared error of the first decoder layer's output on the calibration texts, with the weights of another
-    checkpoint."""
+    """The relative squared error of the first decoder layer's output on the calibration texts if its weights come from another
+    checkpoint.
+    """
     decoder = decoder_of(path)
     hidden = decoder.embed(TEXT.tokens(path))
     decoder.load(0)
@@ -42,7 +44,7 @@ def layer_error(path, weights_of=None):
 
 @pytest.fixture(scope="module")
 def lively(tmp_path_factory):
-    """A model of random weights of ordinary size, without biases."""
+    """A model without biases whose random weights are of ordinary size."""
     path = tmp_path_factory.mktemp("learn") / "fp16"
     eager_llama(torch.float16).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
@@ -116,7 +118,7 @@ def test_each_piece_is_taken_once_before_any_is_taken_again():
 
 
 def test_targets_are_the_float_models_and_inputs_the_quantized_ones(tiny, tmp_path, monkeypatch):  # noqa: F811
-    """By hand: layer 1 is taught what the float model has after it, from what the quantized layer 0 made."""
+    """Layer 1 learns to reproduce its output in the float model, from the output of the quantized layer 0 as input."""
     seen = []
 
     def watch(decoder, i, hidden, exact, *rest):

@@ -1,4 +1,4 @@
-"""Other tools' files straight into a model: the same as converting them to a folder first and loading that."""
+"""Other tools' files straight into a model: the result equals that of converting them to a folder and loading the folder."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def same_tensors(a, b):
 
 
 def stated(folder):
-    """What config.json says of the layers, without the checksums of files, which `save_pretrained` does not write."""
+    """What config.json states about the layers, without the files' checksums, which `save_pretrained` does not write."""
     found = json.loads((folder / "config.json").read_text())["quantization_config"]
     return {key: value for key, value in found.items() if key not in ("files", "sha256")}
 
 
 @torch.no_grad()
 def check_same(source, target, dtype):
-    """`source` loaded, beside it converted into `target` and loaded from there; the model."""
+    """Asserts that loading `source` equals converting it into `target` and loading that; returns the model."""
     report = convert_checkpoint(source, target / "c")
     direct, files = lowbit.load(source, device="cpu", dtype=dtype), from_files(target / "c", dtype=dtype)
     assert type(direct) is type(files) and direct.name_or_path == str(source)
@@ -113,7 +113,7 @@ def test_gguf_file_and_folder(tmp_path):
 
 
 def test_a_gguf_file_that_is_not_there(tmp_path):
-    """No hub is asked for it."""
+    """The path of a missing file is an error at once, not a name to look up on the hub."""
     with pytest.raises(CheckpointError, match="there is no such file"):
         lowbit.load(tmp_path / "no.gguf")
 
@@ -248,7 +248,7 @@ def test_one_gpu_only():
 
 
 def test_weights_without_a_scheme_are_left_to_the_tool(tmp_path):
-    """NF4 has none: Transformers loads it where bitsandbytes is installed, and says so where it is not."""
+    """NF4 has no scheme: Transformers loads the model with bitsandbytes, or says that bitsandbytes is missing."""
     with pytest.raises(CheckpointError, match="bitsandbytes"):
         lowbit.load(DATA / "bitsandbytes-nf4-nested", device="cpu")
 
@@ -320,7 +320,9 @@ def test_suite_states_the_size_of_other_tools_models(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gptq-gptqmodel-w4-act-order-v2", "compressed-tensors-fp8", "compressed-tensors-w8a8-asym"])
 def test_on_a_gpu(name):
-    """Layer by layer onto the GPU, into the form of its kernels; codes, scales and all else are those on a CPU."""
+    """Layers are loaded one by one onto the GPU in the form of the kernels; codes, scales and other tensors equal those on a
+    CPU.
+    """
     on_cpu = lowbit.load(DATA / name, device="cpu", dtype=torch.bfloat16)
     on_gpu = lowbit.load(DATA / name, device="cuda", dtype=torch.bfloat16)
     assert {p.device.type for p in on_gpu.parameters()} == {"cuda"}
@@ -340,7 +342,7 @@ def test_progress(tmp_path, capfd, monkeypatch):
 
 @pytest.fixture(scope="module")
 def packed(large, tmp_path_factory):
-    """Its folder of lowbit's own, beside which others go; the largest layer takes 75 MB in float32."""
+    """A folder in lowbit's format, beside which other folders are written; the largest layer takes 75 MB in float32."""
     root = tmp_path_factory.mktemp("packed")
     quantize_checkpoint(large, root / "own", "w4a16_g64")
     return root

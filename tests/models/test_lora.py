@@ -1,4 +1,6 @@
-"""LoRA by PEFT on a quantized model: it trains, as over plain layers of the dequantized weights, merges, saves and loads."""
+"""LoRA by PEFT on a quantized model: adapters train as over plain layers with the dequantized weights, and are merged, saved
+and loaded.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def load(folder, dtype=torch.float32):
 
 
 def adapted(model, **options):
-    """The model with adapters of reproducible weights that change what it computes."""
+    """The model with adapters whose reproducible weights change its results."""
     config = lowbit.support_lora(LoraConfig(**{**LORA, **options}), model)
     torch.manual_seed(1)
     model = get_peft_model(model, config)
@@ -91,7 +93,7 @@ def test_adapters_have_the_gradients_of_those_over_dequantized_weights(folder):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_it_trains(folder, dtype, checkpointing):
     model = load(folder, dtype)
-    model.model.embed_tokens.weight.data *= 20  # the head's too, whose logits hardly differ else
+    model.model.embed_tokens.weight.data *= 20  # tied to the head, whose logits would hardly differ otherwise
     if checkpointing:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()

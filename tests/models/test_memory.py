@@ -1,4 +1,4 @@
-"""A calibrated run holds one decoder layer, whatever the number of layers; loading holds one layer in two forms."""
+"""A calibrated run keeps one decoder layer in memory, whatever their number; loading keeps one layer in two forms."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def peak_of_calibrating(folder, layers, samples, *arguments):
 
 @linux
 def test_learning_holds_one_layer_whatever_their_number(tmp_path):
-    """Three decoder layers more would take 31 MB more in float32, and eight times that with what is learned."""
+    """If memory grew with the number of layers, three more would take 31 MB more in float32, and eight times that with the
+    learned state.
+    """
     samples = SAMPLES // 2  # a layer's state is eight times what all of these take
     peaks = [peak_of_calibrating(tmp_path / str(layers), layers, samples, "learned") for layers in (2, 5)]
     layer = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE)
@@ -65,12 +67,12 @@ def test_learning_holds_one_layer_whatever_their_number(tmp_path):
 
 @linux
 def test_gptq_holds_one_layer_its_statistics_and_the_activations(tmp_path):
-    """Three decoder layers more would take 31 MB more in float32."""
+    """If memory grew with the number of layers, three more would take 31 MB more in float32."""
     peak = peak_of_calibrating(tmp_path, LAYERS, SAMPLES)
     layer = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE)
     activations = 2 * 4 * SAMPLES * LENGTH * HIDDEN
     statistics = 4 * INTERMEDIATE**2 + 3 * 8 * INTERMEDIATE**2
-    packed = LAYERS * layer // 4 * 4.25 / 8  # the writer holds a shard of up to 2 GiB
+    packed = LAYERS * layer // 4 * 4.25 / 8  # the writer keeps a shard of up to 2 GiB in memory
     print(f"peak {peak:,}: layer {layer:,}, activations {activations:,}, statistics {statistics:,}, packed {packed:,.0f}")
     constant = 15_000_000
     stated = max(layer + activations + statistics, packed + layer) + constant
@@ -89,7 +91,7 @@ def pack_for_gpu(layer, dtype):
 
 
 def prepare_layers(model):
-    """`fuse.prepare_on_gpu`, wherever the layers are."""
+    """Does what `fuse.prepare_on_gpu` does, also for layers on a CPU."""
     for layer in layers_of(model):
         layer.prepare(torch.bfloat16)
 
@@ -101,8 +103,9 @@ def copied(tensor, device=None, dtype=None):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Layers take the steps that they take on a GPU, files are copied as to one, and few weights are worked on at once, so that
-    what is meant to be constant is small beside a layer."""
+    """Layers on a CPU are loaded and prepared as on a GPU, and few weights are processed at once, so that the memory that
+    should be constant is small compared with a layer.
+    """
     monkeypatch.setattr(PackedWeight, "_prepare", pack_for_gpu)
     monkeypatch.setattr(hf, "prepare_on_gpu", prepare_layers)
     monkeypatch.setattr(core_model_loading, "_materialize_copy", copied)
@@ -113,7 +116,7 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """A folder in 16 bits, its head the largest layer: 17 MB of 96."""
+    """A 16-bit checkpoint of 96 MB, whose largest layer is the head with 17 MB."""
     folder = tmp_path_factory.mktemp("wide")
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=WIDE, num_hidden_layers=6, num_attention_heads=8,
@@ -129,7 +132,7 @@ def layers_of(model):
 
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a8", "w4a8_g128"])  # w8a16 is what the head has
 def test_loading_holds_the_packed_model_one_layer_and_a_constant(scheme, wide, as_on_a_gpu):
-    """Two ends in 16 bits would be 34 MB more, all layers as rows besides 10."""
+    """Embedding and head in 16 bits would take 34 MB more; all layers kept as rows besides, 10 MB more."""
     with TensorBytes() as held:
         model = load_causal(wide / "16-bit", scheme=scheme, head="w8a16", device="cpu", dtype=torch.bfloat16)
         prepare_layers(model)  # the head, if that was quantized last

@@ -1,4 +1,4 @@
-"""Methods by their names in Python, with the options of the command line, and the warning of one that has too little data."""
+"""Methods chosen by name in Python, with the options of the command line, and the warning of a method with too little data."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_command_line_has_the_same_methods():
 
 
 def test_learned_from_too_little_says_so(fp16, tmp_path, calibration):
-    """In one line, with the samples that are enough, to whoever takes lines and by Python's warnings otherwise."""
+    """One line states how many samples are enough: it goes to `say` if given, else to Python's warnings."""
     said = []
     quantize_checkpoint(
         fp16, tmp_path / "a", "w4a16_g32", method="learned", iterations=1, calibration=calibration, say=said.append

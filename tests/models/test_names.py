@@ -1,4 +1,6 @@
-"""Models whose files have other names than their parameters: quantized on disk, while loading and after converting alike."""
+"""Models whose files name tensors otherwise than Transformers names parameters: quantized alike on disk, while loading and
+after converting.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,9 @@ def test_experts_that_files_lack_are_kept_with_the_reason(tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_not_quantized_keeps_its_name(name, tmp_path):
-    """Servers know the names of the source: Mixtral's router is block_sparse_moe.gate there, mlp.gate in Transformers."""
+    """Servers expect the names of the source files: Mixtral's router is block_sparse_moe.gate there, mlp.gate in
+    Transformers.
+    """
     source = saved(name, tmp_path / "plain")
     plan = quantize_checkpoint(source, tmp_path / "q", "w8a16")
     with CheckpointReader(source) as before, CheckpointReader(tmp_path / "q") as after:
@@ -149,7 +153,7 @@ def test_the_gate_of_a_shared_expert_stays_in_16_bits(tmp_path):
 
 
 class TestFusedFiles:
-    """A registered mapping that splits one tensor of the files into the weights of three layers."""
+    """Files in which one tensor holds several layers' weights, which Transformers splits by a registered mapping."""
 
     @pytest.fixture
     def source(self, tmp_path, monkeypatch):
@@ -184,7 +188,7 @@ class TestFusedFiles:
         assert torch.equal(outputs("llama", load(tmp_path / "q")), outputs("llama", in_memory))
 
     def test_split_on_the_way_from_another_tools_files(self, source, tmp_path):
-        """Quantized layers as they are, the tensor that is split as Transformers splits it."""
+        """Quantized layers are taken over unchanged; the fused tensor is split as Transformers splits it."""
         quantize_checkpoint(source, tmp_path / "q", "w4a16_g16")
         convert_checkpoint(tmp_path / "q", tmp_path / "gptq", "gptq")
         direct = lowbit.load(tmp_path / "gptq", device="cpu", dtype=torch.float32)
@@ -206,7 +210,9 @@ class TestFusedFiles:
 
 @pytest.fixture(scope="module")
 def headless(tmp_path_factory):
-    """Files with a base model's names and the head's architecture, as GPT-2's were published."""
+    """Files whose tensors have the base model's names though config.json states the model with the head, as GPT-2 was
+    published.
+    """
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("names") / "gpt2"
     model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=160, n_positions=64))
@@ -217,7 +223,7 @@ def headless(tmp_path_factory):
 
 
 def test_files_of_a_base_model(headless, tmp_path):
-    """Embedding and tied head are quantized, and found under the names of the model with its head."""
+    """Embedding and tied head are quantized, and stored under the names in the model with the head."""
     plan = quantize_checkpoint(headless, tmp_path / "q", "w8a16", embeddings=True)
     assert set(plan.shapes) == {"transformer.wte", "transformer.wpe"} and plan.tied == {"lm_head": "transformer.wte"}
     in_memory = load(headless, quantization_config=LowbitConfig("w8a16", embeddings=True))

@@ -52,7 +52,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def written(source, tmp_path_factory):
-    """Folders that each way of writing quantized weights has made."""
+    """One folder for each way of writing quantized weights."""
     folder = tmp_path_factory.mktemp("written")
     quantize_checkpoint(source, folder / "quantized", "w4a16_g32")
     model = AutoModelForCausalLM.from_pretrained(source, quantization_config=LowbitConfig("w4a16_g32"))
@@ -84,7 +84,7 @@ def test_it_loads_with_lowbit(written, name):
 
 
 def test_files_without_the_guard_load(written, tmp_path):
-    """Files of version 1 have no guard, no method and no model card."""
+    """Files of version 1, which lack the guard, the entry `method` and the model card, can be loaded."""
     old = tmp_path / "old"
     old.mkdir()
     for file in (written / "saved").iterdir():
@@ -146,7 +146,7 @@ def test_a_damaged_record_is_refused(written, tmp_path, key, value):
 
 @pytest.fixture
 def snapshot(tmp_path):
-    """A model in the cache of a hub, whose files are links."""
+    """A model in a hub's cache, where files are links (here the model card)."""
     repository = tmp_path / "models--example--tiny-llama"
     folder, blobs = repository / "snapshots" / "0123abcd", repository / "blobs"
     folder.mkdir(parents=True)

@@ -25,7 +25,7 @@ IDS = torch.tensor([[5, 17, 60, 9, 33, 2, 80, 41]])
 
 @pytest.fixture
 def folders(tmp_path):
-    """A checkpoint with factors in some layers, as it is written now and as it was written then."""
+    """A checkpoint with factors in some layers, once with the present names and once with the old names."""
     quantize_checkpoint(save_tiny(tmp_path / "fp16"), tmp_path / "plain", "w4a16_g32")
     with CheckpointReader(tmp_path / "plain") as reader, CheckpointWriter(tmp_path / "new") as writer:
         layers = {}
@@ -44,7 +44,7 @@ def folders(tmp_path):
 
 
 def with_old_names(new, old):
-    """By hand what the release before wrote, with its checksums."""
+    """Rewrites a checkpoint as the previous release wrote it, checksums included."""
     old.mkdir()
     tensors = load_file(new / "model.safetensors")
     held = {name.replace(".pre_quant_scale", ".input_scale"): t for name, t in tensors.items()}

@@ -43,7 +43,7 @@ JOBS = {  # scheme on disk, scheme while loading, what is refused
 
 
 def with_inputs(folder, target, order):
-    """The checkpoint with an order or factors in every layer."""
+    """Writes the checkpoint with an order of channels or factors in every layer."""
     with CheckpointReader(folder) as reader, CheckpointWriter(target) as writer:
         layers = reader.manifest.layers
         changed = {n: with_channels(reader.layer(n), order, None if order else torch.float32) for n in layers}
@@ -77,7 +77,7 @@ def made(kind, root):
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """What both ranks found in every job, by name; all jobs in one pair of processes, since starting takes longest."""
+    """Results of both ranks by name of the job. One pair of processes runs all jobs, since starting takes longest."""
     root = tmp_path_factory.mktemp("parallel")
     jobs = [
         {"folder": str(made(disk, root)), "scheme": scheme, "report": str(root / f"job{number}")}
@@ -129,7 +129,7 @@ def test_both_ranks_agree(reports, name):
 
 
 def test_reasons_that_need_no_second_process():
-    """What a plan may ask for beyond the model's own."""
+    """Reasons for refusing tensor parallelism, computed in one process."""
     model, layer = tiny_llama(tied=False), "model.layers.*.self_attn.o_proj"
 
     def reasons(scheme, shape=(64, 64), hadamard=0, experts=0, **options):

@@ -1,4 +1,6 @@
-"""Inputs rotated at run time, from the command to the loaded model: the same model, by every method, in its own files only."""
+"""Inputs rotated at run time, from the command to the loaded model: rotation preserves the model, works with every method and
+can be stored in lowbit's files only.
+"""
 
 from __future__ import annotations
 

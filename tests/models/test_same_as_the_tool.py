@@ -37,7 +37,7 @@ IDS = torch.randint(0, 160, (2, 24), generator=torch.Generator().manual_seed(5))
 
 
 def hard(dtype, k=256):
-    """x [1, 40, k] of a type: zeros, ties, subnormals, huge numbers, one-sided rows, every binade."""
+    """x [1, 40, k] of a type, with zeros, ties, subnormals, huge numbers, rows of one sign and numbers of every binade."""
     generator = torch.Generator().manual_seed(k)
     info = torch.finfo(dtype)
     x = torch.randn(40, k, generator=generator) * torch.logspace(-7, 4, 40)[:, None]
@@ -123,7 +123,7 @@ def test_floats_of_transformers(rule, emulated, group, dtype):
 
 
 def llama(dtype):
-    """Wide enough for blocks of 128, its weights far from the least numbers of fp16."""
+    """A Llama wide enough for blocks of 128, with weights far above the smallest numbers of fp16."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=160, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
@@ -133,7 +133,7 @@ def llama(dtype):
 
 
 def checkpoint(folder, scheme, dtype):
-    """A compressed-tensors checkpoint of `llama`, its scales of the model's type as the tool writes them."""
+    """A compressed-tensors checkpoint of `llama`; its scales have the model's type, as the tool writes them."""
     model, parsed, entries = llama(dtype), parse_scheme(scheme), {}
     linears = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
     with CheckpointWriter(folder / "own") as writer:
@@ -208,7 +208,7 @@ def distance(logits, reference):
 
 
 def simulated_product(self, x, bias):
-    """The tool's: x and w dequantized and rounded to x's type, torch's product."""
+    """The product as the tool simulates it: torch's product of x and w, each dequantized and rounded to x's type."""
     x = self._transformed(x) if isinstance(x, torch.Tensor) else x
     spread = x.scale.repeat_interleave(128, -1)[..., : x.shape[-1]] if x.scale.shape[-1] > 1 else x.scale
     values = ((x.codes.float() - (0 if x.zero is None else x.zero.float())) * spread).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Layers whose scales are bf16, because fp16 has no normal number for them or they are of bf16 weights, through files."""
+"""Layers whose scales are bf16, since they leave fp16's normal range or the weights are bf16: written to files and loaded."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_one_layer_of_tiny_weights(tmp_path, scheme, dtype):
 
 @pytest.mark.parametrize("scheme", ["w4a16_g32", "w3a16_g32_z", "w6e3m2a16_g32", "w8a16_g32"])
 def test_bf16_weights_of_up_to_7_bits(tmp_path, scheme):
-    """Their scales are bf16 in the file and as loaded, whatever the type of the model then."""
+    """Scales of such weights are bf16 in the file and after loading, whatever the type of the loaded model."""
     model = tiny_llama(dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "plain")
     tiny_tokenizer().save_pretrained(tmp_path / "plain")

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's checkpoints: what ModelOpt wrote is read as it simulates it and written back byte by byte."""
+"""TensorRT-LLM's checkpoints: ModelOpt's files are read as ModelOpt simulates them and written back byte by byte."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def test_modelopt_files_compute_what_modelopt_simulates(tmp_path):
 
 
 def test_weights_by_hand(tmp_path):
-    """One byte after the other: two rows a byte, the even one below; signed; a scale for 128 columns; x multiplied first."""
+    """Decodes byte by byte: two rows a byte, the even row in the low bits; signed codes; a scale for 128 columns; x is
+    multiplied by the factors first.
+    """
     tensors = load_file(MODELOPT / WEIGHTS)
     base = "transformer.layers.0.attention.qkv"
     weight, scale, factor = (tensors[f"{base}.{s}"] for s in ("weight", "weights_scaling_factor", "prequant_scaling_factor"))
@@ -98,7 +100,7 @@ def checkpoint(folder, scheme="w4a16_g64", change=lambda name, q: q, skip=(), ti
 
 
 def test_written_layers_without_factors(tmp_path):
-    """Ones stand where x is not multiplied, a tied head is written out, and what comes back is what was there."""
+    """Layers without factors get ones, a tied head is written in full, and reading the files restores the checkpoint."""
     source = checkpoint(tmp_path / "c", change=lambda name, q: with_channels(q, False, torch.float16) if "down" in name else q)
     convert_checkpoint(source, tmp_path / "d", "tensorrt-llm")
     tensors = load_file(tmp_path / "d" / WEIGHTS)

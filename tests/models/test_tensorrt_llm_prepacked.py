@@ -1,5 +1,6 @@
-"""TensorRT-LLM's checkpoints whose bytes lie in the order of a GPU: made here by a preprocessor written from its description,
-element by element, with nothing of `lowbit.pack` in it, and read back as the same model."""
+"""TensorRT-LLM's checkpoints whose bytes are in the order of a GPU: made here, element by element and without `lowbit.pack`, by
+a preprocessor written from TensorRT-LLM's description, and read back as the same model.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def test_the_preprocessor_itself(bits, rows):
 
 
 def own_checkpoint(folder, scheme, architecture="LlamaForCausalLM", dtype=torch.float16):
-    """A tiny lowbit checkpoint whose decoder is quantized, its weights and its config."""
+    """Writes a tiny lowbit checkpoint whose decoder is quantized; returns its weights and config."""
     torch.manual_seed(3)
     config = KINDS[architecture](
         vocab_size=160, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
@@ -121,7 +122,7 @@ OTHERS = {
 
 
 def their_checkpoint(folder, held, config, algorithm, order, architecture="LlamaForCausalLM", **quantization):
-    """The same model as TensorRT-LLM would hold it; GPTQ with scales of 16 bits and zeros of `zero_points`."""
+    """The same model in TensorRT-LLM's format; for GPTQ with 16-bit scales and the zeros `zero_points`."""
     bits = 8 if algorithm.startswith("W8") else 4
     tensors = {OTHERS[name]: held[name] for name in held if name in OTHERS}
     for fused, parts in PARTS.items():
@@ -154,7 +155,7 @@ def their_checkpoint(folder, held, config, algorithm, order, architecture="Llama
 
 
 def same_model(theirs, ours):
-    """Asserts that both folders make the same logits, bit for bit."""
+    """Asserts that the models in both folders compute the same logits, bit for bit."""
     ids = torch.tensor([[1, 5, 9, 30, 77, 2, 159]])
     with torch.inference_mode():
         logits = [load_causal(folder, device="cpu", dtype=torch.float32)(ids).logits for folder in (theirs, ours)]
@@ -201,7 +202,7 @@ def test_symmetric_weights_of_groups(tmp_path, algorithm, dtype):
 
 
 def test_zeros_are_what_the_files_say(tmp_path):
-    """w = (code - 8) * scale + zero with the zero that was rounded to 16 bits, exactly."""
+    """Weights are exactly (code - 8) * scale + zero, with the zero as the files round it to 16 bits."""
     held, config = own_checkpoint(tmp_path / "own", "w4a16_g64_z")
     folder = their_checkpoint(
         tmp_path / "theirs", held, config, "W4A16_GPTQ", "interleaved", group_size=64, has_zero_point=True

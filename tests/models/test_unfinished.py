@@ -1,4 +1,6 @@
-"""Unfinished quantizations: damaged layers are quantized again, half-written files are removed, a second run is refused."""
+"""Unfinished quantizations: damaged layers are quantized again, half-written files are removed, a concurrent second run is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def quantize(source, target, **options):
 
 @pytest.fixture(scope="module")
 def whole(tiny, tmp_path_factory):
-    """The files of a run in one go."""
+    """The files of an uninterrupted run."""
     target = tmp_path_factory.mktemp("unfinished") / "whole"
     quantize(tiny, target)
     return files(target)
@@ -41,7 +43,7 @@ def whole(tiny, tmp_path_factory):
 
 @pytest.fixture
 def unfinished(tiny, tmp_path, monkeypatch):
-    """The folder of a run that ended when all its layers were finished."""
+    """The folder of a run that was stopped after all layers were finished."""
 
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt

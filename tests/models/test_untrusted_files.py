@@ -53,7 +53,7 @@ def run(*arguments):
 class TestCodeOfAModel:
     @pytest.fixture
     def ran(self, model, tmp_path, monkeypatch):
-        """A file that the code in the model's folder would write; whoever is asked says yes."""
+        """A file that the code in the model's folder would write if it ran; every prompt for trust is answered with yes."""
         (model / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
         monkeypatch.setattr(builtins, "input", lambda *prompt: "y")
         return tmp_path / "ran"
@@ -85,7 +85,7 @@ class TestCodeOfAModel:
         assert not ran.exists()
 
     def test_every_call_of_ours_says_so(self):
-        """GenerationConfig has no code of its own and takes no such argument."""
+        """Every call that loads a model forbids code from its folder, except GenerationConfig's, which has no such argument."""
         silent = []
         for file in (f for folder in ("lowbit", "study") for f in sorted((ROOT / folder).rglob("*.py"))):
             for node in ast.walk(ast.parse(file.read_text())):
@@ -115,7 +115,7 @@ class TestKernelsOfAHub:
 
     @pytest.fixture
     def asked(self, monkeypatch):
-        """What Transformers asks its loaders of kernels for, where the package kernels is installed."""
+        """Names of the kernels that Transformers would load from the hub if the package `kernels` were installed."""
         names = []
 
         def note(name, *arguments, **options):
@@ -264,7 +264,9 @@ class TestLinks:
 
     @pytest.mark.parametrize("linked", [False, True])
     def test_of_the_hubs_cache(self, model, tmp_path, linked):
-        """snapshots/REVISION/FILE -> ../../blobs/HASH, also where the cache itself is a link."""
+        """Links in the hub's cache (snapshots/REVISION/FILE -> ../../blobs/HASH) are followed, also where the cache is itself a
+        link.
+        """
         cache = tmp_path / "cache" / "models--owner--name"
         snapshot = cache / "snapshots" / "0123abc"
         snapshot.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What a quantized checkpoint's folder holds."""
+"""Reads the layers and files of a quantized checkpoint's folder."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from lowbit.checkpoint import CheckpointReader
 
 
 def layers(folder):
-    """Its quantized layers by name, after a check that every tensor is there."""
+    """The folder's quantized layers by name, after a check that no tensor is missing."""
     with CheckpointReader(folder) as reader:
         reader.check()
         return {name: reader.layer(name) for name in reader.manifest.layers}
 
 
 def files(folder):
-    """The bytes of its files by name."""
+    """The bytes of the folder's files by name."""
     return {p.name: p.read_bytes() for p in sorted(Path(folder).iterdir())}

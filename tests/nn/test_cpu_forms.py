@@ -1,4 +1,6 @@
-"""Layers on a CPU whose weights are in the form of torch's products: packed once, bit for bit back, never pickled so."""
+"""Layers on a CPU whose weights are in the form of torch's products: packed once, restored bit for bit, never pickled in that
+form.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def test_the_first_call_packs_and_everything_else_brings_the_form_on_disk_back(n
 
 @pytest.mark.parametrize("name", FORMS)
 def test_copies_and_pickles_hold_the_form_on_disk(name):
-    """The order of torch's int4 product is that of one CPU: a pickle that held it would be read wrongly by another."""
+    """The order of weights in torch's int4 product depends on the CPU: if a pickle held it, another CPU would read it
+    wrongly.
+    """
     module = layer(name, bias=True)
     x = random(2, 192, seed=2).bfloat16()
     y = module(x)
@@ -177,7 +181,7 @@ def test_one_row_of_a_16_bit_layer(dtype, bias):
 
 
 def test_a_16_bit_layer_that_leaves_the_cpu_is_one_of_torch():
-    """Whoever looks at a model there knows `nn.Linear`: a program of it, what quantizes its head."""
+    """On other devices it becomes `nn.Linear`, the class that code for whole models, such as `quantize_head`, looks for."""
     model = nn.Sequential(RowLinear.of(nn.Linear(192, 80).bfloat16()), nn.ReLU())
     assert type(model.half()[0]) is RowLinear and type(copy.deepcopy(model)[0]) is RowLinear
     before = model[0].state_dict().keys()
@@ -219,7 +223,9 @@ SIGNED = ["w2a16_g32", "w3a16_g64", "w4a16_g64", "w4a16_g128", "w6a16", "w8a16",
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("scheme", SIGNED)
 def test_scales_may_be_negative(scheme, device):
-    """Learned rounding, and auto-round's files, give the largest weight of a group the lowest code, whatever its sign."""
+    """Learned rounding and auto-round give the largest weight of a group the lowest code, so its scale has the weight's sign
+    reversed.
+    """
     q = LearnedRounding(random(256, 256), parse_scheme(scheme)).quantized()
     assert (q.scale < 0).any() and (q.scale > 0).any()
     x = random(64, 256, seed=2).to(torch.float32 if device == "cpu" else torch.float16)

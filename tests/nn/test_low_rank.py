@@ -81,7 +81,9 @@ def test_where_nothing_would_add_it():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("channels", [False, True], ids=["plain", "order and input scale"])
 def test_beside_the_tensor_core_kernels(dtype, channels):
-    """The kernels' product and the correction; prepared, saved and restored without loss; inside fullgraph compilation."""
+    """The result is the kernels' product plus the correction; layers are saved and restored without loss, and compile with
+    fullgraph.
+    """
     _, q = corrected(256, 512, 16, "w4a16_g64", channels)
     layer = QuantLinear.from_quant_tensor(q.to("cuda"))
     x = random(33, 512, seed=3).to("cuda", dtype)

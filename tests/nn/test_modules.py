@@ -68,7 +68,7 @@ def test_state_dict_round_trip_and_names():
 @pytest.mark.parametrize("name", ["w4a16_g32", "w4a16_g32_z", "w4a16_g32_fz"])
 @pytest.mark.parametrize(("held", "loaded"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
 def test_scales_are_loaded_in_their_own_type(name, held, loaded):
-    """Those of bf16 weights are bf16, which has fewer digits than fp16; those of tiny ones too, which fp16 does not have."""
+    """Scales of bf16 weights are bf16, as are scales too small for fp16."""
     tiny = 2.0**-20 if loaded == torch.bfloat16 else 1.0
     layer = QuantLinear.from_quant_tensor(rtn(random(8, 32).to(held), name))
     expected = rtn((random(8, 32, seed=1) * tiny).to(loaded), name)
@@ -114,7 +114,7 @@ def test_convert_reports_what_it_leaves_and_why():
 
 @pytest.mark.parametrize("name", ["w8a16", "w6e3m2a16", "w4a16_g32_z"])
 def test_converted_model_equals_the_simulated_one(name):
-    """Replacing each weight by its dequantized value in a plain model gives the same outputs."""
+    """A plain model in which each weight is replaced by its dequantized value gives the same outputs."""
     torch.manual_seed(0)
     model, plain = Tied(), Tied()
     plain.load_state_dict(model.state_dict())

@@ -1,4 +1,4 @@
-"""Layers whose weights were brought into the order of the tensor-core kernels, and back."""
+"""Layers whose weights were converted to the order of the tensor-core kernels, and back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pack(module: QuantLinear) -> FragmentWeight:
 
 
 def as_if_prepared(module: QuantLinear) -> QuantLinear:
-    """What `prepare` does on a GPU, by hand."""
+    """Converts a layer on a CPU as `prepare` does on a GPU."""
     packed = FragmentWeight.pack(module.quant_tensor().without_input())
     module.set_gpu_weight(packed)
     module.weight_packed = nn.Parameter(module.weight_packed.new_empty(0), requires_grad=False)
@@ -41,7 +41,7 @@ def as_if_prepared(module: QuantLinear) -> QuantLinear:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_saving_casting_and_calling_leave_the_kernels_form_where_it_is(scheme):
-    """A captured graph may read it."""
+    """A captured graph may read the kernel tensors, so they must stay the same objects."""
     plain = layer(scheme)
     x = torch.randn(3, 200)
     for use in (lambda m: m.state_dict(), lambda m: m.to(torch.float64), lambda m: m(x), copy.deepcopy):
@@ -74,7 +74,9 @@ def test_what_is_loaded_fills_the_kernels_form_where_it_is(scheme):
 
 @pytest.mark.parametrize("factor", [1e-4, 1e4])
 def test_loaded_weights_whose_form_has_other_tensors_take_no_graphs_memory(factor):
-    """Scales that leave fp16's normal range come with a power of two for each row, others do not."""
+    """Only scales outside fp16's normal range have a power of two for each row, so the two layers have different kernel
+    tensors.
+    """
     weight = torch.randn(96, 200).half()
     small, large = sorted((1.0, factor))
     first, second = (QuantLinear.from_quant_tensor(rtn(weight * f, "w4a16_g128")) for f in (small, large))
@@ -142,7 +144,7 @@ def test_a_layer_on_a_gpu_uses_the_kernels(scheme):
 
 @pytest.mark.gpu
 def test_scales_that_the_kernels_cannot_take_are_refused_not_an_error():
-    """Groups of no multiple of 16: the plain path computes, the reason is told once."""
+    """Groups are no multiple of 16: `prepare` returns the reason, and the plain path computes the product."""
     module = layer("w4a16_g40", "cuda")
     told = {reason.split(": ", 1)[1] for reason in module.prepare(torch.float16)}
     assert "groups of the kernels are multiples of 16, got 40 (w4a16_g40)" in told

@@ -1,4 +1,4 @@
-"""Layers whose input is quantized too: against a plain simulation, kept through saving, with channels, on a GPU."""
+"""Layers whose input is quantized too: compared with a plain simulation, after saving, with input transforms, on a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def random(*shape, seed=0):
 
 
 def static_of(scheme, device="cpu"):
-    """An activation scale, and a zero where the scheme has such."""
+    """A static activation scale, and a zero where the scheme has zeros."""
     zero = torch.tensor([17], dtype=torch.int32, device=device) if "_az" in scheme else None
     return {"activation_scale": torch.tensor([0.01], device=device), "activation_zero": zero}
 

@@ -1,4 +1,4 @@
-"""Layers that rotate their input: bit for bit what the layer without does with the rotated input."""
+"""Layers that rotate their input: bit for bit what a layer without rotation computes of the rotated input."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_equals_the_layer_without_on_rotated_inputs(name, kind, device):
 
 
 def test_outliers_in_single_channels_cost_less():
-    """What rotating is for: one channel of a token no longer takes the range of all others."""
+    """With rotation, one large channel no longer sets the range for all others of its token."""
     x, w = random(16, 256), random(64, 256, seed=1)
     x[:, 5] *= 300
     errors = []
@@ -71,7 +71,7 @@ def test_the_operator_for_compilers():
 
 
 def test_one_rotation_for_all_that_read_an_input():
-    """Norms and gates rotate and quantize, once, what they compute in float32."""
+    """Norms and gates rotate and quantize their float32 result once for all layers that read it."""
     gate, up, down = (
         QuantLinear.from_quant_tensor(rtn(random(256, 256, seed=i), "w8a8").with_input(hadamard=64)) for i in range(3)
     )

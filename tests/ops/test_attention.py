@@ -1,4 +1,4 @@
-"""The operators of attention over pages: what they refuse, what torch needs to know of them, prompts against steps, the GPU."""
+"""The paged-attention operators: refusals, torch registrations, prefill against decode steps, and GPU tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_step_on_a_cpu():
 
 
 def prompt_then_steps(given, device, dtype, tolerance):
-    """A slot's tokens as one prompt, as two chunks of it and as steps give the same."""
+    """Checks that a slot's tokens give the same results as one prompt, as two prefill chunks and as decode steps."""
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(200, given.features, generator=generator).to(device, dtype)
     cos_sin = angles_of(200, given.rotary_dim).to(device)
@@ -74,7 +74,7 @@ def test_prompts_and_steps_agree(name):
 
 
 def test_torch_knows_the_operators():
-    """Schema, what they write, fake tensors."""
+    """torch's opcheck passes: schema, mutated arguments, fake tensors."""
     case = make_case(shape(), [3, 130], torch.float32)
     fields = dataclasses.astuple(case.shape)
     checks = ("test_schema", "test_faketensor")
@@ -125,7 +125,7 @@ def test_prompts_and_steps_agree_on_a_gpu(name, dtype):
 @gpu
 @pytest.mark.parametrize("rows", [1, 3, 16, 64])
 def test_a_graph_follows_positions(rows):
-    """Captured once, replayed while positions, tables and contexts change; behind and before other kernels of the stream."""
+    """A graph captured once is replayed with changed positions, tables and contexts, between other kernels of the stream."""
     given = shape(32, 8, 128)
     contexts = [(97 * i) % 1500 for i in range(rows)]
     case = make_case(given, contexts, device="cuda", padding=1)

@@ -1,4 +1,4 @@
-"""The tensor-core kernels for 8-bit activations against a float64 product of the same numbers, and `scaled_gemm`."""
+"""The tensor-core kernels for 8-bit activations against a float64 product of the same values and against `scaled_gemm`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ EIGHT = ["w8a8", "w8a8_t", "fp8", "fp8_dynamic", "fp8_block", "w8e4m3a8e5m2"]
 NARROW = ["w4a8", "w4a8_g128", "w4a8_g256", "w6a8", "w3a8_g128", "w4a8e4m3", "w4a8e4m3_g128", "w6e3m2a8e4m3", "w6e2m3a8e4m3"]
 EPS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 1e-6}
 ERROR = {"int8": 0.0, "fp8": 4e-4, "positive": 1e-3}
-"""What the sums add to the rounding of y, for fp8 of both signs and of one; docs/internals/numerics.md."""
+"""Relative error of the sums, in addition to the rounding of y: int8, fp8 of both signs, positive fp8
+(docs/internals/numerics.md).
+"""
 
 
 def problem(scheme, m, n, k, kind="token", zero=False, seed=0):
-    """Weight, x with its scales and zeros, and the float64 product."""
+    """(weight, x codes, x scales, x zeros, float64 product)."""
     generator = torch.Generator("cuda").manual_seed(seed)
     parsed = parse_scheme(scheme)
     q = rtn(torch.randn(n, k, device="cuda", generator=generator) * 0.05, parsed)
@@ -54,7 +56,7 @@ def compare(scheme, m, n, k, kind, dtype):
     bias = torch.randn(n, device="cuda", dtype=dtype)
     q, x, x_scale, x_zero, expected = problem(scheme, m, n, k, kind, zero=integer and kind == "token")
     w = OperandWeight.pack(q)
-    torch.full((m, n), float("nan"), dtype=dtype, device="cuda")  # what the allocator hands out next is poisoned
+    torch.full((m, n), float("nan"), dtype=dtype, device="cuda")  # poisons memory to be reused
     y = byte_gemm(x, x_scale, w, bias, dtype=dtype, x_zero=x_zero)
     assert y.dtype == dtype and relative_error(y, expected + bias.double()) <= bound(scheme, dtype)
     assert torch.equal(y, byte_gemm(x, x_scale, w, bias, dtype=dtype, x_zero=x_zero)), "same input, same bits"
@@ -95,7 +97,7 @@ def test_scales_of_blocks_of_x(scheme, m):
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8_dynamic", "fp8_block", "w4a8", "w4a8e4m3_g128", "w6e3m2a8e4m3"])
 @pytest.mark.parametrize("m", [3, 300])
 def test_tiles_other_than_the_chosen_one(scheme, m):
-    """Some of the candidates, the widest among them."""
+    """Runs some of the candidates, including the widest."""
     n, k = 520, 2048
     q, x, x_scale, _, expected = problem(scheme, m, n, k)
     w = OperandWeight.pack(q)
@@ -152,7 +154,7 @@ def test_no_function_hides_what_is_not_a_number(m):
 @pytest.mark.parametrize("scheme", ["fp8_dynamic", "w8e4m3a8e5m2"])
 @pytest.mark.parametrize("m", [1, 30, 300])
 def test_fast_sums_of_fp8_are_near(scheme, m):
-    """Within what the tensor core's 14 bits allow, less exact than those that leave it, and the same every time."""
+    """Fast sums have the error of the tensor core's 14-bit accumulation, more than promoted sums, and are deterministic."""
     q, x, x_scale, _, expected = problem(scheme, m, 520, 4096)
     w = OperandWeight.pack(q)
     fast, again = (byte_gemm(x, x_scale, w, dtype=torch.float32, fast_accum=True) for _ in range(2))
@@ -171,7 +173,7 @@ def test_fast_sums_change_nothing_elsewhere(scheme):
 
 
 def exact_problem(scheme, m, n, k):
-    """All scales powers of two and small numbers: float32 holds every step, so that codes are exact, ties among them."""
+    """Scales are powers of two and values small: float32 is exact at every step, so codes must be exact, including at ties."""
     generator = torch.Generator("cuda").manual_seed(m)
     q = rtn(torch.randn(n, k, device="cuda", generator=generator), scheme)
     half = 1 << (q.scheme.weight.bits - 1)
@@ -186,7 +188,7 @@ def exact_problem(scheme, m, n, k):
 
 
 def exact_scale(expected):
-    """A power of two at which the largest values are beyond the range of codes."""
+    """A power of two for y's scale, small enough that the largest values saturate."""
     return torch.exp2((expected.abs().max() / 127).log2().floor()).float().reshape(1)
 
 
@@ -201,7 +203,7 @@ def test_codes_of_y_are_exact(scheme, m, n):
     q, x, x_scale, bias, expected = exact_problem(scheme, m, n, 1024)
     w, y_scale = OperandWeight.pack(q), exact_scale(expected)
     for function in ("none", "relu"):
-        torch.full((m, n), 77, dtype=torch.int8, device="cuda")  # what the allocator hands out next is poisoned
+        torch.full((m, n), 77, dtype=torch.int8, device="cuda")  # poisons memory to be reused
         y = byte_gemm(x, x_scale, w, bias, dtype=torch.int8, function=function, y_scale=y_scale)
         wanted = exact_codes(FUNCTIONS[function](expected), y_scale)
         assert y.dtype == torch.int8 and torch.equal(y, wanted) and wanted.unique().numel() > 60
@@ -211,7 +213,7 @@ def test_codes_of_y_are_exact(scheme, m, n):
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8_dynamic", "w6e3m2a8e4m3"])
 @pytest.mark.parametrize("m", [5, 300])
 def test_codes_of_y_are_those_of_the_float_result(scheme, m):
-    """Quantizing the float32 result gives the same codes, but for those at ties, where the last bit decides."""
+    """Equal to quantizing the float32 result, except at ties, which the last bit decides."""
     q, x, x_scale, _, _ = problem(scheme, m, 512, 1024)
     w = OperandWeight.pack(q)
     y = byte_gemm(x, x_scale, w, dtype=torch.float32, function="gelu")
@@ -226,7 +228,7 @@ def test_codes_of_y_are_those_of_the_float_result(scheme, m):
 @pytest.mark.parametrize("k", [4096, 28672])
 @pytest.mark.parametrize("positive", [False, True])
 def test_sums_of_fp8_stay_close(k, positive):
-    """The error that docs/internals/numerics.md states, of random and of positive numbers, whose sums grow along K."""
+    """The error bound of docs/internals/numerics.md, for random values and for positive values, whose sums grow with K."""
     q, x, x_scale, _, _ = problem("fp8_dynamic", 64, 512, k)
     if positive:
         q = type(q)(q.codes & 127, q.scale, None, q.scheme)
@@ -255,7 +257,7 @@ def test_opcheck_compile_and_graphs(scheme):
     w = OperandWeight.pack(q)
     x, x_scale = x.view(2, 3, 1024), x_scale.view(2, 3, 1)
     arguments = (x, x_scale, w.codes, w.scale, w.channel_scale, w.sums, None, scheme, 512, torch.float16)
-    if x.dtype == torch.int8:  # opcheck does not know fp8
+    if x.dtype == torch.int8:  # opcheck does not support fp8
         torch.library.opcheck(torch.ops.lowbit.byte_gemm.default, arguments)
 
     def layer(x_scale):
@@ -284,7 +286,7 @@ def test_opcheck_compile_and_graphs(scheme):
 @pytest.mark.parametrize("m", [1, 16, 100])
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a8_g128"])
 def test_in_graphs_behind_a_kernel_that_writes_x(scheme, m):
-    """The kernel starts before the ones before it have finished; it must wait for the x that they write."""
+    """The kernel starts before previous kernels have finished, and must wait for the x that they write."""
     q, x, x_scale, _, _ = problem(scheme, m, 1024, 1024)
     w = OperandWeight.pack(q)
 
@@ -315,7 +317,7 @@ def test_x_of_any_layout():
     wide = torch.randint(-128, 128, (5, 2003), device="cuda", dtype=torch.int8)
     for x in (wide[:, 1:1001], wide[:, ::2][:, :1000], wide[:, :1000].T.contiguous().T):
         assert torch.equal(byte_gemm(x, x_scale, w), byte_gemm(x.contiguous(), x_scale, w))
-    apart = torch.cat([torch.zeros(3, 1, device="cuda"), x_scale])[3:]  # starts at no multiple of 16 bytes
+    apart = torch.cat([torch.zeros(3, 1, device="cuda"), x_scale])[3:]  # not aligned to 16 bytes
     assert torch.equal(byte_gemm(x, apart, w), byte_gemm(x, x_scale, w))
     assert byte_gemm(x[:0], x_scale[:0], w).shape == (0, 128)
 
@@ -324,7 +326,7 @@ def test_x_of_any_layout():
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8_block", "w8e4m3a8e5m2", "w4a8_g128", "w6a8", "w4a8e4m3", "w6e3m2a8e4m3"])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 300, 1024), (70, 333, 1090)])
 def test_the_plain_kernel(scheme, m, n, k):
-    """The kernel for sm_80 and newer, on whatever machine is there."""
+    """The mma.sync kernel for sm_80 and newer, on the present GPU."""
     from lowbit.kernels.sm80.scaled_gemm import PlainPlan
 
     integer = parse_scheme(scheme).activation.name == "int8"

@@ -1,4 +1,4 @@
-"""Order and factors on the way into the product: against the float64 product with the weights as x sees them."""
+"""GEMMs with act-order and pre_quant_scale against the float64 product with the weights in x's channel order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_by_hand():
     assert gather_channels(x, order, None).tolist() == [[3, 1, 2]]
     assert gather_channels(x, None, scale).tolist() == [[10, 200, 3000]]
     assert gather_channels(x, order, scale).tolist() == [[3000, 10, 200]]
-    # The product is rounded to fp16, not the scale before it, which would be 1.
+    # x * scale is rounded to fp16; the scale itself is not, as it would become 1.
     x, scale = torch.tensor([[1 + 2.0**-10]]).half(), torch.tensor([1 + 2.0**-11])
     assert gather_channels(x, None, scale).item() == 1 + 2.0**-9
 
@@ -48,7 +48,7 @@ def test_against_float64(name, order, pre_quant_scale, dtype, device):
         x, w = problem(name, m, 48, 576, dtype, device, order, pre_quant_scale)
         y, exact = run(x, w), mixed_gemm_reference(x, w)
         size = x.double().abs() @ w.dequantize(torch.float64).abs().T
-        rounded = 4 if dtype == torch.bfloat16 and device == "cpu" else 2  # torch's int4 product has scales in bf16
+        rounded = 4 if dtype == torch.bfloat16 and device == "cpu" else 2  # torch's int4 GEMM has bf16 scales
         assert y.dtype == dtype
         assert bool(((y.double() - exact).abs() <= rounded * torch.finfo(dtype).eps * (size + 1)).all())
 

@@ -1,4 +1,4 @@
-"""Prepared convolutions on a CPU: packed bytes in and out, refusals, operators."""
+"""Prepared convolutions on a CPU: packed input and output bytes, refusals, operators."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_second_input_of_another_size_is_refused():
     ],
 )
 def test_gpus(capability, words, monkeypatch):
-    """The copy engine's limits are those of sm_90 alone."""
+    """Limits of TMA apply to sm_90 only."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA T4")
     reasons = conv_refusals(layer(stride=9), "cuda:0")

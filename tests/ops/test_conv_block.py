@@ -1,4 +1,4 @@
-"""Whole blocks on a CPU: the same codes as three layers one after the other, refusals."""
+"""Whole bottleneck blocks on a CPU: the codes of three separate layers; refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of the CPU's forms against float64: every format, few and many rows, traps of torch's products."""
+"""GEMMs with the CPU's packed forms against float64: every format, few and many rows, pitfalls of torch's GEMMs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def prepared(q, dtype=torch.bfloat16, form=None):
 
 
 def check(y, x, q, bias):
-    """Error relative to the size of the terms: one rounding of each weight or scale, and of y (twice with a bias) to bf16."""
+    """Asserts an error bound relative to the sum of the absolute terms: one bf16 rounding of each weight or scale, and one of y
+    (two with a bias).
+    """
     exact = mixed_gemm_reference(x, q, bias)
     size = x.double().abs() @ q.dequantize(torch.float64).abs().T
     assert y.dtype == x.dtype
@@ -71,7 +73,9 @@ def test_other_types_are_decoded_once(name, dtype):
 @pytest.mark.parametrize("name", [name for names in FORMS.values() for name in names])
 @pytest.mark.parametrize("m", [1, 64])
 def test_one_hot_activations_return_weights(name, m):
-    """Weights rounded once to bf16, or with scales that are: 2^-8 of the weight, and of the group's zero where it has one."""
+    """The weights are rounded once to bf16, or have bf16 scales: an error of 2^-8 of the weight, and of the group's zero if
+    there is one.
+    """
     _, q, _ = problem(name, 1, 80, 192)
     w, exact = prepared(q), q.dequantize(torch.float64)
     got = torch.cat([cpu_gemm(rows, w) for rows in torch.eye(192).bfloat16().split(m)]).T.double()
@@ -115,7 +119,7 @@ def test_rows_are_quantized_as_by_the_reference(k, dtype):
 @VNNI
 @pytest.mark.parametrize("name", ["w8a8", "w8a8_az"])
 def test_integers_are_exact_at_their_worst(name):
-    """All sums at their largest, which float32 still holds. Instructions that add pairs in 16 bits fail."""
+    """All sums are at their maximum, which float32 still represents. Instructions that add pairs in 16 bits fail this test."""
     k = 256
     q = rtn(torch.ones(48, k), name)
     codes = torch.full((48, k), 255, dtype=torch.uint8)
@@ -131,7 +135,7 @@ def test_integers_are_exact_at_their_worst(name):
 
 
 def kernel(name, shape, dtype, decode_bytes=0):
-    """The kernel that ops/table.py gives a layer on this CPU, and why not the faster ones made for it."""
+    """(name of the kernel that ops/table.py chooses for a layer on this CPU, reasons against the faster CPU kernels)."""
     p = problem_on("cpu", parse_scheme(name), 1, shape, dtype, decode_bytes=decode_bytes)
     return choose(p).name, why_slow(p)
 
@@ -153,7 +157,7 @@ def test_the_kernel_and_its_reasons():
 @pytest.mark.parametrize("name", ["w8a8", "w8a8_az", "w6a8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantized_x_equals_the_plain_operator(name, dtype):
-    """`scaled_gemm` computes in float64: what is left is the float32 of the scales, and the one rounding to y's type."""
+    """`scaled_gemm` computes in float64, so differences come only from float32 scales and the rounding to y's dtype."""
     x, q, bias = problem(name, 5, 80, 192, torch.float32)
     codes, scale, zero, _ = quantize_activations(x, "int8", symmetric=not q.scheme.activation_zero)[:4]
     w = pack_for_cpu(q, "int8", dtype)
@@ -165,7 +169,7 @@ def test_quantized_x_equals_the_plain_operator(name, dtype):
 
 
 def test_a_cpu_whose_sums_saturate_is_refused(monkeypatch):
-    """As AVX2 without VNNI does: pairs of products are added in 16 bits."""
+    """AVX2 without VNNI adds pairs of products in saturating 16 bits; such a CPU is refused."""
 
     def saturating(x, w):
         pairs = (x.int() + 128).view(len(x), -1, 2, 1) * w.int().reshape(1, -1, 2, w.shape[1])

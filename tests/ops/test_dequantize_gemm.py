@@ -1,4 +1,6 @@
-"""The operator against the float64 reference: every format, granularity, zero, dtype, ragged shapes; torch's checks."""
+"""The operator against the float64 reference, over every format, granularity, zero, dtype and ragged shapes; torch's
+opcheck.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def run(x, w: QuantTensor, bias=None):
 
 
 def close(y, x, w, bias=None):
-    """Error relative to the size of the terms summed: one rounding of each weight and of the result to y's type."""
+    """Whether the error, relative to the sum of absolute terms, is within one rounding of each weight and one of y."""
     exact = mixed_gemm_reference(x, w, bias)
     size = x.double().abs() @ w.dequantize(torch.float64).abs().T
     return bool(((y.double() - exact).abs() <= 2 * torch.finfo(y.dtype).eps * (size + 1)).all())
@@ -96,7 +98,7 @@ def test_blocks_do_not_change_the_result(name, monkeypatch):
 
 
 def test_never_holds_the_whole_matrix():
-    """Peak of tensor memory during a call stays far below the dequantized matrix (64 MiB here)."""
+    """The largest tensor during a call is far smaller than the dequantized matrix (64 MiB here)."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     largest = 0

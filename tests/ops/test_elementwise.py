@@ -1,4 +1,4 @@
-"""Embedding, norms with the residual and gates on a CPU: Transformers' own modules to the bit, float64, and what is refused."""
+"""Embeddings, norms with residual and gates on a CPU: bit-equal to Transformers' modules, against float64, and refusals."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_norms_are_transformers_to_the_bit(family, offset, width, dtype):
 
 
 def test_the_two_orders_of_rounding_differ():
-    """So that a test of one cannot pass with the other."""
+    """Norms with the two orders of rounding give different results, so a test of one order fails with the other."""
     h, gamma = random(64, 576, dtype=torch.bfloat16), random(576, dtype=torch.bfloat16, seed=2)
     made = add_norm(h, None, gamma, 1e-5)
     values = h.double()
@@ -72,7 +72,7 @@ def test_the_two_orders_of_rounding_differ():
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_squares_and_products_make_the_norm(dtype, offset):
-    """What a product does at its end, with x beyond fp16's range but for the factor."""
+    """The norm as GEMM epilogues compute it, from squares and products; without the factor, x would exceed fp16's range."""
     h, delta = 1000 * random(6, 576, dtype=dtype), random(6, 576, dtype=dtype, seed=1)
     gamma = 100 + random(576, dtype=dtype, seed=2)
     mine, factor = h.clone(), 2.0**-8
@@ -105,7 +105,9 @@ def test_an_embedding_is_transformers_to_the_bit(dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_an_embedding_of_8_bits_is_the_librarys_own(dtype):
-    """`EmbeddingTable` is a `w8a16` weight as it is: rows come out as QuantEmbedding's, half a step from the weight."""
+    """`EmbeddingTable` has the codes of a `w8a16` weight: its rows equal those of QuantEmbedding, within half a step of the
+    weight.
+    """
     weight = random(40, 203) * torch.logspace(-3, 1, 40)[:, None]
     weight[7] = 0
     q = rtn(weight, "w8a16")
@@ -146,7 +148,7 @@ def test_layer_norm_is_torch_to_the_bit(width, dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_an_embedding_with_positions_is_opts_to_the_bit(dtype):
-    """Positions of slots, or of the tokens of prompts; 2 rows of padding come before the first."""
+    """Positions are given per slot or per prompt token. OPT's table has 2 padding rows before position 0."""
     words = torch.nn.Embedding(50, 203).to(dtype)
     places = OPTLearnedPositionalEmbedding(30, 203).to(dtype)
     gamma, bias = random(203, dtype=dtype, seed=2), random(203, dtype=dtype, seed=3)

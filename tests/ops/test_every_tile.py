@@ -1,4 +1,4 @@
-"""Every tile that is chosen for a real layer, on that layer, all rows of y against float64."""
+"""Every tile that is chosen for a real layer, run on that layer, with all rows of y against float64."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ LAYERS = [
 ]  # fmt: skip
 H200 = typical_machine(90)
 OLDER = [typical_machine(80), typical_machine(89)]
-"""GPUs without wgmma, with much and with little shared memory."""
+"""GPUs without wgmma: one with much and one with little shared memory."""
 TOKENS = [1, 5, 8, 13, 16, 24, 32, 48, 64, 100, 128, 200, 256, 512, 1024]
 SCHEMES = ["w4a16_g128", "w4a16_g128_z", "w4a16_g64_fz", "w4a16_pc", "w3a16_g128", "w6e3m2a16", "w8a16", "w8e4m3a16_b128x128"]
 
 
 def new_tiles(scheme, invariant=False, machine=H200, kind=object):
-    """(n, k, numbers of tokens) of the layers on which a tile of a kind is chosen that was not chosen before."""
+    """(n, k, token counts) of the layers at which a tile is chosen for the first time; only tiles of class `kind`."""
     seen, found = set(), []
     for n, k in LAYERS:
         ms = []
@@ -45,7 +45,7 @@ def new_tiles(scheme, invariant=False, machine=H200, kind=object):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_there_are_many(scheme):
-    """Or else the test below would say little."""
+    """Ensures that the test below covers enough tiles."""
     assert sum(len(ms) for _, _, ms in new_tiles(scheme)) >= 12
     assert {(n, k) for n, k, _ in new_tiles(scheme)} >= {(4096, 4096), (28672, 4096)}
 
@@ -55,7 +55,7 @@ def test_there_are_many(scheme):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_tile(scheme, dtype, invariant):
-    """With a bias."""
+    """Runs every tile with a bias."""
     for place, (n, k, ms) in enumerate(new_tiles(scheme, invariant)):
         generator = torch.Generator("cuda").manual_seed(place)
         q = rtn(torch.randn(n, k, device="cuda", generator=generator) * 0.05, scheme)
@@ -63,13 +63,13 @@ def test_every_tile(scheme, dtype, invariant):
         plain_w = q.dequantize(dtype)
         for m in ms:
             x = torch.randn(m, k, device="cuda", dtype=dtype, generator=generator)
-            torch.full((m, n), float("nan"), dtype=dtype, device="cuda")  # what the allocator hands out next is poisoned
+            torch.full((m, n), float("nan"), dtype=dtype, device="cuda")  # poisons memory to be reused
             y = fragment_gemm(x, w, bias, batch_invariant=invariant).double()
             reference = mixed_gemm_reference(x, q, bias)
             plain = torch.nn.functional.linear(x, plain_w, bias).double()
             of_rows = (y - reference).norm(dim=1) / reference.norm(dim=1)
             honest = (plain - reference).norm(dim=1) / reference.norm(dim=1)
-            # A single row's error scatters more than that of all.
+            # The error of a single row varies more than that of all rows.
             assert float(of_rows.max()) <= 2 * float(honest.max()) + 1e-5, (n, k, m)
             assert float(of_rows.mean()) <= 1.5 * float(honest.mean()) + 1e-5, (n, k, m)
         del q, w, plain_w
@@ -80,7 +80,9 @@ def test_every_tile(scheme, dtype, invariant):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a16"])
 def test_shares_of_the_last_wave(scheme, dtype):
-    """Before, within and after whole waves; a last tile of tokens that is not full; K that ends within an iteration."""
+    """Stream-K with fewer tiles than a wave, several waves, a partial last tile of tokens, and K that ends within an
+    iteration.
+    """
     machine = machine_of("cuda")
     for place, (m, n, k) in enumerate([(256, 3080, 2048), (700, 5120, 1000), (517, 6144, 1024), (1280, 4616, 640)]):
         generator = torch.Generator("cuda").manual_seed(place)
@@ -94,7 +96,7 @@ def test_shares_of_the_last_wave(scheme, dtype):
         for tile in (t for t in tiles if isinstance(t, WgmmaTile) and t.splits == 0):
             plan = plan_for(tile, shape, w.form, dtype, True, machine)
             sums, arrived = workspace(x.device, *plan.workspace)
-            torch.full((m, n), float("nan"), dtype=dtype, device="cuda")  # what the allocator hands out next is poisoned
+            torch.full((m, n), float("nan"), dtype=dtype, device="cuda")  # poisons memory to be reused
             y = plan(x, w.codes, w.scale, w.channel_scale, bias, sums.fill_(float("nan")), arrived)
             of_rows = (y.double() - reference).norm(dim=1) / reference.norm(dim=1)
             assert float(of_rows.max()) <= 2 * honest + 1e-5, (tile, shape)
@@ -113,7 +115,9 @@ def test_there_are_many_without_wgmma(scheme, machine):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_tile_without_wgmma(scheme, dtype, machine):
-    """Those of the mma.sync kernel for many tokens, which other GPUs have; a full tile, one that is not, and the bits again."""
+    """Tiles of the large-M mma.sync kernel, which GPUs without wgmma take: a full and a partial tile, and equal bits in a
+    second run.
+    """
     for place, (n, k, ms) in enumerate(new_tiles(scheme, machine=machine, kind=MmaTile)):
         generator = torch.Generator("cuda").manual_seed(place)
         q = rtn(torch.randn(n, k, device="cuda", generator=generator) * 0.05, scheme)
@@ -123,7 +127,7 @@ def test_every_tile_without_wgmma(scheme, dtype, machine):
             shape = GemmShape(m, n, k, q.scheme.weight.bits)
             plan = plan_for(choose(shape, machine), shape, w.form, dtype, True, machine)
             x = torch.randn(m, k, device="cuda", dtype=dtype, generator=generator)
-            torch.full((m, n), float("nan"), dtype=dtype, device="cuda")  # what the allocator hands out next is poisoned
+            torch.full((m, n), float("nan"), dtype=dtype, device="cuda")  # poisons memory to be reused
             call = x, w.codes, w.scale, w.channel_scale, bias, *workspace(x.device, *plan.workspace)
             made = plan(*call)
             reference = mixed_gemm_reference(x, q, bias)

@@ -1,4 +1,4 @@
-"""Products of experts beside a float64 product of the same dequantized weights: on a CPU, and on a GPU every kernel."""
+"""Expert GEMMs against a float64 product of the same dequantized weights: on a CPU, and every kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def relative_error(y, reference) -> float:
 
 
 def honest(x, w, routing, bias, gate, weighted):
-    """What torch computes in x's type with the dequantized weights, rounded where a layer of modules would round."""
+    """torch's result in x's dtype with the dequantized weights, rounded where unfused modules round."""
     wide = expert_gemm_reference(x, w, routing.experts, None, bias).to(x.dtype)
     if gate != "none":
         first, second = (part.flatten(1) for part in wide.unflatten(1, (-1, 2, 8)).unbind(2))
@@ -49,10 +49,10 @@ def honest(x, w, routing, bias, gate, weighted):
 
 
 def check(x, w, routing, bias, gate, per_slot, weighted, **options):
-    """Poisoned outputs, the error of torch's own roundings, the same bits twice."""
+    """Checks y with poisoned outputs: its error is bounded by that of torch's roundings, and two runs give equal bits."""
     columns = w.shape[0] // (1 if gate == "none" else 2)
     given = {"gate": gate, "per_slot": per_slot, "weighted": weighted, **options}
-    torch.full((routing.experts.numel(), columns), float("nan"), dtype=x.dtype, device=x.device)  # is allocated next
+    torch.full((routing.experts.numel(), columns), float("nan"), dtype=x.dtype, device=x.device)  # poisons memory to be reused
     y = expert_gemm(x, w, routing, bias, **given)
     expected = expert_gemm_reference(x, w, routing.experts, routing.weights, bias, gate=gate, weighted=weighted)
     assert y.shape == expected.shape and y.dtype == x.dtype
@@ -134,7 +134,9 @@ def test_what_does_not_fit_says_why():
 
 
 def routings(tokens, top_k, count, tile_rows, generator):
-    """Choices at random; one expert for all first choices; as many experts as there can be. Some experts have no slot."""
+    """Three routings: random choices; one expert for all first choices; choices spread over as many experts as possible. Some
+    experts have no slot.
+    """
     random = choices(tokens, top_k, max(count - 1, top_k), generator, "cuda")
     together = random.clone()
     together[:, 0] = count - 1
@@ -146,7 +148,7 @@ def routings(tokens, top_k, count, tile_rows, generator):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_format(scheme, dtype):
-    """Ragged N and K; experts with no slot, with one and with more than a tile; few and many rows; gates, biases, weights."""
+    """Ragged N and K; experts with no slot, one slot and more than a tile; few and many rows; gates, biases, router weights."""
     generator = torch.Generator().manual_seed(0)
     for place, (n, k) in enumerate([(528, 1096), (1000, 576)]):
         gate = "none" if place else "silu"
@@ -172,7 +174,7 @@ def test_gates(gate, tile_rows):
 @gpu
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a16_z"])
 def test_every_tile(scheme):
-    """Each candidate of the choice, which a few shapes alone do not reach."""
+    """Runs each candidate tile; the shapes of the other tests reach only a few."""
     generator, machine = torch.Generator().manual_seed(2), machine_of("cuda")
     n, k, count = 528, 1096, 6
     w = packed(scheme, count, n, k, "silu", "cuda")
@@ -226,7 +228,7 @@ def test_rows_do_not_depend_on_the_batch_where_they_must_not():
 
 @gpu
 def test_a_layer_in_a_graph_follows_its_routing():
-    """A captured layer is replayed with other choices of the router: nothing of them is known on the host."""
+    """A captured layer is replayed with a different routing; the host does not depend on the routing."""
     generator = torch.Generator().manual_seed(5)
     up, down = packed("w4a16_g128", 8, 512, 256, "silu", "cuda"), packed("w4a16_g128", 8, 256, 256, "none", "cuda")
     x = torch.randn(12, 256, generator=generator).to("cuda", torch.bfloat16)

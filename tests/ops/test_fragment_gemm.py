@@ -63,7 +63,7 @@ def test_against_float64(scheme, dtype, m, n, k):
     x = torch.randn(m, k, device="cuda", dtype=dtype)
     bias = torch.randn(n, device="cuda", dtype=dtype)
     w = FragmentWeight.pack(q)
-    torch.full((m, n), float("nan"), dtype=dtype, device="cuda")  # what the allocator hands out next is poisoned
+    torch.full((m, n), float("nan"), dtype=dtype, device="cuda")  # poisons memory to be reused
     y = fragment_gemm(x, w, bias)
     reference = mixed_gemm_reference(x, q, bias)
     plain = torch.nn.functional.linear(x, q.dequantize(dtype), bias)
@@ -79,14 +79,14 @@ WIDE = ["w4a16_g32", "w6a16_g16", "w4a16_g32_fz", "w5a16_g32_fz", "w4a16_g64_z",
 @pytest.mark.parametrize("scheme", WIDE)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 512, 1024), (13, 1000, 576), (40, 344, 1096), (300, 520, 2048)])
 def test_scales_of_groups_in_32_bits(scheme, dtype, m, n, k):
-    """Rows of very different sizes. The kernels add nothing to the rounding of the scales that pack/weight.py states."""
+    """Rows of very different magnitudes. The only extra error is the rounding of 32-bit scales documented in pack/weight.py."""
     q = quantized(scheme, n, k)
     sizes = torch.exp2(torch.randint(-12, 3, (len(q.scale), 1), device="cuda") + torch.rand(q.scale.shape, device="cuda"))
     zero = q.zero if q.zero is None or q.zero.dtype == torch.uint8 else q.zero.float() * sizes
     q = QuantTensor(q.codes, q.scale.float() * sizes, zero, q.scheme)
     x, w = torch.randn(m, k, device="cuda", dtype=dtype), FragmentWeight.pack(q)
     y = fragment_gemm(x, w)
-    # The product and a floating-point zero are rounded apart, and are larger than their sum.
+    # code * scale and a floating-point zero are rounded separately, and can be larger than their sum.
     as_stated = 2**-11 if zero is None or zero.dtype == torch.uint8 else 2**-9
     for stored, slack in ((w.unpack(), 1e-5), (q, as_stated)):
         reference = mixed_gemm_reference(x, stored)
@@ -117,7 +117,7 @@ OF_BF16 = [
     "w4a16_g128_z",
     "w6e3m2a16_g128",
 ]
-"""Schemes whose scales are bf16 where the weights are."""
+"""Schemes that have bf16 scales if the weights are bf16."""
 
 
 def quantized_bf16(scheme, n, k) -> QuantTensor:
@@ -131,7 +131,7 @@ def quantized_bf16(scheme, n, k) -> QuantTensor:
 @pytest.mark.parametrize("scheme", OF_BF16)
 @pytest.mark.parametrize("m", [8, 32, 300])
 def test_scales_in_bf16(scheme, dtype, m):
-    """Integers are multiplied as the least numbers of bf16: the same weights to the bit, and the same products."""
+    """Integer codes are used as bf16 subnormals. Weights must be equal to the bit, and products correct."""
     q = quantized_bf16(scheme, 200, 704)
     w, columns = FragmentWeight.pack(q), torch.randint(704, (m,), device="cuda")
     one_hot = torch.nn.functional.one_hot(columns, 704).to(dtype)
@@ -216,8 +216,9 @@ def test_x_of_any_layout():
 
 
 def test_rows_have_zeros_behind_them():
-    """The kernels copy vectors of 8: what a wider matrix has behind its rows must not be multiplied by codes of the padding,
-    which are weights like others."""
+    """The kernels copy x in vectors of 8. If x is a view of a wider matrix, the values after each row must not be multiplied by
+    the padding's codes, which decode to nonzero weights.
+    """
     wide = torch.full((5, 1008), float("nan"), dtype=torch.float16)
     x = wide[:, :1003]
     x.copy_(torch.randn(5, 1003))
@@ -238,7 +239,7 @@ def test_x_that_ends_within_a_vector(m):
 
 
 def product(x, q, w):
-    """y of a weight with an order or factors: a gather of x, then the product."""
+    """y for a weight with act-order or pre_quant_scale: gathers x, then multiplies."""
     return fragment_gemm(gather_channels(x, q.input_transform.order, q.input_transform.pre_quant_scale), w)
 
 
@@ -260,7 +261,7 @@ def test_order_and_pre_quant_scale(scheme, order, pre_quant_scale, dtype, k):
         )
         plain = torch.nn.functional.linear(scaled[:, picked], q.dequantize_codes(dtype))
         reference = mixed_gemm_reference(x, q)
-        torch.full((m, k + 8), float("nan"), dtype=dtype, device="cuda")  # what the allocator hands out next is poisoned
+        torch.full((m, k + 8), float("nan"), dtype=dtype, device="cuda")  # poisons memory to be reused
         y = product(x, q, w)
         assert relative_error(y, reference) <= 1.5 * relative_error(plain, reference) + 1e-5
         assert torch.equal(y, product(x, q, w)), "same input, same bits"
@@ -286,7 +287,7 @@ def test_one_hot_activations_find_their_column_through_an_order(dtype, m):
 @gpu
 @pytest.mark.parametrize("m", [1, 16, 100, 256])
 def test_order_in_graphs_behind_a_kernel_that_writes_x(m):
-    """Gather and product start before the kernels before them have finished; they must wait for what those write."""
+    """Gather and GEMM start before previous kernels have finished, and must wait for their outputs."""
     q = with_channels(quantized("w4a16_g128", 1024, 1024), pre_quant_scale=torch.float32)
     w = FragmentWeight.pack(q.without_input())
     x = torch.randn(m, 1024, device="cuda", dtype=torch.float16)
@@ -312,7 +313,9 @@ def test_order_in_graphs_behind_a_kernel_that_writes_x(m):
 
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w4a16_g128_z", "w4a16_g32_fz", "w8a16_g128", "w6e3m2a16_g128", "w4a16_pc"])
 def test_which_weights_may_have_subnormal_codes(scheme):
-    """Those of symmetric integers of 2 to 7 bits, whose scales of channels are bf16 then; float32 without."""
+    """Only symmetric integers of 2 to 7 bits may have subnormal codes. Their channel scales are bf16 then, otherwise
+    float32.
+    """
     w = FragmentWeight.pack(quantized(scheme, 128, 256, device="cpu"))
     x, channel = torch.empty(4, 256, dtype=torch.float16, device="meta"), torch.ones(128, dtype=torch.bfloat16)
     codes, scale, channel = (None if t is None else t.to("meta") for t in (w.codes, w.scale, channel))
@@ -349,7 +352,7 @@ def test_bad_input():
 
 @gpu
 def test_packing_on_the_gpu_is_fast():
-    """50 GB/s of source codes or more, the best of five calls, since other processes may use the GPU."""
+    """At least 50 GB/s of source codes, as the best of five calls, since other processes may use the GPU."""
     codes = torch.randint(0, 16, (28672, 8192), dtype=torch.uint8, device="cuda")
     scale = torch.ones(28672, 64, dtype=torch.float16, device="cuda")
     q = QuantTensor(codes, scale, None, parse_scheme("w4a16_g128"))

@@ -1,4 +1,4 @@
-"""Products with norm, gate and residual at their ends: the reference against the layers of a model, the kernels against it."""
+"""GEMMs with norm, gate and residual epilogues: the reference against model layers, the kernels against the reference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def relative_error(y, reference) -> float:
 
 
 def squares_of(h, parts=1):
-    """Sums of squares [parts, M] of rows of h, cut in unequal parts."""
+    """Sums of squares [parts, M] of the rows of h, cut into unequal parts."""
     cuts = [len(part) for part in torch.arange(h.shape[1]).tensor_split(parts)]
     return torch.stack([part.float().square().sum(1) for part in h.split(cuts, 1)])
 
@@ -51,7 +51,7 @@ def rms_norm(h, gamma, eps):
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("scheme", ["w4a16_g32", "w8a16", "w6e3m2a16", "w4a16_g32_z"])
 def test_two_layers_equal_norms_and_products_apart(scheme, gate, dtype):
-    """A toy without attention, h growing by its products: qkv with bias, o, gate-up, down, twice, then a head."""
+    """Two layers without attention (qkv with bias, o, gate-up, down), then a head; each layer adds to h."""
     torch.manual_seed(0)
     b, hidden, inner, eps = 5, 64, 104, 1e-5
     h = torch.randn(b, hidden).to(dtype)
@@ -88,7 +88,9 @@ def test_two_layers_equal_norms_and_products_apart(scheme, gate, dtype):
 
 
 def test_h_that_overflows_without_a_factor():
-    """|h| up to 6e4 and gamma up to 9: h * gamma is no fp16 number, h * gamma * factor is, and the next product is right."""
+    """|h| is up to 6e4 and gamma up to 9: h * gamma overflows fp16, h * gamma * factor does not, and the next product is
+    right.
+    """
     torch.manual_seed(1)
     q, following = quantized("w4a16_g32", 64, 64), quantized("w8a16", 80, 64, seed=1)
     h = torch.randn(3, 64).half()
@@ -109,7 +111,7 @@ def test_h_that_overflows_without_a_factor():
 @pytest.mark.parametrize("size", [1e-5, 1e-3, 1.0, 300.0])
 @pytest.mark.parametrize("rms", [1e-2, 1.0, 500.0])
 def test_the_factor_costs_no_precision(size, rms):
-    """gamma of any size, h from that of small embeddings on: the error is that of x normalised and rounded to fp16."""
+    """gamma and h of various magnitudes: the error is that of normalising x and rounding it to fp16."""
     torch.manual_seed(2)
     w, h = torch.randn(256, 512, dtype=torch.float64), (torch.randn(8, 512) * rms).half()
     gamma = (size * (0.1 + torch.rand(512))).float()
@@ -130,7 +132,7 @@ def test_factors_are_powers_of_two():
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("gate", GATES)
 def test_weights_of_16_bits(gate, dtype):
-    """As they lie: gate and up follow each other, in the weight and in the bias."""
+    """16-bit weights are used unpacked: all rows of gate, then all rows of up, in the weight and the bias."""
     torch.manual_seed(3)
     gate_up, down, bias = torch.randn(80, 64).to(dtype), torch.randn(48, 40).to(dtype), torch.randn(80).to(dtype)
     x, squares, h, gamma = torch.randn(3, 64).to(dtype), torch.rand(7, 3), torch.randn(3, 48).to(dtype), torch.rand(48)
@@ -253,23 +255,23 @@ GATED = [
     ("w8a16", torch.float16),
     ("w4a16_g128_z", torch.bfloat16),
 ]
-"""Each a kernel to compile for every shape and for 8, 16, 32 and 64 tokens."""
+"""Each entry compiles a kernel for every shape and for 8, 16, 32 and 64 tokens."""
 
 
 def poison(*shapes, dtype=torch.float32):
-    """What the allocator hands out next is poisoned."""
+    """Fills the memory that the allocator returns next with NaN."""
     for shape in shapes:
         torch.full(shape, float("nan"), dtype=dtype, device="cuda")
 
 
 def random_rows(k, dtype, *sizes):
-    """As many rows of each size as a chain has; the first m of them are those of m tokens."""
+    """Random [CHAIN_TOKENS, size] tensors, one per size; a test with m tokens uses the first m rows."""
     generator = torch.Generator("cuda").manual_seed(k)
     return [torch.randn(CHAIN_TOKENS, size, device="cuda", dtype=dtype, generator=generator) for size in sizes]
 
 
 def residual_twice(x, w, before, gamma, bias):
-    """h [M, N], x of the next product and sums of squares, of two calls with equal bits in memory that is poisoned."""
+    """h [M, N], x of the next product and sums of squares. Runs twice on poisoned memory and asserts equal bits."""
     found = []
     for _ in range(2):
         h = before.clone()
@@ -339,15 +341,16 @@ def test_rows_do_not_depend_on_the_batch(scheme):
 
 
 def in_parts(*counts):
-    """Numbers of tokens whose tiles are tried, and which part of them: kernels take seconds to compile, and another process
-    takes another part; numbers of one test share their kernels."""
+    """Parameters (token counts, slice of the tiles). Kernels take seconds to compile, so several processes share the tiles of a
+    test. The token counts of one test share kernels.
+    """
     return [pytest.param(ms, slice(i, None, of), id=f"{ms}-{i}") for ms, of in counts for i in range(of)]
 
 
 @gpu
 @pytest.mark.parametrize(("ms", "part"), in_parts(((1, 8), 3), ((16,), 12), ((19,), 4), ((64,), 4)))
 def test_every_tile_on_a_gpu(ms, part):
-    """All candidates, splits and two rows of warps among them, of shapes with a part of a row block and blocks that overlap."""
+    """All candidates, including splits and two rows of warps, on shapes with a partial row block and overlapping blocks."""
     from lowbit.hardware.machine import machine_of
     from lowbit.kernels.choose.fused_gemm import chain_candidates
     from lowbit.kernels.choose.tiles import GemmShape, RingTile
@@ -396,7 +399,9 @@ def test_every_tile_on_a_gpu(ms, part):
 @pytest.mark.parametrize("m", [1, 7, 16, 40, 64])
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a16"])
 def test_a_layer_in_a_graph(scheme, m):
-    """Four products in a chain, each started before the one before has finished, replayed: as launched one by one."""
+    """Four chained GEMMs, each started before the previous one has finished, replayed from a graph: equal to separate
+    launches.
+    """
     hidden, inner = 1024, 2816
     generator = torch.Generator("cuda").manual_seed(m)
     q = {
@@ -425,7 +430,7 @@ def test_a_layer_in_a_graph(scheme, m):
         return x, squares
 
     expected = [t.clone() for t in (*layers(6, torch.cuda.synchronize), h)]
-    torch.cuda.synchronize()  # h is copied before another stream writes it
+    torch.cuda.synchronize()  # the copy of h must end before another stream writes h
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         layers(1)
@@ -465,7 +470,7 @@ def test_large_h_on_a_gpu():
 @gpu
 @pytest.mark.parametrize("m", [1, 3, 8, 11, 16, 19, 50])
 def test_tokens_that_do_not_exist_are_not_read(m):
-    """x ends where its rows do: what lies behind it is NaN, and nothing of it may come through the ring."""
+    """The memory after the m rows of x holds NaN, which must not reach y through the ring buffer."""
     for k in (1000, 1024):
         w = FragmentWeight.pack(quantized("w4a16_g128", 512, k, "cuda"))
         room = torch.full((64, k), float("nan"), device="cuda", dtype=torch.float16)
@@ -477,7 +482,7 @@ def test_tokens_that_do_not_exist_are_not_read(m):
 @gpu
 @pytest.mark.parametrize("m", [20, 64])
 def test_blocks_of_several_tiles(m):
-    """More tiles of 256 rows than an H200 has SMs: what an end keeps in shared memory serves a block's next tile too."""
+    """More tiles of 256 rows than an H200 has SMs: the epilogue's shared memory must be right for a block's next tile too."""
     n, k = 36_864, 256
     q = quantized("w4a16_g128", n, k, "cuda")
     w, (x,) = FragmentWeight.pack(q), random_rows(k, torch.float16, k)
@@ -509,7 +514,7 @@ DENSE_MS = [1, 2, 5, 8, 9, 13, 16]
 
 
 def with_nan_around(values):
-    """The same in the middle of memory that is NaN: what a kernel reads beyond it shows."""
+    """A copy of `values` with NaN before and after, which shows reads out of bounds."""
     n, k = values.shape
     around = torch.full((n + 32, k), float("nan"), device=values.device, dtype=values.dtype)
     around[16 : 16 + n] = values
@@ -550,7 +555,7 @@ def test_weights_of_16_bits_on_a_gpu(n, k, dtype):
 @gpu
 @pytest.mark.parametrize(("ms", "part"), in_parts(((1, 8), 4), ((9, 16), 10)))
 def test_every_tile_of_16_bit_weights_on_a_gpu(ms, part):
-    """All candidates of shapes with a part of a row block, a tail of K and blocks that overlap."""
+    """All candidates, on shapes with a partial row block, a tail of K and overlapping blocks."""
     from lowbit.hardware.machine import machine_of
     from lowbit.kernels.choose.fused_gemm import chain_candidates
     from lowbit.kernels.choose.tiles import DENSE_BITS, GemmShape

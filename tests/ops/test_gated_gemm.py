@@ -1,4 +1,4 @@
-"""Gate and up as one product, gated where it is made: beside a product in float64, on a GPU; what is refused."""
+"""Gate and up as one GEMM with the gate in its epilogue: against float64 on a GPU; refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ gpu = pytest.mark.gpu
 
 
 def gated_by(y, gate):
-    """f(gate) * up of y [M, N] float64, whose columns alternate by 8."""
+    """f(gate) * up for y [M, N] float64, whose columns alternate between 8 of gate and 8 of up."""
     first, second = (part.flatten(1) for part in y.unflatten(1, (-1, 2, 8)).unbind(2))
     return gate_reference(first, second, gate)
 
@@ -28,13 +28,13 @@ def gated_by(y, gate):
     ids=str,
 )
 def test_against_float64(scheme, dtype, gate):
-    """Batches of one tile, of several, of one that is not full; poisoned results; the same bits twice."""
+    """Batches of one tile, several tiles and a partial tile. Outputs are poisoned, and two runs give equal bits."""
     for place, (n, k) in enumerate([(1024, 512), (2832, 1096), (4096, 4096)]):
         w = FragmentWeight.pack(q := quantized(scheme, n, k, "cuda", place))
         bias = torch.randn(n, device="cuda", dtype=dtype) if place % 2 else None
         for m in (1, 16, 17, 64, 65, 100, 128, 200, 300, 1000):
             x = torch.randn(m, k, device="cuda", generator=torch.Generator("cuda").manual_seed(m)).to(dtype)
-            torch.full((m, n // 2), float("nan"), dtype=dtype, device="cuda")  # what the allocator hands out next
+            torch.full((m, n // 2), float("nan"), dtype=dtype, device="cuda")  # poisons memory to be reused
             y = gated_gemm(x, w, bias, gate)
             wide = mixed_gemm_reference(x, q) + (0 if bias is None else bias.double())
             expected, honest = gated_by(wide, gate), gated_by(wide.to(dtype).double(), gate).to(dtype)

@@ -1,4 +1,6 @@
-"""Products of many tokens by mma.sync, which no choice takes on a GPU with wgmma: each kind of tile by itself, on a GPU."""
+"""The large-M mma.sync kernel, one kind of tile at a time, on a GPU. GPUs with wgmma never choose it, so tests call it
+directly.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,19 @@ pytestmark = pytest.mark.gpu
 A100 = typical_machine(80)
 LARGE, SMALL = MmaTile(128, 2, 8, 1, 3, 1), MmaTile(64, 2, 4, 2, 4, 2)
 SLICED = [MmaTile(64, 2, 4, 1, 4, 1, warps_k=2), MmaTile(32, 2, 2, 1, 3, 2, warps_k=4)]
-"""Tiles whose warps share K."""
+"""Tiles whose warps divide K (sliced-K)."""
 SHARED = [
     MmaTile(128, 4, 4, 2, 3, 1), MmaTile(64, 4, 4, 2, 2, 3), MmaTile(32, 2, 4, 2, 6, 2), MmaTile(64, 1, 4, 2, 5, 1), *SLICED,
 ]  # fmt: skip
-"""Tiles whose warps have 4 row blocks, or 1, and those."""
+"""Tiles whose warps have 4 row blocks or 1, and the sliced-K tiles."""
 
 
 def product(tile, x, w, bias=None, gate="none"):
-    """y of a tile, in memory that was NaN."""
+    """y computed with `tile`, in memory that held NaN."""
     n, k = w.shape
     shape = GemmShape(len(x), n, k, w.scheme.weight.bits)
     plan = plan_for(tile, shape, w.form, x.dtype, bias is not None, A100, gate=gate)
-    torch.full((len(x), plan.columns), float("nan"), dtype=x.dtype, device="cuda")  # what the allocator hands out next
+    torch.full((len(x), plan.columns), float("nan"), dtype=x.dtype, device="cuda")  # poisons memory to be reused
     return plan(aligned_rows(x), w.codes, w.scale, w.channel_scale, bias, *workspace(x.device, *plan.workspace))
 
 
@@ -41,7 +43,7 @@ def product(tile, x, w, bias=None, gate="none"):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("m", "n", "k"), [(300, 520, 2048), (77, 1000, 576), (129, 523, 1096), (40, 344, 203)])
 def test_against_float64(scheme, dtype, m, n, k):
-    """Ragged shapes: rows, tokens and k that end within a tile, N that is no multiple of 8, K that is none."""
+    """Ragged shapes: rows, tokens and K that end within a tile; N or K that is no multiple of 8."""
     q = quantized(scheme, n, k)
     w, x = FragmentWeight.pack(q), torch.randn(m, k, device="cuda", dtype=dtype)
     bias = torch.randn(n, device="cuda", dtype=dtype)
@@ -78,7 +80,7 @@ def test_scales_in_bf16(scheme, dtype):
 
 @pytest.mark.parametrize("tile", [LARGE, SMALL, *SHARED], ids=str)
 def test_splits_in_turn_have_the_same_bits(tile):
-    """Sums of splits are added in the same order; with so many tiles blocks wait for each other."""
+    """Serial split-K adds partial sums in a fixed order. There are so many tiles that blocks really wait for each other."""
     q = quantized("w4a16_g128", 4096, 4096)
     w, x = FragmentWeight.pack(q), torch.randn(500, 4096, device="cuda", dtype=torch.float16)
     reference = mixed_gemm_reference(x, q)
@@ -90,7 +92,7 @@ def test_splits_in_turn_have_the_same_bits(tile):
 
 
 def test_tiles_that_do_not_split_k_have_the_same_bits():
-    """A sum goes through K in order, 16 at a time, whatever the tile: so rows do not depend on the batch."""
+    """Without split-K, every tile sums K in order, 16 at a time, so a row's bits do not depend on the batch."""
     q = quantized("w4a16_g128", 1024, 2048)
     w, x = FragmentWeight.pack(q), torch.randn(300, 2048, device="cuda", dtype=torch.float16)
     whole = product(LARGE, x, w)

@@ -1,4 +1,4 @@
-"""Activations to codes: by hand, against the formats' own encoder, and what is fused against float64."""
+"""Activation quantization: values by hand, against the formats' encoder, and fused operators against float64."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_zero_points_halve_the_error_of_one_sided_inputs():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_fused_against_float64(name):
-    """The scale to 1e-6; codes as far as float32 decides them."""
+    """Scales agree to 1e-6; codes agree except at ties that float32 decides."""
     x, other, weight, bias = random(6, 320), random(6, 320, seed=1), random(320, seed=2), random(320, seed=3)
     x[2], eps = x[2] * 1e-3, 1e-5
 
@@ -109,7 +109,7 @@ def test_a_residual_is_rounded_before_the_norm():
 
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
 def test_rotated_before_they_are_quantized(name):
-    """x alone rounded to its type, what a norm or a gate makes of it not."""
+    """A rotated x is rounded to its dtype before quantization; the rotated output of a fused norm or gate is not."""
     x, other, weight = random(4, 128, dtype=torch.float16), random(4, 128, dtype=torch.float16, seed=1), random(128, seed=2)
     pairs = [
         (quantize_activations(x, name, hadamard=64), rotate_blocks(x, 64)),
@@ -139,7 +139,7 @@ def test_rotated_before_they_are_quantized(name):
     ],
 )
 def test_a_residual_in_place(options):
-    """A decode step's: the sum takes the place of h, all else is `rms_norm_quantize`'s."""
+    """As in a decode step: the sum replaces h in place; the other results equal those of `rms_norm_quantize`."""
     options = {"fmt": "int8"} | options
     h, delta = random(4, 64, dtype=torch.float16), random(4, 64, dtype=torch.float16, seed=1)
     weight = random(64, dtype=torch.float16, seed=2)

@@ -1,4 +1,4 @@
-"""Texts one after the other: each sees its own tokens, as attention of one text does; what is refused."""
+"""Attention of concatenated sequences: each attends to its own tokens only, as computed alone; refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPE = AttentionShape(4, 2, 16, 0.3, 16)
 
 
 def texts(lengths, begins, filled=0):
-    """q, k, v and where each text begins; `filled` rows belong to none."""
+    """q, k, v and the start of each sequence; `filled` padding rows belong to no sequence."""
     generator = torch.Generator().manual_seed(0)
     q_begins = torch.tensor([0, *lengths]).cumsum(0).int()
     k_begins = torch.tensor([0, *(a + b for a, b in zip(lengths, begins, strict=True))]).cumsum(0).int()
@@ -58,7 +58,9 @@ def test_on_a_gpu(lengths, begins, window, dtype):
 
 @pytest.mark.parametrize("window", [0, 6, 65, 320])
 def test_flash_attention_has_a_window_however_many_keys_there_are(window):
-    """Told of no more keys than the window, torch takes its kernel without one: which, others' keys would decide."""
+    """If the given maximum number of keys is at most the window, torch takes its kernel without a window. Then other sequences'
+    lengths would decide which kernel runs.
+    """
     calls = []
 
     class Noted(TorchDispatchMode):

@@ -1,4 +1,6 @@
-"""Values to packed codes and back on a CPU, and what is refused; tests/kernels/elementwise/test_relayout.py has the kernels."""
+"""Conversion of values to packed codes and back on a CPU; refusals. Kernel tests:
+tests/kernels/elementwise/test_relayout.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routing of tokens to experts: the routers of Transformers, every slot in one tile, what is not here, ties and NaN."""
+"""Routing of tokens to experts: against Transformers' routers; every slot in one tile; experts of other ranks; ties and NaN."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ROUTERS = {
 
 
 def router_of(name):
-    """A small random router of Transformers, its rule and its bias."""
+    """(router module, RouterRule, bias) of a small random Transformers router."""
     cls, config, options, rule = ROUTERS[name]
     package = f"transformers.models.{name.split()[0]}"
     modeling = importlib.import_module(f"{package}.modeling_{name.split()[0]}")
@@ -75,7 +75,7 @@ def router_of(name):
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_the_routers_of_transformers(name):
-    """The same experts, and weights within rounding of float32."""
+    """Experts equal those of Transformers; weights agree within float32 rounding."""
     router, rule, bias = router_of(name)
     x = torch.randn(97, 64, generator=torch.Generator().manual_seed(1)) / 5
     _, weights, experts = router(x)
@@ -87,7 +87,7 @@ def test_the_routers_of_transformers(name):
 
 
 def brute(logits, bias, rule):
-    """Experts and weights in float64 by Python's sorting; scores rounded to float32 where the choice compares scores."""
+    """Experts and weights in float64 with Python's sort. If the choice compares scores, they are rounded to float32 first."""
     made = []
     for row in logits.double():
         x = row + bias.double() if bias is not None and rule.bias_use == "logits" else row
@@ -145,7 +145,7 @@ def test_16_bit_logits_are_widened_first(dtype):
 
 
 def assert_sorted(r: Routing, tokens, top_k, experts, tile_rows):
-    """Everything that the docstring of Routing says, by counting."""
+    """Checks every statement of Routing's docstring by counting."""
     flat = r.experts.flatten().tolist()
     assert r.experts.shape == r.weights.shape == (tokens, top_k) and r.tile_rows == tile_rows
     present = [s for s, e in enumerate(flat) if e >= 0]
@@ -207,7 +207,7 @@ def test_the_lower_index_wins_ties():
 
 
 def test_a_choice_by_logits_is_exact():
-    """In float32 both softmax scores and both sigmoids are equal."""
+    """The choice compares logits exactly, although the two softmax scores, or the two sigmoids, are equal in float32."""
     close = torch.tensor([[1e-6, 2e-6, 30.0]])
     assert route(close, RouterRule(3), tile_rows=8).experts.tolist() == [[2, 1, 0]]
     far = torch.tensor([[40.0, 41.0, 0.0]])
@@ -293,7 +293,7 @@ def test_what_does_not_fit_is_refused(call, message):
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 20])
 def test_tokens_are_multiplied_by_the_router(tokens):
-    """Logits are not rounded to 16 bits."""
+    """The product of tokens and router keeps float32 logits."""
     x, router = torch.randn(tokens, 96).bfloat16(), torch.randn(24, 96).bfloat16()
     rule, bias = RouterRule(4, **OSS), torch.linspace(-0.1, 0.1, 24)
     made = route_tokens(x, router, rule, bias, tile_rows=8)
@@ -304,7 +304,7 @@ def test_tokens_are_multiplied_by_the_router(tokens):
 
 
 def test_shapes_without_data():
-    """torch.compile sees the shapes of all outputs, and the operators pass torch's own checks."""
+    """The operators pass torch's opcheck: schemas and fake tensors."""
     rule = RouterRule(8, **V3)
     logits, bias = torch.randn(5, 64), torch.randn(64)
     arguments = (logits, bias, 8, "sigmoid", True, 1e-20, 4, 2, "top2", "choice", 1.0, False, 16)
@@ -339,7 +339,7 @@ def on_gpu(logits, bias, rule, tile_rows):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("rule", "experts"), RULES, ids=str)
 def test_on_a_gpu_as_on_a_cpu(rule, experts, dtype):
-    """But for choices between scores that rounding makes equal."""
+    """Equal, except for choices between scores that rounding makes equal."""
     for tokens in (1, 5, 16, 64, 65, 700):
         generator = torch.Generator().manual_seed(tokens)
         logits = (torch.randn(tokens, experts, generator=generator) * 2).to(dtype)
@@ -367,7 +367,9 @@ def test_a_row_does_not_depend_on_the_others():
 
 @gpu
 def test_tokens_are_multiplied_on_a_gpu_as_on_a_cpu():
-    """But for choices between logits that the order of sums makes equal; the same bits twice and beside other tokens."""
+    """Equal, except for choices between logits that differ only by the order of additions. Two runs, and runs with other tokens
+    in the batch, give equal bits.
+    """
     for k, experts, rule in ((2048, 128, RouterRule(8, normalize=True)), (2880, 32, RouterRule(4, **OSS))):
         generator = torch.Generator().manual_seed(k)
         x = torch.randn(40, k, generator=generator).bfloat16()
@@ -386,7 +388,7 @@ def test_tokens_are_multiplied_on_a_gpu_as_on_a_cpu():
 
 @gpu
 def test_in_a_graph_with_other_kernels():
-    """The kernel before writes the logits, the one after reads the routing."""
+    """The previous kernel writes the logits, the next one reads the routing."""
     for tokens, experts in ((1, 128), (16, 128), (64, 256), (1024, 64)):
         logits = torch.randn(tokens, experts, device="cuda")
         rule = RouterRule(4, normalize=True)
@@ -414,7 +416,7 @@ def test_in_a_graph_with_other_kernels():
 @gpu
 @pytest.mark.parametrize("tokens", [1, 7, 64, 128, 8192, 65536])
 def test_groups_of_another_router(tokens):
-    """Experts of other ranks, an expert twice in a token; two runs have the same bits."""
+    """Given choices include experts of other ranks and an expert twice for a token. Two runs give equal bits."""
     for top_k, experts in ((8, 128), (2, 8), (10, 512)):
         given = torch.randint(-1, experts + 9, (tokens, top_k))
         weights = torch.rand(tokens, top_k).half()

@@ -1,4 +1,6 @@
-"""What a request's settings mean: the kept tokens and distributions of Transformers' own processors, drawn as they say."""
+"""The meaning of sampling settings: kept tokens and distributions equal Transformers' logits processors, and samples follow
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ PROMPT, ANSWER = (5, 7, 7, 9), (9, 11, 11, 11, 2, 40)
 
 
 def state_with(*requests, answer=()):
-    """A slot for each request, at some token of its answer, and the dummy slot."""
+    """A sampling state with a slot for each request, after the tokens `answer`, and the dummy slot."""
     state = SamplingState.make(len(requests) + 1, VOCAB, ENDS, "cpu")
     for slot, request in enumerate(requests):
         state.set(slot, request, PROMPT)
@@ -30,7 +32,7 @@ def state_with(*requests, answer=()):
 
 
 def drawn(logits, rows, state, any_filter=True):
-    """Tokens and log-probabilities of a call."""
+    """(tokens, log-probabilities) of one call of `sample`."""
     feed = torch.zeros(2, len(state.settings), dtype=torch.int32)
     tokens, logprobs = torch.zeros(len(rows), dtype=torch.int32), torch.zeros(len(rows))
     sample(logits, torch.tensor(rows, dtype=torch.int32), state, feed[0], feed[1], tokens, logprobs, any_filter=any_filter)
@@ -38,7 +40,7 @@ def drawn(logits, rows, state, any_filter=True):
 
 
 def of_transformers(logits, s, answer):
-    """Scores [V] after the processors that Transformers makes of the same settings; OpenAI's formula where it has none."""
+    """Scores [V] after Transformers' processors for the same settings; OpenAI's formula where Transformers has none."""
     ids, scores = torch.tensor([[*PROMPT, *answer]]), logits.float()[None].clone()
     if s.min_new_tokens:
         scores = processors.MinNewTokensLengthLogitsProcessor(len(PROMPT), s.min_new_tokens, list(ENDS))(ids, scores)
@@ -64,19 +66,21 @@ def of_transformers(logits, s, answer):
 
 
 def of_reference(logits, s, answer):
-    """int64 masses [V] that the reference draws from."""
+    """The int64 masses [V] from which the reference samples."""
     state = state_with(s, answer=answer)
     x = sampling.adjusted(sampling.cleaned(logits), state.settings[0], state.counts[0], state.bias[0], state.ends)
     return sampling.kept(x, s.temperature, s.top_k, s.top_p, s.min_p)
 
 
 def assert_same_distribution(logits, s, answer):
-    """The same distribution over the same tokens, but for some next to a threshold: of logits within 1e-4 of the least that is
-    kept, and with top-p, whose sums Transformers rounds, of 1e-5 of the mass together."""
+    """Asserts equal distributions over equal tokens, except next to a threshold. Kept tokens may differ if their logits are
+    within 1e-4 of the smallest kept one, or with top-p (Transformers rounds its sums), if together they have less than 1e-5 of
+    the mass.
+    """
     scores, uncut = of_transformers(logits, s, answer)
     mass = of_reference(logits, s, answer)
     kept, wanted = mass > 0, scores.isfinite()
-    apart = (kept != wanted) & (uncut > uncut.max() - 27)  # below 2^-40 of the largest there is no mass
+    apart = (kept != wanted) & (uncut > uncut.max() - 27)  # tokens below 2^-40 of the largest have mass 0
     border = uncut[wanted].min()
     near_border = (uncut - border).abs() < 1e-4
     share = float(uncut[apart & ~near_border].sub(uncut.max()).exp().sum())
@@ -147,7 +151,7 @@ def test_equals_at_a_threshold_are_all_kept():
 
 
 def test_the_random_numbers_are_philox():
-    """Known answers of Philox4x32-10 for all zeros and all ones, of the authors' Random123 (kat_vectors), first two words."""
+    """Philox4x32-10 for all zeros and all ones: the first two words of the authors' known answers (Random123, kat_vectors)."""
     assert sampling.philox(0, 0) == 0xE169C58D_6627E8D5
     ones = sampling.philox((1 << 64) - 1, (1 << 32) - 1)
     assert ones == sampling.philox(-1, -1)
@@ -172,7 +176,7 @@ def test_masses_are_powers_of_two_and_fall():
     ids=str,
 )
 def test_tokens_come_as_often_as_their_probability_says(s):
-    """Chi-square over 20,000 draws of one request; tokens expected less than ten times are one class."""
+    """Chi-square test over 20,000 samples of one request; tokens expected fewer than ten times form one class."""
     draws, logits = 20000, random_logits(3, 1.5)
     mass = of_reference(logits, s, ())
     running, total = mass.cumsum(0), int(mass.sum())
@@ -186,7 +190,7 @@ def test_tokens_come_as_often_as_their_probability_says(s):
     chi += (counts[~many].sum() - rest).square() / rest if rest > 5 else 0
     freedom = int(many.sum()) - 1 + int(rest > 5)
     assert abs(float(chi) - freedom) < 4 * math.sqrt(2 * freedom), (float(chi), freedom)
-    # The operator draws those very tokens.
+    # The operator samples exactly these tokens.
     state = state_with(replace(s, seed=12345))
     for i in range(20):
         token = int(drawn(logits[None], [0], state)[0])
@@ -229,7 +233,9 @@ def test_what_a_call_writes():
     "s", [Sampling(), Sampling(temperature=0.8, seed=1), Sampling(temperature=0.8, top_k=9, seed=1)], ids=str
 )
 def test_logits_that_are_no_numbers_have_no_log_probability(s):
-    """Theirs is NaN, by which the host knows them; tokens are in the vocabulary; the rows beside are as ever, to the bit."""
+    """Rows with NaN or infinite logits get the log-probability NaN, which marks them for the host, and a token of the
+    vocabulary. Other rows are unchanged to the bit.
+    """
     logits = torch.stack([random_logits(i) for i in range(6)])
     alone = [drawn(logits[i : i + 1], [0], state_with(s)) for i in (0, 5)]
     logits[1, 7], logits[2, 7], logits[3], logits[4, 7] = math.nan, math.inf, -math.inf, -math.inf
@@ -302,7 +308,7 @@ def test_what_does_not_fit_together_is_refused():
 
 
 def test_the_operator_keeps_its_promises_to_torch():
-    """Schema, mutated arguments and fake, as torch.compile relies on them."""
+    """The schema, the mutated arguments and the fake implementation are right; torch.compile relies on them."""
     state, feed = state_with(Sampling(temperature=1.0, top_k=5)), torch.zeros(3, 2, dtype=torch.int32)
     arguments = (
         random_logits()[None].repeat(2, 1), torch.tensor([0, 1], dtype=torch.int32), state.settings, state.counts, state.bias,
@@ -323,10 +329,10 @@ def test_top_logprobs(dtype):
 
 @pytest.mark.gpu
 def test_giving_a_slot_waits_for_nothing():
-    """And what arrives is what a CPU has."""
+    """`SamplingState.set` does not synchronise with the GPU, and its result equals that on a CPU."""
     s = Sampling(temperature=0.5, repetition_penalty=1.5, logit_bias={4: -1.0, 250: 2.0}, top_p=0.5, seed=9, min_new_tokens=2)
     state, on_cpu = SamplingState.make(3, VOCAB, ENDS, "cuda"), SamplingState.make(3, VOCAB, ENDS, "cpu")
-    state.set(0, s, PROMPT)  # pinned memory is made once
+    state.set(0, s, PROMPT)  # allocates pinned memory, once
     torch.cuda.set_sync_debug_mode("error")
     try:
         state.set(1, s, PROMPT)

@@ -1,4 +1,4 @@
-"""`scaled_gemm` against a product in float64, and against one by hand."""
+"""`scaled_gemm` against a float64 product and against values by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEMES = [
 
 
 def problem(scheme, n, k, tokens, kind, seed=0):
-    """A weight, x with its scales and zeros, and the product in float64."""
+    """(weight, x codes, x scales, x zeros, float64 product)."""
     generator = torch.Generator().manual_seed(seed)
     parsed = parse_scheme(scheme)
     q = rtn(torch.randn(n, k, generator=generator) * 0.05, parsed)
@@ -88,7 +88,7 @@ def test_codes_are_those_of_the_plain_operator(scheme):
 
 
 def test_integers_are_exact_at_their_worst():
-    """All products of the largest size and of one sign: more than 24 bits, more than a float32 holds."""
+    """All terms are of maximal magnitude and one sign: their sum needs more than the 24 bits of float32."""
     k = 5000
     x = torch.full((2, k), -128, dtype=torch.int8)
     packed = torch.zeros(3, k, dtype=torch.uint8)

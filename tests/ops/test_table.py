@@ -1,4 +1,6 @@
-"""The table of kernels: one row runs, each of the others says why not, and what is printed is what is launched."""
+"""The table of kernels: one row runs, every other row gives reasons against itself, and the printed kernel is the launched
+one.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +77,9 @@ def test_there_is_a_tile_for_everything(scheme, invariant):
 
 
 def test_sums_of_batch_invariant_tiles_do_not_depend_on_m():
-    """K has as many parts whatever m is, splits or sections of one block, and ring tiles share it among as many warps; integers
-    are split at will, since their sums are exact."""
+    """For any m, K has the same number of parts (split-K, or parts within one block) and small-M tiles divide it over the same
+    number of warps. Integer sums are exact, so their number of splits is free.
+    """
     for m in MS:
         assert re.search("wgmma.*(K split 4|4 parts of K in turn)", describe(on_h200("w4a16_g128", m, batch_invariant=True)))
         assert "K split 1" in describe(on_h200("fp8", m, batch_invariant=True))
@@ -187,7 +190,7 @@ def test_what_does_not_fit_a_product_is_refused():
 
 
 def test_fast_sums():
-    """Sums are exact where nothing is won by others; refused beside sums that are the same in every batch."""
+    """fast_accum changes nothing for kernels that gain nothing from it, and is refused together with batch_invariant."""
     q = rtn(torch.randn(32, 256), "fp8_dynamic")
     x, w = torch.randn(3, 256), pack_for(q, torch.float32)
     assert torch.equal(gemm(x, w, fast_accum=True), gemm(x, w))
@@ -253,7 +256,7 @@ def test_a_row_has_the_same_bits_in_every_batch(scheme, shape):
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w4a16_g32_fz", "w8a16"])
 def test_rows_of_the_ring_kernel_have_the_same_bits_in_every_batch(scheme):
-    """As on GPUs without wgmma, whose tiles are those of the ring kernel for all m."""
+    """Runs the small-M tiles that GPUs without wgmma choose for batch invariance at every m."""
     from lowbit.kernels.choose.gemm import choose as choose_tile
     from lowbit.kernels.choose.tiles import GemmShape
     from lowbit.ops.fragment_gemm import plan_for

@@ -1,4 +1,6 @@
-"""Products linked in registers: what threads hold after one product is the next one's operand, emulated thread by thread."""
+"""Two products linked in registers: each thread's results of the first are its operand of the second. Emulated thread by
+thread.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from lowbit.pack.nhwc64 import Nhwc64
 
 
 def columns_of(q, count):
-    """Columns of an accumulator that lane q of a row has, in the order of its registers."""
+    """The accumulator columns that lane q of a row holds, in register order."""
     return [8 * j + 2 * q + e for j in range(count // 8) for e in (0, 1)]
 
 
 def places_of(q, count):
-    """Places of K that lane q of a row has in operand A, register by register, byte by byte."""
+    """The indices of K that lane q of a row holds in operand A, in the order of registers and bytes."""
     return [32 * step + 16 * half + 4 * q + i for step in range(count // 32) for half in (0, 1) for i in range(4)]
 
 
@@ -33,7 +35,7 @@ def test_a_thread_keeps_its_codes(columns):
 
 @pytest.mark.parametrize("x", ["u4", "s8"])
 def test_a_thread_loads_16_channels(x):
-    """As the kernel decodes them: of each word of 4-bit codes low halves, then high halves."""
+    """In the kernel's order of unpacking: of each word of 4-bit codes the low nibbles, then the high nibbles."""
     codes = torch.arange(64) % 16 if x == "u4" else torch.arange(64)
     packed, order = Nhwc64(x).pack(codes.reshape(1, 64, 1, 1))[0, 0, 0], loaded_order(x)
     for q in range(4):
@@ -46,7 +48,7 @@ def test_a_thread_loads_16_channels(x):
 @pytest.mark.parametrize("y", ["u4", "s8"])
 @pytest.mark.parametrize(("chunk", "following"), [(64, 64), (32, 128)])
 def test_two_products_in_a_row(y, chunk, following):
-    """Sums of the packed weights, column by column, are those of the two matrices."""
+    """The linked product with packed weights equals the product of the two matrices, column by column."""
     torch.manual_seed(0)
     low, high = code_range(y)
     first = torch.randint(-128, 128, (256, 64), dtype=torch.int8)

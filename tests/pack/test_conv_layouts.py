@@ -1,4 +1,4 @@
-"""Layouts of convolutions: lossless, and the operands of wgmma that they promise, emulated in NumPy and torch."""
+"""Layouts of convolutions: lossless, and equal to the operands that wgmma expects; emulated in NumPy and torch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_wrong_bytes_are_refused():
 
 @pytest.mark.parametrize("row_bytes", [32, 64, 128])
 def test_swizzle_is_that_of_the_hardware(row_bytes):
-    """PTX ISA: of an address, bits 4 and up are XORed with bits 7 and up; 1, 2 or 3 bits for 32, 64 or 128 bytes."""
+    """PTX ISA: 1, 2 or 3 address bits from bit 4 on (for rows of 32, 64 or 128 bytes) are XORed with the bits from bit 7 on."""
     matrix = (torch.arange(64 * row_bytes) % 251).to(torch.int8).reshape(64, row_bytes)
     memory = swizzled(matrix).flatten()
     address = torch.arange(64 * row_bytes)
@@ -82,7 +82,9 @@ def test_threads_hold_neighbouring_channels(y, outputs):
 @pytest.mark.parametrize(("x", "y"), [("u4", "u4"), ("s8", "s8"), ("u4", "f32"), ("s8", "u4")])
 @pytest.mark.parametrize(("channels", "step_bytes"), [(100, 32), (128, 64), (256, 128)])
 def test_packed_weights_give_the_convolution(x, y, channels, step_bytes):
-    """What the kernel does with its bytes: unswizzle, split codes into planes, multiply step by step, put columns back."""
+    """Repeats the kernel's steps on packed bytes: unswizzle, split codes into planes, multiply step by step, reorder
+    columns.
+    """
     torch.manual_seed(0)
     outputs, tile = 150, 64
     weight = torch.randint(-128, 128, (outputs, channels, 2, 1), dtype=torch.int8)
@@ -99,7 +101,7 @@ def test_packed_weights_give_the_convolution(x, y, channels, step_bytes):
             window = pixels[tap : tap + 3, :, block * step_bytes : (block + 1) * step_bytes]
             parts = [window.view(torch.int8)] if planes(x) == 1 else [window & 15, window >> 4]
             for plane, part in enumerate(parts):
-                matrix = swizzled(packed[t, step, plane]).long()  # its own inverse
+                matrix = swizzled(packed[t, step, plane]).long()  # swizzled is its own inverse
                 product = torch.einsum("hwk,nk->nhw", part.long(), matrix)
                 for column, channel in enumerate(column_order(y, tile)):
                     out[t * tile + channel] += product[column]
@@ -153,7 +155,7 @@ def test_a_stem_is_its_convolution(channels, height, width, kernel, padding):
 
 @pytest.mark.parametrize(("channels", "kernel", "outputs"), [(3, 7, 64), (4, 5, 100), (1, 3, 64)])
 def test_weights_of_a_stem_are_operand_a_and_rows_as_they_lie_operand_b(channels, kernel, outputs):
-    """A thread of a warpgroup ends with neighbouring channels 2 g and 2 g + 1 of its warp, columns 8 j + 2 q and the next."""
+    """A thread's results are channels 2 g and 2 g + 1 of its warp, in columns 8 j + 2 q and 8 j + 2 q + 1."""
     torch.manual_seed(0)
     images = StemImages(channels, 8, 224, (kernel, kernel), (kernel // 2, kernel // 2))
     codes = torch.randint(-128, 128, (1, channels, 8, 224))
@@ -199,7 +201,7 @@ STEMS = [WgmmaTiles("s8", "u4", 64, 64, images=STEM), MmaFragments("s8", 8, "s8"
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("shape", [(100, 70, 3, 3), (128, 128, 1, 1), (65, 1, 2, 5)])
 def test_packed_weights_come_back(layout, shape):
-    """The inverse follows from the layout: no weight is lost, none lies in two places, the rest is filled up with zeros."""
+    """unpack inverts pack: no weight is lost or stored twice, and padding is zero."""
     torch.manual_seed(0)
     most = 8 if getattr(layout, "bits", 8) == 4 else 128
     weight = torch.randint(-most, most, shape, dtype=torch.int8)

@@ -1,4 +1,4 @@
-"""The forms of torch's CPU products: codes come back bit for bit, and what cannot be brought there is refused with reasons."""
+"""Packed forms for torch's CPU GEMMs: codes unpack bit for bit, and unsupported weights are refused with reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed bytes through an emulated warp to a product: loads, conversion programs and tensor-core fragments, no GPU.
+"""An emulated warp multiplies packed bytes without a GPU: loads, conversion programs and tensor-core fragments.
 
 Weights and activations are small integers (or few-bit floats), so every product and every sum is exact and the result
 must equal x w^T to the last bit.
@@ -40,7 +40,7 @@ def registers_of(fragment: Fragment, tile: NDArray[np.generic]) -> Registers:
 
 
 def converted(words: Registers, fmt: NumberFormat) -> Registers:
-    """f16x2 registers [threads, registers] of the words [threads, words]."""
+    """Converts words [threads, words] to f16x2 registers [threads, registers]."""
     c = conversion(fmt, "fp16")
     outputs = []
     for run in range(words.shape[1] // c.fields.words):
@@ -48,17 +48,19 @@ def converted(words: Registers, fmt: NumberFormat) -> Registers:
     return np.stack(outputs, axis=1)
 
 
-# ---- TensorRT-LLM's way: interleaved lines -> shared memory -> ldmatrix -> conversion -> mma; weights are operand B
+# ---- TensorRT-LLM's layout: interleaved lines -> shared memory -> ldmatrix -> conversion -> mma; weights are operand B
 
 
 def shared_tile(packed: NDArray[np.uint8], bits: int, k_tile: int) -> NDArray[np.uint8]:
-    """Shared memory [N, bytes of 64 k] of one k tile: every 128-byte line falls apart into a row per column."""
+    """Shared memory [N, bytes of 64 elements of K] of one k tile: each 128-byte line is split into one row per column."""
     lines = packed.reshape(packed.shape[0], -1, 128)[:, k_tile]  # set of columns, byte
     return lines.reshape(-1, TILE_K * bits // 8)
 
 
 def ldmatrix_of_columns(shared: NDArray[np.uint8]) -> Registers:
-    """Words [32 lanes, words] of 8 columns: each 16-byte piece of the 8 rows is one 8 x 8 matrix of "halves"."""
+    """Words [32 lanes, words] that ldmatrix loads of 8 columns. Each 16-byte segment of the 8 rows is one 8 x 8 matrix of
+    16-bit elements.
+    """
     columns, row_bytes = shared.shape
     addresses = row_bytes * np.arange(columns) + 16 * np.arange(row_bytes // 16)[:, None]  # matrix, row of the matrix
     return ldmatrix(shared.ravel(), addresses)
@@ -83,24 +85,26 @@ def test_interleaved_weights(bits: int) -> None:
 
 
 def test_without_the_row_permutation_lanes_hold_foreign_codes() -> None:
-    """Plain column-major int4: ldmatrix hands lane 0 the k of lanes 0 to 3, which is why step 1 exists."""
+    """With plain column-major int4, ldmatrix gives lane 0 the k of lanes 0 to 3. Step 1 of the layout, the row permutation,
+    prevents this.
+    """
     column = torch.arange(32, dtype=torch.uint8) % 16
     nibbles = (column[::2] | column[1::2] << 4).numpy()
     word = ldmatrix(np.tile(nibbles, 8), 16 * np.arange(8)[None, :])[0, 0]
     assert [int(word) >> (4 * slot) & 0xF for slot in range(8)] == list(range(8))  # wanted 0 1 8 9 16 17 24 25
 
 
-# ---- fragment order: words straight from global memory to registers -> conversion -> mma; weights are operand A
+# ---- fragment order: words from global memory directly to registers -> conversion -> mma; weights are operand A
 
 
 def warp_words(plane: torch.Tensor, row_block: int, k_tile: int, bits: int) -> Registers:
-    """Words [32 lanes, bits] that the lanes of a warp load of one tile, each its own."""
+    """Words [32 lanes, bits] of one tile, as the lanes of a warp load them."""
     words: Registers = plane[row_block, k_tile][word_places(bits)].numpy().view(np.uint32)
     return words
 
 
 def b_of_step(x: NDArray[np.float16], k_tile: int, step: int) -> Registers:
-    """B registers [32, 2] of x^T for one k step, gathered as the instruction numbers k."""
+    """B registers [32, 2] of x^T for one k step, with k in the order of the instruction."""
     first = TILE_K * k_tile + ATOM.k * step
     assert ATOM.b is not None
     return registers_of(ATOM.b, x[:, first : first + ATOM.k].T)
@@ -126,7 +130,7 @@ def test_fragment_order_weights(fmt: NumberFormat) -> None:
 
 
 def test_int8_words_are_registers_of_the_int8_tensor_core() -> None:
-    """With 8-bit operands a word needs one XOR: offset binary to two's complement, all four codes at once."""
+    """With 8-bit operands, one XOR converts the four codes of a word from offset binary to two's complement."""
     m, n, k = 8, 64, 64
     atom = MMA_M16N8K32_S8
     assert atom.b is not None

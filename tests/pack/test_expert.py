@@ -1,4 +1,4 @@
-"""Experts of a layer as one weight: each has the bits of the same matrix packed alone."""
+"""The experts of a layer packed as one weight: each expert has the same bits as its matrix packed alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def experts_of(scheme, n=40, k=200, count=3, seed=0):
 
 
 def same(one, other):
-    """True if two packed weights have equal bits."""
+    """Whether two packed weights have equal bits."""
     tensors = other.tensors()
     return one.tensors().keys() == tensors.keys() and all(
         torch.equal(t.view(torch.uint8), tensors[name].view(torch.uint8)) for name, t in one.tensors().items()
@@ -64,14 +64,16 @@ def test_split_and_concat_along_n_are_inverses(scheme):
 
 @pytest.mark.parametrize("scheme", ["w4a16_g64", "w4e2m1a16_g32", "w4a16_g64_z"])
 def test_scales_that_one_expert_cannot_store_as_the_others_do(scheme):
-    """One expert has scales that subnormal codes, or fp16 beside codes, have no room for: all are stored divided."""
+    """One expert's scales are out of range, for subnormal codes or for fp16. Then the scales of all experts are stored
+    divided.
+    """
     matrices = experts_of(scheme, 32, 256)
     matrices[1].scale[:, 0] *= 2.0**-12
     matrices[2].scale.mul_(2.0**10)
     w = ExpertWeight.pack(matrices)
     assert not w.subnormal and w.form.scaled_twice
     for q, back in zip(matrices, w.unpack(), strict=True):
-        # Exact down to 2^-13 of the largest scale of a row, and then within 2^-24 of that.
+        # Scales are exact down to 2^-13 of the row's largest scale; smaller ones are within 2^-24 of the largest.
         most = q.scale.float().amax(1, keepdim=True)
         assert (back.scale - q.scale.float()).abs().le(most * 2.0**-24).all()
         assert torch.equal(back.codes, q.codes)

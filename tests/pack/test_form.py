@@ -38,7 +38,7 @@ def tensors_equal(one, other):
 
 @pytest.mark.parametrize(("kind", "scheme", "n"), CASES, ids=str)
 def test_concat_and_split_are_inverses(kind, scheme, n):
-    """The parts of a concatenation have the bits of what was concatenated; where N comes first they are views of it."""
+    """Splitting a concatenation returns the original bits. If N is the first dimension, the parts are views."""
     parts = [pack(kind, quantized(scheme, rows, seed=i)) for i, rows in enumerate((n, 2 * n, 24))]
     whole = type(parts[0]).concat(parts)
     assert whole.shape == (3 * n + 24, 256) and whole.scheme == parts[0].scheme
@@ -81,7 +81,7 @@ def test_what_cannot_be_concatenated():
         with pytest.raises(ValueError, match=reason):
             FragmentWeight.concat([w, other])
     wide = quantized("w4a16_g64", 16)
-    wide.scale[3, 1] = wide.scale[3].amax() * 2.0**-9  # too small beside the largest of its row for subnormal codes
+    wide.scale[3, 1] = wide.scale[3].amax() * 2.0**-9  # too small relative to the row's largest scale for subnormal codes
     assert w.subnormal and not FragmentWeight.pack(wide).subnormal
     with pytest.raises(ValueError, match="one subnormal, got True and False"):
         FragmentWeight.concat([w, FragmentWeight.pack(wide)])

@@ -21,19 +21,19 @@ F16_ORDER = FragmentOrder(MMA_M16N8K16_F16)
 
 
 def f16_place(lane: int, register: int, element: int) -> tuple[int, int]:
-    """Row and k within a 16 x 64 tile of one element of register 0..15 of a lane: mma.m16n8k16, A operand."""
+    """(row, k) in a 16 x 64 tile of one element of register 0..15 of a lane: operand A of mma.m16n8k16."""
     step, a = divmod(register, 4)
     return lane // 4 + 8 * (a % 2), 16 * step + 8 * (a // 2) + 2 * (lane % 4) + element
 
 
 def s8_place(lane: int, register: int, element: int) -> tuple[int, int]:
-    """The same for registers 0..7 of mma.m16n8k32 with 8-bit operands."""
+    """(row, k) in a 16 x 64 tile of one element of register 0..7 of a lane: operand A of mma.m16n8k32 with 8-bit operands."""
     step, a = divmod(register, 4)
     return lane // 4 + 8 * (a % 2), 32 * step + 16 * (a // 2) + 4 * (lane % 4) + element
 
 
 def word_at(plane: Tensor, tile: tuple[int, int], lane: int, word: int, bits: int) -> int:
-    """Word 0..bits-1 of a lane: the lanes' words of each group lie one lane after the other."""
+    """Word 0..bits-1 of a lane. In each word group, the words are ordered by lane."""
     start = 0
     for words in WORD_GROUPS[bits]:
         if word < words:
@@ -76,14 +76,14 @@ def test_places_of_s8_fields(bits: int) -> None:
 
 def test_eight_bit_words_of_s8_operands_are_the_registers() -> None:
     codes = torch.zeros(16, 64, dtype=torch.uint8)
-    codes[9, 4:8] = torch.tensor([0x11, 0x22, 0x33, 0x44])  # group 1, place 1, row + 8: lane 5, register 1
+    codes[9, 4:8] = torch.tensor([0x11, 0x22, 0x33, 0x44])  # group 1, thread 1, row + 8: lane 5, register 1
     (plane,) = FragmentOrder(MMA_M16N8K32_S8).pack(codes, 8)
     assert word_at(plane, (0, 0), 5, 1, 8) == 0x44332211
     assert int(plane.count_nonzero()) == 1
 
 
 def test_one_mask_picks_the_pair_of_one_register() -> None:
-    """Lane 6 = group 1, place 2: k = 4, 5 of rows 1 and 9 are its registers a0 and a1."""
+    """Lane 6 is thread 2 of group 1: k = 4, 5 of rows 1 and 9 are its registers a0 and a1."""
     codes = torch.zeros(16, 64, dtype=torch.uint8)
     codes[1, 4:6] = torch.tensor([1, 2])
     codes[9, 4:6] = torch.tensor([3, 4])
@@ -95,7 +95,7 @@ def test_one_mask_picks_the_pair_of_one_register() -> None:
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_same_fragments_same_bytes(bits: int) -> None:
-    """mma.sync k8 and k16 and wgmma hold A alike, so weights packed for one serve the other."""
+    """mma.sync with k8 and k16 and wgmma have the same A fragment, so weights packed for one also serve the others."""
     codes = random_codes(100, 100, bits)
     for atom in (MMA_M16N8K8_F16, wgmma_f16(8), wgmma_f16(256)):
         other = FragmentOrder(atom)
@@ -128,7 +128,9 @@ def test_impossible_orders_are_refused() -> None:
 
 
 def test_tables_that_are_kept_do_not_follow_the_default_device() -> None:
-    """Made first under `torch.device("meta")`, as models are, they would be without numbers for the rest of the process."""
+    """Cached tables are real tensors even if first made under `torch.device("meta")`, where models are built. Otherwise they
+    would stay on the meta device for the rest of the process.
+    """
     for table in (word_places, _moves, _values, _values_of_bytes, _column_order, block_rows):
         table.cache_clear()
     codes = random_codes(32, 128, 4)

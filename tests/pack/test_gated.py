@@ -1,4 +1,4 @@
-"""Gate and up as one matrix: the same weights, 8 rows of the one, then 8 of the other."""
+"""Gate and up packed as one matrix that alternates 8 rows of gate with 8 rows of up: the weights are unchanged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_weights_are_the_same(scheme, rows):
         expected = q.dequantize()
         for first in range(0, rows, 8):
             found = values[2 * first + 8 * i :][:8]
-            # Scales of 32 bits are rounded to 16 as `FragmentWeight.pack` says.
+            # 32-bit scales are rounded to 16 bits, as documented in `FragmentWeight.pack`.
             assert torch.allclose(found, expected[first : first + 8], rtol=2**-10, atol=2**-10 * float(expected.abs().max()))
 
 

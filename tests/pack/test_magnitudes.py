@@ -1,7 +1,7 @@
-"""Weights of any size: scales on disk, the CPU's product and the kernels' form stay within what their formats can do.
+"""Weights of any magnitude: scales on disk, the CPU GEMM and the kernels' packed form keep the precision of their formats.
 
-Sizes from 1e-8 to 1e6, one for all rows or very different ones side by side, are powers of two here, so that a format loses as
-much of each as it does at size 1.
+Magnitudes are powers of two from about 1e-8 to 1e6, equal for all rows or mixed. Powers of two keep the relative error of a
+format that of magnitude 1.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def schemes():
 
 SCHEMES = list(schemes())
 SIZES = [2.0**-27, 2.0**-20, 2.0**-13, 2.0**-6, 1.0, 2.0**13, 2.0**20]
-"""1e-8 to 1e6."""
+"""Magnitudes from about 1e-8 to 1e6."""
 HALVES = [torch.float16, torch.bfloat16]
 EPS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
@@ -47,14 +47,14 @@ def weights(size=1.0, mean=0.3):
 
 
 def row_sizes(scheme):
-    """A size for each row, the same for rows that share a scale."""
+    """A magnitude for each row, equal for rows that share a scale."""
     rows = parse_scheme(scheme).granularity.block((N, K))[0]
     sizes = torch.tensor(SIZES)[torch.randperm(-(-N // rows), generator=torch.Generator().manual_seed(1)) % len(SIZES)]
     return sizes.repeat_interleave(rows)[:N, None]
 
 
 def worst_row(found, expected):
-    """The largest relative error of a row."""
+    """The largest relative error of any row."""
     return float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
 
 
@@ -110,7 +110,7 @@ def test_which_type_scales_have():
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_product_on_a_cpu(scheme):
-    """x is as large as brings the result to the middle of its type."""
+    """x is scaled so that results are in the middle of the dtype's range."""
     made = {size: rtn(weights(size), scheme) for size in SIZES}
     for (size, q), dtype in itertools.product(made.items(), [torch.float32, *HALVES]):
         x = (torch.randn(5, K, generator=torch.Generator().manual_seed(2)) * min(1 / size, 2.0**13)).to(dtype)
@@ -141,8 +141,9 @@ def _row_sums(q: QuantTensor):
 
 
 def multiplied(w: FragmentWeight, dtype: torch.dtype):
-    """The weights float64 that the kernels for many tokens multiply by (kernels/parts/dequantize.py): scales as halves of x's
-    type times halves of codes, rounded once, then the scale of the channel in float32."""
+    """The float64 values of the weights that the large-M kernels multiply by (kernels/parts/dequantize.py). Scales and codes in
+    x's 16-bit dtype are multiplied and rounded once, then multiplied by the float32 channel scale.
+    """
     fmt, (n, k) = w.scheme.weight, w.shape
     bf16_only = isinstance(fmt, FloatFormat) and dtype == torch.bfloat16
     shift = 2.0 ** (15 - fmt.bias) if isinstance(fmt, FloatFormat) and not bf16_only else 1.0
@@ -151,7 +152,7 @@ def multiplied(w: FragmentWeight, dtype: torch.dtype):
     if w.scale is not None:
         group = kernel_group(w.scheme)
         parts = [unpack_scales(p.flatten(-2), n).repeat_interleave(group, 1)[:, :k] for p in w.scale.split(2, dim=-1)]
-        if dtype == torch.float16:  # scales become halves of x's type; bf16 takes those of fp16 as they are
+        if dtype == torch.float16:  # scales are converted to x's dtype; bf16 uses fp16 scales unconverted
             parts = [p.half() for p in parts]
             parts[0] = (parts[0].double() * shift).half()
         scale, zero = parts[0].double(), parts[1].double() if len(parts) > 1 else 0.0
@@ -169,7 +170,7 @@ def multiplied(w: FragmentWeight, dtype: torch.dtype):
 
 
 def wide_scales(q: QuantTensor) -> QuantTensor:
-    """The same with scales and zeros in float32, as GGUF and blocks of fp8 have them."""
+    """The same weight with float32 scales and zeros, as GGUF and fp8 block formats have them."""
     zero = q.zero if q.zero is None or q.zero.dtype == torch.uint8 else q.zero.float()
     return QuantTensor(q.codes, q.scale.float(), zero, q.scheme)
 
@@ -177,9 +178,10 @@ def wide_scales(q: QuantTensor) -> QuantTensor:
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_form_of_the_kernels(scheme, wide):
-    """Each weight is off by one rounding of x's type, and of fp16 where scales of 32 bits were rounded, or by as little of the
-    largest of its row; without a power of two for each row, by half of fp16's smallest number. Code times scale and a
-    floating-point zero are rounded apart, and are larger than their sum."""
+    """Each weight's error is at most one rounding of x's dtype (plus one of fp16 if 32-bit scales were rounded), relative to
+    the weight or to a small part of the row's largest weight. Without a power of two per row, half of fp16's smallest number is
+    added. With a floating-point zero, code * scale and the zero are rounded separately, and both can be larger than their sum.
+    """
     for size in (*SIZES, row_sizes(scheme)):
         q = rtn(weights(size), scheme)
         q = wide_scales(q) if wide else q
@@ -205,7 +207,7 @@ def test_scales_of_ordinary_weights_stay_as_they_are(scheme):
 @pytest.mark.parametrize("m", [1, 16, 300])
 @pytest.mark.parametrize("scheme", [s for s in SCHEMES if "_t" not in s and "_b48x64" not in s])
 def test_the_kernels(scheme, m, dtype):
-    """Rows of very different sizes; x brings the results of each of them into the range of its type."""
+    """Rows of very different magnitudes; x is scaled so that their results are in the dtype's range."""
     for size in SIZES:
         q = rtn(weights(size).cuda(), scheme)
         x = (torch.randn(m, K, device="cuda") * min(1 / size, 2.0**13)).to(dtype)

@@ -1,4 +1,4 @@
-"""The form of weights for 8-bit activations: lossless, and of the operands that it claims to be."""
+"""The packed form for 8-bit activations: lossless, and equal to the operands of wgmma."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_eight_bits_are_the_operands(scheme):
 
 @pytest.mark.parametrize("scheme", ["w4a8", "w4a8e4m3", "w6e3m2a8e4m3", "w3a8"])
 def test_lanes_decode_their_fragment_of_a(scheme):
-    """What a warpgroup decodes from its words is operand A of wgmma, by the table of the instruction."""
+    """The codes that a warpgroup unpacks from its words are operand A of wgmma, by the instruction's fragment table."""
     q = quantized(scheme, 64, 64)
     parsed = parse_scheme(scheme)
     c = byte_conversion(parsed.weight, "e4m3" if "e4m3" in scheme else "s8")

@@ -29,8 +29,9 @@ ROWS_INT4_FP8 += [8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31]
 
 
 def preprocessed(values: NDArray[np.int64], bits: int, fp8: bool = False, interleave: bool = True) -> bytes:
-    """Bytes of signed values [K, N] after the four steps, one element at a time; for activations of 8 bits, or without columns
-    interleaved."""
+    """The bytes of signed values [K, N] after the four steps, computed element by element. `fp8` is for 8-bit activations;
+    `interleave` may be off.
+    """
     k_size, n_size = values.shape
     rows = ROWS_INT4_FP8 if fp8 else ROWS_INT4 if bits == 4 else ROWS_INT8
     tile_k = 128 if fp8 else 64

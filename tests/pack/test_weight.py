@@ -1,4 +1,4 @@
-"""The kernels' form of a weight: zeros beside scales per channel, and what belongs to the input."""
+"""FragmentWeight: zeros with per-channel scales, rounding of scales, and the input transform."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def random(*shape):
 
 @pytest.mark.parametrize("scheme", ["w4a16_z", "w8a16_z", "w4a16_t_z"])
 def test_float32_scales_per_channel_stay_exact_beside_integer_zeros(scheme):
-    """(code - zero) * 1 in the groups, the scale at the end: what the kernels compute is the weight itself."""
+    """Groups compute (code - zero) * 1 and the epilogue applies the float32 scale, so the weight is exact."""
     q = rtn(random(40, 300) + 0.3, scheme)
     w = FragmentWeight.pack(q)
     assert w.channel_scale.dtype == torch.float32 and w.channel_scale.shape == (40,)
@@ -49,7 +49,9 @@ WIDE = ["w4a16_g32", "w6a16_g16", "w4a16_g32_fz", "w5a16_g32_fz", "w4a16_g32_z",
 
 @pytest.mark.parametrize("scheme", WIDE)
 def test_scales_of_groups_in_32_bits_are_rounded_as_stated(scheme):
-    """Rows of very different sizes, scales of many sizes in each, negative ones, zeros and a row of nothing else."""
+    """Rows of very different magnitudes, with scales of many magnitudes in each, negative scales, zeros, and a row of zeros
+    only.
+    """
     q = rtn(random(100, 300), scheme)
     g = torch.Generator().manual_seed(1)
     sizes = torch.exp2(torch.randint(-60, 40, (len(q.scale), 1), generator=g) + 6 * torch.rand(q.scale.shape, generator=g))
@@ -82,7 +84,9 @@ def test_scales_of_groups_in_32_bits_are_rounded_as_stated(scheme):
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_scales_that_wait_for_codes_as_subnormal_numbers(bits, dtype):
-    """The largest of each row is just below 2^16, all are exact; not where a row has one that is too small, and not 8 bits."""
+    """Scales for subnormal codes are stored exactly, the largest of a row just below 2^16. Rows with a scale that is too small,
+    and 8-bit codes, are stored otherwise.
+    """
     q = rtn(random(100, 512), f"w{bits}a16_g64")
     g = torch.Generator().manual_seed(bits)
     scale = torch.exp2((2 + bits) * torch.rand(q.scale.shape, generator=g) - 9).to(dtype)

@@ -26,5 +26,5 @@ def statistics(x, keep=0):
 
 
 def output_error(difference, x):
-    """Squared error of x . difference^T by multiplying, float64."""
+    """Squared norm of x . difference^T, computed in float64 by multiplying."""
     return float((x.double() @ difference.double().T).square().sum())

@@ -23,7 +23,7 @@ def test_the_largest_value_becomes_the_largest_of_the_format():
 
 
 def test_a_range_with_a_zero_point_covers_what_was_seen():
-    """-51 to 204 in 255 steps of 1: -51 becomes -128, so 0 becomes -77."""
+    """The range -51 to 204 has 255 steps of 1: -51 becomes code -128, so 0 becomes -77."""
     found = static_range(parse_scheme("w8a8_t_az"), torch.tensor([-51.0, 0.0]), torch.tensor([0.0, 204.0]))
     assert found["activation_scale"].tolist() == [1.0] and found["activation_zero"].tolist() == [-77]
     assert found["activation_zero"].dtype == torch.int32

@@ -1,4 +1,4 @@
-"""AWQ: the search does what brute force would, and the result is nearer to the float outputs than rounding alone."""
+"""AWQ: the search equals brute force, and the outputs are nearer to the float outputs than with rounding alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCHEMES = ["w4a16_g32", "w4a16_g32_z", "w3a16_g32_fz", "w4a16_pc", "w6e3m2a16", 
 
 
 def outliers(k=96):
-    """Inputs of which a few channels are large, as a language model's are."""
+    """Inputs with a few large channels, as in language models."""
     x = inputs(k)
     x[:, ::17] *= 30
     return x
@@ -35,7 +35,7 @@ def test_scaling_and_clipping_lower_the_error(name):
 
 
 def test_the_scale_is_the_best_of_the_grid():
-    """Every ratio by hand, the output errors by multiplying."""
+    """Compares with trying every ratio, with output errors computed by multiplying."""
     x, w, scheme = outliers(), weights(16, 96), parse_scheme("w4a16_g32")
     errors = {}
     relative = (w.abs() / w.abs().amax(1, keepdim=True)).mean(0)
@@ -51,7 +51,7 @@ def test_the_scale_is_the_best_of_the_grid():
 
 
 def test_no_scale_when_none_helps():
-    """Weights on the grid already: rounding makes no error that a scale could lower."""
+    """Weights are already on the grid: rounding makes no error that a scale could lower."""
     w = torch.randint(-7, 8, (8, 32), generator=torch.Generator().manual_seed(0)).float()
     w[:, 0] = 7
     assert search_scale([w], [parse_scheme("w4a16_pc")], statistics(inputs(32))) is None

@@ -1,5 +1,6 @@
-"""GPTQ against a slow textbook: optimal brain quantization in float64, one column after the other, the inverse Hessian of the
-columns that are left updated by elimination and never factorized."""
+"""GPTQ against slow optimal brain quantization in float64: columns one at a time; the inverse Hessian of the remaining columns
+is updated by elimination, without a factorization.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.quantize.data import inputs, weights
 
 
 def one_column(w, scale, zero, scheme):
-    """Codes and values of one column for given scales and zeros, by hand."""
+    """Codes and values of one column for given scales and zeros."""
     scale = scale.double()
     if zero is None:
         codes = encode(w / scale, scheme.weight)
@@ -29,7 +30,7 @@ def one_column(w, scale, zero, scheme):
 
 
 def costs(hessian, order):
-    """What each channel's squared error costs: 1 / its place in the inverse Hessian when it is reached."""
+    """Cost of each channel's squared error: 1 / its diagonal element of the inverse Hessian when the channel is reached."""
     inverse, out = torch.linalg.inv(hessian), torch.zeros(len(hessian), dtype=torch.float64)
     for j in order:
         out[j] = 1 / inverse[j, j]
@@ -38,8 +39,9 @@ def costs(hessian, order):
 
 
 def scales(w, scheme, search, cost):
-    """Scale and zero [N] of one group: of every clip factor the scale that rounding the clipped weights finds, and the error
-    of the whole weights on it."""
+    """Scale and zero [N] of one group: tries for every clip factor the scale of the clipped weights, and compares the errors of
+    the unclipped weights.
+    """
     grouped = isinstance(scheme.granularity, PerGroup)
     alone = Scheme(scheme.weight, None, PerGroup(w.shape[1]) if grouped else PerChannel(), scheme.zero)
     tried = []
@@ -57,7 +59,7 @@ def scales(w, scheme, search, cost):
 
 
 def textbook(weight, hessian, name, act_order, static_groups, search, damping=0.05):
-    """Codes [N, K] in the order of x, and the weights they stand for."""
+    """Codes [N, K] in the order of x's channels, and the weights that they represent."""
     scheme = parse_scheme(name)
     k = weight.shape[1]
     size = getattr(scheme.granularity, "size", k)

@@ -1,4 +1,6 @@
-"""Learned rounding: gradients by hand, what is rounded is what is stored, and nothing learned is rounding to nearest."""
+"""Learned rounding: gradients equal those computed by hand, the rounded values are those stored, and without learning it rounds
+to nearest.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ SCHEMES = (
 
 
 def moved(name, shape=(40, 96), seed=0):
-    """A rounding whose offsets and factors are somewhere."""
+    """A rounding with random offsets and factors."""
     rounding = LearnedRounding(weights(*shape), parse_scheme(name))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -68,7 +70,7 @@ def test_an_offset_moves_a_weight_to_the_neighbouring_value_and_no_further(name)
 
 @pytest.mark.parametrize("name", ["w3a16_g32", "w3a16_g32_z", "w3a16_g32_fz", "w4e2m1a16_g32"])
 def test_gradients_are_those_of_the_unrounded_formula(name):
-    """By autograd of the same formula with round(t) = t + constant, in plain operations."""
+    """Compares with autograd of the formula in plain operations, where round(t) is t + constant."""
     rounding = moved(name, (8, 64))
     slope = weights(8, 64, seed=3)
     (rounding.dense() * slope).sum().backward()
@@ -94,7 +96,7 @@ def test_gradients_are_those_of_the_unrounded_formula(name):
 
 
 def spacing(u, fmt):
-    """The distance of the two values of a float format that u lies between."""
+    """The distance between the two neighbouring values of a float format around u."""
     values = code_values(fmt).unique()
     values = values[values.isfinite()]
     above = torch.searchsorted(values, u.clamp(fmt.min, fmt.max).contiguous()).clamp(1, len(values) - 1)

@@ -1,4 +1,4 @@
-"""The correction takes away exactly the largest singular components of the error, as the inputs see it if they are known."""
+"""The correction removes exactly the largest singular components of the error; if inputs are known, of the outputs' error."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def test_the_error_left_is_the_tail_of_the_singular_values(rank, name, shape):
 
 @pytest.mark.parametrize("shape", [(24, 64), (64, 48)])
 def test_with_a_hessian_the_error_of_the_outputs_is_least(shape):
-    """Equals the least there is: the tail of the singular values of E R, R a square root of the damped Hessian by its
-    eigenvectors, which is another one than the code's."""
+    """The error is the least possible one: the tail of the singular values of E R. R is a square root of the damped Hessian,
+    computed here from its eigenvectors and not as the code does.
+    """
     w, x = weights(*shape), inputs(shape[1])
     hessian = x.T @ x
     q = rtn(w, "w3a16_g16")

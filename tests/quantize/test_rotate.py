@@ -1,4 +1,4 @@
-"""Hadamard matrices of every order there is one for here, and rotations that are orthogonal and the same for a seed."""
+"""Hadamard matrices of every supported order, and rotations that are orthogonal and reproducible from a seed."""
 
 from __future__ import annotations
 

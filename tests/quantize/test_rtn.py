@@ -1,4 +1,4 @@
-"""Round-to-nearest against a plain torch simulation, on the shapes and weights that break careless code."""
+"""Round-to-nearest against a plain torch simulation, on unusual shapes and weights."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_working_in_pieces_changes_nothing(name, monkeypatch):
 
 
 def test_pieces_wait_for_a_device_once_each(monkeypatch):
-    """Every number that comes to the host waits for all that a GPU has to do: once a piece, and twice for the matrix."""
+    """A number read by the host waits until the GPU is idle, so only one is read for each piece, and two for the matrix."""
     waits = []
 
     class Count(TorchDispatchMode):
@@ -198,7 +198,9 @@ def test_numbers_that_are_not_finite_are_counted_wherever_they_are(value, dtype)
      ("w4a16_pc", torch.float32)],
 )  # fmt: skip
 def test_scales_of_weights_stored_in_bf16(scheme, expected):
-    """Every method asks what the files hold, whatever type it computes in; bf16 costs 0.4 % of 7 bits at most."""
+    """Every method chooses the scales' type by the type of the stored weights, not of the computation; bf16 scales raise the
+    error by 0.6 % at most.
+    """
     w = (random(32, 256) * 0.02).bfloat16()
     hessian, parsed = torch.eye(256), parse_scheme(scheme)
     found = [rtn(w, scheme), rtn(w.float(), scheme, stored=torch.bfloat16), rtn(w, scheme, stored=torch.float16)]

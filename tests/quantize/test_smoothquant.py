@@ -1,4 +1,6 @@
-"""SmoothQuant: the factors are equation 4, the search takes the best alpha, the transformed layers are the original ones."""
+"""SmoothQuant: the factors are those of the paper's equation 4, the search takes the best alpha, and transformed layers compute
+the original product.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def test_the_best_alpha_of_the_grid():
     x[:, 3] *= 50
 
     def error(alpha):
-        """8-bit weights per channel and activations per token, in float64 by hand."""
+        """Output error in float64 with 8-bit weights per channel and 8-bit activations per token."""
         s = x.abs().amax(0) ** alpha / w.abs().amax(0) ** (1 - alpha)
         rounded = []
         for m in (x / s, w * s):
@@ -54,7 +56,7 @@ def test_the_best_alpha_of_the_grid():
 
 
 def test_no_factors_where_none_help():
-    """One token, and none of the sample, has a huge value: factors would spoil the weights for all the others."""
+    """One token outside the sample has a huge value: factors for it would spoil the weights for all other tokens."""
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(300, 64, generator=generator), torch.randn(16, 64, generator=generator)
     x[200, 5] = 1e5

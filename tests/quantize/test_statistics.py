@@ -1,4 +1,4 @@
-"""What calibration remembers equals what one would compute from all inputs at once."""
+"""The statistics that calibration collects piece by piece equal those computed from all inputs at once."""
 
 from __future__ import annotations
 

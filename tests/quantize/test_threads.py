@@ -1,4 +1,4 @@
-"""Quantization on a CPU uses threads that each compute alone; torch's own threads, which spin, have no part in it."""
+"""Quantization on a CPU uses threads that each compute alone, without torch's threads, which spin while they wait."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def four_threads():
 
 
 class Shared(TorchDispatchMode):
-    """Counts operations of the calling thread while torch may use several threads for each."""
+    """Counts the calling thread's operations during which torch may use several threads."""
 
     def __init__(self):
         super().__init__()
@@ -91,7 +91,7 @@ def test_errors_come_through_and_the_number_is_restored(four_threads):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_inside_inference_mode(method, four_threads):
-    """Threads have a mode of their own."""
+    """Inference mode applies per thread, but the result must not change."""
     with torch.inference_mode():
         inside = METHODS[method](W.clone())
     assert torch.equal(inside.codes, METHODS[method](W).codes)

@@ -1,4 +1,4 @@
-"""SGLang's linear layers with our method, on a CPU: their products are those of the whole matrices. Skipped without SGLang."""
+"""SGLang's linear layers with lowbit's method, on a CPU: products equal those of the whole matrices. Skipped without SGLang."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def method(matrices):
 
 
 def loaded(layer, matrices, ids, model="Qwen2ForCausalLM"):
-    """Gives a layer its tensors as SGLang's models do: the parameter's own loader, with the output's name; by the names that
-    `model` makes of those in the files."""
+    """Loads a layer's tensors as SGLang's models do: through each parameter's loader, with the output's name. The SGLang model
+    class `model` renames the tensors of the files.
+    """
     from sglang.srt.model_loader.auto_loader import WeightsMapper, get_weight_remap
 
     parameters = dict(layer.named_parameters())
@@ -89,7 +90,7 @@ def test_q_k_v_and_gate_up_by_rows(matrices, ranks):
         loaded(qkv, matrices, {"q_proj": "q", "k_proj": "k", "v_proj": "v"})
         loaded(up, matrices, {"gate_proj": 0, "up_proj": 1})
         q, k, v = (dense(matrices[f"{name}_proj"]) for name in "qkv")
-        rows = torch.cat([q.chunk(ranks)[rank], k, v])  # one KV head, which all ranks hold
+        rows = torch.cat([q.chunk(ranks)[rank], k, v])  # all ranks have the one KV head
         torch.testing.assert_close(qkv.quant_method.apply(qkv, x), x @ rows.T, rtol=1e-4, atol=1e-4)
         gate = torch.cat([dense(matrices[name]).chunk(ranks)[rank] for name in ("gate_proj", "up_proj")])
         torch.testing.assert_close(up.quant_method.apply(up, x), x @ gate.T, rtol=1e-4, atol=1e-4)
@@ -97,7 +98,7 @@ def test_q_k_v_and_gate_up_by_rows(matrices, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_o_by_columns(matrices, ranks):
-    """256 channels in groups of 128: four ranks have 64 each."""
+    """Row-parallel o_proj: 256 channels in groups of 128 over four ranks of 64 channels."""
     from sglang.srt.layers.linear import RowParallelLinear
 
     x, total = torch.randn(3, K, generator=torch.Generator().manual_seed(2)), torch.zeros(3, 256)
@@ -113,7 +114,7 @@ def test_o_by_columns(matrices, ranks):
 @pytest.mark.parametrize("model", ["Qwen2ForCausalLM", "LlamaForCausalLM"])
 @pytest.mark.parametrize("scheme", ["w8a8", "w8e4m3a8e4m3", "w4a8_g128"])
 def test_calibrated_scales_of_x(scheme, model, ranks):
-    """SGLang's Llama calls them otherwise than the files, other models do not."""
+    """Static scales of x are loaded, although SGLang's Llama renames them and other models do not."""
     from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
     generator, scales = torch.Generator().manual_seed(3), {"o_proj": 0.02, "gate_proj": 0.03, "up_proj": 0.04}
@@ -137,7 +138,7 @@ def test_calibrated_scales_of_x(scheme, model, ranks):
 
 
 def test_a_tensor_that_config_json_does_not_state_is_named(matrices):
-    """SGLang's models leave out in silence what no parameter has the name of."""
+    """SGLang's models silently skip tensors without a parameter of that name; here the tensor is named in an error."""
     from sglang.srt.layers.linear import RowParallelLinear
 
     q = matrices["o_proj"]

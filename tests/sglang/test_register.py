@@ -1,4 +1,4 @@
-"""The entry point beside an SGLang of another version."""
+"""The entry point with an unsupported version of SGLang."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from lowbit.sglang import register
 
 
 def test_another_sglang_is_left_alone(monkeypatch):
-    """It would write a traceback into the log of each process of whoever serves other checkpoints."""
+    """The entry point does nothing. An error would write a traceback into every process's log, even when serving other
+    checkpoints.
+    """
     for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "sglang", types.ModuleType("sglang"))

@@ -1,4 +1,4 @@
-"""The list of cases: whole, without doubles, and named so that a result file tells them apart."""
+"""The list of cases is complete, has no duplicates, and gives each case a distinct name in result files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `lowbit recommend` and docs/choose.md say is what the result files hold."""
+"""`lowbit recommend` and docs/choose.md agree with the result files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_table_has_a_row_for_each_case_calibrated_by_default():
     first = document(*rows[:2]) | {"weights": {"linear": 100, "other": 10}}
     for found in (first, document(*rows)):
         found["request"]["settings"] = {"windows": 2, "window": 8}
-    without = document(rows[0])  # of a model whose size is not known
+    without = document(rows[0])  # a model of unknown size
     without["request"]["model"] = "n"
     (model,) = curves([first, document(*rows) | {"request": first["request"]}, without])["models"]
     assert (model["model"], model["linear"], model["other"], model["group"], model["tokens"]) == ("m", 100, 10, 64, 16)

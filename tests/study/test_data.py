@@ -1,4 +1,4 @@
-"""How the study's texts and tasks are made from what Debian and PyPI hold; nothing is downloaded here."""
+"""How the study makes its texts and tasks from Debian and PyPI packages; these tests download nothing."""
 
 from __future__ import annotations
 

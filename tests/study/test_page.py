@@ -1,4 +1,4 @@
-"""The generated tables, computed by hand from a small document."""
+"""The generated tables against values by hand, for a small document."""
 
 from __future__ import annotations
 

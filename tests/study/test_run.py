@@ -1,4 +1,4 @@
-"""`python -m study` on a tiny model: every row is what the parts measure alone, and a run goes on where it was stopped."""
+"""`python -m study` on a tiny model: every row equals separate measurements, and an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_row_is_what_the_parts_measure(model, data, tmp_path):
     (tmp_path / "first.txt").write_text(first)
     calibration = Calibration(4, 24, 0, tmp_path / "first.txt")
     quantize_checkpoint(model, tmp_path / "q", "w4a16_g16", method=Gptq(), calibration=calibration)
-    # Loaded as anybody would load it, in float32.
+    # Loaded as a user would load it, in float32.
     quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = torch.tensor(tiny_tokenizer()(second).input_ids[: 3 * 32])

@@ -1,4 +1,4 @@
-"""`lowbit tune`: which products a model has, which tile is kept, what a file holds; on a GPU, that the tile is launched."""
+"""`lowbit tune`: a model's GEMMs, the tile that is kept, the file's contents; on a GPU, that the tile is launched."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_products_of_a_model(tmp_path):
-    """Each once, those that are computed as one too; of a checkpoint of ours with the schemes that it states."""
+    """Each GEMM is listed once, fused ones as well. For a lowbit checkpoint, each has the scheme in its config.json."""
     source = save_tiny(tmp_path / "tiny")
     config = json.loads((source / "config.json").read_text())
     hidden, between = config["hidden_size"], config["intermediate_size"]
@@ -76,7 +76,7 @@ def test_another_tile_is_kept_where_it_gains():
 
 
 def test_files_add_up(cache):
-    """Newer figures replace older ones of the same product; what another version measured goes."""
+    """New results replace older ones of the same GEMM; results of another version are dropped."""
     file = tuned_file("H200")
     first, second = (
         Tuned("w4a16_g128", 4096, 4096, TunedRow(m, "wgmma 64 2 8 2 2", 9.0, 10.0, "2026-11-23")) for m in (64, 128)
@@ -89,13 +89,13 @@ def test_files_add_up(cache):
     assert "wgmma 128 rows x 64 tokens" in str(choose(GemmShape(64, 4096, 4096, 4), here))
     document = json.loads(file.read_text())
     file.write_text(json.dumps(document | {"lowbit": "0.0.1"}))
-    keep(file, [second], H200)  # the first goes with its version
+    keep(file, [second], H200)  # drops the first, which is of another version
     (left,) = json.loads(file.read_text())["products"]["GemmShape 4096 4096 4"]
     assert left["m"] == 128
 
 
 def test_two_that_write_at_once_lose_nothing(cache, monkeypatch):
-    """The second one comes when the first has read the file and not yet written it."""
+    """The second writer starts when the first has read the file but not written it yet. Both results are kept."""
     file, write, threads, said = tuned_file("H200"), tune.write_json, [], []
     rows = [Tuned("w4a16_g128", 4096, 4096, TunedRow(m, "wgmma 64 2 8 2 2", 9.0, 10.0, "2026-11-23")) for m in (64, 128)]
 
@@ -150,11 +150,11 @@ def test_the_command_without_a_gpu(tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_what_is_measured_is_launched(cache, monkeypatch):
-    """In the next process; here its machine is asked for anew."""
+    """The tuned tile is launched by the next process; here the machine's cache is cleared instead."""
     from lowbit.hardware.machine import _machine_of
 
     said = []
-    monkeypatch.setattr(tune, "MARGIN", -1.0)  # the fastest is kept, whatever it gains
+    monkeypatch.setattr(tune, "MARGIN", -1.0)  # keeps the fastest tile, even without a gain
     rows = tune.run({"w4a16_g128": [(1024, 2048)], "w8a8": [(1024, 2048)]}, (1, 64), 120.0, said.append, lambda *_: None)
     assert [(row.scheme, row.kept.m) for row in rows] == [(s, m) for s in ("w4a16_g128", "w8a8") for m in (1, 64)]
     _machine_of.cache_clear()

@@ -1,4 +1,4 @@
-"""Which tiles are tried for a product, and how their times are judged."""
+"""Which tiles are timed for a GEMM, and how their times are compared."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_neighbours_are_within_what_the_kernels_take():
 
 
 def test_kernels_of_a_run_do_not_depend_on_sizes():
-    """Without a GPU; two weights of the same tiles take one kernel each."""
+    """Compiled kernels do not depend on N and K: two weights with the same tiles share kernels. Runs without a GPU."""
     asked = trials.TrialGrid(((8192, 8192), (16384, 8192)), ("w8a16",), (4096,))
     both = trials.kernels(asked, H200)
     one = trials.kernels(trials.TrialGrid(((8192, 8192),), ("w8a16",), (4096,)), H200)

@@ -1,4 +1,6 @@
-"""Small networks with every structure that the passes know, their batch norms with statistics of a trained net."""
+"""Small networks with every structure that the compiler passes handle; batch norms have non-trivial statistics, as after
+training.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 
 def seasoned(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Batch norms that do something, as after training; in evaluation."""
+    """The model in eval mode, with random statistics and affine parameters in its batch norms."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -20,7 +22,7 @@ def seasoned(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def resnet(layer_type="basic", channels=3, sizes=(64, 128), depths=(1, 1), embedding=32, classes=10):
-    """Transformers' ResNet, random."""
+    """A small Transformers ResNet with random weights."""
     torch.manual_seed(0)
     config = ResNetConfig(
         num_channels=channels, embedding_size=embedding, hidden_sizes=list(sizes), depths=list(depths), layer_type=layer_type,
@@ -30,7 +32,7 @@ def resnet(layer_type="basic", channels=3, sizes=(64, 128), depths=(1, 1), embed
 
 
 class Plain(nn.Module):
-    """Flatten and two linear layers after the convolutions, as VGG has them; no average pool."""
+    """Convolutions, then flatten and two linear layers as in VGG, without average pooling."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +48,7 @@ class Plain(nn.Module):
 
 
 class Shared(nn.Module):
-    """A convolution whose result is read twice must not take the ReLU or the addition into itself."""
+    """A convolution whose result is read twice, so neither the ReLU nor the addition may be fused into it."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +62,7 @@ class Shared(nn.Module):
 
 
 class Sums(nn.Module):
-    """A ReLU and sums whose terms have other readers as well, or a ReLU already, so that no convolution has them inside."""
+    """A ReLU and sums that cannot be fused into a convolution: their terms have other readers, or have a ReLU already."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +79,9 @@ class Sums(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Depthwise convolution, ReLU6, a gate, a batch norm of its own: things without an integer form between those with one."""
+    """Depthwise convolution, ReLU6, a gate and a separate batch norm: operations without an integer form between ones that have
+    it.
+    """
 
     def __init__(self):
         super().__init__()
@@ -93,7 +97,7 @@ class Mixed(nn.Module):
 
 
 def logits(model, images):
-    """What the model returns, as a tensor."""
+    """The model's output as a tensor."""
     with torch.no_grad():
         out = model(images)
     return getattr(out, "logits", out)

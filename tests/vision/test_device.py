@@ -1,4 +1,4 @@
-"""Programs on a GPU: the codes of the reference, bit for bit. On a CPU the same wiring and memory."""
+"""Programs on a GPU have the reference's codes, bit for bit. On a CPU, the same wiring and memory plan are tested."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES = {
 
 
 def check(case, scheme, fold, on):
-    """Every code after its own launch (later ones may take its place), and the result of the whole."""
+    """Checks each value right after the launch that computes it (later launches may reuse its memory), and the final result."""
     make, shape = CASES[case]
     torch.manual_seed(11)
     images = torch.randn(5, *shape)
@@ -36,13 +36,13 @@ def check(case, scheme, fold, on):
     steps = dict(launched.steps)
     operations = launched.program.operations
     assert len(operations) - len(steps) == sum(name in codes for name, _ in launched.entries)
-    # The stem has its max-pool inside and means are made as codes; each of two blocks has three convolutions.
+    # The max-pool is fused into the stem and means are computed as codes; each of two blocks has three convolutions.
     saved = {"basic": 2, "bottleneck": 2, "blocks": 2 + 4, "sums": 1}
     assert len(program.operations) - len(operations) == saved.get(case, 0)
     for operation in operations:
         if operation.y in steps:
             steps[operation.y]()
-        exact = exact and not isinstance(operation, Compute)  # fp16 here, float32 there
+        exact = exact and not isinstance(operation, Compute)  # fp16 here, float32 in the reference
         for name in outputs_of(operation):
             packed_as_stem = isinstance(operation, Quantize) and name in launched.stems
             if name in program.values and program.values[name].storage in ("u4", "s8") and not packed_as_stem:
@@ -52,7 +52,7 @@ def check(case, scheme, fold, on):
     assert checked >= {"mixed": 1, "shared": 2}.get(case, 4)
     launched.arena.fill_(0xA5)
     got = launched.run(images.to(on)).cpu()
-    if case in ("mixed", "shared"):  # fp16 between the integers
+    if case in ("mixed", "shared"):  # fp16 operations between integer ones
         assert float((got - wanted).norm() / wanted.norm()) < 0.05
     else:
         assert torch.equal(got, wanted)
@@ -86,7 +86,7 @@ def test_on_the_gpu(case, scheme, fold):
 
 
 def test_pixels_and_floats_go_to_the_same_place():
-    """Mixed reads its images through a convolution and, as floats, through nothing else; here a sum reads them too."""
+    """In Mixed only a convolution reads the images. Here a sum reads them too, as floats."""
 
     class Both(torch.nn.Module):
         def __init__(self):

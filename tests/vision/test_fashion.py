@@ -1,4 +1,4 @@
-"""The demo's data: where it is looked for, what is checked, and the demo itself on a handful of images."""
+"""The demo's data: search order of folders, hash checks, and the demo itself on few images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from lowbit.vision.saved import load as load_network
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The four files in small: 600 and 200 images in which the class is a bright bar; their hashes count as the true ones."""
+    """Writes small versions of the four files (600 and 200 images with a bright bar for the class) and makes their hashes the
+    expected ones.
+    """
     generator = torch.Generator().manual_seed(0)
     digests = {}
     for part, count in (("train", 600), ("t10k", 200)):
@@ -56,8 +58,8 @@ def test_where_the_data_is_looked_for(folder, tmp_path, monkeypatch):
     said: list[str] = []
     missing = tmp_path / "nowhere"
     monkeypatch.setattr(fashion, "INSTALLED", missing)
-    assert fashion.bring_data(folder, said.append) == folder  # the cache has it
-    assert fashion.bring_data(missing, said.append, folder) == folder  # the caller has it
+    assert fashion.bring_data(folder, said.append) == folder  # found in the cache
+    assert fashion.bring_data(missing, said.append, folder) == folder  # found in the given folder
     monkeypatch.setattr(fashion, "INSTALLED", folder)
     assert fashion.bring_data(missing, said.append) == folder  # Debian's package is installed
     assert said == []
@@ -94,7 +96,7 @@ def test_the_demo_in_small(folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("apt", [None, "echo 'E: Unable to locate package dataset-fashion-mnist' >&2; exit 100"])
 def test_without_apt_one_line_says_what_to_do(tmp_path, monkeypatch, apt):
-    """On a machine that is not Debian's, and on one whose lists of packages are empty."""
+    """On a system without apt, and on one whose package lists are empty."""
     monkeypatch.setattr(fashion, "INSTALLED", tmp_path / "none")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "bin").mkdir()

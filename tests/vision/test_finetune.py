@@ -1,4 +1,6 @@
-"""Learned step sizes: gradients are LSQ's, and training with rounding brings a network nearer to itself in floating point."""
+"""Learned step sizes: gradients are those of LSQ, and fine-tuning with rounding moves the outputs closer to the floating-point
+network's.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ from tests.vision.nets import resnet
 
 
 def test_rounding_and_gradients_are_lsqs():
-    """LSQ, equations 1 to 3: gradient of the step is round(v) - v inside, -Qn or Qp outside; of x 1 inside, 0 outside."""
+    """LSQ, equations 1 to 3: the step's gradient is round(v) - v inside the range, -Qn or Qp outside; x's is 1 inside, 0
+    outside.
+    """
     step = torch.tensor(0.5, requires_grad=True)
-    x = torch.tensor([-9.0, -0.6, 0.1, 0.9, 9.0], requires_grad=True)  # in steps: -18, -1.2, 0.2, 1.8, 18
+    x = torch.tensor([-9.0, -0.6, 0.1, 0.9, 9.0], requires_grad=True)  # divided by the step: -18, -1.2, 0.2, 1.8, 18
     y = fake_quantize(x, step, -8, 7, count=4)
     assert y.tolist() == [-4.0, -0.5, 0.0, 1.0, 3.5]
     y.sum().backward()
@@ -49,7 +53,7 @@ def test_training_brings_the_result_nearer(problem):
 
 
 def test_what_training_rounded_is_what_the_integers_compute(problem):
-    """The student's own result, computed with fake quantization, is the program's, but for roundings that float32 turns."""
+    """The student's fake-quantized result equals the integer program's, except for roundings that float32 flips."""
     graph, ranges, batches = problem
     quantization = calibrate(graph, ranges, assign_bits(graph, "w8a8"))
     tuned_graph, tuned = fine_tune(graph, quantization, batches[:1], vision.FineTune(1, 1e-4))

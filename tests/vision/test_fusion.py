@@ -1,4 +1,4 @@
-"""What kernels compute together: found where it may be, and nowhere else. tests/vision/test_device.py runs it."""
+"""Fusions into one kernel: found where allowed and nowhere else. tests/vision/test_device.py runs them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.vision.nets import resnet
 
 @pytest.fixture(scope="module")
 def bottlenecks():
-    """Two blocks of 64 channels, then one of 128."""
+    """The program of two bottleneck blocks of 64 channels and one of 128."""
     torch.manual_seed(0)
     model = resnet("bottleneck", sizes=(256, 512), depths=(2, 1), embedding=64)
     return vision.quantize(model, torch.randn(2, 3, 24, 24), "w8a4").program
@@ -31,8 +31,8 @@ def test_blocks_of_64_channels_are_found(bottlenecks):
         ["0.layers.1.layer.1.convolution", "0.layers.1.layer.2.convolution", "1.layers.0.layer.0.convolution"],
     ]
     assert blocks[0].added == blocks[0].third.second and blocks[1].added == blocks[0].also  # a shortcut, then a residual
-    assert sum(blocks[1].also in op.inputs for op in whole.operations) == 1  # the next block's shortcut reads it too
-    assert len(bottlenecks.operations) - len(whole.operations) == 2 * 2 + 2  # the stem's pool, and codes of means at once
+    assert sum(blocks[1].also in op.inputs for op in whole.operations) == 1  # the next block's shortcut reads this value too
+    assert len(bottlenecks.operations) - len(whole.operations) == 2 * 2 + 2  # the stem's pool, means as codes
     made = [name for op in whole.operations for name in outputs_of(op)]
     assert not {blocks[0].second.y, blocks[1].second.y} & set(made)
     apart = fused(bottlenecks, 3, None, ("stem",))
@@ -51,7 +51,7 @@ def test_a_second_convolution_with_other_readers_stays(bottlenecks):
 
 
 class TwoReaders(nn.Module):
-    """A stem whose codes a max-pool and a convolution read."""
+    """A stem whose codes are read by a max-pool and by a convolution."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ def test_which_stems_have_their_max_pool_inside(model, inside):
 
 def test_means_are_made_as_codes_where_nothing_else_reads_them():
     class Read(nn.Module):
-        """The classifier reads the means, and a second reader if `twice`."""
+        """The classifier reads the means; with `twice`, a second operation reads them too."""
 
         def __init__(self, twice):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Which kernels run a network, told without a GPU: the rows by which it is launched, with the reason and the alternatives."""
+"""The report of a network's kernels, which needs no GPU: the rows used at launch, with the reason and the alternatives."""
 
 from __future__ import annotations
 

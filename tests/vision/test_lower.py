@@ -1,4 +1,4 @@
-"""Every code of a lowered network is what its definition says, computed here in float64 from real scales and weights."""
+"""Every code of a lowered network equals its definition, computed here in float64 from real scales and weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def lowered(case, scheme, fold=True):
 
 
 def expected_codes(v, storage, relu):
-    """The code of v = value / scale, and where v is so near a tie that float32 may go either way."""
+    """(codes of v = value / scale, mask of values so near a tie that float32 may round either way)."""
     if storage == "u4":
         codes = (v + 0.5).floor().clamp(0, 15)
     else:
@@ -78,14 +78,14 @@ def test_codes_are_those_of_the_definition(case, scheme, fold):
             torch.testing.assert_close(seen[node.name + FLOAT].double(), mean, rtol=1e-6, atol=1e-9)
         elif isinstance(node, Sum):
             y = value_of(node.x) + (0.0 if node.other is None else value_of(node.other))
-            checked += codes_are(node, y, seen, program, quantization, scheme, ties=0.1)  # few values, some on a tie
+            checked += codes_are(node, y, seen, program, quantization, scheme, ties=0.1)  # few values, some at a tie
         elif isinstance(node, Conv):
             y = product(node, value_of(node.x), quantization.weights[node.name]) + node.bias.double()[:, None, None]
             if node.residual is not None:
                 y = y + value_of(node.residual)
             if node.second is not None:
                 y = y + product(node.second, value_of(node.second.x), quantization.weights[node.second.name])
-            if node.name not in seen:  # its value, for what computes in floating point
+            if node.name not in seen:  # its value, for floating-point operations
                 wanted = y.relu() if node.relu else y
                 torch.testing.assert_close(seen[node.name + FLOAT].double(), wanted, rtol=1e-5, atol=1e-5)
                 continue
@@ -94,7 +94,7 @@ def test_codes_are_those_of_the_definition(case, scheme, fold):
 
 
 def codes_are(node, y, seen, program, quantization, scheme, ties=0.01):
-    """The codes of `node`, whose value before the ReLU is y."""
+    """Checks the codes of `node`, whose value before the ReLU is y, and returns 1, for counting."""
     storage = program.values[node.name].storage
     assert storage == ("u4" if node.relu and scheme in ("w8a4", "w4a4") else "s8")
     codes, near_tie = expected_codes(y / quantization.scales[node.name], storage, node.relu)
@@ -137,7 +137,7 @@ def test_bits_of_first_and_last_layer():
     assert [int(layer.weight.abs().max()) > 8 for layer in layers] == [True] + [False] * (len(layers) - 2) + [True]
     assert layers[0].y == "u4" and layers[0].x == "s8"
     assert layers[-1].y == "f32" and layers[-1].x == "s8"
-    # A folded shortcut has the bits of the layer it belongs to.
+    # A folded shortcut has the bit width of the layer that it is folded into.
     assert all(int(layer.second.weight.abs().max()) <= 8 for layer in layers if layer.second is not None)
 
 
@@ -209,7 +209,7 @@ def test_a_missing_scale_is_an_error():
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a4"])
 def test_codes_end_where_a_relu6_does(scheme):
-    """Calibration saw images of half the size, so that 6 is reached by other images alone."""
+    """Calibration images have smaller values, so only other images reach 6."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU6(), nn.Conv2d(16, 16, 3, groups=16), nn.ReLU6(), nn.Conv2d(16, 8, 1))
     images = 9 * torch.randn(4, 3, 9, 9)

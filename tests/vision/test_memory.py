@@ -1,4 +1,6 @@
-"""The memory plan: values that are alive together do not overlap. tests/vision/test_device.py runs programs in their arenas."""
+"""The memory plan: values with overlapping lifetimes do not overlap in memory. tests/vision/test_device.py runs programs in
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def program(request):
 
 
 def test_bytes_of_stored_values():
-    # 56 channels are padded to 64: 32 bytes a pixel in 4 bits, 64 in 8; 2048 channels are 1024 and 2048.
+    # 56 channels are padded to 64: 32 bytes per pixel in 4 bits, 64 in 8 bits; 2048 channels take 1024 and 2048 bytes.
     assert stored_bytes(Value("u4", (56, 8, 8)), 4) == 4 * 64 * 32
     assert stored_bytes(Value("s8", (56, 8, 8)), 4) == 4 * 64 * 64
     assert stored_bytes(Value("u4", (2048, 7, 7)), 1) == 49 * ALIGNMENT_BYTES
@@ -31,7 +33,7 @@ def test_bytes_of_stored_values():
 
 @pytest.fixture(scope="module")
 def bottlenecks():
-    """Two blocks of 64 channels, then one of 128."""
+    """The program of two bottleneck blocks of 64 channels and one of 128."""
     torch.manual_seed(0)
     model = resnet("bottleneck", sizes=(256, 512), depths=(2, 1), embedding=64)
     return vision.quantize(model, torch.randn(2, 3, 24, 24), "w8a4").program
@@ -62,7 +64,7 @@ def check_allocations(program, batch):
             together = {op.y for op in program.operations if {a, b} <= {*outputs_of(op), *op.inputs}}
             apart = p.offset + p.nbytes <= q.offset or q.offset + q.nbytes <= p.offset
             assert apart or not p.overlaps(q)
-            assert p.overlaps(q) or not together  # what an operation reads and writes is alive while it runs
+            assert p.overlaps(q) or not together  # an operation's inputs and outputs are alive while it runs
     return plan
 
 
@@ -71,13 +73,13 @@ def test_a_chain_needs_two_places():
     chain = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Conv2d(64, 64, 1), nn.ReLU())])
     program = vision.quantize(chain, torch.randn(2, 64, 8, 8), "w8a8").program
     plan = plan_memory(program, 16)
-    image = 16 * 64 * 64  # as codes of 8 bits; the result is float32 and has four times the bytes
+    image = 16 * 64 * 64  # as 8-bit codes; the float32 result has four times the bytes
     assert plan.nbytes == plan.peak_bytes == image + 4 * image
     assert plan.values_bytes == 6 * image + 4 * image
 
 
 def test_images_of_a_stem_are_packed_by_four_pixels(program):
-    """32 x 32 pixels of 3 channels: 16 rows of packed pixels of 16 bytes, padding to both sides; not 64 channels a pixel."""
+    """32 x 32 pixels of 3 channels take 16 rows of packed pixels (16 bytes each) plus padding, not 64 channels per pixel."""
     (name,) = stems(program)
     allocation = plan_memory(program, 8).allocations[name]
     assert 8 * 16 * 16 * 16 < allocation.nbytes < 8 * 16 * 20 * 16 < stored_bytes(program.values[name], 8) // 4

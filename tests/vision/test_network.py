@@ -112,7 +112,7 @@ def test_pixels_are_normalized_on_the_way_in(tmp_path):
     torch.testing.assert_close(vision.Pixels(mean, deviation).normalized(pixels), by_hand.float(), rtol=1e-6, atol=1e-6)
     got = network(pixels)
     assert torch.equal(network(pixels.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)), got)  # NHWC
-    floats = network(by_hand.float())  # a code at a tie may round the other way
+    floats = network(by_hand.float())  # codes at ties may differ
     assert float((got - floats).norm() / floats.norm()) < 1e-3
     vision.save(network, tmp_path / "net")
     assert torch.equal(vision.load(tmp_path / "net")(pixels), got)

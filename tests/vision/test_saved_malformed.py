@@ -1,4 +1,6 @@
-"""Damaged networks: a clean error, or the same result. With a checksum made to fit the damage: a clean error, or it runs."""
+"""Damaged saved networks give a clean error or the same result. If the checksum is updated to match the damage, they give a
+clean error or run.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ EXTREME = [
 
 @pytest.fixture(scope="module")
 def networks(tmp_path_factory):
-    """Saved networks with every kind of operation: folder, images, result."""
+    """[(folder, images, result)] of saved networks that cover every kind of operation."""
     torch.manual_seed(0)
     made, images = [], torch.randn(4, 3, 32, 32)
     pixels = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
@@ -65,7 +67,7 @@ def damaged_bytes(folder, rng):
 
 
 def _places(value, path=()):
-    """Every place in a description: the container and the key."""
+    """(container, key, path) of every entry in a description."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield value, key, (*path, key)
@@ -122,12 +124,12 @@ def damaged_tensors(folder, rng):
 
 
 def with_checksum(folder):
-    """The checksum that fits what is there, where there is a description that could have one."""
+    """Updates the checksum to match the folder's contents, if the description is readable."""
     try:
         config = json.loads((folder / "config.json").read_text())
         config["sha256"] = saved._sha256(config, load_file(folder / "model.safetensors"))
         (folder / "config.json").write_text(json.dumps(config))
-    except (ValueError, TypeError, AttributeError, OSError, SafetensorError):  # nothing that could have one
+    except (ValueError, TypeError, AttributeError, OSError, SafetensorError):  # the description is not readable
         return
 
 

@@ -1,4 +1,4 @@
-"""The layer that suffers from 4 bits is found, and no more layers are kept in int8 than the bound asks for."""
+"""The layer most sensitive to 4 bits is found, and no more layers stay in int8 than the bound requires."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def test_divergence_by_hand():
 
 @pytest.fixture(scope="module")
 def uneven():
-    """Six layers; the fourth has large weights, which no 4-bit grid holds together with the others, for an input that is 0."""
+    """Six layers. The fourth has some large weights, for an input that is 0; no 4-bit grid represents these and its small
+    weights together.
+    """
     torch.manual_seed(0)
     layers = []
     for _ in range(6):
@@ -58,4 +60,4 @@ def test_a_generous_bound_keeps_nothing_and_an_impossible_one_everything(uneven)
     assert vision.quantize(model, images, "w4a8", most_divergence=1e9).assignment.keep_int8 == ()
     strict = vision.quantize(model, images, "w4a8", most_divergence=0.0)
     assert set(strict.assignment.keep_int8) == set(strict.assignment.sensitivity)
-    assert strict.assignment.divergence > 0.0  # the bound is missed, and the assignment says so
+    assert strict.assignment.divergence > 0.0  # the bound cannot be met, and the assignment reports it

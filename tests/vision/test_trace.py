@@ -40,7 +40,7 @@ def test_the_graph_computes_what_the_model_does(model, shape, fold):
 
 def test_a_residual_network_is_all_convolutions_and_pools():
     graph = trace(resnet(depths=(2, 1)), torch.randn(1, 3, 32, 32))
-    # Stem, pool, three blocks of two, average, classifier; both shortcuts folded, everything else fused.
+    # Stem, pool, three blocks of two convolutions, average, classifier; both shortcuts are folded, everything else is fused.
     assert kinds(graph) == ["Input", "Conv", "MaxPool", *["Conv"] * 6, "AveragePool", "Conv"]
     blocks = [node for node in graph.nodes.values() if isinstance(node, Conv)][1:-1]
     assert [node.relu for node in blocks] == [True] * 6
@@ -57,7 +57,7 @@ def test_shortcuts_that_are_not_folded_become_residuals():
     assert all(node.second is None for node in convs)
     sums = [node for node in convs if node.residual is not None]
     assert [node.residual.rpartition(".")[0][-8:] for node in sums] == ["shortcut", "shortcut"]
-    # The shortcut comes before the sum that reads it, wherever the model has it.
+    # The graph has the shortcut before the sum that reads it, independent of the model's order.
     order = list(graph.nodes)
     assert all(order.index(node.residual) < order.index(node.name) for node in sums)
 
@@ -72,7 +72,7 @@ def test_a_value_with_two_readers_is_not_fused_away():
     graph = trace(Shared(), torch.randn(1, 3, 9, 7))
     a, b = graph.nodes["a"], graph.nodes["b"]
     assert not a.relu and a.is_plain  # read by the SiLU and by the sum
-    assert b.residual == "a" and b.relu  # the other convolution takes the sum
+    assert b.residual == "a" and b.relu  # the sum is fused into the other convolution
     assert kinds(graph) == ["Input", "Conv", "Other", "Conv", "AveragePool"]
 
 
@@ -87,7 +87,7 @@ def test_relus_and_sums_between_codes_are_sums_of_codes():
 
 @pytest.fixture(scope="module")
 def as_exported():
-    """A model, images for it, and its graph before any fusion."""
+    """(model, images, graph before any fusion)."""
     model, images = resnet(depths=(2, 1)), torch.randn(3, 3, 32, 32)
     return model, images, unfused(model, images)
 
@@ -96,7 +96,7 @@ def as_exported():
     ("fusions", "sums", "relus"), [((), 2 * 2 + 6, 0), (("relu",), 3, 4), (("relu", "add"), 0, 7), (FUSIONS, 0, 7)]
 )
 def test_fusions_can_be_left_out(as_exported, fusions, sums, relus):
-    """Without any, three blocks have two ReLUs and a sum each, and the stem one ReLU."""
+    """Without fusions, each of three blocks has two ReLUs and a sum, and the stem has one ReLU."""
     model, images, graph = as_exported
     graph = fuse(graph, fusions)
     found = [node for node in graph.nodes.values() if isinstance(node, Sum)]
@@ -109,7 +109,7 @@ def test_fusions_can_be_left_out(as_exported, fusions, sums, relus):
 
 
 class Apart(nn.Module):
-    """Sums and ReLUs of values that exist in floating point only, or are read so only."""
+    """Sums and ReLUs of values that exist, or are read, in floating point only."""
 
     def __init__(self):
         super().__init__()
@@ -179,7 +179,7 @@ def test_a_window_that_is_not_the_whole_image_is_no_average_pool():
 
 
 class Deep(nn.Module):
-    """A block of ResNet-D: the shortcut is a mean over 2 x 2 pixels and a 1 x 1 convolution."""
+    """A ResNet-D block: its shortcut is a mean over 2 x 2 pixels, then a 1 x 1 convolution."""
 
     def __init__(self, ceil=True):
         super().__init__()

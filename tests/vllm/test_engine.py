@@ -1,6 +1,6 @@
-"""Whole engines of vLLM on a CPU with checkpoints of ours: their greedy tokens are those of Transformers with our layers.
+"""vLLM engines on a CPU with lowbit checkpoints: greedy tokens equal those of Transformers with lowbit layers.
 
-`make test-vllm` makes an environment with vLLM and runs these; elsewhere they are skipped.
+`make test-vllm` creates an environment with vLLM and runs these tests; without vLLM they are skipped.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ if __name__ == "__main__":
 
 
 def served(folder, prompts=PROMPTS, new=NEW, **options):
-    """Tokens of vLLM, of all prompts together; the first prompt alone has to give the same."""
-    settings = SETTINGS | {"VLLM_CACHE_ROOT": str(folder.parent.parent / "cache")}  # what vLLM finds of an architecture, once
+    """vLLM's tokens for all prompts in one batch. The first prompt alone must give the same tokens."""
+    settings = SETTINGS | {"VLLM_CACHE_ROOT": str(folder.parent.parent / "cache")}  # vLLM inspects an architecture once
     out = forked(ENGINE, folder, json.dumps(prompts), json.dumps(new), json.dumps(options), imported=("vllm",), **settings)
     *tokens, alone = json.loads(next(line for line in out.splitlines() if line.startswith("TOKENS"))[6:])
     assert alone == tokens[0]
@@ -72,7 +72,7 @@ def served(folder, prompts=PROMPTS, new=NEW, **options):
 
 
 def ours(folder, prompts=PROMPTS, new=NEW, **options):
-    """Tokens of Transformers' `generate` with our layers."""
+    """The tokens of Transformers' `generate` with lowbit layers."""
     return generated(load_causal(folder, device="cpu", dtype=torch.float32, **options), prompts, new)
 
 
@@ -131,7 +131,9 @@ def test_mixed_bits_act_order_and_a_tied_embedding(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_inputs_that_are_rotated(tmp_path, ranks):
-    """Of every layer: blocks of 64 channels, and down_proj's 192 of each of two ranks are three of them."""
+    """Every layer's input is rotated in blocks of 64 channels. With two ranks, each has three such blocks of down_proj (192
+    channels).
+    """
     quantize_checkpoint(plain(tmp_path / "model"), tmp_path / "own", "w4a16_g32", rotate_inputs=["*_proj"])
     assert served(tmp_path / "own", tensor_parallel_size=ranks) == ours(tmp_path / "own")
 
@@ -144,8 +146,9 @@ def test_two_ranks(tmp_path, tied):
 
 @pytest.mark.parametrize(("scheme", "mode"), [("w4a16_g32", 3), ("w8a8", 2), ("w6e3m2a16", 3)])
 def test_compiled_pieces_are_not_compiled_again(tmp_path, scheme, mode):
-    """vLLM traces the model once for all batches, as a whole (2) or in shards between attention, as on GPUs (3); in `served`
-    the engine fails if anything is compiled after that."""
+    """vLLM traces the model once for all batches, as a whole (mode 2) or split at attention as on GPUs (mode 3). The engine of
+    `served` fails if anything is compiled later.
+    """
     folder = packed(tmp_path / "model", dict.fromkeys(MIXED, scheme), tied=True, embedding="w8a16")
     assert served(folder, enforce_eager=False, compilation_config={"mode": mode}) == ours(folder)
 
@@ -165,7 +168,7 @@ def test_16_bit_weights_are_quantized_while_loading(tmp_path, ranks):
 
 
 def test_weights_of_a_shape_alone(tmp_path):
-    """What benchmarks load: config.json and no weights."""
+    """config.json without weights is enough for random weights, as benchmarks use them."""
     folder = plain(tmp_path / "model")
     (folder / "model.safetensors").unlink()
     stated = {"quant_method": "lowbit", "scheme": "w6e3m2a16"}
@@ -183,7 +186,7 @@ def test_other_tools_checkpoints_run_on_our_kernels(tmp_path, tool, scheme):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_adapter_of_every_layer(tmp_path, ranks):
-    """LoRA of rank 8 on quantized layers."""
+    """A LoRA adapter of rank 8 on every quantized layer."""
     folder, adapter = packed(tmp_path / "model", MIXED, tied=True, embedding="w8a16"), tmp_path / "adapter"
     tensors, expected = lora(adapter, folder), ours(folder)
     model = load_causal(folder, device="cpu", dtype=torch.float32)
@@ -197,7 +200,7 @@ def test_an_adapter_of_every_layer(tmp_path, ranks):
 
 
 def lora(path, folder):
-    """An adapter for every quantized linear layer of a folder, written as PEFT does; its tensors."""
+    """Writes a PEFT adapter for every quantized linear layer of a folder; returns its tensors."""
     stated = json.loads((folder / "config.json").read_text())["quantization_config"]["layers"]
     shapes = {name: entry["shape"] for name, entry in stated.items() if name.rpartition(".")[2] in MIXED}
     torch.manual_seed(3)
@@ -220,7 +223,7 @@ def lora(path, folder):
 
 
 def test_16_bit_weights_whose_rows_vllm_rearranges(tmp_path):
-    """Falcon's q, k and v lie by groups of heads in its files, one after the other in vLLM's layer."""
+    """Falcon's files have q, k and v interleaved by groups of heads; vLLM's layer has them one after the other."""
     torch.manual_seed(0)
     config = FalconConfig(
         vocab_size=160, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_kv_heads=2, alibi=False, bias=False,
@@ -253,7 +256,7 @@ EXPERTS = dict(
 
 
 def of_experts(model):
-    """The model with other random weights, by which its next token depends on all before."""
+    """Replaces the model's weights by larger random ones, so that the next token depends on all earlier tokens."""
     torch.manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -285,7 +288,7 @@ def qwen2_moe():
 
 @pytest.mark.parametrize("made", [mixtral, qwen2_moe])
 def test_experts_of_a_quantized_model_are_in_16_bits(made, tmp_path):
-    """Routers and experts have the names of the source, which vLLM's model knows."""
+    """Routers and experts stay in 16 bits and keep the source's tensor names, which vLLM's model expects."""
     saved(made(), tmp_path / "model")
     quantize_checkpoint(tmp_path / "model", tmp_path / "own", "w8a16", skip=["lm_head", "*.experts"])
     assert served(tmp_path / "own") == ours(tmp_path / "own")
@@ -336,7 +339,9 @@ def test_the_demos_model(tmp_path, scheme, embeddings):
     ],
 )
 def test_a_file_that_lacks_a_tensor_is_named(tmp_path, lacking, said):
-    """q, k and v are in 16 bits here: one weight and one bias of vLLM's layer."""
+    """q, k and v are in 16 bits here, so they form one weight and one bias of vLLM's layer. The error names the missing
+    tensor.
+    """
     folder = packed(
         tmp_path / "model", {end: scheme for end, scheme in MIXED.items() if end not in ("q_proj", "k_proj", "v_proj")}
     )
@@ -348,7 +353,7 @@ def test_a_file_that_lacks_a_tensor_is_named(tmp_path, lacking, said):
 
 
 def test_a_norm_that_the_files_lack_is_left_out_on_request(tmp_path):
-    """vLLM makes it of ones, which it is here."""
+    """vLLM initialises a missing norm with ones, which are its values here."""
     folder = packed(tmp_path / "model", MIXED)
     expected, tensors = ours(folder), load_file(folder / "model.safetensors")
     del tensors["model.layers.0.input_layernorm.weight"]
@@ -357,7 +362,7 @@ def test_a_norm_that_the_files_lack_is_left_out_on_request(tmp_path):
 
 
 def test_a_tensor_that_config_json_does_not_state_is_named(tmp_path):
-    """Columns in another order, of which nobody would be told."""
+    """config.json does not mention the layer's act-order, which would be ignored silently otherwise."""
     folder = packed(tmp_path / "model", MIXED, order=("o_proj",))
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]["layers"]["model.layers.1.self_attn.o_proj"]["order"]
@@ -369,7 +374,7 @@ def test_a_tensor_that_config_json_does_not_state_is_named(tmp_path):
 
 
 def test_a_draft_model(tmp_path):
-    """vLLM's names of its layers begin with "draft_model."."""
+    """In a draft model, vLLM's layer names begin with "draft_model."."""
     folder = packed(tmp_path / "model", MIXED)
     draft = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
     assert served(folder, speculative_config=draft) == ours(folder)

@@ -1,4 +1,6 @@
-"""vLLM's engine on a GPU, compiled and with CUDA graphs, gives the probabilities and tokens of Transformers with our layers."""
+"""vLLM's engine on a GPU, compiled and with CUDA graphs, gives the probabilities and tokens of Transformers with lowbit
+layers.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ print("ANSWERS" + json.dumps([
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model of two layers with a KV head for four."""
+    """A checkpoint of two layers with one KV head for four q heads."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=1024, intermediate_size=2816, num_hidden_layers=2, num_attention_heads=8,
@@ -90,8 +92,8 @@ def test_logits_and_tokens_on_a_gpu(folder, tmp_path, scheme):
         count += len(known)
         step = logits[len(prompt) - 1 : -1]
         behind = step.max(-1).values - step.gather(1, ids[0, len(prompt) :, None])[:, 0]
-        # By what rounding to 16 bits moves logits, which a step of 8-bit activations that it flips multiplies, another token
-        # may be the largest; a random one is some 6 behind.
+        # Rounding to 16 bits moves logits, and more so if it flips codes of 8-bit activations. So another token may have the
+        # largest logit, by about that much; a random token is about 6 behind.
         moved = (logits - rounded).abs()
         said = f"{len(prompt)} tokens: {behind.tolist()}, rounding moves logits by {moved.mean():.3f}, up to {moved.max():.3f}"
         assert behind.max() < 2 * moved.max() < 5 and behind.mean() < moved.mean(), said

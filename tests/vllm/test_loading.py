@@ -1,4 +1,4 @@
-"""What the plug-in makes of a layer's tensors as vLLM hands them out, for every rank; none of this needs vLLM."""
+"""The plug-in's loading of a layer's tensors in the form vLLM passes them, for every rank. None of this needs vLLM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def weight(n, seed=0, k=K):
 
 
 def packed(name, n, scheme, seed=0, k=K, channels=False, rotated=0):
-    """`rotated`: channels of a block in which its input is rotated at run time."""
+    """(PackedMatrix, tensor) of a random weight in `scheme`. `rotated` is the block size of the input's rotation at run time, 0
+    for none.
+    """
     w = weight(n, seed, k)
     q = rtn(rotate_blocks(w, rotated) if rotated else w, scheme).with_input(hadamard=rotated)
     q = with_channels(q) if channels else q
@@ -37,7 +39,7 @@ def packed(name, n, scheme, seed=0, k=K, channels=False, rotated=0):
 
 
 def loaded(cut, matrices, k=K):
-    """A layer of these matrices, [(matrix, what it is, of which output)], its tensors in any order."""
+    """The product of a layer made of `matrices`, [(PackedMatrix, weight, output)]. The tensors are loaded in random order."""
     loading = LayerLoader([matrix for matrix, _, _ in matrices], cut, k, torch.float32, DEVICE, Product)
     come = [(suffix, tensor, of) for _, q, of in matrices for suffix, tensor in tensors_of(q).items()]
     random.Random(0).shuffle(come)
@@ -57,7 +59,7 @@ def dense(q):
 
 
 def product_of(q, x):
-    """x times the whole matrix on one rank; x in 8 bits where its scheme says so."""
+    """x times the whole matrix, as on one rank, with 8-bit activations if the scheme has them."""
     is_8_bits = isinstance(q, QuantTensor) and q.scheme.activation is not None
     return QuantLinear.from_quant_tensor(q)(x) if is_8_bits else x @ dense(q).T
 
@@ -81,7 +83,7 @@ def close(y, expected):
     ],
 )
 def test_q_k_and_v_on_every_rank(names, ranks):
-    """24 heads of 8, 3 of keys and values: 8 ranks hold the same heads of keys by twos and threes.. where they can."""
+    """24 q heads of size 8. There are 8 kv heads for 1, 2, 4 or 8 ranks, otherwise 3, and ranks may share kv heads."""
     kv = 8 if ranks in (1, 2, 4, 8) else 3
     sizes, x, bias = (192, 8 * kv, 8 * kv), weight(5, 9), torch.randn(192 + 16 * kv)
     held = []
@@ -92,7 +94,7 @@ def test_q_k_and_v_on_every_rank(names, ranks):
     own = [192 // ranks, max(8, 8 * kv // ranks), max(8, 8 * kv // ranks)]
     for rank in range(ranks):
         product = loaded(ShardSpec(tuple(own), sizes, rank, ranks), held)
-        if not any("_b" in name for name in names):  # blocks of the one may end within those of the next
+        if not any("_b" in name for name in names):  # blocks of adjacent matrices may overlap
             assert len(product.factors) == 1 + sum(one != other for one, other in pairwise(names))
         rows = [slice(rank * part, (rank + 1) * part) for part in own]
         expected = torch.cat([product_of(q, x)[:, r] for (_, q, _), r in zip(held, rows, strict=True)], dim=1)
@@ -115,7 +117,7 @@ def test_more_ranks_than_heads_of_keys(ranks, kv):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("sizes", [(64, 32, 32), (96, 96)], ids=["qkv", "gate and up"])
 def test_matrices_that_are_one_on_disk(sizes, ranks):
-    """Phi-3's qkv_proj and gate_up_proj: vLLM loads them whole and says of no output."""
+    """Phi-3's qkv_proj and gate_up_proj are single matrices on disk: vLLM loads them whole, without naming an output."""
     matrix, q = packed("qkv_proj", sum(sizes), "w4a16_g32")
     x, own = weight(3, 9), tuple(size // ranks for size in sizes)
     for rank in range(ranks):
@@ -126,7 +128,7 @@ def test_matrices_that_are_one_on_disk(sizes, ranks):
 
 
 def test_several_outputs_in_one_of_two_matrices():
-    """Of outputs q, k, v and z the first three are one matrix on disk; vLLM says (0, 1, 2) and 3."""
+    """Of the outputs q, k, v and z, the first three are one matrix on disk; vLLM passes the outputs (0, 1, 2) and 3."""
     first, second = packed("in_proj_qkv", 96, "w4a16_g32"), packed("in_proj_z", 64, "w4a16_g32", 1)
     product = loaded(ShardSpec((16, 16, 16, 32), (32, 32, 32, 64), 1, 2), [(*first, (0, 1, 2)), (*second, 3)])
     x = weight(3, 9)
@@ -135,7 +137,7 @@ def test_several_outputs_in_one_of_two_matrices():
 
 
 def sum_of_ranks(x, matrix, q, ranks):
-    """What the ranks make of their channels of x [5, K], added up: [5, 48]."""
+    """The sum [5, 48] of the ranks' products, each with its own channels of x [5, K]."""
     total = torch.zeros(5, 48)
     for rank in range(ranks):
         product = loaded(ShardSpec((48,), (48,), rank, ranks, ranks_along_k=ranks), [(matrix, q, None)])
@@ -157,7 +159,7 @@ def test_parts_of_input_channels_add_up(name, ranks, channels):
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("name", ["w4a16_g64", "w4a16_g128", "w3a16_g32_z", "w8a8", "w6e3m2a16"])
 def test_parts_of_rotated_input_channels_add_up(name, block, ranks):
-    """256 channels: each of four ranks has one block of 64."""
+    """With 256 channels, each of four ranks has one block of 64."""
     matrix, q = packed("down_proj", 48, name, rotated=block)
     x = weight(5, 9)
     total = sum_of_ranks(x, matrix, q, ranks)
@@ -170,7 +172,7 @@ def test_parts_of_rotated_input_channels_add_up(name, block, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_rotated_inputs_of_q_k_and_v(ranks):
-    """One product where all rotate alike, else one for each way."""
+    """If all rotations are equal, the layer is one product; otherwise it has one product per rotation."""
     sizes, x = (64, 32, 32), weight(5, 9)
     for blocks, products in (((64, 64, 64), 1), ((64, 64, 0), 2), ((64, 16, 64), 3)):
         held = [
@@ -187,7 +189,7 @@ def test_rotated_inputs_of_q_k_and_v(ranks):
 
 @pytest.mark.parametrize(("block", "ranks", "order"), [(64, 8, False), (256, 2, False), (64, 2, True)])
 def test_blocks_of_rotated_channels_are_not_cut(block, ranks, order):
-    """A rank's channels would be rotated among themselves, and the sum of all be wrong."""
+    """Splits within a rotated block are refused: a rank can rotate only its own channels, so the sum would be wrong."""
     matrix, q = packed("down_proj", 48, "w4a16_g16", rotated=block)
     if order:
         q = with_channels(q, pre_quant_scale=None)
@@ -198,7 +200,7 @@ def test_blocks_of_rotated_channels_are_not_cut(block, ranks, order):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_vocabulary_is_filled_up(ranks):
-    """150 tokens, filled up to 192 on all ranks together."""
+    """A vocabulary of 150 tokens is padded to 192 over all ranks."""
     matrix, q = packed("lm_head", 150, "w8a16")
     x, part, y = weight(3, 9), 192 // ranks, []
     for rank in range(ranks):
@@ -264,7 +266,7 @@ def test_what_does_not_fit_is_named():
 
 
 def test_outputs_that_are_not_known_are_refused():
-    """MiniMax-M3's layer has q, k, v and two of an indexer."""
+    """MiniMax-M3's layer has five outputs, q, k, v and two of an indexer, and is refused."""
     matrices = [packed(f"layers.0.{of}", 64, "w4a16_g64")[0] for of in ("q", "k", "v", "index_q", "index_k")]
     with pytest.raises(CheckpointError, match="layers.0.q: vLLM's layer has 5 outputs, lowbit supports 3; .* in 16 bits"):
         LayerLoader(matrices, ShardSpec((64,) * 5, (64,) * 3), K, torch.float32, DEVICE, Product)
@@ -294,7 +296,9 @@ def test_a_checkpoint_of_ours_says_what_is_quantized():
 
 
 def test_what_the_files_have_as_one_matrix_is_one():
-    """GLM-4's gate_up_proj, whatever vLLM's model states; StableLM's states nothing, and its files have two."""
+    """The files decide whether a layer is one matrix. GLM-4's gate_up_proj is one although vLLM's model lists two; StableLM's
+    files have two although its model lists none.
+    """
     entry, stated = LayerEntry((160, 64), parse_scheme("w8a16")), {"gate_up_proj": ["gate_proj", "up_proj"]}
     for held, of_model in (("gate_up_proj",), stated), (("gate_proj", "up_proj"), {}), (("gate_proj", "up_proj"), stated):
         layers = {f"model.layers.0.mlp.{name}": entry for name in held}
@@ -349,7 +353,9 @@ def test_16_bits_with_a_scheme():
 
 
 def test_modules_that_stay_in_16_bits_have_the_names_of_vllms_model_too():
-    """Qwen2-VL's config.json says model.language_model, vLLM's model language_model.model."""
+    """Names of layers left in 16 bits are translated: Qwen2-VL's config.json has model.language_model, vLLM's model
+    language_model.model.
+    """
     source = SixteenBits(parse_scheme("w8a16"), ("model.language_model.layers.0.mlp.down_proj", "*.o_proj"))
     moved = source.renamed(
         lambda names: {name: name.replace("model.language_model.", "language_model.model.") for name in names}
@@ -382,7 +388,7 @@ def test_other_versions_are_refused_in_one_line(version):
 
 
 def test_the_entry_point_imports_nothing_where_there_is_no_vllm():
-    """pyproject.toml names it, vLLM calls it in every process, some twice."""
+    """vLLM calls the entry point of pyproject.toml in every process, sometimes twice. Without vLLM it imports nothing."""
     code = """
 import importlib.abc, sys
 class Hidden(importlib.abc.MetaPathFinder):

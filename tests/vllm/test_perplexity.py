@@ -1,4 +1,4 @@
-"""vLLM's engine on a CPU gives the demo's model, quantized, the perplexity that `lowbit eval` gives it."""
+"""vLLM's engine on a CPU and `lowbit eval` measure the same perplexity of the quantized demo model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if __name__ == "__main__":
 
 
 def served(folder, texts, dtype):
-    """vLLM's perplexity of texts of token ids, of which each is predicted but the first token."""
+    """vLLM's perplexity over token-id texts; the first token of each text is not predicted."""
     settings = SETTINGS | {"VLLM_CACHE_ROOT": str(folder.parent / "cache")}
     out = forked(ENGINE, folder, json.dumps(texts), dtype, imported=("vllm",), **settings)
     known = json.loads(next(line for line in out.splitlines() if line.startswith("LOGPROBS"))[8:])
@@ -44,7 +44,7 @@ def served(folder, texts, dtype):
 
 @pytest.mark.model
 def test_perplexity_of_the_demos_model(tmp_path):
-    """Of two windows of the text that `lowbit eval` measures on."""
+    """Compares the perplexities of two windows of the text of `lowbit eval`."""
     try:
         source = demo.download_model(print)
     except demo.DemoError as error:

@@ -1,4 +1,4 @@
-"""Layers of several matrices as a GPU multiplies them, and the kernels that are compiled before."""
+"""Products of layers with several matrices as on a GPU, and the kernels compiled ahead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def weight(n, seed=0):
 
 
 def layer(schemes, device="cpu", dtype=torch.float32):
-    """Matrices of 64 rows in these schemes, "" in 16 bits, and what they are in one."""
+    """(Product of matrices of 64 rows, their dense concatenation). Each has one of `schemes`; "" means 16 bits."""
     held = [rtn(weight(64, i), name) if name else weight(64, i).to(dtype) for i, name in enumerate(schemes)]
     product = Product([Shard(each.to(device)) for each in held])
     dense = [each.dequantize() if isinstance(each, QuantTensor) else each.float() for each in held]
@@ -49,7 +49,7 @@ def test_neighbours_that_fit_together_are_one_product(schemes, products):
 
 @pytest.mark.parametrize("schemes", [("w4a16_g64",), ("w4a16_g64", "w8a16"), ("w8a8",), ("w6e3m2a16", "")])
 def test_traced_once_for_all_batches(schemes):
-    """Few tokens and many take other ways through torch's products on a CPU: one trace has to hold both."""
+    """On a CPU, few and many tokens take different paths through torch's GEMMs; one trace must contain both."""
     product, _ = layer(schemes, dtype=torch.bfloat16)
     product.prepare("layer", torch.bfloat16)
     count = [0]
@@ -86,7 +86,9 @@ def test_a_cpu_has_nothing_to_compile():
 
 
 def test_layers_of_one_scheme_may_have_kernels_of_their_own():
-    """Codes are multiplied as subnormal numbers but where a row has groups much smaller than others (pack/weight.py)."""
+    """Layers of one scheme may take different kernels: codes are subnormal unless a row has groups of much smaller scales
+    (pack/weight.py).
+    """
     plain, uneven = weight(64).bfloat16(), weight(64).bfloat16()
     uneven[:, :64] *= 2.0**-10
     layers = [QuantLinear.from_quant_tensor(rtn(each, "w4a16_g64")) for each in (plain, 2 * plain, uneven)]

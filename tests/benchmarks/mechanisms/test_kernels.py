@@ -1,4 +1,4 @@
-"""The bench's plain Triton kernels: in Triton's interpreter, compiled for sm_90, and rows of every part on a GPU."""
+"""The benchmark's plain Triton kernels: in Triton's interpreter, compiled for sm_90, and rows of every part on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.mechanisms.layouts import BLOCKS, TILE, arranged, sum_channels
 
 
 def check_weights_written_out() -> None:
-    """int4 in groups, to the last bit of fp16."""
+    """Checks dequantization of int4 with groups, bit-equal in fp16."""
     q = rtn(torch.randn(16, 512, generator=torch.Generator().manual_seed(1)), "w4a16_g128")
     two = TwoKernels(q)
     w = torch.full((16, 512), float("nan"), dtype=torch.float16)
@@ -26,7 +26,7 @@ def check_weights_written_out() -> None:
 
 
 def check_sums_of_channels() -> None:
-    """Of every layout, over a last tile that is not full."""
+    """Checks sums over channels for every layout, with a partial last tile."""
     images, channels, pixels = 2, 128, 100
     codes = torch.randint(0, 16, (images, channels, pixels), dtype=torch.uint8)
     wanted = codes.view(images, channels // TILE, TILE, pixels).sum(2, dtype=torch.int32)
@@ -57,7 +57,7 @@ def test_channels_are_read_as_wide_as_they_lie(block):
 
 @pytest.mark.gpu
 def test_rows_on_a_gpu(monkeypatch):
-    """One of each kind: figures, and an error within what its rows allow."""
+    """One row of each kind has figures, and its error is within the row's bound."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the bench measures sm_90")
     from benchmarks.mechanisms import fused, loops, products, sums

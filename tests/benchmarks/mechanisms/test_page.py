@@ -1,4 +1,4 @@
-"""The tables of docs/internals/mechanisms.md are figures of the kept result files."""
+"""Every number in the tables of docs/internals/mechanisms.md is in the kept result files."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ RESULTS = ROOT / "benchmarks" / "results" / "h200"
 OF_LINES = {
     "int4 in groups of 128": "w4a16_g128", "int4, scales of channels": "w4a16_pc", "int8, scales of channels": "w8a16"
 }  # fmt: skip
-"""Cases of the part that times TensorRT-LLM's lines by what the page calls them."""
+"""The page's names of the cases that time TensorRT-LLM's interleaved lines."""
 
 
 def rows_of_runs():
-    """The rows of all kept files."""
+    """The rows of all kept result files."""
     files = sorted(RESULTS.glob("*-mechanisms*.json"))
     return [row for file in files for row in load(file)["rows"]]
 
 
 def tables(text):
-    """Rows of cells of every table, its head first, by the heading above it."""
+    """{heading: tables below it}; a table is a list of rows of cells, the header first."""
     found, heading, open_table = {}, "", False
     for line in text.splitlines():
         if line.startswith("## "):
@@ -37,7 +37,7 @@ def tables(text):
 
 
 def rows_of(line, head, rows):
-    """The measured rows that a line of a table may speak of: those of the type, the format and the M that it names."""
+    """The measured rows to which a table line may refer: those with the dtype, the format and the M that it names."""
     named, m = line[0].split(), line[head.index("M")] if "M" in head else None
     if line[0] in OF_LINES:
         rows = [row for row in rows if row["part"] == "lines" and row["case"] == OF_LINES[line[0]]]
@@ -52,13 +52,13 @@ def rows_of(line, head, rows):
 
 
 def figures_of(rows):
-    """Every time and figure of the rows."""
+    """All times and other figures of the rows."""
     for row in rows:
         yield from (value for value in (row["us"], *row["figures"].values()) if value is not None)
 
 
 def unknown(cells, values):
-    """Numbers of table cells that are none of the values, rounded as they are."""
+    """The numbers in table cells that equal none of the values, when these are rounded to as many digits."""
     found = []
     for cell in cells:
         if re.fullmatch(r"\d+(\.\d+)?", cell):

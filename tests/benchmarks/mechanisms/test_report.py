@@ -1,4 +1,6 @@
-"""`python -m benchmarks mechanisms` without a GPU: help, refusals, tables of a file, the profiler's table, kept rows."""
+"""`python -m benchmarks mechanisms` without a GPU: help, refusals, tables of a result file, the profiler's table, rows kept
+after an interruption.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def test_tables_say_times_ratios_figures_and_errors(tmp_path):
 
 
 def test_kept_results_fit_a_terminal():
-    """No figure is cut."""
+    """No figure is truncated."""
     files = sorted((Path(__file__).parents[3] / "benchmarks/results/h200").glob("*-mechanisms*.json"))
     texts = [text_of(tables(load(file))) for file in files]
     assert "two kernels" in texts[1] and "TensorRT-LLM" in texts[0] and not any("…" in text for text in texts)
@@ -95,7 +97,7 @@ def test_damaged_files_are_refused(tmp_path, change, said):
 
 
 def test_the_command(tmp_path, monkeypatch):
-    """Help teaches, a file is printed, and without a GPU of sm_90 one line says what to do."""
+    """The help names options and example, --report prints a file, and without an sm_90 GPU one line says what to do."""
     run = CliRunner().invoke
     shown = " ".join(run(app, ["mechanisms", "--help"], env={"COLUMNS": "200"}).output.split())
     assert all(said in shown for said in ("--parts", "--report", "Example", "docs/internals/mechanisms.md", "H100 or H200"))
@@ -142,7 +144,7 @@ def test_a_profiler_that_does_not_end_is_ended_with_what_it_started(tmp_path, mo
     number = tmp_path / "pid"
     with pytest.raises(subprocess.TimeoutExpired):
         counters._ended(["sh", "-c", f"sleep 60 & echo $! > {number}; wait"])
-    for _ in range(100):  # a killed process has to be reaped by whoever inherits it
+    for _ in range(100):  # a killed process is reaped by its new parent
         status = Path("/proc", number.read_text().strip(), "stat")
         if not status.exists() or ") Z " in status.read_text():
             break
@@ -153,7 +155,7 @@ def test_a_profiler_that_does_not_end_is_ended_with_what_it_started(tmp_path, mo
 
 
 def test_every_row_is_written_as_it_comes(tmp_path, monkeypatch):
-    """What fails carries its reason, and Ctrl-C keeps the rows that were measured."""
+    """Rows are written as they are measured: a failed one has its reason, and Ctrl-C keeps the earlier ones."""
     pytest.importorskip("triton.experimental.gluon", reason="the kernels are Triton's")
     from benchmarks.limits import Ceilings
     from benchmarks.mechanisms import run

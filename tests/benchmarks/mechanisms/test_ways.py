@@ -1,4 +1,6 @@
-"""Conversions that the library does not use: each means what its format means, and goes into the library's own kernels."""
+"""Alternative conversions that the library does not use: each gives its format's values and compiles in the library's
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ NAMES = [f"{fmt}-{dtype}-{way.name}" for fmt, dtype, way in EVERY]
 
 @pytest.mark.parametrize(("fmt", "dtype", "way"), EVERY, ids=NAMES)
 def test_halves_are_the_values_of_the_codes(fmt, dtype, way):
-    """Every code, in every place of a tile: packed, converted in NumPy, times the factor, equal to the format's value."""
+    """Every code at every position of a tile is packed, converted in NumPy and multiplied by the factor. The result is the
+    format's value.
+    """
     number = number_format(fmt)
     codes = torch.randint(0, 1 << number.bits, (16, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     codes[0, : 1 << number.bits] = torch.arange(min(64, 1 << number.bits)).to(torch.uint8)
@@ -51,7 +55,9 @@ def test_ptx_names_its_operands(fmt, dtype, way):
 
 
 def test_instructions_are_those_that_the_sources_count():
-    """FP6-LLM's cast of four codes is 2 AND, 1 shift and 1 OR beside putting them together; own conversions beat it."""
+    """FP6-LLM's cast of four codes takes 2 ANDs, 1 shift and 1 OR, besides assembling the codes. The library's conversion takes
+    fewer instructions.
+    """
     per_weight = {way.name: way.conversion.integer_per_weight for way in ways("fp6_e3m2", "fp16")}
     assert per_weight["own"] == 1.25 < per_weight["4+2"] == 2.3125 < per_weight["rebuilt"]
 
@@ -65,7 +71,7 @@ def loop_of(kernel) -> list[str]:
 
 
 def test_loops_hold_the_conversion_and_nothing_else():
-    """No memory in the loop but stores that never happen, casts only where they are asked for, nothing spilled."""
+    """The measured loop has no memory access except stores that never execute, casts only if requested, and no spills."""
     kernels = []
     for fmt, dtype, way in EVERY:
         config = DecodeLoop(Decoding(fmt, dtype, 0, "none", "fp16", by=way.conversion), 16, dtype == "bf16")
@@ -102,7 +108,7 @@ def test_steps_multiply_as_often(kind, tokens):
 
 @pytest.mark.parametrize("group", STEP_GROUPS)
 def test_operands_of_steps_are_the_fragments_of_a_product(group):
-    """Emulated: what the instruction multiplies of lanes' registers gives the sums that are expected."""
+    """The emulated instruction on the lanes' registers gives the expected sums."""
     step = KBlock("int4", "fp16", 16, group, "none", "fp16")
     lanes, expected = step_operands(step)
     words, x, scale = lanes.split([step.words, step.token_words, step.scale_words])
@@ -131,14 +137,14 @@ def test_operands_of_steps_are_the_fragments_of_a_product(group):
 @pytest.mark.parametrize(("scheme", "dtype"), CONVERTED)
 @pytest.mark.parametrize("m", [1, 64, "mma.sync"])
 def test_products_by_another_conversion_compile(scheme, dtype, m):
-    """For sm_90, none spills in its loop; weights have as many words as ever."""
+    """Kernels with another conversion compile for sm_90 without spills in the loop, and packed weights keep their size."""
     fmt = parse_scheme(scheme).weight
     machine, tile = typical_machine(90), MMA if m == "mma.sync" else None
     shape = GemmShape(TOKENS[-1] if tile else m, 8192, 8192, fmt.bits)
     form = WeightForm(fmt.name, 0, "none", "fp16")
     others = ways(fmt.name, dtype)[1:]
-    # Decoding is the same code in each kernel, and has the fewest registers with 64 tokens, where four warpgroups share an SM:
-    # every way there, one in the others.
+    # Conversion is the same code in each kernel. It has the fewest registers with 64 tokens, where four warpgroups share an SM,
+    # so every conversion runs there and one in the other kernels.
     for way in others if m == 64 else others[:1] if m == 1 else others[-1:]:
         plan = plan_for(tile or choose(shape, machine), shape, form, TORCH[dtype], False, machine)
         decode_by(plan, way.conversion)

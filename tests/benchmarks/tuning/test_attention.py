@@ -1,4 +1,4 @@
-"""The run over tiles of attention: what it would time, and one row of it on a GPU."""
+"""The measurement of attention tiles: which tiles it would time, and one row on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search of tiles for a whole step: what it would try, that operators take what they are given, and one run on a GPU."""
+"""The search for a decode step's tiles: its candidates, that operators launch the given tiles, and one run on a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ H200 = typical_machine(90)
 
 @pytest.mark.parametrize("rows", [1, 16])
 def test_every_product_and_attention_is_tried(rows):
-    """Up to eight rows tiles of the chain, alone on an SM and not; beyond, those of the products as they are."""
+    """Up to eight rows, it tries the chained kernels' tiles, with one block per SM and with several. For more rows, it tries
+    the tiles of the plain GEMMs.
+    """
     program = program_of(packed(eager_llama(torch.float16), "w4a16_g32"))
     parts = {part.name: part for part in parts_of(program, rows, 128, H200, 6)}
     head = {"head"} if rows == 1 else set()

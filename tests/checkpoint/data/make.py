@@ -5,8 +5,8 @@
     python make.py TOOL --read FOLDER...     with TOOL one of auto-round, autoawq, gptqmodel, llmcompressor
 
 Each run writes one folder per variant: what the tool wrote, and `expected.json` with the SHA-256 of every layer's
-weights [N, K] as the tool itself dequantizes them, in float32. With --read, that of folders which lowbit wrote, as JSON in the
-last line.
+weights [N, K] as the tool itself dequantizes them, in float32. With --read, prints the hashes of folders that lowbit wrote, as
+JSON in the last line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def sha(weight):
 
 
 def finish(folder, expected):
-    """Keeps the files that the tests read."""
+    """Removes all files but those that the tests read, and writes `expected.json`."""
     config = folder / "config.json"
     if config.exists():  # a temporary path of the run says nothing
         config.write_text(re.sub(r',?\s*"offload_to_disk_path": "[^"]*"', "", config.read_text()))
@@ -81,7 +81,7 @@ def auto_round(source, out):
 
 
 def auto_round_folder(source, folder, layout, bits, sym, exceptions=None):
-    """One folder, and its weights as auto-round's own layers compute them."""
+    """Quantizes `source` into one folder; the expected weights are those that auto-round's layers compute."""
     from auto_round import AutoRound
 
     work = folder.with_suffix(".work")
@@ -101,7 +101,7 @@ def auto_round_folder(source, folder, layout, bits, sym, exceptions=None):
 
 
 def auto_round_weight(t, layout, bits, group):
-    """A layer's weights [N, K] as the reader that auto-round chooses for a `packing_format` on a CPU computes them."""
+    """A layer's weights [N, K] as computed by the reader that auto-round chooses on a CPU for a `packing_format`."""
     from auto_round.export.export_to_awq.utils import dequantize_gemm
     from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
 
@@ -115,7 +115,7 @@ def auto_round_weight(t, layout, bits, group):
 
 
 def auto_round_read(folder):
-    """By the layers that it loads GPTQ files (of both versions) and AWQ files with."""
+    """Weights computed by the layers with which auto-round loads GPTQ files (of both versions) and AWQ files."""
     stated = json.loads((folder / "config.json").read_text())["quantization_config"]
     layout = "auto_round" if stated.get("checkpoint_format") == "gptq_v2" else "auto_gptq"
     layout = "auto_awq" if stated["quant_method"] == "awq" else layout
@@ -127,7 +127,7 @@ def auto_round_read(folder):
 
 
 def autoawq(source, out):
-    """Of a model whose layers all have a multiple of 64 channels; AutoAWQ 0.2.9 works with Transformers up to 4.51."""
+    """The model's layers must all have a multiple of 64 channels; AutoAWQ 0.2.9 works with Transformers up to 4.51."""
     from awq import AutoAWQForCausalLM
     from transformers import PreTrainedTokenizerFast
 
@@ -149,7 +149,9 @@ def autoawq_read(folder):
 
 
 def gptqmodel_read(folder):
-    """GPTQ files by loading them, AWQ files by what its AWQ layer calls, which multiplies in half precision otherwise."""
+    """Weights of GPTQ files from loaded layers; of AWQ files from the function that its AWQ layer calls, as the layer
+    multiplies in half precision.
+    """
     from gptqmodel import BACKEND, GPTQModel
     from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
 
@@ -250,7 +252,9 @@ def llmcompressor_read(folder):
 
 
 def decompressed(module):
-    """Weights of a layer as compressed-tensors decompresses it, scales in float32 where they are numbers."""
+    """Weights of a layer as compressed-tensors decompresses them, with scales converted to float32 if they are stored as
+    numbers.
+    """
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization.lifecycle.forward import dequantize
@@ -389,7 +393,9 @@ def modelopt(source, out):
 
 
 def tensorrt_llm(out):
-    """A random Llama through ModelOpt's AWQ into TensorRT-LLM's checkpoint, and what its own simulation says for a text."""
+    """Quantizes a random Llama with ModelOpt's AWQ, exports TensorRT-LLM's checkpoint, and stores the logits of ModelOpt's
+    simulation for a text.
+    """
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_tensorrt_llm_checkpoint
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -414,7 +420,7 @@ def tensorrt_llm(out):
 
 
 def gguf(out):
-    """Random blocks of every type that is read, and what the package says they are."""
+    """Random blocks of every type that lowbit reads, and their values as the package gguf decodes them."""
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import dequantize, quantize
@@ -453,11 +459,11 @@ READERS = {
     "auto-round": auto_round_read, "autoawq": autoawq_read, "gptqmodel": gptqmodel_read, "llmcompressor": llmcompressor_read,
 }  # fmt: skip
 BARE = {"tensorrt-llm": tensorrt_llm, "gguf": gguf}
-"""Those that take no model."""
+"""Tools that take no model."""
 
 
 def read_back(tool, folder):
-    """The hashes of a folder's layers, or what the tool says against it."""
+    """The hashes of a folder's layers, or the tool's error."""
     try:
         return READERS[tool](folder)
     except ValueError as error:

@@ -1,4 +1,6 @@
-"""The choice of a convolution's kernel and tile: without Triton, with reasons and costs, the measured ones for ResNets."""
+"""The choice of a convolution's kernel and tile: it needs no Triton, gives reasons and costs, and picks the tiles measured for
+ResNets.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ H200, A100 = typical_machine(90), typical_machine(80)
 
 
 def conv(channels, outputs, kernel=1, stride=1, x="u4", y=None, residual=False, second=None, w="s8"):
-    """`second`: channels and stride of a 1 x 1 product."""
+    """A ConvSpec; `second` gives the channels and the stride of a second, 1 x 1 product (a residual branch)."""
     y, pads = y or x, (kernel // 2, kernel // 2)
     product = None if second is None else ProductSpec(x, w, second[0], (1, 1), (second[1], second[1]), (0, 0))
     window = (kernel, kernel), (stride, stride), pads
@@ -68,8 +70,10 @@ MEASURED = """
 128 256 1 2 28 -      JJN LLO    256 256 3 1 14 128/2  JJN LLO    256 256 3 1 14 +      JJN LLO    256 512 3 2 14 -      JJN LLO
 256 512 1 2 14 -      JJN LLO    512 512 3 1 7 256/2   JJN LLO    512 512 3 1 7 +       JJN LLO
 """
-"""Channels, outputs, window, stride, size, what is added (a residual, or a product's channels and stride); the tiles of batches
-1, 16 and 128 in u4 and in s8. All layers of ResNet-18 and ResNet-50, as measured on an H200 (2026-11-21)."""
+"""Columns: channels, outputs, window, stride, size, and what is added: "+" a residual, "C/S" a second product of C channels
+with stride S. Then the keys of the fastest tiles for batches 1, 16 and 128, in u4 and in s8. All layers of ResNet-18 and
+ResNet-50, measured on an H200 (2026-11-21).
+"""
 
 
 def rows():

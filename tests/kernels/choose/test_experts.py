@@ -27,7 +27,7 @@ MODELS = {
     "Qwen3-30B-A3B": (128, 8, 2048, 768), "Mixtral-8x7B": (8, 2, 4096, 14336), "gpt-oss-20b": (32, 4, 2880, 2880),
     "OLMoE-1B-7B": (64, 8, 2048, 1024),
 }  # fmt: skip
-"""Experts, experts of a token, hidden size, size of an expert."""
+"""(experts, experts per token, hidden size, size of an expert)."""
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_expected_tiles_are_those_of_random_choices(tokens, top_k, count, rows):
     mean, deviation = tiles_expected(tokens, top_k, count, rows)
     found, hit = torch.tensor(found).double(), torch.tensor(hit).double()
     assert abs(found.mean() - mean) <= 0.02 * mean and abs(hit.mean() - experts_hit(tokens, top_k, count)) <= 0.02 * mean
-    # Experts share the slots, so their numbers of tiles vary less than if each were drawn by itself.
+    # The experts share a fixed number of slots, so their tile counts vary less than independent draws.
     assert float(found.std()) <= deviation + 0.3
 
 
@@ -84,7 +84,7 @@ def test_batch_invariant_tiles_share_k_alike():
 
 
 def test_one_token_of_qwen3_is_one_wave():
-    """8 experts x 96 row blocks are 128 tasks of 6 for 132 SMs, and 8 x 128 are 128 tasks of 8."""
+    """8 experts x 96 row blocks make 128 tasks of 6 row blocks, and 8 x 128 make 128 tasks of 8: one wave on 132 SMs."""
     for n, k, row_blocks in ((1536, 2048, 6), (2048, 768, 8)):
         tile = choose(ExpertShape(1, 8, 128, n, k, 4, 8, n == 2048), H200)
         assert tile.tile_row_blocks == row_blocks

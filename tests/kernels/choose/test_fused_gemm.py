@@ -1,4 +1,4 @@
-"""Tiles of a step's products: as measured where a step was measured, whole waves elsewhere, never a refusal."""
+"""Tiles of the fused products of a decode step: measured tiles where there are any, full waves elsewhere, never a refusal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lowbit.kernels.choose.tiles import DENSE_BITS, RING_TOKENS, GemmShape, Ring
 H200 = typical_machine(90)
 ROLES = ["norm", "gated", "residual"]
 MODELS = {
-    # hidden, width of qkv, of the heads together, intermediate
+    # hidden size, width of qkv, width of all heads together, intermediate size
     "SmolLM2-135M": (576, 960, 576, 1536),
     "Qwen2.5-0.5B": (896, 1152, 896, 4864),
     "Llama-3-8B": (4096, 6144, 4096, 14336),
@@ -60,7 +60,9 @@ def test_every_shape_has_a_tile(role, m, n, k, bits, invariant):
 
 @pytest.mark.parametrize("sm_count", [16, 26, 60])
 def test_few_sms_have_a_tile_too(sm_count):
-    """A part of a GPU: what the wgmma kernel cannot add to h in one wave, the ring kernel does, in blocks of its tokens."""
+    """On a slice of a GPU the wgmma kernel cannot add every product to h in one wave. Then the small-M kernel is chosen, in
+    blocks of tokens.
+    """
     part = replace(H200, product="a part of an H200", sm_count=sm_count)
     for m in (16, 17, 32, 64):
         for role in ROLES:
@@ -89,8 +91,9 @@ def test_measured_tiles_are_chosen(row):
 @pytest.mark.parametrize("m", [1, 4, 8])
 @pytest.mark.parametrize("model", MODELS)
 def test_few_tokens_fill_whole_waves(model, m, bits):
-    """Of a wave, or of as many blocks as share an SM, at least 7 of 10 SMs of an H200 have work, where there is that much and
-    nothing was measured."""
+    """The SMs of an H200 are busy for at least 70 % of the time of the busiest SM. Measured tiles and products with fewer row
+    blocks than SMs are exempt.
+    """
     for role, n, k in products(model):
         shape = GemmShape(m, n, k, bits)
         tile = choose_chain(role, shape, H200)
@@ -117,7 +120,7 @@ def test_every_machine_has_room(machine):
 @settings(deadline=None, max_examples=60)
 @given(role=st.sampled_from(ROLES), m=st.integers(1, RING_TOKENS), n=st.integers(16, 40000), k=st.integers(8, 30000))
 def test_weights_of_16_bits_are_the_ring_kernels(role, m, n, k):
-    """A ring may have fewer slots than row blocks, never more than a block has memory for."""
+    """16-bit weights always take the small-M kernel. Its ring may have fewer slots than row blocks, and fits shared memory."""
     for row in chain_candidates(role, GemmShape(m, n, k, DENSE_BITS), H200):
         assert isinstance(row.tile, RingTile) and row.tile.tokens == (8 if m <= 8 else 16)
         assert row.tile.row_blocks * row.tile.rounds % row.tile.depth == 0

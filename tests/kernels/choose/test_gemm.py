@@ -1,4 +1,4 @@
-"""The choice of tile: legal everywhere, printable, and as measured where it was measured."""
+"""The choice of tile is feasible on every GPU, can be printed, and is the measured tile where one was measured."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_shape_has_a_tile_that_fits_without_wgmma(m, n, k, bits, machine):
 
 
 def test_many_tokens_come_near_dense_products():
-    """The ring kernel would take 5.7 ms on an A100, for what its tensor cores can do in 1.76."""
+    """On an A100 the small-M kernel would take 5.7 ms for a product that its tensor cores can do in 1.76 ms."""
     a100, shape = typical_machine(80), GemmShape(4096, 8192, 8192, 4)
     rows = candidates(shape, a100)
     ideal = 2 * shape.m * shape.n * shape.k / a100.peak_fp16 * 1e6
@@ -66,21 +66,23 @@ def test_many_tokens_come_near_dense_products():
 @pytest.mark.parametrize(
     ("m", "n", "k", "us"),
     [
-        # the best of the tiles measured on an H200, 2026-11-23, int4 groups of 128
+        # microseconds of the best tile measured on an H200, 2026-11-23, int4, groups of 128
         (64, 4096, 4096, 12.9), (128, 4096, 4096, 18.9), (256, 4096, 4096, 27.6), (512, 4096, 4096, 47.3),
         (1024, 4096, 4096, 83.4), (64, 8192, 8192, 29.7), (128, 8192, 8192, 48.3), (256, 8192, 8192, 85.0),
         (4096, 8192, 8192, 1350.6), (64, 28672, 4096, 45.6), (256, 28672, 4096, 167.9), (1024, 28672, 4096, 604.7),
     ],
 )  # fmt: skip
 def test_costs_of_mma_tiles_are_near_what_was_measured(m, n, k, us):
-    """Where they have no say, a GPU with wgmma."""
+    """Compared on an H200, although the choice there never depends on these costs (it has wgmma)."""
     rows = [mma_candidate(tile, shape, H200) for shape in [GemmShape(m, n, k, 4)] for tile in mma_tiles(shape, H200)]
     assert min(row.cost_us for row in rows if not row.reasons) == pytest.approx(us, rel=0.12)
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
 def test_time_does_not_fall_as_tokens_are_added(bits, monkeypatch):
-    """By the costs, in weights of known models: tokens can be filled up, so fewer never need to take longer."""
+    """By modelled cost, for weights of known models: padding is always possible, so fewer tokens must not cost more (3 %
+    slack).
+    """
     monkeypatch.setattr(module, "MEASURED", ())
     tokens = [1, 2, 5, 8, 9, 16, 17, 24, 32, 33, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512, 1024, 1500, 4096]
     for n, k in weights()[::3]:
@@ -99,7 +101,7 @@ def test_without_room_the_reasons_say_so():
 @pytest.mark.parametrize(
     ("m", "n", "k", "expected"),
     [
-        # best of the candidates measured on an H200, 2026-11-21, int4 groups of 128 (docs/log)
+        # the best candidates measured on an H200, 2026-11-21, int4, groups of 128 (docs/log)
         (1, 8192, 8192, "ring 64 rows x 8 tokens"),
         (1, 8192, 28672, "ring 64 rows x 8 tokens"),
         (16, 8192, 28672, "ring 128 rows x 16 tokens, 1 x 8 warps of 8 row blocks, ring of 8, K split 2"),
@@ -114,7 +116,7 @@ def test_measured_choices(m, n, k, expected):
 @pytest.mark.parametrize(
     ("n", "k", "m", "shared"),
     [
-        # where shares of the last wave were the fastest tile measured on an H200, 2026-11-23 (docs/log), and where not
+        # where stream-K was the fastest tile measured on an H200, 2026-11-23 (docs/log), and where it was not
         (5120, 13824, 256, True), (5120, 13824, 1024, True), (6144, 4096, 256, False), (6144, 4096, 1024, False),
         (4096, 14336, 256, False), (4096, 14336, 1024, False),
     ],

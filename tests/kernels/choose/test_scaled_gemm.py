@@ -1,4 +1,4 @@
-"""The choice of tile for 8-bit activations: what was measured to be best is what the model puts first."""
+"""The choice of tile for 8-bit activations: the cost model ranks the tile first that was measured to be the best."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ H200 = typical_machine(90)
 
 @pytest.mark.parametrize(
     ("scheme", "m", "k", "warpgroups", "columns", "splits"),
-    [  # N 8192, the fastest of 3 to 12 tiles tried on an H200, 2026-11-21
+    [  # N 8192, the fastest of 3 to 12 tiles measured on an H200, 2026-11-21
         ("w8a8", 1, 8192, 1, 8, 1),
         ("w8a8", 16, 28672, 1, 16, 1),
         ("w8a8", 64, 8192, 1, 64, 1),
@@ -51,7 +51,7 @@ def test_the_fastest_tile_comes_first(scheme, m, k, warpgroups, columns, splits)
 
 
 def test_fast_sums_are_those_of_fp8_by_fp8_alone():
-    """Nothing else has sums that stay in the tensor core and lose by it."""
+    """`fast_accum` matters for fp8 x fp8 only: other products lose no precision in the tensor core's sums."""
 
     def promoted(scheme, fast):
         return scaled_shape(parse_scheme(scheme), 256, 8192, 8192, fast_accum=fast).promoted
@@ -80,7 +80,7 @@ def test_candidates_fit_shared_memory():
 
 
 def test_pairs_meet_within_one_wave():
-    """Blocks of a pair have one tile, and do not meet through memory."""
+    """The two blocks of a pair share one tile. They reduce through the cluster, not through global memory."""
     shape = scaled_shape(parse_scheme("fp8_dynamic"), 256, 8192, 28672)
     tile = choose_scaled(shape, H200)
     assert tile.pair and "pair of blocks" in str(tile)

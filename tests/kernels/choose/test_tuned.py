@@ -1,4 +1,4 @@
-"""Tiles that were measured on the machine in hand come before modelled ones, and a file that is wrong changes nothing."""
+"""Tiles measured on this machine override modelled ones. A damaged or wrong file changes nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def measured(tile, m=64, kinds=KINDS):
 
 @pytest.mark.parametrize("machine", [H200, A100], ids=lambda machine: machine.product)
 def test_the_measured_tile_comes_first(file, machine):
-    """For as many tokens; for nothing else, and nothing that is batch-invariant."""
+    """The measured tile is used for the measured number of tokens only, and not for a batch-invariant product."""
     modelled = choose(SHAPE, machine)
     other = next(row.tile for row in candidates(SHAPE, machine)[1:] if not row.reasons and row.tile != modelled)
     here = replace(machine, tuned=write(file, {problem_of(SHAPE): [measured(other)]}))
@@ -61,7 +61,9 @@ def cost_of(tile, shape, machine):
 
 
 def test_fewer_tokens(file):
-    """Down to more than half as many, unless the model has the tile slower than others there; the nearest number counts."""
+    """A measured tile also serves fewer tokens, down to half of the measured number (exclusive), unless the cost model rates it
+    slower there. The nearest measured number wins.
+    """
     shape = GemmShape(512, 28672, 4096, 4)
     tiles = [row.tile for row in candidates(shape, H200) if not row.reasons][1:]
     fewer = replace(shape, m=400)
@@ -77,7 +79,9 @@ def test_fewer_tokens(file):
 
 
 def test_where_nothing_gained_the_model_decides(file):
-    """For fewer tokens too, where its choice for these would be a bad one."""
+    """If the measured tile was the modelled one, the model also chooses for fewer tokens, where that tile would be a bad
+    choice.
+    """
     shape = GemmShape(1024, 6144, 4096, 4)
     modelled = written(choose(shape, A100), KINDS)
     here = replace(A100, tuned=write(file, {problem_of(shape): [TunedRow(1024, modelled, 100.0, 100.0, "2026-11-23")]}))
@@ -152,8 +156,9 @@ TILES = (
 
 @pytest.mark.parametrize("text", TILES)
 def test_tiles_that_nobody_knows_are_left_aside(file, text):
-    """A ring of another number of fields is read as it was before they were added; others, and numbers that no tile has, not
-    at all."""
+    """A ring tile written before fields were added still loads. Texts of unknown tiles and of impossible numbers are
+    ignored.
+    """
     if text == "ring 8 3 2 1 8 1":
         assert read(text, KINDS) == RingTile(8, 3, 2, 1, 8, 1)
     else:

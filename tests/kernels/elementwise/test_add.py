@@ -1,4 +1,6 @@
-"""Sums of codes: the definition by hand, the machine code, and on a GPU every code equal to the definition's."""
+"""Sums of two tensors of codes: the definition on values by hand, the machine code, and on a GPU every code equal to the
+definition.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ CASES = [
 
 
 def made(x, other, y, relu):
-    """Steps of 0.3 and 0.5 to steps of 0.4."""
+    """A SumSpec: x with scale 0.3 plus `other` with scale 0.5, requantized to scale 0.4."""
     s, b, g = requantize(torch.tensor([0.3]), None, 1.0, 0.4, y, None if other is None else 0.5)
     return SumSpec(x, y, float(s), float(b), relu, other, g)
 
@@ -29,7 +31,7 @@ def made(x, other, y, relu):
 def test_sums_by_hand():
     x = torch.tensor([-128, -3, 0, 5, 7, 127]).reshape(1, 6, 1, 1)
     other = torch.tensor([1, 2, 0, 0, 15, 9]).reshape(1, 6, 1, 1)
-    values = [-37.9, 0.1, 0.0, 1.5, 9.6, 42.6]  # in steps of 0.4: -94.75, 0.25, 0, 3.75, 24, 106.5
+    values = [-37.9, 0.1, 0.0, 1.5, 9.6, 42.6]  # divided by the scale 0.4: -94.75, 0.25, 0, 3.75, 24, 106.5
     assert values[4] == pytest.approx(0.3 * 7 + 0.5 * 15)
     assert sum_reference(x, made("s8", "u4", "s8", False), other).flatten().tolist() == [-95, 0, 0, 4, 24, 106]
     assert sum_reference(x, made("s8", "u4", "s8", True), other).flatten().tolist() == [0, 0, 0, 4, 24, 106]

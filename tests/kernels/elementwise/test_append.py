@@ -1,4 +1,4 @@
-"""RoPE and append of prompt tokens: against float64, in Triton's interpreter without a GPU; its machine code."""
+"""RoPE and append of prompt tokens: results against float64, without a GPU in Triton's interpreter; machine code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES = {
 
 
 def check(shape, norms, dtype=torch.float16, device="cpu"):
-    """Tokens of three slots, some out of order, across page borders; pages and q are poisoned before."""
+    """Checks tokens of three slots, some out of order, across page boundaries. Pages and q hold NaN before."""
     generator = torch.Generator().manual_seed(0)
     slot_of = torch.tensor([0] * 5 + [2] * 3 + [1], dtype=torch.int32)
     position_of = torch.tensor([126, 127, 128, 129, 130, 2, 0, 1, 700], dtype=torch.int32)

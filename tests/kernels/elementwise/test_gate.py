@@ -1,4 +1,4 @@
-"""The kernel of gates: against float64, its arithmetic without a GPU too."""
+"""The kernel of activation functions and gates, against float64; without a GPU in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 def inputs(m, width, dtype, device="cpu"):
-    """Gates from where f is 0 or the gate itself to where it is half of it."""
+    """Gates from large (f(g) is 0 or g) to small (f(g) is g / 2)."""
     generator = torch.Generator().manual_seed(m * width)
     both = torch.randn(m, 2 * width, generator=generator) * torch.logspace(1.5, -4, m)[:, None]
     return both.to(device, dtype)
 
 
 def exact(gate, up, function):
-    """f in float64, then the roundings that are meant: torch's GELU in float32 loses digits where 1 + tanh cancels."""
+    """f in float64, then the intended roundings. (torch's float32 GELU loses digits where 1 + tanh cancels.)"""
     functions = {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh"), "relu": relu}
     made = functions[function](gate.double()).to(gate.dtype)
     return made if up is None else made * up
 
 
 def near(got, wanted):
-    """A last bit of float32 may turn a rounding of f, and that one the next; all but a few are equal, and those next to
-    nothing: of GELU far below zero, 1e-27, float32 has no digit left."""
+    """Asserts that values agree within two roundings and that at most 1 % differ by more than 1e-9. The last bit of float32 can
+    flip the rounding of f, and this the rounding of the product. GELU far below zero (1e-27) has no correct digit in float32.
+
+    """
     eps = torch.finfo(got.dtype).eps
     difference = (got.double() - wanted.double()).abs()
     assert bool((difference <= 2 * eps * wanted.double().abs() + 1e-6).all()), float(difference.max())
@@ -57,7 +59,7 @@ def check(device, dtype, m, width, function, start=0):
 
 
 def alternating(both):
-    """The columns of gate and up, 8 of the one, then 8 of the other."""
+    """The columns of gate and up interleaved: 8 of gate, then 8 of up, and so on."""
     first, second = (half.unflatten(1, (-1, 8)) for half in both.chunk(2, dim=-1))
     return torch.stack([first, second], dim=2).flatten(1)
 
@@ -70,7 +72,7 @@ def check_alternating(device, dtype, m, width, function):
 
 
 def check_alone(device, dtype, m, width, function, start=0):
-    """An MLP without a gate."""
+    """Checks f(x) alone, as an MLP without a gate has it."""
     x = inputs(m, width + start, dtype, device)[:, start : width + start]
     vectors = width % 8 == 0 and start == 0
     plan = GatePlan(m, width, function, vectors, machine_of("cuda") if device == "cuda" else typical_machine(80))
@@ -96,13 +98,13 @@ def test_the_arithmetic_in_tritons_interpreter():
     interpreted(check_without_a_gpu)
 
 
-# Types of 16 bits are loaded, stored and converted by one instruction each: one type with either number of rows.
+# fp16 and bf16 differ in single instructions only, so each number of rows is compiled with one of the two.
 ROWS_AND_TYPES = [(1, torch.float16), (8192, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(("m", "dtype"), ROWS_AND_TYPES, ids=["1-fp16", "8192-bf16"])
 def test_vectors_of_16_bytes_and_neighbours_that_overlap(m, dtype):
-    """Without a gate nothing else is read."""
+    """Loads and stores are vectors of 16 bytes, the kernel overlaps with its neighbours, and without a gate only x is read."""
     each, both = 1 if m == 1 else 2, (meta((m, 14336), dtype), meta((m, 14336), dtype))
     kernels, of_one = {}, {}
     for function in GATES:

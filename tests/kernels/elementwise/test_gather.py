@@ -1,4 +1,6 @@
-"""The kernel that brings x into the order of the codes: against torch to the last bit, its arithmetic without a GPU too."""
+"""The kernel that permutes the columns of x into the order of the codes: bit-equal to torch, without a GPU in the
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,16 @@ gpu = pytest.mark.gpu
 
 
 def expected(x, order, scale):
-    """One rounding of the float32 product, then the columns picked."""
+    """x times scale in float32, rounded once; then the columns are permuted."""
     if scale is not None:
         x = (x.float() * scale.float()).to(x.dtype)
     return x if order is None else x[:, order.long()]
 
 
 def check(device, dtype, m, k, order=True, scale=None, start=0, gap=0):
-    """x starts `start` elements into its memory, its rows are `gap` elements apart; everything else is poisoned."""
+    """Checks an x that starts `start` elements into its memory and has `gap` elements between rows. All other memory is
+    poisoned.
+    """
     generator = torch.Generator().manual_seed(m * k)
     wide = torch.randn(m, start + k + gap, generator=generator).to(device, dtype)
     x = wide[:, start : start + k]
@@ -34,11 +38,11 @@ def check(device, dtype, m, k, order=True, scale=None, start=0, gap=0):
     vectors = k % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     if device == "cuda":
         row = machine_of("cuda")
-        torch.full((m, k + 8), float("nan"), dtype=dtype, device=device)  # what the allocator hands out next is poisoned
+        torch.full((m, k + 8), float("nan"), dtype=dtype, device=device)  # poisons the memory that the allocator returns next
     else:
         row = typical_machine(80)
     plan = GatherPlan(m, k, order, vectors, row)
-    for _ in range(2):  # compiled, then called as it was compiled
+    for _ in range(2):  # the first call compiles, the second takes the cached launch
         y = plan(x, permutation, factors)
         assert y.shape == (m, k) and y.stride(0) % 8 == 0 and y.data_ptr() % 16 == 0
         assert torch.equal(y, expected(x, permutation, factors)), (dtype, m, k, order, scale)
@@ -58,7 +62,7 @@ CASES = [
 def check_without_a_gpu():
     for m, k, options in CASES:
         check("cpu", torch.float16, m, k, **options)
-        if "scale" not in options:  # the interpreter truncates to bf16, the machine rounds
+        if "scale" not in options:  # the interpreter truncates to bf16, a GPU rounds
             check("cpu", torch.bfloat16, m, k, **options)
 
 
@@ -76,7 +80,8 @@ def compiled(sm, m, k, dtype=torch.float16, scale=None):
 def test_rows_move_in_vectors_of_16_bytes(sm):
     for plan, kernel in [compiled(sm, 4096, 8192, dtype, scale=torch.float32) for dtype in (torch.float16, torch.bfloat16)]:
         assert plan.launch.function is gather_rows and kernel.stack_bytes == 0
-        # 512 threads: 4 vectors of the order, 4 of the scale, 2 of each row; words to shared memory, 16 random reads, two rows.
+        # 512 threads: 4 vectors of the order, 4 of the scale, 2 of each row. For each of two rows, words stored to shared
+        # memory and 16 random reads.
         assert kernel.count("LDG.E.128") == kernel.count("LDG") == 12
         assert kernel.count("STS.128") == 4 and kernel.count("LDS") == 16
         assert kernel.count("STG.E.128") == kernel.count("STG") == 4
@@ -92,7 +97,9 @@ def test_few_tokens_start_many_blocks(sm):
 
 @pytest.mark.parametrize("m", [1, 4096])
 def test_neighbours_in_the_stream_overlap(m):
-    """sm_90: the next kernel may start at once; order and scale are read before the wait for the kernel before, x after."""
+    """sm_90: the next kernel may start at once. Order and scale are read before the wait for the previous kernel, x after
+    it.
+    """
     _, kernel = compiled(90, m, 4096, scale=torch.float16)
     lines = [line.split()[0] if not line.startswith("@") else line.split()[1] for line in kernel.lines]
     start, wait = lines.index("PREEXIT"), lines.index("ACQBULK")
@@ -124,7 +131,7 @@ def test_against_torch(dtype, scale, k):
 
 @gpu
 def test_in_a_graph_behind_and_before_other_kernels():
-    """The kernel before writes x, the one after reads the result: both must be seen through the overlap."""
+    """The previous kernel writes x, the next one reads the result. Both must be correct although the three kernels overlap."""
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(4096, generator=generator).to("cuda", torch.int32)
     for m in (1, 16, 256):

@@ -1,4 +1,4 @@
-"""Keys and values brought together: the same bits, in Triton's interpreter without a GPU; its machine code."""
+"""The kernel that gathers keys and values from pages: bit-equal copies, without a GPU in Triton's interpreter; machine code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = [(1, 64), (2, 80), (8, 128), (3, 256)]
 
 @contextlib.contextmanager
 def poisoned():
-    """Memory that is new holds NaN."""
+    """Within this context, torch.empty returns memory full of NaN."""
     empty = torch.empty
     torch.empty = lambda *size, **options: empty(*size, **options).fill_(torch.nan)
     try:
@@ -33,7 +33,7 @@ def poisoned():
 
 
 def check(kv_heads, head_dim, dtype=torch.float16, device="cpu"):
-    """Tokens of pages in disorder, fewer than the tensors hold; beyond them nothing is written."""
+    """Checks tokens from pages in random order. Beyond `count` tokens nothing is written."""
     generator = torch.Generator().manual_seed(0)
     pages = [torch.randn(7, kv_heads, 128, head_dim, generator=generator).to(device, dtype) for _ in range(2)]
     machine = machine_of(device) if device == "cuda" else typical_machine(80)
@@ -71,7 +71,7 @@ def test_heads_move_in_vectors_of_16_bytes(sm):
 
 
 def compiled_once():
-    """In a process of its own, which compiles without a GPU."""
+    """Runs in its own process, which compiles without a GPU."""
     from triton import knobs
 
     from lowbit.kernels.parts.compile import compile_one
@@ -94,7 +94,9 @@ def compiled_once():
 
 
 def test_one_kernel_wherever_the_count_lies(tmp_path):
-    """It is one of the numbers of some texts, behind as many as there are: warming up knows of one place."""
+    """The count is one element of a tensor, at an offset that depends on the number of sequences. Every offset, aligned or not,
+    must give the same compiled kernel, since the warm-up run tries one offset only.
+    """
     run("from tests.kernels.elementwise.test_gather_kv import compiled_once; compiled_once()", ROOT, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Rows of x in the order of slots: to the bit, without a GPU too; vectors of 16 bytes."""
+"""The kernel that gathers rows of x in the order of slots: bit-equal, without a GPU too; vectors of 16 bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel of embedding, residual and norm: against its reference and float64, its arithmetic without a GPU too."""
+"""The kernels of embedding, residual and norm: against their reference and float64, without a GPU in the interpreter."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def random(*shape, dtype=torch.float16, seed=0, device="cpu"):
 
 
 def framed(values):
-    """The same rows amid poison: what a row reads or writes beyond its own would show."""
+    """(rows, memory): a copy of `values` with NaN before and after, which shows any access outside the rows."""
     m, width = values.shape
     memory = values.new_full(((m + 2) * width,), NAN)
     rows = memory[width:-width].view(m, width)
@@ -48,8 +48,9 @@ def framed(values):
 
 
 def near(got, wanted, steps=1, size=None, few=0.01):
-    """Within so many roundings of numbers of `size`: a root in the last bit of float32 turns a tie, and one rounding feeds the
-    next. All but a `few` are equal."""
+    """Asserts a difference of at most `steps` roundings of numbers of `size`, and that all but a share `few` are equal. (The
+    last bit of a float32 root can flip a tie, and one rounding affects the next.)
+    """
     eps = torch.finfo(got.dtype).eps
     difference = (got.double() - wanted.double()).abs()
     tolerance = steps * eps * (wanted if size is None else size).double().abs() + 1e-6
@@ -62,13 +63,13 @@ def machine(device):
 
 
 def poison(device):
-    """What the allocator hands out next is not finite."""
+    """Fills the memory that the allocator returns next with NaN."""
     if device == "cuda":
         torch.full((1 << 20,), NAN, device=device)
 
 
 def calls(device):
-    """Compiled, then called as it was compiled; the interpreter does not compile."""
+    """Two calls on a GPU, of which the first compiles and the second takes the cached launch; one in the interpreter."""
     return range(2 if device == "cuda" else 1)
 
 
@@ -86,7 +87,7 @@ def check_norm(device, dtype, m, width, offset, with_delta=True, with_post=False
             x, squares = plan(mine, delta, gamma, None, post, 1e-5, 0.25)
             if post is None:
                 assert torch.equal(mine, wanted)
-            else:  # a rounding of what is added, which may be larger than the sum
+            else:  # one rounding of a summand, which may be larger than the sum
                 near(mine, wanted, 2, h.abs() + wanted.abs())
             assert memory[:width].isnan().all() and memory[-width:].isnan().all()
             if norm == NORMED:
@@ -99,7 +100,7 @@ def check_norm(device, dtype, m, width, offset, with_delta=True, with_post=False
 
 
 def check_layer_norm(device, dtype, m, width, mean=0.0, with_delta=True, weights=None):
-    """Rows whose elements have a mean of their own, of which nothing may be left; and one row of equal elements."""
+    """Checks rows with a large mean, which LayerNorm must remove without a remainder, and one row of equal elements."""
     h, delta = random(m, width, dtype=dtype, device=device), random(m, width, dtype=dtype, seed=1, device=device)
     h += mean
     h[0], delta[0] = 3.0, 0.5
@@ -112,13 +113,14 @@ def check_layer_norm(device, dtype, m, width, mean=0.0, with_delta=True, weights
         x, squares = plan(mine, delta if with_delta else None, gamma, bias, None, 1e-5)
         assert torch.equal(mine, wanted) and squares is None
         assert memory[:width].isnan().all() and memory[-width:].isnan().all()
-        # What cancels: bias and product, and h and its mean, which float32 has to 2^-22 of it.
+        # Tolerance where terms cancel: the bias with the product, and h with its mean (float32 has the mean to a relative
+        # 2^-22).
         variance, of_row = torch.var_mean(mine.float(), 1, correction=0, keepdim=True)
         of_mean = 2**-22 / torch.finfo(dtype).eps * of_row.abs() * gamma.abs() / (variance + 1e-5).sqrt()
         size = bias.abs() + x.abs() + of_mean
         near(x, layer_norm(mine.double(), (width,), gamma.double(), bias.double(), 1e-5).to(dtype), 2, size)
-        # Not of equal elements: torch merges means of parts, and what is left is divided by sqrt(eps). With a mean of 30, 1.3 %
-        # of 9216 elements round otherwise (torch 2.11 on an H200).
+        # Rows of equal elements are not compared: torch merges means of parts, and the remainder is divided by sqrt(eps). With
+        # a mean of 30, 1.3 % of 9216 elements round differently (torch 2.11 on an H200).
         near(x[1:], norm_reference(mine, gamma, 1e-5, 0.0, bias)[1:], 2, size[1:], few=0.015 if mean else 0.01)
         assert torch.equal(x[0], bias.to(dtype)), "(h - mean) is 0"
 
@@ -172,13 +174,13 @@ def check_without_a_gpu():
 
 
 def test_the_arithmetic_in_tritons_interpreter():
-    """In fp16: the interpreter truncates to bf16, the machine rounds."""
+    """In fp16 only: the interpreter truncates to bf16, a GPU rounds."""
     interpreted(check_without_a_gpu)
 
 
 @pytest.mark.parametrize("width", [1, 8, 203, 576, 896, 2048, 4096, 5120, 8192, 16384])
 def test_a_rows_shape_depends_on_its_width_alone(width):
-    """Two to four vectors a thread, few of them idle."""
+    """The number of threads and of vectors per thread depends on the width, never on the number of rows."""
     threads, chunks = shape_of(width)
     assert 32 <= threads <= 1024 and threads & (threads - 1) == 0
     assert width <= threads * chunks * VECTOR < width + threads * VECTOR
@@ -205,8 +207,8 @@ def compiled_embed(width, dtype=torch.float16, norm=NORMED, packed=False, scaled
     return plan, compile_plan(plan, call, sm)
 
 
-# Both types of 16 bits are loaded, stored and converted in pairs by one instruction each: in turn. Widths differ in threads and
-# vectors of a thread: one of 768 for 576 (32 and 3), one of 12288 for 9216 (512 and 3).
+# fp16 and bf16 differ in single instructions only, so the widths alternate between them. Widths stand for a pair of (threads,
+# vectors per thread): 768 for 576 too (32, 3), and 12288 for 9216 (512, 3).
 WIDTHS = [(576, "fp16"), (4096, "bf16"), (5120, "bf16"), (8192, "fp16"), (16384, "bf16")]
 WIDTHS_OF_OPT = [(768, "bf16"), (4096, "fp16"), (5120, "fp16"), (7168, "bf16"), (12288, "bf16"), (16384, "fp16")]
 
@@ -223,7 +225,7 @@ def test_rows_move_in_vectors_of_16_bytes(norm, offset, post):
 
 
 def test_layer_norms_move_in_vectors_of_16_bytes():
-    """Widths of OPT among them, with gamma and bias before the wait."""
+    """Checked for widths of OPT too; gamma and bias are loaded before the wait for the previous kernel."""
     made = [(case, *compiled_norm(case[0], TYPES[case[1]], bias=True)) for case in WIDTHS_OF_OPT]
     of_embeddings = [compiled_embed(width, TYPES[dtype], learned=True)[1] for width, dtype in WIDTHS_OF_OPT]
     for (case, plan, kernel), embed in zip(made, of_embeddings, strict=True):
@@ -247,15 +249,16 @@ def test_an_embedding_moves_in_vectors():
 
 
 def reads_and_wait(kernel):
-    """Lines of loads, and that of the wait for the kernel before."""
+    """The indices of the lines with global loads, and that of the wait for the previous kernel."""
     lines = [line.split()[0] if not line.startswith("@") else line.split()[1] for line in kernel.lines]
     return [i for i, line in enumerate(lines) if line.startswith("LDG")], lines.index("ACQBULK")
 
 
 @pytest.mark.parametrize("of", ["norm", "embed"])
 def test_neighbours_in_the_stream_overlap(of):
-    """sm_90: gamma before the wait for the kernel before; everything else after it, and the start of the next one too, so
-    that what runs ahead of a kernel is at most the kernel before it."""
+    """sm_90: gamma is loaded before the wait for the previous kernel, everything else after it. The next kernel is started
+    after it too, so a kernel overlaps with at most one other kernel before it.
+    """
     _, kernel = compiled_norm(4096) if of == "norm" else compiled_embed(4096)
     lines = [line.split()[0] if not line.startswith("@") else line.split()[1] for line in kernel.lines]
     start, wait = lines.index("PREEXIT"), lines.index("ACQBULK")
@@ -288,7 +291,7 @@ def test_everything_that_is_launched_compiles(width, dtype):
     ]
     made += [compiled_norm(width, dtype, gamma=torch.float32, bias=True)]
     assert all(kernel.stack_bytes == 0 and kernel.registers <= 96 for _, kernel in made)
-    for offset in (0.0, 1.0):  # two registers wait on the stack for gammas of 32 bits (ptxas of Triton 3.6)
+    for offset in (0.0, 1.0):  # for 32-bit gammas, two registers are on the stack (ptxas of Triton 3.6)
         kernel = compiled_norm(width, dtype, offset=offset, post=offset == 1, gamma=torch.float32)[1]
         assert kernel.stack_bytes <= 8 and kernel.registers <= 96
 
@@ -351,7 +354,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype):
 
 @gpu
 def test_rows_that_start_anywhere():
-    """Every combination of tensors at 16 bytes and between: a plan is compiled for the alignment of its tensors."""
+    """Every combination of tensors aligned and not aligned to 16 bytes: a plan is compiled for the alignment of its tensors."""
     for shifts in itertools.product((0, 1), repeat=3):
         h, delta, gamma = (
             random(n * 576 + s, seed=seed, device="cuda")[s:].view(n, 576)
@@ -365,7 +368,9 @@ def test_rows_that_start_anywhere():
 
 @gpu
 def test_in_a_graph_behind_and_before_other_kernels():
-    """The kernel before writes what is added, the one after reads the result: both must be seen through the overlap."""
+    """The previous kernel writes the summand, the next one reads the result. Both must be correct although the three kernels
+    overlap.
+    """
     table, gamma = random(100, 4096, device="cuda"), random(4096, seed=2, device="cuda")
     bias = random(4096, seed=3, device="cuda")
     for m in (1, 16, 64):

@@ -1,4 +1,6 @@
-"""The kernel that quantizes activations: bit-equal to the reference, its arithmetic without a GPU too, and what it fuses."""
+"""The kernel that quantizes activations, alone and with fused norm, gate and residual: bit-equal to the reference, without a
+GPU in the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ gpu = pytest.mark.gpu
 
 
 def hard_rows(m, k, dtype, device="cpu"):
-    """Rows of all sizes, with ties, outliers, zeros; what does not depend on the generator of a device."""
+    """Rows of all magnitudes, with ties, outliers and zeros; generated on the CPU, so equal on every device."""
     generator = torch.Generator().manual_seed(m * k)
     x = torch.randn(m, k, generator=generator) * torch.logspace(-6, 3, m)[:, None]
     if m > 3:
@@ -54,10 +56,10 @@ def check(x, name, group=0, static=False, symmetric=True, device=80):
     aligned = x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     plan = QuantizePlan(*x.shape, QuantizeRequest("", fmt, group, static, symmetric), aligned, typical_machine(device))
     if x.is_cuda:
-        torch.full((x.shape[0], x.shape[1] + CODE_VECTOR), -1, dtype=torch.int8, device=x.device)  # poisons what comes next
+        torch.full((x.shape[0], x.shape[1] + CODE_VECTOR), -1, dtype=torch.int8, device=x.device)  # poisons memory to be reused
     codes, own, zero = quantize_activations_reference(x, fmt, group, scale, symmetric, given)
     expected = [t for t in ((codes,) if static else (codes, own, zero)) if t is not None]
-    for _ in range(2 if x.is_cuda else 1):  # compiled, then called as it was compiled
+    for _ in range(2 if x.is_cuda else 1):  # the first call compiles, the second takes the cached launch
         made = plan(x, None, None, None, scale, 0.0, given)
         assert len(made) == len(expected)
         for got, wanted in zip(made, expected, strict=True):
@@ -75,7 +77,7 @@ def check(x, name, group=0, static=False, symmetric=True, device=80):
 
 
 def check_without_a_gpu():
-    """In the shapes for many rows, and in those for few."""
+    """Runs the checks with the launch shapes for many rows, then with those for few rows."""
     for few in (0, 4):
         kernel_module.FEW_PER_SM = few
         check_in_one_shape()
@@ -99,7 +101,7 @@ def check_in_one_shape():
 
 
 def check_in_place(m, k, device="cpu", sm=80, dtype=torch.float16):
-    """The sum takes the place of x, amid poison."""
+    """Checks that the residual sum replaces x in place; the memory around x is poisoned."""
     generator = torch.Generator().manual_seed(k)
     x, other, weight = (torch.randn(n, k, generator=generator).to(device, dtype) for n in (m, m, 1))
     plan = QuantizePlan(
@@ -118,7 +120,7 @@ def check_in_place(m, k, device="cpu", sm=80, dtype=torch.float16):
 
 
 def check_halves(m, k, device="cpu", sm=80):
-    """The gate of one product [M, 2 K], whose halves are rows with a gap."""
+    """Checks a gate whose inputs are the two halves of one product [M, 2 K], so rows are not adjacent."""
     both = torch.randn(m, 2 * k, generator=torch.Generator().manual_seed(k)).to(device, torch.float16)
     plan = QuantizePlan(m, k, QuantizeRequest("silu", number_format("int8")), k % 8 == 0, typical_machine(sm))
     gate, up = both[:, :k], both[:, k:]
@@ -129,7 +131,7 @@ def check_halves(m, k, device="cpu", sm=80):
 
 
 def check_fused(m, k, group, device="cpu", sm=80):
-    """What goes before, in the kernel itself, against the operator on a CPU."""
+    """Checks norms, gates and residuals fused into the kernel against the operator on a CPU."""
     generator = torch.Generator().manual_seed(k)
     x, other = (torch.randn(2, m, k, generator=generator).half() for _ in range(2))
     x, other = x[0], other[0]
@@ -153,7 +155,7 @@ def check_fused(m, k, group, device="cpu", sm=80):
 
 
 def check_layer_norm(device, sm):
-    """Rows far from 0 and rows with an outlier, against float64."""
+    """Checks rows with a large mean and rows with an outlier against float64."""
     generator = torch.Generator().manual_seed(0)
     for k in (64, 203, 4096):
         x = torch.randn(5, k, generator=generator)
@@ -172,7 +174,7 @@ def check_layer_norm(device, sm):
 
 
 def test_the_arithmetic_in_tritons_interpreter():
-    """Of int8; 8-bit floats are converted by the hardware, for which the interpreter has its own way."""
+    """For int8 only: the interpreter converts 8-bit floats in another way than the hardware."""
     interpreted(check_without_a_gpu)
 
 
@@ -194,7 +196,7 @@ def plan_for(m, k, before="", **asked):
 
 @pytest.mark.parametrize("sm", [80, 89, 90, 100])
 def test_a_row_is_read_in_vectors_of_16_bytes(sm):
-    """Twice: the second time, when the scale is known, it comes from the caches, and no registers wait for the scale."""
+    """A row is read twice: for the scale, and then from the caches for the codes, so no registers hold x meanwhile."""
     for k, (warps, kernel) in {k: compiled(sm, k) for k in (4096, 8192, 28672)}.items():
         vectors = k // (8 * 32 * warps)
         loads = [line for line in kernel.lines if "LDG" in line]
@@ -205,7 +207,7 @@ def test_a_row_is_read_in_vectors_of_16_bytes(sm):
 
 
 def test_what_is_fused_reads_everything_once():
-    tensors = {"rms_norm": 3, "layer_norm": 3, "silu": 2}  # x and the rest of what is as long as a row
+    tensors = {"rms_norm": 3, "layer_norm": 3, "silu": 2}  # x and the other tensors of a row's length
     cases = [*itertools.product(("int8", "fp8_e4m3"), tensors)]
     made = [compiled(90, 8192, name, before, residual=before == "rms_norm") for name, before in cases]
     for (name, before), (warps, kernel) in zip(cases, made, strict=True):
@@ -238,8 +240,9 @@ def test_floats_are_rounded_once(sm, name):
 
 
 def test_few_instructions_per_element():
-    """At 4 TB/s an SM of an H200 moves 17.3 bytes in a clock, in which it issues 128 instructions. Counted with what is done
-    once for a row, and with branches hardly ever taken."""
+    """At 4 TB/s an SM of an H200 moves 17.3 bytes per clock and issues 128 thread instructions. The count includes work done
+    once per row and rarely taken branches.
+    """
     bounds = {"": (3, 0.4), "rms_norm": (3, 0.7), "layer_norm": (3, 0.85), "silu": (5, 0.45)}
     cases = [*itertools.product(bounds, (4096, 8192))]
     made = [compiled(90, k, before=before) for before, k in cases]
@@ -292,7 +295,7 @@ def test_in_the_shapes_for_many_rows(name, m, k, monkeypatch):
 
 
 def exact(before, x, other, weight, bias):
-    """What the step before makes of x (or of a sum rounded already), in float64."""
+    """The fused norm or gate of x (or of a residual sum that is already rounded), in float64."""
     x, other, weight, bias = (None if t is None else t.double() for t in (x, other, weight, bias))
     if before == "silu":
         return x * torch.sigmoid(x) * other
@@ -303,8 +306,9 @@ def exact(before, x, other, weight, bias):
 
 
 def near(got, wanted, spread, values):
-    """Codes of values that differ in the last bits of float32: the same but at ties between two codes. `spread`: all scales,
-    `values`: what is quantized, in float64; both [.., K]."""
+    """Asserts that codes differ only where a value is a tie between two codes, which the last bits of float32 decide. `spread`
+    are the scales and `values` the quantized values in float64, both [.., K].
+    """
     assert torch.allclose(got.scale, wanted.scale, rtol=1e-5)
     one, other = got.codes.double(), wanted.codes.double()
     steps = values / spread + (0 if wanted.zero is None else wanted.zero)
@@ -358,7 +362,7 @@ def test_in_place_and_halves(k, dtype):
 
 @gpu
 def test_a_residual_in_place_in_a_graph():
-    """As in a decode step: the kernel before writes delta, the one after reads the codes and what comes then h."""
+    """As in a decode step: the previous kernel writes delta, the next one reads the codes, the one after that reads h."""
     delta, weight = (torch.randn(n, 4096, device="cuda", dtype=torch.float16) for n in (16, 1))
 
     def step(h):
@@ -395,7 +399,9 @@ def test_what_is_not_finite_shows():
 
 @gpu
 def test_in_a_graph_behind_and_before_other_kernels():
-    """The kernel before writes x, the one after reads codes and scale: both must be seen through the overlap."""
+    """The previous kernel writes x, the next one reads codes and scale. Both must be correct although the three kernels
+    overlap.
+    """
     x = torch.randn(16, 4096, device="cuda", dtype=torch.float16)
 
     def step(x):

@@ -1,4 +1,6 @@
-"""Images and features to packed codes and back: machine code on any computer, codes against the reference on a GPU."""
+"""Conversion of images and features to packed codes and back: machine code without a GPU, codes against the reference on
+one.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,11 @@ def test_planes_hold_every_value_once(shape):
         images, pixels, (image, channel, pixel), y = _planes(x)
         got = y.as_strided((images, pixels, c), (image, pixel, channel)).reshape(n, h, w, c)
         assert torch.equal(got, x.permute(0, 2, 3, 1))
-    assert _planes(part)[0] == 1  # NHWC: images follow each other
+    assert _planes(part)[0] == 1  # NHWC: images are adjacent in memory
 
 
 def values(shape, dtype, nhwc):
-    """Values some of which are ties, some beyond the codes, and three that are not finite."""
+    """Values that include ties, values beyond the range of codes, and three that are not finite."""
     x = torch.randint(0, 256, shape, device="cuda") if dtype == torch.uint8 else torch.randn(shape, device="cuda") * 12
     x = x.mul(8).round().div(8).to(dtype)
     if dtype != torch.uint8:
@@ -77,7 +79,7 @@ def test_packing(storage, dtype, nhwc, shape):
     out = torch.full(layout.shape(shape), 0xA5, dtype=torch.uint8, device="cuda")
     assert torch.equal(pack(x, gain, shift, storage, out), layout.pack(wanted))
     assert wanted.unique().numel() > 2
-    crop = x[:, :, :, : max(1, shape[3] // 2)]  # rows that do not follow each other
+    crop = x[:, :, :, : max(1, shape[3] // 2)]  # rows that are not adjacent in memory
     assert torch.equal(pack(crop, gain, shift, storage), layout.pack(wanted[:, :, :, : crop.shape[3]]))
 
 

@@ -1,4 +1,6 @@
-"""Hadamard matrices in registers: alone and before activations are quantized, bit-equal to butterflies written out in torch."""
+"""Hadamard transforms in registers, alone and fused with quantization of activations: bit-equal to butterflies written in
+torch.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ gpu = pytest.mark.gpu
 
 
 def rows_for(m, k, dtype, device="cpu"):
-    """Without rows that overflow in fp16 when they are rotated."""
+    """`hard_rows`, clamped so that no rotated row overflows in fp16."""
     return hard_rows(m, k, torch.float32, device).clamp(-3000, 3000).to(dtype)
 
 
@@ -42,14 +44,14 @@ def vectors(x):
 def check_rotation(x, block, sm=80):
     plan = RotatePlan(*x.shape, block, vectors(x), typical_machine(sm))
     wanted = butterflies(x, block).to(x.dtype)
-    for _ in range(2 if x.is_cuda else 1):  # compiled, then called as it was compiled
+    for _ in range(2 if x.is_cuda else 1):  # the first call compiles, the second takes the cached launch
         if x.is_cuda:
-            torch.full_like(x, float("nan"))  # poisons what comes next
+            torch.full_like(x, float("nan"))  # poisons the memory that the allocator returns next
         assert torch.equal(plan(x), wanted), (x.shape, x.dtype, block)
 
 
 def check_codes(x, name, block, group=0, symmetric=True, static=False, rule="", sm=80):
-    """The codes and scales of x that was rotated and rounded before, bit for bit."""
+    """Checks that codes and scales are bit-equal to those of an x that was rotated and rounded before."""
     scale = torch.full((1,), 0.03, device=x.device) if static else None
     request = QuantizeRequest(
         "", number_format(name), group, static, symmetric, False, kernel_module.ActivationRule(rule), block
@@ -66,7 +68,7 @@ def check_codes(x, name, block, group=0, symmetric=True, static=False, rule="", 
 
 
 def check_fused(m, k, block, device="cpu", sm=80, dtype=torch.float16, name="int8", group=0):
-    """Rotated in float32 between a norm or a gate and the codes, against the operator on a CPU and float64."""
+    """Checks a rotation in float32 between a norm or gate and quantization, against the operator on a CPU and float64."""
     generator = torch.Generator().manual_seed(k)
     x, other = (torch.randn(m, k, generator=generator).to(dtype) for _ in range(2))
     weight, bias = (torch.rand(k, generator=generator).to(dtype) + 0.5 for _ in range(2))
@@ -92,7 +94,7 @@ def check_without_a_gpu():
     for m, k, block in ((5, 64, 16), (4, 192, 64), (2, 2304, 256)):
         x = rows_for(m, k, torch.float16)
         check_rotation(x, block)
-        for few in (0, 4):  # the shapes for many rows, and those for few
+        for few in (0, 4):  # launch shapes for many rows, then for few rows
             kernel_module.FEW_PER_SM = few
             check_codes(x, "int8", block)
     check_rotation(rows_for(3, 80, torch.float32), 16)
@@ -121,8 +123,9 @@ def compiled(sm, k, block, before="", name="int8", m=4096, dtype=torch.bfloat16,
 @pytest.mark.parametrize("sm", [80, 89, 90])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_in_registers(sm, block):
-    """No step goes through shared memory, nothing is spilled, and x is read once; steps beyond a thread are one shuffle an
-    element."""
+    """No butterfly step uses shared memory, nothing spills and x is read once. A step across threads is one shuffle per
+    element.
+    """
     asked = [(k, *case) for k in (4096, 14336) for case in (("", False), ("rms_norm", True), ("silu", False))]
     made = [compiled(sm, k, block, before, residual=residual) for k, before, residual in asked]  # all, before one is read
     for (k, before, residual), (plan, kernel) in zip(asked, made, strict=True):
@@ -147,7 +150,9 @@ def test_a_rotation_alone(sm):
 
 
 def test_few_instructions_per_element():
-    """At 4 TB/s an SM of an H200 moves 17.3 bytes in a clock, in which it issues 128 instructions and shuffles 32 numbers."""
+    """At 4 TB/s an SM of an H200 moves 17.3 bytes per clock, and in a clock it issues 128 thread instructions or shuffles 32
+    numbers.
+    """
     for before, nbytes, share in (("", 3, 0.95), ("rms_norm", 3, 1.0), ("silu", 5, 0.75)):
         plan, kernel = compiled(90, 4096, 64, before)
         executed = max(number for number, line in enumerate(kernel.lines) if "EXIT" in line)

@@ -1,4 +1,4 @@
-"""The kernels that route tokens to experts: the reference's routing, in Triton's interpreter too, and their machine code."""
+"""The kernels that route tokens to experts: equal to the reference, without a GPU in Triton's interpreter; machine code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QWEN = RouterRule(8, normalize=True)
 
 
 def logits_of(tokens, experts, dtype=torch.float32, gap=0, device="cpu"):
-    """Random logits whose rows are `gap` elements apart, with ties, a NaN and infinities in rows of their own."""
+    """Random logits with `gap` elements between rows. One row has ties, one a NaN, one infinities."""
     generator = torch.Generator().manual_seed(tokens * experts)
     wide = (torch.randn(tokens, experts + gap, generator=generator) * 2).to(dtype)
     wide[:, experts:] = math.nan
@@ -38,13 +38,13 @@ def logits_of(tokens, experts, dtype=torch.float32, gap=0, device="cpu"):
 
 
 def poison(device):
-    """Fills what the allocator returns next."""
+    """Fills the memory that the allocator returns next."""
     for size in (1, 64, 1024, 1 << 16):
         torch.full((size,), -77, dtype=torch.int32, device=device)
 
 
 def assert_same(made, wanted, of):
-    """The reference's integers to the bit; weights within rounding."""
+    """Asserts that integers equal the reference and that weights agree within rounding."""
     for name, one, other in zip(RoutingTensors._fields, made, wanted, strict=True):
         if name != "weights":
             assert one.dtype == other.dtype and torch.equal(one.cpu(), other), (name, of, one, other)
@@ -100,7 +100,7 @@ def check_choices():
 
 
 def check_few():
-    """One block, and several of which the last one sorts."""
+    """Checks launches of one block, and of several blocks of which the last to finish sorts."""
     for tokens, experts, blocks in ((17, 64, 1), (64, 64, 1), (33, 130, 5), (64, 128, 8)):
         plan, _ = check_route(logits_of(tokens, experts), QWEN, tile_rows=4)
         assert plan.blocks == blocks and plan.many is None
@@ -132,7 +132,9 @@ def check_groups():
 
 
 def check_tokens(tokens, k, experts, rule, biased=False, dtype=torch.float16, gap=0, device="cpu"):
-    """Small integers, whose products and sums are exact: the routing is that of the exact logits, scaled by a power of two."""
+    """Checks x and router weights of small integers (scaled by a power of two): the logits are exact, so the routing must be
+    exact.
+    """
     generator = torch.Generator().manual_seed(k)
     wide = torch.randint(-3, 4, (tokens, k + gap), generator=generator).to(dtype)
     wide[:, k:] = math.nan
@@ -176,7 +178,7 @@ def test_the_arithmetic_of_many_tokens_in_tritons_interpreter():
 
 
 def kernels_of(plan, *call, sm=90):
-    """Each kernel that a call launches, by name, compiled for a GPU that need not be there."""
+    """{name: kernel} of all kernels that a call launches, compiled without a GPU."""
     noted = []
 
     def note(launch):
@@ -192,7 +194,7 @@ def kernels_of(plan, *call, sm=90):
         setattr(*place, launch)
 
     class One:
-        """A plan of one launch."""
+        """A plan with a single launch."""
 
         def __init__(self, launch):
             self.launch = launch
@@ -216,7 +218,7 @@ MODELS = [
     (256, RouterRule(8, **V3, scale=2.5), True, torch.float32),
     (512, RouterRule(10, normalize=True), False, torch.float32),
 ]
-"""Mixtral, Qwen3, DeepSeek-V3, Qwen3-Next: experts, rule, whether there is a bias, type of the logits."""
+"""Mixtral, Qwen3, DeepSeek-V3, Qwen3-Next: (experts, rule, bias or not, dtype of the logits)."""
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,7 @@ MODELS = [
     [(80, 1, (1,)), (90, 16, (0, 2, 3)), (80, 64, (2,)), (90, 64, (1, 3)), (120, 64, (1,)), (90, 1024, (3,))],
 )
 def test_machine_code(sm, tokens, models):
-    """No spills, and blocks that fit every GPU; one launch for up to 64 tokens."""
+    """Nothing spills, and blocks fit every GPU. Up to 64 tokens take one launch."""
     for experts, rule, biased, dtype in [MODELS[i] for i in models]:
         plan, kernels = routed(tokens, experts, rule, sm, dtype, biased)
         assert list(kernels) == (
@@ -254,7 +256,9 @@ def product(tokens, k, experts, rule, sm=90, dtype=torch.bfloat16, biased=False)
     ],
 )
 def test_machine_code_of_the_product(sm, tokens, k, experts, rule, blocks):
-    """Matrix instructions without spills; on sm_90 weights are loaded before the wait for the previous kernel."""
+    """The router product uses tensor cores without spills. On sm_90 weights are loaded before the wait for the previous
+    kernel.
+    """
     plan, kernel = product(tokens, k, experts, rule, sm, biased=True)
     assert plan.launch.grid[:2] == blocks
     assert kernel.stack_bytes == 0 and kernel.registers <= 128 and kernel.shared_bytes <= 1 << 16
@@ -267,7 +271,7 @@ def test_machine_code_of_the_product(sm, tokens, k, experts, rule, blocks):
 
 
 def test_a_token_is_chosen_within_its_warp():
-    """All rounds of the choice come before the first barrier of the block: 16 tokens, a warp each."""
+    """With 16 tokens, a warp each, all top-k rounds precede the first barrier of the block."""
     _, kernels = routed(16, 128, QWEN)
     lines = [line.split()[0] if not line.startswith("@") else line.split()[1] for line in kernels["route_block"].lines]
     barrier = next(i for i, line in enumerate(lines) if line.startswith("BAR"))
@@ -294,7 +298,7 @@ def test_neighbours_in_the_stream_overlap():
 @gpu
 @pytest.mark.parametrize("tokens", [1, 3, 16, 17, 40, 64, 65, 1000])
 def test_the_references_routing_on_a_gpu(tokens):
-    """Poisoned outputs; the same bits every time."""
+    """Outputs are poisoned before each run, and every run gives the same bits."""
     for experts, rule in ((8, RouterRule(2)), (60, RouterRule(4)), (128, QWEN), (384, RouterRule(8)), (512, RouterRule(10))):
         for dtype, gap in ((torch.bfloat16, 0), (torch.float32, 3)):
             logits = logits_of(tokens, experts, dtype, gap, "cuda")

@@ -1,4 +1,6 @@
-"""Activations quantized as other tools do it: the reference by hand, and the kernel bit-equal to the reference."""
+"""Activation quantization by the rules of other tools: the reference on values by hand, the kernel bit-equal to the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ OWN, TOOL, FINEGRAINED, FBGEMM = ActivationRule
 
 
 def cases(name):
-    """Rules and options under which activations become codes of a format."""
+    """(rule, options) pairs that quantize activations to the format `name`."""
     found = [(TOOL, {}), (TOOL, {"group": 128}), (TOOL, {"static": True})]
     if name == "int8":
         return [*found, (TOOL, {"symmetric": False}), (TOOL, {"static": True, "symmetric": False})]
@@ -43,7 +45,7 @@ def check(x, name, rule, group=0, static=False, symmetric=True, device=80):
 
 
 def extreme_rows(m, k, dtype, device="cpu"):
-    """`hard_rows`, then the least and the largest numbers of the type, and what its scale cannot hold."""
+    """`hard_rows`, then rows of the dtype's smallest and largest numbers, and rows whose scale the dtype cannot represent."""
     x = hard_rows(m, k, dtype)
     info = torch.finfo(dtype)
     rows = (info.smallest_normal / 64, info.smallest_normal, info.max, info.max / 2, 1e-7, 1300.0)
@@ -62,12 +64,12 @@ def check_without_a_gpu():
 
 
 def test_the_arithmetic_in_tritons_interpreter():
-    """Of int8 in fp16; the interpreter has its own way with 8-bit floats."""
+    """For int8 in fp16 only: the interpreter converts 8-bit floats in another way than the hardware."""
     interpreted(check_without_a_gpu)
 
 
 def test_by_hand():
-    """fp16: 1 / 127.5 is 0.00784301 there, 1 / that 127.5, beyond the codes on one side only; 0.33 is a tie of no one."""
+    """In fp16, 1 / 127.5 is 0.00784301, and 1 divided by that is 127.5: beyond the largest code, but not the smallest."""
     x = torch.tensor([[1.0, -1.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]).half()
     codes, scale, zero, *_ = quantize_activations(x, "int8", rule="ct")
     assert zero is None and codes.tolist() == [[127, -128, 64, 0], [0, 0, 0, 0]]
@@ -110,7 +112,8 @@ def test_what_no_rule_says_is_refused(call, message):
 
 
 @pytest.mark.parametrize(
-    # Divisions and roundings are in float32; the type is that of loads: each machine once, each type twice.
+    # Divisions and roundings are in float32 and the dtype only affects loads, so each machine is compiled once, each dtype
+    # twice.
     ("sm", "dtype"),
     [(80, torch.bfloat16), (90, torch.float16), (100, torch.bfloat16)],
 )
@@ -145,7 +148,7 @@ def test_in_the_shapes_for_many_rows(name, m, k, monkeypatch):
 @gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_the_same_on_a_cpu(dtype):
-    """What the tool itself is compared with runs on a CPU (tests/models/test_same_as_the_tool.py)."""
+    """CPU and GPU agree. The comparison with the tools themselves runs on a CPU (tests/models/test_same_as_the_tool.py)."""
     x = extreme_rows(10, 1024, dtype)
     for name in ("int8", "fp8_e4m3"):
         for rule, options in cases(name):

@@ -1,4 +1,4 @@
-"""The kernels that draw tokens: the reference's to the bit, in Triton's interpreter too, and what their machine code is."""
+"""The sampling kernels: bit-equal to the reference, without a GPU in Triton's interpreter; machine code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SETTINGS = [
 
 
 def state_of(settings, vocab, device="cpu", prompt=(1, 3, 17, 17)):
-    """A slot for each of the settings, some way into an answer, and one that is nobody's."""
+    """A slot for each of the settings, after 40 generated tokens, and one dummy slot."""
     state = SamplingState.make(len(settings) + 1, vocab, (0, 5, vocab - 1), device)
     for slot, one in enumerate(settings):
         state.set(slot, one, prompt)
@@ -53,7 +53,7 @@ def state_of(settings, vocab, device="cpu", prompt=(1, 3, 17, 17)):
 
 
 def call(state, rows, logits):
-    """What `sample` writes to, poisoned where it need not be read."""
+    """The arguments of `sample`; outputs are poisoned."""
     slots, device = len(state.settings), logits.device
     feed = torch.arange(2 * slots, dtype=torch.int32, device=device).view(2, slots)
     of_rows = torch.full((len(rows),), -7, dtype=torch.int32, device=device)
@@ -64,7 +64,7 @@ def call(state, rows, logits):
 
 
 def hard_logits(rows, vocab, dtype, gap=0, spread=3.0, device="cpu"):
-    """Normal numbers with some that hurt: ties for the largest, infinities, NaN; rows `gap` elements apart."""
+    """Normal numbers with hard cases: ties for the maximum, infinities, NaN. There are `gap` elements between rows."""
     generator = torch.Generator().manual_seed(rows * vocab)
     wide = (torch.randn(rows, vocab + gap, generator=generator) * spread).to(dtype)
     wide[:, vocab:] = float("inf")
@@ -77,7 +77,7 @@ def hard_logits(rows, vocab, dtype, gap=0, spread=3.0, device="cpu"):
 
 
 def check(settings, rows, logits, filters=True):
-    """Tokens, state and log-probabilities of the kernels are the reference's; every call leaves the counters zero."""
+    """Checks tokens, state and log-probabilities against the reference, and that every call leaves the counters at zero."""
     state = state_of(settings, logits.shape[1], logits.device)
     wanted, got = call(state, rows, logits)._replace(logits=logits.cpu()), call(state, rows, logits)
     wanted = SampleInputs(*(t.cpu() for t in wanted[:-1]))
@@ -94,7 +94,7 @@ def check(settings, rows, logits, filters=True):
         assert torch.equal(one.cpu(), other), (name, rows, logits.shape, one, other)
     torch.testing.assert_close(got.out_logprobs.cpu(), wanted.out_logprobs, rtol=1e-5, atol=2e-5, equal_nan=True)
     if not logits.is_cuda and logits.numel() > 1 << 12:
-        return  # the interpreter takes its time
+        return  # the interpreter is slow
     again = call(state, rows, logits)
     plan(again, space.fill_(-1e30), arrived)
     both = ([t.view(torch.int32) for t in given[2:-1]] for given in (again, got))  # a NaN is not equal to itself
@@ -103,7 +103,7 @@ def check(settings, rows, logits, filters=True):
 
 @triton.jit
 def arithmetic(made, keys, totals, ps, seeds, counters, N: tl.constexpr):
-    """Masses of keys, shares p of totals, and where random numbers fall on them."""
+    """Stores the masses of keys, the share p of each total, and the target that a random number selects in it."""
     i = tl.arange(0, N)
     total = tl.load(totals + i)
     tl.store(made + i, masses(tl.load(keys + i)))
@@ -117,7 +117,7 @@ def check_arithmetic(device="cpu"):
     keys[:3] = torch.tensor([0, sampling.KEYS - 1, sampling.KEYS])
     totals = torch.randint(1 << 40, 1 << 57, (n,), generator=generator) >> torch.randint(0, 17, (n,), generator=generator)
     totals = totals.clamp(min=1 << 40)
-    totals[::3] = totals[::3] >> 24 << 24  # of which many shares are whole
+    totals[::3] = totals[::3] >> 24 << 24  # so that many shares are whole numbers
     ps = torch.rand(n, generator=generator)
     ps[::2] = (ps[::2] * 8).ceil() / 8
     seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (n,), generator=generator)
@@ -133,7 +133,7 @@ LAST = len(SETTINGS)
 
 
 def check_without_a_gpu():
-    """With smaller tiles of the search first, so that lists are longer than one."""
+    """Runs the checks with small search tiles first, so that lists have more than one entry."""
     check_arithmetic()
     whole, kernel_module.TILE = kernel_module.TILE, 128
     check(SETTINGS, [*range(LAST), LAST, LAST], hard_logits(LAST + 2, 1000, torch.float16, 3))
@@ -143,7 +143,7 @@ def check_without_a_gpu():
     for batch in (1, 3, 8):
         check(SETTINGS, [2, 0, 4, 1, LAST, 9, LAST, 3][:batch], hard_logits(batch, 3000, torch.float32))
         check([Sampling()] * 4, [3, 0, 4, 4, 1, 4, 2, 4][:batch], hard_logits(batch, 5000, torch.float16, 8), filters=False)
-    for spread in (0.0, 1e-4, 40.0, 1e4):  # all equal; all within a few keys; one that stands out
+    for spread in (0.0, 1e-4, 40.0, 1e4):  # all equal; all within a few keys; one dominant logit
         check(SETTINGS, [1, 2, 3, 4, 6], hard_logits(5, 2100, torch.float32, spread=spread))
     for value in (float("-inf"), float("nan"), float("inf")):
         check(SETTINGS, [0, 1, 2], torch.full((3, 2100), value))
@@ -155,7 +155,7 @@ def test_the_arithmetic_in_tritons_interpreter():
 
 
 def compiled(name, vocab=128256, dtype=torch.float16, filters=True, rows=16, ends=2, overlap=True):
-    """One of the kernels of a plan for sm_90: survey, weigh, collect or settle."""
+    """The kernel `name` of a plan (survey, weigh, collect or settle), compiled for sm_90."""
     plan, slots = SamplePlan(rows, vocab, vocab, 65, ends, filters, overlap), 65
     noted = []
     launches = {launch: getattr(plan, launch) for launch in ("survey", "weigh", "collect", "settle")}
@@ -172,7 +172,7 @@ def compiled(name, vocab=128256, dtype=torch.float16, filters=True, rows=16, end
     arguments = dict(noted)[name]
 
     class One:
-        """A plan of this launch alone."""
+        """A plan with this launch alone."""
 
         launch = launches[name]
 
@@ -193,8 +193,8 @@ CODE = [
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16], ids=str)
 def test_machine_code_of_sm_90(dtype):
-    """No spills, logits in vectors of 16 bytes, the wait for the kernel before in front of all that it writes."""
-    # bf16 becomes float32 as fp16 does, but for one instruction, where all kernels read logits: by one kernel.
+    """Nothing spills, and logits are read in vectors of 16 bytes."""
+    # bf16 differs from fp16 in one conversion instruction, which all kernels share where they read logits: one kernel suffices.
     cases = CODE if dtype != torch.bfloat16 else CODE[1:2]
     made = [compiled(name, dtype=dtype, **options) for name, options, _ in cases]
     for case, kernel in zip(cases, made, strict=True):
@@ -205,7 +205,7 @@ def test_machine_code_of_sm_90(dtype):
 
 
 def test_the_wait_for_the_kernel_before_comes_before_all_but_the_settings():
-    """And on every way out: the next kernel takes the end of this one for the end of all before."""
+    """No store and no exit precedes the wait: the next kernel takes the end of this kernel as the end of all earlier ones."""
     names = ("survey", "weigh", "collect", "settle")
     made = [(name, compiled(name), compiled(name, overlap=False)) for name in names]
     for name, kernel, before in made:
@@ -221,7 +221,7 @@ def test_greedy_steps_are_one_launch():
     kernels = [getattr(SamplePlan(1, 128256, 128256, 65, 2, False, True), name) for name in ("survey", "weigh")]
     assert kernels[0].grid == (63, 1, 1)
     code = compiled("survey", filters=False)
-    # A thread reads one vector of 8 logits, and in the last block what 63 chunks found; then token and position go on.
+    # A thread reads one vector of 8 logits; the last block reads the results of 63 chunks, then updates token and position.
     assert code.count("LDG.E.128") == 1 and code.shared_bytes <= 128
 
 
@@ -256,7 +256,9 @@ def test_the_arithmetic_on_a_gpu():
 
 @gpu
 def test_in_a_graph_with_a_neighbour_before_and_after():
-    """The kernel before writes logits, the one after reads tokens; ten steps, fed back, as the operator makes them on a CPU."""
+    """The previous kernel writes logits, the next one reads tokens. Ten steps with tokens fed back equal those of the CPU
+    operator.
+    """
     vocab, rows = 32000, list(range(LAST))
     base = hard_logits(LAST, vocab, torch.float32, device="cuda")
     state, on_cpu = state_of(SETTINGS, vocab, "cuda"), state_of(SETTINGS, vocab)
@@ -284,7 +286,7 @@ def test_in_a_graph_with_a_neighbour_before_and_after():
 
 @gpu
 def test_how_long_it_takes():
-    """Prints microseconds a call in a graph of 20; no bar here, `python -m benchmarks e2e` has it."""
+    """Prints microseconds per call, from a graph of 20 calls. No limit is asserted; `python -m benchmarks e2e` has one."""
     vocab = 128256
     cases = {
         "greedy": (Sampling(), False), "temperature": (Sampling(temperature=0.8, seed=1), True),

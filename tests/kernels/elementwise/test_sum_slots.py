@@ -1,4 +1,4 @@
-"""Sums over the slots of a token: the order of additions to the bit, without a GPU too; its machine code."""
+"""Sums over the slots of a token: bit-equal in the defined order of additions, without a GPU too; machine code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CASES = [(3, 8, 1536), (5, 1, 40), (2, 4, 1031), (4, 2, 2880)]
 
 
 def check(device, dtype, tokens, top_k, width):
-    """Terms of very different sizes, whose sum another order would round otherwise."""
+    """Checks terms of very different magnitudes, so another order of additions would round differently."""
     generator = torch.Generator().manual_seed(width)
     y = torch.randn(tokens * top_k, width, generator=generator) * torch.exp2(8 * torch.rand(tokens * top_k, 1))
     y, residual = (t.to(device, dtype) for t in (y, torch.randn(tokens, width, generator=generator)))
@@ -33,7 +33,7 @@ def check(device, dtype, tokens, top_k, width):
 
 
 def interpreted_sums():
-    """In fp16: the interpreter does not round float32 to bf16 but cuts it off."""
+    """In fp16 only: the interpreter truncates float32 to bf16 instead of rounding."""
     for case in CASES:
         check("cpu", torch.float16, *case)
 

@@ -1,5 +1,6 @@
-"""Device functions of the ring kernel run as what they are, Python, on all threads of a block: Gluon's operations on arrays of
-one element a thread, PTX by tests/kernels/parts/threads.py. No GPU, no compiler."""
+"""Runs device functions of the small-M kernel as plain Python for all threads of a block. Gluon operations act on NumPy arrays
+with one element per thread, and tests/kernels/parts/threads.py runs the PTX. No GPU and no compiler is needed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tests.kernels.parts.threads import run
 
 
 class Lanes(np.ndarray):
-    """A tensor of a kernel, one element a thread, or a scalar."""
+    """A kernel's tensor with one element per thread, or a scalar."""
 
     def to(self, kind, bitcast=False):
         return self.astype(kind).view(Lanes)
@@ -24,9 +25,9 @@ def lanes(values):
 
 
 class Memory:
-    """A tensor in global memory that counts what is stored where; pointers are it and places.
+    """A tensor in global memory that counts the stores to each element; a Pointer is a Memory and indices into it.
 
-    `values` may be a view of `everything`, bytes that copies of PTX read, from byte `address` on.
+    `values` may be a view, starting at byte `address`, of the bytes that cp.async reads.
     """
 
     def __init__(self, values, address=0):
@@ -46,7 +47,7 @@ class Pointer:
 
     @property
     def bytes(self):
-        """Addresses."""
+        """Byte addresses of the elements."""
         return self.memory.address + self.place * self.memory.values.itemsize
 
 
@@ -76,7 +77,7 @@ def exp(x):
 
 
 def bundles(module):
-    """Aggregates of a module as plain bundles of their fields."""
+    """{name: factory} of a module's Gluon aggregates; the factory makes a SimpleNamespace of the fields."""
     found = {}
     for node in ast.parse(inspect.getsource(module)).body:
         if isinstance(node, ast.ClassDef) and any(ast.unparse(d) == "aggregate" for d in node.decorator_list):
@@ -86,7 +87,7 @@ def bundles(module):
 
 
 class Block:
-    """One block of a grid, with the device functions of `modules` and of what they import under `device`."""
+    """One block of a grid. `device` holds the device functions of `modules` and those that these import."""
 
     def __init__(self, config, grid, place, *modules, memory=None, after_wait=lambda: None, **names):
         self.config, self.memory, self.after_wait = config, memory, after_wait

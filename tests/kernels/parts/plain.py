@@ -1,4 +1,4 @@
-"""Device functions of parts/ run as what they are, Python, on integers and arrays: no GPU, no compiler."""
+"""Runs device functions of kernels/parts as plain Python on integers and arrays. No GPU and no compiler is needed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 
 
 def plain(function, **names):
-    """A device function with `names`, such as `gl` and other device functions that it calls, replaced."""
+    """A device function as plain Python, with the globals in `names` (`gl`, other device functions) replaced."""
     python = function.fn
     return types.FunctionType(python.__code__, {**python.__globals__, **names}, python.__name__, python.__defaults__)
 
 
 class Integer(int):
-    """A scalar of a kernel."""
+    """A kernel's scalar."""
 
     def __rsub__(self, other):
         return Integer(other - int(self))
@@ -25,14 +25,14 @@ class Integer(int):
 
 
 class Array(np.ndarray):
-    """A tensor of a kernel."""
+    """A kernel's tensor."""
 
     def broadcast_to(self, shape):
         return np.broadcast_to(self, shape).view(Array)
 
 
 class Pointer:
-    """Into an array, as far as `index`."""
+    """A pointer: an array and an index into it."""
 
     def __init__(self, memory, index=0):
         self.memory, self.index = memory, index
@@ -72,15 +72,15 @@ GL = types.SimpleNamespace(
     convert_layout=lambda x, layout, assert_trivial: x,
     constexpr=None,
 )
-"""Gluon's operations on arrays."""
+"""Gluon's operations, implemented on NumPy arrays."""
 
 
 def operands(text: str) -> set[int]:
-    """Numbers of the operands that PTX names."""
+    """The operand numbers n that occur in the PTX as $n."""
     return {int(number) for number in re.findall(r"\$(\d+)", text)}
 
 
 def check_operands(text: str, constraints: str) -> None:
-    """PTX names all operands that its constraints have, and no others."""
+    """Asserts that the PTX uses exactly the operands that its constraints declare, and that braces match."""
     assert operands(text) == set(range(len(constraints.split(","))))
     assert text.count("{") == text.count("}")

@@ -1,4 +1,4 @@
-"""PTX that decodes tiles of 8-bit operands: every word goes in, every register comes out."""
+"""PTX that dequantizes tiles of 8-bit operands: it reads every input word and writes every output register."""
 
 from __future__ import annotations
 

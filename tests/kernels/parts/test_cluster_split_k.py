@@ -1,4 +1,4 @@
-"""Two blocks that share a tile: their barriers lie beside those of the stages, their PTX names its operands."""
+"""Cluster split-K, two blocks per tile: its barriers follow those of the stages, and its PTX uses its operands."""
 
 from __future__ import annotations
 

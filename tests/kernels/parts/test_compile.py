@@ -1,4 +1,4 @@
-"""Kernels written down instead of launched, and compiled by other processes into the cache that a launch looks into."""
+"""Launches are recorded instead of run, and other processes compile their kernels into Triton's cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ H200 = typical_machine(90)
 
 
 def ring(m=1, n=256, k=512, scheme="w8a16"):
-    """A call of a plan of the ring kernel, its tensors on a CPU."""
+    """A call of a plan of the small-M kernel with CPU tensors."""
     from lowbit.kernels.parts.epilogue import Epilogue
     from lowbit.kernels.sm80.small_m_gemm import RingPlan
 
@@ -76,7 +76,7 @@ def test_numbers_by_what_is_compiled_for_them():
 @pytest.mark.parametrize("align", [True, False])
 @pytest.mark.parametrize("specialize", [True, False])
 def test_descriptions_compile_to_what_their_arguments_do(specialize, align):
-    """By Triton's own word: the type and the assumptions that it compiles for."""
+    """Triton itself derives the same types and specializations from a description as from the real argument."""
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.compiler import BaseBackend
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -108,7 +108,9 @@ compiled_into()
 
 
 def compiled_into():
-    """In a process of its own, which compiles without a GPU: what others compiled is found, nothing is compiled twice."""
+    """Runs in its own process, without a GPU. Kernels that other processes compiled are found in the cache; none is compiled
+    twice.
+    """
     from lowbit.kernels.parts import compile as compiling
     from lowbit.kernels.parts.compile import compile_all, compile_one, compiled
     from lowbit.kernels.parts.gluon import without_gpu
@@ -123,9 +125,9 @@ def compiled_into():
     for each in wanted:
         compile_one(each)
     assert hits == [True, True], hits
-    compiling.compile_all = None  # not called: a process's first kernel takes long, but is there
+    compiling.compile_all = None  # must not be called: everything is in the cache
     assert list(compiled([*wanted, *wanted], 90)) == [0, 1, 2, 3]
-    # An error ends the process that meets it; all kernels count as done, and fail where they are launched.
+    # A compile error ends its process. Progress still counts all kernels, and the error shows at launch.
     broken = [*wanted[:1], BROKEN]
     assert list(compile_all(broken, 90, processes=1)) == [1, 2]
 
@@ -134,7 +136,7 @@ BROKEN = RecordedKernel("lowbit.kernels.parts.launch", "no_such_kernel", (), {})
 
 
 def run(code, folder, tmp_path, **environment):
-    """Runs Python as a program that a user starts in some folder; kernels are compiled into tmp_path."""
+    """Runs Python code in `folder` in a new process; Triton's cache is tmp_path."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), **environment}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False, cwd=folder, env=environment
@@ -143,8 +145,9 @@ def run(code, folder, tmp_path, **environment):
 
 
 def test_compiled_by_other_processes_which_find_them_where_the_program_does(tmp_path):
-    """The program stands elsewhere, beside a folder of the library's name, and has found the library by its own path; modules
-    that it loads write to stdout."""
+    """The program's folder has another package named lowbit, and the real one is found through the program's own sys.path.
+    Modules loaded at startup write to stdout. Compiling still works.
+    """
     (tmp_path / "lowbit").mkdir()
     (tmp_path / "lowbit" / "__init__.py").write_text("raise ImportError('not this one')")
     (tmp_path / "tests.py").write_text("raise ImportError('nor this one')")
@@ -154,7 +157,7 @@ def test_compiled_by_other_processes_which_find_them_where_the_program_does(tmp_
 
 
 def left_by_the_dead():
-    """In a process of its own: a kernel that fails ends one of two processes; the other compiles all that is left."""
+    """Runs in its own process. A kernel that fails ends one of two compiling processes; the other compiles the rest."""
     from lowbit.kernels.parts.compile import compile_all, compile_one
     from lowbit.kernels.parts.gluon import without_gpu
     from lowbit.kernels.parts.launch import recording
@@ -183,13 +186,13 @@ def test_recordings_within_recordings():
         with pytest.raises(RuntimeError, match="its end"), recording() as inner:
             gate()()
             raise RuntimeError("its end")
-        ring()()  # is not launched: there is no GPU
+        ring()()  # recorded, not launched: there is no GPU
     assert [each.name for each in inner] == ["gate_rows"] and [each.name for each in outer] == ["ring_gemm"]
 
 
 @pytest.mark.parametrize("given_up", [True, False])
 def test_no_process_is_left(tmp_path, monkeypatch, given_up):
-    """Whether all is compiled or not: none lives, and none that has ended waits for somebody to ask how."""
+    """No compiling process stays alive, and none stays a zombie, whether compilation finished or was given up."""
     from lowbit.kernels.parts import compile as compiling
     from lowbit.kernels.parts.compile import compile_all
     from lowbit.kernels.parts.launch import recording
@@ -209,7 +212,7 @@ def test_no_process_is_left(tmp_path, monkeypatch, given_up):
         progress.close()
     else:
         assert len([*progress]) == len(wanted) - 1
-    deadline = time.monotonic() + 10  # a machine with other work: the last one is killed, and the machine's init reaps
+    deadline = time.monotonic() + 10  # on a busy machine: the last one is killed and init reaps it
     while (left := subprocess.run(group, capture_output=True, text=True, check=False).stdout) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == ""

@@ -1,4 +1,4 @@
-"""The way from sums to memory as arrays: a thread's columns in groups are neighbouring channels, with their constants."""
+"""From accumulators to memory, on arrays: each group of a thread's columns is adjacent channels with the right constants."""
 
 from __future__ import annotations
 

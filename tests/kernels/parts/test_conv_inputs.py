@@ -1,4 +1,4 @@
-"""Descriptors in memory are visible to TMA before it reads them."""
+"""TMA descriptors in global memory are fenced before TMA reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Registers of codes as operand A of an int8 wgmma: the matrix that device code makes of them is what the instruction reads."""
+"""Registers of codes as operand A of an int8 wgmma: the matrix that device code builds is the one that the instruction
+reads.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.kernels.parts.plain import GL, Array, plain
 
 
 def bytes_of(text, constraints, inputs, dtype, is_pure, pack):
-    """Bytes of whole registers, which are numbers of registers here."""
+    """Element numbers of whole registers: register r holds elements r * pack to r * pack + pack - 1."""
     (whole,) = inputs
     return whole * pack + np.arange(pack)
 
@@ -37,7 +39,7 @@ def test_the_matrix_is_what_the_instruction_reads(warpgroups, count):
 
 
 class Ring:
-    """Weights in shared memory, by number."""
+    """The weights' stages in shared memory; a stage is represented by its index."""
 
     def index(self, piece):
         return SimpleNamespace(permute=lambda order: piece)
@@ -45,7 +47,9 @@ class Ring:
 
 @pytest.mark.parametrize(("planes", "wanted"), [(1, [(5, False)]), (2, [(10, False), (11, True)])])
 def test_a_tap_of_4_bit_codes_is_two_products(planes, wanted):
-    """Even channels by one plane of weights, odd ones by the next; the first may replace the sums."""
+    """One product of even channels with one plane of weights, then one of odd channels with the next plane. The first
+    overwrites the accumulator.
+    """
     started = []
 
     def mma(a, w, acc, use_acc=True, is_async=False):

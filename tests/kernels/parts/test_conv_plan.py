@@ -1,4 +1,4 @@
-"""Host code of the convolution kernels: what is compiled and launched, memory of the output, the grid of tiles."""
+"""Host code of the convolution kernels: compilation, launch, allocation of the output and the grid."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowbit.pack.conv_weight import WgmmaTiles
 
 
 class Kernel:
-    """A function of Triton whose launches are noted."""
+    """A Triton kernel stand-in that records launches."""
 
     def __init__(self, noted, compiled=False):
         self.noted, self.compiled = noted, compiled

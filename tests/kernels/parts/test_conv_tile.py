@@ -1,4 +1,6 @@
-"""Tiles of the convolution kernels: memory without overlaps, layouts in which every word and constant has its thread."""
+"""Tiles of the convolution kernels: shared memory without overlaps, and layouts that give each word and constant to a
+thread.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ TILES = [
 
 
 def places(layout):
-    """Of each register of each thread the element that it holds: [registers, threads, dimensions]."""
+    """The coordinates of the element in each register of each thread: [registers, threads, dimensions]."""
     groups = (layout.reg_bases, layout.lane_bases + layout.warp_bases)
     bases = [np.array(group).reshape(-1, len(layout.shape)) for group in groups]
     sums = [sum((np.arange(2 ** len(b)) >> i & 1)[:, None] * base for i, base in enumerate(b)) for b in bases]

@@ -1,4 +1,4 @@
-"""PTX that decodes tiles of 16-bit operands: every word goes in, every register comes out."""
+"""PTX that dequantizes tiles of 16-bit operands: it reads every input word and writes every output register."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def test_ptx_names_its_operands(fmt, group):
 @pytest.mark.parametrize("bits", range(2, 8))
 @pytest.mark.parametrize(("dtype", "scale_dtype"), [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "bf16")])
 def test_codes_as_subnormal_numbers(bits, dtype, scale_dtype):
-    """One fma for each register, after masks: in bf16 as in fp16."""
+    """After masking, each register takes one fma, in bf16 as in fp16."""
     dequantizer = Dequantizer(f"int{bits}", dtype, 64, "none", scale_dtype, True)
     check_operands(dequantizer.asm, dequantizer.constraints)
     scales = len(set(subnormal_codes(number_format(f"int{bits}"), "bf16").up))
-    own = 0 if dtype == "fp16" else scales + 1  # bf16 multiplies by fma: the group's scale for each place, and by the offset
+    own = 0 if dtype == "fp16" else scales + 1  # bf16 also multiplies by fma: scale per bit position, offset
     assert dequantizer.asm.count(f"fma.rn.{'f16x2' if dtype == 'fp16' else 'bf16x2'}") == 16 + own
     assert "sub." not in dequantizer.asm and dequantizer.epilogue_factor == 2.0**24
 
 
 @pytest.mark.parametrize("bits", range(2, 8))
 def test_scales_with_more_digits_than_bf16(bits):
-    """Weights in bf16 with scales in fp16 are decoded as ever."""
+    """bf16 weights with fp16 scales never use the subnormal dequantization: the flag changes nothing."""
     plain, marked = (Dequantizer(f"int{bits}", "bf16", 64, "none", "fp16", subnormal) for subnormal in (False, True))
     assert plain.asm == marked.asm and marked.epilogue_factor == 1.0
 
@@ -60,7 +60,9 @@ def test_scales_with_more_digits_than_bf16(bits):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("group", "subnormal"), [(0, False), (16, False), (32, True), (128, True)])
 def test_turns_are_a_tile(fmt, group, subnormal):
-    """Each decodes whole matrix instructions, with the words and the groups that are its own."""
+    """The dequantization blocks of a tile cover it: each has whole matrix instructions and uses only its own words and
+    groups.
+    """
     subnormal = subnormal and fmt in SUBNORMAL
     halves = ("fp16", "bf16")
     for dtype, scale_dtype, zero in itertools.product(halves, halves, ("none", "integer", "float") if group else ("none",)):
@@ -73,7 +75,7 @@ def test_turns_are_a_tile(fmt, group, subnormal):
             check_operands(dequantizer.prepare_asm, dequantizer.prepare_constraints)
         for block in range(dequantizer.blocks):
             text, count = dequantizer.block_asm(block), dequantizer.block_constraints(block).count(",") + 1
-            if dequantizer.masked:  # codes of one group need not stay up as far as those of another
+            if dequantizer.masked:  # groups may differ in which shifted words they need
                 assert (
                     operands(text) <= set(range(count))
                     and len(operands(text)) >= dequantizer.block_registers + dequantizer.block_words
@@ -88,7 +90,9 @@ SUBNORMAL = ("int2", "int3", "int4", "int5", "int6", "int7")
 @pytest.mark.parametrize("fmt", ["int2", "int4", "int6", "int8", "fp6_e3m2"])
 @pytest.mark.parametrize(("group", "zero"), [(16, "integer"), (32, "none"), (128, "float")])
 def test_turns_do_what_the_whole_does(fmt, group, zero):
-    """Line by line: only the names of registers and operands differ."""
+    """The dequantization blocks together have the instructions of the whole tile; only names of registers and operands
+    differ.
+    """
     dequantizer = Dequantizer(fmt, "fp16", group, zero, "fp16")
     arithmetic = re.compile(r"(?:lop3|shr|shl|prmt|sub|mul|fma|and|or)\.\S+ ")
     whole = arithmetic.findall(dequantizer.asm)

@@ -1,4 +1,4 @@
-"""The epilogue as data; its two implementations: test_small_m_epilogue.py, test_large_m_epilogue.py."""
+"""The epilogue's description. Its two implementations are tested in test_small_m_epilogue.py and test_large_m_epilogue.py."""
 
 from __future__ import annotations
 

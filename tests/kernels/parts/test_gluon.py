@@ -1,4 +1,4 @@
-"""Gluon under one set of names: what this module adds to it works with every supported Triton."""
+"""kernels/parts/gluon.py: its additions to Gluon work with every supported Triton."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Outer:
 
 @gluon.jit
 def total(values, C: gl.constexpr):
-    """All values together; None counts nothing."""
+    """The sum of all values; None counts as 0."""
     made = values.tensor + values.inner.first + values.several[0] + values.several[1]
     if values.inner.second is not None:
         made += values.inner.second
@@ -69,7 +69,9 @@ def test_the_kernels_take_two_types():
 
 
 def test_what_writes_kernels_is_in_the_digest():
-    """Triton's cache on disk would give old kernels for weights in a new order."""
+    """Files that determine packed layouts are in the kernels' digest. Otherwise Triton's disk cache would return old kernels
+    for a new weight layout.
+    """
     package = Path(lowbit.__file__).parent
     rooms = set()
     for path in [
@@ -82,7 +84,9 @@ def test_what_writes_kernels_is_in_the_digest():
 
 
 def test_costs_that_are_not_in_the_digest_write_nothing():
-    """Of files that only choose, kernels take tiles and shapes, whose numbers are in their configurations."""
+    """Kernels import only tiles, shapes and host functions from the files outside the digest. All numbers that kernels take
+    from these are in their configurations.
+    """
     package = Path(lowbit.__file__).parent
     assert all((package / path).exists() for path in COSTS)
     names = {path.rsplit("/", 1)[1].removesuffix(".py") for path in COSTS}
@@ -92,6 +96,6 @@ def test_costs_that_are_not_in_the_digest_write_nothing():
         for path in package.glob(f"kernels/{room}/*.py"):
             for name, imported in importing.findall(path.read_text()):
                 taken |= set(re.findall(r"\w+", imported)) if name in names else set()
-    # shared_by: the bytes that it gives are a field of RingGemm; share_refusals: a reason not to launch; expert_blocks: a grid.
+    # shared_by: its result is a field of RingGemm; share_refusals: reasons not to launch; expert_blocks: the grid.
     tiles = {"MmaTile", "RingTile", "WgmmaTile", "ScaledTile"}
     assert taken == {"ExpertShape", "GemmShape", "ScaledShape", *tiles, "expert_blocks", "shared_by", "share_refusals"}

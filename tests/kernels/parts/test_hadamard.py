@@ -1,4 +1,4 @@
-"""Butterflies in registers: the matrix they are, and the same bits whatever shape a row has there."""
+"""Hadamard butterflies in registers: they equal the matrix, and the layout of a row over threads does not change the bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowbit.kernels.parts.rows import floats, loaded  # noqa: E402
 
 
 def butterflies(x, block):
-    """x H in float32, in the order that the kernels promise."""
+    """x H in float32, with additions in the order that the kernels guarantee."""
     values, apart = x.float() * block**-0.5, 1
     while apart < block:
         pairs = values.unflatten(-1, (-1, 2, apart))
@@ -28,7 +28,7 @@ def butterflies(x, block):
 
 @triton.jit
 def rotate_one(y, x, BLOCK: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr, CHUNKS: tl.constexpr):
-    """A row of 1024 numbers."""
+    """Rotates a row of 1024 numbers."""
     STEP: tl.constexpr = THREADS * VECTOR
     i = tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     values = rotated(floats(loaded(x, i, STEP * CHUNKS, STEP, CHUNKS), CHUNKS), BLOCK, CHUNKS)
@@ -51,7 +51,7 @@ def test_the_same_bits_in_every_shape():
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_butterflies_are_the_matrix(block):
-    """In float64 to the last bits, in float32 as near as sums one after the other are."""
+    """The float32 butterflies are within the rounding bound of sequential sums of the float64 product with the matrix."""
     x = torch.randn(7, 2 * block, generator=torch.Generator().manual_seed(0))
     right, size = rotate_blocks(x.double(), block), x.double().norm(dim=1, keepdim=True)
     steps = block.bit_length() - 1

@@ -1,4 +1,4 @@
-"""One step of mma.sync as PTX: products, scales, and operands in their order."""
+"""One k block of mma.sync as PTX: the products, the scales and the order of operands."""
 
 from __future__ import annotations
 

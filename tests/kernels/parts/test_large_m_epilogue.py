@@ -1,4 +1,4 @@
-"""The end of the wgmma kernel on whole tiles, as what it is, Python, against the reference; on a GPU: tests/ops/."""
+"""The epilogue of the wgmma kernel, run as Python on whole tiles, against the reference. GPU tests: tests/ops/."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def store(pointer, value, mask):
 
 
 class Shared:
-    """Shared memory with NaN in it until something is stored; `order` as it is seen."""
+    """Shared memory, NaN until stored to; `permute` gives a transposed view."""
 
     def __init__(self, memory):
         self.memory, self.dtype = memory, memory.dtype
@@ -74,7 +74,7 @@ GL = SimpleNamespace(
 
 
 def device(name, **more):
-    """A device function of the module whose neighbours are Python too."""
+    """A device function of the module as Python, together with the device functions that it calls."""
     nothing = lambda *given: None  # noqa: E731
     names = {
         "gl": GL, "tma_load": tma_load, "tma_store": tma_store, "put": put, "barrier": nothing, "fence_async_shared": nothing,
@@ -87,7 +87,7 @@ def device(name, **more):
 
 
 def run(epilogue, m, n, tokens, rows, generator, half=torch.float16):
-    """y or h, x and squares of sums that are random, with what the reference makes of the same."""
+    """Runs the epilogue on random accumulators: y, or h, x and sums of squares, each with the reference's result."""
     config = SimpleNamespace(
         epilogue=epilogue, rows=rows, tokens=tokens, accumulator=None, of_parts=None, of_columns=None, of_tokens=None, y=half,
         store_by_tma=n % 8 == 0,
@@ -162,7 +162,9 @@ def test_residual(m, n, tokens, rows, half):
 
 
 def test_sums_of_squares_are_where_lanes_have_their_columns():
-    """`of_columns` gives a lane of mma's sums its own two columns of every eight, and its share of the rows."""
+    """The layout `of_columns` gives each lane the two of every eight columns that it has in mma accumulators, and its share of
+    rows.
+    """
 
     class Config(large_m_epilogue.SquaresLayouts):
         warpgroups, tokens = 2, 64

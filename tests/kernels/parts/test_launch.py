@@ -1,4 +1,4 @@
-"""Compiled once, launched often; descriptors by address."""
+"""Launchers: a kernel is compiled once and launched often; descriptors are passed by address."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=
 
 
 class Kernel:
-    """As much of a Triton kernel, and of what it is compiled to, as a launcher asks for; it notes what happens."""
+    """A recording stand-in with the attributes of a Triton kernel and a compiled kernel that a launcher uses."""
 
     def __init__(self):
         self.events, self.packed_metadata = [], (4, 1, 1000)

@@ -1,4 +1,4 @@
-"""Registers as operand A of the kernel for many tokens: the matrix that it makes of them is the one that mma.sync sees."""
+"""The main loop of the large-M mma.sync kernel: registers hold the operand A that mma.sync reads, and stages come in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.kernels.parts.plain import GL, Array, plain
 
 
 def elements_of(text, constraints, inputs, dtype, is_pure, pack):
-    """Elements of whole registers, which are numbers of registers here."""
+    """Element numbers of whole registers: register r holds elements r * pack to r * pack + pack - 1."""
     (whole,) = inputs
     return whole * pack + np.arange(pack)
 
@@ -55,7 +55,9 @@ def test_the_matrix_is_what_the_instruction_reads(warps_n, row_blocks, block_reg
 
 
 class Stages:
-    """Shared memory of a block as far as who fills and reads it: copies land when their group is waited for."""
+    """A model of the stages in shared memory: tracks which iteration each holds. A copy lands when its group has been waited
+    for.
+    """
 
     def __init__(self, config):
         self.config, self.slots, self.group, self.groups = config, [None] * config.stages, [], []
@@ -104,7 +106,9 @@ class Stages:
     ids=str,
 )  # fmt: skip
 def test_each_product_has_its_x_and_its_weights(tile, fmt):
-    """The order of the main loop: what is multiplied when, of stages that are there, none filled while it is read."""
+    """The main loop multiplies every k block once, with stages whose copies have landed, and never overwrites a stage being
+    read.
+    """
     form = WeightForm(fmt, 128, "none", "fp16", False, False)
     epilogue = Epilogue(form.channel_scale, False)
     config = MmaPlan(GemmShape(4096, 8192, 8192, number_format(fmt).bits), tile, form, torch.float16, epilogue).config
@@ -129,7 +133,7 @@ def test_each_product_has_its_x_and_its_weights(tile, fmt):
         run=lambda *_: None, barrier=lambda: None, together=lambda sums, count, C: sums,
         of_slices=lambda sums, C: sums, **device,
     )  # fmt: skip
-    for begin, end in ((5, 16), (3, 4)):  # many stages, and fewer than there is room for
+    for begin, end in ((5, 16), (3, 4)):  # more iterations than stages, and fewer
         stages.__init__(config)
         seen.clear()
         loop(None, None, None, begin, end, config)

@@ -1,4 +1,4 @@
-"""Registers as operand A: the matrix that device code makes of them is the one that the instruction sees."""
+"""Registers as operand A: the matrix that device code builds is the one that the instruction reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kernels.parts.plain import GL, Array, check_operands, plain
 
 
 def elements_of(text, constraints, inputs, dtype, is_pure, pack):
-    """Elements of whole registers, which are numbers of registers here."""
+    """Element numbers of whole registers: register r holds elements r * pack to r * pack + pack - 1."""
     (whole,) = inputs
     assert whole.shape[1] == pack == constraints.count(",")
     return whole * pack + np.arange(pack)
@@ -44,7 +44,7 @@ def test_the_matrix_is_what_the_instruction_reads(atom, bits):
 
 @pytest.mark.parametrize("fmt", ["int2", "int3", "int4", "int5", "int6", "int7", "int8"])
 def test_words_are_those_of_the_lane(fmt):
-    """What a plane's load and its splitting give each thread is what pack/fragment.py wrote for its lane."""
+    """Loading and splitting the planes gives each thread the words that pack/fragment.py wrote for its lane."""
     bits = number_format(fmt).bits
     dequantizer = Dequantizer(fmt, "fp16", 0, "none", "fp16")
     config = SimpleNamespace(dequantizer=dequantizer, warps=4, threads=128, threads_layout=None)

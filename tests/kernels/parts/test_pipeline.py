@@ -1,4 +1,4 @@
-"""Stages of a pipeline: where their barriers lie, and the order in which stages and phases follow each other."""
+"""Pipeline stages: the addresses of their barriers, and the order of stages and phases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BARRIERS = StageBarriers(start=2048, stages=6, readers=8)
 
 @pytest.mark.parametrize(("stages", "readers"), [(6, 8), (8, 16), (1, 4), (8, 4)])
 def test_every_barrier_is_made_once(stages, readers):
-    """By the first lane of a warp, each in turn; the text says for which barriers a warp's number is raised."""
+    """The first lanes of the warps initialise the barriers; the constants in the PTX say which barriers each warp takes."""
     barriers = StageBarriers(start=2048, stages=stages, readers=readers)
     turns = re.findall(
         r"add.u32 number, warp, (\d+); setp.lt.u32 p, number, (\d+); setp.eq.and.u32 p, lane, 0, p;", barriers.init

@@ -1,4 +1,6 @@
-"""What the copying warp asks for, and when: run as Python, beside the list of all that its block multiplies."""
+"""The loads that the producer warp issues and their order, run as Python and compared with the list of all stages of its
+block.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from tests.kernels.parts.plain import GL, plain
 
 
 class Stages(list):
-    """Stages, or barriers, by number."""
+    """Stages or barriers, represented by their indices."""
 
     def index(self, i):
         return self[i]
 
 
 def asked_for(block, blocks, tiles, C):
-    """What `load` does in a block, in order: (name, ..) for each step."""
+    """The operations of `load` in a block, in order: a tuple (name, ..) each."""
     log: list[tuple] = []
     note = {
         name: lambda *_, name=name: log.append((name,))
@@ -65,7 +67,7 @@ def test_every_stage_of_every_tile_once(of_tokens, of_channels, iterations, spli
         tile_tokens=32, x_block=(32, 64), paired=paired, last_is_full=True,
     )  # fmt: skip
     tiles, blocks = SimpleNamespace(of_tokens=of_tokens, of_channels=of_channels, iterations=iterations), 4
-    tiles.tokens = max(20, of_tokens * 32 - 5)  # one tile is not full, the last of several begins where it is
+    tiles.tokens = max(20, of_tokens * 32 - 5)  # a single tile is partial; the last of several is shifted back to be full
     for block in range(blocks):
         log = asked_for(block, blocks, tiles, C)
         of_tiles = []
@@ -80,14 +82,14 @@ def test_every_stage_of_every_tile_once(of_tokens, of_channels, iterations, spli
         assert w == [("w", *place, channel, k) for place, (channel, _, k) in zip(places, wanted, strict=True)]
         assert x == [("x", *place, token, k * 64) for place, (_, token, k) in zip(places, wanted, strict=True)]
 
-        # As many weights as may be are ahead of the kernel before, into stages that nobody has used; all else comes after it.
+        # Before the wait for the previous kernel only weights are loaded, into the `stages_ahead` first stages.
         await_at, ahead = log.index(("wait_for_previous_kernel",)), min(stages_ahead, len(of_tiles[0]) if of_tiles else 0)
         assert [entry[0] for entry in log[:await_at]] == ["arrive_cluster"] * paired + ["launch_next_kernel"] + [
             "expect",
             "w",
         ] * ahead
         assert [entry[1:] for entry in log if entry[0] == "expect"] == [(i, 4096) for i in range(ahead)]
-        # The other stages are waited for, each with the parity of the lap before.
+        # All later loads wait until their stage is free, with the parity of the previous pass over the ring.
         assert [entry[1:] for entry in log if entry[0] == "acquire"] == [
             (i % 6, 1 - i // 6 % 2) for i in range(ahead, len(wanted))
         ]

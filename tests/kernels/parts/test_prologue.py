@@ -1,4 +1,4 @@
-"""Programmatic dependent launch, as the instructions that it becomes."""
+"""The machine instructions of programmatic dependent launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowbit.kernels.parts.prologue import launch_next_and_wait_for_previous, lau
 
 @gluon.jit
 def kernel(out, C: gl.constexpr):
-    """Stores one number, once it may."""
+    """Stores one number after the wait for the previous kernel."""
     if C:
         launch_next_and_wait_for_previous()
     else:

@@ -1,4 +1,4 @@
-"""Additions that stay where the program has them: one instruction for each sum, no other rounding."""
+"""Additions that the compiler may not move or fuse: one instruction for each sum, no other rounding."""
 
 from __future__ import annotations
 

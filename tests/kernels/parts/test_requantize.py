@@ -1,4 +1,4 @@
-"""Sums to codes: the PTX, run instruction by instruction in NumPy, makes the codes of the definition."""
+"""Requantization of accumulators: the PTX, run in NumPy, gives the codes of the definition."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ THREADS = 4096
 
 
 def stored(y, codes):
-    """The words of codes [THREADS, 8 channels]."""
+    """The packed words of codes [THREADS, 8 channels]."""
     bits = 4 if y == "u4" else 8
     fields = codes.astype(np.int64) & ((1 << bits) - 1)
     each = 32 // bits
@@ -35,7 +35,7 @@ def test_codes_are_those_of_the_definition(y, residual, relu):
     sums = torch.randint(-4000, 4000, (THREADS, GROUP), dtype=torch.int32)
     low, high = code_range(residual or "s8")
     added = torch.randint(low, high + 1, (THREADS, GROUP), dtype=torch.int32)
-    order = list(group_order(y))  # column i is this channel
+    order = list(group_order(y))  # order[i] is the channel in column i
     inputs = [sums[:, c].numpy().view(np.uint32) for c in order]
     inputs += [np.full(THREADS, bits_of(float(values[c])), dtype=np.uint32) for values in (s, b) for c in order]
     if residual:
@@ -50,7 +50,7 @@ def test_codes_are_those_of_the_definition(y, residual, relu):
 
 
 def test_the_definition_is_the_reference():
-    """One channel: what the test above wants is what `conv_reference` says of a layer."""
+    """On one channel, the formula of the test above equals `conv_reference`."""
     s, b, g = requantize(torch.tensor([0.01]), torch.tensor([0.3]), 1.0, 1.0, "u4", 0.7)
     layer = ConvLayer(torch.ones(1, 1, 1, 1, dtype=torch.int8), s, b, "s8", "u4", residual="s8", g=g)
     x, added = torch.arange(-128, 128).reshape(1, 1, 16, 16), torch.arange(-128, 128).flip(0).reshape(1, 1, 16, 16)
@@ -60,7 +60,9 @@ def test_the_definition_is_the_reference():
 
 @pytest.mark.parametrize(("y", "stores", "words"), [("u4", True, 3), ("u4", False, 2), ("s8", True, 2)])
 def test_linked_codes_are_bytes(y, stores, words):
-    """Operand A of a product that follows: of u4 16 times the code, 4 columns a word; of s8 the words that are stored."""
+    """Codes as operand A of a second product: for u4 bytes of 16 times the code, 4 columns per word; for s8 the stored
+    words.
+    """
     part = LinkedRequantize(y, None, True, stores)
     assert part.words == words
     check_operands(part.asm, part.constraints)

@@ -1,4 +1,4 @@
-"""The ring of a warp: its copies fill each slot exactly, and reads name what the step wants."""
+"""A warp's ring buffer: its copies fill each slot exactly, and each step reads the right slot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ring(fmt, tokens=16, group=128, zero="none", row_blocks=2, rounds=3, tail=Fa
 
 
 def copied(text, base, lane_bytes, lanes=32):
-    """Bytes that the copies relative to operand `base` write, for all lanes."""
+    """Offsets of all bytes that the copies relative to operand `base` write, over all lanes."""
     found = []
     for low, to, size in re.findall(rf"(@low )?cp\.async\.\S+ \[\${base}\+(\d+)\], \[\$\d+(?:\+\d+)?\], (\d+)", text):
         for lane in range(16 if low else lanes):
@@ -54,8 +54,9 @@ def test_copies_fill_a_slot_of_x(tokens):
 @pytest.mark.parametrize("tail", [False, True])
 @pytest.mark.parametrize("tokens", [8, 16])
 def test_places_of_x_are_copied_to_or_cleared_once(tokens, tail):
-    """Whatever the number of tokens: bytes of those that exist by every copy, of the others by `clear_x` alone, or with zeros
-    by every copy."""
+    """For any number of tokens, copies write each byte of existing tokens once. Bytes of absent tokens are zeroed: once by
+    `clear_x`, or by every copy.
+    """
     made, lane = ring("int4", tokens, tail=tail), np.arange(32)
     assert made.skips_absent_tokens == (tokens == 8)
     for m in range(tokens + 1):
@@ -89,7 +90,7 @@ def test_places_of_x_are_copied_to_or_cleared_once(tokens, tail):
 
 @pytest.mark.parametrize(("row_blocks", "rounds", "slots"), [(4, 1, 2), (6, 1, 3), (3, 2, 1), (2, 4, 4), (7, 4, 4)])
 def test_fewer_slots_than_steps(row_blocks, rounds, slots):
-    """A slot is filled again once it was read, and x of 128 k only once that before it was, which a strip's first step does."""
+    """A slot is refilled only after it was read. An x slot is refilled only after the first step of a k block has read it."""
     made = Ring(KBlock("int8", "fp16", 8, 0, "none", "fp16"), row_blocks, rounds, False, slots)
     assert made.depth == slots and made.iteration_blocks == row_blocks * rounds
     held, x_held, read_x = {}, {}, -1

@@ -1,4 +1,4 @@
-"""The main loop of the small-M kernels as what it is, Python: which pairs of row and k block are copied and multiplied."""
+"""The main loop of the small-M kernels run as Python: which pairs of row block and k block are copied and multiplied."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Block(RingBlock):
 
 
 class Slots:
-    """The slots of a ring as far as which (row block, k block) they hold; a slot is refilled once it has been read."""
+    """A model of a ring: the (row block, k block) that each slot holds. A slot may be refilled only after it was read."""
 
     def __init__(self, config, slice_k):
         self.ring, self.slices, self.slice_k = config.ring, config.slices, slice_k
@@ -74,7 +74,7 @@ def test_each_pair_is_multiplied_once_in_order(row_blocks, rounds, slots):
 @pytest.mark.parametrize(("tokens", "row_blocks"), [(8, 1), (8, 3), (16, 2), (16, 5)])
 @pytest.mark.parametrize(("warps_n", "warps_k"), [(1, 8), (2, 4), (8, 1)])
 def test_threads_finish_all_sums(warps_n, warps_k, tokens, row_blocks, gate):
-    """Warps of a row share its sums; a gate and its up are two of one thread."""
+    """The warps of a row divide its outputs among them; one thread finishes a gate and its up."""
     config = Block(Ring(KBlock("int4", "fp16", tokens, 128, "none", "fp16"), row_blocks, 1, False), warps_n, warps_k, gate)
     together = 1 if gate == "none" else 2
     assert config.outputs % together == 0 and config.outputs * warps_k >= config.accumulators

@@ -1,4 +1,4 @@
-"""The ring of rows of 16 bits: copies and reads as PTX says them, lane by lane."""
+"""The ring for rows of 16-bit weights: its PTX copies and reads, lane by lane."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ ROWS = KBlock("dense", "fp16", 8, 0, "none", "fp16")
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("tail", [False, True])
 def test_rows_go_where_fragments_are_read(tail, ragged):
-    """Each lane's copies, then ldmatrix: registers hold what PTX ISA's A of m16n8k16 is, all of a slot is filled, rows and k
-    that do not exist with zeros, and no eight lanes that work at a time share a bank."""
+    """After the copies and ldmatrix, registers hold operand A of m16n8k16 (PTX ISA). Copies fill the whole slot, with zeros for
+    absent rows and columns. The eight lanes of one access have no bank conflicts.
+    """
     made = RowRing(ROWS, 2, 2, tail, 0, ragged)
     k_exists, rows_exist, k = (
         (104, 27, 300) if tail and ragged else (104, 99, 300) if tail else (999, 27 if ragged else 99, 300)

@@ -1,4 +1,4 @@
-"""Rows in registers: each helper in a kernel of its own, in Triton's interpreter, against torch."""
+"""Helpers for rows in registers, each in a small kernel run by Triton's interpreter, against torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rows_kernel(
     sums, squares, gates, x, beside, stride, K: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr,
     CHUNKS: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """x + beside, its sum of squares, and the sigmoid of it."""
+    """Stores x + beside, the sum of its squares and its sigmoid."""
     row = tl.program_id(0)
     STEP: tl.constexpr = THREADS * VECTOR
     i = tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
@@ -32,7 +32,7 @@ def rows_kernel(
 
 @triton.jit
 def moments_kernel(means, variances, x, K: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr, CHUNKS: tl.constexpr):
-    """Mean and variance of a row."""
+    """Stores the mean and the variance of a row."""
     row = tl.program_id(0)
     STEP: tl.constexpr = THREADS * VECTOR
     i = tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
@@ -43,7 +43,9 @@ def moments_kernel(means, variances, x, K: tl.constexpr, THREADS: tl.constexpr, 
 
 
 def check_moments():
-    """Of rows far from 0, where sums of squares would have no digits left; some warps have nothing of a short row."""
+    """Checks rows with a large mean, where sums of squares would cancel, and short rows that leave some warps without
+    elements.
+    """
     for k, threads, chunks in ((64, 32, 1), (203, 32, 1), (512, 64, 1), (576, 64, 2), (520, 128, 1)):
         x = 1000 + torch.randn(3, k, generator=torch.Generator().manual_seed(k))
         x[2] = 7

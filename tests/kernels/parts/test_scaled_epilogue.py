@@ -1,4 +1,4 @@
-"""What is applied to sums is what the reference applies, and y's types are those that schemes have."""
+"""The scaled epilogue against the reference, and the dtypes of y that schemes have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Order of tiles, shares of K, and the meeting of splits and of shares."""
+"""The order of tiles, split-K and stream-K, and their reductions."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def test_splits_share_k(iterations, splits):
 
 @pytest.mark.parametrize(("rows", "columns"), [(64, 8), (128, 16), (256, 64), (128, 128)])
 def test_the_last_block_gets_the_sum_of_all_splits(rows, columns):
-    """Whichever comes last; the counters are then zero again, and no other tile has been touched. Words of a warp are
-    neighbours, however many strips it has."""
+    """Whichever block is last gets the sum. The counters are then zero again, and no other tile changed. The words of a warp
+    are adjacent for any number of row blocks.
+    """
     splits, tile = 3, Integer(1)
     config = SimpleNamespace(rows=rows, columns=columns, accumulator=None, splits=splits)
     of = plain(workspace_offsets, gl=GL)(config)
@@ -84,7 +85,7 @@ def test_the_last_block_gets_the_sum_of_all_splits(rows, columns):
 
 
 def test_splits_in_turn_add_up_the_same():
-    """In the order of K whatever the sums; one sum of memory for a tile, and the counter is zero again."""
+    """Serial split-K adds in the order of K. A tile needs workspace for one partial sum, and its counter ends at zero."""
     rows, columns, splits, tile = 64, 16, 3, Integer(1)
     config = SimpleNamespace(rows=rows, columns=columns, accumulator=None, splits=splits)
     partial, arrived = np.full(2 * rows * columns, np.nan), np.zeros(2, dtype=int)
@@ -116,11 +117,11 @@ SHARED = [
     (1, 2, 400, 132),
     (5, 1, 8, 2),
 ]
-"""Tiles of tokens, of channels, iterations, blocks: fewer tiles than blocks, a few more, many times as many."""
+"""(tiles along tokens, tiles along channels, iterations, blocks): fewer tiles than blocks, a few more, many times as many."""
 
 
 def shared_work(shape, **more):
-    """For each block what it computes, as a kernel asks for it: (index, tile, first iteration, the one after the last)."""
+    """The work of each block as the kernel computes it: (index, tile, first iteration, iteration after the last)."""
     tokens, channels, iterations, blocks = shape
     tiles = SimpleNamespace(of_tokens=tokens, of_channels=channels, iterations=iterations)
     config, work = SimpleNamespace(splits=0, token_group=2, accumulator=None, **more), []
@@ -154,7 +155,7 @@ def test_shares_are_equal_and_cover_every_tile_once(shape):
 
 
 class Turns:
-    """Blocks as threads that run only while they do not wait; they start in the order of their numbers."""
+    """A model of counters for blocks that run as Python threads: a wait blocks until enough arrivals."""
 
     def __init__(self, arrived):
         self.changed, self.arrived, self.waits = threading.Condition(), arrived, []
@@ -173,7 +174,9 @@ class Turns:
 @pytest.mark.parametrize("at_once", [1, 5, 200])
 @pytest.mark.parametrize("shape", [*SHARED[:4], SHARED[-2]])
 def test_shares_meet_in_the_order_of_k(shape, at_once):
-    """However few blocks run at once, none waits for one that has not started; counters are zero again."""
+    """Stream-K adds in the order of K. However few blocks run at once, none waits for a block that has not started. Counters
+    end at zero.
+    """
     rows, columns = 64, 8
     work, tiles, config = shared_work(shape, rows=rows, columns=columns)
     rng, blocks = np.random.default_rng(0), shape[-1]

@@ -1,5 +1,6 @@
-"""The end of the ring kernel, its own device code run in NumPy on all threads of all blocks: which lane finishes what, and that
-every output is right and written once."""
+"""The epilogue of the small-M kernel: its device code runs in NumPy on all threads of all blocks. Every output must be right
+and written once.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def config_of(tile, epilogue):
 
 
 def accumulators(config, products, first_row_block, split, thread):
-    """What each thread has after the main loop, PTX ISA's accumulator of m16n8k16: `products` [slices, rows, tokens]."""
+    """Each thread's accumulators of m16n8k16 (PTX ISA) after the main loop, taken from `products` [slices, rows, tokens]."""
     found, lane, warp = [], thread % 32, thread // 32
     per_row_block = config.ring.k_block.accumulators
     slice_k = split * config.warps_k + warp % config.warps_k
@@ -47,12 +48,12 @@ def accumulators(config, products, first_row_block, split, thread):
 
 
 def launch(tile, epilogue, m, n, rng, **given):
-    """All blocks of a product whose sums over K are those of the products that are returned."""
+    """Runs all blocks of a GEMM on random partial products, and returns these products too."""
     config, row_blocks = config_of(tile, epilogue), -(-n // 16)
     grid = -(-row_blocks // tile.tile_row_blocks), 1, tile.splits
     products = np.full(
         (config.slices, 16 * row_blocks, tile.tokens), np.nan, dtype=np.float32
-    )  # what does not exist is poisoned
+    )  # absent rows and tokens are poisoned
     products[:, :n, :m] = rng.standard_normal((config.slices, n, m))
     partial = Memory(np.full(grid[0] * tile.splits * config.outputs * config.threads, np.nan, dtype=np.float32))
     arrived = Memory(np.zeros(grid[0], dtype=np.int32))
@@ -102,7 +103,7 @@ TILES = [
 
 
 def shapes(tile):
-    """(m, n): whole blocks, then an overlap of the last two and a part of a row block; tokens one, all but one, all."""
+    """(m, n) pairs: n of whole blocks, and n where the last two blocks overlap; m of one, some, all but one and all tokens."""
     rows, tokens = 16 * tile.tile_row_blocks, tile.tokens
     return [(tokens, 2 * rows), (tokens - 1, rows + 16), (tokens // 2 + 1, 2 * rows + 16), (1, rows)]
 
@@ -126,7 +127,7 @@ def test_norm(tile, bias):
             rms = np.sqrt(squares.astype(np.float64).sum(0) / 64 + 1e-3)[:, None]
             expected = 0.5 * sums * channel / (rms * 0.25) + (of_bias if bias else 0)
             np.testing.assert_allclose(y.values, expected, rtol=2e-3, atol=1e-3)
-            own = np.zeros(n, dtype=bool)  # rows of a row block that two blocks have are stored by both, the same
+            own = np.zeros(n, dtype=bool)  # both of two overlapping blocks store their common rows, with equal values
             own[: n // (16 * tile.tile_row_blocks) * 16 * tile.tile_row_blocks] = True
             assert (y.written.reshape(m, n) >= 1).all() and (y.written.max() == 1 or not own.all())
 
@@ -183,7 +184,7 @@ def test_residual(tile, bias):
 )
 @pytest.mark.parametrize("m", [1, 16])
 def test_every_candidate_finishes_every_output_once(role, n, k, m):
-    """The map of outputs alone: accumulators that threads finish are those that exist, each by one thread."""
+    """Checks only the map of outputs: each accumulator is finished by exactly one thread."""
     rows = chain_candidates(role, GemmShape(m, n, k, 4), typical_machine(90))
     of_role = Epilogue(False, False, 1, "silu" if role == "gated" else "none")
     if role == "residual":
@@ -204,7 +205,9 @@ def test_every_candidate_finishes_every_output_once(role, n, k, m):
 @pytest.mark.parametrize(("role", "n", "k"), [("residual", 896, 4864), ("gated", 9728, 896), ("norm", 4096, 4096)])
 @pytest.mark.parametrize("bits", [4, DENSE_BITS])
 def test_sums_of_a_row_share_what_is_asked_for(role, n, k, bits):
-    """In every thread of every tile, `first_of_row` names a sum of the same row, which exists where the other one does."""
+    """In every thread of every tile, `first_of_row` names an output of the same row, which exists if the given output
+    exists.
+    """
     for m in (1, 16):
         for tile in ring_tiles(GemmShape(m, n, k, bits), typical_machine(80)):
             gate, parts = "silu" if role == "gated" else "none", 0 if role == "residual" else 1

@@ -1,4 +1,4 @@
-"""Regions of shared memory: in order, without gaps or overlaps, as large as the kernel's allocation."""
+"""Regions of shared memory: in order, without gaps or overlaps, and together the size of the kernel's allocation."""
 
 from __future__ import annotations
 

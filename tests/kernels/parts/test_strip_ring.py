@@ -1,4 +1,4 @@
-"""Strips of pixels: their PTX names its operands, and a tap that is read from one is operand A of the pixels of its windows."""
+"""Strips of pixels: the PTX uses its operands, and the registers read for a tap are operand A of the pixels under that tap."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ring(bits, row_bytes):
 
 
 def memory(rows, ring):
-    """Shared memory with two strips of rows [2, ROWS, row_bytes] in the order of TMA, and zeros."""
+    """Shared memory that holds two strips [2, ROWS, row_bytes], swizzled as TMA writes them, and 64 zero bytes."""
     shared = np.full(41000, 0xEE, dtype=np.uint8)
     shared[ring.x_start : ring.x_start + rows.numel()] = swizzled(rows.view(torch.int8)).numpy().view(np.uint8).ravel()
     shared[ring.zeros : ring.zeros + 64] = 0
@@ -32,7 +32,7 @@ def memory(rows, ring):
 
 
 def fragments(registers, rows):
-    """Operand A [128, 64 rows' registers] of rows [64, bytes]: four registers a step of 32 bytes."""
+    """Whether the registers equal operand A of rows [64, bytes]: four registers per thread for each step of 32 bytes."""
     steps = [wgmma_s8(64).a.gather(rows[:, 32 * i : 32 * i + 32]) for i in range(rows.shape[1] // 32)]
     wanted = np.concatenate(steps, axis=1).reshape(128, -1, 4).astype(np.uint8)
     return np.array_equal(np.stack(registers, 1).view(np.uint8).reshape(128, -1, 4), wanted)
@@ -40,7 +40,7 @@ def fragments(registers, rows):
 
 @pytest.mark.parametrize(("bits", "row_bytes"), [(4, 32), (4, 64), (8, 64), (8, 128)])
 def test_a_tap_is_operand_a(bits, row_bytes):
-    """64 pixels from row 7 of strip 1 on, some of them outside the image."""
+    """Reads 64 pixels from row 7 of strip 1 on, some of them outside the image."""
     part = ring(bits, row_bytes)
     rows = torch.randint(0, 256, (2, ROWS, row_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     thread = np.arange(128)

@@ -1,4 +1,4 @@
-"""Tiles of the wgmma kernels: what is read, computed and stored of them fits together for every candidate."""
+"""Tiles of the wgmma kernels: for every candidate the loaded, computed and stored parts have matching sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages of x and weights: what the copies of all threads bring, and what lanes read of it, in NumPy on packed weights."""
+"""Stages of x and weights: the copies of all threads and the reads of all lanes, run in NumPy on packed weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kernels.parts.threads import run
 
 FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2"]
 START = 4096
-"""Where shared memory is said to begin."""
+"""Assumed start address of shared memory."""
 
 
 def stage(fmt="int4", tokens=64, row_blocks=4, stages=3, warps=4, group=128, zero="none", slices=1):
@@ -26,7 +26,7 @@ def stage(fmt="int4", tokens=64, row_blocks=4, stages=3, warps=4, group=128, zer
 
 
 def x_seen(made, shared, slot):
-    """x [tokens, 64 k of each slice] of a slot, as the swizzled views of the kernel have it: 8 tokens of each slice in turn."""
+    """x [tokens, 64 * slices] of a slot, read through the kernel's swizzled layout: 8 tokens of each slice alternate."""
     layout, halves = made.x_layout, shared.view(np.uint16)[slot * made.x_bytes // 2 :]
     token, k = np.arange(made.tokens)[:, None], np.arange(64 * made.slices)[None, :]
     row, inside = (token // 8 * made.slices + k // 64) * 8 + token % 8, k % 16
@@ -75,12 +75,12 @@ def test_tokens_that_its_threads_would_leave_out_are_refused(tokens, warps):
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
 def test_ldmatrix_meets_no_bank_twice(slices):
-    """8 tokens of a vector of 8 k lie in 8 different groups of 4 banks."""
+    """The 8 rows that ldmatrix reads at a time (8 tokens of 16 bytes) are in 8 different groups of 4 banks."""
     made = stage(slices=slices)
     for first in range(0, made.tokens, 8):
         for vector in range(8):
             assert len(set(plain(x_at)(first + np.arange(8), vector, made) % 128 // 16)) == 8
-    for quarter in range(0, 32, 8):  # and so do those that 8 lanes copy at a time
+    for quarter in range(0, 32, 8):  # the vectors that 8 lanes copy at a time, too
         assert len(set(plain(x_at)(*plain(x_vector)(quarter + np.arange(8)), made) % 128 // 16)) == 8
 
 

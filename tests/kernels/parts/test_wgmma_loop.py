@@ -1,4 +1,4 @@
-"""The main loop of the wgmma kernels as what it is, Python: every stage is read, multiplied once and returned in order."""
+"""The main loop of the wgmma kernels run as Python: every stage is read, multiplied once and released in order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.kernels.parts.plain import GL, plain
 
 
 class Stages:
-    """Notes what is done to stages: read (words), started (products), released."""
+    """Records the operations on stages: read (words), started (products), released."""
 
     def __init__(self):
         self.events = []

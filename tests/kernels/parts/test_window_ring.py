@@ -1,4 +1,4 @@
-"""Stages of windows: copies name their operands and bytes, and decoded codes are operand A of the pixels."""
+"""Stages of convolution windows: operands and byte counts of copies; dequantized codes are operand A of the pixels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""PTX of parts/ run in NumPy, an instruction at a time in all threads: registers are uint32 arrays, one element a thread."""
+"""Runs the PTX of kernels/parts in NumPy, one instruction at a time for all threads. A register is a uint32 array, one element
+per thread.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def looked_up(a, b, c, table):
 
 
 def permuted(a, b, selector):
-    """prmt: a digit of the selector for each byte, with 8 added its sign."""
+    """prmt: a hex digit of the selector chooses each byte; with 8 added, the byte's sign is replicated."""
     found = np.zeros_like(a)
     for byte in range(4):
         digit = int(selector[0]) >> 4 * byte & 15
@@ -57,7 +59,7 @@ def halves(*words):
 
 
 def words_of(values):
-    """Rounded once: sums and products of halves are exact, or nearly so, in float64."""
+    """float64 values rounded once to fp16, as words. Sums and products of fp16 values are (nearly) exact in float64."""
     return np.ascontiguousarray(values.astype(np.float16)).view(np.uint32).reshape(-1)
 
 
@@ -118,13 +120,14 @@ RUN = {
 
 
 WAITS = ("cp.async.commit_group", "cp.async.wait_group", "bar.warp.sync", "griddepcontrol.", "prefetch.")
-"""Instructions that order others, of which each is done here before the next begins, or bring something nearer."""
+"""Instructions that do nothing here: waits and barriers, since instructions run one at a time, and prefetches."""
 
 
 def run(text, inputs, outputs, shared=None, start=0, memory=None, copies=None):
-    """The `outputs` words that PTX makes of `inputs`, uint32 arrays; `shared` are bytes of shared memory from address `start`
-    on, where `global_smem` lies, `memory` those of global memory. With a list of `copies`, cp.async is only noted in it: where
-    to and where from, how many bytes are read, and which threads copy."""
+    """Runs PTX on the uint32 arrays `inputs` and returns `outputs` words. `shared` holds the bytes of shared memory from
+    address `start` (`global_smem`) on, `memory` those of global memory. If `copies` is given, cp.async appends (destination,
+    source, bytes read, active threads) to it instead of copying.
+    """
     threads = len(inputs[0])
     registers = {f"${outputs + i}": np.asarray(value, dtype=np.uint32) for i, value in enumerate(inputs)}
     registers["global_smem"] = np.full(threads, start, dtype=np.uint32)
@@ -148,7 +151,7 @@ def run(text, inputs, outputs, shared=None, start=0, memory=None, copies=None):
         if name.startswith("cp.async"):
             to, source, size, *read = [part.strip(" []") for part in rest.split(",")]
             (to, to_offset), (source, offset) = ((*part.split("+"), 0)[:2] for part in (to, source))
-            if read and read[0] in predicates:  # where it holds, zeros are written instead
+            if read and read[0] in predicates:  # ignore-src: threads where it is set write zeros
                 read = np.where(value(read[0]) != 0, 0, int(size)).astype(np.uint32)
             else:
                 read = value(read[0]) if read else np.full(threads, int(size), dtype=np.uint32)

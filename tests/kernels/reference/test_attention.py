@@ -1,4 +1,4 @@
-"""Paged attention in plain torch against Transformers' eager attention over keys and values in a row."""
+"""Paged attention in plain torch against Transformers' eager attention on contiguous keys and values."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SHAPES = {
 
 
 class _Config:
-    """What Transformers' modules ask of a configuration."""
+    """The attributes of a configuration that Transformers' modules read."""
 
     attention_dropout = 0.0
 
 
 def by_transformers(shape, qkv, cos_sin, q_norm, k_norm):
-    """Attention of tokens at positions 0, 1, .. of one sequence: [T, heads * head_dim]."""
+    """Transformers' attention of one sequence, positions 0, 1, ..: [T, heads * head_dim]."""
     from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
     from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -62,7 +62,7 @@ def by_transformers(shape, qkv, cos_sin, q_norm, k_norm):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_prompts_and_steps_against_transformers(name, monkeypatch):
-    """140 tokens, of which 100 are a prompt in chunks of 64 and 36 and 40 come one at a time; scores in chunks too."""
+    """140 tokens: a prompt of 100 in chunks of 64 and 36, then 40 decode steps. SCORES is small, so scores are chunked too."""
     given, norms = SHAPES[name]
     monkeypatch.setattr(attention, "SCORES", 20 * given.heads * PAGE)
     generator = torch.Generator().manual_seed(1)

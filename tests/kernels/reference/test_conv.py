@@ -1,4 +1,4 @@
-"""The integer reference against exact fractions, nested loops and values by hand."""
+"""The integer convolution reference against exact fractions, nested loops and values computed by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowbit.kernels.reference.conv import average_pool_reference, conv_reference
 
 
 def nearest_float32(value: Fraction) -> np.float32:
-    """The float32 nearest to a fraction, ties to the even one, found among neighbours."""
+    """The float32 nearest to a fraction, ties to even; searched among the neighbours of a float64 guess."""
     guess = np.float32(float(value))
     around = [guess, np.nextafter(guess, np.float32(-np.inf)), np.nextafter(guess, np.float32(np.inf))]
     distance = [abs(Fraction(float(f)) - value) for f in around]
@@ -33,7 +33,7 @@ def test_fma_rounds_once():
 
 
 def test_fma_where_rounding_twice_is_wrong():
-    # 1 + 2^-24 is a tie for float32; 2^-60 more decides it, but float64 has no room for both.
+    # 1 + 2^-24 is a tie in float32. An extra 2^-60 breaks it, but float64 cannot hold both terms.
     got = fma(torch.tensor([1]), torch.tensor([2.0**-60]), torch.tensor([1.0]))
     assert got.item() == 1.0
     a, b, c = torch.tensor([4097]), torch.tensor([1 + 2.0**-12]), torch.tensor([2.0**-40])
@@ -51,7 +51,7 @@ def layer(y, relu=True, residual=None, second=None, stride=(1, 1), padding=(0, 0
 
 
 def by_loops(x, conv, residual=None, second=None):
-    """One output after the other in Python integers and fractions."""
+    """The convolution by nested loops over outputs, in Python integers and fractions."""
     n, _, h, w = x.shape
     o, c = conv.weight.shape[:2]
     height, width = conv.output_size(h, w)
@@ -125,7 +125,7 @@ def test_second_product_against_loops():
 
 
 def test_large_sums_are_exact():
-    """Beyond 2^24 float32 would not do."""
+    """Sums beyond 2^24, which float32 cannot represent exactly."""
     weight = torch.full((1, 4608, 1, 1), -127, dtype=torch.int8)
     conv = ConvLayer(weight, torch.tensor([1.0]), torch.tensor([0.0]), "s8", "f32", relu=False)
     codes = torch.full((1, 4608, 1, 1), 127)
@@ -149,7 +149,7 @@ def test_requantize_is_the_real_arithmetic():
     real = torch.nn.functional.conv2d(codes.double(), conv.weight.double(), padding=1) * (scale[:, None, None] / 30)
     real = real + bias[:, None, None] + 0.4 * added
     wanted = (real + 0.5).floor().clamp(0, 15)
-    far = (real + 0.5 - (real + 0.5).round()).abs() > 0.02  # not near a tie, where one rounding more or less shows
+    far = (real + 0.5 - (real + 0.5).round()).abs() > 0.02  # not near a tie, where an extra rounding would change the code
     assert far.float().mean() > 0.9 and torch.equal(conv_reference(codes, conv, added)[far].double(), wanted[far])
 
 

@@ -1,4 +1,4 @@
-"""The ring kernel compiled for machines that are not here, and what its machine code must and must not have."""
+"""The small-M kernel compiled without a GPU, and checks of its machine code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def compiled(fmt, dtype="fp16", m=1, group=128, zero="none", k=8192, n=8192, bia
         row.tile for row in candidates(shape, typical_machine(90)) if isinstance(row.tile, RingTile) and not row.reasons
     )
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    # Beside scales of groups of symmetric integers of 2 to 7 bits wait powers of two for channels (pack/weight.py).
+    # Symmetric integers of 2 to 7 bits with group scales also have a power of two per channel (pack/weight.py).
     twice = fmt in ("int2", "int3", "int4", "int5", "int6", "int7")
     form = WeightForm(fmt, group, zero, "fp16", twice, twice)
     plan = RingPlan(shape, tile, form, half, Epilogue(form.channel_scale, bias), arch_for(sm))
@@ -39,9 +39,9 @@ def compiled(fmt, dtype="fp16", m=1, group=128, zero="none", k=8192, n=8192, bia
 
 @pytest.mark.parametrize(
     "cases",
-    # With 16 tokens a warp holds twice the rows of w and of x, 170 registers and more; with one 74 to 121, so nothing can spill
-    # that does not there: of the formats those that differ most in how their words are loaded. Formats of as many bits are
-    # loaded alike: with 16 tokens one of 6 bits and one of 5.
+    # 16 tokens: a warp holds twice the rows of w and x and uses 170 registers or more. All formats run, but formats of 5 or 6
+    # bits load alike, so one each. One token: 74 to 121 registers, so spills are unlikely; three formats with very different
+    # loads.
     batches([*((16, fmt) for fmt in FORMATS), *((1, fmt) for fmt in ("int4", "int7", "int8"))]),
 )
 def test_main_loop(cases):
@@ -52,7 +52,7 @@ def test_main_loop(cases):
 
 def check_main_loop(m, fmt, tile, kernel):
     assert kernel.count("LDL") == 0 and kernel.count("STL") == 0 and kernel.stack_bytes == 0, "registers spilled"
-    # Two copies of the loop body (the last turn starts no copies): every row block and round has 8 products per 8 tokens.
+    # The loop body exists twice (the last iteration starts no copies). Each row block and round has 8 products per 8 tokens.
     assert kernel.count("HMMA.16816") == 2 * tile.row_blocks * tile.rounds * 8 * (tile.tokens // 8)
     assert kernel.count("LDSM.16.M88.4") > 0 and kernel.count("LDGSTS") > 0
     if number_format(fmt).bits >= 4:
@@ -75,7 +75,7 @@ def test_what_belongs_to_rows_is_on_its_way_before_the_main_loop():
 
 @pytest.mark.parametrize(
     ("sm", "dtype"),
-    # bf16 has no add and multiply of its own before sm_90: once on either side. sm_86 has the instructions of 80 and 89.
+    # Before sm_90 bf16 has no add or multiply instruction: bf16 runs on both sides. sm_86 has the instructions of 80 and 89.
     [(80, "fp16"), (80, "bf16"), (89, "fp16"), (90, "fp16"), (100, "fp16"), (120, "bf16")],
 )
 def test_every_machine(sm, dtype):
@@ -94,9 +94,11 @@ def test_zero_points_and_groups(zero, group, dtype):
 
 
 def test_decoding_keeps_its_budget():
-    """int4, one token: 5 integer and 4 half operations decode 8 codes; all else of the loop is less than that again."""
+    """int4, one token: 5 integer and 4 half-precision instructions dequantize 8 codes. The rest of the loop has fewer
+    instructions.
+    """
     tile, kernel = compiled("int4", m=1)
-    codes = 2 * tile.row_blocks * tile.rounds * 64  # per lane, in the two copies of the body
+    codes = 2 * tile.row_blocks * tile.rounds * 64  # per lane, in both copies of the loop body
     half = kernel.count("HADD2") + kernel.count("HFMA2")
     integer = kernel.count("LOP3") + kernel.count("SHF")
     assert codes / 2 <= half < 1.25 * codes / 2

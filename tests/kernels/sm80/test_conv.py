@@ -1,4 +1,4 @@
-"""The mma.sync kernel of sm_80 and newer: its machine code, its operands emulated lane by lane, its codes on an NVIDIA GPU."""
+"""The mma.sync convolution kernel: machine code, operands emulated lane by lane, and codes on a GPU."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ KINDS = [("u4", 4), ("s8", 8), ("u4", 8)]
 
 
 def fields(words, bits, signed):
-    """Values [.., 32 / bits] of int32 words, lowest first."""
+    """The bit fields [.., 32 / bits] of int32 words, lowest bits first."""
     values = (words.to(torch.int64)[..., None] >> (bits * torch.arange(32 // bits))) & ((1 << bits) - 1)
     return torch.where(values >= 1 << (bits - 1), values - (1 << bits), values) if signed else values
 
 
 def operands(pixels, packed, x, bits):
-    """(A words, B words) of the instructions of one step for lane t: what the kernel loads, decoded as it decodes."""
+    """(A, B) of each instruction of one step: the words that the kernel loads, unpacked as the kernel unpacks them."""
     a = fields(pixels, 4 if bits == 4 else 8, x == "s8")
     if (x, bits) == ("u4", 8):
         halves = [pixels & 0x0F0F0F0F, (pixels >> 4) & 0x0F0F0F0F]
@@ -37,8 +37,9 @@ def operands(pixels, packed, x, bits):
 @pytest.mark.parametrize("y", ["u4", "s8", "f32"])
 @pytest.mark.parametrize(("x", "bits"), KINDS)
 def test_fragments_emulated(x, bits, y):
-    """PTX ISA: lane 4 g + t holds, of rows g and g + 8 of A and of column g of B, of K = 64 nibbles those from 8 t on and those
-    from 32 + 8 t on; of K = 32 bytes those from 4 t on and from 16 + 4 t on."""
+    """PTX ISA: lane 4 g + t holds parts of rows g and g + 8 of A and of column g of B. With K = 64 nibbles, these are 8 from 8
+    t on and 8 from 32 + 8 t on. With K = 32 bytes, these are 4 from 4 t on and 4 from 16 + 4 t on.
+    """
     torch.manual_seed(0)
     low, high = code_range(x)
     weight = torch.randint(-(1 << bits - 1), 1 << bits - 1, (100, 128, 1, 1), dtype=torch.int8)
@@ -105,8 +106,10 @@ def test_machine_code(first, second, y, residual, capability):
 
 
 def layer(c, o, kernel, stride, padding, x, bits, y, residual=None, second=None):
-    """A convolution whose outputs spread over their codes; `second` is (storage, bits) of a 1 x 1 product of 40 channels."""
-    wide = 1 << bits - 1  # as many weights below 0 as above: codes of x are positive, sums would all be negative
+    """A convolution whose outputs use the whole range of codes; `second` is (storage, bits) of a second, 1 x 1 product of 40
+    channels.
+    """
+    wide = 1 << bits - 1  # symmetric weights: codes of x are positive, so all sums would be negative otherwise
     weight = torch.randint(1 - wide, wide, (o, c, kernel, kernel), dtype=torch.int8, device="cuda")
     weight[:, 0, 0, 0] = -wide
     deviation = (c * kernel * kernel) ** 0.5 * wide * 0.58 * {"u4": 8.8, "s8": 74}[x]
@@ -149,7 +152,7 @@ def check(conv, int4, size=(13, 11)):
     other_packed = None if other is None else Nhwc64(conv.second.x).pack(other)
     dtype = {"f16": torch.float16, "f32": torch.float32}.get(conv.y, torch.uint8)
     out = torch.full(prepared.output_shape(tuple(x.shape)), 0xA5, dtype=dtype, device="cuda")
-    for _ in range(2):  # compiled, then launched again
+    for _ in range(2):  # the first call compiles, the second only launches
         prepared(x, packed, other_packed, out)
     got = Nhwc64(conv.y).unpack(out, outputs) if conv.y in ACTIVATIONS else out.permute(0, 3, 1, 2)
     assert torch.equal(got, wanted)

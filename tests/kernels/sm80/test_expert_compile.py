@@ -1,4 +1,4 @@
-"""The kernels of experts compiled for machines that are not here, and what their machine code must and must not have."""
+"""The expert kernels compiled without a GPU, and checks of their machine code."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.kernels.sm80.test_large_m_compile import check_loop
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 FORMATS = [("int2", 1), ("int3", 1), ("fp6_e3m2", 1), ("int8", 64)]
-"""Formats whose words are loaded in different ways, with tokens; others are in LARGEST."""
+"""(format, tokens): formats whose words are loaded in different ways; the others are in LARGEST."""
 
 
 def compiled(
     fmt, tokens=1, dtype="fp16", group=128, zero="none", gate="none", bias=False, weighted=False, early=False, sm=90, tile=None,
 ):  # fmt: skip
-    """Qwen3-30B-A3B's shape for gates, or that of its down projection."""
+    """(tile, kernel) for Qwen3-30B-A3B: the gate and up projection with a gate, else the down projection."""
     number, gated = number_format(fmt), gate != "none"
     rows = tile.tokens if tile else 8 if tokens <= 16 else 16
     n, k = (1536, 2048) if gated else (2048, 768)
@@ -45,7 +45,9 @@ def compiled(
 
 
 def check(tile, kernel, sums=0):
-    """Nothing spilled; the products of two copies of an iteration, with `sums` of x more; copies and waits for single slots."""
+    """Nothing spills. Both copies of the loop body have all products, plus `sums` for sums of x. Copies and waits are for
+    single slots.
+    """
     assert kernel.count("LDL") == 0 and kernel.count("STL") == 0 and kernel.stack_bytes == 0, "registers spilled"
     iteration = tile.row_blocks * tile.rounds
     assert kernel.count("HMMA.16816") == 2 * (iteration * 8 + sums) * (tile.tokens // 8)
@@ -67,7 +69,7 @@ SIXTEEN = RingTile(16, 4, 1, 1, 8, 1)
 
 @pytest.mark.parametrize("sm", [80, 90, 120])
 def test_every_machine(sm):
-    """bf16 has no add and multiply of its own before sm_90; programmatic launch begins there."""
+    """Before sm_90 there are no bf16 add and multiply instructions and no programmatic dependent launch."""
     cases = [
         compiled("int4", dtype="bf16", gate="clamped_swiglu", bias=True, sm=sm, tile=RingTile(8, 6, 1, 1, 8, 1)),
         compiled("int4", dtype="fp16", weighted=True, early=True, sm=sm, tile=SIXTEEN),
@@ -82,7 +84,7 @@ LARGEST = [
     (RingTile(16, 4, 1, 2, 4, 1), "int5", "none", 32), (RingTile(8, 6, 2, 4, 2, 1), "uint4", "float", 16),
     (RingTile(8, 8, 1, 8, 1, 1), "uint8", "integer", 16), (RingTile(8, 3, 4, 8, 1, 1), "int7", "none", 16),
 ]  # fmt: skip
-"""Tiles of the most slots with the formats that take the most registers."""
+"""The tiles with most slots and the formats that take most registers."""
 
 
 @pytest.mark.parametrize("cases", batches(LARGEST, 3))
@@ -96,8 +98,9 @@ def test_the_largest_tiles(cases):
 
 
 def test_the_first_loads_are_on_their_way_early():
-    """Weights are copied before slots are loaded, slots and x before the first wait for a copy; nothing of a task but its
-    stores follows its sums, and with `early` the weights go before the wait for the previous kernel."""
+    """Weight copies start before slots are loaded, and slots and x are loaded before the first wait for a copy. Only stores
+    follow a task's products. With `early`, weight copies start before the wait for the previous kernel.
+    """
     tile, kernel = compiled("int4", gate="silu", tile=RingTile(8, 6, 1, 1, 8, 1))
     lines = kernel.lines
 

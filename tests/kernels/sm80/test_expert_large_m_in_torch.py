@@ -1,7 +1,7 @@
-"""The kernels for many rows per expert as what they are, Python, block by block: their rows of x and w, their epilogue.
+"""The expert kernels for many rows run as Python, block by block: which rows of x and w they read, and their epilogue.
 
-The main loops are those of the dense kernels (parts/test_mma_loop.py, parts/test_wgmma_loop.py); here they are products of the
-rows to which addresses or copies point. Copies by address: test_large_m_addresses.py, parts/test_tile_stage.py.
+The main loops are those of the dense kernels (tests: parts/test_mma_loop.py, parts/test_wgmma_loop.py). Here a plain product of
+the addressed rows replaces them. Copies by address are tested in test_large_m_addresses.py and parts/test_tile_stage.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.kernels.routing import choices, routing_of
 
 
 class Place(Pointer):
-    """A pointer whose addition keeps what it points into; `loads` need not be masked."""
+    """A pointer: a tensor and an index tensor. Loads may be unmasked."""
 
     def __add__(self, index):
         return Place(self.memory, self.index + index)
@@ -57,7 +57,7 @@ def store(pointer, value, mask):
 
 
 def arguments_of(plan, call, kernel):
-    """What a plan gives its kernel, by name, and y, which is NaN."""
+    """(arguments by name, y) of the launch of a plan; y is filled with NaN."""
     noted = []
     plan.launch_grid = plan.launch.grid
     plan.launch = lambda *arguments: noted.append(arguments)
@@ -67,7 +67,7 @@ def arguments_of(plan, call, kernel):
 
 
 def device_of():
-    """Gluon's operations in torch, and device functions of the epilogue that use them."""
+    """Gluon operations implemented in torch, and the epilogue's device functions on top of them."""
     names = {"arange": lambda first, end, layout: torch.arange(first, end), "load": load, "store": store, "int64": torch.int64}
     names |= {"minimum": least, "maximum": most, "program_id": None, "convert_layout": lambda x, layout: x}
     gl = SimpleNamespace(**{**vars(GL), **names})
@@ -88,7 +88,7 @@ def most(a, b):
 
 
 def blocks(plan, call):
-    """Runs every block of a launch and returns y, which is NaN before."""
+    """Runs every block of a launch and returns y, filled with NaN before."""
     given, y = arguments_of(plan, call, expert_large_m_gemm.expert_mma_gemm)
     C, x, codes = plan.config, given["x"], given["w"]
     flat_x = x.flatten()
@@ -99,7 +99,7 @@ def blocks(plan, call):
         tile = torch.full((C.tokens, end * C.stage_k), float("nan"), dtype=torch.float64)
         for i, pointer in enumerate(source.x):
             for iteration in range(begin, end):
-                for own in range(8):  # a thread's vectors: of all iterations, 8 k each
+                for own in range(8):  # the thread's vectors of 8 along K, over all iterations
                     k = iteration * C.stage_k + vector * 8 + own
                     there = (token + i * C.copied_tokens < source.tokens + token) & (k < x.shape[1])
                     index = torch.where(there, pointer.index + iteration * C.stage_k + own, 0)
@@ -138,7 +138,7 @@ def blocks(plan, call):
 
 
 def wgmma_blocks(plan, x, call):
-    """The same for the wgmma kernel: its loader notes what it copies for each tile, and the products are of that."""
+    """As `blocks`, for the wgmma kernel: the loader's copies for each tile are recorded, and the products use these copies."""
     given, y = arguments_of(plan, (x, *call), expert_wgmma.expert_wgmma_gemm)
     C, weights = plan.config, call_weights(plan, call)
     gl, device = device_of()
@@ -206,7 +206,7 @@ def wgmma_blocks(plan, x, call):
 
 
 def call_weights(plan, call):
-    """Rows of all experts one after the other, padded to whole row blocks, divided by what the epilogue multiplies by."""
+    """The rows of all experts one after the other, padded to whole row blocks and divided by the epilogue's factors."""
     w = plan.packed
     parts = []
     for q in w.unpack():
@@ -226,7 +226,7 @@ WGMMA = [WgmmaTile(64, 2, 4, 1, 1), WgmmaTile(128, 2, 4, 1, 1)]
 @pytest.mark.parametrize("tile", [MmaTile(64, 1, 4, 2, 2, 1), MmaTile(128, 2, 4, 2, 2, 1), *WGMMA], ids=str)
 @pytest.mark.parametrize(("scheme", "rows"), [("w4a16_g64", 90), ("w6e3m2a16", 7)])
 def test_every_slot_gets_its_row(scheme, rows, tile, gate):
-    """More rows than a tile for some experts, none for others; the last tile of rows of w begins early, or y is ragged."""
+    """Some experts have more rows than a tile, others none. The last tile of w overlaps its neighbour, or y is ragged."""
     generator = torch.Generator().manual_seed(rows)
     n, k, count = (tile.rows + 32 if gate != "none" else tile.rows + 13), 136, 6
 

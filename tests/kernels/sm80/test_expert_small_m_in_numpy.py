@@ -1,6 +1,6 @@
-"""The whole kernel for few rows per expert, run in NumPy on packed weights: tasks, ring from task to task, products, epilogue.
+"""The whole expert kernel for few rows, run in NumPy on packed weights: tasks, the ring across tasks, products, epilogue.
 
-Its own device code and PTX, thread by thread, as test_small_m_in_numpy.py does it. What the kernels before it write is NaN
+Runs the kernel's device code and PTX thread by thread, as test_small_m_in_numpy.py does. Outputs of previous kernels hold NaN
 until the kernel has waited for them.
 """
 
@@ -35,7 +35,7 @@ NAN_BYTES = 255
 
 
 def launch(plan, blocks, late, call):
-    """Runs what a plan would launch in `blocks` blocks and returns y. The kernels before write the tensors `late`."""
+    """Runs a plan's launch in `blocks` blocks and returns y. The tensors `late` are outputs of previous kernels."""
     noted = []
     plan.launch = lambda *arguments: noted.append(arguments)
     y = plan(*call)
@@ -43,7 +43,7 @@ def launch(plan, blocks, late, call):
     given = dict(zip(names, noted[0], strict=True))
     y.fill_(float("nan"))
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    # NumPy has no bf16; what the kernel reads of it are powers of two, which float32 holds too.
+    # NumPy has no bf16. The kernel's bf16 inputs are powers of two, which are exact in float32.
     tensors = {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in tensors.items()}
     places, end = {}, 4096
     for name, tensor in tensors.items():
@@ -97,7 +97,7 @@ CASES = [(*SCHEMES[i], tile, gate) for tile in TILES for i, gate in enumerate(("
 
 @pytest.mark.parametrize(("scheme", "k", "tile", "gate"), [CASES[i] for i in range(0, 16, 1) if i % 3 != 2], ids=str)
 def test_every_slot_gets_its_row(scheme, k, tile, gate):
-    """Experts without slots, with one and with more than a tile; a block with several tasks and one with none."""
+    """Some experts have no slots, one slot, or more slots than a tile; some blocks have several tasks, some none."""
     n = 104 if gate == "none" else 112
     w, routing, x, bias = made(scheme, n, k, 11, 2, 5, tile.tokens, gate != "none")
     shape = ExpertShape(11, 2, 5, n, k, w.scheme.weight.bits, tile.tokens)
@@ -129,7 +129,7 @@ def test_quotients_are_exact():
 
 
 def test_rows_of_slots():
-    """x with a row for each slot; on a machine without programmatic launch."""
+    """x has a row for each slot; the GPU has no programmatic dependent launch."""
     tile = TILES[2]
     w, routing, x, bias = made("w4a16_g128", 72, 640, 6, 3, 4, 16, False)
     x = torch.randn(18, 640).half()

@@ -1,4 +1,4 @@
-"""The ring kernel with norm, gate and residual at its end, compiled for a GPU that is not here: registers, order of loads."""
+"""The small-M kernel with norm, gate and residual epilogues, compiled without a GPU: registers and the order of loads."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def epilogue_of(end, form, bias, parts=128, h_type="fp16"):
-    """The epilogue of an end that is "residual", "norm" or the name of a gate."""
+    """The Epilogue for `end`: "residual", "norm" or the name of a gate."""
     if end == "residual":
         return Epilogue(form.channel_scale, bias, h_type=h_type)
     return Epilogue(form.channel_scale, bias, parts, "none" if end == "norm" else end)
 
 
 def epilogue_inputs(plan, end, half):
-    """Squares, h, gamma, x_factor, 1 / width and eps of a call."""
+    """The epilogue's arguments of a call: squares, h, gamma, x_factor, 1 / width and eps."""
     if end == "residual":
         return (
             meta((plan.squares_parts, plan.shape.m), torch.float32),
@@ -47,7 +47,7 @@ def epilogue_inputs(plan, end, half):
 
 
 def ring_of(role, shape, machine):
-    """The first tile of the ring kernel."""
+    """The first feasible tile of the small-M kernel."""
     rows = chain_candidates(role, shape, machine)
     return next(row.tile for row in rows if not row.reasons and isinstance(row.tile, RingTile))
 
@@ -55,7 +55,7 @@ def ring_of(role, shape, machine):
 def compiled(
     end, fmt="int4", m=1, n=4096, k=4096, group=128, zero="none", dtype="fp16", bias=False, parts=128, tile=None, sm=90
 ):
-    """The plan of a product with an end that is "residual", "norm" or the name of a gate, and its kernel."""
+    """(plan, kernel) of a GEMM with the epilogue `end`: "residual", "norm" or the name of a gate."""
     shape, half = GemmShape(m, n, k, number_format(fmt).bits), HALVES[dtype]
     role = end if end in ("residual", "norm") else "gated"
     tile = ring_of(role, shape, typical_machine(sm)) if tile is None else tile
@@ -77,23 +77,23 @@ LLAMA = [
 
 
 def main_loop(kernel):
-    """First and last line of the loop of products, or the lines of its products where all of K is one iteration."""
+    """First and last line of the main loop. If all of K is one iteration, the first and the last line with a product."""
     found = [i for i, line in enumerate(kernel.lines) if "HMMA" in line]
     loops = [loop for loop in kernel.loops if any(loop[0] <= i <= loop[1] for i in found)]
     return max(loops, key=lambda loop: loop[1] - loop[0]) if loops else (found[0], found[-1])
 
 
 def check(plan, kernel, end, of_rows, parts, stack_bytes=0):
-    """Nothing of the main loop is in local memory, and loads are where they hide: before the wait for the kernel before what
-    belongs to rows of w (`of_rows` tensors: scales, bias, gamma), behind it h or squares, none in the loop, none at the end.
+    """The main loop uses no local memory, and the epilogue's loads are early. `of_rows` tensors (scales, bias, gamma) are
+    loaded before the wait for the previous kernel; h or squares after it, before the loop. No load is in the loop or after it.
 
-    Where splits meet, the sums are loaded behind the loop, and h, by the block that comes last. ptxas may put a few words that
-    the end needs away before the loop, rather than have registers for fewer blocks.
+    With split-K, the last block loads the partial sums and h after the loop. ptxas may spill a few words of the epilogue before
+    the loop to keep more blocks per SM (`stack_bytes`).
     """
     tile, config = plan.tile, plan.config
     first, last = main_loop(kernel)
     assert not re.search(r"\b(LDL|STL)\b", " ".join(kernel.lines[first : last + 1])), "registers spilled in the main loop"
-    used = kernel.stack_bytes if kernel.count("LDL") or kernel.count("STL") else 0  # ptxas may have a stack and not use it
+    used = kernel.stack_bytes if kernel.count("LDL") or kernel.count("STL") else 0  # ptxas may reserve a stack and not use it
     assert used <= stack_bytes, "registers spilled"
     wait = next(i for i, line in enumerate(kernel.lines) if "ACQBULK" in line)
     copies = [i for i, line in enumerate(kernel.lines) if "LDGSTS" in line]
@@ -136,14 +136,14 @@ FORMATS = [
 
 
 MODELS = {"residual": (896, 4864), "norm": (1152, 896), "gelu_tanh": (9728, 896)}
-"""N and K of every end: h, gates and channels of a narrow model, with a tail of K."""
+"""(N, K) for each epilogue, from a narrow model, with a tail of K."""
 
 
 @pytest.mark.parametrize(
     "cases",
-    # An end knows nothing of codes. With 13 tokens a warp holds twice the rows of x and of sums: every format there, behind a
-    # gate, which takes the most registers with each (155 to 182; a residual 95 to 146, a norm 70 to 118). Of the other ends
-    # what has the most, and scales of channels, which an end meets; with 4 tokens, at most 106, the same.
+    # The epilogue does not depend on codes. 13 tokens need the most registers, and gates more than other epilogues: 155 to 182
+    # (residual 95 to 146, norm 70 to 118). So every format runs with a gate, and the other epilogues with the formats of most
+    # registers and with channel scales. 4 tokens take at most 106.
     batches([
         *((*case, 13, "gelu_tanh") for case in FORMATS),
         *((*FORMATS[i], 13, end) for end, i in (("residual", 1), ("residual", 3), ("norm", 1), ("norm", 3))),
@@ -161,7 +161,7 @@ def test_formats(cases):
 
 @pytest.mark.parametrize(
     ("tile", "end"),
-    # Each tile with the end that takes most registers there; only a residual loads h behind the sums: with two tiles.
+    # Each tile runs with the epilogue that takes most registers. Only a residual loads h after the partial sums: two tiles.
     [
         (RingTile(8, 3, 1, 2, 4, 2), "residual"), (RingTile(16, 5, 1, 1, 8, 2), "residual"),
         (RingTile(16, 5, 1, 1, 8, 2), "silu"), (RingTile(16, 8, 1, 1, 8, 4), "norm"),
@@ -169,14 +169,16 @@ def test_formats(cases):
     ids=str,
 )  # fmt: skip
 def test_splits(tile, end):
-    """The block that comes last finishes; with 3 or 5 row blocks for 4 or 8 warps some warps finish nothing."""
+    """With split-K the last block computes the epilogue. With 3 or 5 row blocks for 4 or 8 warps, some warps finish no
+    output.
+    """
     plan, kernel = compiled(end, "int4", tile.tokens, 4096, 4096, tile=tile, bias=True)
     check(plan, kernel, end, 1 + (end == "residual"), 128, stack_bytes=32)
     assert kernel.count("ATOMG") == 1
 
 
 def compiled_rows(end, m, n, k, dtype="fp16", bias=False, tile=None, sm=90):
-    """The kernel of a weight of 16 bits as nn.Linear holds it, and its tile."""
+    """(plan, kernel) of a GEMM with the 16-bit weight of an nn.Linear."""
     shape, half, arch = GemmShape(m, n, k, DENSE_BITS), HALVES[dtype], arch_for(sm)
     role = end if end in ("residual", "norm") else "gated"
     tile = ring_of(role, shape, typical_machine(sm)) if tile is None else tile
@@ -187,10 +189,12 @@ def compiled_rows(end, m, n, k, dtype="fp16", bias=False, tile=None, sm=90):
     return plan, compile_plan(plan, call, sm, ("x", "w", "scale"))
 
 
-# As many registers with either type.
+# fp16 and bf16 take equally many registers.
 @pytest.mark.parametrize("cases", batches([(*case, *of) for case in LLAMA for of in ((1, "fp16"), (16, "bf16"))], 3))
 def test_rows_of_16_bits(cases):
-    """No second copy, no conversion: of 128 k and 16 rows 8 copies and 8 reads of 16 bytes a lane, and the products."""
+    """16-bit weights are copied once and not converted: for 16 rows and 128 elements of K, a lane does 8 copies and 8 reads of
+    16 bytes.
+    """
     for each in [(end, *compiled_rows(end, m, n, k, dtype)) for end, n, k, m, dtype in cases]:
         check_rows(*each)
 
@@ -198,7 +202,7 @@ def test_rows_of_16_bits(cases):
 def check_rows(end, plan, kernel):
     tile = plan.tile
     check(plan, kernel, end, int(end == "residual"), 128)
-    steps = 2 * tile.row_blocks * tile.rounds  # the loop and its last turn, which starts no copies
+    steps = 2 * tile.row_blocks * tile.rounds  # the loop and its last iteration, which starts no copies
     assert kernel.count("HMMA.16816") == steps * 8 * (tile.tokens // 8)
     of_x = 2 * tile.rounds * tile.tokens // 2
     assert kernel.count("LDSM.16.M88.4") == steps * 8 + of_x
@@ -211,7 +215,7 @@ def check_rows(end, plan, kernel):
     "tile", [RingTile(8, 8, 1, 2, 4, 1, 1, 4), RingTile(16, 6, 1, 1, 8, 2, 0, 2), RingTile(8, 3, 2, 1, 4, 1, 0, 1)], ids=str
 )
 def test_rows_with_fewer_slots_than_row_blocks(tile):
-    """And with rows that do not exist, and a tail of K."""
+    """Fewer slots than row blocks, with absent rows and a tail of K."""
     cases = ("residual", 4099, 4104), ("silu", 9728, 896)
     for plan, kernel in [compiled_rows(end, tile.tokens, n, k, bias=True, tile=tile) for end, n, k in cases]:
         first, last = main_loop(kernel)
@@ -234,7 +238,8 @@ def test_most_parts():
 
 @pytest.mark.parametrize(
     ("end", "sm"),
-    # Every machine, and every end in either of the two tiles that they choose: that of sm_80, 89 and 120, and that of 86.
+    # Two tiles are chosen: one by sm_80, 89 and 120, the other by sm_86. Every machine and, for both tiles, every epilogue
+    # runs.
     [("residual", 80), ("norm", 89), ("silu", 120), ("residual", 86), ("norm", 86), ("silu", 86)],
 )
 def test_every_machine(end, sm):
@@ -244,7 +249,7 @@ def test_every_machine(end, sm):
 
 
 def test_arguments_arrive_under_their_names():
-    """What the operators pass is 25 values in a row; the kernel knows them by these names."""
+    """The operators pass 25 positional values; each must arrive in the kernel parameter of its name."""
     shape, tile, form = GemmShape(3, 64, 256, 4), RingTile(8, 1, 1, 1, 8, 1), WeightForm("int4", 128, "none", "fp16", True)
     half, float32 = torch.float16, torch.float32
     x, h, gamma, bias = (meta(size, half) for size in ((3, 256), (3, 64), (64,), (64,)))

@@ -1,5 +1,6 @@
-"""Where copies of the kernel for many tokens read and write, in all threads and stages of the blocks at a product's edges: the
-kernel's own Python and PTX, for every tile that a choice can give of 1 to 1024 tokens."""
+"""Addresses that the copies of the large-M mma.sync kernel read and write, in all threads and stages of the blocks at the
+edges. Runs the kernel's own Python and PTX, for every tile that can be chosen for 1 to 1024 tokens.
+"""
 
 from __future__ import annotations
 
@@ -27,24 +28,24 @@ from tests.kernels.parts.threads import run
 
 A100 = typical_machine(80)
 MACHINES = [A100, replace(typical_machine(90), arch=A100.arch)]
-"""An A100, and an H200 by the kernels of one."""
+"""An A100, and an H200 that uses the A100's kernels."""
 
 SHARED = 4096
-"""Where shared memory is said to begin."""
+"""Assumed start address of shared memory."""
 
 ROOM = 1 << 26
-"""Addresses from one tensor to the next."""
+"""Distance between the assumed addresses of two tensors."""
 
 
 class Values(Array):
-    """A tensor of a kernel."""
+    """A kernel's tensor."""
 
     def to(self, kind):
         return self
 
 
 class Address:
-    """Into a tensor of elements of so many bytes."""
+    """A pointer into a tensor whose elements have `size` bytes."""
 
     def __init__(self, at, size):
         self.at, self.size = at, size
@@ -61,8 +62,9 @@ NAMES = SimpleNamespace(**vars(GL) | {"arange": lambda first, end, layout: np.ar
 
 
 class Blocks:
-    """Blocks of a product, from their number to the addresses of their copies: those of the first and last tile of tokens by
-    the first two and the last tile of rows, all splits. Between them addresses are straight lines."""
+    """Runs blocks of a GEMM, from the block index to the addresses of the copies: the first and last tile of tokens, with the
+    first two and the last tile of rows, for all splits. Between these tiles, addresses are linear.
+    """
 
     def __init__(self, plan, group, of_scale):
         self.plan, self.config, shape = plan, plan.config, plan.shape
@@ -100,7 +102,7 @@ class Blocks:
         return end
 
     def products(self, x, reader, source, begin, end, C):
-        """All copies that the main loop starts, those beyond the end with them; which stage is whose: test_wide_in_numpy.py."""
+        """All copies that the main loop starts, including those beyond the end of K."""
         assert end > begin
         wanted = {*range(begin, min(begin + C.stages, end)), *range(max(end - C.stages, begin), end + C.stages - 1)}
         iteration = np.array(sorted(wanted))[:, None].view(Values)
@@ -136,8 +138,9 @@ class Blocks:
 
 
 def check(shape, tile, fmt="int4", group=128, zero="none"):
-    """Every vector that is read is in x, in the codes or in the scales, every vector that is written in its stage, and a stage
-    is written whole; sums and counters of splits are in their workspaces."""
+    """Every vector read is inside x, the codes or the scales. Every vector written is inside its stage, and each stage is
+    filled completely. Partial sums and counters of split-K are inside their workspaces.
+    """
     form = WeightForm(fmt, group, zero, "fp16", False, False)
     plan = MmaPlan(shape, tile, form, torch.float16, Epilogue(form.channel_scale, False))
     blocks = Blocks(plan, group, 32 if zero == "none" else 64)
@@ -168,8 +171,9 @@ def check(shape, tile, fmt="int4", group=128, zero="none"):
 
 
 def tiles_of(n, k, bits):
-    """Each tile that is considered for 1 to 1024 tokens, with the fewest and the most of them and a number between that fills
-    no tile."""
+    """Each candidate tile for 1 to 1024 tokens, with its smallest and largest number of tokens and one between that fills no
+    tile.
+    """
     found: dict[MmaTile, list[int]] = {}
     for machine in MACHINES:
         for m in range(1, 1025):
@@ -196,7 +200,7 @@ SLICED = MmaTile(64, 2, 4, 1, 4, 2, warps_k=2)
     [("fp6_e3m2", 0, "none"), ("int3", 128, "none"), ("uint4", 16, "integer"), ("int7", 64, "none"), ("int8", 0, "none")],
 )
 def test_other_forms_and_ragged_shapes(fmt, group, zero, tile):
-    """A part of a tile of rows, of 64 k and of tokens; fewer stages in a split than there is room for."""
+    """Partial tiles of rows, of K (64 elements) and of tokens; splits with fewer k blocks than stages."""
     bits = number_format(fmt).bits
     for m, n, k in ((77, 3989, 1096), (130, 512, 64 * 3)):
         check(GemmShape(m, n, k, bits), tile, fmt, group, zero)

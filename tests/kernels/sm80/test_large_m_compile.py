@@ -1,4 +1,4 @@
-"""The kernel for many tokens compiled for machines that are not here, and what its machine code must and must not have."""
+"""The large-M mma.sync kernel compiled without a GPU, and checks of its machine code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "
 def compiled(
     fmt, dtype="fp16", m=4096, group=128, zero="none", scale_dtype="fp16", bias=False, n=8192, k=8192, sm=80, tile=None,
 ):  # fmt: skip
-    """Codes of integers as ordinary weights have them (pack/weight.py)."""
+    """(tile, kernel); integer codes are packed as pack/weight.py packs them (subnormal dequantization where possible)."""
     number = number_format(fmt)
     shape = GemmShape(m, n, k, number.bits)
     tile = tile or choose(shape, typical_machine(sm))
@@ -48,8 +48,9 @@ def main_loop(kernel) -> list[str]:
 
 
 def check_loop(tile, kernel) -> None:
-    """All products of 64 k, as many reads of x, one barrier, copies that are under way meanwhile,
-    and nothing spilled."""
+    """The main loop has all products and reads of x for 64 elements of K, one barrier, and copies for a later stage. Nothing
+    spills.
+    """
     loop = main_loop(kernel)
 
     def count(name: str) -> int:
@@ -64,8 +65,8 @@ def check_loop(tile, kernel) -> None:
     assert len(branches) <= 2, "one stretch of code"
 
 
-# bf16 decodes in other instructions: of the formats those that differ most in how many codes share their words. Where fp16 has
-# another format of as many bits, whose words are loaded alike, these are there alone.
+# bf16 dequantizes with other instructions, so the formats that differ most in codes per word run in bf16. Formats of as many
+# bits load alike: if fp16 has another format of these bits, the format runs in bf16 only.
 @pytest.mark.parametrize(
     "cases",
     batches([*((fmt, "fp16") for fmt in FORMATS if fmt not in ("int8", "fp6_e3m2")), *((fmt, "bf16") for fmt in BF16)]),
@@ -96,12 +97,12 @@ def test_every_machine(machine):
     tile, kernel = compiled("int4", sm=sm, tile=tile)
     assert kernel.shared_bytes <= machine.arch.shared_per_block_bytes and kernel.stack_bytes == 0
     assert all(name in kernel.ptx for name in ("mma.sync.aligned.m16n8k16", "ldmatrix.sync", "cp.async.cg.shared"))
-    if TRITON >= (3, 9) or sm not in (103, 121):  # what nvdisasm of CUDA 12.8 cannot read
+    if TRITON >= (3, 9) or sm not in (103, 121):  # nvdisasm of CUDA 12.8 cannot read these
         assert all(kernel.count(name) > 0 for name in ("HMMA.16816", "LDSM", "LDGSTS"))
 
 
-# bf16 has only fma before sm_90; zeros and scales of another type are brought there each in a way of its own.
-# How many scales a step has, one or four, they do not know: one or the other.
+# Before sm_90 bf16 has only fma, so each kind of zero and each other scale type converts in its own way. That does not depend
+# on whether a step has one or four scales, so each case runs with one of the two.
 @pytest.mark.parametrize(
     "cases",
     batches([
@@ -125,7 +126,7 @@ def test_stores_are_vectors_of_16_bytes():
 
 
 def products_ahead(loop) -> list[int]:
-    """For each read of x, how many products are issued before the first that takes what it reads."""
+    """For each ldmatrix of x, the number of products issued between it and the first product that uses its registers."""
     found = []
     for at, line in enumerate(loop):
         if read := re.search(r"LDSM\S* R(\d+)", line):
@@ -136,16 +137,18 @@ def products_ahead(loop) -> list[int]:
 
 
 def test_x_is_read_ahead():
-    """Five products, of 8 cycles each on an A100, between each ldmatrix and its first product: ptxas moves some of the reads
-    that are four chunks ahead down, but past no copy. In a loop of whole steps it left two."""
+    """At least five products (8 cycles each on an A100) separate an ldmatrix from its first use. The source reads four chunks
+    ahead; ptxas sinks some reads, but not past a copy. A loop over whole steps left only two products.
+    """
     for sm in (80, 100):
         _, kernel = compiled("int4", tile=MmaTile(128, 2, 8, 1, 4, 1), sm=sm)
         assert min(products_ahead(main_loop(kernel))) >= 5, sm
 
 
 def test_decoding_keeps_its_budget():
-    """int4: of the cycles that an A100's tensor cores need for 64 k, 8 for each product, decoding issues in a tenth; all else
-    of the loop, reads of x first, is no more than that again."""
+    """int4: issuing the dequantization takes at most a tenth of the tensor cores' cycles (8 per product on an A100). The whole
+    loop, over 64 elements of K, has at most 2.6 instructions per product.
+    """
     _, kernel = compiled("int4", tile=MmaTile(128, 2, 8, 1, 4, 1))
     loop = main_loop(kernel)
     products = sum("HMMA" in line for line in loop)

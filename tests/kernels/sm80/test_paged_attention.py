@@ -1,4 +1,4 @@
-"""Attention of a decode step over pages: against float64, in Triton's interpreter without a GPU; its machine code."""
+"""Paged attention of a decode step: against float64, without a GPU in Triton's interpreter; machine code."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from lowbit.kernels.sm80.paged_attention import PagedAttentionPlan
 gpu = pytest.mark.gpu
 
 RAGGED = [0, 1, 15, 127, 128, 129, 300, 1000]
-"""Tokens before the new one."""
+"""Context lengths: number of tokens before the new one."""
 
 
 def run(case, tile, machine):
-    """out of a plan, on a GPU called twice for the same bits (the interpreter has no other order); its counters are zero again,
-    what it allocates is poisoned."""
+    """The output of a plan; memory that it allocates is poisoned, and counters must end at zero. On a GPU it runs twice and
+    must give the same bits (the interpreter always has one order).
+    """
     plan = PagedAttentionPlan(len(case.rows), case.shape, tile, machine)
     sums, counters = plan.workspace
     arrived = torch.zeros(max(counters, 1), dtype=torch.int32, device=case.k.device)
@@ -36,7 +37,7 @@ def run(case, tile, machine):
         partial = torch.full((max(sums, 1),), torch.nan, device=case.k.device)
         found.append(plan(*case.arguments, partial, arrived))
         assert not arrived.any()
-    real = case.rows < len(case.positions) - 1  # rows that pad write over each other
+    real = case.rows < len(case.positions) - 1  # padding rows overwrite each other
     assert torch.equal(found[0][real], found[-1][real])
     return found[0]
 
@@ -78,12 +79,12 @@ def tile_for(shape, splits, warps=1, chunk=64, stages=1):
 
 
 def warps_for(shape):
-    """Warps that can: 16 tokens at a time by several would be multiplied by each."""
+    """The numbers of warps that fit the shape. With blocks of 16 tokens, several warps would all compute the same products."""
     return [warps for warps in (1, 2, 4) if 2048 * warps // shape.lanes >= (16 if warps == 1 else 32)]
 
 
 def check_features():
-    """Where a kv head's heads and pages lie is asked of some; of the others one kv head does."""
+    """Checks all features; those that do not concern the addressing of kv heads run with a single kv head."""
     for name, (given, options) in FEATURES.items():
         if name not in ("plain", "one head each", "groups of 3", "96", "shared pages and padding"):
             given = dataclasses.replace(given, heads=given.group, kv_heads=1)
@@ -99,7 +100,7 @@ def check_tiles():
 
 
 def rows_alone(device, dtype):
-    """Row by row the bits of a batch, whatever the other rows hold."""
+    """Checks that each row alone gives the same bits as in a batch."""
     machine = machine_of(device) if device == "cuda" else typical_machine(80)
     tile = tile_for(shape(), 8)
     case = make_case(shape(), [300, 500, 0, 77], dtype, device, padding=1)
@@ -119,7 +120,7 @@ def test_the_arithmetic_in_tritons_interpreter():
 
 
 def compiled(given, tile, sm=90, dtype=torch.float16, norms=None):
-    """The kernel of a step of 4 rows; norms: type of gammas."""
+    """The kernel of a decode step of 4 rows; `norms` is the dtype of the gammas."""
     half, whole = (lambda *size: meta(size, dtype)), (lambda *size: meta(size, torch.int32))
     pages = half(100, given.kv_heads, 128, given.head_dim)
     gamma = None if norms is None else meta((given.head_dim,), norms)
@@ -130,9 +131,9 @@ def compiled(given, tile, sm=90, dtype=torch.float16, norms=None):
 
 @pytest.mark.parametrize(
     ("head_dim", "group", "dtype", "programs"),
-    # Of 128 elements every number of warps, of each other size those with most registers: the group that takes most, which adds
-    # up to 28. A program of 64 elements holds half of q and of its sums, 175 to 204 registers, where 128 take up to 247; one of
-    # 80 or 96 by four warps takes 202. fp16 and bf16 have the same registers in every tile.
+    # head_dim 128 runs with every number of warps, other sizes with those that take most registers. The group is the worst one,
+    # which adds up to 28. head_dim 64 takes 175 to 204 registers, 128 up to 247, and 80 or 96 with four warps 202. fp16 and
+    # bf16 take the same registers in every tile.
     [
         (128, 4, torch.float16, (1, 2, 4)), (256, 16, torch.float16, (4,)), (64, 16, torch.float16, (1,)),
         (80, 3, torch.float16, (1, 2)), (96, 8, torch.bfloat16, (1, 2)),
@@ -140,23 +141,23 @@ def compiled(given, tile, sm=90, dtype=torch.float16, norms=None):
     ids=str,
 )  # fmt: skip
 def test_nothing_spills_and_pages_are_read_in_vectors_of_16_bytes(head_dim, group, dtype, programs):
-    """Of every tile that can be chosen, the number of parts aside: registers are those of its warps."""
+    """Covers all tiles up to the number of parts: registers depend on the number of warps only."""
     given = shape(4 * group, 4, head_dim)
     for warps, kernel in [(warps, compiled(given, tile_for(given, 32, warps), 90, dtype)) for warps in programs]:
         assert kernel.stack_bytes == 0 and kernel.count("LDL") == kernel.count("STL") == 0, (warps, kernel.registers)
-        # 64 registers of keys and values, of the first block and in the loop; q; the parts of a round.
+        # 64 registers of keys and values each for the first block and the loop; q; the partial results of a round.
         assert kernel.count("LDG.E.128") >= 33, warps
         assert kernel.count("HMMA.16816") >= 32
 
 
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "programs"),
-    # 80 has most registers by one warp, 250, and 128, 243; what has 203 of 255 and less (128 by four, 64) has room to spare.
+    # One warp takes most registers: 250 for head_dim 80, 243 for 128. 128 with four warps, and 64, take at most 203 of 255.
     [(80, torch.bfloat16, (1,)), (128, torch.float16, (1,))],
     ids=str,
 )
 def test_heads_of_opt(head_dim, dtype, programs):
-    """One head of q for each of k and v, none of which turns."""
+    """OPT's heads: as many kv heads as q heads, and no RoPE."""
     given = shape(12, 12, head_dim, rotary_dim=0)
     for warps, kernel in [(warps, compiled(given, tile_for(given, 32, warps), 90, dtype)) for warps in programs]:
         assert kernel.stack_bytes == 0 and kernel.count("LDG.E.128") >= 32, (warps, kernel.registers)
@@ -164,8 +165,8 @@ def test_heads_of_opt(head_dim, dtype, programs):
 
 @pytest.mark.parametrize(
     ("sm", "head_dim", "programs"),
-    # What takes most registers, 248 to 255 of 255. All else takes 220 at most, but for one warp and 128 on sm_80, which takes
-    # two registers fewer than on sm_90.
+    # The cases with most registers, 248 to 255 of 255. Others take at most 220; head_dim 128 with one warp on sm_80 takes two
+    # fewer than on sm_90.
     [(90, 128, (1, 2)), (90, 256, (4,)), (80, 128, (2,)), (80, 256, (4,))],
 )
 def test_all_features_at_once_do_not_spill(sm, head_dim, programs):
@@ -176,8 +177,10 @@ def test_all_features_at_once_do_not_spill(sm, head_dim, programs):
 
 
 def test_old_keys_are_asked_for_before_the_wait():
-    """sm_90: tables, positions and the first block before the wait, q after it; then the next kernel may start; then stores."""
-    given = shape(16, 4, 128)  # compiled by the tests above, and found in Triton's cache
+    """sm_90: tables, positions and the first block of keys are loaded before the wait, q after it. Then the next kernel may
+    start. Stores come last.
+    """
+    given = shape(16, 4, 128)  # the tests above compiled it into Triton's cache
     for kernel in [compiled(given, tile_for(given, 32, warps)) for warps in (1, 2, 4)]:
         names = [line.split()[line.startswith("@")] for line in kernel.lines]
         wait, start = names.index("ACQBULK"), names.index("PREEXIT")
@@ -188,10 +191,12 @@ def test_old_keys_are_asked_for_before_the_wait():
     assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == 0
 
 
-# 128 elements by four warps have 150 registers of 168, all else has as many as there are.
+# head_dim 128 with four warps takes 150 of 168 registers; these cases take all 168.
 @pytest.mark.parametrize(("head_dim", "warps"), [(64, 1), (64, 4), (128, 1)])
 def test_blocks_on_their_way_in_shared_memory(head_dim, warps):
-    """So many vectors of 16 bytes a turn, by copies that need no register, which leaves room for more programs."""
+    """Blocks of keys and values are copied by cp.async in vectors of 16 bytes. This takes no registers, so more programs fit an
+    SM.
+    """
     given, stages = shape(32, 8, head_dim), 2
     kernel = compiled(given, tile_for(given, 32, warps, stages=stages))
     assert kernel.stack_bytes == 0 and kernel.count("LDGSTS.E") == kernel.count("LDGSTS") >= 16
@@ -221,7 +226,7 @@ def test_rows_do_not_feel_each_other(dtype):
 
 @gpu
 def test_many_rows_and_parts_meet():
-    """More programs than fit the GPU at once, over and over: counters are left at zero, bits are the same."""
+    """More programs than fit the GPU at once, repeated: counters end at zero and every run gives the same bits."""
     given = shape(32, 8, 128)
     case = make_case(given, [(331 * i) % 2500 for i in range(64)], device="cuda", padding=8)
     before, tile = case.copy(), tile_for(given, 32)

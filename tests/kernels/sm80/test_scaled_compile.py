@@ -1,4 +1,4 @@
-"""The plain kernel for 8-bit activations compiled for machines that are not here."""
+"""The mma.sync kernel for 8-bit activations, compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def compiled(sm, scheme, x_scale="token", x_zero=False, y=torch.bfloat16, functi
 def test_int8(sm):
     to_codes = compiled(sm, "w8a8", y=torch.int8, function="gelu")
     for kernel in (compiled(sm, "w8a8"), compiled(sm, "w4a8_g128", x_zero=True), to_codes):
-        # 64 rows x 64 tokens x 128 k for 4 warps: 4 k steps x 8 tiles of 8 tokens
+        # 64 rows x 64 tokens x K 128 for 4 warps: 4 steps of K x 8 tiles of 8 tokens
         assert kernel.count("IMMA.16832") == 32 and kernel.stack_bytes == 0
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a8_g128", "w5a8"])
 def test_stages_are_copied_ahead(scheme):
-    """In the main loop cp.async fills shared memory, nothing else does; two blocks fit an SM of any machine."""
+    """In the main loop only cp.async writes shared memory. Two blocks fit an SM of any GPU."""
     kernel = compiled(80, scheme)
     first, last = max(kernel.loops, key=lambda loop: sum("IMMA" in line for line in kernel.lines[loop[0] : loop[1]]))
     loop = kernel.lines[first : last + 1]

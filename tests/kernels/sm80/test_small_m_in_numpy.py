@@ -1,7 +1,7 @@
-"""The whole ring kernel with every end, run in NumPy on packed weights: copies, ring, products, ends, against the reference.
+"""The whole small-M kernel with every epilogue, run in NumPy on packed weights and compared with the reference.
 
-Its own device code and PTX, thread by thread; only a step's conversion and matrix instructions are done by their models in
-tests/hardware/emulate.py. What kernels before it write is NaN until the kernel has waited for them.
+Runs the kernel's device code and PTX thread by thread; models in tests/hardware/emulate.py replace only dequantization and
+mma.sync. Outputs of previous kernels hold NaN until the kernel has waited for them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TILES = [
 
 
 def multiply(read, x, sums, acc, C, row_block):
-    """As the device function of this name, for scales without zeros."""
+    """Replaces the device function of this name, for scales without zeros."""
     k_block, warps = C.ring.k_block, [slice(first, first + 32) for first in range(0, C.threads, 32)]
     per_group = 8 // max(k_block.groups, 1)
     found = [np.array(one) for one in acc]
@@ -62,8 +62,9 @@ def multiply(read, x, sums, acc, C, row_block):
 
 
 def launch(plan, late, call, *outputs):
-    """Runs what a plan would launch and returns what it returns. The kernels before write the tensors `late`; the kernel itself
-    writes `outputs` too."""
+    """Runs a plan's launch and returns its result. The tensors `late` are outputs of previous kernels. The kernel also writes
+    `outputs`.
+    """
     noted = []
     plan.launch = lambda *arguments: noted.append(arguments)
     made = plan(*call)
@@ -72,12 +73,12 @@ def launch(plan, late, call, *outputs):
     for tensor in (made, *outputs):
         tensor.fill_(float("nan"))
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    # NumPy has no bf16; what the kernel reads of it are powers of two, which float32 holds too.
+    # NumPy has no bf16. The kernel's bf16 inputs are powers of two, which are exact in float32.
     tensors = {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in tensors.items()}
     places, end = {}, 4096
     for name, tensor in tensors.items():
         places[name], end = end, (end + tensor.nbytes + 511) // 256 * 256
-    everything = np.full(end, 255, dtype=np.uint8)  # NaN around all
+    everything = np.full(end, 255, dtype=np.uint8)  # NaN around all tensors
     for name, tensor in tensors.items():
         at = places[name]
         flat = np.ascontiguousarray(tensor.numpy()).reshape(-1)
@@ -125,7 +126,9 @@ def room(plan):
 
 SCHEMES = [("w4a16_g128", 512), ("w6e3m2a16", 400), ("w5a16_g64", 648)]
 CASES = [[(*SCHEMES[i], TILES[j]) for j in range(4) for i in range(3) if (i + j) % 2 == end] for end in range(2)]
-"""Every scheme in every tile, half of them with either end: an end knows nothing of codes."""
+"""Every scheme with every tile. Half of the pairs run with each of two epilogues, since an epilogue does not depend on
+codes.
+"""
 
 
 @pytest.mark.parametrize(("scheme", "k", "tile"), CASES[0], ids=str)
@@ -167,23 +170,23 @@ ROWS = [
     RingTile(8, 2, 2, 1, 2, 1), RingTile(8, 4, 1, 2, 1, 1, 0, 2), RingTile(16, 3, 2, 1, 2, 3, 0, 2),
     RingTile(16, 1, 2, 1, 4, 1), RingTile(8, 3, 1, 1, 4, 1, 0, 1),
 ]  # fmt: skip
-"""Rings of more than 128 k and of less, down to one slot; splits; two rows of warps."""
+"""Rings that hold more and less than a K of 128, down to one slot; split-K; two rows of warps."""
 
 
 def rows(n, k, m):
-    """A weight, x and a bias; gate and up are two halves of the weight one after the other."""
+    """(weight, x, bias); with a gate, the first half of the weight's rows is gate, the second up."""
     generator = torch.Generator().manual_seed(n + m)
     values = (torch.randn(n, k, generator=generator) * k**-0.5).half()
     return values, torch.randn(m, k, generator=generator).half(), torch.randn(n, generator=generator).half()
 
 
 def paired(t):
-    """Rows of gate and up as row blocks hold them."""
+    """The rows of gate and up interleaved as in row blocks."""
     return alternate(*t.chunk(2))
 
 
 @pytest.mark.parametrize(
-    # Whole turns of every ring, fewer than it holds, and a turn that ends early: of each tile two.
+    # K of whole passes over the ring, of less than one pass, and of a partial last pass; two of these for each tile.
     ("tile", "k"), [(tile, k) for i, tile in enumerate(ROWS) for k in np.roll([384, 520, 1024], i)[:2].tolist()], ids=str
 )  # fmt: skip
 def test_rows_with_norm_and_gate(tile, k):

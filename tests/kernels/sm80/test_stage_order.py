@@ -1,5 +1,6 @@
-"""The order of a stage: all copies and all decoding have a place, before what waits for them. With the main loop around it:
-tests/kernels/parts/test_mma_loop.py."""
+"""The instruction order within a stage: all copies and all dequantization are placed, before their users. The main loop around
+it is tested in tests/kernels/parts/test_mma_loop.py.
+"""
 
 from __future__ import annotations
 

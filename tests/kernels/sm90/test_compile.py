@@ -1,4 +1,4 @@
-"""The wgmma kernel compiled for sm_90a, and what its machine code must and must not have."""
+"""The wgmma kernel compiled for sm_90a, and checks of its machine code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.sm90.large_m_gemm import WgmmaGemm, WgmmaPlan
 
 PRODUCT = re.compile(r"[HIQ]GMMA\S* R\d+, R(\d+),")
-"""A wgmma of fp16, int8 or fp8, and the first register of its operand A."""
+"""Matches a wgmma of fp16, int8 or fp8; the group is the first register of operand A."""
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -43,7 +43,7 @@ def compiled(
 
 
 def registers_written(line: str) -> set[int]:
-    """Numbers of the registers that an instruction writes, as far as its width tells."""
+    """The numbers of the registers that an instruction writes; the opcode gives the width."""
     match = re.match(r"(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)\s+R(\d+)\b", line)
     if match is None or match[1].startswith(("ST", "RED", "SYNCS", "UTMA", "BAR", "R2UR", "HGMMA", "QGMMA", "IGMMA")):
         return set()
@@ -52,7 +52,7 @@ def registers_written(line: str) -> set[int]:
 
 
 def main_loop(lines: list[str]) -> list[str]:
-    """From the wait for the first stage of a turn to the branch back."""
+    """The lines of the main loop, from the wait for an iteration's first stage to the backward branch."""
     products = [i for i, line in enumerate(lines) if PRODUCT.search(line)]
     waited = next(i for i in range(products[-1], len(lines)) if "WARPGROUP.DEPBAR" in lines[i])
     end = next(i for i in range(waited, len(lines)) if "BRA" in lines[i])
@@ -60,15 +60,15 @@ def main_loop(lines: list[str]) -> list[str]:
 
 
 def check_operands_in_flight(lines: list[str]) -> None:
-    """No instruction may write a register of operand A until the products that read it have been waited for.
+    """Asserts that no instruction writes a register of operand A before the products that read it have been waited for.
 
-    Follows the straight line of the main loop twice, so that what is in flight at its end meets its beginning.
+    Checks two iterations in a row, so that products still in flight at the loop's end are checked against its beginning.
     """
     check_straight_line(main_loop(lines) * 2)
 
 
 def check_straight_line(lines: list[str]) -> None:
-    """No line writes a register of operand A of products under way at that line."""
+    """Asserts that no line writes a register of operand A of a product in flight."""
     groups: list[set[int]] = []
     current: set[int] = set()
     for line in lines:
@@ -86,8 +86,10 @@ def check_straight_line(lines: list[str]) -> None:
 
 
 def check_barriers(config, kernel) -> None:
-    """The barriers that our PTX addresses are those that Triton's operations use: the allocation lies at offset 0."""
-    waits = re.findall(r"mbarrier\.try_wait\S* complete, \[(%r\d+)\]", kernel.ptx)  # Triton's: the loader's, and that for h
+    """Asserts that the PTX in this package and Triton's own operations use the same barrier addresses: the allocation is at
+    offset 0.
+    """
+    waits = re.findall(r"mbarrier\.try_wait\S* complete, \[(%r\d+)\]", kernel.ptx)  # Triton's: loader, h
     found = {int(at) for wait in waits for at in re.findall(rf"add\.s32\s+{wait}, %r\d+, (\d+);", kernel.ptx)}
     expected = {config.barriers.start + 8 * config.stages}
     if isinstance(config, WgmmaGemm) and config.epilogue.residual:
@@ -98,10 +100,10 @@ def check_barriers(config, kernel) -> None:
 @pytest.mark.parametrize(
     "cases",
     batches([
-        # Decoding is the same code in every tile. It has the fewest registers where four warpgroups share an SM (64 tokens):
-        # every format there; and beside the sums of 256 tokens: of each number of bits, whose words are loaded alike, one.
-        # In tiles that leave it more, those formats that differ most in how their words are loaded, two each: one plane of 2
-        # words, of 4, three planes, two vectors of 4.
+        # Dequantization is the same code in every tile. It has the fewest registers if four warpgroups share an SM (64 tokens),
+        # so every format runs there. It also has few next to the accumulators of 256 tokens: one format per number of bits.
+        # Other tiles run two formats each of those that load most differently: one plane of 2 words, one of 4, three planes,
+        # two vectors of 4.
         *(("fp16", 64, 28672, fmt) for fmt in FORMATS),
         *(("bf16", 4096, 8192, fmt) for fmt in ("int2", "int3", "int4", "fp5_e2m2", "fp6_e3m2", "int7", "fp8_e4m3")),
         *(
@@ -114,20 +116,20 @@ def check_barriers(config, kernel) -> None:
 def test_main_loop(cases):
     made = []
     for dtype, m, n, fmt in cases:
-        number = number_format(fmt)  # codes of integers as ordinary weights have them (pack/weight.py)
+        number = number_format(fmt)  # integer codes as pack/weight.py packs them
         made.append((fmt, *compiled(fmt, dtype, m, n=n, subnormal=isinstance(number, IntFormat) and number.bits < 8)))
     for each in made:
         check_main_loop(*each)
 
 
 def check_main_loop(fmt, config, kernel):
-    # Some kernels keep a value or two of the epilogue in local memory while the loop runs.
+    # Some kernels keep one or two values of the epilogue in local memory during the loop.
     assert kernel.stack_bytes <= 32
     assert not any("LDL" in line or "STL" in line for line in main_loop(kernel.lines)), "registers spilled"
     products = [line for line in kernel.lines if "HGMMA" in line]
     assert len(products) == 8, "two stages of 64 k, four products each"
     assert all(re.search(r"HGMMA\S* R\d+, R\d+, gdesc", line) for line in products), "operand A comes from registers"
-    # A serialized kernel waits after every product (ptxas' remark C7510 and its neighbours).
+    # ptxas serializes wgmma in some kernels (remark C7510 and similar): these wait after every product.
     assert kernel.count("WARPGROUP.DEPBAR") == 3, "a wait for each stage and one at the end"
     check_operands_in_flight(kernel.lines)
     check_barriers(config, kernel)
@@ -144,7 +146,7 @@ def check_main_loop(fmt, config, kernel):
     ],
 )  # fmt: skip
 def test_parts_of_k_in_turn(fmt, dtype, zero, tile):
-    """The main loop is there once, and registers hold sums twice."""
+    """Parts of K that one block computes one after the other share one main loop; registers hold two sets of accumulators."""
     config, kernel = compiled(fmt, dtype, 1024, zero=zero, subnormal=zero == "none" and fmt == "int4", tile=tile)
     assert kernel.stack_bytes == 0 and kernel.count("STL") == 0, "registers spilled"
     assert len([line for line in kernel.lines if "HGMMA" in line]) == 8 and kernel.count("WARPGROUP.DEPBAR") == 3
@@ -160,8 +162,9 @@ def test_parts_of_k_in_turn(fmt, dtype, zero, tile):
     ],
 )  # fmt: skip
 def test_equal_shares_of_the_last_wave(fmt, dtype, tile):
-    """The main loop sees nothing of it, and what others left is added without a second set of sums in registers: many loads
-    are under way before the first sum."""
+    """Stream-K leaves the main loop unchanged. Partial sums of other blocks are added without a second set of accumulators, and
+    many of their loads are issued before the first addition.
+    """
     config, kernel = compiled(fmt, dtype, 1024, n=5120, subnormal=fmt == "int4", tile=tile)
     assert kernel.stack_bytes == 0 and kernel.count("STL") == 0, "registers spilled"
     assert len([line for line in kernel.lines if "HGMMA" in line]) == 8 and kernel.count("WARPGROUP.DEPBAR") == 3
@@ -182,7 +185,7 @@ def test_shares_are_of_tiles_that_fill_no_whole_wave():
     assert plan.grid == (132, 1, 1) and plan.workspace == (132 * 128 * 256, 28), "of 160 tiles"
 
 
-# Zeros are decoded by type, scales are converted by type and loaded by group: every two of zero, types and group meet.
+# Zeros convert by dtype; scales convert by dtype and load by group. Every pair of zero, dtypes and group occurs.
 @pytest.mark.parametrize(
     "cases",
     batches([
@@ -211,9 +214,11 @@ def test_the_check_of_operands_finds_a_violation():
     check_operands_in_flight([*loop, "WARPGROUP.DEPBAR.LE gsb0, 0x0", "LOP3.LUT R153, R8, 0xf, R9, 0xea, !PT", "@P0 BRA x"])
 
 
-@pytest.mark.parametrize(("fmt", "m"), [("int4", 64), ("fp8_e5m2", 4096)])  # an integer, and the float whose scales need it
+@pytest.mark.parametrize(
+    ("fmt", "m"), [("int4", 64), ("fp8_e5m2", 4096)]
+)  # an integer, and the float format whose scales need the factor
 def test_a_power_of_two_beside_group_scales_is_not_in_the_main_loop(fmt, m):
-    """ptxas orders a few moves otherwise, no more."""
+    """The channel factor leaves the main loop unchanged but for at most four moves."""
     loops = []
     made = [compiled(fmt, "fp16", m, scale_dtype="bf16", scaled_twice=scaled_twice) for scaled_twice in (False, True)]
     for scaled_twice, (config, kernel) in enumerate(made):
@@ -223,7 +228,7 @@ def test_a_power_of_two_beside_group_scales_is_not_in_the_main_loop(fmt, m):
 
 
 def test_codes_as_subnormal_numbers():
-    """Nine instructions for 8 codes instead of 13, by two stages of 32 codes each in the loop."""
+    """Nine instructions dequantize 8 codes, instead of 13. The loop has two stages of 32 codes each."""
     counts = []
     made = [compiled("int4", m=64, n=28672, k=4096, subnormal=subnormal) for subnormal in (False, True)]
     for _, kernel in made:

@@ -1,4 +1,4 @@
-"""The convolution kernels: machine code on any machine, codes bit for bit against the reference on a GPU."""
+"""The convolution kernels: machine code without a GPU, and codes bit-equal to the reference on one."""
 
 from __future__ import annotations
 
@@ -65,14 +65,16 @@ def compiled(*config, maxnreg=128, **more):
 
 
 def product_loops(kernel):
-    """The loops over the steps of a product, innermost."""
-    end = max(i for i, line in enumerate(kernel.lines) if "EXIT" in line)  # beyond it are waits that go on, and jump back
+    """The innermost loops that contain products."""
+    end = max(i for i, line in enumerate(kernel.lines) if "EXIT" in line)  # then slow paths of waits
     with_products = [(a, b) for a, b in kernel.loops if b < end and any("GMMA" in line for line in kernel.lines[a : b + 1])]
     return [(a, b) for a, b in with_products if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in with_products)]
 
 
 def check_products_in_flight(kernel):
-    """Nothing writes operand A of products under way, in a loop that waits for them before its end, gone through twice."""
+    """Asserts over two iterations of each product loop that nothing writes operand A of a product in flight. The loop must wait
+    for its products before its end.
+    """
     lines = [line.replace("IGMMA", "HGMMA") for line in kernel.lines]
     for first, last in product_loops(kernel):
         assert any("WARPGROUP.DEPBAR.LE gsb0, 0x0" in line for line in lines[first : last + 1])
@@ -81,7 +83,7 @@ def check_products_in_flight(kernel):
 
 @pytest.mark.parametrize(
     "cases",
-    # Every epilogue, after the main loop of u4 and of s8 in turn: what follows the loop does not know what x was.
+    # The epilogue does not depend on the storage of x, so the epilogues alternate between u4 and s8.
     batches(
         ("s8" if i % 2 == 0 else "u4", *rest)
         for i, rest in enumerate(itertools.product((128, 64), ("u4", "s8"), (None, "u4", "s8")))
@@ -106,7 +108,7 @@ def check_machine_code(x, outputs, y, residual, config, kernel):
         assert kernel.count("LDSM") == steps, "codes come from shared memory 4 matrices at a time"
         check_products_in_flight(kernel)
     assert "UTMALDG.4D.IM2COL" in kernel.opcodes and kernel.count("UBLKCP") > 0
-    # 64 or 128 bits a store, the words of one pixel and thread.
+    # A thread stores the words of one pixel at once: 64 or 128 bits.
     stored = 2 * outputs * CODES[y].bits // 8 // 4
     wide = "STG.E.128" if stored % 32 == 0 else "STG.E.64"
     assert kernel.opcodes[wide] == stored // (16 if wide.endswith("128") else 8)
@@ -148,7 +150,7 @@ def packed(conv, tile, images=None):
 
 
 def check(conv, codes, tile, residual=None, second=None, images=None):
-    """Every code equal, every byte written, the same bits twice."""
+    """Checks that every code is equal, every byte is written, and a second run gives the same bits."""
     pack = Nhwc64(conv.x).pack if images is None else images.pack
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     prepared = PreparedConv(conv.spec, packed(conv, tile, images), tile, sms, images)

@@ -1,4 +1,4 @@
-"""Whole bottleneck blocks: machine code on any machine, codes bit for bit against the layers' references on a GPU."""
+"""Whole bottleneck blocks in one kernel: machine code without a GPU, and codes bit-equal to the layers' references on one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def layers(storage, shortcut, following):
     return layer(64, 64, 3, 1, 1, storage, storage), third, layer(256, following, 1, 1, 0, storage, storage)
 
 
-KINDS = [(False, 64), (True, 64), (False, 128)]  # as ResNet-50's: shortcut, outputs of the next convolution
+KINDS = [(False, 64), (True, 64), (False, 128)]  # as in ResNet-50: (shortcut convolution, outputs of the next convolution)
 BLOCKS = [(storage, *kind) for storage in ("u4", "s8") for kind in KINDS]
 
 

@@ -1,4 +1,4 @@
-"""The convolution kernel for many channels: machine code on any machine, codes bit for bit against the reference on a GPU."""
+"""The convolution kernel for many channels: machine code without a GPU, and codes bit-equal to the reference on one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.kernels.sm90.test_conv import OPERAND, check_products_in_flight, code
 
 WIDE = (3, 1)
 TILES = [WIDE, (1, 1), (1, 2)]
-"""Warpgroups that multiply, blocks that share an SM."""
+"""(math warpgroups, blocks per SM)."""
 
 SIZES = ["pixels", "row_units", "out_height", "out_width", "tiles_across", "tiles_down"]
 
@@ -44,7 +44,9 @@ def compiled(config):
 
 
 def check_turns(code):
-    """Nothing writes operand A of products under way: from the start through the loop, twice, to the wait behind it."""
+    """Asserts that nothing writes operand A of a product in flight, from the start through two iterations to the wait after the
+    loop.
+    """
     lines = [line.replace("IGMMA", "HGMMA") for line in code.lines]
     ((first, last),) = product_loops(code)
     end = min(i for i, line in enumerate(lines) if i > last and "WARPGROUP.DEPBAR.LE gsb0, 0x0" in line)
@@ -52,7 +54,7 @@ def check_turns(code):
 
 
 def check_roles(code):
-    """All warps meet once, before roles part."""
+    """Asserts that the only barrier of all warps is the one before the roles diverge."""
     assert sum("BAR.SYNC" in line for line in code.lines) == 1
 
 
@@ -61,7 +63,8 @@ WINDOWS = [(3, 1, None), (1, 1, "same"), (1, 1, None), (3, 2, None)]
 
 @pytest.mark.parametrize(
     "cases",
-    # Small tiles differ in how many warpgroups do the same: of the windows the two that differ most, each of one type of x.
+    # Small tiles differ only in the number of warpgroups, so they run with the two most different windows, each with one
+    # storage of x.
     batches(
         [(x, WIDE, *window) for x in ("u4", "s8") for window in WINDOWS]
         + [("u4", (1, 1), *WINDOWS[0]), ("s8", (1, 1), *WINDOWS[1]), ("s8", (1, 2), *WINDOWS[0]), ("u4", (1, 2), *WINDOWS[1])]
@@ -78,9 +81,9 @@ def test_machine_code(cases):
 
 
 def check_machine_code(x, stride, config, code):
-    # 128 registers at the start; what a warpgroup gives, the others have.
+    # 128 registers at launch, then setmaxnreg moves registers between warpgroups.
     assert code.registers == 128 and code.count("USETMAXREG") == 2 and code.stack_bytes == 0
-    steps = 2 + config.odd  # two a turn, and an odd one before
+    steps = 2 + config.odd  # two per iteration, and an odd one before the loop
     assert code.count("IGMMA") == 4 * steps and code.count("WARPGROUP.DEPBAR") == 1 + steps, "not serialized"
     assert code.count("LDSM") == 4 * CODES[x].bits // 8 * steps
     assert ("UTMALDG.2D" in code.opcodes) == (stride == 1) and ("UTMALDG.4D.IM2COL" in code.opcodes) == (stride == 2)
@@ -107,7 +110,9 @@ def test_two_products(x):
 @pytest.mark.parametrize("width", [7, 14, 28, 56])
 @pytest.mark.parametrize(("kernel", "channels"), [(1, 128), (1, 512), (1, 2048), (3, 128), (3, 512), (5, 128)])
 def test_shared_memory(x, width, kernel, channels, tile):
-    """Every layer fits, and no strip is longer than one copy; wide images go tap by tap. Few weights stay."""
+    """Every layer fits shared memory, no strip exceeds one TMA copy, and wide images are read tap by tap. Weights are resident
+    only if there are few.
+    """
     spec = plain_layer(channels, 128, kernel, 1, x, x, residual=x).spec
     tile = deep_tile(spec, *tile)
     config = deep_config(spec, tile, width)
@@ -129,7 +134,7 @@ def test_refusals():
 
 
 def test_tiles():
-    """14 x 14 pixels, 256 outputs on 132 processors: batch 128 has 262 large tiles, batch 32 has 66, or 196 small ones."""
+    """14 x 14 pixels and 256 outputs on 132 SMs: batch 128 has 262 large tiles; batch 32 has 66 large or 196 small ones."""
     spec, machine = plain_layer(256, 256).spec, typical_machine(90)
     wanted = {128: WIDE, 64: WIDE, 32: (1, 2), 1: (1, 1)}
     for batch, tile in wanted.items():
@@ -151,7 +156,7 @@ CASES = [
     (128, 256, 1, 1, (5, 9, 13), (256, 2)),
     (128, 256, 3, 1, (5, 14, 13), (128, 1)),
 ]
-"""Channels, outputs, window, stride, size, and what is added: nothing, a residual, or a product (channels, stride)."""
+"""(channels, outputs, window, stride, size, what is added: nothing, a residual, or a second product (channels, stride))."""
 
 KINDS = [(WIDE, "u4", "u4"), (WIDE, "s8", "s8"), (WIDE, "u4", "s8"), (WIDE, "s8", "u4")]
 KINDS += [

@@ -1,4 +1,4 @@
-"""Stages of weights: the bytes that each barrier waits for are those of the copies."""
+"""Stages of weights: each barrier expects as many bytes as its copies transfer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wgmma kernel of experts compiled for sm_90a, and what its machine code must and must not have."""
+"""The wgmma expert kernel compiled for sm_90a, and checks of its machine code."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ CASES = [
 
 
 LOADER_REGISTERS = 24
-"""Registers of a thread of the loader, which gives the others to the math warps."""
+"""Registers per loader thread; setmaxnreg gives the rest to the math warps."""
 
 
 def loader_registers(lines: list[str]) -> list[int]:
-    """Numbers of the registers that instructions around the copies of TMA name, up to where registers are given back."""
+    """The register numbers in the loader's code: the lines around the TMA copies, between two setmaxnreg instructions."""
     copies = [i for i, line in enumerate(lines) if "UTMALDG" in line]
     changes = [i for i, line in enumerate(lines) if "USETMAXREG" in line]
     begin, end = max(i for i in changes if i < copies[0]), min(i for i in changes if i > copies[-1])

@@ -1,4 +1,4 @@
-"""The wgmma kernel with norm, gate and residual at its end, compiled for a GPU that is not here."""
+"""The wgmma kernel with norm, gate and residual epilogues, compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ H200 = typical_machine(90)
 
 
 def plan_of(end, fmt, m, n, k, group, dtype, bias, parts):
-    """The plan of an end that is "residual", "residual of bf16" (h, whatever x is), "norm" or the name of a gate, with the
-    first tile of the wgmma kernel."""
+    """The plan for `end` with the first feasible tile of the wgmma kernel. `end` is "residual", "residual of bf16" (the dtype
+    of h, independent of x), "norm" or the name of a gate.
+    """
     shape, half, form = GemmShape(m, n, k, number_format(fmt).bits), HALVES[dtype], WeightForm(fmt, group, "none", "fp16")
     end, _, other = end.partition(" of ")
     role = end if end in ("residual", "norm") else "gated"
@@ -59,8 +60,9 @@ def compiled(end, fmt="int4", m=64, n=4096, k=4096, group=128, dtype="fp16", bia
     ],
 )  # fmt: skip
 def test_ends(end, fmt, m, n, k, group, dtype, bias):
-    """The main loop is that of a product without an end; what the end needs in shared memory lies in the regions it has there,
-    none of Triton's own beside them, which would move the barriers."""
+    """The main loop is unchanged by the epilogue. The epilogue's shared memory is in the kernel's regions; an allocation by
+    Triton would move the barriers.
+    """
     plan, kernel = compiled(end, fmt, m, n, k, group, dtype, bias)
     assert kernel.stack_bytes <= 32
     assert not any("LDL" in line or "STL" in line for line in main_loop(kernel.lines)), "registers spilled"
@@ -73,8 +75,9 @@ def test_ends(end, fmt, m, n, k, group, dtype, bias):
 
 
 def check_start(lines, of_end, scales):
-    """Warps that multiply ask for scales before they wait for the kernel before, and for what the end needs of it before they
-    wait for x: neither is on its way alone."""
+    """Math warps load scales before the wait for the previous kernel, and the epilogue's inputs before the wait for x. So both
+    loads overlap with a wait.
+    """
     product = next(i for i, line in enumerate(lines) if "HGMMA" in line)
     role = lines[max(i for i in range(product) if "USETMAXREG" in lines[i]) : product]
     wait = next(i for i, line in enumerate(role) if "ACQBULK" in line)
@@ -84,11 +87,12 @@ def check_start(lines, of_end, scales):
 
 
 def test_a_block_starts_at_once():
-    """Its first copy waits for no division, no barrier made by one thread after the other, and no descriptor: a block whose
-    place another one leaves does all that while nothing runs."""
+    """Before a block's first copy there is no division, no serial barrier initialisation and no cold descriptor. A block that
+    replaces a finished one does this work while its SM is idle.
+    """
     for end, fmt in (("silu", "int4"), ("residual", "fp6_e3m2")):
         plan, kernel = compiled(end, fmt, 64, 4096, 4096, 128 if fmt == "int4" else 0)
-        role = kernel.lines[next(i for i, line in enumerate(kernel.lines) if "PREEXIT" in line) :]  # of the warp that copies
+        role = kernel.lines[next(i for i, line in enumerate(kernel.lines) if "PREEXIT" in line) :]  # the loader warp
         first = next(i for i, line in enumerate(role) if "UTMALDG" in line)
         assert not any("MUFU.RCP" in line for line in role[:first]) and kernel.count("SYNCS.EXCH") <= 4
         descriptors = re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", kernel.ptx)
@@ -131,7 +135,7 @@ def test_what_no_end_takes():
 
 
 def test_arguments_arrive_under_their_names():
-    """What the plans pass is 29 values in a row; the kernel knows them by these names."""
+    """The plans pass 29 positional values; each must arrive in the kernel parameter of its name."""
     half, float32 = torch.float16, torch.float32
     x, h, gamma, bias = (meta(size, half) for size in ((20, 256), (20, 64), (64,), (64,)))
     weight, squares = (meta((4, 4, 128), torch.int32), meta((4, 2, 8, 2), half), None), meta((5, 20), float32)

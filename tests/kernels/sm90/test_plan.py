@@ -1,4 +1,4 @@
-"""What a plan prepares on the host; no GPU is asked."""
+"""Host-side preparation of a plan; needs no GPU."""
 
 from __future__ import annotations
 

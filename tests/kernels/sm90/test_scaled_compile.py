@@ -1,4 +1,4 @@
-"""The kernels for 8-bit activations compiled for sm_90a, and what their machine code must and must not have."""
+"""The kernels for 8-bit activations compiled for sm_90a, and checks of their machine code."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_eight_bits(scheme, m):
     assert kernel.stack_bytes == 0 and kernel.count("LDL") == kernel.count("STL") == 0, "registers spilled"
     products = [line for line in kernel.lines if product_name(scheme) in line]
     per_stage = 4 * (config.columns // config.accumulator.instr_shape[1])
-    # By halves: one starts before the loop, two in it and one after it.
+    # by_halves: one half starts before the loop, two in it and one after it.
     expected = 4 * 4 if config.by_halves else per_stage * config.iteration_stages
     assert len(products) == expected and all("gdesc" in line for line in products)
     # A serialized kernel waits after every product (ptxas' remark C7510 and its neighbours).
@@ -69,7 +69,7 @@ def test_eight_bits(scheme, m):
 
 
 def test_fast_sums_stay_in_the_tensor_core():
-    """No addition between products, and one stage's are under way while the next one's start."""
+    """Nothing is added between products, and the products of a stage are in flight while those of the next one start."""
     config, kernel = eight("fp8_dynamic", 4096, fast=True)
     _, exact = eight("fp8_dynamic", 4096)
     assert not config.promote and config.columns == 256 and kernel.stack_bytes == 0
@@ -115,7 +115,7 @@ def test_fewer_bits(scheme, m):
 def test_pairs(make, scheme, m, columns):
     config, kernel = make(scheme, m, tile=ScaledTile(False, 2, columns, 4, 2, 8, True))
     assert kernel.stack_bytes <= (8 if TRITON >= (3, 9) else 0)
-    # Every warp of a block counts for the barrier of the cluster: those that multiply, that load, and the two idle roles.
+    # Every warp arrives at the cluster barrier: math warps, the loader and the two idle roles.
     assert kernel.count("UCGABAR_ARV") == 4 and kernel.count("UCGABAR_WAIT") == 1
     assert f".reqntid {config.threads + 4 * 32}" in kernel.ptx
     assert kernel.count("MEMBAR.ALL.GPU") == 0, "nothing waits for the memory of the whole GPU"
@@ -139,7 +139,7 @@ def test_functions_and_codes(m, function):
     _, kernel = eight("w8a8", m, dtype=torch.int8, function=function)
     assert kernel.stack_bytes == 0 and kernel.count("MUFU.EX2") > 0 and kernel.count("UTMASTG") > 0
     config, kernel = narrow("w4a8_g128", m, dtype=torch.int8, function="relu")
-    # Triton 3.9 keeps more of the epilogue of 256 tokens in local memory than 3.6 does, but nothing of the main loop.
+    # With 256 tokens, Triton 3.9 keeps more of the epilogue in local memory than 3.6, but nothing of the main loop.
     assert kernel.stack_bytes <= (144 if config.by_halves and TRITON >= (3, 9) else 80) and kernel.count("MUFU.EX2") == 0
     products = [i for i, line in enumerate(kernel.lines) if "GMMA" in line]
     spilled = [i for i, line in enumerate(kernel.lines) if re.search(r"\b(LDL|STL)\b", line)]
@@ -149,7 +149,7 @@ def test_functions_and_codes(m, function):
 
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8_block", "w4a8_g128", "w6e3m2a8e4m3"])
 def test_candidates_fit_the_machine(scheme):
-    """Shared memory as the kernels lay it out, for every tile that is not refused."""
+    """The kernels' shared memory fits the GPU for every feasible tile."""
     parsed = parse_scheme(scheme)
     for m in (1, 40, 300, 4096):
         shape = scaled_shape(parsed, m, 5000, 3000)

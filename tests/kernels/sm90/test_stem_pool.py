@@ -1,4 +1,4 @@
-"""The stem with its max-pool inside: machine code on any machine, codes bit for bit against both references on a GPU."""
+"""The stem with fused max-pool: machine code without a GPU, and codes bit-equal to both references on one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHAPES = [  # images, channels, height, width, window, outputs
     (5, 1, 33, 31, 3, 64),
     (3, 4, 33, 30, 5, 100),
     (7, 3, 20, 224, 7, 64),
-    (2, 3, 10, 230, 7, 64),  # one pooled pixel more than a tile has, an odd number of columns
+    (2, 3, 10, 230, 7, 64),  # one pooled pixel more than a tile; an odd number of columns
     (1, 3, 12, 448, 7, 128),
 ]
 

@@ -1,4 +1,4 @@
-"""A stem's rows: products read the windows of the image where they lie, weights and codes go where their PTX says."""
+"""A stem's rows: products read image windows in place; weights and codes are at the addresses of the PTX."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STRIPS = StageBarriers(40000, 4, 4)
 
 @pytest.mark.parametrize("window", [2, 3, 4])
 def test_products_read_each_row_at_its_place(window):
-    """Of each step the two rows of the convolution read neighbouring rows of packed pixels, 16 bytes from window to window."""
+    """In each step, the two output rows read adjacent rows of packed pixels. Adjacent windows are 16 bytes apart."""
     part = StemRows(STRIPS, window, 8192)
     offsets = [16 * int(n) for n in re.findall(r"add.u32 here, at, (\d+);", part.products)]
     wanted = [(step // 2 + down) * ROW_BYTES + step % 2 * STEP_BYTES for step in range(2 * window) for down in (0, 1)]

@@ -1,4 +1,4 @@
-"""Taps by address: what a thread loads at a place is the row as it lies, zeros where there is none; copies in boxes."""
+"""Taps by address: a thread loads the row at its address, or zeros outside the image; copies are boxes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The last steps of docs/internals/walkthrough.md in machine code: a lane's word of shared memory, operand A of wgmma."""
+"""The last steps of docs/internals/walkthrough.md in machine code: from a lane's word in shared memory to operand A of
+wgmma.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from tests.kernels.sm90.test_compile import compiled
 R = r"R(\d+)(?:\.reuse)?"
 STEPS = (
     rf"LOP3\.LUT {R}, R%s(?:\.reuse)?, 0xf000f, RZ, 0xc0",  # word & 0x000f000f: two codes as subnormal halves
-    rf"HFMA2\S* {R}, R%s(?:\.reuse)?, {R}, {R}",  # times the scale of the group, less offset times scale, rounded once
+    rf"HFMA2\S* {R}, R%s(?:\.reuse)?, {R}, {R}",  # code * scale - offset * scale, rounded once
     rf"HGMMA\S* {R}, R%s, gdesc",  # operand A; x is found by its descriptor
 )
 MOVED = rf"MOV\S* {R}, (?:RZ, RZ, )?R%s(?:\.reuse)?$"
 
 
 def way(lines: list[str], value: str) -> list[str]:
-    """The instructions through which the lowest codes of the word in register `value` go, in order."""
+    """The instructions, in order, that process the lowest codes of the word in register `value`."""
     taken: list[str] = []
     for line in lines:
         step = re.search(STEPS[len(taken)] % value, line)
@@ -28,7 +30,7 @@ def way(lines: list[str], value: str) -> list[str]:
             taken.append(line)
             if len(taken) == len(STEPS):
                 return taken
-        if step or (step := re.search(MOVED % value, line)):  # ptxas may move it in between
+        if step or (step := re.search(MOVED % value, line)):  # ptxas may move it to another register in between
             value = step[1]
     return taken
 
