@@ -78,6 +78,10 @@ class ExpertWgmmaGemm(WarpgroupTile):
     """Stages of an iteration of the main loop."""
 
     @property
+    def columns(self) -> int:
+        return self.tokens
+
+    @property
     def channels(self) -> int:
         """Channels of y in a tile."""
         return self.rows if self.epilogue.gate == "none" else self.rows // 2
