@@ -44,7 +44,7 @@ def tune(
 
     named = None if scheme is None else parse_scheme(scheme).name
     rows = TOKENS if tokens is None else tuple(sorted(set(parse_rows(tokens))))
-    products = products_of_model(model, named)
+    products = products_of_model(model, named, say)
     with Progress(desc="starting", unit="tiles") as bar:
         tuned = run(products, rows, math.inf if seconds is None else seconds, say, bar.at)
     table = Table("scheme", "N x K", "products", "new tile", "mean gain", "largest gain at M")

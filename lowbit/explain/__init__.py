@@ -49,7 +49,7 @@ def explain(
         value_stage(weight),
         *expert_stage(weight),
         *register_stages(weight, atom, sm),
-        kernels_stage(weight.q, machine_for(sm)),
+        kernels_stage(weight, machine_for(sm)),
         *in_kernels(weight, machine_for(sm)),
         cpu_stage(weight.q),
     ]

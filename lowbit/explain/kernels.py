@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from lowbit.explain.origin import FollowedWeight, PathStage, dtype_name
@@ -18,13 +20,18 @@ TOKENS = (1, 16, 64, 1024)
 """Numbers of rows of x for which the kernels are listed."""
 
 
-def kernels_stage(q: QuantTensor, machine: Machine) -> PathStage:
+def kernels_stage(weight: FollowedWeight, machine: Machine) -> PathStage:
     """Returns the stage with the kernel and tile for each M, the reasons, and the refusals of other kernels."""
     lines = []
     for m in TOKENS:
-        problem = _problem(q, m, machine)
+        problem = _problem(weight, m, machine)
         chosen = choose(problem)
         slow = ", which dequantizes all weights at every call" if chosen.is_slow else ""
+        if chosen.is_slow and chosen.experts:
+            one = choose(replace(problem, experts=0, top_k=1))
+            slow = (
+                f": each expert that is hit by {one.name} (lowbit/{one.file}), after the host has read how many rows each has"
+            )
         lines.append(f"on {machine.product}, M {m}: {chosen.name} (lowbit/{chosen.file}), for {chosen.runs_on}{slow}")
         lines += [f"  {line}" for line in ([] if chosen.is_slow else chosen.tile(problem))]
         others = [(kernel, kernel.refusals(problem)) for kernel in KERNELS if kernel.concerns(problem) and kernel != chosen]
@@ -32,9 +39,12 @@ def kernels_stage(q: QuantTensor, machine: Machine) -> PathStage:
     return PathStage("lowbit/ops/table.py", "choose", tuple(lines))
 
 
-def _problem(q: QuantTensor, m: int, machine: Machine) -> Problem:
+def _problem(weight: FollowedWeight, m: int, machine: Machine) -> Problem:
     """Returns the layer's product with x [M, K] in bfloat16."""
-    return Problem(q.scheme, m, *q.shape, torch.bfloat16, machine, scale_dtype=q.scale.dtype)
+    q = weight.q
+    return Problem(
+        q.scheme, m, *q.shape, torch.bfloat16, machine, scale_dtype=q.scale.dtype, experts=weight.experts, top_k=weight.top_k
+    )
 
 
 def machine_for(sm: int) -> Machine:
@@ -50,9 +60,9 @@ def in_kernels(weight: FollowedWeight, machine: Machine) -> list[PathStage]:
     """Returns one stage per kernel for 16-bit x: the block, warp and pipeline stage that multiply the weight."""
     steps: list[PathStage] = []
     for m in TOKENS:
-        problem = _problem(weight.q, m, machine)
+        problem = _problem(weight, m, machine)
         kernel = choose(problem)
-        if kernel.is_slow or any(step.file == f"lowbit/{kernel.file}" for step in steps):
+        if kernel.is_slow or kernel.experts or any(step.file == f"lowbit/{kernel.file}" for step in steps):
             continue
         tile = choose_tile(GemmShape(m, *weight.q.shape, weight.format.bits), machine)
         if isinstance(tile, RingTile):
@@ -132,7 +142,7 @@ def cpu_stage(q: QuantTensor) -> PathStage:
 def quantized_input_stages(weight: FollowedWeight, sm: int) -> list[PathStage]:
     """Returns the stages after the value of the code, for a scheme with quantized activations."""
     q = weight.q
-    return [_input(q), _operand(weight), kernels_stage(q, machine_for(sm)), cpu_stage(q)]
+    return [_input(q), _operand(weight), kernels_stage(weight, machine_for(sm)), cpu_stage(q)]
 
 
 def _input(q: QuantTensor) -> PathStage:

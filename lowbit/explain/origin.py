@@ -13,10 +13,10 @@ from torch import nn
 from lowbit.checkpoint import CheckpointError, CheckpointReader, TensorInfo, expected_tensors
 from lowbit.formats import IntFormat, NumberFormat, QuantTensor, ZeroPoint, code_values, pack_words
 from lowbit.models.complete import require_complete
-from lowbit.models.experts import ExpertReader, expert_sources
+from lowbit.models.experts import ExpertReader, expert_sources, experts_per_token
 from lowbit.models.hf import plan_for
 from lowbit.models.names import TensorNames
-from lowbit.models.skeleton import skeleton
+from lowbit.models.skeleton import config_of, skeleton
 from lowbit.nn.convert import Plan
 from lowbit.nn.experts import expert_weights
 from lowbit.quantize import rtn
@@ -33,12 +33,15 @@ class PathStage:
 
 @dataclass(frozen=True, eq=False)
 class FollowedWeight:
-    """Element [row, column] of the codes of the quantized matrix `q`, which belongs to `expert` if it is one of several."""
+    """Element [row, column] of the codes of the quantized matrix `q`, which belongs to `expert` if it is one of several: of the
+    `experts` of a layer, of which a token has `top_k`."""
 
     q: QuantTensor
     row: int
     column: int
     expert: int | None = None
+    experts: int = 0
+    top_k: int = 1
 
     @property
     def format(self) -> NumberFormat:
@@ -74,7 +77,8 @@ def from_quantized(
     _check_index(name, entry.shape, row, column)
     _check_expert(name, entry.experts, expert)
     if entry.experts:
-        weight = FollowedWeight(reader.experts(name).expert(expert), row, column, expert)
+        top_k = max(1, experts_per_token(config_of(reader.folder)))
+        weight = FollowedWeight(reader.experts(name).expert(expert), row, column, expert, entry.experts, top_k)
     else:
         weight = FollowedWeight(reader.layer(name), row, column)
     info, bits = reader.info(f"{name}.weight_packed"), entry.scheme.weight.bits
@@ -140,7 +144,8 @@ def _expert_from_16_bit(
     experts = expert_weights(model.get_submodule(name.rpartition(".")[0]))
     assert experts is not None
     original = experts.matrices(ExpertReader(reader, source)(expert))
-    weight = FollowedWeight(rtn(original, plan.scheme), row, column, expert)
+    top_k = max(1, experts_per_token(model.config))
+    weight = FollowedWeight(rtn(original, plan.scheme), row, column, expert, count, top_k)
     tensors = [group[expert] for group in source.tensors.values()] if source.is_stacked else source.names
     lines = [_tensor_line(tensor, reader.info(tensor)) for tensor in tensors]
     if source.converter is not None:
@@ -158,8 +163,7 @@ def expert_stage(weight: FollowedWeight) -> list[PathStage]:
         return []
     lines = (
         f"expert {weight.expert} is read for the tokens that the router sends to it, once for all of them, and not at all",
-        "without one; on a GPU one launch multiplies all experts, else they are multiplied one after another; the stages",
-        "below show the kernels for a single matrix of this shape",
+        "without one; on a GPU one launch multiplies all experts, else they are multiplied one after another",
     )
     return [PathStage("lowbit/ops/experts.py", "expert_mlp", lines)]
 

@@ -23,6 +23,8 @@ from lowbit.formats import PerBlock, PerGroup, Scheme, ZeroPoint, parse_scheme
 from lowbit.hardware.conversions import conversion
 from lowbit.hardware.machine import Machine, machine_of, machine_refusals
 from lowbit.kernels.choose.candidate import Candidate
+from lowbit.kernels.choose.experts import ExpertCandidate, ExpertShape, tile_rows_for
+from lowbit.kernels.choose.experts import candidates as expert_candidates
 from lowbit.kernels.choose.gemm import candidates
 from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile, candidates_scaled
 from lowbit.kernels.choose.tiles import GemmCandidate, GemmShape, MmaTile, RingTile, WgmmaTile
@@ -41,6 +43,8 @@ Form = Literal["fragments", "operands", "int4", "int8", "decoded", "rows"]
 class Problem:
     """One product: y[m, n] = x[m, k] . w[n, k]^T under a scheme, for x of `dtype` before it is quantized.
 
+    With `experts`, it is the product of a layer with that many matrices, where each of the m rows of x is multiplied by `top_k`.
+
     `machine`: the GPU, None on a CPU. `excluded`: reasons why no kernel of this library runs on the GPU. `scale_dtype`: type of
     the weight's scales, if known. `decode_bytes`: largest size in bytes of a dequantized weight on a CPU. `form`: the form in
     which the weight is already packed; with None it will be packed for the chosen kernel.
@@ -57,13 +61,16 @@ class Problem:
     batch_invariant: bool = False
     decode_bytes: int = 0
     form: Form | None = None
+    experts: int = 0
+    top_k: int = 1
 
     def __str__(self) -> str:
         where = (
             "a CPU" if self.machine is None and not self.excluded else "a GPU" if self.machine is None else self.machine.product
         )
         invariant = ", batch-invariant" if self.batch_invariant else ""
-        return f"{self.scheme} M {self.m} N {self.n} K {self.k}, x {_name(self.dtype)} on {where}{invariant}"
+        of = f"{self.top_k} of {self.experts} experts, " if self.experts else ""
+        return f"{of}{self.scheme} M {self.m} N {self.n} K {self.k}, x {_name(self.dtype)} on {where}{invariant}"
 
     @property
     def on_gpu(self) -> bool:
@@ -105,7 +112,8 @@ def scaled_shape(scheme: Scheme, m: int, n: int, k: int, x_blocks: bool = False,
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel: its file, where it runs, the form of weight that it reads. `scaled`: True if its x has 8 bits.
+    """A kernel: its file, where it runs, the form of weight that it reads. `scaled`: True if its x has 8 bits. `experts`: True
+    if it multiplies the matrices of a layer of experts, False for single matrices.
 
     `own` returns the kernel's specific refusals, for problems whose device, x and form match. `tile` returns the chosen tile
     with the reason, then the cost of the next best tile.
@@ -118,6 +126,7 @@ class Kernel:
     form: Form
     own: Callable[[Problem], tuple[str, ...]]
     tile: Callable[[Problem], tuple[str, ...]] = lambda problem: ()
+    experts: bool = False
 
     @property
     def is_slow(self) -> bool:
@@ -132,11 +141,16 @@ class Kernel:
     def concerns(self, p: Problem) -> bool:
         """True if the kernel is written for the device, the x and the form of weight of a problem."""
         device = self.is_slow or self.on_gpu == p.on_gpu
-        return p.form in (None, self.form) and device and self.scaled == (p.scheme.activation is not None)
+        of_kind = self.experts == bool(p.experts) and self.scaled == (p.scheme.activation is not None)
+        return p.form in (None, self.form) and device and of_kind
 
     def refusals(self, p: Problem) -> tuple[str, ...]:
         """Returns the reasons why the kernel does not support a problem; empty if it does."""
         reasons = []
+        if self.experts != bool(p.experts):
+            reasons.append(
+                "multiplies layers of experts" if self.experts else "multiplies single matrices, not layers of experts"
+            )
         if p.form is not None and self.form != p.form:
             reasons.append(f"reads weights in the form {self.form}, this one is in the form {p.form}")
         if not self.is_slow and self.on_gpu != p.on_gpu:
@@ -301,6 +315,37 @@ def _in_words(best: Candidate[Any], *others: Candidate[Any]) -> tuple[str, ...]:
     return (f"{best.tile}: {why}", *(f"next best: {row.tile}, {row.cost_us:.1f} us" for row in others[:1]))
 
 
+# ---- NVIDIA GPUs, experts
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiles_experts(p: Problem) -> tuple[ExpertCandidate, ...]:
+    assert p.machine is not None
+    rows = tile_rows_for(p.m, p.top_k, p.experts, p.batch_invariant)
+    shape = ExpertShape(p.m, p.top_k, p.experts, p.n, p.k, p.scheme.weight.bits, rows)
+    return tuple(row for row in expert_candidates(shape, p.machine, batch_invariant=p.batch_invariant) if not row.reasons)
+
+
+def _experts(p: Problem, kind: type[RingTile] | type[MmaTile] | type[WgmmaTile]) -> tuple[str, ...]:
+    """Returns the reasons why a kernel of experts does not multiply a layer of them."""
+    assert p.machine is not None
+    if reasons := (*_of_16_bits(p), *(_without_wgmma(p) if kind is WgmmaTile else ())):
+        return reasons
+    tiles = _tiles_experts(p)
+    if not tiles:
+        return (f"has no tile for {p.scheme} with M {p.m}, N {p.n} and K {p.k}",)
+    if isinstance(tiles[0].tile, kind):
+        return ()
+    own = next((row for row in tiles if isinstance(row.tile, kind)), None)
+    if own is None:
+        return (f"is not for tiles of {tiles[0].tile.tokens} rows, which {p.m} tokens get here",)
+    return (f"would take {own.cost_us:.1f} us ({own.tile}), the other kernel {tiles[0].cost_us:.1f} us",)
+
+
+def _tile_experts(p: Problem) -> tuple[str, ...]:
+    return _in_words(*_tiles_experts(p))
+
+
 # ---- NVIDIA GPUs, 8-bit x
 
 
@@ -399,6 +444,20 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("torch_int8", "kernels/cpu/torch_int8.py", "CPUs with AVX2", False, "int8", _torch_int8),
     Kernel("scaled_torch_int8", "kernels/cpu/torch_int8.py", "CPUs with VNNI", True, "int8", _torch_scaled_int8),
     Kernel("decoded_once", "ops/cpu_gemm.py", "CPUs", False, "decoded", _decoded_once),
+    Kernel(
+        "expert_wgmma_gemm", "kernels/sm90/expert_large_m_gemm.py", "sm_90", False, "fragments",
+        partial(_experts, kind=WgmmaTile), _tile_experts, experts=True,
+    ),
+    Kernel(
+        "expert_mma_gemm", "kernels/sm80/expert_large_m_gemm.py", "sm_80 and newer", False, "fragments",
+        partial(_experts, kind=MmaTile), _tile_experts, experts=True,
+    ),
+    Kernel(
+        "expert_ring_gemm", "kernels/sm80/expert_small_m_gemm.py", "sm_80 and newer", False, "fragments",
+        partial(_experts, kind=RingTile), _tile_experts, experts=True,
+    ),
+    Kernel("experts_one_by_one", "ops/experts.py", "any device", False, "rows", lambda p: (), experts=True),
+    Kernel("scaled_experts_one_by_one", "ops/experts.py", "any device", True, "rows", lambda p: (), experts=True),
     Kernel("blocked", "kernels/cpu/blocked.py", "any device", False, "rows", _blocked),
     Kernel("scaled_blocked", "kernels/cpu/scaled_blocked.py", "any device", True, "rows", _scaled_blocked),
 )  # fmt: skip

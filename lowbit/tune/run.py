@@ -57,15 +57,16 @@ class Tuned:
         return 1 - self.kept.us / self.kept.modelled_us
 
 
-def products_of_model(source: str | Path, scheme: str | None) -> WeightShapes:
+def products_of_model(source: str | Path, scheme: str | None, say: Callable[[str], None] = lambda line: None) -> WeightShapes:
     """Returns the weight shapes of a causal model that lowbit quantized, or that will be quantized to `scheme`.
 
-    Stacked layers are included both as one weight and separately. For a 16-bit model only config.json is read. Raises
-    ValueError if the scheme is unknown.
+    Stacked layers are included both as one weight and separately. Experts are not included; `say` gets a line about them. For a
+    16-bit model only config.json is read. Raises ValueError if the scheme is unknown.
     """
     resolved = resolve(source, CONFIG)
     folder, tool = resolved.path, resolved.tool
     layers: dict[str, tuple[str, tuple[int, int]]] = {}
+    experts = 0
     if tool == "lowbit" and scheme is None:
         with resolve(source).reader() as reader:
             assert reader.manifest is not None
@@ -73,9 +74,9 @@ def products_of_model(source: str | Path, scheme: str | None) -> WeightShapes:
         model = causal_skeleton(folder)
         owners = set(manifest.tied.values())  # a tied embedding is also the weight of the LM head
         for name, entry in manifest.layers.items():
-            if entry.experts:  # their kernels are not tuned
-                continue
-            if name in owners or not isinstance(model.get_submodule(name), nn.Embedding):
+            if entry.experts:
+                experts += 1
+            elif name in owners or not isinstance(model.get_submodule(name), nn.Embedding):
                 layers[name] = entry.scheme.name, entry.shape
     elif tool == "lowbit":
         raise ValueError(f"{folder}: is quantized by lowbit and states its schemes; leave out --scheme")
@@ -85,7 +86,10 @@ def products_of_model(source: str | Path, scheme: str | None) -> WeightShapes:
         raise ValueError(f"{folder}: {what}; name the scheme that it will be run with: --scheme ({where})")
     else:
         plan = plan_for(causal_skeleton(folder), scheme, None, False)
+        experts = len(plan.experts)
         layers = {name: (plan.others.get(name, plan.scheme).name, shape) for name, shape in plan.linears.items()}
+    if experts:
+        say(f"{experts} weights of experts keep the tiles that the cost model chooses: kernels of experts are not tuned")
     products: dict[str, dict[tuple[int, int], None]] = {}
     for name, shape in [*_stacked(layers), *layers.values()]:
         products.setdefault(name, {})[shape] = None

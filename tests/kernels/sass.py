@@ -83,12 +83,12 @@ class Compiled:
 
     @functools.cached_property
     def lines(self) -> list[str]:
-        return re.findall(r"/\*[0-9a-f]+\*/\s+(.*?) ;", self.text)
+        return re.findall(INSTRUCTION, self.text)
 
     @property
     def loops(self) -> list[tuple[int, int]]:
         """(first, last) indices into `lines` of each loop, that is of each backward branch."""
-        places = [int(place, 16) for place in re.findall(r"/\*([0-9a-f]+)\*/\s+.*? ;", self.text)]
+        places = [int(place, 16) for place in re.findall(r"/\*([0-9a-f]+)\*/", self.text)]
         branches = [(i, re.search(r"BRA.* 0x([0-9a-f]+)$", line)) for i, line in enumerate(self.lines)]
         targets = [(int(branch[1], 16), i) for i, branch in branches if branch]
         return [(bisect.bisect_left(places, target), i) for target, i in targets if places[0] <= target <= places[i]]
@@ -101,6 +101,8 @@ def batches(cases, size=4):
 
 
 INSTRUCTION_BYTES = 16
+INSTRUCTION = r"/\*[0-9a-f]+\*/\s+(.*?)(?:\s+[&?]\w.*)?\s*;"
+"""A line of nvdisasm. That of Triton 3.6 prints for sm_120 what an instruction waits for behind it, as `&req={2}` or `?trans1`."""
 _UNREAD: weakref.WeakSet[Compiled] = weakref.WeakSet()
 
 

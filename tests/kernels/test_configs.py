@@ -19,11 +19,13 @@ from lowbit.kernels.choose.attention import AttentionShape, DecodeTile
 from lowbit.kernels.choose.conv import block_tile
 from lowbit.kernels.elementwise.append import Append
 from lowbit.kernels.elementwise.gather_kv import GatherKv
+from lowbit.kernels.elementwise.route import ChooseConfig, SortConfig
 from lowbit.kernels.parts.conv_tile import WgmmaConv
 from lowbit.kernels.parts.dequantize import Dequantizer
 from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.k_block import KBlock
 from lowbit.kernels.parts.ring import Ring, RowRing
+from lowbit.kernels.reference.route import RouterRule
 from lowbit.kernels.sm80.conv import MmaConv, MmaProduct
 from lowbit.kernels.sm80.expert_large_m_gemm import ExpertMmaGemm
 from lowbit.kernels.sm80.expert_small_m_gemm import ExpertRingGemm, TaskRing
@@ -63,12 +65,16 @@ CONFIGS = [
     ExpertWgmmaGemm(Dequantizer("int4", "fp16", 128, "none", "fp16"), 64, 2, 4, Epilogue(False, False), True, False),
     PagedAttention(HEADS, DecodeTile(8, 128, 64, 4), True),
     Append(HEADS, True),
+    ChooseConfig(RouterRule(8), 128, False, 4, 8, True),
+    SortConfig(128, 8, 8, 512, True),
     GatherKv(8, 128, True),
 ]
 
 
 def others(value):
     """Copies of `value`, each with one field changed, at any depth."""
+    if isinstance(value, RouterRule):  # most other values of its fields are refused
+        return [RouterRule(4), RouterRule(8, "sigmoid", normalize=True), RouterRule(8, scale=2.0)]
     if dataclasses.is_dataclass(value):
         fields = [(f.name, other) for f in dataclasses.fields(value) for other in others(getattr(value, f.name))]
         return [dataclasses.replace(value, **{name: other}) for name, other in fields]

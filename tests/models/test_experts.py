@@ -241,6 +241,8 @@ def test_explain_follows_the_weight_of_an_expert(name, tmp_path):
     text = render(explain(tmp_path / "q", layer, row, column))
     assert f"expert {expert}: weight [{row}, {column}]" in text and f"code {code} = 0b{code:04b}" in text
     assert f"= {value:.9g}" in text and "lowbit/ops/experts.py  expert_mlp" in text
+    assert "M 1: expert_ring_gemm (lowbit/kernels/sm80/expert_small_m_gemm.py)" in text and "not expert_wgmma_gemm: " in text
+    assert "M 1: ring_gemm" not in text
     from_16_bit = render(explain(tmp_path / "m", layer, row, column, scheme="w4a16_g32"))
     assert f"= {value:.9g}" in from_16_bit and "lowbit/models/experts.py  ExpertReader" in from_16_bit
     assert ("w3.weight" in from_16_bit) == (name == "mixtral")

@@ -276,3 +276,23 @@ def test_rows_of_the_ring_kernel_have_the_same_bits_in_every_batch(scheme):
     whole = product(x)
     for m in (1, 5, 8, 9, 16, 17, 64, 200):
         assert torch.equal(product(x[:m].clone()), whole[:m]), m
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.product)
+@pytest.mark.parametrize("scheme", SIXTEEN[:3] + EIGHT[:2])
+def test_one_row_takes_a_layer_of_experts(scheme, machine):
+    """Of the rows of experts, and none of them takes a single matrix."""
+    for m in MS:
+        problem = replace(on_h200(scheme, m, (1536, 2048)), machine=machine, experts=128, top_k=8)
+        kernel = choose(problem)
+        assert kernel.experts and "8 of 128 experts" in str(problem)
+        assert kernel.is_slow == (parse_scheme(scheme).activation is not None)
+        if not kernel.is_slow:
+            many = "expert_wgmma_gemm" if machine.arch.sm == 90 else "expert_mma_gemm"
+            assert kernel.name in (("expert_ring_gemm",) if m <= 256 else (many, "expert_mma_gemm"))
+            assert describe(problem).startswith(f"{kernel.name}, ")
+            others = [reasons for other, reasons in rows(problem) if other.concerns(problem) and not other.is_slow]
+            assert sum(not reasons for reasons in others) == 1
+        assert not choose(replace(problem, experts=0, top_k=1)).experts
+    on_cpu = replace(problem, machine=None)
+    assert choose(on_cpu).name.endswith("experts_one_by_one")

@@ -23,6 +23,7 @@ from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.tune import run as tune
 from lowbit.tune.run import Tuned, fastest, keep, products_of_model, with_a_choice
 from tests.tiny import save_tiny
+from tests.tiny_experts import tiny_experts
 
 H200 = typical_machine(90)
 
@@ -57,6 +58,16 @@ def test_products_of_a_model(tmp_path):
         products_of_model(source, None)
     with pytest.raises(ValueError, match="states its schemes; leave out --scheme"):
         products_of_model(tmp_path / "quantized", "w8a8")
+
+
+def test_experts_are_left_out_with_a_line(tmp_path):
+    tiny_experts("mixtral").save_pretrained(tmp_path / "m")
+    quantize_checkpoint(tmp_path / "m", tmp_path / "q", "w4a16_g32", progress=False)
+    for source, scheme in ((tmp_path / "m", "w4a16_g32"), (tmp_path / "q", None)):
+        lines: list[str] = []
+        (found,) = products_of_model(source, scheme, lines.append).values()
+        assert len(lines) == 1 and lines[0].startswith("4 weights of experts keep the tiles"), lines
+        assert found and all(n <= 160 for n, _ in found)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -138,7 +138,7 @@ def most_slots(rows: int, bits: int, row_blocks: int) -> int:
     """Limit of slots in a warp's ring, by rows per tile, bits of a code and m16 row blocks; 0 where there are too many row
     blocks. With more slots some formats with zeros or groups of 16 take more than 255 registers (Triton 3.6 and 3.9)."""
     if rows == FEW_ROWS[0]:
-        return 12 if row_blocks <= 8 else 0
+        return (4 if bits == 7 else 12) if row_blocks <= 8 else 0
     if row_blocks > 4:
         return 0
     return 4 if bits > 4 or row_blocks == 4 else 8 if row_blocks < 3 else 6

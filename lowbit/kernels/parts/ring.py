@@ -36,6 +36,9 @@ class Ring:
     tail: bool
     slots: int = 0
 
+    fenced = False
+    """True if the products of a pair begin before the slot three pairs later is waited for, by register fences."""
+
     def __post_init__(self) -> None:
         if self.iteration_blocks % self.depth or (self.depth > self.row_blocks and self.depth % self.row_blocks):
             raise ValueError(f"{self.depth} slots do not divide {self.rounds} k blocks of {self.row_blocks} row blocks")

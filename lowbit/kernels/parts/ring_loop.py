@@ -70,6 +70,9 @@ class RingBlock(Warps):
 BLOCK = gl.constexpr(BLOCK_K)
 TILES = gl.constexpr(BLOCK_TILES)
 
+FENCE = gl.constexpr("{ .reg .pred p; setp.lt.s32 p, $2, 0;\n@p st.shared.b32 [$2], $1;\nmov.b32 $0, 0; }")
+"""Register fence of $1: a store that is never executed, as no address $2 in shared memory is negative."""
+
 
 @aggregate
 class RingAddresses:
@@ -226,6 +229,7 @@ def iteration(ring, source, read, acc, C: gl.constexpr, last: gl.constexpr):
     TURN: gl.constexpr = R.iteration_blocks
     x = ()
     sums = ()
+    finished = ()
     for d in gl.static_range(TURN):
         if d % R.row_blocks == 0:
             x = gl.inline_asm_elementwise(
@@ -238,9 +242,13 @@ def iteration(ring, source, read, acc, C: gl.constexpr, last: gl.constexpr):
         following = read
         if not last or d + R.depth < R.iteration_blocks:
             copy_block(ring, source, C, d + R.depth, True, True)
+        if R.fenced and d >= 2:
+            gl.inline_asm_elementwise(FENCE, "=r,f,r", [finished[d - 2], ring.at16], dtype=gl.int32, is_pure=False, pack=1)
         if not last or d + 1 < R.iteration_blocks:
             following = read_block(ring, C, d + 1, min(R.iteration_blocks - 2 - d, R.depth - 1) if last else R.depth - 1)
         acc = multiply(read, x, sums, acc, C, d % R.row_blocks)
+        if R.fenced:
+            finished = finished + (acc[d % R.row_blocks * S.accumulators],)
         read = following
     return read, acc
 

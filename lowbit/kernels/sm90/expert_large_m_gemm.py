@@ -78,6 +78,10 @@ class ExpertWgmmaGemm(WarpgroupTile):
     """Number of stages in a main-loop iteration."""
 
     @property
+    def columns(self) -> int:
+        return self.tokens
+
+    @property
     def channels(self) -> int:
         """Number of channels of y in a tile."""
         return self.rows if self.epilogue.gate == "none" else self.rows // 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 
 from lowbit.formats import number_format
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.experts import ExpertShape, wgmma_tiles
+from lowbit.kernels.choose.experts import ExpertShape, choose, tile_rows_for, wgmma_tiles
+from lowbit.kernels.reference.route import RouterRule
 from lowbit.pack import WeightForm
 from tests.kernels.calls import expert_call
+from tests.kernels.parts.test_compile import ROOT, run
 from tests.kernels.sass import batches, compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
@@ -77,3 +80,45 @@ def test_too_few_stages_are_refused():
         ExpertWgmmaPlan(shape, type(tile)(64, 2, 2, 1, 1), *given)
     with pytest.raises(ValueError, match="a tile has 64 rows of x, all of K"):
         ExpertWgmmaPlan(shape, type(tile)(128, 2, 4, 1, 1), *given)
+
+
+def recorded_layer(tokens):
+    """The kernels of a layer of experts for so many tokens, recorded: router, both products, sum."""
+    from lowbit.kernels.elementwise.route import RoutePlan
+    from lowbit.kernels.elementwise.sum_slots import SumSlotsPlan
+    from lowbit.kernels.parts.launch import recording
+    from lowbit.ops.expert_gemm import plan_for
+
+    machine, form, top_k, count = typical_machine(90), WeightForm("int4", 128, "none", "fp16", True, True), 8, 128
+    rows = tile_rows_for(tokens, top_k, count)
+    with recording() as kernels:
+        route = RoutePlan(tokens, count, RouterRule(top_k), False, rows, machine)
+        route(torch.empty(tokens, count), None, *(torch.empty(size) for size in route.workspace))
+        for n, k, gate in ((1536, 2048, "silu"), (2048, 768, "none")):
+            down = gate == "none"
+            shape = ExpertShape(tokens, top_k, count, n, k, 4, rows, per_slot=down)
+            tile = choose(shape, machine)
+            plan = plan_for(tile, shape, form, torch.bfloat16, False, machine, gate=gate, weighted=down, early=down)
+            x, codes, scale, channel, _, *rest = expert_call(shape, torch.bfloat16, form)
+            plan(x, codes, scale, channel, None, *rest[:-1], rest[-1] if down else None)
+        SumSlotsPlan(tokens, top_k, 2048, True, machine)(torch.empty(tokens * top_k, 2048, dtype=torch.bfloat16), None)
+    return kernels
+
+
+def compiled_ahead():
+    """In a process of its own, which compiles without a GPU: all kernels of a layer, from what a warm-up records of them."""
+    from lowbit.kernels.parts.compile import compile_one
+    from lowbit.kernels.parts.gluon import without_gpu
+
+    few, many = recorded_layer(4), recorded_layer(1024)
+    names = [[each.name for each in kernels] for kernels in (few, many)]
+    assert names[0].count("expert_ring_gemm") == 2 and names[1].count("expert_wgmma_gemm") == 2, names
+    assert all("sum_rows" in each for each in names), names
+    assert recorded_layer(4) == few, "the same every time"
+    without_gpu(90)
+    for each in [*few, *many]:
+        compile_one(pickle.loads(pickle.dumps(each)))
+
+
+def test_a_warm_up_compiles_all_kernels_of_a_layer_ahead(tmp_path):
+    run("from tests.kernels.sm90.test_expert_compile import compiled_ahead\ncompiled_ahead()", ROOT, tmp_path)
