@@ -100,6 +100,8 @@ class ExpertSpec:
         """Returns the parts of the whole matrices of this rank's experts as one tensor."""
         try:
             return ExpertTensor.stack((self.part_of(name, role, q) for q in matrices), len(self.local))
+        except CheckpointError:  # of `part_of`, which names the matrix already
+            raise
         except ValueError as error:
             raise CheckpointError(f"{name}: {error}") from error
 

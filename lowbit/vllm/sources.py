@@ -127,7 +127,8 @@ class OwnCheckpoint(WeightSource):
         if gate_up is None or down is None:
             stated = ", ".join(layer for layer in layers if layer.rpartition(".")[0] == base)
             raise CheckpointError(
-                f"{name}: {FIRST} and {SECOND} of its experts are both quantized, or both in 16 bits; config.json states {stated}"
+                f"{name}: {FIRST} and {SECOND} of its experts are both quantized, or both in 16 bits; config.json "
+                f"states {stated}"
             )
         in_files = self.in_files.get(f"{base}.{FIRST}", f"{base}.{FIRST}").rpartition(".")[0]
         return StackedExperts(name, in_files, gate_up, down)
