@@ -35,7 +35,7 @@ class LowbitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.source = source
         reasons = _refusals(layer)
         if reasons:
-            raise ValueError(f"{source.name}: {'; '.join(reasons)}; leave the experts in 16 bits")
+            raise ValueError(f"{source.name}: {'; '.join(reasons)}; leave the experts in 16 bits (*.experts)")
 
     def create_weights(
         self, layer: Any, num_experts: int, hidden_size: int, intermediate_size_per_partition: int, params_dtype: torch.dtype,
@@ -56,6 +56,9 @@ class LowbitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """Returns None: vLLM's own kernels are not used."""
+
+    def maybe_make_prepare_finalize(self, routing_tables: Any = None) -> None:
+        """Returns None, for which vLLM 0.25 asks: tokens go to other ranks and come back outside of `apply`."""
 
     @torch_defaults()
     def process_weights_after_loading(self, layer: Any) -> None:
