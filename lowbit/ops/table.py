@@ -43,7 +43,7 @@ Form = Literal["fragments", "operands", "int4", "int8", "decoded", "rows"]
 class Problem:
     """One product: y[m, n] = x[m, k] . w[n, k]^T under a scheme, for x of `dtype` before it is quantized.
 
-    With `experts`, it is the product of a layer with that many matrices, where each of the m rows of x is multiplied by `top_k`.
+    With `experts`, it is the product of a layer with that many matrices: each of the m rows of x is multiplied by `top_k`.
 
     `machine`: the GPU, None on a CPU. `excluded`: reasons why no kernel of this library runs on the GPU. `scale_dtype`: type of
     the weight's scales, if known. `decode_bytes`: largest size in bytes of a dequantized weight on a CPU. `form`: the form in

@@ -90,8 +90,9 @@ class LowbitSGLang(QuantizationConfig):  # type: ignore[misc]
                 VocabLayer(prefix, shape, isinstance(layer, ParallelLMHead), False), torch.get_default_dtype()
             ):
                 raise ValueError(f"{prefix}: a quantized LM head or embedding is not supported in SGLang; use vLLM")
-        if any(cls.__name__ == "FusedMoE" for cls in type(layer).__mro__) and (reasons := self.source.expert_refusals(prefix)):
-            raise ValueError(f"{prefix}: {'; '.join(reasons)}")
+        is_experts = any(cls.__name__ == "FusedMoE" for cls in type(layer).__mro__)
+        if is_experts and self.source.experts(prefix) is not None:
+            raise ValueError(f"{prefix}: quantized experts are not supported in SGLang; leave them in 16 bits, or use vLLM")
         return None
 
 

@@ -8,10 +8,13 @@ vLLM calls `register` in each of its processes, through the entry point "vllm.ge
     loading         collects these tensors and keeps this rank's shard (formats/split.py)
     product         multiplies x by the matrices of a layer
     methods         create, load, process, apply                                   (vLLM's linear and embedding methods)
-    loader_patches  checks for missing weights, compiles all kernels together      (vLLM's loader of files)
+    experts         the tensors of the experts of a layer, this rank's part, and the product
+    expert_method   create, load, process, apply                                   (vLLM's method of experts)
+    loader_patches  checks for missing weights, renames experts, compiles kernels (vLLM's loader of files)
     warm_up         compiles the kernels of a layer
 
-`quantization`, `methods` and `loader_patches` import vLLM; this module imports nothing until `register` is called.
+`quantization`, `methods`, `expert_method` and `loader_patches` import vLLM. This module imports nothing until `register` is
+called.
 """
 
 from __future__ import annotations

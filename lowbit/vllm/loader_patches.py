@@ -1,4 +1,5 @@
-"""The patches of vLLM's loader: it checks for missing weights, and compiles the kernels of all layers together."""
+"""The patches of vLLM's loader: it checks for missing weights, renames the tensors of stacked experts, and compiles the kernels
+of all layers together."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from lowbit.checkpoint import CheckpointError
 from lowbit.checkpoint.schema import METHOD
+from lowbit.vllm.experts import StreamNames
 from lowbit.vllm.warm_up import hash_early, together
 
 UNTRACKED = """--model-loader-extra-config '{"enable_weights_track": false}'"""
@@ -21,9 +23,10 @@ _16_BITS = (torch.float16, torch.bfloat16, torch.float32)
 
 @functools.cache
 def patch_loader() -> None:
-    """Patches vLLM's loader in this process, once: models of this method are checked for missing weights, and the kernels
-    of all their layers are compiled together."""
+    """Patches vLLM's loader in this process, once: models of this method are checked for missing weights, the tensors of their
+    stacked experts get the names that vLLM's models load, and the kernels of all their layers are compiled together."""
     _check_missing_weights()
+    _rename_stacked_experts()
     _compile_layers_together()
 
 
@@ -62,6 +65,27 @@ def _check_missing_weights() -> None:
             )
 
     DefaultModelLoader.load_weights = load_weights
+
+
+def _rename_stacked_experts() -> None:
+    """Patches `DefaultModelLoader.get_all_weights` to rename the tensors of lowbit's experts (`experts.StreamNames`)."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    from lowbit.vllm.expert_method import LowbitExpertsMethod
+
+    read = DefaultModelLoader.get_all_weights
+
+    @functools.wraps(read)
+    def get_all_weights(self: Any, model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        names = StreamNames(
+            (layer.quant_method.source, (layer.ckpt_gate_proj_name, layer.ckpt_down_proj_name))  # type: ignore[union-attr, misc]
+            for layer in model.modules()
+            if isinstance(getattr(layer, "quant_method", None), LowbitExpertsMethod)
+        )
+        tensors = read(self, model_config, model)
+        yield from (names.renamed(*each) for each in tensors) if names else tensors
+
+    DefaultModelLoader.get_all_weights = get_all_weights
 
 
 def _compile_layers_together() -> None:

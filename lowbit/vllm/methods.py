@@ -34,11 +34,12 @@ def _text_config() -> Any:
     return get_current_vllm_config().model_config.hf_config.get_text_config()
 
 
-def _is_dummy() -> bool:
+def is_dummy() -> bool:
+    """Returns whether vLLM loads no weights (load format "dummy")."""
     return bool(get_current_vllm_config().load_config.load_format == "dummy")
 
 
-def _refuse_offload(name: str) -> None:
+def refuse_offload(name: str) -> None:
     """Raises ValueError if vLLM would offload this layer: it chooses weights before loading, when a packed layer has none."""
     offload = get_current_vllm_config().offload_config
     patterns = offload.uva.cpu_offload_params  # parts of names; empty means all layers
@@ -61,14 +62,14 @@ class LowbitLinearMethod(LinearMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype, **extra: Any,
     ) -> None:  # fmt: skip
         """Registers the parameters to load, without allocating weights."""
-        _refuse_offload(self.name)
+        refuse_offload(self.name)
         spec = ShardSpec(
             tuple(output_partition_sizes), whole_outputs(layer, output_partition_sizes), layer.tp_rank, layer.tp_size,
             input_size // input_size_per_partition,
         )  # fmt: skip
         device = torch.empty(0).device
-        register_parameters(layer, LayerLoader(self.matrices, spec, input_size, params_dtype, device, Product), _is_dummy())
-        self.dtype, self.k, self.counts = params_dtype, input_size_per_partition, _token_counts()
+        register_parameters(layer, LayerLoader(self.matrices, spec, input_size, params_dtype, device, Product), is_dummy())
+        self.dtype, self.k, self.counts = params_dtype, input_size_per_partition, token_counts_of()
 
     @torch_defaults()
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -85,7 +86,7 @@ class LowbitLinearMethod(LinearMethodBase):  # type: ignore[misc]
         return y
 
 
-def _token_counts(*, head: bool = False) -> tuple[int, ...]:
+def token_counts_of(*, head: bool = False) -> tuple[int, ...]:
     """Returns the numbers of tokens for which vLLM will run the layers, or the LM head (one token per request)."""
     config = get_current_vllm_config()
     most = config.scheduler_config.max_num_seqs if head else config.scheduler_config.max_num_batched_tokens
@@ -103,7 +104,7 @@ class LowbitEmbeddingMethod(QuantizeMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype, **extra: Any,
     ) -> None:  # fmt: skip
         """Registers the parameters to load: this rank's rows of the vocabulary, padded to equal numbers on all ranks."""
-        _refuse_offload(self.matrix.name)
+        refuse_offload(self.matrix.name)
         held = layer.shard_indices
         if held.num_added_elements:
             raise ValueError(
@@ -113,9 +114,9 @@ class LowbitEmbeddingMethod(QuantizeMethodBase):  # type: ignore[misc]
         spec = ShardSpec((part,), (layer.org_vocab_size,), rows=rows, fill=part)
         device = torch.empty(0).device
         register_parameters(
-            layer, LayerLoader([self.matrix], spec, input_size, params_dtype, device, lambda shards: shards[0]), _is_dummy()
+            layer, LayerLoader([self.matrix], spec, input_size, params_dtype, device, lambda shards: shards[0]), is_dummy()
         )
-        self.dtype, self.k, self.counts = params_dtype, input_size, _token_counts(head=True)
+        self.dtype, self.k, self.counts = params_dtype, input_size, token_counts_of(head=True)
 
     def tie_weights(self, layer: nn.Module, embed_tokens: Any) -> nn.Module:
         """Returns the embedding in place of the LM head."""

@@ -114,7 +114,9 @@ class LowbitQuantization(QuantizationConfig):
             matrix = self.source.vocab_matrix(vocab, torch.get_default_dtype())
             return None if matrix is None else LowbitEmbeddingMethod(matrix, vocab.is_head or vocab.tied)
         if is_experts(layer):
-            reasons = self.source.expert_refusals(prefix)
-            if reasons:
-                raise ValueError(f"{prefix}: {'; '.join(reasons)}")
+            experts = self.source.experts(prefix)
+            if experts is not None:
+                from lowbit.vllm.expert_method import LowbitExpertsMethod
+
+                return LowbitExpertsMethod(layer, experts)
         return None

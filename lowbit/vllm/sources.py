@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from lowbit.checkpoint.schema import FORMAT_VERSION, METHOD, READ_VERSIONS
 from lowbit.formats import PerBlock, PerTensor, Scheme, parse_scheme
 from lowbit.methods import Search
 from lowbit.nn.convert import matches
+from lowbit.vllm.experts import FIRST, SECOND, ExpertSource, ForeignExperts, RoundedExperts, StackedExperts
 from lowbit.vllm.matrices import ForeignMatrix, Matrix, PackedMatrix, PlainMatrix, RoundedMatrix
 
 WHERE = "config.json"
 _ON_LOAD = {"quant_method", "format_version", "scheme", "modules_to_not_convert", "head", "search"}
-_EXPERTS = "experts with packed weights are not supported yet"
 _REARRANGED = {
     **dict.fromkeys(("bloom", "falcon", "gpt_neox", "persimmon"), "query_key_value"),
     "llama4_text": "qkv_proj",
@@ -63,8 +63,9 @@ class WeightSource(ABC):
         """Returns the matrix of the embedding or LM head; None if it stays in 16 bits."""
 
     @abstractmethod
-    def expert_refusals(self, name: str) -> tuple[str, ...]:
-        """Returns why the experts below a name are not supported; empty if they are in 16 bits."""
+    def experts(self, name: str) -> ExpertSource | None:
+        """Returns the experts of a layer of vLLM; None if they are in 16 bits. Raises CheckpointError, naming the layer, for
+        experts that are not supported."""
 
     def renamed(self, rename: Renaming) -> WeightSource:
         """Returns a copy with renamed matrices."""
@@ -73,9 +74,11 @@ class WeightSource(ABC):
 
 @dataclass(frozen=True)
 class OwnCheckpoint(WeightSource):
-    """A checkpoint written by `lowbit quantize`, `lowbit convert` or `save_pretrained`."""
+    """A checkpoint written by `lowbit quantize`, `lowbit convert` or `save_pretrained`. in_files: the names that its layers had
+    before `renamed`."""
 
     manifest: Manifest
+    in_files: Mapping[str, str] = field(default_factory=dict)
 
     def matrix(self, name: str, dtype: torch.dtype) -> Matrix:
         entry = self.manifest.layers.get(name)
@@ -109,15 +112,33 @@ class OwnCheckpoint(WeightSource):
             )
         return names[0] if names else ""
 
-    def expert_refusals(self, name: str) -> tuple[str, ...]:
-        layers = self.manifest.layers.items()  # experts have the names of Transformers' model, whatever vLLM calls them
-        return (_EXPERTS,) if any(layer.startswith(f"{name}.") or entry.experts for layer, entry in layers) else ()
+    def experts(self, name: str) -> ExpertSource | None:
+        """Returns the experts with the layer's name, or those of the same decoder layer: Transformers and vLLM call the module
+        around Mixtral's experts mlp and block_sparse_moe."""
+        layers = self.manifest.layers
+        if single := next((layer for layer in layers if layer.startswith(f"{name}.") and not layers[layer].experts), None):
+            raise CheckpointError(f"{single}: single experts of a lowbit checkpoint are not supported; quantize it again")
+        modules = {layer.rpartition(".")[0] for layer, entry in layers.items() if entry.experts}
+        beside = {each for each in modules if _above(each) == _above(name) and each.rpartition(".")[2] == "experts"}
+        base = name if name in modules else next(iter(beside), None) if len(beside) == 1 else None
+        if base is None:
+            return None
+        gate_up, down = layers.get(f"{base}.{FIRST}"), layers.get(f"{base}.{SECOND}")
+        if gate_up is None or down is None:
+            stated = ", ".join(layer for layer in layers if layer.rpartition(".")[0] == base)
+            raise CheckpointError(
+                f"{name}: {FIRST} and {SECOND} of its experts are both quantized, or both in 16 bits; config.json "
+                f"states {stated}"
+            )
+        in_files = self.in_files.get(f"{base}.{FIRST}", f"{base}.{FIRST}").rpartition(".")[0]
+        return StackedExperts(name, in_files, gate_up, down)
 
     def renamed(self, rename: Renaming) -> WeightSource:
         new, tied = rename(self.manifest.layers), rename(self.manifest.tied)
         layers = {new[name]: entry for name, entry in self.manifest.layers.items() if name in new}
         ties = {tied[name]: new[owner] for name, owner in self.manifest.tied.items() if name in tied and owner in new}
-        return OwnCheckpoint(replace(self.manifest, layers=layers, tied=ties))
+        in_files = {new[name]: self.in_files.get(name, name) for name in self.manifest.layers if name in new}
+        return OwnCheckpoint(replace(self.manifest, layers=layers, tied=ties), in_files)
 
 
 @dataclass(frozen=True)
@@ -137,10 +158,10 @@ class SixteenBits(WeightSource):
     def vocab_matrix(self, layer: VocabLayer, dtype: torch.dtype) -> Matrix | None:
         return None if self.head is None else RoundedMatrix(layer.name or "the embedding", dtype, self.head, self.search)
 
-    def expert_refusals(self, name: str) -> tuple[str, ...]:
+    def experts(self, name: str) -> ExpertSource | None:
         if any(matches(name, pattern) for pattern in self.kept):
-            return ()
-        return (f"{_EXPERTS}; leave them in 16 bits (modules_to_not_convert: *.experts)",)
+            return None
+        return RoundedExperts(name, self.scheme, self.search)
 
     def renamed(self, rename: Renaming) -> WeightSource:
         return replace(self, kept=tuple(dict.fromkeys((*self.kept, *rename(self.kept).values()))))
@@ -158,8 +179,8 @@ class OtherTools(WeightSource):
     def vocab_matrix(self, layer: VocabLayer, dtype: torch.dtype) -> Matrix | None:
         return None
 
-    def expert_refusals(self, name: str) -> tuple[str, ...]:
-        return (f"{_EXPERTS}; serve this checkpoint without --quantization lowbit",)
+    def experts(self, name: str) -> ExpertSource | None:
+        return ForeignExperts(name, self.schema)
 
 
 def order_refusals(model_type: str, name: str, matrices: Sequence[Matrix]) -> tuple[str, ...]:
@@ -171,6 +192,11 @@ def order_refusals(model_type: str, name: str, matrices: Sequence[Matrix]) -> tu
         f"vLLM reorders these rows of {model_type} while loading, which does not work with packed weights: leave "
         "q, k and v in 16 bits, or quantize 16-bit weights while loading",
     )
+
+
+def _above(name: str) -> str:
+    """Returns the name of the decoder layer of a layer of experts."""
+    return name.rpartition(".")[0].rpartition(".")[0]
 
 
 def _is_head(name: str) -> bool:

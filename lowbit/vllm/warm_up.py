@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from lowbit.nn import QuantLinear
+from lowbit.nn.experts import PackedExperts
+from lowbit.vllm.experts import LocalExperts
 from lowbit.vllm.product import Product
 
 if TYPE_CHECKING:
@@ -74,11 +76,8 @@ def compile_soon(kernels: Sequence[RecordedKernel], sm: int) -> None:
 
 
 def form_of(layer: QuantLinear) -> tuple[Any, ...]:
-    """Returns what the kernels of a prepared layer depend on. Layers of one scheme can differ in the dtypes of their scales,
-    which depend on the weights (pack/weight.py)."""
-    types = tuple(None if t is None else t.dtype for t in (layer.kernel_scale, layer.kernel_channel_scale))
-    of_x = layer.input_transform.parts
-    return (layer.scheme_name, layer.shape, types, of_x, layer.batch_invariant)
+    """Returns what the kernels of a prepared layer depend on."""
+    return (layer.scheme_name, layer.shape, _types(layer), layer.input_transform.parts, layer.batch_invariant)
 
 
 def compile_kernels(product: Product, k: int, dtype: torch.dtype, counts: tuple[int, ...], bias: Tensor | None = None) -> int:
@@ -90,14 +89,46 @@ def compile_kernels(product: Product, k: int, dtype: torch.dtype, counts: tuple[
     key = (forms, k, dtype, counts, bias is None)
     if not forms or product.linears[0].weight_scale.device.type != "cuda" or key in _compiled:
         return 0
+    _compiled.add(key)
+
+    def products(x: Tensor) -> None:
+        product(x, bias)
+
+    return _compile(products, k, dtype, counts, product.linears[0].weight_scale.device)
+
+
+def compile_expert_kernels(experts: LocalExperts, k: int, top_k: int, dtype: torch.dtype, counts: tuple[int, ...]) -> int:
+    """`compile_kernels` of prepared experts, for x [count, k] whose tokens have `top_k` experts each."""
+    parts = list(experts.experts.packed().values())
+    forms = tuple((part.scheme_name, part.experts, part.shape, *_types(part), part.input_transform.parts) for part in parts)
+    key = (forms, experts.experts.batch_invariant, experts.numbers is None, k, top_k, dtype, counts)
+    device = parts[0].weight_scale.device
+    if device.type != "cuda" or key in _compiled:
+        return 0
+    _compiled.add(key)
+
+    def products(x: Tensor) -> None:
+        numbers = torch.zeros((len(x), top_k), dtype=torch.int32, device=device)
+        experts(x, numbers, torch.zeros((len(x), top_k), device=device))
+
+    return _compile(products, k, dtype, counts, device)
+
+
+def _types(layer: QuantLinear | PackedExperts) -> tuple[torch.dtype | None, ...]:
+    """Returns the types of the scales in the kernels' form, which depend on the weights (pack/weight.py)."""
+    return tuple(None if t is None else t.dtype for t in (layer.kernel_scale, layer.kernel_channel_scale))
+
+
+def _compile(
+    products: Callable[[Tensor], None], k: int, dtype: torch.dtype, counts: tuple[int, ...], device: torch.device
+) -> int:
+    """Compiles or queues what `products` launches for x [count, k] of every count; returns the number of kernels."""
     from lowbit.hardware.machine import machine_of
     from lowbit.kernels.parts.launch import recording
 
-    _compiled.add(key)
-    device = product.linears[0].weight_scale.device
     with torch.inference_mode(), torch.cuda.device(device), recording() as wanted:
         x = torch.zeros((max(counts), k), dtype=dtype, device=device)
         for count in sorted(counts, reverse=True):  # smaller results reuse the memory of larger ones
-            product(x[:count], bias)
+            products(x[:count])
     compile_soon(wanted, machine_of(device).arch.sm)
     return len(wanted)

@@ -102,7 +102,7 @@ def batches(cases, size=4):
 
 INSTRUCTION_BYTES = 16
 INSTRUCTION = r"/\*[0-9a-f]+\*/\s+(.*?)(?:\s+[&?]\w.*)?\s*;"
-"""A line of nvdisasm. That of Triton 3.6 prints for sm_120 what an instruction waits for behind it, as `&req={2}` or `?trans1`."""
+"""A line of nvdisasm. Triton 3.6's prints the barriers of an sm_120 instruction behind it, as `&req={2}` or `?trans1`."""
 _UNREAD: weakref.WeakSet[Compiled] = weakref.WeakSet()
 
 

@@ -18,6 +18,8 @@ from transformers import (
     FalconForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
@@ -264,19 +266,6 @@ def of_experts(model):
     return model.eval()
 
 
-def test_experts_stay_in_16_bits_where_that_is_said(tmp_path):
-    model = of_experts(Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS, moe_intermediate_size=64, num_experts=4)))
-    saved(model, tmp_path / "model")
-    for layer in model.model.layers.modules():
-        if isinstance(layer, torch.nn.Linear):
-            layer.weight.data = rtn(layer.weight.data, "w8a16").dequantize()
-    stated = {"quant_method": "lowbit", "scheme": "w8a16"}
-    with pytest.raises(AssertionError, match=r"model.layers.0.mlp.experts: experts are not computed .* leave them in 16 bits"):
-        served(tmp_path / "model", hf_overrides={"quantization_config": stated})
-    stated["modules_to_not_convert"] = ["*.experts"]
-    assert served(tmp_path / "model", hf_overrides={"quantization_config": stated}) == generated(model, PROMPTS)
-
-
 def mixtral():
     return of_experts(MixtralForCausalLM(MixtralConfig(**EXPERTS, intermediate_size=64, num_local_experts=4)))
 
@@ -284,6 +273,93 @@ def mixtral():
 def qwen2_moe():
     sizes = dict(moe_intermediate_size=64, shared_expert_intermediate_size=96, num_experts=4)
     return of_experts(Qwen2MoeForCausalLM(Qwen2MoeConfig(**EXPERTS, **sizes)))
+
+
+def qwen3_moe():
+    return of_experts(Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS, moe_intermediate_size=64, num_experts=4)))
+
+
+def olmoe():
+    return of_experts(OlmoeForCausalLM(OlmoeConfig(**EXPERTS, intermediate_size=64, num_experts=4)))
+
+
+def quantized(made, tmp_path, scheme, **options):
+    saved(made(), tmp_path / "model")
+    quantize_checkpoint(tmp_path / "model", tmp_path / "own", scheme, **options)
+    return tmp_path / "own"
+
+
+ON_TWO_RANKS = dict(tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("made", "scheme", "options"),
+    [
+        (mixtral, "w4a16_g32", {}),
+        (mixtral, "w6e3m2a16", ON_TWO_RANKS),
+        (qwen3_moe, "w4a16_g64", ON_TWO_RANKS),
+        (qwen3_moe, "w4a16_g32", ON_TWO_RANKS | dict(enable_expert_parallel=True)),
+        (qwen3_moe, "w8a8", {}),
+        (qwen2_moe, "w3a16_g32_z", {}),
+        (olmoe, "w8a16", {}),
+    ],
+)
+def test_quantized_experts(made, scheme, options, tmp_path):
+    """On two ranks, groups of 64 of the 64 channels between the products become groups of 32."""
+    folder = quantized(made, tmp_path, scheme)
+    assert served(folder, **options) == ours(folder)
+
+
+def test_quantized_experts_in_a_compiled_model(tmp_path):
+    folder = quantized(qwen3_moe, tmp_path, "w4a16_g32")
+    assert served(folder, enforce_eager=False, compilation_config={"mode": 3}) == ours(folder)
+
+
+def test_a_mixtral_that_transformers_saved(tmp_path):
+    """Its router too has the name of Transformers' model, mlp.gate instead of block_sparse_moe.gate."""
+    folder = quantized(mixtral, tmp_path, "w4a16_g32")
+    saved(load_causal(folder, device="cpu", dtype=torch.float32), tmp_path / "saved")
+    assert served(tmp_path / "saved") == ours(folder)
+
+
+@pytest.mark.parametrize(("made", "ranks"), [(qwen3_moe, 1), (mixtral, 2)])
+def test_16_bit_experts_are_quantized_while_loading(made, ranks, tmp_path):
+    saved(made(), tmp_path / "model")
+    stated = {"quant_method": "lowbit", "scheme": "w4a16_g32"}
+    expected = ours(tmp_path / "model", scheme="w4a16_g32")
+    assert served(tmp_path / "model", hf_overrides={"quantization_config": stated}, tensor_parallel_size=ranks) == expected
+
+
+def test_16_bit_experts_stay_where_that_is_said(tmp_path):
+    model = qwen3_moe()
+    saved(model, tmp_path / "model")
+    for layer in model.model.layers.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data = rtn(layer.weight.data, "w8a16").dequantize()
+    stated = {"quant_method": "lowbit", "scheme": "w8a16", "modules_to_not_convert": ["*.experts"]}
+    assert served(tmp_path / "model", hf_overrides={"quantization_config": stated}) == generated(model, PROMPTS)
+
+
+@pytest.mark.parametrize(("made", "tool", "scheme"), [(mixtral, "gptq", "w4a16_g32"), (qwen3_moe, "awq", "w4a16_g32_z")])
+def test_experts_of_other_tools_run_on_our_kernels(made, tool, scheme, tmp_path):
+    folder = quantized(made, tmp_path, scheme)
+    convert_checkpoint(folder, tmp_path / "other", tool)
+    assert served(tmp_path / "other", quantization="lowbit") == ours(folder)
+
+
+def test_lora_beside_quantized_experts_is_refused(tmp_path):
+    folder = quantized(qwen3_moe, tmp_path, "w4a16_g32")
+    with pytest.raises(AssertionError, match=r"layers.0.mlp.experts: vLLM's LoRA .--enable-lora. needs vLLM's own kernels"):
+        served(folder, enable_lora=True)
+
+
+def test_quantized_experts_that_the_files_lack_are_named(tmp_path):
+    folder = quantized(mixtral, tmp_path, "w4a16_g32")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.down_proj.weight_scale"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(AssertionError, match=r"files lack model.layers.1.mlp.experts.down_proj.weight_scale; copy the folder"):
+        served(folder)
 
 
 @pytest.mark.parametrize("made", [mixtral, qwen2_moe])

@@ -1,6 +1,5 @@
-"""vLLM's engine on a GPU, compiled and with CUDA graphs, gives the probabilities and tokens of Transformers with lowbit
-layers.
-"""
+"""vLLM's engine on a GPU, compiled and with CUDA graphs, gives the probabilities and tokens of Transformers with lowbit layers:
+of a dense model and of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from lowbit.models.load import load_causal
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
@@ -54,12 +53,27 @@ def folder(tmp_path_factory):
         num_key_value_heads=2, head_dim=128, max_position_embeddings=512, dtype=torch.bfloat16, bos_token_id=None,
         eos_token_id=None, tie_word_embeddings=False,
     )  # fmt: skip
+    return saved(LlamaForCausalLM, config, tmp_path_factory.mktemp("vllm") / "model")
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """Two layers of 16 experts, of which a token has 4, beside a shared expert, which vLLM computes on another stream."""
+    torch.manual_seed(0)
+    config = Qwen2MoeConfig(
+        vocab_size=VOCAB, hidden_size=1024, moe_intermediate_size=512, shared_expert_intermediate_size=768, num_experts=16,
+        num_experts_per_tok=4, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+        max_position_embeddings=512, dtype=torch.bfloat16, bos_token_id=None, eos_token_id=None, tie_word_embeddings=False,
+    )  # fmt: skip
+    return saved(Qwen2MoeForCausalLM, config, tmp_path_factory.mktemp("vllm") / "mixture")
+
+
+def saved(made, config, path):
     with torch.device("cuda"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = made(config).to(torch.bfloat16)
     for parameter in model.parameters():
-        if parameter.dim() == 2:
-            torch.nn.init.normal_(parameter, std=2 * parameter.shape[1] ** -0.5)
-    path = tmp_path_factory.mktemp("vllm") / "model"
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=2 * parameter.shape[-1] ** -0.5)
     model.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path
@@ -78,10 +92,26 @@ def answers(folder, prompts):
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a8", "fp8_dynamic", "w3a16_g64_z"])
 def test_logits_and_tokens_on_a_gpu(folder, tmp_path, scheme):
     quantize_checkpoint(folder, tmp_path / "own", scheme)
+    compare(tmp_path / "own", scheme)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w3a16_g64_z"])
+def test_logits_and_tokens_of_experts_on_a_gpu(mixture, tmp_path, scheme):
+    quantize_checkpoint(mixture, tmp_path / "own", scheme)
+    compare(tmp_path / "own", scheme)
+
+
+def test_experts_with_8_bit_activations_and_graphs_are_refused_on_a_gpu(mixture, tmp_path):
+    quantize_checkpoint(mixture, tmp_path / "own", "w8a8")
+    with pytest.raises(AssertionError, match=r"mlp.experts: experts of w8a8 with 8-bit activations .* --enforce-eager"):
+        answers(tmp_path / "own", [[1, 2]])
+
+
+def compare(own, scheme):
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (2, 17, 64, 129, 300)]
-    made = answers(tmp_path / "own", prompts)
-    model, other = (load_causal(tmp_path / "own", device="cuda", dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
+    made = answers(own, prompts)
+    model, other = (load_causal(own, device="cuda", dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
     off = count = 0.0
     for prompt, answer in zip(prompts, made, strict=True):
         ids = torch.tensor([prompt + answer["tokens"]], device="cuda")

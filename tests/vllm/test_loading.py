@@ -316,17 +316,6 @@ def test_a_head_of_its_own_in_a_tied_model_is_refused():
         source.vocab_matrix(VocabLayer("lm_head", (160, 64), True, True), torch.float16)
 
 
-def test_experts_are_refused_by_name():
-    layers = {"model.layers.0.mlp.experts.7.up_proj": LayerEntry((64, 64), parse_scheme("w8a16"))}
-    reasons = source_of(Manifest(parse_scheme("w8a16"), layers).to_dict()).expert_refusals("model.layers.0.mlp.experts")
-    assert reasons == ("experts with packed weights are not supported yet",)
-    layers = {"model.layers.0.mlp.experts.up_proj": LayerEntry((64, 64), parse_scheme("w8a16"), experts=8)}
-    source = source_of(Manifest(parse_scheme("w8a16"), layers).to_dict())
-    assert source.expert_refusals("model.layers.0.block_sparse_moe.experts") == reasons
-    assert SixteenBits(parse_scheme("w8a16")).expert_refusals("model.layers.0.mlp.experts")
-    assert not SixteenBits(parse_scheme("w8a16"), ("*.experts",)).expert_refusals("model.layers.0.mlp.experts")
-
-
 @pytest.mark.parametrize(
     ("stated", "match"),
     [
