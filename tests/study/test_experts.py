@@ -112,6 +112,21 @@ def test_routing(mixture, document):
     assert routing_table({"routing": one_sided})[-1] == "| a | 2.00 | 2.00 | 0.00 |"
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_the_engine_is_near_transformers(tmp_path):
+    sizes = dict(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64)
+    tiny_mixture("mixtral", torch.bfloat16, **sizes).save_pretrained(tmp_path / "mixture")
+    tiny_tokenizer().save_pretrained(tmp_path / "mixture")
+    cases = [("w4a16_g64", "rtn"), ("w8a8", "rtn")]
+    document = measure(tmp_path / "mixture", TEXTS, tmp_path / "r.json", SETTINGS, cases, device="cuda")
+    unquantized, int4, int8 = (row["paths"] for row in document["rows"])
+    for name in TEXTS:
+        pair = [int4[path]["figures"][name]["KL mean"][0] for path in ("Transformers", "engine")]
+        assert pair[0] == pytest.approx(pair[1], rel=0.2)
+    assert "experts in 16 bits" in unquantized["engine"]["refused"][0]
+    assert "8-bit activations" in int8["engine"]["refused"][0]
+
+
 def test_agreement_ends_at_the_first_difference():
     expected = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
     assert agreement(expected, torch.tensor([[1, 2, 0, 4], [5, 6, 7, 8]])) == pytest.approx(6 / 8)
