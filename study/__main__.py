@@ -1,7 +1,12 @@
-"""`python -m study`: collects the data, measures missing cases, and rewrites the pages from all result files."""
+"""`python -m study`: collects the data, measures missing cases, and rewrites the pages from all result files.
+
+`python -m study upcycle` makes a mixture of experts of a dense model, `python -m study experts` measures its quantization.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +15,7 @@ import typer
 from lowbit.cli.terminal import say, user_errors
 from lowbit.eval.results import check_plot
 from lowbit.sources import model_folder
+from study import experts, upcycle
 from study.curves import TABLE, curves, write_curves
 from study.data import gather
 from study.page import write_pages
@@ -91,5 +97,17 @@ def study(
         say(f"no plot: {error}")
 
 
+COMMANDS = {"upcycle": upcycle.app, "experts": experts.app}
+"""First argument -> its command. A model's folder of such a name is given as a path: ./experts."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the command that the first argument names, or the study."""
+    name = arguments[0] if arguments else ""
+    if name in COMMANDS:
+        COMMANDS[name](args=list(arguments[1:]), prog_name=f"python -m study {name}")
+    app(args=list(arguments), prog_name="python -m study")
+
+
 if __name__ == "__main__":
-    app(prog_name="python -m study")
+    main(sys.argv[1:])
