@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from lowbit.engine.decoder import ExpertsMLP
 from lowbit.engine.product import Product, product
 from lowbit.kernels.reference.elementwise import Gate
 from lowbit.nn import QuantLinear
@@ -41,11 +42,10 @@ def block_refusals(block: Any) -> Iterator[str]:
         yield "experts with 8-bit activations, which are multiplied one after another"
 
 
-def activation_of(block: Any) -> Callable[[Tensor], Tensor]:
-    """The activation of the gate of a block's experts."""
+def activation_of(block: Any) -> Callable[[Tensor], Tensor] | None:
+    """The activation of the gate of a block's experts; None for a gate that is no activation times up (gpt-oss)."""
     experts: Any = block.experts.original if isinstance(block.experts, QuantExperts) else block.experts
-    function: Callable[[Tensor], Tensor] = experts.act_fn
-    return function
+    return getattr(experts, "act_fn", None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,31 +65,36 @@ class SharedExpert:
 
 @dataclass(frozen=True, eq=False)
 class ExpertMLP:
-    """The output [M, H] of a block of experts for normalised x [M, H]. `rule`: a `RouterRule` on a GPU, else None."""
+    """The output [M, H] of a block of experts for normalised x [M, H].
 
-    block: nn.Module
+    rule: a `RouterRule` on a GPU, else None. bias float32 [E]: the router's."""
+
+    experts: nn.Module
+    router: nn.Module
     rule: Any
+    bias: Tensor | None
     shared: SharedExpert | None
     batch_invariant: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        block: Any = self.block
+        router: Any = self.router
         if self.rule is None:
-            _, weights, experts = block.gate(x)
-            y = block.experts(x, experts, weights)
+            _, weights, experts = router(x)
+            y = self.experts(x, experts, weights)
         else:
             from lowbit.kernels.choose.experts import tile_rows_for
             from lowbit.ops.route import route
 
-            logits = linear(x, block.gate.weight)
+            logits = linear(x, router.weight)
             tile_rows = tile_rows_for(len(x), self.rule.top_k, logits.shape[1], self.batch_invariant)
-            routing = route(logits, self.rule, tile_rows=tile_rows)
-            y = block.experts(x, routing.experts, routing.weights, routing=routing)
+            routing = route(logits, self.rule, self.bias, tile_rows=tile_rows)
+            y = self.experts(x, routing.experts, routing.weights, routing=routing)
         return y if self.shared is None else y + self.shared(x)
 
 
-def expert_mlp_of(block: Any, dtype: torch.dtype, activation: Gate, batch_invariant: bool) -> ExpertMLP:
+def expert_mlp_of(mlp: ExpertsMLP, dtype: torch.dtype, activation: Gate, batch_invariant: bool) -> ExpertMLP:
     """The MLP of a block of experts, its weights packed for x of `dtype`."""
+    block: Any = mlp.block
     on_gpu = next(block.experts.parameters()).is_cuda
     if isinstance(block.experts, QuantExperts) and on_gpu:
         block.experts.batch_invariant |= batch_invariant
@@ -102,14 +107,23 @@ def expert_mlp_of(block: Any, dtype: torch.dtype, activation: Gate, batch_invari
                 module.prepare(dtype)
         products = product(linears[:2], batch_invariant), product(linears[2:], batch_invariant)
         shared = SharedExpert(*products, block.shared_expert_gate, activation)
-    return ExpertMLP(block, rule_of(block.gate) if on_gpu else None, shared, batch_invariant)
+    rule, bias = (rule_of(mlp.router), bias_of(mlp.router)) if on_gpu else (None, None)
+    return ExpertMLP(block.experts, mlp.router, rule, bias, shared, batch_invariant)
 
 
 def rule_of(router: Any) -> Any:
-    """The `RouterRule` of a router of Mixtral, Qwen2-MoE, Qwen3-MoE or OLMoE."""
+    """The `RouterRule` of a router of gpt-oss, Mixtral, Qwen2-MoE, Qwen3-MoE or OLMoE."""
     from lowbit.ops.route import RouterRule
 
+    if bias_of(router) is not None:  # gpt-oss
+        return RouterRule(router.top_k, bias_use="logits", softmax_over_selected=True)
     return RouterRule(router.top_k, "softmax", normalize=bool(getattr(router, "norm_topk_prob", True)))
+
+
+def bias_of(router: Any) -> Tensor | None:
+    """The bias float32 [E] of a router's logits; None without one."""
+    bias = getattr(router, "bias", None)
+    return None if bias is None else bias.detach().float()
 
 
 @dataclass(frozen=True, eq=False)

@@ -88,7 +88,7 @@ class DecodeProgram:
             qkv = NormedQkv(qkv, widths, spec.qk_norms)
         shape = self.decoder.attention_shape(spec)
         if isinstance(spec.mlp, ExpertsMLP):
-            experts = expert_mlp_of(spec.mlp.block, self.dtype, self.decoder.activation, invariant)
+            experts = expert_mlp_of(spec.mlp, self.dtype, self.decoder.activation, invariant)
             return Layer(spec, qkv, o, None, None, shape, experts)
         down = product([spec.mlp.down], invariant)
         if self.decoder.gated:
@@ -155,8 +155,8 @@ class DecodeProgram:
             layer, (keys, values) = self.layers[i], self._cache.layer(i)
             return decode_attention(
                 qkv, keys, values, slots.tables, slots.positions, rows, self.ropes[layer.spec.rope], layer.shape,
-                layer.spec.q_gamma, layer.spec.k_gamma, batch_invariant=self.batch_invariant,
-                longest=longest,
+                layer.spec.q_gamma, layer.spec.k_gamma, sinks=layer.spec.sinks,
+                batch_invariant=self.batch_invariant, longest=longest,
             )  # fmt: skip
 
         if isinstance(self.chain, Chain) and len(rows) <= self.chain.most:
@@ -190,7 +190,7 @@ class DecodeProgram:
                 qkv, keys, values, slots.tables, ragged.slot_of, ragged.position_of, self.ropes[layer.spec.rope], layer.shape,
                 layer.spec.q_gamma, layer.spec.k_gamma,
             )  # fmt: skip
-            return attention_of(q, keys, values, layer.shape)
+            return attention_of(q, keys, values, layer.shape, layer.spec.sinks)
 
         return self._layers(ragged.ids, None, ragged.position_of, attend)
 

@@ -17,7 +17,7 @@ from lowbit.nn import QuantExperts
 from tests.tiny import tiny_llama
 from tests.tiny_experts import tiny_experts
 
-FAMILIES = {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"}
+FAMILIES = {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe", "gpt_oss": "GptOss"}
 
 
 def program_of(model, batch_invariant=False):
@@ -60,7 +60,7 @@ def test_a_block_that_differs_is_refused():
     assert list(block_refusals(tiny_experts("mixtral").model.layers[0].mlp)) == []
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_the_engine_generates_as_the_model(name):
     """Prompts of different lengths at once, in chunks, and steps of all of them."""
     model = tiny_experts(name, torch.float32)
@@ -77,16 +77,54 @@ def test_the_engine_generates_as_the_model(name):
     assert [[sampled.token for sampled in request.sampled] for request in found] == expected
 
 
+@pytest.mark.parametrize("scheme", [None, "w4a16_g32", "w4e2m1a16_g32"])
+def test_gpt_oss_beyond_its_window(scheme):
+    """YaRN with its factor, a window shorter than the prompts, sinks that take most of the softmax; gpt-oss's own 4 bits."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    base = tiny_experts("gpt_oss").config.to_dict()
+    yarn = {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32, "truncate": False,
+        "beta_fast": 32.0, "beta_slow": 1.0,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(GptOssConfig(**{**base, "sliding_window": 9, "rope_parameters": yarn})).eval()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=2.0 if "sinks" in name else 1.0 if "norm" in name else 0.0, std=0.2)
+    if scheme is not None:
+        convert(model, scheme)
+    program, difference = difference_to(model, lambda: program_of(model))
+    assert difference < 1e-5
+    assert [row.shape.window for row in program.layers] == [9, 0] and program.layers[0].spec.sinks is not None
+    assert float(program.ropes[0][0, 0]) == pytest.approx(1.2079, abs=1e-4)  # 0.1 ln 8 + 1
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 160, (length,), generator=generator).tolist() for length in (1, 30, 140)]
+    engine = Engine(model, max_concurrent=2, chunk_tokens=128, cache_bytes=1 << 24)
+    for sequence in engine.generate([Request(ids, 12) for ids in prompts]):
+        tokens = [sampled.token for sampled in sequence.sampled]
+        with torch.no_grad():
+            logits = model(torch.tensor([[*sequence.request.prompt, *tokens]]), use_cache=False).logits[0]
+        assert logits[len(sequence.request.prompt) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gpt_oss_in_sixteen_bits(dtype):
+    model = tiny_experts("gpt_oss", dtype)
+    _, difference = difference_to(model, lambda: program_of(model))
+    assert difference < (0.004 if dtype == torch.float16 else 0.03)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_rule_of_a_router(name):
     """The kernel's rule chooses the experts of Transformers' router, with its weights."""
     route = pytest.importorskip("lowbit.ops.route", reason="the router's kernel is not in this tree").route
-    from lowbit.engine.experts import rule_of
+    from lowbit.engine.experts import bias_of, rule_of
 
-    router = tiny_experts(name, torch.float32).model.layers[0].mlp.gate
+    block = tiny_experts(name, torch.float32).model.layers[0].mlp
+    router = block.router if name == "gpt_oss" else block.gate
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
     _, weights, experts = router(x)
-    routing = route(linear(x, router.weight), rule_of(router), tile_rows=8)
+    routing = route(linear(x, router.weight), rule_of(router), bias_of(router), tile_rows=8)
     assert torch.equal(routing.experts.long(), experts)
     torch.testing.assert_close(routing.weights, weights)
 
