@@ -19,7 +19,7 @@ from torch import Tensor
 from lowbit.engine.cache import Cache, CacheSpec
 from lowbit.engine.chain import Chain, chain_of
 from lowbit.engine.decoder import PRODUCTS, Decoder, DecoderLayer, ExpertsMLP
-from lowbit.engine.experts import ExpertMLP, NormedQkv, expert_mlp_of
+from lowbit.engine.experts import ExpertMLP, NormedQkv, SlotOutputs, expert_mlp_of
 from lowbit.engine.graphs import Graphs
 from lowbit.engine.product import Packed, Product, Scaled, gated_product, product
 from lowbit.engine.prompt_attention import PromptAttention, RaggedAttention
@@ -32,6 +32,9 @@ from lowbit.nn import QuantLinear
 from lowbit.ops import add_norm_quantize, silu_mul_quantize
 from lowbit.ops.attention import append_kv, decode_attention
 from lowbit.ops.elementwise import activate, add_norm, embed_norm, gate
+
+Delta = Tensor | SlotOutputs
+"""What a layer adds to the residual stream [M, H]."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ class DecodeProgram:
         qkv, o = (product(modules, invariant) for modules in (spec.qkv, [spec.o]))
         if spec.qk_norms:
             widths: list[Any] = [module.out_features for module in spec.qkv]
-            qkv = NormedQkv(qkv, widths, spec.qk_norms)
+            gammas = [norm.weight.detach() for norm in spec.qk_norms]  # type: ignore[union-attr, operator]
+            qkv = NormedQkv(qkv, widths, gammas, self.decoder.eps)
         shape = self.decoder.attention_shape(spec)
         if isinstance(spec.mlp, ExpertsMLP):
             experts = expert_mlp_of(spec.mlp, self.dtype, self.decoder.activation, invariant)
@@ -179,7 +183,7 @@ class DecodeProgram:
         """True if attention scores have a soft cap, which `RaggedAttention` does not support."""
         return any(layer.shape.softcap for layer in self.layers)
 
-    def prefill(self, ragged: Ragged, slots: Slots, attention: PromptAttention | None = None) -> tuple[Tensor, Tensor]:
+    def prefill(self, ragged: Ragged, slots: Slots, attention: PromptAttention | None = None) -> tuple[Tensor, Delta]:
         """The residual stream after the tokens of prompts, and the last layer's output that is not added to it yet;
         `attention`: instead of `RaggedAttention`."""
         attention_of = attention or RaggedAttention(ragged, self.layers[0].shape.kv_heads)
@@ -201,7 +205,7 @@ class DecodeProgram:
 
     def _layers(
         self, tokens: Tensor, rows: Tensor | None, positions: Tensor, attend: Callable[[int, Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Delta]:
         """The residual stream after all layers, and the last layer's output that is not added to it yet. Tokens and positions
         are indexed by `rows`, or have one element a row without it."""
         d = self.decoder
@@ -210,7 +214,7 @@ class DecodeProgram:
             tokens, rows, self.table, spec.input_gamma, d.eps, self.dtype, scale=d.embedding_scale, offset=d.norm_offset,
             bias=spec.input_bias, positions=None if d.position_table is None else positions, position_table=d.position_table,
         )  # fmt: skip
-        delta = h
+        delta: Delta = h
         for i, layer in enumerate(self.layers):
             if i:
                 after, spec = spec.after_mlp_gamma, layer.spec
@@ -220,7 +224,7 @@ class DecodeProgram:
             delta = self._mlp(layer, x)
         return h, delta
 
-    def _mlp(self, layer: Layer, x: Any) -> Tensor:
+    def _mlp(self, layer: Layer, x: Any) -> Delta:
         """The output of a layer's MLP."""
         if layer.experts is not None:
             return layer.experts(x)
@@ -228,12 +232,17 @@ class DecodeProgram:
         return layer.down(self._gated(layer, x))
 
     def _norm(
-        self, reader: Product | None, h: Tensor, delta: Tensor, gamma: Tensor, bias: Tensor | None, after: Tensor | None
+        self, reader: Product | None, h: Tensor, delta: Delta, gamma: Tensor, bias: Tensor | None, after: Tensor | None
     ) -> Any:
         """h += delta, then the norm of h: x of the product `reader`, quantized if it takes 8-bit activations and the norm is a
         plain RMSNorm."""
         d = self.decoder
-        if isinstance(reader, Scaled) and reader.is_fused and bias is None and after is None and d.norm_offset == 0:
+        plain = bias is None and after is None and d.norm_offset == 0
+        if isinstance(delta, SlotOutputs):
+            if plain and not (isinstance(reader, Scaled) and reader.is_fused):
+                return delta.add_norm(h, gamma, d.eps)
+            delta = delta.total()
+        if isinstance(reader, Scaled) and reader.is_fused and plain:
             return add_norm_quantize(h, delta, gamma, d.eps, **reader.quantization())
         return add_norm(h, delta, gamma, d.eps, offset=d.norm_offset, post_gamma=after, bias=bias)
 
@@ -251,11 +260,11 @@ class DecodeProgram:
             return silu_mul_quantize(first, second, **layer.down.quantization())
         return gate(gate_up, self.decoder.activation)
 
-    def logits(self, h: Tensor, delta: Tensor) -> Tensor:
+    def logits(self, h: Tensor, delta: Delta) -> Tensor:
         """Logits [B, V] of h + delta: the residual stream [B, hidden] and the last layer's output."""
         d = self.decoder
         after = self.layers[-1].spec.after_mlp_gamma
-        x = add_norm(h, delta, d.final_gamma, d.eps, offset=d.norm_offset, post_gamma=after, bias=d.final_bias)
+        x = self._norm(None, h, delta, d.final_gamma, d.final_bias, after)
         return self._capped(self.head(x))
 
     def _capped(self, logits: Tensor) -> Tensor:
