@@ -196,12 +196,8 @@ class RoutingCounts(TorchDispatchMode):
 
     def __torch_dispatch__(self, called, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         made = called(*args, **(kwargs or {}))
-        name = called.name()
-        if name in ("lowbit::route", "lowbit::route_tokens"):
+        if called.name() in ("lowbit::route", "lowbit::route_tokens"):
             self.hit.append((made[3].diff() > 0).sum())
-        elif name == "aten::_grouped_mm":  # two in a layer, of the same experts
-            ends = kwargs["offs"] if kwargs and "offs" in kwargs else args[2]
-            self.hit.append((ends.diff(prepend=ends.new_zeros(1)) > 0).sum())
         return made
 
 

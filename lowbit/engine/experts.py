@@ -13,7 +13,7 @@ take torch's grouped product.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -211,7 +211,7 @@ class PackedProducts:
 class GroupedProducts:
     """The products of experts in 16 bits by torch's grouped product: y [M * top_k, H] of x [M, H], times the router's weights.
 
-    gate_up [E, H, N] and down [E, I, H] are views of the model's parameters. Slots are sorted by expert on the device.
+    gate_up [E, H, N] and down [E, I, H] are views of the model's parameters.
     """
 
     gate_up: Tensor
@@ -220,20 +220,23 @@ class GroupedProducts:
     down_bias: Tensor | None
     apply_gate: Callable[[Tensor], Tensor]
 
-    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """experts int64 and weights [M, top_k]: what Transformers' router returns."""
-        flat = experts.flatten()
-        order = flat.argsort(stable=True)
-        numbers = torch.arange(len(self.gate_up), device=x.device)
-        ends = (flat[:, None] == numbers).sum(0).cumsum(0).int()
-        h = torch._grouped_mm(x[order // experts.shape[1]], self.gate_up, offs=ends)
+    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
+        slots = routing.experts.numel()
+        if x.is_cuda:
+            from lowbit.kernels.parts.launch import is_recording
+
+            if is_recording():  # then the routing is uninitialised, and torch would read experts that do not exist
+                return x.new_empty((slots, self.down.shape[2]))
+        order = routing.order.long()
+        expert = routing.experts.flatten()[order] if self.gate_up_bias is not None or self.down_bias is not None else None
+        h = torch._grouped_mm(x[order // routing.top_k], self.gate_up, offs=routing.offsets[1:])
         if self.gate_up_bias is not None:
-            h = h + self.gate_up_bias[flat[order]]
-        y = torch._grouped_mm(self.apply_gate(h), self.down, offs=ends)
+            h = h + self.gate_up_bias[expert]
+        y = torch._grouped_mm(self.apply_gate(h), self.down, offs=routing.offsets[1:])
         if self.down_bias is not None:
-            y = y + self.down_bias[flat[order]]
-        y = y * weights.flatten()[order, None].to(y.dtype)
-        return torch.empty_like(y).index_copy_(0, order, y)
+            y = y + self.down_bias[expert]
+        y = y * routing.weights.flatten()[order, None]
+        return y.new_empty((slots, y.shape[1]), dtype=x.dtype).index_copy_(0, order, y.to(x.dtype))
 
     @classmethod
     def of(cls, experts: Any, activation: Gate | None) -> GroupedProducts:
@@ -252,9 +255,9 @@ class GroupedProducts:
 
 @dataclass(frozen=True, eq=False)
 class ExpertMLP:
-    """The output of a block of experts for normalised x [M, H]: `SlotOutputs` by kernels, else a tensor [M, H].
+    """The output of a block of experts for normalised x [M, H]: `SlotOutputs` where kernels route, else a tensor [M, H].
 
-    choose: Transformers' router; router: the kernels', where they route. products: None where the module of experts computes.
+    choose: Transformers' router. router and products: the kernels'; None where the module of experts computes.
     """
 
     experts: nn.Module
@@ -264,22 +267,15 @@ class ExpertMLP:
     shared: SharedExpert | None
 
     def __call__(self, x: Tensor) -> Tensor | SlotOutputs:
-        if self.router is not None:
-            assert isinstance(self.products, PackedProducts)
-            shared = None if self.shared is None else self.shared.ungated(x)
-            routing, share = self.router(x)
-            if self.shared is not None and share is None:
-                share = self.shared.share(x)
-            return SlotOutputs(self.products(x, routing), routing.top_k, shared, share)
-        _, weights, experts = self.choose(x)
-        if self.products is not None:
-            assert isinstance(self.products, GroupedProducts)
-            outputs = SlotOutputs(self.products(x, experts, weights), experts.shape[1])
-            if self.shared is None:
-                return outputs
-            return replace(outputs, shared=self.shared.ungated(x), share=self.shared.share(x))
-        y: Tensor = self.experts(x, experts, weights)
-        return y if self.shared is None else y + self.shared(x)
+        if self.router is None or self.products is None:
+            _, weights, experts = self.choose(x)
+            y: Tensor = self.experts(x, experts, weights)
+            return y if self.shared is None else y + self.shared(x)
+        shared = None if self.shared is None else self.shared.ungated(x)
+        routing, share = self.router(x)
+        if self.shared is not None and share is None:
+            share = self.shared.share(x)
+        return SlotOutputs(self.products(x, routing), routing.top_k, shared, share)
 
 
 def expert_mlp_of(mlp: ExpertsMLP, dtype: torch.dtype, activation: Gate, batch_invariant: bool) -> ExpertMLP:
@@ -290,17 +286,16 @@ def expert_mlp_of(mlp: ExpertsMLP, dtype: torch.dtype, activation: Gate, batch_i
     shared = _shared_expert(block, dtype, activation, batch_invariant, on_gpu) if shared_linears(block) else None
     if not on_gpu:
         return ExpertMLP(experts, mlp.router, None, None, shared)
+    share = None if shared is None or type(shared.share) is not nn.Linear else shared.share  # a quantized one computes itself
+    router = Router.of(mlp.router, share, batch_invariant)
     if not isinstance(experts, QuantExperts):
         if batch_invariant:
             raise UnsupportedProblem("experts in 16 bits: torch's grouped product is not batch-invariant; quantize them")
         own = None if activation_of(block) is None else activation
-        return ExpertMLP(experts, mlp.router, None, GroupedProducts.of(experts, own), shared)
+        return ExpertMLP(experts, mlp.router, router, GroupedProducts.of(experts, own), shared)
     experts.batch_invariant |= batch_invariant
     packed = [part.forms_for(dtype) for part in experts.packed().values()]
-    share = None if shared is None or type(shared.share) is not nn.Linear else shared.share  # a quantized one computes itself
-    router = Router.of(mlp.router, share, batch_invariant)
-    products = PackedProducts.of(experts, packed[0], packed[1], batch_invariant)
-    return ExpertMLP(experts, mlp.router, router, products, shared)
+    return ExpertMLP(experts, mlp.router, router, PackedProducts.of(experts, packed[0], packed[1], batch_invariant), shared)
 
 
 def _shared_expert(

@@ -218,17 +218,11 @@ def test_mixtures_of_experts_without_a_gpu(small_mixtures, model):
 
 
 def test_routers_are_counted():
-    """By the operators of the kernels and by torch's grouped product."""
     generator = torch.Generator().manual_seed(0)
     x, router = torch.randn(3, 32, generator=generator).bfloat16(), torch.randn(7, 32, generator=generator).bfloat16()
     with e2e.RoutingCounts() as counts:
-        made = [
-            route_tokens(x, router, RouterRule(2), tile_rows=8),
-            route(x.float() @ router.float().T, RouterRule(2), tile_rows=8),
-        ]
-        ends = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
-        torch._grouped_mm(x, torch.randn(4, 32, 16, generator=generator).bfloat16(), offs=ends)
-    assert [int(hit) for hit in counts.hit] == [*(len(each.experts.unique()) for each in made), 2]
+        made = [route_tokens(x, router, RouterRule(2), tile_rows=8), route(x[:, :5].float(), RouterRule(3), tile_rows=8)]
+    assert [int(hit) for hit in counts.hit] == [len(each.experts.unique()) for each in made]
 
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "gpt-oss-20b"])

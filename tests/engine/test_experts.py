@@ -149,13 +149,13 @@ def by_kernels(mlp, dtype, activation, batch_invariant):
     """The MLP as on a GPU, whose operators have their references on a CPU."""
     experts, block = mlp.block.experts, mlp.block
     shared = _shared_expert(block, dtype, activation, batch_invariant, False) if shared_linears(block) else None
-    if not isinstance(experts, QuantExperts):
-        own = None if activation_of(block) is None else activation
-        return ExpertMLP(experts, mlp.router, None, GroupedProducts.of(experts, own), shared)
-    parts = experts.packed().values()
-    packed = [ExpertWeight.pack(_Matrices(part.expert_tensor().without_input(), part.row_order)) for part in parts]
     gate_row = shared.share if shared is not None and type(shared.share) is torch.nn.Linear else None
     router = Router.of(mlp.router, gate_row, batch_invariant)
+    if not isinstance(experts, QuantExperts):
+        own = None if activation_of(block) is None else activation
+        return ExpertMLP(experts, mlp.router, router, GroupedProducts.of(experts, own), shared)
+    parts = experts.packed().values()
+    packed = [ExpertWeight.pack(_Matrices(part.expert_tensor().without_input(), part.row_order)) for part in parts]
     return ExpertMLP(experts, mlp.router, router, PackedProducts.of(experts, *packed, batch_invariant), shared)
 
 
