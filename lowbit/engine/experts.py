@@ -3,8 +3,9 @@ that OLMoE has.
 
     add, norm | router  gate-up of the experts {gate}  down {* weight} | sum over slots, add, norm of the next layer
 
-A layer is eight launches on a GPU for up to 16 tokens: these five, qkv, attention and o. None synchronises with the host, so
-CUDA graphs capture steps and prompts. The sum over the slots of a token is part of the next norm (`SlotOutputs`). A shared
+A layer is eight launches on a GPU for up to 16 tokens: these five, qkv, attention and o; and seven where o has the residual in
+its epilogue and the router the norm (`ResidualRouter`). None synchronises with the host, so CUDA graphs capture steps and
+prompts. The sum over the slots of a token is part of the next norm (`SlotOutputs`). A shared
 expert takes three launches more: two products, and the router's product apart from its choice, with a row for the gate of the
 shared expert. On a CPU Transformers' router computes the choice, and the module of the experts their sum. Experts in 16 bits
 take torch's grouped product.
@@ -19,15 +20,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.engine.chain import Gamma
 from lowbit.engine.decoder import ExpertsMLP
 from lowbit.engine.product import Dense, Packed, Product, gated_product, product
 from lowbit.hardware.machine import features_of
+from lowbit.kernels.choose.tiles import RING_TOKENS, SMALL_TOKENS
 from lowbit.kernels.reference.elementwise import Gate
 from lowbit.nn import QuantLinear
 from lowbit.nn.experts import PackedExperts, QuantExperts, expert_weights
 from lowbit.nn.fused import AlternatingMLP
 from lowbit.ops.elementwise import add_norm, gate
 from lowbit.ops.expert_gemm import expert_gemm, sum_norm, sum_slots
+from lowbit.ops.fused_gemm import chain_refusals, residual_gemm
 from lowbit.ops.table import UnsupportedProblem
 from lowbit.pack import DenseWeight
 
@@ -165,6 +169,46 @@ class Router:
 
 
 @dataclass(frozen=True, eq=False)
+class ResidualRouter:
+    """The product o with the residual, then the router with the norm before it: two launches for up to `most` tokens.
+
+    gamma: the weight of the norm, whose sums of squares the product makes (ops/fused_gemm.py).
+    """
+
+    o: Packed | Dense
+    router: Router
+    gamma: Gamma
+    eps: float
+    most: int
+
+    def __call__(self, attended: Tensor, h: Tensor) -> tuple[Tensor, Routing]:
+        """(x [M, H], its routing) after h [M, H] += o(attended), in place; x is the norm of h."""
+        from lowbit.kernels.choose.experts import tile_rows_for
+        from lowbit.ops.route import norm_route
+
+        router, gamma = self.router, self.gamma
+        x, squares = residual_gemm(attended, self.o.weight, h, gamma.values, self.o.bias, factor=gamma.factor)
+        tile_rows = tile_rows_for(len(h), router.rule.top_k, len(router.weight))
+        return norm_route(
+            x, squares, router.weight, router.rule, router.bias, eps=self.eps, factor=gamma.factor, tile_rows=tile_rows
+        )  # fmt: skip
+
+    @classmethod
+    def of(
+        cls, o: Product, experts: ExpertMLP, gamma: Tensor, eps: float, dtype: torch.dtype, features: frozenset[str]
+    ) -> ResidualRouter | None:  # fmt: skip
+        """That of a layer whose router routes alone, on a GPU with these features; None where the kernels do not take it."""
+        router = experts.router
+        if router is None or router.batch_invariant or experts.shared is not None or router.weight.dtype != dtype:
+            return None
+        if not isinstance(o, Packed | Dense) or chain_refusals(o.weight, 1, dtype):
+            return None
+        # As in a dense chain: without wgmma the small-M kernel's tiles of 16 tokens leave the next start no registers.
+        most = RING_TOKENS if "wgmma" in features else SMALL_TOKENS
+        return cls(o, router, Gamma.of(gamma, 0.0, dtype), eps, most)
+
+
+@dataclass(frozen=True, eq=False)
 class PackedProducts:
     """The products of quantized experts by two kernels: y [M * top_k, H] of x [M, H].
 
@@ -276,6 +320,11 @@ class ExpertMLP:
         if self.shared is not None and share is None:
             share = self.shared.share(x)
         return SlotOutputs(self.products(x, routing), routing.top_k, shared, share)
+
+    def routed(self, x: Tensor, routing: Routing) -> SlotOutputs:
+        """The output for x that is routed already, of a block without a shared expert."""
+        assert self.products is not None
+        return SlotOutputs(self.products(x, routing), routing.top_k)
 
 
 def expert_mlp_of(mlp: ExpertsMLP, dtype: torch.dtype, activation: Gate, batch_invariant: bool) -> ExpertMLP:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lowbit.engine.cache import Cache, CacheSpec
 from lowbit.engine.chain import Chain, chain_of
 from lowbit.engine.decoder import PRODUCTS, Decoder, DecoderLayer, ExpertsMLP
-from lowbit.engine.experts import ExpertMLP, NormedQkv, SlotOutputs, expert_mlp_of
+from lowbit.engine.experts import ExpertMLP, NormedQkv, ResidualRouter, SlotOutputs, expert_mlp_of
 from lowbit.engine.graphs import Graphs
 from lowbit.engine.product import Packed, Product, Scaled, gated_product, product
 from lowbit.engine.prompt_attention import PromptAttention, RaggedAttention
@@ -27,6 +27,7 @@ from lowbit.engine.ragged import Ragged, sizes
 from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots
+from lowbit.hardware.machine import features_of
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.nn import QuantLinear
 from lowbit.ops import add_norm_quantize, silu_mul_quantize
@@ -41,7 +42,7 @@ Delta = Tensor | SlotOutputs
 class Layer:
     """A decoder layer as the program computes it: its products and its attention; `spec`: its modules, norms and rotary type.
     `gate_up` is up alone in an MLP without a gate. experts: the whole MLP of a layer with experts; gate_up and down are None
-    then."""
+    then. fused: o and the router of small steps, if it has such."""
 
     spec: DecoderLayer
     qkv: Product
@@ -50,6 +51,7 @@ class Layer:
     down: Product | None
     shape: AttentionShape
     experts: ExpertMLP | None = None
+    fused: ResidualRouter | None = None
 
     @property
     def alternates(self) -> bool:
@@ -93,13 +95,22 @@ class DecodeProgram:
         shape = self.decoder.attention_shape(spec)
         if isinstance(spec.mlp, ExpertsMLP):
             experts = expert_mlp_of(spec.mlp, self.dtype, self.decoder.activation, invariant)
-            return Layer(spec, qkv, o, None, None, shape, experts)
+            fused = self._fused(spec, o, experts)
+            return Layer(spec, qkv, o, None, None, shape, experts, fused)
         down = product([spec.mlp.down], invariant)
         if self.decoder.gated:
             gate_up = gated_product(spec.mlp.gate_up, spec.module, spec.mlp.down, self.decoder.activation, invariant)
         else:
             gate_up = product(spec.mlp.gate_up, invariant)
         return Layer(spec, qkv, o, gate_up, down, shape)
+
+    def _fused(self, spec: DecoderLayer, o: Product, experts: ExpertMLP) -> ResidualRouter | None:
+        """o and the router of a layer's small steps; None where they are apart."""
+        d = self.decoder
+        plain = d.norm_offset == 0 and spec.mlp_bias is None and spec.after_attention_gamma is None
+        if not plain or self.device.type != "cuda":
+            return None
+        return ResidualRouter.of(o, experts, spec.mlp_gamma, d.eps, self.dtype, features_of(self.device))
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -127,6 +138,8 @@ class DecodeProgram:
         """Decoder, cache and launches a layer."""
         if isinstance(self.chain, Chain):
             launches = f"steps of up to {self.chain.most} tokens: 5 launches a layer"
+        elif fused := [row.fused for row in self.layers if row.fused is not None]:
+            launches = f"steps of up to {fused[0].most} tokens: 7 launches a layer of experts"
         else:
             launches = f"small steps take as many launches a layer as larger ones: {'; '.join(self.chain)}"
         return [
@@ -219,7 +232,11 @@ class DecodeProgram:
             if i:
                 after, spec = spec.after_mlp_gamma, layer.spec
                 x = self._norm(layer.qkv, h, delta, spec.input_gamma, spec.input_bias, after)
-            delta = layer.o(attend(i, layer.qkv(x)))
+            attended = attend(i, layer.qkv(x))
+            if layer.fused is not None and layer.experts is not None and len(h) <= layer.fused.most:
+                delta = layer.experts.routed(*layer.fused(attended, h))
+                continue
+            delta = layer.o(attended)
             x = self._norm(layer.gate_up, h, delta, spec.mlp_gamma, spec.mlp_bias, spec.after_attention_gamma)
             delta = self._mlp(layer, x)
         return h, delta

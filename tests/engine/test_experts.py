@@ -9,12 +9,14 @@ from torch.nn.functional import linear
 from lowbit import convert
 from lowbit.engine import Engine, Request
 from lowbit.engine import program as program_module
+from lowbit.engine.chain import Gamma
 from lowbit.engine.check import difference_to
 from lowbit.engine.decoder import Decoder
 from lowbit.engine.experts import (
     ExpertMLP,
     GroupedProducts,
     PackedProducts,
+    ResidualRouter,
     Router,
     SlotOutputs,
     _shared_expert,
@@ -33,6 +35,7 @@ from lowbit.pack import ExpertWeight
 from tests.tiny import tiny_llama
 from tests.tiny_experts import tiny_experts
 
+Gamma_of = Gamma.of
 FAMILIES = {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe", "gpt_oss": "GptOss"}
 
 
@@ -179,6 +182,30 @@ def test_what_a_gpu_runs(name, scheme, dtype, batch_invariant, monkeypatch):
     assert outputs.y.shape == (10, 64)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_a_residual_and_a_norm_in_the_products(name, monkeypatch):
+    """o with the residual and the router with the norm, of steps of up to 8 or 16 tokens: of a prompt too."""
+    model = tiny_experts(name, torch.bfloat16)
+    convert(model, "w8a16", skip=["*self_attn*", "lm_head"])  # a CPU has no packed form of o
+    monkeypatch.setattr(program_module, "expert_mlp_of", by_kernels)
+    plain, expected = difference_to(model, lambda: program_of(model))
+    assert all(row.fused is None for row in plain.layers)
+    made = []
+
+    def fused(self, spec, o, experts):
+        made.append(ResidualRouter.of(o, experts, spec.mlp_gamma, self.decoder.eps, self.dtype, frozenset({"wgmma"})))
+        return made[-1]
+
+    monkeypatch.setattr(DecodeProgram, "_fused", fused)
+    _, difference = difference_to(model, lambda: program_of(model))
+    assert len(made) == 2 and all(each.most == 16 for each in made) and difference < max(2 * expected, 0.02)
+    # A wrong norm shows: the last token is a step of one row.
+    monkeypatch.setattr(Gamma, "of", lambda values, offset, dtype: Gamma_of(values * 1.5, offset, dtype))
+    assert difference_to(model, lambda: program_of(model))[1] > 3 * difference
+    assert ResidualRouter.of(made[0].o, by_kernels(recognise(model).layers[0].mlp, torch.bfloat16, "silu", True),
+                             torch.ones(64), 1e-5, torch.bfloat16, frozenset()) is None  # fmt: skip
+
+
 def test_outputs_by_slot_are_summed_once():
     y, h, shared, share, gamma = (torch.randn(*size, generator=torch.Generator().manual_seed(0)) for size in (
         (12, 16), (4, 16), (4, 16), (4, 1), (16,)
@@ -255,3 +282,4 @@ def test_the_program_on_a_gpu(name):
     model.cuda()
     program, difference = difference_to(model, lambda: program_of(model))
     assert difference < 0.1 and all(row.experts.router is not None for row in program.layers)
+    assert all((row.fused is None) == (name == "qwen2_moe") for row in program.layers)
