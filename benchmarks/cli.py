@@ -330,7 +330,11 @@ def conv(
 @user_errors
 def e2e(
     models: Annotated[
-        str, typer.Option(help="Shapes, separated by commas: Llama-3-8B, Llama-2-13B, Llama-2-70B, OPT-30B.")
+        str,
+        typer.Option(
+            help="Shapes, separated by commas: Llama-3-8B, Llama-2-13B, Llama-2-70B, OPT-30B, Qwen3-30B-A3B, Mixtral-8x7B, "
+            "gpt-oss-20b, OLMoE-1B-7B."
+        ),
     ] = "Llama-3-8B",
     schemes: Annotated[
         str, typer.Option(help="Schemes of the layers; 16 bits are measured too.")
@@ -338,7 +342,10 @@ def e2e(
     batches: Annotated[str, typer.Option(help="Requests at once.")] = "1,4,16,64",
     contexts: Annotated[str, typer.Option(help="Tokens before the step.")] = "256,1024,8192",
     head: Annotated[str, typer.Option(help="Scheme of LM head and embedding of quantized models, or none.")] = "w8a16",
-    dtype: Annotated[str, typer.Option(help="Activations, keys and values: float16 or bfloat16.")] = "float16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Activations, keys and values: float16 or bfloat16 (default: bfloat16 for mixtures of experts)."),
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the model has: for trying.")] = None,
     rivals: Annotated[str, typer.Option(help="Of the same model: eager, static (Transformers' generate), or none.")] = "none",
     out_file: Annotated[Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-e2e.json.")] = None,
@@ -370,7 +377,7 @@ def e2e(
 
         model_names = _parse_names("--models", models, SHAPES)
         rival_names = () if rivals == "none" else _parse_names("--rivals", rivals, RIVALS)
-        if dtype not in DTYPES:
+        if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}")
         scheme_names = tuple(parse_scheme(part).name for part in schemes.split(",") if part.strip() and part != "none")
         head_scheme = None if head == "none" else parse_scheme(head).name

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from benchmarks.ceilings import read_bandwidth
 from benchmarks.e2e_report import E2E, KINDS, SCHEMA
-from benchmarks.language_model import random_model, weight_bytes
+from benchmarks.language_model import OWN_SCHEMES, SHAPES, random_model, weight_bytes
 from benchmarks.results import default_path, machine
 from lowbit.checkpoint.target import check_file
 from lowbit.engine import Engine, Request, Sequence
@@ -30,9 +31,12 @@ from lowbit.engine.decode_runner import DecodeRunner, DecodeStep
 from lowbit.engine.graphs import Graphs
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.scheduler import PrefillChunk
+from lowbit.engine.slots import on_device
 from lowbit.eval.results import versions, write_json
 from lowbit.formats import parse_scheme
 from lowbit.kernels.choose.attention import PAGE
+from lowbit.kernels.choose.experts import experts_hit
+from lowbit.models.experts import experts_per_token
 from lowbit.tune.timing import failures, reason, warm_up
 
 REPLAYS = 24
@@ -51,13 +55,17 @@ PROTOCOL = (
     "Gaussian weights in the shape of the model, each layer in memory of its own; keys and values in 16 bits, random, in "
     f"pages of 128 tokens in random order. ms_per_token: median of {REPLAYS} replays, timed with events, of the CUDA graph "
     "that the engine runs, which embeds, computes all layers and the head, draws the likeliest token, feeds it back and moves "
-    "positions on; all requests have `context` tokens before them. limit_ms: bytes of all weights as stored and of keys and "
-    "values of the context, at the read bandwidth of the same run. prefill_tok_s: a prompt of `prompt` tokens, alone, from "
-    "tokens on the host to logits; prefill_products: the share of its time in matrix products. request_s: wall time of "
-    "`batch` requests from Python, of 128 tokens each, from the first "
+    "positions on; all requests have `context` tokens before them and begin with random tokens. limit_ms: bytes of all weights "
+    "as stored and of keys and values of the context, at the read bandwidth of the same run. prefill_tok_s: a prompt of "
+    "`prompt` tokens, alone, from tokens on the host to logits; prefill_products: the share of its time in matrix products. "
+    "request_s: wall time of `batch` requests from Python, of 128 tokens each, from the first "
     f"call to the last token of {OUTPUT}; step_wall_ms is that time without the prompts, by token. Products of 16-bit weights "
     "are timed twice, by torch.nn.functional.linear (cuBLAS), eight launches a layer, and, for as many requests as it takes, "
     "by this library's ring kernel, five; the faster one's is the row (products), other_ms_per_token the other one's. "
+    "Mixtures of experts are in bf16; their limit counts the experts that are hit if tokens choose independently and uniformly "
+    "(experts_hit; experts_hit_once: the mean over the layers of one step of the measured model), and of layers with a window "
+    "the keys and values within it. Quantized experts of a layer have the rows of one Gaussian matrix, each in other places. "
+    "Experts in 16 bits take torch._grouped_mm. "
     "bf16_ms_per_token is the ms_per_token of that row. impl transformers: the same model's "
     "own `generate`, the time of 8 tokens more, its cache dynamic or, compiled, static. kernels: of each how often it runs in "
     "a step, its microseconds from start to end, and those that it adds, from the end of the kernel before to its own; layer: "
@@ -76,7 +84,7 @@ class E2EConfig:
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     head: str | None = "w8a16"
-    dtype: str = "float16"
+    dtype: str | None = None
     layers: int | None = None
     rivals: tuple[str, ...] = ()
 
@@ -96,7 +104,7 @@ def run(config: E2EConfig, path: Path | None, progress: ProgressCallback) -> tup
     }  # fmt: skip
     for model in config.models:
         wide: dict[tuple[int, int], float] = {}
-        for scheme in (None, *config.schemes):
+        for scheme in (None, *dict.fromkeys((*OWN_SCHEMES.get(model, ()), *config.schemes))):
             for row in _rows_of(model, scheme, config, bandwidth, progress):
                 key = (row["batch"], row["context"])
                 if scheme is None and row["impl"] == "lowbit" and row["ms_per_token"]:
@@ -114,14 +122,13 @@ def _rows_of(
     """Yields the rows of one model in one scheme; a failed one has its reason."""
     name = "16 bits" if scheme is None else parse_scheme(scheme).name
     cases = [(batch, context) for context in config.contexts for batch in config.batches]
-    blank = {"model": model, "scheme": scheme, "gpus": 1, "kv_dtype": config.dtype, "head": config.head if scheme else None}
+    dtype = config.dtype or dtype_of(model)
+    blank = {"model": model, "scheme": scheme, "gpus": 1, "kv_dtype": dtype, "head": config.head if scheme else None}
     measures = ("ms_per_token", "limit_ms", "prefill_tok_s", "tokens_per_gpu_s", "kernels_per_layer")
     nothing = dict.fromkeys((*measures, "products", "other_ms_per_token", "error"))
     try:
         progress(f"{model}, {name}: making the model")
-        made = random_model(
-            model, scheme, config.head if scheme else None, DTYPES[config.dtype], torch.device("cuda"), config.layers
-        )
+        made = random_model(model, scheme, config.head if scheme else None, DTYPES[dtype], torch.device("cuda"), config.layers)
         held = weight_bytes(made)
         yield from ({**blank, **nothing, "weight_bytes": held, **row} for row in _rivals(made, config, progress))
         engine = engine_for(made, cases)
@@ -136,13 +143,19 @@ def _rows_of(
         row = {**blank, **nothing, "impl": "lowbit", "batch": batch, "context": context, "prompt": PROMPT, "output": OUTPUT}
         row |= {"weight_bytes": held, "prefill_tok_s": rate, "prefill_products": in_products}
         try:
-            measured = _decode if scheme else _better
-            yield {**row, **measured(engine, batch, context, held, bandwidth), **_request(engine, batch)}
+            measured, read = (_decode if scheme else _better), weight_bytes(made, batch)
+            row |= experts_of_a_step(engine, made, batch, context)
+            yield {**row, **measured(engine, batch, context, read, bandwidth), **_request(engine, batch)}
         except failures() as error:
             yield {**row, "error": reason(error)}
     del engine, made
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def dtype_of(model: str) -> str:
+    """The dtype in which a shape is measured by default: bf16 for mixtures of experts, whose 16-bit products take no other."""
+    return "bfloat16" if experts_per_token(SHAPES[model]()) else "float16"
 
 
 def engine_for(model: PreTrainedModel, cases: abc.Sequence[tuple[int, int]]) -> Engine:
@@ -161,8 +174,8 @@ def engine_for(model: PreTrainedModel, cases: abc.Sequence[tuple[int, int]]) -> 
 
 
 def place(engine: Engine, batch: int, context: int, tokens: int) -> None:
-    """Assigns random pages to the first slots, enough for `context` + `tokens` tokens. Raises ValueError if there are too
-    few.
+    """Assigns random tokens and random pages to the first slots, enough for `context` + `tokens` tokens. Raises ValueError if
+    there are too few.
     """
     each, count = pages_for(context + tokens), engine.scheduler.pages.count - 1
     if batch * each > count:
@@ -170,9 +183,42 @@ def place(engine: Engine, batch: int, context: int, tokens: int) -> None:
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))[: batch * each] + 1
     engine.slots.tables[:batch, :each] = order.view(batch, each).to(engine.device, torch.int32)
     engine.slots.positions[:batch] = context
+    vocab = engine.slots.sampling.counts.shape[1]
+    drawn = torch.randint(vocab, (batch,), generator=torch.Generator().manual_seed(3))
+    engine.slots.tokens[:batch] = drawn.to(engine.device, engine.slots.tokens.dtype)
 
 
-def _better(engine: Engine, batch: int, context: int, held: int, bandwidth: float) -> dict[str, Any]:
+class RoutingCounts(TorchDispatchMode):
+    """Notes how many experts each router under it hits: `hit`, tensors of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hit: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, called, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        made = called(*args, **(kwargs or {}))
+        if called.name() in ("lowbit::route", "lowbit::route_tokens"):
+            self.hit.append((made[3].diff() > 0).sum())
+        return made
+
+
+@torch.inference_mode()
+def experts_of_a_step(engine: Engine, model: PreTrainedModel, batch: int, context: int) -> dict[str, float]:
+    """The experts of a layer that a step is expected to hit, and the mean over the layers of one step; {} without experts."""
+    top_k = experts_per_token(model.config)
+    if not top_k:
+        return {}
+    place(engine, batch, context, 1)
+    program, rows = engine.program, on_device(list(range(batch)), engine.device)
+    assert isinstance(program, DecodeProgram)
+    with RoutingCounts() as counts:
+        program.step(rows, engine.slots, context + 1)
+    count = model.config.num_local_experts if hasattr(model.config, "num_local_experts") else model.config.num_experts
+    once = {"experts_hit_once": float(torch.stack(counts.hit).double().mean())} if counts.hit else {}
+    return {"experts_hit": experts_hit(batch, top_k, count), **once}
+
+
+def _better(engine: Engine, batch: int, context: int, held: float, bandwidth: float) -> dict[str, Any]:
     """Returns the faster step of 16-bit weights, by the small-M kernel or by cuBLAS, and the other one's time."""
     program = engine.program
     assert isinstance(program, DecodeProgram)
@@ -190,9 +236,9 @@ def _better(engine: Engine, batch: int, context: int, held: int, bandwidth: floa
 
 
 def _decode(
-    engine: Engine, batch: int, context: int, held: int, bandwidth: float, steps: DecodeRunner | None = None
+    engine: Engine, batch: int, context: int, held: float, bandwidth: float, steps: DecodeRunner | None = None
 ) -> dict[str, Any]:
-    """Returns the row of a decode step of a batch at a context: time, limit, kernels."""
+    """Returns the row of a decode step of a batch at a context: time, limit, kernels. held: bytes of weights that it reads."""
     program = engine.program
     assert isinstance(program, DecodeProgram)
     place(engine, batch, context, 4 * REPLAYS)
@@ -203,7 +249,7 @@ def _decode(
     assert step.graph is not None
     kernels = timeline(step.graph.replay)
     spec = program.cache_spec
-    kv = batch * context * spec.page_bytes / PAGE
+    kv = batch * kv_bytes(program, context)
     ms = statistics.median(us) / 1e3
     return {
         "ms_per_token": ms, "limit_ms": 1e3 * (held + kv) / bandwidth, "tokens_per_gpu_s": 1e3 * batch / ms,
@@ -211,6 +257,14 @@ def _decode(
         "gaps_us": statistics.median(us) - sum(added for _, _, added in kernels),
         "peak_bytes": torch.cuda.max_memory_allocated(),
     }  # fmt: skip
+
+
+def kv_bytes(program: DecodeProgram, context: int) -> float:
+    """Bytes of keys and values that a step reads for a request with `context` tokens before it: of layers with a window, those
+    within it."""
+    spec = program.cache_spec
+    tokens = sum(min(context, layer.shape.window or context) for layer in program.layers)
+    return tokens * spec.page_bytes / PAGE / spec.layers
 
 
 def times_us(step: DecodeStep) -> list[float]:

@@ -17,7 +17,17 @@ E2E = "lowbit bench e2e"
 KINDS = {
     "products": ("gemm", "cutlass", "cublas", "nvjet", "splitK"),
     "attention": ("attention", "append"),
-    "norms and gates": ("norm", "gate", "embed"),
+    "norms, gates, routing": (
+        "norm",
+        "gate",
+        "embed",
+        "route",
+        "choose_many",
+        "count_slots",
+        "sum_counts",
+        "place_slots",
+        "topk",
+    ),
     "drawing": ("survey", "weigh", "collect", "settle", "argmax"),
 }
 """Kinds of a step's kernels by parts of the kernel name; the rest is "other"."""

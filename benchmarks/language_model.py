@@ -5,14 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
-from lowbit.formats import parse_scheme
+from benchmarks.limits import weight_bytes as matrix_bytes
+from lowbit.formats import ExpertTensor, QuantTensor, pack_words, parse_scheme
+from lowbit.kernels.choose.experts import experts_hit
+from lowbit.models.experts import experts_per_token
 from lowbit.models.head import quantize_head
-from lowbit.nn import QuantLinear
-from lowbit.nn.convert import swap
+from lowbit.nn import QuantExperts, QuantLinear
+from lowbit.nn.convert import swap, swap_experts
 from lowbit.nn.embedding import QuantEmbedding
+from lowbit.nn.experts import ExpertWeights, expert_weights
 from lowbit.quantize import rtn
 
 POSITIONS = 65536
@@ -34,13 +48,65 @@ def _opt(hidden: int, intermediate: int, layers: int, heads: int) -> OPTConfig:
     )  # fmt: skip
 
 
+def _mixture(kind: type[PreTrainedConfig], hidden: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: object
+) -> PreTrainedConfig:  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": more.pop("theta", 10000.0)}
+    return kind(
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocab,
+        max_position_embeddings=POSITIONS, tie_word_embeddings=False, eos_token_id=None, pad_token_id=None,
+        **{"rope_parameters": rope, **more},
+    )  # fmt: skip
+
+
+def _qwen3_30b() -> PreTrainedConfig:
+    return _mixture(
+        Qwen3MoeConfig, 2048, 48, 32, 4, 151936, head_dim=128, intermediate_size=6144, moe_intermediate_size=768,
+        num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, theta=1e6, rms_norm_eps=1e-6,
+    )  # fmt: skip
+
+
+def _mixtral_8x7b() -> PreTrainedConfig:
+    return _mixture(
+        MixtralConfig, 4096, 32, 32, 8, 32000, intermediate_size=14336, num_local_experts=8, num_experts_per_tok=2, theta=1e6,
+        rms_norm_eps=1e-5,
+    )  # fmt: skip
+
+
+def _gpt_oss_20b() -> PreTrainedConfig:
+    yarn = {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+    return _mixture(
+        GptOssConfig, 2880, 24, 64, 8, 201088, head_dim=64, intermediate_size=2880, num_local_experts=32, num_experts_per_tok=4,
+        sliding_window=128, rope_parameters=yarn,
+    )  # fmt: skip
+
+
+def _olmoe_7b() -> PreTrainedConfig:
+    return _mixture(
+        OlmoeConfig, 2048, 16, 16, 16, 50304, intermediate_size=1024, num_experts=64, num_experts_per_tok=8,
+        norm_topk_prob=False, rms_norm_eps=1e-5,
+    )  # fmt: skip
+
+
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "Llama-3-8B": lambda: _llama(4096, 14336, 32, 32, 8, 128256, 500000.0),
     "Llama-2-13B": lambda: _llama(5120, 13824, 40, 40, 40, 32000, 10000.0),
     "Llama-2-70B": lambda: _llama(8192, 28672, 80, 64, 8, 32000, 10000.0),
     "OPT-30B": lambda: _opt(7168, 28672, 48, 56),
+    "Qwen3-30B-A3B": _qwen3_30b,
+    "Mixtral-8x7B": _mixtral_8x7b,
+    "gpt-oss-20b": _gpt_oss_20b,
+    "OLMoE-1B-7B": _olmoe_7b,
 }
 """Configurations from the models' config.json, except for POSITIONS."""
+
+OWN_SCHEMES = {"gpt-oss-20b": ("w4e2m1a16_g32",)}
+"""Schemes in which a model is published, measured beside those that are asked for: MXFP4."""
+
+ROLL = 16
+"""Rows by which the matrix of an expert is rolled from that of the expert before."""
 
 
 def meta_model(shape: str, dtype: torch.dtype, layers: int | None = None) -> PreTrainedModel:
@@ -53,6 +119,8 @@ def meta_model(shape: str, dtype: torch.dtype, layers: int | None = None) -> Pre
     config.dtype = dtype
     if layers is not None:
         config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     return model
@@ -61,9 +129,10 @@ def meta_model(shape: str, dtype: torch.dtype, layers: int | None = None) -> Pre
 def random_model(
     shape: str, scheme: str | None, head: str | None, dtype: torch.dtype, device: torch.device, layers: int | None = None
 ) -> PreTrainedModel:
-    """Returns a model of a shape with Gaussian weights. Linear layers are in `scheme`, LM head and embedding in `head`; None
-    means `dtype`. `layers` limits the number of layers. Layers share no memory, and only one at a time is in 16 bits while the
-    model is built.
+    """Returns a model of a shape with Gaussian weights. Linear layers and experts are in `scheme`, LM head and embedding in
+    `head`; None means `dtype`. `layers` limits the number of layers. Layers share no memory, and only one at a time is in 16
+    bits while the model is built. The quantized experts of a layer are one rounded matrix with its rows rotated for each.
+
 
     Raises ValueError for a shape that is not in `SHAPES`.
     """
@@ -73,9 +142,17 @@ def random_model(
             model.set_submodule(name, type(module)(config=model.config).to(device))
     generator = torch.Generator(device).manual_seed(0)
     ends = {model.get_output_embeddings(), model.get_input_embeddings()}
-    for name in [name for name, _ in model.named_modules()]:  # names only: a list of modules would keep replaced ones alive
+    own = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
+    for name in own:  # names only: a list of modules would keep replaced ones alive
         module = model.get_submodule(name)
+        experts = expert_weights(module)
         for key, parameter in list(module.named_parameters(recurse=False)):
+            if experts is not None and key in experts.shapes:
+                if scheme is None:
+                    made = torch.empty(parameter.shape, dtype=dtype, device=device)
+                    made.normal_(0, _expert_scale(experts, key, model), generator=generator)
+                    setattr(module, key, nn.Parameter(made, requires_grad=False))
+                continue
             made = torch.full(parameter.shape, float(key != "bias"), dtype=dtype, device=device)
             if parameter.dim() == 2:
                 scale = 1.0 if isinstance(module, nn.Embedding) else parameter.shape[1] ** -0.5
@@ -84,6 +161,11 @@ def random_model(
         if isinstance(module, nn.Linear) and scheme is not None and module not in ends:
             packed = swap(model, name, rtn(module.weight, parse_scheme(scheme)))
             packed.prepare(dtype)
+        if experts is not None and scheme is not None:
+            for key, (n, k) in experts.shapes.items():
+                one = torch.randn(n, k, device=device, generator=generator) * _expert_scale(experts, key, model)
+                part = swap_experts(model, f"{name}.{key}", _rolled(rtn(one, parse_scheme(scheme)), experts.experts))
+                part.forms_for(dtype)
     if model.config.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     if head is not None:
@@ -91,10 +173,51 @@ def random_model(
     return model
 
 
-def weight_bytes(model: PreTrainedModel) -> int:
-    """Returns the stored bytes of all weights that a step reads. Embeddings do not count, since a step reads single rows."""
-    modules = [m for m in model.modules() if not isinstance(m, (nn.Embedding, QuantEmbedding))]
-    packed = [m for m in modules if isinstance(m, QuantLinear)]
-    plain = [p for m in modules if not isinstance(m, QuantLinear) for p in m.parameters(recurse=False)]
-    plain += [m.bias for m in packed if m.bias is not None]
-    return sum(m.weight_nbytes for m in packed) + sum(p.nbytes for p in plain)
+def _expert_scale(experts: ExpertWeights, key: str, model: PreTrainedModel) -> float:
+    """Standard deviation of an expert's weights. The second matrix adds to the residual stream, which all layers together do
+    not multiply: else a router's choice that rounding changes in one layer would change that of all later ones."""
+    scale: float = experts.shapes[key][1] ** -0.5
+    return scale * (2 * model.config.num_hidden_layers) ** -0.5 if key == experts.second else scale
+
+
+def _rolled(q: QuantTensor, count: int) -> ExpertTensor:
+    """`count` experts whose rows are those of q, each in other places."""
+    tensors = (pack_words(q.codes, q.scheme.weight.bits), q.scale, q.zero)
+    packed, scale, zero = (
+        None if t is None else torch.stack([t.roll(ROLL * e, 0) if len(t) == len(q.codes) else t for e in range(count)])
+        for t in tensors
+    )
+    assert packed is not None and scale is not None
+    return ExpertTensor(packed, scale, zero, q.scheme, tuple(q.codes.shape))  # type: ignore[arg-type]
+
+
+def weight_bytes(model: PreTrainedModel, tokens: int | None = None) -> float:
+    """Bytes of all weights that a step reads, as they are stored: those of embeddings are a row each.
+
+    Of experts those that a step of `tokens` tokens is expected to hit, if each token chooses its experts independently and
+    uniformly; all without `tokens`.
+    """
+    held = 0.0
+    inside = set[nn.Module]()
+    for module in model.modules():
+        if module in inside or isinstance(module, (nn.Embedding, QuantEmbedding)):
+            continue
+        experts = module.weights if isinstance(module, QuantExperts) else expert_weights(module)
+        if experts is not None:
+            inside.update(module.modules())
+            top_k = experts_per_token(model.config)
+            hit = experts.experts if tokens is None else experts_hit(tokens, top_k, experts.experts)
+            held += hit * _expert_bytes(module, experts)
+        elif isinstance(module, QuantLinear):
+            held += module.weight_nbytes + (0 if module.bias is None else module.bias.nbytes)
+        else:
+            held += sum(p.nbytes for p in module.parameters(recurse=False))
+    return held
+
+
+def _expert_bytes(module: nn.Module, experts: ExpertWeights) -> float:
+    """Bytes of codes, scales and biases of one expert."""
+    schemes = {name: part.scheme for name, part in module.packed().items()} if isinstance(module, QuantExperts) else {}
+    biases = [getattr(module, f"{name}_bias", None) for name in experts.shapes]
+    of_biases = sum(t.nbytes for t in biases if isinstance(t, Tensor)) / experts.experts
+    return of_biases + sum(matrix_bytes(schemes.get(name), n, k) for name, (n, k) in experts.shapes.items())

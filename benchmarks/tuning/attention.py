@@ -114,7 +114,7 @@ def time_tiles(
         plan = PagedAttentionPlan(rows, shape, tile, machine)
 
         def call(k: Tensor, v: Tensor, plan: PagedAttentionPlan = plan) -> Tensor:
-            return plan(batch.qkv, k, v, *state, None, None, *workspace(batch.qkv.device, *plan.workspace))
+            return plan(batch.qkv, k, v, *state, None, None, None, *workspace(batch.qkv.device, *plan.workspace))
 
         us, error = None, None
         try:

@@ -32,9 +32,11 @@ class DenseMLP:
 
 @dataclass(frozen=True, eq=False)
 class ExpertsMLP:
-    """A mixture of experts, computed by `engine.experts.ExpertMLP`: `block` is Transformers' module with router and experts."""
+    """A mixture of experts, computed by `engine.experts.ExpertMLP`: `block` is Transformers' module with router and experts,
+    `router` its module that chooses experts."""
 
     block: nn.Module
+    router: nn.Module
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,7 @@ class DecoderLayer:
     weights of norms, with a bias for LayerNorm: `input_gamma` before attention, `mlp_gamma` before the MLP, and those after
     attention and MLP, if any. q_gamma and k_gamma [head_dim] are of each head. window: tokens that a token attends to, itself
     included; 0 for all. rope: index into `Decoder.ropes`. qk_norms: norms of whole q and k, of all heads together, if any.
+    sinks [heads]: a score of each head without a value, if any.
     """
 
     module: nn.Module
@@ -62,6 +65,7 @@ class DecoderLayer:
     window: int
     rope: int
     qk_norms: tuple[nn.Module, ...] = ()
+    sinks: Tensor | None = None
 
     def modules(self, product: ProductName) -> tuple[nn.Module, ...]:
         """The modules of a product; experts have no gate_up and no down."""

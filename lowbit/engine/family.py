@@ -46,8 +46,9 @@ class Family:
     scales_embedding: embeddings are multiplied by sqrt(hidden). normalises_deltas: norms follow attention and MLP.
     window_of_model: all layers have the config's window. ropes_by_type: rotary angles depend on the type of the layer.
     layer_norms: norms are torch's LayerNorm, else the family's RMSNorm. experts: end of the class name of blocks of experts,
-    which some or all layers have for an MLP. norms_whole_heads: the norms of q and k are of all heads together. fixed: (option
-    of the config, its only supported value, meaning of any other value).
+    which some or all layers have for an MLP, and router: path of the router in them. norms_whole_heads: the norms of q and k
+    are of all heads together. single_angles: the rotary embedding returns each angle once, not for both elements of a pair.
+    fixed: (option of the config, its only supported value, meaning of any other value).
     """
 
     name: str
@@ -60,7 +61,9 @@ class Family:
     ropes_by_type: bool = False
     layer_norms: bool = False
     experts: str = ""
+    router: str = "gate"
     norms_whole_heads: bool = False
+    single_angles: bool = False
     fixed: tuple[tuple[str, object, str], ...] = ()
 
 
@@ -81,6 +84,7 @@ FAMILIES = {
             norms_whole_heads=True,
             fixed=(("clip_qkv", None, "q, k and v are clamped"),),
         ),
+        Family("GptOss", experts="MLP", router="router", single_angles=True),
         Family("Phi3", window_of_model=True),
         Family("Gemma", norm_offset=1.0, scales_embedding=True),
         Family("Gemma2", norm_offset=1.0, scales_embedding=True, normalises_deltas=True, softcaps_scores=True),

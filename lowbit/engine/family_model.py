@@ -69,7 +69,7 @@ class FamilyModel:
         """The products of the MLP, or its experts."""
         paths, mlp = self.family.paths.mlp, self.mlp_module(layer)
         if self.has_experts(layer):
-            return ExpertsMLP(mlp)
+            return ExpertsMLP(mlp, mlp.get_submodule(self.family.router))
         gate_up: tuple[nn.Module, ...]
         if isinstance(mlp, AlternatingMLP):
             gate_up = ()
@@ -107,6 +107,8 @@ class FamilyModel:
             return mlp.function
         if hasattr(mlp, "experts"):
             function = activation_of(mlp)
+            if function is None:
+                return "silu"  # unused: these experts have a gate of their own, and no layer has a dense MLP
         else:
             function = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
         x = torch.linspace(-8, 8, 65)

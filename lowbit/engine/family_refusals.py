@@ -122,8 +122,11 @@ def _mlp(model: FamilyModel, layer: Any) -> Iterator[str]:
     if model.has_experts(layer):
         block = model.mlp_module(layer)
         yield from block_refusals(block)
-        for module in shared_linears(block):
+        linears = shared_linears(block)
+        for module in linears:
             yield from _wrong_class("a linear layer", module, *LINEARS)
+        if linears:
+            yield from _wrong_class("the gate of the shared expert", block.shared_expert_gate, *LINEARS)
         return
     if model.family.paths.mlp.module:
         yield from _wrong_class("mlp", model.mlp_module(layer), f"{model.family.name}MLP", GatedMLP, AlternatingMLP)

@@ -107,14 +107,16 @@ def product(modules: Sequence[nn.Module], batch_invariant: bool) -> Product:
 
 
 def gated_product(
-    modules: Sequence[nn.Module], block: nn.Module, down: nn.Module, activation: Gate, batch_invariant: bool
-) -> Product:
-    """Returns the product of gate and up, with alternating rows if possible; `block.mlp` then uses the same weight."""
+    modules: Sequence[nn.Module], block: nn.Module, down: nn.Module, activation: Gate, batch_invariant: bool, name: str = "mlp"
+) -> Product:  # fmt: skip
+    """Returns the product of gate and up, with alternating rows if possible. The MLP, `block.<name>`, then uses
+    the same weight."""
     layers = [module for module in modules if isinstance(module, QuantLinear)]
     if len(layers) == 2 and _in_one_form(layers) and not AlternatingMLP.refusals(*layers):
-        block.mlp = AlternatingMLP(layers[0], layers[1], down, activation)
-    if isinstance(block.mlp, AlternatingMLP):  # made above, or by an earlier engine
-        return Packed(block.mlp.weight(), block.mlp.bias, batch_invariant, alternates=True)
+        setattr(block, name, AlternatingMLP(layers[0], layers[1], down, activation))
+    mlp = block.get_submodule(name)
+    if isinstance(mlp, AlternatingMLP):  # made above, or by an earlier engine
+        return Packed(mlp.weight(), mlp.bias, batch_invariant, alternates=True)
     return product(modules, batch_invariant)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from lowbit.engine.cache import Cache, CacheSpec
 from lowbit.engine.chain import Chain, chain_of
 from lowbit.engine.decoder import PRODUCTS, Decoder, DecoderLayer, ExpertsMLP
-from lowbit.engine.experts import ExpertMLP, NormedQkv, expert_mlp_of
+from lowbit.engine.experts import ExpertMLP, NormedQkv, ResidualRouter, SlotOutputs, expert_mlp_of
 from lowbit.engine.graphs import Graphs
 from lowbit.engine.product import Packed, Product, Scaled, gated_product, product
 from lowbit.engine.prompt_attention import PromptAttention, RaggedAttention
@@ -27,18 +27,22 @@ from lowbit.engine.ragged import Ragged, sizes
 from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots
+from lowbit.hardware.machine import features_of
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.nn import QuantLinear
 from lowbit.ops import add_norm_quantize, silu_mul_quantize
 from lowbit.ops.attention import append_kv, decode_attention
 from lowbit.ops.elementwise import activate, add_norm, embed_norm, gate
 
+Delta = Tensor | SlotOutputs
+"""What a layer adds to the residual stream [M, H]."""
+
 
 @dataclass(frozen=True)
 class Layer:
     """A decoder layer as the program computes it: its products and its attention; `spec`: its modules, norms and rotary type.
     `gate_up` is up alone in an MLP without a gate. experts: the whole MLP of a layer with experts; gate_up and down are None
-    then."""
+    then. fused: o and the router of small steps, if it has such."""
 
     spec: DecoderLayer
     qkv: Product
@@ -47,6 +51,7 @@ class Layer:
     down: Product | None
     shape: AttentionShape
     experts: ExpertMLP | None = None
+    fused: ResidualRouter | None = None
 
     @property
     def alternates(self) -> bool:
@@ -85,17 +90,27 @@ class DecodeProgram:
         qkv, o = (product(modules, invariant) for modules in (spec.qkv, [spec.o]))
         if spec.qk_norms:
             widths: list[Any] = [module.out_features for module in spec.qkv]
-            qkv = NormedQkv(qkv, widths, spec.qk_norms)
+            gammas = [norm.weight.detach() for norm in spec.qk_norms]  # type: ignore[union-attr, operator]
+            qkv = NormedQkv(qkv, widths, gammas, self.decoder.eps)
         shape = self.decoder.attention_shape(spec)
         if isinstance(spec.mlp, ExpertsMLP):
-            experts = expert_mlp_of(spec.mlp.block, self.dtype, self.decoder.activation, invariant)
-            return Layer(spec, qkv, o, None, None, shape, experts)
+            experts = expert_mlp_of(spec.mlp, self.dtype, self.decoder.activation, invariant)
+            fused = self._fused(spec, o, experts)
+            return Layer(spec, qkv, o, None, None, shape, experts, fused)
         down = product([spec.mlp.down], invariant)
         if self.decoder.gated:
             gate_up = gated_product(spec.mlp.gate_up, spec.module, spec.mlp.down, self.decoder.activation, invariant)
         else:
             gate_up = product(spec.mlp.gate_up, invariant)
         return Layer(spec, qkv, o, gate_up, down, shape)
+
+    def _fused(self, spec: DecoderLayer, o: Product, experts: ExpertMLP) -> ResidualRouter | None:
+        """o and the router of a layer's small steps; None where they are apart."""
+        d = self.decoder
+        plain = d.norm_offset == 0 and spec.mlp_bias is None and spec.after_attention_gamma is None
+        if not plain or self.device.type != "cuda":
+            return None
+        return ResidualRouter.of(o, experts, spec.mlp_gamma, d.eps, self.dtype, features_of(self.device))
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -123,6 +138,8 @@ class DecodeProgram:
         """Returns lines about the decoder, the cache and the launches per layer."""
         if isinstance(self.chain, Chain):
             launches = f"steps of up to {self.chain.most} tokens: 5 launches a layer"
+        elif fused := [row.fused for row in self.layers if row.fused is not None]:
+            launches = f"steps of up to {fused[0].most} tokens: 7 launches a layer of experts"
         else:
             launches = f"small steps take as many launches a layer as larger ones: {'; '.join(self.chain)}"
         return [
@@ -156,8 +173,8 @@ class DecodeProgram:
             layer, (keys, values) = self.layers[i], self._cache.layer(i)
             return decode_attention(
                 qkv, keys, values, slots.tables, slots.positions, rows, self.ropes[layer.spec.rope], layer.shape,
-                layer.spec.q_gamma, layer.spec.k_gamma, batch_invariant=self.batch_invariant,
-                longest=longest,
+                layer.spec.q_gamma, layer.spec.k_gamma, sinks=layer.spec.sinks,
+                batch_invariant=self.batch_invariant, longest=longest,
             )  # fmt: skip
 
         if isinstance(self.chain, Chain) and len(rows) <= self.chain.most:
@@ -180,7 +197,7 @@ class DecodeProgram:
         """True if attention scores have a soft cap, which `RaggedAttention` does not support."""
         return any(layer.shape.softcap for layer in self.layers)
 
-    def prefill(self, ragged: Ragged, slots: Slots, attention: PromptAttention | None = None) -> tuple[Tensor, Tensor]:
+    def prefill(self, ragged: Ragged, slots: Slots, attention: PromptAttention | None = None) -> tuple[Tensor, Delta]:
         """Returns the residual stream after the tokens of prompts, and the last layer's output, which is not added to it yet.
         `attention` replaces `RaggedAttention`.
         """
@@ -192,7 +209,7 @@ class DecodeProgram:
                 qkv, keys, values, slots.tables, ragged.slot_of, ragged.position_of, self.ropes[layer.spec.rope], layer.shape,
                 layer.spec.q_gamma, layer.spec.k_gamma,
             )  # fmt: skip
-            return attention_of(q, keys, values, layer.shape)
+            return attention_of(q, keys, values, layer.shape, layer.spec.sinks)
 
         return self._layers(ragged.ids, None, ragged.position_of, attend)
 
@@ -203,7 +220,7 @@ class DecodeProgram:
 
     def _layers(
         self, tokens: Tensor, rows: Tensor | None, positions: Tensor, attend: Callable[[int, Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Delta]:
         """Returns the residual stream after all layers, and the last layer's output, which is not added to it yet. Tokens and
         positions are indexed by `rows`; without `rows` they have one element per row.
         """
@@ -213,17 +230,21 @@ class DecodeProgram:
             tokens, rows, self.table, spec.input_gamma, d.eps, self.dtype, scale=d.embedding_scale, offset=d.norm_offset,
             bias=spec.input_bias, positions=None if d.position_table is None else positions, position_table=d.position_table,
         )  # fmt: skip
-        delta = h
+        delta: Delta = h
         for i, layer in enumerate(self.layers):
             if i:
                 after, spec = spec.after_mlp_gamma, layer.spec
                 x = self._norm(layer.qkv, h, delta, spec.input_gamma, spec.input_bias, after)
-            delta = layer.o(attend(i, layer.qkv(x)))
+            attended = attend(i, layer.qkv(x))
+            if layer.fused is not None and layer.experts is not None and len(h) <= layer.fused.most:
+                delta = layer.experts.routed(*layer.fused(attended, h))
+                continue
+            delta = layer.o(attended)
             x = self._norm(layer.gate_up, h, delta, spec.mlp_gamma, spec.mlp_bias, spec.after_attention_gamma)
             delta = self._mlp(layer, x)
         return h, delta
 
-    def _mlp(self, layer: Layer, x: Any) -> Tensor:
+    def _mlp(self, layer: Layer, x: Any) -> Delta:
         """The output of a layer's MLP."""
         if layer.experts is not None:
             return layer.experts(x)
@@ -231,12 +252,17 @@ class DecodeProgram:
         return layer.down(self._gated(layer, x))
 
     def _norm(
-        self, reader: Product | None, h: Tensor, delta: Tensor, gamma: Tensor, bias: Tensor | None, after: Tensor | None
+        self, reader: Product | None, h: Tensor, delta: Delta, gamma: Tensor, bias: Tensor | None, after: Tensor | None
     ) -> Any:
         """h += delta, then the norm of h: x of the product `reader`, quantized if it takes 8-bit activations and the norm is a
         plain RMSNorm."""
         d = self.decoder
-        if isinstance(reader, Scaled) and reader.is_fused and bias is None and after is None and d.norm_offset == 0:
+        plain = bias is None and after is None and d.norm_offset == 0
+        if isinstance(delta, SlotOutputs):
+            if plain and not (isinstance(reader, Scaled) and reader.is_fused):
+                return delta.add_norm(h, gamma, d.eps)
+            delta = delta.total()
+        if isinstance(reader, Scaled) and reader.is_fused and plain:
             return add_norm_quantize(h, delta, gamma, d.eps, **reader.quantization())
         return add_norm(h, delta, gamma, d.eps, offset=d.norm_offset, post_gamma=after, bias=bias)
 
@@ -254,11 +280,11 @@ class DecodeProgram:
             return silu_mul_quantize(first, second, **layer.down.quantization())
         return gate(gate_up, self.decoder.activation)
 
-    def logits(self, h: Tensor, delta: Tensor) -> Tensor:
+    def logits(self, h: Tensor, delta: Delta) -> Tensor:
         """Returns logits [B, V] of h + delta: the residual stream [B, hidden] plus the last layer's output."""
         d = self.decoder
         after = self.layers[-1].spec.after_mlp_gamma
-        x = add_norm(h, delta, d.final_gamma, d.eps, offset=d.norm_offset, post_gamma=after, bias=d.final_bias)
+        x = self._norm(None, h, delta, d.final_gamma, d.final_bias, after)
         return self._capped(self.head(x))
 
     def _capped(self, logits: Tensor) -> Tensor:

@@ -45,12 +45,14 @@ class RaggedAttention:
     def __init__(self, ragged: Ragged, kv_heads: int) -> None:
         self.ragged, self.where = ragged, ragged.keys(kv_heads)
 
-    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
+    def __call__(
+        self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, sinks: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
         """Returns the attention output [T, heads * head_dim] of q [T, heads, head_dim] over a layer's cache, which holds the
-        keys and values of all chunks. Padding rows are undefined.
+        keys and values of all chunks. Padding rows are undefined. `sinks` [heads]: the layer's sinks, if any.
         """
         k, v = gather_kv(keys, values, self.where, self.ragged.k_begins[-1:])
-        return ragged_attention(q, k, v, self.ragged.q_begins, self.ragged.k_begins, shape)
+        return ragged_attention(q, k, v, self.ragged.q_begins, self.ragged.k_begins, shape, sinks)
 
 
 class PromptAttention:
@@ -103,28 +105,35 @@ class PromptAttention:
         both = on_device([*taken, *order], self.tables.device).long()
         self.taken, self.order = both[: len(taken)], both[len(taken) :]
 
-    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
+    def __call__(
+        self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, sinks: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
         """Returns the attention output [T, heads * head_dim] of q [T, heads, head_dim] over a layer's cache, which holds the
-        keys and values of all chunks. Padding rows are 0.
+        keys and values of all chunks. Padding rows are 0. `sinks` [heads]: the layer's sinks, if any.
         """
-        out = self._of_chunks(q, keys, values, shape)
+        out = self._of_chunks(q, keys, values, shape, sinks)
         return out if len(out) == len(q) else pad(out, (0, 0, 0, len(q) - len(out)))
 
-    def _of_chunks(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
-        if not self.groups or shape.softcap or 0 < shape.window < self.longest:
-            return _joined([self._alone(number, q, keys, values, shape) for number in range(len(self.chunks))])
+    def _of_chunks(
+        self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, sinks: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        if not self.groups or shape.softcap or sinks is not None or 0 < shape.window < self.longest:
+            return _joined([self._alone(number, q, keys, values, shape, sinks) for number in range(len(self.chunks))])
         out = []
         of_groups = q[self.taken].split([group.length * len(group.numbers) for group in self.groups])
         for group, own in zip(self.groups, of_groups, strict=True):
             seen = keys[group.page, :, group.place], values[group.page, :, group.place]
             out.append(causal_attention(own.unflatten(0, (-1, group.length)), *seen, shape))
-        out += [self._alone(number, q, keys, values, shape) for number in self.alone]
+        out += [self._alone(number, q, keys, values, shape, sinks) for number in self.alone]
         return _joined(out)[self.order]
 
-    def _alone(self, number: int, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
+    def _alone(
+        self, number: int, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, sinks: Tensor | None
+    ) -> Tensor:  # fmt: skip
         chunk = self.chunks[number]
         part = q[self.begins[number] : self.begins[number + 1]]
-        return prompt_attention(part, keys, values, self.tables[chunk.sequence.running_slot], chunk.begin, shape)
+        table = self.tables[chunk.sequence.running_slot]
+        return prompt_attention(part, keys, values, table, chunk.begin, shape, sinks)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -91,6 +91,7 @@ def _layer(model: FamilyModel, layer: Any, rope: int) -> DecoderLayer:
         window=int(window or 0),
         rope=rope,
         qk_norms=(attention.q_norm, attention.k_norm) if family.norms_whole_heads else (),
+        sinks=attention.sinks.detach() if hasattr(attention, "sinks") else None,
     )
 
 
@@ -137,7 +138,9 @@ def _rope_table(model: FamilyModel, kind: str, positions: int) -> Tensor:
     ids, like = torch.arange(positions, device=device)[None], torch.empty(0, device=device)
     types = (kind,) if model.family.ropes_by_type else ()
     values: Iterable[Tensor] = model.model.model.rotary_emb(like, ids, *types)
-    cos, sin = (each[0].float().chunk(2, dim=-1)[0] for each in values)
+    cos, sin = (each[0].float() for each in values)
+    if not model.family.single_angles:
+        cos, sin = cos.chunk(2, dim=-1)[0], sin.chunk(2, dim=-1)[0]
     if kind == NO_ROPE:
         cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
     return torch.cat([cos, sin], dim=-1).contiguous()

@@ -3,7 +3,7 @@ operators."""
 
 from lowbit.ops.byte_gemm import byte_gemm
 from lowbit.ops.dequantize_gemm import mixed_gemm
-from lowbit.ops.expert_gemm import expert_gemm, sum_slots
+from lowbit.ops.expert_gemm import expert_gemm, sum_norm, sum_slots
 from lowbit.ops.fragment_gemm import fragment_gemm
 from lowbit.ops.fused_gemm import chain_refusals, norm_gemm, residual_gemm
 from lowbit.ops.gemm import gemm, pack_for
@@ -42,6 +42,7 @@ __all__ = [
     "rows",
     "scaled_gemm",
     "silu_mul_quantize",
+    "sum_norm",
     "sum_slots",
     "weight_refusals",
     "why_slow",

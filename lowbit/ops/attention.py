@@ -41,22 +41,24 @@ k_norm."""
 
 def decode_attention(
     qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, shape: AttentionShape,
-    q_norm: Tensor | None = None, k_norm: Tensor | None = None, *, batch_invariant: bool = False, longest: int = 0,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, *, sinks: Tensor | None = None, batch_invariant: bool = False,
+    longest: int = 0,
 ) -> Tensor:  # fmt: skip
     """Returns the attention [B, heads * head_dim] of one new token for each of B rows over its slot's pages.
 
     qkv [B, (heads + 2 kv_heads) head_dim] holds each row's heads of q, then k, then v; `rows` int32 [B] is its slot. Heads of q
     and k are RMS-normed if q_norm and k_norm [head_dim] are given, then rotated by cos_sin float32 [positions, rotary_dim]: cos
     of each pair, then sin. The new k and v are written to the slot's position. The token attends to positions 0 to its own
-    position. On a GPU types are fp16 or bf16 and there is one launch. It reads rows, positions, tables, cos_sin, gammas and
-    older keys before the preceding kernel has finished, so neither that kernel nor any other running kernel may write them.
-    With `batch_invariant` a row has the same bits in every batch; else the number of splits of a row depends on the batch.
-    `longest` is the longest context, in tokens, for which the tile is chosen (default: the capacity of the tables); longer
-    contexts are computed correctly, but more slowly. Raises ValueError for tensors that do not fit together and for a shape
-    that no kernel supports.
+    position. `sinks` [heads], of any float type, is an additional score per head without a value in the softmax (gpt-oss);
+    neither `shape.scale` nor `shape.softcap` applies to it. On a GPU types are fp16 or bf16 and there is one launch. It reads
+    rows, positions, tables, cos_sin, gammas, sinks and older keys before the preceding kernel has finished, so neither that
+    kernel nor any other running kernel may write them. With `batch_invariant` a row has the same bits in every batch; else the
+    number of splits of a row depends on the batch. `longest` is the longest context, in tokens, for which the tile is chosen
+    (default: the capacity of the tables); longer contexts are computed correctly, but more slowly. Raises ValueError for
+    tensors that do not fit together and for a shape that no kernel supports.
     """
     return torch.ops.lowbit.decode_attention(
-        qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, *_fields(shape), batch_invariant, longest
+        qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, *_fields(shape), batch_invariant, longest, sinks
     )
 
 
@@ -71,12 +73,15 @@ def append_kv(
     return torch.ops.lowbit.append_kv(qkv, k, v, tables, slot_of, position_of, cos_sin, q_norm, k_norm, *_fields(shape))
 
 
-def prompt_attention(q: Tensor, k: Tensor, v: Tensor, table_row: Tensor, first: int, shape: AttentionShape) -> Tensor:
+def prompt_attention(
+    q: Tensor, k: Tensor, v: Tensor, table_row: Tensor, first: int, shape: AttentionShape, sinks: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """Returns the attention [T, heads * head_dim] of tokens q [T, heads, head_dim] at positions first, first + 1, .. of one
     slot. The keys and values of all these tokens must be in the slot's pages.
 
-    table_row int32 [P] is on the device of q. On a GPU without a soft cap, and with a window that covers all tokens, torch's
-    flash attention computes it, without repeating keys for the query heads that share them; else `attend` does.
+    table_row int32 [P] is on the device of q. sinks [heads] as in `decode_attention`. On a GPU without a soft cap and sinks,
+    and with a window that covers all tokens, torch's flash attention computes it, without repeating keys for the query heads
+    that share them; else `attend` does.
     """
     reasons = shape_refusals(shape)
     tokens = first + len(q)
@@ -85,8 +90,8 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, table_row: Tensor, first: 
     if reasons:
         raise ValueError(f"prompt_attention: {'; '.join(reasons)}; got q {tuple(q.shape)} and first {first}")
     keys, values = gathered(k, table_row, tokens), gathered(v, table_row, tokens)
-    if not q.is_cuda or shape.softcap or 0 < shape.window < tokens:
-        return attend(q, keys, values, first, shape)
+    if not q.is_cuda or shape.softcap or sinks is not None or 0 < shape.window < tokens:
+        return attend(q, keys, values, first, shape, sinks)
     mask = causal_lower_right(len(q), tokens)
     out = scaled_dot_product_attention(
         q.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, scale=shape.scale, enable_gqa=shape.group > 1
@@ -118,7 +123,7 @@ def _fields(shape: AttentionShape) -> tuple[int | float, ...]:
 
 def _check(
     operator: str, shape: AttentionShape, qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, of_slots: Tensor | None,
-    of_rows: tuple[Tensor, ...], cos_sin: Tensor, norms: Sequence[Tensor | None],
+    of_rows: tuple[Tensor, ...], cos_sin: Tensor, norms: Sequence[Tensor | None], sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Raises ValueError unless the tensors fit together and have the given attention shape."""
     reasons = list(shape_refusals(shape))
@@ -140,6 +145,8 @@ def _check(
     for gamma in norms:
         if gamma is not None and tuple(gamma.shape) != (shape.head_dim,):
             reasons.append(f"q_norm and k_norm are [{shape.head_dim}], got {tuple(gamma.shape)}")
+    if sinks is not None and (tuple(sinks.shape) != (shape.heads,) or not sinks.is_floating_point()):
+        reasons.append(f"sinks are floating [{shape.heads}], got {sinks.dtype} {tuple(sinks.shape)}")
     if reasons:
         raise ValueError(f"{operator}: {'; '.join(reasons)}")
 
@@ -173,13 +180,19 @@ def _contiguous(operator: str, tensors: Tensors) -> Tensors:
     return (qkv.contiguous(), k, v, tables, first.contiguous(), second.contiguous(), cos_sin.contiguous(), *norms)  # type: ignore[return-value]
 
 
+def _decode_options(batch_invariant: bool = False, longest: int = 0, sinks: Tensor | None = None) -> Any:
+    """(batch_invariant, longest), and the sinks without gaps."""
+    return (batch_invariant, longest), sinks if sinks is None else sinks.contiguous()
+
+
 def _decode(*arguments: Any) -> Tensor:
-    given, shape, options = _split(arguments)
+    given, shape, rest = _split(arguments)
     tensors = _contiguous("decode_attention", given)
-    plan = _decode_plan(shape, tuple(spec_of(t) for t in tensors), *options)
+    options, sinks = _decode_options(*rest)
+    plan = _decode_plan(shape, tuple(spec_of(t) for t in (*tensors, sinks)), *options)
     if plan is None:
         return tensors[0].new_empty(0, shape.heads * shape.head_dim)
-    return plan(*tensors, *workspace(tensors[0].device, *plan.workspace))
+    return plan(*tensors, sinks, *workspace(tensors[0].device, *plan.workspace))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -201,14 +214,15 @@ def _decode_plan(
 
 
 def _check_decode(tensors: Sequence[Any], shape: AttentionShape) -> None:
-    qkv, k, v, tables, positions, rows, cos_sin, *norms = tensors
-    _check("decode_attention", shape, qkv, k, v, tables, positions, (rows,), cos_sin, norms)
+    qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, sinks = tensors
+    _check("decode_attention", shape, qkv, k, v, tables, positions, (rows,), cos_sin, (q_norm, k_norm), sinks)
 
 
 def _decode_on_cpu(*arguments: Any) -> Tensor:
-    tensors, shape, _ = _split(arguments)
-    _check_decode(tensors, shape)
-    return decode_reference(*tensors[:7], shape, *tensors[7:])
+    tensors, shape, rest = _split(arguments)
+    _, sinks = _decode_options(*rest)
+    _check_decode((*tensors, sinks), shape)
+    return decode_reference(*tensors[:7], shape, *tensors[7:], sinks)
 
 
 def _fake_decode(*arguments: Any) -> Tensor:
@@ -218,7 +232,7 @@ def _fake_decode(*arguments: Any) -> Tensor:
 
 register(
     f"decode_attention({_CACHE}, Tensor positions, Tensor rows, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, {_SHAPE},"
-    " bool batch_invariant=False, int longest=0) -> Tensor",
+    " bool batch_invariant=False, int longest=0, Tensor? sinks=None) -> Tensor",
     cuda=_decode,
     cpu=_decode_on_cpu,
     fake=_fake_decode,

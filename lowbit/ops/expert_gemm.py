@@ -1,9 +1,9 @@
-"""The torch operators `lowbit::expert_gemm` and `lowbit::sum_slots`: the products of a mixture of experts.
+"""The torch operators `lowbit::expert_gemm`, `lowbit::sum_slots` and `lowbit::sum_norm`: products of a mixture of experts.
 
     routing = route(logits, rule, tile_rows=tile_rows_for(T, top_k, E))         # ops/route.py
     h = expert_gemm(x, gate_up, routing, gate="silu")                           # a row for each slot
     y = expert_gemm(h, down, routing, per_slot=True, weighted=True)
-    out = sum_slots(y, top_k, residual)
+    out = sum_slots(y, top_k, residual)                                         # or sum_norm: h += sum; norm of h
 
 Slot t * top_k + s is the s-th expert of token t. Only experts with slots are read. The operators are opaque to torch.compile.
 The choice of kernel depends on shapes and on `tile_rows` of the routing, not on the router's result, so the host never waits
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,7 +23,13 @@ from lowbit.formats import Scheme
 from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose.experts import ExpertShape, ExpertTile, choose
 from lowbit.kernels.choose.tiles import MmaTile, RingTile
-from lowbit.kernels.reference.experts import EXPERT_GATES, expert_gemm_reference, sum_slots_reference
+from lowbit.kernels.reference.experts import (
+    EXPERT_GATES,
+    expert_gemm_reference,
+    sum_norm_reference,
+    sum_slots_reference,
+)
+from lowbit.ops.elementwise import MOST_COLUMNS
 from lowbit.ops.fragment_gemm import aligned_rows, check_product
 from lowbit.ops.operands import TensorSpec, check_one_device, device_of, meta_tensors, scheme_of, spec_of
 from lowbit.ops.register import register
@@ -32,6 +38,7 @@ from lowbit.pack import ExpertWeight, WeightForm, weight_form
 
 if TYPE_CHECKING:
     from lowbit.kernels.elementwise.gather_slots import GatherSlotsPlan
+    from lowbit.kernels.elementwise.sum_norm import SumNormPlan
     from lowbit.kernels.elementwise.sum_slots import SumSlotsPlan
     from lowbit.kernels.sm80.expert_large_m_gemm import ExpertMmaPlan
     from lowbit.kernels.sm80.expert_small_m_gemm import ExpertRingPlan
@@ -76,6 +83,20 @@ def sum_slots(y: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
     """
     out: Tensor = torch.ops.lowbit.sum_slots(y, top_k, residual)
     return out
+
+
+def sum_norm(
+    h: Tensor, y: Tensor, top_k: int, gamma: Tensor, eps: float, *, shared: Tensor | None = None, share: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """x [T, N] = RMSNorm of h by gamma [N], after h [T, N] += the sum over the slots of each token of y [T * top_k, N].
+
+    shared [T, N], the output of an expert of all tokens, is added times sigmoid(share), share [T, 1] of any row stride and any
+    float type. In float32, slot 0 first, then the shared expert, h last, one rounding, in place; x is that
+    of `ops.elementwise.add_norm`. h, y and shared are of one type and contiguous. Raises ValueError for tensors that do not fit
+    together.
+    """
+    x: Tensor = torch.ops.lowbit.sum_norm(h, y, top_k, gamma, eps, shared, share)
+    return x
 
 
 class ExpertArguments(NamedTuple):
@@ -327,4 +348,66 @@ register(
     cuda=_sum_slots,
     cpu=_sum_slots_on_cpu,
     fake=_sum_slots_fake,
+)
+
+
+def _check_sum_norm(
+    h: Tensor, y: Tensor, top_k: int, gamma: Tensor, eps: float, shared: Tensor | None = None, share: Tensor | None = None
+) -> None:  # fmt: skip
+    """Raises ValueError unless the tensors are of one call."""
+    if h.dim() != 2 or y.dim() != 2 or top_k < 1 or y.shape != (h.shape[0] * top_k, h.shape[1]) or y.dtype != h.dtype:
+        raise ValueError(
+            f"sum_norm: h is floats [T, N] and y [T * {top_k}, N] of its type, got {h.dtype} {tuple(h.shape)} and {y.dtype} "
+            f"{tuple(y.shape)}"
+        )
+    if gamma.shape != h.shape[1:]:
+        raise ValueError(f"sum_norm: gamma is [{h.shape[1]}], got {tuple(gamma.shape)}")
+    if (shared is None) != (share is None):
+        raise ValueError("sum_norm: shared and share come together: an expert's output and its gate")
+    if shared is not None and share is not None:
+        if shared.shape != h.shape or shared.dtype != h.dtype:
+            raise ValueError(f"sum_norm: shared is {h.dtype} {tuple(h.shape)} like h, got {shared.dtype} {tuple(shared.shape)}")
+        if share.shape != (h.shape[0], 1) or not share.is_floating_point():
+            raise ValueError(f"sum_norm: share is floats [{h.shape[0]}, 1], got {share.dtype} {tuple(share.shape)}")
+    if not all(t is None or t.is_contiguous() for t in (h, y, gamma, shared)):
+        raise ValueError("sum_norm: h, y, gamma and shared are contiguous; call .contiguous() on them")
+
+
+def _sum_norm(
+    h: Tensor, y: Tensor, top_k: int, gamma: Tensor, eps: float, shared: Tensor | None = None, share: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    _check_sum_norm(h, y, top_k, gamma, eps, shared, share)
+    plan = _sum_norm_plan(top_k, *(spec_of(t) for t in (h, y, gamma, shared, share)))
+    return plan(h, y, shared, share, gamma, eps)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sum_norm_plan(top_k: int, *tensors: TensorSpec | None) -> SumNormPlan:
+    """The plan of a call. Raises ValueError when no kernel takes the tensors."""
+    from lowbit.kernels.elementwise.sum_norm import SumNormPlan
+
+    h, *_ = meta_tensors(tensors)
+    on = device_of("sum_norm", tensors)
+    if h.dtype not in _HALVES or h.shape[1] > MOST_COLUMNS:
+        raise ValueError(f"sum_norm: rows are fp16 or bf16 of up to {MOST_COLUMNS} columns, got {h.dtype} {tuple(h.shape)}")
+    return SumNormPlan(h.shape[0], top_k, h.shape[1], machine_of(on))
+
+
+def _sum_norm_on_cpu(
+    h: Tensor, y: Tensor, top_k: int, gamma: Tensor, eps: float, shared: Tensor | None = None, share: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    check_one_device("sum_norm", h, y, gamma, shared, share)
+    _check_sum_norm(h, y, top_k, gamma, eps, shared, share)
+    return sum_norm_reference(h, y, top_k, gamma, eps, shared, share)
+
+
+def _sum_norm_fake(h: Tensor, *others: Any) -> Tensor:
+    return torch.empty_like(h)
+
+
+register(
+    "sum_norm(Tensor(a!) h, Tensor y, int top_k, Tensor gamma, float eps, Tensor? shared=None, Tensor? share=None) -> Tensor",
+    cuda=_sum_norm,
+    cpu=_sum_norm_on_cpu,
+    fake=_sum_norm_fake,
 )

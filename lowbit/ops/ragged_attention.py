@@ -32,14 +32,18 @@ def gather_kv(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tenso
     return torch.ops.lowbit.gather_kv(k, v, where, count)
 
 
-def ragged_attention(q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins: Tensor, shape: AttentionShape) -> Tensor:
+def ragged_attention(
+    q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins: Tensor, shape: AttentionShape, sinks: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """Returns the causal attention [T, heads * head_dim] of packed sequences q [T, heads, head_dim], k and v [K, kv_heads,
     head_dim].
 
     Sequence i has the tokens q_begins[i] to q_begins[i + 1] of q and k_begins[i] to k_begins[i + 1] of k and v, both int32
     [sequences + 1]; its tokens of q are its last ones. Rows outside all sequences are uninitialised. On a GPU torch's flash
     attention computes it; the bits of a sequence do not depend on other sequences. The host only reads the sizes of tensors, so
-    a CUDA graph can capture it. Raises ValueError for a soft cap, which flash attention does not have.
+    a CUDA graph can capture it. `sinks` [heads] as in `decode_attention`: flash attention's output is multiplied by the share
+    that the sink leaves of the softmax, 1 / (1 + exp(sink - lse)), and rounded again. Raises ValueError for a soft cap, which
+    flash attention does not have.
     """
     reasons = shape_refusals(shape)
     if shape.softcap:
@@ -47,19 +51,30 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins
     expected = (shape.heads, shape.kv_heads, shape.kv_heads)
     if any(x.shape[1:] != (heads, shape.head_dim) for x, heads in zip((q, k, v), expected, strict=True)) or len(k) != len(v):
         reasons = (*reasons, f"q, k and v are [.., {expected}, {shape.head_dim}]")
+    if sinks is not None and (tuple(sinks.shape) != (shape.heads,) or not sinks.is_floating_point()):
+        reasons = (*reasons, f"sinks are floating [{shape.heads}], not {sinks.dtype} {tuple(sinks.shape)}")
     if reasons:
         raise ValueError(f"ragged_attention: {'; '.join(reasons)}; got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
     if not q.is_cuda:
-        return ragged_reference(q, k, v, q_begins, k_begins, shape)
+        return ragged_reference(q, k, v, q_begins, k_begins, shape, sinks)
     # This is the operator that torch.nn.attention.varlen calls. torch 2.9 does not have that module, and its arguments have
     # changed since. If the maximum number of keys were at most the window, another kernel would be chosen, with other tiles on
     # some GPUs; the bits of a sequence would then depend on other sequences.
     most_keys = max(len(k), shape.window)
-    out = torch.ops.aten._flash_attention_forward(
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, q_begins, k_begins, len(q), most_keys, 0.0, True, False, scale=shape.scale,
         window_size_left=shape.window - 1 if shape.window else None, window_size_right=0,
-    )[0]  # fmt: skip
-    return out.flatten(1)
+    )  # fmt: skip
+    return (out if sinks is None else with_sinks(out, lse, sinks)).flatten(1)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The output of a softmax with one more score, `sinks` [heads], in its denominator.
+
+    out [T, heads, head_dim] is the output without it, and lse float32 [heads, T] the logarithm of its denominator."""
+    heads, tokens = out.shape[1], len(out)
+    kept = torch.sigmoid(lse.reshape(heads, tokens) - sinks.float()[:, None])
+    return (out * kept.T[..., None]).to(out.dtype)
 
 
 def _check(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> None:

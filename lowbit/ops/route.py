@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit.hardware.machine import machine_of
+from lowbit.kernels.choose.fused_gemm import MOST_PARTS
 from lowbit.kernels.reference.route import (
     MOST_EXPERTS,
     SLOT_BITS,
@@ -23,6 +24,7 @@ from lowbit.kernels.reference.route import (
     RoutingTensors,
     Score,
     group_reference,
+    norm_route_reference,
     route_reference,
     tile_bound,
 )
@@ -33,7 +35,7 @@ from lowbit.ops.workspace import workspace
 if TYPE_CHECKING:
     from lowbit.kernels.elementwise.route import GroupPlan, RoutePlan, RouteTokensPlan
 
-__all__ = ["BiasUse", "GroupScore", "RouterRule", "Routing", "Score", "group", "route", "route_tokens"]
+__all__ = ["BiasUse", "GroupScore", "RouterRule", "Routing", "Score", "group", "norm_route", "route", "route_tokens"]
 
 MOST_FUSED = 16
 """Largest number of tokens that the kernel of `route_tokens` multiplies: twice the columns of one matrix instruction."""
@@ -117,6 +119,20 @@ def route_tokens(
     write it. Raises ValueError as `route` does.
     """
     return _routing(torch.ops.lowbit.route_tokens(x, router, bias, *_fields(rule), tile_rows), tile_rows)
+
+
+def norm_route(
+    x: Tensor, squares: Tensor, router: Tensor, rule: RouterRule, bias: Tensor | None = None, *, eps: float,
+    factor: float = 1.0, tile_rows: int,
+) -> tuple[Tensor, Routing]:  # fmt: skip
+    """(normalised x [T, K], its routing) in one launch, of what `ops.fused_gemm.residual_gemm` returns: x [T, K] is h * gamma *
+    factor, and `squares` float32 [parts, T] are sums of squares of parts of the rows of h.
+
+    rms = sqrt(sum of squares / K + eps). x is divided by rms * factor and rounded; logits are those of x as given, divided in
+    float32. 1 to 16 tokens, at most 256 parts; all else as in `route_tokens`.
+    """
+    normed, *made = torch.ops.lowbit.norm_route(x, squares, router, bias, eps, factor, *_fields(rule), tile_rows)
+    return normed, _routing(made, tile_rows)
 
 
 def group(experts: Tensor, weights: Tensor, expert_count: int, *, tile_rows: int) -> Routing:
@@ -213,11 +229,11 @@ def _route_plan(
 @functools.lru_cache(maxsize=4096)
 def _route_tokens_plan(
     shape: torch.Size, dtype: torch.dtype, aligned: bool, pieces: bool, experts: int, rule: RouterRule, bias: bool,
-    tile_rows: int, on: torch.device,
+    tile_rows: int, on: torch.device, parts: int = 0,
 ) -> RouteTokensPlan:  # fmt: skip
     from lowbit.kernels.elementwise.route import RouteTokensPlan
 
-    return RouteTokensPlan(shape[0], shape[1], experts, rule, bias, tile_rows, pieces, machine_of(on))
+    return RouteTokensPlan(shape[0], shape[1], experts, rule, bias, tile_rows, pieces, machine_of(on), parts)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -296,6 +312,57 @@ def _route_tokens_fake(x: Tensor, router: Tensor, bias: Tensor | None, *rest: An
     return _empty(x, x.shape[0], rule.top_k, router.shape[0], tile_rows)
 
 
+def _check_norm(x: Tensor, squares: Tensor, router: Tensor, bias: Tensor | None, rule: RouterRule, tile_rows: int) -> None:
+    """Raises ValueError unless the arguments are of one call."""
+    if not (1 <= len(x) <= MOST_FUSED if x.dim() == 2 else False):
+        raise ValueError(f"norm_route: x is [T, K] of 1 to {MOST_FUSED} tokens, got {tuple(x.shape)}")
+    _check_tokens(x, router, bias, rule, tile_rows)
+    shape = tuple(squares.shape)
+    if squares.dtype != torch.float32 or len(shape) != 2 or shape[1] != len(x) or not 1 <= shape[0] <= MOST_PARTS:
+        raise ValueError(
+            f"norm_route: squares are float32 [parts, {len(x)}] of up to {MOST_PARTS} parts, got {squares.dtype} {shape}"
+        )
+    if not squares.is_contiguous():
+        raise ValueError("norm_route: squares are contiguous; call .contiguous()")
+    check_one_device("norm_route", x, squares)
+
+
+NormRouted = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""The normalised x, then the tensors of a routing."""
+
+
+def _norm_route_on_gpu(
+    x: Tensor, squares: Tensor, router: Tensor, bias: Tensor | None, eps: float, factor: float, *rest: Any
+) -> NormRouted:  # fmt: skip
+    *fields, tile_rows = rest
+    rule = _rule(*fields)
+    _check_norm(x, squares, router, bias, rule, tile_rows)
+    on, aligned = x.device, _aligned(x, router)
+    of_x = x.shape, x.dtype, _aligned(x, router, bias, squares), aligned and x.stride(0) % 8 == 0
+    plan = _route_tokens_plan(*of_x, len(router), rule, bias is not None, tile_rows, on, len(squares))
+    normed, made = plan.norm(x, squares, router, bias, *workspace(on, *plan.workspace), eps, factor)
+    return normed, *made
+
+
+def _norm_route_on_cpu(
+    x: Tensor, squares: Tensor, router: Tensor, bias: Tensor | None, eps: float, factor: float, *rest: Any
+) -> NormRouted:  # fmt: skip
+    *fields, tile_rows = rest
+    rule = _rule(*fields)
+    _check_norm(x, squares, router, bias, rule, tile_rows)
+    normed, made = norm_route_reference(x, squares, router, bias, eps, factor, rule, tile_rows)
+    return normed, *made
+
+
+def _norm_route_fake(
+    x: Tensor, squares: Tensor, router: Tensor, bias: Tensor | None, eps: float, factor: float, *rest: Any
+) -> NormRouted:  # fmt: skip
+    *fields, tile_rows = rest
+    rule = _rule(*fields)
+    _check_norm(x, squares, router, bias, rule, tile_rows)
+    return x.new_empty(x.shape), *_empty(x, x.shape[0], rule.top_k, router.shape[0], tile_rows)
+
+
 def _group_on_gpu(experts: Tensor, weights: Tensor, expert_count: int, tile_rows: int) -> RoutingTensors:
     _check_group(experts, weights, expert_count, tile_rows)
     if not len(experts):
@@ -328,6 +395,13 @@ register(
     cuda=_route_tokens_on_gpu,
     cpu=_route_tokens_on_cpu,
     fake=_route_tokens_fake,
+)
+register(
+    f"norm_route(Tensor x, Tensor squares, Tensor router, Tensor? bias, float eps, float factor, {_RULE})"
+    f" -> {_MADE.replace('(', '(Tensor normed, ', 1)}",
+    cuda=_norm_route_on_gpu,
+    cpu=_norm_route_on_cpu,
+    fake=_norm_route_fake,
 )
 register(
     f"group(Tensor experts, Tensor weights, int expert_count, int tile_rows) -> {_MADE}",

@@ -19,9 +19,11 @@ from benchmarks.e2e_report import E2E, SCHEMA, failed, load, plot, shares, table
 from benchmarks.language_model import random_model, weight_bytes
 from lowbit.engine import Engine, Request
 from lowbit.engine import chain as chain_of
+from lowbit.engine.program import DecodeProgram
 from lowbit.eval.results import write_json
-from lowbit.nn import PackedWeight
+from lowbit.nn import PackedWeight, QuantExperts
 from lowbit.nn.convert import swap
+from lowbit.ops.route import RouterRule, route, route_tokens
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/h200"
 
@@ -52,7 +54,7 @@ def test_a_random_model_computes_and_counts_its_bytes(small):
 
 
 def test_unknown_models_are_refused():
-    with pytest.raises(ValueError, match="models are Llama-3-8B, Llama-2-13B, Llama-2-70B, OPT-30B, got 'GPT-5'"):
+    with pytest.raises(ValueError, match="models are Llama-3-8B, Llama-2-13B, .*, OLMoE-1B-7B, got 'GPT-5'"):
         random_model("GPT-5", None, None, torch.float16, torch.device("cpu"))
 
 
@@ -92,7 +94,7 @@ def test_kept_results_fit_a_terminal():
 
 
 def test_shares_of_kinds_of_kernels():
-    assert shares(row()) == {"products": 300.0, "attention": 90.0, "norms and gates": 0.0, "drawing": 0.0, "other": 10.0}
+    assert shares(row()) == {"products": 300.0, "attention": 90.0, "norms, gates, routing": 0.0, "drawing": 0.0, "other": 10.0}
 
 
 def test_sums_of_split_k_are_products():
@@ -100,7 +102,7 @@ def test_sums_of_split_k_are_products():
     name = "void cublasLt::splitKreduce_kernel<32, 16, int, float, __half>(cublasLt::cublasSplitKParams<float>)"
     assert any(part in name for part in e2e.PRODUCTS)
     assert shares(row(kernels={name: [1, 2.0, 2.0], "collect": [1, 1.0, 1.0]})) == {
-        "products": 2.0, "attention": 0.0, "norms and gates": 0.0, "drawing": 1.0, "other": 0.0,
+        "products": 2.0, "attention": 0.0, "norms, gates, routing": 0.0, "drawing": 1.0, "other": 0.0,
     }  # fmt: skip
 
 
@@ -115,7 +117,7 @@ def test_pictures_need_a_measured_row(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--models", "GPT-5"], "--models are Llama-3-8B, Llama-2-13B, Llama-2-70B, OPT-30B, got 'GPT-5'"),
+        (["--models", "GPT-5"], "gpt-oss-20b, OLMoE-1B-7B, got 'GPT-5'"),
         (["--rivals", "vllm"], "--rivals are eager, static, got 'vllm'"),
         (["--dtype", "float32"], "--dtype is float16 or bfloat16, got 'float32'"),
         (["--schemes", "int4"], "int4"),
@@ -143,6 +145,138 @@ def test_a_model_with_an_embedding_of_positions(monkeypatch):
     assert packed.lm_head.weight_packed is packed.model.decoder.embed_tokens.weight_packed
     of_layer = (4 * 64 * 64 + 2 * 64 * 256) * 9 // 16 + 2 * (4 * 64 + 64 + 256 + 4 * 64)
     assert weight_bytes(packed) == 3 * of_layer + 2 * 2 * 64 + 50272 * (64 + 4)
+
+
+HEADS = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=320)
+MIXTURES = {
+    "Qwen3-30B-A3B": dict(**HEADS, head_dim=16, moe_intermediate_size=48, num_experts=16),
+    "Mixtral-8x7B": dict(**HEADS, intermediate_size=96),
+    "gpt-oss-20b": dict(**HEADS, head_dim=16, intermediate_size=64, num_local_experts=8),
+    "OLMoE-1B-7B": dict(**HEADS, intermediate_size=32, num_experts=16),
+}
+"""Sizes of the mixtures of experts in tests; routing and all else as the models have them."""
+
+
+@pytest.fixture
+def small_mixtures(monkeypatch):
+    def cut(make, sizes):
+        config = make()
+        for key, value in sizes.items():
+            setattr(config, key, value)
+        return config
+
+    for name, sizes in MIXTURES.items():
+        make = language_model.SHAPES[name]
+        monkeypatch.setitem(language_model.SHAPES, name, lambda make=make, sizes=sizes: cut(make, sizes))
+
+
+EXPERTS = {
+    "Qwen3-30B-A3B": (128, 8, 3 * 768 * 2048),
+    "Mixtral-8x7B": (8, 2, 3 * 14336 * 4096),
+    "gpt-oss-20b": (32, 4, 3 * 2880 * 2880),
+    "OLMoE-1B-7B": (64, 8, 3 * 1024 * 2048),
+}
+"""Experts of a layer, those of a token, weights of one."""
+
+
+@pytest.mark.parametrize("model", EXPERTS)
+def test_bytes_of_whole_mixtures(model):
+    """Shapes of the models, on the meta device: what a step of 16 tokens reads in 16 bits, counted by hand."""
+    made = language_model.meta_model(model, torch.bfloat16, 2)
+    experts, top_k, size = EXPERTS[model]
+    all_experts = 2 * 2 * experts * size
+    biases = 2 * 2 * experts * 3 * 2880 if model == "gpt-oss-20b" else 0
+    others = sum(p.nbytes for p in made.parameters()) - all_experts - biases - made.model.embed_tokens.weight.nbytes
+    hit = 1 - (1 - top_k / experts) ** 16
+    assert weight_bytes(made) == others + all_experts + biases
+    assert weight_bytes(made, 16) == pytest.approx(others + hit * (all_experts + biases))
+    assert weight_bytes(made, 1) == pytest.approx(others + top_k / experts * (all_experts + biases))
+
+
+@pytest.mark.parametrize("model", MIXTURES)
+def test_mixtures_of_experts_without_a_gpu(small_mixtures, model):
+    """The models compute, their experts differ, and a step hits as many as independent tokens would."""
+    made = random_model(model, "w4a16_g32", "w8a16", torch.bfloat16, torch.device("cpu"), layers=2)
+    experts = made.model.layers[0].mlp.experts
+    part = next(iter(experts.packed().values()))
+    assert isinstance(experts, QuantExperts) and not torch.equal(part.expert(0).codes, part.expert(1).codes)
+    engine = Engine(made, max_concurrent=4, max_length=300, cache_bytes=1 << 22, prefix_caching=False)
+    assert isinstance(engine.program, DecodeProgram) and engine.difference < 0.05
+    for layer in range(2):
+        for pages in engine.program.cache.layer(layer):
+            pages.normal_()
+    found = e2e.experts_of_a_step(engine, made, 4, 256)
+    top_k = made.config.num_experts_per_tok
+    assert found.keys() == {"experts_hit"} and top_k < found["experts_hit"] < min(4 * top_k, experts.num_experts)
+    window = 128 if model == "gpt-oss-20b" else 256
+    of_token = 2 * 2 * made.config.num_key_value_heads * 16
+    assert e2e.kv_bytes(engine.program, 256) == (256 + window) * of_token
+    sixteen = random_model(model, None, None, torch.bfloat16, torch.device("cpu"), layers=1)
+    tokens = torch.arange(24)[None]
+    with torch.no_grad():
+        assert bool(sixteen(input_ids=tokens).logits.isfinite().all()) and bool(made(input_ids=tokens).logits.isfinite().all())
+
+
+def test_routers_are_counted():
+    generator = torch.Generator().manual_seed(0)
+    x, router = torch.randn(3, 32, generator=generator).bfloat16(), torch.randn(7, 32, generator=generator).bfloat16()
+    with e2e.RoutingCounts() as counts:
+        made = [route_tokens(x, router, RouterRule(2), tile_rows=8), route(x[:, :5].float(), RouterRule(3), tile_rows=8)]
+    assert [int(hit) for hit in counts.hit] == [len(each.experts.unique()) for each in made]
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "gpt-oss-20b"])
+def test_a_run_without_a_gpu(small_mixtures, name, tmp_path, monkeypatch):
+    """All rows of a result file, with the measurements on the device left out."""
+    make = e2e.random_model
+    monkeypatch.setattr(e2e, "random_model", lambda *a: make(*a[:4], torch.device("cpu"), a[5]))
+    monkeypatch.setattr(e2e, "machine", lambda: {"gpu": "a GPU"})
+    monkeypatch.setattr(e2e, "read_bandwidth", lambda: (1e12, "a kernel"))
+    monkeypatch.setattr(e2e, "warm_up", lambda: None)
+    monkeypatch.setattr(e2e, "OUTPUT", 4)
+    monkeypatch.setattr(Engine, "compile", lambda self: iter(()))
+    monkeypatch.setattr(e2e, "_prefill", lambda engine: (1e4, 0.5))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(
+        e2e, "engine_for", lambda model, cases: Engine(model, max_concurrent=4, max_length=300, cache_bytes=1 << 22)
+    )
+
+    def decode(engine, batch, context, held, bandwidth):
+        limit = 1e3 * (held + batch * e2e.kv_bytes(engine.program, context)) / bandwidth
+        return {"ms_per_token": 2 * limit, "limit_ms": limit, "tokens_per_gpu_s": 1.0}
+
+    monkeypatch.setattr(e2e, "_decode", decode)
+    monkeypatch.setattr(e2e, "_better", decode)
+    config = e2e.E2EConfig((name,), ("w4a16_g32", "w8a16"), (1, 4), (64,), layers=2)
+    path, found = e2e.run(config, tmp_path / "moe.json", lambda said: None)
+    own = ["w4e2m1a16_g32"] if name == "gpt-oss-20b" else []
+    assert [row["error"] for row in found["rows"]] == [None] * len(found["rows"])
+    assert [row["scheme"] for row in found["rows"][::2]] == [None, *own, "w4a16_g32", "w8a16"]
+    assert {row["kv_dtype"] for row in found["rows"]} == {"bfloat16"}
+    limits = [row["limit_ms"] for row in found["rows"]]
+    assert limits[0] > limits[2] and all(one < four for one, four in zip(limits[::2], limits[1::2], strict=True))
+    assert all(
+        row["experts_hit"] >= {"Qwen3-30B-A3B": 8, "gpt-oss-20b": 4}[name] and row["request_s"] > 0 for row in found["rows"]
+    )
+    terminal = Console(width=80, record=True, quiet=False)
+    terminal.print(*tables(load(path)))
+    assert "50 %" in terminal.export_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-20b", "OLMoE-1B-7B"])
+def test_a_short_run_of_experts(tmp_path, model):
+    """Two layers: steps of tokens that hit about as many experts as the limit counts, no step faster than that."""
+    out = tmp_path / "e2e.json"
+    scheme = "w4e2m1a16_g32" if model == "gpt-oss-20b" else "w4a16_g128"
+    arguments = ["--models", model, "--layers", "2", "--schemes", scheme, "--batches", "1,16", "--contexts", "256"]
+    result = CliRunner().invoke(app, ["e2e", *arguments, "--out", str(out)])
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(out.read_text())
+    assert found["complete"] and len(found["rows"]) == 4
+    for line in found["rows"]:
+        assert line["error"] is None and line["ms_per_token"] > 0.9 * line["limit_ms"] > 0
+        assert abs(line["experts_hit_once"] - line["experts_hit"]) < 0.25 * line["experts_hit"]
 
 
 @pytest.mark.gpu

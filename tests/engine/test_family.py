@@ -80,6 +80,12 @@ CASES = {
     "qwen2-moe": ("Qwen2Moe", {"head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]}),
     "qwen3-moe": ("Qwen3Moe", {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}),
     "olmoe": ("Olmoe", {"head_dim": 6, "num_experts": 5, "num_experts_per_tok": 3}),
+    "gpt-oss": ("GptOss", {"num_local_experts": 5, "sliding_window": 5, "rope_parameters": YARN, "swiglu_limit": 2.0}),
+    "gpt-oss-no-biases": (
+        "GptOss",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "attention_bias": False, "layer_types": ["full_attention"] * 3,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
     "opt": ("OPT", {"ffn_dim": 56}),
     "opt-untied": ("OPT", {"ffn_dim": 40, "tie_word_embeddings": False, "enable_bias": False}),
     "opt-gelu": ("OPT", {"ffn_dim": 56, "activation_function": "gelu_new"}),
@@ -126,7 +132,10 @@ def attend(qkv, layer, decoder):
     at = torch.arange(length)
     seen = at[None] <= at[:, None]
     seen &= at[None] > at[:, None] - layer.window if layer.window else seen
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if layer.sinks is not None:
+        scores = torch.cat([scores, layer.sinks[:, None, None].expand(-1, length, 1)], dim=-1)
+    weights = scores.softmax(-1)[..., :length]
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
 
@@ -157,7 +166,8 @@ def forward(decoder: Decoder, tokens):
         h = h + (delta if layer.after_attention_gamma is None else normed(delta, layer.after_attention_gamma))
         x = normed(h, layer.mlp_gamma, layer.mlp_bias)
         if isinstance(layer.mlp, ExpertsMLP):
-            delta = layer.mlp.block(x[None])[0]
+            y = layer.mlp.block(x[None])
+            delta = (y[0] if isinstance(y, tuple) else y)[0]
         else:
             up = product(layer, "gate_up", x)
             y = act(up.chunk(2, dim=-1)[0]) * up.chunk(2, dim=-1)[1] if decoder.gated else act(up)
@@ -353,7 +363,7 @@ def test_learned_positions_are_limited():
     assert recognise(model, 65) == ("its embedding has 64 positions, 65 are asked for",)
 
 
-@pytest.mark.parametrize("name", ["GPTNeoX", "GptOss", "Cohere", "Granite", "Olmo2", "Bloom"])
+@pytest.mark.parametrize("name", ["GPTNeoX", "GraniteMoe", "Cohere", "Granite", "Olmo2", "Bloom"])
 def test_other_families_are_refused(name):
     with torch.device("meta"):
         model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(num_hidden_layers=1))

@@ -43,12 +43,14 @@ class Case:
     cos_sin: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
+    sinks: Tensor | None = None
 
     @property
     def arguments(self) -> tuple:
         """The tensors that the plan takes before its workspaces."""
         return (
-            self.qkv, self.k, self.v, self.tables, self.positions, self.rows, self.cos_sin, self.q_norm, self.k_norm
+            self.qkv, self.k, self.v, self.tables, self.positions, self.rows, self.cos_sin, self.q_norm, self.k_norm,
+            self.sinks,
         )  # fmt: skip
 
     def copy(self, rows: list[int] | None = None) -> Case:
@@ -65,12 +67,14 @@ class Case:
 
 
 def make_case(
-    shape: AttentionShape, contexts, dtype=torch.float16, device="cpu", *, padding=0, norms=None, shared=False, seed=0
+    shape: AttentionShape, contexts, dtype=torch.float16, device="cpu", *, padding=0, norms=None, sinks=None, shared=False,
+    seed=0,
 ) -> Case:  # fmt: skip
     """A row for each context, the number of tokens before the new one, then `padding` rows that name the last slot.
 
     Pages are in random order. NaN fills page 0, which tables name where a slot has no page, and everything that was not
-    written. With `shared`, the second slot shares the first slot's full pages as far as both contexts reach.
+    written. With `sinks`, a dtype, heads have sinks about as large as their scores. With `shared`, the second slot shares the
+    first slot's full pages as far as both contexts reach.
     """
     generator = torch.Generator().manual_seed(seed)
     random = lambda *size: torch.randn(*size, generator=generator)  # noqa: E731
@@ -94,6 +98,7 @@ def make_case(
     gammas = [None if norms is None else (random(shape.head_dim) * 0.3 + 1 - shape.norm_offset).to(norms) for _ in range(2)]
     qkv = (random(len(rows), shape.features) * 2).to(dtype)
     given = [qkv, k.to(dtype), v.to(dtype), tables, positions, rows, angles_of(max(contexts) + 1, shape.rotary_dim), *gammas]
+    given.append(None if sinks is None else (random(shape.heads) * 3 + 6).to(sinks))
     return Case(shape, *(None if t is None else t.to(device) for t in given))
 
 

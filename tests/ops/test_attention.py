@@ -17,16 +17,16 @@ CONTEXTS = [0, 1, 127, 128, 300]
 
 
 def step(case, **options):
-    return decode_attention(*case.arguments[:7], case.shape, *case.arguments[7:], **options)
+    return decode_attention(*case.arguments[:7], case.shape, *case.arguments[7:9], sinks=case.sinks, **options)
 
 
 def test_a_step_on_a_cpu():
-    case = make_case(shape(norm_eps=1e-5), CONTEXTS, padding=3, norms=torch.float16, shared=True)
+    case = make_case(shape(norm_eps=1e-5), CONTEXTS, padding=3, norms=torch.float16, sinks=torch.float16, shared=True)
     given = case.copy()
     compare(case, given, step(case), len(CONTEXTS))
 
 
-def prompt_then_steps(given, device, dtype, tolerance):
+def prompt_then_steps(given, device, dtype, tolerance, sinks=None):
     """Checks that a slot's tokens give the same results as one prompt, as two prefill chunks and as decode steps."""
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(200, given.features, generator=generator).to(device, dtype)
@@ -41,7 +41,7 @@ def prompt_then_steps(given, device, dtype, tolerance):
         for end in chunks:
             position_of = torch.arange(first, end, dtype=torch.int32, device=device)
             q = append_kv(qkv[first:end], k, v, tables, torch.ones_like(position_of), position_of, cos_sin, given)
-            found.append(prompt_attention(q, k, v, tables[1], first, given))
+            found.append(prompt_attention(q, k, v, tables[1], first, given, sinks))
             first = end
         return torch.cat(found)
 
@@ -53,7 +53,7 @@ def prompt_then_steps(given, device, dtype, tolerance):
     for position in range(200):
         positions = torch.tensor([0, position], dtype=torch.int32, device=device)
         row = qkv[position : position + 1]
-        steps.append(decode_attention(row, steps_k, steps_v, tables, positions, rows, cos_sin, given))
+        steps.append(decode_attention(row, steps_k, steps_v, tables, positions, rows, cos_sin, given, sinks=sinks))
     assert torch.equal(steps_v.nan_to_num(7), v.nan_to_num(7))
     assert torch.allclose(steps_k, k, rtol=tolerance, atol=tolerance, equal_nan=True)
     for other in (parts, torch.cat(steps)):
@@ -73,6 +73,10 @@ def test_prompts_and_steps_agree(name):
     prompt_then_steps(KINDS[name], "cpu", torch.float32, 1e-5)
 
 
+def test_prompts_and_steps_agree_with_sinks():
+    prompt_then_steps(shape(window=50), "cpu", torch.float32, 1e-5, torch.linspace(-2, 9, 8))
+
+
 def test_torch_knows_the_operators():
     """torch's opcheck passes: schema, mutated arguments, fake tensors."""
     case = make_case(shape(), [3, 130], torch.float32)
@@ -80,6 +84,8 @@ def test_torch_knows_the_operators():
     checks = ("test_schema", "test_faketensor")
     given = (*case.arguments[:7], None, None, *fields)
     torch.library.opcheck(torch.ops.lowbit.decode_attention.default, given, test_utils=checks)
+    with_sinks = {"sinks": torch.zeros(8)}
+    torch.library.opcheck(torch.ops.lowbit.decode_attention.default, given, with_sinks, test_utils=checks)
     slots = torch.zeros(2, dtype=torch.int32)
     given = (*case.arguments[:4], slots, slots, case.cos_sin, None, None, *fields)
     torch.library.opcheck(torch.ops.lowbit.append_kv.default, given, test_utils=checks)
@@ -95,6 +101,7 @@ def test_torch_knows_the_operators():
         ({"rows": torch.zeros(2).long()}, r"int32, one for each slot or row, \[2\], got torch.int64"),
         ({"positions": torch.zeros(7).int()}, r"\[3\], got torch.int32 \(7,\)"),
         ({"cos_sin": torch.zeros(9, 32)}, r"cos_sin is float32 \[positions, 64\]"),
+        ({"sinks": torch.zeros(9)}, r"sinks are floating \[8\], got torch.float32 \(9,\)"),
         ({"q_norm": torch.zeros(9)}, r"q_norm and k_norm are \[64\], got \(9,\)"),
         ({"shape": shape(rotary_dim=65)}, "rotary_dim is even and at most head_dim 64, got 65"),
         ({"shape": shape(8, 3)}, "8 heads are no multiple of 3 kv heads"),
@@ -119,7 +126,9 @@ def test_prompts_beyond_the_table_are_refused():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_prompts_and_steps_agree_on_a_gpu(name, dtype):
-    prompt_then_steps(KINDS[name], "cuda", dtype, 5e-3 if dtype == torch.float16 else 3e-2)
+    tolerance = 5e-3 if dtype == torch.float16 else 3e-2
+    prompt_then_steps(KINDS[name], "cuda", dtype, tolerance)
+    prompt_then_steps(KINDS[name], "cuda", dtype, tolerance, torch.linspace(-2, 9, KINDS[name].heads, device="cuda"))
 
 
 @gpu

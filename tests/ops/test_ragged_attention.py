@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.kernels.reference.attention import attend
-from lowbit.ops.ragged_attention import gather_kv, ragged_attention
+from lowbit.ops.ragged_attention import gather_kv, ragged_attention, with_sinks
 
 SHAPE = AttentionShape(4, 2, 16, 0.3, 16)
 
@@ -23,12 +23,12 @@ def texts(lengths, begins, filled=0):
     return [torch.randn(*size, 16, generator=generator) for size in sizes], q_begins, k_begins
 
 
-def each_alone(q, k, v, q_begins, k_begins, shape):
+def each_alone(q, k, v, q_begins, k_begins, shape, sinks=None):
     out = []
     for i in range(len(q_begins) - 1):
         own, keys, values = q[q_begins[i] : q_begins[i + 1]], k[k_begins[i] : k_begins[i + 1]], v[k_begins[i] : k_begins[i + 1]]
         if len(own):
-            out.append(attend(own, keys.transpose(0, 1), values.transpose(0, 1), len(keys) - len(own), shape))
+            out.append(attend(own, keys.transpose(0, 1), values.transpose(0, 1), len(keys) - len(own), shape, sinks))
     return torch.cat(out)
 
 
@@ -40,8 +40,21 @@ CASES = [([5], [0]), ([3, 0, 7], [0, 0, 0]), ([1, 40, 2], [9, 0, 300]), ([33, 1,
 def test_each_text_alone(lengths, begins, window):
     shape = AttentionShape(4, 2, 16, 0.3, 16, window=window)
     given, q_begins, k_begins = texts(lengths, begins, 5)
-    found = ragged_attention(*given, q_begins, k_begins, shape)
-    assert torch.equal(found[:-5], each_alone(*given, q_begins, k_begins, shape))
+    for sinks in (None, torch.linspace(-2, 4, 4)):
+        found = ragged_attention(*given, q_begins, k_begins, shape, sinks)
+        assert torch.equal(found[:-5], each_alone(*given, q_begins, k_begins, shape, sinks))
+
+
+def test_sinks_by_the_logarithm_of_the_denominator():
+    """What a GPU makes of flash attention's two outputs; with sinks of any size, and scores that are far from 0."""
+    q, k, v = (torch.randn(heads, 7, 16, generator=torch.Generator().manual_seed(heads)).double() for heads in (4, 2, 3))
+    k, v = k.repeat_interleave(2, 0), v[:2].repeat_interleave(2, 0)
+    for scale, sinks in ((1.0, [-3.0, 0.0, 2.0, 40.0]), (30.0, [-300.0, 200.0, 90.0, 0.0])):
+        scores, sink = scale * q @ k.transpose(1, 2), torch.tensor(sinks).double()
+        both = torch.cat([scores, sink[:, None, None].expand(4, 7, 1)], dim=-1).softmax(-1)[..., :-1]
+        out = (scores.softmax(-1) @ v).transpose(0, 1)
+        found = with_sinks(out, scores.logsumexp(-1), sink)
+        torch.testing.assert_close(found, (both @ v).transpose(0, 1), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.gpu
@@ -51,9 +64,11 @@ def test_each_text_alone(lengths, begins, window):
 def test_on_a_gpu(lengths, begins, window, dtype):
     shape = AttentionShape(4, 2, 16, 0.3, 16, window=window)
     given, *of_texts = texts(lengths, begins, 5)
-    expected = each_alone(*given, *of_texts, shape)
-    found = ragged_attention(*(t.to("cuda", dtype) for t in given), *(t.cuda() for t in of_texts), shape)
-    torch.testing.assert_close(found[:-5].float().cpu(), expected, rtol=2e-2, atol=2e-2)
+    for sinks in (None, torch.linspace(-2, 4, 4)):
+        expected = each_alone(*given, *of_texts, shape, sinks)
+        on_gpu = sinks if sinks is None else sinks.cuda()
+        found = ragged_attention(*(t.to("cuda", dtype) for t in given), *(t.cuda() for t in of_texts), shape, on_gpu)
+        torch.testing.assert_close(found[:-5].float().cpu(), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("window", [0, 6, 65, 320])

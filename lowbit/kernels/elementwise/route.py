@@ -14,7 +14,9 @@ Many    four launches: choose experts; count the slots of each chunk of 512; pre
         positions. If experts are given (`GroupPlan`) there is no first launch
 Product `route_tokens`, for up to 16 tokens, also computes the logits. A block multiplies x by 16 experts' rows of the router's
         weight over a part of K with mma.sync; it loads its first weights before the wait for the previous kernel. The last
-        block adds the parts in order and routes
+        block adds the parts in order and routes. With `squares`, x is h * gamma * factor, not yet divided by its rms
+        (kernels/parts/epilogue.py); logits are divided, and the blocks of the first experts write the normalised x, each its
+        part of K
 Overlap the next kernel may start at once; the bias is read before the wait for the previous kernel (programmatic dependent
         launch, sm_90)
 Exact   scores in float32. Positions are integers: they depend neither on the grid nor on the order of blocks. Tested:
@@ -532,10 +534,29 @@ def route_block(
     sort_chosen(chosen, valid, slot, T * S.top_k, bound, order, offsets, tiles, tile_count, S, TILES)
 
 
-@triton.jit(do_not_specialize=["T", "stride", "columns", "bound"])
+@triton.jit
+def inverse_rms(squares, parts, t, T, eps, unscaled, P: tl.constexpr, SQUARES: tl.constexpr):
+    """1 / (rms * factor) [tokens] by the sums of squares [parts, T] of parts of rows; `unscaled` is 1 / factor."""
+    p = tl.arange(0, SQUARES)
+    some = tl.load(squares + p[:, None] * T + t[None, :], mask=(p < parts)[:, None] & (t < T)[None, :], other=0.0)
+    return tl.rsqrt(tl.sum(some, 0) / P.k + eps) * unscaled
+
+
+@triton.jit
+def store_normed(normed, x_at, of_x, k, t, inverse, P: tl.constexpr):
+    """Stores a part of K of the normalised x [T, K]; `x_at` are pointers to the part's first step."""
+    for step in range(0, P.part, P.step):
+        here = of_x & (k + step < P.k)[:, None]
+        values = tl.load(x_at + step, mask=here, other=0.0).to(tl.float32) * inverse[None, :]
+        at = normed + t.to(tl.int64)[None, :] * P.k + (k + step)[:, None]
+        tl.store(at, values.to(normed.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["T", "stride", "columns", "bound", "parts", "eps", "unscaled"])
 def route_tokens(
-    experts, weights, order, offsets, tiles, tile_count, x, router, bias, sums, arrived, T, stride, columns, bound,
-    C: tl.constexpr, S: tl.constexpr, P: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr,
+    experts, weights, order, offsets, tiles, tile_count, x, router, bias, sums, arrived, normed, squares, parts, eps, unscaled,
+    T, stride, columns, bound, C: tl.constexpr, S: tl.constexpr, P: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr,
+    SQUARES: tl.constexpr,
 ):  # fmt: skip
     """Multiplies tokens by some rows of the router's weight over a part of K; the last block adds the parts and routes.
 
@@ -559,6 +580,11 @@ def route_tokens(
     for step in range(P.step, P.part, P.step):
         w = tl.load(w_at + step, mask=of_w & (k + step < P.k)[None, :], other=0.0)
         total = tl.dot(w, tl.load(x_at + step, mask=of_x & (k + step < P.k)[:, None], other=0.0), total)
+    if squares is not None:
+        inverse = inverse_rms(squares, parts, t, T, eps, unscaled, P, SQUARES)
+        total = total * inverse[None, :]
+        if tl.program_id(0) == 0:
+            store_normed(normed, x_at, of_x, k, t, inverse, P)
     tl.store(sums + (tl.program_id(1) * P.tokens + t)[None, :] * columns + e[:, None], total)
     PARTS: tl.constexpr = P.parts
     if last_to_arrive(arrived, P.blocks):
@@ -778,13 +804,16 @@ class RoutePlan:
 class RouteTokensPlan:
     """The plan of a routing of `tokens` tokens (1 to 16) of K features by a router's weight: created once, called many times.
 
-    `pieces` promises that the row stride of x is a multiple of 8 and that x and weight start at multiples of 16 bytes. A plan
-    serves one GPU, one type and alignment of x and weight.
+    `pieces` promises that the row stride of x is a multiple of 8 and that x and weight start at multiples of 16 bytes.
+    `parts`: sums of squares of a row, of an x that is not normalised yet; 0 for one that is. A plan serves one GPU, one type
+    and alignment of x and weight.
     """
 
     def __init__(
-        self, tokens: int, k: int, experts: int, rule: RouterRule, bias: bool, tile_rows: int, pieces: bool, machine: Machine
-    ) -> None:
+        self, tokens: int, k: int, experts: int, rule: RouterRule, bias: bool, tile_rows: int, pieces: bool, machine: Machine,
+        parts: int = 0,
+    ) -> None:  # fmt: skip
+        self.k, self.parts = k, parts
         self.tokens, self.experts, self.top_k, self.tile_rows = tokens, experts, rule.top_k, tile_rows
         self.bound = tile_bound(tokens * rule.top_k, experts, tile_rows)
         overlap = machine.arch.sm >= 90
@@ -803,10 +832,25 @@ class RouteTokensPlan:
 
     def __call__(self, x: Tensor, router: Tensor, bias: Tensor | None, space: Tensor, arrived: Tensor) -> RoutingTensors:
         """Routes x [T, K] by the contiguous weight [E, K]; `space` and `arrived` are the workspace."""
+        return self._call(x, router, bias, space, arrived, None, None, 0.0, 1.0)
+
+    def norm(
+        self, x: Tensor, squares: Tensor, router: Tensor, bias: Tensor | None, space: Tensor, arrived: Tensor, eps: float,
+        factor: float,
+    ) -> tuple[Tensor, RoutingTensors]:  # fmt: skip
+        """(normalised x [T, K], its routing) for x times `factor` and the rms that `squares` float32 [parts, T] has."""
+        normed = torch.empty((self.tokens, self.k), dtype=x.dtype, device=x.device)
+        return normed, self._call(x, router, bias, space, arrived, normed, squares, eps, 1.0 / factor)
+
+    def _call(
+        self, x: Tensor, router: Tensor, bias: Tensor | None, space: Tensor, arrived: Tensor, normed: Tensor | None,
+        squares: Tensor | None, eps: float, unscaled: float,
+    ) -> RoutingTensors:  # fmt: skip
         made = _outputs(self.tokens, self.top_k, self.experts, self.tile_rows, x.device)
+        norm = normed, squares, self.parts, eps, unscaled
         sizes = self.tokens, x.stride(0) // (8 if self.pieces else 1), self.product.columns, self.bound
-        constants = self.choose, self.sort, self.product, self.pieces, _power(3 * self.bound)
-        self.launch(*made, x, router, bias, space, arrived, *sizes, *constants)
+        constants = self.choose, self.sort, self.product, self.pieces, _power(3 * self.bound), _power(max(self.parts, 1))
+        self.launch(*made, x, router, bias, space, arrived, *norm, *sizes, *constants)
         return made
 
 

@@ -61,6 +61,11 @@ def recording() -> Iterator[list[RecordedKernel]]:
                 kernels.append(each)
 
 
+def is_recording() -> bool:
+    """True if this thread records kernels instead of launching them: what they would have written is uninitialised memory."""
+    return getattr(_thread, "recorded", None) is not None
+
+
 class Launcher:
     """A kernel with its grid, compiled at the first call; later calls may only differ in addresses and numbers.
 

@@ -56,9 +56,12 @@ def gathered(pages: Tensor, table_row: Tensor, tokens: int) -> Tensor:
     return own.reshape(pages.shape[1], -1, pages.shape[3])[:, :tokens]
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, first: int, shape: AttentionShape) -> Tensor:
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, first: int, shape: AttentionShape, sinks: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """Causal attention of q [T, heads, head_dim] at positions first, first + 1, .. over keys and values [kv_heads, first + T,
-    head_dim], limited to the last `window` tokens if there is a window. Returns [T, heads * head_dim]."""
+    head_dim], limited to the last `window` tokens if there is a window. Returns [T, heads * head_dim]. `sinks` [heads]: an
+    additional score per head, without a value."""
     tokens, group = len(q), shape.heads // shape.kv_heads
     y = torch.empty_like(q)
     rows = max(1, SCORES // (shape.heads * (first + tokens)))
@@ -74,7 +77,11 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, first: int, shape: Attention
             scores = torch.tanh(scores / shape.softcap) * shape.softcap
         ahead = torch.arange(low, high, device=q.device) - torch.arange(first + start, high, device=q.device)[:, None]
         hidden = (ahead > 0) | (ahead <= -shape.window) if shape.window else ahead > 0
-        p = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).flatten(1, 2)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            sink = sinks.to(scores.dtype).view(shape.kv_heads, group, 1, 1).expand(-1, -1, len(part), 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        p = scores.softmax(dim=-1)[..., : high - low].flatten(1, 2)
         seen = values[:, low:high]
         out = _product(p if p.dtype == torch.float64 or not q.is_cuda else p.to(q.dtype), seen)
         y[start : start + rows] = out.view(shape.kv_heads, group, len(part), -1).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
@@ -89,14 +96,16 @@ def gather_reference(pages: Tensor, where: Tensor, count: Tensor) -> Tensor:
     return made
 
 
-def ragged_reference(q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins: Tensor, shape: AttentionShape) -> Tensor:
+def ragged_reference(
+    q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins: Tensor, shape: AttentionShape, sinks: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """Computes `ops.ragged_attention.ragged_attention`, sequence by sequence; rows of no sequence are NaN."""
     y = q.new_full((len(q), shape.heads * shape.head_dim), torch.nan)
     bounds, of_keys = q_begins.tolist(), k_begins.tolist()
     for begin, end, low, high in zip(bounds, bounds[1:], of_keys, of_keys[1:], strict=False):
         if end > begin:
             keys, values = (x[low:high].transpose(0, 1) for x in (k, v))
-            y[begin:end] = attend(q[begin:end], keys, values, high - low - (end - begin), shape)
+            y[begin:end] = attend(q[begin:end], keys, values, high - low - (end - begin), shape, sinks)
     return y
 
 
@@ -109,7 +118,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 def decode_reference(
     qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, shape: AttentionShape,
-    q_norm: Tensor | None = None, k_norm: Tensor | None = None,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Computes `lowbit.ops.attention.decode_attention`."""
     slots = rows.long()
@@ -121,5 +130,5 @@ def decode_reference(
         skipped = max(0, position - shape.window + 1) // PAGE if shape.window else 0
         seen = position + 1 - skipped * PAGE
         own = tables[slot, skipped:]
-        y[row] = attend(q[row : row + 1], gathered(k, own, seen), gathered(v, own, seen), seen - 1, shape)
+        y[row] = attend(q[row : row + 1], gathered(k, own, seen), gathered(v, own, seen), seen - 1, shape, sinks)
     return y

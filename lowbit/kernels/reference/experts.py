@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from lowbit.kernels.reference.elementwise import norm_reference
 from lowbit.pack.expert import ExpertWeight
 
 CLAMP, ALPHA = 7.0, 1.702
@@ -63,3 +64,22 @@ def sum_slots_reference(y: Tensor, top_k: int, residual: Tensor | None = None) -
     for part in parts[1:]:
         total = total + part
     return (total if residual is None else total + residual.float()).to(y.dtype)
+
+
+def sum_norm_reference(
+    h: Tensor, y: Tensor, top_k: int, gamma: Tensor, eps: float, shared: Tensor | None = None, share: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """x [T, N], the RMSNorm of h by gamma, after h [T, N] += the sum of the slots of y [T * top_k, N], in place.
+
+    `shared` [T, N] is added too, times sigmoid(share [T, 1]). In float32, slot 0 first, then the shared expert, h last; h is
+    rounded once.
+    """
+    parts = list(y.unflatten(0, (-1, top_k)).float().unbind(1))
+    if shared is not None:
+        assert share is not None
+        parts.append(shared.float() * share.float().sigmoid())
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    h.copy_(total + h.float())
+    return norm_reference(h, gamma, eps, 0.0)

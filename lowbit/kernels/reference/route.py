@@ -176,6 +176,16 @@ def group_reference(experts: Tensor, weights: Tensor, count: int, tile_rows: int
     return RoutingTensors(here, weights.float().masked_fill(here < 0, 0.0), order, offsets, tiles, tile_count)
 
 
+def norm_route_reference(
+    x: Tensor, squares: Tensor, router: Tensor, bias: Tensor | None, eps: float, factor: float, rule: RouterRule, tile_rows: int
+) -> tuple[Tensor, RoutingTensors]:
+    """(normalised x [T, K] in x's type, the routing of its logits): x is h * gamma * factor, and the sums of `squares`
+    [parts, T] over parts are those of the rows of h. Logits are of x as given, in float32."""
+    inverse = torch.rsqrt(squares.float().sum(0) / x.shape[1] + eps)[:, None] / factor
+    logits = (x.float() @ router.float().T) * inverse
+    return (x.float() * inverse).to(x.dtype), route_reference(logits, bias, rule, tile_rows)
+
+
 def route_reference(logits: Tensor, bias: Tensor | None, rule: RouterRule, tile_rows: int) -> RoutingTensors:
     """`choose_reference`, then `group_reference`."""
     return group_reference(*choose_reference(logits, bias, rule), logits.shape[1], tile_rows)

@@ -2,7 +2,7 @@
 newer.
 
 Reads   qkv fp16 or bf16 [B, (heads + 2 kv_heads) head_dim]; pages k, v [pages, kv_heads, 128, head_dim]; page tables,
-        positions, rows; cos and sin; gammas of norms of heads of q and k, or None
+        positions, rows; cos and sin; gammas of norms of heads of q and k, or None; sinks [heads], or None
 Writes  the new k and v at the row's position; out [B, heads * head_dim]
 Grid    kv heads x rows x splits; it stays the same while contexts change. A program computes the number of active splits from
         the row's position (choose/attention.py, `DecodeTile.active`) and exits at once if its split has no work; splits are the
@@ -15,6 +15,7 @@ Overlap page tables, positions and, with one stage, the first block of old keys 
         next one start only after it has waited itself
 Combine the last split to arrive for a row and kv head adds all splits in order; a counter, which is zero afterwards, identifies
         it
+Sinks   an additional score per head without a value: split 0 starts with it and the new token
 Window  only blocks within the sliding window are read
 Exact   q and k are rounded to 16 bits after RoPE, p before its product with V; sums and softmax in fp32, one rounding at the
         store. Tested: tests/kernels/sm80/test_paged_attention.py
@@ -146,6 +147,16 @@ def scores(q, keys, n0, oldest, end, C: tl.constexpr):
 
 
 @triton.jit
+def with_sink(score, sinks, head, C: tl.constexpr):
+    """(maximum, weight of the score, sum of both weights) [16] of the new token's scores and the sinks of their heads."""
+    r = tl.arange(0, 16)
+    sink = tl.load(sinks + head * C.group + r % C.group).to(tl.float32) * 1.4426950408889634
+    top = tl.maximum(score, sink)
+    own = tl.exp2(score - top)
+    return top, own, own + tl.exp2(sink - top)
+
+
+@triton.jit
 def append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C: tl.constexpr):
     """In split 0, stores the new token's k (after RoPE) and v in the pages, and returns both as they are stored, [C.copies,
     lanes]. In other splits, returns zeros and stores nothing."""
@@ -257,7 +268,7 @@ def finish(out, partial, arrived, y, top, total, b, head, part, active, C: tl.co
 
 @triton.jit(do_not_specialize=["table_stride"])
 def paged_attention(
-    out, qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, partial, arrived, table_stride, C: tl.constexpr
+    out, qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, sinks, partial, arrived, table_stride, C: tl.constexpr
 ):  # fmt: skip
     """One split of the tokens of one row, for one kv head."""
     G: tl.constexpr = C.group
@@ -303,14 +314,25 @@ def paged_attention(
     y = tl.zeros([16, LANES], tl.float32)
     if C.copies > 1:
         score = powers(tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1), C)
-        top = tl.where(part == 0, score, top)
-        total += tl.where(part == 0, 1.0, 0.0)
-        y += new_v.to(tl.float32)
+        if sinks is None:
+            top = tl.where(part == 0, score, top)
+            total += tl.where(part == 0, 1.0, 0.0)
+            y += new_v.to(tl.float32)
+        else:
+            higher, own, both = with_sink(score, sinks, head, C)
+            top = tl.where(part == 0, higher, top)
+            total += tl.where(part == 0, both, 0.0)
+            y += new_v.to(tl.float32) * own[:, None]
     elif part == 0:
         new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C)
         top = powers(tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1), C)
-        total += 1.0
-        y += new_v.to(tl.float32)
+        if sinks is None:
+            total += 1.0
+            y += new_v.to(tl.float32)
+        else:
+            top, own, both = with_sink(top, sinks, head, C)
+            total += both
+            y += new_v.to(tl.float32) * own[:, None]
     if STAGES == 1:
         for n0 in tl.range(begin, end, BLOCK, num_stages=1):
             s = scores(q, keys, n0, oldest, end, C)
@@ -362,11 +384,12 @@ class PagedAttentionPlan:
 
     def __call__(
         self, qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor,
-        q_norm: Tensor | None, k_norm: Tensor | None, partial: Tensor, arrived: Tensor,
+        q_norm: Tensor | None, k_norm: Tensor | None, sinks: Tensor | None, partial: Tensor, arrived: Tensor,
     ) -> Tensor:  # fmt: skip
         """Returns out [B, heads * head_dim]; all tensors on the current device."""
         out = torch.empty((self.rows, self.shape.heads * self.shape.head_dim), dtype=qkv.dtype, device=qkv.device)
         self.launch(
-            out, qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, partial, arrived, tables.stride(0), self.config
-        )
+            out, qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, sinks, partial, arrived, tables.stride(0),
+            self.config,
+        )  # fmt: skip
         return out

@@ -154,6 +154,37 @@ def check_tokens(tokens, k, experts, rule, biased=False, dtype=torch.float16, ga
         assert not arrived.any()
 
 
+def check_norms(tokens, k, experts, rule, biased=False, dtype=torch.float16, gap=0, device="cpu", parts=5):
+    """Rows whose rms is a power of two, of their own each, so that division by it is exact: logits, and the normalised x."""
+    generator = torch.Generator().manual_seed(k)
+    wide = torch.randint(-3, 4, (tokens, k + gap), generator=generator).to(dtype)
+    wide[:, k:] = math.nan
+    x, router = wide.to(device)[:, :k], (torch.randint(-3, 4, (experts, k), generator=generator) / 64).to(dtype).to(device)
+    rms = torch.exp2(torch.arange(tokens) % 3 - 1.0)
+    squares = torch.randint(0, k // parts, (parts, tokens), generator=generator).float()
+    squares[-1] = 0
+    squares[-1] = k * rms.square() - squares.sum(0)
+    bias = bias_of(experts).to(device) if biased else None
+    machine = machine_of("cuda") if device == "cuda" else typical_machine(80)
+    pieces = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and router.data_ptr() % 16 == 0
+    plan = RouteTokensPlan(tokens, k, experts, rule, biased, 4, pieces, machine, parts)
+    words, counters = plan.workspace
+    space, arrived = torch.full((words,), math.nan, device=device), torch.zeros(counters, dtype=torch.int32, device=device)
+    logits = x.cpu().double() @ router.cpu().double().T / rms[:, None].double() / 4
+    wanted = route_reference(logits.float(), bias_of(experts) if biased else None, rule, 4)
+    for _ in range(2):
+        poison(device)
+        normed, made = plan.norm(x, squares.to(device), router, bias, space, arrived, 0.0, 4.0)
+        if device == "cpu":  # a GPU's root is approximate
+            assert_same(made, wanted, (tokens, k, experts, rule))
+            assert torch.equal(normed, (x.float() / rms[:, None] / 4).to(dtype))
+        else:
+            torch.testing.assert_close(normed.float().cpu(), x.float().cpu() / rms[:, None] / 4, rtol=1e-2, atol=1e-3)
+            close = (made.weights.cpu() - wanted.weights).abs() < 1e-4
+            assert close.all() and (made.experts.cpu() == wanted.experts).float().mean() > 0.95  # but for ties
+        assert not arrived.any()
+
+
 TOKENS = [
     (1, 256, 32, RouterRule(4, **OSS), True),
     (3, 600, 60, RouterRule(4), False),
@@ -166,6 +197,9 @@ def check_products():
     for case in TOKENS:
         check_tokens(*case, gap=len(case))
     check_tokens(2, 64, 8, RouterRule(2), False, gap=8)
+    for case in TOKENS:
+        check_norms(*case, gap=len(case))
+    check_norms(2, 64, 8, RouterRule(2), gap=8, parts=1)
 
 
 def test_the_arithmetic_in_tritons_interpreter():
@@ -239,11 +273,24 @@ def test_machine_code(sm, tokens, models):
             assert kernel.shared_bytes <= 1 << 16 and kernel.registers <= 128, name
 
 
-def product(tokens, k, experts, rule, sm=90, dtype=torch.bfloat16, biased=False):
-    plan = RouteTokensPlan(tokens, k, experts, rule, biased, 16, True, typical_machine(sm))
+def product(tokens, k, experts, rule, sm=90, dtype=torch.bfloat16, biased=False, parts=0):
+    plan = RouteTokensPlan(tokens, k, experts, rule, biased, 16, True, typical_machine(sm), parts)
     bias = meta((experts,), torch.float32) if biased else None
     space = [meta((max(size, 1),), kind) for size, kind in zip(plan.workspace, (torch.float32, torch.int32), strict=True)]
-    return plan, kernels_of(plan, meta((tokens, k), dtype), meta((experts, k), dtype), bias, *space, sm=sm)["route_tokens"]
+    x, router = meta((tokens, k), dtype), meta((experts, k), dtype)
+    if not parts:
+        return plan, kernels_of(plan, x, router, bias, *space, sm=sm)["route_tokens"]
+    squares, call = meta((parts, tokens), torch.float32), plan.norm
+
+    class Normed:
+        """The plan with the norm."""
+
+        launch = property(lambda self: plan.launch, lambda self, value: setattr(plan, "launch", value))
+
+        def __call__(self, *arguments):
+            return call(*arguments)
+
+    return plan, kernels_of(Normed(), x, squares, router, bias, *space, 1e-5, 1.0, sm=sm)["route_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -268,6 +315,20 @@ def test_machine_code_of_the_product(sm, tokens, k, experts, rule, blocks):
         wait = lines.index("ACQBULK")
         assert sum(line.startswith("LDG.E.128") for line in lines[:wait]) >= 1 and "PREEXIT" in lines[:wait]
         assert not any(line.startswith(("STG", "ATOM", "RED.")) for line in lines[:wait])
+
+
+@pytest.mark.parametrize(
+    ("sm", "tokens", "k", "experts", "rule"),
+    [(80, 4, 4096, 8, RouterRule(2, normalize=True)), (90, 1, 2048, 128, QWEN), (90, 16, 2880, 32, RouterRule(4, **OSS))],
+)
+def test_machine_code_with_the_norm(sm, tokens, k, experts, rule):
+    _, kernel = product(tokens, k, experts, rule, sm, biased=rule.bias_use == "logits", parts=256)
+    assert kernel.stack_bytes == 0 and kernel.registers <= 168 and kernel.shared_bytes <= 1 << 16
+    assert kernel.count("HMMA.16816") and kernel.count("MUFU.RSQ") and kernel.count("STG.E.128")
+    if sm == 90:
+        lines = [line.split()[0] if not line.startswith("@") else line.split()[1] for line in kernel.lines]
+        wait = lines.index("ACQBULK")
+        assert sum(line.startswith("LDG.E.128") for line in lines[:wait]) >= 1 and "PREEXIT" in lines[:wait]
 
 
 def test_a_token_is_chosen_within_its_warp():
@@ -330,3 +391,5 @@ def test_products_on_a_gpu(dtype):
             check_tokens(tokens, 2048, 128, QWEN, False, dtype, gap, "cuda")
             check_tokens(tokens, 7168, 256, RouterRule(8, **V3), True, dtype, gap, "cuda")
             check_tokens(tokens, 2880, 32, RouterRule(4, **OSS), True, dtype, gap, "cuda")
+            check_norms(tokens, 2048, 128, QWEN, False, dtype, gap, "cuda", 128)
+            check_norms(tokens, 2880, 32, RouterRule(4, **OSS), True, dtype, gap, "cuda", 180)

@@ -83,6 +83,21 @@ def test_prompts_and_steps_against_transformers(name, monkeypatch):
     assert torch.allclose(torch.cat(found), expected, rtol=1e-5, atol=2e-6)
 
 
+def test_sinks_against_transformers():
+    from transformers.masking_utils import sliding_window_causal_mask_function
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    given, generator = shape(4, 2, 32, window=9), torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(heads, 40, 32, generator=generator).double() for heads in (4, 2, 2))
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.training, module.sinks = 2, False, torch.tensor([-4.0, 0.0, 2.0, 7.0]).double()
+    sees, places = sliding_window_causal_mask_function(9), list(torch.arange(40))
+    mask = torch.tensor([[0.0 if bool(sees(0, 0, i, j)) else -1e30 for j in places] for i in places]).double()
+    expected, _ = eager_attention_forward(module, q[None], k[None], v[None], mask[None, None], scaling=given.scale)
+    found = attend(q.transpose(0, 1), k, v, 0, given, module.sinks)
+    torch.testing.assert_close(found, expected[0].flatten(1), rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_sixteen_bits_are_rounded_once(dtype):
     case = make_case(shape(), [0, 5, 128, 300], dtype, padding=2, shared=True)

@@ -70,6 +70,8 @@ FEATURES = {
         shape(head_dim=96, norm_eps=1e-6, norm_offset=1.0, softcap=3.0, window=130), {"norms": torch.bfloat16},
     ),
     "shared pages and padding": (shape(), {"shared": True, "padding": 3}),
+    "sinks": (shape(), {"sinks": torch.float32}),
+    "sinks and window of gpt-oss": (shape(16, 2, window=128), {"sinks": torch.bfloat16}),
 }  # fmt: skip
 
 
@@ -86,7 +88,7 @@ def warps_for(shape):
 def check_features():
     """Checks all features; those that do not concern the addressing of kv heads run with a single kv head."""
     for name, (given, options) in FEATURES.items():
-        if name not in ("plain", "one head each", "groups of 3", "96", "shared pages and padding"):
+        if name not in ("plain", "one head each", "groups of 3", "96", "shared pages and padding", "sinks"):
             given = dataclasses.replace(given, heads=given.group, kv_heads=1)
         check(given, [300, 129, 1], tile_for(given, 4, warps_for(given)[0]), **options)
 
@@ -96,6 +98,7 @@ def check_tiles():
     for splits, chunk, block in ((1, 64, 64), (2, 64, 16), (8, 128, 128), (64, 64, 16)):
         check(given, [400, 64, 65, 300], DecodeTile(splits, chunk, block, 1))
     check(given, [300, 129, 1, 0], DecodeTile(4, 64, 16, 1, 3))
+    check(given, [300, 0, 65], DecodeTile(4, 64, 64, 2), sinks=torch.float16)  # rows of the new token by several warps
     check(given, [*RAGGED[:-1], 500], DecodeTile(16, 64, 32, 1))  # fp16: the interpreter does not multiply bf16
 
 
@@ -119,13 +122,14 @@ def test_the_arithmetic_in_tritons_interpreter():
     interpreted(check_features, check_tiles, check_rows_alone)
 
 
-def compiled(given, tile, sm=90, dtype=torch.float16, norms=None):
-    """The kernel of a decode step of 4 rows; `norms` is the dtype of the gammas."""
+def compiled(given, tile, sm=90, dtype=torch.float16, norms=None, sinks=None):
+    """The kernel of a decode step of 4 rows; `norms` and `sinks` are the dtypes of gammas and sinks."""
     half, whole = (lambda *size: meta(size, dtype)), (lambda *size: meta(size, torch.int32))
     pages = half(100, given.kv_heads, 128, given.head_dim)
     gamma = None if norms is None else meta((given.head_dim,), norms)
     state = whole(9, 64), whole(9), whole(4), meta((8192, given.rotary_dim), torch.float32), gamma, gamma
-    call = (half(4, given.features), pages, pages, *state, meta((1,), torch.float32), whole(1))
+    sink = None if sinks is None else meta((given.heads,), sinks)
+    call = (half(4, given.features), pages, pages, *state, sink, meta((1,), torch.float32), whole(1))
     return compile_plan(PagedAttentionPlan(4, given, tile, typical_machine(sm)), call, sm)
 
 
@@ -148,6 +152,18 @@ def test_nothing_spills_and_pages_are_read_in_vectors_of_16_bytes(head_dim, grou
         # 64 registers of keys and values each for the first block and the loop; q; the partial results of a round.
         assert kernel.count("LDG.E.128") >= 33, warps
         assert kernel.count("HMMA.16816") >= 32
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("window", [0, 128])
+def test_heads_of_gpt_oss(window, sm):
+    """64 heads over 8, of 64 elements, with sinks, which are read before the wait like gammas."""
+    given = shape(64, 8, 64, window=window)
+    for warps in (1, 4):
+        kernel = compiled(given, tile_for(given, 32, warps), sm, torch.bfloat16, sinks=torch.bfloat16)
+        plain = compiled(given, tile_for(given, 32, warps), sm, torch.bfloat16)
+        assert kernel.stack_bytes == 0 and kernel.registers <= plain.registers + 16, (warps, kernel.registers)
+        assert kernel.count("MUFU.EX2") > plain.count("MUFU.EX2")
 
 
 @pytest.mark.parametrize(
