@@ -92,8 +92,8 @@ class SlotOutputs:
     shared: Tensor | None = None
     share: Tensor | None = None
 
-    def __getitem__(self, tokens: Tensor) -> SlotOutputs:
-        """The outputs of some tokens, by their indices int64."""
+    def __getitem__(self, tokens: Tensor | slice) -> SlotOutputs:
+        """The outputs of some tokens, by their indices int64 or a slice."""
         y = self.y.unflatten(0, (-1, self.top_k))[tokens].flatten(0, 1)
         shared, share = (None if t is None else t[tokens] for t in (self.shared, self.share))
         return SlotOutputs(y, self.top_k, shared, share)
