@@ -13,7 +13,8 @@ vLLM calls `register` in each of its processes, through the entry point "vllm.ge
     loader_patches  checks for missing weights, renames experts, compiles kernels (vLLM's loader of files)
     warm_up         compiles the kernels of a layer
 
-`quantization`, `methods`, `expert_method` and `loader_patches` import vLLM; this module imports nothing until `register` is called.
+`quantization`, `methods`, `expert_method` and `loader_patches` import vLLM; this module imports nothing until `register` is
+called.
 """
 
 from __future__ import annotations
