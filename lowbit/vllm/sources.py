@@ -21,6 +21,8 @@ from lowbit.vllm.matrices import ForeignMatrix, Matrix, PackedMatrix, PlainMatri
 
 WHERE = "config.json"
 _ON_LOAD = {"quant_method", "format_version", "scheme", "modules_to_not_convert", "head", "search"}
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Ends of the names of routers and of gates of shared experts, which `lowbit quantize` leaves in 16 bits too."""
 _REARRANGED = {
     **dict.fromkeys(("bloom", "falcon", "gpt_neox", "persimmon"), "query_key_value"),
     "llama4_text": "qkv_proj",
@@ -151,7 +153,7 @@ class SixteenBits(WeightSource):
     search: Search = "max"
 
     def matrix(self, name: str, dtype: torch.dtype) -> Matrix:
-        if any(matches(name, pattern) for pattern in self.kept):
+        if name.rpartition(".")[2] in _ROUTERS or any(matches(name, pattern) for pattern in self.kept):
             return PlainMatrix(name, dtype)
         return RoundedMatrix(name, dtype, self.scheme, self.search)
 

@@ -334,9 +334,11 @@ def test_configurations_that_say_nothing_are_refused(stated, match):
 
 
 def test_16_bits_with_a_scheme():
-    source = source_of({"quant_method": "lowbit", "scheme": "wf6af16", "modules_to_not_convert": ["*.gate"], "head": "w8a16"})
-    assert source == SixteenBits(parse_scheme("w6e3m2a16"), ("*.gate",), parse_scheme("w8a16"))
-    assert source.matrix("model.layers.0.mlp.gate", torch.bfloat16).is_plain
+    source = source_of({"quant_method": "lowbit", "scheme": "wf6af16", "modules_to_not_convert": ["*.o_proj"], "head": "w8a16"})
+    assert source == SixteenBits(parse_scheme("w6e3m2a16"), ("*.o_proj",), parse_scheme("w8a16"))
+    assert source.matrix("model.layers.0.self_attn.o_proj", torch.bfloat16).is_plain
+    for router in ("gate", "router", "shared_expert_gate"):
+        assert source.matrix(f"model.layers.0.mlp.{router}", torch.bfloat16).is_plain
     assert source.matrix("model.layers.0.mlp.up_proj", torch.bfloat16).scheme_of().name == "w6e3m2a16"
     assert source.vocab_matrix(VocabLayer("", (160, 64), False, True), torch.bfloat16).scheme_of().name == "w8a16"
 
