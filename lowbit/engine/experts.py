@@ -5,10 +5,10 @@ that OLMoE has.
 
 A layer is eight launches on a GPU for up to 16 tokens: these five, qkv, attention and o; and seven where o has the residual in
 its epilogue and the router the norm (`ResidualRouter`). None synchronises with the host, so CUDA graphs capture steps and
-prompts. The sum over the slots of a token is part of the next norm (`SlotOutputs`). A shared
-expert takes three launches more: two products, and the router's product apart from its choice, with a row for the gate of the
-shared expert. On a CPU Transformers' router computes the choice, and the module of the experts their sum. Experts in 16 bits
-take torch's grouped product.
+prompts. The sum over the slots of a token is part of the next norm (`SlotOutputs`). A shared expert takes three launches more:
+two products, and the router's product apart from its choice, with a row for the gate of the shared expert. On a CPU
+Transformers' router computes the choice, and the module of the experts their sum. Experts in 16 bits take torch's grouped
+product.
 """
 
 from __future__ import annotations

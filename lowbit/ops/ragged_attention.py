@@ -73,8 +73,8 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
     out [T, heads, head_dim] is the output without it, and lse float32 [heads, T] the logarithm of its denominator."""
     heads, tokens = out.shape[1], len(out)
-    kept = torch.sigmoid(lse.reshape(heads, tokens) - sinks.float()[:, None])
-    return (out * kept.T[..., None]).to(out.dtype)
+    kept = torch.sigmoid(lse.reshape(heads, tokens) - sinks.float().unsqueeze(1))
+    return (out * kept.T.unsqueeze(2)).to(out.dtype)
 
 
 def _check(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> None:

@@ -90,7 +90,9 @@ def test_flash_attention_has_a_window_however_many_keys_there_are(window):
                 torch.empty(rows, heads, 16, dtype=torch.float16, device="cuda") for rows, heads in ((64, 4), *((keys, 2),) * 2)
             )
             begins = torch.empty(3, dtype=torch.int32, device="cuda")
-            ragged_attention(q, *kv, begins, begins, AttentionShape(4, 2, 16, 0.3, 16, window=window))
+            sinks = torch.empty(4, device="cuda") if keys == 64 else None
+            out = ragged_attention(q, *kv, begins, begins, AttentionShape(4, 2, 16, 0.3, 16, window=window), sinks)
+            assert out.shape == (64, 64) and out.dtype == torch.float16
     assert len(calls) == 2
     for most_keys, left in calls:
         assert left is None if not window else left == window - 1 < most_keys
