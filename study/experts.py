@@ -78,7 +78,7 @@ class Settings:
     prompts: int = 8
     prompt: int = 64
     new: int = 64
-    samples: int = 128
+    samples: int = 64
     length: int = 512
 
     def __post_init__(self) -> None:

@@ -166,4 +166,4 @@ def test_the_first_argument_names_the_command(tmp_path, capsys):
             main(arguments)
         assert getattr(raised.value, "code", 1) == 1
     printed = capsys.readouterr().err
-    assert ("name a new folder for the mixture" in printed and "config.json" in printed) or "no text" in printed
+    assert "name a new folder for the mixture" in printed and "has no text" in printed
