@@ -22,6 +22,7 @@ from lowbit.kernels.reference.elementwise import Gate
 from lowbit.nn import QuantLinear
 from lowbit.nn.experts import QuantExperts
 from lowbit.ops.elementwise import gate
+from lowbit.ops.table import why_slow
 
 
 def shared_linears(block: Any) -> tuple[nn.Module, ...]:
@@ -37,8 +38,10 @@ def block_refusals(block: Any) -> Iterator[str]:
         return
     if not isinstance(experts, QuantExperts):
         yield "experts in 16 bits, for which a GPU has no kernel here"
-    elif any(part.scheme.activation is not None for part in experts.packed().values()):
-        yield "experts with 8-bit activations, which are multiplied one after another"
+    else:
+        for part in experts.packed().values():
+            if part.scheme.activation is not None and (reasons := why_slow(part.problem(torch.bfloat16))):
+                yield f"experts of {part.scheme}, which are multiplied one after another ({'; '.join(reasons)})"
 
 
 def activation_of(block: Any) -> Callable[[Tensor], Tensor]:

@@ -101,7 +101,7 @@ def batches(cases, size=4):
 
 INSTRUCTION_BYTES = 16
 INSTRUCTION = r"/\*[0-9a-f]+\*/\s+(.*?)(?:\s+[&?]\w.*)?\s*;"
-"""A line of nvdisasm. That of Triton 3.6 prints for sm_120 what an instruction waits for behind it, as `&req={2}` or `?trans1`."""
+"""A line of nvdisasm. That of Triton 3.6 prints what an instruction of sm_120 waits for behind it: `&req={2}`, `?trans1`."""
 _UNREAD: weakref.WeakSet[Compiled] = weakref.WeakSet()
 
 
