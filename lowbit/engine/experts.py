@@ -30,14 +30,15 @@ from lowbit.nn import QuantLinear
 from lowbit.nn.experts import PackedExperts, QuantExperts, expert_weights
 from lowbit.nn.fused import AlternatingMLP
 from lowbit.ops.elementwise import add_norm, gate
-from lowbit.ops.expert_gemm import expert_gemm, sum_norm, sum_slots
+from lowbit.ops.expert_gemm import sum_norm, sum_slots
+from lowbit.ops.experts import Gate as ExpertGate
+from lowbit.ops.experts import Stacked, multiply_slots
 from lowbit.ops.fused_gemm import chain_refusals, residual_gemm
-from lowbit.ops.table import UnsupportedProblem
-from lowbit.pack import DenseWeight
+from lowbit.ops.table import UnsupportedProblem, why_slow
+from lowbit.pack import DenseWeight, ExpertOperandWeight
 
 if TYPE_CHECKING:
     from lowbit.ops.route import Routing
-    from lowbit.pack.expert import ExpertWeight
 
 
 def shared_linears(block: Any) -> tuple[nn.Module, ...]:
@@ -59,8 +60,10 @@ def block_refusals(block: Any) -> Iterator[str]:
         return
     if not isinstance(experts, QuantExperts):
         yield from grouped_refusals(experts, weight.dtype, features_of(weight.device))
-    elif any(part.scheme.activation is not None for part in experts.packed().values()):
-        yield "experts with 8-bit activations, which are multiplied one after another"
+    else:
+        for part in experts.packed().values():
+            if part.scheme.activation is not None and (reasons := why_slow(part.problem(torch.bfloat16))):
+                yield f"experts of {part.scheme}, which are multiplied one after another ({'; '.join(reasons)})"
 
 
 def grouped_refusals(experts: nn.Module, dtype: torch.dtype, features: frozenset[str]) -> Iterator[str]:
@@ -216,11 +219,11 @@ class PackedProducts:
     epilogue of the first product, "none" if apply_gate is another. Biases are in the order of the packed rows.
     """
 
-    gate_up: ExpertWeight
-    down: ExpertWeight
+    gate_up: Stacked
+    down: Stacked
     first: PackedExperts
     second: PackedExperts
-    function: str
+    function: ExpertGate
     apply_gate: Callable[[Tensor], Tensor]
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
@@ -228,25 +231,26 @@ class PackedProducts:
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         invariant = self.batch_invariant
-        rows: Any = self.first.transformed(x)
-        h = expert_gemm(rows, self.gate_up, routing, self.gate_up_bias, gate=self.function, batch_invariant=invariant)
-        hidden: Any = self.second.transformed(self.apply_gate(h) if self.function == "none" else h)
+        rows = self.first.transformed(x)
+        h = multiply_slots(rows, self.gate_up, routing, self.gate_up_bias, gate=self.function, batch_invariant=invariant)
+        hidden = self.second.transformed(self.apply_gate(h) if self.function == "none" else h)
         # A kernel that transforms the hidden rows stands between the products, and need not have waited for the routing.
         early = hidden is h
-        return expert_gemm(
+        return multiply_slots(
             hidden, self.down, routing, self.down_bias, per_slot=True, weighted=True, routed_before=early,
             batch_invariant=invariant,
         )  # fmt: skip
 
     @classmethod
-    def of(cls, experts: QuantExperts, gate_up: ExpertWeight, down: ExpertWeight, batch_invariant: bool) -> PackedProducts:
+    def of(cls, experts: QuantExperts, gate_up: Stacked, down: Stacked, batch_invariant: bool) -> PackedProducts:
         """Those of a module of experts whose weights are packed as `gate_up` and `down`."""
         first, second = experts.packed().values()
         bias, down_bias = (None if t is None else t.detach() for t in experts._biases())
-        rows = first.row_order
+        # The product with 8-bit activations has no gate, so its weight keeps the matrix's order.
+        rows = None if isinstance(gate_up, ExpertOperandWeight) else first.row_order
         if rows is not None and bias is not None:
             bias = bias[:, rows.to(bias.device)].contiguous()
-        function = "none" if rows is None else experts.gate.kind
+        function: ExpertGate = "none" if rows is None else experts.gate.kind
         gate_of = experts._apply_gate
         return cls(gate_up, down, first, second, function, gate_of, bias, down_bias, batch_invariant)
 
@@ -344,6 +348,8 @@ def expert_mlp_of(mlp: ExpertsMLP, dtype: torch.dtype, activation: Gate, batch_i
         return ExpertMLP(experts, mlp.router, router, GroupedProducts.of(experts, own), shared)
     experts.batch_invariant |= batch_invariant
     packed = [part.forms_for(dtype) for part in experts.packed().values()]
+    if batch_invariant and any(isinstance(weight, ExpertOperandWeight) for weight in packed):
+        raise UnsupportedProblem("experts with 8-bit activations have no product that is batch-invariant")
     return ExpertMLP(experts, mlp.router, router, PackedProducts.of(experts, packed[0], packed[1], batch_invariant), shared)
 
 

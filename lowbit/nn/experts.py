@@ -26,7 +26,7 @@ from lowbit.ops.gemm import gemm
 from lowbit.ops.quantize_activations import quantize_activations
 from lowbit.ops.table import Form, Problem, UnsupportedProblem, choose, problem_on, warn_slow, weight_refusals, why_slow
 from lowbit.ops.workspace import make_counters
-from lowbit.pack import FragmentWeight, OperandWeight
+from lowbit.pack import ExpertOperandWeight, ExpertWeight
 from lowbit.pack.form import PackedMatrix
 from lowbit.pack.gated import HALF, alternate, with_scales_of_rows
 from lowbit.pack.gemm_weight import GemmWeight, RowWeight
@@ -34,7 +34,7 @@ from lowbit.pack.gemm_weight import GemmWeight, RowWeight
 if TYPE_CHECKING:
     from lowbit.ops.route import Routing
 
-KERNEL_TENSORS = ("kernel_codes", "kernel_scale", "kernel_channel_scale")
+KERNEL_TENSORS = ("kernel_codes", "kernel_scale", "kernel_channel_scale", "kernel_sums")
 """Buffers of the weights in the form of a GPU's expert kernels. Buffers, because torch.compile copies other tensors into each
 CUDA graph at every replay."""
 
@@ -46,14 +46,16 @@ class PackedExperts(PackedParameters):
     """One of the two matrices [N, K] of all E experts of a layer, with the parameters of `PackedParameters`.
 
     The input transform is shared by the experts. The first product packs the matrices for the device: on a CPU each in the form
-    that `QuantLinear` has there; on a GPU all in one `pack.expert.ExpertWeight`, or each for the dense kernels under schemes
-    that this form does not hold. row_order: int64 [N], row i of an `ExpertWeight` is row row_order[i] of the matrix; None for
-    the matrix's own order.
+    that `QuantLinear` has there; on a GPU all in one `pack.expert.ExpertWeight`, or with 8-bit activations in one
+    `pack.expert_operand.ExpertOperandWeight`; matrices that these forms do not hold stay in the form on disk. row_order: int64
+    [N], row i of an `ExpertWeight` is row row_order[i] of the matrix; None for the matrix's own order, which an
+    `ExpertOperandWeight` always has.
     """
 
     kernel_codes: Tensor | None
     kernel_scale: Tensor | None
     kernel_channel_scale: Tensor | None
+    kernel_sums: Tensor | None
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class PackedExperts(PackedParameters):
         for name in KERNEL_TENSORS:
             self.register_buffer(name, None, persistent=False)
         self._matrices: list[GemmWeight] | None = None
-        self._stacked: PackedMatrix | None = None  # an ExpertWeight, whose tensors are the buffers
+        self._stacked: PackedMatrix | None = None  # of all experts; its tensors are the buffers
         self._rows: Tensor | None = None  # row i of the packed form is row _rows[i] of the matrix
 
     @classmethod
@@ -145,8 +147,8 @@ class PackedExperts(PackedParameters):
         self._packed_for = None
 
     def forms_for(self, dtype: torch.dtype) -> Any:
-        """The weights in the form in which x of `dtype` is multiplied by them: an `ExpertWeight`, or a list with a matrix for
-        each expert. The first call packs them. Raises UnsupportedProblem for weights that Accelerate has offloaded."""
+        """The weights in the form in which x of `dtype` is multiplied by them: one weight of all experts, or a list with a
+        matrix for each. The first call packs them. Raises UnsupportedProblem for weights that Accelerate has offloaded."""
         if self.is_prepared and self._packed_for != dtype and not self._fits(dtype):
             self.restore()
         if not self.is_prepared:
@@ -173,14 +175,14 @@ class PackedExperts(PackedParameters):
         return y if bias is None else y + bias.to(y.dtype)
 
     def _stacked_weight(self) -> Any:
-        """The `ExpertWeight` of the buffers."""
+        """The weight of all experts with the buffers as its tensors."""
         assert self._stacked is not None
-        return replace(self._stacked, **{name.removeprefix("kernel_"): getattr(self, name) for name in KERNEL_TENSORS})  # type: ignore[type-var]
+        return replace(self._stacked, **{name: getattr(self, f"kernel_{name}") for name in self._stacked.NAMES})  # type: ignore[type-var]
 
     def _fits(self, dtype: torch.dtype) -> bool:
         """True if the packed form is for x of `dtype`."""
         if self._stacked is not None:
-            return not weight_refusals(self.scheme, dtype)
+            return self._form == "operands" or not weight_refusals(self.scheme, dtype)
         assert self._matrices is not None
         problem = replace(self.problem(dtype), form=None)
         return choose(problem).form == self._form and (self._form != "decoded" or self._matrices[0].codes.dtype == dtype)
@@ -196,7 +198,7 @@ class PackedExperts(PackedParameters):
         if self._form in ("fragments", "operands"):
             make_counters(self.weight_scale.device)  # a graph that captures the first product cannot allocate them
         q = self.expert_tensor().without_input()
-        if self._form == "fragments":
+        if self._form in ("fragments", "operands"):
             self._pack_stacked(q)
         else:
             self._matrices = [self._matrix(q, e, dtype) for e in range(self.experts)]
@@ -204,10 +206,11 @@ class PackedExperts(PackedParameters):
             self.weight_packed = parameter(self.weight_packed.new_empty(0))
 
     def _pack_stacked(self, q: ExpertTensor) -> None:
-        from lowbit.pack.expert import ExpertWeight
-
-        rows = None if self.row_order is None else self.row_order.to(q.packed.device)
-        self._stacked, self._rows = ExpertWeight.pack(_Matrices(q, rows)), rows
+        if self._form == "operands":
+            self._stacked = ExpertOperandWeight.pack(_Matrices(q, None))
+        else:
+            rows = None if self.row_order is None else self.row_order.to(q.packed.device)
+            self._stacked, self._rows = ExpertWeight.pack(_Matrices(q, rows)), rows
         held = self._stacked.tensors()
         for name in KERNEL_TENSORS:
             setattr(self, name, held.get(name.removeprefix("kernel_")))
@@ -217,12 +220,10 @@ class PackedExperts(PackedParameters):
             case "rows":
                 zero = None if q.zero is None else q.zero[e]
                 return RowWeight(q.packed[e], q.scale[e], zero, q.scheme, q.shape)
-            case "operands":
-                return OperandWeight.pack(q.expert(e))
-            case "fragments":
-                return FragmentWeight.pack(q.expert(e))
             case "int4" | "int8" | "decoded":
                 return pack_for_cpu(q.expert(e), self._form, dtype)
+            case "fragments" | "operands":
+                raise AssertionError("all experts are one weight")
 
     def _packed_codes(self) -> Tensor:
         """The codes in the form on disk, packed again where only the kernels' form is in memory."""

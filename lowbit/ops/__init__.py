@@ -15,6 +15,7 @@ from lowbit.ops.quantize_activations import (
     rms_norm_quantize,
     silu_mul_quantize,
 )
+from lowbit.ops.scaled_expert_gemm import scaled_expert_gemm
 from lowbit.ops.scaled_gemm import scaled_gemm
 from lowbit.ops.table import KERNELS, Kernel, Problem, UnsupportedProblem, choose, problem_on, rows, weight_refusals, why_slow
 
@@ -40,6 +41,7 @@ __all__ = [
     "residual_gemm",
     "rms_norm_quantize",
     "rows",
+    "scaled_expert_gemm",
     "scaled_gemm",
     "silu_mul_quantize",
     "sum_norm",

@@ -123,26 +123,26 @@ class ExpertArguments(NamedTuple):
     subnormal: bool = False
 
 
-def _check_routing(a: ExpertArguments) -> None:
-    """Raises ValueError unless the tensors of a routing fit together."""
-    if a.experts.dim() != 2 or not a.experts.shape[1]:
-        raise ValueError(f"expert_gemm: experts are int32 [T, top_k], got {a.experts.dtype} {tuple(a.experts.shape)}")
-    slots = a.experts.numel()
+def check_routing(
+    operator: str, experts: Tensor, weights: Tensor, order: Tensor, tiles: Tensor, tile_count: Tensor, tile_rows: int
+) -> None:
+    """Raises ValueError, naming the operator, unless the tensors of a routing fit together."""
+    if experts.dim() != 2 or not experts.shape[1]:
+        raise ValueError(f"{operator}: experts are int32 [T, top_k], got {experts.dtype} {tuple(experts.shape)}")
+    slots = experts.numel()
     expected = {
-        "experts": (a.experts, torch.int32, a.experts.shape), "weights": (a.weights, torch.float32, a.experts.shape),
-        "order": (a.order, torch.int32, (slots,)), "tile_count": (a.tile_count, torch.int32, (1,)),
-        "tiles": (a.tiles, torch.int32, (a.tiles.shape[0] if a.tiles.dim() else 0, 3)),
+        "experts": (experts, torch.int32, experts.shape), "weights": (weights, torch.float32, experts.shape),
+        "order": (order, torch.int32, (slots,)), "tile_count": (tile_count, torch.int32, (1,)),
+        "tiles": (tiles, torch.int32, (tiles.shape[0] if tiles.dim() else 0, 3)),
     }  # fmt: skip
     for name, (t, dtype, shape) in expected.items():
         if t.dtype != dtype or tuple(t.shape) != tuple(shape) or not t.is_contiguous():
             raise ValueError(
-                f"expert_gemm: {name} of a routing of {slots} slots is contiguous {dtype} {list(shape)} (ops/route.py makes "
+                f"{operator}: {name} of a routing of {slots} slots is contiguous {dtype} {list(shape)} (ops/route.py makes "
                 f"it), got {t.dtype} {list(t.shape)}"
             )
-    if a.tile_rows < 1 or (slots and not a.tiles.shape[0]):
-        raise ValueError(
-            f"expert_gemm: a routing has tiles of at least one row, got {a.tile_rows} rows and {len(a.tiles)} tiles"
-        )
+    if tile_rows < 1 or (slots and not tiles.shape[0]):
+        raise ValueError(f"{operator}: a routing has tiles of at least one row, got {tile_rows} rows and {len(tiles)} tiles")
 
 
 def _check(a: ExpertArguments) -> Scheme:
@@ -150,10 +150,10 @@ def _check(a: ExpertArguments) -> Scheme:
     parsed = scheme_of(a.scheme)
     if parsed.activation is not None:
         raise ValueError(
-            f"expert_gemm: multiplies 16-bit activations, {parsed} has {parsed.activation.name} activations, which products of "
-            "experts do not take; quantize the experts with a scheme of 16-bit activations, as w4a16_g128 or w8a16"
+            f"expert_gemm: multiplies 16-bit activations, {parsed} has {parsed.activation.name} activations; call "
+            "scaled_expert_gemm, or quantize the experts with a scheme of 16-bit activations, as w4a16_g128 or w8a16"
         )
-    _check_routing(a)
+    check_routing("expert_gemm", a.experts, a.weights, a.order, a.tiles, a.tile_count, a.tile_rows)
     if a.codes.dim() != 4 or not a.codes.shape[0]:
         raise ValueError(
             f"expert_gemm: codes are int32 [E, row blocks, k_tiles, words] (ExpertWeight.pack makes them), got "

@@ -1,14 +1,14 @@
 """The experts of a mixture: y of each token is the sum of its experts' MLPs, times the weights of the router.
 
-On a GPU with weights in the form of `pack.expert.ExpertWeight`, two products read the experts that are hit, each once, for all
-their tokens. Everywhere else, and for schemes with 8-bit activations, the experts that are hit are multiplied one after
-another, by the form that a dense weight has on the device.
+On a GPU with weights in the forms of pack/expert.py and, for 8-bit activations, pack/expert_operand.py, two products read the
+experts that are hit for all their tokens. Everywhere else the experts that are hit are multiplied one after another, by the
+form that a dense weight has on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from lowbit.pack.gemm_weight import GemmWeight
 if TYPE_CHECKING:
     from lowbit.ops.route import Routing
     from lowbit.pack.expert import ExpertWeight
+    from lowbit.pack.expert_operand import ExpertOperandWeight
 
 Gate = Literal["none", "silu", "gelu_tanh", "clamped_swiglu"]
 """The function of gate and up that a product has in its epilogue: "silu" is silu(gate) * up, "gelu_tanh" the same with GELU,
@@ -28,13 +29,16 @@ Gate = Literal["none", "silu", "gelu_tanh", "clamped_swiglu"]
 it to another function."""
 
 Input = Tensor | Activations
+Stacked: TypeAlias = "ExpertWeight | ExpertOperandWeight"
+"""The weights of all experts of a layer, for x in 16 bits or quantized."""
+
 Multiply = Callable[[int, Input], Tensor]
 """Returns the product of some rows with the matrix of an expert, its bias added."""
 
 
 def expert_mlp(
-    x: Input, experts: Tensor, weights: Tensor, gate_up: ExpertWeight | Sequence[GemmWeight],
-    down: ExpertWeight | Sequence[GemmWeight], *, gate: Gate = "silu", apply_gate: Callable[[Tensor], Tensor] | None = None,
+    x: Input, experts: Tensor, weights: Tensor, gate_up: Stacked | Sequence[GemmWeight],
+    down: Stacked | Sequence[GemmWeight], *, gate: Gate = "silu", apply_gate: Callable[[Tensor], Tensor] | None = None,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, inner: Callable[[Tensor], Input] | None = None,
     residual: Tensor | None = None, routing: Routing | None = None, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -62,25 +66,48 @@ def expert_mlp(
             inner=inner, residual=residual,
         )  # fmt: skip
     from lowbit.kernels.choose.experts import tile_rows_for
-    from lowbit.ops.expert_gemm import expert_gemm, sum_slots
+    from lowbit.ops.expert_gemm import sum_slots
     from lowbit.ops.route import group
 
-    if not isinstance(x, Tensor):
-        raise ValueError("experts: an ExpertWeight is multiplied by x in 16 bits, got quantized x")
     tokens, top_k = experts.shape
     if routing is None:
         tile_rows = tile_rows_for(tokens, top_k, gate_up.experts, batch_invariant)
         routing = group(experts.contiguous(), weights.contiguous(), gate_up.experts, tile_rows=tile_rows)
-    h = expert_gemm(x, gate_up, routing, gate_up_bias, gate=gate, batch_invariant=batch_invariant)
+    h = multiply_slots(x, gate_up, routing, gate_up_bias, gate=gate, batch_invariant=batch_invariant)
     if gate == "none":
         assert apply_gate is not None
         h = apply_gate(h)
-    hidden = h if inner is None else inner(h)
-    assert isinstance(hidden, Tensor)
-    y = expert_gemm(
-        hidden, down, routing, down_bias, per_slot=True, weighted=True, routed_before=True, batch_invariant=batch_invariant
-    )
+    y = multiply_slots(
+        h if inner is None else inner(h), down, routing, down_bias, per_slot=True, weighted=True,
+        routed_before=True, batch_invariant=batch_invariant,
+    )  # fmt: skip
     return sum_slots(y, top_k, residual)
+
+
+def multiply_slots(
+    x: Input, w: Stacked, routing: Routing, bias: Tensor | None, *, gate: Gate = "none", per_slot: bool = False,
+    weighted: bool = False, routed_before: bool = False, batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    """Returns y [T * top_k, N] by slot: `expert_gemm` of x in 16 bits, `scaled_expert_gemm` of quantized x.
+
+    Raises ValueError for a weight in the other form, and UnsupportedProblem for a gate or batch invariance with quantized x.
+    """
+    from lowbit.ops.expert_gemm import expert_gemm
+    from lowbit.ops.scaled_expert_gemm import scaled_expert_gemm
+    from lowbit.pack.expert_operand import ExpertOperandWeight
+
+    if isinstance(w, ExpertOperandWeight) == isinstance(x, Tensor):
+        raise ValueError("experts: an ExpertWeight is multiplied by x in 16 bits, an ExpertOperandWeight by quantized x")
+    if isinstance(x, Tensor):
+        assert not isinstance(w, ExpertOperandWeight)
+        return expert_gemm(
+            x, w, routing, bias, gate=gate, per_slot=per_slot, weighted=weighted, routed_before=routed_before,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
+    assert isinstance(w, ExpertOperandWeight)
+    if gate != "none" or batch_invariant:
+        raise UnsupportedProblem("experts: products with 8-bit activations have no gate and are not batch-invariant")
+    return scaled_expert_gemm(x, w, routing, bias, per_slot=per_slot, weighted=weighted)
 
 
 @torch.compiler.disable(reason="the experts that are hit depend on the data")

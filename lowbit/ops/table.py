@@ -368,6 +368,11 @@ def _scaled_mma(p: Problem) -> tuple[str, ...]:
     return _of_8_bits(p) or ((slower,) if "wgmma" in p.machine.arch.features else ())
 
 
+def _scaled_experts(p: Problem) -> tuple[str, ...]:
+    invariant = ("does not promise the same bits in every batch (batch_invariant)",)
+    return _of_8_bits(p) or (invariant if p.batch_invariant else ())
+
+
 @functools.lru_cache(maxsize=4096)
 def _tiles_8(p: Problem) -> tuple[Candidate[ScaledTile], ...]:
     assert p.machine is not None
@@ -455,6 +460,10 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         "expert_ring_gemm", "kernels/sm80/expert_small_m_gemm.py", "sm_80 and newer", False, "fragments",
         partial(_experts, kind=RingTile), _tile_experts, experts=True,
+    ),
+    Kernel(
+        "expert_scaled_gemm", "kernels/sm80/expert_scaled_gemm.py", "sm_80 and newer", True, "operands", _scaled_experts,
+        experts=True,
     ),
     Kernel("experts_one_by_one", "ops/experts.py", "any device", False, "rows", lambda p: (), experts=True),
     Kernel("scaled_experts_one_by_one", "ops/experts.py", "any device", True, "rows", lambda p: (), experts=True),

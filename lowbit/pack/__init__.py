@@ -2,6 +2,7 @@
 
 from lowbit.pack.dense import DenseWeight
 from lowbit.pack.expert import ExpertWeight
+from lowbit.pack.expert_operand import ExpertOperandWeight
 from lowbit.pack.fragment import FragmentOrder
 from lowbit.pack.gated import gated_refusals, pack_gated
 from lowbit.pack.layout import Layout
@@ -22,6 +23,7 @@ __all__ = [
     "DENSE_FORM",
     "ColumnMajorTileInterleave",
     "DenseWeight",
+    "ExpertOperandWeight",
     "ExpertWeight",
     "FragmentOrder",
     "FragmentWeight",

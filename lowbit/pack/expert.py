@@ -46,7 +46,7 @@ class ExpertWeight(PackedMatrix):
         Raises ValueError if there are no experts, if they differ in scheme, shape or type of scales, or if
         `FragmentWeight.pack` does.
         """
-        _check_alike(experts)
+        check_alike(experts)
         scaling = common_scaling(experts)
         return cls._stacked(len(experts), lambda e: FragmentWeight.pack(experts[e], scaling=scaling))
 
@@ -59,7 +59,7 @@ class ExpertWeight(PackedMatrix):
         """
         if len(gates) != len(ups):
             raise ValueError(f"every expert has a gate and an up, got {len(gates)} and {len(ups)}")
-        _check_alike(itertools.chain(gates, ups))
+        check_alike(itertools.chain(gates, ups))
         reasons = [reason for pair in zip(gates, ups, strict=True) for reason in gated_refusals(*pair)]
         if reasons:
             raise ValueError(f"gate and up cannot be packed as one matrix: {'; '.join(dict.fromkeys(reasons))}")
@@ -105,7 +105,7 @@ class ExpertWeight(PackedMatrix):
         return {**super()._kind(), "subnormal": self.subnormal, "number of experts": self.experts}
 
 
-def _check_alike(experts: Iterable[QuantTensor]) -> None:
+def check_alike(experts: Iterable[QuantTensor]) -> None:
     """Raises ValueError if there are no experts, or if they differ in scheme, shape or type of scales."""
     kinds = {f"{q.scheme} {list(q.shape)} with {str(q.scale.dtype).removeprefix('torch.')} scales": None for q in experts}
     if not kinds:

@@ -31,7 +31,7 @@ from lowbit.nn import QuantExperts
 from lowbit.nn.experts import _Matrices
 from lowbit.nn.linear import make_batch_invariant
 from lowbit.ops.elementwise import add_norm
-from lowbit.pack import ExpertWeight
+from lowbit.pack import ExpertOperandWeight, ExpertWeight
 from tests.tiny import tiny_llama
 from tests.tiny_experts import tiny_experts
 
@@ -158,8 +158,23 @@ def by_kernels(mlp, dtype, activation, batch_invariant):
         own = None if activation_of(block) is None else activation
         return ExpertMLP(experts, mlp.router, router, GroupedProducts.of(experts, own), shared)
     parts = experts.packed().values()
-    packed = [ExpertWeight.pack(_Matrices(part.expert_tensor().without_input(), part.row_order)) for part in parts]
+    packed = [
+        ExpertWeight.pack(_Matrices(part.expert_tensor().without_input(), part.row_order))
+        if part.scheme.activation is None
+        else ExpertOperandWeight.pack(_Matrices(part.expert_tensor().without_input(), None))
+        for part in parts
+    ]
     return ExpertMLP(experts, mlp.router, router, PackedProducts.of(experts, *packed, batch_invariant), shared)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_experts_with_8_bit_activations_as_a_gpu_runs_them(name, monkeypatch):
+    model = tiny_experts(name, torch.float32)
+    convert(model, "w8a8", skip=["*self_attn*", "*shared_expert*", "lm_head"])
+    monkeypatch.setattr(program_module, "expert_mlp_of", by_kernels)
+    program, difference = difference_to(model, lambda: program_of(model))
+    assert isinstance(program.layers[0].experts.products.gate_up, ExpertOperandWeight)
+    assert difference < 2e-3
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

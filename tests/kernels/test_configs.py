@@ -28,6 +28,7 @@ from lowbit.kernels.parts.ring import Ring, RowRing
 from lowbit.kernels.reference.route import RouterRule
 from lowbit.kernels.sm80.conv import MmaConv, MmaProduct
 from lowbit.kernels.sm80.expert_large_m_gemm import ExpertMmaGemm
+from lowbit.kernels.sm80.expert_scaled_gemm import ExpertScaledGemm
 from lowbit.kernels.sm80.expert_small_m_gemm import ExpertRingGemm, TaskRing
 from lowbit.kernels.sm80.large_m_gemm import MmaGemm
 from lowbit.kernels.sm80.paged_attention import PagedAttention
@@ -63,6 +64,7 @@ CONFIGS = [
     ),
     ExpertMmaGemm(Dequantizer("int4", "fp16", 128, "none", "fp16"), 128, 4, 4, 2, 1, 4, Epilogue(False, False), True, False),
     ExpertWgmmaGemm(Dequantizer("int4", "fp16", 128, "none", "fp16"), 64, 2, 4, Epilogue(False, False), True, False),
+    ExpertScaledGemm("int4", torch.int8, torch.int8, HALF, 16, 2, 4, True, False, "token", False, False, False),
     PagedAttention(HEADS, DecodeTile(8, 128, 64, 4), True),
     Append(HEADS, True),
     ChooseConfig(RouterRule(8), 128, False, 4, 8, True),

@@ -10,6 +10,7 @@ from torch.nn.functional import gelu, silu
 
 from lowbit.kernels.reference.elementwise import norm_reference
 from lowbit.pack.expert import ExpertWeight
+from lowbit.pack.expert_operand import ExpertOperandWeight
 
 CLAMP, ALPHA = 7.0, 1.702
 """Constants of "clamped_swiglu": gpt-oss's `limit` and `alpha`."""
@@ -29,8 +30,8 @@ EXPERT_GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def expert_gemm_reference(
-    x: Tensor, w: ExpertWeight, experts: Tensor, weights: Tensor | None = None, bias: Tensor | None = None, *,
-    gate: str = "none", weighted: bool = False, dtype: torch.dtype = torch.float64,
+    x: Tensor, w: ExpertWeight | ExpertOperandWeight, experts: Tensor, weights: Tensor | None = None,
+    bias: Tensor | None = None, *, gate: str = "none", weighted: bool = False, dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # fmt: skip
     """y [slots, N], or [slots, N / 2] with a gate, in `dtype`: for each slot its row of x times its expert's weights.
 
