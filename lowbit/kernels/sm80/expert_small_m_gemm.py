@@ -392,12 +392,18 @@ def expert_ring_gemm(
         factors = weights_of(weights, slots, C)
         scales = ()
         biases = ()
+        own_scale = channel_scale
+        own_bias = bias
+        if C.epilogue.channel_scale:
+            own_scale = channel_scale + expert * N
+        if C.epilogue.bias:
+            own_bias = bias + expert * N
         if C.rows_early and C.epilogue.channel_scale:
-            scales = load_rows(channel_scale + expert * N, at, C)
+            scales = load_rows(own_scale, at, C)
         if C.rows_early and C.epilogue.bias:
-            biases = load_rows(bias + expert * N, at, C)
+            biases = load_rows(own_bias, at, C)
         if not C.rows_early:
-            prefetch_rows(channel_scale + expert * N, bias + expert * N, None, thread, at, C)
+            prefetch_rows(own_scale, own_bias, None, thread, at, C)
         acc = ()
         for _ in gl.static_range(ACCUMULATORS):
             acc = acc + (zeros,)
