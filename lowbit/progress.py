@@ -74,6 +74,13 @@ class Progress(tqdm):
             **slow,
         )
 
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the items and counts them. tqdm's own loop counts items twice if `write_if_due` writes between two updates."""
+        with self:
+            for item in self.iterable:
+                yield item
+                self.update(1)
+
     def at(self, done: float, total: float | None, desc: str) -> None:
         """Sets the amount done, the total and the description."""
         self.total = total

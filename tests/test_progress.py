@@ -47,6 +47,19 @@ def test_a_line_every_ten_seconds(clock, written):
     assert "\r" not in text and "\x1b" not in text
 
 
+def test_items_are_counted_once_beside_lines_of_the_thread(clock, written, monkeypatch):
+    """`write_if_due`, which the thread of `periodic_lines` calls, does not change the count of a loop."""
+    monkeypatch.setattr(progress, "time", clock)
+    clock.time = lambda: clock.now
+    bar = Progress(range(30), desc="gptq", unit="layers")
+    for _ in bar:
+        clock.now += 4
+        bar.write_if_due()
+    assert bar.n == 30
+    numbers = [int(n) for n in re.findall(r"^gptq: (\d+) of", written(), re.MULTILINE)]
+    assert numbers == sorted(numbers) and max(numbers) <= 30
+
+
 def test_work_of_seconds_writes_nothing(clock, written):
     for _ in Progress(range(9), desc="gptq", unit="layers"):
         clock.now += 1
