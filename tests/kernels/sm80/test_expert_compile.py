@@ -41,7 +41,9 @@ def compiled(
     form = WeightForm(fmt, group, zero, "fp16", twice, twice)
     epilogue = Epilogue(form.channel_scale, bias, gate=gate)
     plan = ExpertRingPlan(shape, tile, form, HALVES[dtype], epilogue, machine, weighted=weighted, early=early)
-    return tile, compile_plan(plan, expert_call(shape, HALVES[dtype], form), sm)
+    x, codes, scale, channel, biases, *routing, weights = expert_call(shape, HALVES[dtype], form)
+    given = channel if form.channel_scale else None, biases if bias else None, *routing, weights if weighted else None
+    return tile, compile_plan(plan, (x, codes, scale, *given), sm)
 
 
 def check(tile, kernel, sums=0):
