@@ -1,9 +1,9 @@
 """`python -m study.expert_bits MODEL`: is an expert that is hit more worth more bits?
 
-For a 16-bit model with experts, each layer's experts are rounded to nearest in several formats within one budget of bits: one
-format for all, formats by the tokens that reach an expert alone, and the formats of least measured error. The budget is that of
-the format in the middle. Prints for each the divergence of the model from its 16 bits on other tokens, and how the error of an
-expert follows its tokens; writes the same as JSON.
+Rounds each layer's experts of a 16-bit model to nearest in three ways with the same total number of bits: one format for all
+experts; formats chosen by the number of tokens that reach each expert; formats chosen for the smallest measured error. The
+total is that of the middle format for all. For each way, prints the divergence from the 16-bit model on held-out tokens, and
+how far an expert's error depends on the number of its tokens. Writes the same figures as JSON.
 """
 
 from __future__ import annotations

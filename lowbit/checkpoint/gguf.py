@@ -203,7 +203,7 @@ class GgufReader:
         return self._entry(name)
 
     def stacked_entry(self, name: str) -> tuple[int, ForeignEntry]:
-        """Returns the number of experts, and shape and scheme of one of them, of a quantized tensor [E, N, K].
+        """Returns E, and the shape and scheme of one expert, for a quantized tensor [E, N, K] of stacked experts.
 
         Raises CheckpointError for other shapes and types, and for a plain tensor.
         """

@@ -257,7 +257,8 @@ class PackedProducts:
 
 @dataclass(frozen=True, eq=False)
 class GroupedProducts:
-    """The products of experts in 16 bits by torch's grouped product: y [M * top_k, H] of x [M, H], times the router's weights.
+    """Multiplies 16-bit experts by torch's grouped matrix product. Maps x [M, H] to y [M * top_k, H], the outputs of each
+    token's experts times the router's weights.
 
     gate_up [E, H, N] and down [E, I, H] are views of the model's parameters.
     """

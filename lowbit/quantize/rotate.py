@@ -20,8 +20,8 @@ LARGEST = 128
 class Rotation:
     """An orthogonal matrix R [n, n] determined by a seed.
 
-    n is a power of two times 1, times q + 1 for a prime q = 4k + 3, or times 2 (q + 1) for a prime q = 4k + 1. Raises
-    ValueError for other n.
+    n = 2^i * m, where m is one of: 1; q + 1 for a prime q = 4k + 3; 2 (q + 1) for a prime q = 4k + 1. Raises ValueError for
+    other n.
     """
 
     def __init__(self, n: int, seed: int) -> None:

@@ -339,7 +339,8 @@ def test_a_missing_expert_is_named(tmp_path):
 
 
 def test_an_expert_in_16_bits_is_named(tmp_path):
-    """The file opens, so that it can be dequantized; only the experts as a whole are refused."""
+    """Opening the file succeeds, so the file can be dequantized. Its experts as one group are refused, by an error that names
+    expert 2."""
 
     def change(tensors):
         for name in [name for name in tensors if ".2.down_proj." in name]:

@@ -472,7 +472,7 @@ def test_a_program_with_nan_logits_is_not_used(model, monkeypatch):
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 64])
 def test_operands_of_attention_are_aligned(model, monkeypatch, slots):
-    """Kernels refuse tensors that do not start at multiples of 16 bytes: prompts of odd lengths, any number of slots."""
+    """Tensors start at multiples of 16 bytes, as kernels require, for prompts of odd lengths and for any number of slots."""
     seen = []
 
     def looking(operator):

@@ -233,8 +233,8 @@ def test_what_a_call_writes():
     "s", [Sampling(), Sampling(temperature=0.8, seed=1), Sampling(temperature=0.8, top_k=9, seed=1)], ids=str
 )
 def test_logits_that_are_no_numbers_have_no_log_probability(s):
-    """Rows with NaN or infinite logits get the log-probability NaN, which marks them for the host, and a token of the
-    vocabulary. Other rows are unchanged to the bit.
+    """Rows with NaN or infinite logits get a valid token and the log-probability NaN, by which the host recognises them. Other
+    rows do not change by a bit.
     """
     logits = torch.stack([random_logits(i) for i in range(6)])
     alone = [drawn(logits[i : i + 1], [0], state_with(s)) for i in (0, 5)]

@@ -194,7 +194,8 @@ class DeepConv(WgmmaConv):
 
     @property
     def strip(self) -> StripRing:
-        """PTX that copies strips and reads x, from strips or from single taps."""
+        """PTX that copies strips (the inputs that neighbouring taps share) to shared memory, and PTX that reads x from a strip
+        or, without strips, from the copy of a single tap."""
         zeros = UNIT * self.barrier_unit + 16 * (self.stages + self.x_stages + self.residual_stages)
         return StripRing(
             self.x_barriers, self.w_barriers, zeros, 0, UNIT * self.w_unit, self.rows, self.step_bytes, self.w_bytes,
