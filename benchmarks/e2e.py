@@ -184,8 +184,8 @@ def place(engine: Engine, batch: int, context: int, tokens: int) -> None:
     engine.slots.tables[:batch, :each] = order.view(batch, each).to(engine.device, torch.int32)
     engine.slots.positions[:batch] = context
     vocab = engine.slots.sampling.counts.shape[1]
-    drawn = torch.randint(vocab, (batch,), generator=torch.Generator().manual_seed(3))
-    engine.slots.tokens[:batch] = drawn.to(engine.device, engine.slots.tokens.dtype)
+    first_tokens = torch.randint(vocab, (batch,), generator=torch.Generator().manual_seed(3))
+    engine.slots.tokens[:batch] = first_tokens.to(engine.device, engine.slots.tokens.dtype)
 
 
 class RoutingCounts(TorchDispatchMode):

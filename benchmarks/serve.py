@@ -55,10 +55,10 @@ ANSWER_ALONE = 8
 """Output tokens of each of these requests."""
 
 PROTOCOL = (
-    "One process computes and serves, on the loopback; another asks. Prompts are random tokens, no two beginning alike; "
-    "answers have exactly the tokens config for, the likeliest ones, as events. engine: the closed loop of `streams` over the "
-    "engine without a server and without text. streams: as many clients, each asking as soon as it is answered, for an equal "
-    "time by each mix of lengths, without a pause between; answers count for the mix in which they were config; tokens_per_s "
+    "One process computes and serves, on the loopback; another sends requests. Prompts are random tokens, no two beginning "
+    "alike; answers have exactly the requested number of tokens, greedy, as events. engine: the closed loop of `streams` over "
+    "the engine without a server and without text. streams: as many clients, each sending its next request when it is "
+    "answered, for an equal time by each mix of lengths, without a pause; answers count for the mix of their request; tokens_per_s "
     "counts from when all streams have had a first token of the mix, and ratio is that by the engine's. capacity: the same of "
     "a mix that was not streamed. idle: one request after the other, and between two one of the serving process to its engine; "
     "added_ms is the time to its first token less the median of the engine's own (own_first_ms); own_ms are percentiles "
@@ -66,7 +66,7 @@ PROTOCOL = (
     "requests a second, the shares one after the other without a pause; times count from when a request was due, and one "
     f"without an end {LAST_SECONDS:.0f} s after the last arrival has failed. first_ms: to the first token; token_ms: of each "
     "request the mean time between its tokens; percentiles over requests. server_cpu, client_cpu: cores that each process kept "
-    "busy while requests were config."
+    "busy while requests were sent."
 )
 
 ProgressCallback = Callable[[str], None]

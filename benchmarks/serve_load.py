@@ -45,8 +45,8 @@ class Mix:
     output_p90: int | None = None
 
     def draw(self, rng: random.Random, most: int) -> tuple[int, int]:
-        """Returns the lengths of a request of at most `most` tokens in total; longer ones are drawn again. Raises ValueError
-        if no draw fits."""
+        """Returns the lengths of a request of at most `most` tokens in total; longer ones are sampled again. Raises
+        ValueError if no sample fits."""
         for _ in range(MOST_TRIES):
             lengths = _length(rng, self.prompt, self.prompt_p90), _length(rng, self.output, self.output_p90)
             if sum(lengths) <= most:

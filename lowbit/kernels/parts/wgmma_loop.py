@@ -1,21 +1,82 @@
 """The main loop of the wgmma kernels for 16-bit x: weights of a stage are dequantized into registers while the previous stage
 is multiplied.
 
-The functions take the configuration C of a kernel, a `WarpgroupTile` with `dequantizer`, `tokens` and the layouts of
-parts/operand.py. They also take the kernel's arguments p: stages of codes `p.w`, stages of x `p.x`, and `p.scales`, of which
-only `last_group` is used.
+The functions take the configuration C of a kernel, which is a `WgmmaBlock`, and the kernel's arguments p: stages of codes
+`p.w`, stages of x `p.x`, and `p.scales`, of which only `last_group` is used.
 """
 
 from __future__ import annotations
 
-from lowbit.kernels.parts.dequantize import dequantize
+import torch
+
+from lowbit.kernels.parts.dequantize import Dequantizer, dequantize
 from lowbit.kernels.parts.gluon import barrier, gl, gluon, run, warpgroup_mma, warpgroup_mma_wait
-from lowbit.kernels.parts.operand import empty_registers, operand_a, read_words, release_stage
+from lowbit.kernels.parts.operand import (
+    empty_registers,
+    operand_a,
+    read_words,
+    registers_layout,
+    release_stage,
+    words_layout,
+)
 from lowbit.kernels.parts.pipeline import advance, previous
 from lowbit.kernels.parts.promote import zero_sums
+from lowbit.kernels.parts.tile import WarpgroupTile
+
+STAGE_K = 64
+"""Number of columns of K in a stage."""
 
 PREFETCHED = gl.constexpr(6)
 """Number of iterations between the prefetch of scales into L2 and their load; it takes longer than the latency of memory."""
+
+
+class WgmmaBlock(WarpgroupTile):
+    """A tile of `tokens` tokens by 64 * warpgroups rows of w, which `dequantizer` dequantizes to operand A in registers."""
+
+    dequantizer: Dequantizer
+    tokens: int
+
+    stage_tiles = 1
+    """Number of FragmentOrder tiles along K in a stage."""
+    iteration_stages = 2
+    """Number of stages in a main-loop iteration."""
+
+    @property
+    def columns(self) -> int:
+        return self.tokens
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.rows * 8 * self.dequantizer.bits + self.tokens * 128
+
+    @property
+    def x_type(self) -> torch.dtype:
+        return torch.float16 if self.dequantizer.dtype == "fp16" else torch.bfloat16
+
+    @property
+    def x_block(self) -> tuple[int, int]:
+        """[tokens, columns of K] of one TMA copy of x."""
+        return self.tokens, STAGE_K
+
+    @property
+    def x_shared_layout(self) -> gl.NVMMASharedLayout:
+        return gl.NVMMASharedLayout.get_default_for([*self.x_block], self.dequantizer.operand_type)
+
+    @property
+    def accumulator(self) -> gl.NVMMADistributedLayout:
+        return gl.NVMMADistributedLayout([3, 0], [4 * self.warpgroups, 1], [16, self.tokens, 16])
+
+    @property
+    def operand_layout(self) -> gl.DotOperandLayout:
+        return gl.DotOperandLayout(0, self.accumulator, 2)
+
+    @property
+    def registers_layout(self) -> gl.BlockedLayout:
+        return registers_layout(self.warps, 2)
+
+    def words_layout(self, plane: int) -> gl.DistributedLinearLayout:
+        """Layout in which the words of a plane of a tile are loaded."""
+        return words_layout(self.warps, self.dequantizer.plane_words(plane))
 
 
 @gluon.jit

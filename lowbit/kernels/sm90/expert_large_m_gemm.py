@@ -44,19 +44,16 @@ from lowbit.kernels.parts.gluon import (
 )
 from lowbit.kernels.parts.large_m_epilogue import LargeMEpilogueArgs, finished_tile
 from lowbit.kernels.parts.launch import Launcher, descriptors, plane_descriptors
-from lowbit.kernels.parts.operand import read_words, registers_layout, words_layout
+from lowbit.kernels.parts.operand import read_words
 from lowbit.kernels.parts.pipeline import acquire, advance, make_barriers
 from lowbit.kernels.parts.prologue import launch_next_kernel, wait_for_previous_kernel
 from lowbit.kernels.parts.smem import UNIT, Regions, allocate, view_stages
-from lowbit.kernels.parts.tile import WarpgroupTile
-from lowbit.kernels.parts.wgmma_loop import load_scales, multiply
+from lowbit.kernels.parts.wgmma_loop import STAGE_K, WgmmaBlock, load_scales, multiply
 from lowbit.pack.weight import WeightForm
-
-STAGE_K = 64
 
 
 @dataclass(frozen=True)
-class ExpertWgmmaGemm(WarpgroupTile):
+class ExpertWgmmaGemm(WgmmaBlock):
     """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
 
     A tile is `tokens` x 64 * warpgroups rows of w. A stage has 64 columns of K; `stages` is even, and K is padded to a multiple
@@ -72,57 +69,15 @@ class ExpertWgmmaGemm(WarpgroupTile):
     weighted: bool
     digest: str = source_digest()
 
-    stage_tiles = 1
-    """Number of FragmentOrder tiles along K in a stage."""
-    iteration_stages = 2
-    """Number of stages in a main-loop iteration."""
-
-    @property
-    def columns(self) -> int:
-        return self.tokens
-
     @property
     def channels(self) -> int:
         """Number of channels of y in a tile."""
         return self.rows if self.epilogue.gate == "none" else self.rows // 2
 
     @property
-    def stage_bytes(self) -> int:
-        return self.rows * 8 * self.dequantizer.bits + self.tokens * 128
-
-    @property
     def regions(self) -> Regions:
         w = [(f"w{p}", self.stages * self.rows * 8 * self.dequantizer.plane_words(p)) for p in range(self.dequantizer.planes)]
         return Regions((("x", self.stages * self.tokens * 128), *w, ("barriers", UNIT)))
-
-    @property
-    def x_type(self) -> torch.dtype:
-        return torch.float16 if self.dequantizer.dtype == "fp16" else torch.bfloat16
-
-    @property
-    def x_block(self) -> tuple[int, int]:
-        """[tokens, columns of K] of one TMA copy of x."""
-        return self.tokens, STAGE_K
-
-    @property
-    def x_shared_layout(self) -> gl.NVMMASharedLayout:
-        return gl.NVMMASharedLayout.get_default_for([*self.x_block], self.dequantizer.operand_type)
-
-    @property
-    def accumulator(self) -> gl.NVMMADistributedLayout:
-        return gl.NVMMADistributedLayout([3, 0], [4 * self.warpgroups, 1], [16, self.tokens, 16])
-
-    @property
-    def operand_layout(self) -> gl.DotOperandLayout:
-        return gl.DotOperandLayout(0, self.accumulator, 2)
-
-    @property
-    def registers_layout(self) -> gl.BlockedLayout:
-        return registers_layout(self.warps, 2)
-
-    def words_layout(self, plane: int) -> gl.DistributedLinearLayout:
-        """Layout in which the words of a plane of a tile are loaded."""
-        return words_layout(self.warps, self.dequantizer.plane_words(plane))
 
     @property
     def store_layout(self) -> gl.BlockedLayout:

@@ -56,7 +56,7 @@ from lowbit.kernels.parts.large_m_epilogue import (
     wait_for_h,
 )
 from lowbit.kernels.parts.launch import TilePlan, descriptors, plane_descriptors
-from lowbit.kernels.parts.operand import read_words, registers_layout, words_layout
+from lowbit.kernels.parts.operand import read_words
 from lowbit.kernels.parts.pipeline import make_barriers
 from lowbit.kernels.parts.producer import load
 from lowbit.kernels.parts.promote import zero_sums
@@ -73,15 +73,12 @@ from lowbit.kernels.parts.schedule import (
     tile_count,
 )
 from lowbit.kernels.parts.smem import UNIT, Regions, allocate, view, view_stages
-from lowbit.kernels.parts.tile import WarpgroupTile
-from lowbit.kernels.parts.wgmma_loop import load_scales, multiply
+from lowbit.kernels.parts.wgmma_loop import STAGE_K, WgmmaBlock, load_scales, multiply
 from lowbit.pack.weight import WeightForm
-
-STAGE_K = 64
 
 
 @dataclass(frozen=True)
-class WgmmaGemm(WarpgroupTile, SquaresLayouts):
+class WgmmaGemm(WgmmaBlock, SquaresLayouts):
     """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
 
     A tile is `tokens` x 64 * warpgroups rows of w. A stage has 64 columns of K; `stages` is even, and K is padded to a multiple
@@ -107,15 +104,6 @@ class WgmmaGemm(WarpgroupTile, SquaresLayouts):
         that share tokens would divide K differently and give different bits."""
         return self.splits > 0
 
-    stage_tiles = 1
-    """Number of FragmentOrder tiles along K in a stage."""
-    iteration_stages = 2
-    """Number of stages in a main-loop iteration."""
-
-    @property
-    def columns(self) -> int:
-        return self.tokens
-
     @property
     def tile_tokens(self) -> int:
         return self.tokens
@@ -123,10 +111,6 @@ class WgmmaGemm(WarpgroupTile, SquaresLayouts):
     @property
     def tile_channels(self) -> int:
         return self.rows
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.rows * 8 * self.dequantizer.bits + self.tokens * 128
 
     @property
     def stages_ahead(self) -> int:
@@ -147,10 +131,6 @@ class WgmmaGemm(WarpgroupTile, SquaresLayouts):
         return Regions((("x", self.stages * self.tokens * 128), *w, *of_end, ("barriers", UNIT)))
 
     @property
-    def x_type(self) -> torch.dtype:
-        return torch.float16 if self.dequantizer.dtype == "fp16" else torch.bfloat16
-
-    @property
     def y_type(self) -> torch.dtype:
         return self.x_type
 
@@ -159,34 +139,9 @@ class WgmmaGemm(WarpgroupTile, SquaresLayouts):
         return self.dequantizer.operand_type
 
     @property
-    def x_block(self) -> tuple[int, int]:
-        """[tokens, columns of K] of one TMA copy of x."""
-        return self.tokens, STAGE_K
-
-    @property
-    def x_shared_layout(self) -> gl.NVMMASharedLayout:
-        return gl.NVMMASharedLayout.get_default_for([*self.x_block], self.y)
-
-    @property
     def store_block(self) -> list[int]:
         """[tokens, channels] of one TMA store."""
         return [self.tokens, self.rows if self.epilogue.gate == "none" else self.rows // 2]
-
-    @property
-    def accumulator(self) -> gl.NVMMADistributedLayout:
-        return gl.NVMMADistributedLayout([3, 0], [4 * self.warpgroups, 1], [16, self.tokens, 16])
-
-    @property
-    def operand_layout(self) -> gl.DotOperandLayout:
-        return gl.DotOperandLayout(0, self.accumulator, 2)
-
-    @property
-    def registers_layout(self) -> gl.BlockedLayout:
-        return registers_layout(self.warps, 2)
-
-    def words_layout(self, plane: int) -> gl.DistributedLinearLayout:
-        """Layout in which the words of a plane of a tile are loaded."""
-        return words_layout(self.warps, self.dequantizer.plane_words(plane))
 
 
 @aggregate
