@@ -294,12 +294,34 @@ def torch16_row(layer: ExpertLayer, inputs: Sequence[Inputs]) -> dict[str, Any]:
     return {"us": us, "rel_err": None}
 
 
-def tile_rows_of(
-    layer: ExpertLayer, weights: Sequence[Weights], inputs: Sequence[Inputs], scheme: str
-) -> Iterator[dict[str, Any]]:
-    """Yields, for each product, the times of the chosen tile and of the next candidates. The cost model is fitted to them."""
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """One tile for one product of a layer: `call` computes the product, or `error` says why no kernel takes it."""
+
+    part: str
+    tile: ExpertTile
+    chosen: bool
+    modelled_us: float
+    call: Callable[[Weights, Routing], Tensor] | None
+    error: str | None = None
+
+    def row(self, weights: Sequence[Weights], inputs: Sequence[Inputs]) -> dict[str, Any]:
+        """Returns the trial's row with its microseconds or its error."""
+        made: dict[str, Any] = {"part": self.part, "tile": str(self.tile), "chosen": self.chosen}
+        made |= {"modelled_us": self.modelled_us, "us": None}
+        if self.call is None:
+            return {**made, "error": self.error}
+        pairs = list(zip(itertools.cycle(weights), inputs))
+        try:
+            return {**made, "us": median_us([lambda w=w, i=i: self.call(w, i.routing) for w, i in pairs])[0]}  # type: ignore[misc]
+        except failures() as error:
+            return {**made, "error": reason(error)}
+
+
+def trials_of(layer: ExpertLayer, weights: Sequence[Weights], inputs: Sequence[Inputs], scheme: str) -> list[Trial]:
+    """Returns the trials of each product: the chosen tile and the next candidates. The cost model is fitted to their times."""
     machine, tokens, rows = machine_of("cuda"), len(inputs[0].x), inputs[0].routing.tile_rows
-    slots = tokens * layer.top_k
+    slots, made = tokens * layer.top_k, []
     for part, gate, per_slot, k in (("gate_up", layer.gate, False, layer.hidden), ("down", "none", True, layer.size)):
         w = getattr(weights[0], part)
         shape = ExpertShape(
@@ -309,35 +331,46 @@ def tile_rows_of(
         chosen = choose(shape, machine)
         modelled = {row.tile: row.cost_us for row in candidates(shape, machine) if not row.reasons}
         for tile in dict.fromkeys([chosen, *list(modelled)[:TRIED]]):
-            yield {
-                "part": part, "tile": str(tile), "chosen": tile == chosen, "modelled_us": modelled[tile],
-                **_time_tile(tile, shape, part, gate, per_slot, weights, inputs, x),
-            }  # fmt: skip
+            call, error = None, None
+            try:
+                call = _product(tile, shape, part, gate, weights[0], x)
+            except failures() as failure:
+                error = reason(failure)
+            made.append(Trial(part, tile, tile == chosen, modelled[tile], call, error))
+    return made
 
 
-def _time_tile(
-    tile: ExpertTile, shape: ExpertShape, part: str, gate: str, per_slot: bool, weights: Sequence[Weights],
-    inputs: Sequence[Inputs], x: Tensor,
-) -> dict[str, Any]:  # fmt: skip
-    """Returns the microseconds of a product with one tile, or its error."""
-    first = getattr(weights[0], part)
-    biased = getattr(weights[0], f"{part}_bias") is not None
-    try:
-        plan = plan_for(
-            tile, shape, first.form, x.dtype, biased, machine_of("cuda"), gate=gate, weighted=per_slot, early=per_slot
+def _product(
+    tile: ExpertTile, shape: ExpertShape, part: str, gate: str, first: Weights, x: Tensor
+) -> Callable[[Weights, Routing], Tensor]:
+    """Returns a function that computes a product with one tile."""
+    biased, down = getattr(first, f"{part}_bias") is not None, shape.per_slot
+    plan = plan_for(
+        tile, shape, getattr(first, part).form, x.dtype, biased, machine_of("cuda"), gate=gate, weighted=down, early=down
+    )  # fmt: skip
+
+    def call(w: Weights, r: Routing) -> Tensor:
+        packed = getattr(w, part)
+        return plan(
+            x, packed.codes, packed.scale, packed.channel_scale, getattr(w, f"{part}_bias"), r.tiles, r.tile_count, r.order,
+            r.weights if down else None,
         )  # fmt: skip
 
-        def call(w: Weights, r: Routing) -> Tensor:
-            packed = getattr(w, part)
-            return plan(
-                x, packed.codes, packed.scale, packed.channel_scale, getattr(w, f"{part}_bias"), r.tiles, r.tile_count, r.order,
-                r.weights if per_slot else None,
-            )  # fmt: skip
+    return call
 
-        pairs = list(zip(itertools.cycle(weights), inputs))
-        return {"us": median_us([lambda w=w, i=i: call(w, i.routing) for w, i in pairs])[0]}  # type: ignore[misc]
-    except failures() as error:
-        return {"us": None, "error": reason(error)}
+
+def compile_kernels(layer: ExpertLayer, weights: Weights, inputs: Inputs, trials: Sequence[Trial]) -> None:
+    """Compiles the kernels of a layer and its trials in several processes. Nothing is timed while this runs."""
+    from lowbit.kernels.parts.compile import compile_all
+    from lowbit.kernels.parts.launch import recording
+
+    with recording() as kernels:
+        block(layer, weights, inputs)
+        for trial in trials:
+            if trial.call is not None:
+                trial.call(weights, inputs.routing)
+    for _ in compile_all(kernels, machine_of("cuda").arch.sm):
+        pass
 
 
 def measured(request: ExpertRequest, read_bytes_per_s: float, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
@@ -366,10 +399,12 @@ def measured(request: ExpertRequest, read_bytes_per_s: float, say: Callable[[str
                             first,
                             *(replace(first, gate_up=first.gate_up.clone(), down=first.down.clone()) for _ in others),
                         ]
+                    trials = trials_of(layer, weights, inputs, scheme) if request.tiles else []
+                    compile_kernels(layer, weights[0], inputs[0], trials)
                     row |= lowbit_row(layer, weights, inputs)
                     row["tile_rows"] = inputs[0].routing.tile_rows
                     if request.tiles:
-                        row["tiles"] = list(tile_rows_of(layer, weights, inputs, scheme))
+                        row["tiles"] = [trial.row(weights, inputs) for trial in trials]
             except failures() as error:
                 row["error"] = reason(error)
             yield row

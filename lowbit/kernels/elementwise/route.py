@@ -357,7 +357,8 @@ def take_best(keys, rows, C: tl.constexpr):
     left = ()
     value = tl.full([C.tokens, C.lanes], _NEVER, tl.int32)
     for r in tl.static_range(ROWS):
-        this = expert_of(r, C)[0] == expert[:, None]
+        of_row, exists = expert_of(r, C)  # where no expert exists, the number is one of the next row
+        this = (of_row == expert[:, None]) & exists
         left += (tl.where(this, _NEVER, keys[r]),)
         if not C.by_logit:
             value = tl.where(this, rows[r].to(tl.int32, bitcast=True), value)

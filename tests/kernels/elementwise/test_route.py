@@ -87,7 +87,8 @@ CASES = [
     (7, 32, RouterRule(4, **OSS), True, torch.float32, 0),
     (6, 160, RouterRule(6, groups=8, top_groups=3, scale=16.0), False, torch.float32, 0),
     (5, 64, RouterRule(8, **V3, scale=2.5), True, torch.float32, 3),
-    (9, 21, RouterRule(5, groups=3, top_groups=2, group_score="top2"), False, torch.float32, 0),
+    (9, 21, RouterRule(5, groups=3, top_groups=2, group_score="top2"), True, torch.float32, 0),
+    (5, 20, RouterRule(3, groups=4, top_groups=2), True, torch.float32, 0),
     (5, 10, RouterRule(3, score="sigmoid"), True, torch.float32, 0),
     (5, 10, RouterRule(3, normalize=True, epsilon=1e-6), True, torch.float32, 0),
     (3, 1, RouterRule(1, normalize=True), False, torch.float32, 0),
@@ -386,10 +387,15 @@ def test_given_experts_on_a_gpu():
 def test_products_on_a_gpu(dtype):
     for case in TOKENS:
         check_tokens(*case, dtype=dtype, device="cuda")
-    for tokens in (1, 2, 7, 16):
-        for gap in (0, 3, 8):
-            check_tokens(tokens, 2048, 128, QWEN, False, dtype, gap, "cuda")
-            check_tokens(tokens, 7168, 256, RouterRule(8, **V3), True, dtype, gap, "cuda")
-            check_tokens(tokens, 2880, 32, RouterRule(4, **OSS), True, dtype, gap, "cuda")
-            check_norms(tokens, 2048, 128, QWEN, False, dtype, gap, "cuda", 128)
-            check_norms(tokens, 2880, 32, RouterRule(4, **OSS), True, dtype, gap, "cuda", 180)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 7, 16])
+def test_products_of_known_models_on_a_gpu(tokens, dtype):
+    for gap in (0, 3, 8):
+        check_tokens(tokens, 2048, 128, QWEN, False, dtype, gap, "cuda")
+        check_tokens(tokens, 7168, 256, RouterRule(8, **V3), True, dtype, gap, "cuda")
+        check_tokens(tokens, 2880, 32, RouterRule(4, **OSS), True, dtype, gap, "cuda")
+        check_norms(tokens, 2048, 128, QWEN, False, dtype, gap, "cuda", 128)
+        check_norms(tokens, 2880, 32, RouterRule(4, **OSS), True, dtype, gap, "cuda", 180)

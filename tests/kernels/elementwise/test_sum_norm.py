@@ -34,8 +34,8 @@ def operands(device, dtype, tokens, top_k, width):
 def check(device, dtype, tokens, top_k, width):
     h, y, shared, gamma, share = operands(device, dtype, tokens, top_k, width)
     machine = machine_of("cuda") if device == "cuda" else typical_machine(80)
-    plan = SumNormPlan(tokens, top_k, width, machine)
     for extra in ((None, None), (shared, share)):
+        plan = SumNormPlan(tokens, top_k, width, machine)
         found, expected = h.clone(), h.clone()
         if device == "cuda":
             torch.full((tokens, width), float("nan"), dtype=dtype, device=device)

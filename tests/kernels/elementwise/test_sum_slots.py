@@ -25,8 +25,8 @@ def check(device, dtype, tokens, top_k, width):
     y = torch.randn(tokens * top_k, width, generator=generator) * torch.exp2(8 * torch.rand(tokens * top_k, 1))
     y, residual = (t.to(device, dtype) for t in (y, torch.randn(tokens, width, generator=generator)))
     machine = machine_of("cuda") if device == "cuda" else typical_machine(80)
-    plan = SumSlotsPlan(tokens, top_k, width, width % 8 == 0, machine)
     for added in (None, residual):
+        plan = SumSlotsPlan(tokens, top_k, width, width % 8 == 0, machine)
         if device == "cuda":
             torch.full((tokens, width), float("nan"), dtype=dtype, device=device)
         assert torch.equal(plan(y, added), sum_slots_reference(y, top_k, added))

@@ -42,14 +42,16 @@ def loader_registers(lines: list[str]) -> list[int]:
     return [int(number) for line in lines[begin:end] for number in re.findall(r"\bR(\d+)\b", line)]
 
 
-def compiled(fmt, dtype, rows, group, zero, gate):
+def compiled(fmt, dtype, rows, group, zero, gate, weighted=None):
     number, gated = number_format(fmt), gate != "none"
     shape = ExpertShape(1024, 8, 128, 1536, 2048, number.bits, rows, per_slot=not gated)
     subnormal = fmt in ("int3", "int4") and group > 0
     form = WeightForm(fmt, group, zero, "fp16", subnormal, subnormal)
     epilogue = Epilogue(form.channel_scale, gated, gate=gate)
     (tile,) = wgmma_tiles(shape)
-    plan = ExpertWgmmaPlan(shape, tile, form, HALVES[dtype], epilogue, typical_machine(90), weighted=not gated)
+    plan = ExpertWgmmaPlan(
+        shape, tile, form, HALVES[dtype], epilogue, typical_machine(90), weighted=not gated if weighted is None else weighted
+    )
     aligned = ("y", "scale", "channel_scale", "bias", "tiles", "tile_count", "order", "weights")
     return plan.config, compile_plan(plan, expert_call(shape, HALVES[dtype], form), 90, aligned)
 
@@ -69,6 +71,11 @@ def test_main_loop(cases):
         assert kernel.count("ACQBULK") == 2, "both roles wait for the kernel before"
         assert max(loader_registers(kernel.lines)) < LOADER_REGISTERS
         assert kernel.shared_bytes <= typical_machine(90).arch.shared_per_block_bytes
+
+
+def test_a_gated_result_is_multiplied_by_router_weights():
+    _, kernel = compiled("fp4_e2m1", "bf16", 64, 32, "none", "silu", weighted=True)
+    assert kernel.stack_bytes <= 32
 
 
 def test_too_few_stages_are_refused():
