@@ -122,6 +122,8 @@ def candidates(shape: ExpertShape, machine: Machine, *, batch_invariant: bool = 
     large = [mma_candidate(tile, shape, machine) for tile in mma_tiles(shape, machine)]
     if "wgmma" in machine.arch.features:
         large += [wgmma_candidate(tile, shape, machine) for tile in wgmma_tiles(shape)]
+    if not large:
+        raise ValueError(f"products of experts with tiles of {shape.tile_rows} rows have 64 channels or more, got {shape.n}")
     return ordered(large)
 
 
@@ -229,6 +231,7 @@ _MMA_SHARES = {
     (128, 2, 4, 2): 0.672,
     (64, 2, 4, 2): 0.557,
     (64, 1, 4, 2): 0.313,
+    (128, 1, 4, 2): 0.313,
 }
 
 
