@@ -159,7 +159,8 @@ def matrices(layer: ExpertLayer, scheme: str) -> list[Sequence[Any]]:
             own = torch.Generator("cuda").manual_seed(1000 * self.seed + e)
             return rtn(torch.randn(*self.size, device="cuda", generator=own) / math.sqrt(self.size[1]), scheme)
 
-    return [Matrices(layer.size, layer.hidden, seed) for seed in (1, 2)] + [Matrices(layer.hidden, layer.size, 3)]
+    gate, up = (Matrices(layer.size, layer.hidden, seed) for seed in (1, 2))
+    return [gate, up, Matrices(layer.hidden, layer.size, 3)]
 
 
 def make_weights(layer: ExpertLayer, scheme: str) -> Weights:
@@ -309,7 +310,8 @@ def marlin_row(layer: ExpertLayer, scheme: str, weights: Weights, inputs: Sequen
 
     if layer.gate != "silu" or layer.bias or scheme != "w4a16_g128":
         raise ValueError("vLLM's Marlin experts are timed with int4 codes in groups of 128, SiLU and no biases")
-    rival = MarlinExperts(*matrices(layer, scheme), layer.top_k, layer.normalize)
+    gate, up, down = matrices(layer, scheme)
+    rival = MarlinExperts(gate, up, down, layer.top_k, layer.normalize)
     us, y = median_us([lambda i=i: rival(i.x, i.logits, i.residual) for i in inputs])  # type: ignore[misc]
     return {"us": us, "rel_err": relative_error(y, block_reference(layer, weights, inputs[0])), "version": load()}
 
