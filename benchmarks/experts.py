@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ from lowbit.ops.route import Routing
 from lowbit.pack import ExpertWeight
 from lowbit.quantize import rtn
 from lowbit.tune.timing import MOST_COPIES_BYTES, TOLERANCE, WrongResult, failures, l2_bytes, reason
+
+if TYPE_CHECKING:
+    from benchmarks.experts_rivals import MarlinExperts
 
 RESULT = "lowbit bench experts"
 SCHEMA = 1
@@ -304,14 +307,20 @@ def torch16_row(layer: ExpertLayer, inputs: Sequence[Inputs]) -> dict[str, Any]:
     return {"us": us, "rel_err": None}
 
 
-def marlin_row(layer: ExpertLayer, scheme: str, weights: Weights, inputs: Sequence[Inputs]) -> dict[str, Any]:
-    """Returns the row of vLLM's Marlin experts, compared with the float64 layer of the same weights."""
-    from benchmarks.experts_rivals import MarlinExperts, load
+def marlin_experts(layer: ExpertLayer, scheme: str) -> MarlinExperts:
+    """Returns vLLM's Marlin experts with a layer's weights. Raises ValueError for layers that they are not called for here."""
+    from benchmarks.experts_rivals import MarlinExperts
 
     if layer.gate != "silu" or layer.bias or scheme != "w4a16_g128":
         raise ValueError("vLLM's Marlin experts are timed with int4 codes in groups of 128, SiLU and no biases")
     gate, up, down = matrices(layer, scheme)
-    rival = MarlinExperts(gate, up, down, layer.top_k, layer.normalize)
+    return MarlinExperts(gate, up, down, layer.top_k, layer.normalize)
+
+
+def marlin_row(layer: ExpertLayer, rival: MarlinExperts, weights: Weights, inputs: Sequence[Inputs]) -> dict[str, Any]:
+    """Returns the row of vLLM's Marlin experts, compared with the float64 layer of the same weights."""
+    from benchmarks.experts_rivals import load
+
     us, y = median_us([lambda i=i: rival(i.x, i.logits, i.residual) for i in inputs])  # type: ignore[misc]
     return {"us": us, "rel_err": relative_error(y, block_reference(layer, weights, inputs[0])), "version": load()}
 
@@ -400,6 +409,7 @@ def measured(request: ExpertRequest, read_bytes_per_s: float, say: Callable[[str
     for name, scheme in itertools.product(request.models, [*([None] if request.torch16 else []), *request.schemes]):
         layer = MODELS[name]
         weights: list[Weights] = []
+        rival: MarlinExperts | None = None
         for tokens in request.tokens:
             say(f"{name} {scheme or '16 bits'} {tokens} tokens")
             calls, copies = calls_needed(layer, scheme, tokens, l2_bytes())
@@ -431,12 +441,13 @@ def measured(request: ExpertRequest, read_bytes_per_s: float, say: Callable[[str
                         yield row
                         row = {**row, "impl": "vllm-marlin", "us": None, "rel_err": None}
                         row = {key: value for key, value in row.items() if key in ROW_KEYS}
-                        row |= marlin_row(layer, scheme, weights[0], inputs)
+                        rival = rival or marlin_experts(layer, scheme)
+                        row |= marlin_row(layer, rival, weights[0], inputs)
             except failures() as error:
                 row["error"] = reason(error)
             yield row
             torch.cuda.empty_cache()
-        del weights
+        del weights, rival
         torch.cuda.empty_cache()
 
 

@@ -2,8 +2,8 @@
 model.
 
 Pure functions of a shape and a machine, like choose/gemm.py. The number of rows of each expert is known only on the GPU. The
-costs assume that tokens choose experts independently and uniformly, which reads the most experts. The constants are copied from
-the dense products; none is measured for experts yet (docs/log/matrix-products.md, 2026-11-24).
+costs assume that tokens choose experts independently and uniformly, which reads the most experts. Costs of many rows have the
+constants of the dense products (docs/log/matrix-products.md, 2026-11-28).
 """
 
 from __future__ import annotations
@@ -183,42 +183,41 @@ def ring_candidate(tile: RingTile, shape: ExpertShape, machine: Machine) -> Expe
     return ExpertCandidate(tile, tuple(reasons), _ring_cost(tile, shape, machine))
 
 
-_STEP_US, _WIDE_STEP_US = 0.0113, 0.0301
-"""SM time for one row block of one k block and 8 tokens: for codes of up to 4 bits, and for codes of more bits
-(choose/small_m.py)."""
-_TASK_US = 0.25
-"""Time of a task in addition to its copies: two barriers, the reduction of K slices, the stores."""
-_FILL_US = 0.9
-"""Time from a block's first copy until data arrives at full memory bandwidth."""
-_IN_FLIGHT = 49152
-"""Bytes in flight per SM that saturate memory bandwidth."""
+_START_US = 2.7
+"""Time of a launch besides its tasks: list of tiles, slots and x, then the first copies."""
+_STEP_US, _WIDE_STEP_US = 0.0248, 0.036
+"""SM time for one row block of one k block and 8 tokens, at 8 warps per SM: for codes of up to 4 bits, and for codes of more
+bits. The second one is not measured."""
+_TASK_US, _SLICE_US = 0.4, 0.009
+"""Time of a task in addition to its copies: two barriers and the stores, then for each slice of K."""
+_BUSY_SMS = 7
+"""A seventh of the SMs can use the whole memory bandwidth, as far as their instructions allow."""
+_TAIL = 0.09
+"""Share of a task's copies that the slowest block finishes after the others."""
 
 
 def _ring_cost(tile: RingTile, shape: ExpertShape, machine: Machine) -> float:
-    """Launch, fill of the pipeline, then the busiest block: about the longer of its bytes at its share of the bandwidth and of
-    its instructions.
+    """Start, then the busiest block: about the longer of its bytes at its share of the bandwidth and of its instructions.
 
     The number of tiles varies from call to call. The cost is the mean for three numbers of tiles: the mean number, and one
-    standard deviation below and above it.
+    standard deviation below and above it. The constants are fitted to 152 times of 8 products of Qwen3-30B-A3B's layer, 1 to 64
+    tokens (H200, 2026-11-28): 8 % of error, and the chosen tile takes at most 4 % more than the fastest.
     """
     mean, deviation = tiles_expected(shape.tokens, shape.top_k, shape.experts, shape.tile_rows)
     row_bytes = 2 * shape.k * shape.bits + (shape.k // 4 if shape.bits <= 4 else 0)  # 16 rows, with scales of groups of 128
     x = tile.warps_n * shape.slots / mean * shape.k * 2
     task_bytes = tile.tile_row_blocks * row_bytes + 0.43 * x
     iterations = -(-shape.steps(128) // (tile.warps_k * tile.rounds))
-    warps = tile.warps_n * tile.warps_k
     step_us = (_WIDE_STEP_US if shape.bits > 4 else _STEP_US) * (1.3 if tile.tokens > 8 else 1.0)
-    decode_us = iterations * tile.depth * warps * step_us
-    in_flight = min(1.0, warps * tile.depth * 256 * shape.bits / _IN_FLIGHT)
+    decode_us = iterations * tile.depth * tile.warps_n * tile.warps_k * step_us
     total = 0.0
     for tiles in (max(mean - deviation, 1.0), mean, mean + deviation):
         tasks = tiles * -(-shape.row_blocks // tile.tile_row_blocks)
         busiest = math.ceil(tasks / expert_blocks(shape, tile, machine))
-        # If few SMs are busy, each reaches at most twice its equal share of the bandwidth.
-        share = machine.read_bytes / max(min(tasks, machine.sm_count), machine.sm_count / 2) * in_flight
+        share = machine.read_bytes / max(min(tasks, machine.sm_count), machine.sm_count / _BUSY_SMS)
         memory_us = busiest * task_bytes / share * 1e6
-        total += (memory_us**4 + (busiest * decode_us) ** 4) ** 0.25 + busiest * _TASK_US
-    return LAUNCH_US + _FILL_US + total / 3
+        total += (memory_us**6 + (busiest * decode_us) ** 6) ** (1 / 6) + busiest * (_TASK_US + _SLICE_US * tile.warps_k)
+    return _START_US + total / 3 + _TAIL * task_bytes / machine.read_bytes * machine.sm_count * 1e6
 
 
 # ---- many rows per expert
