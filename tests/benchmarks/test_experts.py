@@ -94,8 +94,9 @@ def test_table_and_tiles():
     ]
     made = table({"rows": rows})
     assert all(len(row) == len(COLUMNS) for row in made)
-    assert made[1] == ("OLMoE-1B-7B", "w4a16_g128", "4", "26.5", "20.0", "10.0", "50%", "2.0", "11.0", "6.0", "1.5", "3.00")
-    assert made[2][3] == "WrongResult: relative error 1"
+    numbers = "26.5", "20.0", "10.0", "50%", "2.0", "11.0", "6.0", "1.5", "3.00"
+    assert made[1] == ("OLMoE-1B-7B", "lowbit", "w4a16_g128", "4", *numbers)
+    assert made[2][4] == "WrongResult: relative error 1"
     assert tile_lines({"rows": rows}) == [
         "OLMoE-1B-7B w4a16_g128 4 tokens, gate_up:",
         "    chosen A: 11.00 us, modelled 10.00",

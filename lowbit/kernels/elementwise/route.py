@@ -47,7 +47,7 @@ FEWEST_SLOTS = 32
 
 ONE_BLOCK, MOST_WARPS, FEWEST_WARPS = 1024, 8, 4
 """Largest number of logits that a single block routes, and the limits of a block's warps. On an H200 (2026-11-28, 128 experts,
-top 8) 16 tokens take 3.5 us in two blocks, 3.8 in one and 5.1 in one of 16 warps; 32 tokens 3.8 us in four blocks, 7.2 in one."""
+top 8) 16 tokens take 3.5 us in two blocks, 3.8 in one and 5.1 in one of 16 warps; 32 tokens 3.8 in four, 7.2 in one."""
 
 SORT_WARPS = 16
 """Number of warps where slots of many tokens are placed, MANY_CHUNK at a time."""
