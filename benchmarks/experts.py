@@ -32,7 +32,7 @@ from lowbit.kernels.choose.experts import (
     tile_rows_for,
 )
 from lowbit.kernels.reference.experts import EXPERT_GATES, expert_gemm_reference
-from lowbit.ops.expert_gemm import counters_of, expert_gemm, plan_for, sum_slots
+from lowbit.ops.expert_gemm import expert_gemm, plan_for, sum_slots
 from lowbit.ops.route import Routing
 from lowbit.pack import ExpertWeight
 from lowbit.quantize import rtn
@@ -384,7 +384,7 @@ def _product(
         packed = getattr(w, part)
         return plan(
             x, packed.codes, packed.scale, packed.channel_scale, getattr(w, f"{part}_bias"), r.tiles, r.tile_count, r.order,
-            r.weights if down else None, *counters_of(plan, x.device),
+            r.weights if down else None,
         )  # fmt: skip
 
     return call

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from lowbit.ops.fragment_gemm import aligned_rows, check_product
 from lowbit.ops.operands import TensorSpec, check_one_device, device_of, meta_tensors, scheme_of, spec_of
 from lowbit.ops.register import register
 from lowbit.ops.route import Routing
-from lowbit.ops.workspace import workspace
 from lowbit.pack import ExpertWeight, WeightForm, weight_form
 
 if TYPE_CHECKING:
@@ -202,14 +201,8 @@ def _expert_gemm(a: ExpertArguments) -> Tensor:
     if plan is None:
         return x.new_empty((a.experts.numel(), _columns(a)))
     return plan(
-        x, a.codes, a.scale, a.channel_scale, a.bias, a.tiles, a.tile_count, a.order, a.weights if a.weighted else None,
-        *counters_of(plan, x.device),
+        x, a.codes, a.scale, a.channel_scale, a.bias, a.tiles, a.tile_count, a.order, a.weights if a.weighted else None
     )  # fmt: skip
-
-
-def counters_of(plan: ExpertPlan, device: torch.device) -> tuple[Tensor, ...]:
-    """Returns the last argument of a plan that takes tasks from a counter, for one call; else nothing."""
-    return (workspace(device, 0, plan.counters)[1],) if plan.counters else ()
 
 
 def _spec(t: Tensor | None) -> tuple[TensorSpec, bool] | None:
@@ -249,8 +242,6 @@ def _plan(
 @dataclass(frozen=True)
 class SortedPlan:
     """The plan of two launches: a copy of x in the order of slots by expert, then the product, which reads the copy by TMA."""
-
-    counters: ClassVar[int] = 0
 
     gather: GatherSlotsPlan
     product: ExpertWgmmaPlan

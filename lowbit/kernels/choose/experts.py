@@ -162,11 +162,11 @@ def ring_tiles(shape: ExpertShape) -> list[RingTile]:
 
 
 def ring_bytes(tile: RingTile, shape: ExpertShape) -> int:
-    """Bytes of shared memory of a block: the rings, the sums of all warps, and a row for the numbers of tasks. Assumes the
-    largest scales, those of groups of 16 with zeros."""
+    """Bytes of shared memory of a block: the rings, then the sums of all warps. Assumes the largest scales, those of groups of
+    16 with zeros."""
     warps = tile.warps_n * tile.warps_k
     ring = tile.depth * (256 * shape.bits + 512) + 256 * tile.tokens * tile.rounds
-    return warps * (ring + 64 * tile.row_blocks * tile.tokens + 128)
+    return warps * (ring + 64 * tile.row_blocks * tile.tokens)
 
 
 def expert_blocks(shape: ExpertShape, tile: RingTile, machine: Machine) -> int:
@@ -192,8 +192,6 @@ _TASK_US, _SLICE_US = 0.4, 0.009
 """Time of a task in addition to its copies: two barriers and the stores, then for each slice of K."""
 _BUSY_SMS = 7
 """A seventh of the SMs can use the whole memory bandwidth, as far as their instructions allow."""
-_IN_FLIGHT = 32768
-"""Bytes in flight per SM that saturate memory bandwidth; rings of 16 KiB were not measured."""
 _TAIL = 0.09
 """Share of a task's copies that the slowest block finishes after the others."""
 
@@ -212,12 +210,11 @@ def _ring_cost(tile: RingTile, shape: ExpertShape, machine: Machine) -> float:
     iterations = -(-shape.steps(128) // (tile.warps_k * tile.rounds))
     step_us = (_WIDE_STEP_US if shape.bits > 4 else _STEP_US) * (1.3 if tile.tokens > 8 else 1.0)
     decode_us = iterations * tile.depth * tile.warps_n * tile.warps_k * step_us
-    in_flight = min(1.0, tile.warps_n * tile.warps_k * tile.depth * 256 * shape.bits / _IN_FLIGHT)
     total = 0.0
     for tiles in (max(mean - deviation, 1.0), mean, mean + deviation):
         tasks = tiles * -(-shape.row_blocks // tile.tile_row_blocks)
         busiest = math.ceil(tasks / expert_blocks(shape, tile, machine))
-        share = machine.read_bytes / max(min(tasks, machine.sm_count), machine.sm_count / _BUSY_SMS) * in_flight
+        share = machine.read_bytes / max(min(tasks, machine.sm_count), machine.sm_count / _BUSY_SMS)
         memory_us = busiest * task_bytes / share * 1e6
         total += (memory_us**6 + (busiest * decode_us) ** 6) ** (1 / 6) + busiest * (_TASK_US + _SLICE_US * tile.warps_k)
     return _START_US + total / 3 + _TAIL * task_bytes / machine.read_bytes * machine.sm_count * 1e6

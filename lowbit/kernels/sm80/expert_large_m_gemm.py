@@ -143,8 +143,6 @@ def expert_mma_gemm(
 class ExpertMmaPlan:
     """Plan of a product of experts with many rows each, for one shape: created once, called many times."""
 
-    counters = 0
-
     def __init__(
         self, shape: ExpertShape, tile: MmaTile, form: WeightForm, dtype: torch.dtype, epilogue: Epilogue, *,
         weighted: bool = False,

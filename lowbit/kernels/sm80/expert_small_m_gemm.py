@@ -2,9 +2,9 @@
 
 Reads   x fp16 or bf16, rows of 16-byte vectors, gathered by slot; w and scales of pack/expert.py; the list of tiles that
         ops/route.py writes: (expert, first position in `order`, rows), at most 8 or 16 rows each; `order` gives their slots
-Tasks   a task is a tile of the list times C.row_blocks m16 row blocks of its expert. A block begins with the task of its own
-        number; then it takes the next one from a counter, two tasks ahead. SMs differ in speed, and with fixed shares the
-        slowest one had the last word. Experts without slots are not read
+Tasks   a task is a tile of the list times C.row_blocks m16 row blocks of its expert. Task t belongs to block t mod blocks, so
+        each block's share is fixed, and blocks that run at the same time read the same expert. Experts without slots are not
+        read
 Grid    persistent, about one block per SM; the number of tiles is read from memory, so the host does not wait for the router
 Warps   as in small_m_gemm.py: warps_n x warps_k warps with a ring each; the warps_k warps of a row take k blocks round-robin
 Ring    stays full from task to task: the last iteration of a task starts the copies for the first iteration of the next task.
@@ -12,11 +12,8 @@ Ring    stays full from task to task: the last iteration of a task starts the co
 Start   the first task's weights are copied before its slots are loaded. Its x is loaded through registers. Groups of cp.async
         complete in order, so with copies of x, issued last, the first slot would wait for all copies. With `early` these
         weights are copied before the previous kernel has finished
-Ahead   a task's slots are loaded one task earlier, its tile two tasks earlier. Thread 0 takes a number from the counter at the
-        start of a task and stores it to shared memory before the reduction, whose barrier makes it visible
-Counter it is 0 before and after a launch: every block takes two numbers and one more for each of its tasks, so the sum over
-        all blocks is known, and the last increment wraps to 0
-Sum     slices of K are reduced once, through shared memory, in a fixed order: same input, same bits, whatever block computes
+Ahead   a task's slots are loaded one task earlier, its tile two tasks earlier
+Sum     slices of K are reduced once, through shared memory, in a fixed order: same input, same bits
 Epilogue  scales, bias of the expert, gate (silu or clamped), router weight; a row of y for each slot, rounded once
 Exact   dequantization is exact; sums in fp32. Tested: tests/kernels/sm80/test_expert_small_m_in_numpy.py,
         tests/ops/test_expert_gemm.py
@@ -36,7 +33,7 @@ from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.experts import ExpertShape, expert_blocks
 from lowbit.kernels.choose.tiles import RingTile
 from lowbit.kernels.parts.epilogue import Epilogue, gate_times_up
-from lowbit.kernels.parts.gluon import aggregate, asm, barrier, gl, gluon, half_type, ptx, run, source_digest
+from lowbit.kernels.parts.gluon import aggregate, asm, gl, gluon, half_type, ptx, run, source_digest
 from lowbit.kernels.parts.k_block import BLOCK_K, KBlock
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.prologue import launch_next_kernel, wait_for_previous_kernel
@@ -154,33 +151,8 @@ class ExpertRingGemm(RingBlock):
 
     @property
     def shared_rows(self) -> int:
-        """Size of shared memory in rows of one float32 per thread; the last row has the numbers of tasks."""
-        return self.accumulators + -(-self.ring.bytes * self.warps // (4 * self.threads)) + 1
-
-    @property
-    def take(self) -> str:
-        """PTX that takes a number from the counter at $2 in each of the first $4 threads; $1 thread, $3 the number after which
-        the counter is 0 again. Other threads get 0."""
-        take = "@some atom.relaxed.gpu.global.inc.u32 $0, [$2], $3;"
-        return f"{{ .reg .pred some; setp.lt.s32 some, $1, $4;\nmov.b32 $0, 0;\n{take} }}"
-
-    @property
-    def tell(self) -> str:
-        """PTX that stores $3, the number of a task, to slot $2 of shared memory in each of the first $4 threads; $1 thread."""
-        first = f"mov.u32 at, global_smem;\nshl.b32 own, $2, 2;\nadd.u32 at, at, own;\nadd.u32 at, at, {self.numbers};"
-        lines = f"{first}\nsetp.lt.s32 some, $1, $4;\n@some st.shared.b32 [at], $3;\nmov.b32 $0, 0;"
-        return f"{{ .reg .b32 at, own; .reg .pred some;\n{lines} }}"
-
-    @property
-    def told(self) -> str:
-        """PTX that loads the number of a task from slot $1 of shared memory."""
-        first = f"mov.u32 at, global_smem;\nshl.b32 own, $1, 2;\nadd.u32 at, at, own;\nadd.u32 at, at, {self.numbers};"
-        return f"{{ .reg .b32 at, own;\n{first}\nld.shared.b32 $0, [at]; }}"
-
-    @property
-    def numbers(self) -> int:
-        """Byte of shared memory at which the numbers of tasks begin."""
-        return 4 * self.threads * (self.shared_rows - 1)
+        """Size of shared memory in rows of one float32 per thread."""
+        return self.accumulators + -(-self.ring.bytes * self.warps // (4 * self.threads))
 
     @property
     def rows_early(self) -> bool:
@@ -369,10 +341,11 @@ SIZES = [
 
 @gluon.jit(do_not_specialize=SIZES)
 def expert_ring_gemm(
-    y, x, w, scale, channel_scale, bias, tiles, tile_count, order, weights, counter, last_tile, units, N, K, x_stride,
-    row_blocks, tiles_of_k, scale_stride, iterations, by_units, by_top_k, factor, C: gl.constexpr,
+    y, x, w, scale, channel_scale, bias, tiles, tile_count, order, weights, last_tile, units, N, K, x_stride, row_blocks,
+    tiles_of_k, scale_stride, iterations, by_units, by_top_k, factor, C: gl.constexpr,
 ):  # fmt: skip
-    """One persistent block: the task of its own number, then tasks from the counter. A tile of the list has `units` tasks."""
+    """One persistent block: every num_programs-th task, starting with the block's index. Each tile of the list has `units`
+    tasks."""
     R: gl.constexpr = C.ring
     S: gl.constexpr = C.ring.k_block
     DEPTH: gl.constexpr = R.depth
@@ -387,16 +360,12 @@ def expert_ring_gemm(
     own_row_block = warp // C.warps_k * R.row_blocks
     start = gl.inline_asm_elementwise(C.start_of_ring, "=&r,r", [warp * R.bytes], dtype=gl.int32, is_pure=True, pack=1)
     ring = addresses_of(start, lane, C)
-    early: gl.constexpr = C.overlap and C.early
     if C.overlap and not C.early:
         wait_for_previous_kernel()
         launch_next_kernel()
     task = gl.program_id(0)
     blocks = gl.num_programs(0)
     total = gl.load(tile_count, cache_modifier=".cg") * units
-    taken = 2 * blocks + total - 1
-    if not early:
-        number = asm(C.take, "=r,r,l,r,r", [thread, counter, taken, 2], gl.int32)
     tile = tile_of(tiles, task, total, by_units, last_tile)
     row_block = first_row_block_of(task, units, by_units, row_blocks, C) + own_row_block
     source = task_source(
@@ -405,28 +374,21 @@ def expert_ring_gemm(
     for d in gl.static_range(DEPTH):
         copy_block(ring, source, C, d, True, False)
         run(COMMIT, "=r", [])
-    if early:
+    if C.overlap and C.early:
         wait_for_previous_kernel()
         launch_next_kernel()
-        number = asm(C.take, "=r,r,l,r,r", [thread, counter, taken, 2], gl.int32)
     slots = slots_of(order, tile, lane, C)
-    run(C.tell, "=r,r,r,r,r", [thread, thread, number, 2])
-    barrier()
-    slot_of_number = task * 0
-    next_task = blocks + asm(C.told, "=r,r", [slot_of_number], gl.int32)
-    later_task = blocks + asm(C.told, "=r,r", [slot_of_number + 1], gl.int32)
-    following = tile_of(tiles, next_task, total, by_units, last_tile)
+    following = tile_of(tiles, task + blocks, total, by_units, last_tile)
     source = with_tokens(source, x, slots, slice_k, lane, x_stride, by_top_k, C)
     load_x(ring, source, C)
     next_slots = slots_of(order, following, lane, C)
     read = read_block(ring, C, 0, DEPTH - 1)
     zeros = gl.zeros((THREADS,), gl.float32, gl.BlockedLayout([1], [32], [C.warps], [0]))
-    while task < total:
-        number = asm(C.take, "=r,r,l,r,r", [thread, counter, taken, 1], gl.int32)
+    for this in range(task, total, blocks):
         expert = tile.expert.to(gl.int64)
-        first_row_block = first_row_block_of(task, units, by_units, row_blocks, C)
+        first_row_block = first_row_block_of(this, units, by_units, row_blocks, C)
         at = ThreadCoordinates(again(lane), again(warp), first_row_block, 0, 0, S.tokens, N)
-        later = tile_of(tiles, later_task, total, by_units, last_tile)
+        later = tile_of(tiles, this + 2 * blocks, total, by_units, last_tile)
         factors = weights_of(weights, slots, C)
         scales = ()
         biases = ()
@@ -452,21 +414,16 @@ def expert_ring_gemm(
         # iteration before that task's first.
         tiles_of_k = again(tiles_of_k)
         scale_stride = again(scale_stride)
-        row_block = first_row_block_of(next_task, units, by_units, row_blocks, C) + own_row_block
+        row_block = first_row_block_of(this + blocks, units, by_units, row_blocks, C) + own_row_block
         source = task_source(
-            w, scale, following.expert, next_task < total, row_block, slice_k - AHEAD, lane, x, K, row_blocks, tiles_of_k,
+            w, scale, following.expert, this + blocks < total, row_block, slice_k - AHEAD, lane, x, K, row_blocks, tiles_of_k,
             scale_stride, C,
         )  # fmt: skip
         source = with_tokens(source, x, next_slots, slice_k - AHEAD, lane, x_stride, by_top_k, C)
         read, acc = iteration(ring, source, read, acc, C, False)
         source = advance(source, C)
         later_slots = slots_of(order, later, lane, C)
-        # Two slots by turns: a warp may store its number for the next task before others have read this one.
-        run(C.tell, "=r,r,r,r,r", [thread, slot_of_number, number, 1])
         sums = reduce_slices(shared, acc, again(lane), again(warp), C)
-        task, next_task = next_task, later_task
-        later_task = blocks + asm(C.told, "=r,r", [slot_of_number], gl.int32)
-        slot_of_number = 1 - slot_of_number
         if not C.rows_early and C.epilogue.channel_scale:
             scales = load_rows(channel_scale + expert * N, at, C)
         if not C.rows_early and C.epilogue.bias:
@@ -478,9 +435,6 @@ def expert_ring_gemm(
 
 class ExpertRingPlan:
     """Plan of a product of experts with few rows each, for one shape: created once, called many times."""
-
-    counters = 1
-    """Number of int32 counters of a call."""
 
     def __init__(
         self, shape: ExpertShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, epilogue: Epilogue, machine: Machine,
@@ -502,24 +456,24 @@ class ExpertRingPlan:
         self.factor = self.config.ring.k_block.factor
         top_k = 1 if shape.per_slot else shape.top_k
         one = 1 << INVERSE_BITS.value
-        tasks = shape.most_tiles * self.units + 3 * self.grid[0]  # includes tasks that are taken but do not exist
+        tasks = shape.most_tiles * self.units + 3 * self.grid[0]  # includes tiles that are loaded ahead
         if max(tasks * self.units, shape.slots * top_k) >= one:
             raise ValueError(f"{shape} with {tile}: too many tasks for one launch, split x by rows")
         self.inverses = tuple(-(-one // divisor) for divisor in (self.units, top_k))
 
     def __call__(
         self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
-        tiles: Tensor, tile_count: Tensor, order: Tensor, weights: Tensor | None, counter: Tensor,
+        tiles: Tensor, tile_count: Tensor, order: Tensor, weights: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Returns y [slots, N], or [slots, N / 2] with a gate, of x [rows, K], whose rows start at multiples of 16 bytes.
 
         Codes and scales are those of pack/expert.py; `tiles` [any, 3], `tile_count` [1], `order` and `weights` [slots] those of
-        ops/route.py. `counter` int32 [1] is 0 before and after. All tensors are on the current device.
+        ops/route.py. All tensors are on the current device.
         """
         y = torch.empty((self.shape.slots, self.columns), dtype=x.dtype, device=x.device)
         some = next(t for t in (scale, channel_scale, codes) if t is not None)  # an unused pointer where there are no scales
         self.launch(
-            y, x, codes, some, channel_scale, bias, tiles, tile_count, order, weights, counter, tiles.shape[0] - 1, self.units,
+            y, x, codes, some, channel_scale, bias, tiles, tile_count, order, weights, tiles.shape[0] - 1, self.units,
             self.shape.n, self.shape.k, x.stride(0), self.shape.row_blocks, codes.shape[2],
             0 if scale is None else scale.stride(1), self.iterations, *self.inverses, self.factor, self.config,
         )  # fmt: skip

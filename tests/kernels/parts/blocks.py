@@ -119,7 +119,6 @@ class Block:
     def asm(self, text, constraints, arguments, kinds):
         text = getattr(text, "value", text)
         several = isinstance(kinds, tuple)
-        arguments = [a + 0 if isinstance(a, Memory) else a for a in arguments]
         words = [np.broadcast_to(a.bytes if isinstance(a, Pointer) else lanes(a), self.thread.shape) for a in arguments]
         words = [np.ascontiguousarray(a.astype(np.float32 if a.dtype.kind == "f" else np.int32)).view(np.uint32) for a in words]
         if "griddepcontrol.wait" in text:
@@ -129,11 +128,6 @@ class Block:
         made = tuple(
             lanes(w.view(np.int32 if "int32" in str(kind) else np.float32)) for w, kind in zip(words, kinds, strict=True)
         )
-        if arguments and all(
-            not isinstance(a, Pointer) and np.ndim(a) == 0 for a in arguments
-        ):  # results of scalars are scalars
-            assert all((w == w[0]).all() for w in words)
-            made = tuple(lanes(one[0]) for one in made)
         return made if several else made[0]
 
     def run(self, text, constraints, arguments):

@@ -171,15 +171,6 @@ def run(text, inputs, outputs, shared=None, start=0, memory=None, copies=None):
                 loaded = value(register).copy()
                 loaded[where] = memory[: len(memory) // 4 * 4].view(np.uint32)[places + i]
                 registers[register] = loaded
-        elif name.endswith("global.inc.u32"):
-            to, base, most = [part.strip(" []") for part in rest.split(",")]
-            found = value(to).copy()
-            for lane in np.arange(threads)[where]:
-                held = memory[: len(memory) // 4 * 4].view(np.uint32)
-                place = int(value(base)[lane]) // 4
-                found[lane] = held[place]
-                held[place] = 0 if held[place] >= value(most)[lane] else held[place] + 1
-            registers[to] = found
         elif name.startswith("ld.shared") or name.startswith("st.shared"):
             words = [part.strip() for part in re.split(r"[\[\]{},]", rest) if part.strip()]
             at = words.pop(-1 if name.startswith("ld") else 0)

@@ -107,8 +107,7 @@ def recorded_layer(tokens):
             tile = choose(shape, machine)
             plan = plan_for(tile, shape, form, torch.bfloat16, False, machine, gate=gate, weighted=down, early=down)
             x, codes, scale, channel, _, *rest = expert_call(shape, torch.bfloat16, form)
-            counter = torch.empty(1, dtype=torch.int32)
-            plan(x, codes, scale, channel, None, *rest[:-1], rest[-1] if down else None, *[counter] * plan.counters)
+            plan(x, codes, scale, channel, None, *rest[:-1], rest[-1] if down else None)
         SumSlotsPlan(tokens, top_k, 2048, True, machine)(torch.empty(tokens * top_k, 2048, dtype=torch.bfloat16), None)
     return kernels
 
