@@ -68,7 +68,9 @@ def of_transformers(logits, s, answer):
 def of_reference(logits, s, answer):
     """The int64 masses [V] from which the reference samples."""
     state = state_with(s, answer=answer)
-    x = sampling.adjusted(sampling.cleaned(logits), state.settings[0], state.counts[0], state.bias[0], state.ends)
+    x = sampling.adjusted(
+        sampling.cleaned(logits), state.settings[0], state.counts[0], state.bias[0], state.masks[0], state.ends
+    )
     return sampling.kept(x, s.temperature, s.top_k, s.top_p, s.min_p)
 
 
