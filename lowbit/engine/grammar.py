@@ -20,10 +20,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from lowbit.extras import install
 from lowbit.ops.sample import mask_words
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+MOST_LEXER_STATES = 20_000
+"""Upper limit of the lexer's states of a sequence, each of up to 2 KB by llguidance's documentation. Its default is 250,000."""
 
 MOST_CHARACTERS = 300
 """Characters of llguidance's messages that errors repeat."""
@@ -95,9 +99,10 @@ class GrammarCompiler:
         """Returns the compiled grammar. Raises ValueError with llguidance's reason for a grammar that is wrong, too large, or
         has a feature that cannot be enforced.
         """
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        matcher = LLMatcher(self._tokenizer, grammar.text, log_level=0)
+        limits = LLParserLimits(max_lexer_states=MOST_LEXER_STATES)
+        matcher = LLMatcher(self._tokenizer, grammar.text, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # some errors, as of a grammar without any text, appear only here
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
@@ -109,7 +114,7 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase, size: int, stop_token_ids: ab
     try:
         from llguidance.hf import from_tokenizer
     except ImportError as error:
-        raise GrammarsUnavailable(f"grammars need llguidance ({error}): pip install 'lowbit[structured]'") from error
+        raise GrammarsUnavailable(f"grammars need llguidance ({error}): {install('structured')}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise GrammarsUnavailable(f"grammars need a tokenizer of the tokenizers library, this is a {type(tokenizer).__name__}")
     try:

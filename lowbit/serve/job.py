@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowbit.engine import Detokenizer, Request, Sampling
+from lowbit.engine import CompiledGrammar, Detokenizer, Request, Sampling
 from lowbit.serve.errors import encoded, refused, too_long
 from lowbit.serve.responses import ChatResponses, CompletionResponses, Responses
 from lowbit.serve.schema import ChatCompletionRequest, CompletionRequest, GenerationBody
@@ -130,6 +130,8 @@ def make_job(service: Service, params: GenerationBody) -> GenerationJob:
         assert isinstance(params, CompletionRequest)
         prompts = service.prompts.of_prompts(params.prompts)
         fronts = [service.prompts.text_of(prompt) for prompt in params.prompts] if params.echo else []
+    grammar = params.grammar()
+    compiled = None if grammar is None else service.grammars.compile(grammar, params.grammar_fields[0])
     seed = secrets.randbits(63) if params.seed is None else params.seed
     collector = OutputCollector()
     sequences: list[ServedSequence] = []
@@ -137,7 +139,7 @@ def make_job(service: Service, params: GenerationBody) -> GenerationJob:
         for _ in range(params.choices):
             index = len(sequences)
             sampling = _sampling(service, params, (seed + index * NEXT_SEED) % (1 << 64))
-            request = _request(service, params, ids, sampling)
+            request = _request(service, params, ids, sampling, compiled)
             sequences.append(ServedSequence(request, Detokenizer(service.tokenizer, ids, params.stops), collector, index))
     arguments = (
         service.name, sequences, params.choices, service.token_texts,
@@ -147,7 +149,9 @@ def make_job(service: Service, params: GenerationBody) -> GenerationJob:
     return GenerationJob(service, params, sequences, collector, answer)
 
 
-def _request(service: Service, params: GenerationBody, ids: list[int], sampling: Sampling) -> Request:
+def _request(
+    service: Service, params: GenerationBody, ids: list[int], sampling: Sampling, grammar: CompiledGrammar | None
+) -> Request:
     """The engine's request for one sequence; raises ApiError if it can never run."""
     most = service.engine.max_length
     left = most - len(ids)
@@ -162,7 +166,7 @@ def _request(service: Service, params: GenerationBody, ids: list[int], sampling:
     if sampling.min_new_tokens > limit:
         raise refused("min_tokens", f"{sampling.min_new_tokens:,} are more than the {limit:,} that the sequence may have")
     stops = frozenset() if params.ignore_eos else frozenset(service.engine.stop_token_ids)
-    return Request(ids, limit, sampling, stops, top_logprobs=params.num_logprobs or 0)
+    return Request(ids, limit, sampling, stops, top_logprobs=params.num_logprobs or 0, grammar=grammar)
 
 
 def _sampling(service: Service, params: GenerationBody, seed: int) -> Sampling:

@@ -10,12 +10,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from lowbit.engine.grammar import Grammar
 from lowbit.engine.request import MOST_LOGPROBS
 from lowbit.ops.sample import LEAST_TEMPERATURE
 from lowbit.serve.errors import ApiError, refused
 from lowbit.serve.limits import (
     MOST_BIASES,
     MOST_CHOICES,
+    MOST_GRAMMAR_CHARACTERS,
     MOST_MESSAGES,
     MOST_PROMPTS,
     MOST_STOP_CHARACTERS,
@@ -42,10 +44,33 @@ class StreamOptions(StrictModel):
     include_usage: bool | None = None
 
 
-class TextResponseFormat(StrictModel):
-    """The only supported response format."""
+class JsonSchema(StrictModel):
+    """A schema with its name and description, which are not used. The schema is always enforced, as with `strict`."""
 
-    type: Literal["text"]
+    name: Name
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictModel):
+    """Any text, any JSON object, or the JSON that a schema allows (without a schema: any JSON object)."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to type json_schema, and must be there")
+        return self
+
+
+GrammarText = Annotated[str, Field(min_length=1, max_length=MOST_GRAMMAR_CHARACTERS)]
+
+
+GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+"""Fields that constrain the answer, besides `response_format`."""
 
 
 class GenerationBody(StrictModel):
@@ -69,7 +94,13 @@ class GenerationBody(StrictModel):
     repetition_penalty: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=100)] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MOST_BIASES)] | None = None
     user: Name | None = None
-    response_format: TextResponseFormat | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | GrammarText | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: (
+        Annotated[list[GrammarText], Field(min_length=1, max_length=MOST_GRAMMAR_CHARACTERS, fail_fast=True)] | None
+    ) = None
+    guided_grammar: GrammarText | None = None
 
     @field_validator("stop")
     @classmethod
@@ -100,7 +131,35 @@ class GenerationBody(StrictModel):
     def _goes_together(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: belongs to stream=true")
+        used = self.grammar_fields
+        if len(used) > 1:
+            raise ValueError(f"{used[1]}: goes without {used[0]}, which also says what the answer is")
+        for name in ("ignore_eos", "min_tokens") if used else ():
+            if getattr(self, name):
+                raise ValueError(f"{name}: goes without {used[0]}, whose answer ends when it is complete")
         return self
+
+    @property
+    def grammar_fields(self) -> list[str]:
+        """Names of the fields that constrain the answer."""
+        names = [name for name in GUIDES if getattr(self, name) is not None]
+        plain = self.response_format is None or self.response_format.type == "text"
+        return names if plain else ["response_format", *names]
+
+    def grammar(self) -> Grammar | None:
+        """Returns the grammar of the answer; None if it may be any text. Raises ApiError for a schema that is not JSON."""
+        form = self.response_format
+        if form is not None and form.json_schema is not None and form.json_schema.schema_ is not None:
+            return Grammar.json_schema(form.json_schema.schema_)
+        if form is not None and form.type != "text":
+            return Grammar.json_object()
+        if self.guided_json is not None:
+            return Grammar.json_schema(_schema_in(self.guided_json))
+        if self.guided_regex is not None:
+            return Grammar.regex(self.guided_regex)
+        if self.guided_choice is not None:
+            return Grammar.choice(self.guided_choice)
+        return None if self.guided_grammar is None else Grammar.lark(self.guided_grammar)
 
     @property
     def choices(self) -> int:
@@ -288,6 +347,11 @@ class ChatCompletionRequest(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+PARTS = (
+    ChatMessage, Tool, FunctionDefinition, ToolCall, FunctionCall, TextContentPart, StreamOptions, ResponseFormat, JsonSchema,
+)  # fmt: skip
+"""Models whose fields may be named in errors, besides those of the body."""
+
 Body = TypeVar("Body", bound=GenerationBody)
 
 
@@ -320,8 +384,7 @@ def _in_words(kind: type[GenerationBody], error: ValidationError) -> ApiError:
     first = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is one JSON object: {first['msg']}", code="invalid_json")
-    parts = (ChatMessage, Tool, FunctionDefinition, ToolCall, FunctionCall, TextContentPart, StreamOptions, TextResponseFormat)
-    names = {name for each in (kind, *parts) for name in each.model_fields}
+    names = {field.alias or name for each in (kind, *PARTS) for name, field in each.model_fields.items()}
     extra = first["type"] == "extra_forbidden"
     path = [str(part) for part in first["loc"] if isinstance(part, int) or part in names]
     if extra:
@@ -341,6 +404,19 @@ def _shown(value: object) -> str:
         return f"{type(value).__name__} of length {len(value):,}"
     text = repr(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}.."
+
+
+def _schema_in(given: dict[str, Any] | str) -> dict[str, Any] | bool:
+    """Returns a schema given as an object or as JSON text."""
+    if isinstance(given, dict):
+        return given
+    try:
+        schema = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise refused("guided_json", f"a schema is an object, or JSON text ({error})") from error
+    if not isinstance(schema, (dict, bool)):
+        raise refused("guided_json", f"a schema is an object, true or false, got {_shown(schema)}")
+    return schema
 
 
 def _object_in(text: str) -> object:

@@ -136,8 +136,10 @@ Command = Callable[[], None]
 class Worker:
     """Steps an engine in a separate thread, from `start` to `stop`. Methods must be called on the event loop."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, prompts: Prompts) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, prompts: Prompts, *, grammars: bool = False) -> None:
         self.engine, self.metrics, self._prompts = engine, metrics, prompts
+        self._grammars = grammars
+        """True if requests may have grammars, whose graphs the warm-up captures too."""
         self.failures = 0
         """Number of sequences that failed since the last one that did not."""
         self.dead = False
@@ -211,7 +213,7 @@ class Worker:
         """Warms up; returns False if that failed or the thread is to end."""
         try:
             self._prompts.start()  # its process starts while kernels are compiled
-            for stage in self.engine.warm_up():
+            for stage in self.engine.warm_up(self._grammars):
                 self._call(functools.partial(self._warm, stage))
                 if self._stopping:
                     return False
