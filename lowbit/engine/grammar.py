@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 MOST_LEXER_STATES = 20_000
 """Upper limit of the lexer's states of a sequence, each of up to 2 KB by llguidance's documentation. Its default is 250,000."""
 
+JSON_SPACES = r"\r?\n[ \t]{0,40}|[ \t]{1,8}"
+"""Spaces between two tokens of JSON: as many as indented JSON needs, but not endless ones, in which models may get lost."""
+
 MOST_CHARACTERS = 300
 """Characters of llguidance's messages that errors repeat."""
 
@@ -46,7 +49,7 @@ class Grammar:
     @classmethod
     def json_schema(cls, schema: abc.Mapping[str, Any] | bool) -> Grammar:
         """Returns the grammar of JSON values that a schema allows. Keywords that cannot be enforced are errors of `compile`."""
-        return cls(json.dumps({"grammars": [{"json_schema": schema}]}))
+        return cls(json.dumps({"grammars": [{"json_schema": schema if isinstance(schema, bool) else with_spaces(schema)}]}))
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -67,6 +70,16 @@ class Grammar:
     def lark(cls, text: str) -> Grammar:
         """Returns a grammar in Lark's syntax, with llguidance's extensions; its first rule is `start`."""
         return cls(json.dumps({"grammars": [{"lark_grammar": text}]}))
+
+    def after(self, before: str) -> Grammar:
+        """Returns the grammar of texts that begin with `before`, in Lark's syntax, and go on as this one."""
+        (own,) = json.loads(self.text)["grammars"]
+        return Grammar(json.dumps({"grammars": [{"lark_grammar": f"start: {before} @answer"}, {"name": "answer", **own}]}))
+
+
+def with_spaces(schema: abc.Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema with the option of llguidance that limits the spaces between the tokens of JSON."""
+    return {**schema, "x-guidance": {"whitespace_pattern": JSON_SPACES}}
 
 
 def literal(text: str) -> str:

@@ -67,9 +67,25 @@ class ResponseFormat(StrictModel):
 
 
 GrammarText = Annotated[str, Field(min_length=1, max_length=MOST_GRAMMAR_CHARACTERS)]
+Choices = Annotated[list[GrammarText], Field(min_length=1, max_length=MOST_GRAMMAR_CHARACTERS, fail_fast=True)]
 
 
-GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+class StructuredOutputs(StrictModel):
+    """The fields `guided_*` by the names that vLLM gives them since its version 0.12."""
+
+    json_: Annotated[dict[str, Any] | GrammarText | None, Field(alias="json")] = None
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> StructuredOutputs:
+        if sum(value is not None for value in (self.json_, self.regex, self.choice, self.grammar)) != 1:
+            raise ValueError("one of json, regex, choice and grammar")
+        return self
+
+
+GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 """Fields that constrain the answer, besides `response_format`."""
 
 
@@ -97,10 +113,9 @@ class GenerationBody(StrictModel):
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | GrammarText | None = None
     guided_regex: GrammarText | None = None
-    guided_choice: (
-        Annotated[list[GrammarText], Field(min_length=1, max_length=MOST_GRAMMAR_CHARACTERS, fail_fast=True)] | None
-    ) = None
+    guided_choice: Choices | None = None
     guided_grammar: GrammarText | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @field_validator("stop")
     @classmethod
@@ -153,13 +168,16 @@ class GenerationBody(StrictModel):
             return Grammar.json_schema(form.json_schema.schema_)
         if form is not None and form.type != "text":
             return Grammar.json_object()
-        if self.guided_json is not None:
-            return Grammar.json_schema(_schema_in(self.guided_json))
-        if self.guided_regex is not None:
-            return Grammar.regex(self.guided_regex)
-        if self.guided_choice is not None:
-            return Grammar.choice(self.guided_choice)
-        return None if self.guided_grammar is None else Grammar.lark(self.guided_grammar)
+        nested = self.structured_outputs or StructuredOutputs.model_construct()
+        schema, regex = self.guided_json or nested.json_, self.guided_regex or nested.regex
+        choice, lark = self.guided_choice or nested.choice, self.guided_grammar or nested.grammar
+        if self.guided_json is not None or nested.json_ is not None:
+            return Grammar.json_schema(_schema_in(schema or {}, self.grammar_fields[0]))
+        if regex is not None:
+            return Grammar.regex(regex)
+        if choice is not None:
+            return Grammar.choice(choice)
+        return None if lark is None else Grammar.lark(lark)
 
     @property
     def choices(self) -> int:
@@ -257,6 +275,7 @@ class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextContentPart], Field(fail_fast=True, max_length=MOST_MESSAGES)] | None = None
     name: Name | None = None
+    reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
     tool_call_id: Name | None = None
     # Fields of response messages in the official client, which may be sent back unchanged.
@@ -277,7 +296,9 @@ class ChatMessage(StrictModel):
         """The message for a chat template: content as one string, arguments of calls as objects."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        message |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+        message |= {
+            name: value for name in ("name", "tool_call_id", "reasoning_content") if (value := getattr(self, name)) is not None
+        }
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
             for call in message["tool_calls"]:
@@ -291,7 +312,7 @@ class FunctionDefinition(StrictModel):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class Tool(StrictModel):
@@ -299,6 +320,19 @@ class Tool(StrictModel):
 
     type: Literal["function"]
     function: FunctionDefinition
+
+
+class NamedFunction(StrictModel):
+    """The name of a function."""
+
+    name: Name
+
+
+class NamedToolChoice(StrictModel):
+    """The one function that the answer calls."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatCompletionRequest(GenerationBody):
@@ -309,8 +343,8 @@ class ChatCompletionRequest(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: None = None
     function_call: None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
@@ -329,7 +363,39 @@ class ChatCompletionRequest(GenerationBody):
             raise ValueError("max_completion_tokens: differs from max_tokens, which means the same")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: belongs to logprobs=true")
+        self._check_tools()
         return self
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        choice = self.tool_choice
+        if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+            raise ValueError(f"tool_choice: no function of tools is called {choice.function.name!r}")
+        if choice == "required" and not names:
+            raise ValueError("tool_choice: required belongs to tools")
+        if len(set(names)) < len(names):
+            raise ValueError("tools: two functions have the same name")
+        if self.must_call and self.grammar_fields:
+            raise ValueError(f"tool_choice: a call goes without {self.grammar_fields[0]}, which says what else the answer is")
+        if self.must_call and (self.ignore_eos or self.min_tokens):
+            raise ValueError("tool_choice: a call ends by itself, it goes without ignore_eos and min_tokens")
+
+    @property
+    def must_call(self) -> bool:
+        """True if the answer has to call a function."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedToolChoice)
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the model may call, for its chat template."""
+        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+    @property
+    def callable_functions(self) -> list[FunctionDefinition]:
+        """The functions that the answer may call: the one that `tool_choice` names, or all that are offered."""
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedToolChoice) else None
+        offered = [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
+        return [function for function in offered if named in (None, function.name)]
 
     @property
     def limit(self) -> int | None:
@@ -349,6 +415,7 @@ class ChatCompletionRequest(GenerationBody):
 
 PARTS = (
     ChatMessage, Tool, FunctionDefinition, ToolCall, FunctionCall, TextContentPart, StreamOptions, ResponseFormat, JsonSchema,
+    NamedToolChoice, NamedFunction, StructuredOutputs,
 )  # fmt: skip
 """Models whose fields may be named in errors, besides those of the body."""
 
@@ -406,16 +473,16 @@ def _shown(value: object) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}.."
 
 
-def _schema_in(given: dict[str, Any] | str) -> dict[str, Any] | bool:
+def _schema_in(given: dict[str, Any] | str, param: str) -> dict[str, Any] | bool:
     """Returns a schema given as an object or as JSON text."""
     if isinstance(given, dict):
         return given
     try:
         schema = json.loads(given)
     except (ValueError, RecursionError) as error:
-        raise refused("guided_json", f"a schema is an object, or JSON text ({error})") from error
+        raise refused(param, f"a schema is an object, or JSON text ({error})") from error
     if not isinstance(schema, (dict, bool)):
-        raise refused("guided_json", f"a schema is an object, true or false, got {_shown(schema)}")
+        raise refused(param, f"a schema is an object, true or false, got {_shown(schema)}")
     return schema
 
 

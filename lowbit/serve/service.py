@@ -21,6 +21,7 @@ from lowbit.serve.errors import ApiError, refused, unavailable
 from lowbit.serve.limits import MOST_GRAMMAR_CHARACTERS, Limits
 from lowbit.serve.metrics import Metrics
 from lowbit.serve.prompts import Prompts
+from lowbit.serve.tools import answer_format
 from lowbit.serve.worker import MOST_FAILURES, Worker
 
 
@@ -125,6 +126,13 @@ class Service:
         self.prompts = Prompts(self.tokenizer, most, self.vocab, self.limits)
         self.worker = Worker(engine, self.metrics, self.prompts, grammars=not self.grammars.refusal)
         self.token_texts = TokenTexts(self.tokenizer)
+        self.answer_format = answer_format(self.tokenizer)
+
+    def report(self) -> list[str]:
+        """Returns lines that say what answers may consist of: structured output, tool calls, reasoning."""
+        structured = self.grammars.refusal or "by llguidance"
+        formats = self.answer_format.report() if self.prompts.has_template else []
+        return [f"structured output: {structured}", *formats]
 
     def check_key(self, authorization: str | None) -> None:
         """Raises ApiError unless the header has the key. The comparison takes constant time."""

@@ -91,6 +91,8 @@ class ServedSequence:
     submitted: float = field(default_factory=time.monotonic)
     first: float | None = None
     state: Sequence | None = None
+    hidden: frozenset[int] = frozenset()
+    """Tokens without text, besides stop tokens."""
     shown: str = ""
     fresh: list[SampledToken] = field(default_factory=list)
     text_offsets: list[int] = field(default_factory=list)
@@ -102,7 +104,7 @@ class ServedSequence:
         """Adds a token, in the engine's thread; returns True if it completes a stop string."""
         self.fresh.append(sampled)
         self.text_offsets.append(len(self.stream.text))  # a token that is part of a character has that character's offset
-        if sampled.token not in self.request.stop_token_ids:
+        if sampled.token not in self.request.stop_token_ids and sampled.token not in self.hidden:
             self.shown += self.stream.push(sampled.token)
         return self.stream.stopped
 

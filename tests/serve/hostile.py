@@ -51,6 +51,11 @@ SCHEMA = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=4),
     max_leaves=12,
 )
+TOOL_F = {"type": "function", "function": {"name": "f"}}
+TOOL = st.builds(
+    lambda name, schema, strict: {"type": "function", "function": {"name": name, "parameters": schema, "strict": strict}},
+    st.sampled_from(("f", "g")) | ODD_TEXT, st.dictionaries(st.sampled_from(KEYWORDS), SCHEMA, max_size=3), st.booleans(),
+)  # fmt: skip
 SOUND = {
     "n": st.integers(1, 4), "stream": st.booleans(), "temperature": st.floats(0.001, 2), "top_p": st.floats(0.01, 1),
     "top_k": st.integers(-1, 200), "min_p": st.floats(0, 1), "seed": st.integers(-(1 << 63), (1 << 63) - 1),
@@ -62,6 +67,9 @@ SOUND = {
     | st.sampled_from(({"type": "json_object"}, {"type": "text"})),
     "guided_json": SCHEMA, "guided_regex": PATTERN, "guided_grammar": ODD_TEXT | PATTERN.map(lambda each: f"start: /{each}/"),
     "guided_choice": st.lists(ODD_TEXT, max_size=4),
+    "structured_outputs": st.fixed_dictionaries({}, optional={"json": SCHEMA, "regex": PATTERN, "choice": st.lists(ODD_TEXT)}),
+    "tools": st.lists(TOOL, max_size=3), "tool_choice": st.sampled_from(("auto", "none", "required", "f", TOOL_F)),
+    "parallel_tool_calls": st.booleans(),
 }  # fmt: skip
 """Values of fields at the limits of their ranges, many of them valid."""
 

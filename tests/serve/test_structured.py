@@ -52,6 +52,8 @@ FORMS = [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "p"}}},
         lambda text: isinstance(json.loads(text), dict),
     ),
+    ({"extra_body": {"structured_outputs": {"json": PERSON}}}, is_person),
+    ({"extra_body": {"structured_outputs": {"choice": ["up", "down"]}}}, ["up", "down"].__contains__),
     ({"extra_body": {"guided_regex": r"\d{3}-[a-f]+x"}}, lambda text: re.fullmatch(r"\d{3}-[a-f]+x", text)),
     ({"extra_body": {"guided_choice": ["left", "right", "straight on"]}}, ["left", "right", "straight on"].__contains__),
     ({"extra_body": {"guided_grammar": 'start: "<" name ">"\nname: /[a-z]{2,5}/'}}, lambda t: re.fullmatch("<[a-z]{2,5}>", t)),
