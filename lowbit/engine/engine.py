@@ -18,8 +18,10 @@ import math
 import threading
 from collections import abc, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Literal
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowbit.engine.block_pool import BlockPool
@@ -45,6 +47,10 @@ CHUNK_TOKENS = 1024
 """Maximum number of prompt tokens in a step. This fills the tensor cores, and delays the next token of other sequences by at
 most tens of milliseconds.
 """
+
+
+Pooling = Literal["last", "mean"]
+"""How the hidden states of a text become its embedding."""
 
 
 class Engine:
@@ -87,7 +93,7 @@ class Engine:
             raise ValueError(f"an engine computes at least 1 request at once, got max_concurrent={max_concurrent}")
         if max_length is not None and max_length < 2:
             raise ValueError(f"a sequence has at least 2 tokens, one of them the prompt's, got max_length={max_length}")
-        self.device, self.vocab = model.device, model.config.get_text_config().vocab_size
+        self._model, self.device, self.vocab = model, model.device, model.config.get_text_config().vocab_size
         self._positions = _positions(model)
         self.max_length = min(max_length or self._positions, self._positions)
         # In the caller's grad mode: the model keeps using the joined weights, and may be trained.
@@ -219,6 +225,23 @@ class Engine:
         return sequences
 
     @torch.inference_mode()
+    def embed(self, tokens: abc.Sequence[int], pooling: Pooling = "last") -> Tensor:
+        """Returns the embedding of a text: the hidden state after the last layer and norm, of the last token or averaged over
+        all tokens ("mean"), scaled to length 1; float32 [hidden] on the CPU.
+
+        The model's own forward computes it between two steps, one text at a time. Raises ValueError for tokens that the model
+        does not have or too many of them.
+        """
+        if not 1 <= len(tokens) <= self._positions or not 0 <= min(tokens) <= max(tokens) < self.vocab:
+            known = f"1 to {self._positions:,} tokens from 0 to {self.vocab - 1:,}"
+            raise ValueError(f"an embedding is of {known}, got {len(tokens):,} tokens")
+        with self._lock:
+            ids = torch.tensor([list(tokens)], device=self.device)
+            hidden = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0].float()
+            pooled = hidden.mean(0) if pooling == "mean" else hidden[-1]
+            return torch.nn.functional.normalize(pooled, dim=0).cpu()
+
+    @torch.inference_mode()
     def step(self) -> None:
         """Runs one step: launches the scheduled work, then reads the tokens of the step before.
 
@@ -308,7 +331,11 @@ class Engine:
         self.runner.write_masks(constrained, states)
         for sequence, state in zip(constrained, states, strict=True):
             if state is not None and state.error:
-                self._finish(sequence, FinishReason.FAILED, f"its grammar cannot be followed any further: {state.error}")
+                self._fail_grammar(sequence, state.error)
+
+    def _fail_grammar(self, sequence: Sequence, why: str) -> None:
+        sequence.grammar_failed = True
+        self._finish(sequence, FinishReason.FAILED, f"its grammar cannot be followed any further: {why}")
 
     def _prefill(self, chunks: abc.Sequence[PrefillChunk], scheduled: SchedulerOutput) -> None:
         """Computes prefill chunks in one batch. If that raises an error, computes them one by one, so that only faulty ones
@@ -362,7 +389,7 @@ class Engine:
         """Appends a token to its sequence, and finishes the sequence if it was the last one."""
         request, stopped, grammar = sequence.request, False, sequence.grammar
         if grammar is not None and (why := grammar.accept(sampled.token)):
-            self._finish(sequence, FinishReason.FAILED, f"its grammar does not allow token {sampled.token}: {why}")
+            self._fail_grammar(sequence, why)
             return
         sequence.sampled.append(sampled)
         if request.on_token is not None:

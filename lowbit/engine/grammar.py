@@ -138,7 +138,8 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase, size: int, stop_token_ids: ab
 
 def _reason(matcher: LLMatcher) -> str:
     """Returns a matcher's error in one line, without the state of its parser; "" if there is none."""
-    return " ".join(matcher.get_error().partition("<state>")[0].split())[:MOST_CHARACTERS]
+    error = " ".join(matcher.get_error().partition("<state>")[0].split())[:MOST_CHARACTERS]
+    return "no token of the model continues its text" if error.startswith("NoExtension") else error
 
 
 @dataclass(frozen=True, eq=False)

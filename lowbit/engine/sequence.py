@@ -55,6 +55,8 @@ class Sequence:
     """True once the prompt is computed: each step then samples one more token."""
     grammar: GrammarState | None = None
     """How far the sampled tokens have followed the request's grammar; None without one."""
+    grammar_failed: bool = False
+    """True if the sequence failed since its grammar cannot be followed any further: the request is at fault."""
 
     @classmethod
     def start(cls, request: Request) -> Sequence:

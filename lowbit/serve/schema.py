@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from lowbit.engine.engine import Pooling
 from lowbit.engine.grammar import Grammar
 from lowbit.engine.request import MOST_LOGPROBS
 from lowbit.ops.sample import LEAST_TEMPERATURE
@@ -210,17 +211,25 @@ class GenerationBody(StrictModel):
         raise NotImplementedError
 
 
+Prompts = (
+    str
+    | Tokens
+    | Annotated[
+        Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Tokens], Field(fail_fast=True)],
+        Field(min_length=1, max_length=MOST_PROMPTS),
+    ]
+)
+
+
+def prompts_of(given: str | list[Any]) -> list[str | list[int]]:
+    """Returns each prompt of a field that may have one or several, as text or as tokens."""
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
+
+
 class CompletionRequest(GenerationBody):
     """The body of POST /v1/completions."""
 
-    prompt: (
-        str
-        | Tokens
-        | Annotated[
-            Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Tokens], Field(fail_fast=True)],
-            Field(min_length=1, max_length=MOST_PROMPTS),
-        ]
-    )
+    prompt: Prompts
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     best_of: Literal[1] | None = None
@@ -240,11 +249,7 @@ class CompletionRequest(GenerationBody):
     @property
     def prompts(self) -> list[str | list[int]]:
         """Each prompt, as text or as tokens."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+        return prompts_of(self.prompt)
 
 
 class TextContentPart(StrictModel):
@@ -322,6 +327,10 @@ class Tool(StrictModel):
     function: FunctionDefinition
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)]
+
+
 class NamedFunction(StrictModel):
     """The name of a function."""
 
@@ -338,11 +347,11 @@ class NamedToolChoice(StrictModel):
 class ChatCompletionRequest(GenerationBody):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: None = None
@@ -413,13 +422,51 @@ class ChatCompletionRequest(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+class EmbeddingRequest(StrictModel):
+    """The body of POST /v1/embeddings. `pooling`: which hidden states become the embedding."""
+
+    model: Name
+    input: Prompts
+    pooling: Pooling | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: None = None
+    user: Name | None = None
+
+
+class TokenizeRequest(StrictModel):
+    """The body of POST /tokenize: a text, or a conversation as the chat template renders it."""
+
+    model: Name
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: one of prompt and messages")
+        for name in ("tools",) if self.messages is None else ("add_special_tokens",):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: belongs to {'messages' if name == 'tools' else 'prompt'}")
+        return self
+
+
+class DetokenizeRequest(StrictModel):
+    """The body of POST /detokenize."""
+
+    model: Name
+    tokens: Tokens
+
+
 PARTS = (
     ChatMessage, Tool, FunctionDefinition, ToolCall, FunctionCall, TextContentPart, StreamOptions, ResponseFormat, JsonSchema,
     NamedToolChoice, NamedFunction, StructuredOutputs,
 )  # fmt: skip
 """Models whose fields may be named in errors, besides those of the body."""
 
-Body = TypeVar("Body", bound=GenerationBody)
+Body = TypeVar("Body", bound=StrictModel)
 
 
 def parse(kind: type[Body], body: bytes) -> Body:
@@ -446,7 +493,7 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> None:
 _LONGEST_SHOWN = 60
 
 
-def _in_words(kind: type[GenerationBody], error: ValidationError) -> ApiError:
+def _in_words(kind: type[StrictModel], error: ValidationError) -> ApiError:
     # For a field with several types, the error with the longest path belongs to the type that the client most likely meant.
     first = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
     if first["type"] == "json_invalid":

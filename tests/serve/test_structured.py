@@ -148,14 +148,19 @@ def test_wrong_forms_are_refused_with_the_reason(structured, form, why):
 
 
 def test_a_form_that_becomes_too_costly_fails_alone(structured):
-    """The request gets an error, the server goes on."""
+    """So does one whose text the model has no tokens for. The request gets an error, the server goes on and is healthy."""
     asked = {"model": NAME, "messages": MESSAGES, "max_tokens": 100, "temperature": 0}
     with structured.client() as client:
         bias = {str(json_tokenizer()("a", add_special_tokens=False).input_ids[-1]): 100}
-        form = {"guided_regex": "((a{1,100}){1,100}){1,100}", "logit_bias": bias}
-        assert client.post("/v1/chat/completions", json={**asked, **form}).status_code == 500
+        costly = {"guided_regex": "((a{1,100}){1,100}){1,100}", "logit_bias": bias}
+        for form in [costly, *[{"guided_regex": "a[\x01\x02]"}] * 6]:  # more than the failures that make a server unhealthy
+            answer = client.post("/v1/chat/completions", json={**asked, **form})
+            assert answer.status_code == 400 and answer.json()["error"]["code"] == "grammar_failed"
+            assert ("too many" if "logit_bias" in form else "no token of the model continues") in answer.json()["error"][
+                "message"
+            ]
+            assert client.get("/health").status_code == 200
         assert client.post("/v1/chat/completions", json={**asked, "guided_choice": ["yes"]}).status_code == 200
-        assert client.get("/health").status_code == 200
 
 
 def test_a_grammar_is_compiled_once(structured, client):
