@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
+from lowbit.engine.cache import Cache
 from lowbit.engine.decoder import Decoder
 from lowbit.engine.forward import ForwardProgram
 from lowbit.engine.model_program import ModelProgram
@@ -16,6 +18,7 @@ from lowbit.engine.request import Request
 from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots, on_device
+from lowbit.formats.kv import KV16, KVScheme
 from lowbit.kernels.choose.attention import attention_refusals
 from lowbit.ops.elementwise import MOST_COLUMNS
 from lowbit.ops.operands import triton_refusals
@@ -30,9 +33,12 @@ TOKENS = 33
 """Number of prompt tokens; a decode step computes one more."""
 
 
-def program_of(model: PreTrainedModel, positions: int, *, batch_invariant: bool) -> tuple[ModelProgram, float]:
-    """Returns (program, difference) of a model for sequences of up to `positions` tokens. It is the decode program with the
-    relative difference of its logits from the model's, or a `ForwardProgram`, which has the reasons, and 0.
+def program_of(
+    model: PreTrainedModel, positions: int, *, batch_invariant: bool, kv: KVScheme = KV16
+) -> tuple[ModelProgram, float]:  # fmt: skip
+    """Returns (program, difference) of a model for sequences of up to `positions` tokens, with keys and values in `kv`. It is
+    the decode program with the relative difference of its logits from the model's, or a `ForwardProgram`, which has the
+    reasons, and 0.
     """
     decoder = recognise(model, max(positions, TOKENS + 1))
     if isinstance(decoder, tuple):
@@ -42,7 +48,7 @@ def program_of(model: PreTrainedModel, positions: int, *, batch_invariant: bool)
         return ForwardProgram(model, refused), 0.0
 
     def make() -> DecodeProgram:
-        return DecodeProgram(decoder, model.dtype, model.device, batch_invariant=batch_invariant)
+        return DecodeProgram(decoder, model.dtype, model.device, batch_invariant=batch_invariant, kv=kv)
 
     program, difference = difference_to(model, make)
     if not difference <= LARGEST_DIFFERENCE:  # or NaN
@@ -63,14 +69,15 @@ def kernel_refusals(decoder: Decoder, dtype: torch.dtype) -> tuple[str, ...]:
 @torch.no_grad()  # not inference_mode: the model's weights may be trained later
 def difference_to(model: PreTrainedModel, make: Callable[[], DecodeProgram]) -> tuple[DecodeProgram, float]:
     """Returns the program of `make` and the relative difference ||program - model|| / ||model|| of the logits, after a random
-    prompt and after one decode step. The model runs first, since the program may repack its weights.
+    prompt and after one decode step. The model runs first, since the program may repack its weights. Keys and values are in 16
+    bits, whatever the program's own: this compares formulas, not what fewer bits lose.
     """
     vocab = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab, (TOKENS + 1,), generator=generator)
     expected = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, -2:].float()
     program = make()
-    program.allocate_cache(2)
+    program.cache = Cache(replace(program.cache_spec, kv=KV16), 2, program.device)
     slots = Slots(1, TOKENS + 1, vocab, (), program.device)
     sequence = Sequence(Request(ids[:-1].tolist(), 1), slot=0)
     slots.update([(0, 0, 1)], [(0, TOKENS)])
