@@ -168,7 +168,7 @@ def engine_for(model: PreTrainedModel, cases: abc.Sequence[tuple[int, int]]) -> 
     if not isinstance(program, DecodeProgram) or program.cache is None:
         raise ValueError(f"there is no decode program: {'; '.join(program.reasons)}")
     for i in range(program.cache.spec.layers):
-        for part in program.cache.layer(i):
+        for part in program.cache.layer(i).tensors[:2]:
             part.normal_()
     return engine
 

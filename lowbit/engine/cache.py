@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from lowbit.engine.block_pool import pages_for
+from lowbit.formats.kv import KV16
 from lowbit.kernels.choose.attention import PAGE
+from lowbit.pack.kv_pages import KVPages
 
 SHARE = 0.9
 """Share of a GPU's free memory for pages; activations of decode steps and prompts take the rest."""
@@ -46,9 +47,9 @@ class Cache:
         self.keys = torch.empty(shape, dtype=spec.dtype, device=device)
         self.values = torch.empty_like(self.keys)
 
-    def layer(self, i: int) -> tuple[Tensor, Tensor]:
+    def layer(self, i: int) -> KVPages:
         """Keys and values of layer i."""
-        return self.keys[i], self.values[i]
+        return KVPages(KV16, self.spec.head_dim, self.keys[i], self.values[i])
 
     def __str__(self) -> str:
         size = self.keys.nbytes + self.values.nbytes

@@ -170,9 +170,9 @@ class DecodeProgram:
         """
 
         def attend(i: int, qkv: Tensor) -> Tensor:
-            layer, (keys, values) = self.layers[i], self._cache.layer(i)
+            layer, pages = self.layers[i], self._cache.layer(i)
             return decode_attention(
-                qkv, keys, values, slots.tables, slots.positions, rows, self.ropes[layer.spec.rope], layer.shape,
+                qkv, pages, slots.tables, slots.positions, rows, self.ropes[layer.spec.rope], layer.shape,
                 layer.spec.q_gamma, layer.spec.k_gamma, sinks=layer.spec.sinks,
                 batch_invariant=self.batch_invariant, longest=longest,
             )  # fmt: skip
@@ -204,12 +204,12 @@ class DecodeProgram:
         attention_of = attention or RaggedAttention(ragged, self.layers[0].shape.kv_heads)
 
         def attend(i: int, qkv: Tensor) -> Tensor:
-            layer, (keys, values) = self.layers[i], self._cache.layer(i)
+            layer, pages = self.layers[i], self._cache.layer(i)
             q = append_kv(
-                qkv, keys, values, slots.tables, ragged.slot_of, ragged.position_of, self.ropes[layer.spec.rope], layer.shape,
+                qkv, pages, slots.tables, ragged.slot_of, ragged.position_of, self.ropes[layer.spec.rope], layer.shape,
                 layer.spec.q_gamma, layer.spec.k_gamma,
             )  # fmt: skip
-            return attention_of(q, keys, values, layer.shape, layer.spec.sinks)
+            return attention_of(q, pages, layer.shape, layer.spec.sinks)
 
         return self._layers(ragged.ids, None, ragged.position_of, attend)
 
