@@ -25,6 +25,7 @@ from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from lowbit.kernels.parts.gluon import source_digest
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rotary import angles, normed, pairs, turned
+from lowbit.pack.kv_pages import KVPages
 
 HEADS = 4
 """Number of heads per program."""
@@ -93,11 +94,13 @@ class AppendPlan:
         self.launch = Launcher(append_heads, grid, 1 if shape.lanes <= 128 else 2, overlap=self.config.overlap)
 
     def __call__(
-        self, qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor,
+        self, qkv: Tensor, pages: KVPages, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor,
         q_norm: Tensor | None, k_norm: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Returns q [T, heads, head_dim]; all tensors on the current device."""
         q = torch.empty((self.tokens, self.shape.heads, self.shape.head_dim), dtype=qkv.dtype, device=qkv.device)
         if self.tokens:
-            self.launch(q, qkv, k, v, tables, slot_of, position_of, cos_sin, q_norm, k_norm, tables.stride(0), self.config)
+            self.launch(
+                q, qkv, pages.k, pages.v, tables, slot_of, position_of, cos_sin, q_norm, k_norm, tables.stride(0), self.config
+            )  # fmt: skip
         return q

@@ -23,6 +23,7 @@ from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.attention import PAGE
 from lowbit.kernels.parts.gluon import source_digest
 from lowbit.kernels.parts.launch import Launcher
+from lowbit.pack.kv_pages import KVPages
 
 TOKENS = 16
 """Number of tokens per program: with heads of 128 elements, 4 KiB of keys and 4 KiB of values."""
@@ -78,9 +79,9 @@ class GatherKvPlan:
         self.config = GatherKv(kv_heads, head_dim, overlap=machine.arch.sm >= 90)
         self.launch = Launcher(gather_heads, (-(-tokens // TOKENS), kv_heads, 1), 2, overlap=self.config.overlap)
 
-    def __call__(self, k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, pages: KVPages, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (k, v) [T, kv_heads, head_dim]; all tensors on the current device."""
-        k_out, v_out = (torch.empty(self.size, dtype=k.dtype, device=k.device) for _ in range(2))
+        k_out, v_out = (torch.empty(self.size, dtype=pages.k.dtype, device=where.device) for _ in range(2))
         if self.size[0]:
-            self.launch(k_out, v_out, k, v, where, count, self.config)
+            self.launch(k_out, v_out, pages.k, pages.v, where, count, self.config)
         return k_out, v_out

@@ -7,8 +7,10 @@ import itertools
 import pytest
 import torch
 
+from lowbit.formats.kv import KV16
 from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.reference.attention import append_reference
+from lowbit.pack.kv_pages import KVPages
 from tests.kernels.attention import TOLERANCE, angles_of, shape
 from tests.kernels.calls import meta
 from tests.kernels.interpreter import interpreted
@@ -43,14 +45,15 @@ def check(shape, norms, dtype=torch.float16, device="cpu"):
     qkv, tables, slot_of, position_of, cos_sin, *gammas = (None if t is None else t.to(device) for t in given)
     machine = machine_of(device) if device == "cuda" else typical_machine(80)
     plan = AppendPlan(len(slot_of), shape, machine)
-    wide = [None if t is None else t.double() for t in (qkv, pages, pages, cos_sin, *gammas)]
-    expected = append_reference(*wide[:3], tables, slot_of, position_of, wide[3], shape, *wide[4:])
+    wide = [None if t is None else t.double() for t in (qkv, cos_sin, *gammas)]
+    stored = KVPages(KV16, shape.head_dim, pages.double(), pages.double())
+    expected = append_reference(wide[0], stored, tables, slot_of, position_of, wide[1], shape, *wide[2:])
     for _ in range(2):
         k, v = pages.clone(), pages.clone()
-        q = plan(qkv, k, v, tables, slot_of, position_of, cos_sin, *gammas)
-        for found, of in ((q, expected), (k, wide[1]), (v, wide[2])):
+        q = plan(qkv, KVPages(KV16, shape.head_dim, k, v), tables, slot_of, position_of, cos_sin, *gammas)
+        for found, of in ((q, expected), (k, stored.k), (v, stored.v)):
             assert torch.allclose(found.double(), of, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
-        assert torch.equal(v.double().nan_to_num(7), wide[2].nan_to_num(7))
+        assert torch.equal(v.double().nan_to_num(7), stored.v.nan_to_num(7))
 
 
 def check_shapes():
@@ -67,9 +70,9 @@ def test_heads_move_in_vectors_of_16_bytes(sm):
     kernels, int32, half = {}, torch.int32, torch.float16
     for head_dim, turns in itertools.product((64, 80, 128, 256), (True, False)):
         given = shape(32, 8, head_dim, rotary_dim=head_dim if turns else 0)
-        pages = meta((9, 8, 128, head_dim), half)
+        pages = KVPages.make(KV16, 9, 8, head_dim, half, "meta")
         of_tokens = meta((1000,), int32), meta((1000,), int32), meta((8192, given.rotary_dim), torch.float32)
-        call = meta((1000, given.features), half), pages, pages, meta((4, 9), int32), *of_tokens, None, None
+        call = meta((1000, given.features), half), pages, meta((4, 9), int32), *of_tokens, None, None
         kernels[head_dim, turns] = compile_plan(AppendPlan(1000, given, typical_machine(sm)), call, sm)
     for case, kernel in kernels.items():
         assert kernel.stack_bytes == 0, case

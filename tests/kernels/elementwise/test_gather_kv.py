@@ -7,8 +7,10 @@ import contextlib
 import pytest
 import torch
 
+from lowbit.formats.kv import KV16
 from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.reference.attention import gather_reference
+from lowbit.pack.kv_pages import KVPages
 from tests.kernels.calls import meta
 from tests.kernels.interpreter import interpreted
 from tests.kernels.parts.test_compile import ROOT, run
@@ -35,7 +37,8 @@ def poisoned():
 def check(kv_heads, head_dim, dtype=torch.float16, device="cpu"):
     """Checks tokens from pages in random order. Beyond `count` tokens nothing is written."""
     generator = torch.Generator().manual_seed(0)
-    pages = [torch.randn(7, kv_heads, 128, head_dim, generator=generator).to(device, dtype) for _ in range(2)]
+    both = [torch.randn(7, kv_heads, 128, head_dim, generator=generator).to(device, dtype) for _ in range(2)]
+    pages = KVPages(KV16, head_dim, *both)
     machine = machine_of(device) if device == "cuda" else typical_machine(80)
     for tokens, count in ((1, 1), (40, 40), (200, 0), (200, 129)):
         token = torch.randint(7 * 128, (tokens,), generator=generator)
@@ -43,9 +46,9 @@ def check(kv_heads, head_dim, dtype=torch.float16, device="cpu"):
         counted = torch.tensor([count], dtype=torch.int32, device=device)
         plan = GatherKvPlan(tokens, kv_heads, head_dim, machine)
         with poisoned():
-            found = plan(*pages, where, counted)
-        for each, of in zip(found, pages, strict=True):
-            assert torch.equal(each.nan_to_num(7), gather_reference(of, where, counted).nan_to_num(7))
+            found = plan(pages, where, counted)
+        for each, of in zip(found, gather_reference(pages, where, counted, dtype), strict=True):
+            assert torch.equal(each.nan_to_num(7), of.nan_to_num(7))
 
 
 def check_sizes():
@@ -61,8 +64,8 @@ def test_the_copies_in_tritons_interpreter():
 def test_heads_move_in_vectors_of_16_bytes(sm):
     kernels = {}
     for head_dim in (64, 80, 128, 256):
-        pages = meta((9, 8, 128, head_dim), torch.float16)
-        call = pages, pages, meta((1000,), torch.int64), meta((1,), torch.int32)
+        pages = KVPages.make(KV16, 9, 8, head_dim, torch.float16, "meta")
+        call = pages, meta((1000,), torch.int64), meta((1,), torch.int32)
         kernels[head_dim] = compile_plan(GatherKvPlan(1000, 8, head_dim, typical_machine(sm)), call, sm)
     for head_dim, kernel in kernels.items():
         assert kernel.stack_bytes == 0, head_dim
@@ -78,13 +81,13 @@ def compiled_once():
     from lowbit.kernels.parts.gluon import without_gpu
     from lowbit.kernels.parts.launch import recording
 
-    plan, pages = GatherKvPlan(40, 2, 64, typical_machine(90)), torch.empty(3, 2, 128, 64, dtype=torch.float16)
+    plan, pages = GatherKvPlan(40, 2, 64, typical_machine(90)), KVPages.make(KV16, 3, 2, 64, torch.float16, "cpu")
     where, numbers = torch.empty(40, dtype=torch.int64), torch.empty(8, dtype=torch.int32)
     with recording() as wanted:
-        plan(pages, pages, where, numbers[3:4])
+        plan(pages, where, numbers[3:4])
     plan = GatherKvPlan(40, 2, 64, typical_machine(90))
     with recording() as again:
-        plan(pages, pages, where, numbers[4:5])
+        plan(pages, where, numbers[4:5])
     found = []
     knobs.compilation.listener = lambda src, cache_hit, **given: found.append(cache_hit)
     without_gpu(90)
