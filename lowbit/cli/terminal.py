@@ -133,11 +133,10 @@ def check_scheme(name: str | None) -> None:
 
 
 def check_kv(name: str) -> None:
-    """Raises ValueError unless `name` is a format of keys and values. Imports torch for others than 16 bits."""
-    if name != "16":
-        from lowbit.formats.kv import parse_kv
+    """Raises ValueError unless `name` is a format of keys and values, before torch is imported."""
+    from lowbit.formats.kv import parse_kv
 
-        parse_kv(name)
+    parse_kv(name)
 
 
 def check_schemes(names: str | None) -> None:

@@ -22,6 +22,7 @@ from lowbit.formats.kv import KV16, KVScheme
 from lowbit.kernels.choose.attention import attention_refusals
 from lowbit.ops.elementwise import MOST_COLUMNS
 from lowbit.ops.operands import triton_refusals
+from lowbit.pack.kv_pages import kv_refusals
 
 LARGEST_DIFFERENCE = 0.2
 """Maximum of ||program - model|| / ||model|| of the logits. Rounding, which random weights amplify, gives 1e-6 in float32 and
@@ -43,7 +44,7 @@ def program_of(
     decoder = recognise(model, max(positions, TOKENS + 1))
     if isinstance(decoder, tuple):
         return ForwardProgram(model, decoder), 0.0
-    refused = kernel_refusals(decoder, model.dtype) if model.device.type == "cuda" else ()
+    refused = kernel_refusals(decoder, model.dtype, kv) if model.device.type == "cuda" else ()
     if refused:
         return ForwardProgram(model, refused), 0.0
 
@@ -56,9 +57,10 @@ def program_of(
     return program, difference
 
 
-def kernel_refusals(decoder: Decoder, dtype: torch.dtype) -> tuple[str, ...]:
-    """Reasons why the kernels of a decode step cannot compute a decoder in `dtype`; empty if they can."""
-    reasons = [*attention_refusals(decoder.attention), *triton_refusals()]
+def kernel_refusals(decoder: Decoder, dtype: torch.dtype, kv: KVScheme = KV16) -> tuple[str, ...]:
+    """Reasons why the kernels of a decode step cannot compute a decoder in `dtype` with keys and values in `kv`; empty if they
+    can."""
+    reasons = [*attention_refusals(decoder.attention), *kv_refusals(kv, decoder.attention.head_dim), *triton_refusals()]
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"its kernels compute in fp16 and bf16, the model is in {str(dtype).removeprefix('torch.')}")
     if decoder.hidden > MOST_COLUMNS:

@@ -14,15 +14,19 @@ NaN and is read as NaN in all its elements; other rows are not affected.
 A rotated format multiplies blocks of the row by a Hadamard matrix before rounding, so that outliers spread over the block. The
 block is the largest power of two that divides head_dim. int4 is rotated by default. Source: S. Ashkboos et al., "QuaRot:
 Outlier-Free 4-Bit Inference in Rotated LLMs", arXiv:2404.00456.
+
+Formats and their names need no torch; functions of rows import it.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 MOST_SCALE = 65504.0
 """Largest scale: the largest fp16 number."""
@@ -124,6 +128,8 @@ def rotate_heads(x: Tensor, block: int) -> Tensor:
     x is float32 or float64. Butterfly steps for elements 1, 2, 4, .. apart, in this order, then the factor: the kernels add in
     the same order, so float32 results are equal to the last bit.
     """
+    import torch
+
     apart = 1
     while apart < block:
         a, b = x.unflatten(-1, (-1, 2, apart)).unbind(-2)
@@ -138,6 +144,8 @@ def quantize_rows(x: Tensor, fmt: KVFormat) -> tuple[Tensor, Tensor]:
     Computed in float32, or in float64 for float64 rows. Codes of rows with an infinity or NaN, whose scale is NaN, are 0.
     Raises ValueError for the format "16".
     """
+    import torch
+
     _check_quantized(fmt)
     wide = x if x.dtype == torch.float64 else x.float()
     if fmt.rotated:
@@ -159,6 +167,8 @@ def dequantize_rows(codes: Tensor, scale: Tensor, fmt: KVFormat, dtype: torch.dt
 
     Computed in float32, or in float64 for float64, and rounded once. Raises ValueError for the format "16".
     """
+    import torch
+
     _check_quantized(fmt)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     values = codes.view(torch.float8_e4m3fn).to(wide) if fmt.name == "fp8" else codes.to(wide) - fmt.offset

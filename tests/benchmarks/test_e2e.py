@@ -203,8 +203,7 @@ def test_mixtures_of_experts_without_a_gpu(small_mixtures, model):
     engine = Engine(made, max_concurrent=4, max_length=300, cache_bytes=1 << 22, prefix_caching=False)
     assert isinstance(engine.program, DecodeProgram) and engine.difference < 0.05
     for layer in range(2):
-        for pages in engine.program.cache.layer(layer):
-            pages.normal_()
+        e2e.fill(engine.program.cache.layer(layer))
     found = e2e.experts_of_a_step(engine, made, 4, 256)
     top_k = made.config.num_experts_per_tok
     assert found.keys() == {"experts_hit"} and top_k < found["experts_hit"] < min(4 * top_k, experts.num_experts)

@@ -75,7 +75,8 @@ def stepped(program, ids, vocab=VOCAB):
     """Logits [tokens, sequences, V] of a program that computes the sequences token by token."""
     count = len(ids)
     program.cache = Cache(program.cache_spec, 1 + count, program.device)
-    program.cache.keys.fill_(torch.nan), program.cache.values.fill_(torch.nan)
+    for pages in program.cache.layers:
+        pages.k.fill_(torch.nan), pages.v.fill_(torch.nan)
     slots = Slots(count, 128, vocab, (), program.device)
     slots.update([(slot, 0, 1 + slot) for slot in range(count)], [])
     logits = []

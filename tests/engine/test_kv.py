@@ -31,6 +31,10 @@ def model():
 def logits_of(program, ids, chunks):
     """Logits [2, V] after a prompt, computed in `chunks` parts, and after one step of a program."""
     program.allocate_cache(3)
+    for pages in program.cache.layers:
+        for part in pages.tensors:
+            if part is not None:
+                part.fill_(torch.nan if part.is_floating_point() else 255)
     slots = Slots(1, 256, program.decoder.vocab, (), program.device)
     slots.update([(0, 0, 2), (0, 1, 1)], [(0, len(ids) - 1)])
     slots.tokens[0] = int(ids[-1])
@@ -156,6 +160,6 @@ def test_refusals(model):
     with pytest.raises(ValueError, match=r"in int4 need a decode program; .*\(on a CPU that is faster .*leave kv at '16'"):
         engine_of(model, kv="int4", forward=True)
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=160, n_embd=32, n_layer=1, n_head=2, n_positions=64)).eval()
-    with pytest.raises(ValueError, match="in k8v4 need a decode program; .*none of the families"):
+    with pytest.raises(ValueError, match="in kint8vint4 need a decode program; .*none of the families"):
         Engine(gpt2, kv="k8v4")
     assert Engine(gpt2, kv="16").program.reasons

@@ -50,7 +50,8 @@ def test_logits_of_chunks_and_steps(options):
     ids = [prompt(300), prompt(260, 1)]
     program = program_of(model)
     program.cache = Cache(program.cache_spec, 7, program.device)
-    program.cache.keys.fill_(torch.nan), program.cache.values.fill_(torch.nan)
+    for pages in program.cache.layers:
+        pages.k.fill_(torch.nan), pages.v.fill_(torch.nan)
     slots = Slots(2, 384, VOCAB, (), program.device)
     slots.update([(slot, place, 1 + 2 * place + slot) for slot in range(2) for place in range(3)], [])
     sequences = [Sequence(Request(text, 1), slot=slot) for slot, text in enumerate(ids)]
