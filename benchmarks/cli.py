@@ -385,9 +385,9 @@ def e2e(
             raise ValueError(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}")
         scheme_names = tuple(parse_scheme(part).name for part in schemes.split(",") if part.strip() and part != "none")
         head_scheme = None if head == "none" else parse_scheme(head).name
+        formats = tuple(dict.fromkeys(str(parse_kv(part.strip())) for part in kv.split(",")))
         if not torch.cuda.is_available():
             raise ValueError(f"bench e2e measures an NVIDIA GPU and torch {torch.__version__} sees none")
-        formats = tuple(dict.fromkeys(str(parse_kv(part.strip())) for part in kv.split(",")))
         config = E2EConfig(
             model_names,
             scheme_names,

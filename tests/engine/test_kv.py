@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -40,7 +42,7 @@ def logits_of(program, ids, chunks):
     slots.tokens[0] = int(ids[-1])
     sequence, length = Sequence(Request(ids[:-1].tolist(), 1), slot=0), len(ids) - 1
     bounds = [length * i // chunks for i in range(chunks + 1)]
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in itertools.pairwise(bounds):
         found = program.prompt([PrefillChunk(sequence, begin, tuple(ids[begin:end].tolist()), end == length)], slots)
     return torch.cat([found, program.step(on_device([0], program.device), slots)])
 
