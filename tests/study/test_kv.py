@@ -69,7 +69,6 @@ def test_figures_are_those_of_the_evaluation(model, document):
     one, two = (load_causal(model, dtype=torch.float32).eval() for _ in range(2))
     ids = tiny_tokenizer()(halves(TEXTS["fox"])[1], return_tensors="pt").input_ids[0, :384]
     wide = row_of(document, weights="16 bits", kv="16", context=128)["figures"]["fox"]
-    assert wide["perplexity"][0] == pytest.approx(perplexity(one, ids.view(3, 128)[0], window=128).perplexity, rel=0.5)
     losses = [perplexity(one, window, window=128).nll for window in ids.view(3, 128)]
     assert wide["perplexity"][0] == pytest.approx(math.exp(sum(losses) / 3), rel=1e-4)
     with stored_kv(one, parse_kv("int4")):
