@@ -17,6 +17,7 @@ from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots, on_device
 from lowbit.eval.kv import stored_kv
 from lowbit.formats.kv import KV16, parse_kv
+from tests.engine.pages import fill_unwritten
 from tests.engine.test_engine import engine_of, expected, prompt, tokens
 from tests.engine.test_family import CASES, tiny
 from tests.tiny import eager_llama
@@ -33,10 +34,7 @@ def model():
 def logits_of(program, ids, chunks):
     """Logits [2, V] after a prompt, computed in `chunks` parts, and after one step of a program."""
     program.allocate_cache(3)
-    for pages in program.cache.layers:
-        for part in pages.tensors:
-            if part is not None:
-                part.fill_(torch.nan if part.is_floating_point() else 255)
+    fill_unwritten(program.cache)
     slots = Slots(1, 256, program.decoder.vocab, (), program.device)
     slots.update([(0, 0, 2), (0, 1, 1)], [(0, len(ids) - 1)])
     slots.tokens[0] = int(ids[-1])

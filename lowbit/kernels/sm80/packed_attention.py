@@ -331,7 +331,9 @@ def weights(dots, k_scales, v_scales, factor, n, oldest, position, top, total, a
 
 
 @gluon.jit
-def attend_to_pages(k, v, k_scale, v_scale, table, begin, end, oldest, row, loaded_k, loaded_v, page, q, factor, at, C: gl.constexpr):
+def attend_to_pages(
+    k, v, k_scale, v_scale, table, begin, end, oldest, row, loaded_k, loaded_v, page, q, factor, at, C: gl.constexpr
+):
     """Returns a warp's accumulators and sums of weights (`KVBlock.value_asm`), its shifted maxima and sums of p of heads 2t and
     2t + 1, over its blocks of the pages `begin` to `end`. The first block is loaded already; `page` is the second page."""
     B: gl.constexpr = C.block
@@ -369,7 +371,7 @@ def share_q(q, most, d, C: gl.constexpr):
     """Stores q [128, elements], divided by the largest element of its row, in shared memory; and these largest elements, times
     the factor of scores."""
     LAYOUT: gl.constexpr = C.rows_layout
-    head = (gl.arange(0, 128, gl.SliceLayout(1, LAYOUT)) // 16)
+    head = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT)) // 16
     odd = d // 2 % 2 == 1
     halves = gl.where(odd, q * C.block.q_odd, q).to(gl.float16)
     exists = (d < C.head_dim).to(gl.int32)
