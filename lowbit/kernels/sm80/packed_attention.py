@@ -313,7 +313,7 @@ def weights(dots, k_scales, v_scales, factor, n, oldest, position, top, total, a
         k_scale = octet_scale(k_scales, r, C)
         v_scale = gl.where(seen, octet_scale(v_scales, r, C), 0.0)
         scales = scales + (v_scale,)
-        room = gl.log2(gl.maximum(v_scale, LEAST_SCALE)) - LARGEST_WEIGHT
+        room = asm("lg2.approx.f32 $0, $1;", "=f,f", [gl.maximum(v_scale, LEAST_SCALE)], gl.float32) - LARGEST_WEIGHT
         first = gl.where(seen, powers(dots[2 * r] * k_scale * factor[0], C), float("-inf"))
         second = gl.where(seen, powers(dots[2 * r + 1] * k_scale * factor[1], C), float("-inf"))
         powers_ = powers_ + (first, second)
