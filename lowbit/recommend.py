@@ -41,7 +41,7 @@ NEGLIGIBLE = 0.002
 BROKEN = 0.5
 """Divergence from which output breaks down: SmolLM2's summaries kept their ROUGE-1 at 0.49 and an eighth of it at 0.78
 (docs/internals/study.md)."""
-KV_FORMATS = ("16", "fp8", "int8", "int4")
+KV_FORMATS = ("16", "fp8", "int8", "k8v4", "int4")
 """Formats of keys and values that the answer compares."""
 NEIGHBOURS = 3
 """Rows shown with fewer and with more bytes than the chosen one."""

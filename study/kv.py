@@ -48,9 +48,9 @@ from study.upcycle import read_texts
 
 RESULT = "lowbit study kv"
 UNQUANTIZED = "16 bits"
-FORMATS = ("fp8", "int8", "int4")
-"""Formats that an engine has for keys and values together; `lowbit recommend` states their divergence."""
-CASES = (*FORMATS, "k8v4", "k4v8", "int4-plain", "int8-rotated", "fp8-rotated")
+FORMATS = ("fp8", "int8", "int4", "k8v4")
+"""Formats whose divergence `lowbit recommend` states."""
+CASES = (*FORMATS, "k4v8", "int4-plain", "int8-rotated", "fp8-rotated")
 """Also keys and values apart, and formats without the rotation they have by default or with one they have not."""
 DEPTHS = 10
 """Depths of the hidden key: 0, 1/9, .., 1 of the text before the question."""
@@ -163,6 +163,7 @@ def measure(
     source = _Source(folder, texts, settings, device, progress)
     request = {"model": folder.name, "device": device, "settings": asdict(settings), "texts": list(texts), "kv": list(cases)}
     document = _document(output, request)
+    document["parameters"] = sum(parameter.numel() for parameter in source.model.parameters())
     for part in weights:
         named = part.replace("_g ", f"_g{source.group} ")
         missing = [context for context in source.contexts if not _has(document, named, context)]
@@ -457,8 +458,8 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def divergences(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns what `lowbit recommend` reads: for each model, at its longest context and on 16-bit weights, the mean KL of the
-    formats of an engine."""
+    """Returns what `lowbit recommend` reads: for each model, the smallest first, at its longest context and on 16-bit weights,
+    the mean KL of the formats of an engine."""
     models = []
     for document in documents:
         plain = [row for row in document["rows"] if row["context"] and row["weights"] == UNQUANTIZED]
@@ -468,8 +469,9 @@ def divergences(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for row in plain if row["context"] == longest and row["kv"] in FORMATS
         ]  # fmt: skip
         if rows:
-            models.append({"model": document["request"]["model"], "context": longest, "rows": rows})
-    return {"result": RESULT, "models": models}
+            model = {"model": document["request"]["model"], "parameters": document["parameters"], "context": longest}
+            models.append({**model, "rows": rows})
+    return {"result": RESULT, "models": sorted(models, key=lambda model: model["parameters"])}
 
 
 if __name__ == "__main__":

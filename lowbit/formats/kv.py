@@ -92,7 +92,11 @@ class KVScheme:
         return self.k.quantized
 
     def __str__(self) -> str:
-        return str(self.k) if self.k == self.v else f"k{self.k}v{self.v}"
+        if self.k == self.v:
+            return str(self.k)
+        short = {name: digit for digit, name in _SHORT.items()}
+        k, v = (short.get(str(part), str(part)) for part in (self.k, self.v))
+        return f"k{k}v{v}"
 
 
 KV16 = KVScheme(KVFormat("16", 16), KVFormat("16", 16))

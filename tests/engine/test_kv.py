@@ -160,6 +160,6 @@ def test_refusals(model):
     with pytest.raises(ValueError, match=r"in int4 need a decode program; .*\(on a CPU that is faster .*leave kv at '16'"):
         engine_of(model, kv="int4", forward=True)
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=160, n_embd=32, n_layer=1, n_head=2, n_positions=64)).eval()
-    with pytest.raises(ValueError, match="in kint8vint4 need a decode program; .*none of the families"):
+    with pytest.raises(ValueError, match="in k8v4 need a decode program; .*none of the families"):
         Engine(gpt2, kv="k8v4")
     assert Engine(gpt2, kv="16").program.reasons

@@ -169,8 +169,11 @@ def test_tables(document):
     assert "| 5.00 | " in line and f"| {mean:.5f} |" in line
     assert keys_table(document).splitlines()[2] == "| weights | keys and values | 128 | 192 |"
     (model,) = divergences([document])["models"]
-    assert model["model"] == "tiny" and model["context"] == 192 and [row["kv"] for row in model["rows"]] == ["fp8", "int4"]
+    assert model["model"] == "tiny" and model["parameters"] == sum(p.numel() for p in eager_llama().parameters())
+    assert model["context"] == 192 and [row["kv"] for row in model["rows"]] == ["fp8", "int4", "k8v4"]
     assert model["rows"][1]["kl"] == pytest.approx(mean, rel=1e-2)
+    smaller = {**document, "parameters": 10, "request": {**document["request"], "model": "z"}}
+    assert [each["model"] for each in divergences([document, smaller])["models"]] == ["z", "tiny"]
 
 
 def test_the_command(model, tmp_path):
