@@ -26,12 +26,17 @@ def stored_kv(model: PreTrainedModel, scheme: KVScheme) -> Iterator[None]:
     """While the block runs, attention of `model` reads keys and values as pages of `scheme` hold them.
 
     Calls may use a cache: Transformers' holds 16 bits, and each call quantizes its rows to the same codes again. With 16 bits
-    nothing changes. Raises ValueError for a model whose attention is not called through Transformers' `AttentionInterface`.
+    nothing changes. Raises ValueError for an encoder-decoder, which no engine computes, and for a model whose attention is not
+    called through Transformers' `AttentionInterface`.
     """
     if not scheme.quantized:
         yield
         return
     config = model.config
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__}: encoder-decoders have keys and values in 16 bits alone; measure it with those"
+        )
     before = config._attn_implementation
     name = f"lowbit-{scheme}-{before}"
     AttentionInterface.register(name, _attention(before, scheme))

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForCausalLM
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BloomConfig,
+    BloomForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+)
 
 from lowbit.engine import Engine, Request
 from lowbit.eval.kv import stored_kv
@@ -130,6 +137,18 @@ def test_a_model_without_the_interface_is_refused():
     model = BloomForCausalLM(BloomConfig(vocab_size=160, hidden_size=32, n_layer=1, n_head=2)).eval()
     with (
         pytest.raises(ValueError, match="BloomForCausalLM: its attention does not go through .*; measure it with 16 bits"),
+        stored_kv(model, parse_kv("int8")),
+    ):
+        pass
+
+
+def test_an_encoder_decoder_is_refused():
+    model = BartForConditionalGeneration(
+        BartConfig(vocab_size=160, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+                   decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32)
+    )  # fmt: skip
+    with (
+        pytest.raises(ValueError, match="encoder-decoders have keys and values in 16 bits"),
         stored_kv(model, parse_kv("int8")),
     ):
         pass
