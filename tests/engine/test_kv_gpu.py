@@ -12,11 +12,40 @@ from lowbit.eval.kv import stored_kv
 from lowbit.formats.kv import parse_kv
 from lowbit.nn.linear import make_batch_invariant
 from tests.engine.pages import fill_unwritten, zero
-from tests.engine.test_gpu import LENGTHS, check_greedy, model_of, prompt, tokens
+from tests.engine.test_gpu import LENGTHS, model_of, prompt, tokens
 
 pytestmark = pytest.mark.gpu
 
 NARROW = ("fp8", "int8", "int4", "k8v4")
+NUDGES = 4
+
+
+@torch.inference_mode()
+def check_stored(model, sequences, kv):
+    """Checks that each token is the most likely one of the forward over rows as pages of `kv` hold them, up to rounding.
+
+    A last bit of the embeddings moves logits by more than in 16 bits, since it changes codes, and each change others in later
+    layers. So rounding is twice the most that several such moves make. Returns the number of tokens that are not the most likely.
+    """
+    others, shares = 0, []
+    with stored_kv(model, parse_kv(kv)):
+        for sequence in sequences:
+            ids = torch.tensor([[*sequence.request.prompt, *tokens(sequence)]], device="cuda")
+            embedded = model.get_input_embeddings()(ids)
+            signs = torch.randint(-1, 2, (NUDGES, *embedded.shape[1:]), generator=torch.Generator().manual_seed(0)).to(embedded)
+            given = torch.cat([embedded, embedded * (1 + signs * torch.finfo(embedded.dtype).eps)])
+            logits, *moved = (
+                model(inputs_embeds=x[None]).logits[0, len(sequence.request.prompt) - 1 : -1].float() for x in given
+            )
+            sampled = torch.tensor(tokens(sequence), device="cuda")
+            near = 2 * torch.stack([(other - logits).abs().amax(1) for other in moved]).amax(0)
+            above = logits.amax(1) - logits.mean(1)
+            chosen = logits.gather(1, sampled[:, None])[:, 0]
+            assert (logits.amax(1) - chosen <= near.minimum(0.7 * above)).all(), len(sequence.request.prompt)
+            shares.append(near / above)
+            others += int((sampled != logits.argmax(1)).sum())
+    assert torch.cat(shares).median() < 0.7, "any token would pass"
+    return others
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -30,8 +59,7 @@ def test_greedy_tokens(kv, family, dtype):
     answered = engine.generate([Request(prompt(length, length), 40) for length in LENGTHS])
     answered += engine.generate([Request(prompt(33), 40)])
     assert all(sequence.finish_reason is FinishReason.LENGTH and len(set(tokens(sequence))) > 15 for sequence in answered)
-    with stored_kv(model, parse_kv(kv)):
-        check_greedy(model, answered, engine.report())
+    check_stored(model, answered, kv)
 
 
 @pytest.mark.parametrize("kv", ["fp8", "int4"])
@@ -78,8 +106,7 @@ def test_prefixes_and_preempted_sequences(kv):
     sequences = tight.generate([Request(prompt(100, seed), 200) for seed in range(8)])
     assert all(r.finish_reason is FinishReason.LENGTH and len(r.sampled) == 200 for r in sequences)
     assert tight.scheduler.pages.available == tight.scheduler.pages.count - 1
-    with stored_kv(model, parse_kv(kv)):
-        check_greedy(model, [first, second, *sequences[:3]])
+    check_stored(model, [first, second, *sequences[:3]], kv)
 
 
 @pytest.mark.parametrize("kv", NARROW)
