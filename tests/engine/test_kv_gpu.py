@@ -25,7 +25,7 @@ def check_stored(model, sequences, kv):
     """Checks that each token is the most likely one of the forward over rows as pages of `kv` hold them, up to rounding.
 
     A last bit of the embeddings moves logits by more than in 16 bits, since it changes codes, and each change others in later
-    layers. So rounding is twice the most that several such moves make. Returns the number of tokens that are not the most likely.
+    layers. So rounding is twice the most that such moves make. Returns the number of tokens that are not the most likely.
     """
     others, shares = 0, []
     with stored_kv(model, parse_kv(kv)):
