@@ -34,6 +34,7 @@ from torch import Tensor
 from lowbit.formats.kv import KVFormat, KVScheme, head_block
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.attention import PAGE, AttentionShape, DecodeTile
+from lowbit.kernels.choose.packed_attention import most_registers
 from lowbit.kernels.parts.gluon import aggregate, asm, barrier, gl, gluon, ptx, run, source_digest
 from lowbit.kernels.parts.head_rows import (
     THREADS,
@@ -115,12 +116,18 @@ class PackedAttention:
     transposed_pair = "{ .reg .b32 t; cvt.rn.f16x2.f32 t, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, t; }"
     """PTX that rounds two columns of a row g to fp16 and returns the pair of rows of a column g."""
     load_pair = "ld.shared.v2.f32 {$0, $1}, [$2];"
+    load_float = "ld.shared.f32 $0, [$1];"
     load_four = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
     store_shared = "st.shared.f32 [$1], $2; mov.b32 $0, 0;"
 
     # Of 8 neighbouring elements of a thread, with outputs $0 to $7.
     store_chunk = _dummies("setp.ne.s32 some, $20, 0; @some st.shared.v4.b32 [$12], {$8, $9, $10, $11};")
     store_chunk_constraints = ",".join(["=r"] * 8 + ["r"] * 4 + ["r"] * 16)
+    store_floats = _dummies(
+        "setp.ne.s32 some, $24, 0; @some st.shared.v4.f32 [$16], {$8, $9, $10, $11};"
+        " @some st.shared.v4.f32 [$16+16], {$12, $13, $14, $15};"
+    )
+    store_floats_constraints = ",".join(["=r"] * 8 + ["f"] * 8 + ["r"] * 16)
     load_chunk = _chunk_loads()
     load_chunk_constraints = ",".join(["=&f"] * 8 + ["r"] * 16)
 
@@ -209,9 +216,19 @@ class PackedAttention:
         return self.at_q + HEADS * self.q_row
 
     @property
+    def at_score(self) -> int:
+        """Start of the scores of the new token, float32 [8]."""
+        return self.at_factor + 4 * HEADS
+
+    @property
+    def at_value(self) -> int:
+        """Start of the value of the new token, float32 [head_dim]."""
+        return self.at_score + 4 * HEADS
+
+    @property
     def at_sums(self) -> int:
         """Start of the sums float32 [warps, 8, head_dim]."""
-        return self.at_factor + 4 * HEADS
+        return self.at_value + 4 * self.head_dim
 
     @property
     def sums_row(self) -> int:
@@ -222,6 +239,15 @@ class PackedAttention:
     def shared_rows(self) -> int:
         """Size of shared memory in rows of one float32 per thread."""
         return -(-(self.at_sums + WARPS * HEADS * self.sums_row) // (4 * THREADS))
+
+    # ---- registers
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """True if registers do not suffice for the codes of keys and of values at once. Then values are loaded after the scores,
+        and the next keys after the sums."""
+        block = self.block
+        return 4 * (block.k_vectors + block.v_vectors) + block.accumulators + block.q_words > 170
 
 
 @gluon.jit
@@ -331,9 +357,12 @@ def weights(dots, k_scales, v_scales, factor, n, oldest, position, top, total, a
 
 
 @gluon.jit
-def attend_to_pages(k, v, k_scale, v_scale, table, begin, end, oldest, row, loaded_k, loaded_v, page, q, factor, at, C: gl.constexpr):
+def attend_to_pages(
+    k, v, k_scale, v_scale, table, begin, end, oldest, row, loaded_k, loaded_v, now, page, q, factor, at, C: gl.constexpr
+):
     """Returns a warp's accumulators and sums of weights (`KVBlock.value_asm`), its shifted maxima and sums of p of heads 2t and
-    2t + 1, over its blocks of the pages `begin` to `end`. The first block is loaded already; `page` is the second page."""
+    2t + 1, over its blocks of the pages `begin` to `end`. The first block is loaded already; `now` and `page` are the numbers of
+    the first two pages."""
     B: gl.constexpr = C.block
     K_WORDS: gl.constexpr = 4 * B.k_vectors
     V_WORDS: gl.constexpr = 4 * B.v_vectors
@@ -348,12 +377,20 @@ def attend_to_pages(k, v, k_scale, v_scale, table, begin, end, oldest, row, load
         dots = asm(B.score_asm, B.score_constraints, loaded_k[0:K_WORDS] + q + start, B.score_types)
         k_scales = loaded_k[K_WORDS : K_WORDS + 2]
         live = has_tokens(p + 1, end, oldest, row.position, at)
-        loaded_k = load_block(k, k_scale, page, row.head, live, at, B.k_vectors, C)
-        v_scales = loaded_v[V_WORDS : V_WORDS + 2]
+        if C.one_at_a_time:
+            block_v = load_block(v, v_scale, now, row.head, has_tokens(p, end, oldest, row.position, at), at, B.v_vectors, C)
+            now = page
+        else:
+            loaded_k = load_block(k, k_scale, page, row.head, live, at, B.k_vectors, C)
+            block_v = loaded_v
+        v_scales = block_v[V_WORDS : V_WORDS + 2]
         n = p * 128 + at.warp * 32
         pairs, fade, top, total = weights(dots, k_scales, v_scales, factor, n, oldest, row.position, top, total, at, C)
-        y = asm(B.value_asm, B.value_constraints, loaded_v[0:V_WORDS] + pairs + fade + y, B.value_types)
-        loaded_v = load_block(v, v_scale, page, row.head, live, at, B.v_vectors, C)
+        y = asm(B.value_asm, B.value_constraints, block_v[0:V_WORDS] + pairs + fade + y, B.value_types)
+        if C.one_at_a_time:
+            loaded_k = load_block(k, k_scale, page, row.head, live, at, B.k_vectors, C)
+        else:
+            loaded_v = load_block(v, v_scale, page, row.head, live, at, B.v_vectors, C)
         page = page_of(table, p + 2, end)
     return y, top, total
 
@@ -369,7 +406,7 @@ def share_q(q, most, d, C: gl.constexpr):
     """Stores q [128, elements], divided by the largest element of its row, in shared memory; and these largest elements, times
     the factor of scores."""
     LAYOUT: gl.constexpr = C.rows_layout
-    head = (gl.arange(0, 128, gl.SliceLayout(1, LAYOUT)) // 16)
+    head = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT)) // 16
     odd = d // 2 % 2 == 1
     halves = gl.where(odd, q * C.block.q_odd, q).to(gl.float16)
     exists = (d < C.head_dim).to(gl.int32)
@@ -430,8 +467,9 @@ def store_codes(pages, codes, scales, scale, page, place, head, d, VALUES: gl.co
 
 @gluon.jit
 def new_token(qkv_row, k, v, k_scale, v_scale, table, row, q, most, k_norm, cos, sin, d, C: gl.constexpr):
-    """Quantizes and stores the new key and value. Returns the token's score [128] for each row of q, and its value [128,
-    elements], both as stored. q is the quotient by its largest element `most` [128]."""
+    """Quantizes and stores the new key and value. Stores the token's score for each row of q, and its value, both as stored in the
+    pages, in shared memory. q is the quotient by its largest element `most` [128]."""
+    LAYOUT: gl.constexpr = C.rows_layout
     page = gl.load(table + row.position // C.page)
     place = row.position % C.page
     exist = d >= 0
@@ -450,7 +488,16 @@ def new_token(qkv_row, k, v, k_scale, v_scale, table, row, q, most, k_norm, cos,
     scale = row_scale(x, C.v_largest)
     codes = row_codes(x, scale, C.v)
     store_codes(v, codes, v_scale, scale, page, place, row.head, d, True, C)
-    return powers(score * most * C.score_factor, C), code_values(codes, C.v) * scale.to(gl.float32)[:, None]
+    thread = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
+    to = start_of(C.at_score + thread // 16 * 4, C)
+    score = powers(score * most * C.score_factor, C)
+    gl.inline_asm_elementwise(C.store_shared, "=r,r,f", [to, score], dtype=gl.int32, is_pure=False, pack=1)
+    value = code_values(codes, C.v) * scale.to(gl.float32)[:, None]
+    exists = ((thread < 16)[:, None] & (d < C.head_dim)).to(gl.int32)
+    gl.inline_asm_elementwise(
+        C.store_floats, C.store_floats_constraints, [value, start_of(C.at_value + d * 4, C), exists], dtype=gl.int32,
+        is_pure=False, pack=8,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -470,11 +517,32 @@ def share_sums(shared, y, top, total, at, C: gl.constexpr):
 
 
 @gluon.jit
-def add_warps(new_score, new_value, sinks, row, d, C: gl.constexpr):
+def loaded_floats(at, d, C: gl.constexpr):
+    """Loads float32 [128, elements] from shared memory; zeros for elements beyond the head."""
+    exists = (d < C.head_dim).to(gl.int32)
+    return gl.inline_asm_elementwise(
+        C.load_chunk, C.load_chunk_constraints, [start_of(at, C), exists], dtype=gl.float32, is_pure=False, pack=8
+    )  # fmt: skip
+
+
+@gluon.jit
+def loaded_float(at, C: gl.constexpr):
+    """Loads float32 [128] from shared memory."""
+    return gl.inline_asm_elementwise(
+        C.load_float, "=f,r", [start_of(at, C)], dtype=gl.float32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def add_warps(sinks, row, d, C: gl.constexpr):
     """Adds the sums of all warps, in order, and in split 0 the new token and the sink. Returns sums [128, elements] of a row for
     each query head, its maximum and its sum of p [128]."""
     LAYOUT: gl.constexpr = C.rows_layout
     head = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT)) // 16
+    new_score, new_value = head.to(gl.float32) * 0.0 + LOWEST, d.to(gl.float32) * 0.0
+    if row.part == 0:
+        new_score = loaded_float(C.at_score + head * 4, C)
+        new_value = loaded_floats(C.at_value + d * 4, d, C)
     top, tops, totals = new_score, (), ()
     sink = new_score
     if sinks is not None:
@@ -484,22 +552,19 @@ def add_warps(new_score, new_value, sinks, row, d, C: gl.constexpr):
         sink = gl.where(exists, sink, LOWEST)
         top = gl.maximum(top, sink)
     for warp in gl.static_range(4):
-        place = start_of((head % 2) * 512 + (warp * 32 + head // 2) * 4, C)
-        tops = tops + (gl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [place], gl.float32, False, 1),)
-        totals = totals + (gl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [place + 1024], gl.float32, False, 1),)
+        place = head % 2 * 512 + (warp * 32 + head // 2) * 4
+        tops = tops + (loaded_float(place, C),)
+        totals = totals + (loaded_float(place + 1024, C),)
         top = gl.maximum(top, tops[warp])
     own = gl.where(row.part == 0, gl.exp2(new_score - top), 0.0)
     total = own
     if sinks is not None:
         total += gl.where(row.part == 0, gl.exp2(sink - top), 0.0)
     y = new_value * own[:, None]
-    exists = (d < C.head_dim).to(gl.int32)
     for warp in gl.static_range(4):
         weight = gl.exp2(tops[warp] - top)
         total += totals[warp] * weight
-        place = start_of(C.at_sums + (warp * 8 + head)[:, None] * C.sums_row + d * 4, C)
-        sums = gl.inline_asm_elementwise(C.load_chunk, C.load_chunk_constraints, [place, exists], gl.float32, False, 8)
-        y += sums * weight[:, None]
+        y += loaded_floats(C.at_sums + (warp * 8 + head)[:, None] * C.sums_row + d * 4, d, C) * weight[:, None]
     return y, top, total
 
 
@@ -603,8 +668,10 @@ def packed_attention(
         page = page_of(table, begin, end)
         live = has_tokens(begin, end, oldest, position, at)
         loaded_k = load_block(k, k_scale, page, row.head, live, at, B.k_vectors, C)
-        loaded_v = load_block(v, v_scale, page, row.head, live, at, B.v_vectors, C)
-        page = page_of(table, begin + 1, end)
+        loaded_v = ()
+        if not C.one_at_a_time:
+            loaded_v = load_block(v, v_scale, page, row.head, live, at, B.v_vectors, C)
+        later = page_of(table, begin + 1, end)
         d = element_index(C)
         cos, sin = angles(cos_sin, position, d, C)
         if C.overlap:
@@ -621,20 +688,16 @@ def packed_attention(
         most += row_sum(q * 0.0)  # NaN for rows that are not finite
         q = q * gl.where(most > 0, 1.0 / most, most)[:, None]
         share_q(q, most, d, C)
-        new_score = most * 0.0 + LOWEST
-        new_value = q * 0.0
         if part == 0:
-            new_score, new_value = new_token(
-                qkv_row, k, v, k_scale, v_scale, table, row, q, most, k_norm, cos, sin, d, C
-            )  # fmt: skip
+            new_token(qkv_row, k, v, k_scale, v_scale, table, row, q, most, k_norm, cos, sin, d, C)
         barrier()
         q_words, factor = read_q(at, C)
         y, top, total = attend_to_pages(
-            k, v, k_scale, v_scale, table, begin, end, oldest, row, loaded_k, loaded_v, page, q_words, factor, at, C
+            k, v, k_scale, v_scale, table, begin, end, oldest, row, loaded_k, loaded_v, page, later, q_words, factor, at, C
         )  # fmt: skip
         share_sums(shared, y, top, total, at, C)
         barrier()
-        y, top, total = add_warps(new_score, new_value, sinks, row, d, C)
+        y, top, total = add_warps(sinks, row, d, C)
         finish(out, partial, arrived, y, top, total, row, d, C)
 
 
@@ -649,7 +712,8 @@ class PackedAttentionPlan:
         overlap = machine.arch.sm >= 90
         self.config = PackedAttention(shape, kv.k.name, kv.v.name, kv.k.rotated, kv.v.rotated, tile, overlap)
         grid = (shape.kv_heads * self.config.subgroups, rows, tile.splits)
-        self.launch = Launcher(packed_attention, grid, WARPS, overlap=overlap)
+        registers = most_registers(shape, kv)
+        self.launch = Launcher(packed_attention, grid, WARPS, overlap=overlap, registers=registers)
 
     @property
     def workspace(self) -> tuple[int, int]:
