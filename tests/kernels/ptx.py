@@ -1,9 +1,9 @@
 """Executes a kernel's PTX without a GPU, in NumPy: all threads of a block at once, block after block.
 
-It knows the instructions that Gluon kernels of this library compile to, and raises NotImplementedError for others. Every access to
-memory is checked: global addresses lie in the tensors of the call, shared addresses in the block's memory. Threads run in lockstep,
-so branches must be uniform and a missing barrier is not found. Sums of products of tensor cores are exact and rounded once.
-Source of the semantics: PTX ISA.
+It knowsthe instructions that Gluon kernels of this library compile to, and raises NotImplementedError for others. Every access
+to memory is checked: global addresses lie in the tensors of the call, shared addresses in the block's memory. Threads run in
+lockstep, so branches must be uniform and a missing barrier is not found. Sums of products of tensor cores are exact and rounded
+once. Source of the semantics: PTX ISA.
 """
 
 from __future__ import annotations
@@ -478,8 +478,8 @@ def _wider(kind: str) -> str:
 
 
 def execute(ptx: str, shared_bytes: int, arguments, grid, threads: int, order=None) -> None:
-    """Runs a kernel. `arguments` are its tensors, integers and floats without constants, as the launch passes them; tensors on the
-    CPU. Blocks run one after the other, in the order of `order`, a list of indices of blocks (default: x fastest)."""
+    """Runs a kernel. `arguments` are its tensors, integers and floats without constants, as the launch passes them; tensors on
+    the CPU. Blocks run one after the other, in the order of `order`, a list of indices of blocks (default: x fastest)."""
     code, labels = parsed(ptx)
     given = [each for each in arguments if each is not None]
     memory = Memory([each for each in given if isinstance(each, torch.Tensor)], shared_bytes)

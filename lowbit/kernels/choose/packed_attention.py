@@ -94,8 +94,8 @@ def _tiles(longest: int) -> list[DecodeTile]:
 
 
 START_US = 3.3
-"""Fixed time of a launch: start, the dependent loads (row, position, page, keys), the turn, rotation and rounding of q and of the
-new token, the sum over warps and the store."""
+"""Fixed time of a launch: start, the dependent loads (row, position, page, keys), the turn, rotation and rounding of q and of
+the new token, the sum over warps and the store."""
 TURN_US = 0.95
 """Time of a page for a program alone on an SM: latency of its loads and of two chains of products."""
 CROWDED = 0.35

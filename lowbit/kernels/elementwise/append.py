@@ -8,7 +8,8 @@ Writes  q [T, heads, head_dim]; k and v into pages [pages, kv_heads, 128, head_d
 Grid    tokens x groups of HEADS heads, counted over q, k and v in order; a group may contain heads of all three
 Overlap waits for the previous kernel, which may have written the positions, then lets the next kernel start (programmatic
         dependent launch, sm_90)
-Exact   float32, rounded once; packed rows are then quantized in float32 as in formats/kv.py. Tested: tests/kernels/elementwise/test_append.py
+Exact   float32, rounded once; packed rows are then quantized in float32 as in formats/kv.py. Tested:
+        tests/kernels/elementwise/test_append.py
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Gathers keys and values of some tokens from the pages of a layer into contiguous tensors. Plain Triton.
 
-Reads   k and v fp16 or bf16 [pages, kv_heads, 128, head_dim], or packed pages (pack/kv_pages.py); `where` int64 [T], each token's row in the pages for kv head 0;
-        the number of tokens, at most T
+Reads   k and v fp16 or bf16 [pages, kv_heads, 128, head_dim], or packed pages (pack/kv_pages.py); `where` int64 [T], each
+        token's row in the pages for kv head 0; the number of tokens, at most T
 Writes  k and v [T, kv_heads, head_dim] of these tokens; rows beyond their number stay uninitialised
 Grid    16 tokens x kv heads: tokens of a page are contiguous per head; programs without a token exit at once
 Overlap waits for the previous kernel, which may have written the pages, then lets the next kernel start (programmatic dependent
         launch, sm_90)
-Exact   a copy; packed rows are dequantized in float32, with the rotation undone, and rounded once. Tested: tests/kernels/elementwise/test_gather_kv.py
+Exact   a copy; packed rows are dequantized in float32, with the rotation undone, and rounded once. Tested:
+        tests/kernels/elementwise/test_gather_kv.py
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def gather_heads(k_out, v_out, k, v, k_scale, v_scale, where, count, C: tl.const
 class GatherKvPlan:
     """The plan of a call for one shape: created once, called many times.
 
-    A plan serves one GPU and one type of the results, that of 16-bit pages; all tensors are contiguous and start at multiples of 16 bytes.
+    A plan serves one GPU and one type of the results, that of 16-bit pages; all tensors are contiguous and start at multiples
+    of 16 bytes.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Rows of packed keys and values in plain Triton: rotation, scale, codes, and the places of bytes in pages (pack/kv_pages.py).
 
-Tensors are [rows, lanes], lanes a power of two; elements beyond the head are zero. `C` is the kernel's configuration: `head_dim`,
-`packed_dim` (padded to a multiple of 32), `rotation_steps` and `rotation_factor`. Rotation, scales and codes are those of
-formats/kv.py to the last bit, for equal rows.
+Tensors are [rows, lanes], lanes a power of two; elements beyond the head are zero. `C` is a `KVRows`. Rotation, scales and
+codes are those of formats/kv.py to the last bit, for equal rows.
 """
 
 from __future__ import annotations
@@ -181,8 +180,8 @@ def parted_bytes(packed, FORMAT: tl.constexpr, VALUES: tl.constexpr):
 @triton.jit
 def store_rows(pages, scales, x, start, place, exist, FORMAT: tl.constexpr, ROTATED: tl.constexpr, VALUES: tl.constexpr,
                C: tl.constexpr):  # fmt: skip
-    """Quantizes rows float32 [rows, lanes] and stores them at index `place` of a page. `start` int64 [rows] is page * kv_heads +
-    head of each; only rows whose `exist` [rows] is True are stored."""
+    """Quantizes rows float32 [rows, lanes] and stores them at index `place` of a page. `start` int64 [rows] is page * kv_heads
+    + head of each; only rows whose `exist` [rows] is True are stored."""
     LANES: tl.constexpr = x.shape[1]
     HEAD_BYTES: tl.constexpr = 128 * C.packed_dim // (2 if FORMAT == "int4" else 1)
     if ROTATED:
@@ -198,8 +197,8 @@ def store_rows(pages, scales, x, start, place, exist, FORMAT: tl.constexpr, ROTA
 @triton.jit
 def load_rows(pages, scales, start, place, exist, LANES: tl.constexpr, FORMAT: tl.constexpr, ROTATED: tl.constexpr,
               VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Returns dequantized rows float32 [rows, lanes], with the rotation undone, at index `place` [rows] of a page. `start` int64
-    [rows] is page * kv_heads + head of each; rows whose `exist` [rows] is False are zeros."""
+    """Returns dequantized rows float32 [rows, lanes], with the rotation undone, at index `place` [rows] of a page. `start`
+    int64 [rows] is page * kv_heads + head of each; rows whose `exist` [rows] is False are zeros."""
     HEAD_BYTES: tl.constexpr = 128 * C.packed_dim // (2 if FORMAT == "int4" else 1)
     d = low_elements(LANES, FORMAT, VALUES)
     at = start[:, None] * HEAD_BYTES + byte_place(place[:, None], d[None, :], FORMAT, VALUES, C)

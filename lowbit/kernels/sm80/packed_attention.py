@@ -8,17 +8,17 @@ Grid    kv heads times groups of 8 query heads x rows x splits, as in paged_atte
 Program 4 warps. Of each page of 128 tokens, warp w has the 32 tokens of block w, with an online softmax and sums of its own, so
         the main loop has no barrier. Codes are loaded in vectors of 16 bytes that are fragments of operand A; the next block is
         loaded to registers while this one is multiplied: K after the scores, V after the sums (parts/kv_block.py)
-Scales  K's scale multiplies the score, V's the weight p. p is relative to the largest p * scale, so that it fits fp16 whatever the
-        size of V; with 2^14 as its largest value, weights down to 2^-28 are as exact as fp16
+Scales  K's scale multiplies the score, V's the weight p. p is relative to the largest p * scale, so that it fits fp16 whatever
+        the size of V; with 2^14 as its largest value, weights down to 2^-28 are as exact as fp16
 Token   every program turns q, rotates it if keys are rotated, and divides it by its largest element. Split 0 also quantizes and
         stores the new k and v, and uses them as stored
 Overlap page tables, positions and the first block are read before the wait for the previous kernel (sm_90), as in
         paged_attention.py
 Smem    largest scores and sums of p of each thread; q; its largest elements; the sums of the 4 warps
-Combine warps are added in shared memory, splits by the last one to arrive, both in order: same input, same bits. A rotation of V
-        is undone on the result
-Exact   codes are multiplied exactly; q and p * scale are rounded to fp16, whose errors are relative to their largest element; sums
-        and softmax in fp32; one rounding at the store. Tested: tests/kernels/sm80/test_packed_attention.py
+Combine warps are added in shared memory, splits by the last one to arrive, both in order: same input, same bits. A rotation of
+        V is undone on the result
+Exact   codes are multiplied exactly; q and p * scale are rounded to fp16, whose errors are relative to their largest element;
+        sums and softmax in fp32; one rounding at the store. Tested: tests/kernels/sm80/test_packed_attention.py
 Source  splits of keys and values: Dao et al., Flash-Decoding (2023); scales outside the products and codes in the order of
         fragments: QServe, arXiv:2405.04532, and BitDecoding, arXiv:2503.18773
 """
@@ -97,14 +97,14 @@ def _word_stores(bits: int) -> str:
 
 @dataclass(frozen=True)
 class PackedAttention:
-    """The kernel's compile-time configuration. `k` and `v` are formats; `rotated` says which of them are rotated."""
+    """The kernel's compile-time configuration. `k` and `v` are formats; `k_rotated` and `v_rotated` say which of them are
+    rotated. Splits are no part of it: all batches and contexts share a kernel."""
 
     shape: AttentionShape
     k: str
     v: str
     k_rotated: bool
     v_rotated: bool
-    tile: DecodeTile
     overlap: bool
     page: int = PAGE
     digest: str = source_digest()
@@ -184,10 +184,6 @@ class PackedAttention:
     store_words_constraints = ",".join(["=r"] * 8 + ["r"] * 8 + ["l"] * 8 + ["r"] * 8)
 
     @property
-    def chunk_pages(self) -> int:
-        return self.tile.chunk // self.page
-
-    @property
     def score_factor(self) -> float:
         """Factor from sums to what `powers` takes, for q whose largest element is 1: scores in base 2, or with a softcap the
         exponent of 2 in tanh(x) = 1 - 2 / (1 + 2 ** (2 log2(e) x))."""
@@ -244,8 +240,8 @@ class PackedAttention:
 
     @property
     def one_at_a_time(self) -> bool:
-        """True if registers do not suffice for the codes of keys and of values at once. Then values are loaded after the scores,
-        and the next keys after the sums."""
+        """True if registers do not suffice for the codes of keys and of values at once. Then values are loaded after the
+        scores, and the next keys after the sums."""
         block = self.block
         return 4 * (block.k_vectors + block.v_vectors) + block.accumulators + block.q_words > 170
 
@@ -271,8 +267,8 @@ class Lanes:
 
 @aggregate
 class Row:
-    """What a program computes: kv head, first query head of its group of up to 8, row and its position, split and number of
-    active splits."""
+    """What a program computes: kv head, first query head of its group of up to 8, row and its position, split, number of
+    active splits and of all splits."""
 
     head: gl.tensor
     first: gl.tensor
@@ -280,6 +276,7 @@ class Row:
     position: gl.tensor
     part: gl.tensor
     active: gl.tensor
+    splits: gl.tensor
 
 
 @gluon.jit
@@ -326,8 +323,8 @@ def over_groups(x, MAX: gl.constexpr):
 
 @gluon.jit
 def weights(dots, k_scales, v_scales, factor, n, oldest, position, top, total, at, C: gl.constexpr):
-    """One step of the online softmax, for tokens n + 8r + g and heads 2t, 2t + 1. Returns p * scale as operand B, the factors of
-    earlier sums, the new shifted maxima and sums of p.
+    """One step of the online softmax, for tokens n + 8r + g and heads 2t, 2t + 1. Returns p * scale as operand B, the factors
+    of earlier sums, the new shifted maxima and sums of p.
 
     The maximum is that of score + log2(scale of v); `top` is LARGEST_WEIGHT less."""
     powers_, scales, highest = (), (), (top[0], top[1])
@@ -361,8 +358,8 @@ def attend_to_pages(
     k, v, k_scale, v_scale, table, begin, end, oldest, row, loaded_k, loaded_v, now, page, q, factor, at, C: gl.constexpr
 ):
     """Returns a warp's accumulators and sums of weights (`KVBlock.value_asm`), its shifted maxima and sums of p of heads 2t and
-    2t + 1, over its blocks of the pages `begin` to `end`. The first block is loaded already; `now` and `page` are the numbers of
-    the first two pages."""
+    2t + 1, over its blocks of the pages `begin` to `end`. The first block is loaded already; `now` and `page` are the numbers
+    of the first two pages."""
     B: gl.constexpr = C.block
     K_WORDS: gl.constexpr = 4 * B.k_vectors
     V_WORDS: gl.constexpr = 4 * B.v_vectors
@@ -467,8 +464,8 @@ def store_codes(pages, codes, scales, scale, page, place, head, d, VALUES: gl.co
 
 @gluon.jit
 def new_token(qkv_row, k, v, k_scale, v_scale, table, row, q, most, k_norm, cos, sin, d, C: gl.constexpr):
-    """Quantizes and stores the new key and value. Stores the token's score for each row of q, and its value, both as stored in the
-    pages, in shared memory. q is the quotient by its largest element `most` [128]."""
+    """Quantizes and stores the new key and value. Stores the token's score for each row of q, and its value, both as stored in
+    the pages, in shared memory. q is the quotient by its largest element `most` [128]."""
     LAYOUT: gl.constexpr = C.rows_layout
     page = gl.load(table + row.position // C.page)
     place = row.position % C.page
@@ -535,8 +532,8 @@ def loaded_float(at, C: gl.constexpr):
 
 @gluon.jit
 def add_warps(sinks, row, d, C: gl.constexpr):
-    """Adds the sums of all warps, in order, and in split 0 the new token and the sink. Returns sums [128, elements] of a row for
-    each query head, its maximum and its sum of p [128]."""
+    """Adds the sums of all warps, in order, and in split 0 the new token and the sink. Returns sums [128, elements] of a row
+    for each query head, its maximum and its sum of p [128]."""
     LAYOUT: gl.constexpr = C.rows_layout
     head = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT)) // 16
     new_score, new_value = head.to(gl.float32) * 0.0 + LOWEST, d.to(gl.float32) * 0.0
@@ -614,19 +611,19 @@ def combine(out, sums, tops, row, d, C: gl.constexpr):
 
 @gluon.jit
 def finish(out, partial, arrived, y, top, total, row, d, C: gl.constexpr):
-    """Stores the result of a row that has a single split. With several splits, stores this split's sums; the last split to arrive
-    combines all of them."""
+    """Stores the result of a row that has a single split. With several splits, stores this split's sums; the last split to
+    arrive combines all of them."""
     LAYOUT: gl.constexpr = C.rows_layout
     if row.active == 1:
         store_result(out, y / total[:, None], row, d, C)
-    elif C.tile.splits > 1:
+    else:
         place = row.b * C.shape.kv_heads + row.head
         thread = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
         head = row.first + thread // 16
         exists = head < C.group
-        tops = partial + gl.num_programs(1) * (C.shape.heads * C.tile.splits * C.head_dim)
-        tops += place * (C.tile.splits * C.group * 2)
-        sums = partial + place.to(gl.int64) * (C.tile.splits * C.group * C.head_dim)
+        tops = partial + gl.num_programs(1) * (row.splits * (C.shape.heads * C.head_dim))
+        tops += place * (row.splits * (C.group * 2))
+        sums = partial + place.to(gl.int64) * (row.splits * (C.group * C.head_dim))
         at = row.part * C.group + head
         gl.store(sums + at[:, None] * C.head_dim + d, y, mask=exists[:, None] & (d < C.head_dim))
         gl.store(tops + at * 2, top, mask=exists & (thread % 16 == 0))
@@ -638,10 +635,10 @@ def finish(out, partial, arrived, y, top, total, row, d, C: gl.constexpr):
             combine(out, sums, tops, row, d, C)
 
 
-@gluon.jit(do_not_specialize=["table_stride"])
+@gluon.jit(do_not_specialize=["table_stride", "splits", "chunk_pages"])
 def packed_attention(
     out, qkv, k, v, k_scale, v_scale, tables, positions, rows, cos_sin, q_norm, k_norm, sinks, partial, arrived, table_stride,
-    C: gl.constexpr,
+    splits, chunk_pages, C: gl.constexpr,
 ):  # fmt: skip
     """One split of the tokens of one row, for up to 8 query heads of one kv head."""
     B: gl.constexpr = C.block
@@ -654,14 +651,14 @@ def packed_attention(
         oldest = gl.maximum(position - C.shape.window + 1, 0)
     first = oldest // C.page
     pages = (position + C.page - 1) // C.page - first
-    active = gl.maximum(gl.minimum((pages + C.chunk_pages - 1) // C.chunk_pages, C.tile.splits), 1)
+    active = gl.maximum(gl.minimum((pages + chunk_pages - 1) // chunk_pages, splits), 1)
     per = gl.maximum((pages + active - 1) // active, 1)
     active = gl.maximum((pages + per - 1) // per, 1)
     if part < active:
         shared = gl.allocate_shared_memory(gl.float32, [C.shared_rows, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         thread = gl.arange(0, 128, C.threads_layout)
         at = Lanes(thread & 31, thread >> 5, (thread & 31) >> 2, thread & 3)
-        row = Row(gl.program_id(0) // C.subgroups, gl.program_id(0) % C.subgroups * 8, b, position, part, active)
+        row = Row(gl.program_id(0) // C.subgroups, gl.program_id(0) % C.subgroups * 8, b, position, part, active, splits)
         begin = first + part * per
         end = gl.minimum(begin + per, first + pages)
         table = tables + slot.to(gl.int64) * table_stride
@@ -710,7 +707,7 @@ class PackedAttentionPlan:
     def __init__(self, rows: int, shape: AttentionShape, kv: KVScheme, tile: DecodeTile, machine: Machine) -> None:
         self.rows, self.shape, self.tile = rows, shape, tile
         overlap = machine.arch.sm >= 90
-        self.config = PackedAttention(shape, kv.k.name, kv.v.name, kv.k.rotated, kv.v.rotated, tile, overlap)
+        self.config = PackedAttention(shape, kv.k.name, kv.v.name, kv.k.rotated, kv.v.rotated, overlap)
         grid = (shape.kv_heads * self.config.subgroups, rows, tile.splits)
         registers = most_registers(shape, kv)
         self.launch = Launcher(packed_attention, grid, WARPS, overlap=overlap, registers=registers)
@@ -732,6 +729,6 @@ class PackedAttentionPlan:
         out = torch.empty((self.rows, self.shape.heads * self.shape.head_dim), dtype=qkv.dtype, device=qkv.device)
         self.launch(
             out, qkv, *pages.tensors, tables, positions, rows, cos_sin, q_norm, k_norm, sinks, partial, arrived,
-            tables.stride(0), self.config,
+            tables.stride(0), self.tile.splits, self.tile.chunk // PAGE, self.config,
         )  # fmt: skip
         return out
