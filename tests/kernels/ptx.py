@@ -19,8 +19,6 @@ from lowbit.hardware.ptx import Lop3, Prmt
 SHARED = 1 << 24
 """Address of shared memory in the generic address space of the emulator."""
 
-_SIZES = {"pred": 1, "8": 1, "16": 2, "32": 4, "64": 8}
-
 
 def _dtype(kind: str) -> np.dtype:
     """NumPy's dtype of a PTX type."""
@@ -391,9 +389,7 @@ class Block:
             return self.write(dest, np.full(self.threads, self.parameters[int(source[1].rsplit("_", 1)[1])], np.uint64), mask)
         names = dest if isinstance(dest, list) else [dest]
         size = int(kind[1:]) // 8
-        data = self.memory.load(
-            self.address(source) if source[1] != "global_smem" else self.address(source), size * len(names), mask
-        )
+        data = self.memory.load(self.address(source), size * len(names), mask)
         for i, name in enumerate(names):
             self.write(name, np.ascontiguousarray(data[:, size * i : size * (i + 1)]).view(f"u{size}")[:, 0], mask)
         return None
@@ -421,7 +417,9 @@ class Block:
     def _shfl(self, step, mask):
         dest, source, apart, *_ = step.operands
         assert step.parts[2] == "bfly" and mask.all()
-        self.write(dest, self.value(source, "u32")[np.arange(self.threads) ^ int(apart, 0)], mask)
+        lanes = self.value(apart, "u32")
+        assert (lanes == lanes[0]).all() and lanes[0] < 32
+        self.write(dest, self.value(source, "u32")[np.arange(self.threads) ^ int(lanes[0])], mask)
 
     def _halves(self, names) -> np.ndarray:
         """Halves [warps, lanes, registers, 2] as float64."""

@@ -10,7 +10,7 @@ Exact   a rotation adds in the order of formats/kv.py, codes are rounded as ther
 
 from __future__ import annotations
 
-from lowbit.kernels.parts.gluon import gl, gluon, ptx
+from lowbit.kernels.parts.gluon import gl, gluon
 
 THREADS = 128
 
@@ -37,15 +37,13 @@ def rows_layout(head_dim: int) -> gl.BlockedLayout:
     return gl.BlockedLayout([1, elements_of(head_dim)], [32, 1], [THREADS // 32, 1], [1, 0])
 
 
-def shuffle_text(apart: int) -> str:
-    """PTX that exchanges $1 with the lane whose index differs by the bits of `apart`."""
-    return f"shfl.sync.bfly.b32 $0, $1, {apart}, 31, 0xffffffff;"
+EXCHANGE = gl.constexpr("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;")
 
 
 @gluon.jit
 def exchanged(x, apart: gl.constexpr):
     """Returns the value of the thread whose index within the warp differs by the bits of `apart`."""
-    return gl.inline_asm_elementwise(ptx(shuffle_text, apart), "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(EXCHANGE, "=r,r,r", [x, apart], dtype=x.dtype, is_pure=False, pack=1)
 
 
 @gluon.jit

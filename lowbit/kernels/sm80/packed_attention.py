@@ -286,7 +286,8 @@ def load_block(pages, scales, page, head, live, at, VECTORS: gl.constexpr, C: gl
     start = page.to(gl.int64) * C.shape.kv_heads + head
     words = pages + (start * (VECTORS * 2048) + (at.warp * (VECTORS * 512) + at.lane * 16))
     scales = scales + (start * C.page + (at.warp * 32 + at.group * 4))
-    return asm(ptx(B.load_asm, VECTORS), ptx(B.load_constraints, VECTORS), [words, scales, live], ptx(B.load_types, VECTORS))
+    places = [words.to(gl.int64), scales.to(gl.int64), live]
+    return asm(ptx(B.load_asm, VECTORS), ptx(B.load_constraints, VECTORS), places, ptx(B.load_types, VECTORS))
 
 
 @gluon.jit
@@ -467,6 +468,8 @@ def new_token(qkv_row, k, v, k_scale, v_scale, table, row, q, most, k_norm, cos,
     """Quantizes and stores the new key and value. Stores the token's score for each row of q, and its value, both as stored in
     the pages, in shared memory. q is the quotient by its largest element `most` [128]."""
     LAYOUT: gl.constexpr = C.rows_layout
+    K: gl.constexpr = C.k
+    V: gl.constexpr = C.v
     page = gl.load(table + row.position // C.page)
     place = row.position % C.page
     exist = d >= 0
@@ -475,21 +478,21 @@ def new_token(qkv_row, k, v, k_scale, v_scale, table, row, q, most, k_norm, cos,
     if C.k_rotated:
         x = rotated(x, C)
     scale = row_scale(x, C.k_largest)
-    codes = row_codes(x, scale, C.k)
+    codes = row_codes(x, scale, K)
     store_codes(k, codes, k_scale, scale, page, place, row.head, d, False, C)
-    score = row_sum(q * gl.where(d < C.shape.head_dim, code_values(codes, C.k), 0.0)) * scale.to(gl.float32)
+    score = row_sum(q * gl.where(d < C.shape.head_dim, code_values(codes, K), 0.0)) * scale.to(gl.float32)
     values = qkv_row + (C.shape.heads + C.shape.kv_heads + row.head) * C.shape.head_dim + d
     x = gl.load(values, mask=d < C.shape.head_dim, other=0.0).to(gl.float32)
     if C.v_rotated:
         x = rotated(x, C)
     scale = row_scale(x, C.v_largest)
-    codes = row_codes(x, scale, C.v)
+    codes = row_codes(x, scale, V)
     store_codes(v, codes, v_scale, scale, page, place, row.head, d, True, C)
     thread = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
     to = start_of(C.at_score + thread // 16 * 4, C)
     score = powers(score * most * C.score_factor, C)
     gl.inline_asm_elementwise(C.store_shared, "=r,r,f", [to, score], dtype=gl.int32, is_pure=False, pack=1)
-    value = code_values(codes, C.v) * scale.to(gl.float32)[:, None]
+    value = code_values(codes, V) * scale.to(gl.float32)[:, None]
     exists = ((thread < 16)[:, None] & (d < C.head_dim)).to(gl.int32)
     gl.inline_asm_elementwise(
         C.store_floats, C.store_floats_constraints, [value, start_of(C.at_value + d * 4, C), exists], dtype=gl.int32,
