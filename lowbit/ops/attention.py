@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lowbit.formats.kv import KVScheme, parse_kv
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.attention import PAGE, AttentionShape, attention_refusals, choose_decode, shape_refusals
+from lowbit.kernels.choose.packed_attention import choose_packed
 from lowbit.kernels.reference.attention import append_reference, attend, decode_reference, gathered, read_type
 from lowbit.ops.operands import TensorSpec, device_of, meta_tensors, spec_of, triton_refusals
 from lowbit.ops.ragged_attention import gather_kv
@@ -28,6 +29,7 @@ from lowbit.pack.kv_pages import KVPages, head_bytes, kv_refusals
 
 if TYPE_CHECKING:
     from lowbit.kernels.elementwise.append import AppendPlan
+    from lowbit.kernels.sm80.packed_attention import PackedAttentionPlan
     from lowbit.kernels.sm80.paged_attention import PagedAttentionPlan
 
 _SHAPE = (
@@ -259,7 +261,7 @@ def _decode(*arguments: Any) -> Tensor:
 @functools.lru_cache(maxsize=1024)
 def _decode_plan(
     kv: KVScheme, shape: AttentionShape, tensors: tuple[TensorSpec | None, ...], batch_invariant: bool = False, longest: int = 0
-) -> PagedAttentionPlan | None:
+) -> PagedAttentionPlan | PackedAttentionPlan | None:
     """Returns the plan of a step; None without rows. Raises ValueError if the tensors do not fit together."""
     on_meta = meta_tensors(tensors)
     _check_decode(on_meta, kv, shape)
@@ -268,7 +270,13 @@ def _decode_plan(
         return None
     _check_cuda("decode_attention", shape, kv, tensors)
     machine = machine_of(device_of("decode_attention", tensors))
-    tile = choose_decode(len(rows), shape, longest or PAGE * tables.shape[1], machine, batch_invariant)
+    longest = longest or PAGE * tables.shape[1]
+    if kv.quantized:
+        tile = choose_packed(len(rows), shape, kv, longest, machine, batch_invariant)
+        from lowbit.kernels.sm80.packed_attention import PackedAttentionPlan
+
+        return PackedAttentionPlan(len(rows), shape, kv, tile, machine)
+    tile = choose_decode(len(rows), shape, longest, machine, batch_invariant)
     from lowbit.kernels.sm80.paged_attention import PagedAttentionPlan
 
     return PagedAttentionPlan(len(rows), shape, tile, machine)
@@ -316,7 +324,7 @@ def _append_plan(kv: KVScheme, shape: AttentionShape, tensors: tuple[TensorSpec 
     _check_cuda("append_kv", shape, kv, tensors)
     from lowbit.kernels.elementwise.append import AppendPlan
 
-    return AppendPlan(len(on_meta[0]), shape, machine_of(device_of("append_kv", tensors)))
+    return AppendPlan(len(on_meta[0]), shape, kv, machine_of(device_of("append_kv", tensors)))
 
 
 def _check_append(tensors: Sequence[Any], kv: KVScheme, shape: AttentionShape) -> None:

@@ -130,7 +130,7 @@ def _plan(
         raise ValueError(f"gather_kv: {'; '.join(reasons)}")
     from lowbit.kernels.elementwise.gather_kv import GatherKvPlan
 
-    return GatherKvPlan(len(where), cache[0].shape[1], head_dim, machine_of(given[0][2]))
+    return GatherKvPlan(len(where), cache[0].shape[1], head_dim, kv, dtype, machine_of(given[0][2]))
 
 
 def _gather_on_cpu(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ at 32b + 4g + r, so that a lane group's scales are one load.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -151,7 +152,8 @@ class KVPages:
         self, packed: Tensor, scales: Tensor, fmt: KVFormat, page: Tensor, place: Tensor, rows: Tensor, values: bool
     ) -> None:  # fmt: skip
         codes, scale = quantize_rows(rows, fmt)
-        codes = torch.nn.functional.pad(codes, (0, padded_head(self.head_dim) - self.head_dim))
+        padding = padded_head(self.head_dim) - self.head_dim
+        codes = torch.nn.functional.pad(codes, (0, padding), value=math.ceil(fmt.offset))  # the code of 0
         places = row_places(fmt.bits, self.head_dim, values, packed.device)
         own = codes[..., places.low] if places.high is None else codes[..., places.low] | codes[..., places.high] << 4
         heads = torch.arange(self.kv_heads, device=packed.device)

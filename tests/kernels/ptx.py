@@ -1,9 +1,9 @@
 """Executes a kernel's PTX without a GPU, in NumPy: all threads of a block at once, block after block.
 
-It knows the instructions that Gluon kernels of this library compile to, and raises NotImplementedError for others. Every access to
-memory is checked: global addresses lie in the tensors of the call, shared addresses in the block's memory. Threads run in lockstep,
-so branches must be uniform and a missing barrier is not found. Sums of products of tensor cores are exact and rounded once.
-Source of the semantics: PTX ISA.
+It knowsthe instructions that Gluon kernels of this library compile to, and raises NotImplementedError for others. Every access
+to memory is checked: global addresses lie in the tensors of the call, shared addresses in the block's memory. Threads run in
+lockstep, so branches must be uniform and a missing barrier is not found. Sums of products of tensor cores are exact and rounded
+once. Source of the semantics: PTX ISA.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from lowbit.hardware.ptx import Lop3, Prmt
 
 SHARED = 1 << 24
 """Address of shared memory in the generic address space of the emulator."""
-
-_SIZES = {"pred": 1, "8": 1, "16": 2, "32": 4, "64": 8}
 
 
 def _dtype(kind: str) -> np.dtype:
@@ -115,7 +113,9 @@ class Memory:
 
     def __init__(self, tensors: list[torch.Tensor], shared_bytes: int) -> None:
         spans = {t.data_ptr(): t for t in tensors if t.numel()}
-        self.spans = sorted((at, t.untyped_storage().nbytes() - t.storage_offset() * t.element_size(), t) for at, t in spans.items())
+        self.spans = sorted(
+            (at, t.untyped_storage().nbytes() - t.storage_offset() * t.element_size(), t) for at, t in spans.items()
+        )
         self.bytes = [t.detach().view(-1).view(torch.uint8).numpy() if t.is_contiguous() else None for _, _, t in self.spans]
         self.starts = np.array([at for at, _, _ in self.spans], dtype=np.int64)
         self.shared = np.zeros(shared_bytes, np.uint8)
@@ -167,8 +167,8 @@ class Block:
             value = SHARED
         elif operand.startswith(("0f", "0F", "0d", "0D")):
             value = int(operand[2:], 16)
-        elif re.fullmatch(r"-?(0x)?[0-9a-fA-F]+", operand):
-            value = int(operand, 0) & 0xFFFFFFFFFFFFFFFF
+        elif re.fullmatch(r"-?(0x)?[0-9a-fA-F]+U?", operand):
+            value = int(operand.rstrip("U"), 0) & 0xFFFFFFFFFFFFFFFF
         else:
             value = 0  # a register that nothing has written
         return np.full(self.threads, value, np.uint64)
@@ -320,11 +320,13 @@ class Block:
     def _lop3(self, step, mask):
         dest, *sources, table = step.operands
         values = [self.value(each, "u32") for each in sources]
-        self.write(dest, Lop3("d", "a", "b", "c", int(table, 0)).evaluate(*values), mask)
+        self.write(dest, Lop3("d", "a", "b", "c", int(table.rstrip("U"), 0)).evaluate(*values), mask)
 
     def _prmt(self, step, mask):
         dest, a, b, selector = step.operands
-        self.write(dest, Prmt("d", "a", "b", int(selector, 0)).evaluate(self.value(a, "u32"), self.value(b, "u32")), mask)
+        self.write(
+            dest, Prmt("d", "a", "b", int(selector.rstrip("U"), 0)).evaluate(self.value(a, "u32"), self.value(b, "u32")), mask
+        )
 
     def _selp(self, step, mask):
         dest, a, b, which = step.operands
@@ -334,7 +336,14 @@ class Block:
     def _setp(self, step, mask):
         operation, kind = step.parts[1], step.parts[-1]
         a, b = (self.value(each, kind) for each in step.operands[1:3])
-        compare = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+        compare = {
+            "eq": np.equal,
+            "ne": np.not_equal,
+            "lt": np.less,
+            "le": np.less_equal,
+            "gt": np.greater,
+            "ge": np.greater_equal,
+        }
         if operation.endswith("u") and operation[:-1] in compare:
             result = compare[operation[:-1]](a, b) | np.isnan(a) | np.isnan(b)
         elif operation in ("num", "nan"):
@@ -352,21 +361,22 @@ class Block:
                 self.write(name, (bits >> np.uint64(i * width)).astype(f"u{width // 8}"), mask)
         elif isinstance(source, list):
             width = int(kind[1:]) // len(source)
-            total = sum(self.value(each, f"u{width}").astype(np.uint64) << np.uint64(i * width) for i, each in enumerate(source))
+            total = sum(
+                self.value(each, f"u{width}").astype(np.uint64) << np.uint64(i * width) for i, each in enumerate(source)
+            )
             self.write(dest, total.astype(_dtype("u" + kind[1:])), mask)
         else:
             self.write(dest, self.value(source, kind), mask)
 
     def _cvt(self, step, mask):
         to, kind = step.parts[-2:]
-        if to == "f16x2":
-            high, low = (self.value(each, "f32").astype(np.float16).view(np.uint16).astype(np.uint32) for each in step.operands[1:])
+        if to in ("f16x2", "bf16x2"):
+            high, low = (_half_bits(self.value(each, "f32"), to[:-2]).astype(np.uint32) for each in step.operands[1:])
             return self.write(step.operands[0], low | high << np.uint32(16), mask)
-        if "bf16" in to or "bf16" in kind:
-            if to == "f32":
-                return self.write(step.operands[0], (self.value(step.operands[1], "u16").astype(np.uint32) << 16), mask)
-            value = torch.from_numpy(self.value(step.operands[1], "f32").copy()).bfloat16().view(torch.int16).numpy()
-            return self.write(step.operands[0], value, mask)
+        if to == "bf16":
+            return self.write(step.operands[0], _half_bits(self.value(step.operands[1], kind), to), mask)
+        if kind == "bf16":
+            return self.write(step.operands[0], self.value(step.operands[1], "u16").astype(np.uint32) << np.uint32(16), mask)
         value = self.value(step.operands[1], kind)
         return self.write(step.operands[0], value.astype(_dtype(to)), mask)
 
@@ -379,7 +389,7 @@ class Block:
             return self.write(dest, np.full(self.threads, self.parameters[int(source[1].rsplit("_", 1)[1])], np.uint64), mask)
         names = dest if isinstance(dest, list) else [dest]
         size = int(kind[1:]) // 8
-        data = self.memory.load(self.address(source) if source[1] != "global_smem" else self.address(source), size * len(names), mask)
+        data = self.memory.load(self.address(source), size * len(names), mask)
         for i, name in enumerate(names):
             self.write(name, np.ascontiguousarray(data[:, size * i : size * (i + 1)]).view(f"u{size}")[:, 0], mask)
         return None
@@ -407,7 +417,9 @@ class Block:
     def _shfl(self, step, mask):
         dest, source, apart, *_ = step.operands
         assert step.parts[2] == "bfly" and mask.all()
-        self.write(dest, self.value(source, "u32")[np.arange(self.threads) ^ int(apart, 0)], mask)
+        lanes = self.value(apart, "u32")
+        assert (lanes == lanes[0]).all() and lanes[0] < 32
+        self.write(dest, self.value(source, "u32")[np.arange(self.threads) ^ int(lanes[0])], mask)
 
     def _halves(self, names) -> np.ndarray:
         """Halves [warps, lanes, registers, 2] as float64."""
@@ -441,7 +453,9 @@ class Block:
         target, (source,) = step.operands
         rows = self.value(source, "u32").reshape(-1, 8, 4)  # warp, row, word
         addresses = self.address(target).reshape(-1, 32)[:, :8]
-        self.memory.store(addresses.reshape(-1), np.ascontiguousarray(rows).view(np.uint8).reshape(-1, 16), np.ones(rows.shape[0] * 8, bool))
+        self.memory.store(
+            addresses.reshape(-1), np.ascontiguousarray(rows).view(np.uint8).reshape(-1, 16), np.ones(rows.shape[0] * 8, bool)
+        )
 
     def _bar(self, step, mask):
         assert mask.all()
@@ -450,18 +464,29 @@ class Block:
         pass
 
 
+def _half_bits(value: np.ndarray, kind: str) -> np.ndarray:
+    """The bits of float32 values rounded to fp16 or bf16."""
+    if kind == "f16":
+        return value.astype(np.float16).view(np.uint16)
+    return torch.from_numpy(value.copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+
 def _wider(kind: str) -> str:
     return kind[0] + str(2 * int(kind[1:]))
 
 
 def execute(ptx: str, shared_bytes: int, arguments, grid, threads: int, order=None) -> None:
-    """Runs a kernel. `arguments` are its tensors, integers and floats without constants, as the launch passes them; tensors on the
-    CPU. Blocks run one after the other, in the order of `order`, a list of indices of blocks (default: x fastest)."""
+    """Runs a kernel. `arguments` are its tensors, integers and floats without constants, as the launch passes them; tensors on
+    the CPU. Blocks run one after the other, in the order of `order`, a list of indices of blocks (default: x fastest)."""
     code, labels = parsed(ptx)
     given = [each for each in arguments if each is not None]
     memory = Memory([each for each in given if isinstance(each, torch.Tensor)], shared_bytes)
     parameters = [
-        each.data_ptr() if isinstance(each, torch.Tensor) else each if isinstance(each, int) else int(np.float32(each).view(np.uint32))
+        each.data_ptr()
+        if isinstance(each, torch.Tensor)
+        else each
+        if isinstance(each, int)
+        else int(np.float32(each).view(np.uint32))
         for each in given
     ]
     blocks = [(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]

@@ -2,8 +2,8 @@
 
 A row is a head. 16 threads share a row, so the block has 8 rows; thread l of a row holds the chunks of 8 elements l and l + 16.
 Tensors are float32 [128, C.elements], 8 or 16 elements per thread; elements beyond the head are zero. `C` is the kernel's
-configuration, with the attention shape as `C.shape`. Elements of a thread are combined in registers, those of a row by shuffles,
-so there is no barrier.
+configuration, with the attention shape as `C.shape`. Elements of a thread are combined in registers, those of a row by
+shuffles, so there is no barrier.
 
 Exact   a rotation adds in the order of formats/kv.py, codes are rounded as there; tests: tests/kernels/parts/test_head_rows.py
 """
@@ -37,20 +37,13 @@ def rows_layout(head_dim: int) -> gl.BlockedLayout:
     return gl.BlockedLayout([1, elements_of(head_dim)], [32, 1], [THREADS // 32, 1], [1, 0])
 
 
+EXCHANGE = gl.constexpr("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;")
+
+
 @gluon.jit
 def exchanged(x, apart: gl.constexpr):
     """Returns the value of the thread whose index within the warp differs by the bits of `apart`."""
-    if apart == 1:
-        text: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 1, 31, 0xffffffff;"
-    elif apart == 2:
-        text: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 2, 31, 0xffffffff;"
-    elif apart == 4:
-        text: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 4, 31, 0xffffffff;"
-    elif apart == 8:
-        text: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 8, 31, 0xffffffff;"
-    else:
-        text: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 16, 31, 0xffffffff;"
-    return gl.inline_asm_elementwise(text, "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(EXCHANGE, "=r,r,r", [x, apart], dtype=x.dtype, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -110,8 +103,8 @@ def gammas(gamma, d, C: gl.constexpr):
 
 @gluon.jit
 def turned_rows(rows, exist, gamma, cos, sin, d, C: gl.constexpr):
-    """Loads heads at pointers `rows` [128, 1] and returns them after norm (if there is a gamma) and RoPE, rounded to their type.
-    Rows whose `exist` [128, 1] is False are zeros."""
+    """Loads heads at pointers `rows` [128, 1] and returns them after norm (if there is a gamma) and RoPE, rounded to their
+    type. Rows whose `exist` [128, 1] is False are zeros."""
     exist = exist & (d < C.shape.head_dim)
     x = gl.load(rows + d, mask=exist, other=0.0).to(gl.float32)
     root = x

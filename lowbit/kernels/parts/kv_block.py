@@ -1,10 +1,10 @@
 """32 tokens of packed keys and values as PTX: words (pack/kv_pages.py) -> halves -> mma.sync, for up to 8 query heads.
 
-Both products have the packed codes as operand A, so none of its rows is padding: s^T [tokens, heads] = K q^T and y^T [elements,
-heads] += V^T p^T. Codes become halves without arithmetic. Integers are the subnormal numbers that a mask leaves, code * 2^-24, or
-code * 2^-20 where 4-bit codes are 4 bits higher; their offset is subtracted from sums. The bits of e4m3 moved to the exponent and
-mantissa of fp16 are the value * 2^-8. No code becomes an infinity or NaN, so memory that was never written does no harm where a
-token has weight 0.
+Both products have the packed codes as operand A, so none of its rows is padding: s^T [tokens, heads] = K q^T and y^T
+[elements, heads] += V^T p^T. Codes become halves without arithmetic. Integers are the subnormal numbers that a mask leaves,
+code * 2^-24, or code * 2^-20 where 4-bit codes are 4 bits higher; their offset is subtracted from sums. The bits of e4m3 moved
+to the exponent and mantissa of fp16 are the value * 2^-8. No code becomes an infinity or NaN, so memory that was never written
+does no harm where a token has weight 0.
 Source  "Matrix Fragments for mma.m16n8k16" and movmatrix: PTX ISA; tests: tests/kernels/parts/test_kv_block.py
 """
 
@@ -35,7 +35,8 @@ ONES = "0x3c003c00"
 
 @functools.cache
 def code_program(fmt: str) -> Program:
-    """Returns the program that converts a word to registers of two halves, register j from field j of both halves of the word."""
+    """Returns the program that converts a word to registers of two halves, register j from field j of both halves of the
+    word."""
     if fmt == "int4":
         return subnormal_codes(number_format("uint4"), "fp16").program
     b = Builder(["w"])
@@ -104,8 +105,8 @@ class KVBlock:
     # ---- loads
 
     def load_asm(self, vectors: int) -> str:
-        """PTX that loads a lane's words and the scales of its 4 tokens. Outputs: words, 2 words of scales. Inputs: address of the
-        words, of the scales, 1 to load or 0 to leave all undefined. Vectors are 512 bytes apart."""
+        """PTX that loads a lane's words and the scales of its 4 tokens. Outputs: words, 2 words of scales. Inputs: address of
+        the words, of the scales, 1 to load or 0 to leave all undefined. Vectors are 512 bytes apart."""
         words, scales, (at, scales_at, some) = operands_of(4 * vectors, 2, 3)
         lines = [".reg .pred some;", f"setp.ne.s32 some, {some}, 0;"]
         lines += [f"@some ld.global.L1::no_allocate.v2.b32 {{{', '.join(scales)}}}, [{scales_at}];"]

@@ -8,17 +8,17 @@ Grid    kv heads times groups of 8 query heads x rows x splits, as in paged_atte
 Program 4 warps. Of each page of 128 tokens, warp w has the 32 tokens of block w, with an online softmax and sums of its own, so
         the main loop has no barrier. Codes are loaded in vectors of 16 bytes that are fragments of operand A; the next block is
         loaded to registers while this one is multiplied: K after the scores, V after the sums (parts/kv_block.py)
-Scales  K's scale multiplies the score, V's the weight p. p is relative to the largest p * scale, so that it fits fp16 whatever the
-        size of V; with 2^14 as its largest value, weights down to 2^-28 are as exact as fp16
+Scales  K's scale multiplies the score, V's the weight p. p is relative to the largest p * scale, so that it fits fp16 whatever
+        the size of V; with 2^14 as its largest value, weights down to 2^-28 are as exact as fp16
 Token   every program turns q, rotates it if keys are rotated, and divides it by its largest element. Split 0 also quantizes and
         stores the new k and v, and uses them as stored
 Overlap page tables, positions and the first block are read before the wait for the previous kernel (sm_90), as in
         paged_attention.py
 Smem    largest scores and sums of p of each thread; q; its largest elements; the sums of the 4 warps
-Combine warps are added in shared memory, splits by the last one to arrive, both in order: same input, same bits. A rotation of V
-        is undone on the result
-Exact   codes are multiplied exactly; q and p * scale are rounded to fp16, whose errors are relative to their largest element; sums
-        and softmax in fp32; one rounding at the store. Tested: tests/kernels/sm80/test_packed_attention.py
+Combine warps are added in shared memory, splits by the last one to arrive, both in order: same input, same bits. A rotation of
+        V is undone on the result
+Exact   codes are multiplied exactly; q and p * scale are rounded to fp16, whose errors are relative to their largest element;
+        sums and softmax in fp32; one rounding at the store. Tested: tests/kernels/sm80/test_packed_attention.py
 Source  splits of keys and values: Dao et al., Flash-Decoding (2023); scales outside the products and codes in the order of
         fragments: QServe, arXiv:2405.04532, and BitDecoding, arXiv:2503.18773
 """
@@ -34,6 +34,7 @@ from torch import Tensor
 from lowbit.formats.kv import KVFormat, KVScheme, head_block
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.attention import PAGE, AttentionShape, DecodeTile
+from lowbit.kernels.choose.packed_attention import most_registers
 from lowbit.kernels.parts.gluon import aggregate, asm, barrier, gl, gluon, ptx, run, source_digest
 from lowbit.kernels.parts.head_rows import (
     THREADS,
@@ -96,14 +97,14 @@ def _word_stores(bits: int) -> str:
 
 @dataclass(frozen=True)
 class PackedAttention:
-    """The kernel's compile-time configuration. `k` and `v` are formats; `rotated` says which of them are rotated."""
+    """The kernel's compile-time configuration. `k` and `v` are formats; `k_rotated` and `v_rotated` say which of them are
+    rotated. Splits are no part of it: all batches and contexts share a kernel."""
 
     shape: AttentionShape
     k: str
     v: str
     k_rotated: bool
     v_rotated: bool
-    tile: DecodeTile
     overlap: bool
     page: int = PAGE
     digest: str = source_digest()
@@ -115,12 +116,18 @@ class PackedAttention:
     transposed_pair = "{ .reg .b32 t; cvt.rn.f16x2.f32 t, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, t; }"
     """PTX that rounds two columns of a row g to fp16 and returns the pair of rows of a column g."""
     load_pair = "ld.shared.v2.f32 {$0, $1}, [$2];"
+    load_float = "ld.shared.f32 $0, [$1];"
     load_four = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
     store_shared = "st.shared.f32 [$1], $2; mov.b32 $0, 0;"
 
     # Of 8 neighbouring elements of a thread, with outputs $0 to $7.
     store_chunk = _dummies("setp.ne.s32 some, $20, 0; @some st.shared.v4.b32 [$12], {$8, $9, $10, $11};")
     store_chunk_constraints = ",".join(["=r"] * 8 + ["r"] * 4 + ["r"] * 16)
+    store_floats = _dummies(
+        "setp.ne.s32 some, $24, 0; @some st.shared.v4.f32 [$16], {$8, $9, $10, $11};"
+        " @some st.shared.v4.f32 [$16+16], {$12, $13, $14, $15};"
+    )
+    store_floats_constraints = ",".join(["=r"] * 8 + ["f"] * 8 + ["r"] * 16)
     load_chunk = _chunk_loads()
     load_chunk_constraints = ",".join(["=&f"] * 8 + ["r"] * 16)
 
@@ -177,10 +184,6 @@ class PackedAttention:
     store_words_constraints = ",".join(["=r"] * 8 + ["r"] * 8 + ["l"] * 8 + ["r"] * 8)
 
     @property
-    def chunk_pages(self) -> int:
-        return self.tile.chunk // self.page
-
-    @property
     def score_factor(self) -> float:
         """Factor from sums to what `powers` takes, for q whose largest element is 1: scores in base 2, or with a softcap the
         exponent of 2 in tanh(x) = 1 - 2 / (1 + 2 ** (2 log2(e) x))."""
@@ -209,9 +212,19 @@ class PackedAttention:
         return self.at_q + HEADS * self.q_row
 
     @property
+    def at_score(self) -> int:
+        """Start of the scores of the new token, float32 [8]."""
+        return self.at_factor + 4 * HEADS
+
+    @property
+    def at_value(self) -> int:
+        """Start of the value of the new token, float32 [head_dim]."""
+        return self.at_score + 4 * HEADS
+
+    @property
     def at_sums(self) -> int:
         """Start of the sums float32 [warps, 8, head_dim]."""
-        return self.at_factor + 4 * HEADS
+        return self.at_value + 4 * self.head_dim
 
     @property
     def sums_row(self) -> int:
@@ -222,6 +235,15 @@ class PackedAttention:
     def shared_rows(self) -> int:
         """Size of shared memory in rows of one float32 per thread."""
         return -(-(self.at_sums + WARPS * HEADS * self.sums_row) // (4 * THREADS))
+
+    # ---- registers
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """True if registers do not suffice for the codes of keys and of values at once. Then values are loaded after the
+        scores, and the next keys after the sums."""
+        block = self.block
+        return 4 * (block.k_vectors + block.v_vectors) + block.accumulators + block.q_words > 170
 
 
 @gluon.jit
@@ -245,8 +267,8 @@ class Lanes:
 
 @aggregate
 class Row:
-    """What a program computes: kv head, first query head of its group of up to 8, row and its position, split and number of
-    active splits."""
+    """What a program computes: kv head, first query head of its group of up to 8, row and its position, split, number of
+    active splits and of all splits."""
 
     head: gl.tensor
     first: gl.tensor
@@ -254,6 +276,7 @@ class Row:
     position: gl.tensor
     part: gl.tensor
     active: gl.tensor
+    splits: gl.tensor
 
 
 @gluon.jit
@@ -263,7 +286,8 @@ def load_block(pages, scales, page, head, live, at, VECTORS: gl.constexpr, C: gl
     start = page.to(gl.int64) * C.shape.kv_heads + head
     words = pages + (start * (VECTORS * 2048) + (at.warp * (VECTORS * 512) + at.lane * 16))
     scales = scales + (start * C.page + (at.warp * 32 + at.group * 4))
-    return asm(ptx(B.load_asm, VECTORS), ptx(B.load_constraints, VECTORS), [words, scales, live], ptx(B.load_types, VECTORS))
+    places = [words.to(gl.int64), scales.to(gl.int64), live]
+    return asm(ptx(B.load_asm, VECTORS), ptx(B.load_constraints, VECTORS), places, ptx(B.load_types, VECTORS))
 
 
 @gluon.jit
@@ -300,8 +324,8 @@ def over_groups(x, MAX: gl.constexpr):
 
 @gluon.jit
 def weights(dots, k_scales, v_scales, factor, n, oldest, position, top, total, at, C: gl.constexpr):
-    """One step of the online softmax, for tokens n + 8r + g and heads 2t, 2t + 1. Returns p * scale as operand B, the factors of
-    earlier sums, the new shifted maxima and sums of p.
+    """One step of the online softmax, for tokens n + 8r + g and heads 2t, 2t + 1. Returns p * scale as operand B, the factors
+    of earlier sums, the new shifted maxima and sums of p.
 
     The maximum is that of score + log2(scale of v); `top` is LARGEST_WEIGHT less."""
     powers_, scales, highest = (), (), (top[0], top[1])
@@ -332,10 +356,11 @@ def weights(dots, k_scales, v_scales, factor, n, oldest, position, top, total, a
 
 @gluon.jit
 def attend_to_pages(
-    k, v, k_scale, v_scale, table, begin, end, oldest, row, loaded_k, loaded_v, page, q, factor, at, C: gl.constexpr
+    k, v, k_scale, v_scale, table, begin, end, oldest, row, loaded_k, loaded_v, now, page, q, factor, at, C: gl.constexpr
 ):
     """Returns a warp's accumulators and sums of weights (`KVBlock.value_asm`), its shifted maxima and sums of p of heads 2t and
-    2t + 1, over its blocks of the pages `begin` to `end`. The first block is loaded already; `page` is the second page."""
+    2t + 1, over its blocks of the pages `begin` to `end`. The first block is loaded already; `now` and `page` are the numbers
+    of the first two pages."""
     B: gl.constexpr = C.block
     K_WORDS: gl.constexpr = 4 * B.k_vectors
     V_WORDS: gl.constexpr = 4 * B.v_vectors
@@ -350,12 +375,20 @@ def attend_to_pages(
         dots = asm(B.score_asm, B.score_constraints, loaded_k[0:K_WORDS] + q + start, B.score_types)
         k_scales = loaded_k[K_WORDS : K_WORDS + 2]
         live = has_tokens(p + 1, end, oldest, row.position, at)
-        loaded_k = load_block(k, k_scale, page, row.head, live, at, B.k_vectors, C)
-        v_scales = loaded_v[V_WORDS : V_WORDS + 2]
+        if C.one_at_a_time:
+            block_v = load_block(v, v_scale, now, row.head, has_tokens(p, end, oldest, row.position, at), at, B.v_vectors, C)
+            now = page
+        else:
+            loaded_k = load_block(k, k_scale, page, row.head, live, at, B.k_vectors, C)
+            block_v = loaded_v
+        v_scales = block_v[V_WORDS : V_WORDS + 2]
         n = p * 128 + at.warp * 32
         pairs, fade, top, total = weights(dots, k_scales, v_scales, factor, n, oldest, row.position, top, total, at, C)
-        y = asm(B.value_asm, B.value_constraints, loaded_v[0:V_WORDS] + pairs + fade + y, B.value_types)
-        loaded_v = load_block(v, v_scale, page, row.head, live, at, B.v_vectors, C)
+        y = asm(B.value_asm, B.value_constraints, block_v[0:V_WORDS] + pairs + fade + y, B.value_types)
+        if C.one_at_a_time:
+            loaded_k = load_block(k, k_scale, page, row.head, live, at, B.k_vectors, C)
+        else:
+            loaded_v = load_block(v, v_scale, page, row.head, live, at, B.v_vectors, C)
         page = page_of(table, p + 2, end)
     return y, top, total
 
@@ -432,8 +465,11 @@ def store_codes(pages, codes, scales, scale, page, place, head, d, VALUES: gl.co
 
 @gluon.jit
 def new_token(qkv_row, k, v, k_scale, v_scale, table, row, q, most, k_norm, cos, sin, d, C: gl.constexpr):
-    """Quantizes and stores the new key and value. Returns the token's score [128] for each row of q, and its value [128,
-    elements], both as stored. q is the quotient by its largest element `most` [128]."""
+    """Quantizes and stores the new key and value. Stores the token's score for each row of q, and its value, both as stored in
+    the pages, in shared memory. q is the quotient by its largest element `most` [128]."""
+    LAYOUT: gl.constexpr = C.rows_layout
+    K: gl.constexpr = C.k
+    V: gl.constexpr = C.v
     page = gl.load(table + row.position // C.page)
     place = row.position % C.page
     exist = d >= 0
@@ -442,17 +478,26 @@ def new_token(qkv_row, k, v, k_scale, v_scale, table, row, q, most, k_norm, cos,
     if C.k_rotated:
         x = rotated(x, C)
     scale = row_scale(x, C.k_largest)
-    codes = row_codes(x, scale, C.k)
+    codes = row_codes(x, scale, K)
     store_codes(k, codes, k_scale, scale, page, place, row.head, d, False, C)
-    score = row_sum(q * gl.where(d < C.shape.head_dim, code_values(codes, C.k), 0.0)) * scale.to(gl.float32)
+    score = row_sum(q * gl.where(d < C.shape.head_dim, code_values(codes, K), 0.0)) * scale.to(gl.float32)
     values = qkv_row + (C.shape.heads + C.shape.kv_heads + row.head) * C.shape.head_dim + d
     x = gl.load(values, mask=d < C.shape.head_dim, other=0.0).to(gl.float32)
     if C.v_rotated:
         x = rotated(x, C)
     scale = row_scale(x, C.v_largest)
-    codes = row_codes(x, scale, C.v)
+    codes = row_codes(x, scale, V)
     store_codes(v, codes, v_scale, scale, page, place, row.head, d, True, C)
-    return powers(score * most * C.score_factor, C), code_values(codes, C.v) * scale.to(gl.float32)[:, None]
+    thread = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
+    to = start_of(C.at_score + thread // 16 * 4, C)
+    score = powers(score * most * C.score_factor, C)
+    gl.inline_asm_elementwise(C.store_shared, "=r,r,f", [to, score], dtype=gl.int32, is_pure=False, pack=1)
+    value = code_values(codes, V) * scale.to(gl.float32)[:, None]
+    exists = ((thread < 16)[:, None] & (d < C.head_dim)).to(gl.int32)
+    gl.inline_asm_elementwise(
+        C.store_floats, C.store_floats_constraints, [value, start_of(C.at_value + d * 4, C), exists], dtype=gl.int32,
+        is_pure=False, pack=8,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -472,11 +517,32 @@ def share_sums(shared, y, top, total, at, C: gl.constexpr):
 
 
 @gluon.jit
-def add_warps(new_score, new_value, sinks, row, d, C: gl.constexpr):
-    """Adds the sums of all warps, in order, and in split 0 the new token and the sink. Returns sums [128, elements] of a row for
-    each query head, its maximum and its sum of p [128]."""
+def loaded_floats(at, d, C: gl.constexpr):
+    """Loads float32 [128, elements] from shared memory; zeros for elements beyond the head."""
+    exists = (d < C.head_dim).to(gl.int32)
+    return gl.inline_asm_elementwise(
+        C.load_chunk, C.load_chunk_constraints, [start_of(at, C), exists], dtype=gl.float32, is_pure=False, pack=8
+    )  # fmt: skip
+
+
+@gluon.jit
+def loaded_float(at, C: gl.constexpr):
+    """Loads float32 [128] from shared memory."""
+    return gl.inline_asm_elementwise(
+        C.load_float, "=f,r", [start_of(at, C)], dtype=gl.float32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def add_warps(sinks, row, d, C: gl.constexpr):
+    """Adds the sums of all warps, in order, and in split 0 the new token and the sink. Returns sums [128, elements] of a row
+    for each query head, its maximum and its sum of p [128]."""
     LAYOUT: gl.constexpr = C.rows_layout
     head = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT)) // 16
+    new_score, new_value = head.to(gl.float32) * 0.0 + LOWEST, d.to(gl.float32) * 0.0
+    if row.part == 0:
+        new_score = loaded_float(C.at_score + head * 4, C)
+        new_value = loaded_floats(C.at_value + d * 4, d, C)
     top, tops, totals = new_score, (), ()
     sink = new_score
     if sinks is not None:
@@ -486,22 +552,19 @@ def add_warps(new_score, new_value, sinks, row, d, C: gl.constexpr):
         sink = gl.where(exists, sink, LOWEST)
         top = gl.maximum(top, sink)
     for warp in gl.static_range(4):
-        place = start_of((head % 2) * 512 + (warp * 32 + head // 2) * 4, C)
-        tops = tops + (gl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [place], gl.float32, False, 1),)
-        totals = totals + (gl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [place + 1024], gl.float32, False, 1),)
+        place = head % 2 * 512 + (warp * 32 + head // 2) * 4
+        tops = tops + (loaded_float(place, C),)
+        totals = totals + (loaded_float(place + 1024, C),)
         top = gl.maximum(top, tops[warp])
     own = gl.where(row.part == 0, gl.exp2(new_score - top), 0.0)
     total = own
     if sinks is not None:
         total += gl.where(row.part == 0, gl.exp2(sink - top), 0.0)
     y = new_value * own[:, None]
-    exists = (d < C.head_dim).to(gl.int32)
     for warp in gl.static_range(4):
         weight = gl.exp2(tops[warp] - top)
         total += totals[warp] * weight
-        place = start_of(C.at_sums + (warp * 8 + head)[:, None] * C.sums_row + d * 4, C)
-        sums = gl.inline_asm_elementwise(C.load_chunk, C.load_chunk_constraints, [place, exists], gl.float32, False, 8)
-        y += sums * weight[:, None]
+        y += loaded_floats(C.at_sums + (warp * 8 + head)[:, None] * C.sums_row + d * 4, d, C) * weight[:, None]
     return y, top, total
 
 
@@ -551,19 +614,19 @@ def combine(out, sums, tops, row, d, C: gl.constexpr):
 
 @gluon.jit
 def finish(out, partial, arrived, y, top, total, row, d, C: gl.constexpr):
-    """Stores the result of a row that has a single split. With several splits, stores this split's sums; the last split to arrive
-    combines all of them."""
+    """Stores the result of a row that has a single split. With several splits, stores this split's sums; the last split to
+    arrive combines all of them."""
     LAYOUT: gl.constexpr = C.rows_layout
     if row.active == 1:
         store_result(out, y / total[:, None], row, d, C)
-    elif C.tile.splits > 1:
+    else:
         place = row.b * C.shape.kv_heads + row.head
         thread = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
         head = row.first + thread // 16
         exists = head < C.group
-        tops = partial + gl.num_programs(1) * (C.shape.heads * C.tile.splits * C.head_dim)
-        tops += place * (C.tile.splits * C.group * 2)
-        sums = partial + place.to(gl.int64) * (C.tile.splits * C.group * C.head_dim)
+        tops = partial + gl.num_programs(1) * (row.splits * (C.shape.heads * C.head_dim))
+        tops += place * (row.splits * (C.group * 2))
+        sums = partial + place.to(gl.int64) * (row.splits * (C.group * C.head_dim))
         at = row.part * C.group + head
         gl.store(sums + at[:, None] * C.head_dim + d, y, mask=exists[:, None] & (d < C.head_dim))
         gl.store(tops + at * 2, top, mask=exists & (thread % 16 == 0))
@@ -575,10 +638,10 @@ def finish(out, partial, arrived, y, top, total, row, d, C: gl.constexpr):
             combine(out, sums, tops, row, d, C)
 
 
-@gluon.jit(do_not_specialize=["table_stride"])
+@gluon.jit(do_not_specialize=["table_stride", "splits", "chunk_pages"])
 def packed_attention(
     out, qkv, k, v, k_scale, v_scale, tables, positions, rows, cos_sin, q_norm, k_norm, sinks, partial, arrived, table_stride,
-    C: gl.constexpr,
+    splits, chunk_pages, C: gl.constexpr,
 ):  # fmt: skip
     """One split of the tokens of one row, for up to 8 query heads of one kv head."""
     B: gl.constexpr = C.block
@@ -591,22 +654,24 @@ def packed_attention(
         oldest = gl.maximum(position - C.shape.window + 1, 0)
     first = oldest // C.page
     pages = (position + C.page - 1) // C.page - first
-    active = gl.maximum(gl.minimum((pages + C.chunk_pages - 1) // C.chunk_pages, C.tile.splits), 1)
+    active = gl.maximum(gl.minimum((pages + chunk_pages - 1) // chunk_pages, splits), 1)
     per = gl.maximum((pages + active - 1) // active, 1)
     active = gl.maximum((pages + per - 1) // per, 1)
     if part < active:
         shared = gl.allocate_shared_memory(gl.float32, [C.shared_rows, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         thread = gl.arange(0, 128, C.threads_layout)
         at = Lanes(thread & 31, thread >> 5, (thread & 31) >> 2, thread & 3)
-        row = Row(gl.program_id(0) // C.subgroups, gl.program_id(0) % C.subgroups * 8, b, position, part, active)
+        row = Row(gl.program_id(0) // C.subgroups, gl.program_id(0) % C.subgroups * 8, b, position, part, active, splits)
         begin = first + part * per
         end = gl.minimum(begin + per, first + pages)
         table = tables + slot.to(gl.int64) * table_stride
         page = page_of(table, begin, end)
         live = has_tokens(begin, end, oldest, position, at)
         loaded_k = load_block(k, k_scale, page, row.head, live, at, B.k_vectors, C)
-        loaded_v = load_block(v, v_scale, page, row.head, live, at, B.v_vectors, C)
-        page = page_of(table, begin + 1, end)
+        loaded_v = ()
+        if not C.one_at_a_time:
+            loaded_v = load_block(v, v_scale, page, row.head, live, at, B.v_vectors, C)
+        later = page_of(table, begin + 1, end)
         d = element_index(C)
         cos, sin = angles(cos_sin, position, d, C)
         if C.overlap:
@@ -623,20 +688,16 @@ def packed_attention(
         most += row_sum(q * 0.0)  # NaN for rows that are not finite
         q = q * gl.where(most > 0, 1.0 / most, most)[:, None]
         share_q(q, most, d, C)
-        new_score = most * 0.0 + LOWEST
-        new_value = q * 0.0
         if part == 0:
-            new_score, new_value = new_token(
-                qkv_row, k, v, k_scale, v_scale, table, row, q, most, k_norm, cos, sin, d, C
-            )  # fmt: skip
+            new_token(qkv_row, k, v, k_scale, v_scale, table, row, q, most, k_norm, cos, sin, d, C)
         barrier()
         q_words, factor = read_q(at, C)
         y, top, total = attend_to_pages(
-            k, v, k_scale, v_scale, table, begin, end, oldest, row, loaded_k, loaded_v, page, q_words, factor, at, C
+            k, v, k_scale, v_scale, table, begin, end, oldest, row, loaded_k, loaded_v, page, later, q_words, factor, at, C
         )  # fmt: skip
         share_sums(shared, y, top, total, at, C)
         barrier()
-        y, top, total = add_warps(new_score, new_value, sinks, row, d, C)
+        y, top, total = add_warps(sinks, row, d, C)
         finish(out, partial, arrived, y, top, total, row, d, C)
 
 
@@ -649,9 +710,10 @@ class PackedAttentionPlan:
     def __init__(self, rows: int, shape: AttentionShape, kv: KVScheme, tile: DecodeTile, machine: Machine) -> None:
         self.rows, self.shape, self.tile = rows, shape, tile
         overlap = machine.arch.sm >= 90
-        self.config = PackedAttention(shape, kv.k.name, kv.v.name, kv.k.rotated, kv.v.rotated, tile, overlap)
+        self.config = PackedAttention(shape, kv.k.name, kv.v.name, kv.k.rotated, kv.v.rotated, overlap)
         grid = (shape.kv_heads * self.config.subgroups, rows, tile.splits)
-        self.launch = Launcher(packed_attention, grid, WARPS, overlap=overlap)
+        registers = most_registers(shape, kv)
+        self.launch = Launcher(packed_attention, grid, WARPS, overlap=overlap, registers=registers)
 
     @property
     def workspace(self) -> tuple[int, int]:
@@ -670,6 +732,6 @@ class PackedAttentionPlan:
         out = torch.empty((self.rows, self.shape.heads * self.shape.head_dim), dtype=qkv.dtype, device=qkv.device)
         self.launch(
             out, qkv, *pages.tensors, tables, positions, rows, cos_sin, q_norm, k_norm, sinks, partial, arrived,
-            tables.stride(0), self.config,
+            tables.stride(0), self.tile.splits, self.tile.chunk // PAGE, self.config,
         )  # fmt: skip
         return out
