@@ -1,4 +1,5 @@
-"""Paged attention over packed pages: against float64, without a GPU by executing its PTX (tests/kernels/ptx.py); machine code."""
+"""Paged attention over packed pages: against float64, without a GPU by executing its PTX (tests/kernels/ptx.py); machine
+code."""
 
 from __future__ import annotations
 
