@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.formats.kv import KV16
+from lowbit.formats.kv import KV16, parse_kv
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
-from lowbit.kernels.reference.attention import decode_reference
+from lowbit.kernels.reference.attention import append_reference, attend, decode_reference, gathered
 from lowbit.pack.kv_pages import KVPages
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -103,6 +103,50 @@ def make_case(
     given.append(None if sinks is None else (random(shape.heads) * 3 + 6).to(sinks))
     pages = KVPages(KV16, shape.head_dim, k.to(device, dtype), v.to(device, dtype))
     return Case(shape, qkv.to(device), pages, *(None if t is None else t.to(device) for t in given))
+
+
+def packed(case: Case, kv: str) -> Case:
+    """The case with packed pages of its keys and values. What was not written has scales NaN and codes 255."""
+    given = case.pages
+    pages = KVPages.make(parse_kv(kv), given.pages, given.kv_heads, given.head_dim, case.qkv.dtype, case.qkv.device)
+    for t in pages.tensors:
+        t.fill_(torch.nan if t.is_floating_point() else 255)
+    for slot, context in enumerate(case.positions.tolist()):
+        token = torch.arange(context, device=case.qkv.device)
+        where = case.tables[slot][token // PAGE].long(), token % PAGE
+        pages.write(*where, *given.read(*where, torch.float32))
+    return Case(**{**vars(case), "pages": pages})
+
+
+def compare_packed(case: Case, given: Case, out: Tensor, real: int | None = None) -> None:
+    """Compares out and the packed pages of `case` after a step with the reference, which starts from `given`. The output is
+    that of attention over the pages as the step left them.
+    """
+    real = len(case.rows) if real is None else real
+    slots, wide = case.rows[:real].long(), lambda t: t.double() if t is not None and t.is_floating_point() else t
+    positions = case.positions[slots].long()
+    where, expected = (case.tables[slots, positions // PAGE].long(), positions % PAGE), given.pages.clone()
+    state = case.tables, case.rows, case.positions[case.rows.long()], case.cos_sin, case.shape, case.q_norm, case.k_norm
+    append_reference(given.qkv, expected, *state)
+    (k, v), (of_k, of_v) = (pages.read(*where, torch.float64) for pages in (case.pages, expected))
+    assert torch.equal(v, of_v)
+    # A rounding of RoPE to 16 bits that differs may change the scale and codes by one.
+    step = {"fp8": 1 / 16, "int8": 1 / 127, "int4": 1 / 7.5}[case.pages.scheme.k.name] * of_k.abs().amax(-1, keepdim=True)
+    width = case.shape.head_dim**0.5 if case.pages.scheme.k.rotated else 1
+    assert ((k - of_k).abs() <= step * width + 1e-6).all() and (k - of_k).norm() < 0.1 * of_k.norm()
+    q = append_reference(wide(given.qkv), given.pages.clone(), *map(wide, state[:4]), case.shape, *map(wide, state[5:]))
+    for row in range(real):
+        keys, values = gathered(case.pages, case.tables[slots[row]], int(positions[row]) + 1, torch.float64)
+        y = attend(q[row : row + 1], keys, values, int(positions[row]), case.shape, wide(case.sinks))
+        error = float((out[row].double() - y[0]).norm() / y.norm())
+        assert error < TOLERANCE[out.dtype], (row, error)
+    places = torch.cat([where[0], case.tables[-1:, 0].long()]), torch.cat([where[1], where[1].new_zeros(1)])
+    after, before = case.pages.clone(), given.pages.clone()
+    for pages in (after, before):  # padding rows write to the last slot
+        nothing = torch.zeros(real + 1, case.shape.kv_heads, case.shape.head_dim, device=out.device)
+        pages.write(*places, nothing, nothing)
+    for found, old in zip(after.tensors, before.tensors, strict=True):
+        assert torch.equal(found.view(torch.uint8), old.view(torch.uint8)), "wrote where nothing was to be written"
 
 
 def compare(case: Case, given: Case, out: Tensor, real: int | None = None) -> None:

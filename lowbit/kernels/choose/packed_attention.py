@@ -44,15 +44,15 @@ def register_words(shape: AttentionShape, kv: KVScheme) -> int:
 
 
 def most_registers(shape: AttentionShape, kv: KVScheme) -> int:
-    """Limit of registers per thread, so that 4, 3 or 2 programs share an SM. Up to 80 words, other values take fewer than 48
-    (sass of sm_90, Triton 3.9)."""
+    """Limit of registers per thread, so that 4, 3 or 2 programs share an SM; 0 where 4 programs fit anyway (up to 60 words
+    ptxas takes 96 to 126 registers by itself, but spills some with a limit; sm_90, Triton 3.9)."""
     words = register_words(shape, kv)
-    return 128 if words <= 80 else 168 if words <= 120 else 255
+    return 0 if words <= 60 else 128 if words <= 80 else 168 if words <= 120 else 255
 
 
 def resident(shape: AttentionShape, kv: KVScheme) -> int:
     """Number of programs that share an SM."""
-    return 65536 // (32 * WARPS * (-(-most_registers(shape, kv) // 8) * 8))
+    return 65536 // (32 * WARPS * (-(-(most_registers(shape, kv) or 128) // 8) * 8))
 
 
 def candidates_packed(

@@ -95,7 +95,7 @@ def codes_of(x, scale, FORMAT: tl.constexpr):
         bits = size.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
         code = tl.where(size < 0.015625, nearest(size * 512.0), normal)
-        return tl.where(ratio < 0, 128, 0) | tl.minimum(tl.maximum(code, 0), 126)
+        return tl.where(ratio.to(tl.int32, bitcast=True) < 0, 128, 0) | tl.minimum(tl.maximum(code, 0), 126)
 
 
 @triton.jit
