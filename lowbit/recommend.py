@@ -248,9 +248,9 @@ def _kv_lines(model: PreTrainedModel, context: int) -> list[str]:
         return []
     own = kv_divergence()
     losses = {} if own is None else {row["kv"]: f", KL {row['kl']:.2g}" for row in own["rows"]}
-    cells = [f"{gigabytes(size)} in {name}{losses.get(name, '')}" for name, size in sizes.items()]
-    where = "; no divergence was measured" if own is None else f" (on {own['model']}, {own['context']:,} tokens)"
-    return [f"--kv stores the keys and values of {context:,} tokens in {', '.join(cells)}{where}"]
+    cells = [f"{gigabytes(size)} ({name}{losses.get(name, '')})" for name, size in sizes.items()]
+    where = "no divergence was measured" if own is None else f"measured on {own['model']}, {own['context']:,} tokens"
+    return [f"keys and values of {context:,} tokens, by --kv: {', '.join(cells)}; {where}"]
 
 
 @cache

@@ -176,11 +176,11 @@ def test_formats_of_keys_and_values_are_compared(table, tmp_path, monkeypatch, i
     monkeypatch.setattr(room, "kv_divergence", lambda: kl if is_measured else None)
     model = config_only(tmp_path / "m", llama())
     assert not any("--kv" in line for line in recommend(model, budget_bytes=1e9).why), "without a context there are no bytes"
-    (line,) = [line for line in recommend(model, budget_bytes=1e9, context=1000).why if line.startswith("--kv")]
-    sizes = "1.0 MB in 16, 0.5 MB in fp8{}, 0.5 MB in int8{}, 0.4 MB in k8v4{}, 0.3 MB in int4{}"
+    (line,) = [line for line in recommend(model, budget_bytes=1e9, context=1000).why if "--kv" in line]
+    sizes = "1.0 MB (16), 0.5 MB (fp8{}), 0.5 MB (int8{}), 0.4 MB (k8v4{}), 0.3 MB (int4{})"
     losses = (", KL 0.004", ", KL 0.0005", ", KL 0.01", ", KL 0.06") if is_measured else ("",) * 4
-    where = " (on small, 2,048 tokens)" if is_measured else "; no divergence was measured"
-    assert line == f"--kv stores the keys and values of 1,000 tokens in {sizes.format(*losses)}{where}"
+    where = "measured on small, 2,048 tokens" if is_measured else "no divergence was measured"
+    assert line == f"keys and values of 1,000 tokens, by --kv: {sizes.format(*losses)}; {where}"
 
 
 def test_a_divergence_takes_the_fewest_bytes_and_the_least_work(table, tmp_path):

@@ -297,6 +297,22 @@ def test_a_short_run_of_experts(tmp_path, model):
 
 
 @pytest.mark.gpu
+def test_a_short_run_of_keys_and_values(tmp_path):
+    """Two layers at a context whose keys and values are most bytes: rows of each format, none faster than its bytes allow, and
+    fewer bytes take less time."""
+    out = tmp_path / "e2e.json"
+    arguments = ["--models", "Llama-3-8B", "--layers", "2", "--schemes", "w4a16_g128", "--batches", "32", "--contexts", "8192"]
+    result = CliRunner().invoke(app, ["e2e", *arguments, "--kv", "16,fp8,int8,k8v4,int4", "--out", str(out)])
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(out.read_text())
+    assert [row["kv_dtype"] for row in found["rows"]] == ["float16", "fp8", "int8", "k8v4", "int4"] * 2
+    for rows in (found["rows"][:5], found["rows"][5:]):
+        assert all(row["error"] is None and row["ms_per_token"] > 0.9 * row["limit_ms"] > 0 for row in rows)
+        wide, fp8, int8, _, int4 = (row["ms_per_token"] for row in rows)
+        assert int4 < min(fp8, int8) <= max(fp8, int8) < wide
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("model", ["Llama-3-8B", "OPT-30B"])
 def test_a_short_run(tmp_path, model):
     """Two layers of a model's shape: the result file has all its columns, and no step is faster than its bytes allow."""
