@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from lowbit.cli.serve import MOST_ON_A_CPU, MOST_ON_A_GPU, extra_missing
-from lowbit.cli.terminal import Device, check_device, check_schemes, err, load_layers, out, say, user_errors
+from lowbit.cli.terminal import KV, Device, check_device, check_kv, check_schemes, err, load_layers, out, say, user_errors
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -349,6 +349,7 @@ def e2e(
         str | None,
         typer.Option(help="Activations, keys and values: float16 or bfloat16 (default: bfloat16 for mixtures of experts)."),
     ] = None,
+    kv: Annotated[str, typer.Option(help="Formats of keys and values: 16, fp8, int8, int4, or mixes of two.")] = "16",
     layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the model has: for trying.")] = None,
     rivals: Annotated[str, typer.Option(help="Of the same model: eager, static (Transformers' generate), or none.")] = "none",
     out_file: Annotated[Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-e2e.json.")] = None,
@@ -361,6 +362,8 @@ def e2e(
     measured in the same run. The file is complete after every row, so Ctrl-C keeps what was measured.
 
     Example: python -m benchmarks e2e --schemes w4a16_g128 --batches 1,16 --contexts 1024 --plot step.png
+
+    Example: python -m benchmarks e2e --schemes w4a16_g128 --batches 64 --contexts 8192 --kv 16,fp8,int8,int4
     """
     load_layers()
     from benchmarks.e2e_report import E2E, failed, load, plot, tables
@@ -376,6 +379,7 @@ def e2e(
         from benchmarks.e2e import DTYPES, RIVALS, E2EConfig, run
         from benchmarks.language_model import SHAPES
         from lowbit.formats import parse_scheme
+        from lowbit.formats.kv import parse_kv
         from lowbit.tune.trials import parse_rows
 
         model_names = _parse_names("--models", models, SHAPES)
@@ -384,10 +388,19 @@ def e2e(
             raise ValueError(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}")
         scheme_names = tuple(parse_scheme(part).name for part in schemes.split(",") if part.strip() and part != "none")
         head_scheme = None if head == "none" else parse_scheme(head).name
+        formats = tuple(dict.fromkeys(str(parse_kv(part.strip())) for part in kv.split(",")))
         if not torch.cuda.is_available():
             raise ValueError(f"bench e2e measures an NVIDIA GPU and torch {torch.__version__} sees none")
         config = E2EConfig(
-            model_names, scheme_names, parse_rows(batches), parse_rows(contexts), head_scheme, dtype, layers, rival_names
+            model_names,
+            scheme_names,
+            parse_rows(batches),
+            parse_rows(contexts),
+            head_scheme,
+            dtype,
+            layers,
+            rival_names,
+            formats,
         )
         path, document = run(config, out_file, say)
         say(f"wrote {path}")
@@ -533,6 +546,7 @@ def serve(
     ] = None,
     head: Annotated[str, typer.Option(help="On a GPU, scheme of LM head and embedding of quantized models.")] = "w8a16",
     dtype: Annotated[str, typer.Option(help="Of a shape's activations, keys and values: float16 or bfloat16.")] = "float16",
+    kv: KV = "16",
     layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the shape has: for trying.")] = None,
     streams: Annotated[int | None, typer.Option(min=1, help="Clients at once; 64, on a CPU 8, when absent.")] = None,
     seconds: Annotated[float, typer.Option(min=1, help="That they ask for, by each mix an equal part.")] = 300.0,
@@ -557,6 +571,7 @@ def serve(
     Example, on a GPU: python -m benchmarks serve --seconds 60 --each 15 --plot serve.png
     Example, on a CPU: python -m benchmarks serve --model SmolLM2-135M --seconds 20 --prompt 64 --output 16 --no-sharegpt
     """
+    check_kv(kv)
     load_layers()
     from benchmarks.serve_report import SERVE, failed, load, plot, tables, verdicts
     from lowbit.eval.results import check_plot
@@ -589,7 +604,7 @@ def serve(
             None if head == "none" else parse_scheme(head).name, dtype, layers,
             streams or (MOST_ON_A_GPU if torch.cuda.is_available() else MOST_ON_A_CPU),
             (fixed(prompt, output), *([SHAREGPT] if sharegpt else [])),
-            _parse_names("--parts", parts, PARTS), parse_rows(loads), seconds, each, seed,
+            _parse_names("--parts", parts, PARTS), parse_rows(loads), seconds, each, seed, kv,
         )  # fmt: skip
         path, document = run(config, out_file, say)
         say(f"wrote {path}")

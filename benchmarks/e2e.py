@@ -34,9 +34,11 @@ from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.slots import on_device
 from lowbit.eval.results import versions, write_json
 from lowbit.formats import parse_scheme
+from lowbit.formats.kv import parse_kv
 from lowbit.kernels.choose.attention import PAGE
 from lowbit.kernels.choose.experts import experts_hit
 from lowbit.models.experts import experts_per_token
+from lowbit.pack.kv_pages import KVPages
 from lowbit.tune.timing import failures, reason, warm_up
 
 REPLAYS = 24
@@ -52,13 +54,13 @@ RIVALS: dict[str, dict[str, Any]] = {"eager": {}, "static": {"cache_implementati
 """Arguments of Transformers' `generate`. A static cache makes it compile the model."""
 
 PROTOCOL = (
-    "Gaussian weights in the shape of the model, each layer in memory of its own; keys and values in 16 bits, random, in "
-    f"pages of 128 tokens in random order. ms_per_token: median of {REPLAYS} replays, timed with events, of the CUDA graph "
-    "that the engine runs, which embeds, computes all layers and the head, draws the likeliest token, feeds it back and moves "
-    "positions on; all requests have `context` tokens before them and begin with random tokens. limit_ms: bytes of all weights "
-    "as stored and of keys and values of the context, at the read bandwidth of the same run. prefill_tok_s: a prompt of "
-    "`prompt` tokens, alone, from tokens on the host to logits; prefill_products: the share of its time in matrix products. "
-    "request_s: wall time of `batch` requests from Python, of 128 tokens each, from the first "
+    "Gaussian weights in the shape of the model, each layer in memory of its own; keys and values Gaussian, stored as "
+    f"kv_dtype, in pages of 128 tokens in random order. ms_per_token: median of {REPLAYS} replays, timed with events, of the "
+    "CUDA graph that the engine runs, which embeds, computes all layers and the head, draws the likeliest token, feeds it back "
+    "and moves positions on; all requests have `context` tokens before them and begin with random tokens. limit_ms: bytes of "
+    "all weights as stored and of keys and values of the context, at the read bandwidth of the same run. prefill_tok_s: a "
+    "prompt of `prompt` tokens, alone, from tokens on the host to logits; prefill_products: the share of its time in matrix "
+    "products. request_s: wall time of `batch` requests from Python, of 128 tokens each, from the first "
     f"call to the last token of {OUTPUT}; step_wall_ms is that time without the prompts, by token. Products of 16-bit weights "
     "are timed twice, by torch.nn.functional.linear (cuBLAS), eight launches a layer, and, for as many requests as it takes, "
     "by this library's ring kernel, five; the faster one's is the row (products), other_ms_per_token the other one's. "
@@ -66,10 +68,10 @@ PROTOCOL = (
     "(experts_hit; experts_hit_once: the mean over the layers of one step of the measured model), and of layers with a window "
     "the keys and values within it. Quantized experts of a layer have the rows of one Gaussian matrix, each in other places. "
     "Experts in 16 bits take torch._grouped_mm. "
-    "bf16_ms_per_token is the ms_per_token of that row. impl transformers: the same model's "
-    "own `generate`, the time of 8 tokens more, its cache dynamic or, compiled, static. kernels: of each how often it runs in "
-    "a step, its microseconds from start to end, and those that it adds, from the end of the kernel before to its own; layer: "
-    "what each kernel of a layer adds, in order, the median over the layers."
+    "bf16_ms_per_token is the ms_per_token of that row, with keys and values in 16 bits too. impl transformers: the same "
+    "model's own `generate`, the time of 8 tokens more, its cache dynamic or, compiled, static. kernels: of each how often it "
+    "runs in a step, its microseconds from start to end, and those that it adds, from the end of the kernel before to its own; "
+    "layer: what each kernel of a layer adds, in order, the median over the layers."
 )
 
 ProgressCallback = Callable[[str], None]
@@ -87,6 +89,7 @@ class E2EConfig:
     dtype: str | None = None
     layers: int | None = None
     rivals: tuple[str, ...] = ()
+    kv: tuple[str, ...] = ("16",)
 
 
 def run(config: E2EConfig, path: Path | None, progress: ProgressCallback) -> tuple[Path, dict[str, Any]]:
@@ -107,7 +110,7 @@ def run(config: E2EConfig, path: Path | None, progress: ProgressCallback) -> tup
         for scheme in (None, *dict.fromkeys((*OWN_SCHEMES.get(model, ()), *config.schemes))):
             for row in _rows_of(model, scheme, config, bandwidth, progress):
                 key = (row["batch"], row["context"])
-                if scheme is None and row["impl"] == "lowbit" and row["ms_per_token"]:
+                if scheme is None and row["impl"] == "lowbit" and row["kv_dtype"] in DTYPES and row["ms_per_token"]:
                     wide[key] = row["ms_per_token"]
                 rows.append({**row, "bf16_ms_per_token": wide.get(key)})
                 write_json(path, document)
@@ -121,7 +124,6 @@ def _rows_of(
 ) -> Iterator[dict[str, Any]]:
     """Yields the rows of one model in one scheme; a failed one has its reason."""
     name = "16 bits" if scheme is None else parse_scheme(scheme).name
-    cases = [(batch, context) for context in config.contexts for batch in config.batches]
     dtype = config.dtype or dtype_of(model)
     blank = {"model": model, "scheme": scheme, "gpus": 1, "kv_dtype": dtype, "head": config.head if scheme else None}
     measures = ("ms_per_token", "limit_ms", "prefill_tok_s", "tokens_per_gpu_s", "kernels_per_layer")
@@ -131,26 +133,45 @@ def _rows_of(
         made = random_model(model, scheme, config.head if scheme else None, DTYPES[dtype], torch.device("cuda"), config.layers)
         held = weight_bytes(made)
         yield from ({**blank, **nothing, "weight_bytes": held, **row} for row in _rivals(made, config, progress))
-        engine = engine_for(made, cases)
-        for stage in engine.compile():
-            progress(f"{model}, {name}: compiling, {stage.done} of {stage.total} kernels")
-        rate, in_products = _prefill(engine)
     except failures() as error:
         yield {**blank, **nothing, "impl": "lowbit", "batch": None, "context": None, "error": reason(error)}
         return
+    for kv in config.kv:
+        stored = blank if not parse_kv(kv).quantized else {**blank, "kv_dtype": kv}
+        said = f"{model}, {name}, keys and values in {stored['kv_dtype']}"
+        row = {**stored, **nothing, "impl": "lowbit", "weight_bytes": held}
+        yield from _rows_of_engine(made, kv, row, config, bandwidth, said, progress)
+        gc.collect()
+        torch.cuda.empty_cache()
+    del made
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _rows_of_engine(
+    model: PreTrainedModel, kv: str, blank: dict[str, Any], config: E2EConfig, bandwidth: float, said: str,
+    progress: ProgressCallback,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Yields the rows of one model and one format of keys and values; `blank`: what they have in common."""
+    cases = [(batch, context) for context in config.contexts for batch in config.batches]
+    try:
+        engine = engine_for(model, cases, kv)
+        for stage in engine.compile():
+            progress(f"{said}: compiling, {stage.done} of {stage.total} kernels")
+        rate, in_products = _prefill(engine)
+    except failures() as error:
+        yield {**blank, "batch": None, "context": None, "error": reason(error)}
+        return
     for batch, context in cases:
-        progress(f"{model}, {name}: batch {batch}, context {context}")
-        row = {**blank, **nothing, "impl": "lowbit", "batch": batch, "context": context, "prompt": PROMPT, "output": OUTPUT}
-        row |= {"weight_bytes": held, "prefill_tok_s": rate, "prefill_products": in_products}
+        progress(f"{said}: batch {batch}, context {context}")
+        row = {**blank, "batch": batch, "context": context, "prompt": PROMPT, "output": OUTPUT}
+        row |= {"prefill_tok_s": rate, "prefill_products": in_products}
         try:
-            measured, read = (_decode if scheme else _better), weight_bytes(made, batch)
-            row |= experts_of_a_step(engine, made, batch, context)
+            measured, read = (_decode if blank["scheme"] else _better), weight_bytes(model, batch)
+            row |= experts_of_a_step(engine, model, batch, context)
             yield {**row, **measured(engine, batch, context, read, bandwidth), **_request(engine, batch)}
         except failures() as error:
             yield {**row, "error": reason(error)}
-    del engine, made
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def dtype_of(model: str) -> str:
@@ -158,19 +179,29 @@ def dtype_of(model: str) -> str:
     return "bfloat16" if experts_per_token(SHAPES[model]()) else "float16"
 
 
-def engine_for(model: PreTrainedModel, cases: abc.Sequence[tuple[int, int]]) -> Engine:
-    """Returns an engine with a KV cache large enough for every case, as far as memory allows."""
+def engine_for(model: PreTrainedModel, cases: abc.Sequence[tuple[int, int]], kv: str = "16") -> Engine:
+    """Returns an engine with a KV cache of the format `kv`, large enough for every case, as far as memory allows."""
     longest = max(context for _, context in cases) + 4 * REPLAYS
     engine = Engine(
-        model, max_concurrent=max(batch for batch, _ in cases), max_length=max(longest, PROMPT + OUTPUT), prefix_caching=False
-    )
+        model, max_concurrent=max(batch for batch, _ in cases), max_length=max(longest, PROMPT + OUTPUT), kv=kv,
+        prefix_caching=False,
+    )  # fmt: skip
     program = engine.program
     if not isinstance(program, DecodeProgram) or program.cache is None:
         raise ValueError(f"there is no decode program: {'; '.join(program.reasons)}")
-    for i in range(program.cache.spec.layers):
-        for part in program.cache.layer(i):
-            part.normal_()
+    for pages in program.cache.layers:
+        fill(pages)
     return engine
+
+
+def fill(pages: KVPages) -> None:
+    """Fills the pages of a layer with Gaussian keys and values: all pages are copies of one."""
+    places = torch.arange(PAGE, device=pages.k.device)
+    k, v = torch.randn(2, PAGE, pages.kv_heads, pages.head_dim, device=pages.k.device)
+    pages.write(torch.zeros_like(places), places, k, v)
+    for part in pages.tensors:
+        if part is not None:
+            part[1:] = part[0]
 
 
 def place(engine: Engine, batch: int, context: int, tokens: int) -> None:

@@ -94,9 +94,17 @@ def failed(document: dict[str, Any]) -> list[str]:
 
 
 def _weights(row: dict[str, Any]) -> str:
-    """Returns the scheme, or "16 bits" with the library of its products, and the name of another generation loop."""
+    """Returns the scheme, or "16 bits" with the library of its products, the format of keys and values unless they have 16
+    bits, and the name of another generation loop."""
     products, impl = row.get("products"), row["impl"].removeprefix("transformers ")
-    return (row["scheme"] or "16 bits") + (f", {products}" if products else "") + ("" if impl == "lowbit" else f", {impl}")
+    details = (products, stored_kv(row), None if impl == "lowbit" else impl)
+    return ", ".join([row["scheme"] or "16 bits", *filter(None, details)])
+
+
+def stored_kv(row: dict[str, Any]) -> str:
+    """Returns the format of a row's keys and values, or nothing for 16 bits."""
+    kv = row.get("kv_dtype") or "float16"
+    return "" if kv in ("float16", "bfloat16") else f"KV {kv}"
 
 
 def shares(row: dict[str, Any]) -> dict[str, float]:
@@ -142,12 +150,13 @@ def _users(axis: Any, rows: list[dict[str, Any]], title: str, theme: Theme) -> N
     """
     plain(axis, theme, title)
     text = {"fontsize": 7.5, "textcoords": "offset points", "va": "center", "ha": "right", "xytext": (-6, 0)}
-    lines = list(dict.fromkeys((row["scheme"], row["impl"]) for row in rows))
+    lines = list(dict.fromkeys(_line_of(row) for row in rows))
     styles = ("-", "--", ":", "-.")
-    for number, (scheme, impl) in enumerate(sorted(lines, key=lambda line: _fastest(rows, line), reverse=True)):
-        here = sorted((r for r in rows if (r["scheme"], r["impl"]) == (scheme, impl)), key=lambda row: row["batch"])
+    for number, line_of in enumerate(sorted(lines, key=lambda line: _fastest(rows, line), reverse=True)):
+        here = sorted((row for row in rows if _line_of(row) == line_of), key=lambda row: row["batch"])
+        scheme, impl, kv = line_of
         own = scheme is not None and impl == "lowbit"
-        color, label = theme.own if own else theme.rival, (scheme or "16 bits") + ("" if impl == "lowbit" else f", {impl}")
+        color, label = theme.own if own else theme.rival, _weights({"scheme": scheme, "impl": impl, "kv_dtype": kv})
         users, each = [r["batch"] for r in here], [1e3 / r["ms_per_token"] for r in here]
         line = {"marker": "o", "markersize": 3, "linewidth": 2 if own else 1.4}
         axis.plot(users, each, styles[number % 4], color=color, label=label, **line)
@@ -162,8 +171,13 @@ def _users(axis: Any, rows: list[dict[str, Any]], title: str, theme: Theme) -> N
     axis.legend(fontsize=6.5, frameon=False, labelcolor=theme.text, loc="upper right", handlelength=3.5)
 
 
-def _fastest(rows: list[dict[str, Any]], line: tuple[str | None, str]) -> float:
-    return max(1e3 / row["ms_per_token"] for row in rows if (row["scheme"], row["impl"]) == line)
+def _line_of(row: dict[str, Any]) -> tuple[str | None, str, str | None]:
+    """Returns what a line of the plot is for: scheme, loop, and the type of keys and values."""
+    return row["scheme"], row["impl"], row.get("kv_dtype")
+
+
+def _fastest(rows: list[dict[str, Any]], line: tuple[str | None, str, str | None]) -> float:
+    return max(1e3 / row["ms_per_token"] for row in rows if _line_of(row) == line)
 
 
 def _where(axis: Any, rows: list[dict[str, Any]], theme: Theme) -> None:
@@ -171,7 +185,7 @@ def _where(axis: Any, rows: list[dict[str, Any]], theme: Theme) -> None:
     plain(axis, theme, "where the time of a step goes, ms")
     axis.grid(visible=False)
     colors = (theme.own, theme.second, theme.rival, theme.text, theme.grid)
-    names = [f"{row['scheme'] or '16 bits'}, {row['batch']}" for row in rows]
+    names = [", ".join(filter(None, (row["scheme"] or "16 bits", stored_kv(row), str(row["batch"])))) for row in rows]
     start = [0.0] * len(rows)
     for kind, color in zip((*KINDS, "other"), colors, strict=True):
         ms = [shares(row)[kind] / 1e3 for row in rows]

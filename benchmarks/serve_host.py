@@ -45,7 +45,7 @@ QUEUE = 256
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """Configuration of a run: the model, its load and the durations."""
+    """Configuration of a run: the model, its load and the durations; `kv`: how keys and values are stored."""
 
     shape: str | None
     folder: Path | None
@@ -60,6 +60,7 @@ class ServeConfig:
     seconds: float
     each: float
     seed: int
+    kv: str = "16"
 
 
 def host(config: ServeConfig, pipe: Connection) -> None:
@@ -90,7 +91,7 @@ def host(config: ServeConfig, pipe: Connection) -> None:
 
 
 def _pipeline(config: ServeConfig, progress: Callable[[str], None]) -> Pipeline:
-    options: dict[str, Any] = {"max_concurrent": config.streams}
+    options: dict[str, Any] = {"max_concurrent": config.streams, "kv": config.kv}
     if config.folder is not None:
         progress(f"loading {config.folder}")
         return pipeline(str(config.folder), scheme=config.scheme, head=config.head, **options)

@@ -62,9 +62,10 @@ def failed(document: dict[str, Any]) -> list[str]:
 
 
 def of(document: dict[str, Any]) -> str:
-    """Returns the served model."""
+    """Returns the served model, its scheme, and the format of keys and values unless they have 16 bits."""
     config = document["asked"]
-    return f"{config['folder'] or config['shape']}{', ' + config['scheme'] if config['scheme'] else ''}"
+    kv = config.get("kv", "16")  # missing in the oldest results
+    return ", ".join(filter(None, (config["folder"] or config["shape"], config["scheme"], "" if kv == "16" else f"KV {kv}")))
 
 
 def _part(row: dict[str, Any]) -> str:

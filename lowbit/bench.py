@@ -20,12 +20,14 @@ from lowbit.pipeline import Pipeline, pipeline
 
 @dataclass(frozen=True)
 class Workload:
-    """`batch` prompts of about `prompt_tokens` tokens, `new_tokens` generated from each; the same for every scheme."""
+    """`batch` prompts of about `prompt_tokens` tokens, `new_tokens` generated from each; the same for every scheme. `kv`: how
+    keys and values are stored."""
 
     batch: int = 1
     prompt_tokens: int = 128
     new_tokens: int = 64
     repeats: int = 3
+    kv: str = "16"
 
 
 def measure(
@@ -48,13 +50,13 @@ def measure(
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"a CPU, {torch.get_num_threads()} threads"
     return {
         "model": Path(model).name, "device": where, "torch": torch.__version__, "batch": load.batch,
-        "prompt_tokens": load.prompt_tokens, "new_tokens": load.new_tokens, "rows": rows,
+        "prompt_tokens": load.prompt_tokens, "new_tokens": load.new_tokens, "kv": load.kv, "rows": rows,
     }  # fmt: skip
 
 
 def _row(model: str, scheme: str | None, load: Workload, device: torch.device) -> dict[str, Any]:
     """Returns one row. A run times 1 new token, then 1 + `new_tokens`; the difference is the time of the decode steps."""
-    pipe = pipeline(model, scheme=scheme, device=device)
+    pipe = pipeline(model, scheme=scheme, device=device, kv=load.kv)
     if pipe.is_encoder_decoder:
         raise ValueError(f"{model}: is an encoder-decoder model; lowbit bench times causal language models only")
     prompts = _prompts(pipe, load)

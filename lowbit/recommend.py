@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from lowbit.engine.block_pool import pages_for
 from lowbit.engine.cache import CacheSpec
 from lowbit.formats import PerGroup, Scheme, ZeroPoint, parse_scheme
+from lowbit.formats.kv import KV16, KVScheme, parse_kv
 from lowbit.models.experts import expert_summary, experts_per_token
 from lowbit.models.hf import plan_for
 from lowbit.models.rotate import rotation_refusals
@@ -40,6 +41,8 @@ NEGLIGIBLE = 0.002
 BROKEN = 0.5
 """Divergence from which output breaks down: SmolLM2's summaries kept their ROUGE-1 at 0.49 and an eighth of it at 0.78
 (docs/internals/study.md)."""
+KV_FORMATS = ("16", "fp8", "int8", "k8v4", "int4")
+"""Formats of keys and values that the answer compares."""
 NEIGHBOURS = 3
 """Rows shown with fewer and with more bytes than the chosen one."""
 
@@ -86,12 +89,13 @@ class SchemeOption:
 @dataclass(frozen=True)
 class Recommendation:
     """The recommendation for `model`: `chosen`, `neighbours` sorted by size with `chosen` among them, and `why`, one reason
-    a line. `weights_16bit_bytes` is the unquantized model, `cache_bytes` the KV cache of the context."""
+    a line. `weights_16bit_bytes` is the unquantized model, `cache_bytes` the KV cache of the context in the format `kv`."""
 
     model: str
     weights: int
     linear_weights: int
     weights_16bit_bytes: int
+    kv: str
     cache_bytes: int
     chosen: SchemeOption
     neighbours: tuple[SchemeOption, ...]
@@ -106,16 +110,16 @@ class Recommendation:
 
 
 def recommend(
-    model: str | Path, *, budget_bytes: float | None = None, divergence: float | None = None, context: int = 0
+    model: str | Path, *, budget_bytes: float | None = None, divergence: float | None = None, context: int = 0, kv: str = "16"
 ) -> Recommendation:
     """Returns the option with the least divergence in `budget_bytes`, or with the fewest bytes for at most `divergence`
     nats per token (within the budget if both are given).
 
     `model` is a folder or a name on the hub; only config.json is read. The budget covers all weights, with embeddings and
-    LM head in 16 bits, and the KV cache of `context` tokens. Among nearly equal divergences (`SIMILAR`, `NEGLIGIBLE`) the
-    option with less work wins, then the one with fewer bytes.
+    LM head in 16 bits, and the KV cache of `context` tokens in the format `kv`. Among nearly equal divergences (`SIMILAR`,
+    `NEGLIGIBLE`) the option with less work wins, then the one with fewer bytes.
 
-    Raises CheckpointError for a folder without a 16-bit model, ValueError if no measured option fits.
+    Raises CheckpointError for a folder without a 16-bit model, ValueError for an unknown `kv` and if no measured option fits.
     """
     if budget_bytes is None and divergence is None:
         raise ValueError(
@@ -125,16 +129,17 @@ def recommend(
     source.require_unquantized("give the 16-bit model it came from")
     path = source.path
     skeleton = causal_skeleton(path)
-    kv = cache_bytes(skeleton, context)
+    stored = parse_kv(kv)
+    of_cache = cache_bytes(skeleton, context, stored)
     candidates = _candidates(skeleton)
-    budget = None if budget_bytes is None else budget_bytes - kv
+    budget = None if budget_bytes is None else budget_bytes - of_cache
     fitting = [
         c
         for c in candidates
         if c.scheme.activation is None and (budget is None or c.bytes <= budget) and (divergence is None or c.kl <= divergence)
     ]
     if not fitting:
-        raise ValueError(f"{path}: {_nothing_fits(skeleton, candidates, budget, kv, divergence)}")
+        raise ValueError(f"{path}: {_nothing_fits(skeleton, candidates, budget, of_cache, divergence)}")
     if divergence is None:
         least = min(c.kl for c in fitting)
         similar = [c for c in fitting if c.kl <= max(SIMILAR * least, NEGLIGIBLE)]
@@ -146,11 +151,14 @@ def recommend(
     linear = _linear_weights(plan)
     full = tensor_bytes(skeleton, None)
     why = (
-        *_why(chosen, candidates, budget_bytes, divergence, full, kv),
+        *_why(chosen, candidates, budget_bytes, divergence, full, of_cache),
+        *_kv_lines(skeleton, context),
         *_expert_lines(plan, skeleton),
         *_limits(chosen, plan, skeleton),
     )
-    return Recommendation(str(model), weights, linear, full, kv, chosen, _neighbours(chosen, candidates), why)
+    return Recommendation(
+        str(model), weights, linear, full, str(stored), of_cache, chosen, _neighbours(chosen, candidates), why
+    )
 
 
 def tensor_bytes(model: PreTrainedModel, plan: Plan | None) -> int:
@@ -203,8 +211,10 @@ def _expert_lines(plan: Plan, model: PreTrainedModel) -> list[str]:
     return [expert_summary(sizes, experts_per_token(model.config))]
 
 
-def cache_bytes(model: PreTrainedModel, context: int) -> int:
-    """Returns the bytes of the KV cache of `context` tokens, in whole pages of the engine."""
+def cache_bytes(model: PreTrainedModel, context: int, kv: KVScheme = KV16) -> int:
+    """Returns the bytes of the KV cache of `context` tokens in the format `kv`, in whole pages of the engine. Raises ValueError
+    for another format than 16 bits if no engine can store the model's keys and values.
+    """
     if context == 0:
         return 0
     config: Any = model.config.get_text_config()
@@ -217,9 +227,39 @@ def cache_bytes(model: PreTrainedModel, context: int) -> int:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     keys, values = (getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))  # DeepSeek's differ
-    dtype = _dtype(model)
-    spec = CacheSpec(config.num_hidden_layers, kv_heads, (keys + values) // 2, dtype if dtype.itemsize == 2 else torch.bfloat16)
+    if keys != values and kv.quantized:
+        raise ValueError(
+            f"{type(model).__name__}: its keys have {keys} channels, its values {values}; the engine does not store them "
+            f"in {kv}: take --kv 16"
+        )
+    dtype = _dtype(model) if _dtype(model).itemsize == 2 else torch.bfloat16
+    spec = CacheSpec(config.num_hidden_layers, kv_heads, (keys + values) // 2, dtype, kv)
     return spec.page_bytes * pages_for(context)
+
+
+def _kv_lines(model: PreTrainedModel, context: int) -> list[str]:
+    """Returns the line on the KV cache of `context` tokens in each format, with its measured divergence; none without a
+    context, or if the model's keys and values have 16 bits in any engine."""
+    try:
+        sizes = {name: cache_bytes(model, context, parse_kv(name)) for name in KV_FORMATS}
+    except ValueError:
+        return []
+    if not context:
+        return []
+    own = kv_divergence()
+    losses = {} if own is None else {row["kv"]: f", KL {row['kl']:.2g}" for row in own["rows"]}
+    cells = [f"{gigabytes(size)} ({name}{losses.get(name, '')})" for name, size in sizes.items()]
+    where = "no divergence was measured" if own is None else f"measured on {own['model']}, {own['context']:,} tokens"
+    return [f"keys and values of {context:,} tokens, by --kv: {', '.join(cells)}; {where}"]
+
+
+@cache
+def kv_divergence() -> dict[str, Any] | None:
+    """Returns the divergences by format of keys and values (`python -m study kv`) of the largest measured model; None if none
+    was measured."""
+    text = resources.files("lowbit.eval").joinpath("data/kv.json").read_text(encoding="utf-8")
+    models = json.loads(text)["models"]
+    return models[-1] if models else None
 
 
 def options_of(method: str) -> tuple[str, ...] | None:

@@ -29,7 +29,14 @@ def name_of(page: Path) -> str:
 FENCE = re.compile(r"^ *```+ *(.*?) *$")
 NOT_RUN = ("python no-run: needs a GPU", "python no-run: needs the real model")
 """The only info strings of Python blocks that are not run."""
-MODEL_PAGES = ("README.md", "docs/quickstart.md", "docs/generate.md", "docs/finetune.md", "docs/internals/engine.md")
+MODEL_PAGES = (
+    "README.md",
+    "docs/quickstart.md",
+    "docs/generate.md",
+    "docs/kv.md",
+    "docs/finetune.md",
+    "docs/internals/engine.md",
+)
 """Pages whose programs use SmolLM2-135M-Instruct; they run on a tiny model of that name."""
 
 

@@ -15,6 +15,7 @@ from lowbit import recommend as room
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.engine.cache import CacheSpec
 from lowbit.formats import parse_scheme
+from lowbit.formats.kv import parse_kv
 from lowbit.models.hf import plan_for
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.models.skeleton import skeleton
@@ -97,12 +98,20 @@ def test_bytes_of_a_context(tmp_path):
     opt = OPTConfig(hidden_size=64, ffn_dim=192, num_hidden_layers=3, num_attention_heads=4, vocab_size=160)
     assert cache_bytes(skeleton(config_only(tmp_path / "opt", opt)), 128) == 2 * 3 * 64 * 2 * 128
 
+    # int8 and int4 have a scale of 2 bytes for each token and head, of 64 channels
+    sizes = [cache_bytes(model, 128, parse_kv(kv)) for kv in ("fp8", "int8", "int4", "k8v4")]
+    assert sizes == [2 * 2 * 128 * rows for rows in (2 * 66, 2 * 66, 2 * 34, 66 + 34)]
+
     # Four heads with keys of 24 + 8 channels and values of 24
     deepseek = DeepseekV3Config(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, v_head_dim=24,
         qk_nope_head_dim=24, qk_rope_head_dim=8, vocab_size=160,
     )  # fmt: skip
     assert cache_bytes(skeleton(config_only(tmp_path / "deepseek", deepseek)), 128) == 2 * 4 * (32 + 24) * 2 * 128
+    with pytest.raises(
+        ValueError, match="keys have 32 channels, its values 24; the engine does not store .* int4: take --kv 16"
+    ):
+        cache_bytes(skeleton(tmp_path / "deepseek"), 128, parse_kv("int4"))
 
 
 def test_weights_that_stay_in_16_bits_count_once(tmp_path):
@@ -148,6 +157,30 @@ def test_a_budget_takes_the_least_divergence_and_the_least_work(table, tmp_path)
     context = recommend(model, budget_bytes=size["w8a16"] + 131071, context=128)
     assert context.chosen.scheme.name == "w4a16_g128" and context.cache_bytes == 131072
     assert recommend(model, budget_bytes=size["w8a16"] + 131072, context=128).chosen.scheme.name == "w8a16"
+    narrow = recommend(model, budget_bytes=size["w8a16"] + 34816, context=128, kv="int4")
+    assert (narrow.chosen.scheme.name, narrow.kv, narrow.cache_bytes) == ("w8a16", "int4", 2 * 2 * 128 * 2 * 34)
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_formats_of_keys_and_values_are_compared(table, tmp_path, monkeypatch, is_measured):
+    kl = {
+        "model": SMALL,
+        "context": 2048,
+        "rows": [
+            {"kv": "fp8", "kl": 0.004},
+            {"kv": "int8", "kl": 0.0005},
+            {"kv": "k8v4", "kl": 0.01},
+            {"kv": "int4", "kl": 0.06},
+        ],
+    }
+    monkeypatch.setattr(room, "kv_divergence", lambda: kl if is_measured else None)
+    model = config_only(tmp_path / "m", llama())
+    assert not any("--kv" in line for line in recommend(model, budget_bytes=1e9).why), "without a context there are no bytes"
+    (line,) = [line for line in recommend(model, budget_bytes=1e9, context=1000).why if "--kv" in line]
+    sizes = "1.0 MB (16), 0.5 MB (fp8{}), 0.5 MB (int8{}), 0.4 MB (k8v4{}), 0.3 MB (int4{})"
+    losses = (", KL 0.004", ", KL 0.0005", ", KL 0.01", ", KL 0.06") if is_measured else ("",) * 4
+    where = "measured on small, 2,048 tokens" if is_measured else "no divergence was measured"
+    assert line == f"keys and values of 1,000 tokens, by --kv: {sizes.format(*losses)}; {where}"
 
 
 def test_a_divergence_takes_the_fewest_bytes_and_the_least_work(table, tmp_path):
@@ -280,6 +313,8 @@ def test_the_command(tiny, tmp_path):
     assert value["chosen"] in value["neighbours"] and value["chosen"]["kl"] <= 0.05 and value["cache_bytes"] == 0
     with_context = run("recommend", tiny, "--budget-gb", "0.01", "--context", "100", "--json", "-")
     assert json.loads(with_context.stdout)["cache_bytes"] == 128 * 2 * 2 * 2 * 16 * 2
+    narrow = run("recommend", tiny, "--budget-gb", "0.01", "--context", "100", "--kv", "int8", "--json", "-")
+    assert json.loads(narrow.stdout)["cache_bytes"] == 128 * 2 * 2 * 2 * (32 + 2) and json.loads(narrow.stdout)["kv"] == "int8"
     words = value["command"].split()
     assert run(*words[1:3], tmp_path / "q", *words[4:], "--samples", "2", "--length", "16").exit_code == 0
     for options, message in (

@@ -24,7 +24,8 @@ DATA = {
         "lowbit/eval/namespaces.py",
         "lowbit/eval/data/divergence.json",
     ),
-    *("lowbit/eval/data/one_text.json", "lowbit/eval/data/opticks.txt.bz2", "lowbit/eval/data/javascript/functions.jsonl"),
+    *("lowbit/eval/data/one_text.json", "lowbit/eval/data/kv.json", "lowbit/eval/data/opticks.txt.bz2"),
+    "lowbit/eval/data/javascript/functions.jsonl",
 }
 
 MOST_BYTES = 5 << 18

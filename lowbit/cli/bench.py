@@ -7,7 +7,19 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from lowbit.cli.terminal import Device, Json, check_device, check_json, check_schemes, load_layers, out, say, write_result
+from lowbit.cli.terminal import (
+    KV,
+    Device,
+    Json,
+    check_device,
+    check_json,
+    check_kv,
+    check_schemes,
+    load_layers,
+    out,
+    say,
+    write_result,
+)
 
 
 def bench(
@@ -22,6 +34,7 @@ def bench(
         int, typer.Option("--max-new-tokens", min=1, help="Tokens timed after the first one, sampled greedily.")
     ] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Runs per scheme; the table shows medians.")] = 3,
+    kv: KV = "16",
     device: Device = None,
     json_file: Json = None,
 ) -> None:
@@ -37,6 +50,7 @@ def bench(
     from lowbit.sources import local_model
 
     check_schemes(schemes)
+    check_kv(kv)
     check_device(device)
     folder = local_model(model)
     load_layers()
@@ -46,7 +60,7 @@ def bench(
 
     check_json(json_file, "lowbit bench")
     names = [] if schemes == "none" else [parse_scheme(part).name for part in schemes.split(",") if part.strip()]
-    about = measure(folder, names, Workload(batch, prompt_tokens, max_new_tokens, repeats), torch_device(device), say)
+    about = measure(folder, names, Workload(batch, prompt_tokens, max_new_tokens, repeats, kv), torch_device(device), say)
     title = f"{about['model']} on {about['device']}: {batch} x {prompt_tokens} tokens, then {max_new_tokens} each"
     table = Table(
         "scheme", "x", "MB", "first token ms", "ms per token", "min to max", "tokens/s", "speed vs 16 bits", title=title

@@ -24,6 +24,7 @@ from lowbit.cli.recommend import recommend
 from lowbit.cli.serve import serve
 from lowbit.cli.stderr import queued_stderr
 from lowbit.cli.terminal import (
+    KV,
     AnyModel,
     Device,
     Json,
@@ -32,6 +33,7 @@ from lowbit.cli.terminal import (
     check_device,
     check_exists,
     check_json,
+    check_kv,
     check_scheme,
     load_layers,
     out,
@@ -285,6 +287,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of generated tokens.")] = 64,
     sample: Annotated[bool, typer.Option("--sample", help="Sample (top-p 0.9) instead of greedy decoding.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of --sample.")] = None,
+    kv: KV = "16",
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
     device: Device = None,
     json_file: Json = None,
@@ -302,13 +305,14 @@ def generate(
     from lowbit.sources import local_model
 
     check_scheme(scheme)
+    check_kv(kv)
     check_device(device)
     path = str(local_model(model))
     load_layers()
     from lowbit.pipeline import pipeline
 
     check_json(json_file, "lowbit generate")
-    pipe = pipeline(path, scheme=scheme, device=device, verify=verify, progress=True)
+    pipe = pipeline(path, scheme=scheme, device=device, verify=verify, progress=True, kv=kv)
     options = {"max_new_tokens": max_new_tokens, "do_sample": sample, "seed": seed}
     if len(prompts) == 1 and out.is_terminal and str(json_file) != "-" and not pipe.refusals:
         responses = [_print_stream(pipe.stream(prompts[0], **options), prompts[0])]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from lowbit.cli.terminal import Device, check_device, check_exists, load_layers, out, say
+from lowbit.cli.terminal import KV, Device, check_device, check_exists, check_kv, load_layers, out, say
 
 if TYPE_CHECKING:
     from lowbit.eval.results import Results
@@ -34,6 +34,7 @@ def evaluate(
     window: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 1024,
     stride: Annotated[int | None, typer.Option(min=1, help="Tokens between starts of windows. Default: --window.")] = None,
     windows: Annotated[int, typer.Option(min=1, help="Maximum number of windows; a short text has fewer.")] = 8,
+    kv: KV = "16",
     suite: Annotated[
         Path | None,
         typer.Option(
@@ -73,7 +74,12 @@ def evaluate(
     (HumanEval's file; JavaScript needs node). OUT gets results.json, saved after every task, report.md and a plot (needs the
     extra plot). docs/internals/evaluate.md defines each measure.
 
+    With --kv, the models read keys and values as an engine stores them in that format; the reference keeps 16 bits. A model
+    that is its own reference shows what the format alone loses.
+
     Example: lowbit eval SmolLM2-int4 --reference SmolLM2
+
+    Example: lowbit eval SmolLM2 --reference SmolLM2 --kv int4 --suite text
 
     Example: lowbit eval SmolLM2-int4 SmolLM2-fp6 --reference SmolLM2 --suite my-tasks --out results
 
@@ -86,6 +92,7 @@ def evaluate(
         raise ValueError(f"{options} need --suite, such as --suite text")
     if unsafe and not run_generated_code:
         raise ValueError("--unsafe needs --run-generated-code; give both or neither")
+    check_kv(kv)
     check_device(device)
     check_exists(text, TEXT)
     for name in (*models, *([] if reference is None else [reference])):
@@ -104,9 +111,9 @@ def evaluate(
     for name in models if verify else ():
         verify_checkpoint(name, progress=True)
     if suite is None:
-        document = _perplexities(models, reference, text, window, stride, windows, json_file, device)
+        document = _perplexities(models, reference, text, window, stride, windows, kv, json_file, device)
     else:
-        settings = Settings(window, stride, windows, limit, samples, _ks(k), temperature, seed, run_generated_code, unsafe)
+        settings = Settings(window, stride, windows, limit, samples, _ks(k), temperature, seed, run_generated_code, unsafe, kv)
         document = _suite(models, reference, text, suite, settings, folder, str(json_file) == "-", device)
     if json_file is not None:
         if str(json_file) == "-":
@@ -132,26 +139,31 @@ def _perplexities(
     window: int,
     stride: int | None,
     windows: int,
+    kv: str,
     json_file: Path | None,
     device: str | None,
 ) -> dict[str, Any]:
     from lowbit.checkpoint.reader import read_text
     from lowbit.eval import perplexity, sample_text
-    from lowbit.eval.suite import to_measure, token_ids
+    from lowbit.eval.kv import stored_kv
+    from lowbit.eval.suite import to_measure, token_ids, with_kv
+    from lowbit.formats.kv import parse_kv
     from lowbit.models.skeleton import require_causal
 
     content = sample_text() if text is None else read_text(text, TEXT)
     rows = []
     table = Table(Column("model", overflow="fold"), "perplexity", "standard error", "tokens", "nats per token")
-    for name in models if reference is None else [reference, *models]:
+    asked = [(name, kv) for name in models]
+    for name, stored in asked if reference is None else [(reference, "16"), *asked]:
         pipe = to_measure(name, True, device)
         require_causal(pipe.model, name)
         ids = token_ids(pipe, content, window, stride, windows)
-        result = perplexity(pipe.model, ids, window=window, stride=stride, progress=True)
+        with stored_kv(pipe.model, parse_kv(stored)):
+            result = perplexity(pipe.model, ids, window=window, stride=stride, progress=True)
         pipe.destroy()
-        rows.append({"model": name, **asdict(result)})
+        rows.append({"model": name, "kv": stored, **asdict(result)})
         error = "-" if result.standard_error is None else f"{result.standard_error:.4f}"
-        table.add_row(name, f"{result.perplexity:.4f}", error, f"{result.tokens:,}", f"{result.nll:.5f}")
+        table.add_row(with_kv(name, stored), f"{result.perplexity:.4f}", error, f"{result.tokens:,}", f"{result.nll:.5f}")
     if str(json_file) != "-":
         out.print(table)
     return {"result": PERPLEXITY, "rows": rows}

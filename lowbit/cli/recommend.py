@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from lowbit.cli.terminal import Json, check_json, load_layers, out, write_result
+from lowbit.cli.terminal import KV, Json, check_json, check_kv, load_layers, out, write_result
 
 if TYPE_CHECKING:
     from lowbit.recommend import Recommendation, SchemeOption
@@ -27,6 +27,7 @@ def recommend(
         typer.Option(help="Largest KL divergence from the 16-bit model in nats per token; 0.01 is about 1 % perplexity."),
     ] = None,
     context: Annotated[int, typer.Option(min=0, help="Tokens whose KV cache has to fit in the budget too.")] = 0,
+    kv: KV = "16",
     json_file: Json = None,
 ) -> None:
     """Recommend a scheme and a method for a memory budget or a bound on the divergence from the 16-bit model.
@@ -43,13 +44,14 @@ def recommend(
     for name, value in (("--budget-gb", budget_gb), ("--divergence", divergence)):
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name} {value:g}: must be a finite number above 0")
+    check_kv(kv)
     local_model(model, CONFIG)
     load_layers()
     from lowbit.recommend import recommend as recommendation
 
     check_json(json_file, RESULT)
     budget = None if budget_gb is None else 1e9 * budget_gb
-    result = recommendation(model, budget_bytes=budget, divergence=divergence, context=context)
+    result = recommendation(model, budget_bytes=budget, divergence=divergence, context=context, kv=kv)
     if str(json_file) != "-":
         _print(result)
     write_result(json_file, RESULT, _as_json(result, budget_gb, divergence, context))
@@ -79,7 +81,8 @@ def _as_json(result: Recommendation, budget_gb: float | None, divergence: float 
     return {
         "model": result.model, "weights": result.weights, "linear_weights": result.linear_weights,
         "bytes_16bit": result.weights_16bit_bytes, "budget_gb": budget_gb, "divergence": divergence, "context": context,
-        "cache_bytes": result.cache_bytes, "chosen": _row(result.chosen), "command": result.command, "why": list(result.why),
+        "kv": result.kv, "cache_bytes": result.cache_bytes, "chosen": _row(result.chosen), "command": result.command,
+        "why": list(result.why),
         "neighbours": [_row(c) for c in result.neighbours],
     }  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowbit.cli.stderr import exit_now
-from lowbit.cli.terminal import AnyModel, Device, Scheme, check_device, check_scheme, load_layers, say
+from lowbit.cli.terminal import KV, AnyModel, Device, Scheme, check_device, check_kv, check_scheme, load_layers, say
 
 if TYPE_CHECKING:
     import socket
@@ -55,6 +55,7 @@ def serve(
             min=0, max=1e6, help="Memory for the KV cache in GiB. Default: most of a GPU's free memory, half of a CPU's."
         ),
     ] = None,
+    kv: KV = "16",
     batch_invariant: Annotated[
         bool,
         typer.Option("--batch-invariant", help="On a GPU: results of a sequence do not depend on the rest of its batch."),
@@ -78,6 +79,7 @@ def serve(
     from lowbit.sources import is_on_hub, local_model
 
     check_scheme(scheme)
+    check_kv(kv)
     check_device(device)
     if api_key is not None and not (api_key and all("!" <= character <= "~" for character in api_key)):
         raise ValueError(
@@ -108,7 +110,7 @@ def serve(
         say(f"loading {model}")
         pipe = pipeline(
             str(path), scheme=scheme, device=where_to, verify=verify, progress=True, batch_invariant=batch_invariant,
-            max_concurrent=concurrent, cache_bytes=None if cache_gib is None else int(cache_gib * 2**30),
+            max_concurrent=concurrent, cache_bytes=None if cache_gib is None else int(cache_gib * 2**30), kv=kv,
         )  # fmt: skip
         called = model if is_on_hub(model) else path.resolve().stem if path.is_file() else path.resolve().name
         service = service_of(pipe, name or called, limits, key=api_key, local=local)

@@ -50,6 +50,9 @@ AnyModel = Annotated[
     ),
 ]
 Scheme = Annotated[str | None, typer.Option(help="Quantize a 16-bit model to this scheme while loading.")]
+KV = Annotated[
+    str, typer.Option("--kv", help="Format of keys and values: 16, fp8, int8, int4, or of each, such as k8v4 (docs/kv.md).")
+]
 Device = Annotated[str | None, typer.Option(help="Device: cpu, cuda or cuda:1. Default: a GPU if there is one, else cpu.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file; - for standard output.")]
 
@@ -127,6 +130,13 @@ def check_scheme(name: str | None) -> None:
 
     if name is not None:
         parse_scheme(name)
+
+
+def check_kv(name: str) -> None:
+    """Raises ValueError unless `name` is a format of keys and values, before torch is imported."""
+    from lowbit.formats.kv import parse_kv
+
+    parse_kv(name)
 
 
 def check_schemes(names: str | None) -> None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from lowbit.engine.block_pool import pages_for
+from lowbit.formats.kv import KV16, KVScheme
 from lowbit.kernels.choose.attention import PAGE
+from lowbit.pack.kv_pages import KVPages, page_bytes
 
 SHARE = 0.9
 """Share of a GPU's free memory for pages; activations of decode steps and prompts take the rest."""
@@ -24,35 +25,42 @@ CPU_SHARE = 0.5
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """Layout of the cache: keys and values of `kv_heads` heads of `head_dim` elements in each of `layers` layers."""
+    """Layout of the cache: keys and values of `kv_heads` heads of `head_dim` elements in each of `layers` layers, in the format
+    `kv`; those in 16 bits have the model's `dtype`."""
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    kv: KVScheme = KV16
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page in all layers."""
-        return 2 * self.layers * self.kv_heads * PAGE * self.head_dim * self.dtype.itemsize
+        return self.layers * page_bytes(self.kv, self.kv_heads, self.head_dim, self.dtype)
 
 
 class Cache:
-    """Keys and values [layers, pages, kv_heads, 128, head_dim], allocated once: CUDA graphs store their addresses."""
+    """Pages of keys and values of every layer, allocated once: CUDA graphs store their addresses."""
 
     def __init__(self, spec: CacheSpec, pages: int, device: torch.device) -> None:
         self.spec, self.pages = spec, pages
-        shape = (spec.layers, pages, spec.kv_heads, PAGE, spec.head_dim)
-        self.keys = torch.empty(shape, dtype=spec.dtype, device=device)
-        self.values = torch.empty_like(self.keys)
+        made = (KVPages.make(spec.kv, pages, spec.kv_heads, spec.head_dim, spec.dtype, device) for _ in range(spec.layers))
+        self.layers = tuple(made)
 
-    def layer(self, i: int) -> tuple[Tensor, Tensor]:
+    def layer(self, i: int) -> KVPages:
         """Keys and values of layer i."""
-        return self.keys[i], self.values[i]
+        return self.layers[i]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return self.pages * self.spec.page_bytes
 
     def __str__(self) -> str:
-        size = self.keys.nbytes + self.values.nbytes
-        return f"{self.pages:,} pages of {PAGE} tokens, {self.pages * PAGE:,} tokens in {size / 2**30:.2f} GiB"
+        size = f"{self.pages * PAGE:,} tokens in {self.nbytes / 2**30:.2f} GiB"
+        kv = f", keys and values in {self.spec.kv}" if self.spec.kv.quantized else ""
+        return f"{self.pages:,} pages of {PAGE} tokens, {size}{kv}"
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
+from lowbit.engine.cache import Cache
 from lowbit.engine.decoder import Decoder
 from lowbit.engine.forward import ForwardProgram
 from lowbit.engine.model_program import ModelProgram
@@ -16,9 +18,11 @@ from lowbit.engine.request import Request
 from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots, on_device
+from lowbit.formats.kv import KV16, KVScheme
 from lowbit.kernels.choose.attention import attention_refusals
 from lowbit.ops.elementwise import MOST_COLUMNS
 from lowbit.ops.operands import triton_refusals
+from lowbit.pack.kv_pages import kv_refusals
 
 LARGEST_DIFFERENCE = 0.2
 """Maximum of ||program - model|| / ||model|| of the logits. Rounding, which random weights amplify, gives 1e-6 in float32 and
@@ -30,19 +34,22 @@ TOKENS = 33
 """Number of prompt tokens; a decode step computes one more."""
 
 
-def program_of(model: PreTrainedModel, positions: int, *, batch_invariant: bool) -> tuple[ModelProgram, float]:
-    """Returns (program, difference) of a model for sequences of up to `positions` tokens. It is the decode program with the
-    relative difference of its logits from the model's, or a `ForwardProgram`, which has the reasons, and 0.
+def program_of(
+    model: PreTrainedModel, positions: int, *, batch_invariant: bool, kv: KVScheme = KV16
+) -> tuple[ModelProgram, float]:  # fmt: skip
+    """Returns (program, difference) of a model for sequences of up to `positions` tokens, with keys and values in `kv`. It is
+    the decode program with the relative difference of its logits from the model's, or a `ForwardProgram`, which has the
+    reasons, and 0.
     """
     decoder = recognise(model, max(positions, TOKENS + 1))
     if isinstance(decoder, tuple):
         return ForwardProgram(model, decoder), 0.0
-    refused = kernel_refusals(decoder, model.dtype) if model.device.type == "cuda" else ()
+    refused = kernel_refusals(decoder, model.dtype, kv) if model.device.type == "cuda" else ()
     if refused:
         return ForwardProgram(model, refused), 0.0
 
     def make() -> DecodeProgram:
-        return DecodeProgram(decoder, model.dtype, model.device, batch_invariant=batch_invariant)
+        return DecodeProgram(decoder, model.dtype, model.device, batch_invariant=batch_invariant, kv=kv)
 
     program, difference = difference_to(model, make)
     if not difference <= LARGEST_DIFFERENCE:  # or NaN
@@ -50,9 +57,10 @@ def program_of(model: PreTrainedModel, positions: int, *, batch_invariant: bool)
     return program, difference
 
 
-def kernel_refusals(decoder: Decoder, dtype: torch.dtype) -> tuple[str, ...]:
-    """Reasons why the kernels of a decode step cannot compute a decoder in `dtype`; empty if they can."""
-    reasons = [*attention_refusals(decoder.attention), *triton_refusals()]
+def kernel_refusals(decoder: Decoder, dtype: torch.dtype, kv: KVScheme = KV16) -> tuple[str, ...]:
+    """Reasons why the kernels of a decode step cannot compute a decoder in `dtype` with keys and values in `kv`; empty if they
+    can."""
+    reasons = [*attention_refusals(decoder.attention), *kv_refusals(kv, decoder.attention.head_dim), *triton_refusals()]
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"its kernels compute in fp16 and bf16, the model is in {str(dtype).removeprefix('torch.')}")
     if decoder.hidden > MOST_COLUMNS:
@@ -63,14 +71,15 @@ def kernel_refusals(decoder: Decoder, dtype: torch.dtype) -> tuple[str, ...]:
 @torch.no_grad()  # not inference_mode: the model's weights may be trained later
 def difference_to(model: PreTrainedModel, make: Callable[[], DecodeProgram]) -> tuple[DecodeProgram, float]:
     """Returns the program of `make` and the relative difference ||program - model|| / ||model|| of the logits, after a random
-    prompt and after one decode step. The model runs first, since the program may repack its weights.
+    prompt and after one decode step. The model runs first, since the program may repack its weights. Keys and values are in 16
+    bits, whatever the program's own: this compares formulas, not what fewer bits lose.
     """
     vocab = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab, (TOKENS + 1,), generator=generator)
     expected = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, -2:].float()
     program = make()
-    program.allocate_cache(2)
+    program.cache = Cache(replace(program.cache_spec, kv=KV16), 2, program.device)
     slots = Slots(1, TOKENS + 1, vocab, (), program.device)
     sequence = Sequence(Request(ids[:-1].tolist(), 1), slot=0)
     slots.update([(0, 0, 1)], [(0, TOKENS)])

@@ -39,6 +39,7 @@ from lowbit.engine.scheduler import PrefillChunk, Scheduler, SchedulerOutput
 from lowbit.engine.sequence import FinishReason, Sequence
 from lowbit.engine.slots import Slots
 from lowbit.engine.warm_up import Stage, WarmUpRun
+from lowbit.formats.kv import KVScheme, parse_kv
 from lowbit.ops.sample import mask_words
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ class Engine:
         max_concurrent: requests computed at once; others wait in a queue.
         max_length: tokens of a request, prompt included (default: the model's positions, as far as the cache holds them).
         cache_bytes: memory for keys and values (default: most of a GPU's free memory).
+        kv: how keys and values are stored (`formats.kv.KV_GRAMMAR`): "16" (the model's dtype), "fp8", "int8", "int4", or keys
+            and values apart, "k8v4". Needs a decode program unless it is "16".
         chunk_tokens: prompt tokens in a step, a multiple of the page of 128 tokens.
         batch_invariant: results do not depend on the other requests of a step; for models whose quantized layers were made so
             (`nn.linear.make_batch_invariant`).
@@ -71,7 +74,7 @@ class Engine:
         stop_token_ids: tokens that `Sampling.min_new_tokens` suppresses (default: the model's end-of-text tokens).
         progress: called with the progress of kernels that a step compiles, and once all are compiled.
 
-    Raises ValueError if the cache holds not even one request.
+    Raises ValueError if the cache holds not even one request, and for a `kv` that the model's program does not have.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Engine:
         max_concurrent: int = 64,
         max_length: int | None = None,
         cache_bytes: int | None = None,
+        kv: str = "16",
         chunk_tokens: int = CHUNK_TOKENS,
         batch_invariant: bool = False,
         prefix_caching: bool = True,
@@ -98,7 +102,7 @@ class Engine:
         self.max_length = min(max_length or self._positions, self._positions)
         # In the caller's grad mode: the model keeps using the joined weights, and may be trained.
         with torch.inference_mode(next(model.parameters()).is_inference()):
-            self.program, self.difference = _program(model, self.max_length, batch_invariant, forward)
+            self.program, self.difference = _program(model, self.max_length, batch_invariant, forward, parse_kv(kv))
         paged = self.program.is_paged
         # Computed from the memory that the program leaves free.
         self._cache_budget = CacheBudget.for_device(self.device, cache_bytes, allocated=paged)
@@ -447,13 +451,24 @@ class Engine:
         self.program.keep(self.scheduler.running)
 
 
-def _program(model: PreTrainedModel, positions: int, batch_invariant: bool, forward: bool) -> tuple[ModelProgram, float]:
-    """Returns the program of a model, and the relative difference of its logits from the model's own."""
+def _program(
+    model: PreTrainedModel, positions: int, batch_invariant: bool, forward: bool, kv: KVScheme
+) -> tuple[ModelProgram, float]:  # fmt: skip
+    """Returns the program of a model, and the relative difference of its logits from the model's own. Raises ValueError if
+    `kv` is not 16 bits and there is no decode program."""
+    program: ModelProgram
     if forward:
         on_cpu = model.device.type == "cpu"
         reason = "on a CPU that is faster for one user" if on_cpu else "the engine was made so, with forward=True"
-        return ForwardProgram(model, (reason,)), 0.0
-    return program_of(model, positions, batch_invariant=batch_invariant)
+        program, difference = ForwardProgram(model, (reason,)), 0.0
+    else:
+        program, difference = program_of(model, positions, batch_invariant=batch_invariant, kv=kv)
+    if program.reasons and kv.quantized:
+        raise ValueError(
+            f"keys and values in {kv} need a decode program; this model would run through Transformers' forward and its 16-bit "
+            f"cache ({'; '.join(program.reasons)}): leave kv at '16'"
+        )
+    return program, difference
 
 
 def _synchronize(device: torch.device) -> None:

@@ -27,6 +27,7 @@ from lowbit.engine.ragged import Ragged, sizes
 from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots
+from lowbit.formats.kv import KV16, KVScheme
 from lowbit.hardware.machine import features_of
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.nn import QuantLinear
@@ -60,13 +61,16 @@ class Layer:
 
 
 class DecodeProgram:
-    """The program of a decoder; `cache`: keys and values of all sequences."""
+    """The program of a decoder; `cache`: keys and values of all sequences, stored as `kv`."""
 
     reasons: tuple[str, ...] = ()
     is_paged = True
 
-    def __init__(self, decoder: Decoder, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool) -> None:
+    def __init__(
+        self, decoder: Decoder, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool, kv: KVScheme = KV16
+    ) -> None:
         self.decoder, self.dtype, self.device, self.batch_invariant = decoder, dtype, device, batch_invariant
+        self.kv = kv
         self.layers = [self._layer(spec) for spec in decoder.layers]
         self.head = product([decoder.head], batch_invariant)
         self.chain: Chain | tuple[str, ...] = ("its sums are not those of larger steps (batch_invariant)",)
@@ -116,7 +120,7 @@ class DecodeProgram:
     def cache_spec(self) -> CacheSpec:
         """Layout of the pages of this model's cache."""
         shape = self.layers[0].shape
-        return CacheSpec(len(self.layers), shape.kv_heads, shape.head_dim, self.dtype)
+        return CacheSpec(len(self.layers), shape.kv_heads, shape.head_dim, self.dtype, self.kv)
 
     @property
     def page_bytes(self) -> int:
@@ -170,9 +174,9 @@ class DecodeProgram:
         """
 
         def attend(i: int, qkv: Tensor) -> Tensor:
-            layer, (keys, values) = self.layers[i], self._cache.layer(i)
+            layer = self.layers[i]
             return decode_attention(
-                qkv, keys, values, slots.tables, slots.positions, rows, self.ropes[layer.spec.rope], layer.shape,
+                qkv, self._cache.layer(i), slots.tables, slots.positions, rows, self.ropes[layer.spec.rope], layer.shape,
                 layer.spec.q_gamma, layer.spec.k_gamma, sinks=layer.spec.sinks,
                 batch_invariant=self.batch_invariant, longest=longest,
             )  # fmt: skip
@@ -204,12 +208,12 @@ class DecodeProgram:
         attention_of = attention or RaggedAttention(ragged, self.layers[0].shape.kv_heads)
 
         def attend(i: int, qkv: Tensor) -> Tensor:
-            layer, (keys, values) = self.layers[i], self._cache.layer(i)
+            layer, pages = self.layers[i], self._cache.layer(i)
             q = append_kv(
-                qkv, keys, values, slots.tables, ragged.slot_of, ragged.position_of, self.ropes[layer.spec.rope], layer.shape,
+                qkv, pages, slots.tables, ragged.slot_of, ragged.position_of, self.ropes[layer.spec.rope], layer.shape,
                 layer.spec.q_gamma, layer.spec.k_gamma,
             )  # fmt: skip
-            return attention_of(q, keys, values, layer.shape, layer.spec.sinks)
+            return attention_of(q, pages, layer.shape, layer.spec.sinks)
 
         return self._layers(ragged.ids, None, ragged.position_of, attend)
 

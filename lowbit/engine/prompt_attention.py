@@ -17,6 +17,7 @@ from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from lowbit.ops.attention import causal_attention, prompt_attention
 from lowbit.ops.ragged_attention import gather_kv, ragged_attention
+from lowbit.pack.kv_pages import KVPages
 
 LEAST = 16
 """Chunks are padded to this length, longer ones to the next power of two. Up to half of the work may be padding, which is cheap
@@ -46,12 +47,12 @@ class RaggedAttention:
         self.ragged, self.where = ragged, ragged.keys(kv_heads)
 
     def __call__(
-        self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, sinks: Tensor | None = None
+        self, q: Tensor, pages: KVPages, shape: AttentionShape, sinks: Tensor | None = None
     ) -> Tensor:  # fmt: skip
-        """Returns the attention output [T, heads * head_dim] of q [T, heads, head_dim] over a layer's cache, which holds the
+        """Returns the attention output [T, heads * head_dim] of q [T, heads, head_dim] over a layer's pages, which hold the
         keys and values of all chunks. Padding rows are undefined. `sinks` [heads]: the layer's sinks, if any.
         """
-        k, v = gather_kv(keys, values, self.where, self.ragged.k_begins[-1:])
+        k, v = gather_kv(pages, self.where, self.ragged.k_begins[-1:], q.dtype)
         return ragged_attention(q, k, v, self.ragged.q_begins, self.ragged.k_begins, shape, sinks)
 
 
@@ -106,34 +107,34 @@ class PromptAttention:
         self.taken, self.order = both[: len(taken)], both[len(taken) :]
 
     def __call__(
-        self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, sinks: Tensor | None = None
+        self, q: Tensor, pages: KVPages, shape: AttentionShape, sinks: Tensor | None = None
     ) -> Tensor:  # fmt: skip
-        """Returns the attention output [T, heads * head_dim] of q [T, heads, head_dim] over a layer's cache, which holds the
+        """Returns the attention output [T, heads * head_dim] of q [T, heads, head_dim] over a layer's pages, which hold the
         keys and values of all chunks. Padding rows are 0. `sinks` [heads]: the layer's sinks, if any.
         """
-        out = self._of_chunks(q, keys, values, shape, sinks)
+        out = self._of_chunks(q, pages, shape, sinks)
         return out if len(out) == len(q) else pad(out, (0, 0, 0, len(q) - len(out)))
 
     def _of_chunks(
-        self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, sinks: Tensor | None
+        self, q: Tensor, pages: KVPages, shape: AttentionShape, sinks: Tensor | None
     ) -> Tensor:  # fmt: skip
         if not self.groups or shape.softcap or sinks is not None or 0 < shape.window < self.longest:
-            return _joined([self._alone(number, q, keys, values, shape, sinks) for number in range(len(self.chunks))])
+            return _joined([self._alone(number, q, pages, shape, sinks) for number in range(len(self.chunks))])
         out = []
         of_groups = q[self.taken].split([group.length * len(group.numbers) for group in self.groups])
         for group, own in zip(self.groups, of_groups, strict=True):
-            seen = keys[group.page, :, group.place], values[group.page, :, group.place]
+            seen = pages.read(group.page, group.place, q.dtype)
             out.append(causal_attention(own.unflatten(0, (-1, group.length)), *seen, shape))
-        out += [self._alone(number, q, keys, values, shape, sinks) for number in self.alone]
+        out += [self._alone(number, q, pages, shape, sinks) for number in self.alone]
         return _joined(out)[self.order]
 
     def _alone(
-        self, number: int, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, sinks: Tensor | None
+        self, number: int, q: Tensor, pages: KVPages, shape: AttentionShape, sinks: Tensor | None
     ) -> Tensor:  # fmt: skip
         chunk = self.chunks[number]
         part = q[self.begins[number] : self.begins[number + 1]]
         table = self.tables[chunk.sequence.running_slot]
-        return prompt_attention(part, keys, values, table, chunk.begin, shape, sinks)
+        return prompt_attention(part, pages, table, chunk.begin, shape, sinks)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from lowbit.checkpoint.card import record_divergence
 from lowbit.eval.choice import choose, read_questions
 from lowbit.eval.divergence import Divergence, divergence
 from lowbit.eval.figure import Figure
+from lowbit.eval.kv import stored_kv
 from lowbit.eval.pass_at_k import read_problems, solve
 from lowbit.eval.perplexity import perplexity
 from lowbit.eval.records import read_records
@@ -22,6 +23,7 @@ from lowbit.eval.rouge import read_documents, scorer, summarize
 from lowbit.eval.sandbox import choose_isolation, enforcement
 from lowbit.eval.size import size_of
 from lowbit.eval.text import sample_text
+from lowbit.formats.kv import KV16, parse_kv
 from lowbit.models.cpu import measuring_dtype
 from lowbit.pipeline import Pipeline, pipeline
 from lowbit.sources import regular_file
@@ -47,7 +49,7 @@ class Measured(Protocol):
 @dataclass(frozen=True)
 class Settings:
     """Settings of a suite. `limit`: largest number of records per file; `unsafe`: generated code runs even if it cannot be
-    isolated."""
+    isolated; `kv`: how the models, not the reference, store keys and values (`formats.kv`)."""
 
     window: int = 1024
     stride: int | None = None
@@ -59,6 +61,7 @@ class Settings:
     seed: int = 0
     run_generated_code: bool = False
     unsafe: bool = False
+    kv: str = "16"
 
 
 @dataclass(frozen=True)
@@ -169,15 +172,18 @@ def run_suite(
     for name, label in zip(names, labels(names), strict=True):
         pipe = to_measure(name, progress, device)
         first = reference is not None and reference_pipe is None
+        if not first:
+            label = with_kv(label, settings.kv)
         dtype = str(pipe.model.dtype).removeprefix("torch.")
         results.add_model(name, label, first, size_of(name, pipe.model), dtype, str(pipe.model.device))
         divergences = []
         for task in tasks:
             say(f"{label}: {task.name}")
-            kl = _measure(pipe, reference_pipe, task, settings, results, isolation, progress)
+            with stored_kv(pipe.model, KV16 if first else parse_kv(settings.kv)):
+                kl = _measure(pipe, reference_pipe, task, settings, results, isolation, progress)
             if kl is not None:
                 divergences.append(f"{kl.mean:.4f} nats per token on {task.name} ({kl.tokens:,} tokens)")
-        if divergences and Path(name).is_dir():
+        if divergences and Path(name).is_dir() and not parse_kv(settings.kv).quantized:
             _complete_card(Path(name), f"{', '.join(divergences)}, from {Path(str(reference)).name}", say)
         if first:
             reference_pipe = pipe
@@ -193,6 +199,11 @@ def _complete_card(folder: Path, measured: str, say: Callable[[str], None]) -> N
             say(f"{folder}: wrote the divergence into the model card")
     except OSError as error:
         say(f"cannot write the divergence into the model card: {error}")
+
+
+def with_kv(name: str, kv: str) -> str:
+    """Returns the name of a model, followed by the format of its keys and values unless that is 16 bits."""
+    return name if not parse_kv(kv).quantized else f"{name}, KV {kv}"
 
 
 def labels(names: Sequence[str]) -> list[str]:

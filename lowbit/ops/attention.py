@@ -1,8 +1,8 @@
 """Attention over a paged KV cache: the operators `lowbit::decode_attention` and `lowbit::append_kv`, and attention of prompts.
 
-Keys and values of a layer are stored in pages of PAGE tokens, k and v [pages, kv_heads, PAGE, head_dim]. `tables` int32 [slots,
-P] lists the pages of each slot in order. `positions` int32 [slots] is the position of the token that the slot processes next.
-The contents of tables and positions are not checked.
+Keys and values of a layer are stored in pages of PAGE tokens (`KVPages`, pack/kv_pages.py), in 16 bits or packed with a scale
+per token and head. `tables` int32 [slots, P] lists the pages of each slot in order. `positions` int32 [slots] is the position
+of the token that the slot processes next. The contents of tables and positions are not checked.
 """
 
 from __future__ import annotations
@@ -16,31 +16,41 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from lowbit.formats.kv import KVScheme, parse_kv
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.attention import PAGE, AttentionShape, attention_refusals, choose_decode, shape_refusals
-from lowbit.kernels.reference.attention import append_reference, attend, decode_reference, gathered
+from lowbit.kernels.choose.packed_attention import choose_packed
+from lowbit.kernels.reference.attention import append_reference, attend, decode_reference, gathered, read_type
 from lowbit.ops.operands import TensorSpec, device_of, meta_tensors, spec_of, triton_refusals
+from lowbit.ops.ragged_attention import gather_kv
 from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
+from lowbit.pack.kv_pages import KVPages, head_bytes, kv_refusals
 
 if TYPE_CHECKING:
     from lowbit.kernels.elementwise.append import AppendPlan
+    from lowbit.kernels.sm80.packed_attention import PackedAttentionPlan
     from lowbit.kernels.sm80.paged_attention import PagedAttentionPlan
 
 _SHAPE = (
-    "SymInt heads, SymInt kv_heads, SymInt head_dim, float scale, SymInt rotary_dim, float softcap, SymInt window,"
+    "str kv, SymInt heads, SymInt kv_heads, SymInt head_dim, float scale, SymInt rotary_dim, float softcap, SymInt window,"
     " float norm_eps, float norm_offset"
 )
-_CACHE = "Tensor qkv, Tensor(a!) k, Tensor(b!) v, Tensor tables"
+_CACHE = "Tensor qkv, Tensor(a!) k, Tensor(b!) v, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor tables"
 _attention_shape = functools.lru_cache(maxsize=256)(AttentionShape)
+_scheme = functools.lru_cache(maxsize=64)(parse_kv)
 
-Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-"""The tensor arguments of both operators: qkv, k, v, tables, positions and rows (or slot_of and position_of), cos_sin, q_norm,
-k_norm."""
+Tensors = tuple[
+    Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None
+]
+"""The tensor arguments of both operators: qkv, k, v, k_scale, v_scale, tables, positions and rows (or slot_of and position_of),
+cos_sin, q_norm, k_norm."""
+
+_TENSORS = 11
 
 
 def decode_attention(
-    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, shape: AttentionShape,
+    qkv: Tensor, pages: KVPages, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, shape: AttentionShape,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, *, sinks: Tensor | None = None, batch_invariant: bool = False,
     longest: int = 0,
 ) -> Tensor:  # fmt: skip
@@ -49,35 +59,51 @@ def decode_attention(
     qkv [B, (heads + 2 kv_heads) head_dim] holds each row's heads of q, then k, then v; `rows` int32 [B] is its slot. Heads of q
     and k are RMS-normed if q_norm and k_norm [head_dim] are given, then rotated by cos_sin float32 [positions, rotary_dim]: cos
     of each pair, then sin. The new k and v are written to the slot's position. The token attends to positions 0 to its own
-    position. `sinks` [heads], of any float type, is an additional score per head without a value in the softmax (gpt-oss);
-    neither `shape.scale` nor `shape.softcap` applies to it. On a GPU types are fp16 or bf16 and there is one launch. It reads
-    rows, positions, tables, cos_sin, gammas, sinks and older keys before the preceding kernel has finished, so neither that
-    kernel nor any other running kernel may write them. With `batch_invariant` a row has the same bits in every batch; else the
-    number of splits of a row depends on the batch. `longest` is the longest context, in tokens, for which the tile is chosen
-    (default: the capacity of the tables); longer contexts are computed correctly, but more slowly. Raises ValueError for
+    position, all as stored. `sinks` [heads], of any float type, is an additional score per head without a value in the softmax
+    (gpt-oss); neither `shape.scale` nor `shape.softcap` applies to it. On a GPU types are fp16 or bf16 and there is one launch.
+    It reads rows, positions, tables, cos_sin, gammas, sinks and older keys before the preceding kernel has finished, so neither
+    that kernel nor any other running kernel may write them. With `batch_invariant` a row has the same bits in every batch; else
+    the number of splits of a row depends on the batch. `longest` is the longest context, in tokens, for which the tile is
+    chosen (default: the capacity of the tables); longer contexts are computed correctly, but more slowly. Raises ValueError for
     tensors that do not fit together and for a shape that no kernel supports.
     """
     return torch.ops.lowbit.decode_attention(
-        qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, *_fields(shape), batch_invariant, longest, sinks
+        qkv,
+        *pages.tensors,
+        tables,
+        positions,
+        rows,
+        cos_sin,
+        q_norm,
+        k_norm,
+        str(pages.scheme),
+        *_fields(shape),
+        batch_invariant,
+        longest,
+        sinks,
     )
 
 
 def append_kv(
-    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor,
-    shape: AttentionShape, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
+    qkv: Tensor, pages: KVPages, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor, shape: AttentionShape,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns q [T, heads, head_dim] of T prompt tokens after norm and RoPE; writes their k and v to the pages of their slots.
+    q is not rotated, even if the keys are: `gather_kv` undoes rotations.
 
     slot_of and position_of int32 [T] are the slot and the position of each token; other arguments as in `decode_attention`.
     """
-    return torch.ops.lowbit.append_kv(qkv, k, v, tables, slot_of, position_of, cos_sin, q_norm, k_norm, *_fields(shape))
+    return torch.ops.lowbit.append_kv(
+        qkv, *pages.tensors, tables, slot_of, position_of, cos_sin, q_norm, k_norm, str(pages.scheme), *_fields(shape)
+    )
 
 
 def prompt_attention(
-    q: Tensor, k: Tensor, v: Tensor, table_row: Tensor, first: int, shape: AttentionShape, sinks: Tensor | None = None
+    q: Tensor, pages: KVPages, table_row: Tensor, first: int, shape: AttentionShape, sinks: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """Returns the attention [T, heads * head_dim] of tokens q [T, heads, head_dim] at positions first, first + 1, .. of one
-    slot. The keys and values of all these tokens must be in the slot's pages.
+    slot. The keys and values of all these tokens must be in the slot's pages, and are used as stored, so results do not depend
+    on how a prompt is divided into chunks.
 
     table_row int32 [P] is on the device of q. sinks [heads] as in `decode_attention`. On a GPU without a soft cap and sinks,
     and with a window that covers all tokens, torch's flash attention computes it, without repeating keys for the query heads
@@ -89,7 +115,7 @@ def prompt_attention(
         reasons = (*reasons, f"q is [T, {shape.heads}, {shape.head_dim}], its {tokens} tokens on {len(table_row)} pages")
     if reasons:
         raise ValueError(f"prompt_attention: {'; '.join(reasons)}; got q {tuple(q.shape)} and first {first}")
-    keys, values = gathered(k, table_row, tokens), gathered(v, table_row, tokens)
+    keys, values = _of_slot(q, pages, table_row, tokens)
     if not q.is_cuda or shape.softcap or sinks is not None or 0 < shape.window < tokens:
         return attend(q, keys, values, first, shape, sinks)
     mask = causal_lower_right(len(q), tokens)
@@ -97,6 +123,16 @@ def prompt_attention(
         q.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, scale=shape.scale, enable_gqa=shape.group > 1
     )
     return out[0].transpose(0, 1).flatten(1)
+
+
+def _of_slot(q: Tensor, pages: KVPages, table_row: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Returns keys and values [kv_heads, tokens, head_dim] of the first tokens of a slot."""
+    if not (q.is_cuda and pages.scheme.quantized):
+        return gathered(pages, table_row, tokens, read_type(q))
+    token = torch.arange(tokens, device=q.device)
+    where = table_row[token // PAGE].long() * (pages.kv_heads * PAGE) + token % PAGE
+    k, v = gather_kv(pages, where, torch.full((1,), tokens, dtype=torch.int32, device=q.device), q.dtype)
+    return k.transpose(0, 1), v.transpose(0, 1)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
@@ -121,18 +157,35 @@ def _fields(shape: AttentionShape) -> tuple[int | float, ...]:
     )  # fmt: skip
 
 
+def page_refusals(shape: AttentionShape, pages: KVPages, dtype: torch.dtype) -> list[str]:
+    """Reasons why pages are none of q, k and v of a shape and dtype."""
+    scheme, (k, v, k_scale, v_scale) = pages.scheme, pages.tensors
+    own: list[tuple[str, Tensor, torch.dtype, tuple[int, ...]]]
+    own = [("k", k, dtype, (PAGE, shape.head_dim)), ("v", v, dtype, (PAGE, shape.head_dim))]
+    if scheme.quantized:
+        own = [
+            ("k", k, torch.uint8, (head_bytes(scheme.k, shape.head_dim),)),
+            ("v", v, torch.uint8, (head_bytes(scheme.v, shape.head_dim),)),
+            *((name, x, torch.float16, (PAGE,)) for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None),
+        ]
+    reasons = []
+    for name, x, of_type, size in own:
+        if tuple(x.shape) != (k.shape[0], shape.kv_heads, *size) or x.dtype != of_type:
+            reasons.append(f"{name} is {of_type} {('pages', shape.kv_heads, *size)}, got {x.dtype} {tuple(x.shape)}")
+    if {k_scale is not None, v_scale is not None} != {scheme.quantized}:
+        reasons.append(f"packed pages, and only those, have k_scale and v_scale; {scheme} pages got {pages.tensors[2:]}")
+    return reasons
+
+
 def _check(
-    operator: str, shape: AttentionShape, qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, of_slots: Tensor | None,
+    operator: str, shape: AttentionShape, qkv: Tensor, pages: KVPages, tables: Tensor, of_slots: Tensor | None,
     of_rows: tuple[Tensor, ...], cos_sin: Tensor, norms: Sequence[Tensor | None], sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Raises ValueError unless the tensors fit together and have the given attention shape."""
     reasons = list(shape_refusals(shape))
     if qkv.dim() != 2 or qkv.shape[1] != shape.features:
         reasons.append(f"qkv is [B, {shape.features}], got {tuple(qkv.shape)}")
-    pages = (k.shape[0], shape.kv_heads, PAGE, shape.head_dim)
-    for name, x in (("k", k), ("v", v)):
-        if tuple(x.shape) != pages or x.dtype != qkv.dtype:
-            reasons.append(f"{name} is {qkv.dtype} {('pages', *pages[1:])}, got {x.dtype} {tuple(x.shape)}")
+    reasons += page_refusals(shape, pages, qkv.dtype)
     if tables.dim() != 2 or tables.dtype != torch.int32:
         reasons.append(f"tables are int32 [slots, pages of a slot], got {tables.dtype} {tuple(tables.shape)}")
     lengths = [] if of_slots is None else [(of_slots, tables.shape[0])]
@@ -151,9 +204,9 @@ def _check(
         raise ValueError(f"{operator}: {'; '.join(reasons)}")
 
 
-def _check_cuda(operator: str, shape: AttentionShape, tensors: tuple[TensorSpec | None, ...]) -> None:
+def _check_cuda(operator: str, shape: AttentionShape, kv: KVScheme, tensors: tuple[TensorSpec | None, ...]) -> None:
     """Raises ValueError unless a kernel supports the shape and the tensors; the first tensor is qkv."""
-    reasons = [*attention_refusals(shape), *triton_refusals()]
+    reasons = [*attention_refusals(shape), *kv_refusals(kv, shape.head_dim), *triton_refusals()]
     given = [t for t in tensors if t is not None]
     if given[0][1] not in (torch.float16, torch.bfloat16):
         reasons.append(f"the kernel takes fp16 and bf16, got {given[0][1]}: the reference on a CPU takes any")
@@ -165,19 +218,27 @@ def _check_cuda(operator: str, shape: AttentionShape, tensors: tuple[TensorSpec 
         raise ValueError(f"{operator}: {'; '.join(reasons)}")
 
 
-def _split(arguments: tuple[Any, ...]) -> tuple[Tensors, AttentionShape, tuple[Any, ...]]:
-    """Splits the arguments of an operator into tensors, shape and options."""
-    return arguments[:9], _attention_shape(*arguments[9:18]), arguments[18:]  # type: ignore[return-value]
+def _split(arguments: tuple[Any, ...]) -> tuple[Tensors, KVScheme, AttentionShape, tuple[Any, ...]]:
+    """Splits the arguments of an operator into tensors, formats of keys and values, shape and options."""
+    kv, fields = arguments[_TENSORS], arguments[_TENSORS + 1 :]
+    return arguments[:_TENSORS], _scheme(kv), _attention_shape(*fields[:9]), fields[9:]  # type: ignore[return-value]
+
+
+def _pages(tensors: Sequence[Any], kv: KVScheme, shape: AttentionShape) -> KVPages:
+    """Returns the pages among the tensors of an operator."""
+    return KVPages(kv, shape.head_dim, *tensors[1:5])
 
 
 def _contiguous(operator: str, tensors: Tensors) -> Tensors:
     """Returns contiguous tensors, copied if they have gaps. Raises ValueError for pages and tables with gaps, since a copy
     would not be the cache."""
-    qkv, k, v, tables, first, second, cos_sin, *norms = tensors
-    if not (k.is_contiguous() and v.is_contiguous() and tables.is_contiguous()):
-        strides = [t.stride() for t in (k, v, tables)]
+    qkv, *cache, first, second, cos_sin, q_norm, k_norm = tensors
+    if not all(t is None or t.is_contiguous() for t in cache):
+        strides = [t.stride() for t in cache if t is not None]
         raise ValueError(f"{operator}: pages and tables are contiguous, got strides {strides}")
-    return (qkv.contiguous(), k, v, tables, first.contiguous(), second.contiguous(), cos_sin.contiguous(), *norms)  # type: ignore[return-value]
+    return (  # type: ignore[return-value]
+        qkv.contiguous(), *cache, first.contiguous(), second.contiguous(), cos_sin.contiguous(), q_norm, k_norm
+    )  # fmt: skip
 
 
 def _decode_options(batch_invariant: bool = False, longest: int = 0, sinks: Tensor | None = None) -> Any:
@@ -186,47 +247,56 @@ def _decode_options(batch_invariant: bool = False, longest: int = 0, sinks: Tens
 
 
 def _decode(*arguments: Any) -> Tensor:
-    given, shape, rest = _split(arguments)
+    given, kv, shape, rest = _split(arguments)
     tensors = _contiguous("decode_attention", given)
     options, sinks = _decode_options(*rest)
-    plan = _decode_plan(shape, tuple(spec_of(t) for t in (*tensors, sinks)), *options)
+    plan = _decode_plan(kv, shape, tuple(spec_of(t) for t in (*tensors, sinks)), *options)
     if plan is None:
         return tensors[0].new_empty(0, shape.heads * shape.head_dim)
-    return plan(*tensors, sinks, *workspace(tensors[0].device, *plan.workspace))
+    return plan(
+        tensors[0], _pages(tensors, kv, shape), *tensors[5:], sinks, *workspace(tensors[0].device, *plan.workspace)
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
 def _decode_plan(
-    shape: AttentionShape, tensors: tuple[TensorSpec | None, ...], batch_invariant: bool = False, longest: int = 0
-) -> PagedAttentionPlan | None:
+    kv: KVScheme, shape: AttentionShape, tensors: tuple[TensorSpec | None, ...], batch_invariant: bool = False, longest: int = 0
+) -> PagedAttentionPlan | PackedAttentionPlan | None:
     """Returns the plan of a step; None without rows. Raises ValueError if the tensors do not fit together."""
     on_meta = meta_tensors(tensors)
-    _check_decode(on_meta, shape)
-    tables, rows = on_meta[3], on_meta[5]
+    _check_decode(on_meta, kv, shape)
+    tables, rows = on_meta[5], on_meta[7]
     if len(rows) == 0:
         return None
-    _check_cuda("decode_attention", shape, tensors)
+    _check_cuda("decode_attention", shape, kv, tensors)
     machine = machine_of(device_of("decode_attention", tensors))
-    tile = choose_decode(len(rows), shape, longest or PAGE * tables.shape[1], machine, batch_invariant)
+    longest = longest or PAGE * tables.shape[1]
+    if kv.quantized:
+        tile = choose_packed(len(rows), shape, kv, longest, machine, batch_invariant)
+        from lowbit.kernels.sm80.packed_attention import PackedAttentionPlan
+
+        return PackedAttentionPlan(len(rows), shape, kv, tile, machine)
+    tile = choose_decode(len(rows), shape, longest, machine, batch_invariant)
     from lowbit.kernels.sm80.paged_attention import PagedAttentionPlan
 
     return PagedAttentionPlan(len(rows), shape, tile, machine)
 
 
-def _check_decode(tensors: Sequence[Any], shape: AttentionShape) -> None:
-    qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, sinks = tensors
-    _check("decode_attention", shape, qkv, k, v, tables, positions, (rows,), cos_sin, (q_norm, k_norm), sinks)
+def _check_decode(tensors: Sequence[Any], kv: KVScheme, shape: AttentionShape) -> None:
+    tables, positions, rows, cos_sin, q_norm, k_norm, sinks = tensors[5:]
+    pages = _pages(tensors, kv, shape)
+    _check("decode_attention", shape, tensors[0], pages, tables, positions, (rows,), cos_sin, (q_norm, k_norm), sinks)
 
 
 def _decode_on_cpu(*arguments: Any) -> Tensor:
-    tensors, shape, rest = _split(arguments)
+    tensors, kv, shape, rest = _split(arguments)
     _, sinks = _decode_options(*rest)
-    _check_decode((*tensors, sinks), shape)
-    return decode_reference(*tensors[:7], shape, *tensors[7:], sinks)
+    _check_decode((*tensors, sinks), kv, shape)
+    return decode_reference(tensors[0], _pages(tensors, kv, shape), *tensors[5:9], shape, *tensors[9:], sinks)
 
 
 def _fake_decode(*arguments: Any) -> Tensor:
-    qkv, heads, head_dim = arguments[0], arguments[9], arguments[11]
+    qkv, heads, head_dim = arguments[0], arguments[_TENSORS + 1], arguments[_TENSORS + 3]
     return qkv.new_empty((qkv.shape[0], heads * head_dim))
 
 
@@ -240,35 +310,37 @@ register(
 
 
 def _append(*arguments: Any) -> Tensor:
-    given, shape, _ = _split(arguments)
+    given, kv, shape, _ = _split(arguments)
     tensors = _contiguous("append_kv", given)
-    return _append_plan(shape, tuple(spec_of(t) for t in tensors))(*tensors)
+    plan = _append_plan(kv, shape, tuple(spec_of(t) for t in tensors))
+    return plan(tensors[0], _pages(tensors, kv, shape), *tensors[5:])
 
 
 @functools.lru_cache(maxsize=1024)
-def _append_plan(shape: AttentionShape, tensors: tuple[TensorSpec | None, ...]) -> AppendPlan:
+def _append_plan(kv: KVScheme, shape: AttentionShape, tensors: tuple[TensorSpec | None, ...]) -> AppendPlan:
     """Returns the plan of a prompt's tokens. Raises ValueError if the tensors do not fit together."""
     on_meta = meta_tensors(tensors)
-    _check_append(on_meta, shape)
-    _check_cuda("append_kv", shape, tensors)
+    _check_append(on_meta, kv, shape)
+    _check_cuda("append_kv", shape, kv, tensors)
     from lowbit.kernels.elementwise.append import AppendPlan
 
-    return AppendPlan(len(on_meta[0]), shape, machine_of(device_of("append_kv", tensors)))
+    return AppendPlan(len(on_meta[0]), shape, kv, machine_of(device_of("append_kv", tensors)))
 
 
-def _check_append(tensors: Sequence[Any], shape: AttentionShape) -> None:
-    qkv, k, v, tables, slot_of, position_of, cos_sin, *norms = tensors
-    _check("append_kv", shape, qkv, k, v, tables, None, (slot_of, position_of), cos_sin, norms)
+def _check_append(tensors: Sequence[Any], kv: KVScheme, shape: AttentionShape) -> None:
+    tables, slot_of, position_of, cos_sin, *norms = tensors[5:]
+    pages = _pages(tensors, kv, shape)
+    _check("append_kv", shape, tensors[0], pages, tables, None, (slot_of, position_of), cos_sin, norms)
 
 
 def _append_on_cpu(*arguments: Any) -> Tensor:
-    tensors, shape, _ = _split(arguments)
-    _check_append(tensors, shape)
-    return append_reference(*tensors[:7], shape, *tensors[7:])
+    tensors, kv, shape, _ = _split(arguments)
+    _check_append(tensors, kv, shape)
+    return append_reference(tensors[0], _pages(tensors, kv, shape), *tensors[5:9], shape, *tensors[9:])
 
 
 def _fake_append(*arguments: Any) -> Tensor:
-    qkv, heads, head_dim = arguments[0], arguments[9], arguments[11]
+    qkv, heads, head_dim = arguments[0], arguments[_TENSORS + 1], arguments[_TENSORS + 3]
     return qkv.new_empty((qkv.shape[0], heads, head_dim))
 
 

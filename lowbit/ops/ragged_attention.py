@@ -1,35 +1,38 @@
 """Variable-length attention of prompts whose lengths are only on the device, and the operator `lowbit::gather_kv`.
 
-`gather_kv` copies keys and values from the pages of a layer (ops/attention.py) into one tensor, then torch's flash attention
-computes all sequences in one call.
+`gather_kv` copies keys and values from the pages of a layer (pack/kv_pages.py) into one tensor, in 16 bits and with rotations
+undone, then torch's flash attention computes all sequences in one call.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from lowbit.formats.kv import KVScheme, parse_kv
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.attention import PAGE, AttentionShape, shape_refusals
 from lowbit.kernels.reference.attention import gather_reference, ragged_reference
 from lowbit.ops.operands import TensorSpec, meta_tensors, spec_of, triton_refusals
 from lowbit.ops.register import register
+from lowbit.pack.kv_pages import KVPages, head_bytes, kv_refusals
 
 if TYPE_CHECKING:
     from lowbit.kernels.elementwise.gather_kv import GatherKvPlan
 
 
-def gather_kv(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns keys and values [T, kv_heads, head_dim] of tokens from pages k and v [pages, kv_heads, PAGE, head_dim].
+def gather_kv(pages: KVPages, where: Tensor, count: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns keys and values [T, kv_heads, head_dim] in `dtype` of tokens of a layer's pages.
 
     `where` int64 [T] is page * kv_heads * PAGE + index within the page, for the first `count` int32 [1] tokens; the other rows
-    of the result are uninitialised. Page numbers are not checked. On a GPU types are fp16 or bf16. Raises ValueError for
-    tensors that do not fit together.
+    of the result are uninitialised. Page numbers are not checked. Packed keys and values are dequantized, their rotation is
+    undone, and the result is rounded once to `dtype`; 16-bit ones have this type already. On a GPU types are fp16 or bf16.
+    Raises ValueError for tensors that do not fit together.
     """
-    return torch.ops.lowbit.gather_kv(k, v, where, count)
+    return torch.ops.lowbit.gather_kv(*pages.tensors, where, count, str(pages.scheme), pages.head_dim, dtype)
 
 
 def ragged_attention(
@@ -77,54 +80,75 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return (out * kept.T.unsqueeze(2)).to(out.dtype)
 
 
-def _check(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> None:
+def _check(pages: KVPages, where: Tensor, count: Tensor, dtype: torch.dtype) -> None:
     """Raises ValueError unless the tensors fit together."""
-    if k.dim() != 4 or k.shape[2] != PAGE or k.shape != v.shape or k.dtype != v.dtype:
+    k, v, k_scale, v_scale = pages.tensors
+    if pages.scheme.quantized:
+        sizes = [(*k.shape[:2], head_bytes(fmt, pages.head_dim)) for fmt in (pages.scheme.k, pages.scheme.v)]
+        scales = [(tuple(t.shape), t.dtype) for t in (k_scale, v_scale) if t is not None]
+        fits = [(tuple(t.shape), t.dtype) for t in (k, v)] == [(size, torch.uint8) for size in sizes]
+        if not fits or scales != 2 * [((*k.shape[:2], PAGE), torch.float16)]:
+            found = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in (k, v, k_scale, v_scale) if t is not None)
+            expected = f"uint8 {sizes[0]} and {sizes[1]} with fp16 scales [pages, kv_heads, {PAGE}]"
+            raise ValueError(f"gather_kv: {pages.scheme} pages of heads of {pages.head_dim} are {expected}, got {found}")
+    elif k.dim() != 4 or k.shape[2] != PAGE or k.shape != v.shape or {k.dtype, v.dtype} != {dtype}:
         found = f"{k.dtype} {tuple(k.shape)} and {v.dtype} {tuple(v.shape)}"
-        raise ValueError(f"gather_kv: k and v are pages [pages, kv_heads, {PAGE}, head_dim] of one type, got {found}")
+        raise ValueError(f"gather_kv: k and v are {dtype} pages [pages, kv_heads, {PAGE}, head_dim] of one type, got {found}")
     if (where.dim(), where.dtype, count.shape, count.dtype) != (1, torch.int64, (1,), torch.int32):
         found = f"{where.dtype} {tuple(where.shape)} and {count.dtype} {tuple(count.shape)}"
         raise ValueError(f"gather_kv: where is int64 [T] and count int32 [1], got {found}")
 
 
-def _gather(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    plan = _plan(*(spec_of(t) for t in (k, v, where)), count.device)
-    if not (k.is_contiguous() and v.is_contiguous()):
-        raise ValueError(f"gather_kv: pages are contiguous, got strides {k.stride()} and {v.stride()}")
-    return plan(k, v, where.contiguous(), count)
+_scheme = functools.lru_cache(maxsize=64)(parse_kv)
+
+
+def _gather(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *cache, where, count, kv, head_dim, dtype = arguments
+    specs = tuple(spec_of(t) for t in (*cache, where))
+    plan = _plan(_scheme(kv), head_dim, dtype, specs, count.device)
+    if not all(t is None or t.is_contiguous() for t in cache):
+        raise ValueError(f"gather_kv: pages are contiguous, got strides {[t.stride() for t in cache if t is not None]}")
+    return plan(KVPages(_scheme(kv), head_dim, *cache), where.contiguous(), count)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(k: TensorSpec, v: TensorSpec, where: TensorSpec, counted: torch.device) -> GatherKvPlan:
+def _plan(
+    kv: KVScheme, head_dim: int, dtype: torch.dtype, specs: tuple[TensorSpec | None, ...], counted: torch.device
+) -> GatherKvPlan:
     """Returns the plan of a call. Raises ValueError if the tensors do not fit together."""
-    meta_k, meta_v, meta_where = meta_tensors((k, v, where))
-    _check(meta_k, meta_v, meta_where, torch.empty(1, dtype=torch.int32, device="meta"))
-    reasons = [*triton_refusals()]
-    if k[1] not in (torch.float16, torch.bfloat16):
-        reasons.append(f"the kernel takes fp16 and bf16, got {k[1]}: the reference on a CPU takes any")
-    if len({k[2], v[2], where[2], counted}) > 1:
-        reasons.append(f"all tensors must be on one device, got {k[2]}, {v[2]}, {where[2]} and {counted}")
-    if not (k[3] and v[3]) or meta_k.shape[3] % 8:
+    *cache, where = meta_tensors(specs)
+    _check(KVPages(kv, head_dim, *cache), where, torch.empty(1, dtype=torch.int32, device="meta"), dtype)
+    reasons = [*kv_refusals(kv, head_dim), *triton_refusals()]
+    given = [spec for spec in specs if spec is not None]
+    if dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"the kernel takes fp16 and bf16, got {dtype}: the reference on a CPU takes any")
+    if len(devices := {*(spec[2] for spec in given), counted}) > 1:
+        reasons.append(f"all tensors must be on one device, got {sorted(map(str, devices))}")
+    if not all(spec[3] for spec in given[:-1]) or head_dim % 8:
         reasons.append("pages start at multiples of 16 bytes, and so does each head: head_dim is a multiple of 8")
     if reasons:
         raise ValueError(f"gather_kv: {'; '.join(reasons)}")
     from lowbit.kernels.elementwise.gather_kv import GatherKvPlan
 
-    return GatherKvPlan(len(meta_where), meta_k.shape[1], meta_k.shape[3], machine_of(k[2]))
+    return GatherKvPlan(len(where), cache[0].shape[1], head_dim, kv, dtype, machine_of(given[0][2]))
 
 
-def _gather_on_cpu(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    _check(k, v, where, count)
-    return gather_reference(k, where, count), gather_reference(v, where, count)
+def _gather_on_cpu(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *cache, where, count, kv, head_dim, dtype = arguments
+    pages = KVPages(_scheme(kv), head_dim, *cache)
+    _check(pages, where, count, dtype)
+    return gather_reference(pages, where, count, dtype)
 
 
-def _fake(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    size = (where.shape[0], k.shape[1], k.shape[3])
-    return k.new_empty(size), v.new_empty(size)
+def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    k, where, head_dim, dtype = arguments[0], arguments[4], arguments[7], arguments[8]
+    size = (where.shape[0], k.shape[1], head_dim)
+    return k.new_empty(size, dtype=dtype), k.new_empty(size, dtype=dtype)
 
 
 register(
-    "gather_kv(Tensor k, Tensor v, Tensor where, Tensor count) -> (Tensor, Tensor)",
+    "gather_kv(Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor where, Tensor count, str kv, int head_dim,"
+    " ScalarType dtype) -> (Tensor, Tensor)",
     cuda=_gather,
     cpu=_gather_on_cpu,
     fake=_fake,

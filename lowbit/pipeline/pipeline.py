@@ -27,6 +27,7 @@ from transformers import (
 
 from lowbit.engine import Detokenizer, Engine, FinishReason, RequestFailed, SampledToken
 from lowbit.engine.warm_up import Stage
+from lowbit.formats.kv import parse_kv
 from lowbit.hardware.machine import torch_device
 from lowbit.models.head import SCHEME
 from lowbit.models.load import load_causal
@@ -52,17 +53,25 @@ class Pipeline:
         *,
         max_length: int | None = None,
         engine: bool | None = None,
+        kv: str = "16",
         **options: Any,
     ) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
         self._engine: Engine | None = None
         self._engine_lock = threading.Lock()
-        self._wants_engine, self._options = model.device.type == "cuda" if engine is None else engine, options
+        narrow = parse_kv(kv).quantized
+        self._wants_engine = model.device.type == "cuda" or narrow if engine is None else engine
+        self._options = {"kv": kv, **options}
         self._defaults: dict[str, object] = {} if max_length is None else {"max_length": max_length}
         GenerateParams.from_arguments(self._defaults)  # raises for a bad default here, not at the first call
         # The generation config of chat models adds tokens that end a turn.
         self.stop_token_ids = sorted({*_ids(model.generation_config.eos_token_id), *_ids(tokenizer.eos_token_id)})
         self.is_encoder_decoder = is_encoder_decoder(model)
+        if narrow and (reasons := (*(() if self._wants_engine else ("engine=False asks for its own cache",)), *self.refusals)):
+            raise ValueError(
+                f"keys and values in {kv} are the engine's; here Transformers would generate, whose cache has 16 bits "
+                f"({'; '.join(reasons)}): leave kv at '16', or use the engine"
+            )
 
     def __call__(self, prompts: str | list[str], **arguments: Any) -> list[Response]:
         """Returns the responses to `prompts`, in order. No response depends on other prompts. Arguments are the fields of
@@ -289,6 +298,7 @@ def pipeline(
     head: str | None = SCHEME,
     max_concurrent: int = 64,
     cache_bytes: int | None = None,
+    kv: str = "16",
     quantization_mode: str | None = None,
     **unknown: Any,
 ) -> Pipeline:
@@ -312,6 +322,8 @@ def pipeline(
         head: the scheme of LM head and embedding of a quantized model under the engine on a GPU; None for 16 bits.
         max_concurrent: maximum number of sequences that the engine computes at once.
         cache_bytes: the engine's memory for keys and values (default: most of the GPU's free memory, `engine.Engine`).
+        kv: how the engine stores keys and values: "16", "fp8", "int8", "int4", or keys and values apart (docs/kv.md). Calls use
+            the engine then, on a CPU too.
 
     Raises UnknownArgument for other arguments, CheckpointError for checkpoints that `models.load.load_causal` refuses (one that
     lacks parameters, for example), and ValueError if the checkpoint is already quantized to another scheme.
@@ -325,6 +337,7 @@ def pipeline(
             )
         warnings.warn("quantization_mode is the old name of scheme", DeprecationWarning, stacklevel=2)
         scheme = quantization_mode
+    parse_kv(kv)
     device, source = torch_device(device), resolve(model_name_or_path)
     model = load_causal(
         source, scheme=scheme, device=device, dtype=dtype, verify=verify, progress=progress,
@@ -336,7 +349,7 @@ def pipeline(
         tokenizer = tokenizer_of(tokenizer or source.path, model)
     return Pipeline(
         model, tokenizer, max_length=max_length, engine=engine, batch_invariant=batch_invariant,
-        max_concurrent=max_concurrent, cache_bytes=cache_bytes, progress=Bar() if progress else None,
+        max_concurrent=max_concurrent, cache_bytes=cache_bytes, kv=kv, progress=Bar() if progress else None,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from lowbit.engine import Engine, FinishReason, Sequence
+from lowbit.kernels.choose.attention import PAGE
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 TOKEN_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
@@ -34,16 +35,23 @@ class Metrics:
             "lowbit_time_per_token_seconds", "Mean time between the tokens of a sequence.", buckets=TOKEN_SECONDS, **registry
         )
         self.rounds = Histogram("lowbit_round_seconds", "Duration of the engine's steps.", buckets=TOKEN_SECONDS, **registry)
-        scheduler = engine.scheduler
+        scheduler, spec = engine.scheduler, engine.program.cache_spec
+
+        def pages_used() -> int:
+            return scheduler.pages.count - 1 - scheduler.pages.available
+
         gauges = (
             ("lowbit_texts_running", "Running sequences.", lambda: len(scheduler.running)),
             ("lowbit_texts_waiting", "Waiting sequences.", lambda: len(scheduler.waiting)),
-            ("lowbit_kv_pages_used", "Pages of the KV cache in use.",
-             lambda: scheduler.pages.count - 1 - scheduler.pages.available),
+            ("lowbit_kv_pages_used", "Pages of the KV cache in use.", pages_used),
             ("lowbit_kv_pages", "Pages of the KV cache.", lambda: scheduler.pages.count - 1),
-        )  # fmt: skip
+            ("lowbit_kv_tokens_used", "Tokens that the KV pages in use can hold.", lambda: PAGE * pages_used()),
+            ("lowbit_kv_tokens", "Tokens that all KV pages can hold.", lambda: PAGE * (scheduler.pages.count - 1)),
+        )
         for name, meaning, value in gauges:
             Gauge(name, meaning, **registry).set_function(value)
+        size = Gauge("lowbit_kv_bytes", "Memory of the KV cache, by format of keys and values.", ("format",), **registry)
+        size.labels("16" if spec is None else str(spec.kv)).set(engine.program.page_bytes * scheduler.pages.count)
 
     def ended(self, sequence: Sequence, reason: FinishReason, first: float | None) -> None:
         """Counts a finished sequence with the finish reason sent to the client, which differs from the engine's if held-back

@@ -121,6 +121,7 @@ def test_pictures_need_a_measured_row(tmp_path):
         (["--rivals", "vllm"], "--rivals are eager, static, got 'vllm'"),
         (["--dtype", "float32"], "--dtype is float16 or bfloat16, got 'float32'"),
         (["--schemes", "int4"], "int4"),
+        (["--kv", "16,int3"], "formats of keys and values are 16"),
     ],
 )
 def test_what_is_asked_wrongly_is_refused(arguments, message):
@@ -203,8 +204,7 @@ def test_mixtures_of_experts_without_a_gpu(small_mixtures, model):
     engine = Engine(made, max_concurrent=4, max_length=300, cache_bytes=1 << 22, prefix_caching=False)
     assert isinstance(engine.program, DecodeProgram) and engine.difference < 0.05
     for layer in range(2):
-        for pages in engine.program.cache.layer(layer):
-            pages.normal_()
+        e2e.fill(engine.program.cache.layer(layer))
     found = e2e.experts_of_a_step(engine, made, 4, 256)
     top_k = made.config.num_experts_per_tok
     assert found.keys() == {"experts_hit"} and top_k < found["experts_hit"] < min(4 * top_k, experts.num_experts)
@@ -215,6 +215,18 @@ def test_mixtures_of_experts_without_a_gpu(small_mixtures, model):
     tokens = torch.arange(24)[None]
     with torch.no_grad():
         assert bool(sixteen(input_ids=tokens).logits.isfinite().all()) and bool(made(input_ids=tokens).logits.isfinite().all())
+
+
+@pytest.mark.parametrize("kv", ["16", "fp8", "k8v4"])
+def test_pages_are_filled(small, kv):
+    """Every page has Gaussian keys and values, as near to them as the format is."""
+    model = random_model(small, None, None, torch.float32, torch.device("cpu"))
+    engine = e2e.engine_for(model, [(2, 200)], kv)
+    pages = engine.program.cache.layer(1)
+    place, page = torch.arange(128), torch.full((128,), pages.pages - 1)
+    for part in pages.read(page, place, torch.float32):
+        assert abs(float(part.mean())) < 0.05 and 0.9 < float(part.std()) < 1.1
+    assert e2e.kv_bytes(engine.program, 256) == 2 * engine.program.page_bytes
 
 
 def test_routers_are_counted():
@@ -238,7 +250,7 @@ def test_a_run_without_a_gpu(small_mixtures, name, tmp_path, monkeypatch):
     monkeypatch.setattr(e2e, "_prefill", lambda engine: (1e4, 0.5))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(
-        e2e, "engine_for", lambda model, cases: Engine(model, max_concurrent=4, max_length=300, cache_bytes=1 << 22)
+        e2e, "engine_for", lambda model, cases, kv: Engine(model, max_concurrent=4, max_length=300, cache_bytes=1 << 22, kv=kv)
     )
 
     def decode(engine, batch, context, held, bandwidth):
@@ -247,20 +259,25 @@ def test_a_run_without_a_gpu(small_mixtures, name, tmp_path, monkeypatch):
 
     monkeypatch.setattr(e2e, "_decode", decode)
     monkeypatch.setattr(e2e, "_better", decode)
-    config = e2e.E2EConfig((name,), ("w4a16_g32", "w8a16"), (1, 4), (64,), layers=2)
+    config = e2e.E2EConfig((name,), ("w4a16_g32", "w8a16"), (1, 4), (64,), layers=2, kv=("16", "int4"))
     path, found = e2e.run(config, tmp_path / "moe.json", lambda said: None)
     own = ["w4e2m1a16_g32"] if name == "gpt-oss-20b" else []
     assert [row["error"] for row in found["rows"]] == [None] * len(found["rows"])
-    assert [row["scheme"] for row in found["rows"][::2]] == [None, *own, "w4a16_g32", "w8a16"]
-    assert {row["kv_dtype"] for row in found["rows"]} == {"bfloat16"}
+    schemes = [None, *own, "w4a16_g32", "w8a16"]
+    assert [row["scheme"] for row in found["rows"][::4]] == schemes
+    assert [row["kv_dtype"] for row in found["rows"]] == ["bfloat16", "bfloat16", "int4", "int4"] * len(schemes)
     limits = [row["limit_ms"] for row in found["rows"]]
-    assert limits[0] > limits[2] and all(one < four for one, four in zip(limits[::2], limits[1::2], strict=True))
+    assert limits[0] > limits[4] and all(one < four for one, four in zip(limits[::2], limits[1::2], strict=True))
+    assert all(wide > narrow for i in (0, 1) for wide, narrow in zip(limits[i::4], limits[i + 2 :: 4], strict=True))
+    wide_ms = {row["batch"]: row["ms_per_token"] for row in found["rows"][:2]}
+    assert all(row["bf16_ms_per_token"] == wide_ms[row["batch"]] for row in found["rows"])
     assert all(
         row["experts_hit"] >= {"Qwen3-30B-A3B": 8, "gpt-oss-20b": 4}[name] and row["request_s"] > 0 for row in found["rows"]
     )
     terminal = Console(width=80, record=True, quiet=False)
     terminal.print(*tables(load(path)))
-    assert "50 %" in terminal.export_text()
+    text = terminal.export_text()
+    assert "50 %" in text and "w8a16, KV int4" in text and "16 bits, KV int4" in text
 
 
 @pytest.mark.gpu
@@ -277,6 +294,22 @@ def test_a_short_run_of_experts(tmp_path, model):
     for line in found["rows"]:
         assert line["error"] is None and line["ms_per_token"] > 0.9 * line["limit_ms"] > 0
         assert abs(line["experts_hit_once"] - line["experts_hit"]) < 0.25 * line["experts_hit"]
+
+
+@pytest.mark.gpu
+def test_a_short_run_of_keys_and_values(tmp_path):
+    """Two layers at a context whose keys and values are most bytes: rows of each format, none faster than its bytes allow, and
+    fewer bytes take less time."""
+    out = tmp_path / "e2e.json"
+    arguments = ["--models", "Llama-3-8B", "--layers", "2", "--schemes", "w4a16_g128", "--batches", "32", "--contexts", "8192"]
+    result = CliRunner().invoke(app, ["e2e", *arguments, "--kv", "16,fp8,int8,k8v4,int4", "--out", str(out)])
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(out.read_text())
+    assert [row["kv_dtype"] for row in found["rows"]] == ["float16", "fp8", "int8", "k8v4", "int4"] * 2
+    for rows in (found["rows"][:5], found["rows"][5:]):
+        assert all(row["error"] is None and row["ms_per_token"] > 0.9 * row["limit_ms"] > 0 for row in rows)
+        wide, fp8, int8, _, int4 = (row["ms_per_token"] for row in rows)
+        assert int4 < min(fp8, int8) <= max(fp8, int8) < wide
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("fastapi", reason="needs the serve extra: pip install '.[serve]'")
 
-from benchmarks import language_model, serve_host, serve_load
+from benchmarks import language_model, serve_host, serve_load, serve_report
 from benchmarks.cli import app
 from benchmarks.serve import percentiles
 from benchmarks.serve_host import random_tokenizer
@@ -109,6 +110,19 @@ def test_a_shape_is_served_with_random_weights(monkeypatch):
     assert not made.engine.scheduler.running and not made.engine.scheduler.waiting
     assert serve_host.first_token_alone(made.engine, Prompts(320, 1)(20), 3) > 0
     assert not made.engine.scheduler.running and not made.engine._in_flight
+
+
+def test_keys_and_values_of_the_served_engine(monkeypatch):
+    """The engine stores them in the format that is asked for, and the tables name it."""
+    shape = dict(hidden=64, intermediate=192, layers=3, heads=4, kv_heads=2, vocab=320, theta=1e4)
+    monkeypatch.setitem(language_model.SHAPES, "small", lambda: language_model._llama(**shape))
+    asked = serve_host.ServeConfig(
+        "small", None, "w4a16_g32", "w8a16", "bfloat16", 2, 3, (fixed(20, 6),), ("engine",), (50,), 2.0, 1.0, 0, "int4"
+    )  # fmt: skip
+    engine = serve_host._pipeline(asked, print).engine
+    assert str(engine.program.cache_spec.kv) == "int4" and engine.report()[1].endswith("keys and values in int4")
+    assert serve_report.of({"asked": asdict(asked)}) == "small, w4a16_g32, KV int4"
+    assert serve_report.of({"asked": {"folder": None, "shape": "small", "scheme": None}}) == "small"
 
 
 def test_every_token_of_the_tokenizer_for_random_weights_is_text():

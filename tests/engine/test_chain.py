@@ -22,6 +22,7 @@ from lowbit.nn import QuantLinear, convert
 from lowbit.nn.fused import AlternatingMLP
 from lowbit.ops import chain_refusals
 from lowbit.quantize.rtn import rtn
+from tests.engine.pages import fill_unwritten
 from tests.tiny import eager_llama, tiny_llama
 
 VOCAB, TOKENS = 160, 12
@@ -75,7 +76,7 @@ def stepped(program, ids, vocab=VOCAB):
     """Logits [tokens, sequences, V] of a program that computes the sequences token by token."""
     count = len(ids)
     program.cache = Cache(program.cache_spec, 1 + count, program.device)
-    program.cache.keys.fill_(torch.nan), program.cache.values.fill_(torch.nan)
+    fill_unwritten(program.cache)
     slots = Slots(count, 128, vocab, (), program.device)
     slots.update([(slot, 0, 1 + slot) for slot in range(count)], [])
     logits = []

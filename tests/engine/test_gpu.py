@@ -24,6 +24,7 @@ from lowbit.engine.recognise import recognise
 from lowbit.models.head import quantize_head
 from lowbit.nn import convert
 from lowbit.nn.linear import make_batch_invariant
+from tests.engine.pages import fill_unwritten, zero
 from tests.engine.test_chain import stepped
 
 pytestmark = pytest.mark.gpu
@@ -246,11 +247,10 @@ def test_unwritten_pages_are_never_read():
     """NaN in every page that is not written yet, and in the dummy page, which padding rows write."""
     engine = Engine(model_of(), max_concurrent=5, max_length=512, prefix_caching=False)
     assert isinstance(engine.program, DecodeProgram) and engine.program.cache is not None
-    cache = engine.program.cache
-    cache.keys.fill_(torch.nan), cache.values.fill_(torch.nan)
+    fill_unwritten(engine.program.cache)
     asked = [(prompt(100 + i, i), 60) for i in range(5)]  # five rows are padded to eight
     poisoned = [tokens(r) for r in engine.generate([Request(*each) for each in asked])]
-    cache.keys.zero_(), cache.values.zero_()
+    zero(engine.program.cache)
     assert poisoned == [tokens(r) for r in engine.generate([Request(*each) for each in asked])]
 
 
@@ -272,7 +272,7 @@ def test_the_model_computes_as_before():
         before, nudged = logits_and_nudged(model, ids)
         allocated = torch.cuda.memory_allocated()
         engine = Engine(model, max_concurrent=2, max_length=256, cache_bytes=1 << 24)
-        grown = torch.cuda.memory_allocated() - allocated - (engine.program.cache.keys.nbytes * 2)
+        grown = torch.cuda.memory_allocated() - allocated - engine.program.cache.nbytes
         after = model(ids).logits.float()
     assert (after - before).norm() < (nudged - before).norm() < 0.1 * before.norm()
     assert grown < 20e6, "weights are held once"

@@ -20,6 +20,7 @@ from lowbit.models.head import quantize_head
 from lowbit.nn import convert
 from lowbit.ops import Activations
 from lowbit.ops.elementwise import EmbeddingTable
+from tests.engine.pages import fill_unwritten
 from tests.engine.test_chain import dequantized, packed, random_ids, stepped
 from tests.tiny import eager_opt
 
@@ -50,7 +51,7 @@ def test_logits_of_chunks_and_steps(options):
     ids = [prompt(300), prompt(260, 1)]
     program = program_of(model)
     program.cache = Cache(program.cache_spec, 7, program.device)
-    program.cache.keys.fill_(torch.nan), program.cache.values.fill_(torch.nan)
+    fill_unwritten(program.cache)
     slots = Slots(2, 384, VOCAB, (), program.device)
     slots.update([(slot, place, 1 + 2 * place + slot) for slot in range(2) for place in range(3)], [])
     sequences = [Sequence(Request(text, 1), slot=slot) for slot, text in enumerate(ids)]

@@ -10,7 +10,9 @@ from lowbit.engine import prompt_attention as module
 from lowbit.engine.prompt_attention import PromptAttention
 from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.slots import Slots
+from lowbit.formats.kv import KV16
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
+from lowbit.pack.kv_pages import KVPages
 from tests.tiny import eager_llama
 
 VOCAB = 160
@@ -45,7 +47,7 @@ def case(lengths, begins):
             for part in (keys, values):
                 part[slots.tables[slot, position // PAGE], :, position % PAGE] = torch.randn(2, 16, generator=generator)
     q = torch.randn(sum(lengths), 4, 16, generator=generator)
-    return chunks, slots, q, keys, values
+    return chunks, slots, q, KVPages(KV16, 16, keys, values)
 
 
 @pytest.mark.parametrize(
@@ -62,15 +64,15 @@ def case(lengths, begins):
 )
 @pytest.mark.parametrize("more", [{}, {"window": 320}, {"window": 9}, {"softcap": 20.0}], ids=str)
 def test_grouped_chunks_match_single_ones(calls, lengths, begins, expected, more):
-    chunks, slots, q, keys, values = case(lengths, begins)
+    chunks, slots, q, pages = case(lengths, begins)
     shape = AttentionShape(**SHAPE, **more)
-    found = PromptAttention(chunks, slots, invariant=False)(q, keys, values, shape)
+    found = PromptAttention(chunks, slots, invariant=False)(q, pages, shape)
     count = tuple(calls.count(name) for name in ("prompt_attention", "causal_attention"))
     # In one case at most 5 tokens are in a group, which a window of 9 does not cut.
     one_by_one = "softcap" in more or (more.get("window") == 9 and expected != (4, 1))
     assert count == ((len(chunks), 0) if one_by_one else expected)
     calls.clear()
-    alone = PromptAttention(chunks, slots, invariant=True)(q, keys, values, shape)
+    alone = PromptAttention(chunks, slots, invariant=True)(q, pages, shape)
     assert calls == ["prompt_attention"] * len(chunks)
     assert not found.isnan().any()
     torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-5)
@@ -79,11 +81,11 @@ def test_grouped_chunks_match_single_ones(calls, lengths, begins, expected, more
 def test_memory_of_a_call_is_bounded(calls, monkeypatch):
     """By the keys that it gathers; a chunk that fits with no other is computed alone."""
     monkeypatch.setattr(module, "MOST_KEYS", 3 * (128 + 16))
-    chunks, slots, q, keys, values = case([5, 7, 3, 2, 9, 4, 1, 20, 21], [128] * 7 + [256] * 2)
+    chunks, slots, q, pages = case([5, 7, 3, 2, 9, 4, 1, 20, 21], [128] * 7 + [256] * 2)
     attention = PromptAttention(chunks, slots, invariant=False)
     assert [group.numbers for group in attention.groups] == [[0, 1, 2], [3, 4, 5]] and attention.alone == [6, 7, 8]
-    found = attention(q, keys, values, AttentionShape(**SHAPE))
-    alone = PromptAttention(chunks, slots, invariant=True)(q, keys, values, AttentionShape(**SHAPE))
+    found = attention(q, pages, AttentionShape(**SHAPE))
+    alone = PromptAttention(chunks, slots, invariant=True)(q, pages, AttentionShape(**SHAPE))
     torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-5)
 
 
@@ -119,10 +121,11 @@ def test_calls_of_a_step(calls, invariant):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_grouped_chunks_match_single_ones_on_a_gpu(dtype):
     """By flash attention, within rounding, and with the same bits every time."""
-    chunks, slots, q, keys, values = case([5, 17, 1, 30, 200, 140, 25, 3], [0, 0, 0, 128, 0, 0, 128, 256])
+    chunks, slots, q, pages = case([5, 17, 1, 30, 200, 140, 25, 3], [0, 0, 0, 128, 0, 0, 128, 256])
     for name in ("_all", "tables"):
         setattr(slots, name, getattr(slots, name).cuda())
-    given = q.cuda().to(dtype), keys.cuda().to(dtype), values.cuda().to(dtype), AttentionShape(**SHAPE)
+    pages = KVPages(KV16, 16, *(t.cuda().to(dtype) for t in pages.tensors[:2]))
+    given = q.cuda().to(dtype), pages, AttentionShape(**SHAPE)
     together, alone = (PromptAttention(chunks, slots, invariant=invariant) for invariant in (False, True))
     found = together(*given)
     assert torch.equal(found, together(*given)) and len(together.groups) == 3

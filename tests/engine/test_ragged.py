@@ -8,7 +8,9 @@ import torch
 from lowbit.engine.prompt_attention import PromptAttention, RaggedAttention
 from lowbit.engine.ragged import Ragged, RaggedShape, sizes
 from lowbit.engine.slots import on_device
+from lowbit.formats.kv import KV16
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
+from lowbit.pack.kv_pages import KVPages
 from tests.engine.test_prompt_attention import SHAPE, case
 
 CASES = [
@@ -62,13 +64,13 @@ def test_only_last_chunks_are_sampled():
 @pytest.mark.parametrize("more", [{}, {"window": 320}, {"window": 9}], ids=str)
 @pytest.mark.parametrize(("lengths", "begins"), CASES, ids=str)
 def test_attention_of_all_sequences_matches_that_of_each(lengths, begins, more):
-    chunks, slots, q, keys, values = case(lengths, begins)
+    chunks, slots, q, pages = case(lengths, begins)
     shape = AttentionShape(**SHAPE, **more)
     shape_ = RaggedShape(400, 15, 900)
     ragged = Ragged(shape_, on_device(shape_.numbers(chunks, slots.dummy_slot), slots.device), slots)
     filled = torch.cat([q, torch.full((400 - len(q), 4, 16), torch.nan)])
-    found = RaggedAttention(ragged, 2)(filled, keys, values, shape)
-    expected = PromptAttention(chunks, slots, invariant=True)(q, keys, values, shape)
+    found = RaggedAttention(ragged, 2)(filled, pages, shape)
+    expected = PromptAttention(chunks, slots, invariant=True)(q, pages, shape)
     assert found.shape == (400, 64) and torch.equal(found[: len(q)], expected)
 
 
@@ -78,18 +80,19 @@ def test_attention_of_all_sequences_matches_that_of_each(lengths, begins, more):
 @pytest.mark.parametrize(("lengths", "begins"), CASES, ids=str)
 def test_on_a_gpu(lengths, begins, dtype, more):
     """By flash attention, within rounding. A sequence has the same bits alone, in a larger shape and after others."""
-    chunks, slots, q, keys, values = case(lengths, begins)
+    chunks, slots, q, pages = case(lengths, begins)
     shape = AttentionShape(**SHAPE, **more)
-    expected = PromptAttention(chunks, slots, invariant=True)(q, keys, values, shape)
+    expected = PromptAttention(chunks, slots, invariant=True)(q, pages, shape)
     for name in ("_all", "tables"):
         setattr(slots, name, getattr(slots, name).cuda())
     slots.device = slots.tables.device
-    q, keys, values = (x.cuda().to(dtype) for x in (q, keys, values))
+    q, k, v = (x.cuda().to(dtype) for x in (q, pages.k, pages.v))
+    pages = KVPages(KV16, 16, k, v)
 
     def computed(some, q, shape_):
         ragged = Ragged(shape_, on_device(shape_.numbers(some, slots.dummy_slot), slots.device), slots)
         filled = torch.cat([q, torch.full((shape_.tokens - len(q), 4, 16), torch.nan, dtype=dtype, device="cuda")])
-        return RaggedAttention(ragged, 2)(filled, keys, values, shape)[: len(q)]
+        return RaggedAttention(ragged, 2)(filled, pages, shape)[: len(q)]
 
     found = computed(chunks, q, RaggedShape(400, 15, 900))
     torch.testing.assert_close(found.float().cpu(), expected, rtol=2e-2, atol=2e-2)

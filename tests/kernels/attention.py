@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowbit.formats.kv import KV16, parse_kv
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
-from lowbit.kernels.reference.attention import decode_reference
+from lowbit.kernels.reference.attention import append_reference, attend, decode_reference, gathered
+from lowbit.pack.kv_pages import KVPages
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """Allowed relative error of a row: q, k, p and the result are each rounded once."""
@@ -35,8 +37,7 @@ class Case:
 
     shape: AttentionShape
     qkv: Tensor
-    k: Tensor
-    v: Tensor
+    pages: KVPages
     tables: Tensor
     positions: Tensor
     rows: Tensor
@@ -49,21 +50,22 @@ class Case:
     def arguments(self) -> tuple:
         """The tensors that the plan takes before its workspaces."""
         return (
-            self.qkv, self.k, self.v, self.tables, self.positions, self.rows, self.cos_sin, self.q_norm, self.k_norm,
-            self.sinks,
+            self.qkv, self.pages, self.tables, self.positions, self.rows, self.cos_sin, self.q_norm, self.k_norm, self.sinks,
         )  # fmt: skip
 
     def copy(self, rows: list[int] | None = None) -> Case:
         """A copy with its own pages; with `rows`, of these rows only."""
         rows = list(range(len(self.rows))) if rows is None else rows
         changed = {**vars(self), "qkv": self.qkv[rows].clone(), "rows": self.rows[rows].clone()}
-        return Case(**{**changed, "k": self.k.clone(), "v": self.v.clone()})
+        return Case(**{**changed, "pages": self.pages.clone()})
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
-        """out, k and v that the reference computes in float64."""
-        wide = [None if t is None else t.double() if t.is_floating_point() else t for t in self.arguments]
-        out = decode_reference(*wide[:7], self.shape, *wide[7:])
-        return out, wide[1], wide[2]
+        """out, k and v that the reference computes in float64, from 16-bit pages."""
+        qkv, pages, *others = self.arguments
+        pages = KVPages(pages.scheme, pages.head_dim, pages.k.double(), pages.v.double())
+        wide = [None if t is None else t.double() if t.is_floating_point() else t for t in (qkv, *others)]
+        out = decode_reference(wide[0], pages, *wide[1:5], self.shape, *wide[5:])
+        return out, pages.k, pages.v
 
 
 def make_case(
@@ -97,9 +99,54 @@ def make_case(
     positions = torch.tensor([*contexts, 0], dtype=torch.int32)
     gammas = [None if norms is None else (random(shape.head_dim) * 0.3 + 1 - shape.norm_offset).to(norms) for _ in range(2)]
     qkv = (random(len(rows), shape.features) * 2).to(dtype)
-    given = [qkv, k.to(dtype), v.to(dtype), tables, positions, rows, angles_of(max(contexts) + 1, shape.rotary_dim), *gammas]
+    given = [tables, positions, rows, angles_of(max(contexts) + 1, shape.rotary_dim), *gammas]
     given.append(None if sinks is None else (random(shape.heads) * 3 + 6).to(sinks))
-    return Case(shape, *(None if t is None else t.to(device) for t in given))
+    pages = KVPages(KV16, shape.head_dim, k.to(device, dtype), v.to(device, dtype))
+    return Case(shape, qkv.to(device), pages, *(None if t is None else t.to(device) for t in given))
+
+
+def packed(case: Case, kv: str) -> Case:
+    """The case with packed pages of its keys and values. What was not written has scales NaN and codes 255."""
+    given = case.pages
+    pages = KVPages.make(parse_kv(kv), given.pages, given.kv_heads, given.head_dim, case.qkv.dtype, case.qkv.device)
+    for t in pages.tensors:
+        t.fill_(torch.nan if t.is_floating_point() else 255)
+    for slot, context in enumerate(case.positions.tolist()):
+        token = torch.arange(context, device=case.qkv.device)
+        where = case.tables[slot][token // PAGE].long(), token % PAGE
+        pages.write(*where, *given.read(*where, torch.float32))
+    return Case(**{**vars(case), "pages": pages})
+
+
+def compare_packed(case: Case, given: Case, out: Tensor, real: int | None = None) -> None:
+    """Compares out and the packed pages of `case` after a step with the reference, which starts from `given`. The output is
+    that of attention over the pages as the step left them.
+    """
+    real = len(case.rows) if real is None else real
+    slots, wide = case.rows[:real].long(), lambda t: t.double() if t is not None and t.is_floating_point() else t
+    positions = case.positions[slots].long()
+    where, expected = (case.tables[slots, positions // PAGE].long(), positions % PAGE), given.pages.clone()
+    state = case.tables, case.rows, case.positions[case.rows.long()], case.cos_sin, case.shape, case.q_norm, case.k_norm
+    append_reference(given.qkv, expected, *state)
+    (k, v), (of_k, of_v) = (pages.read(*where, torch.float64) for pages in (case.pages, expected))
+    assert torch.equal(v, of_v)
+    # A rounding of RoPE to 16 bits that differs may change the scale and codes by one.
+    step = {"fp8": 1 / 16, "int8": 1 / 127, "int4": 1 / 7.5}[case.pages.scheme.k.name] * of_k.abs().amax(-1, keepdim=True)
+    width = case.shape.head_dim**0.5 if case.pages.scheme.k.rotated else 1
+    assert ((k - of_k).abs() <= step * width + 1e-6).all() and (k - of_k).norm() < 0.1 * of_k.norm()
+    q = append_reference(wide(given.qkv), given.pages.clone(), *map(wide, state[:4]), case.shape, *map(wide, state[5:]))
+    for row in range(real):
+        keys, values = gathered(case.pages, case.tables[slots[row]], int(positions[row]) + 1, torch.float64)
+        y = attend(q[row : row + 1], keys, values, int(positions[row]), case.shape, wide(case.sinks))
+        error = float((out[row].double() - y[0]).norm() / y.norm())
+        assert error < TOLERANCE[out.dtype], (row, error)
+    places = torch.cat([where[0], case.tables[-1:, 0].long()]), torch.cat([where[1], where[1].new_zeros(1)])
+    after, before = case.pages.clone(), given.pages.clone()
+    for pages in (after, before):  # padding rows write to the last slot
+        nothing = torch.zeros(real + 1, case.shape.kv_heads, case.shape.head_dim, device=out.device)
+        pages.write(*places, nothing, nothing)
+    for found, old in zip(after.tensors, before.tensors, strict=True):
+        assert torch.equal(found.view(torch.uint8), old.view(torch.uint8)), "wrote where nothing was to be written"
 
 
 def compare(case: Case, given: Case, out: Tensor, real: int | None = None) -> None:
@@ -113,10 +160,12 @@ def compare(case: Case, given: Case, out: Tensor, real: int | None = None) -> No
     assert (error < tolerance).all(), error  # fails for NaN too
     slots, positions = case.rows[:real].long(), case.positions[case.rows[:real].long()].long()
     page = case.tables[slots, positions // PAGE].long()
-    assert torch.allclose(case.k[page, :, positions % PAGE].double(), k[page, :, positions % PAGE], rtol=tolerance, atol=1e-2)
-    assert torch.equal(case.v[page, :, positions % PAGE].double(), v[page, :, positions % PAGE])
+    assert torch.allclose(
+        case.pages.k[page, :, positions % PAGE].double(), k[page, :, positions % PAGE], rtol=tolerance, atol=1e-2
+    )
+    assert torch.equal(case.pages.v[page, :, positions % PAGE].double(), v[page, :, positions % PAGE])
     nobody = case.tables[-1, 0].long()
-    for after, before in ((case.k.clone(), given.k.clone()), (case.v.clone(), given.v.clone())):
+    for after, before in zip(case.pages.clone().tensors[:2], given.pages.clone().tensors[:2], strict=True):
         after[page, :, positions % PAGE] = before[page, :, positions % PAGE] = 0
         after[nobody, :, 0] = before[nobody, :, 0] = 0  # padding rows write there
         assert torch.equal(after.view(torch.int16), before.view(torch.int16)), "wrote where nothing was to be written"

@@ -24,6 +24,7 @@ from lowbit.kernels.parts.conv_tile import WgmmaConv
 from lowbit.kernels.parts.dequantize import Dequantizer
 from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.k_block import KBlock
+from lowbit.kernels.parts.kv_rows import KVRows
 from lowbit.kernels.parts.ring import Ring, RowRing
 from lowbit.kernels.reference.route import RouterRule
 from lowbit.kernels.sm80.conv import MmaConv, MmaProduct
@@ -31,6 +32,7 @@ from lowbit.kernels.sm80.expert_large_m_gemm import ExpertMmaGemm
 from lowbit.kernels.sm80.expert_scaled_gemm import ExpertScaledGemm
 from lowbit.kernels.sm80.expert_small_m_gemm import ExpertRingGemm, TaskRing
 from lowbit.kernels.sm80.large_m_gemm import MmaGemm
+from lowbit.kernels.sm80.packed_attention import PackedAttention
 from lowbit.kernels.sm80.paged_attention import PagedAttention
 from lowbit.kernels.sm80.scaled_gemm import PlainGemm
 from lowbit.kernels.sm80.small_m_gemm import RingGemm
@@ -66,10 +68,11 @@ CONFIGS = [
     ExpertWgmmaGemm(Dequantizer("int4", "fp16", 128, "none", "fp16"), 64, 2, 4, Epilogue(False, False), True, False),
     ExpertScaledGemm("int4", torch.int8, torch.int8, HALF, 16, 2, 4, True, False, "token", False, False, False),
     PagedAttention(HEADS, DecodeTile(8, 128, 64, 4), True),
-    Append(HEADS, True),
+    PackedAttention(HEADS, "int4", "fp8", True, False, True),
+    Append(HEADS, KVRows(128, "int4", "fp8", True, False), True),
     ChooseConfig(RouterRule(8), 128, False, 4, 8, True),
     SortConfig(128, 8, 8, 512, True),
-    GatherKv(8, 128, True),
+    GatherKv(8, 128, KVRows(128, "int4", "fp8", True, False), True),
 ]
 
 

@@ -194,7 +194,7 @@ def test_a_pipeline_holds_the_packed_model_one_layer_and_a_constant_on_a_gpu(sch
     torch.cuda.reset_peak_memory_stats()
     assert not pipe.engine.program.reasons, pipe.engine.report()
     cache = pipe.engine.program.cache
-    of_cache = sum(part.nbytes for i in range(cache.spec.layers) for part in cache.layer(i))
+    of_cache = sum(layer.nbytes for layer in cache.layers)
     made = torch.cuda.max_memory_allocated() - before
     print(f"{scheme}: loaded {loaded:,}, with the engine {made:,}, packed {packed:,}, layer {layer:,}, cache {of_cache:,}")
     assert made < packed + of_cache + layer + GPU_LOADING_OVERHEAD_BYTES

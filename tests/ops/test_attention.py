@@ -7,8 +7,10 @@ import dataclasses
 import pytest
 import torch
 
+from lowbit.formats.kv import KV16, parse_kv
 from lowbit.kernels.choose.attention import PAGE
 from lowbit.ops.attention import append_kv, decode_attention, prompt_attention
+from lowbit.pack.kv_pages import KVPages
 from tests.kernels.attention import angles_of, compare, make_case, shape
 
 gpu = pytest.mark.gpu
@@ -17,7 +19,7 @@ CONTEXTS = [0, 1, 127, 128, 300]
 
 
 def step(case, **options):
-    return decode_attention(*case.arguments[:7], case.shape, *case.arguments[7:9], sinks=case.sinks, **options)
+    return decode_attention(*case.arguments[:6], case.shape, *case.arguments[6:8], sinks=case.sinks, **options)
 
 
 def test_a_step_on_a_cpu():
@@ -26,36 +28,48 @@ def test_a_step_on_a_cpu():
     compare(case, given, step(case), len(CONTEXTS))
 
 
-def prompt_then_steps(given, device, dtype, tolerance, sinks=None):
+def prompt_then_steps(given, device, dtype, tolerance, sinks=None, kv="16"):
     """Checks that a slot's tokens give the same results as one prompt, as two prefill chunks and as decode steps."""
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(200, given.features, generator=generator).to(device, dtype)
     cos_sin = angles_of(200, given.rotary_dim).to(device)
     tables = torch.tensor([[0, 0, 0], [3, 1, 0]], dtype=torch.int32, device=device)
 
-    def pages():
-        return torch.full((4, given.kv_heads, PAGE, given.head_dim), torch.nan, dtype=dtype, device=device)
+    def new_pages():
+        """Pages full of NaN; packed ones full of codes and scales that are NaN where the format has one."""
+        made = KVPages.make(parse_kv(kv), 4, given.kv_heads, given.head_dim, dtype, device)
+        for t in made.tensors:
+            if t is not None:
+                t.fill_(torch.nan if t.is_floating_point() else 255)
+        return made
 
-    def prompt(chunks, k, v):
+    def prompt(chunks, pages):
         found, first = [], 0
         for end in chunks:
             position_of = torch.arange(first, end, dtype=torch.int32, device=device)
-            q = append_kv(qkv[first:end], k, v, tables, torch.ones_like(position_of), position_of, cos_sin, given)
-            found.append(prompt_attention(q, k, v, tables[1], first, given, sinks))
+            q = append_kv(qkv[first:end], pages, tables, torch.ones_like(position_of), position_of, cos_sin, given)
+            found.append(prompt_attention(q, pages, tables[1], first, given, sinks))
             first = end
         return torch.cat(found)
 
-    k, v = pages(), pages()
-    whole = prompt([200], k, v)
-    parts = prompt([77, 199, 200], pages(), pages())
-    steps_k, steps_v, steps = pages(), pages(), []
+    pages, of_steps, steps = new_pages(), new_pages(), []
+    whole = prompt([200], pages)
+    parts = prompt([77, 199, 200], new_pages())
     rows = torch.tensor([1], dtype=torch.int32, device=device)
     for position in range(200):
         positions = torch.tensor([0, position], dtype=torch.int32, device=device)
         row = qkv[position : position + 1]
-        steps.append(decode_attention(row, steps_k, steps_v, tables, positions, rows, cos_sin, given, sinks=sinks))
-    assert torch.equal(steps_v.nan_to_num(7), v.nan_to_num(7))
-    assert torch.allclose(steps_k, k, rtol=tolerance, atol=tolerance, equal_nan=True)
+        steps.append(decode_attention(row, of_steps, tables, positions, rows, cos_sin, given, sinks=sinks))
+    token = torch.arange(200, device=device)
+    (k, v), (steps_k, steps_v) = (
+        p.read(tables[1][token // PAGE].long(), token % PAGE, torch.float32) for p in (pages, of_steps)
+    )
+    assert torch.equal(steps_v, v)
+    # A rounding of RoPE that differs may change a code by one.
+    step_of_code = {"16": tolerance, "fp8": 0.3, "int8": 0.06, "int4": 0.6}[pages.scheme.k.name]
+    assert (steps_k - k).abs().max() < step_of_code and (steps_k != k).float().mean() < (1.0 if kv == "16" else 1e-3)
+    for p in (pages, of_steps):
+        assert all(t is None or (t[[0, 2]] != t[[0, 2]]).all() or (t[[0, 2]] == 255).all() for t in p.tensors)
     for other in (parts, torch.cat(steps)):
         assert (other - whole).float().norm() < tolerance * whole.float().norm()
 
@@ -68,9 +82,10 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize("kv", ["16", "fp8", "int8", "int4", "k8v4"])
 @pytest.mark.parametrize("name", KINDS)
-def test_prompts_and_steps_agree(name):
-    prompt_then_steps(KINDS[name], "cpu", torch.float32, 1e-5)
+def test_prompts_and_steps_agree(name, kv):
+    prompt_then_steps(KINDS[name], "cpu", torch.float32, 1e-5, kv=kv)
 
 
 def test_prompts_and_steps_agree_with_sinks():
@@ -82,21 +97,40 @@ def test_torch_knows_the_operators():
     case = make_case(shape(), [3, 130], torch.float32)
     fields = dataclasses.astuple(case.shape)
     checks = ("test_schema", "test_faketensor")
-    given = (*case.arguments[:7], None, None, *fields)
+    others = case.tables, case.positions, case.rows, case.cos_sin
+    given = (case.qkv, *case.pages.tensors, *others, None, None, "16", *fields)
     torch.library.opcheck(torch.ops.lowbit.decode_attention.default, given, test_utils=checks)
     with_sinks = {"sinks": torch.zeros(8)}
     torch.library.opcheck(torch.ops.lowbit.decode_attention.default, given, with_sinks, test_utils=checks)
+    packed = KVPages.make(parse_kv("k8v4"), case.pages.pages, 2, 64, torch.float32, "cpu")
     slots = torch.zeros(2, dtype=torch.int32)
-    given = (*case.arguments[:4], slots, slots, case.cos_sin, None, None, *fields)
-    torch.library.opcheck(torch.ops.lowbit.append_kv.default, given, test_utils=checks)
+    for pages in (case.pages, packed):
+        given = (case.qkv, *pages.tensors, case.tables, slots, slots, case.cos_sin, None, None, str(pages.scheme), *fields)
+        torch.library.opcheck(torch.ops.lowbit.append_kv.default, given, test_utils=checks)
+    given = (case.qkv, *packed.tensors, *others, None, None, "k8v4", *fields)
+    torch.library.opcheck(torch.ops.lowbit.decode_attention.default, given, test_utils=checks)
+
+
+FULL = torch.zeros(3, 2, 128, 64)
+PACKED = KVPages.make(parse_kv("k8v4"), 3, 2, 64, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"qkv": torch.zeros(2, 100)}, r"qkv is \[B, 768\], got \(2, 100\)"),
-        ({"k": torch.zeros(3, 2, 64, 64)}, r"k is torch.float32 \('pages', 2, 128, 64\)"),
-        ({"v": torch.zeros(3, 2, 128, 64).half()}, r"v is torch.float32 .* got torch.float16"),
+        ({"pages": KVPages(KV16, 64, torch.zeros(3, 2, 64, 64), FULL)}, r"k is torch.float32 \('pages', 2, 128, 64\)"),
+        ({"pages": KVPages(KV16, 64, FULL, FULL.half())}, r"v is torch.float32 .* got torch.float16"),
+        ({"pages": KVPages(KV16, 64, FULL, FULL, FULL, FULL)}, "packed pages, and only those, have k_scale and v_scale"),
+        ({"pages": dataclasses.replace(PACKED, k_scale=None)}, "packed pages, and only those, have k_scale and v_scale"),
+        (
+            {"pages": dataclasses.replace(PACKED, k=PACKED.v)},
+            r"k is torch.uint8 \('pages', 2, 8192\), got .* \(3, 2, 4096",
+        ),
+        (
+            {"pages": dataclasses.replace(PACKED, k_scale=FULL)},
+            r"k_scale is torch.float16 \('pages', 2, 128\), got",
+        ),
         ({"tables": torch.zeros(3, 2)}, "tables are int32"),
         ({"rows": torch.zeros(2).long()}, r"int32, one for each slot or row, \[2\], got torch.int64"),
         ({"positions": torch.zeros(7).int()}, r"\[3\], got torch.int32 \(7,\)"),
@@ -117,9 +151,9 @@ def test_prompts_beyond_the_table_are_refused():
     case = make_case(shape(), [0], torch.float32)
     q = torch.zeros(300, 8, 64)
     with pytest.raises(ValueError, match="its 300 tokens on 2 pages"):
-        prompt_attention(q, case.k, case.v, case.tables[0], 0, case.shape)
+        prompt_attention(q, case.pages, case.tables[0], 0, case.shape)
     with pytest.raises(ValueError, match=r"q is \[T, 8, 64\]"):
-        prompt_attention(q[:, :3], case.k, case.v, case.tables[0], 0, case.shape)
+        prompt_attention(q[:, :3], case.pages, case.tables[0], 0, case.shape)
 
 
 @gpu
@@ -143,15 +177,16 @@ def test_a_graph_follows_positions(rows):
     source, graph = case.qkv.clone(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         doubled = source * 1.0
-        out = decode_attention(doubled, case.k, case.v, case.tables, case.positions, case.rows, case.cos_sin, given) + 0
+        out = decode_attention(doubled, case.pages, case.tables, case.positions, case.rows, case.cos_sin, given) + 0
     for seed in range(3):
         other = make_case(given, contexts[seed:] + contexts[:seed], device="cuda", padding=1, seed=seed)
         for name in ("positions", "tables"):
             getattr(case, name).copy_(getattr(other, name))
-        case.k[: len(other.k)].copy_(other.k), case.v[: len(other.v)].copy_(other.v), source.copy_(other.qkv)
+        own = KVPages(KV16, given.head_dim, *(t[: other.pages.pages] for t in case.pages.tensors[:2]))
+        own.k.copy_(other.pages.k), own.v.copy_(other.pages.v), source.copy_(other.qkv)
         graph.replay()
         torch.cuda.synchronize()
-        compare(dataclasses.replace(case, k=case.k[: len(other.k)], v=case.v[: len(other.v)]), other, out, rows)
+        compare(dataclasses.replace(case, pages=own), other, out, rows)
 
 
 @gpu

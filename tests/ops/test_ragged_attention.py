@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowbit.formats.kv import KV16, parse_kv
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.kernels.reference.attention import attend
 from lowbit.ops.ragged_attention import gather_kv, ragged_attention, with_sinks
+from lowbit.pack.kv_pages import KVPages
 
 SHAPE = AttentionShape(4, 2, 16, 0.3, 16)
 
@@ -105,21 +109,30 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"q, k and v are .* got \(5, 4, 16\), \(5, 2, 16\), \(4, 2, 16\)"):
         ragged_attention(*given[:2], given[2][:4], *of_texts, SHAPE)
     pages, where, count = torch.zeros(2, 2, 128, 16), torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
-    for wrong, reason in (
-        ((pages, pages[:1], where, count), "pages"),
-        ((pages[:, :, :64], pages[:, :, :64], where, count), "128"),
-        ((pages, pages.half(), where, count), "of one type"),
-        ((pages, pages, where.int(), count), "where is int64"),
-        ((pages, pages, where, count[0]), "count int32"),
+    packed = KVPages.make(parse_kv("int4"), 2, 2, 16, torch.float32, "cpu")
+    for k, v, of_where, of_count, reason in (
+        (pages, pages[:1], where, count, "pages"),
+        (pages[:, :, :64], pages[:, :, :64], where, count, "128"),
+        (pages, pages.half(), where, count, "of one type"),
+        (pages.double(), pages.double(), where, count, "torch.float32 pages"),
+        (pages, pages, where.int(), count, "where is int64"),
+        (pages, pages, where, count[0], "count int32"),
     ):
         with pytest.raises(ValueError, match=reason):
-            gather_kv(*wrong)
+            gather_kv(KVPages(KV16, 16, k, v), of_where, of_count, torch.float32)
+    for change in ({"k": packed.k[:, :, :9]}, {"v_scale": None}, {"k_scale": pages}, {"head_dim": 64}):
+        with pytest.raises(ValueError, match=r"int4 pages of heads of (16|64) are uint8"):
+            gather_kv(replace(packed, **change), where, count, torch.float32)
 
 
 def test_the_operator_as_torch_checks_it():
     pages, where = torch.randn(2, 2, 128, 16), torch.tensor([3, 300, 5])
     count = torch.tensor([3], dtype=torch.int32)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.lowbit.gather_kv.default, (pages, pages + 1, where, count), test_utils=checks)
-    k, v = gather_kv(pages, pages + 1, where, count)
+    of_layer = KVPages(KV16, 16, pages, pages + 1)
+    packed = KVPages.make(parse_kv("int4"), 2, 2, 16, torch.float32, "cpu")
+    for kv in (of_layer, packed):
+        given = (*kv.tensors, where, count, str(kv.scheme), 16, torch.float32)
+        torch.library.opcheck(torch.ops.lowbit.gather_kv.default, given, test_utils=checks)
+    k, v = gather_kv(of_layer, where, count, torch.float32)
     assert torch.equal(k[:, 0], pages[[0, 1, 0], 0, [3, 300 - 256, 5]]) and torch.equal(v, k + 1)

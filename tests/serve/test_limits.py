@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from lowbit.engine import Detokenizer
+from lowbit.pipeline import Pipeline
 from lowbit.serve.errors import ApiError
 from lowbit.serve.job import GenerationJob
 from lowbit.serve.limits import Limits
@@ -263,6 +264,22 @@ def test_metrics(free):
     assert grown('lowbit_texts_total{end="length"}') == 2 and grown('lowbit_texts_total{end="stop"}') == 0
     assert grown("lowbit_time_to_first_token_seconds_count") == grown("lowbit_time_per_token_seconds_count") == 2
     assert after["lowbit_texts_running"] == after["lowbit_kv_pages_used"] == 0 < after["lowbit_kv_pages"]
+    assert after["lowbit_kv_tokens_used"] == 0 and after["lowbit_kv_tokens"] == 128 * after["lowbit_kv_pages"]
+    assert after['lowbit_kv_bytes{format="16"}'] == free.engine.program.cache.nbytes
+
+
+def test_a_server_with_keys_and_values_in_4_bits():
+    """Its answers are those of an engine with this format alone; in the same memory its pool holds more tokens."""
+    with running(tiny_pipeline(kv="int4")) as server, server.client() as client:
+        asked = {"model": NAME, "prompt": "abcdef", "max_tokens": 9, "temperature": 0, "ignore_eos": True}
+        text = client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+        alone = Pipeline(server.pipe.model, server.pipe.tokenizer, kv="int4", cache_bytes=1 << 22)
+        assert text == alone("abcdef", max_new_tokens=9, do_sample=False, ignore_eos=True)[0].generated_text
+        lines = client.get("/metrics").text.splitlines()
+        values = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+        cache = server.engine.program.cache
+        assert values['lowbit_kv_bytes{format="int4"}'] == cache.nbytes <= 1 << 22
+        assert values["lowbit_kv_tokens"] == 128 * (cache.pages - 1)
 
 
 def test_a_stop_string_in_the_last_token_is_counted_as_stop(free, monkeypatch):

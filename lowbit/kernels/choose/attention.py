@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.candidate import Candidate, first_feasible, ordered
+from lowbit.pack import kv_pages
 
-PAGE = 128
+PAGE = kv_pages.PAGE
 """Number of tokens per page."""
 
 COMMON = (300, 1100)

@@ -3,11 +3,13 @@ Plain Triton.
 
 Reads   qkv fp16 or bf16 [T, (heads + 2 kv_heads) head_dim]; tables, slots and positions of the tokens; cos and sin; gammas of
         norms of heads of q and k, or None
-Writes  q [T, heads, head_dim]; k and v into pages [pages, kv_heads, 128, head_dim]
+Writes  q [T, heads, head_dim]; k and v into pages [pages, kv_heads, 128, head_dim], or as codes and scales into packed pages
+        (pack/kv_pages.py), rotated where their format is
 Grid    tokens x groups of HEADS heads, counted over q, k and v in order; a group may contain heads of all three
 Overlap waits for the previous kernel, which may have written the positions, then lets the next kernel start (programmatic
         dependent launch, sm_90)
-Exact   float32, rounded once. Tested: tests/kernels/elementwise/test_append.py
+Exact   float32, rounded once; packed rows are then quantized in float32 as in formats/kv.py. Tested:
+        tests/kernels/elementwise/test_append.py
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from lowbit.formats.kv import KVScheme
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from lowbit.kernels.parts.gluon import source_digest
+from lowbit.kernels.parts.kv_rows import KVRows, store_rows
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rotary import angles, normed, pairs, turned
+from lowbit.pack.kv_pages import KVPages
 
 HEADS = 4
 """Number of heads per program."""
@@ -35,6 +40,7 @@ class Append:
     """The kernel's compile-time configuration."""
 
     shape: AttentionShape
+    kv: KVRows | None
     overlap: bool
     heads: int = HEADS
     page: int = PAGE
@@ -43,7 +49,7 @@ class Append:
 
 @triton.jit(do_not_specialize=["table_stride"])
 def append_heads(
-    q, qkv, k, v, tables, slot_of, position_of, cos_sin, q_norm, k_norm, table_stride, C: tl.constexpr
+    q, qkv, k, v, k_scale, v_scale, tables, slot_of, position_of, cos_sin, q_norm, k_norm, table_stride, C: tl.constexpr
 ):  # fmt: skip
     """Processes some heads of one token."""
     S: tl.constexpr = C.shape
@@ -72,6 +78,13 @@ def append_heads(
     tl.store(q + (token * S.heads + head[:, None]) * S.head_dim + d[None, :], x, mask=is_q & lanes)
     of_k = head - S.heads
     of_v = of_k - S.kv_heads
+    if C.kv is not None:
+        start, place = page * S.kv_heads, position % C.page
+        turned_k = tl.where(lanes, x.to(tl.float32), 0.0)
+        of_keys, of_values = (of_k >= 0) & (of_v < 0), (of_v >= 0) & (of_v < S.kv_heads)
+        store_rows(k, k_scale, turned_k, start + of_k, place, of_keys, C.kv.k, C.kv.k_rotated, False, C.kv)
+        store_rows(v, v_scale, given, start + of_v, place, of_values, C.kv.v, C.kv.v_rotated, True, C.kv)
+        return
     place = page * S.kv_heads * C.page + position % C.page
     to = (place + of_k[:, None] * C.page) * S.head_dim + d[None, :]
     tl.store(k + to, x, mask=((of_k >= 0) & (of_v < 0))[:, None] & lanes)
@@ -86,18 +99,20 @@ class AppendPlan:
     16 bytes.
     """
 
-    def __init__(self, tokens: int, shape: AttentionShape, machine: Machine) -> None:
+    def __init__(self, tokens: int, shape: AttentionShape, kv: KVScheme, machine: Machine) -> None:
         self.tokens, self.shape = tokens, shape
-        self.config = Append(shape, overlap=machine.arch.sm >= 90)
+        self.config = Append(shape, KVRows.of(kv, shape.head_dim), overlap=machine.arch.sm >= 90)
         grid = (tokens, -(-(shape.heads + 2 * shape.kv_heads) // HEADS), 1)
         self.launch = Launcher(append_heads, grid, 1 if shape.lanes <= 128 else 2, overlap=self.config.overlap)
 
     def __call__(
-        self, qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor,
+        self, qkv: Tensor, pages: KVPages, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor,
         q_norm: Tensor | None, k_norm: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Returns q [T, heads, head_dim]; all tensors on the current device."""
         q = torch.empty((self.tokens, self.shape.heads, self.shape.head_dim), dtype=qkv.dtype, device=qkv.device)
         if self.tokens:
-            self.launch(q, qkv, k, v, tables, slot_of, position_of, cos_sin, q_norm, k_norm, tables.stride(0), self.config)
+            self.launch(
+                q, qkv, *pages.tensors, tables, slot_of, position_of, cos_sin, q_norm, k_norm, tables.stride(0), self.config
+            )  # fmt: skip
         return q

@@ -1,12 +1,13 @@
 """Gathers keys and values of some tokens from the pages of a layer into contiguous tensors. Plain Triton.
 
-Reads   k and v fp16 or bf16 [pages, kv_heads, 128, head_dim]; `where` int64 [T], each token's row in the pages for kv head 0;
-        the number of tokens, at most T
+Reads   k and v fp16 or bf16 [pages, kv_heads, 128, head_dim], or packed pages (pack/kv_pages.py); `where` int64 [T], each
+        token's row in the pages for kv head 0; the number of tokens, at most T
 Writes  k and v [T, kv_heads, head_dim] of these tokens; rows beyond their number stay uninitialised
 Grid    16 tokens x kv heads: tokens of a page are contiguous per head; programs without a token exit at once
 Overlap waits for the previous kernel, which may have written the pages, then lets the next kernel start (programmatic dependent
         launch, sm_90)
-Exact   a copy. Tested: tests/kernels/elementwise/test_gather_kv.py
+Exact   a copy; packed rows are dequantized in float32, with the rotation undone, and rounded once. Tested:
+        tests/kernels/elementwise/test_gather_kv.py
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from lowbit.formats.kv import KVScheme
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.attention import PAGE
 from lowbit.kernels.parts.gluon import source_digest
+from lowbit.kernels.parts.kv_rows import KVRows, load_rows
 from lowbit.kernels.parts.launch import Launcher
+from lowbit.pack.kv_pages import KVPages
 
 TOKENS = 16
 """Number of tokens per program: with heads of 128 elements, 4 KiB of keys and 4 KiB of values."""
@@ -34,6 +38,7 @@ class GatherKv:
 
     kv_heads: int
     head_dim: int
+    kv: KVRows | None
     overlap: bool
     tokens: int = TOKENS
     page: int = PAGE
@@ -46,7 +51,7 @@ class GatherKv:
 
 
 @triton.jit(do_not_specialize_on_alignment=["count"])  # `count` is a view into a tensor, at any offset
-def gather_heads(k_out, v_out, k, v, where, count, C: tl.constexpr):
+def gather_heads(k_out, v_out, k, v, k_scale, v_scale, where, count, C: tl.constexpr):
     """Copies one kv head of some tokens."""
     if C.overlap:
         cuda.gdc_wait()
@@ -57,7 +62,17 @@ def gather_heads(k_out, v_out, k, v, where, count, C: tl.constexpr):
         return
     token, d = first + tl.arange(0, C.tokens), tl.arange(0, C.lanes)
     exist = token < total
-    row = tl.load(where + token, mask=exist, other=0) + head * C.page
+    row = tl.load(where + token, mask=exist, other=0)
+    if C.kv is not None:
+        start, place = row // (C.kv_heads * C.page) * C.kv_heads + head, row % C.page
+        keys = load_rows(k, k_scale, start, place, exist, C.lanes, C.kv.k, C.kv.k_rotated, False, C.kv)
+        values = load_rows(v, v_scale, start, place, exist, C.lanes, C.kv.v, C.kv.v_rotated, True, C.kv)
+        to = (token[:, None].to(tl.int64) * C.kv_heads + head) * C.head_dim + d[None, :]
+        mask = exist[:, None] & (d < C.head_dim)[None, :]
+        tl.store(k_out + to, keys.to(k_out.dtype.element_ty), mask=mask)
+        tl.store(v_out + to, values.to(v_out.dtype.element_ty), mask=mask)
+        return
+    row += head * C.page
     mask = exist[:, None] & (d < C.head_dim)[None, :]
     given = row[:, None] * C.head_dim + d[None, :]
     to = (token[:, None].to(tl.int64) * C.kv_heads + head) * C.head_dim + d[None, :]
@@ -70,17 +85,20 @@ def gather_heads(k_out, v_out, k, v, where, count, C: tl.constexpr):
 class GatherKvPlan:
     """The plan of a call for one shape: created once, called many times.
 
-    A plan serves one GPU and one type of k and v; all tensors are contiguous and start at multiples of 16 bytes.
+    A plan serves one GPU and one type of the results, that of 16-bit pages; all tensors are contiguous and start at multiples
+    of 16 bytes.
     """
 
-    def __init__(self, tokens: int, kv_heads: int, head_dim: int, machine: Machine) -> None:
-        self.size = (tokens, kv_heads, head_dim)
-        self.config = GatherKv(kv_heads, head_dim, overlap=machine.arch.sm >= 90)
+    def __init__(
+        self, tokens: int, kv_heads: int, head_dim: int, kv: KVScheme, dtype: torch.dtype, machine: Machine
+    ) -> None:  # fmt: skip
+        self.size, self.dtype = (tokens, kv_heads, head_dim), dtype
+        self.config = GatherKv(kv_heads, head_dim, KVRows.of(kv, head_dim), overlap=machine.arch.sm >= 90)
         self.launch = Launcher(gather_heads, (-(-tokens // TOKENS), kv_heads, 1), 2, overlap=self.config.overlap)
 
-    def __call__(self, k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, pages: KVPages, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (k, v) [T, kv_heads, head_dim]; all tensors on the current device."""
-        k_out, v_out = (torch.empty(self.size, dtype=k.dtype, device=k.device) for _ in range(2))
+        k_out, v_out = (torch.empty(self.size, dtype=self.dtype, device=where.device) for _ in range(2))
         if self.size[0]:
-            self.launch(k_out, v_out, k, v, where, count, self.config)
+            self.launch(k_out, v_out, *pages.tensors, where, count, self.config)
         return k_out, v_out

@@ -1,8 +1,9 @@
 """Attention over a paged KV cache in plain torch: the reference of the kernels, and the CPU implementation.
 
-Pages hold PAGE tokens of one layer, [pages, kv_heads, PAGE, head_dim]; a row of the page table lists the pages of one slot in
-order. Page content beyond a slot's tokens does not affect results. Sums are float32 (float64 for float64 inputs); stored and
-returned values are rounded once.
+Pages hold PAGE tokens of one layer (pack/kv_pages.py), in 16 bits or packed; a row of the page table lists the pages of one
+slot in order. Page content beyond a slot's tokens does not affect results. A token is quantized when it is appended, and all
+attention reads it as stored, its own token included. Sums are float32 (float64 for float64 inputs); stored and returned values
+are rounded once. Keys and values of packed pages are not rounded to 16 bits on a CPU.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
+from lowbit.pack.kv_pages import KVPages
 
 SCORES = 1 << 26
 """Limit of attention scores in memory at a time: 256 MiB in float32."""
@@ -38,22 +40,33 @@ def turned_heads(
 
 
 def append_reference(
-    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor,
-    shape: AttentionShape, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
+    qkv: Tensor, pages: KVPages, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor, shape: AttentionShape,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns q [T, heads, head_dim] of tokens qkv [T, ..] and writes their keys and values into the pages of their slots."""
     q, new_k, new_v = turned_heads(qkv, position_of, cos_sin, shape, q_norm, k_norm)
     position = position_of.long()
     page = tables[slot_of.long(), position // PAGE].long()
-    k[page, :, position % PAGE] = new_k
-    v[page, :, position % PAGE] = new_v
+    pages.write(page, position % PAGE, new_k, new_v)
     return q
 
 
-def gathered(pages: Tensor, table_row: Tensor, tokens: int) -> Tensor:
-    """Returns the first `tokens` tokens of a slot, [kv_heads, tokens, head_dim]."""
-    own = pages.transpose(0, 1).index_select(1, table_row[: -(-tokens // PAGE)])
-    return own.reshape(pages.shape[1], -1, pages.shape[3])[:, :tokens]
+def gathered(pages: KVPages, table_row: Tensor, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns keys and values of the first `tokens` tokens of a slot, [kv_heads, tokens, head_dim]. Those of packed pages are
+    in `dtype`, others in their own type."""
+    if pages.scheme.quantized:
+        token = torch.arange(tokens, device=table_row.device)
+        keys, values = pages.read(table_row[token // PAGE].long(), token % PAGE, dtype)
+        return keys.transpose(0, 1), values.transpose(0, 1)
+    own = [t.transpose(0, 1).index_select(1, table_row[: -(-tokens // PAGE)]) for t in (pages.k, pages.v)]
+    keys, values = (t.reshape(pages.kv_heads, -1, pages.head_dim)[:, :tokens] for t in own)
+    return keys, values
+
+
+def read_type(q: Tensor) -> torch.dtype:
+    """Returns the type in which keys and values of packed pages are read for attention of q: wide on a CPU, that of q, which
+    tensor cores multiply, on a GPU."""
+    return q.dtype if q.is_cuda else torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def attend(
@@ -88,12 +101,14 @@ def attend(
     return y.flatten(1)
 
 
-def gather_reference(pages: Tensor, where: Tensor, count: Tensor) -> Tensor:
-    """Returns rows [T, kv_heads, head_dim] of pages; rows from `count` on are NaN."""
-    heads = where[:, None] + PAGE * torch.arange(pages.shape[1], device=pages.device)
-    made = pages.reshape(-1, pages.shape[3]).index_select(0, heads.flatten()).view(len(where), pages.shape[1], -1)
-    made[int(count) :] = torch.nan
-    return made
+def gather_reference(pages: KVPages, where: Tensor, count: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns keys and values [T, kv_heads, head_dim] in `dtype` of the tokens `where` (ops/ragged_attention.py); rows from
+    `count` on are NaN."""
+    real = where[: int(count)]
+    rows = pages.read(real // (pages.kv_heads * PAGE), real % PAGE, dtype)
+    k, v = (t.new_full((len(where), *t.shape[1:]), torch.nan) for t in rows)
+    k[: len(real)], v[: len(real)] = rows
+    return k, v
 
 
 def ragged_reference(
@@ -117,18 +132,18 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def decode_reference(
-    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, shape: AttentionShape,
+    qkv: Tensor, pages: KVPages, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, shape: AttentionShape,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Computes `lowbit.ops.attention.decode_attention`."""
     slots = rows.long()
     position_of = positions[slots]
-    q = append_reference(qkv, k, v, tables, rows, position_of, cos_sin, shape, q_norm, k_norm)
+    q = append_reference(qkv, pages, tables, rows, position_of, cos_sin, shape, q_norm, k_norm)
     y = q.new_empty(len(q), shape.heads * shape.head_dim)
     for row, (slot, position) in enumerate(zip(slots.tolist(), position_of.tolist(), strict=True)):
         # With a window, only the pages within it.
         skipped = max(0, position - shape.window + 1) // PAGE if shape.window else 0
         seen = position + 1 - skipped * PAGE
-        own = tables[slot, skipped:]
-        y[row] = attend(q[row : row + 1], gathered(k, own, seen), gathered(v, own, seen), seen - 1, shape, sinks)
+        keys, values = gathered(pages, tables[slot, skipped:], seen, read_type(q))
+        y[row] = attend(q[row : row + 1], keys, values, seen - 1, shape, sinks)
     return y

@@ -38,6 +38,7 @@ from lowbit.kernels.choose.attention import PAGE, AttentionShape, DecodeTile, co
 from lowbit.kernels.parts.gluon import source_digest
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rotary import angles, normed, pairs, turned
+from lowbit.pack.kv_pages import KVPages
 
 
 @dataclass(frozen=True)
@@ -383,13 +384,13 @@ class PagedAttentionPlan:
         return self.rows * self.shape.heads * self.tile.splits * (self.shape.head_dim + 2), self.rows * self.shape.kv_heads
 
     def __call__(
-        self, qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor,
+        self, qkv: Tensor, pages: KVPages, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor,
         q_norm: Tensor | None, k_norm: Tensor | None, sinks: Tensor | None, partial: Tensor, arrived: Tensor,
     ) -> Tensor:  # fmt: skip
         """Returns out [B, heads * head_dim]; all tensors on the current device."""
         out = torch.empty((self.rows, self.shape.heads * self.shape.head_dim), dtype=qkv.dtype, device=qkv.device)
         self.launch(
-            out, qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, sinks, partial, arrived, tables.stride(0),
-            self.config,
+            out, qkv, pages.k, pages.v, tables, positions, rows, cos_sin, q_norm, k_norm, sinks, partial, arrived,
+            tables.stride(0), self.config,
         )  # fmt: skip
         return out

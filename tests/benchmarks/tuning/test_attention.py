@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.tuning.attention import CONTEXTS, LLAMA, ROWS, Timed, make_batch, tiles_to_time, time_tiles
+from benchmarks.tuning.attention import CONTEXTS, LLAMA, ROWS, Timed, make_batch, packed_tiles, tiles_to_time, time_tiles
+from lowbit.formats.kv import KV16, parse_kv
 from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.choose.attention import DecodeTile, attention_refusals, choose_decode
+from lowbit.kernels.choose.packed_attention import choose_packed
 from lowbit.kernels.reference.attention import decode_reference
 
 gpu = pytest.mark.gpu
@@ -24,24 +26,37 @@ def test_the_chosen_tile_and_others_of_all_warps_are_timed(rows, context):
 
 
 def test_a_batch_has_pages_of_its_own_for_each_row():
-    batch = make_batch(3, 256, LLAMA, torch.float32, 2, "cpu")
-    assert sorted(batch.tables.flatten().tolist()) == list(range(9)) and len(batch.caches) == 2
-    k, v = batch.caches[0]
-    out = decode_reference(batch.qkv, k, v, batch.tables, batch.positions, batch.rows, batch.cos_sin, LLAMA)
-    assert out.isfinite().all()
+    for kv in ("16", "fp8", "k8v4"):
+        batch = make_batch(3, 256, LLAMA, parse_kv(kv), torch.float32, 2, "cpu")
+        assert sorted(batch.tables.flatten().tolist()) == list(range(9)) and len(batch.caches) == 2
+        k, v = batch.caches[0].read(batch.tables[0].long()[:, None], torch.arange(128), torch.float32)
+        assert 0.5 < k.std() < 1.5 and 0.5 < v.std() < 1.5
+        state = batch.tables, batch.positions, batch.rows, batch.cos_sin
+        assert decode_reference(batch.qkv, batch.caches[0], *state, LLAMA).isfinite().all()
 
 
 def test_a_row_says_what_was_found():
     tile = DecodeTile(16, 64, 32, 2)
-    line = str(Timed(1, 1024, tile, True, 5.7, 5.8, 0.92))
-    assert line.startswith("B   1 context   1024 *     5.70 us, 0.16 of the bandwidth, model 5.80 us: at most 16 parts")
-    assert "out of memory" in str(Timed(1, 1024, tile, False, None, 5.8, 0.92, "out of memory"))
+    line = str(Timed(KV16, 1, 1024, tile, True, 5.7, 5.8, 0.92, 0.0042))
+    assert line.startswith("16    B   1 context   1024 *     5.70 us,  737 GB/s, 0.16 of the limit, model 5.80 us: at most 16")
+    assert "out of memory" in str(Timed(KV16, 1, 1024, tile, False, None, 5.8, 0.92, 0.0042, "out of memory"))
+
+
+@pytest.mark.parametrize("kv", ["fp8", "int4"])
+def test_tiles_of_packed_pages_split_contexts_differently(kv):
+    for rows, context in ((1, 131072), (16, 8192), (64, 300)):
+        tiles = packed_tiles(rows, context, LLAMA, parse_kv(kv), typical_machine(90), 6)
+        assert tiles[0] == choose_packed(rows, LLAMA, parse_kv(kv), (context // 128 + 1) * 128, typical_machine(90))
+        assert len({tile.active(context) for tile in tiles}) == len(tiles) >= 3
 
 
 @gpu
 def test_tiles_are_timed_and_checked():
     machine = machine_of("cuda")
     tiles = tiles_to_time(4, 1000, LLAMA, machine, 3)
-    rows = list(time_tiles(4, 1000, LLAMA, torch.float16, tiles, machine))
-    assert [row.error for row in rows] == [None] * len(tiles) and rows[0].chosen
-    assert all(row.us is not None and row.us > row.limit_us for row in rows)
+    for kv in map(parse_kv, ("16", "fp8", "int4")):
+        if kv.quantized:
+            tiles = packed_tiles(4, 1000, LLAMA, kv, machine, 3)
+        rows = list(time_tiles(4, 1000, LLAMA, kv, torch.float16, tiles, machine))
+        assert [row.error for row in rows] == [None] * len(tiles) and rows[0].chosen
+        assert all(row.us is not None and row.us > row.limit_us for row in rows)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lowbit.formats.kv import KV16
 from lowbit.kernels.choose.attention import PAGE
 from lowbit.kernels.reference import attention
 from lowbit.kernels.reference.attention import append_reference, attend, decode_reference, gathered
+from lowbit.pack.kv_pages import KVPages
 from tests.kernels.attention import angles_of, make_case, shape
 
 SHAPES = {
@@ -70,15 +72,15 @@ def test_prompts_and_steps_against_transformers(name, monkeypatch):
     gammas = [None if norms is None else torch.randn(given.head_dim, generator=generator).to(norms) for _ in range(2)]
     cos_sin = angles_of(140, given.rotary_dim)
     k = torch.full((4, given.kv_heads, PAGE, given.head_dim), torch.nan, dtype=torch.float64)
-    v, tables = k.clone(), torch.tensor([[0, 0, 0], [3, 1, 0]], dtype=torch.int32)
+    pages, tables = KVPages(KV16, given.head_dim, k, k.clone()), torch.tensor([[0, 0, 0], [3, 1, 0]], dtype=torch.int32)
     expected, found = by_transformers(given, qkv, cos_sin, *gammas), []
     for first, end in ((0, 64), (64, 100)):
         position_of = torch.arange(first, end, dtype=torch.int32)
-        q = append_reference(qkv[first:end], k, v, tables, torch.ones_like(position_of), position_of, cos_sin, given, *gammas)
-        found.append(attend(q, gathered(k, tables[1], end), gathered(v, tables[1], end), first, given))
+        q = append_reference(qkv[first:end], pages, tables, torch.ones_like(position_of), position_of, cos_sin, given, *gammas)
+        found.append(attend(q, *gathered(pages, tables[1], end, q.dtype), first, given))
     for position in range(100, 140):
         positions, rows = torch.tensor([0, position], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
-        found.append(decode_reference(qkv[position][None], k, v, tables, positions, rows, cos_sin, given, *gammas))
+        found.append(decode_reference(qkv[position][None], pages, tables, positions, rows, cos_sin, given, *gammas))
     # Transformers' norms and softmax compute in float32.
     assert torch.allclose(torch.cat(found), expected, rtol=1e-5, atol=2e-6)
 
@@ -102,7 +104,7 @@ def test_sinks_against_transformers():
 def test_sixteen_bits_are_rounded_once(dtype):
     case = make_case(shape(), [0, 5, 128, 300], dtype, padding=2, shared=True)
     given = case.copy()
-    out = decode_reference(*case.arguments[:7], case.shape)
+    out = decode_reference(*case.arguments[:6], case.shape)
     expected, _, _ = given.expected()
     assert out.dtype == dtype
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]

@@ -7,8 +7,10 @@ import dataclasses
 import pytest
 import torch
 
+from lowbit.formats.kv import KV16
 from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.choose.attention import DecodeTile
+from lowbit.pack.kv_pages import KVPages
 from tests.kernels.attention import compare, make_case, shape
 from tests.kernels.calls import meta
 from tests.kernels.interpreter import interpreted
@@ -30,11 +32,11 @@ def run(case, tile, machine):
     """
     plan = PagedAttentionPlan(len(case.rows), case.shape, tile, machine)
     sums, counters = plan.workspace
-    arrived = torch.zeros(max(counters, 1), dtype=torch.int32, device=case.k.device)
+    arrived = torch.zeros(max(counters, 1), dtype=torch.int32, device=case.qkv.device)
     before, found = case.copy(), []
-    for _ in range(2 if case.k.is_cuda else 1):
-        case.k.copy_(before.k), case.v.copy_(before.v)
-        partial = torch.full((max(sums, 1),), torch.nan, device=case.k.device)
+    for _ in range(2 if case.qkv.is_cuda else 1):
+        case.pages.k.copy_(before.pages.k), case.pages.v.copy_(before.pages.v)
+        partial = torch.full((max(sums, 1),), torch.nan, device=case.qkv.device)
         found.append(plan(*case.arguments, partial, arrived))
         assert not arrived.any()
     real = case.rows < len(case.positions) - 1  # padding rows overwrite each other
@@ -125,11 +127,11 @@ def test_the_arithmetic_in_tritons_interpreter():
 def compiled(given, tile, sm=90, dtype=torch.float16, norms=None, sinks=None):
     """The kernel of a decode step of 4 rows; `norms` and `sinks` are the dtypes of gammas and sinks."""
     half, whole = (lambda *size: meta(size, dtype)), (lambda *size: meta(size, torch.int32))
-    pages = half(100, given.kv_heads, 128, given.head_dim)
+    pages = KVPages.make(KV16, 100, given.kv_heads, given.head_dim, dtype, "meta")
     gamma = None if norms is None else meta((given.head_dim,), norms)
     state = whole(9, 64), whole(9), whole(4), meta((8192, given.rotary_dim), torch.float32), gamma, gamma
     sink = None if sinks is None else meta((given.heads,), sinks)
-    call = (half(4, given.features), pages, pages, *state, sink, meta((1,), torch.float32), whole(1))
+    call = (half(4, given.features), pages, *state, sink, meta((1,), torch.float32), whole(1))
     return compile_plan(PagedAttentionPlan(4, given, tile, typical_machine(sm)), call, sm)
 
 

@@ -1,0 +1,129 @@
+"""Choice of the number of splits of decode attention over packed pages: candidates, cost model. Without Triton.
+
+A program has 4 warps and reads a split of one row and kv head, page by page; a kv head with more than 8 query heads has several
+programs. The cases that a cost averages over are those of choose/attention.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from lowbit.formats.kv import KVScheme
+from lowbit.hardware.machine import Machine
+from lowbit.kernels.choose.attention import (
+    COMMON,
+    INVARIANT_ROWS,
+    PAGE,
+    PARTS,
+    AttentionShape,
+    DecodeCandidate,
+    DecodeTile,
+    attention_refusals,
+)
+from lowbit.kernels.choose.candidate import first_feasible, ordered
+from lowbit.pack.kv_pages import kv_refusals, padded_head, page_bytes
+
+HEADS = 8
+"""Largest number of query heads of a program."""
+
+WARPS = 4
+
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+CHUNKS = (128, 256, 512, 1024)
+"""Smallest numbers of tokens of a split, whole pages."""
+
+
+def register_words(shape: AttentionShape, kv: KVScheme) -> int:
+    """Number of registers of a thread that hold 32 tokens' codes, q and sums."""
+    head = padded_head(shape.head_dim)
+    return head * (kv.k.bits + kv.v.bits) // 32 + head // 4 + head // 8
+
+
+def most_registers(shape: AttentionShape, kv: KVScheme) -> int:
+    """Limit of registers per thread, so that 4, 3 or 2 programs share an SM; 0 where 4 programs fit anyway (up to 60 words
+    ptxas takes 96 to 126 registers by itself, but spills some with a limit; sm_90, Triton 3.9)."""
+    words = register_words(shape, kv)
+    return 0 if words <= 60 else 128 if words <= 80 else 168 if words <= 120 else 255
+
+
+def resident(shape: AttentionShape, kv: KVScheme) -> int:
+    """Number of programs that share an SM."""
+    return 65536 // (32 * WARPS * (-(-(most_registers(shape, kv) or 128) // 8) * 8))
+
+
+def candidates_packed(
+    rows: int, shape: AttentionShape, kv: KVScheme, longest: int, machine: Machine, *, batch_invariant: bool = False
+) -> list[DecodeCandidate]:
+    """All candidates for `rows` rows and contexts up to `longest` tokens by cost, infeasible ones last.
+
+    The cost is the geometric mean of the modelled microseconds of the cases. With `batch_invariant` it is computed for
+    INVARIANT_ROWS rows, so that a row is split in the same way in every batch.
+    """
+    rows = INVARIANT_ROWS if batch_invariant else rows
+    contexts = [*(min(size, longest) for size in COMMON), *(int(part * longest) for part in PARTS)]
+    reasons = (*attention_refusals(shape), *kv_refusals(kv, shape.head_dim))
+    found = []
+    for tile in _tiles(longest):
+        pairs = [*((size, size) for size in contexts), *([(contexts[-2], longest)] if rows > 1 else [])]
+        costs = [packed_us(tile, rows, shape, kv, *pair, machine) for pair in pairs]
+        found.append(DecodeCandidate(tile, reasons, math.prod(costs) ** (1 / len(costs))))
+    return ordered(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_packed(
+    rows: int, shape: AttentionShape, kv: KVScheme, longest: int, machine: Machine, batch_invariant: bool = False
+) -> DecodeTile:
+    """The first feasible candidate; raises ValueError with the reasons against each when there is none."""
+    found = candidates_packed(rows, shape, kv, longest, machine, batch_invariant=batch_invariant)
+    return first_feasible(found, shape, machine)
+
+
+def _tiles(longest: int) -> list[DecodeTile]:
+    tiles = [
+        DecodeTile(splits, chunk, PAGE, WARPS)
+        for chunk in CHUNKS
+        for splits in SPLITS
+        if splits == 1 or (splits - 1) * chunk < longest
+    ]
+    return list(dict.fromkeys(tile if tile.splits > 1 else DecodeTile(1, PAGE, PAGE, WARPS) for tile in tiles))
+
+
+START_US = 3.3
+"""Fixed time of a launch: start, the dependent loads (row, position, page, keys), the turn, rotation and rounding of q and of
+the new token, the sum over warps and the store."""
+TURN_US = 0.95
+"""Time of a page for a program alone on an SM: latency of its loads and of two chains of products."""
+CROWDED = 0.35
+"""On a full SM, a page takes longer by this fraction."""
+READ_SHARE = 1.1
+"""Time relative to a plain read of memory."""
+WAVE_US = 3.0
+"""Additional time of each wave of programs after the first."""
+MEET_US = (0.9, 0.25)
+"""Reduction of a row's splits: the counter, and 4 splits of `combine`."""
+# Estimated from the instructions and the 16-bit kernel's fit (choose/attention.py) before any measurement.
+
+
+def packed_us(
+    tile: DecodeTile, rows: int, shape: AttentionShape, kv: KVScheme, context: int, longest: int, machine: Machine
+) -> float:  # fmt: skip
+    """Modelled time of one launch for `rows` rows of `context` tokens each, one of which has `longest` instead."""
+    tokens, most = (min(size, shape.window) if shape.window else size for size in (context, longest))
+    active, groups = tile.active(tokens), -(-shape.group // HEADS)
+    programs, places = rows * shape.kv_heads * groups * active, machine.sm_count * resident(shape, kv)
+    waves = -(-programs // places)
+    turns = max(waves * -(-tokens // (active * tile.block)), -(-most // (tile.active(most) * tile.block)))
+    turns_us = turns * TURN_US * (1 + CROWDED * min(1.0, programs / places))
+    memory_us = 1e6 * READ_SHARE * rows * token_bytes(shape, kv) * tokens / machine.read_bytes
+    meet_us = 0.0 if active == 1 else MEET_US[0] + MEET_US[1] * -(-active // 4)
+    return START_US + math.hypot(memory_us**2, turns_us**2) ** 0.5 + WAVE_US * (waves - 1) + meet_us
+
+
+def token_bytes(shape: AttentionShape, kv: KVScheme) -> float:
+    """Bytes of the keys, values and scales of a token."""
+    return page_bytes(kv, shape.kv_heads, shape.head_dim, torch.float16) / PAGE

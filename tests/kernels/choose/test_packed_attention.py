@@ -1,0 +1,70 @@
+"""Splits over packed pages: every machine and batch has a choice, batch-invariant ones do not depend on the batch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from lowbit.formats.kv import parse_kv
+from lowbit.hardware.machine import MACHINES, typical_machine
+from lowbit.kernels.choose.attention import AttentionShape
+from lowbit.kernels.choose.packed_attention import (
+    candidates_packed,
+    choose_packed,
+    most_registers,
+    packed_us,
+    resident,
+    token_bytes,
+)
+
+LLAMA = AttentionShape(32, 8, 128, 128**-0.5, 128)
+H200 = typical_machine(90)
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.product)
+@pytest.mark.parametrize("kv", ["fp8", "int4", "k8v4"])
+def test_there_is_a_tile_for_every_batch(machine, kv):
+    scheme = parse_kv(kv)
+    for shape, longest in itertools.product((LLAMA, AttentionShape(16, 1, 256, 1.0, 64, window=512)), (128, 4096, 131072)):
+        tiles = [choose_packed(rows, shape, scheme, longest, machine) for rows in (1, 8, 64, 256)]
+        assert all(tile.block == 128 and tile.chunk % 128 == 0 and tile.warps == 4 for tile in tiles)
+        assert tiles[-1].splits <= tiles[0].splits
+        assert len({choose_packed(rows, shape, scheme, longest, machine, True) for rows in (1, 8, 64, 256)}) == 1
+
+
+def test_long_contexts_fill_the_machine_and_short_ones_are_not_cut_in_vain():
+    for kv in map(parse_kv, ("fp8", "int4")):
+        places = H200.sm_count * resident(LLAMA, kv)
+        tile = choose_packed(1, LLAMA, kv, 131072, H200)
+        assert places // 2 < 8 * tile.active(131072) <= places
+        tile = choose_packed(16, LLAMA, kv, 8192, H200)
+        assert places // 2 < 16 * 8 * tile.active(8192) <= places
+        assert choose_packed(64, LLAMA, kv, 1024, H200).splits == 1
+
+
+def test_time_grows_with_bytes():
+    assert token_bytes(LLAMA, parse_kv("int4")) == 8 * (128 + 4) and token_bytes(LLAMA, parse_kv("fp8")) == 8 * (256 + 4)
+    tile = choose_packed(64, LLAMA, parse_kv("int4"), 8192, H200)
+    times = [packed_us(tile, 64, LLAMA, parse_kv(kv), 8192, 8192, H200) for kv in ("int4", "k8v4", "fp8")]
+    assert times == sorted(times) and 1.7 < times[2] / times[0] < 2.1
+    windowed = AttentionShape(32, 8, 128, 1.0, 128, window=1024)
+    assert packed_us(tile, 64, windowed, parse_kv("int4"), 8192, 8192, H200) < times[0] / 3
+
+
+def test_registers_and_programs():
+    for head_dim, kv, registers, programs in (
+        (64, "int4", 0, 4), (64, "fp8", 0, 4), (96, "int4", 0, 4), (128, "int4", 128, 4), (128, "fp8", 168, 3),
+        (128, "k8v4", 168, 3), (256, "int4", 255, 2), (256, "fp8", 255, 2),
+    ):  # fmt: skip
+        shape = AttentionShape(8, 2, head_dim, 1.0, head_dim)
+        assert (most_registers(shape, parse_kv(kv)), resident(shape, parse_kv(kv))) == (registers, programs), (head_dim, kv)
+
+
+def test_refusals():
+    odd = AttentionShape(8, 2, 100, 1.0, 100)
+    assert any(
+        "a multiple of 8, got 100" in reason for reason in candidates_packed(1, odd, parse_kv("int4"), 128, H200)[0].reasons
+    )
+    with pytest.raises(ValueError, match="a multiple of 8, got 100"):
+        choose_packed(1, odd, parse_kv("int4"), 1024, H200)

@@ -1,0 +1,255 @@
+"""Paged attention over packed pages: against float64, without a GPU by executing its PTX (tests/kernels/ptx.py); machine
+code."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from lowbit.formats.kv import parse_kv
+from lowbit.hardware.machine import machine_of, typical_machine
+from lowbit.kernels.choose.attention import DecodeTile
+from lowbit.pack.kv_pages import KVPages
+from tests.kernels.attention import compare_packed, make_case, packed, shape
+from tests.kernels.calls import meta
+from tests.kernels.ptx import execute
+from tests.kernels.sass import TRITON, compile_plan
+
+pytest.importorskip("triton", reason="the kernel is written in Gluon")
+
+from lowbit.kernels.sm80.packed_attention import PackedAttentionPlan
+
+gpu = pytest.mark.gpu
+
+RAGGED = [0, 1, 15, 127, 128, 129, 300, 1000]
+"""Context lengths: number of tokens before the new one."""
+
+
+def tile_for(splits, chunk=128):
+    return DecodeTile(splits, chunk, 128, 4)
+
+
+@functools.cache
+def compiled(given, kv, sm=90, dtype=torch.float16, norms=None, sinks=None):
+    """The kernel of a decode step; `norms` and `sinks` are the dtypes of gammas and sinks. Splits are arguments."""
+    whole = lambda *size: meta(size, torch.int32)  # noqa: E731
+    pages = KVPages.make(parse_kv(kv), 100, given.kv_heads, given.head_dim, dtype, "meta")
+    gamma = None if norms is None else meta((given.head_dim,), norms)
+    state = whole(9, 64), whole(9), whole(4), meta((8192, given.rotary_dim), torch.float32), gamma, gamma
+    sink = None if sinks is None else meta((given.heads,), sinks)
+    call = (meta((4, given.features), dtype), pages, *state, sink, meta((1,), torch.float32), whole(1))
+    plan = PackedAttentionPlan(4, given, parse_kv(kv), tile_for(4), typical_machine(sm))
+    return compile_plan(plan, call, sm)
+
+
+def emulated(plan, case, sm, partial, arrived):
+    """The output of a plan on a CPU."""
+    launched = []
+    launch, plan.launch = plan.launch, lambda *arguments: launched.append(arguments)
+    out = plan(*case.arguments, partial, arrived).fill_(torch.nan)
+    plan.launch = launch
+    types = [None if t is None else t.dtype for t in (case.q_norm, case.sinks)]
+    kernel = compiled(case.shape, str(case.pages.scheme), sm, case.qkv.dtype, *types)
+    execute(kernel.ptx, kernel.shared_bytes, launched[0][:-1], launch.grid, 128)
+    return out
+
+
+def run(case, splits, chunk=128, sm=90):
+    """The output of a plan; memory that it allocates is poisoned, and counters must end at zero. On a GPU it runs twice and
+    must give the same bits.
+    """
+    device = case.qkv.device
+    machine = machine_of("cuda") if device.type == "cuda" else typical_machine(sm)
+    plan = PackedAttentionPlan(len(case.rows), case.shape, case.pages.scheme, tile_for(splits, chunk), machine)
+    sums, counters = plan.workspace
+    arrived = torch.zeros(max(counters, 1), dtype=torch.int32, device=device)
+    before, found = case.copy(), []
+    for _ in range(2 if device.type == "cuda" else 1):
+        for t, old in zip(case.pages.tensors, before.pages.tensors, strict=True):
+            t.copy_(old)
+        partial = torch.full((max(sums, 1),), torch.nan, device=device)
+        if device.type == "cuda":
+            found.append(plan(*case.arguments, partial, arrived))
+        else:
+            found.append(emulated(plan, case, sm, partial, arrived))
+        assert not arrived.any()
+    real = case.rows < len(case.positions) - 1  # padding rows overwrite each other
+    assert torch.equal(found[0][real].nan_to_num(7), found[-1][real].nan_to_num(7))
+    return found[0]
+
+
+def check(given, kv, contexts, splits=4, chunk=128, sm=90, dtype=torch.float16, device="cpu", **options):
+    case = packed(make_case(given, contexts, dtype, device, **options), kv)
+    before = case.copy()
+    compare_packed(case, before, run(case, splits, chunk, sm), len(contexts))
+
+
+FEATURES = {
+    "plain": (shape(), "int4", {}),
+    "fp8": (shape(4, 1, 128), "fp8", {}),
+    "int8": (shape(4, 1, 128), "int8", {}),
+    "keys in 8 bits": (shape(4, 1, 128), "k8v4", {}),
+    "values in 8 bits, rotated": (shape(2, 1), "kint4-plainvint8-rotated", {}),
+    "groups of 3": (shape(6, 2), "kint4vfp8", {}),
+    "groups of 12": (shape(12, 1), "int4", {}),
+    "a quarter of 80 turns": (shape(3, 1, head_dim=80, rotary_dim=20), "int4", {}),
+    "96, no turn": (shape(2, 1, 96, rotary_dim=0), "fp8", {}),
+    "256": (shape(4, 1, 256), "k8v4", {}),
+    "256, codes one at a time": (shape(4, 1, 256), "fp8", {}),
+    "soft cap": (shape(4, 1, softcap=5.0, scale=0.3), "int8", {}),
+    "window": (shape(4, 1, window=200), "int4", {}),
+    "window of itself": (shape(4, 1, window=1), "fp8", {}),
+    "norms of Gemma, soft cap, window": (
+        shape(4, 1, head_dim=96, norm_eps=1e-6, norm_offset=1.0, softcap=3.0, window=130), "int4", {"norms": torch.bfloat16},
+    ),
+    "shared pages and padding": (shape(4, 1), "int4", {"shared": True, "padding": 3}),
+    "sinks and window of gpt-oss": (shape(16, 2, window=128), "fp8", {"sinks": torch.bfloat16}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_by_executed_ptx(name):
+    given, kv, options = FEATURES[name]
+    check(given, kv, [300, 129, 1, 0], **options)
+
+
+@pytest.mark.parametrize(("splits", "chunk"), [(1, 128), (3, 256), (24, 128)])
+def test_splits_by_executed_ptx(splits, chunk):
+    check(shape(), "int4", [2300, 128, 65, 700], splits, chunk)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sm_80_by_executed_ptx(dtype):
+    check(shape(4, 1), "k8v4", [300, 0, 127], sm=80, dtype=dtype)
+
+
+def poisoned(kv, device):
+    """A batch in which one row has NaN in a key, one row has values of 1e-4, one has rows of zeros."""
+    case = make_case(shape(4, 1), [300, 200, 150, 129], device=device)
+    page = case.tables[0, 1].long()
+    case.pages.k[page, :, 3, 5] = torch.nan
+    for slot, factor in ((1, 1e-4), (2, 0.0)):
+        for number in case.tables[slot, :2].tolist():
+            case.pages.v[number] *= factor
+    case.qkv[1, -64:] *= 1e-4
+    case = packed(case, kv)
+    return case, case.copy()
+
+
+def check_poison(kv, device="cpu"):
+    """Checks that NaN stays in its row, and that small values keep their accuracy."""
+    case, before = poisoned(kv, device)
+    out = run(case, 4)
+    assert out[0].isnan().any()
+    rows = [1, 2, 3]
+    some = [dataclasses.replace(c, qkv=c.qkv[rows], rows=c.rows[rows]) for c in (case, before)]
+    out, given = out[rows], some[1]
+    # The first row's new token is no part of the comparison.
+    slot = case.tables[0, 300 // 128].long()
+    for t, old in zip(case.pages.tensors, before.pages.tensors, strict=True):
+        t[slot] = old[slot]
+    compare_packed(some[0], given, out)
+
+
+@pytest.mark.parametrize("kv", ["int4", "fp8"])
+def test_nan_stays_in_its_row_and_small_values_stay_exact(kv):
+    check_poison(kv)
+
+
+def rows_alone(device):
+    """Checks that each row alone gives the same bits as in a batch."""
+    case = packed(make_case(shape(4, 1), [300, 500, 0, 77], device=device, padding=1), "int4")
+    given = case.copy()
+    together = run(case, 3)
+    for row in range(4):
+        assert torch.equal(run(given.copy([row]), 3)[0], together[row])
+
+
+def test_rows_do_not_depend_on_the_batch():
+    rows_alone("cpu")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv", "registers", "per_value"),
+    # Instructions of the main loop per value: 0.5 (int8), 0.625 (int4) or 1.75 (fp8) for the codes, 0.14 for the products.
+    [(128, "int4", 128, 1.85), (128, "int8", 168, 1.7), (128, "fp8", 168, 2.9), (64, "int4", 128, 2.6), (96, "k8v4", 168, 2.0)],
+)
+def test_codes_are_read_in_vectors_of_16_bytes_and_nothing_spills(head_dim, kv, registers, per_value):
+    kernel = compiled(shape(32, 8, head_dim), kv)
+    assert kernel.registers <= registers
+    if TRITON >= (3, 9):  # older ones spill up to 104 bytes
+        assert kernel.stack_bytes == 0
+    (loop,) = [kernel.lines[a : b + 1] for a, b in kernel.loops if any("HMMA" in line for line in kernel.lines[a : b + 1])]
+    scheme = parse_kv(kv)
+    assert sum("LDG.E.NA.128" in line for line in loop) == head_dim * (scheme.k.bits + scheme.v.bits) // 128
+    assert sum("HMMA.16816" in line for line in loop) == head_dim // 4 + (0 if kv == "fp8" else 2)
+    assert not any(name in line for line in loop for name in ("LDS", "STS", "BAR.", "STL"))
+    assert len(loop) * 32 / (2 * 32 * head_dim) < per_value + (0.1 if TRITON < (3, 9) else 0)
+
+
+@pytest.mark.parametrize(("head_dim", "kv"), [(128, "int4"), (128, "fp8"), (256, "int4"), (256, "int8")])
+def test_all_features_at_once_hardly_spill(head_dim, kv):
+    """256 elements in 8 bits spill 96 bytes: 2 % of the instructions of the main loop."""
+    given = shape(32, 8, head_dim, rotary_dim=head_dim // 2, softcap=50.0, window=4096, norm_eps=1e-6, norm_offset=1.0)
+    kernel = compiled(given, kv, norms=torch.float16, sinks=torch.float16)
+    assert kernel.stack_bytes <= (128 if TRITON < (3, 9) or (head_dim, kv) == (256, "int8") else 0)
+
+
+def test_old_keys_are_asked_for_before_the_wait():
+    """sm_90: tables, positions and the first block are loaded before the wait, q after it; stores come last."""
+    kernel = compiled(shape(32, 8, 128), "int4")
+    names = [line.split()[line.startswith("@")] for line in kernel.lines]
+    wait, start = names.index("ACQBULK"), names.index("PREEXIT")
+    assert wait < start and sum("LDG.E.NA.128" in name for name in names[:wait]) == 8
+    assert not any(name.startswith(("STG", "ATOM", "HMMA")) for name in names[:start])
+    kernel = compiled(shape(4, 1), "k8v4", 80)
+    assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == 0
+
+
+def test_workspace():
+    plan = PackedAttentionPlan(4, shape(12, 1), parse_kv("int4"), tile_for(1), typical_machine(90))
+    assert plan.workspace == (0, 0) and plan.launch.grid == (2, 4, 1)
+    plan = PackedAttentionPlan(4, shape(12, 1), parse_kv("int4"), tile_for(6), typical_machine(90))
+    assert plan.workspace == (4 * 12 * 6 * 66, 8) and plan.launch.grid == (2, 4, 6)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FEATURES)
+def test_against_the_reference(name, dtype):
+    given, kv, options = FEATURES[name]
+    for splits, chunk in ((1, 128), (4, 256), (64, 128)):
+        check(given, kv, [*RAGGED, 4000], splits, chunk, dtype=dtype, device="cuda", **options)
+
+
+@gpu
+@pytest.mark.parametrize("kv", ["fp8", "int8", "int4", "k8v4", "kint4vfp8"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_every_format_and_head_size(head_dim, kv):
+    check(shape(8, 2, head_dim), kv, [*RAGGED, 2500], 8, device="cuda")
+
+
+@gpu
+def test_rows_do_not_depend_on_the_batch_on_a_gpu():
+    rows_alone("cuda")
+
+
+@gpu
+@pytest.mark.parametrize("kv", ["int4", "fp8", "int8"])
+def test_nan_stays_in_its_row_on_a_gpu(kv):
+    check_poison(kv, "cuda")
+
+
+@gpu
+def test_many_rows_and_splits():
+    """More programs than fit the GPU at once, repeated: counters end at zero and every run gives the same bits."""
+    given = shape(32, 8, 128)
+    case = packed(make_case(given, [(331 * i) % 2500 for i in range(64)], device="cuda", padding=8), "int4")
+    before = case.copy()
+    first = run(case, 16)
+    compare_packed(case, before, first, 64)
+    for _ in range(20):
+        assert torch.equal(run(before.copy(), 16)[:64], first[:64])
