@@ -1,4 +1,5 @@
-"""The command line: recommend, quantize, convert, generate, serve, chat, eval, inspect, explain, schemes, demo, tune, bench.
+"""The command line: recommend, quantize, convert, generate, serve, chat, eval, compile, inspect, explain, schemes, demo, tune,
+bench.
 
 Exit codes: 0 success, 1 error (one line on stderr says why and what to do), 2 wrong arguments, 130 Ctrl-C, which leaves no
 incomplete checkpoint.
@@ -17,6 +18,7 @@ from rich.table import Table
 from lowbit._version import __version__
 from lowbit.cli.bench import bench
 from lowbit.cli.chat import chat
+from lowbit.cli.compile import compile_
 from lowbit.cli.demo import demo
 from lowbit.cli.eval import evaluate
 from lowbit.cli.inspect import inspect
@@ -24,9 +26,11 @@ from lowbit.cli.recommend import recommend
 from lowbit.cli.serve import serve
 from lowbit.cli.stderr import queued_stderr
 from lowbit.cli.terminal import (
+    KERNELS_FILE,
     AnyModel,
     Device,
     Json,
+    Kernels,
     Model,
     Scheme,
     check_device,
@@ -285,6 +289,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of generated tokens.")] = 64,
     sample: Annotated[bool, typer.Option("--sample", help="Sample (top-p 0.9) instead of greedy decoding.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of --sample.")] = None,
+    kernels: Kernels = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
     device: Device = None,
     json_file: Json = None,
@@ -303,12 +308,13 @@ def generate(
 
     check_scheme(scheme)
     check_device(device)
+    check_exists(kernels, KERNELS_FILE)
     path = str(local_model(model))
     load_layers()
     from lowbit.pipeline import pipeline
 
     check_json(json_file, "lowbit generate")
-    pipe = pipeline(path, scheme=scheme, device=device, verify=verify, progress=True)
+    pipe = pipeline(path, scheme=scheme, device=device, verify=verify, kernels=kernels, progress=True)
     options = {"max_new_tokens": max_new_tokens, "do_sample": sample, "seed": seed}
     if len(prompts) == 1 and out.is_terminal and str(json_file) != "-" and not pipe.refusals:
         responses = [_print_stream(pipe.stream(prompts[0], **options), prompts[0])]
@@ -341,6 +347,7 @@ app.command()(queued_stderr()(user_errors(serve)))
 app.command(name="run")(user_errors(chat))
 app.command(name="chat", help="The same as run.", short_help="The same as run.")(user_errors(chat))
 app.command(name="eval")(user_errors(evaluate))
+app.command(name="compile")(user_errors(compile_))
 app.command()(user_errors(inspect))
 
 

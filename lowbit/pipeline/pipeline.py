@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from lowbit.engine import Detokenizer, Engine, FinishReason, RequestFailed, SampledToken
+from lowbit.engine.kernels import use_kernels
 from lowbit.engine.warm_up import Stage
 from lowbit.hardware.machine import torch_device
 from lowbit.models.head import SCHEME
@@ -289,6 +290,7 @@ def pipeline(
     head: str | None = SCHEME,
     max_concurrent: int = 64,
     cache_bytes: int | None = None,
+    kernels: str | Path | None = None,
     quantization_mode: str | None = None,
     **unknown: Any,
 ) -> Pipeline:
@@ -312,6 +314,8 @@ def pipeline(
         head: the scheme of LM head and embedding of a quantized model under the engine on a GPU; None for 16 bits.
         max_concurrent: maximum number of sequences that the engine computes at once.
         cache_bytes: the engine's memory for keys and values (default: most of the GPU's free memory, `engine.Engine`).
+        kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU. By default a file `kernels-*.lowbit`
+            beside the checkpoint is used if this user compiled it. It runs with this process's rights.
 
     Raises UnknownArgument for other arguments, CheckpointError for checkpoints that `models.load.load_causal` refuses (one that
     lacks parameters, for example), and ValueError if the checkpoint is already quantized to another scheme.
@@ -326,6 +330,9 @@ def pipeline(
         warnings.warn("quantization_mode is the old name of scheme", DeprecationWarning, stacklevel=2)
         scheme = quantization_mode
     device, source = torch_device(device), resolve(model_name_or_path)
+    if device.type == "cuda":
+        folder = source.path if source.path.is_dir() else source.path.parent
+        use_kernels(device, kernels, folder)  # before the weights are loaded, which kernels pack
     model = load_causal(
         source, scheme=scheme, device=device, dtype=dtype, verify=verify, progress=progress,
         head=head if engine in (True, None) and device.type == "cuda" else None, or_encoder_decoder=True,
