@@ -17,7 +17,7 @@ from lowbit.checkpoint import CheckpointError, LayerEntry, Manifest
 from lowbit.formats import ExpertTensor, QuantTensor, parse_scheme
 from lowbit.models.conversion_targets import manifest_of
 from lowbit.models.fuse import prepare_on_gpu
-from lowbit.models.head import quantize_head
+from lowbit.models.head import plain_head
 from lowbit.models.hf import place_empty_modules, plain_parameters, plan_for, planned_layers, put_plain_weights_first
 from lowbit.models.layer_importer import LayerImporter
 from lowbit.models.names import TensorNames
@@ -30,9 +30,7 @@ Types = dict[str, torch.dtype]
 """Dtypes of the tensors of quantized layers, by name."""
 
 
-def weightless_model(
-    source: str | Path | ResolvedSource, *, scheme: str | None = None, head: str | None = None
-) -> PreTrainedModel:
+def weightless_model(source: str | Path | ResolvedSource, scheme: str | None, head: str | None) -> PreTrainedModel:
     """Returns the causal model of a folder, hub name or GGUF file as a GPU would hold it, packed for its kernels.
 
     Call it inside `simulated_gpu`. scheme, head: as for `load.load_causal`. Raises CheckpointError for files that cannot be
@@ -57,16 +55,24 @@ def weightless_model(
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
     if manifest is not None:
-        place_empty_modules(model, Manifest(manifest.scheme, manifest.layers), types, resolved.path)
-        for name, owner in manifest.tied.items():
-            tie(model, name, owner)
+        _place(model, manifest, types, resolved.path)
     if head is not None:
-        quantize_head(model, head)
+        owners, followers = plain_head(model)
+        shapes = {name: tuple(model.get_submodule(name).weight.shape) for name in owners}  # type: ignore[union-attr, operator]
+        entries = {name: LayerEntry((shape[0], shape[1]), parse_scheme(head)) for name, shape in shapes.items()}
+        _place(model, Manifest(parse_scheme(head), entries, tied=followers), {}, resolved.path)
     if resolved.path.is_dir() and (resolved.path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(resolved.path)
     put_plain_weights_first(model)
     prepare_on_gpu(model)
     return model.eval()
+
+
+def _place(model: PreTrainedModel, manifest: Manifest, types: Types, where: Path) -> None:
+    """Replaces the layers of a manifest by quantized modules without weights."""
+    place_empty_modules(model, Manifest(manifest.scheme, manifest.layers), types, where)
+    for name, owner in manifest.tied.items():
+        tie(model, name, owner)
 
 
 def _stored_layers(

@@ -77,7 +77,7 @@ class _SimulatedGpu(TorchFunctionMode):
             with self:  # torch leaves a mode while it handles a function
                 return implementation(*args, **named)
         if on_gpu and function in _ANSWERS:
-            return _ANSWERS[function](args[0])
+            return _ANSWERS[function](*args)
         if on_gpu and function == Tensor.device.__get__:  # type: ignore[attr-defined]
             return self.device
         if function == Tensor.pin_memory:
@@ -100,7 +100,12 @@ def _address(tensor: Tensor) -> int:
     return (tensor.untyped_storage()._cdata << 8) + tensor.storage_offset() * tensor.element_size()
 
 
-_ANSWERS: dict[Any, Callable[[Tensor], Any]] = {
+def _grouped_mm(x: Tensor, weights: Tensor, *others: object) -> Tensor:
+    """Returns y [rows, N] of x [rows, K] and weights [E, K, N]; torch's own computation of shapes refuses fp16."""
+    return x.new_empty(len(x), weights.shape[-1])
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
     Tensor.is_cuda.__get__: lambda tensor: True,  # type: ignore[attr-defined]
     Tensor.is_meta.__get__: lambda tensor: False,  # type: ignore[attr-defined]
     Tensor.data_ptr: _address,
@@ -108,6 +113,8 @@ _ANSWERS: dict[Any, Callable[[Tensor], Any]] = {
     Tensor.__float__: lambda tensor: 0.0,
     Tensor.__int__: lambda tensor: 0,
     Tensor.item: lambda tensor: tensor.dtype == torch.bool or 0,
-    torch.equal: lambda tensor: True,
+    torch.equal: lambda tensor, other: True,
+    torch._grouped_mm: _grouped_mm,
+    getattr(torch.nn.functional, "grouped_mm", torch._grouped_mm): _grouped_mm,
 }
 """Results of functions that torch does not compute for meta tensors, or computes differently from those of a GPU."""

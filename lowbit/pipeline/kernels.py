@@ -49,17 +49,14 @@ def engine_kernels(
     """
     with simulated_gpu(gpu), recording() as kernels:
         source = resolve(model)
-        built = weightless_model(source, scheme=scheme, head=SCHEME)
+        built = weightless_model(source, scheme, SCHEME)
         if batch_invariant:
             make_batch_invariant(built, built.dtype)
         pipe = Pipeline(
             built, tokenizer_of(source.path, built), engine=True, batch_invariant=batch_invariant,
             max_concurrent=max_concurrent, cache_bytes=cache_bytes,
         )  # fmt: skip
-        if pipe.refusals or pipe.engine.program.reasons:
-            reasons = (*pipe.refusals, *([] if pipe.refusals else pipe.engine.program.reasons))
-            raise ValueError(
-                f"{model}: has no kernels to compile, the engine computes it by Transformers: {'; '.join(reasons)}"
-            )
+        if reasons := pipe.refusals or pipe.engine.program.reasons:
+            raise ValueError(f"{model}: has no kernels to compile, Transformers computes it: {'; '.join(reasons)}")
         of_steps = pipe.engine.runner.all_kernels()
     return [*kernels, *(kernel for kernel in of_steps if kernel not in kernels)]
