@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("gcc", "clang"))), reason="Triton's launchers need a C compiler")
 
 from lowbit.hardware.machine import GPUS
 from lowbit.kernels import kernel_file
 from lowbit.kernels.kernel_file import KernelFile, KernelFileError, Requirements, is_trusted, write_kernel_file
 from lowbit.kernels.parts.launch import RecordedKernel, recording
 from tests.kernels.parts.test_compile import gate, ring
+
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("gcc", "clang"))), reason="Triton's launchers need a C compiler")
 
 ROOT = Path(__file__).parents[2]
 

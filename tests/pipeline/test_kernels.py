@@ -48,7 +48,7 @@ def test_kernels_of_each_gpu(folder):
     assert names(folder, "a100", scheme="w4a16_g64") == ALWAYS | {"ring_gemm", "gate_rows"}
     assert names(folder, "a100", scheme="w4a16_g64", max_concurrent=8) == ALWAYS | {"ring_gemm", "gate_rows", "mma_gemm"}
     assert names(folder, "h200", scheme="w8a8") >= ALWAYS - {"norm_rows"} | {"quantize_rows", "scaled_gemm"}
-    assert names(folder, "l40s", scheme="fp8") >= ALWAYS - {"norm_rows"} | {"quantize_rows", "plain_scaled_gemm"}
+    assert names(folder, "l40s", scheme="w8a8") >= ALWAYS - {"norm_rows"} | {"quantize_rows", "plain_scaled_gemm"}
     assert names(folder, "h200") >= ALWAYS
 
 
