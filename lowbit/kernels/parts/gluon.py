@@ -9,9 +9,7 @@ import contextlib
 import functools
 import hashlib
 import math
-import os
 import re
-import shutil
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -281,15 +279,16 @@ def build_extension(name: str, source: str, folder: Path) -> bytes:
     """
     from triton.backends.nvidia import driver
 
-    if not (knobs.build.impl or os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        raise ValueError("Triton's launchers are C code, and this machine has no C compiler: install gcc, or set CC")
 
     code, functions = folder / f"{name}.c", folder / "functions.c"
     code.write_text(source)
     # cuda.h renames functions to their newer versions, cuX to cuX_v2. A linker may drop a library without used functions.
     called = sorted({f"{call}{version}" for call in re.findall(r"\bcu[A-Z]\w*", source) for version in ("", "_v2", "_v3")})
     functions.write_text("".join(f"void {call}(void) {{}}\n" for call in called))
-    stub = Path(build._build("libcuda", str(functions), str(folder), [], [], [], ["-Wl,-soname,libcuda.so.1"]))
+    try:
+        stub = Path(build._build("libcuda", str(functions), str(folder), [], [], [], ["-Wl,-soname,libcuda.so.1"]))
+    except RuntimeError as error:
+        raise ValueError("Triton's launchers are C code, and this machine has no C compiler: install gcc, or set CC") from error
     stub.rename(folder / "libcuda.so.1")
     built = build._build(name, str(code), str(folder), [str(folder)], driver.include_dirs, driver.libraries, [])
     return Path(built).read_bytes()
