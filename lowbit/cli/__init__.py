@@ -4,7 +4,7 @@ __init__.py   the entry point, and the signal handler during imports
 terminal.py   shared by the commands: consoles, errors as one line, results as JSON
 stderr.py     a standard error that does not block, for `lowbit serve`
 commands.py   the typer app; quantize, convert, generate, explain, schemes
-recommend.py, eval.py, inspect.py, serve.py, chat.py, demo.py, tune.py, bench.py: one command each
+recommend.py, eval.py, inspect.py, serve.py, chat.py, compile.py, demo.py, tune.py, bench.py: one command each
 
 Modules declare arguments and help at import and import torch and the other layers inside their functions.
 """

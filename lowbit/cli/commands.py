@@ -1,4 +1,5 @@
-"""The command line: recommend, quantize, convert, generate, serve, chat, eval, inspect, explain, schemes, demo, tune, bench.
+"""The command line: recommend, quantize, convert, generate, serve, chat, eval, compile, inspect, explain, schemes, demo, tune,
+bench.
 
 Exit codes: 0 success, 1 error (one line on stderr says why and what to do), 2 wrong arguments, 130 Ctrl-C, which leaves no
 incomplete checkpoint.
@@ -17,6 +18,7 @@ from rich.table import Table
 from lowbit._version import __version__
 from lowbit.cli.bench import bench
 from lowbit.cli.chat import chat
+from lowbit.cli.compile import compile_
 from lowbit.cli.demo import demo
 from lowbit.cli.eval import evaluate
 from lowbit.cli.inspect import inspect
@@ -24,10 +26,12 @@ from lowbit.cli.recommend import recommend
 from lowbit.cli.serve import serve
 from lowbit.cli.stderr import queued_stderr
 from lowbit.cli.terminal import (
+    KERNELS_FILE,
     KV,
     AnyModel,
     Device,
     Json,
+    Kernels,
     Model,
     Scheme,
     check_device,
@@ -288,6 +292,7 @@ def generate(
     sample: Annotated[bool, typer.Option("--sample", help="Sample (top-p 0.9) instead of greedy decoding.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of --sample.")] = None,
     kv: KV = "16",
+    kernels: Kernels = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
     device: Device = None,
     json_file: Json = None,
@@ -307,12 +312,13 @@ def generate(
     check_scheme(scheme)
     check_kv(kv)
     check_device(device)
+    check_exists(kernels, KERNELS_FILE)
     path = str(local_model(model))
     load_layers()
     from lowbit.pipeline import pipeline
 
     check_json(json_file, "lowbit generate")
-    pipe = pipeline(path, scheme=scheme, device=device, verify=verify, progress=True, kv=kv)
+    pipe = pipeline(path, scheme=scheme, device=device, verify=verify, progress=True, kv=kv, kernels=kernels)
     options = {"max_new_tokens": max_new_tokens, "do_sample": sample, "seed": seed}
     if len(prompts) == 1 and out.is_terminal and str(json_file) != "-" and not pipe.refusals:
         responses = [_print_stream(pipe.stream(prompts[0], **options), prompts[0])]
@@ -345,6 +351,7 @@ app.command()(queued_stderr()(user_errors(serve)))
 app.command(name="run")(user_errors(chat))
 app.command(name="chat", help="The same as run.", short_help="The same as run.")(user_errors(chat))
 app.command(name="eval")(user_errors(evaluate))
+app.command(name="compile")(user_errors(compile_))
 app.command()(user_errors(inspect))
 
 

@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowbit.cli.stderr import exit_now
-from lowbit.cli.terminal import KV, AnyModel, Device, Scheme, check_device, check_kv, check_scheme, load_layers, say
+from lowbit.cli.terminal import (
+    KERNELS_FILE,
+    KV,
+    AnyModel,
+    Device,
+    Kernels,
+    Scheme,
+    check_device,
+    check_exists,
+    check_kv,
+    check_scheme,
+    load_layers,
+    say,
+)
 
 if TYPE_CHECKING:
     import socket
@@ -22,6 +35,17 @@ MOST_ON_A_CPU = 8
 """Default of --max-concurrent on a CPU, which computes sequences one after another: more would slow down all of them."""
 
 MOST_ON_A_GPU = 64
+
+
+CacheGiB = Annotated[
+    float | None,
+    typer.Option(min=0, max=1e6, help="Memory for the KV cache in GiB. Default: most of a GPU's free memory, half of a CPU's."),
+]
+
+
+def bytes_of(gib: float | None) -> int | None:
+    """Returns GiB as bytes; None for None."""
+    return None if gib is None else int(gib * 2**30)
 
 
 def extra_missing(command: str, error: ImportError) -> ValueError:
@@ -49,12 +73,7 @@ def serve(
     max_queue: Annotated[int, typer.Option(min=0, help="Sequences in the queue; further requests get status 429.")] = 256,
     max_prompt: Annotated[int | None, typer.Option(min=1, help="Tokens per prompt. Default: the context length.")] = None,
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes per request body.")] = 1 << 20,
-    cache_gib: Annotated[
-        float | None,
-        typer.Option(
-            min=0, max=1e6, help="Memory for the KV cache in GiB. Default: most of a GPU's free memory, half of a CPU's."
-        ),
-    ] = None,
+    cache_gib: CacheGiB = None,
     kv: KV = "16",
     batch_invariant: Annotated[
         bool,
@@ -66,6 +85,7 @@ def serve(
     prompt_seconds: Annotated[
         float, typer.Option(min=0.1, max=86400, help="Seconds that chat template and tokenizer may take per request.")
     ] = 10.0,
+    kernels: Kernels = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
     device: Device = None,
 ) -> None:
@@ -86,6 +106,7 @@ def serve(
             "--api-key (or LOWBIT_API_KEY): must be one or more printable ASCII characters without spaces; "
             "for a server without a key, leave out the option and unset LOWBIT_API_KEY"
         )
+    check_exists(kernels, KERNELS_FILE)
     path = local_model(model)
     load_layers()
     try:
@@ -110,7 +131,7 @@ def serve(
         say(f"loading {model}")
         pipe = pipeline(
             str(path), scheme=scheme, device=where_to, verify=verify, progress=True, batch_invariant=batch_invariant,
-            max_concurrent=concurrent, cache_bytes=None if cache_gib is None else int(cache_gib * 2**30), kv=kv,
+            max_concurrent=concurrent, cache_bytes=bytes_of(cache_gib), kv=kv, kernels=kernels,
         )  # fmt: skip
         called = model if is_on_hub(model) else path.resolve().stem if path.is_file() else path.resolve().name
         service = service_of(pipe, name or called, limits, key=api_key, local=local)

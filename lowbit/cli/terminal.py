@@ -56,6 +56,15 @@ KV = Annotated[
 Device = Annotated[str | None, typer.Option(help="Device: cpu, cuda or cuda:1. Default: a GPU if there is one, else cpu.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file; - for standard output.")]
 
+Kernels = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Kernels file of lowbit compile, to compile nothing on a GPU. It contains programs: use only one that you trust.",
+    ),
+]
+KERNELS_FILE = "--kernels takes a file that lowbit compile wrote"
+
 
 def user_errors(command: Command) -> Command:
     """Prints errors that a user can fix as one line on stderr and exits with 1; other exceptions are bugs and propagate.

@@ -11,6 +11,7 @@ A step:
     decode_runner.py     decode steps as CUDA graphs             prefill_runner.py   prefill chunks as CUDA graphs
     ragged.py            prefill chunks as tensors of one shape  graphs.py           memory shared by all graphs
     warm_up.py           kernels that will be launched           cache.py            memory of keys and values
+    kernels.py           kernels files
 A model:
     family.py            known families, as declarations         decoder.py          what a decoder computes, as data
     recognise.py         reads a model as a decoder              family_refusals.py  why a model has no decode program

@@ -18,6 +18,7 @@ import math
 import threading
 from collections import abc, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -31,6 +32,7 @@ from lowbit.engine.decode_runner import DecodeRunner
 from lowbit.engine.deprecated import sequence_of
 from lowbit.engine.failure import EngineFailed, StepFailed, log_failure, one_line
 from lowbit.engine.forward import ForwardProgram
+from lowbit.engine.kernels import use_kernels
 from lowbit.engine.model_program import ModelProgram
 from lowbit.engine.model_runner import InFlightStep, ModelRunner
 from lowbit.engine.prefill_runner import PrefillRunner
@@ -72,6 +74,7 @@ class Engine:
         forward: computes by the model's own forward, one sequence at a time, as for models without a decode program.
         async_scheduling: reads the tokens of a step after the next one is launched.
         stop_token_ids: tokens that `Sampling.min_new_tokens` suppresses (default: the model's end-of-text tokens).
+        kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU. It runs with this process's rights.
         progress: called with the progress of kernels that a step compiles, and once all are compiled.
 
     Raises ValueError if the cache holds not even one request, and for a `kv` that the model's program does not have.
@@ -91,12 +94,15 @@ class Engine:
         forward: bool = False,
         async_scheduling: bool = True,
         stop_token_ids: abc.Sequence[int] | None = None,
+        kernels: str | Path | None = None,
         progress: Callable[[Stage], object] | None = None,
     ) -> None:
         if max_concurrent < 1:
             raise ValueError(f"an engine computes at least 1 request at once, got max_concurrent={max_concurrent}")
         if max_length is not None and max_length < 2:
             raise ValueError(f"a sequence has at least 2 tokens, one of them the prompt's, got max_length={max_length}")
+        if kernels is not None and model.device.type == "cuda":
+            use_kernels(model.device, kernels)
         self._model, self.device, self.vocab = model, model.device, model.config.get_text_config().vocab_size
         self._positions = _positions(model)
         self.max_length = min(max_length or self._positions, self._positions)

@@ -76,6 +76,42 @@ MACHINES: tuple[Machine, ...] = (
 """One product for each SM version, used when there is no GPU of that version."""
 
 
+@dataclass(frozen=True)
+class GPU:
+    """A product as its driver describes it, for compiling without one. Attributes have the names of torch's device properties;
+    the memory's clock is in kHz, its bus in bits."""
+
+    name: str
+    sm: int
+    multi_processor_count: int
+    L2_cache_size: int
+    total_memory: int
+    memory_clock_rate: int
+    memory_bus_width: int
+
+    @property
+    def product(self) -> str:
+        """The name of `Machine.product`."""
+        return self.name.removeprefix("NVIDIA ")
+
+
+GPUS = {
+    "h100": GPU("NVIDIA H100 80GB HBM3", 90, 132, 50 * _MIB, 80 << 30, 2_619_000, 5120),
+    "h200": GPU("NVIDIA H200", 90, 132, 60 * _MIB, 140 << 30, 3_201_000, 6144),
+    "a100": GPU("NVIDIA A100-SXM4-80GB", 80, 108, 40 * _MIB, 80 << 30, 1_593_000, 5120),
+    "l40s": GPU("NVIDIA L40S", 89, 142, 96 * _MIB, 45 << 30, 9_001_000, 384),
+    "5090": GPU("NVIDIA GeForce RTX 5090", 120, 170, 96 * _MIB, 32 << 30, 14_001_000, 512),
+}
+"""GPUs by the names that `lowbit compile --gpu` takes. The tiles of a product depend on its SMs, clock and bus."""
+
+
+def present_gpu(device: torch.device | str = "cuda") -> GPU:
+    """Returns a GPU of this machine as its driver describes it."""
+    found = torch.cuda.get_device_properties(device)
+    memory = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
+    return GPU(found.name, _sm(device), found.multi_processor_count, found.L2_cache_size, found.total_memory, *memory)
+
+
 def typical_machine(sm: int) -> Machine:
     """Returns the product in MACHINES for an SM version (90 for 9.0); raises ValueError with the known versions."""
     for machine in MACHINES:

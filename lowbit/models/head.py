@@ -22,15 +22,24 @@ def quantize_head(model: PreTrainedModel, scheme: str = SCHEME) -> list[str]:
     Rounds to nearest, by default with a scale per row. Returns [] if no layer is quantized or both are already. The head is
     packed for the kernels and the embedding has the layout on disk: tied weights are stored in both.
     """
+    owners, followers = plain_head(model)
+    for name in owners:
+        swap(model, name, quantized(name, model.get_submodule(name).weight, parse_scheme(scheme)))  # type: ignore[arg-type]
+    for name, owner in followers.items():
+        tie(model, name, owner)
+    if owners:
+        put_plain_weights_first(model)
+    return [*owners, *followers]
+
+
+def plain_head(model: PreTrainedModel) -> tuple[list[str], dict[str, str]]:
+    """Returns which of embedding and LM head have 16-bit weights while other layers are quantized: modules with weights of
+    their own, and a module that shares them -> its owner. Both are empty if no layer is quantized."""
     if not any(isinstance(module, QuantLinear) for module in model.modules()):
-        return []
+        return [], {}
     names = {module: name for name, module in model.named_modules()}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     modules = [module for module in (embedding, head) if type(module) in (nn.Embedding, nn.Linear)]
-    tied = len(modules) == 2 and modules[0].weight is modules[1].weight
-    for module in modules[: 1 if tied else 2]:
-        swap(model, names[module], quantized(names[module], module.weight, parse_scheme(scheme)))
-    if tied:
-        tie(model, names[head], names[embedding])
-    put_plain_weights_first(model)
-    return [names[module] for module in modules]
+    if len(modules) == 2 and modules[0].weight is modules[1].weight:
+        return [names[embedding]], {names[head]: names[embedding]}
+    return [names[module] for module in modules], {}

@@ -170,7 +170,7 @@ class LowbitQuantizer(HfQuantizer):
                     shapes = {name: reader.info(name).shape for name in reader.names()}
             _untie(model, manifest.layers)
             place_empty_modules(model, manifest, types, where)
-            self._plain_types = {name: p.dtype for name, p in _plain_parameters(model)}
+            self._plain_types = {name: p.dtype for name, p in plain_parameters(model)}
             _leave_as_loaded(model, [*manifest.layers, *manifest.tied])
             if stored and _is_as_stated(model):
                 require_complete(where, model, shapes)
@@ -228,7 +228,7 @@ class LowbitQuantizer(HfQuantizer):
         left += [name for name in self.experts if not is_set(model, name)]
         if left:
             raise CheckpointError(f"{where}: no file has the weight of {some(left)}, which was to be quantized")
-        for name, parameter in _plain_parameters(model):  # Transformers 5.17 leaves renamed tensors in the type of the file
+        for name, parameter in plain_parameters(model):  # Transformers 5.17 leaves renamed tensors in the type of the file
             if parameter.dtype != self._plain_types.get(name, parameter.dtype):
                 parameter.data = parameter.data.to(self._plain_types[name])
         if self.plan is not None:
@@ -310,7 +310,13 @@ def _entry(plan: Plan, name: str) -> dict[str, Any]:
     return {"shape": list(plan.layers[name])} | ({} if other is None else {"scheme": other.name})
 
 
-def _plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def planned_layers(plan: Plan) -> Manifest:
+    """Returns the manifest of the layers that a plan quantizes."""
+    config = {"quant_method": METHOD, "format_version": FORMAT_VERSION, "scheme": plan.scheme.name, "tied": dict(plan.tied)}
+    return Manifest.from_dict({**config, "layers": {name: _entry(plan, name) for name in plan.layers}}, "the plan")
+
+
+def plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields the floating-point parameters that belong to no quantized layer."""
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(path, recurse=False):

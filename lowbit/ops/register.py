@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_cuda: dict[str, Callable[..., Any]] = {}
+"""CUDA implementations of the operators, by their qualified names."""
+
 
 def register(
     schema: str, *, cuda: Callable[..., Any] | None = None, cpu: Callable[..., Any] | None = None, fake: Callable[..., Any],
@@ -24,10 +27,17 @@ def register(
     name = "lowbit::" + schema.partition("(")[0]
     torch.library.define(name, schema[schema.index("(") :])
     if cuda is not None:
-        torch.library.impl(name, "CUDA", on_device_of_first(_bundled(cuda, arguments)))
+        _cuda[name] = _bundled(cuda, arguments)
+        torch.library.impl(name, "CUDA", on_device_of_first(_cuda[name]))
     if cpu is not None:
         torch.library.impl(name, "CPU", _bundled(cpu, arguments))
     torch.library.register_fake(name, _bundled(fake, arguments))
+
+
+def cuda_implementation(operator: Any) -> Callable[..., Any] | None:
+    """Returns the CUDA implementation of an operator `torch.ops.lowbit.*`; None for other functions."""
+    packet = operator.overloadpacket if isinstance(operator, torch._ops.OpOverload) else operator
+    return _cuda.get(packet._qualified_op_name) if isinstance(packet, torch._ops.OpOverloadPacket) else None
 
 
 def _bundled(function: Callable[..., Any], arguments: Callable[..., Any] | None) -> Callable[..., Any]:

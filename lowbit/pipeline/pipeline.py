@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from lowbit.engine import Detokenizer, Engine, FinishReason, RequestFailed, SampledToken
+from lowbit.engine.kernels import use_kernels
 from lowbit.engine.warm_up import Stage
 from lowbit.formats.kv import parse_kv
 from lowbit.hardware.machine import torch_device
@@ -299,6 +300,7 @@ def pipeline(
     max_concurrent: int = 64,
     cache_bytes: int | None = None,
     kv: str = "16",
+    kernels: str | Path | None = None,
     quantization_mode: str | None = None,
     **unknown: Any,
 ) -> Pipeline:
@@ -324,6 +326,8 @@ def pipeline(
         cache_bytes: the engine's memory for keys and values (default: most of the GPU's free memory, `engine.Engine`).
         kv: how the engine stores keys and values: "16", "fp8", "int8", "int4", or keys and values apart (docs/kv.md). Calls use
             the engine then, on a CPU too.
+        kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU. By default a file `kernels-*.lowbit`
+            beside the checkpoint is used if this user compiled it. It runs with this process's rights.
 
     Raises UnknownArgument for other arguments, CheckpointError for checkpoints that `models.load.load_causal` refuses (one that
     lacks parameters, for example), and ValueError if the checkpoint is already quantized to another scheme.
@@ -339,6 +343,9 @@ def pipeline(
         scheme = quantization_mode
     parse_kv(kv)
     device, source = torch_device(device), resolve(model_name_or_path)
+    if device.type == "cuda":
+        folder = source.path if source.path.is_dir() else source.path.parent
+        use_kernels(device, kernels, folder)  # before the weights are loaded, which kernels pack
     model = load_causal(
         source, scheme=scheme, device=device, dtype=dtype, verify=verify, progress=progress,
         head=head if engine in (True, None) and device.type == "cuda" else None, or_encoder_decoder=True,

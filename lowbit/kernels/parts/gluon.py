@@ -5,14 +5,18 @@ Kernels import `gluon`, `gl` and the names below from here. Importing it needs T
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import math
+import re
 import typing
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.experimental import gluon
@@ -26,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.runtime import build, cache
 
 from lowbit.hardware.half import HalfType
 
@@ -37,10 +42,13 @@ __all__ = [
     "aggregate",
     "asm",
     "barrier",
+    "build_extension",
     "build_launcher",
     "builtin",
     "commit_copies",
+    "compiling_for",
     "copy_ahead",
+    "extension_sources",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -51,10 +59,12 @@ __all__ = [
     "prefetch_descriptor",
     "ptx",
     "run",
+    "serve_extensions",
     "source_digest",
     "tma_load",
     "tma_store",
     "tma_store_wait",
+    "triton_digest",
     "wait_alone",
     "wait_copies",
     "warpgroup_mma",
@@ -221,6 +231,18 @@ def without_gpu(sm: int) -> None:
     triton.runtime.driver.set_active(_Compiling(sm))
 
 
+@contextlib.contextmanager
+def compiling_for(sm: int) -> Iterator[None]:
+    """`without_gpu` for the duration of a context."""
+    driver = triton.runtime.driver
+    before = driver._active
+    without_gpu(sm)
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
 def build_launcher(kernel: CompiledKernel) -> None:
     """Builds a kernel's launcher ahead of its first launch. Triton 3.6 compiles C code for each signature; newer versions have
     one launcher for all kernels."""
@@ -228,3 +250,73 @@ def build_launcher(kernel: CompiledKernel) -> None:
 
     if hasattr(driver, "make_launcher") and torch.cuda.is_available():  # the launcher is linked against libcuda
         driver.CudaLauncher(kernel.src, kernel.metadata)
+
+
+def triton_digest() -> str:
+    """Returns a digest of the installed Triton, which is part of the keys of its cache."""
+    return hashlib.sha256(cache.triton_key().encode()).hexdigest()
+
+
+def extension_sources(kernels: Iterable[CompiledKernel]) -> dict[str, tuple[str, str]]:
+    """Returns the C extensions of Python that Triton builds to launch `kernels`: digest of the source -> (name, source)."""
+    from triton.backends.nvidia import driver
+
+    sources = [("cuda_utils", Path(driver.dirname, "driver.c").read_text())]
+    if hasattr(driver, "make_launcher"):  # Triton 3.6
+        for kernel in kernels:
+            numbers = {(kernel.src.fn.arg_names.index(i),) if isinstance(i, str) else i: i for i in kernel.src.constants}
+            constants = {number: kernel.src.constants[i] for number, i in numbers.items()}
+            signature, described = dict(kernel.src.signature), getattr(kernel.metadata, "tensordesc_meta", None)
+            sources.append(("__triton_launcher", driver.make_launcher(constants, signature, described)))
+    return {hashlib.sha256(source.encode()).hexdigest(): (name, source) for name, source in sources}
+
+
+def build_extension(name: str, source: str, folder: Path) -> bytes:
+    """Builds one of `extension_sources` in an empty folder, with the C compiler that Triton uses but without a GPU's driver.
+
+    It is linked against a library with the driver's name and functions that do nothing, so that the loader takes the driver on
+    the machine with the GPU. Raises ValueError without a C compiler, subprocess.CalledProcessError if it fails.
+    """
+    from triton.backends.nvidia import driver
+
+    code, functions = folder / f"{name}.c", folder / "functions.c"
+    code.write_text(source)
+    # cuda.h renames functions to their newer versions, cuX to cuX_v2. A linker may drop a library without used functions.
+    called = sorted({f"{call}{version}" for call in re.findall(r"\bcu[A-Z]\w*", source) for version in ("", "_v2", "_v3")})
+    functions.write_text("".join(f"void {call}(void) {{}}\n" for call in called))
+    try:
+        stub = Path(build._build("libcuda", str(functions), str(folder), [], [], [], ["-Wl,-soname,libcuda.so.1"]))
+    except RuntimeError as error:
+        raise ValueError("Triton's launchers are C code, and this machine has no C compiler: install gcc, or set CC") from error
+    stub.rename(folder / "libcuda.so.1")
+    built = build._build(name, str(code), str(folder), [str(folder)], driver.include_dirs, driver.libraries, [])
+    return Path(built).read_bytes()
+
+
+_extensions: dict[str, Path] = {}
+"""Built C extensions by the digests of their sources."""
+
+
+def serve_extensions(paths: Mapping[str, Path]) -> None:
+    """From now on, Triton takes C extensions with these digests of their sources from files, and builds others itself."""
+    _extensions.update(paths)
+    global _earlier
+    if knobs.build.impl is not _served_or_built:
+        _earlier, knobs.build.impl = knobs.build.impl, _served_or_built
+
+
+_earlier: typing.Any = None
+"""The function that built extensions before `serve_extensions`; None: Triton's own."""
+
+
+def _served_or_built(name, source, folder, library_dirs, include_dirs, libraries):
+    ready = _extensions.get(hashlib.sha256(Path(source).read_bytes()).hexdigest())
+    if ready is not None:
+        return str(ready)
+    if _earlier is not None:
+        return _earlier(name, source, folder, library_dirs, include_dirs, libraries)
+    knobs.build.impl = None
+    try:
+        return build._build(name, source, folder, library_dirs, include_dirs, libraries, [])
+    finally:
+        knobs.build.impl = _served_or_built

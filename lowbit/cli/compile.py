@@ -1,0 +1,88 @@
+"""`lowbit compile`: compiles a model's kernels into a file, for machines without a C compiler and for a fast first start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowbit.cli.serve import MOST_ON_A_GPU, CacheGiB, bytes_of
+from lowbit.cli.terminal import AnyModel, Scheme, check_scheme, load_layers, say
+
+if TYPE_CHECKING:
+    from lowbit.hardware.machine import GPU
+
+
+def compile_(
+    model: AnyModel,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="File to write. Default: kernels-<gpu>.lowbit in MODEL's folder."),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Comma-separated GPUs: h100, h200, a100, l40s, 5090. Default: this machine's."),
+    ] = None,
+    scheme: Scheme = None,
+    max_concurrent: Annotated[
+        int, typer.Option(min=1, help="Sequences per batch, as for serve: kernels of all smaller batches are compiled.")
+    ] = MOST_ON_A_GPU,
+    cache_gib: CacheGiB = None,
+    batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="For serve --batch-invariant.")] = False,
+) -> None:
+    """Compile all kernels that a model needs on a GPU into one file; no GPU is needed.
+
+    serve and generate take the file with --kernels, and then compile nothing and need no C compiler. A file in the model's
+    folder that this user compiled is found without the option. It is for this version of lowbit, Triton and Python; another one
+    is refused with one line, and its kernels are compiled anew. It contains programs: use only files that you trust.
+
+    Compiling needs a C compiler (gcc) and takes minutes. Options are those of serve.
+
+    Example: lowbit compile Llama-3-8B-int4 -o kernels-h100.lowbit --gpu h100
+    """
+    from lowbit.sources import is_on_hub, local_model
+
+    check_scheme(scheme)
+    path = local_model(model)
+    names = None if gpu is None else [name.strip().lower() for name in gpu.split(",")]
+    target = output or _default_target(path, names)
+    if output is None and is_on_hub(model):
+        raise ValueError(f"{model}: is a model of the hub, so name the file to write: -o {target.name}")
+    if not target.parent.is_dir():
+        raise ValueError(f"{target}: no folder {target.parent}; create it first")
+    load_layers()
+    from lowbit.pipeline.kernels import compile_kernels
+    from lowbit.progress import Progress
+
+    gpus = _gpus(names)
+    say(f"finding the kernels of {model} for {' and '.join(each.product for each in gpus)}")
+    with Progress(desc="compiling kernels", unit="kernels") as bar:
+        count = compile_kernels(
+            path, target, gpus, progress=lambda done, total: bar.at(done, total, "compiling kernels"), scheme=scheme,
+            batch_invariant=batch_invariant, max_concurrent=max_concurrent, cache_bytes=bytes_of(cache_gib),
+        )  # fmt: skip
+    say(f"wrote {target}: {count} kernels, {target.stat().st_size / 2**20:.1f} MiB")
+
+
+def _default_target(path: Path, names: list[str] | None) -> Path:
+    folder = path if path.is_dir() else path.parent
+    return folder / f"kernels-{'-'.join(names) if names else 'gpu'}.lowbit"
+
+
+def _gpus(names: list[str] | None) -> list[GPU]:
+    """Returns the named GPUs; by default that of this machine."""
+    import torch
+
+    from lowbit.hardware.machine import GPUS, present_gpu
+
+    if names is None:
+        if not torch.cuda.is_available():
+            raise ValueError(f"this machine has no GPU, so name one or several to compile for: --gpu {','.join(GPUS)}")
+        return [present_gpu()]
+    for name in names:
+        if name not in GPUS:
+            raise ValueError(
+                f"--gpu {name}: is not known, the GPUs are {', '.join(GPUS)}; on a machine with it leave out --gpu"
+            )
+    return [GPUS[name] for name in dict.fromkeys(names)]

@@ -1,0 +1,62 @@
+"""Finds the kernels that a model needs on a GPU, without that GPU, and compiles them into a kernels file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowbit.hardware.machine import GPU
+from lowbit.kernels.kernel_file import write_kernel_file
+from lowbit.kernels.parts.launch import RecordedKernel, recording
+from lowbit.models.head import SCHEME
+from lowbit.models.skeleton import tokenizer_of
+from lowbit.models.source import resolve
+from lowbit.models.weightless import weightless_model
+from lowbit.nn.linear import make_batch_invariant
+from lowbit.ops.simulated_gpu import simulated_gpu
+from lowbit.pipeline.pipeline import Pipeline
+
+
+def compile_kernels(
+    model: str | Path,
+    target: Path,
+    gpus: Sequence[GPU],
+    *,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+    **options: Any,
+) -> int:
+    """Compiles the kernels that a pipeline over a model needs on each GPU into the file `target`; returns their number.
+
+    options: those of `engine_kernels`. progress: called with (done, total) before each kernel. Raises ValueError as
+    `engine_kernels`, and without a C compiler.
+    """
+    kernels = {gpu: engine_kernels(model, gpu, **options) for gpu in gpus}
+    stated = {"name": Path(str(model)).name, **{name: value for name, value in options.items() if value}}
+    for done, total in write_kernel_file(target, kernels, stated):
+        progress(done, total)
+    return sum(map(len, kernels.values()))
+
+
+def engine_kernels(
+    model: str | Path, gpu: GPU, *, scheme: str | None = None, batch_invariant: bool = False, max_concurrent: int = 64,
+    cache_bytes: int | None = None,
+) -> list[RecordedKernel]:  # fmt: skip
+    """Returns every kernel that a pipeline over a model can launch on `gpu`: those that pack its weights, and those of all
+    batch sizes, prompts and ways of sampling of its engine.
+
+    Arguments as for `pipeline`. Raises ValueError for models that the engine does not compute by its own kernels.
+    """
+    with simulated_gpu(gpu), recording() as kernels:
+        source = resolve(model)
+        built = weightless_model(source, scheme, SCHEME)
+        if batch_invariant:
+            make_batch_invariant(built, built.dtype)
+        pipe = Pipeline(
+            built, tokenizer_of(source.path, built), engine=True, batch_invariant=batch_invariant,
+            max_concurrent=max_concurrent, cache_bytes=cache_bytes,
+        )  # fmt: skip
+        if reasons := pipe.refusals or pipe.engine.program.reasons:
+            raise ValueError(f"{model}: has no kernels to compile, Transformers computes it: {'; '.join(reasons)}")
+        of_steps = pipe.engine.runner.all_kernels()
+    return [*kernels, *(kernel for kernel in of_steps if kernel not in kernels)]
