@@ -114,7 +114,7 @@ def serve(
         )  # fmt: skip
         called = model if is_on_hub(model) else path.resolve().stem if path.is_file() else path.resolve().name
         service = service_of(pipe, name or called, limits, key=api_key, local=local)
-        for line in pipe.engine.report():
+        for line in (*pipe.engine.report(), *service.report()):
             say(line)
         where = address_of(sock)
         ready = f"serving {service.name}{f' in {scheme}' if scheme else ''} at {where}/v1, a page to try it at {where}/"
