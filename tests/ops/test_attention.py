@@ -11,7 +11,7 @@ from lowbit.formats.kv import KV16, parse_kv
 from lowbit.kernels.choose.attention import PAGE
 from lowbit.ops.attention import append_kv, decode_attention, prompt_attention
 from lowbit.pack.kv_pages import KVPages
-from tests.kernels.attention import angles_of, compare, make_case, shape
+from tests.kernels.attention import angles_of, compare, make_case, packed, shape
 
 gpu = pytest.mark.gpu
 
@@ -67,7 +67,7 @@ def prompt_then_steps(given, device, dtype, tolerance, sinks=None, kv="16"):
     assert torch.equal(steps_v, v)
     # A rounding of RoPE that differs may change a code by one.
     step_of_code = {"16": tolerance, "fp8": 0.3, "int8": 0.06, "int4": 0.6}[pages.scheme.k.name]
-    assert (steps_k - k).abs().max() < step_of_code and (steps_k != k).float().mean() < (1.0 if kv == "16" else 1e-3)
+    assert (steps_k - k).abs().max() < step_of_code and (steps_k != k).float().mean() < (1.0 if kv == "16" else 0.02)
     for p in (pages, of_steps):
         assert all(t is None or (t[[0, 2]] != t[[0, 2]]).all() or (t[[0, 2]] == 255).all() for t in p.tensors)
     for other in (parts, torch.cat(steps)):
@@ -161,7 +161,8 @@ def test_prompts_beyond_the_table_are_refused():
 @pytest.mark.parametrize("name", KINDS)
 def test_prompts_and_steps_agree_on_a_gpu(name, dtype):
     tolerance = 5e-3 if dtype == torch.float16 else 3e-2
-    prompt_then_steps(KINDS[name], "cuda", dtype, tolerance)
+    for kv in ("16", "fp8", "int8", "int4", "k8v4"):
+        prompt_then_steps(KINDS[name], "cuda", dtype, tolerance, kv=kv)
     prompt_then_steps(KINDS[name], "cuda", dtype, tolerance, torch.linspace(-2, 9, KINDS[name].heads, device="cuda"))
 
 
@@ -190,19 +191,23 @@ def test_a_graph_follows_positions(rows):
 
 
 @gpu
+@pytest.mark.parametrize("kv", ["16", "int4"])
 @pytest.mark.parametrize("longest", [128, 2048, 65536])
-def test_contexts_of_any_length_come_out_right_whatever_was_said(longest):
+def test_contexts_of_any_length_come_out_right_whatever_was_said(longest, kv):
     given = shape(32, 8, 128)
     case = make_case(given, [(311 * i) % 4000 for i in range(9)], device="cuda")
+    case = case if kv == "16" else packed(case, kv)
     before = case.copy()
     expected, found = step(case).float(), step(before.copy(range(9)), longest=longest).float()
     assert (found - expected).norm() < 2e-3 * expected.norm()
 
 
 @gpu
-def test_batch_invariant_rows_have_the_same_bits_in_every_batch():
+@pytest.mark.parametrize("kv", ["16", "int4", "fp8"])
+def test_batch_invariant_rows_have_the_same_bits_in_every_batch(kv):
     given = shape(32, 8, 128)
     case = make_case(given, [(211 * i) % 3000 for i in range(33)], device="cuda")
+    case = case if kv == "16" else packed(case, kv)
     before = case.copy()
     together = step(case, batch_invariant=True)
     for rows in ([0], [7], [5, 6, 7], list(range(20))):
@@ -215,9 +220,11 @@ def test_batch_invariant_rows_have_the_same_bits_in_every_batch():
     [
         ({"shape": shape(34, 2, 64)}, "at most 16 heads share a kv head, got 17"),
         ({"dtype": torch.float32}, "takes fp16 and bf16, got torch.float32"),
+        ({"shape": shape(head_dim=8, rotary_dim=8), "kv": "int4"}, "packed keys and values have heads of 16 to 256 elements"),
     ],
 )
 def test_what_no_kernel_takes_is_refused(change, words):
     case = make_case(change.get("shape", shape()), [0, 1], change.get("dtype", torch.float16), "cuda")
+    case = packed(case, change["kv"]) if "kv" in change else case
     with pytest.raises(ValueError, match=words):
         step(case)

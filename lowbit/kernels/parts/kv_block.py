@@ -116,9 +116,11 @@ class KVBlock:
         return "{\n" + "\n".join(lines) + "\n}"
 
     def load_constraints(self, vectors: int) -> str:
+        """Inline-assembly constraints of the operands of `load_asm`."""
         return ",".join(["=&r"] * (4 * vectors + 2) + ["l", "l", "r"])
 
     def load_types(self, vectors: int) -> tuple[gl.dtype, ...]:
+        """Types of the outputs of `load_asm`."""
         return (gl.int32,) * (4 * vectors + 2)
 
     # ---- scores

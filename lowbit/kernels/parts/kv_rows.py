@@ -57,7 +57,8 @@ def hadamard(x, C: tl.constexpr):
     """Multiplies rows by the Hadamard matrix of the head's largest power of two, block by block; its own inverse."""
     ROWS: tl.constexpr = x.shape[0]
     LANES: tl.constexpr = x.shape[1]
-    for step in tl.static_range(C.rotation_steps):
+    STEPS: tl.constexpr = C.rotation_steps
+    for step in tl.static_range(STEPS):
         pairs = tl.reshape(x, (ROWS, LANES // (2 << step), 2, 1 << step))
         bits = pairs.to(tl.int32, bitcast=True)
         other = (tl.xor_sum(bits, axis=2, keep_dims=True) ^ bits).to(tl.float32, bitcast=True)

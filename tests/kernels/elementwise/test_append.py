@@ -117,6 +117,17 @@ def test_heads_move_in_vectors_of_16_bytes(sm):
         assert kernel.count("PREEXIT") == kernel.count("ACQBULK") == (sm >= 90), case
 
 
+def test_packed_rows_stay_in_registers():
+    int32, half = torch.int32, torch.bfloat16
+    for kv, head_dim in (("int4", 256), ("k8v4", 64)):
+        given = shape(32, 8, head_dim)
+        pages = KVPages.make(parse_kv(kv), 9, 8, head_dim, half, "meta")
+        of_tokens = meta((1000,), int32), meta((1000,), int32), meta((8192, given.rotary_dim), torch.float32)
+        call = meta((1000, given.features), half), pages, meta((4, 9), int32), *of_tokens, None, None
+        kernel = compile_plan(AppendPlan(1000, given, parse_kv(kv), typical_machine(90)), call, 90)
+        assert kernel.stack_bytes == 0 and kernel.count("LDG.E.128") >= 1 and kernel.count("STG.E.U8") >= 8, (kv, head_dim)
+
+
 @gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SHAPES)

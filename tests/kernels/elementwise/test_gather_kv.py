@@ -88,6 +88,15 @@ def test_heads_move_in_vectors_of_16_bytes(sm):
         assert kernel.count("PREEXIT") == kernel.count("ACQBULK") == (sm >= 90), head_dim
 
 
+def test_packed_rows_stay_in_registers():
+    for kv, head_dim in (("int4", 256), ("k8v4", 64)):
+        pages = KVPages.make(parse_kv(kv), 9, 8, head_dim, torch.float16, "meta")
+        plan = GatherKvPlan(1000, 8, head_dim, parse_kv(kv), torch.bfloat16, typical_machine(90))
+        kernel = compile_plan(plan, (pages, meta((1000,), torch.int64), meta((1,), torch.int32)), 90)
+        assert kernel.stack_bytes == 0 and kernel.count("STG.E.128") == kernel.count("STG") >= 2, (kv, head_dim)
+        assert kernel.count("PREEXIT") == kernel.count("ACQBULK") == 1, (kv, head_dim)
+
+
 def compiled_once():
     """Runs in its own process, which compiles without a GPU."""
     from triton import knobs
