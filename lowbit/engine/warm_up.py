@@ -27,7 +27,7 @@ class Stage:
     total: int
 
 
-Part = tuple[str, int, bool, int]
+Part = tuple[str, int, bool | None, int]
 """A part of a step, (kind, count, filters, reach). "step": a decode step of `count` rows for contexts of up to `reach` tokens.
 "prompt": `count` prompt tokens. "sample": sampling of `count` rows after prompts. filters: some request samples.
 """
@@ -88,7 +88,7 @@ class WarmUpRun:
                 self._run(*part)
         return wanted
 
-    def _run(self, what: str, count: int, any_filter: bool, reach: int) -> None:
+    def _run(self, what: str, count: int, any_filter: bool | None, reach: int) -> None:
         slots = self.decode_runner.slots
         if what == "prompt":
             self.prefill_runner.dry_run(count, self.longest)
@@ -97,4 +97,4 @@ class WarmUpRun:
         if what == "step":
             self.decode_runner.run(rows, any_filter, reach)
         else:
-            sample_tokens(self.program.blank_logits(count), rows, slots, any_filter)
+            sample_tokens(self.program.blank_logits(count), rows, slots, bool(any_filter))
