@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ from lowbit.pack import ExpertWeight
 from lowbit.quantize import rtn
 from lowbit.tune.timing import MOST_COPIES_BYTES, TOLERANCE, WrongResult, failures, l2_bytes, reason
 
+if TYPE_CHECKING:
+    from benchmarks.experts_rivals import MarlinExperts
+
 RESULT = "lowbit bench experts"
 SCHEMA = 1
 REPLAYS = 24
@@ -54,7 +57,8 @@ PROTOCOL = (
     "codes and scales of the experts that the calls hit, each once, at the read bandwidth measured in the same run; x and y "
     "are not counted. rel_err compares the first call's output, after it was filled with NaN, with a float64 layer of the same "
     "dequantized weights. torch16: torch._grouped_mm over bf16 experts, with topk, sort, gather, gate, index_add. Parts are "
-    "timed the same way, each in a graph of its own."
+    "timed the same way, each in a graph of its own. vllm-marlin: vLLM's operators of fused_marlin_moe on the same codes, with "
+    "this library's gate kernel."
 )
 ROW_KEYS = frozenset({"model", "impl", "scheme", "tokens", "us", "limit_us", "experts_hit", "rel_err", "error"})
 
@@ -87,8 +91,10 @@ TOKENS = (1, 4, 16, 64, 256, 1024)
 
 @dataclass(frozen=True)
 class ExpertRequest:
-    """What is measured: models and schemes by name, token counts. `tiles`: candidates of each product too. `torch16`: torch's
-    16-bit experts too. `tile_rows`: rows per tile of the routing; 0 takes `tile_rows_for`.
+    """What is measured: models and schemes by name, token counts.
+
+    `tiles`: candidates of each product too. `torch16`: torch's 16-bit experts too. `marlin`: vLLM's Marlin experts too, from
+    the operator library of an installed vLLM wheel. `tile_rows`: rows per tile of the routing; 0 takes `tile_rows_for`.
     """
 
     models: tuple[str, ...]
@@ -96,11 +102,13 @@ class ExpertRequest:
     tokens: tuple[int, ...]
     tiles: bool
     torch16: bool
+    marlin: bool
     tile_rows: int = 0
 
 
 def make_request(
-    models: str | None, schemes: str | None, tokens: str | None, tiles: bool, torch16: bool, tile_rows: int = 0
+    models: str | None, schemes: str | None, tokens: str | None, tiles: bool, torch16: bool, tile_rows: int = 0,
+    marlin: bool = False,
 ) -> ExpertRequest:  # fmt: skip
     """Returns the request for comma-separated options; None means all. Raises ValueError for unknown models and for schemes
     with 8-bit activations.
@@ -118,7 +126,7 @@ def make_request(
         raise ValueError(f"--tokens: at least 1, got {tokens}")
     if tile_rows not in (0, *FEW_ROWS, *MANY_ROWS):
         raise ValueError(f"--tile-rows: products of experts have tiles of {(*FEW_ROWS, *MANY_ROWS)} rows, not {tile_rows}")
-    return ExpertRequest(names, chosen, counts, tiles, torch16, tile_rows)
+    return ExpertRequest(names, chosen, counts, tiles, torch16, marlin, tile_rows)
 
 
 def layer_bytes(layer: ExpertLayer, scheme: str | None) -> float:
@@ -137,13 +145,11 @@ class Weights:
     down_bias: Tensor | None
 
 
-def make_weights(layer: ExpertLayer, scheme: str) -> Weights:
-    """Returns random Gaussian experts, quantized by rounding to nearest, one expert at a time."""
-    generator = torch.Generator("cuda").manual_seed(1)
+def matrices(layer: ExpertLayer, scheme: str) -> list[Sequence[Any]]:
+    """Returns the quantized matrices of gate, up and down of all experts: random Gaussian, rounded to nearest. A matrix is
+    recreated, with equal values, at each access, so that only one is in memory."""
 
     class Matrices(Sequence[Any]):
-        """Quantized matrices that are recreated, with equal values, at each access, so that only one is in memory."""
-
         def __init__(self, n: int, k: int, seed: int) -> None:
             self.size, self.seed = (n, k), seed
 
@@ -156,8 +162,15 @@ def make_weights(layer: ExpertLayer, scheme: str) -> Weights:
             own = torch.Generator("cuda").manual_seed(1000 * self.seed + e)
             return rtn(torch.randn(*self.size, device="cuda", generator=own) / math.sqrt(self.size[1]), scheme)
 
-    gate_up = ExpertWeight.pack_gated(Matrices(layer.size, layer.hidden, 1), Matrices(layer.size, layer.hidden, 2))
-    down = ExpertWeight.pack(Matrices(layer.hidden, layer.size, 3))
+    gate, up = (Matrices(layer.size, layer.hidden, seed) for seed in (1, 2))
+    return [gate, up, Matrices(layer.hidden, layer.size, 3)]
+
+
+def make_weights(layer: ExpertLayer, scheme: str) -> Weights:
+    """Returns the packed weights of a layer and random biases."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    gate, up, down_matrices = matrices(layer, scheme)
+    gate_up, down = ExpertWeight.pack_gated(gate, up), ExpertWeight.pack(down_matrices)
     if not layer.bias:
         return Weights(gate_up, down, None, None)
     biases = (
@@ -294,6 +307,24 @@ def torch16_row(layer: ExpertLayer, inputs: Sequence[Inputs]) -> dict[str, Any]:
     return {"us": us, "rel_err": None}
 
 
+def marlin_experts(layer: ExpertLayer, scheme: str) -> MarlinExperts:
+    """Returns vLLM's Marlin experts with a layer's weights. Raises ValueError for layers that they are not called for here."""
+    from benchmarks.experts_rivals import MarlinExperts
+
+    if layer.gate != "silu" or layer.bias or scheme != "w4a16_g128":
+        raise ValueError("vLLM's Marlin experts are timed with int4 codes in groups of 128, SiLU and no biases")
+    gate, up, down = matrices(layer, scheme)
+    return MarlinExperts(gate, up, down, layer.top_k, layer.normalize)
+
+
+def marlin_row(layer: ExpertLayer, rival: MarlinExperts, weights: Weights, inputs: Sequence[Inputs]) -> dict[str, Any]:
+    """Returns the row of vLLM's Marlin experts, compared with the float64 layer of the same weights."""
+    from benchmarks.experts_rivals import load
+
+    us, y = median_us([lambda i=i: rival(i.x, i.logits, i.residual) for i in inputs])  # type: ignore[misc]
+    return {"us": us, "rel_err": relative_error(y, block_reference(layer, weights, inputs[0])), "version": load()}
+
+
 @dataclass(frozen=True, eq=False)
 class Trial:
     """One tile for one product of a layer: `call` computes the product, or `error` says why no kernel takes it."""
@@ -378,6 +409,7 @@ def measured(request: ExpertRequest, read_bytes_per_s: float, say: Callable[[str
     for name, scheme in itertools.product(request.models, [*([None] if request.torch16 else []), *request.schemes]):
         layer = MODELS[name]
         weights: list[Weights] = []
+        rival: MarlinExperts | None = None
         for tokens in request.tokens:
             say(f"{name} {scheme or '16 bits'} {tokens} tokens")
             calls, copies = calls_needed(layer, scheme, tokens, l2_bytes())
@@ -405,11 +437,17 @@ def measured(request: ExpertRequest, read_bytes_per_s: float, say: Callable[[str
                     row["tile_rows"] = inputs[0].routing.tile_rows
                     if request.tiles:
                         row["tiles"] = [trial.row(weights, inputs) for trial in trials]
+                    if request.marlin:
+                        yield row
+                        row = {**row, "impl": "vllm-marlin", "us": None, "rel_err": None}
+                        row = {key: value for key, value in row.items() if key in ROW_KEYS}
+                        rival = rival or marlin_experts(layer, scheme)
+                        row |= marlin_row(layer, rival, weights[0], inputs)
             except failures() as error:
                 row["error"] = reason(error)
             yield row
             torch.cuda.empty_cache()
-        del weights
+        del weights, rival
         torch.cuda.empty_cache()
 
 
@@ -439,7 +477,7 @@ def run(request: ExpertRequest, out: Path | None, say: Callable[[str], None]) ->
     return path, document
 
 
-COLUMNS = ("model", "scheme", "tokens", "hit", "us", "limit us", "share", "route", "gate+up", "down", "sum", "x torch16")
+COLUMNS = ("model", "of", "scheme", "tokens", "hit", "us", "limit us", "share", "route", "gate+up", "down", "sum", "x torch16")
 
 
 def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -448,12 +486,13 @@ def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
     made = []
     for row in document["rows"]:
         if row["us"] is None:
-            made.append((row["model"], row["scheme"], str(row["tokens"]), row["error"] or "", *("",) * (len(COLUMNS) - 4)))
+            named = row["model"], row["impl"], row["scheme"], str(row["tokens"])
+            made.append((*named, row["error"] or "", *("",) * (len(COLUMNS) - 5)))
             continue
         parts = (row.get(f"{part}_us") for part in ("route", "gate_up", "down", "sum"))
         other = dense.get((row["model"], row["tokens"]))
         made.append((
-            row["model"], row["scheme"], str(row["tokens"]), f"{row['experts_hit']:.1f}", f"{row['us']:.1f}",
+            row["model"], row["impl"], row["scheme"], str(row["tokens"]), f"{row['experts_hit']:.1f}", f"{row['us']:.1f}",
             f"{row['limit_us']:.1f}", f"{row['limit_us'] / row['us']:.0%}",
             *("" if part is None else f"{part:.1f}" for part in parts), "" if other is None else f"{other / row['us']:.2f}",
         ))  # fmt: skip

@@ -526,7 +526,7 @@ class QuantExperts(nn.Module):
             setattr(restored, name, nn.Parameter(weight))
             bias = getattr(self, f"{name}_bias")
             if bias is not None:
-                setattr(restored, f"{name}_bias", bias)
+                setattr(restored, f"{name}_bias", nn.Parameter(bias.detach().clone(), bias.requires_grad))
         return restored.train(self.training)
 
 

@@ -20,6 +20,7 @@ from benchmarks.experts import (
     table,
     tile_lines,
 )
+from benchmarks.experts_rivals import pack_codes
 from lowbit.ops.expert_gemm import expert_gemm, sum_slots
 from lowbit.pack import ExpertWeight
 from lowbit.quantize import rtn
@@ -93,10 +94,25 @@ def test_table_and_tiles():
     ]
     made = table({"rows": rows})
     assert all(len(row) == len(COLUMNS) for row in made)
-    assert made[1] == ("OLMoE-1B-7B", "w4a16_g128", "4", "26.5", "20.0", "10.0", "50%", "2.0", "11.0", "6.0", "1.5", "3.00")
-    assert made[2][3] == "WrongResult: relative error 1"
+    numbers = "26.5", "20.0", "10.0", "50%", "2.0", "11.0", "6.0", "1.5", "3.00"
+    assert made[1] == ("OLMoE-1B-7B", "lowbit", "w4a16_g128", "4", *numbers)
+    assert made[2][4] == "WrongResult: relative error 1"
     assert tile_lines({"rows": rows}) == [
         "OLMoE-1B-7B w4a16_g128 4 tokens, gate_up:",
         "    chosen A: 11.00 us, modelled 10.00",
         "    fastest B: 9.00 us, modelled 10.50",
     ]
+
+
+def test_marlin_words_hold_the_codes_of_a_threads_fragments():
+    """Nibbles i and i + 4 of a word are neighbours along K, which one mask of both halves extracts."""
+    number, places = torch.arange(64 * 32).view(64, 32), torch.zeros(2, 128, 8, dtype=torch.long)
+    for digit in range(3):
+        words = pack_codes(number >> 4 * digit & 15)
+        places += torch.stack([words >> 4 * i & 15 for i in range(8)], -1).long() << 4 * digit
+    assert torch.equal(places.flatten().sort().values, number.flatten()), "each code once"
+    row, k = places // 32, places % 32
+    assert torch.equal(row[..., 4:], row[..., :4]) and torch.equal(k[..., 4:], k[..., :4] + 1)
+    assert torch.equal(row[..., 2:4], row[..., :2] + 8) and torch.equal(k[..., 1], k[..., 0] + 8)
+    lane = torch.arange(128) // 4
+    assert torch.equal(row[0, :, 0], lane // 4 + torch.arange(128) % 4 * 16) and torch.equal(k[0, :, 0], lane % 4 * 2)

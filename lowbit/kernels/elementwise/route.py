@@ -45,12 +45,12 @@ FEW_TOKENS, FEW_SLOTS = 64, 1024
 FEWEST_SLOTS = 32
 """Smallest number of slots of a block, with padding: one for each thread of a warp."""
 
-ONE_BLOCK, MOST_WARPS = 4096, 16
-"""Largest number of logits that a single block routes, and its largest number of warps. Not measured yet;
-docs/log/language-models.md estimates them."""
+ONE_BLOCK, MOST_WARPS, FEWEST_WARPS = 1024, 8, 4
+"""Largest number of logits that a single block routes, and the limits of a block's warps. On an H200 (2026-11-28, 128 experts,
+top 8) 16 tokens take 3.5 us in two blocks, 3.8 in one and 5.1 in one of 16 warps; 32 tokens 3.8 in four, 7.2 in one."""
 
-FEWEST_WARPS = 4
-"""Smallest number of warps of `route_tokens`."""
+SORT_WARPS = 16
+"""Number of warps where slots of many tokens are placed, MANY_CHUNK at a time."""
 
 BLOCK = 8
 """Number of tokens per block, one warp each, where there are several blocks. With fewer warps, sorting 512 slots by 512 experts
@@ -738,7 +738,7 @@ class _SortMany:
         overlap, bins = config.overlap, config.bins
         self.count = Launcher(count_slots, (self.chunks, 1, 1), 4, overlap=overlap)
         self.sum = Launcher(sum_counts, (-(-bins // COLUMNS), 1, 1), 4, overlap=overlap)
-        self.place = Launcher(place_slots, (self.chunks, 1, 1), MOST_WARPS, overlap=overlap)
+        self.place = Launcher(place_slots, (self.chunks, 1, 1), SORT_WARPS, overlap=overlap)
 
     def __call__(self, made: RoutingTensors, experts: Tensor | None, weights: Tensor | None) -> None:
         """Sorts slots by the given experts; None: by the experts in `made`."""
@@ -762,14 +762,16 @@ class RoutePlan:
         padded, slots = _power(tokens), _power(rule.top_k)
         columns = ChooseConfig(rule, experts, bias, 1, slots, overlap).columns
         self.few = tokens <= FEW_TOKENS and padded * slots <= FEW_SLOTS
-        one = self.few and padded * columns <= ONE_BLOCK
+        one = self.few and (padded <= BLOCK or padded * columns <= ONE_BLOCK)
         block = padded if one else BLOCK
         if self.few:
             slots = max(slots, FEWEST_SLOTS // block)
         self.blocks = -(-tokens // block)
         self.choose = ChooseConfig(rule, experts, bias, block, slots, overlap)
         function = route_block if one else route_blocks if self.few else choose_many
-        self.launch = Launcher(function, (self.blocks, 1, 1), min(block, MOST_WARPS), overlap=overlap)
+        # The last block sorts all slots: 512 of them take 4.4 us with 4 warps, 5.4 with 8 (H200, 2026-11-28).
+        warps = FEWEST_WARPS if self.blocks > 4 else max(FEWEST_WARPS, min(block, MOST_WARPS))
+        self.launch = Launcher(function, (self.blocks, 1, 1), warps, overlap=overlap)
 
         def sort(slots: int) -> SortConfig:
             return SortConfig(experts, rule.top_k, tile_rows, slots, overlap)
@@ -824,7 +826,7 @@ class RouteTokensPlan:
         self.sort = SortConfig(experts, rule.top_k, tile_rows, padded * slots, overlap)
         self.product, self.pieces = ProductConfig(experts, k), pieces
         grid = self.product.columns // self.product.rows, self.product.parts, 1
-        self.launch = Launcher(route_tokens, grid, padded, overlap=overlap)
+        self.launch = Launcher(route_tokens, grid, min(padded, MOST_WARPS), overlap=overlap)
 
     @property
     def workspace(self) -> tuple[int, int]:
@@ -869,7 +871,7 @@ class GroupPlan:
         slots = max(_power(tokens * top_k), FEWEST_SLOTS)
         few = tokens <= FEW_TOKENS and slots <= FEW_SLOTS
         self.sort = SortConfig(experts, top_k, tile_rows, slots if few else MANY_CHUNK, overlap)
-        self.launch = Launcher(group_few, (1, 1, 1), min(max(slots // 32, 2), MOST_WARPS), overlap=overlap)
+        self.launch = Launcher(group_few, (1, 1, 1), min(max(slots // 32, 2), SORT_WARPS), overlap=overlap)
         self.many = None if few else _SortMany(tokens * top_k, self.bound, self.sort)
 
     def __call__(self, experts: Tensor, weights: Tensor) -> RoutingTensors:

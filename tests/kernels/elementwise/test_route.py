@@ -102,7 +102,7 @@ def check_choices():
 
 def check_few():
     """Checks launches of one block, and of several blocks of which the last to finish sorts."""
-    for tokens, experts, blocks in ((17, 64, 1), (64, 64, 1), (33, 130, 5), (64, 128, 8)):
+    for tokens, experts, blocks in ((9, 64, 1), (64, 8, 1), (64, 64, 8), (33, 130, 5)):
         plan, _ = check_route(logits_of(tokens, experts), QWEN, tile_rows=4)
         assert plan.blocks == blocks and plan.many is None
 
@@ -333,8 +333,8 @@ def test_machine_code_with_the_norm(sm, tokens, k, experts, rule):
 
 
 def test_a_token_is_chosen_within_its_warp():
-    """With 16 tokens, a warp each, all top-k rounds precede the first barrier of the block."""
-    _, kernels = routed(16, 128, QWEN)
+    """With 8 tokens, a warp each, all top-k rounds precede the first barrier of the block."""
+    _, kernels = routed(8, 128, QWEN)
     lines = [line.split()[0] if not line.startswith("@") else line.split()[1] for line in kernels["route_block"].lines]
     barrier = next(i for i, line in enumerate(lines) if line.startswith("BAR"))
     reductions = [i for i, line in enumerate(lines) if line.startswith(("REDUX", "CREDUX"))]

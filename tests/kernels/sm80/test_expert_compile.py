@@ -146,7 +146,7 @@ def compiled_many(fmt, tile, dtype="fp16", group=128, zero="none", gate="none", 
     return tile, compile_plan(plan, expert_call(shape, HALVES[dtype], form), sm)
 
 
-MANY = [MmaTile(64, 2, 8, 1, 4, 1), MmaTile(128, 2, 4, 2, 4, 1), MmaTile(64, 1, 4, 2, 4, 1)]
+MANY = [MmaTile(64, 2, 8, 1, 4, 1), MmaTile(128, 2, 4, 2, 4, 1), MmaTile(64, 1, 4, 2, 4, 1), MmaTile(128, 1, 4, 2, 4, 1)]
 
 
 def check_many(tile, kernel):
