@@ -29,8 +29,7 @@ class Stage:
 
 Part = tuple[str, int, bool | None, int]
 """A part of a step, (kind, count, filters, reach). "step": a decode step of `count` rows for contexts of up to `reach` tokens.
-"prompt": `count` prompt tokens. "sample": sampling of `count` rows after prompts. filters: some request samples; None: logits
-only, as in steps with grammars, which are sampled by a part of their own.
+"prompt": `count` prompt tokens. "sample": sampling of `count` rows after prompts. filters: some request samples.
 """
 
 
@@ -68,13 +67,8 @@ class WarmUpRun:
         last = [chunk.sequence for chunk in scheduled.chunks if chunk.last]
         for sequences in (scheduled.decoding, [*scheduled.decoding, *last] if last else []):
             if sequences:
-                masked = any(sequence.grammar is not None for sequence in sequences)
                 computed = max(sequence.computed_tokens for sequence in sequences)
-                any_filter = None if masked else filters(sequences)
-                variant = self.decode_runner.variant(len(sequences), any_filter, computed)
-                parts.append(("step", *variant))
-                if masked:
-                    parts.append(("sample", variant[0], True, 0))
+                parts.append(("step", *self.decode_runner.variant(len(sequences), filters(sequences), computed)))
         for chunks in self.prefill_runner.parts(scheduled.chunks) if scheduled.chunks else ():
             tokens = sum(len(chunk.tokens) for chunk in chunks)
             parts.append(("prompt", self.prefill_runner.size(tokens), False, 0))

@@ -4,6 +4,8 @@ server.py      the process: socket, warm-up, signals            worker.py     th
 app.py         the routes                                       service.py    state shared by the routes
 schema.py      bodies of requests, field by field               chat.py       prompts as tokens, chat templates
 job.py         a request as sequences of the engine             prompts.py    prompts as tokens, by a separate process
+tools.py       formats of tool calls and reasoning              answer.py     the parts of an answer, read as it grows
+texts.py       embeddings, texts as tokens
 prompt_process.py  that process: templates and tokenizer, with a deadline and a limit of memory
 stream.py      sending responses, detecting disconnects         responses.py  responses and chunks in OpenAI's form
 errors.py      errors in OpenAI's form                          metrics.py    Prometheus metrics

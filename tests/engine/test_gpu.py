@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import time
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -17,7 +20,7 @@ from transformers import (
 )
 from triton import knobs
 
-from lowbit.engine import Engine, FinishReason, Request, Sampling
+from lowbit.engine import Engine, FinishReason, Grammar, GrammarCompiler, Request, Sampling
 from lowbit.engine.chain import Chain
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.recognise import recognise
@@ -26,6 +29,7 @@ from lowbit.nn import convert
 from lowbit.nn.linear import make_batch_invariant
 from tests.engine.pages import fill_unwritten, zero
 from tests.engine.test_chain import stepped
+from tests.tiny import json_tokenizer
 
 pytestmark = pytest.mark.gpu
 
@@ -333,3 +337,60 @@ def test_perplexity_of_steps(scheme, count):
     following = ids[:, 1:].reshape(-1)
     expected, got = (cross_entropy(part.reshape(-1, VOCAB), following) for part in (logits, found))
     assert abs(got - expected) < 1e-3 * expected
+
+
+def test_grammars_in_graphs():
+    """Texts follow their grammars, and those of sequences beside them do not change; nothing is captured or compiled for them
+    after a warm-up that includes grammars.
+    """
+    pytest.importorskip("llguidance", reason="needs the structured extra: pip install '.[structured]'")
+    tokenizer = json_tokenizer()
+    compiler = GrammarCompiler(tokenizer, VOCAB, [1])
+    patterns = ["[ab]{30}", "([0-9]{3}-){9}[xyz]", '\\{"[a-f]{2,40}": (true|null)\\}']
+    compiled = [compiler.compile(Grammar.regex(pattern)) for pattern in patterns]
+    model = model_of()
+    make_batch_invariant(model, model.dtype)
+    engine = Engine(model, max_concurrent=8, max_length=512, batch_invariant=True)
+    assert {stage.what for stage in engine.warm_up(grammars=True)} >= {"step of 8 for grammars, up to 512 tokens"}
+    captures, count = engine.decode_runner.captures, engine.runner.warm_up_run.count
+
+    def asked(with_grammars):
+        settings = [Sampling(0.9, top_p=0.95, seed=seed) if seed % 2 else Sampling() for seed in range(6)]
+        return [
+            Request(prompt(40 + seed, seed), 80, settings[seed], frozenset([1]),
+                    grammar=compiled[seed // 2] if (with_grammars and seed % 2 == 0) or seed == 5 else None)
+            for seed in range(6)
+        ]  # fmt: skip
+
+    for _ in range(2):
+        sequences = engine.generate(asked(True))
+        plain = engine.generate(asked(False))
+        for seed, sequence in enumerate(sequences):
+            if sequence.request.grammar is None:
+                assert [each.token for each in sequence.sampled] == [each.token for each in plain[seed].sampled]
+                continue
+            text = tokenizer.decode([each.token for each in sequence.sampled if each.token != 1])
+            assert sequence.finish_reason is FinishReason.STOP and re.fullmatch(patterns[seed // 2], text), text
+    assert (engine.decode_runner.captures, engine.runner.warm_up_run.count) == (captures, count)
+
+
+def test_how_long_a_step_with_grammars_takes():
+    """Prints milliseconds a step of 16 sequences: without grammars, and with one for each. No limit is asserted."""
+    pytest.importorskip("llguidance", reason="needs the structured extra: pip install '.[structured]'")
+    compiler = GrammarCompiler(json_tokenizer(), VOCAB, [1])
+    engine = Engine(model_of(), max_concurrent=16, max_length=1024)
+    list(engine.warm_up(grammars=True))
+    schema = {"type": "array", "items": {"type": "string", "pattern": "^[a-z ]{40}$"}, "minItems": 20, "maxItems": 30}
+    for name, grammar in (("without grammars", None), ("with grammars", compiler.compile(Grammar.json_schema(schema)))):
+        for _ in range(2):
+            asked = [Request(prompt(64, seed), 400, Sampling(1.0, seed=seed), grammar=grammar) for seed in range(16)]
+            sequences = [engine.submit(each) for each in asked]
+            while min(len(sequence.sampled) for sequence in sequences) < 20:
+                engine.step()
+            begin, before = time.perf_counter(), len(sequences[0].sampled)
+            while len(sequences[0].sampled) < before + 200:
+                engine.step()
+            took = time.perf_counter() - begin
+            for sequence in sequences:
+                engine.cancel(sequence)
+        print(f"{name}: {took / 200 * 1e3:.3f} ms a step")

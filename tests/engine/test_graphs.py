@@ -42,11 +42,12 @@ def test_steps_and_prompts_are_captured_in_one_pool_on_one_stream(captures):
     steps = DecodeRunner(engine.program, engine.slots, 4, graphs=graphs)
     prompts = PrefillRunner(engine.program, engine.slots, 128, graphs=graphs)
     with torch.inference_mode():
-        for variant in steps.variants():
+        for variant in steps.variants(grammars=True):
             steps.captured(variant)
         for shape in prompts.graph_shapes:
             prompts.captured(shape)
-    assert len(captures) == len(steps.variants()) + len(prompts.graph_shapes) > 10
+    assert len(captures) == len(steps.variants(grammars=True)) + len(prompts.graph_shapes) > 10
+    assert len(steps.variants(grammars=True)) == len(steps.variants()) * 3 // 2
     assert len({id(part) for pair in captures for part in pair}) == 2
 
 

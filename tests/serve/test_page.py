@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.serve.browser import Browser, browser_path
-from tests.serve.running import NAME, greedy, running
+from tests.serve.running import NAME, greedy, running, structured_pipeline
 
 pytestmark = pytest.mark.skipif(browser_path() is None, reason="needs a Chromium (apt install chromium)")
 
@@ -70,3 +70,20 @@ def test_a_conversation_in_the_browser(browser):
         e for e in said if e["level"] in ("warning", "error") and not e.get("url", "").endswith(("v1/models", "favicon.ico"))
     ]
     assert not wrong and not [e for e in browser.events if e.get("method") == "Runtime.exceptionThrown"], wrong
+
+
+def test_json_and_reasoning_in_the_browser(browser):
+    """The switch asks for a JSON object; reasoning is shown apart, and is no part of the conversation."""
+    pytest.importorskip("llguidance", reason="needs the structured extra: pip install '.[structured]'")
+    with running(structured_pipeline()) as server:
+        browser.open(f"{server.url}/")
+        browser.run("at('json').checked = true; at('tokens').value = 100")
+        for _ in range(9):
+            browser.run("at('clear').click()")
+            say(browser, "Hello")
+            browser.wait_for("at('figures').textContent.includes('tokens/s') && !at('send').disabled")
+            text = browser.run("document.querySelector('.assistant').textContent")
+            assert browser.run("messages[1].content") == text
+            if text.endswith("}"):
+                assert isinstance(json.loads(text), dict)
+                break
