@@ -2,7 +2,7 @@
 
 Tensors are [rows, lanes], lanes a power of two; elements beyond the head are zero. `C` is a `KVRows`. Rotation, scales and
 codes are those of formats/kv.py for equal rows, to the last bit but for ties of codes: the compiler may fuse a product with the
-sum sum that rounds it.
+sum that rounds it.
 """
 
 from __future__ import annotations

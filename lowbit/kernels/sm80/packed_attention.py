@@ -115,9 +115,10 @@ class PackedAttention:
     high_half = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, high; }"
     transposed_pair = "{ .reg .b32 t; cvt.rn.f16x2.f32 t, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, t; }"
     """PTX that rounds two columns of a row g to fp16 and returns the pair of rows of a column g."""
-    load_pair = "ld.shared.v2.f32 {$0, $1}, [$2];"
+    load_pair = "ld.volatile.shared.v2.f32 {$0, $1}, [$2];"
     load_float = "ld.shared.f32 $0, [$1];"
     load_four = "ld.volatile.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+    store_pair = "st.volatile.shared.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0;"
     store_shared = "st.shared.f32 [$1], $2; mov.b32 $0, 0;"
 
     # Of 8 neighbouring elements of a thread, with outputs $0 to $7.
@@ -212,9 +213,14 @@ class PackedAttention:
         return self.at_q + HEADS * self.q_row
 
     @property
+    def at_start(self) -> int:
+        """Start of the accumulators' first values, float32 [8] (`KVBlock.start_asm`)."""
+        return self.at_factor + 4 * HEADS
+
+    @property
     def at_score(self) -> int:
         """Start of the scores of the new token, float32 [8]."""
-        return self.at_factor + 4 * HEADS
+        return self.at_start + 4 * HEADS
 
     @property
     def at_value(self) -> int:
@@ -381,14 +387,16 @@ def attend_to_pages(k, v, k_scale, v_scale, table, begin, end, oldest, row, load
     K_WORDS: gl.constexpr = 4 * B.k_vectors
     V_WORDS: gl.constexpr = 4 * B.v_vectors
     FLOATS: gl.constexpr = B.accumulators + 2
-    factor = read_factors(at, C)
     start = asm(B.start_asm, B.start_constraints, read_q(at, C), (gl.float32, gl.float32))
-    zero = factor[0] * 0.0
+    kept = start_of(C.at_start + at.place * 8, C)  # each thread reads what it wrote, as all that write there do
+    run(C.store_pair, "=r,r,f,f", [kept, start[0], start[1]])
+    zero = start[0] * 0.0
     y = ()
     for _ in gl.static_range(FLOATS):
         y = y + (zero,)
     top, total = (zero + LOWEST, zero + LOWEST), (zero, zero)
     for p in range(begin, end):
+        start = asm(C.load_pair, "=f,=f,r", [start_of(C.at_start + at.place * 8, C)], (gl.float32, gl.float32))
         dots = asm(B.score_asm, B.score_constraints, loaded_k[0:K_WORDS] + read_q(at, C) + start, B.score_types)
         k_scales = loaded_k[K_WORDS : K_WORDS + 2]
         live = has_tokens(p + 1, end, oldest, row.position, at)
@@ -400,6 +408,7 @@ def attend_to_pages(k, v, k_scale, v_scale, table, begin, end, oldest, row, load
             block_v = loaded_v
         v_scales = block_v[V_WORDS : V_WORDS + 2]
         n = p * 128 + at.warp * 32
+        factor = read_factors(at, C)
         pairs, fade, top, total = weights(dots, k_scales, v_scales, factor, n, oldest, row.position, top, total, at, C)
         y = asm(B.value_asm, B.value_constraints, block_v[0:V_WORDS] + pairs + fade + y, B.value_types)
         if C.one_at_a_time:

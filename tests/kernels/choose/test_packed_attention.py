@@ -54,7 +54,7 @@ def test_time_grows_with_bytes():
 
 def test_registers_and_programs():
     for head_dim, kv, registers, programs in (
-        (64, "int4", 0, 4), (64, "fp8", 0, 4), (96, "int4", 0, 4), (128, "int4", 168, 3), (128, "fp8", 168, 3),
+        (64, "int4", 0, 4), (64, "fp8", 0, 4), (96, "int4", 0, 4), (128, "int4", 128, 4), (128, "fp8", 168, 3),
         (128, "k8v4", 168, 3), (256, "int4", 255, 2), (256, "fp8", 255, 2),
     ):  # fmt: skip
         shape = AttentionShape(8, 2, head_dim, 1.0, head_dim)
