@@ -279,7 +279,6 @@ def build_extension(name: str, source: str, folder: Path) -> bytes:
     """
     from triton.backends.nvidia import driver
 
-
     code, functions = folder / f"{name}.c", folder / "functions.c"
     code.write_text(source)
     # cuda.h renames functions to their newer versions, cuX to cuX_v2. A linker may drop a library without used functions.
