@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -54,8 +55,10 @@ class Progress(tqdm):
     """
 
     monitor_interval = 0  # no tqdm monitor thread
-    disable: bool
-    last_print_t: float
+    # Defaults until `__init__` has run: `write_if_due` may be called before, since tqdm lists an object when it is created.
+    disable: bool = True
+    lines: bool = False
+    last_print_t: float = math.inf
 
     def __init__(
         self, iterable: Iterable[Any] | None = None, *, desc: str, unit: str, total: float | None = None, shown: bool = True,

@@ -3,6 +3,7 @@
 __init__.py   the entry point, and the signal handler during imports
 terminal.py   shared by the commands: consoles, errors as one line, results as JSON
 stderr.py     a standard error that does not block, for `lowbit serve`
+start_times.py  seconds by phase, for `lowbit serve`
 commands.py   the typer app; quantize, convert, generate, explain, schemes
 recommend.py, eval.py, inspect.py, serve.py, chat.py, compile.py, demo.py, tune.py, bench.py: one command each
 

@@ -314,7 +314,7 @@ def generate(
     check_device(device)
     check_exists(kernels, KERNELS_FILE)
     path = str(local_model(model))
-    load_layers()
+    load_layers("lowbit.pipeline")
     from lowbit.pipeline import pipeline
 
     check_json(json_file, "lowbit generate")

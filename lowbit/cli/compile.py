@@ -51,7 +51,7 @@ def compile_(
         raise ValueError(f"{model}: is a model of the hub, so name the file to write: -o {target.name}")
     if not target.parent.is_dir():
         raise ValueError(f"{target}: no folder {target.parent}; create it first")
-    load_layers()
+    load_layers("lowbit.pipeline")
     from lowbit.pipeline.kernels import compile_kernels
     from lowbit.progress import Progress
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lowbit.cli.start_times import StartTimes
 from lowbit.cli.stderr import exit_now
 from lowbit.cli.terminal import (
     KERNELS_FILE,
@@ -108,7 +109,8 @@ def serve(
         )
     check_exists(kernels, KERNELS_FILE)
     path = local_model(model)
-    load_layers()
+    times = StartTimes()
+    load_layers("lowbit.pipeline")
     try:
         from lowbit.serve.limits import Limits
         from lowbit.serve.listener import raise_file_limit
@@ -119,6 +121,7 @@ def serve(
     from lowbit.hardware.machine import torch_device
     from lowbit.pipeline import pipeline
 
+    times.end("imports")
     where_to = torch_device(device)
     concurrent = max_concurrent or (MOST_ON_A_CPU if where_to.type == "cpu" else MOST_ON_A_GPU)
     limits = Limits(concurrent, max_queue, max_prompt or 1 << 20, max_body, grace, prompt_seconds)
@@ -133,13 +136,16 @@ def serve(
             str(path), scheme=scheme, device=where_to, verify=verify, progress=True, batch_invariant=batch_invariant,
             max_concurrent=concurrent, cache_bytes=bytes_of(cache_gib), kv=kv, kernels=kernels,
         )  # fmt: skip
+        times.end("load")
         called = model if is_on_hub(model) else path.resolve().stem if path.is_file() else path.resolve().name
         service = service_of(pipe, name or called, limits, key=api_key, local=local)
-        for line in (*pipe.engine.report(), *service.report()):
+        report = pipe.engine.report()
+        times.end("engine")
+        for line in (*report, *service.report()):
             say(line)
         where = address_of(sock)
         ready = f"serving {service.name}{f' in {scheme}' if scheme else ''} at {where}/v1, a page to try it at {where}/"
-        running = Server(service, _Warming(ready))
+        running = Server(service, _Warming(ready, times))
         status = _run(running, sock)
     if not service.worker.dead:
         say("stopped")
@@ -162,16 +168,19 @@ def _run(running: Server, sock: socket.socket) -> int:
 
 
 class _Warming:
-    """Shows the progress of the warm-up, and one line at its end."""
+    """Shows the progress of the warm-up, and at its end the times of the start and the line `ready`."""
 
-    def __init__(self, ready: str) -> None:
-        self.ready = ready
+    def __init__(self, ready: str, times: StartTimes) -> None:
+        self.ready, self.times = ready, times
+        self._phase = "server"
         self._progress: Progress | None = None
 
     def __call__(self, stage: Stage | None) -> None:
+        self.times.end(self._phase)
         if stage is None:
             if self._progress is not None:
                 self._progress.close()
+            say(str(self.times))
             say(self.ready)
             return
         if self._progress is None:
@@ -179,6 +188,7 @@ class _Warming:
 
             say("warming up: compiling kernels and capturing graphs, which takes minutes the first time")
             self._progress = Progress(desc="warming up", unit="done")
+        self._phase = "compile" if stage.what == "kernels" else "capture"
         self._progress.at(stage.done, stage.total, f"warming up: {stage.what}")
 
 

@@ -1,0 +1,35 @@
+"""Seconds by phase of a start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lowbit.cli import start_times
+from lowbit.cli.start_times import StartTimes, process_age_s
+
+
+def test_phases_add_up(monkeypatch):
+    now = iter([2.0, 3.5, 4.0, 4.25, 6.0])
+    monkeypatch.setattr(start_times, "process_age_s", lambda: next(now))
+    times = StartTimes()
+    for phase in ("imports", "load", "compile", "capture", "compile"):
+        times.end(phase)
+    assert times.seconds == {"imports": 2.0, "load": 1.5, "compile": 2.25, "capture": 0.25}
+    assert str(times) == "started in 6.0 s: imports 2.0, load 1.5, compile 2.2, capture 0.2"
+
+
+def test_a_process_counts_from_its_start():
+    """A new process that sleeps before it asks has an age of that time and of its start, and not that of the machine."""
+    code = "import time; time.sleep(0.5); from lowbit.cli.start_times import process_age_s; print(process_age_s())"
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0.45 <= float(done.stdout) <= time.monotonic() - began + 0.1
+
+
+def test_without_proc_it_is_cpu_time(monkeypatch):
+    monkeypatch.setattr(start_times.Path, "read_text", lambda self: (_ for _ in ()).throw(FileNotFoundError(2, "no /proc")))
+    assert process_age_s() == pytest.approx(time.process_time(), abs=0.5)
