@@ -47,8 +47,8 @@ def most_registers(shape: AttentionShape, kv: KVScheme) -> int:
     """Limit of registers per thread, so that 4, 3 or 2 programs share an SM; 0 where 4 programs fit anyway (up to 60 words
     ptxas takes 96 to 126 registers by itself, but spills some with a limit).
 
-    int4 with heads of 128 elements has 80 words. When it spilled 47 of the 500 instructions of its main loop with Triton 3.6, it
-    took 221 us for 64 rows of 8192 tokens, 55 % of the bandwidth (H200, 2026-11-28). Now 8 of 474 are spills, none with 3.9.
+    int4 with heads of 128 elements has 80 words. When it spilled 47 of the 500 instructions of its main loop, with Triton 3.6,
+    it took 221 us for 64 rows of 8192 tokens, 55 % of the bandwidth (H200, 2026-11-28). Now 8 of 474 are spills, none with 3.9.
     """
     words = register_words(shape, kv)
     return 0 if words <= 60 else 128 if words <= 80 else 168 if words <= 120 else 255
