@@ -192,10 +192,10 @@ def test_codes_are_read_in_vectors_of_16_bytes_and_nothing_spills(head_dim, kv, 
 
 @pytest.mark.parametrize(("head_dim", "kv"), [(128, "int4"), (128, "fp8"), (256, "int4"), (256, "int8")])
 def test_all_features_at_once_hardly_spill(head_dim, kv):
-    """Triton 3.6 spills up to 128 bytes: 4 % of the instructions of the main loop."""
+    """Triton 3.9 spills two registers of int4 with 256 elements, outside the main loop; Triton 3.6 more."""
     given = shape(32, 8, head_dim, rotary_dim=head_dim // 2, softcap=50.0, window=4096, norm_eps=1e-6, norm_offset=1.0)
     kernel = compiled(given, kv, norms=torch.float16, sinks=torch.float16)
-    assert kernel.stack_bytes <= (160 if TRITON < (3, 9) else 0)
+    assert kernel.stack_bytes <= (160 if TRITON < (3, 9) else 8)
 
 
 def test_old_keys_are_asked_for_before_the_wait():
