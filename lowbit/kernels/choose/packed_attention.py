@@ -45,7 +45,11 @@ def register_words(shape: AttentionShape, kv: KVScheme) -> int:
 
 def most_registers(shape: AttentionShape, kv: KVScheme) -> int:
     """Limit of registers per thread, so that 4, 3 or 2 programs share an SM; 0 where 4 programs fit anyway (up to 60 words
-    ptxas takes 96 to 126 registers by itself, but spills some with a limit; sm_90, Triton 3.9)."""
+    ptxas takes 96 to 126 registers by itself, but spills some with a limit).
+
+    int4 with heads of 128 elements has 80 words. When it spilled 47 of the 500 instructions of its main loop with Triton 3.6,
+    it took 221 us for 64 rows of 8192 tokens, 55 % of the bandwidth (H200, 2026-11-28). Now 8 of 474 are spills, none with 3.9.
+    """
     words = register_words(shape, kv)
     return 0 if words <= 60 else 128 if words <= 80 else 168 if words <= 120 else 255
 
@@ -87,41 +91,51 @@ def _tiles(longest: int) -> list[DecodeTile]:
     tiles = [
         DecodeTile(splits, chunk, PAGE, WARPS)
         for chunk in CHUNKS
-        for splits in SPLITS
-        if splits == 1 or (splits - 1) * chunk < longest
+        for fewer, splits in zip((0, *SPLITS), SPLITS, strict=False)
+        if fewer * chunk < longest  # fewer would not cut a context into its smallest parts
     ]
     return list(dict.fromkeys(tile if tile.splits > 1 else DecodeTile(1, PAGE, PAGE, WARPS) for tile in tiles))
 
 
-START_US = 3.3
+START_US = 3.4
 """Fixed time of a launch: start, the dependent loads (row, position, page, keys), the turn, rotation and rounding of q and of
 the new token, the sum over warps and the store."""
-TURN_US = 0.95
-"""Time of a page for a program alone on an SM: latency of its loads and of two chains of products."""
-CROWDED = 0.35
-"""On a full SM, a page takes longer by this fraction."""
-READ_SHARE = 1.1
-"""Time relative to a plain read of memory."""
-WAVE_US = 3.0
+TURN_US = (1.1, 0.4)
+"""Time of a page for programs that wait for latency, for one program on the GPU, and more where every SM has one."""
+WAVE_US = 1.0
 """Additional time of each wave of programs after the first."""
-MEET_US = (0.9, 0.25)
+MEET_US = (0.8, 0.03)
 """Reduction of a row's splits: the counter, and 4 splits of `combine`."""
-# Estimated from the instructions and the 16-bit kernel's fit (choose/attention.py) before any measurement.
+# Fitted by hand to 15 timings of fp8 (H200, 2026-11-28, 32 heads over 8 kv heads of 128, 1 to 64 rows of 1024 to 32768 tokens,
+# Triton 3.6, `python -m benchmarks.tuning.attention --kv fp8`): 14 within 7 %, two splits of 64 rows of 1024 tokens 13 % off.
+# Timings of int8 and int4 were those of kernels that spilled, and are not part of it.
 
 
 def packed_us(
     tile: DecodeTile, rows: int, shape: AttentionShape, kv: KVScheme, context: int, longest: int, machine: Machine
 ) -> float:  # fmt: skip
-    """Modelled time of one launch for `rows` rows of `context` tokens each, one of which has `longest` instead."""
+    """Modelled time of one launch for `rows` rows of `context` tokens each, one of which has `longest` instead.
+
+    Programs run in waves of as many as fit the GPU. A page takes the time in which memory reads one page for each program of
+    the wave, or the latency of its loads, whichever is more.
+    """
     tokens, most = (min(size, shape.window) if shape.window else size for size in (context, longest))
     active, groups = tile.active(tokens), -(-shape.group // HEADS)
     programs, places = rows * shape.kv_heads * groups * active, machine.sm_count * resident(shape, kv)
-    waves = -(-programs // places)
-    turns = max(waves * -(-tokens // (active * tile.block)), -(-most // (tile.active(most) * tile.block)))
-    turns_us = turns * TURN_US * (1 + CROWDED * min(1.0, programs / places))
-    memory_us = 1e6 * READ_SHARE * rows * token_bytes(shape, kv) * tokens / machine.read_bytes
-    meet_us = 0.0 if active == 1 else MEET_US[0] + MEET_US[1] * -(-active // 4)
-    return START_US + math.hypot(memory_us**2, turns_us**2) ** 0.5 + WAVE_US * (waves - 1) + meet_us
+    pages, most_pages = (-(-size // (tile.active(size) * PAGE)) for size in (tokens, most))
+    waves = [places] * (programs // places) + ([programs % places] if programs % places else [])
+    busy_us = sum(pages * page_us(count, shape, kv, machine) for count in waves)
+    alone_us = max(0, most_pages - pages) * page_us(shape.kv_heads * groups * tile.active(most), shape, kv, machine)
+    meet_us = 0.0 if tile.active(most) == 1 else MEET_US[0] + MEET_US[1] * -(-tile.active(most) // 4)
+    return START_US + busy_us + alone_us + WAVE_US * (len(waves) - 1) + meet_us
+
+
+def page_us(programs: int, shape: AttentionShape, kv: KVScheme, machine: Machine) -> float:
+    """Modelled time of a page of each of `programs` programs that run at once."""
+    groups = -(-shape.group // HEADS)  # they read the same pages, from the L2
+    memory_us = 1e6 * programs / groups * token_bytes(shape, kv) / shape.kv_heads * PAGE / machine.read_bytes
+    latency_us = TURN_US[0] + TURN_US[1] * min(1.0, programs / machine.sm_count)
+    return math.hypot(memory_us**2, latency_us**2) ** 0.5
 
 
 def token_bytes(shape: AttentionShape, kv: KVScheme) -> float:

@@ -82,8 +82,13 @@ def append_heads(
         start, place = page * S.kv_heads, position % C.page
         turned_k = tl.where(lanes, x.to(tl.float32), 0.0)
         of_keys, of_values = (of_k >= 0) & (of_v < 0), (of_v >= 0) & (of_v < S.kv_heads)
-        store_rows(k, k_scale, turned_k, start + of_k, place, of_keys, C.kv.k, C.kv.k_rotated, False, C.kv)
-        store_rows(v, v_scale, given, start + of_v, place, of_values, C.kv.v, C.kv.v_rotated, True, C.kv)
+        KV: tl.constexpr = C.kv
+        K: tl.constexpr = C.kv.k
+        V: tl.constexpr = C.kv.v
+        K_ROTATED: tl.constexpr = C.kv.k_rotated
+        V_ROTATED: tl.constexpr = C.kv.v_rotated
+        store_rows(k, k_scale, turned_k, start + of_k, place, of_keys, K, K_ROTATED, False, KV)
+        store_rows(v, v_scale, given, start + of_v, place, of_values, V, V_ROTATED, True, KV)
         return
     place = page * S.kv_heads * C.page + position % C.page
     to = (place + of_k[:, None] * C.page) * S.head_dim + d[None, :]

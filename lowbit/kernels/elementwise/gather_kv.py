@@ -32,8 +32,8 @@ TOKENS = 16
 """Number of tokens per program: with heads of 128 elements, 4 KiB of keys and 4 KiB of values."""
 
 PACKED_TOKENS = 8
-"""Number of tokens per program over packed pages, by one warp: rotations then need no barriers, and rows of 256 elements fit the
-registers. Of int4 rows of 128 elements a value takes 54 instructions, by two warps and 16 tokens 85 (sass of sm_90)."""
+"""Number of tokens per program over packed pages, by one warp: rotations then need no barriers, and rows of 256 elements fit
+the registers. Of int4 rows of 128 elements a value takes 54 instructions, by two warps and 16 tokens 85 (sass of sm_90)."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,14 @@ def gather_heads(k_out, v_out, k, v, k_scale, v_scale, where, count, C: tl.const
     row = tl.load(where + token, mask=exist, other=0)
     if C.kv is not None:
         start, place = row // (C.kv_heads * C.page) * C.kv_heads + head, row % C.page
-        keys = load_rows(k, k_scale, start, place, exist, C.lanes, C.kv.k, C.kv.k_rotated, False, C.kv)
-        values = load_rows(v, v_scale, start, place, exist, C.lanes, C.kv.v, C.kv.v_rotated, True, C.kv)
+        KV: tl.constexpr = C.kv
+        LANES: tl.constexpr = C.lanes
+        K: tl.constexpr = C.kv.k
+        V: tl.constexpr = C.kv.v
+        K_ROTATED: tl.constexpr = C.kv.k_rotated
+        V_ROTATED: tl.constexpr = C.kv.v_rotated
+        keys = load_rows(k, k_scale, start, place, exist, LANES, K, K_ROTATED, False, KV)
+        values = load_rows(v, v_scale, start, place, exist, LANES, V, V_ROTATED, True, KV)
         to = (token[:, None].to(tl.int64) * C.kv_heads + head) * C.head_dim + d[None, :]
         mask = exist[:, None] & (d < C.head_dim)[None, :]
         tl.store(k_out + to, keys.to(k_out.dtype.element_ty), mask=mask)

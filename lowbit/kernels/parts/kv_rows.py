@@ -1,7 +1,8 @@
 """Rows of packed keys and values in plain Triton: rotation, scale, codes, and the places of bytes in pages (pack/kv_pages.py).
 
 Tensors are [rows, lanes], lanes a power of two; elements beyond the head are zero. `C` is a `KVRows`. Rotation, scales and
-codes are those of formats/kv.py to the last bit, for equal rows.
+codes are those of formats/kv.py for equal rows, to the last bit but for ties of codes: the compiler may fuse a product with the
+sum that rounds it.
 """
 
 from __future__ import annotations

@@ -115,9 +115,10 @@ class PackedAttention:
     high_half = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, high; }"
     transposed_pair = "{ .reg .b32 t; cvt.rn.f16x2.f32 t, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, t; }"
     """PTX that rounds two columns of a row g to fp16 and returns the pair of rows of a column g."""
-    load_pair = "ld.shared.v2.f32 {$0, $1}, [$2];"
+    load_pair = "ld.volatile.shared.v2.f32 {$0, $1}, [$2];"
     load_float = "ld.shared.f32 $0, [$1];"
-    load_four = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+    load_four = "ld.volatile.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+    store_pair = "st.volatile.shared.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0;"
     store_shared = "st.shared.f32 [$1], $2; mov.b32 $0, 0;"
 
     # Of 8 neighbouring elements of a thread, with outputs $0 to $7.
@@ -212,9 +213,14 @@ class PackedAttention:
         return self.at_q + HEADS * self.q_row
 
     @property
+    def at_start(self) -> int:
+        """Start of the accumulators' first values, float32 [8] (`KVBlock.start_asm`)."""
+        return self.at_factor + 4 * HEADS
+
+    @property
     def at_score(self) -> int:
         """Start of the scores of the new token, float32 [8]."""
-        return self.at_factor + 4 * HEADS
+        return self.at_start + 4 * HEADS
 
     @property
     def at_value(self) -> int:
@@ -337,7 +343,7 @@ def weights(dots, k_scales, v_scales, factor, n, oldest, position, top, total, a
         k_scale = octet_scale(k_scales, r, C)
         v_scale = gl.where(seen, octet_scale(v_scales, r, C), 0.0)
         scales = scales + (v_scale,)
-        room = asm("lg2.approx.f32 $0, $1;", "=f,f", [gl.maximum(v_scale, LEAST_SCALE)], gl.float32) - LARGEST_WEIGHT
+        room = asm("lg2.approx.ftz.f32 $0, $1;", "=f,f", [gl.maximum(v_scale, LEAST_SCALE)], gl.float32) - LARGEST_WEIGHT
         first = gl.where(seen, powers(dots[2 * r] * k_scale * factor[0], C), float("-inf"))
         second = gl.where(seen, powers(dots[2 * r + 1] * k_scale * factor[1], C), float("-inf"))
         powers_ = powers_ + (first, second)
@@ -355,9 +361,25 @@ def weights(dots, k_scales, v_scales, factor, n, oldest, position, top, total, a
 
 
 @gluon.jit
-def attend_to_pages(
-    k, v, k_scale, v_scale, table, begin, end, oldest, row, loaded_k, loaded_v, now, page, q, factor, at, C: gl.constexpr
-):
+def read_q(at, C: gl.constexpr):
+    """Returns the words of q that a lane needs as operand B. The main loop reads them again for each block, which costs fewer
+    registers: 16 of 128 for heads of 128 elements."""
+    CHUNKS: gl.constexpr = C.block.chunks
+    q = ()
+    for i in gl.static_range(CHUNKS):
+        place = start_of(C.at_q + at.group * C.q_row + (i * 4 + at.place) * 16, C)
+        q = q + asm(C.load_four, "=r,=r,=r,=r,r", [place], (gl.int32, gl.int32, gl.int32, gl.int32))
+    return q
+
+
+@gluon.jit
+def read_factors(at, C: gl.constexpr):
+    """Returns the factors of scores of heads 2t and 2t + 1."""
+    return asm(C.load_pair, "=f,=f,r", [start_of(C.at_factor + at.place * 8, C)], (gl.float32, gl.float32))
+
+
+@gluon.jit
+def attend_to_pages(k, v, k_scale, v_scale, table, begin, end, oldest, row, loaded_k, loaded_v, now, page, at, C: gl.constexpr):
     """Returns a warp's accumulators and sums of weights (`KVBlock.value_asm`), its shifted maxima and sums of p of heads 2t and
     2t + 1, over its blocks of the pages `begin` to `end`. The first block is loaded already; `now` and `page` are the numbers
     of the first two pages."""
@@ -365,14 +387,17 @@ def attend_to_pages(
     K_WORDS: gl.constexpr = 4 * B.k_vectors
     V_WORDS: gl.constexpr = 4 * B.v_vectors
     FLOATS: gl.constexpr = B.accumulators + 2
-    start = asm(B.start_asm, B.start_constraints, q, (gl.float32, gl.float32))
-    zero = factor[0] * 0.0
+    start = asm(B.start_asm, B.start_constraints, read_q(at, C), (gl.float32, gl.float32))
+    kept = start_of(C.at_start + at.place * 8, C)  # each thread reads what it wrote, as all that write there do
+    run(C.store_pair, "=r,r,f,f", [kept, start[0], start[1]])
+    zero = start[0] * 0.0
     y = ()
     for _ in gl.static_range(FLOATS):
         y = y + (zero,)
     top, total = (zero + LOWEST, zero + LOWEST), (zero, zero)
     for p in range(begin, end):
-        dots = asm(B.score_asm, B.score_constraints, loaded_k[0:K_WORDS] + q + start, B.score_types)
+        start = asm(C.load_pair, "=f,=f,r", [start_of(C.at_start + at.place * 8, C)], (gl.float32, gl.float32))
+        dots = asm(B.score_asm, B.score_constraints, loaded_k[0:K_WORDS] + read_q(at, C) + start, B.score_types)
         k_scales = loaded_k[K_WORDS : K_WORDS + 2]
         live = has_tokens(p + 1, end, oldest, row.position, at)
         if C.one_at_a_time:
@@ -383,6 +408,7 @@ def attend_to_pages(
             block_v = loaded_v
         v_scales = block_v[V_WORDS : V_WORDS + 2]
         n = p * 128 + at.warp * 32
+        factor = read_factors(at, C)
         pairs, fade, top, total = weights(dots, k_scales, v_scales, factor, n, oldest, row.position, top, total, at, C)
         y = asm(B.value_asm, B.value_constraints, block_v[0:V_WORDS] + pairs + fade + y, B.value_types)
         if C.one_at_a_time:
@@ -415,18 +441,6 @@ def share_q(q, most, d, C: gl.constexpr):
     to = start_of(C.at_factor + head * 4, C)
     factor = most * (C.score_factor * C.block.score_factor)
     gl.inline_asm_elementwise(C.store_shared, "=r,r,f", [to, factor], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def read_q(at, C: gl.constexpr):
-    """Returns the words of q that a lane needs as operand B, and the factors of scores of heads 2t and 2t + 1."""
-    CHUNKS: gl.constexpr = C.block.chunks
-    q = ()
-    for i in gl.static_range(CHUNKS):
-        place = start_of(C.at_q + at.group * C.q_row + (i * 4 + at.place) * 16, C)
-        q = q + asm(C.load_four, "=r,=r,=r,=r,r", [place], (gl.int32, gl.int32, gl.int32, gl.int32))
-    place = start_of(C.at_factor + at.place * 8, C)
-    return q, asm(C.load_pair, "=f,=f,r", [place], (gl.float32, gl.float32))
 
 
 @gluon.jit
@@ -691,9 +705,8 @@ def packed_attention(
         if part == 0:
             new_token(qkv_row, k, v, k_scale, v_scale, table, row, q, most, k_norm, cos, sin, d, C)
         barrier()
-        q_words, factor = read_q(at, C)
         y, top, total = attend_to_pages(
-            k, v, k_scale, v_scale, table, begin, end, oldest, row, loaded_k, loaded_v, page, later, q_words, factor, at, C
+            k, v, k_scale, v_scale, table, begin, end, oldest, row, loaded_k, loaded_v, page, later, at, C
         )  # fmt: skip
         share_sums(shared, y, top, total, at, C)
         barrier()

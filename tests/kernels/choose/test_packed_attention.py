@@ -8,7 +8,7 @@ import pytest
 
 from lowbit.formats.kv import parse_kv
 from lowbit.hardware.machine import MACHINES, typical_machine
-from lowbit.kernels.choose.attention import AttentionShape
+from lowbit.kernels.choose.attention import AttentionShape, DecodeTile
 from lowbit.kernels.choose.packed_attention import (
     candidates_packed,
     choose_packed,
@@ -46,10 +46,23 @@ def test_long_contexts_fill_the_machine_and_short_ones_are_not_cut_in_vain():
 def test_time_grows_with_bytes():
     assert token_bytes(LLAMA, parse_kv("int4")) == 8 * (128 + 4) and token_bytes(LLAMA, parse_kv("fp8")) == 8 * (256 + 4)
     tile = choose_packed(64, LLAMA, parse_kv("int4"), 8192, H200)
-    times = [packed_us(tile, 64, LLAMA, parse_kv(kv), 8192, 8192, H200) for kv in ("int4", "k8v4", "fp8")]
+    tiles = [(choose_packed(64, LLAMA, kv, 8192, H200), kv) for kv in map(parse_kv, ("int4", "k8v4", "fp8"))]
+    times = [packed_us(of_kv, 64, LLAMA, kv, 8192, 8192, H200) for of_kv, kv in tiles]
     assert times == sorted(times) and 1.7 < times[2] / times[0] < 2.1
     windowed = AttentionShape(32, 8, 128, 1.0, 128, window=1024)
     assert packed_us(tile, 64, windowed, parse_kv("int4"), 8192, 8192, H200) < times[0] / 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "context", "splits", "chunk", "us"),
+    [  # python -m benchmarks.tuning.attention --kv fp8, H200, 2026-11-28
+        (1, 1024, 8, 128, 5.57), (1, 1024, 6, 128, 6.48), (16, 8192, 3, 512, 68.3), (16, 8192, 2, 512, 74.7),
+        (64, 1024, 1, 128, 42.4), (64, 8192, 1, 128, 283), (64, 8192, 3, 1024, 249), (16, 32768, 6, 512, 250),
+    ],
+)  # fmt: skip
+def test_the_model_is_near_what_was_measured(rows, context, splits, chunk, us):
+    tile = DecodeTile(splits, chunk, 128, 4)
+    assert abs(packed_us(tile, rows, LLAMA, parse_kv("fp8"), context, context, H200) / us - 1) < 0.08
 
 
 def test_registers_and_programs():
