@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from lowbit.formats import QuantTensor
@@ -75,3 +75,16 @@ def with_channels(q: QuantTensor, order=True, pre_quant_scale: torch.dtype | Non
         order=permutation if order else None,
         pre_quant_scale=None if pre_quant_scale is None else factors.to(pre_quant_scale),
     )
+
+
+def json_tokenizer(vocab_size=160):
+    """A tokenizer that grammars can read: characters, tokens of several characters, which only sampling uses, and tags."""
+    several = ['{"', '":', '",', "true", "null", "\u2581the", "</", "\n\n"]
+    special = ["<s>", "</s>", "<unk>", *["<think>", "</think>", "<tool_call>", "</tool_call>"]]
+    tokens = [*special, "<0x0A>", "<0x09>", "\u2581", *[chr(c) for c in range(33, 127)], *several]
+    assert len(tokens) <= vocab_size
+    inner = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[], byte_fallback=True, unk_token="<unk>"))
+    inner.normalizer = normalizers.Replace(" ", "\u2581")
+    inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    inner.add_tokens([AddedToken(tag, normalized=False) for tag in special[3:]])  # as Qwen's: tokens, but not special ones
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")

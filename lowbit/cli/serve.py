@@ -135,7 +135,7 @@ def serve(
         times.end("load")
         called = model if is_on_hub(model) else path.resolve().stem if path.is_file() else path.resolve().name
         service = service_of(pipe, name or called, limits, key=api_key, local=local)
-        report = pipe.engine.report()
+        report = [*pipe.engine.report(), *service.report()]
         times.end("engine")
         for line in report:
             say(line)

@@ -3,7 +3,8 @@
 A request:
     engine.py            submit, cancel, stream, step            request.py          a prompt and how to continue it
     sequence.py          its state: tokens, pages, reason        failure.py          which errors end what
-    detokenizer.py       incremental text, stop strings          deprecated.py       names until 2026-11
+    detokenizer.py       incremental text, stop strings          grammar.py          what a sequence may say
+    deprecated.py        names until 2026-11
 A step:
     scheduler.py         what the next step computes             block_pool.py       pages of the cache, prefix caching
     model_runner.py      launches a step, copies its tokens      slots.py            device tensors of running sequences
@@ -24,13 +25,14 @@ from lowbit.engine import deprecated
 from lowbit.engine.detokenizer import Detokenizer
 from lowbit.engine.engine import Engine
 from lowbit.engine.failure import EngineFailed, RequestFailed, StepFailed
+from lowbit.engine.grammar import CompiledGrammar, Grammar, GrammarCompiler, GrammarsUnavailable
 from lowbit.engine.request import Request, SampledToken
 from lowbit.engine.sequence import FinishReason, Sequence
 from lowbit.ops.sample import Sampling
 
 __all__ = [
-    "Detokenizer", "Engine", "EngineFailed", "FinishReason", "Request", "RequestFailed", "SampledToken", "Sampling", "Sequence",
-    "StepFailed",
+    "CompiledGrammar", "Detokenizer", "Engine", "EngineFailed", "FinishReason", "Grammar", "GrammarCompiler",
+    "GrammarsUnavailable", "Request", "RequestFailed", "SampledToken", "Sampling", "Sequence", "StepFailed",
 ]  # fmt: skip
 
 deprecated.accept_names()

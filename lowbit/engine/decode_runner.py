@@ -28,13 +28,17 @@ this length needs. Idle blocks would cost 16 us per layer with 64 rows of 1,024 
 kernels/choose/attention.py).
 """
 
-Variant = tuple[int, bool, int]
-"""(rows, True if some request samples instead of being greedy, longest context)."""
+Variant = tuple[int, bool | None, int]
+"""(rows, filters, longest context). filters: True if some request samples instead of being greedy; None for a step that
+computes logits only.
+"""
 
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """A step's rows with their sampled tokens, log-probabilities and logits; `graph` replays the step, None without graphs."""
+    """A step's rows with their sampled tokens, log-probabilities and logits; `graph` replays the step, None without graphs. A
+    step that computes logits only has no tokens and log-probabilities.
+    """
 
     rows: Tensor
     tokens: Tensor
@@ -62,23 +66,25 @@ class DecodeRunner:
         """Number of captured graphs; constant after the warm-up."""
         self._captured: dict[Variant, DecodeStep] = {}
 
-    def variants(self) -> list[Variant]:
-        """Returns all variants, the largest first, whose memory later captures reuse."""
+    def variants(self, grammars: bool = False) -> list[Variant]:
+        """Returns all variants, the largest first, whose memory later captures reuse. grammars: those of steps with grammars
+        too.
+        """
         return [
             (size, filters, reach)
             for size in reversed(self.sizes)
-            for filters in (False, True)
+            for filters in (False, True, *([None] if grammars else []))
             for reach in reversed(self.reaches)
         ]
 
-    def variant(self, count: int, filters: bool, longest: int) -> Variant:
+    def variant(self, count: int, filters: bool | None, longest: int) -> Variant:
         """Returns the variant for a step of `count` rows."""
         size = next(size for size in self.sizes if size >= count)
         return size, filters, next(reach for reach in self.reaches if reach >= longest)
 
-    def launch(self, rows: abc.Sequence[int], filters: bool, longest: int) -> DecodeStep:
-        """Launches a step of the slots `rows`. filters: some request samples. longest: an upper bound of the context
-        lengths.
+    def launch(self, rows: abc.Sequence[int], filters: bool | None, longest: int) -> DecodeStep:
+        """Launches a step of the slots `rows`. filters: some request samples; None computes logits only, which the next launch
+        overwrites. longest: an upper bound of the context lengths.
         """
         size, _, reach = variant = self.variant(len(rows), filters, longest)
         if not self.graphs:
@@ -98,21 +104,23 @@ class DecodeRunner:
             self.captures += 1
         return step
 
-    def _capture(self, size: int, filters: bool, reach: int) -> DecodeStep:
+    def _capture(self, size: int, filters: bool | None, reach: int) -> DecodeStep:
         assert self.graphs is not None
         rows = torch.full((size,), self.slots.dummy_slot, dtype=torch.int32, device=self.slots.device)
         graph, step = self.graphs.capture(lambda: self.run(rows, filters, reach))
         return DecodeStep(rows, step.tokens, step.logprobs, step.logits, graph)
 
-    def run(self, rows: Tensor, filters: bool, reach: int) -> DecodeStep:
+    def run(self, rows: Tensor, filters: bool | None, reach: int) -> DecodeStep:
         """Runs the step of the slots `rows` int32 [B] without a graph."""
         logits = self.program.step(rows, self.slots, reach)
+        if filters is None:
+            return DecodeStep(rows, rows[:0], logits[:0, 0], logits)
         return sample_tokens(logits, rows, self.slots, filters)
 
 
 def filters(sequences: abc.Iterable[Sequence]) -> bool:
-    """True if some sequence samples, that is, is not greedy."""
-    return not all(sequence.request.sampling.greedy for sequence in sequences)
+    """True if some sequence samples, that is, is not greedy, or has a grammar."""
+    return not all(sequence.request.sampling.greedy and sequence.grammar is None for sequence in sequences)
 
 
 def sample_tokens(logits: Tensor, rows: Tensor, slots: Slots, filters: bool) -> DecodeStep:

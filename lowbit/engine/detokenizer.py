@@ -76,11 +76,18 @@ class Detokenizer:
     """Decodes the text after a prompt, token by token.
 
     Text that may be the beginning of a stop string is held back. When a stop string is complete, `stopped` is True and `text`
-    ends before it.
+    ends before it. Special tokens have no text, unless `skip_special_tokens` is False.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
-        self.tokenizer, self.stop = tokenizer, tuple(stop)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self.tokenizer, self.stop, self._skip = tokenizer, tuple(stop), skip_special_tokens
         self._matcher = StopMatcher(self.stop)
         self.text, self.stopped = "", False
         self._window = self._context(prompt)  # tokens decoded together: already shown ones, then new ones
@@ -131,5 +138,5 @@ class Detokenizer:
         return next((window for window in windows if not self._decode(window).startswith(UNFINISHED)), windows[0])
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)  # type: ignore[assignment]
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=self._skip)  # type: ignore[assignment]
         return text

@@ -19,8 +19,10 @@ import threading
 from collections import abc, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowbit.engine.block_pool import BlockPool
@@ -39,6 +41,7 @@ from lowbit.engine.scheduler import PrefillChunk, Scheduler, SchedulerOutput
 from lowbit.engine.sequence import FinishReason, Sequence
 from lowbit.engine.slots import Slots
 from lowbit.engine.warm_up import Stage, WarmUpRun
+from lowbit.ops.sample import mask_words
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,10 @@ CHUNK_TOKENS = 1024
 """Maximum number of prompt tokens in a step. This fills the tensor cores, and delays the next token of other sequences by at
 most tens of milliseconds.
 """
+
+
+Pooling = Literal["last", "mean"]
+"""How the hidden states of a text become its embedding."""
 
 
 class Engine:
@@ -92,7 +99,7 @@ class Engine:
             raise ValueError(f"a sequence has at least 2 tokens, one of them the prompt's, got max_length={max_length}")
         if kernels is not None and model.device.type == "cuda":
             use_kernels(model.device, kernels)
-        self.device, self.vocab = model.device, model.config.get_text_config().vocab_size
+        self._model, self.device, self.vocab = model, model.device, model.config.get_text_config().vocab_size
         self._positions = _positions(model)
         self.max_length = min(max_length or self._positions, self._positions)
         # In the caller's grad mode: the model keeps using the joined weights, and may be trained.
@@ -125,6 +132,8 @@ class Engine:
         self.runner = ModelRunner(self.slots, self.decode_runner, self.prefill_runner, warm_up_run, progress)
         self._async_scheduling = async_scheduling
         self._in_flight: deque[InFlightStep] = deque()
+        self._earlier = 0
+        """Number of steps in flight that were launched before the step that is being launched."""
         self._lock = threading.Lock()
         """Held during a step; it guards the scheduler, the slots and the runners."""
         self._stepping_thread: int | None = None
@@ -158,6 +167,9 @@ class Engine:
             if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab:
                 wrong = next(token for token in tokens if not 0 <= token < self.vocab)
                 raise ValueError(f"tokens are from 0 to {self.vocab - 1}, this {what} has {wrong}")
+        if request.grammar is not None and request.grammar.words < mask_words(self.vocab):
+            tokens_ = 32 * request.grammar.words
+            raise ValueError(f"this grammar was compiled for at most {tokens_:,} tokens, the model has {self.vocab:,}")
 
     def _limit(self, tokens: int) -> str:
         """Returns a message: why a sequence cannot have `tokens` tokens, and what to do."""
@@ -219,6 +231,23 @@ class Engine:
         return sequences
 
     @torch.inference_mode()
+    def embed(self, tokens: abc.Sequence[int], pooling: Pooling = "last") -> Tensor:
+        """Returns the embedding of a text: the hidden state after the last layer and norm, of the last token or averaged over
+        all tokens ("mean"), scaled to length 1; float32 [hidden] on the CPU.
+
+        The model's own forward computes it between two steps, one text at a time. Raises ValueError for tokens that the model
+        does not have or too many of them.
+        """
+        if not 1 <= len(tokens) <= self._positions or not 0 <= min(tokens) <= max(tokens) < self.vocab:
+            known = f"1 to {self._positions:,} tokens from 0 to {self.vocab - 1:,}"
+            raise ValueError(f"an embedding is of {known}, got {len(tokens):,} tokens")
+        with self._lock:
+            ids = torch.tensor([list(tokens)], device=self.device)
+            hidden = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0].float()
+            pooled = hidden.mean(0) if pooling == "mean" else hidden[-1]
+            return torch.nn.functional.normalize(pooled, dim=0).cpu()
+
+    @torch.inference_mode()
     def step(self) -> None:
         """Runs one step: launches the scheduled work, then reads the tokens of the step before.
 
@@ -241,10 +270,12 @@ class Engine:
             kernels = self.runner.all_kernels()
         yield from self.runner.compile(kernels)
 
-    def warm_up(self) -> Iterator[Stage]:
-        """Compiles every kernel and captures every graph before the first request; yields the progress before each."""
+    def warm_up(self, grammars: bool = False) -> Iterator[Stage]:
+        """Compiles every kernel and captures every graph before the first request; yields the progress before each. grammars:
+        also the graphs of steps with grammars, which otherwise are captured when they are first used.
+        """
         yield from self.compile()
-        captures = self.runner.captures()
+        captures = self.runner.captures(grammars)
         for done, (what, capture) in enumerate(captures):
             yield Stage(what, done, len(captures))
             with self._lock, torch.inference_mode():
@@ -258,12 +289,11 @@ class Engine:
 
     def _step(self) -> None:
         self._free_finished()
-        before = len(self._in_flight)
+        self._earlier = len(self._in_flight)
         scheduled = self._launch_next()
-        to_read = before if scheduled and self._async_scheduling else len(self._in_flight)
-        for _ in range(min(to_read, len(self._in_flight))):  # fewer after a GPU error
-            self._read(self._in_flight[0])
-            self._in_flight.popleft()
+        if not (scheduled and self._async_scheduling):
+            self._earlier = len(self._in_flight)
+        self._read_earlier()
         self._free_finished()
 
     def _launch_next(self) -> SchedulerOutput:
@@ -282,11 +312,36 @@ class Engine:
         self.program.keep(self.scheduler.running)  # without preempted sequences
         self.runner.prepare(scheduled)
         if scheduled.decoding:
-            self._in_flight.append(self.runner.decode(scheduled.decoding))
+            self._in_flight.append(self._decode(scheduled.decoding))
         if scheduled.chunks and self.program.is_paged:
             self._prefill(scheduled.chunks, scheduled)
         else:
             self._prefill_one_by_one(scheduled)
+
+    def _decode(self, sequences: abc.Sequence[Sequence]) -> InFlightStep:
+        """Launches a decode step. If a sequence has a grammar, the tokens of earlier steps are read and masks are computed
+        while the GPU computes the step's logits.
+        """
+        constrained = [sequence for sequence in sequences if sequence.grammar is not None]
+        if not constrained:
+            return self.runner.decode(sequences)
+        step = self.runner.decode_logits(sequences)
+        self._read_earlier()
+        self._write_masks(constrained)
+        return self.runner.sample_step(sequences, step)
+
+    def _write_masks(self, constrained: abc.Sequence[Sequence]) -> None:
+        """Writes the masks of the next tokens of sequences with grammars; fails those whose grammar became too costly."""
+        # A finished sequence runs one extra step, whose token is discarded.
+        states = [sequence.grammar if sequence.finish_reason is None else None for sequence in constrained]
+        self.runner.write_masks(constrained, states)
+        for sequence, state in zip(constrained, states, strict=True):
+            if state is not None and state.error:
+                self._fail_grammar(sequence, state.error)
+
+    def _fail_grammar(self, sequence: Sequence, why: str) -> None:
+        sequence.grammar_failed = True
+        self._finish(sequence, FinishReason.FAILED, f"its grammar cannot be followed any further: {why}")
 
     def _prefill(self, chunks: abc.Sequence[PrefillChunk], scheduled: SchedulerOutput) -> None:
         """Computes prefill chunks in one batch. If that raises an error, computes them one by one, so that only faulty ones
@@ -303,12 +358,22 @@ class Engine:
                 self._fail([chunks[0].sequence], line)
             return
         if logits is not None:
+            constrained = [chunk.sequence for chunk in chunks if chunk.last and chunk.sequence.grammar is not None]
+            if constrained:
+                self._write_masks(constrained)
             self._in_flight.append(self.runner.sample(chunks, logits))
 
     def _prefill_one_by_one(self, scheduled: SchedulerOutput) -> None:
         for chunk in scheduled.chunks:
             if chunk.sequence.slot is not None:  # None: requeued, since an earlier chunk did not fill a shared page
                 self._prefill([chunk], scheduled)
+
+    def _read_earlier(self) -> None:
+        """Reads the tokens of the steps that were launched before the current one."""
+        while self._earlier and self._in_flight:  # none is in flight after a GPU error
+            self._read(self._in_flight[0])
+            self._in_flight.popleft()
+            self._earlier -= 1
 
     def _read(self, step: InFlightStep) -> None:
         """Waits for the results of a step, and appends its tokens to their sequences."""
@@ -328,7 +393,10 @@ class Engine:
 
     def _append(self, sequence: Sequence, sampled: SampledToken) -> None:
         """Appends a token to its sequence, and finishes the sequence if it was the last one."""
-        request, stopped = sequence.request, False
+        request, stopped, grammar = sequence.request, False, sequence.grammar
+        if grammar is not None and (why := grammar.accept(sampled.token)):
+            self._fail_grammar(sequence, why)
+            return
         sequence.sampled.append(sampled)
         if request.on_token is not None:
             try:
@@ -338,7 +406,7 @@ class Engine:
             except BaseException as error:  # an interrupt
                 self._finish(sequence, FinishReason.FAILED, one_line(error))
                 raise
-        if sampled.token in request.stop_token_ids or stopped:
+        if sampled.token in request.stop_token_ids or stopped or (grammar is not None and grammar.is_complete):
             self._finish(sequence, FinishReason.STOP)
         elif len(sequence.sampled) == request.limit:
             self._finish(sequence, FinishReason.LENGTH)

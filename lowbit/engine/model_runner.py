@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lowbit.engine.decode_runner import DecodeRunner, DecodeStep, filters, sample_tokens
 from lowbit.engine.failure import log_failure
+from lowbit.engine.grammar import GrammarState, masks_of
 from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.request import SampledToken
 from lowbit.engine.scheduler import PrefillChunk, SchedulerOutput
@@ -28,6 +29,10 @@ from lowbit.ops.sample import top_logprobs
 
 if TYPE_CHECKING:
     from lowbit.kernels.parts.launch import RecordedKernel
+
+
+KINDS = {False: "", True: " with filters", None: " for grammars"}
+"""What a warm-up says of the kinds of captured steps."""
 
 
 @dataclass
@@ -84,7 +89,9 @@ class ModelRunner:
         self._compile_kernels_of(scheduled)
         for sequence in scheduled.admitted:
             tokens = [sampled.token for sampled in sequence.sampled]
-            self.slots.sampling.set(sequence.running_slot, sequence.request.sampling, sequence.request.prompt, tokens)
+            self.slots.sampling.set(
+                sequence.running_slot, sequence.request.sampling, sequence.request.prompt, tokens, sequence.grammar is not None
+            )
         positions = [(chunk.sequence.running_slot, chunk.end - 1) for chunk in scheduled.chunks if chunk.last]
         self.slots.update(scheduled.new_pages, positions)
 
@@ -93,6 +100,20 @@ class ModelRunner:
         rows = [sequence.running_slot for sequence in sequences]
         longest = max(sequence.computed_tokens for sequence in sequences)
         return self._in_flight(sequences, self.decode_runner.launch(rows, filters(sequences), longest))
+
+    def decode_logits(self, sequences: abc.Sequence[Sequence]) -> DecodeStep:
+        """Launches a decode step up to its logits. `sample_step` must follow before anything else is launched."""
+        longest = max(sequence.computed_tokens for sequence in sequences)
+        return self.decode_runner.launch([sequence.running_slot for sequence in sequences], None, longest)
+
+    def sample_step(self, sequences: abc.Sequence[Sequence], step: DecodeStep) -> InFlightStep:
+        """Samples the tokens of a step that `decode_logits` has launched."""
+        return self._in_flight(sequences, sample_tokens(step.logits, step.rows, self.slots, filters(sequences)))
+
+    def write_masks(self, sequences: abc.Sequence[Sequence], states: abc.Sequence[GrammarState | None]) -> None:
+        """Computes the masks of sequences by the states of their grammars, and copies them to their slots. None allows all."""
+        masks = masks_of(states, self.slots.sampling.masks.shape[1])
+        self.slots.sampling.set_masks([sequence.running_slot for sequence in sequences], masks)
 
     def sample(self, chunks: abc.Sequence[PrefillChunk], logits: Tensor) -> InFlightStep:
         """Samples the first token of each prompt that ends with one of `chunks`, from its logits [B, V]."""
@@ -142,12 +163,12 @@ class ModelRunner:
             for done in compiled(kernels, machine_of(self.slots.device).arch.sm):
                 yield Stage("kernels", done, len(kernels))
 
-    def captures(self) -> list[tuple[str, Callable[[], object]]]:
-        """Returns (description, function that captures it) of all graphs."""
-        variants = self.decode_runner.variants() if self.decode_runner.graphs else []
+    def captures(self, grammars: bool = False) -> list[tuple[str, Callable[[], object]]]:
+        """Returns (description, function that captures it) of all graphs. grammars: those of steps with grammars too."""
+        variants = self.decode_runner.variants(grammars) if self.decode_runner.graphs else []
         steps = [
             (
-                f"step of {size}{' with filters' if filtered else ''}, up to {reach:,} tokens",
+                f"step of {size}{KINDS[filtered]}, up to {reach:,} tokens",
                 functools.partial(self.decode_runner.captured, (size, filtered, reach)),
             )
             for size, filtered, reach in variants

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lowbit.ops.sample import Sampling, is_whole
 
 if TYPE_CHECKING:
+    from lowbit.engine.grammar import CompiledGrammar
     from lowbit.engine.sequence import Sequence
 
 MOST_LOGPROBS = 20
@@ -34,6 +35,8 @@ class Request:
         stop_token_ids: tokens after which the sequence finishes.
         on_token: called with each sampled token in order; the sequence finishes if it returns True.
         top_logprobs: number of most likely tokens to report with each sampled token, up to 20.
+        grammar: what the sequence may say; it finishes when its text is complete. It goes without `Sampling.min_new_tokens`,
+            which would suppress the stop token that ends a complete text.
 
     Raises ValueError for a field of a wrong type or out of its range.
     """
@@ -44,6 +47,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     on_token: abc.Callable[[SampledToken], bool] | None = None
     top_logprobs: int = 0
+    grammar: CompiledGrammar | None = None
     _sequence: Sequence | None = field(default=None, init=False, repr=False)
     """Set once by `Sequence.start`. Deprecated attributes of this class read the sequence's state through it."""
 
@@ -66,6 +70,8 @@ class Request:
             raise ValueError(f"on_token is a function of each token, got {self.on_token!r}")
         if not is_whole(self.top_logprobs) or not 0 <= self.top_logprobs <= MOST_LOGPROBS:
             raise ValueError(f"top_logprobs is a whole number up to {MOST_LOGPROBS}, got {self.top_logprobs!r}")
+        if self.grammar is not None and self.sampling.min_new_tokens:
+            raise ValueError(f"a grammar ends its text by itself, got min_new_tokens={self.sampling.min_new_tokens} with one")
 
     @property
     def most_tokens(self) -> int:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from lowbit.engine.failure import RequestFailed
 from lowbit.engine.request import Request, SampledToken
+
+if TYPE_CHECKING:
+    from lowbit.engine.grammar import GrammarState
 
 
 class FinishReason(str, Enum):
@@ -49,6 +53,10 @@ class Sequence:
     """Number of sampled tokens, including those that the host has not read yet."""
     prefilled: bool = False
     """True once the prompt is computed: each step then samples one more token."""
+    grammar: GrammarState | None = None
+    """How far the sampled tokens have followed the request's grammar; None without one."""
+    grammar_failed: bool = False
+    """True if the sequence failed since its grammar cannot be followed any further: the request is at fault."""
 
     @classmethod
     def start(cls, request: Request) -> Sequence:
@@ -56,6 +64,7 @@ class Sequence:
         if request._sequence is not None:
             raise ValueError("this request was submitted before: create another one")
         sequence = cls(copy.copy(request))  # a copy avoids a reference cycle, which only the garbage collector would free
+        sequence.grammar = None if request.grammar is None else request.grammar.start()
         object.__setattr__(request, "_sequence", sequence)
         return sequence
 

@@ -27,9 +27,10 @@ class Stage:
     total: int
 
 
-Part = tuple[str, int, bool, int]
+Part = tuple[str, int, bool | None, int]
 """A part of a step, (kind, count, filters, reach). "step": a decode step of `count` rows for contexts of up to `reach` tokens.
-"prompt": `count` prompt tokens. "sample": sampling of `count` rows after prompts. filters: some request samples.
+"prompt": `count` prompt tokens. "sample": sampling of `count` rows after prompts. filters: some request samples; None: logits
+only, as in steps with grammars, which are sampled by a part of their own.
 """
 
 
@@ -67,8 +68,13 @@ class WarmUpRun:
         last = [chunk.sequence for chunk in scheduled.chunks if chunk.last]
         for sequences in (scheduled.decoding, [*scheduled.decoding, *last] if last else []):
             if sequences:
+                masked = any(sequence.grammar is not None for sequence in sequences)
                 computed = max(sequence.computed_tokens for sequence in sequences)
-                parts.append(("step", *self.decode_runner.variant(len(sequences), filters(sequences), computed)))
+                any_filter = None if masked else filters(sequences)
+                variant = self.decode_runner.variant(len(sequences), any_filter, computed)
+                parts.append(("step", *variant))
+                if masked:
+                    parts.append(("sample", variant[0], True, 0))
         for chunks in self.prefill_runner.parts(scheduled.chunks) if scheduled.chunks else ():
             tokens = sum(len(chunk.tokens) for chunk in chunks)
             parts.append(("prompt", self.prefill_runner.size(tokens), False, 0))
@@ -88,7 +94,7 @@ class WarmUpRun:
                 self._run(*part)
         return wanted
 
-    def _run(self, what: str, count: int, any_filter: bool, reach: int) -> None:
+    def _run(self, what: str, count: int, any_filter: bool | None, reach: int) -> None:
         slots = self.decode_runner.slots
         if what == "prompt":
             self.prefill_runner.dry_run(count, self.longest)
@@ -97,4 +103,4 @@ class WarmUpRun:
         if what == "step":
             self.decode_runner.run(rows, any_filter, reach)
         else:
-            sample_tokens(self.program.blank_logits(count), rows, slots, any_filter)
+            sample_tokens(self.program.blank_logits(count), rows, slots, bool(any_filter))

@@ -137,14 +137,16 @@ class SamplingState:
 
     `settings` int32 [slots, 16] has the scalars of a slot side by side, named by the properties below, as float32, int32 and
     for `seed` int64 [slots] views. `counts` int32 [slots, V] is the number of times each token was generated, plus bit 30 if
-    the prompt contains it. `bias` is float32 [slots, V]. Both are only read for slots whose `flags` require them. `ends` int32
-    [E] are the end-of-text tokens. The last slot is a dummy slot: padding rows of a step use it, and `sample` does not change
-    it.
+    the prompt contains it. `bias` is float32 [slots, V]. `masks` int32 [slots, ceil(V / 32)] has a bit for each token, set if
+    the slot's grammar allows it: bit t % 32 of word t // 32. All three are only read for slots whose `flags` require them.
+    `ends` int32 [E] are the end-of-text tokens. The last slot is a dummy slot: padding rows of a step use it, and `sample` does
+    not change it.
     """
 
     settings: Tensor
     counts: Tensor
     bias: Tensor
+    masks: Tensor
     ends: Tensor
 
     temperature = _word(sampling.TEMPERATURE, torch.float32)
@@ -174,10 +176,14 @@ class SamplingState:
         settings = torch.frombuffer(bytearray(_row(Sampling()) * slots), dtype=torch.int32).view(slots, -1)
         counts = torch.zeros((slots, vocab), dtype=torch.int32, device=device)
         bias = torch.zeros((slots, vocab), dtype=torch.float32, device=device)
-        return cls(settings.to(device), counts, bias, torch.tensor(found, dtype=torch.int32, device=device))
+        masks = torch.full((slots, mask_words(vocab)), -1, dtype=torch.int32, device=device)
+        return cls(settings.to(device), counts, bias, masks, torch.tensor(found, dtype=torch.int32, device=device))
 
-    def set(self, slot: int, settings: Sampling, prompt_ids: Sequence[int], generated_ids: Sequence[int] = ()) -> None:
-        """Writes the settings of a request to a slot. The request may have generated tokens already, in another slot.
+    def set(
+        self, slot: int, settings: Sampling, prompt_ids: Sequence[int], generated_ids: Sequence[int] = (), masked: bool = False
+    ) -> None:
+        """Writes the settings of a request to a slot. The request may have generated tokens already, in another slot. `masked`:
+        `sample` reads the slot's row of `masks`, which the caller writes before each call.
 
         On a GPU this enqueues copies and kernels on the current stream without synchronising the host.
 
@@ -191,7 +197,7 @@ class SamplingState:
         for what, ids in (("the prompt has", tokens), ("the answer has", generated_ids), ("logit_bias has", list(biased))):
             if ids and not 0 <= min(ids) <= max(ids) < vocab:
                 raise ValueError(f"sampling: tokens are 0 to {vocab - 1}, {what} {min(ids)} to {max(ids)}")
-        row = _row(settings, len(generated_ids))
+        row = _row(settings, len(generated_ids), masked)
         self.settings[slot].copy_(self._sent(torch.frombuffer(bytearray(row), dtype=torch.int32)))
         if penalized:
             self.counts[slot].zero_()
@@ -205,17 +211,29 @@ class SamplingState:
             values = self._sent(torch.tensor(list(biased.values()), dtype=torch.float32))
             self.bias[slot].index_copy_(0, self._sent(torch.tensor(list(biased))), values)
 
+    def set_masks(self, slots: Sequence[int], masks: Tensor) -> None:
+        """Writes the masks of slots from int32 [len(slots), ceil(V / 32)] in host memory. On a GPU this enqueues copies on the
+        current stream without synchronising the host, which may reuse `masks` at once.
+        """
+        self.masks.index_copy_(0, self._sent(torch.tensor(slots)), self._sent(masks))
+
     def _sent(self, made: Tensor) -> Tensor:
         """Copies a host tensor to the device, from pinned memory that torch keeps until the copy has finished."""
         return made.pin_memory().to(self.counts.device, non_blocking=True) if self.counts.is_cuda else made
 
 
-def _row(s: Sampling, generated: int = 0) -> bytes:
+def mask_words(vocab: int) -> int:
+    """Number of 32-bit words of a mask with a bit for each token."""
+    return -(-vocab // 32)
+
+
+def _row(s: Sampling, generated: int = 0, masked: bool = False) -> bytes:
     """Returns the 16 words of a slot as bytes; kernels/reference/sampling.py names them."""
     seed = s.seed - (1 << 64) if s.seed >= 1 << 63 else s.seed
     penalties = s.repetition_penalty, s.presence_penalty, s.frequency_penalty
+    flags = s.flags | (sampling.MASKED if masked else 0)
     return struct.pack(
-        "<fi5fiqi5i", s.temperature, s.top_k, s.top_p, s.min_p, *penalties, s.min_new_tokens, seed, s.flags, generated, *[0] * 4
+        "<fi5fiqi5i", s.temperature, s.top_k, s.top_p, s.min_p, *penalties, s.min_new_tokens, seed, flags, generated, *[0] * 4
     )
 
 
@@ -230,13 +248,14 @@ def sample(
     out_logprobs[i] (float32 [B]) is the log softmax, at t, of the given logits, before penalties and temperature. The last slot
     does not change. Several rows may use it; any other slot may be used by one row only. A NaN among the logits counts as -inf;
     if all logits are -inf or banned, all tokens are equally likely. The log-probability of a row with a NaN or +inf, or with
-    only -inf, is NaN. `any_filter=False` promises that all settings are `greedy`. kernels/reference/sampling.py documents each
-    setting and the order of operations. On sm_90 the kernels read `rows` and the settings while the preceding kernel in the
-    stream may still run, so that kernel must not write them. Raises ValueError for tensors that do not fit together.
+    only -inf, is NaN. `any_filter=False` promises that all settings are `greedy` and that no slot has a mask.
+    kernels/reference/sampling.py documents each setting and the order of operations. On sm_90 the kernels read `rows` and the
+    settings while the preceding kernel in the stream may still run, so that kernel must not write them. Raises ValueError for
+    tensors that do not fit together.
     """
     torch.ops.lowbit.sample(
-        logits, rows, state.settings, state.counts, state.bias, state.ends, tokens, positions, out_tokens, out_logprobs,
-        any_filter,
+        logits, rows, state.settings, state.counts, state.bias, state.masks, state.ends, tokens, positions, out_tokens,
+        out_logprobs, any_filter,
     )  # fmt: skip
 
 
@@ -261,6 +280,7 @@ def _check(a: SampleInputs) -> None:
     wanted = (
         ("rows", a.rows, (b,), torch.int32), ("settings", a.settings, (slots, sampling.WORDS), torch.int32),
         ("counts", a.counts, (slots, vocab), torch.int32), ("bias", a.bias, (slots, vocab), torch.float32),
+        ("masks", a.masks, (slots, mask_words(vocab)), torch.int32),
         ("ends", a.ends, (a.ends.numel(),), torch.int32), ("tokens", a.tokens, (slots,), torch.int32),
         ("positions", a.positions, (slots,), torch.int32), ("out_tokens", a.out_tokens, (b,), torch.int32),
         ("out_logprobs", a.out_logprobs, (b,), torch.float32),
@@ -299,8 +319,8 @@ def _plan(
 
 
 register(
-    "sample(Tensor logits, Tensor rows, Tensor(a!) settings, Tensor(b!) counts, Tensor bias, Tensor ends, Tensor(c!) tokens,"
-    " Tensor(d!) positions, Tensor(e!) out_tokens, Tensor(f!) out_logprobs, bool any_filter=True) -> ()",
+    "sample(Tensor logits, Tensor rows, Tensor(a!) settings, Tensor(b!) counts, Tensor bias, Tensor masks, Tensor ends,"
+    " Tensor(c!) tokens, Tensor(d!) positions, Tensor(e!) out_tokens, Tensor(f!) out_logprobs, bool any_filter=True) -> ()",
     cuda=_on_gpu,
     cpu=_on_cpu,
     fake=_check,

@@ -1,4 +1,4 @@
-"""The routes: OpenAI's for sequences and models, /health, /ready, /metrics, and the page at /."""
+"""The routes: OpenAI's for sequences, embeddings and models, vLLM's for tokens; /health, /ready, /metrics; the page at /."""
 
 from __future__ import annotations
 
@@ -12,11 +12,21 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lowbit.serve import texts
 from lowbit.serve.errors import ApiError, encoded, fault, refused, unavailable
 from lowbit.serve.job import GenerationJob, make_job, sequence_count
 from lowbit.serve.limits import LARGE_BODY_BYTES
 from lowbit.serve.page import page
-from lowbit.serve.schema import ChatCompletionRequest, CompletionRequest, GenerationBody, parse
+from lowbit.serve.schema import (
+    Body,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    GenerationBody,
+    TokenizeRequest,
+    parse,
+)
 from lowbit.serve.service import Service, State, is_local
 from lowbit.serve.stream import EventStream, read_body, unless_gone
 
@@ -42,6 +52,19 @@ def make_app(service: Service) -> ASGIApp:
     @app.post("/v1/completions", dependencies=keyed)
     async def completions(request: Request) -> Response:
         return await _answer(service, request, CompletionRequest)
+
+    @app.post("/v1/embeddings", dependencies=keyed)
+    async def embeddings(request: Request) -> Response:
+        params = await _parsed(service, request, EmbeddingRequest)
+        return _json(await unless_gone(request.receive, texts.embeddings(service, params)))
+
+    @app.post("/tokenize", dependencies=keyed)
+    async def tokenize(request: Request) -> Response:
+        return _json(await texts.tokenize(service, await _parsed(service, request, TokenizeRequest)))
+
+    @app.post("/detokenize", dependencies=keyed)
+    async def detokenize(request: Request) -> Response:
+        return _json(await texts.detokenize(service, await _parsed(service, request, DetokenizeRequest)))
 
     @app.get("/v1/models", dependencies=keyed)
     async def models() -> Response:
@@ -76,8 +99,8 @@ def make_app(service: Service) -> ASGIApp:
     return AccessLog(app, service)
 
 
-async def _answer(service: Service, request: Request, kind: type[GenerationBody]) -> Response:
-    """Answers a generation request, with one response or with server-sent events."""
+async def _parsed(service: Service, request: Request, kind: type[Body]) -> Body:
+    """Reads and parses the body of a request; raises ApiError for one that is refused."""
     service.check_ready()
     if "upgrade" in request.headers.get("connection", "").lower() and "upgrade" in request.headers:
         # The HTTP parser treats the rest of the connection as the other protocol.
@@ -92,7 +115,13 @@ async def _answer(service: Service, request: Request, kind: type[GenerationBody]
         params = parse(kind, body)
     else:
         params = await service.prompts.beside(lambda: parse(kind, body))
-    service.check_model(params.model)
+    service.check_model(params.model)  # type: ignore[attr-defined]
+    return params
+
+
+async def _answer(service: Service, request: Request, kind: type[GenerationBody]) -> Response:
+    """Answers a generation request, with one response or with server-sent events."""
+    params = await _parsed(service, request, kind)
     job = await _job(service, params)
     kept = False
     try:
@@ -167,7 +196,10 @@ class AccessLog:
     local server.
     """
 
-    PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics", "/health", "/ready", "/")
+    PATHS = (
+        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/tokenize", "/detokenize", "/metrics",
+        "/health", "/ready", "/",
+    )  # fmt: skip
     QUIET = ("/metrics", "/health", "/ready")
 
     def __init__(self, app: ASGIApp, service: Service) -> None:

@@ -38,12 +38,12 @@ class Encoder:
         self.tokenizer, self.most = tokenizer, most
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)
 
-    def of_text(self, prompt: str) -> list[int]:
-        """Returns the tokens of a prompt, with the special tokens (BOS) that the tokenizer puts in front. Raises ApiError for a
-        prompt that is too long or empty.
+    def of_text(self, prompt: str, special: bool = True) -> list[int]:
+        """Returns the tokens of a prompt. special: with the special tokens (BOS) that the tokenizer puts in front. Raises
+        ApiError for a prompt that is too long or empty.
         """
         self._check_characters(prompt, "prompt")
-        return checked(self.tokenizer(prompt).input_ids, self.most, "prompt")
+        return checked(self.tokenizer(prompt, add_special_tokens=special).input_ids, self.most, "prompt")
 
     def of_conversation(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
         """Returns the tokens of a conversation, up to the beginning of the answer. Raises ApiError if the template does not

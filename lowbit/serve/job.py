@@ -8,12 +8,14 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowbit.engine import Detokenizer, Request, Sampling
+from lowbit.engine import CompiledGrammar, Detokenizer, Request, Sampling
+from lowbit.serve.answer import AnswerParser
 from lowbit.serve.errors import encoded, refused, too_long
 from lowbit.serve.responses import ChatResponses, CompletionResponses, Responses
-from lowbit.serve.schema import ChatCompletionRequest, CompletionRequest, GenerationBody
+from lowbit.serve.schema import ChatCompletionRequest, CompletionRequest, GenerationBody, NamedToolChoice
 from lowbit.serve.service import Service
 from lowbit.serve.stream import Push
+from lowbit.serve.tools import THINK, AnswerFormat
 from lowbit.serve.worker import OutputCollector, SequenceOutput, ServedSequence
 
 COMPLETION_TOKENS = 16
@@ -24,6 +26,9 @@ FEW_LOGPROBS = 8
 a whole long response, take up to a second and are encoded in a thread. Using the thread for every token costs 16 streams 10 %
 of their tokens/s (a tiny model on two cores, 2026-11-23).
 """
+
+REASONING_TOKENS = 16
+"""Number of tokens at the end of a prompt in which the beginning of reasoning is looked for; it may be several tokens."""
 
 NEXT_SEED = 0x9E3779B97F4A7C15
 """Difference of the seeds of a request's sequences, 2^64 over the golden ratio; the first sequence has the seed itself."""
@@ -124,12 +129,16 @@ def make_job(service: Service, params: GenerationBody) -> GenerationJob:
     """Encodes the prompts of a request and makes its sequences. Raises ApiError if they can never run."""
     fronts: list[str] = []
     if isinstance(params, ChatCompletionRequest):
-        tools = [tool.model_dump(exclude_none=True) for tool in params.tools or ()] if params.tool_choice != "none" else None
-        prompts = [service.prompts.of_conversation([message.for_template() for message in params.messages], tools or None)]
+        form = service.answer_format
+        messages = [message.for_template() for message in params.messages]
+        prompts = [service.prompts.of_conversation(messages, params.offered or None)]
     else:
         assert isinstance(params, CompletionRequest)
+        form = AnswerFormat()
         prompts = service.prompts.of_prompts(params.prompts)
         fronts = [service.prompts.text_of(prompt) for prompt in params.prompts] if params.echo else []
+    opened = form.thinks and _opens_reasoning(service, prompts[0])
+    grammar = _grammar(service, params, form, opened)
     seed = secrets.randbits(63) if params.seed is None else params.seed
     collector = OutputCollector()
     sequences: list[ServedSequence] = []
@@ -137,17 +146,58 @@ def make_job(service: Service, params: GenerationBody) -> GenerationJob:
         for _ in range(params.choices):
             index = len(sequences)
             sampling = _sampling(service, params, (seed + index * NEXT_SEED) % (1 << 64))
-            request = _request(service, params, ids, sampling)
-            sequences.append(ServedSequence(request, Detokenizer(service.tokenizer, ids, params.stops), collector, index))
+            request = _request(service, params, ids, sampling, grammar)
+            stream = Detokenizer(service.tokenizer, ids, params.stops, skip_special_tokens=not form.shown)
+            sequences.append(ServedSequence(request, stream, collector, index, hidden=form.hidden))
     arguments = (
         service.name, sequences, params.choices, service.token_texts,
         params.num_logprobs is not None, fronts,
     )  # fmt: skip
-    answer = ChatResponses(*arguments) if isinstance(params, ChatCompletionRequest) else CompletionResponses(*arguments)
-    return GenerationJob(service, params, sequences, collector, answer)
+    if isinstance(params, ChatCompletionRequest):
+        names = [function.name for function in params.callable_functions]
+        parsers = [AnswerParser(form, names, opened) for _ in sequences]
+        return GenerationJob(service, params, sequences, collector, ChatResponses(*arguments, parsers=parsers))
+    return GenerationJob(service, params, sequences, collector, CompletionResponses(*arguments))
 
 
-def _request(service: Service, params: GenerationBody, ids: list[int], sampling: Sampling) -> Request:
+def _opens_reasoning(service: Service, prompt: list[int]) -> bool:
+    """True if a prompt ends with the beginning of reasoning, as some templates do."""
+    text: str = service.tokenizer.decode(prompt[-REASONING_TOKENS:])  # type: ignore[assignment]
+    return text.rstrip().endswith(THINK)
+
+
+def _grammar(service: Service, params: GenerationBody, form: AnswerFormat, opened: bool) -> CompiledGrammar | None:
+    """Returns the grammar of a request's answers, None if they may be any text. Raises ApiError for one that is wrong or cannot
+    be enforced here.
+    """
+    grammar = params.grammar()
+    if grammar is not None:
+        return service.grammars.compile(form.answer(grammar, opened), params.grammar_fields[0])
+    if not isinstance(params, ChatCompletionRequest) or not params.callable_functions:
+        return None
+    strict = any(function.strict for function in params.callable_functions)
+    single = params.parallel_tool_calls is False
+    if not (params.must_call or strict or single):
+        return None
+    param = "tool_choice" if params.must_call else "tools" if strict else "parallel_tool_calls"
+    if form.tools is None:
+        raise refused(param, "this model's chat template has no format of calls that is known here, so none can be enforced")
+    if not params.must_call and not form.marks_calls:
+        if strict:
+            why = (
+                f"calls in the format of {form.tools.value} can only be strict with tool_choice required, or with one function"
+            )
+            raise refused(param, why)
+        return None  # an answer of these formats has at most one call
+    functions = [function.model_dump(exclude_none=True) for function in params.callable_functions]
+    many = not single and not isinstance(params.tool_choice, NamedToolChoice)
+    calls = form.calls(functions, many, opened, text=not params.must_call)
+    return service.grammars.compile(calls, "tools")
+
+
+def _request(
+    service: Service, params: GenerationBody, ids: list[int], sampling: Sampling, grammar: CompiledGrammar | None
+) -> Request:
     """The engine's request for one sequence; raises ApiError if it can never run."""
     most = service.engine.max_length
     left = most - len(ids)
@@ -162,7 +212,7 @@ def _request(service: Service, params: GenerationBody, ids: list[int], sampling:
     if sampling.min_new_tokens > limit:
         raise refused("min_tokens", f"{sampling.min_new_tokens:,} are more than the {limit:,} that the sequence may have")
     stops = frozenset() if params.ignore_eos else frozenset(service.engine.stop_token_ids)
-    return Request(ids, limit, sampling, stops, top_logprobs=params.num_logprobs or 0)
+    return Request(ids, limit, sampling, stops, top_logprobs=params.num_logprobs or 0, grammar=grammar)
 
 
 def _sampling(service: Service, params: GenerationBody, seed: int) -> Sampling:

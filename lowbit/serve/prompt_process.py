@@ -86,7 +86,7 @@ def _answer(encoder: Encoder, request: bytes) -> dict[str, Any]:
         asked = json.loads(request)
         if "messages" in asked:
             return {"ids": [encoder.of_conversation(asked["messages"], asked["tools"])]}
-        return {"ids": [encoder.of_text(text) for text in asked["texts"]]}
+        return {"ids": [encoder.of_text(text, asked["special"]) for text in asked["texts"]]}
     except ApiError as error:
         return {"refusal": [error.status, error.message, error.param, error.code]}
     except MemoryError:

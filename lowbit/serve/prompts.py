@@ -62,7 +62,7 @@ class Prompts:
 
     def check(self) -> None:
         """Waits until the process encodes prompts. Raises RuntimeError if it cannot."""
-        if self._workers.ask({"texts": ["a"]}) is None:
+        if self._workers.ask({"texts": ["a"], "special": True}) is None:
             raise RuntimeError("the process that encodes prompts ended while it started; what it wrote on stderr says why")
 
     async def beside(self, function: Callable[[], T]) -> T:
@@ -73,12 +73,12 @@ class Prompts:
         """Runs a function that encodes prompts in a thread, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._encoding_pool, function)
 
-    def of_prompts(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
-        """Returns the tokens of each prompt; text prompts begin with the special tokens (BOS) that the tokenizer puts in front.
-        Raises ApiError if one is too long or empty.
+    def of_prompts(self, prompts: Sequence[str | Sequence[int]], special: bool = True) -> list[list[int]]:
+        """Returns the tokens of each prompt. special: text prompts begin with the special tokens (BOS) that the tokenizer puts
+        in front. Raises ApiError if one is too long or empty.
         """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(self._encoded({"texts": texts}, "prompt", "tokenizer") if texts else [])
+        encoded = iter(self._encoded({"texts": texts, "special": special}, "prompt", "tokenizer") if texts else [])
         return [next(encoded) if isinstance(prompt, str) else self._of_tokens(prompt) for prompt in prompts]
 
     def of_conversation(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:

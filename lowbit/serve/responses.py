@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowbit.engine import SampledToken
+from lowbit.engine import FinishReason, SampledToken
+from lowbit.serve.answer import AnswerParser, Piece
 from lowbit.serve.chat import TokenTexts
 from lowbit.serve.worker import SequenceOutput, ServedSequence
 
@@ -86,8 +87,22 @@ class ChatResponses(Responses):
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    parsers: Sequence[AnswerParser] = ()
+    """Reads the answer of each sequence."""
+
+    def _reason(self, output: SequenceOutput) -> str | None:
+        stopped = output.finish_reason is FinishReason.STOP
+        return "tool_calls" if stopped and self.parsers[output.index].has_calls else super()._reason(output)
+
     def _choice(self, output: SequenceOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.text, "refusal": None}
+        pieces = self.parsers[output.index].feed(output.text, last=True)
+        content, reasoning = ("".join(getattr(piece, name) for piece in pieces) for name in ("content", "reasoning"))
+        calls = [_call(piece, _arguments(pieces, piece.index)) for piece in pieces if piece.name is not None]
+        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
         logprobs = self._logprobs(output.sampled) if self.logprobs else None
         return {"index": output.index, "message": message, "logprobs": logprobs, "finish_reason": self._reason(output)}
 
@@ -95,9 +110,13 @@ class ChatResponses(Responses):
         deltas = []
         if first:
             deltas.append(self._delta(output, {"role": "assistant", "content": ""}))
-        if output.text or (self.logprobs and output.sampled):
-            logprobs = self._logprobs(output.sampled) if self.logprobs else None
-            deltas.append(self._delta(output, {"content": output.text}, logprobs))
+        pieces = self.parsers[output.index].feed(output.text, last=output.finish_reason is not None)
+        logprobs = self._logprobs(output.sampled) if self.logprobs and output.sampled else None
+        if logprobs is not None and not pieces:
+            pieces = [Piece()]
+        for piece in pieces:
+            deltas.append(self._delta(output, _delta_of(piece), logprobs))
+            logprobs = None  # once for all pieces of the output
         if output.finish_reason is not None:
             deltas.append({**self._delta(output, {}), "finish_reason": self._reason(output)})
         return deltas
@@ -116,6 +135,25 @@ class ChatResponses(Responses):
         text = self.names[token]
         bytes_ = None if BROKEN in text else list(text.encode())  # a token that is part of a character has no text by itself
         return {"token": text, "logprob": _finite(logprob), "bytes": bytes_}
+
+
+def _call(piece: Piece, arguments: str) -> dict[str, Any]:
+    """Returns a call that begins with a piece."""
+    return {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": arguments}}
+
+
+def _arguments(pieces: Sequence[Piece], index: int) -> str:
+    """Returns the arguments of a call, whose pieces may be among others."""
+    return "".join(piece.arguments for piece in pieces if piece.index == index)
+
+
+def _delta_of(piece: Piece) -> dict[str, Any]:
+    """Returns a piece as the delta of a chunk."""
+    if piece.name is not None:
+        return {"tool_calls": [{"index": piece.index, **_call(piece, "")}]}
+    if piece.arguments:
+        return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.arguments}}]}
+    return {"reasoning_content": piece.reasoning} if piece.reasoning else {"content": piece.content}
 
 
 @dataclass

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import ipaddress
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lowbit.engine import Engine
+from lowbit.engine import CompiledGrammar, Engine, Grammar, GrammarCompiler, GrammarsUnavailable
 from lowbit.models.generation import sampling_settings
 from lowbit.serve.chat import TokenTexts
-from lowbit.serve.errors import ApiError, unavailable
-from lowbit.serve.limits import Limits
+from lowbit.serve.errors import ApiError, refused, unavailable
+from lowbit.serve.limits import MOST_GRAMMAR_CHARACTERS, Limits
 from lowbit.serve.metrics import Metrics
 from lowbit.serve.prompts import Prompts
+from lowbit.serve.tools import answer_format
 from lowbit.serve.worker import MOST_FAILURES, Worker
 
 
@@ -31,6 +33,33 @@ def configured(model: PreTrainedModel) -> dict[str, Any]:
         return sampling_settings(model.generation_config.to_diff_dict())
     except ValueError as error:
         raise ValueError(f"generation_config.json of {model.name_or_path}: {error}") from None
+
+
+GRAMMARS_KEPT = 64
+"""Number of compiled grammars that are kept for later requests."""
+
+
+class Grammars:
+    """Compiles the grammars of requests; `refusal` says why it cannot, "" if it can."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab: int, stop_token_ids: Sequence[int]) -> None:
+        self.refusal = ""
+        try:
+            self._compile = functools.lru_cache(GRAMMARS_KEPT)(GrammarCompiler(tokenizer, vocab, stop_token_ids).compile)
+        except GrammarsUnavailable as error:
+            self.refusal = str(error)
+
+    def compile(self, grammar: Grammar, param: str) -> CompiledGrammar:
+        """Returns a compiled grammar. Raises ApiError for one that the field `param` cannot have."""
+        if self.refusal:
+            raise refused(param, self.refusal, "unsupported")
+        if len(grammar.text) > MOST_GRAMMAR_CHARACTERS:
+            why = f"a grammar has at most {MOST_GRAMMAR_CHARACTERS:,} characters, this one has {len(grammar.text):,}"
+            raise refused(param, why)
+        try:
+            return self._compile(grammar)
+        except ValueError as error:
+            raise refused(param, str(error), "invalid_grammar") from error
 
 
 def is_local(host: str) -> bool:
@@ -93,9 +122,17 @@ class Service:
         self.quota = SequenceQuota(self.limits.max_sequences)
         most = min(self.limits.max_prompt, engine.max_length - 1)
         self.vocab = engine.vocab
+        self.grammars = Grammars(self.tokenizer, self.vocab, engine.stop_token_ids)
         self.prompts = Prompts(self.tokenizer, most, self.vocab, self.limits)
-        self.worker = Worker(engine, self.metrics, self.prompts)
+        self.worker = Worker(engine, self.metrics, self.prompts, grammars=not self.grammars.refusal)
         self.token_texts = TokenTexts(self.tokenizer)
+        self.answer_format = answer_format(self.tokenizer)
+
+    def report(self) -> list[str]:
+        """Returns lines that say what answers may consist of: structured output, tool calls, reasoning."""
+        structured = self.grammars.refusal or "by llguidance"
+        formats = self.answer_format.report() if self.prompts.has_template else []
+        return [f"structured output: {structured}", *formats]
 
     def check_key(self, authorization: str | None) -> None:
         """Raises ApiError unless the header has the key. The comparison takes constant time."""

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from lowbit.engine import Detokenizer, Engine, EngineFailed, FinishReason, Request, SampledToken, Sequence, StepFailed
+from lowbit.engine.engine import Pooling
 from lowbit.engine.warm_up import Stage
 from lowbit.serve.errors import ApiError, failed, refused
 from lowbit.serve.metrics import Metrics
@@ -91,6 +92,8 @@ class ServedSequence:
     submitted: float = field(default_factory=time.monotonic)
     first: float | None = None
     state: Sequence | None = None
+    hidden: frozenset[int] = frozenset()
+    """Tokens without text, besides stop tokens."""
     shown: str = ""
     fresh: list[SampledToken] = field(default_factory=list)
     text_offsets: list[int] = field(default_factory=list)
@@ -102,7 +105,7 @@ class ServedSequence:
         """Adds a token, in the engine's thread; returns True if it completes a stop string."""
         self.fresh.append(sampled)
         self.text_offsets.append(len(self.stream.text))  # a token that is part of a character has that character's offset
-        if sampled.token not in self.request.stop_token_ids:
+        if sampled.token not in self.request.stop_token_ids and sampled.token not in self.hidden:
             self.shown += self.stream.push(sampled.token)
         return self.stream.stopped
 
@@ -136,8 +139,12 @@ Command = Callable[[], None]
 class Worker:
     """Steps an engine in a separate thread, from `start` to `stop`. Methods must be called on the event loop."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, prompts: Prompts) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, prompts: Prompts, *, grammars: bool = False) -> None:
         self.engine, self.metrics, self._prompts = engine, metrics, prompts
+        self._grammars = grammars
+        self._embedding: set[asyncio.Future[list[float]]] = set()
+        """Embeddings that requests wait for."""
+        """True if requests may have grammars, whose graphs the warm-up captures too."""
         self.failures = 0
         """Number of sequences that failed since the last one that did not."""
         self.dead = False
@@ -194,7 +201,30 @@ class Worker:
         """True while the thread runs."""
         return self._thread.is_alive()
 
+    async def embed(self, tokens: list[int], pooling: Pooling) -> list[float]:
+        """Returns the embedding of a text, which the thread computes between two steps. Raises ApiError if that fails."""
+        future: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
+        self._commands.put(lambda: self._embed(tokens, pooling, future))
+        self._embedding.add(future)
+        try:
+            return await future
+        finally:
+            self._embedding.discard(future)
+
     # ---- in the thread
+
+    def _embed(self, tokens: list[int], pooling: Pooling, future: asyncio.Future[list[float]]) -> None:
+        if future.cancelled():
+            return
+        try:
+            values = self.engine.embed(tokens, pooling).tolist()
+        except Exception:  # boundary of the thread: a model's forward may raise anything
+            logger.exception("an embedding was not computed")
+            self.failures += 1
+            self._call(lambda: _end(future, failed()))
+        else:
+            self.failures = 0
+            self._call(lambda: _end(future, values))
 
     def _run(self) -> None:
         try:
@@ -211,7 +241,7 @@ class Worker:
         """Warms up; returns False if that failed or the thread is to end."""
         try:
             self._prompts.start()  # its process starts while kernels are compiled
-            for stage in self.engine.warm_up():
+            for stage in self.engine.warm_up(self._grammars):
                 self._call(functools.partial(self._warm, stage))
                 if self._stopping:
                     return False
@@ -294,7 +324,7 @@ class Worker:
         """The outputs of a step, in the order of submission."""
         outputs, now = [], time.monotonic()
         for sequence in list(self._live):
-            error = failed() if sequence.finish_reason is FinishReason.FAILED else None
+            error = _error_of(sequence.submitted_state) if sequence.finish_reason is FinishReason.FAILED else None
             try:
                 output = sequence.take(error)
             except Exception:  # a tokenizer may raise anything; other sequences must continue
@@ -306,7 +336,7 @@ class Worker:
                 sequence.first = now
                 self.metrics.first_token.observe(now - sequence.submitted)
             if output.finish_reason:
-                self.failures = self.failures + 1 if output.finish_reason is FinishReason.FAILED else 0
+                self.failures = self.failures + 1 if output.error is not None and output.error.status >= 500 else 0
                 del self._live[sequence]
                 self._count(sequence, output.finish_reason)
             outputs.append((sequence, output))
@@ -341,6 +371,23 @@ class Worker:
     def _fail_open(self) -> None:
         """Fails all open sequences. Runs on the event loop."""
         self._put([(sequence, _failure(sequence)) for sequence in list(self._open)])
+        for future in list(self._embedding):
+            _end(future, failed())
+
+
+def _error_of(sequence: Sequence) -> ApiError:
+    """Returns the error of a failed sequence: of the request if its grammar was at fault."""
+    return ApiError(400, f"this request: {sequence.error}", code="grammar_failed") if sequence.grammar_failed else failed()
+
+
+def _end(future: asyncio.Future[list[float]], result: list[float] | ApiError) -> None:
+    """Sets the result or the error of a future, unless its request was cancelled."""
+    if future.done():
+        return
+    if isinstance(result, ApiError):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
 
 
 def _failure(sequence: ServedSequence, error: ApiError | None = None) -> SequenceOutput:

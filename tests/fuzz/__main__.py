@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tests.fuzz import files, schedules, tokenizers
 from tests.serve.hostile import attack
-from tests.serve.running import running
+from tests.serve.running import running, structured_pipeline
 
 BATCH = 25
 """Number of cases between two checks of the time."""
@@ -45,7 +45,7 @@ def drawn(target, seconds):
 def requests(seconds):
     """Sends requests to a server for `seconds`; returns their number."""
     count = 0
-    with running() as server:
+    with running(structured_pipeline()) as server:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             count += sum(attack(server, BATCH).values())

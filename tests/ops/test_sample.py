@@ -68,7 +68,9 @@ def of_transformers(logits, s, answer):
 def of_reference(logits, s, answer):
     """The int64 masses [V] from which the reference samples."""
     state = state_with(s, answer=answer)
-    x = sampling.adjusted(sampling.cleaned(logits), state.settings[0], state.counts[0], state.bias[0], state.ends)
+    x = sampling.adjusted(
+        sampling.cleaned(logits), state.settings[0], state.counts[0], state.bias[0], state.masks[0], state.ends
+    )
     return sampling.kept(x, s.temperature, s.top_k, s.top_p, s.min_p)
 
 
@@ -312,7 +314,7 @@ def test_the_operator_keeps_its_promises_to_torch():
     state, feed = state_with(Sampling(temperature=1.0, top_k=5)), torch.zeros(3, 2, dtype=torch.int32)
     arguments = (
         random_logits()[None].repeat(2, 1), torch.tensor([0, 1], dtype=torch.int32), state.settings, state.counts, state.bias,
-        state.ends, feed[0], feed[1], feed[2], torch.zeros(2), True,
+        state.masks, state.ends, feed[0], feed[1], feed[2], torch.zeros(2), True,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.lowbit.sample, arguments, test_utils=("test_schema", "test_faketensor"))
 

@@ -17,7 +17,7 @@ from lowbit.pipeline import Pipeline
 from lowbit.serve.limits import Limits
 from lowbit.serve.server import Server, address_of, bound, service_of
 from lowbit.serve.service import State
-from tests.tiny import eager_llama, tiny_tokenizer
+from tests.tiny import eager_llama, json_tokenizer, tiny_tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -36,6 +36,13 @@ def tiny_pipeline(engine=True, **options):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
     return Pipeline(eager_llama(), tokenizer, engine=engine, **{"max_concurrent": 4, "cache_bytes": 1 << 22, **options})
+
+
+def structured_pipeline(**options):
+    """A tiny model whose tokenizer grammars can read."""
+    tokenizer = json_tokenizer()
+    tokenizer.chat_template = f"{TEMPLATE}{{# <tool_call> arguments #}}{{# <think></think> #}}"  # as Qwen 3 says of its answers
+    return Pipeline(eager_llama(), tokenizer, engine=True, **{"max_concurrent": 4, "cache_bytes": 1 << 22, **options})
 
 
 class Running:

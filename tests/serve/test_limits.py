@@ -38,8 +38,16 @@ REFUSED = [
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"), ({"logit_bias": [1]}, "logit_bias"),
     ({"stream": 1}, "stream"), ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"), ({"user": 3}, "user"),
-    ({"response_format": {"type": "json_object"}}, "response_format.type"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format."),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"), ({"guided_grammar": 3}, "guided_grammar"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"), ({"guided_regex": ""}, "guided_regex"),
+    ({"structured_outputs": {}}, "structured_outputs"), ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
+    ({"guided_json": {}}, "guided_json"), ({"guided_json": "{"}, "guided_json"), ({"guided_json": "3"}, "guided_json"),
+    ({"guided_choice": []}, "guided_choice"), ({"guided_choice": "ab"}, "guided_choice"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"), ({"guided_regex": "a", "min_tokens": 1}, "min_tokens"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"), ({"guided_regex": "a" * 70_000}, "guided_regex"),
 ]  # fmt: skip
 """Fields of both endpoints, and the name in the error."""
 
@@ -64,7 +72,7 @@ REFUSED_CHATS = [
     ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": {"type": "function"}}, "tool_choice"),
     ({"functions": []}, "functions"), ({"modalities": ["audio"]}, "modalities.0"), ({"store": True}, "store"),
     ({"reasoning_effort": "low"}, "reasoning_effort"), ({"service_tier": "flex"}, "service_tier"), ({"prompt": "a"}, "prompt"),
-    ({"metadata": {"a": "b"}}, "metadata"), ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"metadata": {"a": "b"}}, "metadata"), ({"parallel_tool_calls": 0}, "parallel_tool_calls"),
 ]  # fmt: skip
 
 

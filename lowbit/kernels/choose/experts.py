@@ -71,17 +71,20 @@ def experts_hit(tokens: int, top_k: int, experts: int) -> float:
 @functools.lru_cache(maxsize=4096)
 def tiles_expected(tokens: int, top_k: int, experts: int, tile_rows: int) -> tuple[float, float]:
     """Mean and approximate standard deviation of the number of tiles, if tokens choose independently and uniformly: the number
-    of rows of an expert is then binomial."""
+    of rows of an expert is then binomial. The rows of all experts together are known, so what the number of tiles owes to the
+    number of rows, by linear regression, does not vary."""
     p = min(top_k / experts, 1.0)
     if p == 1.0 or tokens == 1:
         return (min(top_k, experts) * -(-tokens // tile_rows)) * 1.0, 0.0
-    mean = square = 0.0
+    mean = square = product = 0.0
     for rows in range(1, tokens + 1):
         chosen = math.lgamma(tokens + 1) - math.lgamma(rows + 1) - math.lgamma(tokens - rows + 1)
         chance = math.exp(chosen + rows * math.log(p) + (tokens - rows) * math.log1p(-p))
         mean += chance * -(-rows // tile_rows)
         square += chance * (-(-rows // tile_rows)) ** 2
-    return experts * mean, math.sqrt(max(experts * (square - mean * mean), 0.0))
+        product += chance * -(-rows // tile_rows) * rows
+    shared = (product - mean * tokens * p) ** 2 / (tokens * p * (1 - p))
+    return experts * mean, math.sqrt(max(experts * (square - mean * mean - shared), 0.0))
 
 
 def tile_rows_for(tokens: int, top_k: int, experts: int, batch_invariant: bool = False) -> int:
@@ -183,16 +186,18 @@ def ring_candidate(tile: RingTile, shape: ExpertShape, machine: Machine) -> Expe
     return ExpertCandidate(tile, tuple(reasons), _ring_cost(tile, shape, machine))
 
 
-_START_US = 2.7
+_START_US = 2.8
 """Time of a launch besides its tasks: list of tiles, slots and x, then the first copies."""
-_STEP_US, _WIDE_STEP_US = 0.0248, 0.036
+_STEP_US, _WIDE_STEP_US = 0.0208, 0.032
 """SM time for one row block of one k block and 8 tokens, at 8 warps per SM: for codes of up to 4 bits, and for codes of more
 bits. The second one is not measured."""
-_TASK_US, _SLICE_US = 0.4, 0.009
+_TASK_US, _SLICE_US = 0.45, 0.004
 """Time of a task in addition to its copies: two barriers and the stores, then for each slice of K."""
 _BUSY_SMS = 7
 """A seventh of the SMs can use the whole memory bandwidth, as far as their instructions allow."""
-_TAIL = 0.09
+_IN_FLIGHT = 32768
+"""Bytes in flight per SM that saturate memory bandwidth; rings of 16 KiB were not measured."""
+_TAIL = 0.126
 """Share of a task's copies that the slowest block finishes after the others."""
 
 
@@ -201,7 +206,7 @@ def _ring_cost(tile: RingTile, shape: ExpertShape, machine: Machine) -> float:
 
     The number of tiles varies from call to call. The cost is the mean for three numbers of tiles: the mean number, and one
     standard deviation below and above it. The constants are fitted to 152 times of 8 products of Qwen3-30B-A3B's layer, 1 to 64
-    tokens (H200, 2026-11-28): 8 % of error, and the chosen tile takes at most 4 % more than the fastest.
+    tokens (H200, 2026-11-28), with 8 % of error.
     """
     mean, deviation = tiles_expected(shape.tokens, shape.top_k, shape.experts, shape.tile_rows)
     row_bytes = 2 * shape.k * shape.bits + (shape.k // 4 if shape.bits <= 4 else 0)  # 16 rows, with scales of groups of 128
@@ -210,13 +215,14 @@ def _ring_cost(tile: RingTile, shape: ExpertShape, machine: Machine) -> float:
     iterations = -(-shape.steps(128) // (tile.warps_k * tile.rounds))
     step_us = (_WIDE_STEP_US if shape.bits > 4 else _STEP_US) * (1.3 if tile.tokens > 8 else 1.0)
     decode_us = iterations * tile.depth * tile.warps_n * tile.warps_k * step_us
+    in_flight = min(1.0, tile.warps_n * tile.warps_k * tile.depth * 256 * shape.bits / _IN_FLIGHT)
     total = 0.0
     for tiles in (max(mean - deviation, 1.0), mean, mean + deviation):
         tasks = tiles * -(-shape.row_blocks // tile.tile_row_blocks)
         busiest = math.ceil(tasks / expert_blocks(shape, tile, machine))
-        share = machine.read_bytes / max(min(tasks, machine.sm_count), machine.sm_count / _BUSY_SMS)
+        share = machine.read_bytes / max(min(tasks, machine.sm_count), machine.sm_count / _BUSY_SMS) * in_flight
         memory_us = busiest * task_bytes / share * 1e6
-        total += (memory_us**6 + (busiest * decode_us) ** 6) ** (1 / 6) + busiest * (_TASK_US + _SLICE_US * tile.warps_k)
+        total += (memory_us**4 + (busiest * decode_us) ** 4) ** 0.25 + busiest * (_TASK_US + _SLICE_US * tile.warps_k)
     return _START_US + total / 3 + _TAIL * task_bytes / machine.read_bytes * machine.sm_count * 1e6
 
 

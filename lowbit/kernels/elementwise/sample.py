@@ -1,7 +1,7 @@
 """Sampling of the next token of each row from its logits, bit-equal to reference/sampling.py. Plain Triton.
 
 Reads   logits fp16, bf16 or fp32 [B, V], any row stride; slots of rows; settings of slots, 64 bytes each; counts int32 [V] and
-        bias fp32 [V] of the slots that use them
+        bias fp32 [V] of the slots that use them; masks of slots with a grammar, a bit per token
 Writes  token and log-probability of each row. For each slot: its token, position and number of tokens, and the count of the
         token; not for the last slot, a dummy that padding rows map to
 Passes  survey: each block computes for a chunk of 2048 tokens the largest raw logit, the sum of exponentials of raw logits, and
@@ -55,6 +55,7 @@ _FREQUENCY, _MINIMUM = tl.constexpr(sampling.FREQUENCY), tl.constexpr(sampling.M
 _SEED, _FLAGS, _GENERATED = tl.constexpr(sampling.SEED), tl.constexpr(sampling.FLAGS), tl.constexpr(sampling.GENERATED)
 _PENALIZED, _BIASED = tl.constexpr(sampling.PENALIZED), tl.constexpr(sampling.BIASED)
 _CUT, _HELD, _PROMPT = tl.constexpr(sampling.CUT), tl.constexpr(sampling.HELD), tl.constexpr(sampling.PROMPT)
+_MASKED = tl.constexpr(sampling.MASKED)
 _KEYS, _KEY_SCALE = tl.constexpr(sampling.KEYS), tl.constexpr(sampling.KEY_SCALE)
 _BEST, _LARGEST, _LOG_SUM, _LEVEL = (tl.constexpr(i) for i in range(4))
 
@@ -84,9 +85,20 @@ def cleaned(x):
 
 
 @triton.jit
-def adjusted(x, at, words, counts, bias, ends, flags, V: tl.constexpr, ENDS: tl.constexpr):
-    """Applies penalties, bias and bans, which precede the temperature, to logits x of the tokens `at`. Products are `fma(a, b,
-    0)`, so that the compiler does not fuse them with additions."""
+def allowed(masks, chunk, V: tl.constexpr, SIZE: tl.constexpr):
+    """Returns the mask bits of a chunk's tokens. A thread loads one byte, the bits of 8 tokens."""
+    byte = chunk * (SIZE // 8) + tl.arange(0, SIZE // 8)
+    bits = tl.load(masks.to(tl.pointer_type(tl.uint8)) + byte, mask=byte * 8 < V, other=0).to(tl.int32)
+    return tl.reshape((bits[:, None] >> tl.arange(0, 8)[None, :]) & 1, (SIZE,)) != 0
+
+
+@triton.jit
+def adjusted(
+    x, chunk, words, counts, bias, masks, ends, flags, V: tl.constexpr, SIZE: tl.constexpr, ENDS: tl.constexpr
+):  # fmt: skip
+    """Applies penalties, bias, bans and the grammar's mask, which precede the temperature, to logits x of a chunk's tokens.
+    Products are `fma(a, b, 0)`, so that the compiler does not fuse them with additions."""
+    at = chunk * SIZE + tl.arange(0, SIZE)
     if flags & _HELD:
         held = tl.load(words + _GENERATED) < tl.load(words + _MINIMUM)
         for e in tl.static_range(ENDS):
@@ -101,13 +113,19 @@ def adjusted(x, at, words, counts, bias, ends, flags, V: tl.constexpr, ENDS: tl.
         x = x - tl.where(generated > 0, real(words + _PRESENCE), 0.0)
     if flags & _BIASED:
         x = x + tl.load(bias + at, mask=at < V, other=0.0)
+    if flags & _MASKED:
+        x = tl.where(allowed(masks, chunk, V, SIZE), x, float("-inf"))
     return x
 
 
 @triton.jit
-def keys_of(logits, at, best, scale, words, counts, bias, ends, flags, V: tl.constexpr, ENDS: tl.constexpr):
-    """Returns the keys of the tokens `at`; keys of tokens beyond V have mass 0."""
-    x = adjusted(cleaned(given_logits(logits, at, V)), at, words, counts, bias, ends, flags, V, ENDS)
+def keys_of(
+    logits, chunk, best, scale, words, counts, bias, masks, ends, flags, V: tl.constexpr, SIZE: tl.constexpr,
+    ENDS: tl.constexpr,
+):  # fmt: skip
+    """Returns the keys of a chunk's tokens; keys of tokens beyond V have mass 0."""
+    at = chunk * SIZE + tl.arange(0, SIZE)
+    x = adjusted(cleaned(given_logits(logits, at, V)), chunk, words, counts, bias, masks, ends, flags, V, SIZE, ENDS)
     key = tl.minimum(distances(x, best) * scale, _KEYS * 1.0).to(tl.int32)
     return tl.where(at < V, key, _KEYS)
 
@@ -152,7 +170,8 @@ def feed_back(
 
 @triton.jit
 def survey(
-    logits, rows, settings, counts, bias, ends, parts, heads, arrived, tokens, positions, out_tokens, out_logprobs, slots,
+    logits, rows, settings, counts, bias, masks, ends, parts, heads, arrived, tokens, positions, out_tokens, out_logprobs,
+    slots,
     V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
     ENDS: tl.constexpr, ADJUST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +190,9 @@ def survey(
     at = chunk * SIZE + tl.arange(0, SIZE)
     found = given_logits(logits, at, V)
     raw = cleaned(found)
-    x = adjusted(raw, at, words, counts, bias + slot.to(tl.int64) * V, ends, flags, V, ENDS) if ADJUST else raw
+    bias += slot.to(tl.int64) * V
+    masks += slot.to(tl.int64) * ((V + 31) // 32)
+    x = adjusted(raw, chunk, words, counts, bias, masks, ends, flags, V, SIZE, ENDS) if ADJUST else raw
     best, token = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     largest = tl.max(raw, 0) if ADJUST else best
     weight = tl.where(found < float("inf"), tl.exp(-distances(raw, largest)), float("nan"))  # a NaN makes all sums NaN
@@ -264,8 +285,8 @@ def look_down(
 
 @triton.jit
 def weigh(
-    logits, rows, settings, counts, bias, ends, heads, sums, levels, offsets, totals, arrived, tokens, positions, out_tokens,
-    out_logprobs, slots,
+    logits, rows, settings, counts, bias, masks, ends, heads, sums, levels, offsets, totals, arrived, tokens, positions,
+    out_tokens, out_logprobs, slots,
     V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
     ENDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -279,13 +300,13 @@ def weigh(
     logits += b.to(tl.int64) * STRIDE
     counts += slot.to(tl.int64) * V
     bias += slot.to(tl.int64) * V
+    masks += slot.to(tl.int64) * ((V + 31) // 32)
     head = heads + b * _HEAD
     if OVERLAP:
         cuda.gdc_wait()
     if temperature > 0.0:
         best, scale = real(head + _BEST), tl.div_rn(_KEY_SCALE, temperature)
-        at = tl.arange(0, SIZE)
-        key = keys_of(logits, chunk * SIZE + at, best, scale, words, counts, bias, ends, flags, V, ENDS)
+        key = keys_of(logits, chunk, best, scale, words, counts, bias, masks, ends, flags, V, SIZE, ENDS)
         mass = masses(key)
         if flags & _CUT:
             of_this = store_counts(levels + (b * CHUNKS + chunk) * 5, key, mass, SIZE)
@@ -305,7 +326,7 @@ def weigh(
                 target = target_of(seed_of(words), tl.load(words + _GENERATED), total)
                 chunk = tl.sum((tl.cumsum(of_chunk, 0) <= target).to(tl.int32), 0)
                 target -= tl.sum(tl.where(c < chunk, of_chunk, 0), 0)
-                key = keys_of(logits, chunk * SIZE + at, best, scale, words, counts, bias, ends, flags, V, ENDS)
+                key = keys_of(logits, chunk, best, scale, words, counts, bias, masks, ends, flags, V, SIZE, ENDS)
                 mass = masses(key)
                 running = tl.cumsum(tl.where(mass >= least, mass, 0), 0)
                 token = chunk * SIZE + tl.sum((running <= target).to(tl.int32), 0)
@@ -331,7 +352,7 @@ def search(keys, n, level, total, words, TILE: tl.constexpr):
 
 @triton.jit
 def collect(
-    logits, rows, settings, counts, bias, ends, heads, offsets, lists,
+    logits, rows, settings, counts, bias, masks, ends, heads, offsets, lists,
     V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
     ENDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -345,23 +366,24 @@ def collect(
     logits += b.to(tl.int64) * STRIDE
     counts += slot.to(tl.int64) * V
     bias += slot.to(tl.int64) * V
+    masks += slot.to(tl.int64) * ((V + 31) // 32)
     offset = offsets + b * (CHUNKS + 1) + chunk
     if OVERLAP:
         cuda.gdc_wait()
     if (temperature > 0.0) & ((flags & _CUT) != 0):
         before = tl.load(offset)
         if tl.load(offset + 1) > before:
-            head, at = heads + b * _HEAD, chunk * SIZE + tl.arange(0, SIZE)
+            head = heads + b * _HEAD
             best, scale = real(head + _BEST), tl.div_rn(_KEY_SCALE, temperature)
-            key = keys_of(logits, at, best, scale, words, counts, bias, ends, flags, V, ENDS)
+            key = keys_of(logits, chunk, best, scale, words, counts, bias, masks, ends, flags, V, SIZE, ENDS)
             inside = (key >> 16 <= tl.load(head + _LEVEL)).to(tl.int32)
             tl.store(lists + b.to(tl.int64) * V + before + tl.cumsum(inside, 0) - 1, key, mask=inside != 0)
 
 
 @triton.jit
 def settle(
-    logits, rows, settings, counts, bias, ends, heads, offsets, totals, lists, tokens, positions, out_tokens, out_logprobs,
-    slots,
+    logits, rows, settings, counts, bias, masks, ends, heads, offsets, totals, lists, tokens, positions, out_tokens,
+    out_logprobs, slots,
     V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
     ENDS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -375,6 +397,7 @@ def settle(
     logits += b.to(tl.int64) * STRIDE
     counts += slot.to(tl.int64) * V
     bias += slot.to(tl.int64) * V
+    masks += slot.to(tl.int64) * ((V + 31) // 32)
     head, offsets = heads + b * _HEAD, offsets + b * (CHUNKS + 1)
     if OVERLAP:
         cuda.gdc_wait()
@@ -384,9 +407,9 @@ def settle(
         c = tl.arange(0, PADDED)
         before = tl.load(offsets + c, mask=c < CHUNKS, other=V)
         chunk = tl.sum((before <= found).to(tl.int32), 0) - 1
-        rank, at = found - tl.load(offsets + chunk), chunk * SIZE + tl.arange(0, SIZE)
+        rank = found - tl.load(offsets + chunk)
         best, scale = real(head + _BEST), tl.div_rn(_KEY_SCALE, temperature)
-        key = keys_of(logits, at, best, scale, words, counts, bias, ends, flags, V, ENDS)
+        key = keys_of(logits, chunk, best, scale, words, counts, bias, masks, ends, flags, V, SIZE, ENDS)
         inside = tl.cumsum((key >> 16 <= level).to(tl.int32), 0)
         token = chunk * SIZE + tl.sum((inside <= rank).to(tl.int32), 0)
         feed_back(
@@ -427,8 +450,8 @@ class SamplePlan:
 
     def __call__(self, given: SampleInputs, space: Tensor, arrived: Tensor) -> None:
         """Samples; `space` float32 and `arrived` are the workspace, all tensors on the current device."""
-        logits, rows, settings, counts, bias, ends, *fed, _ = given
-        of_slots = (logits, rows, settings, counts, bias, ends)
+        logits, rows, settings, counts, bias, masks, ends, *fed, _ = given
+        of_slots = (logits, rows, settings, counts, bias, masks, ends)
         parts = space.view(torch.int32).split([self.rows * words for words in self._parts])
         if not self.filters:
             self.survey(*of_slots, parts[0], parts[0], arrived, *fed, self.slots, *self.of_survey)

@@ -1,8 +1,8 @@
 """Sampling of the next token of each request from its logits: penalties, top-k, top-p, min-p, sampling. Plain torch reference.
 
 Order of operations as in Transformers (generation/logits_process.py): end-of-text tokens are banned before the minimum,
-repetition penalty, presence and frequency penalty (OpenAI's, of generated tokens alone), bias, temperature, top-k, top-p,
-min-p.
+repetition penalty, presence and frequency penalty (OpenAI's, of generated tokens alone), bias, the grammar's mask, temperature,
+top-k, top-p, min-p.
 
 Beyond the adjusted logits all arithmetic is on integers, so that a kernel on any GPU, in blocks of any size, samples the same
 token bit for bit. With m the largest adjusted logit of a row, the key of a logit l is floor((m - l) * 2^15 * log2(e) /
@@ -28,9 +28,9 @@ TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, MINIMUM, SEED
 FLAGS, GENERATED = 10, 11
 """Indices of words of a slot's settings; the seed takes two words."""
 
-PENALIZED, BIASED, CUT, HELD = 1, 2, 4, 8
+PENALIZED, BIASED, CUT, HELD, MASKED = 1, 2, 4, 8, 16
 """Bits of the flags word, set if the slot has a repetition, presence or frequency penalty; a logit bias; top-k or top-p; a
-minimum number of tokens."""
+minimum number of tokens; a mask of allowed tokens."""
 
 PROMPT = 1 << 30
 """Bit of a token's count that is set if the prompt contains the token."""
@@ -93,9 +93,9 @@ def is_distribution(logits: Tensor) -> bool:
     return float(logits.float().amax()) not in (math.inf, -math.inf) and not bool(logits.isnan().any())
 
 
-def adjusted(x: Tensor, words: Tensor, counts: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
-    """Applies the settings `words` int32 [WORDS] of a slot, counts int32 [V] and bias float32 [V] to logits x float32 [V],
-    before temperature."""
+def adjusted(x: Tensor, words: Tensor, counts: Tensor, bias: Tensor, mask: Tensor, ends: Tensor) -> Tensor:
+    """Applies the settings `words` int32 [WORDS] of a slot, counts int32 [V], bias float32 [V] and mask int32 [ceil(V / 32)] to
+    logits x float32 [V], before temperature."""
     floats, flags = words.view(torch.float32), int(words[FLAGS])
     if flags & HELD and words[GENERATED] < words[MINIMUM]:
         x = x.index_fill(0, ends.long(), float("-inf"))
@@ -104,7 +104,14 @@ def adjusted(x: Tensor, words: Tensor, counts: Tensor, bias: Tensor, ends: Tenso
         generated = counts & (PROMPT - 1)
         x = x - floats[FREQUENCY] * generated.float()
         x = x - torch.where(generated > 0, floats[PRESENCE], 0.0)
-    return x + bias if flags & BIASED else x
+    x = x + bias if flags & BIASED else x
+    return torch.where(allowed(mask, len(x)), x, float("-inf")) if flags & MASKED else x
+
+
+def allowed(mask: Tensor, vocab: int) -> Tensor:
+    """Returns bool [vocab]: bit t % 32 of word t // 32 of `mask` int32 [ceil(vocab / 32)] for each token t."""
+    bits = mask[:, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)
+    return (bits & 1).flatten()[:vocab] != 0
 
 
 def kept(x: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
@@ -151,6 +158,7 @@ class SampleInputs(NamedTuple):
     settings: Tensor
     counts: Tensor
     bias: Tensor
+    masks: Tensor
     ends: Tensor
     tokens: Tensor
     positions: Tensor
@@ -160,14 +168,14 @@ class SampleInputs(NamedTuple):
 
 
 def sample_reference(
-    logits: Tensor, rows: Tensor, words: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor, positions: Tensor,
-    out_tokens: Tensor, out_logprobs: Tensor,
+    logits: Tensor, rows: Tensor, words: Tensor, counts: Tensor, bias: Tensor, masks: Tensor, ends: Tensor, tokens: Tensor,
+    positions: Tensor, out_tokens: Tensor, out_logprobs: Tensor,
 ) -> None:  # fmt: skip
     """Computes `ops.sample` row by row. `words`: int32 [slots, WORDS]; `ops.sample` documents the other arguments."""
     floats, seeds, idle = words.view(torch.float32), words.view(torch.int64)[:, SEED // 2], len(words) - 1
     for i, slot in enumerate(rows.tolist()):
         raw = cleaned(logits[i])
-        x = adjusted(raw, words[slot], counts[slot], bias[slot], ends)
+        x = adjusted(raw, words[slot], counts[slot], bias[slot], masks[slot], ends)
         temperature, top_k = float(floats[slot, TEMPERATURE]), int(words[slot, TOP_K])
         if temperature == 0:
             token = int((x == x.max()).nonzero()[0])
