@@ -55,6 +55,7 @@ def test_help_teaches_every_command():
         "convert",
         "generate",
         "eval",
+        "compile",
         "inspect",
         "explain",
         "schemes",

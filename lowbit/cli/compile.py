@@ -57,7 +57,7 @@ def compile_(
 
     gpus = _gpus(names)
     say(f"finding the kernels of {model} for {' and '.join(each.product for each in gpus)}")
-    with Progress(desc="compiling kernels", unit="kernels") as bar:
+    with Progress(desc="finding kernels", unit="kernels") as bar:
         count = compile_kernels(
             path, target, gpus, progress=lambda done, total: bar.at(done, total, "compiling kernels"), scheme=scheme,
             batch_invariant=batch_invariant, max_concurrent=max_concurrent, cache_bytes=bytes_of(cache_gib),

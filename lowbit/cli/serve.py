@@ -139,9 +139,9 @@ def serve(
         times.end("load")
         called = model if is_on_hub(model) else path.resolve().stem if path.is_file() else path.resolve().name
         service = service_of(pipe, name or called, limits, key=api_key, local=local)
-        report = pipe.engine.report()
+        report = [*pipe.engine.report(), *service.report()]
         times.end("engine")
-        for line in (*report, *service.report()):
+        for line in report:
             say(line)
         where = address_of(sock)
         ready = f"serving {service.name}{f' in {scheme}' if scheme else ''} at {where}/v1, a page to try it at {where}/"

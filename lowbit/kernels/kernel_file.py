@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import re
+import struct
 import sysconfig
 import tempfile
 import zipfile
@@ -182,22 +183,28 @@ class KernelFile:
         return contents
 
 
+_ZIP_ERRORS = (
+    zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, RuntimeError, EOFError, ValueError, OverflowError,
+)  # fmt: skip
+"""Exceptions of zipfile for damaged archives."""
+
+
 def _archive(path: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
-    except zipfile.BadZipFile as error:
+    except _ZIP_ERRORS as error:
         raise KernelFileError(f"{path}: is no kernels file, or was cut off ({error})") from error
 
 
 def _read(archive: zipfile.ZipFile, path: Path, name: str, most_bytes: int) -> bytes:
     """Returns a member of an archive; raises KernelFileError if it is missing, damaged or has more than `most_bytes`."""
+    if name not in archive.NameToInfo:
+        raise KernelFileError(f"{path}: has no {name}; is it a kernels file?")
+    if archive.getinfo(name).file_size > most_bytes:
+        raise KernelFileError(f"{path}: {name} has more than {most_bytes:,} bytes")
     try:
-        if archive.getinfo(name).file_size > most_bytes:
-            raise KernelFileError(f"{path}: {name} has more than {most_bytes:,} bytes")
         return archive.read(name)
-    except KeyError as error:
-        raise KernelFileError(f"{path}: has no {name}; is it a kernels file?") from error
-    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, EOFError, zlib.error) as error:
+    except (*_ZIP_ERRORS, OSError) as error:  # OSError: an offset outside the file
         raise KernelFileError(f"{path}: {name} is damaged ({error})") from error
 
 

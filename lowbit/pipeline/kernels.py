@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lowbit.engine.cache import SHARE
 from lowbit.hardware.machine import GPU
 from lowbit.kernels.kernel_file import write_kernel_file
 from lowbit.kernels.parts.launch import RecordedKernel, recording
@@ -45,13 +46,17 @@ def engine_kernels(
     """Returns every kernel that a pipeline over a model can launch on `gpu`: those that pack its weights, and those of all
     batch sizes, prompts and ways of sampling of its engine.
 
-    Arguments as for `pipeline`. Raises ValueError for models that the engine does not compute by its own kernels.
+    Arguments as for `pipeline`. Raises ValueError for models that the engine does not compute by its own kernels, and for a GPU
+    whose memory does not hold the weights and one request.
     """
     with simulated_gpu(gpu), recording() as kernels:
         source = resolve(model)
         built = weightless_model(source, scheme, SCHEME)
         if batch_invariant:
             make_batch_invariant(built, built.dtype)
+        if cache_bytes is None:
+            weights = [*built.parameters(), *built.buffers()]
+            cache_bytes = int(SHARE * max(gpu.total_memory - sum(tensor.nbytes for tensor in weights), 0))
         pipe = Pipeline(
             built, tokenizer_of(source.path, built), engine=True, batch_invariant=batch_invariant,
             max_concurrent=max_concurrent, cache_bytes=cache_bytes,

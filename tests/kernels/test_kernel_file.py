@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -191,6 +192,28 @@ def test_files_that_were_cut_off_are_refused(copy, part):
         KernelFile.open(copy)
 
 
+def test_damaged_bytes_are_refused_or_change_nothing(written, tmp_path):
+    """Every byte of the directory, and random ones elsewhere: a damaged file is refused, or its members are still the listed
+    ones."""
+    data, path = written.read_bytes(), tmp_path / "damaged.lowbit"
+    directory = data.rindex(b"PK\x01\x02", 0, data.index(b"PK\x01\x02") + 200)
+    places = [*range(directory, directory + 120), *range(len(data) - 22, len(data)), *random.sample(range(len(data)), 200)]
+    refused = 0
+    for place in places:
+        changed = bytearray(data)
+        changed[place] ^= random.randrange(1, 256)
+        path.write_bytes(changed)
+        try:
+            file = KernelFile.open(path)
+            with zipfile.ZipFile(path) as archive:
+                contents = {name: file._member(archive, name) for name in file.members}
+        except KernelFileError:
+            refused += 1
+        else:
+            assert contents and all(hashlib.sha256(contents[name]).hexdigest() == file.members[name][1] for name in contents)
+    assert refused > 150
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -247,11 +270,24 @@ def test_a_kernel_that_does_not_compile_leaves_no_file(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.lowbit*"))
 
 
-def test_no_compiler_is_said_before_anything_is_compiled(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
+def without_a_compiler(path: str) -> None:
+    """Runs in its own process, since Triton looks for a compiler once."""
     with pytest.raises(ValueError, match="no C compiler: install gcc"):
-        next(write_kernel_file(tmp_path / "x.lowbit", {GPUS["h200"]: recorded()}, {}))
+        next(write_kernel_file(Path(path), {GPUS["h200"]: recorded()}, {}))
+
+
+def test_no_compiler_is_said_before_anything_is_compiled(tmp_path):
+    code = f"from tests.kernels.test_kernel_file import without_a_compiler as run; run({str(tmp_path / 'x.lowbit')!r})"
+    environment = {name: value for name, value in os.environ.items() if name != "CC"} | {"PATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_compiler_that_fails_is_one_line(tmp_path):
+    from lowbit.kernels.parts.gluon import build_extension
+
+    with pytest.raises(ValueError, match="the C compiler fails here: .*gcc|clang"):
+        build_extension("broken", "this is no C", tmp_path)
 
 
 def test_requirements_are_those_of_this_process():

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowbit.hardware.machine import GPUS, features_of, machine_of
+from lowbit.hardware.machine import GPUS, features_of, machine_of, present_gpu
 from lowbit.kernels.parts.launch import Address, recording
 from lowbit.ops.elementwise import add_norm
 from lowbit.ops.simulated_gpu import simulated_gpu
@@ -84,3 +84,16 @@ def test_cpu_tensors_have_their_own_implementation():
     with simulated_gpu(GPUS["h200"]), recording() as kernels:
         assert torch.equal(add_norm(h.clone(), None, gamma, 1e-6), expected)
     assert kernels == []
+
+
+@pytest.mark.gpu
+def test_the_table_says_what_the_driver_says():
+    """Tiles depend on these numbers: with others, a kernels file would lack kernels."""
+    here = present_gpu()
+    known = next((gpu for gpu in GPUS.values() if gpu.product == here.product), None)
+    if known is None:
+        pytest.skip(f"{here.product} is not among the GPUs to compile for")
+    assert (known.sm, known.multi_processor_count) == (here.sm, here.multi_processor_count)
+    with simulated_gpu(known) as device:
+        simulated = machine_of(device)
+    assert simulated.bandwidth_bytes == pytest.approx(machine_of("cuda").bandwidth_bytes, rel=1e-3)

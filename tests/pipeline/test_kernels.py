@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,13 @@ def test_models_without_kernels_are_refused(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has no kernels to compile, Transformers computes it: DeepseekV2"):
         engine_kernels(tmp_path, GPUS["h200"], scheme="w4a16_g32")
+
+
+def test_a_gpu_that_is_too_small_is_refused(folder):
+    """The cache gets what the weights leave, as on the GPU itself."""
+    small = replace(GPUS["h200"], total_memory=10_000)
+    with pytest.raises(ValueError, match="a request of 128 tokens takes"):
+        engine_kernels(folder, small)
 
 
 def with_the_file(folder: str, path: str) -> None:

@@ -10,6 +10,8 @@ import functools
 import hashlib
 import math
 import re
+import shlex
+import subprocess
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -275,7 +277,7 @@ def build_extension(name: str, source: str, folder: Path) -> bytes:
     """Builds one of `extension_sources` in an empty folder, with the C compiler that Triton uses but without a GPU's driver.
 
     It is linked against a library with the driver's name and functions that do nothing, so that the loader takes the driver on
-    the machine with the GPU. Raises ValueError without a C compiler, subprocess.CalledProcessError if it fails.
+    the machine with the GPU. Raises ValueError without a C compiler, and if it fails.
     """
     from triton.backends.nvidia import driver
 
@@ -286,10 +288,12 @@ def build_extension(name: str, source: str, folder: Path) -> bytes:
     functions.write_text("".join(f"void {call}(void) {{}}\n" for call in called))
     try:
         stub = Path(build._build("libcuda", str(functions), str(folder), [], [], [], ["-Wl,-soname,libcuda.so.1"]))
+        stub.rename(folder / "libcuda.so.1")
+        built = build._build(name, str(code), str(folder), [str(folder)], driver.include_dirs, driver.libraries, [])
     except RuntimeError as error:
         raise ValueError("Triton's launchers are C code, and this machine has no C compiler: install gcc, or set CC") from error
-    stub.rename(folder / "libcuda.so.1")
-    built = build._build(name, str(code), str(folder), [str(folder)], driver.include_dirs, driver.libraries, [])
+    except subprocess.CalledProcessError as error:
+        raise ValueError(f"Triton's launchers are C code, and the C compiler fails here: {shlex.join(error.cmd)}") from error
     return Path(built).read_bytes()
 
 
