@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowbit.cli.serve import MOST_ON_A_GPU, CacheGiB, bytes_of
-from lowbit.cli.terminal import AnyModel, Scheme, check_scheme, load_layers, say
+from lowbit.cli.terminal import KV, AnyModel, Scheme, check_kv, check_scheme, load_layers, say
 
 if TYPE_CHECKING:
     from lowbit.hardware.machine import GPU
@@ -29,6 +29,7 @@ def compile_(
         int, typer.Option(min=1, help="Sequences per batch, as for serve: kernels of all smaller batches are compiled.")
     ] = MOST_ON_A_GPU,
     cache_gib: CacheGiB = None,
+    kv: KV = "16",
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="For serve --batch-invariant.")] = False,
 ) -> None:
     """Compile all kernels that a model needs on a GPU into one file; no GPU is needed.
@@ -44,6 +45,7 @@ def compile_(
     from lowbit.sources import is_on_hub, local_model
 
     check_scheme(scheme)
+    check_kv(kv)
     path = local_model(model)
     names = None if gpu is None else [name.strip().lower() for name in gpu.split(",")]
     target = output or _default_target(path, names)
@@ -60,7 +62,7 @@ def compile_(
     with Progress(desc="finding kernels", unit="kernels") as bar:
         count = compile_kernels(
             path, target, gpus, progress=lambda done, total: bar.at(done, total, "compiling kernels"), scheme=scheme,
-            batch_invariant=batch_invariant, max_concurrent=max_concurrent, cache_bytes=bytes_of(cache_gib),
+            batch_invariant=batch_invariant, max_concurrent=max_concurrent, cache_bytes=bytes_of(cache_gib), kv=kv,
         )  # fmt: skip
     say(f"wrote {target}: {count} kernels, {target.stat().st_size / 2**20:.1f} MiB")
 
