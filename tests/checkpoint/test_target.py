@@ -380,9 +380,9 @@ class TestResultFiles:
 
 def test_the_committed_results_are_recognised():
     root = Path(__file__).parent.parent.parent / "benchmarks" / "results"
-    for path in root.glob("*/*"):
-        kind = "lowbit study" if path.parent.name == "study" else f"lowbit bench {path.stem.split('-')[3].rstrip('8')}"
-        check_file(path, kind)
+    kinds = {"study": "lowbit study", "kv": "lowbit study kv"}
+    for path in filter(Path.is_file, root.rglob("*")):
+        check_file(path, kinds.get(path.parent.name) or f"lowbit bench {path.stem.split('-')[3].rstrip('8')}")
 
 
 class TestRegularFiles:

@@ -91,7 +91,8 @@ def store_slots(y, acc, epilogue_args, weights, order, first, rows, first_row, N
     STORED: gl.constexpr = C.store_layout
     acc, first_row = finished_tile(acc, epilogue_args, first_row, N, C)
     if C.weighted:
-        token = gl.arange(0, C.tokens, gl.SliceLayout(0, acc.type.layout))  # a gate's result has another layout
+        LIKE: gl.constexpr = C.accumulator if C.epilogue.gate == "none" else acc.type.layout
+        token = gl.arange(0, C.tokens, gl.SliceLayout(0, LIKE))
         slot = gl.load(order + first + token, mask=token < rows, other=0)
         acc = acc * gl.load(weights + slot, mask=token < rows, other=0.0)[None, :]
     result = gl.convert_layout(acc.to(C.dequantizer.operand_type), STORED)

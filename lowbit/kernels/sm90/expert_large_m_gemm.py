@@ -207,7 +207,8 @@ def store_slots(p, acc, tile, C: gl.constexpr):
     acc, first_channel = finished_tile(acc, epilogue_args, tile.row_block * 16, p.out.N, C)
     slots = p.out.order + tile.first
     if C.weighted:
-        token = gl.arange(0, C.tokens, gl.SliceLayout(0, acc.type.layout))  # a gate's result has another layout
+        LIKE: gl.constexpr = C.accumulator if C.epilogue.gate == "none" else acc.type.layout
+        token = gl.arange(0, C.tokens, gl.SliceLayout(0, LIKE))
         slot = gl.load(slots + token, mask=token < tile.rows, other=0)
         acc = acc * gl.load(p.out.weights + slot, mask=token < tile.rows, other=0.0)[None, :]
     columns = p.out.columns
