@@ -103,7 +103,8 @@ def test_the_command_compiles_all_kernels_of_a_model(folder, tmp_path, monkeypat
     path = folder / "kernels-h200.lowbit"
     assert f"wrote {path}: " in result.stderr and "kernels of" in result.stderr
     file = KernelFile.open(path)
-    assert file.model == {"name": folder.name, "max_concurrent": 1} and file.gpus == {"H200": 90} and is_trusted(path)
+    assert file.model == {"name": folder.name, "max_concurrent": 1, "kv": "16"}
+    assert file.gpus == {"H200": 90} and is_trusted(path)
     code = f"from tests.pipeline.test_kernels import with_the_file; with_the_file({str(folder)!r}, {str(path)!r})"
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "empty")}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
