@@ -56,7 +56,7 @@ RIVALS: dict[str, dict[str, Any]] = {"eager": {}, "static": {"cache_implementati
 PROTOCOL = (
     "Gaussian weights in the shape of the model, each layer in memory of its own; keys and values Gaussian, stored as "
     f"kv_dtype, in pages of 128 tokens in random order. ms_per_token: median of {REPLAYS} replays, timed with events, of the "
-    "CUDA graph that the engine runs, which embeds, computes all layers and the head, draws the likeliest token, feeds it back "
+    "CUDA graph that the engine runs, which embeds, computes all layers and the head, samples, feeds it back "
     "and moves positions on; all requests have `context` tokens before them and begin with random tokens. limit_ms: bytes of "
     "all weights as stored and of keys and values of the context, at the read bandwidth of the same run. prefill_tok_s: a "
     "prompt of `prompt` tokens, alone, from tokens on the host to logits; prefill_products: the share of its time in matrix "

@@ -39,7 +39,7 @@ ANY = "/(?s:.*)/"
 """Any text without special tokens, in Lark's syntax."""
 
 SPACES = r"/\s{0,4}/"
-"""Spaces around and between calls; models that are told what to write may prefer spaces to anything else."""
+"""Spaces around and between calls. The limit keeps a constrained model from generating spaces without end."""
 
 
 class ToolFormat(Enum):

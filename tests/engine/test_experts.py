@@ -286,8 +286,7 @@ def test_graphs_of_steps_and_prompts_on_a_gpu(name, scheme, batch_invariant):
         with torch.no_grad():
             logits = model(torch.tensor([[*ids, *tokens]], device="cuda"), use_cache=False).logits[0, len(ids) - 1 : -1].float()
         worst = logits.max(-1).values - logits.gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
-        # A token whose router logits nearly tie may take another expert, by the order of sums alone.
-        assert float(worst.quantile(0.9)) < 0.1 * float(logits.std()) and float(worst.max()) < 0.3 * float(logits.std())
+        assert float(worst.max()) < 0.1 * float(logits.std())
 
 
 @pytest.mark.gpu

@@ -129,8 +129,7 @@ def compare_packed(case: Case, given: Case, out: Tensor, real: int | None = None
     state = case.tables, case.rows, case.positions[case.rows.long()], case.cos_sin, case.shape, case.q_norm, case.k_norm
     append_reference(given.qkv, expected, *state)
     (k, v), (of_k, of_v) = (pages.read(*where, torch.float64) for pages in (case.pages, expected))
-    # The compiler may fuse the product and the sum of a rounding, which changes ties.
-    assert (v != of_v).float().mean() < 1e-3 and (v - of_v).norm() < 0.01 * of_v.norm() + 1e-9
+    assert torch.equal(v, of_v)
     # A rounding of RoPE to 16 bits that differs may change the scale and codes by one.
     step = {"fp8": 1 / 16, "int8": 1 / 127, "int4": 1 / 7.5}[case.pages.scheme.k.name] * of_k.abs().amax(-1, keepdim=True)
     width = case.shape.head_dim**0.5 if case.pages.scheme.k.rotated else 1

@@ -163,7 +163,8 @@ def row_codes(x, scale, fmt: gl.constexpr):
     """Returns codes int32 of rows with scales fp16 [128]."""
     wide = scale.to(gl.float32)
     inverse = gl.where(wide > 0, gl.div_rn(gl.full_like(wide, 1.0), wide), 0.0)
-    ratio = x * inverse[:, None]
+    # Only products of integers precede a sum, with which the compiler would fuse them.
+    ratio = x * inverse[:, None] if fmt == "fp8" else gl.fma(x, inverse[:, None], 0.0)
     if fmt == "int4":
         return gl.minimum(gl.maximum(rounded(ratio + 7.5), 0), 15)
     elif fmt == "int8":
