@@ -74,7 +74,8 @@ class Engine:
         forward: computes by the model's own forward, one sequence at a time, as for models without a decode program.
         async_scheduling: reads the tokens of a step after the next one is launched.
         stop_token_ids: tokens that `Sampling.min_new_tokens` suppresses (default: the model's end-of-text tokens).
-        kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU. It runs with this process's rights.
+        kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU; default: that of an installed package
+            of kernels. It runs with this process's rights.
         progress: called with the progress of kernels that a step compiles, and once all are compiled.
 
     Raises ValueError if the cache holds not even one request, and for a `kv` that the model's program does not have.
@@ -101,7 +102,7 @@ class Engine:
             raise ValueError(f"an engine computes at least 1 request at once, got max_concurrent={max_concurrent}")
         if max_length is not None and max_length < 2:
             raise ValueError(f"a sequence has at least 2 tokens, one of them the prompt's, got max_length={max_length}")
-        if kernels is not None and model.device.type == "cuda":
+        if model.device.type == "cuda":
             use_kernels(model.device, kernels)
         self._model, self.device, self.vocab = model, model.device, model.config.get_text_config().vocab_size
         self._positions = _positions(model)

@@ -66,7 +66,7 @@ def export_kernels(
         refused = (*refused, f"{folder} is not empty; name a new folder")
     if refused:
         raise ValueError(f"export-kernel: {'; '.join(refused)}")
-    launches = [launch for gpu in gpus for launch in _launches(parsed, shapes, gpu, dtype)]
+    launches = [launch for gpu in gpus for launch in launches_on(gpu, parsed, shapes, dtype)]
     compiled = _compiled(launches, progress, processes)
     library = _library(parsed, shapes, gpus, dtype, launches, compiled)
     unfinished = Path(tempfile.mkdtemp(dir=folder.absolute().parent, prefix=f".{folder.name}."))
@@ -115,7 +115,7 @@ class Launch:
     recorded: RecordedKernel
 
 
-def _launches(scheme: Scheme, shapes: Sequence[tuple[int, int]], gpu: GPU, dtype: torch.dtype) -> list[Launch]:
+def launches_on(gpu: GPU, scheme: Scheme, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> list[Launch]:
     """Returns the launches on a GPU for every shape, form and range of M. Ranges with the same tile share a plan."""
     found = []
     with simulated_gpu(gpu) as device:
