@@ -40,8 +40,8 @@ def is_dummy() -> bool:
 
 
 def use_kernels() -> None:
-    """Uses the kernels file that `--additional-config` names (`warm_up.named_kernels`), one beside the checkpoint, or that of an
-    installed package. Raises OSError for a named file that cannot be read."""
+    """Uses the kernels file that `--additional-config` names (`warm_up.named_kernels`), one beside the checkpoint, or that of
+    an installed package. Raises OSError for a named file that cannot be read."""
     config = get_current_vllm_config()
     use_kernels_file(named_kernels(config.additional_config), config.model_config.model)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from itertools import pairwise
-
 from pathlib import Path
 
 import pytest
