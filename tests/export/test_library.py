@@ -280,6 +280,16 @@ def test_chooses_as_lowbit_does_for_every_m(exported, scheme, gpu):
         assert library.lowbit_choose(*wrong, *shape, ctypes.byref(launch)) != 0
 
 
+def attributes_of_kernel(cubin: bytes) -> bytes:
+    """The section `.nv.info.NAME` of an ELF file of one kernel."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + size * number) for number in range(count)]
+    names_at = sections[names][4]
+    (found,) = (section for section in sections if cubin.startswith(b".nv.info.", names_at + section[0]))
+    return cubin[found[4] : found[4] + found[5]]
+
+
 def sizes_of_parameters(folder: Path) -> dict[str, list[int]]:
     """Bytes of the parameters of each cubin, which nvdisasm or the driver reads from its section of attributes.
 
@@ -289,7 +299,7 @@ def sizes_of_parameters(folder: Path) -> dict[str, list[int]]:
     sizes = {}
     for path in (folder / "cubins").iterdir():
         found = {}
-        for match in re.finditer(rb"\x04\x17\x0c\x00(.{12})", path.read_bytes(), re.DOTALL):
+        for match in re.finditer(rb"\x04\x17\x0c\x00(.{12})", attributes_of_kernel(path.read_bytes()), re.DOTALL):
             _, number, _, word = struct.unpack("<IHHI", match[1])
             found[number] = word >> 18
         assert sorted(found) == [*range(len(found))] and found, path.name
