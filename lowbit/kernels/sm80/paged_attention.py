@@ -91,10 +91,15 @@ class PagedAttention:
         return 1 if self.tile.warps == 1 else 16
 
     @property
+    def few_heads(self) -> bool:
+        """True if splits are combined with weights by head (`combine`)."""
+        return self.group_rows <= 4
+
+    @property
     def ahead(self) -> bool:
         """True if the next splits' results are loaded while the weights of all splits are computed and previous results are
         added. Done where there are enough registers."""
-        few = self.group_rows <= 4 and self.lanes <= 32 * self.tile.warps
+        few = self.few_heads and self.lanes <= 32 * self.tile.warps
         return few and self.copies > 1 and self.tile.stages == 1
 
     @property
@@ -243,6 +248,39 @@ def combine(out, sums, tops, active, C: tl.constexpr):
 
 
 @triton.jit
+def combine_wide(out, sums, tops, active, C: tl.constexpr):
+    """As `combine`, for many heads: the weights of all splits of a round are one tile [splits, rows]. Weights by head, as
+    `add_parts` has them, would take C.round * group scalar loads and exponentials in every thread."""
+    GROUP: tl.constexpr = C.group
+    ROUND: tl.constexpr = C.round
+    ROWS: tl.constexpr = C.group_rows
+    LANES: tl.constexpr = C.lanes
+    SPLITS: tl.constexpr = C.tile.splits
+    r, d = tl.arange(0, ROWS), tl.arange(0, LANES)
+    part = tl.arange(0, SPLITS)[:, None]
+    exist = (part < active) & (r < GROUP)[None, :]
+    at = tops + (part * GROUP + r[None, :]) * 2
+    top = tl.load(at, mask=exist, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(at + 1, mask=exist, other=0.0, cache_modifier=".cg")
+    highest = tl.where(r < GROUP, tl.max(top, 0), 0.0)
+    factor = 1.0 / tl.where(r < GROUP, tl.sum(total * tl.exp2(top - highest[None, :]), 0), 1.0)
+    y = tl.zeros([ROWS, LANES], tl.float32)
+    i = tl.arange(0, ROUND)[:, None]
+    for first in range(0, active, ROUND):
+        here = (first + i < active) & (r < GROUP)[None, :]
+        place = (first + i) * GROUP + r[None, :]
+        lanes = here[:, :, None] & (d < C.shape.head_dim)[None, None, :]
+        values = tl.load(
+            sums + place[:, :, None] * C.shape.head_dim + d[None, None, :], mask=lanes, other=0.0, cache_modifier=".cg"
+        )
+        relative = tl.load(tops + place * 2, mask=here, other=float("-inf"), cache_modifier=".cg")
+        weight = tl.exp2(relative - highest[None, :]) * factor[None, :]
+        y += tl.sum(values * weight[:, :, None], 0)
+    exist = (r < GROUP)[:, None] & (d < C.shape.head_dim)[None, :]
+    tl.store(out + r[:, None] * C.shape.head_dim + d[None, :], y.to(out.dtype.element_ty), mask=exist)
+
+
+@triton.jit
 def finish(out, partial, arrived, y, top, total, b, head, part, active, C: tl.constexpr):
     """Stores the result of a row that has a single split. With several splits, stores this split's partial result; the last
     split to arrive combines all of them."""
@@ -264,7 +302,10 @@ def finish(out, partial, arrived, y, top, total, b, head, part, active, C: tl.co
         tl.debug_barrier()  # all threads' stores are visible before the counter
         if tl.atomic_add(arrived + place, 1, sem="acq_rel") == active - 1:
             tl.store(arrived + place, 0)
-            combine(out, sums, tops, active, C)
+            if C.few_heads:
+                combine(out, sums, tops, active, C)
+            else:
+                combine_wide(out, sums, tops, active, C)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
