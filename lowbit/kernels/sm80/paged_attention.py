@@ -10,9 +10,9 @@ Grid    kv heads x rows x splits; it stays the same while contexts change. A pro
 Program one split of one kv head, whose query heads are 16 rows of mma.sync. While a block of keys and values is multiplied, the
         next one is loaded to registers, or several to shared memory (`DecodeTile.stages`). Split 0 includes the new token,
         without reading it back from memory
-Overlap page tables, positions and, with one stage, the first block of old keys are read before the wait for the previous kernel
-        (sm_90). No kernel of this step writes them. The previous step is complete, because the first kernel of a step lets the
-        next one start only after it has waited itself
+Overlap page tables, positions, gammas (by four warps) and, with one stage, the first block of old keys are read before the
+        wait for the previous kernel (sm_90). No kernel of this step writes them. The previous step is complete, because the
+        first kernel of a step lets the next one start only after it has waited itself
 Combine the last split to arrive for a row and kv head adds all splits in order; a counter, which is zero afterwards, identifies
         it
 Sinks   an additional score per head without a value: split 0 starts with it and the new token
@@ -37,7 +37,7 @@ from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.attention import PAGE, AttentionShape, DecodeTile, combine_round
 from lowbit.kernels.parts.gluon import source_digest
 from lowbit.kernels.parts.launch import Launcher
-from lowbit.kernels.parts.rotary import angles, normed, pairs, turned
+from lowbit.kernels.parts.rotary import angles, gammas, normed, pairs, turned
 from lowbit.pack.kv_pages import KVPages
 
 
@@ -89,6 +89,11 @@ class PagedAttention:
         converted between layouts, which takes two barriers each time. A single warp needs no barriers, and has no registers for
         more rows."""
         return 1 if self.tile.warps == 1 else 16
+
+    @property
+    def early_gammas(self) -> bool:
+        """True if gammas are loaded before the wait for the previous kernel. Done where there are enough registers."""
+        return self.tile.warps == 4
 
     @property
     def few_heads(self) -> bool:
@@ -163,7 +168,7 @@ def with_sink(score, sinks, head, C: tl.constexpr):
 
 
 @triton.jit
-def append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C: tl.constexpr):
+def append(k, v, qkv_row, table, position, head, part, cos, sin, k_gammas, C: tl.constexpr):
     """In split 0, stores the new token's k (after RoPE) and v in the pages, and returns both as they are stored, [C.copies,
     lanes]. In other splits, returns zeros and stores nothing."""
     d, r = tl.arange(0, C.lanes), tl.arange(0, C.copies)[:, None]
@@ -172,8 +177,8 @@ def append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C: tl.c
     exist = (d < C.shape.head_dim)[None, :] & own
     new_k, other = pairs(rows, own, d, C, C.copies > 1)
     new_v = tl.load(rows + C.shape.kv_heads * C.shape.head_dim + d[None, :], mask=exist, other=0.0)
-    if k_norm is not None:
-        new_k, other = normed(new_k, other, k_norm, d, C)
+    if k_gammas is not None:
+        new_k, other = normed(new_k, other, k_gammas, C)
     new_k = turned(new_k, other, cos, sin, C).to(k.dtype.element_ty)
     to = block_base(table, position, position + 1, head, C) + r * 0 + d[None, :]
     tl.store(k + to, new_k, mask=(r == 0) & exist)
@@ -340,16 +345,25 @@ def paged_attention(
         base = block_base(table, begin + BLOCK, end, head, C)
     d, r = tl.arange(0, C.lanes), tl.arange(0, 16)
     cos, sin = angles(cos_sin, position + tl.arange(0, C.copies)[:, None] * 0, d[None, :], C)
+    q_gammas, k_gammas = None, None
+    if C.early_gammas and q_norm is not None:
+        q_gammas = gammas(q_norm, d, C)
+    if C.early_gammas and k_norm is not None:
+        k_gammas = gammas(k_norm, d, C)
     if C.overlap:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
 
     qkv_row = qkv + b.to(tl.int64) * C.shape.features
     q, other = pairs(qkv_row + (head * G + r % G)[:, None] * C.shape.head_dim, (r >= 0)[:, None], d, C, C.copies > 1)
+    if not C.early_gammas and q_norm is not None:
+        q_gammas = gammas(q_norm, d, C)
     if C.copies > 1:  # loaded with q
-        new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C)
+        if not C.early_gammas and k_norm is not None:
+            k_gammas = gammas(k_norm, d, C)
+        new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, k_gammas, C)
     if q_norm is not None:
-        q, other = normed(q, other, q_norm, d, C)
+        q, other = normed(q, other, q_gammas, C)
     q = turned(q, other, cos, sin, C).to(k.dtype.element_ty)
     top = tl.full([16], float("-inf"), tl.float32)
     total = tl.zeros([16], tl.float32)
@@ -366,7 +380,10 @@ def paged_attention(
             total += tl.where(part == 0, both, 0.0)
             y += new_v.to(tl.float32) * own[:, None]
     elif part == 0:
-        new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C)
+        if k_norm is None:
+            new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, None, C)
+        else:
+            new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, gammas(k_norm, d, C), C)
         top = powers(tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1), C)
         if sinks is None:
             total += 1.0
