@@ -181,6 +181,7 @@ def _multiplied(product: ConvLayer | SecondProduct, x: Value, y: Value) -> None:
     _stored(x, product.x, "what it multiplies")
     _pairs("strides and paddings", product.stride, product.padding)
     outputs, channels, height, width = product.weight.shape
+    channels *= product.groups if isinstance(product, ConvLayer) else 1
     _demand(len(x.shape) == 3 and x.shape[0] == channels, f"weights {list(product.weight.shape)} meet {list(x.shape)}")
     _demand(bool((product.s.isfinite() & (product.s >= 0)).all()), "s has numbers that are negative or not finite")
     size = output_size((x.shape[1], x.shape[2]), (height, width), product.stride, product.padding)

@@ -54,7 +54,7 @@ class Conv:
     """y = conv(x, weight) + bias (+ residual, or + conv of a second input), then ReLU if `relu`. Linear layers are such
     convolutions.
 
-    weight [O, C, R, S] and bias [O] are float32; `stride` and `padding` are (vertical, horizontal). `second` is a convolution
+    weight [O, C / groups, R, S] and bias [O] are float32; `stride` and `padding` are (vertical, horizontal). `second` is a convolution
     of another value that is added, for example a strided shortcut; its bias is part of `bias`. `relu_max` is the upper bound of
     the ReLU, 6 for ReLU6.
     """
@@ -69,6 +69,7 @@ class Conv:
     residual: str | None = None
     second: Conv | None = None
     relu_max: float = math.inf
+    groups: int = 1
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -170,7 +171,7 @@ class Graph:
         remaining = {name: len(readers) for name, readers in self.readers().items()}
         values: dict[str, Any] = {}
         for node in self.nodes.values():
-            value = self._compute(node, values, images)
+            value = self.compute(node, values, images)
             if hook is not None and isinstance(value, Tensor) and value.is_floating_point():
                 value = hook(node.name, value)
             values[node.name] = value
@@ -180,7 +181,8 @@ class Graph:
                     del values[name]
         return values[self.output].reshape(len(images), *self.shapes[self.output])
 
-    def _compute(self, node: Node, values: dict[str, Any], images: Tensor) -> Any:
+    def compute(self, node: Node, values: dict[str, Any], images: Tensor) -> Any:
+        """Returns the value of one node from those of its inputs; `images` are the input of the graph."""
         match node:
             case Input():
                 return images
@@ -207,7 +209,7 @@ class Graph:
 
 def convolve(node: Conv, x: Tensor, other: Callable[[str], Tensor]) -> Tensor:
     """Returns the floating-point output of `node` for x [N, C, H, W]. `other` returns its other inputs by name."""
-    y = F.conv2d(x, node.weight.to(x.dtype), node.bias.to(x.dtype), node.stride, node.padding)
+    y = F.conv2d(x, node.weight.to(x.dtype), node.bias.to(x.dtype), node.stride, node.padding, groups=node.groups)
     if node.residual is not None:
         y = y + other(node.residual)
     if node.second is not None:

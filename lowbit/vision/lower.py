@@ -115,7 +115,7 @@ class _Lowering:
             product = SecondProduct(other.codes, s2, second.storage, node.second.stride, node.second.padding)
         layer = ConvLayer(
             weight.codes, s, b, x.storage, storage, node.stride, node.padding, node.relu,
-            None if residual is None else residual.storage, g, product, node.name,
+            None if residual is None else residual.storage, g, product, node.name, node.groups,
         )  # fmt: skip
         name = node.name if as_codes else node.name + FLOAT
         shape = self.graph.shapes[node.name]

@@ -182,7 +182,7 @@ def _layer_row(layer: ConvLayer, key: str, add: Callable[[str, Tensor], None]) -
     row = {
         "name": layer.name, "weight": _add_codes(layer.weight, f"{key}.weight", add), "x": layer.x, "y": layer.y,
         "stride": layer.stride, "padding": layer.padding, "relu": layer.relu, "residual": layer.residual, "g": layer.g,
-        "second": None,
+        "second": None, "groups": layer.groups,
     }  # fmt: skip
     if layer.second is not None:
         second = layer.second
@@ -201,6 +201,7 @@ def _layer(row: dict[str, Any], key: str, get: Callable[[str], Tensor]) -> ConvL
     return ConvLayer(
         _codes(row["weight"], f"{key}.weight", get), get(f"{key}.s"), get(f"{key}.b"), row["x"], row["y"],
         tuple(row["stride"]), tuple(row["padding"]), row["relu"], row["residual"], row["g"], second, row["name"],
+        row.get("groups", 1),  # earlier releases had one group
     )  # fmt: skip
 
 

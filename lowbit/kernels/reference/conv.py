@@ -22,7 +22,8 @@ def conv_reference(x: Tensor, layer: ConvLayer, residual: Tensor | None = None, 
     """
     _check_given("residual", residual, layer.residual is not None)
     _check_given("second", second, layer.second is not None)
-    t = fma(_sum(x, layer.weight, layer.x, layer.stride, layer.padding), _channels(layer.s), _channels(layer.b))
+    total = _sum(x, layer.weight, layer.x, layer.stride, layer.padding, layer.groups)
+    t = fma(total, _channels(layer.s), _channels(layer.b))
     if residual is not None and layer.residual is not None:
         _check_codes(residual, layer.residual)
         t = fma(residual, torch.tensor(layer.g, dtype=torch.float32, device=x.device), t)
@@ -91,14 +92,15 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return torch.where((error != 0) & total.isfinite(), odd, bits).view(torch.float64).float()
 
 
-def _sum(x: Tensor, weight: Tensor, storage: str, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
+def _sum(x: Tensor, weight: Tensor, storage: str, stride: tuple[int, int], padding: tuple[int, int], groups: int = 1) -> Tensor:
     """The convolution of codes, exact: the floating-point type represents every partial sum, which is an integer."""
     _check_codes(x, storage)
     largest = max(abs(limit) for limit in code_range(storage))
     bound = largest * int(weight.abs().to(torch.int32).flatten(1).sum(1).max()) if weight.numel() else 0
     # On a GPU a float32 convolution may use tf32 or an algorithm with inexact sums; a float64 one does not.
     dtype = torch.float32 if x.device.type == "cpu" and bound < _FLOAT32_EXACT else torch.float64
-    return functional.conv2d(x.to(dtype), weight.to(x.device, dtype), None, stride, padding).to(torch.int32)
+    y = functional.conv2d(x.to(dtype), weight.to(x.device, dtype), None, stride, padding, groups=groups)
+    return y.to(torch.int32)
 
 
 def _channels(per_channel: Tensor) -> Tensor:
