@@ -234,6 +234,23 @@ class SumSpec:
             raise ValueError("u4 holds no negative values: a sum without ReLU is stored as s8")
 
 
+@dataclass(frozen=True)
+class GateSpec:
+    """A product of codes [N, C, H, W] and of a gate's codes [N, C, 1, 1], as in squeeze-and-excite.
+
+        t = fma(float32(x code * gate code), s, 0); y = clamp(rne(t), -128, 127), stored as s8
+
+    `x` is u4 or s8, the gate s8. Raises ValueError for other storages.
+    """
+
+    x: str
+    s: float
+
+    def __post_init__(self) -> None:
+        if self.x not in ACTIVATIONS:
+            raise ValueError(f"gates multiply codes, {' or '.join(ACTIVATIONS)}, got {self.x}")
+
+
 def output_size(size: Pair, kernel: Pair, stride: Pair, padding: Pair) -> Pair:
     """Returns the output height and width; raises ValueError if the window does not fit."""
     out = tuple((size[i] + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i in (0, 1))

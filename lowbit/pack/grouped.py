@@ -19,8 +19,8 @@ from lowbit.pack.nhwc64 import CHANNEL_BLOCK, padded_channels
 
 @dataclass(frozen=True)
 class GroupedBlocks(ConvLayout):
-    """Weights int8 [O, C / groups, R, S] as [blocks of 64 outputs, taps, `span` blocks of 64 channels, 64 outputs, 64 channels];
-    constants [O], padded.
+    """Weights int8 [O, C / groups, R, S] as [blocks of 64 outputs, taps, `span` blocks of 64 channels, 64 outputs, 64
+    channels]; constants [O], padded.
 
     x: storage of the input. The channels of 4-bit codes are in the order of their nibbles: even ones, then odd ones.
     """

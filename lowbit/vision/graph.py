@@ -54,9 +54,9 @@ class Conv:
     """y = conv(x, weight) + bias (+ residual, or + conv of a second input), then ReLU if `relu`. Linear layers are such
     convolutions.
 
-    weight [O, C / groups, R, S] and bias [O] are float32; `stride` and `padding` are (vertical, horizontal). `second` is a convolution
-    of another value that is added, for example a strided shortcut; its bias is part of `bias`. `relu_max` is the upper bound of
-    the ReLU, 6 for ReLU6.
+    weight [O, C / groups, R, S] and bias [O] are float32; `stride` and `padding` are (vertical, horizontal). `second` is a
+    convolution of another value that is added, for example a strided shortcut; its bias is part of `bias`. `relu_max` is the
+    upper bound of the ReLU, 6 for ReLU6.
     """
 
     name: str
@@ -100,6 +100,36 @@ class Sum:
         return (self.x,) if self.other is None else (self.x, self.other)
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "hardswish": F.hardswish, "sigmoid": torch.sigmoid, "hardsigmoid": F.hardsigmoid, "gelu": F.gelu,
+    "tanh": torch.tanh,
+}  # fmt: skip
+"""Activation functions that become tables of codes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Activation(OneInput):
+    """y = f(x) for each element, with one of `ACTIVATIONS`."""
+
+    name: str
+    x: str
+    function: str
+
+
+@dataclass(frozen=True, eq=False)
+class Gate:
+    """y = x * gate, with one factor [N, C, 1, 1] for each channel of an image."""
+
+    name: str
+    x: str
+    gate: str
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values this node reads."""
+        return self.x, self.gate
+
+
 @dataclass(frozen=True, eq=False)
 class MaxPool(OneInput):
     """The largest value of each window."""
@@ -138,12 +168,12 @@ class Other:
         return tuple(ref.name for ref in _refs((self.args, self.kwargs)))
 
 
-Node = Input | Conv | Sum | MaxPool | AveragePool | Other
+Node = Input | Conv | Sum | Activation | Gate | MaxPool | AveragePool | Other
 
 
 def reads_codes(node: Node | None) -> bool:
     """True if a node computes on codes. None stands for the caller, who reads the result in floating point."""
-    return isinstance(node, (Conv, Sum, MaxPool, AveragePool))
+    return isinstance(node, (Conv, Sum, Activation, Gate, MaxPool, AveragePool))
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,6 +221,10 @@ class Graph:
             case Sum():
                 y = values[node.x] if node.other is None else values[node.x] + values[node.other]
                 return y.clamp(0.0, node.relu_max) if node.relu else y
+            case Activation():
+                return ACTIVATIONS[node.function](values[node.x])
+            case Gate():
+                return values[node.x] * as_images(values[node.gate])
             case MaxPool():
                 return F.max_pool2d(values[node.x], node.kernel, node.stride, node.padding)
             case AveragePool():
@@ -270,7 +304,9 @@ def rename_inputs(node: Node, names: dict[str, str]) -> Node:
             return replace(node, x=new(node.x), residual=node.residual and new(node.residual), second=second)
         case Sum():
             return replace(node, x=new(node.x), other=node.other and new(node.other))
-        case MaxPool() | AveragePool():
+        case Gate():
+            return replace(node, x=new(node.x), gate=new(node.gate))
+        case MaxPool() | AveragePool() | Activation():
             return replace(node, x=new(node.x))
         case Other():
             return replace(node, args=mapped(node.args, renamed), kwargs=mapped(node.kwargs, renamed))

@@ -90,7 +90,7 @@ class SameConv2d(nn.Conv2d):
 
 
 class InvertedBottleneck(nn.Module):
-    """1 x 1 convolution to more channels, depthwise convolution, 1 x 1 convolution to few channels, and the input if it fits."""
+    """A 1 x 1 convolution to more channels, a depthwise one, a 1 x 1 one to few channels; plus the input where it fits."""
 
     def __init__(self, channels: int, outputs: int, window: int, stride: int, expansion: int) -> None:
         super().__init__()

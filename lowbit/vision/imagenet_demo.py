@@ -150,7 +150,8 @@ def table(rows: list[ImageNetRow]) -> Table:
     for r in rows:
         int8 = f"{r.int8_layers:g} of {r.layers}" if r.layers else ""
         printed.add_row(
-            r.scheme + ", mixed" * r.mixed, str(r.top1), str(r.top5), str(r.same), str(r.cosine), int8, f"{r.weight_bytes:,}", f"{r.seconds:.1f}",
+            r.scheme + ", mixed" * r.mixed, *map(str, (r.top1, r.top5, r.same, r.cosine)), int8, f"{r.weight_bytes:,}",
+            f"{r.seconds:.1f}",
         )  # fmt: skip
     return printed
 

@@ -18,7 +18,7 @@ from lowbit.vision.kernels import KernelRow, current_machine, kernel_lines, kern
 from lowbit.vision.lower import FLOAT, lower
 from lowbit.vision.observe import Search, observe
 from lowbit.vision.pixels import Pixels
-from lowbit.vision.program import Compute, Convolve, PoolAverage, PoolMax, Program, SumCodes
+from lowbit.vision.program import Compute, Convolve, GateCodes, MapCodes, PoolAverage, PoolMax, Program, SumCodes
 from lowbit.vision.sensitivity import Assignment, choose_int8
 from lowbit.vision.trace import FUSIONS, trace
 
@@ -118,8 +118,9 @@ class QuantizedNetwork(nn.Module):
                 if layer.residual is not None:
                     storage = f"{layer.x} + {layer.residual} -> {layer.y}"
                 found.append(LayerRow(layer.name, _kind(op), CODES[layer.spec.w].bits, storage, products))
-            elif isinstance(op, (PoolMax, PoolAverage, SumCodes)):
-                kind = "max pool" if isinstance(op, PoolMax) else "average pool"
+            elif isinstance(op, (PoolMax, PoolAverage, SumCodes, MapCodes, GateCodes)):
+                kinds = {PoolMax: "max pool", PoolAverage: "average pool", MapCodes: "activation", GateCodes: "gate"}
+                kind = kinds.get(type(op), "")
                 if isinstance(op, SumCodes):
                     kind = " + ".join(["add"] * (op.other is not None) + ["relu"] * op.layer.relu)
                 found.append(

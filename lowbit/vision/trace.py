@@ -2,7 +2,8 @@
 
 The passes, in order: recognize convolutions and pools; fold batch norms into the convolution before them; fuse ReLUs; fuse an
 addition into one of the two convolutions that it adds, provided that convolution has no other reader; fuse the ReLU after the
-sum. Remaining additions and ReLUs between codes become sums of codes.
+sum. Remaining additions and ReLUs between codes become sums of codes; other activations between codes become tables, and
+products with one factor per channel become gates.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from torch import Tensor, fx, nn
 
 from lowbit.formats.conv import output_size
 from lowbit.vision.graph import (
+    ACTIVATIONS,
+    Activation,
     AveragePool,
     Conv,
+    Gate,
     Graph,
     Input,
     MaxPool,
@@ -374,7 +378,8 @@ def _fuse_relus(graph: Graph) -> Graph:
 
 
 def _sums(graph: Graph) -> Graph:
-    """Converts additions and ReLUs of codes to `Sum` if their result is read as codes."""
+    """Converts additions and ReLUs of codes to `Sum`, other activations to `Activation`, and products with a factor per channel
+    to `Gate`, if their result is read as codes."""
     readers = graph.readers()
     wanted: set[str] = set()  # values that are read as codes
     for name in reversed(graph.nodes):
@@ -386,8 +391,16 @@ def _sums(graph: Graph) -> Graph:
         terms = _terms(node, graph.shapes)
         if terms is None or node.name not in wanted:
             return node, None
-        if not all(isinstance(nodes[name], (Conv, Sum, MaxPool)) for name in terms):
+        function = _function(node)
+        if function is not None:
+            # A table is for signed codes; the output of a ReLU may have codes without sign.
+            unsigned = _has_relu(nodes[terms[0]], nodes)
+            return (node, None) if unsigned else (Activation(node.name, terms[0], function), None)
+        if not all(isinstance(nodes[name], (Conv, Sum, MaxPool, Activation, Gate)) for name in terms):
             return node, None
+        if isinstance(node, Other) and node.target is aten.mul.Tensor:
+            unsigned = _has_relu(nodes[terms[1]], nodes)
+            return (node, None) if unsigned else (Gate(node.name, *terms), None)
         most = _relu_max(node)
         return Sum(node.name, terms[0], (*terms, None)[1], most is not None, math.inf if most is None else most), None
 
@@ -395,12 +408,31 @@ def _sums(graph: Graph) -> Graph:
 
 
 def _terms(node: Node, shapes: dict[str, tuple[int, ...]]) -> tuple[str, ...] | None:
-    """Returns the inputs of a ReLU or of an addition of equal shapes; None for other nodes."""
+    """Returns the inputs of an activation, of an addition of equal shapes, or of a product with one factor per channel, the
+    factor last; None for other nodes."""
+    if isinstance(node, Other) and node.target is aten.mul.Tensor and not node.kwargs and len(node.inputs) == 2:
+        x, gate = sorted(node.inputs, key=lambda name: -math.prod(shapes.get(name, ())))
+        of_x, of_gate = shapes.get(x, ()), shapes.get(gate, ())
+        return (x, gate) if len(of_x) == 3 and of_gate == (of_x[0], 1, 1) else None
+    if _function(node) is not None:
+        return node.inputs if len(shapes.get(node.name, ())) == 3 else None
     adds = isinstance(node, Other) and node.target is aten.add.Tensor and not node.kwargs and len(node.inputs) == 2
     if not adds and _relu_max(node) is None:
         return None
     found = {shapes.get(name, ()) for name in (node.name, *node.inputs)}
     return node.inputs if len(found) == 1 and len(found.pop()) == 3 else None
+
+
+def _function(node: Node) -> str | None:
+    """Returns the name of the activation function that a node computes, without parameters; None for other nodes."""
+    if not isinstance(node, Other) or node.kwargs or len(node.args) != 1:
+        return None
+    return next((name for name in ACTIVATIONS if node.target is getattr(aten, name).default), None)
+
+
+def _has_relu(node: Node, nodes: dict[str, Node]) -> bool:
+    """True if a node's codes can be stored without sign."""
+    return _has_relu(nodes[node.x], nodes) if isinstance(node, MaxPool) else isinstance(node, (Conv, Sum)) and node.relu
 
 
 def _relu_max(node: Node) -> float | None:

@@ -1,4 +1,4 @@
-"""Tiles of depthwise convolutions (kernels/sm80/depthwise.py), and reasons against the kernel. Pure functions, without Triton."""
+"""Tiles of depthwise convolutions (kernels/sm80/depthwise.py), and reasons against the kernel; without Triton."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from lowbit.formats.conv import ConvSpec, ProductSpec
 
 MOST_TAPS = 256
 """Largest number of taps: sums of 256 products of 8-bit codes are below 2^22, and exact as float32 numbers above 2^23."""
-MOST_WORDS = 64
-"""Largest number of words of 4 pixels that a thread holds; more would not fit its registers."""
+MOST_WORDS = 48
+"""Largest number of words of 4 pixels, of 4 channels, that a thread holds; with more, registers would limit the SM to fewer
+than three blocks."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def depthwise_tile(spec: ProductSpec) -> DepthwiseTile:
     columns = max(1, (4 * words - spec.kernel[1]) // spec.stride[1] + 1)
     if spec.stride == (1, 1) and columns == 1 and spec.kernel[1] > 1:  # 4, 8: one more word serves 4 more pixels
         columns, words = 5, words + 1
-    rows = max(r for r in (1, 2, 4) if r == 1 or 4 * words * ((r - 1) * spec.stride[0] + spec.kernel[0]) <= 48)
+    rows = max(r for r in (1, 2, 4) if r == 1 or 4 * words * ((r - 1) * spec.stride[0] + spec.kernel[0]) <= MOST_WORDS)
     return DepthwiseTile(rows, min(columns, 4))
 
 

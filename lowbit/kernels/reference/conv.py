@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from lowbit.formats.conv import FLOATS, ConvLayer, SumSpec, code_range
+from lowbit.formats.conv import FLOATS, ConvLayer, GateSpec, SumSpec, code_range
 
 _FLOAT32_EXACT = 1 << 24
 
@@ -51,6 +51,19 @@ def sum_reference(x: Tensor, layer: SumSpec, other: Tensor | None = None) -> Ten
         _check_codes(other, layer.other)
         t = fma(other, torch.tensor(layer.g, dtype=torch.float32, device=x.device), t)
     return _stored(t, layer.y, layer.relu)
+
+
+def map_reference(codes: Tensor, table: Tensor) -> Tensor:
+    """Returns the codes int32 table[code + 128] of s8 codes of any shape; the table is int8 [256]."""
+    return table.to(codes.device)[codes.long() + 128].to(torch.int32)
+
+
+def gate_reference(x: Tensor, gate: Tensor, layer: GateSpec) -> Tensor:
+    """Returns the s8 codes int32 [N, C, H, W] of codes x times the codes of a gate [N, C, 1, 1]."""
+    _check_codes(x, layer.x)
+    _check_codes(gate, "s8")
+    s, zero = (torch.tensor(value, dtype=torch.float32, device=x.device) for value in (layer.s, 0.0))
+    return _stored(fma(x * gate, s, zero), "s8", False)
 
 
 def max_pool_reference(

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit.formats.conv import FLOATS, ConvSpec
-from lowbit.kernels.choose.depthwise import DepthwiseTile, depthwise_tile
+from lowbit.kernels.choose.depthwise import DepthwiseTile
 from lowbit.kernels.parts.conv_plan import ConvPlan
 from lowbit.pack.conv_layout import PackedConv
 from lowbit.pack.depthwise import VECTOR
@@ -250,9 +250,9 @@ class PreparedDepthwise(ConvPlan):
         total = n * down * across
         types = {"u4": torch.int32, "s8": torch.int64}
         depthwise_kernel[(-(-total // PLACES.value) * (vectors // VECTORS_OF_BLOCK.value),)](
-            y if spec.y in FLOATS else y.view(-1).view(types[spec.y]), x.view(-1).view(types[spec.x]), self.packed.weight.view(torch.int32),
-            self.packed.s, self.packed.b, height, width, out_height, out_width, across, down, total, spec.outputs, vectors,
-            *spec.kernel, *spec.stride, *spec.padding, tile.rows, tile.columns, spec.x == "u4", spec.y == "u4",
-            spec.y in FLOATS, spec.relu, num_warps=WARPS,
+            y if spec.y in FLOATS else y.view(-1).view(types[spec.y]), x.view(-1).view(types[spec.x]),
+            self.packed.weight.view(torch.int32), self.packed.s, self.packed.b, height, width, out_height,
+            out_width, across, down, total, spec.outputs, vectors, *spec.kernel, *spec.stride, *spec.padding, tile.rows,
+            tile.columns, spec.x == "u4", spec.y == "u4", spec.y in FLOATS, spec.relu, num_warps=WARPS,
         )  # fmt: skip
         return y

@@ -13,7 +13,7 @@ from tests.kernels.interpreter import interpreted
 from tests.kernels.sass import compile_triton
 
 pytest.importorskip("triton", reason="the kernel is written in Triton")
-from lowbit.kernels.sm80.grouped_conv import PreparedGrouped, grouped_kernel  # noqa: E402
+from lowbit.kernels.sm80.grouped_conv import PreparedGrouped, grouped_kernel
 
 CASES = [
     # groups, channels, outputs, window, stride, padding, x, y, ReLU, size
