@@ -130,7 +130,7 @@ class StepTable:
         if product in ("o", "down"):
             return 2
         most = -(-self.row_blocks(product) // self.blocks)
-        return max(1, min(most, 16 // self.shape.tokens))
+        return max(1, min(most, self.warps // self.shape.tokens))
 
     def slots(self, block: int) -> Iterator[Slot]:
         """A block's stream of weights of one layer, in order."""

@@ -10,7 +10,7 @@ Stages  gather x, multiply, reduce warps, finish: of qkv {/ rms, bias}, attentio
         h * gamma; squares}, gate-up {/ rms; gate}, down {as o}
 Waits   Activations themselves are polled: words of `vectors` that have not arrived are EMPTY, which no rounded number is. So a
         consumer needs neither flags nor fences. Polls and waits are bounded: after LIMIT polls a block writes a status and goes
-        on with wrong numbers, and all others follow (`StepPlan.check` raises)
+        on with wrong numbers, and all others follow
 Smem    ring | x of each warp, or sums of attention | 2 buffers of sums | 1 / rms | barriers
 Exact   dequantization is exact, sums in fp32 in a fixed order: same input, same bits. Rounded to 16 bits: qkv, q and k after
         RoPE, attention's output, h, h * gamma, gate * up, as in the launches that this one replaces
@@ -27,14 +27,15 @@ from torch import Tensor
 
 from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
-from lowbit.kernels.choose.decode_step import EMPTY, FIELDS, PRODUCT_NAMES, WAITS, ProductName, StepTable, wait_of
-from lowbit.kernels.parts.epilogue import Epilogue, gate_times_up
-from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, asm, barrier, gl, gluon, ptx, run, source_digest
+from lowbit.kernels.choose.decode_step import EMPTY, FIELDS, WAITS, ProductName, StepTable
+from lowbit.kernels.parts.epilogue import Epilogue, Gate, gate_times_up
+from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, asm, barrier, gl, gluon, half_type, ptx, run, source_digest
 from lowbit.kernels.parts.head_rows import angles, exchanged, gammas
 from lowbit.kernels.parts.k_block import KBlock
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.ring import loads_of
 from lowbit.kernels.parts.small_m_epilogue import add_strided
+from lowbit.pack.weight import WeightForm
 
 LIMIT = 1 << 17
 """Number of polls after which a block gives up: a tenth of a second or more, a thousand times the longest wait."""
@@ -143,7 +144,8 @@ class DecodeStep:
         return "\n".join(
             [
                 "{ .reg .pred p, more; .reg .b32 m, n; mov.b32 n, 0;",
-                "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; @p bra DONE;",
+                "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2;",
+                "vote.sync.all.pred p, p, 0xffffffff; @p bra DONE;",
                 *self._once_more("n", "m", "AGAIN", "DONE", "$3", "$4", 255),
                 "DONE: mov.b32 $0, 0; }",
             ]
@@ -261,12 +263,6 @@ setp.ne.and.s32 p, a, 0x7fedcba9, p; setp.ne.and.s32 p, b, 0x7fedcba9, p; bar.wa
 
     pack_constraints = ",".join(["=&r"] * 4 + ["f"] * 8)
 
-    load_tokens = (
-        "{ .reg .pred p; setp.ne.s32 p, $9, 0;\n"
-        + "\n".join(f"mov.b32 ${i}, 0;" for i in range(8))
-        + "\n@p ld.global.v4.b32 {$0, $1, $2, $3}, [$8];"
-        + "}"
-    )
     load_token = (
         "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;\n"
         "@p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }"
@@ -1059,3 +1055,41 @@ def decode_step(
         layers, vectors, h, x, squares, parts, tables, positions, rows, table_stride, status, inverse_width, eps
     )  # fmt: skip
     gl.warp_specialize([(math_warps, (args, C)), (load, (args, C))], [1], [24])
+
+
+class StepPlan:
+    """Plan of the layers of a decode step in one launch: created once for a table and a form of weights, called many times."""
+
+    def __init__(
+        self, table: StepTable, form: WeightForm, dtype: torch.dtype, gate: Gate, biases: tuple[ProductName, ...],
+        head_norms: bool,
+    ) -> None:  # fmt: skip
+        self.table = table
+        k_block = KBlock(form.format, half_type(dtype), 8, form.group, form.zero, form.scale_dtype)
+        channel = ("bf16" if form.subnormal else "fp32") if form.channel_scale else None
+        self.config = DecodeStep(
+            table, k_block, Epilogue(form.channel_scale, False, table.blocks, gate), channel, biases, head_norms
+        )  # fmt: skip
+        self.launch = Launcher(decode_step, (table.blocks, 1, 1), table.warps, cooperative=True)
+
+    def __call__(
+        self, layers: Tensor, vectors: Tensor, h: Tensor, x: Tensor, squares: Tensor, tables: Tensor, positions: Tensor,
+        rows: Tensor, status: Tensor, eps: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Computes all layers; adds to h [M, H] in place, and returns the head's x [M, H] and squares float32 [blocks, M], which
+        are parts of `vectors`.
+
+        layers int64 [layers, FIELDS]: the addresses that `choose.decode_step.FIELDS` names. vectors int32 [table.words]: any
+        contents. x [M, H] and squares float32 [parts, M], parts <= blocks: of h, before the first layer. rows int32 [M]: the
+        slots of positions and tables. status int32 [1]: 0, or the wait that took too long, which no launch clears.
+        """
+        vectors.fill_(EMPTY)
+        self.launch(
+            layers, vectors, h, x, squares, tables, positions, rows, status, squares.shape[0], tables.stride(0),
+            1.0 / h.shape[1], eps, self.config,
+        )  # fmt: skip
+        last = vectors[self.table.words - self.table.start("end") :]
+        count = h.numel() // 2
+        new_x = last[self.table.start("next_x") :][:count].view(h.dtype).view(h.shape)
+        count = self.table.blocks * len(h)
+        return new_x, last[self.table.start("next_squares") :][:count].view(torch.float32).view(self.table.blocks, len(h))
