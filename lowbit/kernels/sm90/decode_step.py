@@ -548,12 +548,12 @@ def output_of(args, at, layer, begin, count, product: gl.constexpr, C: gl.conste
         token, row_block = rest % M, rest // M
     exists = (row_block < count) & (token < M)
     row_block, token = gl.minimum(row_block, AT_ONCE - 1), gl.minimum(token, M - 1)
-    of_w = gl.minimum((begin + row_block) * 16 + row, N - 1)
+    BOTH: gl.constexpr = 2 if product == "gate_up" else 1
+    of_w = gl.minimum((begin + row_block) * 16 + row, N - 8 * BOTH + 7)
     channel = ()
     bias = ()
     gamma = ()
     old = ()
-    BOTH: gl.constexpr = 2 if product == "gate_up" else 1
     KIND: gl.constexpr = gl.float32 if C.channel == "fp32" else gl.bfloat16
     for i in gl.static_range(BOTH):
         if C.channel is not None:
