@@ -129,9 +129,14 @@ class Warp(Block):
                 yield target <= at
                 at = target
                 continue
+            if kind == "brx":  # the list of its targets is at a label of its own
+                index, targets = step.operands
+                at = self.labels[self.code[self.labels[targets]].operands[self.one(index)]]
+                yield True
+                continue
             if kind in ("bar", "barrier") and step.parts[1] == "sync":
                 yield from self.synchronise(step)
-            elif mask.any():
+            elif mask.any() and kind:
                 handler = getattr(self, "_" + kind, None)
                 if handler is None:
                     raise NotImplementedError(f"{step.name} {step.operands}")
@@ -267,7 +272,9 @@ class Warp(Block):
         return both.view(np.float32)[None].astype(np.float64)
 
 
-def execute(ptx: str, shared_bytes: int, arguments, blocks: int, threads: int, seed: int = 0, longest: int = 400, others=()) -> int:
+def execute(
+    ptx: str, shared_bytes: int, arguments, blocks: int, threads: int, seed: int = 0, longest: int = 400, others=()
+) -> int:
     """Runs a kernel of `blocks` blocks of `threads` threads; returns the number of executed instructions. `arguments` as in
     ptx.py; `others`: tensors whose addresses the kernel finds in memory; `longest`: of a warp's turns, in instructions."""
     code, labels = parsed(with_unique_labels(ptx))
@@ -303,8 +310,10 @@ def execute(ptx: str, shared_bytes: int, arguments, blocks: int, threads: int, s
             while group.copies and choice.random() < 0.5:
                 group.complete(choice)
             if done > MOST_STEPS:
-                where = [f"block {warp.ids[0]}, thread {warp.first_thread}: {warp.now.name} {warp.now.operands}" for _, warp, _ in running]
+                where = [
+                    f"block {warp.ids[0]}, thread {warp.first_thread}: {warp.now.name} {warp.now.operands}"
+                    for _, warp, _ in running
+                ]
                 raise TimeoutError("the launch does not end:\n" + "\n".join(where))
     assert not any(group.copies for group in groups), "copies are in flight at the end"
     return done
-

@@ -64,8 +64,8 @@ FIELDS: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class StepShape:
-    """Shape of a decode step: layers of one kind, and the form of their weights. `bits`: of a code. `scale_bytes`: of the scales
-    of one row block and k block."""
+    """Shape of a decode step: layers of one kind, and the form of their weights. `bits`: of a code. `scale_bytes`: scales of
+    one row block and k block."""
 
     layers: int
     hidden: int
@@ -283,14 +283,17 @@ class StepTable:
         return self.shape.layers * self.starts["end"]
 
     def __str__(self) -> str:
-        lines = [f"{self.blocks} blocks, {self.ring_slots} slots of {self.slot_bytes} bytes, {self.shared_bytes} bytes of shared memory"]
+        ring = f"{self.ring_slots} slots of {self.slot_bytes} bytes"
+        lines = [f"{self.blocks} blocks, {ring}, {self.shared_bytes} bytes of shared memory"]
         for product in PRODUCT_NAMES:
             shares = [len(self.own_row_blocks(product, block)) for block in range(self.blocks)]
             lines.append(
                 f"{product}: {self.row_blocks(product)} row blocks, {min(shares)} to {max(shares)} a block, in "
                 f"{self.chunks(product)} slots each"
             )
-        lines.append(f"attention: {self.attention_tasks} tasks, up to {self.splits} splits, {self.tokens_at_once} tokens at once")
+        lines.append(
+            f"attention: {self.attention_tasks} tasks, up to {self.splits} splits, {self.tokens_at_once} tokens at once"
+        )
         return "\n".join(lines)
 
 
@@ -316,9 +319,10 @@ def step_refusals(shape: StepShape, machine: Machine) -> tuple[str, ...]:
     if not reasons:
         table = StepTable(shape, machine.sm_count)
         if table.ring_slots < 3:
+            columns = max(map(shape.columns, PRODUCT_NAMES))
             reasons.append(
-                f"{shape.tokens} tokens of {max(map(shape.columns, PRODUCT_NAMES))} columns leave room for {table.ring_slots} slots "
-                f"of {table.slot_bytes} bytes, it takes 3"
+                f"{shape.tokens} tokens of {columns} columns leave room for {table.ring_slots} slots of {table.slot_bytes} bytes, "
+                "one launch takes 3"
             )
     return tuple(dict.fromkeys(reasons))
 
@@ -334,4 +338,3 @@ def step_table(shape: StepShape, machine: Machine) -> StepTable:
 def wait_of(status: int) -> tuple[int, str]:
     """Returns (layer, what a block waited for) of a status that is not 0."""
     return divmod(status - 1, len(WAITS))[0], WAITS[(status - 1) % len(WAITS)]
-

@@ -128,7 +128,7 @@ class DecodeStep:
 
     def _once_more(self, n: str, other: str, again: str, done: str, status: str, code: str, rarely: int) -> list[str]:
         """PTX that branches to `again`, but to `done` after LIMIT attempts, whose status it writes, and if another block has
-        given up, which is read after every `rarely` + 1 attempts. It is the same branch for all lanes."""
+        given up, which is read every `rarely` + 1 attempts. It is the same branch for all lanes."""
         return [
             f"add.u32 {n}, {n}, 1; and.b32 {other}, {n}, {rarely}; setp.ne.u32 more, {other}, 0; @more bra {again};",
             f"ld.relaxed.gpu.global.b32 {other}, [{status}]; setp.ne.s32 more, {other}, 0;",
@@ -176,8 +176,8 @@ class DecodeStep:
     release = """{ .reg .pred p; .reg .b32 a, b; mov.b32 a, $3; mov.b32 b, $4; setp.eq.s32 p, $2, 0;
 setp.ne.and.s32 p, a, 0x7fedcba9, p; setp.ne.and.s32 p, b, 0x7fedcba9, p; bar.warp.sync 0xffffffff;
 @p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0; }"""
-    """PTX by which lane 0 ($2) marks a slot as empty, at barrier $1. It depends on the sums $3 and $4, in which all words of the
-    slot are: a load that is still queued when the slot is released can read the next contents. (No sum is this NaN.)"""
+    """PTX by which lane 0 ($2) marks a slot as empty, at barrier $1. It depends on the sums $3 and $4, in which all words of
+    the slot are: a load that is still queued when the slot is released can read the next contents. (No sum is this NaN.)"""
 
     @property
     def read(self) -> str:
@@ -417,7 +417,7 @@ def load_product(args, layer, place, issued, product: gl.constexpr, C: gl.conste
             if issued >= T.in_flight:
                 earlier = issued - T.in_flight
                 await_barrier(barriers, earlier % SLOTS, earlier // SLOTS & 1, lane, args, layer, "weights", C)
-            unit = row_block.to(gl.int64) * K_BLOCKS + chunk * T.warps
+            unit = (codes * 0 + row_block) * K_BLOCKS + chunk * T.warps
             count = gl.minimum(K_BLOCKS - chunk * T.warps, T.warps)
             run(
                 C.fill, "=r,r,r,r,l,r,l,r",

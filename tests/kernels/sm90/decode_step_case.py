@@ -106,7 +106,7 @@ class Case:
 
     def reference(self) -> tuple[Tensor, Tensor, Tensor, list[dict[str, Tensor]]]:
         """(h, x, squares [M], vectors of each layer) in float64, rounded where the kernel rounds; pages get the new token."""
-        shape, a, dtype = self.table.shape, self.table.shape.attention, self.dtype
+        shape, dtype = self.table.shape, self.dtype
 
         def rounded(t: Tensor) -> Tensor:
             return t.to(dtype).double()

@@ -1,5 +1,5 @@
-"""A decode step in one launch, without a GPU warp by warp in an emulator of its PTX, and on a GPU: against float64 over poisoned
-memory; machine code."""
+"""A decode step in one launch against float64 over poisoned memory, on a GPU and warp by warp in an emulator of its PTX; machine
+code."""
 
 from __future__ import annotations
 
@@ -141,7 +141,9 @@ def test_machine_code(tokens):
     assert kernel.registers * 32 * (table.warps + LOADER_WARPS) <= 1 << 16
     products = [(first, last) for first, last in kernel.loops if any("HMMA" in line for line in kernel.lines[first : last + 1])]
     innermost = [
-        loop for loop in products if not any(other != loop and loop[0] <= other[0] and other[1] <= loop[1] for other in products)
+        loop
+        for loop in products
+        if not any(other != loop and loop[0] <= other[0] and other[1] <= loop[1] for other in products)
     ]
     assert len(innermost) == 4
     for first, last in innermost:
