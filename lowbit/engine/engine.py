@@ -73,6 +73,8 @@ class Engine:
         prefix_caching: prompts with a common prefix share its keys and values.
         forward: computes by the model's own forward, one sequence at a time, as for models without a decode program.
         async_scheduling: reads the tokens of a step after the next one is launched.
+        persistent_step: computes all layers of steps of up to 4 tokens in one launch (engine/one_launch.py). Experimental, for
+            sm_90 and quantized weights of one form; `report` says why a model's steps are not computed so.
         stop_token_ids: tokens that `Sampling.min_new_tokens` suppresses (default: the model's end-of-text tokens).
         kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU. It runs with this process's rights.
         progress: called with the progress of kernels that a step compiles, and once all are compiled.
@@ -93,6 +95,7 @@ class Engine:
         prefix_caching: bool = True,
         forward: bool = False,
         async_scheduling: bool = True,
+        persistent_step: bool = False,
         stop_token_ids: abc.Sequence[int] | None = None,
         kernels: str | Path | None = None,
         progress: Callable[[Stage], object] | None = None,
@@ -108,7 +111,9 @@ class Engine:
         self.max_length = min(max_length or self._positions, self._positions)
         # In the caller's grad mode: the model keeps using the joined weights, and may be trained.
         with torch.inference_mode(next(model.parameters()).is_inference()):
-            self.program, self.difference = _program(model, self.max_length, batch_invariant, forward, parse_kv(kv))
+            self.program, self.difference = _program(
+                model, self.max_length, batch_invariant, forward, parse_kv(kv), persistent_step
+            )
         paged = self.program.is_paged
         # Computed from the memory that the program leaves free.
         self._cache_budget = CacheBudget.for_device(self.device, cache_bytes, allocated=paged)
@@ -458,7 +463,7 @@ class Engine:
 
 
 def _program(
-    model: PreTrainedModel, positions: int, batch_invariant: bool, forward: bool, kv: KVScheme
+    model: PreTrainedModel, positions: int, batch_invariant: bool, forward: bool, kv: KVScheme, persistent_step: bool
 ) -> tuple[ModelProgram, float]:  # fmt: skip
     """Returns the program of a model, and the relative difference of its logits from the model's own. Raises ValueError if
     `kv` is not 16 bits and there is no decode program."""
@@ -468,7 +473,9 @@ def _program(
         reason = "on a CPU that is faster for one user" if on_cpu else "the engine was made so, with forward=True"
         program, difference = ForwardProgram(model, (reason,)), 0.0
     else:
-        program, difference = program_of(model, positions, batch_invariant=batch_invariant, kv=kv)
+        program, difference = program_of(
+            model, positions, batch_invariant=batch_invariant, kv=kv, persistent_step=persistent_step
+        )
     if program.reasons and kv.quantized:
         raise ValueError(
             f"keys and values in {kv} need a decode program; this model would run through Transformers' forward and its 16-bit "

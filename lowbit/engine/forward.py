@@ -32,6 +32,7 @@ class ForwardProgram:
     is_paged = False
     captures_prompts = False
     cache_spec: CacheSpec | None = None
+    status = None
 
     def __init__(self, model: PreTrainedModel, reasons: tuple[str, ...]) -> None:
         self.model, self.reasons = model.eval(), reasons

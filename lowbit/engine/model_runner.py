@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from lowbit.engine.decode_runner import DecodeRunner, DecodeStep, filters, sample_tokens
-from lowbit.engine.failure import log_failure
+from lowbit.engine.failure import StuckStep, log_failure
 from lowbit.engine.grammar import GrammarState, masks_of
+from lowbit.engine.one_launch import OneLaunch
 from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.request import SampledToken
 from lowbit.engine.scheduler import PrefillChunk, SchedulerOutput
@@ -38,7 +39,7 @@ KINDS = {False: "", True: " with filters", None: " for grammars"}
 @dataclass
 class InFlightStep:
     """Launched work that samples a token for each of `sequences`: host copies of its results, complete once the event `done`
-    has passed, and the number of rows read so far.
+    has passed, and the number of rows read so far. `status`: a copy of `ModelProgram.status`.
     """
 
     sequences: list[Sequence]
@@ -46,12 +47,16 @@ class InFlightStep:
     logprobs: Tensor
     top_logprobs: tuple[Tensor, Tensor] | None
     done: torch.cuda.Event | None
+    status: Tensor | None = None
     rows_read: int = 0
 
     def wait(self) -> None:
-        """Waits until the results are on the host; raises RuntimeError after a CUDA error."""
+        """Waits until the results are on the host. Raises RuntimeError after a CUDA error, and StuckStep after a step that gave
+        up."""
         if self.done is not None:
             self.done.synchronize()
+        if self.status is not None and (status := int(self.status)):
+            raise StuckStep(OneLaunch.failure(status))
 
     def unread(self) -> Iterator[tuple[Sequence, SampledToken]]:
         """Yields the sampled tokens in order, each once, even if a caller abandons the iteration and starts another."""
@@ -129,11 +134,13 @@ class ModelRunner:
             values, ids = top_logprobs(step.logits[: len(sequences)], most)
             top = _to_host(values), _to_host(ids)
         tokens, logprobs = _to_host(step.tokens), _to_host(step.logprobs)
+        of_program = self.decode_runner.program.status
+        status = None if of_program is None else _to_host(of_program)
         done = None
         if self.slots.device.type == "cuda":
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(self.slots.device))
-        return InFlightStep(list(sequences), tokens, logprobs, top, done)
+        return InFlightStep(list(sequences), tokens, logprobs, top, done, status)
 
     # ---- compiling and capturing
 
