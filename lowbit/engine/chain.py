@@ -63,10 +63,10 @@ class Chain:
         self.after = [*(link.before_attention for link in links[1:]), final]
 
     def step(
-        self, tokens: Tensor, rows: Tensor, table: Tensor | EmbeddingTable, attend: Callable[[int, Tensor], Tensor]
+        self, tokens: Tensor, rows: Tensor | None, table: Tensor | EmbeddingTable, attend: Callable[[int, Tensor], Tensor]
     ) -> Tensor:
-        """Returns logits [B, V] after the tokens of `rows`, without a soft cap. attend(i, qkv) computes the attention of layer
-        i.
+        """Returns logits [B, V] after the tokens of `rows` (None: all tokens), without a soft cap. attend(i, qkv) computes the
+        attention of layer i.
         """
         d, first = self.decoder, self.links[0].before_attention
         h, x, squares = embed_norm_squares(

@@ -27,8 +27,8 @@ def accept(
 ) -> None:  # fmt: skip
     """Accepts sampled tokens that continue their sequences, all int32 [B], of rows that stand side by side for each slot.
 
-    Row i computed the token given[i] of slot rows[i] at row_positions[i]; it is row ahead[i] of its slot, from 0. sampled[i] was
-    sampled after it. The token of a slot's first row is accepted, and each further one as long as the token before it is
+    Row i computed the token given[i] of slot rows[i] at row_positions[i]; it is row ahead[i] of its slot, from 0. Then
+    sampled[i] was sampled. The token of a slot's first row is accepted, and each further one as long as the token before it is
     the given one: it was sampled from the distribution of the sequence itself, so that acceptance does not change what is
     sampled. For n accepted tokens: tokens[s] becomes the last of them and positions[s] the first row's position + n (int32
     [slots]), state.generated[s] += n, and state.counts if the slot has penalties. The last slot is a dummy: its rows have
