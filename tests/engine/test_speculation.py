@@ -42,7 +42,7 @@ class Oracle(PromptLookup):
     """Guesses the true next tokens, of which a share is replaced by others; always verified."""
 
     truth: ClassVar[dict[tuple[int, ...], list[int]]] = {}
-    wrong = 0.0
+    wrong, vocab = 0.0, 160
     source = random.Random(0)
 
     def __init__(self, given):
@@ -59,7 +59,7 @@ class Oracle(PromptLookup):
 
     def draft(self, count):
         right = [*self.answer[len(self.given) :], *[0] * count][:count]
-        return tuple(token if self.source.random() >= self.wrong else (token + 1) % 160 for token in right)
+        return tuple(token if self.source.random() >= self.wrong else (token + 1) % self.vocab for token in right)
 
 
 @pytest.fixture
