@@ -309,7 +309,8 @@ class Engine:
 
     def report(self) -> list[str]:
         """Returns lines of text that describe how sequences are computed."""
-        return self.program.report(self.difference)
+        speculation = [] if self.speculation is None else [str(self.speculation)]
+        return [*self.program.report(self.difference), *speculation]
 
     # ---- a step
 

@@ -110,6 +110,9 @@ class Speculation:
         """Tokens that a sequence had of a step with guesses, on average; 1 before the first one."""
         return 1 + self.accepted / self.sequences if self.sequences else 1.0
 
+    def __str__(self) -> str:
+        return f"steps verify up to {self.most} guessed tokens of a sequence, from its own text"
+
     def follow(self, sequence: Sequence) -> None:
         """Adds the token of a sequence that the host has read last."""
         if sequence.lookup is not None:

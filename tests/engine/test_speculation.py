@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lowbit.engine import Engine, FinishReason, Request, Sampling
+from lowbit.engine import Engine, FinishReason, Grammar, GrammarCompiler, Request, Sampling
 from lowbit.engine.sequence import Sequence
 from lowbit.engine.speculation import LOOKED_UP, MOST_DRAFTS, MOST_ROWS, PromptLookup, Speculation
 from lowbit.nn.linear import make_batch_invariant
 from tests.engine.test_engine import engine_of, expected, prompt, tokens
-from tests.tiny import eager_llama, eager_opt, tiny_llama
+from tests.tiny import eager_llama, eager_opt, json_tokenizer, tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +180,26 @@ def test_sequences_come_and_go(model, oracle):
         assert tokens(got) == tokens(wanted)[: len(got.sampled)] and (cancelled or len(got.sampled) == wanted.request.limit)
     engine.step()
     assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1 and not engine.scheduler.running
+
+
+def test_grammars_beside_guesses(model, oracle):
+    """A sequence with a grammar has one row, in steps that verify guesses of another sequence. Its mask follows its tokens."""
+    pytest.importorskip("llguidance", reason="needs the structured extra: pip install '.[structured]'")
+    tokenizer = json_tokenizer()
+    compiler = GrammarCompiler(tokenizer, 160, [tokenizer.eos_token_id])
+    grammar = compiler.compile(Grammar.regex("(ab|cd|xyz){12}[0-9]{9}"))
+    asked = lambda: [Request(prompt(30), 60, grammar=grammar), Request(prompt(20, 1), 60)]  # noqa: E731
+    plain = engine_of(model).generate(asked())
+    oracle(plain, 0.3)
+    engine = engine_of(model, speculate=5)
+    rows = []
+    launch = engine.runner.verify_runner.launch
+    engine.runner.verify_runner.launch = lambda given, filters, longest: (
+        rows.append((len(given), filters)) or launch(given, filters, longest)
+    )
+    got = engine.generate(asked())
+    assert [tokens(s) for s in got] == [tokens(s) for s in plain] and got[0].finish_reason is FinishReason.STOP
+    assert (7, None) in rows and engine.speculation.accepted > 0
 
 
 def test_a_failing_callback_fails_its_sequence_alone(model, oracle):
