@@ -30,6 +30,7 @@ from lowbit.kernels.reference.sampling import accepted
 from lowbit.ops.sample import top_logprobs
 
 if TYPE_CHECKING:
+    from lowbit.engine.draft import DraftModel
     from lowbit.kernels.parts.launch import RecordedKernel
 
 
@@ -122,6 +123,7 @@ class ModelRunner:
         prefill_runner: PrefillRunner,
         verify_runner: VerifyRunner | None,
         warm_up_run: WarmUpRun | None,
+        draft: DraftModel | None,
         progress: Callable[[Stage], object] | None,
     ) -> None:
         self.slots, self.decode_runner, self.prefill_runner = slots, decode_runner, prefill_runner
@@ -129,6 +131,7 @@ class ModelRunner:
         """Runs steps with guesses; None without speculation."""
         self.warm_up_run = warm_up_run
         """Finds the kernels of a step before it is launched; None without CUDA graphs."""
+        self._draft = draft
         self._progress = progress or (lambda stage: None)
 
     def prepare(self, scheduled: SchedulerOutput) -> None:
@@ -142,16 +145,18 @@ class ModelRunner:
         positions = [(chunk.sequence.running_slot, chunk.end - 1) for chunk in scheduled.chunks if chunk.last]
         self.slots.update(scheduled.new_pages, positions)
 
-    def decode(self, scheduled: SchedulerOutput, logits_only: bool = False) -> LaunchedDecode:
-        """Launches a decode step with its guesses, up to its logits or to the sampled tokens. After `logits_only`,
-        `sample_step` must follow before anything else is launched.
+    def decode(
+        self, scheduled: SchedulerOutput, guesses: abc.Mapping[Sequence, tuple[int, ...]], logits_only: bool = False
+    ) -> LaunchedDecode:
+        """Launches a decode step with `guesses`, if there are any, up to its logits or to the sampled tokens. After
+        `logits_only`, `sample_step` must follow before anything else is launched.
         """
         sequences, drafts = scheduled.decoding, []
         runner: DecodeRunner = self.decode_runner
         rows: list[Any] = [sequence.running_slot for sequence in sequences]
-        if scheduled.drafts:
+        if guesses:
             assert self.verify_runner is not None
-            drafts = [scheduled.drafts.get(sequence, ()) for sequence in sequences]
+            drafts = [guesses.get(sequence, ()) for sequence in sequences]
             runner, rows = self.verify_runner, verify_rows(sequences, drafts)
         step = runner.launch(rows, None if logits_only else filters(sequences), longest_of(scheduled))
         return LaunchedDecode(sequences, drafts, runner, step)
@@ -203,9 +208,16 @@ class ModelRunner:
         except Exception as error:  # noqa: BLE001 - the launch raises it again, where it fails only the sequences at fault
             log_failure("compiling kernels", error)
 
+    @property
+    def warm_up_runs(self) -> list[WarmUpRun]:
+        """The warm-up runs of the engine and of its draft model."""
+        runs = [self.warm_up_run, None if self._draft is None else self._draft.warm_up_run]
+        return [run for run in runs if run is not None]
+
     def all_kernels(self) -> list[RecordedKernel]:
         """Returns every kernel that the engine can launch and that is not compiled; none without CUDA graphs."""
-        return [] if self.warm_up_run is None else self.warm_up_run.kernels(self.warm_up_run.all_parts())
+        found = [kernel for run in self.warm_up_runs for kernel in run.kernels(run.all_parts())]
+        return [kernel for i, kernel in enumerate(found) if kernel not in found[:i]]
 
     def compile(self, kernels: abc.Sequence[RecordedKernel]) -> Iterator[Stage]:
         """Compiles kernels in several processes; yields the progress before each."""
@@ -233,7 +245,7 @@ class ModelRunner:
             )
             for shape in self.prefill_runner.graph_shapes
         ]
-        return [*steps, *prompts]
+        return [*steps, *prompts, *(() if self._draft is None else self._draft.captures())]
 
 
 def _to_host(values: Tensor) -> Tensor:

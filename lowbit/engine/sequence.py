@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 from lowbit.engine.failure import RequestFailed
 from lowbit.engine.request import Request, SampledToken
 
+FIRST_SHARE = 0.5
+"""Assumed share of right guesses of a new sequence."""
+
 if TYPE_CHECKING:
     from lowbit.engine.grammar import GrammarState
     from lowbit.engine.speculation import PromptLookup
@@ -60,7 +63,11 @@ class Sequence:
     """True if the sequence failed since its grammar cannot be followed any further: the request is at fault."""
 
     lookup: PromptLookup | None = None
-    """Guesses its next tokens; None without speculation."""
+    """Guesses its next tokens; None without speculation by prompt lookup."""
+    share: float = FIRST_SHARE
+    """Share of a draft model's guesses that were right lately."""
+    drafted_tokens: int = 0
+    """Number of tokens whose keys and values are in the pages of a draft model."""
 
     @classmethod
     def start(cls, request: Request) -> Sequence:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def longest_of(scheduled: SchedulerOutput) -> int:
     """Returns an upper bound of the contexts of a decode step, guesses included."""
-    return max(sequence.computed_tokens + len(scheduled.drafts.get(sequence, ())) for sequence in scheduled.decoding)
+    return max(sequence.computed_tokens + scheduled.drafts.get(sequence, 0) for sequence in scheduled.decoding)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class WarmUpRun:
                 computed = max(sequence.computed_tokens for sequence in sequences)
                 parts.append(("step", *self.decode_runner.variant(len(sequences), filters(sequences), computed)))
         if scheduled.drafts and self.verify_runner is not None:
-            count = len(scheduled.decoding) + sum(map(len, scheduled.drafts.values()))
+            count = len(scheduled.decoding) + sum(scheduled.drafts.values())
             variant = self.verify_runner.variant(count, filters(scheduled.decoding), longest_of(scheduled))
             parts.append(("verify", *variant))
         for chunks in self.prefill_runner.parts(scheduled.chunks) if scheduled.chunks else ():

@@ -49,14 +49,15 @@ class Device:
     def read(self, slot, count):
         return [self.pages[self.tables[slot, i // PAGE]][i % PAGE] for i in range(count)]
 
-    def run(self, scheduled):
-        """Runs a step in the order of its launches; returns the sampled tokens, by sequence."""
+    def run(self, scheduled, guesses):
+        """Runs a step in the order of its launches; returns the sampled tokens, by sequence. guesses: of each sequence, of
+        which the step verifies the first ones."""
         sampled = []
         for slot, place, page in scheduled.new_pages:
             self.tables[slot, place] = page
         for sequence in scheduled.decoding:
             slot, position = sequence.slot, self.positions[sequence.slot]
-            rows = (self.tokens[slot], *scheduled.drafts.get(sequence, ()))
+            rows = (self.tokens[slot], *guesses.get(sequence, ())[: scheduled.drafts.get(sequence, 0)])
             for i, token in enumerate(rows):
                 self.write(slot, position + i, token)
             for i in range(len(rows)):
@@ -96,11 +97,11 @@ class Host:
             while self.flying:
                 self.read()
         scheduled = self.scheduler.schedule()
-        if verifies:
-            self.scheduler.add_drafts(scheduled, {sequence: self.guessed(sequence) for sequence in scheduled.decoding})
+        guesses = {sequence: self.guessed(sequence) for sequence in scheduled.decoding} if verifies else {}
+        self.scheduler.add_drafts(scheduled, {sequence: len(guessed) for sequence, guessed in guesses.items()})
         earlier = len(self.flying)
         if scheduled:
-            self.flying.append((self.device.run(scheduled), scheduled.drafts))
+            self.flying.append((self.device.run(scheduled, guesses), scheduled.drafts))
             self.steps.append(scheduled)
         for _ in range(earlier if scheduled and self.ahead else len(self.flying)):
             self.read()
@@ -225,7 +226,7 @@ def test_guesses_have_pages_as_far_as_there_are_any():
         host.scheduler.add(sequence)
     host.finish(sequences)
     assert [[d.token for d in r.sampled] for r in sequences] == [alone(r.request.prompt, r.request.limit) for r in sequences]
-    counts = {len(guessed) for scheduled in host.steps for guessed in scheduled.drafts.values()}
+    counts = {count for scheduled in host.steps for count in scheduled.drafts.values()}
     assert host.verified > 50 and max(counts) == 7 and len(counts) > 3
 
 

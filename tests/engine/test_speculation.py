@@ -349,7 +349,7 @@ def running(share, limit=100, tokens_=(1, 2, 1, 2)):
 
 def test_guesses_are_verified_if_they_pay():
     speculation = Speculation(7)
-    rows = lambda *shares, **more: [len(d) for d in speculation.drafts([running(s, **more) for s in shares]).values()]  # noqa: E731
+    rows = lambda *shares, **more: [*speculation.plan([running(s, **more) for s in shares]).values()]  # noqa: E731
     assert rows(0.9) == [7] and rows(0.05) == rows(0.15) == []
     assert 1 <= rows(0.3)[0] <= 4, "unlikely guesses are not worth a row"
     assert rows(0.9, limit=4) == [3] and rows(0.9, limit=1) == []

@@ -163,7 +163,7 @@ def test_steps_with_guesses_are_recorded(model, monkeypatch):
     after = slots.tokens, slots.positions, slots.sampling.settings, slots.sampling.counts
     assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
     sequence = Sequence(Request([3] * 6, 10), computed_tokens=7)
-    scheduled = SchedulerOutput(decoding=[sequence], drafts={sequence: (1, 2, 3)})
+    scheduled = SchedulerOutput(decoding=[sequence], drafts={sequence: 3})
     assert [part for part in run.parts_of(scheduled) if part[0] == "verify"] == []
     assert ("verify", 4, False, 256) in WarmUpRun(engine.program, *runners, 4, engine.max_length).parts_of(scheduled)
 
