@@ -79,6 +79,10 @@ class ForwardProgram:
         zeros = torch.zeros_like(next(iter(logits.values())))
         return torch.cat([logits.get(slot, zeros) for slot in rows.tolist()])
 
+    def verify(self, rows: Tensor, tokens: Tensor, positions: Tensor, slots: Slots, longest: int = 0) -> Tensor:
+        """Not implemented: an engine without a decode program has no speculation."""
+        raise NotImplementedError
+
     def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
         """Logits [B, V] after those chunks that are the last of their prompt; None if none is."""
         last = []

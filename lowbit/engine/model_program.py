@@ -48,6 +48,10 @@ class ModelProgram(Protocol):
         for any.
         """
 
+    def verify(self, rows: Tensor, tokens: Tensor, positions: Tensor, slots: Slots, longest: int = 0) -> Tensor:
+        """Returns logits [B, V] after each of the given tokens int32 [B], which follow one another in the slots `rows` at
+        `positions`; several may be of one slot."""
+
     def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
         """Returns logits [B, V] after the chunks that are the last of their prompts; None if none is."""
 

@@ -192,21 +192,40 @@ class DecodeProgram:
         """Returns logits [B, V] after the next token of the slots `rows` int32 [B]. Kernels are chosen for contexts of up to
         `longest` tokens (0: a full page table).
         """
+        all_layers = None
+        if isinstance(self.one_launch, OneLaunch) and len(rows) in self.one_launch.tokens:
+            all_layers = self.one_launch.layers(self._cache, slots, rows)
+        attend = self._attending(rows, slots.positions, slots, longest)
+        return self._step(slots.tokens, rows, slots.positions, attend, all_layers)
+
+    def verify(self, rows: Tensor, tokens: Tensor, positions: Tensor, slots: Slots, longest: int = 0) -> Tensor:
+        """Returns logits [B, V] after each of the given tokens int32 [B], which follow one another in the slots `rows` at
+        `positions`; several may be of one slot. A row has the bits of `step` under `batch_invariant`."""
+        return self._step(tokens, None, positions, self._attending(rows, positions, slots, longest, verify=True))
+
+    def _attending(
+        self, rows: Tensor, positions: Tensor, slots: Slots, longest: int, verify: bool = False
+    ) -> Callable[[int, Tensor], Tensor]:
+        """Returns a function that computes the attention of layer i from its qkv."""
 
         def attend(i: int, qkv: Tensor) -> Tensor:
             layer = self.layers[i]
             return decode_attention(
-                qkv, self._cache.layer(i), slots.tables, slots.positions, rows, self.ropes[layer.spec.rope], layer.shape,
+                qkv, self._cache.layer(i), slots.tables, positions, rows, self.ropes[layer.spec.rope], layer.shape,
                 layer.spec.q_gamma, layer.spec.k_gamma, sinks=layer.spec.sinks,
-                batch_invariant=self.batch_invariant, longest=longest,
+                batch_invariant=self.batch_invariant, longest=longest, verify=verify,
             )  # fmt: skip
 
-        if isinstance(self.chain, Chain) and len(rows) <= self.chain.most:
-            all_layers = None
-            if isinstance(self.one_launch, OneLaunch) and len(rows) in self.one_launch.tokens:
-                all_layers = self.one_launch.layers(self._cache, slots, rows)
-            return self._capped(self.chain.step(slots.tokens, rows, self.table, attend, all_layers))
-        return self.logits(*self._layers(slots.tokens, rows, slots.positions, attend))
+        return attend
+
+    def _step(
+        self, tokens: Tensor, rows: Tensor | None, positions: Tensor, attend: Callable[[int, Tensor], Tensor],
+        all_layers: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Returns logits [B, V] of a step; tokens and positions as in `_layers`, all_layers as in `Chain.step`."""
+        if isinstance(self.chain, Chain) and len(tokens if rows is None else rows) <= self.chain.most:
+            return self._capped(self.chain.step(tokens, rows, self.table, attend, all_layers))
+        return self.logits(*self._layers(tokens, rows, positions, attend))
 
     def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
         """Returns logits [B, V] after the chunks that are the last of their prompts; None if none is."""

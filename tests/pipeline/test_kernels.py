@@ -53,6 +53,7 @@ def test_kernels_of_each_gpu(folder):
     assert names(folder, "h200") >= ALWAYS
     # The engine's check against the model at its start has 16-bit pages.
     assert names(folder, "h200", kv="int4") == names(folder, "h200") | {"packed_attention"}
+    assert names(folder, "h200", speculate=3) == names(folder, "h200") | {"accept_rows"}
 
 
 def test_larger_batches_need_more_kernels(folder):
