@@ -56,6 +56,7 @@ def test_help_teaches_every_command():
         "generate",
         "eval",
         "compile",
+        "export-kernel",
         "inspect",
         "explain",
         "schemes",

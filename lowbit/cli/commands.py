@@ -1,5 +1,5 @@
-"""The command line: recommend, quantize, convert, generate, serve, chat, eval, compile, inspect, explain, schemes, demo, tune,
-bench.
+"""The command line: recommend, quantize, convert, generate, serve, chat, eval, compile, export-kernel, inspect, explain,
+schemes, demo, tune, bench.
 
 Exit codes: 0 success, 1 error (one line on stderr says why and what to do), 2 wrong arguments, 130 Ctrl-C, which leaves no
 incomplete checkpoint.
@@ -21,6 +21,7 @@ from lowbit.cli.chat import chat
 from lowbit.cli.compile import compile_
 from lowbit.cli.demo import demo
 from lowbit.cli.eval import evaluate
+from lowbit.cli.export import export_kernel
 from lowbit.cli.inspect import inspect
 from lowbit.cli.recommend import recommend
 from lowbit.cli.serve import serve
@@ -356,6 +357,7 @@ app.command(name="run")(user_errors(chat))
 app.command(name="chat", help="The same as run.", short_help="The same as run.")(user_errors(chat))
 app.command(name="eval")(user_errors(evaluate))
 app.command(name="compile")(user_errors(compile_))
+app.command(name="export-kernel")(user_errors(export_kernel))
 app.command()(user_errors(inspect))
 
 

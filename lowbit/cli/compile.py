@@ -58,7 +58,7 @@ def compile_(
     from lowbit.pipeline.kernels import compile_kernels
     from lowbit.progress import Progress
 
-    gpus = _gpus(names)
+    gpus = gpus_of(names)
     say(f"finding the kernels of {model} for {' and '.join(each.product for each in gpus)}")
     with Progress(desc="finding kernels", unit="kernels") as bar:
         count = compile_kernels(
@@ -74,7 +74,7 @@ def _default_target(path: Path, names: list[str] | None) -> Path:
     return folder / f"kernels-{'-'.join(names) if names else 'gpu'}.lowbit"
 
 
-def _gpus(names: list[str] | None) -> list[GPU]:
+def gpus_of(names: list[str] | None) -> list[GPU]:
     """Returns the named GPUs; by default that of this machine."""
     import torch
 
