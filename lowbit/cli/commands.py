@@ -35,6 +35,7 @@ from lowbit.cli.terminal import (
     Kernels,
     Model,
     Scheme,
+    Speculate,
     check_device,
     check_exists,
     check_json,
@@ -293,6 +294,7 @@ def generate(
     sample: Annotated[bool, typer.Option("--sample", help="Sample (top-p 0.9) instead of greedy decoding.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of --sample.")] = None,
     kv: KV = "16",
+    speculate: Speculate = 0,
     kernels: Kernels = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
     device: Device = None,
@@ -319,7 +321,9 @@ def generate(
     from lowbit.pipeline import pipeline
 
     check_json(json_file, "lowbit generate")
-    pipe = pipeline(path, scheme=scheme, device=device, verify=verify, progress=True, kv=kv, kernels=kernels)
+    pipe = pipeline(
+        path, scheme=scheme, device=device, verify=verify, progress=True, kv=kv, speculate=speculate, kernels=kernels
+    )  # fmt: skip
     options = {"max_new_tokens": max_new_tokens, "do_sample": sample, "seed": seed}
     if len(prompts) == 1 and out.is_terminal and str(json_file) != "-" and not pipe.refusals:
         responses = [_print_stream(pipe.stream(prompts[0], **options), prompts[0])]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowbit.cli.serve import MOST_ON_A_GPU, CacheGiB, bytes_of
-from lowbit.cli.terminal import KV, AnyModel, Scheme, check_kv, check_scheme, load_layers, say
+from lowbit.cli.terminal import KV, AnyModel, Scheme, Speculate, check_kv, check_scheme, load_layers, say
 
 if TYPE_CHECKING:
     from lowbit.hardware.machine import GPU
@@ -31,6 +31,7 @@ def compile_(
     ] = MOST_ON_A_GPU,
     cache_gib: CacheGiB = None,
     kv: KV = "16",
+    speculate: Speculate = 0,
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="For serve --batch-invariant.")] = False,
 ) -> None:
     """Compile all kernels that a model needs on a GPU into one file; no GPU is needed.
@@ -64,6 +65,7 @@ def compile_(
         count = compile_kernels(
             path, target, gpus, progress=lambda done, total: bar.at(done, total, "compiling kernels"), scheme=scheme,
             batch_invariant=batch_invariant, max_concurrent=max_concurrent, cache_bytes=bytes_of(cache_gib), kv=kv,
+            speculate=speculate,
         )  # fmt: skip
     say(f"wrote {target}: {count} kernels, {target.stat().st_size / 2**20:.1f} MiB")
 

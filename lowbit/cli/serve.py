@@ -17,6 +17,7 @@ from lowbit.cli.terminal import (
     Device,
     Kernels,
     Scheme,
+    Speculate,
     check_device,
     check_exists,
     check_kv,
@@ -76,6 +77,7 @@ def serve(
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes per request body.")] = 1 << 20,
     cache_gib: CacheGiB = None,
     kv: KV = "16",
+    speculate: Speculate = 0,
     batch_invariant: Annotated[
         bool,
         typer.Option("--batch-invariant", help="On a GPU: results of a sequence do not depend on the rest of its batch."),
@@ -134,7 +136,8 @@ def serve(
         say(f"loading {model}")
         pipe = pipeline(
             str(path), scheme=scheme, device=where_to, verify=verify, progress=True, batch_invariant=batch_invariant,
-            max_concurrent=concurrent, cache_bytes=bytes_of(cache_gib), kv=kv, kernels=kernels,
+            max_concurrent=concurrent, cache_bytes=bytes_of(cache_gib), kv=kv, speculate=speculate,
+            kernels=kernels,
         )  # fmt: skip
         times.end("load")
         called = model if is_on_hub(model) else path.resolve().stem if path.is_file() else path.resolve().name

@@ -54,6 +54,15 @@ Scheme = Annotated[str | None, typer.Option(help="Quantize a 16-bit model to thi
 KV = Annotated[
     str, typer.Option("--kv", help="Format of keys and values: 16, fp8, int8, int4, or of each, such as k8v4 (docs/kv.md).")
 ]
+Speculate = Annotated[
+    int,
+    typer.Option(
+        "--speculate",
+        min=0,
+        max=7,
+        help="Tokens per step that are guessed from the text so far and verified (docs/speculate.md).",
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="Device: cpu, cuda or cuda:1. Default: a GPU if there is one, else cpu.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file; - for standard output.")]
 

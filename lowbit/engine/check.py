@@ -35,7 +35,7 @@ TOKENS = 33
 
 
 def program_of(
-    model: PreTrainedModel, positions: int, *, batch_invariant: bool, kv: KVScheme = KV16
+    model: PreTrainedModel, positions: int, *, batch_invariant: bool, kv: KVScheme = KV16, persistent_step: bool = False
 ) -> tuple[ModelProgram, float]:  # fmt: skip
     """Returns (program, difference) of a model for sequences of up to `positions` tokens, with keys and values in `kv`. It is
     the decode program with the relative difference of its logits from the model's, or a `ForwardProgram`, which has the
@@ -49,7 +49,9 @@ def program_of(
         return ForwardProgram(model, refused), 0.0
 
     def make() -> DecodeProgram:
-        return DecodeProgram(decoder, model.dtype, model.device, batch_invariant=batch_invariant, kv=kv)
+        return DecodeProgram(
+            decoder, model.dtype, model.device, batch_invariant=batch_invariant, kv=kv, persistent_step=persistent_step
+        )
 
     program, difference = difference_to(model, make)
     if not difference <= LARGEST_DIFFERENCE:  # or NaN

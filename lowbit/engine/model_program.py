@@ -29,6 +29,11 @@ class ModelProgram(Protocol):
     dtype: torch.dtype
 
     @property
+    def status(self) -> Tensor | None:
+        """int32 [1] on the device: not 0 after a step whose results are wrong (`OneLaunch.failure`). None if no step can fail
+        without an error."""
+
+    @property
     def cache_spec(self) -> CacheSpec | None:
         """Layout of the pages; None if the program stores keys and values itself."""
 
@@ -42,6 +47,10 @@ class ModelProgram(Protocol):
         """Returns logits [B, V] after the next token of the slots `rows`; `longest`: an upper bound of the context lengths, 0
         for any.
         """
+
+    def verify(self, rows: Tensor, tokens: Tensor, positions: Tensor, slots: Slots, longest: int = 0) -> Tensor:
+        """Returns logits [B, V] after each of the given tokens int32 [B], which follow one another in the slots `rows` at
+        `positions`; several may be of one slot."""
 
     def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
         """Returns logits [B, V] after the chunks that are the last of their prompts; None if none is."""

@@ -10,6 +10,7 @@ Plain Python on integers without tensors, so that tests can try any order of arr
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lowbit.engine.block_pool import BlockPool, pages_for
@@ -40,6 +41,8 @@ class SchedulerOutput:
     """(slot, index in its page table, page)."""
     chunks: list[PrefillChunk] = field(default_factory=list)
     decoding: list[Sequence] = field(default_factory=list)
+    drafts: dict[Sequence, int] = field(default_factory=dict)
+    """Numbers of guessed tokens of decoding sequences, which the step verifies."""
 
     def __bool__(self) -> bool:
         return bool(self.chunks or self.decoding)
@@ -126,7 +129,7 @@ class Scheduler:
         for sequence in list(self.running):
             if self._decodes(sequence) and not self._allocate_next(sequence, scheduled):
                 self._preempt(scheduled)
-        scheduled.decoding = [sequence for sequence in self.running if self._decodes(sequence)]
+        scheduled.decoding = self.decoding
         for sequence in scheduled.decoding:
             sequence.computed_tokens = sequence.position + 1
             sequence.launched_tokens += 1
@@ -138,6 +141,31 @@ class Scheduler:
             self.waiting.popleft()
             left = self._add_chunk(sequence, scheduled, left)
         return scheduled
+
+    @property
+    def decoding(self) -> list[Sequence]:
+        """The running sequences of which the next step samples a token, unless it preempts them."""
+        return [sequence for sequence in self.running if self._decodes(sequence)]
+
+    def add_drafts(self, scheduled: SchedulerOutput, drafts: Mapping[Sequence, int]) -> None:
+        """Adds guessed tokens of decoding sequences to a step, as far as there are pages for them. No sampled token of these
+        sequences may be unread. The counters advance by one token until `accept` is called.
+        """
+        for sequence, count in drafts.items():
+            while len(sequence.pages) * PAGE < sequence.computed_tokens + count:
+                page = self.pages.allocate()
+                if page is None:
+                    break
+                scheduled.new_pages.append((sequence.running_slot, len(sequence.pages), page))
+                sequence.pages.append(page)
+            if fitting := min(count, len(sequence.pages) * PAGE - sequence.computed_tokens):
+                scheduled.drafts[sequence] = fitting
+
+    def accept(self, sequence: Sequence, count: int) -> None:
+        """Advances the counters of a sequence by `count` guessed tokens that were right."""
+        sequence.computed_tokens += count
+        sequence.launched_tokens += count
+        sequence.drafted_tokens = min(sequence.drafted_tokens, sequence.computed_tokens)
 
     def _decodes(self, sequence: Sequence) -> bool:
         """True if a decode step samples one more token of a sequence."""

@@ -13,9 +13,15 @@ from lowbit.engine.model_program import ModelProgram
 from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.scheduler import SchedulerOutput
 from lowbit.engine.slots import on_device
+from lowbit.engine.verify_runner import VerifyRunner
 
 if TYPE_CHECKING:
     from lowbit.kernels.parts.launch import RecordedKernel
+
+
+def longest_of(scheduled: SchedulerOutput) -> int:
+    """Returns an upper bound of the contexts of a decode step, guesses included."""
+    return max(sequence.computed_tokens + scheduled.drafts.get(sequence, 0) for sequence in scheduled.decoding)
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,8 @@ class Stage:
 
 Part = tuple[str, int, bool | None, int]
 """A part of a step, (kind, count, filters, reach). "step": a decode step of `count` rows for contexts of up to `reach` tokens.
-"prompt": `count` prompt tokens. "sample": sampling of `count` rows after prompts. filters: some request samples.
+"verify": the same with guesses. "prompt": `count` prompt tokens. "sample": sampling of `count` rows after prompts. filters:
+some request samples.
 """
 
 
@@ -40,8 +47,10 @@ class WarmUpRun:
     """
 
     def __init__(
-        self, program: ModelProgram, steps: DecodeRunner, prompts: PrefillRunner, concurrent: int, longest: int
-    ) -> None:
+        self, program: ModelProgram, steps: DecodeRunner, prompts: PrefillRunner, verified: VerifyRunner | None,
+        concurrent: int, longest: int,
+    ) -> None:  # fmt: skip
+        self.verify_runner = verified
         self.program, self.decode_runner, self.prefill_runner, self.concurrent, self.longest = (
             program,
             steps,
@@ -57,6 +66,7 @@ class WarmUpRun:
         """Returns all parts that an engine can launch."""
         return [
             *(("step", *variant) for variant in self.decode_runner.variants()),
+            *(("verify", *variant) for variant in (self.verify_runner.variants() if self.verify_runner else ())),
             *(("prompt", size, False, 0) for size in self.prefill_runner.sizes),
             *(("sample", count, filters, 0) for count in range(1, self.concurrent + 1) for filters in (False, True)),
         ]
@@ -69,6 +79,10 @@ class WarmUpRun:
             if sequences:
                 computed = max(sequence.computed_tokens for sequence in sequences)
                 parts.append(("step", *self.decode_runner.variant(len(sequences), filters(sequences), computed)))
+        if scheduled.drafts and self.verify_runner is not None:
+            count = len(scheduled.decoding) + sum(scheduled.drafts.values())
+            variant = self.verify_runner.variant(count, filters(scheduled.decoding), longest_of(scheduled))
+            parts.append(("verify", *variant))
         for chunks in self.prefill_runner.parts(scheduled.chunks) if scheduled.chunks else ():
             tokens = sum(len(chunk.tokens) for chunk in chunks)
             parts.append(("prompt", self.prefill_runner.size(tokens), False, 0))
@@ -92,6 +106,10 @@ class WarmUpRun:
         slots = self.decode_runner.slots
         if what == "prompt":
             self.prefill_runner.dry_run(count, self.longest)
+            return
+        if what == "verify":
+            assert self.verify_runner is not None
+            self.verify_runner.run(self.verify_runner.inputs([], count), any_filter, reach)
             return
         rows = on_device([slots.dummy_slot] * count, slots.device)
         if what == "step":

@@ -55,23 +55,30 @@ class Pipeline:
         max_length: int | None = None,
         engine: bool | None = None,
         kv: str = "16",
+        speculate: int = 0,
         **options: Any,
     ) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
         self._engine: Engine | None = None
         self._engine_lock = threading.Lock()
         narrow = parse_kv(kv).quantized
-        self._wants_engine = model.device.type == "cuda" or narrow if engine is None else engine
-        self._options = {"kv": kv, **options}
+        self._wants_engine = model.device.type == "cuda" or narrow or speculate > 0 if engine is None else engine
+        self._options = {"kv": kv, "speculate": speculate, **options}
         self._defaults: dict[str, object] = {} if max_length is None else {"max_length": max_length}
         GenerateParams.from_arguments(self._defaults)  # raises for a bad default here, not at the first call
         # The generation config of chat models adds tokens that end a turn.
         self.stop_token_ids = sorted({*_ids(model.generation_config.eos_token_id), *_ids(tokenizer.eos_token_id)})
         self.is_encoder_decoder = is_encoder_decoder(model)
-        if narrow and (reasons := (*(() if self._wants_engine else ("engine=False asks for its own cache",)), *self.refusals)):
+        reasons = (*(() if self._wants_engine else ("engine=False asks for it",)), *self.refusals)
+        if narrow and reasons:
             raise ValueError(
                 f"keys and values in {kv} are the engine's; here Transformers would generate, whose cache has 16 bits "
                 f"({'; '.join(reasons)}): leave kv at '16', or use the engine"
+            )
+        if speculate and reasons:
+            raise ValueError(
+                f"speculation is the engine's; here Transformers would generate ({'; '.join(reasons)}): leave speculate at 0, "
+                "or use the engine"
             )
 
     def __call__(self, prompts: str | list[str], **arguments: Any) -> list[Response]:
@@ -300,6 +307,7 @@ def pipeline(
     max_concurrent: int = 64,
     cache_bytes: int | None = None,
     kv: str = "16",
+    speculate: int = 0,
     kernels: str | Path | None = None,
     quantization_mode: str | None = None,
     **unknown: Any,
@@ -326,6 +334,8 @@ def pipeline(
         cache_bytes: the engine's memory for keys and values (default: most of the GPU's free memory, `engine.Engine`).
         kv: how the engine stores keys and values: "16", "fp8", "int8", "int4", or keys and values apart (docs/kv.md). Calls use
             the engine then, on a CPU too.
+        speculate: maximum number of tokens, up to 7, that a step guesses from a sequence's own text and verifies
+            (docs/speculate.md). Calls use the engine then, on a CPU too.
         kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU. By default a file `kernels-*.lowbit`
             beside the checkpoint is used if this user compiled it. It runs with this process's rights.
 
@@ -356,7 +366,8 @@ def pipeline(
         tokenizer = tokenizer_of(tokenizer or source.path, model)
     return Pipeline(
         model, tokenizer, max_length=max_length, engine=engine, batch_invariant=batch_invariant,
-        max_concurrent=max_concurrent, cache_bytes=cache_bytes, kv=kv, progress=Bar() if progress else None,
+        max_concurrent=max_concurrent, cache_bytes=cache_bytes, kv=kv, speculate=speculate,
+        progress=Bar() if progress else None,
     )  # fmt: skip
 
 

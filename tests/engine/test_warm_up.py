@@ -64,7 +64,9 @@ def recorded(model, monkeypatch):
 
     monkeypatch.setattr("lowbit.kernels.parts.compile.compiled", compiles)
     engine = Engine(model, max_concurrent=4, chunk_tokens=256, cache_bytes=1 << 24, prefix_caching=False, progress=told.append)
-    engine.runner.warm_up_run = WarmUpRun(engine.program, engine.decode_runner, engine.prefill_runner, 4, engine.max_length)
+    engine.runner.warm_up_run = WarmUpRun(
+        engine.program, engine.decode_runner, engine.prefill_runner, None, 4, engine.max_length
+    )
     program = engine.program
     step, prompts, logits = program.step, program.prompt, program.logits
 
@@ -130,7 +132,7 @@ def test_steps_with_more_prompt_tokens_than_a_sequence_may_have(recorded):
     """Kernels are chosen for all prompt tokens of a step."""
     engine = recorded[0]
     prompts = engine.prefill_runner = PrefillRunner(engine.program, engine.slots, 4 * 100)
-    warm_up_run = WarmUpRun(engine.program, engine.decode_runner, prompts, 4, 100)
+    warm_up_run = WarmUpRun(engine.program, engine.decode_runner, prompts, None, 4, 100)
     assert prompts.sizes[-2:] == (384, 448)
     names = {each.name for each in warm_up_run.kernels([part for part in warm_up_run.all_parts() if part[0] == "prompt"])}
     assert len(names) == len(prompts.sizes)
@@ -142,10 +144,28 @@ def test_steps_with_more_sequences_than_a_graph_has(model):
     chunks = [PrefillChunk(Sequence(Request([3] * 6, 1)), 0, (3,) * 6, False) for _ in range(40)]
     for graphs, expected in ((object(), [192, 64]), (None, [256])):
         prompts = PrefillRunner(engine.program, engine.slots, 256, graphs=graphs)
-        parts = WarmUpRun(engine.program, engine.decode_runner, prompts, 40, engine.max_length).parts_of(
+        parts = WarmUpRun(engine.program, engine.decode_runner, prompts, None, 40, engine.max_length).parts_of(
             SchedulerOutput(chunks=chunks)
         )
         assert parts == [("prompt", size, False, 0) for size in expected]
+
+
+def test_steps_with_guesses_are_recorded(model, monkeypatch):
+    """Each size of a verified step; a dry run changes no slot. Nothing is left to record when such a step is scheduled."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    engine = Engine(model, max_concurrent=4, chunk_tokens=256, cache_bytes=1 << 24, speculate=3)
+    runners = engine.decode_runner, engine.prefill_runner, engine.runner.verify_runner
+    run, slots = WarmUpRun(engine.program, *runners, 4, engine.max_length), engine.slots
+    parts = [part for part in run.all_parts() if part[0] == "verify"]
+    assert {(count, filters) for _, count, filters, _ in parts} == {(size, f) for size in (2, 4, 8, 16) for f in (False, True)}
+    before = [t.clone() for t in (slots.tokens, slots.positions, slots.sampling.settings, slots.sampling.counts)]
+    run.kernels(parts)
+    after = slots.tokens, slots.positions, slots.sampling.settings, slots.sampling.counts
+    assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
+    sequence = Sequence(Request([3] * 6, 10), computed_tokens=7)
+    scheduled = SchedulerOutput(decoding=[sequence], drafts={sequence: 3})
+    assert [part for part in run.parts_of(scheduled) if part[0] == "verify"] == []
+    assert ("verify", 4, False, 256) in WarmUpRun(engine.program, *runners, 4, engine.max_length).parts_of(scheduled)
 
 
 def test_a_failed_compilation_does_not_fail_the_step(recorded, monkeypatch):

@@ -59,6 +59,7 @@ def test_kernels_of_each_gpu(folder):
     assert names(folder, "h200") >= ALWAYS
     # The engine's check against the model at its start has 16-bit pages.
     assert names(folder, "h200", kv="int4") == names(folder, "h200") | {"packed_attention"}
+    assert names(folder, "h200", speculate=3) == names(folder, "h200") | {"accept_rows"}
 
 
 @pytest.mark.parametrize("scheme", ["w4a16_g64", "w4a16_g64_z", "w4a16_g64_fz", "w8a16_g64", "w6e3m2a16"])

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from lowbit import vision
 from lowbit.checkpoint import CheckpointError
 from lowbit.vision import saved
-from tests.vision.nets import Mixed, Sums, resnet, seasoned
+from tests.vision.nets import Mixed, Sums, mobilenet, resnet, seasoned
 
 DAMAGES = 600
 EXTREME = [
@@ -38,6 +38,7 @@ def networks(tmp_path_factory):
     for name, model, x, options in (
         ("mixed", seasoned(Mixed()), small, {"scheme": "w8a8"}),
         ("sums", Sums(), images[:, :, :9, :7], {"scheme": "w8a4"}),
+        ("mobilenet", mobilenet(3), small, {"scheme": "w8a8"}),
         ("resnet", resnet("bottleneck", sizes=(16, 32)), pixels, {"scheme": "w4a4", "pixels": of_pixels}),
     ):
         network = vision.quantize(model, x, **options)
