@@ -137,6 +137,13 @@ shape_claim("opt-30b", "OPT-30B", ", 16 bits by cuBLAS")
 shape_claim("llama-2-70b", "Llama-2-70B", "")
 
 
+@claims("docs/experts.md", "h200/2026-11-28-e2e-qwen3-30b-a3b.json")
+def steps_with_experts(found: Document) -> Iterator[str]:
+    for batch in (1, 4, 16, 64):
+        ours, wide = (step(found, scheme, 1024, batch)["ms_per_token"] for scheme in ("w4a16_g128", None))
+        yield cells(batch, *(f"{1e3 * batch / ms:,.0f}" for ms in (ours, wide)), f"{wide / ours:.2f}")
+
+
 # ---- loading, serving, vLLM
 
 for page in ("docs/checkpoints.md", "docs/internals/foreign-checkpoints.md"):
