@@ -88,13 +88,12 @@ def compile_wheel(
 
     Example: lowbit compile-wheel -o dist && pip install dist/lowbit_kernels_sm90-*.whl
     """
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: is no folder; create it first")
     load_layers("lowbit.export")
     from lowbit.export.wheel import MODELS, SCHEMES, build_wheel
     from lowbit.progress import Progress
 
     gpus = gpus_of([name.lower() for name in _names(gpu)])
+    folder.mkdir(parents=True, exist_ok=True)
     with Progress(desc="finding kernels", unit="kernels") as bar:
         wheel = build_wheel(
             folder, gpus, MODELS if models is None else _names(models), SCHEMES if schemes is None else _names(schemes),

@@ -46,6 +46,8 @@ def use_kernels(device: torch.device, given: str | Path | None, beside: Path | N
 
     if is_recording():  # on a simulated GPU, whose kernels are compiled and never launched
         return None
+    if device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
     if given is None and beside is None and device in _in_use:
         return _in_use[device]
     files = _beside(beside) if given is None else iter([Path(given)])
