@@ -27,6 +27,7 @@ from transformers import (
 
 from lowbit.engine import Detokenizer, Engine, FinishReason, RequestFailed, SampledToken
 from lowbit.engine.kernels import use_kernels
+from lowbit.engine.step_budget import STEP_MS
 from lowbit.engine.warm_up import Stage
 from lowbit.formats.kv import parse_kv
 from lowbit.hardware.machine import torch_device
@@ -312,6 +313,7 @@ def pipeline(
     kv: str = "16",
     speculate: int = 0,
     draft: str | Path | None = None,
+    step_ms: float | None = STEP_MS,
     kernels: str | Path | None = None,
     quantization_mode: str | None = None,
     **unknown: Any,
@@ -342,6 +344,8 @@ def pipeline(
             (docs/speculate.md). Calls use the engine then, on a CPU too.
         draft: a folder or hub name of a small model with the same tokenizer, which guesses them instead; `speculate` is then
             4 unless it is given.
+        step_ms: milliseconds that a step of the engine on a GPU may take when it computes prompt tokens beside sequences that
+            decode; None for no limit.
         kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU. By default a file `kernels-*.lowbit`
             beside the checkpoint is used if this user compiled it. It runs with this process's rights.
 
@@ -374,7 +378,7 @@ def pipeline(
     drafts = {} if draft is None else {"draft": _draft_model(draft, tokenizer, model, device)}
     return Pipeline(
         model, tokenizer, max_length=max_length, engine=engine, batch_invariant=batch_invariant,
-        max_concurrent=max_concurrent, cache_bytes=cache_bytes, kv=kv,
+        max_concurrent=max_concurrent, cache_bytes=cache_bytes, kv=kv, step_ms=step_ms,
         speculate=speculate or (DRAFT_TOKENS if drafts else 0), progress=Bar() if progress else None, **drafts,
     )  # fmt: skip
 
