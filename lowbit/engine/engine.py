@@ -27,15 +27,13 @@ from transformers import PreTrainedModel
 
 from lowbit.engine.block_pool import BlockPool
 from lowbit.engine.cache import CacheBudget
-from lowbit.engine.check import program_of
+from lowbit.engine.check import program_for
 from lowbit.engine.decode_runner import DecodeRunner
 from lowbit.engine.deprecated import sequence_of
 from lowbit.engine.draft import DraftModel, weight_bytes
 from lowbit.engine.failure import EngineFailed, StepFailed, log_failure, one_line
-from lowbit.engine.forward import ForwardProgram
 from lowbit.engine.kernels import use_kernels
 from lowbit.engine.mixed_runner import MixedRunner
-from lowbit.engine.model_program import ModelProgram
 from lowbit.engine.model_runner import InFlightStep, ModelRunner
 from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.request import Request, SampledToken
@@ -46,7 +44,7 @@ from lowbit.engine.speculation import MOST_DRAFTS, Speculation, draft_step_cost
 from lowbit.engine.step_budget import STEP_MS, StepBudget
 from lowbit.engine.verify_runner import VerifyRunner
 from lowbit.engine.warm_up import Stage, WarmUpRun
-from lowbit.formats.kv import KVScheme, parse_kv
+from lowbit.formats.kv import parse_kv
 from lowbit.ops.sample import mask_words
 
 logger = logging.getLogger(__name__)
@@ -131,7 +129,7 @@ class Engine:
         self.max_length = min(max_length or self._positions, self._positions)
         # In the caller's grad mode: the model keeps using the joined weights, and may be trained.
         with torch.inference_mode(next(model.parameters()).is_inference()):
-            self.program, self.difference = _program(model, self.max_length, batch_invariant, forward, parse_kv(kv))
+            self.program, self.difference = program_for(model, self.max_length, batch_invariant, forward, parse_kv(kv))
         if speculate and self.program.reasons:
             raise ValueError(
                 "speculation verifies several tokens in a step of a decode program; this model would run through Transformers' "
@@ -567,26 +565,6 @@ class Engine:
         while self._finished:
             self.scheduler.remove(self._finished.popleft())
         self.program.keep(self.scheduler.running)
-
-
-def _program(
-    model: PreTrainedModel, positions: int, batch_invariant: bool, forward: bool, kv: KVScheme
-) -> tuple[ModelProgram, float]:  # fmt: skip
-    """Returns the program of a model, and the relative difference of its logits from the model's own. Raises ValueError if
-    `kv` is not 16 bits and there is no decode program."""
-    program: ModelProgram
-    if forward:
-        on_cpu = model.device.type == "cpu"
-        reason = "on a CPU that is faster for one user" if on_cpu else "the engine was made so, with forward=True"
-        program, difference = ForwardProgram(model, (reason,)), 0.0
-    else:
-        program, difference = program_of(model, positions, batch_invariant=batch_invariant, kv=kv)
-    if program.reasons and kv.quantized:
-        raise ValueError(
-            f"keys and values in {kv} need a decode program; this model would run through Transformers' forward and its 16-bit "
-            f"cache ({'; '.join(program.reasons)}): leave kv at '16'"
-        )
-    return program, difference
 
 
 def _synchronize(device: torch.device) -> None:
