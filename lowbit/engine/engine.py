@@ -563,7 +563,9 @@ class Engine:
     def _free_finished(self) -> None:
         """Frees the slots and pages of finished sequences, and the program's memory for them."""
         while self._finished:
-            self.scheduler.remove(self._finished.popleft())
+            sequence = self._finished.popleft()
+            self.scheduler.remove(sequence)
+            sequence.lookup = None  # its index is large, and the caller keeps the sequence
         self.program.keep(self.scheduler.running)
 
 

@@ -31,8 +31,8 @@ MOST_ROWS = 64
 NGRAMS = (3, 2)
 """Numbers of last tokens that are looked up, in this order."""
 
-LOOKED_UP = 32_768
-"""Maximum number of prompt tokens that are looked up, the last ones: indexing them takes some 10 ms."""
+LOOKED_UP = 8192
+"""Maximum number of prompt tokens that are looked up, the last ones: their index takes some milliseconds and 2 MB."""
 
 REMEMBERED = 8
 """Number of guesses over which the share of right ones is averaged, with falling weights."""
