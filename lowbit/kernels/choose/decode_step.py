@@ -6,8 +6,8 @@ A launch runs all layers (kernels/sm90/decode_step.py). Every block walks the sa
 
 A block owns whole m16 row blocks of each product, so no sum crosses blocks; o and down have the same rows, so a block also owns
 its rows of the residual. Weights of a block are a stream of slots: one row block times one k block (128 columns) for each warp.
-The stream does not depend on activations. Activations are exchanged in `vectors`, in words of 32 bits: a word that has not
-arrived is EMPTY. Each layer has vectors of its own, so each word is written once in a launch.
+The stream does not depend on activations. Activations are exchanged in `vectors`, in words of 32 bits
+(kernels/parts/polled.py). Each layer has vectors of its own, so each word is written once in a launch.
 
 Pure functions of a shape and a number of blocks, without Triton; `str(table)` prints a block's tasks.
 """
@@ -39,9 +39,6 @@ MOST_SPLITS = 32
 """Largest number of splits of a row's keys and values: a warp combines them, one for each lane."""
 
 FEWEST_SMS = 16
-
-EMPTY = -1
-"""A word of `vectors` that has not been written. As two halves it is a NaN that no conversion produces."""
 
 BYTES = 227 << 10
 """Shared memory of a block on sm_90."""
@@ -321,8 +318,8 @@ def step_refusals(shape: StepShape, machine: Machine) -> tuple[str, ...]:
         if table.ring_slots < 3:
             columns = max(map(shape.columns, PRODUCT_NAMES))
             reasons.append(
-                f"{shape.tokens} tokens of {columns} columns leave room for {table.ring_slots} slots of {table.slot_bytes} bytes, "
-                "one launch takes 3"
+                f"{shape.tokens} tokens of {columns} columns leave room for {table.ring_slots} slots of {table.slot_bytes} "
+                "bytes, one launch takes 3"
             )
     return tuple(dict.fromkeys(reasons))
 

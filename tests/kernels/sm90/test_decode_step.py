@@ -1,5 +1,4 @@
-"""A decode step in one launch against float64 over poisoned memory, on a GPU and warp by warp in an emulator of its PTX; machine
-code."""
+"""A decode step in one launch against float64 over poisoned memory, on a GPU and warp by warp in an emulator; machine code."""
 
 from __future__ import annotations
 
