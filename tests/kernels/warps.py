@@ -169,6 +169,9 @@ class Warp(Block):
     def _fence(self, step, mask):
         pass
 
+    def _prefetch(self, step, mask):
+        pass
+
     def _bar(self, step, mask):
         assert step.parts[:3] == ["bar", "warp", "sync"]
 

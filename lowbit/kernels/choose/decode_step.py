@@ -32,8 +32,8 @@ BLOCK_K = 128
 WARPS = 16
 """Warps of a block that multiply."""
 
-TOKENS = (1, 2, 4)
-"""Numbers of tokens of a step."""
+TOKENS = (1, 2, 4, 8)
+"""Numbers of tokens of a step; those whose activations fit beside a ring of weights."""
 
 MOST_SPLITS = 32
 """Largest number of splits of a row's keys and values: a warp combines them, one for each lane."""

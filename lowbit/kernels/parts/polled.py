@@ -50,9 +50,11 @@ class Polled:
         return "{\n" + "\n".join(lines) + "\n}"
 
     def poll_constraints(self, count: int, words: int) -> str:
+        """The constraints of `poll`."""
         return ",".join(["=&r"] * (count * words) + ["l"] * count + ["r", "l", "r"])
 
     def words_types(self, count: int) -> tuple[gl.dtype, ...]:
+        """The types of `count` words."""
         return (gl.int32,) * count
 
     def _once_more(self, n: str, other: str, again: str, done: str, status: str, code: str, rarely: int) -> list[str]:

@@ -75,6 +75,7 @@ class SplitAttention:
     """PTX that loads 8 halves at $4, or zeros if $5 is 0."""
     load_token_constraints = "=&r,=&r,=&r,=&r,l,r"
     store_token = "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }"
+    store_words = "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }"
     load_float = "ld.shared.f32 $0, [$1];"
     store_float = "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.shared.f32 [$1], $2; mov.b32 $0, 0; }"
 
@@ -218,7 +219,8 @@ def merge_lanes(tops, totals, sums, C: gl.constexpr):
 
 @gluon.jit
 def sums_to_shared(at, worker, tops, totals, sums, C: gl.constexpr):
-    """Stores the sums [warp][head of the set][element], then maxima and totals [warp][head of the set][2], of each warp."""
+    """Stores the sums [warp][head of the set][element], then maxima and totals [warp][head of the set][2], of each warp. Of the
+    8 elements of each lane the first 4 come before the last 4 of all lanes, so that stores have few bank conflicts."""
     T: gl.constexpr = C.table
     HEADS: gl.constexpr = T.set_heads
     DIM: gl.constexpr = C.shape.head_dim
@@ -227,8 +229,9 @@ def sums_to_shared(at, worker, tops, totals, sums, C: gl.constexpr):
     own = (at.lane < T.lanes).to(gl.int32)
     for h in gl.static_range(HEADS):
         place = at.warp * HEADS + h
-        for i in gl.static_range(8):
-            run(C.store_float, "=r,r,f,r", [start + (place * DIM + worker.element + i) * 4, sums[8 * h + i], own])
+        for i in gl.static_range(2):
+            to = start + (place * DIM + i * (DIM // 2) + worker.element // 2) * 4
+            run(C.store_words, "=r,r,f,f,f,f,r", (to,) + sums[8 * h + 4 * i : 8 * h + 4 * i + 4] + (own,))
         run(C.store_float, "=r,r,f,r", [tops_start + place * 8, tops[h], (at.lane == 0).to(gl.int32)])
         run(C.store_float, "=r,r,f,r", [tops_start + place * 8 + 4, totals[h], (at.lane == 0).to(gl.int32)])
 
@@ -243,17 +246,17 @@ def merge_warps(at, head, element, C: gl.constexpr):
     DIM: gl.constexpr = C.shape.head_dim
     start = at.start + T.x_start
     tops_start = start + T.warps * HEADS * DIM * 4
-    first = head // HEADS * HEADS + head % HEADS  # place of the head in the first warp of its set
+    stored = element // 4 % 2 * (DIM // 2) + element // 8 * 4 + element % 4
     top = at.lane.to(gl.float32) * 0.0 + NOTHING
     for i in gl.static_range(COUNT):
-        top = gl.maximum(top, asm(C.load_float, "=f,r", [tops_start + (first + i * SETS * HEADS) * 8], gl.float32))
+        top = gl.maximum(top, asm(C.load_float, "=f,r", [tops_start + (head + i * SETS * HEADS) * 8], gl.float32))
     total = top * 0.0
     sum_ = top * 0.0
     for i in gl.static_range(COUNT):
-        place = first + i * SETS * HEADS
+        place = head + i * SETS * HEADS  # the first warp of a set has the set's number
         fade = gl.exp2(asm(C.load_float, "=f,r", [tops_start + place * 8], gl.float32) - top)
         total += asm(C.load_float, "=f,r", [tops_start + place * 8 + 4], gl.float32) * fade
-        sum_ += asm(C.load_float, "=f,r", [start + (place * DIM + element) * 4], gl.float32) * fade
+        sum_ += asm(C.load_float, "=f,r", [start + (place * DIM + stored) * 4], gl.float32) * fade
     return top, total, sum_
 
 

@@ -1,4 +1,4 @@
-"""All layers of a decode step of 1, 2 or 4 tokens in one cooperative launch; sm_90.
+"""All layers of a decode step of 1, 2, 4 or 8 tokens in one cooperative launch; sm_90.
 
 Reads   h, x and squares of the embedding; a table of addresses per layer (choose/decode_step.py, FIELDS): weights in
         FragmentOrder with scales, biases, gammas, pages, cos and sin; page tables, positions, rows
@@ -151,7 +151,6 @@ setp.ne.and.s32 p, a, 0x7fedcba9, p; setp.ne.and.s32 p, b, 0x7fedcba9, p; bar.wa
 
     read_x_constraints = ",".join(["=&r"] * 16 + ["r"])
 
-    store_words = "st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;"
     sync_warp = "bar.warp.sync 0xffffffff; mov.b32 $0, 0;"
 
     @property
@@ -207,6 +206,28 @@ class RingPlace:
 
 
 @aggregate
+class RowVectors:
+    """Addresses of the vectors of a product's rows, or None: scales of channels, bias, gamma of the next norm; and the factor
+    of the norm before it."""
+
+    channel: Scalar
+    bias: Scalar
+    gamma: Scalar
+    factor: Scalar
+
+
+@aggregate
+class AttentionVectors:
+    """Addresses of a layer's pages, and its cosines, sines and gammas of norms of heads."""
+
+    k: Scalar
+    v: Scalar
+    cos_sin: Scalar
+    q_gamma: Scalar
+    k_gamma: Scalar
+
+
+@aggregate
 class Output:
     """A thread's output in a flush of row blocks: whether it exists; row block within the flush; row of w within that; token;
     the values of its row (and of the row of up) that were loaded before the product; h before the addition."""
@@ -225,6 +246,14 @@ class Output:
 
 
 @gluon.jit
+def same_thread(at, C: gl.constexpr):
+    """Returns the same MathThread in new registers. Otherwise the compiler computes the addresses of all stages before the
+    first layer, and keeps them on the stack."""
+    index = asm("mov.b32 $0, $1;", "=r,r", [at.index], gl.int32) & (C.threads - 1)
+    return MathThread(index, index & 31, index >> 5, at.start)
+
+
+@gluon.jit
 def field(args, layer, name: gl.constexpr, C: gl.constexpr):
     """Returns a field of the table of layers."""
     COUNT: gl.constexpr = len(FIELDS_OF)
@@ -233,6 +262,14 @@ def field(args, layer, name: gl.constexpr, C: gl.constexpr):
 
 FIELDS_OF = gl.constexpr(FIELDS)
 WAITS_OF = gl.constexpr(WAITS)
+
+
+@gluon.jit
+def prefetch_layer(args, layer, C: gl.constexpr):
+    """Prefetches a layer's row of the table into L2."""
+    COUNT: gl.constexpr = len(FIELDS_OF)
+    for line in gl.static_range(0, COUNT, 16):
+        run("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [args.layers + (layer * COUNT + line)])
 
 
 @gluon.jit
@@ -343,7 +380,7 @@ def gather_x(source, args, at, layer, product: gl.constexpr, wait: gl.constexpr,
             addresses = addresses + (source + ((token * K_BLOCKS + k_block) * 16 + (piece & 15)) * 16,)
         words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, wait, C), min(4, TURNS - begin), 4, C)
         for i in gl.static_range(min(4, TURNS - begin)):
-            run(C.store_words, "=r,r,r,r,r,r", (places[i],) + words[4 * i : 4 * i + 4])
+            run(C.store_words, "=r,r,r,r,r,r,r", (places[i],) + words[4 * i : 4 * i + 4] + (at.lane * 0 + 1,))
     run(C.sync_warp, "=r", [])
 
 
@@ -381,7 +418,7 @@ def multiply_unit(args, at, layer, place, acc, chunk, product: gl.constexpr, C: 
 
 
 @gluon.jit
-def rms_to_shared(source, parts, needed, args, at, layer, product: gl.constexpr, C: gl.constexpr):
+def rms_to_shared(source, parts, factor, needed, args, at, layer, product: gl.constexpr, C: gl.constexpr):
     """If needed, warp i adds up the partial sums of squares [parts, tokens] of token i in order, and stores 1 / (rms * x's
     factor)."""
     T: gl.constexpr = C.table
@@ -399,21 +436,33 @@ def rms_to_shared(source, parts, needed, args, at, layer, product: gl.constexpr,
         total += gl.where(at.lane + 32 * i < parts, words[i].to(gl.float32, bitcast=True), 0.0)
     for step in gl.static_range(5):
         total += exchanged(total, 1 << step)
-    factors = field(args, layer, "factors", C)
-    factor = (factors if product == "qkv" else factors >> 32).to(gl.int32).to(gl.float32, bitcast=True)
     root = gl.rsqrt(total * args.inverse_width + args.eps) * factor
     run(C.store_float, "=r,r,f,r", [at.start + T.rms_start + token * 4, root, (own & (at.lane == 0)).to(gl.int32)])
 
 
 @gluon.jit
-def load_channel(args, layer, row, part: gl.constexpr, kind: gl.constexpr, C: gl.constexpr):
-    """Returns a thread's value of one of the table's vectors of channels, in float32."""
-    values = field(args, layer, part, C).to(gl.pointer_type(kind), bitcast=True)
-    return gl.load(values + row).to(gl.float32)
+def row_vectors(args, layer, product: gl.constexpr, C: gl.constexpr):
+    """Returns the RowVectors of a product. It is called before the wait for x, in which its loads take no time."""
+    KIND: gl.constexpr = gl.float32 if C.channel == "fp32" else gl.bfloat16
+    NAME: gl.constexpr = "mlp_gamma" if product == "o" else "next_gamma"
+    channel = None
+    bias = None
+    gamma = None
+    factor = None
+    if C.channel is not None:
+        channel = field(args, layer, product + " channel_scale", C).to(gl.pointer_type(KIND), bitcast=True)
+    if ptx(C.has_bias, product):
+        bias = field(args, layer, product + " bias", C).to(gl.pointer_type(gl.float32), bitcast=True)
+    if ptx(C.normed, product):
+        factors = field(args, layer, "factors", C)
+        factor = (factors if product == "qkv" else factors >> 32).to(gl.int32).to(gl.float32, bitcast=True)
+    else:
+        gamma = field(args, layer, NAME, C).to(gl.pointer_type(gl.float32), bitcast=True)
+    return RowVectors(channel, bias, gamma, factor)
 
 
 @gluon.jit
-def output_of(args, at, layer, begin, count, product: gl.constexpr, C: gl.constexpr):
+def output_of(args, at, rows, begin, count, product: gl.constexpr, C: gl.constexpr):
     """Returns a thread's output among `count` row blocks from `begin` on, and loads the values of its rows."""
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
@@ -434,15 +483,13 @@ def output_of(args, at, layer, begin, count, product: gl.constexpr, C: gl.conste
     bias = ()
     gamma = ()
     old = ()
-    KIND: gl.constexpr = gl.float32 if C.channel == "fp32" else gl.bfloat16
     for i in gl.static_range(BOTH):
         if C.channel is not None:
-            channel = channel + (load_channel(args, layer, of_w + 8 * i, product + " channel_scale", KIND, C),)
+            channel = channel + (gl.load(rows.channel + of_w + 8 * i).to(gl.float32),)
         if ptx(C.has_bias, product):
-            bias = bias + (load_channel(args, layer, of_w + 8 * i, product + " bias", gl.float32, C),)
+            bias = bias + (gl.load(rows.bias + of_w + 8 * i),)
     if RESIDUAL:
-        NAME: gl.constexpr = "mlp_gamma" if product == "o" else "next_gamma"
-        gamma = (load_channel(args, layer, of_w, NAME, gl.float32, C),)
+        gamma = (gl.load(rows.gamma + of_w),)
         old = (gl.load(args.h + token * N + of_w, mask=exists, other=0.0).to(gl.float32),)
     return Output(exists, row_block, row, token, channel, bias, gamma, old)
 
@@ -503,6 +550,8 @@ def multiply_product(args, at, layer, place, parity, x, squares_of, parts, produ
     AT_ONCE: gl.constexpr = ptx(T.at_once, product)
     CHUNKS: gl.constexpr = ptx(T.chunks, product)
     WAIT: gl.constexpr = "x of gate-up" if product == "gate_up" else "x of " + product
+    at = same_thread(at, C)
+    rows = row_vectors(args, layer, product, C)
     gather_x(x, args, at, layer, product, WAIT, C)
     zero = at.lane.to(gl.float32) * 0.0
     squares = zero
@@ -511,7 +560,7 @@ def multiply_product(args, at, layer, place, parity, x, squares_of, parts, produ
     first, end = own_row_blocks(product, C)
     for begin in range(first, end, AT_ONCE):
         count = gl.minimum(end - begin, AT_ONCE)
-        out = output_of(args, at, layer, begin, count, product, C)
+        out = output_of(args, at, rows, begin, count, product, C)
         for row_block in range(count):
             acc = (zero, zero, zero, zero)
             for chunk in range(CHUNKS):
@@ -519,7 +568,7 @@ def multiply_product(args, at, layer, place, parity, x, squares_of, parts, produ
             to = own_sums + parity * T.sums_bytes + row_block * (T.warps * 64 * M)
             run(C.store_sums, "=r,r,r,f,f,f,f", (to, pair) + acc)
         if ptx(C.normed, product):
-            rms_to_shared(squares_of, parts, begin == first, args, at, layer, product, C)
+            rms_to_shared(squares_of, parts, rows.factor, begin == first, args, at, layer, product, C)
         barrier()
         squares = finish(args, at, layer, out, begin, parity, squares, product, C)
         parity = parity ^ 1
@@ -558,7 +607,19 @@ def active_splits(position, C: gl.constexpr):
 
 
 @gluon.jit
-def attend(args, at, layer, task, worker, active, each, C: gl.constexpr):
+def attention_vectors(args, layer, C: gl.constexpr):
+    """Returns the AttentionVectors of a layer."""
+    q_gamma = None
+    k_gamma = None
+    if C.head_norms:
+        q_gamma = field(args, layer, "q_gamma", C).to(gl.pointer_type(gl.float32), bitcast=True)
+        k_gamma = field(args, layer, "k_gamma", C).to(gl.pointer_type(gl.float32), bitcast=True)
+    cos_sin = field(args, layer, "cos_sin", C).to(gl.pointer_type(gl.float32), bitcast=True)
+    return AttentionVectors(field(args, layer, "k", C), field(args, layer, "v", C), cos_sin, q_gamma, k_gamma)
+
+
+@gluon.jit
+def attend(args, at, layer, vectors, task, worker, active, each, C: gl.constexpr):
     """Computes one split: appends the new token in split 0, and stores the split's sums, or the output if it is the only
     one."""
     T: gl.constexpr = C.table
@@ -567,22 +628,18 @@ def attend(args, at, layer, task, worker, active, each, C: gl.constexpr):
     G: gl.constexpr = A.group
     begin = worker.split * each * T.tokens_at_once
     end = gl.minimum(begin + each * T.tokens_at_once, worker.position)
-    pages_k, pages_v = field(args, layer, "k", C), field(args, layer, "v", C)
-    k, v = load_tokens(pages_k, worker, begin, end, C), load_tokens(pages_v, worker, begin, end, C)
-    cos_sin = field(args, layer, "cos_sin", C).to(gl.pointer_type(gl.float32), bitcast=True)
+    k, v = load_tokens(vectors.k, worker, begin, end, C), load_tokens(vectors.v, worker, begin, end, C)
     cos = ()
     sin = ()
     q_gamma = ()
     k_gamma = ()
     for i in gl.static_range(8):
-        c, s = angles(cos_sin, worker.position, worker.element + i, C)
+        c, s = angles(vectors.cos_sin, worker.position, worker.element + i, C)
         cos = cos + (c,)
         sin = sin + (s,)
         if C.head_norms:
-            of_q = field(args, layer, "q_gamma", C).to(gl.pointer_type(gl.float32), bitcast=True)
-            of_k = field(args, layer, "k_gamma", C).to(gl.pointer_type(gl.float32), bitcast=True)
-            q_gamma = q_gamma + (gammas(of_q, worker.element + i, C),)
-            k_gamma = k_gamma + (gammas(of_k, worker.element + i, C),)
+            q_gamma = q_gamma + (gammas(vectors.q_gamma, worker.element + i, C),)
+            k_gamma = k_gamma + (gammas(vectors.k_gamma, worker.element + i, C),)
     qkv = vector(args, layer, "qkv", C) + worker.row * (A.features * 2) + worker.element * 2
     addresses = ()
     for h in gl.static_range(HEADS):
@@ -598,12 +655,12 @@ def attend(args, at, layer, task, worker, active, each, C: gl.constexpr):
     new_k = turn_head(words[4 * HEADS : 4 * HEADS + 4], k_gamma, cos, sin, C)
     new_v = words[4 * HEADS + 4 : 4 * HEADS + 8]
     own = (worker.number == 0) & (worker.split == 0)
-    append(pages_k, pages_v, worker, new_k, new_v, (own & (worker.heads == 0)).to(gl.int32), C)
+    append(vectors.k, vectors.v, worker, new_k, new_v, (own & (worker.heads == 0)).to(gl.int32), C)
     tops, totals, sums = attend_new(q, new_k, new_v, own, C)
     for n in range(begin, end, T.tokens_at_once):
         tops, totals, sums = attend_tokens(q, k, v, tops, totals, sums, worker, n, end, C)
-        k = load_tokens(pages_k, worker, n + T.tokens_at_once, end, C)
-        v = load_tokens(pages_v, worker, n + T.tokens_at_once, end, C)
+        k = load_tokens(vectors.k, worker, n + T.tokens_at_once, end, C)
+        v = load_tokens(vectors.v, worker, n + T.tokens_at_once, end, C)
     tops, totals, sums = merge_lanes(tops, totals, sums, C)
     sums_to_shared(at, worker, tops, totals, sums, C)
     barrier()
@@ -674,14 +731,15 @@ def combine(args, at, layer, task, worker, active, C: gl.constexpr):
 
 
 @gluon.jit
-def attention(args, at, layer, C: gl.constexpr):
+def attention(args, at, layer, vectors, C: gl.constexpr):
     """Attention of this block's tasks: first all splits, then their combination, so that no block waits for itself."""
     T: gl.constexpr = C.table
+    at = same_thread(at, C)
     for task in range(gl.program_id(0), T.attention_tasks, T.blocks):
         worker = worker_of(args, at, task, C)
         active, each = active_splits(worker.position, C)
         if worker.split < active:
-            attend(args, at, layer, task, worker, active, each, C)
+            attend(args, at, layer, vectors, task, worker, active, each, C)
     for task in range(gl.program_id(0), T.attention_tasks, T.blocks):
         worker = worker_of(args, at, task, C)
         active, _ = active_splits(worker.position, C)
@@ -708,8 +766,10 @@ def math_warps(args, C: gl.constexpr):
     squares = args.squares.to(gl.int64)
     parts = args.parts
     for layer in range(LAYERS):
+        prefetch_layer(args, gl.minimum(layer + 1, LAYERS - 1), C)
+        vectors = attention_vectors(args, layer, C)
         place, parity = multiply_product(args, at, layer, place, parity, x, squares, parts, "qkv", C)
-        attention(args, at, layer, C)
+        attention(args, at, layer, vectors, C)
         attended = vector(args, layer, "attended", C)
         place, parity = multiply_product(args, at, layer, place, parity, attended, attended, parts, "o", C)
         x = vector(args, layer, "mlp_x", C)
