@@ -18,8 +18,8 @@ from lowbit.kernels.parts.gluon import asm, gl, gluon, ptx, run
 EMPTY = -1
 """A word that has not been written."""
 
-LIMIT = 1 << 17
-"""Number of polls after which a block gives up: a tenth of a second or more, a thousand times the longest wait."""
+LIMIT = 1 << 20
+"""Number of attempts after which a block gives up: some tenths of a second, thousands of times the longest wait."""
 
 
 class Polled:

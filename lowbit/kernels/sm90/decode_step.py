@@ -108,8 +108,30 @@ class DecodeStep(Polled, SplitAttention):
         for slot in range(t.ring_slots):
             lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{first + 8 * slot}], 1;")
             lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{first + 8 * (t.ring_slots + slot)}], {t.warps};")
+        lines.append(f"{{ .reg .b32 nil; mov.b32 nil, 0; @p st.shared.b32 [at+{t.flag_start}], nil; }}")
         lines.append("@p fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
         return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
+
+    @property
+    def await_room(self) -> str:
+        """PTX that waits until the slot at barrier $1 (parity $2) is full, or, while the flag is 0, the slot at $3 (parity $4),
+        which was asked for earlier. $5: address of shared memory; $6: address of the status; $7: its value if it takes too
+        long."""
+        lines = [".reg .pred p, more; .reg .b32 m, n; mov.b32 n, 0;"]
+        lines += ["AGAIN: mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2; vote.sync.all.pred p, p, 0xffffffff;"]
+        lines += ["@p bra DONE; mbarrier.test_wait.parity.shared::cta.b64 p, [$3], $4;"]
+        lines += [f"ld.volatile.shared.b32 m, [$5+{self.table.flag_start}]; setp.eq.and.s32 p, m, 0, p;"]
+        lines += ["vote.sync.all.pred p, p, 0xffffffff; @p bra DONE;"]
+        lines += [*self._once_more("n", "m", "AGAIN", "DONE", "$6", "$7", 255), "DONE: mov.b32 $0, 0;"]
+        return "{\n" + "\n".join(lines) + "\n}"
+
+    @property
+    def set_flag(self) -> str:
+        """PTX by which thread 0 ($2) sets the flag to $3, if $4 is not 0. $1: address of shared memory."""
+        return (
+            "{ .reg .pred p; setp.eq.s32 p, $2, 0; setp.ne.and.s32 p, $4, 0, p;\n"
+            f"@p st.volatile.shared.b32 [$1+{self.table.flag_start}], $3; mov.b32 $0, 0; }}"
+        )
 
     @property
     def fill(self) -> str:
@@ -312,6 +334,8 @@ def load_product(args, layer, place, issued, product: gl.constexpr, C: gl.conste
     """Copies this block's weights of one product to the ring. `issued`: number of slots that were filled before."""
     T: gl.constexpr = C.table
     SLOTS: gl.constexpr = T.ring_slots
+    FEW: gl.constexpr = T.in_flight[0]
+    MANY: gl.constexpr = T.in_flight[1]
     K_BLOCKS: gl.constexpr = ptx(T.k_blocks, product)
     CHUNKS: gl.constexpr = ptx(T.chunks, product)
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -325,11 +349,13 @@ def load_product(args, layer, place, issued, product: gl.constexpr, C: gl.conste
             await_barrier(
                 barriers + 8 * (SLOTS + place.slot), place.phase ^ 1, args.status, status_of(layer, "a free slot", C), C
             )
-            if issued >= T.in_flight:
-                earlier = issued - T.in_flight
-                await_barrier(
-                    barriers + 8 * (earlier % SLOTS), earlier // SLOTS & 1, args.status, status_of(layer, "weights", C), C
-                )
+            if issued >= MANY:
+                later, earlier = issued - FEW, issued - MANY
+                run(
+                    C.await_room, "=r,r,r,r,r,r,l,r",
+                    [barriers + 8 * (later % SLOTS), lane * 0 + (later // SLOTS & 1), barriers + 8 * (earlier % SLOTS),
+                     lane * 0 + (earlier // SLOTS & 1), start, args.status, status_of(layer, "weights", C)],
+                )  # fmt: skip
             unit = (codes * 0 + row_block) * K_BLOCKS + chunk * T.warps
             count = gl.minimum(K_BLOCKS - chunk * T.warps, T.warps)
             run(
@@ -549,10 +575,13 @@ def multiply_product(args, at, layer, place, parity, x, squares_of, parts, produ
     M: gl.constexpr = T.shape.tokens
     AT_ONCE: gl.constexpr = ptx(T.at_once, product)
     CHUNKS: gl.constexpr = ptx(T.chunks, product)
+    LONG: gl.constexpr = product == "gate_up" or product == "down"  # more weights than the ring holds
     WAIT: gl.constexpr = "x of gate-up" if product == "gate_up" else "x of " + product
     at = same_thread(at, C)
     rows = row_vectors(args, layer, product, C)
     gather_x(x, args, at, layer, product, WAIT, C)
+    if LONG:
+        run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, at.index * 0, at.index * 0 + 1])
     zero = at.lane.to(gl.float32) * 0.0
     squares = zero
     group, pair = at.lane >> 2, at.lane & 3
@@ -564,6 +593,9 @@ def multiply_product(args, at, layer, place, parity, x, squares_of, parts, produ
         for row_block in range(count):
             acc = (zero, zero, zero, zero)
             for chunk in range(CHUNKS):
+                if LONG:
+                    last = (begin + row_block == end - 1) & (chunk == CHUNKS - 1)
+                    run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, at.index * 0 + 1, at.index * 0 + last.to(gl.int32)])
                 place, acc = multiply_unit(args, at, layer, place, acc, chunk, product, C)
             to = own_sums + parity * T.sums_bytes + row_block * (T.warps * 64 * M)
             run(C.store_sums, "=r,r,r,f,f,f,f", (to, pair) + acc)
