@@ -27,7 +27,7 @@ class Exchange(Polled):
 def exchange(words, out, status, C: gl.constexpr):
     """Block 0 writes 32 float32, 16 pairs of lanes and 32 pairs of values; block 1 polls them and stores what it gets."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    value = lane.to(gl.float32) * 0.8125
+    value = (lane + 1).to(gl.float32) * 0.8125
     base = words.to(gl.int64)
     if gl.program_id(0) == 0:
         if C.writes:
@@ -60,7 +60,7 @@ def run(seed, **options):
 @pytest.mark.parametrize("seed", range(3))
 def test_words_arrive(seed, dtype):
     out, status = run(seed, dtype=dtype)
-    value, half = torch.arange(32) * 0.8125, torch.float16 if dtype == "fp16" else torch.bfloat16
+    value, half = torch.arange(1, 33) * 0.8125, torch.float16 if dtype == "fp16" else torch.bfloat16
     assert status == 0 and torch.equal(out[0].view(torch.float32), value)
     assert torch.equal(out[1][::2].contiguous().view(half), value.to(half))
     both = torch.stack([value, -value], 1).to(half).flatten().view(torch.int32)
