@@ -76,7 +76,7 @@ class Engine:
         prefix_caching: prompts with a common prefix share its keys and values.
         forward: computes by the model's own forward, one sequence at a time, as for models without a decode program.
         async_scheduling: reads the tokens of a step after the next one is launched.
-        persistent_step: computes all layers of steps of up to 4 tokens in one launch (engine/one_launch.py). Experimental, for
+        persistent_step: computes all layers of steps of up to 8 tokens in one launch (engine/one_launch.py). Experimental, for
             sm_90 and quantized weights of one form; `report` says why a model's steps are not computed so.
         stop_token_ids: tokens that `Sampling.min_new_tokens` suppresses (default: the model's end-of-text tokens).
         kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU; default: that of an installed package

@@ -2,7 +2,7 @@
 
     embed | norm  qkv  attention  o | norm  gate-up  gate  down | ... | norm  head
 
-A layer takes eight launches on a GPU, five for up to 64 tokens (chain.py); all layers of up to 4 tokens can be one launch
+A layer takes eight launches on a GPU, five for up to 64 tokens (chain.py); all layers of up to 8 tokens can be one launch
 (one_launch.py). Prompts use the same products, with all their tokens
 at once; on a GPU they are padded to the sizes of ragged.py. kernels/reference/ defines each operator and runs on a CPU.
 """
