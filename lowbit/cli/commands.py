@@ -31,6 +31,7 @@ from lowbit.cli.terminal import (
     KV,
     AnyModel,
     Device,
+    Draft,
     Json,
     Kernels,
     Model,
@@ -42,6 +43,7 @@ from lowbit.cli.terminal import (
     check_kv,
     check_scheme,
     load_layers,
+    local_draft,
     out,
     say,
     user_errors,
@@ -295,6 +297,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Seed of --sample.")] = None,
     kv: KV = "16",
     speculate: Speculate = 0,
+    draft: Draft = None,
     kernels: Kernels = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
     device: Device = None,
@@ -316,13 +319,14 @@ def generate(
     check_kv(kv)
     check_device(device)
     check_exists(kernels, KERNELS_FILE)
-    path = str(local_model(model))
+    path, draft_path = str(local_model(model)), local_draft(draft)
     load_layers("lowbit.pipeline")
     from lowbit.pipeline import pipeline
 
     check_json(json_file, "lowbit generate")
     pipe = pipeline(
-        path, scheme=scheme, device=device, verify=verify, progress=True, kv=kv, speculate=speculate, kernels=kernels
+        path, scheme=scheme, device=device, verify=verify, progress=True, kv=kv, speculate=speculate,
+        draft=draft_path, kernels=kernels,
     )  # fmt: skip
     options = {"max_new_tokens": max_new_tokens, "do_sample": sample, "seed": seed}
     if len(prompts) == 1 and out.is_terminal and str(json_file) != "-" and not pipe.refusals:

@@ -62,7 +62,7 @@ class DraftModel:
         self.warm_up_run: WarmUpRun | None = None
         """Finds its kernels; None without CUDA graphs."""
         if graphs is not None:
-            self.warm_up_run = WarmUpRun(self.program, self.decode_runner, self.prefill_runner, None, most, longest)
+            self.warm_up_run = WarmUpRun(self.program, self.decode_runner, self.prefill_runner, None, None, most, longest)
 
     def captures(self) -> list[tuple[str, Callable[[], object]]]:
         """Returns (description, function that captures it) of its graphs: greedy steps, and prompts."""

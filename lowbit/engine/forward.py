@@ -31,6 +31,7 @@ class ForwardProgram:
 
     is_paged = False
     captures_prompts = False
+    mixes = False
     cache_spec: CacheSpec | None = None
     status = None
 
@@ -66,6 +67,16 @@ class ForwardProgram:
 
     def ragged_logits(self, ragged: Ragged, slots: Slots) -> Tensor:
         """Not implemented: prompts are computed one by one."""
+        raise NotImplementedError
+
+    def mixed_logits(self, ragged: Ragged, rows: Tensor, slots: Slots, longest: int = 0) -> tuple[Tensor, Tensor]:
+        """Not implemented: sequences are computed one by one."""
+        raise NotImplementedError
+
+    def mixed_prompt(
+        self, chunks: abc.Sequence[PrefillChunk], rows: Tensor, slots: Slots, longest: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Not implemented: sequences are computed one by one."""
         raise NotImplementedError
 
     def blank_logits(self, count: int) -> Tensor:

@@ -18,10 +18,11 @@ from torch import Tensor
 from lowbit.engine.decode_runner import DecodeRunner, DecodeStep, filters, sample_tokens
 from lowbit.engine.failure import StuckStep, log_failure
 from lowbit.engine.grammar import GrammarState, masks_of
+from lowbit.engine.mixed_runner import MixedRunner
 from lowbit.engine.one_launch import OneLaunch
 from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.request import SampledToken
-from lowbit.engine.scheduler import PrefillChunk, SchedulerOutput
+from lowbit.engine.scheduler import SchedulerOutput
 from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots, on_device
 from lowbit.engine.verify_runner import VerifyRow, VerifyRunner
@@ -127,12 +128,13 @@ class ModelRunner:
         decode_runner: DecodeRunner,
         prefill_runner: PrefillRunner,
         verify_runner: VerifyRunner | None,
+        mixed_runner: MixedRunner,
         warm_up_run: WarmUpRun | None,
         draft: DraftModel | None,
         progress: Callable[[Stage], object] | None,
     ) -> None:
         self.slots, self.decode_runner, self.prefill_runner = slots, decode_runner, prefill_runner
-        self.verify_runner = verify_runner
+        self.mixed_runner, self.verify_runner = mixed_runner, verify_runner
         """Runs steps with guesses; None without speculation."""
         self.warm_up_run = warm_up_run
         """Finds the kernels of a step before it is launched; None without CUDA graphs."""
@@ -175,9 +177,8 @@ class ModelRunner:
         masks = masks_of(states, self.slots.sampling.masks.shape[1])
         self.slots.sampling.set_masks([sequence.running_slot for sequence in sequences], masks)
 
-    def sample(self, chunks: abc.Sequence[PrefillChunk], logits: Tensor) -> InFlightStep:
-        """Samples the first token of each prompt that ends with one of `chunks`, from its logits [B, V]."""
-        sequences = [chunk.sequence for chunk in chunks if chunk.last]
+    def sample(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> InFlightStep:
+        """Samples a token of each sequence from its logits [B, V]."""
         rows = on_device([sequence.running_slot for sequence in sequences], self.slots.device)
         return self.in_flight(sequences, sample_tokens(logits, rows, self.slots, filters(sequences)))
 
@@ -252,7 +253,14 @@ class ModelRunner:
             )
             for shape in self.prefill_runner.graph_shapes
         ]
-        return [*steps, *prompts, *(() if self._draft is None else self._draft.captures())]
+        mixed = [
+            (
+                f"step of {shape.rows} with prompts of {shape.prompts.tokens:,} tokens",
+                functools.partial(self.mixed_runner.captured, shape),
+            )
+            for shape in self.mixed_runner.shapes
+        ]
+        return [*steps, *prompts, *mixed, *(() if self._draft is None else self._draft.captures())]
 
 
 def _to_host(values: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
     embed | norm  qkv  attention  o | norm  gate-up  gate  down | ... | norm  head
 
-A layer takes eight launches on a GPU, five for up to 64 tokens (chain.py); all layers of up to 4 tokens can be one launch
+A layer takes eight launches on a GPU, five for up to 64 tokens (chain.py); all layers of up to 8 tokens can be one launch
 (one_launch.py). Prompts use the same products, with all their tokens
 at once; on a GPU they are padded to the sizes of ragged.py. kernels/reference/ defines each operator and runs on a CPU.
 """
@@ -229,14 +229,55 @@ class DecodeProgram:
 
     def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
         """Returns logits [B, V] after the chunks that are the last of their prompts; None if none is."""
+        ragged, by_chunks = self._ragged(chunks, slots)
+        h, delta = self.prefill(ragged, slots, by_chunks)
+        last = ragged.last[: sum(chunk.last for chunk in chunks)]
+        return self.logits(h[last], delta[last]) if len(last) else None
+
+    def _ragged(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> tuple[Ragged, PromptAttention | None]:
+        """Returns chunks as tensors, and their attention if it is not `RaggedAttention`."""
         count = sum(len(chunk.tokens) for chunk in chunks)
         on_gpu = self.device.type == "cuda"
         # Padded on a GPU: kernels are not compiled for each length.
         ragged = Ragged.of(chunks, slots, sizes(count)[-1] if on_gpu else count)
-        by_chunks = None if on_gpu and not self.softcaps else PromptAttention(chunks, slots, invariant=self.batch_invariant)
-        h, delta = self.prefill(ragged, slots, by_chunks)
+        return ragged, None if on_gpu and not self.softcaps else PromptAttention(chunks, slots, invariant=self.batch_invariant)
+
+    @property
+    def mixes(self) -> bool:
+        """True unless attention scores have a soft cap, whose prompts are computed chunk by chunk on a GPU."""
+        return not self.softcaps
+
+    def mixed_logits(self, ragged: Ragged, rows: Tensor, slots: Slots, longest: int = 0) -> tuple[Tensor, Tensor]:
+        """Returns logits [B, V] as `step` does for `rows`, and logits [sequences, V] as `ragged_logits` does."""
+        return self._mixed(ragged, rows, slots, longest, ragged.last, None)
+
+    def mixed_prompt(
+        self, chunks: abc.Sequence[PrefillChunk], rows: Tensor, slots: Slots, longest: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns logits [B, V] as `step` does for `rows`, and those that `prompt` returns for `chunks`."""
+        ragged, by_chunks = self._ragged(chunks, slots)
         last = ragged.last[: sum(chunk.last for chunk in chunks)]
-        return self.logits(h[last], delta[last]) if len(last) else None
+        decoded, prompted = self._mixed(ragged, rows, slots, longest, last, by_chunks)
+        return decoded, prompted if len(last) else None
+
+    def _mixed(
+        self, ragged: Ragged, rows: Tensor, slots: Slots, longest: int, last: Tensor, attention: PromptAttention | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns logits after the next tokens of the slots `rows`, and after the tokens `last` of a ragged batch. Decoding
+        sequences are the first rows of every product; attention is that of steps and of prompts."""
+        count, slot_of = len(rows), rows.long()
+        tokens = torch.cat([slots.tokens[slot_of], ragged.ids])
+        positions = torch.cat([slots.positions[slot_of], ragged.position_of])
+        decode = self._attending(rows, slots.positions, slots, longest)
+        prompts = self._attending_prompts(ragged, slots, attention)
+
+        def attend(i: int, qkv: Tensor) -> Tensor:
+            return torch.cat([decode(i, qkv[:count]), prompts(i, qkv[count:])])
+
+        h, delta = self._layers(tokens, None, positions, attend)
+        picked = torch.cat([torch.arange(count, device=rows.device), count + last])
+        logits = self.logits(h[picked], delta[picked])
+        return logits[:count], logits[count:]
 
     @property
     def softcaps(self) -> bool:
@@ -247,6 +288,13 @@ class DecodeProgram:
         """Returns the residual stream after the tokens of prompts, and the last layer's output, which is not added to it yet.
         `attention` replaces `RaggedAttention`.
         """
+        attend = self._attending_prompts(ragged, slots, attention)
+        return self._layers(ragged.ids, None, ragged.position_of, attend)
+
+    def _attending_prompts(
+        self, ragged: Ragged, slots: Slots, attention: PromptAttention | None
+    ) -> Callable[[int, Tensor], Tensor]:
+        """Returns a function that computes the attention of prompts in layer i from their qkv."""
         attention_of = attention or RaggedAttention(ragged, self.layers[0].shape.kv_heads)
 
         def attend(i: int, qkv: Tensor) -> Tensor:
@@ -257,7 +305,7 @@ class DecodeProgram:
             )  # fmt: skip
             return attention_of(q, pages, layer.shape, layer.spec.sinks)
 
-        return self._layers(ragged.ids, None, ragged.position_of, attend)
+        return attend
 
     @property
     def _cache(self) -> Cache:

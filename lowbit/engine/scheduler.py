@@ -123,8 +123,11 @@ class Scheduler:
                 requeued.append(sequence)
         self.waiting.extendleft(reversed(requeued))
 
-    def schedule(self) -> SchedulerOutput:
-        """Schedules the next step, and advances the counters of its sequences as if it had run."""
+    def schedule(self, budget: int | None = None) -> SchedulerOutput:
+        """Schedules the next step, and advances the counters of its sequences as if it had run. budget: maximum number of
+        prompt tokens if sequences decode in the step (default: `chunk_tokens`); a longer chunk is split. With `invariant`
+        chunks are not split.
+        """
         scheduled = SchedulerOutput()
         for sequence in list(self.running):
             if self._decodes(sequence) and not self._allocate_next(sequence, scheduled):
@@ -133,13 +136,16 @@ class Scheduler:
         for sequence in scheduled.decoding:
             sequence.computed_tokens = sequence.position + 1
             sequence.launched_tokens += 1
-        left = self._add_chunks_of_running(scheduled)
+        limit = self.chunk_tokens
+        if budget is not None and scheduled.decoding and not self.invariant:
+            limit = min(limit, budget)
+        left = self._add_chunks_of_running(scheduled, limit)
         while self.waiting and self._free_slots and left > 0:
             sequence = self.waiting[0]
             if sequence.in_flight or not self._admit(sequence, scheduled):
                 break
             self.waiting.popleft()
-            left = self._add_chunk(sequence, scheduled, left)
+            left = self._add_chunk(sequence, scheduled, left, limit)
         return scheduled
 
     @property
@@ -236,21 +242,24 @@ class Scheduler:
 
     # ---- prefill chunks
 
-    def _add_chunks_of_running(self, scheduled: SchedulerOutput) -> int:
-        """Adds chunks of running sequences; returns how many prompt tokens the step has left."""
-        left = self.chunk_tokens
+    def _add_chunks_of_running(self, scheduled: SchedulerOutput, limit: int) -> int:
+        """Adds chunks of running sequences; returns how many of `limit` prompt tokens the step has left."""
+        left = limit
         for sequence in self.running:
             if left > 0 and not sequence.prefilled:
-                left = self._add_chunk(sequence, scheduled, left)
+                left = self._add_chunk(sequence, scheduled, left, limit)
         return left
 
-    def _add_chunk(self, sequence: Sequence, scheduled: SchedulerOutput, left: int) -> int:
-        """Adds the next chunk of a sequence if it fits; returns how many prompt tokens are left, 0 if it did not fit."""
+    def _add_chunk(self, sequence: Sequence, scheduled: SchedulerOutput, left: int, limit: int) -> int:
+        """Adds the next chunk of a sequence if it fits; returns how many prompt tokens are left, 0 if it did not fit. A chunk
+        that does not fit an empty step is split."""
         tokens = sequence.tokens
         begin = sequence.computed_tokens
         end = min(len(tokens), (begin // self.chunk_tokens + 1) * self.chunk_tokens)
-        if end - begin > left and left < self.chunk_tokens:
-            return 0
+        if end - begin > left:
+            if left < limit:
+                return 0
+            end = begin + left
         last = end == len(tokens)
         scheduled.chunks.append(PrefillChunk(sequence, begin, tuple(tokens[begin:end]), last))
         sequence.computed_tokens = end

@@ -31,8 +31,8 @@ MOST_ROWS = 64
 NGRAMS = (3, 2)
 """Numbers of last tokens that are looked up, in this order."""
 
-LOOKED_UP = 32_768
-"""Maximum number of prompt tokens that are looked up, the last ones: indexing them takes some 10 ms."""
+LOOKED_UP = 8192
+"""Maximum number of prompt tokens that are looked up, the last ones: their index takes some milliseconds and 2 MB."""
 
 REMEMBERED = 8
 """Number of guesses over which the share of right ones is averaged, with falling weights."""
@@ -139,7 +139,7 @@ class Speculation:
         their number is tried from 1 to `most`.
         """
         shares = {sequence: share for sequence in sequences if (share := self._share(sequence)) is not None}
-        if not shares:
+        if not shares or len(sequences) >= MOST_ROWS:
             return {}
         depths = [self.most] if self.draft is None else range(1, self.most + 1)
         best, chosen = len(sequences) / (STEP_COST + len(sequences)), dict[Sequence, int]()
@@ -181,6 +181,7 @@ def _rows(shares: dict[Sequence, float], count: int, depth: int, cost: float) ->
     rows = [
         (share**i, -number, sequence)
         for number, (sequence, share) in enumerate(shares.items())
+        if share * cost > count  # else not even its first guess pays
         for i in range(1, min(depth, sequence.request.limit - len(sequence.sampled) - 1) + 1)
     ]
     rows.sort(key=lambda row: row[:2], reverse=True)

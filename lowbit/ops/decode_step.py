@@ -179,8 +179,8 @@ class DecodeStepLaunch:
         """Returns a message for a `status` that is not 0."""
         layer, wait = wait_of(status)
         return (
-            f"a decode step in one launch stopped in layer {layer}: a block waited too long for {wait}. Its results and those of "
-            "all later steps are wrong: make a new engine without persistent_step, and please report this"
+            f"a decode step in one launch stopped in layer {layer}: a block waited too long for {wait}. Its results and those "
+            "of all later steps are wrong: make a new engine without persistent_step, and please report this"
         )
 
 

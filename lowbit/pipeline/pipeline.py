@@ -27,6 +27,7 @@ from transformers import (
 
 from lowbit.engine import Detokenizer, Engine, FinishReason, RequestFailed, SampledToken
 from lowbit.engine.kernels import use_kernels
+from lowbit.engine.step_budget import STEP_MS
 from lowbit.engine.warm_up import Stage
 from lowbit.formats.kv import parse_kv
 from lowbit.hardware.machine import torch_device
@@ -39,6 +40,9 @@ from lowbit.pipeline.params import GenerateParams, Response, UnknownArgument
 from lowbit.pipeline.requests import config_refusals, requests_of
 from lowbit.pipeline.stream import Stream
 from lowbit.progress import Progress
+
+DRAFT_TOKENS = 4
+"""Tokens that a draft model guesses in a step by default."""
 
 
 class Pipeline:
@@ -181,7 +185,7 @@ class Pipeline:
     def destroy(self) -> None:
         """Frees the model and its memory; the pipeline cannot be called afterwards."""
         self.model = None  # type: ignore[assignment]
-        self._engine = None
+        self._engine, self._options = None, {}  # with the draft model
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -308,6 +312,8 @@ def pipeline(
     cache_bytes: int | None = None,
     kv: str = "16",
     speculate: int = 0,
+    draft: str | Path | None = None,
+    step_ms: float | None = STEP_MS,
     kernels: str | Path | None = None,
     quantization_mode: str | None = None,
     **unknown: Any,
@@ -336,11 +342,16 @@ def pipeline(
             the engine then, on a CPU too.
         speculate: maximum number of tokens, up to 7, that a step guesses from a sequence's own text and verifies
             (docs/speculate.md). Calls use the engine then, on a CPU too.
+        draft: a folder or hub name of a small model with the same tokenizer, which guesses them instead; `speculate` is then
+            4 unless it is given.
+        step_ms: milliseconds that a step of the engine on a GPU may take when it computes prompt tokens beside sequences that
+            decode; None for no limit.
         kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU. By default a file `kernels-*.lowbit`
             beside the checkpoint is used if this user compiled it. It runs with this process's rights.
 
     Raises UnknownArgument for other arguments, CheckpointError for checkpoints that `models.load.load_causal` refuses (one that
-    lacks parameters, for example), and ValueError if the checkpoint is already quantized to another scheme.
+    lacks parameters, for example), and ValueError if the checkpoint is already quantized to another scheme or the draft model
+    has other tokens.
     """
     for name in unknown:
         raise UnknownArgument(name, set(inspect.signature(pipeline).parameters) - {"unknown"})
@@ -364,11 +375,27 @@ def pipeline(
         make_batch_invariant(model, model.dtype)
     if tokenizer is None or isinstance(tokenizer, (str, Path)):
         tokenizer = tokenizer_of(tokenizer or source.path, model)
+    drafts = {} if draft is None else {"draft": _draft_model(draft, tokenizer, model, device)}
     return Pipeline(
         model, tokenizer, max_length=max_length, engine=engine, batch_invariant=batch_invariant,
-        max_concurrent=max_concurrent, cache_bytes=cache_bytes, kv=kv, speculate=speculate,
-        progress=Bar() if progress else None,
+        max_concurrent=max_concurrent, cache_bytes=cache_bytes, kv=kv, step_ms=step_ms,
+        speculate=speculate or (DRAFT_TOKENS if drafts else 0), progress=Bar() if progress else None, **drafts,
     )  # fmt: skip
+
+
+def _draft_model(
+    draft: str | Path, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, device: torch.device
+) -> PreTrainedModel:
+    """Returns a draft model. Raises ValueError if its tokens are not those of the model's tokenizer."""
+    source = resolve(draft)
+    loaded = load_causal(source, device=device, dtype=model.dtype, head=SCHEME if device.type == "cuda" else None)
+    own, other = tokenizer.get_vocab(), tokenizer_of(source.path, loaded).get_vocab()
+    if own != other:
+        differ = sum(other.get(token) != number for token, number in own.items())
+        raise ValueError(
+            f"{draft}: a draft model has the tokens of the model; {differ:,} of {len(own):,} differ: take one of its family"
+        )
+    return loaded.eval()
 
 
 class Bar:

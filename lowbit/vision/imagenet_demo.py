@@ -28,6 +28,8 @@ from lowbit.vision.sensitivity import choose_int8
 from lowbit.vision.trace import trace
 
 FOLDS = 2
+SENSITIVITY_IMAGES = 5
+"""Number of calibration photographs on which the sensitivity of each layer is measured: a pass over them for every layer."""
 CONFIGURATIONS: tuple[tuple[str, float | None], ...] = (
     ("w8a8", None), ("w8a4", None), ("w4a8", None), ("w4a4", None), ("w4a8", 0.05), ("w4a4", 0.05)
 )  # fmt: skip
@@ -121,7 +123,7 @@ def quantized(
     keep: tuple[str, ...] = ()
     if bound is not None:
         graph = trace(model, views)
-        centres = photographs.images[seen].to(device)
+        centres = photographs.images[seen][:SENSITIVITY_IMAGES].to(device)
         keep = choose_int8(graph, observe(graph, [views]), scheme, [centres], bound).keep_int8
     return quantize(model, [views], scheme, keep_int8=keep, compensation=scheme != "w8a8")
 

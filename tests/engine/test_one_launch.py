@@ -117,7 +117,7 @@ def test_the_logits_of_the_launches(emulated, name, count, tokens, dtype):
         expected = reference(ids).logits.transpose(0, 1).float()
     assert (found - expected).norm() / expected.norm() < 5 * largest
     assert not program.status.any()
-    assert program.report(0.0)[-1] == "steps of 1, 2, 4 tokens: all layers in one launch"
+    assert program.report(0.0)[-1] == "steps of 1, 2, 4, 8 tokens: all layers in one launch"
 
 
 def test_reasons():
@@ -150,7 +150,7 @@ def test_refusals(emulated, monkeypatch):
     program.chain.links[1] = chain.links[1]
     (reason,) = decode_step_refusals(_layers(program), shape, torch.float16, KV16, device)
     assert "weights of one form, got 2 forms of w4a16_g128, w6e3m2a16" in reason
-    with pytest.raises(ValueError, match="1, 2, 4"):
+    with pytest.raises(ValueError, match="1, 2, 4, 8"):
         launch(torch.zeros(3, 128), *[torch.zeros(1)] * 5)
 
 
@@ -187,7 +187,7 @@ def test_tokens_on_a_gpu(name):
         convert(model, "w4a16_g128")
         engine = Engine(model, max_concurrent=4, persistent_step=persistent)
         if persistent:
-            assert engine.report()[-1] == "steps of 1, 2, 4 tokens: all layers in one launch"
+            assert engine.report()[-1] == "steps of 1, 2, 4, 8 tokens: all layers in one launch"
         prompts = [[5, 6, 7], [8] * 140, [9, 10]]
         texts = [list(engine.stream(engine.submit(Request(prompts[0], 40))))]
         sequences = [engine.submit(Request(prompt, 40)) for prompt in prompts]

@@ -82,9 +82,11 @@ class Device:
 
 class Host:
     """Steps as the engine runs them: with `ahead`, a step is launched before the results of the one before are read. `guesses`:
-    in some steps that many tokens of each sequence are guessed, some of them wrong."""
+    in some steps that many tokens of each sequence are guessed, some of them wrong. `budget`: of prompt tokens beside decoding
+    sequences."""
 
-    def __init__(self, slots, pages, chunk, ahead=True, sharing=True, invariant=False, guesses=0):
+    def __init__(self, slots, pages, chunk, ahead=True, sharing=True, invariant=False, guesses=0, budget=None):
+        self.budget = budget
         self.guesses, self.verified = guesses, 0
         self.scheduler = Scheduler(slots, BlockPool(pages), chunk, prefix_caching=sharing, invariant=invariant)
         self.device, self.ahead = Device(pages), ahead
@@ -96,7 +98,7 @@ class Host:
         if verifies or any(self.flying_drafts):
             while self.flying:
                 self.read()
-        scheduled = self.scheduler.schedule()
+        scheduled = self.scheduler.schedule(self.budget)
         guesses = {sequence: self.guessed(sequence) for sequence in scheduled.decoding} if verifies else {}
         self.scheduler.add_drafts(scheduled, {sequence: len(guessed) for sequence, guessed in guesses.items()})
         earlier = len(self.flying)
@@ -252,6 +254,20 @@ def test_a_step_has_chunks_of_several_prompts():
     host.finish(sequences)
 
 
+def test_a_budget_splits_chunks_beside_decoding_sequences():
+    """Only then; `invariant` keeps whole chunks."""
+    for invariant in (False, True):
+        host = Host(4, 40, 256, sharing=False, invariant=invariant, budget=100)
+        first, second = sequence_of(prompt(10), 60), sequence_of(prompt(600), 3)
+        for sequence in (first, second):
+            host.scheduler.add(sequence)
+            host.step()
+        host.finish([first, second])
+        counts = [sum(len(c.tokens) for c in s.chunks) for s in host.steps if s.chunks and s.decoding]
+        assert counts == ([256, 256, 88] if invariant else [100, 100, 56, 100, 100, 56, 88])
+        assert [d.token for d in second.sampled] == alone(second.request.prompt, 3)
+
+
 ARRIVALS = st.lists(
     st.tuples(
         st.integers(0, 12),  # steps before it is submitted
@@ -275,11 +291,12 @@ ARRIVALS = st.lists(
     st.booleans(),
     st.booleans(),
     st.sampled_from([0, 1, 7]),
+    st.sampled_from([None, 1, 100]),
 )
 def test_any_order_of_arrivals_gives_the_tokens_of_each_alone(
-    arrivals, slots, pages, chunk, ahead, sharing, invariant, guesses
+    arrivals, slots, pages, chunk, ahead, sharing, invariant, guesses, budget
 ):
-    host = Host(slots, pages, chunk, ahead, sharing, invariant, guesses)
+    host = Host(slots, pages, chunk, ahead, sharing, invariant, guesses, budget)
     coming = [
         (wait, sequence_of(prompt(length, seed), limit, stop_token_ids=frozenset({0} if ends else ())), cancel)
         for wait, length, seed, limit, cancel, ends in arrivals

@@ -251,6 +251,8 @@ def test_text_that_repeats_itself_takes_fewer_steps():
         engine.step()
         steps += 1
     assert tokens(sequence) == tokens(plain) and steps < 60
+    engine.step()
+    assert sequence.lookup is None, "its index is freed with its pages"
     assert engine.speculation.tokens_per_step > 3
 
 

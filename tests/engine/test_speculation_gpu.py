@@ -84,6 +84,19 @@ def test_after_warm_up_nothing_is_captured():
     assert all(len(tokens(answer)) == 40 for answer in answers)
 
 
+def test_a_draft_model_in_graphs():
+    """The model in 16 bits guesses for itself in int4; after the warm-up nothing is captured."""
+    model, draft = model_of(), model_of(scheme=None)
+    engine = engine_of(model, speculate=3, draft=draft)
+    engine.speculation.draft_cost = 5.0  # as of a small one
+    list(engine.warm_up())
+    runners = engine._draft.decode_runner, engine._draft.prefill_runner, engine.runner.verify_runner
+    captures = [runner.captures for runner in runners]
+    found = engine.generate([Request(prompt(length, length), 40) for length in (1, 77, 128, 600)])
+    assert engine.speculation.accepted > 20 and [runner.captures for runner in runners] == captures
+    check_greedy(model, found)
+
+
 def times_us(layers, context):
     """Microseconds of a step of one token, and of verified steps of 2, 4 and 8 tokens of one sequence: a model of Llama-3-8B's
     shape in int4 with a head in 8 bits."""

@@ -169,6 +169,9 @@ class Warp(Block):
     def _fence(self, step, mask):
         pass
 
+    def _prefetch(self, step, mask):
+        pass
+
     def _bar(self, step, mask):
         assert step.parts[:3] == ["bar", "warp", "sync"]
 
@@ -229,7 +232,7 @@ class Warp(Block):
         if name == "init":
             for address in set(self.address(step.operands[0])[mask]):
                 barriers[int(address)] = Barrier(self.one(step.operands[1]))
-        elif name == "try_wait":
+        elif name in ("try_wait", "test_wait"):
             dest, place, parity = step.operands[:3]
             (address,) = set(self.address(place))
             self.write(dest, np.full(32, barriers[int(address)].phase % 2 != self.one(parity)), mask)

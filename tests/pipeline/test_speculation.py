@@ -50,9 +50,27 @@ def test_what_transformers_would_generate_is_refused():
         Pipeline(model, tokenizer, speculate=3)
 
 
+def test_a_draft_model(folder, tmp_path):
+    """Its tokens must be those of the model; it guesses 4 in a step unless speculate says otherwise."""
+    drafted = lowbit.pipeline(str(folder), draft=str(folder), cache_bytes=1 << 24, max_concurrent=2)
+    plain = lowbit.pipeline(str(folder), engine=True, cache_bytes=1 << 24, max_concurrent=2)
+    assert drafted(PROMPTS, **GREEDY) == plain(PROMPTS, **GREEDY)
+    assert "steps verify up to 4 guessed tokens of a sequence, by a draft model" in drafted.engine.report()
+    drafted.destroy()
+    other = save_tiny(tmp_path / "other")
+    vocab = json.loads((other / "tokenizer.json").read_text())
+    tokens = vocab["model"]["vocab"]
+    tokens["a"], tokens["b"] = tokens["b"], tokens["a"]
+    (other / "tokenizer.json").write_text(json.dumps(vocab))
+    with pytest.raises(ValueError, match=r"other: a draft model has the tokens of the model; 2 of \d+ differ"):
+        lowbit.pipeline(str(folder), draft=str(other))
+
+
 def test_generate(folder):
     asked = ("generate", folder, *PROMPTS, "--max-new-tokens", "6", "--json", "-")
     found = run(*asked, "--speculate", "4")
     assert found.exit_code == 0, found.stderr
     assert [response["prompt"] for response in json.loads(found.stdout)["responses"]] == PROMPTS
     assert run(*asked, "--speculate", "8").exit_code == 2
+    drafted = run(*asked, "--draft", folder)
+    assert drafted.exit_code == 0 and json.loads(drafted.stdout) == json.loads(found.stdout), drafted.stderr

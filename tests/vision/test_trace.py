@@ -117,7 +117,7 @@ class Apart(nn.Module):
 
     def forward(self, x):
         a = self.a(x)
-        b = self.b(torch.relu(a.sigmoid()))
+        b = self.b(torch.relu(a.cos()))
         return (a + b + torch.relu(a)).sigmoid()
 
 

@@ -470,6 +470,8 @@ def block_refusals(
             )
         if not spec.relu:
             reasons.append(f"{name} convolution has no ReLU")
+        if spec.groups > 1:
+            reasons.append(f"{name} convolution has {spec.groups} groups, supported is 1")
     if following.outputs not in FOLLOWING:
         reasons.append(f"the next convolution has {following.outputs} outputs, supported are {FOLLOWING}")
     shortcut = third.second

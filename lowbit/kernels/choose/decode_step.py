@@ -6,8 +6,8 @@ A launch runs all layers (kernels/sm90/decode_step.py). Every block walks the sa
 
 A block owns whole m16 row blocks of each product, so no sum crosses blocks; o and down have the same rows, so a block also owns
 its rows of the residual. Weights of a block are a stream of slots: one row block times one k block (128 columns) for each warp.
-The stream does not depend on activations. Activations are exchanged in `vectors`, in words of 32 bits: a word that has not
-arrived is EMPTY. Each layer has vectors of its own, so each word is written once in a launch.
+The stream does not depend on activations. Activations are exchanged in `vectors`, in words of 32 bits
+(kernels/parts/polled.py). Each layer has vectors of its own, so each word is written once in a launch.
 
 Pure functions of a shape and a number of blocks, without Triton; `str(table)` prints a block's tasks.
 """
@@ -32,16 +32,13 @@ BLOCK_K = 128
 WARPS = 16
 """Warps of a block that multiply."""
 
-TOKENS = (1, 2, 4)
-"""Numbers of tokens of a step."""
+TOKENS = (1, 2, 4, 8)
+"""Numbers of tokens of a step; those whose activations fit beside a ring of weights."""
 
 MOST_SPLITS = 32
 """Largest number of splits of a row's keys and values: a warp combines them, one for each lane."""
 
 FEWEST_SMS = 16
-
-EMPTY = -1
-"""A word of `vectors` that has not been written. As two halves it is a NaN that no conversion produces."""
 
 BYTES = 227 << 10
 """Shared memory of a block on sm_90."""
@@ -237,20 +234,28 @@ class StepTable:
         return self.rms_start + 32
 
     @property
+    def flag_start(self) -> int:
+        """A word: 1 while math warps wait for activations or soon will."""
+        return self.barriers_start + 16 * self.ring_slots
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a block."""
-        return self.barriers_start + 16 * self.ring_slots
+        return self.flag_start + 16
 
     @property
     def ring_slots(self) -> int:
         """Number of slots of the ring, at most 12: as many as fit."""
-        left = BYTES - RESERVED_BYTES - self._x_bytes - 2 * self.sums_bytes - 32
+        left = BYTES - RESERVED_BYTES - self._x_bytes - 2 * self.sums_bytes - 48
         return max(0, min(12, left // (self.slot_bytes + 16)))
 
     @property
-    def in_flight(self) -> int:
-        """Number of slots that memory is asked for at a time: more would delay the exchange of activations."""
-        return max(1, min(self.ring_slots, (68 << 10) // self.slot_bytes))
+    def in_flight(self) -> tuple[int, int]:
+        """Numbers of slots that memory is asked for at a time: while math warps wait for activations or soon will, and else.
+        Activations queue behind weights, so more bytes would delay them. 34 and 68 KB were best for one token of Llama-3-8B's
+        shape: 27.1 us a layer; 28.2 with a constant number of bytes, at best (H200, 2026-11-24)."""
+        few, many = (max(1, min(self.ring_slots, (size << 10) // self.slot_bytes)) for size in (34, 68))
+        return few, many
 
     @property
     def _x_bytes(self) -> int:
@@ -321,8 +326,8 @@ def step_refusals(shape: StepShape, machine: Machine) -> tuple[str, ...]:
         if table.ring_slots < 3:
             columns = max(map(shape.columns, PRODUCT_NAMES))
             reasons.append(
-                f"{shape.tokens} tokens of {columns} columns leave room for {table.ring_slots} slots of {table.slot_bytes} bytes, "
-                "one launch takes 3"
+                f"{shape.tokens} tokens of {columns} columns leave room for {table.ring_slots} slots of {table.slot_bytes} "
+                "bytes, one launch takes 3"
             )
     return tuple(dict.fromkeys(reasons))
 

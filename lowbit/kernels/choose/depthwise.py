@@ -8,6 +8,8 @@ from lowbit.formats.conv import ConvSpec, ProductSpec
 
 MOST_TAPS = 256
 """Largest number of taps: sums of 256 products of 8-bit codes are below 2^22, and exact as float32 numbers above 2^23."""
+MOST_PIXELS = 64
+"""Largest number of pixels that a thread loads, each of two registers."""
 MOST_WORDS = 48
 """Largest number of words of 4 pixels, of 4 channels, that a thread holds; with more, registers would limit the SM to fewer
 than three blocks."""
@@ -19,6 +21,12 @@ class DepthwiseTile:
 
     rows: int
     columns: int
+
+    def pixels(self, spec: ProductSpec) -> int:
+        """Number of input pixels under the windows of a thread."""
+        outputs = (self.rows, self.columns)
+        down, across = ((outputs[i] - 1) * spec.stride[i] + spec.kernel[i] for i in (0, 1))
+        return down * across
 
     def __str__(self) -> str:
         return f"{self.rows} x {self.columns} pixels of 8 channels per thread"
@@ -46,4 +54,7 @@ def depthwise_refusals(spec: ConvSpec) -> tuple[str, ...]:
         reasons.append(f"{spec.channels} channels in {spec.groups} groups make {spec.outputs} outputs, not one of one each")
     if spec.taps > MOST_TAPS:
         reasons.append(f"a window of {spec.taps} taps, at most {MOST_TAPS} are summed exactly")
+    pixels = depthwise_tile(spec).pixels(spec)
+    if pixels > MOST_PIXELS:
+        reasons.append(f"a window of {spec.kernel} covers {pixels} pixels of a thread, which has registers for {MOST_PIXELS}")
     return tuple(reasons)

@@ -1,4 +1,4 @@
-"""All layers of a decode step of 1, 2 or 4 tokens in one cooperative launch; sm_90.
+"""All layers of a decode step of 1, 2, 4 or 8 tokens in one cooperative launch; sm_90.
 
 Reads   h, x and squares of the embedding; a table of addresses per layer (choose/decode_step.py, FIELDS): weights in
         FragmentOrder with scales, biases, gammas, pages, cos and sin; page tables, positions, rows
@@ -8,46 +8,50 @@ Roles   load: 1 warp copies this block's weights of all products and layers thro
         activations; math: 16 warps. A slot is one row block; warp i multiplies its i-th k block (parts/k_block.py)
 Stages  gather x, multiply, reduce warps, finish: of qkv {/ rms, bias}, attention {norm, RoPE, append, splits}, o {h += y;
         h * gamma; squares}, gate-up {/ rms; gate}, down {as o}
-Waits   Activations themselves are polled: words of `vectors` that have not arrived are EMPTY, which no rounded number is. So a
-        consumer needs neither flags nor fences. Polls and waits are bounded: after LIMIT polls a block writes a status and goes
-        on with wrong numbers, and all others follow
+Waits   Activations themselves are polled (parts/polled.py): words of `vectors` are EMPTY until they have arrived. Polls and
+        waits are bounded: after LIMIT attempts a block writes a status and goes on with wrong numbers, as do all others then
 Smem    ring | x of each warp, or sums of attention | 2 buffers of sums | 1 / rms | barriers
 Exact   dequantization is exact, sums in fp32 in a fixed order: same input, same bits. Rounded to 16 bits: qkv, q and k after
         RoPE, attention's output, h, h * gamma, gate * up, as in the launches that this one replaces
-Source  polled data: Recht et al.'s and NCCL's LL protocol idea of flags within data; splits of keys: Dao et al., Flash-Decoding
+Source  splits of keys and values: Dao et al., Flash-Decoding (2023)
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lowbit.hardware.half import HalfType
-from lowbit.kernels.choose.attention import PAGE, AttentionShape
-from lowbit.kernels.choose.decode_step import EMPTY, FIELDS, WAITS, ProductName, StepTable
+from lowbit.kernels.choose.attention import AttentionShape
+from lowbit.kernels.choose.decode_step import FIELDS, WAITS, ProductName, StepTable
 from lowbit.kernels.parts.epilogue import Epilogue, Gate, gate_times_up
 from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, asm, barrier, gl, gluon, half_type, ptx, run, source_digest
 from lowbit.kernels.parts.head_rows import angles, exchanged, gammas
 from lowbit.kernels.parts.k_block import KBlock
 from lowbit.kernels.parts.launch import Launcher
+from lowbit.kernels.parts.polled import EMPTY, LIMIT, Polled, await_barrier, poll, publish, publish_both, publish_pair
 from lowbit.kernels.parts.ring import loads_of
 from lowbit.kernels.parts.small_m_epilogue import add_strided
+from lowbit.kernels.parts.split_attention import (
+    NOTHING,
+    SplitAttention,
+    Worker,
+    append,
+    attend_new,
+    attend_tokens,
+    load_tokens,
+    merge_lanes,
+    merge_warps,
+    sums_to_shared,
+    turn_head,
+)
 from lowbit.pack.weight import WeightForm
-
-LIMIT = 1 << 17
-"""Number of polls after which a block gives up: a tenth of a second or more, a thousand times the longest wait."""
-
-NOTHING = gl.constexpr(-1e30)
-"""Maximum of no scores. Finite, so that differences of maxima are no NaN."""
-
-PAGE_TOKENS = gl.constexpr(PAGE)
 
 
 @dataclass(frozen=True)
-class DecodeStep:
+class DecodeStep(Polled, SplitAttention):
     """The kernel's compile-time configuration. `channel`: type of scales of channels, if there are any. `biases`: the products
     with a bias. `head_norms`: heads of q and k are normed."""
 
@@ -75,11 +79,6 @@ class DecodeStep:
         return 32 * self.table.warps
 
     @property
-    def scale_log2(self) -> float:
-        """Factor from q . k to scores in base 2: softmax uses 2 ** score."""
-        return self.shape.scale * math.log2(math.e)
-
-    @property
     def combine_lanes(self) -> int:
         """Lanes that combine the splits of one word: a power of two."""
         return 1 << (self.table.splits - 1).bit_length()
@@ -101,56 +100,6 @@ class DecodeStep:
     def wait(self, name: str) -> int:
         return WAITS.index(name)
 
-    # ---- PTX
-
-    def poll(self, count: int, words: int) -> str:
-        """PTX that loads `count` vectors of `words` words, again until no word is EMPTY. Inputs: addresses; whether the warp
-        needs them; address of the status; the status of a wait that is too long."""
-        total = count * words
-        out = [f"${i}" for i in range(total)]
-        needed, status, code = (f"${total + count + i}" for i in range(3))
-        lines = [".reg .b32 m, n; .reg .pred p, more;", f"mov.b32 n, 0; setp.eq.s32 p, {needed}, 0;"]
-        lines += [f"mov.b32 {register}, 0;" for register in out]
-        lines += ["vote.sync.any.pred p, p, 0xffffffff; @p bra DONE;", "AGAIN:"]
-        for i in range(count):
-            lines.append(_loaded("relaxed.gpu.global", out[words * i : words * (i + 1)], f"${total + i}"))
-        lines += [f"{'mov' if i == 0 else 'max'}.{'b32 m' if i == 0 else 'u32 m, m'}, {r};" for i, r in enumerate(out)]
-        lines += ["setp.eq.u32 p, m, 0xffffffff; vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE;"]
-        lines += self._once_more("n", "m", "AGAIN", "DONE", status, code, 255)
-        lines += ["DONE: mov.b32 n, 0;"]
-        return "{\n" + "\n".join(lines) + "\n}"
-
-    def poll_constraints(self, count: int, words: int) -> str:
-        return ",".join(["=&r"] * (count * words) + ["l"] * count + ["r", "l", "r"])
-
-    def words_types(self, count: int) -> tuple[gl.dtype, ...]:
-        return (gl.int32,) * count
-
-    def _once_more(self, n: str, other: str, again: str, done: str, status: str, code: str, rarely: int) -> list[str]:
-        """PTX that branches to `again`, but to `done` after LIMIT attempts, whose status it writes, and if another block has
-        given up, which is read every `rarely` + 1 attempts. It is the same branch for all lanes."""
-        return [
-            f"add.u32 {n}, {n}, 1; and.b32 {other}, {n}, {rarely}; setp.ne.u32 more, {other}, 0; @more bra {again};",
-            f"ld.relaxed.gpu.global.b32 {other}, [{status}]; setp.ne.s32 more, {other}, 0;",
-            f"vote.sync.any.pred more, more, 0xffffffff; @more bra {done};",
-            f"setp.lt.u32 more, {n}, {self.limit}; @more bra {again};",
-            f"st.relaxed.gpu.global.b32 [{status}], {code};",
-        ]
-
-    @property
-    def await_barrier(self) -> str:
-        """PTX that waits for the barrier $1 in the phase of parity $2. $3: address of the status, $4: its value if the wait is
-        too long."""
-        return "\n".join(
-            [
-                "{ .reg .pred p, more; .reg .b32 m, n; mov.b32 n, 0;",
-                "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2;",
-                "vote.sync.all.pred p, p, 0xffffffff; @p bra DONE;",
-                *self._once_more("n", "m", "AGAIN", "DONE", "$3", "$4", 255),
-                "DONE: mov.b32 $0, 0; }",
-            ]
-        )
-
     @property
     def init(self) -> str:
         """PTX that initialises all barriers. $1: thread."""
@@ -159,8 +108,30 @@ class DecodeStep:
         for slot in range(t.ring_slots):
             lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{first + 8 * slot}], 1;")
             lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{first + 8 * (t.ring_slots + slot)}], {t.warps};")
+        lines.append(f"{{ .reg .b32 nil; mov.b32 nil, 0; @p st.shared.b32 [at+{t.flag_start}], nil; }}")
         lines.append("@p fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
         return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
+
+    @property
+    def await_room(self) -> str:
+        """PTX that waits until the slot at barrier $1 (parity $2) is full, or, while the flag is 0, the slot at $3 (parity $4),
+        which was asked for earlier. $5: address of shared memory; $6: address of the status; $7: its value if it takes too
+        long."""
+        lines = [".reg .pred p, more; .reg .b32 m, n; mov.b32 n, 0;"]
+        lines += ["AGAIN: mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2; vote.sync.all.pred p, p, 0xffffffff;"]
+        lines += ["@p bra DONE; mbarrier.test_wait.parity.shared::cta.b64 p, [$3], $4;"]
+        lines += [f"ld.volatile.shared.b32 m, [$5+{self.table.flag_start}]; setp.eq.and.s32 p, m, 0, p;"]
+        lines += ["vote.sync.all.pred p, p, 0xffffffff; @p bra DONE;"]
+        lines += [*self._once_more("n", "m", "AGAIN", "DONE", "$6", "$7", 255), "DONE: mov.b32 $0, 0;"]
+        return "{\n" + "\n".join(lines) + "\n}"
+
+    @property
+    def set_flag(self) -> str:
+        """PTX by which thread 0 ($2) sets the flag to $3, if $4 is not 0. $1: address of shared memory."""
+        return (
+            "{ .reg .pred p; setp.eq.s32 p, $2, 0; setp.ne.and.s32 p, $4, 0, p;\n"
+            f"@p st.volatile.shared.b32 [$1+{self.table.flag_start}], $3; mov.b32 $0, 0; }}"
+        )
 
     @property
     def fill(self) -> str:
@@ -195,19 +166,14 @@ setp.ne.and.s32 p, a, 0x7fedcba9, p; setp.ne.and.s32 p, b, 0x7fedcba9, p; bar.wa
     @property
     def read_x(self) -> str:
         """PTX that reads the B fragments of a k block of x. Input: the lane's address."""
-        step = 64 * self.table.shape.tokens
+        step, registers = 64 * self.table.shape.tokens, [", ".join(f"${4 * i + j}" for j in range(4)) for i in range(4)]
         return "\n".join(
-            f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{${4 * i}, ${4 * i + 1}, ${4 * i + 2}, ${4 * i + 3}}}, [$16+{step * i}];"
-            for i in range(4)
+            f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{four}}}, [$16+{step * i}];" for i, four in enumerate(registers)
         )
 
     read_x_constraints = ",".join(["=&r"] * 16 + ["r"])
 
-    store_words = "st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;"
     sync_warp = "bar.warp.sync 0xffffffff; mov.b32 $0, 0;"
-    load_float = "ld.shared.f32 $0, [$1];"
-    store_float = "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.shared.f32 [$1], $2; mov.b32 $0, 0; }"
-    publish_float = "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.relaxed.gpu.global.f32 [$1], $2; mov.b32 $0, 0; }"
 
     @property
     def store_sums(self) -> str:
@@ -219,63 +185,6 @@ setp.ne.and.s32 p, a, 0x7fedcba9, p; setp.ne.and.s32 p, b, 0x7fedcba9, p; bar.wa
         else:
             lines.append(f"@p st.shared.v2.f32 [$1], {{$3, $4}}; @p st.shared.v2.f32 [$1+{32 * m}], {{$5, $6}};")
         return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
-
-    @property
-    def publish_pair(self) -> str:
-        """PTX by which even lanes store their float32 $2 and that of the next lane as two halves at $1, if $3 is not 0."""
-        return (
-            "{ .reg .b32 o, w, b, l; .reg .f32 u; .reg .pred p; mov.b32 b, $2; shfl.sync.bfly.b32 o, b, 1, 31, 0xffffffff;\n"
-            f"mov.b32 u, o; cvt.rn.{self._pair}.f32 w, u, $2; mov.u32 l, %laneid; and.b32 l, l, 1;\n"
-            "setp.ne.s32 p, $3, 0; setp.eq.and.s32 p, l, 0, p; @p st.relaxed.gpu.global.b32 [$1], w; mov.b32 $0, 0; }"
-        )
-
-    @property
-    def publish_both(self) -> str:
-        """PTX that stores the float32 $2 and $3 as two halves at $1, if $4 is not 0."""
-        return (
-            f"{{ .reg .b32 w; .reg .pred p; cvt.rn.{self._pair}.f32 w, $3, $2; setp.ne.s32 p, $4, 0;\n"
-            "@p st.relaxed.gpu.global.b32 [$1], w; mov.b32 $0, 0; }"
-        )
-
-    @property
-    def _pair(self) -> str:
-        return "f16x2" if self.dtype == "fp16" else "bf16x2"
-
-    @property
-    def unpack(self) -> str:
-        """PTX that converts 4 words to 8 float32."""
-        lines = [".reg .b16 lo, hi; .reg .b32 a;"]
-        for i in range(4):
-            if self.dtype == "fp16":
-                lines.append(f"mov.b32 {{lo, hi}}, ${8 + i}; cvt.f32.f16 ${2 * i}, lo; cvt.f32.f16 ${2 * i + 1}, hi;")
-            else:
-                lines.append(f"shl.b32 a, ${8 + i}, 16; mov.b32 ${2 * i}, a;")
-                lines.append(f"and.b32 a, ${8 + i}, 0xffff0000; mov.b32 ${2 * i + 1}, a;")
-        return "{\n" + "\n".join(lines) + "\n}"
-
-    unpack_constraints = ",".join(["=&f"] * 8 + ["r"] * 4)
-    unpack_types = (gl.float32,) * 8
-
-    @property
-    def pack(self) -> str:
-        """PTX that rounds 8 float32 to the halves of 4 words."""
-        return "\n".join(f"cvt.rn.{self._pair}.f32 ${i}, ${5 + 2 * i}, ${4 + 2 * i};" for i in range(4))
-
-    pack_constraints = ",".join(["=&r"] * 4 + ["f"] * 8)
-
-    load_token = (
-        "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;\n"
-        "@p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }"
-    )
-    """PTX that loads 8 halves at $4, or zeros if $5 is 0."""
-    load_token_constraints = "=&r,=&r,=&r,=&r,l,r"
-    store_token = "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }"
-
-
-def _loaded(kind: str, registers: list[str], address: str) -> str:
-    if len(registers) == 1:
-        return f"ld.{kind}.b32 {registers[0]}, [{address}];"
-    return f"ld.{kind}.v{len(registers)}.b32 {{{', '.join(registers)}}}, [{address}];"
 
 
 # ---- bundles
@@ -319,6 +228,28 @@ class RingPlace:
 
 
 @aggregate
+class RowVectors:
+    """Addresses of the vectors of a product's rows, or None: scales of channels, bias, gamma of the next norm; and the factor
+    of the norm before it."""
+
+    channel: Scalar
+    bias: Scalar
+    gamma: Scalar
+    factor: Scalar
+
+
+@aggregate
+class AttentionVectors:
+    """Addresses of a layer's pages, and its cosines, sines and gammas of norms of heads."""
+
+    k: Scalar
+    v: Scalar
+    cos_sin: Scalar
+    q_gamma: Scalar
+    k_gamma: Scalar
+
+
+@aggregate
 class Output:
     """A thread's output in a flush of row blocks: whether it exists; row block within the flush; row of w within that; token;
     the values of its row (and of the row of up) that were loaded before the product; h before the addition."""
@@ -337,6 +268,14 @@ class Output:
 
 
 @gluon.jit
+def same_thread(at, C: gl.constexpr):
+    """Returns the same MathThread in new registers. Otherwise the compiler computes the addresses of all stages before the
+    first layer, and keeps them on the stack."""
+    index = asm("mov.b32 $0, $1;", "=r,r", [at.index], gl.int32) & (C.threads - 1)
+    return MathThread(index, index & 31, index >> 5, at.start)
+
+
+@gluon.jit
 def field(args, layer, name: gl.constexpr, C: gl.constexpr):
     """Returns a field of the table of layers."""
     COUNT: gl.constexpr = len(FIELDS_OF)
@@ -345,6 +284,14 @@ def field(args, layer, name: gl.constexpr, C: gl.constexpr):
 
 FIELDS_OF = gl.constexpr(FIELDS)
 WAITS_OF = gl.constexpr(WAITS)
+
+
+@gluon.jit
+def prefetch_layer(args, layer, C: gl.constexpr):
+    """Prefetches a layer's row of the table into L2."""
+    COUNT: gl.constexpr = len(FIELDS_OF)
+    for line in gl.static_range(0, COUNT, 16):
+        run("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [args.layers + (layer * COUNT + line)])
 
 
 @gluon.jit
@@ -360,16 +307,6 @@ def status_of(layer, wait: gl.constexpr, C: gl.constexpr):
     """Returns the status of a block that has waited for `wait` too long."""
     COUNT: gl.constexpr = len(WAITS_OF)
     return layer * COUNT + (1 + ptx(C.wait, wait))
-
-
-@gluon.jit
-def poll(addresses, needed, args, layer, count: gl.constexpr, words: gl.constexpr, wait: gl.constexpr, C: gl.constexpr):
-    """Returns `count` vectors of `words` words at `addresses`, once all have arrived for all lanes of the warp; zeros if
-    `needed` is 0 in some lane."""
-    return asm(
-        ptx(C.poll, count, words), ptx(C.poll_constraints, count, words),
-        addresses + (needed, args.status, status_of(layer, wait, C)), ptx(C.words_types, count * words),
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -393,16 +330,12 @@ def own_row_blocks(product: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def await_barrier(barriers, number, parity, lane, args, layer, wait: gl.constexpr, C: gl.constexpr):
-    """Waits for a barrier, by its number."""
-    run(C.await_barrier, "=r,r,r,l,r", [barriers + 8 * number, lane * 0 + parity, args.status, status_of(layer, wait, C)])
-
-
-@gluon.jit
 def load_product(args, layer, place, issued, product: gl.constexpr, C: gl.constexpr):
     """Copies this block's weights of one product to the ring. `issued`: number of slots that were filled before."""
     T: gl.constexpr = C.table
     SLOTS: gl.constexpr = T.ring_slots
+    FEW: gl.constexpr = T.in_flight[0]
+    MANY: gl.constexpr = T.in_flight[1]
     K_BLOCKS: gl.constexpr = ptx(T.k_blocks, product)
     CHUNKS: gl.constexpr = ptx(T.chunks, product)
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -413,10 +346,16 @@ def load_product(args, layer, place, issued, product: gl.constexpr, C: gl.conste
     first, end = own_row_blocks(product, C)
     for row_block in range(first, end):
         for chunk in range(CHUNKS):
-            await_barrier(barriers, SLOTS + place.slot, place.phase ^ 1, lane, args, layer, "a free slot", C)
-            if issued >= T.in_flight:
-                earlier = issued - T.in_flight
-                await_barrier(barriers, earlier % SLOTS, earlier // SLOTS & 1, lane, args, layer, "weights", C)
+            await_barrier(
+                barriers + 8 * (SLOTS + place.slot), place.phase ^ 1, args.status, status_of(layer, "a free slot", C), C
+            )
+            if issued >= MANY:
+                later, earlier = issued - FEW, issued - MANY
+                run(
+                    C.await_room, "=r,r,r,r,r,r,l,r",
+                    [barriers + 8 * (later % SLOTS), lane * 0 + (later // SLOTS & 1), barriers + 8 * (earlier % SLOTS),
+                     lane * 0 + (earlier // SLOTS & 1), start, args.status, status_of(layer, "weights", C)],
+                )  # fmt: skip
             unit = (codes * 0 + row_block) * K_BLOCKS + chunk * T.warps
             count = gl.minimum(K_BLOCKS - chunk * T.warps, T.warps)
             run(
@@ -465,9 +404,9 @@ def gather_x(source, args, at, layer, product: gl.constexpr, wait: gl.constexpr,
             k_block = gl.minimum(chunk * T.warps + at.warp, K_BLOCKS - 1)
             places = places + (to + ((chunk * 16 + (piece & 15)) * M + token) * 16,)
             addresses = addresses + (source + ((token * K_BLOCKS + k_block) * 16 + (piece & 15)) * 16,)
-        words = poll(addresses, at.lane * 0 + 1, args, layer, min(4, TURNS - begin), 4, wait, C)
+        words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, wait, C), min(4, TURNS - begin), 4, C)
         for i in gl.static_range(min(4, TURNS - begin)):
-            run(C.store_words, "=r,r,r,r,r,r", (places[i],) + words[4 * i : 4 * i + 4])
+            run(C.store_words, "=r,r,r,r,r,r,r", (places[i],) + words[4 * i : 4 * i + 4] + (at.lane * 0 + 1,))
     run(C.sync_warp, "=r", [])
 
 
@@ -482,7 +421,7 @@ def multiply_unit(args, at, layer, place, acc, chunk, product: gl.constexpr, C: 
     x_at = at.start + T.x_start + at.warp * T.x_warp_bytes + chunk * (256 * M)
     x_at += ((at.lane >> 3) * M + gl.minimum(at.lane & 7, M - 1)) * 16
     barriers = at.start + T.barriers_start
-    await_barrier(barriers, place.slot, place.phase, at.lane, args, layer, "weights", C)
+    await_barrier(barriers + 8 * place.slot, place.phase, args.status, status_of(layer, "weights", C), C)
     unit = at.start + place.slot * T.slot_bytes + at.warp * T.unit_bytes
     scales = at.start + place.slot * T.slot_bytes + (T.warps - 1) * T.unit_bytes
     scales += T.unit_bytes * 0 + at.warp * T.shape.scale_bytes + group * S.pair_bytes
@@ -505,35 +444,51 @@ def multiply_unit(args, at, layer, place, acc, chunk, product: gl.constexpr, C: 
 
 
 @gluon.jit
-def rms_to_shared(source, parts, factor, args, at, layer, wait: gl.constexpr, C: gl.constexpr):
-    """Warp i adds up the partial sums of squares [parts, tokens] of token i in order, and stores 1 / (rms * x's factor)."""
+def rms_to_shared(source, parts, factor, needed, args, at, layer, product: gl.constexpr, C: gl.constexpr):
+    """If needed, warp i adds up the partial sums of squares [parts, tokens] of token i in order, and stores 1 / (rms * x's
+    factor)."""
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
     TURNS: gl.constexpr = C.squares_turns
+    WAIT: gl.constexpr = "squares before qkv" if product == "qkv" else "squares before gate-up"
     token = gl.minimum(at.warp, M - 1)
+    own = (at.warp < M) & needed
     addresses = ()
     for i in gl.static_range(TURNS):
         addresses = addresses + (source + (gl.minimum(at.lane + 32 * i, parts - 1) * M + token) * 4,)
-    words = poll(addresses, (at.warp < M).to(gl.int32), args, layer, TURNS, 1, wait, C)
+    words = poll(addresses, own.to(gl.int32), args.status, status_of(layer, WAIT, C), TURNS, 1, C)
     total = at.lane.to(gl.float32) * 0.0
     for i in gl.static_range(TURNS):
         total += gl.where(at.lane + 32 * i < parts, words[i].to(gl.float32, bitcast=True), 0.0)
     for step in gl.static_range(5):
         total += exchanged(total, 1 << step)
     root = gl.rsqrt(total * args.inverse_width + args.eps) * factor
-    own = ((at.lane == 0) & (at.warp < M)).to(gl.int32)
-    run(C.store_float, "=r,r,f,r", [at.start + T.rms_start + token * 4, root, own])
+    run(C.store_float, "=r,r,f,r", [at.start + T.rms_start + token * 4, root, (own & (at.lane == 0)).to(gl.int32)])
 
 
 @gluon.jit
-def load_channel(args, layer, row, part: gl.constexpr, kind: gl.constexpr, C: gl.constexpr):
-    """Returns a thread's value of one of the table's vectors of channels, in float32."""
-    values = field(args, layer, part, C).to(gl.pointer_type(kind), bitcast=True)
-    return gl.load(values + row).to(gl.float32)
+def row_vectors(args, layer, product: gl.constexpr, C: gl.constexpr):
+    """Returns the RowVectors of a product. It is called before the wait for x, in which its loads take no time."""
+    KIND: gl.constexpr = gl.float32 if C.channel == "fp32" else gl.bfloat16
+    NAME: gl.constexpr = "mlp_gamma" if product == "o" else "next_gamma"
+    channel = None
+    bias = None
+    gamma = None
+    factor = None
+    if C.channel is not None:
+        channel = field(args, layer, product + " channel_scale", C).to(gl.pointer_type(KIND), bitcast=True)
+    if ptx(C.has_bias, product):
+        bias = field(args, layer, product + " bias", C).to(gl.pointer_type(gl.float32), bitcast=True)
+    if ptx(C.normed, product):
+        factors = field(args, layer, "factors", C)
+        factor = (factors if product == "qkv" else factors >> 32).to(gl.int32).to(gl.float32, bitcast=True)
+    else:
+        gamma = field(args, layer, NAME, C).to(gl.pointer_type(gl.float32), bitcast=True)
+    return RowVectors(channel, bias, gamma, factor)
 
 
 @gluon.jit
-def output_of(args, at, layer, begin, count, product: gl.constexpr, C: gl.constexpr):
+def output_of(args, at, rows, begin, count, product: gl.constexpr, C: gl.constexpr):
     """Returns a thread's output among `count` row blocks from `begin` on, and loads the values of its rows."""
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
@@ -554,15 +509,13 @@ def output_of(args, at, layer, begin, count, product: gl.constexpr, C: gl.conste
     bias = ()
     gamma = ()
     old = ()
-    KIND: gl.constexpr = gl.float32 if C.channel == "fp32" else gl.bfloat16
     for i in gl.static_range(BOTH):
         if C.channel is not None:
-            channel = channel + (load_channel(args, layer, of_w + 8 * i, product + " channel_scale", KIND, C),)
+            channel = channel + (gl.load(rows.channel + of_w + 8 * i).to(gl.float32),)
         if ptx(C.has_bias, product):
-            bias = bias + (load_channel(args, layer, of_w + 8 * i, product + " bias", gl.float32, C),)
+            bias = bias + (gl.load(rows.bias + of_w + 8 * i),)
     if RESIDUAL:
-        NAME: gl.constexpr = "mlp_gamma" if product == "o" else "next_gamma"
-        gamma = (load_channel(args, layer, of_w, NAME, gl.float32, C),)
+        gamma = (gl.load(rows.gamma + of_w),)
         old = (gl.load(args.h + token * N + of_w, mask=exists, other=0.0).to(gl.float32),)
     return Output(exists, row_block, row, token, channel, bias, gamma, old)
 
@@ -611,7 +564,7 @@ def finish(args, at, layer, out, begin, parity, squares, product: gl.constexpr, 
                 to = vector(args, layer, "mlp_x", C)
             else:
                 to = vector(args, layer, "next_x", C)
-    run(C.publish_pair, "=r,l,f,r", [to + (place.to(gl.int64) - (place & 1)) * 2, total, exists])
+    publish_pair(to + (place.to(gl.int64) - (place & 1)) * 2, total, exists, C)
     return squares
 
 
@@ -622,9 +575,13 @@ def multiply_product(args, at, layer, place, parity, x, squares_of, parts, produ
     M: gl.constexpr = T.shape.tokens
     AT_ONCE: gl.constexpr = ptx(T.at_once, product)
     CHUNKS: gl.constexpr = ptx(T.chunks, product)
+    LONG: gl.constexpr = product == "gate_up" or product == "down"  # more weights than the ring holds
     WAIT: gl.constexpr = "x of gate-up" if product == "gate_up" else "x of " + product
-    NORM: gl.constexpr = "squares before qkv" if product == "qkv" else "squares before gate-up"
+    at = same_thread(at, C)
+    rows = row_vectors(args, layer, product, C)
     gather_x(x, args, at, layer, product, WAIT, C)
+    if LONG:
+        run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, at.index * 0, at.index * 0 + 1])
     zero = at.lane.to(gl.float32) * 0.0
     squares = zero
     group, pair = at.lane >> 2, at.lane & 3
@@ -632,44 +589,29 @@ def multiply_product(args, at, layer, place, parity, x, squares_of, parts, produ
     first, end = own_row_blocks(product, C)
     for begin in range(first, end, AT_ONCE):
         count = gl.minimum(end - begin, AT_ONCE)
-        out = output_of(args, at, layer, begin, count, product, C)
+        out = output_of(args, at, rows, begin, count, product, C)
         for row_block in range(count):
             acc = (zero, zero, zero, zero)
             for chunk in range(CHUNKS):
+                if LONG:
+                    last = (begin + row_block == end - 1) & (chunk == CHUNKS - 1)
+                    run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, at.index * 0 + 1, at.index * 0 + last.to(gl.int32)])
                 place, acc = multiply_unit(args, at, layer, place, acc, chunk, product, C)
             to = own_sums + parity * T.sums_bytes + row_block * (T.warps * 64 * M)
             run(C.store_sums, "=r,r,r,f,f,f,f", (to, pair) + acc)
         if ptx(C.normed, product):
-            if begin == first:
-                factors = field(args, layer, "factors", C)
-                bits = (factors if product == "qkv" else factors >> 32).to(gl.int32)
-                rms_to_shared(squares_of, parts, bits.to(gl.float32, bitcast=True), args, at, layer, NORM, C)
+            rms_to_shared(squares_of, parts, rows.factor, begin == first, args, at, layer, product, C)
         barrier()
         squares = finish(args, at, layer, out, begin, parity, squares, product, C)
         parity = parity ^ 1
     if not ptx(C.normed, product):
         NAME: gl.constexpr = "mlp_squares" if product == "o" else "next_squares"
         to = vector(args, layer, NAME, C) + (gl.program_id(0) * M + at.warp) * 4
-        run(C.publish_float, "=r,l,f,r", [to, squares, ((at.lane == 0) & (at.warp < M)).to(gl.int32)])
+        publish(to, squares, ((at.lane == 0) & (at.warp < M)).to(gl.int32), C)
     return place, parity
 
 
 # ---- attention
-
-
-@aggregate
-class Worker:
-    """A group of lanes that reads its own tokens, for one set of query heads: its number, its set, its first element of a
-    head; row, kv head and split of its task; the row's position and page table."""
-
-    number: gl.tensor
-    heads: gl.tensor
-    element: gl.tensor
-    row: Scalar
-    kv_head: Scalar
-    split: Scalar
-    position: Scalar
-    table: Scalar
 
 
 @gluon.jit
@@ -697,170 +639,19 @@ def active_splits(position, C: gl.constexpr):
 
 
 @gluon.jit
-def load_tokens(pages, worker, begin, end, C: gl.constexpr):
-    """Loads a thread's elements of keys or values of its worker's two tokens of an iteration; zeros beyond `end`."""
-    A: gl.constexpr = C.shape
-    page = gl.load(worker.table + begin // PAGE_TOKENS, mask=begin < end, other=0).to(gl.int64)
-    first = (page * A.kv_heads + worker.kv_head) * PAGE_TOKENS + begin % PAGE_TOKENS
-    words = ()
-    for i in gl.static_range(2):
-        token = worker.number + i * C.table.workers
-        address = pages + ((first + token) * A.head_dim + worker.element) * 2
-        there = (begin + token < end).to(gl.int32)
-        words = words + asm(C.load_token, C.load_token_constraints, [address, there], ptx(C.words_types, 4))
-    return words
-
-
-@gluon.jit
-def turn_head(words, gamma, cos, sin, C: gl.constexpr):
-    """Returns a thread's 8 elements of a head after norm and RoPE, as 4 words."""
-    T: gl.constexpr = C.table
-    STEPS: gl.constexpr = T.lanes.bit_length() - 1
-    values = asm(C.unpack, C.unpack_constraints, words, C.unpack_types)
+def attention_vectors(args, layer, C: gl.constexpr):
+    """Returns the AttentionVectors of a layer."""
+    q_gamma = None
+    k_gamma = None
     if C.head_norms:
-        total = values[0] * values[0]
-        for i in gl.static_range(1, 8):
-            total += values[i] * values[i]
-        for step in gl.static_range(STEPS):
-            total += exchanged(total, 1 << step)
-        root = gl.rsqrt(total / C.shape.head_dim + C.shape.norm_eps)
-        normed = ()
-        for i in gl.static_range(8):
-            normed = normed + (values[i] * root * gamma[i],)
-        values = normed
-    turned = ()
-    for i in gl.static_range(8):
-        turned = turned + (values[i] * cos[i] + exchanged(values[i], T.lanes // 2) * sin[i],)
-    return asm(C.pack, C.pack_constraints, turned, ptx(C.words_types, 4))
+        q_gamma = field(args, layer, "q_gamma", C).to(gl.pointer_type(gl.float32), bitcast=True)
+        k_gamma = field(args, layer, "k_gamma", C).to(gl.pointer_type(gl.float32), bitcast=True)
+    cos_sin = field(args, layer, "cos_sin", C).to(gl.pointer_type(gl.float32), bitcast=True)
+    return AttentionVectors(field(args, layer, "k", C), field(args, layer, "v", C), cos_sin, q_gamma, k_gamma)
 
 
 @gluon.jit
-def dot(a, b, C: gl.constexpr):
-    """Returns the product of two heads, whose elements the lanes of a worker share."""
-    STEPS: gl.constexpr = C.table.lanes.bit_length() - 1
-    total = a[0] * b[0]
-    for i in gl.static_range(1, 8):
-        total += a[i] * b[i]
-    for step in gl.static_range(STEPS):
-        total += exchanged(total, 1 << step)
-    return total
-
-
-@gluon.jit
-def attend_new(q, k, v, own, C: gl.constexpr):
-    """Returns (maxima, totals, sums) after the new token alone, for those threads whose `own` is True; of nothing for others."""
-    HEADS: gl.constexpr = C.table.set_heads
-    keys = asm(C.unpack, C.unpack_constraints, k, C.unpack_types)
-    values = asm(C.unpack, C.unpack_constraints, v, C.unpack_types)
-    tops = ()
-    totals = ()
-    sums = ()
-    for h in gl.static_range(HEADS):
-        score = dot(asm(C.unpack, C.unpack_constraints, q[4 * h : 4 * h + 4], C.unpack_types), keys, C) * C.scale_log2
-        tops = tops + (gl.where(own, score, NOTHING),)
-        totals = totals + (gl.where(own, 1.0, 0.0),)
-        for i in gl.static_range(8):
-            sums = sums + (gl.where(own, values[i], 0.0),)
-    return tops, totals, sums
-
-
-@gluon.jit
-def attend_tokens(q, k, v, tops, totals, sums, worker, begin, end, C: gl.constexpr):
-    """Adds the two tokens of an iteration to (maxima, totals, sums)."""
-    T: gl.constexpr = C.table
-    HEADS: gl.constexpr = T.set_heads
-    token = begin + worker.number
-    keys0 = asm(C.unpack, C.unpack_constraints, k[0:4], C.unpack_types)
-    keys1 = asm(C.unpack, C.unpack_constraints, k[4:8], C.unpack_types)
-    scores = ()
-    for h in gl.static_range(HEADS):
-        of_q = asm(C.unpack, C.unpack_constraints, q[4 * h : 4 * h + 4], C.unpack_types)
-        first = gl.where(token < end, dot(of_q, keys0, C) * C.scale_log2, NOTHING * 2)
-        second = gl.where(token + T.workers < end, dot(of_q, keys1, C) * C.scale_log2, NOTHING * 2)
-        scores = scores + (first, second)
-    values0 = asm(C.unpack, C.unpack_constraints, v[0:4], C.unpack_types)
-    values1 = asm(C.unpack, C.unpack_constraints, v[4:8], C.unpack_types)
-    new_tops = ()
-    new_totals = ()
-    new_sums = ()
-    for h in gl.static_range(HEADS):
-        top = gl.maximum(tops[h], gl.maximum(scores[2 * h], scores[2 * h + 1]))
-        fade, p0, p1 = gl.exp2(tops[h] - top), gl.exp2(scores[2 * h] - top), gl.exp2(scores[2 * h + 1] - top)
-        new_tops = new_tops + (top,)
-        new_totals = new_totals + (totals[h] * fade + (p0 + p1),)
-        for i in gl.static_range(8):
-            new_sums = new_sums + (sums[8 * h + i] * fade + (p0 * values0[i] + p1 * values1[i]),)
-    return new_tops, new_totals, new_sums
-
-
-@gluon.jit
-def merge_lanes(tops, totals, sums, C: gl.constexpr):
-    """Merges the workers of a warp; all have the result."""
-    T: gl.constexpr = C.table
-    HEADS: gl.constexpr = T.set_heads
-    STEPS: gl.constexpr = (32 // T.lanes).bit_length() - 1
-    for step in gl.static_range(STEPS):
-        new_tops = ()
-        new_totals = ()
-        new_sums = ()
-        for h in gl.static_range(HEADS):
-            top = gl.maximum(tops[h], exchanged(tops[h], T.lanes << step))
-            fade = gl.exp2(tops[h] - top)
-            total = totals[h] * fade
-            new_tops = new_tops + (top,)
-            new_totals = new_totals + (total + exchanged(total, T.lanes << step),)
-            for i in gl.static_range(8):
-                part = sums[8 * h + i] * fade
-                new_sums = new_sums + (part + exchanged(part, T.lanes << step),)
-        tops = new_tops
-        totals = new_totals
-        sums = new_sums
-    return tops, totals, sums
-
-
-@gluon.jit
-def sums_to_shared(at, worker, tops, totals, sums, C: gl.constexpr):
-    """Stores the sums [warp][head of the set][element], then maxima and totals [warp][head of the set][2], of each warp."""
-    T: gl.constexpr = C.table
-    HEADS: gl.constexpr = T.set_heads
-    DIM: gl.constexpr = C.shape.head_dim
-    start = at.start + T.x_start
-    tops_start = start + T.warps * HEADS * DIM * 4
-    own = (at.lane < T.lanes).to(gl.int32)
-    for h in gl.static_range(HEADS):
-        place = at.warp * HEADS + h
-        for i in gl.static_range(8):
-            run(C.store_float, "=r,r,f,r", [start + (place * DIM + worker.element + i) * 4, sums[8 * h + i], own])
-        run(C.store_float, "=r,r,f,r", [tops_start + place * 8, tops[h], (at.lane == 0).to(gl.int32)])
-        run(C.store_float, "=r,r,f,r", [tops_start + place * 8 + 4, totals[h], (at.lane == 0).to(gl.int32)])
-
-
-@gluon.jit
-def merge_warps(at, head, element, C: gl.constexpr):
-    """Returns (maximum, total, sum) of all warps for an element of a query head of the task's kv head."""
-    T: gl.constexpr = C.table
-    HEADS: gl.constexpr = T.set_heads
-    SETS: gl.constexpr = T.head_sets
-    COUNT: gl.constexpr = T.warps // SETS
-    DIM: gl.constexpr = C.shape.head_dim
-    start = at.start + T.x_start
-    tops_start = start + T.warps * HEADS * DIM * 4
-    first = head // HEADS * HEADS + head % HEADS  # place of the head in the first warp of its set
-    top = at.lane.to(gl.float32) * 0.0 + NOTHING
-    for i in gl.static_range(COUNT):
-        top = gl.maximum(top, asm(C.load_float, "=f,r", [tops_start + (first + i * SETS * HEADS) * 8], gl.float32))
-    total = top * 0.0
-    sum_ = top * 0.0
-    for i in gl.static_range(COUNT):
-        place = first + i * SETS * HEADS
-        fade = gl.exp2(asm(C.load_float, "=f,r", [tops_start + place * 8], gl.float32) - top)
-        total += asm(C.load_float, "=f,r", [tops_start + place * 8 + 4], gl.float32) * fade
-        sum_ += asm(C.load_float, "=f,r", [start + (place * DIM + element) * 4], gl.float32) * fade
-    return top, total, sum_
-
-
-@gluon.jit
-def attend(args, at, layer, task, worker, active, each, C: gl.constexpr):
+def attend(args, at, layer, vectors, task, worker, active, each, C: gl.constexpr):
     """Computes one split: appends the new token in split 0, and stores the split's sums, or the output if it is the only
     one."""
     T: gl.constexpr = C.table
@@ -869,22 +660,18 @@ def attend(args, at, layer, task, worker, active, each, C: gl.constexpr):
     G: gl.constexpr = A.group
     begin = worker.split * each * T.tokens_at_once
     end = gl.minimum(begin + each * T.tokens_at_once, worker.position)
-    pages_k, pages_v = field(args, layer, "k", C), field(args, layer, "v", C)
-    k, v = load_tokens(pages_k, worker, begin, end, C), load_tokens(pages_v, worker, begin, end, C)
-    cos_sin = field(args, layer, "cos_sin", C).to(gl.pointer_type(gl.float32), bitcast=True)
+    k, v = load_tokens(vectors.k, worker, begin, end, C), load_tokens(vectors.v, worker, begin, end, C)
     cos = ()
     sin = ()
     q_gamma = ()
     k_gamma = ()
     for i in gl.static_range(8):
-        c, s = angles(cos_sin, worker.position, worker.element + i, C)
+        c, s = angles(vectors.cos_sin, worker.position, worker.element + i, C)
         cos = cos + (c,)
         sin = sin + (s,)
         if C.head_norms:
-            of_q = field(args, layer, "q_gamma", C).to(gl.pointer_type(gl.float32), bitcast=True)
-            of_k = field(args, layer, "k_gamma", C).to(gl.pointer_type(gl.float32), bitcast=True)
-            q_gamma = q_gamma + (gammas(of_q, worker.element + i, C),)
-            k_gamma = k_gamma + (gammas(of_k, worker.element + i, C),)
+            q_gamma = q_gamma + (gammas(vectors.q_gamma, worker.element + i, C),)
+            k_gamma = k_gamma + (gammas(vectors.k_gamma, worker.element + i, C),)
     qkv = vector(args, layer, "qkv", C) + worker.row * (A.features * 2) + worker.element * 2
     addresses = ()
     for h in gl.static_range(HEADS):
@@ -893,19 +680,19 @@ def attend(args, at, layer, task, worker, active, each, C: gl.constexpr):
     new = qkv + (A.heads + worker.kv_head) * (A.head_dim * 2)
     addresses = addresses + (new, new + A.kv_heads * A.head_dim * 2)
     COUNT: gl.constexpr = HEADS + 2
-    words = poll(addresses, at.lane * 0 + 1, args, layer, COUNT, 4, "q, k and v", C)
+    words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, "q, k and v", C), COUNT, 4, C)
     q = ()
     for h in gl.static_range(HEADS):
         q = q + turn_head(words[4 * h : 4 * h + 4], q_gamma, cos, sin, C)
     new_k = turn_head(words[4 * HEADS : 4 * HEADS + 4], k_gamma, cos, sin, C)
     new_v = words[4 * HEADS + 4 : 4 * HEADS + 8]
     own = (worker.number == 0) & (worker.split == 0)
-    append(pages_k, pages_v, worker, new_k, new_v, (own & (worker.heads == 0)).to(gl.int32), C)
+    append(vectors.k, vectors.v, worker, new_k, new_v, (own & (worker.heads == 0)).to(gl.int32), C)
     tops, totals, sums = attend_new(q, new_k, new_v, own, C)
     for n in range(begin, end, T.tokens_at_once):
         tops, totals, sums = attend_tokens(q, k, v, tops, totals, sums, worker, n, end, C)
-        k = load_tokens(pages_k, worker, n + T.tokens_at_once, end, C)
-        v = load_tokens(pages_v, worker, n + T.tokens_at_once, end, C)
+        k = load_tokens(vectors.k, worker, n + T.tokens_at_once, end, C)
+        v = load_tokens(vectors.v, worker, n + T.tokens_at_once, end, C)
     tops, totals, sums = merge_lanes(tops, totals, sums, C)
     sums_to_shared(at, worker, tops, totals, sums, C)
     barrier()
@@ -914,20 +701,8 @@ def attend(args, at, layer, task, worker, active, each, C: gl.constexpr):
 
 
 @gluon.jit
-def append(pages_k, pages_v, worker, k, v, own, C: gl.constexpr):
-    """Stores the new token's key and value in its page."""
-    A: gl.constexpr = C.shape
-    page = gl.load(worker.table + worker.position // PAGE_TOKENS).to(gl.int64)
-    place = (page * A.kv_heads + worker.kv_head) * PAGE_TOKENS + worker.position % PAGE_TOKENS
-    at = (place * A.head_dim + worker.element) * 2
-    run(C.store_token, "=r,l,r,r,r,r,r", (pages_k + at,) + k + (own,))
-    run(C.store_token, "=r,l,r,r,r,r,r", (pages_v + at,) + v + (own,))
-
-
-@gluon.jit
 def store_split(args, at, layer, task, worker, active, C: gl.constexpr):
     """Merges the warps; stores the split's sums, maxima and totals, or the output if no other split has work."""
-    T: gl.constexpr = C.table
     A: gl.constexpr = C.shape
     OUTPUTS: gl.constexpr = A.group * A.head_dim
     TURNS: gl.constexpr = (OUTPUTS + C.threads - 1) // C.threads
@@ -941,18 +716,17 @@ def store_split(args, at, layer, task, worker, active, C: gl.constexpr):
         output = gl.minimum(output, OUTPUTS - 1)
         head, element = output // A.head_dim, output % A.head_dim
         top, total, sum_ = merge_warps(at, head, element, C)
-        run(C.publish_pair, "=r,l,f,r", [out + (output & -2) * 2, sum_ / total, (exists & alone).to(gl.int32)])
+        publish_pair(out + (output & -2) * 2, sum_ / total, (exists & alone).to(gl.int32), C)
         one = (exists & (active > 1)).to(gl.int32)
-        run(C.publish_float, "=r,l,f,r", [parts + output * 4, sum_, one])
+        publish(parts + output * 4, sum_, one, C)
         first = (exists & (active > 1) & (element == 0)).to(gl.int32)
-        run(C.publish_float, "=r,l,f,r", [tops + head * 8, top, first])
-        run(C.publish_float, "=r,l,f,r", [tops + head * 8 + 4, total, first])
+        publish(tops + head * 8, top, first, C)
+        publish(tops + head * 8 + 4, total, first, C)
 
 
 @gluon.jit
 def combine(args, at, layer, task, worker, active, C: gl.constexpr):
     """Combines the splits of a row and kv head for a share of its outputs, which all splits divide among them."""
-    T: gl.constexpr = C.table
     A: gl.constexpr = C.shape
     LANES: gl.constexpr = C.combine_lanes
     STEPS: gl.constexpr = LANES.bit_length() - 1
@@ -972,7 +746,7 @@ def combine(args, at, layer, task, worker, active, C: gl.constexpr):
         word = gl.minimum(word, WORDS - 1)
         head = word // (A.head_dim // 2)
         addresses = (parts + (of_split * WORDS + word) * 8, tops + (of_split * A.group + head) * 8)
-        words = poll(addresses, at.lane * 0 + 1, args, layer, 2, 2, "splits of attention", C)
+        words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, "splits of attention", C), 2, 2, C)
         own_top = gl.where(there, words[2].to(gl.float32, bitcast=True), NOTHING)
         top = own_top
         for step in gl.static_range(STEPS):
@@ -985,18 +759,19 @@ def combine(args, at, layer, task, worker, active, C: gl.constexpr):
             low += exchanged(low, 1 << step)
             high += exchanged(high, 1 << step)
             total += exchanged(total, 1 << step)
-        run(C.publish_both, "=r,l,f,f,r", [out + word * 4, low / total, high / total, exists.to(gl.int32)])
+        publish_both(out + word * 4, low / total, high / total, exists.to(gl.int32), C)
 
 
 @gluon.jit
-def attention(args, at, layer, C: gl.constexpr):
+def attention(args, at, layer, vectors, C: gl.constexpr):
     """Attention of this block's tasks: first all splits, then their combination, so that no block waits for itself."""
     T: gl.constexpr = C.table
+    at = same_thread(at, C)
     for task in range(gl.program_id(0), T.attention_tasks, T.blocks):
         worker = worker_of(args, at, task, C)
         active, each = active_splits(worker.position, C)
         if worker.split < active:
-            attend(args, at, layer, task, worker, active, each, C)
+            attend(args, at, layer, vectors, task, worker, active, each, C)
     for task in range(gl.program_id(0), T.attention_tasks, T.blocks):
         worker = worker_of(args, at, task, C)
         active, _ = active_splits(worker.position, C)
@@ -1023,8 +798,10 @@ def math_warps(args, C: gl.constexpr):
     squares = args.squares.to(gl.int64)
     parts = args.parts
     for layer in range(LAYERS):
+        prefetch_layer(args, gl.minimum(layer + 1, LAYERS - 1), C)
+        vectors = attention_vectors(args, layer, C)
         place, parity = multiply_product(args, at, layer, place, parity, x, squares, parts, "qkv", C)
-        attention(args, at, layer, C)
+        attention(args, at, layer, vectors, C)
         attended = vector(args, layer, "attended", C)
         place, parity = multiply_product(args, at, layer, place, parity, attended, attended, parts, "o", C)
         x = vector(args, layer, "mlp_x", C)
@@ -1076,8 +853,8 @@ class StepPlan:
         self, layers: Tensor, vectors: Tensor, h: Tensor, x: Tensor, squares: Tensor, tables: Tensor, positions: Tensor,
         rows: Tensor, status: Tensor, eps: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Computes all layers; adds to h [M, H] in place, and returns the head's x [M, H] and squares float32 [blocks, M], which
-        are parts of `vectors`.
+        """Adds all layers to h [M, H] in place, and returns the head's x [M, H] and squares float32 [blocks, M], both in
+        `vectors`.
 
         layers int64 [layers, FIELDS]: the addresses that `choose.decode_step.FIELDS` names. vectors int32 [table.words]: any
         contents. x [M, H] and squares float32 [parts, M], parts <= blocks: of h, before the first layer. rows int32 [M]: the

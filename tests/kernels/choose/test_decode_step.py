@@ -94,7 +94,7 @@ def test_names():
     ("shape", "sm", "words"),
     [
         (LLAMA, 80, "needs the shared memory of sm_90"),
-        (dataclasses.replace(LLAMA, tokens=3), 90, "1, 2, 4 tokens, not 3"),
+        (dataclasses.replace(LLAMA, tokens=3), 90, "1, 2, 4, 8 tokens, not 3"),
         (dataclasses.replace(LLAMA, hidden=576), 90, "qkv is 6144 x 576"),
         (dataclasses.replace(WIDE, tokens=4), 90, "leave room for"),
         (dataclasses.replace(LLAMA, attention=dataclasses.replace(HEADS["llama"], rotary_dim=64)), 90, "all of which turn"),

@@ -10,9 +10,17 @@ from lowbit.kernels.reference.conv import gate_reference, map_reference
 from lowbit.ops.code_table import gate_codes, map_codes
 from lowbit.pack.nhwc64 import Nhwc64
 from tests.kernels.interpreter import interpreted
+from tests.kernels.sass import compile_triton
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-from lowbit.kernels.elementwise.code_table import map_to_codes, multiply_by_gate
+from lowbit.kernels.elementwise.code_table import (
+    GATE_BLOCK,
+    MAP_BLOCK,
+    gate_kernel,
+    map_kernel,
+    map_to_codes,
+    multiply_by_gate,
+)
 
 
 def check(on="cpu"):
@@ -60,3 +68,16 @@ def test_wrong_tensors_are_refused():
         gate_codes(x, gate[:1], layer, x.clone())
     with pytest.raises(ValueError, match="gates multiply codes, u4 or s8, got f16"):
         GateSpec("f16", 1.0)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_codes_move_16_bytes_at_a_time(capability):
+    signature = {"y": "*i8", "x": "*i8", "table": "*i8", "channels": "i32", "total": "i32"}
+    constants = dict(PIXEL=192, BLOCK=MAP_BLOCK)
+    kernel = compile_triton(map_kernel, signature, constants, ("y", "x", "table", "total"), 4, capability)
+    assert kernel.stack_bytes == 0 and kernel.count("LDG.E.128") == 1 and kernel.count("STG.E.128") == 1
+    assert kernel.count("LDG.E.S8") + kernel.count("LDG.E.U8") == 16, "one byte of the table for each code"
+    signature = {"y": "*u8", "x": "*u8", "gate": "*u8", "s": "fp32", "pixels": "i32", "total": "i32"}
+    constants = dict(PAIRS=96, FOUR=False, BLOCK=GATE_BLOCK)
+    kernel = compile_triton(gate_kernel, signature, constants, ("y", "x", "gate", "total"), 4, capability)
+    assert kernel.stack_bytes == 0 and kernel.count("LDG.E.128") == 1 and kernel.count("STG.E.128") == 1

@@ -110,7 +110,11 @@ def test_weights_are_unpacked():
 
 def test_windows_that_are_too_large_are_refused():
     spec = layer((17, 17), (1, 1), (8, 8), "s8", "s8", True, 8).spec
-    assert depthwise_refusals(spec) == ("a window of 289 taps, at most 256 are summed exactly",)
+    assert depthwise_refusals(spec) == (
+        "a window of 289 taps, at most 256 are summed exactly",
+        "a window of (17, 17) covers 340 pixels of a thread, which has registers for 64",
+    )
+    assert depthwise_refusals(layer((7, 7), (1, 1), (3, 3), "s8", "s8", True, 8).spec) == ()
     assert "not one of one each" in depthwise_refusals(ConvLayer(
         torch.zeros(8, 2, 1, 1, dtype=torch.int8), torch.ones(8), torch.zeros(8), "s8", "s8", groups=4
     ).spec)[0]  # fmt: skip
