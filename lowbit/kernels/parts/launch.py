@@ -102,7 +102,7 @@ class Launcher:
         recorded = getattr(_thread, "recorded", None)
         if recorded is not None:
             if self.kernel is None and self not in recorded:
-                recorded[self] = self._recorded(arguments)
+                recorded[self] = self.recorded(arguments)
         elif self.kernel is not None:
             self.kernel[self.grid](*arguments)
         elif self.cluster == 1:  # compiles and launches
@@ -114,7 +114,7 @@ class Launcher:
             self.kernel = made  # assigned only when complete, since another thread may use it immediately
             made[self.grid](*arguments)
 
-    def _recorded(self, arguments: Sequence[Any]) -> RecordedKernel:
+    def recorded(self, arguments: Sequence[Any]) -> RecordedKernel:
         """Returns the kernel's name and the properties of its arguments, without the contents of tensors."""
         function = self.function.fn
         described = tuple(map(_described, arguments, self.function.params))
