@@ -181,10 +181,10 @@ def test_a_stuck_step_is_named():
     """The status of a step that gave up becomes an error with its reason when the step is read."""
     nothing = torch.zeros(0)
     status = torch.tensor([1 + 3 * len(WAITS) + WAITS.index("x of o")], dtype=torch.int32)
-    step = InFlightStep([], nothing, nothing, None, None, status)
+    step = InFlightStep([], nothing, nothing, None, None, status=status)
     with pytest.raises(StuckStep, match="stopped in layer 3: a block waited too long for x of o"):
         step.wait()
-    InFlightStep([], nothing, nothing, None, None, status * 0).wait()
+    InFlightStep([], nothing, nothing, None, None, status=status * 0).wait()
     assert DecodeStepLaunch.failure(int(status)).endswith("please report this")
 
 
