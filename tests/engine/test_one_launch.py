@@ -16,16 +16,19 @@ from lowbit.engine.one_launch import OneLaunch, one_launch_of
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.recognise import recognise
 from lowbit.formats.kv import KV16, parse_kv
-from lowbit.hardware.machine import typical_machine
+from lowbit.hardware.machine import GPUS, typical_machine
 from lowbit.kernels.choose.decode_step import WAITS, StepTable
 from lowbit.nn import convert
 from lowbit.ops.decode_step import DecodeStepLaunch, decode_step_refusals
+from lowbit.ops.simulated_gpu import simulated_gpu
 from tests.engine.test_chain import dequantized, packed, program_of, random_ids, stepped
 from tests.kernels.sass import compile_plan
 from tests.kernels.warps import execute
 from tests.tiny import eager_llama
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.parts.launch import recording
 
 SIZES = {
     "vocab_size": 160, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -162,14 +165,26 @@ def _layers(program):
     return [one_launch._layer(program.decoder, spec, link, one_launch._packed(link), after) for spec, link, after in zipped]
 
 
+def test_an_engine_on_a_simulated_gpu():
+    """A whole engine binds its pages, and its kernels, recorded without a GPU, include the cooperative launch."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+    model = model_of("llama", torch.float16, **sizes)
+    convert(model, "w4a16_g128")
+    with simulated_gpu(GPUS["h200"]) as device, recording() as kernels:
+        engine = Engine(model.to(device), max_concurrent=4, max_length=512, persistent_step=True)
+        assert engine.report()[-1] == "steps of 1, 2, 4, 8 tokens: all layers in one launch"
+    options = [kernel.options for kernel in kernels if kernel.name == "decode_step"]
+    assert [option["launch_cooperative_grid"] for option in options] == [True]
+
+
 def test_a_stuck_step_is_named():
     """The status of a step that gave up becomes an error with its reason when the step is read."""
     nothing = torch.zeros(0)
     status = torch.tensor([1 + 3 * len(WAITS) + WAITS.index("x of o")], dtype=torch.int32)
-    step = InFlightStep([], nothing, nothing, None, None, status)
+    step = InFlightStep([], nothing, nothing, None, None, status=status)
     with pytest.raises(StuckStep, match="stopped in layer 3: a block waited too long for x of o"):
         step.wait()
-    InFlightStep([], nothing, nothing, None, None, status * 0).wait()
+    InFlightStep([], nothing, nothing, None, None, status=status * 0).wait()
     assert DecodeStepLaunch.failure(int(status)).endswith("please report this")
 
 
@@ -185,7 +200,7 @@ def test_tokens_on_a_gpu(name):
     for persistent in (False, True):
         model = model_of(name, torch.float16, **sizes).cuda()
         convert(model, "w4a16_g128")
-        engine = Engine(model, max_concurrent=4, persistent_step=persistent)
+        engine = Engine(model, max_concurrent=4, max_length=512, persistent_step=persistent)
         if persistent:
             assert engine.report()[-1] == "steps of 1, 2, 4, 8 tokens: all layers in one launch"
         prompts = [[5, 6, 7], [8] * 140, [9, 10]]

@@ -27,7 +27,7 @@ def with_unique_labels(ptx: str) -> str:
 
     def renamed(block: re.Match) -> str:
         number = next(numbers)
-        return re.sub(r"\b(AGAIN|DONE)\b", rf"$L_{number}_\1", block[0])
+        return re.sub(r"\b(AGAIN|CHECK|DONE)\b", rf"$L_{number}_\1", block[0])
 
     return re.sub(r"// begin inline asm.*?// end inline asm", renamed, ptx, flags=re.S)
 

@@ -32,26 +32,33 @@ class Polled:
         """Type of halves."""
         raise NotImplementedError
 
-    def poll(self, count: int, words: int) -> str:
+    def poll(self, count: int, words: int, ahead: bool = False) -> str:
         """PTX that loads `count` vectors of `words` words, again until no word is EMPTY. Inputs: addresses; whether the warp
-        needs them; address of the status; the status of a wait that is too long."""
+        needs them; address of the status; the status of a wait that is too long; with `ahead`, words that were loaded before,
+        which are loaded again only if one of them is EMPTY."""
         total = count * words
         out = [f"${i}" for i in range(total)]
         needed, status, code = (f"${total + count + i}" for i in range(3))
         lines = [".reg .b32 m, n; .reg .pred p, more;", f"mov.b32 n, 0; setp.eq.s32 p, {needed}, 0;"]
         lines += [f"mov.b32 {register}, 0;" for register in out]
-        lines += ["vote.sync.any.pred p, p, 0xffffffff; @p bra DONE;", "AGAIN:"]
+        lines += ["vote.sync.any.pred p, p, 0xffffffff; @p bra DONE;"]
+        if ahead:
+            lines += [f"mov.b32 {register}, ${total + count + 3 + i};" for i, register in enumerate(out)] + ["bra.uni CHECK;"]
+        lines.append("AGAIN:")
         for i in range(count):
             lines.append(_loaded("relaxed.gpu.global", out[words * i : words * (i + 1)], f"${total + i}"))
+        lines += ["CHECK:"] if ahead else []
         lines += [f"{'mov' if i == 0 else 'max'}.{'b32 m' if i == 0 else 'u32 m, m'}, {r};" for i, r in enumerate(out)]
         lines += ["setp.eq.u32 p, m, 0xffffffff; vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE;"]
         lines += self._once_more("n", "m", "AGAIN", "DONE", status, code, 255)
         lines += ["DONE: mov.b32 n, 0;"]
         return "{\n" + "\n".join(lines) + "\n}"
 
-    def poll_constraints(self, count: int, words: int) -> str:
+    def poll_constraints(self, count: int, words: int, ahead: bool = False) -> str:
         """The constraints of `poll`."""
-        return ",".join(["=&r"] * (count * words) + ["l"] * count + ["r", "l", "r"])
+        return ",".join(["=&r"] * (count * words) + ["l"] * count + ["r", "l", "r"] + ["r"] * (count * words * ahead))
+
+    load_word = "ld.relaxed.gpu.global.b32 $0, [$1];"
 
     def words_types(self, count: int) -> tuple[gl.dtype, ...]:
         """The types of `count` words."""
@@ -119,6 +126,24 @@ def poll(addresses, needed, status, code, count: gl.constexpr, words: gl.constex
     return asm(
         ptx(C.poll, count, words), ptx(C.poll_constraints, count, words), addresses + (needed, status, code),
         ptx(C.words_types, count * words),
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_ahead(addresses, count: gl.constexpr, C: gl.constexpr):
+    """Returns `count` words at `addresses` (int64) as they are now, for `poll_ahead`."""
+    words = ()
+    for i in gl.static_range(count):
+        words = words + (asm(C.load_word, "=r,l", [addresses[i]], gl.int32),)
+    return words
+
+
+@gluon.jit
+def poll_ahead(loaded, addresses, needed, status, code, count: gl.constexpr, C: gl.constexpr):
+    """As `poll`, of words that `load_ahead` has loaded before: their latency has passed if they had arrived then."""
+    return asm(
+        ptx(C.poll, count, 1, True), ptx(C.poll_constraints, count, 1, True), addresses + (needed, status, code) + loaded,
+        ptx(C.words_types, count),
     )  # fmt: skip
 
 

@@ -31,7 +31,18 @@ from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, asm, barrier, g
 from lowbit.kernels.parts.head_rows import angles, exchanged, gammas
 from lowbit.kernels.parts.k_block import KBlock
 from lowbit.kernels.parts.launch import Launcher
-from lowbit.kernels.parts.polled import EMPTY, LIMIT, Polled, await_barrier, poll, publish, publish_both, publish_pair
+from lowbit.kernels.parts.polled import (
+    EMPTY,
+    LIMIT,
+    Polled,
+    await_barrier,
+    load_ahead,
+    poll,
+    poll_ahead,
+    publish,
+    publish_both,
+    publish_pair,
+)
 from lowbit.kernels.parts.ring import loads_of
 from lowbit.kernels.parts.small_m_epilogue import add_strided
 from lowbit.kernels.parts.split_attention import (
@@ -282,6 +293,9 @@ def field(args, layer, name: gl.constexpr, C: gl.constexpr):
     return gl.load(args.layers + (layer * COUNT + ptx(C.field, name)))
 
 
+PIECES_AT_ONCE = gl.constexpr(8)
+"""Vectors of x that a lane asks for at a time."""
+
 FIELDS_OF = gl.constexpr(FIELDS)
 WAITS_OF = gl.constexpr(WAITS)
 
@@ -395,17 +409,19 @@ def gather_x(source, args, at, layer, product: gl.constexpr, wait: gl.constexpr,
     PIECES: gl.constexpr = ptx(T.chunks, product) * M * 16
     TURNS: gl.constexpr = (PIECES + 31) // 32
     to = at.start + T.x_start + at.warp * T.x_warp_bytes
-    for begin in gl.static_range(0, TURNS, 4):
+    for begin in gl.static_range(0, TURNS, PIECES_AT_ONCE):
         addresses = ()
         places = ()
-        for i in gl.static_range(min(4, TURNS - begin)):
+        for i in gl.static_range(min(PIECES_AT_ONCE, TURNS - begin)):
             piece = gl.minimum(at.lane + 32 * (begin + i), PIECES - 1)
             token, chunk = (piece >> 4) % M, (piece >> 4) // M
             k_block = gl.minimum(chunk * T.warps + at.warp, K_BLOCKS - 1)
             places = places + (to + ((chunk * 16 + (piece & 15)) * M + token) * 16,)
             addresses = addresses + (source + ((token * K_BLOCKS + k_block) * 16 + (piece & 15)) * 16,)
-        words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, wait, C), min(4, TURNS - begin), 4, C)
-        for i in gl.static_range(min(4, TURNS - begin)):
+        words = poll(
+            addresses, at.lane * 0 + 1, args.status, status_of(layer, wait, C), min(PIECES_AT_ONCE, TURNS - begin), 4, C
+        )
+        for i in gl.static_range(min(PIECES_AT_ONCE, TURNS - begin)):
             run(C.store_words, "=r,r,r,r,r,r,r", (places[i],) + words[4 * i : 4 * i + 4] + (at.lane * 0 + 1,))
     run(C.sync_warp, "=r", [])
 
@@ -444,26 +460,34 @@ def multiply_unit(args, at, layer, place, acc, chunk, product: gl.constexpr, C: 
 
 
 @gluon.jit
-def rms_to_shared(source, parts, factor, needed, args, at, layer, product: gl.constexpr, C: gl.constexpr):
-    """If needed, warp i adds up the partial sums of squares [parts, tokens] of token i in order, and stores 1 / (rms * x's
-    factor)."""
+def squares_of_lane(source, parts, at, C: gl.constexpr):
+    """Returns the addresses of a lane's partial sums of squares [parts, tokens]; warp i has those of token i."""
+    M: gl.constexpr = C.table.shape.tokens
+    TURNS: gl.constexpr = C.squares_turns
+    token = gl.minimum(at.warp, M - 1)
+    addresses = ()
+    for i in gl.static_range(TURNS):
+        addresses = addresses + (source + (gl.minimum(at.lane + 32 * i, parts - 1) * M + token) * 4,)
+    return addresses
+
+
+@gluon.jit
+def rms_to_shared(loaded, addresses, parts, factor, needed, args, at, layer, product: gl.constexpr, C: gl.constexpr):
+    """If needed, warp i adds up the partial sums of squares of token i in order, and stores 1 / (rms * x's factor)."""
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
     TURNS: gl.constexpr = C.squares_turns
     WAIT: gl.constexpr = "squares before qkv" if product == "qkv" else "squares before gate-up"
-    token = gl.minimum(at.warp, M - 1)
     own = (at.warp < M) & needed
-    addresses = ()
-    for i in gl.static_range(TURNS):
-        addresses = addresses + (source + (gl.minimum(at.lane + 32 * i, parts - 1) * M + token) * 4,)
-    words = poll(addresses, own.to(gl.int32), args.status, status_of(layer, WAIT, C), TURNS, 1, C)
+    words = poll_ahead(loaded, addresses, own.to(gl.int32), args.status, status_of(layer, WAIT, C), TURNS, C)
     total = at.lane.to(gl.float32) * 0.0
     for i in gl.static_range(TURNS):
         total += gl.where(at.lane + 32 * i < parts, words[i].to(gl.float32, bitcast=True), 0.0)
     for step in gl.static_range(5):
         total += exchanged(total, 1 << step)
     root = gl.rsqrt(total * args.inverse_width + args.eps) * factor
-    run(C.store_float, "=r,r,f,r", [at.start + T.rms_start + token * 4, root, (own & (at.lane == 0)).to(gl.int32)])
+    to = at.start + T.rms_start + gl.minimum(at.warp, M - 1) * 4
+    run(C.store_float, "=r,r,f,r", [to, root, (own & (at.lane == 0)).to(gl.int32)])
 
 
 @gluon.jit
@@ -580,6 +604,11 @@ def multiply_product(args, at, layer, place, parity, x, squares_of, parts, produ
     at = same_thread(at, C)
     rows = row_vectors(args, layer, product, C)
     gather_x(x, args, at, layer, product, WAIT, C)
+    addresses = ()
+    loaded = ()
+    if ptx(C.normed, product):
+        addresses = squares_of_lane(squares_of, parts, at, C)
+        loaded = load_ahead(addresses, C.squares_turns, C)
     if LONG:
         run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, at.index * 0, at.index * 0 + 1])
     zero = at.lane.to(gl.float32) * 0.0
@@ -600,7 +629,7 @@ def multiply_product(args, at, layer, place, parity, x, squares_of, parts, produ
             to = own_sums + parity * T.sums_bytes + row_block * (T.warps * 64 * M)
             run(C.store_sums, "=r,r,r,f,f,f,f", (to, pair) + acc)
         if ptx(C.normed, product):
-            rms_to_shared(squares_of, parts, rows.factor, begin == first, args, at, layer, product, C)
+            rms_to_shared(loaded, addresses, parts, rows.factor, begin == first, args, at, layer, product, C)
         barrier()
         squares = finish(args, at, layer, out, begin, parity, squares, product, C)
         parity = parity ^ 1
