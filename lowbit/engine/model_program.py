@@ -29,6 +29,11 @@ class ModelProgram(Protocol):
     dtype: torch.dtype
 
     @property
+    def status(self) -> Tensor | None:
+        """int32 [1] on the device: not 0 after a step whose results are wrong (`OneLaunch.failure`). None if no step can fail
+        without an error."""
+
+    @property
     def cache_spec(self) -> CacheSpec | None:
         """Layout of the pages; None if the program stores keys and values itself."""
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from lowbit.engine.decode_runner import DecodeRunner, DecodeStep, filters, sample_tokens
-from lowbit.engine.failure import log_failure
+from lowbit.engine.failure import StuckStep, log_failure
 from lowbit.engine.grammar import GrammarState, masks_of
 from lowbit.engine.mixed_runner import MixedRunner
+from lowbit.engine.one_launch import OneLaunch
 from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.request import SampledToken
 from lowbit.engine.scheduler import SchedulerOutput
@@ -43,7 +44,7 @@ KINDS = {False: "", True: " with filters", None: " for grammars"}
 class InFlightStep:
     """Launched work that samples a token for each of `sequences`: host copies of its results, complete once the event `done`
     has passed, and the number of tokens read so far. drafts: the guessed tokens of each sequence that were verified, empty if
-    there were none; a sequence then has a row more than it has guesses.
+    there were none; a sequence then has a row more than it has guesses. status: a copy of `ModelProgram.status`.
     """
 
     sequences: list[Sequence]
@@ -52,12 +53,16 @@ class InFlightStep:
     top_logprobs: tuple[Tensor, Tensor] | None
     done: torch.cuda.Event | None
     drafts: list[tuple[int, ...]] = field(default_factory=list)
+    status: Tensor | None = None
     tokens_read: int = 0
 
     def wait(self) -> None:
-        """Waits until the results are on the host; raises RuntimeError after a CUDA error."""
+        """Waits until the results are on the host. Raises RuntimeError after a CUDA error, and StuckStep after a step that gave
+        up."""
         if self.done is not None:
             self.done.synchronize()
+        if self.status is not None and (status := int(self.status)):
+            raise StuckStep(OneLaunch.failure(status))
 
     def accepted(self) -> list[int]:
         """Returns how many tokens each sequence of a step with guesses has sampled, once the results are on the host: one, and
@@ -187,11 +192,13 @@ class ModelRunner:
             values, ids = top_logprobs(step.logits[: len(sequences) + sum(map(len, drafts))], most)
             top = _to_host(values), _to_host(ids)
         tokens, logprobs = _to_host(step.tokens), _to_host(step.logprobs)
+        of_program = self.decode_runner.program.status
+        status = None if of_program is None else _to_host(of_program)
         done = None
         if self.slots.device.type == "cuda":
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(self.slots.device))
-        return InFlightStep(list(sequences), tokens, logprobs, top, done, list(drafts))
+        return InFlightStep(list(sequences), tokens, logprobs, top, done, list(drafts), status)
 
     # ---- compiling and capturing
 

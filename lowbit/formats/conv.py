@@ -88,9 +88,7 @@ class ProductSpec:
 @dataclass(frozen=True)
 class ConvSpec(ProductSpec):
     """A convolution without its tensors; the choice of a kernel depends on it. `residual` is the storage of the tensor that is
-    added.
-
-    Groups and dilation are 1.
+    added. `channels` counts all input channels; each of `groups` groups reads channels / groups of them. Dilation is 1.
     """
 
     outputs: int
@@ -98,6 +96,7 @@ class ConvSpec(ProductSpec):
     relu: bool
     residual: str | None = None
     second: ProductSpec | None = None
+    groups: int = 1
 
     @property
     def products(self) -> tuple[ProductSpec, ...]:
@@ -109,7 +108,8 @@ class ConvSpec(ProductSpec):
         added = "" if self.residual is None else f" + {self.residual}"
         if self.second is not None:
             added = f" + {self.second.x} x {self.second.w} shortcut"
-        return f"{self.channels} > {self.outputs} {kernel}, {self.x} x {self.w}{added} > {self.y}"
+        groups = "" if self.groups == 1 else f" in {self.groups} groups"
+        return f"{self.channels} > {self.outputs} {kernel}{groups}, {self.x} x {self.w}{added} > {self.y}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,10 +135,11 @@ class SecondProduct:
 
 @dataclass(frozen=True, eq=False)
 class ConvLayer:
-    """One lowered convolution: weight int8 [O, C, R, S]; s, b float32 [O]; groups 1, dilation 1.
+    """One lowered convolution: weight int8 [O, C / groups, R, S]; s, b float32 [O]; dilation 1.
 
     `x`, `y` and `residual` are storages; `residual` is None if nothing is added, and `g` is the scale of its codes. At most one
-    of `residual` and `second` is given. `name` is for tables. Raises ValueError for other tensors and storages.
+    of `residual` and `second` is given, and neither with several groups. `name` is for tables. Raises ValueError for other
+    tensors and storages.
     """
 
     weight: Tensor
@@ -153,6 +154,7 @@ class ConvLayer:
     g: float = 0.0
     second: SecondProduct | None = None
     name: str = ""
+    groups: int = 1
 
     def __post_init__(self) -> None:
         _check_product(f"convolution {self.name!r}", self.weight, self.s, self.x, self.stride, self.padding)
@@ -169,13 +171,22 @@ class ConvLayer:
             raise ValueError("a convolution adds a residual or a second product, not both")
         if self.second is not None and self.second.weight.shape[0] != outputs:
             raise ValueError(f"both products have {outputs} outputs, the second has {self.second.weight.shape[0]}")
+        if type(self.groups) is not int or self.groups < 1 or outputs % self.groups:
+            raise ValueError(f"{outputs} outputs are in a number of groups that divides them, got {self.groups}")
+        if self.groups > 1 and (self.residual is not None or self.second is not None):
+            raise ValueError(f"a convolution in {self.groups} groups adds nothing: make the sum an operation of its own")
 
     @functools.cached_property
     def spec(self) -> ConvSpec:
         """The layer without its tensors."""
         second = None if self.second is None else ProductSpec(*_product(self.second))
         outputs = int(self.weight.shape[0])
-        return ConvSpec(*_product(self), outputs, self.y, self.relu, self.residual, second)
+        return ConvSpec(*_product(self), outputs, self.y, self.relu, self.residual, second, self.groups)
+
+    @property
+    def channels(self) -> int:
+        """Number of input channels, of all groups."""
+        return int(self.weight.shape[1]) * self.groups
 
     @property
     def kernel(self) -> Pair:
@@ -194,6 +205,7 @@ class ConvLayer:
 def _product(layer: ConvLayer | SecondProduct) -> tuple[str, str, int, Pair, Pair, Pair]:
     """Returns the fields of a `ProductSpec`."""
     _, channels, *kernel = layer.weight.shape
+    channels *= layer.groups if isinstance(layer, ConvLayer) else 1
     return layer.x, weight_storage(layer.weight), channels, (kernel[0], kernel[1]), layer.stride, layer.padding
 
 
@@ -220,6 +232,23 @@ class SumSpec:
             raise ValueError(f"sums are of codes, {' or '.join(ACTIVATIONS)}, got {', '.join(map(str, stored))}")
         if self.y == "u4" and not self.relu:
             raise ValueError("u4 holds no negative values: a sum without ReLU is stored as s8")
+
+
+@dataclass(frozen=True)
+class GateSpec:
+    """A product of codes [N, C, H, W] and of a gate's codes [N, C, 1, 1], as in squeeze-and-excite.
+
+        t = fma(float32(x code * gate code), s, 0); y = clamp(rne(t), -128, 127), stored as s8
+
+    `x` is u4 or s8, the gate s8. Raises ValueError for other storages.
+    """
+
+    x: str
+    s: float
+
+    def __post_init__(self) -> None:
+        if self.x not in ACTIVATIONS:
+            raise ValueError(f"gates multiply codes, {' or '.join(ACTIVATIONS)}, got {self.x}")
 
 
 def output_size(size: Pair, kernel: Pair, stride: Pair, padding: Pair) -> Pair:

@@ -15,9 +15,11 @@ from torch import Tensor
 from lowbit.formats.conv import ACTIVATIONS, CODES, ConvLayer, ConvSpec, output_size, stored_dtype
 from lowbit.hardware.machine import Machine, features_of, machine_of, machine_refusals
 from lowbit.kernels.choose.conv import ConvCandidate, Size, choose_conv, features_refusals, strip_refusals
+from lowbit.kernels.choose.depthwise import depthwise_tile
 from lowbit.kernels.reference.conv import average_pool_reference, conv_reference, max_pool_reference, quantize_reference
 from lowbit.ops.register import on_device_of_first
 from lowbit.pack.conv_layout import PackedConv
+from lowbit.pack.grouped import GroupedBlocks
 from lowbit.pack.nhwc64 import Nhwc64, pixel_elements
 from lowbit.pack.stem import StemImages
 
@@ -84,7 +86,7 @@ class Conv:
     def _check(self, x: Tensor, residual: Tensor | None, second: Tensor | None, out: Tensor | None) -> None:
         layer = self.layer
         if self.images is None:
-            pixel = Nhwc64(layer.x).pixel_bytes(layer.weight.shape[1])
+            pixel = Nhwc64(layer.x).pixel_bytes(layer.channels)
             wanted = f"[N, H, W, {pixel}]"
             fits = x.dim() == 4 and x.shape[3] == pixel
         else:
@@ -125,7 +127,7 @@ class Conv:
     def _on_cpu(self, x: Tensor, residual: Tensor | None, second: Tensor | None) -> Tensor:
         layer = self.layer
         if self.images is None:
-            codes = Nhwc64(layer.x).unpack(x, layer.weight.shape[1])
+            codes = Nhwc64(layer.x).unpack(x, layer.channels)
         else:
             codes = self.images.unpack(x)
         added = None if residual is None or layer.residual is None else Nhwc64(layer.residual).unpack(residual, self.outputs)
@@ -160,12 +162,12 @@ def prepare_stem(layer: ConvLayer, size: Size, device: torch.device | str | None
     reason why this is not supported. `prepare_conv` supports any convolution, with channels padded to multiples of 64.
     """
     device = device_for(layer, device)
-    images = StemImages(layer.weight.shape[1], size[1], size[2], layer.kernel, layer.padding)
+    images = StemImages(layer.channels, size[1], size[2], layer.kernel, layer.padding)
     reasons = list(images.refusals())
     if layer.stride != (2, 2):
         reasons.append(f"stride {layer.stride}, a stem has 2 x 2")
-    if layer.x != "s8" or layer.second is not None or layer.residual is not None:
-        reasons.append("a stem reads s8 codes and adds nothing")
+    if layer.x != "s8" or layer.second is not None or layer.residual is not None or layer.groups > 1:
+        reasons.append("a stem reads s8 codes in one group and adds nothing")
     if pooled:
         reasons += stem_pool_refusals(layer, machine_of(device) if device.type == "cuda" else None)
     if reasons:
@@ -276,6 +278,14 @@ def launcher(
         from lowbit.kernels.sm90.stem_pool import PreparedStemPool
 
         return PreparedStemPool(spec, packed, images, machine.sm_count)
+    if choice.kernel == "sm80/depthwise":
+        from lowbit.kernels.sm80.depthwise import PreparedDepthwise
+
+        return PreparedDepthwise(spec, packed, depthwise_tile(spec))
+    if isinstance(choice.layout, GroupedBlocks):
+        from lowbit.kernels.sm80.grouped_conv import PreparedGrouped
+
+        return PreparedGrouped(spec, packed, choice.layout)
     if choice.tile is None:
         raise ValueError(f"{choice.kernel} takes a tile")
     if choice.kernel == "sm90/conv_strip":

@@ -19,6 +19,8 @@ from lowbit.vision.program import (
     Compute,
     Convolve,
     Dequantize,
+    GateCodes,
+    MapCodes,
     Operation,
     PoolAverage,
     PoolMax,
@@ -122,6 +124,10 @@ def _result(operation: Operation, program: Program, made: dict[str, Any]) -> Any
             _check_convolution(operation, y, inputs)
         case SumCodes():
             _check_sum(operation, y, inputs)
+        case MapCodes():
+            _check_map(operation, y, x)
+        case GateCodes():
+            _check_gate(operation, y, inputs)
         case PoolMax():
             _check_pool(operation, y, x)
         case PoolAverage() | Dequantize():
@@ -134,6 +140,26 @@ def _result(operation: Operation, program: Program, made: dict[str, Any]) -> Any
         case _:
             raise ValueError(f"{type(operation).__name__} is no operation of a saved network")
     return _stand_in(y)
+
+
+def _check_map(operation: MapCodes, y: Value, x: Value) -> None:
+    _stored(x, "s8", "what it reads")
+    _stored(y, "s8", "what it makes")
+    table = operation.table
+    _demand(
+        table.dtype == torch.int8 and table.shape == (256,), f"its table is int8 [256], not {table.dtype} {list(table.shape)}"
+    )
+    _shaped(y, x.shape)
+
+
+def _check_gate(operation: GateCodes, y: Value, inputs: list[Value]) -> None:
+    x, gate = inputs
+    _stored(x, operation.layer.x, "what it multiplies")
+    _stored(gate, "s8", "its gate")
+    _stored(y, "s8", "what it makes")
+    _demand(gate.shape == (x.shape[0], 1, 1), f"its gate is [{x.shape[0]}, 1, 1], not {list(gate.shape)}")
+    _shaped(y, x.shape)
+    _positive("s", operation.layer.s)
 
 
 def _check_pool(operation: PoolMax, y: Value, x: Value) -> None:
@@ -181,6 +207,7 @@ def _multiplied(product: ConvLayer | SecondProduct, x: Value, y: Value) -> None:
     _stored(x, product.x, "what it multiplies")
     _pairs("strides and paddings", product.stride, product.padding)
     outputs, channels, height, width = product.weight.shape
+    channels *= product.groups if isinstance(product, ConvLayer) else 1
     _demand(len(x.shape) == 3 and x.shape[0] == channels, f"weights {list(product.weight.shape)} meet {list(x.shape)}")
     _demand(bool((product.s.isfinite() & (product.s >= 0)).all()), "s has numbers that are negative or not finite")
     size = output_size((x.shape[1], x.shape[2]), (height, width), product.stride, product.padding)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lowbit.formats.conv import stored_dtype
 from lowbit.ops.code_sum import sum_codes
+from lowbit.ops.code_table import gate_codes, map_codes
 from lowbit.ops.conv import (
     average_pool_codes,
     average_pool_to_codes,
@@ -38,6 +39,8 @@ from lowbit.vision.program import (
     Convolve,
     Dequantize,
     FusedBottleneck,
+    GateCodes,
+    MapCodes,
     Operation,
     PoolAverage,
     PoolMax,
@@ -189,6 +192,12 @@ class DeviceProgram:
                 total = self._allocated(y, layout.shape((self.batch, *known.shape)), torch.uint8)
                 values[y] = total
                 return lambda: sum_codes(values[x], layer, None if other is None else values[other], total)
+            case MapCodes(y, x, table):
+                return self._map(y, x, table)
+            case GateCodes(y, x, gate, gating):
+                known = self.program.values[y]
+                gated = values[y] = self._allocated(y, Nhwc64("s8").shape((self.batch, *known.shape)), torch.uint8)
+                return lambda: gate_codes(values[x], values[gate], gating, gated)
             case PoolMax(y, x):
                 known = self.program.values[y]
                 layout = Nhwc64(known.storage)
@@ -217,6 +226,11 @@ class DeviceProgram:
 
                 return dequantize
         return self._computation(operation)
+
+    def _map(self, y: str, x: str, table: Tensor) -> Callable[[], object]:
+        values, known = self.values, self.program.values[y]
+        mapped = values[y] = self._allocated(y, Nhwc64("s8").shape((self.batch, *known.shape)), torch.uint8)
+        return lambda: map_codes(values[x], table, known.shape[0], mapped)
 
     def _convolution(self, operation: Convolve, stem: StemImages | None) -> Callable[[], object]:
         layer, values, y = operation.layer, self.values, operation.y

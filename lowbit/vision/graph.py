@@ -54,9 +54,9 @@ class Conv:
     """y = conv(x, weight) + bias (+ residual, or + conv of a second input), then ReLU if `relu`. Linear layers are such
     convolutions.
 
-    weight [O, C, R, S] and bias [O] are float32; `stride` and `padding` are (vertical, horizontal). `second` is a convolution
-    of another value that is added, for example a strided shortcut; its bias is part of `bias`. `relu_max` is the upper bound of
-    the ReLU, 6 for ReLU6.
+    weight [O, C / groups, R, S] and bias [O] are float32; `stride` and `padding` are (vertical, horizontal). `second` is a
+    convolution of another value that is added, for example a strided shortcut; its bias is part of `bias`. `relu_max` is the
+    upper bound of the ReLU, 6 for ReLU6.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Conv:
     residual: str | None = None
     second: Conv | None = None
     relu_max: float = math.inf
+    groups: int = 1
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -97,6 +98,36 @@ class Sum:
     def inputs(self) -> tuple[str, ...]:
         """Names of the values this node reads."""
         return (self.x,) if self.other is None else (self.x, self.other)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "hardswish": F.hardswish, "sigmoid": torch.sigmoid, "hardsigmoid": F.hardsigmoid, "gelu": F.gelu,
+    "tanh": torch.tanh,
+}  # fmt: skip
+"""Activation functions that become tables of codes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Activation(OneInput):
+    """y = f(x) for each element, with one of `ACTIVATIONS`."""
+
+    name: str
+    x: str
+    function: str
+
+
+@dataclass(frozen=True, eq=False)
+class Gate:
+    """y = x * gate, with one factor [N, C, 1, 1] for each channel of an image."""
+
+    name: str
+    x: str
+    gate: str
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values this node reads."""
+        return self.x, self.gate
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,12 +168,12 @@ class Other:
         return tuple(ref.name for ref in _refs((self.args, self.kwargs)))
 
 
-Node = Input | Conv | Sum | MaxPool | AveragePool | Other
+Node = Input | Conv | Sum | Activation | Gate | MaxPool | AveragePool | Other
 
 
 def reads_codes(node: Node | None) -> bool:
     """True if a node computes on codes. None stands for the caller, who reads the result in floating point."""
-    return isinstance(node, (Conv, Sum, MaxPool, AveragePool))
+    return isinstance(node, (Conv, Sum, Activation, Gate, MaxPool, AveragePool))
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +201,7 @@ class Graph:
         remaining = {name: len(readers) for name, readers in self.readers().items()}
         values: dict[str, Any] = {}
         for node in self.nodes.values():
-            value = self._compute(node, values, images)
+            value = self.compute(node, values, images)
             if hook is not None and isinstance(value, Tensor) and value.is_floating_point():
                 value = hook(node.name, value)
             values[node.name] = value
@@ -180,7 +211,8 @@ class Graph:
                     del values[name]
         return values[self.output].reshape(len(images), *self.shapes[self.output])
 
-    def _compute(self, node: Node, values: dict[str, Any], images: Tensor) -> Any:
+    def compute(self, node: Node, values: dict[str, Any], images: Tensor) -> Any:
+        """Returns the value of one node from those of its inputs; `images` are the input of the graph."""
         match node:
             case Input():
                 return images
@@ -189,6 +221,10 @@ class Graph:
             case Sum():
                 y = values[node.x] if node.other is None else values[node.x] + values[node.other]
                 return y.clamp(0.0, node.relu_max) if node.relu else y
+            case Activation():
+                return ACTIVATIONS[node.function](values[node.x])
+            case Gate():
+                return values[node.x] * as_images(values[node.gate])
             case MaxPool():
                 return F.max_pool2d(values[node.x], node.kernel, node.stride, node.padding)
             case AveragePool():
@@ -207,7 +243,7 @@ class Graph:
 
 def convolve(node: Conv, x: Tensor, other: Callable[[str], Tensor]) -> Tensor:
     """Returns the floating-point output of `node` for x [N, C, H, W]. `other` returns its other inputs by name."""
-    y = F.conv2d(x, node.weight.to(x.dtype), node.bias.to(x.dtype), node.stride, node.padding)
+    y = F.conv2d(x, node.weight.to(x.dtype), node.bias.to(x.dtype), node.stride, node.padding, groups=node.groups)
     if node.residual is not None:
         y = y + other(node.residual)
     if node.second is not None:
@@ -268,7 +304,9 @@ def rename_inputs(node: Node, names: dict[str, str]) -> Node:
             return replace(node, x=new(node.x), residual=node.residual and new(node.residual), second=second)
         case Sum():
             return replace(node, x=new(node.x), other=node.other and new(node.other))
-        case MaxPool() | AveragePool():
+        case Gate():
+            return replace(node, x=new(node.x), gate=new(node.gate))
+        case MaxPool() | AveragePool() | Activation():
             return replace(node, x=new(node.x))
         case Other():
             return replace(node, args=mapped(node.args, renamed), kwargs=mapped(node.kwargs, renamed))

@@ -21,6 +21,8 @@ from lowbit.vision.program import (
     Convolve,
     Dequantize,
     FusedBottleneck,
+    GateCodes,
+    MapCodes,
     Operation,
     PoolAverage,
     PoolMax,
@@ -116,6 +118,8 @@ def _other(op: Operation, program: Program, machine: Machine | None) -> KernelRo
     match op:
         case Quantize() | Dequantize():
             return KernelRow(name, "elementwise/relayout", "", "between values as torch has them and packed codes")
+        case MapCodes() | GateCodes():
+            return KernelRow(name, "elementwise/code_table", "", "no convolution has it inside")
         case SumCodes():
             return KernelRow(name, "elementwise/add", "", "no convolution has it inside")
     assert isinstance(op, (PoolMax, PoolAverage, AverageCodes))

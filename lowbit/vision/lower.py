@@ -11,13 +11,30 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lowbit.formats.conv import ConvLayer, SecondProduct, SumSpec, requantize
+from lowbit.formats.conv import ConvLayer, GateSpec, SecondProduct, SumSpec, requantize
 from lowbit.vision.bits import Quantization, storage_of
-from lowbit.vision.graph import AveragePool, Conv, Graph, Input, MaxPool, Node, Other, Ref, Sum, reads_codes, rename_inputs
+from lowbit.vision.graph import (
+    ACTIVATIONS,
+    Activation,
+    AveragePool,
+    Conv,
+    Gate,
+    Graph,
+    Input,
+    MaxPool,
+    Node,
+    Other,
+    Ref,
+    Sum,
+    reads_codes,
+    rename_inputs,
+)
 from lowbit.vision.program import (
     Compute,
     Convolve,
     Dequantize,
+    GateCodes,
+    MapCodes,
     Operation,
     PoolAverage,
     PoolMax,
@@ -61,6 +78,10 @@ class _Lowering:
                 self._convolve(node)
             case Sum():
                 self._sum(node)
+            case Activation():
+                self._map(node)
+            case Gate():
+                self._gate(node)
             case MaxPool() if node.x in self.values:
                 known = self.values[node.x]
                 self.values[node.name] = Value(known.storage, shape, known.scale)
@@ -115,7 +136,7 @@ class _Lowering:
             product = SecondProduct(other.codes, s2, second.storage, node.second.stride, node.second.padding)
         layer = ConvLayer(
             weight.codes, s, b, x.storage, storage, node.stride, node.padding, node.relu,
-            None if residual is None else residual.storage, g, product, node.name,
+            None if residual is None else residual.storage, g, product, node.name, node.groups,
         )  # fmt: skip
         name = node.name if as_codes else node.name + FLOAT
         shape = self.graph.shapes[node.name]
@@ -131,6 +152,19 @@ class _Lowering:
         layer = SumSpec(x.storage, storage, float(s), float(b), node.relu, None if other is None else other.storage, g)
         self.values[node.name] = Value(storage, _image_shape(self.graph.shapes[node.name]), scale)
         self.operations.append(SumCodes(node.name, node.x, layer, node.other))
+
+    def _map(self, node: Activation) -> None:
+        x, scale = self.values[self.codes(node.x)], self._scale(node.name)
+        values = ACTIVATIONS[node.function](torch.arange(-128, 128, dtype=torch.float64) * x.scale)
+        table = (values / scale).round().clamp(-128, 127).to(torch.int8)
+        self.values[node.name] = Value("s8", _image_shape(self.graph.shapes[node.name]), scale)
+        self.operations.append(MapCodes(node.name, node.x, table))
+
+    def _gate(self, node: Gate) -> None:
+        x, gate, scale = self.values[self.codes(node.x)], self.values[self.codes(node.gate)], self._scale(node.name)
+        self.values[node.name] = Value("s8", self.graph.shapes[node.name], scale)
+        layer = GateSpec(x.storage, _float32(x.scale * gate.scale / scale))
+        self.operations.append(GateCodes(node.name, node.x, node.gate, layer))
 
     def _compute(self, node: Other) -> None:
         names = {name: self.floating(name) for name in node.inputs}

@@ -96,7 +96,7 @@ def _stem_images(operation: Operation, name: str, known: Value | None) -> StemIm
     layer = operation.layer
     if known is None or known.storage != "s8" or len(known.shape) != 3 or layer.stride != (2, 2):
         return None
-    if layer.residual is not None or layer.second is not None or layer.y not in ACTIVATIONS:
+    if layer.residual is not None or layer.second is not None or layer.y not in ACTIVATIONS or layer.groups > 1:
         return None
     images = StemImages(known.shape[0], known.shape[1], known.shape[2], layer.kernel, layer.padding)
     return None if images.refusals() else images

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from lowbit.formats.conv import CODES
 from lowbit.hardware.machine import Machine
 from lowbit.vision.bits import assign_bits, calibrate, scheme_bits
+from lowbit.vision.compensate import compensate
 from lowbit.vision.finetune import FineTune, fine_tune
 from lowbit.vision.kernels import KernelRow, current_machine, kernel_lines, kernel_rows
 from lowbit.vision.lower import FLOAT, lower
 from lowbit.vision.observe import Search, observe
 from lowbit.vision.pixels import Pixels
-from lowbit.vision.program import Compute, Convolve, PoolAverage, PoolMax, Program, SumCodes
+from lowbit.vision.program import Compute, Convolve, GateCodes, MapCodes, PoolAverage, PoolMax, Program, SumCodes
 from lowbit.vision.sensitivity import Assignment, choose_int8
 from lowbit.vision.trace import FUSIONS, trace
 
@@ -117,8 +118,9 @@ class QuantizedNetwork(nn.Module):
                 if layer.residual is not None:
                     storage = f"{layer.x} + {layer.residual} -> {layer.y}"
                 found.append(LayerRow(layer.name, _kind(op), CODES[layer.spec.w].bits, storage, products))
-            elif isinstance(op, (PoolMax, PoolAverage, SumCodes)):
-                kind = "max pool" if isinstance(op, PoolMax) else "average pool"
+            elif isinstance(op, (PoolMax, PoolAverage, SumCodes, MapCodes, GateCodes)):
+                kinds = {PoolMax: "max pool", PoolAverage: "average pool", MapCodes: "activation", GateCodes: "gate"}
+                kind = kinds.get(type(op), "")
                 if isinstance(op, SumCodes):
                     kind = " + ".join(["add"] * (op.other is not None) + ["relu"] * op.layer.relu)
                 found.append(
@@ -160,6 +162,8 @@ def _kind(op: Convolve) -> str:
     layer = op.layer
     height, width = layer.kernel
     parts = [f"{height}x{width}" + (f"/{layer.stride[0]}" if max(layer.stride) > 1 else "")]
+    if layer.groups > 1:
+        parts[0] += " depthwise" if layer.weight.shape[:2] == (layer.groups, 1) else f" in {layer.groups} groups"
     if layer.residual is not None:
         parts.append("add")
     if layer.second is not None:
@@ -174,6 +178,7 @@ def quantize(
     *,
     keep_int8: Sequence[str] = (),
     most_divergence: float | None = None,
+    compensation: bool = False,
     fine_tuning: FineTune | None = None,
     search: Search = "mse",
     fold_shortcuts: bool = True,
@@ -189,6 +194,7 @@ def quantize(
     keep_int8: layers that keep 8 bits.
     most_divergence: instead of `keep_int8`, keeps the fewest layers in 8 bits for which the mean KL divergence of the
         softmax of the result is at most this many nats.
+    compensation: rounds 4-bit weights by GPTQ and corrects the mean of each channel, see `compensate`; takes no training.
     fine_tuning: quantization-aware training on the calibration data, without labels.
     search: how activations are clipped, see `observe`.
     fold_shortcuts: computes shortcut convolutions inside the convolution whose result they are added to.
@@ -217,6 +223,8 @@ def quantize(
         assignment = choose_int8(graph, ranges, scheme, batches, most_divergence, search, say)
     bits = assign_bits(graph, scheme, tuple(keep_int8) if assignment is None else assignment.keep_int8)
     quantization = calibrate(graph, ranges, bits, search)
+    if compensation:
+        graph, quantization = compensate(graph, quantization, batches)
     if fine_tuning is not None:
         graph, quantization = fine_tune(graph, quantization, batches, fine_tuning, say)
     return QuantizedNetwork(replace(lower(graph, quantization), pixels=pixels), scheme, assignment)

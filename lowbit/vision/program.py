@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.conv import ConvLayer, SumSpec
+from lowbit.formats.conv import ConvLayer, GateSpec, SumSpec
 from lowbit.kernels.reference.conv import (
     average_pool_reference,
     conv_reference,
+    gate_reference,
+    map_reference,
     max_pool_reference,
     quantize_reference,
     sum_reference,
@@ -112,6 +114,30 @@ class SumCodes:
         return (self.x,) if self.other is None else (self.x, self.other)
 
 
+@dataclass(frozen=True, eq=False)
+class MapCodes(OneInput):
+    """s8 codes table[code + 128] of s8 codes; `table` is int8 [256]. Any function of one value."""
+
+    y: str
+    x: str
+    table: Tensor
+
+
+@dataclass(frozen=True)
+class GateCodes:
+    """One `GateSpec`: codes times the codes of a gate, one per channel of an image."""
+
+    y: str
+    x: str
+    gate: str
+    layer: GateSpec
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values read."""
+        return self.x, self.gate
+
+
 @dataclass(frozen=True)
 class PoolMax(OneInput):
     """Largest code of each window; the scale is that of the input."""
@@ -164,7 +190,10 @@ class Compute:
         return self.node.inputs
 
 
-Operation = Quantize | Convolve | FusedBottleneck | SumCodes | PoolMax | PoolAverage | AverageCodes | Dequantize | Compute
+Operation = (
+    Quantize | Convolve | FusedBottleneck | SumCodes | MapCodes | GateCodes | PoolMax | PoolAverage | AverageCodes | Dequantize
+    | Compute
+)  # fmt: skip
 
 
 def outputs_of(operation: Operation) -> tuple[str, ...]:
@@ -216,6 +245,10 @@ class Program:
             case SumCodes():
                 other = None if operation.other is None else values[operation.other]
                 return sum_reference(values[operation.x], operation.layer, other)
+            case MapCodes():
+                return map_reference(values[operation.x], operation.table)
+            case GateCodes():
+                return gate_reference(values[operation.x], values[operation.gate], operation.layer)
             case PoolMax():
                 return max_pool_reference(values[operation.x], operation.kernel, operation.stride, operation.padding)
             case PoolAverage():
@@ -262,6 +295,8 @@ class Program:
                 op = op.to(device)
             elif isinstance(op, FusedBottleneck):
                 op = FusedBottleneck(op.second.to(device), op.third.to(device), op.following.to(device))
+            elif isinstance(op, MapCodes):
+                op = replace(op, table=op.table.to(device))
             elif isinstance(op, Compute):
                 op = replace(op, node=constants_on(op.node, device))
             moved.append(op)

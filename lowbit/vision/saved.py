@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter
 from lowbit.formats import pack_words, packed_bytes, unpack_words
-from lowbit.formats.conv import CODES, ConvLayer, SecondProduct, SumSpec, weight_storage
+from lowbit.formats.conv import CODES, ConvLayer, GateSpec, SecondProduct, SumSpec, weight_storage
 from lowbit.vision.bits import scheme_bits
 from lowbit.vision.check import check
 from lowbit.vision.graph import Other, Ref
@@ -31,6 +31,8 @@ from lowbit.vision.program import (
     Compute,
     Convolve,
     Dequantize,
+    GateCodes,
+    MapCodes,
     Operation,
     PoolAverage,
     PoolMax,
@@ -150,6 +152,11 @@ def _written(op: Operation, key: str, add: Callable[[str, Tensor], None]) -> dic
             return row
         case SumCodes(y, x, layer, other):
             return {"kind": "sum", "y": y, "x": x, "other": other, "layer": vars(layer)}
+        case MapCodes(y, x, table):
+            add(f"{key}.table", table)
+            return {"kind": "map", "y": y, "x": x}
+        case GateCodes(y, x, gate, layer):
+            return {"kind": "gate", "y": y, "x": x, "gate": gate, "layer": vars(layer)}
         case Compute(y, node):
             return {"kind": "compute", "y": y, **_node_row(node, key, add)}
     kind = {Quantize: "quantize", PoolMax: "max_pool", PoolAverage: "average_pool", Dequantize: "dequantize"}[type(op)]
@@ -171,6 +178,10 @@ def _read(row: dict[str, Any], key: str, get: Callable[[str], Tensor]) -> Operat
             return Convolve(y, row["x"], _layer(row["layer"], key, get), row["residual"], row["second"])
         case "sum":
             return SumCodes(y, row["x"], SumSpec(**row["layer"]), row["other"])
+        case "map":
+            return MapCodes(y, row["x"], get(f"{key}.table"))
+        case "gate":
+            return GateCodes(y, row["x"], row["gate"], GateSpec(**row["layer"]))
         case "compute":
             return Compute(y, _node(row, key, get))
     raise ValueError(f"unknown operation {kind!r}")
@@ -182,7 +193,7 @@ def _layer_row(layer: ConvLayer, key: str, add: Callable[[str, Tensor], None]) -
     row = {
         "name": layer.name, "weight": _add_codes(layer.weight, f"{key}.weight", add), "x": layer.x, "y": layer.y,
         "stride": layer.stride, "padding": layer.padding, "relu": layer.relu, "residual": layer.residual, "g": layer.g,
-        "second": None,
+        "second": None, "groups": layer.groups,
     }  # fmt: skip
     if layer.second is not None:
         second = layer.second
@@ -201,6 +212,7 @@ def _layer(row: dict[str, Any], key: str, get: Callable[[str], Tensor]) -> ConvL
     return ConvLayer(
         _codes(row["weight"], f"{key}.weight", get), get(f"{key}.s"), get(f"{key}.b"), row["x"], row["y"],
         tuple(row["stride"]), tuple(row["padding"]), row["relu"], row["residual"], row["g"], second, row["name"],
+        row.get("groups", 1),  # earlier releases had one group
     )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 The passes, in order: recognize convolutions and pools; fold batch norms into the convolution before them; fuse ReLUs; fuse an
 addition into one of the two convolutions that it adds, provided that convolution has no other reader; fuse the ReLU after the
-sum. Remaining additions and ReLUs between codes become sums of codes.
+sum. Remaining additions and ReLUs between codes become sums of codes; other activations between codes become tables, and
+products with one factor per channel become gates.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor, fx, nn
 
 from lowbit.formats.conv import output_size
 from lowbit.vision.graph import (
+    ACTIVATIONS,
+    Activation,
     AveragePool,
     Conv,
+    Gate,
     Graph,
     Input,
     MaxPool,
@@ -36,6 +41,7 @@ aten = torch.ops.aten
 _ALIASES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten.dropout.default)
 _FLATTENS = (aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.squeeze.dims)
 _CONVOLUTIONS = (aten.conv2d.default, aten.conv2d.padding)
+_PADS = (aten.pad.default, aten.constant_pad_nd.default)
 _BATCH_NORMS = (aten._native_batch_norm_legit_no_training.default, aten.batch_norm.default)
 _REARRANGES = (*_FLATTENS, aten.cat.default, aten.permute.default, aten.transpose.int, aten.sym_size.int, operator.getitem)
 
@@ -60,7 +66,7 @@ def trace(model: nn.Module, images: Tensor, fusions: Collection[str] = FUSIONS) 
 def unfused(model: nn.Module, images: Tensor) -> Graph:
     """Returns the graph with batch norms and average windows folded into convolutions, without other fusions."""
     graph = _exported(model, images)
-    for step in (_recognize, _fold_batch_norms, _absorb_means):
+    for step in (_recognize, _absorb_pads, _fold_batch_norms, _absorb_means):
         graph = step(graph)
     return graph
 
@@ -209,7 +215,6 @@ def _convolution(node: Other, nodes: dict[str, Node], shapes: dict[str, tuple[in
     kernel = weight.shape[2:] if isinstance(weight, Tensor) else ()
     refused = [
         (not isinstance(x, Ref) or not isinstance(weight, Tensor), "its weight is computed"),
-        (groups != 1, f"it has {groups} groups, 1 is supported"),
         (tuple(dilation) not in ((1, 1), (1,)), f"its dilation is {tuple(dilation)}, 1 is supported"),
         (padding == "same" and any(k % 2 == 0 for k in kernel), f"padding 'same' of a kernel {tuple(kernel)} is not symmetric"),
     ]
@@ -219,7 +224,7 @@ def _convolution(node: Other, nodes: dict[str, Node], shapes: dict[str, tuple[in
     if isinstance(padding, str):
         padding = [k // 2 for k in kernel] if padding == "same" else [0, 0]
     bias = torch.zeros(weight.shape[0], device=weight.device) if bias is None else bias
-    return Conv(node.name, x.name, weight.float(), bias.float(), _pair(stride), _pair(padding))
+    return Conv(node.name, x.name, weight.float(), bias.float(), _pair(stride), _pair(padding), groups=groups)
 
 
 def _linear(node: Other, nodes: dict[str, Node], shapes: dict[str, tuple[int, ...]]) -> Node | None:
@@ -268,6 +273,39 @@ def _pair(value: Any) -> tuple[int, int]:
     return (int(value), int(value))
 
 
+def _absorb_pads(graph: Graph) -> Graph:
+    """Moves zeros around an image into the padding of the convolution that reads it.
+
+    Convolutions pad both sides alike. Where one side has more ("SAME" of TensorFlow with stride 2), the window gets rows or
+    columns of zero weights on the other side.
+    """
+
+    def rewrite(node: Node, nodes: dict[str, Node]) -> tuple[Node, str | None]:
+        borders = _zero_borders(nodes[node.x], graph.shapes) if isinstance(node, Conv) else None
+        if not isinstance(node, Conv) or borders is None:
+            return node, None
+        (up, down), (left, right) = ((a + p, b + p) for (a, b), p in zip(borders, node.padding, strict=True))
+        zeros = (max(right - left, 0), max(left - right, 0), max(down - up, 0), max(up - down, 0))
+        weight = functional.pad(node.weight, zeros)
+        return replace(node, x=nodes[node.x].inputs[0], weight=weight, padding=(max(up, down), max(left, right))), None
+
+    return _without_dead(_rewritten(graph, rewrite))
+
+
+def _zero_borders(node: Node, shapes: dict[str, tuple[int, ...]]) -> tuple[Pair, Pair] | None:
+    """Returns ((top, bottom), (left, right)), the zeros that a pad operation adds to an image; None for other nodes."""
+    if not isinstance(node, Other) or node.target not in _PADS or len(shapes.get(node.name, ())) != 3:
+        return None
+    sizes, *how = node.args[1:]
+    mode = how[0] if node.target is aten.pad.default and how else "constant"
+    value = how[-1] if how and not isinstance(how[-1], str) else 0.0
+    value = node.kwargs.get("value", value)
+    if mode != "constant" or value not in (None, 0, 0.0) or len(sizes) not in (2, 4) or min(sizes) < 0:
+        return None
+    left, right, up, down = (*sizes, 0, 0)[:4]
+    return (up, down), (left, right)
+
+
 def _fold_batch_norms(graph: Graph) -> Graph:
     readers = graph.readers()
 
@@ -300,7 +338,8 @@ def _absorb_means(graph: Graph) -> Graph:
     """Converts a 1x1 convolution of an average pool without overlap (ResNet-D shortcut) to one convolution over the windows."""
 
     def rewrite(node: Node, nodes: dict[str, Node]) -> tuple[Node, str | None]:
-        if not isinstance(node, Conv) or node.weight.shape[2:] != (1, 1) or node.stride != (1, 1) or node.padding != (0, 0):
+        pointwise = isinstance(node, Conv) and node.weight.shape[2:] == (1, 1) and node.groups == 1
+        if not isinstance(node, Conv) or not pointwise or node.stride != (1, 1) or node.padding != (0, 0):
             return node, None
         pool = nodes[node.x]
         window = _window_of_means(pool, graph.shapes)
@@ -339,7 +378,8 @@ def _fuse_relus(graph: Graph) -> Graph:
 
 
 def _sums(graph: Graph) -> Graph:
-    """Converts additions and ReLUs of codes to `Sum` if their result is read as codes."""
+    """Converts additions and ReLUs of codes to `Sum`, other activations to `Activation`, and products with a factor per channel
+    to `Gate`, if their result is read as codes."""
     readers = graph.readers()
     wanted: set[str] = set()  # values that are read as codes
     for name in reversed(graph.nodes):
@@ -351,8 +391,16 @@ def _sums(graph: Graph) -> Graph:
         terms = _terms(node, graph.shapes)
         if terms is None or node.name not in wanted:
             return node, None
-        if not all(isinstance(nodes[name], (Conv, Sum, MaxPool)) for name in terms):
+        function = _function(node)
+        if function is not None:
+            # A table is for signed codes; the output of a ReLU may have codes without sign.
+            unsigned = _has_relu(nodes[terms[0]], nodes)
+            return (node, None) if unsigned else (Activation(node.name, terms[0], function), None)
+        if not all(isinstance(nodes[name], (Conv, Sum, MaxPool, Activation, Gate)) for name in terms):
             return node, None
+        if isinstance(node, Other) and node.target is aten.mul.Tensor:
+            unsigned = _has_relu(nodes[terms[1]], nodes)
+            return (node, None) if unsigned else (Gate(node.name, *terms), None)
         most = _relu_max(node)
         return Sum(node.name, terms[0], (*terms, None)[1], most is not None, math.inf if most is None else most), None
 
@@ -360,12 +408,31 @@ def _sums(graph: Graph) -> Graph:
 
 
 def _terms(node: Node, shapes: dict[str, tuple[int, ...]]) -> tuple[str, ...] | None:
-    """Returns the inputs of a ReLU or of an addition of equal shapes; None for other nodes."""
+    """Returns the inputs of an activation, of an addition of equal shapes, or of a product with one factor per channel, the
+    factor last; None for other nodes."""
+    if isinstance(node, Other) and node.target is aten.mul.Tensor and not node.kwargs and len(node.inputs) == 2:
+        x, gate = sorted(node.inputs, key=lambda name: -math.prod(shapes.get(name, ())))
+        of_x, of_gate = shapes.get(x, ()), shapes.get(gate, ())
+        return (x, gate) if len(of_x) == 3 and of_gate == (of_x[0], 1, 1) else None
+    if _function(node) is not None:
+        return node.inputs if len(shapes.get(node.name, ())) == 3 else None
     adds = isinstance(node, Other) and node.target is aten.add.Tensor and not node.kwargs and len(node.inputs) == 2
     if not adds and _relu_max(node) is None:
         return None
     found = {shapes.get(name, ()) for name in (node.name, *node.inputs)}
     return node.inputs if len(found) == 1 and len(found.pop()) == 3 else None
+
+
+def _function(node: Node) -> str | None:
+    """Returns the name of the activation function that a node computes, without parameters; None for other nodes."""
+    if not isinstance(node, Other) or node.kwargs or len(node.args) != 1:
+        return None
+    return next((name for name in ACTIVATIONS if node.target is getattr(aten, name).default), None)
+
+
+def _has_relu(node: Node, nodes: dict[str, Node]) -> bool:
+    """True if a node's codes can be stored without sign."""
+    return _has_relu(nodes[node.x], nodes) if isinstance(node, MaxPool) else isinstance(node, (Conv, Sum)) and node.relu
 
 
 def _relu_max(node: Node) -> float | None:
@@ -376,6 +443,8 @@ def _relu_max(node: Node) -> float | None:
         return None
     if node.target is aten.relu.default:
         return math.inf
+    if node.target is aten.relu6.default:
+        return 6.0
     defaults: dict[Any, tuple[Any, Any]] = {aten.hardtanh.default: (-1.0, 1.0), aten.clamp.default: (None, None)}
     if node.target not in defaults:
         return None
@@ -417,7 +486,8 @@ def _without_overlap(conv: Conv) -> bool:
 def _plain_conv(name: str, nodes: dict[str, Node], readers: dict[str, list[str]]) -> Conv | None:
     """Returns the convolution `name` if it has one reader and nothing is fused after its bias."""
     conv = nodes[name]
-    return conv if isinstance(conv, Conv) and conv.is_plain and len(readers[name]) == 1 else None
+    fits = isinstance(conv, Conv) and conv.is_plain and conv.groups == 1
+    return conv if fits and len(readers[name]) == 1 else None  # type: ignore[return-value]
 
 
 def _without_dead(graph: Graph) -> Graph:

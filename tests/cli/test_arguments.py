@@ -61,6 +61,8 @@ MISTAKES = {
     "tune . --scheme w4a16_g64z": "did you mean 'w4a16_g64_z'?",
     "demo --model nothing": "nothing: no such folder",
     "demo --data .": "--data applies only to --vision",
+    "demo imagenet": "lowbit demo --vision imagenet",
+    "demo --vision cifar": "the networks fashion and imagenet, got",
     "bench x --schemes w4a16_g128,int4": "did you mean 'w4a16_g128'?",
     "bench x --schemes none,fp6": "did you mean 'w6e3m2a16'?",
     "bench nothing": "nothing: no such folder",

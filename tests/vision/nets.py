@@ -79,14 +79,14 @@ class Sums(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Depthwise convolution, ReLU6, a gate and a separate batch norm: operations without an integer form between ones that have
+    """Dilated convolution, ReLU6, a gate and a separate batch norm: operations without an integer form between ones that have
     it.
     """
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.stem, self.deep = nn.Conv2d(3, 8, 3, padding="same"), nn.Conv2d(8, 8, 3, groups=8)
+        self.stem, self.deep = nn.Conv2d(3, 8, 3, padding="same"), nn.Conv2d(8, 8, 3, groups=8, dilation=2)
         self.clip, self.norm, self.last = nn.ReLU6(), nn.BatchNorm2d(8), nn.Linear(8 * 4, 5)
         self.pool = nn.AdaptiveAvgPool2d((2, 2))
 
@@ -101,3 +101,69 @@ def logits(model, images):
     with torch.no_grad():
         out = model(images)
     return getattr(out, "logits", out)
+
+
+class Inverted(nn.Module):
+    """An inverted bottleneck of MobileNet-v3 or EfficientNet: expand, depthwise, squeeze-and-excite, project, residual."""
+
+    def __init__(self, channels, outputs, wide, kernel=3, stride=1, act=nn.Hardswish, gate=nn.Hardsigmoid, squeezed=8):
+        super().__init__()
+        self.adds = stride == 1 and channels == outputs
+        self.expand = nn.Sequential(nn.Conv2d(channels, wide, 1, bias=False), nn.BatchNorm2d(wide), act())
+        self.depthwise = nn.Sequential(
+            nn.Conv2d(wide, wide, kernel, stride, kernel // 2, groups=wide, bias=False), nn.BatchNorm2d(wide), act()
+        )
+        self.squeeze = None
+        if squeezed:
+            self.squeeze = nn.Sequential(
+                nn.AdaptiveAvgPool2d(1), nn.Conv2d(wide, squeezed, 1), nn.ReLU(), nn.Conv2d(squeezed, wide, 1), gate()
+            )
+        self.project = nn.Sequential(nn.Conv2d(wide, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x):
+        y = self.depthwise(self.expand(x))
+        y = self.project(y if self.squeeze is None else y * self.squeeze(y))
+        return y + x if self.adds else y
+
+
+def mobilenet(version):
+    """A small MobileNet: version 2 with ReLU6, 3 with hard-swish and squeeze-and-excite; "efficient" with SiLU and sigmoid."""
+    torch.manual_seed(5)
+    act, gate, squeezed = {
+        2: (nn.ReLU6, nn.Identity, 0), 3: (nn.Hardswish, nn.Hardsigmoid, 8), "efficient": (nn.SiLU, nn.Sigmoid, 8)
+    }[version]  # fmt: skip
+    more = dict(act=act, gate=gate, squeezed=squeezed)
+    return seasoned(nn.Sequential(
+        nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), act(), Inverted(16, 16, 32, **more),
+        Inverted(16, 24, 72, 5, 2, **more), Inverted(24, 24, 80, 3, 1, **more), nn.Conv2d(24, 96, 1), act(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, 10),
+    ))  # fmt: skip
+
+
+class RegNetBlock(nn.Module):
+    """A block of RegNet-Y: 1 x 1, 3 x 3 in groups of 24 channels, squeeze-and-excite, 1 x 1, shortcut, ReLU."""
+
+    def __init__(self, channels, outputs, stride):
+        super().__init__()
+
+        def conv(a, b, k, s=1, g=1):
+            return nn.Sequential(nn.Conv2d(a, b, k, s, k // 2, groups=g, bias=False), nn.BatchNorm2d(b))
+
+        self.first, self.second = conv(channels, outputs, 1), conv(outputs, outputs, 3, stride, outputs // 24)
+        self.reduce, self.expand = nn.Conv2d(outputs, 8, 1), nn.Conv2d(8, outputs, 1)
+        self.third = conv(outputs, outputs, 1)
+        self.shortcut = None if channels == outputs and stride == 1 else conv(channels, outputs, 1, stride)
+
+    def forward(self, x):
+        y = torch.relu(self.second(torch.relu(self.first(x))))
+        y = y * torch.sigmoid(self.expand(torch.relu(self.reduce(y.mean((2, 3), keepdim=True)))))
+        return torch.relu(self.third(y) + (x if self.shortcut is None else self.shortcut(x)))
+
+
+def regnet():
+    """A small RegNet-Y."""
+    torch.manual_seed(6)
+    return seasoned(nn.Sequential(
+        nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU(), RegNetBlock(32, 48, 2), RegNetBlock(48, 48, 1),
+        RegNetBlock(48, 120, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(120, 10),
+    ))  # fmt: skip

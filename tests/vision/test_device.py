@@ -8,7 +8,7 @@ import torch
 from lowbit import vision
 from lowbit.vision.device import DeviceProgram, refusals
 from lowbit.vision.program import Compute, Quantize, outputs_of
-from tests.vision.nets import Mixed, Plain, Shared, Sums, resnet, seasoned
+from tests.vision.nets import Mixed, Plain, Shared, Sums, mobilenet, regnet, resnet, seasoned
 
 CASES = {
     "basic": (lambda: resnet(depths=(2, 1)), (3, 32, 32)),
@@ -18,6 +18,10 @@ CASES = {
     "shared": (Shared, (3, 9, 7)),
     "sums": (Sums, (3, 9, 7)),
     "mixed": (lambda: seasoned(Mixed()), (3, 16, 16)),
+    "mobilenet-v2": (lambda: mobilenet(2), (3, 32, 32)),
+    "mobilenet-v3": (lambda: mobilenet(3), (3, 32, 40)),
+    "efficientnet": (lambda: mobilenet("efficient"), (3, 24, 24)),
+    "regnet": (regnet, (3, 32, 32)),
 }
 
 
@@ -37,7 +41,8 @@ def check(case, scheme, fold, on):
     operations = launched.program.operations
     assert len(operations) - len(steps) == sum(name in codes for name, _ in launched.entries)
     # The max-pool is fused into the stem and means are computed as codes; each of two blocks has three convolutions.
-    saved = {"basic": 2, "bottleneck": 2, "blocks": 2 + 4, "sums": 1}
+    saved = {"basic": 2, "bottleneck": 2, "blocks": 2 + 4, "sums": 1, "mobilenet-v2": 1, "mobilenet-v3": 4, "efficientnet": 4}
+    saved["regnet"] = 4
     assert len(program.operations) - len(operations) == saved.get(case, 0)
     for operation in operations:
         if operation.y in steps:
@@ -65,6 +70,7 @@ def check(case, scheme, fold, on):
         ("basic", "w8a8", False), ("basic", "w8a4", True), ("bottleneck", "w4a4", False), ("plain", "w8a4", True),
         ("blocks", "w8a8", True), ("blocks", "w8a4", True),
         ("shared", "w8a8", True), ("sums", "w8a4", True), ("mixed", "w4a4", True),
+        ("mobilenet-v2", "w8a4", True), ("mobilenet-v3", "w8a8", True), ("regnet", "w4a4", True),
     ],
 )  # fmt: skip
 def test_on_the_cpu(case, scheme, fold):
@@ -78,7 +84,8 @@ def test_on_the_cpu(case, scheme, fold):
         ("basic", "w8a8", False), ("basic", "w8a4", True), ("bottleneck", "w8a4", False), ("bottleneck", "w4a4", True),
         ("blocks", "w8a8", True), ("blocks", "w8a4", True), ("plain", "w8a4", True), ("shared", "w8a8", True),
         ("sums", "w8a8", True), ("sums", "w8a4", True),
-        ("mixed", "w4a4", True),
+        ("mixed", "w4a4", True), ("mobilenet-v2", "w8a4", True), ("mobilenet-v2", "w4a8", True), ("mobilenet-v3", "w8a8", True),
+        ("efficientnet", "w8a8", True), ("regnet", "w8a8", True), ("regnet", "w4a4", True),
     ],
 )  # fmt: skip
 def test_on_the_gpu(case, scheme, fold):

@@ -8,7 +8,7 @@ import torch
 from lowbit import vision
 from lowbit.hardware.machine import typical_machine
 from lowbit.vision.kernels import kernel_rows
-from tests.vision.nets import resnet
+from tests.vision.nets import mobilenet, regnet, resnet
 
 H200, A100 = typical_machine(90), typical_machine(80)
 
@@ -49,12 +49,25 @@ def test_parts_in_floating_point_run_by_torch():
     class Gated(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.conv, self.depthwise = torch.nn.Conv2d(3, 64, 3), torch.nn.Conv2d(64, 64, 3, groups=64)
+            self.conv, self.dilated = torch.nn.Conv2d(3, 64, 3), torch.nn.Conv2d(64, 64, 3, dilation=2)
 
         def forward(self, x):
-            return self.depthwise(self.conv(x).relu()).mean((2, 3))
+            return self.dilated(self.conv(x).relu()).mean((2, 3))
 
     gated = vision.quantize(Gated(), torch.randn(2, 3, 12, 12), "w8a8")
     rows = {row.name: row for row in kernel_rows(gated.program, 1, H200)}
-    assert rows["depthwise"].kernel == "torch" and "64 groups" in rows["depthwise"].why
+    assert rows["dilated"].kernel == "torch" and "dilation" in rows["dilated"].why
     assert rows["conv"].kernel == "sm90/conv"
+
+
+@pytest.mark.parametrize("machine", [80, 90])
+def test_groups_and_gates_have_kernels(machine):
+    images = torch.randn(2, 3, 32, 32)
+    rows = kernel_rows(vision.quantize(mobilenet(3), images, "w8a8").program, 4, typical_machine(machine))
+    assert {"sm80/depthwise", "elementwise/code_table"} <= {row.kernel for row in rows}
+    (row, *_) = [row for row in rows if row.kernel == "sm80/depthwise"]
+    assert row.why == "no sum over channels: 4 x 2 pixels of 8 channels per thread" and "sm80/grouped_conv" in row.others[0]
+    rows = kernel_rows(vision.quantize(regnet(), images, "w4a4").program, 4, typical_machine(machine))
+    assert [row.why for row in rows if row.kernel == "sm80/grouped_conv"][2] == (
+        "64 outputs read 128 channels, with zeros between groups"
+    )

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from lowbit.vision.bits import QuantWeight, assign_bits, calibrate, quantize_weight, scheme_bits
-from lowbit.vision.graph import AveragePool, Conv, Input, MaxPool, Sum
+from lowbit.vision.graph import ACTIVATIONS, Activation, AveragePool, Conv, Gate, Input, MaxPool, Sum
 from lowbit.vision.lower import FLOAT, lower
 from lowbit.vision.observe import observe
 from lowbit.vision.program import Compute, Dequantize, PoolMax, Quantize
 from lowbit.vision.trace import FUSIONS, fuse, trace, unfused
-from tests.vision.nets import Mixed, Plain, Shared, Sums, resnet, seasoned
+from tests.vision.nets import Mixed, Plain, Shared, Sums, mobilenet, regnet, resnet, seasoned
 
 CASES = {
     "basic": (lambda: resnet(depths=(2, 1)), (3, 32, 32)),
@@ -24,6 +24,8 @@ CASES = {
     "shared": (Shared, (3, 9, 7)),
     "sums": (Sums, (3, 9, 7)),
     "mixed": (lambda: seasoned(Mixed()), (3, 16, 16)),
+    "mobilenet": (lambda: mobilenet(3), (3, 32, 32)),
+    "regnet": (regnet, (3, 24, 24)),
 }
 
 
@@ -79,6 +81,12 @@ def test_codes_are_those_of_the_definition(case, scheme, fold):
         elif isinstance(node, Sum):
             y = value_of(node.x) + (0.0 if node.other is None else value_of(node.other))
             checked += codes_are(node, y, seen, program, quantization, scheme, ties=0.1)  # few values, some at a tie
+        elif isinstance(node, Activation):
+            y = ACTIVATIONS[node.function](value_of(node.x))
+            checked += codes_are(node, y, seen, program, quantization, scheme, ties=0.5)
+        elif isinstance(node, Gate):
+            y = value_of(node.x) * value_of(node.gate)
+            checked += codes_are(node, y, seen, program, quantization, scheme, ties=0.1)
         elif isinstance(node, Conv):
             y = product(node, value_of(node.x), quantization.weights[node.name]) + node.bias.double()[:, None, None]
             if node.residual is not None:
@@ -95,19 +103,19 @@ def test_codes_are_those_of_the_definition(case, scheme, fold):
 
 def codes_are(node, y, seen, program, quantization, scheme, ties=0.01):
     """Checks the codes of `node`, whose value before the ReLU is y, and returns 1, for counting."""
-    storage = program.values[node.name].storage
-    assert storage == ("u4" if node.relu and scheme in ("w8a4", "w4a4") else "s8")
-    codes, near_tie = expected_codes(y / quantization.scales[node.name], storage, node.relu)
+    storage, relu = program.values[node.name].storage, isinstance(node, (Conv, Sum)) and node.relu
+    assert storage == ("u4" if relu and scheme in ("w8a4", "w4a4") else "s8")
+    codes, near_tie = expected_codes(y / quantization.scales[node.name], storage, relu)
     wrong = seen[node.name].double() != codes
     assert not bool((wrong & ~near_tie).any()), node.name
-    assert float(near_tie.float().mean()) < ties
-    assert codes.unique().numel() > 5  # a test of zeros would prove nothing
+    assert int(near_tie.sum()) <= max(2, ties * near_tie.numel())
+    assert codes.unique().numel() > min(5, codes.numel() // 16)  # a test of zeros would prove nothing
     return 1
 
 
 def product(conv, x, weight):
     real = weight.codes.double() * weight.scale.double()[:, None, None, None]
-    return F.conv2d(x, real, None, conv.stride, conv.padding)
+    return F.conv2d(x, real, None, conv.stride, conv.padding, groups=conv.groups)
 
 
 @pytest.mark.parametrize(("scheme", "most"), [("w8a8", 0.03), ("w8a4", 0.1), ("w4a4", 0.25)])
@@ -216,9 +224,10 @@ def test_codes_end_where_a_relu6_does(scheme):
     graph = trace(model, images)
     for seen in (images, 0.5 * images, 0 * images - 1):
         quantization = calibrate(graph, observe(graph, [seen]), assign_bits(graph, scheme))
-        assert quantization.scales["0"] <= 6 / 127 and quantization.bits["0"].output == 8  # only the depthwise one reads it
+        storage, highest = ("s8", 127) if scheme == "w8a8" else ("u4", 15)
+        assert quantization.scales["0"] <= 6 / highest
         program = lower(graph, quantization)
-        assert program.values["0"].storage == "s8"
+        assert program.values["0"].storage == storage
     quantization = calibrate(graph, observe(graph, [images]), assign_bits(graph, scheme))
     got, wanted = lower(graph, quantization).run(images), model(images)
     assert float((got - wanted).norm() / wanted.norm()) < {"w8a8": 0.02, "w4a4": 0.15}[scheme]

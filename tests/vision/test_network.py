@@ -48,7 +48,7 @@ def test_rows_of_the_report(network):
 
 def test_what_stays_in_floating_point_is_reported(images):
     network = vision.quantize(seasoned(Mixed()), images[:, :, :16, :16], "w8a8")
-    assert network.kept["deep"] == "convolution: it has 8 groups, 1 is supported"
+    assert network.kept["deep"] == "convolution: its dilation is (2, 2), 1 is supported"
     assert "kept in floating point: hardtanh: hardtanh.default has no integer form here" in network.lines()
     assert not any("view" in name for name in network.kept)
 

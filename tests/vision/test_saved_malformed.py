@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from lowbit import vision
 from lowbit.checkpoint import CheckpointError
 from lowbit.vision import saved
-from tests.vision.nets import Mixed, Sums, resnet, seasoned
+from tests.vision.nets import Mixed, Sums, mobilenet, resnet, seasoned
 
 DAMAGES = 600
 EXTREME = [
@@ -39,6 +39,7 @@ def networks(tmp_path_factory):
         ("mixed", seasoned(Mixed()), small, {"scheme": "w8a8"}),
         ("sums", Sums(), images[:, :, :9, :7], {"scheme": "w8a4"}),
         ("resnet", resnet("bottleneck", sizes=(16, 32)), pixels, {"scheme": "w4a4", "pixels": of_pixels}),
+        ("mobilenet", mobilenet(3), small, {"scheme": "w8a8"}),
     ):
         network = vision.quantize(model, x, **options)
         folder = tmp_path_factory.mktemp("networks") / name
@@ -198,6 +199,11 @@ def of_kind(config, kind, **more):
         (2, lambda c, t: c["pixels"][1].__setitem__(0, math.nan), "finite numbers"),
         (2, lambda c, t: of_kind(c, "average_pool").update(y=of_kind(c, "max_pool")["y"]), "is made twice"),
         (2, lambda c, t: c.update(scheme="w3a3"), "w8a8, w8a4, w4a8 or w4a4"),
+        (3, lambda c, t: of_kind(c, "gate")["layer"].update(s=-1.0), "s is a positive number, not -1.0"),
+        (3, lambda c, t: of_kind(c, "gate").update(gate=of_kind(c, "gate")["x"]), "its gate is [32, 1, 1], not [32, "),
+        (3, lambda c, t: t.update({"op2.table": t["op2.table"][1:]}), "its table is int8 [256], not torch.int8 [255]"),
+        (3, lambda c, t: c["operations"][5]["layer"].update(groups=8), "weights [32, 1, 3, 3] meet [32, "),
+        (3, lambda c, t: c["operations"][5]["layer"].update(groups=True), "a number of groups that divides them, got True"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(networks, tmp_path, which, change, words):

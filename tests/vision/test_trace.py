@@ -8,7 +8,7 @@ from torch import nn
 
 from lowbit.vision.graph import AveragePool, Conv, MaxPool, Other, Sum
 from lowbit.vision.trace import FUSIONS, UnsupportedNetwork, fuse, trace, unfused
-from tests.vision.nets import Mixed, Plain, Shared, Sums, logits, resnet, seasoned
+from tests.vision.nets import Mixed, Plain, Shared, Sums, logits, mobilenet, regnet, resnet, seasoned
 
 
 def kinds(graph):
@@ -117,7 +117,7 @@ class Apart(nn.Module):
 
     def forward(self, x):
         a = self.a(x)
-        b = self.b(torch.relu(a.sigmoid()))
+        b = self.b(torch.relu(a.cos()))
         return (a + b + torch.relu(a)).sigmoid()
 
 
@@ -140,7 +140,7 @@ def test_a_linear_layer_after_a_flatten_is_a_convolution_of_the_whole_image():
 def test_what_cannot_be_lowered_is_named_with_the_reason():
     graph = trace(seasoned(Mixed()), torch.randn(1, 3, 16, 16))
     reasons = {node.name: node.reason for node in graph.nodes.values() if isinstance(node, Other) and node.reason}
-    assert reasons["deep"] == "convolution: it has 8 groups, 1 is supported"
+    assert reasons["deep"] == "convolution: its dilation is (2, 2), 1 is supported"
     assert "batch norm that does not follow a convolution" in " ".join(reasons.values())
     assert isinstance(graph.nodes["stem"], Conv) and graph.nodes["stem"].padding == (1, 1)
     assert isinstance(graph.nodes["last"], Conv) and graph.nodes["last"].weight.shape == (5, 8, 2, 2)
@@ -152,7 +152,6 @@ def test_what_cannot_be_lowered_is_named_with_the_reason():
         (nn.Conv2d(4, 4, 3, dilation=2), "dilation"),
         (nn.Conv2d(4, 4, 2, padding="same"), "not symmetric"),
         (nn.MaxPool2d(2, ceil_mode=True), "cut off"),
-        (nn.Conv2d(4, 4, 3, groups=2), "groups"),
     ],
 )
 def test_layers_that_are_refused(layer, words):
@@ -202,11 +201,59 @@ def test_the_shortcut_of_a_resnet_d_is_folded():
 
 
 def test_batch_norms_go_into_convolutions_that_stay_as_well():
-    model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 3, groups=4, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+    model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 3, dilation=2, bias=False), nn.BatchNorm2d(8), nn.ReLU())
     images = torch.randn(3, 4, 6, 7)
     graph = trace(seasoned(model), images)
     assert kinds(graph) == ["Input", "Conv", "Other", "Other"] and "1" in graph.nodes
     torch.testing.assert_close(graph.run(images), model(images), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("borders", [(1, 1, 1, 1), (0, 1, 0, 1), (2, 1, 0, 3), (0, 1)])
+def test_zeros_around_an_image_become_padding(borders, groups):
+    """Also in the two forms of torch: ZeroPad2d, and F.pad as a function."""
+
+    class Padded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(4, 8, 3, 2, (1, 0), groups=groups)
+
+        def forward(self, x):
+            return self.conv(torch.nn.functional.pad(x, borders)).relu()
+
+    images = torch.randn(2, 4, 10, 12)
+    for model in (Padded(), nn.Sequential(nn.ZeroPad2d((*borders, 0, 0)[:4]), nn.Conv2d(4, 8, 3, 2, groups=groups), nn.ReLU())):
+        graph = trace(model, images)
+        assert kinds(graph) == ["Input", "Conv"]
+        torch.testing.assert_close(graph.run(images), model(images), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("pad", [nn.ConstantPad2d(1, 0.5), nn.ReflectionPad2d(1), nn.ZeroPad2d((-1, 0, 0, 0))])
+def test_other_borders_stay(pad):
+    model, images = nn.Sequential(pad, nn.Conv2d(3, 4, 3)), torch.randn(2, 3, 6, 6)
+    graph = trace(model, images)
+    assert kinds(graph) == ["Input", "Other", "Conv"]
+    torch.testing.assert_close(graph.run(images), model(images), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("act", [nn.SiLU, nn.Hardswish, nn.Sigmoid, nn.Hardsigmoid, nn.Tanh, nn.GELU])
+def test_activations_between_codes_are_tables(act):
+    images = torch.randn(2, 3, 6, 6)
+    between = nn.Sequential(nn.Conv2d(3, 4, 1), act(), nn.Conv2d(4, 4, 1), act())
+    graph = trace(between, images)
+    assert kinds(graph) == ["Input", "Conv", "Activation", "Conv", "Other"]  # the caller reads the last one
+    after_relu = trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), act(), nn.Conv2d(4, 4, 1)), images)
+    assert kinds(after_relu) == ["Input", "Conv", "Other", "Conv"]
+    with_argument = trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.GELU(approximate="tanh"), nn.Conv2d(4, 4, 1)), images)
+    assert kinds(with_argument) == ["Input", "Conv", "Other", "Conv"]
+
+
+@pytest.mark.parametrize("model", [mobilenet(2), mobilenet(3), mobilenet("efficient"), regnet()])
+def test_networks_of_groups_and_gates_are_whole(model):
+    images = torch.randn(2, 3, 32, 32)
+    graph = trace(model, images)
+    assert not any(isinstance(node, Other) for node in graph.nodes.values())
+    torch.testing.assert_close(graph.run(images), model(images), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

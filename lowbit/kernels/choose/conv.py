@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from lowbit.formats.conv import ACTIVATIONS, CODES, ConvSpec, ProductSpec
 from lowbit.hardware.arch import arch_for
 from lowbit.hardware.machine import Machine
+from lowbit.kernels.choose.depthwise import depthwise_refusals, depthwise_tile
 from lowbit.pack.conv_block import CHANNELS, CHUNK, EXPANDED
 from lowbit.pack.conv_fragment import MmaFragments, fragment_bits
 from lowbit.pack.conv_layout import ConvLayout
 from lowbit.pack.conv_weight import WgmmaTiles, planes
+from lowbit.pack.depthwise import DepthwiseTaps
+from lowbit.pack.grouped import GroupedBlocks
 from lowbit.pack.nhwc64 import Nhwc64, padded_channels
 from lowbit.pack.stem import StemImages
 from lowbit.pack.stem_fragment import StemFragments
@@ -128,7 +131,9 @@ def conv_candidates(
     height, width = spec.output_size(*size[1:]) if images is None else images.output
     pixels = size[0] * height * width
     refused = features_refusals(spec, machine.arch.features)
-    if "wgmma" not in machine.arch.features:
+    if spec.groups > 1:
+        rows = _grouped_candidates(spec)
+    elif "wgmma" not in machine.arch.features:
         rows = [_mma_candidate(spec, pixels, machine, images)]
     elif images is not None:
         rows = _stem_candidates(spec, pixels, machine, images)
@@ -182,6 +187,14 @@ def _mma_candidate(spec: ConvSpec, pixels: int, machine: Machine, images: StemIm
     kinds = [fragment_bits(product, int4) for product in spec.products]
     why = " and ".join("m16n8k64 on INT4 tensor cores" if bits == 4 else "m16n8k32 in int8" for bits in dict.fromkeys(kinds))
     return ConvCandidate("sm80/conv", tile, layout, (), tile.turns(pixels, spec.outputs, machine), f"no wgmma; {why}")
+
+
+def _grouped_candidates(spec: ConvSpec) -> list[ConvCandidate]:
+    """The kernels of convolutions in groups, on all GPUs."""
+    tile, blocks = depthwise_tile(spec), GroupedBlocks(spec.x, spec.groups, spec.channels, spec.outputs)
+    own = ConvCandidate("sm80/depthwise", None, DepthwiseTaps(), depthwise_refusals(spec), 0.0, f"no sum over channels: {tile}")
+    why = f"64 outputs read {64 * blocks.span} channels, with zeros between groups"
+    return [own, ConvCandidate("sm80/grouped_conv", None, blocks, (), 0.0, why)]
 
 
 def _stem_candidates(spec: ConvSpec, pixels: int, machine: Machine, images: StemImages) -> list[ConvCandidate]:
@@ -457,6 +470,8 @@ def block_refusals(
             )
         if not spec.relu:
             reasons.append(f"{name} convolution has no ReLU")
+        if spec.groups > 1:
+            reasons.append(f"{name} convolution has {spec.groups} groups, supported is 1")
     if following.outputs not in FOLLOWING:
         reasons.append(f"the next convolution has {following.outputs} outputs, supported are {FOLLOWING}")
     shortcut = third.second

@@ -13,29 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit.formats.conv import CODES, SumSpec
+from lowbit.kernels.parts.code_pairs import pairs, stored
 
 BLOCK = 1024
 """Number of pairs of codes per block: with 8-bit codes 16 bytes per thread."""
-
-
-@triton.jit
-def pairs(x, i, total, FOUR: tl.constexpr):
-    """Loads the pairs of codes with indices i as float32."""
-    if FOUR:
-        codes = tl.load(x + i, mask=i < total, other=0)
-        return (codes & 15).to(tl.float32), (codes >> 4).to(tl.float32)
-    else:
-        both = tl.load(x.to(tl.pointer_type(tl.int16)) + i, mask=i < total, other=0)
-        return ((both << 8) >> 8).to(tl.float32), (both >> 8).to(tl.float32)
-
-
-@triton.jit
-def stored(t, FOUR: tl.constexpr, LOW: tl.constexpr):
-    """Rounds t to int32 codes."""
-    HIGH: tl.constexpr = 255.0 if FOUR else 127.0
-    steps = tl.minimum(tl.maximum(t, LOW), HIGH) + 12582912.0
-    code = steps.to(tl.int32, bitcast=True) - 0x4B400000
-    return code >> 4 if FOUR else code
 
 
 @triton.jit(do_not_specialize=["s", "b", "g"])

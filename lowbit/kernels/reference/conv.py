@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from lowbit.formats.conv import FLOATS, ConvLayer, SumSpec, code_range
+from lowbit.formats.conv import FLOATS, ConvLayer, GateSpec, SumSpec, code_range
 
 _FLOAT32_EXACT = 1 << 24
 
@@ -22,7 +22,8 @@ def conv_reference(x: Tensor, layer: ConvLayer, residual: Tensor | None = None, 
     """
     _check_given("residual", residual, layer.residual is not None)
     _check_given("second", second, layer.second is not None)
-    t = fma(_sum(x, layer.weight, layer.x, layer.stride, layer.padding), _channels(layer.s), _channels(layer.b))
+    total = _sum(x, layer.weight, layer.x, layer.stride, layer.padding, layer.groups)
+    t = fma(total, _channels(layer.s), _channels(layer.b))
     if residual is not None and layer.residual is not None:
         _check_codes(residual, layer.residual)
         t = fma(residual, torch.tensor(layer.g, dtype=torch.float32, device=x.device), t)
@@ -50,6 +51,19 @@ def sum_reference(x: Tensor, layer: SumSpec, other: Tensor | None = None) -> Ten
         _check_codes(other, layer.other)
         t = fma(other, torch.tensor(layer.g, dtype=torch.float32, device=x.device), t)
     return _stored(t, layer.y, layer.relu)
+
+
+def map_reference(codes: Tensor, table: Tensor) -> Tensor:
+    """Returns the codes int32 table[code + 128] of s8 codes of any shape; the table is int8 [256]."""
+    return table.to(codes.device)[codes.long() + 128].to(torch.int32)
+
+
+def gate_reference(x: Tensor, gate: Tensor, layer: GateSpec) -> Tensor:
+    """Returns the s8 codes int32 [N, C, H, W] of codes x times the codes of a gate [N, C, 1, 1]."""
+    _check_codes(x, layer.x)
+    _check_codes(gate, "s8")
+    s, zero = (torch.tensor(value, dtype=torch.float32, device=x.device) for value in (layer.s, 0.0))
+    return _stored(fma(x * gate, s, zero), "s8", False)
 
 
 def max_pool_reference(
@@ -91,14 +105,15 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return torch.where((error != 0) & total.isfinite(), odd, bits).view(torch.float64).float()
 
 
-def _sum(x: Tensor, weight: Tensor, storage: str, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
+def _sum(x: Tensor, weight: Tensor, storage: str, stride: tuple[int, int], padding: tuple[int, int], groups: int = 1) -> Tensor:
     """The convolution of codes, exact: the floating-point type represents every partial sum, which is an integer."""
     _check_codes(x, storage)
     largest = max(abs(limit) for limit in code_range(storage))
     bound = largest * int(weight.abs().to(torch.int32).flatten(1).sum(1).max()) if weight.numel() else 0
     # On a GPU a float32 convolution may use tf32 or an algorithm with inexact sums; a float64 one does not.
     dtype = torch.float32 if x.device.type == "cpu" and bound < _FLOAT32_EXACT else torch.float64
-    return functional.conv2d(x.to(dtype), weight.to(x.device, dtype), None, stride, padding).to(torch.int32)
+    y = functional.conv2d(x.to(dtype), weight.to(x.device, dtype), None, stride, padding, groups=groups)
+    return y.to(torch.int32)
 
 
 def _channels(per_channel: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ Grid    kv heads x rows x splits; it stays the same while contexts change. A pro
 Program one split of one kv head, whose query heads are 16 rows of mma.sync. While a block of keys and values is multiplied, the
         next one is loaded to registers, or several to shared memory (`DecodeTile.stages`). Split 0 includes the new token,
         without reading it back from memory
-Overlap page tables, positions and, with one stage, the first block of old keys are read before the wait for the previous kernel
-        (sm_90). No kernel of this step writes them. The previous step is complete, because the first kernel of a step lets the
-        next one start only after it has waited itself
+Overlap page tables, positions, gammas (by four warps) and, with one stage, the first block of old keys are read before the
+        wait for the previous kernel (sm_90). No kernel of this step writes them. The previous step is complete, because the
+        first kernel of a step lets the next one start only after it has waited itself
 Verify  with several new tokens of a sequence among the rows (`task`), a launch of its own stores the keys and values of all
         rows: the same kernel up to the append. The next launch waits for it, then reads all keys before the row's position
         from the pages. A row has the bits of a step of this token alone
@@ -40,7 +40,7 @@ from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.attention import PAGE, AttentionShape, DecodeTask, DecodeTile, combine_round
 from lowbit.kernels.parts.gluon import source_digest
 from lowbit.kernels.parts.launch import Launcher
-from lowbit.kernels.parts.rotary import angles, normed, pairs, turned
+from lowbit.kernels.parts.rotary import angles, gammas, normed, pairs, turned
 from lowbit.pack.kv_pages import KVPages
 
 
@@ -95,10 +95,20 @@ class PagedAttention:
         return 1 if self.tile.warps == 1 else 16
 
     @property
+    def early_gammas(self) -> bool:
+        """True if gammas are loaded before the wait for the previous kernel. Done where there are enough registers."""
+        return self.tile.warps == 4
+
+    @property
+    def few_heads(self) -> bool:
+        """True if splits are combined with weights by head (`combine`)."""
+        return self.group_rows <= 4
+
+    @property
     def ahead(self) -> bool:
         """True if the next splits' results are loaded while the weights of all splits are computed and previous results are
         added. Done where there are enough registers."""
-        few = self.group_rows <= 4 and self.lanes <= 32 * self.tile.warps
+        few = self.few_heads and self.lanes <= 32 * self.tile.warps
         return few and self.copies > 1 and self.tile.stages == 1
 
     @property
@@ -162,7 +172,7 @@ def with_sink(score, sinks, head, C: tl.constexpr):
 
 
 @triton.jit
-def append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C: tl.constexpr):
+def append(k, v, qkv_row, table, position, head, part, cos, sin, k_gammas, C: tl.constexpr):
     """In split 0, stores the new token's k (after RoPE) and v in the pages, and returns both as they are stored, [C.copies,
     lanes]. In other splits, returns zeros and stores nothing. If all rows are in the pages already, nothing is stored."""
     d, r = tl.arange(0, C.lanes), tl.arange(0, C.copies)[:, None]
@@ -171,8 +181,8 @@ def append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C: tl.c
     exist = (d < C.shape.head_dim)[None, :] & own
     new_k, other = pairs(rows, own, d, C, C.copies > 1)
     new_v = tl.load(rows + C.shape.kv_heads * C.shape.head_dim + d[None, :], mask=exist, other=0.0)
-    if k_norm is not None:
-        new_k, other = normed(new_k, other, k_norm, d, C)
+    if k_gammas is not None:
+        new_k, other = normed(new_k, other, k_gammas, C)
     new_k = turned(new_k, other, cos, sin, C).to(k.dtype.element_ty)
     if C.task.appends:
         to = block_base(table, position, position + 1, head, C) + r * 0 + d[None, :]
@@ -248,6 +258,39 @@ def combine(out, sums, tops, active, C: tl.constexpr):
 
 
 @triton.jit
+def combine_wide(out, sums, tops, active, C: tl.constexpr):
+    """As `combine`, for many heads: the weights of all splits of a round are one tile [splits, rows]. Weights by head, as
+    `add_parts` has them, would take C.round * group scalar loads and exponentials in every thread."""
+    GROUP: tl.constexpr = C.group
+    ROUND: tl.constexpr = C.round
+    ROWS: tl.constexpr = C.group_rows
+    LANES: tl.constexpr = C.lanes
+    SPLITS: tl.constexpr = C.tile.splits
+    r, d = tl.arange(0, ROWS), tl.arange(0, LANES)
+    part = tl.arange(0, SPLITS)[:, None]
+    exist = (part < active) & (r < GROUP)[None, :]
+    at = tops + (part * GROUP + r[None, :]) * 2
+    top = tl.load(at, mask=exist, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(at + 1, mask=exist, other=0.0, cache_modifier=".cg")
+    highest = tl.where(r < GROUP, tl.max(top, 0), 0.0)
+    factor = 1.0 / tl.where(r < GROUP, tl.sum(total * tl.exp2(top - highest[None, :]), 0), 1.0)
+    y = tl.zeros([ROWS, LANES], tl.float32)
+    i = tl.arange(0, ROUND)[:, None]
+    for first in range(0, active, ROUND):
+        here = (first + i < active) & (r < GROUP)[None, :]
+        place = (first + i) * GROUP + r[None, :]
+        lanes = here[:, :, None] & (d < C.shape.head_dim)[None, None, :]
+        values = tl.load(
+            sums + place[:, :, None] * C.shape.head_dim + d[None, None, :], mask=lanes, other=0.0, cache_modifier=".cg"
+        )
+        relative = tl.load(tops + place * 2, mask=here, other=float("-inf"), cache_modifier=".cg")
+        weight = tl.exp2(relative - highest[None, :]) * factor[None, :]
+        y += tl.sum(values * weight[:, :, None], 0)
+    exist = (r < GROUP)[:, None] & (d < C.shape.head_dim)[None, :]
+    tl.store(out + r[:, None] * C.shape.head_dim + d[None, :], y.to(out.dtype.element_ty), mask=exist)
+
+
+@triton.jit
 def finish(out, partial, arrived, y, top, total, b, head, part, active, C: tl.constexpr):
     """Stores the result of a row that has a single split. With several splits, stores this split's partial result; the last
     split to arrive combines all of them."""
@@ -269,7 +312,10 @@ def finish(out, partial, arrived, y, top, total, b, head, part, active, C: tl.co
         tl.debug_barrier()  # all threads' stores are visible before the counter
         if tl.atomic_add(arrived + place, 1, sem="acq_rel") == active - 1:
             tl.store(arrived + place, 0)
-            combine(out, sums, tops, active, C)
+            if C.few_heads:
+                combine(out, sums, tops, active, C)
+            else:
+                combine_wide(out, sums, tops, active, C)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -307,19 +353,30 @@ def paged_attention(
         base = block_base(table, begin + BLOCK, end, head, C)
     d, r = tl.arange(0, C.lanes), tl.arange(0, 16)
     cos, sin = angles(cos_sin, position + tl.arange(0, C.copies)[:, None] * 0, d[None, :], C)
+    q_gammas, k_gammas = None, None
+    if C.early_gammas and q_norm is not None and C.task.attends:
+        q_gammas = gammas(q_norm, d, C)
+    if C.early_gammas and k_norm is not None:
+        k_gammas = gammas(k_norm, d, C)
     if C.overlap and C.task.appends:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
 
     qkv_row = qkv + b.to(tl.int64) * C.shape.features
     if not C.task.attends:
-        append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C)
+        if not C.early_gammas and k_norm is not None:
+            k_gammas = gammas(k_norm, d, C)
+        append(k, v, qkv_row, table, position, head, part, cos, sin, k_gammas, C)
         return
     q, other = pairs(qkv_row + (head * G + r % G)[:, None] * C.shape.head_dim, (r >= 0)[:, None], d, C, C.copies > 1)
+    if not C.early_gammas and q_norm is not None:
+        q_gammas = gammas(q_norm, d, C)
     if C.copies > 1:  # loaded with q
-        new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C)
+        if not C.early_gammas and k_norm is not None:
+            k_gammas = gammas(k_norm, d, C)
+        new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, k_gammas, C)
     if q_norm is not None:
-        q, other = normed(q, other, q_norm, d, C)
+        q, other = normed(q, other, q_gammas, C)
     q = turned(q, other, cos, sin, C).to(k.dtype.element_ty)
     top = tl.full([16], float("-inf"), tl.float32)
     total = tl.zeros([16], tl.float32)
@@ -336,7 +393,10 @@ def paged_attention(
             total += tl.where(part == 0, both, 0.0)
             y += new_v.to(tl.float32) * own[:, None]
     elif part == 0:
-        new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C)
+        if k_norm is None:
+            new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, None, C)
+        else:
+            new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, gammas(k_norm, d, C), C)
         top = powers(tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1), C)
         if sinks is None:
             total += 1.0

@@ -182,6 +182,10 @@ def test_blocks_fit():
     assert "for sm_90" in block_refusals(second, third, last, (1, 56, 56), A100)[0]
     assert "100 pixels wide" in block_refusals(second, third, last, (1, 56, 100), H200)[0]
     assert "one storage" in block_refusals(second, third, dataclasses.replace(last, x="s8"), (1, 9, 9), H200)[0]
+    assert (
+        "second convolution has 64 groups"
+        in block_refusals(dataclasses.replace(second, groups=64), third, last, (1, 9, 9), H200)[0]
+    )
 
 
 def test_kernels_are_named_by_their_files():
