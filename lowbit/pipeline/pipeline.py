@@ -342,8 +342,8 @@ def pipeline(
             the engine then, on a CPU too.
         speculate: maximum number of tokens, up to 7, that a step guesses from a sequence's own text and verifies
             (docs/speculate.md). Calls use the engine then, on a CPU too.
-        draft: a folder or hub name of a small model with the same tokenizer, which guesses them instead; `speculate` is then
-            4 unless it is given.
+        draft: a folder or hub name of a small model with the same tokenizer, which guesses them instead, quantized to `scheme`
+            unless it is quantized already; `speculate` is then 4 unless it is given.
         step_ms: milliseconds that a step of the engine on a GPU may take when it computes prompt tokens beside sequences that
             decode; None for no limit.
         kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU. By default a file `kernels-*.lowbit`
@@ -375,7 +375,7 @@ def pipeline(
         make_batch_invariant(model, model.dtype)
     if tokenizer is None or isinstance(tokenizer, (str, Path)):
         tokenizer = tokenizer_of(tokenizer or source.path, model)
-    drafts = {} if draft is None else {"draft": _draft_model(draft, tokenizer, model, device)}
+    drafts = {} if draft is None else {"draft": _draft_model(draft, scheme, tokenizer, model, device)}
     return Pipeline(
         model, tokenizer, max_length=max_length, engine=engine, batch_invariant=batch_invariant,
         max_concurrent=max_concurrent, cache_bytes=cache_bytes, kv=kv, step_ms=step_ms,
@@ -384,11 +384,15 @@ def pipeline(
 
 
 def _draft_model(
-    draft: str | Path, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, device: torch.device
+    draft: str | Path, scheme: str | None, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, device: torch.device
 ) -> PreTrainedModel:
-    """Returns a draft model. Raises ValueError if its tokens are not those of the model's tokenizer."""
+    """Returns a draft model, quantized to `scheme` unless its files are quantized. Raises ValueError if its tokens are not
+    those of the model's tokenizer."""
     source = resolve(draft)
-    loaded = load_causal(source, device=device, dtype=model.dtype, head=SCHEME if device.type == "cuda" else None)
+    if source.quantized_to is not None or source.gguf is not None:
+        scheme = None
+    head = SCHEME if device.type == "cuda" else None
+    loaded = load_causal(source, scheme=scheme, device=device, dtype=model.dtype, head=head)
     own, other = tokenizer.get_vocab(), tokenizer_of(source.path, loaded).get_vocab()
     if own != other:
         differ = sum(other.get(token) != number for token, number in own.items())

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lowbit
+from lowbit.nn import QuantLinear
 from lowbit.pipeline import Pipeline
 from tests.test_cli import run
 from tests.tiny import eager_llama, save_tiny, tiny_llama, tiny_tokenizer
@@ -57,6 +58,9 @@ def test_a_draft_model(folder, tmp_path):
     assert drafted(PROMPTS, **GREEDY) == plain(PROMPTS, **GREEDY)
     assert "steps verify up to 4 guessed tokens of a sequence, by a draft model" in drafted.engine.report()
     drafted.destroy()
+    quantized = lowbit.pipeline(str(folder), draft=str(folder), scheme="w8a16", cache_bytes=1 << 24)
+    layers = [module for module in quantized._options["draft"].modules() if isinstance(module, QuantLinear)]
+    assert layers and all(layer.scheme.name == "w8a16" for layer in layers)
     other = save_tiny(tmp_path / "other")
     vocab = json.loads((other / "tokenizer.json").read_text())
     tokens = vocab["model"]["vocab"]
