@@ -26,10 +26,15 @@ app = typer.Typer(
 @user_errors
 def gemm(
     formats: Annotated[str | None, typer.Option(help="Schemes, separated by commas.")] = None,
-    shapes: Annotated[str | None, typer.Option(help="Weights as NxK, separated by commas: 8192x8192,8192x28672.")] = None,
+    shapes: Annotated[
+        str | None, typer.Option(help="Weights as NxK, or models, separated by commas: 8192x28672,Llama-3-8B,Qwen2.5-7B.")
+    ] = None,
     m: Annotated[str | None, typer.Option("--m", help="Rows of x, separated by commas: 1,16,64,256,1024,4096.")] = None,
     dtype: Annotated[str, typer.Option(help="Type of x and y: float16 or bfloat16.")] = "float16",
-    peers: Annotated[str | None, typer.Option(help="humming, gemlite, torch or none; those installed when absent.")] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(help="humming, marlin, machete, bitsandbytes, quack, gemlite, torch, or none. Default: those installed."),
+    ] = None,
     out_file: Annotated[Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-gemm.json.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them too: a .png or .svg file.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer formats, shapes and M, and no tuning of peers.")] = False,

@@ -249,6 +249,7 @@ def experts_of_a_step(engine: Engine, model: PreTrainedModel, batch: int, contex
     return {"experts_hit": experts_hit(batch, top_k, count), **once}
 
 
+@torch.inference_mode()
 def _better(engine: Engine, batch: int, context: int, held: float, bandwidth: float) -> dict[str, Any]:
     """Returns the faster step of 16-bit weights, by the small-M kernel or by cuBLAS, and the other one's time."""
     program = engine.program
@@ -266,6 +267,7 @@ def _better(engine: Engine, batch: int, context: int, held: float, bandwidth: fl
     return {**found[first], "products": first, "other_ms_per_token": found[others[0]]["ms_per_token"] if others else None}
 
 
+@torch.inference_mode()  # as in an engine's own steps, which may have captured the graph
 def _decode(
     engine: Engine, batch: int, context: int, held: float, bandwidth: float, steps: DecodeRunner | None = None
 ) -> dict[str, Any]:

@@ -201,12 +201,18 @@ def route_once(layer: ExpertLayer, logits: Tensor, tile_rows: int) -> Routing:
 def make_inputs(layer: ExpertLayer, tokens: int, calls: int, tile_rows: int) -> list[Inputs]:
     """Returns the inputs of `calls` calls, each with other random experts."""
     generator = torch.Generator("cuda").manual_seed(2)
-    rows, made = tile_rows or tile_rows_for(tokens, layer.top_k, layer.experts), []
+    made = []
     for _ in range(calls):
         x, residual = torch.randn(2, tokens, layer.hidden, device="cuda", generator=generator).bfloat16()
         logits = torch.randn(tokens, layer.experts, device="cuda", generator=generator)
-        made.append(Inputs(x, residual, logits, route_once(layer, logits, rows)))
+        made.append(Inputs(x, residual, logits, route_once(layer, logits, tile_rows)))
     return made
+
+
+def code_bits(scheme: str | None) -> int:
+    """Bits of a code of a scheme, 16 without one."""
+    parsed = None if scheme is None else parse_scheme(scheme).weight
+    return 16 if parsed is None else parsed.bits
 
 
 def calls_needed(layer: ExpertLayer, scheme: str | None, tokens: int, l2: int) -> tuple[int, int]:
@@ -418,7 +424,8 @@ def measured(request: ExpertRequest, read_bytes_per_s: float, say: Callable[[str
                 "us": None, "limit_us": None, "experts_hit": None, "rel_err": None, "error": None,
             }  # fmt: skip
             try:
-                inputs = make_inputs(layer, tokens, calls, request.tile_rows)
+                rows = request.tile_rows or tile_rows_for(tokens, layer.top_k, layer.experts, code_bits(scheme))
+                inputs = make_inputs(layer, tokens, calls, rows)
                 hit = statistics.mean(len(i.routing.experts.unique()) for i in inputs)
                 row |= {"experts_hit": hit, "limit_us": hit * layer_bytes(layer, scheme) / read_bytes_per_s * 1e6}
                 if scheme is None:

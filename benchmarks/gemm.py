@@ -87,8 +87,11 @@ def run(
     results.set_ceilings(ceilings, stored)
     say(f"read bandwidth {ceilings.read_bytes_per_s / 1e12:.2f} TB/s, fp16 {ceilings.fp16_flops / 1e12:.0f} TFLOP/s")
 
+    made_by = {"lowbit": "lowbit", "cublas": "torch", **{name: PEERS[name].package for name in peers}}
+
     def add(row: dict[str, Any]) -> None:
-        results.add(row)
+        version = results.document["versions"].get(made_by[row["impl"]])
+        results.add({**row, "commit": gpu["commit"], "version": version})
         progress(len(results.rows), total, f"{row['impl']} {row['scheme']} {row['n']}x{row['k']} M {row['m']}")
 
     cublas_rows(request.shapes, request.rows, add)

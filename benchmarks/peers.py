@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import quantized_x
+from benchmarks import gemm_rivals, quantized_x
 from benchmarks.protocol import Build, Contender, Product, measured_rows, reference_product
 from benchmarks.request import GemmRequest, is_float
 from lowbit.formats import FloatFormat, PerGroup, QuantTensor, Scheme, ZeroPoint
@@ -96,8 +96,11 @@ def humming(q: QuantTensor, request: GemmRequest) -> Contender:
         return [(f"humming {_in_short(tuning)}", product(tuning)) for tuning in choices[m]]
 
     if scheme.activation is not None:
-        return quantized_x.contender(q, request, weight, _nbytes([*weight.values()]), _cloned, products)
-    return Contender(weight, _nbytes([*weight.values()]), _cloned, products, lambda x: reference_product(x, q), dtype)
+        contender = quantized_x.contender(q, request, weight, _nbytes([*weight.values()]), _cloned, products)
+        return replace(contender, tuned=request.sweep)
+    return Contender(
+        weight, _nbytes([*weight.values()]), _cloned, products, lambda x: reference_product(x, q), dtype, tuned=request.sweep
+    )
 
 
 _HUMMING_ACTIVATIONS = {"int8": "int8", "fp8_e4m3": "float8e4m3"}
@@ -168,7 +171,7 @@ def gemlite(q: QuantTensor, request: GemmRequest) -> Contender:
 
     weight = [tensor.data for tensor in layer.get_tensor_args()]
     return Contender(
-        weight, _nbytes(weight), _cloned, lambda m: [("gemlite", product)], lambda x: reference_product(x, q), dtype
+        weight, _nbytes(weight), _cloned, lambda m: [("gemlite", product)], lambda x: reference_product(x, q), dtype, tuned=True
     )
 
 
@@ -199,6 +202,10 @@ def torch_int4(q: QuantTensor, request: GemmRequest) -> Contender:
 
 PEERS = {
     "humming": Peer("humming-kernels", "humming", humming, compiled=True),
+    "marlin": Peer("vllm", "vllm", gemm_rivals.marlin),
+    "machete": Peer("vllm", "vllm", gemm_rivals.machete),
+    "bitsandbytes": Peer("bitsandbytes", "bitsandbytes", gemm_rivals.bitsandbytes),
+    "quack": Peer("quack-kernels", "quack", gemm_rivals.quack),
     "gemlite": Peer("gemlite", "gemlite", gemlite),
     "torch": Peer("torch", "torch", torch_products),
 }

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.request import DTYPES, GemmRequest, columns_of
+from benchmarks.under_load import NOTHING, Reading, monitor
 from lowbit.formats import QuantTensor, Scheme, parse_scheme
 from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.tune.timing import (
@@ -46,7 +47,8 @@ PROTOCOL = (
     "fp16 rate of an 8192^3 torch.matmul, twice that rate where x has 8 bits; the limit of a row is the larger of the two. "
     "cublas_fp16_us is torch.matmul over fp16 weights, measured the same way. Where x has 8 bits it is quantized before "
     "anything is timed, and the reference is the product of x as quantized. Each peer runs in its own process; of several "
-    "configurations the fastest correct one counts."
+    "configurations the fastest correct one counts. tuned: the configuration was measured on this GPU. sm_clock_mhz, power_w: "
+    "nvidia-smi's readings while the graph is replayed right after it is timed."
 )
 
 Product = Callable[[Any, Any], Tensor]
@@ -57,7 +59,8 @@ class Contender:
     """A weight in the form of one implementation, and the implementation's kernels that multiply by it.
 
     products(M) lists (name of kernel and configuration, function of prepare(x) and a weight). truth(x) is the float64 product
-    of the implementation's inputs. prepare(x), for example the quantization of x, is not timed.
+    of the implementation's inputs. prepare(x), for example the quantization of x, is not timed. `tuned`: True if the
+    implementation's configuration was measured on this GPU for each M, by itself or by the benchmark.
     """
 
     weight: Any
@@ -67,6 +70,7 @@ class Contender:
     truth: Callable[[Tensor], Tensor]
     dtype: torch.dtype
     prepare: Callable[[Tensor], Any] = lambda x: x
+    tuned: bool = False
 
 
 Build = Callable[[QuantTensor, GemmRequest], Contender]
@@ -74,11 +78,12 @@ Build = Callable[[QuantTensor, GemmRequest], Contender]
 
 @dataclass(frozen=True)
 class Measurement:
-    """The fastest correct kernel of a contender."""
+    """The fastest correct kernel of a contender, and the GPU's clock and power while it ran."""
 
     kernel: str
     us: float
     rel_err: float
+    load: Reading = NOTHING
 
 
 def capture(calls: Sequence[Callable[[], Tensor]]) -> Graph:
@@ -110,10 +115,12 @@ def measure(
     """Returns the measurement of the fastest correct one of `products`. If there is none, raises the error of the first one."""
     best: Measurement | None = None
     first: Exception | None = None
+    watched = monitor(torch.cuda.current_device())
     for kernel, product in products:
         try:
             graph = capture([lambda w=w, product=product: product(x, w) for w in weights])  # type: ignore[misc]
             us = statistics.median(graph.times_us(replays))
+            load = watched.while_running(lambda graph=graph: graph.times_us(2, warm=0))  # type: ignore[misc]
             error = max(relative_error(y, reference) for y in graph.poisoned_outputs()[: len(weights)])
             if error > TOLERANCE:
                 raise WrongResult(f"wrong result of {kernel}: relative error {error:.3g}")
@@ -121,7 +128,7 @@ def measure(
             first = first or failure
             continue
         if best is None or us < best.us:
-            best = Measurement(kernel, us, error)
+            best = Measurement(kernel, us, error, load)
     if best is None:
         raise first or RuntimeError("the implementation offers no kernel for this problem")
     return best
@@ -133,7 +140,8 @@ def blank_row(impl: str, scheme: Scheme | None, shape: tuple[int, int], m: int, 
     activation = dtype if scheme is None or scheme.activation is None else scheme.activation.name
     return {
         "impl": impl, "kernel": None, **named, "activation": activation, "n": shape[0], "k": shape[1], "m": m, "us": None,
-        "limit_us": None, "compute_us": None, "cublas_fp16_us": None, "rel_err": None, "error": None,
+        "limit_us": None, "compute_us": None, "cublas_fp16_us": None, "rel_err": None, "error": None, "tuned": None,
+        "sm_clock_mhz": None, "power_w": None,
     }  # fmt: skip
 
 
@@ -182,4 +190,7 @@ def contender_rows(contender: Contender, blanks: Sequence[dict[str, Any]], k: in
         except failures() as error:
             yield {**row, "error": reason(error)}
         else:
-            yield {**row, "kernel": best.kernel, "us": best.us, "rel_err": best.rel_err}
+            yield {
+                **row, "kernel": best.kernel, "us": best.us, "rel_err": best.rel_err, "tuned": contender.tuned,
+                "sm_clock_mhz": best.load.sm_clock_mhz, "power_w": best.load.power_w,
+            }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.grid import MODELS
 from lowbit.formats import FloatFormat, PerChannel, PerGroup, PerTensor, Scheme, ZeroPoint, parse_scheme
 from lowbit.tune.trials import parse_rows
 
@@ -68,7 +69,7 @@ def make_request(
     default = (QUICK_FORMATS, QUICK_SHAPES, QUICK_ROWS) if quick else (FORMATS, SHAPES, ROWS)
     return GemmRequest(
         _unique(tuple(measurable(part).name for part in (default[0] if formats is None else _parts(formats, "--formats")))),
-        _unique(default[1] if shapes is None else tuple(parse_shape(part) for part in _parts(shapes, "--shapes"))),
+        _unique(default[1] if shapes is None else tuple(s for part in _parts(shapes, "--shapes") for s in parse_shapes(part))),
         tuple(sorted(set(default[2] if rows is None else parse_rows(rows)))),
         dtype,
         sweep=not quick,
@@ -89,11 +90,20 @@ def measurable(name: str | Scheme) -> Scheme:
     return scheme
 
 
+def parse_shapes(text: str) -> tuple[tuple[int, int], ...]:
+    """Returns (N, K) of a text such as 8192x28672, or of the weights of a model of `grid.MODELS` on one GPU, but for its head.
+    Raises ValueError with the expected forms."""
+    model = next((shape for name, shape in MODELS.items() if name.lower() == text.strip().lower()), None)
+    return (parse_shape(text),) if model is None else tuple(model.weights(1))[:4]
+
+
 def parse_shape(text: str) -> tuple[int, int]:
     """Returns (N, K) of a text such as 8192x28672. Raises ValueError with the expected form."""
     match = re.fullmatch(r"\s*(\d+)\s*[xX]\s*(\d+)\s*", text)
     if match is None or not int(match[1]) or not int(match[2]):
-        raise ValueError(f"--shapes {text!r}: a shape is NxK, two positive numbers, for example 8192x28672")
+        raise ValueError(
+            f"--shapes {text!r}: a shape is NxK, two positive numbers, for example 8192x28672, or a model: {', '.join(MODELS)}"
+        )
     return int(match[1]), int(match[2])
 
 

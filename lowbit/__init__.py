@@ -61,6 +61,7 @@ LAYERS = (
     "explain",
     "demo",
     "tune",
+    "export",
     "bench",
     "cli",
 )

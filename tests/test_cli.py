@@ -56,6 +56,8 @@ def test_help_teaches_every_command():
         "generate",
         "eval",
         "compile",
+        "compile-wheel",
+        "export-kernel",
         "inspect",
         "explain",
         "schemes",

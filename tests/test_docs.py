@@ -34,6 +34,7 @@ MODEL_PAGES = (
     "docs/quickstart.md",
     "docs/generate.md",
     "docs/kv.md",
+    "docs/speculate.md",
     "docs/finetune.md",
     "docs/internals/engine.md",
 )

@@ -26,6 +26,7 @@ DATA = {
     ),
     *("lowbit/eval/data/one_text.json", "lowbit/eval/data/kv.json", "lowbit/eval/data/opticks.txt.bz2"),
     "lowbit/eval/data/javascript/functions.jsonl",
+    *(f"lowbit/export/c/{path.name}" for path in (ROOT / "lowbit/export/c").iterdir()),
 }
 
 MOST_BYTES = 5 << 18

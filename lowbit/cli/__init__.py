@@ -5,7 +5,7 @@ terminal.py   shared by the commands: consoles, errors as one line, results as J
 stderr.py     a standard error that does not block, for `lowbit serve`
 start_times.py  seconds by phase, for `lowbit serve`
 commands.py   the typer app; quantize, convert, generate, explain, schemes
-recommend.py, eval.py, inspect.py, serve.py, chat.py, compile.py, demo.py, tune.py, bench.py: one command each
+recommend.py, eval.py, inspect.py, serve.py, chat.py, compile.py, export.py, demo.py, tune.py, bench.py: one command each
 
 Modules declare arguments and help at import and import torch and the other layers inside their functions.
 """

@@ -15,7 +15,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowbit.cli.serve import extra_missing
-from lowbit.cli.terminal import KV, Device, Scheme, check_device, check_kv, check_scheme, load_layers, out, say
+from lowbit.cli.terminal import (
+    KV,
+    Device,
+    Draft,
+    Scheme,
+    Speculate,
+    check_device,
+    check_kv,
+    check_scheme,
+    load_layers,
+    local_draft,
+    out,
+    say,
+)
 
 if TYPE_CHECKING:
     from lowbit.serve.client import ChatBackend
@@ -50,6 +63,8 @@ def chat(
         typer.Option("--max-new-tokens", "--max-tokens", min=1, help="Maximum number of generated tokens per answer."),
     ] = 1024,
     kv: KV = "16",
+    speculate: Speculate = 0,
+    draft: Draft = None,
     device: Device = None,
 ) -> None:
     """Chat with a model on the terminal; the model is loaded in this process or runs on a server.
@@ -64,14 +79,20 @@ def chat(
     Example: lowbit run http://127.0.0.1:8000
     """
     remote = where.startswith(("http://", "https://"))
-    given = {"--scheme": scheme is not None, "--kv": kv != "16", "--device": device is not None}
+    given = {
+        "--scheme": scheme is not None,
+        "--kv": kv != "16",
+        "--speculate": speculate > 0,
+        "--draft": draft is not None,
+        "--device": device is not None,
+    }
     if remote and any(given.values()):
         option = next(name for name, is_given in given.items() if is_given)
         raise ValueError(f"{option} does not apply to a server ({where}); give it to `lowbit serve`, or leave it out")
     check_scheme(scheme)
     check_kv(kv)
     check_device(device)
-    path = None if remote else _local_model(where)
+    path, draft_path = (None, None) if remote else (_local_model(where), local_draft(draft))
     load_layers()
     try:
         from lowbit.serve.client import LocalChat, RemoteChat
@@ -83,7 +104,10 @@ def chat(
     else:
         from lowbit.pipeline import pipeline
 
-        pipe = pipeline(str(path), scheme=scheme, device=device, progress=True, max_concurrent=1, kv=kv)
+        pipe = pipeline(
+            str(path), scheme=scheme, device=device, progress=True, max_concurrent=1, kv=kv, speculate=speculate,
+            draft=draft_path,
+        )  # fmt: skip
         dialogue = LocalChat(pipe, where.rstrip("/").rpartition("/")[2])
     say(f"{dialogue.name}; {HELP}")
     _talk(dialogue, system, temperature, max_new_tokens)

@@ -1,5 +1,5 @@
-"""The command line: recommend, quantize, convert, generate, serve, chat, eval, compile, inspect, explain, schemes, demo, tune,
-bench.
+"""The command line: recommend, quantize, convert, generate, serve, chat, eval, compile, compile-wheel, export-kernel,
+inspect, explain, schemes, demo, tune, bench.
 
 Exit codes: 0 success, 1 error (one line on stderr says why and what to do), 2 wrong arguments, 130 Ctrl-C, which leaves no
 incomplete checkpoint.
@@ -18,9 +18,10 @@ from rich.table import Table
 from lowbit._version import __version__
 from lowbit.cli.bench import bench
 from lowbit.cli.chat import chat
-from lowbit.cli.compile import compile_
+from lowbit.cli.compile import compile_, compile_wheel
 from lowbit.cli.demo import demo
 from lowbit.cli.eval import evaluate
+from lowbit.cli.export import export_kernel
 from lowbit.cli.inspect import inspect
 from lowbit.cli.recommend import recommend
 from lowbit.cli.serve import serve
@@ -30,16 +31,19 @@ from lowbit.cli.terminal import (
     KV,
     AnyModel,
     Device,
+    Draft,
     Json,
     Kernels,
     Model,
     Scheme,
+    Speculate,
     check_device,
     check_exists,
     check_json,
     check_kv,
     check_scheme,
     load_layers,
+    local_draft,
     out,
     say,
     user_errors,
@@ -292,6 +296,8 @@ def generate(
     sample: Annotated[bool, typer.Option("--sample", help="Sample (top-p 0.9) instead of greedy decoding.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of --sample.")] = None,
     kv: KV = "16",
+    speculate: Speculate = 0,
+    draft: Draft = None,
     kernels: Kernels = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
     device: Device = None,
@@ -313,12 +319,15 @@ def generate(
     check_kv(kv)
     check_device(device)
     check_exists(kernels, KERNELS_FILE)
-    path = str(local_model(model))
+    path, draft_path = str(local_model(model)), local_draft(draft)
     load_layers("lowbit.pipeline")
     from lowbit.pipeline import pipeline
 
     check_json(json_file, "lowbit generate")
-    pipe = pipeline(path, scheme=scheme, device=device, verify=verify, progress=True, kv=kv, kernels=kernels)
+    pipe = pipeline(
+        path, scheme=scheme, device=device, verify=verify, progress=True, kv=kv, speculate=speculate,
+        draft=draft_path, kernels=kernels,
+    )  # fmt: skip
     options = {"max_new_tokens": max_new_tokens, "do_sample": sample, "seed": seed}
     if len(prompts) == 1 and out.is_terminal and str(json_file) != "-" and not pipe.refusals:
         responses = [_print_stream(pipe.stream(prompts[0], **options), prompts[0])]
@@ -352,6 +361,8 @@ app.command(name="run")(user_errors(chat))
 app.command(name="chat", help="The same as run.", short_help="The same as run.")(user_errors(chat))
 app.command(name="eval")(user_errors(evaluate))
 app.command(name="compile")(user_errors(compile_))
+app.command(name="compile-wheel")(user_errors(compile_wheel))
+app.command(name="export-kernel")(user_errors(export_kernel))
 app.command()(user_errors(inspect))
 
 

@@ -1,4 +1,5 @@
-"""`lowbit compile`: compiles a model's kernels into a file, for machines without a C compiler and for a fast first start."""
+"""`lowbit compile` and `lowbit compile-wheel`: compile kernels of a model into a file, or those of known models into a wheel,
+for machines without a C compiler and for a fast first start."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowbit.cli.serve import MOST_ON_A_GPU, CacheGiB, bytes_of
-from lowbit.cli.terminal import KV, AnyModel, Scheme, check_kv, check_scheme, load_layers, say
+from lowbit.cli.terminal import KV, AnyModel, Scheme, Speculate, check_kv, check_scheme, load_layers, say
 
 if TYPE_CHECKING:
     from lowbit.hardware.machine import GPU
@@ -30,6 +31,7 @@ def compile_(
     ] = MOST_ON_A_GPU,
     cache_gib: CacheGiB = None,
     kv: KV = "16",
+    speculate: Speculate = 0,
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="For serve --batch-invariant.")] = False,
 ) -> None:
     """Compile all kernels that a model needs on a GPU into one file; no GPU is needed.
@@ -57,14 +59,51 @@ def compile_(
     from lowbit.pipeline.kernels import compile_kernels
     from lowbit.progress import Progress
 
-    gpus = _gpus(names)
+    gpus = gpus_of(names)
     say(f"finding the kernels of {model} for {' and '.join(each.product for each in gpus)}")
     with Progress(desc="finding kernels", unit="kernels") as bar:
         count = compile_kernels(
             path, target, gpus, progress=lambda done, total: bar.at(done, total, "compiling kernels"), scheme=scheme,
             batch_invariant=batch_invariant, max_concurrent=max_concurrent, cache_bytes=bytes_of(cache_gib), kv=kv,
+            speculate=speculate,
         )  # fmt: skip
     say(f"wrote {target}: {count} kernels, {target.stat().st_size / 2**20:.1f} MiB")
+
+
+def compile_wheel(
+    folder: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder for the wheel.")] = Path("dist"),
+    gpu: Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated GPUs of one architecture.")] = "h100,h200",
+    models: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Comma-separated models whose shapes it has. Default: all twelve.")
+    ] = None,
+    schemes: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Comma-separated schemes. Default: six common ones.")
+    ] = None,
+    max_concurrent: Annotated[int, typer.Option(min=1, help="Sequences per batch, as for compile.")] = MOST_ON_A_GPU,
+) -> None:
+    """Build a wheel of kernels for the shapes of known models, lowbit-kernels-sm90; no GPU is needed.
+
+    Once installed, lowbit finds it by itself, for any model whose kernels are in it. A wheel of another version of lowbit,
+    Triton or Python is refused with one line, and kernels are compiled anew. Compiling all models takes an hour on two cores.
+
+    Example: lowbit compile-wheel -o dist && pip install dist/lowbit_kernels_sm90-*.whl
+    """
+    load_layers("lowbit.export")
+    from lowbit.export.wheel import MODELS, SCHEMES, build_wheel
+    from lowbit.progress import Progress
+
+    gpus = gpus_of([name.lower() for name in _names(gpu)])
+    folder.mkdir(parents=True, exist_ok=True)
+    with Progress(desc="finding kernels", unit="kernels") as bar:
+        wheel = build_wheel(
+            folder, gpus, MODELS if models is None else _names(models), SCHEMES if schemes is None else _names(schemes),
+            max_concurrent=max_concurrent, progress=lambda what, done, total: bar.at(done, total, what),
+        )  # fmt: skip
+    say(f"wrote {wheel}: {wheel.stat().st_size / 2**20:.1f} MiB")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def _default_target(path: Path, names: list[str] | None) -> Path:
@@ -72,7 +111,7 @@ def _default_target(path: Path, names: list[str] | None) -> Path:
     return folder / f"kernels-{'-'.join(names) if names else 'gpu'}.lowbit"
 
 
-def _gpus(names: list[str] | None) -> list[GPU]:
+def gpus_of(names: list[str] | None) -> list[GPU]:
     """Returns the named GPUs; by default that of this machine."""
     import torch
 

@@ -15,13 +15,16 @@ from lowbit.cli.terminal import (
     KV,
     AnyModel,
     Device,
+    Draft,
     Kernels,
     Scheme,
+    Speculate,
     check_device,
     check_exists,
     check_kv,
     check_scheme,
     load_layers,
+    local_draft,
     say,
 )
 
@@ -76,6 +79,16 @@ def serve(
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes per request body.")] = 1 << 20,
     cache_gib: CacheGiB = None,
     kv: KV = "16",
+    speculate: Speculate = 0,
+    draft: Draft = None,
+    step_ms: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=10_000,
+            help="On a GPU: milliseconds of a step that computes prompts while others generate; 0 for no limit.",
+        ),
+    ] = 15.0,
     batch_invariant: Annotated[
         bool,
         typer.Option("--batch-invariant", help="On a GPU: results of a sequence do not depend on the rest of its batch."),
@@ -108,7 +121,7 @@ def serve(
             "for a server without a key, leave out the option and unset LOWBIT_API_KEY"
         )
     check_exists(kernels, KERNELS_FILE)
-    path = local_model(model)
+    path, draft_path = local_model(model), local_draft(draft)
     times = StartTimes()
     load_layers("lowbit.pipeline")
     try:
@@ -134,7 +147,8 @@ def serve(
         say(f"loading {model}")
         pipe = pipeline(
             str(path), scheme=scheme, device=where_to, verify=verify, progress=True, batch_invariant=batch_invariant,
-            max_concurrent=concurrent, cache_bytes=bytes_of(cache_gib), kv=kv, kernels=kernels,
+            max_concurrent=concurrent, cache_bytes=bytes_of(cache_gib), kv=kv, speculate=speculate,
+            draft=draft_path, step_ms=step_ms or None, kernels=kernels,
         )  # fmt: skip
         times.end("load")
         called = model if is_on_hub(model) else path.resolve().stem if path.is_file() else path.resolve().name

@@ -54,6 +54,19 @@ Scheme = Annotated[str | None, typer.Option(help="Quantize a 16-bit model to thi
 KV = Annotated[
     str, typer.Option("--kv", help="Format of keys and values: 16, fp8, int8, int4, or of each, such as k8v4 (docs/kv.md).")
 ]
+Speculate = Annotated[
+    int,
+    typer.Option(
+        "--speculate",
+        min=0,
+        max=7,
+        help="Tokens per step that are guessed from the text so far and verified (docs/speculate.md).",
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="Small model of the same tokenizer that guesses these tokens; --speculate is then 4."),
+]
 Device = Annotated[str | None, typer.Option(help="Device: cpu, cuda or cuda:1. Default: a GPU if there is one, else cpu.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file; - for standard output.")]
 
@@ -151,6 +164,13 @@ def check_kv(name: str) -> None:
     from lowbit.formats.kv import parse_kv
 
     parse_kv(name)
+
+
+def local_draft(name: str | None) -> str | None:
+    """Returns the folder or file of a draft model; None without one."""
+    from lowbit.sources import local_model
+
+    return None if name is None else str(local_model(name))
 
 
 def check_schemes(names: str | None) -> None:

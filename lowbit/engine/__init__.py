@@ -9,6 +9,9 @@ A step:
     scheduler.py         what the next step computes             block_pool.py       pages of the cache, prefix caching
     model_runner.py      launches a step, copies its tokens      slots.py            device tensors of running sequences
     decode_runner.py     decode steps as CUDA graphs             prefill_runner.py   prefill chunks as CUDA graphs
+    verify_runner.py     decode steps with guessed tokens        speculation.py      which tokens are guessed
+    draft.py             a small model that guesses              mixed_runner.py     decode steps with prompts
+    step_budget.py       prompt tokens of such steps
     ragged.py            prefill chunks as tensors of one shape  graphs.py           memory shared by all graphs
     warm_up.py           kernels that will be launched           cache.py            memory of keys and values
     kernels.py           kernels files

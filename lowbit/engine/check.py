@@ -34,8 +34,30 @@ TOKENS = 33
 """Number of prompt tokens; a decode step computes one more."""
 
 
+def program_for(
+    model: PreTrainedModel, positions: int, batch_invariant: bool, forward: bool, kv: KVScheme, persistent_step: bool = False
+) -> tuple[ModelProgram, float]:  # fmt: skip
+    """Returns the program of a model, and the relative difference of its logits from the model's own. Raises ValueError if
+    `kv` is not 16 bits and there is no decode program."""
+    program: ModelProgram
+    if forward:
+        on_cpu = model.device.type == "cpu"
+        reason = "on a CPU that is faster for one user" if on_cpu else "the engine was made so, with forward=True"
+        program, difference = ForwardProgram(model, (reason,)), 0.0
+    else:
+        program, difference = program_of(
+            model, positions, batch_invariant=batch_invariant, kv=kv, persistent_step=persistent_step
+        )
+    if program.reasons and kv.quantized:
+        raise ValueError(
+            f"keys and values in {kv} need a decode program; this model would run through Transformers' forward and its 16-bit "
+            f"cache ({'; '.join(program.reasons)}): leave kv at '16'"
+        )
+    return program, difference
+
+
 def program_of(
-    model: PreTrainedModel, positions: int, *, batch_invariant: bool, kv: KVScheme = KV16
+    model: PreTrainedModel, positions: int, *, batch_invariant: bool, kv: KVScheme = KV16, persistent_step: bool = False
 ) -> tuple[ModelProgram, float]:  # fmt: skip
     """Returns (program, difference) of a model for sequences of up to `positions` tokens, with keys and values in `kv`. It is
     the decode program with the relative difference of its logits from the model's, or a `ForwardProgram`, which has the
@@ -49,7 +71,9 @@ def program_of(
         return ForwardProgram(model, refused), 0.0
 
     def make() -> DecodeProgram:
-        return DecodeProgram(decoder, model.dtype, model.device, batch_invariant=batch_invariant, kv=kv)
+        return DecodeProgram(
+            decoder, model.dtype, model.device, batch_invariant=batch_invariant, kv=kv, persistent_step=persistent_step
+        )
 
     program, difference = difference_to(model, make)
     if not difference <= LARGEST_DIFFERENCE:  # or NaN

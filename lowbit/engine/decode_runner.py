@@ -7,7 +7,8 @@ and results here. A step whose size has no graph is padded with rows of the dumm
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,19 +83,22 @@ class DecodeRunner:
         size = next(size for size in self.sizes if size >= count)
         return size, filters, next(reach for reach in self.reaches if reach >= longest)
 
-    def launch(self, rows: abc.Sequence[int], filters: bool | None, longest: int) -> DecodeStep:
+    def launch(self, rows: abc.Sequence[Any], filters: bool | None, longest: int) -> DecodeStep:
         """Launches a step of the slots `rows`. filters: some request samples; None computes logits only, which the next launch
         overwrites. longest: an upper bound of the context lengths.
         """
         size, _, reach = variant = self.variant(len(rows), filters, longest)
         if not self.graphs:
-            return self.run(on_device(list(rows), self.slots.device), filters, reach)
+            return self.run(self.inputs(rows, len(rows)), filters, reach)
         step = self.captured(variant)
         assert step.graph is not None
-        padded = [*rows, *[self.slots.dummy_slot] * (size - len(rows))]
-        step.rows.copy_(on_device(padded, self.slots.device))
+        step.rows.copy_(self.inputs(rows, size))
         step.graph.replay()
         return step
+
+    def inputs(self, rows: abc.Sequence[Any], size: int) -> Tensor:
+        """Returns the device tensor of a step of the slots `rows`, padded to `size` rows."""
+        return on_device([*rows, *[self.slots.dummy_slot] * (size - len(rows))], self.slots.device)
 
     def captured(self, variant: Variant) -> DecodeStep:
         """Returns the captured step of a variant; captures it at the first call."""
@@ -106,16 +110,19 @@ class DecodeRunner:
 
     def _capture(self, size: int, filters: bool | None, reach: int) -> DecodeStep:
         assert self.graphs is not None
-        rows = torch.full((size,), self.slots.dummy_slot, dtype=torch.int32, device=self.slots.device)
+        rows = self.inputs([], size)
         graph, step = self.graphs.capture(lambda: self.run(rows, filters, reach))
-        return DecodeStep(rows, step.tokens, step.logprobs, step.logits, graph)
+        return replace(step, graph=graph)
 
     def run(self, rows: Tensor, filters: bool | None, reach: int) -> DecodeStep:
         """Runs the step of the slots `rows` int32 [B] without a graph."""
         logits = self.program.step(rows, self.slots, reach)
-        if filters is None:
-            return DecodeStep(rows, rows[:0], logits[:0, 0], logits)
-        return sample_tokens(logits, rows, self.slots, filters)
+        step = DecodeStep(rows, rows[:0], logits[:0, 0], logits)
+        return step if filters is None else self.sample(step, filters)
+
+    def sample(self, step: DecodeStep, filters: bool) -> DecodeStep:
+        """Samples the tokens of a step that computed logits only."""
+        return sample_tokens(step.logits, step.rows, self.slots, filters)
 
 
 def filters(sequences: abc.Iterable[Sequence]) -> bool:

@@ -27,21 +27,24 @@ from transformers import PreTrainedModel
 
 from lowbit.engine.block_pool import BlockPool
 from lowbit.engine.cache import CacheBudget
-from lowbit.engine.check import program_of
+from lowbit.engine.check import program_for
 from lowbit.engine.decode_runner import DecodeRunner
 from lowbit.engine.deprecated import sequence_of
+from lowbit.engine.draft import DraftModel, weight_bytes
 from lowbit.engine.failure import EngineFailed, StepFailed, log_failure, one_line
-from lowbit.engine.forward import ForwardProgram
 from lowbit.engine.kernels import use_kernels
-from lowbit.engine.model_program import ModelProgram
+from lowbit.engine.mixed_runner import MixedRunner
 from lowbit.engine.model_runner import InFlightStep, ModelRunner
 from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.request import Request, SampledToken
 from lowbit.engine.scheduler import PrefillChunk, Scheduler, SchedulerOutput
 from lowbit.engine.sequence import FinishReason, Sequence
 from lowbit.engine.slots import Slots
+from lowbit.engine.speculation import MOST_DRAFTS, Speculation, draft_step_cost
+from lowbit.engine.step_budget import STEP_MS, StepBudget
+from lowbit.engine.verify_runner import VerifyRunner
 from lowbit.engine.warm_up import Stage, WarmUpRun
-from lowbit.formats.kv import KVScheme, parse_kv
+from lowbit.formats.kv import parse_kv
 from lowbit.ops.sample import mask_words
 
 logger = logging.getLogger(__name__)
@@ -73,11 +76,23 @@ class Engine:
         prefix_caching: prompts with a common prefix share its keys and values.
         forward: computes by the model's own forward, one sequence at a time, as for models without a decode program.
         async_scheduling: reads the tokens of a step after the next one is launched.
+        persistent_step: computes all layers of steps of up to 8 tokens in one launch (engine/one_launch.py). Experimental, for
+            sm_90 and quantized weights of one form; `report` says why a model's steps are not computed so.
         stop_token_ids: tokens that `Sampling.min_new_tokens` suppresses (default: the model's end-of-text tokens).
-        kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU. It runs with this process's rights.
+        kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU; default: that of an installed package
+            of kernels. It runs with this process's rights.
+        speculate: maximum number of guessed tokens of a sequence that a step verifies, up to 7 (speculation.py); 0: none.
+            Tokens are those of plain decoding, as far as logits have the same bits in steps of other sizes: with
+            `batch_invariant`. Needs a decode program.
+        draft: a small model with the same tokens on the same device, which guesses instead of the sequences' own texts; needs
+            `speculate`. Its cache has as many tokens as the model's, within the same memory.
+        step_ms: milliseconds that a step may take which computes prompt tokens beside decoding sequences, on a GPU; its prompt
+            tokens are as many as fit, but at least 64 (step_budget.py). None: `chunk_tokens`, whatever they take, as on a CPU
+            and with `batch_invariant`, whose chunks do not depend on time.
         progress: called with the progress of kernels that a step compiles, and once all are compiled.
 
-    Raises ValueError if the cache holds not even one request, and for a `kv` that the model's program does not have.
+    Raises ValueError if the cache holds not even one request, and for a `kv` or a `speculate` that the model's program does not
+    have.
     """
 
     def __init__(
@@ -93,28 +108,48 @@ class Engine:
         prefix_caching: bool = True,
         forward: bool = False,
         async_scheduling: bool = True,
+        persistent_step: bool = False,
         stop_token_ids: abc.Sequence[int] | None = None,
         kernels: str | Path | None = None,
+        speculate: int = 0,
+        draft: PreTrainedModel | None = None,
+        step_ms: float | None = STEP_MS,
         progress: Callable[[Stage], object] | None = None,
     ) -> None:
         if max_concurrent < 1:
             raise ValueError(f"an engine computes at least 1 request at once, got max_concurrent={max_concurrent}")
         if max_length is not None and max_length < 2:
             raise ValueError(f"a sequence has at least 2 tokens, one of them the prompt's, got max_length={max_length}")
-        if kernels is not None and model.device.type == "cuda":
+        if not 0 <= speculate <= MOST_DRAFTS:
+            raise ValueError(f"a step verifies up to {MOST_DRAFTS} guessed tokens of a sequence, got speculate={speculate}")
+        if step_ms is not None and not step_ms > 0:
+            raise ValueError(f"a step takes more than 0 ms, got step_ms={step_ms}: give None for no limit")
+        if draft is not None and not speculate:
+            raise ValueError("a draft model guesses tokens for speculation: set speculate, for example to 4")
+        if model.device.type == "cuda":
             use_kernels(model.device, kernels)
         self._model, self.device, self.vocab = model, model.device, model.config.get_text_config().vocab_size
         self._positions = _positions(model)
         self.max_length = min(max_length or self._positions, self._positions)
         # In the caller's grad mode: the model keeps using the joined weights, and may be trained.
         with torch.inference_mode(next(model.parameters()).is_inference()):
-            self.program, self.difference = _program(model, self.max_length, batch_invariant, forward, parse_kv(kv))
+            self.program, self.difference = program_for(
+                model, self.max_length, batch_invariant, forward, parse_kv(kv), persistent_step
+            )
+        if speculate and self.program.reasons:
+            raise ValueError(
+                "speculation verifies several tokens in a step of a decode program; this model would run through Transformers' "
+                f"forward ({'; '.join(self.program.reasons)}): leave speculate at 0"
+            )
         paged = self.program.is_paged
-        # Computed from the memory that the program leaves free.
+        self._draft = None if draft is None else DraftModel(draft, self.vocab, self.max_length, self.device)
+        # Computed from the memory that the programs leave free.
         self._cache_budget = CacheBudget.for_device(self.device, cache_bytes, allocated=paged)
+        self.page_bytes = self.program.page_bytes + (0 if self._draft is None else self._draft.program.page_bytes)
+        """Bytes of keys and values of a page of tokens, those of the draft model included."""
         if max_length is None:
-            self.max_length = min(self.max_length, self._cache_budget.longest(self.program.page_bytes))
-        pages = self._cache_budget.pages(self.program.page_bytes, max_concurrent, self.max_length)
+            self.max_length = min(self.max_length, self._cache_budget.longest(self.page_bytes))
+        pages = self._cache_budget.pages(self.page_bytes, max_concurrent, self.max_length)
         self.program.allocate_cache(pages)
         self.scheduler = Scheduler(
             max_concurrent,
@@ -130,10 +165,28 @@ class Engine:
         self.decode_runner = DecodeRunner(self.program, self.slots, max_concurrent, graphs=graphs, invariant=batch_invariant)
         most_tokens = min(chunk_tokens, max_concurrent * self.max_length)
         self.prefill_runner = PrefillRunner(self.program, self.slots, most_tokens, graphs=graphs)
+        draft_cost = 0.0
+        if self._draft is not None:
+            self._draft.start(self.slots, max_concurrent, self.max_length, pages, chunk_tokens)
+            draft_cost = draft_step_cost(self._draft.weight_bytes, weight_bytes(model))
+        limited = step_ms if self.device.type == "cuda" and not batch_invariant else None
+        self.step_budget = StepBudget(limited, chunk_tokens, self.device)
+        """Prompt tokens of steps that also decode, and their counts."""
+        self.mixed_runner = MixedRunner(
+            self.program, self.slots, most_tokens, max_concurrent, graphs=graphs, invariant=batch_invariant
+        )
+        self.speculation = Speculation(speculate, self._draft, draft_cost) if speculate else None
+        """Guesses of next tokens and their counts; None without them."""
+        verify_runner = None
+        if speculate:
+            verify_runner = VerifyRunner(
+                self.program, self.slots, max_concurrent, speculate, graphs=graphs, invariant=batch_invariant
+            )
+        runners = self.decode_runner, self.prefill_runner, verify_runner, self.mixed_runner
         warm_up_run = None
         if graphs is not None:
-            warm_up_run = WarmUpRun(self.program, self.decode_runner, self.prefill_runner, max_concurrent, self.max_length)
-        self.runner = ModelRunner(self.slots, self.decode_runner, self.prefill_runner, warm_up_run, progress)
+            warm_up_run = WarmUpRun(self.program, *runners, max_concurrent, self.max_length)
+        self.runner = ModelRunner(self.slots, *runners, warm_up_run, self._draft, progress)
         self._async_scheduling = async_scheduling
         self._in_flight: deque[InFlightStep] = deque()
         self._earlier = 0
@@ -179,8 +232,8 @@ class Engine:
         """Returns a message: why a sequence cannot have `tokens` tokens, and what to do."""
         if tokens > self._positions:
             return f"the model has {self._positions:,} positions: shorten the prompt or ask for fewer new tokens"
-        if tokens > self._cache_budget.longest(self.program.page_bytes):
-            return self._cache_budget.refusal(self.program.page_bytes, tokens)
+        if tokens > self._cache_budget.longest(self.page_bytes):
+            return self._cache_budget.refusal(self.page_bytes, tokens)
         return "so says max_length of the engine: make one with more, or ask for fewer tokens"
 
     def cancel(self, sequence: Sequence | Request) -> None:
@@ -287,24 +340,37 @@ class Engine:
 
     def report(self) -> list[str]:
         """Returns lines of text that describe how sequences are computed."""
-        return self.program.report(self.difference)
+        speculation = [] if self.speculation is None else [str(self.speculation)]
+        return [*self.program.report(self.difference), *speculation]
 
     # ---- a step
 
     def _step(self) -> None:
         self._free_finished()
         self._earlier = len(self._in_flight)
+        if self._needs_tokens():
+            self._read_earlier()
+            self._free_finished()
         scheduled = self._launch_next()
         if not (scheduled and self._async_scheduling):
             self._earlier = len(self._in_flight)
         self._read_earlier()
         self._free_finished()
 
+    def _needs_tokens(self) -> bool:
+        """True if the next step depends on tokens of the step in flight: it is to verify guesses, or the step in flight did, so
+        that the number of its tokens is not known."""
+        if self.speculation is None:
+            return False
+        return any(step.drafts for step in self._in_flight) or bool(self.speculation.plan(self.scheduler.decoding))
+
     def _launch_next(self) -> SchedulerOutput:
         """Schedules and launches a step; if that raises an error, its sequences fail and others continue."""
         scheduled = None
         try:
-            scheduled = self.scheduler.schedule()
+            scheduled = self.scheduler.schedule(self.step_budget.next())
+            if self.speculation is not None and not self._in_flight:
+                self.scheduler.add_drafts(scheduled, self.speculation.plan(scheduled.decoding))
             if scheduled:
                 self._launch(scheduled)
             return scheduled
@@ -315,24 +381,59 @@ class Engine:
     def _launch(self, scheduled: SchedulerOutput) -> None:
         self.program.keep(self.scheduler.running)  # without preempted sequences
         self.runner.prepare(scheduled)
+        if not (scheduled.decoding and scheduled.chunks):
+            self._launch_parts(scheduled)
+            return
+        with self.step_budget.timed(sum(len(chunk.tokens) for chunk in scheduled.chunks)):
+            if scheduled.drafts or not self.mixed_runner.takes(scheduled.chunks, len(scheduled.decoding)):
+                self._launch_parts(scheduled)
+            else:
+                self._launch_mixed(scheduled)
+
+    def _launch_parts(self, scheduled: SchedulerOutput) -> None:
+        """Launches the decode step, then the prefill chunks."""
         if scheduled.decoding:
-            self._in_flight.append(self._decode(scheduled.decoding))
+            self._in_flight.append(self._decode(scheduled))
         if scheduled.chunks and self.program.is_paged:
             self._prefill(scheduled.chunks, scheduled)
         else:
             self._prefill_one_by_one(scheduled)
 
-    def _decode(self, sequences: abc.Sequence[Sequence]) -> InFlightStep:
+    def _launch_mixed(self, scheduled: SchedulerOutput) -> None:
+        """Launches the decode step and the prefill chunks as one forward. If that raises an error, launches them apart, so that
+        only faulty prompts fail."""
+        slots = [sequence.running_slot for sequence in scheduled.decoding]
+        try:
+            decoded, prompted = self.mixed_runner.launch(scheduled.chunks, slots)
+        except Exception as error:  # noqa: BLE001 - failure.py: a prompt may raise anything, and ends its own sequence
+            log_failure("computing a decode step with prompts", error)
+            self._launch_parts(scheduled)
+            return
+        if self._draft is not None:
+            self._draft.prefill(scheduled.chunks)
+        constrained = [sequence for sequence in scheduled.decoding if sequence.grammar is not None]
+        if constrained:
+            self._read_earlier()
+        constrained += [chunk.sequence for chunk in scheduled.chunks if chunk.last and chunk.sequence.grammar is not None]
+        if constrained:
+            self._write_masks(constrained)
+        self._in_flight.append(self.runner.sample(scheduled.decoding, decoded))
+        if prompted is not None:
+            last = [chunk.sequence for chunk in scheduled.chunks if chunk.last]
+            self._in_flight.append(self.runner.sample(last, prompted))
+
+    def _decode(self, scheduled: SchedulerOutput) -> InFlightStep:
         """Launches a decode step. If a sequence has a grammar, the tokens of earlier steps are read and masks are computed
         while the GPU computes the step's logits.
         """
-        constrained = [sequence for sequence in sequences if sequence.grammar is not None]
-        if not constrained:
-            return self.runner.decode(sequences)
-        step = self.runner.decode_logits(sequences)
-        self._read_earlier()
-        self._write_masks(constrained)
-        return self.runner.sample_step(sequences, step)
+        constrained = [sequence for sequence in scheduled.decoding if sequence.grammar is not None]
+        guesses = self.speculation.guess(scheduled.drafts) if self.speculation is not None and scheduled.drafts else {}
+        launched = self.runner.decode(scheduled, guesses, logits_only=bool(constrained))
+        if constrained:
+            self._read_earlier()
+            self._write_masks(constrained)
+            launched = self.runner.sample_step(launched)
+        return self.runner.in_flight(launched.sequences, launched.step, launched.drafts)
 
     def _write_masks(self, constrained: abc.Sequence[Sequence]) -> None:
         """Writes the masks of the next tokens of sequences with grammars; fails those whose grammar became too costly."""
@@ -361,11 +462,13 @@ class Engine:
                 self.scheduler.drop(chunks[0], scheduled)
                 self._fail([chunks[0].sequence], line)
             return
+        if self._draft is not None:
+            self._draft.prefill(chunks)
         if logits is not None:
             constrained = [chunk.sequence for chunk in chunks if chunk.last and chunk.sequence.grammar is not None]
             if constrained:
                 self._write_masks(constrained)
-            self._in_flight.append(self.runner.sample(chunks, logits))
+            self._in_flight.append(self.runner.sample([chunk.sequence for chunk in chunks if chunk.last], logits))
 
     def _prefill_one_by_one(self, scheduled: SchedulerOutput) -> None:
         for chunk in scheduled.chunks:
@@ -387,6 +490,8 @@ class Engine:
             self._in_flight.clear()
             self._fail_step(self.scheduler.abort_step(None), error)
             raise
+        if step.drafts and not step.tokens_read:
+            self._count_accepted(step)
         for sequence, sampled in step.unread():
             if sequence.finish_reason is not None:
                 continue  # finished or cancelled while this step ran
@@ -395,6 +500,15 @@ class Engine:
             else:
                 self._append(sequence, sampled)
 
+    def _count_accepted(self, step: InFlightStep) -> None:
+        """Advances the sequences of a step with guesses by those that were right."""
+        assert self.speculation is not None
+        accepted = [count - 1 for count in step.accepted()]
+        self.speculation.count(step.sequences, [len(guessed) for guessed in step.drafts], accepted)
+        for sequence, count in zip(step.sequences, accepted, strict=True):
+            if sequence.slot is not None:
+                self.scheduler.accept(sequence, count)
+
     def _append(self, sequence: Sequence, sampled: SampledToken) -> None:
         """Appends a token to its sequence, and finishes the sequence if it was the last one."""
         request, stopped, grammar = sequence.request, False, sequence.grammar
@@ -402,6 +516,8 @@ class Engine:
             self._fail_grammar(sequence, why)
             return
         sequence.sampled.append(sampled)
+        if self.speculation is not None:
+            self.speculation.follow(sequence)
         if request.on_token is not None:
             try:
                 stopped = request.on_token(sampled)
@@ -453,28 +569,10 @@ class Engine:
     def _free_finished(self) -> None:
         """Frees the slots and pages of finished sequences, and the program's memory for them."""
         while self._finished:
-            self.scheduler.remove(self._finished.popleft())
+            sequence = self._finished.popleft()
+            self.scheduler.remove(sequence)
+            sequence.lookup = None  # its index is large, and the caller keeps the sequence
         self.program.keep(self.scheduler.running)
-
-
-def _program(
-    model: PreTrainedModel, positions: int, batch_invariant: bool, forward: bool, kv: KVScheme
-) -> tuple[ModelProgram, float]:  # fmt: skip
-    """Returns the program of a model, and the relative difference of its logits from the model's own. Raises ValueError if
-    `kv` is not 16 bits and there is no decode program."""
-    program: ModelProgram
-    if forward:
-        on_cpu = model.device.type == "cpu"
-        reason = "on a CPU that is faster for one user" if on_cpu else "the engine was made so, with forward=True"
-        program, difference = ForwardProgram(model, (reason,)), 0.0
-    else:
-        program, difference = program_of(model, positions, batch_invariant=batch_invariant, kv=kv)
-    if program.reasons and kv.quantized:
-        raise ValueError(
-            f"keys and values in {kv} need a decode program; this model would run through Transformers' forward and its 16-bit "
-            f"cache ({'; '.join(program.reasons)}): leave kv at '16'"
-        )
-    return program, difference
 
 
 def _synchronize(device: torch.device) -> None:

@@ -138,14 +138,15 @@ class Router:
     """The routing of normalised x [M, H], by kernels that do not synchronise with the host.
 
     weight [E, H], with `shares` [E + 1, H]: the last row is the gate of the shared expert. rule: a `RouterRule`; bias float32
-    [E]. Up to 16 tokens are one launch, a product and the choice. Otherwise logits are 16 bits, as Transformers' router has
-    them; with `batch_invariant` they are multiplied in blocks of 64 tokens.
+    [E]. bits: those of a code of the experts. Up to 16 tokens are one launch, a product and the choice. Otherwise logits are 16
+    bits, as Transformers' router has them; with `batch_invariant` they are multiplied in blocks of 64 tokens.
     """
 
     weight: Tensor
     rule: Any
     bias: Tensor | None
     shares: bool
+    bits: int
     batch_invariant: bool
 
     def __call__(self, x: Tensor) -> tuple[Routing, Tensor | None]:
@@ -154,7 +155,7 @@ class Router:
         from lowbit.ops.route import MOST_FUSED, route, route_tokens
 
         experts = len(self.weight) - self.shares
-        tile_rows = tile_rows_for(len(x), self.rule.top_k, experts, self.batch_invariant)
+        tile_rows = tile_rows_for(len(x), self.rule.top_k, experts, self.bits, self.batch_invariant)
         fits = self.weight.dtype == x.dtype in (torch.float16, torch.bfloat16) and len(x) <= MOST_FUSED
         if fits and not (self.shares or self.batch_invariant):
             return route_tokens(x, self.weight, self.rule, self.bias, tile_rows=tile_rows), None
@@ -163,12 +164,12 @@ class Router:
         return routing, logits[:, experts:] if self.shares else None
 
     @classmethod
-    def of(cls, router: Any, share: Any, batch_invariant: bool) -> Router:
+    def of(cls, router: Any, share: Any, bits: int, batch_invariant: bool) -> Router:
         """That of Transformers' router, and of the gate of a shared expert (None without one)."""
         weight = router.weight.detach()
         if share is not None:
             weight = torch.cat([weight, share.weight.detach().to(weight.dtype)])
-        return cls(weight.contiguous(), rule_of(router), bias_of(router), share is not None, batch_invariant)
+        return cls(weight.contiguous(), rule_of(router), bias_of(router), share is not None, bits, batch_invariant)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +192,7 @@ class ResidualRouter:
 
         router, gamma = self.router, self.gamma
         x, squares = residual_gemm(attended, self.o.weight, h, gamma.values, self.o.bias, factor=gamma.factor)
-        tile_rows = tile_rows_for(len(h), router.rule.top_k, len(router.weight))
+        tile_rows = tile_rows_for(len(h), router.rule.top_k, len(router.weight), router.bits)
         return norm_route(
             x, squares, router.weight, router.rule, router.bias, eps=self.eps, factor=gamma.factor, tile_rows=tile_rows
         )  # fmt: skip
@@ -341,7 +342,7 @@ def expert_mlp_of(mlp: ExpertsMLP, dtype: torch.dtype, activation: Gate, batch_i
     if not on_gpu:
         return ExpertMLP(experts, mlp.router, None, None, shared)
     share = None if shared is None or type(shared.share) is not nn.Linear else shared.share  # a quantized one computes itself
-    router = Router.of(mlp.router, share, batch_invariant)
+    router = Router.of(mlp.router, share, _bits_of(experts), batch_invariant)
     if not isinstance(experts, QuantExperts):
         if batch_invariant:
             raise UnsupportedProblem("experts in 16 bits: torch's grouped product is not batch-invariant; quantize them")
@@ -352,6 +353,13 @@ def expert_mlp_of(mlp: ExpertsMLP, dtype: torch.dtype, activation: Gate, batch_i
     if batch_invariant and any(isinstance(weight, ExpertOperandWeight) for weight in packed):
         raise UnsupportedProblem("experts with 8-bit activations have no product that is batch-invariant")
     return ExpertMLP(experts, mlp.router, router, PackedProducts.of(experts, packed[0], packed[1], batch_invariant), shared)
+
+
+def _bits_of(experts: nn.Module) -> int:
+    """Bits of a code of quantized experts, 16 of others."""
+    if not isinstance(experts, QuantExperts):
+        return 16
+    return max(part.scheme.weight.bits for part in experts.packed().values())
 
 
 def _shared_expert(

@@ -29,6 +29,10 @@ class StepFailed(RuntimeError):
     """All sequences of a step have failed; the message says why. Other sequences continue."""
 
 
+class StuckStep(RuntimeError):
+    """A decode step in one launch gave up: a block waited too long for another one. The message says for what."""
+
+
 class EngineFailed(RuntimeError):
     """The GPU failed, so the engine cannot compute anything more in this process; the message says why."""
 

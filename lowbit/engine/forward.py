@@ -31,7 +31,9 @@ class ForwardProgram:
 
     is_paged = False
     captures_prompts = False
+    mixes = False
     cache_spec: CacheSpec | None = None
+    status = None
 
     def __init__(self, model: PreTrainedModel, reasons: tuple[str, ...]) -> None:
         self.model, self.reasons = model.eval(), reasons
@@ -67,6 +69,16 @@ class ForwardProgram:
         """Not implemented: prompts are computed one by one."""
         raise NotImplementedError
 
+    def mixed_logits(self, ragged: Ragged, rows: Tensor, slots: Slots, longest: int = 0) -> tuple[Tensor, Tensor]:
+        """Not implemented: sequences are computed one by one."""
+        raise NotImplementedError
+
+    def mixed_prompt(
+        self, chunks: abc.Sequence[PrefillChunk], rows: Tensor, slots: Slots, longest: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Not implemented: sequences are computed one by one."""
+        raise NotImplementedError
+
     def blank_logits(self, count: int) -> Tensor:
         """Not implemented: without graphs there is no warm-up run."""
         raise NotImplementedError
@@ -77,6 +89,10 @@ class ForwardProgram:
         logits = {slot: self._forward([tokens[slot]], slot) for slot in set(rows.tolist()) if slot in self._caches}
         zeros = torch.zeros_like(next(iter(logits.values())))
         return torch.cat([logits.get(slot, zeros) for slot in rows.tolist()])
+
+    def verify(self, rows: Tensor, tokens: Tensor, positions: Tensor, slots: Slots, longest: int = 0) -> Tensor:
+        """Not implemented: an engine without a decode program has no speculation."""
+        raise NotImplementedError
 
     def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
         """Logits [B, V] after those chunks that are the last of their prompt; None if none is."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,29 +22,63 @@ logger = logging.getLogger(__name__)
 PATTERN = "kernels-*.lowbit"
 """Names of kernels files that are found beside a checkpoint."""
 
+GROUP = "lowbit.kernels"
+"""Entry points of packages with a kernels file (export/wheel.py): `sm90 = lowbit_kernels_sm90`."""
+
+INSTALLED = "kernels.lowbit"
+"""Name of the kernels file in such a package."""
+
+_in_use: dict[torch.device, KernelFile] = {}
+"""The kernels file that this process uses on a GPU."""
+
 
 def use_kernels(device: torch.device, given: str | Path | None, beside: Path | None = None) -> KernelFile | None:
-    """Makes Triton use a kernels file on the GPU `device`: `given`, or else the first usable one in the folder `beside`.
+    """Makes Triton use a kernels file on the GPU `device`: `given`, or else the first usable one in the folder `beside`, or
+    else that of an installed package of kernels (`lowbit-kernels-sm90`).
 
-    Returns it; None if there is none.
+    Returns it; None if there is none. Without `given` and `beside`, a file that is in use already is returned.
 
     A file that is damaged or made for another lowbit, Triton, Python or GPU is refused with a warning of one line; its kernels
     are then compiled when they are needed. A file in `beside` must also be one that this user compiled, since model files may
     come from anybody. Raises OSError if `given` cannot be read.
     """
-    if given is not None:
-        return _used(Path(given), device)
-    files = sorted(beside.glob(PATTERN)) if beside is not None and beside.is_dir() else []
-    if not files:
-        return None
-    from lowbit.kernels.kernel_file import is_trusted
+    from lowbit.kernels.parts.launch import is_recording
 
-    for path in files:
-        if not is_trusted(path):
-            logger.warning(f"{path}: is not used, since it was not compiled by this user; if you trust it, name it (--kernels)")
-        elif (used := _used(path, device)) is not None:
+    if is_recording():  # on a simulated GPU, whose kernels are compiled and never launched
+        return None
+    if device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
+    if given is None and beside is None and device in _in_use:
+        return _in_use[device]
+    files = _beside(beside) if given is None else iter([Path(given)])
+    for path in chain(files, _installed(device)):
+        if (used := _used(path, device)) is not None:
+            _in_use[device] = used
             return used
     return None
+
+
+def _beside(folder: Path | None) -> Iterator[Path]:
+    """Yields the kernels files in a folder that this user compiled."""
+    files = sorted(folder.glob(PATTERN)) if folder is not None and folder.is_dir() else []
+    if files:
+        from lowbit.kernels.kernel_file import is_trusted
+
+        for path in files:
+            if is_trusted(path):
+                yield path
+            else:
+                logger.warning(
+                    f"{path}: is not used, since it was not compiled by this user; if you trust it, name it (--kernels)"
+                )
+
+
+def _installed(device: torch.device) -> Iterator[Path]:
+    """Yields the kernels files of installed packages for the compute capability of `device`."""
+    for entry in entry_points(group=GROUP, name=f"sm{machine_of(device).arch.sm}"):
+        package = importlib.util.find_spec(entry.value)
+        if package is not None and package.origin is not None:
+            yield Path(package.origin).parent / INSTALLED
 
 
 def _used(path: Path, device: torch.device) -> KernelFile | None:

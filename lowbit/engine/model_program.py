@@ -29,6 +29,11 @@ class ModelProgram(Protocol):
     dtype: torch.dtype
 
     @property
+    def status(self) -> Tensor | None:
+        """int32 [1] on the device: not 0 after a step whose results are wrong (`OneLaunch.failure`). None if no step can fail
+        without an error."""
+
+    @property
     def cache_spec(self) -> CacheSpec | None:
         """Layout of the pages; None if the program stores keys and values itself."""
 
@@ -43,12 +48,28 @@ class ModelProgram(Protocol):
         for any.
         """
 
+    def verify(self, rows: Tensor, tokens: Tensor, positions: Tensor, slots: Slots, longest: int = 0) -> Tensor:
+        """Returns logits [B, V] after each of the given tokens int32 [B], which follow one another in the slots `rows` at
+        `positions`; several may be of one slot."""
+
     def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
         """Returns logits [B, V] after the chunks that are the last of their prompts; None if none is."""
 
     @property
     def captures_prompts(self) -> bool:
         """True if `ragged_logits` computes prompts, so that they can be captured."""
+
+    @property
+    def mixes(self) -> bool:
+        """True if `mixed_logits` and `mixed_prompt` compute decoding sequences and prompts in one forward."""
+
+    def mixed_logits(self, ragged: Ragged, rows: Tensor, slots: Slots, longest: int = 0) -> tuple[Tensor, Tensor]:
+        """Returns logits [B, V] as `step` does for `rows`, and logits [sequences, V] as `ragged_logits` does."""
+
+    def mixed_prompt(
+        self, chunks: abc.Sequence[PrefillChunk], rows: Tensor, slots: Slots, longest: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns logits [B, V] as `step` does for `rows`, and those that `prompt` returns for `chunks`."""
 
     def ragged_logits(self, ragged: Ragged, slots: Slots) -> Tensor:
         """Returns logits [sequences, V] after the last tokens of a ragged batch."""

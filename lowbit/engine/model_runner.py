@@ -9,25 +9,30 @@ from __future__ import annotations
 import functools
 from collections import abc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lowbit.engine.decode_runner import DecodeRunner, DecodeStep, filters, sample_tokens
-from lowbit.engine.failure import log_failure
+from lowbit.engine.failure import StuckStep, log_failure
 from lowbit.engine.grammar import GrammarState, masks_of
+from lowbit.engine.mixed_runner import MixedRunner
+from lowbit.engine.one_launch import OneLaunch
 from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.request import SampledToken
-from lowbit.engine.scheduler import PrefillChunk, SchedulerOutput
+from lowbit.engine.scheduler import SchedulerOutput
 from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots, on_device
-from lowbit.engine.warm_up import Stage, WarmUpRun
+from lowbit.engine.verify_runner import VerifyRow, VerifyRunner
+from lowbit.engine.warm_up import Stage, WarmUpRun, longest_of
 from lowbit.hardware.machine import machine_of
+from lowbit.kernels.reference.sampling import accepted
 from lowbit.ops.sample import top_logprobs
 
 if TYPE_CHECKING:
+    from lowbit.engine.draft import DraftModel
     from lowbit.kernels.parts.launch import RecordedKernel
 
 
@@ -38,7 +43,8 @@ KINDS = {False: "", True: " with filters", None: " for grammars"}
 @dataclass
 class InFlightStep:
     """Launched work that samples a token for each of `sequences`: host copies of its results, complete once the event `done`
-    has passed, and the number of rows read so far.
+    has passed, and the number of tokens read so far. drafts: the guessed tokens of each sequence that were verified, empty if
+    there were none; a sequence then has a row more than it has guesses. status: a copy of `ModelProgram.status`.
     """
 
     sequences: list[Sequence]
@@ -46,26 +52,71 @@ class InFlightStep:
     logprobs: Tensor
     top_logprobs: tuple[Tensor, Tensor] | None
     done: torch.cuda.Event | None
-    rows_read: int = 0
+    drafts: list[tuple[int, ...]] = field(default_factory=list)
+    status: Tensor | None = None
+    tokens_read: int = 0
 
     def wait(self) -> None:
-        """Waits until the results are on the host; raises RuntimeError after a CUDA error."""
+        """Waits until the results are on the host. Raises RuntimeError after a CUDA error, and StuckStep after a step that gave
+        up."""
         if self.done is not None:
             self.done.synchronize()
+        if self.status is not None and (status := int(self.status)):
+            raise StuckStep(OneLaunch.failure(status))
+
+    def accepted(self) -> list[int]:
+        """Returns how many tokens each sequence of a step with guesses has sampled, once the results are on the host: one, and
+        one more for each right guess."""
+        counts, tokens, row = [], self.tokens.tolist(), 0
+        for guessed in self.drafts:
+            rows = 1 + len(guessed)
+            counts.append(accepted([-1, *guessed], tokens[row : row + rows]))
+            row += rows
+        return counts
+
+    def _sampled(self) -> list[tuple[Sequence, int]]:
+        """Returns the sequence and the row of each sampled token."""
+        if not self.drafts:
+            return list(zip(self.sequences, range(len(self.sequences)), strict=True))
+        sampled, first = list[tuple[Sequence, int]](), 0
+        for sequence, guessed, count in zip(self.sequences, self.drafts, self.accepted(), strict=True):
+            sampled += [(sequence, first + i) for i in range(count)]
+            first += 1 + len(guessed)
+        return sampled
 
     def unread(self) -> Iterator[tuple[Sequence, SampledToken]]:
         """Yields the sampled tokens in order, each once, even if a caller abandons the iteration and starts another."""
         tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
         top = None if self.top_logprobs is None else [part.tolist() for part in self.top_logprobs]
-        while self.rows_read < len(self.sequences):
-            row, sequence = self.rows_read, self.sequences[self.rows_read]
-            self.rows_read += 1  # before the yield, so that an interrupt cannot repeat a token
+        sampled = self._sampled()
+        while self.tokens_read < len(sampled):
+            sequence, row = sampled[self.tokens_read]
+            self.tokens_read += 1  # before the yield, so that an interrupt cannot repeat a token
             most = sequence.request.top_logprobs
             pairs: tuple[tuple[int, float], ...] = ()
             if top is not None and most:
                 values, ids = (part[row][:most] for part in top)
                 pairs = tuple(zip(ids, values, strict=True))
             yield sequence, SampledToken(tokens[row], logprobs[row], pairs)
+
+
+@dataclass(frozen=True)
+class LaunchedDecode:
+    """A launched decode step, and the runner that launched it."""
+
+    sequences: list[Sequence]
+    drafts: list[tuple[int, ...]]
+    runner: DecodeRunner
+    step: DecodeStep
+
+
+def verify_rows(sequences: abc.Sequence[Sequence], drafts: abc.Sequence[tuple[int, ...]]) -> list[VerifyRow]:
+    """Returns the rows of a step: of each scheduled sequence its last token, then its guesses."""
+    return [
+        VerifyRow(sequence.running_slot, token, sequence.computed_tokens - 1 + i, i)
+        for sequence, guessed in zip(sequences, drafts, strict=True)
+        for i, token in enumerate((sequence.sampled[-1].token, *guessed))
+    ]
 
 
 class ModelRunner:
@@ -76,12 +127,18 @@ class ModelRunner:
         slots: Slots,
         decode_runner: DecodeRunner,
         prefill_runner: PrefillRunner,
+        verify_runner: VerifyRunner | None,
+        mixed_runner: MixedRunner,
         warm_up_run: WarmUpRun | None,
+        draft: DraftModel | None,
         progress: Callable[[Stage], object] | None,
     ) -> None:
         self.slots, self.decode_runner, self.prefill_runner = slots, decode_runner, prefill_runner
+        self.mixed_runner, self.verify_runner = mixed_runner, verify_runner
+        """Runs steps with guesses; None without speculation."""
         self.warm_up_run = warm_up_run
         """Finds the kernels of a step before it is launched; None without CUDA graphs."""
+        self._draft = draft
         self._progress = progress or (lambda stage: None)
 
     def prepare(self, scheduled: SchedulerOutput) -> None:
@@ -95,45 +152,53 @@ class ModelRunner:
         positions = [(chunk.sequence.running_slot, chunk.end - 1) for chunk in scheduled.chunks if chunk.last]
         self.slots.update(scheduled.new_pages, positions)
 
-    def decode(self, sequences: abc.Sequence[Sequence]) -> InFlightStep:
-        """Launches a decode step."""
-        rows = [sequence.running_slot for sequence in sequences]
-        longest = max(sequence.computed_tokens for sequence in sequences)
-        return self._in_flight(sequences, self.decode_runner.launch(rows, filters(sequences), longest))
+    def decode(
+        self, scheduled: SchedulerOutput, guesses: abc.Mapping[Sequence, tuple[int, ...]], logits_only: bool = False
+    ) -> LaunchedDecode:
+        """Launches a decode step with `guesses`, if there are any, up to its logits or to the sampled tokens. After
+        `logits_only`, `sample_step` must follow before anything else is launched.
+        """
+        sequences, drafts = scheduled.decoding, []
+        runner: DecodeRunner = self.decode_runner
+        rows: list[Any] = [sequence.running_slot for sequence in sequences]
+        if guesses:
+            assert self.verify_runner is not None
+            drafts = [guesses.get(sequence, ()) for sequence in sequences]
+            runner, rows = self.verify_runner, verify_rows(sequences, drafts)
+        step = runner.launch(rows, None if logits_only else filters(sequences), longest_of(scheduled))
+        return LaunchedDecode(sequences, drafts, runner, step)
 
-    def decode_logits(self, sequences: abc.Sequence[Sequence]) -> DecodeStep:
-        """Launches a decode step up to its logits. `sample_step` must follow before anything else is launched."""
-        longest = max(sequence.computed_tokens for sequence in sequences)
-        return self.decode_runner.launch([sequence.running_slot for sequence in sequences], None, longest)
-
-    def sample_step(self, sequences: abc.Sequence[Sequence], step: DecodeStep) -> InFlightStep:
-        """Samples the tokens of a step that `decode_logits` has launched."""
-        return self._in_flight(sequences, sample_tokens(step.logits, step.rows, self.slots, filters(sequences)))
+    def sample_step(self, launched: LaunchedDecode) -> LaunchedDecode:
+        """Samples the tokens of a step that was launched up to its logits."""
+        return replace(launched, step=launched.runner.sample(launched.step, filters(launched.sequences)))
 
     def write_masks(self, sequences: abc.Sequence[Sequence], states: abc.Sequence[GrammarState | None]) -> None:
         """Computes the masks of sequences by the states of their grammars, and copies them to their slots. None allows all."""
         masks = masks_of(states, self.slots.sampling.masks.shape[1])
         self.slots.sampling.set_masks([sequence.running_slot for sequence in sequences], masks)
 
-    def sample(self, chunks: abc.Sequence[PrefillChunk], logits: Tensor) -> InFlightStep:
-        """Samples the first token of each prompt that ends with one of `chunks`, from its logits [B, V]."""
-        sequences = [chunk.sequence for chunk in chunks if chunk.last]
+    def sample(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> InFlightStep:
+        """Samples a token of each sequence from its logits [B, V]."""
         rows = on_device([sequence.running_slot for sequence in sequences], self.slots.device)
-        return self._in_flight(sequences, sample_tokens(logits, rows, self.slots, filters(sequences)))
+        return self.in_flight(sequences, sample_tokens(logits, rows, self.slots, filters(sequences)))
 
-    def _in_flight(self, sequences: abc.Sequence[Sequence], step: DecodeStep) -> InFlightStep:
+    def in_flight(
+        self, sequences: abc.Sequence[Sequence], step: DecodeStep, drafts: abc.Sequence[tuple[int, ...]] = ()
+    ) -> InFlightStep:
         """Starts the copies of a step's results to the host."""
         most = max(sequence.request.top_logprobs for sequence in sequences)
         top = None
         if most:
-            values, ids = top_logprobs(step.logits[: len(sequences)], most)
+            values, ids = top_logprobs(step.logits[: len(sequences) + sum(map(len, drafts))], most)
             top = _to_host(values), _to_host(ids)
         tokens, logprobs = _to_host(step.tokens), _to_host(step.logprobs)
+        of_program = self.decode_runner.program.status
+        status = None if of_program is None else _to_host(of_program)
         done = None
         if self.slots.device.type == "cuda":
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(self.slots.device))
-        return InFlightStep(list(sequences), tokens, logprobs, top, done)
+        return InFlightStep(list(sequences), tokens, logprobs, top, done, list(drafts), status)
 
     # ---- compiling and capturing
 
@@ -151,9 +216,16 @@ class ModelRunner:
         except Exception as error:  # noqa: BLE001 - the launch raises it again, where it fails only the sequences at fault
             log_failure("compiling kernels", error)
 
+    @property
+    def warm_up_runs(self) -> list[WarmUpRun]:
+        """The warm-up runs of the engine and of its draft model."""
+        runs = [self.warm_up_run, None if self._draft is None else self._draft.warm_up_run]
+        return [run for run in runs if run is not None]
+
     def all_kernels(self) -> list[RecordedKernel]:
         """Returns every kernel that the engine can launch and that is not compiled; none without CUDA graphs."""
-        return [] if self.warm_up_run is None else self.warm_up_run.kernels(self.warm_up_run.all_parts())
+        found = [kernel for run in self.warm_up_runs for kernel in run.kernels(run.all_parts())]
+        return [kernel for i, kernel in enumerate(found) if kernel not in found[:i]]
 
     def compile(self, kernels: abc.Sequence[RecordedKernel]) -> Iterator[Stage]:
         """Compiles kernels in several processes; yields the progress before each."""
@@ -165,13 +237,14 @@ class ModelRunner:
 
     def captures(self, grammars: bool = False) -> list[tuple[str, Callable[[], object]]]:
         """Returns (description, function that captures it) of all graphs. grammars: those of steps with grammars too."""
-        variants = self.decode_runner.variants(grammars) if self.decode_runner.graphs else []
+        kinds = [("step", self.decode_runner), *([("verified step", self.verify_runner)] if self.verify_runner else [])]
         steps = [
             (
-                f"step of {size}{KINDS[filtered]}, up to {reach:,} tokens",
-                functools.partial(self.decode_runner.captured, (size, filtered, reach)),
+                f"{what} of {size}{KINDS[filtered]}, up to {reach:,} tokens",
+                functools.partial(runner.captured, (size, filtered, reach)),
             )
-            for size, filtered, reach in variants
+            for what, runner in kinds
+            for size, filtered, reach in (runner.variants(grammars) if runner.graphs else ())
         ]
         prompts = [
             (
@@ -180,7 +253,14 @@ class ModelRunner:
             )
             for shape in self.prefill_runner.graph_shapes
         ]
-        return [*steps, *prompts]
+        mixed = [
+            (
+                f"step of {shape.rows} with prompts of {shape.prompts.tokens:,} tokens",
+                functools.partial(self.mixed_runner.captured, shape),
+            )
+            for shape in self.mixed_runner.shapes
+        ]
+        return [*steps, *prompts, *mixed, *(() if self._draft is None else self._draft.captures())]
 
 
 def _to_host(values: Tensor) -> Tensor:

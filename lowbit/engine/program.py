@@ -2,7 +2,8 @@
 
     embed | norm  qkv  attention  o | norm  gate-up  gate  down | ... | norm  head
 
-A layer takes eight launches on a GPU, five for up to 64 tokens (chain.py). Prompts use the same products, with all their tokens
+A layer takes eight launches on a GPU, five for up to 64 tokens (chain.py); all layers of up to 8 tokens can be one launch
+(one_launch.py). Prompts use the same products, with all their tokens
 at once; on a GPU they are padded to the sizes of ragged.py. kernels/reference/ defines each operator and runs on a CPU.
 """
 
@@ -21,6 +22,7 @@ from lowbit.engine.chain import Chain, chain_of
 from lowbit.engine.decoder import PRODUCTS, Decoder, DecoderLayer, ExpertsMLP
 from lowbit.engine.experts import ExpertMLP, NormedQkv, ResidualRouter, SlotOutputs, expert_mlp_of
 from lowbit.engine.graphs import Graphs
+from lowbit.engine.one_launch import OneLaunch, one_launch_of
 from lowbit.engine.product import Packed, Product, Scaled, gated_product, product
 from lowbit.engine.prompt_attention import PromptAttention, RaggedAttention
 from lowbit.engine.ragged import Ragged, sizes
@@ -67,8 +69,9 @@ class DecodeProgram:
     is_paged = True
 
     def __init__(
-        self, decoder: Decoder, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool, kv: KVScheme = KV16
-    ) -> None:
+        self, decoder: Decoder, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool, kv: KVScheme = KV16,
+        persistent_step: bool = False,
+    ) -> None:  # fmt: skip
         self.decoder, self.dtype, self.device, self.batch_invariant = decoder, dtype, device, batch_invariant
         self.kv = kv
         self.layers = [self._layer(spec) for spec in decoder.layers]
@@ -81,6 +84,10 @@ class DecodeProgram:
             self.chain = ("norms of whole q and k stand before attention",)
         elif not batch_invariant:
             self.chain = chain_of(decoder, products, self.head, dtype)
+        self.one_launch: OneLaunch | tuple[str, ...] | None = None
+        """All layers of small steps in one launch, or the reasons against it; None if it was not asked for."""
+        if persistent_step:
+            self.one_launch = one_launch_of(decoder, self.chain, kv)
         self.table = decoder.table
         self.ropes = [table.to(device) for table in decoder.ropes]
         self.cache: Cache | None = None
@@ -146,12 +153,25 @@ class DecodeProgram:
             launches = f"steps of up to {fused[0].most} tokens: 7 launches a layer of experts"
         else:
             launches = f"small steps take as many launches a layer as larger ones: {'; '.join(self.chain)}"
+        lines = [] if self.one_launch is None else [self._one_launch_report(self.one_launch)]
         return [
             f"decode program of {self.decoder.family}, {len(self.decoder.layers)} layers; logits differ from Transformers' "
             f"forward by {difference:.1e}, relatively",
             f"cache: {self.cache}",
             launches,
+            *lines,
         ]
+
+    @staticmethod
+    def _one_launch_report(one_launch: OneLaunch | tuple[str, ...]) -> str:
+        if isinstance(one_launch, OneLaunch):
+            return f"steps of {', '.join(map(str, one_launch.tokens))} tokens: all layers in one launch"
+        return f"no step has all layers in one launch: {'; '.join(one_launch)}"
+
+    @property
+    def status(self) -> Tensor | None:
+        """int32 [1], see `ModelProgram.status`."""
+        return self.one_launch.status if isinstance(self.one_launch, OneLaunch) else None
 
     @property
     def captures_prompts(self) -> bool:
@@ -172,29 +192,92 @@ class DecodeProgram:
         """Returns logits [B, V] after the next token of the slots `rows` int32 [B]. Kernels are chosen for contexts of up to
         `longest` tokens (0: a full page table).
         """
+        all_layers = None
+        if isinstance(self.one_launch, OneLaunch) and len(rows) in self.one_launch.tokens:
+            all_layers = self.one_launch.layers(self._cache, slots, rows)
+        attend = self._attending(rows, slots.positions, slots, longest)
+        return self._step(slots.tokens, rows, slots.positions, attend, all_layers)
+
+    def verify(self, rows: Tensor, tokens: Tensor, positions: Tensor, slots: Slots, longest: int = 0) -> Tensor:
+        """Returns logits [B, V] after each of the given tokens int32 [B], which follow one another in the slots `rows` at
+        `positions`; several may be of one slot. A row has the bits of `step` under `batch_invariant`."""
+        return self._step(tokens, None, positions, self._attending(rows, positions, slots, longest, verify=True))
+
+    def _attending(
+        self, rows: Tensor, positions: Tensor, slots: Slots, longest: int, verify: bool = False
+    ) -> Callable[[int, Tensor], Tensor]:
+        """Returns a function that computes the attention of layer i from its qkv."""
 
         def attend(i: int, qkv: Tensor) -> Tensor:
             layer = self.layers[i]
             return decode_attention(
-                qkv, self._cache.layer(i), slots.tables, slots.positions, rows, self.ropes[layer.spec.rope], layer.shape,
+                qkv, self._cache.layer(i), slots.tables, positions, rows, self.ropes[layer.spec.rope], layer.shape,
                 layer.spec.q_gamma, layer.spec.k_gamma, sinks=layer.spec.sinks,
-                batch_invariant=self.batch_invariant, longest=longest,
+                batch_invariant=self.batch_invariant, longest=longest, verify=verify,
             )  # fmt: skip
 
-        if isinstance(self.chain, Chain) and len(rows) <= self.chain.most:
-            return self._capped(self.chain.step(slots.tokens, rows, self.table, attend))
-        return self.logits(*self._layers(slots.tokens, rows, slots.positions, attend))
+        return attend
+
+    def _step(
+        self, tokens: Tensor, rows: Tensor | None, positions: Tensor, attend: Callable[[int, Tensor], Tensor],
+        all_layers: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Returns logits [B, V] of a step; tokens and positions as in `_layers`, all_layers as in `Chain.step`."""
+        if isinstance(self.chain, Chain) and len(tokens if rows is None else rows) <= self.chain.most:
+            return self._capped(self.chain.step(tokens, rows, self.table, attend, all_layers))
+        return self.logits(*self._layers(tokens, rows, positions, attend))
 
     def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
         """Returns logits [B, V] after the chunks that are the last of their prompts; None if none is."""
+        ragged, by_chunks = self._ragged(chunks, slots)
+        h, delta = self.prefill(ragged, slots, by_chunks)
+        last = ragged.last[: sum(chunk.last for chunk in chunks)]
+        return self.logits(h[last], delta[last]) if len(last) else None
+
+    def _ragged(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> tuple[Ragged, PromptAttention | None]:
+        """Returns chunks as tensors, and their attention if it is not `RaggedAttention`."""
         count = sum(len(chunk.tokens) for chunk in chunks)
         on_gpu = self.device.type == "cuda"
         # Padded on a GPU: kernels are not compiled for each length.
         ragged = Ragged.of(chunks, slots, sizes(count)[-1] if on_gpu else count)
-        by_chunks = None if on_gpu and not self.softcaps else PromptAttention(chunks, slots, invariant=self.batch_invariant)
-        h, delta = self.prefill(ragged, slots, by_chunks)
+        return ragged, None if on_gpu and not self.softcaps else PromptAttention(chunks, slots, invariant=self.batch_invariant)
+
+    @property
+    def mixes(self) -> bool:
+        """True unless attention scores have a soft cap, whose prompts are computed chunk by chunk on a GPU."""
+        return not self.softcaps
+
+    def mixed_logits(self, ragged: Ragged, rows: Tensor, slots: Slots, longest: int = 0) -> tuple[Tensor, Tensor]:
+        """Returns logits [B, V] as `step` does for `rows`, and logits [sequences, V] as `ragged_logits` does."""
+        return self._mixed(ragged, rows, slots, longest, ragged.last, None)
+
+    def mixed_prompt(
+        self, chunks: abc.Sequence[PrefillChunk], rows: Tensor, slots: Slots, longest: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns logits [B, V] as `step` does for `rows`, and those that `prompt` returns for `chunks`."""
+        ragged, by_chunks = self._ragged(chunks, slots)
         last = ragged.last[: sum(chunk.last for chunk in chunks)]
-        return self.logits(h[last], delta[last]) if len(last) else None
+        decoded, prompted = self._mixed(ragged, rows, slots, longest, last, by_chunks)
+        return decoded, prompted if len(last) else None
+
+    def _mixed(
+        self, ragged: Ragged, rows: Tensor, slots: Slots, longest: int, last: Tensor, attention: PromptAttention | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns logits after the next tokens of the slots `rows`, and after the tokens `last` of a ragged batch. Decoding
+        sequences are the first rows of every product; attention is that of steps and of prompts."""
+        count, slot_of = len(rows), rows.long()
+        tokens = torch.cat([slots.tokens[slot_of], ragged.ids])
+        positions = torch.cat([slots.positions[slot_of], ragged.position_of])
+        decode = self._attending(rows, slots.positions, slots, longest)
+        prompts = self._attending_prompts(ragged, slots, attention)
+
+        def attend(i: int, qkv: Tensor) -> Tensor:
+            return torch.cat([decode(i, qkv[:count]), prompts(i, qkv[count:])])
+
+        h, delta = self._layers(tokens, None, positions, attend)
+        picked = torch.cat([torch.arange(count, device=rows.device), count + last])
+        logits = self.logits(h[picked], delta[picked])
+        return logits[:count], logits[count:]
 
     @property
     def softcaps(self) -> bool:
@@ -205,6 +288,13 @@ class DecodeProgram:
         """Returns the residual stream after the tokens of prompts, and the last layer's output, which is not added to it yet.
         `attention` replaces `RaggedAttention`.
         """
+        attend = self._attending_prompts(ragged, slots, attention)
+        return self._layers(ragged.ids, None, ragged.position_of, attend)
+
+    def _attending_prompts(
+        self, ragged: Ragged, slots: Slots, attention: PromptAttention | None
+    ) -> Callable[[int, Tensor], Tensor]:
+        """Returns a function that computes the attention of prompts in layer i from their qkv."""
         attention_of = attention or RaggedAttention(ragged, self.layers[0].shape.kv_heads)
 
         def attend(i: int, qkv: Tensor) -> Tensor:
@@ -215,7 +305,7 @@ class DecodeProgram:
             )  # fmt: skip
             return attention_of(q, pages, layer.shape, layer.spec.sinks)
 
-        return self._layers(ragged.ids, None, ragged.position_of, attend)
+        return attend
 
     @property
     def _cache(self) -> Cache:

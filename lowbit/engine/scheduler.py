@@ -10,6 +10,7 @@ Plain Python on integers without tensors, so that tests can try any order of arr
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lowbit.engine.block_pool import BlockPool, pages_for
@@ -40,6 +41,8 @@ class SchedulerOutput:
     """(slot, index in its page table, page)."""
     chunks: list[PrefillChunk] = field(default_factory=list)
     decoding: list[Sequence] = field(default_factory=list)
+    drafts: dict[Sequence, int] = field(default_factory=dict)
+    """Numbers of guessed tokens of decoding sequences, which the step verifies."""
 
     def __bool__(self) -> bool:
         return bool(self.chunks or self.decoding)
@@ -120,24 +123,55 @@ class Scheduler:
                 requeued.append(sequence)
         self.waiting.extendleft(reversed(requeued))
 
-    def schedule(self) -> SchedulerOutput:
-        """Schedules the next step, and advances the counters of its sequences as if it had run."""
+    def schedule(self, budget: int | None = None) -> SchedulerOutput:
+        """Schedules the next step, and advances the counters of its sequences as if it had run. budget: maximum number of
+        prompt tokens if sequences decode in the step (default: `chunk_tokens`); a longer chunk is split. With `invariant`
+        chunks are not split.
+        """
         scheduled = SchedulerOutput()
         for sequence in list(self.running):
             if self._decodes(sequence) and not self._allocate_next(sequence, scheduled):
                 self._preempt(scheduled)
-        scheduled.decoding = [sequence for sequence in self.running if self._decodes(sequence)]
+        scheduled.decoding = self.decoding
         for sequence in scheduled.decoding:
             sequence.computed_tokens = sequence.position + 1
             sequence.launched_tokens += 1
-        left = self._add_chunks_of_running(scheduled)
+        limit = self.chunk_tokens
+        if budget is not None and scheduled.decoding and not self.invariant:
+            limit = min(limit, budget)
+        left = self._add_chunks_of_running(scheduled, limit)
         while self.waiting and self._free_slots and left > 0:
             sequence = self.waiting[0]
             if sequence.in_flight or not self._admit(sequence, scheduled):
                 break
             self.waiting.popleft()
-            left = self._add_chunk(sequence, scheduled, left)
+            left = self._add_chunk(sequence, scheduled, left, limit)
         return scheduled
+
+    @property
+    def decoding(self) -> list[Sequence]:
+        """The running sequences of which the next step samples a token, unless it preempts them."""
+        return [sequence for sequence in self.running if self._decodes(sequence)]
+
+    def add_drafts(self, scheduled: SchedulerOutput, drafts: Mapping[Sequence, int]) -> None:
+        """Adds guessed tokens of decoding sequences to a step, as far as there are pages for them. No sampled token of these
+        sequences may be unread. The counters advance by one token until `accept` is called.
+        """
+        for sequence, count in drafts.items():
+            while len(sequence.pages) * PAGE < sequence.computed_tokens + count:
+                page = self.pages.allocate()
+                if page is None:
+                    break
+                scheduled.new_pages.append((sequence.running_slot, len(sequence.pages), page))
+                sequence.pages.append(page)
+            if fitting := min(count, len(sequence.pages) * PAGE - sequence.computed_tokens):
+                scheduled.drafts[sequence] = fitting
+
+    def accept(self, sequence: Sequence, count: int) -> None:
+        """Advances the counters of a sequence by `count` guessed tokens that were right."""
+        sequence.computed_tokens += count
+        sequence.launched_tokens += count
+        sequence.drafted_tokens = min(sequence.drafted_tokens, sequence.computed_tokens)
 
     def _decodes(self, sequence: Sequence) -> bool:
         """True if a decode step samples one more token of a sequence."""
@@ -208,21 +242,24 @@ class Scheduler:
 
     # ---- prefill chunks
 
-    def _add_chunks_of_running(self, scheduled: SchedulerOutput) -> int:
-        """Adds chunks of running sequences; returns how many prompt tokens the step has left."""
-        left = self.chunk_tokens
+    def _add_chunks_of_running(self, scheduled: SchedulerOutput, limit: int) -> int:
+        """Adds chunks of running sequences; returns how many of `limit` prompt tokens the step has left."""
+        left = limit
         for sequence in self.running:
             if left > 0 and not sequence.prefilled:
-                left = self._add_chunk(sequence, scheduled, left)
+                left = self._add_chunk(sequence, scheduled, left, limit)
         return left
 
-    def _add_chunk(self, sequence: Sequence, scheduled: SchedulerOutput, left: int) -> int:
-        """Adds the next chunk of a sequence if it fits; returns how many prompt tokens are left, 0 if it did not fit."""
+    def _add_chunk(self, sequence: Sequence, scheduled: SchedulerOutput, left: int, limit: int) -> int:
+        """Adds the next chunk of a sequence if it fits; returns how many prompt tokens are left, 0 if it did not fit. A chunk
+        that does not fit an empty step is split."""
         tokens = sequence.tokens
         begin = sequence.computed_tokens
         end = min(len(tokens), (begin // self.chunk_tokens + 1) * self.chunk_tokens)
-        if end - begin > left and left < self.chunk_tokens:
-            return 0
+        if end - begin > left:
+            if left < limit:
+                return 0
+            end = begin + left
         last = end == len(tokens)
         scheduled.chunks.append(PrefillChunk(sequence, begin, tuple(tokens[begin:end]), last))
         sequence.computed_tokens = end

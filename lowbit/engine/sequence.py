@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING
 from lowbit.engine.failure import RequestFailed
 from lowbit.engine.request import Request, SampledToken
 
+FIRST_SHARE = 0.5
+"""Assumed share of right guesses of a new sequence."""
+
 if TYPE_CHECKING:
     from lowbit.engine.grammar import GrammarState
+    from lowbit.engine.speculation import PromptLookup
 
 
 class FinishReason(str, Enum):
@@ -50,13 +54,20 @@ class Sequence:
     computed_tokens: int = 0
     """Number of tokens whose keys and values are in the pages once all launched work has run."""
     launched_tokens: int = 0
-    """Number of sampled tokens, including those that the host has not read yet."""
+    """Number of sampled tokens, with those that the host has not read yet: one of a step with guesses, until it is read."""
     prefilled: bool = False
     """True once the prompt is computed: each step then samples one more token."""
     grammar: GrammarState | None = None
     """How far the sampled tokens have followed the request's grammar; None without one."""
     grammar_failed: bool = False
     """True if the sequence failed since its grammar cannot be followed any further: the request is at fault."""
+
+    lookup: PromptLookup | None = None
+    """Guesses its next tokens; None without speculation by prompt lookup."""
+    share: float = FIRST_SHARE
+    """Share of a draft model's guesses that were right lately."""
+    drafted_tokens: int = 0
+    """Number of tokens whose keys and values are in the pages of a draft model."""
 
     @classmethod
     def start(cls, request: Request) -> Sequence:

@@ -38,6 +38,12 @@ class Slots:
         """The slot of padding rows."""
         return self.count
 
+    def start(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """Writes the next token and its position of slots."""
+        where, *values = on_device([slots, tokens, positions], self.device)
+        for state, value in zip((self.tokens, self.positions), values, strict=True):
+            state.index_copy_(0, where.long(), value)
+
     def update(self, pages: Iterable[tuple[int, int, int]], positions: Iterable[tuple[int, int]]) -> None:
         """Writes page-table entries (slot, index, page), and positions (slot, position)."""
         changes = [(2 * self._stride + slot * self.pages_per_slot + index, page) for slot, index, page in pages]

@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from lowbit.engine.decode_runner import DecodeRunner, filters, sample_tokens
+from lowbit.engine.mixed_runner import MixedRunner
 from lowbit.engine.model_program import ModelProgram
 from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.scheduler import SchedulerOutput
 from lowbit.engine.slots import on_device
+from lowbit.engine.verify_runner import VerifyRunner
 
 if TYPE_CHECKING:
     from lowbit.kernels.parts.launch import RecordedKernel
+
+
+def longest_of(scheduled: SchedulerOutput) -> int:
+    """Returns an upper bound of the contexts of a decode step, guesses included."""
+    return max(sequence.computed_tokens + scheduled.drafts.get(sequence, 0) for sequence in scheduled.decoding)
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,8 @@ class Stage:
 
 Part = tuple[str, int, bool | None, int]
 """A part of a step, (kind, count, filters, reach). "step": a decode step of `count` rows for contexts of up to `reach` tokens.
-"prompt": `count` prompt tokens. "sample": sampling of `count` rows after prompts. filters: some request samples.
+"verify": the same with guesses. "mixed": `count` prompt tokens beside `reach` decoding sequences. "prompt": `count` prompt
+tokens. "sample": sampling of `count` rows after prompts. filters: some request samples.
 """
 
 
@@ -40,8 +48,10 @@ class WarmUpRun:
     """
 
     def __init__(
-        self, program: ModelProgram, steps: DecodeRunner, prompts: PrefillRunner, concurrent: int, longest: int
-    ) -> None:
+        self, program: ModelProgram, steps: DecodeRunner, prompts: PrefillRunner, verified: VerifyRunner | None,
+        mixed: MixedRunner | None, concurrent: int, longest: int,
+    ) -> None:  # fmt: skip
+        self.verify_runner, self.mixed_runner = verified, mixed
         self.program, self.decode_runner, self.prefill_runner, self.concurrent, self.longest = (
             program,
             steps,
@@ -57,7 +67,12 @@ class WarmUpRun:
         """Returns all parts that an engine can launch."""
         return [
             *(("step", *variant) for variant in self.decode_runner.variants()),
+            *(("verify", *variant) for variant in (self.verify_runner.variants() if self.verify_runner else ())),
             *(("prompt", size, False, 0) for size in self.prefill_runner.sizes),
+            *(
+                ("mixed", shape.prompts.tokens, None, shape.rows)
+                for shape in (self.mixed_runner.shapes if self.mixed_runner else ())
+            ),
             *(("sample", count, filters, 0) for count in range(1, self.concurrent + 1) for filters in (False, True)),
         ]
 
@@ -69,9 +84,19 @@ class WarmUpRun:
             if sequences:
                 computed = max(sequence.computed_tokens for sequence in sequences)
                 parts.append(("step", *self.decode_runner.variant(len(sequences), filters(sequences), computed)))
+        if scheduled.drafts and self.verify_runner is not None:
+            count = len(scheduled.decoding) + sum(scheduled.drafts.values())
+            variant = self.verify_runner.variant(count, filters(scheduled.decoding), longest_of(scheduled))
+            parts.append(("verify", *variant))
         for chunks in self.prefill_runner.parts(scheduled.chunks) if scheduled.chunks else ():
             tokens = sum(len(chunk.tokens) for chunk in chunks)
             parts.append(("prompt", self.prefill_runner.size(tokens), False, 0))
+        mixed = self.mixed_runner
+        if mixed is not None and scheduled.decoding and scheduled.chunks and not scheduled.drafts:
+            shape = mixed.shape(scheduled.chunks, len(scheduled.decoding))
+            if shape is not None:
+                parts.append(("mixed", shape.prompts.tokens, None, shape.rows))
+                parts.append(("sample", len(scheduled.decoding), filters(scheduled.decoding), 0))
         if last:
             parts.append(("sample", len(last), filters(last), 0))
         return [part for part in dict.fromkeys(parts) if part not in self._known]
@@ -92,6 +117,15 @@ class WarmUpRun:
         slots = self.decode_runner.slots
         if what == "prompt":
             self.prefill_runner.dry_run(count, self.longest)
+            return
+        if what == "verify":
+            assert self.verify_runner is not None
+            self.verify_runner.run(self.verify_runner.inputs([], count), any_filter, reach)
+            return
+        if what == "mixed":
+            assert self.mixed_runner is not None
+            shape = next(s for s in self.mixed_runner.shapes if (s.prompts.tokens, s.rows) == (count, reach))
+            self.mixed_runner.run(shape, *self.mixed_runner.inputs(shape))
             return
         rows = on_device([slots.dummy_slot] * count, slots.device)
         if what == "step":

@@ -56,6 +56,8 @@ MOST_MANIFEST_BYTES = 1 << 24
 MOST_MEMBER_BYTES = 1 << 26
 """Limits of a member's size. The largest kernels have 0.3 MB."""
 MOST_MEMBERS = 1 << 16
+INSTALLING = 8
+"""Threads that copy kernels into Triton's cache: most of the time is the file system's."""
 _KERNEL = re.compile(r"kernels/[0-9a-f]{64}/[A-Za-z_]\w{0,150}\.(cubin|json)", re.ASCII)
 _EXTENSION = re.compile(r"extensions/[0-9a-f]{64}\.so", re.ASCII)
 
@@ -153,10 +155,14 @@ class KernelFile:
 
         Raises KernelFileError for a member whose digest is not the manifest's, before anything of it is used.
         """
-        with _archive(self.path) as archive:
-            for key, of in self.capabilities.items():
-                if of == sm:
-                    self._install_kernel(archive, key)
+        members: dict[str, dict[str, str]] = {key: {} for key, of in self.capabilities.items() if of == sm}
+        for member in self.members:
+            _, key, *name = member.split("/")
+            if name and key in members:
+                members[key][name[0]] = member
+        with _archive(self.path) as archive, ThreadPoolExecutor(INSTALLING) as pool:
+            for _ in pool.map(lambda key: self._install_kernel(archive, key, members[key]), members):
+                pass  # raises the error of a damaged member
             extensions = {}
             for member in self.members:
                 if _EXTENSION.fullmatch(member):
@@ -166,9 +172,9 @@ class KernelFile:
                     extensions[digest] = Path(cache.get_file(f"{digest}.so") or cache.put(contents, f"{digest}.so"))
         serve_extensions(extensions)
 
-    def _install_kernel(self, archive: zipfile.ZipFile, key: str) -> None:
+    def _install_kernel(self, archive: zipfile.ZipFile, key: str, members: Mapping[str, str]) -> None:
+        """Copies a kernel into Triton's cache. `members`: names of its files -> names in the archive."""
         cache = get_cache_manager(key)
-        members = {Path(member).name: member for member in self.members if member.startswith(f"kernels/{key}/")}
         metadata = next(name for name in members if name.endswith(".json"))
         if cache.get_group(metadata):
             return

@@ -11,10 +11,10 @@ import re
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from lowbit.checkpoint import CheckpointError, LayerEntry, Manifest
-from lowbit.formats import ExpertTensor, QuantTensor, parse_scheme
+from lowbit.formats import ExpertTensor, QuantTensor, ZeroPoint, parse_scheme
 from lowbit.models.conversion_targets import manifest_of
 from lowbit.models.fuse import prepare_on_gpu
 from lowbit.models.head import plain_head
@@ -25,6 +25,7 @@ from lowbit.models.skeleton import build, config_of, require_causal
 from lowbit.models.source import QuantizedCheckpoint, ResolvedSource, resolve
 from lowbit.nn.convert import tie
 from lowbit.nn.parameters import INPUT_PARAMETERS
+from lowbit.quantize.rtn import scale_dtype
 
 Types = dict[str, torch.dtype]
 """Dtypes of the tensors of quantized layers, by name."""
@@ -50,19 +51,33 @@ def weightless_model(source: str | Path | ResolvedSource, scheme: str | None, he
         model = build(config, resolved.path / "config.json")
         manifest, types = _stored_layers(resolved, model, scheme, head)
     require_causal(model, resolved.name)
+    if resolved.path.is_dir() and (resolved.path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(resolved.path)
+    return _packed(model, manifest, types, head, resolved.path)
+
+
+def weightless_of_config(config: PreTrainedConfig, scheme: str | None, head: str | None) -> PreTrainedModel:
+    """Returns the causal model of a configuration as `weightless_model` would if its 16-bit weights were in a folder."""
+    where = Path(f"the configuration of {config.model_type}")
+    model = build(config, where)
+    manifest = None if scheme is None else planned_layers(plan_for(model, scheme, None, False, head))
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
+    return _packed(model, manifest, {} if manifest is None else _rounded_types(manifest, dtype), head, where)
+
+
+def _packed(model: PreTrainedModel, manifest: Manifest | None, types: Types, head: str | None, where: Path) -> PreTrainedModel:
+    """Replaces the layers of a manifest and the head of a model without weights, and packs it for a GPU's kernels."""
+    dtype = model.config.dtype if isinstance(model.config.dtype, torch.dtype) else torch.float16
     for _, parameter in plain_parameters(model):
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
     if manifest is not None:
-        _place(model, manifest, types, resolved.path)
+        _place(model, manifest, types, where)
     if head is not None:
         owners, followers = plain_head(model)
         shapes = {name: tuple(model.get_submodule(name).weight.shape) for name in owners}  # type: ignore[union-attr, operator]
         entries = {name: LayerEntry((shape[0], shape[1]), parse_scheme(head)) for name, shape in shapes.items()}
-        _place(model, Manifest(parse_scheme(head), entries, tied=followers), {}, resolved.path)
-    if resolved.path.is_dir() and (resolved.path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(resolved.path)
+        _place(model, Manifest(parse_scheme(head), entries, tied=followers), {}, where)
     put_plain_weights_first(model)
     prepare_on_gpu(model)
     return model.eval()
@@ -87,8 +102,21 @@ def _stored_layers(
         if scheme is None:
             return None, {}
         shapes = {name: reader.info(name).shape for name in reader.names()}
-    plan = TensorNames(model).followed(plan_for(model, scheme, None, False, head), shapes)
-    return planned_layers(plan), {}
+        stored = next((reader.info(name).dtype for name, shape in shapes.items() if len(shape) > 1), torch.float16)
+    manifest = planned_layers(TensorNames(model).followed(plan_for(model, scheme, None, False, head), shapes))
+    return manifest, _rounded_types(manifest, stored)
+
+
+def _rounded_types(manifest: Manifest, stored: torch.dtype) -> Types:
+    """Returns the dtypes of scales and floating-point zeros of layers that are quantized from weights of dtype `stored`, if
+    these are of ordinary magnitude."""
+    types: Types = {}
+    for name, entry in manifest.layers.items():
+        of_scales = scale_dtype(entry.scheme, stored=stored)
+        types[f"{name}.weight_scale"] = of_scales
+        if entry.scheme.zero is ZeroPoint.FLOAT:
+            types[f"{name}.weight_zero"] = of_scales
+    return types
 
 
 def _foreign_layers(checkpoint: QuantizedCheckpoint) -> tuple[Manifest, Types]:

@@ -52,7 +52,7 @@ _TENSORS = 11
 def decode_attention(
     qkv: Tensor, pages: KVPages, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, shape: AttentionShape,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, *, sinks: Tensor | None = None, batch_invariant: bool = False,
-    longest: int = 0,
+    longest: int = 0, verify: bool = False,
 ) -> Tensor:  # fmt: skip
     """Returns the attention [B, heads * head_dim] of one new token for each of B rows over its slot's pages.
 
@@ -64,7 +64,12 @@ def decode_attention(
     It reads rows, positions, tables, cos_sin, gammas, sinks and older keys before the preceding kernel has finished, so neither
     that kernel nor any other running kernel may write them. With `batch_invariant` a row has the same bits in every batch; else
     the number of splits of a row depends on the batch. `longest` is the longest context, in tokens, for which the tile is
-    chosen (default: the capacity of the tables); longer contexts are computed correctly, but more slowly. Raises ValueError for
+    chosen (default: the capacity of the tables); longer contexts are computed correctly, but more slowly.
+
+    `verify`: rows of one slot may be several new tokens of a sequence. `positions` int32 [B] is then the position of each row.
+    The keys and values of all rows are written before any is read, which takes a launch more. A row whose earlier tokens are
+    the same has the bits that it would have as the only new token of its slot, as far as the same tile is chosen: with
+    `batch_invariant`, always. Two rows of one slot and position are allowed in a dummy slot alone. Raises ValueError for
     tensors that do not fit together and for a shape that no kernel supports.
     """
     return torch.ops.lowbit.decode_attention(
@@ -81,6 +86,7 @@ def decode_attention(
         batch_invariant,
         longest,
         sinks,
+        verify,
     )
 
 
@@ -241,9 +247,11 @@ def _contiguous(operator: str, tensors: Tensors) -> Tensors:
     )  # fmt: skip
 
 
-def _decode_options(batch_invariant: bool = False, longest: int = 0, sinks: Tensor | None = None) -> Any:
-    """(batch_invariant, longest), and the sinks without gaps."""
-    return (batch_invariant, longest), sinks if sinks is None else sinks.contiguous()
+def _decode_options(
+    batch_invariant: bool = False, longest: int = 0, sinks: Tensor | None = None, verify: bool = False
+) -> Any:  # fmt: skip
+    """(batch_invariant, longest, verify), and the sinks without gaps."""
+    return (batch_invariant, longest, verify), sinks if sinks is None else sinks.contiguous()
 
 
 def _decode(*arguments: Any) -> Tensor:
@@ -260,11 +268,12 @@ def _decode(*arguments: Any) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _decode_plan(
-    kv: KVScheme, shape: AttentionShape, tensors: tuple[TensorSpec | None, ...], batch_invariant: bool = False, longest: int = 0
-) -> PagedAttentionPlan | PackedAttentionPlan | None:
+    kv: KVScheme, shape: AttentionShape, tensors: tuple[TensorSpec | None, ...], batch_invariant: bool = False,
+    longest: int = 0, verify: bool = False,
+) -> PagedAttentionPlan | PackedAttentionPlan | None:  # fmt: skip
     """Returns the plan of a step; None without rows. Raises ValueError if the tensors do not fit together."""
     on_meta = meta_tensors(tensors)
-    _check_decode(on_meta, kv, shape)
+    _check_decode(on_meta, kv, shape, verify)
     tables, rows = on_meta[5], on_meta[7]
     if len(rows) == 0:
         return None
@@ -275,24 +284,27 @@ def _decode_plan(
         tile = choose_packed(len(rows), shape, kv, longest, machine, batch_invariant)
         from lowbit.kernels.sm80.packed_attention import PackedAttentionPlan
 
-        return PackedAttentionPlan(len(rows), shape, kv, tile, machine)
+        return PackedAttentionPlan(len(rows), shape, kv, tile, machine, verify=verify)
     tile = choose_decode(len(rows), shape, longest, machine, batch_invariant)
     from lowbit.kernels.sm80.paged_attention import PagedAttentionPlan
 
-    return PagedAttentionPlan(len(rows), shape, tile, machine)
+    return PagedAttentionPlan(len(rows), shape, tile, machine, verify=verify)
 
 
-def _check_decode(tensors: Sequence[Any], kv: KVScheme, shape: AttentionShape) -> None:
+def _check_decode(tensors: Sequence[Any], kv: KVScheme, shape: AttentionShape, verify: bool) -> None:
     tables, positions, rows, cos_sin, q_norm, k_norm, sinks = tensors[5:]
     pages = _pages(tensors, kv, shape)
-    _check("decode_attention", shape, tensors[0], pages, tables, positions, (rows,), cos_sin, (q_norm, k_norm), sinks)
+    of_slots, of_rows = (None, (rows, positions)) if verify else (positions, (rows,))
+    _check("decode_attention", shape, tensors[0], pages, tables, of_slots, of_rows, cos_sin, (q_norm, k_norm), sinks)
 
 
 def _decode_on_cpu(*arguments: Any) -> Tensor:
     tensors, kv, shape, rest = _split(arguments)
-    _, sinks = _decode_options(*rest)
-    _check_decode((*tensors, sinks), kv, shape)
-    return decode_reference(tensors[0], _pages(tensors, kv, shape), *tensors[5:9], shape, *tensors[9:], sinks)
+    (*_, verify), sinks = _decode_options(*rest)
+    _check_decode((*tensors, sinks), kv, shape, verify)
+    return decode_reference(
+        tensors[0], _pages(tensors, kv, shape), *tensors[5:9], shape, *tensors[9:], sinks, verify=verify
+    )  # fmt: skip
 
 
 def _fake_decode(*arguments: Any) -> Tensor:
@@ -302,7 +314,7 @@ def _fake_decode(*arguments: Any) -> Tensor:
 
 register(
     f"decode_attention({_CACHE}, Tensor positions, Tensor rows, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, {_SHAPE},"
-    " bool batch_invariant=False, int longest=0, Tensor? sinks=None) -> Tensor",
+    " bool batch_invariant=False, int longest=0, Tensor? sinks=None, bool verify=False) -> Tensor",
     cuda=_decode,
     cpu=_decode_on_cpu,
     fake=_fake_decode,

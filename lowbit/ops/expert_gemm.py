@@ -1,6 +1,6 @@
 """The torch operators `lowbit::expert_gemm`, `lowbit::sum_slots` and `lowbit::sum_norm`: products of a mixture of experts.
 
-    routing = route(logits, rule, tile_rows=tile_rows_for(T, top_k, E))         # ops/route.py
+    routing = route(logits, rule, tile_rows=tile_rows_for(T, top_k, E, bits))         # ops/route.py
     h = expert_gemm(x, gate_up, routing, gate="silu")                           # a row for each slot
     y = expert_gemm(h, down, routing, per_slot=True, weighted=True)
     out = sum_slots(y, top_k, residual)                                         # or sum_norm: h += sum; norm of h

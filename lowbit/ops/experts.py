@@ -71,7 +71,7 @@ def expert_mlp(
 
     tokens, top_k = experts.shape
     if routing is None:
-        tile_rows = tile_rows_for(tokens, top_k, gate_up.experts, batch_invariant)
+        tile_rows = tile_rows_for(tokens, top_k, gate_up.experts, gate_up.scheme.weight.bits, batch_invariant)
         routing = group(experts.contiguous(), weights.contiguous(), gate_up.experts, tile_rows=tile_rows)
     h = multiply_slots(x, gate_up, routing, gate_up_bias, gate=gate, batch_invariant=batch_invariant)
     if gate == "none":

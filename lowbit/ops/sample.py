@@ -217,6 +217,13 @@ class SamplingState:
         """
         self.masks.index_copy_(0, self._sent(torch.tensor(slots)), self._sent(masks))
 
+    def of_rows(self, rows: Tensor, ahead: Tensor) -> Tensor:
+        """Returns the settings int32 [B, 16] of rows: those of the slot rows[i] (int32 [B]) after ahead[i] (int32 [B]) more
+        tokens."""
+        own = self.settings.index_select(0, rows)
+        own[:, sampling.GENERATED] += ahead
+        return own
+
     def _sent(self, made: Tensor) -> Tensor:
         """Copies a host tensor to the device, from pinned memory that torch keeps until the copy has finished."""
         return made.pin_memory().to(self.counts.device, non_blocking=True) if self.counts.is_cuda else made
@@ -239,7 +246,7 @@ def _row(s: Sampling, generated: int = 0, masked: bool = False) -> bytes:
 
 def sample(
     logits: Tensor, rows: Tensor, state: SamplingState, tokens: Tensor, positions: Tensor, out_tokens: Tensor,
-    out_logprobs: Tensor, *, any_filter: bool = True,
+    out_logprobs: Tensor, *, any_filter: bool = True, settings_of_rows: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Samples the next token of each row of logits [B, V] (fp16, bf16 or fp32, any row stride) with the settings of its slot.
 
@@ -250,12 +257,16 @@ def sample(
     if all logits are -inf or banned, all tokens are equally likely. The log-probability of a row with a NaN or +inf, or with
     only -inf, is NaN. `any_filter=False` promises that all settings are `greedy` and that no slot has a mask.
     kernels/reference/sampling.py documents each setting and the order of operations. On sm_90 the kernels read `rows` and the
-    settings while the preceding kernel in the stream may still run, so that kernel must not write them. Raises ValueError for
+    settings while the preceding kernel in the stream may still run, so that kernel must not write them.
+
+    With `settings_of_rows` (int32 [B, 16], `SamplingState.of_rows`) each row has settings of its own, several rows may use a
+    slot, and nothing but out_tokens and out_logprobs is written: `ops.accept` then advances the slots. Raises ValueError for
     tensors that do not fit together.
     """
+    settings = state.settings if settings_of_rows is None else settings_of_rows
     torch.ops.lowbit.sample(
-        logits, rows, state.settings, state.counts, state.bias, state.masks, state.ends, tokens, positions, out_tokens,
-        out_logprobs, any_filter,
+        logits, rows, settings, state.counts, state.bias, state.masks, state.ends, tokens, positions, out_tokens,
+        out_logprobs, any_filter, settings_of_rows is not None,
     )  # fmt: skip
 
 
@@ -276,9 +287,10 @@ def _check(a: SampleInputs) -> None:
         raise ValueError(
             f"sample: logits are fp16, bf16 or fp32 [B, V] without gaps in a row, got {logits.dtype} {tuple(logits.shape)}"
         )
-    (b, vocab), slots = logits.shape, a.settings.shape[0]
+    (b, vocab), slots = logits.shape, a.counts.shape[0]
+    settings = (b if a.of_rows else slots, sampling.WORDS)
     wanted = (
-        ("rows", a.rows, (b,), torch.int32), ("settings", a.settings, (slots, sampling.WORDS), torch.int32),
+        ("rows", a.rows, (b,), torch.int32), ("settings", a.settings, settings, torch.int32),
         ("counts", a.counts, (slots, vocab), torch.int32), ("bias", a.bias, (slots, vocab), torch.float32),
         ("masks", a.masks, (slots, mask_words(vocab)), torch.int32),
         ("ends", a.ends, (a.ends.numel(),), torch.int32), ("tokens", a.tokens, (slots,), torch.int32),
@@ -296,7 +308,7 @@ def _check(a: SampleInputs) -> None:
 
 def _on_cpu(a: SampleInputs) -> None:
     _check(a)
-    sampling.sample_reference(*a[:-1])
+    sampling.sample_reference(*a[:-2], of_rows=a.of_rows)
 
 
 def _on_gpu(a: SampleInputs) -> None:
@@ -304,23 +316,25 @@ def _on_gpu(a: SampleInputs) -> None:
     if not len(a.rows):
         return
     logits, aligned = a.logits, a.logits.data_ptr() % 16 == 0
-    sizes = len(a.settings), len(a.ends)
-    plan = _plan(logits.shape, logits.stride(0), logits.dtype, aligned, *sizes, a.any_filter, logits.device)
+    sizes = len(a.counts), len(a.ends)
+    plan = _plan(logits.shape, logits.stride(0), logits.dtype, aligned, *sizes, a.any_filter, a.of_rows, logits.device)
     plan(a, *workspace(logits.device, *plan.workspace))
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    shape: torch.Size, stride: int, dtype: torch.dtype, aligned: bool, slots: int, ends: int, filters: bool, on: torch.device
-) -> SamplePlan:
+    shape: torch.Size, stride: int, dtype: torch.dtype, aligned: bool, slots: int, ends: int, filters: bool, of_rows: bool,
+    on: torch.device,
+) -> SamplePlan:  # fmt: skip
     from lowbit.kernels.elementwise.sample import SamplePlan
 
-    return SamplePlan(shape[0], shape[1], stride, slots, ends, filters, machine_of(on).arch.sm >= 90)
+    return SamplePlan(shape[0], shape[1], stride, slots, ends, filters, machine_of(on).arch.sm >= 90, of_rows=of_rows)
 
 
 register(
     "sample(Tensor logits, Tensor rows, Tensor(a!) settings, Tensor(b!) counts, Tensor bias, Tensor masks, Tensor ends,"
-    " Tensor(c!) tokens, Tensor(d!) positions, Tensor(e!) out_tokens, Tensor(f!) out_logprobs, bool any_filter=True) -> ()",
+    " Tensor(c!) tokens, Tensor(d!) positions, Tensor(e!) out_tokens, Tensor(f!) out_logprobs, bool any_filter=True,"
+    " bool of_rows=False) -> ()",
     cuda=_on_gpu,
     cpu=_on_cpu,
     fake=_check,

@@ -25,7 +25,7 @@ from lowbit.hardware.machine import GPU
 from lowbit.ops.register import cuda_implementation
 
 _numbers = itertools.count()
-"""Each context has a GPU of another index, since plans and machines are cached by device."""
+"""Each context has a GPU of another index, after those of this machine, since plans and machines are cached by device."""
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def simulated_gpu(gpu: GPU) -> Iterator[torch.device]:
     A value that is read from a tensor without memory is the one of valid data: True for a condition, 0 for a number. Only one
     thread of the process may use torch meanwhile, because `torch.cuda`'s queries are replaced.
     """
-    device = torch.device("cuda", next(_numbers))
+    device = torch.device("cuda", torch.cuda.device_count() + next(_numbers))
     with mock.patch.multiple(torch.cuda, **_queries(gpu, device)), _SimulatedGpu(device):
         yield device
 

@@ -321,8 +321,9 @@ def _in_words(best: Candidate[Any], *others: Candidate[Any]) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=4096)
 def _tiles_experts(p: Problem) -> tuple[ExpertCandidate, ...]:
     assert p.machine is not None
-    rows = tile_rows_for(p.m, p.top_k, p.experts, p.batch_invariant)
-    shape = ExpertShape(p.m, p.top_k, p.experts, p.n, p.k, p.scheme.weight.bits, rows)
+    bits = p.scheme.weight.bits
+    rows = tile_rows_for(p.m, p.top_k, p.experts, bits, p.batch_invariant)
+    shape = ExpertShape(p.m, p.top_k, p.experts, p.n, p.k, bits, rows)
     return tuple(row for row in expert_candidates(shape, p.machine, batch_invariant=p.batch_invariant) if not row.reasons)
 
 

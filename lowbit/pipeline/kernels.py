@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lowbit.engine import Engine
 from lowbit.engine.cache import SHARE
 from lowbit.hardware.machine import GPU
 from lowbit.kernels.kernel_file import write_kernel_file
@@ -13,7 +16,7 @@ from lowbit.kernels.parts.launch import RecordedKernel, recording
 from lowbit.models.head import SCHEME
 from lowbit.models.skeleton import tokenizer_of
 from lowbit.models.source import resolve
-from lowbit.models.weightless import weightless_model
+from lowbit.models.weightless import weightless_model, weightless_of_config
 from lowbit.nn.linear import make_batch_invariant
 from lowbit.ops.simulated_gpu import simulated_gpu
 from lowbit.pipeline.pipeline import Pipeline
@@ -41,7 +44,7 @@ def compile_kernels(
 
 def engine_kernels(
     model: str | Path, gpu: GPU, *, scheme: str | None = None, batch_invariant: bool = False, max_concurrent: int = 64,
-    cache_bytes: int | None = None, kv: str = "16",
+    cache_bytes: int | None = None, kv: str = "16", speculate: int = 0,
 ) -> list[RecordedKernel]:  # fmt: skip
     """Returns every kernel that a pipeline over a model can launch on `gpu`: those that pack its weights, and those of all
     batch sizes, prompts and ways of sampling of its engine.
@@ -55,13 +58,36 @@ def engine_kernels(
         if batch_invariant:
             make_batch_invariant(built, built.dtype)
         if cache_bytes is None:
-            weights = [*built.parameters(), *built.buffers()]
-            cache_bytes = int(SHARE * max(gpu.total_memory - sum(tensor.nbytes for tensor in weights), 0))
+            cache_bytes = _free_bytes(built, gpu)
         pipe = Pipeline(
             built, tokenizer_of(source.path, built), engine=True, batch_invariant=batch_invariant,
-            max_concurrent=max_concurrent, cache_bytes=cache_bytes, kv=kv,
+            max_concurrent=max_concurrent, cache_bytes=cache_bytes, kv=kv, speculate=speculate,
         )  # fmt: skip
         if reasons := pipe.refusals or pipe.engine.program.reasons:
             raise ValueError(f"{model}: has no kernels to compile, Transformers computes it: {'; '.join(reasons)}")
         of_steps = pipe.engine.runner.all_kernels()
     return [*kernels, *(kernel for kernel in of_steps if kernel not in kernels)]
+
+
+def config_kernels(
+    config: PreTrainedConfig, gpu: GPU, *, scheme: str, max_concurrent: int = 64, stop_tokens: int = 1
+) -> list[RecordedKernel]:
+    """Returns `engine_kernels` of a model that has only a configuration, and a number of stop tokens, for which kernels of
+    sampling are compiled. Layers beyond the second one launch no other kernels, so `config` may have two.
+
+    Raises ValueError for models that the engine does not compute by its own kernels.
+    """
+    with simulated_gpu(gpu), recording() as kernels:
+        built = weightless_of_config(config, scheme, SCHEME)
+        cache_bytes = _free_bytes(built, gpu)
+        engine = Engine(built, max_concurrent=max_concurrent, cache_bytes=cache_bytes, stop_token_ids=range(stop_tokens))
+        if reasons := engine.program.reasons:
+            raise ValueError(f"{config.model_type}: has no kernels to compile, Transformers computes it: {'; '.join(reasons)}")
+        of_steps = engine.runner.all_kernels()
+    return [*kernels, *(kernel for kernel in of_steps if kernel not in kernels)]
+
+
+def _free_bytes(model: PreTrainedModel, gpu: GPU) -> int:
+    """Returns the memory that the engine takes for keys and values on a GPU with nothing but the model's weights."""
+    weights = [*model.parameters(), *model.buffers()]
+    return int(SHARE * max(gpu.total_memory - sum(tensor.nbytes for tensor in weights), 0))

@@ -27,6 +27,7 @@ from transformers import (
 
 from lowbit.engine import Detokenizer, Engine, FinishReason, RequestFailed, SampledToken
 from lowbit.engine.kernels import use_kernels
+from lowbit.engine.step_budget import STEP_MS
 from lowbit.engine.warm_up import Stage
 from lowbit.formats.kv import parse_kv
 from lowbit.hardware.machine import torch_device
@@ -39,6 +40,9 @@ from lowbit.pipeline.params import GenerateParams, Response, UnknownArgument
 from lowbit.pipeline.requests import config_refusals, requests_of
 from lowbit.pipeline.stream import Stream
 from lowbit.progress import Progress
+
+DRAFT_TOKENS = 4
+"""Tokens that a draft model guesses in a step by default."""
 
 
 class Pipeline:
@@ -55,23 +59,30 @@ class Pipeline:
         max_length: int | None = None,
         engine: bool | None = None,
         kv: str = "16",
+        speculate: int = 0,
         **options: Any,
     ) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
         self._engine: Engine | None = None
         self._engine_lock = threading.Lock()
         narrow = parse_kv(kv).quantized
-        self._wants_engine = model.device.type == "cuda" or narrow if engine is None else engine
-        self._options = {"kv": kv, **options}
+        self._wants_engine = model.device.type == "cuda" or narrow or speculate > 0 if engine is None else engine
+        self._options = {"kv": kv, "speculate": speculate, **options}
         self._defaults: dict[str, object] = {} if max_length is None else {"max_length": max_length}
         GenerateParams.from_arguments(self._defaults)  # raises for a bad default here, not at the first call
         # The generation config of chat models adds tokens that end a turn.
         self.stop_token_ids = sorted({*_ids(model.generation_config.eos_token_id), *_ids(tokenizer.eos_token_id)})
         self.is_encoder_decoder = is_encoder_decoder(model)
-        if narrow and (reasons := (*(() if self._wants_engine else ("engine=False asks for its own cache",)), *self.refusals)):
+        reasons = (*(() if self._wants_engine else ("engine=False asks for it",)), *self.refusals)
+        if narrow and reasons:
             raise ValueError(
                 f"keys and values in {kv} are the engine's; here Transformers would generate, whose cache has 16 bits "
                 f"({'; '.join(reasons)}): leave kv at '16', or use the engine"
+            )
+        if speculate and reasons:
+            raise ValueError(
+                f"speculation is the engine's; here Transformers would generate ({'; '.join(reasons)}): leave speculate at 0, "
+                "or use the engine"
             )
 
     def __call__(self, prompts: str | list[str], **arguments: Any) -> list[Response]:
@@ -174,7 +185,7 @@ class Pipeline:
     def destroy(self) -> None:
         """Frees the model and its memory; the pipeline cannot be called afterwards."""
         self.model = None  # type: ignore[assignment]
-        self._engine = None
+        self._engine, self._options = None, {}  # with the draft model
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -300,6 +311,9 @@ def pipeline(
     max_concurrent: int = 64,
     cache_bytes: int | None = None,
     kv: str = "16",
+    speculate: int = 0,
+    draft: str | Path | None = None,
+    step_ms: float | None = STEP_MS,
     kernels: str | Path | None = None,
     quantization_mode: str | None = None,
     **unknown: Any,
@@ -326,11 +340,18 @@ def pipeline(
         cache_bytes: the engine's memory for keys and values (default: most of the GPU's free memory, `engine.Engine`).
         kv: how the engine stores keys and values: "16", "fp8", "int8", "int4", or keys and values apart (docs/kv.md). Calls use
             the engine then, on a CPU too.
+        speculate: maximum number of tokens, up to 7, that a step guesses from a sequence's own text and verifies
+            (docs/speculate.md). Calls use the engine then, on a CPU too.
+        draft: a folder or hub name of a small model with the same tokenizer, which guesses them instead; `speculate` is then
+            4 unless it is given.
+        step_ms: milliseconds that a step of the engine on a GPU may take when it computes prompt tokens beside sequences that
+            decode; None for no limit.
         kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU. By default a file `kernels-*.lowbit`
             beside the checkpoint is used if this user compiled it. It runs with this process's rights.
 
     Raises UnknownArgument for other arguments, CheckpointError for checkpoints that `models.load.load_causal` refuses (one that
-    lacks parameters, for example), and ValueError if the checkpoint is already quantized to another scheme.
+    lacks parameters, for example), and ValueError if the checkpoint is already quantized to another scheme or the draft model
+    has other tokens.
     """
     for name in unknown:
         raise UnknownArgument(name, set(inspect.signature(pipeline).parameters) - {"unknown"})
@@ -354,10 +375,27 @@ def pipeline(
         make_batch_invariant(model, model.dtype)
     if tokenizer is None or isinstance(tokenizer, (str, Path)):
         tokenizer = tokenizer_of(tokenizer or source.path, model)
+    drafts = {} if draft is None else {"draft": _draft_model(draft, tokenizer, model, device)}
     return Pipeline(
         model, tokenizer, max_length=max_length, engine=engine, batch_invariant=batch_invariant,
-        max_concurrent=max_concurrent, cache_bytes=cache_bytes, kv=kv, progress=Bar() if progress else None,
+        max_concurrent=max_concurrent, cache_bytes=cache_bytes, kv=kv, step_ms=step_ms,
+        speculate=speculate or (DRAFT_TOKENS if drafts else 0), progress=Bar() if progress else None, **drafts,
     )  # fmt: skip
+
+
+def _draft_model(
+    draft: str | Path, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, device: torch.device
+) -> PreTrainedModel:
+    """Returns a draft model. Raises ValueError if its tokens are not those of the model's tokenizer."""
+    source = resolve(draft)
+    loaded = load_causal(source, device=device, dtype=model.dtype, head=SCHEME if device.type == "cuda" else None)
+    own, other = tokenizer.get_vocab(), tokenizer_of(source.path, loaded).get_vocab()
+    if own != other:
+        differ = sum(other.get(token) != number for token, number in own.items())
+        raise ValueError(
+            f"{draft}: a draft model has the tokens of the model; {differ:,} of {len(own):,} differ: take one of its family"
+        )
+    return loaded.eval()
 
 
 class Bar:

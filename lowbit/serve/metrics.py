@@ -3,15 +3,46 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from lowbit.engine import Engine, FinishReason, Sequence
 from lowbit.kernels.choose.attention import PAGE
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 TOKEN_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
+
+
+class StepCollector(Collector):
+    """Counts of the engine's steps, read when /metrics is asked for: prompts beside decoding sequences, guessed tokens."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.budget, self.speculation = engine.step_budget, engine.speculation
+
+    def collect(self) -> Iterable[Metric]:
+        """Yields the metrics."""
+        steps = "Steps that computed prompt tokens beside decoding sequences."
+        yield CounterMetricFamily("lowbit_mixed_steps", steps, value=self.budget.steps)
+        yield CounterMetricFamily(
+            "lowbit_mixed_prompt_tokens", "Prompt tokens in these steps.", value=self.budget.prompt_tokens
+        )
+        budget = "Maximum number of prompt tokens of such a step at present."
+        yield GaugeMetricFamily("lowbit_mixed_step_budget", budget, value=self.budget.tokens)
+        if (counts := self.speculation) is None:
+            return
+        counters = (
+            ("lowbit_guessed_tokens", "Guessed tokens that steps verified.", counts.drafted),
+            ("lowbit_accepted_tokens", "Guessed tokens that were right.", counts.accepted),
+            ("lowbit_verified_sequences", "Sequences in steps that verified guesses, counted in each step.", counts.sequences),
+        )
+        for name, meaning, value in counters:
+            yield CounterMetricFamily(name, meaning, value=value)
+        meaning = "Mean tokens of a sequence in a step that verifies guesses; without guesses it is 1."
+        yield GaugeMetricFamily("lowbit_tokens_per_verified_step", meaning, value=counts.tokens_per_step)
 
 
 class Metrics:
@@ -52,6 +83,8 @@ class Metrics:
             Gauge(name, meaning, **registry).set_function(value)
         size = Gauge("lowbit_kv_bytes", "Memory of the KV cache, by format of keys and values.", ("format",), **registry)
         size.labels("16" if spec is None else str(spec.kv)).set(engine.program.page_bytes * scheduler.pages.count)
+
+        self.registry.register(StepCollector(engine))
 
     def ended(self, sequence: Sequence, reason: FinishReason, first: float | None) -> None:
         """Counts a finished sequence with the finish reason sent to the client, which differs from the engine's if held-back

@@ -17,7 +17,7 @@ from lowbit.nn import QuantEmbedding
 from lowbit.vllm.loading import LayerLoader, ShardSpec, loaded, register_parameters, torch_defaults, whole_outputs
 from lowbit.vllm.matrices import Matrix
 from lowbit.vllm.product import Product, Shard
-from lowbit.vllm.warm_up import compile_kernels, token_counts
+from lowbit.vllm.warm_up import compile_kernels, named_kernels, token_counts, use_kernels_file
 
 
 def is_tied() -> bool:
@@ -37,6 +37,13 @@ def _text_config() -> Any:
 def is_dummy() -> bool:
     """Returns whether vLLM loads no weights (load format "dummy")."""
     return bool(get_current_vllm_config().load_config.load_format == "dummy")
+
+
+def use_kernels() -> None:
+    """Uses the kernels file that `--additional-config` names (`warm_up.named_kernels`), one beside the checkpoint, or that of
+    an installed package. Raises OSError for a named file that cannot be read."""
+    config = get_current_vllm_config()
+    use_kernels_file(named_kernels(config.additional_config), config.model_config.model)
 
 
 def refuse_offload(name: str) -> None:

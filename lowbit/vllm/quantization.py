@@ -90,10 +90,11 @@ class LowbitQuantization(QuantizationConfig):
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
         from lowbit.vllm.loader_patches import is_experts, patch_loader
-        from lowbit.vllm.methods import LowbitEmbeddingMethod, LowbitLinearMethod, is_tied, model_type
+        from lowbit.vllm.methods import LowbitEmbeddingMethod, LowbitLinearMethod, is_tied, model_type, use_kernels
         from lowbit.vllm.sources import VocabLayer, order_refusals
 
         patch_loader()
+        use_kernels()  # before weights are loaded, which kernels pack
         prefix = prefix.removeprefix(_DRAFT)
         if isinstance(layer, LinearBase):
             matrices = self.source.matrices(prefix, self.packed_modules_mapping, torch.get_default_dtype())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +42,27 @@ def hash_early() -> None:
     from triton.runtime.cache import triton_key
 
     threading.Thread(target=triton_key, name="triton_key", daemon=True).start()
+
+
+def named_kernels(additional_config: object) -> str | None:
+    """Returns the kernels file of vLLM's option `--additional-config '{"lowbit_kernels": "FILE"}'`, None without it. Raises
+    ValueError for a value that is no text."""
+    given = additional_config.get("lowbit_kernels") if isinstance(additional_config, dict) else None
+    if not (given is None or isinstance(given, str)):
+        raise ValueError(f"--additional-config: lowbit_kernels is the name of a kernels file (lowbit compile), not {given!r}")
+    return given
+
+
+@functools.cache
+def use_kernels_file(kernels: str | None, model: str) -> None:
+    """Uses a kernels file on this process's GPU: `kernels`, one beside the checkpoint, or that of an installed package.
+
+    model: the checkpoint's folder, or its name on the hub. Raises OSError if `kernels` cannot be read.
+    """
+    from lowbit.engine.kernels import use_kernels
+
+    if torch.cuda.is_available():
+        use_kernels(torch.device("cuda", torch.cuda.current_device()), kernels, Path(model))
 
 
 _compiled: set[Any] = set()

@@ -46,7 +46,7 @@ def test_no_gpu_is_one_clear_line(tmp_path):
         (("--formats", "int4"), "unknown scheme 'int4'"),
         (("--shapes", "12"), "a shape is NxK"),
         (("--m", "x"), "numbers of tokens"),
-        (("--peers", "marlin"), "known peers are humming, gemlite, torch, or none"),
+        (("--peers", "cutlass"), "known peers are humming, marlin, machete, bitsandbytes, quack, gemlite, torch, or none"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message):

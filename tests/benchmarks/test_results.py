@@ -13,7 +13,7 @@ from lowbit.eval.results import versions
 
 def test_rows_are_flat_and_complete(document, result_file):
     for row in document["rows"]:
-        assert set(row) == ROW_KEYS
+        assert set(row) - {"tuned", "sm_clock_mhz", "power_w"} == ROW_KEYS, "older files lack the three"
         assert all(value is None or isinstance(value, (str, int, float)) for value in row.values())
     first, own, failed = (document["rows"][i] for i in (0, 2, 3))
     assert (first["impl"], first["format"]) == ("cublas", "fp16") and first["limit_us"] > own["limit_us"]

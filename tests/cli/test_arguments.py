@@ -48,6 +48,8 @@ MISTAKES = {
     "run http://127.0.0.1:1 --device cpu": "--device does not apply to a server",
     "run http://127.0.0.1:1 --kv int4": "--kv does not apply to a server",
     "chat . --kv fp4": "got 'fp4'",
+    "run http://127.0.0.1:1 --speculate 3": "--speculate does not apply to a server",
+    "run http://127.0.0.1:1 --draft x": "--draft does not apply to a server",
     "eval nothing": "nothing: no such folder",
     "eval . --text nothing.txt": "nothing.txt: no such file",
     "eval . --kv nf4": "got 'nf4'",

@@ -245,8 +245,8 @@ def test_a_sequence_cancelled_by_the_garbage_collector_during_a_step(model, monk
     engine.step()
     plan = engine.scheduler.schedule
 
-    def planned():
-        found = plan()
+    def planned(budget):
+        found = plan(budget)
         engine.cancel(sequence)
         return found
 

@@ -153,7 +153,7 @@ def by_kernels(mlp, dtype, activation, batch_invariant):
     experts, block = mlp.block.experts, mlp.block
     shared = _shared_expert(block, dtype, activation, batch_invariant, False) if shared_linears(block) else None
     gate_row = shared.share if shared is not None and type(shared.share) is torch.nn.Linear else None
-    router = Router.of(mlp.router, gate_row, batch_invariant)
+    router = Router.of(mlp.router, gate_row, 4, batch_invariant)
     if not isinstance(experts, QuantExperts):
         own = None if activation_of(block) is None else activation
         return ExpertMLP(experts, mlp.router, router, GroupedProducts.of(experts, own), shared)

@@ -94,15 +94,19 @@ def test_an_on_token_that_is_interrupted(model):
 
 def failing_prompts(engine, monkeypatch, *bad):
     """Makes prefill fail for the prompts `bad`, and for every batch with one of them. Returns the prompts of each batch."""
-    inner, seen = engine.program.prompt, []
+    seen = []
 
-    def prompt_(chunks, slots):
-        seen.append([chunk.sequence.request.prompt for chunk in chunks])
-        if any(prompt in bad for prompt in seen[-1]):
-            raise ValueError("this prompt is not for me")
-        return inner(chunks, slots)
+    def failing(inner):
+        def computed(chunks, *others):
+            seen.append([chunk.sequence.request.prompt for chunk in chunks])
+            if any(prompt in bad for prompt in seen[-1]):
+                raise ValueError("this prompt is not for me")
+            return inner(chunks, *others)
 
-    monkeypatch.setattr(engine.program, "prompt", prompt_)
+        return computed
+
+    for name in ("prompt", "mixed_prompt"):  # apart from a decode step, and with it
+        monkeypatch.setattr(engine.program, name, failing(getattr(engine.program, name)))
     return seen
 
 
@@ -156,7 +160,7 @@ def test_a_prompt_that_raises_without_a_decode_program(monkeypatch):
 def test_nan_and_infinite_logits(model, monkeypatch, caplog, value, when):
     """After the prompt or a decode step: the sequence fails, its pages are not reused, and other sequences are unchanged."""
     engine, asked = engine_of(model), others()
-    step, prompt_ = engine.program.step, engine.program.prompt
+    step, prompt_, mixed = engine.program.step, engine.program.prompt, engine.program.mixed_prompt
 
     def spoilt(logits, sequences):
         for row, sequence in enumerate(sequences):
@@ -172,8 +176,15 @@ def test_nan_and_infinite_logits(model, monkeypatch, caplog, value, when):
         logits = prompt_(chunks, slots)
         return None if logits is None else spoilt(logits, [chunk.sequence for chunk in chunks if chunk.last])
 
+    def both(chunks, rows, *options):
+        of = {sequence.slot: sequence for sequence in engine.scheduler.running}
+        decoded, prompted = mixed(chunks, rows, *options)
+        last = [chunk.sequence for chunk in chunks if chunk.last]
+        return spoilt(decoded, [of[row] for row in rows.tolist()]), None if prompted is None else spoilt(prompted, last)
+
     monkeypatch.setattr(engine.program, "step", steps)
     monkeypatch.setattr(engine.program, "prompt", prompts)
+    monkeypatch.setattr(engine.program, "mixed_prompt", both)
     first, bad, *more = submitted(engine, asked[0], Request(prompt(140, 7), 10), *asked[1:])
     run(engine, [first, bad, *more])
     assert (
@@ -248,7 +259,7 @@ def test_any_order_of_failures(model, arrivals, slots, ahead, invariant, chunk):
     engine = engine_of(
         model, max_concurrent=slots, async_scheduling=ahead, batch_invariant=invariant, chunk_tokens=chunk, cache_bytes=1 << 20
     )
-    step, prompt_, how = engine.program.step, engine.program.prompt, {}
+    step, prompt_, mixed, how = engine.program.step, engine.program.prompt, engine.program.mixed_prompt, {}
 
     def on_token(token):
         raise ValueError("not today")
@@ -269,7 +280,15 @@ def test_any_order_of_failures(model, arrivals, slots, ahead, invariant, chunk):
         logits = prompt_(chunks, slots)
         return None if logits is None else spoilt(logits, [chunk.sequence for chunk in chunks if chunk.last])
 
-    engine.program.step, engine.program.prompt = steps, prompts
+    def both(chunks, rows, *options):
+        if any(how[chunk.sequence.request] == "prompt" and chunk.end > 60 for chunk in chunks):
+            raise ValueError("this prompt is not for me")
+        of = {sequence.slot: sequence for sequence in engine.scheduler.running}
+        decoded, prompted = mixed(chunks, rows, *options)
+        last = [chunk.sequence for chunk in chunks if chunk.last]
+        return spoilt(decoded, [of[row] for row in rows.tolist()]), None if prompted is None else spoilt(prompted, last)
+
+    engine.program.step, engine.program.prompt, engine.program.mixed_prompt = steps, prompts, both
     sequences = []
     for now in range(7):
         for wait, length, seed, limit, kind in arrivals:

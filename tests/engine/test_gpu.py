@@ -137,6 +137,7 @@ def test_after_warm_up_nothing_is_captured_compiled_or_allocated(family):
         return [Request(prompt(50 + 9 * i, seed + i), 30, asked[i % 2], top_logprobs=i % 3) for i in range(20)]
 
     engine.generate(texts(0))
+    assert engine.mixed_runner.captures == len(engine.mixed_runner.shapes)
     captures, segments = (
         (engine.decode_runner.captures, engine.prefill_runner.captures),
         torch.cuda.memory_stats()["num_device_alloc"],
@@ -145,6 +146,7 @@ def test_after_warm_up_nothing_is_captured_compiled_or_allocated(family):
         assert sequence.finish_reason is FinishReason.LENGTH
     assert (engine.decode_runner.captures, engine.prefill_runner.captures) == captures
     assert captures == (len(engine.decode_runner.variants()), len(engine.prefill_runner.graph_shapes))
+    assert engine.mixed_runner.captures == len(engine.mixed_runner.shapes) and engine.step_budget.steps > 0
     assert torch.cuda.memory_stats()["num_device_alloc"] == segments
     knobs.compilation.listener = None
     assert not compiled, "kernels were compiled, or loaded from Triton's cache"
@@ -186,6 +188,40 @@ def test_prefill_graphs_do_not_change_the_tokens(invariant, monkeypatch):
     assert not engine.prefill_runner.captures
     same = sum(a == b for a, b in zip(found, expected, strict=True))
     assert same == len(ids) if invariant else same > len(ids) - 3  # two logits may differ by less than rounding
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "OPT"])
+def test_prompts_beside_decoding_sequences(family):
+    """Requests come one by one: decode steps and prompts are one graph, within the stated time."""
+    model = model_of(family, ends=True)
+    engine = Engine(model, max_concurrent=24, max_length=1024, cache_bytes=1 << 28, step_ms=5.0)
+    waiting, sequences, steps = [Request(prompt(40 + 70 * i % 500, i), 40) for i in range(24)], [], 0
+    while waiting or any(s.finish_reason is None for s in sequences):
+        if waiting and steps % 2 == 0:
+            sequences.append(engine.submit(waiting.pop()))
+        engine.step()
+        steps += 1
+    assert engine.mixed_runner.captures > 0 and engine.step_budget.steps > 10
+    check_greedy(model, sequences)
+    print(f"\n{engine.step_budget.tokens} prompt tokens a step after {engine.step_budget.steps} steps")
+
+
+@pytest.mark.parametrize("kv", ["16", "int4"])
+def test_batch_invariant_sequences_have_the_same_bits_beside_prompts(kv):
+    model = model_of("Qwen3")
+    make_batch_invariant(model, model.dtype)
+    options = dict(max_concurrent=8, max_length=1024, cache_bytes=1 << 28, batch_invariant=True, kv=kv, chunk_tokens=256)
+    requests = lambda: [Request(prompt(60 + 90 * i, i), 40) for i in range(6)]  # noqa: E731
+    engine, waiting, sequences = Engine(model, **options), requests(), []
+    while waiting or any(s.finish_reason is None for s in sequences):
+        if waiting:
+            sequences.append(engine.submit(waiting.pop(0)))
+        for _ in range(3):
+            engine.step()
+    assert engine.mixed_runner.captures > 0
+    for request, found in zip(requests(), sequences, strict=True):
+        (alone,) = Engine(model, **options).generate([request])
+        assert found.sampled == alone.sampled
 
 
 def test_kernels_are_compiled_for_the_first_requests_only():

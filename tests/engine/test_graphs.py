@@ -11,6 +11,7 @@ import torch
 from lowbit.engine import Engine
 from lowbit.engine.decode_runner import DecodeRunner
 from lowbit.engine.graphs import Graphs
+from lowbit.engine.mixed_runner import MixedRunner
 from lowbit.engine.prefill_runner import PrefillRunner
 from tests.tiny import eager_llama
 
@@ -41,12 +42,15 @@ def test_steps_and_prompts_are_captured_in_one_pool_on_one_stream(captures):
     graphs = Graphs(torch.device("cpu"))
     steps = DecodeRunner(engine.program, engine.slots, 4, graphs=graphs)
     prompts = PrefillRunner(engine.program, engine.slots, 128, graphs=graphs)
+    mixed = MixedRunner(engine.program, engine.slots, 128, 4, graphs=graphs, invariant=False)
     with torch.inference_mode():
         for variant in steps.variants(grammars=True):
             steps.captured(variant)
         for shape in prompts.graph_shapes:
             prompts.captured(shape)
-    assert len(captures) == len(steps.variants(grammars=True)) + len(prompts.graph_shapes) > 10
+        for shape in mixed.shapes:
+            mixed.captured(shape)
+    assert len(captures) == len(steps.variants(grammars=True)) + len(prompts.graph_shapes) + len(mixed.shapes) > 15
     assert len(steps.variants(grammars=True)) == len(steps.variants()) * 3 // 2
     assert len({id(part) for pair in captures for part in pair}) == 2
 

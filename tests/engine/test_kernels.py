@@ -26,6 +26,7 @@ def installed(monkeypatch, tmp_path):
     """Files that were installed; the GPU is an H200, and files hold no kernels."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     monkeypatch.setattr(kernels, "machine_of", lambda device: typical_machine(90))
+    monkeypatch.setattr(kernels, "_in_use", {})
     monkeypatch.setattr(kernel_file, "build_extension", lambda *source: b"\x7fELF")
     paths: list[Path] = []
     monkeypatch.setattr(KernelFile, "install", lambda self, sm: paths.append(self.path))
@@ -109,3 +110,28 @@ def test_engines_on_a_cpu_need_none(tmp_path):
 @pytest.fixture(autouse=True)
 def warnings_only(caplog):
     caplog.set_level(logging.WARNING)
+
+
+def test_an_installed_package_is_found(installed, tmp_path, caplog, monkeypatch):
+    """Its entry point names the architecture; a file that is named or lies beside the checkpoint comes first."""
+    site, package = tmp_path / "site", tmp_path / "site" / "lowbit_kernels_sm90"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    about = site / "lowbit_kernels_sm90-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: lowbit-kernels-sm90\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[lowbit.kernels]\nsm90 = lowbit_kernels_sm90\nsm80 = lowbit_kernels_sm80\n")
+    path = write(package / "kernels.lowbit", "h200")
+    monkeypatch.syspath_prepend(str(site))
+    named = write(tmp_path / "mine.lowbit", "h200")
+    assert use_kernels(GPU, named).path == named
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert use_kernels(GPU, None).path == use_kernels(torch.device("cuda"), None).path == named, "it is in use already"
+    assert use_kernels(GPU, None, tmp_path / "model").path == path and installed == [named, path] and lines(caplog) == []
+    here = Requirements.here()
+    monkeypatch.setattr(Requirements, "here", lambda: replace(here, lowbit="9.9", source="newer"))
+    assert use_kernels(GPU, None, tmp_path / "model") is None
+    (line,) = lines(caplog)
+    assert line.startswith(f"{path}: is for lowbit {here.lowbit}, this is 9.9; kernels are compiled anew")
+    monkeypatch.setattr(kernels, "machine_of", lambda device: typical_machine(80))
+    assert use_kernels(GPU, None, tmp_path / "model") is None and len(lines(caplog)) == 1, "no package, no line"

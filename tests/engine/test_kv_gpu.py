@@ -96,7 +96,8 @@ def test_prefixes_and_preempted_sequences(kv):
     """A follow-up that reuses pages, and a cache too small for all sequences, sample the tokens of computing all again."""
     model = model_of()
     make_batch_invariant(model, model.dtype)
-    engine = Engine(model, max_concurrent=4, max_length=1024, batch_invariant=True, kv=kv)
+    # Batch-invariant engines share whole chunks of a prompt only.
+    engine = Engine(model, max_concurrent=4, max_length=1024, chunk_tokens=128, batch_invariant=True, kv=kv)
     common = prompt(400, 3)
     (first,) = engine.generate([Request([*common, 5], 40)])
     (second,) = engine.generate([Request([*common, 5, *tokens(first)], 40)])

@@ -7,6 +7,7 @@ import torch
 
 from lowbit.engine import Engine, Request, Sampling
 from lowbit.engine import prefill_runner as module
+from lowbit.engine.mixed_runner import MixedRunner
 from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.ragged import RaggedShape
@@ -24,8 +25,9 @@ class FunctionGraph:
 
 @pytest.fixture
 def replayed(monkeypatch):
-    """Makes engines capture prompts; returns the shapes that were replayed."""
+    """Makes engines capture prompts, which are computed apart from decode steps; returns the shapes that were replayed."""
     shapes = []
+    monkeypatch.setattr(MixedRunner, "takes", lambda self, chunks, rows: False)
     inner = PrefillRunner.__init__
 
     def init(self, program, slots, most, *, graphs=None):

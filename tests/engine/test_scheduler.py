@@ -49,15 +49,21 @@ class Device:
     def read(self, slot, count):
         return [self.pages[self.tables[slot, i // PAGE]][i % PAGE] for i in range(count)]
 
-    def run(self, scheduled):
-        """Runs a step in the order of its launches; returns the sampled tokens, by sequence."""
+    def run(self, scheduled, guesses):
+        """Runs a step in the order of its launches; returns the sampled tokens, by sequence. guesses: of each sequence, of
+        which the step verifies the first ones."""
         sampled = []
         for slot, place, page in scheduled.new_pages:
             self.tables[slot, place] = page
         for sequence in scheduled.decoding:
             slot, position = sequence.slot, self.positions[sequence.slot]
-            self.write(slot, position, self.tokens[slot])
-            sampled.append((sequence, self.sample(slot, position + 1)))
+            rows = (self.tokens[slot], *guesses.get(sequence, ())[: scheduled.drafts.get(sequence, 0)])
+            for i, token in enumerate(rows):
+                self.write(slot, position + i, token)
+            for i in range(len(rows)):
+                sampled.append((sequence, self.sample(slot, position + i + 1)))
+                if i + 1 < len(rows) and rows[i + 1] != self.tokens[slot]:
+                    break
         for chunk in scheduled.chunks:  # all chunks are written before any is read
             for position, token in zip(range(chunk.begin, chunk.end), chunk.tokens, strict=True):
                 self.write(chunk.sequence.slot, position, token)
@@ -75,26 +81,55 @@ class Device:
 
 
 class Host:
-    """Steps as the engine runs them: with `ahead`, a step is launched before the results of the one before are read."""
+    """Steps as the engine runs them: with `ahead`, a step is launched before the results of the one before are read. `guesses`:
+    in some steps that many tokens of each sequence are guessed, some of them wrong. `budget`: of prompt tokens beside decoding
+    sequences."""
 
-    def __init__(self, slots, pages, chunk, ahead=True, sharing=True, invariant=False):
+    def __init__(self, slots, pages, chunk, ahead=True, sharing=True, invariant=False, guesses=0, budget=None):
+        self.budget = budget
+        self.guesses, self.verified = guesses, 0
         self.scheduler = Scheduler(slots, BlockPool(pages), chunk, prefix_caching=sharing, invariant=invariant)
         self.device, self.ahead = Device(pages), ahead
         self.flying = deque()
         self.steps = []
 
     def step(self):
-        scheduled = self.scheduler.schedule()
+        verifies = self.guesses and len(self.steps) % 5 < 3
+        if verifies or any(self.flying_drafts):
+            while self.flying:
+                self.read()
+        scheduled = self.scheduler.schedule(self.budget)
+        guesses = {sequence: self.guessed(sequence) for sequence in scheduled.decoding} if verifies else {}
+        self.scheduler.add_drafts(scheduled, {sequence: len(guessed) for sequence, guessed in guesses.items()})
         earlier = len(self.flying)
         if scheduled:
-            self.flying.append(self.device.run(scheduled))
+            self.flying.append((self.device.run(scheduled, guesses), scheduled.drafts))
             self.steps.append(scheduled)
         for _ in range(earlier if scheduled and self.ahead else len(self.flying)):
-            for sequence, token in self.flying.popleft():
-                if sequence.finish_reason is None:
-                    sequence.sampled.append(SampledToken(token, 0.0))
-                    if token in sequence.request.stop_token_ids or len(sequence.sampled) == sequence.request.limit:
-                        self.end(sequence, FinishReason.LENGTH)
+            self.read()
+
+    @property
+    def flying_drafts(self):
+        return [drafts for _, drafts in self.flying]
+
+    def guessed(self, sequence):
+        request, known = sequence.request, len(sequence.sampled)
+        right = alone(request.prompt, request.limit)[known : min(known + self.guesses, request.limit - 1)]
+        return tuple(token if (i + len(self.steps)) % 4 else (token + 1) % VOCAB for i, token in enumerate(right))
+
+    def read(self):
+        """Reads the oldest step in flight; guesses that were right advance their sequences first."""
+        sampled, drafts = self.flying.popleft()
+        for sequence in drafts:
+            if sequence.slot is not None:
+                count = sum(each is sequence for each, _ in sampled) - 1
+                self.scheduler.accept(sequence, count)
+                self.verified += count
+        for sequence, token in sampled:
+            if sequence.finish_reason is None:
+                sequence.sampled.append(SampledToken(token, 0.0))
+                if token in sequence.request.stop_token_ids or len(sequence.sampled) == sequence.request.limit:
+                    self.end(sequence, FinishReason.LENGTH)
 
     def end(self, sequence, end):
         self.scheduler.remove(sequence)
@@ -185,6 +220,18 @@ def test_sequences_that_can_never_run_are_refused():
         BlockPool(1)
 
 
+def test_guesses_have_pages_as_far_as_there_are_any():
+    """Sequences whose guesses reach over the border of a page, in a cache that is full."""
+    host = Host(4, 6, 128, sharing=False, guesses=7)
+    sequences = [sequence_of(prompt(120, seed), 100) for seed in range(3)]
+    for sequence in sequences:
+        host.scheduler.add(sequence)
+    host.finish(sequences)
+    assert [[d.token for d in r.sampled] for r in sequences] == [alone(r.request.prompt, r.request.limit) for r in sequences]
+    counts = {count for scheduled in host.steps for count in scheduled.drafts.values()}
+    assert host.verified > 50 and max(counts) == 7 and len(counts) > 3
+
+
 def test_invariant_chunks_do_not_depend_on_others():
     """Chunks begin at multiples of the chunk size, with cached prefixes or not, and no sequence is preempted."""
     host = Host(3, 30, 256, invariant=True)
@@ -207,6 +254,20 @@ def test_a_step_has_chunks_of_several_prompts():
     host.finish(sequences)
 
 
+def test_a_budget_splits_chunks_beside_decoding_sequences():
+    """Only then; `invariant` keeps whole chunks."""
+    for invariant in (False, True):
+        host = Host(4, 40, 256, sharing=False, invariant=invariant, budget=100)
+        first, second = sequence_of(prompt(10), 60), sequence_of(prompt(600), 3)
+        for sequence in (first, second):
+            host.scheduler.add(sequence)
+            host.step()
+        host.finish([first, second])
+        counts = [sum(len(c.tokens) for c in s.chunks) for s in host.steps if s.chunks and s.decoding]
+        assert counts == ([256, 256, 88] if invariant else [100, 100, 56, 100, 100, 56, 88])
+        assert [d.token for d in second.sampled] == alone(second.request.prompt, 3)
+
+
 ARRIVALS = st.lists(
     st.tuples(
         st.integers(0, 12),  # steps before it is submitted
@@ -222,10 +283,20 @@ ARRIVALS = st.lists(
 
 
 @given(
-    ARRIVALS, st.integers(1, 4), st.integers(5, 14), st.sampled_from([128, 256]), st.booleans(), st.booleans(), st.booleans()
+    ARRIVALS,
+    st.integers(1, 4),
+    st.integers(5, 14),
+    st.sampled_from([128, 256]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([0, 1, 7]),
+    st.sampled_from([None, 1, 100]),
 )
-def test_any_order_of_arrivals_gives_the_tokens_of_each_alone(arrivals, slots, pages, chunk, ahead, sharing, invariant):
-    host = Host(slots, pages, chunk, ahead, sharing, invariant)
+def test_any_order_of_arrivals_gives_the_tokens_of_each_alone(
+    arrivals, slots, pages, chunk, ahead, sharing, invariant, guesses, budget
+):
+    host = Host(slots, pages, chunk, ahead, sharing, invariant, guesses, budget)
     coming = [
         (wait, sequence_of(prompt(length, seed), limit, stop_token_ids=frozenset({0} if ends else ())), cancel)
         for wait, length, seed, limit, cancel, ends in arrivals

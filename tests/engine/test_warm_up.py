@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from triton import knobs
 
 from lowbit.engine import Engine, FinishReason, Request, Sampling, Sequence
+from lowbit.engine.mixed_runner import MixedRunner
 from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.scheduler import PrefillChunk, SchedulerOutput
 from lowbit.engine.warm_up import Stage, WarmUpRun
@@ -39,7 +40,7 @@ class Kernel(Launcher):
     def __init__(self, name, events):
         self.name, self.events, self.kernel = name, events, None
 
-    def _recorded(self, arguments):
+    def recorded(self, arguments):
         return RecordedKernel("", self.name, (), {})
 
     def __call__(self):
@@ -64,7 +65,10 @@ def recorded(model, monkeypatch):
 
     monkeypatch.setattr("lowbit.kernels.parts.compile.compiled", compiles)
     engine = Engine(model, max_concurrent=4, chunk_tokens=256, cache_bytes=1 << 24, prefix_caching=False, progress=told.append)
-    engine.runner.warm_up_run = WarmUpRun(engine.program, engine.decode_runner, engine.prefill_runner, 4, engine.max_length)
+    engine.runner.warm_up_run = WarmUpRun(
+        engine.program, engine.decode_runner, engine.prefill_runner, None, None, 4, engine.max_length
+    )
+    engine.mixed_runner.takes = lambda chunks, rows: False  # on a GPU graphs alone compute steps with prompts
     program = engine.program
     step, prompts, logits = program.step, program.prompt, program.logits
 
@@ -130,7 +134,7 @@ def test_steps_with_more_prompt_tokens_than_a_sequence_may_have(recorded):
     """Kernels are chosen for all prompt tokens of a step."""
     engine = recorded[0]
     prompts = engine.prefill_runner = PrefillRunner(engine.program, engine.slots, 4 * 100)
-    warm_up_run = WarmUpRun(engine.program, engine.decode_runner, prompts, 4, 100)
+    warm_up_run = WarmUpRun(engine.program, engine.decode_runner, prompts, None, None, 4, 100)
     assert prompts.sizes[-2:] == (384, 448)
     names = {each.name for each in warm_up_run.kernels([part for part in warm_up_run.all_parts() if part[0] == "prompt"])}
     assert len(names) == len(prompts.sizes)
@@ -142,10 +146,47 @@ def test_steps_with_more_sequences_than_a_graph_has(model):
     chunks = [PrefillChunk(Sequence(Request([3] * 6, 1)), 0, (3,) * 6, False) for _ in range(40)]
     for graphs, expected in ((object(), [192, 64]), (None, [256])):
         prompts = PrefillRunner(engine.program, engine.slots, 256, graphs=graphs)
-        parts = WarmUpRun(engine.program, engine.decode_runner, prompts, 40, engine.max_length).parts_of(
+        parts = WarmUpRun(engine.program, engine.decode_runner, prompts, None, None, 40, engine.max_length).parts_of(
             SchedulerOutput(chunks=chunks)
         )
         assert parts == [("prompt", size, False, 0) for size in expected]
+
+
+def test_steps_with_guesses_are_recorded(model, monkeypatch):
+    """Each size of a verified step; a dry run changes no slot. Nothing is left to record when such a step is scheduled."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    engine = Engine(model, max_concurrent=4, chunk_tokens=256, cache_bytes=1 << 24, speculate=3)
+    runners = engine.decode_runner, engine.prefill_runner, engine.runner.verify_runner
+    run, slots = WarmUpRun(engine.program, *runners, None, 4, engine.max_length), engine.slots
+    parts = [part for part in run.all_parts() if part[0] == "verify"]
+    assert {(count, filters) for _, count, filters, _ in parts} == {(size, f) for size in (2, 4, 8, 16) for f in (False, True)}
+    before = [t.clone() for t in (slots.tokens, slots.positions, slots.sampling.settings, slots.sampling.counts)]
+    run.kernels(parts)
+    after = slots.tokens, slots.positions, slots.sampling.settings, slots.sampling.counts
+    assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
+    sequence = Sequence(Request([3] * 6, 10), computed_tokens=7)
+    scheduled = SchedulerOutput(decoding=[sequence], drafts={sequence: 3})
+    assert [part for part in run.parts_of(scheduled) if part[0] == "verify"] == []
+    assert ("verify", 4, False, 256) in WarmUpRun(engine.program, *runners, None, 4, engine.max_length).parts_of(scheduled)
+
+
+def test_steps_with_prompts_are_recorded(model, monkeypatch):
+    """A forward of each graph's size, in the dummy slot; sampling of the decoding sequences is a part of its own."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    engine = Engine(model, max_concurrent=20, chunk_tokens=128, cache_bytes=1 << 24)
+    mixed = MixedRunner(engine.program, engine.slots, 128, 20, graphs=object(), invariant=False)
+    run = WarmUpRun(engine.program, engine.decode_runner, engine.prefill_runner, None, mixed, 20, engine.max_length)
+    parts = [part for part in run.all_parts() if part[0] == "mixed"]
+    assert {(count, rows) for _, count, _, rows in parts} == {(s, r) for s in (8, 16, 32, 48, 64, 96, 128) for r in (16, 24)}
+    before = engine.slots._all.clone()
+    run.kernels(parts)
+    assert torch.equal(engine.slots._all, before)
+    decoding = [Sequence(Request([3] * 6, 10), computed_tokens=7) for _ in range(17)]
+    chunks = [PrefillChunk(Sequence(Request([3] * 60, 1)), 0, (3,) * 60, True)]
+    found = WarmUpRun(engine.program, engine.decode_runner, engine.prefill_runner, None, mixed, 20, engine.max_length).parts_of(
+        SchedulerOutput(decoding=decoding, chunks=chunks)
+    )
+    assert {("mixed", 64, None, 24), ("sample", 17, False, 0), ("sample", 1, False, 0)} <= set(found)
 
 
 def test_a_failed_compilation_does_not_fail_the_step(recorded, monkeypatch):

@@ -4,13 +4,15 @@ float64.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit.formats.kv import KV16, parse_kv
-from lowbit.kernels.choose.attention import PAGE, AttentionShape
+from lowbit.kernels.choose.attention import PAGE, AttentionShape, DecodeTask
 from lowbit.kernels.reference.attention import append_reference, attend, decode_reference, gathered
 from lowbit.pack.kv_pages import KVPages
 
@@ -103,6 +105,61 @@ def make_case(
     given.append(None if sinks is None else (random(shape.heads) * 3 + 6).to(sinks))
     pages = KVPages(KV16, shape.head_dim, k.to(device, dtype), v.to(device, dtype))
     return Case(shape, qkv.to(device), pages, *(None if t is None else t.to(device) for t in given))
+
+
+def several_tokens(case: Case, counts: list[int], seed=0) -> Case:
+    """The case with the last `counts[i]` tokens of slot i, its new one included, as rows, and with positions of rows. Their
+    old keys and values are NaN. Padding rows stay."""
+    last = case.positions[: len(counts)].cpu()
+    slots = [slot for slot, count in enumerate(counts) for _ in range(count)]
+    positions = [int(last[slot]) - counts[slot] + 1 + i for slot, count in enumerate(counts) for i in range(count)]
+    for slot, position in zip(slots, positions, strict=True):
+        page = case.tables[slot, position // PAGE].long()
+        for t in case.pages.tensors if case.pages.scheme.quantized else (case.pages.k, case.pages.v):
+            if t.is_floating_point():
+                t[page, :, position % PAGE] = torch.nan  # scales of packed pages, which are enough
+    padding = (case.rows == len(case.positions) - 1).sum().item()
+    slots, positions = slots + [len(case.positions) - 1] * padding, positions + [0] * padding
+    random = torch.Generator().manual_seed(seed)
+    qkv = torch.randn(len(slots), case.shape.features, generator=random) * 2
+    rows = (torch.tensor(each, dtype=torch.int32, device=case.qkv.device) for each in (slots, positions))
+    return Case(**{**vars(case), "qkv": qkv.to(case.qkv), **dict(zip(("rows", "positions"), rows, strict=True))})
+
+
+def one_by_one(case: Case, slots: int, run: Callable[[Case], Tensor]) -> Tensor:
+    """The output of the rows of `several_tokens`, computed as steps of one new token per slot; changes the case's pages."""
+    out = torch.zeros(len(case.rows), case.shape.heads * case.shape.head_dim, dtype=case.qkv.dtype, device=case.qkv.device)
+    left = [row for row, slot in enumerate(case.rows.tolist()) if slot < slots]
+    while left:
+        slot_of = {case.rows[row].item(): row for row in reversed(left)}  # the first row of each slot
+        rows = list(slot_of.values())
+        positions = torch.zeros(slots + 1, dtype=torch.int32, device=case.qkv.device)
+        positions[case.rows[rows].long()] = case.positions[rows]
+        step = Case(**{**vars(case), "qkv": case.qkv[rows].clone(), "rows": case.rows[rows].clone(), "positions": positions})
+        out[rows] = run(step)
+        left = [row for row in left if row not in rows]
+    return out
+
+
+def with_task(plan: Any, task: DecodeTask) -> Any:
+    """The plan of a decode step, so that its only launch is the one of `task`."""
+    if task is DecodeTask.APPEND:
+        plan.launch, plan.config = plan.append, plan.append_config
+    plan.append = None
+    return plan
+
+
+def compare_verified(case: Case, given: Case, out: Tensor, real: int) -> None:
+    """Compares the output of several new tokens per slot with the reference, in float64 over the pages that the launch left."""
+    wide = lambda t: t.double() if t is not None and t.is_floating_point() else t  # noqa: E731
+    state = case.tables, case.rows, case.positions, case.cos_sin, case.shape, case.q_norm, case.k_norm
+    q = append_reference(wide(given.qkv), given.pages.clone(), *map(wide, state[:4]), case.shape, *map(wide, state[5:]))
+    for row in range(real):
+        position = int(case.positions[row])
+        keys, values = gathered(case.pages, case.tables[int(case.rows[row])], position + 1, torch.float64)
+        y = attend(q[row : row + 1], keys.double(), values.double(), position, case.shape, wide(case.sinks))
+        error = float((out[row].double() - y[0]).norm() / y.norm())
+        assert error < TOLERANCE[out.dtype], (row, error)
 
 
 def packed(case: Case, kv: str) -> Case:

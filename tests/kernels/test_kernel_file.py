@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from lowbit.hardware.machine import GPUS
+from lowbit.hardware.machine import GPUS, typical_machine
 from lowbit.kernels import kernel_file
 from lowbit.kernels.kernel_file import KernelFile, KernelFileError, Requirements, is_trusted, write_kernel_file
 from lowbit.kernels.parts.launch import RecordedKernel, recording
@@ -63,6 +64,24 @@ def test_holds_machine_code_and_launchers_alone(written):
         cubins = [archive.read(name) for name in names if name.endswith(".cubin")]
     assert len(cubins) == 2 and all(cubin.startswith(b"\x7fELF") for cubin in cubins)
     assert {Path(name).suffix for name in names} == {".cubin", ".json", ".so"}
+
+
+def test_each_gpu_gets_code_of_its_own(tmp_path, monkeypatch):
+    """Triton caches the target of a function, which must not give the second GPU the code of the first."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    path, of = tmp_path / "kernels-both.lowbit", {}
+    for gpu, sm in (("h200", 90), ("a100", 80)):
+        with recording() as of[GPUS[gpu]]:
+            gate(machine=typical_machine(sm))()
+    for _ in write_kernel_file(path, of, {"name": "one kernel"}, processes=1):
+        pass
+    file = KernelFile.open(path)
+    assert sorted(file.capabilities.values()) == [80, 90]
+    with zipfile.ZipFile(path) as archive:
+        for key, sm in file.capabilities.items():
+            (described,) = (name for name in archive.namelist() if re.fullmatch(f"kernels/{key}/.*json", name))
+            assert json.loads(archive.read(described))["target"]["arch"] == sm
 
 
 def with_the_file(path: str) -> None:

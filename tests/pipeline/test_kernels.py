@@ -19,8 +19,14 @@ from typer.testing import CliRunner
 from lowbit.cli.commands import app
 from lowbit.hardware.machine import GPUS, present_gpu
 from lowbit.kernels.kernel_file import KernelFile, is_trusted
+from lowbit.kernels.parts.launch import recording
+from lowbit.models.load import load_causal
+from lowbit.models.weightless import weightless_model
+from lowbit.nn import QuantLinear
+from lowbit.ops.simulated_gpu import simulated_gpu
+from lowbit.pack import FragmentWeight
 from lowbit.pipeline.kernels import engine_kernels
-from tests.tiny import save_tiny, tiny_tokenizer
+from tests.tiny import save_tiny, tiny_llama, tiny_tokenizer
 from tests.tiny_experts import tiny_experts
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +59,26 @@ def test_kernels_of_each_gpu(folder):
     assert names(folder, "h200") >= ALWAYS
     # The engine's check against the model at its start has 16-bit pages.
     assert names(folder, "h200", kv="int4") == names(folder, "h200") | {"packed_attention"}
+    assert names(folder, "h200", speculate=3) == names(folder, "h200") | {"accept_rows"}
+
+
+@pytest.mark.parametrize("scheme", ["w4a16_g64", "w4a16_g64_z", "w4a16_g64_fz", "w8a16_g64", "w6e3m2a16"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scales_have_the_type_that_loading_gives_them(tmp_path, dtype, scheme):
+    """Kernels are compiled for it: a file with others would be of no use."""
+    tiny_llama(dtype=dtype).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    loaded = load_causal(tmp_path, scheme=scheme, device=torch.device("cpu"), dtype=dtype)
+    of = {name: layer for name, layer in loaded.named_modules() if isinstance(layer, QuantLinear)}
+    with simulated_gpu(GPUS["h200"]), recording():
+        built = weightless_model(tmp_path, scheme, None)
+        for name, layer in of.items():
+            packed = FragmentWeight.pack(layer.quant_tensor())
+            other = built.get_submodule(name)
+            for kind in ("scale", "channel_scale"):
+                ours, theirs = getattr(packed, kind), getattr(other, f"kernel_{kind}")
+                assert (ours is None) == (theirs is None) and (ours is None or ours.dtype == theirs.dtype), (name, kind)
+    assert len(of) == 14
 
 
 def test_larger_batches_need_more_kernels(folder):

@@ -266,6 +266,20 @@ def test_metrics(free):
     assert after["lowbit_texts_running"] == after["lowbit_kv_pages_used"] == 0 < after["lowbit_kv_pages"]
     assert after["lowbit_kv_tokens_used"] == 0 and after["lowbit_kv_tokens"] == 128 * after["lowbit_kv_pages"]
     assert after['lowbit_kv_bytes{format="16"}'] == free.engine.program.cache.nbytes
+    assert after["lowbit_mixed_step_budget"] == 1024 and grown("lowbit_mixed_steps_total") == 0
+
+
+def test_prompts_beside_generating_sequences_are_counted():
+    """A prompt that comes while another request generates is computed in the same steps."""
+    with running(tiny_pipeline()) as server, server.client() as client:
+        long = {"model": NAME, "prompt": "abc", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/completions", json=long) as events:
+            next(events.iter_lines())
+            answer = client.post("/v1/completions", json={"model": NAME, "prompt": "abcdefgh", "max_tokens": 2}).json()
+            assert answer["usage"]["prompt_tokens"] == 8
+        lines = client.get("/metrics").text.splitlines()
+        values = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+        assert values["lowbit_mixed_steps_total"] >= 1 and values["lowbit_mixed_prompt_tokens_total"] >= 8
 
 
 def test_a_server_with_keys_and_values_in_4_bits():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,15 @@ from lowbit.formats import QuantTensor
 from lowbit.nn import QuantLinear
 from lowbit.quantize import rtn
 from lowbit.vllm.product import Product, Shard
-from lowbit.vllm.warm_up import compile_kernels, compile_soon, form_of, together, token_counts
+from lowbit.vllm.warm_up import (
+    compile_kernels,
+    compile_soon,
+    form_of,
+    named_kernels,
+    together,
+    token_counts,
+    use_kernels_file,
+)
 
 K = 512
 
@@ -146,3 +155,20 @@ def test_on_a_gpu_nothing_is_slow_in_silence():
     product, _ = layer(("w4a8_g32",), "cuda", torch.bfloat16)
     with pytest.raises(ValueError, match=r"layer: no kernel for w4a8_g32 .* use fewer ranks"):
         product.prepare("layer", torch.bfloat16)
+
+
+def test_a_kernels_file_by_name_or_beside_the_checkpoint(monkeypatch):
+    """vLLM asks for every layer; the file is installed once."""
+    used = []
+    monkeypatch.setattr("lowbit.engine.kernels.use_kernels", lambda *arguments: used.append(arguments))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    use_kernels_file("on-a-cpu.lowbit", "model")
+    assert used == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for given in ({"lowbit_kernels": "mine.lowbit"}, {}, {"other": 1}, None):
+        use_kernels_file(named_kernels(given), "model")
+    device = torch.device("cuda", 1)
+    assert used == [(device, "mine.lowbit", Path("model")), (device, None, Path("model"))]
+    with pytest.raises(ValueError, match="lowbit_kernels is the name of a kernels file"):
+        named_kernels({"lowbit_kernels": 3})

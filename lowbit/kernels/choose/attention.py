@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.candidate import Candidate, first_feasible, ordered
@@ -122,6 +123,32 @@ class DecodeTile:
         blocks = -(-tokens // self.block)
         parts = max(1, min(self.splits, -(-blocks * self.block // self.chunk)))
         return max(1, -(-blocks // max(1, -(-blocks // parts))))
+
+
+class DecodeTask(Enum):
+    """What a launch of the attention of a step computes."""
+
+    STEP = "step"
+    """One new token per slot: stores its key and value, and attends to all."""
+    APPEND = "append"
+    """Stores the keys and values of all rows, which may be several new tokens of a slot; computes nothing else."""
+    VERIFY = "verify"
+    """Attends; the keys and values of all rows are in the pages."""
+
+    @property
+    def of_rows(self) -> bool:
+        """True if positions are those of rows, not of slots."""
+        return self is not DecodeTask.STEP
+
+    @property
+    def appends(self) -> bool:
+        """True if keys and values are stored."""
+        return self is not DecodeTask.VERIFY
+
+    @property
+    def attends(self) -> bool:
+        """True if attention is computed."""
+        return self is not DecodeTask.APPEND
 
 
 @dataclass(frozen=True)

@@ -87,16 +87,17 @@ def tiles_expected(tokens: int, top_k: int, experts: int, tile_rows: int) -> tup
     return experts * mean, math.sqrt(max(experts * (square - mean * mean - shared), 0.0))
 
 
-def tile_rows_for(tokens: int, top_k: int, experts: int, batch_invariant: bool = False) -> int:
-    """Rows per tile in the list of tiles, for a number of tokens. It is 8 or 16 where few experts have more rows, and for
-    batch-invariant sums; else 64 or 128.
+def tile_rows_for(tokens: int, top_k: int, experts: int, bits: int, batch_invariant: bool = False) -> int:
+    """Rows per tile in the list of tiles, for a number of tokens and codes of `bits` bits. It is 8 or 16 where few experts have
+    more rows, and for batch-invariant sums; else 64 or 128.
 
     An expert with more rows than a tile is read several times, after the first time from L2. Missing rows of a tile cost only
     tensor-core time.
     """
     each = tokens * top_k / max(experts_hit(tokens, top_k, experts), 1.0)
-    # Where the modelled times of four models' layers cross on an H200; nothing is measured yet.
-    for rows, most in ((8, 6.0), (16, math.inf if batch_invariant else 20.0), (64, 56.0)):
+    # Where the modelled times of four models' layers cross on an H200 (2026-11-28). Those of wider codes are not measured.
+    few, some = (6.0, 24.0) if bits <= 4 else (9.0, 10.0)
+    for rows, most in ((8, few), (16, math.inf if batch_invariant else some), (64, 56.0)):
         if each <= most:
             return rows
     return MANY_ROWS[-1]
@@ -141,11 +142,15 @@ def choose(shape: ExpertShape, machine: Machine, batch_invariant: bool = False) 
 
 def most_slots(rows: int, bits: int, row_blocks: int) -> int:
     """Limit of slots in a warp's ring, by rows per tile, bits of a code and m16 row blocks; 0 where there are too many row
-    blocks. With more slots some formats with zeros or groups of 16 take more than 255 registers (Triton 3.6 and 3.9)."""
+    blocks. With more slots some formats with zeros or groups of 16 take more than 255 registers (Triton 3.6 and 3.9).
+
+    With 16 rows, 6 and 8 row blocks take 255 and spill a few registers for each task, none in the main loop: of 64 tokens, the
+    products of Mixtral-8x7B still take 0.86 of the time with 4 (H200, 2026-11-28), since the copies of x are shared by more.
+    """
     if rows == FEW_ROWS[0]:
         return (4 if bits == 7 else 12) if row_blocks <= 8 else 0
     if row_blocks > 4:
-        return 0
+        return row_blocks if row_blocks in (6, 8) and bits <= 4 else 0
     return 4 if bits > 4 or row_blocks == 4 else 8 if row_blocks < 3 else 6
 
 
@@ -191,6 +196,9 @@ _START_US = 2.8
 _STEP_US, _WIDE_STEP_US = 0.0208, 0.032
 """SM time for one row block of one k block and 8 tokens, at 8 warps per SM: for codes of up to 4 bits, and for codes of more
 bits. The second one is not measured."""
+_SIXTEEN = (1.16, 4.64)
+"""With 16 tokens, a row block takes longer by the first number plus the second number divided by the row blocks of a warp: each
+warp copies x for itself."""
 _TASK_US, _SLICE_US = 0.45, 0.004
 """Time of a task in addition to its copies: two barriers and the stores, then for each slice of K."""
 _BUSY_SMS = 7
@@ -199,45 +207,55 @@ _IN_FLIGHT = 32768
 """Bytes in flight per SM that saturate memory bandwidth; rings of 16 KiB were not measured."""
 _TAIL = 0.126
 """Share of a task's copies that the slowest block finishes after the others."""
+_DEVIATIONS = (-2.0, -1.2, -0.4, 0.4, 1.2, 2.0)
+"""Numbers of tiles for which a cost is computed, in standard deviations from the mean."""
 
 
 def _ring_cost(tile: RingTile, shape: ExpertShape, machine: Machine) -> float:
     """Start, then the busiest block: about the longer of its bytes at its share of the bandwidth and of its instructions.
 
-    The number of tiles varies from call to call. The cost is the mean for three numbers of tiles: the mean number, and one
-    standard deviation below and above it. The constants are fitted to 152 times of 8 products of Qwen3-30B-A3B's layer, 1 to 64
-    tokens (H200, 2026-11-28), with 8 % of error.
+    The number of tiles varies from call to call. The cost is the mean over numbers of tiles, weighted as in a normal
+    distribution: a tile with which the mean number of tasks just fits the SMs is slow in every second call. The constants are
+    fitted to 296 times of 23 products of four models' layers, 1 to 64 tokens (256 of Qwen3-30B-A3B's; H200, 2026-11-28), with
+    8 % of error; the chosen tile was 2 % slower than the best one in the mean, 11 % at most.
     """
     mean, deviation = tiles_expected(shape.tokens, shape.top_k, shape.experts, shape.tile_rows)
     row_bytes = 2 * shape.k * shape.bits + (shape.k // 4 if shape.bits <= 4 else 0)  # 16 rows, with scales of groups of 128
     x = tile.warps_n * shape.slots / mean * shape.k * 2
     task_bytes = tile.tile_row_blocks * row_bytes + 0.43 * x
     iterations = -(-shape.steps(128) // (tile.warps_k * tile.rounds))
-    step_us = (_WIDE_STEP_US if shape.bits > 4 else _STEP_US) * (1.3 if tile.tokens > 8 else 1.0)
+    step_us = _WIDE_STEP_US if shape.bits > 4 else _STEP_US
+    if tile.tokens > FEW_ROWS[0]:
+        step_us *= _SIXTEEN[0] + _SIXTEEN[1] / tile.row_blocks
     decode_us = iterations * tile.depth * tile.warps_n * tile.warps_k * step_us
     in_flight = min(1.0, tile.warps_n * tile.warps_k * tile.depth * 256 * shape.bits / _IN_FLIGHT)
-    total = 0.0
-    for tiles in (max(mean - deviation, 1.0), mean, mean + deviation):
+    total = weights = 0.0
+    for z in _DEVIATIONS:
+        tiles = min(max(mean + z * deviation, 1.0), shape.most_tiles)
         tasks = tiles * -(-shape.row_blocks // tile.tile_row_blocks)
         busiest = math.ceil(tasks / expert_blocks(shape, tile, machine))
         share = machine.read_bytes / max(min(tasks, machine.sm_count), machine.sm_count / _BUSY_SMS) * in_flight
         memory_us = busiest * task_bytes / share * 1e6
-        total += (memory_us**4 + (busiest * decode_us) ** 4) ** 0.25 + busiest * (_TASK_US + _SLICE_US * tile.warps_k)
-    return _START_US + total / 3 + _TAIL * task_bytes / machine.read_bytes * machine.sm_count * 1e6
+        us = (memory_us**4 + (busiest * decode_us) ** 4) ** 0.25 + busiest * (_TASK_US + _SLICE_US * tile.warps_k)
+        weight = math.exp(-z * z / 2)
+        total, weights = total + weight * us, weights + weight
+    return _START_US + total / weights + _TAIL * task_bytes / machine.read_bytes * machine.sm_count * 1e6
 
 
 # ---- many rows per expert
 
 
 _MMA_SHARES = {
-    # (tokens, row blocks, warps_n, warps_m): fraction of the rate of mma.sync in the main loop of the dense product.
-    (128, 2, 8, 1): 0.714,
-    (64, 2, 8, 1): 0.711,
-    (128, 2, 4, 2): 0.672,
-    (64, 2, 4, 2): 0.557,
-    (64, 1, 4, 2): 0.313,
-    (128, 1, 4, 2): 0.313,
+    # (tokens, row blocks, warps_n, warps_m): fraction of the rate of mma.sync in the main loop.
+    (128, 2, 8, 1): 0.674,
+    (64, 2, 8, 1): 0.599,
+    (128, 2, 4, 2): 0.573,
+    (64, 2, 4, 2): 0.5,
+    (64, 1, 4, 2): 0.452,
+    (128, 1, 4, 2): 0.489,
 }
+_MMA_TILE_US = 3.5
+"""Time of a tile besides its main loop. The constants are fitted to 30 times of 10 products (H200, 2026-11-28, w4a16_g128)."""
 
 
 def mma_tiles(shape: ExpertShape, machine: Machine) -> list[MmaTile]:
@@ -267,13 +285,15 @@ def _mma_cost(tile: MmaTile, shape: ExpertShape, machine: Machine) -> float:
     stage_us = 2 * tile.rows * tile.tokens * 64 / (share * machine.peak_mma_fp16 / machine.sm_count) * 1e6
     hit = experts_hit(shape.tokens, shape.top_k, shape.experts)
     memory_us = 1.11 * hit * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6
-    return LAUNCH_US + max(waves * (shape.steps(64) * stage_us + 2.0), memory_us)
+    return LAUNCH_US + max(waves * (shape.steps(64) * stage_us + _MMA_TILE_US), memory_us)
 
 
 _WGMMA_CYCLES = {(128, 2): (691, 630), (64, 2): (522, 435)}
 """(tokens, warpgroups): cycles for 64 columns of K of a tile in the dense product (choose/large_m.py): codes of up to 4 bits,
 then of more."""
-_SM_MHZ = 1755
+_SM_MHZ, _WGMMA_TILE_US = 1590, 2.0
+"""Fitted to 10 times of 10 products with 7 % of error (H200, 2026-11-28, int4 in groups of 128): a clock that includes what the
+products wait for, and the time of a tile besides its main loop."""
 
 
 def wgmma_tiles(shape: ExpertShape) -> list[WgmmaTile]:
@@ -301,4 +321,4 @@ def _wgmma_cost(tile: WgmmaTile, shape: ExpertShape, machine: Machine) -> float:
     hit = experts_hit(shape.tokens, shape.top_k, shape.experts)
     memory_us = 1.11 * hit * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6
     copy_us = 4 * shape.slots * shape.k / machine.read_bytes * 1e6
-    return 2 * LAUNCH_US + copy_us + max(waves * (2 * shape.steps(128) * stage_us + 1.0), memory_us)
+    return 2 * LAUNCH_US + copy_us + max(waves * (2 * shape.steps(128) * stage_us + _WGMMA_TILE_US), memory_us)

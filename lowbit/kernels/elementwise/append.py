@@ -28,7 +28,7 @@ from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from lowbit.kernels.parts.gluon import source_digest
 from lowbit.kernels.parts.kv_rows import KVRows, store_rows
 from lowbit.kernels.parts.launch import Launcher
-from lowbit.kernels.parts.rotary import angles, normed, pairs, turned
+from lowbit.kernels.parts.rotary import angles, gammas, normed, pairs, turned
 from lowbit.pack.kv_pages import KVPages
 
 HEADS = 4
@@ -69,10 +69,10 @@ def append_heads(
     given, other = pairs(rows, (head < S.heads + 2 * S.kv_heads)[:, None], d, C, False)
     x = given
     if q_norm is not None:
-        normed_x, normed_other = normed(x, other, q_norm, d, C)
+        normed_x, normed_other = normed(x, other, gammas(q_norm, d, C), C)
         x, other = tl.where(is_q, normed_x, x), tl.where(is_q, normed_other, other)
     if k_norm is not None:
-        normed_x, normed_other = normed(x, other, k_norm, d, C)
+        normed_x, normed_other = normed(x, other, gammas(k_norm, d, C), C)
         x, other = tl.where(is_q | is_v, x, normed_x), tl.where(is_q | is_v, other, normed_other)
     x = turned(x, other, cos[None, :], sin[None, :], C).to(q.dtype.element_ty)
     tl.store(q + (token * S.heads + head[:, None]) * S.head_dim + d[None, :], x, mask=is_q & lanes)

@@ -3,7 +3,7 @@
 Reads   logits fp16, bf16 or fp32 [B, V], any row stride; slots of rows; settings of slots, 64 bytes each; counts int32 [V] and
         bias fp32 [V] of the slots that use them; masks of slots with a grammar, a bit per token
 Writes  token and log-probability of each row. For each slot: its token, position and number of tokens, and the count of the
-        token; not for the last slot, a dummy that padding rows map to
+        token; not for the last slot, a dummy that padding rows map to, and not with OF_ROWS
 Passes  survey: each block computes for a chunk of 2048 tokens the largest raw logit, the sum of exponentials of raw logits, and
         the largest adjusted logit. The last block to arrive for a row combines its chunks, and samples greedy rows. With ADJUST
         False (all rows greedy, no adjustments) no other pass runs
@@ -13,6 +13,7 @@ Passes  survey: each block computes for a chunk of 2048 tokens the largest raw l
         candidates
         collect: appends the keys of candidates to a list, in the order of tokens
         settle: one block per row searches the list for the thresholds of top-k and top-p, two bits at a time, and samples
+Rows    with OF_ROWS, settings are those of rows, so that several rows may be one slot's tokens: `accept` feeds them back
 Overlap each pass may start while the previous one runs (programmatic dependent launch, sm_90). Before the wait it only reads
         the slots of rows and their settings, which no kernel writes
 Invalid rows with a NaN or +inf, or with -inf alone, get the log-probability NaN; their token is sampled as if NaN were -inf
@@ -154,13 +155,14 @@ def last_to_arrive(arrived, CHUNKS: tl.constexpr):
 
 @triton.jit
 def feed_back(
-    token, b, slot, flags, logits, words, counts, largest, log_sum, slots, tokens, positions, out_tokens, out_logprobs
+    token, b, slot, flags, logits, words, counts, largest, log_sum, slots, tokens, positions, out_tokens, out_logprobs,
+    OF_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the sampled token of a row, and advances its slot by one token."""
+    """Stores the sampled token of a row, and advances its slot by one token unless several rows may be one slot's."""
     x = cleaned(tl.load(logits + token).to(tl.float32))
     tl.store(out_tokens + b, token)
     tl.store(out_logprobs + b, -distances(x, largest) - log_sum)
-    if slot < slots - 1:
+    if (slot < slots - 1) & (not OF_ROWS):
         tl.store(tokens + slot, token)
         tl.store(positions + slot, tl.load(positions + slot) + 1)
         tl.store(words + _GENERATED, tl.load(words + _GENERATED) + 1)
@@ -173,14 +175,14 @@ def survey(
     logits, rows, settings, counts, bias, masks, ends, parts, heads, arrived, tokens, positions, out_tokens, out_logprobs,
     slots,
     V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
-    ENDS: tl.constexpr, ADJUST: tl.constexpr, OVERLAP: tl.constexpr,
+    ENDS: tl.constexpr, ADJUST: tl.constexpr, OVERLAP: tl.constexpr, OF_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Computes the largest logits of a chunk, and of a row; samples greedy rows."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     chunk, b = tl.program_id(0), tl.program_id(1)
     slot = tl.load(rows + b)
-    words = settings + slot * _WORDS
+    words = settings + (b if OF_ROWS else slot) * _WORDS
     flags = tl.load(words + _FLAGS) if ADJUST else 0
     temperature = real(words + _TEMPERATURE) if ADJUST else 0.0
     logits += b.to(tl.int64) * STRIDE
@@ -217,7 +219,7 @@ def survey(
             token = tl.load(parts + (b * CHUNKS + first) * 4 + 1)
             feed_back(
                 token, b, slot, flags, logits, words, counts, largest, log_sum, slots, tokens, positions, out_tokens,
-                out_logprobs,
+                out_logprobs, OF_ROWS,
             )  # fmt: skip
         else:
             head = heads + b * _HEAD
@@ -288,14 +290,14 @@ def weigh(
     logits, rows, settings, counts, bias, masks, ends, heads, sums, levels, offsets, totals, arrived, tokens, positions,
     out_tokens, out_logprobs, slots,
     V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
-    ENDS: tl.constexpr, OVERLAP: tl.constexpr,
+    ENDS: tl.constexpr, OVERLAP: tl.constexpr, OF_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Computes the mass of a chunk, and of a row; samples rows without top-k and top-p."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     chunk, b = tl.program_id(0), tl.program_id(1)
     slot = tl.load(rows + b)
-    words = settings + slot * _WORDS
+    words = settings + (b if OF_ROWS else slot) * _WORDS
     temperature, flags, least = real(words + _TEMPERATURE), tl.load(words + _FLAGS), least_of(words)
     logits += b.to(tl.int64) * STRIDE
     counts += slot.to(tl.int64) * V
@@ -332,7 +334,7 @@ def weigh(
                 token = chunk * SIZE + tl.sum((running <= target).to(tl.int32), 0)
                 feed_back(
                     token, b, slot, flags, logits, words, counts, real(head + _LARGEST), real(head + _LOG_SUM), slots, tokens,
-                    positions, out_tokens, out_logprobs,
+                    positions, out_tokens, out_logprobs, OF_ROWS,
                 )  # fmt: skip
 
 
@@ -354,14 +356,14 @@ def search(keys, n, level, total, words, TILE: tl.constexpr):
 def collect(
     logits, rows, settings, counts, bias, masks, ends, heads, offsets, lists,
     V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
-    ENDS: tl.constexpr, OVERLAP: tl.constexpr,
+    ENDS: tl.constexpr, OVERLAP: tl.constexpr, OF_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Appends the candidates of a chunk, in order, to the row's list."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     chunk, b = tl.program_id(0), tl.program_id(1)
     slot = tl.load(rows + b)
-    words = settings + slot * _WORDS
+    words = settings + (b if OF_ROWS else slot) * _WORDS
     temperature, flags = real(words + _TEMPERATURE), tl.load(words + _FLAGS)
     logits += b.to(tl.int64) * STRIDE
     counts += slot.to(tl.int64) * V
@@ -385,14 +387,14 @@ def settle(
     logits, rows, settings, counts, bias, masks, ends, heads, offsets, totals, lists, tokens, positions, out_tokens,
     out_logprobs, slots,
     V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
-    ENDS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+    ENDS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr, OF_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Samples a row with top-k or top-p: finds the sampled candidate's index in the list, then its chunk, then its token."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     b = tl.program_id(0)
     slot = tl.load(rows + b)
-    words = settings + slot * _WORDS
+    words = settings + (b if OF_ROWS else slot) * _WORDS
     temperature, flags = real(words + _TEMPERATURE), tl.load(words + _FLAGS)
     logits += b.to(tl.int64) * STRIDE
     counts += slot.to(tl.int64) * V
@@ -414,7 +416,7 @@ def settle(
         token = chunk * SIZE + tl.sum((inside <= rank).to(tl.int32), 0)
         feed_back(
             token, b, slot, flags, logits, words, counts, real(head + _LARGEST), real(head + _LOG_SUM), slots, tokens,
-            positions, out_tokens, out_logprobs,
+            positions, out_tokens, out_logprobs, OF_ROWS,
         )  # fmt: skip
 
 
@@ -422,10 +424,12 @@ class SamplePlan:
     """The plan of a call for one shape: created once, called many times.
 
     `rows`: B. `vocab`: V. `stride`: elements between rows of logits. `slots`: number of slots. `ends`: number of stop tokens.
-    `filters`: `any_filter` of ops/sample.py. A plan serves one GPU, one type and alignment of logits.
+    `filters`, `of_rows`: `any_filter` and `of_rows` of ops/sample.py. A plan serves one GPU, one type and alignment of logits.
     """
 
-    def __init__(self, rows: int, vocab: int, stride: int, slots: int, ends: int, filters: bool, overlap: bool) -> None:
+    def __init__(
+        self, rows: int, vocab: int, stride: int, slots: int, ends: int, filters: bool, overlap: bool, *, of_rows: bool = False
+    ) -> None:
         self.rows, self.vocab, self.slots, self.filters = rows, vocab, slots, filters
         self.chunks = -(-vocab // SIZE)
         sizes = (vocab, stride, SIZE, self.chunks, triton.next_power_of_2(self.chunks), ends)
@@ -434,7 +438,8 @@ class SamplePlan:
         self.weigh = Launcher(weigh, grid, WARPS, overlap=overlap)
         self.collect = Launcher(collect, grid, WARPS, overlap=overlap)
         self.settle = Launcher(settle, (rows, 1, 1), SEARCH_WARPS, overlap=overlap)
-        self.of_survey, self.of_chunks, self.of_settle = (*sizes, filters, overlap), (*sizes, overlap), (*sizes, TILE, overlap)
+        last = overlap, of_rows
+        self.of_survey, self.of_chunks, self.of_settle = (*sizes, filters, *last), (*sizes, *last), (*sizes, TILE, *last)
 
     @property
     def workspace(self) -> tuple[int, int]:
@@ -450,7 +455,7 @@ class SamplePlan:
 
     def __call__(self, given: SampleInputs, space: Tensor, arrived: Tensor) -> None:
         """Samples; `space` float32 and `arrived` are the workspace, all tensors on the current device."""
-        logits, rows, settings, counts, bias, masks, ends, *fed, _ = given
+        logits, rows, settings, counts, bias, masks, ends, *fed, _, _ = given
         of_slots = (logits, rows, settings, counts, bias, masks, ends)
         parts = space.view(torch.int32).split([self.rows * words for words in self._parts])
         if not self.filters:

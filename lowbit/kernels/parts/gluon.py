@@ -222,7 +222,8 @@ class _Compiling:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        # Triton caches a function's target by device, so each target needs a device of its own, which no GPU has.
+        return 1000 + self.target.arch
 
     def get_current_stream(self, device: int) -> int:
         return 0

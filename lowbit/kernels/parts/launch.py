@@ -71,7 +71,8 @@ class Launcher:
 
     `overlap`: programmatic dependent launch, for kernels that wait for the previous one themselves (sm_90). `cluster`: blocks
     per cluster, passed to Triton's launcher, which otherwise takes it from layouts that no kernel here uses. `registers`: limit
-    per thread (0: none).
+    per thread (0: none). `cooperative`: all blocks are resident at the same time, or the launch fails; for kernels whose blocks
+    wait for each other.
 
     Triton also generates 64-bit copies of integer sums and products, for an overflow check that only TRITON_DEBUG enables.
     Without TRITON_DEBUG the launcher switches this off: the machine code is the same, and the front end takes a fifth less
@@ -87,11 +88,13 @@ class Launcher:
         overlap: bool = False,
         cluster: int = 1,
         registers: int = 0,
+        cooperative: bool = False,
     ) -> None:
         self.function, self.cluster = function, cluster
         self.grid = (grid[0] // cluster, grid[1], grid[2])
         self.options = {"num_warps": warps, "sanitize_overflow": knobs.runtime.debug}
         self.options |= ({"launch_pdl": True} if overlap else {}) | ({"maxnreg": registers} if registers else {})
+        self.options |= {"launch_cooperative_grid": True} if cooperative else {}
         self.kernel: CompiledKernel | None = None
 
     def __call__(self, *arguments: Any) -> None:
@@ -99,7 +102,7 @@ class Launcher:
         recorded = getattr(_thread, "recorded", None)
         if recorded is not None:
             if self.kernel is None and self not in recorded:
-                recorded[self] = self._recorded(arguments)
+                recorded[self] = self.recorded(arguments)
         elif self.kernel is not None:
             self.kernel[self.grid](*arguments)
         elif self.cluster == 1:  # compiles and launches
@@ -111,7 +114,7 @@ class Launcher:
             self.kernel = made  # assigned only when complete, since another thread may use it immediately
             made[self.grid](*arguments)
 
-    def _recorded(self, arguments: Sequence[Any]) -> RecordedKernel:
+    def recorded(self, arguments: Sequence[Any]) -> RecordedKernel:
         """Returns the kernel's name and the properties of its arguments, without the contents of tensors."""
         function = self.function.fn
         described = tuple(map(_described, arguments, self.function.params))

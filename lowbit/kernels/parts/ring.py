@@ -158,17 +158,7 @@ class Ring:
 
         Inputs: ring + 16 lane, ring + 8 lane, ring + 4 lane, and ring + pair_bytes times the lane group.
         """
-        count = self.k_block.words + self.k_block.scale_words
-        lines = [f"cp.async.wait_group {pending};", "bar.warp.sync 0xffffffff;"]
-        out, start = 0, self.slot(d)
-        for words in BLOCK_TILES * WORD_GROUPS[self.k_block.bits]:
-            base = {4: count, 2: count + 1, 1: count + 2}[words]
-            lines.append(_load(words, out, base, start))
-            out, start = out + words, start + 128 * words
-        for _ in range(self.k_block.groups):
-            words = self.k_block.pair_bytes // 4
-            lines.append(_load(words, out, count + 3, start))
-            out, start = out + words, start + 32 * words
+        lines = [f"cp.async.wait_group {pending};", "bar.warp.sync 0xffffffff;", *loads_of(self.k_block, self.slot(d))]
         return "{\n" + "\n".join(lines) + "\n}"
 
     @property
@@ -187,6 +177,21 @@ class Ring:
             out = ", ".join(f"${4 * i + j}" for j in range(4))
             lines.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{out}}}, [${count}+{self.x_slot(d) + 512 * i}];")
         return "{\n" + "\n".join(lines) + "\n}"
+
+
+def loads_of(k_block: KBlock, start: int) -> list[str]:
+    """PTX that loads a lane's words of a k block from shared memory, codes and then scales, which begin `start` bytes after
+    `Ring.read`'s inputs."""
+    count, lines, out = k_block.words + k_block.scale_words, [], 0
+    for words in BLOCK_TILES * WORD_GROUPS[k_block.bits]:
+        base = {4: count, 2: count + 1, 1: count + 2}[words]
+        lines.append(_load(words, out, base, start))
+        out, start = out + words, start + 128 * words
+    for _ in range(k_block.groups):
+        words = k_block.pair_bytes // 4
+        lines.append(_load(words, out, count + 3, start))
+        out, start = out + words, start + 32 * words
+    return lines
 
 
 def _load(words: int, out: int, base: int, offset: int) -> str:

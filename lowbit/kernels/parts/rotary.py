@@ -48,16 +48,22 @@ def pairs(rows, exist, d, C: tl.constexpr, TWICE: tl.constexpr):
 
 
 @triton.jit
-def gammas(gamma, d, C: tl.constexpr):
+def factors(gamma, d, C: tl.constexpr):
     """Returns the factors of a norm: gamma plus the norm's offset."""
     return tl.load(gamma + d, mask=d < C.shape.head_dim, other=0.0).to(tl.float32) + C.shape.norm_offset
 
 
 @triton.jit
-def normed(heads, others, gamma, d, C: tl.constexpr):
-    """Normalises heads [n, lanes] by their root mean square, times gamma; and their partners."""
+def gammas(gamma, d, C: tl.constexpr):
+    """Returns the factors [lanes] of the norm of a head, and those of the partners of its elements."""
+    return factors(gamma, d, C), factors(gamma, partner(d, C), C)
+
+
+@triton.jit
+def normed(heads, others, gammas, C: tl.constexpr):
+    """Normalises heads [n, lanes] by their root mean square, times their gammas; and their partners."""
     root = tl.rsqrt(tl.sum(heads * heads, 1) / C.shape.head_dim + C.shape.norm_eps)[:, None]
-    return heads * root * gammas(gamma, d, C)[None, :], others * root * gammas(gamma, partner(d, C), C)[None, :]
+    return heads * root * gammas[0][None, :], others * root * gammas[1][None, :]
 
 
 @triton.jit

@@ -133,11 +133,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 def decode_reference(
     qkv: Tensor, pages: KVPages, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, shape: AttentionShape,
-    q_norm: Tensor | None = None, k_norm: Tensor | None = None, sinks: Tensor | None = None,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, sinks: Tensor | None = None, *, verify: bool = False,
 ) -> Tensor:  # fmt: skip
     """Computes `lowbit.ops.attention.decode_attention`."""
     slots = rows.long()
-    position_of = positions[slots]
+    position_of = positions if verify else positions[slots]
     q = append_reference(qkv, pages, tables, rows, position_of, cos_sin, shape, q_norm, k_norm)
     y = q.new_empty(len(q), shape.heads * shape.head_dim)
     for row, (slot, position) in enumerate(zip(slots.tolist(), position_of.tolist(), strict=True)):

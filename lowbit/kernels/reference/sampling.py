@@ -16,6 +16,7 @@ order of tokens, exceeds R * total / 2^64.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -165,28 +166,70 @@ class SampleInputs(NamedTuple):
     out_tokens: Tensor
     out_logprobs: Tensor
     any_filter: bool = True
+    of_rows: bool = False
 
 
 def sample_reference(
     logits: Tensor, rows: Tensor, words: Tensor, counts: Tensor, bias: Tensor, masks: Tensor, ends: Tensor, tokens: Tensor,
-    positions: Tensor, out_tokens: Tensor, out_logprobs: Tensor,
+    positions: Tensor, out_tokens: Tensor, out_logprobs: Tensor, of_rows: bool = False,
 ) -> None:  # fmt: skip
-    """Computes `ops.sample` row by row. `words`: int32 [slots, WORDS]; `ops.sample` documents the other arguments."""
-    floats, seeds, idle = words.view(torch.float32), words.view(torch.int64)[:, SEED // 2], len(words) - 1
+    """Computes `ops.sample` row by row. `words`: int32 [slots, WORDS], or with `of_rows` [B, WORDS]; `ops.sample` documents the
+    other arguments."""
+    floats, seeds, idle = words.view(torch.float32), words.view(torch.int64)[:, SEED // 2], len(counts) - 1
     for i, slot in enumerate(rows.tolist()):
-        raw = cleaned(logits[i])
-        x = adjusted(raw, words[slot], counts[slot], bias[slot], masks[slot], ends)
-        temperature, top_k = float(floats[slot, TEMPERATURE]), int(words[slot, TOP_K])
+        raw, own = cleaned(logits[i]), i if of_rows else slot
+        x = adjusted(raw, words[own], counts[slot], bias[slot], masks[slot], ends)
+        temperature, top_k = float(floats[own, TEMPERATURE]), int(words[own, TOP_K])
         if temperature == 0:
             token = int((x == x.max()).nonzero()[0])
         else:
-            mass = kept(x, temperature, top_k, float(floats[slot, TOP_P]), float(floats[slot, MIN_P]))
-            token = drawn(mass, int(seeds[slot]), int(words[slot, GENERATED]))
+            mass = kept(x, temperature, top_k, float(floats[own, TOP_P]), float(floats[own, MIN_P]))
+            token = drawn(mass, int(seeds[own]), int(words[own, GENERATED]))
         apart = distances(raw, raw.max())
         out_tokens[i] = token
         out_logprobs[i] = -apart[token] - apart.neg().exp().sum().log() if is_distribution(logits[i]) else math.nan
-        if slot != idle:
+        if slot != idle and not of_rows:
             tokens[slot] = token
             positions[slot] += 1
             words[slot, GENERATED] += 1
             counts[slot, token] += int(words[slot, FLAGS]) & PENALIZED
+
+
+class AcceptInputs(NamedTuple):
+    """The arguments of `lowbit::accept`; ops/accept.py documents each."""
+
+    rows: Tensor
+    given: Tensor
+    row_positions: Tensor
+    ahead: Tensor
+    sampled: Tensor
+    settings: Tensor
+    counts: Tensor
+    tokens: Tensor
+    positions: Tensor
+
+
+def accepted(given: Sequence[int], sampled: Sequence[int]) -> int:
+    """Returns how many of the tokens `sampled` after each of `given` continue a sequence: the first one, and each further one
+    as long as the token before it is the one that was given."""
+    count = 1
+    while count < len(given) and given[count] == sampled[count - 1]:
+        count += 1
+    return count
+
+
+def accept_reference(a: AcceptInputs) -> None:
+    """Computes `ops.accept`."""
+    idle, ahead = len(a.counts) - 1, a.ahead.tolist()
+    for i, slot in enumerate(a.rows.tolist()):
+        if ahead[i] or slot == idle:
+            continue
+        rows = 1
+        while i + rows < len(ahead) and ahead[i + rows] == rows:
+            rows += 1
+        count = accepted(a.given[i : i + rows].tolist(), a.sampled[i : i + rows].tolist())
+        a.tokens[slot] = a.sampled[i + count - 1]
+        a.positions[slot] = a.row_positions[i] + count
+        a.settings[slot, GENERATED] += count
+        if a.settings[slot, FLAGS] & PENALIZED:
+            a.counts[slot] += torch.bincount(a.sampled[i : i + count], minlength=a.counts.shape[1])

@@ -14,6 +14,7 @@ Token   every program turns q, rotates it if keys are rotated, and divides it by
         stores the new k and v, and uses them as stored
 Overlap page tables, positions and the first block are read before the wait for the previous kernel (sm_90), as in
         paged_attention.py
+Verify  as in paged_attention.py: a launch of its own stores the keys and values of all rows
 Smem    largest scores and sums of p of each thread; q; its largest elements; the sums of the 4 warps
 Combine warps are added in shared memory, splits by the last one to arrive, both in order: same input, same bits. A rotation of
         V is undone on the result
@@ -26,14 +27,14 @@ Source  splits of keys and values: Dao et al., Flash-Decoding (2023); scales out
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lowbit.formats.kv import KVFormat, KVScheme, head_block
 from lowbit.hardware.machine import Machine
-from lowbit.kernels.choose.attention import PAGE, AttentionShape, DecodeTile
+from lowbit.kernels.choose.attention import PAGE, AttentionShape, DecodeTask, DecodeTile
 from lowbit.kernels.choose.packed_attention import most_registers
 from lowbit.kernels.parts.gluon import aggregate, asm, barrier, gl, gluon, ptx, run, source_digest
 from lowbit.kernels.parts.head_rows import (
@@ -106,6 +107,7 @@ class PackedAttention:
     k_rotated: bool
     v_rotated: bool
     overlap: bool
+    task: DecodeTask = DecodeTask.STEP
     page: int = PAGE
     digest: str = source_digest()
 
@@ -479,8 +481,9 @@ def store_codes(pages, codes, scales, scale, page, place, head, d, VALUES: gl.co
 
 @gluon.jit
 def new_token(qkv_row, k, v, k_scale, v_scale, table, row, q, most, k_norm, cos, sin, d, C: gl.constexpr):
-    """Quantizes and stores the new key and value. Stores the token's score for each row of q, and its value, both as stored in
-    the pages, in shared memory. q is the quotient by its largest element `most` [128]."""
+    """Quantizes the new key and value, and stores them unless they are in the pages already. Unless it only appends, stores the
+    token's score for each row of q, and its value, both as stored in the pages, in shared memory. q is the quotient by its
+    largest element `most` [128]."""
     LAYOUT: gl.constexpr = C.rows_layout
     K: gl.constexpr = C.k
     V: gl.constexpr = C.v
@@ -493,25 +496,29 @@ def new_token(qkv_row, k, v, k_scale, v_scale, table, row, q, most, k_norm, cos,
         x = rotated(x, C)
     scale = row_scale(x, C.k_largest)
     codes = row_codes(x, scale, K)
-    store_codes(k, codes, k_scale, scale, page, place, row.head, d, False, C)
-    score = row_sum(q * gl.where(d < C.shape.head_dim, code_values(codes, K), 0.0)) * scale.to(gl.float32)
+    if C.task.appends:
+        store_codes(k, codes, k_scale, scale, page, place, row.head, d, False, C)
+    if C.task.attends:
+        score = row_sum(q * gl.where(d < C.shape.head_dim, code_values(codes, K), 0.0)) * scale.to(gl.float32)
     values = qkv_row + (C.shape.heads + C.shape.kv_heads + row.head) * C.shape.head_dim + d
     x = gl.load(values, mask=d < C.shape.head_dim, other=0.0).to(gl.float32)
     if C.v_rotated:
         x = rotated(x, C)
     scale = row_scale(x, C.v_largest)
     codes = row_codes(x, scale, V)
-    store_codes(v, codes, v_scale, scale, page, place, row.head, d, True, C)
-    thread = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
-    to = start_of(C.at_score + thread // 16 * 4, C)
-    score = powers(score * most * C.score_factor, C)
-    gl.inline_asm_elementwise(C.store_shared, "=r,r,f", [to, score], dtype=gl.int32, is_pure=False, pack=1)
-    value = code_values(codes, V) * scale.to(gl.float32)[:, None]
-    exists = ((thread < 16)[:, None] & (d < C.head_dim)).to(gl.int32)
-    gl.inline_asm_elementwise(
-        C.store_floats, C.store_floats_constraints, [value, start_of(C.at_value + d * 4, C), exists], dtype=gl.int32,
-        is_pure=False, pack=8,
-    )  # fmt: skip
+    if C.task.appends:
+        store_codes(v, codes, v_scale, scale, page, place, row.head, d, True, C)
+    if C.task.attends:
+        thread = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
+        to = start_of(C.at_score + thread // 16 * 4, C)
+        score = powers(score * most * C.score_factor, C)
+        gl.inline_asm_elementwise(C.store_shared, "=r,r,f", [to, score], dtype=gl.int32, is_pure=False, pack=1)
+        value = code_values(codes, V) * scale.to(gl.float32)[:, None]
+        exists = ((thread < 16)[:, None] & (d < C.head_dim)).to(gl.int32)
+        gl.inline_asm_elementwise(
+            C.store_floats, C.store_floats_constraints, [value, start_of(C.at_value + d * 4, C), exists], dtype=gl.int32,
+            is_pure=False, pack=8,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -662,7 +669,7 @@ def packed_attention(
     LAYOUT: gl.constexpr = C.rows_layout
     b, part = gl.program_id(1), gl.program_id(2)
     slot = gl.load(rows + b)
-    position = gl.load(positions + slot)
+    position = gl.load(positions + (b if C.task.of_rows else slot))
     oldest = position * 0
     if C.shape.window > 0:
         oldest = gl.maximum(position - C.shape.window + 1, 0)
@@ -679,16 +686,20 @@ def packed_attention(
         begin = first + part * per
         end = gl.minimum(begin + per, first + pages)
         table = tables + slot.to(gl.int64) * table_stride
+        if C.overlap and not C.task.appends:  # the previous kernel stores keys that are read below
+            wait_for_previous_kernel()
+            launch_next_kernel()
         page = page_of(table, begin, end)
-        live = has_tokens(begin, end, oldest, position, at)
-        loaded_k = load_block(k, k_scale, page, row.head, live, at, B.k_vectors, C)
-        loaded_v = ()
-        if not C.one_at_a_time:
-            loaded_v = load_block(v, v_scale, page, row.head, live, at, B.v_vectors, C)
+        loaded_k, loaded_v = (), ()
+        if C.task.attends:
+            live = has_tokens(begin, end, oldest, position, at)
+            loaded_k = load_block(k, k_scale, page, row.head, live, at, B.k_vectors, C)
+            if not C.one_at_a_time:
+                loaded_v = load_block(v, v_scale, page, row.head, live, at, B.v_vectors, C)
         later = page_of(table, begin + 1, end)
         d = element_index(C)
         cos, sin = angles(cos_sin, position, d, C)
-        if C.overlap:
+        if C.overlap and C.task.appends:
             wait_for_previous_kernel()
             launch_next_kernel()
 
@@ -701,31 +712,41 @@ def packed_attention(
         most = row_max(gl.abs(q))
         most += row_sum(q * 0.0)  # NaN for rows that are not finite
         q = q * gl.where(most > 0, 1.0 / most, most)[:, None]
-        share_q(q, most, d, C)
+        if C.task.attends:
+            share_q(q, most, d, C)
         if part == 0:
             new_token(qkv_row, k, v, k_scale, v_scale, table, row, q, most, k_norm, cos, sin, d, C)
-        barrier()
-        y, top, total = attend_to_pages(
-            k, v, k_scale, v_scale, table, begin, end, oldest, row, loaded_k, loaded_v, page, later, at, C
-        )  # fmt: skip
-        share_sums(shared, y, top, total, at, C)
-        barrier()
-        y, top, total = add_warps(sinks, row, d, C)
-        finish(out, partial, arrived, y, top, total, row, d, C)
+        if C.task.attends:
+            barrier()
+            y, top, total = attend_to_pages(
+                k, v, k_scale, v_scale, table, begin, end, oldest, row, loaded_k, loaded_v, page, later, at, C
+            )  # fmt: skip
+            share_sums(shared, y, top, total, at, C)
+            barrier()
+            y, top, total = add_warps(sinks, row, d, C)
+            finish(out, partial, arrived, y, top, total, row, d, C)
 
 
 class PackedAttentionPlan:
     """The plan of a decode step's attention over packed pages: created once, called many times.
 
     A plan serves one GPU, one type of q and one type of gammas; all tensors are contiguous and start at multiples of 16 bytes.
+    verify: rows may be several new tokens of a sequence, and positions are those of rows; takes two launches.
     """
 
-    def __init__(self, rows: int, shape: AttentionShape, kv: KVScheme, tile: DecodeTile, machine: Machine) -> None:
+    def __init__(
+        self, rows: int, shape: AttentionShape, kv: KVScheme, tile: DecodeTile, machine: Machine, *, verify: bool = False
+    ) -> None:
         self.rows, self.shape, self.tile = rows, shape, tile
         overlap = machine.arch.sm >= 90
-        self.config = PackedAttention(shape, kv.k.name, kv.v.name, kv.k.rotated, kv.v.rotated, overlap)
+        task = DecodeTask.VERIFY if verify else DecodeTask.STEP
+        self.config = PackedAttention(shape, kv.k.name, kv.v.name, kv.k.rotated, kv.v.rotated, overlap, task)
         grid = (shape.kv_heads * self.config.subgroups, rows, tile.splits)
         registers = most_registers(shape, kv)
+        self.append: Launcher | None = None
+        if verify:
+            self.append_config = replace(self.config, task=DecodeTask.APPEND)
+            self.append = Launcher(packed_attention, (*grid[:2], 1), WARPS, overlap=overlap, registers=registers)
         self.launch = Launcher(packed_attention, grid, WARPS, overlap=overlap, registers=registers)
 
     @property
@@ -743,8 +764,11 @@ class PackedAttentionPlan:
     ) -> Tensor:  # fmt: skip
         """Returns out [B, heads * head_dim]; all tensors on the current device."""
         out = torch.empty((self.rows, self.shape.heads * self.shape.head_dim), dtype=qkv.dtype, device=qkv.device)
-        self.launch(
+        given = (
             out, qkv, *pages.tensors, tables, positions, rows, cos_sin, q_norm, k_norm, sinks, partial, arrived,
-            tables.stride(0), self.tile.splits, self.tile.chunk // PAGE, self.config,
+            tables.stride(0), self.tile.splits, self.tile.chunk // PAGE,
         )  # fmt: skip
+        if self.append is not None:
+            self.append(*given, self.append_config)
+        self.launch(*given, self.config)
         return out

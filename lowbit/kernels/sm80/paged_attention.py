@@ -10,9 +10,12 @@ Grid    kv heads x rows x splits; it stays the same while contexts change. A pro
 Program one split of one kv head, whose query heads are 16 rows of mma.sync. While a block of keys and values is multiplied, the
         next one is loaded to registers, or several to shared memory (`DecodeTile.stages`). Split 0 includes the new token,
         without reading it back from memory
-Overlap page tables, positions and, with one stage, the first block of old keys are read before the wait for the previous kernel
-        (sm_90). No kernel of this step writes them. The previous step is complete, because the first kernel of a step lets the
-        next one start only after it has waited itself
+Overlap page tables, positions, gammas (by four warps) and, with one stage, the first block of old keys are read before the
+        wait for the previous kernel (sm_90). No kernel of this step writes them. The previous step is complete, because the
+        first kernel of a step lets the next one start only after it has waited itself
+Verify  with several new tokens of a sequence among the rows (`task`), a launch of its own stores the keys and values of all
+        rows: the same kernel up to the append. The next launch waits for it, then reads all keys before the row's position
+        from the pages. A row has the bits of a step of this token alone
 Combine the last split to arrive for a row and kv head adds all splits in order; a counter, which is zero afterwards, identifies
         it
 Sinks   an additional score per head without a value: split 0 starts with it and the new token
@@ -25,7 +28,7 @@ Source  splits of keys and values: Dao et al., Flash-Decoding (2023); online sof
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -34,10 +37,10 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from lowbit.hardware.machine import Machine
-from lowbit.kernels.choose.attention import PAGE, AttentionShape, DecodeTile, combine_round
+from lowbit.kernels.choose.attention import PAGE, AttentionShape, DecodeTask, DecodeTile, combine_round
 from lowbit.kernels.parts.gluon import source_digest
 from lowbit.kernels.parts.launch import Launcher
-from lowbit.kernels.parts.rotary import angles, normed, pairs, turned
+from lowbit.kernels.parts.rotary import angles, gammas, normed, pairs, turned
 from lowbit.pack.kv_pages import KVPages
 
 
@@ -48,6 +51,7 @@ class PagedAttention:
     shape: AttentionShape
     tile: DecodeTile
     overlap: bool
+    task: DecodeTask = DecodeTask.STEP
     page: int = PAGE
     digest: str = source_digest()
 
@@ -91,10 +95,20 @@ class PagedAttention:
         return 1 if self.tile.warps == 1 else 16
 
     @property
+    def early_gammas(self) -> bool:
+        """True if gammas are loaded before the wait for the previous kernel. Done where there are enough registers."""
+        return self.tile.warps == 4
+
+    @property
+    def few_heads(self) -> bool:
+        """True if splits are combined with weights by head (`combine`)."""
+        return self.group_rows <= 4
+
+    @property
     def ahead(self) -> bool:
         """True if the next splits' results are loaded while the weights of all splits are computed and previous results are
         added. Done where there are enough registers."""
-        few = self.group_rows <= 4 and self.lanes <= 32 * self.tile.warps
+        few = self.few_heads and self.lanes <= 32 * self.tile.warps
         return few and self.copies > 1 and self.tile.stages == 1
 
     @property
@@ -158,21 +172,22 @@ def with_sink(score, sinks, head, C: tl.constexpr):
 
 
 @triton.jit
-def append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C: tl.constexpr):
+def append(k, v, qkv_row, table, position, head, part, cos, sin, k_gammas, C: tl.constexpr):
     """In split 0, stores the new token's k (after RoPE) and v in the pages, and returns both as they are stored, [C.copies,
-    lanes]. In other splits, returns zeros and stores nothing."""
+    lanes]. In other splits, returns zeros and stores nothing. If all rows are in the pages already, nothing is stored."""
     d, r = tl.arange(0, C.lanes), tl.arange(0, C.copies)[:, None]
     own = part + r * 0 == 0
     rows = qkv_row + (C.shape.heads + head + r * 0) * C.shape.head_dim
     exist = (d < C.shape.head_dim)[None, :] & own
     new_k, other = pairs(rows, own, d, C, C.copies > 1)
     new_v = tl.load(rows + C.shape.kv_heads * C.shape.head_dim + d[None, :], mask=exist, other=0.0)
-    if k_norm is not None:
-        new_k, other = normed(new_k, other, k_norm, d, C)
+    if k_gammas is not None:
+        new_k, other = normed(new_k, other, k_gammas, C)
     new_k = turned(new_k, other, cos, sin, C).to(k.dtype.element_ty)
-    to = block_base(table, position, position + 1, head, C) + r * 0 + d[None, :]
-    tl.store(k + to, new_k, mask=(r == 0) & exist)
-    tl.store(v + to, new_v, mask=(r == 0) & exist)
+    if C.task.appends:
+        to = block_base(table, position, position + 1, head, C) + r * 0 + d[None, :]
+        tl.store(k + to, new_k, mask=(r == 0) & exist)
+        tl.store(v + to, new_v, mask=(r == 0) & exist)
     return new_k, new_v
 
 
@@ -243,6 +258,39 @@ def combine(out, sums, tops, active, C: tl.constexpr):
 
 
 @triton.jit
+def combine_wide(out, sums, tops, active, C: tl.constexpr):
+    """As `combine`, for many heads: the weights of all splits of a round are one tile [splits, rows]. Weights by head, as
+    `add_parts` has them, would take C.round * group scalar loads and exponentials in every thread."""
+    GROUP: tl.constexpr = C.group
+    ROUND: tl.constexpr = C.round
+    ROWS: tl.constexpr = C.group_rows
+    LANES: tl.constexpr = C.lanes
+    SPLITS: tl.constexpr = C.tile.splits
+    r, d = tl.arange(0, ROWS), tl.arange(0, LANES)
+    part = tl.arange(0, SPLITS)[:, None]
+    exist = (part < active) & (r < GROUP)[None, :]
+    at = tops + (part * GROUP + r[None, :]) * 2
+    top = tl.load(at, mask=exist, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(at + 1, mask=exist, other=0.0, cache_modifier=".cg")
+    highest = tl.where(r < GROUP, tl.max(top, 0), 0.0)
+    factor = 1.0 / tl.where(r < GROUP, tl.sum(total * tl.exp2(top - highest[None, :]), 0), 1.0)
+    y = tl.zeros([ROWS, LANES], tl.float32)
+    i = tl.arange(0, ROUND)[:, None]
+    for first in range(0, active, ROUND):
+        here = (first + i < active) & (r < GROUP)[None, :]
+        place = (first + i) * GROUP + r[None, :]
+        lanes = here[:, :, None] & (d < C.shape.head_dim)[None, None, :]
+        values = tl.load(
+            sums + place[:, :, None] * C.shape.head_dim + d[None, None, :], mask=lanes, other=0.0, cache_modifier=".cg"
+        )
+        relative = tl.load(tops + place * 2, mask=here, other=float("-inf"), cache_modifier=".cg")
+        weight = tl.exp2(relative - highest[None, :]) * factor[None, :]
+        y += tl.sum(values * weight[:, :, None], 0)
+    exist = (r < GROUP)[:, None] & (d < C.shape.head_dim)[None, :]
+    tl.store(out + r[:, None] * C.shape.head_dim + d[None, :], y.to(out.dtype.element_ty), mask=exist)
+
+
+@triton.jit
 def finish(out, partial, arrived, y, top, total, b, head, part, active, C: tl.constexpr):
     """Stores the result of a row that has a single split. With several splits, stores this split's partial result; the last
     split to arrive combines all of them."""
@@ -264,7 +312,10 @@ def finish(out, partial, arrived, y, top, total, b, head, part, active, C: tl.co
         tl.debug_barrier()  # all threads' stores are visible before the counter
         if tl.atomic_add(arrived + place, 1, sem="acq_rel") == active - 1:
             tl.store(arrived + place, 0)
-            combine(out, sums, tops, active, C)
+            if C.few_heads:
+                combine(out, sums, tops, active, C)
+            else:
+                combine_wide(out, sums, tops, active, C)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -278,7 +329,7 @@ def paged_attention(
     STAGES: tl.constexpr = C.tile.stages
     head, b, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(rows + b)
-    position = tl.load(positions + slot)
+    position = tl.load(positions + (b if C.task.of_rows else slot))
     oldest = position * 0
     if C.shape.window > 0:
         oldest = tl.maximum(position - C.shape.window + 1, 0)
@@ -292,6 +343,9 @@ def paged_attention(
     begin = (first + part * per) * BLOCK
     end = tl.minimum(begin + per * BLOCK, position)
     table = tables + slot.to(tl.int64) * table_stride
+    if C.overlap and not C.task.appends:  # the previous kernel stores keys that are read below
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     base = block_base(table, begin, end, head, C)
     if STAGES == 1:
         keys = load_block(k, base, begin, oldest, end, C)
@@ -299,16 +353,30 @@ def paged_attention(
         base = block_base(table, begin + BLOCK, end, head, C)
     d, r = tl.arange(0, C.lanes), tl.arange(0, 16)
     cos, sin = angles(cos_sin, position + tl.arange(0, C.copies)[:, None] * 0, d[None, :], C)
-    if C.overlap:
+    q_gammas, k_gammas = None, None
+    if C.early_gammas and q_norm is not None and C.task.attends:
+        q_gammas = gammas(q_norm, d, C)
+    if C.early_gammas and k_norm is not None:
+        k_gammas = gammas(k_norm, d, C)
+    if C.overlap and C.task.appends:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
 
     qkv_row = qkv + b.to(tl.int64) * C.shape.features
+    if not C.task.attends:
+        if not C.early_gammas and k_norm is not None:
+            k_gammas = gammas(k_norm, d, C)
+        append(k, v, qkv_row, table, position, head, part, cos, sin, k_gammas, C)
+        return
     q, other = pairs(qkv_row + (head * G + r % G)[:, None] * C.shape.head_dim, (r >= 0)[:, None], d, C, C.copies > 1)
+    if not C.early_gammas and q_norm is not None:
+        q_gammas = gammas(q_norm, d, C)
     if C.copies > 1:  # loaded with q
-        new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C)
+        if not C.early_gammas and k_norm is not None:
+            k_gammas = gammas(k_norm, d, C)
+        new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, k_gammas, C)
     if q_norm is not None:
-        q, other = normed(q, other, q_norm, d, C)
+        q, other = normed(q, other, q_gammas, C)
     q = turned(q, other, cos, sin, C).to(k.dtype.element_ty)
     top = tl.full([16], float("-inf"), tl.float32)
     total = tl.zeros([16], tl.float32)
@@ -325,7 +393,10 @@ def paged_attention(
             total += tl.where(part == 0, both, 0.0)
             y += new_v.to(tl.float32) * own[:, None]
     elif part == 0:
-        new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C)
+        if k_norm is None:
+            new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, None, C)
+        else:
+            new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, gammas(k_norm, d, C), C)
         top = powers(tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1), C)
         if sinks is None:
             total += 1.0
@@ -363,12 +434,19 @@ class PagedAttentionPlan:
     """The plan of a decode step's attention: created once, called many times.
 
     A plan serves one GPU, one type of q, k and v and one type of gammas; all tensors are contiguous and start at multiples of
-    16 bytes.
+    16 bytes. verify: rows may be several new tokens of a sequence, and positions are those of rows; takes two launches.
     """
 
-    def __init__(self, rows: int, shape: AttentionShape, tile: DecodeTile, machine: Machine) -> None:
+    def __init__(
+        self, rows: int, shape: AttentionShape, tile: DecodeTile, machine: Machine, *, verify: bool = False
+    ) -> None:  # fmt: skip
         self.rows, self.shape, self.tile = rows, shape, tile
-        self.config = PagedAttention(shape, tile, overlap=machine.arch.sm >= 90)
+        overlap = machine.arch.sm >= 90
+        self.config = PagedAttention(shape, tile, overlap, DecodeTask.VERIFY if verify else DecodeTask.STEP)
+        self.append: Launcher | None = None
+        if verify:
+            self.append_config = replace(self.config, task=DecodeTask.APPEND)
+            self.append = Launcher(paged_attention, (shape.kv_heads, rows, 1), tile.warps, overlap=overlap)
         grid = (shape.kv_heads, rows, tile.splits)
         # By default ptxas spills a little rather than use more than 168 registers. Tiles with several stages need no more than
         # 168.
@@ -389,8 +467,11 @@ class PagedAttentionPlan:
     ) -> Tensor:  # fmt: skip
         """Returns out [B, heads * head_dim]; all tensors on the current device."""
         out = torch.empty((self.rows, self.shape.heads * self.shape.head_dim), dtype=qkv.dtype, device=qkv.device)
-        self.launch(
+        given = (
             out, qkv, pages.k, pages.v, tables, positions, rows, cos_sin, q_norm, k_norm, sinks, partial, arrived,
-            tables.stride(0), self.config,
+            tables.stride(0),
         )  # fmt: skip
+        if self.append is not None:
+            self.append(*given, self.append_config)
+        self.launch(*given, self.config)
         return out

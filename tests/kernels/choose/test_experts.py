@@ -47,9 +47,9 @@ def test_expected_tiles_are_those_of_random_choices(tokens, top_k, count, rows):
 
 
 def test_more_rows_take_larger_tiles():
-    rows = [tile_rows_for(tokens, 8, 128) for tokens in (1, 4, 16, 64, 256, 1024, 4096)]
+    rows = [tile_rows_for(tokens, 8, 128, 4) for tokens in (1, 4, 16, 64, 256, 1024, 4096)]
     assert rows == sorted(rows) and rows[:4] == [8, 8, 8, 8] and rows[-1] == 128
-    assert {tile_rows_for(tokens, 8, 128, batch_invariant=True) for tokens in (1, 64, 1024, 65536)} == {8, 16}
+    assert {tile_rows_for(tokens, 8, 128, 4, batch_invariant=True) for tokens in (1, 64, 1024, 65536)} == {8, 16}
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.product)
@@ -59,7 +59,7 @@ def test_every_model_has_a_tile_that_fits(name, machine):
     for bits in (4, 6, 8):
         for n, k, per_slot in ((2 * size, hidden, False), (hidden, size, True)):
             for tokens in (1, 4, 16, 64, 256, 1024):
-                rows = tile_rows_for(tokens, top_k, count)
+                rows = tile_rows_for(tokens, top_k, count, bits)
                 shape = ExpertShape(tokens, top_k, count, n, k, bits, rows, per_slot)
                 tile = choose(shape, machine)
                 assert isinstance(tile, RingTile if rows <= 16 else MmaTile | WgmmaTile) and tile.tokens == rows

@@ -155,4 +155,7 @@ def test_the_same_on_a_cpu(dtype):
             options = {key: value for key, value in options.items() if key != "static"}
             here, there = (quantize_activations(x.to(d), name, rule=rule.value, **options) for d in ("cpu", "cuda"))
             for one, other in zip(here, there, strict=True):
-                assert one is None or same(other.cpu().contiguous(), one), (name, rule, options)
+                if isinstance(one, torch.Tensor):
+                    assert same(other.cpu().contiguous(), one), (name, rule, options)
+                else:  # the dtype of x, or no such field
+                    assert one == other

@@ -95,8 +95,8 @@ def check(settings, rows, logits, filters=True):
     """Checks tokens, state and log-probabilities against the reference, and that every call leaves the counters at zero."""
     state = state_of(settings, logits.shape[1], logits.device, masked=MASKED if filters else ())
     wanted, got = call(state, rows, logits)._replace(logits=logits.cpu()), call(state, rows, logits)
-    wanted = SampleInputs(*(t.cpu() for t in wanted[:-1]))
-    sampling.sample_reference(*wanted[:-1])
+    wanted = SampleInputs(*(t.cpu() for t in wanted[:-2]))
+    sampling.sample_reference(*wanted[:-2])
     overlap = logits.is_cuda and machine_of(logits.device).arch.sm >= 90
     ends = len(state.ends)
     plan = SamplePlan(len(rows), logits.shape[1], logits.stride(0), len(state.settings), ends, filters, overlap)
@@ -105,15 +105,43 @@ def check(settings, rows, logits, filters=True):
     arrived = torch.zeros(counters, dtype=torch.int32, device=logits.device)
     plan(got, space, arrived)
     assert not arrived.any()
-    for name, one, other in zip(SampleInputs._fields[1:-2], got[1:-2], wanted[1:-2], strict=True):
+    for name, one, other in zip(SampleInputs._fields[1:-3], got[1:-3], wanted[1:-3], strict=True):
         assert torch.equal(one.cpu(), other), (name, rows, logits.shape, one, other)
     torch.testing.assert_close(got.out_logprobs.cpu(), wanted.out_logprobs, rtol=1e-5, atol=2e-5, equal_nan=True)
     if not logits.is_cuda and logits.numel() > 1 << 12:
         return  # the interpreter is slow
     again = call(state, rows, logits)
     plan(again, space.fill_(-1e30), arrived)
-    both = ([t.view(torch.int32) for t in given[2:-1]] for given in (again, got))  # a NaN is not equal to itself
+    both = ([t.view(torch.int32) for t in given[2:-2]] for given in (again, got))  # a NaN is not equal to itself
     assert all(torch.equal(one, other) for one, other in zip(*both, strict=True)), "the same bits every time"
+
+
+def check_of_rows(settings, rows, ahead, logits):
+    """Checks rows with settings of their own: several of a slot sample as one after the other, and the slots do not change."""
+    state = state_of(settings, logits.shape[1], logits.device)
+    rows_ = torch.tensor(rows, dtype=torch.int32, device=logits.device)
+    own = state.of_rows(rows_, torch.tensor(ahead, dtype=torch.int32, device=logits.device))
+    given = call(state, rows, logits)._replace(settings=own, of_rows=True)
+    before = SampleInputs(*(t.clone() for t in given[:-2]))
+    overlap = logits.is_cuda and machine_of(logits.device).arch.sm >= 90
+    sizes = len(rows), logits.shape[1], logits.stride(0), len(state.counts), len(state.ends)
+    plan = SamplePlan(*sizes, True, overlap, of_rows=True)
+    words, counters = plan.workspace
+    plan(
+        given,
+        torch.full((words,), float("nan"), device=logits.device),
+        torch.zeros(counters, dtype=torch.int32, device=logits.device),
+    )
+    for name in ("settings", "counts", "tokens", "positions"):
+        assert torch.equal(getattr(given, name), getattr(before, name)), name
+    for row, (slot, more) in enumerate(zip(rows, ahead, strict=True)):
+        alone = state_of(settings, logits.shape[1])
+        if slot < len(settings):
+            alone.generated[slot] += more
+        single = call(alone, [slot], logits[row : row + 1].cpu())
+        sampling.sample_reference(*single[:-2])
+        assert given.out_tokens[row] == single.out_tokens[0]
+        torch.testing.assert_close(given.out_logprobs[row].cpu(), single.out_logprobs[0], rtol=1e-5, atol=2e-5, equal_nan=True)
 
 
 @triton.jit
@@ -158,6 +186,7 @@ def check_without_a_gpu():
     for batch in (1, 3, 8):
         check(SETTINGS, [2, 0, 4, 1, LAST, 9, LAST, 3][:batch], hard_logits(batch, 3000, torch.float32))
         check([Sampling()] * 4, [3, 0, 4, 4, 1, 4, 2, 4][:batch], hard_logits(batch, 5000, torch.float16, 8), filters=False)
+    check_of_rows(SETTINGS, [1, 1, 1, 4, 4, 2, LAST, 6, 6], [0, 1, 2, 0, 1, 0, 0, 0, 1], hard_logits(9, 2100, torch.float16))
     for spread in (0.0, 1e-4, 40.0, 1e4):  # all equal; all within a few keys; one dominant logit
         check(SETTINGS, [1, 2, 3, 4, 6], hard_logits(5, 2100, torch.float32, spread=spread))
     for value in (float("-inf"), float("nan"), float("inf")):
@@ -288,6 +317,8 @@ def test_bit_equal_to_the_reference_on_a_gpu(vocab, dtype, gap):
             check(SETTINGS, rows, hard_logits(batch, vocab, dtype, gap, spread, "cuda"))
         slots = [*range(8)][:batch] + [8] * (batch - 8)
         check([Sampling()] * 8, slots, hard_logits(batch, vocab, dtype, gap, device="cuda"), filters=False)
+    rows, ahead = [1, 1, 1, 4, 4, 2, LAST, 6, 6], [0, 1, 2, 0, 1, 0, 0, 0, 1]
+    check_of_rows(SETTINGS, rows, ahead, hard_logits(9, vocab, dtype, gap, device="cuda"))
 
 
 @gpu

@@ -39,10 +39,10 @@ def ring(m=1, n=256, k=512, scheme="w8a16"):
     return lambda: plan(x, codes, None, scale, None, torch.empty(1), torch.empty(1, dtype=torch.int32))
 
 
-def gate(m=1):
+def gate(m=1, machine=H200):
     from lowbit.kernels.elementwise.gate import GatePlan
 
-    plan = GatePlan(m, 512, "silu", True, H200)
+    plan = GatePlan(m, 512, "silu", True, machine)
     return lambda: plan(*torch.empty(m, 1024, dtype=torch.half).chunk(2, dim=1))
 
 

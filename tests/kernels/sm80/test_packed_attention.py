@@ -11,9 +11,18 @@ import torch
 
 from lowbit.formats.kv import parse_kv
 from lowbit.hardware.machine import machine_of, typical_machine
-from lowbit.kernels.choose.attention import DecodeTile
+from lowbit.kernels.choose.attention import DecodeTask, DecodeTile
 from lowbit.pack.kv_pages import KVPages
-from tests.kernels.attention import compare_packed, make_case, packed, shape
+from tests.kernels.attention import (
+    compare_packed,
+    compare_verified,
+    make_case,
+    one_by_one,
+    packed,
+    several_tokens,
+    shape,
+    with_task,
+)
 from tests.kernels.calls import meta
 from tests.kernels.ptx import execute
 from tests.kernels.sass import TRITON, compile_plan
@@ -33,7 +42,7 @@ def tile_for(splits, chunk=128):
 
 
 @functools.cache
-def compiled(given, kv, sm=90, dtype=torch.float16, norms=None, sinks=None):
+def compiled(given, kv, sm=90, dtype=torch.float16, norms=None, sinks=None, task=DecodeTask.STEP):
     """The kernel of a decode step; `norms` and `sinks` are the dtypes of gammas and sinks. Splits are arguments."""
     whole = lambda *size: meta(size, torch.int32)  # noqa: E731
     pages = KVPages.make(parse_kv(kv), 100, given.kv_heads, given.head_dim, dtype, "meta")
@@ -41,29 +50,35 @@ def compiled(given, kv, sm=90, dtype=torch.float16, norms=None, sinks=None):
     state = whole(9, 64), whole(9), whole(4), meta((8192, given.rotary_dim), torch.float32), gamma, gamma
     sink = None if sinks is None else meta((given.heads,), sinks)
     call = (meta((4, given.features), dtype), pages, *state, sink, meta((1,), torch.float32), whole(1))
-    plan = PackedAttentionPlan(4, given, parse_kv(kv), tile_for(4), typical_machine(sm))
-    return compile_plan(plan, call, sm)
+    plan = PackedAttentionPlan(
+        4, given, parse_kv(kv), tile_for(4), typical_machine(sm), verify=task is not DecodeTask.STEP
+    )  # fmt: skip
+    return compile_plan(with_task(plan, task), call, sm)
 
 
 def emulated(plan, case, sm, partial, arrived):
     """The output of a plan on a CPU."""
     launched = []
-    launch, plan.launch = plan.launch, lambda *arguments: launched.append(arguments)
+    launches = [launch for launch in (plan.append, plan.launch) if launch is not None]
+    for name in ("append", "launch")[-len(launches) :]:
+        setattr(plan, name, lambda *arguments: launched.append(arguments))
     out = plan(*case.arguments, partial, arrived).fill_(torch.nan)
-    plan.launch = launch
     types = [None if t is None else t.dtype for t in (case.q_norm, case.sinks)]
-    kernel = compiled(case.shape, str(case.pages.scheme), sm, case.qkv.dtype, *types)
-    execute(kernel.ptx, kernel.shared_bytes, launched[0][:-1], launch.grid, 128)
+    for launch, (*arguments, config) in zip(launches, launched, strict=True):
+        kernel = compiled(case.shape, str(case.pages.scheme), sm, case.qkv.dtype, *types, config.task)
+        execute(kernel.ptx, kernel.shared_bytes, arguments, launch.grid, 128)
     return out
 
 
-def run(case, splits, chunk=128, sm=90):
+def run(case, splits, chunk=128, sm=90, verify=False):
     """The output of a plan; memory that it allocates is poisoned, and counters must end at zero. On a GPU it runs twice and
     must give the same bits.
     """
     device = case.qkv.device
     machine = machine_of("cuda") if device.type == "cuda" else typical_machine(sm)
-    plan = PackedAttentionPlan(len(case.rows), case.shape, case.pages.scheme, tile_for(splits, chunk), machine)
+    plan = PackedAttentionPlan(
+        len(case.rows), case.shape, case.pages.scheme, tile_for(splits, chunk), machine, verify=verify
+    )  # fmt: skip
     sums, counters = plan.workspace
     arrived = torch.zeros(max(counters, 1), dtype=torch.int32, device=device)
     before, found = case.copy(), []
@@ -76,7 +91,7 @@ def run(case, splits, chunk=128, sm=90):
         else:
             found.append(emulated(plan, case, sm, partial, arrived))
         assert not arrived.any()
-    real = case.rows < len(case.positions) - 1  # padding rows overwrite each other
+    real = case.rows < case.rows.max() if verify else case.rows < len(case.positions) - 1  # padding rows overwrite each other
     assert torch.equal(found[0][real].nan_to_num(7), found[-1][real].nan_to_num(7))
     return found[0]
 
@@ -85,6 +100,21 @@ def check(given, kv, contexts, splits=4, chunk=128, sm=90, dtype=torch.float16, 
     case = packed(make_case(given, contexts, dtype, device, **options), kv)
     before = case.copy()
     compare_packed(case, before, run(case, splits, chunk, sm), len(contexts))
+
+
+def check_verify(given, kv, contexts, counts, splits=3, sm=90, dtype=torch.float16, device="cpu", **options):
+    """Several new tokens per slot: against the reference, and with the bits of as many steps of one token."""
+    case = packed(make_case(given, contexts, dtype, device, padding=1, **options), kv)
+    case = several_tokens(case, counts)
+    before, single = case.copy(), case.copy()
+    out = run(case, splits, sm=sm, verify=True)
+    expected = one_by_one(single, len(counts), lambda step: run(step, splits, sm=sm))
+    compare_verified(case, before, out, sum(counts))
+    assert torch.equal(out[: sum(counts)], expected[: sum(counts)])
+    dummy = case.tables[-1, 0].long()
+    for found, alone in zip(case.pages.tensors, single.pages.tensors, strict=True):
+        found[dummy] = alone[dummy]  # padding rows overwrite each other there
+        assert torch.equal(found.view(torch.uint8), alone.view(torch.uint8))
 
 
 FEATURES = {
@@ -124,6 +154,12 @@ def test_splits_by_executed_ptx(splits, chunk):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sm_80_by_executed_ptx(dtype):
     check(shape(4, 1), "k8v4", [300, 0, 127], sm=80, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["plain", "fp8", "values in 8 bits, rotated", "norms of Gemma, soft cap, window"])
+def test_several_tokens_per_slot_by_executed_ptx(name):
+    given, kv, options = FEATURES[name]
+    check_verify(given, kv, [130, 3], [4, 2], **options)
 
 
 def poisoned(kv, device):
@@ -209,6 +245,15 @@ def test_old_keys_are_asked_for_before_the_wait():
     assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == 0
 
 
+def test_several_tokens_per_slot():
+    """The attention of a verified step loads no codes before the wait; the launch before it stores keys and values alone."""
+    kernel = compiled(shape(32, 8, 128), "int4", task=DecodeTask.VERIFY)
+    names = [line.split()[line.startswith("@")] for line in kernel.lines]
+    assert not any("128" in name or name.startswith("STG") for name in names[: names.index("ACQBULK")])
+    append = compiled(shape(32, 8, 128), "int4", task=DecodeTask.APPEND)
+    assert append.count("HMMA") == append.count("ATOM") == 0 and append.count("STG") >= 2
+
+
 def test_workspace():
     plan = PackedAttentionPlan(4, shape(12, 1), parse_kv("int4"), tile_for(1), typical_machine(90))
     assert plan.workspace == (0, 0) and plan.launch.grid == (2, 4, 1)
@@ -253,3 +298,12 @@ def test_many_rows_and_splits():
     compare_packed(case, before, first, 64)
     for _ in range(20):
         assert torch.equal(run(before.copy(), 16)[:64], first[:64])
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [name for name in FEATURES if "padding" not in name])
+def test_several_tokens_per_slot_on_a_gpu(name, dtype):
+    given, kv, options = FEATURES[name]
+    for splits in (1, 8):
+        check_verify(given, kv, [1000, 130, 8, 300], [8, 5, 3, 1], splits, dtype=dtype, device="cuda", **options)

@@ -9,9 +9,9 @@ import torch
 
 from lowbit.formats.kv import KV16
 from lowbit.hardware.machine import machine_of, typical_machine
-from lowbit.kernels.choose.attention import DecodeTile
+from lowbit.kernels.choose.attention import DecodeTask, DecodeTile
 from lowbit.pack.kv_pages import KVPages
-from tests.kernels.attention import compare, make_case, shape
+from tests.kernels.attention import compare, compare_verified, make_case, one_by_one, several_tokens, shape, with_task
 from tests.kernels.calls import meta
 from tests.kernels.interpreter import interpreted
 from tests.kernels.sass import compile_plan, loops_to_loaded_bounds
@@ -26,11 +26,11 @@ RAGGED = [0, 1, 15, 127, 128, 129, 300, 1000]
 """Context lengths: number of tokens before the new one."""
 
 
-def run(case, tile, machine):
+def run(case, tile, machine, verify=False):
     """The output of a plan; memory that it allocates is poisoned, and counters must end at zero. On a GPU it runs twice and
     must give the same bits (the interpreter always has one order).
     """
-    plan = PagedAttentionPlan(len(case.rows), case.shape, tile, machine)
+    plan = PagedAttentionPlan(len(case.rows), case.shape, tile, machine, verify=verify)
     sums, counters = plan.workspace
     arrived = torch.zeros(max(counters, 1), dtype=torch.int32, device=case.qkv.device)
     before, found = case.copy(), []
@@ -39,7 +39,7 @@ def run(case, tile, machine):
         partial = torch.full((max(sums, 1),), torch.nan, device=case.qkv.device)
         found.append(plan(*case.arguments, partial, arrived))
         assert not arrived.any()
-    real = case.rows < len(case.positions) - 1  # padding rows overwrite each other
+    real = case.rows < case.rows.max() if verify else case.rows < len(case.positions) - 1  # padding rows overwrite each other
     assert torch.equal(found[0][real], found[-1][real])
     return found[0]
 
@@ -49,6 +49,21 @@ def check(shape, contexts, tile, dtype=torch.float16, device="cpu", **options):
     case = make_case(shape, contexts, dtype, device, **options)
     given = case.copy()
     compare(case, given, run(case, tile, machine), len(contexts))
+
+
+def check_verify(given, contexts, counts, tile, dtype=torch.float16, device="cpu", **options):
+    """Several new tokens per slot: against the reference, and with the bits of as many steps of one token."""
+    machine = machine_of(device) if device == "cuda" else typical_machine(80)
+    case = several_tokens(make_case(given, contexts, dtype, device, padding=2, **options), counts)
+    before, single = case.copy(), case.copy()
+    out = run(case, tile, machine, verify=True)
+    compare_verified(case, before, out, sum(counts))
+    expected = one_by_one(single, len(counts), lambda step: run(step, tile, machine))
+    assert torch.equal(out[: sum(counts)], expected[: sum(counts)])
+    dummy = case.tables[-1, 0].long()
+    for found, alone in zip(case.pages.tensors[:2], single.pages.tensors[:2], strict=True):
+        found[dummy] = alone[dummy]  # padding rows overwrite each other there
+        assert torch.equal(found.view(torch.int16), alone.view(torch.int16))
 
 
 FEATURES = {
@@ -104,6 +119,14 @@ def check_tiles():
     check(given, [*RAGGED[:-1], 500], DecodeTile(16, 64, 32, 1))  # fp16: the interpreter does not multiply bf16
 
 
+def check_several_tokens():
+    """Tokens within a page and across pages, splits that end among them, windows, norms, sinks."""
+    check_verify(shape(2, 1), [130, 66, 3], [5, 1, 4], tile_for(shape(2, 1), 4))
+    check_verify(shape(2, 1), [130, 1], [3, 2], tile_for(shape(2, 1), 4, stages=3))
+    given = shape(2, 1, window=128, norm_eps=1e-6)
+    check_verify(given, [260, 65], [4, 2], tile_for(given, 4, 2), norms=torch.float32, sinks=torch.float32)
+
+
 def rows_alone(device, dtype):
     """Checks that each row alone gives the same bits as in a batch."""
     machine = machine_of(device) if device == "cuda" else typical_machine(80)
@@ -121,10 +144,10 @@ def check_rows_alone():
 
 @loops_to_loaded_bounds
 def test_the_arithmetic_in_tritons_interpreter():
-    interpreted(check_features, check_tiles, check_rows_alone)
+    interpreted(check_features, check_tiles, check_rows_alone, check_several_tokens)
 
 
-def compiled(given, tile, sm=90, dtype=torch.float16, norms=None, sinks=None):
+def compiled(given, tile, sm=90, dtype=torch.float16, norms=None, sinks=None, task=DecodeTask.STEP):
     """The kernel of a decode step of 4 rows; `norms` and `sinks` are the dtypes of gammas and sinks."""
     half, whole = (lambda *size: meta(size, dtype)), (lambda *size: meta(size, torch.int32))
     pages = KVPages.make(KV16, 100, given.kv_heads, given.head_dim, dtype, "meta")
@@ -132,7 +155,8 @@ def compiled(given, tile, sm=90, dtype=torch.float16, norms=None, sinks=None):
     state = whole(9, 64), whole(9), whole(4), meta((8192, given.rotary_dim), torch.float32), gamma, gamma
     sink = None if sinks is None else meta((given.heads,), sinks)
     call = (half(4, given.features), pages, *state, sink, meta((1,), torch.float32), whole(1))
-    return compile_plan(PagedAttentionPlan(4, given, tile, typical_machine(sm)), call, sm)
+    plan = PagedAttentionPlan(4, given, tile, typical_machine(sm), verify=task is not DecodeTask.STEP)
+    return compile_plan(with_task(plan, task), call, sm)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +233,21 @@ def test_old_keys_are_asked_for_before_the_wait():
     assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == 0
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_several_tokens_per_slot(head_dim):
+    """The attention of a verified step loads no keys before the wait and stores none; the launch before it stores them."""
+    given = shape(32, 8, head_dim)
+    for tile in (tile_for(given, 32, 1), tile_for(given, 32, 4), tile_for(given, 16, 4, stages=2)):
+        kernel = compiled(given, tile, task=DecodeTask.VERIFY)
+        names = [line.split()[line.startswith("@")] for line in kernel.lines]
+        wait = names.index("ACQBULK")
+        assert kernel.stack_bytes == 0 and kernel.count("HMMA.16816") >= 8
+        assert not any(name.startswith(("LDG.E.128", "LDGSTS", "STG")) for name in names[:wait])
+        append = compiled(given, tile, task=DecodeTask.APPEND)
+        assert append.stack_bytes == 0 and append.count("HMMA") == append.count("ATOM") == 0
+        assert append.count("STG") >= 2 and append.registers <= 64
+
+
 # head_dim 128 with four warps takes 150 of 168 registers; these cases take all 168.
 @pytest.mark.parametrize(("head_dim", "warps"), [(64, 1), (64, 4), (128, 1)])
 def test_blocks_on_their_way_in_shared_memory(head_dim, warps):
@@ -252,3 +291,14 @@ def test_many_rows_and_parts_meet():
     compare(case, before, first, 64)
     for _ in range(20):
         assert torch.equal(run(before.copy(), tile, machine_of("cuda"))[:64], first[:64])
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [name for name in FEATURES if "padding" not in name])
+def test_several_tokens_per_slot_on_a_gpu(name, dtype):
+    given, options = FEATURES[name]
+    for warps in warps_for(given):
+        for splits, stages in ((1, 1), (8, 1), (8, 2)):
+            tile = tile_for(given, splits, warps, stages=stages)
+            check_verify(given, [1000, 130, 8, 300], [8, 5, 3, 1], tile, dtype, "cuda", **options)

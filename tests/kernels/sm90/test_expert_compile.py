@@ -97,7 +97,7 @@ def recorded_layer(tokens):
     from lowbit.ops.expert_gemm import plan_for
 
     machine, form, top_k, count = typical_machine(90), WeightForm("int4", 128, "none", "fp16", True, True), 8, 128
-    rows = tile_rows_for(tokens, top_k, count)
+    rows = tile_rows_for(tokens, top_k, count, 4)
     with recording() as kernels:
         route = RoutePlan(tokens, count, RouterRule(top_k), False, rows, machine)
         route(torch.empty(tokens, count), None, *(torch.empty(size) for size in route.workspace))

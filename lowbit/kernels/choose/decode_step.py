@@ -1,0 +1,345 @@
+"""The task table of a decode step in one launch: which block computes what, in which order, and where its data are.
+
+A launch runs all layers (kernels/sm90/decode_step.py). Every block walks the same stages and takes its share of each:
+
+    qkv | attention of some splits | combination of splits | o | gate-up | down        of each layer, in order
+
+A block owns whole m16 row blocks of each product, so no sum crosses blocks; o and down have the same rows, so a block also owns
+its rows of the residual. Weights of a block are a stream of slots: one row block times one k block (128 columns) for each warp.
+The stream does not depend on activations. Activations are exchanged in `vectors`, in words of 32 bits
+(kernels/parts/polled.py). Each layer has vectors of its own, so each word is written once in a launch.
+
+Pure functions of a shape and a number of blocks, without Triton; `str(table)` prints a block's tasks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from lowbit.hardware.machine import Machine
+from lowbit.kernels.choose.attention import AttentionShape
+
+ProductName = Literal["qkv", "o", "gate_up", "down"]
+
+PRODUCT_NAMES: tuple[ProductName, ...] = ("qkv", "o", "gate_up", "down")
+
+BLOCK_K = 128
+"""Columns of a k block, of which a warp multiplies one for each slot."""
+
+WARPS = 16
+"""Warps of a block that multiply."""
+
+TOKENS = (1, 2, 4, 8)
+"""Numbers of tokens of a step; those whose activations fit beside a ring of weights."""
+
+MOST_SPLITS = 32
+"""Largest number of splits of a row's keys and values: a warp combines them, one for each lane."""
+
+FEWEST_SMS = 16
+
+BYTES = 227 << 10
+"""Shared memory of a block on sm_90."""
+
+RESERVED_BYTES = 1 << 10
+"""Shared memory that the compiler uses for the roles of warps."""
+
+WAITS = (
+    "x of qkv", "squares before qkv", "q, k and v", "splits of attention", "x of o", "x of gate-up", "squares before gate-up",
+    "x of down", "weights", "a free slot",
+)  # fmt: skip
+"""What a block can wait for. A status of 1 + layer * len(WAITS) + i says that it waited for WAITS[i] too long."""
+
+FIELDS: tuple[str, ...] = (
+    *(f"{product} {part}" for product in PRODUCT_NAMES for part in ("codes", "scale", "channel_scale", "bias")),
+    "mlp_gamma", "next_gamma", "k", "v", "cos_sin", "q_gamma", "k_gamma", "factors",
+)  # fmt: skip
+"""The columns of the table of layers: addresses, and `factors`: the float32 factors of the norms before qkv and gate-up."""
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Shape of a decode step: layers of one kind, and the form of their weights. `bits`: of a code. `scale_bytes`: scales of
+    one row block and k block."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    attention: AttentionShape
+    tokens: int
+    bits: int
+    scale_bytes: int
+
+    def rows(self, product: ProductName) -> int:
+        """N of a product; gate-up has rows of both."""
+        a = self.attention
+        return {"qkv": a.features, "o": self.hidden, "gate_up": 2 * self.intermediate, "down": self.hidden}[product]
+
+    def columns(self, product: ProductName) -> int:
+        """K of a product."""
+        out = self.attention.heads * self.attention.head_dim
+        return {"qkv": self.hidden, "o": out, "gate_up": self.hidden, "down": self.intermediate}[product]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A part of a block's stream of weights: k blocks `first_k_block` to `first_k_block + k_blocks` of a row block; warp i
+    multiplies k block `first_k_block + i`."""
+
+    product: ProductName
+    row_block: int
+    first_k_block: int
+    k_blocks: int
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """The tasks of all blocks, and the layouts of shared memory and of `vectors`; a constant of the kernel."""
+
+    shape: StepShape
+    blocks: int
+    warps: int = WARPS
+
+    # ---- products
+
+    def row_blocks(self, product: ProductName) -> int:
+        """Number of m16 row blocks of a product."""
+        return self.shape.rows(product) // 16
+
+    def k_blocks(self, product: ProductName) -> int:
+        """Number of k blocks of a product."""
+        return self.shape.columns(product) // BLOCK_K
+
+    def chunks(self, product: ProductName) -> int:
+        """Number of slots of a row block."""
+        return -(-self.k_blocks(product) // self.warps)
+
+    def own_row_blocks(self, product: ProductName, block: int) -> range:
+        """The row blocks of a block."""
+        count = self.row_blocks(product)
+        return range(block * count // self.blocks, (block + 1) * count // self.blocks)
+
+    def at_once(self, product: ProductName) -> int:
+        """Number of row blocks whose sums a block reduces together. With a residual it is 2: a warp then has all rows of one
+        token, and adds up their squares by itself."""
+        if product in ("o", "down"):
+            return 2
+        most = -(-self.row_blocks(product) // self.blocks)
+        return max(1, min(most, self.warps // self.shape.tokens))
+
+    def slots(self, block: int) -> Iterator[Slot]:
+        """A block's stream of weights of one layer, in order."""
+        for product in PRODUCT_NAMES:
+            count = self.k_blocks(product)
+            for row_block in self.own_row_blocks(product, block):
+                for first in range(0, count, self.warps):
+                    yield Slot(product, row_block, first, min(self.warps, count - first))
+
+    # ---- attention
+
+    @property
+    def splits(self) -> int:
+        """Largest number of splits of a row and kv head: all blocks have work if contexts are long enough."""
+        pairs = self.shape.tokens * self.shape.attention.kv_heads
+        return max(1, min(MOST_SPLITS, self.blocks // pairs))
+
+    @property
+    def attention_tasks(self) -> int:
+        """Number of splits of all rows and kv heads."""
+        return self.shape.tokens * self.shape.attention.kv_heads * self.splits
+
+    def own_tasks(self, block: int) -> range:
+        """The tasks of a block: task = (row * kv_heads + kv head) * splits + split."""
+        return range(block, self.attention_tasks, self.blocks)
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that share a token's key: 8 elements each."""
+        return self.shape.attention.head_dim // 8
+
+    @property
+    def head_sets(self) -> int:
+        """Number of sets of the query heads of a kv head; a warp computes those of one set, at most 4."""
+        return -(-self.shape.attention.group // 4)
+
+    @property
+    def set_heads(self) -> int:
+        """Number of query heads of a set; the last set may have fewer."""
+        return -(-self.shape.attention.group // self.head_sets)
+
+    @property
+    def workers(self) -> int:
+        """Number of groups of `lanes` lanes in a block that read different tokens."""
+        return self.warps // self.head_sets * (32 // self.lanes)
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Number of tokens that a block reads in an iteration, two for each worker. It divides a page."""
+        return 2 * self.workers
+
+    def active(self, context: int) -> tuple[int, int]:
+        """(number of splits with work, iterations of each) at `context` older tokens, as the kernel computes them."""
+        iterations = -(-context // self.tokens_at_once)
+        active = max(1, min(self.splits, iterations))
+        each = max(1, -(-iterations // active))
+        return max(1, -(-iterations // each)), each
+
+    # ---- shared memory of a block, in bytes
+
+    @property
+    def unit_bytes(self) -> int:
+        """Codes of one row block and k block."""
+        return 16 * BLOCK_K * self.shape.bits // 8
+
+    @property
+    def slot_bytes(self) -> int:
+        """A slot: codes of all warps, then scales of all warps."""
+        return self.warps * (self.unit_bytes + self.shape.scale_bytes)
+
+    @property
+    def x_warp_bytes(self) -> int:
+        """Activations of one warp: its k blocks of all tokens."""
+        return 2 * BLOCK_K * self.shape.tokens * max(map(self.chunks, PRODUCT_NAMES))
+
+    @property
+    def merge_bytes(self) -> int:
+        """Sums of the attention of all warps, and a maximum and a total for each head."""
+        return self.warps * self.set_heads * (self.shape.attention.head_dim + 2) * 4
+
+    @property
+    def sums_bytes(self) -> int:
+        """Sums of all warps for the row blocks that are reduced together."""
+        return max(map(self.at_once, PRODUCT_NAMES)) * self.warps * 16 * self.shape.tokens * 4
+
+    @property
+    def x_start(self) -> int:
+        """Start of the activations. Attention uses the same memory to merge the sums of its warps."""
+        return self.ring_slots * self.slot_bytes
+
+    @property
+    def sums_start(self) -> int:
+        """Start of two buffers of sums."""
+        return self.x_start + self._x_bytes
+
+    @property
+    def rms_start(self) -> int:
+        """Start of 1 / rms of the tokens, float32."""
+        return self.sums_start + 2 * self.sums_bytes
+
+    @property
+    def barriers_start(self) -> int:
+        """Start of the barriers: all slots' full, then all slots' empty."""
+        return self.rms_start + 32
+
+    @property
+    def flag_start(self) -> int:
+        """A word: 1 while math warps wait for activations or soon will."""
+        return self.barriers_start + 16 * self.ring_slots
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block."""
+        return self.flag_start + 16
+
+    @property
+    def ring_slots(self) -> int:
+        """Number of slots of the ring, at most 12: as many as fit."""
+        left = BYTES - RESERVED_BYTES - self._x_bytes - 2 * self.sums_bytes - 48
+        return max(0, min(12, left // (self.slot_bytes + 16)))
+
+    @property
+    def in_flight(self) -> tuple[int, int]:
+        """Numbers of slots that memory is asked for at a time: while math warps wait for activations or soon will, and else.
+        Activations queue behind weights, so more bytes would delay them. 34 and 68 KB were best for one token of Llama-3-8B's
+        shape: 27.1 us a layer; 28.2 with a constant number of bytes, at best (H200, 2026-11-24)."""
+        few, many = (max(1, min(self.ring_slots, (size << 10) // self.slot_bytes)) for size in (34, 68))
+        return few, many
+
+    @property
+    def _x_bytes(self) -> int:
+        return -(-max(self.warps * self.x_warp_bytes, self.merge_bytes) // 128) * 128
+
+    # ---- vectors, in words
+
+    @functools.cached_property
+    def starts(self) -> dict[str, int]:
+        """Start of each vector in a layer's words: 16-bit vectors qkv, attended, mlp_x, gated, next_x [tokens, features];
+        float32 mlp_squares, next_squares [blocks, tokens], tops [tasks, group, 2], parts [tasks, group, head_dim]."""
+        s, a = self.shape, self.shape.attention
+        widths = {"qkv": a.features, "attended": a.heads * a.head_dim, "mlp_x": s.hidden, "gated": s.intermediate}
+        sizes = {name: s.tokens * width // 2 for name, width in {**widths, "next_x": s.hidden}.items()}
+        sizes |= dict.fromkeys(("mlp_squares", "next_squares"), self.blocks * s.tokens)
+        sizes |= {"tops": self.attention_tasks * a.group * 2, "parts": self.attention_tasks * a.group * a.head_dim}
+        starts, at = {}, 0
+        for name, size in sizes.items():
+            starts[name] = at
+            at += -(-size // 32) * 32
+        return {**starts, "end": at}
+
+    def start(self, name: str) -> int:
+        """Start of a vector in a layer's words; "end": number of words of a layer."""
+        return self.starts[name]
+
+    @property
+    def words(self) -> int:
+        """Number of words of `vectors`."""
+        return self.shape.layers * self.starts["end"]
+
+    def __str__(self) -> str:
+        ring = f"{self.ring_slots} slots of {self.slot_bytes} bytes"
+        lines = [f"{self.blocks} blocks, {ring}, {self.shared_bytes} bytes of shared memory"]
+        for product in PRODUCT_NAMES:
+            shares = [len(self.own_row_blocks(product, block)) for block in range(self.blocks)]
+            lines.append(
+                f"{product}: {self.row_blocks(product)} row blocks, {min(shares)} to {max(shares)} a block, in "
+                f"{self.chunks(product)} slots each"
+            )
+        lines.append(
+            f"attention: {self.attention_tasks} tasks, up to {self.splits} splits, {self.tokens_at_once} tokens at once"
+        )
+        return "\n".join(lines)
+
+
+def step_refusals(shape: StepShape, machine: Machine) -> tuple[str, ...]:
+    """Returns the reasons why one launch cannot compute a decode step; empty if it can."""
+    a, reasons = shape.attention, []
+    if "wgmma" not in machine.arch.features:
+        reasons.append(f"one launch a step needs the shared memory of sm_90, this GPU is sm_{machine.arch.sm}")
+    if machine.sm_count < FEWEST_SMS:
+        reasons.append(f"one launch a step takes at least {FEWEST_SMS} SMs, not {machine.sm_count}")
+    if shape.tokens not in TOKENS:
+        reasons.append(f"one launch computes {', '.join(map(str, TOKENS))} tokens, not {shape.tokens}")
+    for product in PRODUCT_NAMES:
+        if shape.rows(product) % 16 or shape.columns(product) % BLOCK_K:
+            size = f"{shape.rows(product)} x {shape.columns(product)}"
+            reasons.append(f"weights have a multiple of 16 rows and of {BLOCK_K} columns, {product} is {size}")
+    if a.head_dim not in (64, 128) or a.rotary_dim != a.head_dim:
+        reasons.append(f"heads have 64 or 128 elements, all of which turn, not {a.head_dim} of which {a.rotary_dim} turn")
+    if a.group > 8:
+        reasons.append(f"at most 8 heads share a kv head, not {a.group}")
+    if a.window or a.softcap:
+        reasons.append("attention has no window and no soft cap")
+    if not reasons:
+        table = StepTable(shape, machine.sm_count)
+        if table.ring_slots < 3:
+            columns = max(map(shape.columns, PRODUCT_NAMES))
+            reasons.append(
+                f"{shape.tokens} tokens of {columns} columns leave room for {table.ring_slots} slots of {table.slot_bytes} "
+                "bytes, one launch takes 3"
+            )
+    return tuple(dict.fromkeys(reasons))
+
+
+def step_table(shape: StepShape, machine: Machine) -> StepTable:
+    """Returns the table of a decode step, one block for each SM. Raises ValueError with `step_refusals`, if there are any."""
+    reasons = step_refusals(shape, machine)
+    if reasons:
+        raise ValueError(f"a decode step in one launch: {'; '.join(reasons)}")
+    return StepTable(shape, machine.sm_count)
+
+
+def wait_of(status: int) -> tuple[int, str]:
+    """Returns (layer, what a block waited for) of a status that is not 0."""
+    return divmod(status - 1, len(WAITS))[0], WAITS[(status - 1) % len(WAITS)]

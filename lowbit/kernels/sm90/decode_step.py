@@ -1,0 +1,872 @@
+"""All layers of a decode step of 1, 2, 4 or 8 tokens in one cooperative launch; sm_90.
+
+Reads   h, x and squares of the embedding; a table of addresses per layer (choose/decode_step.py, FIELDS): weights in
+        FragmentOrder with scales, biases, gammas, pages, cos and sin; page tables, positions, rows
+Writes  h; new keys and values in the pages; `vectors`, whose last x and squares are the input of the LM head
+Grid    one block per SM, all resident (cooperative launch). The tasks of a block: choose/decode_step.py
+Roles   load: 1 warp copies this block's weights of all products and layers through one ring (cp.async.bulk), ahead of all
+        activations; math: 16 warps. A slot is one row block; warp i multiplies its i-th k block (parts/k_block.py)
+Stages  gather x, multiply, reduce warps, finish: of qkv {/ rms, bias}, attention {norm, RoPE, append, splits}, o {h += y;
+        h * gamma; squares}, gate-up {/ rms; gate}, down {as o}
+Waits   Activations themselves are polled (parts/polled.py): words of `vectors` are EMPTY until they have arrived. Polls and
+        waits are bounded: after LIMIT attempts a block writes a status and goes on with wrong numbers, as do all others then
+Smem    ring | x of each warp, or sums of attention | 2 buffers of sums | 1 / rms | barriers
+Exact   dequantization is exact, sums in fp32 in a fixed order: same input, same bits. Rounded to 16 bits: qkv, q and k after
+        RoPE, attention's output, h, h * gamma, gate * up, as in the launches that this one replaces
+Source  splits of keys and values: Dao et al., Flash-Decoding (2023)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.hardware.half import HalfType
+from lowbit.kernels.choose.attention import AttentionShape
+from lowbit.kernels.choose.decode_step import FIELDS, WAITS, ProductName, StepTable
+from lowbit.kernels.parts.epilogue import Epilogue, Gate, gate_times_up
+from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, asm, barrier, gl, gluon, half_type, ptx, run, source_digest
+from lowbit.kernels.parts.head_rows import angles, exchanged, gammas
+from lowbit.kernels.parts.k_block import KBlock
+from lowbit.kernels.parts.launch import Launcher
+from lowbit.kernels.parts.polled import EMPTY, LIMIT, Polled, await_barrier, poll, publish, publish_both, publish_pair
+from lowbit.kernels.parts.ring import loads_of
+from lowbit.kernels.parts.small_m_epilogue import add_strided
+from lowbit.kernels.parts.split_attention import (
+    NOTHING,
+    SplitAttention,
+    Worker,
+    append,
+    attend_new,
+    attend_tokens,
+    load_tokens,
+    merge_lanes,
+    merge_warps,
+    sums_to_shared,
+    turn_head,
+)
+from lowbit.pack.weight import WeightForm
+
+
+@dataclass(frozen=True)
+class DecodeStep(Polled, SplitAttention):
+    """The kernel's compile-time configuration. `channel`: type of scales of channels, if there are any. `biases`: the products
+    with a bias. `head_norms`: heads of q and k are normed."""
+
+    table: StepTable
+    k_block: KBlock
+    epilogue: Epilogue
+    channel: HalfType | str | None
+    biases: tuple[ProductName, ...]
+    head_norms: bool
+    limit: int = LIMIT
+    digest: str = source_digest()
+
+    @property
+    def shape(self) -> AttentionShape:
+        """Shape of attention; parts/head_rows.py reads it."""
+        return self.table.shape.attention
+
+    @property
+    def dtype(self) -> HalfType:
+        return self.k_block.dtype
+
+    @property
+    def threads(self) -> int:
+        """Threads of the math warps."""
+        return 32 * self.table.warps
+
+    @property
+    def combine_lanes(self) -> int:
+        """Lanes that combine the splits of one word: a power of two."""
+        return 1 << (self.table.splits - 1).bit_length()
+
+    @property
+    def squares_turns(self) -> int:
+        """Partial sums of squares that a lane adds up."""
+        return -(-self.table.blocks // 32)
+
+    def field(self, name: str) -> int:
+        return FIELDS.index(name)
+
+    def normed(self, product: ProductName) -> bool:
+        return product in ("qkv", "gate_up")
+
+    def has_bias(self, product: ProductName) -> bool:
+        return product in self.biases
+
+    def wait(self, name: str) -> int:
+        return WAITS.index(name)
+
+    @property
+    def init(self) -> str:
+        """PTX that initialises all barriers. $1: thread."""
+        t, first = self.table, self.table.barriers_start
+        lines = [".reg .pred p; .reg .b32 at; setp.eq.s32 p, $1, 0; mov.u32 at, global_smem;"]
+        for slot in range(t.ring_slots):
+            lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{first + 8 * slot}], 1;")
+            lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{first + 8 * (t.ring_slots + slot)}], {t.warps};")
+        lines.append(f"{{ .reg .b32 nil; mov.b32 nil, 0; @p st.shared.b32 [at+{t.flag_start}], nil; }}")
+        lines.append("@p fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
+        return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
+
+    @property
+    def await_room(self) -> str:
+        """PTX that waits until the slot at barrier $1 (parity $2) is full, or, while the flag is 0, the slot at $3 (parity $4),
+        which was asked for earlier. $5: address of shared memory; $6: address of the status; $7: its value if it takes too
+        long."""
+        lines = [".reg .pred p, more; .reg .b32 m, n; mov.b32 n, 0;"]
+        lines += ["AGAIN: mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2; vote.sync.all.pred p, p, 0xffffffff;"]
+        lines += ["@p bra DONE; mbarrier.test_wait.parity.shared::cta.b64 p, [$3], $4;"]
+        lines += [f"ld.volatile.shared.b32 m, [$5+{self.table.flag_start}]; setp.eq.and.s32 p, m, 0, p;"]
+        lines += ["vote.sync.all.pred p, p, 0xffffffff; @p bra DONE;"]
+        lines += [*self._once_more("n", "m", "AGAIN", "DONE", "$6", "$7", 255), "DONE: mov.b32 $0, 0;"]
+        return "{\n" + "\n".join(lines) + "\n}"
+
+    @property
+    def set_flag(self) -> str:
+        """PTX by which thread 0 ($2) sets the flag to $3, if $4 is not 0. $1: address of shared memory."""
+        return (
+            "{ .reg .pred p; setp.eq.s32 p, $2, 0; setp.ne.and.s32 p, $4, 0, p;\n"
+            f"@p st.volatile.shared.b32 [$1+{self.table.flag_start}], $3; mov.b32 $0, 0; }}"
+        )
+
+    @property
+    def fill(self) -> str:
+        """PTX by which lane 0 ($1) fills a slot: $2 barrier, $3 slot, $4 source of codes, $5 their bytes, $6 source of scales,
+        $7 their bytes."""
+        copy = "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        lines = [".reg .pred p; .reg .b32 at, all; setp.eq.s32 p, $1, 0; add.u32 all, $5, $7;"]
+        lines += ["@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$2], all;", f"{copy} [$3], [$4], $5, [$2];"]
+        if self.table.shape.scale_bytes:
+            lines += [f"add.u32 at, $3, {self.table.warps * self.table.unit_bytes};", f"{copy} [at], [$6], $7, [$2];"]
+        return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
+
+    release = """{ .reg .pred p; .reg .b32 a, b; mov.b32 a, $3; mov.b32 b, $4; setp.eq.s32 p, $2, 0;
+setp.ne.and.s32 p, a, 0x7fedcba9, p; setp.ne.and.s32 p, b, 0x7fedcba9, p; bar.warp.sync 0xffffffff;
+@p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0; }"""
+    """PTX by which lane 0 ($2) marks a slot as empty, at barrier $1. It depends on the sums $3 and $4, in which all words of
+    the slot are: a load that is still queued when the slot is released can read the next contents. (No sum is this NaN.)"""
+
+    @property
+    def read(self) -> str:
+        """PTX that reads a unit: words of codes, then of scales. Inputs as `parts/ring.py` has them."""
+        return "\n".join(loads_of(self.k_block, 0))
+
+    @property
+    def read_constraints(self) -> str:
+        return ",".join(["=&r"] * (self.k_block.words + self.k_block.scale_words) + ["r"] * 4)
+
+    @property
+    def read_types(self) -> tuple[gl.dtype, ...]:
+        return self.words_types(self.k_block.words + self.k_block.scale_words)
+
+    @property
+    def read_x(self) -> str:
+        """PTX that reads the B fragments of a k block of x. Input: the lane's address."""
+        step, registers = 64 * self.table.shape.tokens, [", ".join(f"${4 * i + j}" for j in range(4)) for i in range(4)]
+        return "\n".join(
+            f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{four}}}, [$16+{step * i}];" for i, four in enumerate(registers)
+        )
+
+    read_x_constraints = ",".join(["=&r"] * 16 + ["r"])
+
+    sync_warp = "bar.warp.sync 0xffffffff; mov.b32 $0, 0;"
+
+    @property
+    def store_sums(self) -> str:
+        """PTX that stores a warp's sums of a row block: $1 address of row g, token 2t; $2 t; $3 to $6 the sums."""
+        m = self.table.shape.tokens
+        lines = [f".reg .pred p; setp.lt.s32 p, $2, {max(1, m // 2)};"]
+        if m == 1:
+            lines.append("@p st.shared.f32 [$1], $3; @p st.shared.f32 [$1+32], $5;")
+        else:
+            lines.append(f"@p st.shared.v2.f32 [$1], {{$3, $4}}; @p st.shared.v2.f32 [$1+{32 * m}], {{$5, $6}};")
+        return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
+
+
+# ---- bundles
+
+
+@aggregate
+class StepArgs:
+    """The kernel's arguments. `layers`: int64 [layers, FIELDS]. `parts`: number of partial sums of `squares`."""
+
+    layers: Scalar
+    vectors: Scalar
+    h: Scalar
+    x: Scalar
+    squares: Scalar
+    parts: Scalar
+    tables: Scalar
+    positions: Scalar
+    rows: Scalar
+    table_stride: Scalar
+    status: Scalar
+    inverse_width: Scalar
+    eps: Scalar
+
+
+@aggregate
+class MathThread:
+    """A thread of the math warps: its number, lane and warp, and the address of shared memory."""
+
+    index: gl.tensor
+    lane: gl.tensor
+    warp: gl.tensor
+    start: gl.tensor
+
+
+@aggregate
+class RingPlace:
+    """The slot of the ring that is next, and the parity of its phase."""
+
+    slot: Scalar
+    phase: Scalar
+
+
+@aggregate
+class RowVectors:
+    """Addresses of the vectors of a product's rows, or None: scales of channels, bias, gamma of the next norm; and the factor
+    of the norm before it."""
+
+    channel: Scalar
+    bias: Scalar
+    gamma: Scalar
+    factor: Scalar
+
+
+@aggregate
+class AttentionVectors:
+    """Addresses of a layer's pages, and its cosines, sines and gammas of norms of heads."""
+
+    k: Scalar
+    v: Scalar
+    cos_sin: Scalar
+    q_gamma: Scalar
+    k_gamma: Scalar
+
+
+@aggregate
+class Output:
+    """A thread's output in a flush of row blocks: whether it exists; row block within the flush; row of w within that; token;
+    the values of its row (and of the row of up) that were loaded before the product; h before the addition."""
+
+    exists: gl.tensor
+    row_block: gl.tensor
+    row: gl.tensor
+    token: gl.tensor
+    channel: Tuple
+    bias: Tuple
+    gamma: Tuple
+    old: Tuple
+
+
+# ---- common to all stages
+
+
+@gluon.jit
+def same_thread(at, C: gl.constexpr):
+    """Returns the same MathThread in new registers. Otherwise the compiler computes the addresses of all stages before the
+    first layer, and keeps them on the stack."""
+    index = asm("mov.b32 $0, $1;", "=r,r", [at.index], gl.int32) & (C.threads - 1)
+    return MathThread(index, index & 31, index >> 5, at.start)
+
+
+@gluon.jit
+def field(args, layer, name: gl.constexpr, C: gl.constexpr):
+    """Returns a field of the table of layers."""
+    COUNT: gl.constexpr = len(FIELDS_OF)
+    return gl.load(args.layers + (layer * COUNT + ptx(C.field, name)))
+
+
+FIELDS_OF = gl.constexpr(FIELDS)
+WAITS_OF = gl.constexpr(WAITS)
+
+
+@gluon.jit
+def prefetch_layer(args, layer, C: gl.constexpr):
+    """Prefetches a layer's row of the table into L2."""
+    COUNT: gl.constexpr = len(FIELDS_OF)
+    for line in gl.static_range(0, COUNT, 16):
+        run("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [args.layers + (layer * COUNT + line)])
+
+
+@gluon.jit
+def vector(args, layer, name: gl.constexpr, C: gl.constexpr):
+    """Returns the address of a layer's vector, int64."""
+    END: gl.constexpr = ptx(C.table.start, "end")
+    START: gl.constexpr = ptx(C.table.start, name)
+    return args.vectors.to(gl.int64) + (layer.to(gl.int64) * END + START) * 4
+
+
+@gluon.jit
+def status_of(layer, wait: gl.constexpr, C: gl.constexpr):
+    """Returns the status of a block that has waited for `wait` too long."""
+    COUNT: gl.constexpr = len(WAITS_OF)
+    return layer * COUNT + (1 + ptx(C.wait, wait))
+
+
+@gluon.jit
+def next_place(place, C: gl.constexpr):
+    """Returns the slot after `place`."""
+    following = place.slot + 1
+    wraps = following == C.table.ring_slots
+    return RingPlace(gl.where(wraps, 0, following), gl.where(wraps, place.phase ^ 1, place.phase))
+
+
+@gluon.jit
+def own_row_blocks(product: gl.constexpr, C: gl.constexpr):
+    """Returns the first row block of this block and the one after its last."""
+    COUNT: gl.constexpr = ptx(C.table.row_blocks, product)
+    BLOCKS: gl.constexpr = C.table.blocks
+    block = gl.program_id(0)
+    return block * COUNT // BLOCKS, (block + 1) * COUNT // BLOCKS
+
+
+# ---- the loader
+
+
+@gluon.jit
+def load_product(args, layer, place, issued, product: gl.constexpr, C: gl.constexpr):
+    """Copies this block's weights of one product to the ring. `issued`: number of slots that were filled before."""
+    T: gl.constexpr = C.table
+    SLOTS: gl.constexpr = T.ring_slots
+    FEW: gl.constexpr = T.in_flight[0]
+    MANY: gl.constexpr = T.in_flight[1]
+    K_BLOCKS: gl.constexpr = ptx(T.k_blocks, product)
+    CHUNKS: gl.constexpr = ptx(T.chunks, product)
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32) + lane * 0
+    barriers = start + T.barriers_start
+    codes = field(args, layer, product + " codes", C)
+    scale = field(args, layer, product + " scale", C)
+    first, end = own_row_blocks(product, C)
+    for row_block in range(first, end):
+        for chunk in range(CHUNKS):
+            await_barrier(
+                barriers + 8 * (SLOTS + place.slot), place.phase ^ 1, args.status, status_of(layer, "a free slot", C), C
+            )
+            if issued >= MANY:
+                later, earlier = issued - FEW, issued - MANY
+                run(
+                    C.await_room, "=r,r,r,r,r,r,l,r",
+                    [barriers + 8 * (later % SLOTS), lane * 0 + (later // SLOTS & 1), barriers + 8 * (earlier % SLOTS),
+                     lane * 0 + (earlier // SLOTS & 1), start, args.status, status_of(layer, "weights", C)],
+                )  # fmt: skip
+            unit = (codes * 0 + row_block) * K_BLOCKS + chunk * T.warps
+            count = gl.minimum(K_BLOCKS - chunk * T.warps, T.warps)
+            run(
+                C.fill, "=r,r,r,r,l,r,l,r",
+                [lane, barriers + 8 * place.slot, start + place.slot * T.slot_bytes, codes + unit * T.unit_bytes,
+                 count * T.unit_bytes, scale + unit * T.shape.scale_bytes, count * T.shape.scale_bytes],
+            )  # fmt: skip
+            place = next_place(place, C)
+            issued += 1
+    return place, issued
+
+
+@gluon.jit
+def load(args, C: gl.constexpr):
+    """The loader: all weights of this block, layer by layer."""
+    LAYERS: gl.constexpr = C.table.shape.layers
+    zero = gl.program_id(0) * 0
+    place = RingPlace(zero, zero)
+    issued = zero
+    for layer in range(LAYERS):
+        place, issued = load_product(args, layer, place, issued, "qkv", C)
+        place, issued = load_product(args, layer, place, issued, "o", C)
+        place, issued = load_product(args, layer, place, issued, "gate_up", C)
+        place, issued = load_product(args, layer, place, issued, "down", C)
+
+
+# ---- products
+
+
+@gluon.jit
+def gather_x(source, args, at, layer, product: gl.constexpr, wait: gl.constexpr, C: gl.constexpr):
+    """Waits for the k blocks of this warp of x [tokens, K] at address `source`, and stores them in the warp's memory as
+    [chunk][vector of 8 columns][token]: matrices of ldmatrix."""
+    T: gl.constexpr = C.table
+    M: gl.constexpr = T.shape.tokens
+    K_BLOCKS: gl.constexpr = ptx(T.k_blocks, product)
+    PIECES: gl.constexpr = ptx(T.chunks, product) * M * 16
+    TURNS: gl.constexpr = (PIECES + 31) // 32
+    to = at.start + T.x_start + at.warp * T.x_warp_bytes
+    for begin in gl.static_range(0, TURNS, 4):
+        addresses = ()
+        places = ()
+        for i in gl.static_range(min(4, TURNS - begin)):
+            piece = gl.minimum(at.lane + 32 * (begin + i), PIECES - 1)
+            token, chunk = (piece >> 4) % M, (piece >> 4) // M
+            k_block = gl.minimum(chunk * T.warps + at.warp, K_BLOCKS - 1)
+            places = places + (to + ((chunk * 16 + (piece & 15)) * M + token) * 16,)
+            addresses = addresses + (source + ((token * K_BLOCKS + k_block) * 16 + (piece & 15)) * 16,)
+        words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, wait, C), min(4, TURNS - begin), 4, C)
+        for i in gl.static_range(min(4, TURNS - begin)):
+            run(C.store_words, "=r,r,r,r,r,r,r", (places[i],) + words[4 * i : 4 * i + 4] + (at.lane * 0 + 1,))
+    run(C.sync_warp, "=r", [])
+
+
+@gluon.jit
+def multiply_unit(args, at, layer, place, acc, chunk, product: gl.constexpr, C: gl.constexpr):
+    """Adds the product of this warp's unit of a slot, once it is full, and releases the slot."""
+    T: gl.constexpr = C.table
+    S: gl.constexpr = C.k_block
+    M: gl.constexpr = T.shape.tokens
+    K_BLOCKS: gl.constexpr = ptx(T.k_blocks, product)
+    group = at.lane >> 2
+    x_at = at.start + T.x_start + at.warp * T.x_warp_bytes + chunk * (256 * M)
+    x_at += ((at.lane >> 3) * M + gl.minimum(at.lane & 7, M - 1)) * 16
+    barriers = at.start + T.barriers_start
+    await_barrier(barriers + 8 * place.slot, place.phase, args.status, status_of(layer, "weights", C), C)
+    unit = at.start + place.slot * T.slot_bytes + at.warp * T.unit_bytes
+    scales = at.start + place.slot * T.slot_bytes + (T.warps - 1) * T.unit_bytes
+    scales += T.unit_bytes * 0 + at.warp * T.shape.scale_bytes + group * S.pair_bytes
+    read = asm(
+        C.read, C.read_constraints, [unit + at.lane * 16, unit + at.lane * 8, unit + at.lane * 4, scales], C.read_types
+    )  # fmt: skip
+    x = asm(C.read_x, C.read_x_constraints, [x_at], ptx(C.words_types, 16))
+    sums = ()
+    if S.sums > 0:
+        sums = asm(S.sum_asm, S.sum_constraints, x, S.sum_types)
+    new = asm(S.asm, S.constraints, read[0 : S.words] + x + read[S.words :] + sums + acc, S.types)
+    run(C.release, "=r,r,r,f,f", [barriers + 8 * (T.ring_slots + place.slot), at.lane, new[0], new[2]])
+    if K_BLOCKS % T.warps != 0:  # the slot of the last chunk has units for some warps only
+        exists = chunk * T.warps + at.warp < K_BLOCKS
+        kept = ()
+        for i in gl.static_range(4):
+            kept = kept + (gl.where(exists, new[i], acc[i]),)
+        new = kept
+    return next_place(place, C), new
+
+
+@gluon.jit
+def rms_to_shared(source, parts, factor, needed, args, at, layer, product: gl.constexpr, C: gl.constexpr):
+    """If needed, warp i adds up the partial sums of squares [parts, tokens] of token i in order, and stores 1 / (rms * x's
+    factor)."""
+    T: gl.constexpr = C.table
+    M: gl.constexpr = T.shape.tokens
+    TURNS: gl.constexpr = C.squares_turns
+    WAIT: gl.constexpr = "squares before qkv" if product == "qkv" else "squares before gate-up"
+    token = gl.minimum(at.warp, M - 1)
+    own = (at.warp < M) & needed
+    addresses = ()
+    for i in gl.static_range(TURNS):
+        addresses = addresses + (source + (gl.minimum(at.lane + 32 * i, parts - 1) * M + token) * 4,)
+    words = poll(addresses, own.to(gl.int32), args.status, status_of(layer, WAIT, C), TURNS, 1, C)
+    total = at.lane.to(gl.float32) * 0.0
+    for i in gl.static_range(TURNS):
+        total += gl.where(at.lane + 32 * i < parts, words[i].to(gl.float32, bitcast=True), 0.0)
+    for step in gl.static_range(5):
+        total += exchanged(total, 1 << step)
+    root = gl.rsqrt(total * args.inverse_width + args.eps) * factor
+    run(C.store_float, "=r,r,f,r", [at.start + T.rms_start + token * 4, root, (own & (at.lane == 0)).to(gl.int32)])
+
+
+@gluon.jit
+def row_vectors(args, layer, product: gl.constexpr, C: gl.constexpr):
+    """Returns the RowVectors of a product. It is called before the wait for x, in which its loads take no time."""
+    KIND: gl.constexpr = gl.float32 if C.channel == "fp32" else gl.bfloat16
+    NAME: gl.constexpr = "mlp_gamma" if product == "o" else "next_gamma"
+    channel = None
+    bias = None
+    gamma = None
+    factor = None
+    if C.channel is not None:
+        channel = field(args, layer, product + " channel_scale", C).to(gl.pointer_type(KIND), bitcast=True)
+    if ptx(C.has_bias, product):
+        bias = field(args, layer, product + " bias", C).to(gl.pointer_type(gl.float32), bitcast=True)
+    if ptx(C.normed, product):
+        factors = field(args, layer, "factors", C)
+        factor = (factors if product == "qkv" else factors >> 32).to(gl.int32).to(gl.float32, bitcast=True)
+    else:
+        gamma = field(args, layer, NAME, C).to(gl.pointer_type(gl.float32), bitcast=True)
+    return RowVectors(channel, bias, gamma, factor)
+
+
+@gluon.jit
+def output_of(args, at, rows, begin, count, product: gl.constexpr, C: gl.constexpr):
+    """Returns a thread's output among `count` row blocks from `begin` on, and loads the values of its rows."""
+    T: gl.constexpr = C.table
+    M: gl.constexpr = T.shape.tokens
+    AT_ONCE: gl.constexpr = ptx(T.at_once, product)
+    N: gl.constexpr = ptx(T.shape.rows, product)
+    ROWS: gl.constexpr = 8 if product == "gate_up" else 16
+    RESIDUAL: gl.constexpr = not ptx(C.normed, product)
+    row, rest = at.index % ROWS, at.index // ROWS
+    if RESIDUAL:  # a warp has all rows of one token
+        row_block, token = rest % AT_ONCE, rest // AT_ONCE
+    else:
+        token, row_block = rest % M, rest // M
+    exists = (row_block < count) & (token < M)
+    row_block, token = gl.minimum(row_block, AT_ONCE - 1), gl.minimum(token, M - 1)
+    BOTH: gl.constexpr = 2 if product == "gate_up" else 1
+    of_w = gl.minimum((begin + row_block) * 16 + row, N - 8 * BOTH + 7)
+    channel = ()
+    bias = ()
+    gamma = ()
+    old = ()
+    for i in gl.static_range(BOTH):
+        if C.channel is not None:
+            channel = channel + (gl.load(rows.channel + of_w + 8 * i).to(gl.float32),)
+        if ptx(C.has_bias, product):
+            bias = bias + (gl.load(rows.bias + of_w + 8 * i),)
+    if RESIDUAL:
+        gamma = (gl.load(rows.gamma + of_w),)
+        old = (gl.load(args.h + token * N + of_w, mask=exists, other=0.0).to(gl.float32),)
+    return Output(exists, row_block, row, token, channel, bias, gamma, old)
+
+
+@gluon.jit
+def total_of(out, at, parity, i: gl.constexpr, product: gl.constexpr, C: gl.constexpr):
+    """Returns the sum of all warps for a thread's output, or its up for i = 1, with scales, norm and bias."""
+    T: gl.constexpr = C.table
+    M: gl.constexpr = T.shape.tokens
+    place = T.sums_start + parity * T.sums_bytes + out.row_block * (T.warps * 64 * M) + ((out.row + 8 * i) * M + out.token) * 4
+    total = asm(add_strided(T.warps, 64 * M), "=&f,r", [place], gl.float32) * C.k_block.factor
+    if C.channel is not None:
+        total *= out.channel[i]
+    if ptx(C.normed, product):
+        total *= asm(C.load_float, "=f,r", [at.start + T.rms_start + out.token * 4], gl.float32)
+    if ptx(C.has_bias, product):
+        total += out.bias[i]
+    return total
+
+
+@gluon.jit
+def finish(args, at, layer, out, begin, parity, squares, product: gl.constexpr, C: gl.constexpr):
+    """Stores a thread's output of a flush; with a residual adds the square of h to the warp's `squares`."""
+    T: gl.constexpr = C.table
+    N: gl.constexpr = ptx(T.shape.rows, product)
+    exists = out.exists.to(gl.int32)
+    total = total_of(out, at, parity, 0, product, C)
+    if product == "gate_up":
+        total = gate_times_up(total, total_of(out, at, parity, 1, product, C), C)
+        place = out.token * (N // 2) + (begin + out.row_block) * 8 + out.row
+        to = vector(args, layer, "gated", C)
+    else:
+        place = out.token * N + (begin + out.row_block) * 16 + out.row
+        if product == "qkv":
+            to = vector(args, layer, "qkv", C)
+        else:
+            kept = (total + out.old[0]).to(args.h.dtype.element_ty)
+            gl.store(args.h + place, kept, mask=out.exists)
+            new = gl.where(out.exists, kept.to(gl.float32), 0.0)
+            total = new * out.gamma[0]
+            square = new * new
+            for step in gl.static_range(5):
+                square += exchanged(square, 1 << step)
+            squares += square
+            if product == "o":
+                to = vector(args, layer, "mlp_x", C)
+            else:
+                to = vector(args, layer, "next_x", C)
+    publish_pair(to + (place.to(gl.int64) - (place & 1)) * 2, total, exists, C)
+    return squares
+
+
+@gluon.jit
+def multiply_product(args, at, layer, place, parity, x, squares_of, parts, product: gl.constexpr, C: gl.constexpr):
+    """One product: its x is at address `x`; a norm's partial sums of squares [parts, tokens] are at `squares_of`."""
+    T: gl.constexpr = C.table
+    M: gl.constexpr = T.shape.tokens
+    AT_ONCE: gl.constexpr = ptx(T.at_once, product)
+    CHUNKS: gl.constexpr = ptx(T.chunks, product)
+    LONG: gl.constexpr = product == "gate_up" or product == "down"  # more weights than the ring holds
+    WAIT: gl.constexpr = "x of gate-up" if product == "gate_up" else "x of " + product
+    at = same_thread(at, C)
+    rows = row_vectors(args, layer, product, C)
+    gather_x(x, args, at, layer, product, WAIT, C)
+    if LONG:
+        run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, at.index * 0, at.index * 0 + 1])
+    zero = at.lane.to(gl.float32) * 0.0
+    squares = zero
+    group, pair = at.lane >> 2, at.lane & 3
+    own_sums = at.start + T.sums_start + at.warp * (64 * M) + (group * M + gl.minimum(2 * pair, max(M - 2, 0))) * 4
+    first, end = own_row_blocks(product, C)
+    for begin in range(first, end, AT_ONCE):
+        count = gl.minimum(end - begin, AT_ONCE)
+        out = output_of(args, at, rows, begin, count, product, C)
+        for row_block in range(count):
+            acc = (zero, zero, zero, zero)
+            for chunk in range(CHUNKS):
+                if LONG:
+                    last = (begin + row_block == end - 1) & (chunk == CHUNKS - 1)
+                    run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, at.index * 0 + 1, at.index * 0 + last.to(gl.int32)])
+                place, acc = multiply_unit(args, at, layer, place, acc, chunk, product, C)
+            to = own_sums + parity * T.sums_bytes + row_block * (T.warps * 64 * M)
+            run(C.store_sums, "=r,r,r,f,f,f,f", (to, pair) + acc)
+        if ptx(C.normed, product):
+            rms_to_shared(squares_of, parts, rows.factor, begin == first, args, at, layer, product, C)
+        barrier()
+        squares = finish(args, at, layer, out, begin, parity, squares, product, C)
+        parity = parity ^ 1
+    if not ptx(C.normed, product):
+        NAME: gl.constexpr = "mlp_squares" if product == "o" else "next_squares"
+        to = vector(args, layer, NAME, C) + (gl.program_id(0) * M + at.warp) * 4
+        publish(to, squares, ((at.lane == 0) & (at.warp < M)).to(gl.int32), C)
+    return place, parity
+
+
+# ---- attention
+
+
+@gluon.jit
+def worker_of(args, at, task, C: gl.constexpr):
+    """Returns a thread's Worker in a task."""
+    T: gl.constexpr = C.table
+    A: gl.constexpr = C.shape
+    row = task // (A.kv_heads * T.splits)
+    slot = gl.load(args.rows + row)
+    number = at.warp // T.head_sets * (32 // T.lanes) + at.lane // T.lanes
+    table = args.tables + slot.to(gl.int64) * args.table_stride
+    return Worker(
+        number, at.warp % T.head_sets, at.lane % T.lanes * 8, row, task // T.splits % A.kv_heads, task % T.splits,
+        gl.load(args.positions + slot), table,
+    )  # fmt: skip
+
+
+@gluon.jit
+def active_splits(position, C: gl.constexpr):
+    """Returns the number of splits with work, and the iterations of each; see `StepTable.active`."""
+    iterations = (position + (C.table.tokens_at_once - 1)) // C.table.tokens_at_once
+    active = gl.maximum(gl.minimum(iterations, C.table.splits), 1)
+    each = gl.maximum((iterations + active - 1) // active, 1)
+    return gl.maximum((iterations + each - 1) // each, 1), each
+
+
+@gluon.jit
+def attention_vectors(args, layer, C: gl.constexpr):
+    """Returns the AttentionVectors of a layer."""
+    q_gamma = None
+    k_gamma = None
+    if C.head_norms:
+        q_gamma = field(args, layer, "q_gamma", C).to(gl.pointer_type(gl.float32), bitcast=True)
+        k_gamma = field(args, layer, "k_gamma", C).to(gl.pointer_type(gl.float32), bitcast=True)
+    cos_sin = field(args, layer, "cos_sin", C).to(gl.pointer_type(gl.float32), bitcast=True)
+    return AttentionVectors(field(args, layer, "k", C), field(args, layer, "v", C), cos_sin, q_gamma, k_gamma)
+
+
+@gluon.jit
+def attend(args, at, layer, vectors, task, worker, active, each, C: gl.constexpr):
+    """Computes one split: appends the new token in split 0, and stores the split's sums, or the output if it is the only
+    one."""
+    T: gl.constexpr = C.table
+    A: gl.constexpr = C.shape
+    HEADS: gl.constexpr = T.set_heads
+    G: gl.constexpr = A.group
+    begin = worker.split * each * T.tokens_at_once
+    end = gl.minimum(begin + each * T.tokens_at_once, worker.position)
+    k, v = load_tokens(vectors.k, worker, begin, end, C), load_tokens(vectors.v, worker, begin, end, C)
+    cos = ()
+    sin = ()
+    q_gamma = ()
+    k_gamma = ()
+    for i in gl.static_range(8):
+        c, s = angles(vectors.cos_sin, worker.position, worker.element + i, C)
+        cos = cos + (c,)
+        sin = sin + (s,)
+        if C.head_norms:
+            q_gamma = q_gamma + (gammas(vectors.q_gamma, worker.element + i, C),)
+            k_gamma = k_gamma + (gammas(vectors.k_gamma, worker.element + i, C),)
+    qkv = vector(args, layer, "qkv", C) + worker.row * (A.features * 2) + worker.element * 2
+    addresses = ()
+    for h in gl.static_range(HEADS):
+        head = worker.kv_head * G + gl.minimum(worker.heads * HEADS + h, G - 1)
+        addresses = addresses + (qkv + head * (A.head_dim * 2),)
+    new = qkv + (A.heads + worker.kv_head) * (A.head_dim * 2)
+    addresses = addresses + (new, new + A.kv_heads * A.head_dim * 2)
+    COUNT: gl.constexpr = HEADS + 2
+    words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, "q, k and v", C), COUNT, 4, C)
+    q = ()
+    for h in gl.static_range(HEADS):
+        q = q + turn_head(words[4 * h : 4 * h + 4], q_gamma, cos, sin, C)
+    new_k = turn_head(words[4 * HEADS : 4 * HEADS + 4], k_gamma, cos, sin, C)
+    new_v = words[4 * HEADS + 4 : 4 * HEADS + 8]
+    own = (worker.number == 0) & (worker.split == 0)
+    append(vectors.k, vectors.v, worker, new_k, new_v, (own & (worker.heads == 0)).to(gl.int32), C)
+    tops, totals, sums = attend_new(q, new_k, new_v, own, C)
+    for n in range(begin, end, T.tokens_at_once):
+        tops, totals, sums = attend_tokens(q, k, v, tops, totals, sums, worker, n, end, C)
+        k = load_tokens(vectors.k, worker, n + T.tokens_at_once, end, C)
+        v = load_tokens(vectors.v, worker, n + T.tokens_at_once, end, C)
+    tops, totals, sums = merge_lanes(tops, totals, sums, C)
+    sums_to_shared(at, worker, tops, totals, sums, C)
+    barrier()
+    store_split(args, at, layer, task, worker, active, C)
+    barrier()
+
+
+@gluon.jit
+def store_split(args, at, layer, task, worker, active, C: gl.constexpr):
+    """Merges the warps; stores the split's sums, maxima and totals, or the output if no other split has work."""
+    A: gl.constexpr = C.shape
+    OUTPUTS: gl.constexpr = A.group * A.head_dim
+    TURNS: gl.constexpr = (OUTPUTS + C.threads - 1) // C.threads
+    alone = active == 1
+    parts = vector(args, layer, "parts", C) + task * (OUTPUTS * 4)
+    tops = vector(args, layer, "tops", C) + task * (A.group * 8)
+    out = vector(args, layer, "attended", C) + (worker.row * A.heads + worker.kv_head * A.group) * (A.head_dim * 2)
+    for i in gl.static_range(TURNS):
+        output = at.index + i * C.threads
+        exists = output < OUTPUTS
+        output = gl.minimum(output, OUTPUTS - 1)
+        head, element = output // A.head_dim, output % A.head_dim
+        top, total, sum_ = merge_warps(at, head, element, C)
+        publish_pair(out + (output & -2) * 2, sum_ / total, (exists & alone).to(gl.int32), C)
+        one = (exists & (active > 1)).to(gl.int32)
+        publish(parts + output * 4, sum_, one, C)
+        first = (exists & (active > 1) & (element == 0)).to(gl.int32)
+        publish(tops + head * 8, top, first, C)
+        publish(tops + head * 8 + 4, total, first, C)
+
+
+@gluon.jit
+def combine(args, at, layer, task, worker, active, C: gl.constexpr):
+    """Combines the splits of a row and kv head for a share of its outputs, which all splits divide among them."""
+    A: gl.constexpr = C.shape
+    LANES: gl.constexpr = C.combine_lanes
+    STEPS: gl.constexpr = LANES.bit_length() - 1
+    AT_ONCE: gl.constexpr = C.threads // LANES
+    WORDS: gl.constexpr = A.group * A.head_dim // 2
+    share = (WORDS + active - 1) // active
+    first = worker.split * share
+    end = gl.minimum(first + share, WORDS)
+    split = at.index % LANES
+    there = split < active
+    of_split = task - worker.split + gl.minimum(split, active - 1)
+    out = vector(args, layer, "attended", C) + (worker.row * A.heads + worker.kv_head * A.group) * (A.head_dim * 2)
+    parts, tops = vector(args, layer, "parts", C), vector(args, layer, "tops", C)
+    for begin in range(first, end, AT_ONCE):
+        word = begin + at.index // LANES
+        exists = (word < end) & (split == 0)
+        word = gl.minimum(word, WORDS - 1)
+        head = word // (A.head_dim // 2)
+        addresses = (parts + (of_split * WORDS + word) * 8, tops + (of_split * A.group + head) * 8)
+        words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, "splits of attention", C), 2, 2, C)
+        own_top = gl.where(there, words[2].to(gl.float32, bitcast=True), NOTHING)
+        top = own_top
+        for step in gl.static_range(STEPS):
+            top = gl.maximum(top, exchanged(top, 1 << step))
+        fade = gl.where(there, gl.exp2(own_top - top), 0.0)
+        low = words[0].to(gl.float32, bitcast=True) * fade
+        high = words[1].to(gl.float32, bitcast=True) * fade
+        total = words[3].to(gl.float32, bitcast=True) * fade
+        for step in gl.static_range(STEPS):
+            low += exchanged(low, 1 << step)
+            high += exchanged(high, 1 << step)
+            total += exchanged(total, 1 << step)
+        publish_both(out + word * 4, low / total, high / total, exists.to(gl.int32), C)
+
+
+@gluon.jit
+def attention(args, at, layer, vectors, C: gl.constexpr):
+    """Attention of this block's tasks: first all splits, then their combination, so that no block waits for itself."""
+    T: gl.constexpr = C.table
+    at = same_thread(at, C)
+    for task in range(gl.program_id(0), T.attention_tasks, T.blocks):
+        worker = worker_of(args, at, task, C)
+        active, each = active_splits(worker.position, C)
+        if worker.split < active:
+            attend(args, at, layer, vectors, task, worker, active, each, C)
+    for task in range(gl.program_id(0), T.attention_tasks, T.blocks):
+        worker = worker_of(args, at, task, C)
+        active, _ = active_splits(worker.position, C)
+        if (worker.split < active) & (active > 1):
+            combine(args, at, layer, task, worker, active, C)
+
+
+# ---- the kernel
+
+
+@gluon.jit
+def math_warps(args, C: gl.constexpr):
+    """The math warps: all stages of all layers."""
+    T: gl.constexpr = C.table
+    LAYERS: gl.constexpr = T.shape.layers
+    WARPS: gl.constexpr = T.warps
+    index = gl.arange(0, C.threads, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32) + index * 0
+    at = MathThread(index, index & 31, index >> 5, start)
+    zero = gl.program_id(0) * 0
+    place = RingPlace(zero, zero)
+    parity = zero
+    x = args.x.to(gl.int64)
+    squares = args.squares.to(gl.int64)
+    parts = args.parts
+    for layer in range(LAYERS):
+        prefetch_layer(args, gl.minimum(layer + 1, LAYERS - 1), C)
+        vectors = attention_vectors(args, layer, C)
+        place, parity = multiply_product(args, at, layer, place, parity, x, squares, parts, "qkv", C)
+        attention(args, at, layer, vectors, C)
+        attended = vector(args, layer, "attended", C)
+        place, parity = multiply_product(args, at, layer, place, parity, attended, attended, parts, "o", C)
+        x = vector(args, layer, "mlp_x", C)
+        squares = vector(args, layer, "mlp_squares", C)
+        place, parity = multiply_product(args, at, layer, place, parity, x, squares, zero + T.blocks, "gate_up", C)
+        gated = vector(args, layer, "gated", C)
+        place, parity = multiply_product(args, at, layer, place, parity, gated, gated, parts, "down", C)
+        x = vector(args, layer, "next_x", C)
+        squares = vector(args, layer, "next_squares", C)
+        parts = zero + T.blocks
+
+
+@gluon.jit(do_not_specialize=["parts", "table_stride"])
+def decode_step(
+    layers, vectors, h, x, squares, tables, positions, rows, status, parts, table_stride, inverse_width, eps, C: gl.constexpr
+):
+    """One thread block of the step."""
+    ROWS: gl.constexpr = (C.table.shared_bytes + 127) // 128
+    WARPS: gl.constexpr = C.table.warps
+    shared = gl.allocate_shared_memory(gl.int32, [ROWS, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    index = gl.arange(0, C.threads, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    # Keeps the allocation alive, which PTX only uses by address.
+    shared.index(0).store(gl.arange(0, 32, gl.BlockedLayout([1], [32], [WARPS], [0])))
+    barrier()
+    run(C.init, "=r,r", [index])
+    barrier()
+    args = StepArgs(
+        layers, vectors, h, x, squares, parts, tables, positions, rows, table_stride, status, inverse_width, eps
+    )  # fmt: skip
+    gl.warp_specialize([(math_warps, (args, C)), (load, (args, C))], [1], [24])
+
+
+class StepPlan:
+    """Plan of the layers of a decode step in one launch: created once for a table and a form of weights, called many times."""
+
+    def __init__(
+        self, table: StepTable, form: WeightForm, dtype: torch.dtype, gate: Gate, biases: tuple[ProductName, ...],
+        head_norms: bool,
+    ) -> None:  # fmt: skip
+        self.table = table
+        k_block = KBlock(form.format, half_type(dtype), 8, form.group, form.zero, form.scale_dtype)
+        channel = ("bf16" if form.subnormal else "fp32") if form.channel_scale else None
+        self.config = DecodeStep(
+            table, k_block, Epilogue(form.channel_scale, False, table.blocks, gate), channel, biases, head_norms
+        )  # fmt: skip
+        self.launch = Launcher(decode_step, (table.blocks, 1, 1), table.warps, cooperative=True)
+
+    def __call__(
+        self, layers: Tensor, vectors: Tensor, h: Tensor, x: Tensor, squares: Tensor, tables: Tensor, positions: Tensor,
+        rows: Tensor, status: Tensor, eps: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Adds all layers to h [M, H] in place, and returns the head's x [M, H] and squares float32 [blocks, M], both in
+        `vectors`.
+
+        layers int64 [layers, FIELDS]: the addresses that `choose.decode_step.FIELDS` names. vectors int32 [table.words]: any
+        contents. x [M, H] and squares float32 [parts, M], parts <= blocks: of h, before the first layer. rows int32 [M]: the
+        slots of positions and tables. status int32 [1]: 0, or the wait that took too long, which no launch clears.
+        """
+        vectors.fill_(EMPTY)
+        self.launch(
+            layers, vectors, h, x, squares, tables, positions, rows, status, squares.shape[0], tables.stride(0),
+            1.0 / h.shape[1], eps, self.config,
+        )  # fmt: skip
+        last = vectors[self.table.words - self.table.start("end") :]
+        count = h.numel() // 2
+        new_x = last[self.table.start("next_x") :][:count].view(h.dtype).view(h.shape)
+        count = self.table.blocks * len(h)
+        return new_x, last[self.table.start("next_squares") :][:count].view(torch.float32).view(self.table.blocks, len(h))

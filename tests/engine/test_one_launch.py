@@ -1,0 +1,199 @@
+"""Small decode steps with all layers in one launch. Without a GPU the kernel runs warp by warp in an emulator of its PTX, for a
+few blocks of 4 warps; on a GPU tokens are compared with those of the launches."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from lowbit.engine import Engine, Request
+from lowbit.engine.failure import StuckStep
+from lowbit.engine.model_runner import InFlightStep
+from lowbit.engine.one_launch import OneLaunch, one_launch_of
+from lowbit.engine.program import DecodeProgram
+from lowbit.engine.recognise import recognise
+from lowbit.formats.kv import KV16, parse_kv
+from lowbit.hardware.machine import typical_machine
+from lowbit.kernels.choose.decode_step import WAITS, StepTable
+from lowbit.nn import convert
+from lowbit.ops.decode_step import DecodeStepLaunch, decode_step_refusals
+from tests.engine.test_chain import dequantized, packed, program_of, random_ids, stepped
+from tests.kernels.sass import compile_plan
+from tests.kernels.warps import execute
+from tests.tiny import eager_llama
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+SIZES = {
+    "vocab_size": 160, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 64, "tie_word_embeddings": False, "max_position_embeddings": 256,
+}  # fmt: skip
+
+MODELS = {
+    "llama": lambda **options: LlamaForCausalLM(LlamaConfig(**{**SIZES, **options})),
+    "biases": lambda **options: LlamaForCausalLM(LlamaConfig(**{**SIZES, "attention_bias": True, "mlp_bias": True, **options})),
+    "norms of heads": lambda **options: Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **options})),
+}
+
+
+def model_of(name, dtype, **options):
+    torch.manual_seed(0)
+    model = MODELS[name](**options)
+    for key, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=2 * parameter.shape[1] ** -0.5)
+        elif key.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+        else:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+    return model.to(dtype).eval()
+
+
+class EmulatedLauncher:
+    """Takes the place of `Launcher`: compiles the kernel and executes it."""
+
+    others: tuple[torch.Tensor, ...] = ()
+    """Tensors whose addresses the kernel reads from its table."""
+
+    def __init__(self, function, grid, warps, *, cooperative):
+        assert cooperative
+        self.plan = lambda *call: self.plan.launch(*call)
+        self.plan.launch = types.SimpleNamespace(function=function, options={"num_warps": warps})
+        self.grid, self.threads, self.kernel, self.launches = grid, 32 * (warps + 4), None, 0
+
+    def __call__(self, *arguments):
+        if self.kernel is None:
+            self.kernel = compile_plan(self.plan, arguments, 90)
+        self.launches += 1
+        shared = self.kernel.shared_bytes
+        execute(
+            self.kernel.ptx, shared, arguments[:-1], self.grid[0], self.threads, self.launches, others=self.others
+        )  # fmt: skip
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Lets a step on a CPU use the launch, as on a GPU of two SMs."""
+    monkeypatch.setattr("lowbit.kernels.sm90.decode_step.Launcher", EmulatedLauncher)
+    monkeypatch.setattr("lowbit.engine.one_launch.decode_step_refusals", lambda *given: ())
+    monkeypatch.setattr("lowbit.ops.decode_step.decode_step_refusals", lambda *given: ())
+    monkeypatch.setattr("lowbit.ops.decode_step.step_refusals", lambda *given: ())
+    monkeypatch.setattr("lowbit.ops.decode_step.step_table", lambda shape, machine: StepTable(shape, 2, 4))
+    monkeypatch.setattr("lowbit.ops.decode_step.machine_of", lambda device: typical_machine(90))
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "tokens", "dtype"),
+    [("llama", 1, 3, torch.float16), ("biases", 1, 2, torch.float16), ("norms of heads", 2, 2, torch.bfloat16)],
+)
+def test_the_logits_of_the_launches(emulated, name, count, tokens, dtype):
+    """Steps in one launch have the logits of the chain and of the model."""
+    model = packed(model_of(name, dtype), "w4a16_g128", skip=lambda module: "lm_head" in module)
+    reference = dequantized(model, torch.float32)
+    ids = random_ids(count)[:, :tokens]
+    chain = stepped(program_of(model), ids).float()
+    program = program_of(model)
+    program.one_launch = one_launch_of(program.decoder, program.chain, KV16)
+    assert isinstance(program.one_launch, OneLaunch)
+    launch = program.one_launch.launch
+    bind = launch.bind
+
+    def bound(pages):
+        bind(pages)
+        packed_ = [t for layer in launch.layers for w in layer.products for t in w.tensors().values()]
+        vectors = [t for layer in launch._values for t in layer.values()]
+        EmulatedLauncher.others = (*packed_, *vectors, *(t for page in pages for t in (page.k, page.v)))
+
+    launch.bind = bound
+    found = stepped(program, ids).float()
+    (plan,) = [plan for plan in launch._plans.values() if plan.launch.launches]
+    assert plan.table.shape.tokens == count and plan.launch.launches == tokens
+    largest = 0.002 if dtype == torch.float16 else 0.02
+    assert (found - chain).norm() / chain.norm() < largest
+    with torch.inference_mode():
+        expected = reference(ids).logits.transpose(0, 1).float()
+    assert (found - expected).norm() / expected.norm() < 5 * largest
+    assert not program.status.any()
+    assert program.report(0.0)[-1] == "steps of 1, 2, 4, 8 tokens: all layers in one launch"
+
+
+def test_reasons():
+    """What a launch does not compute stays with the chain, and the report says why."""
+    model = packed(eager_llama(torch.float16), "w4a16_g32")
+    decoder = recognise(model)
+    program = DecodeProgram(decoder, model.dtype, torch.device("cpu"), batch_invariant=False, persistent_step=True)
+    assert program.report(0.0)[-1] == "no step has all layers in one launch: one launch a step runs on a GPU, not on a CPU"
+    assert program.status is None
+    invariant = DecodeProgram(decoder, model.dtype, torch.device("cpu"), batch_invariant=True, persistent_step=True)
+    assert "batch_invariant" in invariant.report(0.0)[-1]
+    assert len(program_of(model).report(0.0)) == 3
+
+
+def test_refusals(emulated, monkeypatch):
+    """Layers of different weights, packed keys and values."""
+    model = packed(model_of("llama", torch.float16), "w4a16_g128", skip=lambda module: "lm_head" in module)
+    program = program_of(model)
+    launch = one_launch_of(program.decoder, program.chain, KV16).launch
+    monkeypatch.undo()
+    device, (shape,) = torch.device("cuda"), {program.decoder.attention_shape(spec) for spec in program.decoder.layers}
+    monkeypatch.setattr("lowbit.ops.decode_step.machine_of", lambda device: typical_machine(90))
+    assert decode_step_refusals(launch.layers, shape, torch.float16, KV16, device) == ()
+    (reason,) = decode_step_refusals(launch.layers, shape, torch.float16, parse_kv("fp8"), device)
+    assert reason == "one launch a step takes keys and values in 16 bits, not in fp8"
+    (reason,) = decode_step_refusals(launch.layers, shape, torch.float32, KV16, device)
+    assert "fp16 and bf16" in reason
+    other = packed(model_of("llama", torch.float16), "w6e3m2a16", skip=lambda module: "lm_head" in module)
+    chain = program_of(other).chain
+    program.chain.links[1] = chain.links[1]
+    (reason,) = decode_step_refusals(_layers(program), shape, torch.float16, KV16, device)
+    assert "weights of one form, got 2 forms of w4a16_g128, w6e3m2a16" in reason
+    with pytest.raises(ValueError, match="1, 2, 4, 8"):
+        launch(torch.zeros(3, 128), *[torch.zeros(1)] * 5)
+
+
+def _layers(program):
+    """The layers that a launch would have."""
+    from lowbit.engine import one_launch
+
+    zipped = zip(program.decoder.layers, program.chain.links, program.chain.after, strict=True)
+    return [one_launch._layer(program.decoder, spec, link, one_launch._packed(link), after) for spec, link, after in zipped]
+
+
+def test_a_stuck_step_is_named():
+    """The status of a step that gave up becomes an error with its reason when the step is read."""
+    nothing = torch.zeros(0)
+    status = torch.tensor([1 + 3 * len(WAITS) + WAITS.index("x of o")], dtype=torch.int32)
+    step = InFlightStep([], nothing, nothing, None, None, status)
+    with pytest.raises(StuckStep, match="stopped in layer 3: a block waited too long for x of o"):
+        step.wait()
+    InFlightStep([], nothing, nothing, None, None, status * 0).wait()
+    assert DecodeStepLaunch.failure(int(status)).endswith("please report this")
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_on_a_gpu(name):
+    """An engine with one launch a step has logits near those of the launches, in graphs, with 1 and 3 sequences."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+    found = []
+    for persistent in (False, True):
+        model = model_of(name, torch.float16, **sizes).cuda()
+        convert(model, "w4a16_g128")
+        engine = Engine(model, max_concurrent=4, persistent_step=persistent)
+        if persistent:
+            assert engine.report()[-1] == "steps of 1, 2, 4, 8 tokens: all layers in one launch"
+        prompts = [[5, 6, 7], [8] * 140, [9, 10]]
+        texts = [list(engine.stream(engine.submit(Request(prompts[0], 40))))]
+        sequences = [engine.submit(Request(prompt, 40)) for prompt in prompts]
+        texts += [list(engine.stream(sequence)) for sequence in sequences]
+        found.append([[(sampled.token, sampled.logprob) for sampled in text] for text in texts])
+    for one, other in zip(*found, strict=True):
+        same = next((i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0][0] != pair[1][0]), len(one))
+        # Rounding may change a token where two are about as likely; all before it are the same.
+        assert same >= 1 and all(abs(a[1] - b[1]) < 0.05 for a, b in zip(one[:same], other[:same], strict=True))

@@ -1,0 +1,434 @@
+"""Figures of README and docs that name a result file are those of the file.
+
+A claim is a page, a file and the text that the file's figures give: whole rows of tables, or the words around a figure. A link
+to a result file on a page without a claim fails, so a new figure needs a claim here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import activations_report, choice_report, report
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ELSEWHERE = {
+    "docs/internals/mechanisms.md": "tests/benchmarks/mechanisms/test_page.py",
+    "docs/internals/study.md": "tests/study/test_page.py",
+    "docs/kv.md": "tests/study/test_kv.py",
+}
+"""Pages whose figures other tests read."""
+NO_FIGURES = ("docs/internals/checklist.md", "docs/log/")
+"""The checklist links to files as a whole; entries of the log are history."""
+
+Document = dict[str, Any]
+Claim = Callable[[Document], Iterator[str]]
+CLAIMS: dict[tuple[str, str], list[Claim]] = {}
+
+
+def claims(page: str, file: str) -> Callable[[Claim], Claim]:
+    """Registers the text that a page takes from a file."""
+
+    def register(claim: Claim) -> Claim:
+        CLAIMS.setdefault((page, file), []).append(claim)
+        return claim
+
+    return register
+
+
+@functools.cache
+def document(file: str) -> Document:
+    return json.loads((RESULTS / file).read_text())
+
+
+def cells(*values: object) -> str:
+    return f"| {' | '.join(map(str, values))} |"
+
+
+def span(values: list[float], form: str = ".2f") -> str:
+    return f"{min(values):{form}} to {max(values):{form}}"
+
+
+# ---- steps of a decode
+
+E2E = "h200/2026-11-23-e2e.json"
+SCHEMES = ("w4a16_g128", "w6e3m2a16", "w8a16")
+
+
+def step(found: Document, scheme: str | None, context: int, batch: int) -> Document:
+    (row,) = (r for r in found["rows"] if (r["scheme"], r["context"], r["batch"]) == (scheme, context, batch) and faster(r))
+    return row
+
+
+def faster(row: Document) -> bool:
+    """16 bits are the faster of two libraries' products, of which a row states both times."""
+    return row["error"] is None and row["ms_per_token"] <= row["bf16_ms_per_token"]
+
+
+@claims("docs/generate.md", E2E)
+def steps_for_users(found: Document) -> Iterator[str]:
+    for context, batch in ((1024, 1), (1024, 16), (1024, 64), (8192, 1), (8192, 64)):
+        wide = step(found, None, context, batch)["ms_per_token"]
+        times = [step(found, scheme, context, batch)["ms_per_token"] for scheme in SCHEMES]
+        factors = [text for ms in times for text in (f"{ms:.2f}", f"{wide / ms:.2f}x")]
+        yield cells(f"{context:,}", batch, f"{wide:.2f}", *factors)
+    yield from prompts(found)
+
+
+def prompts(found: Document) -> Iterator[str]:
+    other = step(found, None, 1024, 1)["other_ms_per_token"]
+    yield f"{other:.2f} ms at one user"
+    low = [row for row in found["rows"] if row["scheme"] and row["prefill_tok_s"]]
+    yield f"{span([1024e3 / row['prefill_tok_s'] for row in low], '.1f')} ms"
+
+
+@claims("docs/internals/engine.md", E2E)
+def steps_with_limits(found: Document) -> Iterator[str]:
+    def share(row: Document) -> str:
+        return f"{row['ms_per_token']:.2f} ({100 * row['limit_ms'] / row['ms_per_token']:.0f} %)"
+
+    for context in (256, 1024, 8192):
+        for batch in (1, 4, 16, 64):
+            wide = step(found, None, context, batch)
+            rows = [step(found, scheme, context, batch) for scheme in SCHEMES]
+            texts = [text for row in rows for text in (share(row), f"{wide['ms_per_token'] / row['ms_per_token']:.2f}x")]
+            yield cells(f"{context:,}", batch, share(wide), *texts) if batch == 1 else f"| {cells(batch, share(wide), *texts)}"
+    yield f"({found['read_bytes_per_s'] / 1e12:.2f} TB/s)"
+    yield from prompts(found)
+    one, sixteen = step(found, None, 1024, 1), step(found, None, 1024, 16)
+    int4 = step(found, "w4a16_g128", 1024, 1)["ms_per_token"]
+    yield f"int4 would be {one['other_ms_per_token'] / int4:.2f} times as fast"
+    yield f"and {sixteen['other_ms_per_token']:.2f} at 16 users"
+    low = [row["prefill_products"] for row in found["rows"] if row["scheme"] and row["prefill_products"]]
+    yield f"{100 * min(low):.0f} to {100 * max(low):.0f} % of it in products (16 bits: {1024e3 / one['prefill_tok_s']:.1f} ms)"
+
+
+def shape_claim(name: str, model: str, first: str) -> None:
+    file = f"h200/2026-11-23-e2e-{name}.json"
+
+    @claims("docs/internals/engine.md", file)
+    def steps_of_a_shape(found: Document) -> Iterator[str]:
+        link = f"{model} ([results](../../benchmarks/results/{file})){first}"
+        for row in (row for row in found["rows"] if row["scheme"] == "w6e3m2a16" and row["context"] == 1024):
+            ours = f"{row['ms_per_token']:.2f} ({100 * row['limit_ms'] / row['ms_per_token']:.0f} %)"
+            if (wide_ms := row["bf16_ms_per_token"]) is None:
+                yield f"| {cells(row['batch'], 'does not fit', ours, '').replace('|  |', '| |')}"
+                continue
+            (wide,) = (
+                r
+                for r in found["rows"]
+                if r["scheme"] is None and (r["context"], r["batch"]) == (1024, row["batch"]) and faster(r)
+            )
+            of_wide = f"{wide_ms:.2f} ({100 * wide['limit_ms'] / wide_ms:.0f} %)"
+            text = cells(row["batch"], of_wide, ours, f"{wide_ms / row['ms_per_token']:.2f}x")
+            yield f"| {link} {text}" if row["batch"] == 1 else f"| {text}"
+
+
+shape_claim("llama-2-13b", "Llama-2-13B", "")
+shape_claim("opt-30b", "OPT-30B", ", 16 bits by cuBLAS")
+shape_claim("llama-2-70b", "Llama-2-70B", "")
+
+
+@claims("docs/experts.md", "h200/2026-11-28-e2e-qwen3-30b-a3b.json")
+def steps_with_experts(found: Document) -> Iterator[str]:
+    for batch in (1, 4, 16, 64):
+        ours, wide = (step(found, scheme, 1024, batch)["ms_per_token"] for scheme in ("w4a16_g128", None))
+        yield cells(batch, *(f"{1e3 * batch / ms:,.0f}" for ms in (ours, wide)), f"{wide / ours:.2f}")
+
+
+# ---- loading, serving, vLLM
+
+for page in ("docs/checkpoints.md", "docs/internals/foreign-checkpoints.md"):
+
+    @claims(page, "h200/2026-11-23-load.json")
+    def loading(found: Document) -> Iterator[str]:
+        (row,) = found["rows"]
+        yield f"{row['source_bytes'] / 1e9:.0f} GB of"
+        yield f"{min(row['seconds']):.1f} s"
+        yield f"{row['peak_bytes'] / 1e9:.2f} GB at the peak"
+
+
+@claims("docs/internals/foreign-checkpoints.md", "h200/2026-11-23-load.json")
+def bound_of_loading(found: Document) -> Iterator[str]:
+    (row,) = found["rows"]
+    yield f"{row['gb_per_s']:.1f} GB/s of files"
+    yield f"where {row['bound_bytes'] / 1e9:.2f} are the bound"
+
+
+SERVE = "h200/2026-11-23-serve.json"
+
+
+@claims("docs/serve.md", SERVE)
+def serving(found: Document) -> Iterator[str]:
+    streams = [row for row in found["rows"] if row["part"] == "streams"]
+    assert sum(row["failed"] for row in streams) == 0 and sum(row["seconds"] for row in streams) == 300
+    requests = sum(row["requests"] for row in streams)
+    yield f"{streams[0]['tokens_per_s']:,.0f} tokens per second, and none of {requests:,} requests"
+    (idle,) = (row for row in found["rows"] if row["part"] == "idle")
+    yield f"HTTP adds {idle['added_ms']['p50']:.1f} ms to the first token"
+
+
+@claims("docs/internals/server.md", SERVE)
+def serving_in_detail(found: Document) -> Iterator[str]:
+    def three(values: Document, form: str) -> str:
+        return " / ".join(f"{values[p]:{form}}" for p in ("p50", "p95", "p99"))
+
+    for row in found["rows"]:
+        idle, short = row["part"] == "idle", row["mix"] == "512/128"
+        rate = "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}"
+        first = three(row["first_ms"], ".1f" if idle else ",.0f")
+        token = three(row["token_ms"], ".2f" if idle else ".1f")
+        tail = cells(f"{row['requests']:,}", row["failed"], rate, first, token).replace("|  |", "| |")
+        load = {"engine": "at once", "streams": "150 s" if short else "150 s more", "idle": "answers of 8"}.get(row["part"])
+        if load is None:
+            (closed,) = (r for r in found["rows"] if r["part"] == "streams" and r["mix"] == row["mix"])
+            load = f"at {row['load']} %"
+            if row["load"] == 50:
+                load = f"arrivals at 50 % of {closed['requests_per_s']:.1f} requests a second"
+        yield f"{load} {tail}"
+
+
+VLLM, LATER, SAME = (f"h200/2026-11-{name}.json" for name in ("23-vllm", "23-vllm-int4", "24-vllm-int4"))
+BATCHES = (1, 16, 64, 256)
+
+
+def tokens(found: Document, impl: str, scheme: str) -> list[Document]:
+    rows = {row["batch"]: row for row in found["rows"] if (row["impl"], row["scheme"]) == (impl, scheme)}
+    return [rows[batch] for batch in BATCHES]
+
+
+def ratios(found: Document, scheme: str, rival: str) -> list[str]:
+    pairs = zip(tokens(found, "lowbit", scheme), tokens(found, "vllm", rival), strict=True)
+    return [f"{ours['tokens_s'] / theirs['tokens_s']:.2f}" for ours, theirs in pairs]
+
+
+@claims("docs/vllm.md", VLLM)
+def beside_vllm(found: Document) -> Iterator[str]:
+    for scheme, rival in (("w6e3m2a16", "bf16"), ("fp8_dynamic", "fp8"), ("w8a8", "fp8")):
+        source = "same file" if rival == "fp8" else f"[2026-11-23](../benchmarks/results/{VLLM})"
+        yield f"| `{scheme}` by vLLM's {rival} ({source}) {cells(*ratios(found, scheme, rival))}"
+    first = {impl: 1e3 * tokens(found, *impl)[0]["first_s"] for impl in (("lowbit", "w4a16_g128"), ("vllm", "int4"))}
+    yield "{:.0f} ms in int4 where vLLM's int4 takes {:.0f}".format(*first.values())
+
+
+@claims("docs/vllm.md", SAME)
+def beside_vllm_with_the_same_weights(found: Document) -> Iterator[str]:
+    yield f"[2026-11-24](../benchmarks/results/{SAME})) {cells(*ratios(found, 'w4a16_g128', 'int4'))}"
+
+
+def speeds(rows: list[Document]) -> str:
+    return cells(*(f"{row['tokens_s']:,.0f}, {row['step_ms']:.2f}" for row in rows))
+
+
+@claims("docs/internals/vllm-plugin.md", VLLM)
+def first_run_of_vllm(found: Document) -> Iterator[str]:
+    yield f"| w4a16_g128, scales in fp16 {speeds(tokens(found, 'lowbit', 'w4a16_g128'))}"
+    for scheme in ("w6e3m2a16", "fp8_dynamic", "w8a8"):
+        yield f"| {scheme} {speeds(tokens(found, 'lowbit', scheme))}"
+    for rival, star in (("int4", " *"), ("fp8", ""), ("bf16", "")):
+        yield f"| vLLM's {rival}{star} {speeds(tokens(found, 'vllm', rival))}"
+    yield f"| the same, scales in fp16 {cells(*ratios(found, 'w4a16_g128', 'int4'))}"
+    for scheme, whose, rival in (("w6e3m2a16", "", "bf16"), ("fp8_dynamic", "vLLM's ", "fp8"), ("w8a8", "vLLM's ", "fp8")):
+        yield f"| {scheme} by {whose}{rival} {cells(*ratios(found, scheme, rival))}"
+
+
+@claims("docs/internals/vllm-plugin.md", LATER)
+def later_run_of_vllm(found: Document) -> Iterator[str]:
+    for scheme in ("w4a16_g128", "w4a8_g128"):
+        yield f"| {scheme} {speeds(tokens(found, 'lowbit', scheme))}"
+    yield f"| vLLM's int4 * {speeds(tokens(found, 'vllm', 'int4'))}"
+    yield f"| w4a8_g128 by vLLM's int4 * {cells(*ratios(found, 'w4a8_g128', 'int4'))}"
+    yield f"| w4a16_g128, scales in bf16, by vLLM's int4 * {cells(*ratios(found, 'w4a16_g128', 'int4'))}"
+
+
+@claims("docs/internals/vllm-plugin.md", SAME)
+def run_of_vllm_with_the_same_weights(found: Document) -> Iterator[str]:
+    yield f"| w4a16_g128 {speeds(tokens(found, 'lowbit', 'w4a16_g128'))}"
+    yield f"| vLLM's int4 {speeds(tokens(found, 'vllm', 'int4'))}"
+    yield f"by vLLM's int4, the same weights {cells(*ratios(found, 'w4a16_g128', 'int4'))}"
+
+
+# ---- convolutions
+
+
+def network(found: Document, storage: str, batch: int) -> Document:
+    key = ("lowbit", storage, "blocks", batch)
+    (row,) = (r for r in found["rows"] if (r["impl"], r["storage"], r["fusion"], r["batch"]) == key)
+    return row
+
+
+@claims("docs/vision.md", "h200/2026-11-23-conv.json")
+def convolutions(found: Document) -> Iterator[str]:
+    for batch in (1, 32, 128, 2048):
+        rows = [network(found, storage, batch) for storage in ("u4", "s8")]
+        yield cells(batch, *(text for row in rows for text in (f"{row['ms']:.3f}", f"{row['images_s']:,.0f}")))
+    (published,) = (row for row in found["rows"] if row["impl"] == "published")
+    yield f"MLPerf v4.1 publishes {published['images_s']:,.0f} images/s"
+
+
+@claims("docs/internals/performance.md", "h200/2026-11-23-conv.json")
+def newest_convolutions(found: Document) -> Iterator[str]:
+    few, many = network(found, "u4", 128), network(found, "s8", 128)
+    yield f"at batch 128 {few['ms']:.3f} ms with activations in 4 bits ({few['images_s']:,.0f} images/s), {many['ms']:.3f} ms"
+    yield f"in 8 bits, {many['ms'] / few['ms']:.2f} times"
+    large = [network(found, storage, 2048)["images_s"] for storage in ("u4", "s8")]
+    yield "at batch 2048 {:,.0f} and {:,.0f} images/s".format(*large)
+
+
+OLD_CONV = "h200/2026-11-21-conv.json"
+
+
+def cudnn(found: Document, batch: int) -> float | None:
+    times = [r["ms"] for r in found["rows"] if "cudnn" in r["impl"].lower() and r["batch"] == batch and r["ms"]]
+    return min(times) if times else None
+
+
+@claims("docs/vision.md", OLD_CONV)
+def cudnn_at_128(found: Document) -> Iterator[str]:
+    yield f"took {cudnn(found, 128):.2f} ms at batch 128"
+
+
+@claims("docs/internals/performance.md", OLD_CONV)
+def older_convolutions(found: Document) -> Iterator[str]:
+    for batch in (1, 8, 32, 128, 256, 2048):
+        few, many, fp16 = network(found, "u4", batch), network(found, "s8", batch), cudnn(found, batch)
+        ours = [text for row in (few, many) for text in (f"{row['ms']:.3f}", f"{row['images_s']:,.0f}")]
+        rival = ("-", "-") if fp16 is None else (f"{fp16:.3f}", f"{fp16 / few['ms']:.2f}")
+        limits = (f"{few['limit_ms']:.3f}", f"{many['limit_ms']:.3f}")
+        yield cells(batch, *ours, *rival, f"{many['ms'] / few['ms']:.2f}", *limits)
+    few, many = network(found, "u4", 128), network(found, "s8", 128)
+    yield f"{few['ms']:.3f} ms with activations in 4 bits ({few['images_s']:,.0f} images/s), {many['ms']:.3f} ms in 8 bits"
+    layers = {(row["storage"], row["layer"]): row for row in found["layers"] if row["fusion"] == "blocks"}
+    listed = [layer for _, layer in layers if f"| {layer} |" in text_of("docs/internals/performance.md")]
+    assert len(set(listed)) == 24, "each kind of layer once"
+    for name in dict.fromkeys(listed):
+        rows = [layers[storage, name] for storage in ("u4", "s8")]
+        ours = [text for r in rows for text in (f"{r['us']:.1f}", f"{100 * r['limit_us'] / r['us']:.0f} %")]
+        yield f"| {name} {cells(*ours, ' / '.join(row['bound'] for row in rows))}"
+
+
+# ---- products
+
+GEMM, GEMM8, NEW_GEMM = (f"h200/2026-11-{name}.json" for name in ("21-gemm", "21-gemm8", "23-gemm"))
+
+
+def tables_of(found: Document) -> list[str]:
+    return [text for text in report.markdown(found).splitlines() if text.startswith("| ") and not text.startswith("| format")]
+
+
+@claims("docs/internals/performance.md", GEMM)
+@claims("docs/internals/performance.md", GEMM8)
+def products(found: Document) -> Iterator[str]:
+    yield from tables_of(found)
+
+
+@claims("docs/speed.md", GEMM)
+def where_it_loses(found: Document) -> Iterator[str]:
+    rows = report.lines(found)
+    for m, text in ((128, "times cuBLAS's speed at 128 tokens"), (256, "at 256")):
+        here = [line.times_cublas for line in rows if (line.n, line.k, line.m) == (6144, 4096, m)]
+        yield f"{span(here)} {text}"
+    shares = [100 * line.share for line in rows if line.m in (16, 32)]
+    yield f"{min(shares):.0f} to {max(shares):.0f} % at 16 and 32 tokens"
+    yield f"{span([line.times_peer for line in rows if line.times_peer])} times as fast as the best of Humming and torch"
+
+
+def beside_rivals(found: Document, scheme: str) -> list[float]:
+    return [line.times_peer for line in report.lines(found) if line.scheme == scheme and line.times_peer]
+
+
+@claims("docs/speed.md", GEMM8)
+@claims("docs/internals/performance.md", GEMM8)
+def ranges_of_integers(found: Document) -> Iterator[str]:
+    yield f"int8 {span(beside_rivals(found, 'w8a8'))}"
+    yield f"int4 in groups of 128 by int8 {span(beside_rivals(found, 'w4a8_g128'))}"
+
+
+@claims("docs/speed.md", GEMM8)
+def ranges_of_floats(found: Document) -> Iterator[str]:
+    yield f"fp8 {span(beside_rivals(found, 'w8e4m3a8e4m3_t'))}"
+    yield f"int4 per channel by e4m3 {span(beside_rivals(found, 'w4a8e4m3'))}"
+    yield f"Of {sum(line.times_peer is not None for line in report.lines(found))} rows with a rival"
+
+
+@claims("docs/internals/performance.md", GEMM8)
+def worst_products_of_floats(found: Document) -> Iterator[str]:
+    def worst(scheme: str) -> str:
+        line = min((line for line in report.lines(found) if line.scheme == scheme), key=lambda line: line.times_peer)
+        return f"{line.times_peer:.2f} (K {line.k} M {line.m}) to {max(beside_rivals(found, scheme)):.2f}"
+
+    yield f"fp8 {worst('w8e4m3a8e4m3_t')}"
+    yield f"int4 per channel by e4m3 {worst('w4a8e4m3')}, in groups of 128 {worst('w4a8e4m3_g128')}"
+    yield f"fp6_e3m2 per channel by e4m3 {span(beside_rivals(found, 'w6e3m2a8e4m3'))}"
+
+
+@claims("docs/speed.md", "h200/2026-11-21-activations.json")
+def activations_for_users(found: Document) -> Iterator[str]:
+    def shares(operations: tuple[str, ...]) -> str:
+        rows = [row for row in found["rows"] if row["m"] >= 4096 and row["operation"] in operations]
+        return span([1e8 * row["nbytes"] / found["copy_bytes_per_s"] / row["us"] for row in rows], ".0f")
+
+    yield f"{shares(('int8', 'fp8_e4m3', 'fp8_e4m3, groups of 128'))} % of the speed of a copy from 4,096 tokens on"
+    yield f"with LayerNorm it is {shares(('LayerNorm, int8',))} %"
+
+
+@claims("docs/internals/performance.md", "h200/2026-11-21-activations.json")
+def activations(found: Document) -> Iterator[str]:
+    yield from (text for text in activations_report.markdown(found).splitlines() if re.match(r"\| [^|]*\| \d", text))
+    yield f"{found['copy_bytes_per_s'] / 1e12:.2f} TB/s read and written"
+
+
+@claims("docs/speed.md", NEW_GEMM)
+@claims("docs/internals/performance.md", NEW_GEMM)
+def no_rivals(found: Document) -> Iterator[str]:
+    """The table itself is compared by tests/test_docs.py."""
+    assert not [line for line in report.lines(found) if line.peer]
+    yield "2026-11-23-gemm.json"
+
+
+@claims("docs/speed.md", "h200/2026-11-24-choice.json")
+@claims("docs/internals/performance.md", "h200/2026-11-24-choice.json")
+def choice(found: Document) -> Iterator[str]:
+    rows = [row for row in found["rows"] if row["half"] == "untuned"]
+    yield f"{100 * (choice_report.summary(rows).mean - 1):.1f} % longer than the fastest one in the mean"
+
+
+# ---- the tests
+
+
+def text_of(page: str) -> str:
+    """A page with all white space as single spaces, so that lines may break anywhere."""
+    return " ".join((ROOT / page).read_text().split())
+
+
+@pytest.mark.parametrize(("page", "file"), CLAIMS, ids=lambda value: value)
+def test_figures_are_those_of_the_file(page, file):
+    text = text_of(page)
+    wanted = [" ".join(claimed.split()) for claim in CLAIMS[page, file] for claimed in claim(document(file))]
+    missing = [claimed for claimed in wanted if claimed not in text]
+    assert missing == [], f"{page} differs from {file}"
+
+
+def test_every_named_file_has_a_claim():
+    named = set()
+    for path in PAGES:
+        page = path.relative_to(ROOT).as_posix()
+        if page not in ELSEWHERE and not page.startswith(NO_FIGURES):
+            named |= {(page, file) for file in re.findall(r"benchmarks/results/([\w./-]+\.json)", path.read_text())}
+    assert named == set(CLAIMS)
+    assert all((ROOT / test).is_file() for test in ELSEWHERE.values())
+
+
+def test_the_claims_fail_where_a_figure_differs():
+    changed = json.loads(json.dumps(document("h200/2026-11-23-conv.json")))
+    network(changed, "u4", 128)["ms"] *= 1.01
+    wanted = [text for claim in CLAIMS["docs/vision.md", "h200/2026-11-23-conv.json"] for text in claim(changed)]
+    assert sum(text not in text_of("docs/vision.md") for text in wanted) == 1
