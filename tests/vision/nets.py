@@ -57,7 +57,7 @@ class Shared(nn.Module):
 
     def forward(self, x):
         a = self.a(x)
-        b = self.b(torch.nn.functional.silu(a))
+        b = self.b(torch.nn.functional.leaky_relu(a))
         return torch.relu(a + b).mean((2, 3))
 
 

@@ -71,7 +71,7 @@ def test_in_a_bottleneck_the_shortcut_is_the_convolution_of_what_the_block_reads
 def test_a_value_with_two_readers_is_not_fused_away():
     graph = trace(Shared(), torch.randn(1, 3, 9, 7))
     a, b = graph.nodes["a"], graph.nodes["b"]
-    assert not a.relu and a.is_plain  # read by the SiLU and by the sum
+    assert not a.relu and a.is_plain  # read by the leaky ReLU and by the sum
     assert b.residual == "a" and b.relu  # the sum is fused into the other convolution
     assert kinds(graph) == ["Input", "Conv", "Other", "Conv", "AveragePool"]
 
