@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -19,6 +20,7 @@ from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots
+from lowbit.engine.speculation import MOST_ROWS
 from lowbit.engine.warm_up import WarmUpRun
 
 
@@ -57,7 +59,7 @@ class DraftModel:
         self.slots = Slots(most, longest, self._own_vocab, (), slots.device)
         self.slots.tables = slots.tables
         graphs = self.program.graphs()
-        self.decode_runner = DecodeRunner(self.program, self.slots, most, graphs=graphs)
+        self.decode_runner = DecodeRunner(self.program, self.slots, min(most, MOST_ROWS), graphs=graphs)  # a step with guesses
         self.prefill_runner = PrefillRunner(self.program, self.slots, min(chunk_tokens, most * longest), graphs=graphs)
         self.warm_up_run: WarmUpRun | None = None
         """Finds its kernels; None without CUDA graphs."""
@@ -79,7 +81,7 @@ class DraftModel:
 
     def prefill(self, chunks: abc.Sequence[PrefillChunk]) -> None:
         """Computes keys and values of prefill chunks. Their sequences have slots and pages."""
-        self.prefill_runner.launch(chunks)
+        self.prefill_runner.launch([replace(chunk, tokens=tuple(map(self._own, chunk.tokens))) for chunk in chunks])
         for chunk in chunks:
             chunk.sequence.drafted_tokens = chunk.end
 
@@ -92,7 +94,8 @@ class DraftModel:
         sequences = sorted(counts, key=lambda sequence: -counts[sequence])
         self._catch_up(sequences)
         slots = [sequence.running_slot for sequence in sequences]
-        self.slots.start(slots, [s.sampled[-1].token for s in sequences], [s.computed_tokens - 1 for s in sequences])
+        last = [self._own(sequence.sampled[-1].token) for sequence in sequences]
+        self.slots.start(slots, last, [sequence.computed_tokens - 1 for sequence in sequences])
         launched = []
         for done in range(counts[sequences[0]] + 1):
             active = [sequence for sequence in sequences if counts[sequence] >= done]  # the first ones
@@ -107,6 +110,10 @@ class DraftModel:
             sequence: tuple(self._known(rows[i][number]) for i in range(counts[sequence]))
             for number, sequence in enumerate(sequences)
         }
+
+    def _own(self, token: int) -> int:
+        """Returns a token of the draft model's vocabulary: 0 for one that only the engine has."""
+        return token if token < self._own_vocab else 0
 
     def _known(self, token: int) -> int:
         """Returns a token of the engine's vocabulary: 0 for one that only the draft model has."""

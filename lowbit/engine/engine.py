@@ -31,7 +31,7 @@ from lowbit.engine.check import program_for
 from lowbit.engine.decode_runner import DecodeRunner
 from lowbit.engine.deprecated import sequence_of
 from lowbit.engine.draft import DraftModel, weight_bytes
-from lowbit.engine.failure import EngineFailed, StepFailed, log_failure, one_line
+from lowbit.engine.failure import EngineFailed, StepFailed, StuckStep, log_failure, one_line
 from lowbit.engine.kernels import use_kernels
 from lowbit.engine.mixed_runner import MixedRunner
 from lowbit.engine.model_runner import InFlightStep, ModelRunner
@@ -384,11 +384,15 @@ class Engine:
         if not (scheduled.decoding and scheduled.chunks):
             self._launch_parts(scheduled)
             return
-        with self.step_budget.timed(sum(len(chunk.tokens) for chunk in scheduled.chunks)):
+        with self.step_budget.timed(sum(len(chunk.tokens) for chunk in scheduled.chunks), self._captures):
             if scheduled.drafts or not self.mixed_runner.takes(scheduled.chunks, len(scheduled.decoding)):
                 self._launch_parts(scheduled)
             else:
                 self._launch_mixed(scheduled)
+
+    def _captures(self) -> int:
+        """Returns the number of graphs of steps and prompts that are captured."""
+        return sum(runner.captures for runner in (self.decode_runner, self.prefill_runner, self.mixed_runner))
 
     def _launch_parts(self, scheduled: SchedulerOutput) -> None:
         """Launches the decode step, then the prefill chunks."""
@@ -409,8 +413,7 @@ class Engine:
             log_failure("computing a decode step with prompts", error)
             self._launch_parts(scheduled)
             return
-        if self._draft is not None:
-            self._draft.prefill(scheduled.chunks)
+        self._draft_prompts(scheduled.chunks)
         constrained = [sequence for sequence in scheduled.decoding if sequence.grammar is not None]
         if constrained:
             self._read_earlier()
@@ -427,13 +430,39 @@ class Engine:
         while the GPU computes the step's logits.
         """
         constrained = [sequence for sequence in scheduled.decoding if sequence.grammar is not None]
-        guesses = self.speculation.guess(scheduled.drafts) if self.speculation is not None and scheduled.drafts else {}
+        guesses = self._guesses(scheduled)
         launched = self.runner.decode(scheduled, guesses, logits_only=bool(constrained))
         if constrained:
             self._read_earlier()
             self._write_masks(constrained)
             launched = self.runner.sample_step(launched)
         return self.runner.in_flight(launched.sequences, launched.step, launched.drafts)
+
+    def _guesses(self, scheduled: SchedulerOutput) -> dict[Sequence, tuple[int, ...]]:
+        """Returns the guesses that a scheduled step verifies."""
+        if self.speculation is None or not scheduled.drafts:
+            return {}
+        try:
+            return self.speculation.guess(scheduled.drafts)
+        except Exception as error:  # noqa: BLE001 - a draft model may raise anything, and the step needs no guesses
+            self._stop_guessing(error)
+            scheduled.drafts.clear()
+            return {}
+
+    def _draft_prompts(self, chunks: abc.Sequence[PrefillChunk]) -> None:
+        """Computes prefill chunks by the draft model too, if there is one."""
+        if self._draft is not None:
+            try:
+                self._draft.prefill(chunks)
+            except Exception as error:  # noqa: BLE001 - as in `_guesses`
+                self._stop_guessing(error)
+
+    def _stop_guessing(self, error: Exception) -> None:
+        """Decodes without guesses from now on, so that an error of the draft model fails no sequence."""
+        log_failure("guessing tokens, which ends for this engine", error)
+        self._draft = None
+        if self.speculation is not None:  # it still counts the guesses of the step in flight
+            self.speculation.stopped = True
 
     def _write_masks(self, constrained: abc.Sequence[Sequence]) -> None:
         """Writes the masks of the next tokens of sequences with grammars; fails those whose grammar became too costly."""
@@ -462,8 +491,7 @@ class Engine:
                 self.scheduler.drop(chunks[0], scheduled)
                 self._fail([chunks[0].sequence], line)
             return
-        if self._draft is not None:
-            self._draft.prefill(chunks)
+        self._draft_prompts(chunks)
         if logits is not None:
             constrained = [chunk.sequence for chunk in chunks if chunk.last and chunk.sequence.grammar is not None]
             if constrained:
@@ -486,6 +514,9 @@ class Engine:
         """Waits for the results of a step, and appends its tokens to their sequences."""
         try:
             step.wait()
+        except StuckStep as error:  # the next launches would find the GPU's memory as this one left it
+            self._fail_for_good(log_failure("a decode step in one launch", error))
+            raise StepFailed(f"a step failed, and with it this engine: {one_line(error)}") from error
         except RuntimeError as error:
             self._in_flight.clear()
             self._fail_step(self.scheduler.abort_step(None), error)
@@ -558,13 +589,16 @@ class Engine:
         try:
             _synchronize(self.device)
         except RuntimeError as gpu_error:  # failure.py: a CUDA error is permanent
-            line = log_failure("waiting for the GPU", gpu_error)
-            with self._state_lock:  # `submit` raises from now on; sequences queued before are in `everybody`
-                self._gpu_error = line
-                everybody = (*self.scheduler.running, *self.scheduler.waiting)
-            for sequence in everybody:
-                self._finish(sequence, FinishReason.FAILED, line)
-            self._in_flight.clear()
+            self._fail_for_good(log_failure("waiting for the GPU", gpu_error))
+
+    def _fail_for_good(self, line: str) -> None:
+        """Marks all sequences as failed, and refuses others."""
+        with self._state_lock:  # `submit` raises from now on; sequences queued before are in `everybody`
+            self._gpu_error = line
+            everybody = (*self.scheduler.running, *self.scheduler.waiting)
+        for sequence in everybody:
+            self._finish(sequence, FinishReason.FAILED, line)
+        self._in_flight.clear()
 
     def _free_finished(self) -> None:
         """Frees the slots and pages of finished sequences, and the program's memory for them."""

@@ -111,11 +111,12 @@ class LaunchedDecode:
 
 
 def verify_rows(sequences: abc.Sequence[Sequence], drafts: abc.Sequence[tuple[int, ...]]) -> list[VerifyRow]:
-    """Returns the rows of a step: of each scheduled sequence its last token, then its guesses."""
+    """Returns the rows of a step: of each scheduled sequence its last token, then its guesses. A sequence without a token was
+    cancelled meanwhile, and its row is ignored."""
     return [
         VerifyRow(sequence.running_slot, token, sequence.computed_tokens - 1 + i, i)
         for sequence, guessed in zip(sequences, drafts, strict=True)
-        for i, token in enumerate((sequence.sampled[-1].token, *guessed))
+        for i, token in enumerate((sequence.sampled[-1].token if sequence.sampled else 0, *guessed))
     ]
 
 

@@ -99,7 +99,7 @@ def _indexed(tokens: list[int], n: int) -> dict[tuple[int, ...], int]:
 @dataclass
 class Speculation:
     """Decides which guesses a step verifies, up to `most` of a sequence, and counts them. `draft` guesses if there is one, else
-    the sequences' own texts.
+    the sequences' own texts. stopped: nothing is guessed any more.
 
     steps: steps with guesses. sequences: sequences in these steps, each of which would have sampled one token. drafted,
     accepted: guesses that were verified, and those that were right. draft_cost: cost of a step of the draft model.
@@ -108,6 +108,7 @@ class Speculation:
     most: int
     draft: DraftModel | None = None
     draft_cost: float = 0.0
+    stopped: bool = False
     steps: int = 0
     sequences: int = 0
     drafted: int = 0
@@ -138,6 +139,8 @@ class Speculation:
         without it. The step must then do so beside one without guesses. Steps of a draft model are shared by all sequences, so
         their number is tried from 1 to `most`.
         """
+        if self.stopped:
+            return {}
         shares = {sequence: share for sequence in sequences if (share := self._share(sequence)) is not None}
         if not shares or len(sequences) >= MOST_ROWS:
             return {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -56,8 +56,10 @@ class StepBudget:
         return int(self._tokens) if self._tokens < 128 else int(self._tokens) // 64 * 64
 
     @contextlib.contextmanager
-    def timed(self, tokens: int) -> Iterator[None]:
-        """Measures the step with `tokens` prompt tokens that is launched inside."""
+    def timed(self, tokens: int, captures: Callable[[], int] = lambda: 0) -> Iterator[None]:
+        """Measures the step with `tokens` prompt tokens that is launched inside. A step that captures a graph, by the number
+        that `captures` returns, is not measured: capturing takes longer than the step."""
+        captured = captures()
         self.steps += 1
         self.prompt_tokens += tokens
         if self.step_ms is None:
@@ -68,11 +70,13 @@ class StepBudget:
             begin.record(stream)
             yield
             end.record(stream)
-            self._running.append((tokens, begin, end))
+            if captures() == captured:
+                self._running.append((tokens, begin, end))
         else:
             started = time.perf_counter()
             yield
-            self.observe(tokens, 1e3 * (time.perf_counter() - started))
+            if captures() == captured:
+                self.observe(tokens, 1e3 * (time.perf_counter() - started))
 
     def observe(self, tokens: int, taken_ms: float) -> None:
         """Adapts the budget to a step of `tokens` prompt tokens that took `taken_ms`. The time of a step grows less than in

@@ -109,6 +109,43 @@ def test_another_vocabulary_and_head_size(model):
     assert guessed and all(token < 160 for each in guessed for row in each.values() for token in row)
 
 
+def test_a_smaller_vocabulary(model):
+    """Prompts and sampled tokens beyond the draft model's vocabulary are none of its embedding's rows."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    engine = engine_of(model, speculate=3, draft=LlamaForCausalLM(config).eval())
+    ids = [99, 100, 159, *prompt(50), 159]
+    found = engine.generate([Request(ids, 30), Request(ids, 30, Sampling(logit_bias={150: 100.0}))])
+    assert tokens(found[0]) == expected(model, ids, 30) and set(tokens(found[1])) == {150}
+    assert engine.speculation.steps > 0
+
+
+@pytest.mark.parametrize("when", ["prefill", "guess"])
+def test_a_draft_model_that_fails_ends_guessing(model, monkeypatch, caplog, when):
+    """Sequences go on without guesses, also those of a step with guesses that is in flight."""
+    engine = engine_of(model, speculate=4, draft=copy.deepcopy(model))
+    first = engine.submit(Request(prompt(40), 40))
+    while engine.speculation.steps < 2:
+        engine.step()
+
+    def fails(*given):
+        raise MemoryError("no memory for a graph")
+
+    monkeypatch.setattr(engine._draft, when, fails)
+    (second,) = engine.generate([Request(prompt(60, 1), 20)])
+    while first.finish_reason is None:
+        engine.step()
+    steps = engine.speculation.steps
+    (third,) = engine.generate([Request(prompt(30, 2), 20)])
+    for sequence, count in ((first, 40), (second, 20), (third, 20)):
+        assert tokens(sequence) == expected(model, sequence.request.prompt, count), when
+    assert engine.speculation.steps == steps and "guessing tokens, which ends for this engine" in caplog.text
+    assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
+
+
 def test_what_cannot_guess_is_refused(model):
     with pytest.raises(ValueError, match="a draft model guesses tokens for speculation: set speculate"):
         engine_of(model, draft=model)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lowbit.engine import Engine, EngineFailed, FinishReason, Request, Sampling, StepFailed
-from lowbit.engine.failure import log_failure, logger
+from lowbit.engine.failure import StuckStep, log_failure, logger
+from lowbit.engine.model_runner import InFlightStep
 from tests.tiny import eager_llama
 
 VOCAB = 160
@@ -327,6 +328,26 @@ def test_a_cuda_error_fails_everything(model, monkeypatch):
     engine.step()
     assert not engine.scheduler.running and not engine.scheduler.waiting
     with pytest.raises(EngineFailed, match="the GPU of this engine failed, start another process: RuntimeError: CUDA error"):
+        engine.submit(Request(prompt(9), 10))
+
+
+def test_a_stuck_step_fails_everything(model, monkeypatch):
+    """Later launches would find the memory of the one that gave up, so that all sequences fail, preempted ones too."""
+    engine = engine_of(model, max_concurrent=1)
+    running, waiting = (engine.submit(Request(prompt(9, i), 10)) for i in range(2))
+    engine.step()
+
+    def stuck(step):
+        raise StuckStep("stopped in layer 3")
+
+    monkeypatch.setattr(InFlightStep, "wait", stuck)
+    with pytest.raises(StepFailed, match="a step failed, and with it this engine: StuckStep: stopped in layer 3"):
+        for _ in range(3):
+            engine.step()
+    assert running.finish_reason is waiting.finish_reason is FinishReason.FAILED
+    engine.step()
+    assert not engine.scheduler.running and not engine.scheduler.waiting
+    with pytest.raises(EngineFailed, match="layer 3"):
         engine.submit(Request(prompt(9), 10))
 
 

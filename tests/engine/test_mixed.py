@@ -213,6 +213,10 @@ def test_without_a_limit():
     with timed.timed(200):
         pass
     assert timed.tokens == 320, "a fast step raises it by a quarter"
+    captures = iter([3, 4])
+    with timed.timed(320, lambda: next(captures)):
+        pass
+    assert timed.tokens == 320, "a step that captured a graph is not measured"
 
 
 def test_a_limit_of_no_time_is_refused(model):
