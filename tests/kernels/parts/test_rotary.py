@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="the functions are written in Triton")
 import triton
 import triton.language as tl
 
-from lowbit.kernels.parts.rotary import angles, normed, pairs, turned
+from lowbit.kernels.parts.rotary import angles, gammas, normed, pairs, turned
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def norm_and_turn(out, x, cos_sin, gamma, positions, C: tl.constexpr, TWICE: tl.
     d, head = tl.arange(0, C.shape.lanes), tl.arange(0, C.heads)[:, None]
     heads, others = pairs(x + head * C.shape.head_dim, head >= 0, d, C, TWICE)
     cos, sin = angles(cos_sin, position, d, C)
-    heads, others = normed(heads, others, gamma, d, C)
+    heads, others = normed(heads, others, gammas(gamma, d, C), C)
     heads = turned(heads, others, cos[None, :], sin[None, :], C)
     tl.store(out + head * C.shape.lanes + d[None, :], heads)
 
