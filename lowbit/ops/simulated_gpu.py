@@ -11,7 +11,6 @@ device. Operators of lowbit run their CUDA implementation, whose launches `recor
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +23,9 @@ from torch.overrides import TorchFunctionMode
 from lowbit.hardware.machine import GPU
 from lowbit.ops.register import cuda_implementation
 
-_numbers = itertools.count()
-"""Each context has a GPU of another index, after those of this machine, since plans and machines are cached by device."""
+_numbers: dict[GPU, int] = {}
+"""Each GPU has an index of its own, after those of this machine, since plans and machines are cached by device. Torch has 128
+of them."""
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def simulated_gpu(gpu: GPU) -> Iterator[torch.device]:
     A value that is read from a tensor without memory is the one of valid data: True for a condition, 0 for a number. Only one
     thread of the process may use torch meanwhile, because `torch.cuda`'s queries are replaced.
     """
-    device = torch.device("cuda", torch.cuda.device_count() + next(_numbers))
+    device = torch.device("cuda", torch.cuda.device_count() + _numbers.setdefault(gpu, len(_numbers)))
     with mock.patch.multiple(torch.cuda, **_queries(gpu, device)), _SimulatedGpu(device):
         yield device
 
