@@ -430,7 +430,7 @@ class Engine:
         while the GPU computes the step's logits.
         """
         constrained = [sequence for sequence in scheduled.decoding if sequence.grammar is not None]
-        guesses = self._guesses(scheduled)
+        guesses = self._guesses(scheduled) if scheduled.drafts else {}
         launched = self.runner.decode(scheduled, guesses, logits_only=bool(constrained))
         if constrained:
             self._read_earlier()
@@ -440,8 +440,7 @@ class Engine:
 
     def _guesses(self, scheduled: SchedulerOutput) -> dict[Sequence, tuple[int, ...]]:
         """Returns the guesses that a scheduled step verifies."""
-        if self.speculation is None or not scheduled.drafts:
-            return {}
+        assert self.speculation is not None
         try:
             return self.speculation.guess(scheduled.drafts)
         except Exception as error:  # noqa: BLE001 - a draft model may raise anything, and the step needs no guesses
