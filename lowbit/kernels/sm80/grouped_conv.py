@@ -64,10 +64,10 @@ def grouped_kernel(
         taps = tl.load(weights + step * 4096)
         if X_FOUR:
             odd = tl.load(weights + step * 4096 + 32)
-            total_sum = tl.dot((codes & 15).to(tl.int8), taps, total_sum)
-            total_sum = tl.dot(((codes >> 4) & 15).to(tl.int8), odd, total_sum)
+            total_sum = tl.dot((codes & 15).to(tl.int8), taps, total_sum, out_dtype=tl.int32)
+            total_sum = tl.dot(((codes >> 4) & 15).to(tl.int8), odd, total_sum, out_dtype=tl.int32)
         else:
-            total_sum = tl.dot(codes, taps, total_sum)
+            total_sum = tl.dot(codes, taps, total_sum, out_dtype=tl.int32)
     output = block * 64 + n
     scale = tl.load(s + output)[None, :]
     shift = tl.load(b + output)[None, :]

@@ -11,7 +11,7 @@ from lowbit.kernels.reference.conv import conv_reference
 from lowbit.pack.depthwise import DepthwiseTaps
 from lowbit.pack.nhwc64 import Nhwc64
 from tests.kernels.interpreter import interpreted
-from tests.kernels.sass import compile_triton
+from tests.kernels.sass import TRITON, compile_triton
 
 triton = pytest.importorskip("triton", reason="the kernel is written in Triton")
 import triton.language as tl  # noqa: E402
@@ -61,7 +61,11 @@ def check(case, on="cpu", images=2):
         assert torch.equal(Nhwc64(conv.y).unpack(out, padding.shape[1]), padding), case
         assert wanted.unique().numel() > 12
     else:
-        assert torch.equal(out.permute(0, 3, 1, 2), wanted), case
+        got = out.permute(0, 3, 1, 2)
+        if on == "cpu" and TRITON < (3, 7) and got.dtype == torch.float32:  # whose interpreter rounds twice in tl.fma
+            torch.testing.assert_close(got, wanted, rtol=2**-22, atol=2**-22 * float(wanted.abs().max()))
+        else:
+            assert torch.equal(got, wanted), case
 
 
 @triton.jit
