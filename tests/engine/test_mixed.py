@@ -120,7 +120,7 @@ def test_a_forward_that_fails_is_launched_in_parts(model, monkeypatch):
 
 
 def test_grammars(model):
-    """Of a decoding sequence and of a prompt that ends, in one forward."""
+    """Grammars hold for a decoding sequence and for a prompt's first token that are sampled in one forward."""
     pytest.importorskip("llguidance", reason="needs the structured extra: pip install '.[structured]'")
     tokenizer = json_tokenizer()
     grammar = GrammarCompiler(tokenizer, 160, [tokenizer.eos_token_id]).compile(Grammar.regex("(ab|cd|xyz){9}[0-9]{9}"))

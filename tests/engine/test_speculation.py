@@ -220,7 +220,7 @@ def test_a_failing_callback_fails_its_sequence_alone(model, oracle):
 
 
 def test_nan_after_a_guess_fails_its_sequence_alone(model, oracle):
-    """NaN logits of an accepted row fail the sequence at this token; those of a rejected row are nobody's."""
+    """NaN logits of an accepted row fail the sequence at this token; those of a rejected row fail none."""
     plain = engine_of(model).generate([Request(prompt(20, i), 30) for i in range(2)])
     oracle(plain, 0.0)
     engine = engine_of(model, speculate=3)

@@ -39,7 +39,7 @@ def test_results_are_nearer_to_those_in_floating_point(case):
 
 
 def test_means_of_channels_are_those_in_floating_point():
-    """Of a network with one convolution in 4 bits, whose output no code rounds."""
+    """Tests a network with one 4-bit convolution, whose output is not quantized."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 16, 3, groups=2), torch.nn.Conv2d(16, 6, 1))
     images = torch.randn(32, 3, 10, 10)

@@ -144,7 +144,7 @@ def share(total: int, p: float) -> int:
     return -(-total * fraction(p) >> FRACTION_BITS)
 
 
-def drawn(mass: Tensor, seed: int, counter: int) -> int:
+def sample_mass(mass: Tensor, seed: int, counter: int) -> int:
     """Samples a token: the one that the random number of (seed, counter) selects among masses int64 [V]."""
     running = mass.cumsum(0)
     target = philox(seed, counter) * int(running[-1]) >> 64
@@ -184,7 +184,7 @@ def sample_reference(
             token = int((x == x.max()).nonzero()[0])
         else:
             mass = kept(x, temperature, top_k, float(floats[own, TOP_P]), float(floats[own, MIN_P]))
-            token = drawn(mass, int(seeds[own]), int(words[own, GENERATED]))
+            token = sample_mass(mass, int(seeds[own]), int(words[own, GENERATED]))
         apart = distances(raw, raw.max())
         out_tokens[i] = token
         out_logprobs[i] = -apart[token] - apart.neg().exp().sum().log() if is_distribution(logits[i]) else math.nan
