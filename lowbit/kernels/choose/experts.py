@@ -292,7 +292,7 @@ _WGMMA_CYCLES = {(128, 2): (691, 630), (64, 2): (522, 435)}
 """(tokens, warpgroups): cycles for 64 columns of K of a tile in the dense product (choose/large_m.py): codes of up to 4 bits,
 then of more."""
 _SM_MHZ, _WGMMA_TILE_US = 1590, 2.0
-"""Fitted to 10 times of 10 products with 7 % of error (H200, 2026-11-28, int4 in groups of 128): a clock that includes what the
+"""Fitted to 10 times of 10 products with 5 % of error (H200, 2026-11-28, int4 in groups of 128): a clock that includes what the
 products wait for, and the time of a tile besides its main loop."""
 
 
