@@ -76,9 +76,9 @@ def probes(k: int, amplitude: float = 1.0) -> Tensor:
     return (2.0 * signs - 1.0).float() * amplitude
 
 
-def tokens(vocab: int) -> Tensor:
-    """Returns the tokens int64 [TOKENS] whose logits are stored, of a vocabulary of `vocab`."""
-    return _hash(TOKENS, 1000) % vocab
+def tokens(vocab: int, count: int = TOKENS) -> Tensor:
+    """Returns the tokens int64 [count] of a vocabulary of `vocab`; the logits of the first TOKENS are stored."""
+    return _hash(count, 1000) % vocab
 
 
 def sums_of(y: Tensor) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,7 @@ def _compare_numerics(source: ResolvedSource, device: str | None) -> str:
     if source.is_foreign or not source.path.is_dir() or (kept := stated.read(source.path)) is None:
         raise ValueError(
             f"{source.name}: --numerics needs the file {NUMERICS} of a checkpoint, which `lowbit quantize` writes since "
-            "version 0.3; quantize the 16-bit model again"
+            "version 0.2; quantize the 16-bit model again"
         )
     line = numerics.check(load(source, device=device), source.path)
     errors = sorted(((of.error, name) for name, of in kept.layers.items() if of.error is not None), reverse=True)

@@ -40,7 +40,8 @@ from lowbit.nn.experts import PackedExperts, QuantExperts, expert_weights
 from lowbit.nn.linear import QuantLinear
 
 ROWS_ON_GPU = 34
-"""Rows of x on a GPU: as in the engine's comparison with the model (`engine.check`), so that no kernel is compiled for this."""
+"""Rows of x, and tokens, on a GPU: as in the engine's comparison with the model (`engine.check`), so that no kernel is compiled
+for this."""
 LARGEST = {torch.float32: 0.0015, torch.float16: 0.009, torch.bfloat16: 0.009}
 """Largest difference of a sum that rounding makes, relative to the outputs in it, by the dtype of x. Seen were 0.0007 and
 0.0064, over formats and layers of SmolLM2 and of random weights, on a CPU (2026-11-28), whose int4
@@ -190,9 +191,17 @@ def _outputs(model: PreTrainedModel, kept: Numerics) -> Iterator[tuple[str, Tens
         if isinstance(module, QuantLinear):
             x = probes(module.in_features, amplitude(module.input_transform))
             x = x[torch.arange(rows) % PROBES].to(model.device, model.dtype)
-            yield name, module.multiply(x, None), layer
+            # A bias of zeros, so that no other kernels are compiled than those with the layer's own.
+            yield name, module.multiply(x, None if module.bias is None else torch.zeros_like(module.bias)), layer
         elif isinstance(module, QuantExperts):
             yield name, _expert_outputs(module, model.device, model.dtype), layer
+
+
+def launch_experts(model: PreTrainedModel) -> None:
+    """Multiplies as `check` does by all experts of a model, so that `lowbit compile` records the kernels."""
+    for module in model.modules():
+        if isinstance(module, QuantExperts):
+            _expert_outputs(module, model.device, model.dtype)
 
 
 def _expert_outputs(module: QuantExperts, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -249,7 +258,8 @@ def _compare_logits(model: PreTrainedModel, kept: Numerics, folder: Path) -> str
     if kept.logits is None:
         return ""
     ids, values = (t.to(model.device) for t in kept.logits)
-    found = model(input_ids=tokens(_vocabulary(model))[None].to(model.device), use_cache=False).logits[0].float()
+    given = tokens(_vocabulary(model), max(len(ids), ROWS_ON_GPU if model.device.type == "cuda" else 0))
+    found = model(input_ids=given[None].to(model.device), use_cache=False).logits[0, : len(ids)].float()
     # Kept logits are each token's largest, of small spread: differences are relative to their distance from the mean.
     spread = (values - found.mean(1, keepdim=True)).norm().clamp(min=1e-30)
     off = float((found.gather(1, ids) - values).norm() / spread)
