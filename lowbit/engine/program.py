@@ -36,6 +36,7 @@ from lowbit.nn import QuantLinear
 from lowbit.ops import add_norm_quantize, silu_mul_quantize
 from lowbit.ops.attention import append_kv, decode_attention
 from lowbit.ops.elementwise import activate, add_norm, embed_norm, gate
+from lowbit.ops.ranks import Ranks
 
 Delta = Tensor | SlotOutputs
 """What a layer adds to the residual stream [M, H]."""
@@ -63,16 +64,18 @@ class Layer:
 
 
 class DecodeProgram:
-    """The program of a decoder; `cache`: keys and values of all sequences, stored as `kv`."""
+    """The program of a decoder; `cache`: keys and values of all sequences, stored as `kv`. With `ranks` the decoder is one
+    rank's part (shard.py): outputs of o and down are added, and logits are gathered."""
 
     reasons: tuple[str, ...] = ()
     is_paged = True
 
     def __init__(
         self, decoder: Decoder, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool, kv: KVScheme = KV16,
-        persistent_step: bool = False,
+        persistent_step: bool = False, ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
         self.decoder, self.dtype, self.device, self.batch_invariant = decoder, dtype, device, batch_invariant
+        self.ranks = ranks
         self.kv = kv
         self.layers = [self._layer(spec) for spec in decoder.layers]
         self.head = product([decoder.head], batch_invariant)
@@ -82,6 +85,8 @@ class DecodeProgram:
             self.chain = ("its MLPs are experts, which no product of a chain computes",)
         elif any(row.spec.qk_norms for row in self.layers):
             self.chain = ("norms of whole q and k stand before attention",)
+        elif ranks is not None:
+            self.chain = ("sums of several ranks stand between a product and its residual",)
         elif not batch_invariant:
             self.chain = chain_of(decoder, products, self.head, dtype)
         self.one_launch: OneLaunch | tuple[str, ...] | None = None
@@ -154,6 +159,8 @@ class DecodeProgram:
         else:
             launches = f"small steps take as many launches a layer as larger ones: {'; '.join(self.chain)}"
         lines = [] if self.one_launch is None else [self._one_launch_report(self.one_launch)]
+        if self.ranks is not None:
+            lines.append(f"tensor parallelism: rank {self.ranks.rank} of {self.ranks.size}, each with its part of the weights")
         return [
             f"decode program of {self.decoder.family}, {len(self.decoder.layers)} layers; logits differ from Transformers' "
             f"forward by {difference:.1e}, relatively",
@@ -333,7 +340,7 @@ class DecodeProgram:
             if layer.fused is not None and layer.experts is not None and len(h) <= layer.fused.most:
                 delta = layer.experts.routed(*layer.fused(attended, h))
                 continue
-            delta = layer.o(attended)
+            delta = self._total(layer.o(attended))
             x = self._norm(layer.gate_up, h, delta, spec.mlp_gamma, spec.mlp_bias, spec.after_attention_gamma)
             delta = self._mlp(layer, x)
         return h, delta
@@ -343,7 +350,11 @@ class DecodeProgram:
         if layer.experts is not None:
             return layer.experts(x)
         assert layer.down is not None
-        return layer.down(self._gated(layer, x))
+        return self._total(layer.down(self._gated(layer, x)))
+
+    def _total(self, delta: Tensor) -> Tensor:
+        """The sum of all ranks' outputs."""
+        return delta if self.ranks is None else self.ranks.total(delta)
 
     def _norm(
         self, reader: Product | None, h: Tensor, delta: Delta, gamma: Tensor, bias: Tensor | None, after: Tensor | None
@@ -379,7 +390,8 @@ class DecodeProgram:
         d = self.decoder
         after = self.layers[-1].spec.after_mlp_gamma
         x = self._norm(None, h, delta, d.final_gamma, d.final_bias, after)
-        return self._capped(self.head(x))
+        logits = self.head(x)
+        return self._capped(logits if self.ranks is None else self.ranks.gathered(logits, d.vocab))
 
     def _capped(self, logits: Tensor) -> Tensor:
         cap = self.decoder.final_softcap

@@ -1,0 +1,231 @@
+"""The processes of tensor parallelism: rank 0, which started the others, and what all do when one of them fails.
+
+    rank 0 (the caller's process)  --commands, pickled, over a socket--> ranks 1, 2, .. (rank_process.py)
+           schedules, reads tokens <--"loaded", or the reason of a failure--  load their part, follow (lockstep.py)
+
+All processes are on one host, one GPU each. A thread of rank 0 reads each other rank's messages. If a rank fails or ends, rank 0
+ends all others and its own waiting operations, and every later use raises `RankFailed` with the reason. If rank 0 ends, the
+standard input of the others ends, and so do they.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from lowbit.engine.failure import RankFailed, one_line
+from lowbit.engine.shard_loading import ShardSource, load_shard
+from lowbit.models.source import ResolvedSource
+from lowbit.ops.ranks import WAIT, WITHOUT_MULTICAST, Ranks
+
+SECONDS_TO_END = 5.0
+"""How long a rank may take to end after it was told to, before it is killed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank loads, and where it joins the others. Fields as in `start_ranks`; device: "cuda" or "cpu"."""
+
+    rank: int
+    size: int
+    port: int
+    device: str
+    source: str
+    scheme: str | None
+    dtype: torch.dtype | None
+    head: str | None
+    batch_invariant: bool
+    kernels: str | None
+
+
+class LeadingRanks(Ranks):
+    """Rank 0 of the processes of a model. `tell` sends a command to all others, `check` raises if one has failed."""
+
+    def __init__(self, jobs: list[Job], device: torch.device, store: dist.TCPStore) -> None:
+        self.size = len(jobs) + 1
+        self._store = store
+        self.failure = ""
+        """Why the ranks have ended; "" while all work."""
+        self.on_failure: Callable[[], object] = lambda: None
+        """Called, by a thread of its own, once a rank has failed."""
+        self._ended = self._joined = False
+        self._changed = threading.Condition()
+        self._loaded = 0
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        for job in jobs:
+            process, connection = _started(job)
+            self.processes.append(process)
+            self._connections.append(connection)
+            threading.Thread(target=self._watch, args=(job.rank, process, connection), daemon=True).start()
+        self.device = device
+
+    def join(self) -> None:
+        """Waits until all ranks have loaded their part, then connects them. Raises RankFailed if one cannot."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure or self._loaded == self.size - 1)
+        self.tell("join")
+        with self.guarded():
+            super().__init__(0, self.size, self.device, self._store.port, store=self._store)
+        self._joined = True
+
+    def tell(self, command: str, *arguments: Any) -> None:
+        """Sends a command to all other ranks. Raises RankFailed after a failure of any."""
+        self.check()
+        data = pickle.dumps((command, arguments))
+        for rank, connection in enumerate(self._connections, 1):
+            try:
+                connection.send_bytes(data)
+            except OSError:
+                with self._changed:  # the thread that watches this rank finds out why
+                    self._changed.wait_for(lambda: self.failure, SECONDS_TO_END)
+                self.fail(f"rank {rank} reads no more commands")
+                self.check()
+
+    def check(self) -> None:
+        """Raises RankFailed if a rank has failed, or all were ended."""
+        if self.failure or self._ended:
+            raise RankFailed(self.failure or "the ranks of this model were ended")
+
+    @contextlib.contextmanager
+    def guarded(self) -> Any:
+        """What this rank does beside the others: an error of it fails all, since they would wait for it."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, RankFailed):
+                with self._changed:  # an error of a common operation is usually the end of another rank
+                    self._changed.wait_for(lambda: self.failure, 1.0)
+                self.fail(f"rank 0: {one_line(error)}")
+            if isinstance(error, Exception):
+                raise RankFailed(self.failure) from error
+            raise
+
+    def fail(self, reason: str) -> None:
+        """Ends all other ranks for a reason; only the first one counts."""
+        with self._changed:
+            if self.failure or self._ended:
+                return
+            self.failure = reason
+            self._changed.notify_all()
+        for process in self.processes:
+            process.kill()
+        if self._joined:
+            with contextlib.suppress(RuntimeError):
+                self.abort()
+        self.on_failure()
+
+    def end(self) -> None:
+        """Ends the other ranks, which frees their GPUs."""
+        if self._ended:
+            return
+        told = False
+        if not self.failure:
+            with contextlib.suppress(RankFailed):
+                self.tell("end")
+                told = True
+        self._ended = True
+        if told and self._joined:
+            with contextlib.suppress(RuntimeError):
+                self.leave()
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS_TO_END)
+            process.kill()
+            process.wait()
+        for connection in self._connections:
+            connection.close()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes], connection: Connection) -> None:
+        """Reads a rank's messages until it ends."""
+        reason = ""
+        with contextlib.suppress(EOFError, OSError):
+            while not reason:
+                kind, reason = connection.recv()
+                if kind == "loaded":
+                    with self._changed:
+                        self._loaded += 1
+                        self._changed.notify_all()
+        if not reason:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS_TO_END)
+            code = process.returncode
+            reason = "ended its connection" if code is None else f"ended with {_status(code)}"
+        self.fail(f"rank {rank}: {reason}")
+
+
+def start_ranks(
+    source: str | Path | ResolvedSource, size: int, device: torch.device, *, scheme: str | None = None,
+    dtype: torch.dtype | None = None, head: str | None = None, batch_invariant: bool = False, verify: bool = False,
+    kernels: str | Path | None = None,
+) -> tuple[PreTrainedModel, LeadingRanks]:  # fmt: skip
+    """Loads a model in `size` processes, a part each, and returns the part of this one, rank 0, with the ranks for
+    `Engine(model, ranks=..)`. Arguments as for `load_causal`; rank r computes on GPU r.
+
+    Raises ValueError for a model that cannot be cut and for a machine with fewer GPUs, CheckpointError as `load_causal` does,
+    and RankFailed if another rank cannot load its part.
+    """
+    if size < 2:
+        raise ValueError(f"tensor parallelism is for 2 or more ranks, got {size}")
+    if device.type == "cuda" and device.index not in (None, 0):
+        raise ValueError(f"rank r computes on GPU r, so that this one is on cuda:0, got device {device}")
+    if device.type == "cuda" and (found := torch.cuda.device_count()) < size:
+        raise ValueError(f"{size} ranks take {size} GPUs, torch sees {found}")
+    if batch_invariant and size > 2:
+        raise ValueError(
+            f"the order in which sums of {size} ranks are added depends on the size of the batch: batch_invariant goes with up "
+            "to 2 ranks"
+        )
+    if dist.is_initialized():
+        Ranks(0, size, device, 0)  # raises
+    os.environ.update(WITHOUT_MULTICAST)
+    shard = ShardSource(source, size, device, scheme=scheme, dtype=dtype)
+    store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=WAIT)
+    path = str(shard.resolved.path)
+    jobs = [
+        Job(rank, size, store.port, device.type, path, scheme, dtype, head, batch_invariant, kernels and str(kernels))
+        for rank in range(1, size)
+    ]
+    own = torch.device("cuda", 0) if device.type == "cuda" else device
+    ranks = LeadingRanks(jobs, own, store)
+    try:
+        model = load_shard(shard, 0, own, head=head, batch_invariant=batch_invariant, verify=verify)
+        ranks.join()
+    except BaseException:
+        ranks.end()
+        raise
+    return model, ranks
+
+
+def _started(job: Job) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Starts the process of a rank with this process's `sys.path`, and returns it with the connection to it."""
+    ours, theirs = socket.socketpair()
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    with theirs:
+        number = theirs.fileno()
+        code = f"import sys; sys.path[:] = {path!r}; from lowbit.engine.rank_process import main; main({number})"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True
+        )
+    connection = Connection(ours.detach())
+    connection.send_bytes(pickle.dumps(job))
+    return process, connection
+
+
+def _status(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"

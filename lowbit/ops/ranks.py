@@ -1,0 +1,95 @@
+"""Ranks: processes that compute one model together, each on its own device with its part of every weight (tensor parallelism).
+
+What they do together are three operations of torch.distributed, with NCCL on GPUs and gloo on CPUs: sums of partial results,
+logits gathered from the parts of a vocabulary, and agreement on a number. CUDA graphs may capture the first two.
+
+NVLink multicast is never used, and is switched off for NCCL and for symmetric memory: on hosts that several users share, a
+program that uses it can leave the GPUs unusable for all.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""Environment variables that keep NCCL, PyTorch and NVSHMEM from NVLink multicast."""
+
+WAIT = datetime.timedelta(hours=1)
+"""How long a process waits in an operation for another one that neither joins nor ends, such as one that compiles kernels."""
+
+
+class Ranks:
+    """The process `rank` of `size`, which computes on `device`. Joins the others through the TCP store at `port` of this host,
+    and returns once all have joined. Only one can exist in a process at a time.
+
+    Raises ValueError if the process already belongs to a default group of torch.distributed.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, port: int, *, store: dist.TCPStore | None = None) -> None:
+        if dist.is_initialized():
+            raise ValueError(
+                "this process already belongs to a group of torch.distributed; tensor parallelism starts processes of its own: "
+                "call it in a program without one (destroy_process_group, or do not start it by torchrun)"
+            )
+        self.rank, self.size, self.device = rank, size, device
+        os.environ.update(WITHOUT_MULTICAST)
+        on_gpu = device.type == "cuda"
+        store = store or dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=WAIT)
+        if on_gpu:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=WAIT,
+            device_id=device if on_gpu else None,
+        )  # fmt: skip
+        self.least(0)  # connects all, which a graph cannot capture
+
+    def total(self, x: Tensor) -> Tensor:
+        """Returns the sum of all ranks' x (of one shape and dtype), in place where it can be. All ranks get the same bits."""
+        if self._dry:
+            return x
+        if x.device.type == "cpu" and x.dtype != torch.float32:
+            wide = x.float()
+            dist.all_reduce(wide)
+            return wide.to(x.dtype)
+        x = x.contiguous()
+        dist.all_reduce(x)
+        return x
+
+    def gathered(self, x: Tensor, columns: int) -> Tensor:
+        """Returns all ranks' columns x [M, n] side by side, in the order of ranks, without those beyond `columns`."""
+        m, n = x.shape
+        parts = x.new_empty((self.size, m, n))
+        if not self._dry:
+            dist.all_gather_into_tensor(parts.view(self.size * m, n), x.contiguous())
+        return parts.transpose(0, 1).reshape(m, self.size * n)[:, :columns].contiguous()
+
+    def least(self, number: int) -> int:
+        """Returns the smallest of all ranks' numbers."""
+        held = torch.tensor([number], device=self.device)
+        dist.all_reduce(held, dist.ReduceOp.MIN)
+        return int(held)
+
+    @property
+    def _dry(self) -> bool:
+        """True while kernels are recorded instead of launched, which each rank does alone."""
+        if self.device.type != "cuda":
+            return False
+        from lowbit.kernels.parts.launch import is_recording
+
+        return is_recording()
+
+    def abort(self) -> None:
+        """Ends operations that wait for a rank that has ended; their results are undefined."""
+        if self.device.type == "cuda" and dist.is_initialized():
+            backend = dist.group.WORLD._get_backend(self.device)  # type: ignore[union-attr]
+            backend.abort()  # type: ignore[attr-defined]
+
+    def leave(self) -> None:
+        """Leaves the group, which all ranks do together."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
