@@ -109,14 +109,13 @@ def kernel_refusals(decoder: Decoder, dtype: torch.dtype, kv: KVScheme = KV16) -
 def summing_forward(decoder: Decoder, ranks: Ranks) -> Iterator[None]:
     """Inside the context, Transformers' forward of one rank's part computes what the whole model does, if all ranks run it."""
 
-    def total(module: nn.Module, args: object, y: Tensor) -> Tensor:
-        return ranks.total(y)
-
     def gathered(module: nn.Module, args: object, y: Tensor) -> Tensor:
         return ranks.gathered(y.reshape(-1, y.shape[-1]), decoder.vocab).view(*y.shape[:-1], decoder.vocab)
 
-    sums = [module for layer in decoder.layers for name in ("o", "down") for module in layer.modules(name)]  # type: ignore[arg-type]
-    hooks = [*(module.register_forward_hook(total) for module in sums), decoder.head.register_forward_hook(gathered)]
+    hooks = [decoder.head.register_forward_hook(gathered)]
+    for layer in decoder.layers:
+        for phase, module in enumerate((*layer.modules("o"), *layer.modules("down"))):
+            hooks.append(module.register_forward_hook(lambda module, args, y, phase=phase: ranks.total(y, phase)))
     try:
         yield
     finally:

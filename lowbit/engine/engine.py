@@ -135,11 +135,12 @@ class Engine:
             raise ValueError("a draft model guesses tokens for speculation: set speculate, for example to 4")
         if model.device.type == "cuda":
             use_kernels(model.device, kernels)
-        self._leader = ranks if isinstance(ranks, LeadingRanks) else None
+        self.ranks = ranks if isinstance(ranks, LeadingRanks) else None
+        """The ranks that this one leads, if the model is computed by several."""
         if ranks is not None:
             _refuse_with_ranks(forward=forward, persistent_step=persistent_step, draft=draft is not None)
-        if self._leader is not None:
-            self._leader.tell(
+        if self.ranks is not None:
+            self.ranks.tell(
                 "engine",
                 {
                     "max_concurrent": max_concurrent, "max_length": max_length, "cache_bytes": cache_bytes, "kv": kv,
@@ -208,7 +209,7 @@ class Engine:
         if graphs is not None:
             warm_up_run = WarmUpRun(self.program, *runners, max_concurrent, self.max_length)
         parts = (self.slots, *runners, warm_up_run, self._draft, progress)
-        self.runner = ModelRunner(*parts) if self._leader is None else LeadingRunner(*parts, ranks=self._leader)
+        self.runner = ModelRunner(*parts) if self.ranks is None else LeadingRunner(*parts, ranks=self.ranks)
         self._async_scheduling = async_scheduling
         self._in_flight: deque[InFlightStep] = deque()
         self._earlier = 0
@@ -317,7 +318,7 @@ class Engine:
         The model's own forward computes it between two steps, one text at a time. Raises ValueError for tokens that the model
         does not have or too many of them, and with several ranks.
         """
-        if self._leader is not None:
+        if self.ranks is not None:
             raise ValueError("embeddings are computed by the model's own forward, of which each rank has a part: use one GPU")
         if not 1 <= len(tokens) <= self._positions or not 0 <= min(tokens) <= max(tokens) < self.vocab:
             known = f"1 to {self._positions:,} tokens from 0 to {self.vocab - 1:,}"
@@ -610,8 +611,8 @@ class Engine:
         for sequence in sequences:
             self._finish(sequence, FinishReason.FAILED, error)
         try:
-            if self._leader is not None:
-                self._leader.check()  # before waiting for work that another rank may never finish
+            if self.ranks is not None:
+                self.ranks.check()  # before waiting for work that another rank may never finish
             _synchronize(self.device)
         except RuntimeError as gpu_error:  # failure.py: a CUDA error is permanent
             self._fail_for_good(log_failure("waiting for the GPU", gpu_error))

@@ -1,9 +1,9 @@
 """How ranks compute the same steps: rank 0 schedules, the others repeat what it launches, in the same order.
 
 Every operation of a `ModelRunner` that touches the device is one of its methods below "plain data". `LeadingRunner` tells the
-other ranks its arguments before it runs it; a `Follower` runs it with them. All ranks have the same pages, slots, graphs and, as
-logits are gathered on all, the same sampled tokens, so no token travels between processes. Kernels are compiled and recorded by
-rank 0 alone: the others find them in Triton's cache.
+other ranks its arguments before it runs it; a `Follower` runs it with them. All ranks have the same pages, slots, graphs and,
+as logits are gathered on all, the same sampled tokens, so no token travels between processes. Kernels are compiled and recorded
+by rank 0 alone: the others find them in Triton's cache.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from lowbit.engine.mixed_runner import MixedRunner
 from lowbit.engine.one_launch import OneLaunch
 from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.request import SampledToken
-from lowbit.engine.scheduler import SchedulerOutput
+from lowbit.engine.scheduler import PrefillChunk, SchedulerOutput
 from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots, on_device
 from lowbit.engine.verify_runner import VerifyRow, VerifyRunner
@@ -44,8 +44,8 @@ KINDS = {False: "", True: " with filters", None: " for grammars"}
 class InFlightStep:
     """Launched work that samples a token for each of `sequences`: host copies of its results, complete once the event `done`
     has passed, and the number of tokens read so far. drafts: the guessed tokens of each sequence that were verified, empty if
-    there were none; a sequence then has a row more than it has guesses. status: a copy of `ModelProgram.status`. check: raises if
-    the results will never come; None where they always do.
+    there were none; a sequence then has a row more than it has guesses. status: a copy of `ModelProgram.status`. check: raises
+    if the results will never come; None where they always do.
     """
 
     sequences: list[Sequence]
@@ -224,7 +224,7 @@ class ModelRunner:
         self.slots.update(pages, positions)
 
     def launch_step(self, verify: bool, rows: abc.Sequence[Any], any_filter: bool | None, longest: int) -> DecodeStep:
-        """Launches a step of the slots `rows`, or with `verify` of the tokens `rows`; arguments as for `DecodeRunner.launch`."""
+        """Launches a step of the slots `rows`, or with `verify` of the tokens `rows`: `DecodeRunner.launch`."""
         return self._runner(verify).launch(rows, any_filter, longest)
 
     def sample_launched(self, verify: bool, step: DecodeStep, any_filter: bool) -> DecodeStep:

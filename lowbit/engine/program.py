@@ -36,6 +36,7 @@ from lowbit.nn import QuantLinear
 from lowbit.ops import add_norm_quantize, silu_mul_quantize
 from lowbit.ops.attention import append_kv, decode_attention
 from lowbit.ops.elementwise import activate, add_norm, embed_norm, gate
+from lowbit.ops.peers import ROWS, Peers
 from lowbit.ops.ranks import Ranks
 
 Delta = Tensor | SlotOutputs
@@ -76,6 +77,8 @@ class DecodeProgram:
     ) -> None:  # fmt: skip
         self.decoder, self.dtype, self.device, self.batch_invariant = decoder, dtype, device, batch_invariant
         self.ranks = ranks
+        if ranks is not None:
+            ranks.use_peers(decoder.hidden, dtype)
         self.kv = kv
         self.layers = [self._layer(spec) for spec in decoder.layers]
         self.head = product([decoder.head], batch_invariant)
@@ -85,10 +88,8 @@ class DecodeProgram:
             self.chain = ("its MLPs are experts, which no product of a chain computes",)
         elif any(row.spec.qk_norms for row in self.layers):
             self.chain = ("norms of whole q and k stand before attention",)
-        elif ranks is not None:
-            self.chain = ("sums of several ranks stand between a product and its residual",)
         elif not batch_invariant:
-            self.chain = chain_of(decoder, products, self.head, dtype)
+            self.chain = chain_of(decoder, products, self.head, dtype, ranks)
         self.one_launch: OneLaunch | tuple[str, ...] | None = None
         """All layers of small steps in one launch, or the reasons against it; None if it was not asked for."""
         if persistent_step:
@@ -153,14 +154,20 @@ class DecodeProgram:
     def report(self, difference: float) -> list[str]:
         """Returns lines about the decoder, the cache and the launches per layer."""
         if isinstance(self.chain, Chain):
-            launches = f"steps of up to {self.chain.most} tokens: 5 launches a layer"
+            count = 5 if self.ranks is None else 7
+            launches = f"steps of up to {self.chain.most} tokens: {count} launches a layer"
         elif fused := [row.fused for row in self.layers if row.fused is not None]:
             launches = f"steps of up to {fused[0].most} tokens: 7 launches a layer of experts"
         else:
             launches = f"small steps take as many launches a layer as larger ones: {'; '.join(self.chain)}"
         lines = [] if self.one_launch is None else [self._one_launch_report(self.one_launch)]
         if self.ranks is not None:
-            lines.append(f"tensor parallelism: rank {self.ranks.rank} of {self.ranks.size}, each with its part of the weights")
+            sums = "NCCL" if self.device.type == "cuda" else "gloo"
+            if isinstance(self.ranks.peers, Peers):
+                sums = f"peer memory for up to {ROWS} tokens, by NCCL for more"
+            elif self.device.type == "cuda":
+                sums += f", not by peer memory ({'; '.join(self.ranks.peers)})"
+            lines.append(f"{self.ranks.size} ranks, each with its part of the weights; sums by {sums}")
         return [
             f"decode program of {self.decoder.family}, {len(self.decoder.layers)} layers; logits differ from Transformers' "
             f"forward by {difference:.1e}, relatively",
@@ -340,7 +347,7 @@ class DecodeProgram:
             if layer.fused is not None and layer.experts is not None and len(h) <= layer.fused.most:
                 delta = layer.experts.routed(*layer.fused(attended, h))
                 continue
-            delta = self._total(layer.o(attended))
+            delta = self._total(layer.o(attended), 0)
             x = self._norm(layer.gate_up, h, delta, spec.mlp_gamma, spec.mlp_bias, spec.after_attention_gamma)
             delta = self._mlp(layer, x)
         return h, delta
@@ -350,11 +357,11 @@ class DecodeProgram:
         if layer.experts is not None:
             return layer.experts(x)
         assert layer.down is not None
-        return self._total(layer.down(self._gated(layer, x)))
+        return self._total(layer.down(self._gated(layer, x)), 1)
 
-    def _total(self, delta: Tensor) -> Tensor:
-        """The sum of all ranks' outputs."""
-        return delta if self.ranks is None else self.ranks.total(delta)
+    def _total(self, delta: Tensor, phase: int) -> Tensor:
+        """The sum of all ranks' outputs, of o in phase 0 and of down in phase 1."""
+        return delta if self.ranks is None else self.ranks.total(delta, phase)
 
     def _norm(
         self, reader: Product | None, h: Tensor, delta: Delta, gamma: Tensor, bias: Tensor | None, after: Tensor | None

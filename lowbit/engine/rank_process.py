@@ -29,7 +29,7 @@ def main(descriptor: int) -> None:
         _follow(connection)
     except EOFError:
         os._exit(0)
-    except BaseException as error:  # any failure is rank 0's to report
+    except BaseException as error:  # noqa: BLE001 - any failure is rank 0's to report
         traceback.print_exc()
         connection.send(("failed", one_line(error)))
         os._exit(1)

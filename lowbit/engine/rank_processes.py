@@ -3,13 +3,14 @@
     rank 0 (the caller's process)  --commands, pickled, over a socket--> ranks 1, 2, .. (rank_process.py)
            schedules, reads tokens <--"loaded", or the reason of a failure--  load their part, follow (lockstep.py)
 
-All processes are on one host, one GPU each. A thread of rank 0 reads each other rank's messages. If a rank fails or ends, rank 0
-ends all others and its own waiting operations, and every later use raises `RankFailed` with the reason. If rank 0 ends, the
+All processes are on one host, one GPU each. A thread of rank 0 reads each other rank's messages. If a rank fails or ends, rank
+0 ends all others and its own waiting operations, and every later use raises `RankFailed` with the reason. If rank 0 ends, the
 standard input of the others ends, and so do they.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
@@ -18,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -26,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from transformers import PreTrainedModel
 
 from lowbit.engine.failure import RankFailed, one_line
@@ -56,7 +59,7 @@ class Job:
 class LeadingRanks(Ranks):
     """Rank 0 of the processes of a model. `tell` sends a command to all others, `check` raises if one has failed."""
 
-    def __init__(self, jobs: list[Job], device: torch.device, store: dist.TCPStore) -> None:
+    def __init__(self, jobs: list[Job], device: torch.device, store: TCPStore) -> None:
         self.size = len(jobs) + 1
         self._store = store
         self.failure = ""
@@ -134,6 +137,7 @@ class LeadingRanks(Ranks):
         """Ends the other ranks, which frees their GPUs."""
         if self._ended:
             return
+        atexit.unregister(self.end_with_interpreter)
         told = False
         if not self.failure:
             with contextlib.suppress(RankFailed):
@@ -150,6 +154,21 @@ class LeadingRanks(Ranks):
             process.wait()
         for connection in self._connections:
             connection.close()
+
+    def end_with_interpreter(self) -> None:
+        """Ends the other ranks; if work on this rank's GPU waits for a rank that has ended, ends this process at once, with
+        status 1: the interpreter's end would wait for that work."""
+        failed = bool(self.failure)
+        self.end()
+        if not failed or self.device.type != "cuda":
+            return
+        done, deadline = torch.cuda.Event(), time.monotonic() + SECONDS_TO_END
+        done.record(torch.cuda.current_stream(self.device))
+        while not done.query():
+            if time.monotonic() > deadline:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(1)
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes], connection: Connection) -> None:
         """Reads a rank's messages until it ends."""
@@ -195,14 +214,26 @@ def start_ranks(
         Ranks(0, size, device, 0)  # raises
     os.environ.update(WITHOUT_MULTICAST)
     shard = ShardSource(source, size, device, scheme=scheme, dtype=dtype)
-    store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=WAIT)
+    store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=WAIT)
     path = str(shard.resolved.path)
     jobs = [
-        Job(rank, size, store.port, device.type, path, scheme, dtype, head, batch_invariant, kernels and str(kernels))
+        Job(
+            rank,
+            size,
+            store.port,
+            device.type,
+            path,
+            scheme,
+            dtype,
+            head,
+            batch_invariant,
+            None if kernels is None else str(kernels),
+        )
         for rank in range(1, size)
     ]
     own = torch.device("cuda", 0) if device.type == "cuda" else device
     ranks = LeadingRanks(jobs, own, store)
+    atexit.register(ranks.end_with_interpreter)
     try:
         model = load_shard(shard, 0, own, head=head, batch_invariant=batch_invariant, verify=verify)
         ranks.join()

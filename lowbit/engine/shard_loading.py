@@ -1,9 +1,8 @@
 """Loads one rank's part of a stored language model (shard.py).
 
-Tensors are read one at a time, cut and moved to the device, so that memory holds the rank's part and one whole matrix. Rows of a
-tensor of 16 bits are the only bytes that are read of it. A matrix that is quantized while loading is quantized before it is cut:
-its codes and scales are those of one process. Any source of `models.load.load` can be loaded, except one whose tensors
-Transformers converts into others.
+Tensors are read one at a time, cut and moved to the device, so that memory holds the rank's part and one whole matrix. A matrix
+that is quantized while loading is quantized before it is cut: its codes and scales are those of one process. Any source of
+`models.load.load` can be loaded, except one whose tensors Transformers converts into others.
 """
 
 from __future__ import annotations
@@ -54,7 +53,9 @@ class ShardSource:
         self.checkpoint: QuantizedCheckpoint | None = None
         if resolved.tool is not None:
             if not resolved.is_foreign and resolved.tool != "lowbit":
-                raise CheckpointError(f"{resolved.name}: weights of {resolved.tool} are loaded by Transformers, on one GPU only")
+                raise CheckpointError(
+                    f"{resolved.name}: weights of {resolved.tool} are loaded by Transformers, on one GPU only"
+                )
             self.checkpoint = resolved.open_quantized()
         if scheme is not None and resolved.quantized_to not in (None, parse_scheme(scheme).name):
             stated = resolved.quantized_to
@@ -102,7 +103,7 @@ class ShardSource:
                 if target.operations:
                     raise CheckpointError(
                         f"{where}: Transformers makes {target.parameters[0]} of {name} while loading "
-                        f"({', '.join(target.operations)}), which is not done for several ranks; load it without tensor_parallel"
+                        f"({', '.join(target.operations)}), but not for several ranks; load it without tensor_parallel"
                     )
                 tensor = require_finite_tensor(where, name, reader.get(name))
                 module = target.parameters[0].removesuffix(".weight")
@@ -180,9 +181,9 @@ def finish(model: PreTrainedModel, device: torch.device, head: str | None, dtype
 
 def _owners(plan: ShardPlan, name: str) -> list[tuple[str, str]]:
     """Returns the modules that have a weight, each with the name of its parameter: of a tied embedding the LM head too."""
-    module, dot, leaf = name.rpartition(".")
-    if leaf not in ("weight", "bias"):
-        module, dot, leaf = name, ".", "weight"  # a quantized module
+    module, _, leaf = name.rpartition(".")
+    if leaf not in ("weight", "bias"):  # a quantized module
+        module, leaf = name, "weight"
     found = [(module, f"{module}.{leaf}")]
     if plan.tied and module in (plan.head, plan.embedding):
         found = [(each, f"{each}.{leaf}") for each in (plan.embedding, plan.head)]

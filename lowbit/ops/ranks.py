@@ -1,7 +1,8 @@
 """Ranks: processes that compute one model together, each on its own device with its part of every weight (tensor parallelism).
 
 What they do together are three operations of torch.distributed, with NCCL on GPUs and gloo on CPUs: sums of partial results,
-logits gathered from the parts of a vocabulary, and agreement on a number. CUDA graphs may capture the first two.
+logits gathered from the parts of a vocabulary, and agreement on a number. CUDA graphs may capture the first two. Sums of a few
+rows go over peer memory instead, where GPUs have it (peers.py).
 
 NVLink multicast is never used, and is switched off for NCCL and for symmetric memory: on hosts that several users share, a
 program that uses it can leave the GPUs unusable for all.
@@ -15,12 +16,19 @@ import os
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from lowbit.ops.elementwise import add_norm_squares
+from lowbit.ops.peers import Peers, peers_refusals
 
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """Environment variables that keep NCCL, PyTorch and NVSHMEM from NVLink multicast."""
 
 WAIT = datetime.timedelta(hours=1)
 """How long a process waits in an operation for another one that neither joins nor ends, such as one that compiles kernels."""
+
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
 
 
 class Ranks:
@@ -30,7 +38,7 @@ class Ranks:
     Raises ValueError if the process already belongs to a default group of torch.distributed.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, port: int, *, store: dist.TCPStore | None = None) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, port: int, *, store: TCPStore | None = None) -> None:
         if dist.is_initialized():
             raise ValueError(
                 "this process already belongs to a group of torch.distributed; tensor parallelism starts processes of its own: "
@@ -39,17 +47,31 @@ class Ranks:
         self.rank, self.size, self.device = rank, size, device
         os.environ.update(WITHOUT_MULTICAST)
         on_gpu = device.type == "cuda"
-        store = store or dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=WAIT)
+        store = store or TCPStore("127.0.0.1", port, size, is_master=False, timeout=WAIT)
         if on_gpu:
             torch.cuda.set_device(device)
         dist.init_process_group(
             "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=WAIT,
             device_id=device if on_gpu else None,
         )  # fmt: skip
+        self.peers: Peers | tuple[str, ...] = ("no model has been prepared for it",)
+        """Sums of few rows over peer memory, or why NCCL computes them."""
         self.least(0)  # connects all, which a graph cannot capture
 
-    def total(self, x: Tensor) -> Tensor:
-        """Returns the sum of all ranks' x (of one shape and dtype), in place where it can be. All ranks get the same bits."""
+    def use_peers(self, width: int, dtype: torch.dtype) -> None:
+        """Lets sums of few rows of `width` elements go over peer memory, if all GPUs can; all ranks call it."""
+        self.peers = peers_refusals(width, dtype, self.device)
+        if not self.peers:
+            try:
+                self.peers = Peers(self.rank, self.size, width, dtype, self.device, self.least)
+            except RuntimeError as error:
+                self.peers = (str(error),)
+
+    def total(self, x: Tensor, phase: int) -> Tensor:
+        """Returns the sum of all ranks' x (of one shape and dtype), perhaps in place. All ranks get the same bits. Calls
+        alternate between the phases 0 and 1."""
+        if isinstance(self.peers, Peers) and self.peers.takes(x):
+            return self.peers.total(x, phase)
         if self._dry:
             return x
         if x.device.type == "cpu" and x.dtype != torch.float32:
@@ -60,12 +82,19 @@ class Ranks:
         dist.all_reduce(x)
         return x
 
+    def added(self, y: Tensor, h: Tensor, gamma: Tensor, factor: float, phase: int) -> tuple[Tensor, Tensor]:
+        """Adds the sum of all ranks' y [M, H] to h in place; returns as `ops.elementwise.add_norm_squares`. Phases as in
+        `total`."""
+        if isinstance(self.peers, Peers) and self.peers.takes(y):
+            return self.peers.added(y, h, gamma, factor, phase)
+        return add_norm_squares(h, self.total(y, phase), gamma, factor=factor)
+
     def gathered(self, x: Tensor, columns: int) -> Tensor:
         """Returns all ranks' columns x [M, n] side by side, in the order of ranks, without those beyond `columns`."""
         m, n = x.shape
         parts = x.new_empty((self.size, m, n))
         if not self._dry:
-            dist.all_gather_into_tensor(parts.view(self.size * m, n), x.contiguous())
+            _all_gather(parts.view(self.size * m, n), x.contiguous())
         return parts.transpose(0, 1).reshape(m, self.size * n)[:, :columns].contiguous()
 
     def least(self, number: int) -> int:
@@ -85,6 +114,8 @@ class Ranks:
 
     def abort(self) -> None:
         """Ends operations that wait for a rank that has ended; their results are undefined."""
+        if isinstance(self.peers, Peers):
+            self.peers.stop()
         if self.device.type == "cuda" and dist.is_initialized():
             backend = dist.group.WORLD._get_backend(self.device)  # type: ignore[union-attr]
             backend.abort()  # type: ignore[attr-defined]
