@@ -96,13 +96,13 @@ class Follower:
     """Repeats on another rank's engine what rank 0 tells it."""
 
     def __init__(self, engine: Engine) -> None:
-        self._runner = engine.runner
+        self._engine, self._runner = engine, engine.runner
         self._step: DecodeStep | None = None
         self._logits: tuple[Tensor | None, ...] = ()
         self._commands: dict[str, Callable[..., object]] = {
             "write": self._runner.write, "launch_step": self._launch_step, "sample_launched": self._sample_launched,
             "set_masks": self._set_masks, "prefill": self._prefill, "mixed": self._mixed, "sample_rows": self._sample_rows,
-            "capture": self._capture,
+            "capture": self._capture, "call": self._call,
         }  # fmt: skip
 
     def run(self, command: str, arguments: tuple[Any, ...]) -> None:
@@ -129,6 +129,9 @@ class Follower:
         logits = self._logits[which]
         assert logits is not None
         self._runner.sample_rows(slots, logits, any_filter)
+
+    def _call(self, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+        function(self._engine, *arguments)
 
     def _capture(self, grammars: bool, i: int) -> None:
         _, capture = self._runner.captures(grammars)[i]

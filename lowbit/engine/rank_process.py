@@ -16,8 +16,6 @@ from lowbit.engine.failure import one_line
 from lowbit.engine.kernels import use_kernels
 from lowbit.engine.lockstep import Follower
 from lowbit.engine.rank_processes import Job
-from lowbit.engine.shard_loading import ShardSource, load_shard
-from lowbit.models.source import resolve
 from lowbit.ops.ranks import Ranks
 
 
@@ -43,10 +41,8 @@ def _follow(connection: Connection) -> None:
         torch.set_num_threads(max(torch.get_num_threads() // job.size, 1))
     else:
         torch.cuda.set_device(device)
-        source = resolve(job.source)
-        use_kernels(device, job.kernels, source.path if source.path.is_dir() else source.path.parent)
-    shard = ShardSource(job.source, job.size, device, scheme=job.scheme, dtype=job.dtype)
-    model = load_shard(shard, job.rank, device, head=job.head, batch_invariant=job.batch_invariant)
+        use_kernels(device, job.kernels, job.beside)
+    model = job.make(job.rank, device)
     connection.send(("loaded", ""))
     command, options = pickle.loads(connection.recv_bytes())
     if command != "join":

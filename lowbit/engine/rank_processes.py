@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import pickle
 import signal
@@ -24,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,28 +33,34 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from transformers import PreTrainedModel
 
 from lowbit.engine.failure import RankFailed, one_line
-from lowbit.engine.shard_loading import ShardSource, load_shard
+from lowbit.engine.shard_loading import ShardSource, load_part
 from lowbit.models.source import ResolvedSource
 from lowbit.ops.ranks import WAIT, WITHOUT_MULTICAST, Ranks
+
+T = TypeVar("T")
 
 SECONDS_TO_END = 5.0
 """How long a rank may take to end after it was told to, before it is killed."""
 
 
+MakeModel = Callable[[int, torch.device], PreTrainedModel]
+"""Returns the part of a model of a rank on its device. It is pickled: a function of a module, or a partial of one."""
+
+CommonFunction = Callable[..., T]
+"""A function of a module that all ranks call, each with its own engine as the first argument."""
+
+
 @dataclass(frozen=True)
 class Job:
-    """What a rank loads, and where it joins the others. Fields as in `start_ranks`; device: "cuda" or "cpu"."""
+    """What a rank loads, and where it joins the others. device: "cuda" or "cpu"; kernels and beside as for `use_kernels`."""
 
     rank: int
     size: int
     port: int
     device: str
-    source: str
-    scheme: str | None
-    dtype: torch.dtype | None
-    head: str | None
-    batch_invariant: bool
-    kernels: str | None
+    make: MakeModel
+    kernels: Path | None
+    beside: Path | None
 
 
 class LeadingRanks(Ranks):
@@ -99,6 +106,12 @@ class LeadingRanks(Ranks):
                     self._changed.wait_for(lambda: self.failure, SECONDS_TO_END)
                 self.fail(f"rank {rank} reads no more commands")
                 self.check()
+
+    def everywhere(self, engine: Any, function: CommonFunction[T], *arguments: Any) -> T:
+        """Calls function(engine, *arguments) on all ranks, each with its own engine, and returns what it returns here."""
+        self.tell("call", function, arguments)
+        with self.guarded():
+            return function(engine, *arguments)
 
     def check(self) -> None:
         """Raises RankFailed if a rank has failed, or all were ended."""
@@ -188,59 +201,76 @@ class LeadingRanks(Ranks):
         self.fail(f"rank {rank}: {reason}")
 
 
-def start_ranks(
+def load_ranks(
     source: str | Path | ResolvedSource, size: int, device: torch.device, *, scheme: str | None = None,
     dtype: torch.dtype | None = None, head: str | None = None, batch_invariant: bool = False, verify: bool = False,
     kernels: str | Path | None = None,
 ) -> tuple[PreTrainedModel, LeadingRanks]:  # fmt: skip
-    """Loads a model in `size` processes, a part each, and returns the part of this one, rank 0, with the ranks for
-    `Engine(model, ranks=..)`. Arguments as for `load_causal`; rank r computes on GPU r.
+    """Loads a stored model as `start_ranks` does, a part in each of `size` processes; arguments as for `load_causal`.
 
-    Raises ValueError for a model that cannot be cut and for a machine with fewer GPUs, CheckpointError as `load_causal` does,
+    Raises ValueError for a model that cannot be cut and for what `start_ranks` refuses, CheckpointError as `load_causal` does,
     and RankFailed if another rank cannot load its part.
     """
-    if size < 2:
-        raise ValueError(f"tensor parallelism is for 2 or more ranks, got {size}")
-    if device.type == "cuda" and device.index not in (None, 0):
-        raise ValueError(f"rank r computes on GPU r, so that this one is on cuda:0, got device {device}")
-    if device.type == "cuda" and (found := torch.cuda.device_count()) < size:
-        raise ValueError(f"{size} ranks take {size} GPUs, torch sees {found}")
+    refusals = rank_refusals(size, device)
     if batch_invariant and size > 2:
-        raise ValueError(
+        refusals += (
             f"the order in which sums of {size} ranks are added depends on the size of the batch: batch_invariant goes with up "
-            "to 2 ranks"
+            "to 2 ranks",
         )
-    if dist.is_initialized():
-        Ranks(0, size, device, 0)  # raises
+    if refusals:
+        raise ValueError("; ".join(refusals))
+    resolved = ShardSource(source, size, device, scheme=scheme, dtype=dtype).resolved  # refuses before a process is started
+    make = functools.partial(
+        load_part, source=str(resolved.path), ranks=size, scheme=scheme, dtype=dtype, head=head,
+        batch_invariant=batch_invariant, verify=verify,
+    )  # fmt: skip
+    folder = resolved.path if resolved.path.is_dir() else resolved.path.parent
+    return start_ranks(make, size, device, kernels=kernels, beside=folder)
+
+
+def start_ranks(
+    make: MakeModel, size: int, device: torch.device, *, kernels: str | Path | None = None, beside: Path | None = None
+) -> tuple[PreTrainedModel, LeadingRanks]:  # fmt: skip
+    """Makes the parts of a model in `size` processes, and returns the part of this one, rank 0, with the ranks for
+    `Engine(model, ranks=..)`. Rank r computes on GPU r of this host; on a CPU all share it.
+
+    Raises ValueError for fewer than 2 ranks, a machine with fewer GPUs, and a process that already belongs to a group of
+    torch.distributed; RankFailed if another rank cannot make its part; and what `make` raises here.
+    """
+    refusals = rank_refusals(size, device)
+    if refusals:
+        raise ValueError("; ".join(refusals))
     os.environ.update(WITHOUT_MULTICAST)
-    shard = ShardSource(source, size, device, scheme=scheme, dtype=dtype)
     store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=WAIT)
-    path = str(shard.resolved.path)
-    jobs = [
-        Job(
-            rank,
-            size,
-            store.port,
-            device.type,
-            path,
-            scheme,
-            dtype,
-            head,
-            batch_invariant,
-            None if kernels is None else str(kernels),
-        )
-        for rank in range(1, size)
-    ]
+    file = None if kernels is None else Path(kernels)
+    jobs = [Job(rank, size, store.port, device.type, make, file, beside) for rank in range(1, size)]
     own = torch.device("cuda", 0) if device.type == "cuda" else device
     ranks = LeadingRanks(jobs, own, store)
     atexit.register(ranks.end_with_interpreter)
     try:
-        model = load_shard(shard, 0, own, head=head, batch_invariant=batch_invariant, verify=verify)
+        model = make(0, own)
         ranks.join()
     except BaseException:
         ranks.end()
         raise
     return model, ranks
+
+
+def rank_refusals(size: int, device: torch.device) -> tuple[str, ...]:
+    """Returns why `size` ranks cannot compute on this machine; empty if they can."""
+    reasons = []
+    if size < 2:
+        reasons.append(f"tensor parallelism is for 2 or more ranks, got {size}")
+    if device.type == "cuda" and device.index not in (None, 0):
+        reasons.append(f"rank r computes on GPU r, and this process is rank 0: leave out the device, got {device}")
+    if device.type == "cuda" and (found := torch.cuda.device_count()) < size:
+        reasons.append(f"{size} ranks take {size} GPUs, torch sees {found}")
+    if dist.is_initialized():
+        reasons.append(
+            "this process already belongs to a group of torch.distributed; tensor parallelism starts processes of its own: use "
+            "it in a program without a group (not one that torchrun started)"
+        )
+    return tuple(reasons)
 
 
 def _started(job: Job) -> tuple[subprocess.Popen[bytes], Connection]:

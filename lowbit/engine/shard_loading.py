@@ -155,6 +155,15 @@ def load_shard(
     return model.eval()
 
 
+def load_part(
+    rank: int, device: torch.device, *, source: str, ranks: int, scheme: str | None, dtype: torch.dtype | None,
+    head: str | None, batch_invariant: bool, verify: bool,
+) -> PreTrainedModel:  # fmt: skip
+    """Returns `load_shard` of a source, whose checksums rank 0 alone verifies."""
+    opened = ShardSource(source, ranks, device, scheme=scheme, dtype=dtype)
+    return load_shard(opened, rank, device, head=head, batch_invariant=batch_invariant, verify=verify and rank == 0)
+
+
 def rank_model(plan: ShardPlan, where: Path | str) -> PreTrainedModel:
     """Returns the model of a rank without weights; its buffers are on the CPU."""
     model = build(plan.config, where, buffers=True)

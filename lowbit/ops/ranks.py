@@ -34,16 +34,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class Ranks:
     """The process `rank` of `size`, which computes on `device`. Joins the others through the TCP store at `port` of this host,
     and returns once all have joined. Only one can exist in a process at a time.
-
-    Raises ValueError if the process already belongs to a default group of torch.distributed.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, port: int, *, store: TCPStore | None = None) -> None:
-        if dist.is_initialized():
-            raise ValueError(
-                "this process already belongs to a group of torch.distributed; tensor parallelism starts processes of its own: "
-                "call it in a program without one (destroy_process_group, or do not start it by torchrun)"
-            )
         self.rank, self.size, self.device = rank, size, device
         os.environ.update(WITHOUT_MULTICAST)
         on_gpu = device.type == "cuda"

@@ -27,7 +27,7 @@ from transformers import (
 
 from lowbit.engine import Detokenizer, Engine, FinishReason, RequestFailed, SampledToken
 from lowbit.engine.kernels import use_kernels
-from lowbit.engine.rank_processes import LeadingRanks, start_ranks
+from lowbit.engine.rank_processes import LeadingRanks, load_ranks
 from lowbit.engine.step_budget import STEP_MS
 from lowbit.engine.warm_up import Stage
 from lowbit.formats.kv import parse_kv
@@ -384,7 +384,7 @@ def pipeline(
         if engine is False or draft is not None:
             what = "engine=False" if engine is False else "a draft model"
             raise ValueError(f"tensor_parallel={tensor_parallel} is the engine's, and goes without {what}")
-        model, ranks = start_ranks(
+        model, ranks = load_ranks(
             source, tensor_parallel, device, scheme=scheme, dtype=dtype, head=head, batch_invariant=batch_invariant,
             verify=verify, kernels=kernels,
         )  # fmt: skip
