@@ -24,6 +24,8 @@ ROWS = 64
 
 PHASES = 2
 
+_used = False
+
 
 class Peers:
     """Sums of up to `ROWS` rows of `width` elements of `dtype`, fp16 or bf16. All ranks make it together; `agreed` returns the
@@ -38,7 +40,11 @@ class Peers:
         self.rank, self.size, self.width, self.dtype, self.device = rank, size, width, dtype, device
         rows = PHASES * size * ROWS
         words = rows * width // 2
-        reason = ""
+        global _used
+        # torch keeps the first group's store under the name that all default groups of a process have.
+        reason, _used = "it serves the first model of a process that is computed by several ranks" if _used else "", True
+        if agreed(not reason) == 0:
+            raise RuntimeError(reason or "another rank has none")
         try:
             import torch.distributed._symmetric_memory as symmetric
 
