@@ -89,7 +89,7 @@ class Peers:
 
     def stop(self) -> None:
         """Ends kernels that wait for another rank; their sums are undefined. Any thread may call it."""
-        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream()):
+        with torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream()):
             self._stop.copy_(self._one, non_blocking=True)
 
 
