@@ -157,7 +157,8 @@ class LeadingRanks(Ranks):
                 self.tell("end")
                 told = True
         self._ended = True
-        if told and self._joined:
+        # After a failure NCCL's operations were aborted, and a GPU may still wait for a rank that has ended.
+        if self._joined and (told or self.device.type == "cpu"):
             with contextlib.suppress(RuntimeError):
                 self.leave()
         for process in self.processes:
