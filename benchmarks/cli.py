@@ -354,7 +354,10 @@ def e2e(
         str | None,
         typer.Option(help="Activations, keys and values: float16 or bfloat16 (default: bfloat16 for mixtures of experts)."),
     ] = None,
-    kv: Annotated[str, typer.Option(help="Formats of keys and values: 16, fp8, int8, int4, or mixes of two; 16-bit weights take the first.")] = "16",
+    kv: Annotated[
+        str,
+        typer.Option(help="Formats of keys and values: 16, fp8, int8, int4, or mixes of two; 16-bit weights take the first."),
+    ] = "16",
     layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the model has: for trying.")] = None,
     rivals: Annotated[str, typer.Option(help="Of the same model: eager, static (Transformers' generate), or none.")] = "none",
     out_file: Annotated[Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-e2e.json.")] = None,

@@ -68,7 +68,8 @@ Draft = Annotated[
     typer.Option(metavar="MODEL", help="Small model of the same tokenizer that guesses these tokens; --speculate is then 4."),
 ]
 TensorParallel = Annotated[
-    int, typer.Option("--tensor-parallel", min=1, help="GPUs of this machine that compute the model together (docs/serve.md).")
+    int,
+    typer.Option("--tensor-parallel", min=1, help="GPUs of this machine that share the model (docs/generate.md)."),
 ]
 Device = Annotated[str | None, typer.Option(help="Device: cpu, cuda or cuda:1. Default: a GPU if there is one, else cpu.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file; - for standard output.")]

@@ -7,6 +7,7 @@ The engine handles errors. The only ones caught here are those of compiling kern
 from __future__ import annotations
 
 import functools
+import time
 from collections import abc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,10 @@ KINDS = {False: "", True: " with filters", None: " for grammars"}
 """What a warm-up says of the kinds of captured steps."""
 
 
+POLL_S = 5e-5
+"""Seconds between two looks at a step that may never end. The host is a step ahead, so that they delay nothing."""
+
+
 @dataclass
 class InFlightStep:
     """Launched work that samples a token for each of `sequences`: host copies of its results, complete once the event `done`
@@ -64,6 +69,7 @@ class InFlightStep:
         if self.check is not None:
             while self.done is not None and not self.done.query():  # it may never come once another rank has failed
                 self.check()
+                time.sleep(POLL_S)  # lets other threads of Python run
             self.check()
         if self.done is not None:
             self.done.synchronize()

@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 from lowbit.engine.failure import RankFailed, one_line
 from lowbit.engine.shard_loading import ShardSource, load_part
 from lowbit.models.source import ResolvedSource
-from lowbit.ops.ranks import WAIT, WITHOUT_MULTICAST, Ranks
+from lowbit.ops.ranks import WAIT, Ranks, without_multicast
 
 T = TypeVar("T")
 
@@ -241,7 +241,7 @@ def start_ranks(
     refusals = rank_refusals(size, device)
     if refusals:
         raise ValueError("; ".join(refusals))
-    os.environ.update(WITHOUT_MULTICAST)
+    without_multicast()
     store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=WAIT)
     file = None if kernels is None else Path(kernels)
     jobs = [Job(rank, size, store.port, device.type, make, file, beside) for rank in range(1, size)]

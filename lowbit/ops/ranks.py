@@ -22,13 +22,20 @@ from lowbit.ops.elementwise import add_norm_squares
 from lowbit.ops.peers import Peers, peers_refusals
 
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-"""Environment variables that keep NCCL, PyTorch and NVSHMEM from NVLink multicast."""
+"""Variables with which NCCL, PyTorch and NVSHMEM do without NVLink multicast."""
 
 WAIT = datetime.timedelta(hours=1)
 """How long a process waits in an operation for another one that neither joins nor ends, such as one that compiles kernels."""
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
+
+
+def without_multicast() -> None:
+    """Sets these variables for the libraries of this process, which read them by themselves, and for processes that it
+    starts."""
+    for name, value in WITHOUT_MULTICAST.items():
+        os.putenv(name, value)
 
 
 class Ranks:
@@ -38,7 +45,7 @@ class Ranks:
 
     def __init__(self, rank: int, size: int, device: torch.device, port: int, *, store: TCPStore | None = None) -> None:
         self.rank, self.size, self.device = rank, size, device
-        os.environ.update(WITHOUT_MULTICAST)
+        without_multicast()
         on_gpu = device.type == "cuda"
         store = store or TCPStore("127.0.0.1", port, size, is_master=False, timeout=WAIT)
         if on_gpu:

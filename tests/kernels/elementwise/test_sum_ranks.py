@@ -4,6 +4,8 @@ interpreter; the order of stores, flags and loads in the machine code.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -126,6 +128,14 @@ def test_flags_are_raised_after_the_stores_and_rows_are_read_after_the_flags(wid
     call = half(4, width), half(4, width), meta((width,), torch.float32), *memory, 1.0
     kernel = compile_plan(plan, call, capability)
     assert kernel.stack_bytes == 0
-    lines = kernel.lines
-    at = {name: [i for i, line in enumerate(lines) if name in line] for name in ("ST.E.128", "STG.E.128", "MEMBAR", "ATOM")}
-    print(at, kernel.registers)
+    sent, raised, seen, read = (
+        next(i for i, line in enumerate(kernel.lines) if re.search(what, line))
+        for what in (r"STG\.E\.128", r"ATOM.*EXCH.*SYS", r"(LDG|ATOM.*ADD).*SYS", r"LDG\.E\.128\.STRONG")
+    )
+    released = [i for i, line in enumerate(kernel.lines) if re.search(r"MEMBAR\..*SYS", line)]
+    assert sent < released[0] < raised < seen < read
+    if capability == 90:
+        assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == 1
+        places = [i for i, line in enumerate(kernel.lines) if "LDG.E.64 " in line]
+        waited = next(i for i, line in enumerate(kernel.lines) if "ACQBULK" in line)
+        assert sum(i < waited for i in places) >= 3, "where the rows go is loaded while the product runs"
