@@ -184,7 +184,7 @@ def finish(model: PreTrainedModel, device: torch.device, head: str | None, dtype
         quantize_head(model, head)
     put_plain_weights_first(model)
     if device.type == "cpu":
-        plan_on_cpu(model)
+        plan_on_cpu(model, decode_program=True)
     prepare_on_gpu(model)
 
 

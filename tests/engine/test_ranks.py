@@ -19,6 +19,7 @@ from lowbit.engine.rank_processes import load_ranks, start_ranks
 from lowbit.engine.shard_loading import load_part
 from lowbit.models.load import load_causal
 from lowbit.ops.elementwise import add_norm_squares
+from lowbit.ops.peers import Peers, peers_refusals
 from tests.engine.test_engine import prompt, tokens
 from tests.forks import ROOT
 from tests.tiny import eager_llama, json_tokenizer, save_tiny
@@ -28,11 +29,11 @@ OPTIONS = {"max_concurrent": 4, "chunk_tokens": 128, "cache_bytes": 1 << 22, "ma
 """Fewer slots and pages than the requests ask for: some wait, some are preempted."""
 
 
-def save(folder, **options):
+def save(folder, intermediate_size=176, **options):
     """A Llama whose next token depends on all tokens before, with biases, a head of 161 rows and groups that a cut divides."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=161, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=161, hidden_size=64, intermediate_size=intermediate_size, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, attention_bias=True, **options,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
@@ -80,6 +81,7 @@ def test_two_processes_compute_what_one_does(tmp_path, options, loading, more):
             assert tokens(mine) == tokens(wanted) and mine.finish_reason == wanted.finish_reason
             if mine.request.top_logprobs:
                 torch.testing.assert_close(logprobs(mine), logprobs(wanted), rtol=1e-4, atol=1e-4)
+        assert not isinstance(engine.program.ranks.peers, Peers)
         with pytest.raises(ValueError, match="of which each rank has a part"):
             engine.embed([5, 6])
     finally:
@@ -239,3 +241,11 @@ def test_common_operations(tmp_path):
         engine.generate([Request([5, 6], 3)])
     finally:
         ranks.end()
+
+
+def test_what_peer_memory_does_not_hold():
+    assert peers_refusals(4096, torch.bfloat16, torch.device("cuda", 0)) == ()
+    reasons = peers_refusals(100, torch.float32, CPU)
+    assert [reason.split(",")[0] for reason in reasons] == [
+        "it is memory of GPUs", "it holds rows of fp16 or bf16", "it holds rows of a multiple of 8 elements",
+    ]  # fmt: skip

@@ -143,6 +143,8 @@ def test_loaded_parts(tmp_path, scheme, tied):
                 assert torch.equal(torch.cat(own, 1 if "o_proj" in name else 0), expected[name][0])
         head = torch.cat([part["lm_head.weight"] for part in parts])
         assert torch.equal(head, expected["model.embed_tokens.weight" if tied else "lm_head.weight"])
+        narrow = ShardSource(folder, 2, CPU, scheme=quantize, dtype=torch.bfloat16)
+        assert type(load_shard(narrow, 0, CPU).lm_head) is torch.nn.Linear, "no decode program takes a RowLinear"
         for part in parts:
             assert torch.equal(part["model.norm.weight"], expected["model.norm.weight"])
             assert torch.equal(part["model.embed_tokens.weight"], expected["model.embed_tokens.weight"])
