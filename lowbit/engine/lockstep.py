@@ -42,49 +42,41 @@ class LeadingRunner(ModelRunner):
         self, settings: abc.Sequence[Settings], pages: abc.Sequence[tuple[int, int, int]],
         positions: abc.Sequence[tuple[int, int]],
     ) -> None:  # fmt: skip
-        self.ranks.tell("write", settings, pages, positions)
-        with self.ranks.guarded():
+        with self.ranks.together("write", settings, pages, positions):
             super().write(settings, pages, positions)
 
     def launch_step(self, verify: bool, rows: abc.Sequence[Any], any_filter: bool | None, longest: int) -> DecodeStep:
-        self.ranks.tell("launch_step", verify, rows, any_filter, longest)
-        with self.ranks.guarded():
+        with self.ranks.together("launch_step", verify, rows, any_filter, longest):
             return super().launch_step(verify, rows, any_filter, longest)
 
     def sample_launched(self, verify: bool, step: DecodeStep, any_filter: bool) -> DecodeStep:
-        self.ranks.tell("sample_launched", verify, any_filter)
-        with self.ranks.guarded():
+        with self.ranks.together("sample_launched", verify, any_filter):
             return super().sample_launched(verify, step, any_filter)
 
     def set_masks(self, slots: abc.Sequence[int], masks: Tensor) -> None:
-        self.ranks.tell("set_masks", slots, masks.numpy())
-        with self.ranks.guarded():
+        with self.ranks.together("set_masks", slots, masks.numpy()):
             super().set_masks(slots, masks)
 
     def prefill(self, chunks: abc.Sequence[PrefillChunk]) -> Tensor | None:
-        self.ranks.tell("prefill", _plain(chunks))
-        with self.ranks.guarded():
+        with self.ranks.together("prefill", _plain(chunks)):
             logits = super().prefill(chunks)
         self._logits = (logits,)
         return logits
 
     def mixed(self, chunks: abc.Sequence[PrefillChunk], rows: abc.Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        self.ranks.tell("mixed", _plain(chunks), rows)
-        with self.ranks.guarded():
+        with self.ranks.together("mixed", _plain(chunks), rows):
             self._logits = logits = super().mixed(chunks, rows)
         return logits
 
     def sample_rows(self, slots: abc.Sequence[int], logits: Tensor, any_filter: bool) -> DecodeStep:
         which = next(i for i, made in enumerate(self._logits) if made is logits)
-        self.ranks.tell("sample_rows", slots, which, any_filter)
-        with self.ranks.guarded():
+        with self.ranks.together("sample_rows", slots, which, any_filter):
             return super().sample_rows(slots, logits, any_filter)
 
     def captures(self, grammars: bool = False) -> list[tuple[str, Callable[[], object]]]:
         def told(i: int, capture: Callable[[], object]) -> Callable[[], object]:
             def run() -> object:
-                self.ranks.tell("capture", grammars, i)
-                with self.ranks.guarded():
+                with self.ranks.together("capture", grammars, i):
                     return capture()
 
             return run

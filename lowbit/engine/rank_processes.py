@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 from lowbit.engine.failure import RankFailed, one_line
 from lowbit.engine.shard_loading import ShardSource, load_part
 from lowbit.models.source import ResolvedSource
-from lowbit.ops.ranks import WAIT, Ranks, without_multicast
+from lowbit.ops.ranks import WAIT, Ranks, prepare_libraries
 
 T = TypeVar("T")
 
@@ -109,9 +109,15 @@ class LeadingRanks(Ranks):
 
     def everywhere(self, engine: Any, function: CommonFunction[T], *arguments: Any) -> T:
         """Calls function(engine, *arguments) on all ranks, each with its own engine, and returns what it returns here."""
-        self.tell("call", function, arguments)
-        with self.guarded():
+        with self.together("call", function, arguments):
             return function(engine, *arguments)
+
+    @contextlib.contextmanager
+    def together(self, command: str, *arguments: Any) -> Iterator[None]:
+        """Tells all other ranks a command, which this one runs inside the context. An error in it fails all ranks."""
+        with self.guarded():
+            self.tell(command, *arguments)
+            yield
 
     def check(self) -> None:
         """Raises RankFailed if a rank has failed, or all were ended."""
@@ -119,7 +125,7 @@ class LeadingRanks(Ranks):
             raise RankFailed(self.failure or "the ranks of this model were ended")
 
     @contextlib.contextmanager
-    def guarded(self) -> Any:
+    def guarded(self) -> Iterator[None]:
         """What this rank does beside the others: an error of it fails all, since they would wait for it."""
         try:
             yield
@@ -141,10 +147,10 @@ class LeadingRanks(Ranks):
             self._changed.notify_all()
         for process in self.processes:
             process.kill()
-        if self._joined:
-            with contextlib.suppress(RuntimeError):
-                self.abort()
         self.on_failure()
+        if self._joined:
+            with contextlib.suppress(RuntimeError, AttributeError):  # of a group that PyTorch has ended by itself
+                self.abort()
 
     def end(self) -> None:
         """Ends the other ranks, which frees their GPUs."""
@@ -241,7 +247,7 @@ def start_ranks(
     refusals = rank_refusals(size, device)
     if refusals:
         raise ValueError("; ".join(refusals))
-    without_multicast()
+    prepare_libraries()
     store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=WAIT)
     file = None if kernels is None else Path(kernels)
     jobs = [Job(rank, size, store.port, device.type, make, file, beside) for rank in range(1, size)]

@@ -24,6 +24,9 @@ from lowbit.ops.peers import Peers, peers_refusals
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """Variables with which NCCL, PyTorch and NVSHMEM do without NVLink multicast."""
 
+WITHOUT_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Variables with which PyTorch does not end a process whose operations are aborted: who aborts them says why."""
+
 WAIT = datetime.timedelta(hours=1)
 """How long a process waits in an operation for another one that neither joins nor ends, such as one that compiles kernels."""
 
@@ -31,10 +34,10 @@ WAIT = datetime.timedelta(hours=1)
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
 
 
-def without_multicast() -> None:
+def prepare_libraries() -> None:
     """Sets these variables for the libraries of this process, which read them by themselves, and for processes that it
     starts."""
-    for name, value in WITHOUT_MULTICAST.items():
+    for name, value in (WITHOUT_MULTICAST | WITHOUT_WATCHDOG).items():
         os.putenv(name, value)
 
 
@@ -45,7 +48,7 @@ class Ranks:
 
     def __init__(self, rank: int, size: int, device: torch.device, port: int, *, store: TCPStore | None = None) -> None:
         self.rank, self.size, self.device = rank, size, device
-        without_multicast()
+        prepare_libraries()
         on_gpu = device.type == "cuda"
         store = store or TCPStore("127.0.0.1", port, size, is_master=False, timeout=WAIT)
         if on_gpu:

@@ -154,10 +154,10 @@ def fails_on_rank_1(rank, device, folder):
     )
 
 
-def fails_later(engine):
-    """An operation that fails on rank 1 alone."""
-    if engine.program.ranks.rank:
-        raise ValueError("this rank has no such thing")
+def fails_on_rank(engine, rank):
+    """An operation that fails on one rank."""
+    if engine.program.ranks.rank == rank:
+        raise ValueError(f"rank {rank} has no such thing")
 
 
 def test_an_error_of_a_rank_is_the_reason(tmp_path):
@@ -169,8 +169,8 @@ def test_an_error_of_a_rank_is_the_reason(tmp_path):
     model, ranks = load_ranks(tmp_path, 2, CPU)
     try:
         engine = Engine(model, ranks=ranks, max_concurrent=2, cache_bytes=1 << 24)
-        ranks.everywhere(engine, fails_later)
-        with pytest.raises((RankFailed, RequestFailed), match="rank 1: ValueError: this rank has no such thing"):
+        ranks.everywhere(engine, fails_on_rank, 1)
+        with pytest.raises((RankFailed, RequestFailed), match="rank 1: ValueError: rank 1 has no such thing"):
             engine.generate([Request([5, 6], 200)])
     finally:
         ranks.end()
@@ -239,6 +239,11 @@ def test_common_operations(tmp_path):
             with pytest.raises(ValueError, match="tensor parallelism goes without"):
                 Engine(model, ranks=ranks, **options)
         engine.generate([Request([5, 6], 3)])
+        with pytest.raises(RankFailed, match="rank 0: ValueError: rank 0 has no such thing"):
+            ranks.everywhere(engine, fails_on_rank, 0)
+        assert ranks.processes[0].wait(10) == -signal.SIGKILL, "it would wait for rank 0"
+        with pytest.raises(RequestFailed, match="rank 0: ValueError: rank 0 has no such thing"):
+            engine.generate([Request([5, 6], 3)])
     finally:
         ranks.end()
 
