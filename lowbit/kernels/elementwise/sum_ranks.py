@@ -1,15 +1,15 @@
 """h[M, H] += the sum of all ranks' y[M, H]; x = h * gamma and the sum of squares of h: an all-reduce over peer memory with the
 residual and the next norm's weight where the partial sums arrive. Without h it is the sum alone. Plain Triton.
 
-Reads   y, h fp16 or bf16, contiguous; gamma [H] of 16 or 32 bits. places int64 [2, RANKS]: where each rank's memory has the
-        rows that arrive, and its flags
+Reads   y, h fp16 or bf16, contiguous; gamma [H] of 16 or 32 bits. places int64 [RANKS]: where each rank's memory begins
 Writes  x [M, H]; h in place; fp32 sums of squares [1, M] of h as it is stored. In every other rank's memory: y at [PHASE, own
-        rank, row], then the flag there. Own flags are left at the number of calls that their row has had in this phase
+        rank, row]
 Blocks  one row each, in chunks of 8 elements per thread, as in norm.py
-Order   a block stores its row to all other ranks, raises its flag there (release, system scope), waits for theirs in its own
-        memory (acquire), and adds the rows in the order of ranks, so that all ranks get the same bits. Calls alternate between
-        two phases. A rank that stores to a phase again has seen the flags of the other phase, which the receiver raised after
-        its kernel that read this phase had ended. No wait lasts forever: `stop` ends all, with undefined sums
+Order   a block stores its row to all other ranks and waits until no element of theirs in its own memory is EMPTY, a NaN that
+        no rank stores: the data are their own flag, so that no fence and no second message is under way. What was read is set
+        to EMPTY again. It adds the rows in the order of ranks, so that all ranks get the same bits. Calls alternate between two
+        phases. A rank that stores to a phase again has seen the receiver's rows of the other phase, which the receiver stored
+        after its kernel that emptied this phase had ended. No wait lasts forever: `stop` ends all, with undefined sums
 Overlap gamma is read before the wait for the previous kernel (programmatic dependent launch, sm_90); the next kernel may start
         once all blocks have passed it, and loads its weights while the rows are under way
 Exact   sums in float32, then one rounding of their sum with h. x = h * gamma * factor, rounded once. Without h one rounding.
@@ -30,81 +30,99 @@ from lowbit.kernels.elementwise.sum_norm import plus
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rows import floats, loaded, rounded_to, row_of
 
+EMPTY = -1
+"""The bits of a NaN, in fp16 and bf16, that stands for an element that has not arrived."""
 
-@triton.jit
-def arrived(base, i, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
-    """Loads a row that another rank has stored, past the L1, which may hold what was there before."""
-    chunks = ()
-    for c in tl.static_range(CHUNKS):
-        if H == STEP * CHUNKS:
-            chunks += (tl.load(base + c * STEP + i, cache_modifier=".cg"),)
-        else:
-            chunks += (tl.load(base + c * STEP + i, mask=c * STEP + i < H, other=0.0, cache_modifier=".cg"),)
-    return chunks
+_EMPTY, _NAN = tl.constexpr(EMPTY), tl.constexpr(0x7FFF)
 
 
 @triton.jit
-def row_at(places, rank, at, H: tl.constexpr, y):
-    """The address of row `at` in a rank's memory."""
-    base = tl.load(places + rank).to(y.dtype)
+def row_at(places, rank, at, H: tl.constexpr):
+    """The address of row `at`, as int16, in a rank's memory."""
+    base = tl.load(places + rank).to(tl.pointer_type(tl.int16))
     return tl.multiple_of(base + at.to(tl.int64) * H, 16)  # bytes: H is a multiple of 8
 
 
 @triton.jit
-def flag_at(places, rank, at, counts, RANKS: tl.constexpr):
-    """The address of flag `at` in a rank's memory."""
-    return tl.load(places + RANKS + rank).to(counts.dtype) + at
+def seen(base, i, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
+    """Loads a row that another rank stores, as it is now; 0 beyond H."""
+    chunks = ()
+    for c in tl.static_range(CHUNKS):
+        if H == STEP * CHUNKS:
+            chunks += (tl.load(base + c * STEP + i, volatile=True),)
+        else:
+            chunks += (tl.load(base + c * STEP + i, mask=c * STEP + i < H, other=0, volatile=True),)
+    return chunks
+
+
+@triton.jit
+def lacks(chunks, CHUNKS: tl.constexpr):
+    """True if some element has not arrived."""
+    least = chunks[0].to(tl.uint16, bitcast=True)
+    for c in tl.static_range(1, CHUNKS):
+        least = tl.maximum(least, chunks[c].to(tl.uint16, bitcast=True))
+    return tl.max(tl.max(least.to(tl.int32), axis=1), axis=0) == 0xFFFF
+
+
+@triton.jit
+def taken(base, stop, i, HALF: tl.constexpr, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
+    """Waits for a row of another rank, empties its place, and returns it in float32."""
+    chunks = seen(base, i, H, STEP, CHUNKS)
+    waits = lacks(chunks, CHUNKS)
+    while waits:
+        chunks = seen(base, i, H, STEP, CHUNKS)
+        waits = lacks(chunks, CHUNKS)
+        if waits:
+            waits = tl.load(stop, volatile=True) == 0
+    values, emptied = (), ()
+    for c in tl.static_range(CHUNKS):
+        values += (chunks[c].to(HALF, bitcast=True).to(tl.float32),)
+        emptied += (tl.full(chunks[c].shape, _EMPTY, tl.int16),)
+    stored(base, tl.program_id(0) * 0, emptied, i, H, STEP, CHUNKS)
+    return values
 
 
 @triton.jit(do_not_specialize=["factor"])
 def sum_ranks(
-    x, squares, h, y, gamma, places, counts, stop, factor, RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
+    x, squares, h, y, gamma, places, stop, factor, RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
     PHASE: tl.constexpr, H: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr, CHUNKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Processes one row."""
     row = tl.program_id(0)
     STEP: tl.constexpr = THREADS * VECTOR
+    HALF: tl.constexpr = y.dtype.element_ty
     i = tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    mine = (PHASE * RANKS + RANK) * ROWS + row
     if h is not None:
         weights = loaded(gamma, i, H, STEP, CHUNKS)
-    there, flags_there, flags_here = (), (), ()
-    for p in tl.static_range(1, RANKS):
-        there += (row_at(places, (RANK + p) % RANKS, mine, H, y),)
-        flags_there += (flag_at(places, (RANK + p) % RANKS, mine, counts, RANKS),)
-        flags_here += (flag_at(places, RANK, (PHASE * RANKS + (RANK + p) % RANKS) * ROWS + row, counts, RANKS),)
-    # The last kernel that wrote it is not the previous one: a call in the other phase, and products, are between.
-    count = tl.load(counts + PHASE * ROWS + row) + 1
+    there, here = (), ()
+    for p in tl.static_range(RANKS):
+        there += (row_at(places, p, (PHASE * RANKS + RANK) * ROWS + row, H),)
+        here += (row_at(places, RANK, (PHASE * RANKS + p) * ROWS + row, H),)
     if OVERLAP:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     own = loaded(row_of(y, row, H, False), i, H, STEP, CHUNKS)
-    for p in tl.static_range(1, RANKS):
-        stored(there[p - 1], row * 0, own, i, H, STEP, CHUNKS)
+    sent = ()
+    for c in tl.static_range(CHUNKS):
+        bits = own[c].to(tl.int16, bitcast=True)
+        sent += (tl.where(bits == _EMPTY, _NAN, bits).to(tl.int16),)
+    for p in tl.static_range(RANKS):
+        if p != RANK:
+            stored(there[p], row * 0, sent, i, H, STEP, CHUNKS)
     if h is not None:
         before = loaded(row_of(h, row, H, False), i, H, STEP, CHUNKS)
-    tl.debug_barrier()  # all threads have stored their part of the row
-    for p in tl.static_range(1, RANKS):
-        tl.atomic_xchg(flags_there[p - 1], count, sem="release", scope="sys")
-    for p in tl.static_range(1, RANKS):
-        waits = True
-        while waits:
-            waits = tl.atomic_add(flags_here[p - 1], 0, sem="acquire", scope="sys") != count
-            if waits:
-                waits = tl.load(stop, volatile=True) == 0
-    tl.store(counts + PHASE * ROWS + row, count)
-    total = floats(own, CHUNKS)
-    if RANK != 0:
-        total = floats(arrived(row_at(places, RANK, PHASE * RANKS * ROWS + row, H, y), i, H, STEP, CHUNKS), CHUNKS)
+    if RANK == 0:
+        total = floats(own, CHUNKS)
+    else:
+        total = taken(here[0], stop, i, HALF, H, STEP, CHUNKS)
     for p in tl.static_range(1, RANKS):
         if p == RANK:
             total = plus(total, floats(own, CHUNKS), CHUNKS)
         else:
-            place = row_at(places, RANK, (PHASE * RANKS + p) * ROWS + row, H, y)
-            total = plus(total, floats(arrived(place, i, H, STEP, CHUNKS), CHUNKS), CHUNKS)
+            total = plus(total, taken(here[p], stop, i, HALF, H, STEP, CHUNKS), CHUNKS)
     if h is None:
-        stored(x, row, rounded_to(total, y.dtype.element_ty, CHUNKS), i, H, STEP, CHUNKS)
+        stored(x, row, rounded_to(total, HALF, CHUNKS), i, H, STEP, CHUNKS)
     else:
         halves = rounded_to(plus(total, floats(before, CHUNKS), CHUNKS), h.dtype.element_ty, CHUNKS)
         stored(h, row, halves, i, H, STEP, CHUNKS)
@@ -123,12 +141,11 @@ class SumRanksPlan:
         self.launch = Launcher(sum_ranks, (m, 1, 1), threads // 32, overlap=overlap)
 
     def __call__(
-        self, h: Tensor | None, y: Tensor, gamma: Tensor | None, places: Tensor, counts: Tensor, stop: Tensor,
-        factor: float = 1.0,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, h: Tensor | None, y: Tensor, gamma: Tensor | None, places: Tensor, stop: Tensor, factor: float = 1.0
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns x [M, H] and squares [1, M], None without h; all tensors on the current device."""
         x = torch.empty_like(y)
         squares = None if h is None else y.new_empty((1, self.m), dtype=torch.float32)
         if self.m:
-            self.launch(x, squares, h, y, gamma, places, counts, stop, factor, *self.constants)
+            self.launch(x, squares, h, y, gamma, places, stop, factor, *self.constants)
         return x, squares
