@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.conv import ACTIVATIONS, STORAGES, ConvLayer, SecondProduct, output_size
+from lowbit.vision.graph import ACTIVATIONS as FUNCTIONS
 from lowbit.vision.graph import Other, call_other, constants_on, mapped
 from lowbit.vision.program import (
     Compute,
@@ -154,6 +155,7 @@ def _check_map(operation: MapCodes, y: Value, x: Value) -> None:
     _stored(x, "s8", "what it reads")
     _stored(y, "s8", "what it makes")
     table = operation.table
+    _demand(operation.function in ("", *FUNCTIONS), f"functions are {', '.join(FUNCTIONS)}, not {operation.function!r}")
     _demand(
         table.dtype == torch.int8 and table.shape == (256,), f"its table is int8 [256], not {table.dtype} {list(table.shape)}"
     )

@@ -77,7 +77,7 @@ class _Student(nn.Module):
                 for name in (node.name, *([node.second.name] if node.second is not None else [])):
                     self.bits[name] = quantization.bits[node.name].weight
         for name, conv in self.convs.items():
-            weight = _within_steps(conv.weight, quantization.weights[name], self.bits[name])
+            weight = _starting(conv.weight, quantization.weights[name], self.bits[name])
             self.weight[self.keys[name]] = nn.Parameter(weight)
             self.bias[self.keys[name]] = nn.Parameter(conv.bias.clone())
             self.weight_step[self.keys[name]] = nn.Parameter(quantization.weights[name].scale.clone().float())
@@ -137,14 +137,13 @@ class _Student(nn.Module):
         return replace(self.graph, nodes=nodes), Quantization(dict(self.quantization.bits), scales, weights)
 
 
-def _within_steps(weight: Tensor, rounded: QuantWeight, bits: int) -> Tensor:
-    """Returns the weights [O, C, R, S] nearest to the given ones that round to the given codes of `bits` bits, which may come
-    from compensation."""
+def _starting(weight: Tensor, rounded: QuantWeight, bits: int) -> Tensor:
+    """Returns weights [O, C, R, S] that round to the given codes of `bits` bits: the given weights where they do so, and else,
+    after compensation, the values of the codes. At the border between two codes they would fall back at the first step."""
     scale, highest = rounded.scale.float()[:, None, None, None], (1 << (bits - 1)) - 1
     codes = rounded.codes.float()
-    lower = torch.where(codes <= -highest - 1, -math.inf, (codes - 0.499) * scale)
-    upper = torch.where(codes >= highest, math.inf, (codes + 0.499) * scale)
-    return weight.clamp(lower, upper)
+    same = (weight / scale).round().clamp(-highest - 1, highest) == codes
+    return torch.where(same, weight, codes * scale)
 
 
 def fake_quantize(x: Tensor, step: Tensor, low: int, high: int, count: int) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Union
 
 import torch
@@ -210,12 +210,13 @@ def makes_codes(node: Node) -> bool:
 @dataclass(frozen=True, eq=False)
 class Graph:
     """Nodes by name in topological order, the names of the results, the shape of each batched tensor, and the form in which the
-    results are returned."""
+    results are returned. `fused`: the node that computes a traced value which was fused into it, by name."""
 
     nodes: dict[str, Node]
     outputs: tuple[str, ...]
     shapes: dict[str, tuple[int, ...]]
     form: Form = 0
+    fused: dict[str, str] = field(default_factory=dict)
 
     def readers(self) -> dict[str, list[str]]:
         """Returns the names of the nodes that read each value, once per use; "" stands for the caller."""

@@ -6,7 +6,6 @@ other, and both halves count. 20 photographs are few, so each figure has its sta
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 from lowbit.checkpoint.lock import Lock
 from lowbit.vision import imagenet
 from lowbit.vision.demo import weight_bytes
+from lowbit.vision.evaluate import Figure, figure
 from lowbit.vision.network import QuantizedNetwork, quantize
 from lowbit.vision.observe import observe
 from lowbit.vision.saved import save
@@ -34,18 +34,6 @@ CONFIGURATIONS: tuple[tuple[str, float | None], ...] = (
     ("w8a8", None), ("w8a4", None), ("w4a8", None), ("w4a4", None), ("w4a8", 0.05), ("w4a4", 0.05)
 )  # fmt: skip
 """Measured configurations: scheme, and for mixed bits the divergence in nats up to which layers have 4 bits."""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A mean over photographs and its standard error."""
-
-    mean: float
-    error: float
-
-    def __str__(self) -> str:
-        digits = 1 if max(abs(self.mean), self.error) > 1 else 3
-        return f"{self.mean:.{digits}f} ± {self.error:.{digits}f}"
 
 
 @dataclass(frozen=True)
@@ -137,12 +125,6 @@ def _row(
         figure(100.0 * (got.topk(5).indices == labels[:, None]).any(1)),
         figure(100.0 * (first == wanted.argmax(1))), figure(functional.cosine_similarity(got, wanted, 1)), *sizes, seconds,
     )  # fmt: skip
-
-
-def figure(values: Tensor) -> Figure:
-    """Returns the mean of values [N] and its standard error, from the sample's standard deviation."""
-    values = values.double()
-    return Figure(float(values.mean()), float(values.std()) / math.sqrt(len(values)))
 
 
 def table(rows: list[ImageNetRow]) -> Table:

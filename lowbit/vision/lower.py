@@ -178,7 +178,7 @@ class _Lowering:
         values = ACTIVATIONS[node.function](torch.arange(-128, 128, dtype=torch.float64) * x.scale)
         table = (values / scale).round().clamp(-128, 127).to(torch.int8)
         self.values[node.name] = Value("s8", _image_shape(self.graph.shapes[node.name]), scale)
-        self.operations.append(MapCodes(node.name, node.x, table))
+        self.operations.append(MapCodes(node.name, node.x, table, node.function))
 
     def _gate(self, node: Gate) -> None:
         x, gate, scale = self.values[self.codes(node.x)], self.values[self.codes(node.gate)], self._scale(node.name)

@@ -118,11 +118,13 @@ class SumCodes:
 
 @dataclass(frozen=True, eq=False)
 class MapCodes(OneInput):
-    """s8 codes table[code + 128] of s8 codes; `table` is int8 [256]. Any function of one value."""
+    """s8 codes table[code + 128] of s8 codes; `table` is int8 [256]. `function`: the one of `ACTIVATIONS` that the table
+    computes, if known."""
 
     y: str
     x: str
     table: Tensor
+    function: str = ""
 
 
 @dataclass(frozen=True)

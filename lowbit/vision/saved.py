@@ -175,9 +175,9 @@ def _written(op: Operation, key: str, add: Callable[[str, Tensor], None]) -> dic
             return row
         case SumCodes(y, x, layer, other):
             return {"kind": "sum", "y": y, "x": x, "other": other, "layer": vars(layer)}
-        case MapCodes(y, x, table):
+        case MapCodes(y, x, table, function):
             add(f"{key}.table", table)
-            return {"kind": "map", "y": y, "x": x}
+            return {"kind": "map", "y": y, "x": x, "function": function}
         case GateCodes(y, x, gate, layer):
             return {"kind": "gate", "y": y, "x": x, "gate": gate, "layer": vars(layer)}
         case ResizeCodes(y, x, layer):
@@ -206,7 +206,7 @@ def _read(row: dict[str, Any], key: str, get: Callable[[str], Tensor]) -> Operat
         case "sum":
             return SumCodes(y, row["x"], SumSpec(**row["layer"]), row["other"])
         case "map":
-            return MapCodes(y, row["x"], get(f"{key}.table"))
+            return MapCodes(y, row["x"], get(f"{key}.table"), row.get("function", ""))  # earlier releases named none
         case "gate":
             return GateCodes(y, row["x"], row["gate"], GateSpec(**row["layer"]))
         case "resize":

@@ -52,7 +52,7 @@ _RESIZES = {
     aten.upsample_bilinear2d.vec: "bilinear",
 }  # fmt: skip
 _BATCH_NORMS = (aten._native_batch_norm_legit_no_training.default, aten.batch_norm.default)
-_REARRANGES = (*_FLATTENS, aten.cat.default, aten.permute.default, aten.transpose.int, aten.sym_size.int, operator.getitem)
+REARRANGES = (*_FLATTENS, aten.cat.default, aten.permute.default, aten.transpose.int, aten.sym_size.int, operator.getitem)
 
 
 FUSIONS = ("relu", "add", "shortcut")
@@ -62,6 +62,14 @@ that is added, as a second product that is never stored."""
 
 class UnsupportedNetwork(ValueError):
     """The model cannot be traced to one graph; the message says why and what to do."""
+
+
+class Traced(nn.Module):
+    """A module that states its graph itself, so that torch.export need not trace it."""
+
+    def traced(self, images: Tensor) -> Graph:
+        """Returns the graph for images like `images` [N, C, H, W], every operation as `Other`. Raises UnsupportedNetwork."""
+        raise NotImplementedError
 
 
 def trace(model: nn.Module, images: Tensor, fusions: Collection[str] = FUSIONS) -> Graph:
@@ -75,7 +83,7 @@ def trace(model: nn.Module, images: Tensor, fusions: Collection[str] = FUSIONS) 
 
 def unfused(model: nn.Module, images: Tensor) -> Graph:
     """Returns the graph with batch norms and average windows folded into convolutions, without other fusions."""
-    graph = _exported(model, images)
+    graph = model.traced(images) if isinstance(model, Traced) else _exported(model, images)
     for step in (_recognize, _absorb_pads, _fold_batch_norms, _absorb_means):
         graph = step(graph)
     return graph
@@ -185,7 +193,7 @@ def _other(name: str, node: fx.Node, traced: dict[fx.Node, Any]) -> Other:
         target, args = aten.batch_norm.default, (x, weight, bias, mean, variance, False, momentum, eps, False)
     if target in (aten.view.default, aten._unsafe_view.default):  # values here need not be contiguous as in the traced model
         target = aten.reshape.default
-    reason = "" if target in _REARRANGES else f"{getattr(target, '__name__', target)} has no integer form here"
+    reason = "" if target in REARRANGES else f"{getattr(target, '__name__', target)} has no integer form here"
     return Other(name, target, args, dict(kwargs), reason)
 
 
@@ -217,7 +225,9 @@ def _rewritten(graph: Graph, rewrite: Callable[[Node, dict[str, Node]], tuple[No
             names[node.name] = new.name
         nodes[new.name] = new
     shapes = {name: shape for name, shape in graph.shapes.items() if name in nodes}
-    return replace(graph, nodes=nodes, outputs=tuple(names.get(name, name) for name in graph.outputs), shapes=shapes)
+    outputs = tuple(names.get(name, name) for name in graph.outputs)
+    fused = {name: names.get(node, node) for name, node in graph.fused.items()} | names
+    return replace(graph, nodes=nodes, outputs=outputs, shapes=shapes, fused=fused)
 
 
 def _recognize(graph: Graph) -> Graph:
