@@ -1,4 +1,4 @@
-"""Layer sensitivity: the divergence of the result on calibration images if only one layer has 4 bits."""
+"""Layer sensitivity: the error of the result on calibration images if only one layer has 4 bits."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from lowbit.vision.simulate import simulate
 
 @dataclass(frozen=True)
 class Assignment:
-    """Layers kept in int8, the remaining divergence of the result, and the divergence with each layer alone in the scheme's
-    bits, in the order in which layers are kept."""
+    """Layers kept in int8, the remaining divergence of the result, and the relative squared error of the result with each layer
+    alone in the scheme's bits, in the order in which layers are kept."""
 
     keep_int8: tuple[str, ...]
     divergence: float
@@ -43,6 +43,11 @@ def loss(expected: Sequence[Tensor], got: Sequence[Tensor]) -> Tensor:
     if len(expected) == 1 and expected[0].dim() == 2:
         p, q = expected[0].log_softmax(1), got[0].log_softmax(1)
         return (p.exp() * (p - q)).sum(1).mean()
+    return relative_error(expected, got)
+
+
+def relative_error(expected: Sequence[Tensor], got: Sequence[Tensor]) -> Tensor:
+    """Returns the mean over results of the squared error divided by the squares of the expected values."""
     errors = [(q - p).square().sum() / p.square().sum().clamp(min=1e-20) for p, q in zip(expected, got, strict=True)]
     return torch.stack(errors).mean()
 
@@ -59,9 +64,10 @@ def choose_int8(
 ) -> Assignment:
     """Keeps layers in int8 until the divergence of the result is at most `most`, first those that gain most per byte.
 
-    The sensitivity of a layer is the divergence if only this layer has the bits of `scheme` and all others have 8; its gain per
-    byte is by how much this exceeds the divergence in int8, for each byte of weights and of the output of one image that 8 bits
-    cost. Bisection finds the number of layers. Even with all layers in int8 the divergence can exceed the bound; check
+    The sensitivity of a layer is the relative squared error of the result if only this layer has the bits of `scheme` and all
+    others have 8: of few images it says more than the divergence, and errors of layers add up. Its gain per byte is by how much
+    it exceeds the error in int8, for each byte of weights and of the output of one image that 8 bits cost. Bisection finds the
+    number of layers. Even with all layers in int8 the divergence can exceed the bound; check
     `divergence` of the result. rounding: images for which 4-bit weights are rounded by GPTQ, for networks with compensation.
     """
     with torch.no_grad():
@@ -75,7 +81,7 @@ def choose_int8(
     def simulated(in_int8: Container[str]) -> float:
         quantization = mixed(graph, low, int8, in_int8)
         with torch.no_grad():
-            return divergence(expected, joined([simulate(graph, quantization, images) for images in batches]))
+            return float(relative_error(expected, joined([simulate(graph, quantization, images) for images in batches])))
 
     names = [name for name in low.bits if low.bits[name] != int8.bits[name]]
     least = simulated(names)

@@ -164,8 +164,8 @@ def quantized_file(path, kind=np.int8, zero=0, opset=21, extra=()):
         node("GlobalAveragePool", "rd", "g"), node("Flatten", "g", "y"),
     ]  # fmt: skip
     return written(
-        path, nodes, ("y",), opset, w=codes, ws=step, wz=np.zeros(4, np.int8), b=np.float32([0.5, -0.2, 0, 1]), xs=np.float32(0.03),
-        z8=np.int8(0), rs=np.float32(0.02), zero=kind(zero),
+        path, nodes, ("y",), opset, w=codes, ws=step, wz=np.zeros(4, np.int8), b=np.float32([0.5, -0.2, 0, 1]),
+        xs=np.float32(0.03), z8=np.int8(0), rs=np.float32(0.02), zero=kind(zero),
     ), codes  # fmt: skip
 
 
