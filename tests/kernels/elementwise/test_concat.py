@@ -86,7 +86,8 @@ def test_codes_move_16_bytes_at_a_time(storage, capability):
     signature = {"y": "*u8", "x": "*u8", "filled": "i32", "offset": "i32", "y_pixel": "i32", "x_pixel": "i32"}
     signature |= {"s": "fp32", "b": "fp32", "total": "i32"}
     four = storage == "u4"
-    constants = dict(WIDTH=64, X_FOUR=four, Y_FOUR=four, BLOCK=BLOCK)
-    aligned = ("y", "x", "filled", "offset", "y_pixel", "x_pixel", "total")  # as for parts of whole blocks
+    constants = dict(WIDTH=96, VECTOR=16, X_FOUR=four, Y_FOUR=four, BLOCK=BLOCK)
+    aligned = ("y", "x", "offset", "y_pixel", "x_pixel")  # as for parts of whole blocks
     kernel = compile_triton(concat_kernel, signature, constants, aligned, 4, capability)
     assert kernel.stack_bytes == 0 and kernel.count("LDG.E.128") == 1 and kernel.count("STG.E.128") == 1
+    assert len(kernel.lines) < (220 if storage == "s8" else 380), "for 16 bytes of a thread"
