@@ -33,9 +33,11 @@ from lowbit.engine.deprecated import sequence_of
 from lowbit.engine.draft import DraftModel, weight_bytes
 from lowbit.engine.failure import EngineFailed, StepFailed, StuckStep, log_failure, one_line
 from lowbit.engine.kernels import use_kernels
+from lowbit.engine.lora import Adapters
 from lowbit.engine.mixed_runner import MixedRunner
 from lowbit.engine.model_runner import InFlightStep, ModelRunner
 from lowbit.engine.prefill_runner import PrefillRunner
+from lowbit.engine.program import DecodeProgram
 from lowbit.engine.request import Request, SampledToken
 from lowbit.engine.scheduler import PrefillChunk, Scheduler, SchedulerOutput
 from lowbit.engine.sequence import FinishReason, Sequence
@@ -86,13 +88,15 @@ class Engine:
             `batch_invariant`. Needs a decode program.
         draft: a small model with the same tokens on the same device, which guesses instead of the sequences' own texts; needs
             `speculate`. Its cache has as many tokens as the model's, within the same memory.
+        lora: folders of LoRA adapters as PEFT writes them, by the names under which requests ask for them (`Request.adapter`).
+            Requests with different adapters and with none are computed together (lora.py). Needs a decode program.
         step_ms: milliseconds that a step may take which computes prompt tokens beside decoding sequences, on a GPU; its prompt
             tokens are as many as fit, but at least 64 (step_budget.py). None: `chunk_tokens`, whatever they take, as on a CPU
             and with `batch_invariant`, whose chunks do not depend on time.
         progress: called with the progress of kernels that a step compiles, and once all are compiled.
 
-    Raises ValueError if the cache holds not even one request, and for a `kv` or a `speculate` that the model's program does not
-    have.
+    Raises ValueError if the cache holds not even one request, and for a `kv`, a `speculate` or a `lora` that the model's program
+    does not have, and CheckpointError for an adapter that does more than LoRA on linear layers (`models.adapter.read_adapter`).
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class Engine:
         kernels: str | Path | None = None,
         speculate: int = 0,
         draft: PreTrainedModel | None = None,
+        lora: abc.Mapping[str, str | Path] | None = None,
         step_ms: float | None = STEP_MS,
         progress: Callable[[Stage], object] | None = None,
     ) -> None:
@@ -141,6 +146,8 @@ class Engine:
                 "speculation verifies several tokens in a step of a decode program; this model would run through Transformers' "
                 f"forward ({'; '.join(self.program.reasons)}): leave speculate at 0"
             )
+        self.adapters = self._load_adapters(lora) if lora else None
+        """LoRA adapters that requests may name; None without any."""
         paged = self.program.is_paged
         self._draft = None if draft is None else DraftModel(draft, self.vocab, self.max_length, self.device)
         # Computed from the memory that the programs leave free.
@@ -186,7 +193,7 @@ class Engine:
         warm_up_run = None
         if graphs is not None:
             warm_up_run = WarmUpRun(self.program, *runners, max_concurrent, self.max_length)
-        self.runner = ModelRunner(self.slots, *runners, warm_up_run, self._draft, progress)
+        self.runner = ModelRunner(self.slots, *runners, warm_up_run, self._draft, progress, bool(lora))
         self._async_scheduling = async_scheduling
         self._in_flight: deque[InFlightStep] = deque()
         self._earlier = 0
@@ -201,6 +208,17 @@ class Engine:
         """Finished sequences that may still have slots and pages."""
         self._gpu_error = ""
 
+    def _load_adapters(self, folders: abc.Mapping[str, str | Path]) -> Adapters:
+        """Loads LoRA adapters into the decode program. Raises ValueError if there is none."""
+        program = self.program
+        if not isinstance(program, DecodeProgram):
+            raise ValueError(
+                "LoRA adapters are computed by a decode program; this model would run through Transformers' forward "
+                f"({'; '.join(program.reasons)}): merge the adapter into the model with PEFT, then quantize it"
+            )
+        program.adapters = Adapters.load(folders, self._model, program.layers, program.dtype, self.device)
+        return program.adapters
+
     # ---- public methods
 
     def submit(self, request: Request) -> Sequence:
@@ -211,6 +229,7 @@ class Engine:
             if self._gpu_error:
                 raise EngineFailed(f"the GPU of this engine failed, start another process: {self._gpu_error}")
             sequence = Sequence.start(request)
+            sequence.adapter = -1 if self.adapters is None else self.adapters.index(request.adapter)
             self.scheduler.add(sequence)
         return sequence
 
@@ -224,6 +243,12 @@ class Engine:
             if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab:
                 wrong = next(token for token in tokens if not 0 <= token < self.vocab)
                 raise ValueError(f"tokens are from 0 to {self.vocab - 1}, this {what} has {wrong}")
+        if request.adapter is not None:
+            if self.adapters is None:
+                raise ValueError(
+                    f"this engine has no adapters, got adapter={request.adapter!r}: make it with lora={{name: folder}}"
+                )
+            self.adapters.index(request.adapter)
         if request.grammar is not None and request.grammar.words < mask_words(self.vocab):
             tokens_ = 32 * request.grammar.words
             raise ValueError(f"this grammar was compiled for at most {tokens_:,} tokens, the model has {self.vocab:,}")

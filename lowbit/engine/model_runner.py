@@ -133,6 +133,7 @@ class ModelRunner:
         warm_up_run: WarmUpRun | None,
         draft: DraftModel | None,
         progress: Callable[[Stage], object] | None,
+        adapted: bool = False,
     ) -> None:
         self.slots, self.decode_runner, self.prefill_runner = slots, decode_runner, prefill_runner
         self.mixed_runner, self.verify_runner = mixed_runner, verify_runner
@@ -140,6 +141,8 @@ class ModelRunner:
         self.warm_up_run = warm_up_run
         """Finds the kernels of a step before it is launched; None without CUDA graphs."""
         self._draft = draft
+        self.adapted = adapted
+        """True if sequences may have adapters."""
         self._progress = progress or (lambda stage: None)
 
     def prepare(self, scheduled: SchedulerOutput) -> None:
@@ -151,7 +154,8 @@ class ModelRunner:
                 sequence.running_slot, sequence.request.sampling, sequence.request.prompt, tokens, sequence.grammar is not None
             )
         positions = [(chunk.sequence.running_slot, chunk.end - 1) for chunk in scheduled.chunks if chunk.last]
-        self.slots.update(scheduled.new_pages, positions)
+        adapters = [(sequence.running_slot, sequence.adapter) for sequence in scheduled.admitted] if self.adapted else []
+        self.slots.update(scheduled.new_pages, positions, adapters)
 
     def decode(
         self, scheduled: SchedulerOutput, guesses: abc.Mapping[Sequence, tuple[int, ...]], logits_only: bool = False

@@ -317,7 +317,7 @@ def _norm_gemm_cpu(a: NormGemmArguments) -> Tensor:
     w, bias = _unpacked(*a.weight, a.scheme, (a.n, a.x.shape[1]), a.subnormal), a.bias
     if isinstance(w, DenseWeight) and a.gated != "none":
         w = DenseWeight(alternate(*a.codes.chunk(2)))
-        bias = None if bias is None else alternate(*bias.T.chunk(2)).T  # of [N] or [M, N]
+        bias = None if bias is None else alternate(*bias.movedim(-1, 0).chunk(2)).movedim(0, -1)  # [N] or [M, N]
     y = norm_gemm_reference(a.x, w, a.squares, bias, width=a.width, eps=a.eps, gated=a.gated, x_factor=a.factor)
     return y.to(a.x.dtype)
 
