@@ -1,8 +1,9 @@
 """The pages of the KV cache: free, used by requests, or kept as cached prefixes.
 
 A page holds keys and values of 128 tokens in every layer. The cache key of a full page is its tokens and its previous page, or
-for the first page the adapter that computed it; a later prompt with the same prefix reuses the page. Cached pages are never written again, so nothing is copied. Cached pages
-without a user are evicted when their memory is needed, least recently used first.
+for the first page the adapter that computed it; a later prompt with the same prefix reuses the page. Cached pages are never
+written again, so nothing is copied. Cached pages without a user are evicted when their memory is needed, least recently used
+first.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class BlockPool:
         return page
 
     def match_prefix(self, tokens: Sequence[int], most: int, adapter: int = -1) -> list[int]:
-        """Returns the cached pages, at most `most`, of the longest prefix of `tokens` cached with `adapter` (-1: none). The caller
-        becomes a user of these pages.
+        """Returns the cached pages, at most `most`, of the longest prefix of `tokens` cached with `adapter` (-1: none). The
+        caller becomes a user of these pages.
         """
         pages: list[int] = []
         number = _root(adapter)

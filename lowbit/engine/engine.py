@@ -95,8 +95,9 @@ class Engine:
             and with `batch_invariant`, whose chunks do not depend on time.
         progress: called with the progress of kernels that a step compiles, and once all are compiled.
 
-    Raises ValueError if the cache holds not even one request, and for a `kv`, a `speculate` or a `lora` that the model's program
-    does not have, and CheckpointError for an adapter that does more than LoRA on linear layers (`models.adapter.read_adapter`).
+    Raises ValueError if the cache holds not even one request, and for a `kv`, a `speculate` or a `lora` that the model's
+    program does not have, and CheckpointError for an adapter that does more than LoRA on linear layers
+    (`models.adapter.read_adapter`).
     """
 
     def __init__(

@@ -186,8 +186,8 @@ class ResidualRouter:
     most: int
 
     def __call__(self, attended: Tensor, h: Tensor, bias: Tensor | None) -> tuple[Tensor, Routing]:
-        """(x [M, H], its routing) after h [M, H] += o(attended), in place, with `bias` [H] or [M, H] in place of that of o; x is
-        the norm of h."""
+        """(x [M, H], its routing) after h [M, H] += o(attended), in place, with `bias` [H] or [M, H] in place of that of o; x
+        is the norm of h."""
         from lowbit.kernels.choose.experts import tile_rows_for
         from lowbit.ops.route import norm_route
 

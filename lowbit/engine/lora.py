@@ -3,9 +3,10 @@
     adapter_of = slots.adapters[rows]
     y = w x + bias of tokens, which is b[adapter] (a[adapter] x) + bias (ops/lora.py)
 
-The matrices of all adapters are stacked for each product, in the order of its columns: q, k and v of one product have an a each,
-and rows of gate and up alternate where the product's do. Which rows have which adapter is data of the step, so CUDA graphs and
-their number do not depend on it. A program with adapters computes every row with their kernels; rows without one add zeros.
+The matrices of all adapters are stacked for each product, in the order of its columns: q, k and v of one product have an a
+each, and rows of gate and up alternate where the product's do. Which rows have which adapter is data of the step, so CUDA
+graphs and their number do not depend on it. A program with adapters computes every row with their kernels; rows without one add
+zeros.
 """
 
 from __future__ import annotations
@@ -138,8 +139,8 @@ class Adapters:
             for name in found:
                 if isinstance(layer.product(name), Scaled):
                     raise ValueError(
-                        f"LoRA takes layers with 16-bit activations, such as w4a16_g128; {of_layer[name][0].path} quantizes its "
-                        "inputs to 8 bits: quantize the model to another scheme"
+                        f"LoRA takes layers with 16-bit activations, such as w4a16_g128; {of_layer[name][0].path} quantizes "
+                        "its inputs to 8 bits: quantize the model to another scheme"
                     )
             stacked.append(found)
         return cls(tuple(given), stacked)
@@ -170,8 +171,8 @@ def _check(name: str, adapter: Adapter, known: abc.Mapping[str, Part], model: nn
         if (layer.a.shape[1], layer.b.shape[0]) != (part.k, part.n):
             shapes = f"lora_A is [r, {layer.a.shape[1]}] and lora_B [{layer.b.shape[0]}, r]"
             raise ValueError(
-                f"adapter {name!r} ({adapter.folder}): {path} has {part.k} inputs and {part.n} outputs, {shapes}: it belongs to "
-                "another model"
+                f"adapter {name!r} ({adapter.folder}): {path} has {part.k} inputs and {part.n} outputs, {shapes}: it belongs "
+                "to another model"
             )
 
 

@@ -3,8 +3,8 @@
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight   float [r, K]
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight   float [N, r]
 
-A layer then computes y = base(x) + scaling * B (A x), with scaling = alpha / r, or alpha / sqrt(r) with use_rslora. Sources: LoRA,
-arXiv 2106.09685; rsLoRA, arXiv 2312.03732; PEFT 0.21 (tuners/lora/config.py, utils/save_and_load.py).
+A layer then computes y = base(x) + scaling * B (A x), with scaling = alpha / r, or alpha / sqrt(r) with use_rslora. Sources:
+LoRA, arXiv 2106.09685; rsLoRA, arXiv 2312.03732; PEFT 0.21 (tuners/lora/config.py, utils/save_and_load.py).
 """
 
 from __future__ import annotations

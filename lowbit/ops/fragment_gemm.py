@@ -27,8 +27,9 @@ from lowbit.pack.fragment import LANES, k_tiles, row_blocks
 def fragment_gemm(x: Tensor, w: FragmentWeight, bias: Tensor | None = None, *, batch_invariant: bool = False) -> Tensor:
     """Returns y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype, fp16 or bf16.
 
-    bias may also be [M, N], one for each of the M rows of x. With `batch_invariant`, a row of y has the same bits in every batch; else the order of summation differs between small and
-    large batches. Raises ValueError for tensors that do not fit together.
+    bias may also be [M, N], one for each of the M rows of x. With `batch_invariant`, a row of y has the same bits in every
+    batch; else the order of summation differs between small and large batches. Raises ValueError for tensors that do not fit
+    together.
     """
     return torch.ops.lowbit.fragment_gemm(
         x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], batch_invariant, w.subnormal
@@ -89,7 +90,7 @@ def _fragment_gemm(
     plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, others, batch_invariant, subnormal)
     if plan is None:
         return x.new_empty((*x.shape[:-1], n))
-    bias = bias.contiguous() if is_of_tokens(bias) else bias
+    bias = bias.contiguous() if bias is not None and is_of_tokens(bias) else bias
     y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], n)
 

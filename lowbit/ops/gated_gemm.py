@@ -30,9 +30,9 @@ def gated_gemm(
     """Returns y [M, N / 2] = f(gate) * up in x's dtype, fp16 or bf16, where gate and up are the columns of x [M, K] .
     dequant(w)[N, K]^T + bias [N]; f is "silu", "gelu_tanh" or "relu".
 
-    w is a result of `pack.gated.pack_gated`, and bias has the same order; it may also be [M, N], one for each row of x. With `batch_invariant` a row of y has the same bits
-    in every batch; else gate and up are rounded before f in small batches, but not in large ones. Raises ValueError for tensors
-    that do not fit together.
+    w is a result of `pack.gated.pack_gated`, and bias has the same order; it may also be [M, N], one for each row of x. With
+    `batch_invariant` a row of y has the same bits in every batch; else gate and up are rounded before f in small batches, but
+    not in large ones. Raises ValueError for tensors that do not fit together.
     """
     return torch.ops.lowbit.gated_gemm(
         x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], gated, batch_invariant, w.subnormal
@@ -61,7 +61,7 @@ def _gated_gemm(
     if plan is None:
         w = FragmentWeight(codes, scale, channel_scale, scheme_of(scheme), (n, x.shape[1]), subnormal)
         return gate(fragment_gemm(x, w, bias, batch_invariant=batch_invariant), gated, alternate=True)
-    bias = bias.contiguous() if is_of_tokens(bias) else bias
+    bias = bias.contiguous() if bias is not None and is_of_tokens(bias) else bias
     return plan(aligned_rows(x), codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
 
 

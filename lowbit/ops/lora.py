@@ -48,8 +48,8 @@ class LoraWeight:
         fits = fits and LEAST_RANK <= rank <= MOST_RANK and rank & (rank - 1) == 0
         if not fits or not (a.is_contiguous() and b.is_contiguous()) or (self.alternates and (parts != 2 or n % 16)):
             raise ValueError(
-                f"adapters of {n} columns in {parts} parts are a [adapters, {parts}, R, K] and b [adapters, {n}, R] of one type, "
-                f"contiguous, R a power of two from {LEAST_RANK} to {MOST_RANK}; got {a.dtype} {tuple(a.shape)} and {b.dtype} "
+                f"adapters of {n} columns in {parts} parts are a [adapters, {parts}, R, K] and b [adapters, {n}, R] of one "
+                f"type, contiguous, R a power of two from {LEAST_RANK} to {MOST_RANK}; got {a.dtype} {tuple(a.shape)} and {b.dtype} "
                 f"{tuple(b.shape)}"
             )
 
@@ -58,12 +58,12 @@ def lora(
     x: Tensor, weight: LoraWeight, adapter_of: Tensor, bias: Tensor | None = None, *, squares: Tensor | None = None,
     width: int = 1, eps: float = 0.0, factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Returns y [M, N] = b (a x) + bias [N] in the dtype of x [M, K], which is that of the adapters; adapter_of int32 [M] is the
-    adapter of each row, -1 for none.
+    """Returns y [M, N] = b (a x) + bias [N] in the dtype of x [M, K], which is that of the adapters; adapter_of int32 [M] is
+    the adapter of each row, -1 for none.
 
     On a GPU x is fp16 or bf16. With `squares` float32 [parts, M], x is h * gamma * factor and the sums are divided by
-    the rows' RMS times `factor`, as in `ops.fused_gemm.norm_gemm`; the bias is not. A row's bits do not depend on other rows. On
-    a GPU `adapter_of` must be older than the launch before this one. Raises ValueError for tensors that do not fit together.
+    the rows' RMS times `factor`, as in `ops.fused_gemm.norm_gemm`; the bias is not. A row's bits do not depend on other rows.
+    On a GPU `adapter_of` must be older than the launch before this one. Raises ValueError for tensors that do not fit together.
     """
     return torch.ops.lowbit.lora(
         x, weight.a, weight.b, adapter_of, squares, bias, list(weight.widths), weight.alternates, width, eps, factor

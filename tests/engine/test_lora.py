@@ -109,8 +109,8 @@ def test_as_peft_computes_it(model, folders):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_chain(dtype, tmp_path):
-    """Packed weights, gate and up alternating: the bias of tokens stands before norm, gate and residual. Rows of two adapters and
-    of none."""
+    """Packed weights, gate and up alternating: the bias of tokens stands before norm, gate and residual. Rows of two adapters
+    and of none."""
     base = packed(eager_llama(dtype), "w8a16")
     plain = dequantized(base, torch.float32)
     folders = {str(i): write_adapter(tmp_path / str(i), plain, ALL, rank=8, seed=i, size=0.5) for i in range(2)}

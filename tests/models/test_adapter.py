@@ -60,15 +60,16 @@ def test_scaling(model, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"use_dora": True}, "use_dora"), ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"bias": "all"}, "bias='all'"),
-        ({"lora_bias": True}, "lora_bias"), ({"peft_type": "IA3"}, "peft_type is 'IA3'"), ({"peft_type": None}, "peft_type"),
+        ({"use_dora": True}, "use_dora"), ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "all"}, "bias='all'"), ({"lora_bias": True}, "lora_bias"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"), ({"peft_type": None}, "peft_type"),
         ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"), ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"), ({"something_new": 7}, "something_new=7"),
         ({"r": 0}, "r is 0"), ({"r": True}, "r is True"), ({"lora_alpha": None}, "lora_alpha is None"),
         ({"rank_pattern": [1]}, "rank_pattern"), ({"alpha_pattern": {"q_proj": "3"}}, "alpha_pattern['q_proj'] is '3'"),
         ({"alpha_pattern": {"(": 3}}, "no regular expression"), ({"target_modules": None}, "target_modules is None"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, "'embed_tokens'"), ({"r": 8}, "has rank 4, adapter_config.json says 8"),
-        ({"trainable_token_indices": [3]}, "trainable_token_indices"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "'embed_tokens'"),
+        ({"r": 8}, "has rank 4, adapter_config.json says 8"), ({"trainable_token_indices": [3]}, "trainable_token_indices"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

@@ -61,15 +61,15 @@ def test_what_does_not_fit_is_refused():
     good = weight_of(2, (24, 8), 16, 40, torch.float32)
     for a, b, widths, alternates in (
         (good.a, good.b[:1], (24, 8), False), (good.a, good.b, (24, 9), False), (good.a[:, :1], good.b, (24, 8), False),
-        (good.a[:, :, :12].contiguous(), good.b[..., :12].contiguous(), (24, 8), False), (good.a, good.b.half(), (24, 8), False),
-        (good.a[..., ::2], good.b, (24, 8), False),
+        (good.a[:, :, :12].contiguous(), good.b[..., :12].contiguous(), (24, 8), False),
+        (good.a, good.b.half(), (24, 8), False), (good.a[..., ::2], good.b, (24, 8), False),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="adapters of"):
             LoraWeight(a, b, widths, alternates)
     x, rows = torch.randn(3, 40), torch.zeros(3, dtype=torch.int32)
     for case, message in (
-        ((x.half(), rows), "lora: x is torch.float32"), ((x[:, :39], rows), "lora: x is"), ((x, rows[:2]), "adapter_of is int32"),
-        ((x, rows.long()), "adapter_of is int32"), ((x, rows, torch.zeros(31)), "bias is"),
+        ((x.half(), rows), "lora: x is torch.float32"), ((x[:, :39], rows), "lora: x is"),
+        ((x, rows[:2]), "adapter_of is int32"), ((x, rows.long()), "adapter_of is int32"), ((x, rows, torch.zeros(31)), "bias is"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             lora(case[0], good, *case[1:])
@@ -107,7 +107,7 @@ def test_a_bias_of_tokens_on_a_cpu(dense):
 @pytest.mark.parametrize("end", ["norm", "silu", "residual", "plain"])
 @pytest.mark.parametrize(("m", "sm"), [(1, 90), (16, 90), (64, 90), (8, 80), (1024, 90), (300, 80)])
 def test_machine_code(end, m, sm):
-    """Products with a bias of tokens do not spill in their main loops; the bias is loaded after the wait for the kernel before."""
+    """Products with a bias of tokens do not spill in their main loops."""
     if m > 64 and end in ("norm", "residual"):
         pytest.skip("a chain has up to 64 tokens")
     from lowbit.kernels.choose.fused_gemm import choose_chain

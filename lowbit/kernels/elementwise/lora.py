@@ -1,5 +1,5 @@
-"""What low-rank adapters (LoRA) add to a product: y = b (a x) + bias, with another adapter, or none, for each row. Two launches,
-plain Triton.
+"""What low-rank adapters (LoRA) add to a product: y = b (a x) + bias, with another adapter, or none, for each row. Two
+launches, plain Triton.
 
 Reads   x fp16 or bf16 [M, K]; a [adapters, parts, R, K]; b [adapters, N, R] in x's type; adapter_of int32 [M], -1 for none;
         squares float32 [norm_parts, M] or None; bias [N] or None
@@ -9,7 +9,8 @@ Grid    16 rows and one adapter each; shrink: x splits of K x parts; expand: x t
         The programs of adapter 0 also write the rows without an adapter
 Overlap adapter_of and the weights are read before the wait for the previous kernel (programmatic dependent launch, sm_90), so
         adapter_of must be older than the kernel before. The next kernel may start when all blocks have passed the wait
-Exact   sums in float32; splits of K, which depend on K alone, are added in order; a x is divided by the RMS, then rounded to x's
+Exact   sums in float32; splits of K, which depend on K alone, are added in order; a x is divided by the RMS, then rounded to
+x's
         type, as PEFT rounds it; y is rounded once. A row's bits do not depend on other rows. Tested:
         tests/kernels/elementwise/test_lora.py
 Source  LoRA: arXiv 2106.09685; groups of rows by adapter: Punica, arXiv 2310.18547
@@ -136,10 +137,9 @@ def shrink(t, x, a, adapter_of, M, x_stride, C: tl.constexpr):
             of_x = x + rows.to(tl.int64)[:, None] * x_stride + k[None, :]
             values = tl.load(of_x, mask=own[:, None] & (k < C.k)[None, :], other=0.0)
             if EARLY > 0:
-                w = weights[c]
+                total = tl.dot(values, weights[c], total)
             else:
-                w = weights_of_chunk(a, adapter, part, begin + c * C.chunk, end, C)
-            total = tl.dot(values, w, total)
+                total = tl.dot(values, weights_of_chunk(a, adapter, part, begin + c * C.chunk, end, C), total)
         r = tl.arange(0, C.rank)
         to = t + ((split * M + rows).to(tl.int64)[:, None] * C.parts + part) * C.rank + r[None, :]
         tl.store(to, total, mask=written[:, None])

@@ -110,8 +110,8 @@ def ring_gemm(
 ):  # fmt: skip
     """One thread block: C.row_blocks row blocks of w, C.ring.k_block.tokens tokens, and the slices of K of its split.
 
-    Before griddepcontrol.wait the kernel reads only weights. It reads x, h, squares and a bias of tokens, which previous kernels
-    write, after it.
+    Before griddepcontrol.wait the kernel reads only weights. It reads x, h, squares and a bias of tokens, which previous
+    kernels write, after it.
     """
     R: gl.constexpr = C.ring
     S: gl.constexpr = C.ring.k_block
