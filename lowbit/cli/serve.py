@@ -17,8 +17,10 @@ from lowbit.cli.terminal import (
     Device,
     Draft,
     Kernels,
+    Lora,
     Scheme,
     Speculate,
+    adapters_of,
     check_device,
     check_exists,
     check_kv,
@@ -81,6 +83,7 @@ def serve(
     kv: KV = "16",
     speculate: Speculate = 0,
     draft: Draft = None,
+    lora: Lora = None,
     step_ms: Annotated[
         float,
         typer.Option(
@@ -121,6 +124,7 @@ def serve(
             "for a server without a key, leave out the option and unset LOWBIT_API_KEY"
         )
     check_exists(kernels, KERNELS_FILE)
+    adapters = adapters_of(lora)
     path, draft_path = local_model(model), local_draft(draft)
     times = StartTimes()
     load_layers("lowbit.pipeline")
@@ -148,7 +152,7 @@ def serve(
         pipe = pipeline(
             str(path), scheme=scheme, device=where_to, verify=verify, progress=True, batch_invariant=batch_invariant,
             max_concurrent=concurrent, cache_bytes=bytes_of(cache_gib), kv=kv, speculate=speculate,
-            draft=draft_path, step_ms=step_ms or None, kernels=kernels,
+            draft=draft_path, lora=adapters, step_ms=step_ms or None, kernels=kernels,
         )  # fmt: skip
         times.end("load")
         called = model if is_on_hub(model) else path.resolve().stem if path.is_file() else path.resolve().name

@@ -49,8 +49,8 @@ class LoraWeight:
         if not fits or not (a.is_contiguous() and b.is_contiguous()) or (self.alternates and (parts != 2 or n % 16)):
             raise ValueError(
                 f"adapters of {n} columns in {parts} parts are a [adapters, {parts}, R, K] and b [adapters, {n}, R] of one "
-                f"type, contiguous, R a power of two from {LEAST_RANK} to {MOST_RANK}; got {a.dtype} {tuple(a.shape)} and {b.dtype} "
-                f"{tuple(b.shape)}"
+                f"type, contiguous, R a power of two from {LEAST_RANK} to {MOST_RANK}; got {a.dtype} {tuple(a.shape)} and "
+                f"{b.dtype} {tuple(b.shape)}"
             )
 
 

@@ -68,12 +68,12 @@ def make_app(service: Service) -> ASGIApp:
 
     @app.get("/v1/models", dependencies=keyed)
     async def models() -> Response:
-        return _json({"object": "list", "data": [_model(service)]})
+        return _json({"object": "list", "data": [_model(service, name) for name in (service.name, *service.adapters)]})
 
     @app.get("/v1/models/{name:path}", dependencies=keyed)
     async def model(name: str) -> Response:
         service.check_model(name)
-        return _json(_model(service))
+        return _json(_model(service, name))
 
     @app.get("/metrics", dependencies=keyed)
     async def metrics() -> Response:
@@ -157,8 +157,10 @@ async def _job(service: Service, params: GenerationBody) -> GenerationJob:
             service.quota.give_back(sequences)
 
 
-def _model(service: Service) -> dict[str, object]:
-    return {"id": service.name, "object": "model", "created": service.created, "owned_by": "lowbit"}
+def _model(service: Service, name: str) -> dict[str, object]:
+    """Returns the entry of the model or of an adapter, whose `parent` is the model."""
+    entry = {"id": name, "object": "model", "created": service.created, "owned_by": "lowbit"}
+    return entry if service.adapter_of(name) is None else {**entry, "parent": service.name}
 
 
 def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -150,7 +150,7 @@ def make_job(service: Service, params: GenerationBody) -> GenerationJob:
             stream = Detokenizer(service.tokenizer, ids, params.stops, skip_special_tokens=not form.shown)
             sequences.append(ServedSequence(request, stream, collector, index, hidden=form.hidden))
     arguments = (
-        service.name, sequences, params.choices, service.token_texts,
+        params.model, sequences, params.choices, service.token_texts,
         params.num_logprobs is not None, fronts,
     )  # fmt: skip
     if isinstance(params, ChatCompletionRequest):
@@ -212,7 +212,8 @@ def _request(
     if sampling.min_new_tokens > limit:
         raise refused("min_tokens", f"{sampling.min_new_tokens:,} are more than the {limit:,} that the sequence may have")
     stops = frozenset() if params.ignore_eos else frozenset(service.engine.stop_token_ids)
-    return Request(ids, limit, sampling, stops, top_logprobs=params.num_logprobs or 0, grammar=grammar)
+    adapter = service.adapter_of(params.model)
+    return Request(ids, limit, sampling, stops, top_logprobs=params.num_logprobs or 0, grammar=grammar, adapter=adapter)
 
 
 def _sampling(service: Service, params: GenerationBody, seed: int) -> Sampling:

@@ -141,7 +141,7 @@ def _always(adapters, which):
 
 @pytest.mark.parametrize("family", ["opt", "phi3", "olmoe"])
 def test_other_families(family, tmp_path):
-    """Layers with biases and other names; q, k, v and gate, up fused in the checkpoint; norms of whole q and k, with experts."""
+    """Biases and other names; q, k, v and gate, up fused in the checkpoint; norms of whole q and k, beside experts."""
     if family == "opt":
         base, targets = eager_opt(), ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
     elif family == "phi3":

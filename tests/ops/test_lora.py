@@ -69,7 +69,8 @@ def test_what_does_not_fit_is_refused():
     x, rows = torch.randn(3, 40), torch.zeros(3, dtype=torch.int32)
     for case, message in (
         ((x.half(), rows), "lora: x is torch.float32"), ((x[:, :39], rows), "lora: x is"),
-        ((x, rows[:2]), "adapter_of is int32"), ((x, rows.long()), "adapter_of is int32"), ((x, rows, torch.zeros(31)), "bias is"),
+        ((x, rows[:2]), "adapter_of is int32"), ((x, rows.long()), "adapter_of is int32"),
+        ((x, rows, torch.zeros(31)), "bias is"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             lora(case[0], good, *case[1:])

@@ -21,7 +21,7 @@ EPS = 1e-5
 
 
 def check(device, dtype, m, k, widths, adapters=3, rank=16, alternates=False, bias=False, norm=0, strided=False):
-    """Checks random rows of several adapters and of none, twice with the same bits. Outputs and partial sums hold NaN before."""
+    """Checks random rows of several adapters and of none, twice with the same bits. Outputs and sums hold NaN before."""
     generator = torch.Generator().manual_seed(m * k + rank)
     n, parts = sum(widths), len(widths)
     x = torch.randn(m, k + 8 * strided, generator=generator).to(dtype)[:, :k]
