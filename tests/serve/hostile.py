@@ -77,7 +77,7 @@ SOUND = {
 FLAT_TOOL = TOOL.map(lambda tool: {"type": "function", **tool["function"]})
 ITEM = MESSAGE | st.fixed_dictionaries(
     {"type": st.sampled_from(("message", "function_call", "function_call_output", "reasoning", "item_reference"))},
-    optional={name: ODD_TEXT | ANYTHING for name in ("role", "content", "call_id", "name", "arguments", "output", "summary")},
+    optional=dict.fromkeys(("role", "content", "call_id", "name", "arguments", "output", "summary"), ODD_TEXT | ANYTHING),
 )
 OF_RESPONSES = {
     "stream": st.booleans(), "temperature": st.floats(0.001, 2), "top_p": st.floats(0.01, 1), "instructions": ODD_TEXT,
