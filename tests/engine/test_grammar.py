@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import threading
 
@@ -128,6 +129,60 @@ def test_random_schemas_give_json_that_they_allow(engine, compiler, some, seed):
     alone = engine.generate([Request(prompt(seed % 1000), 20, Sampling(1.0, seed=seed % 1000))])
     tokens, expected = ([each.token for each in sequence.sampled] for sequence in (sequences[-1], alone[0]))
     assert tokens == expected, "grammars do not change what other sequences of their steps say"
+
+
+def random_schema(source, depth=0):
+    """A JSON schema of a `random.Random`, with the keywords that `allows` knows."""
+    leaves = ["enum", "const", "string", "pattern", "integer", "number", "boolean", "null", "any"]
+    kind = source.choice([*leaves, *(["object", "object", "array", "anyOf"] if depth < 3 else [])])
+
+    def name():
+        return "".join(source.choices("abcxyz_", k=source.randint(1, 5)))
+
+    def more():
+        return random_schema(source, depth + 1)
+
+    low = source.randint(0, 3)
+    match kind:
+        case "enum":
+            return {"enum": [source.choice([name(), source.randint(-9, 9), None, True, False]) for _ in range(low + 1)]}
+        case "const":
+            return {"const": name()}
+        case "string":
+            return {"type": "string", "minLength": low, "maxLength": low + source.randint(0, 9)}
+        case "pattern":
+            return {"type": "string", "pattern": source.choice(["^[a-c]{2,4}$", "^x[0-9]+y?$", "^(yes|no)$"])}
+        case "integer":
+            return {"type": "integer", "minimum": low - 50, "maximum": low + source.randint(0, 300)}
+        case "object":
+            properties = {name(): more() for _ in range(source.randint(0, 4))}
+            required = sorted(properties)[: source.randint(0, 4)]
+            return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        case "array":
+            return {"type": "array", "items": more(), "minItems": low // 2, "maxItems": low // 2 + source.randint(0, 2)}
+        case "anyOf":
+            return {"anyOf": [more() for _ in range(source.randint(1, 3))]}
+    return {} if kind == "any" else {"type": kind}
+
+
+def test_a_thousand_random_schemas(compiler):
+    """Each gives JSON that it allows, or ends at the limit. Sampled and greedy, 32 at once."""
+    source, limit = random.Random(44), 48
+    schemas_ = [random_schema(source) for _ in range(1000)]
+    engine = Engine(eager_llama(), max_concurrent=32, max_length=128, chunk_tokens=128, cache_bytes=1 << 25)
+    asked = [
+        request(compiler.compile(Grammar.json_schema(schema)), seed, limit, temperature=float(seed % 3 > 0))
+        for seed, schema in enumerate(schemas_)
+    ]
+    ended = 0
+    for schema, sequence in zip(schemas_, engine.generate(asked), strict=True):
+        if sequence.finish_reason is FinishReason.LENGTH:
+            assert len(sequence.sampled) == limit
+            continue
+        ended += 1
+        assert sequence.finish_reason is FinishReason.STOP
+        assert allows(schema, json.loads(text_of(sequence))), (schema, text_of(sequence))
+    assert ended > 500, ended
 
 
 def test_the_schemas_check_is_one():
