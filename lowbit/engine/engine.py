@@ -168,7 +168,7 @@ class Engine:
         )
         stops = _eos_tokens(model) if stop_token_ids is None else stop_token_ids
         self.stop_token_ids = [token for token in stops if 0 <= token < self.vocab]  # others cannot be sampled
-        self.slots = Slots(max_concurrent, self.max_length, self.vocab, self.stop_token_ids, self.device)
+        self.slots = Slots(max_concurrent, self.max_length, self.vocab, self.stop_token_ids, self.device, speculate)
         graphs = self.program.graphs()
         self.decode_runner = DecodeRunner(self.program, self.slots, max_concurrent, graphs=graphs, invariant=batch_invariant)
         most_tokens = min(chunk_tokens, max_concurrent * self.max_length)
@@ -388,7 +388,9 @@ class Engine:
         that the number of its tokens is not known."""
         if self.speculation is None:
             return False
-        return any(step.drafts for step in self._in_flight) or bool(self.speculation.plan(self.scheduler.decoding))
+        if any(step.drafts for step in self._in_flight):
+            return True
+        return bool(self.speculation.plan(self.scheduler.decoding, unread=True))
 
     def _launch_next(self) -> SchedulerOutput:
         """Schedules and launches a step; if that raises an error, its sequences fail and others continue."""
@@ -460,7 +462,7 @@ class Engine:
         launched = self.runner.decode(scheduled, guesses, logits_only=bool(constrained))
         if constrained:
             self._read_earlier()
-            self._write_masks(constrained)
+            self._write_masks(constrained, guesses)
             launched = self.runner.sample_step(launched)
         return self.runner.in_flight(launched.sequences, launched.step, launched.drafts)
 
@@ -489,11 +491,14 @@ class Engine:
         if self.speculation is not None:  # it still counts the guesses of the step in flight
             self.speculation.stopped = True
 
-    def _write_masks(self, constrained: abc.Sequence[Sequence]) -> None:
-        """Writes the masks of the next tokens of sequences with grammars; fails those whose grammar became too costly."""
+    def _write_masks(
+        self, constrained: abc.Sequence[Sequence], guesses: abc.Mapping[Sequence, tuple[int, ...]] | None = None
+    ) -> None:
+        """Writes the masks of the next tokens of sequences with grammars, and of those after `guesses`; fails those whose
+        grammar became too costly."""
         # A finished sequence runs one extra step, whose token is discarded.
         states = [sequence.grammar if sequence.finish_reason is None else None for sequence in constrained]
-        self.runner.write_masks(constrained, states)
+        self.runner.write_masks(constrained, states, guesses or {})
         for sequence, state in zip(constrained, states, strict=True):
             if state is not None and state.error:
                 self._fail_grammar(sequence, state.error)

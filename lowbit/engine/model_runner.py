@@ -177,10 +177,24 @@ class ModelRunner:
         """Samples the tokens of a step that was launched up to its logits."""
         return replace(launched, step=launched.runner.sample(launched.step, filters(launched.sequences)))
 
-    def write_masks(self, sequences: abc.Sequence[Sequence], states: abc.Sequence[GrammarState | None]) -> None:
-        """Computes the masks of sequences by the states of their grammars, and copies them to their slots. None allows all."""
-        masks = masks_of(states, self.slots.sampling.masks.shape[1])
-        self.slots.sampling.set_masks([sequence.running_slot for sequence in sequences], masks)
+    def write_masks(
+        self, sequences: abc.Sequence[Sequence], states: abc.Sequence[GrammarState | None],
+        guesses: abc.Mapping[Sequence, tuple[int, ...]],
+    ) -> None:  # fmt: skip
+        """Computes the masks of sequences by the states of their grammars, and copies them to their slots. None allows all.
+        guesses: forced tokens that the step verifies, of which each has a mask too."""
+        words = self.slots.sampling.masks.shape[1]
+        pairs = list(zip(sequences, states, strict=True))
+        jumps = [(each, state) for each, state in pairs if state is not None and guesses.get(each)]
+        others = [pair for pair in pairs if pair not in jumps]
+        slots, ahead = [sequence.running_slot for sequence, _ in others], [0] * len(others)
+        parts = [masks_of([state for _, state in others], words)]
+        for sequence, state in jumps:
+            masks = state.masks_ahead(guesses[sequence])[:, :words]
+            slots += [sequence.running_slot] * len(masks)
+            ahead += range(len(masks))
+            parts.append(masks)
+        self.slots.sampling.set_masks(slots, torch.cat(parts), ahead)
 
     def sample(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> InFlightStep:
         """Samples a token of each sequence from its logits [B, V]."""

@@ -19,9 +19,12 @@ ALIGNED = 32
 
 
 class Slots:
-    """`count` slots for requests of at most `most_tokens` tokens, and a dummy slot."""
+    """`count` slots for requests of at most `most_tokens` tokens, and a dummy slot. drafts: maximum number of guessed tokens of
+    a slot in a step."""
 
-    def __init__(self, count: int, most_tokens: int, vocab: int, stop_token_ids: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, count: int, most_tokens: int, vocab: int, stop_token_ids: Sequence[int], device: torch.device, drafts: int = 0
+    ) -> None:  # fmt: skip
         self.count, self.device = count, device
         self.pages_per_slot = pages_for(most_tokens)
         # One allocation, so that all changes between two steps are one copy; each part starts at an L2 line.
@@ -32,7 +35,7 @@ class Slots:
         self.adapters = self._all[2 * self._stride : 2 * self._stride + count + 1].fill_(-1)  # none
         self.tables = self._all[3 * self._stride :].view(count + 1, self.pages_per_slot)
         self.tables[count] = DUMMY_PAGE
-        self.sampling = SamplingState.make(count + 1, vocab, stop_token_ids, device)
+        self.sampling = SamplingState.make(count + 1, vocab, stop_token_ids, device, 1 + drafts)
 
     @property
     def dummy_slot(self) -> int:

@@ -60,10 +60,10 @@ def test_the_model_itself_is_always_right(model):
     assert sequence.request.prompt != common and engine.speculation.accepted == engine.speculation.drafted > 100
     plan, plain_steps = engine.speculation.plan, 10
 
-    def sometimes(sequences):
+    def sometimes(sequences, **more):
         nonlocal plain_steps
         plain_steps -= 1
-        return {} if plain_steps % 12 > 6 else plan(sequences)
+        return {} if plain_steps % 12 > 6 else plan(sequences, **more)
 
     engine.speculation.plan = sometimes
     before = engine.speculation.drafted

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowbit.engine import Detokenizer, Engine, FinishReason, Grammar, GrammarCompiler, GrammarsUnavailable, Request, Sampling
+from lowbit.engine.grammar import masks_of
 from tests.tiny import eager_llama, json_tokenizer, tiny_tokenizer
 
 pytest.importorskip("llguidance", reason="needs the structured extra: pip install '.[structured]'")
@@ -183,6 +184,59 @@ def test_a_thousand_random_schemas(compiler):
         assert sequence.finish_reason is FinishReason.STOP
         assert allows(schema, json.loads(text_of(sequence))), (schema, text_of(sequence))
     assert ended > 500, ended
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_forced_tokens_are_verified_in_one_step(compiler, ahead):
+    """Of sequences with grammars only the tokens that these force: tokens and log-probabilities are those of one by one, greedy
+    and sampled, beside sequences without grammars, in fewer steps."""
+    source = random.Random(9)
+    schemas_ = [random_schema(source) for _ in range(60)]
+    names = {f"a_long_name_{i}": {"enum": [i, None]} for i in range(4)}
+    schemas_ += [{"type": "object", "properties": names, "required": sorted(names), "additionalProperties": False}] * 3
+
+    def asked():
+        settings_ = [Sampling(), Sampling(1.0, seed=5), Sampling(0.8, seed=1, top_k=9), Sampling(1.0, repetition_penalty=1.3)]
+        constrained = [
+            Request(prompt(i), 90, settings_[i % 4], frozenset([END]), top_logprobs=i % 3, grammar=grammars[i])
+            for i in range(len(schemas_))
+        ]
+        return [*constrained, Request(prompt(99), 60), Request(prompt(98), 60, Sampling(1.0, seed=4))]
+
+    grammars = [compiler.compile(Grammar.json_schema(schema)) for schema in schemas_]
+    options = {"max_concurrent": 8, "max_length": 256, "cache_bytes": 1 << 25, "async_scheduling": ahead}
+    plain, jumping = Engine(eager_llama(), **options), Engine(eager_llama(), speculate=5, **options)
+    steps = []
+    for engine in (plain, jumping):
+        launch = engine.runner.decode
+        engine.runner.decode = lambda *given, launch=launch, **more: (steps.append(1), launch(*given, **more))[1]
+        steps.append(0)
+    expected = plain.generate(asked())
+    count, found = len(steps), jumping.generate(asked())
+    for one, other in zip(found, expected, strict=True):
+        assert [each.token for each in one.sampled] == [each.token for each in other.sampled]
+        assert one.finish_reason is other.finish_reason
+        for mine, theirs in zip(one.sampled, other.sampled, strict=True):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+    speculation = jumping.speculation
+    assert len(steps) - count < count and speculation.accepted > 200
+
+
+def test_the_first_forced_token_is_in_flight(compiler):
+    """The masks of a state and of the states after its forced tokens, of which the matcher remembers nothing."""
+    state = compiler.compile(Grammar.lark('start: "abc" /[xy]/ "d"')).start()
+    assert state.forced == tuple(tokenizer.convert_tokens_to_ids(list("abc")))
+    before = masks_of([state], state.words)[0]
+    masks = state.masks_ahead(state.forced)
+    assert torch.equal(masks[0], before) and torch.equal(masks_of([state], state.words)[0], before)
+    other = compiler.compile(Grammar.lark('start: "abc" /[xy]/ "d"')).start()
+    for row, token in enumerate(state.forced):
+        assert torch.equal(masks_of([other], other.words)[0], masks[row]) and not other.accept(token)
+    assert torch.equal(masks_of([other], other.words)[0], masks[3]) and other.forced == ()
+    (x, d) = tokenizer.convert_tokens_to_ids(["x", "d"])
+    assert not other.accept(x) and other.forced == (d,)
+    assert bool((other.masks_ahead((d,))[1] == -1).all()), "a complete text: its next token is discarded"
+    assert not other.accept(d) and other.is_complete and other.forced == ()
 
 
 def test_the_schemas_check_is_one():
