@@ -409,6 +409,8 @@ class Engine:
     def _launch(self, scheduled: SchedulerOutput) -> None:
         self.program.keep(self.scheduler.running)  # without preempted sequences
         self.runner.prepare(scheduled)
+        if self._draft is not None:
+            self._draft.admit(scheduled)
         if not (scheduled.decoding and scheduled.chunks):
             self._launch_parts(scheduled)
             return

@@ -109,6 +109,24 @@ def test_another_vocabulary_and_head_size(model):
     assert guessed and all(token < 160 for each in guessed for row in each.values() for token in row)
 
 
+def test_pages_of_plain_steps(model):
+    """Cached pages whose tokens plain steps sampled: keys and values are computed when a later turn is guessed, also beside
+    one that shares the first pages only, and for pages that another text takes over."""
+    engine = engine_of(model, speculate=4, draft=copy.deepcopy(model), max_length=256)
+    plan = engine.speculation.plan
+    engine.speculation.plan = lambda sequences, **more: {}
+    first = prompt(100)
+    (turn,) = engine.generate([Request(first, 60)])
+    engine.speculation.plan = plan
+    for ids in ([*turn.tokens, 7], [*turn.tokens[:130], 9, 10], prompt(140, 3), [*turn.tokens, 8]):
+        before = engine.speculation.drafted, engine.speculation.accepted
+        (sequence,) = engine.generate([Request(ids, 30)])
+        assert tokens(sequence) == expected(model, ids, 30)
+        drafted, accepted = engine.speculation.drafted - before[0], engine.speculation.accepted - before[1]
+        assert drafted == accepted > 10 and (sequence.cached_tokens == 128) == (ids[:100] == first)
+    assert engine._draft._complete and len(engine._draft._complete) < engine.scheduler.pages.count
+
+
 def test_a_smaller_vocabulary(model):
     """Prompts and sampled tokens beyond the draft model's vocabulary are none of its embedding's rows."""
     torch.manual_seed(1)
