@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from lowbit.engine.block_pool import BlockPool
 from lowbit.engine.cache import CacheBudget
 from lowbit.engine.check import program_for
-from lowbit.engine.decode_runner import DecodeRunner
+from lowbit.engine.decode_runner import DecodeRunner, graph_bytes
 from lowbit.engine.deprecated import sequence_of
 from lowbit.engine.draft import DraftModel, weight_bytes
 from lowbit.engine.failure import EngineFailed, StepFailed, StuckStep, log_failure, one_line
@@ -152,7 +152,9 @@ class Engine:
         paged = self.program.is_paged
         self._draft = None if draft is None else DraftModel(draft, self.vocab, self.max_length, self.device)
         # Computed from the memory that the programs leave free.
-        self._cache_budget = CacheBudget.for_device(self.device, cache_bytes, allocated=paged)
+        drafting = 0 if self._draft is None else self._draft.vocab
+        captured = graph_bytes(max_concurrent, speculate, self.vocab, drafting, self.program.dtype.itemsize) if paged else 0
+        self._cache_budget = CacheBudget.for_device(self.device, cache_bytes, allocated=paged, graph_bytes=captured)
         self.page_bytes = self.program.page_bytes + (0 if self._draft is None else self._draft.program.page_bytes)
         """Bytes of keys and values of a page of tokens, those of the draft model included."""
         if max_length is None:

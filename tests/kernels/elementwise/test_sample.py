@@ -52,8 +52,8 @@ def masks_of(shares, vocab, generator):
 
 
 def state_of(settings, vocab, device="cpu", prompt=(1, 3, 17, 17), masked=()):
-    """A slot for each of the settings, after 40 generated tokens, and one dummy slot; the slots `masked` have a mask, the first of
-    two: the second, which allows nothing, is for the token after the next."""
+    """A slot for each of the settings, after 40 generated tokens, and one dummy slot; the slots `masked` have a mask, the first
+    of two: the second, which allows nothing, is for the token after the next."""
     state = SamplingState.make(len(settings) + 1, vocab, (0, 5, vocab - 1), device, depth=2)
     for slot, one in enumerate(settings):
         state.set(slot, one, prompt, masked=slot in masked)
