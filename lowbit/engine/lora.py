@@ -111,7 +111,8 @@ class Adapters:
     def __str__(self) -> str:
         products = sorted({name for layer in self.layers for name in layer}, key=PRODUCTS.index)
         size = f"{self.nbytes / 2**20:.1f} MiB"
-        return f"LoRA adapters {', '.join(self.names)} in {size}, of {', '.join(products)} of {len(self.layers)} layers"
+        of = f"{', '.join(products)} of {len(self.layers)} layers"
+        return f"LoRA adapters {', '.join(self.names)} in {size}, of {of}: {2 * len(products)} launches a layer more"
 
     @classmethod
     def load(

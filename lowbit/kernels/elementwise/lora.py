@@ -154,15 +154,25 @@ def inverse_rms(squares, rows, own, M, inverse_width, eps, factor, C: tl.constex
     return tl.rsqrt(tl.sum(sums, axis=0) * inverse_width + eps) / factor
 
 
+@triton.jit
+def add_part(total, at, weights, own, scale, M, dtype: tl.constexpr, C: tl.constexpr):
+    """Adds one part's product: the sums of a x [rows, R] over the splits, of which `at` are the first, times b."""
+    SPLITS: tl.constexpr = C.splits
+    inner = tl.zeros((C.rows, C.rank), tl.float32)
+    for split in tl.static_range(SPLITS):
+        inner += tl.load(at + (split * M).to(tl.int64) * (C.parts * C.rank), mask=own[:, None], other=0.0)
+    return tl.dot((inner * scale[:, None]).to(dtype), weights, total)
+
+
 @triton.jit(do_not_specialize=["M"])
 def expand(y, t, b, adapter_of, squares, bias, M, inverse_width, eps, factor, C: tl.constexpr):
     """Computes a tile of columns from the partial sums of all splits."""
     BEGINS: tl.constexpr = C.begins
     PARTS: tl.constexpr = C.parts
-    SPLITS: tl.constexpr = C.splits
     rows, adapter, own, written = rows_of(adapter_of, M, C)
     some = tl.max(written.to(tl.int32), axis=0) > 0
-    column, r = tl.program_id(0) * C.columns + tl.arange(0, C.columns), tl.arange(0, C.rank)
+    first_column = tl.program_id(0) * C.columns
+    column, r = first_column + tl.arange(0, C.columns), tl.arange(0, C.rank)
     first = b + (adapter.to(tl.int64) * C.n + column[None, :]) * C.rank + r[:, None]
     end = tl.where(some, C.n, 0)  # nothing is loaded without a row
     weights = ()
@@ -182,11 +192,8 @@ def expand(y, t, b, adapter_of, squares, bias, M, inverse_width, eps, factor, C:
         if squares is not None:
             scale = tl.where(own, inverse_rms(squares, rows, own, M, inverse_width, eps, factor, C), 0.0)
         for p in tl.static_range(PARTS):
-            inner = tl.zeros((C.rows, C.rank), tl.float32)
-            for split in tl.static_range(SPLITS):
-                at = t + (split * M).to(tl.int64) * (C.parts * C.rank) + p * C.rank + of_row
-                inner += tl.load(at, mask=own[:, None], other=0.0)
-            total = tl.dot((inner * scale[:, None]).to(y.dtype.element_ty), weights[p], total)
+            if C.alternates or (first_column < BEGINS[p + 1]) & (first_column + C.columns > BEGINS[p]):
+                total = add_part(total, t + p * C.rank + of_row, weights[p], own, scale, M, y.dtype.element_ty, C)
         if bias is not None:
             total += tl.load(bias + column, mask=column < C.n, other=0.0).to(tl.float32)[None, :]
         to = y + rows.to(tl.int64)[:, None] * C.n + column[None, :]
