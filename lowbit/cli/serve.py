@@ -20,6 +20,7 @@ from lowbit.cli.terminal import (
     Lora,
     Scheme,
     Speculate,
+    TensorParallel,
     adapters_of,
     check_device,
     check_exists,
@@ -84,6 +85,7 @@ def serve(
     speculate: Speculate = 0,
     draft: Draft = None,
     lora: Lora = None,
+    tensor_parallel: TensorParallel = 1,
     step_ms: Annotated[
         float,
         typer.Option(
@@ -152,7 +154,7 @@ def serve(
         pipe = pipeline(
             str(path), scheme=scheme, device=where_to, verify=verify, progress=True, batch_invariant=batch_invariant,
             max_concurrent=concurrent, cache_bytes=bytes_of(cache_gib), kv=kv, speculate=speculate,
-            draft=draft_path, lora=adapters, step_ms=step_ms or None, kernels=kernels,
+            draft=draft_path, lora=adapters, step_ms=step_ms or None, kernels=kernels, tensor_parallel=tensor_parallel,
         )  # fmt: skip
         times.end("load")
         called = model if is_on_hub(model) else path.resolve().stem if path.is_file() else path.resolve().name
