@@ -109,6 +109,7 @@ def test_what_goes_without_several_processes_is_refused(tmp_path):
     for options, words in (
         ({"engine": False}, "tensor_parallel=2 is the engine's, and goes without engine=False"),
         ({"draft": str(tmp_path)}, "goes without a draft model"),
+        ({"lora": {"x": str(tmp_path)}}, "goes without LoRA adapters"),
         ({"tensor_parallel": 3}, "its 4 heads are no multiple of 3"),
         ({"tensor_parallel": 4, "batch_invariant": True}, "batch_invariant goes with up to 2 ranks"),
     ):
