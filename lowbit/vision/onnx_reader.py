@@ -198,8 +198,8 @@ class _Reader:
     """Reads the nodes of a file in order, for images of one shape.
 
     values: constants as tensors and values of images as `Ref`, by their names in the file; `nodes`, `shapes` and `example`
-    (the value for two images of zeros) are by the names of operations. stated: storage and scale of each value with a QuantizeLinear;
-    steps: scale and bits of each dequantized constant, and `weights` those of each operation.
+    (the value for two images of zeros) are by the names of operations. stated: storage and scale of each value with a
+    QuantizeLinear; steps: scale and bits of each dequantized constant, and `weights` those of each operation.
     """
 
     network: OnnxNetwork
