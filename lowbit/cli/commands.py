@@ -38,6 +38,7 @@ from lowbit.cli.terminal import (
     Model,
     Scheme,
     Speculate,
+    TensorParallel,
     check_device,
     check_exists,
     check_json,
@@ -299,6 +300,7 @@ def generate(
     kv: KV = "16",
     speculate: Speculate = 0,
     draft: Draft = None,
+    tensor_parallel: TensorParallel = 1,
     kernels: Kernels = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
     device: Device = None,
@@ -327,7 +329,7 @@ def generate(
     check_json(json_file, "lowbit generate")
     pipe = pipeline(
         path, scheme=scheme, device=device, verify=verify, progress=True, kv=kv, speculate=speculate,
-        draft=draft_path, kernels=kernels,
+        draft=draft_path, kernels=kernels, tensor_parallel=tensor_parallel,
     )  # fmt: skip
     options = {"max_new_tokens": max_new_tokens, "do_sample": sample, "seed": seed}
     if len(prompts) == 1 and out.is_terminal and str(json_file) != "-" and not pipe.refusals:
