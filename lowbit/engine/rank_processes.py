@@ -73,7 +73,7 @@ class LeadingRanks(Ranks):
         """Why the ranks have ended; "" while all work."""
         self.on_failure: Callable[[], object] = lambda: None
         """Called, by a thread of its own, once a rank has failed."""
-        self._ended = self._joined = False
+        self._ended = self._joined = self._have_engines = False
         self._changed = threading.Condition()
         self._loaded = 0
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -93,6 +93,14 @@ class LeadingRanks(Ranks):
         with self.guarded():
             super().__init__(0, self.size, self.device, self._store.port, store=self._store)
         self._joined = True
+
+    def make_engines(self, options: dict[str, Any]) -> None:
+        """Lets all other ranks make their engine with these arguments, as this one is about to. Raises ValueError if they have
+        one."""
+        if self._have_engines:
+            raise ValueError("these ranks have an engine; for another one, load the model again")
+        self._have_engines = True
+        self.tell("engine", options)
 
     def tell(self, command: str, *arguments: Any) -> None:
         """Sends a command to all other ranks. Raises RankFailed after a failure of any."""

@@ -238,6 +238,8 @@ def test_common_operations(tmp_path):
         for options in ({"forward": True}, {"persistent_step": True}, {"speculate": 2, "draft": model}):
             with pytest.raises(ValueError, match="tensor parallelism goes without"):
                 Engine(model, ranks=ranks, **options)
+        with pytest.raises(ValueError, match="these ranks have an engine; for another one, load the model again"):
+            Engine(model, ranks=ranks)
         engine.generate([Request([5, 6], 3)])
         with pytest.raises(RankFailed, match="rank 0: ValueError: rank 0 has no such thing"):
             ranks.everywhere(engine, fails_on_rank, 0)
