@@ -32,6 +32,7 @@ from lowbit.engine.step_budget import STEP_MS
 from lowbit.engine.warm_up import Stage
 from lowbit.formats.kv import parse_kv
 from lowbit.hardware.machine import torch_device
+from lowbit.models import numerics
 from lowbit.models.head import SCHEME
 from lowbit.models.load import load_causal
 from lowbit.models.skeleton import is_encoder_decoder, tokenizer_of
@@ -393,6 +394,7 @@ def pipeline(
             source, scheme=scheme, device=device, dtype=dtype, verify=verify, progress=progress, head=head,
             or_encoder_decoder=True,
         )  # fmt: skip
+        numerics.check(model, source.path)
         if batch_invariant:
             make_batch_invariant(model, model.dtype)
     if tokenizer is None or isinstance(tokenizer, (str, Path)):
