@@ -9,7 +9,7 @@ kernels that will serve it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def check(model: PreTrainedModel, folder: Path) -> str | None:
         compared += 1
         wrong += _wrong(name, y, layer, _parts(model.get_submodule(name)))
     _refuse(folder, wrong, compared, model.device)
-    return f"{compared} layers{_compare_logits(model, kept, folder)} compute what {FILE} states"
+    return f"{compared} layers{compare_logits(model, kept, folder)} compute what {FILE} states"
 
 
 @torch.no_grad()
@@ -141,6 +141,13 @@ def check_stacked(
     parts = zip(names, y.split(rows, dim=1), layers, strict=True)
     wrong = [line for name, part, layer in parts if layer is not None for line in _wrong(name, part, layer, linears)]
     _refuse(folder, wrong, len(names), device)
+
+
+def check_outputs(outputs: Mapping[str, tuple[Tensor, QuantLinear]], kept: Numerics, folder: Path) -> None:
+    """Compares outputs y [rows, N] that several ranks have computed together, of each layer with this one's module, with what
+    the checkpoint in `folder` states. Raises NumericsError, with the names of layers that differ by more than rounding."""
+    wrong = [line for name, (y, module) in outputs.items() for line in _wrong(name, y, kept.layers[name], [module])]
+    _refuse(folder, wrong, len(outputs), next(iter(outputs.values()))[0].device)
 
 
 @functools.lru_cache(maxsize=2)
@@ -253,7 +260,7 @@ def _logits(reader: CheckpointReader, device: torch.device) -> tuple[Tensor, Ten
 
 
 @torch.no_grad()
-def _compare_logits(model: PreTrainedModel, kept: Numerics, folder: Path) -> str:
+def compare_logits(model: PreTrainedModel, kept: Numerics, folder: Path) -> str:
     """Returns words for a sentence; raises NumericsError if the logits of the kept tokens differ by more than rounding."""
     if kept.logits is None:
         return ""
