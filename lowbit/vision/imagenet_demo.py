@@ -154,9 +154,10 @@ def table(rows: list[ImageNetRow]) -> Table:
     printed = Table(*names, box=None, padding=(0, 2, 0, 0))
     for r in rows:
         int8 = f"{r.int8_layers:g} of {r.layers}" if r.layers else ""
+        name = r.scheme if r.bound is None else f"{r.scheme}, {r.bound:g} nats"
         printed.add_row(
-            r.scheme if r.bound is None else f"{r.scheme}, {r.bound:g} nats", *map(str, (r.top1, r.top5, r.same, r.cosine)), int8,
-            f"{r.four_bits:.1f}", f"{r.weight_bytes:,}", f"{r.seconds:.1f}",
+            name, *map(str, (r.top1, r.top5, r.same, r.cosine)), int8, f"{r.four_bits:.1f}", f"{r.weight_bytes:,}",
+            f"{r.seconds:.1f}",
         )  # fmt: skip
     return printed
 
