@@ -146,13 +146,12 @@ class Engine:
         if ranks is not None:
             _refuse_with_ranks(forward=forward, persistent_step=persistent_step, draft=draft is not None, lora=bool(lora))
         if self.ranks is not None:
-            self.ranks.tell(
-                "engine",
+            self.ranks.make_engines(
                 {
                     "max_concurrent": max_concurrent, "max_length": max_length, "cache_bytes": cache_bytes, "kv": kv,
                     "chunk_tokens": chunk_tokens, "batch_invariant": batch_invariant, "prefix_caching": prefix_caching,
                     "stop_token_ids": None if stop_token_ids is None else list(stop_token_ids), "speculate": speculate,
-                },
+                }
             )  # fmt: skip
         self._model, self.device, self.vocab = model, model.device, model.config.get_text_config().vocab_size
         self._positions = _positions(model)
