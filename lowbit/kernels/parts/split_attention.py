@@ -6,7 +6,8 @@ keeps maxima, totals and sums of its tokens (online softmax in base 2). They are
 shared memory, over all warps, in a fixed order.
 
 C is a kernel's configuration: a `SplitAttention` whose `C.table` has warps, lanes, head_sets, set_heads, workers and x_start,
-where sums are merged in shared memory (choose/decode_step.py). `C.head_norms`: heads of q and k are normed.
+where sums are merged in shared memory (choose/decode_step.py). `C.head_norms`: heads of q and k are normed. `C.windows`: some
+layers have a window.
 
 Exact   q and k are rounded to 16 bits after norm and RoPE; all else is float32
 Tested  tests/kernels/parts/test_split_attention.py
@@ -26,6 +27,8 @@ NOTHING = gl.constexpr(-1e30)
 """Maximum of no scores. Finite, so that differences of maxima are no NaN."""
 
 PAGE_TOKENS = gl.constexpr(PAGE)
+
+LOG2_E = gl.constexpr(math.log2(math.e))
 
 
 class SplitAttention:
@@ -83,7 +86,7 @@ class SplitAttention:
 @aggregate
 class Worker:
     """A group of lanes that reads its own tokens, for one set of query heads: its number, its set, its first element of a
-    head; row, kv head and split of its task; the row's position and page table."""
+    head; row, kv head and split of its task; the row's position, its first token (0 without a window) and its page table."""
 
     number: gl.tensor
     heads: gl.tensor
@@ -92,7 +95,17 @@ class Worker:
     kv_head: Scalar
     split: Scalar
     position: Scalar
+    first: Scalar
     table: Scalar
+
+
+@gluon.jit
+def is_attended(token, worker, end, C: gl.constexpr):
+    """Returns whether a token is before `end` and in the window."""
+    there = token < end
+    if C.windows:
+        there = there & (token >= worker.first)
+    return there
 
 
 @gluon.jit
@@ -105,7 +118,7 @@ def load_tokens(pages, worker, begin, end, C: gl.constexpr):
     for i in gl.static_range(2):
         token = worker.number + i * C.table.workers
         address = pages + ((first + token) * A.head_dim + worker.element) * 2
-        there = (begin + token < end).to(gl.int32)
+        there = is_attended(begin + token, worker, end, C).to(gl.int32)
         words = words + asm(C.load_token, C.load_token_constraints, [address, there], ptx(C.words_types, 4))
     return words
 
@@ -164,6 +177,26 @@ def attend_new(q, k, v, own, C: gl.constexpr):
 
 
 @gluon.jit
+def attend_sinks(sinks, tops, totals, sums, worker, own, C: gl.constexpr):
+    """Adds the sinks float32 [heads], scores of nothing, to (maxima, totals, sums) for threads whose `own` is True."""
+    HEADS: gl.constexpr = C.table.set_heads
+    G: gl.constexpr = C.shape.group
+    new_tops = ()
+    new_totals = ()
+    new_sums = ()
+    for h in gl.static_range(HEADS):
+        sink = gl.load(sinks + (worker.kv_head * G + gl.minimum(worker.heads * HEADS + h, G - 1))) * LOG2_E
+        sink = gl.where(own, sink, NOTHING * 2)
+        top = gl.maximum(tops[h], sink)
+        fade = gl.exp2(tops[h] - top)
+        new_tops = new_tops + (top,)
+        new_totals = new_totals + (totals[h] * fade + gl.exp2(sink - top),)
+        for i in gl.static_range(8):
+            new_sums = new_sums + (sums[8 * h + i] * fade,)
+    return new_tops, new_totals, new_sums
+
+
+@gluon.jit
 def attend_tokens(q, k, v, tops, totals, sums, worker, begin, end, C: gl.constexpr):
     """Adds the two tokens of an iteration to (maxima, totals, sums)."""
     T: gl.constexpr = C.table
@@ -174,8 +207,9 @@ def attend_tokens(q, k, v, tops, totals, sums, worker, begin, end, C: gl.constex
     scores = ()
     for h in gl.static_range(HEADS):
         of_q = asm(C.unpack, C.unpack_constraints, q[4 * h : 4 * h + 4], C.unpack_types)
-        first = gl.where(token < end, dot(of_q, keys0, C) * C.scale_log2, NOTHING * 2)
-        second = gl.where(token + T.workers < end, dot(of_q, keys1, C) * C.scale_log2, NOTHING * 2)
+        first = gl.where(is_attended(token, worker, end, C), dot(of_q, keys0, C) * C.scale_log2, NOTHING * 2)
+        second = dot(of_q, keys1, C) * C.scale_log2
+        second = gl.where(is_attended(token + T.workers, worker, end, C), second, NOTHING * 2)
         scores = scores + (first, second)
     values0 = asm(C.unpack, C.unpack_constraints, v[0:4], C.unpack_types)
     values1 = asm(C.unpack, C.unpack_constraints, v[4:8], C.unpack_types)

@@ -36,6 +36,7 @@ class Attention(Polled, SplitAttention):
     table: StepTable
     dtype: str = "fp16"
     head_norms: bool = False
+    windows: bool = False
     limit: int = 1
 
     @property
@@ -59,7 +60,7 @@ def attention(out, q, k, v, table, position, begin, end, C: gl.constexpr):
     start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32) + index * 0
     at = MathThread(index, index & 31, index >> 5, start)
     number = at.warp // T.head_sets * (32 // T.lanes) + at.lane // T.lanes
-    worker = Worker(number, at.warp % T.head_sets, at.lane % T.lanes * 8, 0, 0, 0, position, table)
+    worker = Worker(number, at.warp % T.head_sets, at.lane % T.lanes * 8, 0, 0, 0, position, 0, table)
     base = q.to(gl.int64) + worker.element * 2
     one = index * 0 + 1
     words = ()
