@@ -63,24 +63,26 @@ class Chain:
         self.after = [*(link.before_attention for link in links[1:]), final]
 
     def step(
-        self, tokens: Tensor, rows: Tensor | None, table: Tensor | EmbeddingTable, attend: Callable[[int, Tensor], Tensor],
-        all_layers: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, tokens: Tensor, rows: Tensor | None, table: Tensor | EmbeddingTable, attend: Callable[[int, Tensor], Tensor]
+    ) -> Tensor:
         """Returns logits [B, V] after the tokens of `rows` (None: all tokens), without a soft cap. attend(i, qkv) computes the
-        attention of layer i. all_layers(h, x, squares) replaces the launches of all layers: it adds them to h in place, and
-        returns x and squares for the head.
+        attention of layer i.
         """
         d, first = self.decoder, self.links[0].before_attention
         h, x, squares = embed_norm_squares(
             tokens, rows, table, first.values, self.dtype, scale=d.embedding_scale, factor=first.factor
         )
-        if all_layers is not None:
-            x, squares = all_layers(h, x, squares)
-        for i, link in enumerate(self.links if all_layers is None else ()):
+        for i, link in enumerate(self.links):
             attended = attend(i, self._normed(x, link.qkv, squares, link.before_attention))
             x, squares = self._added(attended, link.o, h, link.before_mlp)
             y = self._normed(x, link.gate_up, squares, link.before_mlp, self.gated)
             x, squares = self._added(y, link.down, h, self.after[i])
+        return self.logits(h, x, squares)
+
+    def logits(self, h: Tensor, x: Tensor, squares: Tensor) -> Tensor:
+        """Returns logits [B, V] of h after all layers, without a soft cap; x and squares are those that the last product
+        returned with h."""
+        d = self.decoder
         if isinstance(self.head, Packed | Dense) and not _refusals(self.head, len(h), self.dtype):
             return self._normed(x, self.head, squares, self.after[-1])
         return self.head(add_norm(h, None, d.final_gamma, d.eps, offset=d.norm_offset))

@@ -2,9 +2,9 @@
 
     embed | norm  qkv  attention  o | norm  gate-up  gate  down | ... | norm  head
 
-A layer takes eight launches on a GPU, five for up to 64 tokens (chain.py); all layers of up to 8 tokens can be one launch
-(one_launch.py). Prompts use the same products, with all their tokens
-at once; on a GPU they are padded to the sizes of ragged.py. kernels/reference/ defines each operator and runs on a CPU.
+A layer takes eight launches on a GPU, five for up to 64 tokens (chain.py); a step of up to 8 tokens can be one launch
+(one_launch.py). Prompts use the same products, with all their tokens at once; on a GPU they are padded to the sizes of
+ragged.py. kernels/reference/ defines each operator and runs on a CPU.
 """
 
 from __future__ import annotations
@@ -70,12 +70,13 @@ class DecodeProgram:
 
     def __init__(
         self, decoder: Decoder, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool, kv: KVScheme = KV16,
-        persistent_step: bool = False,
+        persistent_step: bool | None = None,
     ) -> None:  # fmt: skip
         self.decoder, self.dtype, self.device, self.batch_invariant = decoder, dtype, device, batch_invariant
         self.kv = kv
         self.layers = [self._layer(spec) for spec in decoder.layers]
         self.head = product([decoder.head], batch_invariant)
+        self.table = decoder.table
         self.chain: Chain | tuple[str, ...] = ("its sums are not those of larger steps (batch_invariant)",)
         products = [(row.qkv, row.o, row.gate_up, row.down) for row in self.layers if row.gate_up and row.down]
         if len(products) < len(self.layers):
@@ -85,10 +86,9 @@ class DecodeProgram:
         elif not batch_invariant:
             self.chain = chain_of(decoder, products, self.head, dtype)
         self.one_launch: OneLaunch | tuple[str, ...] | None = None
-        """All layers of small steps in one launch, or the reasons against it; None if it was not asked for."""
-        if persistent_step:
-            self.one_launch = one_launch_of(decoder, self.chain, kv)
-        self.table = decoder.table
+        """Small steps in one launch, or the reasons against it; None if it was excluded, and on a CPU."""
+        if persistent_step or (persistent_step is None and device.type == "cuda"):
+            self.one_launch = one_launch_of(decoder, self.chain, self.table, kv, measured=persistent_step is None)
         self.ropes = [table.to(device) for table in decoder.ropes]
         self.cache: Cache | None = None
 
@@ -165,8 +165,8 @@ class DecodeProgram:
     @staticmethod
     def _one_launch_report(one_launch: OneLaunch | tuple[str, ...]) -> str:
         if isinstance(one_launch, OneLaunch):
-            return f"steps of {', '.join(map(str, one_launch.tokens))} tokens: all layers in one launch"
-        return f"no step has all layers in one launch: {'; '.join(one_launch)}"
+            return str(one_launch)
+        return f"no step is one launch: {'; '.join(one_launch)}"
 
     @property
     def status(self) -> Tensor | None:
@@ -192,11 +192,10 @@ class DecodeProgram:
         """Returns logits [B, V] after the next token of the slots `rows` int32 [B]. Kernels are chosen for contexts of up to
         `longest` tokens (0: a full page table).
         """
-        all_layers = None
-        if isinstance(self.one_launch, OneLaunch) and len(rows) in self.one_launch.tokens:
-            all_layers = self.one_launch.layers(self._cache, slots, rows)
+        if isinstance(self.one_launch, OneLaunch) and self.one_launch.computes(len(rows), slots, longest):
+            return self._capped(self.one_launch.step(self._cache, slots, rows))
         attend = self._attending(rows, slots.positions, slots, longest)
-        return self._step(slots.tokens, rows, slots.positions, attend, all_layers)
+        return self._step(slots.tokens, rows, slots.positions, attend)
 
     def verify(self, rows: Tensor, tokens: Tensor, positions: Tensor, slots: Slots, longest: int = 0) -> Tensor:
         """Returns logits [B, V] after each of the given tokens int32 [B], which follow one another in the slots `rows` at
@@ -219,12 +218,11 @@ class DecodeProgram:
         return attend
 
     def _step(
-        self, tokens: Tensor, rows: Tensor | None, positions: Tensor, attend: Callable[[int, Tensor], Tensor],
-        all_layers: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Returns logits [B, V] of a step; tokens and positions as in `_layers`, all_layers as in `Chain.step`."""
+        self, tokens: Tensor, rows: Tensor | None, positions: Tensor, attend: Callable[[int, Tensor], Tensor]
+    ) -> Tensor:
+        """Returns logits [B, V] of a step; tokens and positions as in `_layers`."""
         if isinstance(self.chain, Chain) and len(tokens if rows is None else rows) <= self.chain.most:
-            return self._capped(self.chain.step(tokens, rows, self.table, attend, all_layers))
+            return self._capped(self.chain.step(tokens, rows, self.table, attend))
         return self.logits(*self._layers(tokens, rows, positions, attend))
 
     def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:

@@ -141,6 +141,15 @@ class StepShape:
         return self.forms[PRODUCT_NAMES.index(product)]
 
     @property
+    def layer_bytes(self) -> int:
+        """Bytes of weights and scales of a layer in the first form of each product."""
+        total = 0
+        for product in LAYER_PRODUCTS:
+            form = self.forms_of(product)[0]
+            total += self.rows(product) * self.columns(product) * (form.code_bytes + form.scale_bytes) // (16 * BLOCK_K)
+        return total
+
+    @property
     def has_head(self) -> bool:
         """True if the launch computes the head."""
         return bool(self.forms_of("head"))
@@ -426,3 +435,28 @@ def step_table(shape: StepShape, machine: Machine) -> StepTable:
 def wait_of(status: int) -> tuple[int, str]:
     """Returns (layer, what a block waited for) of a status that is not 0."""
     return divmod(status - 1, len(WAITS))[0], WAITS[(status - 1) % len(WAITS)]
+
+
+# ---- where one launch is faster
+
+
+@dataclass(frozen=True)
+class Faster:
+    """A measurement: one launch is faster than the launches of a chain on GPUs whose product name begins with `gpu`, in steps of
+    `tokens` tokens, for layers of `least_bytes` to `most_bytes` of weights, in contexts of up to `context` tokens."""
+
+    gpu: str
+    tokens: int
+    least_bytes: int
+    most_bytes: int
+    context: int
+
+
+FASTER: tuple[Faster, ...] = ()
+"""All such measurements. Without any, `persistent_step=None` of an engine chooses the launches."""
+
+
+def faster_context(shape: StepShape, machine: Machine) -> int:
+    """Returns the longest context in which one launch was measured to be faster; 0 if there is none."""
+    rows = (row for row in FASTER if machine.product.startswith(row.gpu) and row.tokens == shape.tokens)
+    return max((row.context for row in rows if row.least_bytes <= shape.layer_bytes <= row.most_bytes), default=0)
