@@ -245,36 +245,23 @@ class StepTable:
         return range(block, self.attention_tasks, self.blocks)
 
     @property
-    def lanes(self) -> int:
-        """Lanes that share a token's key: 8 elements each."""
-        return self.shape.attention.head_dim // 8
+    def tile_warps(self) -> int:
+        """Number of warps that have tiles of keys and values: all, or half of them where the sums of many heads would take more
+        shared memory."""
+        return self.warps if self.shape.attention.group <= 4 else self.warps // 2
 
     @property
-    def head_sets(self) -> int:
-        """Number of sets of the query heads of a kv head; a warp computes those of one set, at most 4."""
-        return -(-self.shape.attention.group // 4)
-
-    @property
-    def set_heads(self) -> int:
-        """Number of query heads of a set; the last set may have fewer."""
-        return -(-self.shape.attention.group // self.head_sets)
-
-    @property
-    def workers(self) -> int:
-        """Number of groups of `lanes` lanes in a block that read different tokens."""
-        return self.warps // self.head_sets * (32 // self.lanes)
-
-    @property
-    def tokens_at_once(self) -> int:
-        """Number of tokens that a block reads in an iteration, two for each worker. It divides a page."""
-        return 2 * self.workers
+    def share_tokens(self) -> int:
+        """Tokens of the smallest split: half of the tiles of 8 tokens that the warps compute at once. It divides a page."""
+        return 4 * self.tile_warps
 
     def active(self, context: int) -> tuple[int, int]:
-        """(number of splits with work, iterations of each) at `context` older tokens, as the kernel computes them."""
-        iterations = -(-context // self.tokens_at_once)
-        active = max(1, min(self.splits, iterations))
-        each = max(1, -(-iterations // active))
-        return max(1, -(-iterations // each)), each
+        """(number of splits with work, tokens of each) at `context` older tokens, as the kernel computes them. What warps compute
+        at once is not split: splits take two exchanges between blocks."""
+        shares = -(-context // self.share_tokens)
+        active = 1 if shares <= 2 else min(self.splits, shares)
+        each = max(1, -(-shares // active))
+        return max(1, -(-shares // each)), each * self.share_tokens
 
     # ---- shared memory of a block, in bytes
 
@@ -294,7 +281,7 @@ class StepTable:
     @property
     def merge_bytes(self) -> int:
         """Sums of the attention of all warps, and a maximum and a total for each head."""
-        return self.warps * self.set_heads * (self.shape.attention.head_dim + 2) * 4
+        return self.tile_warps * self.shape.attention.group * (self.shape.attention.head_dim + 2) * 4
 
     @property
     def sums_bytes(self) -> int:
@@ -387,7 +374,7 @@ class StepTable:
                 f"{' or '.join(map(str, slots))} slots each"
             )
         lines.append(
-            f"attention: {self.attention_tasks} tasks, up to {self.splits} splits, {self.tokens_at_once} tokens at once"
+            f"attention: {self.attention_tasks} tasks, up to {self.splits} splits of {self.share_tokens} tokens or more"
         )
         return "\n".join(lines)
 

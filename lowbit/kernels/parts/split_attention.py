@@ -1,17 +1,17 @@
-"""Attention of one token over a split of keys and values in 16-bit pages, thread by thread, for a kernel's math warps.
+"""Attention of one token over a split of keys and values in 16-bit pages, on tensor cores, for a kernel's math warps.
 
-A worker is a group of lanes that share tokens: a lane has 8 elements of a head, so a key is one load of 16 bytes a lane.
-A warp computes the heads of one set (at most 4) for the tokens of its workers; different sets read the same tokens. Each worker
-keeps maxima, totals and sums of its tokens (online softmax in base 2). They are merged within the warp and then, through
-shared memory, over all warps, in a fixed order.
+A warp computes tiles of 8 tokens for all query heads of a kv head, at most 8: S = q . k^T and S . v are mma.sync.m16n8k16 whose
+rows 0 to 7 are heads and whose rows 8 to 15 are zero. Lane 4g + t has of each 32 elements of q of head g, and of k of token g,
+the 8 from 8t on, so that loads have 16 bytes and RoPE pairs elements of one lane; sums do not depend on the order of elements.
+Of v it has elements 8g to 8g + 7 of each 64 of tokens 2t and 2t + 1. Each warp keeps maxima, totals and sums of its tiles (online
+softmax in base 2), which are merged through shared memory, in a fixed order.
 
-C is a kernel's configuration: a `SplitAttention` whose `C.table` has warps, lanes, head_sets, set_heads, workers and x_start,
-where sums are merged in shared memory (choose/decode_step.py). `C.head_norms`: heads of q and k are normed. `C.windows`: some
-layers have a window.
+C is a kernel's configuration: a `SplitAttention` whose `C.table` has tile_warps and x_start, where sums are merged in shared
+memory (choose/decode_step.py). `C.head_norms`: heads of q and k are normed. `C.windows`: some layers have a window.
 
-Exact   q and k are rounded to 16 bits after norm and RoPE; all else is float32
+Exact   q and k are rounded to 16 bits after norm and RoPE, probabilities before they are multiplied; all else is float32
 Tested  tests/kernels/parts/test_split_attention.py
-Source  online softmax: Milakov and Gimelshein (2018)
+Source  online softmax: Milakov and Gimelshein (2018); fragments: PTX ISA, "Matrix Fragments for mma.m16n8k16"
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from lowbit.kernels.parts.gluon import Scalar, aggregate, asm, gl, gluon, ptx, run
 from lowbit.kernels.parts.head_rows import exchanged
+from lowbit.kernels.parts.k_block import mma, operands_of
 
 NOTHING = gl.constexpr(-1e30)
 """Maximum of no scores. Finite, so that differences of maxima are no NaN."""
 
 PAGE_TOKENS = gl.constexpr(PAGE)
+
+TILE_TOKENS = gl.constexpr(8)
+"""Tokens of a tile."""
 
 LOG2_E = gl.constexpr(math.log2(math.e))
 
@@ -47,6 +51,25 @@ class SplitAttention:
     def scale_log2(self) -> float:
         """Factor from q . k to scores in base 2: softmax uses 2 ** score."""
         return self.shape.scale * math.log2(math.e)
+
+    @property
+    def key_vectors(self) -> int:
+        """Vectors of 16 bytes of a lane's q, and of its k."""
+        return self.shape.head_dim // 32
+
+    @property
+    def value_vectors(self) -> int:
+        """Vectors of 16 bytes of a lane's v of one token."""
+        return self.shape.head_dim // 64
+
+    @property
+    def sums(self) -> int:
+        """Number of a lane's sums."""
+        return self.shape.head_dim // 4
+
+    @property
+    def sums_types(self) -> tuple[gl.dtype, ...]:
+        return (gl.float32,) * self.sums
 
     @property
     def unpack(self) -> str:
@@ -71,26 +94,63 @@ class SplitAttention:
 
     pack_constraints = ",".join(["=&r"] * 4 + ["f"] * 8)
 
+    @property
+    def scores(self) -> str:
+        """PTX of a lane's scores: of head g for tokens 2t and 2t + 1. Outputs: both. Inputs: words of q, words of k. The sums of
+        even and odd steps are independent, so that they take half the time."""
+        out, q, k = operands_of(2, 4 * self.key_vectors, 4 * self.key_vectors)
+        lines = [".reg .b32 none; .reg .f32 c<8>; mov.b32 none, 0;", *(f"mov.f32 c{i}, 0f00000000;" for i in range(8))]
+        for step in range(2 * self.key_vectors):
+            a, b, first = q[2 * step : 2 * step + 2], k[2 * step : 2 * step + 2], 4 * (step % 2)
+            sums = [f"c{first + i}" for i in range(4)]
+            lines.append(mma(self.dtype, sums, [a[0], "none", a[1], "none"], b, sums))
+        return "{\n" + "\n".join([*lines, *(f"add.f32 {out[i]}, c{i}, c{4 + i};" for i in range(2))]) + "\n}"
+
+    @property
+    def scores_constraints(self) -> str:
+        return ",".join(["=&f"] * 2 + ["r"] * (8 * self.key_vectors))
+
+    scores_types = (gl.float32,) * 2
+
+    @property
+    def weigh(self) -> str:
+        """PTX that adds v times its probabilities to 16 sums: of head g, elements 16t + i and 16t + 8 + i, i = 0 to 7, in pairs.
+        Outputs: sums. Inputs: probabilities of tokens 2t and 2t + 1 as float32, words of v of token 2t, of 2t + 1, sums."""
+        out, p, first, second, sums = operands_of(16, 2, 4, 4, 16)
+        pair = "f16x2" if self.dtype == "fp16" else "bf16x2"
+        lines = [".reg .b32 none, a, b; .reg .f32 zero, c<2>; mov.b32 none, 0; mov.f32 zero, 0f00000000;"]
+        lines.append(f"cvt.rn.{pair}.f32 a, {p[1]}, {p[0]};")
+        for i in range(8):
+            lines.append(f"prmt.b32 b, {first[i // 2]}, {second[i // 2]}, {'0x7632' if i % 2 else '0x5410'};")
+            d, c = out[2 * i : 2 * i + 2], sums[2 * i : 2 * i + 2]
+            lines.append(mma(self.dtype, [*d, "c0", "c1"], ["a", "none", "none", "none"], ["b", "none"], [*c, "zero", "zero"]))
+        return "{\n" + "\n".join(lines) + "\n}"
+
+    weigh_constraints = ",".join(["=&f"] * 16 + ["f"] * 2 + ["r"] * 8 + ["f"] * 16)
+    weigh_types = (gl.float32,) * 16
+
     load_token = (
         "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;\n"
         "@p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }"
     )
     """PTX that loads 8 halves at $4, or zeros if $5 is 0."""
     load_token_constraints = "=&r,=&r,=&r,=&r,l,r"
+    load_floats = "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];"
+    load_floats_constraints = "=&f,=&f,=&f,=&f,l"
+    load_floats_types = (gl.float32,) * 4
     store_token = "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }"
     store_words = "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }"
+    store_two = "{ .reg .pred p; setp.ne.s32 p, $4, 0; @p st.shared.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0; }"
+    load_two = "ld.shared.v2.f32 {$0, $1}, [$2];"
+    load_two_types = (gl.float32,) * 2
     load_float = "ld.shared.f32 $0, [$1];"
     store_float = "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.shared.f32 [$1], $2; mov.b32 $0, 0; }"
 
 
 @aggregate
-class Worker:
-    """A group of lanes that reads its own tokens, for one set of query heads: its number, its set, its first element of a
-    head; row, kv head and split of its task; the row's position, its first token (0 without a window) and its page table."""
+class SplitTask:
+    """A split of a row and kv head; the row's position, first token (0 without a window) and page table."""
 
-    number: gl.tensor
-    heads: gl.tensor
-    element: gl.tensor
     row: Scalar
     kv_head: Scalar
     split: Scalar
@@ -100,206 +160,206 @@ class Worker:
 
 
 @gluon.jit
-def is_attended(token, worker, end, C: gl.constexpr):
+def is_attended(token, task, end, C: gl.constexpr):
     """Returns whether a token is before `end` and in the window."""
     there = token < end
     if C.windows:
-        there = there & (token >= worker.first)
+        there = there & (token >= task.first)
     return there
 
 
 @gluon.jit
-def load_tokens(pages, worker, begin, end, C: gl.constexpr):
-    """Loads a thread's elements of keys or values of its worker's two tokens of an iteration; zeros beyond `end`."""
-    A: gl.constexpr = C.shape
-    page = gl.load(worker.table + begin // PAGE_TOKENS, mask=begin < end, other=0).to(gl.int64)
-    first = (page * A.kv_heads + worker.kv_head) * PAGE_TOKENS + begin % PAGE_TOKENS
+def first_vector(task, start, end, C: gl.constexpr):
+    """Returns the index of a tile's first token among all tokens of the pages of all kv heads; `start`: that token."""
+    page = gl.load(task.table + start // PAGE_TOKENS, mask=start < end, other=0).to(gl.int64)
+    return (page * C.shape.kv_heads + task.kv_head) * PAGE_TOKENS + start % PAGE_TOKENS
+
+
+@gluon.jit
+def load_keys(pages, task, at, start, end, C: gl.constexpr):
+    """Loads a lane's words of the keys of the tile that begins at token `start`; zeros from token `end` on."""
+    COUNT: gl.constexpr = C.key_vectors
+    number = at.lane >> 2
+    there = is_attended(start + number, task, end, C).to(gl.int32)
+    address = pages + ((first_vector(task, start, end, C) + number) * C.shape.head_dim + (at.lane & 3) * 8) * 2
     words = ()
-    for i in gl.static_range(2):
-        token = worker.number + i * C.table.workers
-        address = pages + ((first + token) * A.head_dim + worker.element) * 2
-        there = is_attended(begin + token, worker, end, C).to(gl.int32)
-        words = words + asm(C.load_token, C.load_token_constraints, [address, there], ptx(C.words_types, 4))
+    for j in gl.static_range(COUNT):
+        words = words + asm(C.load_token, C.load_token_constraints, [address + 64 * j, there], ptx(C.words_types, 4))
     return words
 
 
 @gluon.jit
-def turn_head(words, gamma, cos, sin, C: gl.constexpr):
-    """Returns a thread's 8 elements of a head after norm and RoPE, as 4 words."""
-    T: gl.constexpr = C.table
-    STEPS: gl.constexpr = T.lanes.bit_length() - 1
-    values = asm(C.unpack, C.unpack_constraints, words, C.unpack_types)
+def load_values(pages, task, at, start, end, C: gl.constexpr):
+    """Loads a lane's words of the values of the tile that begins at token `start`: of token 2t, then of 2t + 1."""
+    COUNT: gl.constexpr = C.value_vectors
+    number = (at.lane & 3) * 2
+    address = pages + ((first_vector(task, start, end, C) + number) * C.shape.head_dim + (at.lane >> 2) * 8) * 2
+    words = ()
+    for i in gl.static_range(2):
+        there = is_attended(start + number + i, task, end, C).to(gl.int32)
+        for j in gl.static_range(COUNT):
+            inputs = [address + i * C.shape.head_dim * 2 + 128 * j, there]
+            words = words + asm(C.load_token, C.load_token_constraints, inputs, ptx(C.words_types, 4))
+    return words
+
+
+@gluon.jit
+def load_eights(source, at, count: gl.constexpr, C: gl.constexpr):
+    """Loads a lane's 8 float32 of each 32 elements at address `source`."""
+    address = source + (at.lane & 3).to(gl.int64) * 32
+    values = ()
+    for j in gl.static_range(count):
+        for i in gl.static_range(2):
+            values = values + asm(C.load_floats, C.load_floats_constraints, [address + (128 * j + 16 * i)], C.load_floats_types)
+    return values
+
+
+@gluon.jit
+def load_angles(cos_sin, position, at, C: gl.constexpr):
+    """Returns a lane's cosines and sines at a position; `cos_sin`: address of the table."""
+    HALF: gl.constexpr = C.shape.rotary_dim // 2
+    COUNT: gl.constexpr = C.key_vectors // 2
+    row = cos_sin + position.to(gl.int64) * (8 * HALF)
+    return load_eights(row, at, COUNT, C), load_eights(row + 4 * HALF, at, COUNT, C)
+
+
+@gluon.jit
+def turn_head(words, gamma, angles, at, C: gl.constexpr):
+    """Returns a lane's words of a head after norm, by weights at address `gamma`, and RoPE."""
+    COUNT: gl.constexpr = C.key_vectors
+    values = ()
+    for j in gl.static_range(COUNT):
+        values = values + asm(C.unpack, C.unpack_constraints, words[4 * j : 4 * j + 4], C.unpack_types)
     if C.head_norms:
+        weights = load_eights(gamma, at, COUNT, C)
         total = values[0] * values[0]
-        for i in gl.static_range(1, 8):
+        for i in gl.static_range(1, 8 * COUNT):
             total += values[i] * values[i]
-        for step in gl.static_range(STEPS):
+        for step in gl.static_range(2):
             total += exchanged(total, 1 << step)
         root = gl.rsqrt(total / C.shape.head_dim + C.shape.norm_eps)
         normed = ()
-        for i in gl.static_range(8):
-            normed = normed + (values[i] * root * gamma[i],)
+        for i in gl.static_range(8 * COUNT):
+            normed = normed + (values[i] * root * (weights[i] + C.shape.norm_offset),)
         values = normed
-    turned = ()
-    for i in gl.static_range(8):
-        turned = turned + (values[i] * cos[i] + exchanged(values[i], T.lanes // 2) * sin[i],)
-    return asm(C.pack, C.pack_constraints, turned, ptx(C.words_types, 4))
+    cos, sin = angles
+    low = ()
+    high = ()
+    for i in gl.static_range(4 * COUNT):
+        low = low + (values[i] * cos[i] - values[i + 4 * COUNT] * sin[i],)
+        high = high + (values[i + 4 * COUNT] * cos[i] + values[i] * sin[i],)
+    turned = low + high
+    packed = ()
+    for j in gl.static_range(COUNT):
+        packed = packed + asm(C.pack, C.pack_constraints, turned[8 * j : 8 * j + 8], ptx(C.words_types, 4))
+    return packed
 
 
 @gluon.jit
-def dot(a, b, C: gl.constexpr):
-    """Returns the product of two heads, whose elements the lanes of a worker share."""
-    STEPS: gl.constexpr = C.table.lanes.bit_length() - 1
-    total = a[0] * b[0]
-    for i in gl.static_range(1, 8):
-        total += a[i] * b[i]
-    for step in gl.static_range(STEPS):
-        total += exchanged(total, 1 << step)
-    return total
+def chosen(condition, one, other, count: gl.constexpr):
+    """Returns `one` where the condition holds, else `other`: tuples of `count` words."""
+    words = ()
+    for i in gl.static_range(count):
+        words = words + (gl.where(condition, one[i], other[i]),)
+    return words
 
 
 @gluon.jit
-def attend_new(q, k, v, own, C: gl.constexpr):
-    """Returns (maxima, totals, sums) after the new token alone, for threads whose `own` is True; of nothing for others."""
-    HEADS: gl.constexpr = C.table.set_heads
-    keys = asm(C.unpack, C.unpack_constraints, k, C.unpack_types)
-    values = asm(C.unpack, C.unpack_constraints, v, C.unpack_types)
-    tops = ()
-    totals = ()
-    sums = ()
-    for h in gl.static_range(HEADS):
-        score = dot(asm(C.unpack, C.unpack_constraints, q[4 * h : 4 * h + 4], C.unpack_types), keys, C) * C.scale_log2
-        tops = tops + (gl.where(own, score, NOTHING),)
-        totals = totals + (gl.where(own, 1.0, 0.0),)
-        for i in gl.static_range(8):
-            sums = sums + (gl.where(own, values[i], 0.0),)
-    return tops, totals, sums
-
-
-@gluon.jit
-def attend_sinks(sinks, tops, totals, sums, worker, own, C: gl.constexpr):
-    """Adds the sinks float32 [heads], scores of nothing, to (maxima, totals, sums) for threads whose `own` is True."""
-    HEADS: gl.constexpr = C.table.set_heads
+def attend_nothing(sinks, task, at, own, C: gl.constexpr):
+    """Returns (maximum, total, sums) of no tokens; of the sinks float32 [heads], scores without a value, in the warps whose
+    `own` is True, if there are sinks."""
     G: gl.constexpr = C.shape.group
-    new_tops = ()
-    new_totals = ()
+    COUNT: gl.constexpr = C.sums
+    zero = at.lane.to(gl.float32) * 0.0
+    top = zero + NOTHING
+    total = zero
+    if C.sinks:
+        sink = gl.load(sinks + (task.kv_head * G + gl.minimum(at.lane >> 2, G - 1)))
+        top = gl.where(own, sink * LOG2_E, top)
+        total = gl.where(own & ((at.lane & 3) == 0), 1.0, 0.0)
+    sums = ()
+    for _ in gl.static_range(COUNT):
+        sums = sums + (zero,)
+    return top, total, sums
+
+
+@gluon.jit
+def attend_tile(q, k, v, top, total, sums, task, at, start, end, C: gl.constexpr):
+    """Adds the tile that begins at token `start` to (maximum, total, sums). The total is a lane's own part."""
+    COUNT: gl.constexpr = C.value_vectors
+    token = start + (at.lane & 3) * 2
+    first, second = asm(C.scores, C.scores_constraints, q + k, C.scores_types)
+    first = gl.where(is_attended(token, task, end, C), first * C.scale_log2, NOTHING * 2)
+    second = gl.where(is_attended(token + 1, task, end, C), second * C.scale_log2, NOTHING * 2)
+    new_top = gl.maximum(first, second)
+    for step in gl.static_range(2):
+        new_top = gl.maximum(new_top, exchanged(new_top, 1 << step))
+    new_top = gl.maximum(top, new_top)
+    fade, p0, p1 = gl.exp2(top - new_top), gl.exp2(first - new_top), gl.exp2(second - new_top)
     new_sums = ()
-    for h in gl.static_range(HEADS):
-        sink = gl.load(sinks + (worker.kv_head * G + gl.minimum(worker.heads * HEADS + h, G - 1))) * LOG2_E
-        sink = gl.where(own, sink, NOTHING * 2)
-        top = gl.maximum(tops[h], sink)
-        fade = gl.exp2(tops[h] - top)
-        new_tops = new_tops + (top,)
-        new_totals = new_totals + (totals[h] * fade + gl.exp2(sink - top),)
-        for i in gl.static_range(8):
-            new_sums = new_sums + (sums[8 * h + i] * fade,)
-    return new_tops, new_totals, new_sums
+    for j in gl.static_range(COUNT):
+        faded = ()
+        for i in gl.static_range(16):
+            faded = faded + (sums[16 * j + i] * fade,)
+        words = v[4 * j : 4 * j + 4] + v[4 * (COUNT + j) : 4 * (COUNT + j) + 4]
+        new_sums = new_sums + asm(C.weigh, C.weigh_constraints, (p0, p1) + words + faded, C.weigh_types)
+    return new_top, total * fade + (p0 + p1), new_sums
 
 
 @gluon.jit
-def attend_tokens(q, k, v, tops, totals, sums, worker, begin, end, C: gl.constexpr):
-    """Adds the two tokens of an iteration to (maxima, totals, sums)."""
-    T: gl.constexpr = C.table
-    HEADS: gl.constexpr = T.set_heads
-    token = begin + worker.number
-    keys0 = asm(C.unpack, C.unpack_constraints, k[0:4], C.unpack_types)
-    keys1 = asm(C.unpack, C.unpack_constraints, k[4:8], C.unpack_types)
-    scores = ()
-    for h in gl.static_range(HEADS):
-        of_q = asm(C.unpack, C.unpack_constraints, q[4 * h : 4 * h + 4], C.unpack_types)
-        first = gl.where(is_attended(token, worker, end, C), dot(of_q, keys0, C) * C.scale_log2, NOTHING * 2)
-        second = dot(of_q, keys1, C) * C.scale_log2
-        second = gl.where(is_attended(token + T.workers, worker, end, C), second, NOTHING * 2)
-        scores = scores + (first, second)
-    values0 = asm(C.unpack, C.unpack_constraints, v[0:4], C.unpack_types)
-    values1 = asm(C.unpack, C.unpack_constraints, v[4:8], C.unpack_types)
-    new_tops = ()
-    new_totals = ()
-    new_sums = ()
-    for h in gl.static_range(HEADS):
-        top = gl.maximum(tops[h], gl.maximum(scores[2 * h], scores[2 * h + 1]))
-        fade, p0, p1 = gl.exp2(tops[h] - top), gl.exp2(scores[2 * h] - top), gl.exp2(scores[2 * h + 1] - top)
-        new_tops = new_tops + (top,)
-        new_totals = new_totals + (totals[h] * fade + (p0 + p1),)
-        for i in gl.static_range(8):
-            new_sums = new_sums + (sums[8 * h + i] * fade + (p0 * values0[i] + p1 * values1[i]),)
-    return new_tops, new_totals, new_sums
-
-
-@gluon.jit
-def merge_lanes(tops, totals, sums, C: gl.constexpr):
-    """Merges the workers of a warp; all have the result."""
-    T: gl.constexpr = C.table
-    HEADS: gl.constexpr = T.set_heads
-    STEPS: gl.constexpr = (32 // T.lanes).bit_length() - 1
-    for step in gl.static_range(STEPS):
-        new_tops = ()
-        new_totals = ()
-        new_sums = ()
-        for h in gl.static_range(HEADS):
-            top = gl.maximum(tops[h], exchanged(tops[h], T.lanes << step))
-            fade = gl.exp2(tops[h] - top)
-            total = totals[h] * fade
-            new_tops = new_tops + (top,)
-            new_totals = new_totals + (total + exchanged(total, T.lanes << step),)
-            for i in gl.static_range(8):
-                part = sums[8 * h + i] * fade
-                new_sums = new_sums + (part + exchanged(part, T.lanes << step),)
-        tops = new_tops
-        totals = new_totals
-        sums = new_sums
-    return tops, totals, sums
-
-
-@gluon.jit
-def sums_to_shared(at, worker, tops, totals, sums, C: gl.constexpr):
-    """Stores the sums [warp][head of the set][element], then maxima and totals [warp][head of the set][2], of each warp. Of the
-    8 elements of each lane the first 4 come before the last 4 of all lanes, so that stores have few bank conflicts."""
-    T: gl.constexpr = C.table
-    HEADS: gl.constexpr = T.set_heads
-    DIM: gl.constexpr = C.shape.head_dim
-    start = at.start + T.x_start
-    tops_start = start + T.warps * HEADS * DIM * 4
-    own = (at.lane < T.lanes).to(gl.int32)
-    for h in gl.static_range(HEADS):
-        place = at.warp * HEADS + h
-        for i in gl.static_range(2):
-            to = start + (place * DIM + i * (DIM // 2) + worker.element // 2) * 4
-            run(C.store_words, "=r,r,f,f,f,f,r", (to,) + sums[8 * h + 4 * i : 8 * h + 4 * i + 4] + (own,))
-        run(C.store_float, "=r,r,f,r", [tops_start + place * 8, tops[h], (at.lane == 0).to(gl.int32)])
-        run(C.store_float, "=r,r,f,r", [tops_start + place * 8 + 4, totals[h], (at.lane == 0).to(gl.int32)])
+def sums_to_shared(at, top, total, sums, C: gl.constexpr):
+    """Stores the sums [warp][head][element], then maxima and totals [warp][head][2], of the warps that have tiles."""
+    A: gl.constexpr = C.shape
+    COUNT: gl.constexpr = C.value_vectors
+    WARPS: gl.constexpr = C.table.tile_warps
+    for step in gl.static_range(2):
+        total += exchanged(total, 1 << step)
+    head, pair = at.lane >> 2, at.lane & 3
+    exists = (head < A.group) & (at.warp < WARPS)
+    place = gl.minimum(at.warp, WARPS - 1) * A.group + gl.minimum(head, A.group - 1)
+    to = at.start + C.table.x_start + (place * A.head_dim + pair * 16) * 4
+    own = exists.to(gl.int32)
+    for j in gl.static_range(COUNT):
+        for i in gl.static_range(4):  # elements 4i to 4i + 3 of the 16
+            four = sums[16 * j + i % 2 * 8 + i // 2 : 16 * j + i % 2 * 8 + i // 2 + 7 : 2]
+            run(C.store_words, "=r,r,f,f,f,f,r", (to + (256 * j + 16 * i),) + four + (own,))
+    tops_start = at.start + C.table.x_start + WARPS * A.group * A.head_dim * 4
+    run(C.store_two, "=r,r,f,f,r", [tops_start + place * 8, top, total, (exists & (pair == 0)).to(gl.int32)])
 
 
 @gluon.jit
 def merge_warps(at, head, element, C: gl.constexpr):
     """Returns (maximum, total, sum) of all warps for an element of a query head of the task's kv head."""
-    T: gl.constexpr = C.table
-    HEADS: gl.constexpr = T.set_heads
-    SETS: gl.constexpr = T.head_sets
-    COUNT: gl.constexpr = T.warps // SETS
-    DIM: gl.constexpr = C.shape.head_dim
-    start = at.start + T.x_start
-    tops_start = start + T.warps * HEADS * DIM * 4
-    stored = element // 4 % 2 * (DIM // 2) + element // 8 * 4 + element % 4
+    A: gl.constexpr = C.shape
+    WARPS: gl.constexpr = C.table.tile_warps
+    start = at.start + C.table.x_start
+    tops_start = start + (WARPS * A.group * A.head_dim + head * 2) * 4
+    tops = ()
+    totals = ()
     top = at.lane.to(gl.float32) * 0.0 + NOTHING
-    for i in gl.static_range(COUNT):
-        top = gl.maximum(top, asm(C.load_float, "=f,r", [tops_start + (head + i * SETS * HEADS) * 8], gl.float32))
+    for i in gl.static_range(WARPS):
+        own, total = asm(C.load_two, "=&f,=&f,r", [tops_start + i * (A.group * 8)], C.load_two_types)
+        tops = tops + (own,)
+        totals = totals + (total,)
+        top = gl.maximum(top, own)
     total = top * 0.0
     sum_ = top * 0.0
-    for i in gl.static_range(COUNT):
-        place = head + i * SETS * HEADS  # the first warp of a set has the set's number
-        fade = gl.exp2(asm(C.load_float, "=f,r", [tops_start + place * 8], gl.float32) - top)
-        total += asm(C.load_float, "=f,r", [tops_start + place * 8 + 4], gl.float32) * fade
-        sum_ += asm(C.load_float, "=f,r", [start + (place * DIM + stored) * 4], gl.float32) * fade
+    for i in gl.static_range(WARPS):
+        fade = gl.exp2(tops[i] - top)
+        total += totals[i] * fade
+        sum_ += asm(C.load_float, "=f,r", [start + ((i * A.group + head) * A.head_dim + element) * 4], gl.float32) * fade
     return top, total, sum_
 
 
 @gluon.jit
-def append(pages_k, pages_v, worker, k, v, own, C: gl.constexpr):
-    """Stores the new token's key and value in its page."""
-    A: gl.constexpr = C.shape
-    page = gl.load(worker.table + worker.position // PAGE_TOKENS).to(gl.int64)
-    place = (page * A.kv_heads + worker.kv_head) * PAGE_TOKENS + worker.position % PAGE_TOKENS
-    at = (place * A.head_dim + worker.element) * 2
-    run(C.store_token, "=r,l,r,r,r,r,r", (pages_k + at,) + k + (own,))
-    run(C.store_token, "=r,l,r,r,r,r,r", (pages_v + at,) + v + (own,))
+def append(pages_k, pages_v, task, at, k, v, own, C: gl.constexpr):
+    """Stores the new token's key and value in its page, by the warps whose `own` is True."""
+    KEYS: gl.constexpr = C.key_vectors
+    VALUES: gl.constexpr = C.value_vectors
+    group, pair = at.lane >> 2, at.lane & 3
+    place = first_vector(task, task.position, task.position + 1, C) * (C.shape.head_dim * 2)
+    of_k, of_v = (own & (group == 0)).to(gl.int32), (own & (pair == 0)).to(gl.int32)
+    for j in gl.static_range(KEYS):
+        run(C.store_token, "=r,l,r,r,r,r,r", (pages_k + place + pair * 16 + 64 * j,) + k[4 * j : 4 * j + 4] + (of_k,))
+    for j in gl.static_range(VALUES):
+        run(C.store_token, "=r,l,r,r,r,r,r", (pages_v + place + group * 16 + 128 * j,) + v[4 * j : 4 * j + 4] + (of_v,))

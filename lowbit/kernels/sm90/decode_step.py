@@ -37,7 +37,7 @@ from lowbit.kernels.choose.decode_step import (
 )
 from lowbit.kernels.parts.epilogue import Epilogue, Gate, gate_times_up
 from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, asm, barrier, gl, gluon, half_type, ptx, run, source_digest
-from lowbit.kernels.parts.head_rows import angles, exchanged, gammas
+from lowbit.kernels.parts.head_rows import exchanged
 from lowbit.kernels.parts.k_block import BLOCK_MMAS, KBlock
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.polled import (
@@ -56,14 +56,16 @@ from lowbit.kernels.parts.ring import loads_of
 from lowbit.kernels.parts.small_m_epilogue import add_strided
 from lowbit.kernels.parts.split_attention import (
     NOTHING,
+    TILE_TOKENS,
     SplitAttention,
-    Worker,
+    SplitTask,
     append,
-    attend_new,
-    attend_sinks,
-    attend_tokens,
-    load_tokens,
-    merge_lanes,
+    attend_nothing,
+    attend_tile,
+    chosen,
+    load_angles,
+    load_keys,
+    load_values,
     merge_warps,
     sums_to_shared,
     turn_head,
@@ -356,6 +358,7 @@ FIELDS_OF = gl.constexpr(FIELDS)
 WAITS_OF = gl.constexpr(WAITS)
 K_BLOCK = gl.constexpr(BLOCK_K)
 K_TILE = gl.constexpr(TILE_K)
+TILE = TILE_TOKENS
 
 
 @gluon.jit
@@ -701,10 +704,10 @@ def store_h(args, to, place, kept, gamma, exists, squares, C: gl.constexpr):
     """Stores a thread's element of h, and h * gamma in the vector `to`; returns the warp's `squares` with its square."""
     gl.store(args.h + place, kept, mask=exists)
     new = gl.where(exists, kept.to(gl.float32), 0.0)
+    publish_pair(to + (place.to(gl.int64) - (place & 1)) * 2, new * gamma, exists.to(gl.int32), C)
     square = new * new
     for step in gl.static_range(5):
         square += exchanged(square, 1 << step)
-    publish_pair(to + (place.to(gl.int64) - (place & 1)) * 2, new * gamma, exists.to(gl.int32), C)
     return squares + square
 
 
@@ -831,116 +834,111 @@ def multiply_forms(args, at, layer, place, parity, x, squares_of, product: gl.co
 
 
 @gluon.jit
-def worker_of(args, at, task, window, C: gl.constexpr):
-    """Returns a thread's Worker in a task; `window` in tokens."""
+def task_of(args, task, window, C: gl.constexpr):
+    """Returns the SplitTask of a number; `window` in tokens."""
     T: gl.constexpr = C.table
     A: gl.constexpr = C.shape
     row = task // (A.kv_heads * T.splits)
     slot = gl.load(args.rows + row)
-    number = at.warp // T.head_sets * (32 // T.lanes) + at.lane // T.lanes
-    table = args.tables + slot.to(gl.int64) * args.table_stride
     position = gl.load(args.positions + slot)
     first = position * 0
     if C.windows:
         first = gl.maximum(position + 1 - window, 0)
-    return Worker(
-        number, at.warp % T.head_sets, at.lane % T.lanes * 8, row, task // T.splits % A.kv_heads, task % T.splits, position,
-        first, table,
-    )  # fmt: skip
+    table = args.tables + slot.to(gl.int64) * args.table_stride
+    return SplitTask(row, task // T.splits % A.kv_heads, task % T.splits, position, first, table)
 
 
 @gluon.jit
-def active_splits(worker, C: gl.constexpr):
-    """Returns the number of splits with work, the iterations of each, and the first token of the first; see
-    `StepTable.active`."""
-    AT_ONCE: gl.constexpr = C.table.tokens_at_once
-    start = worker.first // AT_ONCE * AT_ONCE
-    iterations = (worker.position - start + (AT_ONCE - 1)) // AT_ONCE
-    active = gl.maximum(gl.minimum(iterations, C.table.splits), 1)
-    each = gl.maximum((iterations + active - 1) // active, 1)
-    return gl.maximum((iterations + each - 1) // each, 1), each, start
+def active_splits(task, C: gl.constexpr):
+    """Returns the number of splits with work, the tokens of each, and the first token of the first; see `StepTable.active`."""
+    SHARE: gl.constexpr = C.table.share_tokens
+    start = task.first // SHARE * SHARE
+    shares = (task.position - start + (SHARE - 1)) // SHARE
+    active = gl.where(shares <= 2, 1, gl.minimum(shares, C.table.splits))
+    each = gl.maximum((shares + active - 1) // active, 1)
+    return gl.maximum((shares + each - 1) // each, 1), each * SHARE, start
 
 
 @gluon.jit
 def attention_vectors(args, layer, C: gl.constexpr):
     """Returns the AttentionVectors of a layer."""
-    q_gamma = None
-    k_gamma = None
+    q_gamma = layer * 0
+    k_gamma = layer * 0
     if C.head_norms:
-        q_gamma = field(args, layer, "q_gamma", C).to(gl.pointer_type(gl.float32), bitcast=True)
-        k_gamma = field(args, layer, "k_gamma", C).to(gl.pointer_type(gl.float32), bitcast=True)
-    cos_sin = field(args, layer, "cos_sin", C).to(gl.pointer_type(gl.float32), bitcast=True)
+        q_gamma = field(args, layer, "q_gamma", C)
+        k_gamma = field(args, layer, "k_gamma", C)
     sinks = None
     if C.sinks:
         sinks = field(args, layer, "sinks", C).to(gl.pointer_type(gl.float32), bitcast=True)
     window = layer * 0
     if C.windows:
         window = field(args, layer, "window", C).to(gl.int32)
-    return AttentionVectors(field(args, layer, "k", C), field(args, layer, "v", C), cos_sin, q_gamma, k_gamma, sinks, window)
+    k, v, cos_sin = field(args, layer, "k", C), field(args, layer, "v", C), field(args, layer, "cos_sin", C)
+    return AttentionVectors(k, v, cos_sin, q_gamma, k_gamma, sinks, window)
 
 
 @gluon.jit
-def attend(args, at, layer, vectors, task, worker, active, each, start, C: gl.constexpr):
-    """Computes one split, of `each` iterations: appends the new token in split 0, and stores the split's sums, or the output if it is the only
-    one."""
+def attend(args, at, layer, vectors, number, task, active, tokens, start, C: gl.constexpr):
+    """Computes one split, of `tokens` tokens: appends the new token in split 0, and stores the split's sums, or the output if it
+    is the only one. A warp has every tile_warps-th tile; in split 0 the last warp's first tile is the new token."""
     T: gl.constexpr = C.table
     A: gl.constexpr = C.shape
-    HEADS: gl.constexpr = T.set_heads
-    G: gl.constexpr = A.group
-    begin = start + worker.split * each * T.tokens_at_once
-    end = gl.minimum(begin + each * T.tokens_at_once, worker.position)
-    k, v = load_tokens(vectors.k, worker, begin, end, C), load_tokens(vectors.v, worker, begin, end, C)
-    cos = ()
-    sin = ()
-    q_gamma = ()
-    k_gamma = ()
-    for i in gl.static_range(8):
-        c, s = angles(vectors.cos_sin, worker.position, worker.element + i, C)
-        cos = cos + (c,)
-        sin = sin + (s,)
-        if C.head_norms:
-            q_gamma = q_gamma + (gammas(vectors.q_gamma, worker.element + i, C),)
-            k_gamma = k_gamma + (gammas(vectors.k_gamma, worker.element + i, C),)
-    qkv = vector(args, layer, "qkv", C) + worker.row * (A.features * 2) + worker.element * 2
+    WARPS: gl.constexpr = T.tile_warps
+    KEYS: gl.constexpr = C.key_vectors
+    VALUES: gl.constexpr = C.value_vectors
+    begin = start + task.split * tokens
+    end = gl.minimum(begin + tokens, task.position)
+    has_new = (task.split == 0).to(gl.int32)
+    own = (at.warp == WARPS - 1) & (task.split == 0)
+    tile = gl.where(own | (at.warp >= WARPS), task.position, begin + TILE * at.warp)
+    k, v = load_keys(vectors.k, task, at, tile, end, C), load_values(vectors.v, task, at, tile, end, C)
+    angles = load_angles(vectors.cos_sin, task.position, at, C)
+    qkv = vector(args, layer, "qkv", C) + task.row * (A.features * 2)
+    group, pair = at.lane >> 2, at.lane & 3
+    of_q = qkv + (task.kv_head * A.group + gl.minimum(group, A.group - 1)) * (A.head_dim * 2) + pair * 16
+    of_k = qkv + (A.heads + task.kv_head) * (A.head_dim * 2) + pair * 16
+    of_v = qkv + (A.heads + A.kv_heads + task.kv_head) * (A.head_dim * 2) + group * 16
     addresses = ()
-    for h in gl.static_range(HEADS):
-        head = worker.kv_head * G + gl.minimum(worker.heads * HEADS + h, G - 1)
-        addresses = addresses + (qkv + head * (A.head_dim * 2),)
-    new = qkv + (A.heads + worker.kv_head) * (A.head_dim * 2)
-    addresses = addresses + (new, new + A.kv_heads * A.head_dim * 2)
-    COUNT: gl.constexpr = HEADS + 2
+    for j in gl.static_range(KEYS):
+        addresses = addresses + (of_q + 64 * j, of_k + 64 * j)
+    for j in gl.static_range(VALUES):
+        addresses = addresses + (of_v + 128 * j,)
+    COUNT: gl.constexpr = 2 * KEYS + VALUES
     words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, "q, k and v", C), COUNT, 4, C)
-    q = ()
-    for h in gl.static_range(HEADS):
-        q = q + turn_head(words[4 * h : 4 * h + 4], q_gamma, cos, sin, C)
-    new_k = turn_head(words[4 * HEADS : 4 * HEADS + 4], k_gamma, cos, sin, C)
-    new_v = words[4 * HEADS + 4 : 4 * HEADS + 8]
-    own = (worker.number == 0) & (worker.split == 0)
-    append(vectors.k, vectors.v, worker, new_k, new_v, (own & (worker.heads == 0)).to(gl.int32), C)
-    tops, totals, sums = attend_new(q, new_k, new_v, own, C)
-    if C.sinks:
-        tops, totals, sums = attend_sinks(vectors.sinks, tops, totals, sums, worker, own, C)
-    for n in range(begin, end, T.tokens_at_once):
-        tops, totals, sums = attend_tokens(q, k, v, tops, totals, sums, worker, n, end, C)
-        k = load_tokens(vectors.k, worker, n + T.tokens_at_once, end, C)
-        v = load_tokens(vectors.v, worker, n + T.tokens_at_once, end, C)
-    tops, totals, sums = merge_lanes(tops, totals, sums, C)
-    sums_to_shared(at, worker, tops, totals, sums, C)
+    new_q = ()
+    new_k = ()
+    for j in gl.static_range(KEYS):
+        new_q = new_q + words[8 * j : 8 * j + 4]
+        new_k = new_k + words[8 * j + 4 : 8 * j + 8]
+    q = turn_head(new_q, vectors.q_gamma, angles, at, C)
+    if task.split == 0:
+        new_v = words[8 * KEYS : 8 * KEYS + 4 * VALUES]
+        turned = turn_head(new_k, vectors.k_gamma, angles, at, C)
+        append(vectors.k, vectors.v, task, at, turned, new_v, own, C)
+        k = chosen(own, turned, k, 4 * KEYS)
+        v = chosen(own, new_v, v, 4 * VALUES) + v[4 * VALUES : 8 * VALUES]
+    top, total, sums = attend_nothing(vectors.sinks, task, at, own, C)
+    top, total, sums = attend_tile(q, k, v, top, total, sums, task, at, tile, gl.where(own, task.position + 1, end), C)
+    for first in range(begin + TILE * (WARPS - has_new), end, TILE * WARPS):
+        tile = gl.where(at.warp >= WARPS, task.position, first + TILE * at.warp)
+        k, v = load_keys(vectors.k, task, at, tile, end, C), load_values(vectors.v, task, at, tile, end, C)
+        top, total, sums = attend_tile(q, k, v, top, total, sums, task, at, tile, end, C)
+    sums_to_shared(at, top, total, sums, C)
     barrier()
-    store_split(args, at, layer, task, worker, active, C)
+    store_split(args, at, layer, number, task, active, C)
     barrier()
 
 
 @gluon.jit
-def store_split(args, at, layer, task, worker, active, C: gl.constexpr):
+def store_split(args, at, layer, number, task, active, C: gl.constexpr):
     """Merges the warps; stores the split's sums, maxima and totals, or the output if no other split has work."""
     A: gl.constexpr = C.shape
     OUTPUTS: gl.constexpr = A.group * A.head_dim
     TURNS: gl.constexpr = (OUTPUTS + C.threads - 1) // C.threads
     alone = active == 1
-    parts = vector(args, layer, "parts", C) + task * (OUTPUTS * 4)
-    tops = vector(args, layer, "tops", C) + task * (A.group * 8)
-    out = vector(args, layer, "attended", C) + (worker.row * A.heads + worker.kv_head * A.group) * (A.head_dim * 2)
+    parts = vector(args, layer, "parts", C) + number * (OUTPUTS * 4)
+    tops = vector(args, layer, "tops", C) + number * (A.group * 8)
+    out = vector(args, layer, "attended", C) + (task.row * A.heads + task.kv_head * A.group) * (A.head_dim * 2)
     for i in gl.static_range(TURNS):
         output = at.index + i * C.threads
         exists = output < OUTPUTS
@@ -956,7 +954,7 @@ def store_split(args, at, layer, task, worker, active, C: gl.constexpr):
 
 
 @gluon.jit
-def combine(args, at, layer, task, worker, active, C: gl.constexpr):
+def combine(args, at, layer, number, task, active, C: gl.constexpr):
     """Combines the splits of a row and kv head for a share of its outputs, which all splits divide among them."""
     A: gl.constexpr = C.shape
     LANES: gl.constexpr = C.combine_lanes
@@ -964,12 +962,12 @@ def combine(args, at, layer, task, worker, active, C: gl.constexpr):
     AT_ONCE: gl.constexpr = C.threads // LANES
     WORDS: gl.constexpr = A.group * A.head_dim // 2
     share = (WORDS + active - 1) // active
-    first = worker.split * share
+    first = task.split * share
     end = gl.minimum(first + share, WORDS)
     split = at.index % LANES
     there = split < active
-    of_split = task - worker.split + gl.minimum(split, active - 1)
-    out = vector(args, layer, "attended", C) + (worker.row * A.heads + worker.kv_head * A.group) * (A.head_dim * 2)
+    of_split = number - task.split + gl.minimum(split, active - 1)
+    out = vector(args, layer, "attended", C) + (task.row * A.heads + task.kv_head * A.group) * (A.head_dim * 2)
     parts, tops = vector(args, layer, "parts", C), vector(args, layer, "tops", C)
     for begin in range(first, end, AT_ONCE):
         word = begin + at.index // LANES
@@ -998,16 +996,16 @@ def attention(args, at, layer, vectors, C: gl.constexpr):
     """Attention of this block's tasks: first all splits, then their combination, so that no block waits for itself."""
     T: gl.constexpr = C.table
     at = same_thread(at, C)
-    for task in range(gl.program_id(0), T.attention_tasks, T.blocks):
-        worker = worker_of(args, at, task, vectors.window, C)
-        active, each, start = active_splits(worker, C)
-        if worker.split < active:
-            attend(args, at, layer, vectors, task, worker, active, each, start, C)
-    for task in range(gl.program_id(0), T.attention_tasks, T.blocks):
-        worker = worker_of(args, at, task, vectors.window, C)
-        active, _, _ = active_splits(worker, C)
-        if (worker.split < active) & (active > 1):
-            combine(args, at, layer, task, worker, active, C)
+    for number in range(gl.program_id(0), T.attention_tasks, T.blocks):
+        task = task_of(args, number, vectors.window, C)
+        active, tokens, start = active_splits(task, C)
+        if task.split < active:
+            attend(args, at, layer, vectors, number, task, active, tokens, start, C)
+    for number in range(gl.program_id(0), T.attention_tasks, T.blocks):
+        task = task_of(args, number, vectors.window, C)
+        active, _, _ = active_splits(task, C)
+        if (task.split < active) & (active > 1):
+            combine(args, at, layer, number, task, active, C)
 
 
 # ---- the kernel
