@@ -285,8 +285,9 @@ class StepTable:
 
     @property
     def sums_bytes(self) -> int:
-        """Sums of all warps for the row blocks that are reduced together."""
-        return max(map(self.at_once, self.shape.products)) * self.warps * 16 * self.shape.tokens * 4
+        """Sums of all warps for the row blocks that are reduced together; or 8 heads of q, in attention."""
+        sums = max(map(self.at_once, self.shape.products)) * self.warps * 16 * self.shape.tokens * 4
+        return max(sums, 16 * self.shape.attention.head_dim)
 
     @property
     def x_start(self) -> int:

@@ -135,11 +135,14 @@ class SplitAttention:
     )
     """PTX that loads 8 halves at $4, or zeros if $5 is 0."""
     load_token_constraints = "=&r,=&r,=&r,=&r,l,r"
+    prefetch = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }"
+    touch = "ld.global.b32 $0, [$1];"
     load_floats = "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];"
     load_floats_constraints = "=&f,=&f,=&f,=&f,l"
     load_floats_types = (gl.float32,) * 4
     store_token = "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }"
     store_words = "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }"
+    load_words = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
     store_two = "{ .reg .pred p; setp.ne.s32 p, $4, 0; @p st.shared.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0; }"
     load_two = "ld.shared.v2.f32 {$0, $1}, [$2];"
     load_two_types = (gl.float32,) * 2
@@ -189,11 +192,29 @@ def load_keys(pages, task, at, start, end, C: gl.constexpr):
 
 
 @gluon.jit
+def value_address(pages, task, at, start, end, C: gl.constexpr):
+    """Returns the address of a lane's first vector of the values of the tile that begins at token `start`."""
+    number = (at.lane & 3) * 2
+    return pages + ((first_vector(task, start, end, C) + number) * C.shape.head_dim + (at.lane >> 2) * 8) * 2
+
+
+@gluon.jit
+def prefetch_values(pages, task, at, start, end, C: gl.constexpr):
+    """Prefetches the values of the tile that begins at token `start` into L2."""
+    COUNT: gl.constexpr = C.value_vectors
+    address = value_address(pages, task, at, start, end, C)
+    for i in gl.static_range(2):
+        there = is_attended(start + (at.lane & 3) * 2 + i, task, end, C).to(gl.int32)
+        for j in gl.static_range(COUNT):
+            run(C.prefetch, "=r,l,r", [address + i * C.shape.head_dim * 2 + 128 * j, there])
+
+
+@gluon.jit
 def load_values(pages, task, at, start, end, C: gl.constexpr):
     """Loads a lane's words of the values of the tile that begins at token `start`: of token 2t, then of 2t + 1."""
     COUNT: gl.constexpr = C.value_vectors
     number = (at.lane & 3) * 2
-    address = pages + ((first_vector(task, start, end, C) + number) * C.shape.head_dim + (at.lane >> 2) * 8) * 2
+    address = value_address(pages, task, at, start, end, C)
     words = ()
     for i in gl.static_range(2):
         there = is_attended(start + number + i, task, end, C).to(gl.int32)
@@ -204,55 +225,85 @@ def load_values(pages, task, at, start, end, C: gl.constexpr):
 
 
 @gluon.jit
-def load_eights(source, at, count: gl.constexpr, C: gl.constexpr):
-    """Loads a lane's 8 float32 of each 32 elements at address `source`."""
+def load_eight(source, at, C: gl.constexpr):
+    """Loads a lane's 8 float32 of 32 elements at address `source`."""
     address = source + (at.lane & 3).to(gl.int64) * 32
-    values = ()
-    for j in gl.static_range(count):
-        for i in gl.static_range(2):
-            values = values + asm(C.load_floats, C.load_floats_constraints, [address + (128 * j + 16 * i)], C.load_floats_types)
-    return values
+    first = asm(C.load_floats, C.load_floats_constraints, [address], C.load_floats_types)
+    return first + asm(C.load_floats, C.load_floats_constraints, [address + 16], C.load_floats_types)
 
 
 @gluon.jit
-def load_angles(cos_sin, position, at, C: gl.constexpr):
-    """Returns a lane's cosines and sines at a position; `cos_sin`: address of the table."""
-    HALF: gl.constexpr = C.shape.rotary_dim // 2
-    COUNT: gl.constexpr = C.key_vectors // 2
-    row = cos_sin + position.to(gl.int64) * (8 * HALF)
-    return load_eights(row, at, COUNT, C), load_eights(row + 4 * HALF, at, COUNT, C)
+def angles_row(cos_sin, position, C: gl.constexpr):
+    """Returns the address of the cosines at a position, after which its sines are; `cos_sin`: address of the table."""
+    return cos_sin + position.to(gl.int64) * (4 * C.shape.rotary_dim)
 
 
 @gluon.jit
-def turn_head(words, gamma, angles, at, C: gl.constexpr):
-    """Returns a lane's words of a head after norm, by weights at address `gamma`, and RoPE."""
+def touch_angles(row, at, C: gl.constexpr):
+    """Loads the cosines and sines at `row` into L1, where `turn_head` finds them."""
+    run(C.touch, "=r,l", [row + at.lane * (C.shape.rotary_dim // 8)])
+
+
+@gluon.jit
+def root_of_head(words, C: gl.constexpr):
+    """Returns 1 / rms of a head, of which a lane has words."""
     COUNT: gl.constexpr = C.key_vectors
-    values = ()
+    total = words[0].to(gl.float32) * 0.0
     for j in gl.static_range(COUNT):
-        values = values + asm(C.unpack, C.unpack_constraints, words[4 * j : 4 * j + 4], C.unpack_types)
-    if C.head_norms:
-        weights = load_eights(gamma, at, COUNT, C)
-        total = values[0] * values[0]
-        for i in gl.static_range(1, 8 * COUNT):
+        values = asm(C.unpack, C.unpack_constraints, words[4 * j : 4 * j + 4], C.unpack_types)
+        for i in gl.static_range(8):
             total += values[i] * values[i]
-        for step in gl.static_range(2):
-            total += exchanged(total, 1 << step)
-        root = gl.rsqrt(total / C.shape.head_dim + C.shape.norm_eps)
-        normed = ()
-        for i in gl.static_range(8 * COUNT):
+    for step in gl.static_range(2):
+        total += exchanged(total, 1 << step)
+    return gl.rsqrt(total / C.shape.head_dim + C.shape.norm_eps)
+
+
+@gluon.jit
+def normed_eight(words, root, gamma, at, C: gl.constexpr):
+    """Returns 8 elements of a head after its norm, if it has one; `gamma`: address of the norm's weights of 32 elements."""
+    values = asm(C.unpack, C.unpack_constraints, words, C.unpack_types)
+    normed = ()
+    if C.head_norms:
+        weights = load_eight(gamma, at, C)
+        for i in gl.static_range(8):
             normed = normed + (values[i] * root * (weights[i] + C.shape.norm_offset),)
-        values = normed
-    cos, sin = angles
+    else:
+        normed = values
+    return normed
+
+
+@gluon.jit
+def turn_head(words, gamma, row, at, C: gl.constexpr):
+    """Returns a lane's words of a head after norm, by weights at address `gamma`, and RoPE by the angles at `row`. Few elements
+    are in registers at a time."""
+    PAIRS: gl.constexpr = C.key_vectors // 2
+    root = words[0].to(gl.float32)
+    if C.head_norms:
+        root = root_of_head(words, C)
     low = ()
     high = ()
-    for i in gl.static_range(4 * COUNT):
-        low = low + (values[i] * cos[i] - values[i + 4 * COUNT] * sin[i],)
-        high = high + (values[i + 4 * COUNT] * cos[i] + values[i] * sin[i],)
-    turned = low + high
-    packed = ()
-    for j in gl.static_range(COUNT):
-        packed = packed + asm(C.pack, C.pack_constraints, turned[8 * j : 8 * j + 8], ptx(C.words_types, 4))
-    return packed
+    for j in gl.static_range(PAIRS):
+        first = normed_eight(words[4 * j : 4 * j + 4], root, gamma + 128 * j, at, C)
+        second = normed_eight(words[4 * (j + PAIRS) : 4 * (j + PAIRS) + 4], root, gamma + 128 * (j + PAIRS), at, C)
+        cos, sin = load_eight(row + 128 * j, at, C), load_eight(row + 128 * (j + PAIRS), at, C)
+        turned = ()
+        for i in gl.static_range(8):
+            turned = turned + (first[i] * cos[i] - second[i] * sin[i],)
+        low = low + asm(C.pack, C.pack_constraints, turned, ptx(C.words_types, 4))
+        turned = ()
+        for i in gl.static_range(8):
+            turned = turned + (second[i] * cos[i] + first[i] * sin[i],)
+        high = high + asm(C.pack, C.pack_constraints, turned, ptx(C.words_types, 4))
+    return low + high
+
+
+@gluon.jit
+def of_row(words, row: gl.constexpr, at, count: gl.constexpr):
+    """Returns the words that the lanes of a row have, 4 row + t for lane 4g + t."""
+    found = ()
+    for i in gl.static_range(count):
+        found = found + (asm("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", [words[i], 4 * row + (at.lane & 3)], gl.int32),)
+    return found
 
 
 @gluon.jit
@@ -284,13 +335,38 @@ def attend_nothing(sinks, task, at, own, C: gl.constexpr):
 
 
 @gluon.jit
-def attend_tile(q, k, v, top, total, sums, task, at, start, end, C: gl.constexpr):
-    """Adds the tile that begins at token `start` to (maximum, total, sums). The total is a lane's own part."""
-    COUNT: gl.constexpr = C.value_vectors
+def store_query(q, at, place, C: gl.constexpr):
+    """Stores a lane's words of q in shared memory at `place`; all warps store the same."""
+    COUNT: gl.constexpr = C.key_vectors
+    for j in gl.static_range(COUNT):
+        inputs = (at.start + place + at.lane * 16 + 512 * j,) + q[4 * j : 4 * j + 4] + (at.lane * 0 + 1,)
+        run(C.store_words, "=r,r,r,r,r,r,r", inputs)
+
+
+@gluon.jit
+def load_query(at, place, C: gl.constexpr):
+    """Returns what `store_query` stored."""
+    COUNT: gl.constexpr = C.key_vectors
+    q = ()
+    for j in gl.static_range(COUNT):
+        q = q + asm(C.load_words, "=&r,=&r,=&r,=&r,r", [at.start + place + at.lane * 16 + 512 * j], ptx(C.words_types, 4))
+    return q
+
+
+@gluon.jit
+def tile_scores(q, k, task, at, start, end, C: gl.constexpr):
+    """Returns a lane's two scores of the tile that begins at token `start`."""
     token = start + (at.lane & 3) * 2
     first, second = asm(C.scores, C.scores_constraints, q + k, C.scores_types)
     first = gl.where(is_attended(token, task, end, C), first * C.scale_log2, NOTHING * 2)
     second = gl.where(is_attended(token + 1, task, end, C), second * C.scale_log2, NOTHING * 2)
+    return first, second
+
+
+@gluon.jit
+def add_tile(first, second, v, top, total, sums, C: gl.constexpr):
+    """Adds a tile of which a lane has two scores and words of v to (maximum, total, sums). The total is a lane's own part."""
+    COUNT: gl.constexpr = C.value_vectors
     new_top = gl.maximum(first, second)
     for step in gl.static_range(2):
         new_top = gl.maximum(new_top, exchanged(new_top, 1 << step))

@@ -59,15 +59,21 @@ from lowbit.kernels.parts.split_attention import (
     TILE_TOKENS,
     SplitAttention,
     SplitTask,
+    add_tile,
+    angles_row,
     append,
     attend_nothing,
-    attend_tile,
     chosen,
-    load_angles,
     load_keys,
+    load_query,
     load_values,
     merge_warps,
+    of_row,
+    prefetch_values,
+    store_query,
     sums_to_shared,
+    tile_scores,
+    touch_angles,
     turn_head,
 )
 from lowbit.pack.weight import WeightForm
@@ -878,9 +884,10 @@ def attention_vectors(args, layer, C: gl.constexpr):
 
 
 @gluon.jit
-def attend(args, at, layer, vectors, number, task, active, tokens, start, C: gl.constexpr):
+def attend(args, at, layer, vectors, number, task, active, tokens, start, parity, C: gl.constexpr):
     """Computes one split, of `tokens` tokens: appends the new token in split 0, and stores the split's sums, or the output if it
-    is the only one. A warp has every tile_warps-th tile; in split 0 the last warp's first tile is the new token."""
+    is the only one. A warp has every tile_warps-th tile; in split 0 the last warp's first tile is the new token. Sums of products
+    are not stored in the buffer `parity` meanwhile, so q is."""
     T: gl.constexpr = C.table
     A: gl.constexpr = C.shape
     WARPS: gl.constexpr = T.tile_warps
@@ -891,38 +898,51 @@ def attend(args, at, layer, vectors, number, task, active, tokens, start, C: gl.
     has_new = (task.split == 0).to(gl.int32)
     own = (at.warp == WARPS - 1) & (task.split == 0)
     tile = gl.where(own | (at.warp >= WARPS), task.position, begin + TILE * at.warp)
-    k, v = load_keys(vectors.k, task, at, tile, end, C), load_values(vectors.v, task, at, tile, end, C)
-    angles = load_angles(vectors.cos_sin, task.position, at, C)
+    k = load_keys(vectors.k, task, at, tile, end, C)
+    prefetch_values(vectors.v, task, at, tile, end, C)
+    angles = angles_row(vectors.cos_sin, task.position, C)
+    touch_angles(angles, at, C)
     qkv = vector(args, layer, "qkv", C) + task.row * (A.features * 2)
     group, pair = at.lane >> 2, at.lane & 3
-    of_q = qkv + (task.kv_head * A.group + gl.minimum(group, A.group - 1)) * (A.head_dim * 2) + pair * 16
-    of_k = qkv + (A.heads + task.kv_head) * (A.head_dim * 2) + pair * 16
-    of_v = qkv + (A.heads + A.kv_heads + task.kv_head) * (A.head_dim * 2) + group * 16
+    # Registers are few: v is loaded late. Lanes have q of a head, those of the first row without a head have k.
+    is_q = group < A.group
+    head = gl.where(is_q, task.kv_head * A.group + group, A.heads + task.kv_head)
     addresses = ()
     for j in gl.static_range(KEYS):
-        addresses = addresses + (of_q + 64 * j, of_k + 64 * j)
+        addresses = addresses + (qkv + head * (A.head_dim * 2) + pair * 16 + 64 * j,)
     for j in gl.static_range(VALUES):
-        addresses = addresses + (of_v + 128 * j,)
-    COUNT: gl.constexpr = 2 * KEYS + VALUES
+        of_v = (A.heads + A.kv_heads + task.kv_head) * (A.head_dim * 2)
+        addresses = addresses + (qkv + of_v + group * 16 + 128 * j,)
+    COUNT: gl.constexpr = KEYS + VALUES
     words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, "q, k and v", C), COUNT, 4, C)
-    new_q = ()
-    new_k = ()
-    for j in gl.static_range(KEYS):
-        new_q = new_q + words[8 * j : 8 * j + 4]
-        new_k = new_k + words[8 * j + 4 : 8 * j + 8]
-    q = turn_head(new_q, vectors.q_gamma, angles, at, C)
+    new_v = words[4 * KEYS : 4 * COUNT]
+    q = turn_head(words[0 : 4 * KEYS], gl.where(is_q, vectors.q_gamma, vectors.k_gamma), angles, at, C)
     if task.split == 0:
-        new_v = words[8 * KEYS : 8 * KEYS + 4 * VALUES]
-        turned = turn_head(new_k, vectors.k_gamma, angles, at, C)
-        append(vectors.k, vectors.v, task, at, turned, new_v, own, C)
-        k = chosen(own, turned, k, 4 * KEYS)
-        v = chosen(own, new_v, v, 4 * VALUES) + v[4 * VALUES : 8 * VALUES]
+        if A.group < 8:
+            new_k = of_row(q, A.group, at, 4 * KEYS)
+        else:
+            of_k = qkv + (A.heads + task.kv_head) * (A.head_dim * 2) + pair * 16
+            addresses = ()
+            for j in gl.static_range(KEYS):
+                addresses = addresses + (of_k + 64 * j,)
+            words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, "q, k and v", C), KEYS, 4, C)
+            new_k = turn_head(words, vectors.k_gamma + pair * 0, angles, at, C)
+        append(vectors.k, vectors.v, task, at, new_k, new_v, own, C)
+        k = chosen(own, new_k, k, 4 * KEYS)
+    place = T.sums_start + parity * T.sums_bytes
+    store_query(q, at, place, C)
+    first, second = tile_scores(q, k, task, at, tile, gl.where(own, task.position + 1, end), C)
+    v = load_values(vectors.v, task, at, tile, end, C)
+    v = chosen(own, new_v, v, 4 * VALUES) + v[4 * VALUES : 8 * VALUES]
     top, total, sums = attend_nothing(vectors.sinks, task, at, own, C)
-    top, total, sums = attend_tile(q, k, v, top, total, sums, task, at, tile, gl.where(own, task.position + 1, end), C)
-    for first in range(begin + TILE * (WARPS - has_new), end, TILE * WARPS):
-        tile = gl.where(at.warp >= WARPS, task.position, first + TILE * at.warp)
-        k, v = load_keys(vectors.k, task, at, tile, end, C), load_values(vectors.v, task, at, tile, end, C)
-        top, total, sums = attend_tile(q, k, v, top, total, sums, task, at, tile, end, C)
+    top, total, sums = add_tile(first, second, v, top, total, sums, C)
+    for later in range(begin + TILE * (WARPS - has_new), end, TILE * WARPS):
+        tile = gl.where(at.warp >= WARPS, task.position, later + TILE * at.warp)
+        prefetch_values(vectors.v, task, at, tile, end, C)
+        k = load_keys(vectors.k, task, at, tile, end, C)
+        first, second = tile_scores(load_query(at, place, C), k, task, at, tile, end, C)
+        v = load_values(vectors.v, task, at, tile, end, C)
+        top, total, sums = add_tile(first, second, v, top, total, sums, C)
     sums_to_shared(at, top, total, sums, C)
     barrier()
     store_split(args, at, layer, number, task, active, C)
@@ -992,7 +1012,7 @@ def combine(args, at, layer, number, task, active, C: gl.constexpr):
 
 
 @gluon.jit
-def attention(args, at, layer, vectors, C: gl.constexpr):
+def attention(args, at, layer, vectors, parity, C: gl.constexpr):
     """Attention of this block's tasks: first all splits, then their combination, so that no block waits for itself."""
     T: gl.constexpr = C.table
     at = same_thread(at, C)
@@ -1000,7 +1020,7 @@ def attention(args, at, layer, vectors, C: gl.constexpr):
         task = task_of(args, number, vectors.window, C)
         active, tokens, start = active_splits(task, C)
         if task.split < active:
-            attend(args, at, layer, vectors, number, task, active, tokens, start, C)
+            attend(args, at, layer, vectors, number, task, active, tokens, start, parity, C)
     for number in range(gl.program_id(0), T.attention_tasks, T.blocks):
         task = task_of(args, number, vectors.window, C)
         active, _, _ = active_splits(task, C)
@@ -1030,7 +1050,7 @@ def math_warps(args, C: gl.constexpr):
         prefetch_layer(args, layer + 1, C)
         vectors = attention_vectors(args, layer, C)
         place, parity = multiply_forms(args, at, layer, place, parity, x, squares, "qkv", C)
-        attention(args, at, layer, vectors, C)
+        attention(args, at, layer, vectors, parity, C)
         attended = vector(args, layer, "attended", C)
         place, parity = multiply_forms(args, at, layer, place, parity, attended, attended, "o", C)
         x = vector(args, layer, "mlp_x", C)
