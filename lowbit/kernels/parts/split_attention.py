@@ -404,6 +404,17 @@ def sums_to_shared(at, top, total, sums, C: gl.constexpr):
 
 
 @gluon.jit
+def nothing_to_shared(at, C: gl.constexpr):
+    """As `sums_to_shared`, for a warp without tiles."""
+    COUNT: gl.constexpr = C.sums
+    zero = at.lane.to(gl.float32) * 0.0
+    sums = ()
+    for _ in gl.static_range(COUNT):
+        sums = sums + (zero,)
+    sums_to_shared(at, zero + NOTHING, zero, sums, C)
+
+
+@gluon.jit
 def merge_warps(at, head, element, C: gl.constexpr):
     """Returns (maximum, total, sum) of all warps for an element of a query head of the task's kv head."""
     A: gl.constexpr = C.shape

@@ -68,6 +68,7 @@ from lowbit.kernels.parts.split_attention import (
     load_query,
     load_values,
     merge_warps,
+    nothing_to_shared,
     of_row,
     prefetch_values,
     store_query,
@@ -886,18 +887,36 @@ def attention_vectors(args, layer, C: gl.constexpr):
 @gluon.jit
 def attend(args, at, layer, vectors, number, task, active, tokens, start, parity, C: gl.constexpr):
     """Computes one split, of `tokens` tokens: appends the new token in split 0, and stores the split's sums, or the output if it
-    is the only one. A warp has every tile_warps-th tile; in split 0 the last warp's first tile is the new token. Sums of products
+    is the only one. A warp has every tile_warps-th tile; in split 0 the last warp's first tile is the new token."""
+    WARPS: gl.constexpr = C.table.tile_warps
+    begin = start + task.split * tokens
+    end = gl.minimum(begin + tokens, task.position)
+    # A number for the whole warp, on which it may branch: warps without a tile leave the issue slots to the others.
+    warp = asm("{ mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; }", "=r", [], gl.int32)
+    first = begin + TILE * warp
+    if (warp == WARPS - 1) & (task.split == 0):
+        first = task.position
+    if (warp < WARPS) & ((first < end) | (first == task.position)):
+        attend_tiles(args, at, layer, vectors, task, first, begin, end, parity, C)
+    else:
+        nothing_to_shared(at, C)
+    barrier()
+    store_split(args, at, layer, number, task, active, C)
+    barrier()
+
+
+@gluon.jit
+def attend_tiles(args, at, layer, vectors, task, tile, begin, end, parity, C: gl.constexpr):
+    """Computes a warp's tiles, of which the first begins at token `tile`, and stores their sums in shared memory. Sums of products
     are not stored in the buffer `parity` meanwhile, so q is."""
     T: gl.constexpr = C.table
     A: gl.constexpr = C.shape
     WARPS: gl.constexpr = T.tile_warps
     KEYS: gl.constexpr = C.key_vectors
     VALUES: gl.constexpr = C.value_vectors
-    begin = start + task.split * tokens
-    end = gl.minimum(begin + tokens, task.position)
     has_new = (task.split == 0).to(gl.int32)
     own = (at.warp == WARPS - 1) & (task.split == 0)
-    tile = gl.where(own | (at.warp >= WARPS), task.position, begin + TILE * at.warp)
+    tile = at.warp * 0 + tile
     k = load_keys(vectors.k, task, at, tile, end, C)
     prefetch_values(vectors.v, task, at, tile, end, C)
     angles = angles_row(vectors.cos_sin, task.position, C)
@@ -937,16 +956,13 @@ def attend(args, at, layer, vectors, number, task, active, tokens, start, parity
     top, total, sums = attend_nothing(vectors.sinks, task, at, own, C)
     top, total, sums = add_tile(first, second, v, top, total, sums, C)
     for later in range(begin + TILE * (WARPS - has_new), end, TILE * WARPS):
-        tile = gl.where(at.warp >= WARPS, task.position, later + TILE * at.warp)
+        tile = later + TILE * at.warp
         prefetch_values(vectors.v, task, at, tile, end, C)
         k = load_keys(vectors.k, task, at, tile, end, C)
         first, second = tile_scores(load_query(at, place, C), k, task, at, tile, end, C)
         v = load_values(vectors.v, task, at, tile, end, C)
         top, total, sums = add_tile(first, second, v, top, total, sums, C)
     sums_to_shared(at, top, total, sums, C)
-    barrier()
-    store_split(args, at, layer, number, task, active, C)
-    barrier()
 
 
 @gluon.jit
