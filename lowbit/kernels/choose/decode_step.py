@@ -275,8 +275,19 @@ class StepTable:
 
     @property
     def x_warp_bytes(self) -> int:
-        """Activations of one warp: its k blocks of all tokens."""
-        return 2 * BLOCK_K * self.shape.tokens * max(map(self.chunks, self.shape.products))
+        """Activations of one warp: its k blocks of all tokens, then their sums over the groups of columns of scales."""
+        forms = [form for product in self.shape.products for form in self.shape.forms_of(product)]
+        groups = max(max(1, form.scale_bytes // 32) for form in forms)  # a group has 32 bytes of scales, and as many of zeros
+        return self.x_sums_start + -(-self._most_chunks * groups * self.shape.tokens * 4 // 16) * 16
+
+    @property
+    def x_sums_start(self) -> int:
+        """Start of the sums, in bytes from a warp's activations."""
+        return 2 * BLOCK_K * self.shape.tokens * self._most_chunks
+
+    @property
+    def _most_chunks(self) -> int:
+        return max(map(self.chunks, self.shape.products))
 
     @property
     def merge_bytes(self) -> int:

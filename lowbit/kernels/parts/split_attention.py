@@ -1,9 +1,10 @@
 """Attention of one token over a split of keys and values in 16-bit pages, on tensor cores, for a kernel's math warps.
 
-A warp computes tiles of 8 tokens for all query heads of a kv head, at most 8: S = q . k^T and S . v are mma.sync.m16n8k16 whose
-rows 0 to 7 are heads and whose rows 8 to 15 are zero. Lane 4g + t has of each 32 elements of q of head g, and of k of token g,
-the 8 from 8t on, so that loads have 16 bytes and RoPE pairs elements of one lane; sums do not depend on the order of elements.
-Of v it has elements 8g to 8g + 7 of each 64 of tokens 2t and 2t + 1. Each warp keeps maxima, totals and sums of its tiles (online
+A warp computes tiles of 8 tokens for all query heads of a kv head, at most 8, by mma.sync.m16n8k16: s = q . k^T, whose rows 0 to
+7 are heads and whose rows 8 to 15 are zero, and v^T . p^T, whose columns are heads. Lane 4g + t has of each 32 elements of q of
+head g, and of k of token g, the 8 from 8t on, so that loads have 16 bytes and RoPE pairs elements of one lane; scores do not
+depend on the order of elements. It has the scores of head g for tokens 2t and 2t + 1, which are a fragment of p^T, and of v the
+elements 8g to 8g + 7 of each 64 of these tokens. Its sums are of these elements and of heads 2t and 2t + 1. Each warp keeps maxima, totals and sums of its tiles (online
 softmax in base 2), which are merged through shared memory, in a fixed order.
 
 C is a kernel's configuration: a `SplitAttention` whose `C.table` has tile_warps and x_start, where sums are merged in shared
@@ -31,6 +32,9 @@ PAGE_TOKENS = gl.constexpr(PAGE)
 
 TILE_TOKENS = gl.constexpr(8)
 """Tokens of a tile."""
+
+OF_LANE = gl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;")
+"""PTX that returns $1 of the lane $2."""
 
 LOG2_E = gl.constexpr(math.log2(math.e))
 
@@ -114,16 +118,16 @@ class SplitAttention:
 
     @property
     def weigh(self) -> str:
-        """PTX that adds v times its probabilities to 16 sums: of head g, elements 16t + i and 16t + 8 + i, i = 0 to 7, in pairs.
-        Outputs: sums. Inputs: probabilities of tokens 2t and 2t + 1 as float32, words of v of token 2t, of 2t + 1, sums."""
+        """PTX that adds v times its probabilities to 16 sums: number 4m + 2i + h is of element 2m + i of the lane's 8 and of head
+        2t + h. Outputs: sums. Inputs: probabilities of tokens 2t and 2t + 1 as float32, words of v of token 2t, of 2t + 1,
+        sums."""
         out, p, first, second, sums = operands_of(16, 2, 4, 4, 16)
         pair = "f16x2" if self.dtype == "fp16" else "bf16x2"
-        lines = [".reg .b32 none, a, b; .reg .f32 zero, c<2>; mov.b32 none, 0; mov.f32 zero, 0f00000000;"]
-        lines.append(f"cvt.rn.{pair}.f32 a, {p[1]}, {p[0]};")
-        for i in range(8):
-            lines.append(f"prmt.b32 b, {first[i // 2]}, {second[i // 2]}, {'0x7632' if i % 2 else '0x5410'};")
-            d, c = out[2 * i : 2 * i + 2], sums[2 * i : 2 * i + 2]
-            lines.append(mma(self.dtype, [*d, "c0", "c1"], ["a", "none", "none", "none"], ["b", "none"], [*c, "zero", "zero"]))
+        lines = [f".reg .b32 none, a, b, c; mov.b32 none, 0; cvt.rn.{pair}.f32 c, {p[1]}, {p[0]};"]
+        for m in range(4):
+            lines.append(f"prmt.b32 a, {first[m]}, {second[m]}, 0x5410; prmt.b32 b, {first[m]}, {second[m]}, 0x7632;")
+            four = slice(4 * m, 4 * m + 4)
+            lines.append(mma(self.dtype, out[four], ["a", "b", "none", "none"], ["c", "none"], sums[four]))
         return "{\n" + "\n".join(lines) + "\n}"
 
     weigh_constraints = ",".join(["=&f"] * 16 + ["f"] * 2 + ["r"] * 8 + ["f"] * 16)
@@ -302,7 +306,7 @@ def of_row(words, row: gl.constexpr, at, count: gl.constexpr):
     """Returns the words that the lanes of a row have, 4 row + t for lane 4g + t."""
     found = ()
     for i in gl.static_range(count):
-        found = found + (asm("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", [words[i], 4 * row + (at.lane & 3)], gl.int32),)
+        found = found + (asm(OF_LANE, "=r,r,r", [words[i], 4 * row + (at.lane & 3)], gl.int32),)
     return found
 
 
@@ -364,7 +368,7 @@ def tile_scores(q, k, task, at, start, end, C: gl.constexpr):
 
 
 @gluon.jit
-def add_tile(first, second, v, top, total, sums, C: gl.constexpr):
+def add_tile(first, second, v, top, total, sums, at, C: gl.constexpr):
     """Adds a tile of which a lane has two scores and words of v to (maximum, total, sums). The total is a lane's own part."""
     COUNT: gl.constexpr = C.value_vectors
     new_top = gl.maximum(first, second)
@@ -372,11 +376,14 @@ def add_tile(first, second, v, top, total, sums, C: gl.constexpr):
         new_top = gl.maximum(new_top, exchanged(new_top, 1 << step))
     new_top = gl.maximum(top, new_top)
     fade, p0, p1 = gl.exp2(top - new_top), gl.exp2(first - new_top), gl.exp2(second - new_top)
+    fades = ()
+    for i in gl.static_range(2):  # of heads 2t and 2t + 1
+        fades = fades + (asm(OF_LANE, "=f,f,r", [fade, (at.lane & 3) * 8 + 4 * i], gl.float32),)
     new_sums = ()
     for j in gl.static_range(COUNT):
         faded = ()
         for i in gl.static_range(16):
-            faded = faded + (sums[16 * j + i] * fade,)
+            faded = faded + (sums[16 * j + i] * fades[i % 2],)
         words = v[4 * j : 4 * j + 4] + v[4 * (COUNT + j) : 4 * (COUNT + j) + 4]
         new_sums = new_sums + asm(C.weigh, C.weigh_constraints, (p0, p1) + words + faded, C.weigh_types)
     return new_top, total * fade + (p0 + p1), new_sums
@@ -390,17 +397,20 @@ def sums_to_shared(at, top, total, sums, C: gl.constexpr):
     WARPS: gl.constexpr = C.table.tile_warps
     for step in gl.static_range(2):
         total += exchanged(total, 1 << step)
-    head, pair = at.lane >> 2, at.lane & 3
-    exists = (head < A.group) & (at.warp < WARPS)
-    place = gl.minimum(at.warp, WARPS - 1) * A.group + gl.minimum(head, A.group - 1)
-    to = at.start + C.table.x_start + (place * A.head_dim + pair * 16) * 4
-    own = exists.to(gl.int32)
-    for j in gl.static_range(COUNT):
-        for i in gl.static_range(4):  # elements 4i to 4i + 3 of the 16
-            four = sums[16 * j + i % 2 * 8 + i // 2 : 16 * j + i % 2 * 8 + i // 2 + 7 : 2]
-            run(C.store_words, "=r,r,f,f,f,f,r", (to + (256 * j + 16 * i),) + four + (own,))
-    tops_start = at.start + C.table.x_start + WARPS * A.group * A.head_dim * 4
-    run(C.store_two, "=r,r,f,f,r", [tops_start + place * 8, top, total, (exists & (pair == 0)).to(gl.int32)])
+    start, warp = at.start + C.table.x_start, gl.minimum(at.warp, WARPS - 1)
+    exists = at.warp < WARPS
+    for h in gl.static_range(2):
+        head = (at.lane & 3) * 2 + h
+        own = (exists & (head < A.group)).to(gl.int32)
+        to = start + ((warp * A.group + gl.minimum(head, A.group - 1)) * A.head_dim + (at.lane >> 2) * 8) * 4
+        for j in gl.static_range(COUNT):
+            for i in gl.static_range(2):
+                four = sums[16 * j + 8 * i + h : 16 * j + 8 * i + h + 7 : 2]
+                run(C.store_words, "=r,r,f,f,f,f,r", (to + (256 * j + 16 * i),) + four + (own,))
+    head = at.lane >> 2
+    own = (exists & (head < A.group) & ((at.lane & 3) == 0)).to(gl.int32)
+    to = start + WARPS * A.group * A.head_dim * 4 + (warp * A.group + gl.minimum(head, A.group - 1)) * 8
+    run(C.store_two, "=r,r,f,f,r", [to, top, total, own])
 
 
 @gluon.jit

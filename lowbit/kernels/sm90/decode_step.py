@@ -546,6 +546,53 @@ def gather_x(source, args, at, layer, product: gl.constexpr, wait: gl.constexpr,
 
 
 @gluon.jit
+def x_sums_place(at, chunk, count: gl.constexpr, C: gl.constexpr):
+    """Returns the address of a lane's sums of x in a chunk: `count` pairs, of tokens 2t and 2t + 1, or of one token."""
+    T: gl.constexpr = C.table
+    M: gl.constexpr = T.shape.tokens
+    start = at.start + T.x_start + at.warp * T.x_warp_bytes + T.x_sums_start
+    return start + chunk * (count * M * 4) + gl.minimum(at.lane & 3, max(M // 2, 1) - 1) * 8
+
+
+@gluon.jit
+def store_x_sums(at, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Stores the sums over groups of a warp's k blocks of x, which zero points and raw codes need, behind x."""
+    T: gl.constexpr = C.table
+    S: gl.constexpr = ptx(C.form, product, index).k_block
+    M: gl.constexpr = T.shape.tokens
+    CHUNKS: gl.constexpr = ptx(T.chunks, product)
+    COUNT: gl.constexpr = S.sums // 2
+    for chunk in gl.static_range(CHUNKS):
+        x_at = at.start + T.x_start + at.warp * T.x_warp_bytes + chunk * (256 * M)
+        x_at += ((at.lane >> 3) * M + gl.minimum(at.lane & 7, M - 1)) * 16
+        x = asm(C.read_x, C.read_x_constraints, [x_at], ptx(C.words_types, 16))
+        sums = asm(S.sum_asm, S.sum_constraints, x, S.sum_types)
+        place = x_sums_place(at, chunk, COUNT, C)
+        own = (at.lane < max(M // 2, 1)).to(gl.int32)
+        for i in gl.static_range(COUNT):
+            if M == 1:
+                run(C.store_float, "=r,r,f,r", [place + 4 * i, sums[2 * i], own])
+            else:
+                run(C.store_two, "=r,r,f,f,r", [place + 4 * M * i, sums[2 * i], sums[2 * i + 1], own])
+    run(C.sync_warp, "=r", [])
+
+
+@gluon.jit
+def load_x_sums(at, chunk, count: gl.constexpr, C: gl.constexpr):
+    """Returns `count` pairs of a lane's sums of x in a chunk; sums of tokens that do not exist are those of others."""
+    M: gl.constexpr = C.table.shape.tokens
+    place = x_sums_place(at, chunk, count, C)
+    sums = ()
+    for i in gl.static_range(count):
+        if M == 1:
+            one = asm(C.load_float, "=f,r", [place + 4 * i], gl.float32)
+            sums = sums + (one, one)
+        else:
+            sums = sums + asm(C.load_two, "=&f,=&f,r", [place + 4 * M * i], C.load_two_types)
+    return sums
+
+
+@gluon.jit
 def read_unit(at, slot, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
     """Returns a lane's words of this warp's unit of a slot: codes, then scales."""
     F: gl.constexpr = ptx(C.form, product, index)
@@ -584,7 +631,7 @@ def multiply_unit(args, at, layer, place, acc, chunk, product: gl.constexpr, ind
     x = asm(C.read_x, C.read_x_constraints, [x_at], ptx(C.words_types, 16))
     sums = ()
     if S.sums > 0:
-        sums = asm(S.sum_asm, S.sum_constraints, x, S.sum_types)
+        sums = load_x_sums(at, chunk, S.sums // 2, C)
     new = asm(S.asm, S.constraints, read[0 : S.words] + x + read[S.words :] + sums + acc, S.types)
     run(ptx(C.release, SLOTS), "=r,r,r,f,f", [barriers + 8 * (T.ring_slots + own.slot), at.lane, new[0], new[2]])
     if K_BLOCKS % T.warps != 0:  # some warps have no k block in the last chunk
@@ -788,6 +835,8 @@ def multiply_product(
     at = same_thread(at, C)
     rows = row_vectors(args, layer, product, index, C)
     gather_x(x, args, at, layer, product, WAIT, C)
+    if ptx(C.form, product, index).k_block.sums > 0:
+        store_x_sums(at, product, index, C)
     addresses = ()
     loaded = ()
     if ptx(C.normed, product):
@@ -954,14 +1003,14 @@ def attend_tiles(args, at, layer, vectors, task, tile, begin, end, parity, C: gl
     v = load_values(vectors.v, task, at, tile, end, C)
     v = chosen(own, new_v, v, 4 * VALUES) + v[4 * VALUES : 8 * VALUES]
     top, total, sums = attend_nothing(vectors.sinks, task, at, own, C)
-    top, total, sums = add_tile(first, second, v, top, total, sums, C)
+    top, total, sums = add_tile(first, second, v, top, total, sums, at, C)
     for later in range(begin + TILE * (WARPS - has_new), end, TILE * WARPS):
         tile = later + TILE * at.warp
         prefetch_values(vectors.v, task, at, tile, end, C)
         k = load_keys(vectors.k, task, at, tile, end, C)
         first, second = tile_scores(load_query(at, place, C), k, task, at, tile, end, C)
         v = load_values(vectors.v, task, at, tile, end, C)
-        top, total, sums = add_tile(first, second, v, top, total, sums, C)
+        top, total, sums = add_tile(first, second, v, top, total, sums, at, C)
     sums_to_shared(at, top, total, sums, C)
 
 
@@ -1145,6 +1194,8 @@ class StepPlan:
 
 
 def _product_form(unit: UnitForm, form: WeightForm, dtype: HalfType) -> ProductForm:
-    k_block = KBlock(form.format, dtype, 8, form.group, form.zero, form.scale_dtype)
+    raw = KBlock.takes_raw(form.format, dtype, form.group, form.zero)
+    chains = 2 if BLOCK_MMAS // max(1, BLOCK_K // (form.group or BLOCK_K)) >= 4 else 1
+    k_block = KBlock(form.format, dtype, 8, form.group, form.zero, form.scale_dtype, raw, chains)
     channel = ("bf16" if form.subnormal else "fp32") if form.channel_scale else None
     return ProductForm(unit, k_block, channel)
