@@ -35,7 +35,8 @@ TOKENS = 33
 
 
 def program_for(
-    model: PreTrainedModel, positions: int, batch_invariant: bool, forward: bool, kv: KVScheme, persistent_step: bool | None = None
+    model: PreTrainedModel, positions: int, batch_invariant: bool, forward: bool, kv: KVScheme,
+    persistent_step: bool | None = None,
 ) -> tuple[ModelProgram, float]:  # fmt: skip
     """Returns the program of a model, and the relative difference of its logits from the model's own. Raises ValueError if
     `kv` is not 16 bits and there is no decode program."""

@@ -34,8 +34,8 @@ from lowbit.ops.elementwise import EmbeddingTable
 
 
 class OneLaunch:
-    """Steps of a chain in one launch. `contexts`: the numbers of tokens of the steps that it computes, and the longest context of
-    each."""
+    """Steps of a chain in one launch. `contexts`: the numbers of tokens of the steps that it computes, and the longest context
+    of each."""
 
     def __init__(self, launch: DecodeStepLaunch, chain: Chain, contexts: dict[int, int]) -> None:
         self.launch, self.chain = launch, chain
@@ -66,15 +66,17 @@ class OneLaunch:
 
     def __str__(self) -> str:
         ends = "" if self.launch.ends.head is not None else ", then the LM head"
-        limits = [f"{m}{'' if context == UNLIMITED else f' (contexts up to {context:,})'}" for m, context in self.contexts.items()]
+        limits = [
+            f"{m}{'' if context == UNLIMITED else f' (contexts up to {context:,})'}" for m, context in self.contexts.items()
+        ]
         return f"steps of {', '.join(limits)} tokens: one launch{ends}"
 
 
 def one_launch_of(
     decoder: Decoder, chain: Chain | tuple[str, ...], table: Tensor | EmbeddingTable, kv: KVScheme, *, measured: bool = False
 ) -> OneLaunch | tuple[str, ...]:  # fmt: skip
-    """Returns the launch of a chain's steps, or the reasons why there is none. `table`: the decoder's embedding. `measured`: only
-    for steps for which it was measured to be faster than the launches."""
+    """Returns the launch of a chain's steps, or the reasons why there is none. `table`: the decoder's embedding. `measured`:
+    only for steps for which it was measured to be faster than the launches."""
     if not isinstance(chain, Chain):
         return chain
     shapes = {dataclasses.replace(decoder.attention_shape(spec), window=0) for spec in decoder.layers}
@@ -89,9 +91,7 @@ def one_launch_of(
     contexts = faster_contexts(layers, ends, shape, device) if measured else dict.fromkeys(TOKENS, UNLIMITED)
     if not contexts:
         size, gpu = _layer_megabytes(layers), machine_of(device).product
-        return (
-            f"it was not measured to be faster for layers of {size:.0f} MB on {gpu}; persistent_step=True of the engine uses it",
-        )
+        return (f"it was not measured to be faster for layers of {size:.0f} MB on {gpu} (persistent_step=True uses it)",)
     launch = DecodeStepLaunch(layers, ends, shape, chain.dtype, kv, chain.gated, decoder.eps, contexts)
     return OneLaunch(launch, chain, contexts)
 

@@ -217,9 +217,7 @@ class DecodeProgram:
 
         return attend
 
-    def _step(
-        self, tokens: Tensor, rows: Tensor | None, positions: Tensor, attend: Callable[[int, Tensor], Tensor]
-    ) -> Tensor:
+    def _step(self, tokens: Tensor, rows: Tensor | None, positions: Tensor, attend: Callable[[int, Tensor], Tensor]) -> Tensor:
         """Returns logits [B, V] of a step; tokens and positions as in `_layers`."""
         if isinstance(self.chain, Chain) and len(tokens if rows is None else rows) <= self.chain.most:
             return self._capped(self.chain.step(tokens, rows, self.table, attend))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.kv import KVScheme
-from lowbit.hardware.machine import Machine, machine_of
+from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.kernels.choose.decode_step import (
     BLOCK_K,
@@ -57,13 +57,12 @@ UNLIMITED = 1 << 30
 class StepLayer:
     """A decoder layer of the launch.
 
-    products: weights of qkv, o, gate-up (in fragment order: alternating rows) and down. biases: theirs, in the same order, in any
-    floating type; that of gate-up in the order of its weight. factors: of x before qkv and before gate-up, powers of two
+    products: weights of qkv, o, gate-up (in fragment order: alternating rows) and down. biases: theirs, in the same order, in
+    any floating type; that of gate-up in the order of its weight. factors: of x before qkv and before gate-up, powers of two
     (`fused_gemm.factor_of`). mlp_gamma [H]: weights of the norm before the MLP times the factor before gate-up; next_gamma [H]:
     those of the next layer's first norm, or of the final norm, times its factor. cos_sin float32 [positions, head_dim]. q_gamma
     and k_gamma [head_dim]: of norms of heads of q and k. sinks [heads]: scores without a value. window: tokens that a token
-    attends to, itself included; 0: all.
-    """
+    attends to, itself included; 0: all."""
 
     products: tuple[Weight, Weight, Weight, Weight]
     biases: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -104,8 +103,8 @@ def decode_step_refusals(
     layers: Sequence[StepLayer], ends: StepEnds, attention: AttentionShape, dtype: torch.dtype, kv: KVScheme,
     device: torch.device,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Returns the reasons why no launch computes a decoder of one attention shape, windows apart; empty if one does, at least for
-    one token."""
+    """Returns the reasons why no launch computes a decoder of one attention shape, windows apart; empty if one does, at least
+    for one token."""
     if device.type != "cuda":
         return ("one launch a step runs on a GPU, not on a CPU",)
     reasons = [*triton_refusals()]
@@ -138,7 +137,9 @@ def _layer_refusals(layers: Sequence[StepLayer], dtype: torch.dtype) -> list[str
     for name, forms in zip(LAYER_PRODUCTS, _forms(layers), strict=True):
         if len(forms) > MOST_FORMS:
             formats = ", ".join(sorted({form.format for form in forms}))
-            reasons.append(f"one launch a step takes {MOST_FORMS} forms of a product's weights, {name} has {len(forms)}: {formats}")
+            reasons.append(
+                f"one launch a step takes {MOST_FORMS} forms of a product's weights, {name} has {len(forms)}: {formats}"
+            )
     dense = {w.values.dtype for layer in layers for w in layer.products if isinstance(w, DenseWeight)} - {dtype}
     if dense:
         reasons.append(f"one launch a step takes 16-bit weights in {dtype}, not in {', '.join(map(str, dense))}")
@@ -183,8 +184,8 @@ def faster_contexts(
 
 
 class DecodeStepLaunch:
-    """A decoder's step in one launch. `bind` must be called with the pages of keys and values before the first step, and before a
-    capture. One step at a time: the steps of an instance share memory.
+    """A decoder's step in one launch. `bind` must be called with the pages of keys and values before the first step, and before
+    a capture. One step at a time: the steps of an instance share memory.
 
     Args:
         gate: the activation of the gates.
@@ -256,9 +257,9 @@ class DecodeStepLaunch:
     def __call__(
         self, tokens: Tensor, tables: Tensor, positions: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Computes the step of the slots `rows` int32 [M], and appends keys and values to the pages. Returns (h [M, H], x [M, H],
-        squares float32 [blocks, M], logits [M, V]): x and squares are the head's input, which the next step overwrites; logits
-        are None without a head.
+        """Computes the step of the slots `rows` int32 [M], and appends keys and values to the pages. Returns (h [M, H], x [M,
+        H], squares float32 [blocks, M], logits [M, V]): x and squares are the head's input, which the next step overwrites;
+        logits are None without a head.
 
         tokens int32 [slots], tables int32 [slots, pages of a slot] and positions int32 [slots] are indexed by rows. Raises
         ValueError for a number of tokens that is not in `tokens`.

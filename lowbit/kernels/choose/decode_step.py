@@ -57,6 +57,9 @@ RESERVED_BYTES = 1 << 10
 MOST_SLOT_BYTES = 21 << 10
 """Largest slot with more than one unit. More bytes would be few slots, of which a whole one is waited for."""
 
+LEAST_SLOT_BYTES = 8 << 10
+"""Smallest slot, if weights have larger ones: each slot takes the loader some time."""
+
 MOST_SLOTS = 16
 
 WAITS = (
@@ -256,8 +259,8 @@ class StepTable:
         return 4 * self.tile_warps
 
     def active(self, context: int) -> tuple[int, int]:
-        """(number of splits with work, tokens of each) at `context` older tokens, as the kernel computes them. What warps compute
-        at once is not split: splits take two exchanges between blocks."""
+        """(number of splits with work, tokens of each) at `context` older tokens, as the kernel computes them. What warps
+        compute at once is not split: splits take two exchanges between blocks."""
         shares = -(-context // self.share_tokens)
         active = 1 if shares <= 2 else min(self.splits, shares)
         each = max(1, -(-shares // active))
@@ -267,11 +270,23 @@ class StepTable:
 
     @functools.cached_property
     def slot_bytes(self) -> int:
-        """Bytes of a slot: as many as the narrowest weights of the layers fill, and at least a unit of any."""
-        forms = [form for product in self.shape.products for form in self.shape.forms_of(product)]
-        of_layers = [form for product in LAYER_PRODUCTS for form in self.shape.forms_of(product)]
-        least = min(form.slot_bytes(form.units(self.warps, MOST_SLOT_BYTES)) for form in of_layers)
-        return max(least, *(form.slot_bytes(1) for form in forms))
+        """Bytes of a slot: those of some units of a form, at least a unit of any. Slots of other forms are not full; the
+        weights of all layers take the least memory of the ring."""
+        forms = {product: self.shape.forms_of(product) for product in self.shape.products}
+        least = max(form.slot_bytes(1) for of_product in forms.values() for form in of_product)
+        sizes = {
+            form.slot_bytes(form.units(most, MOST_SLOT_BYTES))
+            for product in LAYER_PRODUCTS
+            for form in forms[product]
+            for most in (self.warps >> i for i in range(self.warps.bit_length()))
+        }
+
+        def bytes_in_ring(size: int) -> float:
+            weights = {name: self.shape.rows(name) * self.shape.columns(name) / len(forms[name]) for name in LAYER_PRODUCTS}
+            return sum(weights[name] * size / form.units(self.warps, size) for name in LAYER_PRODUCTS for form in forms[name])
+
+        large = [size for size in sizes if size >= min(LEAST_SLOT_BYTES, max(sizes))]
+        return max(least, min(large, key=lambda size: (bytes_in_ring(size), -size)))
 
     @property
     def x_warp_bytes(self) -> int:
@@ -441,8 +456,8 @@ def wait_of(status: int) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Faster:
-    """A measurement: one launch is faster than the launches of a chain on GPUs whose product name begins with `gpu`, in steps of
-    `tokens` tokens, for layers of `least_bytes` to `most_bytes` of weights, in contexts of up to `context` tokens."""
+    """A measurement: one launch is faster than the launches of a chain on GPUs whose product name begins with `gpu`, in steps
+    of `tokens` tokens, for layers of `least_bytes` to `most_bytes` of weights, in contexts of up to `context` tokens."""
 
     gpu: str
     tokens: int

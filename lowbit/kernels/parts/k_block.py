@@ -174,8 +174,8 @@ class KBlock:
 
     @property
     def sum_asm(self) -> str:
-        """PTX that sums x over each scale group, or over the k block, for zero points and raw codes, by matrix instructions whose operand A is all ones. Outputs:
-        sums of x. Inputs: words of x."""
+        """PTX that sums x over each scale group, or over the k block, for zero points and raw codes, by matrix instructions
+        whose operand A is all ones. Outputs: sums of x. Inputs: words of x."""
         out, x = operands_of(self.sums, self.token_words)
         groups = max(self.groups, 1)
         per_group = BLOCK_MMAS // groups
@@ -226,7 +226,9 @@ class KBlock:
             row = RAW_ROWS[self.bits] if i % 4 >= 2 else 1.0
             offset = float_constant(-(2.0 ** (self.bits - 1)) * 2.0**-24 * row)
             total = sums[2 * (group * self.n8_tiles + i // 4) + i % 2]
-            lines.append(f"mul.f32 p{i}, {total}, {offset};" if self.groups else f"fma.rn.f32 p{i}, {total}, {offset}, {acc[i]};")
+            lines.append(
+                f"mul.f32 p{i}, {total}, {offset};" if self.groups else f"fma.rn.f32 p{i}, {total}, {offset}, {acc[i]};"
+            )
         return lines
 
     def _scale(self, group: int, out: list[str], scales: list[str], sums: list[str], acc: list[str]) -> list[str]:

@@ -1,11 +1,11 @@
 """Attention of one token over a split of keys and values in 16-bit pages, on tensor cores, for a kernel's math warps.
 
-A warp computes tiles of 8 tokens for all query heads of a kv head, at most 8, by mma.sync.m16n8k16: s = q . k^T, whose rows 0 to
-7 are heads and whose rows 8 to 15 are zero, and v^T . p^T, whose columns are heads. Lane 4g + t has of each 32 elements of q of
-head g, and of k of token g, the 8 from 8t on, so that loads have 16 bytes and RoPE pairs elements of one lane; scores do not
+A warp computes tiles of 8 tokens for all query heads of a kv head, at most 8, by mma.sync.m16n8k16: s = q . k^T, whose rows 0
+to 7 are heads and whose rows 8 to 15 are zero, and v^T . p^T, whose columns are heads. Lane 4g + t has of each 32 elements of q
+of head g, and of k of token g, the 8 from 8t on, so that loads have 16 bytes and RoPE pairs elements of one lane; scores do not
 depend on the order of elements. It has the scores of head g for tokens 2t and 2t + 1, which are a fragment of p^T, and of v the
-elements 8g to 8g + 7 of each 64 of these tokens. Its sums are of these elements and of heads 2t and 2t + 1. Each warp keeps maxima, totals and sums of its tiles (online
-softmax in base 2), which are merged through shared memory, in a fixed order.
+elements 8g to 8g + 7 of each 64 of these tokens. Its sums are of these elements and of heads 2t and 2t + 1. Each warp keeps
+maxima, totals and sums of its tiles (online softmax in base 2), which are merged through shared memory, in a fixed order.
 
 C is a kernel's configuration: a `SplitAttention` whose `C.table` has tile_warps and x_start, where sums are merged in shared
 memory (choose/decode_step.py). `C.head_norms`: heads of q and k are normed. `C.windows`: some layers have a window.
@@ -100,8 +100,8 @@ class SplitAttention:
 
     @property
     def scores(self) -> str:
-        """PTX of a lane's scores: of head g for tokens 2t and 2t + 1. Outputs: both. Inputs: words of q, words of k. The sums of
-        even and odd steps are independent, so that they take half the time."""
+        """PTX of a lane's scores: of head g for tokens 2t and 2t + 1. Outputs: both. Inputs: words of q, words of k. The sums
+        of even and odd steps are independent, so that they take half the time."""
         out, q, k = operands_of(2, 4 * self.key_vectors, 4 * self.key_vectors)
         lines = [".reg .b32 none; .reg .f32 c<8>; mov.b32 none, 0;", *(f"mov.f32 c{i}, 0f00000000;" for i in range(8))]
         for step in range(2 * self.key_vectors):
@@ -118,8 +118,8 @@ class SplitAttention:
 
     @property
     def weigh(self) -> str:
-        """PTX that adds v times its probabilities to 16 sums: number 4m + 2i + h is of element 2m + i of the lane's 8 and of head
-        2t + h. Outputs: sums. Inputs: probabilities of tokens 2t and 2t + 1 as float32, words of v of token 2t, of 2t + 1,
+        """PTX that adds v times its probabilities to 16 sums: number 4m + 2i + h is of element 2m + i of the lane's 8 and of
+        head 2t + h. Outputs: sums. Inputs: probabilities of tokens 2t and 2t + 1 as float32, words of v of token 2t, of 2t + 1,
         sums."""
         out, p, first, second, sums = operands_of(16, 2, 4, 4, 16)
         pair = "f16x2" if self.dtype == "fp16" else "bf16x2"
@@ -252,11 +252,12 @@ def touch_angles(row, at, C: gl.constexpr):
 def root_of_head(words, C: gl.constexpr):
     """Returns 1 / rms of a head, of which a lane has words."""
     COUNT: gl.constexpr = C.key_vectors
-    total = words[0].to(gl.float32) * 0.0
+    total = None
     for j in gl.static_range(COUNT):
         values = asm(C.unpack, C.unpack_constraints, words[4 * j : 4 * j + 4], C.unpack_types)
         for i in gl.static_range(8):
-            total += values[i] * values[i]
+            square = values[i] * values[i]
+            total = square if total is None else total + square
     for step in gl.static_range(2):
         total += exchanged(total, 1 << step)
     return gl.rsqrt(total / C.shape.head_dim + C.shape.norm_eps)

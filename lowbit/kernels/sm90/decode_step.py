@@ -113,7 +113,8 @@ class ProductForm:
 @dataclass(frozen=True)
 class DecodeStep(Polled, SplitAttention):
     """The kernel's compile-time configuration. `forms`: of each product's weights, as `StepShape.forms`. `biases`: the products
-    with a bias. `head_norms`: heads of q and k are normed; `sinks`: heads have sinks. `embedding_scale`: factor of embeddings."""
+    with a bias. `head_norms`: heads of q and k are normed; `sinks`: heads have sinks. `embedding_scale`: factor of
+    embeddings."""
 
     table: StepTable
     half: HalfType
@@ -205,10 +206,10 @@ class DecodeStep(Polled, SplitAttention):
         )
 
     def fill(self, product: ProductName, index: int) -> str:
-        """PTX that fills a slot. $1 lane, $2 barrier, $3 slot, $4 source of codes, $5 their bytes, $6 source of scales, $7 their
-        bytes, $8 bytes of the last tile if it is alone in its unit, else 0. That tile is copied twice: x has zeros where the
-        second one would be, and by zeros only finite numbers may be multiplied. Lane 0 copies codes; of 16-bit weights 16 lanes
-        copy a row each, whose place, source and bytes are $3, $4, $5 and $8."""
+        """PTX that fills a slot. $1 lane, $2 barrier, $3 slot, $4 source of codes, $5 their bytes, $6 source of scales, $7
+        their bytes, $8 bytes of the last tile if it is alone in its unit, else 0. That tile is copied twice: x has zeros where
+        the second one would be, and by zeros only finite numbers may be multiplied. Lane 0 copies codes; of 16-bit weights 16
+        lanes copy a row each, whose place, source and bytes are $3, $4, $5 and $8."""
         copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
         unit, odd = self.form(product, index).unit, self.table.k_tiles(product) % 2
         lines = [".reg .pred p, q; .reg .b32 at, all; .reg .b64 from, size;", "setp.eq.s32 p, $1, 0; add.u32 all, $5, $8;"]
@@ -225,9 +226,9 @@ class DecodeStep(Polled, SplitAttention):
         return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
 
     def release(self, count: int) -> str:
-        """PTX by which lane 0 ($2) marks a slot as empty, at barrier $1; it arrives for `count` warps, since only a part of them
-        reads the slot. It depends on the sums $3 and $4, in which all words of the slot are: a load that is still queued when
-        the slot is released can read the next contents. (No sum is this NaN.)"""
+        """PTX by which lane 0 ($2) marks a slot as empty, at barrier $1; it arrives for `count` warps, since only a part of
+        them reads the slot. It depends on the sums $3 and $4, in which all words of the slot are: a load that is still queued
+        when the slot is released can read the next contents. (No sum is this NaN.)"""
         times = f", {count}" if count > 1 else ""
         return (
             "{ .reg .pred p; .reg .b32 a, b; mov.b32 a, $3; mov.b32 b, $4; setp.eq.s32 p, $2, 0;\n"
@@ -465,8 +466,8 @@ def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.co
 
 @gluon.jit
 def rows_of_slot(weights, row_block, part, tiles, lane, product: gl.constexpr, UNITS: gl.constexpr, C: gl.constexpr):
-    """Returns a lane's row of 16-bit weights in a slot: its address, its bytes, and the bytes of the last tile if that is alone in
-    its unit. Rows of gate and up alternate in eights, as they do in the fragment order."""
+    """Returns a lane's row of 16-bit weights in a slot: its address, its bytes, and the bytes of the last tile if that is alone
+    in its unit. Rows of gate and up alternate in eights, as they do in the fragment order."""
     K: gl.constexpr = ptx(C.table.shape.columns, product)
     N: gl.constexpr = ptx(C.table.shape.rows, product)
     row = lane & 15
@@ -935,8 +936,8 @@ def attention_vectors(args, layer, C: gl.constexpr):
 
 @gluon.jit
 def attend(args, at, layer, vectors, number, task, active, tokens, start, parity, C: gl.constexpr):
-    """Computes one split, of `tokens` tokens: appends the new token in split 0, and stores the split's sums, or the output if it
-    is the only one. A warp has every tile_warps-th tile; in split 0 the last warp's first tile is the new token."""
+    """Computes one split, of `tokens` tokens: appends the new token in split 0, and stores the split's sums, or the output if
+    it is the only one. A warp has every tile_warps-th tile; in split 0 the last warp's first tile is the new token."""
     WARPS: gl.constexpr = C.table.tile_warps
     begin = start + task.split * tokens
     end = gl.minimum(begin + tokens, task.position)
@@ -956,8 +957,8 @@ def attend(args, at, layer, vectors, number, task, active, tokens, start, parity
 
 @gluon.jit
 def attend_tiles(args, at, layer, vectors, task, tile, begin, end, parity, C: gl.constexpr):
-    """Computes a warp's tiles, of which the first begins at token `tile`, and stores their sums in shared memory. Sums of products
-    are not stored in the buffer `parity` meanwhile, so q is."""
+    """Computes a warp's tiles, of which the first begins at token `tile`, and stores their sums in shared memory. Sums of
+    products are not stored in the buffer `parity` meanwhile, so q is."""
     T: gl.constexpr = C.table
     A: gl.constexpr = C.shape
     WARPS: gl.constexpr = T.tile_warps

@@ -21,7 +21,6 @@ from lowbit.pack import DenseWeight, FragmentWeight
 from lowbit.pack.gated import alternate, pack_gated
 from lowbit.quantize import rtn
 
-
 UNIT_FORMS = {
     "w4a16_g128": UnitForm(4, 32), "w4a16_g64": UnitForm(4, 64), "w4a16_g128_z": UnitForm(4, 64), "w8a16": UnitForm(8),
     "w6e3m2a16_g64": UnitForm(6, 64), "16": UnitForm(16),

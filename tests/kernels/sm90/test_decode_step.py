@@ -85,17 +85,29 @@ CASES = {
     "part of a slot": ({"hidden": 640, "heads": 10, "kv_heads": 5}, {"contexts": (9,)}),
     "half a k block": ({"hidden": 192, "heads": 3, "kv_heads": 3, "intermediate": 320}, {"contexts": (9,)}),
     "head": ({"vocab": 200, "schemes": alike("w4a16_g128", "w8a16")}, {"biases": ("head",), "embedding_bits": 8}),
-    "head of 4 bits": ({"vocab": 64, "tokens": 2, "schemes": alike("w4a16_g128", "w4a16_g128")}, {"contexts": (5, 7), "embedding_scale": 1.5}),
+    "head of 4 bits": (
+        {"vocab": 64, "tokens": 2, "schemes": alike("w4a16_g128", "w4a16_g128")},
+        {"contexts": (5, 7), "embedding_scale": 1.5},
+    ),
     "head of 16 bits": ({"vocab": 96, "schemes": alike("w4a16_g128", "16")}, {"biases": ("head",)}),
     "window": ({"blocks": 3, "windows": True, "layers": 2}, {"contexts": (300,), "windows": (150, 0)}),
     "sinks": ({"blocks": 3, "tokens": 2}, {"contexts": (150, 0), "sinks": True}),
     "int8 by channel": ({"schemes": alike("w8a16")}, {}),
     "fp6 in groups of 64": ({"schemes": alike("w6e3m2a16_g64")}, {}),
     "zeros": ({"schemes": alike("w4a16_g128_z")}, {}),
-    "16 bits": ({"schemes": alike("16", "16"), "vocab": 64, "hidden": 192, "heads": 3, "kv_heads": 3}, {"biases": PRODUCT_NAMES}),
+    "16 bits": (
+        {"schemes": alike("16", "16"), "vocab": 64, "hidden": 192, "heads": 3, "kv_heads": 3},
+        {"biases": PRODUCT_NAMES},
+    ),
     "16 bits, bf16, four rows": ({"schemes": alike("16"), "tokens": 4}, {"contexts": (1, 2, 3, 40), "dtype": torch.bfloat16}),
-    "mixed products": ({"schemes": (("w4a16_g128",), ("w8a16",), ("w6e3m2a16_g64",), ("16",), ()), "hidden": 320, "heads": 5, "kv_heads": 5}, {}),
-    "mixed layers": ({"layers": 3, "schemes": (("w4a16_g64", "16"), ("16", "w4a16_g64"), ("w4a16_g64",), ("w8a16", "16", "w4a16_g64"), ())}, {}),
+    "mixed products": (
+        {"schemes": (("w4a16_g128",), ("w8a16",), ("w6e3m2a16_g64",), ("16",), ()), "hidden": 320, "heads": 5, "kv_heads": 5},
+        {},
+    ),
+    "mixed layers": (
+        {"layers": 3, "schemes": (("w4a16_g64", "16"), ("16", "w4a16_g64"), ("w4a16_g64",), ("w8a16", "16", "w4a16_g64"), ())},
+        {},
+    ),
 }
 
 
@@ -161,7 +173,8 @@ def compiled(tokens, scheme="w4a16_g128", head="w8a16", dtype=torch.float16, sha
 
 @pytest.mark.parametrize(
     ("tokens", "options"),
-    [(1, {}), (2, {}), (4, {}), (1, {"scheme": "16", "head": "16"}), (1, {"scheme": "w6e3m2a16"}), (1, {"shape": "smollm2", "scheme": "w8a16"})],
+    [(1, {}), (2, {}), (4, {}), (1, {"scheme": "16", "head": "16"}), (1, {"scheme": "w6e3m2a16"}), (1, {"shape": "smollm2",
+    "scheme": "w8a16"})],
 )  # fmt: skip
 def test_machine_code(tokens, options):
     """All shared memory is one allocation at address 0 beside the state of roles; nothing is on the stack."""
@@ -176,7 +189,7 @@ def test_machine_code(tokens, options):
         for loop in products
         if not any(other != loop and loop[0] <= other[0] and other[1] <= loop[1] for other in products)
     ]
-    assert len(innermost) == 5
+    assert len(innermost) == 6  # five products, and the tiles of attention
     for first, last in innermost:
         assert sum("HMMA" in line for line in kernel.lines[first : last + 1]) % 8 == 0
 
