@@ -100,6 +100,7 @@ def emulated(monkeypatch):
     monkeypatch.setattr("lowbit.ops.decode_step.step_refusals", lambda *given: ())
     monkeypatch.setattr("lowbit.ops.decode_step.step_table", lambda shape, machine: StepTable(shape, 2, 4))
     monkeypatch.setattr("lowbit.ops.decode_step.machine_of", lambda device: typical_machine(90))
+    monkeypatch.setattr("lowbit.engine.one_launch.machine_of", lambda device: typical_machine(90))
 
 
 def launch_of(program, **options):

@@ -54,6 +54,9 @@ BYTES = 227 << 10
 RESERVED_BYTES = 1 << 10
 """Shared memory that the compiler uses for the roles of warps."""
 
+MOST_X_BYTES = 72 << 10
+"""Activations that a block has at a time; more of them are gathered in parts of K."""
+
 MOST_SLOT_BYTES = 21 << 10
 """Largest slot with more than one unit. More bytes would be few slots, of which a whole one is waited for."""
 
@@ -200,6 +203,15 @@ class StepTable:
         """Number of k blocks of a row block that a warp multiplies."""
         return -(-self.k_blocks(product) // self.warps)
 
+    def chunks_at_once(self, product: ProductName) -> int:
+        """Number of chunks of x that a block has at a time: all, or about the same number in each part."""
+        most = max(1, MOST_X_BYTES // (2 * BLOCK_K * self.shape.tokens * self.warps))
+        return -(-self.chunks(product) // -(-self.chunks(product) // most))
+
+    def parts(self, product: ProductName) -> int:
+        """Number of parts in which x is gathered."""
+        return -(-self.chunks(product) // self.chunks_at_once(product))
+
     def units(self, product: ProductName, form: int = 0) -> int:
         """Number of units of a slot: a power of two. A chunk has warps / units slots."""
         return self.shape.forms_of(product)[form].units(self.warps, self.slot_bytes)
@@ -221,14 +233,19 @@ class StepTable:
         most = min(-(-self.row_blocks(product) // self.blocks), self.warps // self.shape.tokens)
         if product == "head":  # of many row blocks; their sums shall take no more room from the ring
             most = min(most, max(8, self.at_once("gate_up")))
-        return max(1, most)
+        return max(1, most if self.parts(product) == 1 else min(most, 4))
 
     def slots(self, block: int, product: ProductName, form: int = 0) -> Iterator[Slot]:
-        """A block's stream of weights of a product, in order."""
-        count, units = self.k_blocks(product), self.units(product, form)
-        for row_block in self.own_row_blocks(product, block):
-            for first in range(0, self.chunks(product) * self.warps, units):
-                yield Slot(product, row_block, first, max(0, min(units, count - first)))
+        """A block's stream of weights of a product, in order: row block by row block; or, if x is gathered in parts, part by part
+        of the row blocks whose sums are reduced together."""
+        count, units, own = self.k_blocks(product), self.units(product, form), self.own_row_blocks(product, block)
+        chunks, step = self.chunks(product), self.chunks_at_once(product)
+        at_once = 1 if step == chunks else self.at_once(product)
+        for begin in range(own.start, own.stop, at_once):
+            for part in range(0, chunks, step):
+                for row_block in range(begin, min(begin + at_once, own.stop)):
+                    for first in range(part * self.warps, min(part + step, chunks) * self.warps, units):
+                        yield Slot(product, row_block, first, max(0, min(units, count - first)))
 
     # ---- attention
 
@@ -302,7 +319,7 @@ class StepTable:
 
     @property
     def _most_chunks(self) -> int:
-        return max(map(self.chunks, self.shape.products))
+        return max(map(self.chunks_at_once, self.shape.products))
 
     @property
     def merge_bytes(self) -> int:

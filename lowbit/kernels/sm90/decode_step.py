@@ -423,44 +423,52 @@ def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.co
     FEW: gl.constexpr = T.in_flight[0]
     MANY: gl.constexpr = T.in_flight[1]
     TILES: gl.constexpr = ptx(T.k_tiles, product)
-    PARTS: gl.constexpr = ptx(T.chunks, product) * ptx(T.slots_of_chunk, product, index)
+    PARTS: gl.constexpr = ptx(T.parts, product)
+    AT_ONCE: gl.constexpr = 1 if PARTS == 1 else ptx(T.at_once, product)
+    STEP: gl.constexpr = ptx(T.chunks_at_once, product) * ptx(T.slots_of_chunk, product, index)
+    ALL: gl.constexpr = ptx(T.chunks, product) * ptx(T.slots_of_chunk, product, index)
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32) + lane * 0
     barriers = start + T.barriers_start
     codes = field(args, layer, product + " codes", C)
     scale = field(args, layer, product + " scale", C)
     first, end = own_row_blocks(product, C)
-    for row_block in range(first, end):
-        for part in range(PARTS):
-            await_barrier(
-                barriers + 8 * (SLOTS + place.slot), place.phase ^ 1, args.status, status_of(layer, "a free slot", C), C
-            )
-            if issued >= MANY:
-                later, earlier = issued - FEW, issued - MANY
-                run(
-                    C.await_room, "=r,r,r,r,r,r,l,r",
-                    [barriers + 8 * (later % SLOTS), lane * 0 + (later // SLOTS & 1), barriers + 8 * (earlier % SLOTS),
-                     lane * 0 + (earlier // SLOTS & 1), start, args.status, status_of(layer, "weights", C)],
-                )  # fmt: skip
-            tiles = gl.maximum(gl.minimum(TILES - part * (2 * UNITS), 2 * UNITS), 0)
-            to = start + place.slot * T.slot_bytes
-            if UNIT.dense:
-                source, size, last = rows_of_slot(codes, row_block, part, tiles, lane, product, UNITS, C)
-                to += (lane & 15) * ptx(UNIT.row_bytes, UNITS)
-                scales = source
-                scales_size = tiles * 0
-            else:
-                source = codes * 1 + (lane * 0 + (row_block * TILES + part * (2 * UNITS))) * (UNIT.code_bytes // 2)
-                size = tiles * (UNIT.code_bytes // 2)
-                last = (tiles & 1) * (UNIT.code_bytes // 2)
-                scales = scale + (lane * 0 + (row_block * ((TILES + 1) // 2) + part * UNITS)) * UNIT.scale_bytes
-                scales_size = ((tiles + 1) >> 1) * UNIT.scale_bytes
-            run(
-                ptx(C.fill, product, index), "=r,r,r,r,l,r,l,r,r",
-                [lane, barriers + 8 * place.slot, to, source, size, scales, scales_size, last],
-            )  # fmt: skip
-            place = later_place(place, 1, C)
-            issued += 1
+    for begin in range(first, end, AT_ONCE):
+        for part in range(0, ALL, STEP):
+            for row_block in range(begin, gl.minimum(begin + AT_ONCE, end)):
+                for number in range(part, gl.minimum(part + STEP, ALL)):
+                    await_barrier(
+                        barriers + 8 * (SLOTS + place.slot), place.phase ^ 1, args.status,
+                        status_of(layer, "a free slot", C), C,
+                    )  # fmt: skip
+                    if issued >= MANY:
+                        later, earlier = issued - FEW, issued - MANY
+                        run(
+                            C.await_room, "=r,r,r,r,r,r,l,r",
+                            [barriers + 8 * (later % SLOTS), lane * 0 + (later // SLOTS & 1),
+                             barriers + 8 * (earlier % SLOTS), lane * 0 + (earlier // SLOTS & 1), start, args.status,
+                             status_of(layer, "weights", C)],
+                        )  # fmt: skip
+                    tiles = gl.maximum(gl.minimum(TILES - number * (2 * UNITS), 2 * UNITS), 0)
+                    to = start + place.slot * T.slot_bytes
+                    if UNIT.dense:
+                        source, size, last = rows_of_slot(codes, row_block, number, tiles, lane, product, UNITS, C)
+                        to += (lane & 15) * ptx(UNIT.row_bytes, UNITS)
+                        scales = source
+                        scales_size = tiles * 0
+                    else:
+                        tile = lane * 0 + (row_block * TILES + number * (2 * UNITS))
+                        source = codes * 1 + tile * (UNIT.code_bytes // 2)
+                        size = tiles * (UNIT.code_bytes // 2)
+                        last = (tiles & 1) * (UNIT.code_bytes // 2)
+                        scales = scale + (lane * 0 + (row_block * ((TILES + 1) // 2) + number * UNITS)) * UNIT.scale_bytes
+                        scales_size = ((tiles + 1) >> 1) * UNIT.scale_bytes
+                    run(
+                        ptx(C.fill, product, index), "=r,r,r,r,l,r,l,r,r",
+                        [lane, barriers + 8 * place.slot, to, source, size, scales, scales_size, last],
+                    )  # fmt: skip
+                    place = later_place(place, 1, C)
+                    issued += 1
     return place, issued
 
 
@@ -513,13 +521,13 @@ def load(args, C: gl.constexpr):
 
 
 @gluon.jit
-def gather_x(source, args, at, layer, product: gl.constexpr, wait: gl.constexpr, C: gl.constexpr):
-    """Waits for the k blocks of this warp of x [tokens, K] at address `source`, and stores them in the warp's memory as
+def gather_x(source, args, at, layer, first: gl.constexpr, product: gl.constexpr, wait: gl.constexpr, C: gl.constexpr):
+    """Waits for the k blocks of this warp of x [tokens, K] at address `source`, from chunk `first` on, and stores them in the warp's memory as
     [chunk][vector of 8 columns][token]: matrices of ldmatrix. Columns beyond K are zeros."""
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
     VECTORS: gl.constexpr = ptx(T.shape.columns, product) // 8
-    PIECES: gl.constexpr = ptx(T.chunks, product) * M * 16
+    PIECES: gl.constexpr = min(ptx(T.chunks_at_once, product), ptx(T.chunks, product) - first) * M * 16
     TURNS: gl.constexpr = (PIECES + 31) // 32
     to = at.start + T.x_start + at.warp * T.x_warp_bytes
     for begin in gl.static_range(0, TURNS, PIECES_AT_ONCE):
@@ -529,7 +537,7 @@ def gather_x(source, args, at, layer, product: gl.constexpr, wait: gl.constexpr,
         for i in gl.static_range(min(PIECES_AT_ONCE, TURNS - begin)):
             piece = gl.minimum(at.lane + 32 * (begin + i), PIECES - 1)
             token, chunk = (piece >> 4) % M, (piece >> 4) // M
-            column = (chunk * T.warps + at.warp) * 16 + (piece & 15)
+            column = ((first + chunk) * T.warps + at.warp) * 16 + (piece & 15)
             places = places + (to + ((chunk * 16 + (piece & 15)) * M + token) * 16,)
             addresses = addresses + (source + (token * VECTORS + gl.minimum(column, VECTORS - 1)) * 16,)
             exist = exist + (column < VECTORS,)
@@ -556,14 +564,13 @@ def x_sums_place(at, chunk, count: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def store_x_sums(at, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+def store_x_sums(at, chunks: gl.constexpr, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
     """Stores the sums over groups of a warp's k blocks of x, which zero points and raw codes need, behind x."""
     T: gl.constexpr = C.table
     S: gl.constexpr = ptx(C.form, product, index).k_block
     M: gl.constexpr = T.shape.tokens
-    CHUNKS: gl.constexpr = ptx(T.chunks, product)
     COUNT: gl.constexpr = S.sums // 2
-    for chunk in gl.static_range(CHUNKS):
+    for chunk in gl.static_range(chunks):
         x_at = at.start + T.x_start + at.warp * T.x_warp_bytes + chunk * (256 * M)
         x_at += ((at.lane >> 3) * M + gl.minimum(at.lane & 7, M - 1)) * 16
         x = asm(C.read_x, C.read_x_constraints, [x_at], ptx(C.words_types, 16))
@@ -613,8 +620,9 @@ def read_unit(at, slot, product: gl.constexpr, index: gl.constexpr, C: gl.conste
 
 
 @gluon.jit
-def multiply_unit(args, at, layer, place, acc, chunk, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
-    """Adds the product of this warp's unit of a chunk, once its slot is full, and releases the slot."""
+def multiply_unit(args, at, layer, place, acc, chunk, first: gl.constexpr, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Adds the product of this warp's unit of a chunk, once its slot is full, and releases the slot. `chunk`: since chunk `first`,
+    with which x in shared memory begins."""
     T: gl.constexpr = C.table
     S: gl.constexpr = ptx(C.form, product, index).k_block
     M: gl.constexpr = T.shape.tokens
@@ -636,7 +644,7 @@ def multiply_unit(args, at, layer, place, acc, chunk, product: gl.constexpr, ind
     new = asm(S.asm, S.constraints, read[0 : S.words] + x + read[S.words :] + sums + acc, S.types)
     run(ptx(C.release, SLOTS), "=r,r,r,f,f", [barriers + 8 * (T.ring_slots + own.slot), at.lane, new[0], new[2]])
     if K_BLOCKS % T.warps != 0:  # some warps have no k block in the last chunk
-        exists = chunk * T.warps + at.warp < K_BLOCKS
+        exists = (first + chunk) * T.warps + at.warp < K_BLOCKS
         kept = ()
         for i in gl.static_range(4):
             kept = kept + (gl.where(exists, new[i], acc[i]),)
@@ -823,6 +831,16 @@ def embed(args, at, layer, C: gl.constexpr):
 
 
 @gluon.jit
+def receive_x(x, args, at, layer, first: gl.constexpr, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Gathers x from chunk `first` on, as many chunks as shared memory has, and its sums if the weights' form needs them."""
+    CHUNKS: gl.constexpr = min(ptx(C.table.chunks_at_once, product), ptx(C.table.chunks, product) - first)
+    WAIT: gl.constexpr = "x of gate-up" if product == "gate_up" else "x of " + product
+    gather_x(x, args, at, layer, first, product, WAIT, C)
+    if ptx(C.form, product, index).k_block.sums > 0:
+        store_x_sums(at, CHUNKS, product, index, C)
+
+
+@gluon.jit
 def multiply_product(
     args, at, layer, place, parity, x, squares_of, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
@@ -831,13 +849,11 @@ def multiply_product(
     M: gl.constexpr = T.shape.tokens
     AT_ONCE: gl.constexpr = ptx(T.at_once, product)
     CHUNKS: gl.constexpr = ptx(T.chunks, product)
+    STEP: gl.constexpr = ptx(T.chunks_at_once, product)
     LONG: gl.constexpr = product == "gate_up" or product == "down"  # more weights than the ring holds, and x is next
-    WAIT: gl.constexpr = "x of gate-up" if product == "gate_up" else "x of " + product
     at = same_thread(at, C)
     rows = row_vectors(args, layer, product, index, C)
-    gather_x(x, args, at, layer, product, WAIT, C)
-    if ptx(C.form, product, index).k_block.sums > 0:
-        store_x_sums(at, product, index, C)
+    receive_x(x, args, at, layer, 0, product, index, C)
     addresses = ()
     loaded = ()
     if ptx(C.normed, product):
@@ -853,15 +869,37 @@ def multiply_product(
     for begin in range(first, end, AT_ONCE):
         count = gl.minimum(end - begin, AT_ONCE)
         out = output_of(args, at, rows, begin, count, product, C)
-        for row_block in range(count):
-            acc = (zero, zero, zero, zero)
-            for chunk in range(CHUNKS):
-                if LONG:
-                    last = (begin + row_block == end - 1) & (chunk == CHUNKS - 1)
-                    run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, at.index * 0 + 1, at.index * 0 + last.to(gl.int32)])
-                place, acc = multiply_unit(args, at, layer, place, acc, chunk, product, index, C)
-            to = own_sums + parity * T.sums_bytes + row_block * (T.warps * 64 * M)
-            run(C.store_sums, "=r,r,r,f,f,f,f", (to, pair) + acc)
+        to = own_sums + parity * T.sums_bytes
+        if STEP == CHUNKS:
+            for row_block in range(count):
+                acc = (zero, zero, zero, zero)
+                for chunk in range(CHUNKS):
+                    if LONG:
+                        last = (begin + row_block == end - 1) & (chunk == CHUNKS - 1)
+                        one = at.index * 0 + 1
+                        run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, one, at.index * 0 + last.to(gl.int32)])
+                    place, acc = multiply_unit(args, at, layer, place, acc, chunk, 0, product, index, C)
+                run(C.store_sums, "=r,r,r,f,f,f,f", (to + row_block * (T.warps * 64 * M), pair) + acc)
+        else:
+            accs = (zero, zero, zero, zero) * AT_ONCE
+            for part in gl.static_range(0, CHUNKS, STEP):
+                if part > 0:
+                    receive_x(x, args, at, layer, part, product, index, C)
+                elif begin > first:
+                    receive_x(x, args, at, layer, 0, product, index, C)
+                new = ()
+                for i in gl.static_range(AT_ONCE):
+                    acc = accs[4 * i : 4 * i + 4]
+                    for chunk in range(gl.where(i < count, min(STEP, CHUNKS - part), 0)):
+                        place, acc = multiply_unit(args, at, layer, place, acc, chunk, part, product, index, C)
+                    new = new + acc
+                accs = new
+            if LONG:
+                last = begin + count == end
+                one = at.index * 0 + 1
+                run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, one, at.index * 0 + last.to(gl.int32)])
+            for i in gl.static_range(AT_ONCE):
+                run(C.store_sums, "=r,r,r,f,f,f,f", (to + i * (T.warps * 64 * M), pair) + accs[4 * i : 4 * i + 4])
         if ptx(C.normed, product):
             rms_to_shared(loaded, addresses, rows.factor, begin == first, args, at, layer, product, C)
         barrier()

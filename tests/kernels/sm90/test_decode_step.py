@@ -68,6 +68,20 @@ def remembered(case: Case) -> Case:
     return case
 
 
+def emulate(table, schemes, options):
+    """Executes a step without a GPU and compares it with float64."""
+    case = remembered(Case(table, schemes, **options))
+    plan, vectors = plan_of(case), torch.full((case.table.words,), 0x7FC07FC0, dtype=torch.int32)
+    object.__setattr__(plan.config, "limit", 1 << 14)  # a wrong kernel ends soon
+    call = arguments(case, vectors, case.layers)
+    kernel, launched = compile_plan(plan, call, 90), []
+    plan.launch = lambda *given: launched.append(given[:-1])
+    x, squares = plan(*call)
+    threads = 32 * (case.table.warps + LOADER_WARPS)
+    execute(kernel.ptx, kernel.shared_bytes, launched[0], case.table.blocks, threads, others=case.tensors)
+    compare(case, x, squares, vectors, 2e-3 if case.dtype == torch.float16 else 1e-2)
+
+
 CASES = {
     "two layers": ({"layers": 2}, {}),
     "no context": ({}, {"contexts": (0,)}),
@@ -115,16 +129,17 @@ CASES = {
 def test_emulated(name):
     """The compiled PTX of all blocks in a random order of warps, with late copies, over NaN in shared memory."""
     shape, options = CASES[name]
-    case = remembered(Case(small_table(**shape), shape.get("schemes", ()), **options))
-    plan, vectors = plan_of(case), torch.full((case.table.words,), 0x7FC07FC0, dtype=torch.int32)
-    object.__setattr__(plan.config, "limit", 1 << 14)  # a wrong kernel ends soon
-    call = arguments(case, vectors, case.layers)
-    kernel, launched = compile_plan(plan, call, 90), []
-    plan.launch = lambda *given: launched.append(given[:-1])
-    x, squares = plan(*call)
-    threads = 32 * (case.table.warps + LOADER_WARPS)
-    execute(kernel.ptx, kernel.shared_bytes, launched[0], case.table.blocks, threads, others=case.tensors)
-    compare(case, x, squares, vectors, 2e-3 if case.dtype == torch.float16 else 1e-2)
+    emulate(small_table(**shape), shape.get("schemes", ()), options)
+
+
+def test_x_in_parts(monkeypatch):
+    """Where shared memory holds a part of x only, it is gathered several times; blocks have 2 or 3 row blocks of o and down."""
+    monkeypatch.setattr("lowbit.kernels.choose.decode_step.MOST_X_BYTES", 2048)
+    shape = {"hidden": 384, "heads": 6, "kv_heads": 2, "intermediate": 1088, "tokens": 2, "blocks": 9}
+    schemes = alike("w4a16_g64")
+    table = small_table(**shape, schemes=schemes)
+    assert table.parts("down") == 3 and table.parts("qkv") == 1
+    emulate(table, schemes, {"contexts": (3, 40)})
 
 
 def test_a_missing_block_is_reported():
