@@ -354,7 +354,10 @@ def e2e(
         str | None,
         typer.Option(help="Activations, keys and values: float16 or bfloat16 (default: bfloat16 for mixtures of experts)."),
     ] = None,
-    kv: Annotated[str, typer.Option(help="Formats of keys and values: 16, fp8, int8, int4, or mixes of two.")] = "16",
+    kv: Annotated[
+        str,
+        typer.Option(help="Formats of keys and values: 16, fp8, int8, int4, or mixes of two; 16-bit weights take the first."),
+    ] = "16",
     layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the model has: for trying.")] = None,
     rivals: Annotated[str, typer.Option(help="Of the same model: eager, static (Transformers' generate), or none.")] = "none",
     out_file: Annotated[Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-e2e.json.")] = None,
@@ -415,6 +418,59 @@ def e2e(
     if plot_file is not None:
         plot(document, plot_file)
         say(f"wrote {plot_file}")
+
+
+@app.command(name="tensor-parallel")
+@user_errors
+def tensor_parallel(
+    model: Annotated[str, typer.Option(help="Shape: Llama-3-8B, Llama-2-13B or Llama-2-70B.")] = "Llama-3-8B",
+    scheme: Annotated[str, typer.Option(help="Scheme of the layers, or none for 16 bits.")] = "w4a16_g128",
+    gpus: Annotated[str, typer.Option(help="Numbers of GPUs.")] = "1,2",
+    batches: Annotated[str, typer.Option(help="Requests at once.")] = "1,16",
+    context: Annotated[int, typer.Option(min=1, help="Tokens before the step.")] = 1024,
+    head: Annotated[str, typer.Option(help="Scheme of LM head and embedding of a quantized model, or none.")] = "w8a16",
+    dtype: Annotated[str, typer.Option(help="Activations, keys and values: float16 or bfloat16.")] = "float16",
+    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the model has: for trying.")] = None,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-..json.")] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file; needs no GPU.")] = None,
+) -> None:
+    """Time decode steps of a language model (random weights in a known shape) on one GPU and on several of this machine.
+
+    On several GPUs partial sums are added over peer memory and, as a second row, by NCCL. torch's peer memory serves one group
+    of GPUs in a process, so that give one number of GPUs above 1.
+
+    Example: python -m benchmarks tensor-parallel --model Llama-2-70B --scheme w6e3m2a16 --gpus 1,2 --batches 1
+    """
+    load_layers()
+    from benchmarks.tensor_parallel_report import failed, table
+    from benchmarks.tensor_parallel_report import load as load_report
+
+    if report_file is not None:
+        document = load_report(report_file)
+    else:
+        import torch
+
+        from benchmarks.e2e import DTYPES
+        from benchmarks.language_model import SHAPES
+        from benchmarks.tensor_parallel import RanksConfig, run
+        from lowbit.formats import parse_scheme
+        from lowbit.tune.trials import parse_rows
+
+        if dtype not in DTYPES:
+            raise ValueError(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}")
+        (shape,) = _parse_names("--model", model, SHAPES)
+        name = None if scheme == "none" else parse_scheme(scheme).name
+        if not torch.cuda.is_available():
+            raise ValueError(f"bench tensor-parallel measures NVIDIA GPUs and torch {torch.__version__} sees none")
+        config = RanksConfig(
+            shape, name, parse_rows(gpus), parse_rows(batches), context, None if head == "none" else parse_scheme(head).name,
+            dtype, layers,
+        )  # fmt: skip
+        path, document = run(config, out_file, say)
+        say(f"wrote {path}")
+    out.print(table(document))
+    for line in failed(document):
+        say(line)
 
 
 @app.command(name="load")

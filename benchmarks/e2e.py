@@ -136,7 +136,8 @@ def _rows_of(
     except failures() as error:
         yield {**blank, **nothing, "impl": "lowbit", "batch": None, "context": None, "error": reason(error)}
         return
-    for kv in config.kv:
+    # 16-bit weights are the baseline: with keys and values in the first format, which is 16 bits unless one asks otherwise.
+    for kv in config.kv if scheme else config.kv[:1]:
         stored = blank if not parse_kv(kv).quantized else {**blank, "kv_dtype": kv}
         said = f"{model}, {name}, keys and values in {stored['kv_dtype']}"
         row = {**stored, **nothing, "impl": "lowbit", "weight_bytes": held}

@@ -36,7 +36,7 @@ from lowbit.ops.expert_gemm import expert_gemm, plan_for, sum_slots
 from lowbit.ops.route import Routing
 from lowbit.pack import ExpertWeight
 from lowbit.quantize import rtn
-from lowbit.tune.timing import MOST_COPIES_BYTES, TOLERANCE, WrongResult, failures, l2_bytes, reason
+from lowbit.tune.timing import TOLERANCE, WrongResult, failures, l2_bytes, reason
 
 if TYPE_CHECKING:
     from benchmarks.experts_rivals import MarlinExperts
@@ -49,10 +49,14 @@ TRIED = 8
 
 MOST_CALLS = 64
 """Largest number of calls in a graph; each has its own routing."""
+READ_BYTES = 4 << 30
+"""Bytes of the copies of a layer that the calls read in turn. In a model the other layers lie between two reads of one. With
+one copy of 750 MB, larger than the L2, products whose blocks have 32 KB of copies in flight took 66 us where they take 95
+after another product and 103 in a model (H200, 2026-11-28); those with 64 KB took the same."""
 
 PROTOCOL = (
     "Time per call inside one CUDA graph of many calls, each with logits and x of its own, so that other experts are hit. The "
-    "calls read more than 3 times the L2 of a layer's experts, and of copies of a small layer, before one is read again. The "
+    "calls read copies of the layer in turn, 4 GiB of ours and of Marlin's (of torch16 one copy). The "
     f"median of {REPLAYS} replays. Logits are Gaussian and independent: tokens choose experts uniformly. limit_us = bytes of "
     "codes and scales of the experts that the calls hit, each once, at the read bandwidth measured in the same run; x and y "
     "are not counted. rel_err compares the first call's output, after it was filled with NaN, with a float64 layer of the same "
@@ -216,14 +220,13 @@ def code_bits(scheme: str | None) -> int:
 
 
 def calls_needed(layer: ExpertLayer, scheme: str | None, tokens: int, l2: int) -> tuple[int, int]:
-    """Returns (number of calls, number of copies of the layer). The calls together read 3 times the L2 size. The copies have
-    that size too, if MOST_COPIES_BYTES allows.
+    """Returns (number of calls, number of copies of the layer). The copies have READ_BYTES, each is read by a call, and the
+    down products of the calls, a third of the bytes, together read 3 times the L2 size.
     """
     one = layer_bytes(layer, scheme)
     hit = layer.experts * (1 - (1 - layer.top_k / layer.experts) ** tokens)
-    calls = min(MOST_CALLS, max(2, math.ceil(3 * l2 / (hit * one))))
-    copies = max(1, min(math.ceil(3 * l2 / (layer.experts * one)), int(MOST_COPIES_BYTES // (layer.experts * one))))
-    return calls, copies
+    copies = min(MOST_CALLS, math.ceil(READ_BYTES / (layer.experts * one)))
+    return min(MOST_CALLS, max(2, copies, math.ceil(9 * l2 / (hit * one)))), copies
 
 
 def block(layer: ExpertLayer, w: Weights, inputs: Inputs) -> Tensor:
@@ -323,11 +326,14 @@ def marlin_experts(layer: ExpertLayer, scheme: str) -> MarlinExperts:
     return MarlinExperts(gate, up, down, layer.top_k, layer.normalize)
 
 
-def marlin_row(layer: ExpertLayer, rival: MarlinExperts, weights: Weights, inputs: Sequence[Inputs]) -> dict[str, Any]:
+def marlin_row(
+    layer: ExpertLayer, rivals: Sequence[MarlinExperts], weights: Weights, inputs: Sequence[Inputs]
+) -> dict[str, Any]:  # fmt: skip
     """Returns the row of vLLM's Marlin experts, compared with the float64 layer of the same weights."""
     from benchmarks.experts_rivals import load
 
-    us, y = median_us([lambda i=i: rival(i.x, i.logits, i.residual) for i in inputs])  # type: ignore[misc]
+    pairs = zip(itertools.cycle(rivals), inputs)
+    us, y = median_us([lambda r=r, i=i: r(i.x, i.logits, i.residual) for r, i in pairs])  # type: ignore[misc]
     return {"us": us, "rel_err": relative_error(y, block_reference(layer, weights, inputs[0])), "version": load()}
 
 
@@ -415,7 +421,7 @@ def measured(request: ExpertRequest, read_bytes_per_s: float, say: Callable[[str
     for name, scheme in itertools.product(request.models, [*([None] if request.torch16 else []), *request.schemes]):
         layer = MODELS[name]
         weights: list[Weights] = []
-        rival: MarlinExperts | None = None
+        rivals: list[MarlinExperts] = []
         for tokens in request.tokens:
             say(f"{name} {scheme or '16 bits'} {tokens} tokens")
             calls, copies = calls_needed(layer, scheme, tokens, l2_bytes())
@@ -448,13 +454,15 @@ def measured(request: ExpertRequest, read_bytes_per_s: float, say: Callable[[str
                         yield row
                         row = {**row, "impl": "vllm-marlin", "us": None, "rel_err": None}
                         row = {key: value for key, value in row.items() if key in ROW_KEYS}
-                        rival = rival or marlin_experts(layer, scheme)
-                        row |= marlin_row(layer, rival, weights[0], inputs)
+                        if not rivals:
+                            rivals = [marlin_experts(layer, scheme)]
+                            rivals += [rivals[0].copy() for _ in range(copies - 1)]
+                        row |= marlin_row(layer, rivals, weights[0], inputs)
             except failures() as error:
                 row["error"] = reason(error)
             yield row
             torch.cuda.empty_cache()
-        del weights, rival
+        del weights, rivals
         torch.cuda.empty_cache()
 
 

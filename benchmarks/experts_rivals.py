@@ -7,6 +7,7 @@ _custom_ops.py and model_executor/layers/quantization/utils/marlin_utils.py.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.metadata
 import importlib.util
@@ -91,6 +92,13 @@ class MarlinExperts:
         )
         sms = torch.cuda.get_device_properties().multi_processor_count
         self.locks = torch.zeros(4 * sms, dtype=torch.int32, device="cuda")
+
+    def copy(self) -> MarlinExperts:
+        """Returns the same experts in other memory."""
+        made = copy.copy(self)
+        for name in ("first", "second", "first_scale", "second_scale"):
+            setattr(made, name, getattr(self, name).clone())
+        return made
 
     def __call__(self, x: Tensor, logits: Tensor, residual: Tensor) -> Tensor:
         """Returns the block's output for x [T, hidden] and router logits [T, experts], + residual [T, hidden]."""

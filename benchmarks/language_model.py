@@ -19,6 +19,8 @@ from transformers import (
 )
 
 from benchmarks.limits import weight_bytes as matrix_bytes
+from lowbit.engine.shard import ShardPlan
+from lowbit.engine.shard_loading import rank_model
 from lowbit.formats import ExpertTensor, QuantTensor, pack_words, parse_scheme
 from lowbit.kernels.choose.experts import experts_hit
 from lowbit.models.experts import experts_per_token
@@ -126,6 +128,15 @@ def meta_model(shape: str, dtype: torch.dtype, layers: int | None = None) -> Pre
     return model
 
 
+def random_part(
+    rank: int, device: torch.device, *, ranks: int, shape: str, scheme: str | None, head: str | None, dtype: torch.dtype,
+    layers: int | None = None,
+) -> PreTrainedModel:  # fmt: skip
+    """Returns the part of one of several ranks of a `random_model`. All parts have the same weights."""
+    model = rank_model(ShardPlan.of(meta_model(shape, dtype, layers), ranks), shape).eval()
+    return _filled(model, scheme, head, dtype, device)
+
+
 def random_model(
     shape: str, scheme: str | None, head: str | None, dtype: torch.dtype, device: torch.device, layers: int | None = None
 ) -> PreTrainedModel:
@@ -133,10 +144,15 @@ def random_model(
     `head`; None means `dtype`. `layers` limits the number of layers. Layers share no memory, and only one at a time is in 16
     bits while the model is built. The quantized experts of a layer are one rounded matrix with its rows rotated for each.
 
-
     Raises ValueError for a shape that is not in `SHAPES`.
     """
-    model = meta_model(shape, dtype, layers)
+    return _filled(meta_model(shape, dtype, layers), scheme, head, dtype, device)
+
+
+def _filled(
+    model: PreTrainedModel, scheme: str | None, head: str | None, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Returns a model with Gaussian weights, as `random_model`."""
     for name, module in list(model.named_modules()):
         if name.endswith("rotary_emb"):  # has buffers only, no parameters
             model.set_submodule(name, type(module)(config=model.config).to(device))

@@ -42,8 +42,11 @@ CARD = "README.md"
 CARD_MARK = "<!-- written by lowbit"
 """Name of a model card, and the mark in those that lowbit wrote (card.py)."""
 
+NUMERICS = "lowbit_numerics.json"
+"""Name of the file with what the layers compute (numerics.py)."""
+
 _WEIGHTS = (SINGLE, "model-*-of-*.safetensors", "rank0.safetensors")
-CHECKPOINT = ("config.json", INDEX, *_WEIGHTS, "quantize_config.json", "quant_config.json", *COMPANIONS, CARD)
+CHECKPOINT = ("config.json", INDEX, *_WEIGHTS, "quantize_config.json", "quant_config.json", *COMPANIONS, CARD, NUMERICS)
 """Patterns of a checkpoint's file names. A folder with other files, or with a model card not by lowbit, is not replaced."""
 
 PARTIAL = ".tmp??????"

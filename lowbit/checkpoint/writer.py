@@ -28,6 +28,7 @@ from lowbit.checkpoint.target import (
     CARD,
     CHECKPOINT,
     COMPANIONS,
+    NUMERICS,
     PARTIAL,
     check_folder,
     check_space,
@@ -109,12 +110,14 @@ class CheckpointWriter:
         self._total += tensor.nbytes
 
     def finish(
-        self, config: dict[str, Any], quantization: Manifest | dict[str, Any] | None, copy_from: Path | None = None
-    ) -> None:
+        self, config: dict[str, Any], quantization: Manifest | dict[str, Any] | None, copy_from: Path | None = None,
+        beside: Callable[[Path], object] = lambda folder: None,
+    ) -> None:  # fmt: skip
         """Writes config.json and the index, copies tokenizer files, and renames the folder to its final name.
 
         quantization: the manifest of a lowbit checkpoint, to which the files' checksums are added; another tool's
-        `quantization_config`; or None. A lowbit checkpoint also gets a model card and `schema.GUARD`.
+        `quantization_config`; or None. A lowbit checkpoint also gets a model card and `schema.GUARD`. beside: called with the
+        complete folder before it gets its name, to add a file.
         """
         self._flush()
         sums = [future.result() for future in self._sums]  # before the files are renamed
@@ -135,6 +138,7 @@ class CheckpointWriter:
             if copy_from is not None and (copy_from / name).is_file():
                 companion = linked_inside(copy_from / name, copy_from)
                 self._guard(name, partial(shutil.copyfile, companion, self._temporary / name))
+        self._guard(NUMERICS, lambda: beside(self._temporary))
         sync(self._temporary)
         self._rename_into_place()
 

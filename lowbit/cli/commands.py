@@ -1,5 +1,5 @@
 """The command line: recommend, quantize, convert, generate, serve, chat, eval, compile, compile-wheel, export-kernel,
-inspect, explain, schemes, demo, tune, bench.
+eval-images, import-onnx, export-onnx, inspect, explain, schemes, demo, tune, bench.
 
 Exit codes: 0 success, 1 error (one line on stderr says why and what to do), 2 wrong arguments, 130 Ctrl-C, which leaves no
 incomplete checkpoint.
@@ -22,6 +22,7 @@ from lowbit.cli.compile import compile_, compile_wheel
 from lowbit.cli.demo import demo
 from lowbit.cli.eval import evaluate
 from lowbit.cli.export import export_kernel
+from lowbit.cli.images import eval_images, export_onnx, import_onnx
 from lowbit.cli.inspect import inspect
 from lowbit.cli.recommend import recommend
 from lowbit.cli.serve import serve
@@ -37,6 +38,7 @@ from lowbit.cli.terminal import (
     Model,
     Scheme,
     Speculate,
+    TensorParallel,
     check_device,
     check_exists,
     check_json,
@@ -298,6 +300,7 @@ def generate(
     kv: KV = "16",
     speculate: Speculate = 0,
     draft: Draft = None,
+    tensor_parallel: TensorParallel = 1,
     kernels: Kernels = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
     device: Device = None,
@@ -326,7 +329,7 @@ def generate(
     check_json(json_file, "lowbit generate")
     pipe = pipeline(
         path, scheme=scheme, device=device, verify=verify, progress=True, kv=kv, speculate=speculate,
-        draft=draft_path, kernels=kernels,
+        draft=draft_path, kernels=kernels, tensor_parallel=tensor_parallel,
     )  # fmt: skip
     options = {"max_new_tokens": max_new_tokens, "do_sample": sample, "seed": seed}
     if len(prompts) == 1 and out.is_terminal and str(json_file) != "-" and not pipe.refusals:
@@ -363,6 +366,9 @@ app.command(name="eval")(user_errors(evaluate))
 app.command(name="compile")(user_errors(compile_))
 app.command(name="compile-wheel")(user_errors(compile_wheel))
 app.command(name="export-kernel")(user_errors(export_kernel))
+app.command(name="eval-images")(user_errors(eval_images))
+app.command(name="import-onnx")(user_errors(import_onnx))
+app.command(name="export-onnx")(user_errors(export_onnx))
 app.command()(user_errors(inspect))
 
 

@@ -15,7 +15,7 @@ def demo(
     network: Annotated[
         str | None,
         typer.Argument(
-            metavar="[fashion|imagenet]",
+            metavar="[fashion|imagenet|imagenet-lite1|imagenet-lite2]",
             help="--vision: fashion (default) trains a ResNet on Fashion-MNIST; imagenet takes a trained EfficientNet-lite0.",
         ),
     ] = None,
@@ -45,15 +45,18 @@ def demo(
         raise ValueError("--data applies only to --vision; add --vision or leave out --data")
     if not vision and network is not None:
         raise ValueError(f"{network!r} applies only to --vision; write lowbit demo --vision {network}")
-    if network not in (None, "fashion", "imagenet"):
-        raise ValueError(f"--vision has the networks fashion and imagenet, got {network!r}")
+    if network not in (None, "fashion", "imagenet", "imagenet-lite1", "imagenet-lite2"):
+        raise ValueError(f"--vision has the networks fashion, imagenet, imagenet-lite1 and imagenet-lite2, got {network!r}")
     source = None if model is None else local_model(model)
     load_layers()
     from lowbit import demo as demos
 
     if vision:
         check_json(json_file, "lowbit demo --vision")
-        (_demo_imagenet if network == "imagenet" else _demo_vision)(out_folder, data, json_file)
+        if network in (None, "fashion"):
+            _demo_vision(out_folder, data, json_file)
+        else:
+            _demo_imagenet(out_folder, data, json_file, network.partition("-")[2] or "lite0")
         return
     check_json(json_file, "lowbit demo")
     demos.check_free_space(out_folder)
@@ -96,17 +99,18 @@ def _demo_vision(out_folder: Path, data: Path | None, json_file: Path | None) ->
     write_result(json_file, "lowbit demo --vision", vision_demo.as_json(rows))
 
 
-def _demo_imagenet(out_folder: Path, data: Path | None, json_file: Path | None) -> None:
+def _demo_imagenet(out_folder: Path, data: Path | None, json_file: Path | None, name: str) -> None:
     import torch
 
     from lowbit.folders import cache_folder
     from lowbit.vision import imagenet_demo
     from lowbit.vision.imagenet import bring_data
 
-    folder = bring_data(cache_folder() / "imagenet-20", say, data)
+    cache = "imagenet-20" if name == "lite0" else f"imagenet-20-{name}"
+    folder = bring_data(cache_folder() / cache, say, data, name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = imagenet_demo.run(folder, out_folder, say, device=device)
+    rows = imagenet_demo.run(folder, out_folder, say, device=device, name=name)
     if str(json_file) != "-":
         out.print(imagenet_demo.table(rows))
         out.print(f"the networks: {out_folder.resolve()}", soft_wrap=True)
-    write_result(json_file, "lowbit demo --vision imagenet", imagenet_demo.as_json(rows))
+    write_result(json_file, "lowbit demo --vision imagenet", imagenet_demo.as_json(rows, name))

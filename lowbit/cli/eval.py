@@ -62,6 +62,10 @@ def evaluate(
         ),
     ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the models' files with their checksums first.")] = False,
+    gate: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Exit with 1 if a model loses more nats per token than this against --reference."),
+    ] = None,
     device: Device = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the result as JSON to this file; - for standard output.")
@@ -81,6 +85,10 @@ def evaluate(
 
     Example: lowbit eval SmolLM2 --reference SmolLM2 --kv int4 --suite text
 
+    --gate is for scripts: it compares the increase of nats per token on the text, or with --suite the mean KL on each text.
+
+    Example: lowbit eval SmolLM2-int4 --reference SmolLM2 --gate 0.02
+
     Example: lowbit eval SmolLM2-int4 SmolLM2-fp6 --reference SmolLM2 --suite my-tasks --out results
 
     Example: lowbit eval Coder-int4 --reference Coder --suite javascript --run-generated-code
@@ -90,6 +98,8 @@ def evaluate(
     if suite is None and (out_folder, limit, samples, k, run_generated_code, unsafe) != (None, None, 1, "1", False, False):
         options = "--out, --limit, --samples, --k, --run-generated-code and --unsafe"
         raise ValueError(f"{options} need --suite, such as --suite text")
+    if gate is not None and reference is None:
+        raise ValueError(f"--gate {gate} compares with a 16-bit model; name it with --reference")
     if unsafe and not run_generated_code:
         raise ValueError("--unsafe needs --run-generated-code; give both or neither")
     check_kv(kv)
@@ -120,6 +130,27 @@ def evaluate(
             sys.stdout.write(as_json(document))
         else:
             write_json(json_file, document)
+    if gate is not None and (above := _above(document, gate)):
+        for line in above:
+            say(line)
+        raise typer.Exit(1)
+
+
+def _above(document: dict[str, Any], gate: float) -> list[str]:
+    """Returns a line for each loss of a result above `gate` nats per token. Raises ValueError if none was measured."""
+    if "rows" in document:
+        first, *others = document["rows"]
+        losses = [(row["model"], "nats per token", row["nll"] - first["nll"]) for row in others]
+    else:
+        losses = [
+            (model["label"], f"KL on {figure['task']}", figure["value"])
+            for model in document["models"]
+            for figure in model["figures"]
+            if figure["metric"] == "KL mean"
+        ]
+    if not losses:
+        raise ValueError("--gate: no loss against --reference was measured; --suite needs a .txt file and an equal vocabulary")
+    return [f"{model}: {what} {loss:.4f} above --gate {gate}" for model, what, loss in losses if not loss <= gate]
 
 
 def _ks(text: str) -> tuple[int, ...]:

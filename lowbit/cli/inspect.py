@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from lowbit.cli.terminal import AnyModel, Json, check_json, load_layers, out, write_result
+from lowbit.cli.terminal import AnyModel, Device, Json, check_device, check_json, load_layers, out, write_result
 
 if TYPE_CHECKING:
     from lowbit.checkpoint import CheckpointReader
@@ -26,12 +26,22 @@ def inspect(
     check: Annotated[
         bool, typer.Option("--check", help="Read every tensor, and compare names and shapes with the model of config.json.")
     ] = False,
+    numerics: Annotated[
+        bool,
+        typer.Option("--numerics", help="Load the model and compare what its layers compute with what quantization stated."),
+    ] = False,
+    device: Device = None,
     json_file: Json = None,
 ) -> None:
     """List a checkpoint's layers: schemes, bytes, bits per weight, layers kept in 16 bits, layers slow on a GPU.
 
     Layers that differ only in their number share a row; --json lists each of them. For files of other tools, the list shows
     each layer as generate, eval and lowbit.load read it, and what they cannot read.
+
+    --numerics runs the kernels of this machine, as serve and generate do at each start: `lowbit quantize` writes sums of every
+    layer's outputs for known inputs, and the largest logits of 16 tokens.
+
+    Example: lowbit inspect SmolLM2-int4 --check --numerics
     """
     from lowbit.sources import local_model
 
@@ -44,6 +54,7 @@ def inspect(
     from lowbit.nn.convert import slow_lines
 
     check_json(json_file, "lowbit inspect")
+    check_device(device)
     source = resolve(path)
     wrong = check_checkpoint(source) if check else ()
     if wrong:
@@ -51,6 +62,8 @@ def inspect(
     rows, rest, kept, lines, tool = _foreign_contents(source) if source.is_foreign else _contents(source, check)
     if check and source.is_foreign:
         lines.append("every tensor has the layout of its tool, and the model of config.json uses all of them")
+    if numerics:
+        lines.append(_compare_numerics(source, device))
     lines += slow_lines((row["scheme"], row["n"], row["k"]) for row in rows)
     experts = [(row["experts"], row["bytes"]) for row in rows if row["experts"]]
     if experts:
@@ -58,6 +71,24 @@ def inspect(
     if str(json_file) != "-":
         _print(rows, rest, kept, lines, tool)
     write_result(json_file, "lowbit inspect", {"tool": tool, "layers": rows, "other_bytes": rest})
+
+
+def _compare_numerics(source: ResolvedSource, device: str | None) -> str:
+    """Returns a line that says what was compared; raises NumericsError for a layer that computes something else."""
+    from lowbit.checkpoint import numerics as stated
+    from lowbit.checkpoint.target import NUMERICS
+    from lowbit.models import numerics
+    from lowbit.models.load import load
+
+    if source.is_foreign or not source.path.is_dir() or (kept := stated.read(source.path)) is None:
+        raise ValueError(
+            f"{source.name}: --numerics needs the file {NUMERICS} of a checkpoint, which `lowbit quantize` writes since "
+            "version 0.2; quantize the 16-bit model again"
+        )
+    line = numerics.check(load(source, device=device), source.path)
+    errors = sorted(((of.error, name) for name, of in kept.layers.items() if of.error is not None), reverse=True)
+    most = f"; most of their outputs is lost in {errors[0][1]}: {errors[0][0]:.1%}" if errors else ""
+    return f"{line}{most}"
 
 
 def _print(rows: list[dict[str, Any]], rest: int, kept: tuple[str, ...], lines: list[str], tool: str) -> None:

@@ -19,6 +19,7 @@ from lowbit.cli.terminal import (
     Kernels,
     Scheme,
     Speculate,
+    TensorParallel,
     check_device,
     check_exists,
     check_kv,
@@ -81,6 +82,7 @@ def serve(
     kv: KV = "16",
     speculate: Speculate = 0,
     draft: Draft = None,
+    tensor_parallel: TensorParallel = 1,
     step_ms: Annotated[
         float,
         typer.Option(
@@ -148,7 +150,7 @@ def serve(
         pipe = pipeline(
             str(path), scheme=scheme, device=where_to, verify=verify, progress=True, batch_invariant=batch_invariant,
             max_concurrent=concurrent, cache_bytes=bytes_of(cache_gib), kv=kv, speculate=speculate,
-            draft=draft_path, step_ms=step_ms or None, kernels=kernels,
+            draft=draft_path, step_ms=step_ms or None, kernels=kernels, tensor_parallel=tensor_parallel,
         )  # fmt: skip
         times.end("load")
         called = model if is_on_hub(model) else path.resolve().stem if path.is_file() else path.resolve().name

@@ -67,6 +67,10 @@ Draft = Annotated[
     str | None,
     typer.Option(metavar="MODEL", help="Small model of the same tokenizer that guesses these tokens; --speculate is then 4."),
 ]
+TensorParallel = Annotated[
+    int,
+    typer.Option("--tensor-parallel", min=1, help="GPUs of this machine that share the model (docs/generate.md)."),
+]
 Device = Annotated[str | None, typer.Option(help="Device: cpu, cuda or cuda:1. Default: a GPU if there is one, else cpu.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file; - for standard output.")]
 
@@ -123,7 +127,8 @@ def _tqdm_hook(factory: Any, arguments: tuple[Any, ...], options: dict[str, Any]
 
 def _user_error_types() -> tuple[type[Exception], ...]:
     """Returns the exceptions that a user can fix, including those of the layers imported so far."""
-    ours = (("lowbit.ops", "UnsupportedProblem"), ("lowbit.demo", "DemoError"), ("lowbit.engine", "RequestFailed"))
+    of_engine = (("lowbit.engine", "RequestFailed"), ("lowbit.engine", "RankFailed"))
+    ours = (("lowbit.ops", "UnsupportedProblem"), ("lowbit.demo", "DemoError"), *of_engine)
     return (ValueError, OSError, *(getattr(sys.modules[module], name) for module, name in ours if module in sys.modules))
 
 

@@ -22,12 +22,16 @@ A model:
     model_program.py     the interface of programs               forward.py          models without a decode program
     program.py           a decoder as a list of operators        chain.py            up to 64 tokens in fewer launches
     product.py           products that share one weight tensor   prompt_attention.py attention of prefill chunks
+Several GPUs:
+    shard.py             what each rank holds of a model         shard_loading.py    loads it
+    rank_processes.py    starts, connects and ends the ranks     rank_process.py     a rank other than 0
+    lockstep.py          how ranks compute the same steps
 """
 
 from lowbit.engine import deprecated
 from lowbit.engine.detokenizer import Detokenizer
 from lowbit.engine.engine import Engine
-from lowbit.engine.failure import EngineFailed, RequestFailed, StepFailed
+from lowbit.engine.failure import EngineFailed, RankFailed, RequestFailed, StepFailed
 from lowbit.engine.grammar import CompiledGrammar, Grammar, GrammarCompiler, GrammarsUnavailable
 from lowbit.engine.request import Request, SampledToken
 from lowbit.engine.sequence import FinishReason, Sequence
@@ -35,7 +39,7 @@ from lowbit.ops.sample import Sampling
 
 __all__ = [
     "CompiledGrammar", "Detokenizer", "Engine", "EngineFailed", "FinishReason", "Grammar", "GrammarCompiler",
-    "GrammarsUnavailable", "Request", "RequestFailed", "SampledToken", "Sampling", "Sequence", "StepFailed",
+    "GrammarsUnavailable", "RankFailed", "Request", "RequestFailed", "SampledToken", "Sampling", "Sequence", "StepFailed",
 ]  # fmt: skip
 
 deprecated.accept_names()

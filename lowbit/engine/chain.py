@@ -3,6 +3,9 @@
 
     embed, squares | qkv {/ rms}  attention  o {h += y; h * gamma; squares} | gate-up {/ rms; gate}  down {as o} | ..
 
+With several ranks o and down are products alone, and their sums, residual and gamma a launch more: seven in a layer
+(Ranks.added).
+
 x is not normalised between two products. The sums of squares of the rows are passed to the next product, which divides by the
 rms.
 """
@@ -22,6 +25,7 @@ from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS
 from lowbit.kernels.choose.tiles import RING_TOKENS, SMALL_TOKENS
 from lowbit.ops.elementwise import EmbeddingTable, add_norm, embed_norm_squares
 from lowbit.ops.fused_gemm import Gated, chain_refusals, factor_of, norm_gemm, residual_gemm
+from lowbit.ops.ranks import Ranks
 from lowbit.pack.fragment import ROW_BLOCK
 
 
@@ -53,8 +57,10 @@ class ChainLayer:
 class Chain:
     """The decode step of up to `most` tokens."""
 
-    def __init__(self, decoder: Decoder, links: Sequence[ChainLayer], head: Product, dtype: torch.dtype) -> None:
-        self.decoder, self.links, self.head, self.dtype = decoder, links, head, dtype
+    def __init__(
+        self, decoder: Decoder, links: Sequence[ChainLayer], head: Product, dtype: torch.dtype, ranks: Ranks | None = None
+    ) -> None:  # fmt: skip
+        self.decoder, self.links, self.head, self.dtype, self.ranks = decoder, links, head, dtype, ranks
         self.most = most_tokens(links)
         assert decoder.activation != "relu"
         self.gated: Gated = decoder.activation
@@ -74,9 +80,9 @@ class Chain:
         )
         for i, link in enumerate(self.links):
             attended = attend(i, self._normed(x, link.qkv, squares, link.before_attention))
-            x, squares = self._added(attended, link.o, h, link.before_mlp)
+            x, squares = self._added(attended, link.o, h, link.before_mlp, 0)
             y = self._normed(x, link.gate_up, squares, link.before_mlp, self.gated)
-            x, squares = self._added(y, link.down, h, self.after[i])
+            x, squares = self._added(y, link.down, h, self.after[i], 1)
         return self.logits(h, x, squares)
 
     def logits(self, h: Tensor, x: Tensor, squares: Tensor) -> Tensor:
@@ -84,14 +90,20 @@ class Chain:
         returned with h."""
         d = self.decoder
         if isinstance(self.head, Packed | Dense) and not _refusals(self.head, len(h), self.dtype):
-            return self._normed(x, self.head, squares, self.after[-1])
-        return self.head(add_norm(h, None, d.final_gamma, d.eps, offset=d.norm_offset))
+            return self._gathered(self._normed(x, self.head, squares, self.after[-1]))
+        return self._gathered(self.head(add_norm(h, None, d.final_gamma, d.eps, offset=d.norm_offset)))
 
     def _normed(self, x: Tensor, w: Packed | Dense, squares: Tensor, gamma: Gamma, gated: Gated = "none") -> Tensor:
         d = self.decoder
         return norm_gemm(x, w.weight, squares, w.bias, width=d.hidden, eps=d.eps, gated=gated, factor=gamma.factor)
 
-    def _added(self, x: Tensor, w: Packed | Dense, h: Tensor, gamma: Gamma) -> tuple[Tensor, Tensor]:
+    def _gathered(self, logits: Tensor) -> Tensor:
+        return logits if self.ranks is None else self.ranks.gathered(logits, self.decoder.vocab)
+
+    def _added(self, x: Tensor, w: Packed | Dense, h: Tensor, gamma: Gamma, phase: int) -> tuple[Tensor, Tensor]:
+        """h += the product, of all ranks; phases as in `Ranks.total`."""
+        if self.ranks is not None:
+            return self.ranks.added(w(x), h, gamma.values, gamma.factor, phase)
         return residual_gemm(x, w.weight, h, gamma.values, w.bias, factor=gamma.factor)
 
 
@@ -124,7 +136,7 @@ def _pairs(gate_up: Packed | Dense) -> bool:
 
 
 def chain_of(
-    decoder: Decoder, products: Sequence[Sequence[Product]], head: Product, dtype: torch.dtype
+    decoder: Decoder, products: Sequence[Sequence[Product]], head: Product, dtype: torch.dtype, ranks: Ranks | None = None
 ) -> Chain | tuple[str, ...]:
     """Returns the chain of a decoder whose layers have the products (qkv, o, gate-up, down), or the reasons why there is
     none.
@@ -150,4 +162,4 @@ def chain_of(
         else:
             before, mlp = (Gamma.of(gamma, decoder.norm_offset, dtype) for gamma in (spec.input_gamma, spec.mlp_gamma))
             links.append(ChainLayer(packed[0], packed[1], packed[2], packed[3], before, mlp))
-    return tuple(dict.fromkeys(reasons)) or Chain(decoder, links, head, dtype)
+    return tuple(dict.fromkeys(reasons)) or Chain(decoder, links, head, dtype, ranks)

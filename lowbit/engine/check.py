@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowbit.engine.cache import Cache
@@ -22,6 +25,7 @@ from lowbit.formats.kv import KV16, KVScheme
 from lowbit.kernels.choose.attention import attention_refusals
 from lowbit.ops.elementwise import MOST_COLUMNS
 from lowbit.ops.operands import triton_refusals
+from lowbit.ops.ranks import Ranks
 from lowbit.pack.kv_pages import kv_refusals
 
 LARGEST_DIFFERENCE = 0.2
@@ -36,10 +40,10 @@ TOKENS = 33
 
 def program_for(
     model: PreTrainedModel, positions: int, batch_invariant: bool, forward: bool, kv: KVScheme,
-    persistent_step: bool | None = None,
+    persistent_step: bool | None = None, ranks: Ranks | None = None,
 ) -> tuple[ModelProgram, float]:  # fmt: skip
     """Returns the program of a model, and the relative difference of its logits from the model's own. Raises ValueError if
-    `kv` is not 16 bits and there is no decode program."""
+    `kv` is not 16 bits, or the model is one rank's part, and there is no decode program."""
     program: ModelProgram
     if forward:
         on_cpu = model.device.type == "cpu"
@@ -47,7 +51,12 @@ def program_for(
         program, difference = ForwardProgram(model, (reason,)), 0.0
     else:
         program, difference = program_of(
-            model, positions, batch_invariant=batch_invariant, kv=kv, persistent_step=persistent_step
+            model, positions, batch_invariant=batch_invariant, kv=kv, persistent_step=persistent_step, ranks=ranks
+        )
+    if program.reasons and ranks is not None:
+        raise ValueError(
+            f"tensor parallelism needs a decode program; this model would run through Transformers' forward "
+            f"({'; '.join(program.reasons)}): load it without tensor_parallel"
         )
     if program.reasons and kv.quantized:
         raise ValueError(
@@ -58,7 +67,8 @@ def program_for(
 
 
 def program_of(
-    model: PreTrainedModel, positions: int, *, batch_invariant: bool, kv: KVScheme = KV16, persistent_step: bool | None = None
+    model: PreTrainedModel, positions: int, *, batch_invariant: bool, kv: KVScheme = KV16, persistent_step: bool | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[ModelProgram, float]:  # fmt: skip
     """Returns (program, difference) of a model for sequences of up to `positions` tokens, with keys and values in `kv`. It is
     the decode program with the relative difference of its logits from the model's, or a `ForwardProgram`, which has the
@@ -73,10 +83,12 @@ def program_of(
 
     def make() -> DecodeProgram:
         return DecodeProgram(
-            decoder, model.dtype, model.device, batch_invariant=batch_invariant, kv=kv, persistent_step=persistent_step
-        )
+            decoder, model.dtype, model.device, batch_invariant=batch_invariant, kv=kv, persistent_step=persistent_step,
+            ranks=ranks,
+        )  # fmt: skip
 
-    program, difference = difference_to(model, make)
+    forward = contextlib.nullcontext() if ranks is None else summing_forward(decoder, ranks)
+    program, difference = difference_to(model, make, forward)
     if not difference <= LARGEST_DIFFERENCE:  # or NaN
         return ForwardProgram(model, (f"the decode program of {decoder.family} differs from it by {difference:.2g}",)), 0.0
     return program, difference
@@ -93,16 +105,37 @@ def kernel_refusals(decoder: Decoder, dtype: torch.dtype, kv: KVScheme = KV16) -
     return tuple(reasons)
 
 
+@contextlib.contextmanager
+def summing_forward(decoder: Decoder, ranks: Ranks) -> Iterator[None]:
+    """Inside the context, Transformers' forward of one rank's part computes what the whole model does, if all ranks run it."""
+
+    def gathered(module: nn.Module, args: object, y: Tensor) -> Tensor:
+        return ranks.gathered(y.reshape(-1, y.shape[-1]), decoder.vocab).view(*y.shape[:-1], decoder.vocab)
+
+    hooks = [decoder.head.register_forward_hook(gathered)]
+    for layer in decoder.layers:
+        for phase, module in enumerate((*layer.modules("o"), *layer.modules("down"))):
+            hooks.append(module.register_forward_hook(lambda module, args, y, phase=phase: ranks.total(y, phase)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 @torch.no_grad()  # not inference_mode: the model's weights may be trained later
-def difference_to(model: PreTrainedModel, make: Callable[[], DecodeProgram]) -> tuple[DecodeProgram, float]:
+def difference_to(
+    model: PreTrainedModel, make: Callable[[], DecodeProgram], forward: AbstractContextManager[object] | None = None
+) -> tuple[DecodeProgram, float]:  # fmt: skip
     """Returns the program of `make` and the relative difference ||program - model|| / ||model|| of the logits, after a random
     prompt and after one decode step. The model runs first, since the program may repack its weights. Keys and values are in 16
-    bits, whatever the program's own: this compares formulas, not what fewer bits lose.
+    bits, whatever the program's own: this compares formulas, not what fewer bits lose. forward: the model runs within it.
     """
     vocab = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab, (TOKENS + 1,), generator=generator)
-    expected = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, -2:].float()
+    with forward or contextlib.nullcontext():
+        expected = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, -2:].float()
     program = make()
     program.cache = Cache(replace(program.cache_spec, kv=KV16), 2, program.device)
     slots = Slots(1, TOKENS + 1, vocab, (), program.device)

@@ -18,6 +18,7 @@ import math
 import threading
 from collections import abc, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -33,9 +34,11 @@ from lowbit.engine.deprecated import sequence_of
 from lowbit.engine.draft import DraftModel, weight_bytes
 from lowbit.engine.failure import EngineFailed, StepFailed, StuckStep, log_failure, one_line
 from lowbit.engine.kernels import use_kernels
+from lowbit.engine.lockstep import LeadingRunner
 from lowbit.engine.mixed_runner import MixedRunner
 from lowbit.engine.model_runner import InFlightStep, ModelRunner
 from lowbit.engine.prefill_runner import PrefillRunner
+from lowbit.engine.rank_processes import LeadingRanks
 from lowbit.engine.request import Request, SampledToken
 from lowbit.engine.scheduler import PrefillChunk, Scheduler, SchedulerOutput
 from lowbit.engine.sequence import FinishReason, Sequence
@@ -45,6 +48,7 @@ from lowbit.engine.step_budget import STEP_MS, StepBudget
 from lowbit.engine.verify_runner import VerifyRunner
 from lowbit.engine.warm_up import Stage, WarmUpRun
 from lowbit.formats.kv import parse_kv
+from lowbit.ops.ranks import Ranks
 from lowbit.ops.sample import mask_words
 
 logger = logging.getLogger(__name__)
@@ -89,6 +93,8 @@ class Engine:
         step_ms: milliseconds that a step may take which computes prompt tokens beside decoding sequences, on a GPU; its prompt
             tokens are as many as fit, but at least 64 (step_budget.py). None: `chunk_tokens`, whatever they take, as on a CPU
             and with `batch_invariant`, whose chunks do not depend on time.
+        ranks: the processes of which this one computes its part of the model (`rank_processes.start_ranks`); `model` is that
+            part. All results are those of the whole model. None: this process computes all of it.
         progress: called with the progress of kernels that a step compiles, and once all are compiled.
 
     Raises ValueError if the cache holds not even one request, and for a `kv` or a `speculate` that the model's program does not
@@ -114,6 +120,7 @@ class Engine:
         speculate: int = 0,
         draft: PreTrainedModel | None = None,
         step_ms: float | None = STEP_MS,
+        ranks: Ranks | None = None,
         progress: Callable[[Stage], object] | None = None,
     ) -> None:
         if max_concurrent < 1:
@@ -128,13 +135,26 @@ class Engine:
             raise ValueError("a draft model guesses tokens for speculation: set speculate, for example to 4")
         if model.device.type == "cuda":
             use_kernels(model.device, kernels)
+        self.ranks = ranks if isinstance(ranks, LeadingRanks) else None
+        """The ranks that this one leads, if the model is computed by several."""
+        if ranks is not None:
+            _refuse_with_ranks(forward=forward, persistent_step=persistent_step, draft=draft is not None)
+        if self.ranks is not None:
+            self.ranks.tell(
+                "engine",
+                {
+                    "max_concurrent": max_concurrent, "max_length": max_length, "cache_bytes": cache_bytes, "kv": kv,
+                    "chunk_tokens": chunk_tokens, "batch_invariant": batch_invariant, "prefix_caching": prefix_caching,
+                    "stop_token_ids": None if stop_token_ids is None else list(stop_token_ids), "speculate": speculate,
+                },
+            )  # fmt: skip
         self._model, self.device, self.vocab = model, model.device, model.config.get_text_config().vocab_size
         self._positions = _positions(model)
         self.max_length = min(max_length or self._positions, self._positions)
         # In the caller's grad mode: the model keeps using the joined weights, and may be trained.
         with torch.inference_mode(next(model.parameters()).is_inference()):
             self.program, self.difference = program_for(
-                model, self.max_length, batch_invariant, forward, parse_kv(kv), persistent_step
+                model, self.max_length, batch_invariant, forward, parse_kv(kv), persistent_step, ranks
             )
         if speculate and self.program.reasons:
             raise ValueError(
@@ -145,6 +165,8 @@ class Engine:
         self._draft = None if draft is None else DraftModel(draft, self.vocab, self.max_length, self.device)
         # Computed from the memory that the programs leave free.
         self._cache_budget = CacheBudget.for_device(self.device, cache_bytes, allocated=paged)
+        if ranks is not None:  # all have the same pages
+            self._cache_budget = replace(self._cache_budget, bytes_=ranks.least(self._cache_budget.bytes_))
         self.page_bytes = self.program.page_bytes + (0 if self._draft is None else self._draft.program.page_bytes)
         """Bytes of keys and values of a page of tokens, those of the draft model included."""
         if max_length is None:
@@ -186,7 +208,8 @@ class Engine:
         warm_up_run = None
         if graphs is not None:
             warm_up_run = WarmUpRun(self.program, *runners, max_concurrent, self.max_length)
-        self.runner = ModelRunner(self.slots, *runners, warm_up_run, self._draft, progress)
+        parts = (self.slots, *runners, warm_up_run, self._draft, progress)
+        self.runner = ModelRunner(*parts) if self.ranks is None else LeadingRunner(*parts, ranks=self.ranks)
         self._async_scheduling = async_scheduling
         self._in_flight: deque[InFlightStep] = deque()
         self._earlier = 0
@@ -293,8 +316,10 @@ class Engine:
         all tokens ("mean"), scaled to length 1; float32 [hidden] on the CPU.
 
         The model's own forward computes it between two steps, one text at a time. Raises ValueError for tokens that the model
-        does not have or too many of them.
+        does not have or too many of them, and with several ranks.
         """
+        if self.ranks is not None:
+            raise ValueError("embeddings are computed by the model's own forward, of which each rank has a part: use one GPU")
         if not 1 <= len(tokens) <= self._positions or not 0 <= min(tokens) <= max(tokens) < self.vocab:
             known = f"1 to {self._positions:,} tokens from 0 to {self.vocab - 1:,}"
             raise ValueError(f"an embedding is of {known}, got {len(tokens):,} tokens")
@@ -408,7 +433,7 @@ class Engine:
         only faulty prompts fail."""
         slots = [sequence.running_slot for sequence in scheduled.decoding]
         try:
-            decoded, prompted = self.mixed_runner.launch(scheduled.chunks, slots)
+            decoded, prompted = self.runner.mixed(scheduled.chunks, slots)
         except Exception as error:  # noqa: BLE001 - failure.py: a prompt may raise anything, and ends its own sequence
             log_failure("computing a decode step with prompts", error)
             self._launch_parts(scheduled)
@@ -481,7 +506,7 @@ class Engine:
         fail.
         """
         try:
-            logits = self.prefill_runner.launch(chunks)
+            logits = self.runner.prefill(chunks)
         except Exception as error:  # noqa: BLE001 - failure.py: a prompt may raise anything, and ends its own sequence
             line = log_failure("computing a prompt", error)
             if len(chunks) > 1:
@@ -586,6 +611,8 @@ class Engine:
         for sequence in sequences:
             self._finish(sequence, FinishReason.FAILED, error)
         try:
+            if self.ranks is not None:
+                self.ranks.check()  # before waiting for work that another rank may never finish
             _synchronize(self.device)
         except RuntimeError as gpu_error:  # failure.py: a CUDA error is permanent
             self._fail_for_good(log_failure("waiting for the GPU", gpu_error))
@@ -606,6 +633,18 @@ class Engine:
             self.scheduler.remove(sequence)
             sequence.lookup = None  # its index is large, and the caller keeps the sequence
         self.program.keep(self.scheduler.running)
+
+
+def _refuse_with_ranks(*, forward: bool, persistent_step: bool | None, draft: bool) -> None:
+    """Raises ValueError for options of an engine that go without tensor parallelism."""
+    asked = {
+        "forward=True, the model's own forward": forward,
+        "persistent_step, one launch for all layers": persistent_step,
+        "a draft model (speculation from a sequence's own text is possible)": draft,
+    }
+    refused = [what for what, is_asked in asked.items() if is_asked]
+    if refused:
+        raise ValueError(f"tensor parallelism goes without {'; '.join(refused)}")
 
 
 def _synchronize(device: torch.device) -> None:

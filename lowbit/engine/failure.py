@@ -9,7 +9,8 @@ all of them fail, and the thread that runs the step gets `StepFailed`. Sequences
 in the step, that thread gets the error itself.
 
 The engine: after each failure the GPU is synchronized. A CUDA error that appears then is permanent for the process: all
-sequences fail, and `Engine.submit` raises `EngineFailed` from then on.
+sequences fail, and `Engine.submit` raises `EngineFailed` from then on. So it is when one of several ranks fails
+(rank_processes.py).
 
 Interrupts (KeyboardInterrupt, SystemExit) fail the sequences that they leave half computed, and propagate unchanged.
 """
@@ -33,8 +34,12 @@ class StuckStep(RuntimeError):
     """A decode step in one launch gave up: a block waited too long for another one. The message says for what."""
 
 
+class RankFailed(RuntimeError):
+    """One of several processes that compute a model has failed, and all have ended; the message says which and why."""
+
+
 class EngineFailed(RuntimeError):
-    """The GPU failed, so the engine cannot compute anything more in this process; the message says why."""
+    """The GPU failed, or another rank, so the engine cannot compute anything more in this process; the message says why."""
 
 
 def log_failure(what: str, error: Exception) -> str:

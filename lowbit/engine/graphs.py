@@ -32,6 +32,8 @@ class Graphs:
                 run()
             torch.cuda.current_stream().wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            # A thread of torch.distributed asks for events at any time, which a capture of all threads would not survive.
+            mode = "thread_local" if torch.distributed.is_initialized() else "global"
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
                 tensors = run()
         return graph, tensors

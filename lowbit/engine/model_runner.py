@@ -7,6 +7,7 @@ The engine handles errors. The only ones caught here are those of compiling kern
 from __future__ import annotations
 
 import functools
+import time
 from collections import abc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -22,14 +23,14 @@ from lowbit.engine.mixed_runner import MixedRunner
 from lowbit.engine.one_launch import OneLaunch
 from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.request import SampledToken
-from lowbit.engine.scheduler import SchedulerOutput
+from lowbit.engine.scheduler import PrefillChunk, SchedulerOutput
 from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots, on_device
 from lowbit.engine.verify_runner import VerifyRow, VerifyRunner
 from lowbit.engine.warm_up import Stage, WarmUpRun, longest_of
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.reference.sampling import accepted
-from lowbit.ops.sample import top_logprobs
+from lowbit.ops.sample import Sampling, top_logprobs
 
 if TYPE_CHECKING:
     from lowbit.engine.draft import DraftModel
@@ -40,11 +41,16 @@ KINDS = {False: "", True: " with filters", None: " for grammars"}
 """What a warm-up says of the kinds of captured steps."""
 
 
+POLL_S = 5e-5
+"""Seconds between two looks at a step that may never end. The host is a step ahead, so that they delay nothing."""
+
+
 @dataclass
 class InFlightStep:
     """Launched work that samples a token for each of `sequences`: host copies of its results, complete once the event `done`
     has passed, and the number of tokens read so far. drafts: the guessed tokens of each sequence that were verified, empty if
-    there were none; a sequence then has a row more than it has guesses. status: a copy of `ModelProgram.status`.
+    there were none; a sequence then has a row more than it has guesses. status: a copy of `ModelProgram.status`. check: raises
+    if the results will never come; None where they always do.
     """
 
     sequences: list[Sequence]
@@ -54,11 +60,17 @@ class InFlightStep:
     done: torch.cuda.Event | None
     drafts: list[tuple[int, ...]] = field(default_factory=list)
     status: Tensor | None = None
+    check: Callable[[], object] | None = None
     tokens_read: int = 0
 
     def wait(self) -> None:
-        """Waits until the results are on the host. Raises RuntimeError after a CUDA error, and StuckStep after a step that gave
-        up."""
+        """Waits until the results are on the host. Raises RuntimeError after a CUDA error, StuckStep after a step that gave up,
+        and what `check` raises."""
+        if self.check is not None:
+            while self.done is not None and not self.done.query():  # it may never come once another rank has failed
+                self.check()
+                time.sleep(POLL_S)  # lets other threads of Python run
+            self.check()
         if self.done is not None:
             self.done.synchronize()
         if self.status is not None and (status := int(self.status)):
@@ -102,12 +114,16 @@ class InFlightStep:
 
 @dataclass(frozen=True)
 class LaunchedDecode:
-    """A launched decode step, and the runner that launched it."""
+    """A launched decode step; verify: by the runner of steps with guesses."""
 
     sequences: list[Sequence]
     drafts: list[tuple[int, ...]]
-    runner: DecodeRunner
+    verify: bool
     step: DecodeStep
+
+
+Settings = tuple[int, Sampling, abc.Sequence[int], list[int], bool]
+"""Arguments of `SamplingState.set`."""
 
 
 def verify_rows(sequences: abc.Sequence[Sequence], drafts: abc.Sequence[tuple[int, ...]]) -> list[VerifyRow]:
@@ -139,19 +155,20 @@ class ModelRunner:
         """Runs steps with guesses; None without speculation."""
         self.warm_up_run = warm_up_run
         """Finds the kernels of a step before it is launched; None without CUDA graphs."""
+        self.check: Callable[[], object] | None = None
+        """`InFlightStep.check` of all steps."""
         self._draft = draft
         self._progress = progress or (lambda stage: None)
 
     def prepare(self, scheduled: SchedulerOutput) -> None:
         """Compiles kernels that the step needs, and writes its page tables, positions and sampling settings."""
         self._compile_kernels_of(scheduled)
+        settings: list[Settings] = []
         for sequence in scheduled.admitted:
-            tokens = [sampled.token for sampled in sequence.sampled]
-            self.slots.sampling.set(
-                sequence.running_slot, sequence.request.sampling, sequence.request.prompt, tokens, sequence.grammar is not None
-            )
+            tokens, request = [sampled.token for sampled in sequence.sampled], sequence.request
+            settings.append((sequence.running_slot, request.sampling, request.prompt, tokens, sequence.grammar is not None))
         positions = [(chunk.sequence.running_slot, chunk.end - 1) for chunk in scheduled.chunks if chunk.last]
-        self.slots.update(scheduled.new_pages, positions)
+        self.write(settings, scheduled.new_pages, positions)
 
     def decode(
         self, scheduled: SchedulerOutput, guesses: abc.Mapping[Sequence, tuple[int, ...]], logits_only: bool = False
@@ -160,28 +177,28 @@ class ModelRunner:
         `logits_only`, `sample_step` must follow before anything else is launched.
         """
         sequences, drafts = scheduled.decoding, []
-        runner: DecodeRunner = self.decode_runner
         rows: list[Any] = [sequence.running_slot for sequence in sequences]
         if guesses:
-            assert self.verify_runner is not None
             drafts = [guesses.get(sequence, ()) for sequence in sequences]
-            runner, rows = self.verify_runner, verify_rows(sequences, drafts)
-        step = runner.launch(rows, None if logits_only else filters(sequences), longest_of(scheduled))
-        return LaunchedDecode(sequences, drafts, runner, step)
+            rows = verify_rows(sequences, drafts)
+        verify, any_filter = bool(guesses), None if logits_only else filters(sequences)
+        step = self.launch_step(verify, rows, any_filter, longest_of(scheduled))
+        return LaunchedDecode(sequences, drafts, verify, step)
 
     def sample_step(self, launched: LaunchedDecode) -> LaunchedDecode:
         """Samples the tokens of a step that was launched up to its logits."""
-        return replace(launched, step=launched.runner.sample(launched.step, filters(launched.sequences)))
+        step = self.sample_launched(launched.verify, launched.step, filters(launched.sequences))
+        return replace(launched, step=step)
 
     def write_masks(self, sequences: abc.Sequence[Sequence], states: abc.Sequence[GrammarState | None]) -> None:
         """Computes the masks of sequences by the states of their grammars, and copies them to their slots. None allows all."""
         masks = masks_of(states, self.slots.sampling.masks.shape[1])
-        self.slots.sampling.set_masks([sequence.running_slot for sequence in sequences], masks)
+        self.set_masks([sequence.running_slot for sequence in sequences], masks)
 
     def sample(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> InFlightStep:
         """Samples a token of each sequence from its logits [B, V]."""
-        rows = on_device([sequence.running_slot for sequence in sequences], self.slots.device)
-        return self.in_flight(sequences, sample_tokens(logits, rows, self.slots, filters(sequences)))
+        step = self.sample_rows([sequence.running_slot for sequence in sequences], logits, filters(sequences))
+        return self.in_flight(sequences, step)
 
     def in_flight(
         self, sequences: abc.Sequence[Sequence], step: DecodeStep, drafts: abc.Sequence[tuple[int, ...]] = ()
@@ -199,7 +216,48 @@ class ModelRunner:
         if self.slots.device.type == "cuda":
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(self.slots.device))
-        return InFlightStep(list(sequences), tokens, logprobs, top, done, list(drafts), status)
+        return InFlightStep(list(sequences), tokens, logprobs, top, done, list(drafts), status, self.check)
+
+    # ---- operations on the device, whose arguments are plain data: lockstep.py repeats them on other ranks
+
+    def write(
+        self, settings: abc.Sequence[Settings], pages: abc.Sequence[tuple[int, int, int]],
+        positions: abc.Sequence[tuple[int, int]],
+    ) -> None:  # fmt: skip
+        """Writes the sampling settings of slots, and page-table entries and positions as `Slots.update`."""
+        for each in settings:
+            self.slots.sampling.set(*each)
+        self.slots.update(pages, positions)
+
+    def launch_step(self, verify: bool, rows: abc.Sequence[Any], any_filter: bool | None, longest: int) -> DecodeStep:
+        """Launches a step of the slots `rows`, or with `verify` of the tokens `rows`: `DecodeRunner.launch`."""
+        return self._runner(verify).launch(rows, any_filter, longest)
+
+    def sample_launched(self, verify: bool, step: DecodeStep, any_filter: bool) -> DecodeStep:
+        """Samples the tokens of a launched step that computed logits only."""
+        return self._runner(verify).sample(step, any_filter)
+
+    def set_masks(self, slots: abc.Sequence[int], masks: Tensor) -> None:
+        """Writes the masks of slots, int32 [len(slots), words] on the host."""
+        self.slots.sampling.set_masks(slots, masks)
+
+    def prefill(self, chunks: abc.Sequence[PrefillChunk]) -> Tensor | None:
+        """Launches prefill chunks: `PrefillRunner.launch`."""
+        return self.prefill_runner.launch(chunks)
+
+    def mixed(self, chunks: abc.Sequence[PrefillChunk], rows: abc.Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Launches prefill chunks beside a decode step of the slots `rows`: `MixedRunner.launch`."""
+        return self.mixed_runner.launch(chunks, rows)
+
+    def sample_rows(self, slots: abc.Sequence[int], logits: Tensor, any_filter: bool) -> DecodeStep:
+        """Samples a token of each slot from logits [B, V] of `prefill` or `mixed`."""
+        return sample_tokens(logits, on_device(list(slots), self.slots.device), self.slots, any_filter)
+
+    def _runner(self, verify: bool) -> DecodeRunner:
+        if not verify:
+            return self.decode_runner
+        assert self.verify_runner is not None
+        return self.verify_runner
 
     # ---- compiling and capturing
 

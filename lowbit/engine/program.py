@@ -36,6 +36,8 @@ from lowbit.nn import QuantLinear
 from lowbit.ops import add_norm_quantize, silu_mul_quantize
 from lowbit.ops.attention import append_kv, decode_attention
 from lowbit.ops.elementwise import activate, add_norm, embed_norm, gate
+from lowbit.ops.peers import ROWS, Peers
+from lowbit.ops.ranks import Ranks
 
 Delta = Tensor | SlotOutputs
 """What a layer adds to the residual stream [M, H]."""
@@ -63,16 +65,20 @@ class Layer:
 
 
 class DecodeProgram:
-    """The program of a decoder; `cache`: keys and values of all sequences, stored as `kv`."""
+    """The program of a decoder; `cache`: keys and values of all sequences, stored as `kv`. With `ranks` the decoder is one
+    rank's part (shard.py): outputs of o and down are added, and logits are gathered."""
 
     reasons: tuple[str, ...] = ()
     is_paged = True
 
     def __init__(
         self, decoder: Decoder, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool, kv: KVScheme = KV16,
-        persistent_step: bool | None = None,
+        persistent_step: bool | None = None, ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
         self.decoder, self.dtype, self.device, self.batch_invariant = decoder, dtype, device, batch_invariant
+        self.ranks = ranks
+        if ranks is not None:
+            ranks.use_peers(decoder.hidden, dtype)
         self.kv = kv
         self.layers = [self._layer(spec) for spec in decoder.layers]
         self.head = product([decoder.head], batch_invariant)
@@ -84,11 +90,13 @@ class DecodeProgram:
         elif any(row.spec.qk_norms for row in self.layers):
             self.chain = ("norms of whole q and k stand before attention",)
         elif not batch_invariant:
-            self.chain = chain_of(decoder, products, self.head, dtype)
+            self.chain = chain_of(decoder, products, self.head, dtype, ranks)
         self.one_launch: OneLaunch | tuple[str, ...] | None = None
         """Small steps in one launch, or the reasons against it; None if it was excluded, and on a CPU."""
         if persistent_step or (persistent_step is None and device.type == "cuda"):
-            self.one_launch = one_launch_of(decoder, self.chain, self.table, kv, measured=persistent_step is None)
+            measured = persistent_step is None
+            several = ("one launch a step computes on one GPU, this model is on several",)
+            self.one_launch = several if ranks else one_launch_of(decoder, self.chain, self.table, kv, measured=measured)
         self.ropes = [table.to(device) for table in decoder.ropes]
         self.cache: Cache | None = None
 
@@ -148,12 +156,20 @@ class DecodeProgram:
     def report(self, difference: float) -> list[str]:
         """Returns lines about the decoder, the cache and the launches per layer."""
         if isinstance(self.chain, Chain):
-            launches = f"steps of up to {self.chain.most} tokens: 5 launches a layer"
+            count = 5 if self.ranks is None else 7
+            launches = f"steps of up to {self.chain.most} tokens: {count} launches a layer"
         elif fused := [row.fused for row in self.layers if row.fused is not None]:
             launches = f"steps of up to {fused[0].most} tokens: 7 launches a layer of experts"
         else:
             launches = f"small steps take as many launches a layer as larger ones: {'; '.join(self.chain)}"
         lines = [] if self.one_launch is None else [self._one_launch_report(self.one_launch)]
+        if self.ranks is not None:
+            sums = "NCCL" if self.device.type == "cuda" else "gloo"
+            if isinstance(self.ranks.peers, Peers):
+                sums = f"peer memory for up to {ROWS} tokens, by NCCL for more"
+            elif self.device.type == "cuda":
+                sums += f", not by peer memory ({'; '.join(self.ranks.peers)})"
+            lines.append(f"{self.ranks.size} ranks, each with its part of the weights; sums by {sums}")
         return [
             f"decode program of {self.decoder.family}, {len(self.decoder.layers)} layers; logits differ from Transformers' "
             f"forward by {difference:.1e}, relatively",
@@ -329,7 +345,7 @@ class DecodeProgram:
             if layer.fused is not None and layer.experts is not None and len(h) <= layer.fused.most:
                 delta = layer.experts.routed(*layer.fused(attended, h))
                 continue
-            delta = layer.o(attended)
+            delta = self._total(layer.o(attended), 0)
             x = self._norm(layer.gate_up, h, delta, spec.mlp_gamma, spec.mlp_bias, spec.after_attention_gamma)
             delta = self._mlp(layer, x)
         return h, delta
@@ -339,7 +355,11 @@ class DecodeProgram:
         if layer.experts is not None:
             return layer.experts(x)
         assert layer.down is not None
-        return layer.down(self._gated(layer, x))
+        return self._total(layer.down(self._gated(layer, x)), 1)
+
+    def _total(self, delta: Tensor, phase: int) -> Tensor:
+        """The sum of all ranks' outputs, of o in phase 0 and of down in phase 1."""
+        return delta if self.ranks is None else self.ranks.total(delta, phase)
 
     def _norm(
         self, reader: Product | None, h: Tensor, delta: Delta, gamma: Tensor, bias: Tensor | None, after: Tensor | None
@@ -375,7 +395,8 @@ class DecodeProgram:
         d = self.decoder
         after = self.layers[-1].spec.after_mlp_gamma
         x = self._norm(None, h, delta, d.final_gamma, d.final_bias, after)
-        return self._capped(self.head(x))
+        logits = self.head(x)
+        return self._capped(logits if self.ranks is None else self.ranks.gathered(logits, d.vocab))
 
     def _capped(self, logits: Tensor) -> Tensor:
         cap = self.decoder.final_softcap

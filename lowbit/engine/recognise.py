@@ -23,7 +23,7 @@ def recognise(model: nn.Module, positions: int | None = None) -> Decoder | tuple
 
     positions: tokens of a sequence (default: max_position_embeddings of the config).
     """
-    family = _family_of(model)
+    family = family_of(model)
     if family is None:
         known = ", ".join(FAMILIES)
         return (f"{type(model).__name__} is none of the families that a decode program is written for ({known})",)
@@ -32,7 +32,7 @@ def recognise(model: nn.Module, positions: int | None = None) -> Decoder | tuple
     return family_refusals(found, positions) or _decoder(found, positions)
 
 
-def _family_of(model: nn.Module) -> Family | None:
+def family_of(model: nn.Module) -> Family | None:
     """Returns the family of a model whose class is in Transformers; None for other classes, such as a checkpoint's own code."""
     name = type(model).__name__
     family = FAMILIES.get(name.removesuffix("ForCausalLM"))

@@ -251,6 +251,72 @@ class GateSpec:
             raise ValueError(f"gates multiply codes, {' or '.join(ACTIVATIONS)}, got {self.x}")
 
 
+@dataclass(frozen=True)
+class Axis:
+    """Where the pixels of a resized axis come from: with n = max(j * step + shift, 0), pixel j lies between the input's pixels
+    n // whole and n // whole + 1 (at most the last one), n % whole of `whole` steps from the first to the second."""
+
+    step: int
+    shift: int
+    whole: int
+
+
+MOST_RESIZE_STEPS = 1 << 16
+"""Bound of the product of both axes' steps, so that weighted sums of 8-bit codes are float32 numbers."""
+
+
+@dataclass(frozen=True)
+class ResizeSpec:
+    """An image of codes at another size: the nearest pixels by whole factors, or bilinear interpolation.
+
+        nearest:   y = x code
+        bilinear:  sum of 4 codes, weighted by whole numbers that add up to the product of both axes' steps, exact, int32
+                   t = fma(float32(sum), s, b); y from t as in `ConvLayer`, u4 with ReLU; s is 1 / steps of a code, b as there
+
+    `size` is (height, width) of the output. `aligned`: the centres of the corner pixels stay where they are (align_corners of
+    torch); otherwise the corners of the image do. Scale and storage are those of x.
+    """
+
+    mode: str
+    size: Pair
+    aligned: bool = False
+
+    def refusals(self, size: Pair) -> tuple[str, ...]:
+        """Returns why an image of `size` pixels cannot be resized in integers; empty if it can."""
+        if self.mode not in ("nearest", "bilinear"):
+            return (f"images are resized by nearest or bilinear, not by {self.mode}",)
+        if min(*size, *self.size) < 1:
+            return (f"images have at least one pixel, got {size} and {self.size}",)
+        if self.mode == "nearest":
+            whole = all(out % given == 0 for out, given in zip(self.size, size, strict=True))
+            return () if whole else (f"nearest pixels are repeated a whole number of times, not from {size} to {self.size}",)
+        rows, columns = self.axes(size)
+        steps = rows.whole * columns.whole
+        return () if steps <= MOST_RESIZE_STEPS else (f"bilinear weights of {size} to {self.size} are in 1 / {steps:,}",)
+
+    def axes(self, size: Pair) -> tuple[Axis, Axis]:
+        """Returns the vertical and the horizontal axis for an input of `size` pixels."""
+        rows, columns = (self._axis(given, out) for given, out in zip(size, self.size, strict=True))
+        return rows, columns
+
+    def _axis(self, given: int, out: int) -> Axis:
+        if self.mode == "nearest":
+            return Axis(1, 0, out // given)
+        if self.aligned:
+            step, shift, whole = (given - 1, 0, out - 1) if out > 1 else (0, 0, 1)
+        else:  # the centre of pixel j is at (j + 1/2) * given / out - 1/2
+            step, shift, whole = 2 * given, given - out, 2 * out
+        common = math.gcd(step, shift, whole)
+        return Axis(step // common, shift // common, whole // common)
+
+    def constants(self, size: Pair, storage: str) -> tuple[float, float]:
+        """Returns (s, b) for codes stored as `storage`, rounded to float32; a nearest pixel needs none."""
+        rows, columns = self.axes(size)
+        one = torch.tensor([1.0 / (rows.whole * columns.whole)], dtype=torch.float64)
+        s, b, _ = requantize(one, None, 1.0, 1.0, storage)
+        return float(s), float(b)
+
+
 def output_size(size: Pair, kernel: Pair, stride: Pair, padding: Pair) -> Pair:
     """Returns the output height and width; raises ValueError if the window does not fit."""
     out = tuple((size[i] + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i in (0, 1))

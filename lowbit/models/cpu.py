@@ -37,12 +37,13 @@ def measuring_dtype(device: str | torch.device | None = None) -> torch.dtype | N
     return torch.float32 if torch_device(device).type == "cpu" else None
 
 
-def plan_on_cpu(model: PreTrainedModel, again: bool = False) -> None:
+def plan_on_cpu(model: PreTrainedModel, again: bool = False, decode_program: bool = False) -> None:
     """Chooses how the layers of a loaded quantized model run on a CPU and logs it, slow ones as a warning.
 
-    again: the model was planned before in another dtype; logs nothing.
+    again: the model was planned before in another dtype; logs nothing. decode_program: the engine computes with the model, so
+    that 16-bit layers stay `nn.Linear`.
     """
-    for name, layer in list(model.named_modules()):
+    for name, layer in [] if decode_program else list(model.named_modules()):
         if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype != torch.float32:
             new = RowLinear.of(layer)
             new._is_hf_initialized = True  # type: ignore[assignment]

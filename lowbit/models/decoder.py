@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -274,6 +275,19 @@ class LayerwiseDecoder:
 
         At each position one token is sampled from the model's distribution.
         """
+        generator = torch.Generator(self.device).manual_seed(seed)
+        with self._head():
+            return [self._head_gradient(x, generator) for x in hidden]
+
+    @torch.no_grad()
+    def logits(self, x: Tensor) -> Tensor:
+        """Returns the logits [1, T, vocabulary] of outputs x [1, T, hidden] of the last layer."""
+        with self._head():
+            return self._after_layers(x, x)
+
+    @contextmanager
+    def _head(self) -> Iterator[None]:
+        """Loads what comes after the last layer."""
         inputs: nn.Module = self.model.get_input_embeddings()  # type: ignore[operator]
         skipped = {f"{name}.weight" for name, module in self.model.named_modules() if module is inputs}
         everything = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
@@ -281,20 +295,24 @@ class LayerwiseDecoder:
         ties: Mapping[str, str] = getattr(self.model, "all_tied_weights_keys", None) or {}
         values = {n: self._read(ties[n] if n not in self._files and n in ties else n) for n in outside}
         _fill(self.model, values, self.device, self.dtype)
-        generator = torch.Generator(self.device).manual_seed(seed)
         try:
-            return [self._head_gradient(x, generator) for x in hidden]
+            yield
         finally:
             for layer in self.layers:
                 layer.__dict__.pop("forward", None)
             _empty(self.model, outside)
 
+    def _after_layers(self, x: Tensor, last: Tensor) -> Tensor:
+        """Returns the logits of `last`, the outputs of the last layer for inputs like x."""
+        for layer in self.layers:
+            layer.forward = lambda *args, **kwargs: (last,) if self._returns_tuples else last  # type: ignore[method-assign]
+        logits: Tensor = self.model(inputs_embeds=x, use_cache=False).logits
+        return logits
+
     def _head_gradient(self, x: Tensor, generator: torch.Generator) -> Tensor:
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
-            for layer in self.layers:
-                layer.forward = lambda *args, **kwargs: (leaf,) if self._returns_tuples else leaf  # type: ignore[method-assign]
-            logits = self.model(inputs_embeds=x, use_cache=False).logits
+            logits = self._after_layers(x, leaf)
             gradient = logits.detach().float().softmax(dim=-1)
             sampled = torch.multinomial(gradient[0], 1, generator=generator)[None]
             # The gradient of a log-probability at the logits is one-hot minus the probabilities.

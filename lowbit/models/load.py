@@ -194,14 +194,14 @@ def check_checkpoint(source: str | Path | ResolvedSource) -> tuple[str, ...]:
         if reader.manifest is None and source.tool is not None:
             LayerImporter(source.open_quantized(), "dequantized").check()
             return ()
-        reasons = incomplete(_placed_skeleton(reader), _shapes(reader))
+        reasons = incomplete(placed_skeleton(reader), _shapes(reader))
         if reader.manifest is not None:
             reader.check()
         wrong = [name for name in reader.names() if not is_finite(reader.get(name))]
     return (*reasons, *([f"some numbers of {some(wrong)} are not finite"] if wrong else []))
 
 
-def _placed_skeleton(reader: CheckpointReader) -> PreTrainedModel:
+def placed_skeleton(reader: CheckpointReader) -> PreTrainedModel:
     """Returns the model of a plain or lowbit checkpoint on the meta device, with its quantized modules."""
     model = skeleton(reader.folder)
     if reader.manifest is not None:

@@ -16,7 +16,8 @@ from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWrite
 from lowbit.checkpoint.target import check_space, discard
 from lowbit.formats import ExpertTensor, QuantTensor, Scheme, parse_scheme, rotate_blocks
 from lowbit.hardware.machine import torch_device
-from lowbit.methods import DATA_FREE, Hqq, Learned, Method, Mixed, Rtn, Search, SmoothQuant, method_of, method_record
+from lowbit.methods import DATA_FREE, Awq, Hqq, Learned, Method, Mixed, Rtn, Search, SmoothQuant, method_of, method_record
+from lowbit.models import numerics
 from lowbit.models.calibrate import CalibratedWeights, Calibration, FinishedLayers, calibrate_layers, finished_bytes, recipe_of
 from lowbit.models.complete import require_complete, require_finite_tensor
 from lowbit.models.decoder import LayerwiseDecoder
@@ -106,7 +107,7 @@ def quantize_checkpoint(
         rotated_inputs = _rotated(plan, rotate_inputs)
         if rotated_inputs and (isinstance(method, SmoothQuant) or getattr(method, "smooth", None) is not None):
             say(f"the inputs of {len(rotated_inputs)} layers are rotated, not smoothed: no factor passes through a rotation")
-        weights = _OutputTensors(reader, plan, method, device, low_rank, rotated_inputs, experts, model)
+        weights = _OutputTensors(reader, plan, method, device, low_rank, rotated_inputs, experts, model, modules)
         if mixed is not None:
             for candidate in mixed.schemes:
                 _same_layers(plan_for(model, candidate, skip, embeddings), plan)
@@ -136,7 +137,11 @@ def quantize_checkpoint(
         manifest = dataclasses.replace(
             manifest_of(plan, entries), rotation=rotation, method=method_record(method), calibration=used
         )
-        writer.finish(reader.config, manifest, copy_from=source)
+        say("computing what the layers compute for known inputs, which a load compares")
+        writer.finish(
+            reader.config, manifest, copy_from=source,
+            beside=lambda folder: numerics.write(folder, numerics.record(folder, weights.plain_weight, device)),
+        )  # fmt: skip
         weights.remove_finished()
     return plan
 
@@ -156,9 +161,10 @@ class _OutputTensors:
 
     def __init__(
         self, reader: CheckpointReader, plan: Plan, method: Method, device: torch.device, low_rank: int,
-        rotated_inputs: Mapping[str, int], experts: Mapping[str, ExpertSource], model: nn.Module,
+        rotated_inputs: Mapping[str, int], experts: Mapping[str, ExpertSource], model: nn.Module, modules: Mapping[str, str],
     ) -> None:  # fmt: skip
         self._experts, self._model = experts, model
+        self._sources = {module: tensor for tensor, module in modules.items()}
         self.reader, self.plan, self.method, self.device, self.low_rank = reader, plan, method, device, low_rank
         self.rotated_inputs = rotated_inputs
         self.schemes: dict[str, Scheme] = dict.fromkeys(plan.layers, plan.scheme) | plan.others
@@ -269,6 +275,12 @@ class _OutputTensors:
         value = self.reader.get(tensor) if changed is None else changed
         info = self.reader.info(tensor)
         return require_finite_tensor(info.file, tensor, value.to(info.dtype))
+
+    def plain_weight(self, name: str) -> Tensor | None:
+        """Returns the 16-bit weight of a layer, or None if the method moved a range between it and its inputs."""
+        moved = isinstance(self.method, (Awq, SmoothQuant)) or getattr(self.method, "smooth", None) is not None
+        tensor = None if moved else self._sources.get(name)
+        return None if tensor is None else self.reader.get(tensor)
 
     def remove_finished(self) -> None:
         """Removes the finished layers of a calibrated run."""

@@ -13,6 +13,7 @@ from lowbit.engine.cache import SHARE
 from lowbit.hardware.machine import GPU
 from lowbit.kernels.kernel_file import write_kernel_file
 from lowbit.kernels.parts.launch import RecordedKernel, recording
+from lowbit.models import numerics
 from lowbit.models.head import SCHEME
 from lowbit.models.skeleton import tokenizer_of
 from lowbit.models.source import resolve
@@ -57,6 +58,7 @@ def engine_kernels(
         built = weightless_model(source, scheme, SCHEME)
         if batch_invariant:
             make_batch_invariant(built, built.dtype)
+        numerics.launch_experts(built)
         if cache_bytes is None:
             cache_bytes = _free_bytes(built, gpu)
         pipe = Pipeline(

@@ -27,10 +27,12 @@ from transformers import (
 
 from lowbit.engine import Detokenizer, Engine, FinishReason, RequestFailed, SampledToken
 from lowbit.engine.kernels import use_kernels
+from lowbit.engine.rank_processes import LeadingRanks, load_ranks
 from lowbit.engine.step_budget import STEP_MS
 from lowbit.engine.warm_up import Stage
 from lowbit.formats.kv import parse_kv
 from lowbit.hardware.machine import torch_device
+from lowbit.models import numerics
 from lowbit.models.head import SCHEME
 from lowbit.models.load import load_causal
 from lowbit.models.skeleton import is_encoder_decoder, tokenizer_of
@@ -60,14 +62,16 @@ class Pipeline:
         engine: bool | None = None,
         kv: str = "16",
         speculate: int = 0,
+        ranks: LeadingRanks | None = None,
         **options: Any,
     ) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
         self._engine: Engine | None = None
         self._engine_lock = threading.Lock()
         narrow = parse_kv(kv).quantized
-        self._wants_engine = model.device.type == "cuda" or narrow or speculate > 0 if engine is None else engine
-        self._options = {"kv": kv, "speculate": speculate, **options}
+        by_default = model.device.type == "cuda" or narrow or speculate > 0 or ranks is not None
+        self._wants_engine = by_default if engine is None else engine
+        self._options = {"kv": kv, "speculate": speculate, "ranks": ranks, **options}
         self._defaults: dict[str, object] = {} if max_length is None else {"max_length": max_length}
         GenerateParams.from_arguments(self._defaults)  # raises for a bad default here, not at the first call
         # The generation config of chat models adds tokens that end a turn.
@@ -84,6 +88,8 @@ class Pipeline:
                 f"speculation is the engine's; here Transformers would generate ({'; '.join(reasons)}): leave speculate at 0, "
                 "or use the engine"
             )
+        if ranks is not None and reasons:
+            raise ValueError(f"tensor parallelism is the engine's, which cannot compute this model: {'; '.join(reasons)}")
 
     def __call__(self, prompts: str | list[str], **arguments: Any) -> list[Response]:
         """Returns the responses to `prompts`, in order. No response depends on other prompts. Arguments are the fields of
@@ -184,6 +190,9 @@ class Pipeline:
 
     def destroy(self) -> None:
         """Frees the model and its memory; the pipeline cannot be called afterwards."""
+        ranks = self._options.get("ranks")
+        if ranks is not None:
+            ranks.end()
         self.model = None  # type: ignore[assignment]
         self._engine, self._options = None, {}  # with the draft model
         if torch.cuda.is_available():
@@ -315,6 +324,7 @@ def pipeline(
     draft: str | Path | None = None,
     step_ms: float | None = STEP_MS,
     kernels: str | Path | None = None,
+    tensor_parallel: int = 1,
     quantization_mode: str | None = None,
     **unknown: Any,
 ) -> Pipeline:
@@ -348,6 +358,8 @@ def pipeline(
             decode; None for no limit.
         kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU. By default a file `kernels-*.lowbit`
             beside the checkpoint is used if this user compiled it. It runs with this process's rights.
+        tensor_parallel: number of GPUs that compute the model together, each in a process of its own with its part of the
+            weights (docs/generate.md). On a CPU, number of processes.
 
     Raises UnknownArgument for other arguments, CheckpointError for checkpoints that `models.load.load_causal` refuses (one that
     lacks parameters, for example), and ValueError if the checkpoint is already quantized to another scheme or the draft model
@@ -367,19 +379,31 @@ def pipeline(
     if device.type == "cuda":
         folder = source.path if source.path.is_dir() else source.path.parent
         use_kernels(device, kernels, folder)  # before the weights are loaded, which kernels pack
-    model = load_causal(
-        source, scheme=scheme, device=device, dtype=dtype, verify=verify, progress=progress,
-        head=head if engine in (True, None) and device.type == "cuda" else None, or_encoder_decoder=True,
-    )  # fmt: skip
-    if batch_invariant:
-        make_batch_invariant(model, model.dtype)
+    head = head if engine in (True, None) and device.type == "cuda" else None
+    ranks: LeadingRanks | None = None
+    if tensor_parallel > 1:
+        if engine is False or draft is not None:
+            what = "engine=False" if engine is False else "a draft model"
+            raise ValueError(f"tensor_parallel={tensor_parallel} is the engine's, and goes without {what}")
+        model, ranks = load_ranks(
+            source, tensor_parallel, device, scheme=scheme, dtype=dtype, head=head, batch_invariant=batch_invariant,
+            verify=verify, kernels=kernels,
+        )  # fmt: skip
+    else:
+        model = load_causal(
+            source, scheme=scheme, device=device, dtype=dtype, verify=verify, progress=progress, head=head,
+            or_encoder_decoder=True,
+        )  # fmt: skip
+        numerics.check(model, source.path)
+        if batch_invariant:
+            make_batch_invariant(model, model.dtype)
     if tokenizer is None or isinstance(tokenizer, (str, Path)):
         tokenizer = tokenizer_of(tokenizer or source.path, model)
     drafts = {} if draft is None else {"draft": _draft_model(draft, scheme, tokenizer, model, device)}
     return Pipeline(
         model, tokenizer, max_length=max_length, engine=engine, batch_invariant=batch_invariant,
         max_concurrent=max_concurrent, cache_bytes=cache_bytes, kv=kv, step_ms=step_ms,
-        speculate=speculate or (DRAFT_TOKENS if drafts else 0), progress=Bar() if progress else None, **drafts,
+        speculate=speculate or (DRAFT_TOKENS if drafts else 0), ranks=ranks, progress=Bar() if progress else None, **drafts,
     )  # fmt: skip
 
 

@@ -149,6 +149,8 @@ class Worker:
         """Number of sequences that failed since the last one that did not."""
         self.dead = False
         """True if the thread ended before `stop`."""
+        self._ranks_failed = False
+        """True once a rank has failed of those that compute the model."""
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._live: dict[ServedSequence, None] = {}
         """Sequences in the engine; used by the thread alone."""
@@ -228,14 +230,22 @@ class Worker:
 
     def _run(self) -> None:
         try:
+            if self.engine.ranks is not None:
+                self.engine.ranks.on_failure = lambda: self._commands.put(self._end_with_ranks)
             if self._warm_up():
-                while not self._stopping:
+                while not (self._stopping or self._ranks_failed):
                     self._run_commands()
                     if self._live:
                         self._step()
         finally:
             gc.unfreeze()  # otherwise Triton reports leaked objects when the process ends
             self._call(self._over)
+
+    def _end_with_ranks(self) -> None:
+        """Ends this thread, and with it the server, since one of the ranks that compute the model has failed."""
+        assert self.engine.ranks is not None
+        logger.error("the server ends: %s", self.engine.ranks.failure)
+        self._ranks_failed = True
 
     def _warm_up(self) -> bool:
         """Warms up; returns False if that failed or the thread is to end."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit.formats import PerChannel, Scheme, ZeroPoint, decode, int_format, parse_scheme
 from lowbit.formats.conv import code_range
 from lowbit.quantize import rtn
-from lowbit.vision.graph import AveragePool, Conv, Graph, Input, MaxPool, Node, Sum, reads_codes
+from lowbit.vision.graph import AveragePool, Concat, Conv, Graph, Input, MaxPool, Node, Resize, Sum, reads_codes
 from lowbit.vision.observe import Range, Search
 
 
@@ -67,7 +67,7 @@ def assign_bits(graph: Graph, scheme: str | Scheme, keep_int8: tuple[str, ...] =
         if name in keep_int8:
             bits[name] = LayerBits(8, 8)
             continue
-        weight = 8 if node.x in images or name == graph.output else wanted.weight
+        weight = 8 if node.x in images or name in graph.outputs else wanted.weight
         for_codes = any(reads_codes(graph.nodes.get(reader)) for reader in readers[name])
         bits[name] = LayerBits(weight, wanted.output if node.relu and for_codes else 8)
     return bits
@@ -76,8 +76,12 @@ def assign_bits(graph: Graph, scheme: str | Scheme, keep_int8: tuple[str, ...] =
 def storage_of(graph: Graph, bits: Mapping[str, LayerBits], name: str) -> str:
     """Returns the storage of the codes of the value `name`: "u4" or "s8"."""
     node = graph.nodes[name]
-    if isinstance(node, MaxPool):
+    if isinstance(node, (MaxPool, Resize)):
         return storage_of(graph, bits, node.x)
+    if isinstance(node, Concat):
+        # A byte has two 4-bit codes, so all parts but the last have an even number of channels.
+        even = all(graph.shapes[part][0] % 2 == 0 for part in node.parts[:-1])
+        return "u4" if even and all(storage_of(graph, bits, part) == "u4" for part in node.parts) else "s8"
     return "u4" if isinstance(node, (Conv, Sum)) and node.relu and bits[name].output == 4 else "s8"
 
 
@@ -85,10 +89,9 @@ def calibrate(graph: Graph, ranges: Mapping[str, Range], bits: Mapping[str, Laye
     """Computes scales of values from their observed ranges, and weight codes by least squared error per output channel."""
     scales: dict[str, float] = {}
     weights: dict[str, QuantWeight] = {}
+    shared = shared_scales(graph, bits)
     for name, node in graph.nodes.items():
-        if isinstance(node, MaxPool) and node.x in scales:
-            scales[name] = scales[node.x]  # max pooling returns one of its input codes
-        elif name in ranges:
+        if name in ranges and name not in shared:
             # Images and pooled features are not clipped, because their largest values may matter most.
             _, highest = code_range(storage_of(graph, bits, name))
             how: Search = "max" if isinstance(node, (Input, AveragePool)) else search
@@ -97,7 +100,41 @@ def calibrate(graph: Graph, ranges: Mapping[str, Range], bits: Mapping[str, Laye
             weights[name] = quantize_weight(node.weight, bits[name].weight)
             if node.second is not None:
                 weights[node.second.name] = quantize_weight(node.second.weight, bits[name].weight)
-    return Quantization(dict(bits), scales, weights)
+    return Quantization(dict(bits), with_shared(scales, shared), weights)
+
+
+def shared_scales(graph: Graph, bits: Mapping[str, LayerBits]) -> dict[str, str]:
+    """Returns, by name of a value, the other value that has its scale.
+
+    Max pools and changes of size return codes of their input. The parts of a concatenation have its scale, so that they are
+    rounded once, unless they have other readers, another storage, or a ReLU with an upper bound, which their own scale sets.
+    """
+    readers = graph.readers()
+    shared = {name: node.x for name, node in graph.nodes.items() if isinstance(node, (MaxPool, Resize))}
+    for name, node in graph.nodes.items():
+        for part in node.parts if isinstance(node, Concat) else ():
+            source = part
+            alone = len(readers[source]) == 1
+            while alone and source in shared:
+                source = shared[source]
+                alone = len(readers[source]) == 1
+            made = graph.nodes[source]
+            bounded = isinstance(made, (Conv, Sum)) and made.relu_max < math.inf
+            if alone and not bounded and storage_of(graph, bits, source) == storage_of(graph, bits, name):
+                shared[source] = name
+    return shared
+
+
+def with_shared(scales: Mapping[str, float], shared: Mapping[str, str]) -> dict[str, float]:
+    """Returns the scales with those that values share with others."""
+    found = dict(scales)
+    for name in shared:
+        owner = name
+        while owner in shared:
+            owner = shared[owner]
+        if owner in scales:
+            found[name] = scales[owner]
+    return found
 
 
 def largest_scale(node: Node, highest: int) -> float:
@@ -108,15 +145,16 @@ def largest_scale(node: Node, highest: int) -> float:
 def mixed(graph: Graph, one: Quantization, other: Quantization, from_other: Container[str]) -> Quantization:
     """Returns `one` with the bits, codes and scales of `other` for the layers named in `from_other`."""
     bits, scales, weights = dict(one.bits), dict(one.scales), dict(one.weights)
+    bits.update({name: other.bits[name] for name in one.bits if name in from_other})
     for name, node in graph.nodes.items():
-        if isinstance(node, MaxPool) and node.x in scales:
-            scales[name] = scales[node.x]
-        elif isinstance(node, (Conv, Sum)) and name in from_other:
-            bits[name], scales[name] = other.bits[name], other.scales[name]
+        if isinstance(node, Concat) and storage_of(graph, bits, name) != storage_of(graph, one.bits, name):
+            scales[name] = other.scales[name]
+        if isinstance(node, (Conv, Sum)) and name in from_other:
+            scales[name] = other.scales[name]
             for conv in (node, node.second) if isinstance(node, Conv) else ():
                 if conv is not None:
                     weights[conv.name] = other.weights[conv.name]
-    return Quantization(bits, scales, weights)
+    return Quantization(bits, with_shared(scales, shared_scales(graph, bits)), weights)
 
 
 def quantize_weight(weight: Tensor, bits: int) -> QuantWeight:

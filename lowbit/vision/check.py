@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.conv import ACTIVATIONS, STORAGES, ConvLayer, SecondProduct, output_size
+from lowbit.vision.graph import ACTIVATIONS as FUNCTIONS
 from lowbit.vision.graph import Other, call_other, constants_on, mapped
 from lowbit.vision.program import (
     Compute,
+    ConcatCodes,
     Convolve,
     Dequantize,
     GateCodes,
@@ -26,6 +28,7 @@ from lowbit.vision.program import (
     PoolMax,
     Program,
     Quantize,
+    ResizeCodes,
     SumCodes,
     Value,
 )
@@ -59,8 +62,10 @@ def check(program: Program) -> None:
             raise ValueError(f"{y}: {' '.join(str(error).split()) or type(error).__name__}"[:500]) from error
     unmade = set(program.values) - set(made)
     _demand(not unmade, f"nothing makes the value {min(unmade, default='')}")
-    result = program.values.get(program.result)
-    _demand(result is not None and result.storage in ("f32", "f16"), f"nothing makes the result {program.result!r}")
+    _demand(len(program.results) > 0, "it has no result")
+    for name in program.results:
+        result = program.values.get(name)
+        _demand(result is not None and result.storage in ("f32", "f16"), f"nothing makes the result {name!r}")
 
 
 _NOT_COMPUTABLE = (ValueError, RuntimeError, TypeError, IndexError, KeyError, AttributeError, ArithmeticError)
@@ -128,6 +133,10 @@ def _result(operation: Operation, program: Program, made: dict[str, Any]) -> Any
             _check_map(operation, y, x)
         case GateCodes():
             _check_gate(operation, y, inputs)
+        case ResizeCodes():
+            _check_resize(operation, y, x)
+        case ConcatCodes():
+            _check_concat(operation, y, inputs)
         case PoolMax():
             _check_pool(operation, y, x)
         case PoolAverage() | Dequantize():
@@ -146,6 +155,7 @@ def _check_map(operation: MapCodes, y: Value, x: Value) -> None:
     _stored(x, "s8", "what it reads")
     _stored(y, "s8", "what it makes")
     table = operation.table
+    _demand(operation.function in ("", *FUNCTIONS), f"functions are {', '.join(FUNCTIONS)}, not {operation.function!r}")
     _demand(
         table.dtype == torch.int8 and table.shape == (256,), f"its table is int8 [256], not {table.dtype} {list(table.shape)}"
     )
@@ -160,6 +170,31 @@ def _check_gate(operation: GateCodes, y: Value, inputs: list[Value]) -> None:
     _demand(gate.shape == (x.shape[0], 1, 1), f"its gate is [{x.shape[0]}, 1, 1], not {list(gate.shape)}")
     _shaped(y, x.shape)
     _positive("s", operation.layer.s)
+
+
+def _check_resize(operation: ResizeCodes, y: Value, x: Value) -> None:
+    layer = operation.layer
+    _pairs("height and width", layer.size)
+    _demand(type(layer.aligned) is bool and isinstance(layer.mode, str), "a change of size has a mode, and is aligned or not")
+    same = x.storage in ACTIVATIONS and (y.storage, y.scale) == (x.storage, x.scale)
+    _demand(same, "what it makes is stored as what it reads, with its scale")
+    reasons = layer.refusals((x.shape[1], x.shape[2]))
+    _demand(not reasons, "; ".join(reasons))
+    _shaped(y, (x.shape[0], *layer.size))
+
+
+def _check_concat(operation: ConcatCodes, y: Value, inputs: list[Value]) -> None:
+    _demand(len(inputs) == len(operation.layers) > 0, f"{len(operation.layers)} layers are for {len(inputs)} parts")
+    for x, layer in zip(inputs, operation.layers, strict=True):
+        _stored(x, layer.x, "a part")
+        _stored(y, layer.y, "what it makes")
+        _demand(layer.other is None, "a part is one value")
+        _demand(x.shape[1:] == y.shape[1:], f"a part has {list(x.shape[1:])} pixels, what it makes has {list(y.shape[1:])}")
+        _positive("s", layer.s)
+        _demand(type(layer.b) in (int, float) and math.isfinite(layer.b), f"b is a finite number, not {layer.b!r}")
+    _demand(sum(x.shape[0] for x in inputs) == y.shape[0], f"its parts have not {y.shape[0]} channels together")
+    halves = y.storage == "u4" and any(x.storage != "u4" or x.shape[0] % 2 for x in inputs[:-1])
+    _demand(not halves and (y.storage != "u4" or inputs[-1].storage == "u4"), "4-bit codes have 4-bit parts of even numbers")
 
 
 def _check_pool(operation: PoolMax, y: Value, x: Value) -> None:

@@ -4,7 +4,8 @@ In the order of the graph, each convolution sees the inputs that the quantized l
 rounded by GPTQ (`lowbit.quantize.gptq`) with the Hessian of these inputs; the codes of convolutions in groups are those of
 nearest rounding. Then the bias absorbs the remaining difference of each channel's mean from the floating-point network (Nagel
 et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", arXiv:1906.04721, section 4.2, with measured
-means).
+means). Before a ReLU, only pixels count that it lets through in both networks: of the others it cuts the difference off, and a
+mean over them made mixed networks worse (docs/log/cnn.md).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from lowbit.formats import Scheme, decode, int_format
-from lowbit.formats.conv import code_range
 from lowbit.quantize import gptq
-from lowbit.vision.bits import Quantization, QuantWeight, storage_of
+from lowbit.vision.bits import Quantization, QuantWeight
 from lowbit.vision.graph import Conv, Graph, Node, as_images, convolve
+from lowbit.vision.simulate import dequantized, rounded
 
 MOST_PIXELS = 1 << 14
 """Largest number of windows of a layer from which its Hessian is computed, evenly spaced."""
@@ -36,59 +37,70 @@ def compensate(graph: Graph, quantization: Quantization, batches: Sequence[Tenso
     images = torch.cat([*batches])
     readers = {name: len(found) for name, found in graph.readers().items()}
     exact: dict[str, Tensor] = {}
-    rounded: dict[str, Tensor] = {}
+    coarse: dict[str, Tensor] = {}
     nodes: dict[str, Node] = {}
     weights = dict(quantization.weights)
     with torch.no_grad():
         for name, node in graph.nodes.items():
             if isinstance(node, Conv):
-                node = _fitted(node, quantization, exact, rounded, weights)
-                nodes[name] = node
+                weights.update(_codes(node, quantization, coarse))
+                node = replace(node, bias=node.bias + _mean_error(node, exact, coarse, weights))
                 exact[name] = _convolved(graph.nodes[name], exact)
-                rounded[name] = _convolved(_dequantized(node, weights), rounded)
+                coarse[name] = _convolved(dequantized(node, weights), coarse)
             else:
-                nodes[name] = node
                 exact[name] = graph.compute(node, exact, images)
-                rounded[name] = graph.compute(node, rounded, images)
-            if name in quantization.scales and name != graph.output:
-                rounded[name] = _codes(graph, quantization, name, rounded[name])
+                coarse[name] = graph.compute(node, coarse, images)
+            nodes[name] = node
+            coarse[name] = rounded(graph, quantization, name, coarse[name])
             for read in node.inputs:
                 readers[read] -= 1
                 if not readers[read]:
-                    del exact[read], rounded[read]
+                    del exact[read], coarse[read]
     return replace(graph, nodes=nodes), replace(quantization, weights=weights)
 
 
-def _fitted(
-    node: Conv, quantization: Quantization, exact: dict[str, Tensor], rounded: dict[str, Tensor], weights: Codes
-) -> Conv:  # fmt: skip
-    """Returns the convolution with its corrected bias; replaces the codes of its 4-bit weights."""
-    if quantization.bits[node.name].weight == 4:
-        for conv in (node, node.second):
-            if conv is not None and conv.groups == 1:
-                weights[conv.name] = _by_gptq(conv, as_images(rounded[conv.x]))
+def compensated_codes(graph: Graph, low: Quantization, inputs: Quantization, batches: Sequence[Tensor]) -> Quantization:
+    """Returns `low` with codes of 4-bit weights by GPTQ, for the inputs that the network quantized as `inputs` produces."""
+    images = torch.cat([*batches])
+    readers = {name: len(found) for name, found in graph.readers().items()}
+    values: dict[str, Tensor] = {}
+    weights = dict(low.weights)
+    with torch.no_grad():
+        for name, node in graph.nodes.items():
+            if isinstance(node, Conv):
+                weights.update(_codes(node, low, values))
+                values[name] = _convolved(dequantized(node, inputs.weights), values)
+            else:
+                values[name] = graph.compute(node, values, images)
+            values[name] = rounded(graph, inputs, name, values[name])
+            for read in node.inputs:
+                readers[read] -= 1
+                if not readers[read]:
+                    del values[read]
+    return replace(low, weights=weights)
+
+
+def _codes(node: Conv, quantization: Quantization, values: dict[str, Tensor]) -> Codes:
+    """Returns the codes by GPTQ of the convolution's 4-bit weights, by name, for its inputs among `values`."""
+    if quantization.bits[node.name].weight != 4:
+        return {}
+    convs = (conv for conv in (node, node.second) if conv is not None and conv.groups == 1)
+    return {conv.name: _by_gptq(conv, as_images(values[conv.x])) for conv in convs}
+
+
+def _mean_error(node: Conv, exact: dict[str, Tensor], coarse: dict[str, Tensor], weights: Codes) -> Tensor:
+    """Returns by how much each channel [O] is too low on average, over the pixels that its ReLU lets through."""
     linear = replace(node, relu=False)
-    error = _convolved(linear, exact) - _convolved(_dequantized(linear, weights), rounded)
-    return replace(node, bias=node.bias + error.mean((0, 2, 3)))
+    wanted, got = _convolved(linear, exact), _convolved(dequantized(linear, weights), coarse)
+    if not node.relu:
+        return (wanted - got).mean((0, 2, 3))
+    inside = (wanted > 0) & (wanted < node.relu_max) & (got > 0) & (got < node.relu_max)
+    return ((wanted - got) * inside).sum((0, 2, 3)) / inside.sum((0, 2, 3)).clamp(min=1)
 
 
 def _convolved(node: Node, values: dict[str, Tensor]) -> Tensor:
     assert isinstance(node, Conv)
     return convolve(node, as_images(values[node.x]), lambda name: as_images(values[name]))
-
-
-def _dequantized(node: Conv, weights: Codes) -> Conv:
-    """Returns the convolution with the values of its codes as weights."""
-    second = None if node.second is None else _dequantized(node.second, weights)
-    codes = weights[node.name]
-    return replace(node, weight=codes.codes.float() * codes.scale.float()[:, None, None, None], second=second)
-
-
-def _codes(graph: Graph, quantization: Quantization, name: str, value: Tensor) -> Tensor:
-    """Returns the value rounded to its codes."""
-    low, high = code_range(storage_of(graph, quantization.bits, name))
-    scale = quantization.scales[name]
-    return (value / scale).round().clamp(low, high) * scale
 
 
 def _by_gptq(conv: Conv, x: Tensor) -> QuantWeight:

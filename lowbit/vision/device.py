@@ -1,7 +1,8 @@
 """Runs a `Program` on a GPU: weights packed for the kernels, values in one arena, all launches in one CUDA graph.
 
 A kernel before the graph reads the images from the caller's memory, quantizes and packs them. Codes equal those of
-`Program.run` bit for bit. Operations without an integer form compute in fp16. On a CPU the reference computes the same packed
+`Program.run` bit for bit, and so do results that are only dequantized and rearranged, in float32. Other operations without an
+integer form compute in fp16. On a CPU the reference computes the same packed
 bytes, one operation at a time.
 """
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.conv import stored_dtype
+from lowbit.ops.code_arrange import concat_codes, resize_codes
 from lowbit.ops.code_sum import sum_codes
 from lowbit.ops.code_table import gate_codes, map_codes
 from lowbit.ops.conv import (
@@ -30,12 +32,13 @@ from lowbit.ops.relayout import pack_values, unpack_values
 from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import PIXEL_BYTES, StemImages
 from lowbit.vision.fusion import KERNEL_FUSIONS, fused
-from lowbit.vision.graph import as_images, call_other
+from lowbit.vision.graph import as_images, call_other, filled, mapped
 from lowbit.vision.kernels import current_machine
-from lowbit.vision.memory import plan_memory, stems, torch_values
+from lowbit.vision.memory import half_values, plan_memory, stems, torch_values
 from lowbit.vision.program import (
     AverageCodes,
     Compute,
+    ConcatCodes,
     Convolve,
     Dequantize,
     FusedBottleneck,
@@ -46,6 +49,7 @@ from lowbit.vision.program import (
     PoolMax,
     Program,
     Quantize,
+    ResizeCodes,
     SumCodes,
 )
 
@@ -69,7 +73,8 @@ def captured(launch: Callable[[], None], device: torch.device) -> Callable[[], N
 
 
 class DeviceProgram:
-    """`program` compiled for one batch size on one GPU. `run(images)` takes [batch, C, H, W] and returns float32.
+    """`program` compiled for one batch size on one GPU. `run(images)` takes [batch, C, H, W] and returns the model's results in
+    float32.
 
     fusions: the `KERNEL_FUSIONS` to apply where a kernel supports them. Raises ValueError if the kernels do not support the
     device.
@@ -91,6 +96,7 @@ class DeviceProgram:
         self.entries: list[tuple[str, Callable[[Tensor], object]]] = []
         self.steps: list[tuple[str, Callable[[], object]]] = []
         self.torch_values = torch_values(program)  # freed after the last operation that reads it
+        self.half_values = half_values(program)
         self.dead = {
             program.operations[i].y: self.torch_values.intersection(names) for i, names in program.last_reads().items()
         }
@@ -122,17 +128,16 @@ class DeviceProgram:
             for dead in self.dead.get(name, ()):
                 del self.values[dead]
 
-    def run(self, images: Tensor) -> Tensor:
-        """Returns the result for a batch of images."""
+    def run(self, images: Tensor) -> Any:
+        """Returns the results for a batch of images: one tensor, or several in tuples and dictionaries."""
         with torch.cuda.device_of(self.arena):
             self.feed(images)
             self.replay()
-            return self.result().clone()
+            return mapped(self.result(), Tensor.clone)
 
-    def result(self) -> Tensor:
-        """Returns the result of the last launch, in the shape of the model."""
-        shape = self.program.values[self.program.result].shape
-        return self.values[self.program.result].float().reshape(self.batch, *shape)
+    def result(self) -> Any:
+        """Returns the results of the last launch, in the shapes and the form of the model, valid until the next one."""
+        return filled(self.program.form, self.program.returned(self.values, self.batch))
 
     def codes(self, name: str) -> Tensor:
         """Returns the codes int32 [N, C, H, W] of a value. They are valid until its memory is reused."""
@@ -198,6 +203,17 @@ class DeviceProgram:
                 known = self.program.values[y]
                 gated = values[y] = self._allocated(y, Nhwc64("s8").shape((self.batch, *known.shape)), torch.uint8)
                 return lambda: gate_codes(values[x], values[gate], gating, gated)
+            case ResizeCodes(y, x, size):
+                known = self.program.values[y]
+                layout = Nhwc64(known.storage)
+                resized = values[y] = self._allocated(y, layout.shape((self.batch, *known.shape)), torch.uint8)
+                return lambda: resize_codes(values[x], size, known.storage, resized)
+            case ConcatCodes(y, parts, layers):
+                known = self.program.values[y]
+                layout = Nhwc64(known.storage)
+                whole = values[y] = self._allocated(y, layout.shape((self.batch, *known.shape)), torch.uint8)
+                channels = [self.program.values[part].shape[0] for part in parts]
+                return lambda: concat_codes([values[part] for part in parts], channels, layers, whole)
             case PoolMax(y, x):
                 known = self.program.values[y]
                 layout = Nhwc64(known.storage)
@@ -212,16 +228,16 @@ class DeviceProgram:
                 return lambda: average_pool_codes(values[x], read.storage, read.shape[0], scale, out)
             case AverageCodes(y, x, scale, factor):
                 read = self.program.values[x]
-                layout, count = Nhwc64("s8"), read.shape[0]
-                means = values[y] = self._allocated(y, layout.shape((self.batch, count, 1, 1)), torch.uint8)
+                count = read.shape[0]
+                means = values[y] = self._allocated(y, Nhwc64("s8").shape((self.batch, count, 1, 1)), torch.uint8)
                 return lambda: average_pool_to_codes(values[x], read.storage, count, scale, factor, means)
             case Dequantize(y, x, scale):
-                channels, height, width = self.program.values[x].shape
+                shape = self.program.values[x].shape
                 storage = self.program.values[x].storage
-                like = self.arena.new_empty(0, dtype=torch.float16)
+                like = self.arena.new_empty(0, dtype=torch.float16 if y in self.half_values else torch.float32)
 
                 def dequantize() -> None:
-                    rows = like.new_empty((self.batch, height, width, channels))
+                    rows = like.new_empty((self.batch, *shape[1:], shape[0]))
                     values[y] = unpack_values(values[x], storage, scale, rows.permute(0, 3, 1, 2))
 
                 return dequantize
@@ -236,7 +252,7 @@ class DeviceProgram:
         layer, values, y = operation.layer, self.values, operation.y
         x = values[operation.x]
         size = self._size(operation.x)
-        if y in self.torch_values:
+        if y in self.half_values:
             layer = replace(layer, y="f16")  # readers of this f32 value would round it to fp16 anyway
         if stem is None:
             prepared = prepare_conv(layer, size, self.device)
@@ -267,7 +283,8 @@ class DeviceProgram:
 
         def compute() -> None:
             read = {name: program.shaped(name, values[name]) for name in operation.inputs}
-            read = {n: v.half() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in read.items()}
+            if operation.node.reason:  # it computes, in fp16
+                read = {n: v.half() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in read.items()}
             like = next((v for v in read.values() if isinstance(v, Tensor)), self.arena.new_zeros(0, dtype=torch.float16))
             values[operation.y] = call_other(operation.node, read, like)
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.formats.conv import code_range
-from lowbit.vision.bits import Quantization, QuantWeight, largest_scale, storage_of
+from lowbit.vision.bits import Quantization, QuantWeight, largest_scale, shared_scales, storage_of, with_shared
 from lowbit.vision.graph import Conv, Graph, MaxPool, Node
+from lowbit.vision.sensitivity import loss
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,16 @@ def fine_tune(
     batches: Sequence[Tensor],
     options: FineTune,
     say: Callable[[str], None] = lambda line: None,
+    teacher: Graph | None = None,
 ) -> tuple[Graph, Quantization]:
-    """Returns the graph and its quantization after training on `batches` of images [N, C, H, W] against the results of the
-    graph.
+    """Returns the graph and its quantization after training on `batches` of images [N, C, H, W] against the results of
+    `teacher`, by default those of the graph itself, which compensation may have changed.
 
     Training runs on the device of the images. The returned codes are the rounded trained weights.
     """
     device = batches[0].device
-    teacher = graph.to(device)
-    student = _Student(teacher, quantization).to(device)
+    student = _Student(graph.to(device), quantization).to(device)
+    teacher = (graph if teacher is None else teacher).to(device)
     optimizer = torch.optim.Adam(student.parameters(), lr=options.rate)
     steps = options.epochs * len(batches)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(steps, 1))
@@ -49,13 +50,13 @@ def fine_tune(
         total = torch.zeros((), device=device)
         for i in torch.randperm(len(batches), generator=torch.Generator().manual_seed(epoch)).tolist():
             with torch.no_grad():
-                wanted = teacher.run(batches[i]).flatten(1).softmax(1)
-            loss = F.kl_div(student(batches[i]).flatten(1).log_softmax(1), wanted, reduction="batchmean")
+                wanted = teacher.results(batches[i])
+            difference = loss(wanted, student(batches[i]))
             optimizer.zero_grad()
-            loss.backward()
+            difference.backward()
             optimizer.step()
             schedule.step()
-            total += loss.detach()
+            total += difference.detach()
         say(f"fine-tuning epoch {epoch + 1} of {options.epochs}: divergence {float(total) / len(batches):.4f}")
     return student.result()
 
@@ -71,21 +72,23 @@ class _Student(nn.Module):
         self.weight, self.bias = nn.ParameterDict(), nn.ParameterDict()
         self.weight_step, self.step = nn.ParameterDict(), nn.ParameterDict()
         self.bits: dict[str, int] = {}
-        for name, conv in self.convs.items():
-            self.weight[self.keys[name]] = nn.Parameter(conv.weight.clone())
-            self.bias[self.keys[name]] = nn.Parameter(conv.bias.clone())
-            self.weight_step[self.keys[name]] = nn.Parameter(quantization.weights[name].scale.clone().float())
         for node in graph.nodes.values():
             if isinstance(node, Conv):
                 for name in (node.name, *([node.second.name] if node.second is not None else [])):
                     self.bits[name] = quantization.bits[node.name].weight
+        for name, conv in self.convs.items():
+            weight = _starting(conv.weight, quantization.weights[name], self.bits[name])
+            self.weight[self.keys[name]] = nn.Parameter(weight)
+            self.bias[self.keys[name]] = nn.Parameter(conv.bias.clone())
+            self.weight_step[self.keys[name]] = nn.Parameter(quantization.weights[name].scale.clone().float())
+        self.shared = shared_scales(graph, quantization.bits)
         for name, scale in quantization.scales.items():
-            if not isinstance(graph.nodes[name], MaxPool):  # a max pool has the scale of its input
+            if name not in self.shared:
                 self.step[self.keys[name]] = nn.Parameter(torch.tensor(scale))
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         nodes = {name: self._rounded(node) for name, node in self.graph.nodes.items()}
-        return replace(self.graph, nodes=nodes).run(images, self._round_value)
+        return replace(self.graph, nodes=nodes).results(images, self._round_value)
 
     def _rounded(self, node: Node) -> Node:
         if not isinstance(node, Conv):
@@ -99,8 +102,12 @@ class _Student(nn.Module):
         return fake_quantize(self.weight[key], step, -highest - 1, highest, self.weight[key][0].numel())
 
     def _round_value(self, name: str, value: Tensor) -> Tensor:
+        if isinstance(self.graph.nodes[name], MaxPool) or name in self.graph.outputs:
+            return value  # a max pool returns codes of its input
+        while name in self.shared:
+            name = self.shared[name]
         key = self.keys.get(name, "")
-        if key not in self.step or name == self.graph.output:
+        if key not in self.step:
             return value
         low, highest = code_range(storage_of(self.graph, self.quantization.bits, name))
         step = self.step[key].abs().clamp(max=largest_scale(self.graph.nodes[name], highest))
@@ -117,11 +124,10 @@ class _Student(nn.Module):
             weights[name] = QuantWeight(codes.char(), scale.clone())
         scales: dict[str, float] = {}
         for name, node in self.graph.nodes.items():
-            if isinstance(node, MaxPool) and node.x in scales:
-                scales[name] = scales[node.x]
-            elif self.keys.get(name, "") in self.step:
+            if self.keys.get(name, "") in self.step:
                 _, highest = code_range(storage_of(self.graph, self.quantization.bits, name))
                 scales[name] = min(abs(float(self.step[self.keys[name]].detach())), largest_scale(node, highest))
+        scales = with_shared(scales, self.shared)
         nodes = dict(self.graph.nodes)
         for name, node in nodes.items():
             if isinstance(node, Conv):
@@ -129,6 +135,15 @@ class _Student(nn.Module):
                 weight, bias = self.weight[self.keys[name]].detach(), self.bias[self.keys[name]].detach()
                 nodes[name] = replace(node, weight=weight, bias=bias, second=second)
         return replace(self.graph, nodes=nodes), Quantization(dict(self.quantization.bits), scales, weights)
+
+
+def _starting(weight: Tensor, rounded: QuantWeight, bits: int) -> Tensor:
+    """Returns weights [O, C, R, S] that round to the given codes of `bits` bits: the given weights where they do so, and else,
+    after compensation, the values of the codes. At the border between two codes they would fall back at the first step."""
+    scale, highest = rounded.scale.float()[:, None, None, None], (1 << (bits - 1)) - 1
+    codes = rounded.codes.float()
+    same = (weight / scale).round().clamp(-highest - 1, highest) == codes
+    return torch.where(same, weight, codes * scale)
 
 
 def fake_quantize(x: Tensor, step: Tensor, low: int, high: int, count: int) -> Tensor:

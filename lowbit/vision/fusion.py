@@ -38,7 +38,7 @@ def with_codes_of_means(program: Program) -> Program:
     operations: dict[str, Operation] = {operation.y: operation for operation in program.operations}
     for op in program.operations:
         pool = operations.get(op.x) if isinstance(op, Quantize) else None
-        if not isinstance(op, Quantize) or not isinstance(pool, PoolAverage) or pool.y == program.result:
+        if not isinstance(op, Quantize) or not isinstance(pool, PoolAverage) or pool.y in program.results:
             continue
         if [name for other in program.operations for name in other.inputs].count(pool.y) == 1:
             operations[op.y] = AverageCodes(op.y, pool.x, pool.scale, op.factor)
@@ -54,7 +54,7 @@ def with_blocks(program: Program, batch: int, machine: Machine | None) -> Progra
     operations = {operation.y: operation for operation in program.operations}
     for third in program.operations:
         second = operations.get(third.x) if isinstance(third, Convolve) and third.y in operations else None
-        if not isinstance(third, Convolve) or not isinstance(second, Convolve) or second.pooled or second.y == program.result:
+        if not isinstance(third, Convolve) or not isinstance(second, Convolve) or second.pooled or second.y in program.results:
             continue
         reads = [name for op in program.operations for name in op.inputs].count(second.y)
         shape = program.values[second.x].shape
@@ -81,7 +81,7 @@ def with_pooled_stems(program: Program, machine: Machine | None) -> Program:
             continue
         stem = operations.get(pool.x)
         readers = [op for op in program.operations if pool.x in op.inputs]
-        if not isinstance(stem, Convolve) or stem.x not in packed or len(readers) > 1 or stem.y == program.result:
+        if not isinstance(stem, Convolve) or stem.x not in packed or len(readers) > 1 or stem.y in program.results:
             continue
         if not stem_pool_refusals(stem.layer, machine):
             del operations[stem.y]

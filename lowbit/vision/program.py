@@ -13,18 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.conv import ConvLayer, GateSpec, SumSpec
+from lowbit.formats.conv import ConvLayer, GateSpec, ResizeSpec, SumSpec
 from lowbit.kernels.reference.conv import (
     average_pool_reference,
+    concat_reference,
     conv_reference,
     gate_reference,
     map_reference,
     max_pool_reference,
     quantize_reference,
+    resize_reference,
     sum_reference,
 )
 from lowbit.ops.conv import STEM_POOL
-from lowbit.vision.graph import OneInput, Other, Pair, as_images, call_other, constants_on
+from lowbit.vision.graph import Form, OneInput, Other, Pair, as_images, call_other, constants_on, filled
 from lowbit.vision.pixels import Pixels
 
 
@@ -116,11 +118,13 @@ class SumCodes:
 
 @dataclass(frozen=True, eq=False)
 class MapCodes(OneInput):
-    """s8 codes table[code + 128] of s8 codes; `table` is int8 [256]. Any function of one value."""
+    """s8 codes table[code + 128] of s8 codes; `table` is int8 [256]. `function`: the one of `ACTIVATIONS` that the table
+    computes, if known."""
 
     y: str
     x: str
     table: Tensor
+    function: str = ""
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,29 @@ class GateCodes:
     def inputs(self) -> tuple[str, ...]:
         """Names of the values read."""
         return self.x, self.gate
+
+
+@dataclass(frozen=True)
+class ResizeCodes(OneInput):
+    """One `ResizeSpec`: codes at another size; the scale is that of the input."""
+
+    y: str
+    x: str
+    layer: ResizeSpec
+
+
+@dataclass(frozen=True)
+class ConcatCodes:
+    """The channels of `parts`, one after another; each is rescaled by its `SumSpec`. Equal scales copy the codes."""
+
+    y: str
+    parts: tuple[str, ...]
+    layers: tuple[SumSpec, ...]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values read."""
+        return self.parts
 
 
 @dataclass(frozen=True)
@@ -191,8 +218,8 @@ class Compute:
 
 
 Operation = (
-    Quantize | Convolve | FusedBottleneck | SumCodes | MapCodes | GateCodes | PoolMax | PoolAverage | AverageCodes | Dequantize
-    | Compute
+    Quantize | Convolve | FusedBottleneck | SumCodes | MapCodes | GateCodes | ResizeCodes | ConcatCodes | PoolMax | PoolAverage
+    | AverageCodes | Dequantize | Compute
 )  # fmt: skip
 
 
@@ -203,20 +230,26 @@ def outputs_of(operation: Operation) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Operations in order, the stored values by name, the names of images and result, and the normalization of 8-bit pixels
-    if known."""
+    """Operations in order, the stored values by name, the names of images and results, the normalization of 8-bit pixels if
+    known, and the form in which the results are returned."""
 
     operations: tuple[Operation, ...]
     values: dict[str, Value]
     images: str
-    result: str
+    results: tuple[str, ...]
     pixels: Pixels | None = None
+    form: Form = 0
 
-    def run(self, images: Tensor, on_value: Callable[[str, Tensor], None] | None = None) -> Tensor:
-        """Returns the reference result for images [N, C, H, W], normalized or in pixels, on their device.
+    def run(self, images: Tensor, on_value: Callable[[str, Tensor], None] | None = None) -> Any:
+        """Returns the reference result for images [N, C, H, W], normalized or in pixels, on their device: one tensor, or
+        several in tuples and dictionaries.
 
         `on_value(name, value)` is called with every computed value: codes as int32, others in float32.
         """
+        return filled(self.form, self.outcomes(images, on_value))
+
+    def outcomes(self, images: Tensor, on_value: Callable[[str, Tensor], None] | None = None) -> tuple[Tensor, ...]:
+        """Returns the results of `run` in the order of `results`."""
         values: dict[str, Any] = {self.images: images}
         last = self.last_reads()
         for i, operation in enumerate(self.operations):
@@ -226,7 +259,11 @@ class Program:
             values[operation.y] = y
             for name in last.get(i, ()):
                 del values[name]
-        return values[self.result].reshape(len(images), *self.values[self.result].shape)
+        return self.returned(values, len(images))
+
+    def returned(self, values: dict[str, Any], batch: int) -> tuple[Tensor, ...]:
+        """Returns the results among `values` as float32 tensors in the shapes of the model."""
+        return tuple(values[name].float().reshape(batch, *self.values[name].shape) for name in self.results)
 
     def step(self, operation: Operation, values: dict[str, Any]) -> Any:
         """Returns the reference output of one operation."""
@@ -249,6 +286,10 @@ class Program:
                 return map_reference(values[operation.x], operation.table)
             case GateCodes():
                 return gate_reference(values[operation.x], values[operation.gate], operation.layer)
+            case ResizeCodes(_, x, layer):
+                return resize_reference(values[x], layer, self.values[x].storage)
+            case ConcatCodes(_, parts, layers):
+                return concat_reference([values[part] for part in parts], layers)
             case PoolMax():
                 return max_pool_reference(values[operation.x], operation.kernel, operation.stride, operation.padding)
             case PoolAverage():
@@ -281,7 +322,8 @@ class Program:
         last: dict[str, int] = {}
         for i, operation in enumerate(self.operations):
             last.update(dict.fromkeys((*outputs_of(operation), *operation.inputs), i))
-        last.pop(self.result, None)
+        for name in self.results:
+            last.pop(name, None)
         after: dict[int, list[str]] = {}
         for name, i in last.items():
             after.setdefault(i, []).append(name)

@@ -21,14 +21,15 @@ from torch import Tensor
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter
 from lowbit.formats import pack_words, packed_bytes, unpack_words
-from lowbit.formats.conv import CODES, ConvLayer, GateSpec, SecondProduct, SumSpec, weight_storage
+from lowbit.formats.conv import CODES, ConvLayer, GateSpec, ResizeSpec, SecondProduct, SumSpec, weight_storage
 from lowbit.vision.bits import scheme_bits
 from lowbit.vision.check import check
-from lowbit.vision.graph import Other, Ref
+from lowbit.vision.graph import Form, Other, Ref
 from lowbit.vision.network import QuantizedNetwork
 from lowbit.vision.pixels import Pixels
 from lowbit.vision.program import (
     Compute,
+    ConcatCodes,
     Convolve,
     Dequantize,
     GateCodes,
@@ -38,6 +39,7 @@ from lowbit.vision.program import (
     PoolMax,
     Program,
     Quantize,
+    ResizeCodes,
     SumCodes,
     Value,
 )
@@ -49,7 +51,8 @@ _FLOATING = (
     "conv2d.default", "conv2d.padding", "flatten.using_ints", "gelu.default", "group_norm.default", "hardsigmoid.default",
     "hardswish.default", "hardtanh.default", "layer_norm.default", "leaky_relu.default", "linear.default", "max_pool2d.default",
     "mean.dim", "mul.Tensor", "pad.default", "permute.default", "relu.default", "relu6.default", "reshape.default",
-    "sigmoid.default", "silu.default", "sub.Tensor", "sym_size.int", "transpose.int", "view.default",
+    "sigmoid.default", "silu.default", "softmax.int", "sub.Tensor", "sym_size.int", "transpose.int", "upsample_bilinear2d.vec",
+    "upsample_nearest2d.vec", "view.default",
 )  # fmt: skip
 """aten operations that a saved network may contain. Each depends on its arguments only."""
 
@@ -73,7 +76,7 @@ def save(
             "version": VERSION,
             "scheme": network.scheme,
             "images": program.images,
-            "result": program.result,
+            **_results(program),
             "pixels": None if program.pixels is None else [list(program.pixels.mean), list(program.pixels.deviation)],
             "values": {name: [v.storage, list(v.shape), v.scale] for name, v in program.values.items()},
             "operations": operations,
@@ -121,10 +124,30 @@ def _network(config: dict[str, Any], tensors: dict[str, Tensor]) -> QuantizedNet
     if unread:
         raise ValueError(f"nothing reads the tensor {min(unread)}")
     pixels = config.get("pixels") and Pixels(*(tuple(map(float, row)) for row in config["pixels"]))
-    program = Program(tuple(operations), values, config["images"], config["result"], pixels)
+    results = tuple(config["results"]) if "results" in config else (config["result"],)
+    form = _form(config.get("form", 0), len(results))
+    program = Program(tuple(operations), values, config["images"], results, pixels, form)
     check(program)
     scheme_bits(config["scheme"])
     return QuantizedNetwork(program, config["scheme"])
+
+
+def _results(program: Program) -> dict[str, Any]:
+    """Returns the names of the results as JSON; one tensor as earlier releases wrote it."""
+    if program.form == 0:
+        return {"result": program.results[0]}
+    return {"results": list(program.results), "form": program.form}
+
+
+def _form(form: Any, count: int) -> Form:
+    """Returns the form of `count` results read from JSON."""
+    if isinstance(form, dict) and all(isinstance(key, str) for key in form):
+        return {key: _form(part, count) for key, part in form.items()}
+    if isinstance(form, list):
+        return tuple(_form(part, count) for part in form)
+    if type(form) is not int or not 0 <= form < count:
+        raise ValueError(f"results are numbered 0 to {count - 1}, got {form!r}")
+    return form
 
 
 def _said(error: Exception) -> str:
@@ -152,11 +175,15 @@ def _written(op: Operation, key: str, add: Callable[[str, Tensor], None]) -> dic
             return row
         case SumCodes(y, x, layer, other):
             return {"kind": "sum", "y": y, "x": x, "other": other, "layer": vars(layer)}
-        case MapCodes(y, x, table):
+        case MapCodes(y, x, table, function):
             add(f"{key}.table", table)
-            return {"kind": "map", "y": y, "x": x}
+            return {"kind": "map", "y": y, "x": x, "function": function}
         case GateCodes(y, x, gate, layer):
             return {"kind": "gate", "y": y, "x": x, "gate": gate, "layer": vars(layer)}
+        case ResizeCodes(y, x, layer):
+            return {"kind": "resize", "y": y, "x": x, **vars(layer)}
+        case ConcatCodes(y, parts, layers):
+            return {"kind": "concat", "y": y, "parts": list(parts), "layers": [vars(layer) for layer in layers]}
         case Compute(y, node):
             return {"kind": "compute", "y": y, **_node_row(node, key, add)}
     kind = {Quantize: "quantize", PoolMax: "max_pool", PoolAverage: "average_pool", Dequantize: "dequantize"}[type(op)]
@@ -179,9 +206,14 @@ def _read(row: dict[str, Any], key: str, get: Callable[[str], Tensor]) -> Operat
         case "sum":
             return SumCodes(y, row["x"], SumSpec(**row["layer"]), row["other"])
         case "map":
-            return MapCodes(y, row["x"], get(f"{key}.table"))
+            return MapCodes(y, row["x"], get(f"{key}.table"), row.get("function", ""))  # earlier releases named none
         case "gate":
             return GateCodes(y, row["x"], row["gate"], GateSpec(**row["layer"]))
+        case "resize":
+            height, width = row["size"]
+            return ResizeCodes(y, row["x"], ResizeSpec(row["mode"], (height, width), row["aligned"]))
+        case "concat":
+            return ConcatCodes(y, tuple(row["parts"]), tuple(SumSpec(**layer) for layer in row["layers"]))
         case "compute":
             return Compute(y, _node(row, key, get))
     raise ValueError(f"unknown operation {kind!r}")

@@ -2,28 +2,31 @@
 
 The passes, in order: recognize convolutions and pools; fold batch norms into the convolution before them; fuse ReLUs; fuse an
 addition into one of the two convolutions that it adds, provided that convolution has no other reader; fuse the ReLU after the
-sum. Remaining additions and ReLUs between codes become sums of codes; other activations between codes become tables, and
-products with one factor per channel become gates.
+sum. Remaining additions and ReLUs between codes become sums of codes; other activations between codes become tables, products
+with one factor per channel gates, and resized and concatenated images of codes stay codes.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
+import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from lowbit.formats.conv import output_size
+from lowbit.formats.conv import ResizeSpec, output_size
 from lowbit.vision.graph import (
     ACTIVATIONS,
     Activation,
     AveragePool,
+    Concat,
     Conv,
+    Form,
     Gate,
     Graph,
     Input,
@@ -32,7 +35,9 @@ from lowbit.vision.graph import (
     Other,
     Pair,
     Ref,
+    Resize,
     Sum,
+    makes_codes,
     reads_codes,
     rename_inputs,
 )
@@ -42,8 +47,12 @@ _ALIASES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.co
 _FLATTENS = (aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.squeeze.dims)
 _CONVOLUTIONS = (aten.conv2d.default, aten.conv2d.padding)
 _PADS = (aten.pad.default, aten.constant_pad_nd.default)
+_RESIZES = {
+    aten.upsample_nearest2d.vec: "nearest", aten._upsample_nearest_exact2d.vec: "nearest",
+    aten.upsample_bilinear2d.vec: "bilinear",
+}  # fmt: skip
 _BATCH_NORMS = (aten._native_batch_norm_legit_no_training.default, aten.batch_norm.default)
-_REARRANGES = (*_FLATTENS, aten.cat.default, aten.permute.default, aten.transpose.int, aten.sym_size.int, operator.getitem)
+REARRANGES = (*_FLATTENS, aten.cat.default, aten.permute.default, aten.transpose.int, aten.sym_size.int, operator.getitem)
 
 
 FUSIONS = ("relu", "add", "shortcut")
@@ -55,17 +64,26 @@ class UnsupportedNetwork(ValueError):
     """The model cannot be traced to one graph; the message says why and what to do."""
 
 
+class Traced(nn.Module):
+    """A module that states its graph itself, so that torch.export need not trace it."""
+
+    def traced(self, images: Tensor) -> Graph:
+        """Returns the graph for images like `images` [N, C, H, W], every operation as `Other`. Raises UnsupportedNetwork."""
+        raise NotImplementedError
+
+
 def trace(model: nn.Module, images: Tensor, fusions: Collection[str] = FUSIONS) -> Graph:
     """Returns the graph of `model` in evaluation mode, for images like `images` [N, C, H, W], with these fusions.
 
-    The model is not changed. Raises UnsupportedNetwork if torch.export cannot trace it or its result is not one tensor.
+    The model is not changed. Raises UnsupportedNetwork if torch.export cannot trace it or it returns something else than
+    tensors with the batch first, alone or in tuples, lists and mappings.
     """
     return fuse(unfused(model, images), fusions)
 
 
 def unfused(model: nn.Module, images: Tensor) -> Graph:
     """Returns the graph with batch norms and average windows folded into convolutions, without other fusions."""
-    graph = _exported(model, images)
+    graph = model.traced(images) if isinstance(model, Traced) else _exported(model, images)
     for step in (_recognize, _absorb_pads, _fold_batch_norms, _absorb_means):
         graph = step(graph)
     return graph
@@ -111,7 +129,7 @@ def _exported(model: nn.Module, images: Tensor) -> Graph:
     outputs: list[Any] = []
     for node in program.graph.nodes:
         if node.op == "output":
-            outputs = [traced[value] for value in node.args[0] if isinstance(value, fx.Node)]
+            outputs = [traced[value] if isinstance(value, fx.Node) else value for value in node.args[0]]
         elif node.op == "placeholder" and node.name in lifted:
             traced[node] = held[lifted[node.name]].detach()
         elif (same := _alias(node)) is not None:
@@ -124,12 +142,25 @@ def _exported(model: nn.Module, images: Tensor) -> Graph:
             shape = getattr(value[0] if node.target in _BATCH_NORMS and isinstance(value, tuple) else value, "shape", ())
             if _has_batch(shape):
                 result[name] = tuple(int(size) for size in shape[1:])
-    if len(outputs) != 1 or not isinstance(outputs[0], Ref) or outputs[0].name not in result:
-        raise UnsupportedNetwork(
-            f"{type(model).__name__} returns {len(outputs)} tensors; one tensor with the batch first (logits, features) is "
-            "supported: wrap the model in a module that returns it"
-        )
-    return Graph(nodes, outputs[0].name, result)
+    for i, value in enumerate(outputs):
+        if not isinstance(value, Ref) or value.name not in result:
+            raise UnsupportedNetwork(
+                f"result {i} of {type(model).__name__} is no tensor with the batch first: wrap the model in a module that "
+                "returns such tensors (logits, features, boxes), alone or in tuples and dictionaries"
+            )
+    form = _form(pytree.tree_unflatten(range(len(outputs)), program.call_spec.out_spec))
+    return Graph(nodes, tuple(value.name for value in outputs), result, form)
+
+
+def _form(results: Any) -> Form:
+    """Returns the form of numbered results in nested containers; a container with one tensor stands for the tensor."""
+    if isinstance(results, int):
+        return results
+    if isinstance(results, Mapping):
+        form: Form = {str(key): _form(part) for key, part in results.items() if part is not None}
+    else:
+        form = tuple(_form(part) for part in results)
+    return 0 if pytree.tree_leaves(form) == [0] else form
 
 
 def _has_batch(shape: Any) -> bool:
@@ -160,7 +191,9 @@ def _other(name: str, node: fx.Node, traced: dict[fx.Node, Any]) -> Other:
     if target is aten._native_batch_norm_legit_no_training.default:  # returns three tensors; batch_norm returns the first
         x, weight, bias, mean, variance, momentum, eps = args
         target, args = aten.batch_norm.default, (x, weight, bias, mean, variance, False, momentum, eps, False)
-    reason = "" if target in _REARRANGES else f"{getattr(target, '__name__', target)} has no integer form here"
+    if target in (aten.view.default, aten._unsafe_view.default):  # values here need not be contiguous as in the traced model
+        target = aten.reshape.default
+    reason = "" if target in REARRANGES else f"{getattr(target, '__name__', target)} has no integer form here"
     return Other(name, target, args, dict(kwargs), reason)
 
 
@@ -192,7 +225,9 @@ def _rewritten(graph: Graph, rewrite: Callable[[Node, dict[str, Node]], tuple[No
             names[node.name] = new.name
         nodes[new.name] = new
     shapes = {name: shape for name, shape in graph.shapes.items() if name in nodes}
-    return Graph(nodes, names.get(graph.output, graph.output), shapes)
+    outputs = tuple(names.get(name, name) for name in graph.outputs)
+    fused = {name: names.get(node, node) for name, node in graph.fused.items()} | names
+    return replace(graph, nodes=nodes, outputs=outputs, shapes=shapes, fused=fused)
 
 
 def _recognize(graph: Graph) -> Graph:
@@ -378,13 +413,15 @@ def _fuse_relus(graph: Graph) -> Graph:
 
 
 def _sums(graph: Graph) -> Graph:
-    """Converts additions and ReLUs of codes to `Sum`, other activations to `Activation`, and products with a factor per channel
-    to `Gate`, if their result is read as codes."""
+    """Converts additions and ReLUs of codes to `Sum`, other activations to `Activation`, products with a factor per channel to
+    `Gate`, concatenations of channels to `Concat` and changes of size to `Resize`, if their result is read as codes. A `Resize`
+    that is a result is one, too: so only the smaller image is computed."""
     readers = graph.readers()
     wanted: set[str] = set()  # values that are read as codes
-    for name in reversed(graph.nodes):
-        read = (graph.nodes.get(reader) for reader in readers[name])
-        if any(reads_codes(r) or (r is not None and r.name in wanted and _terms(r, graph.shapes)) for r in read):
+    for name, node in reversed(graph.nodes.items()):
+        read = [graph.nodes.get(reader) for reader in readers[name]]
+        on_codes = (reads_codes(r) or (r is not None and r.name in wanted and _terms(r, graph.shapes)) for r in read)
+        if any(on_codes) or (None in read and _resize(node, graph.shapes)):
             wanted.add(name)
 
     def rewrite(node: Node, nodes: dict[str, Node]) -> tuple[Node, str | None]:
@@ -396,8 +433,12 @@ def _sums(graph: Graph) -> Graph:
             # A table is for signed codes; the output of a ReLU may have codes without sign.
             unsigned = _has_relu(nodes[terms[0]], nodes)
             return (node, None) if unsigned else (Activation(node.name, terms[0], function), None)
-        if not all(isinstance(nodes[name], (Conv, Sum, MaxPool, Activation, Gate)) for name in terms):
+        if not all(makes_codes(nodes[name]) for name in terms):
             return node, None
+        if (spec := _resize(node, graph.shapes)) is not None:
+            return Resize(node.name, terms[0], spec), None
+        if isinstance(node, Other) and node.target is aten.cat.default:
+            return Concat(node.name, terms), None
         if isinstance(node, Other) and node.target is aten.mul.Tensor:
             unsigned = _has_relu(nodes[terms[1]], nodes)
             return (node, None) if unsigned else (Gate(node.name, *terms), None)
@@ -408,8 +449,13 @@ def _sums(graph: Graph) -> Graph:
 
 
 def _terms(node: Node, shapes: dict[str, tuple[int, ...]]) -> tuple[str, ...] | None:
-    """Returns the inputs of an activation, of an addition of equal shapes, or of a product with one factor per channel, the
-    factor last; None for other nodes."""
+    """Returns the inputs of an activation, of an addition of equal shapes, of a change of size, of a concatenation of channels,
+    or of a product with one factor per channel, the factor last; None for other nodes."""
+    if _resize(node, shapes) is not None:
+        return node.inputs
+    if isinstance(node, Other) and node.target is aten.cat.default:
+        images = all(len(shapes.get(name, ())) == 3 for name in (node.name, *node.inputs))
+        return node.inputs if images and (*node.args, 0)[1] in (1, -3) else None
     if isinstance(node, Other) and node.target is aten.mul.Tensor and not node.kwargs and len(node.inputs) == 2:
         x, gate = sorted(node.inputs, key=lambda name: -math.prod(shapes.get(name, ())))
         of_x, of_gate = shapes.get(x, ()), shapes.get(gate, ())
@@ -423,6 +469,19 @@ def _terms(node: Node, shapes: dict[str, tuple[int, ...]]) -> tuple[str, ...] | 
     return node.inputs if len(found) == 1 and len(found.pop()) == 3 else None
 
 
+def _resize(node: Node, shapes: dict[str, tuple[int, ...]]) -> ResizeSpec | None:
+    """Returns how a node changes the size of an image, if that has an integer form; None for other nodes."""
+    if not isinstance(node, Other) or node.target not in _RESIZES or len(shapes.get(node.name, ())) != 3:
+        return None
+    mode, given, out = _RESIZES[node.target], shapes.get(node.inputs[0], ())[1:], shapes[node.name][1:]
+    aligned = mode == "bilinear" and bool(node.args[2])
+    factors = node.args[-1] or [b / a for a, b in zip(given, out, strict=True)]
+    if not aligned and any(a * f != b for a, f, b in zip(given, factors, out, strict=True)):
+        return None  # torch takes positions from the factor, which the sizes do not show
+    spec = ResizeSpec(mode, _pair(out), aligned)
+    return None if spec.refusals(_pair(given)) else spec
+
+
 def _function(node: Node) -> str | None:
     """Returns the name of the activation function that a node computes, without parameters; None for other nodes."""
     if not isinstance(node, Other) or node.kwargs or len(node.args) != 1:
@@ -432,7 +491,11 @@ def _function(node: Node) -> str | None:
 
 def _has_relu(node: Node, nodes: dict[str, Node]) -> bool:
     """True if a node's codes can be stored without sign."""
-    return _has_relu(nodes[node.x], nodes) if isinstance(node, MaxPool) else isinstance(node, (Conv, Sum)) and node.relu
+    if isinstance(node, Concat):
+        return all(_has_relu(nodes[name], nodes) for name in node.parts)
+    return (
+        _has_relu(nodes[node.x], nodes) if isinstance(node, (MaxPool, Resize)) else isinstance(node, (Conv, Sum)) and node.relu
+    )
 
 
 def _relu_max(node: Node) -> float | None:
@@ -492,9 +555,9 @@ def _plain_conv(name: str, nodes: dict[str, Node], readers: dict[str, list[str]]
 
 def _without_dead(graph: Graph) -> Graph:
     """Removes nodes whose values are not needed; the input stays."""
-    needed = {graph.output}
+    needed = set(graph.outputs)
     for node in reversed(graph.nodes.values()):
         if node.name in needed:
             needed.update(node.inputs)
     nodes = {name: node for name, node in graph.nodes.items() if name in needed or isinstance(node, Input)}
-    return Graph(nodes, graph.output, {name: shape for name, shape in graph.shapes.items() if name in nodes})
+    return replace(graph, nodes=nodes, shapes={name: shape for name, shape in graph.shapes.items() if name in nodes})

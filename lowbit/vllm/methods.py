@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from lowbit.formats import QuantTensor
+from lowbit.models.numerics import check_stacked
 from lowbit.nn import QuantEmbedding
 from lowbit.vllm.loading import LayerLoader, ShardSpec, loaded, register_parameters, torch_defaults, whole_outputs
 from lowbit.vllm.matrices import Matrix
@@ -85,6 +87,10 @@ class LowbitLinearMethod(LinearMethodBase):  # type: ignore[misc]
         product.prepare(self.name, self.dtype, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
         adds_bias = not layer.skip_bias_add and (self.k == layer.input_size or layer.tp_rank == 0)  # one rank of a split K
         compile_kernels(product, self.k, self.dtype, self.counts, getattr(layer, "bias", None) if adds_bias else None)
+        if layer.tp_size == 1 and not is_dummy():
+            folder = Path(get_current_vllm_config().model_config.model)
+            device = next(product.buffers(), next(product.parameters())).device
+            check_stacked([matrix.name for matrix in self.matrices], product, self.k, self.dtype, device, folder)
         layer.add_module("product", product)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -27,7 +27,7 @@ def check_stored(model, sequences, kv):
     A last bit of the embeddings moves logits by more than in 16 bits, since it changes codes, and each change others in later
     layers. So rounding is twice the most that such moves make. Returns the number of tokens that are not the most likely.
     """
-    others, shares = 0, []
+    others, passing = 0, []
     with stored_kv(model, parse_kv(kv)):
         for sequence in sequences:
             ids = torch.tensor([[*sequence.request.prompt, *tokens(sequence)]], device="cuda")
@@ -40,11 +40,12 @@ def check_stored(model, sequences, kv):
             sampled = torch.tensor(tokens(sequence), device="cuda")
             near = 2 * torch.stack([(other - logits).abs().amax(1) for other in moved]).amax(0)
             above = logits.amax(1) - logits.mean(1)
-            chosen = logits.gather(1, sampled[:, None])[:, 0]
-            assert (logits.amax(1) - chosen <= near.minimum(0.7 * above)).all(), len(sequence.request.prompt)
-            shares.append(near / above)
+            limit = near.minimum(0.7 * above)
+            below = logits.amax(1, keepdim=True) - logits
+            assert (below.gather(1, sampled[:, None])[:, 0] <= limit).all(), len(sequence.request.prompt)
+            passing.append((below <= limit[:, None]).float().mean(1))
             others += int((sampled != logits.argmax(1)).sum())
-    assert torch.cat(shares).median() < 0.7, "any token would pass"
+    assert torch.cat(passing).mean() < 0.25, "too many tokens would pass"
     return others
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import httpx
 import openai
@@ -63,6 +65,23 @@ def test_signals(folder):
                 if i == 2:
                     hurried.process.send_signal(signal.SIGINT)
         assert hurried.ended() == 130
+
+
+def ranks_of(pid):
+    """The processes of other ranks that a process has started."""
+    children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")).split()
+    return [int(child) for child in children if b"rank_process" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def test_a_server_ends_with_one_of_its_ranks(folder):
+    """Also while no request runs, and with the reason."""
+    with command(folder, "--port", 0, "--tensor-parallel", 2, "--device", "cpu") as server:
+        with server.client() as client:
+            assert client.completions.create(**ASKED).choices[0].text
+        (rank,) = ranks_of(server.process.pid)
+        os.kill(rank, signal.SIGKILL)
+        assert server.ended(10) == 1
+        assert any("the server ends: rank 1: ended with signal SIGKILL" in line for line in server.lines)
 
 
 def run(*arguments, **options):

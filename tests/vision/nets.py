@@ -167,3 +167,86 @@ def regnet():
         nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU(), RegNetBlock(32, 48, 2), RegNetBlock(48, 48, 1),
         RegNetBlock(48, 120, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(120, 10),
     ))  # fmt: skip
+
+
+class SsdLite(nn.Module):
+    """A small SSD-lite: a MobileNet backbone, depthwise heads of classes and boxes at three sizes, returned as a dictionary of
+    all anchors."""
+
+    def __init__(self, classes=5, anchors=3):
+        super().__init__()
+        torch.manual_seed(7)
+        self.classes = classes
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU6())
+        more = dict(act=nn.ReLU6, gate=nn.Identity, squeezed=0)
+        self.stages = nn.ModuleList([Inverted(16, 24, 64, 3, 2, **more), Inverted(24, 32, 96, 3, 2, **more),
+                                     Inverted(32, 32, 96, 3, 2, **more)])  # fmt: skip
+        self.scores, self.boxes = nn.ModuleList(), nn.ModuleList()
+        for channels in (24, 32, 32):
+            for heads, outputs in ((self.scores, classes), (self.boxes, 4)):
+                heads.append(nn.Sequential(
+                    nn.Conv2d(channels, channels, 3, 1, 1, groups=channels, bias=False), nn.BatchNorm2d(channels), nn.ReLU6(),
+                    nn.Conv2d(channels, anchors * outputs, 1),
+                ))  # fmt: skip
+
+    def forward(self, x):
+        x, scores, boxes = self.stem(x), [], []
+        for stage, score, box in zip(self.stages, self.scores, self.boxes, strict=True):
+            x = stage(x)
+            scores.append(score(x).permute(0, 2, 3, 1).reshape(x.shape[0], -1, self.classes))
+            boxes.append(box(x).permute(0, 2, 3, 1).reshape(x.shape[0], -1, 4))
+        return {"scores": torch.cat(scores, 1), "boxes": torch.cat(boxes, 1)}
+
+
+class Yolo(nn.Module):
+    """A small YOLO: split stages that are concatenated, spatial pyramid pooling, a path upwards with nearest pixels, and one
+    map per size, returned as a tuple."""
+
+    def __init__(self, act=nn.SiLU):
+        super().__init__()
+        torch.manual_seed(8)
+
+        def conv(a, b, k=1, s=1):
+            return nn.Sequential(nn.Conv2d(a, b, k, s, k // 2, bias=False), nn.BatchNorm2d(b), act())
+
+        self.stem, self.down = conv(3, 16, 3, 2), conv(16, 32, 3, 2)
+        self.left, self.right, self.inner, self.joined = conv(32, 15), conv(32, 17), conv(17, 17, 3), conv(32, 40)
+        self.deep = conv(40, 64, 3, 2)
+        self.squeeze, self.pool, self.spread = conv(64, 24), nn.MaxPool2d(5, 1, 2), conv(96, 48)
+        self.lateral, self.up = conv(48, 40), nn.Upsample(scale_factor=2, mode="nearest")
+        self.merged = conv(80, 40, 3)
+        self.small, self.large = nn.Conv2d(40, 27, 1), nn.Conv2d(48, 27, 1)
+
+    def forward(self, x):
+        x = self.down(self.stem(x))
+        fine = self.joined(torch.cat([self.left(x), self.inner(self.right(x))], 1))
+        y = self.squeeze(self.deep(fine))
+        pools = [y]
+        for _ in range(3):
+            pools.append(self.pool(pools[-1]))
+        deep = self.spread(torch.cat(pools, 1))
+        fine = self.merged(torch.cat([self.up(self.lateral(deep)), fine], 1))
+        return self.small(fine), self.large(deep)
+
+
+class Fcn(nn.Module):
+    """A small FCN: a residual backbone, scores of classes at two sizes that are added, and bilinear interpolation to the size
+    of the images; also returns the smaller scores."""
+
+    def __init__(self, classes=7, aligned=False):
+        super().__init__()
+        torch.manual_seed(9)
+        self.aligned = aligned
+
+        def conv(a, b, s=1):
+            return nn.Sequential(nn.Conv2d(a, b, 3, s, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
+
+        self.stem, self.first, self.second = conv(3, 16, 2), conv(16, 32, 2), conv(32, 48, 2)
+        self.score8, self.score4 = nn.Conv2d(48, classes, 1), nn.Conv2d(32, classes, 1)
+
+    def forward(self, x):
+        fine = self.first(self.stem(x))
+        coarse = self.score8(self.second(fine))
+        more = dict(mode="bilinear", align_corners=self.aligned)
+        y = self.score4(fine) + nn.functional.interpolate(coarse, size=fine.shape[2:], **more)
+        return {"out": nn.functional.interpolate(y, size=x.shape[2:], **more), "aux": (coarse,)}

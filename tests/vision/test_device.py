@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 
 from lowbit import vision
 from lowbit.vision.device import DeviceProgram, refusals
 from lowbit.vision.program import Compute, Quantize, outputs_of
-from tests.vision.nets import Mixed, Plain, Shared, Sums, mobilenet, regnet, resnet, seasoned
+from tests.vision.nets import Fcn, Mixed, Plain, Shared, SsdLite, Sums, Yolo, mobilenet, regnet, resnet, seasoned
 
 CASES = {
     "basic": (lambda: resnet(depths=(2, 1)), (3, 32, 32)),
@@ -22,6 +23,11 @@ CASES = {
     "mobilenet-v3": (lambda: mobilenet(3), (3, 32, 40)),
     "efficientnet": (lambda: mobilenet("efficient"), (3, 24, 24)),
     "regnet": (regnet, (3, 32, 32)),
+    "ssd-lite": (lambda: seasoned(SsdLite()), (3, 32, 48)),
+    "yolo": (lambda: seasoned(Yolo()), (3, 32, 48)),
+    "yolo-relu": (lambda: seasoned(Yolo(torch.nn.ReLU)), (3, 32, 32)),
+    "fcn": (lambda: seasoned(Fcn()), (3, 32, 40)),
+    "fcn-aligned": (lambda: seasoned(Fcn(aligned=True)), (3, 24, 32)),
 }
 
 
@@ -56,12 +62,20 @@ def check(case, scheme, fold, on):
                 checked += 1
     assert checked >= {"mixed": 1, "shared": 2}.get(case, 4)
     launched.arena.fill_(0xA5)
-    got = launched.run(images.to(on)).cpu()
+    got = pytree.tree_map(torch.Tensor.cpu, launched.run(images.to(on)))
     if case in ("mixed", "shared"):  # fp16 operations between integer ones
         assert float((got - wanted).norm() / wanted.norm()) < 0.05
     else:
-        assert torch.equal(got, wanted)
-    assert torch.equal(launched.run(images.to(on)).cpu(), got)
+        same(got, wanted)
+    same(launched.run(images.to(on)), got)
+
+
+def same(got, wanted):
+    """Asserts that results have the same structure, and the same bits wherever they are."""
+    got, wanted = pytree.tree_flatten(got), pytree.tree_flatten(wanted)
+    assert got[1] == wanted[1]
+    for a, b in zip(got[0], wanted[0], strict=True):
+        assert a.dtype == b.dtype == torch.float32 and torch.equal(a.cpu(), b.cpu())
 
 
 @pytest.mark.parametrize(
@@ -71,6 +85,8 @@ def check(case, scheme, fold, on):
         ("blocks", "w8a8", True), ("blocks", "w8a4", True),
         ("shared", "w8a8", True), ("sums", "w8a4", True), ("mixed", "w4a4", True),
         ("mobilenet-v2", "w8a4", True), ("mobilenet-v3", "w8a8", True), ("regnet", "w4a4", True),
+        ("ssd-lite", "w8a4", True), ("yolo", "w8a8", True), ("yolo-relu", "w4a4", True), ("fcn", "w8a4", True),
+        ("fcn-aligned", "w8a8", True),
     ],
 )  # fmt: skip
 def test_on_the_cpu(case, scheme, fold):
@@ -86,6 +102,8 @@ def test_on_the_cpu(case, scheme, fold):
         ("sums", "w8a8", True), ("sums", "w8a4", True),
         ("mixed", "w4a4", True), ("mobilenet-v2", "w8a4", True), ("mobilenet-v2", "w4a8", True), ("mobilenet-v3", "w8a8", True),
         ("efficientnet", "w8a8", True), ("regnet", "w8a8", True), ("regnet", "w4a4", True),
+        ("ssd-lite", "w8a8", True), ("ssd-lite", "w8a4", True), ("yolo", "w8a8", True), ("yolo-relu", "w8a4", True),
+        ("yolo-relu", "w4a4", True), ("fcn", "w8a4", True), ("fcn", "w8a8", True), ("fcn-aligned", "w8a8", True),
     ],
 )  # fmt: skip
 def test_on_the_gpu(case, scheme, fold):

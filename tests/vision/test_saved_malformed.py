@@ -12,13 +12,14 @@ import shutil
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from lowbit import vision
 from lowbit.checkpoint import CheckpointError
 from lowbit.vision import saved
-from tests.vision.nets import Mixed, Sums, mobilenet, resnet, seasoned
+from tests.vision.nets import Fcn, Mixed, Sums, Yolo, mobilenet, resnet, seasoned
 
 DAMAGES = 600
 EXTREME = [
@@ -40,6 +41,8 @@ def networks(tmp_path_factory):
         ("sums", Sums(), images[:, :, :9, :7], {"scheme": "w8a4"}),
         ("resnet", resnet("bottleneck", sizes=(16, 32)), pixels, {"scheme": "w4a4", "pixels": of_pixels}),
         ("mobilenet", mobilenet(3), small, {"scheme": "w8a8"}),
+        ("yolo", seasoned(Yolo(torch.nn.ReLU)), images, {"scheme": "w4a4"}),
+        ("fcn", seasoned(Fcn()), small, {"scheme": "w8a8"}),
     ):
         network = vision.quantize(model, x, **options)
         folder = tmp_path_factory.mktemp("networks") / name
@@ -153,10 +156,11 @@ def test_damage(networks, tmp_path, fitting):
             continue
         loaded += 1
         if not fitting:
-            assert torch.equal(network(images), result), what
+            got, wanted = (pytree.tree_leaves(value) for value in (network(images), result))
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), what
         elif images.dtype != torch.uint8 or network.program.pixels is not None:
             small = network.program.values[network.program.images].shape == images.shape[1:]
-            assert not small or network(images).shape[0] == len(images), what
+            assert not small or all(len(value) == len(images) for value in pytree.tree_leaves(network(images))), what
         assert network.lines()
     assert loaded > 3 and refused > 100
 
@@ -202,6 +206,15 @@ def of_kind(config, kind, **more):
         (3, lambda c, t: of_kind(c, "gate")["layer"].update(s=-1.0), "s is a positive number, not -1.0"),
         (3, lambda c, t: of_kind(c, "gate").update(gate=of_kind(c, "gate")["x"]), "its gate is [32, 1, 1], not [32, "),
         (3, lambda c, t: t.update({"op2.table": t["op2.table"][1:]}), "its table is int8 [256], not torch.int8 [255]"),
+        (4, lambda c, t: of_kind(c, "concat")["layers"].pop(), "layers are for 2 parts"),
+        (4, lambda c, t: of_kind(c, "concat")["layers"][0].update(s=-1.0), "s is a positive number, not -1.0"),
+        (4, lambda c, t: of_kind(c, "concat")["parts"].append("nowhere"), "nothing before it makes"),
+        (4, lambda c, t: of_kind(c, "resize").update(size=[7, 9]), "repeated a whole number of times"),
+        (4, lambda c, t: c.update(form=[0, 2]), "results are numbered 0 to 1, got 2"),
+        (4, lambda c, t: c.update(results=[], form=[]), "it has no result"),
+        (5, lambda c, t: of_kind(c, "resize").update(mode="cubic"), "images are resized by nearest or bilinear, not by cubic"),
+        (5, lambda c, t: of_kind(c, "resize").update(size=[9, 9]), "the program states"),
+        (3, lambda c, t: of_kind(c, "map").update(function="sin"), "functions are silu, hardswish, "),
         (3, lambda c, t: c["operations"][5]["layer"].update(groups=8), "weights [32, 1, 3, 3] meet [32, "),
         (3, lambda c, t: c["operations"][5]["layer"].update(groups=True), "a number of groups that divides them, got True"),
     ],

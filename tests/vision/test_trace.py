@@ -169,7 +169,8 @@ def test_pools_over_the_whole_image(layer):
     images = torch.randn(2, 4, 6, 6)
     graph = trace(nn.Sequential(nn.Conv2d(4, 4, 1), layer), images)
     assert kinds(graph) == ["Input", "Conv", "AveragePool"]
-    assert isinstance(graph.nodes[graph.output], AveragePool) and graph.shapes[graph.output] == (4, 1, 1)
+    (output,) = graph.outputs
+    assert isinstance(graph.nodes[output], AveragePool) and graph.shapes[output] == (4, 1, 1)
 
 
 def test_a_window_that_is_not_the_whole_image_is_no_average_pool():

@@ -236,8 +236,8 @@ class StepTable:
         return max(1, most if self.parts(product) == 1 else min(most, 4))
 
     def slots(self, block: int, product: ProductName, form: int = 0) -> Iterator[Slot]:
-        """A block's stream of weights of a product, in order: row block by row block; or, if x is gathered in parts, part by part
-        of the row blocks whose sums are reduced together."""
+        """A block's stream of weights of a product, in order: row block by row block; or, if x is gathered in parts, part by
+        part of the row blocks whose sums are reduced together."""
         count, units, own = self.k_blocks(product), self.units(product, form), self.own_row_blocks(product, block)
         chunks, step = self.chunks(product), self.chunks_at_once(product)
         at_once = 1 if step == chunks else self.at_once(product)

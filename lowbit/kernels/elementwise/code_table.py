@@ -20,7 +20,7 @@ GATE_BLOCK = 1024
 """Pairs of codes per block."""
 
 
-@triton.jit(do_not_specialize=["channels", "total"])
+@triton.jit(do_not_specialize=["channels"])  # `total` is a multiple of 16, which 16-byte stores need
 def map_kernel(y, x, table, channels, total, PIXEL: tl.constexpr, BLOCK: tl.constexpr):
     """Maps BLOCK of `total` codes; the first `channels` of each PIXEL are mapped, the others are 0."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -32,7 +32,7 @@ def map_kernel(y, x, table, channels, total, PIXEL: tl.constexpr, BLOCK: tl.cons
     tl.store(y + first + i, tl.where(channel < channels, mapped, 0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["s", "pixels", "total"])
+@triton.jit(do_not_specialize=["s", "pixels"])
 def gate_kernel(y, x, gate, s, pixels, total, PAIRS: tl.constexpr, FOUR: tl.constexpr, BLOCK: tl.constexpr):
     """Multiplies BLOCK of `total` pairs of codes; a pixel has PAIRS of them, an image `pixels` pixels."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from lowbit.formats.conv import FLOATS, ConvLayer, GateSpec, SumSpec, code_range
+from lowbit.formats.conv import FLOATS, Axis, ConvLayer, GateSpec, ResizeSpec, SumSpec, code_range
 
 _FLOAT32_EXACT = 1 << 24
 
@@ -64,6 +66,39 @@ def gate_reference(x: Tensor, gate: Tensor, layer: GateSpec) -> Tensor:
     _check_codes(gate, "s8")
     s, zero = (torch.tensor(value, dtype=torch.float32, device=x.device) for value in (layer.s, 0.0))
     return _stored(fma(x * gate, s, zero), "s8", False)
+
+
+def resize_reference(codes: Tensor, layer: ResizeSpec, storage: str) -> Tensor:
+    """Returns the codes int32 [N, C, Ho, Wo] of an image of codes [N, C, H, W] at another size. Raises ValueError for sizes
+    that have no integer form."""
+    _check_codes(codes, storage)
+    height, width = codes.shape[2:]
+    reasons = layer.refusals((height, width))
+    if reasons:
+        raise ValueError(reasons[0])
+    rows, columns = layer.axes((height, width))
+    first, second, weight = _axis(rows, height, layer.size[0], codes.device)
+    if layer.mode == "nearest":
+        return codes[:, :, first][..., _axis(columns, width, layer.size[1], codes.device)[0]].to(torch.int32)
+    lines = codes[:, :, first] * (rows.whole - weight)[:, None] + codes[:, :, second] * weight[:, None]
+    first, second, weight = _axis(columns, width, layer.size[1], codes.device)
+    total = lines[..., first] * (columns.whole - weight) + lines[..., second] * weight
+    s, b = (
+        torch.tensor(value, dtype=torch.float32, device=codes.device) for value in layer.constants((height, width), storage)
+    )
+    return _stored(fma(total, s, b), storage, storage == "u4")
+
+
+def _axis(axis: Axis, given: int, out: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the first and the second input pixel of each output pixel of an axis, and the weight of the second; int64."""
+    n = (torch.arange(out, device=device) * axis.step + axis.shift).clamp(min=0)
+    first = n // axis.whole
+    return first, (first + 1).clamp(max=given - 1), n % axis.whole
+
+
+def concat_reference(parts: Sequence[Tensor], layers: Sequence[SumSpec]) -> Tensor:
+    """Returns the codes int32 [N, C, H, W] of the channels of all parts, each rescaled by its layer to the same scale."""
+    return torch.cat([sum_reference(x, layer) for x, layer in zip(parts, layers, strict=True)], 1)
 
 
 def max_pool_reference(

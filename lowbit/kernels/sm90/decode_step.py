@@ -522,8 +522,8 @@ def load(args, C: gl.constexpr):
 
 @gluon.jit
 def gather_x(source, args, at, layer, first: gl.constexpr, product: gl.constexpr, wait: gl.constexpr, C: gl.constexpr):
-    """Waits for the k blocks of this warp of x [tokens, K] at address `source`, from chunk `first` on, and stores them in the warp's memory as
-    [chunk][vector of 8 columns][token]: matrices of ldmatrix. Columns beyond K are zeros."""
+    """Waits for the k blocks of this warp of x [tokens, K] at address `source`, from chunk `first` on, and stores them in the
+    warp's memory as [chunk][vector of 8 columns][token]: matrices of ldmatrix. Columns beyond K are zeros."""
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
     VECTORS: gl.constexpr = ptx(T.shape.columns, product) // 8
@@ -620,9 +620,11 @@ def read_unit(at, slot, product: gl.constexpr, index: gl.constexpr, C: gl.conste
 
 
 @gluon.jit
-def multiply_unit(args, at, layer, place, acc, chunk, first: gl.constexpr, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
-    """Adds the product of this warp's unit of a chunk, once its slot is full, and releases the slot. `chunk`: since chunk `first`,
-    with which x in shared memory begins."""
+def multiply_unit(
+    args, at, layer, place, acc, chunk, first: gl.constexpr, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr
+):
+    """Adds the product of this warp's unit of a chunk, once its slot is full, and releases the slot. `chunk`: since chunk
+    `first`, with which x in shared memory begins."""
     T: gl.constexpr = C.table
     S: gl.constexpr = ptx(C.form, product, index).k_block
     M: gl.constexpr = T.shape.tokens

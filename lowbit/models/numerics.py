@@ -1,0 +1,312 @@
+"""Records what the layers of a checkpoint compute, and checks that a loaded model computes the same with its kernels.
+
+Errors in scales, layouts and kernels change a model's answers without an error message. `record` writes, when a checkpoint is
+quantized, sums of each layer's outputs for known inputs and the logits of a few tokens (`checkpoint.numerics`), computed from
+the files by float32 products of dequantized weights. `check` computes them with the loaded model: in a second or two, on the
+kernels that will serve it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lowbit.checkpoint import CheckpointError, CheckpointReader, LayerEntry
+from lowbit.checkpoint.numerics import (
+    KEPT_LOGITS,
+    PROBES,
+    LayerSums,
+    Numerics,
+    difference,
+    layer_sums,
+    probes,
+    read,
+    to_text,
+    tokens,
+)
+from lowbit.checkpoint.reader import TensorInfo
+from lowbit.checkpoint.schema import expected_tensors
+from lowbit.checkpoint.target import NUMERICS as FILE
+from lowbit.formats import InputTransform, QuantTensor
+from lowbit.models.complete import some
+from lowbit.models.decoder import LayerwiseDecoder
+from lowbit.nn.experts import PackedExperts, QuantExperts, expert_weights
+from lowbit.nn.linear import QuantLinear
+
+ROWS_ON_GPU = 34
+"""Rows of x, and tokens, on a GPU: as in the engine's comparison with the model (`engine.check`), so that no kernel is compiled
+for this."""
+LARGEST = {torch.float32: 0.0015, torch.float16: 0.009, torch.bfloat16: 0.009}
+"""Largest difference of a sum that rounding makes, relative to the outputs in it, by the dtype of x. Seen were 0.0007 and
+0.0064, over formats and layers of SmolLM2 and of random weights, on a CPU (2026-11-28), whose int4
+product rounds scales to bf16."""
+LARGEST_WITH_QUANTIZED_X = 0.03
+"""The same where x is quantized to 8 bits after a rotation or a scaling: codes next to a tie differ."""
+LARGEST_OF_EXPERTS = (0.002, 0.06, 0.15)
+"""The same for a whole expert, whose gate makes differences larger: in float32, in 16 bits, and with quantized x."""
+LARGEST_OF_LOGITS = 0.15
+LARGEST_OF_LOGITS_WITH_QUANTIZED_X = 0.5
+"""Largest relative difference of the kept logits, from those of 16-bit activations; random weights amplify rounding most."""
+
+
+class NumericsError(CheckpointError):
+    """A loaded model computes something else than its checkpoint states."""
+
+
+def amplitude(transform: InputTransform) -> float:
+    """Returns the magnitude of the inputs of a layer: 64 codes of a static activation scale, else 1."""
+    return 1.0 if transform.activation_scale is None else 64.0 * float(transform.activation_scale)
+
+
+@torch.no_grad()
+def expected(q: QuantTensor) -> Tensor:
+    """Returns the outputs float32 [PROBES, N] of a layer with the weights `q`, without bias."""
+    x = probes(q.shape[1], amplitude(q.input_transform))
+    if q.scheme.activation is None:
+        return x @ q.dequantize().T
+    return QuantLinear.from_quant_tensor(q).multiply(x, None).float()
+
+
+def record(folder: Path, weight: Callable[[str], Tensor | None], device: torch.device) -> Numerics:
+    """Returns what the layers of the finished checkpoint in `folder` compute. Reads one layer at a time.
+
+    weight: returns the 16-bit weight [N, K] of a layer where its error can be stated, else None.
+    """
+    layers: dict[str, LayerSums] = {}
+    with CheckpointReader(folder) as reader:
+        assert reader.manifest is not None
+        for name, entry in reader.manifest.layers.items():
+            if entry.experts:
+                continue
+            q = reader.layer(name)
+            y, plain = expected(q), weight(name)
+            error = None
+            if plain is not None:
+                wanted = probes(q.shape[1], amplitude(q.input_transform)) @ plain.float().T
+                error = round(float((y - wanted).norm() / wanted.norm().clamp(min=1e-30)), 6)
+            layers[name] = layer_sums(y, error)
+        layers |= dict(_of_experts(reader))
+        logits = _logits(reader, device)
+    return Numerics(layers, logits)
+
+
+def write(folder: Path, numerics: Numerics) -> None:
+    """Writes the file into a checkpoint's folder."""
+    (folder / FILE).write_text(to_text(numerics), encoding="utf-8")
+
+
+def check(model: PreTrainedModel, folder: Path) -> str | None:
+    """Compares a model that was loaded from `folder` with what its checkpoint states. Returns a line that says what was
+    compared; None if the checkpoint states nothing.
+
+    Raises NumericsError, with the names of the layers, where outputs differ by more than rounding.
+    """
+    kept = read(folder)
+    if kept is None:
+        return None
+    wrong, compared = [], 0
+    for name, y, layer in _outputs(model, kept):
+        compared += 1
+        wrong += _wrong(name, y, layer, _parts(model.get_submodule(name)))
+    _refuse(folder, wrong, compared, model.device)
+    return f"{compared} layers{_compare_logits(model, kept, folder)} compute what {FILE} states"
+
+
+@torch.no_grad()
+def check_stacked(
+    names: Sequence[str], product: nn.Module, k: int, dtype: torch.dtype, device: torch.device, folder: Path
+) -> None:  # fmt: skip
+    """Compares a module that multiplies x [.., k] by the rows of several layers at once (`product(x, bias)`), as vLLM stacks q,
+    k and v, with what the checkpoint in `folder` states of each of the layers `names`, in order of their rows.
+
+    Raises NumericsError, with the name of a layer that differs by more than rounding. Nothing is compared if the checkpoint
+    does not state all of them.
+    """
+    kept = _read_once(folder)
+    layers = None if kept is None else [kept.layers.get(name) for name in names]
+    linears = [module for module in product.modules() if isinstance(module, QuantLinear)]
+    if layers is None or None in layers or not linears:
+        return
+    x = probes(k, amplitude(linears[0].input_transform)).to(device, dtype)
+    y = product(x, None)
+    rows = [of.outputs for of in layers if of is not None]
+    if sum(rows) != y.shape[1] or len({amplitude(linear.input_transform) for linear in linears}) > 1:
+        return
+    parts = zip(names, y.split(rows, dim=1), layers, strict=True)
+    wrong = [line for name, part, layer in parts if layer is not None for line in _wrong(name, part, layer, linears)]
+    _refuse(folder, wrong, len(names), device)
+
+
+@functools.lru_cache(maxsize=2)
+def _read_once(folder: Path) -> Numerics | None:
+    return read(folder) if folder.is_dir() else None
+
+
+Part = QuantLinear | PackedExperts
+
+
+def _wrong(name: str, y: Tensor, layer: LayerSums, parts: Sequence[Part]) -> list[str]:
+    """Returns what to say of a layer whose outputs y differ from the record by more than rounding, or []."""
+    found, limit = difference(y, layer), _limit(parts, y.dtype, layer.experts)
+    return [] if found <= limit else [f"{name} (by {found:.2g}, rounding makes up to {limit:.2g})"]
+
+
+def _refuse(folder: Path, wrong: Sequence[str], compared: int, device: torch.device) -> None:
+    if wrong:
+        raise NumericsError(
+            f"{folder}: {len(wrong)} of {compared} layers do not compute on {device} what {FILE} states: {some(wrong)}. "
+            "Weights were changed after quantization, or a kernel is wrong: `lowbit inspect --check` compares the files with "
+            f"their checksums; without {FILE} a start compares nothing"
+        )
+
+
+def _parts(module: nn.Module) -> list[Part]:
+    return [module] if isinstance(module, QuantLinear) else list(module.packed().values())  # type: ignore[operator]
+
+
+def _limit(parts: Sequence[Part], dtype: torch.dtype, experts: bool) -> float:
+    quantized = any(part.scheme.activation is not None for part in parts)
+    if experts:
+        return LARGEST_OF_EXPERTS[0 if dtype == torch.float32 else 2 if quantized else 1]
+    transforms = [part.input_transform.parts for part in parts]
+    moved = quantized and any(of.hadamard or of.has_channels for of in transforms)
+    return LARGEST_WITH_QUANTIZED_X if moved and dtype != torch.float32 else LARGEST[dtype]
+
+
+@torch.no_grad()
+def _outputs(model: PreTrainedModel, kept: Numerics) -> Iterator[tuple[str, Tensor, LayerSums]]:
+    """Yields the name, the outputs and the record of each layer of a model that has one."""
+    ties = {id(module): name for name, module in model.named_modules() if name in kept.layers}
+    rows = ROWS_ON_GPU if model.device.type == "cuda" else PROBES
+    for name, module in model.named_modules():
+        layer = kept.layers.get(name)
+        if layer is None or id(module) not in ties:
+            continue
+        if isinstance(module, QuantLinear):
+            x = probes(module.in_features, amplitude(module.input_transform))
+            x = x[torch.arange(rows) % PROBES].to(model.device, model.dtype)
+            # A bias of zeros, so that no other kernels are compiled than those with the layer's own.
+            yield name, module.multiply(x, None if module.bias is None else torch.zeros_like(module.bias)), layer
+        elif isinstance(module, QuantExperts):
+            yield name, _expert_outputs(module, model.device, model.dtype), layer
+
+
+def launch_experts(model: PreTrainedModel) -> None:
+    """Multiplies as `check` does by all experts of a model, so that `lowbit compile` records the kernels."""
+    for module in model.modules():
+        if isinstance(module, QuantExperts):
+            _expert_outputs(module, model.device, model.dtype)
+
+
+def _expert_outputs(module: QuantExperts, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Returns the output [E, H] of each expert, row e of expert e, for one row of the inputs."""
+    first, _ = module.packed().values()
+    x = probes(first.shape[1], amplitude(first.input_transform))
+    x = x[torch.arange(module.num_experts) % PROBES].to(device, dtype)
+    chosen = torch.arange(module.num_experts, device=device)[:, None]
+    return module(x, chosen, torch.ones_like(chosen, dtype=dtype))
+
+
+@torch.no_grad()
+def _of_experts(reader: CheckpointReader) -> Iterator[tuple[str, LayerSums]]:
+    """Yields the record of each layer of experts, of which one at a time is in memory."""
+    from lowbit.models.load import placed_skeleton
+
+    assert reader.manifest is not None
+    if not any(entry.experts for entry in reader.manifest.layers.values()):
+        return
+    model = placed_skeleton(reader)
+    for name, module in model.named_modules():
+        if not isinstance(module, QuantExperts):
+            continue
+        for part, packed in module.packed().items():
+            packed.set_weight(reader.experts(f"{name}.{part}"))
+            if getattr(module, f"{part}_bias") is not None:
+                bias = reader.get(f"{name}.{part}_bias").float()
+                setattr(module, f"{part}_bias", nn.Parameter(bias, requires_grad=False))
+        yield name, layer_sums(_expert_outputs(module, torch.device("cpu"), torch.float32), experts=True)
+        module.to("meta")
+
+
+def _logits(reader: CheckpointReader, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Returns the largest logits of the tokens by dequantized weights in float32, with one decoder layer in memory at a time;
+    None for models that are not decoders."""
+    dequantized = _Dequantized(reader)
+    try:
+        decoder = LayerwiseDecoder(dequantized, device, torch.float32)
+        dequantized.model = decoder.model
+        hidden = decoder.embed(tokens(_vocabulary(decoder.model))[None])
+    except CheckpointError:
+        return None
+    for i in range(len(decoder)):
+        decoder.load(i)
+        hidden = list(decoder.run(i, hidden))
+        decoder.free(i)
+    found = decoder.logits(hidden[0])[0].float().cpu().topk(KEPT_LOGITS)
+    return found.indices, found.values
+
+
+@torch.no_grad()
+def _compare_logits(model: PreTrainedModel, kept: Numerics, folder: Path) -> str:
+    """Returns words for a sentence; raises NumericsError if the logits of the kept tokens differ by more than rounding."""
+    if kept.logits is None:
+        return ""
+    ids, values = (t.to(model.device) for t in kept.logits)
+    given = tokens(_vocabulary(model), max(len(ids), ROWS_ON_GPU if model.device.type == "cuda" else 0))
+    found = model(input_ids=given[None].to(model.device), use_cache=False).logits[0, : len(ids)].float()
+    # Kept logits are each token's largest, of small spread: differences are relative to their distance from the mean.
+    spread = (values - found.mean(1, keepdim=True)).norm().clamp(min=1e-30)
+    off = float((found.gather(1, ids) - values).norm() / spread)
+    quantized = any(m.scheme.activation is not None for m in model.modules() if isinstance(m, QuantLinear))
+    limit = LARGEST_OF_LOGITS_WITH_QUANTIZED_X if quantized else LARGEST_OF_LOGITS
+    if not off <= limit:
+        raise NumericsError(
+            f"{folder}: its quantized layers compute what {FILE} states, but the model's logits differ by {off:.2g} (rounding "
+            f"makes up to {limit}): something that is not quantized was changed, such as a norm, the embedding or config.json"
+        )
+    return f" and the logits of {len(ids)} tokens"
+
+
+def _vocabulary(model: nn.Module) -> int:
+    config: Any = model.config
+    return int(config.get_text_config().vocab_size)
+
+
+class _Dequantized(CheckpointReader):
+    """A lowbit checkpoint read as one with dequantized weights in float32. `model` has the modules of its experts."""
+
+    model: nn.Module
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        super().__init__(reader.folder)
+        assert self.manifest is not None
+        self._layers: dict[str, LayerEntry] = {
+            name if entry.experts else f"{name}.weight": entry for name, entry in self.manifest.layers.items()
+        }
+        packed = {tensor for name, entry in self.manifest.layers.items() for tensor in expected_tensors(name, entry)}
+        self._plain = [name for name in super().names() if name not in packed]
+
+    def names(self) -> list[str]:
+        return sorted([*self._plain, *self._layers])
+
+    def info(self, name: str) -> TensorInfo:
+        if name not in self._layers:
+            return super().info(name)
+        entry = self._layers[name]
+        shape = (entry.experts, *entry.shape) if entry.experts else entry.shape
+        return TensorInfo(self.folder, torch.float32, shape, 0, 4 * entry.weights)
+
+    def get(self, name: str) -> Tensor:
+        if name not in self._layers:
+            return super().get(name)
+        if self._layers[name].experts:
+            found = expert_weights(self.model.get_submodule(name.rpartition(".")[0]))
+            assert found is not None
+            return found.matrices(self.experts(name).dequantize())
+        return self.layer(name.removesuffix(".weight")).dequantize()

@@ -1,0 +1,129 @@
+"""Ranks: processes that compute one model together, each on its own device with its part of every weight (tensor parallelism).
+
+What they do together are three operations of torch.distributed, with NCCL on GPUs and gloo on CPUs: sums of partial results,
+logits gathered from the parts of a vocabulary, and agreement on a number. CUDA graphs may capture the first two. Sums of a few
+rows go over peer memory instead, where GPUs have it (peers.py).
+
+NVLink multicast is never used, and is switched off for NCCL and for symmetric memory: on hosts that several users share, a
+program that uses it can leave the GPUs unusable for all.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from lowbit.ops.elementwise import add_norm_squares
+from lowbit.ops.peers import Peers, peers_refusals
+
+WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""Variables with which NCCL, PyTorch and NVSHMEM do without NVLink multicast."""
+
+WITHOUT_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Variables with which PyTorch does not end a process whose operations are aborted: who aborts them says why."""
+
+WAIT = datetime.timedelta(hours=1)
+"""How long a process waits in an operation for another one that neither joins nor ends, such as one that compiles kernels."""
+
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
+
+
+def prepare_libraries() -> None:
+    """Sets these variables for the libraries of this process, which read them by themselves, and for processes that it
+    starts."""
+    for name, value in (WITHOUT_MULTICAST | WITHOUT_WATCHDOG).items():
+        os.putenv(name, value)
+
+
+class Ranks:
+    """The process `rank` of `size`, which computes on `device`. Joins the others through the TCP store at `port` of this host,
+    and returns once all have joined. Only one can exist in a process at a time.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, port: int, *, store: TCPStore | None = None) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        prepare_libraries()
+        on_gpu = device.type == "cuda"
+        store = store or TCPStore("127.0.0.1", port, size, is_master=False, timeout=WAIT)
+        if on_gpu:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=WAIT,
+            device_id=device if on_gpu else None,
+        )  # fmt: skip
+        self.peers: Peers | tuple[str, ...] = ("no model has been prepared for it",)
+        """Sums of few rows over peer memory, or why NCCL computes them."""
+        self.least(0)  # connects all, which a graph cannot capture
+
+    def use_peers(self, width: int, dtype: torch.dtype) -> None:
+        """Lets sums of few rows of `width` elements go over peer memory, if all GPUs can; all ranks call it."""
+        self.peers = peers_refusals(width, dtype, self.device)
+        if not self.peers:
+            try:
+                self.peers = Peers(self.rank, self.size, width, dtype, self.device, self.least)
+            except RuntimeError as error:
+                self.peers = (str(error),)
+
+    def total(self, x: Tensor, phase: int) -> Tensor:
+        """Returns the sum of all ranks' x (of one shape and dtype), perhaps in place. All ranks get the same bits. Calls
+        alternate between the phases 0 and 1."""
+        if isinstance(self.peers, Peers) and self.peers.takes(x):
+            return self.peers.total(x, phase)
+        if self._dry:
+            return x
+        if x.device.type == "cpu" and x.dtype != torch.float32:
+            wide = x.float()
+            dist.all_reduce(wide)
+            return wide.to(x.dtype)
+        x = x.contiguous()
+        dist.all_reduce(x)
+        return x
+
+    def added(self, y: Tensor, h: Tensor, gamma: Tensor, factor: float, phase: int) -> tuple[Tensor, Tensor]:
+        """Adds the sum of all ranks' y [M, H] to h in place; returns as `ops.elementwise.add_norm_squares`. Phases as in
+        `total`."""
+        if isinstance(self.peers, Peers) and self.peers.takes(y):
+            return self.peers.added(y, h, gamma, factor, phase)
+        return add_norm_squares(h, self.total(y, phase), gamma, factor=factor)
+
+    def gathered(self, x: Tensor, columns: int) -> Tensor:
+        """Returns all ranks' columns x [M, n] side by side, in the order of ranks, without those beyond `columns`."""
+        m, n = x.shape
+        parts = x.new_empty((self.size, m, n))
+        if not self._dry:
+            _all_gather(parts.view(self.size * m, n), x.contiguous())
+        return parts.transpose(0, 1).reshape(m, self.size * n)[:, :columns].contiguous()
+
+    def least(self, number: int) -> int:
+        """Returns the smallest of all ranks' numbers."""
+        held = torch.tensor([number], device=self.device)
+        dist.all_reduce(held, dist.ReduceOp.MIN)
+        return int(held)
+
+    @property
+    def _dry(self) -> bool:
+        """True while kernels are recorded instead of launched, which each rank does alone."""
+        if self.device.type != "cuda":
+            return False
+        from lowbit.kernels.parts.launch import is_recording
+
+        return is_recording()
+
+    def abort(self) -> None:
+        """Ends operations that wait for a rank that has ended; their results are undefined."""
+        if isinstance(self.peers, Peers):
+            self.peers.stop()
+        if self.device.type == "cuda" and dist.is_initialized():
+            backend = dist.group.WORLD._get_backend(self.device)  # type: ignore[union-attr]
+            backend.abort()  # type: ignore[attr-defined]
+
+    def leave(self) -> None:
+        """Leaves the group, which all ranks do together."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
