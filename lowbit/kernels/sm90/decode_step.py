@@ -843,17 +843,16 @@ def receive_x(x, args, at, layer, first: gl.constexpr, product: gl.constexpr, in
 
 
 @gluon.jit
-def multiply_product(
+def multiply_own(
     args, at, layer, place, parity, x, squares_of, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
-    """One product: its x is at address `x`; a norm's partial sums of squares [blocks, tokens] are at `squares_of`."""
+    """This block's rows of a product; returns the warp's sum of squares, too. Arguments as in `multiply_product`."""
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
     AT_ONCE: gl.constexpr = ptx(T.at_once, product)
     CHUNKS: gl.constexpr = ptx(T.chunks, product)
     STEP: gl.constexpr = ptx(T.chunks_at_once, product)
     LONG: gl.constexpr = product == "gate_up" or product == "down"  # more weights than the ring holds, and x is next
-    at = same_thread(at, C)
     rows = row_vectors(args, layer, product, index, C)
     receive_x(x, args, at, layer, 0, product, index, C)
     addresses = ()
@@ -907,6 +906,24 @@ def multiply_product(
         barrier()
         squares = finish(args, at, layer, out, begin, parity, squares, product, index, C)
         parity = parity ^ 1
+    return place, parity, squares
+
+
+@gluon.jit
+def multiply_product(
+    args, at, layer, place, parity, x, squares_of, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """One product: its x is at address `x`; a norm's partial sums of squares [blocks, tokens] are at `squares_of`."""
+    EVERY: gl.constexpr = ptx(C.table.row_blocks, product) >= C.table.blocks
+    at = same_thread(at, C)
+    if EVERY:
+        place, parity, squares = multiply_own(args, at, layer, place, parity, x, squares_of, product, index, C)
+    else:
+        # Without a row block a warp must not write x: no barrier would separate that from attention, which uses the same memory.
+        squares = at.lane.to(gl.float32) * 0.0
+        first, end = own_row_blocks(product, C)
+        if first < end:
+            place, parity, squares = multiply_own(args, at, layer, place, parity, x, squares_of, product, index, C)
     if not ptx(C.normed, product):
         NAME: gl.constexpr = "mlp_squares" if product == "o" else "next_squares"
         store_squares(vector(args, layer, NAME, C), at, squares, C)
