@@ -181,13 +181,16 @@ class KBlock:
         per_group = BLOCK_MMAS // groups
         ones = "0x3c003c00" if self.dtype == "fp16" else "0x3f803f80"
         lines = [".reg .b32 one; .reg .f32 p<4>, nil;", f"mov.b32 one, {ones};", "mov.f32 nil, 0f00000000;"]
-        part = [f"p{i}" for i in range(4)]
+        if self.chains > 1:
+            lines.append(".reg .f32 q<4>;")
         for group in range(groups):
             for n8_tile in range(self.n8_tiles):
                 for inside in range(per_group):
-                    step = group * per_group + inside
+                    step, part = group * per_group + inside, [f"{'pq'[inside % self.chains]}{i}" for i in range(4)]
                     b = x[16 * n8_tile + 2 * step : 16 * n8_tile + 2 * step + 2]
-                    lines.append(mma(self.dtype, part, ["one"] * 4, b, part if inside else ["nil"] * 4))
+                    lines.append(mma(self.dtype, part, ["one"] * 4, b, part if inside >= self.chains else ["nil"] * 4))
+                if self.chains > 1:
+                    lines += [f"add.f32 p{i}, p{i}, q{i};" for i in range(2)]
                 first = 2 * (group * self.n8_tiles + n8_tile)
                 lines += [f"mov.f32 {out[first]}, p0;", f"mov.f32 {out[first + 1]}, p1;"]
         return "{\n" + "\n".join(lines) + "\n}"

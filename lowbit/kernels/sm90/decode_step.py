@@ -555,33 +555,32 @@ def gather_x(source, args, at, layer, first: gl.constexpr, product: gl.constexpr
 
 
 @gluon.jit
-def x_sums_place(at, chunk, count: gl.constexpr, C: gl.constexpr):
-    """Returns the address of a lane's sums of x in a chunk: `count` pairs, of tokens 2t and 2t + 1, or of one token."""
-    T: gl.constexpr = C.table
-    M: gl.constexpr = T.shape.tokens
-    start = at.start + T.x_start + at.warp * T.x_warp_bytes + T.x_sums_start
-    return start + chunk * (count * M * 4) + gl.minimum(at.lane & 3, max(M // 2, 1) - 1) * 8
+def x_sums_start(at, C: gl.constexpr):
+    """Returns the address of a warp's sums of x, float32 [chunk][group][token]."""
+    return at.start + C.table.x_start + at.warp * C.table.x_warp_bytes + C.table.x_sums_start
 
 
 @gluon.jit
 def store_x_sums(at, chunks: gl.constexpr, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
-    """Stores the sums over groups of a warp's k blocks of x, which zero points and raw codes need, behind x."""
+    """Stores the sums over groups of a warp's k blocks of x, which zero points and raw codes need, behind x. The 8 columns of a
+    matrix instruction are all tokens of as many chunks as they hold."""
     T: gl.constexpr = C.table
     S: gl.constexpr = ptx(C.form, product, index).k_block
     M: gl.constexpr = T.shape.tokens
     COUNT: gl.constexpr = S.sums // 2
-    for chunk in gl.static_range(chunks):
-        x_at = at.start + T.x_start + at.warp * T.x_warp_bytes + chunk * (256 * M)
-        x_at += ((at.lane >> 3) * M + gl.minimum(at.lane & 7, M - 1)) * 16
+    row, pair = at.lane & 7, at.lane & 3
+    for first in gl.static_range(0, chunks, 8 // M):
+        chunk = gl.minimum(first + row // M, chunks - 1)
+        x_at = at.start + T.x_start + at.warp * T.x_warp_bytes + chunk * (256 * M) + ((at.lane >> 3) * M + row % M) * 16
         x = asm(C.read_x, C.read_x_constraints, [x_at], ptx(C.words_types, 16))
         sums = asm(S.sum_asm, S.sum_constraints, x, S.sum_types)
-        place = x_sums_place(at, chunk, COUNT, C)
-        own = (at.lane < max(M // 2, 1)).to(gl.int32)
-        for i in gl.static_range(COUNT):
-            if M == 1:
-                run(C.store_float, "=r,r,f,r", [place + 4 * i, sums[2 * i], own])
-            else:
-                run(C.store_two, "=r,r,f,f,r", [place + 4 * M * i, sums[2 * i], sums[2 * i + 1], own])
+        for h in gl.static_range(2):
+            column = 2 * pair + h
+            of_chunk = first + column // M
+            own = ((at.lane < 4) & (of_chunk < chunks)).to(gl.int32)
+            place = x_sums_start(at, C) + (of_chunk * (COUNT * M) + column % M) * 4
+            for i in gl.static_range(COUNT):
+                run(C.store_float, "=r,r,f,r", [place + 4 * M * i, sums[2 * i + h], own])
     run(C.sync_warp, "=r", [])
 
 
@@ -589,7 +588,7 @@ def store_x_sums(at, chunks: gl.constexpr, product: gl.constexpr, index: gl.cons
 def load_x_sums(at, chunk, count: gl.constexpr, C: gl.constexpr):
     """Returns `count` pairs of a lane's sums of x in a chunk; sums of tokens that do not exist are those of others."""
     M: gl.constexpr = C.table.shape.tokens
-    place = x_sums_place(at, chunk, count, C)
+    place = x_sums_start(at, C) + chunk * (count * M * 4) + gl.minimum(at.lane & 3, max(M // 2, 1) - 1) * 8
     sums = ()
     for i in gl.static_range(count):
         if M == 1:
