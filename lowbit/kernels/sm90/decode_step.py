@@ -918,7 +918,7 @@ def multiply_product(
     if EVERY:
         place, parity, squares = multiply_own(args, at, layer, place, parity, x, squares_of, product, index, C)
     else:
-        # Without a row block a warp must not write x: no barrier would separate that from attention, which uses the same memory.
+        # Without a row block no warp may write x: attention uses the same memory, and no barrier would be between them.
         squares = at.lane.to(gl.float32) * 0.0
         first, end = own_row_blocks(product, C)
         if first < end:
