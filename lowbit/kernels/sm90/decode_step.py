@@ -458,7 +458,7 @@ def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.co
                         scales_size = tiles * 0
                     else:
                         tile = lane * 0 + (row_block * TILES + number * (2 * UNITS))
-                        source = codes * 1 + tile * (UNIT.code_bytes // 2)
+                        source = codes + tile.to(gl.int64) * (UNIT.code_bytes // 2)
                         size = tiles * (UNIT.code_bytes // 2)
                         last = (tiles & 1) * (UNIT.code_bytes // 2)
                         scales = scale + (lane * 0 + (row_block * ((TILES + 1) // 2) + number * UNITS)) * UNIT.scale_bytes
