@@ -36,6 +36,7 @@ MODEL_PAGES = (
     "docs/kv.md",
     "docs/speculate.md",
     "docs/finetune.md",
+    "docs/lora.md",
     "docs/internals/engine.md",
 )
 """Pages whose programs use SmolLM2-135M-Instruct; they run on a tiny model of that name."""

@@ -302,7 +302,7 @@ def _read_headers(folder: Path, weights: str) -> dict[str, TensorInfo]:
         single = folder / weights
         if not single.exists():
             raise CheckpointError(_no_weights(folder))
-        return _read_header(single)
+        return read_header(single)
     if (folder / SINGLE).exists():
         raise CheckpointError(
             f"{folder}: holds {SINGLE} and {INDEX}, two sets of weights, of which Transformers loads the first; remove one of "
@@ -318,7 +318,7 @@ def _read_headers(folder: Path, weights: str) -> dict[str, TensorInfo]:
             raise CheckpointError(f"{index}: lists {file}, and no tensor in {lost[0]}")
     tensors: dict[str, TensorInfo] = {}
     for file in sorted(set(weight_map.values())):
-        for name, info in _read_header(_inside(folder, file, index)).items():
+        for name, info in read_header(_inside(folder, file, index)).items():
             if name in tensors:
                 raise CheckpointError(f"{info.file}: {name}: is also in {tensors[name].file.name}")
             if weight_map.get(name) != file:
@@ -362,7 +362,7 @@ def _no_weights(folder: Path) -> str:
     return f"{folder}: holds neither {SINGLE} nor {INDEX}"
 
 
-def _read_header(path: Path) -> dict[str, TensorInfo]:
+def read_header(path: Path) -> dict[str, TensorInfo]:
     """Parses and checks one file's header: little-endian length, JSON, then the tensors' bytes without gap or overlap."""
     try:
         size = regular_file(path).stat().st_size

@@ -35,10 +35,12 @@ from lowbit.cli.terminal import (
     Draft,
     Json,
     Kernels,
+    Lora,
     Model,
     Scheme,
     Speculate,
     TensorParallel,
+    adapters_of,
     check_device,
     check_exists,
     check_json,
@@ -300,6 +302,10 @@ def generate(
     kv: KV = "16",
     speculate: Speculate = 0,
     draft: Draft = None,
+    lora: Lora = None,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Which of several --lora computes. Default: the only one.")
+    ] = None,
     tensor_parallel: TensorParallel = 1,
     kernels: Kernels = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
@@ -322,6 +328,11 @@ def generate(
     check_kv(kv)
     check_device(device)
     check_exists(kernels, KERNELS_FILE)
+    adapters = adapters_of(lora)
+    if adapter is None and len(adapters) > 1:
+        raise ValueError(f"--lora names several adapters: say which computes, --adapter {next(iter(adapters))}")
+    if adapter is not None and adapter not in adapters:
+        raise ValueError(f"--adapter {adapter!r}: no --lora has this name")
     path, draft_path = str(local_model(model)), local_draft(draft)
     load_layers("lowbit.pipeline")
     from lowbit.pipeline import pipeline
@@ -329,9 +340,10 @@ def generate(
     check_json(json_file, "lowbit generate")
     pipe = pipeline(
         path, scheme=scheme, device=device, verify=verify, progress=True, kv=kv, speculate=speculate,
-        draft=draft_path, kernels=kernels, tensor_parallel=tensor_parallel,
+        draft=draft_path, lora=adapters, kernels=kernels, tensor_parallel=tensor_parallel,
     )  # fmt: skip
-    options = {"max_new_tokens": max_new_tokens, "do_sample": sample, "seed": seed}
+    adapter = next(iter(adapters), None) if adapter is None else adapter
+    options = {"max_new_tokens": max_new_tokens, "do_sample": sample, "seed": seed, "adapter": adapter}
     if len(prompts) == 1 and out.is_terminal and str(json_file) != "-" and not pipe.refusals:
         responses = [_print_stream(pipe.stream(prompts[0], **options), prompts[0])]
     else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowbit.cli.serve import MOST_ON_A_GPU, CacheGiB, bytes_of
-from lowbit.cli.terminal import KV, AnyModel, Scheme, Speculate, check_kv, check_scheme, load_layers, say
+from lowbit.cli.terminal import KV, AnyModel, Lora, Scheme, Speculate, adapters_of, check_kv, check_scheme, load_layers, say
 
 if TYPE_CHECKING:
     from lowbit.hardware.machine import GPU
@@ -32,6 +32,7 @@ def compile_(
     cache_gib: CacheGiB = None,
     kv: KV = "16",
     speculate: Speculate = 0,
+    lora: Lora = None,
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="For serve --batch-invariant.")] = False,
 ) -> None:
     """Compile all kernels that a model needs on a GPU into one file; no GPU is needed.
@@ -48,6 +49,7 @@ def compile_(
 
     check_scheme(scheme)
     check_kv(kv)
+    adapters = adapters_of(lora)
     path = local_model(model)
     names = None if gpu is None else [name.strip().lower() for name in gpu.split(",")]
     target = output or _default_target(path, names)
@@ -65,7 +67,7 @@ def compile_(
         count = compile_kernels(
             path, target, gpus, progress=lambda done, total: bar.at(done, total, "compiling kernels"), scheme=scheme,
             batch_invariant=batch_invariant, max_concurrent=max_concurrent, cache_bytes=bytes_of(cache_gib), kv=kv,
-            speculate=speculate,
+            speculate=speculate, lora=adapters,
         )  # fmt: skip
     say(f"wrote {target}: {count} kernels, {target.stat().st_size / 2**20:.1f} MiB")
 

@@ -17,9 +17,11 @@ from lowbit.cli.terminal import (
     Device,
     Draft,
     Kernels,
+    Lora,
     Scheme,
     Speculate,
     TensorParallel,
+    adapters_of,
     check_device,
     check_exists,
     check_kv,
@@ -82,6 +84,7 @@ def serve(
     kv: KV = "16",
     speculate: Speculate = 0,
     draft: Draft = None,
+    lora: Lora = None,
     tensor_parallel: TensorParallel = 1,
     step_ms: Annotated[
         float,
@@ -123,6 +126,7 @@ def serve(
             "for a server without a key, leave out the option and unset LOWBIT_API_KEY"
         )
     check_exists(kernels, KERNELS_FILE)
+    adapters = adapters_of(lora)
     path, draft_path = local_model(model), local_draft(draft)
     times = StartTimes()
     load_layers("lowbit.pipeline")
@@ -150,7 +154,7 @@ def serve(
         pipe = pipeline(
             str(path), scheme=scheme, device=where_to, verify=verify, progress=True, batch_invariant=batch_invariant,
             max_concurrent=concurrent, cache_bytes=bytes_of(cache_gib), kv=kv, speculate=speculate,
-            draft=draft_path, step_ms=step_ms or None, kernels=kernels, tensor_parallel=tensor_parallel,
+            draft=draft_path, lora=adapters, step_ms=step_ms or None, kernels=kernels, tensor_parallel=tensor_parallel,
         )  # fmt: skip
         times.end("load")
         called = model if is_on_hub(model) else path.resolve().stem if path.is_file() else path.resolve().name

@@ -67,6 +67,10 @@ Draft = Annotated[
     str | None,
     typer.Option(metavar="MODEL", help="Small model of the same tokenizer that guesses these tokens; --speculate is then 4."),
 ]
+Lora = Annotated[
+    list[str] | None,
+    typer.Option("--lora", metavar="NAME=FOLDER", help="LoRA adapter in PEFT's files; repeatable (docs/lora.md)."),
+]
 TensorParallel = Annotated[
     int,
     typer.Option("--tensor-parallel", min=1, help="GPUs of this machine that share the model (docs/generate.md)."),
@@ -176,6 +180,21 @@ def local_draft(name: str | None) -> str | None:
     from lowbit.sources import local_model
 
     return None if name is None else str(local_model(name))
+
+
+def adapters_of(given: list[str] | None) -> dict[str, str]:
+    """Returns the folders of --lora by their names. Raises ValueError for another form, a name twice, and no folder."""
+    adapters: dict[str, str] = {}
+    for each in given or ():
+        name, _, folder = each.partition("=")
+        if not name or not folder:
+            raise ValueError(f"--lora {each!r}: expected NAME=FOLDER, such as --lora style=adapters/style")
+        if name in adapters:
+            raise ValueError(f"--lora {each!r}: two adapters are named {name!r}")
+        if not Path(folder).is_dir():
+            raise ValueError(f"--lora {each!r}: {folder} is no folder")
+        adapters[name] = folder
+    return adapters
 
 
 def check_schemes(names: str | None) -> None:

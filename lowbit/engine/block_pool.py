@@ -1,8 +1,9 @@
 """The pages of the KV cache: free, used by requests, or kept as cached prefixes.
 
-A page holds keys and values of 128 tokens in every layer. The cache key of a full page is its tokens and its previous page; a
-later prompt with the same prefix reuses the page. Cached pages are never written again, so nothing is copied. Cached pages
-without a user are evicted when their memory is needed, least recently used first.
+A page holds keys and values of 128 tokens in every layer. The cache key of a full page is its tokens and its previous page, or
+for the first page the adapter that computed it; a later prompt with the same prefix reuses the page. Cached pages are never
+written again, so nothing is copied. Cached pages without a user are evicted when their memory is needed, least recently used
+first.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ class BlockPool:
         self._users[page] = 1
         return page
 
-    def match_prefix(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Returns the cached pages, at most `most`, of the longest cached prefix of `tokens`. The caller becomes a user of
-        these pages.
+    def match_prefix(self, tokens: Sequence[int], most: int, adapter: int = -1) -> list[int]:
+        """Returns the cached pages, at most `most`, of the longest prefix of `tokens` cached with `adapter` (-1: none). The
+        caller becomes a user of these pages.
         """
         pages: list[int] = []
-        number = 0
+        number = _root(adapter)
         for begin in range(0, min(most * PAGE, len(tokens) - PAGE + 1), PAGE):
             page = self._cached.get((number, tuple(tokens[begin : begin + PAGE])))
             if page is None:
@@ -65,11 +66,11 @@ class BlockPool:
             self._evictable.pop(page, None)
         return pages
 
-    def cache_prefix(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
-        """Caches the full ones of `pages`, which hold `tokens` from the first token on. The caller must be a user of the pages
-        and must not write to full ones again.
+    def cache_prefix(self, pages: Sequence[int], tokens: Sequence[int], adapter: int = -1) -> None:
+        """Caches the full ones of `pages`, which hold `tokens` from the first token on, computed with `adapter` (-1: none). The
+        caller must be a user of the pages and must not write to full ones again.
         """
-        number = 0
+        number = _root(adapter)
         for i, page in enumerate(pages[: len(tokens) // PAGE]):
             if page in self._keys:
                 number = self._numbers[page]
@@ -98,6 +99,11 @@ class BlockPool:
                 self._evictable[page] = None
             else:
                 self._free.append(page)
+
+
+def _root(adapter: int) -> int:
+    """Returns the number in place of a previous page: 0 without an adapter, else negative, since pages have positive ones."""
+    return -1 - adapter
 
 
 def pages_for(tokens: int) -> int:

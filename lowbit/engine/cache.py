@@ -14,7 +14,7 @@ from lowbit.kernels.choose.attention import PAGE
 from lowbit.pack.kv_pages import KVPages, page_bytes
 
 SHARE = 0.9
-"""Share of a GPU's free memory for pages; activations of decode steps and prompts take the rest."""
+"""Share of a GPU's free memory for pages, without that of graphs; activations of decode steps and prompts take the rest."""
 
 CPU_BYTES = 1 << 30
 """Default memory for pages on a CPU, which other programs share."""
@@ -71,14 +71,17 @@ class CacheBudget:
     source: str
 
     @classmethod
-    def for_device(cls, device: torch.device, given: int | None, *, allocated: bool = True) -> CacheBudget:
+    def for_device(
+        cls, device: torch.device, given: int | None, *, allocated: bool = True, graph_bytes: int = 0
+    ) -> CacheBudget:  # fmt: skip
         """Returns the budget `given` (cache_bytes), or else a share of free memory. `allocated`: the whole cache is allocated
-        at the start.
+        at the start. graph_bytes: memory that the outputs of CUDA graphs will take.
         """
         if given is not None:
             return cls(given, "cache_bytes")
         if device.type == "cuda":
-            return cls(int(SHARE * torch.cuda.mem_get_info(device)[0]), f"{SHARE} of what the GPU had free")
+            free = max(0, torch.cuda.mem_get_info(device)[0] - graph_bytes)
+            return cls(int(SHARE * free), f"{SHARE} of what the GPU had free, less {_size(graph_bytes)} for graphs")
         if allocated:
             return cls(CPU_BYTES, "what an engine takes on a CPU unless cache_bytes says more")
         return cls(int(CPU_SHARE * available_bytes()), f"{CPU_SHARE} of the memory that was available")

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowbit.engine.decoder import Decoder
+from lowbit.engine.decoder import Decoder, ProductName
+from lowbit.engine.lora import LoraStep
 from lowbit.engine.product import Dense, Packed, Product
 from lowbit.hardware.machine import features_of
 from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS
@@ -40,6 +42,13 @@ class Gamma:
     def of(cls, gamma: Tensor, offset: float, dtype: torch.dtype) -> Gamma:
         values = gamma.float() + offset
         return cls(values, factor_of(values, dtype))
+
+
+class LayerLora(NamedTuple):
+    """The adapters of a step's rows, and the number of a layer."""
+
+    step: LoraStep
+    layer: int
 
 
 @dataclass(frozen=True)
@@ -69,20 +78,22 @@ class Chain:
         self.after = [*(link.before_attention for link in links[1:]), final]
 
     def step(
-        self, tokens: Tensor, rows: Tensor | None, table: Tensor | EmbeddingTable, attend: Callable[[int, Tensor], Tensor]
-    ) -> Tensor:
+        self, tokens: Tensor, rows: Tensor | None, table: Tensor | EmbeddingTable, attend: Callable[[int, Tensor], Tensor],
+        lora: LoraStep | None = None,
+    ) -> Tensor:  # fmt: skip
         """Returns logits [B, V] after the tokens of `rows` (None: all tokens), without a soft cap. attend(i, qkv) computes the
-        attention of layer i.
+        attention of layer i. lora: adapters of the rows.
         """
         d, first = self.decoder, self.links[0].before_attention
         h, x, squares = embed_norm_squares(
             tokens, rows, table, first.values, self.dtype, scale=d.embedding_scale, factor=first.factor
         )
         for i, link in enumerate(self.links):
-            attended = attend(i, self._normed(x, link.qkv, squares, link.before_attention))
-            x, squares = self._added(attended, link.o, h, link.before_mlp, 0)
-            y = self._normed(x, link.gate_up, squares, link.before_mlp, self.gated)
-            x, squares = self._added(y, link.down, h, self.after[i], 1)
+            own = None if lora is None else LayerLora(lora, i)
+            attended = attend(i, self._normed(x, link.qkv, squares, link.before_attention, "none", own, "qkv"))
+            x, squares = self._added(attended, link.o, h, link.before_mlp, 0, own, "o")
+            y = self._normed(x, link.gate_up, squares, link.before_mlp, self.gated, own, "gate_up")
+            x, squares = self._added(y, link.down, h, self.after[i], 1, own, "down")
         return self.logits(h, x, squares)
 
     def logits(self, h: Tensor, x: Tensor, squares: Tensor) -> Tensor:
@@ -93,18 +104,25 @@ class Chain:
             return self._gathered(self._normed(x, self.head, squares, self.after[-1]))
         return self._gathered(self.head(add_norm(h, None, d.final_gamma, d.eps, offset=d.norm_offset)))
 
-    def _normed(self, x: Tensor, w: Packed | Dense, squares: Tensor, gamma: Gamma, gated: Gated = "none") -> Tensor:
-        d = self.decoder
-        return norm_gemm(x, w.weight, squares, w.bias, width=d.hidden, eps=d.eps, gated=gated, factor=gamma.factor)
+    def _normed(
+        self, x: Tensor, w: Packed | Dense, squares: Tensor, gamma: Gamma, gated: Gated = "none",
+        lora: LayerLora | None = None, name: ProductName = "qkv",
+    ) -> Tensor:  # fmt: skip
+        norm = {"width": self.decoder.hidden, "eps": self.decoder.eps, "factor": gamma.factor}
+        bias = w.bias if lora is None else lora.step.bias(lora.layer, name, x, w.bias, squares=squares, **norm)
+        return norm_gemm(x, w.weight, squares, bias, gated=gated, **norm)  # type: ignore[arg-type]
 
     def _gathered(self, logits: Tensor) -> Tensor:
         return logits if self.ranks is None else self.ranks.gathered(logits, self.decoder.vocab)
 
-    def _added(self, x: Tensor, w: Packed | Dense, h: Tensor, gamma: Gamma, phase: int) -> tuple[Tensor, Tensor]:
-        """h += the product, of all ranks; phases as in `Ranks.total`."""
+    def _added(
+        self, x: Tensor, w: Packed | Dense, h: Tensor, gamma: Gamma, phase: int, lora: LayerLora | None, name: ProductName
+    ) -> tuple[Tensor, Tensor]:
+        """h += the product, of all ranks, which go without adapters; phases as in `Ranks.total`."""
         if self.ranks is not None:
             return self.ranks.added(w(x), h, gamma.values, gamma.factor, phase)
-        return residual_gemm(x, w.weight, h, gamma.values, w.bias, factor=gamma.factor)
+        bias = w.bias if lora is None else lora.step.bias(lora.layer, name, x, w.bias)
+        return residual_gemm(x, w.weight, h, gamma.values, bias, factor=gamma.factor)
 
 
 def most_tokens(links: Sequence[ChainLayer]) -> int:

@@ -17,6 +17,7 @@ from lowbit.engine.graphs import Graphs
 from lowbit.engine.model_program import ModelProgram
 from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots, on_device
+from lowbit.engine.speculation import MOST_ROWS
 from lowbit.kernels.choose.attention import PAGE
 from lowbit.ops.sample import sample
 
@@ -48,6 +49,26 @@ class DecodeStep:
     graph: torch.cuda.CUDAGraph | None = None
 
 
+def sizes_for(most: int) -> tuple[int, ...]:
+    """Returns the numbers of rows of the captured steps of up to `most` rows."""
+    enough = next((size for size in SIZES if size >= most), most)
+    return (*(size for size in SIZES if size < enough), enough)
+
+
+def graph_bytes(most: int, drafts: int, vocab: int, draft_vocab: int, itemsize: int) -> int:
+    """Returns an upper bound of the memory that the logits of captured steps take: each graph has its own.
+
+    For steps of up to `most` rows, and with guesses if `drafts` > 0, of logits [rows, vocab] of `itemsize` bytes, and for those
+    of a draft model, [rows, draft_vocab] (0: none). Steps with grammars are counted; prompts, whose graphs share their logits,
+    and activations, whose memory all graphs share, are not.
+    """
+    rows = sum(sizes_for(most))
+    verified = sum(sizes_for(min(MOST_ROWS, most * (1 + drafts)))) if drafts else 0
+    drafting = sum(sizes_for(min(most, MOST_ROWS))) if draft_vocab else 0
+    reaches, filters = 1 + len(REACHES), 3
+    return reaches * itemsize * (filters * (rows + verified) * vocab + drafting * draft_vocab)
+
+
 class DecodeRunner:
     """Runs the decode steps of an engine of at most `most` requests.
 
@@ -59,8 +80,7 @@ class DecodeRunner:
         self, program: ModelProgram, slots: Slots, most: int, *, graphs: Graphs | None = None, invariant: bool = False
     ) -> None:
         self.program, self.slots, self.graphs = program, slots, graphs
-        enough = next((size for size in SIZES if size >= most), most)
-        self.sizes = (*(size for size in SIZES if size < enough), enough)
+        self.sizes = sizes_for(most)
         longest = PAGE * slots.pages_per_slot
         self.reaches = (longest,) if invariant else (*(reach for reach in REACHES if reach < longest), longest)
         self.captures = 0

@@ -1,8 +1,8 @@
 """A draft model: a small model that guesses the next tokens of sequences, one decode step for each.
 
 It has slots and a cache of its own with the page tables of the engine: a page of its cache has the keys and values of the same
-tokens as that page of the engine's. Prompts are computed for both. Guesses are greedy. Keys and values that it lacks, or that
-belong to wrong guesses, only make guesses worse.
+tokens as that page of the engine's. Prompts are computed for both. Guesses are greedy. Keys and values of tokens that plain
+steps sampled are computed when the sequence, or a later one with the same cached pages, is guessed again.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 from lowbit.engine.check import program_of
 from lowbit.engine.decode_runner import DecodeRunner
 from lowbit.engine.prefill_runner import PrefillRunner
-from lowbit.engine.scheduler import PrefillChunk
+from lowbit.engine.scheduler import PrefillChunk, SchedulerOutput
 from lowbit.engine.sequence import Sequence
 from lowbit.engine.slots import Slots
 from lowbit.engine.speculation import MOST_ROWS
 from lowbit.engine.warm_up import WarmUpRun
+from lowbit.kernels.choose.attention import PAGE
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
@@ -56,6 +57,8 @@ class DraftModel:
         """Allocates the cache, `pages` pages, and the slots, which share the page tables of `slots`."""
         self.chunk_tokens = chunk_tokens
         self.program.allocate_cache(pages)
+        self._complete: set[int] = set()
+        """Pages with keys and values of all their tokens."""
         self.slots = Slots(most, longest, self._own_vocab, (), slots.device)
         self.slots.tables = slots.tables
         graphs = self.program.graphs()
@@ -79,11 +82,26 @@ class DraftModel:
             ),
         ]  # fmt: skip
 
+    def admit(self, scheduled: SchedulerOutput) -> None:
+        """Finds how many tokens of admitted sequences are in pages of earlier ones. Call for each step before its prompts."""
+        begins = {chunk.sequence: chunk.begin for chunk in scheduled.chunks}
+        shared = {sequence.running_slot: begins.get(sequence, 0) // PAGE for sequence in scheduled.admitted}
+        self._complete -= {page for slot, index, page in scheduled.new_pages if index >= shared.get(slot, 0)}
+        for sequence in scheduled.admitted:
+            pages = sequence.pages[: shared[sequence.running_slot]]
+            known = next((i for i, page in enumerate(pages) if page not in self._complete), len(pages))
+            sequence.drafted_tokens = known * PAGE
+
     def prefill(self, chunks: abc.Sequence[PrefillChunk]) -> None:
-        """Computes keys and values of prefill chunks. Their sequences have slots and pages."""
+        """Computes keys and values of prefill chunks, but for those before which it lacks some: `guess` computes these too.
+        Their sequences have slots and pages."""
+        chunks = [chunk for chunk in chunks if chunk.sequence.drafted_tokens >= chunk.begin]
+        if not chunks:
+            return
         self.prefill_runner.launch([replace(chunk, tokens=tuple(map(self._own, chunk.tokens))) for chunk in chunks])
         for chunk in chunks:
             chunk.sequence.drafted_tokens = chunk.end
+            self._complete.update(chunk.sequence.pages[chunk.begin // PAGE : chunk.end // PAGE])
 
     def guess(self, counts: abc.Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
         """Returns as many greedy guesses of each sequence. The sequences are scheduled, with pages for all guesses, and their
@@ -127,3 +145,4 @@ class DraftModel:
                 begin = sequence.drafted_tokens
                 chunk = tuple(tokens[begin : min(end, begin + self.chunk_tokens)])
                 self.prefill([PrefillChunk(sequence, begin, chunk, False)])
+            self._complete.update(sequence.pages[: end // PAGE])

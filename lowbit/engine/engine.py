@@ -29,15 +29,17 @@ from transformers import PreTrainedModel
 from lowbit.engine.block_pool import BlockPool
 from lowbit.engine.cache import CacheBudget
 from lowbit.engine.check import program_for
-from lowbit.engine.decode_runner import DecodeRunner
+from lowbit.engine.decode_runner import DecodeRunner, graph_bytes
 from lowbit.engine.deprecated import sequence_of
 from lowbit.engine.draft import DraftModel, weight_bytes
 from lowbit.engine.failure import EngineFailed, StepFailed, StuckStep, log_failure, one_line
 from lowbit.engine.kernels import use_kernels
 from lowbit.engine.lockstep import LeadingRunner
+from lowbit.engine.lora import Adapters
 from lowbit.engine.mixed_runner import MixedRunner
 from lowbit.engine.model_runner import InFlightStep, ModelRunner
 from lowbit.engine.prefill_runner import PrefillRunner
+from lowbit.engine.program import DecodeProgram
 from lowbit.engine.rank_processes import LeadingRanks
 from lowbit.engine.request import Request, SampledToken
 from lowbit.engine.scheduler import PrefillChunk, Scheduler, SchedulerOutput
@@ -90,6 +92,8 @@ class Engine:
             `batch_invariant`. Needs a decode program.
         draft: a small model with the same tokens on the same device, which guesses instead of the sequences' own texts; needs
             `speculate`. Its cache has as many tokens as the model's, within the same memory.
+        lora: folders of LoRA adapters as PEFT writes them, by the names under which requests ask for them (`Request.adapter`).
+            Requests with different adapters and with none are computed together (lora.py). Needs a decode program.
         step_ms: milliseconds that a step may take which computes prompt tokens beside decoding sequences, on a GPU; its prompt
             tokens are as many as fit, but at least 64 (step_budget.py). None: `chunk_tokens`, whatever they take, as on a CPU
             and with `batch_invariant`, whose chunks do not depend on time.
@@ -97,8 +101,9 @@ class Engine:
             part. All results are those of the whole model. None: this process computes all of it.
         progress: called with the progress of kernels that a step compiles, and once all are compiled.
 
-    Raises ValueError if the cache holds not even one request, and for a `kv` or a `speculate` that the model's program does not
-    have.
+    Raises ValueError if the cache holds not even one request, and for a `kv`, a `speculate` or a `lora` that the model's
+    program does not have, and CheckpointError for an adapter that does more than LoRA on linear layers
+    (`models.adapter.read_adapter`).
     """
 
     def __init__(
@@ -119,6 +124,7 @@ class Engine:
         kernels: str | Path | None = None,
         speculate: int = 0,
         draft: PreTrainedModel | None = None,
+        lora: abc.Mapping[str, str | Path] | None = None,
         step_ms: float | None = STEP_MS,
         ranks: Ranks | None = None,
         progress: Callable[[Stage], object] | None = None,
@@ -138,15 +144,14 @@ class Engine:
         self.ranks = ranks if isinstance(ranks, LeadingRanks) else None
         """The ranks that this one leads, if the model is computed by several."""
         if ranks is not None:
-            _refuse_with_ranks(forward=forward, persistent_step=persistent_step, draft=draft is not None)
+            _refuse_with_ranks(forward=forward, persistent_step=persistent_step, draft=draft is not None, lora=bool(lora))
         if self.ranks is not None:
-            self.ranks.tell(
-                "engine",
+            self.ranks.make_engines(
                 {
                     "max_concurrent": max_concurrent, "max_length": max_length, "cache_bytes": cache_bytes, "kv": kv,
                     "chunk_tokens": chunk_tokens, "batch_invariant": batch_invariant, "prefix_caching": prefix_caching,
                     "stop_token_ids": None if stop_token_ids is None else list(stop_token_ids), "speculate": speculate,
-                },
+                }
             )  # fmt: skip
         self._model, self.device, self.vocab = model, model.device, model.config.get_text_config().vocab_size
         self._positions = _positions(model)
@@ -161,10 +166,14 @@ class Engine:
                 "speculation verifies several tokens in a step of a decode program; this model would run through Transformers' "
                 f"forward ({'; '.join(self.program.reasons)}): leave speculate at 0"
             )
+        self.adapters = self._load_adapters(lora) if lora else None
+        """LoRA adapters that requests may name; None without any."""
         paged = self.program.is_paged
         self._draft = None if draft is None else DraftModel(draft, self.vocab, self.max_length, self.device)
         # Computed from the memory that the programs leave free.
-        self._cache_budget = CacheBudget.for_device(self.device, cache_bytes, allocated=paged)
+        drafting = 0 if self._draft is None else self._draft.vocab
+        captured = graph_bytes(max_concurrent, speculate, self.vocab, drafting, self.program.dtype.itemsize) if paged else 0
+        self._cache_budget = CacheBudget.for_device(self.device, cache_bytes, allocated=paged, graph_bytes=captured)
         if ranks is not None:  # all have the same pages
             self._cache_budget = replace(self._cache_budget, bytes_=ranks.least(self._cache_budget.bytes_))
         self.page_bytes = self.program.page_bytes + (0 if self._draft is None else self._draft.program.page_bytes)
@@ -182,7 +191,7 @@ class Engine:
         )
         stops = _eos_tokens(model) if stop_token_ids is None else stop_token_ids
         self.stop_token_ids = [token for token in stops if 0 <= token < self.vocab]  # others cannot be sampled
-        self.slots = Slots(max_concurrent, self.max_length, self.vocab, self.stop_token_ids, self.device)
+        self.slots = Slots(max_concurrent, self.max_length, self.vocab, self.stop_token_ids, self.device, speculate)
         graphs = self.program.graphs()
         self.decode_runner = DecodeRunner(self.program, self.slots, max_concurrent, graphs=graphs, invariant=batch_invariant)
         most_tokens = min(chunk_tokens, max_concurrent * self.max_length)
@@ -208,7 +217,7 @@ class Engine:
         warm_up_run = None
         if graphs is not None:
             warm_up_run = WarmUpRun(self.program, *runners, max_concurrent, self.max_length)
-        parts = (self.slots, *runners, warm_up_run, self._draft, progress)
+        parts = (self.slots, *runners, warm_up_run, self._draft, progress, bool(lora))
         self.runner = ModelRunner(*parts) if self.ranks is None else LeadingRunner(*parts, ranks=self.ranks)
         self._async_scheduling = async_scheduling
         self._in_flight: deque[InFlightStep] = deque()
@@ -224,6 +233,18 @@ class Engine:
         """Finished sequences that may still have slots and pages."""
         self._gpu_error = ""
 
+    def _load_adapters(self, folders: abc.Mapping[str, str | Path]) -> Adapters:
+        """Loads LoRA adapters into the decode program. Raises ValueError if there is none."""
+        program = self.program
+        if not isinstance(program, DecodeProgram):
+            raise ValueError(
+                "LoRA adapters are computed by a decode program; this model would run through Transformers' forward "
+                f"({'; '.join(program.reasons)}): merge the adapter into the model with PEFT, then quantize it"
+            )
+        adapters = Adapters.load(folders, self._model, program.layers, program.dtype, self.device)
+        program.use_adapters(adapters)
+        return adapters
+
     # ---- public methods
 
     def submit(self, request: Request) -> Sequence:
@@ -234,6 +255,7 @@ class Engine:
             if self._gpu_error:
                 raise EngineFailed(f"the GPU of this engine failed, start another process: {self._gpu_error}")
             sequence = Sequence.start(request)
+            sequence.adapter = -1 if self.adapters is None else self.adapters.index(request.adapter)
             self.scheduler.add(sequence)
         return sequence
 
@@ -247,6 +269,12 @@ class Engine:
             if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab:
                 wrong = next(token for token in tokens if not 0 <= token < self.vocab)
                 raise ValueError(f"tokens are from 0 to {self.vocab - 1}, this {what} has {wrong}")
+        if request.adapter is not None:
+            if self.adapters is None:
+                raise ValueError(
+                    f"this engine has no adapters, got adapter={request.adapter!r}: make it with lora={{name: folder}}"
+                )
+            self.adapters.index(request.adapter)
         if request.grammar is not None and request.grammar.words < mask_words(self.vocab):
             tokens_ = 32 * request.grammar.words
             raise ValueError(f"this grammar was compiled for at most {tokens_:,} tokens, the model has {self.vocab:,}")
@@ -387,7 +415,9 @@ class Engine:
         that the number of its tokens is not known."""
         if self.speculation is None:
             return False
-        return any(step.drafts for step in self._in_flight) or bool(self.speculation.plan(self.scheduler.decoding))
+        if any(step.drafts for step in self._in_flight):
+            return True
+        return bool(self.speculation.plan(self.scheduler.decoding, unread=True))
 
     def _launch_next(self) -> SchedulerOutput:
         """Schedules and launches a step; if that raises an error, its sequences fail and others continue."""
@@ -406,6 +436,8 @@ class Engine:
     def _launch(self, scheduled: SchedulerOutput) -> None:
         self.program.keep(self.scheduler.running)  # without preempted sequences
         self.runner.prepare(scheduled)
+        if self._draft is not None:
+            self._draft.admit(scheduled)
         if not (scheduled.decoding and scheduled.chunks):
             self._launch_parts(scheduled)
             return
@@ -459,7 +491,7 @@ class Engine:
         launched = self.runner.decode(scheduled, guesses, logits_only=bool(constrained))
         if constrained:
             self._read_earlier()
-            self._write_masks(constrained)
+            self._write_masks(constrained, guesses)
             launched = self.runner.sample_step(launched)
         return self.runner.in_flight(launched.sequences, launched.step, launched.drafts)
 
@@ -488,11 +520,14 @@ class Engine:
         if self.speculation is not None:  # it still counts the guesses of the step in flight
             self.speculation.stopped = True
 
-    def _write_masks(self, constrained: abc.Sequence[Sequence]) -> None:
-        """Writes the masks of the next tokens of sequences with grammars; fails those whose grammar became too costly."""
+    def _write_masks(
+        self, constrained: abc.Sequence[Sequence], guesses: abc.Mapping[Sequence, tuple[int, ...]] | None = None
+    ) -> None:
+        """Writes the masks of the next tokens of sequences with grammars, and of those after `guesses`; fails those whose
+        grammar became too costly."""
         # A finished sequence runs one extra step, whose token is discarded.
         states = [sequence.grammar if sequence.finish_reason is None else None for sequence in constrained]
-        self.runner.write_masks(constrained, states)
+        self.runner.write_masks(constrained, states, guesses or {})
         for sequence, state in zip(constrained, states, strict=True):
             if state is not None and state.error:
                 self._fail_grammar(sequence, state.error)
@@ -635,12 +670,13 @@ class Engine:
         self.program.keep(self.scheduler.running)
 
 
-def _refuse_with_ranks(*, forward: bool, persistent_step: bool | None, draft: bool) -> None:
+def _refuse_with_ranks(*, forward: bool, persistent_step: bool | None, draft: bool, lora: bool) -> None:
     """Raises ValueError for options of an engine that go without tensor parallelism."""
     asked = {
         "forward=True, the model's own forward": forward,
         "persistent_step, one launch for all layers": persistent_step,
         "a draft model (speculation from a sequence's own text is possible)": draft,
+        "LoRA adapters": lora,
     }
     refused = [what for what, is_asked in asked.items() if is_asked]
     if refused:

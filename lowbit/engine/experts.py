@@ -185,13 +185,14 @@ class ResidualRouter:
     eps: float
     most: int
 
-    def __call__(self, attended: Tensor, h: Tensor) -> tuple[Tensor, Routing]:
-        """(x [M, H], its routing) after h [M, H] += o(attended), in place; x is the norm of h."""
+    def __call__(self, attended: Tensor, h: Tensor, bias: Tensor | None) -> tuple[Tensor, Routing]:
+        """(x [M, H], its routing) after h [M, H] += o(attended), in place, with `bias` [H] or [M, H] in place of that of o; x
+        is the norm of h."""
         from lowbit.kernels.choose.experts import tile_rows_for
         from lowbit.ops.route import norm_route
 
         router, gamma = self.router, self.gamma
-        x, squares = residual_gemm(attended, self.o.weight, h, gamma.values, self.o.bias, factor=gamma.factor)
+        x, squares = residual_gemm(attended, self.o.weight, h, gamma.values, bias, factor=gamma.factor)
         tile_rows = tile_rows_for(len(h), router.rule.top_k, len(router.weight), router.bits)
         return norm_route(
             x, squares, router.weight, router.rule, router.bias, eps=self.eps, factor=gamma.factor, tile_rows=tile_rows
@@ -399,6 +400,10 @@ class NormedQkv:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        q, k, v = self.product(x).split(list(self.widths), dim=-1)
+        return self.normed(self.product(x))
+
+    def normed(self, qkv: Tensor) -> Tensor:
+        """Returns the product's output with q and k normalised."""
+        q, k, v = qkv.split(list(self.widths), dim=-1)
         normed = (add_norm(t.contiguous(), None, gamma, self.eps) for t, gamma in zip((q, k), self.gammas, strict=True))
         return torch.cat((*normed, v), dim=-1)

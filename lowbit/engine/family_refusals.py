@@ -15,12 +15,13 @@ from lowbit.kernels.reference.elementwise import GATES
 from lowbit.nn import QuantLinear
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.fused import AlternatingMLP, GatedMLP, QuantizingNorm
+from lowbit.nn.row_linear import RowLinear
 
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """RoPE scalings whose angles do not depend on the sequence length."""
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention")
-LINEARS = (nn.Linear, QuantLinear)
+LINEARS = (nn.Linear, QuantLinear, RowLinear)
 
 OWN_HOOKS = ("transformers.", "lowbit.")
 """Modules whose hooks a decode program may skip: they record hidden states, or prepare a model on a GPU."""

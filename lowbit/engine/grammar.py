@@ -160,10 +160,35 @@ class GrammarState:
 
     matcher: LLMatcher
     words: int
+    _forced: tuple[int, ...] | None = None
 
     def accept(self, token: int) -> str:
         """Advances by a sampled token. Returns "", or why the grammar does not allow the token."""
+        self._forced = None
         return "" if self.matcher.consume_token(token) else _reason(self.matcher)
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """The next tokens of which the grammar allows no others; empty where it allows several."""
+        if self._forced is None:
+            self._forced = () if self.matcher.is_stopped() else tuple(self.matcher.compute_ff_tokens())
+        return self._forced
+
+    def masks_ahead(self, tokens: abc.Sequence[int]) -> Tensor:
+        """Returns the masks int32 [1 + len(tokens), words] of the next token and of the one after each of `tokens`, the first
+        of those that are forced. The last one allows all tokens if the text is then complete."""
+        masks = torch.zeros(1 + len(tokens), self.words, dtype=torch.int32)
+        for row, token in enumerate(tokens):
+            masks[row, token // 32] = (1 << token % 32) - ((token % 32 == 31) << 32)
+        if tokens and not self.matcher.consume_tokens(list(tokens)):
+            return masks
+        if self.matcher.is_stopped():
+            masks[-1] = -1
+        else:
+            self.matcher.unsafe_compute_mask_ptr(masks[-1].data_ptr(), 4 * self.words)
+        if tokens:
+            self.matcher.rollback(len(tokens))
+        return masks
 
     @property
     def is_complete(self) -> bool:

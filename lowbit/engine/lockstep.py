@@ -40,10 +40,10 @@ class LeadingRunner(ModelRunner):
 
     def write(
         self, settings: abc.Sequence[Settings], pages: abc.Sequence[tuple[int, int, int]],
-        positions: abc.Sequence[tuple[int, int]],
+        positions: abc.Sequence[tuple[int, int]], adapters: abc.Sequence[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
-        with self.ranks.together("write", settings, pages, positions):
-            super().write(settings, pages, positions)
+        with self.ranks.together("write", settings, pages, positions, adapters):
+            super().write(settings, pages, positions, adapters)
 
     def launch_step(self, verify: bool, rows: abc.Sequence[Any], any_filter: bool | None, longest: int) -> DecodeStep:
         with self.ranks.together("launch_step", verify, rows, any_filter, longest):
@@ -53,9 +53,9 @@ class LeadingRunner(ModelRunner):
         with self.ranks.together("sample_launched", verify, any_filter):
             return super().sample_launched(verify, step, any_filter)
 
-    def set_masks(self, slots: abc.Sequence[int], masks: Tensor) -> None:
-        with self.ranks.together("set_masks", slots, masks.numpy()):
-            super().set_masks(slots, masks)
+    def set_masks(self, slots: abc.Sequence[int], masks: Tensor, ahead: abc.Sequence[int]) -> None:
+        with self.ranks.together("set_masks", slots, masks.numpy(), ahead):
+            super().set_masks(slots, masks, ahead)
 
     def prefill(self, chunks: abc.Sequence[PrefillChunk]) -> Tensor | None:
         with self.ranks.together("prefill", _plain(chunks)):
@@ -108,8 +108,8 @@ class Follower:
         assert self._step is not None
         self._runner.sample_launched(verify, self._step, any_filter)
 
-    def _set_masks(self, slots: abc.Sequence[int], masks: Any) -> None:
-        self._runner.set_masks(slots, torch.from_numpy(masks))
+    def _set_masks(self, slots: abc.Sequence[int], masks: Any, ahead: abc.Sequence[int]) -> None:
+        self._runner.set_masks(slots, torch.from_numpy(masks), ahead)
 
     def _prefill(self, chunks: abc.Sequence[PlainChunk]) -> None:
         self._logits = (self._runner.prefill(_chunks(chunks)),)

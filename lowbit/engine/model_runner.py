@@ -149,6 +149,7 @@ class ModelRunner:
         warm_up_run: WarmUpRun | None,
         draft: DraftModel | None,
         progress: Callable[[Stage], object] | None,
+        adapted: bool = False,
     ) -> None:
         self.slots, self.decode_runner, self.prefill_runner = slots, decode_runner, prefill_runner
         self.mixed_runner, self.verify_runner = mixed_runner, verify_runner
@@ -158,6 +159,8 @@ class ModelRunner:
         self.check: Callable[[], object] | None = None
         """`InFlightStep.check` of all steps."""
         self._draft = draft
+        self.adapted = adapted
+        """True if sequences may have adapters."""
         self._progress = progress or (lambda stage: None)
 
     def prepare(self, scheduled: SchedulerOutput) -> None:
@@ -168,7 +171,8 @@ class ModelRunner:
             tokens, request = [sampled.token for sampled in sequence.sampled], sequence.request
             settings.append((sequence.running_slot, request.sampling, request.prompt, tokens, sequence.grammar is not None))
         positions = [(chunk.sequence.running_slot, chunk.end - 1) for chunk in scheduled.chunks if chunk.last]
-        self.write(settings, scheduled.new_pages, positions)
+        adapters = [(sequence.running_slot, sequence.adapter) for sequence in scheduled.admitted] if self.adapted else []
+        self.write(settings, scheduled.new_pages, positions, adapters)
 
     def decode(
         self, scheduled: SchedulerOutput, guesses: abc.Mapping[Sequence, tuple[int, ...]], logits_only: bool = False
@@ -190,10 +194,24 @@ class ModelRunner:
         step = self.sample_launched(launched.verify, launched.step, filters(launched.sequences))
         return replace(launched, step=step)
 
-    def write_masks(self, sequences: abc.Sequence[Sequence], states: abc.Sequence[GrammarState | None]) -> None:
-        """Computes the masks of sequences by the states of their grammars, and copies them to their slots. None allows all."""
-        masks = masks_of(states, self.slots.sampling.masks.shape[1])
-        self.set_masks([sequence.running_slot for sequence in sequences], masks)
+    def write_masks(
+        self, sequences: abc.Sequence[Sequence], states: abc.Sequence[GrammarState | None],
+        guesses: abc.Mapping[Sequence, tuple[int, ...]],
+    ) -> None:  # fmt: skip
+        """Computes the masks of sequences by the states of their grammars, and copies them to their slots. None allows all.
+        guesses: forced tokens that the step verifies, of which each has a mask too."""
+        words = self.slots.sampling.masks.shape[1]
+        pairs = list(zip(sequences, states, strict=True))
+        jumps = [(each, state) for each, state in pairs if state is not None and guesses.get(each)]
+        others = [pair for pair in pairs if pair not in jumps]
+        slots, ahead = [sequence.running_slot for sequence, _ in others], [0] * len(others)
+        parts = [masks_of([state for _, state in others], words)]
+        for sequence, state in jumps:
+            masks = state.masks_ahead(guesses[sequence])[:, :words]
+            slots += [sequence.running_slot] * len(masks)
+            ahead += range(len(masks))
+            parts.append(masks)
+        self.set_masks(slots, torch.cat(parts), ahead)
 
     def sample(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> InFlightStep:
         """Samples a token of each sequence from its logits [B, V]."""
@@ -222,12 +240,12 @@ class ModelRunner:
 
     def write(
         self, settings: abc.Sequence[Settings], pages: abc.Sequence[tuple[int, int, int]],
-        positions: abc.Sequence[tuple[int, int]],
+        positions: abc.Sequence[tuple[int, int]], adapters: abc.Sequence[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
-        """Writes the sampling settings of slots, and page-table entries and positions as `Slots.update`."""
+        """Writes the sampling settings of slots, and page-table entries, positions and adapters as `Slots.update`."""
         for each in settings:
             self.slots.sampling.set(*each)
-        self.slots.update(pages, positions)
+        self.slots.update(pages, positions, adapters)
 
     def launch_step(self, verify: bool, rows: abc.Sequence[Any], any_filter: bool | None, longest: int) -> DecodeStep:
         """Launches a step of the slots `rows`, or with `verify` of the tokens `rows`: `DecodeRunner.launch`."""
@@ -237,9 +255,9 @@ class ModelRunner:
         """Samples the tokens of a launched step that computed logits only."""
         return self._runner(verify).sample(step, any_filter)
 
-    def set_masks(self, slots: abc.Sequence[int], masks: Tensor) -> None:
-        """Writes the masks of slots, int32 [len(slots), words] on the host."""
-        self.slots.sampling.set_masks(slots, masks)
+    def set_masks(self, slots: abc.Sequence[int], masks: Tensor, ahead: abc.Sequence[int]) -> None:
+        """Writes the masks of slots after `ahead` more tokens, int32 [len(slots), words] on the host."""
+        self.slots.sampling.set_masks(slots, masks, ahead)
 
     def prefill(self, chunks: abc.Sequence[PrefillChunk]) -> Tensor | None:
         """Launches prefill chunks: `PrefillRunner.launch`."""

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from lowbit.engine.cache import Cache, CacheSpec
 from lowbit.engine.chain import Chain, chain_of
-from lowbit.engine.decoder import PRODUCTS, Decoder, DecoderLayer, ExpertsMLP
+from lowbit.engine.decoder import PRODUCTS, Decoder, DecoderLayer, ExpertsMLP, ProductName
 from lowbit.engine.experts import ExpertMLP, NormedQkv, ResidualRouter, SlotOutputs, expert_mlp_of
 from lowbit.engine.graphs import Graphs
+from lowbit.engine.lora import Adapters, LoraStep
 from lowbit.engine.one_launch import OneLaunch, one_launch_of
 from lowbit.engine.product import Packed, Product, Scaled, gated_product, product
 from lowbit.engine.prompt_attention import PromptAttention, RaggedAttention
@@ -63,6 +64,11 @@ class Layer:
         """True if columns of gate and up alternate."""
         return isinstance(self.gate_up, Packed) and self.gate_up.alternates
 
+    def product(self, name: ProductName) -> Product | None:
+        """One of its products; None for gate_up and down of a layer with experts."""
+        product: Product | None = getattr(self, name)
+        return product
+
 
 class DecodeProgram:
     """The program of a decoder; `cache`: keys and values of all sequences, stored as `kv`. With `ranks` the decoder is one
@@ -99,6 +105,8 @@ class DecodeProgram:
             self.one_launch = several if ranks else one_launch_of(decoder, self.chain, self.table, kv, measured=measured)
         self.ropes = [table.to(device) for table in decoder.ropes]
         self.cache: Cache | None = None
+        self.adapters: Adapters | None = None
+        """LoRA adapters of requests; None without any (`use_adapters`)."""
 
     def _layer(self, spec: DecoderLayer) -> Layer:
         invariant = self.batch_invariant
@@ -163,6 +171,7 @@ class DecodeProgram:
         else:
             launches = f"small steps take as many launches a layer as larger ones: {'; '.join(self.chain)}"
         lines = [] if self.one_launch is None else [self._one_launch_report(self.one_launch)]
+        lines += [] if self.adapters is None else [str(self.adapters)]
         if self.ranks is not None:
             sums = "NCCL" if self.device.type == "cuda" else "gloo"
             if isinstance(self.ranks.peers, Peers):
@@ -211,12 +220,23 @@ class DecodeProgram:
         if isinstance(self.one_launch, OneLaunch) and self.one_launch.computes(len(rows), slots, longest):
             return self._capped(self.one_launch.step(self._cache, slots, rows))
         attend = self._attending(rows, slots.positions, slots, longest)
-        return self._step(slots.tokens, rows, slots.positions, attend)
+        return self._step(slots.tokens, rows, slots.positions, attend, self._lora(slots, rows))
 
     def verify(self, rows: Tensor, tokens: Tensor, positions: Tensor, slots: Slots, longest: int = 0) -> Tensor:
         """Returns logits [B, V] after each of the given tokens int32 [B], which follow one another in the slots `rows` at
         `positions`; several may be of one slot. A row has the bits of `step` under `batch_invariant`."""
-        return self._step(tokens, None, positions, self._attending(rows, positions, slots, longest, verify=True))
+        attend = self._attending(rows, positions, slots, longest, verify=True)
+        return self._step(tokens, None, positions, attend, self._lora(slots, rows))
+
+    def use_adapters(self, adapters: Adapters) -> None:
+        """Computes LoRA adapters of requests from now on. It precedes the first step."""
+        self.adapters = adapters
+        if self.one_launch is not None:
+            self.one_launch = ("one launch a step computes no LoRA adapters",)
+
+    def _lora(self, slots: Slots, rows: Tensor) -> LoraStep | None:
+        """Returns the adapters of rows of the slots `rows` int32 [M]; None if the program has none."""
+        return None if self.adapters is None else self.adapters.step(slots.adapters, rows)
 
     def _attending(
         self, rows: Tensor, positions: Tensor, slots: Slots, longest: int, verify: bool = False
@@ -233,11 +253,14 @@ class DecodeProgram:
 
         return attend
 
-    def _step(self, tokens: Tensor, rows: Tensor | None, positions: Tensor, attend: Callable[[int, Tensor], Tensor]) -> Tensor:
+    def _step(
+        self, tokens: Tensor, rows: Tensor | None, positions: Tensor, attend: Callable[[int, Tensor], Tensor],
+        lora: LoraStep | None,
+    ) -> Tensor:  # fmt: skip
         """Returns logits [B, V] of a step; tokens and positions as in `_layers`."""
         if isinstance(self.chain, Chain) and len(tokens if rows is None else rows) <= self.chain.most:
-            return self._capped(self.chain.step(tokens, rows, self.table, attend))
-        return self.logits(*self._layers(tokens, rows, positions, attend))
+            return self._capped(self.chain.step(tokens, rows, self.table, attend, lora))
+        return self.logits(*self._layers(tokens, rows, positions, attend, lora))
 
     def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
         """Returns logits [B, V] after the chunks that are the last of their prompts; None if none is."""
@@ -286,7 +309,8 @@ class DecodeProgram:
         def attend(i: int, qkv: Tensor) -> Tensor:
             return torch.cat([decode(i, qkv[:count]), prompts(i, qkv[count:])])
 
-        h, delta = self._layers(tokens, None, positions, attend)
+        lora = self._lora(slots, torch.cat([rows, ragged.slot_of]))
+        h, delta = self._layers(tokens, None, positions, attend, lora)
         picked = torch.cat([torch.arange(count, device=rows.device), count + last])
         logits = self.logits(h[picked], delta[picked])
         return logits[:count], logits[count:]
@@ -301,7 +325,7 @@ class DecodeProgram:
         `attention` replaces `RaggedAttention`.
         """
         attend = self._attending_prompts(ragged, slots, attention)
-        return self._layers(ragged.ids, None, ragged.position_of, attend)
+        return self._layers(ragged.ids, None, ragged.position_of, attend, self._lora(slots, ragged.slot_of))
 
     def _attending_prompts(
         self, ragged: Ragged, slots: Slots, attention: PromptAttention | None
@@ -325,10 +349,11 @@ class DecodeProgram:
         return self.cache
 
     def _layers(
-        self, tokens: Tensor, rows: Tensor | None, positions: Tensor, attend: Callable[[int, Tensor], Tensor]
-    ) -> tuple[Tensor, Delta]:
+        self, tokens: Tensor, rows: Tensor | None, positions: Tensor, attend: Callable[[int, Tensor], Tensor],
+        lora: LoraStep | None = None,
+    ) -> tuple[Tensor, Delta]:  # fmt: skip
         """Returns the residual stream after all layers, and the last layer's output, which is not added to it yet. Tokens and
-        positions are indexed by `rows`; without `rows` they have one element per row.
+        positions are indexed by `rows`; without `rows` they have one element per row. lora: adapters of the rows.
         """
         d = self.decoder
         spec = self.layers[0].spec
@@ -341,21 +366,30 @@ class DecodeProgram:
             if i:
                 after, spec = spec.after_mlp_gamma, layer.spec
                 x = self._norm(layer.qkv, h, delta, spec.input_gamma, spec.input_bias, after)
-            attended = attend(i, layer.qkv(x))
+            attended = attend(i, self._times(i, "qkv", x, lora))
             if layer.fused is not None and layer.experts is not None and len(h) <= layer.fused.most:
-                delta = layer.experts.routed(*layer.fused(attended, h))
+                bias = layer.fused.o.bias if lora is None else lora.bias(i, "o", attended, layer.fused.o.bias)
+                delta = layer.experts.routed(*layer.fused(attended, h, bias))
                 continue
-            delta = self._total(layer.o(attended), 0)
+            delta = self._total(self._times(i, "o", attended, lora), 0)
             x = self._norm(layer.gate_up, h, delta, spec.mlp_gamma, spec.mlp_bias, spec.after_attention_gamma)
-            delta = self._mlp(layer, x)
+            delta = self._mlp(i, x, lora)
         return h, delta
 
-    def _mlp(self, layer: Layer, x: Any) -> Delta:
-        """The output of a layer's MLP."""
-        if layer.experts is not None:
-            return layer.experts(x)
-        assert layer.down is not None
-        return self._total(layer.down(self._gated(layer, x)), 1)
+    def _times(self, i: int, name: ProductName, x: Any, lora: LoraStep | None) -> Tensor:
+        """The output of a product of layer i, with the adapters of its rows."""
+        product = self.layers[i].product(name)
+        assert product is not None
+        if lora is None:
+            return product(x)
+        if isinstance(product, NormedQkv):
+            return product.normed(lora.multiply(i, name, product.product, x))
+        return lora.multiply(i, name, product, x)
+
+    def _mlp(self, i: int, x: Any, lora: LoraStep | None) -> Delta:
+        """The output of the MLP of layer i."""
+        experts = self.layers[i].experts
+        return self._total(self._times(i, "down", self._gated(i, x, lora), lora), 1) if experts is None else experts(x)
 
     def _total(self, delta: Tensor, phase: int) -> Tensor:
         """The sum of all ranks' outputs, of o in phase 0 and of down in phase 1."""
@@ -376,13 +410,16 @@ class DecodeProgram:
             return add_norm_quantize(h, delta, gamma, d.eps, **reader.quantization())
         return add_norm(h, delta, gamma, d.eps, offset=d.norm_offset, post_gamma=after, bias=bias)
 
-    def _gated(self, layer: Layer, x: Any) -> Any:
-        """Returns the input of the product `down`, quantized if `down` takes 8-bit activations and the gate is SiLU."""
+    def _gated(self, i: int, x: Any, lora: LoraStep | None) -> Any:
+        """Returns the input of the product `down` of layer i, quantized if `down` takes 8-bit activations and the gate is
+        SiLU."""
+        layer = self.layers[i]
         if layer.alternates:
             assert isinstance(layer.gate_up, Packed)
+            if lora is not None:
+                return lora.gated(i, layer.gate_up, x, self.decoder.activation)
             return layer.gate_up.gated(x, self.decoder.activation)
-        assert layer.gate_up is not None
-        gate_up = layer.gate_up(x)
+        gate_up = self._times(i, "gate_up", x, lora)
         if not self.decoder.gated:
             return activate(gate_up, self.decoder.activation)
         if isinstance(layer.down, Scaled) and layer.down.is_fused and self.decoder.activation == "silu":

@@ -48,6 +48,8 @@ def _follow(connection: Connection) -> None:
     if command != "join":
         return
     ranks = Ranks(job.rank, job.size, device, job.port)
+    if job.check is not None:
+        job.check(model, ranks)
     command, options = pickle.loads(connection.recv_bytes())
     if command == "engine":
         follower = Follower(Engine(model, ranks=ranks, **options[0]))

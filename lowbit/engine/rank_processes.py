@@ -33,7 +33,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from transformers import PreTrainedModel
 
 from lowbit.engine.failure import RankFailed, one_line
-from lowbit.engine.shard_loading import ShardSource, load_part
+from lowbit.engine.shard_loading import ShardSource, check_part, load_part
 from lowbit.models.source import ResolvedSource
 from lowbit.ops.ranks import WAIT, Ranks, prepare_libraries
 
@@ -46,19 +46,24 @@ SECONDS_TO_END = 5.0
 MakeModel = Callable[[int, torch.device], PreTrainedModel]
 """Returns the part of a model of a rank on its device. It is pickled: a function of a module, or a partial of one."""
 
+CheckModel = Callable[[PreTrainedModel, Ranks], None]
+"""Checks parts of a model, with all ranks; pickled as `MakeModel`."""
+
 CommonFunction = Callable[..., T]
 """A function of a module that all ranks call, each with its own engine as the first argument."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank loads, and where it joins the others. device: "cuda" or "cpu"; kernels and beside as for `use_kernels`."""
+    """What a rank loads, and where it joins the others. device: "cuda" or "cpu"; check: called once all have joined; kernels
+    and beside as for `use_kernels`."""
 
     rank: int
     size: int
     port: int
     device: str
     make: MakeModel
+    check: CheckModel | None
     kernels: Path | None
     beside: Path | None
 
@@ -73,7 +78,7 @@ class LeadingRanks(Ranks):
         """Why the ranks have ended; "" while all work."""
         self.on_failure: Callable[[], object] = lambda: None
         """Called, by a thread of its own, once a rank has failed."""
-        self._ended = self._joined = False
+        self._ended = self._joined = self._have_engines = False
         self._changed = threading.Condition()
         self._loaded = 0
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -93,6 +98,14 @@ class LeadingRanks(Ranks):
         with self.guarded():
             super().__init__(0, self.size, self.device, self._store.port, store=self._store)
         self._joined = True
+
+    def make_engines(self, options: dict[str, Any]) -> None:
+        """Lets all other ranks make their engine with these arguments, as this one is about to. Raises ValueError if they have
+        one."""
+        if self._have_engines:
+            raise ValueError("these ranks have an engine; for another one, load the model again")
+        self._have_engines = True
+        self.tell("engine", options)
 
     def tell(self, command: str, *arguments: Any) -> None:
         """Sends a command to all other ranks. Raises RankFailed after a failure of any."""
@@ -215,8 +228,9 @@ def load_ranks(
 ) -> tuple[PreTrainedModel, LeadingRanks]:  # fmt: skip
     """Loads a stored model as `start_ranks` does, a part in each of `size` processes; arguments as for `load_causal`.
 
-    Raises ValueError for a model that cannot be cut and for what `start_ranks` refuses, CheckpointError as `load_causal` does,
-    and RankFailed if another rank cannot load its part.
+    Raises ValueError for a model that cannot be cut and for what `start_ranks` refuses, CheckpointError as `load_causal` does
+    and if layers compute something else than the checkpoint states (`models.numerics`), and RankFailed if another rank cannot
+    load its part.
     """
     refusals = rank_refusals(size, device)
     if batch_invariant and size > 2:
@@ -232,17 +246,19 @@ def load_ranks(
         batch_invariant=batch_invariant, verify=verify,
     )  # fmt: skip
     folder = resolved.path if resolved.path.is_dir() else resolved.path.parent
-    return start_ranks(make, size, device, kernels=kernels, beside=folder)
+    check = functools.partial(check_part, source=str(resolved.path))
+    return start_ranks(make, size, device, check=check, kernels=kernels, beside=folder)
 
 
 def start_ranks(
-    make: MakeModel, size: int, device: torch.device, *, kernels: str | Path | None = None, beside: Path | None = None
+    make: MakeModel, size: int, device: torch.device, *, check: CheckModel | None = None, kernels: str | Path | None = None,
+    beside: Path | None = None,
 ) -> tuple[PreTrainedModel, LeadingRanks]:  # fmt: skip
     """Makes the parts of a model in `size` processes, and returns the part of this one, rank 0, with the ranks for
     `Engine(model, ranks=..)`. Rank r computes on GPU r of this host; on a CPU all share it.
 
     Raises ValueError for fewer than 2 ranks, a machine with fewer GPUs, and a process that already belongs to a group of
-    torch.distributed; RankFailed if another rank cannot make its part; and what `make` raises here.
+    torch.distributed; RankFailed if another rank cannot make its part; and what `make` and `check` raise here.
     """
     refusals = rank_refusals(size, device)
     if refusals:
@@ -250,13 +266,15 @@ def start_ranks(
     prepare_libraries()
     store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=WAIT)
     file = None if kernels is None else Path(kernels)
-    jobs = [Job(rank, size, store.port, device.type, make, file, beside) for rank in range(1, size)]
+    jobs = [Job(rank, size, store.port, device.type, make, check, file, beside) for rank in range(1, size)]
     own = torch.device("cuda", 0) if device.type == "cuda" else device
     ranks = LeadingRanks(jobs, own, store)
     atexit.register(ranks.end_with_interpreter)
     try:
         model = make(0, own)
         ranks.join()
+        if check is not None:
+            check(model, ranks)
     except BaseException:
         ranks.end()
         raise

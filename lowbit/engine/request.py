@@ -37,6 +37,7 @@ class Request:
         top_logprobs: number of most likely tokens to report with each sampled token, up to 20.
         grammar: what the sequence may say; it finishes when its text is complete. It goes without `Sampling.min_new_tokens`,
             which would suppress the stop token that ends a complete text.
+        adapter: name of the engine's LoRA adapter that computes the sequence; None: the model alone.
 
     Raises ValueError for a field of a wrong type or out of its range.
     """
@@ -48,6 +49,7 @@ class Request:
     on_token: abc.Callable[[SampledToken], bool] | None = None
     top_logprobs: int = 0
     grammar: CompiledGrammar | None = None
+    adapter: str | None = None
     _sequence: Sequence | None = field(default=None, init=False, repr=False)
     """Set once by `Sequence.start`. Deprecated attributes of this class read the sequence's state through it."""
 
@@ -70,6 +72,8 @@ class Request:
             raise ValueError(f"on_token is a function of each token, got {self.on_token!r}")
         if not is_whole(self.top_logprobs) or not 0 <= self.top_logprobs <= MOST_LOGPROBS:
             raise ValueError(f"top_logprobs is a whole number up to {MOST_LOGPROBS}, got {self.top_logprobs!r}")
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            raise ValueError(f"adapter is the name of an adapter, got {self.adapter!r}")
         if self.grammar is not None and self.sampling.min_new_tokens:
             raise ValueError(f"a grammar ends its text by itself, got min_new_tokens={self.sampling.min_new_tokens} with one")
 

@@ -205,7 +205,7 @@ class Scheduler:
         tokens = sequence.tokens
         unit = self.chunk_tokens // PAGE if self.invariant else 1
         most = (len(tokens) - 1) // PAGE // unit * unit  # not the last token: its logits are needed
-        shared = self.pages.match_prefix(tokens, most) if self.prefix_caching else []
+        shared = self.pages.match_prefix(tokens, most, sequence.adapter) if self.prefix_caching else []
         extra = len(shared) % unit
         self.pages.free(shared[len(shared) - extra :])
         shared = shared[: len(shared) - extra]
@@ -238,7 +238,7 @@ class Scheduler:
         """
         if self.prefix_caching:
             known = sequence.request.prompt if self.invariant else sequence.tokens
-            self.pages.cache_prefix(sequence.pages, known[: min(sequence.computed_tokens, len(known))])
+            self.pages.cache_prefix(sequence.pages, known[: min(sequence.computed_tokens, len(known))], sequence.adapter)
 
     # ---- prefill chunks
 
@@ -266,5 +266,5 @@ class Scheduler:
         sequence.prefilled = last
         sequence.launched_tokens += last
         if self.prefix_caching:
-            self.pages.cache_prefix(sequence.pages, tokens[:end])
+            self.pages.cache_prefix(sequence.pages, tokens[:end], sequence.adapter)
         return left - (end - begin)

@@ -62,6 +62,9 @@ class Sequence:
     grammar_failed: bool = False
     """True if the sequence failed since its grammar cannot be followed any further: the request is at fault."""
 
+    adapter: int = -1
+    """Number of its LoRA adapter among the engine's; -1 without one. Cached pages are shared within one adapter."""
+
     lookup: PromptLookup | None = None
     """Guesses its next tokens; None without speculation by prompt lookup."""
     share: float = FIRST_SHARE

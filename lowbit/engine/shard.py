@@ -27,6 +27,7 @@ from lowbit.engine.family_model import FamilyModel
 from lowbit.engine.recognise import family_of
 from lowbit.formats import QuantTensor
 from lowbit.formats.split import Range, by_channel, columns_of, columns_refusals, filled_up, part_range, rows_of
+from lowbit.ops.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,18 @@ class ShardPlan:
         part, begin, end = self._vocabulary(tensor.shape[0], rank)
         own = tensor[begin:end]
         return torch.cat([own, own.new_zeros(part - len(own), *own.shape[1:])]) if len(own) < part else own.clone()
+
+    def whole(self, cut: Cut, y: Tensor, ranks: Ranks, outputs: int) -> Tensor:
+        """Returns the outputs [M, outputs] of a whole layer from those of each rank's part, which all ranks pass."""
+        if cut.kind == "columns":
+            return ranks.total(y, 0)
+        parts = ranks.gathered(y, y.shape[1] * self.ranks)
+        if cut.kind == "vocabulary":
+            return parts[:, :outputs]
+        made = y.new_empty(len(y), outputs)
+        for rank, part in enumerate(parts.split(y.shape[1], dim=1)):
+            made[:, torch.cat([torch.arange(*each) for each in cut.ranges(rank, self.ranks)])] = part
+        return made
 
     def _vocabulary(self, rows: int, rank: int) -> tuple[int, int, int]:
         """Returns rows of a part, and the first and last row of that of `rank`."""

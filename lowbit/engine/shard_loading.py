@@ -16,8 +16,13 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from lowbit.checkpoint import CheckpointError
-from lowbit.engine.shard import ShardPlan
+from lowbit.checkpoint.numerics import PROBES, probes
+from lowbit.checkpoint.numerics import read as read_numerics
+from lowbit.engine.check import summing_forward
+from lowbit.engine.recognise import recognise
+from lowbit.engine.shard import Cut, ShardPlan
 from lowbit.formats import QuantTensor, parse_scheme
+from lowbit.models import numerics
 from lowbit.models.complete import require_complete, require_finite_tensor
 from lowbit.models.cpu import cpu_dtype, plan_on_cpu, quantizing_dtype
 from lowbit.models.fuse import prepare_on_gpu
@@ -32,6 +37,7 @@ from lowbit.nn import QuantLinear
 from lowbit.nn.convert import Plan, quantized
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import make_batch_invariant
+from lowbit.ops.ranks import Ranks
 
 Part = tuple[str, QuantTensor | Tensor]
 """The name of a module and its quantized weight, or the name of a parameter and its values; whole, by the model's names."""
@@ -162,6 +168,44 @@ def load_part(
     """Returns `load_shard` of a source, whose checksums rank 0 alone verifies."""
     opened = ShardSource(source, ranks, device, scheme=scheme, dtype=dtype)
     return load_shard(opened, rank, device, head=head, batch_invariant=batch_invariant, verify=verify and rank == 0)
+
+
+@torch.no_grad()
+def check_part(model: PreTrainedModel, ranks: Ranks, *, source: str) -> None:
+    """Compares what all ranks compute together, layer by layer and as logits, with what their checkpoint states, as
+    `models.numerics.check` does with a whole model; nothing if it states nothing. All ranks call it.
+
+    Raises NumericsError on rank 0, where layers are compared.
+    """
+    folder = resolve(source).path
+    kept = read_numerics(folder) if folder.is_dir() else None
+    if kept is None:
+        return
+    plan = ShardSource(source, ranks.size, ranks.device).plan
+    outputs: dict[str, tuple[Tensor, QuantLinear]] = {}
+    for name, cut in plan.cuts.items():
+        module = model.get_submodule(name)
+        if name in kept.layers and isinstance(module, QuantLinear):
+            y = plan.whole(cut, _part_of_probes(module, cut, ranks, model.dtype), ranks, kept.layers[name].outputs)
+            outputs[name] = y, module
+    if ranks.rank == 0 and outputs:
+        numerics.check_outputs(outputs, kept, folder)
+    decoder = recognise(model)
+    if not isinstance(decoder, tuple):
+        with summing_forward(decoder, ranks):
+            numerics.compare_logits(model, kept, folder)
+
+
+def _part_of_probes(module: QuantLinear, cut: Cut, ranks: Ranks, dtype: torch.dtype) -> Tensor:
+    """Returns the outputs of this rank's part of a layer for the known inputs, without bias."""
+    whole = module.in_features * (ranks.size if cut.kind == "columns" else 1)
+    rows = numerics.ROWS_ON_GPU if ranks.device.type == "cuda" else PROBES
+    x = probes(whole, numerics.amplitude(module.input_transform))[torch.arange(rows) % PROBES]
+    if cut.kind == "columns":
+        x = x[:, ranks.rank * module.in_features : (ranks.rank + 1) * module.in_features]
+    # A bias of zeros, so that no other kernels are compiled than those with the layer's own.
+    bias = None if module.bias is None else torch.zeros_like(module.bias)
+    return module.multiply(x.contiguous().to(ranks.device, dtype), bias)
 
 
 def rank_model(plan: ShardPlan, where: Path | str) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""Device tensors of the running requests: next token, position, page table, sampling settings, one row for each slot.
+"""Device tensors of the running requests: next token, position, adapter, page table, sampling settings, one row for each slot.
 
 They are allocated once, since CUDA graphs store their addresses. The last slot is a dummy, used by the rows that pad a step to
 the size of a graph.
@@ -19,19 +19,23 @@ ALIGNED = 32
 
 
 class Slots:
-    """`count` slots for requests of at most `most_tokens` tokens, and a dummy slot."""
+    """`count` slots for requests of at most `most_tokens` tokens, and a dummy slot. drafts: maximum number of guessed tokens of
+    a slot in a step."""
 
-    def __init__(self, count: int, most_tokens: int, vocab: int, stop_token_ids: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, count: int, most_tokens: int, vocab: int, stop_token_ids: Sequence[int], device: torch.device, drafts: int = 0
+    ) -> None:  # fmt: skip
         self.count, self.device = count, device
         self.pages_per_slot = pages_for(most_tokens)
         # One allocation, so that all changes between two steps are one copy; each part starts at an L2 line.
         self._stride = -(-(count + 1) // ALIGNED) * ALIGNED
-        self._all = torch.zeros(2 * self._stride + (count + 1) * self.pages_per_slot, dtype=torch.int32, device=device)
+        self._all = torch.zeros(3 * self._stride + (count + 1) * self.pages_per_slot, dtype=torch.int32, device=device)
         self.tokens = self._all[: count + 1]
         self.positions = self._all[self._stride : self._stride + count + 1]
-        self.tables = self._all[2 * self._stride :].view(count + 1, self.pages_per_slot)
+        self.adapters = self._all[2 * self._stride : 2 * self._stride + count + 1].fill_(-1)  # none
+        self.tables = self._all[3 * self._stride :].view(count + 1, self.pages_per_slot)
         self.tables[count] = DUMMY_PAGE
-        self.sampling = SamplingState.make(count + 1, vocab, stop_token_ids, device)
+        self.sampling = SamplingState.make(count + 1, vocab, stop_token_ids, device, 1 + drafts)
 
     @property
     def dummy_slot(self) -> int:
@@ -44,10 +48,14 @@ class Slots:
         for state, value in zip((self.tokens, self.positions), values, strict=True):
             state.index_copy_(0, where.long(), value)
 
-    def update(self, pages: Iterable[tuple[int, int, int]], positions: Iterable[tuple[int, int]]) -> None:
-        """Writes page-table entries (slot, index, page), and positions (slot, position)."""
-        changes = [(2 * self._stride + slot * self.pages_per_slot + index, page) for slot, index, page in pages]
+    def update(
+        self, pages: Iterable[tuple[int, int, int]], positions: Iterable[tuple[int, int]],
+        adapters: Iterable[tuple[int, int]] = (),
+    ) -> None:  # fmt: skip
+        """Writes page-table entries (slot, index, page), positions (slot, position), and adapters (slot, adapter)."""
+        changes = [(3 * self._stride + slot * self.pages_per_slot + index, page) for slot, index, page in pages]
         changes += [(self._stride + slot, position) for slot, position in positions]
+        changes += [(2 * self._stride + slot, adapter) for slot, adapter in adapters]
         if changes:
             where, values = on_device(list(zip(*changes, strict=True)), self.device)
             self._all.index_copy_(0, where.long(), values)

@@ -6,8 +6,9 @@ in its place. This is rejection sampling with a certain proposal: a guess x is a
 that replaces it is distributed as p without x.
 
 Guesses come from a draft model (draft.py), or from the sequence itself: what followed its last tokens the last time (prompt
-lookup; Saxena, 2023). Looking them up costs microseconds, so that each token, also of plain steps, tells how often such guesses
-are right in this sequence. A step verifies those that pay by that share: prose costs nothing.
+lookup; Saxena, 2023). Where a grammar allows one continuation only (grammar.py), its tokens are guesses that are always right.
+Looking them up costs microseconds, so that each token, also of plain steps, tells how often such guesses are right in this
+sequence. A step verifies those that pay by that share: prose costs nothing.
 """
 
 from __future__ import annotations
@@ -132,23 +133,26 @@ class Speculation:
         elif is_supported(sequence):
             sequence.lookup = PromptLookup(sequence.tokens)
 
-    def plan(self, sequences: abc.Sequence[Sequence]) -> dict[Sequence, int]:
-        """Returns how many guesses of each sequence a step verifies; none if they are not expected to pay.
+    def plan(self, sequences: abc.Sequence[Sequence], unread: bool = False) -> dict[Sequence, int]:
+        """Returns how many guesses of each sequence a step verifies; none if they are not expected to pay. unread: the host has
+        not read the tokens of the step in flight.
 
         Rows are added by falling probability, as long as each is expected to sample more tokens for its cost than the step
         without it. The step must then do so beside one without guesses. Steps of a draft model are shared by all sequences, so
         their number is tried from 1 to `most`.
         """
-        if self.stopped:
-            return {}
+        forced = {sequence: len(tokens) for sequence in sequences if (tokens := forced_tokens(sequence, unread))}
         shares = {sequence: share for sequence in sequences if (share := self._share(sequence)) is not None}
-        if not shares or len(sequences) >= MOST_ROWS:
+        if self.stopped:
+            shares = {}
+        if not (shares or forced) or len(sequences) >= MOST_ROWS:
             return {}
-        depths = [self.most] if self.draft is None else range(1, self.most + 1)
+        depths = [self.most] if self.draft is None or not shares else range(1, self.most + 1)
         best, chosen = len(sequences) / (STEP_COST + len(sequences)), dict[Sequence, int]()
         for depth in depths:
-            cost = STEP_COST + VERIFY_COST + len(sequences) + (depth + 1) * self.draft_cost
-            rate, counts = _rows(shares, len(sequences), depth, cost)
+            drafting = (depth + 1) * self.draft_cost if shares else 0.0
+            cost = STEP_COST + VERIFY_COST + len(sequences) + drafting
+            rate, counts = _rows(shares, {s: min(n, self.most) for s, n in forced.items()}, len(sequences), depth, cost)
             if rate > best and counts:
                 best, chosen = rate, counts
         return chosen
@@ -161,9 +165,11 @@ class Speculation:
 
     def guess(self, counts: abc.Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
         """Returns as many guesses of each sequence; those of a draft model are computed now (`DraftModel.guess`)."""
+        guessed = {sequence: forced_tokens(sequence)[:k] for sequence, k in counts.items() if sequence.grammar is not None}
+        others = {sequence: k for sequence, k in counts.items() if sequence.grammar is None}
         if self.draft is not None:
-            return self.draft.guess(counts)
-        return {sequence: sequence.lookup.draft(k) for sequence, k in counts.items() if sequence.lookup is not None}
+            return guessed | (self.draft.guess(others) if others else {})
+        return guessed | {sequence: sequence.lookup.draft(k) for sequence, k in others.items() if sequence.lookup is not None}
 
     def count(self, sequences: abc.Sequence[Sequence], drafted: abc.Sequence[int], accepted: abc.Sequence[int]) -> None:
         """Counts a verified step: guesses, and those that were right, of each of its sequences."""
@@ -178,14 +184,18 @@ class Speculation:
                 sequence.share += ((i < right) - sequence.share) / REMEMBERED
 
 
-def _rows(shares: dict[Sequence, float], count: int, depth: int, cost: float) -> tuple[float, dict[Sequence, int]]:
-    """Returns (tokens per cost, guesses of each sequence) of a step of `count` sequences: rows of up to `depth` guesses are
-    added by falling probability while they raise the tokens per cost."""
+def _rows(
+    shares: dict[Sequence, float], forced: dict[Sequence, int], count: int, depth: int, cost: float
+) -> tuple[float, dict[Sequence, int]]:
+    """Returns (tokens per cost, guesses of each sequence) of a step of `count` sequences: rows of up to `depth` guesses, and of
+    forced tokens, which are always right, are added by falling probability while they raise the tokens per cost."""
     rows = [
         (share**i, -number, sequence)
-        for number, (sequence, share) in enumerate(shares.items())
+        for number, (sequence, share, most) in enumerate(
+            (*((s, share, depth) for s, share in shares.items()), *((s, 1.0, most) for s, most in forced.items()))
+        )
         if share * cost > count  # else not even its first guess pays
-        for i in range(1, min(depth, sequence.request.limit - len(sequence.sampled) - 1) + 1)
+        for i in range(1, min(most, sequence.request.limit - len(sequence.sampled) - 1) + 1)
     ]
     rows.sort(key=lambda row: row[:2], reverse=True)
     tokens, counts = float(count), dict[Sequence, int]()
@@ -205,6 +215,17 @@ def draft_step_cost(draft_bytes: int, model_bytes: int) -> float:
 
 def is_supported(sequence: Sequence) -> bool:
     """True if tokens of a sequence can be guessed. All rows are sampled at once, but penalties count the tokens of the rows
-    before, and a grammar's mask depends on them: such sequences have one row in every step.
+    before: such sequences have one row in every step. A grammar's mask depends on them too, so that of its sequences only
+    forced tokens are guessed.
     """
     return sequence.grammar is None and not sequence.request.sampling.flags & sampling.PENALIZED
+
+
+def forced_tokens(sequence: Sequence, unread: bool = False) -> tuple[int, ...]:
+    """Returns the next tokens of a sequence that its grammar forces, after its tokens in flight if these are `unread`; empty
+    without a grammar, with penalties, and for a finished sequence."""
+    grammar = sequence.grammar
+    if grammar is None or sequence.finish_reason is not None or sequence.request.sampling.flags & sampling.PENALIZED:
+        return ()
+    # The step in flight samples the first forced token of the state that the host has read.
+    return grammar.forced[sequence.in_flight if unread else 0 :]

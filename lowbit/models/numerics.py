@@ -9,7 +9,7 @@ kernels that will serve it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,10 @@ from lowbit.checkpoint.numerics import (
 from lowbit.checkpoint.reader import TensorInfo
 from lowbit.checkpoint.schema import expected_tensors
 from lowbit.checkpoint.target import NUMERICS as FILE
-from lowbit.formats import InputTransform, QuantTensor
+from lowbit.formats import ExpertTensor, InputTransform, QuantTensor
 from lowbit.models.complete import some
 from lowbit.models.decoder import LayerwiseDecoder
-from lowbit.nn.experts import PackedExperts, QuantExperts, expert_weights
+from lowbit.nn.experts import PackedExperts, QuantExperts
 from lowbit.nn.linear import QuantLinear
 
 ROWS_ON_GPU = 34
@@ -115,7 +115,7 @@ def check(model: PreTrainedModel, folder: Path) -> str | None:
         compared += 1
         wrong += _wrong(name, y, layer, _parts(model.get_submodule(name)))
     _refuse(folder, wrong, compared, model.device)
-    return f"{compared} layers{_compare_logits(model, kept, folder)} compute what {FILE} states"
+    return f"{compared} layers{compare_logits(model, kept, folder)} compute what {FILE} states"
 
 
 @torch.no_grad()
@@ -141,6 +141,13 @@ def check_stacked(
     parts = zip(names, y.split(rows, dim=1), layers, strict=True)
     wrong = [line for name, part, layer in parts if layer is not None for line in _wrong(name, part, layer, linears)]
     _refuse(folder, wrong, len(names), device)
+
+
+def check_outputs(outputs: Mapping[str, tuple[Tensor, QuantLinear]], kept: Numerics, folder: Path) -> None:
+    """Compares outputs y [rows, N] that several ranks have computed together, of each layer with this one's module, with what
+    the checkpoint in `folder` states. Raises NumericsError, with the names of layers that differ by more than rounding."""
+    wrong = [line for name, (y, module) in outputs.items() for line in _wrong(name, y, kept.layers[name], [module])]
+    _refuse(folder, wrong, len(outputs), next(iter(outputs.values()))[0].device)
 
 
 @functools.lru_cache(maxsize=2)
@@ -194,23 +201,28 @@ def _outputs(model: PreTrainedModel, kept: Numerics) -> Iterator[tuple[str, Tens
             # A bias of zeros, so that no other kernels are compiled than those with the layer's own.
             yield name, module.multiply(x, None if module.bias is None else torch.zeros_like(module.bias)), layer
         elif isinstance(module, QuantExperts):
-            yield name, _expert_outputs(module, model.device, model.dtype), layer
+            size = amplitude(next(iter(module.packed().values())).input_transform)
+            yield name, _expert_outputs(module, model.device, model.dtype, size), layer
 
 
 def launch_experts(model: PreTrainedModel) -> None:
     """Multiplies as `check` does by all experts of a model, so that `lowbit compile` records the kernels."""
     for module in model.modules():
         if isinstance(module, QuantExperts):
-            _expert_outputs(module, model.device, model.dtype)
+            _expert_outputs(module, model.device, model.dtype, 1.0)
 
 
-def _expert_outputs(module: QuantExperts, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns the output [E, H] of each expert, row e of expert e, for one row of the inputs."""
+def _expert_outputs(module: QuantExperts, device: torch.device, dtype: torch.dtype, size: float) -> Tensor:
+    """Returns the output [E, H] of each expert, row e of expert e, for one row of the inputs +-size."""
+    x, chosen = _expert_inputs(module, size)
+    return module(x.to(device, dtype), chosen.to(device), torch.ones(chosen.shape, device=device, dtype=dtype))
+
+
+def _expert_inputs(module: QuantExperts, size: float) -> tuple[Tensor, Tensor]:
+    """Returns a row of the inputs +-size for each expert, and its number [E, 1]."""
     first, _ = module.packed().values()
-    x = probes(first.shape[1], amplitude(first.input_transform))
-    x = x[torch.arange(module.num_experts) % PROBES].to(device, dtype)
-    chosen = torch.arange(module.num_experts, device=device)[:, None]
-    return module(x, chosen, torch.ones_like(chosen, dtype=dtype))
+    each = torch.arange(module.num_experts)
+    return probes(first.shape[1], size)[each % PROBES], each[:, None]
 
 
 @torch.no_grad()
@@ -221,26 +233,31 @@ def _of_experts(reader: CheckpointReader) -> Iterator[tuple[str, LayerSums]]:
     assert reader.manifest is not None
     if not any(entry.experts for entry in reader.manifest.layers.values()):
         return
-    model = placed_skeleton(reader)
-    for name, module in model.named_modules():
-        if not isinstance(module, QuantExperts):
-            continue
-        for part, packed in module.packed().items():
-            packed.set_weight(reader.experts(f"{name}.{part}"))
-            if getattr(module, f"{part}_bias") is not None:
-                bias = reader.get(f"{name}.{part}_bias").float()
-                setattr(module, f"{part}_bias", nn.Parameter(bias, requires_grad=False))
-        yield name, layer_sums(_expert_outputs(module, torch.device("cpu"), torch.float32), experts=True)
-        module.to("meta")
+    for name, module in placed_skeleton(reader).named_modules():
+        if isinstance(module, QuantExperts):
+            stacked = {part: reader.experts(f"{name}.{part}") for part in module.packed()}
+            products = [_product(reader, f"{name}.{part}", q, module) for part, q in stacked.items()]
+            x, chosen = _expert_inputs(module, amplitude(next(iter(stacked.values())).input_transform))
+            yield name, layer_sums(module.one_by_one(x, chosen, torch.ones(chosen.shape), products), experts=True)
+
+
+def _product(
+    reader: CheckpointReader, name: str, stacked: ExpertTensor, module: QuantExperts
+) -> Callable[[int, Any], Tensor]:  # fmt: skip
+    """Returns the function that multiplies rows by the matrix of one expert, decoded for the call, as `QuantLinear` does."""
+    biased = getattr(module, f"{name.rpartition('.')[2]}_bias") is not None
+    bias = reader.get(f"{name}_bias").float() if biased else None
+    return lambda e, x: QuantLinear.from_quant_tensor(stacked.expert(e)).multiply(x, None if bias is None else bias[e])
 
 
 def _logits(reader: CheckpointReader, device: torch.device) -> tuple[Tensor, Tensor] | None:
     """Returns the largest logits of the tokens by dequantized weights in float32, with one decoder layer in memory at a time;
-    None for models that are not decoders."""
-    dequantized = _Dequantized(reader)
+    None for models that are not decoders, and for those with experts, of which a layer in float32 can be larger than memory."""
+    assert reader.manifest is not None
+    if any(entry.experts for entry in reader.manifest.layers.values()):
+        return None
     try:
-        decoder = LayerwiseDecoder(dequantized, device, torch.float32)
-        dequantized.model = decoder.model
+        decoder = LayerwiseDecoder(_Dequantized(reader), device, torch.float32)
         hidden = decoder.embed(tokens(_vocabulary(decoder.model))[None])
     except CheckpointError:
         return None
@@ -253,7 +270,7 @@ def _logits(reader: CheckpointReader, device: torch.device) -> tuple[Tensor, Ten
 
 
 @torch.no_grad()
-def _compare_logits(model: PreTrainedModel, kept: Numerics, folder: Path) -> str:
+def compare_logits(model: PreTrainedModel, kept: Numerics, folder: Path) -> str:
     """Returns words for a sentence; raises NumericsError if the logits of the kept tokens differ by more than rounding."""
     if kept.logits is None:
         return ""
@@ -279,16 +296,13 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 class _Dequantized(CheckpointReader):
-    """A lowbit checkpoint read as one with dequantized weights in float32. `model` has the modules of its experts."""
-
-    model: nn.Module
+    """A lowbit checkpoint without experts, read as one with dequantized weights in float32."""
 
     def __init__(self, reader: CheckpointReader) -> None:
+        self._layers: dict[str, LayerEntry] = {}  # read while the folder is opened
         super().__init__(reader.folder)
         assert self.manifest is not None
-        self._layers: dict[str, LayerEntry] = {
-            name if entry.experts else f"{name}.weight": entry for name, entry in self.manifest.layers.items()
-        }
+        self._layers = {f"{name}.weight": entry for name, entry in self.manifest.layers.items()}
         packed = {tensor for name, entry in self.manifest.layers.items() for tensor in expected_tensors(name, entry)}
         self._plain = [name for name in super().names() if name not in packed]
 
@@ -299,14 +313,9 @@ class _Dequantized(CheckpointReader):
         if name not in self._layers:
             return super().info(name)
         entry = self._layers[name]
-        shape = (entry.experts, *entry.shape) if entry.experts else entry.shape
-        return TensorInfo(self.folder, torch.float32, shape, 0, 4 * entry.weights)
+        return TensorInfo(self.folder, torch.float32, entry.shape, 0, 4 * entry.weights)
 
     def get(self, name: str) -> Tensor:
         if name not in self._layers:
             return super().get(name)
-        if self._layers[name].experts:
-            found = expert_weights(self.model.get_submodule(name.rpartition(".")[0]))
-            assert found is not None
-            return found.matrices(self.experts(name).dequantize())
         return self.layer(name.removesuffix(".weight")).dequantize()

@@ -475,7 +475,7 @@ class QuantExperts(nn.Module):
         up, down = first.forms_for(x.dtype), second.forms_for(x.dtype)
         if isinstance(up, list) != isinstance(down, list):  # schemes with 16-bit and with 8-bit activations
             products = [_with_bias(part, bias) for part, bias in zip((first, second), biases, strict=True)]
-            y = self._one_by_one(first.transformed(x), top_k_index, top_k_weights, products, second.transformed)
+            y = self.one_by_one(first.transformed(x), top_k_index, top_k_weights, products, second.transformed)
             return y.reshape(hidden_states.shape)
         rows = first.packed_rows
         y = expert_mlp(
@@ -508,12 +508,14 @@ class QuantExperts(nn.Module):
     def _differentiable(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """`forward` with gradients of x, of the router's weights and of the biases."""
         products = [_with_gradient(part, bias) for part, bias in zip(self.packed().values(), self._biases(), strict=True)]
-        return self._one_by_one(x, experts, weights, products)
+        return self.one_by_one(x, experts, weights, products)
 
-    def _one_by_one(
+    def one_by_one(
         self, x: Input, experts: Tensor, weights: Tensor, products: Sequence[Multiply],
         inner: Callable[[Tensor], Input] | None = None,
     ) -> Tensor:  # fmt: skip
+        """y [T, H] as `forward`, one expert after another. products: functions of an expert's number and rows, the first and
+        the second product with their biases. inner: what is done to the rows between them, after the gate."""
         first, second = products
         return multiply_experts(x, experts, weights, self.num_experts, first, self._apply_gate, second, inner=inner)
 

@@ -27,8 +27,9 @@ from lowbit.pack.fragment import LANES, k_tiles, row_blocks
 def fragment_gemm(x: Tensor, w: FragmentWeight, bias: Tensor | None = None, *, batch_invariant: bool = False) -> Tensor:
     """Returns y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype, fp16 or bf16.
 
-    With `batch_invariant`, a row of y has the same bits in every batch; else the order of summation differs between small and
-    large batches. Raises ValueError for tensors that do not fit together.
+    bias may also be [M, N], one for each of the M rows of x. With `batch_invariant`, a row of y has the same bits in every
+    batch; else the order of summation differs between small and large batches. Raises ValueError for tensors that do not fit
+    together.
     """
     return torch.ops.lowbit.fragment_gemm(
         x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], batch_invariant, w.subnormal
@@ -66,8 +67,18 @@ def check_product(
     if channel is not None and (tuple(channel.shape) != (n,) or channel.dtype != expected_type):
         kind = f"{'bf16' if subnormal else 'float32'} scales [{n}]{' with subnormal codes' if subnormal else ''}"
         raise ValueError(f"{operator}: {s} takes {kind}, got {channel.dtype} {tuple(channel.shape)}")
-    if bias is not None and tuple(bias.shape) != (n,):
-        raise ValueError(f"{operator}: bias is [{n}], got {tuple(bias.shape)}")
+    check_bias(operator, bias, x[..., 0].numel(), n)
+
+
+def check_bias(operator: str, bias: Tensor | None, m: int, n: int) -> None:
+    """Raises ValueError with the name `operator` unless a bias is of channels, [n], or of tokens, [m, n], or None."""
+    if bias is not None and tuple(bias.shape) not in ((n,), (m, n)):
+        raise ValueError(f"{operator}: bias is [{n}] or [{m}, {n}], got {tuple(bias.shape)}")
+
+
+def is_of_tokens(bias: Tensor | None) -> bool:
+    """True for a bias [M, N], of each token."""
+    return bias is not None and bias.dim() == 2
 
 
 def _fragment_gemm(
@@ -79,6 +90,7 @@ def _fragment_gemm(
     plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, others, batch_invariant, subnormal)
     if plan is None:
         return x.new_empty((*x.shape[:-1], n))
+    bias = bias.contiguous() if bias is not None and is_of_tokens(bias) else bias
     y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], n)
 
@@ -100,7 +112,8 @@ def _plan(
     machine = machine_of(on)
     shape = GemmShape(m, n, k, parsed.weight.bits)
     form = weight_form(parsed, None if scale is None else scale.dtype, channel_scale is not None, subnormal)
-    return plan_for(choose(shape, machine, batch_invariant), shape, form, dtype, bias is not None, machine)
+    tile = choose(shape, machine, batch_invariant)
+    return plan_for(tile, shape, form, dtype, bias is not None, machine, bias_of_tokens=is_of_tokens(bias))
 
 
 def plan_for(

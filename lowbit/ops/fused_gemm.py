@@ -32,7 +32,7 @@ from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS, MOST_PARTS, choose_chain, parts_of
 from lowbit.kernels.choose.tiles import DENSE_BITS, RING_TOKENS, GemmShape, RingTile, Role
 from lowbit.kernels.reference.fused_gemm import norm_gemm_reference, residual_gemm_reference
-from lowbit.ops.fragment_gemm import aligned_rows, check_product, plan_for
+from lowbit.ops.fragment_gemm import aligned_rows, check_bias, check_product, is_of_tokens, plan_for
 from lowbit.ops.operands import TensorSpec, check_weight_places, meta_tensors, scheme_of, spec_of
 from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
@@ -101,7 +101,8 @@ def norm_gemm(
 
     x is h * gamma * factor. rms = sqrt(sum of `squares` float32 [parts, M] / width + eps) is the RMS of the rows of h, which
     have `width` elements. With `gated`, y [M, N / 2] = act(gate) * up; w is a result of `pack.gated.pack_gated` (16-bit
-    weights: all gate rows, then all up rows), and bias has the same order. M <= 16 for 16-bit weights. With `batch_invariant`,
+    weights: all gate rows, then all up rows), and bias has the same order; it may also be [M, N], one for each row of x, with
+    no division by the RMS. M <= 16 for 16-bit weights. With `batch_invariant`,
     a row of y has the same bits for every M. Raises ValueError for tensors that do not fit together.
     """
     _check_weight("norm_gemm", w, x)
@@ -157,8 +158,7 @@ def _check_product(
             f"{operator}: a weight of 16 bits is {list(expected)} in the type of x, fp16 or bf16; got x {x.dtype} "
             f"{tuple(x.shape)} and {codes.dtype} {tuple(codes.shape)}"
         )
-    if bias is not None and tuple(bias.shape) != (n,):
-        raise ValueError(f"{operator}: bias is [{n}], got {tuple(bias.shape)}")
+    check_bias(operator, bias, x.shape[0], n)
 
 
 def _shape(scheme: str, m: int, n: int, k: int) -> GemmShape:
@@ -251,7 +251,8 @@ def _norm_gemm(a: NormGemmArguments) -> Tensor:
     others = tuple(spec_of(t) for t in (*a.weight, squares, a.bias))
     plan = _norm_plan(a.scheme, x.shape[0], a.n, x.shape[1], x.dtype, x.device, others, a.gated, a.batch_invariant, a.subnormal)
     space = workspace(x.device, *plan.workspace)
-    return plan(x, *a.weight, a.bias, *space, squares, None, None, a.factor, 1.0 / a.width, a.eps)
+    bias = a.bias.contiguous() if a.bias is not None and is_of_tokens(a.bias) else a.bias
+    return plan(x, *a.weight, bias, *space, squares, None, None, a.factor, 1.0 / a.width, a.eps)
 
 
 def _residual_gemm(a: ResidualGemmArguments) -> tuple[Tensor, Tensor]:
@@ -261,7 +262,8 @@ def _residual_gemm(a: ResidualGemmArguments) -> tuple[Tensor, Tensor]:
         _check_residual(a)
     plan = _residual_plan(a.scheme, x.shape[0], x.shape[1], x.dtype, x.device, others, a.batch_invariant, a.subnormal)
     squares = torch.empty((plan.squares_parts, x.shape[0]), dtype=torch.float32, device=x.device)
-    return plan(x, *a.weight, a.bias, *workspace(x.device, *plan.workspace), squares, a.h, gamma, a.factor), squares
+    bias = a.bias.contiguous() if a.bias is not None and is_of_tokens(a.bias) else a.bias
+    return plan(x, *a.weight, bias, *workspace(x.device, *plan.workspace), squares, a.h, gamma, a.factor), squares
 
 
 @functools.lru_cache(maxsize=4096)
@@ -277,7 +279,8 @@ def _norm_plan(
     machine, shape, form = machine_of(on), _shape(scheme, m, n, k), _form(scheme, scale, channel_scale, subnormal)
     role: Role = "norm" if gated == "none" else "gated"
     tile = choose_chain(role, shape, machine, batch_invariant)
-    return plan_for(tile, shape, form, dtype, bias is not None, machine, norm_parts=squares.shape[0], gate=gated)
+    end = {"norm_parts": squares.shape[0], "gate": gated, "bias_of_tokens": is_of_tokens(bias)}
+    return plan_for(tile, shape, form, dtype, bias is not None, machine, **end)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -294,7 +297,8 @@ def _residual_plan(
     tile = choose_chain("residual", shape, machine, batch_invariant)
     if not isinstance(tile, RingTile) and not others[3][3]:  # type: ignore[index]
         raise ValueError("residual_gemm: h must start at a multiple of 16 bytes; clone() it")
-    return plan_for(tile, shape, form, dtype, bias is not None, machine, h_type="fp16" if h.dtype == torch.float16 else "bf16")
+    end = {"h_type": "fp16" if h.dtype == torch.float16 else "bf16", "bias_of_tokens": is_of_tokens(bias)}
+    return plan_for(tile, shape, form, dtype, bias is not None, machine, **end)
 
 
 # ---- on a CPU, and for tensors without data
@@ -312,7 +316,8 @@ def _norm_gemm_cpu(a: NormGemmArguments) -> Tensor:
     _check_norm(a)
     w, bias = _unpacked(*a.weight, a.scheme, (a.n, a.x.shape[1]), a.subnormal), a.bias
     if isinstance(w, DenseWeight) and a.gated != "none":
-        w, bias = DenseWeight(alternate(*a.codes.chunk(2))), None if bias is None else alternate(*bias.chunk(2))
+        w = DenseWeight(alternate(*a.codes.chunk(2)))
+        bias = None if bias is None else alternate(*bias.movedim(-1, 0).chunk(2)).movedim(0, -1)  # [N] or [M, N]
     y = norm_gemm_reference(a.x, w, a.squares, bias, width=a.width, eps=a.eps, gated=a.gated, x_factor=a.factor)
     return y.to(a.x.dtype)
 

@@ -17,7 +17,7 @@ from lowbit.kernels.choose.gemm import choose
 from lowbit.kernels.choose.tiles import GemmShape, RingTile
 from lowbit.kernels.reference.elementwise import GATES, Gate
 from lowbit.ops.elementwise import gate
-from lowbit.ops.fragment_gemm import aligned_rows, check_product, fragment_gemm, plan_for
+from lowbit.ops.fragment_gemm import aligned_rows, check_product, fragment_gemm, is_of_tokens, plan_for
 from lowbit.ops.operands import TensorSpec, meta_tensors, scheme_of, spec_of
 from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
@@ -30,9 +30,9 @@ def gated_gemm(
     """Returns y [M, N / 2] = f(gate) * up in x's dtype, fp16 or bf16, where gate and up are the columns of x [M, K] .
     dequant(w)[N, K]^T + bias [N]; f is "silu", "gelu_tanh" or "relu".
 
-    w is a result of `pack.gated.pack_gated`, and bias has the same order. With `batch_invariant` a row of y has the same bits
-    in every batch; else gate and up are rounded before f in small batches, but not in large ones. Raises ValueError for tensors
-    that do not fit together.
+    w is a result of `pack.gated.pack_gated`, and bias has the same order; it may also be [M, N], one for each row of x. With
+    `batch_invariant` a row of y has the same bits in every batch; else gate and up are rounded before f in small batches, but
+    not in large ones. Raises ValueError for tensors that do not fit together.
     """
     return torch.ops.lowbit.gated_gemm(
         x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], gated, batch_invariant, w.subnormal
@@ -61,6 +61,7 @@ def _gated_gemm(
     if plan is None:
         w = FragmentWeight(codes, scale, channel_scale, scheme_of(scheme), (n, x.shape[1]), subnormal)
         return gate(fragment_gemm(x, w, bias, batch_invariant=batch_invariant), gated, alternate=True)
+    bias = bias.contiguous() if bias is not None and is_of_tokens(bias) else bias
     return plan(aligned_rows(x), codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
 
 
@@ -82,7 +83,8 @@ def _plan(
     if isinstance(tile, RingTile) or not whole:  # `fragment_gemm` raises the error
         return None
     form = weight_form(parsed, None if scale is None else scale.dtype, channel_scale is not None, subnormal)
-    return plan_for(tile, shape, form, dtype, bias is not None, machine, gate=gated)
+    of_tokens = is_of_tokens(bias)
+    return plan_for(tile, shape, form, dtype, bias is not None, machine, gate=gated, bias_of_tokens=of_tokens)
 
 
 def _fake(

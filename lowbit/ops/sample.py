@@ -137,8 +137,9 @@ class SamplingState:
 
     `settings` int32 [slots, 16] has the scalars of a slot side by side, named by the properties below, as float32, int32 and
     for `seed` int64 [slots] views. `counts` int32 [slots, V] is the number of times each token was generated, plus bit 30 if
-    the prompt contains it. `bias` is float32 [slots, V]. `masks` int32 [slots, ceil(V / 32)] has a bit for each token, set if
-    the slot's grammar allows it: bit t % 32 of word t // 32. All three are only read for slots whose `flags` require them.
+    the prompt contains it. `bias` is float32 [slots, V]. `masks` int32 [slots * depth, ceil(V / 32)] has a bit for each token,
+    set if the slot's grammar allows it: bit t % 32 of word t // 32. A slot has `depth` rows of masks, the first for its next
+    token, the others for as many tokens after it (`of_rows`). All three are only read for slots whose `flags` require them.
     `ends` int32 [E] are the end-of-text tokens. The last slot is a dummy slot: padding rows of a step use it, and `sample` does
     not change it.
     """
@@ -162,9 +163,11 @@ class SamplingState:
     generated = _word(sampling.GENERATED, torch.int32)
 
     @classmethod
-    def make(cls, slots: int, vocab: int, ends: Iterable[int], device: torch.device | str) -> SamplingState:
-        """Returns the state of `slots` greedy slots, including the dummy slot, for logits [.., vocab]. It takes 8 bytes for
-        each slot and token.
+    def make(
+        cls, slots: int, vocab: int, ends: Iterable[int], device: torch.device | str, depth: int = 1
+    ) -> SamplingState:  # fmt: skip
+        """Returns the state of `slots` greedy slots, including the dummy slot, for logits [.., vocab], with `depth` masks each.
+        It takes 8 bytes for each slot and token.
 
         Raises ValueError for ends outside the vocabulary and for fewer than two slots.
         """
@@ -173,10 +176,11 @@ class SamplingState:
             raise ValueError(
                 f"sampling: {slots} slots (2 or more, the last a dummy) with ends {found} below {vocab} are needed"
             )
-        settings = torch.frombuffer(bytearray(_row(Sampling()) * slots), dtype=torch.int32).view(slots, -1)
+        of_slots = b"".join(_row(Sampling(), mask=slot * depth) for slot in range(slots))
+        settings = torch.frombuffer(bytearray(of_slots), dtype=torch.int32).view(slots, -1)
         counts = torch.zeros((slots, vocab), dtype=torch.int32, device=device)
         bias = torch.zeros((slots, vocab), dtype=torch.float32, device=device)
-        masks = torch.full((slots, mask_words(vocab)), -1, dtype=torch.int32, device=device)
+        masks = torch.full((slots * depth, mask_words(vocab)), -1, dtype=torch.int32, device=device)
         return cls(settings.to(device), counts, bias, masks, torch.tensor(found, dtype=torch.int32, device=device))
 
     def set(
@@ -197,7 +201,7 @@ class SamplingState:
         for what, ids in (("the prompt has", tokens), ("the answer has", generated_ids), ("logit_bias has", list(biased))):
             if ids and not 0 <= min(ids) <= max(ids) < vocab:
                 raise ValueError(f"sampling: tokens are 0 to {vocab - 1}, {what} {min(ids)} to {max(ids)}")
-        row = _row(settings, len(generated_ids), masked)
+        row = _row(settings, len(generated_ids), masked, slot * self.depth)
         self.settings[slot].copy_(self._sent(torch.frombuffer(bytearray(row), dtype=torch.int32)))
         if penalized:
             self.counts[slot].zero_()
@@ -211,17 +215,24 @@ class SamplingState:
             values = self._sent(torch.tensor(list(biased.values()), dtype=torch.float32))
             self.bias[slot].index_copy_(0, self._sent(torch.tensor(list(biased))), values)
 
-    def set_masks(self, slots: Sequence[int], masks: Tensor) -> None:
-        """Writes the masks of slots from int32 [len(slots), ceil(V / 32)] in host memory. On a GPU this enqueues copies on the
-        current stream without synchronising the host, which may reuse `masks` at once.
+    @property
+    def depth(self) -> int:
+        """Number of masks of a slot."""
+        return self.masks.shape[0] // self.counts.shape[0]
+
+    def set_masks(self, slots: Sequence[int], masks: Tensor, ahead: Sequence[int] | None = None) -> None:
+        """Writes the masks of slots, or those after ahead[i] < depth more tokens, from int32 [len(slots), ceil(V / 32)] in host
+        memory. On a GPU this enqueues copies on the current stream without synchronising the host, which may reuse `masks` at
+        once.
         """
-        self.masks.index_copy_(0, self._sent(torch.tensor(slots)), self._sent(masks))
+        rows = [slot * self.depth + more for slot, more in zip(slots, ahead or [0] * len(slots), strict=True)]
+        self.masks.index_copy_(0, self._sent(torch.tensor(rows)), self._sent(masks))
 
     def of_rows(self, rows: Tensor, ahead: Tensor) -> Tensor:
         """Returns the settings int32 [B, 16] of rows: those of the slot rows[i] (int32 [B]) after ahead[i] (int32 [B]) more
-        tokens."""
+        tokens, with the slot's mask for that token. A slot with a mask has ahead[i] < depth."""
         own = self.settings.index_select(0, rows)
-        own[:, sampling.GENERATED] += ahead
+        own[:, sampling.GENERATED : sampling.MASK + 1] += ahead[:, None]
         return own
 
     def _sent(self, made: Tensor) -> Tensor:
@@ -234,13 +245,24 @@ def mask_words(vocab: int) -> int:
     return -(-vocab // 32)
 
 
-def _row(s: Sampling, generated: int = 0, masked: bool = False) -> bytes:
+def _row(s: Sampling, generated: int = 0, masked: bool = False, mask: int = 0) -> bytes:
     """Returns the 16 words of a slot as bytes; kernels/reference/sampling.py names them."""
     seed = s.seed - (1 << 64) if s.seed >= 1 << 63 else s.seed
     penalties = s.repetition_penalty, s.presence_penalty, s.frequency_penalty
     flags = s.flags | (sampling.MASKED if masked else 0)
     return struct.pack(
-        "<fi5fiqi5i", s.temperature, s.top_k, s.top_p, s.min_p, *penalties, s.min_new_tokens, seed, flags, generated, *[0] * 4
+        "<fi5fiq6i",
+        s.temperature,
+        s.top_k,
+        s.top_p,
+        s.min_p,
+        *penalties,
+        s.min_new_tokens,
+        seed,
+        flags,
+        generated,
+        mask,
+        *[0] * 3,
     )
 
 
@@ -292,7 +314,7 @@ def _check(a: SampleInputs) -> None:
     wanted = (
         ("rows", a.rows, (b,), torch.int32), ("settings", a.settings, settings, torch.int32),
         ("counts", a.counts, (slots, vocab), torch.int32), ("bias", a.bias, (slots, vocab), torch.float32),
-        ("masks", a.masks, (slots, mask_words(vocab)), torch.int32),
+        ("masks", a.masks, (max(1, len(a.masks) // slots) * slots, mask_words(vocab)), torch.int32),
         ("ends", a.ends, (a.ends.numel(),), torch.int32), ("tokens", a.tokens, (slots,), torch.int32),
         ("positions", a.positions, (slots,), torch.int32), ("out_tokens", a.out_tokens, (b,), torch.int32),
         ("out_logprobs", a.out_logprobs, (b,), torch.float32),

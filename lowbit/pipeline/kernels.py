@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def compile_kernels(
 
 def engine_kernels(
     model: str | Path, gpu: GPU, *, scheme: str | None = None, batch_invariant: bool = False, max_concurrent: int = 64,
-    cache_bytes: int | None = None, kv: str = "16", speculate: int = 0,
+    cache_bytes: int | None = None, kv: str = "16", speculate: int = 0, lora: Mapping[str, str | Path] | None = None,
 ) -> list[RecordedKernel]:  # fmt: skip
     """Returns every kernel that a pipeline over a model can launch on `gpu`: those that pack its weights, and those of all
     batch sizes, prompts and ways of sampling of its engine.
@@ -63,7 +63,7 @@ def engine_kernels(
             cache_bytes = _free_bytes(built, gpu)
         pipe = Pipeline(
             built, tokenizer_of(source.path, built), engine=True, batch_invariant=batch_invariant,
-            max_concurrent=max_concurrent, cache_bytes=cache_bytes, kv=kv, speculate=speculate,
+            max_concurrent=max_concurrent, cache_bytes=cache_bytes, kv=kv, speculate=speculate, lora=lora,
         )  # fmt: skip
         if reasons := pipe.refusals or pipe.engine.program.reasons:
             raise ValueError(f"{model}: has no kernels to compile, Transformers computes it: {'; '.join(reasons)}")

@@ -40,7 +40,7 @@ _MOST = 1 << 63
 @dataclass(frozen=True)
 class GenerateParams:
     """Arguments of a call. `max_length` counts prompt and new tokens together; `max_new_tokens` overrides it. `seed` makes
-    sampling repeatable. Raises ValueError for values out of range."""
+    sampling repeatable. `adapter` names a LoRA adapter of the pipeline. Raises ValueError for values out of range."""
 
     max_length: int = 1024
     max_new_tokens: int | None = None
@@ -53,6 +53,7 @@ class GenerateParams:
     temperature: float | None = None
     stop: Sequence[str] = ()
     seed: int | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_length", "max_new_tokens", "min_new_tokens", "top_k", "seed"):
@@ -82,6 +83,8 @@ class GenerateParams:
             raise ValueError(f"temperature is above 0, got {self.temperature}; do_sample=False takes the most likely token")
         if not isinstance(self.stop, (list, tuple)) or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"stop is a list of non-empty strings, got {self.stop!r}")
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            raise ValueError(f"adapter is the name of an adapter, got {self.adapter!r}")
 
     @classmethod
     def from_arguments(cls, arguments: dict[str, object]) -> GenerateParams:

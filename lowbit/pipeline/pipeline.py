@@ -10,7 +10,7 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ class Pipeline:
         engine: bool | None = None,
         kv: str = "16",
         speculate: int = 0,
+        lora: Mapping[str, str | Path] | None = None,
         ranks: LeadingRanks | None = None,
         **options: Any,
     ) -> None:
@@ -69,9 +70,11 @@ class Pipeline:
         self._engine: Engine | None = None
         self._engine_lock = threading.Lock()
         narrow = parse_kv(kv).quantized
-        by_default = model.device.type == "cuda" or narrow or speculate > 0 or ranks is not None
-        self._wants_engine = by_default if engine is None else engine
-        self._options = {"kv": kv, "speculate": speculate, "ranks": ranks, **options}
+        needs_engine = narrow or speculate > 0 or bool(lora) or ranks is not None
+        self._wants_engine = model.device.type == "cuda" or needs_engine if engine is None else engine
+        self.adapters = tuple(lora or ())
+        """Names of the LoRA adapters that calls may name."""
+        self._options = {"kv": kv, "speculate": speculate, "lora": lora, "ranks": ranks, **options}
         self._defaults: dict[str, object] = {} if max_length is None else {"max_length": max_length}
         GenerateParams.from_arguments(self._defaults)  # raises for a bad default here, not at the first call
         # The generation config of chat models adds tokens that end a turn.
@@ -88,6 +91,11 @@ class Pipeline:
                 f"speculation is the engine's; here Transformers would generate ({'; '.join(reasons)}): leave speculate at 0, "
                 "or use the engine"
             )
+        if lora and reasons:
+            raise ValueError(
+                f"adapters are computed by the engine; here Transformers would generate ({'; '.join(reasons)}): merge the "
+                "adapter into the model with PEFT, or use the engine"
+            )
         if ranks is not None and reasons:
             raise ValueError(f"tensor parallelism is the engine's, which cannot compute this model: {'; '.join(reasons)}")
 
@@ -98,7 +106,7 @@ class Pipeline:
         Raises UnknownArgument for other arguments, ValueError for values out of range and for no or empty prompts, and
         RequestFailed if a sequence fails.
         """
-        params = GenerateParams.from_arguments({**self._defaults, **arguments})
+        params = self._params(arguments)
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not texts or not all(isinstance(t, str) and t for t in texts):
             raise ValueError(f"prompts are one or more non-empty strings, got {prompts!r}")
@@ -121,13 +129,23 @@ class Pipeline:
 
         On a CPU, sampled output differs from that of a call with the same seed, since calls use torch's random numbers.
         """
-        params = GenerateParams.from_arguments({**self._defaults, **arguments})
+        params = self._params(arguments)
         if not isinstance(prompt, str) or not prompt:
             raise ValueError(f"a stream is for one non-empty prompt, got {prompt!r}")
         if self.model is None:
             raise RuntimeError("this pipeline was destroyed")
         ids = self.tokenizer(prompt).input_ids
         return Stream(self._pieces(prompt, ids, params, params.new_tokens(len(ids))))
+
+    def _params(self, arguments: dict[str, Any]) -> GenerateParams:
+        """Returns the arguments of a call, with defaults. Raises UnknownArgument or ValueError for wrong ones."""
+        params = GenerateParams.from_arguments({**self._defaults, **arguments})
+        if params.adapter is not None and params.adapter not in self.adapters:
+            known = (
+                f"known are {', '.join(map(repr, self.adapters))}" if self.adapters else "give lora={name: folder} to pipeline"
+            )
+            raise ValueError(f"this pipeline has no adapter {params.adapter!r}: {known}")
+        return params
 
     def _pieces(self, prompt: str, ids: list[int], params: GenerateParams, limit: int) -> Generator[str, None, Response]:
         text = Detokenizer(self.tokenizer, ids, params.stop)
@@ -322,6 +340,7 @@ def pipeline(
     kv: str = "16",
     speculate: int = 0,
     draft: str | Path | None = None,
+    lora: Mapping[str, str | Path] | None = None,
     step_ms: float | None = STEP_MS,
     kernels: str | Path | None = None,
     tensor_parallel: int = 1,
@@ -354,6 +373,8 @@ def pipeline(
             (docs/speculate.md). Calls use the engine then, on a CPU too.
         draft: a folder or hub name of a small model with the same tokenizer, which guesses them instead, quantized to `scheme`
             unless it is quantized already; `speculate` is then 4 unless it is given.
+        lora: folders of LoRA adapters as PEFT writes them, by names (docs/lora.md). A call with `adapter=name` is computed with
+            that adapter, other calls without one. Calls use the engine then, on a CPU too.
         step_ms: milliseconds that a step of the engine on a GPU may take when it computes prompt tokens beside sequences that
             decode; None for no limit.
         kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU. By default a file `kernels-*.lowbit`
@@ -362,8 +383,8 @@ def pipeline(
             weights (docs/generate.md). On a CPU, number of processes.
 
     Raises UnknownArgument for other arguments, CheckpointError for checkpoints that `models.load.load_causal` refuses (one that
-    lacks parameters, for example), and ValueError if the checkpoint is already quantized to another scheme or the draft model
-    has other tokens.
+    lacks parameters, for example), and ValueError if the checkpoint is already quantized to another scheme, the draft model has
+    other tokens, or an adapter does not fit.
     """
     for name in unknown:
         raise UnknownArgument(name, set(inspect.signature(pipeline).parameters) - {"unknown"})
@@ -382,8 +403,8 @@ def pipeline(
     head = head if engine in (True, None) and device.type == "cuda" else None
     ranks: LeadingRanks | None = None
     if tensor_parallel > 1:
-        if engine is False or draft is not None:
-            what = "engine=False" if engine is False else "a draft model"
+        if engine is False or draft is not None or lora:
+            what = "engine=False" if engine is False else "a draft model" if draft is not None else "LoRA adapters"
             raise ValueError(f"tensor_parallel={tensor_parallel} is the engine's, and goes without {what}")
         model, ranks = load_ranks(
             source, tensor_parallel, device, scheme=scheme, dtype=dtype, head=head, batch_invariant=batch_invariant,
@@ -402,7 +423,7 @@ def pipeline(
     drafts = {} if draft is None else {"draft": _draft_model(draft, scheme, tokenizer, model, device)}
     return Pipeline(
         model, tokenizer, max_length=max_length, engine=engine, batch_invariant=batch_invariant,
-        max_concurrent=max_concurrent, cache_bytes=cache_bytes, kv=kv, step_ms=step_ms,
+        max_concurrent=max_concurrent, cache_bytes=cache_bytes, kv=kv, step_ms=step_ms, lora=lora,
         speculate=speculate or (DRAFT_TOKENS if drafts else 0), ranks=ranks, progress=Bar() if progress else None, **drafts,
     )  # fmt: skip
 

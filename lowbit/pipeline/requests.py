@@ -46,7 +46,7 @@ def requests_of(
     seed = secrets.randbits(63) if params.seed is None else params.seed
     stops = frozenset() if params.ignore_eos else frozenset(stop_token_ids)
     return [
-        Request(ids, limit, _sampling(params, config, seed + i * _NEXT_SEED), stops, on_token)
+        Request(ids, limit, _sampling(params, config, seed + i * _NEXT_SEED), stops, on_token, adapter=params.adapter)
         for i, (ids, limit, on_token) in enumerate(zip(encoded, limits, callbacks, strict=True))
     ]
 

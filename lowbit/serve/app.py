@@ -17,6 +17,7 @@ from lowbit.serve.errors import ApiError, encoded, fault, refused, unavailable
 from lowbit.serve.job import GenerationJob, make_job, sequence_count
 from lowbit.serve.limits import LARGE_BODY_BYTES
 from lowbit.serve.page import page
+from lowbit.serve.response_schema import ResponsesRequest, in_names_of_responses
 from lowbit.serve.schema import (
     Body,
     ChatCompletionRequest,
@@ -53,6 +54,14 @@ def make_app(service: Service) -> ASGIApp:
     async def completions(request: Request) -> Response:
         return await _answer(service, request, CompletionRequest)
 
+    @app.post("/v1/responses", dependencies=keyed)
+    async def responses(request: Request) -> Response:
+        params = await _parsed(service, request, ResponsesRequest)
+        try:
+            return await _respond(service, request, params.chat(), params)
+        except ApiError as error:
+            raise in_names_of_responses(error) from error
+
     @app.post("/v1/embeddings", dependencies=keyed)
     async def embeddings(request: Request) -> Response:
         params = await _parsed(service, request, EmbeddingRequest)
@@ -68,12 +77,12 @@ def make_app(service: Service) -> ASGIApp:
 
     @app.get("/v1/models", dependencies=keyed)
     async def models() -> Response:
-        return _json({"object": "list", "data": [_model(service)]})
+        return _json({"object": "list", "data": [_model(service, name) for name in (service.name, *service.adapters)]})
 
     @app.get("/v1/models/{name:path}", dependencies=keyed)
     async def model(name: str) -> Response:
         service.check_model(name)
-        return _json(_model(service))
+        return _json(_model(service, name))
 
     @app.get("/metrics", dependencies=keyed)
     async def metrics() -> Response:
@@ -121,8 +130,14 @@ async def _parsed(service: Service, request: Request, kind: type[Body]) -> Body:
 
 async def _answer(service: Service, request: Request, kind: type[GenerationBody]) -> Response:
     """Answers a generation request, with one response or with server-sent events."""
-    params = await _parsed(service, request, kind)
-    job = await _job(service, params)
+    return await _respond(service, request, await _parsed(service, request, kind))
+
+
+async def _respond(
+    service: Service, request: Request, params: GenerationBody, asked: ResponsesRequest | None = None
+) -> Response:
+    """Answers a parsed generation request; `asked` as in `make_job`."""
+    job = await _job(service, params, asked)
     kept = False
     try:
         job.start()
@@ -136,7 +151,7 @@ async def _answer(service: Service, request: Request, kind: type[GenerationBody]
             job.close()
 
 
-async def _job(service: Service, params: GenerationBody) -> GenerationJob:
+async def _job(service: Service, params: GenerationBody, asked: ResponsesRequest | None) -> GenerationJob:
     """Makes a request's sequences. Their quota is taken until the job is closed."""
     sequences = sequence_count(params)
     if sequences > service.quota.count:
@@ -144,7 +159,7 @@ async def _job(service: Service, params: GenerationBody) -> GenerationJob:
     service.quota.take(sequences)
     made = False
     try:
-        job = await service.prompts.encoding(lambda: make_job(service, params))
+        job = await service.prompts.encoding(lambda: make_job(service, params, asked))
         made = True
         return job
     except ApiError:
@@ -157,8 +172,10 @@ async def _job(service: Service, params: GenerationBody) -> GenerationJob:
             service.quota.give_back(sequences)
 
 
-def _model(service: Service) -> dict[str, object]:
-    return {"id": service.name, "object": "model", "created": service.created, "owned_by": "lowbit"}
+def _model(service: Service, name: str) -> dict[str, object]:
+    """Returns the entry of the model or of an adapter, whose `parent` is the model."""
+    entry = {"id": name, "object": "model", "created": service.created, "owned_by": "lowbit"}
+    return entry if service.adapter_of(name) is None else {**entry, "parent": service.name}
 
 
 def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -197,8 +214,8 @@ class AccessLog:
     """
 
     PATHS = (
-        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/tokenize", "/detokenize", "/metrics",
-        "/health", "/ready", "/",
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models", "/tokenize", "/detokenize",
+        "/metrics", "/health", "/ready", "/",
     )  # fmt: skip
     QUIET = ("/metrics", "/health", "/ready")
 

@@ -11,6 +11,8 @@ from typing import Any
 from lowbit.engine import CompiledGrammar, Detokenizer, Request, Sampling
 from lowbit.serve.answer import AnswerParser
 from lowbit.serve.errors import encoded, refused, too_long
+from lowbit.serve.item_responses import ItemResponses
+from lowbit.serve.response_schema import ResponsesRequest
 from lowbit.serve.responses import ChatResponses, CompletionResponses, Responses
 from lowbit.serve.schema import ChatCompletionRequest, CompletionRequest, GenerationBody, NamedToolChoice
 from lowbit.serve.service import Service
@@ -96,28 +98,25 @@ class GenerationJob:
         while True:
             for output in outputs:
                 if output.error is not None:
-                    await push(_event(output.error.body()))
+                    await push(self.answer.failure(output.error))
                     return
-            data = await self._encode(functools.partial(self._chunks, outputs, begun), outputs)
+            start = b"" if begun else self.answer.begin()
+            data = start + await self._encode(functools.partial(self._events, outputs, begun), outputs)
             ended += sum(output.finish_reason is not None for output in outputs)
             if data:
                 await push(data)
             if ended == len(self.sequences):
                 break
             outputs = await self.collector.fetch()
-        await push((_event(self.answer.last_chunk()) if usage else b"") + b"data: [DONE]\n\n")
+        await push(self.answer.end(usage))
 
-    def _chunks(self, outputs: Sequence[SequenceOutput], begun: set[int]) -> bytes:
+    def _events(self, outputs: Sequence[SequenceOutput], begun: set[int]) -> bytes:
         """Returns the events of some outputs. `begun`: sequences that have had events; the sequences of `outputs` are added."""
-        chunks: list[dict[str, Any]] = []
+        events = []
         for output in outputs:
-            chunks += self.answer.chunks(output, output.index not in begun, self.params.includes_usage)
+            events.append(self.answer.events(output, output.index not in begun, self.params.includes_usage))
             begun.add(output.index)
-        return b"".join(map(_event, chunks))
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + encoded(value) + b"\n\n"
+        return b"".join(events)
 
 
 def sequence_count(params: GenerationBody) -> int:
@@ -125,8 +124,10 @@ def sequence_count(params: GenerationBody) -> int:
     return params.choices * (len(params.prompts) if isinstance(params, CompletionRequest) else 1)
 
 
-def make_job(service: Service, params: GenerationBody) -> GenerationJob:
-    """Encodes the prompts of a request and makes its sequences. Raises ApiError if they can never run."""
+def make_job(service: Service, params: GenerationBody, asked: ResponsesRequest | None = None) -> GenerationJob:
+    """Encodes the prompts of a request and makes its sequences; `asked`: the request to /v1/responses that `params` stands for.
+    Raises ApiError if they can never run.
+    """
     fronts: list[str] = []
     if isinstance(params, ChatCompletionRequest):
         form = service.answer_format
@@ -150,12 +151,15 @@ def make_job(service: Service, params: GenerationBody) -> GenerationJob:
             stream = Detokenizer(service.tokenizer, ids, params.stops, skip_special_tokens=not form.shown)
             sequences.append(ServedSequence(request, stream, collector, index, hidden=form.hidden))
     arguments = (
-        service.name, sequences, params.choices, service.token_texts,
+        params.model, sequences, params.choices, service.token_texts,
         params.num_logprobs is not None, fronts,
     )  # fmt: skip
     if isinstance(params, ChatCompletionRequest):
         names = [function.name for function in params.callable_functions]
         parsers = [AnswerParser(form, names, opened) for _ in sequences]
+        if asked is not None:
+            items = ItemResponses(*arguments, parser=parsers[0], asked=asked, tokenizer=service.tokenizer)
+            return GenerationJob(service, params, sequences, collector, items)
         return GenerationJob(service, params, sequences, collector, ChatResponses(*arguments, parsers=parsers))
     return GenerationJob(service, params, sequences, collector, CompletionResponses(*arguments))
 
@@ -212,7 +216,8 @@ def _request(
     if sampling.min_new_tokens > limit:
         raise refused("min_tokens", f"{sampling.min_new_tokens:,} are more than the {limit:,} that the sequence may have")
     stops = frozenset() if params.ignore_eos else frozenset(service.engine.stop_token_ids)
-    return Request(ids, limit, sampling, stops, top_logprobs=params.num_logprobs or 0, grammar=grammar)
+    adapter = service.adapter_of(params.model)
+    return Request(ids, limit, sampling, stops, top_logprobs=params.num_logprobs or 0, grammar=grammar, adapter=adapter)
 
 
 def _sampling(service: Service, params: GenerationBody, seed: int) -> Sampling:

@@ -56,6 +56,14 @@ class Metrics:
         self.prompt_tokens = Counter("lowbit_prompt_tokens", "Prompt tokens.", **registry)
         self.shared_tokens = Counter("lowbit_prompt_tokens_shared", "Prompt tokens found in the prefix cache.", **registry)
         self.tokens = Counter("lowbit_generated_tokens", "Sampled tokens.", **registry)
+        self.adapters = () if engine.adapters is None else engine.adapters.names
+        self.adapter_texts = Counter("lowbit_adapter_texts", "Sequences with an adapter.", ("adapter",), **registry)
+        self.adapter_tokens = Counter(
+            "lowbit_adapter_generated_tokens", "Sampled tokens of sequences with an adapter.", ("adapter",), **registry
+        )
+        for adapter in self.adapters:
+            self.adapter_texts.labels(adapter)
+            self.adapter_tokens.labels(adapter)
         self.first_token = Histogram(
             "lowbit_time_to_first_token_seconds",
             "From an encoded prompt to its first token.",
@@ -94,6 +102,9 @@ class Metrics:
         self.prompt_tokens.inc(len(sequence.request.prompt))
         self.shared_tokens.inc(sequence.cached_tokens)
         self.tokens.inc(len(sequence.sampled))
+        if (adapter := sequence.request.adapter) is not None:
+            self.adapter_texts.labels(adapter).inc()
+            self.adapter_tokens.labels(adapter).inc(len(sequence.sampled))
         if first is not None and len(sequence.sampled) > 1:
             self.token.observe((time.monotonic() - first) / (len(sequence.sampled) - 1))
 

@@ -1,4 +1,6 @@
-"""Responses in OpenAI's form, whole or as chunks, for chats and for completions."""
+"""Responses in OpenAI's form, whole or as server-sent events, for chats and for completions; item_responses.py has those of
+/v1/responses.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,18 @@ from typing import Any
 from lowbit.engine import FinishReason, SampledToken
 from lowbit.serve.answer import AnswerParser, Piece
 from lowbit.serve.chat import TokenTexts
+from lowbit.serve.errors import ApiError, encoded
 from lowbit.serve.worker import SequenceOutput, ServedSequence
 
 LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
 
 BROKEN = "\ufffd"
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """Returns a server-sent event without a name."""
+    return b"data: " + encoded(value) + b"\n\n"
 
 
 def _finite(logprob: float) -> float:
@@ -67,6 +75,22 @@ class Responses:
     def last_chunk(self) -> dict[str, Any]:
         """The chunk with the usage."""
         return {**self._head(self.chunk), "choices": [], "usage": self.usage()}
+
+    def begin(self) -> bytes:
+        """Returns the events before the first output."""
+        return b""
+
+    def events(self, output: SequenceOutput, first: bool, usage: bool) -> bytes:
+        """Returns the events of an output; arguments as in `chunks`."""
+        return b"".join(map(event, self.chunks(output, first, usage)))
+
+    def end(self, usage: bool) -> bytes:
+        """Returns the events after the last output; `usage`: with the usage."""
+        return (event(self.last_chunk()) if usage else b"") + b"data: [DONE]\n\n"
+
+    def failure(self, error: ApiError) -> bytes:
+        """Returns the event of an error, which ends a stream."""
+        return event(error.body())
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": f"{self.prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}

@@ -460,10 +460,10 @@ class DetokenizeRequest(StrictModel):
     tokens: Tokens
 
 
-PARTS = (
+PARTS: list[type[StrictModel]] = [
     ChatMessage, Tool, FunctionDefinition, ToolCall, FunctionCall, TextContentPart, StreamOptions, ResponseFormat, JsonSchema,
     NamedToolChoice, NamedFunction, StructuredOutputs,
-)  # fmt: skip
+]  # fmt: skip
 """Models whose fields may be named in errors, besides those of the body."""
 
 Body = TypeVar("Body", bound=StrictModel)

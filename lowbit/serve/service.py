@@ -100,7 +100,8 @@ class SequenceQuota:
 
 @dataclass
 class Service:
-    """One model, served as `name`.
+    """One model, served as `name`, and its adapters, served under their own names. Raises ValueError for an adapter with the
+    model's name.
 
     key: API key that clients must send, None for no key. local: only this machine can connect. defaults: default sampling
     settings of requests (`configured`). The server starts `worker`.
@@ -118,6 +119,9 @@ class Service:
 
     def __post_init__(self) -> None:
         engine = self.engine
+        self.adapters = () if engine.adapters is None else engine.adapters.names
+        if self.name in self.adapters:
+            raise ValueError(f"the model and an adapter are both named {self.name!r}: give the model another name (--name)")
         self.metrics = Metrics(engine)
         self.quota = SequenceQuota(self.limits.max_sequences)
         most = min(self.limits.max_prompt, engine.max_length - 1)
@@ -150,9 +154,14 @@ class Service:
             raise unavailable(f"the server is {self.state.value}", 5)
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError unless `name` is the model's name."""
-        if name != self.name:
-            raise ApiError(404, f"model: there is only {self.name!r} here, got {name!r}", "model", "model_not_found")
+        """Raises ApiError unless `name` is that of the model or of an adapter."""
+        if name != self.name and name not in self.adapters:
+            known = f"only {self.name!r}" if not self.adapters else ", ".join(map(repr, (self.name, *self.adapters)))
+            raise ApiError(404, f"model: there is {known} here, got {name!r}", "model", "model_not_found")
+
+    def adapter_of(self, name: str) -> str | None:
+        """Returns the adapter that a request for the model `name` is computed with; None for the model itself."""
+        return name if name in self.adapters else None
 
     @property
     def healthy(self) -> bool:

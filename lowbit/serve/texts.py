@@ -6,12 +6,15 @@ import base64
 import struct
 from typing import Any
 
+from lowbit.serve.errors import refused
 from lowbit.serve.schema import DetokenizeRequest, EmbeddingRequest, TokenizeRequest, prompts_of
 from lowbit.serve.service import Service
 
 
 async def embeddings(service: Service, params: EmbeddingRequest) -> dict[str, Any]:
     """Returns the embeddings of texts, one after another, so that other requests' steps run between them."""
+    if service.adapter_of(params.model) is not None:
+        raise refused("model", f"adapters compute no embeddings here: ask for {service.name!r}", "unsupported")
     prompts = await service.prompts.encoding(lambda: service.prompts.of_prompts(prompts_of(params.input)))
     data = []
     for index, ids in enumerate(prompts):

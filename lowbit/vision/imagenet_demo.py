@@ -30,7 +30,7 @@ from lowbit.vision.trace import trace
 
 FOLDS = 2
 CONFIGURATIONS: tuple[tuple[str, float | None], ...] = (
-    ("w8a8", None), ("w8a4", None), ("w4a8", None), ("w4a4", None), ("w4a8", 0.05), ("w4a4", 0.05)
+    ("w8a8", None), ("w8a4", None), ("w4a8", None), ("w4a4", None), ("w4a8", 0.04), ("w4a4", 0.04)
 )  # fmt: skip
 """Measured configurations: scheme, and for mixed bits the divergence in nats up to which layers have 4 bits."""
 

@@ -16,11 +16,26 @@ import torch
 from torch import Tensor
 
 from lowbit.vision.bits import LayerBits, Quantization, QuantWeight, largest_scale
-from lowbit.vision.graph import Conv, Graph, Input, MaxPool, Other, Ref, Resize, Sum, call_other
+from lowbit.vision.graph import (
+    ACTIVATIONS,
+    Activation,
+    AveragePool,
+    Concat,
+    Conv,
+    Graph,
+    Input,
+    MaxPool,
+    Node,
+    Other,
+    Ref,
+    Resize,
+    Sum,
+    call_other,
+)
 from lowbit.vision.lower import lower
 from lowbit.vision.network import QuantizedNetwork
 from lowbit.vision.onnx_nodes import CONVERTERS, WITHOUT_OPERATION, Given, OnnxError, import_onnx
-from lowbit.vision.trace import REARRANGES, Traced, UnsupportedNetwork, trace
+from lowbit.vision.trace import FLATTENS, REARRANGES, Traced, UnsupportedNetwork, trace
 
 if TYPE_CHECKING:
     import onnx
@@ -62,7 +77,7 @@ def read_onnx(path: str | Path) -> OnnxNetwork:
 
 
 class OnnxNetwork(Traced):
-    """A network of an ONNX file in floating point. Its weights are buffers; it cannot be trained.
+    """A network of an ONNX file in floating point. Its weights are constants; it cannot be trained.
 
     `image_shape`: (C, H, W) as the file states it, with 0 for sizes that it leaves open.
     """
@@ -71,14 +86,14 @@ class OnnxNetwork(Traced):
         super().__init__()
         self.model, self.images, self.opset = model, images, opset
         self.image_shape = next(_sizes(value)[1:] for value in model.graph.input if value.name == images)
-        self._graphs: dict[tuple[int, ...], _Read] = {}
+        self._graphs: dict[tuple[int, ...], _Contents] = {}
         self.eval()
 
     def forward(self, images: Tensor) -> Any:
         """Returns the result for images [N, C, H, W]."""
         return self.read(tuple(images.shape[1:])).graph.to(images.device).run(images)
 
-    def read(self, shape: tuple[int, ...]) -> _Read:
+    def read(self, shape: tuple[int, ...]) -> _Contents:
         """Returns the graph for images [C, H, W] and what its QDQ nodes say. Raises OnnxError for nodes that are not supported
         and for another shape than the file states."""
         stated = self.image_shape
@@ -100,7 +115,8 @@ class OnnxNetwork(Traced):
         by default that of the file.
 
         uint8 values with zero point 0 have half as many codes here. Where a file rounds a value before its ReLU and after it,
-        only the second rounding stays. Raises OnnxError if a value that convolutions read has no scale, and for zero points
+        only the second rounding stays. Activations, means, pools and concatenations without QDQ nodes get the scale that clips
+        nothing. Raises OnnxError if a value that convolutions read has no scale, and for zero points
         other than the middle of the range.
         """
         shape = (self.image_shape[0], *(size or self.image_shape[1:]))
@@ -121,7 +137,7 @@ class OnnxNetwork(Traced):
 
 
 @dataclass(eq=False)
-class _Read:
+class _Contents:
     """A graph, the storage and scale of each value that QDQ nodes state, by node, and of each weight: scale, float32 [O] or
     [1], and bits."""
 
@@ -130,9 +146,14 @@ class _Read:
     weights: dict[str, tuple[Tensor, int]]
 
 
-def _quantization(graph: Graph, read: _Read) -> Quantization:
+def _quantization(graph: Graph, read: _Contents) -> Quantization:
     """Returns the quantization that the QDQ nodes of a file state for its fused graph."""
-    stated = {graph.fused.get(name, name): value for name, value in read.values.items()}  # the last of fused values wins
+    flat = {}  # files round what they have flattened, here its source is rounded
+    for name, value in read.values.items():
+        node = read.graph.nodes[name]
+        if isinstance(node, Other) and node.target in FLATTENS and node.inputs[0] not in read.values:
+            flat[node.inputs[0]] = value
+    stated = {graph.fused.get(name, name): value for name, value in (flat | read.values).items()}  # the last of fused values
     bits: dict[str, LayerBits] = {}
     scales: dict[str, float] = {}
     weights: dict[str, QuantWeight] = {}
@@ -143,8 +164,8 @@ def _quantization(graph: Graph, read: _Read) -> Quantization:
             if storage == "u4" and not node.relu:
                 raise OnnxError(f"{name}: 4-bit codes without sign are for outputs of a ReLU")
             scale = min(scale, largest_scale(node, 15 if storage == "u4" else 127))
-        if isinstance(node, (MaxPool, Resize)):
-            scale = scales.get(node.x, math.inf)
+        if isinstance(node, (MaxPool, Resize)) or scale == math.inf:
+            scale = _following_scale(node, scales)
         if scale < math.inf:
             scales[name] = scale
         for conv in (node, node.second) if isinstance(node, Conv) else ():
@@ -160,8 +181,27 @@ def _quantization(graph: Graph, read: _Read) -> Quantization:
     return Quantization(bits, scales, weights)
 
 
+def _following_scale(node: Node, scales: dict[str, float]) -> float:
+    """Returns the scale of a value for which the file states none, from those of its inputs, so that nothing is clipped;
+    infinity if they do not say it."""
+    inputs = [scales.get(name, math.inf) for name in node.inputs]
+    if isinstance(node, (MaxPool, Resize, AveragePool, Concat)):
+        return max(inputs)
+    if isinstance(node, Activation) and inputs[0] < math.inf:
+        largest = ACTIVATIONS[node.function](torch.arange(-128, 128, dtype=torch.float64) * inputs[0]).abs().max()
+        return float(largest) / 127
+    return math.inf
+
+
 @dataclass
 class _Reader:
+    """Reads the nodes of a file in order, for images of one shape.
+
+    values: constants as tensors and values of images as `Ref`, by their names in the file; `nodes`, `shapes` and `example`
+    (the value for two images of zeros) are by the names of operations. stated: storage and scale of each value with a
+    QuantizeLinear; steps: scale and bits of each dequantized constant, and `weights` those of each operation.
+    """
+
     network: OnnxNetwork
     image_shape: tuple[int, ...]
     values: dict[str, Any] = field(default_factory=dict)
@@ -177,7 +217,7 @@ class _Reader:
         """The batch size that the file states for the images, -1 if it leaves it open."""
         return next(_sizes(v)[0] or -1 for v in self.network.model.graph.input if v.name == self.network.images)
 
-    def read(self) -> _Read:
+    def read(self) -> _Contents:
         """Returns the graph of the file."""
         onnx = import_onnx()
         graph = self.network.model.graph
@@ -196,9 +236,10 @@ class _Reader:
             results[value.name] = found.name
         form = 0 if len(results) == 1 else {name: i for i, name in enumerate(results)}
         whole = Graph(self.nodes, tuple(results.values()), self.shapes, form)  # type: ignore[arg-type]
-        return _Read(whole, self.stated, self.weights)
+        return _Contents(whole, self.stated, self.weights)
 
     def _node(self, node: Any) -> None:
+        """Appends the operation of a node, or evaluates it."""
         kind, inputs = node.op_type, [self.values.get(name) if name else None for name in node.input]
         name = self._unique(node.name or (node.output[0] if node.output else kind))
         attributes = {a.name: _attribute(a) for a in node.attribute}
@@ -256,6 +297,7 @@ class _Reader:
         return refs[0]
 
     def _names(self, ref: Ref) -> list[str]:
+        """Returns the names that an operation's value has in the file."""
         return [name for name, value in self.values.items() if isinstance(value, Ref) and value.name == ref.name]
 
     def _qdq(self, given: Given, node: Any) -> Any:

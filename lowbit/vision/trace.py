@@ -44,7 +44,7 @@ from lowbit.vision.graph import (
 
 aten = torch.ops.aten
 _ALIASES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten.dropout.default)
-_FLATTENS = (aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.squeeze.dims)
+FLATTENS = (aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.squeeze.dims)
 _CONVOLUTIONS = (aten.conv2d.default, aten.conv2d.padding)
 _PADS = (aten.pad.default, aten.constant_pad_nd.default)
 _RESIZES = {
@@ -52,7 +52,7 @@ _RESIZES = {
     aten.upsample_bilinear2d.vec: "bilinear",
 }  # fmt: skip
 _BATCH_NORMS = (aten._native_batch_norm_legit_no_training.default, aten.batch_norm.default)
-REARRANGES = (*_FLATTENS, aten.cat.default, aten.permute.default, aten.transpose.int, aten.sym_size.int, operator.getitem)
+REARRANGES = (*FLATTENS, aten.cat.default, aten.permute.default, aten.transpose.int, aten.sym_size.int, operator.getitem)
 
 
 FUSIONS = ("relu", "add", "shortcut")
@@ -270,7 +270,7 @@ def _linear(node: Other, nodes: dict[str, Node], shapes: dict[str, tuple[int, ..
     if not isinstance(x, Ref) or not isinstance(weight, Tensor) or len(shapes.get(x.name, ())) != 1:
         return replace(node, reason="linear layer of something else than one vector per image")
     source, name = nodes[x.name], x.name
-    if isinstance(source, Other) and source.target in _FLATTENS and len(shapes.get(source.inputs[0], ())) == 3:
+    if isinstance(source, Other) and source.target in FLATTENS and len(shapes.get(source.inputs[0], ())) == 3:
         name = source.inputs[0]
     image = shapes[name] if len(shapes[name]) == 3 else (*shapes[name], 1, 1)
     bias = torch.zeros(weight.shape[0], device=weight.device) if bias is None else bias

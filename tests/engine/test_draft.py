@@ -60,10 +60,10 @@ def test_the_model_itself_is_always_right(model):
     assert sequence.request.prompt != common and engine.speculation.accepted == engine.speculation.drafted > 100
     plan, plain_steps = engine.speculation.plan, 10
 
-    def sometimes(sequences):
+    def sometimes(sequences, **more):
         nonlocal plain_steps
         plain_steps -= 1
-        return {} if plain_steps % 12 > 6 else plan(sequences)
+        return {} if plain_steps % 12 > 6 else plan(sequences, **more)
 
     engine.speculation.plan = sometimes
     before = engine.speculation.drafted
@@ -107,6 +107,24 @@ def test_another_vocabulary_and_head_size(model):
     (sequence,) = engine.generate([Request(prompt(50), 30)])
     assert tokens(sequence) == expected(model, sequence.request.prompt, 30)
     assert guessed and all(token < 160 for each in guessed for row in each.values() for token in row)
+
+
+def test_pages_of_plain_steps(model):
+    """Cached pages whose tokens plain steps sampled: keys and values are computed when a later turn is guessed, also beside
+    one that shares the first pages only, and for pages that another text takes over."""
+    engine = engine_of(model, speculate=4, draft=copy.deepcopy(model), max_length=256)
+    plan = engine.speculation.plan
+    engine.speculation.plan = lambda sequences, **more: {}
+    first = prompt(100)
+    (turn,) = engine.generate([Request(first, 60)])
+    engine.speculation.plan = plan
+    for ids in ([*turn.tokens, 7], [*turn.tokens[:130], 9, 10], prompt(140, 3), [*turn.tokens, 8]):
+        before = engine.speculation.drafted, engine.speculation.accepted
+        (sequence,) = engine.generate([Request(ids, 30)])
+        assert tokens(sequence) == expected(model, ids, 30)
+        drafted, accepted = engine.speculation.drafted - before[0], engine.speculation.accepted - before[1]
+        assert drafted == accepted > 10 and (sequence.cached_tokens == 128) == (ids[:100] == first)
+    assert engine._draft._complete and len(engine._draft._complete) < engine.scheduler.pages.count
 
 
 def test_a_smaller_vocabulary(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import threading
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowbit.engine import Detokenizer, Engine, FinishReason, Grammar, GrammarCompiler, GrammarsUnavailable, Request, Sampling
+from lowbit.engine.grammar import masks_of
 from tests.tiny import eager_llama, json_tokenizer, tiny_tokenizer
 
 pytest.importorskip("llguidance", reason="needs the structured extra: pip install '.[structured]'")
@@ -128,6 +130,113 @@ def test_random_schemas_give_json_that_they_allow(engine, compiler, some, seed):
     alone = engine.generate([Request(prompt(seed % 1000), 20, Sampling(1.0, seed=seed % 1000))])
     tokens, expected = ([each.token for each in sequence.sampled] for sequence in (sequences[-1], alone[0]))
     assert tokens == expected, "grammars do not change what other sequences of their steps say"
+
+
+def random_schema(source, depth=0):
+    """A JSON schema of a `random.Random`, with the keywords that `allows` knows."""
+    leaves = ["enum", "const", "string", "pattern", "integer", "number", "boolean", "null", "any"]
+    kind = source.choice([*leaves, *(["object", "object", "array", "anyOf"] if depth < 3 else [])])
+
+    def name():
+        return "".join(source.choices("abcxyz_", k=source.randint(1, 5)))
+
+    def more():
+        return random_schema(source, depth + 1)
+
+    low = source.randint(0, 3)
+    match kind:
+        case "enum":
+            return {"enum": [source.choice([name(), source.randint(-9, 9), None, True, False]) for _ in range(low + 1)]}
+        case "const":
+            return {"const": name()}
+        case "string":
+            return {"type": "string", "minLength": low, "maxLength": low + source.randint(0, 9)}
+        case "pattern":
+            return {"type": "string", "pattern": source.choice(["^[a-c]{2,4}$", "^x[0-9]+y?$", "^(yes|no)$"])}
+        case "integer":
+            return {"type": "integer", "minimum": low - 50, "maximum": low + source.randint(0, 300)}
+        case "object":
+            properties = {name(): more() for _ in range(source.randint(0, 4))}
+            required = sorted(properties)[: source.randint(0, 4)]
+            return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        case "array":
+            return {"type": "array", "items": more(), "minItems": low // 2, "maxItems": low // 2 + source.randint(0, 2)}
+        case "anyOf":
+            return {"anyOf": [more() for _ in range(source.randint(1, 3))]}
+    return {} if kind == "any" else {"type": kind}
+
+
+def test_a_thousand_random_schemas(compiler):
+    """Each gives JSON that it allows, or ends at the limit. Sampled and greedy, 32 at once."""
+    source, limit = random.Random(44), 48
+    schemas_ = [random_schema(source) for _ in range(1000)]
+    engine = Engine(eager_llama(), max_concurrent=32, max_length=128, chunk_tokens=128, cache_bytes=1 << 25)
+    asked = [
+        request(compiler.compile(Grammar.json_schema(schema)), seed, limit, temperature=float(seed % 3 > 0))
+        for seed, schema in enumerate(schemas_)
+    ]
+    ended = 0
+    for schema, sequence in zip(schemas_, engine.generate(asked), strict=True):
+        if sequence.finish_reason is FinishReason.LENGTH:
+            assert len(sequence.sampled) == limit
+            continue
+        ended += 1
+        assert sequence.finish_reason is FinishReason.STOP
+        assert allows(schema, json.loads(text_of(sequence))), (schema, text_of(sequence))
+    assert ended > 500, ended
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_forced_tokens_are_verified_in_one_step(compiler, ahead):
+    """Of sequences with grammars only the tokens that these force: tokens and log-probabilities are those of one by one, greedy
+    and sampled, beside sequences without grammars, in fewer steps."""
+    source = random.Random(9)
+    schemas_ = [random_schema(source) for _ in range(60)]
+    names = {f"a_long_name_{i}": {"enum": [i, None]} for i in range(4)}
+    schemas_ += [{"type": "object", "properties": names, "required": sorted(names), "additionalProperties": False}] * 3
+
+    def asked():
+        settings_ = [Sampling(), Sampling(1.0, seed=5), Sampling(0.8, seed=1, top_k=9), Sampling(1.0, repetition_penalty=1.3)]
+        constrained = [
+            Request(prompt(i), 90, settings_[i % 4], frozenset([END]), top_logprobs=i % 3, grammar=grammars[i])
+            for i in range(len(schemas_))
+        ]
+        return [*constrained, Request(prompt(99), 60), Request(prompt(98), 60, Sampling(1.0, seed=4))]
+
+    grammars = [compiler.compile(Grammar.json_schema(schema)) for schema in schemas_]
+    options = {"max_concurrent": 8, "max_length": 256, "cache_bytes": 1 << 25, "async_scheduling": ahead}
+    plain, jumping = Engine(eager_llama(), **options), Engine(eager_llama(), speculate=5, **options)
+    steps = []
+    for engine in (plain, jumping):
+        launch = engine.runner.decode
+        engine.runner.decode = lambda *given, launch=launch, **more: (steps.append(1), launch(*given, **more))[1]
+        steps.append(0)
+    expected = plain.generate(asked())
+    count, found = len(steps), jumping.generate(asked())
+    for one, other in zip(found, expected, strict=True):
+        assert [each.token for each in one.sampled] == [each.token for each in other.sampled]
+        assert one.finish_reason is other.finish_reason
+        for mine, theirs in zip(one.sampled, other.sampled, strict=True):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+    speculation = jumping.speculation
+    assert len(steps) - count < count and speculation.accepted > 200
+
+
+def test_the_first_forced_token_is_in_flight(compiler):
+    """The masks of a state and of the states after its forced tokens, of which the matcher remembers nothing."""
+    state = compiler.compile(Grammar.lark('start: "abc" /[xy]/ "d"')).start()
+    assert state.forced == tuple(tokenizer.convert_tokens_to_ids(list("abc")))
+    before = masks_of([state], state.words)[0]
+    masks = state.masks_ahead(state.forced)
+    assert torch.equal(masks[0], before) and torch.equal(masks_of([state], state.words)[0], before)
+    other = compiler.compile(Grammar.lark('start: "abc" /[xy]/ "d"')).start()
+    for row, token in enumerate(state.forced):
+        assert torch.equal(masks_of([other], other.words)[0], masks[row]) and not other.accept(token)
+    assert torch.equal(masks_of([other], other.words)[0], masks[3]) and other.forced == ()
+    (x, d) = tokenizer.convert_tokens_to_ids(["x", "d"])
+    assert not other.accept(x) and other.forced == (d,)
+    assert bool((other.masks_ahead((d,))[1] == -1).all()), "a complete text: its next token is discarded"
+    assert not other.accept(d) and other.is_complete and other.forced == ()
 
 
 def test_the_schemas_check_is_one():

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from lowbit.engine import Engine
-from lowbit.engine.decode_runner import DecodeRunner
+from lowbit.engine.cache import CacheBudget
+from lowbit.engine.decode_runner import DecodeRunner, graph_bytes
 from lowbit.engine.graphs import Graphs
 from lowbit.engine.mixed_runner import MixedRunner
 from lowbit.engine.prefill_runner import PrefillRunner
+from lowbit.engine.slots import Slots
+from lowbit.engine.verify_runner import VerifyRunner
 from tests.tiny import eager_llama
 
 
@@ -60,3 +63,24 @@ def test_a_capture_is_preceded_by_a_run(captures):
     graphs, called = Graphs(torch.device("cpu")), []
     _, made = graphs.capture(lambda: called.append(len(captures)) or len(called))
     assert called == [0, 1] and made == 2
+
+
+def test_the_cache_leaves_memory_for_graphs(monkeypatch):
+    """Logits of every captured step, plain, with guesses and of a draft model, are in the bound, which the cache is without."""
+    vocab, most, drafts = 1000, 20, 3
+    slots = Slots(most, 20_000, vocab, (), torch.device("cpu"), drafts)
+    steps, verified = DecodeRunner(None, slots, most), VerifyRunner(None, slots, most, drafts)
+
+    def logits(runner, kinds):
+        return sum(2 * vocab * size for size, filtered, _ in runner.variants(True) if filtered in kinds)
+
+    every = (True, False, None)
+    assert graph_bytes(most, 0, vocab, 0, 2) == logits(steps, every)
+    assert logits(steps, every) + logits(verified, every) <= graph_bytes(most, drafts, vocab, 0, 2)
+    drafting = graph_bytes(most, drafts, vocab, vocab, 2) - graph_bytes(most, drafts, vocab, 0, 2)
+    assert drafting == logits(steps, (False,))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 31))
+    budget = CacheBudget.for_device(torch.device("cuda"), None, graph_bytes=1 << 29)
+    assert budget.bytes_ == int(0.9 * (1 << 29)) and "less 0.50 GiB for graphs" in budget.source
+    assert CacheBudget.for_device(torch.device("cuda"), 77, graph_bytes=1 << 29).bytes_ == 77
+    assert CacheBudget.for_device(torch.device("cuda"), None, graph_bytes=1 << 31).bytes_ == 0

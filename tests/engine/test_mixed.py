@@ -135,7 +135,7 @@ def test_beside_guesses_and_a_draft_model(model, monkeypatch):
     monkeypatch.setattr("lowbit.engine.engine.draft_step_cost", lambda draft_bytes, model_bytes: 2.0)
     engine = engine_of(model, speculate=3, draft=eager_llama())
     chosen, takes = random.Random(0), engine.speculation.plan
-    engine.speculation.plan = lambda sequences: takes(sequences) if chosen.random() < 0.6 else {}
+    engine.speculation.plan = lambda sequences, **more: takes(sequences, **more) if chosen.random() < 0.6 else {}
     found, mixed = arriving(engine, some_requests())
     alone = engine_of(model, max_concurrent=1)
     assert [tokens(s) for s in found] == [tokens(alone.generate([request])[0]) for request in some_requests()]

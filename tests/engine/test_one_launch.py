@@ -190,6 +190,8 @@ def test_reasons():
     program = DecodeProgram(decoder, model.dtype, torch.device("cpu"), batch_invariant=False, persistent_step=True)
     assert program.report(0.0)[-1] == "no step is one launch: one launch a step runs on a GPU, not on a CPU"
     assert program.status is None
+    program.use_adapters(object())
+    assert "no step is one launch: one launch a step computes no LoRA adapters" in program.report(0.0)
     invariant = DecodeProgram(decoder, model.dtype, torch.device("cpu"), batch_invariant=True, persistent_step=True)
     assert "batch_invariant" in invariant.report(0.0)[-1]
     assert len(program_of(model).report(0.0)) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import signal
@@ -14,9 +15,11 @@ import torch
 import transformers
 
 import lowbit
+from lowbit.checkpoint.numerics import read as read_numerics
 from lowbit.engine import Engine, EngineFailed, Grammar, GrammarCompiler, RankFailed, Request, RequestFailed, Sampling
 from lowbit.engine.rank_processes import load_ranks, start_ranks
 from lowbit.engine.shard_loading import load_part
+from lowbit.models import numerics
 from lowbit.models.load import load_causal
 from lowbit.ops.elementwise import add_norm_squares
 from lowbit.ops.peers import Peers, peers_refusals
@@ -29,12 +32,12 @@ OPTIONS = {"max_concurrent": 4, "chunk_tokens": 128, "cache_bytes": 1 << 22, "ma
 """Fewer slots and pages than the requests ask for: some wait, some are preempted."""
 
 
-def save(folder, intermediate_size=176, **options):
+def save(folder, intermediate_size=176, num_key_value_heads=2, **options):
     """A Llama whose next token depends on all tokens before, with biases, a head of 161 rows and groups that a cut divides."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=161, hidden_size=64, intermediate_size=intermediate_size, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, attention_bias=True, **options,
+        num_key_value_heads=num_key_value_heads, max_position_embeddings=512, attention_bias=True, **options,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     for parameter in model.parameters():
@@ -104,11 +107,31 @@ def test_a_pipeline(tmp_path):
         pipe.destroy()
 
 
+def test_parts_are_compared_with_what_the_checkpoint_states(tmp_path):
+    """Layers by rows, by columns and, with ranks that share a KV head, whole; a layer whose record differs is named."""
+    save(tmp_path / "plain", num_key_value_heads=1)
+    lowbit.quantize_checkpoint(tmp_path / "plain", tmp_path / "q", "w4a16_g32")
+    _, ranks = load_ranks(tmp_path / "q", 2, CPU, dtype=torch.float32)
+    ranks.end()
+    kept = read_numerics(tmp_path / "q")
+    for name in ("model.layers.1.self_attn.o_proj", "model.layers.0.mlp.up_proj"):
+        sums = kept.layers[name]
+        wrong = dataclasses.replace(sums, sums=sums.sums.roll(1, dims=1))
+        numerics.write(tmp_path / "q", dataclasses.replace(kept, layers=kept.layers | {name: wrong}))
+        with pytest.raises(numerics.NumericsError, match=f"1 of 14 layers do not compute on cpu.*{name}"):
+            load_ranks(tmp_path / "q", 2, CPU, dtype=torch.float32)
+    (values, largest), layers = kept.logits, kept.layers
+    numerics.write(tmp_path / "q", dataclasses.replace(kept, layers=layers, logits=(values, largest.flip(1))))
+    with pytest.raises((numerics.NumericsError, RankFailed), match="the model's logits differ"):
+        load_ranks(tmp_path / "q", 2, CPU, dtype=torch.float32)
+
+
 def test_what_goes_without_several_processes_is_refused(tmp_path):
     save_tiny(tmp_path)
     for options, words in (
         ({"engine": False}, "tensor_parallel=2 is the engine's, and goes without engine=False"),
         ({"draft": str(tmp_path)}, "goes without a draft model"),
+        ({"lora": {"x": str(tmp_path)}}, "goes without LoRA adapters"),
         ({"tensor_parallel": 3}, "its 4 heads are no multiple of 3"),
         ({"tensor_parallel": 4, "batch_invariant": True}, "batch_invariant goes with up to 2 ranks"),
     ):
@@ -238,6 +261,8 @@ def test_common_operations(tmp_path):
         for options in ({"forward": True}, {"persistent_step": True}, {"speculate": 2, "draft": model}):
             with pytest.raises(ValueError, match="tensor parallelism goes without"):
                 Engine(model, ranks=ranks, **options)
+        with pytest.raises(ValueError, match="these ranks have an engine; for another one, load the model again"):
+            Engine(model, ranks=ranks)
         engine.generate([Request([5, 6], 3)])
         with pytest.raises(RankFailed, match="rank 0: ValueError: rank 0 has no such thing"):
             ranks.everywhere(engine, fails_on_rank, 0)

@@ -319,3 +319,23 @@ def test_json_has_no_infinities():
 def test_nothing_to_plot(tmp_path):
     with pytest.raises(ValueError, match="nothing to plot"):
         plot({"models": [{"size": None, "figures": []}]}, tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("suite", [False, True])
+def test_the_gate(tmp_path, models, suite):
+    """A loss above the bound exits with 1 after the results are written, one below with 0."""
+    fp16, q4, _ = models
+    options = ["--windows", "1", "--window", "16", "--json", tmp_path / "r.json"]
+    options += ["--suite", "text", "--out", tmp_path / "o"] if suite else []
+    for bound, code in (("100", 0), ("0", 1)):
+        (tmp_path / "r.json").unlink(missing_ok=True)
+        compared = (q4, fp16) if suite else (fp16, q4)  # random weights: rounding happens to make the text more likely
+        arguments = ["eval", compared[0], "--reference", compared[1], "--gate", bound, *options]
+        result = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "400"})
+        assert result.exit_code == code and (tmp_path / "r.json").is_file(), result.output
+        assert ("above --gate 0.0" in result.stderr) == (code == 1)
+
+
+def test_a_gate_needs_a_reference(models):
+    result = CliRunner().invoke(app, ["eval", str(models[1]), "--gate", "0.1"], env={"COLUMNS": "400"})
+    assert result.exit_code == 1 and "name it with --reference" in result.stderr

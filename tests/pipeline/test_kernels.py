@@ -26,6 +26,7 @@ from lowbit.nn import QuantLinear
 from lowbit.ops.simulated_gpu import simulated_gpu
 from lowbit.pack import FragmentWeight
 from lowbit.pipeline.kernels import engine_kernels
+from tests.adapters import write_adapter
 from tests.tiny import save_tiny, tiny_llama, tiny_tokenizer
 from tests.tiny_experts import tiny_experts
 
@@ -60,6 +61,21 @@ def test_kernels_of_each_gpu(folder):
     # The engine's check against the model at its start has 16-bit pages.
     assert names(folder, "h200", kv="int4") == names(folder, "h200") | {"packed_attention"}
     assert names(folder, "h200", speculate=3) == names(folder, "h200") | {"accept_rows"}
+
+
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_kernels_of_adapters(folder, tmp_path, gpu):
+    """Two for adapters, and products of steps and prompts whose bias is of tokens; nothing else is new."""
+    lora = {"x": write_adapter(tmp_path, tiny_llama(), rank=40)}
+    options = {"max_concurrent": 2, "scheme": "w4a16_g64", "speculate": 2}
+    plain, adapted = (engine_kernels(folder, GPUS[gpu], **options, **more) for more in ({}, {"lora": lora}))
+    new = [kernel for kernel in adapted if kernel not in plain]
+    products = [kernel for kernel in new if kernel.name not in ("shrink", "expand")]
+    assert {kernel.name for kernel in new} > {"shrink", "expand"} and products
+    assert all(kernel.arguments[-1].epilogue.bias_of_tokens for kernel in products)
+    ends = {(e.norm_parts > 0, e.gate, e.residual) for e in (kernel.arguments[-1].epilogue for kernel in products)}
+    assert ends >= {(True, "none", False), (True, "silu", False), (False, "none", True), (False, "none", False)}
+    assert {kernel.arguments[-1].rank for kernel in new if kernel.name == "shrink"} == {64}
 
 
 @pytest.mark.parametrize("scheme", ["w4a16_g64", "w4a16_g64_z", "w4a16_g64_fz", "w8a16_g64", "w6e3m2a16"])

@@ -43,12 +43,12 @@ def test_training_brings_the_result_nearer(problem):
     quantization = calibrate(graph, ranges, assign_bits(graph, "w4a4"))
     before = lower(graph, quantization)
     said = []
-    tuned_graph, tuned = fine_tune(graph, quantization, batches, vision.FineTune(6, 1e-3), said.append)
+    tuned_graph, tuned = fine_tune(graph, quantization, batches, vision.FineTune(6, 5e-4), said.append)
     after = lower(tuned_graph, tuned)
     torch.manual_seed(5)
     fresh = torch.randn(32, 3, 32, 32)  # images that neither calibration nor training saw
     wanted = graph.run(fresh)
-    assert divergence(wanted, after.run(fresh)) < 0.75 * divergence(wanted, before.run(fresh))
+    assert divergence(wanted, after.run(fresh)) < 0.5 * divergence(wanted, before.run(fresh))
     assert len(said) == 6 and "divergence" in said[-1]
 
 

@@ -183,6 +183,28 @@ def test_nodes_of_a_quantized_file_become_scales(tmp_path):
     assert torch.equal(vision.read_onnx(middle).quantized()(images), network(images))
 
 
+def test_values_without_nodes_get_a_scale_that_clips_nothing(tmp_path):
+    """As onnxruntime writes them: no nodes after the last activation, and after the flattened mean."""
+    path, _ = quantized_file(tmp_path / "net.onnx")
+    model = onnx.load(path)
+    del model.graph.node[4:]  # the ReLU and all after it
+    for each in (
+        node("QuantizeLinear", "c rs z8", "cq"), node("DequantizeLinear", "cq rs z8", "cd"), node("HardSwish", "cd", "h"),
+        node("GlobalAveragePool", "h", "g"), node("Flatten", "g", "f"),
+        node("QuantizeLinear", "f fs z8", "fq"), node("DequantizeLinear", "fq fs z8", "fd"),
+        node("DequantizeLinear", "w4 ws wz", "w4d", axis=0), node("Gemm", "fd w4d b", "y", transB=1),
+    ):  # fmt: skip
+        model.graph.node.append(each)
+    model.graph.initializer.append(numpy_helper.from_array(np.float32(0.015), "fs"))
+    model.graph.initializer.append(numpy_helper.from_array(np.int8(np.arange(-8, 8).reshape(4, 4) * 9), "w4"))
+    onnx.save(model, path)
+    images = torch.randn(4, 3, 8, 8)
+    network = vision.read_onnx(path).quantized()
+    wanted = torch.tensor(reference.ReferenceEvaluator(str(path)).run(None, {"x": images.numpy()})[0])
+    assert network.kept == {} and max(relative(network(images), wanted)) < 0.02
+    assert any(value.scale == pytest.approx(0.015) for value in network.program.values.values())
+
+
 def test_quantized_files_that_have_no_integer_form_here(tmp_path):
     path, _ = quantized_file(tmp_path / "net.onnx", np.uint8, 7)
     with pytest.raises(

@@ -309,17 +309,17 @@ def test_the_model_stays_as_it_was():
 
 
 def test_models_that_cannot_be_traced_say_why():
-    class TwoResults(nn.Module):
+    class NoTensor(nn.Module):
         def forward(self, x):
-            return x * 1, x * 2
+            return {"y": [x * 1, torch.ones(3)]}
 
     class Branches(nn.Module):
         def forward(self, x):
             return x if bool(x.sum() > 0) else -x
 
-    with pytest.raises(UnsupportedNetwork, match="returns 2 tensors"):
-        trace(TwoResults(), torch.randn(1, 3, 8, 8))
+    with pytest.raises(UnsupportedNetwork, match="result 1 of NoTensor is no tensor with the batch first: wrap the model"):
+        trace(NoTensor(), torch.randn(1, 3, 8, 8))
     with pytest.raises(UnsupportedNetwork, match=r"cannot trace Branches"):
         trace(Branches(), torch.randn(1, 3, 8, 8))
     with pytest.raises(UnsupportedNetwork, match=r"images are \[N, C, H, W\]"):
-        trace(TwoResults(), torch.randn(3, 8, 8))
+        trace(NoTensor(), torch.randn(3, 8, 8))

@@ -56,7 +56,7 @@ _FREQUENCY, _MINIMUM = tl.constexpr(sampling.FREQUENCY), tl.constexpr(sampling.M
 _SEED, _FLAGS, _GENERATED = tl.constexpr(sampling.SEED), tl.constexpr(sampling.FLAGS), tl.constexpr(sampling.GENERATED)
 _PENALIZED, _BIASED = tl.constexpr(sampling.PENALIZED), tl.constexpr(sampling.BIASED)
 _CUT, _HELD, _PROMPT = tl.constexpr(sampling.CUT), tl.constexpr(sampling.HELD), tl.constexpr(sampling.PROMPT)
-_MASKED = tl.constexpr(sampling.MASKED)
+_MASKED, _MASK = tl.constexpr(sampling.MASKED), tl.constexpr(sampling.MASK)
 _KEYS, _KEY_SCALE = tl.constexpr(sampling.KEYS), tl.constexpr(sampling.KEY_SCALE)
 _BEST, _LARGEST, _LOG_SUM, _LEVEL = (tl.constexpr(i) for i in range(4))
 
@@ -185,6 +185,8 @@ def survey(
     words = settings + (b if OF_ROWS else slot) * _WORDS
     flags = tl.load(words + _FLAGS) if ADJUST else 0
     temperature = real(words + _TEMPERATURE) if ADJUST else 0.0
+    if ADJUST:
+        masks += tl.load(words + _MASK).to(tl.int64) * ((V + 31) // 32)
     logits += b.to(tl.int64) * STRIDE
     counts += slot.to(tl.int64) * V
     if OVERLAP:
@@ -193,7 +195,6 @@ def survey(
     found = given_logits(logits, at, V)
     raw = cleaned(found)
     bias += slot.to(tl.int64) * V
-    masks += slot.to(tl.int64) * ((V + 31) // 32)
     x = adjusted(raw, chunk, words, counts, bias, masks, ends, flags, V, SIZE, ENDS) if ADJUST else raw
     best, token = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     largest = tl.max(raw, 0) if ADJUST else best
@@ -302,7 +303,7 @@ def weigh(
     logits += b.to(tl.int64) * STRIDE
     counts += slot.to(tl.int64) * V
     bias += slot.to(tl.int64) * V
-    masks += slot.to(tl.int64) * ((V + 31) // 32)
+    masks += tl.load(words + _MASK).to(tl.int64) * ((V + 31) // 32)
     head = heads + b * _HEAD
     if OVERLAP:
         cuda.gdc_wait()
@@ -368,7 +369,7 @@ def collect(
     logits += b.to(tl.int64) * STRIDE
     counts += slot.to(tl.int64) * V
     bias += slot.to(tl.int64) * V
-    masks += slot.to(tl.int64) * ((V + 31) // 32)
+    masks += tl.load(words + _MASK).to(tl.int64) * ((V + 31) // 32)
     offset = offsets + b * (CHUNKS + 1) + chunk
     if OVERLAP:
         cuda.gdc_wait()
@@ -399,7 +400,7 @@ def settle(
     logits += b.to(tl.int64) * STRIDE
     counts += slot.to(tl.int64) * V
     bias += slot.to(tl.int64) * V
-    masks += slot.to(tl.int64) * ((V + 31) // 32)
+    masks += tl.load(words + _MASK).to(tl.int64) * ((V + 31) // 32)
     head, offsets = heads + b * _HEAD, offsets + b * (CHUNKS + 1)
     if OVERLAP:
         cuda.gdc_wait()

@@ -32,7 +32,8 @@ class Epilogue:
     """What is applied to the sums of a GEMM: `channel_scale`, then the norm, then `bias`, then the gate or the residual.
 
     `norm_parts`: partial sums of squares per token, of which the norm computes its RMS; 0: no norm. `h_type`: type of the
-    residual h that y is added to; None: no residual. The residual excludes norm and gate (ValueError).
+    residual h that y is added to; None: no residual. The residual excludes norm and gate (ValueError). `bias_of_tokens`: the
+    bias is [M, N], written by an earlier kernel, instead of [N].
     """
 
     channel_scale: bool
@@ -40,6 +41,7 @@ class Epilogue:
     norm_parts: int = 0
     gate: Gate = "none"
     h_type: HalfType | None = None
+    bias_of_tokens: bool = False
 
     def __post_init__(self) -> None:
         if self.residual and (self.norm_parts or self.gate != "none"):
@@ -52,8 +54,8 @@ class Epilogue:
 
     @property
     def plain(self) -> bool:
-        """True if nothing but scales and bias is applied."""
-        return not (self.residual or self.norm_parts or self.gate != "none")
+        """True if nothing but scales and a bias of channels is applied."""
+        return not (self.residual or self.norm_parts or self.gate != "none" or self.bias_of_tokens)
 
 
 @gluon.jit

@@ -93,7 +93,7 @@ def prefetch_rows(epilogue_args, stream, first_row, N, C: gl.constexpr):
     row = gl.minimum(first_row + thread * 8 % C.rows, N - 1)  # memory sectors have 32 bytes
     if C.epilogue.channel_scale:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [epilogue_args.channel_scale + row])
-    if C.epilogue.bias:
+    if C.epilogue.bias and not C.epilogue.bias_of_tokens:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [epilogue_args.bias + row])
     if C.epilogue.residual:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [stream.gamma + row])
@@ -105,6 +105,8 @@ def load_epilogue_inputs(stream, first_row, first_token, M, C: gl.constexpr):
     if C.epilogue.norm_parts > 0:
         wait_for_previous_kernel()
         load_squares(stream, first_token, M, C)
+    if C.epilogue.bias_of_tokens:
+        wait_for_previous_kernel()
     if C.epilogue.residual:
         wait_for_previous_kernel()
         mbarrier.expect(stream.h_there, 2 * C.rows * C.tokens)
@@ -151,16 +153,29 @@ def gated(sums, C: gl.constexpr):
 
 
 @gluon.jit
-def finished_tile(sums, epilogue_args, first_row, N, C: gl.constexpr):
-    """Applies scales, bias and gate to a tile of sums; returns it with its first channel of y."""
+def add_bias(sums, bias, rows, N, first_token, M, C: gl.constexpr):
+    """Adds the bias of channels [N], or that of tokens [M, N], to a tile of sums."""
+    if C.epilogue.bias_of_tokens:
+        tokens = first_token + gl.arange(0, C.tokens, gl.SliceLayout(0, C.accumulator))
+        at = bias + tokens.to(gl.int64)[None, :] * N + rows[:, None]
+        exists = (rows < N)[:, None] & (tokens < M)[None, :]
+        sums = sums + gl.load(at, mask=exists, other=0.0).to(gl.float32)
+    elif C.epilogue.bias:
+        sums = sums + gl.load(bias + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
+    return sums
+
+
+@gluon.jit
+def finished_tile(sums, epilogue_args, first_row, N, C: gl.constexpr, first_token=0, M=0):
+    """Applies scales, bias and gate to a tile of sums; returns it with its first channel of y. first_token and M: for a bias
+    of tokens."""
     rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
     if C.epilogue.channel_scale:
         scale = gl.load(epilogue_args.channel_scale + rows, mask=rows < N, other=0.0).to(gl.float32)
         sums = sums * (scale * epilogue_args.factor)[:, None]  # the factor is a power of two
     else:
         sums = sums * epilogue_args.factor
-    if C.epilogue.bias:
-        sums = sums + gl.load(epilogue_args.bias + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
+    sums = add_bias(sums, epilogue_args.bias, rows, N, first_token, M, C)
     if C.epilogue.gate != "none":
         sums = gated(sums, C)
         first_row = first_row // 2
@@ -208,8 +223,7 @@ def apply_epilogue(out, sums, epilogue_args, stream, row_tile, first_row, first_
         sums = sums * epilogue_args.factor
     if C.epilogue.norm_parts > 0:
         sums = sums * rms_factors(stream, C)[None, :]
-    if C.epilogue.bias:
-        sums = sums + gl.load(epilogue_args.bias + rows, mask=rows < out.N, other=0.0).to(gl.float32)[:, None]
+    sums = add_bias(sums, epilogue_args.bias, rows, out.N, first_token, out.M, C)
     if C.epilogue.residual:
         add_to_residual(out, sums, stream, row_tile, first_row, first_token, C)
     elif C.epilogue.gate != "none":

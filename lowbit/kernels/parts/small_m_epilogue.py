@@ -50,8 +50,8 @@ class ThreadCoordinates:
 
 @aggregate
 class SmallMEpilogueArgs:
-    """`factor`: of all sums. `channel_scale` and `bias`: tuples with one value for each output of a thread (`load_rows`),
-    unless there are none. `rms`: `rms_factors` of tokens 2t and 2t + 1 of each n8 tile, or ()."""
+    """`factor`: of all sums. `channel_scale` and `bias`: tuples with one value for each output of a thread (`load_rows`,
+    `load_tokens`), unless there are none. `rms`: `rms_factors` of tokens 2t and 2t + 1 of each n8 tile, or ()."""
 
     factor: Scalar
     channel_scale: Scalar | Tuple  # an unused pointer where there are none
@@ -256,13 +256,25 @@ def load_rows(channels, at, C: gl.constexpr):
 
 
 @gluon.jit
+def load_tokens(values, at, C: gl.constexpr):
+    """Loads the elements of `values` [M, N] for all outputs of a thread."""
+    OUTPUTS: gl.constexpr = C.outputs
+    loaded = ()
+    for i in gl.static_range(OUTPUTS):
+        element, row_of_warps = element_of(i, at.warp, C)
+        row, token, exists = output_of(element, row_of_warps, at, C)
+        loaded = loaded + (gl.load(values + token.to(gl.int64) * at.N + channel_of(row, at, C), mask=exists, other=0.0),)
+    return loaded
+
+
+@gluon.jit
 def prefetch_rows(channel_scale, bias, gamma, thread, at, C: gl.constexpr):
     """Prefetches scales, biases and gamma of a block's rows into L2, because loads from memory after the main loop would expose
     its latency."""
     row = channel_of(gl.minimum(at.first_row_block * 16 + thread, at.N - 1), at, C)
     if C.epilogue.channel_scale:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [channel_scale + row])
-    if C.epilogue.bias:
+    if C.epilogue.bias and not C.epilogue.bias_of_tokens:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [bias + row])
     if C.epilogue.residual:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [gamma + row])

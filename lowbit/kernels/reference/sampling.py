@@ -26,8 +26,8 @@ WORDS = 16
 """Number of 32-bit words of a slot's settings. One copy sets all of them, and they fit one cache line."""
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, MINIMUM, SEED = range(9)
-FLAGS, GENERATED = 10, 11
-"""Indices of words of a slot's settings; the seed takes two words."""
+FLAGS, GENERATED, MASK = 10, 11, 12
+"""Indices of words of a slot's settings; the seed takes two words. MASK: the row of its mask among `masks`."""
 
 PENALIZED, BIASED, CUT, HELD, MASKED = 1, 2, 4, 8, 16
 """Bits of the flags word, set if the slot has a repetition, presence or frequency penalty; a logit bias; top-k or top-p; a
@@ -178,7 +178,7 @@ def sample_reference(
     floats, seeds, idle = words.view(torch.float32), words.view(torch.int64)[:, SEED // 2], len(counts) - 1
     for i, slot in enumerate(rows.tolist()):
         raw, own = cleaned(logits[i]), i if of_rows else slot
-        x = adjusted(raw, words[own], counts[slot], bias[slot], masks[slot], ends)
+        x = adjusted(raw, words[own], counts[slot], bias[slot], masks[int(words[own, MASK])], ends)
         temperature, top_k = float(floats[own, TEMPERATURE]), int(words[own, TOP_K])
         if temperature == 0:
             token = int((x == x.max()).nonzero()[0])

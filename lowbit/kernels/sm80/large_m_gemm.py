@@ -77,7 +77,7 @@ class MmaGemm(MmaBlock):
 def store_tile(y, acc, epilogue_args, first_row, first_token, M, N, columns, C: gl.constexpr):
     """Applies scales, bias and gate, rounds once and stores y [M, columns], 8 neighbouring channels of a token at a time."""
     STORED: gl.constexpr = C.store_layout
-    acc, first_row = finished_tile(acc, epilogue_args, first_row, N, C)
+    acc, first_row = finished_tile(acc, epilogue_args, first_row, N, C, first_token, M)
     result = gl.convert_layout(acc.to(C.dequantizer.operand_type), STORED)
     channels = first_row + gl.arange(0, C.channels, gl.SliceLayout(1, STORED))
     tokens = first_token + gl.arange(0, C.tokens, gl.SliceLayout(0, STORED))

@@ -38,6 +38,7 @@ from lowbit.kernels.parts.small_m_epilogue import (
     apply_epilogue,
     load_h,
     load_rows,
+    load_tokens,
     prefetch_rows,
     reduce_slices,
     reduce_splits,
@@ -88,7 +89,8 @@ class RingGemm(RingBlock):
 
     @property
     def h_early(self) -> bool:
-        """True if h is loaded before the main loop. Not with splits, where only the last block of several needs h."""
+        """True if h, and a bias of tokens, are loaded before the main loop. Not with splits, where only the last block of
+        several needs them."""
         return self.splits == 1
 
 
@@ -108,7 +110,8 @@ def ring_gemm(
 ):  # fmt: skip
     """One thread block: C.row_blocks row blocks of w, C.ring.k_block.tokens tokens, and the slices of K of its split.
 
-    Before griddepcontrol.wait the kernel reads only weights. It reads x, h and squares, which previous kernels write, after it.
+    Before griddepcontrol.wait the kernel reads only weights. It reads x, h, squares and a bias of tokens, which previous
+    kernels write, after it.
     """
     R: gl.constexpr = C.ring
     S: gl.constexpr = C.ring.k_block
@@ -131,7 +134,7 @@ def ring_gemm(
         copy_block(ring, source, C, d, True, not C.overlap)
     if C.rows_early and C.epilogue.channel_scale:
         channel_scale = load_rows(channel_scale, at, C)
-    if C.rows_early and C.epilogue.bias:
+    if C.rows_early and C.epilogue.bias and not C.epilogue.bias_of_tokens:
         bias = load_rows(bias, at, C)
     if C.rows_early and C.epilogue.residual:
         gamma = load_rows(gamma, at, C)
@@ -151,6 +154,8 @@ def ring_gemm(
         rms = rms_factors(squares, at, inverse_width, eps, x_factor, C)
     if C.epilogue.residual and C.h_early:
         old = load_h(h, at, C)
+    if C.epilogue.bias_of_tokens and C.h_early:
+        bias = load_tokens(bias, at, C)
 
     THREADS: gl.constexpr = C.threads
     zeros = gl.zeros((THREADS,), gl.float32, gl.BlockedLayout([1], [32], [C.warps], [0]))
@@ -165,8 +170,10 @@ def ring_gemm(
     sums = reduce_slices(shared, acc, lane, warp, C)
     if not C.rows_early and C.epilogue.channel_scale:
         channel_scale = load_rows(channel_scale, at, C)
-    if not C.rows_early and C.epilogue.bias:
+    if not C.rows_early and C.epilogue.bias and not C.epilogue.bias_of_tokens:
         bias = load_rows(bias, at, C)
+    if C.epilogue.bias_of_tokens and not C.h_early:
+        bias = load_tokens(bias, at, C)
     if not C.rows_early and C.epilogue.residual:
         gamma = load_rows(gamma, at, C)
     epilogue_args = SmallMEpilogueArgs(factor, channel_scale, rms, bias)
@@ -215,7 +222,8 @@ class RingPlan:
     ) -> Tensor:  # fmt: skip
         """Returns y [M, N], or [M, N / 2] with a gate, of x [M, K], whose rows start at multiples of 16 bytes.
 
-        Codes and scales are those of pack/weight.py, or codes are the rows of pack/dense.py, without scales. `sums` and
+        Codes and scales are those of pack/weight.py, or codes are the rows of pack/dense.py, without scales. bias is [N], or
+        contiguous [M, N] with `Epilogue.bias_of_tokens`. `sums` and
         `arrived` are the workspace. All tensors are on the current device. A norm reads `squares` float32 [norm_parts, M]:
         partial sums of squares of the rows of h, which have 1 / `inverse_width` elements. A residual adds y to h [M, N] in
         place, writes `squares` [squares_parts, M] and returns h * gamma * x_factor.

@@ -52,13 +52,15 @@ def masks_of(shares, vocab, generator):
 
 
 def state_of(settings, vocab, device="cpu", prompt=(1, 3, 17, 17), masked=()):
-    """A slot for each of the settings, after 40 generated tokens, and one dummy slot; the slots `masked` have a mask."""
-    state = SamplingState.make(len(settings) + 1, vocab, (0, 5, vocab - 1), device)
+    """A slot for each of the settings, after 40 generated tokens, and one dummy slot; the slots `masked` have a mask, the first
+    of two: the second, which allows nothing, is for the token after the next."""
+    state = SamplingState.make(len(settings) + 1, vocab, (0, 5, vocab - 1), device, depth=2)
     for slot, one in enumerate(settings):
         state.set(slot, one, prompt, masked=slot in masked)
     generator = torch.Generator().manual_seed(vocab)
     shares = [MASKED.get(slot, 0.01) for slot in range(len(settings))]  # slots without the flag do not read their mask
-    state.masks[:-1] = masks_of(shares, vocab, generator).to(device)
+    state.masks.zero_()
+    state.masks[: 2 * len(settings) : 2] = masks_of(shares, vocab, generator).to(device)
     said = torch.randint(0, vocab, (len(settings), 40), generator=generator)
     for slot in range(len(settings)):
         state.counts[slot].index_add_(0, said[slot].to(device), torch.ones(40, dtype=torch.int32, device=device))

@@ -1,0 +1,39 @@
+"""What low-rank adapters (LoRA) add to a product, in plain torch: the reference of their kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.kernels.reference.fused_gemm import rms_reference
+
+
+def part_of_columns(widths: tuple[int, ...], alternates: bool) -> Tensor:
+    """Returns the part of each column of a product, int64 [N]: parts of `widths` columns stand side by side, or two alternate
+    by 8 columns (pack/gated.py)."""
+    if alternates:
+        return torch.arange(sum(widths)) // 8 % 2
+    return torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths))
+
+
+def lora_reference(
+    x: Tensor, a: Tensor, b: Tensor, adapter_of: Tensor, part_of: Tensor, squares: Tensor | None = None,
+    bias: Tensor | None = None, *, width: int = 1, eps: float = 0.0, factor: float = 1.0, dtype: torch.dtype = torch.float64,
+) -> Tensor:  # fmt: skip
+    """Returns [M, N] in `dtype`: b a x of each row's adapter, 0 for rows without one, plus bias [N].
+
+    x [M, K]; a [adapters, parts, R, K]; b [adapters, N, R]; adapter_of int [M], -1 for none; part_of int [N]: the part of a
+    that a column takes. With `squares` float32 [.., M] the sums are divided by rms * factor, as in `norm_gemm_reference`.
+    """
+    y = x.new_zeros((x.shape[0], b.shape[1]), dtype=dtype)
+    for adapter in range(len(a)):
+        rows = (adapter_of == adapter).nonzero()[:, 0]
+        if len(rows) == 0:
+            continue
+        inner = torch.einsum("mk,prk->pmr", x[rows].to(dtype), a[adapter].to(dtype))
+        if squares is not None:
+            inner = inner / (rms_reference(squares[:, rows], width, eps).to(dtype) * factor)[None, :, None]
+        for part, each in enumerate(inner):
+            columns = (part_of.to(x.device) == part).nonzero()[:, 0]
+            y[rows[:, None], columns] = each @ b[adapter, columns].to(dtype).T
+    return y if bias is None else y + bias.to(dtype)
