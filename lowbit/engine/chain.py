@@ -79,24 +79,27 @@ class Chain:
 
     def step(
         self, tokens: Tensor, rows: Tensor | None, table: Tensor | EmbeddingTable, attend: Callable[[int, Tensor], Tensor],
-        all_layers: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None, lora: LoraStep | None = None,
+        lora: LoraStep | None = None,
     ) -> Tensor:  # fmt: skip
         """Returns logits [B, V] after the tokens of `rows` (None: all tokens), without a soft cap. attend(i, qkv) computes the
-        attention of layer i. all_layers(h, x, squares) replaces the launches of all layers: it adds them to h in place, and
-        returns x and squares for the head. lora: adapters of the rows, which go without all_layers.
+        attention of layer i. lora: adapters of the rows.
         """
         d, first = self.decoder, self.links[0].before_attention
         h, x, squares = embed_norm_squares(
             tokens, rows, table, first.values, self.dtype, scale=d.embedding_scale, factor=first.factor
         )
-        if all_layers is not None:
-            x, squares = all_layers(h, x, squares)
-        for i, link in enumerate(self.links if all_layers is None else ()):
+        for i, link in enumerate(self.links):
             own = None if lora is None else LayerLora(lora, i)
             attended = attend(i, self._normed(x, link.qkv, squares, link.before_attention, "none", own, "qkv"))
             x, squares = self._added(attended, link.o, h, link.before_mlp, 0, own, "o")
             y = self._normed(x, link.gate_up, squares, link.before_mlp, self.gated, own, "gate_up")
             x, squares = self._added(y, link.down, h, self.after[i], 1, own, "down")
+        return self.logits(h, x, squares)
+
+    def logits(self, h: Tensor, x: Tensor, squares: Tensor) -> Tensor:
+        """Returns logits [B, V] of h after all layers, without a soft cap; x and squares are those that the last product
+        returned with h."""
+        d = self.decoder
         if isinstance(self.head, Packed | Dense) and not _refusals(self.head, len(h), self.dtype):
             return self._gathered(self._normed(x, self.head, squares, self.after[-1]))
         return self._gathered(self.head(add_norm(h, None, d.final_gamma, d.eps, offset=d.norm_offset)))

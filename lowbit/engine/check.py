@@ -39,8 +39,8 @@ TOKENS = 33
 
 
 def program_for(
-    model: PreTrainedModel, positions: int, batch_invariant: bool, forward: bool, kv: KVScheme, persistent_step: bool = False,
-    ranks: Ranks | None = None,
+    model: PreTrainedModel, positions: int, batch_invariant: bool, forward: bool, kv: KVScheme,
+    persistent_step: bool | None = None, ranks: Ranks | None = None,
 ) -> tuple[ModelProgram, float]:  # fmt: skip
     """Returns the program of a model, and the relative difference of its logits from the model's own. Raises ValueError if
     `kv` is not 16 bits, or the model is one rank's part, and there is no decode program."""
@@ -67,7 +67,7 @@ def program_for(
 
 
 def program_of(
-    model: PreTrainedModel, positions: int, *, batch_invariant: bool, kv: KVScheme = KV16, persistent_step: bool = False,
+    model: PreTrainedModel, positions: int, *, batch_invariant: bool, kv: KVScheme = KV16, persistent_step: bool | None = None,
     ranks: Ranks | None = None,
 ) -> tuple[ModelProgram, float]:  # fmt: skip
     """Returns (program, difference) of a model for sequences of up to `positions` tokens, with keys and values in `kv`. It is

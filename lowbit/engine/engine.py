@@ -82,8 +82,8 @@ class Engine:
         prefix_caching: prompts with a common prefix share its keys and values.
         forward: computes by the model's own forward, one sequence at a time, as for models without a decode program.
         async_scheduling: reads the tokens of a step after the next one is launched.
-        persistent_step: computes all layers of steps of up to 8 tokens in one launch (engine/one_launch.py). Experimental, for
-            sm_90 and quantized weights of one form; `report` says why a model's steps are not computed so.
+        persistent_step: True computes steps of 1, 2, 4 or 8 tokens in one launch wherever it can (engine/one_launch.py), False
+            never. None (default): where it was measured to be faster. sm_90 only; `report` says which steps are, or why not.
         stop_token_ids: tokens that `Sampling.min_new_tokens` suppresses (default: the model's end-of-text tokens).
         kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU; default: that of an installed package
             of kernels. It runs with this process's rights.
@@ -119,7 +119,7 @@ class Engine:
         prefix_caching: bool = True,
         forward: bool = False,
         async_scheduling: bool = True,
-        persistent_step: bool = False,
+        persistent_step: bool | None = None,
         stop_token_ids: abc.Sequence[int] | None = None,
         kernels: str | Path | None = None,
         speculate: int = 0,
@@ -241,8 +241,9 @@ class Engine:
                 "LoRA adapters are computed by a decode program; this model would run through Transformers' forward "
                 f"({'; '.join(program.reasons)}): merge the adapter into the model with PEFT, then quantize it"
             )
-        program.adapters = Adapters.load(folders, self._model, program.layers, program.dtype, self.device)
-        return program.adapters
+        adapters = Adapters.load(folders, self._model, program.layers, program.dtype, self.device)
+        program.use_adapters(adapters)
+        return adapters
 
     # ---- public methods
 
@@ -669,7 +670,7 @@ class Engine:
         self.program.keep(self.scheduler.running)
 
 
-def _refuse_with_ranks(*, forward: bool, persistent_step: bool, draft: bool, lora: bool) -> None:
+def _refuse_with_ranks(*, forward: bool, persistent_step: bool | None, draft: bool, lora: bool) -> None:
     """Raises ValueError for options of an engine that go without tensor parallelism."""
     asked = {
         "forward=True, the model's own forward": forward,

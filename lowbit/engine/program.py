@@ -2,9 +2,9 @@
 
     embed | norm  qkv  attention  o | norm  gate-up  gate  down | ... | norm  head
 
-A layer takes eight launches on a GPU, five for up to 64 tokens (chain.py); all layers of up to 8 tokens can be one launch
-(one_launch.py). Prompts use the same products, with all their tokens
-at once; on a GPU they are padded to the sizes of ragged.py. kernels/reference/ defines each operator and runs on a CPU.
+A layer takes eight launches on a GPU, five for up to 64 tokens (chain.py); a step of up to 8 tokens can be one launch
+(one_launch.py). Prompts use the same products, with all their tokens at once; on a GPU they are padded to the sizes of
+ragged.py. kernels/reference/ defines each operator and runs on a CPU.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DecodeProgram:
 
     def __init__(
         self, decoder: Decoder, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool, kv: KVScheme = KV16,
-        persistent_step: bool = False, ranks: Ranks | None = None,
+        persistent_step: bool | None = None, ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
         self.decoder, self.dtype, self.device, self.batch_invariant = decoder, dtype, device, batch_invariant
         self.ranks = ranks
@@ -88,6 +88,7 @@ class DecodeProgram:
         self.kv = kv
         self.layers = [self._layer(spec) for spec in decoder.layers]
         self.head = product([decoder.head], batch_invariant)
+        self.table = decoder.table
         self.chain: Chain | tuple[str, ...] = ("its sums are not those of larger steps (batch_invariant)",)
         products = [(row.qkv, row.o, row.gate_up, row.down) for row in self.layers if row.gate_up and row.down]
         if len(products) < len(self.layers):
@@ -97,14 +98,15 @@ class DecodeProgram:
         elif not batch_invariant:
             self.chain = chain_of(decoder, products, self.head, dtype, ranks)
         self.one_launch: OneLaunch | tuple[str, ...] | None = None
-        """All layers of small steps in one launch, or the reasons against it; None if it was not asked for."""
-        if persistent_step:
-            self.one_launch = one_launch_of(decoder, self.chain, kv)
-        self.table = decoder.table
+        """Small steps in one launch, or the reasons against it; None if it was excluded, and on a CPU."""
+        if persistent_step or (persistent_step is None and device.type == "cuda"):
+            measured = persistent_step is None
+            several = ("one launch a step computes on one GPU, this model is on several",)
+            self.one_launch = several if ranks else one_launch_of(decoder, self.chain, self.table, kv, measured=measured)
         self.ropes = [table.to(device) for table in decoder.ropes]
         self.cache: Cache | None = None
         self.adapters: Adapters | None = None
-        """LoRA adapters of requests; None without any. Set before the first step."""
+        """LoRA adapters of requests; None without any (`use_adapters`)."""
 
     def _layer(self, spec: DecoderLayer) -> Layer:
         invariant = self.batch_invariant
@@ -188,8 +190,8 @@ class DecodeProgram:
     @staticmethod
     def _one_launch_report(one_launch: OneLaunch | tuple[str, ...]) -> str:
         if isinstance(one_launch, OneLaunch):
-            return f"steps of {', '.join(map(str, one_launch.tokens))} tokens: all layers in one launch"
-        return f"no step has all layers in one launch: {'; '.join(one_launch)}"
+            return str(one_launch)
+        return f"no step is one launch: {'; '.join(one_launch)}"
 
     @property
     def status(self) -> Tensor | None:
@@ -215,17 +217,22 @@ class DecodeProgram:
         """Returns logits [B, V] after the next token of the slots `rows` int32 [B]. Kernels are chosen for contexts of up to
         `longest` tokens (0: a full page table).
         """
-        all_layers = None
-        if isinstance(self.one_launch, OneLaunch) and len(rows) in self.one_launch.tokens and self.adapters is None:
-            all_layers = self.one_launch.layers(self._cache, slots, rows)
+        if isinstance(self.one_launch, OneLaunch) and self.one_launch.computes(len(rows), slots, longest):
+            return self._capped(self.one_launch.step(self._cache, slots, rows))
         attend = self._attending(rows, slots.positions, slots, longest)
-        return self._step(slots.tokens, rows, slots.positions, attend, self._lora(slots, rows), all_layers)
+        return self._step(slots.tokens, rows, slots.positions, attend, self._lora(slots, rows))
 
     def verify(self, rows: Tensor, tokens: Tensor, positions: Tensor, slots: Slots, longest: int = 0) -> Tensor:
         """Returns logits [B, V] after each of the given tokens int32 [B], which follow one another in the slots `rows` at
         `positions`; several may be of one slot. A row has the bits of `step` under `batch_invariant`."""
         attend = self._attending(rows, positions, slots, longest, verify=True)
         return self._step(tokens, None, positions, attend, self._lora(slots, rows))
+
+    def use_adapters(self, adapters: Adapters) -> None:
+        """Computes LoRA adapters of requests from now on. It precedes the first step."""
+        self.adapters = adapters
+        if self.one_launch is not None:
+            self.one_launch = ("one launch a step computes no LoRA adapters",)
 
     def _lora(self, slots: Slots, rows: Tensor) -> LoraStep | None:
         """Returns the adapters of rows of the slots `rows` int32 [M]; None if the program has none."""
@@ -248,11 +255,11 @@ class DecodeProgram:
 
     def _step(
         self, tokens: Tensor, rows: Tensor | None, positions: Tensor, attend: Callable[[int, Tensor], Tensor],
-        lora: LoraStep | None, all_layers: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+        lora: LoraStep | None,
     ) -> Tensor:  # fmt: skip
-        """Returns logits [B, V] of a step; tokens and positions as in `_layers`, all_layers as in `Chain.step`."""
+        """Returns logits [B, V] of a step; tokens and positions as in `_layers`."""
         if isinstance(self.chain, Chain) and len(tokens if rows is None else rows) <= self.chain.most:
-            return self._capped(self.chain.step(tokens, rows, self.table, attend, all_layers, lora))
+            return self._capped(self.chain.step(tokens, rows, self.table, attend, lora))
         return self.logits(*self._layers(tokens, rows, positions, attend, lora))
 
     def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:

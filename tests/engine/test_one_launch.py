@@ -3,11 +3,19 @@ few blocks of 4 warps; on a GPU tokens are compared with those of the launches."
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from lowbit.engine import Engine, Request
 from lowbit.engine.failure import StuckStep
@@ -15,9 +23,13 @@ from lowbit.engine.model_runner import InFlightStep
 from lowbit.engine.one_launch import OneLaunch, one_launch_of
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.recognise import recognise
+from lowbit.engine.slots import Slots
+from lowbit.formats import parse_scheme
 from lowbit.formats.kv import KV16, parse_kv
 from lowbit.hardware.machine import GPUS, typical_machine
-from lowbit.kernels.choose.decode_step import WAITS, StepTable
+from lowbit.kernels.choose import decode_step
+from lowbit.kernels.choose.decode_step import WAITS, Faster, StepTable
+from lowbit.models.head import quantize_head
 from lowbit.nn import convert
 from lowbit.ops.decode_step import DecodeStepLaunch, decode_step_refusals
 from lowbit.ops.simulated_gpu import simulated_gpu
@@ -38,6 +50,8 @@ SIZES = {
 MODELS = {
     "llama": lambda **options: LlamaForCausalLM(LlamaConfig(**{**SIZES, **options})),
     "biases": lambda **options: LlamaForCausalLM(LlamaConfig(**{**SIZES, "attention_bias": True, "mlp_bias": True, **options})),
+    "quantized ends": lambda **options: LlamaForCausalLM(LlamaConfig(**{**SIZES, **options})),
+    "windows": lambda **options: MistralForCausalLM(MistralConfig(**{**SIZES, "sliding_window": 2, **options})),
     "norms of heads": lambda **options: Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **options})),
 }
 
@@ -86,28 +100,59 @@ def emulated(monkeypatch):
     monkeypatch.setattr("lowbit.ops.decode_step.step_refusals", lambda *given: ())
     monkeypatch.setattr("lowbit.ops.decode_step.step_table", lambda shape, machine: StepTable(shape, 2, 4))
     monkeypatch.setattr("lowbit.ops.decode_step.machine_of", lambda device: typical_machine(90))
+    monkeypatch.setattr("lowbit.engine.one_launch.machine_of", lambda device: typical_machine(90))
+
+
+def launch_of(program, **options):
+    return one_launch_of(program.decoder, program.chain, program.table, KV16, **options)
+
+
+SKIPPED = {
+    "head": lambda module: "lm_head" in module,
+    "head and a product": lambda module: "lm_head" in module or module == "model.layers.0.mlp.down_proj",
+    "all": lambda module: True,
+    "none": None,
+}
+"""Modules with weights of 16 bits."""
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "tokens", "dtype"),
-    [("llama", 1, 3, torch.float16), ("biases", 1, 2, torch.float16), ("norms of heads", 2, 2, torch.bfloat16)],
+    ("name", "scheme", "count", "tokens", "dtype", "skipped"),
+    [
+        ("llama", "w4a16_g128", 1, 3, torch.float16, "head"),
+        ("biases", "w4a16_g128", 1, 2, torch.float16, "head"),
+        ("norms of heads", "w4a16_g128", 2, 2, torch.bfloat16, "head"),
+        ("llama", "w8a16", 1, 2, torch.float16, "head and a product"),
+        ("biases", "w4a16_g128", 1, 2, torch.float16, "all"),
+        ("quantized ends", "w4a16_g64", 1, 2, torch.float16, "none"),
+        ("windows", "w4a16_g128", 1, 3, torch.float16, "head"),
+    ],
 )
-def test_the_logits_of_the_launches(emulated, name, count, tokens, dtype):
+def test_the_logits_of_the_launches(emulated, monkeypatch, name, scheme, count, tokens, dtype, skipped):
     """Steps in one launch have the logits of the chain and of the model."""
-    model = packed(model_of(name, dtype), "w4a16_g128", skip=lambda module: "lm_head" in module)
+    model = packed(model_of(name, dtype), scheme, skip=SKIPPED[skipped])
+    if skipped == "none":
+        assert quantize_head(model) == ["model.embed_tokens", "lm_head"]
+        model.lm_head._pack_for_gpu()
     reference = dequantized(model, torch.float32)
     ids = random_ids(count)[:, :tokens]
-    chain = stepped(program_of(model), ids).float()
+    if skipped in ("head", "none"):
+        chain = stepped(program_of(model), ids).float()
+    else:  # a chain with layers of 16 bits computes on GPUs only
+        monkeypatch.setattr("lowbit.engine.chain._refusals", lambda *given: ())
+        chain = None
     program = program_of(model)
-    program.one_launch = one_launch_of(program.decoder, program.chain, KV16)
+    program.one_launch = launch_of(program)
     assert isinstance(program.one_launch, OneLaunch)
+    assert program.one_launch.launch.ends.head is not None
     launch = program.one_launch.launch
     bind = launch.bind
 
     def bound(pages):
         bind(pages)
-        packed_ = [t for layer in launch.layers for w in layer.products for t in w.tensors().values()]
-        vectors = [t for layer in launch._values for t in layer.values()]
+        weights = [w for layer in launch.layers for w in layer.products] + [launch.ends.head]
+        packed_ = [t for w in weights for t in w.tensors().values() if t is not None]
+        vectors = [t for layer in (*launch._values, launch._end_values) for t in layer.values()]
         EmulatedLauncher.others = (*packed_, *vectors, *(t for page in pages for t in (page.k, page.v)))
 
     launch.bind = bound
@@ -115,12 +160,27 @@ def test_the_logits_of_the_launches(emulated, name, count, tokens, dtype):
     (plan,) = [plan for plan in launch._plans.values() if plan.launch.launches]
     assert plan.table.shape.tokens == count and plan.launch.launches == tokens
     largest = 0.002 if dtype == torch.float16 else 0.02
-    assert (found - chain).norm() / chain.norm() < largest
+    assert chain is None or (found - chain).norm() / chain.norm() < largest
     with torch.inference_mode():
         expected = reference(ids).logits.transpose(0, 1).float()
     assert (found - expected).norm() / expected.norm() < 5 * largest
     assert not program.status.any()
-    assert program.report(0.0)[-1] == "steps of 1, 2, 4, 8 tokens: all layers in one launch"
+    assert program.report(0.0)[-1] == "steps of 1, 2, 4, 8 tokens: one launch"
+
+
+def test_where_it_is_faster(emulated, monkeypatch):
+    """Without a choice of the caller, steps are one launch where that was measured to be faster."""
+    model = packed(model_of("llama", torch.float16), "w4a16_g128", skip=lambda module: "lm_head" in module)
+    program = program_of(model)
+    monkeypatch.setattr(decode_step, "FASTER", (Faster("H200", 1, 0, 10**6, 512), Faster("H200", 2, 10**6, 10**9, 512)))
+    one = launch_of(program, measured=True)
+    assert str(one) == "steps of 1 (contexts up to 512) tokens: one launch"
+    slots = Slots(2, 256, 160, (), torch.device("cpu"))
+    assert one.computes(1, slots, 512) and one.computes(1, slots, 0)
+    assert not one.computes(1, slots, 513) and not one.computes(2, slots, 100)
+    monkeypatch.setattr(decode_step, "FASTER", (Faster("H100", 1, 0, 10**6, 512),))
+    (reason,) = launch_of(program, measured=True)
+    assert reason.startswith("it was not measured to be faster for layers of 0 MB on H200")
 
 
 def test_reasons():
@@ -128,41 +188,43 @@ def test_reasons():
     model = packed(eager_llama(torch.float16), "w4a16_g32")
     decoder = recognise(model)
     program = DecodeProgram(decoder, model.dtype, torch.device("cpu"), batch_invariant=False, persistent_step=True)
-    assert program.report(0.0)[-1] == "no step has all layers in one launch: one launch a step runs on a GPU, not on a CPU"
+    assert program.report(0.0)[-1] == "no step is one launch: one launch a step runs on a GPU, not on a CPU"
     assert program.status is None
+    program.use_adapters(object())
+    assert "no step is one launch: one launch a step computes no LoRA adapters" in program.report(0.0)
     invariant = DecodeProgram(decoder, model.dtype, torch.device("cpu"), batch_invariant=True, persistent_step=True)
     assert "batch_invariant" in invariant.report(0.0)[-1]
     assert len(program_of(model).report(0.0)) == 3
 
 
 def test_refusals(emulated, monkeypatch):
-    """Layers of different weights, packed keys and values."""
+    """Layers of different biases, packed keys and values, too many forms of weights."""
     model = packed(model_of("llama", torch.float16), "w4a16_g128", skip=lambda module: "lm_head" in module)
     program = program_of(model)
-    launch = one_launch_of(program.decoder, program.chain, KV16).launch
+    launch = launch_of(program).launch
     monkeypatch.undo()
     device, (shape,) = torch.device("cuda"), {program.decoder.attention_shape(spec) for spec in program.decoder.layers}
     monkeypatch.setattr("lowbit.ops.decode_step.machine_of", lambda device: typical_machine(90))
-    assert decode_step_refusals(launch.layers, shape, torch.float16, KV16, device) == ()
-    (reason,) = decode_step_refusals(launch.layers, shape, torch.float16, parse_kv("fp8"), device)
+    layers, ends = launch.layers, launch.ends
+    assert decode_step_refusals(layers, ends, shape, torch.float16, KV16, device) == ()
+    (reason,) = decode_step_refusals(layers, ends, shape, torch.float16, parse_kv("fp8"), device)
     assert reason == "one launch a step takes keys and values in 16 bits, not in fp8"
-    (reason,) = decode_step_refusals(launch.layers, shape, torch.float32, KV16, device)
-    assert "fp16 and bf16" in reason
-    other = packed(model_of("llama", torch.float16), "w6e3m2a16", skip=lambda module: "lm_head" in module)
-    chain = program_of(other).chain
-    program.chain.links[1] = chain.links[1]
-    (reason,) = decode_step_refusals(_layers(program), shape, torch.float16, KV16, device)
-    assert "weights of one form, got 2 forms of w4a16_g128, w6e3m2a16" in reason
+    assert "fp16 and bf16" in decode_step_refusals(layers, ends, shape, torch.float32, KV16, device)[0]
+    biased = dataclasses.replace(layers[1], biases=(torch.zeros(256), None, None, None))
+    (reason,) = decode_step_refusals([layers[0], biased], ends, shape, torch.float16, KV16, device)
+    assert "the same biases" in reason
+    forms = [dataclasses.replace(layers[0], products=(_named(w, i), *layers[0].products[1:])) for i, w in
+             enumerate(5 * [layers[0].products[0]])]  # fmt: skip
+    (reason,) = decode_step_refusals(forms, ends, shape, torch.float16, KV16, device)
+    assert "takes 4 forms of a product's weights, qkv has 5" in reason
     with pytest.raises(ValueError, match="1, 2, 4, 8"):
-        launch(torch.zeros(3, 128), *[torch.zeros(1)] * 5)
+        launch(torch.zeros(3), *[torch.zeros(1)] * 2, torch.zeros(3))
 
 
-def _layers(program):
-    """The layers that a launch would have."""
-    from lowbit.engine import one_launch
-
-    zipped = zip(program.decoder.layers, program.chain.links, program.chain.after, strict=True)
-    return [one_launch._layer(program.decoder, spec, link, one_launch._packed(link), after) for spec, link, after in zipped]
+def _named(w, number):
+    """The weight in a form of its own."""
+    scheme = parse_scheme(f"w{number + 2}a16_g128")
+    return dataclasses.replace(w, scheme=scheme)
 
 
 def test_an_engine_on_a_simulated_gpu():
@@ -172,7 +234,7 @@ def test_an_engine_on_a_simulated_gpu():
     convert(model, "w4a16_g128")
     with simulated_gpu(GPUS["h200"]) as device, recording() as kernels:
         engine = Engine(model.to(device), max_concurrent=4, max_length=512, persistent_step=True)
-        assert engine.report()[-1] == "steps of 1, 2, 4, 8 tokens: all layers in one launch"
+        assert engine.report()[-1] == "steps of 1, 2, 4, 8 tokens: one launch"
     options = [kernel.options for kernel in kernels if kernel.name == "decode_step"]
     assert [option["launch_cooperative_grid"] for option in options] == [True]
 
@@ -202,7 +264,7 @@ def test_tokens_on_a_gpu(name):
         convert(model, "w4a16_g128")
         engine = Engine(model, max_concurrent=4, max_length=512, persistent_step=persistent)
         if persistent:
-            assert engine.report()[-1] == "steps of 1, 2, 4, 8 tokens: all layers in one launch"
+            assert engine.report()[-1] == "steps of 1, 2, 4, 8 tokens: one launch"
         prompts = [[5, 6, 7], [8] * 140, [9, 10]]
         texts = [list(engine.stream(engine.submit(Request(prompts[0], 40))))]
         sequences = [engine.submit(Request(prompt, 40)) for prompt in prompts]

@@ -17,7 +17,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 from lowbit import kernels
 from lowbit.kernels.choose.attention import AttentionShape, DecodeTile
 from lowbit.kernels.choose.conv import block_tile
-from lowbit.kernels.choose.decode_step import StepShape, StepTable
+from lowbit.kernels.choose.decode_step import StepShape, StepTable, UnitForm
 from lowbit.kernels.elementwise.append import Append
 from lowbit.kernels.elementwise.gather_kv import GatherKv
 from lowbit.kernels.elementwise.route import ChooseConfig, SortConfig
@@ -40,7 +40,7 @@ from lowbit.kernels.sm80.small_m_gemm import RingGemm
 from lowbit.kernels.sm90.conv_block import BlockConv
 from lowbit.kernels.sm90.conv_deep import DeepConv
 from lowbit.kernels.sm90.conv_strip import StripConv
-from lowbit.kernels.sm90.decode_step import DecodeStep
+from lowbit.kernels.sm90.decode_step import DecodeStep, ProductForm
 from lowbit.kernels.sm90.expert_large_m_gemm import ExpertWgmmaGemm
 from lowbit.kernels.sm90.large_m_gemm import WgmmaGemm
 from lowbit.kernels.sm90.scaled_gemm import ScaledGemm
@@ -70,10 +70,10 @@ CONFIGS = [
     ExpertWgmmaGemm(Dequantizer("int4", "fp16", 128, "none", "fp16"), 64, 2, 4, Epilogue(False, False), True, False),
     ExpertScaledGemm("int4", torch.int8, torch.int8, HALF, 16, 2, 4, True, False, "token", False, False, False),
     DecodeStep(
-        StepTable(StepShape(32, 4096, 14336, HEADS, 1, 4, 32), 132),
-        KBlock("int4", "fp16", 8, 128, "none", "fp16"),
+        StepTable(StepShape(32, 4096, 14336, HEADS, 1, ((UnitForm(4, 32),),)), 132),
+        "fp16",
+        ((ProductForm(UnitForm(4, 32), KBlock("int4", "fp16", 8, 128, "none", "fp16"), "bf16"),),),
         Epilogue(False, False),
-        "bf16",
         (),
         False,
     ),

@@ -239,8 +239,8 @@ class Warp(Block):
         else:
             for lane in np.flatnonzero(mask):
                 bar = barriers[int(self.address(step.operands[1])[lane])]
-                more = int(self.value(step.operands[2], "u32")[lane]) if "expect_tx" in step.parts else 0
-                bar.change(1, more)
+                third = int(self.value(step.operands[2], "u32")[lane]) if len(step.operands) > 2 else 1
+                bar.change(*((1, third) if "expect_tx" in step.parts else (third, 0)))
 
     def _cp(self, step, mask):
         to, source, size, barrier = step.operands

@@ -2,12 +2,15 @@
 
 A launch runs all layers (kernels/sm90/decode_step.py). Every block walks the same stages and takes its share of each:
 
+    embedding
     qkv | attention of some splits | combination of splits | o | gate-up | down        of each layer, in order
+    LM head
 
 A block owns whole m16 row blocks of each product, so no sum crosses blocks; o and down have the same rows, so a block also owns
-its rows of the residual. Weights of a block are a stream of slots: one row block times one k block (128 columns) for each warp.
-The stream does not depend on activations. Activations are exchanged in `vectors`, in words of 32 bits
-(kernels/parts/polled.py). Each layer has vectors of its own, so each word is written once in a launch.
+its rows of the residual, and of the embedding. A warp multiplies units: one row block times one k block (128 columns). Weights
+of a block are a stream of slots of some units each, as many as fit. The stream does not depend on activations. Activations are
+exchanged in `vectors`, in words of 32 bits (kernels/parts/polled.py). Each layer has vectors of its own, so each word is
+written once in a launch.
 
 Pure functions of a shape and a number of blocks, without Triton; `str(table)` prints a block's tasks.
 """
@@ -22,12 +25,17 @@ from typing import Literal
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.attention import AttentionShape
 
-ProductName = Literal["qkv", "o", "gate_up", "down"]
+ProductName = Literal["qkv", "o", "gate_up", "down", "head"]
 
-PRODUCT_NAMES: tuple[ProductName, ...] = ("qkv", "o", "gate_up", "down")
+LAYER_PRODUCTS: tuple[ProductName, ...] = ("qkv", "o", "gate_up", "down")
+
+PRODUCT_NAMES: tuple[ProductName, ...] = (*LAYER_PRODUCTS, "head")
 
 BLOCK_K = 128
-"""Columns of a k block, of which a warp multiplies one for each slot."""
+"""Columns of a k block."""
+
+TILE_K = 64
+"""Columns of a tile of weights: K of a product is a multiple of it."""
 
 WARPS = 16
 """Warps of a block that multiply."""
@@ -46,47 +54,122 @@ BYTES = 227 << 10
 RESERVED_BYTES = 1 << 10
 """Shared memory that the compiler uses for the roles of warps."""
 
+MOST_X_BYTES = 72 << 10
+"""Activations that a block has at a time; more of them are gathered in parts of K."""
+
+MOST_SLOT_BYTES = 21 << 10
+"""Largest slot with more than one unit. More bytes would be few slots, of which a whole one is waited for."""
+
+LEAST_SLOT_BYTES = 8 << 10
+"""Smallest slot, if weights have larger ones: each slot takes the loader some time."""
+
+MOST_SLOTS = 16
+
 WAITS = (
     "x of qkv", "squares before qkv", "q, k and v", "splits of attention", "x of o", "x of gate-up", "squares before gate-up",
-    "x of down", "weights", "a free slot",
+    "x of down", "x of head", "squares before head", "weights", "a free slot",
 )  # fmt: skip
 """What a block can wait for. A status of 1 + layer * len(WAITS) + i says that it waited for WAITS[i] too long."""
 
 FIELDS: tuple[str, ...] = (
     *(f"{product} {part}" for product in PRODUCT_NAMES for part in ("codes", "scale", "channel_scale", "bias")),
-    "mlp_gamma", "next_gamma", "k", "v", "cos_sin", "q_gamma", "k_gamma", "factors",
+    *(f"{product} form" for product in LAYER_PRODUCTS),
+    "mlp_gamma", "next_gamma", "k", "v", "cos_sin", "q_gamma", "k_gamma", "sinks", "factors", "window",
 )  # fmt: skip
-"""The columns of the table of layers: addresses, and `factors`: the float32 factors of the norms before qkv and gate-up."""
+"""The columns of the table of layers: addresses, and numbers: the form of each product's weights, an index into
+`StepShape.forms`; `factors`: the float32 factors of the norms before qkv (or before the head) and before gate-up; `window`: of
+attention in tokens, more than any context if there is none. The row after the last layer has the head, and as `next_gamma` that
+of the first layer."""
+
+
+@dataclass(frozen=True)
+class UnitForm:
+    """The bytes of a unit of weights. `bits`: of a code, 16 for rows of 16-bit weights. `scale_bytes`: its scales."""
+
+    bits: int
+    scale_bytes: int = 0
+
+    @property
+    def dense(self) -> bool:
+        """True for rows of 16-bit weights, False for codes in fragment order."""
+        return self.bits == 16
+
+    @property
+    def code_bytes(self) -> int:
+        """Codes of a unit."""
+        return 16 * BLOCK_K * self.bits // 8
+
+    def row_bytes(self, units: int) -> int:
+        """Distance of rows of 16-bit weights in a slot. It is an odd number of vectors of 16 bytes, so that `ldmatrix` has no
+        bank conflicts."""
+        return units * 2 * BLOCK_K + 16
+
+    def slot_bytes(self, units: int) -> int:
+        """Bytes of a slot: codes of all units, then scales of all units."""
+        return 16 * self.row_bytes(units) if self.dense else units * (self.code_bytes + self.scale_bytes)
+
+    def units(self, most: int, slot_bytes: int) -> int:
+        """Largest power of two of units, at most `most`, in a slot of `slot_bytes`; 1 if none fits."""
+        units = most
+        while units > 1 and self.slot_bytes(units) > slot_bytes:
+            units //= 2
+        return units
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """Shape of a decode step: layers of one kind, and the form of their weights. `bits`: of a code. `scale_bytes`: scales of
-    one row block and k block."""
+    """Shape of a decode step. `forms`: of each product in the order of PRODUCT_NAMES, the different forms of its weights in the
+    layers; the head's is empty where the launch ends before the head. `vocab`: rows of the head. `windows`: some layers have a
+    window."""
 
     layers: int
     hidden: int
     intermediate: int
     attention: AttentionShape
     tokens: int
-    bits: int
-    scale_bytes: int
+    forms: tuple[tuple[UnitForm, ...], ...]
+    vocab: int = 0
+    windows: bool = False
 
     def rows(self, product: ProductName) -> int:
         """N of a product; gate-up has rows of both."""
         a = self.attention
-        return {"qkv": a.features, "o": self.hidden, "gate_up": 2 * self.intermediate, "down": self.hidden}[product]
+        sizes = {"qkv": a.features, "o": self.hidden, "gate_up": 2 * self.intermediate, "down": self.hidden, "head": self.vocab}
+        return sizes[product]
 
     def columns(self, product: ProductName) -> int:
         """K of a product."""
         out = self.attention.heads * self.attention.head_dim
-        return {"qkv": self.hidden, "o": out, "gate_up": self.hidden, "down": self.intermediate}[product]
+        return {"o": out, "down": self.intermediate}.get(product, self.hidden)
+
+    def forms_of(self, product: ProductName) -> tuple[UnitForm, ...]:
+        """The different forms of a product's weights."""
+        return self.forms[PRODUCT_NAMES.index(product)]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of weights and scales of a layer in the first form of each product."""
+        total = 0
+        for product in LAYER_PRODUCTS:
+            form = self.forms_of(product)[0]
+            total += self.rows(product) * self.columns(product) * (form.code_bytes + form.scale_bytes) // (16 * BLOCK_K)
+        return total
+
+    @property
+    def has_head(self) -> bool:
+        """True if the launch computes the head."""
+        return bool(self.forms_of("head"))
+
+    @property
+    def products(self) -> tuple[ProductName, ...]:
+        """The products of the launch."""
+        return PRODUCT_NAMES if self.has_head else LAYER_PRODUCTS
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A part of a block's stream of weights: k blocks `first_k_block` to `first_k_block + k_blocks` of a row block; warp i
-    multiplies k block `first_k_block + i`."""
+    """A part of a block's stream of weights: k blocks `first_k_block` to `first_k_block + k_blocks` of a row block. Warp
+    k block % warps multiplies a k block. A slot without k blocks completes a chunk of as many k blocks as there are warps."""
 
     product: ProductName
     row_block: int
@@ -105,16 +188,37 @@ class StepTable:
     # ---- products
 
     def row_blocks(self, product: ProductName) -> int:
-        """Number of m16 row blocks of a product."""
-        return self.shape.rows(product) // 16
+        """Number of m16 row blocks of a product; rows of the last one of the head may not exist."""
+        return -(-self.shape.rows(product) // 16)
+
+    def k_tiles(self, product: ProductName) -> int:
+        """Number of tiles of K of a product."""
+        return self.shape.columns(product) // TILE_K
 
     def k_blocks(self, product: ProductName) -> int:
-        """Number of k blocks of a product."""
-        return self.shape.columns(product) // BLOCK_K
+        """Number of k blocks of a product; the last one may have one tile."""
+        return -(-self.shape.columns(product) // BLOCK_K)
 
     def chunks(self, product: ProductName) -> int:
-        """Number of slots of a row block."""
+        """Number of k blocks of a row block that a warp multiplies."""
         return -(-self.k_blocks(product) // self.warps)
+
+    def chunks_at_once(self, product: ProductName) -> int:
+        """Number of chunks of x that a block has at a time: all, or about the same number in each part."""
+        most = max(1, MOST_X_BYTES // (2 * BLOCK_K * self.shape.tokens * self.warps))
+        return -(-self.chunks(product) // -(-self.chunks(product) // most))
+
+    def parts(self, product: ProductName) -> int:
+        """Number of parts in which x is gathered."""
+        return -(-self.chunks(product) // self.chunks_at_once(product))
+
+    def units(self, product: ProductName, form: int = 0) -> int:
+        """Number of units of a slot: a power of two. A chunk has warps / units slots."""
+        return self.shape.forms_of(product)[form].units(self.warps, self.slot_bytes)
+
+    def slots_of_chunk(self, product: ProductName, form: int = 0) -> int:
+        """Number of slots with the k blocks of all warps."""
+        return self.warps // self.units(product, form)
 
     def own_row_blocks(self, product: ProductName, block: int) -> range:
         """The row blocks of a block."""
@@ -126,16 +230,22 @@ class StepTable:
         token, and adds up their squares by itself."""
         if product in ("o", "down"):
             return 2
-        most = -(-self.row_blocks(product) // self.blocks)
-        return max(1, min(most, self.warps // self.shape.tokens))
+        most = min(-(-self.row_blocks(product) // self.blocks), self.warps // self.shape.tokens)
+        if product == "head":  # of many row blocks; their sums shall take no more room from the ring
+            most = min(most, max(8, self.at_once("gate_up")))
+        return max(1, most if self.parts(product) == 1 else min(most, 4))
 
-    def slots(self, block: int) -> Iterator[Slot]:
-        """A block's stream of weights of one layer, in order."""
-        for product in PRODUCT_NAMES:
-            count = self.k_blocks(product)
-            for row_block in self.own_row_blocks(product, block):
-                for first in range(0, count, self.warps):
-                    yield Slot(product, row_block, first, min(self.warps, count - first))
+    def slots(self, block: int, product: ProductName, form: int = 0) -> Iterator[Slot]:
+        """A block's stream of weights of a product, in order: row block by row block; or, if x is gathered in parts, part by
+        part of the row blocks whose sums are reduced together."""
+        count, units, own = self.k_blocks(product), self.units(product, form), self.own_row_blocks(product, block)
+        chunks, step = self.chunks(product), self.chunks_at_once(product)
+        at_once = 1 if step == chunks else self.at_once(product)
+        for begin in range(own.start, own.stop, at_once):
+            for part in range(0, chunks, step):
+                for row_block in range(begin, min(begin + at_once, own.stop)):
+                    for first in range(part * self.warps, min(part + step, chunks) * self.warps, units):
+                        yield Slot(product, row_block, first, max(0, min(units, count - first)))
 
     # ---- attention
 
@@ -155,63 +265,72 @@ class StepTable:
         return range(block, self.attention_tasks, self.blocks)
 
     @property
-    def lanes(self) -> int:
-        """Lanes that share a token's key: 8 elements each."""
-        return self.shape.attention.head_dim // 8
+    def tile_warps(self) -> int:
+        """Number of warps that have tiles of keys and values: all, or half of them where the sums of many heads would take more
+        shared memory."""
+        return self.warps if self.shape.attention.group <= 4 else self.warps // 2
 
     @property
-    def head_sets(self) -> int:
-        """Number of sets of the query heads of a kv head; a warp computes those of one set, at most 4."""
-        return -(-self.shape.attention.group // 4)
-
-    @property
-    def set_heads(self) -> int:
-        """Number of query heads of a set; the last set may have fewer."""
-        return -(-self.shape.attention.group // self.head_sets)
-
-    @property
-    def workers(self) -> int:
-        """Number of groups of `lanes` lanes in a block that read different tokens."""
-        return self.warps // self.head_sets * (32 // self.lanes)
-
-    @property
-    def tokens_at_once(self) -> int:
-        """Number of tokens that a block reads in an iteration, two for each worker. It divides a page."""
-        return 2 * self.workers
+    def share_tokens(self) -> int:
+        """Tokens of the smallest split: half of the tiles of 8 tokens that the warps compute at once. It divides a page."""
+        return 4 * self.tile_warps
 
     def active(self, context: int) -> tuple[int, int]:
-        """(number of splits with work, iterations of each) at `context` older tokens, as the kernel computes them."""
-        iterations = -(-context // self.tokens_at_once)
-        active = max(1, min(self.splits, iterations))
-        each = max(1, -(-iterations // active))
-        return max(1, -(-iterations // each)), each
+        """(number of splits with work, tokens of each) at `context` older tokens, as the kernel computes them. What warps
+        compute at once is not split: splits take two exchanges between blocks."""
+        shares = -(-context // self.share_tokens)
+        active = 1 if shares <= 2 else min(self.splits, shares)
+        each = max(1, -(-shares // active))
+        return max(1, -(-shares // each)), each * self.share_tokens
 
     # ---- shared memory of a block, in bytes
 
-    @property
-    def unit_bytes(self) -> int:
-        """Codes of one row block and k block."""
-        return 16 * BLOCK_K * self.shape.bits // 8
-
-    @property
+    @functools.cached_property
     def slot_bytes(self) -> int:
-        """A slot: codes of all warps, then scales of all warps."""
-        return self.warps * (self.unit_bytes + self.shape.scale_bytes)
+        """Bytes of a slot: those of some units of a form, at least a unit of any. Slots of other forms are not full; the
+        weights of all layers take the least memory of the ring."""
+        forms = {product: self.shape.forms_of(product) for product in self.shape.products}
+        least = max(form.slot_bytes(1) for of_product in forms.values() for form in of_product)
+        sizes = {
+            form.slot_bytes(form.units(most, MOST_SLOT_BYTES))
+            for product in LAYER_PRODUCTS
+            for form in forms[product]
+            for most in (self.warps >> i for i in range(self.warps.bit_length()))
+        }
+
+        def bytes_in_ring(size: int) -> float:
+            weights = {name: self.shape.rows(name) * self.shape.columns(name) / len(forms[name]) for name in LAYER_PRODUCTS}
+            return sum(weights[name] * size / form.units(self.warps, size) for name in LAYER_PRODUCTS for form in forms[name])
+
+        large = [size for size in sizes if size >= min(LEAST_SLOT_BYTES, max(sizes))]
+        return max(least, min(large, key=lambda size: (bytes_in_ring(size), -size)))
 
     @property
     def x_warp_bytes(self) -> int:
-        """Activations of one warp: its k blocks of all tokens."""
-        return 2 * BLOCK_K * self.shape.tokens * max(map(self.chunks, PRODUCT_NAMES))
+        """Activations of one warp: its k blocks of all tokens, then their sums over the groups of columns of scales."""
+        forms = [form for product in self.shape.products for form in self.shape.forms_of(product)]
+        groups = max(max(1, form.scale_bytes // 32) for form in forms)  # a group has 32 bytes of scales, and as many of zeros
+        return self.x_sums_start + -(-self._most_chunks * groups * self.shape.tokens * 4 // 16) * 16
+
+    @property
+    def x_sums_start(self) -> int:
+        """Start of the sums, in bytes from a warp's activations."""
+        return 2 * BLOCK_K * self.shape.tokens * self._most_chunks
+
+    @property
+    def _most_chunks(self) -> int:
+        return max(map(self.chunks_at_once, self.shape.products))
 
     @property
     def merge_bytes(self) -> int:
         """Sums of the attention of all warps, and a maximum and a total for each head."""
-        return self.warps * self.set_heads * (self.shape.attention.head_dim + 2) * 4
+        return self.tile_warps * self.shape.attention.group * (self.shape.attention.head_dim + 2) * 4
 
     @property
     def sums_bytes(self) -> int:
-        """Sums of all warps for the row blocks that are reduced together."""
-        return max(map(self.at_once, PRODUCT_NAMES)) * self.warps * 16 * self.shape.tokens * 4
+        """Sums of all warps for the row blocks that are reduced together; or 8 heads of q, in attention."""
+        sums = max(map(self.at_once, self.shape.products)) * self.warps * 16 * self.shape.tokens * 4
+        return max(sums, 16 * self.shape.attention.head_dim)
 
     @property
     def x_start(self) -> int:
@@ -245,9 +364,9 @@ class StepTable:
 
     @property
     def ring_slots(self) -> int:
-        """Number of slots of the ring, at most 12: as many as fit."""
+        """Number of slots of the ring, at most MOST_SLOTS: as many as fit."""
         left = BYTES - RESERVED_BYTES - self._x_bytes - 2 * self.sums_bytes - 48
-        return max(0, min(12, left // (self.slot_bytes + 16)))
+        return max(0, min(MOST_SLOTS, left // (self.slot_bytes + 16)))
 
     @property
     def in_flight(self) -> tuple[int, int]:
@@ -265,12 +384,13 @@ class StepTable:
 
     @functools.cached_property
     def starts(self) -> dict[str, int]:
-        """Start of each vector in a layer's words: 16-bit vectors qkv, attended, mlp_x, gated, next_x [tokens, features];
-        float32 mlp_squares, next_squares [blocks, tokens], tops [tasks, group, 2], parts [tasks, group, head_dim]."""
+        """Start of each vector in a layer's words: 16-bit vectors next_x, mlp_x, qkv, attended, gated [tokens, features];
+        float32 next_squares, mlp_squares [blocks, tokens], tops [tasks, group, 2], parts [tasks, group, head_dim]. The
+        embedding has the first two, next_x and next_squares, after the last layer's words."""
         s, a = self.shape, self.shape.attention
-        widths = {"qkv": a.features, "attended": a.heads * a.head_dim, "mlp_x": s.hidden, "gated": s.intermediate}
-        sizes = {name: s.tokens * width // 2 for name, width in {**widths, "next_x": s.hidden}.items()}
-        sizes |= dict.fromkeys(("mlp_squares", "next_squares"), self.blocks * s.tokens)
+        widths = {"mlp_x": s.hidden, "qkv": a.features, "attended": a.heads * a.head_dim, "gated": s.intermediate}
+        sizes = {"next_x": s.tokens * s.hidden // 2, "next_squares": self.blocks * s.tokens}
+        sizes |= {name: s.tokens * width // 2 for name, width in widths.items()} | {"mlp_squares": self.blocks * s.tokens}
         sizes |= {"tops": self.attention_tasks * a.group * 2, "parts": self.attention_tasks * a.group * a.head_dim}
         starts, at = {}, 0
         for name, size in sizes.items():
@@ -285,19 +405,20 @@ class StepTable:
     @property
     def words(self) -> int:
         """Number of words of `vectors`."""
-        return self.shape.layers * self.starts["end"]
+        return self.shape.layers * self.starts["end"] + self.starts["mlp_x"]
 
     def __str__(self) -> str:
         ring = f"{self.ring_slots} slots of {self.slot_bytes} bytes"
         lines = [f"{self.blocks} blocks, {ring}, {self.shared_bytes} bytes of shared memory"]
-        for product in PRODUCT_NAMES:
+        for product in self.shape.products:
             shares = [len(self.own_row_blocks(product, block)) for block in range(self.blocks)]
+            slots = [self.chunks(product) * self.slots_of_chunk(product, i) for i in range(len(self.shape.forms_of(product)))]
             lines.append(
                 f"{product}: {self.row_blocks(product)} row blocks, {min(shares)} to {max(shares)} a block, in "
-                f"{self.chunks(product)} slots each"
+                f"{' or '.join(map(str, slots))} slots each"
             )
         lines.append(
-            f"attention: {self.attention_tasks} tasks, up to {self.splits} splits, {self.tokens_at_once} tokens at once"
+            f"attention: {self.attention_tasks} tasks, up to {self.splits} splits of {self.share_tokens} tokens or more"
         )
         return "\n".join(lines)
 
@@ -311,23 +432,25 @@ def step_refusals(shape: StepShape, machine: Machine) -> tuple[str, ...]:
         reasons.append(f"one launch a step takes at least {FEWEST_SMS} SMs, not {machine.sm_count}")
     if shape.tokens not in TOKENS:
         reasons.append(f"one launch computes {', '.join(map(str, TOKENS))} tokens, not {shape.tokens}")
-    for product in PRODUCT_NAMES:
-        if shape.rows(product) % 16 or shape.columns(product) % BLOCK_K:
+    for product in shape.products:
+        padded = product == "head" and not any(form.dense for form in shape.forms_of(product))
+        if (shape.rows(product) % 16 and not padded) or shape.columns(product) % TILE_K:
             size = f"{shape.rows(product)} x {shape.columns(product)}"
-            reasons.append(f"weights have a multiple of 16 rows and of {BLOCK_K} columns, {product} is {size}")
+            reasons.append(f"weights have a multiple of 16 rows and of {TILE_K} columns, {product} is {size}")
     if a.head_dim not in (64, 128) or a.rotary_dim != a.head_dim:
         reasons.append(f"heads have 64 or 128 elements, all of which turn, not {a.head_dim} of which {a.rotary_dim} turn")
     if a.group > 8:
         reasons.append(f"at most 8 heads share a kv head, not {a.group}")
-    if a.window or a.softcap:
-        reasons.append("attention has no window and no soft cap")
+    if a.softcap:
+        reasons.append("attention has no soft cap")
     if not reasons:
         table = StepTable(shape, machine.sm_count)
-        if table.ring_slots < 3:
-            columns = max(map(shape.columns, PRODUCT_NAMES))
+        least = max(3, *(table.slots_of_chunk(name, i) for name in shape.products for i in range(len(shape.forms_of(name)))))
+        if table.ring_slots < least:
+            columns = max(map(shape.columns, shape.products))
             reasons.append(
                 f"{shape.tokens} tokens of {columns} columns leave room for {table.ring_slots} slots of {table.slot_bytes} "
-                "bytes, one launch takes 3"
+                f"bytes, one launch takes {least}"
             )
     return tuple(dict.fromkeys(reasons))
 
@@ -343,3 +466,28 @@ def step_table(shape: StepShape, machine: Machine) -> StepTable:
 def wait_of(status: int) -> tuple[int, str]:
     """Returns (layer, what a block waited for) of a status that is not 0."""
     return divmod(status - 1, len(WAITS))[0], WAITS[(status - 1) % len(WAITS)]
+
+
+# ---- where one launch is faster
+
+
+@dataclass(frozen=True)
+class Faster:
+    """A measurement: one launch is faster than the launches of a chain on GPUs whose product name begins with `gpu`, in steps
+    of `tokens` tokens, for layers of `least_bytes` to `most_bytes` of weights, in contexts of up to `context` tokens."""
+
+    gpu: str
+    tokens: int
+    least_bytes: int
+    most_bytes: int
+    context: int
+
+
+FASTER: tuple[Faster, ...] = ()
+"""All such measurements. Without any, `persistent_step=None` of an engine chooses the launches."""
+
+
+def faster_context(shape: StepShape, machine: Machine) -> int:
+    """Returns the longest context in which one launch was measured to be faster; 0 if there is none."""
+    rows = (row for row in FASTER if machine.product.startswith(row.gpu) and row.tokens == shape.tokens)
+    return max((row.context for row in rows if row.least_bytes <= shape.layer_bytes <= row.most_bytes), default=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowbit.formats import number_format
+from lowbit.formats import IntFormat, number_format
 from lowbit.hardware.conversions import Conversion, conversion
 from lowbit.hardware.half import HalfType
 from lowbit.hardware.ptx import float_constant
@@ -25,6 +25,11 @@ DENSE = "dense"
 """Name of the format of weights that are stored as halves, in the type of x."""
 
 
+RAW_ROWS = {4: 16.0, 8: 1.0}
+"""By bits: the factor of rows g + 8 of raw codes. 4 bits of a word are masked where they are, or 8 bits further down: codes of
+rows g are then in bits 0 to 3 of a half, those of rows g + 8 in bits 4 to 7. 8 bits are moved to bits 0 to 7."""
+
+
 @dataclass(frozen=True)
 class KBlock:
     """The arithmetic of one warp for one m16 row block and one k block.
@@ -32,6 +37,11 @@ class KBlock:
     `format` is the name of a number format, or `DENSE`, whose words are fragments already. `tokens` is a multiple of 8. `group`
     is 0 where scales are applied in the epilogue (per channel, per tensor), else 16, 32, 64 or 128. `zero` is "none", "integer"
     (w = (code - zero) * scale) or "float" (w = code * scale + zero).
+
+    `raw`: a masked code is multiplied as the subnormal fp16 number code * 2^-24, and sums begin at -offset times the sum of x
+    (`takes_raw`). It saves a third of the instructions, but needs sums of x, as zeros do: for kernels that compute these once
+    for many row blocks. `chains`: 2 splits the matrix instructions of a group into two sums, since each waits for the one
+    before: for kernels with few warps.
     """
 
     format: str
@@ -40,6 +50,17 @@ class KBlock:
     group: int
     zero: str
     scale_dtype: HalfType
+    raw: bool = False
+    chains: int = 1
+
+    @staticmethod
+    def takes_raw(fmt: str, dtype: HalfType, group: int, zero: str) -> bool:
+        """Returns whether codes of a format can be raw: symmetric integers of 8 bits, or of 4 bits with scales of groups, by
+        which the factors of rows are undone; x in fp16. Products of bf16's subnormal numbers would leave float32's range."""
+        if fmt == DENSE or dtype != "fp16" or zero != "none":
+            return False
+        number = number_format(fmt)
+        return isinstance(number, IntFormat) and number.signed and (number.bits == 8 or (number.bits == 4 and group > 0))
 
     @property
     def conversion(self) -> Conversion:
@@ -57,6 +78,8 @@ class KBlock:
     @property
     def factor(self) -> float:
         """Factor by which converted codes are too small."""
+        if self.raw:
+            return 2.0**24
         return 1.0 if self.dense else self.conversion.scale_factor
 
     @property
@@ -96,8 +119,8 @@ class KBlock:
 
     @property
     def sums(self) -> int:
-        """Number of sums of x per lane, which zero points need: two tokens per n8 tile and group."""
-        return 2 * self.n8_tiles * self.groups if self.zero != "none" else 0
+        """Number of sums of x per lane, which zero points and raw codes need: two tokens per n8 tile and group."""
+        return 2 * self.n8_tiles * max(self.groups, 1) if self.zero != "none" or self.raw else 0
 
     # ---- operands of the PTX, in order
 
@@ -126,16 +149,23 @@ class KBlock:
         per_group = BLOCK_MMAS // max(self.groups, 1)
         lines = [".reg .b32 a<32>;", f".reg .f32 p<{self.accumulators}>;", ".reg .f32 s<2>, z<2>, t, nil;"]
         lines.append("mov.f32 nil, 0f00000000;")
-        lines += self._convert(words)
+        if self.chains > 1:
+            lines.append(f".reg .f32 q<{self.accumulators}>;")
+        lines += self._convert_raw(words) if self.raw else self._convert(words)
         for group in range(max(self.groups, 1)):
+            if self.raw:
+                lines += self._start_raw(group, sums, acc)
             for inside in range(per_group):
-                step = group * per_group + inside
+                step, chain = group * per_group + inside, inside % self.chains
                 for n8_tile in range(self.n8_tiles):
-                    part = [f"p{4 * n8_tile + i}" for i in range(4)]
-                    start = ["nil"] * 4 if self.groups else acc[4 * n8_tile : 4 * n8_tile + 4]
+                    part = [f"{'pq'[chain]}{4 * n8_tile + i}" for i in range(4)]
+                    start = ["nil"] * 4 if self.groups or chain else acc[4 * n8_tile : 4 * n8_tile + 4]
+                    start = part if inside >= self.chains or (self.raw and chain == 0) else start
                     a = [f"a{4 * step + i}" for i in range(4)]
                     b = x[16 * n8_tile + 2 * step : 16 * n8_tile + 2 * step + 2]
-                    lines.append(mma(self.dtype, part, a, b, part if inside else start))
+                    lines.append(mma(self.dtype, part, a, b, start))
+            if self.chains > 1:
+                lines += [f"add.f32 p{i}, p{i}, q{i};" for i in range(self.accumulators)]
             if self.groups:
                 lines += self._scale(group, out, scales, sums, acc)
         if not self.groups:
@@ -144,19 +174,23 @@ class KBlock:
 
     @property
     def sum_asm(self) -> str:
-        """PTX that sums x over each scale group, for zero points, by matrix instructions whose operand A is all ones. Outputs:
-        sums of x. Inputs: words of x."""
+        """PTX that sums x over each scale group, or over the k block, for zero points and raw codes, by matrix instructions
+        whose operand A is all ones. Outputs: sums of x. Inputs: words of x."""
         out, x = operands_of(self.sums, self.token_words)
-        per_group = BLOCK_MMAS // self.groups
+        groups = max(self.groups, 1)
+        per_group = BLOCK_MMAS // groups
         ones = "0x3c003c00" if self.dtype == "fp16" else "0x3f803f80"
         lines = [".reg .b32 one; .reg .f32 p<4>, nil;", f"mov.b32 one, {ones};", "mov.f32 nil, 0f00000000;"]
-        part = [f"p{i}" for i in range(4)]
-        for group in range(self.groups):
+        if self.chains > 1:
+            lines.append(".reg .f32 q<4>;")
+        for group in range(groups):
             for n8_tile in range(self.n8_tiles):
                 for inside in range(per_group):
-                    step = group * per_group + inside
+                    step, part = group * per_group + inside, [f"{'pq'[inside % self.chains]}{i}" for i in range(4)]
                     b = x[16 * n8_tile + 2 * step : 16 * n8_tile + 2 * step + 2]
-                    lines.append(mma(self.dtype, part, ["one"] * 4, b, part if inside else ["nil"] * 4))
+                    lines.append(mma(self.dtype, part, ["one"] * 4, b, part if inside >= self.chains else ["nil"] * 4))
+                if self.chains > 1:
+                    lines += [f"add.f32 p{i}, p{i}, q{i};" for i in range(2)]
                 first = 2 * (group * self.n8_tiles + n8_tile)
                 lines += [f"mov.f32 {out[first]}, p0;", f"mov.f32 {out[first + 1]}, p1;"]
         return "{\n" + "\n".join(lines) + "\n}"
@@ -176,11 +210,37 @@ class KBlock:
             lines.append("}")
         return lines
 
+    def _convert_raw(self, words: list[str]) -> list[str]:
+        """As `_convert`, for raw codes."""
+        lines = [".reg .b32 high;"]
+        for i, word in enumerate(words):
+            if self.bits == 8:
+                lines.append(f"and.b32 a{2 * i}, {word}, 0x00ff00ff; prmt.b32 a{2 * i + 1}, {word}, 0, 0x4341;")
+                continue
+            lines.append(f"and.b32 a{4 * i}, {word}, 0x000f000f; and.b32 a{4 * i + 1}, {word}, 0x00f000f0;")
+            lines.append(f"shr.u32 high, {word}, 8;")
+            lines.append(f"and.b32 a{4 * i + 2}, high, 0x000f000f; and.b32 a{4 * i + 3}, high, 0x00f000f0;")
+        return lines
+
+    def _start_raw(self, group: int, sums: list[str], acc: list[str]) -> list[str]:
+        """Sets a group's sums to -offset times the sums of x, in the codes' unit; without groups adds the accumulators."""
+        lines = []
+        for i in range(self.accumulators):
+            row = RAW_ROWS[self.bits] if i % 4 >= 2 else 1.0
+            offset = float_constant(-(2.0 ** (self.bits - 1)) * 2.0**-24 * row)
+            total = sums[2 * (group * self.n8_tiles + i // 4) + i % 2]
+            lines.append(
+                f"mul.f32 p{i}, {total}, {offset};" if self.groups else f"fma.rn.f32 p{i}, {total}, {offset}, {acc[i]};"
+            )
+        return lines
+
     def _scale(self, group: int, out: list[str], scales: list[str], sums: list[str], acc: list[str]) -> list[str]:
         """Adds the group's sums times its scales to the accumulators. Of a lane's 4 accumulators per n8 tile, number i is in
         row g + 8 * (i / 2)."""
         words = scales[group * self.pair_bytes // 4 :][: self.pair_bytes // 4]
         lines = _widen("s", words[0], self.scale_dtype)
+        if self.raw and RAW_ROWS[self.bits] != 1:
+            lines.append(f"mul.f32 s1, s1, {float_constant(1 / RAW_ROWS[self.bits])};")
         if self.zero != "none":
             lines += _widen("z", words[1], self.scale_dtype)
             if self.factor != 1:  # the epilogue multiplies all sums by the factor, but zeros have their true size already

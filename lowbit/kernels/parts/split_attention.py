@@ -1,16 +1,18 @@
-"""Attention of one token over a split of keys and values in 16-bit pages, thread by thread, for a kernel's math warps.
+"""Attention of one token over a split of keys and values in 16-bit pages, on tensor cores, for a kernel's math warps.
 
-A worker is a group of lanes that share tokens: a lane has 8 elements of a head, so a key is one load of 16 bytes a lane.
-A warp computes the heads of one set (at most 4) for the tokens of its workers; different sets read the same tokens. Each worker
-keeps maxima, totals and sums of its tokens (online softmax in base 2). They are merged within the warp and then, through
-shared memory, over all warps, in a fixed order.
+A warp computes tiles of 8 tokens for all query heads of a kv head, at most 8, by mma.sync.m16n8k16: s = q . k^T, whose rows 0
+to 7 are heads and whose rows 8 to 15 are zero, and v^T . p^T, whose columns are heads. Lane 4g + t has of each 32 elements of q
+of head g, and of k of token g, the 8 from 8t on, so that loads have 16 bytes and RoPE pairs elements of one lane; scores do not
+depend on the order of elements. It has the scores of head g for tokens 2t and 2t + 1, which are a fragment of p^T, and of v the
+elements 8g to 8g + 7 of each 64 of these tokens. Its sums are of these elements and of heads 2t and 2t + 1. Each warp keeps
+maxima, totals and sums of its tiles (online softmax in base 2), which are merged through shared memory, in a fixed order.
 
-C is a kernel's configuration: a `SplitAttention` whose `C.table` has warps, lanes, head_sets, set_heads, workers and x_start,
-where sums are merged in shared memory (choose/decode_step.py). `C.head_norms`: heads of q and k are normed.
+C is a kernel's configuration: a `SplitAttention` whose `C.table` has tile_warps and x_start, where sums are merged in shared
+memory (choose/decode_step.py). `C.head_norms`: heads of q and k are normed. `C.windows`: some layers have a window.
 
-Exact   q and k are rounded to 16 bits after norm and RoPE; all else is float32
+Exact   q and k are rounded to 16 bits after norm and RoPE, probabilities before they are multiplied; all else is float32
 Tested  tests/kernels/parts/test_split_attention.py
-Source  online softmax: Milakov and Gimelshein (2018)
+Source  online softmax: Milakov and Gimelshein (2018); fragments: PTX ISA, "Matrix Fragments for mma.m16n8k16"
 """
 
 from __future__ import annotations
@@ -21,11 +23,20 @@ from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from lowbit.kernels.parts.gluon import Scalar, aggregate, asm, gl, gluon, ptx, run
 from lowbit.kernels.parts.head_rows import exchanged
+from lowbit.kernels.parts.k_block import mma, operands_of
 
 NOTHING = gl.constexpr(-1e30)
 """Maximum of no scores. Finite, so that differences of maxima are no NaN."""
 
 PAGE_TOKENS = gl.constexpr(PAGE)
+
+TILE_TOKENS = gl.constexpr(8)
+"""Tokens of a tile."""
+
+OF_LANE = gl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;")
+"""PTX that returns $1 of the lane $2."""
+
+LOG2_E = gl.constexpr(math.log2(math.e))
 
 
 class SplitAttention:
@@ -44,6 +55,25 @@ class SplitAttention:
     def scale_log2(self) -> float:
         """Factor from q . k to scores in base 2: softmax uses 2 ** score."""
         return self.shape.scale * math.log2(math.e)
+
+    @property
+    def key_vectors(self) -> int:
+        """Vectors of 16 bytes of a lane's q, and of its k."""
+        return self.shape.head_dim // 32
+
+    @property
+    def value_vectors(self) -> int:
+        """Vectors of 16 bytes of a lane's v of one token."""
+        return self.shape.head_dim // 64
+
+    @property
+    def sums(self) -> int:
+        """Number of a lane's sums."""
+        return self.shape.head_dim // 4
+
+    @property
+    def sums_types(self) -> tuple[gl.dtype, ...]:
+        return (gl.float32,) * self.sums
 
     @property
     def unpack(self) -> str:
@@ -68,204 +98,366 @@ class SplitAttention:
 
     pack_constraints = ",".join(["=&r"] * 4 + ["f"] * 8)
 
+    @property
+    def scores(self) -> str:
+        """PTX of a lane's scores: of head g for tokens 2t and 2t + 1. Outputs: both. Inputs: words of q, words of k. The sums
+        of even and odd steps are independent, so that they take half the time."""
+        out, q, k = operands_of(2, 4 * self.key_vectors, 4 * self.key_vectors)
+        lines = [".reg .b32 none; .reg .f32 c<8>; mov.b32 none, 0;", *(f"mov.f32 c{i}, 0f00000000;" for i in range(8))]
+        for step in range(2 * self.key_vectors):
+            a, b, first = q[2 * step : 2 * step + 2], k[2 * step : 2 * step + 2], 4 * (step % 2)
+            sums = [f"c{first + i}" for i in range(4)]
+            lines.append(mma(self.dtype, sums, [a[0], "none", a[1], "none"], b, sums))
+        return "{\n" + "\n".join([*lines, *(f"add.f32 {out[i]}, c{i}, c{4 + i};" for i in range(2))]) + "\n}"
+
+    @property
+    def scores_constraints(self) -> str:
+        return ",".join(["=&f"] * 2 + ["r"] * (8 * self.key_vectors))
+
+    scores_types = (gl.float32,) * 2
+
+    @property
+    def weigh(self) -> str:
+        """PTX that adds v times its probabilities to 16 sums: number 4m + 2i + h is of element 2m + i of the lane's 8 and of
+        head 2t + h. Outputs: sums. Inputs: probabilities of tokens 2t and 2t + 1 as float32, words of v of token 2t, of 2t + 1,
+        sums."""
+        out, p, first, second, sums = operands_of(16, 2, 4, 4, 16)
+        pair = "f16x2" if self.dtype == "fp16" else "bf16x2"
+        lines = [f".reg .b32 none, a, b, c; mov.b32 none, 0; cvt.rn.{pair}.f32 c, {p[1]}, {p[0]};"]
+        for m in range(4):
+            lines.append(f"prmt.b32 a, {first[m]}, {second[m]}, 0x5410; prmt.b32 b, {first[m]}, {second[m]}, 0x7632;")
+            four = slice(4 * m, 4 * m + 4)
+            lines.append(mma(self.dtype, out[four], ["a", "b", "none", "none"], ["c", "none"], sums[four]))
+        return "{\n" + "\n".join(lines) + "\n}"
+
+    weigh_constraints = ",".join(["=&f"] * 16 + ["f"] * 2 + ["r"] * 8 + ["f"] * 16)
+    weigh_types = (gl.float32,) * 16
+
     load_token = (
         "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;\n"
         "@p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }"
     )
     """PTX that loads 8 halves at $4, or zeros if $5 is 0."""
     load_token_constraints = "=&r,=&r,=&r,=&r,l,r"
+    prefetch = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }"
+    touch = "ld.global.b32 $0, [$1];"
+    load_floats = "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];"
+    load_floats_constraints = "=&f,=&f,=&f,=&f,l"
+    load_floats_types = (gl.float32,) * 4
     store_token = "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }"
     store_words = "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }"
+    load_words = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+    store_two = "{ .reg .pred p; setp.ne.s32 p, $4, 0; @p st.shared.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0; }"
+    load_two = "ld.shared.v2.f32 {$0, $1}, [$2];"
+    load_two_types = (gl.float32,) * 2
     load_float = "ld.shared.f32 $0, [$1];"
     store_float = "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.shared.f32 [$1], $2; mov.b32 $0, 0; }"
 
 
 @aggregate
-class Worker:
-    """A group of lanes that reads its own tokens, for one set of query heads: its number, its set, its first element of a
-    head; row, kv head and split of its task; the row's position and page table."""
+class SplitTask:
+    """A split of a row and kv head; the row's position, first token (0 without a window) and page table."""
 
-    number: gl.tensor
-    heads: gl.tensor
-    element: gl.tensor
     row: Scalar
     kv_head: Scalar
     split: Scalar
     position: Scalar
+    first: Scalar
     table: Scalar
 
 
 @gluon.jit
-def load_tokens(pages, worker, begin, end, C: gl.constexpr):
-    """Loads a thread's elements of keys or values of its worker's two tokens of an iteration; zeros beyond `end`."""
-    A: gl.constexpr = C.shape
-    page = gl.load(worker.table + begin // PAGE_TOKENS, mask=begin < end, other=0).to(gl.int64)
-    first = (page * A.kv_heads + worker.kv_head) * PAGE_TOKENS + begin % PAGE_TOKENS
+def is_attended(token, task, end, C: gl.constexpr):
+    """Returns whether a token is before `end` and in the window."""
+    there = token < end
+    if C.windows:
+        there = there & (token >= task.first)
+    return there
+
+
+@gluon.jit
+def first_vector(task, start, end, C: gl.constexpr):
+    """Returns the index of a tile's first token among all tokens of the pages of all kv heads; `start`: that token."""
+    page = gl.load(task.table + start // PAGE_TOKENS, mask=start < end, other=0).to(gl.int64)
+    return (page * C.shape.kv_heads + task.kv_head) * PAGE_TOKENS + start % PAGE_TOKENS
+
+
+@gluon.jit
+def load_keys(pages, task, at, start, end, C: gl.constexpr):
+    """Loads a lane's words of the keys of the tile that begins at token `start`; zeros from token `end` on."""
+    COUNT: gl.constexpr = C.key_vectors
+    number = at.lane >> 2
+    there = is_attended(start + number, task, end, C).to(gl.int32)
+    address = pages + ((first_vector(task, start, end, C) + number) * C.shape.head_dim + (at.lane & 3) * 8) * 2
     words = ()
-    for i in gl.static_range(2):
-        token = worker.number + i * C.table.workers
-        address = pages + ((first + token) * A.head_dim + worker.element) * 2
-        there = (begin + token < end).to(gl.int32)
-        words = words + asm(C.load_token, C.load_token_constraints, [address, there], ptx(C.words_types, 4))
+    for j in gl.static_range(COUNT):
+        words = words + asm(C.load_token, C.load_token_constraints, [address + 64 * j, there], ptx(C.words_types, 4))
     return words
 
 
 @gluon.jit
-def turn_head(words, gamma, cos, sin, C: gl.constexpr):
-    """Returns a thread's 8 elements of a head after norm and RoPE, as 4 words."""
-    T: gl.constexpr = C.table
-    STEPS: gl.constexpr = T.lanes.bit_length() - 1
-    values = asm(C.unpack, C.unpack_constraints, words, C.unpack_types)
-    if C.head_norms:
-        total = values[0] * values[0]
-        for i in gl.static_range(1, 8):
-            total += values[i] * values[i]
-        for step in gl.static_range(STEPS):
-            total += exchanged(total, 1 << step)
-        root = gl.rsqrt(total / C.shape.head_dim + C.shape.norm_eps)
-        normed = ()
-        for i in gl.static_range(8):
-            normed = normed + (values[i] * root * gamma[i],)
-        values = normed
-    turned = ()
-    for i in gl.static_range(8):
-        turned = turned + (values[i] * cos[i] + exchanged(values[i], T.lanes // 2) * sin[i],)
-    return asm(C.pack, C.pack_constraints, turned, ptx(C.words_types, 4))
+def value_address(pages, task, at, start, end, C: gl.constexpr):
+    """Returns the address of a lane's first vector of the values of the tile that begins at token `start`."""
+    number = (at.lane & 3) * 2
+    return pages + ((first_vector(task, start, end, C) + number) * C.shape.head_dim + (at.lane >> 2) * 8) * 2
 
 
 @gluon.jit
-def dot(a, b, C: gl.constexpr):
-    """Returns the product of two heads, whose elements the lanes of a worker share."""
-    STEPS: gl.constexpr = C.table.lanes.bit_length() - 1
-    total = a[0] * b[0]
-    for i in gl.static_range(1, 8):
-        total += a[i] * b[i]
-    for step in gl.static_range(STEPS):
+def prefetch_values(pages, task, at, start, end, C: gl.constexpr):
+    """Prefetches the values of the tile that begins at token `start` into L2."""
+    COUNT: gl.constexpr = C.value_vectors
+    address = value_address(pages, task, at, start, end, C)
+    for i in gl.static_range(2):
+        there = is_attended(start + (at.lane & 3) * 2 + i, task, end, C).to(gl.int32)
+        for j in gl.static_range(COUNT):
+            run(C.prefetch, "=r,l,r", [address + i * C.shape.head_dim * 2 + 128 * j, there])
+
+
+@gluon.jit
+def load_values(pages, task, at, start, end, C: gl.constexpr):
+    """Loads a lane's words of the values of the tile that begins at token `start`: of token 2t, then of 2t + 1."""
+    COUNT: gl.constexpr = C.value_vectors
+    number = (at.lane & 3) * 2
+    address = value_address(pages, task, at, start, end, C)
+    words = ()
+    for i in gl.static_range(2):
+        there = is_attended(start + number + i, task, end, C).to(gl.int32)
+        for j in gl.static_range(COUNT):
+            inputs = [address + i * C.shape.head_dim * 2 + 128 * j, there]
+            words = words + asm(C.load_token, C.load_token_constraints, inputs, ptx(C.words_types, 4))
+    return words
+
+
+@gluon.jit
+def load_eight(source, at, C: gl.constexpr):
+    """Loads a lane's 8 float32 of 32 elements at address `source`."""
+    address = source + (at.lane & 3).to(gl.int64) * 32
+    first = asm(C.load_floats, C.load_floats_constraints, [address], C.load_floats_types)
+    return first + asm(C.load_floats, C.load_floats_constraints, [address + 16], C.load_floats_types)
+
+
+@gluon.jit
+def angles_row(cos_sin, position, C: gl.constexpr):
+    """Returns the address of the cosines at a position, after which its sines are; `cos_sin`: address of the table."""
+    return cos_sin + position.to(gl.int64) * (4 * C.shape.rotary_dim)
+
+
+@gluon.jit
+def touch_angles(row, at, C: gl.constexpr):
+    """Loads the cosines and sines at `row` into L1, where `turn_head` finds them."""
+    run(C.touch, "=r,l", [row + at.lane * (C.shape.rotary_dim // 8)])
+
+
+@gluon.jit
+def root_of_head(words, C: gl.constexpr):
+    """Returns 1 / rms of a head, of which a lane has words."""
+    COUNT: gl.constexpr = C.key_vectors
+    total = None
+    for j in gl.static_range(COUNT):
+        values = asm(C.unpack, C.unpack_constraints, words[4 * j : 4 * j + 4], C.unpack_types)
+        for i in gl.static_range(8):
+            square = values[i] * values[i]
+            total = square if total is None else total + square
+    for step in gl.static_range(2):
         total += exchanged(total, 1 << step)
-    return total
+    return gl.rsqrt(total / C.shape.head_dim + C.shape.norm_eps)
 
 
 @gluon.jit
-def attend_new(q, k, v, own, C: gl.constexpr):
-    """Returns (maxima, totals, sums) after the new token alone, for threads whose `own` is True; of nothing for others."""
-    HEADS: gl.constexpr = C.table.set_heads
-    keys = asm(C.unpack, C.unpack_constraints, k, C.unpack_types)
-    values = asm(C.unpack, C.unpack_constraints, v, C.unpack_types)
-    tops = ()
-    totals = ()
+def normed_eight(words, root, gamma, at, C: gl.constexpr):
+    """Returns 8 elements of a head after its norm, if it has one; `gamma`: address of the norm's weights of 32 elements."""
+    values = asm(C.unpack, C.unpack_constraints, words, C.unpack_types)
+    normed = ()
+    if C.head_norms:
+        weights = load_eight(gamma, at, C)
+        for i in gl.static_range(8):
+            normed = normed + (values[i] * root * (weights[i] + C.shape.norm_offset),)
+    else:
+        normed = values
+    return normed
+
+
+@gluon.jit
+def turn_head(words, gamma, row, at, C: gl.constexpr):
+    """Returns a lane's words of a head after norm, by weights at address `gamma`, and RoPE by the angles at `row`. Few elements
+    are in registers at a time."""
+    PAIRS: gl.constexpr = C.key_vectors // 2
+    root = words[0].to(gl.float32)
+    if C.head_norms:
+        root = root_of_head(words, C)
+    low = ()
+    high = ()
+    for j in gl.static_range(PAIRS):
+        first = normed_eight(words[4 * j : 4 * j + 4], root, gamma + 128 * j, at, C)
+        second = normed_eight(words[4 * (j + PAIRS) : 4 * (j + PAIRS) + 4], root, gamma + 128 * (j + PAIRS), at, C)
+        cos, sin = load_eight(row + 128 * j, at, C), load_eight(row + 128 * (j + PAIRS), at, C)
+        turned = ()
+        for i in gl.static_range(8):
+            turned = turned + (first[i] * cos[i] - second[i] * sin[i],)
+        low = low + asm(C.pack, C.pack_constraints, turned, ptx(C.words_types, 4))
+        turned = ()
+        for i in gl.static_range(8):
+            turned = turned + (second[i] * cos[i] + first[i] * sin[i],)
+        high = high + asm(C.pack, C.pack_constraints, turned, ptx(C.words_types, 4))
+    return low + high
+
+
+@gluon.jit
+def of_row(words, row: gl.constexpr, at, count: gl.constexpr):
+    """Returns the words that the lanes of a row have, 4 row + t for lane 4g + t."""
+    found = ()
+    for i in gl.static_range(count):
+        found = found + (asm(OF_LANE, "=r,r,r", [words[i], 4 * row + (at.lane & 3)], gl.int32),)
+    return found
+
+
+@gluon.jit
+def chosen(condition, one, other, count: gl.constexpr):
+    """Returns `one` where the condition holds, else `other`: tuples of `count` words."""
+    words = ()
+    for i in gl.static_range(count):
+        words = words + (gl.where(condition, one[i], other[i]),)
+    return words
+
+
+@gluon.jit
+def attend_nothing(sinks, task, at, own, C: gl.constexpr):
+    """Returns (maximum, total, sums) of no tokens; of the sinks float32 [heads], scores without a value, in the warps whose
+    `own` is True, if there are sinks."""
+    G: gl.constexpr = C.shape.group
+    COUNT: gl.constexpr = C.sums
+    zero = at.lane.to(gl.float32) * 0.0
+    top = zero + NOTHING
+    total = zero
+    if C.sinks:
+        sink = gl.load(sinks + (task.kv_head * G + gl.minimum(at.lane >> 2, G - 1)))
+        top = gl.where(own, sink * LOG2_E, top)
+        total = gl.where(own & ((at.lane & 3) == 0), 1.0, 0.0)
     sums = ()
-    for h in gl.static_range(HEADS):
-        score = dot(asm(C.unpack, C.unpack_constraints, q[4 * h : 4 * h + 4], C.unpack_types), keys, C) * C.scale_log2
-        tops = tops + (gl.where(own, score, NOTHING),)
-        totals = totals + (gl.where(own, 1.0, 0.0),)
-        for i in gl.static_range(8):
-            sums = sums + (gl.where(own, values[i], 0.0),)
-    return tops, totals, sums
+    for _ in gl.static_range(COUNT):
+        sums = sums + (zero,)
+    return top, total, sums
 
 
 @gluon.jit
-def attend_tokens(q, k, v, tops, totals, sums, worker, begin, end, C: gl.constexpr):
-    """Adds the two tokens of an iteration to (maxima, totals, sums)."""
-    T: gl.constexpr = C.table
-    HEADS: gl.constexpr = T.set_heads
-    token = begin + worker.number
-    keys0 = asm(C.unpack, C.unpack_constraints, k[0:4], C.unpack_types)
-    keys1 = asm(C.unpack, C.unpack_constraints, k[4:8], C.unpack_types)
-    scores = ()
-    for h in gl.static_range(HEADS):
-        of_q = asm(C.unpack, C.unpack_constraints, q[4 * h : 4 * h + 4], C.unpack_types)
-        first = gl.where(token < end, dot(of_q, keys0, C) * C.scale_log2, NOTHING * 2)
-        second = gl.where(token + T.workers < end, dot(of_q, keys1, C) * C.scale_log2, NOTHING * 2)
-        scores = scores + (first, second)
-    values0 = asm(C.unpack, C.unpack_constraints, v[0:4], C.unpack_types)
-    values1 = asm(C.unpack, C.unpack_constraints, v[4:8], C.unpack_types)
-    new_tops = ()
-    new_totals = ()
+def store_query(q, at, place, C: gl.constexpr):
+    """Stores a lane's words of q in shared memory at `place`; all warps store the same."""
+    COUNT: gl.constexpr = C.key_vectors
+    for j in gl.static_range(COUNT):
+        inputs = (at.start + place + at.lane * 16 + 512 * j,) + q[4 * j : 4 * j + 4] + (at.lane * 0 + 1,)
+        run(C.store_words, "=r,r,r,r,r,r,r", inputs)
+
+
+@gluon.jit
+def load_query(at, place, C: gl.constexpr):
+    """Returns what `store_query` stored."""
+    COUNT: gl.constexpr = C.key_vectors
+    q = ()
+    for j in gl.static_range(COUNT):
+        q = q + asm(C.load_words, "=&r,=&r,=&r,=&r,r", [at.start + place + at.lane * 16 + 512 * j], ptx(C.words_types, 4))
+    return q
+
+
+@gluon.jit
+def tile_scores(q, k, task, at, start, end, C: gl.constexpr):
+    """Returns a lane's two scores of the tile that begins at token `start`."""
+    token = start + (at.lane & 3) * 2
+    first, second = asm(C.scores, C.scores_constraints, q + k, C.scores_types)
+    first = gl.where(is_attended(token, task, end, C), first * C.scale_log2, NOTHING * 2)
+    second = gl.where(is_attended(token + 1, task, end, C), second * C.scale_log2, NOTHING * 2)
+    return first, second
+
+
+@gluon.jit
+def add_tile(first, second, v, top, total, sums, at, C: gl.constexpr):
+    """Adds a tile of which a lane has two scores and words of v to (maximum, total, sums). The total is a lane's own part."""
+    COUNT: gl.constexpr = C.value_vectors
+    new_top = gl.maximum(first, second)
+    for step in gl.static_range(2):
+        new_top = gl.maximum(new_top, exchanged(new_top, 1 << step))
+    new_top = gl.maximum(top, new_top)
+    fade, p0, p1 = gl.exp2(top - new_top), gl.exp2(first - new_top), gl.exp2(second - new_top)
+    fades = ()
+    for i in gl.static_range(2):  # of heads 2t and 2t + 1
+        fades = fades + (asm(OF_LANE, "=f,f,r", [fade, (at.lane & 3) * 8 + 4 * i], gl.float32),)
     new_sums = ()
-    for h in gl.static_range(HEADS):
-        top = gl.maximum(tops[h], gl.maximum(scores[2 * h], scores[2 * h + 1]))
-        fade, p0, p1 = gl.exp2(tops[h] - top), gl.exp2(scores[2 * h] - top), gl.exp2(scores[2 * h + 1] - top)
-        new_tops = new_tops + (top,)
-        new_totals = new_totals + (totals[h] * fade + (p0 + p1),)
-        for i in gl.static_range(8):
-            new_sums = new_sums + (sums[8 * h + i] * fade + (p0 * values0[i] + p1 * values1[i]),)
-    return new_tops, new_totals, new_sums
+    for j in gl.static_range(COUNT):
+        faded = ()
+        for i in gl.static_range(16):
+            faded = faded + (sums[16 * j + i] * fades[i % 2],)
+        words = v[4 * j : 4 * j + 4] + v[4 * (COUNT + j) : 4 * (COUNT + j) + 4]
+        new_sums = new_sums + asm(C.weigh, C.weigh_constraints, (p0, p1) + words + faded, C.weigh_types)
+    return new_top, total * fade + (p0 + p1), new_sums
 
 
 @gluon.jit
-def merge_lanes(tops, totals, sums, C: gl.constexpr):
-    """Merges the workers of a warp; all have the result."""
-    T: gl.constexpr = C.table
-    HEADS: gl.constexpr = T.set_heads
-    STEPS: gl.constexpr = (32 // T.lanes).bit_length() - 1
-    for step in gl.static_range(STEPS):
-        new_tops = ()
-        new_totals = ()
-        new_sums = ()
-        for h in gl.static_range(HEADS):
-            top = gl.maximum(tops[h], exchanged(tops[h], T.lanes << step))
-            fade = gl.exp2(tops[h] - top)
-            total = totals[h] * fade
-            new_tops = new_tops + (top,)
-            new_totals = new_totals + (total + exchanged(total, T.lanes << step),)
-            for i in gl.static_range(8):
-                part = sums[8 * h + i] * fade
-                new_sums = new_sums + (part + exchanged(part, T.lanes << step),)
-        tops = new_tops
-        totals = new_totals
-        sums = new_sums
-    return tops, totals, sums
+def sums_to_shared(at, top, total, sums, C: gl.constexpr):
+    """Stores the sums [warp][head][element], then maxima and totals [warp][head][2], of the warps that have tiles."""
+    A: gl.constexpr = C.shape
+    COUNT: gl.constexpr = C.value_vectors
+    WARPS: gl.constexpr = C.table.tile_warps
+    for step in gl.static_range(2):
+        total += exchanged(total, 1 << step)
+    start, warp = at.start + C.table.x_start, gl.minimum(at.warp, WARPS - 1)
+    exists = at.warp < WARPS
+    for h in gl.static_range(2):
+        head = (at.lane & 3) * 2 + h
+        own = (exists & (head < A.group)).to(gl.int32)
+        to = start + ((warp * A.group + gl.minimum(head, A.group - 1)) * A.head_dim + (at.lane >> 2) * 8) * 4
+        for j in gl.static_range(COUNT):
+            for i in gl.static_range(2):
+                four = sums[16 * j + 8 * i + h : 16 * j + 8 * i + h + 7 : 2]
+                run(C.store_words, "=r,r,f,f,f,f,r", (to + (256 * j + 16 * i),) + four + (own,))
+    head = at.lane >> 2
+    own = (exists & (head < A.group) & ((at.lane & 3) == 0)).to(gl.int32)
+    to = start + WARPS * A.group * A.head_dim * 4 + (warp * A.group + gl.minimum(head, A.group - 1)) * 8
+    run(C.store_two, "=r,r,f,f,r", [to, top, total, own])
 
 
 @gluon.jit
-def sums_to_shared(at, worker, tops, totals, sums, C: gl.constexpr):
-    """Stores the sums [warp][head of the set][element], then maxima and totals [warp][head of the set][2], of each warp. Of the
-    8 elements of each lane the first 4 come before the last 4 of all lanes, so that stores have few bank conflicts."""
-    T: gl.constexpr = C.table
-    HEADS: gl.constexpr = T.set_heads
-    DIM: gl.constexpr = C.shape.head_dim
-    start = at.start + T.x_start
-    tops_start = start + T.warps * HEADS * DIM * 4
-    own = (at.lane < T.lanes).to(gl.int32)
-    for h in gl.static_range(HEADS):
-        place = at.warp * HEADS + h
-        for i in gl.static_range(2):
-            to = start + (place * DIM + i * (DIM // 2) + worker.element // 2) * 4
-            run(C.store_words, "=r,r,f,f,f,f,r", (to,) + sums[8 * h + 4 * i : 8 * h + 4 * i + 4] + (own,))
-        run(C.store_float, "=r,r,f,r", [tops_start + place * 8, tops[h], (at.lane == 0).to(gl.int32)])
-        run(C.store_float, "=r,r,f,r", [tops_start + place * 8 + 4, totals[h], (at.lane == 0).to(gl.int32)])
+def nothing_to_shared(at, C: gl.constexpr):
+    """As `sums_to_shared`, for a warp without tiles."""
+    COUNT: gl.constexpr = C.sums
+    zero = at.lane.to(gl.float32) * 0.0
+    sums = ()
+    for _ in gl.static_range(COUNT):
+        sums = sums + (zero,)
+    sums_to_shared(at, zero + NOTHING, zero, sums, C)
 
 
 @gluon.jit
 def merge_warps(at, head, element, C: gl.constexpr):
     """Returns (maximum, total, sum) of all warps for an element of a query head of the task's kv head."""
-    T: gl.constexpr = C.table
-    HEADS: gl.constexpr = T.set_heads
-    SETS: gl.constexpr = T.head_sets
-    COUNT: gl.constexpr = T.warps // SETS
-    DIM: gl.constexpr = C.shape.head_dim
-    start = at.start + T.x_start
-    tops_start = start + T.warps * HEADS * DIM * 4
-    stored = element // 4 % 2 * (DIM // 2) + element // 8 * 4 + element % 4
+    A: gl.constexpr = C.shape
+    WARPS: gl.constexpr = C.table.tile_warps
+    start = at.start + C.table.x_start
+    tops_start = start + (WARPS * A.group * A.head_dim + head * 2) * 4
+    tops = ()
+    totals = ()
     top = at.lane.to(gl.float32) * 0.0 + NOTHING
-    for i in gl.static_range(COUNT):
-        top = gl.maximum(top, asm(C.load_float, "=f,r", [tops_start + (head + i * SETS * HEADS) * 8], gl.float32))
+    for i in gl.static_range(WARPS):
+        own, total = asm(C.load_two, "=&f,=&f,r", [tops_start + i * (A.group * 8)], C.load_two_types)
+        tops = tops + (own,)
+        totals = totals + (total,)
+        top = gl.maximum(top, own)
     total = top * 0.0
     sum_ = top * 0.0
-    for i in gl.static_range(COUNT):
-        place = head + i * SETS * HEADS  # the first warp of a set has the set's number
-        fade = gl.exp2(asm(C.load_float, "=f,r", [tops_start + place * 8], gl.float32) - top)
-        total += asm(C.load_float, "=f,r", [tops_start + place * 8 + 4], gl.float32) * fade
-        sum_ += asm(C.load_float, "=f,r", [start + (place * DIM + stored) * 4], gl.float32) * fade
+    for i in gl.static_range(WARPS):
+        fade = gl.exp2(tops[i] - top)
+        total += totals[i] * fade
+        sum_ += asm(C.load_float, "=f,r", [start + ((i * A.group + head) * A.head_dim + element) * 4], gl.float32) * fade
     return top, total, sum_
 
 
 @gluon.jit
-def append(pages_k, pages_v, worker, k, v, own, C: gl.constexpr):
-    """Stores the new token's key and value in its page."""
-    A: gl.constexpr = C.shape
-    page = gl.load(worker.table + worker.position // PAGE_TOKENS).to(gl.int64)
-    place = (page * A.kv_heads + worker.kv_head) * PAGE_TOKENS + worker.position % PAGE_TOKENS
-    at = (place * A.head_dim + worker.element) * 2
-    run(C.store_token, "=r,l,r,r,r,r,r", (pages_k + at,) + k + (own,))
-    run(C.store_token, "=r,l,r,r,r,r,r", (pages_v + at,) + v + (own,))
+def append(pages_k, pages_v, task, at, k, v, own, C: gl.constexpr):
+    """Stores the new token's key and value in its page, by the warps whose `own` is True."""
+    KEYS: gl.constexpr = C.key_vectors
+    VALUES: gl.constexpr = C.value_vectors
+    group, pair = at.lane >> 2, at.lane & 3
+    place = first_vector(task, task.position, task.position + 1, C) * (C.shape.head_dim * 2)
+    of_k, of_v = (own & (group == 0)).to(gl.int32), (own & (pair == 0)).to(gl.int32)
+    for j in gl.static_range(KEYS):
+        run(C.store_token, "=r,l,r,r,r,r,r", (pages_k + place + pair * 16 + 64 * j,) + k[4 * j : 4 * j + 4] + (of_k,))
+    for j in gl.static_range(VALUES):
+        run(C.store_token, "=r,l,r,r,r,r,r", (pages_v + place + group * 16 + 128 * j,) + v[4 * j : 4 * j + 4] + (of_v,))

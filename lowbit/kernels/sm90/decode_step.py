@@ -1,13 +1,13 @@
-"""All layers of a decode step of 1, 2, 4 or 8 tokens in one cooperative launch; sm_90.
+"""A decode step of 1, 2, 4 or 8 tokens, from the embedding to the logits, in one cooperative launch; sm_90.
 
-Reads   h, x and squares of the embedding; a table of addresses per layer (choose/decode_step.py, FIELDS): weights in
-        FragmentOrder with scales, biases, gammas, pages, cos and sin; page tables, positions, rows
-Writes  h; new keys and values in the pages; `vectors`, whose last x and squares are the input of the LM head
+Reads   tokens and the embedding; a table of addresses per layer (choose/decode_step.py, FIELDS): weights in FragmentOrder with
+        scales, or 16-bit rows; biases, gammas, pages, cos and sin; page tables, positions, rows
+Writes  logits; h; new keys and values in the pages; `vectors`, whose last x and squares are the input of a head elsewhere
 Grid    one block per SM, all resident (cooperative launch). The tasks of a block: choose/decode_step.py
 Roles   load: 1 warp copies this block's weights of all products and layers through one ring (cp.async.bulk), ahead of all
-        activations; math: 16 warps. A slot is one row block; warp i multiplies its i-th k block (parts/k_block.py)
-Stages  gather x, multiply, reduce warps, finish: of qkv {/ rms, bias}, attention {norm, RoPE, append, splits}, o {h += y;
-        h * gamma; squares}, gate-up {/ rms; gate}, down {as o}
+        activations; math: 16 warps. A slot is a part of one row block; each warp multiplies k blocks (parts/k_block.py)
+Stages  embed {h; h * gamma; squares}; gather x, multiply, reduce warps, finish: of qkv {/ rms, bias}, attention {norm, RoPE,
+        append, splits}, o {h += y; h * gamma; squares}, gate-up {/ rms; gate}, down {as o}; head {/ rms, bias}
 Waits   Activations themselves are polled (parts/polled.py): words of `vectors` are EMPTY until they have arrived. Polls and
         waits are bounded: after LIMIT attempts a block writes a status and goes on with wrong numbers, as do all others then
 Smem    ring | x of each warp, or sums of attention | 2 buffers of sums | 1 / rms | barriers
@@ -25,11 +25,20 @@ from torch import Tensor
 
 from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose.attention import AttentionShape
-from lowbit.kernels.choose.decode_step import FIELDS, WAITS, ProductName, StepTable
+from lowbit.kernels.choose.decode_step import (
+    BLOCK_K,
+    FIELDS,
+    PRODUCT_NAMES,
+    TILE_K,
+    WAITS,
+    ProductName,
+    StepTable,
+    UnitForm,
+)
 from lowbit.kernels.parts.epilogue import Epilogue, Gate, gate_times_up
 from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, asm, barrier, gl, gluon, half_type, ptx, run, source_digest
-from lowbit.kernels.parts.head_rows import angles, exchanged, gammas
-from lowbit.kernels.parts.k_block import KBlock
+from lowbit.kernels.parts.head_rows import exchanged
+from lowbit.kernels.parts.k_block import BLOCK_MMAS, KBlock
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.polled import (
     EMPTY,
@@ -47,31 +56,74 @@ from lowbit.kernels.parts.ring import loads_of
 from lowbit.kernels.parts.small_m_epilogue import add_strided
 from lowbit.kernels.parts.split_attention import (
     NOTHING,
+    TILE_TOKENS,
     SplitAttention,
-    Worker,
+    SplitTask,
+    add_tile,
+    angles_row,
     append,
-    attend_new,
-    attend_tokens,
-    load_tokens,
-    merge_lanes,
+    attend_nothing,
+    chosen,
+    load_keys,
+    load_query,
+    load_values,
     merge_warps,
+    nothing_to_shared,
+    of_row,
+    prefetch_values,
+    store_query,
     sums_to_shared,
+    tile_scores,
+    touch_angles,
     turn_head,
 )
 from lowbit.pack.weight import WeightForm
 
 
 @dataclass(frozen=True)
+class ProductForm:
+    """A form of a product's weights. `channel`: type of scales of channels, if there are any."""
+
+    unit: UnitForm
+    k_block: KBlock
+    channel: HalfType | str | None
+
+    @property
+    def read(self) -> str:
+        """PTX that reads a unit: words of codes, then of scales. Inputs: of codes as `parts/ring.py` has them; of 16-bit rows
+        the address of vector l / 16 of row l % 16 for lane l."""
+        if not self.unit.dense:
+            return "\n".join(loads_of(self.k_block, 0))
+        fours = [", ".join(f"${4 * i + j}" for j in range(4)) for i in range(BLOCK_MMAS)]
+        source = 4 * BLOCK_MMAS
+        return "\n".join(
+            f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{four}}}, [${source}+{32 * i}];" for i, four in enumerate(fours)
+        )
+
+    @property
+    def read_constraints(self) -> str:
+        inputs = ["r"] if self.unit.dense else ["r"] * 4
+        return ",".join(["=&r"] * (self.k_block.words + self.k_block.scale_words) + inputs)
+
+    @property
+    def read_types(self) -> tuple[gl.dtype, ...]:
+        return (gl.int32,) * (self.k_block.words + self.k_block.scale_words)
+
+
+@dataclass(frozen=True)
 class DecodeStep(Polled, SplitAttention):
-    """The kernel's compile-time configuration. `channel`: type of scales of channels, if there are any. `biases`: the products
-    with a bias. `head_norms`: heads of q and k are normed."""
+    """The kernel's compile-time configuration. `forms`: of each product's weights, as `StepShape.forms`. `biases`: the products
+    with a bias. `head_norms`: heads of q and k are normed; `sinks`: heads have sinks. `embedding_scale`: factor of
+    embeddings."""
 
     table: StepTable
-    k_block: KBlock
+    half: HalfType
+    forms: tuple[tuple[ProductForm, ...], ...]
     epilogue: Epilogue
-    channel: HalfType | str | None
     biases: tuple[ProductName, ...]
     head_norms: bool
+    sinks: bool = False
+    embedding_scale: float = 1.0
     limit: int = LIMIT
     digest: str = source_digest()
 
@@ -82,7 +134,16 @@ class DecodeStep(Polled, SplitAttention):
 
     @property
     def dtype(self) -> HalfType:
-        return self.k_block.dtype
+        return self.half
+
+    @property
+    def windows(self) -> bool:
+        """True if some layers have a window."""
+        return self.table.shape.windows
+
+    def form(self, product: ProductName, index: int) -> ProductForm:
+        """A form of a product's weights."""
+        return self.forms[PRODUCT_NAMES.index(product)][index]
 
     @property
     def threads(self) -> int:
@@ -103,7 +164,7 @@ class DecodeStep(Polled, SplitAttention):
         return FIELDS.index(name)
 
     def normed(self, product: ProductName) -> bool:
-        return product in ("qkv", "gate_up")
+        return product in ("qkv", "gate_up", "head")
 
     def has_bias(self, product: ProductName) -> bool:
         return product in self.biases
@@ -144,35 +205,36 @@ class DecodeStep(Polled, SplitAttention):
             f"@p st.volatile.shared.b32 [$1+{self.table.flag_start}], $3; mov.b32 $0, 0; }}"
         )
 
-    @property
-    def fill(self) -> str:
-        """PTX by which lane 0 ($1) fills a slot: $2 barrier, $3 slot, $4 source of codes, $5 their bytes, $6 source of scales,
-        $7 their bytes."""
-        copy = "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-        lines = [".reg .pred p; .reg .b32 at, all; setp.eq.s32 p, $1, 0; add.u32 all, $5, $7;"]
-        lines += ["@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$2], all;", f"{copy} [$3], [$4], $5, [$2];"]
-        if self.table.shape.scale_bytes:
-            lines += [f"add.u32 at, $3, {self.table.warps * self.table.unit_bytes};", f"{copy} [at], [$6], $7, [$2];"]
+    def fill(self, product: ProductName, index: int) -> str:
+        """PTX that fills a slot. $1 lane, $2 barrier, $3 slot, $4 source of codes, $5 their bytes, $6 source of scales, $7
+        their bytes, $8 bytes of the last tile if it is alone in its unit, else 0. That tile is copied twice: x has zeros where
+        the second one would be, and by zeros only finite numbers may be multiplied. Lane 0 copies codes; of 16-bit weights 16
+        lanes copy a row each, whose place, source and bytes are $3, $4, $5 and $8."""
+        copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        unit, odd = self.form(product, index).unit, self.table.k_tiles(product) % 2
+        lines = [".reg .pred p, q; .reg .b32 at, all; .reg .b64 from, size;", "setp.eq.s32 p, $1, 0; add.u32 all, $5, $8;"]
+        lines += ["shl.b32 all, all, 4;" if unit.dense else "add.u32 all, all, $7;"]
+        lines += ["@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$2], all;"]
+        lines += ["setp.lt.s32 p, $1, 16;"] if unit.dense else []
+        lines += [f"setp.ne.and.s32 q, $5, 0, p; @q {copy} [$3], [$4], $5, [$2];"]
+        if odd:
+            lines += ["setp.ne.and.s32 q, $8, 0, p; add.u32 at, $3, $5; cvt.u64.u32 size, $5; add.u64 from, $4, size;"]
+            lines += [f"cvt.u64.u32 size, $8; sub.u64 from, from, size; @q {copy} [at], [from], $8, [$2];"]
+        if unit.scale_bytes:
+            codes = self.table.units(product, index) * unit.code_bytes
+            lines += [f"setp.ne.and.s32 q, $7, 0, p; add.u32 at, $3, {codes}; @q {copy} [at], [$6], $7, [$2];"]
         return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
 
-    release = """{ .reg .pred p; .reg .b32 a, b; mov.b32 a, $3; mov.b32 b, $4; setp.eq.s32 p, $2, 0;
-setp.ne.and.s32 p, a, 0x7fedcba9, p; setp.ne.and.s32 p, b, 0x7fedcba9, p; bar.warp.sync 0xffffffff;
-@p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0; }"""
-    """PTX by which lane 0 ($2) marks a slot as empty, at barrier $1. It depends on the sums $3 and $4, in which all words of
-    the slot are: a load that is still queued when the slot is released can read the next contents. (No sum is this NaN.)"""
-
-    @property
-    def read(self) -> str:
-        """PTX that reads a unit: words of codes, then of scales. Inputs as `parts/ring.py` has them."""
-        return "\n".join(loads_of(self.k_block, 0))
-
-    @property
-    def read_constraints(self) -> str:
-        return ",".join(["=&r"] * (self.k_block.words + self.k_block.scale_words) + ["r"] * 4)
-
-    @property
-    def read_types(self) -> tuple[gl.dtype, ...]:
-        return self.words_types(self.k_block.words + self.k_block.scale_words)
+    def release(self, count: int) -> str:
+        """PTX by which lane 0 ($2) marks a slot as empty, at barrier $1; it arrives for `count` warps, since only a part of
+        them reads the slot. It depends on the sums $3 and $4, in which all words of the slot are: a load that is still queued
+        when the slot is released can read the next contents. (No sum is this NaN.)"""
+        times = f", {count}" if count > 1 else ""
+        return (
+            "{ .reg .pred p; .reg .b32 a, b; mov.b32 a, $3; mov.b32 b, $4; setp.eq.s32 p, $2, 0;\n"
+            "setp.ne.and.s32 p, a, 0x7fedcba9, p; setp.ne.and.s32 p, b, 0x7fedcba9, p; bar.warp.sync 0xffffffff;\n"
+            f"@p mbarrier.arrive.shared::cta.b64 _, [$1]{times}; mov.b32 $0, 0; }}"
+        )
 
     @property
     def read_x(self) -> str:
@@ -203,19 +265,21 @@ setp.ne.and.s32 p, a, 0x7fedcba9, p; setp.ne.and.s32 p, b, 0x7fedcba9, p; bar.wa
 
 @aggregate
 class StepArgs:
-    """The kernel's arguments. `layers`: int64 [layers, FIELDS]. `parts`: number of partial sums of `squares`."""
+    """The kernel's arguments. `layers`: int64 [layers + 1, FIELDS]. `row_scale`: scales of an embedding of 8-bit codes, or
+    None."""
 
     layers: Scalar
     vectors: Scalar
     h: Scalar
-    x: Scalar
-    squares: Scalar
-    parts: Scalar
+    tokens: Scalar
+    embedding: Scalar
+    row_scale: Scalar
     tables: Scalar
     positions: Scalar
     rows: Scalar
-    table_stride: Scalar
     status: Scalar
+    logits: Scalar
+    table_stride: Scalar
     inverse_width: Scalar
     eps: Scalar
 
@@ -251,13 +315,15 @@ class RowVectors:
 
 @aggregate
 class AttentionVectors:
-    """Addresses of a layer's pages, and its cosines, sines and gammas of norms of heads."""
+    """Addresses of a layer's pages, and its cosines, sines, gammas of norms of heads, and sinks; its window in tokens."""
 
     k: Scalar
     v: Scalar
     cos_sin: Scalar
     q_gamma: Scalar
     k_gamma: Scalar
+    sinks: Scalar
+    window: Scalar
 
 
 @aggregate
@@ -298,6 +364,9 @@ PIECES_AT_ONCE = gl.constexpr(8)
 
 FIELDS_OF = gl.constexpr(FIELDS)
 WAITS_OF = gl.constexpr(WAITS)
+K_BLOCK = gl.constexpr(BLOCK_K)
+K_TILE = gl.constexpr(TILE_K)
+TILE = TILE_TOKENS
 
 
 @gluon.jit
@@ -324,11 +393,12 @@ def status_of(layer, wait: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def next_place(place, C: gl.constexpr):
-    """Returns the slot after `place`."""
-    following = place.slot + 1
-    wraps = following == C.table.ring_slots
-    return RingPlace(gl.where(wraps, 0, following), gl.where(wraps, place.phase ^ 1, place.phase))
+def later_place(place, slots, C: gl.constexpr):
+    """Returns the slot that is `slots` after `place`, fewer than the ring has."""
+    SLOTS: gl.constexpr = C.table.ring_slots
+    following = place.slot + slots
+    wraps = following >= SLOTS
+    return RingPlace(gl.where(wraps, following - SLOTS, following), gl.where(wraps, place.phase ^ 1, place.phase))
 
 
 @gluon.jit
@@ -344,41 +414,90 @@ def own_row_blocks(product: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def load_product(args, layer, place, issued, product: gl.constexpr, C: gl.constexpr):
+def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
     """Copies this block's weights of one product to the ring. `issued`: number of slots that were filled before."""
     T: gl.constexpr = C.table
+    UNIT: gl.constexpr = ptx(C.form, product, index).unit
+    UNITS: gl.constexpr = ptx(T.units, product, index)
     SLOTS: gl.constexpr = T.ring_slots
     FEW: gl.constexpr = T.in_flight[0]
     MANY: gl.constexpr = T.in_flight[1]
-    K_BLOCKS: gl.constexpr = ptx(T.k_blocks, product)
-    CHUNKS: gl.constexpr = ptx(T.chunks, product)
+    TILES: gl.constexpr = ptx(T.k_tiles, product)
+    PARTS: gl.constexpr = ptx(T.parts, product)
+    AT_ONCE: gl.constexpr = 1 if PARTS == 1 else ptx(T.at_once, product)
+    STEP: gl.constexpr = ptx(T.chunks_at_once, product) * ptx(T.slots_of_chunk, product, index)
+    ALL: gl.constexpr = ptx(T.chunks, product) * ptx(T.slots_of_chunk, product, index)
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32) + lane * 0
     barriers = start + T.barriers_start
     codes = field(args, layer, product + " codes", C)
     scale = field(args, layer, product + " scale", C)
     first, end = own_row_blocks(product, C)
-    for row_block in range(first, end):
-        for chunk in range(CHUNKS):
-            await_barrier(
-                barriers + 8 * (SLOTS + place.slot), place.phase ^ 1, args.status, status_of(layer, "a free slot", C), C
-            )
-            if issued >= MANY:
-                later, earlier = issued - FEW, issued - MANY
-                run(
-                    C.await_room, "=r,r,r,r,r,r,l,r",
-                    [barriers + 8 * (later % SLOTS), lane * 0 + (later // SLOTS & 1), barriers + 8 * (earlier % SLOTS),
-                     lane * 0 + (earlier // SLOTS & 1), start, args.status, status_of(layer, "weights", C)],
-                )  # fmt: skip
-            unit = (codes * 0 + row_block) * K_BLOCKS + chunk * T.warps
-            count = gl.minimum(K_BLOCKS - chunk * T.warps, T.warps)
-            run(
-                C.fill, "=r,r,r,r,l,r,l,r",
-                [lane, barriers + 8 * place.slot, start + place.slot * T.slot_bytes, codes + unit * T.unit_bytes,
-                 count * T.unit_bytes, scale + unit * T.shape.scale_bytes, count * T.shape.scale_bytes],
-            )  # fmt: skip
-            place = next_place(place, C)
-            issued += 1
+    for begin in range(first, end, AT_ONCE):
+        for part in range(0, ALL, STEP):
+            for row_block in range(begin, gl.minimum(begin + AT_ONCE, end)):
+                for number in range(part, gl.minimum(part + STEP, ALL)):
+                    await_barrier(
+                        barriers + 8 * (SLOTS + place.slot), place.phase ^ 1, args.status,
+                        status_of(layer, "a free slot", C), C,
+                    )  # fmt: skip
+                    if issued >= MANY:
+                        later, earlier = issued - FEW, issued - MANY
+                        run(
+                            C.await_room, "=r,r,r,r,r,r,l,r",
+                            [barriers + 8 * (later % SLOTS), lane * 0 + (later // SLOTS & 1),
+                             barriers + 8 * (earlier % SLOTS), lane * 0 + (earlier // SLOTS & 1), start, args.status,
+                             status_of(layer, "weights", C)],
+                        )  # fmt: skip
+                    tiles = gl.maximum(gl.minimum(TILES - number * (2 * UNITS), 2 * UNITS), 0)
+                    to = start + place.slot * T.slot_bytes
+                    if UNIT.dense:
+                        source, size, last = rows_of_slot(codes, row_block, number, tiles, lane, product, UNITS, C)
+                        to += (lane & 15) * ptx(UNIT.row_bytes, UNITS)
+                        scales = source
+                        scales_size = tiles * 0
+                    else:
+                        tile = lane * 0 + (row_block * TILES + number * (2 * UNITS))
+                        source = codes + tile.to(gl.int64) * (UNIT.code_bytes // 2)
+                        size = tiles * (UNIT.code_bytes // 2)
+                        last = (tiles & 1) * (UNIT.code_bytes // 2)
+                        scales = scale + (lane * 0 + (row_block * ((TILES + 1) // 2) + number * UNITS)) * UNIT.scale_bytes
+                        scales_size = ((tiles + 1) >> 1) * UNIT.scale_bytes
+                    run(
+                        ptx(C.fill, product, index), "=r,r,r,r,l,r,l,r,r",
+                        [lane, barriers + 8 * place.slot, to, source, size, scales, scales_size, last],
+                    )  # fmt: skip
+                    place = later_place(place, 1, C)
+                    issued += 1
+    return place, issued
+
+
+@gluon.jit
+def rows_of_slot(weights, row_block, part, tiles, lane, product: gl.constexpr, UNITS: gl.constexpr, C: gl.constexpr):
+    """Returns a lane's row of 16-bit weights in a slot: its address, its bytes, and the bytes of the last tile if that is alone
+    in its unit. Rows of gate and up alternate in eights, as they do in the fragment order."""
+    K: gl.constexpr = ptx(C.table.shape.columns, product)
+    N: gl.constexpr = ptx(C.table.shape.rows, product)
+    row = lane & 15
+    if product == "gate_up":
+        of_w = (row_block * 8 + (row & 7)) + (row >> 3) * (N // 2)
+    else:
+        of_w = row_block * 16 + row
+    source = weights + (of_w.to(gl.int64) * K + part * (UNITS * K_BLOCK)) * 2
+    return source, tiles * (2 * K_TILE), (tiles & 1) * (2 * K_TILE)
+
+
+@gluon.jit
+def load_forms(args, layer, place, issued, product: gl.constexpr, C: gl.constexpr):
+    """As `load_product`, in the layer's form."""
+    COUNT: gl.constexpr = len(ptx(C.table.shape.forms_of, product))
+    if COUNT == 1:
+        place, issued = load_product(args, layer, place, issued, product, 0, C)
+    else:
+        form = field(args, layer, product + " form", C)
+        for index in gl.static_range(COUNT):
+            if form == index:
+                place, issued = load_product(args, layer, place, issued, product, index, C)
     return place, issued
 
 
@@ -390,99 +509,175 @@ def load(args, C: gl.constexpr):
     place = RingPlace(zero, zero)
     issued = zero
     for layer in range(LAYERS):
-        place, issued = load_product(args, layer, place, issued, "qkv", C)
-        place, issued = load_product(args, layer, place, issued, "o", C)
-        place, issued = load_product(args, layer, place, issued, "gate_up", C)
-        place, issued = load_product(args, layer, place, issued, "down", C)
+        place, issued = load_forms(args, layer, place, issued, "qkv", C)
+        place, issued = load_forms(args, layer, place, issued, "o", C)
+        place, issued = load_forms(args, layer, place, issued, "gate_up", C)
+        place, issued = load_forms(args, layer, place, issued, "down", C)
+    if C.table.shape.has_head:
+        load_product(args, zero + LAYERS, place, issued, "head", 0, C)
 
 
 # ---- products
 
 
 @gluon.jit
-def gather_x(source, args, at, layer, product: gl.constexpr, wait: gl.constexpr, C: gl.constexpr):
-    """Waits for the k blocks of this warp of x [tokens, K] at address `source`, and stores them in the warp's memory as
-    [chunk][vector of 8 columns][token]: matrices of ldmatrix."""
+def gather_x(source, args, at, layer, first: gl.constexpr, product: gl.constexpr, wait: gl.constexpr, C: gl.constexpr):
+    """Waits for the k blocks of this warp of x [tokens, K] at address `source`, from chunk `first` on, and stores them in the
+    warp's memory as [chunk][vector of 8 columns][token]: matrices of ldmatrix. Columns beyond K are zeros."""
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
-    K_BLOCKS: gl.constexpr = ptx(T.k_blocks, product)
-    PIECES: gl.constexpr = ptx(T.chunks, product) * M * 16
+    VECTORS: gl.constexpr = ptx(T.shape.columns, product) // 8
+    PIECES: gl.constexpr = min(ptx(T.chunks_at_once, product), ptx(T.chunks, product) - first) * M * 16
     TURNS: gl.constexpr = (PIECES + 31) // 32
     to = at.start + T.x_start + at.warp * T.x_warp_bytes
     for begin in gl.static_range(0, TURNS, PIECES_AT_ONCE):
         addresses = ()
         places = ()
+        exist = ()
         for i in gl.static_range(min(PIECES_AT_ONCE, TURNS - begin)):
             piece = gl.minimum(at.lane + 32 * (begin + i), PIECES - 1)
             token, chunk = (piece >> 4) % M, (piece >> 4) // M
-            k_block = gl.minimum(chunk * T.warps + at.warp, K_BLOCKS - 1)
+            column = ((first + chunk) * T.warps + at.warp) * 16 + (piece & 15)
             places = places + (to + ((chunk * 16 + (piece & 15)) * M + token) * 16,)
-            addresses = addresses + (source + ((token * K_BLOCKS + k_block) * 16 + (piece & 15)) * 16,)
+            addresses = addresses + (source + (token * VECTORS + gl.minimum(column, VECTORS - 1)) * 16,)
+            exist = exist + (column < VECTORS,)
         words = poll(
             addresses, at.lane * 0 + 1, args.status, status_of(layer, wait, C), min(PIECES_AT_ONCE, TURNS - begin), 4, C
         )
         for i in gl.static_range(min(PIECES_AT_ONCE, TURNS - begin)):
-            run(C.store_words, "=r,r,r,r,r,r,r", (places[i],) + words[4 * i : 4 * i + 4] + (at.lane * 0 + 1,))
+            piece_of_x = words[4 * i : 4 * i + 4]
+            if VECTORS % 16 != 0:
+                piece_of_x = ()
+                for j in gl.static_range(4):
+                    piece_of_x = piece_of_x + (gl.where(exist[i], words[4 * i + j], 0),)
+            run(C.store_words, "=r,r,r,r,r,r,r", (places[i],) + piece_of_x + (at.lane * 0 + 1,))
     run(C.sync_warp, "=r", [])
 
 
 @gluon.jit
-def multiply_unit(args, at, layer, place, acc, chunk, product: gl.constexpr, C: gl.constexpr):
-    """Adds the product of this warp's unit of a slot, once it is full, and releases the slot."""
+def x_sums_start(at, C: gl.constexpr):
+    """Returns the address of a warp's sums of x, float32 [chunk][group][token]."""
+    return at.start + C.table.x_start + at.warp * C.table.x_warp_bytes + C.table.x_sums_start
+
+
+@gluon.jit
+def store_x_sums(at, chunks: gl.constexpr, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Stores the sums over groups of a warp's k blocks of x, which zero points and raw codes need, behind x. The 8 columns of a
+    matrix instruction are all tokens of as many chunks as they hold."""
     T: gl.constexpr = C.table
-    S: gl.constexpr = C.k_block
+    S: gl.constexpr = ptx(C.form, product, index).k_block
+    M: gl.constexpr = T.shape.tokens
+    COUNT: gl.constexpr = S.sums // 2
+    row, pair = at.lane & 7, at.lane & 3
+    for first in gl.static_range(0, chunks, 8 // M):
+        chunk = gl.minimum(first + row // M, chunks - 1)
+        x_at = at.start + T.x_start + at.warp * T.x_warp_bytes + chunk * (256 * M) + ((at.lane >> 3) * M + row % M) * 16
+        x = asm(C.read_x, C.read_x_constraints, [x_at], ptx(C.words_types, 16))
+        sums = asm(S.sum_asm, S.sum_constraints, x, S.sum_types)
+        for h in gl.static_range(2):
+            column = 2 * pair + h
+            of_chunk = first + column // M
+            own = ((at.lane < 4) & (of_chunk < chunks)).to(gl.int32)
+            place = x_sums_start(at, C) + (of_chunk * (COUNT * M) + column % M) * 4
+            for i in gl.static_range(COUNT):
+                run(C.store_float, "=r,r,f,r", [place + 4 * M * i, sums[2 * i + h], own])
+    run(C.sync_warp, "=r", [])
+
+
+@gluon.jit
+def load_x_sums(at, chunk, count: gl.constexpr, C: gl.constexpr):
+    """Returns `count` pairs of a lane's sums of x in a chunk; sums of tokens that do not exist are those of others."""
+    M: gl.constexpr = C.table.shape.tokens
+    place = x_sums_start(at, C) + chunk * (count * M * 4) + gl.minimum(at.lane & 3, max(M // 2, 1) - 1) * 8
+    sums = ()
+    for i in gl.static_range(count):
+        if M == 1:
+            one = asm(C.load_float, "=f,r", [place + 4 * i], gl.float32)
+            sums = sums + (one, one)
+        else:
+            sums = sums + asm(C.load_two, "=&f,=&f,r", [place + 4 * M * i], C.load_two_types)
+    return sums
+
+
+@gluon.jit
+def read_unit(at, slot, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Returns a lane's words of this warp's unit of a slot: codes, then scales."""
+    F: gl.constexpr = ptx(C.form, product, index)
+    UNIT: gl.constexpr = F.unit
+    UNITS: gl.constexpr = ptx(C.table.units, product, index)
+    start = at.start + slot * C.table.slot_bytes
+    number = at.warp & (UNITS - 1)
+    if UNIT.dense:
+        row = start + (at.lane & 15) * ptx(UNIT.row_bytes, UNITS) + number * (2 * K_BLOCK) + (at.lane >> 4) * 16
+        return asm(F.read, F.read_constraints, [row], F.read_types)
+    else:
+        unit = start + number * UNIT.code_bytes
+        # The loads of scales have the bytes of a unit's codes in their offset.
+        scales = start + (UNITS - 1) * UNIT.code_bytes + number * UNIT.scale_bytes + (at.lane >> 2) * F.k_block.pair_bytes
+        inputs = [unit + at.lane * 16, unit + at.lane * 8, unit + at.lane * 4, scales]
+        return asm(F.read, F.read_constraints, inputs, F.read_types)
+
+
+@gluon.jit
+def multiply_unit(
+    args, at, layer, place, acc, chunk, first: gl.constexpr, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr
+):
+    """Adds the product of this warp's unit of a chunk, once its slot is full, and releases the slot. `chunk`: since chunk
+    `first`, with which x in shared memory begins."""
+    T: gl.constexpr = C.table
+    S: gl.constexpr = ptx(C.form, product, index).k_block
     M: gl.constexpr = T.shape.tokens
     K_BLOCKS: gl.constexpr = ptx(T.k_blocks, product)
-    group = at.lane >> 2
+    UNITS: gl.constexpr = ptx(T.units, product, index)
+    SLOTS: gl.constexpr = ptx(T.slots_of_chunk, product, index)
     x_at = at.start + T.x_start + at.warp * T.x_warp_bytes + chunk * (256 * M)
     x_at += ((at.lane >> 3) * M + gl.minimum(at.lane & 7, M - 1)) * 16
     barriers = at.start + T.barriers_start
-    await_barrier(barriers + 8 * place.slot, place.phase, args.status, status_of(layer, "weights", C), C)
-    unit = at.start + place.slot * T.slot_bytes + at.warp * T.unit_bytes
-    scales = at.start + place.slot * T.slot_bytes + (T.warps - 1) * T.unit_bytes
-    scales += T.unit_bytes * 0 + at.warp * T.shape.scale_bytes + group * S.pair_bytes
-    read = asm(
-        C.read, C.read_constraints, [unit + at.lane * 16, unit + at.lane * 8, unit + at.lane * 4, scales], C.read_types
-    )  # fmt: skip
+    own = place
+    if SLOTS > 1:
+        own = later_place(place, at.warp // UNITS, C)
+    await_barrier(barriers + 8 * own.slot, own.phase, args.status, status_of(layer, "weights", C), C)
+    read = read_unit(at, own.slot, product, index, C)
     x = asm(C.read_x, C.read_x_constraints, [x_at], ptx(C.words_types, 16))
     sums = ()
     if S.sums > 0:
-        sums = asm(S.sum_asm, S.sum_constraints, x, S.sum_types)
+        sums = load_x_sums(at, chunk, S.sums // 2, C)
     new = asm(S.asm, S.constraints, read[0 : S.words] + x + read[S.words :] + sums + acc, S.types)
-    run(C.release, "=r,r,r,f,f", [barriers + 8 * (T.ring_slots + place.slot), at.lane, new[0], new[2]])
-    if K_BLOCKS % T.warps != 0:  # the slot of the last chunk has units for some warps only
-        exists = chunk * T.warps + at.warp < K_BLOCKS
+    run(ptx(C.release, SLOTS), "=r,r,r,f,f", [barriers + 8 * (T.ring_slots + own.slot), at.lane, new[0], new[2]])
+    if K_BLOCKS % T.warps != 0:  # some warps have no k block in the last chunk
+        exists = (first + chunk) * T.warps + at.warp < K_BLOCKS
         kept = ()
         for i in gl.static_range(4):
             kept = kept + (gl.where(exists, new[i], acc[i]),)
         new = kept
-    return next_place(place, C), new
+    return later_place(place, SLOTS, C), new
 
 
 @gluon.jit
-def squares_of_lane(source, parts, at, C: gl.constexpr):
-    """Returns the addresses of a lane's partial sums of squares [parts, tokens]; warp i has those of token i."""
+def squares_of_lane(source, at, C: gl.constexpr):
+    """Returns the addresses of a lane's partial sums of squares [blocks, tokens]; warp i has those of token i."""
     M: gl.constexpr = C.table.shape.tokens
+    BLOCKS: gl.constexpr = C.table.blocks
     TURNS: gl.constexpr = C.squares_turns
     token = gl.minimum(at.warp, M - 1)
     addresses = ()
     for i in gl.static_range(TURNS):
-        addresses = addresses + (source + (gl.minimum(at.lane + 32 * i, parts - 1) * M + token) * 4,)
+        addresses = addresses + (source + (gl.minimum(at.lane + 32 * i, BLOCKS - 1) * M + token) * 4,)
     return addresses
 
 
 @gluon.jit
-def rms_to_shared(loaded, addresses, parts, factor, needed, args, at, layer, product: gl.constexpr, C: gl.constexpr):
+def rms_to_shared(loaded, addresses, factor, needed, args, at, layer, product: gl.constexpr, C: gl.constexpr):
     """If needed, warp i adds up the partial sums of squares of token i in order, and stores 1 / (rms * x's factor)."""
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
     TURNS: gl.constexpr = C.squares_turns
-    WAIT: gl.constexpr = "squares before qkv" if product == "qkv" else "squares before gate-up"
+    WAIT: gl.constexpr = "squares before gate-up" if product == "gate_up" else "squares before " + product
     own = (at.warp < M) & needed
     words = poll_ahead(loaded, addresses, own.to(gl.int32), args.status, status_of(layer, WAIT, C), TURNS, C)
     total = at.lane.to(gl.float32) * 0.0
     for i in gl.static_range(TURNS):
-        total += gl.where(at.lane + 32 * i < parts, words[i].to(gl.float32, bitcast=True), 0.0)
+        total += gl.where(at.lane + 32 * i < T.blocks, words[i].to(gl.float32, bitcast=True), 0.0)
     for step in gl.static_range(5):
         total += exchanged(total, 1 << step)
     root = gl.rsqrt(total * args.inverse_width + args.eps) * factor
@@ -491,67 +686,75 @@ def rms_to_shared(loaded, addresses, parts, factor, needed, args, at, layer, pro
 
 
 @gluon.jit
-def row_vectors(args, layer, product: gl.constexpr, C: gl.constexpr):
+def row_vectors(args, layer, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
     """Returns the RowVectors of a product. It is called before the wait for x, in which its loads take no time."""
-    KIND: gl.constexpr = gl.float32 if C.channel == "fp32" else gl.bfloat16
+    CHANNEL: gl.constexpr = ptx(C.form, product, index).channel
+    KIND: gl.constexpr = gl.float32 if CHANNEL == "fp32" else gl.bfloat16
     NAME: gl.constexpr = "mlp_gamma" if product == "o" else "next_gamma"
     channel = None
     bias = None
     gamma = None
     factor = None
-    if C.channel is not None:
+    if CHANNEL is not None:
         channel = field(args, layer, product + " channel_scale", C).to(gl.pointer_type(KIND), bitcast=True)
     if ptx(C.has_bias, product):
         bias = field(args, layer, product + " bias", C).to(gl.pointer_type(gl.float32), bitcast=True)
     if ptx(C.normed, product):
         factors = field(args, layer, "factors", C)
-        factor = (factors if product == "qkv" else factors >> 32).to(gl.int32).to(gl.float32, bitcast=True)
+        factor = (factors >> 32 if product == "gate_up" else factors).to(gl.int32).to(gl.float32, bitcast=True)
     else:
         gamma = field(args, layer, NAME, C).to(gl.pointer_type(gl.float32), bitcast=True)
     return RowVectors(channel, bias, gamma, factor)
 
 
 @gluon.jit
+def own_output(at, count, product: gl.constexpr, C: gl.constexpr):
+    """Returns (exists, row block, row, token) of a thread's output among `count` row blocks."""
+    M: gl.constexpr = C.table.shape.tokens
+    AT_ONCE: gl.constexpr = ptx(C.table.at_once, product)
+    ROWS: gl.constexpr = 8 if product == "gate_up" else 16
+    row, rest = at.index % ROWS, at.index // ROWS
+    if ptx(C.normed, product):
+        token, row_block = rest % M, rest // M
+    else:  # with a residual a warp has all rows of one token
+        row_block, token = rest % AT_ONCE, rest // AT_ONCE
+    exists = (row_block < count) & (token < M)
+    return exists, gl.minimum(row_block, AT_ONCE - 1), row, gl.minimum(token, M - 1)
+
+
+@gluon.jit
 def output_of(args, at, rows, begin, count, product: gl.constexpr, C: gl.constexpr):
     """Returns a thread's output among `count` row blocks from `begin` on, and loads the values of its rows."""
-    T: gl.constexpr = C.table
-    M: gl.constexpr = T.shape.tokens
-    AT_ONCE: gl.constexpr = ptx(T.at_once, product)
-    N: gl.constexpr = ptx(T.shape.rows, product)
-    ROWS: gl.constexpr = 8 if product == "gate_up" else 16
-    RESIDUAL: gl.constexpr = not ptx(C.normed, product)
-    row, rest = at.index % ROWS, at.index // ROWS
-    if RESIDUAL:  # a warp has all rows of one token
-        row_block, token = rest % AT_ONCE, rest // AT_ONCE
-    else:
-        token, row_block = rest % M, rest // M
-    exists = (row_block < count) & (token < M)
-    row_block, token = gl.minimum(row_block, AT_ONCE - 1), gl.minimum(token, M - 1)
+    N: gl.constexpr = ptx(C.table.shape.rows, product)
     BOTH: gl.constexpr = 2 if product == "gate_up" else 1
+    exists, row_block, row, token = own_output(at, count, product, C)
+    if product == "head" and N % 16 != 0:
+        exists = exists & ((begin + row_block) * 16 + row < N)
     of_w = gl.minimum((begin + row_block) * 16 + row, N - 8 * BOTH + 7)
     channel = ()
     bias = ()
     gamma = ()
     old = ()
     for i in gl.static_range(BOTH):
-        if C.channel is not None:
+        if rows.channel is not None:
             channel = channel + (gl.load(rows.channel + of_w + 8 * i).to(gl.float32),)
-        if ptx(C.has_bias, product):
+        if rows.bias is not None:
             bias = bias + (gl.load(rows.bias + of_w + 8 * i),)
-    if RESIDUAL:
+    if rows.gamma is not None:
         gamma = (gl.load(rows.gamma + of_w),)
         old = (gl.load(args.h + token * N + of_w, mask=exists, other=0.0).to(gl.float32),)
     return Output(exists, row_block, row, token, channel, bias, gamma, old)
 
 
 @gluon.jit
-def total_of(out, at, parity, i: gl.constexpr, product: gl.constexpr, C: gl.constexpr):
+def total_of(out, at, parity, i: gl.constexpr, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
     """Returns the sum of all warps for a thread's output, or its up for i = 1, with scales, norm and bias."""
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
+    F: gl.constexpr = ptx(C.form, product, index)
     place = T.sums_start + parity * T.sums_bytes + out.row_block * (T.warps * 64 * M) + ((out.row + 8 * i) * M + out.token) * 4
-    total = asm(add_strided(T.warps, 64 * M), "=&f,r", [place], gl.float32) * C.k_block.factor
-    if C.channel is not None:
+    total = asm(add_strided(T.warps, 64 * M), "=&f,r", [place], gl.float32) * F.k_block.factor
+    if F.channel is not None:
         total *= out.channel[i]
     if ptx(C.normed, product):
         total *= asm(C.load_float, "=f,r", [at.start + T.rms_start + out.token * 4], gl.float32)
@@ -561,53 +764,100 @@ def total_of(out, at, parity, i: gl.constexpr, product: gl.constexpr, C: gl.cons
 
 
 @gluon.jit
-def finish(args, at, layer, out, begin, parity, squares, product: gl.constexpr, C: gl.constexpr):
+def store_h(args, to, place, kept, gamma, exists, squares, C: gl.constexpr):
+    """Stores a thread's element of h, and h * gamma in the vector `to`; returns the warp's `squares` with its square."""
+    gl.store(args.h + place, kept, mask=exists)
+    new = gl.where(exists, kept.to(gl.float32), 0.0)
+    publish_pair(to + (place.to(gl.int64) - (place & 1)) * 2, new * gamma, exists.to(gl.int32), C)
+    square = new * new
+    for step in gl.static_range(5):
+        square += exchanged(square, 1 << step)
+    return squares + square
+
+
+@gluon.jit
+def store_squares(to, at, squares, C: gl.constexpr):
+    """Stores a block's sums of squares in the vector `to`: those of token i are in warp i."""
+    M: gl.constexpr = C.table.shape.tokens
+    place = to + (gl.program_id(0) * M + at.warp) * 4
+    publish(place, squares, ((at.lane == 0) & (at.warp < M)).to(gl.int32), C)
+
+
+@gluon.jit
+def finish(args, at, layer, out, begin, parity, squares, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
     """Stores a thread's output of a flush; with a residual adds the square of h to the warp's `squares`."""
-    T: gl.constexpr = C.table
-    N: gl.constexpr = ptx(T.shape.rows, product)
+    N: gl.constexpr = ptx(C.table.shape.rows, product)
     exists = out.exists.to(gl.int32)
-    total = total_of(out, at, parity, 0, product, C)
+    total = total_of(out, at, parity, 0, product, index, C)
+    place = out.token * N + (begin + out.row_block) * 16 + out.row
     if product == "gate_up":
-        total = gate_times_up(total, total_of(out, at, parity, 1, product, C), C)
+        total = gate_times_up(total, total_of(out, at, parity, 1, product, index, C), C)
         place = out.token * (N // 2) + (begin + out.row_block) * 8 + out.row
-        to = vector(args, layer, "gated", C)
+        publish_pair(vector(args, layer, "gated", C) + (place.to(gl.int64) - (place & 1)) * 2, total, exists, C)
+    elif product == "qkv":
+        publish_pair(vector(args, layer, "qkv", C) + (place.to(gl.int64) - (place & 1)) * 2, total, exists, C)
+    elif product == "head":
+        gl.store(args.logits + place, total.to(args.h.dtype.element_ty), mask=out.exists)
     else:
-        place = out.token * N + (begin + out.row_block) * 16 + out.row
-        if product == "qkv":
-            to = vector(args, layer, "qkv", C)
-        else:
-            kept = (total + out.old[0]).to(args.h.dtype.element_ty)
-            gl.store(args.h + place, kept, mask=out.exists)
-            new = gl.where(out.exists, kept.to(gl.float32), 0.0)
-            total = new * out.gamma[0]
-            square = new * new
-            for step in gl.static_range(5):
-                square += exchanged(square, 1 << step)
-            squares += square
-            if product == "o":
-                to = vector(args, layer, "mlp_x", C)
-            else:
-                to = vector(args, layer, "next_x", C)
-    publish_pair(to + (place.to(gl.int64) - (place & 1)) * 2, total, exists, C)
+        NAME: gl.constexpr = "mlp_x" if product == "o" else "next_x"
+        kept = (total + out.old[0]).to(args.h.dtype.element_ty)
+        squares = store_h(args, vector(args, layer, NAME, C), place, kept, out.gamma[0], out.exists, squares, C)
     return squares
 
 
 @gluon.jit
-def multiply_product(args, at, layer, place, parity, x, squares_of, parts, product: gl.constexpr, C: gl.constexpr):
-    """One product: its x is at address `x`; a norm's partial sums of squares [parts, tokens] are at `squares_of`."""
+def embed(args, at, layer, C: gl.constexpr):
+    """Stores this block's rows of the tokens' embeddings in h, and their x and squares in the vectors of `layer`, which is the
+    one after the last."""
+    H: gl.constexpr = C.table.shape.hidden
+    AT_ONCE: gl.constexpr = ptx(C.table.at_once, "down")
+    HALF: gl.constexpr = args.h.dtype.element_ty
+    at = same_thread(at, C)
+    gamma = field(args, layer, "next_gamma", C).to(gl.pointer_type(gl.float32), bitcast=True)
+    squares = at.lane.to(gl.float32) * 0.0
+    first, end = own_row_blocks("down", C)
+    for begin in range(first, end, AT_ONCE):
+        exists, row_block, row, token = own_output(at, gl.minimum(end - begin, AT_ONCE), "down", C)
+        of_h = gl.minimum((begin + row_block) * 16 + row, H - 1)
+        number = gl.load(args.tokens + gl.load(args.rows + token))
+        value = gl.load(args.embedding + (number.to(gl.int64) * H + of_h))
+        if args.row_scale is not None:
+            value = (value.to(gl.float32) - 128.0) * gl.load(args.row_scale + number).to(gl.float32)
+        kept = value.to(HALF)
+        if C.embedding_scale != 1:
+            kept = (kept.to(gl.float32) * C.embedding_scale).to(HALF)
+        to = vector(args, layer, "next_x", C)
+        squares = store_h(args, to, token * H + of_h, kept, gl.load(gamma + of_h), exists, squares, C)
+    store_squares(vector(args, layer, "next_squares", C), at, squares, C)
+
+
+@gluon.jit
+def receive_x(x, args, at, layer, first: gl.constexpr, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Gathers x from chunk `first` on, as many chunks as shared memory has, and its sums if the weights' form needs them."""
+    CHUNKS: gl.constexpr = min(ptx(C.table.chunks_at_once, product), ptx(C.table.chunks, product) - first)
+    WAIT: gl.constexpr = "x of gate-up" if product == "gate_up" else "x of " + product
+    gather_x(x, args, at, layer, first, product, WAIT, C)
+    if ptx(C.form, product, index).k_block.sums > 0:
+        store_x_sums(at, CHUNKS, product, index, C)
+
+
+@gluon.jit
+def multiply_own(
+    args, at, layer, place, parity, x, squares_of, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """This block's rows of a product; returns the warp's sum of squares, too. Arguments as in `multiply_product`."""
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
     AT_ONCE: gl.constexpr = ptx(T.at_once, product)
     CHUNKS: gl.constexpr = ptx(T.chunks, product)
-    LONG: gl.constexpr = product == "gate_up" or product == "down"  # more weights than the ring holds
-    WAIT: gl.constexpr = "x of gate-up" if product == "gate_up" else "x of " + product
-    at = same_thread(at, C)
-    rows = row_vectors(args, layer, product, C)
-    gather_x(x, args, at, layer, product, WAIT, C)
+    STEP: gl.constexpr = ptx(T.chunks_at_once, product)
+    LONG: gl.constexpr = product == "gate_up" or product == "down"  # more weights than the ring holds, and x is next
+    rows = row_vectors(args, layer, product, index, C)
+    receive_x(x, args, at, layer, 0, product, index, C)
     addresses = ()
     loaded = ()
     if ptx(C.normed, product):
-        addresses = squares_of_lane(squares_of, parts, at, C)
+        addresses = squares_of_lane(squares_of, at, C)
         loaded = load_ahead(addresses, C.squares_turns, C)
     if LONG:
         run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, at.index * 0, at.index * 0 + 1])
@@ -619,24 +869,77 @@ def multiply_product(args, at, layer, place, parity, x, squares_of, parts, produ
     for begin in range(first, end, AT_ONCE):
         count = gl.minimum(end - begin, AT_ONCE)
         out = output_of(args, at, rows, begin, count, product, C)
-        for row_block in range(count):
-            acc = (zero, zero, zero, zero)
-            for chunk in range(CHUNKS):
-                if LONG:
-                    last = (begin + row_block == end - 1) & (chunk == CHUNKS - 1)
-                    run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, at.index * 0 + 1, at.index * 0 + last.to(gl.int32)])
-                place, acc = multiply_unit(args, at, layer, place, acc, chunk, product, C)
-            to = own_sums + parity * T.sums_bytes + row_block * (T.warps * 64 * M)
-            run(C.store_sums, "=r,r,r,f,f,f,f", (to, pair) + acc)
+        to = own_sums + parity * T.sums_bytes
+        if STEP == CHUNKS:
+            for row_block in range(count):
+                acc = (zero, zero, zero, zero)
+                for chunk in range(CHUNKS):
+                    if LONG:
+                        last = (begin + row_block == end - 1) & (chunk == CHUNKS - 1)
+                        one = at.index * 0 + 1
+                        run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, one, at.index * 0 + last.to(gl.int32)])
+                    place, acc = multiply_unit(args, at, layer, place, acc, chunk, 0, product, index, C)
+                run(C.store_sums, "=r,r,r,f,f,f,f", (to + row_block * (T.warps * 64 * M), pair) + acc)
+        else:
+            accs = (zero, zero, zero, zero) * AT_ONCE
+            for part in gl.static_range(0, CHUNKS, STEP):
+                if part > 0:
+                    receive_x(x, args, at, layer, part, product, index, C)
+                elif begin > first:
+                    receive_x(x, args, at, layer, 0, product, index, C)
+                new = ()
+                for i in gl.static_range(AT_ONCE):
+                    acc = accs[4 * i : 4 * i + 4]
+                    for chunk in range(gl.where(i < count, min(STEP, CHUNKS - part), 0)):
+                        place, acc = multiply_unit(args, at, layer, place, acc, chunk, part, product, index, C)
+                    new = new + acc
+                accs = new
+            if LONG:
+                last = begin + count == end
+                one = at.index * 0 + 1
+                run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, one, at.index * 0 + last.to(gl.int32)])
+            for i in gl.static_range(AT_ONCE):
+                run(C.store_sums, "=r,r,r,f,f,f,f", (to + i * (T.warps * 64 * M), pair) + accs[4 * i : 4 * i + 4])
         if ptx(C.normed, product):
-            rms_to_shared(loaded, addresses, parts, rows.factor, begin == first, args, at, layer, product, C)
+            rms_to_shared(loaded, addresses, rows.factor, begin == first, args, at, layer, product, C)
         barrier()
-        squares = finish(args, at, layer, out, begin, parity, squares, product, C)
+        squares = finish(args, at, layer, out, begin, parity, squares, product, index, C)
         parity = parity ^ 1
+    return place, parity, squares
+
+
+@gluon.jit
+def multiply_product(
+    args, at, layer, place, parity, x, squares_of, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """One product: its x is at address `x`; a norm's partial sums of squares [blocks, tokens] are at `squares_of`."""
+    EVERY: gl.constexpr = ptx(C.table.row_blocks, product) >= C.table.blocks
+    at = same_thread(at, C)
+    if EVERY:
+        place, parity, squares = multiply_own(args, at, layer, place, parity, x, squares_of, product, index, C)
+    else:
+        # Without a row block no warp may write x: attention uses the same memory, and no barrier would be between them.
+        squares = at.lane.to(gl.float32) * 0.0
+        first, end = own_row_blocks(product, C)
+        if first < end:
+            place, parity, squares = multiply_own(args, at, layer, place, parity, x, squares_of, product, index, C)
     if not ptx(C.normed, product):
         NAME: gl.constexpr = "mlp_squares" if product == "o" else "next_squares"
-        to = vector(args, layer, NAME, C) + (gl.program_id(0) * M + at.warp) * 4
-        publish(to, squares, ((at.lane == 0) & (at.warp < M)).to(gl.int32), C)
+        store_squares(vector(args, layer, NAME, C), at, squares, C)
+    return place, parity
+
+
+@gluon.jit
+def multiply_forms(args, at, layer, place, parity, x, squares_of, product: gl.constexpr, C: gl.constexpr):
+    """As `multiply_product`, in the layer's form."""
+    COUNT: gl.constexpr = len(ptx(C.table.shape.forms_of, product))
+    if COUNT == 1:
+        place, parity = multiply_product(args, at, layer, place, parity, x, squares_of, product, 0, C)
+    else:
+        form = field(args, layer, product + " form", C)
+        for index in gl.static_range(COUNT):
+            if form == index:
+                place, parity = multiply_product(args, at, layer, place, parity, x, squares_of, product, index, C)
     return place, parity
 
 
@@ -644,101 +947,140 @@ def multiply_product(args, at, layer, place, parity, x, squares_of, parts, produ
 
 
 @gluon.jit
-def worker_of(args, at, task, C: gl.constexpr):
-    """Returns a thread's Worker in a task."""
+def task_of(args, task, window, C: gl.constexpr):
+    """Returns the SplitTask of a number; `window` in tokens."""
     T: gl.constexpr = C.table
     A: gl.constexpr = C.shape
     row = task // (A.kv_heads * T.splits)
     slot = gl.load(args.rows + row)
-    number = at.warp // T.head_sets * (32 // T.lanes) + at.lane // T.lanes
+    position = gl.load(args.positions + slot)
+    first = position * 0
+    if C.windows:
+        first = gl.maximum(position + 1 - window, 0)
     table = args.tables + slot.to(gl.int64) * args.table_stride
-    return Worker(
-        number, at.warp % T.head_sets, at.lane % T.lanes * 8, row, task // T.splits % A.kv_heads, task % T.splits,
-        gl.load(args.positions + slot), table,
-    )  # fmt: skip
+    return SplitTask(row, task // T.splits % A.kv_heads, task % T.splits, position, first, table)
 
 
 @gluon.jit
-def active_splits(position, C: gl.constexpr):
-    """Returns the number of splits with work, and the iterations of each; see `StepTable.active`."""
-    iterations = (position + (C.table.tokens_at_once - 1)) // C.table.tokens_at_once
-    active = gl.maximum(gl.minimum(iterations, C.table.splits), 1)
-    each = gl.maximum((iterations + active - 1) // active, 1)
-    return gl.maximum((iterations + each - 1) // each, 1), each
+def active_splits(task, C: gl.constexpr):
+    """Returns the number of splits with work, the tokens of each, and the first token of the first; see `StepTable.active`."""
+    SHARE: gl.constexpr = C.table.share_tokens
+    start = task.first // SHARE * SHARE
+    shares = (task.position - start + (SHARE - 1)) // SHARE
+    active = gl.where(shares <= 2, 1, gl.minimum(shares, C.table.splits))
+    each = gl.maximum((shares + active - 1) // active, 1)
+    return gl.maximum((shares + each - 1) // each, 1), each * SHARE, start
 
 
 @gluon.jit
 def attention_vectors(args, layer, C: gl.constexpr):
     """Returns the AttentionVectors of a layer."""
-    q_gamma = None
-    k_gamma = None
+    q_gamma = layer * 0
+    k_gamma = layer * 0
     if C.head_norms:
-        q_gamma = field(args, layer, "q_gamma", C).to(gl.pointer_type(gl.float32), bitcast=True)
-        k_gamma = field(args, layer, "k_gamma", C).to(gl.pointer_type(gl.float32), bitcast=True)
-    cos_sin = field(args, layer, "cos_sin", C).to(gl.pointer_type(gl.float32), bitcast=True)
-    return AttentionVectors(field(args, layer, "k", C), field(args, layer, "v", C), cos_sin, q_gamma, k_gamma)
+        q_gamma = field(args, layer, "q_gamma", C)
+        k_gamma = field(args, layer, "k_gamma", C)
+    sinks = None
+    if C.sinks:
+        sinks = field(args, layer, "sinks", C).to(gl.pointer_type(gl.float32), bitcast=True)
+    window = layer * 0
+    if C.windows:
+        window = field(args, layer, "window", C).to(gl.int32)
+    k, v, cos_sin = field(args, layer, "k", C), field(args, layer, "v", C), field(args, layer, "cos_sin", C)
+    return AttentionVectors(k, v, cos_sin, q_gamma, k_gamma, sinks, window)
 
 
 @gluon.jit
-def attend(args, at, layer, vectors, task, worker, active, each, C: gl.constexpr):
-    """Computes one split: appends the new token in split 0, and stores the split's sums, or the output if it is the only
-    one."""
+def attend(args, at, layer, vectors, number, task, active, tokens, start, parity, C: gl.constexpr):
+    """Computes one split, of `tokens` tokens: appends the new token in split 0, and stores the split's sums, or the output if
+    it is the only one. A warp has every tile_warps-th tile; in split 0 the last warp's first tile is the new token."""
+    WARPS: gl.constexpr = C.table.tile_warps
+    begin = start + task.split * tokens
+    end = gl.minimum(begin + tokens, task.position)
+    # A number for the whole warp, on which it may branch: warps without a tile leave the issue slots to the others.
+    warp = asm("{ mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; }", "=r", [], gl.int32)
+    first = begin + TILE * warp
+    if (warp == WARPS - 1) & (task.split == 0):
+        first = task.position
+    if (warp < WARPS) & ((first < end) | (first == task.position)):
+        attend_tiles(args, at, layer, vectors, task, first, begin, end, parity, C)
+    else:
+        nothing_to_shared(at, C)
+    barrier()
+    store_split(args, at, layer, number, task, active, C)
+    barrier()
+
+
+@gluon.jit
+def attend_tiles(args, at, layer, vectors, task, tile, begin, end, parity, C: gl.constexpr):
+    """Computes a warp's tiles, of which the first begins at token `tile`, and stores their sums in shared memory. Sums of
+    products are not stored in the buffer `parity` meanwhile, so q is."""
     T: gl.constexpr = C.table
     A: gl.constexpr = C.shape
-    HEADS: gl.constexpr = T.set_heads
-    G: gl.constexpr = A.group
-    begin = worker.split * each * T.tokens_at_once
-    end = gl.minimum(begin + each * T.tokens_at_once, worker.position)
-    k, v = load_tokens(vectors.k, worker, begin, end, C), load_tokens(vectors.v, worker, begin, end, C)
-    cos = ()
-    sin = ()
-    q_gamma = ()
-    k_gamma = ()
-    for i in gl.static_range(8):
-        c, s = angles(vectors.cos_sin, worker.position, worker.element + i, C)
-        cos = cos + (c,)
-        sin = sin + (s,)
-        if C.head_norms:
-            q_gamma = q_gamma + (gammas(vectors.q_gamma, worker.element + i, C),)
-            k_gamma = k_gamma + (gammas(vectors.k_gamma, worker.element + i, C),)
-    qkv = vector(args, layer, "qkv", C) + worker.row * (A.features * 2) + worker.element * 2
+    WARPS: gl.constexpr = T.tile_warps
+    KEYS: gl.constexpr = C.key_vectors
+    VALUES: gl.constexpr = C.value_vectors
+    has_new = (task.split == 0).to(gl.int32)
+    own = (at.warp == WARPS - 1) & (task.split == 0)
+    tile = at.warp * 0 + tile
+    k = load_keys(vectors.k, task, at, tile, end, C)
+    prefetch_values(vectors.v, task, at, tile, end, C)
+    angles = angles_row(vectors.cos_sin, task.position, C)
+    touch_angles(angles, at, C)
+    qkv = vector(args, layer, "qkv", C) + task.row * (A.features * 2)
+    group, pair = at.lane >> 2, at.lane & 3
+    # Registers are few: v is loaded late. Lanes have q of a head, those of the first row without a head have k.
+    is_q = group < A.group
+    head = gl.where(is_q, task.kv_head * A.group + group, A.heads + task.kv_head)
     addresses = ()
-    for h in gl.static_range(HEADS):
-        head = worker.kv_head * G + gl.minimum(worker.heads * HEADS + h, G - 1)
-        addresses = addresses + (qkv + head * (A.head_dim * 2),)
-    new = qkv + (A.heads + worker.kv_head) * (A.head_dim * 2)
-    addresses = addresses + (new, new + A.kv_heads * A.head_dim * 2)
-    COUNT: gl.constexpr = HEADS + 2
+    for j in gl.static_range(KEYS):
+        addresses = addresses + (qkv + head * (A.head_dim * 2) + pair * 16 + 64 * j,)
+    for j in gl.static_range(VALUES):
+        of_v = (A.heads + A.kv_heads + task.kv_head) * (A.head_dim * 2)
+        addresses = addresses + (qkv + of_v + group * 16 + 128 * j,)
+    COUNT: gl.constexpr = KEYS + VALUES
     words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, "q, k and v", C), COUNT, 4, C)
-    q = ()
-    for h in gl.static_range(HEADS):
-        q = q + turn_head(words[4 * h : 4 * h + 4], q_gamma, cos, sin, C)
-    new_k = turn_head(words[4 * HEADS : 4 * HEADS + 4], k_gamma, cos, sin, C)
-    new_v = words[4 * HEADS + 4 : 4 * HEADS + 8]
-    own = (worker.number == 0) & (worker.split == 0)
-    append(vectors.k, vectors.v, worker, new_k, new_v, (own & (worker.heads == 0)).to(gl.int32), C)
-    tops, totals, sums = attend_new(q, new_k, new_v, own, C)
-    for n in range(begin, end, T.tokens_at_once):
-        tops, totals, sums = attend_tokens(q, k, v, tops, totals, sums, worker, n, end, C)
-        k = load_tokens(vectors.k, worker, n + T.tokens_at_once, end, C)
-        v = load_tokens(vectors.v, worker, n + T.tokens_at_once, end, C)
-    tops, totals, sums = merge_lanes(tops, totals, sums, C)
-    sums_to_shared(at, worker, tops, totals, sums, C)
-    barrier()
-    store_split(args, at, layer, task, worker, active, C)
-    barrier()
+    new_v = words[4 * KEYS : 4 * COUNT]
+    q = turn_head(words[0 : 4 * KEYS], gl.where(is_q, vectors.q_gamma, vectors.k_gamma), angles, at, C)
+    if task.split == 0:
+        if A.group < 8:
+            new_k = of_row(q, A.group, at, 4 * KEYS)
+        else:
+            of_k = qkv + (A.heads + task.kv_head) * (A.head_dim * 2) + pair * 16
+            addresses = ()
+            for j in gl.static_range(KEYS):
+                addresses = addresses + (of_k + 64 * j,)
+            words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, "q, k and v", C), KEYS, 4, C)
+            new_k = turn_head(words, vectors.k_gamma + pair * 0, angles, at, C)
+        append(vectors.k, vectors.v, task, at, new_k, new_v, own, C)
+        k = chosen(own, new_k, k, 4 * KEYS)
+    place = T.sums_start + parity * T.sums_bytes
+    store_query(q, at, place, C)
+    first, second = tile_scores(q, k, task, at, tile, gl.where(own, task.position + 1, end), C)
+    v = load_values(vectors.v, task, at, tile, end, C)
+    v = chosen(own, new_v, v, 4 * VALUES) + v[4 * VALUES : 8 * VALUES]
+    top, total, sums = attend_nothing(vectors.sinks, task, at, own, C)
+    top, total, sums = add_tile(first, second, v, top, total, sums, at, C)
+    for later in range(begin + TILE * (WARPS - has_new), end, TILE * WARPS):
+        tile = later + TILE * at.warp
+        prefetch_values(vectors.v, task, at, tile, end, C)
+        k = load_keys(vectors.k, task, at, tile, end, C)
+        first, second = tile_scores(load_query(at, place, C), k, task, at, tile, end, C)
+        v = load_values(vectors.v, task, at, tile, end, C)
+        top, total, sums = add_tile(first, second, v, top, total, sums, at, C)
+    sums_to_shared(at, top, total, sums, C)
 
 
 @gluon.jit
-def store_split(args, at, layer, task, worker, active, C: gl.constexpr):
+def store_split(args, at, layer, number, task, active, C: gl.constexpr):
     """Merges the warps; stores the split's sums, maxima and totals, or the output if no other split has work."""
     A: gl.constexpr = C.shape
     OUTPUTS: gl.constexpr = A.group * A.head_dim
     TURNS: gl.constexpr = (OUTPUTS + C.threads - 1) // C.threads
     alone = active == 1
-    parts = vector(args, layer, "parts", C) + task * (OUTPUTS * 4)
-    tops = vector(args, layer, "tops", C) + task * (A.group * 8)
-    out = vector(args, layer, "attended", C) + (worker.row * A.heads + worker.kv_head * A.group) * (A.head_dim * 2)
+    parts = vector(args, layer, "parts", C) + number * (OUTPUTS * 4)
+    tops = vector(args, layer, "tops", C) + number * (A.group * 8)
+    out = vector(args, layer, "attended", C) + (task.row * A.heads + task.kv_head * A.group) * (A.head_dim * 2)
     for i in gl.static_range(TURNS):
         output = at.index + i * C.threads
         exists = output < OUTPUTS
@@ -754,7 +1096,7 @@ def store_split(args, at, layer, task, worker, active, C: gl.constexpr):
 
 
 @gluon.jit
-def combine(args, at, layer, task, worker, active, C: gl.constexpr):
+def combine(args, at, layer, number, task, active, C: gl.constexpr):
     """Combines the splits of a row and kv head for a share of its outputs, which all splits divide among them."""
     A: gl.constexpr = C.shape
     LANES: gl.constexpr = C.combine_lanes
@@ -762,12 +1104,12 @@ def combine(args, at, layer, task, worker, active, C: gl.constexpr):
     AT_ONCE: gl.constexpr = C.threads // LANES
     WORDS: gl.constexpr = A.group * A.head_dim // 2
     share = (WORDS + active - 1) // active
-    first = worker.split * share
+    first = task.split * share
     end = gl.minimum(first + share, WORDS)
     split = at.index % LANES
     there = split < active
-    of_split = task - worker.split + gl.minimum(split, active - 1)
-    out = vector(args, layer, "attended", C) + (worker.row * A.heads + worker.kv_head * A.group) * (A.head_dim * 2)
+    of_split = number - task.split + gl.minimum(split, active - 1)
+    out = vector(args, layer, "attended", C) + (task.row * A.heads + task.kv_head * A.group) * (A.head_dim * 2)
     parts, tops = vector(args, layer, "parts", C), vector(args, layer, "tops", C)
     for begin in range(first, end, AT_ONCE):
         word = begin + at.index // LANES
@@ -792,20 +1134,20 @@ def combine(args, at, layer, task, worker, active, C: gl.constexpr):
 
 
 @gluon.jit
-def attention(args, at, layer, vectors, C: gl.constexpr):
+def attention(args, at, layer, vectors, parity, C: gl.constexpr):
     """Attention of this block's tasks: first all splits, then their combination, so that no block waits for itself."""
     T: gl.constexpr = C.table
     at = same_thread(at, C)
-    for task in range(gl.program_id(0), T.attention_tasks, T.blocks):
-        worker = worker_of(args, at, task, C)
-        active, each = active_splits(worker.position, C)
-        if worker.split < active:
-            attend(args, at, layer, vectors, task, worker, active, each, C)
-    for task in range(gl.program_id(0), T.attention_tasks, T.blocks):
-        worker = worker_of(args, at, task, C)
-        active, _ = active_splits(worker.position, C)
-        if (worker.split < active) & (active > 1):
-            combine(args, at, layer, task, worker, active, C)
+    for number in range(gl.program_id(0), T.attention_tasks, T.blocks):
+        task = task_of(args, number, vectors.window, C)
+        active, tokens, start = active_splits(task, C)
+        if task.split < active:
+            attend(args, at, layer, vectors, number, task, active, tokens, start, parity, C)
+    for number in range(gl.program_id(0), T.attention_tasks, T.blocks):
+        task = task_of(args, number, vectors.window, C)
+        active, _, _ = active_splits(task, C)
+        if (task.split < active) & (active > 1):
+            combine(args, at, layer, number, task, active, C)
 
 
 # ---- the kernel
@@ -823,30 +1165,32 @@ def math_warps(args, C: gl.constexpr):
     zero = gl.program_id(0) * 0
     place = RingPlace(zero, zero)
     parity = zero
-    x = args.x.to(gl.int64)
-    squares = args.squares.to(gl.int64)
-    parts = args.parts
+    embed(args, at, zero + LAYERS, C)
+    x = vector(args, zero + LAYERS, "next_x", C)
+    squares = vector(args, zero + LAYERS, "next_squares", C)
     for layer in range(LAYERS):
-        prefetch_layer(args, gl.minimum(layer + 1, LAYERS - 1), C)
+        prefetch_layer(args, layer + 1, C)
         vectors = attention_vectors(args, layer, C)
-        place, parity = multiply_product(args, at, layer, place, parity, x, squares, parts, "qkv", C)
-        attention(args, at, layer, vectors, C)
+        place, parity = multiply_forms(args, at, layer, place, parity, x, squares, "qkv", C)
+        attention(args, at, layer, vectors, parity, C)
         attended = vector(args, layer, "attended", C)
-        place, parity = multiply_product(args, at, layer, place, parity, attended, attended, parts, "o", C)
+        place, parity = multiply_forms(args, at, layer, place, parity, attended, attended, "o", C)
         x = vector(args, layer, "mlp_x", C)
         squares = vector(args, layer, "mlp_squares", C)
-        place, parity = multiply_product(args, at, layer, place, parity, x, squares, zero + T.blocks, "gate_up", C)
+        place, parity = multiply_forms(args, at, layer, place, parity, x, squares, "gate_up", C)
         gated = vector(args, layer, "gated", C)
-        place, parity = multiply_product(args, at, layer, place, parity, gated, gated, parts, "down", C)
+        place, parity = multiply_forms(args, at, layer, place, parity, gated, gated, "down", C)
         x = vector(args, layer, "next_x", C)
         squares = vector(args, layer, "next_squares", C)
-        parts = zero + T.blocks
+    if T.shape.has_head:
+        multiply_product(args, at, zero + LAYERS, place, parity, x, squares, "head", 0, C)
 
 
-@gluon.jit(do_not_specialize=["parts", "table_stride"])
+@gluon.jit(do_not_specialize=["table_stride"])
 def decode_step(
-    layers, vectors, h, x, squares, tables, positions, rows, status, parts, table_stride, inverse_width, eps, C: gl.constexpr
-):
+    layers, vectors, h, tokens, embedding, row_scale, tables, positions, rows, status, logits, table_stride, inverse_width, eps,
+    C: gl.constexpr,
+):  # fmt: skip
     """One thread block of the step."""
     ROWS: gl.constexpr = (C.table.shared_bytes + 127) // 128
     WARPS: gl.constexpr = C.table.warps
@@ -858,44 +1202,57 @@ def decode_step(
     run(C.init, "=r,r", [index])
     barrier()
     args = StepArgs(
-        layers, vectors, h, x, squares, parts, tables, positions, rows, table_stride, status, inverse_width, eps
+        layers, vectors, h, tokens, embedding, row_scale, tables, positions, rows, status, logits, table_stride, inverse_width,
+        eps,
     )  # fmt: skip
-    gl.warp_specialize([(math_warps, (args, C)), (load, (args, C))], [1], [24])
+    gl.warp_specialize([(math_warps, (args, C)), (load, (args, C))], [1], [32])
 
 
 class StepPlan:
-    """Plan of the layers of a decode step in one launch: created once for a table and a form of weights, called many times."""
+    """Plan of a decode step in one launch: created once for a table and the forms of its weights, called many times.
+
+    forms: of each product's weights, as `StepShape.forms`. biases: the products with a bias. head_norms: heads of q and k are
+    normed; sinks: heads have sinks. embedding_scale: factor of embeddings.
+    """
 
     def __init__(
-        self, table: StepTable, form: WeightForm, dtype: torch.dtype, gate: Gate, biases: tuple[ProductName, ...],
-        head_norms: bool,
+        self, table: StepTable, forms: tuple[tuple[WeightForm, ...], ...], dtype: torch.dtype, gate: Gate,
+        biases: tuple[ProductName, ...] = (), head_norms: bool = False, sinks: bool = False, embedding_scale: float = 1.0,
     ) -> None:  # fmt: skip
-        self.table = table
-        k_block = KBlock(form.format, half_type(dtype), 8, form.group, form.zero, form.scale_dtype)
-        channel = ("bf16" if form.subnormal else "fp32") if form.channel_scale else None
-        self.config = DecodeStep(
-            table, k_block, Epilogue(form.channel_scale, False, table.blocks, gate), channel, biases, head_norms
-        )  # fmt: skip
+        self.table, half = table, half_type(dtype)
+        products = tuple(
+            tuple(_product_form(*each, half) for each in zip(units, of_product, strict=True))
+            for units, of_product in zip(table.shape.forms, forms, strict=True)
+        )
+        epilogue = Epilogue(False, False, table.blocks, gate)
+        self.config = DecodeStep(table, half, products, epilogue, biases, head_norms, sinks, embedding_scale)
         self.launch = Launcher(decode_step, (table.blocks, 1, 1), table.warps, cooperative=True)
 
     def __call__(
-        self, layers: Tensor, vectors: Tensor, h: Tensor, x: Tensor, squares: Tensor, tables: Tensor, positions: Tensor,
-        rows: Tensor, status: Tensor, eps: float,
+        self, layers: Tensor, vectors: Tensor, h: Tensor, tokens: Tensor, embedding: Tensor, row_scale: Tensor | None,
+        tables: Tensor, positions: Tensor, rows: Tensor, status: Tensor, logits: Tensor | None, eps: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Adds all layers to h [M, H] in place, and returns the head's x [M, H] and squares float32 [blocks, M], both in
-        `vectors`.
+        """Computes h [M, H] and, if the table has a head, logits [M, V]; returns the head's x [M, H] and squares float32
+        [blocks, M], both in `vectors`.
 
-        layers int64 [layers, FIELDS]: the addresses that `choose.decode_step.FIELDS` names. vectors int32 [table.words]: any
-        contents. x [M, H] and squares float32 [parts, M], parts <= blocks: of h, before the first layer. rows int32 [M]: the
-        slots of positions and tables. status int32 [1]: 0, or the wait that took too long, which no launch clears.
+        layers int64 [layers + 1, FIELDS]: what `choose.decode_step.FIELDS` names. vectors int32 [table.words]: any contents.
+        tokens int32 [slots]. embedding [V, H]: of h's type, or uint8 codes with row_scale [V]. rows int32 [M]: the slots of
+        tokens, positions and tables. status int32 [1]: 0, or the wait that took too long, which no launch clears.
         """
         vectors.fill_(EMPTY)
         self.launch(
-            layers, vectors, h, x, squares, tables, positions, rows, status, squares.shape[0], tables.stride(0),
+            layers, vectors, h, tokens, embedding, row_scale, tables, positions, rows, status, logits, tables.stride(0),
             1.0 / h.shape[1], eps, self.config,
         )  # fmt: skip
-        last = vectors[self.table.words - self.table.start("end") :]
-        count = h.numel() // 2
-        new_x = last[self.table.start("next_x") :][:count].view(h.dtype).view(h.shape)
-        count = self.table.blocks * len(h)
-        return new_x, last[self.table.start("next_squares") :][:count].view(torch.float32).view(self.table.blocks, len(h))
+        m, last = len(h), vectors[(self.table.shape.layers - 1) * self.table.start("end") :]
+        new_x = last[self.table.start("next_x") :][: h.numel() // 2].view(h.dtype).view(h.shape)
+        squares = last[self.table.start("next_squares") :][: self.table.blocks * m]
+        return new_x, squares.view(torch.float32).view(self.table.blocks, m)
+
+
+def _product_form(unit: UnitForm, form: WeightForm, dtype: HalfType) -> ProductForm:
+    raw = KBlock.takes_raw(form.format, dtype, form.group, form.zero)
+    chains = 2 if BLOCK_MMAS // max(1, BLOCK_K // (form.group or BLOCK_K)) >= 4 else 1
+    k_block = KBlock(form.format, dtype, 8, form.group, form.zero, form.scale_dtype, raw, chains)
+    channel = ("bf16" if form.subnormal else "fp32") if form.channel_scale else None
+    return ProductForm(unit, k_block, channel)

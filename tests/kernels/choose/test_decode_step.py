@@ -11,38 +11,64 @@ from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from lowbit.kernels.choose.decode_step import (
     BYTES,
     FIELDS,
-    PRODUCT_NAMES,
     RESERVED_BYTES,
     WAITS,
+    Faster,
     StepShape,
     StepTable,
+    UnitForm,
+    faster_context,
     step_refusals,
     step_table,
     wait_of,
 )
 
 HEADS = {"llama": AttentionShape(32, 8, 128, 128**-0.5, 128), "small": AttentionShape(9, 3, 64, 0.125, 64)}
-LLAMA = StepShape(32, 4096, 14336, HEADS["llama"], 1, 4, 32)
-SMALL = StepShape(30, 1152, 1536, dataclasses.replace(HEADS["small"], heads=18), 2, 6, 64)
-WIDE = StepShape(80, 8192, 28672, AttentionShape(64, 8, 128, 128**-0.5, 128), 1, 8, 0)
+INT4, FP6, INT8, DENSE = UnitForm(4, 32), UnitForm(6, 64), UnitForm(8), UnitForm(16)
+
+
+def forms(*of_layers, head=()):
+    return (*((of_layers),) * 4, head)
+
+
+LLAMA = StepShape(32, 4096, 14336, HEADS["llama"], 1, forms(INT4, head=(INT8,)), 128256)
+SMALL = StepShape(30, 576, 1536, HEADS["small"], 2, forms(FP6, head=(DENSE,)), 49152)
+WIDE = StepShape(80, 8192, 28672, AttentionShape(64, 8, 128, 128**-0.5, 128), 1, forms(INT8))
+MIXED = dataclasses.replace(LLAMA, forms=((INT4, DENSE), (INT8,), (INT4, FP6, INT8), (DENSE,), ()), vocab=0)
+SHAPES = {"llama": LLAMA, "small": SMALL, "wide": WIDE, "mixed": MIXED}
 
 
 @pytest.mark.parametrize("blocks", [16, 78, 114, 132])
-@pytest.mark.parametrize("shape", [LLAMA, SMALL, WIDE], ids=["llama", "small", "wide"])
-def test_every_weight_is_in_one_stream(shape, blocks):
-    """All k blocks of all row blocks, each once; o and down have the same owners."""
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_weight_is_in_one_stream(name, blocks):
+    """All k blocks of all row blocks, each once, in each form; o and down have the same owners."""
+    shape = SHAPES[name]
     table = StepTable(shape, blocks)
-    found = {name: [] for name in PRODUCT_NAMES}
-    for block in range(blocks):
-        for slot in table.slots(block):
-            assert 0 < slot.k_blocks <= table.warps
-            found[slot.product] += [(slot.row_block, slot.first_k_block + i) for i in range(slot.k_blocks)]
-        assert table.own_row_blocks("o", block) == table.own_row_blocks("down", block)
-    for name in PRODUCT_NAMES:
-        shares = [len(table.own_row_blocks(name, block)) for block in range(blocks)]
+    for product in shape.products:
+        rows, columns = -(-shape.rows(product) // 16), -(-shape.columns(product) // 128)
+        shares = [len(table.own_row_blocks(product, block)) for block in range(blocks)]
         assert max(shares) - min(shares) <= 1
-        rows, columns = shape.rows(name) // 16, shape.columns(name) // 128
-        assert sorted(found[name]) == [(row, k) for row in range(rows) for k in range(columns)]
+        for form in range(len(shape.forms_of(product))):
+            found = []
+            for block in range(blocks):
+                for slot in table.slots(block, product, form):
+                    assert 0 <= slot.k_blocks <= table.units(product, form)
+                    found += [(slot.row_block, slot.first_k_block + i) for i in range(slot.k_blocks)]
+            assert sorted(found) == [(row, k) for row in range(rows) for k in range(columns)]
+    assert all(table.own_row_blocks("o", block) == table.own_row_blocks("down", block) for block in range(blocks))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_slots_hold_their_units(name):
+    """Units of each form fit into a slot, as many as warps or a part of them."""
+    table = StepTable(SHAPES[name], 132)
+    for product in table.shape.products:
+        for i, form in enumerate(table.shape.forms_of(product)):
+            units = table.units(product, i)
+            assert table.warps % units == 0 and table.slots_of_chunk(product, i) * units == table.warps
+            assert form.slot_bytes(units) <= table.slot_bytes
+    assert table.slot_bytes <= 21 << 10
+    assert DENSE.row_bytes(8) // 16 % 2 == 1
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4])
@@ -50,27 +76,37 @@ def test_every_split_has_one_owner(tokens):
     table = StepTable(dataclasses.replace(LLAMA, tokens=tokens), 132)
     assert table.splits == {1: 16, 2: 8, 4: 4}[tokens]
     assert sorted(task for block in range(132) for task in table.own_tasks(block)) == list(range(table.attention_tasks))
-    assert PAGE % table.tokens_at_once == 0
+    assert PAGE % table.share_tokens == 0
 
 
-@pytest.mark.parametrize("context", [0, 1, 63, 64, 65, 1000, 1024, 1025, 8191, 131072])
+@pytest.mark.parametrize("context", [0, 1, 63, 64, 65, 128, 129, 1000, 1024, 1025, 8191, 131072])
 def test_splits_cover_the_context(context):
-    """The splits with work cover all tokens, and each of them has some."""
+    """The splits with work cover all tokens, and each of them has some. Up to 128 tokens are one split."""
     table = StepTable(LLAMA, 132)
-    active, each = table.active(context)
-    tokens = each * table.tokens_at_once
+    active, tokens = table.active(context)
     assert 1 <= active <= table.splits and active * tokens >= context
     assert context == 0 or (active - 1) * tokens < context
+    assert (active == 1) == (context <= 128)
+
+
+def test_splits_share_long_contexts():
+    """The largest split has at most a share more than the others."""
+    table = StepTable(LLAMA, 132)
+    for context in (1024, 8192, 8193, 32768):
+        active, tokens = table.active(context)
+        assert active * table.shape.attention.kv_heads >= 0.8 * 132 and tokens <= context / active + table.share_tokens
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4])
-@pytest.mark.parametrize("shape", [LLAMA, SMALL], ids=["llama", "small"])
-def test_shared_memory_fits(shape, tokens):
+@pytest.mark.parametrize("name", ["llama", "small"])
+def test_shared_memory_fits(name, tokens):
+    shape = SHAPES[name]
     table = step_table(dataclasses.replace(shape, tokens=tokens), typical_machine(90))
-    assert table.shared_bytes <= BYTES - RESERVED_BYTES and 3 <= table.ring_slots <= 12
+    assert table.shared_bytes <= BYTES - RESERVED_BYTES and 3 <= table.ring_slots <= 16
     assert table.x_start % 128 == 0 and table.barriers_start % 8 == 0 and table.slot_bytes % 16 == 0
     assert table.sums_start - table.x_start >= max(table.merge_bytes, table.warps * table.x_warp_bytes)
-    for name in PRODUCT_NAMES:  # a thread has at most one output of a flush
+    assert table.x_warp_bytes % 16 == 0 and table.x_warp_bytes > table.x_sums_start
+    for name in shape.products:  # a thread has at most one output of a flush
         rows = 8 if name == "gate_up" else 16
         assert table.at_once(name) * rows * tokens <= 32 * table.warps
 
@@ -79,15 +115,29 @@ def test_vectors_do_not_overlap():
     table = StepTable(LLAMA, 132)
     starts = list(table.starts.values())
     assert starts == sorted(starts) and all(start % 32 == 0 for start in starts)
-    assert table.words == 32 * starts[-1]
+    assert table.words == 32 * starts[-1] + table.start("mlp_x")
     assert table.start("attended") - table.start("qkv") >= 6144 // 2
 
 
 def test_names():
     assert len(set(FIELDS)) == len(FIELDS) and len(set(WAITS)) == len(WAITS)
-    assert wait_of(1 + 3 * len(WAITS) + 8) == (3, "weights")
+    assert wait_of(1 + 3 * len(WAITS) + WAITS.index("weights")) == (3, "weights")
     text = str(StepTable(LLAMA, 132))
     assert "gate_up: 1792 row blocks, 13 to 14 a block, in 2 slots each" in text and "128 tasks, up to 16 splits" in text
+    assert "head: 8016 row blocks, 60 to 61 a block, in 4 slots each" in text
+    assert "qkv: 384 row blocks, 2 to 3 a block, in 2 or 8 slots each" in str(StepTable(MIXED, 132))
+
+
+def test_where_one_launch_is_faster(monkeypatch):
+    """The longest context of the measurements that fit; none without measurements."""
+    h200 = typical_machine(90)
+    assert LLAMA.layer_bytes == 218_103_808 * 33 // 64  # 4 bits and a 16-bit scale for 128 weights
+    assert faster_context(LLAMA, h200) == 0
+    rows = (Faster("H200", 1, 10**8, 2 * 10**8, 1024), Faster("H200", 1, 0, 2 * 10**8, 512), Faster("H100", 1, 0, 10**9, 9999))
+    monkeypatch.setattr("lowbit.kernels.choose.decode_step.FASTER", rows)
+    assert faster_context(LLAMA, h200) == 1024
+    assert faster_context(SMALL, h200) == faster_context(dataclasses.replace(LLAMA, tokens=2), h200) == 0
+    assert faster_context(dataclasses.replace(SMALL, tokens=1), h200) == 512
 
 
 @pytest.mark.parametrize(
@@ -95,10 +145,11 @@ def test_names():
     [
         (LLAMA, 80, "needs the shared memory of sm_90"),
         (dataclasses.replace(LLAMA, tokens=3), 90, "1, 2, 4, 8 tokens, not 3"),
-        (dataclasses.replace(LLAMA, hidden=576), 90, "qkv is 6144 x 576"),
+        (dataclasses.replace(LLAMA, hidden=544), 90, "qkv is 6144 x 544"),
+        (dataclasses.replace(SMALL, vocab=49153), 90, "head is 49153 x 576"),
         (dataclasses.replace(WIDE, tokens=4), 90, "leave room for"),
         (dataclasses.replace(LLAMA, attention=dataclasses.replace(HEADS["llama"], rotary_dim=64)), 90, "all of which turn"),
-        (dataclasses.replace(LLAMA, attention=dataclasses.replace(HEADS["llama"], window=512)), 90, "no window"),
+        (dataclasses.replace(LLAMA, attention=dataclasses.replace(HEADS["llama"], softcap=50.0)), 90, "no soft cap"),
         (dataclasses.replace(LLAMA, attention=dataclasses.replace(HEADS["llama"], kv_heads=2)), 90, "at most 8 heads"),
     ],
 )

@@ -24,3 +24,23 @@ def test_ptx_names_its_operands(fmt, tokens):
         if step.sums:
             check_operands(step.sum_asm, step.sum_constraints)
             assert step.sums == 2 * step.groups * step.n8_tiles and zero != "none"
+
+
+@pytest.mark.parametrize(("fmt", "group"), [("int4", 32), ("int4", 64), ("int4", 128), ("int8", 0), ("int8", 128)])
+def test_raw_codes(fmt, group):
+    """Raw codes name their operands, need sums of x, and take fewer instructions than converted ones."""
+    converted, raw = (KBlock(fmt, "fp16", 8, group, "none", "fp16", is_raw, 2) for is_raw in (False, True))
+    assert KBlock.takes_raw(fmt, "fp16", group, "none")
+    check_operands(raw.asm, raw.constraints)
+    check_operands(raw.sum_asm, raw.sum_constraints)
+    assert raw.sums == 2 * max(raw.groups, 1) and converted.sums == 0
+    assert raw.asm.count("mma.sync") == converted.asm.count("mma.sync") == BLOCK_MMAS
+    assert "sub.f16x2" in converted.asm and "f16x2" not in raw.asm
+    assert raw.factor == 2.0**24 * converted.factor
+
+
+def test_formats_without_raw_codes():
+    """Codes of other widths and of bf16, with zeros, or with scales of rows that would undo no factor."""
+    kinds = [("int4", "fp16", 0, "none"), ("int4", "bf16", 128, "none"), ("int4", "fp16", 128, "integer"),
+             ("int3", "fp16", 128, "none"), ("fp8_e4m3", "fp16", 0, "none"), ("dense", "fp16", 0, "none")]  # fmt: skip
+    assert not any(KBlock.takes_raw(*kind) for kind in kinds)

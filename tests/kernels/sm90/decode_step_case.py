@@ -9,22 +9,44 @@ from torch import Tensor
 
 from lowbit.formats import parse_scheme
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
-from lowbit.kernels.choose.decode_step import FIELDS, PRODUCT_NAMES, StepShape, StepTable
-from lowbit.pack import FragmentWeight
+from lowbit.kernels.choose.decode_step import (
+    FIELDS,
+    LAYER_PRODUCTS,
+    PRODUCT_NAMES,
+    StepShape,
+    StepTable,
+    UnitForm,
+)
+from lowbit.pack import DenseWeight, FragmentWeight
 from lowbit.pack.gated import alternate, pack_gated
 from lowbit.quantize import rtn
+
+UNIT_FORMS = {
+    "w4a16_g128": UnitForm(4, 32), "w4a16_g64": UnitForm(4, 64), "w4a16_g128_z": UnitForm(4, 64), "w8a16": UnitForm(8),
+    "w6e3m2a16_g64": UnitForm(6, 64), "16": UnitForm(16),
+}  # fmt: skip
+"""Schemes of the tests; "16" are weights of 16 bits."""
+
+
+VOCAB = 50
+"""Rows of the embedding."""
 
 
 @dataclass
 class Case:
-    """Tensors of a step. `contexts`: older tokens of each row. Weights have mean 0 and sizes that keep activations near 1."""
+    """Tensors of a step. `contexts`: older tokens of each row. `schemes`: a scheme for each product, as `forms_of_schemes`.
+    `windows`: of each layer, 0 for none. Weights have mean 0 and sizes that keep activations near 1."""
 
     table: StepTable
-    scheme: str = "w4a16_g128"
+    schemes: tuple[tuple[str, ...], ...] = ()
     dtype: torch.dtype = torch.float16
     contexts: tuple[int, ...] = (5,)
     biases: tuple[str, ...] = ()
     head_norms: bool = False
+    sinks: bool = False
+    windows: tuple[int, ...] = ()
+    embedding_bits: int = 16
+    embedding_scale: float = 1.0
     device: str = "cpu"
     seed: int = 0
     eps: float = 1e-5
@@ -40,33 +62,36 @@ class Case:
 
         self.pages, self.matrices = [], []
         count = shape.tokens * self.pages_of_slot + 1
-        for _ in range(shape.layers):
+        for layer in range(shape.layers):
             packed, matrices, vectors = {}, {}, {}
-            for name in PRODUCT_NAMES:
-                n, k = shape.rows(name), shape.columns(name)
-                if name == "gate_up":
-                    parts = [rtn(random(n // 2, k, scale=k**-0.5), parse_scheme(self.scheme)) for _ in range(2)]
-                    packed[name] = pack_gated(*parts)
-                    matrices[name] = alternate(*(part.dequantize().double() for part in parts))
-                else:
-                    q = rtn(random(n, k, scale=k**-0.5), parse_scheme(self.scheme))
-                    packed[name], matrices[name] = FragmentWeight.pack(q), q.dequantize().double()
+            for name in LAYER_PRODUCTS:
+                packed[name], matrices[name] = self._weight(name, layer, random)
                 if name in self.biases:
-                    vectors[f"{name} bias"] = random(n, scale=0.5)
+                    vectors[f"{name} bias"] = random(shape.rows(name), scale=0.5)
             for name in ("mlp_gamma", "next_gamma"):
                 vectors[name] = random(shape.hidden, scale=0.1, mean=1.0) * 0.5
             if self.head_norms:
                 vectors |= {name: random(a.head_dim, scale=0.1, mean=1.0) for name in ("q_gamma", "k_gamma")}
+            if self.sinks:
+                vectors["sinks"] = random(a.heads, scale=1.0)
             size = (count, a.kv_heads, PAGE, a.head_dim)
             vectors |= {"k": random(*size).to(self.dtype), "v": random(*size).to(self.dtype)}
             angles = torch.arange(self.positions)[:, None] * torch.rand(a.head_dim // 2, generator=generator)
             vectors["cos_sin"] = torch.cat([angles.cos(), angles.sin()], 1).float().to(self.device)
             self.weights.append(packed), self.matrices.append(matrices), self.vectors_of.append(vectors)
-        self.h = random(shape.tokens, shape.hidden).to(self.dtype)
-        self.first_gamma = random(shape.hidden, scale=0.1, mean=1.0)
-        self.x = (self.h.float() * self.first_gamma * 0.5).to(self.dtype)
-        squares = self.h.double().square().view(shape.tokens, 2, -1).sum(-1).T
-        self.squares = squares.float().contiguous()
+        self.h = torch.full((shape.tokens, shape.hidden), torch.nan, dtype=self.dtype, device=self.device)
+        self.first_gamma = random(shape.hidden, scale=0.1, mean=1.0) * 0.5
+        if self.embedding_bits == 8:
+            self.embedding = torch.randint(0, 256, (VOCAB, shape.hidden), generator=generator).byte().to(self.device)
+            self.row_scale = torch.rand(VOCAB, generator=generator).add(0.5).div(64).to(self.device)
+        else:
+            self.embedding, self.row_scale = random(VOCAB, shape.hidden).to(self.dtype), None
+        self.head_vectors, self.head = {"next_gamma": self.first_gamma}, None
+        if shape.has_head:
+            self.head, self.head_matrix = self._weight("head", 0, random)
+            if "head" in self.biases:
+                self.head_vectors["head bias"] = random(shape.vocab, scale=0.5)
+        self.logits = self.head and torch.full((shape.tokens, shape.vocab), torch.nan, dtype=self.dtype, device=self.device)
         order = torch.randperm(count - 1, generator=generator) + 1
         tables = torch.zeros(shape.tokens + 1, self.pages_of_slot, dtype=torch.int32)
         tables[: shape.tokens] = order.view(shape.tokens, -1)
@@ -74,6 +99,7 @@ class Case:
         self.tables, slots = tables.to(self.device), torch.zeros(shape.tokens + 1, dtype=torch.int32, device=self.device)
         slots[self.rows.long()] = torch.tensor(self.contexts, dtype=torch.int32, device=self.device)
         self.slot_positions = slots
+        self.tokens = torch.randint(0, VOCAB, (shape.tokens + 1,), generator=generator).int().to(self.device)
         self.status = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     @property
@@ -84,36 +110,77 @@ class Case:
     def pages_of_slot(self) -> int:
         return -(-self.positions // PAGE)
 
+    def _weight(self, name, layer, random):
+        """A product's weight, packed, and its matrix in float64."""
+        n, k = self.table.shape.rows(name), self.table.shape.columns(name)
+        of_product = self.schemes[PRODUCT_NAMES.index(name)] if self.schemes else ("w4a16_g128",)
+        scheme = of_product[layer % len(of_product)]
+        rows = random(n, k, scale=k**-0.5)
+        if scheme == "16":
+            rows = rows.to(self.dtype)
+            return DenseWeight(rows), (alternate(*rows.chunk(2)) if name == "gate_up" else rows).double()
+        if name == "gate_up":
+            parts = [rtn(part.contiguous(), parse_scheme(scheme)) for part in rows.chunk(2)]
+            return pack_gated(*parts), alternate(*(part.dequantize().double() for part in parts))
+        q = rtn(rows, parse_scheme(scheme))
+        return FragmentWeight.pack(q), q.dequantize().double()
+
+    @property
+    def forms(self):
+        """The forms of each product's weights, for the plan."""
+        of_layers = [
+            tuple(dict.fromkeys(layer[name].form for layer in self.weights)) for name in LAYER_PRODUCTS
+        ]  # fmt: skip
+        return (*of_layers, () if self.head is None else (self.head.form,))
+
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors that the table of layers has addresses of."""
-        packed = [t for layer in self.weights for w in layer.values() for t in (w.codes, w.scale, w.channel_scale)]
-        return [t for t in (*packed, *(t for layer in self.vectors_of for t in layer.values())) if t is not None]
+        packed = [t for layer in self.weights for w in layer.values() for t in w.tensors().values()]
+        packed += [] if self.head is None else self.head.tensors().values()
+        vectors = [t for layer in (*self.vectors_of, self.head_vectors) for t in layer.values()]
+        return [t for t in (*packed, *vectors) if t is not None]
 
     @property
     def layers(self) -> Tensor:
         """The table of layers; factors of x are 2, as x is half of h * gamma."""
         rows = []
-        for packed, vectors in zip(self.weights, self.vectors_of, strict=True):
+        weights = [*self.weights, {} if self.head is None else {"head": self.head}]
+        for layer, (packed, vectors) in enumerate(zip(weights, (*self.vectors_of, self.head_vectors), strict=True)):
             row = {name: t.data_ptr() for name, t in vectors.items()}
             for name, w in packed.items():
-                parts = {"codes": w.codes, "scale": w.scale, "channel_scale": w.channel_scale}
+                parts = {"codes" if part == "values" else part: t for part, t in w.tensors().items()}
                 row |= {f"{name} {part}": t.data_ptr() for part, t in parts.items() if t is not None}
+                row[f"{name} form"] = self.forms[PRODUCT_NAMES.index(name)].index(w.form)
             two = int(torch.tensor(2.0).view(torch.int32))
             row["factors"] = two | two << 32
+            row["window"] = self._window(layer) or 1 << 30
             rows.append([row.get(name, 0) for name in FIELDS])
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
 
-    def reference(self) -> tuple[Tensor, Tensor, Tensor, list[dict[str, Tensor]]]:
-        """(h, x, squares [M], vectors of each layer) in float64, rounded where the kernel rounds; pages get the new token."""
+    def _window(self, layer: int) -> int:
+        return self.windows[layer] if layer < len(self.windows) else 0
+
+    def embedded(self) -> Tensor:
+        """The embeddings of the tokens, in float64."""
+        tokens = self.tokens[self.rows.long()].long()
+        if self.row_scale is None:
+            h = self.embedding[tokens]
+        else:
+            h = ((self.embedding[tokens].float() - 128) * self.row_scale[tokens, None]).to(self.dtype)
+        return (h.float() * self.embedding_scale).to(self.dtype).double()
+
+    def reference(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[dict[str, Tensor]]]:
+        """(h, x, squares [M], logits, vectors of each layer) in float64, rounded where the kernel rounds; pages get the new
+        token."""
         shape, dtype = self.table.shape, self.dtype
 
         def rounded(t: Tensor) -> Tensor:
             return t.to(dtype).double()
 
-        h, x = self.h.double(), self.x.double()
-        squares, found = self.squares.double().sum(0), []
-        for w, vectors in zip(self.matrices, self.vectors_of, strict=True):
+        h = self.embedded()
+        x, squares, found = rounded(h * self.first_gamma.double()), h.square().sum(1), []
+        for layer, (w, vectors) in enumerate(zip(self.matrices, self.vectors_of, strict=True)):
 
             def product(name, x, w=w, vectors=vectors):
                 return x @ w[name].T
@@ -123,7 +190,7 @@ class Case:
 
             root = 2 / (squares / shape.hidden + self.eps).sqrt()
             qkv = rounded(product("qkv", x) * root[:, None] + bias("qkv"))
-            attended = rounded(self._attention(qkv, vectors))
+            attended = rounded(self._attention(qkv, vectors, self._window(layer)))
             h = rounded(h + product("o", attended) + bias("o"))
             mlp_x, squares = rounded(h * vectors["mlp_gamma"].double()), h.square().sum(1)
             root = 2 / (squares / shape.hidden + self.eps).sqrt()
@@ -132,9 +199,13 @@ class Case:
             h = rounded(h + product("down", gated) + bias("down"))
             x, squares = rounded(h * vectors["next_gamma"].double()), h.square().sum(1)
             found.append({"qkv": qkv, "attended": attended, "mlp_x": mlp_x, "gated": gated, "next_x": x})
-        return h, x, squares, found
+        logits = None
+        if self.head is not None:
+            logits = x @ self.head_matrix.T * (2 / (squares / shape.hidden + self.eps).sqrt())[:, None]
+            logits = logits + self.head_vectors.get("head bias", torch.zeros((), device=self.device)).double()
+        return h, x, squares, logits, found
 
-    def _attention(self, qkv: Tensor, vectors: dict[str, Tensor]) -> Tensor:
+    def _attention(self, qkv: Tensor, vectors: dict[str, Tensor], window: int) -> Tensor:
         a = self.table.shape.attention
         outputs = []
         for row, position in enumerate(self.contexts):
@@ -155,11 +226,14 @@ class Case:
             table = self.tables[int(self.rows[row])].long()
             vectors["k"][table[position // PAGE], :, position % PAGE] = k.to(self.dtype)
             vectors["v"][table[position // PAGE], :, position % PAGE] = v.to(self.dtype)
-            tokens = torch.arange(position + 1, device=self.device)
+            tokens = torch.arange(max(0, position + 1 - window) if window else 0, position + 1, device=self.device)
             keys, values = (
                 vectors[name][table[tokens // PAGE], :, tokens % PAGE].double().repeat_interleave(a.group, 1) for name in "kv"
             )
-            p = (torch.einsum("hd,thd->ht", q, keys) * a.scale).softmax(1)
+            scores = torch.einsum("hd,thd->ht", q, keys) * a.scale
+            if self.sinks:
+                scores = torch.cat([scores, vectors["sinks"].double()[:, None]], 1)
+            p = scores.softmax(1)[:, : len(tokens)]
             outputs.append(torch.einsum("ht,thd->hd", p, values).flatten())
         return torch.stack(outputs)
 
@@ -170,8 +244,20 @@ class Case:
         return vectors[start : start + count // 2].view(self.dtype).view(-1, width)
 
 
-def small_table(tokens=1, layers=1, hidden=128, intermediate=128, heads=2, kv_heads=1, head_dim=64, blocks=2, warps=4, bits=4,
-                scale_bytes=32) -> StepTable:  # fmt: skip
+def forms_of_schemes(schemes: tuple[tuple[str, ...], ...]) -> tuple[tuple[UnitForm, ...], ...]:
+    """`StepShape.forms` of the schemes of each product, in the order of PRODUCT_NAMES; a head has one scheme or none. Layer i
+    has scheme i, modulo their number."""
+    return tuple(tuple(UNIT_FORMS[name] for name in of_product) for of_product in schemes)
+
+
+def alike(scheme: str, head: str | None = None) -> tuple[tuple[str, ...], ...]:
+    """Schemes of layers of one scheme, and of a head."""
+    return (((scheme,),) * 4) + (() if head is None else (head,),)
+
+
+def small_table(tokens=1, layers=1, hidden=128, intermediate=128, heads=2, kv_heads=1, head_dim=64, blocks=2, warps=4,
+                schemes=None, vocab=0, windows=False) -> StepTable:  # fmt: skip
     """A table of a small decoder for a few blocks of a few warps."""
     a = AttentionShape(heads, kv_heads, head_dim, head_dim**-0.5, head_dim, norm_eps=1e-6)
-    return StepTable(StepShape(layers, hidden, intermediate, a, tokens, bits, scale_bytes), blocks, warps)
+    forms = forms_of_schemes(schemes or alike("w4a16_g128"))
+    return StepTable(StepShape(layers, hidden, intermediate, a, tokens, forms, vocab, windows), blocks, warps)

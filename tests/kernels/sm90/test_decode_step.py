@@ -2,45 +2,47 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.attention import AttentionShape
-from lowbit.kernels.choose.decode_step import FIELDS, PRODUCT_NAMES, StepShape, StepTable, step_table
+from lowbit.kernels.choose.decode_step import FIELDS, PRODUCT_NAMES, StepShape, StepTable, UnitForm, step_table
 from tests.kernels.calls import meta
 from tests.kernels.sass import compile_plan
-from tests.kernels.sm90.decode_step_case import Case, small_table
+from tests.kernels.sm90.decode_step_case import Case, alike, forms_of_schemes, small_table
 from tests.kernels.warps import execute
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
 from lowbit.kernels.sm90.decode_step import StepPlan
-from lowbit.pack import WeightForm
+from lowbit.pack.weight import DENSE_FORM, WeightForm
 
 LOADER_WARPS = 4
 """Warps that Triton adds for the loader: whole warpgroups."""
 
 
 def plan_of(case: Case) -> StepPlan:
-    form = case.weights[0]["qkv"].form
-    return StepPlan(case.table, form, case.dtype, "silu", case.biases, case.head_norms)
+    return StepPlan(
+        case.table, case.forms, case.dtype, "silu", case.biases, case.head_norms, case.sinks, case.embedding_scale
+    )  # fmt: skip
 
 
 def arguments(case: Case, vectors: torch.Tensor, layers: torch.Tensor):
     return (
-        layers, vectors, case.h, case.x, case.squares, case.tables, case.slot_positions, case.rows, case.status, case.eps,
+        layers, vectors, case.h, case.tokens, case.embedding, case.row_scale, case.tables, case.slot_positions, case.rows,
+        case.status, case.logits, case.eps,
     )  # fmt: skip
 
 
 def compare(case: Case, x, squares, vectors, largest: float) -> None:
-    """Compares a step's results with float64. The reference starts from h, pages and x before the step, which `case` has."""
+    """Compares a step's results with float64. The reference starts from the pages before the step, which `case` has."""
     pages = [{name: layer[name].clone() for name in "kv"} for layer in case.vectors_of]
-    h = case.h
-    case.h = case.before
     for layer, before in zip(case.vectors_of, case.pages_before, strict=True):
         layer["k"].copy_(before["k"]), layer["v"].copy_(before["v"])
-    expected_h, expected_x, expected_squares, expected = case.reference()
+    expected_h, expected_x, expected_squares, expected_logits, expected = case.reference()
 
     def difference(found, expected):
         return float((found.double() - expected).norm() / expected.norm())
@@ -53,16 +55,31 @@ def compare(case: Case, x, squares, vectors, largest: float) -> None:
             assert difference(found, case.vectors_of[i][name].double()) < largest, (i, name)
             changed = (found != before).flatten(2).any(-1).sum()
             assert changed == (case.vectors_of[i][name] != before).flatten(2).any(-1).sum(), "other tokens have changed"
-    assert difference(h, expected_h) < largest and difference(x, expected_x) < largest
+    assert difference(case.h, expected_h) < largest and difference(x, expected_x) < largest
+    if expected_logits is not None:
+        assert difference(case.logits, expected_logits) < largest
     assert difference(squares.double().sum(0), expected_squares) < largest
     assert not case.status.any()
 
 
 def remembered(case: Case) -> Case:
-    """The case with copies of what a step changes."""
-    case.before = case.h.clone()
+    """The case with copies of the pages, which a step changes."""
     case.pages_before = [{name: layer[name].clone() for name in "kv"} for layer in case.vectors_of]
     return case
+
+
+def emulate(table, schemes, options):
+    """Executes a step without a GPU and compares it with float64."""
+    case = remembered(Case(table, schemes, **options))
+    plan, vectors = plan_of(case), torch.full((case.table.words,), 0x7FC07FC0, dtype=torch.int32)
+    object.__setattr__(plan.config, "limit", 1 << 14)  # a wrong kernel ends soon
+    call = arguments(case, vectors, case.layers)
+    kernel, launched = compile_plan(plan, call, 90), []
+    plan.launch = lambda *given: launched.append(given[:-1])
+    x, squares = plan(*call)
+    threads = 32 * (case.table.warps + LOADER_WARPS)
+    execute(kernel.ptx, kernel.shared_bytes, launched[0], case.table.blocks, threads, others=case.tensors)
+    compare(case, x, squares, vectors, 2e-3 if case.dtype == torch.float16 else 1e-2)
 
 
 CASES = {
@@ -80,9 +97,31 @@ CASES = {
     "eight rows": ({"tokens": 8, "warps": 8}, {"contexts": (0, 1, 2, 40, 64, 70, 5, 128)}),
     "idle blocks": ({"blocks": 9}, {"contexts": (200,)}),
     "part of a slot": ({"hidden": 640, "heads": 10, "kv_heads": 5}, {"contexts": (9,)}),
-    "int8 by channel": ({"bits": 8, "scale_bytes": 0}, {"scheme": "w8a16"}),
-    "fp6 in groups of 64": ({"bits": 6, "scale_bytes": 64}, {"scheme": "w6e3m2a16_g64"}),
-    "zeros": ({"bits": 4, "scale_bytes": 64}, {"scheme": "w4a16_g128_z"}),
+    "half a k block": ({"hidden": 192, "heads": 3, "kv_heads": 3, "intermediate": 320}, {"contexts": (9,)}),
+    "head": ({"vocab": 200, "schemes": alike("w4a16_g128", "w8a16")}, {"biases": ("head",), "embedding_bits": 8}),
+    "head of 4 bits": (
+        {"vocab": 64, "tokens": 2, "schemes": alike("w4a16_g128", "w4a16_g128")},
+        {"contexts": (5, 7), "embedding_scale": 1.5},
+    ),
+    "head of 16 bits": ({"vocab": 96, "schemes": alike("w4a16_g128", "16")}, {"biases": ("head",)}),
+    "window": ({"blocks": 3, "windows": True, "layers": 2}, {"contexts": (300,), "windows": (150, 0)}),
+    "sinks": ({"blocks": 3, "tokens": 2}, {"contexts": (150, 0), "sinks": True}),
+    "int8 by channel": ({"schemes": alike("w8a16")}, {}),
+    "fp6 in groups of 64": ({"schemes": alike("w6e3m2a16_g64")}, {}),
+    "zeros": ({"schemes": alike("w4a16_g128_z")}, {}),
+    "16 bits": (
+        {"schemes": alike("16", "16"), "vocab": 64, "hidden": 192, "heads": 3, "kv_heads": 3},
+        {"biases": PRODUCT_NAMES},
+    ),
+    "16 bits, bf16, four rows": ({"schemes": alike("16"), "tokens": 4}, {"contexts": (1, 2, 3, 40), "dtype": torch.bfloat16}),
+    "mixed products": (
+        {"schemes": (("w4a16_g128",), ("w8a16",), ("w6e3m2a16_g64",), ("16",), ()), "hidden": 320, "heads": 5, "kv_heads": 5},
+        {},
+    ),
+    "mixed layers": (
+        {"layers": 3, "schemes": (("w4a16_g64", "16"), ("16", "w4a16_g64"), ("w4a16_g64",), ("w8a16", "16", "w4a16_g64"), ())},
+        {},
+    ),
 }
 
 
@@ -90,15 +129,17 @@ CASES = {
 def test_emulated(name):
     """The compiled PTX of all blocks in a random order of warps, with late copies, over NaN in shared memory."""
     shape, options = CASES[name]
-    case = remembered(Case(small_table(**shape), **options))
-    plan, vectors = plan_of(case), torch.full((case.table.words,), 0x7FC07FC0, dtype=torch.int32)
-    call = arguments(case, vectors, case.layers)
-    kernel, launched = compile_plan(plan, call, 90), []
-    plan.launch = lambda *given: launched.append(given[:-1])
-    x, squares = plan(*call)
-    threads = 32 * (case.table.warps + LOADER_WARPS)
-    execute(kernel.ptx, kernel.shared_bytes, launched[0], case.table.blocks, threads, others=case.tensors)
-    compare(case, x, squares, vectors, 2e-3 if case.dtype == torch.float16 else 1e-2)
+    emulate(small_table(**shape), shape.get("schemes", ()), options)
+
+
+def test_x_in_parts(monkeypatch):
+    """Where shared memory holds a part of x only, it is gathered several times; blocks have 2 or 3 row blocks of o and down."""
+    monkeypatch.setattr("lowbit.kernels.choose.decode_step.MOST_X_BYTES", 2048)
+    shape = {"hidden": 384, "heads": 6, "kv_heads": 2, "intermediate": 1088, "tokens": 2, "blocks": 9}
+    schemes = alike("w4a16_g64")
+    table = small_table(**shape, schemes=schemes)
+    assert table.parts("down") == 3 and table.parts("qkv") == 1
+    emulate(table, schemes, {"contexts": (3, 40)})
 
 
 def test_a_missing_block_is_reported():
@@ -117,26 +158,42 @@ def test_a_missing_block_is_reported():
 
 # ---- machine code
 
-LLAMA = AttentionShape(32, 8, 128, 128**-0.5, 128)
+FORMS = {
+    "w4a16_g128": (UnitForm(4, 32), WeightForm("int4", 128, "none", "fp16", True, True)),
+    "w6e3m2a16": (UnitForm(6), WeightForm("fp6_e3m2", 0, "none", "fp16")),
+    "w8a16": (UnitForm(8), WeightForm("int8", 0, "none", "fp16")),
+    "16": (UnitForm(16), DENSE_FORM),
+}
+SHAPES = {
+    "llama": (4096, 14336, AttentionShape(32, 8, 128, 128**-0.5, 128), 128256),
+    "smollm2": (576, 1536, AttentionShape(9, 3, 64, 64**-0.5, 64), 49152),
+}
 
 
-def compiled(tokens, fmt="int4", group=128, dtype=torch.float16):
-    bits, scale_bytes = {"int4": (4, 32), "fp6_e3m2": (6, 0), "int8": (8, 0)}[fmt]
-    table = StepTable(StepShape(32, 4096, 14336, LLAMA, tokens, bits, scale_bytes), 132)
-    form = WeightForm(fmt, group, "none", "fp16", group > 0, group > 0)
-    plan = StepPlan(table, form, dtype, "silu", (), False)
+@functools.cache
+def compiled(tokens, scheme="w4a16_g128", head="w8a16", dtype=torch.float16, shape="llama", layers=32):
+    """The plan of a step on 132 SMs, and its machine code."""
+    hidden, intermediate, attention, vocab = SHAPES[shape]
+    units, forms = zip(*[*(FORMS[scheme],) * 4, FORMS[head]], strict=True)
+    of_products = tuple((unit,) for unit in units)
+    table = StepTable(StepShape(layers, hidden, intermediate, attention, tokens, of_products, vocab), 132)
+    plan = StepPlan(table, tuple((form,) for form in forms), dtype, "silu")
     call = (
-        meta((32, len(FIELDS)), torch.int64), meta((table.words,), torch.int32), meta((tokens, 4096), dtype),
-        meta((tokens, 4096), dtype), meta((1, tokens), torch.float32), meta((9, 16), torch.int32), meta((9,), torch.int32),
-        meta((tokens,), torch.int32), meta((1,), torch.int32), 1e-5,
+        meta((layers + 1, len(FIELDS)), torch.int64), meta((table.words,), torch.int32), meta((tokens, hidden), dtype),
+        meta((9,), torch.int32), meta((vocab, hidden), torch.uint8), meta((vocab,), torch.float32), meta((9, 16), torch.int32),
+        meta((9,), torch.int32), meta((tokens,), torch.int32), meta((1,), torch.int32), meta((tokens, vocab), dtype), 1e-5,
     )  # fmt: skip
     return plan, compile_plan(plan, call, 90)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 4])
-def test_machine_code(tokens):
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [(1, {}), (2, {}), (4, {}), (1, {"scheme": "16", "head": "16"}), (1, {"scheme": "w6e3m2a16"}), (1, {"shape": "smollm2",
+    "scheme": "w8a16"})],
+)  # fmt: skip
+def test_machine_code(tokens, options):
     """All shared memory is one allocation at address 0 beside the state of roles; nothing is on the stack."""
-    plan, kernel = compiled(tokens)
+    plan, kernel = compiled(tokens, **options)
     table = plan.table
     assert table.shared_bytes <= kernel.shared_bytes <= 227 << 10
     assert kernel.registers * 32 * (table.warps + LOADER_WARPS) <= 1 << 16
@@ -147,10 +204,9 @@ def test_machine_code(tokens):
         for loop in products
         if not any(other != loop and loop[0] <= other[0] and other[1] <= loop[1] for other in products)
     ]
-    assert len(innermost) == 4
+    assert len(innermost) == 6  # five products, and the tiles of attention
     for first, last in innermost:
-        lines = kernel.lines[first : last + 1]
-        assert sum("LDS.128" in line for line in lines) % 2 == 0
+        assert sum("HMMA" in line for line in kernel.lines[first : last + 1]) % 8 == 0
 
 
 # ---- on a GPU
@@ -158,16 +214,27 @@ def test_machine_code(tokens):
 GPU_SHAPES = {
     "llama": {"hidden": 1024, "intermediate": 3584, "heads": 8, "kv_heads": 2, "head_dim": 128, "layers": 3},
     "qwen": {"hidden": 896, "intermediate": 1152, "heads": 14, "kv_heads": 2, "head_dim": 64, "layers": 2},
+    "smollm2": {"hidden": 576, "intermediate": 1536, "heads": 9, "kv_heads": 3, "head_dim": 64, "layers": 3},
 }
 
 
-def gpu_case(name, tokens=1, **options):
-    shape = dict(GPU_SHAPES[name])
-    bits, scale_bytes = shape.pop("bits", 4), shape.pop("scale_bytes", 32)
-    heads, kv_heads, dim = (shape.pop(key) for key in ("heads", "kv_heads", "head_dim"))
+def gpu_case(name, tokens=1, schemes=None, windows=(), **options):
+    schemes = schemes or alike("w4a16_g64" if name == "smollm2" else "w4a16_g128", "w8a16")
+    hidden, intermediate, heads, kv_heads, dim, layers = (
+        GPU_SHAPES[name][key] for key in ("hidden", "intermediate", "heads", "kv_heads", "head_dim", "layers")
+    )
     attention = AttentionShape(heads, kv_heads, dim, dim**-0.5, dim, norm_eps=1e-6)
-    step = StepShape(**shape, attention=attention, tokens=tokens, bits=bits, scale_bytes=scale_bytes)
-    return remembered(Case(step_table(step, machine_of("cuda")), device="cuda", **options))
+    vocab = 5008 if schemes[4] else 0
+    step = StepShape(layers, hidden, intermediate, attention, tokens, forms_of_schemes(schemes), vocab, bool(windows))
+    table = step_table(step, machine_of("cuda"))
+    return remembered(Case(table, schemes, windows=windows, device="cuda", **options))
+
+
+def on_a_gpu(case, largest):
+    vectors = torch.full((case.table.words,), 0x7FC07FC0, dtype=torch.int32, device="cuda")
+    x, squares = plan_of(case)(*arguments(case, vectors, case.layers))
+    torch.cuda.synchronize()
+    compare(case, x, squares, vectors, largest)
 
 
 @pytest.mark.gpu
@@ -175,20 +242,27 @@ def gpu_case(name, tokens=1, **options):
 @pytest.mark.parametrize("contexts", [(0,), (1,), (129,), (1000,), (5, 700), (0, 127, 128, 2000)], ids=str)
 def test_on_a_gpu(name, contexts):
     options = {"biases": ("qkv",), "head_norms": True} if name == "qwen" else {}
-    case = gpu_case(name, len(contexts), contexts=contexts, **options)
-    vectors = torch.full((case.table.words,), 0x7FC07FC0, dtype=torch.int32, device="cuda")
-    x, squares = plan_of(case)(*arguments(case, vectors, case.layers))
-    torch.cuda.synchronize()
-    compare(case, x, squares, vectors, 2e-3)
+    on_a_gpu(gpu_case(name, len(contexts), contexts=contexts, **options), 2e-3)
+
+
+GPU_FORMS = {
+    "16": ("smollm2", {"schemes": alike("16", "16"), "embedding_bits": 8}),
+    "w8a16": ("llama", {"schemes": alike("w8a16", "16")}),
+    "w6": ("qwen", {"schemes": alike("w6e3m2a16_g64")}),
+    "mixed layers": (
+        "llama",
+        {"schemes": (("w4a16_g64", "16"), ("w4a16_g64",), ("w8a16", "16", "w4a16_g64"), ("w4a16_g64",), ("w8a16",))},
+    ),
+    "windows and sinks": ("smollm2", {"windows": (300, 0, 700), "sinks": True}),
+}
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_in_bf16():
-    case = gpu_case("llama", contexts=(300,), dtype=torch.bfloat16)
-    vectors = torch.zeros(case.table.words, dtype=torch.int32, device="cuda")
-    x, squares = plan_of(case)(*arguments(case, vectors, case.layers))
-    torch.cuda.synchronize()
-    compare(case, x, squares, vectors, 1e-2)
+@pytest.mark.parametrize("name", GPU_FORMS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_forms_on_a_gpu(name, dtype):
+    shape, options = GPU_FORMS[name]
+    on_a_gpu(gpu_case(shape, contexts=(900,), dtype=dtype, **options), 2e-3 if dtype == torch.float16 else 1e-2)
 
 
 @pytest.mark.gpu
@@ -199,13 +273,12 @@ def test_equal_bits_on_a_gpu():
     vectors, first = torch.zeros(table.words, dtype=torch.int32, device="cuda"), None
     side, large = torch.cuda.Stream(), torch.zeros(1 << 28, dtype=torch.uint8, device="cuda")
     for i in range(1000):
-        case.h.copy_(case.before)
         if i % 10 == 5:
             with torch.cuda.stream(side):
                 large.add_(1)
         plan(*arguments(case, vectors, layers))
         if first is None:
-            first, first_h = vectors.clone(), case.h.clone()
+            first, first_logits = vectors.clone(), case.logits.clone()
         elif i % 10 == 6 or i > 980:
-            assert torch.equal(vectors, first) and torch.equal(case.h, first_h), i
+            assert torch.equal(vectors, first) and torch.equal(case.logits, first_logits), i
     assert not case.status.any()
