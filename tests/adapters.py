@@ -49,5 +49,6 @@ def merged(model: nn.Module, folder: Path, dtype=None) -> nn.Module:
             alpha = config.get("alpha_pattern", {}).get(path, config["lora_alpha"])
             scaling = alpha / (len(a) ** 0.5 if config.get("use_rslora") else len(a))
             weight = plain.get_submodule(path).weight
-            weight.data = (weight.data.double() + scaling * b.double() @ a.double()).to(weight.dtype)
+            delta = scaling * b.double() @ a.double()
+            weight.data = (weight.data.double() + delta.to(weight.device)).to(weight.dtype)
     return plain

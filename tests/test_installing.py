@@ -40,7 +40,7 @@ def test_nobody_is_told_to_install_it_by_name():
 def test_what_is_advised_are_an_extra_of_ours_and_the_wheel():
     optional = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     called = {e for f in (ROOT / "lowbit").rglob("*.py") for e in re.findall(r"\{install\(['\"](\w+)['\"]\)\}", f.read_text())}
-    assert called == {"demo", "eval", "plot", "serve", "structured", "vision"}
+    assert called == {"demo", "eval", "onnx", "plot", "serve", "structured", "vision"}
     assert called <= set(re.findall(r"^(\w+) = \[", optional, re.MULTILINE))
     first, second = re.findall(r"pip install '([^']+)'", install("serve"))
     assert (first, second) == (".[serve]", f"./lowbit-{__version__}-py3-none-any.whl[serve]")

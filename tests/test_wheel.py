@@ -29,7 +29,7 @@ DATA = {
     *(f"lowbit/export/c/{path.name}" for path in (ROOT / "lowbit/export/c").iterdir()),
 }
 
-MOST_BYTES = 11 << 17
+MOST_BYTES = 12 << 17
 
 
 @pytest.fixture(scope="module")

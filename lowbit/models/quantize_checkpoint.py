@@ -140,7 +140,7 @@ def quantize_checkpoint(
         say("computing what the layers compute for known inputs, which a load compares")
         writer.finish(
             reader.config, manifest, copy_from=source,
-            beside=lambda folder: numerics.write(folder, numerics.record(folder, weights.plain_weight, device)),
+            beside=lambda folder: numerics.write(folder, numerics.record(folder, weights.plain_weight, device, say)),
         )  # fmt: skip
         weights.remove_finished()
     return plan

@@ -67,7 +67,7 @@ MISTAKES = {
     "demo --model nothing": "nothing: no such folder",
     "demo --data .": "--data applies only to --vision",
     "demo imagenet": "lowbit demo --vision imagenet",
-    "demo --vision cifar": "the networks fashion and imagenet, got",
+    "demo --vision cifar": "the networks fashion, imagenet, imagenet-lite1 and imagenet-lite2, got",
     "bench x --schemes w4a16_g128,int4": "did you mean 'w4a16_g128'?",
     "bench x --schemes none,fp6": "did you mean 'w6e3m2a16'?",
     "bench nothing": "nothing: no such folder",
@@ -112,7 +112,7 @@ def test_every_command_loads_the_layers_before_it_imports_one():
 def test_every_command_that_computes_takes_a_device():
     """All of them have the same option --device, whose default is a GPU if there is one."""
     command = typer.main.get_command(commands.app)
-    taking = {"quantize", "generate", "serve", "run", "chat", "eval", "bench"}
+    taking = {"quantize", "generate", "serve", "run", "chat", "eval", "inspect", "bench"}
     for name, each in command.commands.items():  # type: ignore[attr-defined]
         devices = [option for option in each.params if option.name == "device"]
         assert bool(devices) == (name in taking), name

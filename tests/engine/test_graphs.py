@@ -24,7 +24,7 @@ def captures(monkeypatch):
     """The pool and stream of each capture, in order. Every call makes a new stream or pool."""
     found = []
 
-    def graph(graph, pool, stream):
+    def graph(graph, pool, stream, capture_error_mode):
         found.append((pool, stream))
         return contextlib.nullcontext()
 

@@ -60,6 +60,7 @@ def loaded(folder, dtype=torch.float32):
     ("scheme", "options"),
     [
         ("w4a16_g32", {}), ("w4a16_g64_z", {}), ("w2a16_g32", {}), ("w6e3m2a16", {}), ("w8a16", {}), ("w8a8", {}),
+        ("w8e4m3a8e4m3", {}),
         ("w4a16_g64", {"rotate_inputs": ("*_proj",)}), ("w8a8", {"rotate_inputs": ("*_proj",)}), ("w4a16_g64", {"low_rank": 8}),
         ("w4a16_g64", {"embeddings": True}),
     ],

@@ -170,7 +170,7 @@ def test_unknown_arguments_are_named(pipe, folder):
         pipe("abc", max_tokens=3)
     with pytest.raises(UnknownArgument, match=r"'quantisation_mode'; did you mean 'quantization_mode'\?"):
         lowbit.pipeline(str(folder), quantisation_mode="wf6af16")
-    with pytest.raises(UnknownArgument, match=r"unknown argument 'x1'\. Known: do_sample, "):
+    with pytest.raises(UnknownArgument, match=r"unknown argument 'x1'\. Known: adapter, do_sample, "):
         pipe("abc", x1=3)
 
 

@@ -124,11 +124,11 @@ def test_the_demo_in_small(data, tmp_path, monkeypatch):
     said: list[str] = []
     configurations = (("w8a8", None), ("w4a4", None), ("w4a8", 0.05))
     rows = imagenet_demo.run(data, tmp_path / "out", said.append, configurations=configurations)
-    assert [(row.scheme, row.mixed) for row in rows] == [("fp32", False), ("w8a8", False), ("w4a4", False), ("w4a8", True)]
+    assert [(row.scheme, row.bound) for row in rows] == [("fp32", None), ("w8a8", None), ("w4a4", None), ("w4a8", 0.05)]
     assert rows[0].same.mean == 100 and rows[0].cosine.mean == pytest.approx(1)
     assert rows[1].cosine.mean > 0.99 and rows[1].weight_bytes == rows[0].weight_bytes // 4 > rows[2].weight_bytes
     assert rows[1].int8_layers == rows[1].layers > rows[2].int8_layers
-    assert load_network(tmp_path / "out" / "imagenet-w4a8-mixed").scheme == "w4a8"
+    assert load_network(tmp_path / "out" / "imagenet-w4a8-mixed-0.05").scheme == "w4a8"
     described = imagenet_demo.as_json(rows)
     assert described["rows"][1]["top1"] == dataclasses.asdict(rows[1].top1)
     assert imagenet_demo.table(rows).row_count == 4

@@ -118,6 +118,8 @@ def weights_of_chunk(a, adapter, part, begin, end, C: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def shrink(t, x, a, adapter_of, M, x_stride, C: tl.constexpr):
     """Computes the partial sums of one split of K and one part."""
+    ROWS: tl.constexpr = C.rows
+    RANK: tl.constexpr = C.rank
     CHUNKS: tl.constexpr = C.chunks
     EARLY: tl.constexpr = C.early_chunks
     rows, adapter, own, written = rows_of(adapter_of, M, C)
@@ -131,7 +133,7 @@ def shrink(t, x, a, adapter_of, M, x_stride, C: tl.constexpr):
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     if some:
-        total = tl.zeros((C.rows, C.rank), tl.float32)
+        total = tl.zeros((ROWS, RANK), tl.float32)
         for c in tl.static_range(CHUNKS):
             k = begin + c * C.chunk + tl.arange(0, C.chunk)
             of_x = x + rows.to(tl.int64)[:, None] * x_stride + k[None, :]
@@ -157,8 +159,10 @@ def inverse_rms(squares, rows, own, M, inverse_width, eps, factor, C: tl.constex
 @triton.jit
 def add_part(total, at, weights, own, scale, M, dtype: tl.constexpr, C: tl.constexpr):
     """Adds one part's product: the sums of a x [rows, R] over the splits, of which `at` are the first, times b."""
+    ROWS: tl.constexpr = C.rows
+    RANK: tl.constexpr = C.rank
     SPLITS: tl.constexpr = C.splits
-    inner = tl.zeros((C.rows, C.rank), tl.float32)
+    inner = tl.zeros((ROWS, RANK), tl.float32)
     for split in tl.static_range(SPLITS):
         inner += tl.load(at + (split * M).to(tl.int64) * (C.parts * C.rank), mask=own[:, None], other=0.0)
     return tl.dot((inner * scale[:, None]).to(dtype), weights, total)
@@ -169,6 +173,8 @@ def expand(y, t, b, adapter_of, squares, bias, M, inverse_width, eps, factor, C:
     """Computes a tile of columns from the partial sums of all splits."""
     BEGINS: tl.constexpr = C.begins
     PARTS: tl.constexpr = C.parts
+    ROWS: tl.constexpr = C.rows
+    COLUMNS: tl.constexpr = C.columns
     rows, adapter, own, written = rows_of(adapter_of, M, C)
     some = tl.max(written.to(tl.int32), axis=0) > 0
     first_column = tl.program_id(0) * C.columns
@@ -186,9 +192,9 @@ def expand(y, t, b, adapter_of, squares, bias, M, inverse_width, eps, factor, C:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     if some:
-        total = tl.zeros((C.rows, C.columns), tl.float32)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
         of_row = rows.to(tl.int64)[:, None] * (C.parts * C.rank) + r[None, :]
-        scale = tl.full((C.rows,), 1.0, tl.float32)
+        scale = tl.full((ROWS,), 1.0, tl.float32)
         if squares is not None:
             scale = tl.where(own, inverse_rms(squares, rows, own, M, inverse_width, eps, factor, C), 0.0)
         for p in tl.static_range(PARTS):
