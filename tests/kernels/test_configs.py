@@ -20,6 +20,7 @@ from lowbit.kernels.choose.conv import block_tile
 from lowbit.kernels.choose.decode_step import StepShape, StepTable, UnitForm
 from lowbit.kernels.elementwise.append import Append
 from lowbit.kernels.elementwise.gather_kv import GatherKv
+from lowbit.kernels.elementwise.lora import Lora
 from lowbit.kernels.elementwise.route import ChooseConfig, SortConfig
 from lowbit.kernels.parts.conv_tile import WgmmaConv
 from lowbit.kernels.parts.dequantize import Dequantizer
@@ -77,6 +78,7 @@ CONFIGS = [
         (),
         False,
     ),
+    Lora((64, 64), True, 2, 16, 128, 1, True),
     PagedAttention(HEADS, DecodeTile(8, 128, 64, 4), True),
     PackedAttention(HEADS, "int4", "fp8", True, False, True),
     Append(HEADS, KVRows(128, "int4", "fp8", True, False), True),

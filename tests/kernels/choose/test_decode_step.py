@@ -147,7 +147,6 @@ def test_where_one_launch_is_faster(monkeypatch):
         (dataclasses.replace(LLAMA, tokens=3), 90, "1, 2, 4, 8 tokens, not 3"),
         (dataclasses.replace(LLAMA, hidden=544), 90, "qkv is 6144 x 544"),
         (dataclasses.replace(SMALL, vocab=49153), 90, "head is 49153 x 576"),
-        (dataclasses.replace(WIDE, tokens=4), 90, "leave room for"),
         (dataclasses.replace(LLAMA, attention=dataclasses.replace(HEADS["llama"], rotary_dim=64)), 90, "all of which turn"),
         (dataclasses.replace(LLAMA, attention=dataclasses.replace(HEADS["llama"], softcap=50.0)), 90, "no soft cap"),
         (dataclasses.replace(LLAMA, attention=dataclasses.replace(HEADS["llama"], kv_heads=2)), 90, "at most 8 heads"),
@@ -158,3 +157,12 @@ def test_refusals(shape, sm, words):
     assert words in "; ".join(step_refusals(shape, machine))
     with pytest.raises(ValueError, match="a decode step in one launch"):
         step_table(shape, machine)
+
+
+def test_room(monkeypatch):
+    """Activations are gathered in parts, so that wide models have slots for 8 tokens; less shared memory has not."""
+    wide, machine = dataclasses.replace(WIDE, tokens=8), typical_machine(90)
+    assert StepTable(wide, 132).parts("down") == 7 and not step_refusals(wide, machine)
+    monkeypatch.setattr("lowbit.kernels.choose.decode_step.BYTES", 128 << 10)
+    (reason,) = step_refusals(wide, machine)
+    assert "8 tokens of 28672 columns leave room for" in reason and "one launch takes 3" in reason
