@@ -34,6 +34,7 @@ from lowbit.checkpoint.reader import TensorInfo
 from lowbit.checkpoint.schema import expected_tensors
 from lowbit.checkpoint.target import NUMERICS as FILE
 from lowbit.formats import ExpertTensor, FloatFormat, InputTransform, QuantTensor
+from lowbit.formats.split import rows_of
 from lowbit.models.complete import some
 from lowbit.models.decoder import LayerwiseDecoder
 from lowbit.nn.experts import PackedExperts, QuantExperts
@@ -42,6 +43,7 @@ from lowbit.nn.linear import QuantLinear
 ROWS_ON_GPU = 34
 """Rows of x, and tokens, on a GPU: as in the engine's comparison with the model (`engine.check`), so that no kernel is compiled
 for this."""
+ROWS_AT_ONCE = 1024
 LARGEST = {torch.float32: 0.0015, torch.float16: 0.009, torch.bfloat16: 0.009}
 """Largest difference of a sum that rounding makes, relative to the outputs in it, by the dtype of x. Seen were 0.0007 and
 0.0064, over formats and layers of SmolLM2 and of random weights, on a CPU (2026-11-28), whose int4
@@ -70,8 +72,17 @@ def expected(q: QuantTensor) -> Tensor:
     """Returns the outputs float32 [PROBES, N] of a layer with the weights `q`, without bias."""
     x = probes(q.shape[1], amplitude(q.input_transform)).to(q.codes.device)
     if q.scheme.activation is None:
-        return x @ q.dequantize().T
+        return _times(x, q)
     return QuantLinear.from_quant_tensor(q.to("cpu")).multiply(x.cpu(), None).float()
+
+
+def _times(x: Tensor, w: QuantTensor | Tensor) -> Tensor:
+    """Returns x [.., K] times the weights [N, K] in float32, of which ROWS_AT_ONCE rows at a time are in memory so."""
+    n = w.shape[0]
+    ranges = [(begin, min(begin + ROWS_AT_ONCE, n)) for begin in range(0, n, ROWS_AT_ONCE)]
+    if isinstance(w, QuantTensor):
+        return torch.cat([x @ rows_of(w, [part]).dequantize().T for part in ranges], -1)
+    return torch.cat([x @ w[slice(*part)].to(x.device).float().T for part in ranges], -1)
 
 
 def record(
@@ -92,7 +103,7 @@ def record(
             y, plain = expected(q).cpu(), weight(name)
             error = None
             if plain is not None:
-                wanted = probes(q.shape[1], amplitude(q.input_transform)) @ plain.float().T
+                wanted = _times(probes(q.shape[1], amplitude(q.input_transform)), plain)
                 error = round(float((y - wanted).norm() / wanted.norm().clamp(min=1e-30)), 6)
             layers[name] = layer_sums(y, error)
         layers |= dict(_of_experts(reader))
@@ -255,16 +266,18 @@ def _product(
     return lambda e, x: QuantLinear.from_quant_tensor(stacked.expert(e)).multiply(x, None if bias is None else bias[e])
 
 
+@torch.no_grad()
 def _logits(
     reader: CheckpointReader, device: torch.device, say: Callable[[str], None]
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """Returns the largest logits of the tokens by dequantized weights in float32, with one decoder layer in memory at a time;
-    None for models that are not decoders, and for those with experts, of which a layer in float32 can be larger than memory."""
+    """Returns the largest logits of the tokens by dequantized weights in float32; None for models that are not decoders, and
+    for those with experts. A matrix at a time is in memory."""
     assert reader.manifest is not None
     if any(entry.experts for entry in reader.manifest.layers.values()):
         return None
     try:
-        decoder = LayerwiseDecoder(_Dequantized(reader, device), device, torch.float32)
+        decoder = LayerwiseDecoder(_Dequantized(reader), device, torch.float32)
+        _stream(decoder.model, reader, device)
         hidden = decoder.embed(tokens(_vocabulary(decoder.model))[None])
         for i in range(len(decoder)):
             decoder.load(i)
@@ -275,6 +288,44 @@ def _logits(
         say(f"{FILE} has no logits, since the model is not computed a layer at a time: {error}")
         return None
     return found.indices, found.values
+
+
+def _stream(model: nn.Module, reader: CheckpointReader, device: torch.device) -> None:
+    """Replaces the quantized layers of a model, and its embedding and head, by modules that read their weights at each call."""
+    assert reader.manifest is not None
+    layers, ties = reader.manifest.layers, reader.manifest.tied
+    inputs, outputs = (get() for get in (model.get_input_embeddings, model.get_output_embeddings))  # type: ignore[operator]
+    names = {id(module): name for name, module in model.named_modules()}
+    tied = inputs is not None and outputs is not None and inputs.weight is outputs.weight
+    for name, module in list(model.named_modules()):
+        owner = ties.get(name, name)
+        if type(module) in (nn.Linear, nn.Embedding) and (owner in layers or module is inputs or module is outputs):
+            plain = names[id(inputs)] if module is outputs and tied else name
+            model.set_submodule(name, _Streamed(module, reader, owner if owner in layers else None, f"{plain}.weight", device))
+
+
+class _Streamed(nn.Module):
+    """A linear layer or an embedding that reads its weights from a checkpoint at each call: those of the quantized layer
+    `owner`, or else the tensor `plain`."""
+
+    bias: Tensor | None
+
+    def __init__(
+        self, replaced: nn.Module, reader: CheckpointReader, owner: str | None, plain: str, device: torch.device
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._looked_up = isinstance(replaced, nn.Embedding)
+        self._read = (lambda: reader.get(plain)) if owner is None else (lambda: reader.layer(owner).to(device))
+        self.register_parameter("bias", getattr(replaced, "bias", None))
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self._read()
+        if self._looked_up:
+            rows = [(int(i), int(i) + 1) for i in x.flatten()]
+            picked = rows_of(w, rows).dequantize() if isinstance(w, QuantTensor) else w[x.flatten().cpu()].float()
+            return picked.view(*x.shape, -1).to(x.device)
+        y = _times(x, w)
+        return y if self.bias is None else y + self.bias
 
 
 @torch.no_grad()
@@ -304,10 +355,9 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 class _Dequantized(CheckpointReader):
-    """A lowbit checkpoint without experts, read as one with dequantized weights in float32."""
+    """A lowbit checkpoint whose quantized layers have a weight each, as before quantization, which `_Streamed` reads."""
 
-    def __init__(self, reader: CheckpointReader, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, reader: CheckpointReader) -> None:
         self._layers: dict[str, LayerEntry] = {}  # read while the folder is opened
         super().__init__(reader.folder)
         assert self.manifest is not None
@@ -323,8 +373,3 @@ class _Dequantized(CheckpointReader):
             return super().info(name)
         entry = self._layers[name]
         return TensorInfo(self.folder, torch.float32, entry.shape, 0, 4 * entry.weights)
-
-    def get(self, name: str) -> Tensor:
-        if name not in self._layers:
-            return super().get(name)
-        return self.layer(name.removesuffix(".weight")).to(self._device).dequantize()

@@ -171,7 +171,7 @@ def _check(a: ExpertArguments) -> Scheme:
     codes, scale, channel_scale, bias = meta_tensors(of_one)
     check_product(
         "expert_gemm", torch.empty(a.x.shape, dtype=dtype, device="meta"), codes, scale, channel_scale, bias, parsed, a.n,
-        a.subnormal,
+        a.subnormal, of_experts=True,
     )  # fmt: skip
     rows = a.experts.numel() if a.per_slot else a.experts.shape[0]
     if a.x.shape[0] != rows:

@@ -38,9 +38,10 @@ def fragment_gemm(x: Tensor, w: FragmentWeight, bias: Tensor | None = None, *, b
 
 def check_product(
     operator: str, x: Tensor, codes: Tensor, scale: Tensor | None, channel: Tensor | None, bias: Tensor | None,
-    s: Scheme, n: int, subnormal: bool = False,
+    s: Scheme, n: int, subnormal: bool = False, *, of_experts: bool = False,
 ) -> None:  # fmt: skip
-    """Raises ValueError with the name `operator` unless the tensors are operands of one product under the scheme."""
+    """Raises ValueError with the name `operator` unless the tensors are operands of one product under the scheme. of_experts:
+    the bias is of channels, not of tokens."""
     if x.dtype not in (torch.float16, torch.bfloat16) or x.dim() < 1:
         raise ValueError(f"{operator}: x is fp16 or bf16 [.., K], got {x.dtype} {tuple(x.shape)}")
     k = x.shape[-1]
@@ -67,7 +68,10 @@ def check_product(
     if channel is not None and (tuple(channel.shape) != (n,) or channel.dtype != expected_type):
         kind = f"{'bf16' if subnormal else 'float32'} scales [{n}]{' with subnormal codes' if subnormal else ''}"
         raise ValueError(f"{operator}: {s} takes {kind}, got {channel.dtype} {tuple(channel.shape)}")
-    check_bias(operator, bias, x[..., 0].numel(), n)
+    if not of_experts:
+        check_bias(operator, bias, x[..., 0].numel(), n)
+    elif bias is not None and tuple(bias.shape) != (n,):
+        raise ValueError(f"{operator}: bias is [{n}], got {tuple(bias.shape)}")
 
 
 def check_bias(operator: str, bias: Tensor | None, m: int, n: int) -> None:

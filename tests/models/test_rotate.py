@@ -106,7 +106,7 @@ def test_tied_weights_come_apart(tmp_path):
     saved(random(tiny_llama(tied=True)), tmp_path / "m")
     said = []
     plan = quantize_checkpoint(tmp_path / "m", tmp_path / "q", "w8a16", rotation=0, say=said.append)
-    assert said == [f"embedding and LM head come apart when they are rotated: {160 * 64 * 4:,} bytes more"]
+    assert said[0] == f"embedding and LM head come apart when they are rotated: {160 * 64 * 4:,} bytes more"
     assert [row.name for row in plan.kept] == ["model.embed_tokens", "lm_head"]
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     assert config["tie_word_embeddings"] is False and config["quantization_config"]["rotation"] == 0

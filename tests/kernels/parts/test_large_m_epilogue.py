@@ -81,7 +81,7 @@ def device(name, **more):
         "wait_for_previous_kernel": nothing, "mbarrier": SimpleNamespace(expect=nothing, wait=nothing), "SQUARES": SUMS,
         "gate_times_up": plain(gate_times_up, gl=GL, activated=plain(activated, gl=GL)),
     }  # fmt: skip
-    others = {"load_squares", "rms_factors", "gated", "store_squares", "add_to_residual"} - {name}
+    others = {"load_squares", "rms_factors", "gated", "store_squares", "add_to_residual", "add_bias"} - {name}
     names |= {other: device(other) for other in others if other in getattr(large_m_epilogue, name).fn.__code__.co_names}
     return plain(getattr(large_m_epilogue, name), **names)
 

@@ -74,7 +74,9 @@ def device_of():
     gate = plain(gate_times_up, gl=gl, activated=plain(activated, gl=gl), CLAMP=7.0)
     gated = plain(large_m_epilogue.gated, gl=gl, gate_times_up=gate)
     return gl, {
-        "finished_tile": plain(large_m_epilogue.finished_tile, gl=gl, gated=gated),
+        "finished_tile": plain(
+            large_m_epilogue.finished_tile, gl=gl, gated=gated, add_bias=plain(large_m_epilogue.add_bias, gl=gl)
+        ),
         "LargeMEpilogueArgs": lambda *values: SimpleNamespace(channel_scale=values[0], bias=values[1], factor=values[2]),
     }
 
