@@ -72,6 +72,15 @@ def test_rounding_is_no_difference(made, scheme, options, dtype):
     assert numerics.check(loaded(folder, dtype), folder) == said
 
 
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_a_tied_head(tmp_path, embeddings):
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(intermediate_size=512, tie_word_embeddings=True, **SIZES)).save_pretrained(tmp_path / "m")
+    quantize_checkpoint(tmp_path / "m", tmp_path / "q", "w8a16", device="cpu", embeddings=embeddings)
+    said = numerics.check(loaded(tmp_path / "q"), tmp_path / "q")
+    assert said.endswith(f"layers and the logits of 16 tokens compute what {NUMERICS} states")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("scheme", ["w4a16_g32", "w8a16", "w8a8"])
 def test_rounding_of_experts_is_no_difference(made, scheme, dtype):
