@@ -29,9 +29,13 @@ from lowbit.checkpoint.target import NUMERICS as FILE
 
 VERSION = 1
 PROBES = 4
+"""Inputs of a layer, rows of x."""
 CHANNELS = 4
+"""Output channels in a stored sum."""
 KEPT_LOGITS = 32
+"""Largest logits that are stored of each token."""
 TOKENS = 16
+"""Tokens whose logits are stored."""
 _FACTORS = (1.0, 1.25, 1.5, 1.75)
 _FACTOR_RMS = math.sqrt(sum(f * f for f in _FACTORS) / len(_FACTORS))
 

@@ -44,10 +44,11 @@ ROWS_ON_GPU = 34
 """Rows of x, and tokens, on a GPU: as in the engine's comparison with the model (`engine.check`), so that no kernel is compiled
 for this."""
 ROWS_AT_ONCE = 1024
+"""Rows of a weight that are in float32 at a time."""
 LARGEST = {torch.float32: 0.0015, torch.float16: 0.012, torch.bfloat16: 0.012}
 """Largest difference of a sum that rounding makes, relative to the outputs in it, by the dtype of x. Seen were 0.0007 and
-0.0071, over formats and layers of SmolLM2 and of random weights, on a CPU (2026-11-28), whose int4
-product rounds scales to bf16."""
+0.0071, over formats and layers of SmolLM2 and of random weights (two cores of a Xeon, torch 2.13, 2026-11-28, by
+a script that was not kept); torch's int4 product there rounds scales to bf16. Not measured on a GPU."""
 LARGEST_WITH_QUANTIZED_X = 0.03
 """The same where x is quantized to 8 bits after a rotation or a scaling, since codes next to a tie differ, and for fp8, whose
 products tensor cores add with fewer bits than float32 has."""
@@ -205,11 +206,10 @@ def _limit(parts: Sequence[Part], dtype: torch.dtype, experts: bool) -> float:
 @torch.no_grad()
 def _outputs(model: PreTrainedModel, kept: Numerics) -> Iterator[tuple[str, Tensor, LayerSums]]:
     """Yields the name, the outputs and the record of each layer of a model that has one."""
-    ties = {id(module): name for name, module in model.named_modules() if name in kept.layers}
     rows = ROWS_ON_GPU if model.device.type == "cuda" else PROBES
     for name, module in model.named_modules():
         layer = kept.layers.get(name)
-        if layer is None or id(module) not in ties:
+        if layer is None:
             continue
         if isinstance(module, QuantLinear):
             x = probes(module.in_features, amplitude(module.input_transform))

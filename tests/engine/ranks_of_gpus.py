@@ -38,8 +38,8 @@ def save(folder):
 def requests():
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
-    drawn = Sampling(temperature=0.7, top_k=50, seed=5, repetition_penalty=1.2)
-    return [*(Request(ids, 24, top_logprobs=5) for ids in prompts), Request(prompts[2], 24, sampling=drawn)]
+    sampling = Sampling(temperature=0.7, top_k=50, seed=5, repetition_penalty=1.2)
+    return [*(Request(ids, 24, top_logprobs=5) for ids in prompts), Request(prompts[2], 24, sampling=sampling)]
 
 
 def generated(engine):

@@ -188,8 +188,8 @@ def test_a_thousand_random_schemas(compiler):
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_forced_tokens_are_verified_in_one_step(compiler, ahead):
-    """Of sequences with grammars only the tokens that these force: tokens and log-probabilities are those of one by one, greedy
-    and sampled, beside sequences without grammars, in fewer steps."""
+    """Forced tokens are verified together: tokens and log-probabilities are those of steps of one token, greedy and sampled,
+    also beside sequences without grammars, in fewer steps."""
     source = random.Random(9)
     schemas_ = [random_schema(source) for _ in range(60)]
     names = {f"a_long_name_{i}": {"enum": [i, None]} for i in range(4)}

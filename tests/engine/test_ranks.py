@@ -47,9 +47,9 @@ def save(folder, intermediate_size=176, num_key_value_heads=2, **options):
 
 
 def requests(grammar=None):
-    drawn = Sampling(temperature=1.0, top_p=0.9, seed=3, presence_penalty=0.5, logit_bias={7: 1.0})
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=3, presence_penalty=0.5, logit_bias={7: 1.0})
     asked = [Request(prompt(length), 16, top_logprobs=3) for length in (1, 2, 77, 127, 130, 200)]
-    asked += [Request(prompt(30, 1), 16, sampling=drawn), Request([*prompt(130), 9], 16)]
+    asked += [Request(prompt(30, 1), 16, sampling=sampling), Request([*prompt(130), 9], 16)]
     return asked if grammar is None else [*asked, Request(prompt(9), 40, grammar=grammar)]
 
 
@@ -71,7 +71,7 @@ def logprobs(sequence):
     ids=["16 bits, tied", "w4a16_g32, int8 keys and values, guesses"],
 )  # fmt: skip
 def test_two_processes_compute_what_one_does(tmp_path, options, loading, more):
-    """Prompts at page borders, waiting and preempted sequences, shared prefixes, drawn tokens, a grammar."""
+    """Prompts at page borders, waiting and preempted sequences, shared prefixes, sampled tokens, a grammar."""
     save(tmp_path, **options)
     one = Engine(load_causal(tmp_path, device="cpu", dtype=torch.float32, **loading), **OPTIONS, **more)
     model, ranks = load_ranks(tmp_path, 2, CPU, dtype=torch.float32, **loading)
