@@ -137,7 +137,7 @@ def quantize_checkpoint(
         manifest = dataclasses.replace(
             manifest_of(plan, entries), rotation=rotation, method=method_record(method), calibration=used
         )
-        say("computing what the layers compute for known inputs, which a load compares")
+        say("recording the outputs of each layer for the comparison at each start")
         writer.finish(
             reader.config, manifest, copy_from=source,
             beside=lambda folder: numerics.write(folder, numerics.record(folder, weights.plain_weight, device, say)),
