@@ -62,8 +62,13 @@ class Learned:
     seed: int = 0
     smooth: SmoothQuant | None = None
     """Applied first if given, for schemes with 8-bit activations."""
+    distill: int = 0
+    """Steps that then train scales, norms and biases of the whole model against the float model's logits, see
+    `models.distill`."""
 
     def __post_init__(self) -> None:
+        if self.distill < 0:
+            raise ValueError(f"distillation takes 0 or more steps, got {self.distill}")
         if self.iterations < 1 or self.batch < 1:
             raise ValueError(
                 f"learning takes 1 or more iterations of 1 or more sequences, got {self.iterations} of {self.batch}"
@@ -97,7 +102,7 @@ _SEARCHES = {"rtn": ("max", "mse"), "gptq": ("max", "mse", "loss"), "awq": ("max
 _OWNERS = {
     "search": tuple(_SEARCHES), "act_order": ("gptq",), "static_groups": ("gptq",), "damping": ("gptq",),
     "smooth": ("gptq", "learned"), "alpha": ("smoothquant",), "iterations": ("learned",), "batch": ("learned",),
-    "seed": ("learned",),
+    "seed": ("learned",), "distill": ("learned",),
 }  # fmt: skip
 """The options of `method_of`, with the methods that take each; `alpha` also goes with `smooth`."""
 
@@ -106,9 +111,9 @@ def method_of(name: str, options: dict[str, Any] | None = None, spelled: Callabl
     """Returns the method called `name` with `options`, which are named as in `lowbit quantize`.
 
     options: `search`, `act_order`, `static_groups`, `damping`, `smooth` (True: SmoothQuant first), `alpha` (a number from 0 to
-    1 or "auto"), `iterations`, `batch`, `seed`; None and False mean absent. spelled: returns the spelling of an option in
-    messages. Raises ValueError for an unknown method, an option of another method or a value that is not allowed, TypeError
-    for an unknown option.
+    1 or "auto"), `iterations`, `batch`, `seed`, `distill`; None and False mean absent. spelled: returns the spelling of an
+    option in messages. Raises ValueError for an unknown method, an option of another method or a value that is not allowed,
+    TypeError for an unknown option.
     """
     given = {key: value for key, value in (options or {}).items() if value is not None and value is not False}
     if name not in METHODS:

@@ -129,6 +129,10 @@ def quantize(
     iterations: Annotated[
         int | None, typer.Option(min=1, help="learned: steps of 8 samples per decoder layer. Default: 200.")
     ] = None,
+    distill: Annotated[
+        int | None,
+        typer.Option(min=1, help="learned: steps that train all scales, norms and biases against the 16-bit model's logits."),
+    ] = None,
     act_order: Annotated[bool, typer.Option("--act-order", help="gptq: quantize channels with large inputs first.")] = False,
     static_groups: Annotated[
         bool, typer.Option("--static-groups", help="gptq: choose groups and scales before any update of the weights.")
@@ -186,7 +190,7 @@ def quantize(
 
     options = {
         "search": None if search is None else search.value, "act_order": act_order, "static_groups": static_groups,
-        "smooth": smooth, "alpha": alpha, "iterations": iterations,
+        "smooth": smooth, "alpha": alpha, "iterations": iterations, "distill": distill,
     }  # fmt: skip
     options |= {"seed": seed} if method is MethodChoice.learned else {}
     chosen = method_of(method.value, options, lambda name: f"--{name.replace('_', '-')}")

@@ -28,6 +28,7 @@ from lowbit.checkpoint.target import PARTIAL, discard, sync
 from lowbit.formats import InputTransform, LowRank, QuantTensor, Scheme
 from lowbit.methods import Learned, Method
 from lowbit.models.decoder import LayerwiseDecoder
+from lowbit.models.distill import distill
 from lowbit.models.expert_calibration import dense_parameter
 from lowbit.models.expert_names import expert_modules
 from lowbit.models.hf import give_back_freed_memory
@@ -99,7 +100,9 @@ def _text_of(line: str, where: str) -> str:
 
 
 _PARTS = ("*.tmp", PARTIAL)
-_LAYERS = ("layer-*.safetensors", *_PARTS)
+LAYERS, DISTILLED = "layer", "distilled"
+"""The stages of a run: prefixes of the files of finished layers."""
+_LAYERS = (f"{LAYERS}-*.safetensors", f"{DISTILLED}-*.safetensors", *_PARTS)
 
 
 class FinishedLayers:
@@ -110,7 +113,7 @@ class FinishedLayers:
     """
 
     def __init__(self, target: Path, recipe: dict[str, Any], say: Callable[[str], None] = lambda line: None) -> None:
-        self.folder, self._say = unfinished_folder(target), say
+        self.folder, self._say, self.stage = unfinished_folder(target), say, LAYERS
         text = json.dumps(recipe, indent=2, sort_keys=True) + "\n"
         path = self.folder / "recipe.json"
         known = path.exists()
@@ -126,7 +129,7 @@ class FinishedLayers:
             _replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
     def write(self, i: int, result: LayerResult) -> None:
-        """Writes the result of layer i atomically."""
+        """Writes the result of layer i in the current stage, atomically."""
         tensors: dict[str, Tensor] = {}
         for n, q in result.quantized.items():
             named = {"codes": q.codes, "scale": q.scale, "zero": q.zero, **q.input_transform.tensors()}
@@ -138,10 +141,13 @@ class FinishedLayers:
             tensors |= {f"experts {n} {key}": t for key, t in _stacked(matrices).items()}
         plain = {name: t.cpu().contiguous() for name, t in tensors.items()}
         metadata = {"notes": json.dumps(result.notes), "error": json.dumps(result.error)}
-        _replace(self.folder / f"layer-{i:05}.safetensors", lambda path: save_file(plain, str(path), metadata), checksum=True)
+        _replace(
+            self.folder / f"{self.stage}-{i:05}.safetensors", lambda path: save_file(plain, str(path), metadata), checksum=True
+        )
 
     def read(self, i: int, schemes: Mapping[str, Scheme]) -> LayerResult | None:
-        """Returns the result of layer i; None if it is not finished or its file is damaged, which is then removed."""
+        """Returns the result of layer i in the current stage; None if it is not finished or its file is damaged, which is then
+        removed."""
         path = self._intact(i)
         if path is None:
             return None
@@ -173,7 +179,7 @@ class FinishedLayers:
 
     def _intact(self, i: int) -> Path | None:
         """Returns the file of layer i if its SHA-256 is the one in its name; else removes and reports it."""
-        for path in self.folder.glob(f"layer-{i:05}.*.safetensors"):
+        for path in self.folder.glob(f"{self.stage}-{i:05}.*.safetensors"):
             try:
                 if path.name.split(".")[1] == file_sha256(path):
                     return path
@@ -281,14 +287,15 @@ def calibrate_layers(
     to factorize it), and what Python and torch allocate. An expert layer takes its inputs once more, and the Hessians of one
     expert at a time.
     """
-    hidden = decoder.embed(tokens, embeddings, _together(decoder, method, tokens))
+    first = hidden = decoder.embed(tokens, embeddings, _together(decoder, method, tokens))
     expected = hidden if isinstance(method, Learned) else None  # the hidden states of the float model
+    distilled = isinstance(method, Learned) and method.distill > 0
+    first = first if distilled else []
     quantizer = LayerQuantizer(decoder, method, low_rank, expert_rotations)
     notes = []
     bar = Progress(range(len(decoder)), desc=type(method).__name__.lower(), unit="layers", shown=progress)
     for i in bar:
-        prefix = f"{decoder.layer_name(i)}."
-        own = {name.removeprefix(prefix): scheme for name, scheme in schemes.items() if name.startswith(prefix)}
+        prefix, own = f"{decoder.layer_name(i)}.", _schemes_of(decoder, i, schemes)
         result = finished.read(i, own)
         if result is None or expected is not None:
             decoder.load(i)
@@ -299,9 +306,7 @@ def calibrate_layers(
             finished.write(i, result)
         else:
             dense = {f"{name}.weight": q.dequantize() for name, q in result.quantized.items()}
-            transposed = {name: m.transposed for m in expert_modules(decoder.layers[i]).values() for name in (m.first, m.down)}
-            dense |= {name: dense_parameter(matrices, transposed[name]) for name, matrices in result.experts.items()}
-            decoder.load(i, {**dense, **result.changed})
+            decoder.load(i, {**dense, **_other_parameters(decoder, i, result)})
         notes += result.notes
         if result.error is not None:
             bar.set_postfix_str(f"error {result.error[0]:.2e} -> {result.error[1]:.2e}")
@@ -309,7 +314,49 @@ def calibrate_layers(
         hidden = list(decoder.run(i, hidden))
         decoder.free(i)
         give_back_freed_memory()
+    if distilled:
+        assert isinstance(method, Learned) and expected is not None
+        del hidden
+        notes.append(_distill(decoder, schemes, method, finished, first, expected))
     return notes
+
+
+def _distill(
+    decoder: LayerwiseDecoder, schemes: Mapping[str, Scheme], method: Learned, finished: FinishedLayers, first: list[Tensor],
+    expected: list[Tensor],
+) -> str:  # fmt: skip
+    """Trains scales, norms and biases of the finished layers (`models.distill`), and writes them as layers of a stage of their
+    own. Returns a line about the divergence. `finished` is then in that stage."""
+    own = [_schemes_of(decoder, i, schemes) for i in range(len(decoder))]
+    finished.stage = DISTILLED
+    if all(finished.read(i, each) is not None for i, each in enumerate(own)):
+        return "scales, norms and biases were distilled before"
+    finished.stage = LAYERS
+    results = [finished.read(i, each) for i, each in enumerate(own)]
+    if None in results:
+        raise CheckpointError(
+            f"{finished.folder}: the file of layer {results.index(None)} was damaged after it was written; the same command "
+            "quantizes that layer again"
+        )
+    dense = [_other_parameters(decoder, i, result) for i, result in enumerate(results)]
+    trained, (before, after) = distill(decoder, first, expected, results, dense, method)
+    finished.stage = DISTILLED
+    for i, each in enumerate(trained):
+        finished.write(i, each)
+    return f"distilled scales, norms and biases: {before:.4f} -> {after:.4f} nats per token on the calibration texts"
+
+
+def _other_parameters(decoder: LayerwiseDecoder, i: int, result: LayerResult) -> dict[str, Tensor]:
+    """Returns the parameters of layer i that its result changes, but for the weights of quantized linear layers."""
+    transposed = {name: m.transposed for m in expert_modules(decoder.layers[i]).values() for name in (m.first, m.down)}
+    experts = {name: dense_parameter(matrices, transposed[name]) for name, matrices in result.experts.items()}
+    return experts | result.changed
+
+
+def _schemes_of(decoder: LayerwiseDecoder, i: int, schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
+    """Returns the schemes of layer i by names relative to it."""
+    prefix = f"{decoder.layer_name(i)}."
+    return {name.removeprefix(prefix): scheme for name, scheme in schemes.items() if name.startswith(prefix)}
 
 
 def _together(decoder: LayerwiseDecoder, method: Method, tokens: Tensor) -> int:

@@ -152,6 +152,10 @@ class LayerwiseDecoder:
         """Frees the memory of layer i."""
         _empty(self.layers[i], [n for n, _ in self.layers[i].named_parameters()])
 
+    def drop(self, i: int, names: list[str]) -> None:
+        """Frees the memory of the parameters `names` of layer i, which `call` gets instead."""
+        _empty(self.layers[i], names)
+
     @torch.no_grad()
     def run(self, i: int, hidden: list[Tensor], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
         """Yields the outputs of layer i for batches of inputs as returned by `embed`; computes in `dtype` if given."""
@@ -276,18 +280,18 @@ class LayerwiseDecoder:
         At each position one token is sampled from the model's distribution.
         """
         generator = torch.Generator(self.device).manual_seed(seed)
-        with self._head():
+        with self.head():
             return [self._head_gradient(x, generator) for x in hidden]
 
     @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:
         """Returns the logits [1, T, vocabulary] of outputs x [1, T, hidden] of the last layer."""
-        with self._head():
-            return self._after_layers(x, x)
+        with self.head():
+            return self.after_layers(x)
 
     @contextmanager
-    def _head(self) -> Iterator[None]:
-        """Loads what comes after the last layer."""
+    def head(self) -> Iterator[None]:
+        """Loads what comes after the last layer, for `after_layers`."""
         inputs: nn.Module = self.model.get_input_embeddings()  # type: ignore[operator]
         skipped = {f"{name}.weight" for name, module in self.model.named_modules() if module is inputs}
         everything = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
@@ -298,21 +302,23 @@ class LayerwiseDecoder:
         try:
             yield
         finally:
-            for layer in self.layers:
-                layer.__dict__.pop("forward", None)
             _empty(self.model, outside)
 
-    def _after_layers(self, x: Tensor, last: Tensor) -> Tensor:
-        """Returns the logits of `last`, the outputs of the last layer for inputs like x."""
+    def after_layers(self, last: Tensor) -> Tensor:
+        """Returns the logits of `last` [1, T, hidden], the outputs of the last layer; inside `head`. Differentiable."""
         for layer in self.layers:
             layer.forward = lambda *args, **kwargs: (last,) if self._returns_tuples else last  # type: ignore[method-assign]
-        logits: Tensor = self.model(inputs_embeds=x, use_cache=False).logits
+        try:
+            logits: Tensor = self.model(inputs_embeds=last.detach(), use_cache=False).logits
+        finally:
+            for layer in self.layers:
+                del layer.forward
         return logits
 
     def _head_gradient(self, x: Tensor, generator: torch.Generator) -> Tensor:
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
-            logits = self._after_layers(x, leaf)
+            logits = self.after_layers(leaf)
             gradient = logits.detach().float().softmax(dim=-1)
             sampled = torch.multinomial(gradient[0], 1, generator=generator)[None]
             # The gradient of a log-probability at the logits is one-hot minus the probabilities.

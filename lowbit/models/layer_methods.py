@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -18,7 +18,7 @@ from lowbit.models.learn import learn
 from lowbit.quantize.activations import static_range
 from lowbit.quantize.awq import clipped
 from lowbit.quantize.gptq import gptq
-from lowbit.quantize.learned import LearnedRounding
+from lowbit.quantize.learned import FEW_BITS, LearnedRounding
 from lowbit.quantize.rtn import rtn
 from lowbit.quantize.statistics import InputStatistics
 
@@ -74,6 +74,10 @@ class LayerMethod(ABC):
     """True: linear layers that share an input are quantized before the inputs of the next ones are observed."""
     reuses_statistics: ClassVar[bool] = False
     """True: statistics of the unscaled layer serve, divided by the scales; else inputs are observed again after scaling."""
+
+    def needs_statistics(self, schemes: Iterable[Scheme]) -> bool:
+        """Returns True if layers of these schemes need statistics of their inputs."""
+        return self.needs_hessian or any(scheme.static_activations for scheme in schemes)
 
     def __init__(self, scaling: Awq | SmoothQuant | None = None) -> None:
         self.scaling = scaling
@@ -148,12 +152,17 @@ class _LearnedRounding(LayerMethod):
         super().__init__(options.smooth)
         self.options = options
 
+    def needs_statistics(self, schemes: Iterable[Scheme]) -> bool:
+        return any(scheme.static_activations or scheme.weight.bits <= FEW_BITS for scheme in schemes)
+
     def quantize(self, linears: CalibratedLinears) -> LayerResult:
         assert linears.expected is not None
         roundings: dict[str, LearnedRounding] = {}
         for name, weight in linears.weights.items():
             with naming_errors(linears.full_name(name)):
-                roundings[name] = LearnedRounding(weight, linears.schemes[name], linears.stored_dtypes[name])
+                scheme, statistics = linears.schemes[name], linears.statistics[name]
+                importance = statistics.mean_square if scheme.weight.bits <= FEW_BITS else None
+                roundings[name] = LearnedRounding(weight, scheme, linears.stored_dtypes[name], importance=importance)
         ranges = {name: linears.static_range(name) for name in roundings}
         error = learn(
             linears.decoder, linears.index, linears.hidden, linears.expected, roundings, ranges, self.options

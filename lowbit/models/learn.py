@@ -45,9 +45,9 @@ def learn(
     """
     together = len(hidden[0])
     sequences = sum(len(x) for x in hidden)
-    order = _order(sequences, together, method.iterations, method.seed + i)
+    order = sequence_order(sequences, together, method.iterations, method.seed + i)
     layer = decoder.layers[i]
-    with _rounded_inputs(layer, {n: r.scheme for n, r in roundings.items()}, ranges), _repeatable(decoder.device):
+    with rounded_inputs(layer, {n: r.scheme for n, r in roundings.items()}, ranges), repeatable(decoder.device):
         before = _relative_error(decoder, i, hidden, expected, roundings)
         for rate in RATES:
             _descend(decoder, i, hidden, expected, roundings, order, rate)
@@ -70,20 +70,93 @@ def _descend(
 ) -> None:
     """Runs the iterations of `learn` on the sequences in `order`, at one of `RATES`."""
     together = len(hidden[0])
-    parameters = [p for r in roundings.values() for p in r.parameters]
-    optimizer = torch.optim.Adam(parameters, betas=BETAS, eps=1e-12, fused=True)
-    for step, batch in enumerate(order):
-        x = torch.stack([hidden[j // together][j % together] for j in batch])
-        target = torch.stack([expected[j // together][j % together] for j in batch])
-        with torch.enable_grad():
-            loss = (_output(decoder, i, x, roundings) - target).square().sum()
-            loss.backward(inputs=parameters)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * (1 - step / len(order)) / len(order)
-        optimizer.step()
-        optimizer.zero_grad()
-        for rounding in roundings.values():
+    step = _Step(decoder, i, roundings, hidden[0])
+    with _own_stream(decoder.device):
+        for number, batch in enumerate(order):
+            for row, j in enumerate(batch):
+                step.x[row].copy_(hidden[j // together][j % together])
+                step.target[row].copy_(expected[j // together][j % together])
+            step.run(rate * (1 - number / len(order)) / len(order))
+
+
+class _Step:
+    """One iteration on the sequences in `x` towards the outputs in `target`, [batch, T, hidden] like `example`.
+
+    On a GPU the steps after the first `EAGER_STEPS` replay a CUDA graph, if the layer's forward pass does not synchronize.
+    """
+
+    EAGER_STEPS = 3
+
+    def __init__(self, decoder: LayerwiseDecoder, i: int, roundings: Mapping[str, LearnedRounding], example: Tensor) -> None:
+        self._decoder, self._i, self._roundings = decoder, i, roundings
+        self.x, self.target = torch.empty_like(example), torch.empty_like(example)
+        self._parameters = [p for r in roundings.values() for p in r.parameters]
+        self._on_gpu = decoder.device.type == "cuda"
+        rate = torch.zeros((), device=decoder.device) if self._on_gpu else 0.0
+        self._optimizer = torch.optim.Adam(
+            self._parameters, lr=rate, betas=BETAS, eps=1e-12, fused=True, capturable=self._on_gpu
+        )
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._steps = 0
+
+    def run(self, rate: float) -> None:
+        """Changes the parameters by one step at this learning rate."""
+        if self._on_gpu:
+            self._optimizer.param_groups[0]["lr"].fill_(rate)
+        else:
+            self._optimizer.param_groups[0]["lr"] = rate
+        if self._steps == self.EAGER_STEPS and self._on_gpu and not self._synchronizes():
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):
+                self._change()
+        self._steps += 1
+        if self._graph is None:
+            self._change()
+        else:
+            self._graph.replay()
+
+    def _change(self) -> None:
+        self._backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        for rounding in self._roundings.values():
             rounding.clamp()
+
+    def _backward(self) -> None:
+        with torch.enable_grad():
+            error = _output(self._decoder, self._i, self.x, self._roundings) - self.target
+            _loss(error).backward(inputs=self._parameters)
+
+    def _synchronizes(self) -> bool:
+        """Returns True if forward and backward pass synchronize with the GPU, as routing to experts does."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self._backward()
+        except RuntimeError:
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+            self._optimizer.zero_grad()
+        return False
+
+
+def _loss(error: Tensor) -> Tensor:
+    """Returns the loss of errors [S, T, hidden] of a layer's outputs."""
+    return error.square().sum()
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """Runs on a stream of its own on a GPU, since the default stream cannot be captured."""
+    if device.type != "cuda":
+        yield
+        return
+    current, own = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    own.wait_stream(current)
+    with torch.cuda.stream(own):
+        yield
+    current.wait_stream(own)
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
@@ -93,7 +166,7 @@ def product_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def _order(sequences: int, together: int, iterations: int, seed: int) -> list[list[int]]:
+def sequence_order(sequences: int, together: int, iterations: int, seed: int) -> list[list[int]]:
     """Returns the sequences of each iteration: whole batches of one random permutation of all after the other."""
     generator = torch.Generator().manual_seed(seed)
     batches: list[list[int]] = []
@@ -123,7 +196,7 @@ def _relative_error(
 
 
 @contextmanager
-def _rounded_inputs(
+def rounded_inputs(
     layer: nn.Module, schemes: Mapping[str, Scheme], ranges: Mapping[str, Mapping[str, Tensor]]
 ) -> Iterator[None]:
     """Rounds the inputs of the linear layers of `schemes` that quantize activations."""
@@ -162,7 +235,7 @@ def rounded_activations(
 
 
 @contextmanager
-def _repeatable(device: torch.device) -> Iterator[None]:
+def repeatable(device: torch.device) -> Iterator[None]:
     """Makes a GPU's attention sum its gradients in a fixed order, where that is implemented."""
     if device.type == "cpu":
         yield

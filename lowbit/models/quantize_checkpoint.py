@@ -213,7 +213,8 @@ class _OutputTensors:
         tokens = calibration.tokens(self.reader.folder)
         weights = [n * k for name, (n, k) in self.plan.linears.items() if name.startswith(f"{decoder.name}.")]
         weights += [math.prod(shape) for shape in self.plan.experts.values()]
-        layer_bytes = sum(weights) - finished_bytes(target)
+        stages = 2 if isinstance(self.method, Learned) and self.method.distill else 1
+        layer_bytes = stages * sum(weights) - finished_bytes(target)
         expert_rotations = {name: block for name, block in self.rotated_inputs.items() if name in self.plan.experts}
         check_space(target, needed_bytes + layer_bytes, "the checkpoint, with its finished layers at a byte per weight,")
         recipe = recipe_of(self.reader, self.schemes, self.method, self.low_rank, tokens, decoder, expert_rotations)

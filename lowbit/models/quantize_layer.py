@@ -90,8 +90,7 @@ class LayerQuantizer:
         if self.method.reuses_statistics:
             statistics = scaled.statistics
         else:
-            needed = self.method.needs_hessian or any(schemes[name].static_activations for name in names)
-            seen = hidden if needed else []
+            seen = hidden if self.method.needs_statistics([schemes[name] for name in names]) else []
             statistics = observe_inputs(self.decoder, i, seen, inputs, hessian=self.method.needs_hessian)
         linears = CalibratedLinears(
             self.decoder, i, hidden, expected, schemes,

@@ -307,7 +307,11 @@ class _ExpertLayer:
         def output(gate_up: Tensor, down: Tensor, rows: Tensor) -> Tensor:
             return self.matrices.output(e, self._h(self._own_hidden(e, x[rows], gate_up)), down)
 
-        return learn_expert(output, self._weights(e), self.schemes, target, weights, method, seed=e, scale_types=types)
+        hidden = self._h(self._own_hidden(e, x))
+        squares = ((x * weights).square().mean(dim=0), (hidden * weights).square().mean(dim=0))
+        return learn_expert(
+            output, self._weights(e), self.schemes, target, weights, method, seed=e, scale_types=types, squares=squares
+        )
 
     def _error(self, e: int, gate_up: QuantTensor, down: QuantTensor) -> tuple[float, float]:
         """Returns the squared error of an expert's outputs and their squares, times the router's weights."""

@@ -25,17 +25,19 @@ def learn_expert(
     *,
     seed: int = 0,
     scale_types: tuple[torch.dtype, torch.dtype],
+    squares: tuple[Tensor, Tensor],
 ) -> tuple[QuantTensor, QuantTensor]:
     """Returns gate_up and down of one expert, rounded so that its outputs become `target` [R, K'], float32.
 
     output: returns the outputs [r, K'] of the rows `index` (int64 [r]) for the matrices gate_up [N, K] and down [K', I];
-    differentiable. weights: both matrices before rounding. importance [R, 1]: the factor of each row's error. Offsets and clip
-    factors (`quantize.learned`) are trained as in `models.learn`, in float32. If the error on all rows would grow, both stay
-    rounded to nearest. `method.seed` and `seed` decide the order of rows.
+    differentiable. weights: both matrices before rounding. importance [R, 1]: the factor of each row's error. squares: the mean
+    squares of the input channels of both matrices, [K] and [I]. Offsets and clip factors (`quantize.learned`) are trained as in
+    `models.learn`, in float32. If the error on all rows would grow, both stay rounded to nearest. `method.seed` and `seed`
+    decide the order of rows.
     """
     roundings = tuple(
-        LearnedRounding(weight, scheme, scale_type=dtype)
-        for weight, scheme, dtype in zip(weights, schemes, scale_types, strict=True)
+        LearnedRounding(weight, scheme, scale_type=dtype, importance=square)
+        for weight, scheme, dtype, square in zip(weights, schemes, scale_types, squares, strict=True)
     )
     rows = torch.arange(len(target), device=target.device)
     before = _error(output, roundings, target, importance, rows)

@@ -4,6 +4,9 @@ A weight w becomes s Q(w / s + v): Q rounds to the nearest value of the format, 
 and v is the offset, in units of the spacing of values around w / s, at most half of one. Rounding has a straight-through
 gradient, saturation has gradient zero. Source: W. Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the
 Quantization of LLMs", arXiv:2309.05516. `models.learn` has the training loop.
+
+With 2 or 3 bits a scale that covers the largest weight rounds most others to zero. There, scales start at the least squared
+error, weighted by the squares of the inputs, and factors may also grow.
 """
 
 from __future__ import annotations
@@ -19,6 +22,18 @@ from lowbit.quantize.rtn import check_weight, cover, scale_dtype, uncover
 
 FACTORS = (0.1, 1.0)
 """Bounds of the clip factors. An upper bound of 1.2 is no better (docs/internals/quantization.md)."""
+
+FITTED_FACTORS = (0.1, 2.0)
+"""Bounds of the factors of scales that start at the least squared error."""
+
+FEW_BITS = 3
+"""Formats of at most this many bits start at the least squared error (docs/log/quantization.md, 2026-11-28)."""
+
+RANGES = tuple(0.3 + 0.025 * i for i in range(41))
+"""Factors of the range that the search for the least squared error tries."""
+
+WEIGHTS_AT_ONCE = 1 << 22
+"""Weights whose ranges are searched at a time."""
 
 BETAS = (0.9, 0.98)
 """Betas of Adam. With the first three layers of SmolLM2-135M in w4a16_g64 and 100 iterations of 8 sequences, the mean
@@ -39,16 +54,18 @@ class LearnedRounding:
     """The trainable rounding of `weight` [N, K] by `scheme`; it starts as rounding to nearest.
 
     offset: float32, -0.5 to 0.5 per weight, initially 0. factors: float32 [1, S], or [2, S] for both ends of the range with
-    zero points, 0.1 to 1 for each of the S scales, initially 1. stored, scale_type: as for `rtn`. Raises ValueError for weights
-    that are no matrix of finite numbers.
+    zero points, 0.1 to 1 (2 with `importance`) for each of the S scales, initially 1. importance: [K], nonnegative, the mean
+    squares of the input channels: formats of at most FEW_BITS bits then start at the range with the least squared error so
+    weighted. stored, scale_type: as for `rtn`. Raises ValueError for weights that are no matrix of finite numbers.
 
     Without zero points, the largest weight of a scale maps to the code of largest magnitude. For integers that is the lowest
     code, so scales are negative where that weight is positive, and all codes are used.
     """
 
     def __init__(
-        self, weight: Tensor, scheme: Scheme, stored: torch.dtype | None = None, scale_type: torch.dtype | None = None
-    ) -> None:
+        self, weight: Tensor, scheme: Scheme, stored: torch.dtype | None = None, scale_type: torch.dtype | None = None,
+        importance: Tensor | None = None,
+    ) -> None:  # fmt: skip
         check_weight(weight, "learned")
         self.scheme, self.shape = scheme, (weight.shape[0], weight.shape[1])
         self._dtype = scale_type or scale_dtype(scheme, weight, stored)
@@ -59,6 +76,10 @@ class LearnedRounding:
         else:
             both = (low.clamp(max=0), high.clamp(min=0)) if scheme.zero is ZeroPoint.INTEGER else (low, high)
             self._ends = torch.stack(both)
+        fitted = importance is not None and scheme.weight.bits <= FEW_BITS
+        self._bounds = FITTED_FACTORS if fitted else FACTORS
+        if fitted:
+            self._fit(importance)  # type: ignore[arg-type]
         self.offset = torch.zeros_like(self._weight).requires_grad_()
         self.factors = torch.ones_like(self._ends).requires_grad_()
 
@@ -83,7 +104,7 @@ class LearnedRounding:
     def clamp(self) -> None:
         """Clamps offsets and factors to their bounds."""
         self.offset.clamp_(-0.5, 0.5)
-        self.factors.clamp_(*FACTORS)
+        self.factors.clamp_(*self._bounds)
 
     @torch.no_grad()
     def quantized(self) -> QuantTensor:
@@ -96,9 +117,32 @@ class LearnedRounding:
             zero = zero.to(torch.uint8 if self.scheme.zero is ZeroPoint.INTEGER else self._dtype).reshape(grid)
         return QuantTensor(codes, scale.to(self._dtype).reshape(grid), zero, self.scheme)
 
-    def _grid(self) -> tuple[Tensor, Tensor | None]:
-        """Returns scale and zero [S], float32, rounded to their stored dtype."""
-        fmt, ends = self.scheme.weight, self._ends * self.factors
+    @torch.no_grad()
+    def _fit(self, importance: Tensor) -> None:
+        """Sets the ends of the ranges to the multiples in RANGES with the least squared error of rounding to nearest.
+
+        Without zero points, either end of the range may be the code of largest magnitude, so both signs are tried.
+        """
+        # A channel whose inputs are all zero still has a weight, which may matter on another text.
+        importance = importance.float() / importance.float().mean().clamp(min=1e-30) + 1e-6
+        metric = cover(importance.expand(self.shape), self.scheme, self.shape)
+        signs = (1.0, -1.0) if self.scheme.zero is ZeroPoint.NONE and isinstance(self.scheme.weight, IntFormat) else (1.0,)
+        step = max(1, WEIGHTS_AT_ONCE // self._weight.shape[1])
+        parts = zip(self._weight.split(step), metric.split(step), self._ends.split(step, dim=1), strict=True)
+        for w, own, ends in parts:
+            least = torch.full_like(ends[0], torch.inf)
+            best = ends.clone()
+            for factor in (sign * size for sign in signs for size in RANGES):
+                scale, zero = self._grid(ends * factor)
+                q, _ = _rounded_values(w, torch.zeros((), device=w.device), scale, zero, self.scheme)
+                error = (_dequantized(q, scale, zero, self.scheme) - w).square_().mul_(own).sum(dim=1)
+                best = torch.where(error < least, ends * factor, best)
+                least = torch.minimum(error, least)
+            ends.copy_(best)
+
+    def _grid(self, ends: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Returns scale and zero [S], float32, rounded to their stored dtype; for the clipped ends if none are given."""
+        fmt, ends = self.scheme.weight, self._ends * self.factors if ends is None else ends
         if self.scheme.zero is ZeroPoint.NONE:
             return self._stored(ends[0] / _largest(fmt)), None
         low, high = ends
@@ -151,6 +195,15 @@ def _rounded_values(w: Tensor, offset: Tensor, scale: Tensor, zero: Tensor | Non
         rounded = (moved / step).round_().mul_(step)
     values = rounded.clamp(fmt.min, fmt.max)
     return values, values == rounded
+
+
+def _dequantized(q: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
+    """Returns the weights of values q [S, E] of the format; overwrites q."""
+    if zero is None:
+        return q.mul_(scale[:, None])
+    if scheme.zero is ZeroPoint.INTEGER:
+        return q.sub_(zero[:, None]).mul_(scale[:, None])
+    return q.mul_(scale[:, None]).add_(zero[:, None])
 
 
 def _spacing(u: Tensor, fmt: Any) -> Tensor:

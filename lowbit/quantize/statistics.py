@@ -10,7 +10,8 @@ class InputStatistics:
     """Statistics of the inputs x [.., K] of a linear layer, all float32.
 
     hessian [K, K]: the sum of x^T x, or [0, 0] without `hessian`. low, high [K]: the smallest and largest value of each channel
-    and 0. abs_max, abs_mean [K]: of |x|. rows: the number of rows of x. sample [S, K]: the first `keep` rows.
+    and 0. abs_max, abs_mean, mean_square [K]: of |x|, |x| and x^2. rows: the number of rows of x. sample [S, K]: the first `keep`
+    rows.
 
     The sum over x of |(W - W') x|^2 is the trace of (W - W') H (W - W')^T, so the Hessian H gives the exact error of a layer's
     output on all calibration inputs without storing any.
@@ -19,7 +20,7 @@ class InputStatistics:
     def __init__(self, channels: int, *, hessian: bool = True, keep: int = 0, device: torch.device | str = "cpu") -> None:
         self.hessian = torch.zeros(channels, channels, device=device) if hessian else torch.zeros(0, 0, device=device)
         self.low, self.high = torch.zeros(2, channels, device=device)
-        self._abs_sum = torch.zeros(channels, dtype=torch.float64, device=device)
+        self._abs_sum, self._square_sum = torch.zeros(2, channels, dtype=torch.float64, device=device)
         self.rows = 0
         self._sample_rows = keep
         self._sample: list[Tensor] = []
@@ -38,6 +39,8 @@ class InputStatistics:
         self.low = torch.minimum(self.low, x.amin(dim=0).float())
         self.high = torch.maximum(self.high, x.amax(dim=0).float())
         self._abs_sum += x.abs().sum(dim=0, dtype=torch.float64)
+        if not self.hessian.numel():
+            self._square_sum += x.float().square().sum(dim=0, dtype=torch.float64)
         missing = self._sample_rows - min(self.rows, self._sample_rows)
         if missing:
             self._sample.append(x[:missing].float().clone())
@@ -54,6 +57,12 @@ class InputStatistics:
         return (self._abs_sum / max(self.rows, 1)).float()
 
     @property
+    def mean_square(self) -> Tensor:
+        """Mean of x^2 per channel, [K]."""
+        sums = self.hessian.diagonal() if self.hessian.numel() else self._square_sum
+        return (sums / max(self.rows, 1)).float()
+
+    @property
     def sample(self) -> Tensor:
         """The first rows, [S, K] float32."""
         return torch.cat(self._sample) if self._sample else self.low.new_zeros(0, len(self.low))
@@ -63,6 +72,7 @@ class InputStatistics:
         out = InputStatistics(len(scale), keep=self._sample_rows, device=self.hessian.device)
         out.hessian = self.hessian / scale / scale[:, None]
         out.low, out.high, out._abs_sum = self.low / scale, self.high / scale, self._abs_sum / scale
+        out._square_sum = self._square_sum / scale.double().square()
         out.rows, out._sample = self.rows, [part / scale for part in self._sample]
         return out
 

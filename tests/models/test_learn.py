@@ -111,10 +111,10 @@ def test_the_seed_decides(tiny, tmp_path):  # noqa: F811
 
 
 def test_each_piece_is_taken_once_before_any_is_taken_again():
-    order = learn_module._order(sequences=7, together=3, iterations=5, seed=0)
+    order = learn_module.sequence_order(sequences=7, together=3, iterations=5, seed=0)
     assert [len(batch) for batch in order] == [3] * 5
     assert all(len({*a, *b}) == 6 for a, b in (order[:2], order[2:4])) and order[:2] != order[2:4]
-    assert learn_module._order(2, 2, 3, 0) == learn_module._order(2, 2, 3, 0)
+    assert learn_module.sequence_order(2, 2, 3, 0) == learn_module.sequence_order(2, 2, 3, 0)
 
 
 def test_targets_are_the_float_models_and_inputs_the_quantized_ones(tiny, tmp_path, monkeypatch):  # noqa: F811
