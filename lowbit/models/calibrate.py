@@ -172,6 +172,16 @@ class FinishedLayers:
         result.experts = {name: _unstacked(parts, schemes[name]) for name, parts in experts.items()}
         return result
 
+    def require(self, i: int, schemes: Mapping[str, Scheme]) -> LayerResult:
+        """Returns the result of layer i, which was finished. Raises CheckpointError if its file is damaged."""
+        result = self.read(i, schemes)
+        if result is None:
+            raise CheckpointError(
+                f"{self.folder}: the file of layer {i} was damaged after it was written; the same command quantizes that "
+                "layer again"
+            )
+        return result
+
     def clear(self) -> None:
         """Removes the folder."""
         discard(self.folder, _LAYERS)  # before the recipe, without which they are invalid
@@ -243,13 +253,7 @@ class CalibratedWeights:
         if int(number) != self._index:
             prefix = f"{self._decoder.layer_name(int(number))}."
             own = {n.removeprefix(prefix): scheme for n, scheme in self._schemes.items() if n.startswith(prefix)}
-            result = self.finished.read(int(number), own)
-            if result is None:
-                raise CheckpointError(
-                    f"{self.finished.folder}: the file of layer {number} was damaged after it was written; the same command "
-                    "quantizes that layer again"
-                )
-            self._index, self._result = int(number), result
+            self._index, self._result = int(number), self.finished.require(int(number), own)
         return rest
 
 
@@ -332,12 +336,7 @@ def _distill(
     if all(finished.read(i, each) is not None for i, each in enumerate(own)):
         return "scales, norms and biases were distilled before"
     finished.stage = LAYERS
-    results = [finished.read(i, each) for i, each in enumerate(own)]
-    if None in results:
-        raise CheckpointError(
-            f"{finished.folder}: the file of layer {results.index(None)} was damaged after it was written; the same command "
-            "quantizes that layer again"
-        )
+    results = [finished.require(i, each) for i, each in enumerate(own)]
     dense = [_other_parameters(decoder, i, result) for i, result in enumerate(results)]
     trained, (before, after) = distill(decoder, first, expected, results, dense, method)
     finished.stage = DISTILLED

@@ -10,8 +10,8 @@ class InputStatistics:
     """Statistics of the inputs x [.., K] of a linear layer, all float32.
 
     hessian [K, K]: the sum of x^T x, or [0, 0] without `hessian`. low, high [K]: the smallest and largest value of each channel
-    and 0. abs_max, abs_mean, mean_square [K]: of |x|, |x| and x^2. rows: the number of rows of x. sample [S, K]: the first `keep`
-    rows.
+    and 0. abs_max, abs_mean, mean_square [K]: of |x|, |x| and x^2. rows: the number of rows of x. sample [S, K]: the first
+    `keep` rows.
 
     The sum over x of |(W - W') x|^2 is the trace of (W - W') H (W - W')^T, so the Hessian H gives the exact error of a layer's
     output on all calibration inputs without storing any.
@@ -70,7 +70,7 @@ class InputStatistics:
     def divided(self, scale: Tensor) -> InputStatistics:
         """Returns the statistics of x / scale, for `scale` [K] positive."""
         out = InputStatistics(len(scale), keep=self._sample_rows, device=self.hessian.device)
-        out.hessian = self.hessian / scale / scale[:, None]
+        out.hessian = self.hessian / scale / scale[:, None] if self.hessian.numel() else self.hessian
         out.low, out.high, out._abs_sum = self.low / scale, self.high / scale, self._abs_sum / scale
         out._square_sum = self._square_sum / scale.double().square()
         out.rows, out._sample = self.rows, [part / scale for part in self._sample]

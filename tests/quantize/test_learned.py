@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowbit.formats import IntFormat, ZeroPoint, code_values, parse_scheme
-from lowbit.quantize import rtn
+from lowbit.quantize import learned, rtn
 from lowbit.quantize.learned import LearnedRounding
 from tests.quantize.data import weights
 
@@ -50,6 +50,56 @@ def test_nothing_learned_is_rounding_to_nearest(name):
         assert int(got.codes.min()) == 0 and (got.scale.numel() == 1 or (got.scale < 0).any())
     else:
         assert (got.dequantize() - expected.dequantize()).abs().max() <= 1e-6 * w.abs().max()
+
+
+def importance(k=96):
+    return torch.rand(k, generator=torch.Generator().manual_seed(5)) ** 4
+
+
+@pytest.mark.parametrize(
+    "name", ["w2a16_g16", "w2a16_g48", "w3a16", "w3a16_g32_z", "w2a16_g32_fz", "w3a16_b16x24", "w3e1m1a16_g32"]
+)
+def test_few_bits_start_at_the_least_error_of_their_inputs(name):
+    scheme, w, squares = parse_scheme(name), weights(40, 96), importance()
+
+    def error(rounding):
+        return float(((rounding.quantized().dequantize() - w).square() * squares).sum())
+
+    start, plain = LearnedRounding(w, scheme, importance=squares), LearnedRounding(w, scheme)
+    assert error(start) < 0.95 * error(plain)
+    assert error(start) < 1.0001 * error(LearnedRounding(w, scheme, importance=torch.ones(96)))
+    assert torch.equal(start.dense().detach(), start.quantized().dequantize())
+    if scheme.weight.bits == 2 and scheme.zero is ZeroPoint.NONE:
+        # No scale within the bounds of the search is better: the grid is finer than what a tenth of a range changes.
+        ends = start._ends.clone()
+        for factor in (0.8, 0.9, 1.1, 1.2, -1.0):
+            start._ends = ends * factor
+            assert error(start) > error(LearnedRounding(w, scheme, importance=squares)) * 0.9999
+    with torch.no_grad():
+        start.factors.fill_(5.0)
+    start.clamp()
+    assert float(start.factors.detach().max()) == 2.0
+
+
+def test_a_range_is_searched_in_parts(monkeypatch):
+    scheme, w = parse_scheme("w2a16_g32_z"), weights(40, 96)
+    whole = LearnedRounding(w, scheme, importance=importance()).quantized()
+    monkeypatch.setattr(learned, "WEIGHTS_AT_ONCE", 32 * 7)
+    part = LearnedRounding(w, scheme, importance=importance()).quantized()
+    assert all(map(torch.equal, (whole.codes, whole.scale, whole.zero), (part.codes, part.scale, part.zero)))
+
+
+def test_four_bits_start_as_without_inputs():
+    w = weights(40, 96)
+    a, b = (LearnedRounding(w, parse_scheme("w4a16_g32"), importance=i).quantized() for i in (importance(), None))
+    assert torch.equal(a.scale, b.scale) and torch.equal(a.codes, b.codes)
+
+
+def test_channels_without_inputs_and_groups_of_zeros():
+    w = weights(8, 64)
+    w[:, :32] = 0
+    q = LearnedRounding(w, parse_scheme("w2a16_g32"), importance=torch.zeros(64)).quantized()
+    assert torch.equal(q.dequantize()[:, :32], w[:, :32]) and (q.dequantize() - w).norm() < 0.5 * w.norm()
 
 
 @pytest.mark.parametrize("name", ["w3a16_g32", "w4e2m1a16_g32", "w6e3m2a16_g32"])

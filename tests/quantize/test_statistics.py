@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowbit.quantize.statistics import output_error
+from lowbit.quantize.statistics import InputStatistics, output_error
 from tests.quantize.data import inputs, statistics, weights
 from tests.quantize.data import output_error as multiplied
 
@@ -15,6 +15,12 @@ def test_sums_over_batches_are_those_of_all_inputs():
     torch.testing.assert_close(s.hessian.double(), x.double().T @ x.double(), rtol=1e-5, atol=1e-2)
     assert torch.equal(s.abs_max, x.abs().amax(0)) and s.rows == 300
     torch.testing.assert_close(s.abs_mean, x.abs().mean(0))
+    alone = InputStatistics(24, hessian=False)
+    for part in x.split(70):
+        alone.add(part)
+    for each in (s, alone, alone.divided(torch.full((24,), 2.0))):
+        expected = x.square().mean(0) / (4 if each not in (s, alone) else 1)
+        torch.testing.assert_close(each.mean_square, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(s.sample, x[:100]) and statistics(x).sample.shape == (0, 24)
 
 
