@@ -47,7 +47,8 @@ NEIGHBOURS = 3
 """Rows shown with fewer and with more bytes than the chosen one."""
 
 _OPTIONS = {
-    "search": "--search", "iterations": "--iterations", "samples": "--samples", "rotate_inputs": "--rotate-inputs",
+    "search": "--search", "iterations": "--iterations", "distill": "--distill", "samples": "--samples",
+    "rotate_inputs": "--rotate-inputs",
 }  # fmt: skip
 _FLAGS = {"act_order=True": "--act-order", "static_groups=True": "--static-groups", "rotate=True": "--rotate"}
 

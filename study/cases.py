@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 
 from torch import nn
 
-from lowbit.methods import DATA_FREE, Awq, Gptq, Hqq, Learned, Method, Rtn
+from lowbit.methods import DATA_FREE, Awq, Gptq, Hqq, Learned, Method, Rtn, SmoothQuant
 
 FORMATS = {
     "int4": "w4a16",
@@ -24,12 +24,15 @@ DEFAULT_TEXT = "topics"
 
 GROUPS = (128, 64, 32, 16)
 
+DISTILL = 200
+"""Steps of distillation of the cases that have it."""
+
 
 @dataclass(frozen=True)
 class Case:
     """One way to quantize the model. `text` names the calibration text (None for methods without data) and `seed` samples
     from it. Cases with `tasks` are also measured on questions, summaries and programs. `rotation` is the seed of a preceding
-    rotation, or None."""
+    rotation, or None. With `rotate_inputs`, the inputs of all linear layers are rotated at run time."""
 
     scheme: str
     method: Method
@@ -37,6 +40,7 @@ class Case:
     seed: int = 0
     tasks: bool = False
     rotation: int | None = None
+    rotate_inputs: bool = False
 
     @property
     def key(self) -> str:
@@ -46,8 +50,9 @@ class Case:
 
     @property
     def method_name(self) -> str:
-        """The method with its non-default options, rotation included: `gptq search=mse rotate=True`."""
-        return method_name(self.method) + (" rotate=True" if self.rotation is not None else "")
+        """The method with its non-default options, rotations included: `gptq search=mse rotate=True`."""
+        folded = " rotate=True" if self.rotation is not None else ""
+        return method_name(self.method) + folded + (" rotate_inputs=*" if self.rotate_inputs else "")
 
 
 def method_name(method: Method) -> str:
@@ -72,7 +77,8 @@ def cases(group: int, texts: Sequence[str]) -> list[Case]:
     """Returns all cases, given the size of fine groups and the names of the calibration texts.
 
     First the methods without data, then GPTQ over the same grid, then the ablations: other calibration texts and seeds, GPTQ's
-    defaults turned off one by one, and other methods for the plot of quality against bits.
+    defaults turned off one by one, and other methods for the plot of quality against bits; at the end 2 and 3 bits that are
+    distilled, and 8-bit activations.
     """
     fine = f"_g{group}"
     coarse_int4, fine_int4 = _coarse("w4a16"), f"w4a16{fine}"
@@ -97,7 +103,19 @@ def cases(group: int, texts: Sequence[str]) -> list[Case]:
     found += [Case("w2a16_g32", method, DEFAULT_TEXT) for method in (Gptq(), Learned())]
     found += [Case(scheme, Rtn(), rotation=0) for scheme in few_bits]
     found += [Case(scheme, method, DEFAULT_TEXT, rotation=0) for scheme in few_bits for method in (Gptq(), Learned())]
-    return found
+    distilled = Learned(distill=DISTILL)
+    found += [Case(scheme, distilled, DEFAULT_TEXT) for scheme in ("w2a16_g32", f"w2a16{fine}", f"w3a16{fine}")]
+    return found + _activation_cases(fine)
+
+
+def _activation_cases(fine: str) -> list[Case]:
+    """Returns the cases with 8-bit activations: rounded to nearest, smoothed, with rotated inputs, and by GPTQ."""
+    integer = ("w8a8", f"w4a8{fine}")
+    found = [Case(scheme, Rtn()) for scheme in (*integer, "w8a8_az", "fp8_dynamic")]
+    found += [Case(scheme, Rtn(), rotate_inputs=True) for scheme in integer]
+    found += [Case(scheme, SmoothQuant(), DEFAULT_TEXT) for scheme in ("w8a8", "w8a8_az")]
+    found += [Case(scheme, Gptq(), DEFAULT_TEXT) for scheme in integer]
+    return found + [Case(scheme, Gptq(), DEFAULT_TEXT, rotate_inputs=True) for scheme in integer]
 
 
 def needs_text(case: Case) -> bool:

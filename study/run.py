@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowbit.checkpoint import CheckpointReader, expected_tensors
@@ -25,9 +26,11 @@ from lowbit.eval.rouge import summarize
 from lowbit.eval.sandbox import choose_isolation
 from lowbit.eval.suite import Settings as SuiteSettings
 from lowbit.eval.suite import Task, read_tasks
+from lowbit.formats import InputTransform, Scheme, rotate_blocks
 from lowbit.models.calibrate import Calibration
 from lowbit.models.complete import require_complete
 from lowbit.models.hf import plan_for
+from lowbit.models.learn import rounded_activations
 from lowbit.models.load import load_causal
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.models.skeleton import tokenizer_of
@@ -125,6 +128,22 @@ def _untied(model: PreTrainedModel) -> tuple[str, str]:
     return names[embedding], names[head]
 
 
+def _rounding(scheme: Scheme, transform: InputTransform) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor]]:
+    """Returns a hook that rounds the input of a layer of dequantized weights as the quantized layer does: after the rotation
+    and the scale of its channels, which the dequantized weights undo. Channel orders change no token's rounding."""
+    static = {k: t for k, t in transform.tensors().items() if k in ("activation_scale", "activation_zero")}
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        x = rotate_blocks(args[0], transform.hadamard) if transform.hadamard else args[0]
+        channels = None if transform.pre_quant_scale is None else transform.pre_quant_scale.to(x)
+        x = x if channels is None else x * channels
+        x = rounded_activations(x, scheme, **{k: t.to(x.device) for k, t in static.items()})
+        x = x if channels is None else x / channels
+        return (rotate_blocks(x, transform.hadamard) if transform.hadamard else x,)
+
+    return hook
+
+
 def _described(task: Task) -> dict[str, Any]:
     return {key: value for key, value in task.described().items() if key != "path"}
 
@@ -139,8 +158,8 @@ def _add(
     start = time.perf_counter()
     discard(target, CHECKPOINT)  # left by a run killed while measuring, perhaps of another model
     quantize_checkpoint(
-        source, target, case.scheme, method=case.method, calibration=calibration, rotation=case.rotation, device=device,
-        progress=progress,
+        source, target, case.scheme, method=case.method, calibration=calibration, rotation=case.rotation,
+        rotate_inputs=("*",) if case.rotate_inputs else (), device=device, progress=progress,
     )  # fmt: skip
     seconds = time.perf_counter() - start
     bits = measure.load(target)
@@ -157,7 +176,7 @@ def _add(
 
 class _Measure:
     """The 16-bit model, a copy that loads the weights of one case after the other, and the data. Both compute in one dtype
-    with dequantized weights: this compares codes, not the rounding of kernels."""
+    with dequantized weights, and inputs rounded as the layers round them: this compares codes, not the rounding of kernels."""
 
     def __init__(self, source: Path, tasks: Sequence[Task], settings: Settings, device: str, progress: bool) -> None:
         self.settings, self.progress = settings, progress
@@ -168,6 +187,7 @@ class _Measure:
         self._ends = _untied(self.model)
         self._others = [task for task in tasks if task.kind != "text"]
         self._ids = {task.name: self._tokens(task) for task in tasks if task.kind == "text"}
+        self._hooks: list[RemovableHandle] = []
 
     def load(self, folder: Path) -> float:
         """Loads the weights of a quantized checkpoint into the copy. Returns the bits per weight of its quantized layers."""
@@ -178,6 +198,13 @@ class _Measure:
             state = {name: reader.get(name).float() for name in reader.names() if name not in quantized}
         state |= {f"{name}.weight": q.dequantize() for name, q in layers.items()}
         require_complete(folder, self.model, {name: tuple(tensor.shape) for name, tensor in state.items()})
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            self.model.get_submodule(name).register_forward_pre_hook(_rounding(q.scheme, q.input_transform))
+            for name, q in layers.items()
+            if q.scheme.activation is not None
+        ]
         embedding, head = self._ends
         self.model.load_state_dict({head: state[embedding], **state} if embedding in state else state, strict=False)
         return 8 * sum(q.nbytes for q in layers.values()) / sum(q.codes.numel() for q in layers.values())

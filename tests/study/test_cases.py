@@ -34,6 +34,7 @@ def test_names():
     assert method_name(Gptq()) == "gptq" and method_name(Rtn("mse")) == "rtn search=mse"
     assert method_name(Gptq(damping=0.01, act_order=True)) == "gptq act_order=True damping=0.01"
     assert Case("w8a16", Rtn()).key == "w8a16 rtn" and Case("w8a16", Rtn(), rotation=0).key == "w8a16 rtn rotate=True"
+    assert Case("w8a8", Rtn(), rotate_inputs=True).method_name == "rtn rotate_inputs=*"
     assert Case("w8a16", Gptq(damping=0.01), "opticks", 2).key == "w8a16 gptq damping=0.01 opticks seed 2"
 
 

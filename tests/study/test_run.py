@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from lowbit.eval import divergence, perplexity
+from lowbit.methods import SmoothQuant
 from lowbit.models.calibrate import Calibration
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.quantize import Gptq, Rtn
@@ -20,7 +21,7 @@ from study.__main__ import app
 from study.cases import Case
 from study.results import figure_of, load
 from study.run import SEEN, Settings, halves, run
-from tests.tiny import save_tiny, tiny_tokenizer
+from tests.tiny import eager_llama, save_tiny, tiny_tokenizer
 
 SMALL = Settings(window=32, windows=3, samples=4, length=24)
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
@@ -29,6 +30,15 @@ HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def lively(tmp_path_factory):
+    """A model whose logits differ from token to token."""
+    path = tmp_path_factory.mktemp("models") / "lively"
+    eager_llama(torch.float16).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +80,30 @@ def test_a_row_is_what_the_parts_measure(model, data, tmp_path):
     assert figure_of(row, "topics", "nll difference")[0] == pytest.approx(worse, rel=1e-3)
     assert row["bits_per_weight"] == pytest.approx(5.0) and row["calibration"] == {"text": "topics", "seed": 0}
     assert figure_of(row, "questions", "accuracy") is not None and figure_of(row, "opticks", "KL mean")[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (Case("w8a8_az", Rtn()), {}), (Case("w4a8_g16", Rtn(), rotate_inputs=True), {"rotate_inputs": ["*"]}),
+        (Case("w8a8", SmoothQuant(), "topics"), {}), (Case("fp8", Rtn()), {}),
+    ],
+)  # fmt: skip
+def test_a_row_of_8_bit_activations_is_what_the_quantized_layers_compute(case, options, lively, data, tmp_path, monkeypatch):
+    """The next row has inputs in 16 bits again."""
+    plain = Case("w4a16_g16", Rtn())
+    monkeypatch.setattr(study_run, "cases", lambda *_: [case, plain])
+    run(lively, data, tmp_path / "r.json", SMALL)
+    rows = {row["key"]: row for row in load(tmp_path / "r.json")["rows"]}
+    (tmp_path / "first.txt").write_text(halves((data / "topics.txt").read_text())[0])
+    reference = AutoModelForCausalLM.from_pretrained(lively, dtype=torch.float32)
+    ids = torch.tensor(tiny_tokenizer()(halves((data / "opticks.txt").read_text())[1]).input_ids[: 3 * 32])
+    for number, (each, own) in enumerate(((case, options), (plain, {}))):
+        target, calibration = tmp_path / str(number), Calibration(4, 24, 0, tmp_path / "first.txt") if each.text else None
+        quantize_checkpoint(lively, target, each.scheme, method=each.method, calibration=calibration, **own)
+        quantized = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        expected = divergence(quantized, reference, ids, window=32).mean
+        assert figure_of(rows[each.key], "opticks", "KL mean")[0] == pytest.approx(expected, rel=0.02)
 
 
 def test_a_rotated_row_has_a_head_of_its_own_and_the_next_one_not(model, data, tmp_path, monkeypatch):
