@@ -211,7 +211,7 @@ def _backward(decoder: LayerwiseDecoder, layers: Sequence[_Layer], x: Tensor, ta
     with torch.enable_grad():
         hidden = x
         for layer in layers:
-            hidden = checkpoint(layer.run, hidden, use_reentrant=False)
+            hidden = checkpoint(layer.run, hidden, use_reentrant=False, preserve_rng_state=False)
         gradient, _ = _logit_gradient(decoder, hidden.detach(), target)
         hidden.backward(gradient)
 
