@@ -14,7 +14,7 @@ from lowbit.formats import PerBlock, Scheme
 from lowbit.kernels.reference.activations import quantize_activations_reference
 from lowbit.methods import Learned
 from lowbit.models.decoder import LayerwiseDecoder
-from lowbit.quantize.learned import BETAS, RATES, LearnedRounding
+from lowbit.quantize.learned import RATES, Descent, LearnedRounding
 
 ENOUGH_TOKENS = 4096
 """Calibration tokens below which learning may be worse than rounding to nearest: each weight has its own offset, and few inputs
@@ -39,7 +39,7 @@ def learn(
     returns them. ranges: static activation scales; inputs of linear layers with 8-bit activations are rounded.
 
     Returns the squared error of the outputs on all batches before and after, relative to what the layer adds to its inputs. If
-    the error would grow, the layer stays rounded to nearest. Offsets and factors are optimized by Adam. Products are in
+    the error would grow, the layer stays rounded to nearest. Offsets and factors are moved by `Descent`. Products are in
     `product_dtype`; the residual stream and the parameters are float32. `method.seed` and i decide the order of sequences. No
     step synchronizes with a GPU.
     """
@@ -90,21 +90,14 @@ class _Step:
     def __init__(self, decoder: LayerwiseDecoder, i: int, roundings: Mapping[str, LearnedRounding], example: Tensor) -> None:
         self._decoder, self._i, self._roundings = decoder, i, roundings
         self.x, self.target = torch.empty_like(example), torch.empty_like(example)
-        self._parameters = [p for r in roundings.values() for p in r.parameters]
+        self._descent = Descent(list(roundings.values()))
         self._on_gpu = decoder.device.type == "cuda"
-        rate = torch.zeros((), device=decoder.device) if self._on_gpu else 0.0
-        self._optimizer = torch.optim.Adam(
-            self._parameters, lr=rate, betas=BETAS, eps=1e-12, fused=True, capturable=self._on_gpu
-        )
         self._graph: torch.cuda.CUDAGraph | None = None
         self._steps = 0
 
     def run(self, rate: float) -> None:
         """Changes the parameters by one step at this learning rate."""
-        if self._on_gpu:
-            self._optimizer.param_groups[0]["lr"].fill_(rate)
-        else:
-            self._optimizer.param_groups[0]["lr"] = rate
+        self._descent.set_rate(rate)
         if self._steps == self.EAGER_STEPS and self._on_gpu and not self._synchronizes():
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):
@@ -117,15 +110,12 @@ class _Step:
 
     def _change(self) -> None:
         self._backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        for rounding in self._roundings.values():
-            rounding.clamp()
+        self._descent.step()
 
     def _backward(self) -> None:
         with torch.enable_grad():
             error = _output(self._decoder, self._i, self.x, self._roundings) - self.target
-            _loss(error).backward(inputs=self._parameters)
+            error.square().sum().backward(inputs=self._descent.parameters)
 
     def _synchronizes(self) -> bool:
         """Returns True if forward and backward pass synchronize with the GPU, as routing to experts does."""
@@ -137,13 +127,8 @@ class _Step:
             return True
         finally:
             torch.cuda.set_sync_debug_mode(before)
-            self._optimizer.zero_grad()
+            self._descent.forget()
         return False
-
-
-def _loss(error: Tensor) -> Tensor:
-    """Returns the loss of errors [S, T, hidden] of a layer's outputs."""
-    return error.square().sum()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowbit.formats import QuantTensor, Scheme
 from lowbit.methods import Learned
-from lowbit.quantize.learned import BETAS, RATES, LearnedRounding
+from lowbit.quantize.learned import RATES, Descent, LearnedRounding
 
 ROWS_OF_A_SEQUENCE = 128
 """Tokens of an expert that stand for a sequence of `Learned.batch`: of 512 tokens with 8 of 128 experts each, 32 reach one."""
@@ -57,8 +57,7 @@ def _descend(
     """Runs the iterations of `learn_expert`, at one of `RATES`."""
     generator = torch.Generator().manual_seed(method.seed + seed)
     together = min(len(target), method.batch * ROWS_OF_A_SEQUENCE)
-    parameters = [p for rounding in roundings for p in rounding.parameters]
-    optimizer = torch.optim.Adam(parameters, betas=BETAS, eps=1e-12, fused=True)
+    descent = Descent(roundings)
     shuffled: list[Tensor] = []
     for step in range(method.iterations):
         if not shuffled:
@@ -67,13 +66,9 @@ def _descend(
         rows = shuffled.pop()
         with torch.enable_grad():
             difference = output(roundings[0].dense(), roundings[1].dense(), rows) - target[rows]
-            (difference * importance[rows]).square().sum().backward(inputs=parameters)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * (1 - step / method.iterations) / method.iterations
-        optimizer.step()
-        optimizer.zero_grad()
-        for rounding in roundings:
-            rounding.clamp()
+            (difference * importance[rows]).square().sum().backward(inputs=descent.parameters)
+        descent.set_rate(rate * (1 - step / method.iterations) / method.iterations)
+        descent.step()
 
 
 @torch.no_grad()
