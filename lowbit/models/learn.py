@@ -70,7 +70,7 @@ def _descend(
 ) -> None:
     """Runs the iterations of `learn` on the sequences in `order`, at one of `RATES`."""
     together = len(hidden[0])
-    step = _Step(decoder, i, roundings, hidden[0])
+    step = _Step(decoder, i, roundings, hidden[0], len(order))
     with _own_stream(decoder.device):
         for number, batch in enumerate(order):
             for row, j in enumerate(batch):
@@ -87,10 +87,12 @@ class _Step:
 
     EAGER_STEPS = 3
 
-    def __init__(self, decoder: LayerwiseDecoder, i: int, roundings: Mapping[str, LearnedRounding], example: Tensor) -> None:
+    def __init__(
+        self, decoder: LayerwiseDecoder, i: int, roundings: Mapping[str, LearnedRounding], example: Tensor, iterations: int
+    ) -> None:
         self._decoder, self._i, self._roundings = decoder, i, roundings
         self.x, self.target = torch.empty_like(example), torch.empty_like(example)
-        self._descent = Descent(list(roundings.values()))
+        self._descent = Descent(list(roundings.values()), iterations)
         self._on_gpu = decoder.device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
         self._steps = 0

@@ -57,7 +57,7 @@ def _descend(
     """Runs the iterations of `learn_expert`, at one of `RATES`."""
     generator = torch.Generator().manual_seed(method.seed + seed)
     together = min(len(target), method.batch * ROWS_OF_A_SEQUENCE)
-    descent = Descent(roundings)
+    descent = Descent(roundings, method.iterations)
     shuffled: list[Tensor] = []
     for step in range(method.iterations):
         if not shuffled:

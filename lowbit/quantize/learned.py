@@ -5,7 +5,7 @@ and v is the offset, in units of the spacing of values around w / s, at most hal
 gradient, saturation has gradient zero. Source: W. Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the
 Quantization of LLMs", arXiv:2309.05516. `models.learn` has the training loop.
 
-With 2 or 3 bits a scale that covers the largest weight rounds most others to zero. There, scales start at the least squared
+With 2 or 3 bits, a scale that covers the largest weight rounds most others to zero. There, scales start at the least squared
 error, weighted by the squares of the inputs, and factors may also grow.
 """
 
@@ -49,8 +49,14 @@ offsets of a row, which adds up for rotated inputs, where no channel is small. I
 SmolLM2-135M went from a relative error of 0.0092 to 5.8 in one step of the first rate and ended worse than it started; with the
 second rate it ended at 0.0042 (2026-11-23)."""
 
+FEW_ITERATIONS = 100
+"""Iterations below which signs of gradients take the place of Adam. With the first two layers of SmolLM2-135M and 50 iterations
+of 4 sequences of 256 tokens, signs left 0.66 to 0.74 of Adam's divergence on Opticks with 2, 3 and 4 bits. With the first
+layer, 2 bits and 100 iterations of 8 sequences of 512 tokens, Adam left 0.95 of that of signs (2026-11-28,
+docs/log/quantization.md)."""
+
 RATE_OF_SIGNS = 0.5
-"""Rate of sign descent, which formats of few bits take, in that of Adam: all offsets then move by 1, as in the paper."""
+"""Rate of sign descent in that of Adam: with the first of RATES an offset can move by 0.5 in all, as with the paper's rate."""
 
 
 class LearnedRounding:
@@ -165,38 +171,37 @@ class LearnedRounding:
 
 
 class Descent:
-    """Moves trainable roundings against their gradients: by Adam, or by the signs of the gradients with few bits."""
+    """Moves trainable roundings against their gradients: by Adam, or by the signs of the gradients in few `iterations`."""
 
-    def __init__(self, roundings: Sequence[LearnedRounding]) -> None:
+    def __init__(self, roundings: Sequence[LearnedRounding], iterations: int) -> None:
         self._roundings = roundings
-        few = {id(r) for r in roundings if r.scheme.weight.bits <= FEW_BITS}
-        self._signed = [p for r in roundings if id(r) in few for p in r.parameters]
-        others = [p for r in roundings if id(r) not in few for p in r.parameters]
-        self.parameters = self._signed + others
-        self._captured = self.parameters[0].is_cuda
-        self._rate: Tensor | float = torch.zeros((), device=self.parameters[0].device) if self._captured else 0.0
+        self.parameters = [p for rounding in roundings for p in rounding.parameters]
+        device = self.parameters[0].device
+        self._rate: Tensor | float = torch.zeros((), device=device) if device.type == "cuda" else 0.0
         self._adam = None
-        if others:
-            self._adam = torch.optim.Adam(others, lr=self._rate, betas=BETAS, eps=1e-12, fused=True, capturable=self._captured)
+        if iterations >= FEW_ITERATIONS:
+            self._adam = torch.optim.Adam(
+                self.parameters, lr=self._rate, betas=BETAS, eps=1e-12, fused=True, capturable=device.type == "cuda"
+            )
 
     def set_rate(self, rate: float) -> None:
         """Sets the learning rate, in units of Adam's. On a GPU without synchronizing, so that a CUDA graph reads it."""
         if isinstance(self._rate, Tensor):
             self._rate.fill_(rate)
-        else:
-            self._rate = rate
-            for group in [] if self._adam is None else self._adam.param_groups:
-                group["lr"] = rate
+            return
+        self._rate = rate
+        if self._adam is not None:
+            self._adam.param_groups[0]["lr"] = rate
 
     @torch.no_grad()
     def step(self) -> None:
         """Changes the parameters by their gradients, which are then None, and clamps them to their bounds."""
         if self._adam is not None:
             self._adam.step()
-        if self._signed:
-            moves = torch._foreach_sign([p.grad for p in self._signed])  # type: ignore[misc]
+        else:
+            moves = torch._foreach_sign([p.grad for p in self.parameters])  # type: ignore[misc]
             torch._foreach_mul_(moves, self._rate * RATE_OF_SIGNS)
-            torch._foreach_sub_(self._signed, moves)
+            torch._foreach_sub_(self.parameters, moves)
         self.forget()
         for rounding in self._roundings:
             rounding.clamp()

@@ -23,6 +23,8 @@ from tests.models.test_calibrate import CALIBRATION, decoder_of, files, linears,
 from tests.tiny import eager_llama, tiny_tokenizer
 
 METHOD = Learned(iterations=60, batch=3)
+LONG = Learned(iterations=100, batch=3)
+"""Enough iterations for Adam."""
 LICENSE = Path(__file__).parents[2] / "LICENSE"
 """A text that does not change with the tests: whether a learning rate is too high depends on the text."""
 TEXT = replace(CALIBRATION, samples=12, length=48)
@@ -143,14 +145,14 @@ def test_a_rate_that_is_too_high_is_followed_by_a_lower_one(lively, monkeypatch)
     layer = decoder.load(0)
     exact = list(decoder.run(0, hidden))
     found = {}
-    for rates in ((1e3,), (1e3, 1.0), (1.0,)):
+    for rates in ((1e5,), (1e5, 1.0), (1.0,)):
         monkeypatch.setattr(learn_module, "RATES", rates)
         r = {n: LearnedRounding(layer.get_submodule(n).weight.data, parse_scheme("w4a16_g32")) for n in linears(decoder)}
-        found[rates] = (*learn(decoder, 0, hidden, exact, r, {}, METHOD), [x.quantized().codes for x in r.values()])
-    before, after, _ = found[1e3,]
+        found[rates] = (*learn(decoder, 0, hidden, exact, r, {}, LONG), [x.quantized().codes for x in r.values()])
+    before, after, _ = found[1e5,]
     assert before == after
-    assert found[1e3, 1.0][1] < 0.8 * before and found[1e3, 1.0][:2] == found[1.0,][:2]
-    assert all(map(torch.equal, found[1e3, 1.0][2], found[1.0,][2])), "it starts from the beginning"
+    assert found[1e5, 1.0][1] < 0.8 * before and found[1e5, 1.0][:2] == found[1.0,][:2]
+    assert all(map(torch.equal, found[1e5, 1.0][2], found[1.0,][2])), "it starts from the beginning"
 
 
 def test_what_learning_makes_worse_is_left_rounded(lively, monkeypatch):
@@ -166,7 +168,7 @@ def test_what_learning_makes_worse_is_left_rounded(lively, monkeypatch):
             p.data.add_(p.grad.sign())
 
     monkeypatch.setattr(torch.optim.Adam, "step", uphill)
-    before, after = learn(decoder, 0, hidden, exact, roundings, {}, METHOD)
+    before, after = learn(decoder, 0, hidden, exact, roundings, {}, LONG)
     assert before == after and all(torch.equal(r.quantized().codes, plain[n]) for n, r in roundings.items())
 
 
@@ -187,9 +189,10 @@ def test_fewer_pieces_than_a_batch_has(tiny, tmp_path):  # noqa: F811
 
 
 @pytest.mark.gpu
-def test_a_gpu_repeats_itself(tiny, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("method", [METHOD, LONG])
+def test_a_gpu_repeats_itself(method, tiny, tmp_path):  # noqa: F811
     for name in ("a", "b"):
-        quantize_checkpoint(tiny, tmp_path / name, "w3a16_g32", method=METHOD, calibration=CALIBRATION, device="cuda")
+        quantize_checkpoint(tiny, tmp_path / name, "w3a16_g32", method=method, calibration=CALIBRATION, device="cuda")
     assert files(tmp_path / "a") == files(tmp_path / "b")
-    quantize_checkpoint(tiny, tmp_path / "cpu", "w3a16_g32", method=METHOD, calibration=CALIBRATION)
+    quantize_checkpoint(tiny, tmp_path / "cpu", "w3a16_g32", method=method, calibration=CALIBRATION)
     assert layer_error(tiny, tmp_path / "a") < 1.1 * layer_error(tiny, tmp_path / "cpu")
