@@ -33,6 +33,7 @@ MISTAKES = {
     "quantize . out": "config.json: missing",
     "quantize . out --scheme int4": "did you mean 'w4a16_g128'?",
     "quantize . out --method gptq --iterations 4": "--iterations belongs to --method learned",
+    "quantize . out --distill 4": "--distill belongs to --method learned, not to rtn",
     "quantize . out --mix w3a16_g64,nf4 --bits 4": "did you mean 'w4a16_g64' (lowbit has no NF4)?",
     "quantize . out --device gpu": "--device 'gpu': not a device; give cpu",
     "quantize . out --method gptq --calibration nothing.txt": "nothing.txt: no such file",
