@@ -135,7 +135,7 @@ vllm:bf16) echo '{"started": true}'; exec 0<&-; touch "$0.gone";;
 *) echo '{"started": true}'; read line
    while [ ! -e "$0.gone" ]; do sleep 0.1; done
    kill -0 "$(cat "$0.silent")" 2> "$0.error" && alone=false || alone=true
-   row='"impl": "vllm", "scheme": "int4", "gpus": 1, "tokens_s": 1, "first_s": 1, "step_ms": null, "kernels": null, "error": null'
+   row='"impl": "vllm", "scheme": "int4", "gpus": 1, "tokens_s": 1, "first_s": 1, "step_ms": null, "kernels": [], "error": null'
    echo "{$row, \\"batch\\": 1, \\"alone\\": $alone}"; echo "{$row, \\"batch\\": 3}"; exit 3;;
 esac
 """
