@@ -116,10 +116,15 @@ def read(process):
     try:
         said, _ = process.communicate(timeout=300)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        end(process)
     assert process.returncode == 0, said[-6000:]
     return json.loads(next(line for line in said.splitlines() if line.startswith("ANSWERS")).removeprefix("ANSWERS"))
+
+
+def end(process):
+    """Ends an engine and its workers."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a8", "fp8_dynamic", "w3a16_g64_z"])
@@ -166,7 +171,11 @@ def beside_one(own, scheme, **options):
     """Log-probabilities of prompts on two GPUs and on one, by engines that run at the same time."""
     prompts = random_prompts()
     running = [started(own, prompts, 1, tensor_parallel_size=ranks, **(options if ranks > 1 else {})) for ranks in (2, 1)]
-    two, one = ([known for answer in read(process) for known in answer["logprobs"]] for process in running)
+    try:
+        two, one = ([known for answer in read(process) for known in answer["logprobs"]] for process in running)
+    finally:
+        for process in running:
+            end(process)
     off = torch.tensor(two).double() - torch.tensor(one)
     print(f"{scheme}: {len(two)} tokens, nats per token differ by {off.mean():.1e}, each by {off.square().mean().sqrt():.1e}")
     # 8-bit inputs have a scale for each part of a row, so that other codes are rounded.
