@@ -219,7 +219,7 @@ class LeadingRanks(Ranks):
                 told = True
         self._ended = True
         if self._joined:
-            self._stuck = not self._left(told)
+            self._stuck = not self._leave_in_time(told)
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(SECONDS_TO_END)
@@ -239,14 +239,14 @@ class LeadingRanks(Ranks):
             sys.stderr.flush()
             os._exit(1)
 
-    def _left(self, told: bool) -> bool:
+    def _leave_in_time(self, told: bool) -> bool:
         """Leaves the group. Returns whether this rank's GPU is idle and NCCL has ended, in the seconds that both have. `told`:
         all ranks leave together; otherwise one has failed, and NCCL's operations were aborted."""
         if self.device.type == "cpu":
             with contextlib.suppress(RuntimeError):
                 self.leave()
             return True
-        if not _ends_work(self.device):
+        if not _becomes_idle(self.device):
             return False
         release_graphs_of_ranks()
         leaving = threading.Thread(target=self.leave, daemon=True) if told else self._aborting
@@ -351,8 +351,8 @@ def rank_refusals(size: int, device: torch.device) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _ends_work(device: torch.device) -> bool:
-    """Returns whether the work that a GPU has ends soon, and without a CUDA error."""
+def _becomes_idle(device: torch.device) -> bool:
+    """Waits for the work of a GPU, up to SECONDS_TO_END. Returns False if it takes longer or ends in a CUDA error."""
     deadline = time.monotonic() + SECONDS_TO_END
     with contextlib.suppress(RuntimeError):
         done = torch.cuda.Event()
