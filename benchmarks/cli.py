@@ -482,6 +482,7 @@ def tensor_parallel(
     head: Annotated[str, typer.Option(help="Scheme of LM head and embedding of a quantized model, or none.")] = "w8a16",
     dtype: Annotated[str, typer.Option(help="Activations, keys and values: float16 or bfloat16.")] = "float16",
     layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the model has: for trying.")] = None,
+    requests: Annotated[bool, typer.Option(help="Time whole requests too, which compiles the kernels of prompts.")] = True,
     out_file: Annotated[Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-..json.")] = None,
     report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file; needs no GPU.")] = None,
 ) -> None:
@@ -515,7 +516,7 @@ def tensor_parallel(
             raise ValueError(f"bench tensor-parallel measures NVIDIA GPUs and torch {torch.__version__} sees none")
         config = RanksConfig(
             shape, name, parse_rows(gpus), parse_rows(batches), context, None if head == "none" else parse_scheme(head).name,
-            dtype, layers,
+            dtype, layers, requests,
         )  # fmt: skip
         path, document = run(config, out_file, say)
         say(f"wrote {path}")
