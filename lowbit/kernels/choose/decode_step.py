@@ -372,8 +372,15 @@ class StepTable:
     def in_flight(self) -> tuple[int, int]:
         """Numbers of slots that memory is asked for at a time: while math warps wait for activations or soon will, and else.
         Activations queue behind weights, so more bytes would delay them. 34 and 68 KB were best for one token of Llama-3-8B's
-        shape: 27.1 us a layer; 28.2 with a constant number of bytes, at best (H200, 2026-11-24)."""
-        few, many = (max(1, min(self.ring_slots, (size << 10) // self.slot_bytes)) for size in (34, 68))
+        shape: 27.1 us a layer; 28.2 with a constant number of bytes, at best (H200, 2026-11-24).
+
+        Warps that do not read all slots of a chunk wait for a place of the ring with parities: they must not get to a place that
+        was not filled the time before. The slot before theirs was asked for when all slots up to `many` before it were full.
+        That includes the last contents of the place, if `many` is at most the ring less a chunk. Places that are always of the
+        same warps need no limit. (16 bits, 10 slots, 4 of a chunk: a launch of some hundred ended with a status.)"""
+        counts = {self.slots_of_chunk(name, i) for name in self.shape.products for i in range(len(self.shape.forms_of(name)))}
+        most = min([self.ring_slots, *(self.ring_slots - count for count in counts if self.ring_slots % count)])
+        few, many = (max(1, min(most, (size << 10) // self.slot_bytes)) for size in (34, 68))
         return few, many
 
     @property

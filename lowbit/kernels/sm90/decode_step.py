@@ -186,14 +186,13 @@ class DecodeStep(Polled, SplitAttention):
 
     @property
     def await_room(self) -> str:
-        """PTX that waits until the slot at barrier $1 (parity $2) is full, or, while the flag is 0, the slot at $3 (parity $4),
-        which was asked for earlier. $5: address of shared memory; $6: address of the status; $7: its value if it takes too
-        long."""
+        """PTX that waits until the slot at barrier $1 (parity $2) is full, and, unless the flag is 0, the slot at $3 (parity $4),
+        which was asked for later. $5: address of shared memory; $6: address of the status; $7: its value if it takes too long."""
         lines = [".reg .pred p, more; .reg .b32 m, n; mov.b32 n, 0;"]
         lines += ["AGAIN: mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2; vote.sync.all.pred p, p, 0xffffffff;"]
-        lines += ["@p bra DONE; mbarrier.test_wait.parity.shared::cta.b64 p, [$3], $4;"]
-        lines += [f"ld.volatile.shared.b32 m, [$5+{self.table.flag_start}]; setp.eq.and.s32 p, m, 0, p;"]
-        lines += ["vote.sync.all.pred p, p, 0xffffffff; @p bra DONE;"]
+        lines += ["@!p bra CHECK; mbarrier.test_wait.parity.shared::cta.b64 p, [$3], $4;"]
+        lines += [f"ld.volatile.shared.b32 m, [$5+{self.table.flag_start}]; setp.eq.or.s32 p, m, 0, p;"]
+        lines += ["vote.sync.all.pred p, p, 0xffffffff; @p bra DONE; CHECK:"]
         lines += [*self._once_more("n", "m", "AGAIN", "DONE", "$6", "$7", 255), "DONE: mov.b32 $0, 0;"]
         return "{\n" + "\n".join(lines) + "\n}"
 
@@ -442,11 +441,11 @@ def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.co
                         status_of(layer, "a free slot", C), C,
                     )  # fmt: skip
                     if issued >= MANY:
-                        later, earlier = issued - FEW, issued - MANY
+                        earlier, later = issued - MANY, issued - FEW
                         run(
                             C.await_room, "=r,r,r,r,r,r,l,r",
-                            [barriers + 8 * (later % SLOTS), lane * 0 + (later // SLOTS & 1),
-                             barriers + 8 * (earlier % SLOTS), lane * 0 + (earlier // SLOTS & 1), start, args.status,
+                            [barriers + 8 * (earlier % SLOTS), lane * 0 + (earlier // SLOTS & 1),
+                             barriers + 8 * (later % SLOTS), lane * 0 + (later // SLOTS & 1), start, args.status,
                              status_of(layer, "weights", C)],
                         )  # fmt: skip
                     tiles = gl.maximum(gl.minimum(TILES - number * (2 * UNITS), 2 * UNITS), 0)

@@ -142,6 +142,17 @@ def test_x_in_parts(monkeypatch):
     emulate(table, schemes, {"contexts": (3, 40)})
 
 
+def test_late_weights(monkeypatch):
+    """A slot may be full long after the slots behind it. A warp waits for every second slot of a ring of 5, so for the same place
+    every second time only: it must not take the contents that other warps wait for as its own."""
+    monkeypatch.setattr("lowbit.kernels.choose.decode_step.MOST_SLOTS", 5)
+    monkeypatch.setattr("lowbit.kernels.choose.decode_step.MOST_SLOT_BYTES", 9 << 10)
+    schemes = alike("16")
+    table = small_table(hidden=512, blocks=2, schemes=schemes)
+    assert table.ring_slots == 5 and table.slots_of_chunk("gate_up") == 2
+    emulate(table, schemes, {"contexts": (3,)})
+
+
 def test_a_missing_block_is_reported():
     """Where one block does not run, the others end, and the status says what they waited for."""
     case = Case(small_table())
