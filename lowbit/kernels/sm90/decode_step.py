@@ -163,6 +163,26 @@ class DecodeStep(Polled, SplitAttention):
     def field(self, name: str) -> int:
         return FIELDS.index(name)
 
+    def x_in_registers(self, product: ProductName, index: int) -> bool:
+        """True if all of a warp's x stays in registers for all row blocks: at most two k blocks with few sums."""
+        k_block = self.form(product, index).k_block
+        few = not self.table.by_chunks(product) and self.table.chunks(product) <= 2
+        return few and k_block.sums <= 4 and k_block.words <= 16
+
+    def units_at_once(self, product: ProductName, index: int) -> int:
+        """Units that a warp reads before it multiplies them: two small ones, if the ring has both slots."""
+        slots = self.table.slots_of_chunk(product, index)
+        both = self.form(product, index).k_block.words <= 8 and self.table.ring_slots >= 2 * slots
+        return 2 if both and (self.table.by_chunks(product) or self.table.chunks(product) == 2) else 1
+
+    def output_warps(self, product: ProductName) -> int:
+        """Number of warps with outputs of a flush of row blocks; they are the first ones."""
+        tokens = self.table.shape.tokens
+        if not self.normed(product):
+            return tokens
+        rows = 8 if product == "gate_up" else 16
+        return -(-rows * tokens * self.table.at_once(product) // 32)
+
     def normed(self, product: ProductName) -> bool:
         return product in ("qkv", "gate_up", "head")
 
@@ -186,8 +206,9 @@ class DecodeStep(Polled, SplitAttention):
 
     @property
     def await_room(self) -> str:
-        """PTX that waits until the slot at barrier $1 (parity $2) is full, and, unless the flag is 0, the slot at $3 (parity $4),
-        which was asked for later. $5: address of shared memory; $6: address of the status; $7: its value if it takes too long."""
+        """PTX that waits until the slot at barrier $1 (parity $2) is full, and, unless the flag is 0, also the slot at $3 (parity
+        $4), which was asked for later. $5: address of shared memory; $6: address of the status; $7: its value if it takes too
+        long."""
         lines = [".reg .pred p, more; .reg .b32 m, n; mov.b32 n, 0;"]
         lines += ["AGAIN: mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2; vote.sync.all.pred p, p, 0xffffffff;"]
         lines += ["@!p bra CHECK; mbarrier.test_wait.parity.shared::cta.b64 p, [$3], $4;"]
@@ -352,6 +373,12 @@ def same_thread(at, C: gl.constexpr):
 
 
 @gluon.jit
+def warp_number():
+    """Returns the number of this warp, on which a whole warp may branch."""
+    return asm("{ mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; }", "=r", [], gl.int32)
+
+
+@gluon.jit
 def field(args, layer, name: gl.constexpr, C: gl.constexpr):
     """Returns a field of the table of layers."""
     COUNT: gl.constexpr = len(FIELDS_OF)
@@ -401,6 +428,12 @@ def later_place(place, slots, C: gl.constexpr):
 
 
 @gluon.jit
+def set_flag(at, value: gl.constexpr, condition, C: gl.constexpr):
+    """Sets the flag for the loader if a condition holds: 1 while few slots shall be in flight."""
+    run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, at.index * 0 + value, at.index * 0 + condition.to(gl.int32)])
+
+
+@gluon.jit
 def own_row_blocks(product: gl.constexpr, C: gl.constexpr):
     """Returns the first row block of this block and the one after its last."""
     COUNT: gl.constexpr = ptx(C.table.row_blocks, product)
@@ -422,10 +455,10 @@ def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.co
     FEW: gl.constexpr = T.in_flight[0]
     MANY: gl.constexpr = T.in_flight[1]
     TILES: gl.constexpr = ptx(T.k_tiles, product)
-    PARTS: gl.constexpr = ptx(T.parts, product)
-    AT_ONCE: gl.constexpr = 1 if PARTS == 1 else ptx(T.at_once, product)
-    STEP: gl.constexpr = ptx(T.chunks_at_once, product) * ptx(T.slots_of_chunk, product, index)
+    BY_CHUNKS: gl.constexpr = ptx(T.by_chunks, product)
+    AT_ONCE: gl.constexpr = ptx(T.at_once, product) if BY_CHUNKS else 1
     ALL: gl.constexpr = ptx(T.chunks, product) * ptx(T.slots_of_chunk, product, index)
+    STEP: gl.constexpr = ptx(T.slots_of_chunk, product, index) if BY_CHUNKS else ALL
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32) + lane * 0
     barriers = start + T.barriers_start
@@ -435,7 +468,7 @@ def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.co
     for begin in range(first, end, AT_ONCE):
         for part in range(0, ALL, STEP):
             for row_block in range(begin, gl.minimum(begin + AT_ONCE, end)):
-                for number in range(part, gl.minimum(part + STEP, ALL)):
+                for number in range(part, part + STEP):
                     await_barrier(
                         barriers + 8 * (SLOTS + place.slot), place.phase ^ 1, args.status,
                         status_of(layer, "a free slot", C), C,
@@ -618,38 +651,149 @@ def read_unit(at, slot, product: gl.constexpr, index: gl.constexpr, C: gl.conste
 
 
 @gluon.jit
-def multiply_unit(
-    args, at, layer, place, acc, chunk, first: gl.constexpr, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr
-):
-    """Adds the product of this warp's unit of a chunk, once its slot is full, and releases the slot. `chunk`: since chunk
-    `first`, with which x in shared memory begins."""
+def load_x(at, chunk, C: gl.constexpr):
+    """Returns a lane's words of this warp's k block of x in a chunk: fragments of the matrix instructions."""
     T: gl.constexpr = C.table
-    S: gl.constexpr = ptx(C.form, product, index).k_block
     M: gl.constexpr = T.shape.tokens
-    K_BLOCKS: gl.constexpr = ptx(T.k_blocks, product)
-    UNITS: gl.constexpr = ptx(T.units, product, index)
-    SLOTS: gl.constexpr = ptx(T.slots_of_chunk, product, index)
-    x_at = at.start + T.x_start + at.warp * T.x_warp_bytes + chunk * (256 * M)
-    x_at += ((at.lane >> 3) * M + gl.minimum(at.lane & 7, M - 1)) * 16
-    barriers = at.start + T.barriers_start
+    row = (at.lane >> 3) * M + gl.minimum(at.lane & 7, M - 1)
+    x_at = at.start + T.x_start + at.warp * T.x_warp_bytes + chunk * (256 * M) + row * 16
+    return asm(C.read_x, C.read_x_constraints, [x_at], ptx(C.words_types, 16))
+
+
+@gluon.jit
+def x_of_chunks(at, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Returns a lane's words of x of all chunks of a product, and their sums over groups if the weights' form needs them."""
+    S: gl.constexpr = ptx(C.form, product, index).k_block
+    x = ()
+    sums = ()
+    for chunk in gl.static_range(ptx(C.table.chunks, product)):
+        words = load_x(at, chunk, C)
+        x = x + words
+        if S.sums > 0:
+            sums = sums + asm(S.sum_asm, S.sum_constraints, words, S.sum_types)
+    return x, sums
+
+
+@gluon.jit
+def own_slot(at, place, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Returns the slot with this warp's unit of the chunk that begins at `place`."""
+    UNITS: gl.constexpr = ptx(C.table.units, product, index)
     own = place
-    if SLOTS > 1:
+    if ptx(C.table.slots_of_chunk, product, index) > 1:
         own = later_place(place, at.warp // UNITS, C)
-    await_barrier(barriers + 8 * own.slot, own.phase, args.status, status_of(layer, "weights", C), C)
-    read = read_unit(at, own.slot, product, index, C)
-    x = asm(C.read_x, C.read_x_constraints, [x_at], ptx(C.words_types, 16))
+    return own
+
+
+@gluon.jit
+def read_full(args, at, layer, own, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Returns a lane's words of this warp's unit of a slot, once that is full."""
+    full = at.start + C.table.barriers_start + 8 * own.slot
+    await_barrier(full, own.phase, args.status, status_of(layer, "weights", C), C)
+    return read_unit(at, own.slot, product, index, C)
+
+
+@gluon.jit
+def add_unit(read, x, sums, acc, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Returns a lane's sums with the product of a unit."""
+    S: gl.constexpr = ptx(C.form, product, index).k_block
+    return asm(S.asm, S.constraints, read[0 : S.words] + x + read[S.words :] + sums + acc, S.types)
+
+
+@gluon.jit
+def release(at, own, sums, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Marks a slot as empty, once `sums` with all its words are known."""
+    T: gl.constexpr = C.table
+    SLOTS: gl.constexpr = ptx(T.slots_of_chunk, product, index)
+    empty = at.start + T.barriers_start + 8 * (T.ring_slots + own.slot)
+    run(ptx(C.release, SLOTS), "=r,r,r,f,f", [empty, at.lane, sums[0], sums[2]])
+
+
+@gluon.jit
+def of_own_block(new, old, at, chunk, product: gl.constexpr, C: gl.constexpr):
+    """Returns the sums `new`, or `old` if this warp has no k block in a chunk: some have none in the last one."""
+    T: gl.constexpr = C.table
+    K_BLOCKS: gl.constexpr = ptx(T.k_blocks, product)
+    kept = new
+    if K_BLOCKS % T.warps != 0:
+        exists = chunk * T.warps + at.warp < K_BLOCKS
+        kept = ()
+        for i in gl.static_range(4):
+            kept = kept + (gl.where(exists, new[i], old[i]),)
+    return kept
+
+
+@gluon.jit
+def multiply_units(
+    args, at, layer, place, accs, x, sums, chunk, number: gl.constexpr, step: gl.constexpr, product: gl.constexpr,
+    index: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Adds the products of `number` units, which are read before any is multiplied, so that their instructions do not depend on
+    each other. `step` 0: units of as many row blocks in one chunk, with an accumulator each and the same x; 1: those of
+    consecutive chunks of a row block."""
+    S: gl.constexpr = ptx(C.form, product, index).k_block
+    WORDS: gl.constexpr = S.words + S.scale_words
+    slots = ()
+    phases = ()
+    read = ()
+    for i in gl.static_range(number):
+        own = own_slot(at, place, product, index, C)
+        slots = slots + (own.slot,)
+        phases = phases + (own.phase,)
+        read = read + read_full(args, at, layer, own, product, index, C)
+        place = later_place(place, ptx(C.table.slots_of_chunk, product, index), C)
+    products = ()
+    new_accs = ()
+    acc = accs[0:4]
+    for i in gl.static_range(number):
+        of_x, of_sums = x[16 * i * step : 16 * (i * step + 1)], sums[S.sums * i * step : S.sums * (i * step + 1)]
+        if step == 0:
+            acc = accs[4 * i : 4 * i + 4]
+        new = add_unit(read[WORDS * i : WORDS * (i + 1)], of_x, of_sums, acc, product, index, C)
+        products = products + new
+        acc = of_own_block(new, acc, at, chunk + i * step, product, C)
+        new_accs = new_accs + acc
+    for i in gl.static_range(number):
+        release(at, RingPlace(slots[i], phases[i]), products[4 * i : 4 * i + 4], product, index, C)
+    if step > 0:
+        new_accs = acc
+    return place, new_accs
+
+
+@gluon.jit
+def multiply_row_block(args, at, layer, place, x, sums, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Returns the place after a row block, and this warp's product of it. `x` of all chunks, and its `sums`, in registers."""
+    SUMS: gl.constexpr = ptx(C.form, product, index).k_block.sums
+    AT_ONCE: gl.constexpr = ptx(C.units_at_once, product, index)
+    zero = at.lane.to(gl.float32) * 0.0
+    acc = (zero, zero, zero, zero)
+    for chunk in gl.static_range(0, ptx(C.table.chunks, product), AT_ONCE):
+        of_x, of_sums = x[16 * chunk : 16 * (chunk + AT_ONCE)], sums[SUMS * chunk : SUMS * (chunk + AT_ONCE)]
+        place, acc = multiply_units(
+            args, at, layer, place, acc, of_x, of_sums, chunk, AT_ONCE, 1, product, index, C
+        )  # fmt: skip
+    return place, acc
+
+
+@gluon.jit
+def multiply_chunk(
+    args, at, layer, place, accs, chunk, first: gl.constexpr, number: gl.constexpr, product: gl.constexpr,
+    index: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Adds the products of a chunk of `number` row blocks. `chunk`: since chunk `first`, with which x in shared memory begins."""
+    S: gl.constexpr = ptx(C.form, product, index).k_block
+    AT_ONCE: gl.constexpr = min(number, ptx(C.units_at_once, product, index))
+    x = load_x(at, chunk, C)
     sums = ()
     if S.sums > 0:
         sums = load_x_sums(at, chunk, S.sums // 2, C)
-    new = asm(S.asm, S.constraints, read[0 : S.words] + x + read[S.words :] + sums + acc, S.types)
-    run(ptx(C.release, SLOTS), "=r,r,r,f,f", [barriers + 8 * (T.ring_slots + own.slot), at.lane, new[0], new[2]])
-    if K_BLOCKS % T.warps != 0:  # some warps have no k block in the last chunk
-        exists = (first + chunk) * T.warps + at.warp < K_BLOCKS
-        kept = ()
-        for i in gl.static_range(4):
-            kept = kept + (gl.where(exists, new[i], acc[i]),)
-        new = kept
-    return later_place(place, SLOTS, C), new
+    new = ()
+    for i in gl.static_range(0, number, AT_ONCE):
+        of_units = accs[4 * i : 4 * (i + AT_ONCE)]
+        place, of_units = multiply_units(
+            args, at, layer, place, of_units, x, sums, first + chunk, AT_ONCE, 0, product, index, C
+        )  # fmt: skip
+        new = new + of_units
+    return place, new
 
 
 @gluon.jit
@@ -666,22 +810,22 @@ def squares_of_lane(source, at, C: gl.constexpr):
 
 
 @gluon.jit
-def rms_to_shared(loaded, addresses, factor, needed, args, at, layer, product: gl.constexpr, C: gl.constexpr):
-    """If needed, warp i adds up the partial sums of squares of token i in order, and stores 1 / (rms * x's factor)."""
+def rms_to_shared(loaded, addresses, factor, args, at, layer, product: gl.constexpr, C: gl.constexpr):
+    """Warp i adds up the partial sums of squares of token i in order, and stores 1 / (rms * x's factor)."""
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
     TURNS: gl.constexpr = C.squares_turns
     WAIT: gl.constexpr = "squares before gate-up" if product == "gate_up" else "squares before " + product
-    own = (at.warp < M) & needed
-    words = poll_ahead(loaded, addresses, own.to(gl.int32), args.status, status_of(layer, WAIT, C), TURNS, C)
-    total = at.lane.to(gl.float32) * 0.0
-    for i in gl.static_range(TURNS):
-        total += gl.where(at.lane + 32 * i < T.blocks, words[i].to(gl.float32, bitcast=True), 0.0)
-    for step in gl.static_range(5):
-        total += exchanged(total, 1 << step)
-    root = gl.rsqrt(total * args.inverse_width + args.eps) * factor
-    to = at.start + T.rms_start + gl.minimum(at.warp, M - 1) * 4
-    run(C.store_float, "=r,r,f,r", [to, root, (own & (at.lane == 0)).to(gl.int32)])
+    if warp_number() < M:
+        words = poll_ahead(loaded, addresses, at.lane * 0 + 1, args.status, status_of(layer, WAIT, C), TURNS, C)
+        total = at.lane.to(gl.float32) * 0.0
+        for i in gl.static_range(TURNS):
+            total += gl.where(at.lane + 32 * i < T.blocks, words[i].to(gl.float32, bitcast=True), 0.0)
+        for step in gl.static_range(5):
+            total += exchanged(total, 1 << step)
+        root = gl.rsqrt(total * args.inverse_width + args.eps) * factor
+        to = at.start + T.rms_start + gl.minimum(at.warp, M - 1) * 4
+        run(C.store_float, "=r,r,f,r", [to, root, (at.lane == 0).to(gl.int32)])
 
 
 @gluon.jit
@@ -751,7 +895,7 @@ def total_of(out, at, parity, i: gl.constexpr, product: gl.constexpr, index: gl.
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
     F: gl.constexpr = ptx(C.form, product, index)
-    place = T.sums_start + parity * T.sums_bytes + out.row_block * (T.warps * 64 * M) + ((out.row + 8 * i) * M + out.token) * 4
+    place = T.sums_start + parity * T.sums_bytes + out.row_block * ptx(T.sums_stride, product) + ((out.row + 8 * i) * M + out.token) * 4
     total = asm(add_strided(T.warps, 64 * M), "=&f,r", [place], gl.float32) * F.k_block.factor
     if F.channel is not None:
         total *= out.channel[i]
@@ -836,7 +980,7 @@ def receive_x(x, args, at, layer, first: gl.constexpr, product: gl.constexpr, in
     CHUNKS: gl.constexpr = min(ptx(C.table.chunks_at_once, product), ptx(C.table.chunks, product) - first)
     WAIT: gl.constexpr = "x of gate-up" if product == "gate_up" else "x of " + product
     gather_x(x, args, at, layer, first, product, WAIT, C)
-    if ptx(C.form, product, index).k_block.sums > 0:
+    if ptx(C.form, product, index).k_block.sums > 0 and not ptx(C.x_in_registers, product, index):
         store_x_sums(at, CHUNKS, product, index, C)
 
 
@@ -851,15 +995,22 @@ def multiply_own(
     CHUNKS: gl.constexpr = ptx(T.chunks, product)
     STEP: gl.constexpr = ptx(T.chunks_at_once, product)
     LONG: gl.constexpr = product == "gate_up" or product == "down"  # more weights than the ring holds, and x is next
+    BY_CHUNKS: gl.constexpr = ptx(T.by_chunks, product)
+    REGISTERS: gl.constexpr = ptx(C.x_in_registers, product, index)
+    STRIDE: gl.constexpr = ptx(T.sums_stride, product)
     rows = row_vectors(args, layer, product, index, C)
     receive_x(x, args, at, layer, 0, product, index, C)
+    of_x = ()
+    of_sums = ()
+    if REGISTERS:
+        of_x, of_sums = x_of_chunks(at, product, index, C)
     addresses = ()
     loaded = ()
     if ptx(C.normed, product):
         addresses = squares_of_lane(squares_of, at, C)
         loaded = load_ahead(addresses, C.squares_turns, C)
     if LONG:
-        run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, at.index * 0, at.index * 0 + 1])
+        set_flag(at, 0, at.index * 0 == 0, C)
     zero = at.lane.to(gl.float32) * 0.0
     squares = zero
     group, pair = at.lane >> 2, at.lane & 3
@@ -869,40 +1020,52 @@ def multiply_own(
         count = gl.minimum(end - begin, AT_ONCE)
         out = output_of(args, at, rows, begin, count, product, C)
         to = own_sums + parity * T.sums_bytes
-        if STEP == CHUNKS:
-            for row_block in range(count):
-                acc = (zero, zero, zero, zero)
-                for chunk in range(CHUNKS):
-                    if LONG:
-                        last = (begin + row_block == end - 1) & (chunk == CHUNKS - 1)
-                        one = at.index * 0 + 1
-                        run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, one, at.index * 0 + last.to(gl.int32)])
-                    place, acc = multiply_unit(args, at, layer, place, acc, chunk, 0, product, index, C)
-                run(C.store_sums, "=r,r,r,f,f,f,f", (to + row_block * (T.warps * 64 * M), pair) + acc)
-        else:
+        if BY_CHUNKS:
             accs = (zero, zero, zero, zero) * AT_ONCE
             for part in gl.static_range(0, CHUNKS, STEP):
                 if part > 0:
                     receive_x(x, args, at, layer, part, product, index, C)
                 elif begin > first:
-                    receive_x(x, args, at, layer, 0, product, index, C)
-                new = ()
-                for i in gl.static_range(AT_ONCE):
-                    acc = accs[4 * i : 4 * i + 4]
-                    for chunk in range(gl.where(i < count, min(STEP, CHUNKS - part), 0)):
-                        place, acc = multiply_unit(args, at, layer, place, acc, chunk, part, product, index, C)
-                    new = new + acc
-                accs = new
-            if LONG:
-                last = begin + count == end
-                one = at.index * 0 + 1
-                run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, one, at.index * 0 + last.to(gl.int32)])
+                    if STEP < CHUNKS:
+                        receive_x(x, args, at, layer, 0, product, index, C)
+                if count == AT_ONCE:
+                    for chunk in range(min(STEP, CHUNKS - part)):
+                        if LONG and part + STEP >= CHUNKS:
+                            set_flag(at, 1, (begin + count == end) & (part + chunk == CHUNKS - 1), C)
+                        place, accs = multiply_chunk(args, at, layer, place, accs, chunk, part, AT_ONCE, product, index, C)
+                else:
+                    for chunk in range(min(STEP, CHUNKS - part)):
+                        if LONG and part + STEP >= CHUNKS:
+                            set_flag(at, 1, part + chunk == CHUNKS - 1, C)
+                        new = ()
+                        for i in gl.static_range(AT_ONCE):
+                            acc = accs[4 * i : 4 * i + 4]
+                            if i < count:
+                                place, acc = multiply_chunk(args, at, layer, place, acc, chunk, part, 1, product, index, C)
+                            new = new + acc
+                        accs = new
             for i in gl.static_range(AT_ONCE):
-                run(C.store_sums, "=r,r,r,f,f,f,f", (to + i * (T.warps * 64 * M), pair) + accs[4 * i : 4 * i + 4])
+                run(C.store_sums, "=r,r,r,f,f,f,f", (to + i * STRIDE, pair) + accs[4 * i : 4 * i + 4])
+        else:
+            for row_block in range(count):
+                last = begin + row_block == end - 1
+                if LONG and REGISTERS:
+                    set_flag(at, 1, last, C)
+                acc = (zero, zero, zero, zero)
+                if REGISTERS:
+                    place, acc = multiply_row_block(args, at, layer, place, of_x, of_sums, product, index, C)
+                else:
+                    for chunk in range(CHUNKS):
+                        if LONG:
+                            set_flag(at, 1, last & (chunk == CHUNKS - 1), C)
+                        place, acc = multiply_chunk(args, at, layer, place, acc, chunk, 0, 1, product, index, C)
+                run(C.store_sums, "=r,r,r,f,f,f,f", (to + row_block * STRIDE, pair) + acc)
         if ptx(C.normed, product):
-            rms_to_shared(loaded, addresses, rows.factor, begin == first, args, at, layer, product, C)
+            if begin == first:
+                rms_to_shared(loaded, addresses, rows.factor, args, at, layer, product, C)
         barrier()
-        squares = finish(args, at, layer, out, begin, parity, squares, product, index, C)
+        if warp_number() < ptx(C.output_warps, product):
+            squares = finish(args, at, layer, out, begin, parity, squares, product, index, C)
         parity = parity ^ 1
     return place, parity, squares
 
@@ -996,8 +1159,7 @@ def attend(args, at, layer, vectors, number, task, active, tokens, start, parity
     WARPS: gl.constexpr = C.table.tile_warps
     begin = start + task.split * tokens
     end = gl.minimum(begin + tokens, task.position)
-    # A number for the whole warp, on which it may branch: warps without a tile leave the issue slots to the others.
-    warp = asm("{ mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; }", "=r", [], gl.int32)
+    warp = warp_number()  # warps without a tile leave the issue slots to the others
     first = begin + TILE * warp
     if (warp == WARPS - 1) & (task.split == 0):
         first = task.position
