@@ -256,6 +256,17 @@ class DecodeStep(Polled, SplitAttention):
             f"@p mbarrier.arrive.shared::cta.b64 _, [$1]{times}; mov.b32 $0, 0; }}"
         )
 
+    def place_of_turn(self, turn: int) -> int:
+        """Distance in shared memory, in bytes, of the vectors of x that a lane stores in a turn of `gather_x` from those of the
+        first turn. In each turn a warp has two rows of 16 vectors: of two tokens, or with one token of two chunks."""
+        chunk, token = divmod(2 * turn, self.table.shape.tokens)
+        return (chunk * 16 * self.table.shape.tokens + token) * 16
+
+    def source_of_turn(self, product: ProductName, turn: int) -> int:
+        """As `place_of_turn`, in the vector of a product's x."""
+        chunk, token = divmod(2 * turn, self.table.shape.tokens)
+        return token * self.table.shape.columns(product) * 2 + chunk * self.table.warps * 256
+
     @property
     def read_x(self) -> str:
         """PTX that reads the B fragments of a k block of x. Input: the lane's address."""
@@ -388,6 +399,7 @@ def field(args, layer, name: gl.constexpr, C: gl.constexpr):
 PIECES_AT_ONCE = gl.constexpr(8)
 """Vectors of x that a lane asks for at a time."""
 
+EMPTY_WORD = gl.constexpr(EMPTY)
 FIELDS_OF = gl.constexpr(FIELDS)
 WAITS_OF = gl.constexpr(WAITS)
 K_BLOCK = gl.constexpr(BLOCK_K)
@@ -561,18 +573,28 @@ def gather_x(source, args, at, layer, first: gl.constexpr, product: gl.constexpr
     VECTORS: gl.constexpr = ptx(T.shape.columns, product) // 8
     PIECES: gl.constexpr = min(ptx(T.chunks_at_once, product), ptx(T.chunks, product) - first) * M * 16
     TURNS: gl.constexpr = (PIECES + 31) // 32
+    WHOLE: gl.constexpr = VECTORS % (16 * T.warps) == 0  # every warp has columns in every chunk
+    HALF: gl.constexpr = VECTORS if M > 1 else 16 * T.warps  # vectors from lane 0's to lane 16's
     to = at.start + T.x_start + at.warp * T.x_warp_bytes
+    half, low = at.lane >> 4, at.lane & 15
+    own = source + (half * HALF + (first * T.warps + at.warp) * 16 + low) * 16
+    own_place = to + (low * M + half * (1 if M > 1 else 16)) * 16
     for begin in gl.static_range(0, TURNS, PIECES_AT_ONCE):
         addresses = ()
         places = ()
         exist = ()
         for i in gl.static_range(min(PIECES_AT_ONCE, TURNS - begin)):
-            piece = gl.minimum(at.lane + 32 * (begin + i), PIECES - 1)
-            token, chunk = (piece >> 4) % M, (piece >> 4) // M
-            column = ((first + chunk) * T.warps + at.warp) * 16 + (piece & 15)
-            places = places + (to + ((chunk * 16 + (piece & 15)) * M + token) * 16,)
-            addresses = addresses + (source + (token * VECTORS + gl.minimum(column, VECTORS - 1)) * 16,)
-            exist = exist + (column < VECTORS,)
+            if WHOLE and 32 * (begin + i + 1) <= PIECES:  # constant distances, so that a lane has few addresses
+                places = places + (own_place + ptx(C.place_of_turn, begin + i),)
+                addresses = addresses + (own + ptx(C.source_of_turn, product, begin + i),)
+                exist = exist + (True,)
+            else:
+                piece = gl.minimum(at.lane + 32 * (begin + i), PIECES - 1)
+                token, chunk = (piece >> 4) % M, (piece >> 4) // M
+                column = ((first + chunk) * T.warps + at.warp) * 16 + (piece & 15)
+                places = places + (to + ((chunk * 16 + (piece & 15)) * M + token) * 16,)
+                addresses = addresses + (source + (token * VECTORS + gl.minimum(column, VECTORS - 1)) * 16,)
+                exist = exist + (column < VECTORS,)
         words = poll(
             addresses, at.lane * 0 + 1, args.status, status_of(layer, wait, C), min(PIECES_AT_ONCE, TURNS - begin), 4, C
         )
@@ -810,13 +832,15 @@ def squares_of_lane(source, at, C: gl.constexpr):
 
 
 @gluon.jit
-def rms_to_shared(loaded, addresses, factor, args, at, layer, product: gl.constexpr, C: gl.constexpr):
+def rms_to_shared(loaded, source, factor, args, at, layer, product: gl.constexpr, C: gl.constexpr):
     """Warp i adds up the partial sums of squares of token i in order, and stores 1 / (rms * x's factor)."""
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
     TURNS: gl.constexpr = C.squares_turns
     WAIT: gl.constexpr = "squares before gate-up" if product == "gate_up" else "squares before " + product
     if warp_number() < M:
+        at = same_thread(at, C)  # addresses take registers here only
+        addresses = squares_of_lane(source, at, C)
         words = poll_ahead(loaded, addresses, at.lane * 0 + 1, args.status, status_of(layer, WAIT, C), TURNS, C)
         total = at.lane.to(gl.float32) * 0.0
         for i in gl.static_range(TURNS):
@@ -998,19 +1022,15 @@ def multiply_own(
     BY_CHUNKS: gl.constexpr = ptx(T.by_chunks, product)
     REGISTERS: gl.constexpr = ptx(C.x_in_registers, product, index)
     STRIDE: gl.constexpr = ptx(T.sums_stride, product)
+    TURNS: gl.constexpr = C.squares_turns
     rows = row_vectors(args, layer, product, index, C)
     receive_x(x, args, at, layer, 0, product, index, C)
     of_x = ()
     of_sums = ()
     if REGISTERS:
         of_x, of_sums = x_of_chunks(at, product, index, C)
-    addresses = ()
-    loaded = ()
-    if ptx(C.normed, product):
-        addresses = squares_of_lane(squares_of, at, C)
-        loaded = load_ahead(addresses, C.squares_turns, C)
     if LONG:
-        set_flag(at, 0, at.index * 0 == 0, C)
+        set_flag(at, 0, at.index == 0, C)
     zero = at.lane.to(gl.float32) * 0.0
     squares = zero
     group, pair = at.lane >> 2, at.lane & 3
@@ -1020,6 +1040,7 @@ def multiply_own(
         count = gl.minimum(end - begin, AT_ONCE)
         out = output_of(args, at, rows, begin, count, product, C)
         to = own_sums + parity * T.sums_bytes
+        loaded = (at.lane * 0 + EMPTY_WORD,) * TURNS
         if BY_CHUNKS:
             accs = (zero, zero, zero, zero) * AT_ONCE
             for part in gl.static_range(0, CHUNKS, STEP):
@@ -1051,6 +1072,9 @@ def multiply_own(
                 last = begin + row_block == end - 1
                 if LONG and REGISTERS:
                     set_flag(at, 1, last, C)
+                if ptx(C.normed, product):  # late, so that they are there, and before products, which take longer than the loads
+                    if (begin == first) & (row_block == count - 1) & (warp_number() < M):
+                        loaded = load_ahead(squares_of_lane(squares_of, at, C), TURNS, C)
                 acc = (zero, zero, zero, zero)
                 if REGISTERS:
                     place, acc = multiply_row_block(args, at, layer, place, of_x, of_sums, product, index, C)
@@ -1062,7 +1086,7 @@ def multiply_own(
                 run(C.store_sums, "=r,r,r,f,f,f,f", (to + row_block * STRIDE, pair) + acc)
         if ptx(C.normed, product):
             if begin == first:
-                rms_to_shared(loaded, addresses, rows.factor, args, at, layer, product, C)
+                rms_to_shared(loaded, squares_of, rows.factor, args, at, layer, product, C)
         barrier()
         if warp_number() < ptx(C.output_warps, product):
             squares = finish(args, at, layer, out, begin, parity, squares, product, index, C)
