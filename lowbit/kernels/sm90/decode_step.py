@@ -167,7 +167,7 @@ class DecodeStep(Polled, SplitAttention):
         """True if all of a warp's x stays in registers for all row blocks: at most two k blocks with few sums."""
         k_block = self.form(product, index).k_block
         few = not self.table.by_chunks(product) and self.table.chunks(product) <= 2
-        return few and k_block.sums <= 4 and k_block.words <= 16
+        return few and k_block.sums <= 8 and k_block.words <= 16
 
     def units_at_once(self, product: ProductName, index: int) -> int:
         """Units that a warp reads before it multiplies them: two small ones, if the ring has both slots."""
@@ -621,7 +621,8 @@ def store_x_sums(at, chunks: gl.constexpr, product: gl.constexpr, index: gl.cons
     T: gl.constexpr = C.table
     S: gl.constexpr = ptx(C.form, product, index).k_block
     M: gl.constexpr = T.shape.tokens
-    COUNT: gl.constexpr = S.sums // 2
+    COUNT: gl.constexpr = max(S.groups, 1)
+    OF_GROUP: gl.constexpr = S.sums // COUNT  # of raw codes four, of which the last two are multiples of the others
     row, pair = at.lane & 7, at.lane & 3
     for first in gl.static_range(0, chunks, 8 // M):
         chunk = gl.minimum(first + row // M, chunks - 1)
@@ -634,22 +635,29 @@ def store_x_sums(at, chunks: gl.constexpr, product: gl.constexpr, index: gl.cons
             own = ((at.lane < 4) & (of_chunk < chunks)).to(gl.int32)
             place = x_sums_start(at, C) + (of_chunk * (COUNT * M) + column % M) * 4
             for i in gl.static_range(COUNT):
-                run(C.store_float, "=r,r,f,r", [place + 4 * M * i, sums[2 * i + h], own])
+                run(C.store_float, "=r,r,f,r", [place + 4 * M * i, sums[OF_GROUP * i + h], own])
     run(C.sync_warp, "=r", [])
 
 
 @gluon.jit
-def load_x_sums(at, chunk, count: gl.constexpr, C: gl.constexpr):
-    """Returns `count` pairs of a lane's sums of x in a chunk; sums of tokens that do not exist are those of others."""
+def load_x_sums(at, chunk, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Returns a lane's sums of x in a chunk, if the weights' form needs them; sums of tokens that do not exist are those of
+    others."""
     M: gl.constexpr = C.table.shape.tokens
-    place = x_sums_start(at, C) + chunk * (count * M * 4) + gl.minimum(at.lane & 3, max(M // 2, 1) - 1) * 8
+    S: gl.constexpr = ptx(C.form, product, index).k_block
+    COUNT: gl.constexpr = max(S.groups, 1) if S.sums > 0 else 0
+    place = x_sums_start(at, C) + chunk * (COUNT * M * 4) + gl.minimum(at.lane & 3, max(M // 2, 1) - 1) * 8
     sums = ()
-    for i in gl.static_range(count):
+    for i in gl.static_range(COUNT):
         if M == 1:
             one = asm(C.load_float, "=f,r", [place + 4 * i], gl.float32)
-            sums = sums + (one, one)
+            both = (one, one)
         else:
-            sums = sums + asm(C.load_two, "=&f,=&f,r", [place + 4 * M * i], C.load_two_types)
+            both = asm(C.load_two, "=&f,=&f,r", [place + 4 * M * i], C.load_two_types)
+        sums = sums + both
+        if S.raw:
+            FACTOR: gl.constexpr = S.raw_offsets[1] // S.raw_offsets[0]
+            sums = sums + (both[0] * FACTOR, both[1] * FACTOR)
     return sums
 
 
@@ -802,12 +810,9 @@ def multiply_chunk(
     index: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Adds the products of a chunk of `number` row blocks. `chunk`: since chunk `first`, with which x in shared memory begins."""
-    S: gl.constexpr = ptx(C.form, product, index).k_block
     AT_ONCE: gl.constexpr = min(number, ptx(C.units_at_once, product, index))
     x = load_x(at, chunk, C)
-    sums = ()
-    if S.sums > 0:
-        sums = load_x_sums(at, chunk, S.sums // 2, C)
+    sums = load_x_sums(at, chunk, product, index, C)
     new = ()
     for i in gl.static_range(0, number, AT_ONCE):
         of_units = accs[4 * i : 4 * (i + AT_ONCE)]
@@ -825,20 +830,24 @@ def squares_of_lane(source, at, C: gl.constexpr):
     BLOCKS: gl.constexpr = C.table.blocks
     TURNS: gl.constexpr = C.squares_turns
     token = gl.minimum(at.warp, M - 1)
+    first = source + (at.lane * M + token) * 4
     addresses = ()
     for i in gl.static_range(TURNS):
-        addresses = addresses + (source + (gl.minimum(at.lane + 32 * i, BLOCKS - 1) * M + token) * 4,)
+        if 32 * (i + 1) <= BLOCKS:
+            addresses = addresses + (first + 128 * M * i,)
+        else:
+            addresses = addresses + (source + (gl.minimum(at.lane + 32 * i, BLOCKS - 1) * M + token) * 4,)
     return addresses
 
 
 @gluon.jit
-def rms_to_shared(loaded, source, factor, args, at, layer, product: gl.constexpr, C: gl.constexpr):
+def rms_to_shared(loaded, source, warp, factor, args, at, layer, product: gl.constexpr, C: gl.constexpr):
     """Warp i adds up the partial sums of squares of token i in order, and stores 1 / (rms * x's factor)."""
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
     TURNS: gl.constexpr = C.squares_turns
     WAIT: gl.constexpr = "squares before gate-up" if product == "gate_up" else "squares before " + product
-    if warp_number() < M:
+    if warp < M:
         at = same_thread(at, C)  # addresses take registers here only
         addresses = squares_of_lane(source, at, C)
         words = poll_ahead(loaded, addresses, at.lane * 0 + 1, args.status, status_of(layer, WAIT, C), TURNS, C)
@@ -1031,7 +1040,7 @@ def multiply_own(
         of_x, of_sums = x_of_chunks(at, product, index, C)
     if LONG:
         set_flag(at, 0, at.index == 0, C)
-    zero = at.lane.to(gl.float32) * 0.0
+    zero, warp = at.lane.to(gl.float32) * 0.0, warp_number()
     squares = zero
     group, pair = at.lane >> 2, at.lane & 3
     own_sums = at.start + T.sums_start + at.warp * (64 * M) + (group * M + gl.minimum(2 * pair, max(M - 2, 0))) * 4
@@ -1073,8 +1082,8 @@ def multiply_own(
                 if LONG and REGISTERS:
                     set_flag(at, 1, last, C)
                 if ptx(C.normed, product):  # late, so that they are there, and before products, which take longer than the loads
-                    if (begin == first) & (row_block == count - 1) & (warp_number() < M):
-                        loaded = load_ahead(squares_of_lane(squares_of, at, C), TURNS, C)
+                    if (begin == first) & (row_block == count - 1) & (warp < M):
+                        loaded = load_ahead(squares_of_lane(squares_of, same_thread(at, C), C), TURNS, C)
                 acc = (zero, zero, zero, zero)
                 if REGISTERS:
                     place, acc = multiply_row_block(args, at, layer, place, of_x, of_sums, product, index, C)
@@ -1086,9 +1095,9 @@ def multiply_own(
                 run(C.store_sums, "=r,r,r,f,f,f,f", (to + row_block * STRIDE, pair) + acc)
         if ptx(C.normed, product):
             if begin == first:
-                rms_to_shared(loaded, squares_of, rows.factor, args, at, layer, product, C)
+                rms_to_shared(loaded, squares_of, warp, rows.factor, args, at, layer, product, C)
         barrier()
-        if warp_number() < ptx(C.output_warps, product):
+        if warp < ptx(C.output_warps, product):
             squares = finish(args, at, layer, out, begin, parity, squares, product, index, C)
         parity = parity ^ 1
     return place, parity, squares
