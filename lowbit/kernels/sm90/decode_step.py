@@ -646,6 +646,7 @@ def load_x_sums(at, chunk, product: gl.constexpr, index: gl.constexpr, C: gl.con
     M: gl.constexpr = C.table.shape.tokens
     S: gl.constexpr = ptx(C.form, product, index).k_block
     COUNT: gl.constexpr = max(S.groups, 1) if S.sums > 0 else 0
+    FACTOR: gl.constexpr = S.raw_offsets[1] // S.raw_offsets[0]
     place = x_sums_start(at, C) + chunk * (COUNT * M * 4) + gl.minimum(at.lane & 3, max(M // 2, 1) - 1) * 8
     sums = ()
     for i in gl.static_range(COUNT):
@@ -656,7 +657,6 @@ def load_x_sums(at, chunk, product: gl.constexpr, index: gl.constexpr, C: gl.con
             both = asm(C.load_two, "=&f,=&f,r", [place + 4 * M * i], C.load_two_types)
         sums = sums + both
         if S.raw:
-            FACTOR: gl.constexpr = S.raw_offsets[1] // S.raw_offsets[0]
             sums = sums + (both[0] * FACTOR, both[1] * FACTOR)
     return sums
 
