@@ -236,8 +236,8 @@ class StepTable:
         return max(1, most if self.parts(product) == 1 else min(most, 4))
 
     def by_chunks(self, product: ProductName) -> bool:
-        """True if a block multiplies chunk by chunk of the row blocks whose sums are reduced together, and reads x once for all of
-        them; False: row block by row block."""
+        """True if a block multiplies chunk by chunk of the row blocks whose sums are reduced together, and reads x once for all
+        of them; False: row block by row block."""
         return self.parts(product) > 1 or (self.chunks(product) > 2 and self.at_once(product) <= 4)
 
     def slots(self, block: int, product: ProductName, form: int = 0) -> Iterator[Slot]:
@@ -382,10 +382,10 @@ class StepTable:
         Activations queue behind weights, so more bytes would delay them. 34 and 68 KB were best for one token of Llama-3-8B's
         shape: 27.1 us a layer; 28.2 with a constant number of bytes, at best (H200, 2026-11-24).
 
-        A warp that skips slots of other warps waits for the parity of a place of the ring. It must not do so before the place's
-        last contents have arrived. Its own slot before that was asked for when all slots up to `many` before it were full; these
-        include the last contents if `many` is at most the ring less a chunk. A ring of whole chunks has the same warps at a place
-        and needs no limit. (16 bits, 10 slots, 4 of a chunk: one of 75 launches on an H200 ended with a status.)"""
+        A warp that skips slots of other warps waits for the parity of a place of the ring. It must not do so before the
+        place's last contents have arrived. Its own slot before that was asked for when all slots up to `many` before it were
+        full; these include the last contents if `many` is at most the ring less a chunk. In a ring of whole chunks a place has
+        the same warps each time, without a limit. (16 bits, 10 slots, 4 of a chunk: one of 75 launches on an H200 failed.)"""
         counts = {self.slots_of_chunk(name, i) for name in self.shape.products for i in range(len(self.shape.forms_of(name)))}
         most = min([self.ring_slots, *(self.ring_slots - count for count in counts if self.ring_slots % count)])
         few, many = (max(1, min(most, (size << 10) // self.slot_bytes)) for size in (34, 68))

@@ -26,9 +26,9 @@ DENSE = "dense"
 
 
 RAW_ROWS = {4: 16.0, 8: 1.0}
-"""By bits: the factor of rows g + 8 of raw codes. 4 bits are in bytes with codes of rows g in the lower halves. These are masked;
-as those of rows g + 8 whole bytes are multiplied, code of g + 16 * code of g + 8, from whose sums those of rows g are subtracted:
-one operation less for 8 codes than with a mask of each. 8 bits are moved to bits 0 to 7."""
+"""By bits: the factor of rows g + 8 of raw codes. Bytes of 4-bit codes have those of rows g in their lower halves, which are
+masked. As codes of rows g + 8 whole bytes are multiplied, code of g + 16 * code of g + 8, from whose sums those of rows g are
+subtracted: four operations for 8 codes. 8 bits are moved to bits 0 to 7 of a half."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class KBlock:
 
     @property
     def sums(self) -> int:
-        """Number of sums of x per lane for each group, which zero points and raw codes need. Zero points: those of two tokens per
-        n8 tile. Raw codes: what their sums begin at, for rows g and g + 8 of two tokens."""
+        """Number of sums of x per lane for each group, which zero points and raw codes need. Zero points: those of two tokens
+        per n8 tile. Raw codes: what their sums begin at, for rows g and g + 8 of two tokens."""
         if self.raw:
             return self.accumulators * max(self.groups, 1)
         return 2 * self.n8_tiles * max(self.groups, 1) if self.zero != "none" else 0
@@ -189,8 +189,8 @@ class KBlock:
 
     @property
     def sum_asm(self) -> str:
-        """PTX that sums x over each scale group, or over the k block, by matrix instructions whose operand A is all ones for zero
-        points, and for raw codes -offset * 2^-24. Outputs: sums of x. Inputs: words of x."""
+        """PTX that sums x over each scale group, or over the k block, by matrix instructions. Their operand A is all ones for
+        zero points, and -offset * 2^-24 for raw codes. Outputs: sums of x. Inputs: words of x."""
         out, x = operands_of(self.sums, self.token_words)
         groups = max(self.groups, 1)
         per_group, per_tile = BLOCK_MMAS // groups, 4 if self.raw else 2

@@ -4,8 +4,9 @@ Reads   tokens and the embedding; a table of addresses per layer (choose/decode_
         scales, or 16-bit rows; biases, gammas, pages, cos and sin; page tables, positions, rows
 Writes  logits; h; new keys and values in the pages; `vectors`, whose last x and squares are the input of a head elsewhere
 Grid    one block per SM, all resident (cooperative launch). The tasks of a block: choose/decode_step.py
-Roles   load: 1 warp copies this block's weights of all products and layers through one ring (cp.async.bulk), ahead of all
-        activations; math: 16 warps. A slot is a part of one row block; each warp multiplies k blocks (parts/k_block.py)
+Roles   load: 1 warp (4 with 16-bit rows) copies this block's weights of all products and layers through one ring
+        (cp.async.bulk), ahead of all activations; math: 16 warps. A slot is a part of one row block; each warp multiplies
+        k blocks (parts/k_block.py), with x in registers where it has two at most, and two units at a time if they are small
 Stages  embed {h; h * gamma; squares}; gather x, multiply, reduce warps, finish: of qkv {/ rms, bias}, attention {norm, RoPE,
         append, splits}, o {h += y; h * gamma; squares}, gate-up {/ rms; gate}, down {as o}; head {/ rms, bias}
 Waits   Activations themselves are polled (parts/polled.py): words of `vectors` are EMPTY until they have arrived. Polls and
@@ -146,6 +147,12 @@ class DecodeStep(Polled, SplitAttention):
         return self.forms[PRODUCT_NAMES.index(product)][index]
 
     @property
+    def loaders(self) -> int:
+        """Warps of the loader. 16-bit rows are 16 copies a slot, of some 50 clocks each in one warp, which is longer than memory
+        takes for a slot; so four warps copy 4 rows each."""
+        return 4 if any(form.unit.dense for of_product in self.forms for form in of_product) else 1
+
+    @property
     def threads(self) -> int:
         """Threads of the math warps."""
         return 32 * self.table.warps
@@ -198,7 +205,7 @@ class DecodeStep(Polled, SplitAttention):
         t, first = self.table, self.table.barriers_start
         lines = [".reg .pred p; .reg .b32 at; setp.eq.s32 p, $1, 0; mov.u32 at, global_smem;"]
         for slot in range(t.ring_slots):
-            lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{first + 8 * slot}], 1;")
+            lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{first + 8 * slot}], {self.loaders};")
             lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{first + 8 * (t.ring_slots + slot)}], {t.warps};")
         lines.append(f"{{ .reg .b32 nil; mov.b32 nil, 0; @p st.shared.b32 [at+{t.flag_start}], nil; }}")
         lines.append("@p fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
@@ -206,9 +213,9 @@ class DecodeStep(Polled, SplitAttention):
 
     @property
     def await_room(self) -> str:
-        """PTX that waits until the slot at barrier $1 (parity $2) is full, and, unless the flag is 0, also the slot at $3 (parity
-        $4), which was asked for later. $5: address of shared memory; $6: address of the status; $7: its value if it takes too
-        long."""
+        """PTX that waits until the slot at barrier $1 (parity $2) is full, and, unless the flag is 0, also the slot at $3
+        (parity $4), which was asked for later. $5: address of shared memory; $6: address of the status; $7: its value if it
+        takes too long."""
         lines = [".reg .pred p, more; .reg .b32 m, n; mov.b32 n, 0;"]
         lines += ["AGAIN: mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2; vote.sync.all.pred p, p, 0xffffffff;"]
         lines += ["@!p bra CHECK; mbarrier.test_wait.parity.shared::cta.b64 p, [$3], $4;"]
@@ -228,14 +235,15 @@ class DecodeStep(Polled, SplitAttention):
     def fill(self, product: ProductName, index: int) -> str:
         """PTX that fills a slot. $1 lane, $2 barrier, $3 slot, $4 source of codes, $5 their bytes, $6 source of scales, $7
         their bytes, $8 bytes of the last tile if it is alone in its unit, else 0. That tile is copied twice: x has zeros where
-        the second one would be, and by zeros only finite numbers may be multiplied. Lane 0 copies codes; of 16-bit weights 16
-        lanes copy a row each, whose place, source and bytes are $3, $4, $5 and $8."""
+        the second one would be, and by zeros only finite numbers may be multiplied. Lane 0 copies codes; of 16-bit weights the
+        first lanes of each loader's warp copy a row each, whose place, source and bytes are $3, $4, $5 and $8."""
         copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
         unit, odd = self.form(product, index).unit, self.table.k_tiles(product) % 2
         lines = [".reg .pred p, q; .reg .b32 at, all; .reg .b64 from, size;", "setp.eq.s32 p, $1, 0; add.u32 all, $5, $8;"]
-        lines += ["shl.b32 all, all, 4;" if unit.dense else "add.u32 all, all, $7;"]
+        rows = 16 // self.loaders
+        lines += [f"mul.lo.u32 all, all, {rows};" if unit.dense else "add.u32 all, all, $7;"]
         lines += ["@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$2], all;"]
-        lines += ["setp.lt.s32 p, $1, 16;"] if unit.dense else []
+        lines += [f"setp.lt.s32 p, $1, {rows};"] if unit.dense else []
         lines += [f"setp.ne.and.s32 q, $5, 0, p; @q {copy} [$3], [$4], $5, [$2];"]
         if odd:
             lines += ["setp.ne.and.s32 q, $8, 0, p; add.u32 at, $3, $5; cvt.u64.u32 size, $5; add.u64 from, $4, size;"]
@@ -471,7 +479,9 @@ def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.co
     AT_ONCE: gl.constexpr = ptx(T.at_once, product) if BY_CHUNKS else 1
     ALL: gl.constexpr = ptx(T.chunks, product) * ptx(T.slots_of_chunk, product, index)
     STEP: gl.constexpr = ptx(T.slots_of_chunk, product, index) if BY_CHUNKS else ALL
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    LOADERS: gl.constexpr = C.loaders
+    lane = gl.arange(0, 32 * LOADERS, gl.BlockedLayout([1], [32], [LOADERS], [0])) & 31
+    warp = warp_number() & (LOADERS - 1)
     start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32) + lane * 0
     barriers = start + T.barriers_start
     codes = field(args, layer, product + " codes", C)
@@ -496,11 +506,13 @@ def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.co
                     tiles = gl.maximum(gl.minimum(TILES - number * (2 * UNITS), 2 * UNITS), 0)
                     to = start + place.slot * T.slot_bytes
                     if UNIT.dense:
-                        source, size, last = rows_of_slot(codes, row_block, number, tiles, lane, product, UNITS, C)
-                        to += (lane & 15) * ptx(UNIT.row_bytes, UNITS)
+                        row = (warp * (16 // LOADERS) + lane) & 15
+                        source, size, last = rows_of_slot(codes, row_block, number, tiles, row, product, UNITS, C)
+                        to += row * ptx(UNIT.row_bytes, UNITS)
                         scales = source
                         scales_size = tiles * 0
                     else:
+                        tiles = gl.where(warp == 0, tiles, 0)
                         tile = lane * 0 + (row_block * TILES + number * (2 * UNITS))
                         source = codes + tile.to(gl.int64) * (UNIT.code_bytes // 2)
                         size = tiles * (UNIT.code_bytes // 2)
@@ -517,12 +529,11 @@ def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.co
 
 
 @gluon.jit
-def rows_of_slot(weights, row_block, part, tiles, lane, product: gl.constexpr, UNITS: gl.constexpr, C: gl.constexpr):
-    """Returns a lane's row of 16-bit weights in a slot: its address, its bytes, and the bytes of the last tile if that is alone
-    in its unit. Rows of gate and up alternate in eights, as they do in the fragment order."""
+def rows_of_slot(weights, row_block, part, tiles, row, product: gl.constexpr, UNITS: gl.constexpr, C: gl.constexpr):
+    """Returns a row of 16-bit weights in a slot: its address, its bytes, and the bytes of the last tile if that is alone in its
+    unit. Rows of gate and up alternate in eights, as they do in the fragment order."""
     K: gl.constexpr = ptx(C.table.shape.columns, product)
     N: gl.constexpr = ptx(C.table.shape.rows, product)
-    row = lane & 15
     if product == "gate_up":
         of_w = (row_block * 8 + (row & 7)) + (row >> 3) * (N // 2)
     else:
@@ -765,7 +776,7 @@ def multiply_units(
     slots = ()
     phases = ()
     read = ()
-    for i in gl.static_range(number):
+    for _ in gl.static_range(number):
         own = own_slot(at, place, product, index, C)
         slots = slots + (own.slot,)
         phases = phases + (own.phase,)
@@ -809,7 +820,8 @@ def multiply_chunk(
     args, at, layer, place, accs, chunk, first: gl.constexpr, number: gl.constexpr, product: gl.constexpr,
     index: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Adds the products of a chunk of `number` row blocks. `chunk`: since chunk `first`, with which x in shared memory begins."""
+    """Adds the products of a chunk of `number` row blocks. `chunk`: since chunk `first`, with which x in shared memory
+    begins."""
     AT_ONCE: gl.constexpr = min(number, ptx(C.units_at_once, product, index))
     x = load_x(at, chunk, C)
     sums = load_x_sums(at, chunk, product, index, C)
@@ -841,13 +853,21 @@ def squares_of_lane(source, at, C: gl.constexpr):
 
 
 @gluon.jit
-def rms_to_shared(loaded, source, warp, factor, args, at, layer, product: gl.constexpr, C: gl.constexpr):
-    """Warp i adds up the partial sums of squares of token i in order, and stores 1 / (rms * x's factor)."""
+def squares_ahead(loaded, source, at, needed, C: gl.constexpr):
+    """If needed, returns a lane's partial sums of squares as they are now, for `rms_to_shared`; else `loaded`."""
+    if needed:
+        loaded = load_ahead(squares_of_lane(source, same_thread(at, C), C), C.squares_turns, C)
+    return loaded
+
+
+@gluon.jit
+def rms_to_shared(loaded, source, needed, factor, args, at, layer, product: gl.constexpr, C: gl.constexpr):
+    """If needed, warp i adds up the partial sums of squares of token i in order, and stores 1 / (rms * x's factor)."""
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
     TURNS: gl.constexpr = C.squares_turns
     WAIT: gl.constexpr = "squares before gate-up" if product == "gate_up" else "squares before " + product
-    if warp < M:
+    if needed:
         at = same_thread(at, C)  # addresses take registers here only
         addresses = squares_of_lane(source, at, C)
         words = poll_ahead(loaded, addresses, at.lane * 0 + 1, args.status, status_of(layer, WAIT, C), TURNS, C)
@@ -928,7 +948,8 @@ def total_of(out, at, parity, i: gl.constexpr, product: gl.constexpr, index: gl.
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
     F: gl.constexpr = ptx(C.form, product, index)
-    place = T.sums_start + parity * T.sums_bytes + out.row_block * ptx(T.sums_stride, product) + ((out.row + 8 * i) * M + out.token) * 4
+    place = T.sums_start + parity * T.sums_bytes + out.row_block * ptx(T.sums_stride, product)
+    place += ((out.row + 8 * i) * M + out.token) * 4
     total = asm(add_strided(T.warps, 64 * M), "=&f,r", [place], gl.float32) * F.k_block.factor
     if F.channel is not None:
         total *= out.channel[i]
@@ -1055,9 +1076,8 @@ def multiply_own(
             for part in gl.static_range(0, CHUNKS, STEP):
                 if part > 0:
                     receive_x(x, args, at, layer, part, product, index, C)
-                elif begin > first:
-                    if STEP < CHUNKS:
-                        receive_x(x, args, at, layer, 0, product, index, C)
+                elif (begin > first) & (STEP < CHUNKS):
+                    receive_x(x, args, at, layer, 0, product, index, C)
                 if count == AT_ONCE:
                     for chunk in range(min(STEP, CHUNKS - part)):
                         if LONG and part + STEP >= CHUNKS:
@@ -1081,9 +1101,9 @@ def multiply_own(
                 last = begin + row_block == end - 1
                 if LONG and REGISTERS:
                     set_flag(at, 1, last, C)
-                if ptx(C.normed, product):  # late, so that they are there, and before products, which take longer than the loads
-                    if (begin == first) & (row_block == count - 1) & (warp < M):
-                        loaded = load_ahead(squares_of_lane(squares_of, same_thread(at, C), C), TURNS, C)
+                if ptx(C.normed, product):  # late, when they have arrived; products take longer than the loads
+                    needed = (begin == first) & (row_block == count - 1) & (warp < M)
+                    loaded = squares_ahead(loaded, squares_of, at, needed, C)
                 acc = (zero, zero, zero, zero)
                 if REGISTERS:
                     place, acc = multiply_row_block(args, at, layer, place, of_x, of_sums, product, index, C)
@@ -1094,8 +1114,8 @@ def multiply_own(
                         place, acc = multiply_chunk(args, at, layer, place, acc, chunk, 0, 1, product, index, C)
                 run(C.store_sums, "=r,r,r,f,f,f,f", (to + row_block * STRIDE, pair) + acc)
         if ptx(C.normed, product):
-            if begin == first:
-                rms_to_shared(loaded, squares_of, warp, rows.factor, args, at, layer, product, C)
+            needed = (begin == first) & (warp < M)
+            rms_to_shared(loaded, squares_of, needed, rows.factor, args, at, layer, product, C)
         barrier()
         if warp < ptx(C.output_warps, product):
             squares = finish(args, at, layer, out, begin, parity, squares, product, index, C)
@@ -1399,7 +1419,8 @@ def decode_step(
         layers, vectors, h, tokens, embedding, row_scale, tables, positions, rows, status, logits, table_stride, inverse_width,
         eps,
     )  # fmt: skip
-    gl.warp_specialize([(math_warps, (args, C)), (load, (args, C))], [1], [32])
+    LOADERS: gl.constexpr = C.loaders
+    gl.warp_specialize([(math_warps, (args, C)), (load, (args, C))], [LOADERS], [32])
 
 
 class StepPlan:
