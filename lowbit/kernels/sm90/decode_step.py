@@ -148,8 +148,8 @@ class DecodeStep(Polled, SplitAttention):
 
     @property
     def loaders(self) -> int:
-        """Warps of the loader. 16-bit rows are 16 copies a slot, of some 50 clocks each in one warp, which is longer than memory
-        takes for a slot; so four warps copy 4 rows each."""
+        """Warps of the loader. 16-bit rows are 16 copies a slot, of some 50 clocks each in one warp. Memory takes less time for
+        a slot, so four warps copy 4 rows each."""
         return 4 if any(form.unit.dense for of_product in self.forms for form in of_product) else 1
 
     @property
