@@ -466,8 +466,9 @@ def own_row_blocks(product: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
-    """Copies this block's weights of one product to the ring. `issued`: number of slots that were filled before."""
+def load_product(args, layer, weights, place, issued, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Copies this block's weights of one product to the ring. `weights`: the addresses of its codes and scales. `issued`:
+    number of slots that were filled before."""
     T: gl.constexpr = C.table
     UNIT: gl.constexpr = ptx(C.form, product, index).unit
     UNITS: gl.constexpr = ptx(T.units, product, index)
@@ -484,8 +485,7 @@ def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.co
     warp = warp_number() & (LOADERS - 1)
     start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32) + lane * 0
     barriers = start + T.barriers_start
-    codes = field(args, layer, product + " codes", C)
-    scale = field(args, layer, product + " scale", C)
+    codes, scale = weights
     first, end = own_row_blocks(product, C)
     for begin in range(first, end, AT_ONCE):
         for part in range(0, ALL, STEP):
@@ -543,33 +543,46 @@ def rows_of_slot(weights, row_block, part, tiles, row, product: gl.constexpr, UN
 
 
 @gluon.jit
-def load_forms(args, layer, place, issued, product: gl.constexpr, C: gl.constexpr):
+def load_forms(args, layer, weights, place, issued, product: gl.constexpr, C: gl.constexpr):
     """As `load_product`, in the layer's form."""
     COUNT: gl.constexpr = len(ptx(C.table.shape.forms_of, product))
     if COUNT == 1:
-        place, issued = load_product(args, layer, place, issued, product, 0, C)
+        place, issued = load_product(args, layer, weights, place, issued, product, 0, C)
     else:
         form = field(args, layer, product + " form", C)
         for index in gl.static_range(COUNT):
             if form == index:
-                place, issued = load_product(args, layer, place, issued, product, index, C)
+                place, issued = load_product(args, layer, weights, place, issued, product, index, C)
     return place, issued
 
 
 @gluon.jit
+def weights_of(args, layer, product: gl.constexpr, C: gl.constexpr):
+    """Returns the addresses of a product's codes and scales."""
+    return field(args, layer, product + " codes", C), field(args, layer, product + " scale", C)
+
+
+@gluon.jit
 def load(args, C: gl.constexpr):
-    """The loader: all weights of this block, layer by layer."""
+    """The loader: all weights of this block, layer by layer. Addresses are read one product ahead, so that no slot is asked for
+    later because of them."""
     LAYERS: gl.constexpr = C.table.shape.layers
     zero = gl.program_id(0) * 0
     place = RingPlace(zero, zero)
     issued = zero
+    qkv = weights_of(args, zero, "qkv", C)
+    head = weights_of(args, zero + LAYERS, "head", C)
     for layer in range(LAYERS):
-        place, issued = load_forms(args, layer, place, issued, "qkv", C)
-        place, issued = load_forms(args, layer, place, issued, "o", C)
-        place, issued = load_forms(args, layer, place, issued, "gate_up", C)
-        place, issued = load_forms(args, layer, place, issued, "down", C)
+        o = weights_of(args, layer, "o", C)
+        place, issued = load_forms(args, layer, qkv, place, issued, "qkv", C)
+        gate_up = weights_of(args, layer, "gate_up", C)
+        place, issued = load_forms(args, layer, o, place, issued, "o", C)
+        down = weights_of(args, layer, "down", C)
+        place, issued = load_forms(args, layer, gate_up, place, issued, "gate_up", C)
+        qkv = weights_of(args, layer + 1, "qkv", C)
+        place, issued = load_forms(args, layer, down, place, issued, "down", C)
     if C.table.shape.has_head:
-        load_product(args, zero + LAYERS, place, issued, "head", 0, C)
+        load_product(args, zero + LAYERS, head, place, issued, "head", 0, C)
 
 
 # ---- products
@@ -962,27 +975,27 @@ def total_of(out, at, parity, i: gl.constexpr, product: gl.constexpr, index: gl.
 
 @gluon.jit
 def store_h(args, to, place, kept, gamma, exists, squares, C: gl.constexpr):
-    """Stores a thread's element of h, and h * gamma in the vector `to`; returns the warp's `squares` with its square."""
+    """Stores a thread's element of h, and h * gamma in the vector `to`; returns the thread's `squares` with its square."""
     gl.store(args.h + place, kept, mask=exists)
     new = gl.where(exists, kept.to(gl.float32), 0.0)
     publish_pair(to + (place.to(gl.int64) - (place & 1)) * 2, new * gamma, exists.to(gl.int32), C)
-    square = new * new
-    for step in gl.static_range(5):
-        square += exchanged(square, 1 << step)
-    return squares + square
+    return squares + new * new
 
 
 @gluon.jit
 def store_squares(to, at, squares, C: gl.constexpr):
-    """Stores a block's sums of squares in the vector `to`: those of token i are in warp i."""
+    """Stores a block's sums of squares in the vector `to`: those of token i are in the threads of warp i. Other blocks wait for
+    x first, so they are added up when all of that is stored."""
     M: gl.constexpr = C.table.shape.tokens
-    place = to + (gl.program_id(0) * M + at.warp) * 4
-    publish(place, squares, ((at.lane == 0) & (at.warp < M)).to(gl.int32), C)
+    if warp_number() < M:
+        for step in gl.static_range(5):
+            squares += exchanged(squares, 1 << step)
+        publish(to + (gl.program_id(0) * M + at.warp) * 4, squares, (at.lane == 0).to(gl.int32), C)
 
 
 @gluon.jit
 def finish(args, at, layer, out, begin, parity, squares, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
-    """Stores a thread's output of a flush; with a residual adds the square of h to the warp's `squares`."""
+    """Stores a thread's output of a flush; with a residual adds the square of h to the thread's `squares`."""
     N: gl.constexpr = ptx(C.table.shape.rows, product)
     exists = out.exists.to(gl.int32)
     total = total_of(out, at, parity, 0, product, index, C)
@@ -1042,7 +1055,7 @@ def receive_x(x, args, at, layer, first: gl.constexpr, product: gl.constexpr, in
 def multiply_own(
     args, at, layer, place, parity, x, squares_of, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
-    """This block's rows of a product; returns the warp's sum of squares, too. Arguments as in `multiply_product`."""
+    """This block's rows of a product; returns the thread's sum of squares, too. Arguments as in `multiply_product`."""
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
     AT_ONCE: gl.constexpr = ptx(T.at_once, product)
